@@ -125,7 +125,8 @@ fn streams_and_sessions_of_the_library_pass_their_tests() {
             "stream::ends::host::",
             "stream::by_hand::host::",
             "sessions::",
-            "shared::host::",
+            "shared::handles::host::",
+            "shared::contents::host::",
         ];
         let ended = Command::new(env::current_exe().unwrap()).args(tests).output().unwrap();
         let output = String::from_utf8_lossy(&ended.stdout);

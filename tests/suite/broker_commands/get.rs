@@ -1,0 +1,201 @@
+//! `vmmfd get`.
+
+use super::*;
+
+cases! {
+    on crate::broker_commands::Broker; every backend: [
+    object_outlives_its_process,
+    absent_objects_exit_with_1,
+    get_waits_for_the_object,
+    expected_metadata_must_be_there,
+    range_within_the_object_is_written,
+    bytes_of_wrong_digest_stay_unwritten,
+    several_parts_need_a_choice,
+    one_array_is_written_alone,
+    ]
+}
+
+fn blake3(bytes: &[u8]) -> String {
+    // By the tool that checks files elsewhere: the digest of the loader itself is what is tested here.
+    let digest = vmmfd_cli::check::files::read(&memory(bytes), 0, 0..bytes.len() as u64, &mut |_| Ok(())).unwrap();
+    digest.strip_prefix("blake3:").unwrap().to_owned()
+}
+
+fn object_outlives_its_process(broker: Broker) {
+    let bytes = data(5_000_003);
+    let put = broker.put("models/tiny", &bytes, &["--digest", "--meta", r#"{"engine": "x"}"#]);
+    assert_eq!((&put["name"], &put["version"], &put["size"]), (&json!("models/tiny"), &json!(1), &json!(5_000_003)));
+    assert_eq!(put["backend"], broker.place.backend());
+    let digest = format!("blake3:{}", blake3(&bytes));
+    assert_eq!(put["digest"], digest);
+
+    let copy = broker.place.folder().join("copy");
+    let got = broker.json(&["get", "models/tiny", "--to", text(&copy)]);
+    assert_eq!(fs::read(&copy).unwrap(), bytes);
+    assert_eq!((&got["verified"], &got["to"]), (&json!(true), &json!(text(&copy))));
+    assert_eq!((&got["id"], &got["metadata"]), (&put["id"], &json!({"engine": "x"})));
+    assert_eq!((&got["parts"][0]["name"], &got["parts"][0]["expected"]), (&json!("all"), &json!(digest)));
+    // A file that exists is not replaced by accident.
+    assert!(broker.refusal(&["get", "models/tiny", "--to", text(&copy)], 2, "usage").contains("--force"));
+    broker.end(&["get", "models/tiny", "--to", text(&copy), "--force"]).code(0);
+
+    let listed = broker.json(&["ls"]);
+    let listed = &listed["objects"][0];
+    assert_eq!((&listed["name"], &listed["version"], &listed["leases"]), (&json!("models/tiny"), &json!(1), &json!(0)));
+    assert_eq!((&listed["device"], &listed["backend"]), (&put["device"]["uuid"], &put["backend"]));
+    assert_eq!((&listed["size"], &listed["devices"][0]["size"]), (&json!(5_000_003), &put["device"]["size"]));
+    assert_eq!(listed["owner"]["uid"], nix::unistd::geteuid().as_raw());
+    let stat = broker.json(&["stat", "models/tiny"]);
+    assert_eq!((&stat["object"], &stat["metadata"]), (listed, &json!({"engine": "x"})));
+    assert_eq!((&stat["parts"][0]["digest"], &stat["versions"]), (&json!(digest), &json!([1])));
+    assert_eq!(stat["parts"][0]["maker"]["command"], "vmmfd");
+    assert!(broker.end(&["stat", "models/tiny"]).code(0).stdout.contains("as claimed"));
+    assert_eq!(broker.end(&["ls"]).code(0).stdout, "models/tiny\n");
+    assert_eq!(broker.end(&["ls", "models/u"]).code(0).stdout, "");
+}
+
+fn absent_objects_exit_with_1(broker: Broker) {
+    broker.put("a", &data(10), &[]);
+    for arguments in [
+        &["get", "b"][..],
+        &["get", "a", "--version", "9"],
+        &["get", "a", "--part", "rank0"],
+        &["stat", "b"],
+        &["stat", "a", "--version", "9"],
+        &["rm", "b"],
+    ] {
+        broker.refusal(arguments, 1, "object");
+    }
+    // A failed get leaves no file.
+    let copy = broker.place.folder().join("copy");
+    broker.refusal(&["get", "b", "--to", text(&copy)], 1, "object");
+    let files = broker.place.files();
+    assert!(!files.iter().any(|file| file == "copy" || file.starts_with(".vmmfd-")), "{files:?}");
+}
+
+fn get_waits_for_the_object(broker: Broker) {
+    broker.refusal(&["get", "late", "--wait", "50ms"], 4, "peer");
+    let copy = broker.place.folder().join("copy");
+    let waiting = broker.run(&["get", "late", "--wait", "10m", "--to", text(&copy)]).start();
+    // Its temporary file is there before it asks.
+    wait_for("the file", || broker.place.files().iter().any(|file| file.starts_with(".vmmfd-")));
+    broker.put("late", &data(1000), &[]);
+    waiting.end().code(0);
+    assert_eq!(fs::read(&copy).unwrap(), data(1000));
+    // A signal ends a wait.
+    let waiting = broker.run(&["get", "never", "--wait", "10m", "--json"]).start();
+    wait_for("the connection", || broker.json(&["who"])["users"][0]["connections"] == 2);
+    waiting.signal(Signal::SIGINT);
+    assert_eq!(object(waiting.end().code(130))["error"]["kind"], "interrupted");
+}
+
+fn expected_metadata_must_be_there(broker: Broker) {
+    broker.put("a", &data(10), &["--meta", r#"{"engine": "x", "layout": {"tp": 8}}"#]);
+    broker.json(&["get", "a", "--expect", r#"{"layout": {"tp": 8}}"#]);
+    let differs = broker.refusal(&["get", "a", "--expect", r#"{"engine": "y"}"#], 1, "object");
+    assert!(differs.contains("engine"), "{differs}");
+    broker.refusal(&["get", "a", "--expect", r#"{"quantisation": "fp8"}"#], 1, "object");
+}
+
+fn range_within_the_object_is_written(broker: Broker) {
+    let bytes = data(5_000_003);
+    broker.put("a", &bytes, &["--chunk", "2MiB", "--digest"]);
+    let copy = broker.place.folder().join("copy");
+    let got = broker.json(&["get", "a", "--range", "3MiB:100", "--to", text(&copy)]);
+    let start = 3 << 20;
+    assert_eq!(fs::read(&copy).unwrap(), bytes[start..start + 100]);
+    let part = &got["parts"][0];
+    assert_eq!((&part["offset"], &part["length"], &part["segments"]), (&json!(start), &json!(100), &json!(3)));
+    // The digest is that of all.
+    assert_eq!((&got["verified"], &part["verified"]), (&json!(null), &json!(null)));
+    assert_eq!(broker.json(&["get", "a", "--range", "0:5000003"])["verified"], true);
+    let beyond = broker.refusal(&["get", "a", "--range", "5000000:4"], 1, "object");
+    assert!(beyond.contains("which has 5000003"), "{beyond}");
+}
+
+fn bytes_of_wrong_digest_stay_unwritten(broker: Broker) {
+    let memory = memory(&data(1000));
+    let digest = format!("blake3:{}", "0".repeat(64));
+    let part = PutPart::of("all", &memory).unwrap().digest(&digest);
+    broker.client().put(&Put::new("wrong").part(part)).unwrap();
+    let part = PutPart::of("all", &memory).unwrap().digest("md5:0");
+    broker.client().put(&Put::new("unknown").part(part)).unwrap();
+    let copy = broker.place.folder().join("copy");
+    let ended = broker.end(&["get", "wrong", "--backend", "auto", "--to", text(&copy), "--json"]);
+    let got = object(ended.code(1));
+    fits("get", &got);
+    assert_eq!(
+        (&got["error"]["kind"], &got["verified"], &got["to"]),
+        (&json!("mismatch"), &json!(false), &json!(null))
+    );
+    ended.says("did not verify").says(&digest);
+    assert!(!copy.exists());
+    // The maker sees it.
+    wait_for("the report", || broker.json(&["stat", "wrong"])["reports"].as_array().unwrap().len() == 1);
+    let report = &broker.json(&["stat", "wrong"])["reports"][0];
+    assert!(report["message"].as_str().unwrap().contains(&format!("its maker gave {digest}")), "{report}");
+    let plain = broker.end(&["get", "wrong", "--backend", "auto"]);
+    assert!(plain.code(1).stdout.contains("which is WRONG"), "{}", plain.stdout);
+    // A digest of another kind can't be verified, which is no mismatch.
+    let got = broker.json(&["get", "unknown", "--backend", "auto"]);
+    assert_eq!((&got["verified"], &got["backend"]), (&json!(null), &json!("host")));
+    assert_eq!(broker.json(&["stat", "unknown"])["reports"], json!([]));
+}
+
+fn several_parts_need_a_choice(broker: Broker) {
+    let parts = [memory(&data(10)), memory(&data(20))];
+    let put = parts
+        .iter()
+        .zip(["rank0", "rank1"])
+        .fold(Put::new("a"), |put, (memory, name)| put.part(PutPart::of(name, memory).unwrap()));
+    broker.client().put(&put).unwrap();
+    let got = broker.json(&["get", "a", "--backend", "auto"]);
+    let lengths: Vec<&Value> = got["parts"].as_array().unwrap().iter().map(|part| &part["length"]).collect();
+    assert_eq!(lengths, [10, 20]);
+    let copy = broker.place.folder().join("copy");
+    let to = ["get", "a", "--backend", "auto", "--to", text(&copy)];
+    let several = broker.refusal(&to, 2, "usage");
+    assert!(several.contains("2 parts (rank0, rank1)") && several.contains("--part"), "{several}");
+    assert!(!copy.exists());
+    broker.json(&[&to[..], &["--part", "rank1"]].concat());
+    assert_eq!(fs::read(&copy).unwrap(), data(20));
+    broker.refusal(&["get", "a", "--backend", "auto", "--range", "0:5"], 2, "usage");
+    assert_eq!(broker.json(&["ls"])["objects"][0]["parts"], 2);
+}
+
+fn one_array_is_written_alone(broker: Broker) {
+    let file = broker.place.folder().join("model.safetensors");
+    let names = ["a", "b"];
+    let written = [tensor("a", "F32", &[5], 20), tensor("b", "BF16", &[3 << 20], 6 << 20), tensor("e", "U8", &[0], 0)];
+    weights::write(&file, &written, json!({}));
+    broker.json(&["put", "m", "--safetensors", text(&file), "--chunk", "2MiB", "--digest"]);
+    let copy = broker.place.folder().join("copy");
+    for (name, of) in names.into_iter().zip(&written) {
+        let got = broker.json(&["get", "m", "--array", name, "--to", text(&copy), "--force"]);
+        assert!(fs::read(&copy).unwrap() == of.bytes, "{name}");
+        let part = &got["parts"][0];
+        assert_eq!((&part["length"], &part["verified"]), (&json!(of.bytes.len()), &json!(null)));
+        let arrays = part["arrays"].as_array().unwrap();
+        let array = arrays.iter().find(|array| array["name"] == name).unwrap();
+        assert_eq!(part["offset"], array["array"]["offset"]);
+    }
+    // Of four segments the first array is in one.
+    let lease = broker.client().get(&Get::new("m").arrays(["a"])).unwrap();
+    assert_eq!(lease.into_parts().remove(0).into_segments().unwrap().len(), 1);
+    let none = broker.refusal(&["get", "m", "--array", "layer", "--to", text(&copy), "--force"], 1, "object");
+    assert!(none.contains("there is no array layer; its arrays are a, b, e (3 in all)"), "{none}");
+    broker.put("bytes", &data(10), &[]);
+    assert!(broker.refusal(&["get", "bytes", "--array", "a"], 1, "object").contains("it has no arrays"));
+    assert!(broker.refusal(&["get", "m", "--array", "e"], 2, "usage").contains("is empty"));
+    broker.refusal(&["get", "m", "--array", "a", "--range", "0:5"], 2, "usage");
+    // A column of a matrix has gaps.
+    let memory = memory(&data(1000));
+    let mut matrix = ArrayDescriptor::new("uint8".parse::<ElementType>().unwrap(), [10, 10], Order::C).unwrap();
+    matrix.offset = 100;
+    let column = matrix.slice(1, 2..3, 1).unwrap();
+    let part = PutPart::of("all", &memory).unwrap().arrays([ArrayEntry::new("column", column)]);
+    broker.client().put(&Put::new("matrix").part(part)).unwrap();
+    let gaps = broker.refusal(&["get", "matrix", "--array", "column", "--backend", "auto"], 2, "usage");
+    assert!(gaps.contains("--range 102:91"), "{gaps}");
+    assert!(fs::read(&copy).unwrap() == written[1].bytes);
+}

@@ -1,0 +1,156 @@
+//! The broker's commands, as processes of their own: what they print, how they exit, and what is left behind.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use vmmfd::{
+    array::{ArrayDescriptor, ElementType, Order},
+    broker::{ArrayEntry, ClaimOf, Client, Condition, Found, Get, Lease, Put, PutPart},
+    driver::{Backend, Choice, open},
+    memory::{Device, Region, Selector, Shared, Spec},
+    session::Config,
+};
+
+use crate::{
+    command_line::{fits, object},
+    running::{Ended, Meeting, Run, Running, wait_for},
+    terminal::on_terminal,
+    weights::{self, tensor},
+};
+
+mod demo;
+mod get;
+mod others;
+mod put;
+
+/// A broker as a process of its own, at a place's socket.
+struct Broker {
+    place: Meeting,
+    server: Running,
+}
+
+impl Broker {
+    fn host() -> Self {
+        Self::at(Meeting::host(), &[])
+    }
+
+    fn fake() -> Self {
+        Self::at(Meeting::fake(), &[])
+    }
+
+    fn cuda() -> Self {
+        Self::at(Meeting::cuda(), &[])
+    }
+
+    /// Another, on the same backend, with these options.
+    fn another(&self, options: &[&str]) -> Self {
+        Self::at(self.place.another(), options)
+    }
+
+    fn at(place: Meeting, options: &[&str]) -> Self {
+        let mut server = serve(&place, options).start();
+        server.until("listening");
+        Self { place, server }
+    }
+
+    /// A client command at its socket.
+    fn run(&self, arguments: &[&str]) -> Run {
+        command(&self.place, arguments)
+    }
+
+    fn end(&self, arguments: &[&str]) -> Ended {
+        self.run(arguments).end()
+    }
+
+    /// The JSON of a command that succeeds, which is as its schema says.
+    #[track_caller]
+    fn json(&self, arguments: &[&str]) -> Value {
+        let value = object(self.end(&[arguments, &["--json"]].concat()).code(0));
+        fits(arguments[0], &value);
+        value
+    }
+
+    /// The error in the JSON of a command that fails so. Standard error has the same sentence, and no other error.
+    #[track_caller]
+    fn refusal(&self, arguments: &[&str], code: i32, kind: &str) -> String {
+        let ended = self.end(&[arguments, &["--json"]].concat());
+        let value = object(ended.code(code));
+        assert_eq!(value["error"]["kind"], kind, "{arguments:?}: {value}");
+        let message = value["error"]["message"].as_str().unwrap().to_owned();
+        assert!(!message.is_empty() && !message.contains('\n'), "{message:?}");
+        // What the parser of the command line refuses is in the object alone.
+        if kind != "usage" || !ended.stderr.is_empty() {
+            ended.says(&message);
+            assert_eq!(ended.stderr.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{}", ended.stderr);
+        }
+        message
+    }
+
+    /// Puts bytes under a name.
+    #[track_caller]
+    fn put(&self, name: &str, bytes: &[u8], options: &[&str]) -> Value {
+        let file = self.file("input", bytes);
+        self.json(&[&["put", name, "--from", text(&file)], options].concat())
+    }
+
+    fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = self.place.folder().join(name);
+        fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(&self.place.socket(), &Config::default()).unwrap()
+    }
+
+    /// A lease in this process, which maps nothing.
+    fn lease(&self, name: &str) -> (Client, Lease) {
+        let client = self.client();
+        let lease = client.get(&Get::new(name)).unwrap();
+        (client, lease)
+    }
+
+    fn names(&self) -> Vec<String> {
+        let listed = self.json(&["ls"]);
+        listed["objects"].as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap().to_owned()).collect()
+    }
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+fn vmmfd(place: &Meeting, arguments: &[&str]) -> Run {
+    let mut run = place.bare("vmmfd");
+    run.command.args(arguments).env("VMMFD_BROKER_SOCKET", place.socket());
+    run
+}
+
+fn command(place: &Meeting, arguments: &[&str]) -> Run {
+    let run = vmmfd(place, arguments);
+    if ["put", "get"].contains(&arguments[0]) { run.env("VMMFD_BACKEND", place.backend()) } else { run }
+}
+
+pub(crate) fn serve(place: &Meeting, options: &[&str]) -> Run {
+    let emulated: &[&str] = if place.is_fake() { &["--emulated"] } else { &[] };
+    vmmfd(place, &[&["serve"], emulated, options].concat())
+}
+
+/// Bytes that no two slices of have in common, of a length that is no multiple of anything.
+fn data(length: usize) -> Vec<u8> {
+    (0..length as u32).flat_map(|word| word.wrapping_mul(2_654_435_761).to_le_bytes()).take(length).collect()
+}
+
+/// Memory of this process with some bytes, on the host backend alone: the emulated driver of a test is another's.
+fn memory(bytes: &[u8]) -> Shared {
+    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+    let memory = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(bytes.len() as u64));
+    let memory = memory.unwrap();
+    memory.copy_in(0, bytes).unwrap();
+    memory
+}

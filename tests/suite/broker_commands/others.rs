@@ -1,0 +1,247 @@
+//! The other commands, and the broker itself.
+
+use super::*;
+
+cases! {
+    on crate::broker_commands::Broker; every backend: [
+    who_shows_holders_and_unnamed_versions,
+    names_are_deleted_one_by_one,
+    prefix_is_deleted_only_as_listed,
+    bad_input_is_one_sentence,
+    tables_fit_the_terminal,
+    signal_ends_the_broker_with_report,
+    ]
+}
+
+fn who_shows_holders_and_unnamed_versions(broker: Broker) {
+    broker.put("held", &data(100), &[]);
+    broker.put("free", &data(100), &[]);
+    assert_eq!(broker.json(&["who"])["leases"], json!([]));
+    let first = broker.lease("held");
+    let shown = broker.json(&["who"]);
+    let lease = &shown["leases"][0];
+    assert_eq!(shown["leases"].as_array().unwrap().len(), 1, "{shown}");
+    assert_eq!((&lease["name"], &lease["version"], &lease["named"]), (&json!("held"), &json!(1), &json!(true)));
+    assert_eq!((&lease["pid"], &lease["uid"]), (&json!(std::process::id()), &json!(nix::unistd::geteuid().as_raw())));
+    let comm = fs::read_to_string("/proc/self/comm").unwrap();
+    assert_eq!(lease["command"], comm.trim_end());
+    let size = &broker.json(&["ls", "held"])["objects"][0]["devices"][0]["size"];
+    assert_eq!(&lease["size"], size);
+    assert_eq!(shown["unnamed"], json!([]));
+    assert_eq!(broker.json(&["ls", "held"])["objects"][0]["leases"], 1);
+    // Both versions are held once the name has another.
+    broker.put("held", &data(200), &["--replace"]);
+    let second = broker.lease("held");
+    broker.end(&["rm", "held"]).code(0);
+    let shown = broker.json(&["who", "he"]);
+    let unnamed: Vec<_> =
+        shown["unnamed"].as_array().unwrap().iter().map(|one| (&one["version"], &one["leases"])).collect();
+    assert_eq!(unnamed, [(&json!(1), &json!(1)), (&json!(2), &json!(1))]);
+    assert_eq!(shown["leases"].as_array().unwrap().iter().filter(|lease| lease["named"] == false).count(), 2);
+    assert_eq!((&shown["users"][0]["objects"], &shown["users"][0]["leases"]), (&json!(1), &json!(2)));
+    let sum: u64 = shown["devices"].as_array().unwrap().iter().map(|device| device["size"].as_u64().unwrap()).sum();
+    assert_eq!(sum, 3 * size.as_u64().unwrap());
+    assert_eq!(broker.json(&["who", "free"])["leases"], json!([]));
+    let table = broker.end(&["who"]);
+    for words in ["PID", "NO LONGER NAMED", "USER", "DEVICE", &std::process::id().to_string()] {
+        assert!(table.code(0).stdout.contains(words), "no {words} in {}", table.stdout);
+    }
+    drop((first, second));
+    wait_for("the end of the leases", || broker.json(&["who"])["leases"] == json!([]));
+    assert_eq!(broker.json(&["who"])["unnamed"], json!([]));
+}
+
+fn names_are_deleted_one_by_one(broker: Broker) {
+    for name in ["a", "b", "c"] {
+        broker.put(name, &data(10), &[]);
+    }
+    let ended = broker.end(&["rm", "a", "x", "bad//name", "c", "--json"]);
+    let report = object(ended.code(1));
+    fits("rm", &report);
+    assert_eq!(report["deleted"], json!(["a", "c"]));
+    let failed: Vec<_> =
+        report["failed"].as_array().unwrap().iter().map(|one| (&one["name"], &one["error"]["kind"])).collect();
+    assert_eq!(failed, [(&json!("x"), &json!("object")), (&json!("bad//name"), &json!("usage"))]);
+    assert_eq!(report["error"], report["failed"][0]["error"]);
+    assert_eq!(broker.names(), ["b"]);
+    assert_eq!(broker.end(&["rm", "b"]).code(0).stdout, "deleted  b\n");
+    let none = broker.end(&["ls", "-l"]);
+    assert_eq!(none.code(0).stdout, "");
+    none.says("no objects");
+    assert_eq!(broker.end(&["ls", "-q"]).code(0).stderr, "");
+}
+
+fn prefix_is_deleted_only_as_listed(broker: Broker) {
+    for name in ["models/a", "models/b", "models", "other"] {
+        broker.put(name, &data(10), &[]);
+    }
+    fn rm<'a>(options: &[&'a str]) -> Vec<&'a str> {
+        [&["rm", "--prefix", "models/"], options].concat()
+    }
+    let listed = broker.json(&rm(&["--dry-run"]));
+    assert_eq!((&listed["deleted"], &listed["error"]), (&json!([]), &json!(null)));
+    let names = |listed: &Value| -> Vec<String> {
+        let objects = listed["dry_run"]["objects"].as_array().unwrap();
+        objects.iter().map(|object| object["name"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(names(&listed), ["models/a", "models/b"]);
+    let shown = broker.end(&rm(&["--dry-run"]));
+    let first = listed["dry_run"]["confirm"].as_str().unwrap();
+    for words in
+        ["listed     models/a version 1: 10 bytes, 0 leases, uid ", "listed     models/b", "confirm    ", first]
+    {
+        assert!(shown.code(0).stdout.contains(words), "no {words} in {}", shown.stdout);
+    }
+    // Another object of the prefix, and another version of one: what was not listed is not deleted.
+    let confirmed = |code: &str| broker.refusal(&rm(&["--confirm", code]), 2, "usage");
+    broker.put("models/c", &data(10), &[]);
+    assert!(confirmed(first).contains("`models/` has 3 objects now"));
+    broker.end(&["rm", "models/c"]).code(0);
+    broker.put("models/b", &data(10), &["--replace"]);
+    assert!(confirmed(first).contains("nothing is deleted"));
+    for (options, words) in [
+        (&["rm", "--prefix", "models/"][..], "--confirm"),
+        (&["rm", "--prefix", "", "--dry-run"], "--prefix"),
+        (&["rm", "--prefix", "models/", "--dry-run", "--confirm", first], "--confirm"),
+        (&["rm", "other", "--prefix", "models/", "--dry-run"], "--prefix"),
+        (&["rm", "other", "--dry-run"], "--dry-run"),
+        (&["rm", "other", "--confirm", first], "--confirm"),
+    ] {
+        let message = broker.refusal(options, 2, "usage");
+        assert!(message.contains(words), "{options:?}: {message}");
+    }
+    assert!(broker.refusal(&["rm", "--prefix", "x", "--dry-run"], 1, "object").contains("begins with `x`"));
+    assert_eq!(broker.names(), ["models", "models/a", "models/b", "other"]);
+    let listed = broker.json(&rm(&["--dry-run"]));
+    let second = listed["dry_run"]["confirm"].as_str().unwrap();
+    assert_ne!(first, second);
+    let deleted = broker.json(&rm(&["--confirm", second]));
+    assert_eq!((&deleted["deleted"], &deleted["dry_run"]), (&json!(["models/a", "models/b"]), &json!(null)));
+    assert_eq!(broker.names(), ["models", "other"]);
+}
+
+fn bad_input_is_one_sentence(broker: Broker) {
+    let (file, empty) = (broker.file("data", &data(10)), broker.file("empty", &[]));
+    let (file, empty) = (text(&file), text(&empty));
+    let long = "n".repeat(256);
+    for (arguments, words) in [
+        (&["put", "a", "--from", empty][..], "is empty"),
+        (&["put", "a", "--from", "/nonexistent/x"], "/nonexistent/x"),
+        (&["put", "a", "--from", "-"], "standard input"),
+        (&["put", "a//b", "--from", file], "a component is empty"),
+        (&["put", "", "--from", file], "it is empty"),
+        (&["put", "../a", "--from", file], "`..`"),
+        (&["put", "a b", "--from", file], "' '"),
+        (&["put", &long, "--from", file], "at most 255"),
+        (&["put", "a\u{1b}[31m", "--from", file], "can't be used"),
+        (&["put", "a", "--from", file, "--meta", "[1]"], "no object"),
+        (&["put", "a", "--from", file, "--meta", "{"], "not JSON"),
+        (&["put", "a", "--from", file, "--mode", "755"], "at most 666"),
+        (&["put", "a", "--from", file, "--ttl", "30"], "has no unit"),
+        (&["put", "a", "--from", file, "--if-version", "0"], "--if-version"),
+        (&["put", "a", "--from", file, "--keep", "few"], "--keep"),
+        (&["put", "a", "--from", file, "--chunk", "64MB"], "64MiB"),
+        (&["get", "a", "--to", "-"], "standard output"),
+        (&["get", "a", "--to", "/nonexistent/x"], "/nonexistent/x"),
+        (&["get", "a", "--force"], "--to"),
+        (&["get", "a", "--expect", "x"], "not JSON"),
+        (&["get", "a", "--range", "0"], "not a range"),
+        (&["get", "a", "--wait", "0s"], "no time"),
+        (&["get", "/a"], "a component is empty"),
+        (&["get", "a", "--part", "x/y"], "part"),
+        (&["stat", "a/"], "a component is empty"),
+        (&["rm", "."], "`.`"),
+        (&["ls", "--timeout", "5"], "has no unit"),
+        (&["serve", "--quota", "users=1"], "not a limit"),
+        (&["serve", "--quota", "bytes=1GB"], "1GiB"),
+        (&["serve", "--allow-gid", "no such group"], "is no group of this machine"),
+        (&["serve", "--allow-uid", "-5"], "unexpected argument"),
+        (&["serve", "--no-quota", "--total-quota", "objects=1"], "cannot be used with"),
+        (&["get", "a", "--owner", "root"], "not a user's number"),
+    ] {
+        let message = broker.refusal(arguments, 2, "usage");
+        assert!(message.contains(words), "{arguments:?}: no {words:?} in {message}");
+        let ended = broker.end(arguments);
+        assert!(!ended.code(2).stderr.contains('\u{1b}'), "{:?}", ended.stderr);
+    }
+    assert_eq!(broker.names(), <[String; 0]>::default());
+    broker.put("owned", &data(10), &[]);
+    let owner = nix::unistd::geteuid().as_raw();
+    let got = broker.end(&["get", "owned", "--owner", &owner.to_string()]);
+    assert!(got.code(0).stdout.contains(&format!("uid {owner}")), "{}", got.stdout);
+    let other = broker.refusal(&["get", "owned", "--owner", &(owner + 1).to_string()], 1, "object");
+    assert!(other.contains(&format!("its owner is uid {owner} and not {}", owner + 1)), "{other}");
+    broker.end(&["rm", "owned"]).code(0);
+    // A device that is not there, and a backend that the object is not on.
+    let device = broker.refusal(&["put", "a", "--from", file, "--device", "9"], 3, "unsupported");
+    assert!(device.contains("device 9"), "{device}");
+    broker.put("a", &data(10), &[]);
+    if broker.place.is_fake() {
+        broker.refusal(&["get", "a", "--backend", "host"], 4, "peer");
+    }
+}
+
+fn tables_fit_the_terminal(broker: Broker) {
+    broker.put("models/llama3", &data(5_000_003), &[]);
+    let _held = broker.lease("models/llama3");
+    for columns in [40, 80] {
+        for (arguments, row, optional) in
+            [(&["ls", "-l"][..], "4.7 MiB", "UID"), (&["who"], "models/llama3", "COMMAND")]
+        {
+            let shown = on_terminal(broker.run(arguments), columns).end();
+            assert_eq!(shown.code, Some(0), "{}", shown.text());
+            let screen = shown.screen();
+            assert!(screen[0].contains("VERSION") && screen[1].contains(row), "{screen:?}");
+            // A row of the screen for each of the table: the name is its end.
+            assert!(screen[0].trim_end().ends_with("NAME") && screen[1].trim_end().ends_with("llama3"), "{screen:?}");
+            assert!(!shown.text().contains('\u{1b}'), "{:?}", shown.text());
+            // Where all fit, none is left out.
+            assert_eq!(screen[0].contains(optional), columns == 80, "{screen:?}");
+        }
+    }
+}
+
+fn signal_ends_the_broker_with_report(broker: Broker) {
+    broker.put("a", &data(10), &[]);
+    let held = broker.lease("a");
+    // Two can't serve one socket.
+    serve(&broker.place, &[]).end().code(5).says("already served");
+    let socket = broker.place.socket();
+    let Broker { place, server } = broker;
+    server.signal(Signal::SIGTERM);
+    let ended = server.end();
+    assert!(
+        ended.code(0).stdout.contains("1 object, 1 version, ") && ended.stdout.contains("1 lease"),
+        "{}",
+        ended.stdout
+    );
+    assert!(!socket.exists());
+    drop(held);
+    // Nobody answers now, and that is known soon.
+    let nobody = command(&place, &["ls"]).end();
+    nobody.code(4).says("no broker on").says("hint: start one with `vmmfd serve`");
+    let failed = object(command(&place, &["get", "a", "--json", "--wait", "10m"]).end().code(4));
+    fits("failure", &failed);
+
+    // With --json the line that it listens is on standard error, and the object is alone on standard output.
+    let server = serve(&place, &["--json"]).start();
+    wait_for("the broker", || server.so_far().contains("listening"));
+    command(&place, &["ls"]).end().code(0);
+    server.signal(Signal::SIGINT);
+    let ended = server.end();
+    let report = object(ended.code(0));
+    fits("serve", &report);
+    assert_eq!((&report["objects"], &report["size"]), (&json!(0), &json!(0)));
+    ended.says("broker    listening  ");
+}
+
+#[test]
+fn other_peers_are_no_broker() {
+    let meeting = Meeting::host();
+    let producer = meeting.listening(&["--consumers", "0"]);
+    let ended = command(&meeting, &["ls"]).end();
+    ended.code(4).says("is no broker");
+    assert_eq!(ended.stderr.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{}", ended.stderr);
+    producer.signal(Signal::SIGTERM);
+    producer.end();
+}

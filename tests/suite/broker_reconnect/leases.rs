@@ -1,0 +1,273 @@
+//! Leases of a client whose broker is restarted.
+
+use super::*;
+
+/// Another broker takes the place of the one that a reader is connected to.
+fn broker_dies(reader: &mut Reader, broker: &Scripted, instance: &str) -> Peer {
+    reader.hang_up();
+    broker.greet(instance)
+}
+
+#[test]
+fn idle_client_resumes_its_leases() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::new(&broker, &subject, 2, true);
+    assert!(reader.leases.iter().all(Lease::is_held));
+    let object = reader.leases.pop().unwrap().open(&subject.driver, None).unwrap();
+    for _ in 0..3 {
+        let peer = broker_dies(&mut reader, &broker, FIRST);
+        let resume = peer.resume();
+        assert_eq!(sorted(resume.leases), [token(1), token(2)]);
+        // Until the broker has answered.
+        assert!(!object.is_held() && !reader.leases[0].is_held());
+        peer.resumed(FIRST, &[]);
+        // What the name's lifetime is, which the put left as it was, only the broker knows.
+        let puts = peer.resume();
+        assert_eq!(puts.puts, [reader.put.request.unwrap()]);
+        peer.resumed(FIRST, &[]);
+        reader.peer = peer;
+        for _ in 0..2 {
+            let Restored { name, version, id, rebuilt, .. } = reader.restored();
+            assert_eq!((name.as_str(), version, id.as_str(), rebuilt), ("a", 5, FIRST, false));
+        }
+        assert!(object.is_held() && reader.leases[0].is_held());
+    }
+    // They end as ever.
+    drop(object);
+    assert_eq!(reader.peer.next().0, Message::Release(Release { token: token(2) }));
+    // And with the connection, which the thread that watched it does not keep.
+    drop((reader.leases, reader.client));
+    assert_eq!(reader.peer.next().0, Message::Release(Release { token: token(1) }));
+    assert!(reader.peer.0.receive().unwrap().is_none());
+}
+
+#[test]
+fn lease_released_during_resume_ends() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::new(&broker, &subject, 3, true);
+    reader.hang_up();
+    // While there is no connection: it is forgotten.
+    reader.leases.remove(0);
+    let peer = broker.greet(FIRST);
+    assert_eq!(sorted(peer.resume().leases), [token(2), token(3)]);
+    // While it is being taken up: the broker is told, at the latest when that is done.
+    reader.leases.remove(0);
+    peer.resumed(FIRST, &[]);
+    let release = Message::Release(Release { token: token(2) });
+    let mut released = 0;
+    loop {
+        match peer.next().0 {
+            message if message == release => released += 1,
+            Message::Resume(_) => {
+                peer.resumed(FIRST, &[]);
+                break;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    // Once by the thread that dropped it, and behind what was taken up, which that may have come before.
+    assert_eq!(peer.next().0, release);
+    assert!(released <= 1);
+    reader.restored();
+    assert!(reader.leases[0].is_held());
+}
+
+#[test]
+fn release_does_not_wait_for_broker() {
+    const LEASES: u8 = 120;
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::new(&broker, &subject, LEASES, true);
+    // The kernel's least: room for a few records.
+    sockopt::set_socket_send_buffer_size(&reader.client, 1).unwrap();
+    let release = |peer: &Peer| match peer.next().0 {
+        Message::Release(release) => release.token,
+        other => panic!("{other:?}"),
+    };
+    let all: Vec<Token> = (1..=LEASES).map(token).collect();
+    let begun = Instant::now();
+    drop(reader.leases.split_off(usize::from(LEASES / 2)));
+    assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
+    // They are told once it reads, with no request that would push them.
+    let told: Vec<Token> = (LEASES / 2..LEASES).map(|_| release(&reader.peer)).collect();
+    assert_eq!(sorted(told), all[usize::from(LEASES / 2)..]);
+    // And no request comes before them.
+    reader.leases.clear();
+    let listing = ask(&reader.client, move |client| client.list(""));
+    let told: Vec<Token> = (0..LEASES / 2).map(|_| release(&reader.peer)).collect();
+    assert_eq!(sorted(told), all[..usize::from(LEASES / 2)]);
+    assert!(matches!(reader.peer.next().0, Message::List(_)));
+    reader.peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
+    assert_eq!(listing.join().unwrap().unwrap(), []);
+}
+
+#[test]
+fn ended_lease_is_lost_for_good() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::new(&broker, &subject, 2, true);
+    let object = reader.leases.remove(1).open(&subject.driver, None).unwrap();
+    let peer = broker_dies(&mut reader, &broker, FIRST);
+    peer.take_up(FIRST, &[token(2)], true);
+    let mut notices = [reader.notice(), reader.notice()];
+    notices.sort_by_key(|notice| notice.is_err());
+    let [Ok(_), Err(lost)] = notices else { panic!("{notices:?}") };
+    assert_eq!((lost.reason, lost.name.as_str(), lost.version), (LossReason::Ended, "a", 5));
+    assert!(!object.is_held() && reader.leases[0].is_held());
+    // What is mapped stays.
+    let mut byte = [0];
+    object.part("all").unwrap().memory().unwrap().copy_out(MIB, &mut byte).unwrap();
+    assert_eq!(byte, [7]);
+    // Neither is asked for again.
+    reader.peer = peer;
+    let peer = broker_dies(&mut reader, &broker, OTHER);
+    assert_eq!(peer.resume(), Resume { leases: vec![token(1)], puts: Vec::new() });
+}
+
+#[test]
+fn handlers_make_requests_with_their_client() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::new(&broker, &subject, 1, true);
+    let (say, answers) = mpsc::channel();
+    reader.client.on_lost(move |client, lost| drop(say.send((client.list(&lost.name), client.peer().pid))));
+    let peer = broker_dies(&mut reader, &broker, FIRST);
+    peer.take_up(FIRST, &[token(1)], true);
+    // Of the lease that was lost.
+    assert!(matches!(peer.next().0, Message::Release(_)));
+    let asked = peer.next().0;
+    assert!(matches!(&asked, Message::List(list) if list.prefix == "a"), "{asked:?}");
+    peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
+    let (listed, pid) = answers.recv_timeout(PATIENCE).unwrap();
+    assert_eq!((listed.unwrap(), pid), (Vec::new(), std::process::id() as i32));
+    // The handler does not keep the connection: it ends, after the lease.
+    drop(reader);
+    while let Some((message, _)) = peer.0.receive().unwrap() {
+        assert!(matches!(message, Message::Release(_)), "{message:?}");
+    }
+}
+
+#[test]
+fn lost_version_is_offered_back_once() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::new(&broker, &subject, 3, true);
+    let _object = reader.leases.pop().unwrap().open(&subject.driver, None).unwrap();
+    let peer = broker_dies(&mut reader, &broker, OTHER);
+    peer.take_up(OTHER, &[1, 2, 3].map(token), true);
+    let (offer, fds) = peer.put();
+    let restore = offer.restore.clone().unwrap();
+    assert_eq!((restore.version, restore.id.as_str(), restore.created_ms), (5, FIRST, 1_700_000_000_123));
+    assert_eq!((restore.owner, sorted(restore.leases)), (OWNER, vec![token(1), token(2), token(3)]));
+    // It is what was put, in each word.
+    let (was, is) = (&reader.put, &offer);
+    assert_eq!((&was.parts, &was.metadata, &was.sizes), (&is.parts, &is.metadata, &is.sizes));
+    assert_eq!((&was.name, &was.backend, fds.len()), (&is.name, &is.backend, was.sizes.len()));
+    assert_eq!((is.mode, is.lifetime, is.keep), (Some(0o640), Some(Lifetime::Leased), Some(3)));
+    assert!(is.request.is_some() && is.request != was.request);
+    assert!(!reader.leases[0].is_held());
+    peer.published(FIRST);
+    // It need not have given all that were offered: over a quota, for one.
+    assert_eq!(sorted(peer.resume().leases), [token(1), token(2), token(3)]);
+    peer.resumed(OTHER, &[token(3)]);
+    let notices: Vec<_> = (0..3).map(|_| reader.notice()).collect();
+    assert_eq!(notices.iter().filter(|notice| notice.as_ref().is_ok_and(|restored| restored.rebuilt)).count(), 2);
+    let not_given = |lost: &Lost| matches!(lost.reason, LossReason::NotRestored(_));
+    assert_eq!(notices.iter().filter(|notice| notice.as_ref().is_err_and(not_given)).count(), 1);
+    assert!(reader.leases[0].is_held());
+    // Now this one's word counts: what it ends is lost, and not offered.
+    reader.peer = peer;
+    let peer = broker_dies(&mut reader, &broker, OTHER);
+    let resume = peer.resume();
+    assert_eq!(resume.leases.len(), 2);
+    peer.resumed(OTHER, &resume.leases);
+    for _ in 0..2 {
+        assert_eq!(reader.lost(), LossReason::Ended);
+    }
+}
+
+#[test]
+fn unanswered_offer_is_repeated() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::new(&broker, &subject, 1, true);
+    for _ in 0..2 {
+        let peer = broker_dies(&mut reader, &broker, OTHER);
+        peer.take_up(OTHER, &[token(1)], false);
+        assert_eq!(peer.put().0.restore.unwrap().leases, [token(1)]);
+        reader.peer = peer;
+    }
+    reader.peer.published(FIRST);
+    reader.peer.resume();
+    reader.peer.resumed(OTHER, &[]);
+    assert!(reader.restored().rebuilt);
+}
+
+#[test]
+fn refused_offer_loses_unless_another_restored() {
+    let subject = Subject::host();
+    for (faster, whole) in [(true, true), (false, true), (false, false)] {
+        let broker = Scripted::new();
+        let mut reader = Reader::new(&broker, &subject, 1, whole);
+        let peer = broker_dies(&mut reader, &broker, OTHER);
+        peer.take_up(OTHER, &[token(1)], false);
+        if whole {
+            peer.put();
+            peer.refuse(RefusalCode::Exists);
+        }
+        assert_eq!(peer.resume().leases, [token(1)]);
+        let lost = if faster { vec![] } else { vec![token(1)] };
+        peer.resumed(OTHER, &lost);
+        match faster {
+            true => assert!(reader.restored().rebuilt),
+            false => assert!(matches!(reader.lost(), LossReason::NotRestored(_))),
+        }
+        assert_eq!(reader.leases[0].is_held(), faster);
+    }
+}
+
+#[test]
+fn absent_broker_is_reported_until_back() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let mut reader = Reader::with(&broker, &subject, 1, true, A_WHILE);
+    let folder = broker.end();
+    reader.hang_up();
+    let error = reader.client.stat("a", None).unwrap_err();
+    assert!(matches!(error, Error::Socket(SocketError::NoBroker { .. })), "{error:?}");
+    assert_eq!(reader.lost(), LossReason::Unreachable);
+    assert!(!reader.leases[0].is_held());
+    let broker = Scripted::again(folder);
+    let peer = broker.greet(FIRST);
+    assert_eq!(peer.take_up(FIRST, &[], false).0, [token(1)]);
+    assert!(!reader.restored().rebuilt);
+    assert!(reader.leases[0].is_held());
+}
+
+#[test]
+fn fork_leaves_the_connection_alone() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let Reader { client, mut leases, peer, notices: _notices, .. } = Reader::new(&broker, &subject, 1, true);
+    let mut all = Some((client.clone(), leases.remove(0)));
+    in_fork(|| {
+        let (client, lease) = all.take().unwrap();
+        let refused = matches!(client.list("").unwrap_err(), Error::Misuse { .. }) && !lease.is_held();
+        let path = format!("/proc/self/fd/{}", client.as_fd().as_raw_fd());
+        let open = || std::fs::read_link(&path).ok();
+        let before = open();
+        drop((lease, client));
+        // One reference is the parent's variable, which the fork has too.
+        refused && open() == before
+    });
+    let mut only = Some(client);
+    all = None;
+    assert!(all.is_none());
+    assert!(matches!(peer.next(), (Message::Release(_), _)));
+    in_fork(|| {
+        let client = only.take().unwrap();
+        let path = format!("/proc/self/fd/{}", client.as_fd().as_raw_fd());
+        let open = || std::fs::read_link(&path).ok();
+        let before = open();
+        drop(client);
+        before.is_some() && open() != before
+    });
+    // The parent's goes on.
+    let listing = meanwhile(move || only.take().unwrap().list("").unwrap());
+    assert!(matches!(peer.next(), (Message::List(_), _)));
+    peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
+    assert!(listing.join().unwrap().is_empty());
+}

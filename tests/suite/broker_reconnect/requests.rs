@@ -1,0 +1,178 @@
+//! Requests that are under way when the broker is restarted.
+
+use super::*;
+
+#[test]
+fn waiting_get_is_repeated_after_restart() {
+    let broker = Scripted::new();
+    let (client, peer) = broker.client();
+    let getting = ask(&client, move |client| client.get(&Get::new("a").version(3).wait(Duration::from_secs(1000))));
+    let (Message::Get(before), _) = peer.next() else { panic!() };
+    assert_eq!(before.wait_ms, Some(1_000_000));
+    thread::sleep(Duration::from_millis(30));
+    drop(peer);
+    let peer = broker.greet(FIRST);
+    let (Message::Get(after), _) = peer.next() else { panic!() };
+    assert_eq!(after.objects, before.objects);
+    assert!(after.wait_ms.unwrap() <= 1_000_000 - 30, "{:?}", after.wait_ms);
+    peer.refuse(RefusalCode::Timeout);
+    assert_eq!(refused(getting.join().unwrap()).0, RefusalCode::Timeout);
+    assert_eq!(client.peer().pid as u32, std::process::id());
+}
+
+#[test]
+fn request_is_repeated_after_orderly_stop() {
+    let broker = Scripted::new();
+    let (client, peer) = broker.client();
+    let listing = ask(&client, move |client| client.list("x"));
+    let (list, _) = peer.next();
+    let message = "the broker stops".to_owned();
+    peer.say(&Message::Error(Failure { code: ErrorCode::Interrupted, message }));
+    let peer = broker.greet(FIRST);
+    assert_eq!(peer.next().0, list);
+    peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
+    assert!(listing.join().unwrap().unwrap().is_empty());
+    // Any other error ends the request.
+    let getting = ask(&client, move |client| client.get_or_claim(&Get::new("a"), &ClaimOf::whole()));
+    peer.next();
+    peer.say(&Message::Error(Failure { code: ErrorCode::Protocol, message: "no".to_owned() }));
+    let error = getting.join().unwrap().unwrap_err();
+    assert!(matches!(error, Error::Peer(PeerError::Reported { code: ErrorCode::Protocol, .. })), "{error:?}");
+}
+
+#[test]
+fn repeated_requests_keep_their_identifier() {
+    let broker = Scripted::new();
+    let (client, peer) = broker.client();
+    let subject = Subject::host();
+    let memory = filled(&subject.driver, 2 * MIB, Some(MIB), 7);
+    let putting = ask(&client, move |client| client.put(&weights(&memory)));
+    let (before, fds) = peer.put();
+    assert!(before.request.is_some() && before.restore.is_none());
+    let count = fds.len();
+    // It has published it, and dies before it says so.
+    drop((peer, fds));
+    let peer = broker.greet(FIRST);
+    let (after, fds) = peer.put();
+    assert_eq!((&after, fds.len()), (&before, count));
+    peer.published(OTHER);
+    assert_eq!(putting.join().unwrap().unwrap().id, OTHER);
+
+    let deleting = ask(&client, move |client| client.delete("a"));
+    let (Message::Delete(before), _) = peer.next() else { panic!() };
+    assert!(before.request.is_some());
+    drop(peer);
+    let peer = broker.greet(FIRST);
+    // Whether the name goes with its maker, only the broker knows.
+    assert_eq!(peer.resume().puts, [after.request.unwrap()]);
+    peer.resumed(FIRST, &[]);
+    assert_eq!(peer.next().0, Message::Delete(before.clone()));
+    peer.say(&Message::Done(Done {}));
+    deleting.join().unwrap().unwrap();
+
+    let deleting = ask(&client, move |client| client.delete("a"));
+    let (Message::Delete(next), _) = peer.next() else { panic!() };
+    assert_ne!(next.request, before.request, "another request has another name");
+    peer.refuse(RefusalCode::Absent);
+    assert_eq!(refused(deleting.join().unwrap()).0, RefusalCode::Absent);
+}
+
+#[test]
+fn put_of_several_records_starts_again() {
+    let broker = Scripted::new();
+    let (client, peer) = broker.client();
+    let subject = Subject::host();
+    let memory = filled(&subject.driver, MIB, None, 7);
+    let putting = ask(&client, move |client| {
+        // A broker would refuse what this one is not asked to look at.
+        let (_, chunks) = memory.chunks(0..MIB).unwrap().unwrap();
+        let segments = std::iter::repeat_n((chunks[0].size(), chunks[0].as_fd()), 600);
+        let part = PutPart::of_segments("all", Backend::Host, memory.describe().unwrap(), segments).unwrap();
+        client.put(&Put::new("a").part(part))
+    });
+    let (before, _) = peer.put();
+    peer.say(&Message::Send(Send {}));
+    let (Message::Segments(segments), _) = peer.next() else { panic!() };
+    assert_eq!(segments.first, before.sizes.len() as u64);
+    drop(peer);
+    let peer = broker.greet(FIRST);
+    let (after, _) = peer.put();
+    assert_eq!(after, before);
+    peer.say(&Message::Send(Send {}));
+    let mut came = after.sizes.len();
+    while came < 600 {
+        let (Message::Segments(Segments { first, sizes }), fds) = peer.next() else { panic!() };
+        assert_eq!((first, fds.len()), (came as u64, sizes.len()));
+        came += sizes.len();
+    }
+    drop(peer);
+    // The third broker finds that it was published.
+    let peer = broker.greet(FIRST);
+    assert_eq!(peer.put().0, before);
+    peer.published(OTHER);
+    assert_eq!(putting.join().unwrap().unwrap().id, OTHER);
+}
+
+#[test]
+fn request_that_breaks_connections_ends() {
+    let broker = Scripted::new();
+    let (client, peer) = broker.client_with(A_WHILE);
+    let listing = ask(&client, move |client| client.list(""));
+    let mut peer = Some(peer);
+    let serving = meanwhile(move || {
+        let mut times = 0;
+        while let Some(at) = peer.take() {
+            let (message, _) = at.next();
+            if matches!(message, Message::Delete(_)) {
+                at.say(&Message::Done(Done {}));
+                return times;
+            }
+            times += 1;
+            drop(at);
+            peer = Some(broker.greet(FIRST));
+        }
+        times
+    });
+    let error = listing.join().unwrap().unwrap_err();
+    assert!(matches!(error, Error::Peer(PeerError::Gone { .. })), "{error:?}");
+    // The client goes on.
+    client.delete("a").unwrap();
+    assert!(serving.join().unwrap() > 1);
+}
+
+#[test]
+fn stop_ends_a_wait_without_broker() {
+    let broker = Scripted::new();
+    let (client, peer) = broker.client();
+    let getting = ask(&client, move |client| client.get(&Get::new("a").wait(Duration::from_secs(1000))));
+    peer.next();
+    drop(peer);
+    // It has connected again, and waits for a hello.
+    let peer = broker.accept();
+    client.stop().unwrap();
+    assert!(matches!(peer.next(), (Message::Hello(_), _)));
+    peer.say(&Raw::hello());
+    peer.next();
+    peer.resumed(FIRST, &[]);
+    assert!(matches!(peer.next(), (Message::Get(_), _)));
+    assert!(matches!(peer.next(), (Message::Stop(_), _)));
+    peer.refuse(RefusalCode::Stopped);
+    assert_eq!(refused(getting.join().unwrap()).0, RefusalCode::Stopped);
+}
+
+#[test]
+fn client_over_given_socket_never_reconnects() {
+    let (ours, theirs) = vmmfd::channel::Channel::socket_pair().unwrap();
+    let peer = Peer(Raw(theirs.into()));
+    let greeting = meanwhile(move || {
+        peer.next();
+        peer.say(&Raw::hello());
+        peer.next();
+        peer.resumed(FIRST, &[]);
+        drop(peer);
+    });
+    let client = Client::over(ours, &Config::default()).unwrap();
+    greeting.join().unwrap();
+    let error = client.list("").unwrap_err();
+    assert!(matches!(error, Error::Peer(PeerError::Gone { .. })), "{error:?}");
+}

@@ -1,0 +1,349 @@
+//! What reaches the driver, and what becomes of its answers.
+
+use super::*;
+
+/// Everything that a handoff does, in one process. Returns how often `symbol` was called before anything was given back.
+fn handoff(fake: &Fake, symbol: &str) -> Result<u64, Error> {
+    let before = fake.calls(symbol);
+    let driver: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path())?);
+    let device = Device::all(&internals::driver(driver))?.remove(0);
+    device.require_sharing()?;
+    let allocation = Allocation::create(&device, 1)?;
+    let fd = allocation.export()?.try_clone_to_owned().unwrap();
+    let mapping = Mapping::new(&allocation, ReadWrite)?;
+    pattern::fill(&mapping, 0..mapping.size(), Pattern::new(9), &mut |_| Ok(()))?;
+    let imported = Allocation::import(&device, fd, allocation.size())?;
+    let view = Mapping::new(&imported, ReadOnly)?;
+    assert!(pattern::verify(&view, 0, 0..view.size(), Pattern::new(9), &mut |_| Ok(()))?.passed());
+    Ok(fake.calls(symbol) - before)
+}
+
+#[test]
+fn device_without_sharing_names_the_feature() {
+    for (attribute, lacks) in [(102, "cuMemCreate"), (103, "file descriptor")] {
+        let fake = Copy::new().load();
+        fake.set("FAKECUDA_ATTRIBUTE", &format!("{attribute}:0"));
+        let subject = Subject::of(fake);
+        match subject.device().require_sharing() {
+            Err(Error::Device(DeviceError::Unsupported { device, feature })) => {
+                assert_eq!(device, subject.device().to_string());
+                assert!(feature.contains(lacks), "{feature}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn invalid_handles_never_reach_the_driver() {
+    let (fake, driver) = loaded(Copy::new());
+    let unit = 2 << 20;
+    let address = driver.reserve(3 * unit, 0).unwrap();
+    let handles = [0, 1].map(|at| {
+        let handle = driver.create(unit, &EXPORTABLE).unwrap();
+        driver.map(address + at * unit, unit, 0, handle).unwrap();
+        handle
+    });
+    driver.set_access(address, 2 * unit, Location::Device(0), Some(ReadWrite)).unwrap();
+    let copies = || fake.calls("cuMemcpyHtoD_v2") + fake.calls("cuMemcpyDtoH_v2");
+    let local = 7u8;
+    let mut wild = vec![address - 1, address + 2 * unit, &raw const local as u64, 4096, u64::MAX];
+    driver.unmap(address, 3 * unit).unwrap();
+    wild.extend([address, address + unit]);
+    for start in wild {
+        assert_eq!(code(driver.copy_in(0, start, b"xx")), code::INVALID_VALUE, "{start:#x}");
+        assert_eq!(code(driver.copy_out(0, start, &mut [0; 2])), code::INVALID_VALUE, "{start:#x}");
+        assert_eq!(copies(), 0, "a copy at {start:#x} reached the driver");
+    }
+    for handle in handles {
+        driver.release(handle).unwrap();
+        let before = fake.calls("");
+        assert_eq!(code(driver.release(handle)), code::INVALID_VALUE);
+        assert_eq!(code(driver.map(address, unit, 0, handle)), code::INVALID_VALUE);
+        assert_eq!(code(driver.export(handle)), code::INVALID_VALUE);
+        assert_eq!(code(driver.properties(handle)), code::INVALID_VALUE);
+        assert_eq!(fake.calls(""), before, "a released handle reached the driver");
+    }
+    driver.free(address, 3 * unit).unwrap();
+}
+
+#[test]
+fn unknown_addresses_never_reach_the_driver() {
+    let (fake, driver) = two_devices();
+    let (legacy, pools) = (driver.legacy().unwrap(), driver.pools().unwrap());
+    let allocated = legacy.allocate(0, 4096).unwrap();
+    let pool = pools.create(0).unwrap();
+    let pooled = pools.allocate(pool, 0, 4096).unwrap();
+    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
+    let data = pools.export_pointer(0, pooled).unwrap();
+    let pointer = pools.import_pointer(imported, 0, &data).unwrap();
+    let gone = pools.create(0).unwrap();
+    pools.destroy(gone).unwrap();
+    let [was_allocated, was_pooled] = [legacy.allocate(0, 8192).unwrap(), pools.allocate(pool, 0, 8192).unwrap()];
+    legacy.deallocate(0, was_allocated).unwrap();
+    pools.free(0, was_pooled).unwrap();
+    let local = 0u8;
+    let wild = [0, 4096, u64::MAX, &raw const local as u64, was_allocated, was_pooled];
+    let before = fake.calls("");
+    for at in wild.into_iter().chain([allocated + 1, pooled, pointer]) {
+        assert_eq!(code(legacy.deallocate(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    for at in wild.into_iter().chain([pooled, pointer]) {
+        assert_eq!(code(legacy.handle(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    for at in wild.into_iter().chain([allocated, pooled, pointer]) {
+        assert_eq!(code(legacy.close(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    for at in wild.into_iter().chain([allocated, pooled + 1, pointer + 1]) {
+        assert_eq!(code(pools.free(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    for at in wild.into_iter().chain([allocated, pooled + 1, pointer]) {
+        assert_eq!(code(pools.export_pointer(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    // What was taken on one device is not given back on another.
+    for answer in [legacy.deallocate(1, allocated), pools.free(1, pooled), pools.free(1, pointer)] {
+        assert_eq!(code(answer), code::INVALID_VALUE);
+    }
+    for answer in [
+        code(pools.destroy(gone)),
+        code(pools.export(gone)),
+        code(pools.allow(gone, 0)),
+        code(pools.allocate(gone, 0, 1)),
+        code(pools.allocate(imported, 0, 1)),
+        code(pools.allocate(pool, 0, 0)),
+        code(pools.export(imported)),
+        code(pools.import_pointer(gone, 0, &data)),
+        code(pools.import_pointer(pool, 0, &data)),
+        code(pools.destroy(pool)),
+        code(pools.destroy(imported)),
+    ] {
+        assert_eq!(answer, code::INVALID_VALUE);
+    }
+    assert_eq!(fake.calls(""), before, "something reached the driver");
+    for at in wild.into_iter().chain([allocated + 4095, pooled + 4095, pointer + 4095]) {
+        assert_eq!(code(driver.copy_in(0, at, b"xx")), code::INVALID_VALUE, "{at:#x}");
+        assert_eq!(code(driver.copy_out(0, at, &mut [0; 2])), code::INVALID_VALUE, "{at:#x}");
+    }
+    assert_eq!(fake.calls(""), before, "a copy reached the driver");
+    for at in wild {
+        assert_eq!(code(driver.extent(0, at)), code::INVALID_VALUE, "{at:#x}");
+    }
+    assert_eq!(code(driver.page_lock(0, 0)), code::INVALID_VALUE);
+    // What was allocated was freed once, which waits.
+    assert_eq!((fake.calls("cuMemGetAddressRange_v2"), fake.calls("cuMemHostAlloc")), (1, 1));
+}
+
+#[test]
+fn pointer_imported_twice_is_freed_once() {
+    let (fake, driver) = loaded(Copy::new());
+    let pools = driver.pools().unwrap();
+    let (_, imported, data) = exported_pointer(pools);
+    let pointer = [(); 3].map(|()| pools.import_pointer(imported, 0, &data).unwrap())[0];
+    for freed in [0, 0, 1] {
+        pools.free(0, pointer).unwrap();
+        assert_eq!(fake.calls("cuMemFreeAsync"), freed);
+    }
+}
+
+#[test]
+fn partly_failed_call_frees_its_memory() {
+    let (fake, driver) = loaded(Copy::new());
+    let pools = driver.pools().unwrap();
+    let (pool, imported, data) = exported_pointer(pools);
+    let blocks = fake.live()[4];
+    fake.set("FAKECUDA_FAIL", "cuStreamSynchronize:1:700");
+    assert_eq!(code(pools.allocate(pool, 0, 1)), 700);
+    assert_eq!(fake.live()[4], blocks, "after cuMemAllocFromPoolAsync");
+    fake.set("FAKECUDA_FAIL", "cuMemGetAddressRange_v2:1:700");
+    assert_eq!(code(pools.import_pointer(imported, 0, &data)), 700);
+    assert_eq!(fake.live()[4], blocks, "after cuMemPoolImportPointer");
+    // But what was imported before stays.
+    let pointer = pools.import_pointer(imported, 0, &data).unwrap();
+    fake.set("FAKECUDA_FAIL", "cuMemGetAddressRange_v2:1:700");
+    assert_eq!(code(pools.import_pointer(imported, 0, &data)), 700);
+    driver.copy_out(0, pointer, &mut [0]).unwrap();
+    // Freed is freed, whatever comes of waiting for it.
+    fake.set("FAKECUDA_FAIL", "cuStreamSynchronize:1:700");
+    assert_eq!(code(pools.free(0, pointer)), 700);
+    assert_eq!(code(pools.free(0, pointer)), code::INVALID_VALUE);
+    // A failure to free changes nothing.
+    let allocated = driver.legacy().unwrap().allocate(0, 1).unwrap();
+    for fault in ["cuMemFreeHost:1:700", "cuMemFree_v2:1:700"] {
+        fake.set("FAKECUDA_FAIL", fault);
+        assert_eq!(code(driver.legacy().unwrap().deallocate(0, allocated)), 700, "{fault}");
+        driver.copy_in(0, allocated, &[1]).unwrap();
+    }
+    driver.legacy().unwrap().deallocate(0, allocated).unwrap();
+    assert_eq!(fake.calls("cuMemFree_v2"), 2, "nothing is freed where work may still be going on");
+}
+
+#[test]
+fn access_needs_a_reachable_device() {
+    let (fake, driver) = two_devices();
+    let handle = driver.create(2 << 20, &EXPORTABLE).unwrap();
+    let address = driver.reserve(2 << 20, 0).unwrap();
+    driver.map(address, 2 << 20, 0, handle).unwrap();
+    let pool = driver.pools().unwrap().create(0).unwrap();
+    for (setting, can, answer) in [("0", false, PEER_ACCESS_UNSUPPORTED), ("1", true, 0)] {
+        fake.set("FAKECUDA_PEERS", setting);
+        for (ordinal, peer) in [(0, 1), (1, 0)] {
+            assert_eq!(driver.can_access_peer(ordinal, peer).unwrap(), can);
+        }
+        assert!(driver.can_access_peer(1, 1).unwrap(), "itself");
+        assert_eq!(code(driver.set_access(address, 2 << 20, Location::Device(1), Some(ReadWrite))), answer);
+        assert_eq!(code(driver.set_access(address, 2 << 20, Location::Device(0), Some(ReadWrite))), 0);
+        assert_eq!(code(driver.pools().unwrap().allow(pool, 1)), answer);
+        assert_eq!(code(driver.pools().unwrap().allow(pool, 0)), 0);
+    }
+    assert_eq!(fake.calls("cuDeviceCanAccessPeer"), 4, "none for a device and itself");
+}
+
+#[test]
+fn pool_is_for_allowed_devices() {
+    let (_fake, driver) = two_devices();
+    let pools = driver.pools().unwrap();
+    let pool = pools.create(0).unwrap();
+    let address = pools.allocate(pool, 0, 100).unwrap();
+    driver.copy_in(0, address, b"mine").unwrap();
+    assert_eq!(code(driver.copy_out(1, address, &mut [0; 4])), code::INVALID_VALUE);
+    pools.allow(pool, 1).unwrap();
+    let mut bytes = [0; 4];
+    driver.copy_out(1, address, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"mine");
+}
+
+#[test]
+fn granularity_is_the_drivers() {
+    let fake = Copy::new().load();
+    fake.set("FAKECUDA_GRANULARITY", "4194304");
+    let subject = Subject::of(fake);
+    assert_eq!(subject.unit(), 4 << 20);
+    assert_eq!(code(subject.verbs.create(2 << 20, &EXPORTABLE)), code::INVALID_VALUE);
+    assert_eq!(code(subject.verbs.reserve(2 << 20, 0)), code::INVALID_VALUE);
+    let allocation = Allocation::create(&subject.device(), 1).unwrap();
+    assert_eq!(allocation.size(), 4 << 20);
+    let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
+    assert_eq!(mapping.address() % (4 << 20), 0);
+    mapping.copy_in((4 << 20) - 1, &[1]).unwrap();
+}
+
+#[test]
+fn contexts_are_retained_once() {
+    let (fake, driver) = loaded(Copy::new());
+    assert_eq!(fake.live()[3], 0, "no context before one is needed: it takes 55 to 95 ms");
+    let handle = driver.create(2 << 20, &EXPORTABLE).unwrap();
+    driver.release(handle).unwrap();
+    assert_eq!(fake.live()[3], 0, "memory needs none");
+    driver.activate(0).unwrap();
+    driver.memory_info(0).unwrap();
+    driver.synchronize(0).unwrap();
+    std::thread::scope(|scope| scope.spawn(|| driver.synchronize(0)).join()).unwrap().unwrap();
+    assert_eq!(fake.calls("cuDevicePrimaryCtxRetain"), 1);
+    assert_eq!(fake.calls("cuCtxPushCurrent_v2"), fake.calls("cuCtxPopCurrent_v2"), "a thread's own is restored");
+    drop(driver);
+    assert_eq!(fake.live(), [0; 9]);
+}
+
+#[test]
+fn failure_of_any_function_leaves_nothing() {
+    let fake = Copy::new().load();
+    let mut failures = 0;
+    for symbol in SYMBOLS.split_whitespace() {
+        let gives_back =
+            ["cuDevicePrimaryCtxRelease_v2", "cuMemRelease", "cuMemUnmap", "cuMemAddressFree"].contains(&symbol);
+        if gives_back || symbol == "cuDriverGetVersion" || symbol == "cuMemGetAllocationPropertiesFromHandle" {
+            continue;
+        }
+        for n in 1..=handoff(&fake, symbol).unwrap() {
+            fake.set("FAKECUDA_FAIL", &format!("{symbol}:{n}:700"));
+            match handoff(&fake, symbol) {
+                Err(Error::Driver { call, code: 700, name, .. }) => {
+                    assert_eq!((call, &*name), (symbol, "CUDA_ERROR_ILLEGAL_ADDRESS"));
+                }
+                other => panic!("call {n} of {symbol}: {other:?}"),
+            }
+            assert_eq!(fake.live(), [0; 9], "left after the failure of call {n} of {symbol}");
+            failures += 1;
+        }
+    }
+    assert!(failures >= 30, "{failures}");
+    handoff(&fake, "").unwrap();
+}
+
+#[test]
+fn out_of_memory_names_both_figures() {
+    let fake = Copy::new().load();
+    fake.set("FAKECUDA_FREE", &(6u64 << 20).to_string());
+    let subject = Subject::of(fake);
+    let device = subject.device();
+    let held = Allocation::create(&device, 4 << 20).unwrap();
+    match Allocation::create(&device, (2 << 20) + 1) {
+        Err(Error::Memory(MemoryError::OutOfMemory { size, free, .. })) => assert_eq!((size, free), (4 << 20, 2 << 20)),
+        other => panic!("{other:?}"),
+    }
+    drop(held);
+    Allocation::create(&device, (2 << 20) + 1).unwrap();
+    // Of whatever kind it is.
+    let legacy = subject.verbs.legacy().unwrap();
+    let address = legacy.allocate(0, 4 << 20).unwrap();
+    assert_eq!(code(legacy.allocate(0, 4 << 20)), code::OUT_OF_MEMORY);
+    let answer = Allocation::create(&device, 4 << 20);
+    assert!(
+        matches!(answer, Err(Error::Memory(MemoryError::OutOfMemory { free, .. })) if free == 2 << 20),
+        "{answer:?}"
+    );
+    legacy.deallocate(0, address).unwrap();
+    Allocation::create(&device, 4 << 20).unwrap();
+}
+
+#[test]
+fn imported_memory_has_the_importers_ordinal() {
+    let (_fake, both) = two_devices();
+    assert_ne!(both.device_uuid(0).unwrap(), both.device_uuid(1).unwrap());
+    let second = internals::Properties { location: Location::Device(1), ..EXPORTABLE };
+    let handle = both.create(2 << 20, &second).unwrap();
+    let fd = both.export(handle).unwrap();
+    let imported = both.import(fd.as_fd(), 2 << 20).unwrap();
+    assert_eq!(both.properties(imported).unwrap().location, Location::Device(1));
+    // Another process may not see the owner, and use its memory all the same.
+    let (_other, one) = loaded(Copy::new());
+    let foreign = one.import(fd.as_fd(), 2 << 20).unwrap();
+    assert_eq!(one.properties(foreign).unwrap().location, Location::Device(-2));
+    let address = one.reserve(2 << 20, 0).unwrap();
+    one.map(address, 2 << 20, 0, foreign).unwrap();
+    one.set_access(address, 2 << 20, Location::Device(0), Some(ReadWrite)).unwrap();
+    one.copy_in(0, address, b"over NVLink").unwrap();
+}
+
+#[test]
+fn access_is_for_one_device() {
+    let (_fake, driver) = two_devices();
+    let handle = driver.create(2 << 20, &EXPORTABLE).unwrap();
+    let address = driver.reserve(2 << 20, 0).unwrap();
+    driver.map(address, 2 << 20, 0, handle).unwrap();
+    driver.set_access(address, 2 << 20, Location::Device(1), Some(ReadWrite)).unwrap();
+    assert_eq!(code(driver.copy_in(0, address, b"no")), code::INVALID_VALUE);
+    driver.copy_in(1, address, b"yes").unwrap();
+    driver.set_access(address, 2 << 20, Location::Device(0), Some(ReadOnly)).unwrap();
+    let mut bytes = [0; 3];
+    driver.copy_out(0, address, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"yes");
+    assert_eq!(code(driver.copy_in(0, address, b"no")), code::INVALID_VALUE);
+    driver.copy_in(1, address, b"and").unwrap();
+}
+
+#[test]
+fn fork_cannot_load_the_parents_driver() {
+    let (fake, driver) = loaded(Copy::new());
+    driver.activate(0).unwrap();
+    let (parent, before) = (process::id(), fake.calls(""));
+    let mut driver = Some(driver);
+    in_fork(|| {
+        let again = CudaDriver::load_from(fake.path());
+        let told = matches!(again, Err(Error::Forked { initialised_by, pid })
+            if initialised_by == parent && pid == process::id());
+        drop(driver.take());
+        told && fake.calls("") == before
+    });
+    driver.unwrap().synchronize(0).unwrap();
+}

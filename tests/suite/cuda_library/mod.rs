@@ -1,0 +1,75 @@
+//! Finding and loading the CUDA driver library, and living with what it may answer.
+
+use std::{
+    env,
+    error::Error as _,
+    fs,
+    os::fd::AsFd,
+    path::Path,
+    process::{self, Command},
+    sync::Arc,
+};
+
+use vmmfd::{
+    Error,
+    driver::{
+        self,
+        Access::{ReadOnly, ReadWrite},
+        Attribute, Backend, Choice, code,
+    },
+    error::{DeviceError, ErrorKind, LoadError, MemoryError},
+    internals::{self, CudaDriver, Diagnosis, Granularity, LegacyIpc, Location, MadeFor, PoolHandle, Pools, Verbs},
+    memory::{Allocation, Device, Mapping, Region},
+};
+use vmmfd_cli::check::pattern::{self, Pattern};
+
+use crate::support::{Copy, EXPORTABLE, Fake, Subject, code, in_child, in_fork};
+
+mod calls;
+mod loading;
+mod search;
+
+const PEER_ACCESS_UNSUPPORTED: u32 = 217;
+
+/// Every symbol that the CUDA backend looks for, with what it is looked for as.
+const SYMBOLS: &str = "
+    cuInit cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetUuid_v2 cuDeviceGetAttribute
+    cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2 cuCtxPushCurrent_v2 cuCtxPopCurrent_v2 cuCtxSynchronize
+    cuStreamSynchronize cuMemGetInfo_v2 cuMemGetAllocationGranularity cuMemCreate cuMemRelease cuMemAddressReserve
+    cuMemAddressFree cuMemMap cuMemUnmap cuMemSetAccess cuMemExportToShareableHandle cuMemImportFromShareableHandle
+    cuMemGetAllocationPropertiesFromHandle cuMemcpyHtoD_v2 cuMemcpyDtoH_v2 cuDeviceCanAccessPeer
+    cuMemGetAddressRange_v2 cuMemHostAlloc cuMemFreeHost cuMemAlloc_v2 cuMemFree_v2 cuIpcGetMemHandle
+    cuIpcOpenMemHandle_v2 cuIpcCloseMemHandle cuMemPoolCreate cuMemPoolDestroy cuMemPoolExportToShareableHandle
+    cuMemPoolImportFromShareableHandle cuMemPoolSetAccess cuMemAllocFromPoolAsync cuMemFreeAsync
+    cuMemPoolExportPointer cuMemPoolImportPointer cuMemGetHandleForAddressRange cuMemcpyDtoD_v2 cuModuleLoadData
+    cuModuleGetFunction cuModuleUnload cuLaunchKernel cuEventCreate cuEventRecord cuStreamWaitEvent
+    cuEventDestroy_v2 cuIpcGetEventHandle cuIpcOpenEventHandle
+";
+
+/// What nobody can be told of: it is only called where things are given back.
+const UNHEARD: [&str; 1] = ["cuDevicePrimaryCtxRelease_v2"];
+
+/// What one process alone never comes to: a legacy handle is opened in another.
+const ELSEWHERE: &str = "cuIpcCloseMemHandle";
+
+/// A pool, an import of it, and the pointer of a buffer of it for the importer.
+fn exported_pointer(pools: &dyn Pools) -> (PoolHandle, PoolHandle, [u8; 64]) {
+    let pool = pools.create(0).unwrap();
+    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
+    let address = pools.allocate(pool, 0, 1).unwrap();
+    (pool, imported, pools.export_pointer(0, address).unwrap())
+}
+
+/// An emulated library, and the driver that it was loaded as.
+fn loaded(copy: Copy) -> (Fake, CudaDriver) {
+    let fake = copy.load();
+    let driver = CudaDriver::load_from(fake.path()).unwrap();
+    (fake, driver)
+}
+
+fn two_devices() -> (Fake, CudaDriver) {
+    let fake = Copy::new().load();
+    fake.set("FAKECUDA_DEVICES", "2");
+    let driver = CudaDriver::load_from(fake.path()).unwrap();
+    (fake, driver)
+}

@@ -1,0 +1,82 @@
+//! The search of the loader, which reads LD_LIBRARY_PATH when a program starts: each test needs a process of its own.
+
+use super::*;
+
+/// What a child process finds when it opens a driver, with these files on its library path.
+fn opened(test: &str, choice: Choice, library_path: &Path, environment: &[(&str, &str)]) -> String {
+    let prepare = |command: &mut Command| {
+        // Whatever this machine has, the child is to see what the test gives it.
+        let inherited = env::vars_os().map(|(name, _)| name);
+        let steering = inherited.filter(|name| {
+            let name = name.to_string_lossy();
+            name == "CUDA_VISIBLE_DEVICES" || name.starts_with("FAKECUDA_")
+        });
+        steering.for_each(|name| {
+            command.env_remove(name);
+        });
+        command.env("LD_LIBRARY_PATH", library_path).envs(environment.iter().copied());
+    };
+    in_child(&format!("cuda_library::search::{test}"), prepare, || match driver::open(choice) {
+        Ok(opened) => {
+            let device = Device::find(&opened.driver, vmmfd::memory::Selector::default()).unwrap().name().to_owned();
+            let fallback = opened.fallback.map_or("no fallback".to_owned(), |reason| format!("fallback: {reason}"));
+            format!("{} {} | {fallback}", opened.driver.backend(), device.trim())
+        }
+        Err(error) => format!("error: {error}"),
+    })
+}
+
+const CUDA: Choice = Choice::Only(Backend::Cuda);
+
+fn folder_without_a_driver() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["libcuda.so.1", "libcuda.so"] {
+        fs::write(folder.path().join(name), "no library").unwrap();
+    }
+    folder
+}
+
+#[test]
+fn versioned_name_is_tried_first() {
+    let stub = Copy::new().with_device_name("a stub");
+    stub.write("libcuda.so");
+    fs::copy(Copy::new().with_device_name("the driver").write("libcuda.so.1"), stub.folder().join("libcuda.so.1"))
+        .unwrap();
+    let found = opened("versioned_name_is_tried_first", CUDA, stub.folder(), &[]);
+    assert_eq!(found, "cuda the driver | no fallback");
+}
+
+#[test]
+fn unversioned_name_is_the_fallback() {
+    let copy = Copy::new().with_device_name("the second");
+    copy.write("libcuda.so");
+    // Found first, so that a driver of this machine is not.
+    fs::write(copy.folder().join("libcuda.so.1"), "no library").unwrap();
+    let found = opened("unversioned_name_is_the_fallback", CUDA, copy.folder(), &[]);
+    assert_eq!(found, "cuda the second | no fallback");
+}
+
+#[test]
+fn failed_search_reports_both_names() {
+    let folder = folder_without_a_driver();
+    let found = opened("failed_search_reports_both_names", CUDA, folder.path(), &[]);
+    assert!(found.starts_with("error: no CUDA driver library loads"), "{found}");
+    assert!(found.contains("libcuda.so.1: ") && found.contains("libcuda.so: "), "{found}");
+}
+
+#[test]
+fn auto_does_not_hide_broken_drivers() {
+    let stub = "error: libcuda.so.1 is the CUDA toolkit's stub library, not a driver";
+    let old = "error: the driver library libcuda.so.1 has no cuInit: the driver is too old for this";
+    for (case, copy, fault, expected) in [
+        ("failing", Copy::new(), "cuInit:1:999", "error: cuInit failed: CUDA_ERROR_UNKNOWN (999)"),
+        ("a stub", Copy::new(), "cuInit:1:34", stub),
+        ("too old", Copy::new().without("cuInit"), "", old),
+    ] {
+        copy.write("libcuda.so.1");
+        let environment = [("FAKECUDA_FAIL", fault)];
+        let environment = if fault.is_empty() { &[][..] } else { &environment };
+        let found = opened("auto_does_not_hide_broken_drivers", Choice::Auto, copy.folder(), environment);
+        assert_eq!(found, expected, "{case}");
+    }
+}

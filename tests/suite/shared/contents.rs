@@ -1,0 +1,290 @@
+//! The bytes and elements of shared memory.
+
+use super::*;
+
+cases! {
+    on crate::support::Subject; every backend: [
+    typed_elements_are_copied,
+    mirror_is_changed_and_written_back,
+    dropped_mirror_writes_back,
+    mirror_turns_to_another_range,
+    cpu_and_device_share_host_memory,
+    views_keep_the_memory,
+    elements_follow_the_descriptor,
+    file_passes_through_all_memory,
+    ]
+    gpus alone: [
+    failed_write_back_is_reported,
+    device_copy_needs_an_own_end,
+    device_is_waited_for,
+    ]
+}
+
+fn seen<const LENGTH: usize>(mirror: &Mirror<'_>, offset: u64) -> [u8; LENGTH] {
+    let mut bytes = [0; LENGTH];
+    mirror.read(offset, &mut bytes).unwrap();
+    bytes
+}
+
+fn typed_elements_are_copied(subject: Subject) {
+    let shared = Shared::create(&subject.device(), spec(4096)).unwrap();
+    shared.copy_in_slice(8, &[1.5f32, -2.0]).unwrap();
+    assert_eq!(read(&shared, 8, 8), [1.5f32.to_ne_bytes(), (-2f32).to_ne_bytes()].concat());
+    // An offset that is not aligned for the elements, and pairs without padding.
+    shared.copy_in_slice(13, &[[1u64, 2], [3, 4]]).unwrap();
+    let mut pairs = [[0u64; 2]; 2];
+    shared.copy_out_slice(13, &mut pairs).unwrap();
+    assert_eq!(pairs, [[1, 2], [3, 4]]);
+    let refused = [shared.copy_in_slice(4092, &[0u64]), shared.copy_out_slice(4092, &mut [0u64])];
+    for refused in refused {
+        let expected = matches!(refused, Err(Error::Memory(MemoryError::OutOfRange { offset: 4092, length: 8, .. })));
+        assert!(expected, "{refused:?}");
+    }
+}
+
+fn mirror_is_changed_and_written_back(subject: Subject) {
+    let unit = subject.unit();
+    for &mechanism in mechanisms(&subject) {
+        let shared = Shared::create(&subject.device(), by(mechanism, 2 * unit)).unwrap();
+        shared.copy_in(unit, b"as it was").unwrap();
+        let mut mirror = Mirror::of(&shared, unit, 9).unwrap();
+        let direct = mirror.is_direct();
+        assert_eq!((mirror.size(), direct), (9, subject.kind == Kind::Host));
+        assert_eq!(&seen(&mirror, 3), b"it wa");
+        // Another process may write: only a copy is a slice.
+        assert_eq!(mirror.bytes().is_some(), !direct);
+        assert_eq!(mirror.bytes_mut().is_some(), !direct);
+        mirror.write(0, b"AS").unwrap();
+        assert_eq!(read(&shared, unit, 2), if direct { b"AS" } else { b"as" }, "before it is committed");
+        mirror.commit().unwrap();
+        assert_eq!(read(&shared, unit, 9), b"AS it was");
+        // What others write is seen when it is read again.
+        shared.copy_in(unit + 6, b"is").unwrap();
+        mirror.refresh().unwrap();
+        assert_eq!(&seen(&mirror, 0), b"AS it");
+        assert_eq!(&seen(&mirror, 6), b"iss");
+        for (offset, length) in [(9, 1), (0, 10), (u64::MAX, 1)] {
+            let mut bytes = vec![0; length];
+            for refused in [mirror.write(offset, &bytes), mirror.read(offset, &mut bytes)] {
+                assert!(matches!(refused, Err(Error::Memory(MemoryError::OutOfRange { .. }))), "{offset} {refused:?}");
+            }
+        }
+        drop(mirror);
+        assert!(matches!(Mirror::of(&shared, 2 * unit, 1), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
+        assert_eq!(Mirror::of(&shared, 5, 0).unwrap().bytes(), Some(&[][..]));
+        // One that is to be filled does not read, and is written as a whole.
+        let mut fresh = Mirror::to_fill(&shared, unit, 9).unwrap();
+        fresh.write(0, b"new").unwrap();
+        drop(fresh);
+        let rest = if direct { &b"it iss"[..] } else { &[0; 6] };
+        assert_eq!(read(&shared, unit, 9), [b"new", rest].concat(), "{mechanism}");
+
+        let view = open(&subject, &shared, ReadOnly);
+        let mut mirror = Mirror::to_fill(&**view.memory(), unit, 3).unwrap();
+        assert_eq!(&seen(&mirror, 0), b"new", "what can't be written is read");
+        assert!(matches!(mirror.write(0, b"x"), Err(Error::Memory(MemoryError::ReadOnly))));
+        assert!(mirror.bytes_mut().is_none());
+    }
+}
+
+fn dropped_mirror_writes_back(subject: Subject) {
+    let shared = Shared::create(&subject.device(), spec(100)).unwrap();
+    shared.copy_in(0, b"before").unwrap();
+    let mut mirror = Mirror::of(&shared, 0, 6).unwrap();
+    mirror.write(0, b"AFTER!").unwrap();
+    drop(mirror);
+    assert_eq!(read(&shared, 0, 6), b"AFTER!");
+}
+
+fn mirror_turns_to_another_range(subject: Subject) {
+    let shared = Shared::create(&subject.device(), spec(3000)).unwrap();
+    shared.copy_in(0, &[1; 1000]).unwrap();
+    shared.copy_in(1000, &[2; 2000]).unwrap();
+    let mut mirror = Mirror::of(&shared, 0, 1000).unwrap();
+    mirror.write(0, &[9; 10]).unwrap();
+    mirror.turn_to(1000, 500, true).unwrap();
+    assert_eq!((seen(&mirror, 0), mirror.size()), ([2; 500], 500));
+    assert_eq!(read(&shared, 0, 10), [9; 10], "what was changed is written before");
+    // More than the copy has room for.
+    mirror.turn_to(500, 2000, true).unwrap();
+    assert!(seen::<2000>(&mirror, 0)[..] == [vec![1; 500], vec![2; 1500]].concat());
+    assert!(matches!(mirror.turn_to(shared.size() - 1, 2, true), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
+}
+
+fn cpu_and_device_share_host_memory(subject: Subject) {
+    let unit = subject.unit();
+    for chunk in [None, Some(unit)] {
+        let spec = spec(2 * unit).placement(Placement::Host);
+        let shared = Shared::create(&subject.device(), chunk.map_or(spec, |chunk| spec.chunk(chunk))).unwrap();
+        let array = open(&subject, &shared, ReadWrite);
+        let (mut here, mut there) =
+            (Mirror::of(&shared, unit - 4, 8).unwrap(), Mirror::of(&**array.memory(), unit - 4, 8).unwrap());
+        assert!(here.is_direct() && there.is_direct());
+        here.write(0, b"by CPU A").unwrap();
+        assert_eq!(&seen(&there, 0), b"by CPU A");
+        assert_eq!(read(&**array.memory(), unit - 4, 8), b"by CPU A", "the device sees it");
+        there.write(7, b"B").unwrap();
+        shared.copy_in(unit - 4, b"on").unwrap();
+        assert_eq!(&seen(&here, 0), b"on CPU B", "the CPU sees what the device wrote");
+        drop((here, there));
+        let read_only = open(&subject, &shared, ReadOnly);
+        assert!(matches!(
+            Mirror::of(&**read_only.memory(), 0, 4).unwrap().write(0, b"x"),
+            Err(Error::Memory(MemoryError::ReadOnly))
+        ));
+    }
+}
+
+fn views_keep_the_memory(subject: Subject) {
+    for &mechanism in mechanisms(&subject) {
+        let array = ArrayDescriptor::new(ElementType::U32, [4, 6], Order::C).unwrap();
+        let shared = Shared::create(&subject.device(), by(mechanism, array.bytes().unwrap())).unwrap();
+        let words: Vec<u8> = (0..24u32).flat_map(u32::to_le_bytes).collect();
+        shared.copy_in(0, &words).unwrap();
+        let (handle, fds) = ArrayHandle::of(&shared, array).unwrap();
+        let array = handle.open(&subject.driver, None, fds, ReadOnly).unwrap();
+        let column = array.index(1, 2).unwrap();
+        let block = array.slice(0, 1..3, 1).unwrap().slice(1, 0..6, -2).unwrap();
+        let live = subject.live();
+        drop(array);
+        assert_eq!(subject.live(), live, "the views keep it");
+        assert_eq!(column.first(9).unwrap(), ["2", "8", "14", "20"]);
+        assert_eq!(block.first(9).unwrap(), ["11", "9", "7", "17", "15", "13"]);
+        assert_eq!(block.permute(&[1, 0]).unwrap().first(2).unwrap(), ["11", "17"]);
+        let interface = serde_json::to_value(column.interface().unwrap()).unwrap();
+        assert_eq!(interface["data"], serde_json::json!([column.memory().address() + 8, true]));
+        assert_eq!((&interface["strides"], &interface["version"]), (&serde_json::json!([24]), &3.into()));
+        drop(column);
+        assert_eq!(block.element(&[1, 1]).unwrap(), 15u32.to_le_bytes());
+        assert!(matches!(block.element(&[2, 0]), Err(Error::Memory(MemoryError::Array { .. }))));
+        assert!(matches!(block.index(2, 0), Err(Error::Memory(MemoryError::Array { .. }))));
+    }
+}
+
+fn elements_follow_the_descriptor(subject: Subject) {
+    let shared = Shared::create(&subject.device(), spec(64)).unwrap();
+    let values: Vec<u8> = [1.5f32, -2.0, 0.25, 8.0].iter().flat_map(|value| value.to_le_bytes()).collect();
+    shared.copy_in(8, &values).unwrap();
+    let array = |shape: &[u64], strides: Option<Vec<i64>>, offset| {
+        let descriptor = ArrayDescriptor { dtype: ElementType::F32, shape: shape.to_vec(), strides, offset };
+        let (handle, fds) = ArrayHandle::of(&shared, descriptor)?;
+        handle.open(&subject.driver, None, fds, ReadOnly)
+    };
+    assert_eq!(array(&[2, 2], None, 8).unwrap().first(9).unwrap(), ["1.5", "-2.0", "0.25", "8.0"]);
+    assert_eq!(array(&[2, 2], Some(vec![4, 8]), 8).unwrap().first(9).unwrap(), ["1.5", "0.25", "-2.0", "8.0"]);
+    assert_eq!(array(&[3], Some(vec![-4]), 16).unwrap().first(9).unwrap(), ["0.25", "-2.0", "1.5"]);
+    assert_eq!(array(&[u64::MAX >> 1], Some(vec![0]), 8).unwrap().first(2).unwrap(), ["1.5", "1.5"], "a broadcast");
+    let nothing = array(&[0, 7], None, 64).unwrap();
+    assert_eq!((nothing.first(3).unwrap().len(), nothing.interface().unwrap().data.0), (0, 0), "null where nothing is");
+    for (shape, strides, offset) in [
+        (vec![17], None, 0),
+        (vec![16], None, 1),
+        (vec![2], Some(vec![-4]), 3),
+        (vec![2], Some(vec![61]), 0),
+        (vec![1 << 62], None, 0),
+        (vec![2], Some(vec![i64::MIN]), u64::MAX),
+        (vec![2, 2], Some(vec![4]), 0),
+    ] {
+        let refused = array(&shape, strides, offset);
+        assert!(
+            matches!(
+                refused,
+                Err(Error::Memory(MemoryError::Array { .. }) | Error::Memory(MemoryError::OutOfRange { .. }))
+            ),
+            "{shape:?} {offset}"
+        );
+    }
+}
+
+fn file_passes_through_all_memory(subject: Subject) {
+    let (unit, folder) = (subject.unit(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("data");
+    // More than one slice, and cut.
+    let data: Vec<u8> = (0..9_000_001u32).map(|at| (at ^ at >> 9) as u8).collect();
+    File::create(&path).unwrap().write_all(&data).unwrap();
+    let source = Source::open(&path).unwrap();
+    let plain = spec(source.size());
+    let mut kinds: Vec<Spec> =
+        vec![plain.into(), plain.chunk(unit).into(), plain.placement(Placement::Host).into(), plain.sealed().into()];
+    if subject.kind != Kind::Host {
+        kinds.push(Spec::pool(source.size()));
+    }
+    let mut digests = Vec::new();
+    for kind in kinds {
+        let shared = Shared::create(&subject.device(), kind).unwrap();
+        let digest = source.load(&shared, &mut |_| Ok(())).unwrap();
+        if kind.is_sealed() {
+            shared.seal().unwrap();
+        }
+        let array = open(&subject, &shared, ReadOnly);
+        let target = folder.path().join("copy");
+        let mut copy = Target::create(&target, true).unwrap();
+        let found = files::read(&**array.memory(), 0, 0..source.size(), &mut |bytes| copy.write(bytes)).unwrap();
+        copy.finish().unwrap();
+        let mut back = Vec::new();
+        File::open(&target).unwrap().read_to_end(&mut back).unwrap();
+        assert!(back == data, "{kind:?}");
+        let some = files::read(&shared, 0, 5..4_000_000, &mut |_| Ok(())).unwrap();
+        assert_eq!(some, format!("blake3:{}", blake3::hash(&data[5..4_000_000]).to_hex()));
+        digests.extend([digest, found]);
+    }
+    let expected = format!("blake3:{}", blake3::hash(&data).to_hex());
+    assert!(digests.iter().all(|digest| *digest == expected), "{digests:?}");
+}
+
+fn failed_write_back_is_reported(subject: Subject) {
+    let shared = Shared::create(&subject.device(), spec(100)).unwrap();
+    let mut mirror = Mirror::of(&shared, 0, 6).unwrap();
+    mirror.write(0, b"failed").unwrap();
+    subject.faulty.fail(Fault::Verb("copy_in"), 4242);
+    assert_eq!(code(mirror.commit()), 4242);
+    subject.faulty.mend();
+    // Nothing is lost: it can be tried again.
+    mirror.commit().unwrap();
+    assert_eq!(read(&shared, 0, 6), b"failed");
+    mirror.write(0, b"logged").unwrap();
+    subject.faulty.fail(Fault::Verb("copy_in"), 4242);
+    let logged = crate::support::errors_logged(|| drop(mirror));
+    subject.faulty.mend();
+    assert!(logged.contains("a mirror can't be written back") && logged.contains("4242"), "{logged}");
+}
+
+fn device_copy_needs_an_own_end(subject: Subject) {
+    let device = subject.device();
+    let size = 4096;
+    let [one, other] = [1, 2].map(|byte| {
+        let shared = Shared::create(&device, Spec::vmm(size)).unwrap();
+        shared.copy_in(0, &vec![byte; size as usize]).unwrap();
+        shared
+    });
+    let driver = device.driver();
+    let ranges = [(other.address(), one.address() + 8, 8), (other.address() + 100, one.address(), 1)];
+    // SAFETY: both are as long, and may be written.
+    unsafe { driver.copy_device(device.ordinal(), &ranges) }.unwrap();
+    let found = read(&other, 0, size as usize);
+    assert_eq!(
+        found.iter().enumerate().filter(|(_, byte)| **byte == 1).map(|(at, _)| at).collect::<Vec<_>>(),
+        [0, 1, 2, 3, 4, 5, 6, 7, 100]
+    );
+    assert_eq!(driver.device_of(one.address() + 1).unwrap(), device.ordinal());
+    assert_eq!(code(driver.device_of(4096).map(drop)), code::INVALID_VALUE);
+    // SAFETY: none of it is done: no end is known, or it reaches further than the memory.
+    let refused = |ranges: &[(u64, u64, u64)]| code(unsafe { driver.copy_device(device.ordinal(), ranges) });
+    assert_eq!(refused(&[(4096, 8192, 1)]), code::INVALID_VALUE);
+    let end = one.address() + one.mapped_size();
+    assert_eq!(refused(&[(end - 1, 4096, 2)]), code::INVALID_VALUE);
+}
+
+fn device_is_waited_for(subject: Subject) {
+    let device = subject.device();
+    device.synchronize().unwrap();
+    let before = subject.live();
+    device.wait_for_work().unwrap();
+    assert_eq!(subject.live(), before);
+    thread::spawn(move || {
+        device.wait_for_work().unwrap();
+        device.synchronize().unwrap();
+    })
+    .join()
+    .unwrap();
+}

@@ -1,0 +1,392 @@
+//! Handles of shared memory: opened, passed on, sealed, false.
+
+use super::*;
+
+cases! {
+    on crate::support::Subject; every backend: [
+    chunks_are_one_buffer_in_every_process,
+    part_is_the_covering_chunks,
+    padding_is_cleared_and_out_of_reach,
+    openings_show_the_same_bytes,
+    forwarded_handle_outlives_all_others,
+    threads_open_one_handle_at_once,
+    false_description_leaves_nothing,
+    invalid_handles_are_refused_unparsed,
+    unsupported_memory_is_refused,
+    sealed_memory_is_read_only,
+    unsealed_spec_cannot_be_sealed,
+    debug_output_is_short,
+    failure_at_any_call_leaves_nothing,
+    impossible_size_reserves_no_addresses,
+    ]
+    gpus alone: [
+    sealing_gpu_memory_is_an_agreement,
+    ]
+}
+
+/// Tries to map a file for writing, as whoever has the descriptor could.
+fn writable(fd: &OwnedFd, length: u64) -> bool {
+    let length = NonZeroUsize::new(length as usize).unwrap();
+    let (protection, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED);
+    // SAFETY: new addresses that replace nothing, unmapped at once.
+    match unsafe { mmap(None, length, protection, flags, fd, 0) } {
+        Ok(address) => {
+            // SAFETY: it was mapped just now.
+            unsafe { munmap(address, length.get()) }.unwrap();
+            true
+        }
+        Err(_) => false,
+    }
+}
+
+/// Seals memory. A fork of another test may have it mapped for a while, which the kernel refuses.
+fn seal(shared: &Shared) -> Result<()> {
+    let begun = Instant::now();
+    loop {
+        match shared.seal() {
+            Err(Error::Driver { source: Some(source), .. })
+                if source.kind() == io::ErrorKind::ResourceBusy && begun.elapsed() < Duration::from_secs(60) => {}
+            sealed => return sealed.map(drop),
+        }
+    }
+}
+
+/// All that a failure could interrupt.
+fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> Result<()> {
+    for &mechanism in mechanisms(subject) {
+        let shared = match mechanism {
+            Mechanism::Vmm => Shared::create(device, spec(2 * unit).chunk(unit).sealed())?,
+            _ => Shared::create(device, by(mechanism, 2 * unit))?,
+        };
+        let source = Source::open(&folder.join("data"))?;
+        source.load(&shared, &mut |_| Ok(()))?;
+        seal(&shared)?;
+        let (handle, fds) = ArrayHandle::of(&shared, bytes(2 * unit))?;
+        let array = handle.open(&subject.driver, Some(Selector::Ordinal(0)), fds, ReadOnly)?;
+        files::read(&**array.memory(), 0, 0..unit, &mut |_| Ok(()))?;
+        array.first(2)?;
+    }
+    Ok(())
+}
+
+fn chunks_are_one_buffer_in_every_process(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    // The last one is smaller, and the last bytes of it are no data.
+    let size = 7 * unit - 5;
+    let shared = Shared::create(&device, spec(size).chunk(2 * unit - 1)).unwrap();
+    assert_eq!((shared.size(), shared.mapped_size()), (size, 7 * unit));
+    let description = shared.describe().unwrap();
+    assert_eq!((description.segments(), description.mapped_size), (4, 7 * unit));
+    // Across all boundaries at once.
+    let data: Vec<u8> = (0..size).map(|at| (at / 7) as u8).collect();
+    shared.copy_in(0, &data).unwrap();
+    let (handle, fds) = ArrayHandle::of(&shared, bytes(size)).unwrap();
+    assert_eq!(handle.segments, [2 * unit, 2 * unit, 2 * unit, unit]);
+    let files: Vec<Inode> = fds.iter().map(Inode::of).collect();
+    let array = handle.open(&subject.driver, None, fds, ReadWrite).unwrap();
+    assert!(read(&**array.memory(), 0, size as usize) == data);
+    array.memory().copy_in(2 * unit - 2, b"over").unwrap();
+    assert_eq!(read(&shared, 2 * unit - 2, 4), b"over");
+    if subject.kind != Kind::Cuda {
+        // Each chunk is another file; the memory needs no handles, and the importer no descriptors.
+        assert!(files.iter().all(|file| file.open_here() == 1), "{files:?}");
+    }
+    assert_eq!(subject.live().handles, 0);
+}
+
+fn part_is_the_covering_chunks(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    let shared = Shared::create(&device, spec(5 * unit).chunk(unit)).unwrap();
+    for (range, want) in [
+        (0..1, (0, 1, 0)),
+        (unit - 1..unit + 1, (0, 2, 0)),
+        (unit..2 * unit, (1, 1, unit)),
+        (0..5 * unit, (0, 5, 0)),
+        (3 * unit..5 * unit, (3, 2, 3 * unit)),
+        (unit + 1..unit + 1, (0, 0, 0)),
+        (5 * unit..5 * unit, (0, 0, 0)),
+    ] {
+        let (part, chunks) = shared.chunks(range.clone()).unwrap().unwrap();
+        assert_eq!((part.first, part.segments, part.offset), want, "{range:?}");
+        assert_eq!(part.size, chunks.iter().map(|chunk| chunk.size()).sum::<u64>());
+        assert_eq!(part.segments, chunks.len() as u64);
+    }
+    let reversed = std::ops::Range { start: 5, end: 2 };
+    for range in [0..5 * unit + 1, u64::MAX - 1..u64::MAX, reversed] {
+        assert!(matches!(shared.chunks(range), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
+    }
+}
+
+fn padding_is_cleared_and_out_of_reach(subject: Subject) {
+    let unit = subject.unit();
+    let memory = Shared::create(&subject.device(), spec(unit + 1)).unwrap();
+    assert_eq!((memory.size(), memory.mapped_size()), (unit + 1, 2 * unit));
+    assert!(matches!(memory.copy_in(unit, b"xy"), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
+    // What was there before.
+    let (handle, fds) = ArrayHandle::of(&memory, bytes(unit + 1)).unwrap();
+    let allocations: Vec<_> = fds
+        .iter()
+        .map(|fd| Allocation::import(&subject.device(), fd.try_clone().unwrap(), handle.segments[0]).unwrap())
+        .collect();
+    let whole = Mapping::new(&allocations[0], ReadWrite).unwrap();
+    whole.copy_in(0, &vec![7; 2 * unit as usize]).unwrap();
+    let buffer = Buffer::new(memory, Unchecked, None).unwrap();
+    let (ours, theirs) = Channel::socket_pair().unwrap();
+    let config = Config::default();
+    thread::scope(|scope| {
+        let producer = scope.spawn(|| serve_connection(ours, &buffer, &ServeOptions::default(), &config, &|_| {}));
+        let mut consumer = Consumer::over(theirs, &subject.driver, None, &config, &|_| {}).unwrap();
+        let object = consumer.request(&Request::default()).unwrap();
+        assert_eq!((object.size(), object.mapped_size()), (unit + 1, 2 * unit));
+        assert!(object.copy_out(unit, &mut [0; 2]).is_err());
+        consumer.report(&object, &Verdict::unchecked(true)).unwrap();
+        consumer.close();
+        assert!(producer.join().unwrap().unwrap().error.is_none());
+    });
+    assert_eq!(read(&whole, unit, 3), [7, 0, 0], "the data stays, and zeros are behind it");
+    assert_eq!(read(&whole, 2 * unit - 1, 1), [0]);
+}
+
+fn openings_show_the_same_bytes(subject: Subject) {
+    for &mechanism in mechanisms(&subject) {
+        let shared = Shared::create(&subject.device(), by(mechanism, 1000)).unwrap();
+        shared.copy_in(0, b"there").unwrap();
+        let openings = [ReadWrite, ReadOnly, ReadWrite].map(|access| open(&subject, &shared, access));
+        for (turn, writer) in openings.iter().enumerate() {
+            let written = writer.memory().copy_in(900, &[turn as u8; 100]);
+            assert_eq!(written.is_ok(), turn != 1, "{mechanism} {written:?}");
+            let expected = if turn == 1 { 0 } else { turn as u8 };
+            for reader in &openings {
+                assert_eq!(read(&**reader.memory(), 900, 100), [expected; 100], "{mechanism}");
+            }
+            assert_eq!(read(&shared, 900, 100), [expected; 100], "{mechanism}");
+        }
+        assert_eq!(read(&shared, 0, 5), b"there");
+        // The importers let go first, in any order.
+        drop(openings);
+    }
+}
+
+fn forwarded_handle_outlives_all_others(subject: Subject) {
+    let unit = subject.unit();
+    let shared = Shared::create(&subject.device(), spec(2 * unit).chunk(unit)).unwrap();
+    shared.copy_in(unit - 2, b"from A").unwrap();
+    let (handle, fds) = ArrayHandle::of(&shared, bytes(2 * unit)).unwrap();
+    // What B passes on to C are the descriptors that it got: what it imported it can't export.
+    let passed_on: Vec<OwnedFd> = fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
+    let b = handle.open(&subject.driver, None, fds, ReadWrite).unwrap();
+    drop(shared);
+    b.memory().copy_in(unit + 4, b"B").unwrap();
+    drop(b);
+    let c = handle.open(&subject.driver, None, passed_on, ReadOnly).unwrap();
+    assert_eq!(read(&**c.memory(), unit - 2, 7), b"from AB");
+}
+
+fn threads_open_one_handle_at_once(subject: Subject) {
+    for &mechanism in mechanisms(&subject) {
+        let shared = Shared::create(&subject.device(), by(mechanism, 4096)).unwrap();
+        shared.copy_in(0, &[7; 4096]).unwrap();
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..8 {
+                        assert_eq!(read(&**open(&subject, &shared, ReadOnly).memory(), 0, 4096), [7; 4096]);
+                    }
+                });
+            }
+        });
+    }
+}
+
+fn false_description_leaves_nothing(subject: Subject) {
+    let unit = subject.unit();
+    for &mechanism in mechanisms(&subject) {
+        let shared = Shared::create(&subject.device(), by(mechanism, unit)).unwrap();
+        let (sound, _) = ArrayHandle::of(&shared, bytes(1)).unwrap();
+        let mut lies = Vec::new();
+        let mut lie = |change: &dyn Fn(&mut ArrayHandle)| {
+            let mut handle = sound.clone();
+            change(&mut handle);
+            lies.push(handle);
+        };
+        // A hundred times as much as there is.
+        lie(&|handle| {
+            handle.memory.mapped_size *= 100;
+            handle.segments.iter_mut().for_each(|size| *size *= 100);
+        });
+        lie(&|handle| handle.memory.size = handle.memory.mapped_size + 1);
+        lie(&|handle| handle.array.shape = vec![unit + 1]);
+        match mechanism {
+            Mechanism::Vmm => {
+                lie(&|handle| handle.segments.clear());
+                lie(&|handle| handle.segments.push(unit));
+                lie(&|handle| handle.segments[0] += 4096);
+                lie(&|handle| {
+                    handle.memory.sharing = Sharing::Vmm { placement: handle.memory.placement(), segments: 0 };
+                });
+                lie(&|handle| handle.memory.mapped_size = u64::MAX);
+            }
+            _ => {
+                let pointer = sound.memory.pointer().unwrap();
+                let pool = |pointer, offset| Sharing::Pool { pool: 1, pointer, offset };
+                lie(&|handle| handle.memory.sharing = pool(Pointer([0; 64]), 0));
+                lie(&|handle| handle.memory.sharing = pool(pointer, 1));
+                lie(&|handle| handle.memory.sharing = pool(pointer, u64::MAX));
+            }
+        }
+        for handle in lies {
+            let (_, fds) = ArrayHandle::of(&shared, bytes(1)).unwrap();
+            let files: Vec<(Inode, usize)> = fds.iter().map(|fd| (Inode::of(fd), Inode::of(fd).open_here())).collect();
+            let (before, refused) = (subject.live(), handle.open(&subject.driver, None, fds, ReadOnly));
+            assert!(refused.is_err(), "{handle:?}");
+            assert_eq!(subject.live(), before, "{handle:?}");
+            if subject.kind != Kind::Cuda {
+                let closed = files.iter().all(|(file, open)| file.open_here() < *open);
+                assert!(closed, "{handle:?} leaves descriptors open");
+            }
+        }
+        let (_, mut fds) = ArrayHandle::of(&shared, bytes(1)).unwrap();
+        fds.push(fds[0].try_clone().unwrap());
+        assert!(sound.open(&subject.driver, None, fds, ReadOnly).is_err(), "one descriptor too many");
+        assert!(sound.open(&subject.driver, None, Vec::new(), ReadOnly).is_err(), "none");
+        let wrong = File::open("/dev/null").unwrap().into();
+        assert!(sound.open(&subject.driver, None, vec![wrong], ReadOnly).is_err(), "of something else");
+    }
+}
+
+fn invalid_handles_are_refused_unparsed(subject: Subject) {
+    let shared = Shared::create(&subject.device(), spec(1)).unwrap();
+    let (handle, _) = ArrayHandle::of(&shared, bytes(1)).unwrap();
+    let mut json = serde_json::to_value(&handle).unwrap();
+    subject.faulty.take_verbs();
+    // Nor is anything accepted that this version does not know, or that misses what its mechanism needs.
+    for (field, value) in [("mechanism", "of the future"), ("location", "of the future"), ("mechanism", "legacy")] {
+        let mut json = json.clone();
+        json["memory"][field] = value.into();
+        assert!(serde_json::from_value::<ArrayHandle>(json).is_err(), "{field} {value}");
+    }
+    // A pointer belongs to memory that has no segments.
+    (json["memory"]["mechanism"], json["memory"]["segments"]) = ("legacy".into(), 0.into());
+    for (pointer, sound) in
+        [("00".repeat(64), true), ("00".repeat(8), false), ("0".repeat(127), false), ("zz".repeat(64), false)]
+    {
+        json["memory"]["pointer"] = pointer.into();
+        assert_eq!(serde_json::from_value::<ArrayHandle>(json.clone()).is_ok(), sound);
+    }
+    assert_eq!(subject.faulty.take_verbs(), [""; 0]);
+}
+
+fn unsupported_memory_is_refused(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    for spec in [Spec::pool(1), Spec::legacy(1)] {
+        match Shared::create(&device, spec) {
+            Ok(_) => assert_ne!(subject.kind, Kind::Host),
+            Err(error) => {
+                assert!(
+                    matches!(error, Error::Device(DeviceError::Unsupported { .. })) && subject.kind == Kind::Host,
+                    "{error:?}"
+                )
+            }
+        }
+    }
+    for mechanism in mechanisms(&subject) {
+        let nothing = Shared::create(&device, by(*mechanism, 0));
+        assert!(matches!(nothing, Err(Error::Memory(MemoryError::InvalidSize { .. }))), "{nothing:?}");
+    }
+    let huge = Shared::create(&device, spec(1 << 62).chunk(unit));
+    assert!(matches!(huge, Err(Error::Memory(MemoryError::TooManyDescriptors { .. }))), "{huge:?}");
+}
+
+fn sealed_memory_is_read_only(subject: Subject) {
+    let unit = subject.unit();
+    for chunk in [None, Some(unit)] {
+        let spec = chunk.map_or(spec(2 * unit), |chunk| spec(2 * unit).chunk(chunk)).sealed();
+        let shared = Shared::create(&subject.device(), spec).unwrap();
+        shared.copy_in(unit - 2, b"final").unwrap();
+        let address = shared.address();
+        // There are no descriptors yet.
+        let early = ArrayHandle::of(&shared, bytes(1));
+        assert!(matches!(early, Err(Error::Misuse { .. })), "{early:?}");
+        // While a mirror is open on the memory itself, nothing is changed.
+        if subject.kind == Kind::Host {
+            let mirror = Mirror::of(&shared, 0, 1).unwrap();
+            assert_eq!(code(shared.seal()), code::INVALID_VALUE);
+            drop(mirror);
+            assert_eq!((shared.access(), read(&shared, unit - 2, 5)), (ReadWrite, b"final".into()));
+        }
+        let enforced = shared.seal().unwrap();
+        assert_eq!(shared.seal().unwrap(), enforced, "a second time there is nothing to do");
+        assert_eq!(enforced, subject.kind == Kind::Host);
+        assert_eq!((shared.access(), shared.address()), (ReadOnly, address));
+        assert_eq!(read(&shared, unit - 2, 5), b"final");
+        assert!(matches!(shared.copy_in(0, b"more"), Err(Error::Memory(MemoryError::ReadOnly))));
+        assert!(shared.describe().unwrap().immutable);
+
+        let (handle, fds) = ArrayHandle::of(&shared, bytes(2 * unit)).unwrap();
+        if enforced {
+            for fd in &fds {
+                assert!(!writable(fd, unit), "a sealed file is mapped for writing");
+                let file = File::from(fd.try_clone().unwrap());
+                assert!(file.write_at(b"x", 0).is_err() && file.set_len(0).is_err());
+            }
+            let again = fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
+            assert!(handle.open(&subject.driver, None, again, ReadWrite).is_err());
+        }
+        let array = handle.open(&subject.driver, None, fds, ReadOnly).unwrap();
+        assert_eq!(read(&**array.memory(), unit - 2, 5), b"final");
+        // Only what nobody can change is a slice without a copy.
+        let mirror = Mirror::of(&**array.memory(), unit, 3).unwrap();
+        assert_eq!((mirror.bytes(), mirror.is_direct()), (Some(&b"nal"[..]), enforced));
+    }
+}
+
+fn unsealed_spec_cannot_be_sealed(subject: Subject) {
+    let shared = Shared::create(&subject.device(), spec(100)).unwrap();
+    shared.copy_in(0, b"there").unwrap();
+    assert!(matches!(shared.seal(), Err(Error::Misuse { .. })));
+    assert_eq!((shared.access(), read(&shared, 0, 5)), (ReadWrite, b"there".into()));
+}
+
+fn debug_output_is_short(subject: Subject) {
+    for &mechanism in mechanisms(&subject) {
+        let shared = Shared::create(&subject.device(), by(mechanism, 4096)).unwrap();
+        let array = open(&subject, &shared, ReadOnly);
+        let mirror = Mirror::of(&shared, 0, 1).unwrap();
+        for shown in [format!("{shared:?}"), format!("{array:?}"), format!("{mirror:?}")] {
+            assert!(shown.len() < 2500, "{} bytes: {shown}", shown.len());
+            assert!(shown.contains(&format!("backend: {:?}", subject.driver.backend())), "{shown}");
+        }
+    }
+}
+
+fn failure_at_any_call_leaves_nothing(subject: Subject) {
+    let (device, unit, folder) = (subject.device(), subject.unit(), tempfile::tempdir().unwrap());
+    File::create(folder.path().join("data")).unwrap().write_all(b"data").unwrap();
+    everything(&subject, &device, unit, folder.path()).unwrap();
+    let failed = subject.fail_each_call(|| everything(&subject, &device, unit, folder.path()));
+    assert!(failed.len() > 20, "{failed:?}");
+}
+
+fn impossible_size_reserves_no_addresses(subject: Subject) {
+    let shared = Shared::create(&subject.device(), Spec::vmm(1)).unwrap();
+    let (mut handle, fds) = ArrayHandle::of(&shared, bytes(1)).unwrap();
+    handle.memory.mapped_size = 1 << 46;
+    subject.faulty.take_verbs();
+    let refused = handle.open(&subject.driver, None, fds, ReadOnly);
+    let failed = matches!(refused, Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, .. })));
+    assert!(failed, "{refused:?}");
+    let verbs = subject.faulty.take_verbs();
+    assert!(!verbs.contains(&"import") && !verbs.contains(&"reserve"), "{verbs:?}");
+}
+
+fn sealing_gpu_memory_is_an_agreement(subject: Subject) {
+    for mechanism in MECHANISMS {
+        let shared = Shared::create(&subject.device(), by(mechanism, 100).sealed()).unwrap();
+        shared.copy_in(0, b"final").unwrap();
+        assert!(!shared.seal().unwrap());
+        assert!(shared.copy_in(0, b"mine?").is_err(), "this side keeps to it");
+        // But the descriptor conveys full rights: nothing but the conversation stops a peer.
+        open(&subject, &shared, ReadWrite).memory().copy_in(0, b"yours").unwrap();
+        assert_eq!(read(&shared, 0, 5), b"yours");
+    }
+}

@@ -1,0 +1,75 @@
+//! Memory that is shared and memory that was given, whichever way it travels: the same cases on every backend.
+
+#![allow(unsafe_code, reason = "mappings made by hand")]
+
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    num::NonZeroUsize,
+    os::{fd::OwnedFd, unix::fs::FileExt},
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use vmmfd::{
+    Error, Result,
+    array::{ArrayDescriptor, ElementType, Order},
+    channel::Channel,
+    driver::{
+        Access::{ReadOnly, ReadWrite},
+        code,
+    },
+    error::{DeviceError, ErrorCode, MemoryError, PeerError},
+    memory::{
+        Allocation, Array, ArrayHandle, Device, Imported, LegacyMemory, Mapping, Mechanism, Mirror, Placement, Pointer,
+        Pool, Region, Selector, Shared, Sharing, Spec, VmmSpec,
+    },
+    session::{
+        Config, Verdict,
+        handoff::{Buffer, Consumer, Request, ServeOptions, Unchecked, serve_connection},
+    },
+};
+use vmmfd_cli::check::files::{self, Source, Target};
+
+use crate::support::{Fault, Inode, Kind, Subject, code, in_child};
+
+mod contents;
+mod gpus;
+mod handles;
+
+const MECHANISMS: [Mechanism; 2] = [Mechanism::Vmm, Mechanism::Pool];
+
+/// Those ways of sharing that the same process can be at both ends of.
+fn mechanisms(subject: &Subject) -> &'static [Mechanism] {
+    if subject.kind == Kind::Host { &MECHANISMS[..1] } else { &MECHANISMS }
+}
+
+fn spec(size: u64) -> VmmSpec {
+    Spec::vmm(size)
+}
+
+/// Memory that is shared by a mechanism.
+fn by(mechanism: Mechanism, size: u64) -> Spec {
+    match mechanism {
+        Mechanism::Pool => Spec::pool(size),
+        Mechanism::Legacy => Spec::legacy(size),
+        _ => Spec::vmm(size).into(),
+    }
+}
+
+fn bytes(size: u64) -> ArrayDescriptor {
+    ArrayDescriptor::new(ElementType::U8, [size], Order::C).unwrap()
+}
+
+fn open(subject: &Subject, shared: &Shared, access: vmmfd::driver::Access) -> Array {
+    let (handle, fds) = ArrayHandle::of(shared, bytes(shared.size())).unwrap();
+    handle.open(&subject.driver, None, fds, access).unwrap()
+}
+
+fn read(region: &dyn Region, offset: u64, length: usize) -> Vec<u8> {
+    let mut bytes = vec![0xEE; length];
+    region.copy_out(offset, &mut bytes).unwrap();
+    bytes
+}
