@@ -24,7 +24,7 @@ use rustix::fs::{Mode, OFlags};
 
 use super::{
     HANDOVER_TIMEOUT, OWN_DESCRIPTORS,
-    passed::{KEEPER, LINK, Passed, SERVER, passed_for_check},
+    passed::{KEEPER, LINK, Passed, PassedForCheck, SERVER},
     peer::{Process, pair, pidfd_of, ready},
     role::{self, Role},
 };
@@ -164,10 +164,10 @@ impl Image {
 /// # Errors
 /// Why not.
 pub(in crate::broker) fn answer_check(check: impl FnOnce(Vec<(String, OwnedFd)>) -> Result<()>) -> Result<()> {
-    let passed = passed_for_check();
-    let (kept, answer) = passed.map_err(|error| Error::system("take the descriptors that were passed", error))?;
-    check(kept)?;
-    let Some(answer) = answer else { return Ok(()) };
+    let passed = PassedForCheck::take();
+    let passed = passed.map_err(|error| Error::system("take the descriptors that were passed", error))?;
+    check(passed.kept)?;
+    let Some(answer) = passed.answer else { return Ok(()) };
     let written = nix::unistd::write(&answer, PROOF.as_bytes());
     written.map(drop).map_err(|errno| Error::system("answer the keeper", errno))
 }

@@ -121,15 +121,24 @@ pub(super) fn passed_by_keeper() -> io::Result<(OwnedFd, Process)> {
     }
 }
 
-/// The kept descriptors that were passed to a program which is checked, and the one for its answer: a supervisor passes none.
-pub(super) fn passed_for_check() -> io::Result<(Vec<(String, OwnedFd)>, Option<OwnedFd>)> {
-    let (mut kept, mut answer) = (Vec::new(), None);
-    for (name, fd) in sys::take_passed()? {
-        match name.strip_prefix(KEPT) {
-            Some(own) => kept.push((own.to_owned(), fd)),
-            None if name == ANSWER => answer = Some(fd),
-            None => kept.push((supervisor::name(&name), fd)),
+/// The descriptors that were passed to a program which is checked.
+#[derive(Default)]
+pub(super) struct PassedForCheck {
+    pub(super) kept: Vec<(String, OwnedFd)>,
+    /// For the program's answer: a supervisor passes none.
+    pub(super) answer: Option<OwnedFd>,
+}
+
+impl PassedForCheck {
+    pub(super) fn take() -> io::Result<Self> {
+        let mut passed = Self::default();
+        for (name, fd) in sys::take_passed()? {
+            match name.strip_prefix(KEPT) {
+                Some(own) => passed.kept.push((own.to_owned(), fd)),
+                None if name == ANSWER => passed.answer = Some(fd),
+                None => passed.kept.push((supervisor::name(&name), fd)),
+            }
         }
+        Ok(passed)
     }
-    Ok((kept, answer))
 }
