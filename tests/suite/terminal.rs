@@ -312,6 +312,23 @@ fn colours_follow_the_terminal_and_the_variables_that_are_usual() {
     assert!(!piped(doctor(&meeting, &probes).env("CLICOLOR_FORCE", "1").env("NO_COLOR", "1")));
 }
 
+#[test]
+fn log_levels_are_coloured_on_terminals() {
+    let coloured = |name: &str, value: &str| {
+        let place = Meeting::host();
+        let mut run = place.bare("vmmfd");
+        run.command.args(["serve", "-v", "--socket"]).arg(place.socket());
+        let mut server = on_terminal(if name.is_empty() { run } else { run.env(name, value) }, 80);
+        server.until("INFO");
+        server.until("serves");
+        server.interrupt();
+        server.end().text().contains("\u{1b}[32mINFO\u{1b}[0m")
+    };
+    assert!(coloured("", ""));
+    assert!(!coloured("NO_COLOR", "1"));
+    assert!(!coloured("TERM", "dumb"));
+}
+
 fn dimension(cells: u16) -> std::num::NonZero<u16> {
     std::num::NonZero::new(cells).unwrap()
 }

@@ -6,7 +6,11 @@ use std::{
     sync::OnceLock,
 };
 
-use clap::ValueEnum;
+use anstream::{AutoStream, ColorChoice};
+use clap::{
+    ValueEnum,
+    builder::styling::{AnsiColor, Color},
+};
 use nix::sys::stat::fstat;
 use serde_json::json;
 use tracing_subscriber::{
@@ -30,6 +34,8 @@ pub(super) enum LogFormat {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Style {
     Text,
+    /// Text with a coloured level.
+    Coloured,
     Journal,
     Json,
 }
@@ -62,6 +68,7 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
     let style = match format {
         LogFormat::Json => Style::Json,
         LogFormat::Text if is_journal() => Style::Journal,
+        LogFormat::Text if AutoStream::choice(&io::stderr()) != ColorChoice::Never => Style::Coloured,
         LogFormat::Text => Style::Text,
     };
     // The log of a process is started once.
@@ -71,6 +78,7 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
     // Fails only if the process has a subscriber already.
     let _ = match style {
         Style::Text => log.with_writer(|| Stderr).with_ansi(false).try_init(),
+        Style::Coloured => log.with_writer(Coloured).with_ansi(false).try_init(),
         // The journal has the time and the level of each line.
         Style::Journal => log.with_writer(Journal).with_ansi(false).without_time().with_level(false).try_init(),
         Style::Json => log.with_writer(|| Stderr).json().flatten_event(true).try_init(),
@@ -132,6 +140,46 @@ impl Write for Event {
         // One write: it is one line of the journal.
         let line = [format!("<{}>", self.0 as u8).as_bytes(), text].concat();
         Stderr.write_all(&line)?;
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Colours the level of each event. tracing-subscriber's own colours cost a package.
+#[derive(Debug)]
+struct Coloured;
+
+struct ColouredEvent(tracing::Level);
+
+impl MakeWriter<'_> for Coloured {
+    type Writer = ColouredEvent;
+
+    fn make_writer(&self) -> ColouredEvent {
+        ColouredEvent(tracing::Level::INFO)
+    }
+
+    fn make_writer_for(&self, event: &tracing::Metadata<'_>) -> ColouredEvent {
+        ColouredEvent(*event.level())
+    }
+}
+
+impl Write for ColouredEvent {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        let colour = match self.0 {
+            tracing::Level::ERROR => AnsiColor::Red,
+            tracing::Level::WARN => AnsiColor::Yellow,
+            tracing::Level::INFO => AnsiColor::Green,
+            tracing::Level::DEBUG => AnsiColor::Blue,
+            tracing::Level::TRACE => AnsiColor::Magenta,
+        };
+        let style = Color::from(colour).on_default();
+        let level = self.0.as_str();
+        // The level is the first word with letters of its own: the time before it has only `T` and `Z`.
+        let line = String::from_utf8_lossy(text).replacen(level, &format!("{style}{level}{style:#}"), 1);
+        Stderr.write_all(line.as_bytes())?;
         Ok(text.len())
     }
 
