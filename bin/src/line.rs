@@ -126,7 +126,7 @@ pub fn typed<T: DeserializeOwned>(value: Value) -> Result<T> {
 }
 
 fn unfit(error: &serde_json::Error) -> Error {
-    let mut reason = error.to_string();
+    let mut reason = format!("the body of record is wrong: {error}");
     clean(&mut reason);
-    ProtocolError::Body { kind: "record", reason }.into()
+    ProtocolError::Content(reason).into()
 }

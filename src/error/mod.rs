@@ -17,7 +17,7 @@ use std::{borrow::Cow, fmt, io};
 use nix::sys::signal::Signal;
 
 pub use self::broker::{BrokerError, RefusalCode};
-pub use self::protocol::{ErrorCode, ProtocolError, UnknownCode};
+pub use self::protocol::{BodyCause, BodyFault, ErrorCode, ProtocolError, UnknownCode};
 #[cfg(feature = "weights")]
 pub use self::weights::WeightsError;
 pub use self::{

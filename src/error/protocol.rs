@@ -55,8 +55,22 @@ pub enum ProtocolError {
     Body {
         /// The kind of message.
         kind: &'static str,
-        /// What the parser says.
+        /// The cause, for decisions.
+        fault: BodyFault,
+        /// What the parser says, for people.
         reason: String,
+    },
+    /// The number of sizes is outside of the kind's range.
+    #[error("{kind} lists {got} sizes where {} belong", if *least == 0 { format!("at most {most}") } else { format!("{least} to {most}") })]
+    SizeCount {
+        /// The kind of message.
+        kind: &'static str,
+        /// How many it lists.
+        got: usize,
+        /// The fewest it may list.
+        least: usize,
+        /// The most it may list.
+        most: usize,
     },
     /// The number of descriptors is not what the header and the kind call for.
     #[error("{kind} must carry {want} descriptors, its header claims {claimed} and {got} came")]
@@ -93,6 +107,36 @@ pub enum ProtocolError {
     /// The content of a message contradicts itself or another message.
     #[error("{0}")]
     Content(String),
+}
+
+/// Why a body can't be read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BodyFault {
+    /// The field, if the fault is in one.
+    pub field: Option<String>,
+    /// The cause.
+    pub cause: BodyCause,
+}
+
+/// The causes for which a body can't be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BodyCause {
+    /// The body is not JSON in UTF-8.
+    Syntax,
+    /// A required field is absent or null.
+    Missing,
+    /// An object has a name twice.
+    Duplicate,
+    /// A field has a value of another JSON type.
+    Type,
+    /// A number is not an integer in the field's range.
+    Number,
+    /// A field does not know a name.
+    Variant,
+    /// A value does not have the field's form.
+    Value,
 }
 
 /// Why a side ends the conversation, as it is sent to the other; in snake case on the wire. Codes of the future read as

@@ -2,8 +2,8 @@
 
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::{HEADER_LENGTH, MAX_BODY, VERSION, clean, shorten};
-use crate::error::ProtocolError;
+use super::{HEADER_LENGTH, MAX_BODY, VERSION, clean, fault, shorten};
+use crate::error::{BodyCause, BodyFault, ProtocolError};
 
 /// How much of what is wrong with a body is reported, in bytes: the parser repeats what a peer sent.
 pub(super) const MAX_REASON: usize = 256;
@@ -80,18 +80,23 @@ pub(super) fn check_fds(kind: &'static str, want: usize, claimed: u32, got: usiz
 
 /// Reads a body.
 pub(super) fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, ProtocolError> {
+    let refused = |reason: &str, cause| ProtocolError::Body {
+        kind,
+        fault: BodyFault { field: None, cause },
+        reason: reason.to_owned(),
+    };
     // serde would take an array for a struct too; the protocol knows objects alone.
     if !body.trim_ascii_start().starts_with(b"{") {
-        return Err(ProtocolError::Body { kind, reason: "it is no JSON object".to_owned() });
+        return Err(refused("it is no JSON object", BodyCause::Type));
     }
     // All of it: the parser does not look at the text of fields that it skips.
     let Ok(body) = str::from_utf8(body) else {
-        return Err(ProtocolError::Body { kind, reason: "it is not UTF-8".to_owned() });
+        return Err(refused("it is not UTF-8", BodyCause::Syntax));
     };
     serde_json::from_str(body).map_err(|error| {
         let mut reason = error.to_string();
         shorten(&mut reason, MAX_REASON);
         clean(&mut reason);
-        ProtocolError::Body { kind, reason }
+        ProtocolError::Body { kind, fault: fault::of::<T>(body), reason }
     })
 }

@@ -1,6 +1,7 @@
 #![doc = include_str!("../../docs/protocol.md")]
 
 pub mod broker;
+mod fault;
 mod frame;
 mod messages;
 pub(crate) mod strict;
@@ -192,9 +193,9 @@ impl Message {
     /// What types can't say: how many of something a record may hold, how long a name may be, and the smallest of a number.
     fn check(&self) -> Result<(), ProtocolError> {
         match self {
-            Self::Segments(segments) if !(1..=MAX_FDS).contains(&segments.sizes.len()) => Err(ProtocolError::Content(
-                format!("segments lists {} sizes where 1 to {MAX_FDS} belong", segments.sizes.len()),
-            )),
+            Self::Segments(segments) if !(1..=MAX_FDS).contains(&segments.sizes.len()) => {
+                Err(ProtocolError::SizeCount { kind: "segments", got: segments.sizes.len(), least: 1, most: MAX_FDS })
+            }
             Self::Hello(Hello { timeout_ms: 0, .. }) => {
                 Err(ProtocolError::Content("hello has a timeout_ms of 0".to_owned()))
             }
@@ -209,8 +210,7 @@ impl Message {
             }
             Self::Request(Request { object: name, .. }) => bounded(name),
             Self::Ready(ready) if ready.sizes.len() > MAX_FDS => {
-                let got = ready.sizes.len();
-                Err(ProtocolError::Content(format!("ready lists {got} sizes where at most {MAX_FDS} belong")))
+                Err(ProtocolError::SizeCount { kind: "ready", got: ready.sizes.len(), least: 0, most: MAX_FDS })
             }
             Self::Offer(offer) => [offer.object.as_str(), &offer.memory.device.name].into_iter().try_for_each(bounded),
             _ => Ok(()),

@@ -122,6 +122,49 @@ fn descriptors_must_be_as_many_as_the_message_calls_for() {
 }
 
 #[test]
+fn body_faults_have_codes() {
+    use crate::error::{BodyCause::*, BodyFault};
+    let offers: Vec<Message> = every_message().into_iter().filter(|one| matches!(one, Message::Offer(_))).collect();
+    let offer = offers[0].encode().unwrap();
+    let offer = str::from_utf8(&offer[HEADER_LENGTH..]).unwrap();
+    let changed = |from: &str, to: &str| {
+        assert!(offer.contains(from), "{from} is not in {offer}");
+        offer.replacen(from, to, 1)
+    };
+    let uuid = format!("{}", DeviceUuid::from_bytes(*b"0123456789abcdef"));
+    let cases = [
+        (2, "[]".to_owned(), None, Type),
+        (2, r#"{"object":"#.to_owned(), None, Syntax),
+        (2, "{}".to_owned(), Some("object"), Missing),
+        (2, r#"{"object":null}"#.to_owned(), Some("object"), Missing),
+        (2, r#"{"object":7}"#.to_owned(), Some("object"), Type),
+        (2, r#"{"object":"unknown variant","object":"x"}"#.to_owned(), Some("object"), Duplicate),
+        (2, r#"{"object":"missing field","access":"floating point"}"#.to_owned(), Some("access"), Variant),
+        (2, r#"{"object":"x","range":[1,2]}"#.to_owned(), Some("range"), Type),
+        (2, r#"{"object":"x","range":{"offset":0}}"#.to_owned(), Some("length"), Missing),
+        (2, r#"{"object":"x","range":{"offset":-1,"length":1}}"#.to_owned(), Some("offset"), Number),
+        (2, r#"{"object":"x","range":{"offset":1.0,"length":1}}"#.to_owned(), Some("offset"), Number),
+        (2, r#"{"object":"x","range":{"offset":1e999,"length":1}}"#.to_owned(), Some("offset"), Number),
+        (4, r#"{"first":0,"sizes":[1,-0]}"#.to_owned(), Some("sizes"), Number),
+        (3, changed(&uuid, "UUID"), Some("uuid"), Value),
+        (3, changed("\"pool\",", "\"moon\","), Some("mechanism"), Variant),
+        (3, changed("a5", "xx"), Some("pointer"), Value),
+        (3, changed("{\"x\":null}", "{\"x\":1,\"x\":2}"), Some("of another"), Duplicate),
+        (3, changed("{\"x\":null}", "1e999"), Some("of another"), Number),
+        (6, r#"{"verified":true,"check":7}"#.to_owned(), Some("check"), Value),
+        (6, format!(r#"{{"verified":true,"check":{}}}"#, "[".repeat(60000)), None, Syntax),
+    ];
+    for (kind, body, field, cause) in cases {
+        let refused = Message::decode(&record(kind, &body, 0), 0);
+        let want = BodyFault { field: field.map(str::to_owned), cause };
+        assert!(matches!(&refused, Err(ProtocolError::Body { fault, .. }) if *fault == want), "{body}: {refused:?}");
+    }
+    let deep = format!(r#"{{"verified":true,"check":{{"x":{}{}}}}}"#, "[".repeat(30000), "]".repeat(30000));
+    let refused = Message::decode(&record(6, &deep, 0), 0);
+    assert!(matches!(&refused, Err(ProtocolError::Body { fault: BodyFault { cause: Syntax, .. }, .. })), "{refused:?}");
+}
+
+#[test]
 fn each_fault_is_named() {
     let decode = |bytes: &[u8]| Message::decode(bytes, 0).unwrap_err();
     assert_eq!(decode(b""), ProtocolError::ShortRecord { got: 0, header: 16 });
@@ -136,7 +179,7 @@ fn each_fault_is_named() {
     }
     let many = format!(r#"{{"first":0,"sizes":[{}]}}"#, vec!["1"; MAX_FDS + 1].join(","));
     for body in [many.as_str(), r#"{"first":0,"sizes":[]}"#] {
-        assert!(matches!(decode(&record(4, body, 0)), ProtocolError::Content(_)));
+        assert!(matches!(decode(&record(4, body, 0)), ProtocolError::SizeCount { kind: "segments", .. }));
     }
     let long = "x".repeat(MAX_NAME + 1);
     let asked = format!(r#"{{"object":"{long}"}}"#);

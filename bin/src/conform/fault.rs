@@ -1,6 +1,6 @@
 //! Why a case ended early.
 
-use vmmfd::error::{Error, ProtocolError};
+use vmmfd::error::{BodyCause, Error, ProtocolError};
 
 /// What ends a case before its end.
 #[derive(Debug)]
@@ -38,20 +38,16 @@ impl Fault {
 fn rule_of(error: &ProtocolError) -> &'static str {
     match error {
         ProtocolError::Kind { .. } | ProtocolError::Unexpected { .. } => "R2",
-        ProtocolError::FdCount { .. } | ProtocolError::FdsTruncated { .. } => "R3",
-        ProtocolError::Body { reason, .. } => {
-            let says = |text: &str| reason.contains(text);
-            match () {
-                () if says("missing field") || says("invalid type: null") => "R6",
-                () if says("duplicate field") => "R8",
-                () if says("UUID") => "M4",
-                () if says("unknown variant") => "M3",
-                () if says("floating point") || says("invalid value: integer") || says("number out of range") => "R7",
-                () => "R4",
-            }
-        }
+        ProtocolError::FdCount { .. } | ProtocolError::FdsTruncated { .. } | ProtocolError::SizeCount { .. } => "R3",
+        ProtocolError::Body { fault, .. } => match (fault.cause, fault.field.as_deref()) {
+            (BodyCause::Missing, _) => "R6",
+            (BodyCause::Duplicate, _) => "R8",
+            (BodyCause::Value, Some("uuid")) => "M4",
+            (BodyCause::Variant, _) => "M3",
+            (BodyCause::Number, _) => "R7",
+            _ => "R4",
+        },
         ProtocolError::UnreadableError { source } => rule_of(source),
-        ProtocolError::Content(reason) if reason.contains("sizes") => "R3",
         ProtocolError::Content(_) => "R9",
         _ => "R1",
     }

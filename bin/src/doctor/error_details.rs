@@ -50,7 +50,10 @@ impl Reason {
     }
 }
 
-/// Whether the loader found no file for any of the names. dlerror(3) returns text alone.
+/// Whether the loader found no file for any of the names.
+///
+/// This reads text, because dlopen(3) reports its failure only by dlerror(3). A search for the files would have to repeat the loader's
+/// (its cache, LD_LIBRARY_PATH, the program's own paths), and RTLD_NOLOAD finds only libraries that are loaded.
 fn is_missing(tried: &str) -> bool {
     // A library that the driver's own needs may be missing: the loader then names it, or the library that needs it.
     let missing = |answer: &str| {

@@ -306,7 +306,7 @@ impl Message {
                 capabilities.iter().chain([backend]).try_for_each(|name| bounded(name))
             }
             Self::Segments(segments) if segments.sizes.is_empty() => {
-                Err(ProtocolError::Content(format!("segments lists 0 sizes where 1 to {MAX_FDS} belong")))
+                Err(ProtocolError::SizeCount { kind: "segments", got: 0, least: 1, most: MAX_FDS })
             }
             Self::Put(put) => {
                 most("the parts of a put", put.parts.len(), MAX_PARTS)?;

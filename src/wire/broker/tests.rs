@@ -566,7 +566,10 @@ fn what_is_longer_or_more_than_the_protocol_allows_is_refused_at_both_ends() {
         let decoded = decode(body.0, &body.1, long.fd_count());
         assert!(matches!(decoded, Err(ProtocolError::Content(_))), "{what}: {decoded:?}");
     }
-    assert!(matches!(decode(4, &json!({"first": 0, "sizes": []}), 0), Err(ProtocolError::Content(_))), "no segments");
+    assert!(
+        matches!(decode(4, &json!({"first": 0, "sizes": []}), 0), Err(ProtocolError::SizeCount { .. })),
+        "no segments"
+    );
 }
 
 /// The kind and body of a message that this side would not send.
@@ -691,6 +694,11 @@ fn tables_are_in_the_record_or_beside_it() {
         let decoded = decode(32, &body(wrong.clone()), fds);
         assert!(matches!(decoded, Err(ProtocolError::Body { .. })), "{wrong}: {decoded:?}");
     }
+    // Carried JSON does not hide a later fault.
+    let mut broken = body(json!({"inline": {"a": 1}}));
+    broken["sizes"] = json!([1.5]);
+    let Err(ProtocolError::Body { fault, .. }) = decode(32, &broken, fds) else { panic!() };
+    assert_eq!((fault.field.as_deref(), fault.cause), (Some("sizes"), crate::error::BodyCause::Number));
     let text = "{\"a\" :  1}";
     assert_eq!(attached(text).as_str(), text);
     assert_eq!(attached(text).read::<Value>().unwrap(), json!({"a": 1}));
