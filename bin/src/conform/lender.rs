@@ -134,7 +134,7 @@ pub(super) fn right(verdict: &Verdict, lending: &Lending, request: &Request) -> 
 
 pub(super) fn answer_and_end(peer: &mut Peer, verified: bool) -> Result<(), Fault> {
     peer.send(&Message::Result(Verdict::unchecked(verified)), &[])?;
-    match peer.hear()? {
+    match peer.hear::<Message>()? {
         Heard::End => Ok(()),
         Heard::Message(message, _) if matches!(*message, Message::Request(_)) => Ok(()),
         Heard::Message(message, _) => Fault::broken("C12", format!("sent {} after the last result", message.name())),

@@ -223,7 +223,7 @@ fn end(_: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     peer.shut_down_writing();
     // What it had said before it could know.
     loop {
-        match peer.hear()? {
+        match peer.hear::<Message>()? {
             Heard::End => return Ok(()),
             Heard::Silence => return Fault::broken("S13", "did not end the stream that its subscriber has ended"),
             Heard::Message(..) => {}

@@ -11,8 +11,9 @@ use vmmfd::{
 use super::{
     Case, Scene,
     fault::Fault,
+    lender,
     memory::{Flaw, Lending, memfd},
-    peer::{Heard, Peer, checked},
+    peer::{Heard, Peer},
 };
 
 /// More buffers than that are not made to see one closed.
@@ -111,11 +112,7 @@ fn lies(cases: &mut Vec<Case>) {
 }
 
 fn heard_hello(peer: &mut Peer) -> Result<(), Fault> {
-    let heard = peer.hear_all()?;
-    let hello = match peer.must(heard, "H2", "hello")? {
-        (Message::Hello(hello), _) => checked(hello)?,
-        (other, _) => return Fault::broken("H2", format!("began with {}", other.name())),
-    };
+    let hello = lender::heard_hello(peer)?;
     match hello.capabilities.iter().any(|capability| capability == STREAM) {
         true => Ok(()),
         false => Fault::broken("S1", "said hello without the capability `stream`"),
@@ -235,7 +232,7 @@ fn turns(scene: &Scene<'_>, peer: &mut Peer) -> Result<(), Fault> {
     }
     withdraw(peer, 7)?;
     peer.shut_down_writing();
-    match peer.hear()? {
+    match peer.hear::<Message>()? {
         Heard::End => Ok(()),
         Heard::Message(message, _) => Fault::broken("S13", format!("sent {} after the end", message.name())),
         Heard::Silence => Fault::broken("S13", "did not shut down writing after the end"),

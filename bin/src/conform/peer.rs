@@ -25,8 +25,37 @@ pub(super) struct Peer {
     pub(super) spoke: bool,
 }
 
-/// How a protocol reads a record that came with so many descriptors.
-type Decode<M> = fn(&[u8], usize) -> Result<M, ProtocolError>;
+/// A message of one of the two protocols.
+pub(super) trait Speech: Sized {
+    fn read(record: &[u8], fds: usize) -> Result<Self, ProtocolError>;
+    fn kind(&self) -> &'static str;
+    fn is_busy(&self) -> bool;
+    fn as_error(&self) -> Option<&Failure>;
+    /// The words for an answer that ends the wait for an `error`.
+    fn as_answer(&self) -> Option<String>;
+}
+
+impl Speech for Message {
+    fn read(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
+        Self::decode(record, fds)
+    }
+
+    fn kind(&self) -> &'static str {
+        self.name()
+    }
+
+    fn is_busy(&self) -> bool {
+        matches!(self, Self::Busy(_))
+    }
+
+    fn as_error(&self) -> Option<&Failure> {
+        if let Self::Error(failure) = self { Some(failure) } else { None }
+    }
+
+    fn as_answer(&self) -> Option<String> {
+        matches!(self, Self::Result(_)).then(|| "got a result".to_owned())
+    }
+}
 
 /// What was heard.
 pub(super) enum Heard<M = Message> {
@@ -86,16 +115,11 @@ impl Peer {
     }
 
     /// What comes next, `busy` included.
-    pub(super) fn hear_all(&mut self) -> Result<Heard, Fault> {
-        self.hear_as(Message::decode)
-    }
-
-    /// What comes next, as the protocol of `decode` reads it.
-    pub(super) fn hear_as<M>(&mut self, decode: Decode<M>) -> Result<Heard<M>, Fault> {
+    pub(super) fn hear_all<M: Speech>(&mut self) -> Result<Heard<M>, Fault> {
         let received = self.socket.receive_by(&mut self.record, deadline_after(self.timeout), "for a record");
         self.spoke |= received.is_ok();
         match received {
-            Ok(record) => match decode(&self.record[..record.length], record.fds.len()) {
+            Ok(record) => match M::read(&self.record[..record.length], record.fds.len()) {
                 Ok(message) => Ok(Heard::Message(Box::new(message), record.fds)),
                 Err(error) => Err(Fault::of_record(&error)),
             },
@@ -111,18 +135,13 @@ impl Peer {
         self.timeout
     }
 
-    /// How long the other end has in all for one answer, whatever it sends.
-    pub(super) fn patience(&self) -> Duration {
-        self.timeout.saturating_mul(PATIENCE)
-    }
-
     /// What comes next that is not `busy`. One that says nothing else for ten times the timeout is taken for silent.
-    pub(super) fn hear(&mut self) -> Result<Heard, Fault> {
-        let patience = Instant::now().checked_add(self.timeout.saturating_mul(PATIENCE));
+    pub(super) fn hear<M: Speech>(&mut self) -> Result<Heard<M>, Fault> {
+        let deadline = deadline_after(self.timeout.saturating_mul(PATIENCE));
         loop {
             match self.hear_all()? {
-                Heard::Message(message, _) if matches!(*message, Message::Busy(_)) => {
-                    if patience.is_some_and(|patience| Instant::now() >= patience) {
+                Heard::Message(message, _) if M::is_busy(&message) => {
+                    if Instant::now() >= deadline {
                         return Ok(Heard::Silence);
                     }
                 }
@@ -157,48 +176,57 @@ impl Peer {
     /// The other end must end the conversation with one of these codes, because of the rule, and shut down writing. What it had said
     /// before it could know is passed over.
     pub(super) fn ends_with(&mut self, rule: &'static str, codes: &[ErrorCode], fault: &str) -> Result<(), Fault> {
-        let names = || codes.iter().map(ToString::to_string).collect::<Vec<_>>().join("` or `");
+        self.ends_with_in::<Message>(rule, codes, fault)
+    }
+
+    /// As [`Peer::ends_with`], in either protocol.
+    pub(super) fn ends_with_in<M: Speech>(
+        &mut self,
+        rule: &'static str,
+        codes: &[ErrorCode],
+        fault: &str,
+    ) -> Result<(), Fault> {
         let deadline = deadline_after(self.timeout.saturating_mul(PATIENCE));
-        loop {
+        let found = loop {
             if Instant::now() >= deadline {
-                return Fault::broken(
-                    rule,
-                    format!("{fault}: expected error `{}`, and other records came without end", names()),
-                );
+                break "other records came without end".to_owned();
             }
-            match self.hear()? {
-                Heard::Message(message, _) => match *message {
-                    Message::Error(Failure { code, .. }) if codes.contains(&code) => break,
-                    Message::Error(Failure { code, message }) => {
-                        let found = format!("{fault}: expected error `{}`, and got `{code}`: {message}", names());
-                        return Fault::broken(rule, found);
+            match self.hear::<M>()? {
+                Heard::Message(message, _) => match message.as_error() {
+                    Some(failure) if codes.contains(&failure.code) => return self.is_silent_after_error::<M>(),
+                    Some(Failure { code, message }) => break format!("got `{code}`: {message}"),
+                    None => {
+                        if let Some(answer) = message.as_answer() {
+                            break answer;
+                        }
                     }
-                    Message::Result(_) => {
-                        let found = format!("{fault}: expected error `{}`, and got a result", names());
-                        return Fault::broken(rule, found);
-                    }
-                    _ => {}
                 },
-                Heard::End => {
-                    return Fault::broken(rule, format!("{fault}: expected error `{}`, and it hung up", names()));
-                }
-                Heard::Silence => {
-                    return Fault::broken(rule, format!("{fault}: expected error `{}`, and nothing came", names()));
-                }
+                Heard::End => break "it hung up".to_owned(),
+                Heard::Silence => break "nothing came".to_owned(),
             }
-        }
-        match self.hear_all()? {
+        };
+        let codes = codes.iter().map(ToString::to_string).collect::<Vec<_>>().join("` or `");
+        Fault::broken(rule, format!("{fault}: expected error `{codes}`, and {found}"))
+    }
+
+    fn is_silent_after_error<M: Speech>(&mut self) -> Result<(), Fault> {
+        match self.hear_all::<M>()? {
             Heard::End => Ok(()),
-            Heard::Message(message, _) => Fault::broken("H5", format!("sent {} after its error", message.name())),
+            Heard::Message(message, _) => Fault::broken("H5", format!("sent {} after its error", message.kind())),
             Heard::Silence => Fault::broken("H5", "did not shut down writing after its error"),
         }
     }
 
     /// The other end must shut down writing, having said nothing more; `error` is no answer to an `error`.
     pub(super) fn leaves(&mut self, rule: &'static str, when: &str) -> Result<(), Fault> {
-        match self.hear()? {
+        self.leaves_in::<Message>(rule, when)
+    }
+
+    /// As [`Peer::leaves`], in either protocol.
+    pub(super) fn leaves_in<M: Speech>(&mut self, rule: &'static str, when: &str) -> Result<(), Fault> {
+        match self.hear::<M>()? {
             Heard::End => Ok(()),
-            Heard::Message(message, _) => Fault::broken(rule, format!("sent {} {when}", message.name())),
+            Heard::Message(message, _) => Fault::broken(rule, format!("sent {} {when}", message.kind())),
             Heard::Silence => Fault::broken(rule, format!("did not shut down writing {when}")),
         }
     }

@@ -1,12 +1,9 @@
 //! What is said to a broker, and what it says.
 
-use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    time::Instant,
-};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use vmmfd::{
-    error::{Error, ErrorCode},
+    error::{Error, ErrorCode, ProtocolError},
     wire::{
         Failure, Hello, MAX_FDS, Memory, Received, Segments,
         broker::{
@@ -19,8 +16,30 @@ use vmmfd::{
 use super::super::{
     Fault, Scene,
     memory::Lending,
-    peer::{Heard, Peer},
+    peer::{Heard, Peer, Speech},
 };
+
+impl Speech for Message {
+    fn read(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
+        Self::decode(record, fds)
+    }
+
+    fn kind(&self) -> &'static str {
+        self.name()
+    }
+
+    fn is_busy(&self) -> bool {
+        matches!(self, Self::Busy(_))
+    }
+
+    fn as_error(&self) -> Option<&Failure> {
+        if let Self::Error(failure) = self { Some(failure) } else { None }
+    }
+
+    fn as_answer(&self) -> Option<String> {
+        if let Self::Refused(refusal) = self { Some(format!("was refused: `{}`", refusal.code)) } else { None }
+    }
+}
 
 /// The name of the one part that most objects here have.
 pub(super) const PART: &str = "all";
@@ -68,17 +87,7 @@ impl<'a> Broker<'a> {
 
     /// What comes next that is not `busy`.
     pub(super) fn hear(&mut self) -> Result<Heard<Message>, Fault> {
-        let patience = Instant::now().checked_add(self.peer.patience());
-        loop {
-            match self.peer.hear_as(Message::decode)? {
-                Heard::Message(message, _) if matches!(*message, Message::Busy(_)) => {
-                    if patience.is_some_and(|patience| Instant::now() >= patience) {
-                        return Ok(Heard::Silence);
-                    }
-                }
-                heard => return Ok(heard),
-            }
-        }
+        self.peer.hear()
     }
 
     /// What was heard, if it is a message and no `error`.
@@ -143,52 +152,14 @@ impl<'a> Broker<'a> {
         }
     }
 
-    /// The broker must end the conversation with this code, because of the rule. What it had said before it could know is passed over.
+    /// As [`Peer::ends_with`].
     pub(super) fn ends_with(&mut self, rule: &'static str, want: ErrorCode, what: &str) -> Result<(), Fault> {
-        let deadline = Instant::now().checked_add(self.peer.patience());
-        loop {
-            match self.hear()? {
-                Heard::Message(message, _) => match *message {
-                    Message::Error(Failure { code, .. }) if code == want => break,
-                    Message::Error(Failure { code, message }) => {
-                        let found = format!("{what}: expected error `{want}`, and got `{code}`: {message}");
-                        return Fault::broken(rule, found);
-                    }
-                    Message::Refused(refusal) => {
-                        let code = refusal.code;
-                        return Fault::broken(
-                            rule,
-                            format!("{what}: expected error `{want}`, and was refused: `{code}`"),
-                        );
-                    }
-                    _ if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
-                        let found = format!("{what}: expected error `{want}`, and other records came without end");
-                        return Fault::broken(rule, found);
-                    }
-                    _ => {}
-                },
-                Heard::End => {
-                    return Fault::broken(rule, format!("{what}: expected error `{want}`, and it hung up"));
-                }
-                Heard::Silence => {
-                    return Fault::broken(rule, format!("{what}: expected error `{want}`, and nothing came"));
-                }
-            }
-        }
-        match self.hear()? {
-            Heard::End => Ok(()),
-            Heard::Message(message, _) => Fault::broken("H5", format!("sent {} after its error", message.name())),
-            Heard::Silence => Fault::broken("H5", "did not shut down writing after its error"),
-        }
+        self.peer.ends_with_in::<Message>(rule, &[want], what)
     }
 
-    /// The broker must hang up, having said nothing more.
+    /// As [`Peer::leaves`].
     pub(super) fn leaves(&mut self, rule: &'static str, when: &str) -> Result<(), Fault> {
-        match self.hear()? {
-            Heard::End => Ok(()),
-            Heard::Message(message, _) => Fault::broken(rule, format!("sent {} {when}", message.name())),
-            Heard::Silence => Fault::broken(rule, format!("did not shut down writing {when}")),
-        }
+        self.peer.leaves_in::<Message>(rule, when)
     }
 
     pub(super) fn list(&mut self, prefix: &str) -> Result<Objects, Fault> {
