@@ -95,7 +95,7 @@ fn a_log_whose_writer_is_killed_while_it_is_written_anew_is_none_until_it_is_who
         let mut old = new();
         old.limit = u64::MAX;
         be_killed_after(bytes);
-        write_anew(&mut old, stdin().into(), records()).unwrap();
+        write_anew(&mut old, stdin(), records()).unwrap();
         return;
     }
     let end = log(&records()).length;
