@@ -3,7 +3,7 @@
 use std::{
     fs::File,
     os::fd::{AsFd, OwnedFd},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -20,7 +20,7 @@ use nix::{
     },
     unistd::ftruncate,
 };
-use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, connect, listen};
+use rustix::net::{SocketAddrUnix, connect};
 use serde_json::Value;
 use vmmfd::{
     Error,
@@ -36,7 +36,7 @@ use vmmfd::{
 };
 
 use crate::{
-    conversation::{hello, seqpacket},
+    conversation::{PATIENCE, accepted, hello, listening, seqpacket},
     running::{Ended, Meeting, Run},
 };
 
@@ -210,7 +210,7 @@ fn what_makes_no_sense_is_bad_usage() {
 #[test]
 fn the_text_names_the_rule_and_says_it() {
     let meeting = Meeting::host();
-    let listener = listening(&meeting.socket());
+    let listener = listening(&meeting.socket(), 1);
     thread::scope(|scope| {
         // It is met twice, as it may only have stopped listening.
         scope.spawn(|| (0..2).for_each(|_| drop(accepted(&listener))));
@@ -224,27 +224,12 @@ fn the_text_names_the_rule_and_says_it() {
     });
 }
 
-fn listening(path: &Path) -> OwnedFd {
-    let listener = seqpacket();
-    bind(&listener, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    listen(&listener, 1).unwrap();
-    listener
-}
-
-fn accepted(listener: &OwnedFd) -> Channel {
-    channel(accept_with(listener, SocketFlags::CLOEXEC).unwrap())
-}
-
-fn channel(socket: OwnedFd) -> Channel {
-    Channel::new(socket, Duration::from_secs(20), &Cancel::new().unwrap()).unwrap()
-}
-
 /// A channel to the tool, once it listens.
 fn connected(path: &PathBuf) -> Channel {
     loop {
         let socket = seqpacket();
         if connect(&socket, &SocketAddrUnix::new(path).unwrap()).is_ok() {
-            return channel(socket);
+            return Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap();
         }
         thread::sleep(Duration::from_millis(1));
     }
@@ -267,7 +252,7 @@ fn error(code: ErrorCode) -> Message {
 /// The tool as a consumer in one case, against a producer made by hand.
 fn against_producer(case: &str, produce: impl FnOnce(&mut Channel) + Send) -> Ended {
     let meeting = Meeting::host();
-    let listener = listening(&meeting.socket());
+    let listener = listening(&meeting.socket(), 1);
     thread::scope(|scope| {
         scope.spawn(|| produce(&mut accepted(&listener)));
         conform(&meeting, "consumer", &["--only", case, "--timeout", "3s"]).end()
@@ -615,7 +600,7 @@ fn a_publisher_that_breaks_a_rule_is_found_out() {
     ];
     let serve = |publish: &(dyn Fn(&mut Channel, &Offer, &OwnedFd) + Sync)| {
         let meeting = Meeting::host();
-        let listener = listening(&meeting.socket());
+        let listener = listening(&meeting.socket(), 1);
         thread::scope(|scope| {
             scope.spawn(|| {
                 let mut channel = accepted(&listener);

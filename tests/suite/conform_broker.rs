@@ -15,7 +15,7 @@ use nix::{
     sys::memfd::{MFdFlags, memfd_create},
     unistd::ftruncate,
 };
-use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, connect, listen};
+use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, connect};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use vmmfd::{
@@ -31,7 +31,7 @@ use crate::{
     broker::until,
     broker_files,
     conform::{breaks, conforms},
-    conversation::seqpacket,
+    conversation::{listening, seqpacket},
     protocol_files::relay,
     running::{Ended, Meeting},
 };
@@ -120,9 +120,7 @@ fn between(
     pass: impl Fn(bool, Vec<u8>, Vec<OwnedFd>) -> Option<(Vec<u8>, Vec<OwnedFd>)> + Send + Sync + 'static,
 ) -> PathBuf {
     let (path, real, pass) = (serving.folder.path().join("between"), serving.path(), Arc::new(pass));
-    let listener = seqpacket();
-    bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-    listen(&listener, 16).unwrap();
+    let listener = listening(&path, 16);
     // It ends with this program; each connection ends with its two sockets.
     thread::spawn(move || {
         while let Ok(theirs) = accept_with(&listener, SocketFlags::CLOEXEC) {

@@ -112,10 +112,14 @@ impl Calls {
 
     /// With the context of a device current.
     fn ready() -> Self {
-        let calls = Self::initialised();
-        let mut context = ptr::null_mut();
-        assert_eq!((calls.retain(&mut context, 0), calls.push(context)), (0, 0));
+        let calls = Self::new();
+        calls.enter();
         calls
+    }
+
+    fn enter(&self) {
+        let mut context = ptr::null_mut();
+        assert_eq!((self.init(0), self.retain(&mut context, 0), self.push(context)), (0, 0, 0));
     }
 
     fn created(&self) -> u64 {
@@ -126,7 +130,7 @@ impl Calls {
 }
 
 #[test]
-fn nothing_but_its_version_is_told_before_init() {
+fn only_the_version_precedes_init() {
     let calls = Calls::new();
     let (mut version, mut count, mut handle, mut name) = (0, 0, 0, ptr::null());
     assert_eq!(calls.version(&mut version), 0);
@@ -139,7 +143,7 @@ fn nothing_but_its_version_is_told_before_init() {
 }
 
 #[test]
-fn a_fork_is_not_initialised() {
+fn fork_is_not_initialised() {
     let calls = Calls::initialised();
     in_fork(|| {
         let mut count = 0;
@@ -150,14 +154,14 @@ fn a_fork_is_not_initialised() {
 }
 
 #[test]
-fn an_unknown_code_has_no_name() {
+fn unknown_code_has_no_name() {
     let calls = Calls::new();
     let mut name = ptr::dangling();
     assert_eq!((calls.error_name(4242, &mut name), name), (1, ptr::null()));
 }
 
 #[test]
-fn a_name_is_cut_to_its_room() {
+fn name_is_cut_to_its_room() {
     let calls = Calls::initialised();
     let mut name = [0x55 as c_char; 16];
     assert_eq!(calls.name(name.as_mut_ptr(), 9, 0), 0);
@@ -248,7 +252,7 @@ fn export_and_import_are_of_descriptors_alone() {
 }
 
 #[test]
-fn a_dead_handle_ends_the_process_as_it_would_with_nvidias_driver() {
+fn dead_handle_ends_the_process() {
     type Use = fn(&Calls, u64) -> u32;
     let uses: [(&str, Use); 3] = [
         ("cuMemMap", |calls, handle| calls.map(0, UNIT, 0, handle, 0)),
@@ -268,38 +272,28 @@ fn a_dead_handle_ends_the_process_as_it_would_with_nvidias_driver() {
 }
 
 #[test]
-fn unmapping_under_a_copy_that_may_still_arrive_ends_the_process_as_it_would_ruin_a_gpus_context() {
+fn unmapping_under_a_copy_aborts() {
     let bytes = [1u8; 16];
     let copied_and_unmapped = |calls: &Calls, wait: &dyn Fn() -> u32| {
-        let (mut context, mut address, handle) = (ptr::null_mut(), 0, calls.created());
-        assert_eq!((calls.retain(&mut context, 0), calls.push(context)), (0, 0));
-        assert_eq!(calls.reserve(&mut address, UNIT, 0, 0, 0), 0);
-        assert_eq!(calls.map(address, UNIT, 0, handle, 0), 0);
-        assert_eq!(calls.set_access(address, UNIT, &[1, 0, 3], 1), 0);
+        calls.enter();
+        let address = calls.mapped(&PLAIN, 3);
         assert_eq!(calls.copy_in(address, bytes.as_ptr().cast(), bytes.len()), 0);
         assert_eq!(wait(), 0);
         assert_eq!(calls.unmap(address, UNIT), 0);
     };
-    let calls = Calls::initialised();
+    let calls = Calls::new();
     copied_and_unmapped(&calls, &|| calls.synchronize_stream(ptr::null_mut()));
     copied_and_unmapped(&calls, &|| calls.synchronize());
     let calls = Calls::new();
-    let told = aborts_in_fork(|| {
-        assert_eq!(calls.init(0), 0);
-        copied_and_unmapped(&calls, &|| 0);
-    });
+    let told = aborts_in_fork(|| copied_and_unmapped(&calls, &|| 0));
     assert!(told.starts_with("fakecuda: cuMemUnmap under a copy to "), "{told}");
 }
-
-// Other mechanisms
 
 /// Fails if any of these is not refused with the code.
 #[track_caller]
 fn refused<const COUNT: usize>(code: u32, answers: [u32; COUNT]) {
     assert_eq!(answers, [code; COUNT]);
 }
-
-// What a diagnosis asks
 
 /// A kernel that the library knows, with the least that it is known by.
 const KERNEL: &CStr = c"\
@@ -334,7 +328,7 @@ impl Calls {
 }
 
 #[test]
-fn a_kernel_is_known_by_its_text_and_name_and_runs_as_one_thread() {
+fn kernel_runs_as_one_thread() {
     let calls = Calls::ready();
     let (mut module, mut function) = (0, 0);
     let text = KERNEL.to_str().unwrap();
@@ -374,7 +368,7 @@ fn a_kernel_is_known_by_its_text_and_name_and_runs_as_one_thread() {
 }
 
 #[test]
-fn a_store_that_faults_ruins_the_context_of_its_device_for_good() {
+fn faulting_store_ruins_the_context() {
     for (access, offset) in [(1, 0), (3, 2), (3, UNIT as u64)] {
         let calls = Calls::new();
         calls.fake.set("FAKECUDA_DEVICES", "2");
@@ -414,8 +408,7 @@ mod root {
         let (mut event, mut handle) = (0, [0; 64]);
         assert_eq!((owner.event_create(&mut event, 6), owner.event_get(&mut handle, event)), (0, 0));
         let opened = |calls: &Calls| {
-            let mut context = ptr::null_mut();
-            assert_eq!((calls.init(0), calls.retain(&mut context, 0), calls.push(context)), (0, 0, 0));
+            calls.enter();
             calls.event_open(&mut { 0 }, Bytes(handle))
         };
         in_fork(|| opened(&same) == 0);
@@ -426,10 +419,8 @@ mod root {
     }
 }
 
-// The settings
-
 #[test]
-fn a_fault_fails_the_call_that_it_names_and_does_nothing() {
+fn fault_fails_the_named_call() {
     let calls = Calls::initialised();
     calls.fake.set("FAKECUDA_FAIL", "cuMemCreate:2:801,cuMemCreate:3:2,cuMemRelease:1:999");
     let mut handles = [0; 4];
@@ -441,7 +432,7 @@ fn a_fault_fails_the_call_that_it_names_and_does_nothing() {
 }
 
 #[test]
-fn the_log_tells_every_call_in_order_with_its_process() {
+fn log_lists_every_call_in_order() {
     let copy = Copy::new();
     let log = copy.folder().join("log");
     let calls = Calls { fake: copy.load() };
@@ -453,7 +444,7 @@ fn the_log_tells_every_call_in_order_with_its_process() {
 }
 
 #[test]
-fn a_slow_call_takes_its_time() {
+fn slow_call_takes_its_time() {
     let calls = Calls::new();
     calls.fake.set("FAKECUDA_SLOW", "cuInit:60");
     let started = Instant::now();
@@ -478,7 +469,7 @@ fn settings_of_the_environment_are_obeyed() {
 }
 
 #[test]
-fn settings_that_make_no_sense_end_the_process() {
+fn invalid_settings_end_the_process() {
     for (name, value) in [
         ("FAKECUDA_FAIL", "cuInit"),
         ("FAKECUDA_FAIL", "cuInit:0:1"),

@@ -18,7 +18,7 @@ use nix::{
     },
     unistd::ftruncate,
 };
-use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, connect, listen};
+use rustix::net::{SocketAddrUnix, connect};
 use vmmfd::{
     Error,
     channel::{Cancel, Channel},
@@ -35,7 +35,7 @@ use vmmfd::{
 use vmmfd_cli::check::Figures;
 
 use crate::{
-    conversation::{PATIENCE, answer, dial, hello, request, seqpacket, told},
+    conversation::{PATIENCE, accepted, answer, dial, hello, listening, request, seqpacket, told},
     running::{Ended, Meeting, Running},
 };
 
@@ -227,12 +227,9 @@ mod consumers {
     }
 
     fn met(meeting: &Meeting, options: &[&str]) -> (Channel, Running) {
-        let listener = seqpacket();
-        bind(&listener, &SocketAddrUnix::new(meeting.socket()).unwrap()).unwrap();
-        listen(&listener, 1).unwrap();
+        let listener = listening(&meeting.socket(), 1);
         let consumer = meeting.consumer(options).start();
-        let socket = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();
-        (Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap(), consumer)
+        (accepted(&listener), consumer)
     }
 
     fn greet(channel: &mut Channel, backend: Backend) {

@@ -15,7 +15,7 @@ use rustix::{
     event::{PollFd, PollFlags, poll},
     net::{
         RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-        Shutdown, SocketAddrUnix, SocketFlags, accept_with, bind, connect, listen, recvmsg, sendmsg, shutdown,
+        Shutdown, SocketAddrUnix, SocketFlags, accept_with, connect, recvmsg, sendmsg, shutdown,
     },
 };
 use serde_json::{Value, json};
@@ -32,7 +32,11 @@ use vmmfd::{
 };
 use vmmfd_cli::check::{figures::Claim, files::Source, pattern::Pattern};
 
-use crate::{conversation::seqpacket, running::Meeting, support::schema::mismatch};
+use crate::{
+    conversation::{listening, seqpacket},
+    running::Meeting,
+    support::schema::mismatch,
+};
 
 const KINDS: [&str; 14] = [
     "hello",
@@ -317,9 +321,7 @@ fn what_the_program_says_fits_the_schemas() {
         let meeting = Meeting::host();
         let producer = meeting.listening(produce);
         let between = meeting.folder().join("between");
-        let listener = seqpacket();
-        bind(&listener, &SocketAddrUnix::new(&between).unwrap()).unwrap();
-        listen(&listener, 1).unwrap();
+        let listener = listening(&between, 1);
         let path = between.to_str().unwrap();
         let consumer = meeting.bare_consumer(&[&["--socket", path, "--backend", "host"], consume].concat()).start();
         let theirs = accept_with(&listener, SocketFlags::CLOEXEC).unwrap();

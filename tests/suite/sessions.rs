@@ -13,7 +13,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::net::{SocketAddrUnix, bind, listen};
 use vmmfd::{
     Error, Result,
     channel::{Channel, Listener},
@@ -32,7 +31,7 @@ use vmmfd::{
 use vmmfd_cli::check::{DataVerifier, Exercise};
 
 use crate::{
-    conversation::seqpacket,
+    conversation::{listening, seqpacket},
     support::{Copy, Subject},
 };
 
@@ -164,10 +163,7 @@ fn converse(buffer: &Buffer<'_>, options: &ServeOptions, verifier: &mut SumVerif
 
 /// A listener that another program made.
 fn listener(path: &Path) -> Listener {
-    let socket = seqpacket();
-    bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    listen(&socket, 8).unwrap();
-    Listener::from_fd(socket).unwrap()
+    Listener::from_fd(listening(path, 8)).unwrap()
 }
 
 #[test]

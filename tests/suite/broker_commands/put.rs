@@ -8,7 +8,7 @@ cases! {
     weights_are_arrays_of_the_object,
     replacement_needs_an_option,
     options_about_the_name_are_kept,
-    put_is_refused_before_a_device_is_used,
+    refused_put_uses_no_device,
     ]
 }
 
@@ -116,7 +116,7 @@ fn options_about_the_name_are_kept(broker: Broker) {
     wait_for("the end of the object", || broker.names() == ["a"]);
 }
 
-fn put_is_refused_before_a_device_is_used(broker: Broker) {
+fn refused_put_uses_no_device(broker: Broker) {
     let limited = broker.another(&["--quota", "objects=1,bytes=6MiB"]);
     let (small, large) = (limited.file("small", &data(3 << 20)), limited.file("large", &data(7 << 20)));
     let (small, large) = (text(&small), text(&large));

@@ -14,7 +14,7 @@ use nix::{
     unistd::Pid,
 };
 use rustix::net::{
-    SocketAddrUnix, accept, bind, listen,
+    accept,
     sockopt::{self, Timeout},
 };
 use serde_json::json;
@@ -44,7 +44,7 @@ use vmmfd::{
 use crate::{
     broker::{filled, refused, until},
     broker_process::Raw,
-    conversation::{PATIENCE, seqpacket},
+    conversation::{PATIENCE, listening},
     running::Meeting,
     support::{Kind, Subject, in_fork},
 };
@@ -76,9 +76,7 @@ impl Scripted {
     }
 
     fn listen(folder: &TempDir) -> OwnedFd {
-        let listener = seqpacket();
-        bind(&listener, &SocketAddrUnix::new(folder.path().join("broker.sock")).unwrap()).unwrap();
-        listen(&listener, 8).unwrap();
+        let listener = listening(&folder.path().join("broker.sock"), 8);
         // A client that does not come is an error, and no test without end.
         sockopt::set_socket_timeout(&listener, Timeout::Recv, Some(PATIENCE)).unwrap();
         listener

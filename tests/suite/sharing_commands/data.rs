@@ -1,0 +1,301 @@
+//! Files and arrays through the commands.
+
+use super::*;
+
+cases! {
+    on crate::running::Meeting; every backend: [
+    array_is_shown_with_first_values,
+    unusual_numbers_are_shown_as_numbers,
+    file_arrives_unchanged,
+    corrupted_file_does_not_appear,
+    ]
+}
+
+fn array_is_shown_with_first_values(meeting: Meeting) {
+    let producer =
+        meeting.listening(&["--dtype", "i16", "--shape", "3x5", "--order", "F", "--seed", "0", "--consumers", "2"]);
+    let consumer = meeting.consumer(&[]).end();
+    // The classic pattern's words, as 16-bit numbers; down a column they lie side by side.
+    let words = [1337u32 ^ 0xDEAD_BEEF, 1339 ^ 0xDEAD_BEEF, 1341 ^ 0xDEAD_BEEF, 1343 ^ 0xDEAD_BEEF];
+    let halves: Vec<i16> = words.iter().flat_map(|word| [*word as i16, (word >> 16) as i16]).collect();
+    let line = format!("array    int16 3x5, strides 2x6: {} {} ", halves[0], halves[3]);
+    assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
+    let report = meeting.consumer(&["--json"]).end().code(0).json();
+    assert_eq!(report["array"], json!({"dtype": "int16", "shape": [3, 5], "strides": [2, 6], "offset": 0}));
+    assert_eq!(report["size"], 30);
+    producer.end().code(0);
+    let producer = meeting.listening(&["--dtype", "f64", "--size", "1MiB"]);
+    assert_eq!(meeting.consumer(&["--json"]).end().code(0).json()["array"]["shape"], json!([1 << 17]));
+    producer.end().code(0);
+}
+
+fn unusual_numbers_are_shown_as_numbers(meeting: Meeting) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let bf16 = [0x3f80u16, 0xc000, 0x3dcd, 0x7f80, 0x7fc0, 0x4049];
+    let shown = "1.0 -2.0 0.100097656 inf NaN 3.140625";
+    let little = bf16.map(u16::to_le_bytes).concat();
+    let big = bf16.map(u16::to_be_bytes).concat();
+    let words = [1.5f32, -0.25].map(f32::to_be_bytes).concat();
+    for (dtype, shape, bytes, line, report) in [
+        (
+            "bf16",
+            "2,3",
+            &little,
+            format!("bfloat16 2x3, strides 6x2: {shown}"),
+            json!({"dtype": "bfloat16", "shape": [2, 3]}),
+        ),
+        (
+            ">bfloat16",
+            "6",
+            &big,
+            format!(">bfloat16 6, strides 2: {shown}"),
+            json!({"dtype": "bfloat16", "byte_order": "big", "shape": [6]}),
+        ),
+        (
+            ">f4",
+            "2x1",
+            &words,
+            ">float32 2x1, strides 4x4: 1.5 -0.25".to_owned(),
+            json!({"dtype": "float32", "byte_order": "big", "shape": [2, 1]}),
+        ),
+        (
+            "f8e4m3fn",
+            "2,2",
+            &vec![0x38, 0x7e, 0xff, 0x81],
+            "float8_e4m3fn 2x2, strides 2x1: 1.0 448.0 NaN -0.001953125".to_owned(),
+            json!({"dtype": "float8_e4m3fn", "shape": [2, 2]}),
+        ),
+        (
+            "float8_e5m2",
+            "3",
+            &vec![0x3c, 0x7b, 0xfc],
+            "float8_e5m2 3, strides 1: 1.0 57344.0 -inf".to_owned(),
+            json!({"dtype": "float8_e5m2", "shape": [3]}),
+        ),
+    ] {
+        fs::write(file.path(), bytes).unwrap();
+        let from = file.path().to_str().unwrap();
+        let options = ["--from", from, "--dtype", dtype, "--shape", shape, "--consumers", "2"];
+        let producer = meeting.listening(&options);
+        let consumer = meeting.consumer(&[]).end();
+        let line = format!("array    {line}\n");
+        assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
+        let mut report = report;
+        (report["strides"], report["offset"]) = (json!(null), json!(0));
+        assert_eq!(meeting.consumer(&["--json"]).end().code(0).json()["array"], report);
+        producer.end().code(0);
+    }
+    // The pattern is the same bytes whatever the elements are.
+    let producer = meeting.listening(&["--dtype", "bfloat16", "--shape", "2,3", "--round-trip", "--seed", "0"]);
+    let consumer = meeting.consumer(&[]).end();
+    let first = f32::from_bits((1337u32 ^ 0xDEAD_BEEF) << 16);
+    let line = format!("array    bfloat16 2x3, strides 6x2: {first:?} ");
+    assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
+    producer.end().code(0);
+}
+
+fn file_arrives_unchanged(meeting: Meeting) {
+    let folder = tempfile::tempdir().unwrap();
+    let (from, to) = (folder.path().join("from"), folder.path().join("to"));
+    let data: Vec<u8> = (0..9_437_189u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    fs::write(&from, &data).unwrap();
+    let (from, to) = (from.to_str().unwrap(), to.to_str().unwrap());
+    let mut kinds: Vec<&[&str]> = vec![&[], &["--chunk", "2MiB"], &["--location", "host"], &["--seal"]];
+    if meeting.backend() != "host" {
+        kinds.extend([&["--mechanism", "pool"][..], &["--mechanism", "legacy", "--seal"]]);
+    }
+    for kind in kinds {
+        let producer = meeting.producer(&[kind, &["--from", from, "--json", "--consumers", "2"]].concat()).start();
+        let report = meeting.consumer(&["--to", to, "--force", "--json"]).end().code(0).json();
+        assert!(fs::read(to).unwrap() == data, "{kind:?}");
+        assert_eq!(fs::metadata(to).unwrap().permissions().mode() & 0o111, 0);
+        let expected = format!("blake3:{}", blake3::hash(&data).to_hex());
+        assert_eq!((&report["digest"], &report["verified"]), (&json!(expected), &json!(true)));
+        // Some of it, with a digest of its own.
+        meeting.consumer(&["--to", to, "--force", "--range", "2097000:7000000"]).end().code(0);
+        assert!(fs::read(to).unwrap() == data[2_097_000..9_097_000], "{kind:?}");
+        let report = producer.end().code(0).json();
+        assert_eq!(report["digest"], json!(format!("blake3:{}", blake3::hash(&data[2_097_000..9_097_000]).to_hex())));
+    }
+    // A pattern is written to a file as well.
+    let producer = meeting.listening(&["--size", "1001", "--seed", "7"]);
+    meeting.consumer(&["--to", to, "--force"]).end().code(0);
+    let mut pattern = vec![0; 1001];
+    vmmfd_cli::check::pattern::Pattern::new(7).write(0, &mut pattern);
+    assert_eq!(fs::read(to).unwrap(), pattern);
+    producer.end().code(0);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");
+}
+
+fn corrupted_file_does_not_appear(meeting: Meeting) {
+    let folder = tempfile::tempdir().unwrap();
+    let (from, to) = (folder.path().join("from"), folder.path().join("to"));
+    fs::write(&from, vec![5; 100_000]).unwrap();
+    let producer = meeting.producer(&["--from", from.to_str().unwrap(), "--corrupt", "--json"]).start();
+    let consumer = meeting.consumer(&["--to", to.to_str().unwrap(), "--json"]).end();
+    let report = consumer.code(1).json();
+    assert_eq!((&report["verified"], &report["error"]["kind"]), (&json!(false), &json!("mismatch")));
+    producer.end().code(1);
+    // Of a part too: its digest is the file's, and not that of what became of it.
+    let producer = meeting.producer(&["--from", from.to_str().unwrap(), "--corrupt", "--json"]).start();
+    let range = ["--to", to.to_str().unwrap(), "--range", "49000:2000"];
+    meeting.consumer(&range).end().code(1);
+    producer.end().code(1);
+    assert!(!to.exists());
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left beside it");
+}
+
+#[test]
+fn unusable_files_are_refused() {
+    let meeting = Meeting::new(On::Host);
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    fs::write(path("empty"), "").unwrap();
+    fs::write(path("full"), "data").unwrap();
+    fs::create_dir(path("folder")).unwrap();
+    symlink(path("full"), path("link")).unwrap();
+    symlink(path("nowhere"), path("dangling")).unwrap();
+    nix::unistd::mkfifo(path("pipe").as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for (name, code, words) in [
+        (path("none"), 2, "does not exist"),
+        (path("empty"), 2, "is empty"),
+        (path("folder"), 2, "is not a regular file"),
+        (path("pipe"), 2, "is not a regular file"),
+        ("/dev/zero".to_owned(), 2, "is not a regular file"),
+    ] {
+        meeting.producer(&["--from", &name]).end().code(code).says(words).says(&name);
+    }
+    for (name, force, code, words) in [
+        (path("full"), false, 2, "exists: name another file, or replace it with --force"),
+        (path("folder"), true, 2, "exists and is not a regular file"),
+        (path("pipe"), true, 2, "exists and is not a regular file"),
+        ("/dev/null".to_owned(), true, 2, "exists and is not a regular file"),
+        (path("none/file"), false, 2, "is in a folder that does not exist"),
+        (path("full/file"), false, 2, "is not in a folder"),
+        (path(".."), true, 2, "exists and is not a regular file"),
+    ] {
+        let options = ["--to", &name, "--force"];
+        // Nobody has to be asked for that: there is no producer.
+        let refused = meeting.consumer(if force { &options } else { &options[..2] }).end();
+        refused.code(code).says(words);
+    }
+    meeting.consumer(&["--force"]).end().code(2);
+    assert_eq!(fs::read(path("full")).unwrap(), b"data");
+
+    // What a link leads to is replaced, not the link.
+    let producer = meeting.listening(&["--from", &path("full"), "--consumers", "2"]);
+    fs::write(path("copy"), "old").unwrap();
+    fs::set_permissions(path("copy"), PermissionsExt::from_mode(0o600)).unwrap();
+    symlink(path("copy"), path("to copy")).unwrap();
+    meeting.consumer(&["--to", &path("to copy"), "--force"]).end().code(0);
+    assert_eq!(fs::read(path("copy")).unwrap(), b"data");
+    assert!(fs::symlink_metadata(path("to copy")).unwrap().is_symlink());
+    assert_eq!(fs::metadata(path("copy")).unwrap().permissions().mode() & 0o777, 0o600, "as it was");
+    // One that leads nowhere is a name that is taken.
+    meeting.consumer(&["--to", &path("dangling")]).end();
+    drop(producer);
+    let left: Vec<String> =
+        fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    assert!(left.iter().all(|name| !name.starts_with(".vmmfd")), "{left:?}");
+}
+
+#[test]
+fn conflicting_options_are_bad_usage() {
+    let meeting = Meeting::new(On::Host);
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("data");
+    fs::write(&file, vec![0; 24]).unwrap();
+    let file = file.to_str().unwrap();
+    for (options, words) in [
+        (&["--shape", "2x3", "--size", "24"][..], "cannot be used with"),
+        (&["--order", "F"], "--shape"),
+        (&["--from", file, "--size", "24"], "cannot be used with"),
+        (&["--from", file, "--seed", "1"], "cannot be used with"),
+        (&["--from", file, "--round-trip"], "cannot be used with"),
+        (&["--seal", "--round-trip"], "cannot be used with"),
+        (&["--elements", "5", "--dtype", "f32"], "cannot be used with"),
+        (&["--shape", "0x5"], "from 1 to"),
+        (&["--shape", "2x"], "`2x` is not a shape: write whole numbers with x or commas between"),
+        (&["--shape", "2,3x4"], "`2,3x4` is not a shape"),
+        (&["--shape", "18446744073709551615x2"], "64 bits"),
+        (&["--dtype", "f33"], "`f33` is not an element type: write a name such as float32"),
+        (&["--dtype", "f32", "--size", "6"], "has 4 bytes, and there are 6"),
+        (&["--from", file, "--dtype", "f32", "--shape", "7"], "has 28 bytes, and there are 24"),
+        (&["--mechanism", "ipc"], "[possible values: vmm, pool, legacy]"),
+        (&["--location", "disk"], "[possible values: device, host]"),
+        (&["--chunk", "0"], "is no memory: write at least 1 byte"),
+        (&["--order", "X", "--shape", "2"], "[possible values: C, F]"),
+        (&["--from", "-"], "`-` is not supported: the size"),
+    ] {
+        meeting.producer(options).end().code(2).says(words);
+    }
+    for (range, words) in [
+        ("5", "write its offset and length"),
+        (":5", "write its offset"),
+        ("5:", "write its offset"),
+        ("0:0", "no memory"),
+        ("1:18446744073709551615", "64 bits"),
+        ("x:5", "is not a size"),
+    ] {
+        meeting.consumer(&["--range", range]).end().code(2).says(words);
+    }
+    let producer = meeting.listening(&["--from", file, "--dtype", "f32", "--shape", "2x3"]);
+    assert!(
+        meeting
+            .consumer(&[])
+            .end()
+            .code(0)
+            .stdout
+            .contains("array    float32 2x3, strides 12x4: 0.0 0.0 0.0 0.0 0.0 0.0\n")
+    );
+    producer.end().code(0);
+}
+
+#[test]
+fn file_changed_while_read_is_refused() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(1000).unwrap();
+    let source = vmmfd_cli::check::files::Source::open(file.path()).unwrap();
+    let memory = shared(Spec::vmm(source.size()));
+    file.as_file().set_len(999).unwrap();
+    let told = source.load(&memory, &mut |_| Ok(())).unwrap_err().to_string();
+    assert!(told.contains("was changed since it was opened with 1000 bytes"), "{told}");
+    // Nor is half of what has grown, or of what was written anew, anybody's data.
+    file.as_file().set_len(2000).unwrap();
+    assert!(source.load(&memory, &mut |_| Ok(())).is_err());
+    file.as_file().set_len(1000).unwrap();
+    assert!(source.digest(0..10, &mut || Ok(())).is_err());
+}
+
+#[test]
+fn unfinished_file_leaves_nothing() {
+    let meeting = Meeting::new(On::Host);
+    let folder = tempfile::tempdir().unwrap();
+    let to = folder.path().join("to");
+    let to = to.to_str().unwrap();
+    for signal in [Signal::SIGINT, Signal::SIGTERM] {
+        let producer = meeting.listening(&["--size", "300M"]);
+        let mut consumer = meeting.consumer(&["--to", to]).start();
+        consumer.until("map");
+        thread::sleep(Duration::from_millis(30));
+        consumer.signal(signal);
+        let code = consumer.end().status.code().unwrap();
+        assert_eq!(code, 128 + signal as i32);
+        drop(producer);
+    }
+    // A limit of file sizes is an error like any other.
+    let producer = meeting.listening(&["--size", "3M"]);
+    meeting.consumer(&["--to", to]).with_file_size(1 << 20).end().code(5).says("File too large");
+    drop(producer);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn large_raw_elements_are_cut() {
+    let meeting = Meeting::new(On::Host);
+    let producer = meeting.listening(&["--dtype", "|V1048576", "--shape", "3", "--seed", "0"]);
+    let consumer = meeting.consumer(&[]).end();
+    let line = consumer.code(0).stdout.lines().find(|line| line.contains(" array ")).unwrap();
+    assert!(line.len() < 300 && line.contains("void8388608 3, strides 1048576: 0xd6bbadde"), "{line}");
+    producer.end().code(0);
+}

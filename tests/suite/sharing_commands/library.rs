@@ -1,0 +1,124 @@
+//! The library beneath the commands, in one process.
+
+use super::*;
+
+/// A producer of this process, and a consumer of it. Returns what `body` did and what was served.
+fn meet<T>(buffer: &Buffer<'_>, options: &ServeOptions, body: impl FnOnce(Consumer<'_>) -> T) -> (T, Vec<Served>) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let config = Config::default();
+    let listener = Listener::bind(&path, false, config.timeout, &Cancel::new().unwrap()).unwrap();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| serve(listener, buffer, options, &config, &|_| {}));
+        let driver = buffer.shared().device().driver();
+        let result = body(Consumer::connect(driver, None, &path, &config, &|_| {}).unwrap());
+        (result, serving.join().unwrap().into_result().unwrap())
+    })
+}
+
+/// A producer of this process, and a consumer by hand that has asked for its buffer.
+fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) -> (T, Vec<Served>) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let cancel = Cancel::new().unwrap();
+    let config = Config::default().timeout(PATIENCE);
+    let listener = Listener::bind(&path, false, config.timeout, &cancel).unwrap();
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| serve(listener, buffer, &ServeOptions::default(), &config, &|_| {}));
+        let mut channel = dial(&path);
+        channel.send(&hello(Backend::Cuda), &[]).unwrap();
+        answer(&mut channel);
+        channel.send(&request("default", None), &[]).unwrap();
+        let result = body(&mut channel);
+        // The channel goes after that.
+        (result, serving.join().unwrap().into_result().unwrap())
+    })
+}
+
+#[test]
+fn producer_waits_until_pool_is_closed() {
+    let subject = crate::support::Subject::fake();
+    let ask = |consumer: &mut Consumer<'_>| {
+        let object = consumer.request(&handoff::Request::default()).unwrap();
+        let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
+        assert!(found.verified && found.check.is_some());
+        consumer.report(&object, &found).unwrap();
+        object
+    };
+    let memory = Shared::create(&subject.device(), Spec::pool(1000)).unwrap();
+    let buffer = Buffer::new(memory, Exercise::pattern(5, &|_| {}), None).unwrap();
+    let (closed, served) = meet(&buffer, &ServeOptions::default(), |mut consumer| {
+        let objects = [ask(&mut consumer), ask(&mut consumer)];
+        // The connection goes on without the consumer, for as long as the memory is open.
+        consumer.close();
+        thread::sleep(Duration::from_millis(300));
+        drop(objects);
+        Instant::now()
+    });
+    assert!(closed.elapsed() < Config::default().timeout / 2, "the producer waits for that and no longer");
+    assert!(served[0].error.is_none(), "{served:?}");
+    // Whoever never lets go is a failed peer, and can't hold the producer for ever: but the memory is not freed under it.
+    for spec in [Spec::pool(1000), Spec::legacy(1000)] {
+        let subject = crate::support::Subject::fake();
+        let memory = Shared::create(&subject.device(), spec).unwrap();
+        let taken = subject.faulty.taken();
+        let buffer = Buffer::new(memory, Unchecked, None).unwrap();
+        let ((), served) = meet_by_hand(&buffer, |channel| {
+            let (Message::Offer(_), _) = answer(channel) else { panic!() };
+            if spec.mechanism() == Mechanism::Pool {
+                let (Message::Pool(_), _) = answer(channel) else { panic!() };
+                channel.send(&Message::Received(Received { segments: 0 }), &[]).unwrap();
+            }
+            channel.send(&Message::Result(Verdict::unchecked(true)), &[]).unwrap();
+            answer(channel);
+        });
+        let told = served[0].error.as_ref().unwrap().to_string();
+        assert!(told.contains("for the consumer to close the memory"), "{told}");
+        drop(buffer);
+        assert_eq!(subject.faulty.taken(), taken, "it is still there");
+        // It stays so to the end of the process.
+        std::mem::forget(subject);
+    }
+}
+
+#[test]
+fn memory_without_pattern_is_lent_unchanged() {
+    let memory = shared(Spec::vmm(1000));
+    Mirror::of(&memory, 0, 1000).unwrap().write(990, b"end").unwrap();
+    let array =
+        vmmfd::array::ArrayDescriptor::new("u16".parse().unwrap(), vec![10, 50], vmmfd::array::Order::C).unwrap();
+    let buffer = Buffer::new(memory, Unchecked, Some(array)).unwrap();
+    let ((), served) = meet(&buffer, &ServeOptions::default().round_trip(true), |mut consumer| {
+        let object = consumer.request(&handoff::Request::default().access(Access::ReadWrite)).unwrap();
+        assert_eq!(object.check(), None);
+        let found = consumer.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
+        assert_eq!(found, Verdict::unchecked(true));
+        assert!(consumer.report(&object, &found).unwrap().verified);
+        let array = object.into_array().unwrap().unwrap();
+        assert_eq!(array.element(&[9, 45]).unwrap(), b"en");
+        array.memory().copy_in(0, b"back").unwrap();
+        consumer.close();
+    });
+    assert!(served[0].error.is_none(), "{served:?}");
+    let mut back = [0; 4];
+    buffer.shared().copy_out(0, &mut back).unwrap();
+    assert_eq!(&back, b"back");
+}
+
+#[test]
+fn names_are_those_of_the_wire() {
+    for (mechanism, wire, name) in [
+        (Mechanism::Vmm, wire::Mechanism::Vmm, "vmm"),
+        (Mechanism::Pool, wire::Mechanism::Pool, "pool"),
+        (Mechanism::Legacy, wire::Mechanism::Legacy, "legacy"),
+    ] {
+        assert_eq!((mechanism.to_string(), name.parse()), (name.to_owned(), Ok(mechanism)));
+        assert_eq!(serde_json::to_value(wire).unwrap(), Value::from(name));
+    }
+    for (placement, wire, name) in
+        [(Placement::Device, wire::Location::Device, "device"), (Placement::Host, wire::Location::Host, "host")]
+    {
+        assert_eq!((placement.to_string(), name.parse()), (name.to_owned(), Ok(placement)));
+        assert_eq!(serde_json::to_value(wire).unwrap(), Value::from(name));
+    }
+}

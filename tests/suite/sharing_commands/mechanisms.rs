@@ -1,0 +1,244 @@
+//! Each mechanism of the commands, with its options and devices.
+
+use super::*;
+
+cases! {
+    on crate::running::Meeting; every backend: [
+    mechanisms_combine_with_all_options,
+    every_mechanism_makes_round_trips,
+    every_mechanism_finds_a_wrong_byte,
+    range_takes_only_covering_chunks,
+    sealed_buffer_is_lent_read_only,
+    killed_consumer_harms_nobody,
+    many_consumers_share_at_once,
+    simultaneous_pairs_have_separate_buffers,
+    ]
+    gpus alone: [
+    ten_thousand_chunks_work,
+    ]
+}
+
+/// The mechanisms that a backend has.
+fn mechanisms(meeting: &Meeting) -> &'static [&'static str] {
+    if meeting.backend() == "host" { &["vmm"] } else { &["vmm", "pool", "legacy"] }
+}
+
+fn mechanisms_combine_with_all_options(meeting: Meeting) {
+    let mut shared = 0;
+    for mechanism in ["vmm", "pool", "legacy"] {
+        for location in ["device", "host"] {
+            for chunk in [None, Some("2MiB")] {
+                for array in [&["--size", "5000001"][..], &["--dtype", "f32", "--shape", "1000x1250", "--order", "F"]] {
+                    let mut options = vec!["--mechanism", mechanism, "--location", location, "--json"];
+                    options.extend(chunk.iter().flat_map(|chunk| ["--chunk", chunk]).chain(array.iter().copied()));
+                    options.extend(["--consumers", "3"]);
+                    let possible = mechanism == "vmm" || (location, chunk) == ("device", None);
+                    let producer = meeting.producer(&options).start();
+                    if !(possible && mechanisms(&meeting).contains(&mechanism)) {
+                        let report = producer.end().code(3).json();
+                        assert_eq!(report["error"]["kind"], "unsupported", "{options:?} {report}");
+                        continue;
+                    }
+                    for access in [&[][..], &["--access", "ro"], &["--access", "rw"]] {
+                        let consumer = meeting.consumer(&[access, &["--json"]].concat()).end();
+                        let report = consumer.code(0).json();
+                        assert_eq!(report["verified"], true, "{options:?} {access:?}");
+                        assert_eq!((&report["mechanism"], &report["location"]), (&json!(mechanism), &json!(location)));
+                        let segments = if mechanism != "vmm" {
+                            0
+                        } else if chunk.is_some() {
+                            3
+                        } else {
+                            1
+                        };
+                        assert_eq!(report["segments"], segments, "{options:?}");
+                        assert_eq!(report["array"].is_null(), array.len() == 2);
+                        shared += 1;
+                    }
+                    assert_eq!(producer.end().code(0).json()["verified"], true);
+                }
+            }
+        }
+    }
+    assert_eq!(shared, if meeting.backend() == "host" { 24 } else { 36 });
+    assert!(meeting.files().is_empty());
+}
+
+fn every_mechanism_makes_round_trips(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let options = ["--mechanism", mechanism, "--round-trip", "--consumers", "2", "--size", "3000001"];
+        let producer = meeting.listening(&options);
+        for consumer in [&[][..], &["--range", "2097150:7"]] {
+            let consumer = meeting.consumer(consumer).end();
+            assert!(consumer.code(0).stdout.contains(" fill "), "{}", consumer.stdout);
+        }
+        let ended = producer.end();
+        let verified = ended.code(0).stdout.lines().filter(|line| line.contains(" verify ")).count();
+        assert_eq!(verified, 2, "{}", ended.stdout);
+        // Seven bytes of three words: the rest was not touched.
+        assert!(ended.stdout.contains("verify   3 words, 0 wrong"), "{}", ended.stdout);
+    }
+}
+
+fn every_mechanism_finds_a_wrong_byte(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let producer = meeting.producer(&["--mechanism", mechanism, "--corrupt", "--json"]).start();
+        let report = meeting.consumer(&["--json"]).end().code(1).json();
+        assert_eq!((&report["mismatches"], &report["verified"]), (&json!(1), &json!(false)));
+        producer.end().code(1);
+    }
+}
+
+fn range_takes_only_covering_chunks(meeting: Meeting) {
+    let size = 9u64 << 20;
+    let producer = meeting.listening(&["--size", "9MiB", "--chunk", "2MiB", "--consumers", "5", "--corrupt"]);
+    // The wrong byte is in the middle, at 4.5 MiB: in the third chunk.
+    for (range, fds, words, wrong) in [
+        ("0:1", "fd ", 1, 0),
+        ("2097151:2", "2 fds", 2, 0),
+        ("4MiB:2MiB", "fd ", 1 << 19, 1),
+        ("6MiB:3MiB", "2 fds", 3 << 18, 0),
+        ("3MiB:6MiB", "4 fds", 3 << 19, 1),
+    ] {
+        let consumer = meeting.consumer(&["--range", range]).end();
+        consumer.code(i32::from(wrong > 0));
+        let stdout = &consumer.stdout;
+        let offer = stdout.lines().find(|line| line.contains(" offer ")).unwrap();
+        assert!(offer.contains("5 chunks") && offer.contains(&format!(", {fds}")), "{range}: {offer}");
+        assert!(stdout.contains(&format!("{words} words, {wrong} wrong")), "{range}: {stdout}");
+        if wrong > 0 {
+            assert!(stdout.contains(&format!("the first at word {}", size / 2 / 4)), "{stdout}");
+        }
+    }
+    let ended = producer.end();
+    // The other side heard the same, and believed it.
+    assert!(
+        ended.code(1).stdout.contains("NOT VERIFIED: 524288 words, 1 wrong, the first at word 1179648"),
+        "{}",
+        ended.stdout
+    );
+    assert_eq!(ended.stdout.matches(": mismatch").count(), 2, "{}", ended.stdout);
+    let producer = meeting.listening(&["--size", "100"]);
+    let refused = meeting.consumer(&["--range", "50:51"]).end();
+    refused.code(4).says("51 bytes from 50 on were asked for, of a buffer of 100 bytes");
+    producer.end().code(4);
+}
+
+fn sealed_buffer_is_lent_read_only(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let options = ["--seal", "--mechanism", mechanism, "--consumers", "3"];
+        let producer = meeting.listening(&options);
+        assert!(meeting.consumer(&[]).end().code(0).stdout.contains("read-only"));
+        meeting.consumer(&["--access", "ro"]).end().code(0);
+        meeting.consumer(&["--access", "rw"]).end().code(4).says("the buffer is sealed");
+        let ended = producer.end();
+        let told = if meeting.backend() == "host" {
+            "enforced: the kernel refuses every write"
+        } else {
+            "a process that holds the descriptor or handle can still write"
+        };
+        assert!(ended.code(4).stdout.contains(told), "{}", ended.stdout);
+    }
+}
+
+fn killed_consumer_harms_nobody(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let producer = meeting.listening(&["--mechanism", mechanism, "--size", "256M", "--consumers", "2"]);
+        let mut killed = meeting.consumer(&[]).start();
+        killed.until("map");
+        killed.signal(Signal::SIGKILL);
+        drop(killed.end());
+        meeting.consumer(&[]).end().code(0);
+        producer.end().code(4);
+    }
+}
+
+fn many_consumers_share_at_once(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let producer = meeting.listening(&["--mechanism", mechanism, "--size", "4M", "--consumers", "6"]);
+        let consumers: Vec<_> = (0..6).map(|_| meeting.consumer(&[]).start()).collect();
+        for consumer in consumers {
+            consumer.end().code(0);
+        }
+        producer.end().code(0);
+    }
+}
+
+fn simultaneous_pairs_have_separate_buffers(meeting: Meeting) {
+    for mechanism in mechanisms(&meeting) {
+        let other = meeting.another();
+        let options = ["--mechanism", mechanism, "--round-trip", "--dtype", "u32", "--shape", "1000"];
+        let one = meeting.producer(&[&options[..], &["--seed", "1"]].concat()).start();
+        let two = other.producer(&[&options[..], &["--seed", "2"]].concat()).start();
+        let consumers = [&meeting, &other].map(|meeting| meeting.consumer(&[]).start());
+        let first = consumers.map(|consumer| {
+            let stdout = consumer.end().code(0).stdout.clone();
+            stdout.split_once("array    uint32 1000, strides 4: ").unwrap().1.split(' ').next().unwrap().to_owned()
+        });
+        assert_eq!(first, [1, 2].map(|salt| (1337u32 ^ 0xDEAD_BEEF ^ salt).to_string()));
+        one.end().code(0);
+        two.end().code(0);
+    }
+}
+
+fn ten_thousand_chunks_work(meeting: Meeting) {
+    // Small chunks over the emulated driver: no 20 GB to allocate, and less to fill.
+    let unit: u64 = if meeting.is_fake() { 4096 } else { 2 << 20 };
+    let run = |run: crate::running::Run| run.env("FAKECUDA_GRANULARITY", unit.to_string());
+    let (size, chunk) = ((10_000 * unit).to_string(), unit.to_string());
+    let mut producer =
+        run(meeting.producer(&["--size", &size, "--chunk", &chunk, "--consumers", "2", "--timeout", "600s"])).start();
+    // Ten thousand exports may take longer than a consumer waits, where the driver has others to serve.
+    producer.until("listen");
+    let consumer = run(meeting.consumer(&["--json", "--timeout", "600s"])).end().code(0).json();
+    assert_eq!((&consumer["segments"], &consumer["verified"]), (&json!(10_000), &json!(true)));
+    let range = format!("{}:{}", 5000 * unit + 1, 300 * unit);
+    run(meeting.consumer(&["--range", &range, "--timeout", "600s"])).end().code(0);
+    producer.end().code(0);
+}
+
+#[test]
+fn open_file_limit_precedes_allocation() {
+    let meeting = Meeting::new(On::Fake);
+    let log = meeting.folder().join("log");
+    let ended = meeting
+        .producer(&["--size", "200MiB", "--chunk", "2MiB"])
+        .with_files(100)
+        .env("FAKECUDA_LOG", log.to_str().unwrap())
+        .end();
+    ended.code(5).says("and this process may have 100").says("ulimit -n");
+    let calls = fs::read_to_string(log).unwrap();
+    assert!(!calls.contains("cuMemCreate") && calls.contains("cuInit"), "{calls}");
+}
+
+#[test]
+fn reachable_device_maps_the_memory() {
+    let meeting = Meeting::new(On::Fake);
+    let two = |run: crate::running::Run| run.env("FAKECUDA_DEVICES", "2");
+    for mechanism in ["vmm", "pool", "legacy"] {
+        let options = ["--device", "1", "--mechanism", mechanism, "--round-trip", "--consumers", "3", "--json"];
+        let producer = two(meeting.producer(&options)).start();
+        let own = two(meeting.consumer(&["--json"])).end().code(0).json();
+        assert_eq!(own["device"]["ordinal"], 1, "by default the memory's own");
+        let other = two(meeting.consumer(&["--device", "0", "--json"])).end().code(0).json();
+        assert_eq!(other["device"]["ordinal"], 0);
+        assert_ne!(other["device"]["uuid"], own["device"]["uuid"]);
+        let apart = two(meeting.consumer(&["--device", "0"])).env("FAKECUDA_PEERS", "0").end();
+        let uuid = own["device"]["uuid"].as_str().unwrap();
+        apart.code(3).says(uuid).says(other["device"]["uuid"].as_str().unwrap()).says("can't reach the memory of");
+        assert_eq!(producer.end().code(4).json()["device"]["uuid"], own["device"]["uuid"]);
+    }
+}
+
+#[test]
+fn invisible_owner_is_reached_or_named() {
+    let meeting = Meeting::new(On::Fake);
+    let options = ["--device", "1", "--consumers", "2", "--json"];
+    let producer = meeting.producer(&options).env("FAKECUDA_DEVICES", "2").start();
+    let reached = meeting.consumer(&["--json"]).end().code(0).json();
+    assert_eq!(reached["device"]["ordinal"], 0);
+    let refused = meeting.consumer(&[]).env("FAKECUDA_PEERS", "0").end();
+    let report = producer.end().code(4).json();
+    let bare = report["device"]["uuid"].as_str().unwrap().split_once('-').unwrap().1;
+    refused.code(3).says("can't reach the memory of").says(bare);
+}

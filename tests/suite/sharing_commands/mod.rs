@@ -1,0 +1,36 @@
+//! Every way of sharing through the two commands: mechanisms, places, chunks, arrays, files, seals, other devices.
+
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use vmmfd::{
+    channel::{Cancel, Channel, Listener},
+    driver::{Access, Backend, Choice, open},
+    memory::{Device, Mechanism, Mirror, Placement, Region, Selector, Shared, Spec},
+    session::{
+        Config, Verdict,
+        handoff::{self, Buffer, Consumer, ServeOptions, Served, Unchecked, serve},
+    },
+    wire::{self, Message, Received},
+};
+use vmmfd_cli::check::{DataVerifier, Exercise};
+
+use crate::{
+    conversation::{PATIENCE, answer, dial, hello, request},
+    running::{Meeting, On},
+};
+
+mod data;
+mod library;
+mod mechanisms;
+
+fn shared(spec: impl Into<Spec>) -> Shared {
+    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+    Shared::create(&Device::find(&driver, Selector::default()).unwrap(), spec).unwrap()
+}
