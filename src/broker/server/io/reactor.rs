@@ -305,6 +305,7 @@ impl Reactor {
                 Timer::Connection(id) => self.check_deadline(id, now),
                 Timer::Retry(id) => self.send_more(id),
                 Timer::Name(name) => self.state.objects.expire(&name),
+                Timer::Accept => self.admission.acceptable = true,
                 Timer::Sweep => self.sweep(now),
                 Timer::Store => self.settle_store(),
                 Timer::Keeper => {

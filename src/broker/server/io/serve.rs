@@ -71,7 +71,7 @@ impl Reactor {
                         tracing::error!(error = error.in_full(), "no connection can be accepted");
                     }
                     self.admission.acceptable = false;
-                    self.timers.set(Duration::from_millis(100), Timer::Sweep);
+                    self.timers.set_once(Duration::from_millis(100), Timer::Accept);
                 }
             }
         }

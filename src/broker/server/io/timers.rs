@@ -17,6 +17,8 @@ pub(super) enum Timer {
     Retry(ConnectionId),
     /// The lifetime of a name ends, unless it goes on.
     Name(Arc<str>),
+    /// Connections are accepted again after accept(2) failed.
+    Accept,
     /// Connections that do not read are looked at.
     Sweep,
     /// Messages to the keeper are sent again.

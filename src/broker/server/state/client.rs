@@ -39,8 +39,8 @@ pub(crate) enum Request {
     None,
     /// The rest of a put's segments.
     Upload(Box<Upload>),
-    /// The worker.
-    Worker,
+    /// The worker. Its client may have asked meanwhile that the request does not wait any longer.
+    Worker { stopped: bool },
     /// The other parts of its put.
     Parts(DraftKey),
     /// An object.

@@ -84,7 +84,7 @@ fn ask(
 ) {
     let Some(uid) = state.caller(id).map(|caller| caller.uid) else { return };
     let small = questions.iter().all(|(_, question)| question.is_small());
-    state.set_request(id, Request::Worker);
+    state.set_request(id, Request::Worker { stopped: false });
     let job = Box::new(move || look(id, waiting, questions));
     work(state, effects, small, Work { client: id, uid, reserved: 0, job });
 }
@@ -106,10 +106,18 @@ fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, 
         return Step::More(Box::new(move || look(id, waiting, questions)));
     }
     Step::Done(Box::new(move |state, effects| {
-        state.set_request(id, Request::None);
+        let stopped = state.end_work(id);
         match refusal {
             Some(refusal) => give_up(state, effects, id, refusal),
             None => try_get(state, effects, id, waiting),
+        }
+        // The get may wait again, or its tables may be read once more.
+        if stopped {
+            match state.clients.get_mut(&id).map(|client| &mut client.request) {
+                Some(Request::Worker { stopped }) => *stopped = true,
+                Some(Request::Object(_)) => end_wait(state, effects, id, RefusalCode::Stopped),
+                _ => {}
+            }
         }
         effects.push(Effect::Listen(id));
     }))

@@ -28,7 +28,10 @@ pub(crate) fn report(state: &mut State, id: ConnectionId, report: Report) {
 
 /// Ends the wait of a request, since its client asks for that.
 pub(crate) fn stop(state: &mut State, effects: &mut Effects, id: ConnectionId) {
-    end_wait(state, effects, id, RefusalCode::Stopped);
+    match state.clients.get_mut(&id).map(|client| &mut client.request) {
+        Some(Request::Worker { stopped }) => *stopped = true,
+        _ => end_wait(state, effects, id, RefusalCode::Stopped),
+    }
 }
 
 /// Ends the wait of a request, if it waits for other clients.

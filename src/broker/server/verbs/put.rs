@@ -123,7 +123,7 @@ fn uploaded(state: &mut State, effects: &mut Effects, id: ConnectionId, upload: 
     let (uid, reserved, small) = (upload.uid, upload.descriptors(), upload.is_small());
     let Some(client) = state.clients.get_mut(&id) else { return end_upload(state, effects, upload) };
     let examination = Examination::new(upload, client.caller.describe(), state.emulated);
-    client.request = Request::Worker;
+    client.request = Request::Worker { stopped: false };
     let job = Box::new(move || examine(id, uid, reserved, examination));
     work(state, effects, small, Work { client: id, uid, reserved, job });
 }
@@ -136,7 +136,7 @@ fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination
     };
     Step::Done(Box::new(move |state, effects| {
         state.objects.users().end_reservation(uid, reserved);
-        state.set_request(id, Request::None);
+        let stopped = state.end_work(id);
         match examined {
             Examined::Sound(prepared) => prepared_put(state, effects, id, prepared),
             Examined::Refused(refusal, fds) => {
@@ -144,6 +144,13 @@ fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination
                 refuse(state, effects, id, refusal);
             }
             Examined::More(_) => {}
+        }
+        let key = state.clients.get(&id).and_then(|client| match &client.request {
+            Request::Parts(key) if stopped => Some(key.clone()),
+            _ => None,
+        });
+        if let Some(key) = key {
+            parts::end_wait(state, effects, id, &key, RefusalCode::Stopped);
         }
         effects.push(Effect::Listen(id));
     }))
@@ -168,7 +175,7 @@ fn prepared_put(state: &mut State, effects: &mut Effects, id: ConnectionId, prep
 pub(crate) fn work_failed(state: &mut State, effects: &mut Effects, id: ConnectionId, uid: u32, reserved: usize) {
     state.objects.users().end_reservation(uid, reserved);
     state.waits.remove(id);
-    if state.clients.get(&id).is_some_and(|client| matches!(client.request, Request::Worker)) {
+    if state.clients.get(&id).is_some_and(|client| matches!(client.request, Request::Worker { .. })) {
         let message = "the broker failed while it examined the tables of this request: see its log".to_owned();
         refuse(state, effects, id, BrokerError::new(RefusalCode::Failed, message));
         effects.push(Effect::Listen(id));

@@ -25,6 +25,7 @@ use crate::{
             root::State,
             time::Time,
         },
+        table,
     },
     driver::GRANULARITY,
     error::{ErrorCode, RefusalCode},
@@ -90,7 +91,6 @@ impl Fixture {
                     all_sent(&mut self.state, client);
                     seen.push(effect);
                 }
-                Effect::Work(_) => panic!("what these tests put and get is small"),
                 other => seen.push(other),
             }
         }
@@ -99,10 +99,10 @@ impl Fixture {
 
     fn put(&mut self, id: ConnectionId, name: &str, more: &str) -> Seen {
         let memfd = memory();
-        self.put_fd(id, name, more, memfd)
+        self.put_fds(id, name, more, vec![memfd])
     }
 
-    fn put_fd(&mut self, id: ConnectionId, name: &str, more: &str, memfd: OwnedFd) -> Seen {
+    fn put_fds(&mut self, id: ConnectionId, name: &str, more: &str, fds: Vec<OwnedFd>) -> Seen {
         let part = format!(
             r#"{{"name": "{{part}}", "memory": {{"mechanism": "vmm", "device": {{"uuid": "{}", "name": "host"}},
                 "location": "device", "size": {GRANULARITY}, "mapped_size": {GRANULARITY}, "segments": 1}}}}"#,
@@ -114,7 +114,7 @@ impl Fixture {
         };
         let put =
             format!(r#"{{"name": "{name}", "backend": "host", "parts": [{part}], "sizes": [{GRANULARITY}]{more}}}"#);
-        self.send(id, Message::Put(Box::new(serde_json::from_str(&put).unwrap())), vec![memfd])
+        self.send(id, Message::Put(Box::new(serde_json::from_str(&put).unwrap())), fds)
     }
 
     fn get(&mut self, id: ConnectionId, name: &str, more: &str) -> Seen {
@@ -222,7 +222,7 @@ fn refused_put_closes_descriptors() {
     assert_eq!(test.state.objects.descriptors_of(SOMEBODY), 1);
     // A pipe is no memory.
     let (pipe, _) = nix::unistd::pipe().unwrap();
-    let seen = test.put_fd(maker, "a", "", pipe);
+    let seen = test.put_fds(maker, "a", "", vec![pipe]);
     assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Memory, 1));
     assert_eq!(test.state.objects.descriptors_of(SOMEBODY), 1);
 }
@@ -347,6 +347,24 @@ fn parts_of_a_group_are_published_together() {
     disconnected(&mut test.state, &mut Effects::default(), first);
     assert!(test.state.drafts.is_empty());
     assert_eq!(test.state.objects.take_garbage().len(), 2);
+}
+
+#[test]
+fn stop_ends_a_put_that_is_examined() {
+    let mut test = Fixture::new();
+    let maker = test.client();
+    let metadata = table::sealed("{}").unwrap();
+    let part = r#"x|, "announced": ["x", "y"], "group": "g", "wait_ms": 1000, "metadata": {"length": 2}"#;
+    let seen = test.put_fds(maker, "a", part, vec![metadata, memory()]);
+    let Some(Effect::Work(work)) = seen.0.into_iter().next() else {
+        panic!("a table in a memfd is read by the worker")
+    };
+    let stop = Message::Stop(serde_json::from_str("{}").unwrap());
+    assert!(test.ask(maker, stop).0.is_empty());
+    let mut effects = Effects::default();
+    super::effects::work(&mut test.state, &mut effects, true, work);
+    assert_eq!(test.carry_out(effects).refusal(maker), RefusalCode::Stopped);
+    assert!(test.state.drafts.is_empty());
 }
 
 #[test]
