@@ -210,9 +210,13 @@ impl Process {
 
     /// What it has resident, in KiB.
     pub(crate) fn resident(&self) -> u64 {
+        self.status("VmRSS:").strip_suffix(" kB").unwrap().parse().unwrap()
+    }
+
+    /// A value of /proc/PID/status.
+    fn status(&self, name: &str) -> String {
         let status = fs::read_to_string(self.file("status")).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-        line.trim().strip_suffix(" kB").unwrap().parse().unwrap()
+        status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned()
     }
 
     fn maps(&self) -> String {
@@ -493,4 +497,14 @@ fn the_server_maps_no_driver() {
     assert!(!mapped(&server.maps()), "{}", server.maps());
     // Four segments and the catalogue.
     crate::broker::until(|| server.memory_files() == 5);
+}
+
+/// The kernel stops a process with several threads for milliseconds each time that its table of descriptors grows.
+#[test]
+fn descriptor_table_has_room_from_the_start() {
+    let server = Process::start(Setup::of(&Subject::host()));
+    drop(server.client());
+    let (_, hard) = nix::sys::resource::getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    let room: u64 = server.status("FDSize:").parse().unwrap();
+    assert!(room >= hard.min(1 << 20), "room for {room} descriptors, at a limit of {hard}");
 }

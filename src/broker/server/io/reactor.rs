@@ -1,8 +1,9 @@
 //! The event loop: one thread that serves all connections, and never waits for one of them.
 
 use std::{
+    fs::File,
     io,
-    os::fd::{AsFd, AsRawFd},
+    os::fd::{AsFd, AsRawFd, RawFd},
     sync::{
         Arc,
         mpsc::{self, Receiver},
@@ -52,6 +53,9 @@ const GRACE: Duration = Duration::from_secs(10);
 
 /// How many timers run before other connections are served.
 const TIMERS_AT_ONCE: usize = 128;
+
+/// How many descriptors there is room for from the start, at 8 bytes each.
+const MOST_ROOM: usize = 1 << 20;
 
 /// The event loop, and everything that it serves.
 pub(crate) struct Reactor {
@@ -402,6 +406,16 @@ impl Reactor {
     pub(super) fn descriptors(&self) -> usize {
         let closing = self.worker.closing() + self.closers.descriptors();
         self.connections.len() + self.flight.abandoned() + self.state.objects.descriptors() + closing
+    }
+}
+
+/// Has the kernel make room for this many descriptors, up to 8 MiB of its memory. In a process with several threads the table of
+/// descriptors grows only after an RCU grace period, which stops the event loop for 10 to 20 ms each time that the table is full.
+pub(crate) fn make_room(descriptors: usize) {
+    let last = descriptors.min(MOST_ROOM).saturating_sub(1);
+    let grown = File::open("/dev/null").and_then(|file| Ok(rustix::io::fcntl_dupfd_cloexec(file, last as RawFd)?));
+    if let Err(error) = grown {
+        tracing::debug!(%error, descriptors, "the table of descriptors grows as they come");
     }
 }
 

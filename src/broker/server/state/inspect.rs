@@ -115,7 +115,7 @@ pub(crate) fn inode(fd: BorrowedFd<'_>) -> io::Result<Inode> {
 }
 
 /// A file on its file system.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub(crate) struct Inode {
     device: (u32, u32),
     number: u64,

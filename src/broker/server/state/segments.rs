@@ -5,7 +5,7 @@ mod tests;
 
 use std::{
     cmp::Ordering,
-    collections::{HashMap, hash_map::Entry},
+    collections::{BTreeMap, btree_map::Entry},
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
@@ -51,7 +51,7 @@ pub(crate) struct Segments {
     free: Vec<SegmentId>,
     /// By inode, in the kernel's order of open files. A memfd's inode has one open file, or one for each time that it was opened
     /// through `/proc`; those of a GPU's memory all have the inode of `/dev/nvidiactl`. Without those that can't be compared.
-    files: HashMap<Inode, Vec<SegmentId>>,
+    files: BTreeMap<Inode, Vec<SegmentId>>,
 }
 
 #[derive(Debug)]

@@ -22,7 +22,7 @@ mod usage;
 mod view;
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, VecDeque},
     os::fd::{BorrowedFd, OwnedFd},
     sync::Arc,
     time::Instant,
@@ -57,7 +57,7 @@ use crate::{
 const ENDS_AT_ONCE: usize = 128;
 const RELEASES_AT_ONCE: usize = 128;
 
-/// What the broker holds.
+/// What the broker holds. Its large tables are trees: a hash table that grows moves all of its entries in one turn of the event loop.
 #[derive(Debug)]
 pub(crate) struct Objects {
     /// The time at which the current request is handled.
@@ -66,8 +66,8 @@ pub(crate) struct Objects {
     /// By their keys.
     versions: BTreeMap<u64, Version>,
     /// The keys of versions by their ids.
-    ids: HashMap<String, u64>,
-    leases: HashMap<Token, Held>,
+    ids: BTreeMap<String, u64>,
+    leases: BTreeMap<Token, Held>,
     readers: Readers,
     /// Closed connections whose leases and names have not all ended yet.
     departed: VecDeque<Departed>,
@@ -82,7 +82,7 @@ pub(crate) struct Objects {
     journal: Journal,
     store: Store,
     /// The versions by what the clients call their puts.
-    requests: HashMap<Token, u64>,
+    requests: BTreeMap<Token, u64>,
     last_key: u64,
     last_lease: u64,
     /// Descriptors that the caller is to close where that may block.
@@ -181,8 +181,8 @@ impl Objects {
             now,
             names: BTreeMap::new(),
             versions: BTreeMap::new(),
-            ids: HashMap::new(),
-            leases: HashMap::new(),
+            ids: BTreeMap::new(),
+            leases: BTreeMap::new(),
             readers: Readers::default(),
             departed: VecDeque::new(),
             ends_left: ENDS_AT_ONCE,
@@ -193,7 +193,7 @@ impl Objects {
             segments: Segments::default(),
             journal,
             store,
-            requests: HashMap::new(),
+            requests: BTreeMap::new(),
             last_key: 0,
             last_lease: 0,
             garbage: Vec::new(),

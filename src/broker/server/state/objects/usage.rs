@@ -1,6 +1,6 @@
 //! What each user has in the broker, and may have.
 
-use std::collections::{HashMap, hash_map::Entry};
+use std::collections::{BTreeMap, HashMap, btree_map, hash_map::Entry};
 
 use crate::{
     broker::{
@@ -52,7 +52,7 @@ struct Usage {
     /// Descriptors of puts that are not published: those that came, and those that are still to come.
     reserved: usize,
     /// The kept descriptors, and how often its versions have each.
-    segments: HashMap<SegmentId, u64>,
+    segments: BTreeMap<SegmentId, u64>,
     devices: Vec<DeviceBytes>,
 }
 
@@ -205,7 +205,7 @@ impl Users {
 
     pub(crate) fn remove_segment(&mut self, uid: u32, id: SegmentId) {
         self.change(uid, |usage| {
-            if let Entry::Occupied(mut entry) = usage.segments.entry(id) {
+            if let btree_map::Entry::Occupied(mut entry) = usage.segments.entry(id) {
                 *entry.get_mut() -= 1;
                 if *entry.get() == 0 {
                     entry.remove();
