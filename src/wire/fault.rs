@@ -14,7 +14,7 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
-use super::{clean, frame::MAX_REASON, shorten};
+use super::{MAX_REASON, clean, shorten};
 use crate::error::{BodyCause, BodyFault};
 
 /// serde_json's own limit.

@@ -2,11 +2,8 @@
 
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::{HEADER_LENGTH, MAX_BODY, VERSION, clean, fault, shorten};
+use super::{HEADER_LENGTH, MAX_BODY, MAX_REASON, VERSION, clean, fault, shorten};
 use crate::error::{BodyCause, BodyFault, ProtocolError};
-
-/// How much of what is wrong with a body is reported, in bytes: the parser repeats what a peer sent.
-pub(super) const MAX_REASON: usize = 256;
 
 const MAGIC: [u8; 4] = *b"VMFD";
 

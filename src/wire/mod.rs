@@ -37,6 +37,9 @@ pub const MAX_CAPABILITIES: usize = 64;
 /// The longest message of an `error`, in bytes. A longer one is sent shortened, and shortened where it is received.
 pub const MAX_MESSAGE: usize = 1024;
 
+/// How much of what is wrong with a body is reported, in bytes: the parser repeats what a peer sent.
+const MAX_REASON: usize = 256;
+
 /// The name of the object that a producer serves by default.
 pub const DEFAULT_OBJECT: &str = "default";
 

@@ -284,7 +284,7 @@ fn a_uuid_has_one_form() {
 fn what_a_peer_sent_is_not_repeated_whole() {
     let body = format!(r#"{{"buffer":"{}","generation":1}}"#, "é".repeat(20_000));
     let Err(ProtocolError::Body { reason, .. }) = Message::decode(&record(12, &body, 0), 0) else { panic!() };
-    assert!(reason.len() <= frame::MAX_REASON && reason.ends_with("..."), "{} bytes", reason.len());
+    assert!(reason.len() <= MAX_REASON && reason.ends_with("..."), "{} bytes", reason.len());
     let sent = Message::Error(Failure { code: ErrorCode::Failed, message: "é".repeat(MAX_BODY) });
     let bytes = sent.encode().unwrap();
     let Ok(Message::Error(Failure { message, .. })) = Message::decode(&bytes, 0) else { panic!() };

@@ -457,7 +457,8 @@ fn a_supervisor_that_is_killed_at_any_step_loses_nothing(mut subject: Subject) {
         }
     }
     eprintln!("{kills} kills of the supervisor");
-    assert!(kills > 4);
+    // On a busy machine the keeper receives several messages in one call: at least two kills in each round.
+    assert!(kills >= 4);
     let (raw, _) = scene.served.greeted();
     assert_eq!(resume(&raw, &[]).instance, scene.instance);
     drop(raw);
