@@ -118,9 +118,7 @@ impl Broker<'_> {
     #[track_caller]
     fn pair(&self) -> [Pid; 2] {
         self.until("a full pair of processes", || {
-            let processes = with_argument(&self.served.path);
-            assert!(!processes.is_empty(), "no process is left after {:?}", self.events);
-            let [first, second] = processes[..] else { return None };
+            let [first, second] = with_argument(&self.served.path)[..] else { return None };
             let server = self.server()?;
             let supervisor = if server == first { second } else { first };
             let count = stored(server);

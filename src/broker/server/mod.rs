@@ -188,7 +188,7 @@ impl Server {
     /// or started, refuses this server or has the catalogue of a newer build; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
         // Each descriptor that is taken over counts.
-        reactor::make_room(reactor::raise_limit());
+        reactor::make_room(cancel.as_fd(), reactor::raise_limit());
         let kept = match (&config.started_by_keeper, &config.keeper) {
             (Some(_), _) => Kept::of_parent(cancel)?,
             (None, Some(keeper)) => Kept::of(keeper, path, cancel)?,

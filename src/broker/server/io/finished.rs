@@ -1,11 +1,14 @@
 //! What other threads report to the event loop.
 
-use crate::broker::server::verbs::effects::{Origin, Outcome};
+use crate::broker::server::{
+    state::caller::ConnectionId,
+    verbs::effects::{Origin, Outcome},
+};
 
 /// What a thread has finished.
 pub(super) enum Finished {
-    /// Work for a request.
-    Work(Outcome),
+    /// Work for a request of a client.
+    Work(ConnectionId, Outcome),
     /// Enough memory was closed that users may send again.
     CaughtUp,
     /// Descriptors that a peer may have blocked.

@@ -1,9 +1,8 @@
 //! The event loop: one thread that serves all connections, and never waits for one of them.
 
 use std::{
-    fs::File,
     io,
-    os::fd::{AsFd, AsRawFd, RawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd},
     sync::{
         Arc,
         mpsc::{self, Receiver},
@@ -182,7 +181,9 @@ impl Reactor {
     fn take_finished(&mut self) {
         for finished in self.finished.try_iter().collect::<Vec<_>>() {
             match finished {
-                Finished::Work(outcome) => self.with(outcome),
+                Finished::Work(client, outcome) => {
+                    self.with(|state, effects| connection::work_done(state, effects, client, outcome));
+                }
                 // [`Reactor::run_timers`] receives again.
                 Finished::CaughtUp => {}
                 Finished::Closed(closed) => {
@@ -344,7 +345,6 @@ impl Reactor {
 
     /// Disconnects clients that do not read, and tries again what could not be done.
     fn sweep(&mut self, now: Instant) {
-        self.admission.acceptable = true;
         self.closers.start();
         self.count_unread();
         for id in self.connections.stuck(now, self.state.timeout) {
@@ -409,12 +409,11 @@ impl Reactor {
     }
 }
 
-/// Has the kernel make room for this many descriptors, up to 8 MiB of its memory. In a process with several threads the table of
-/// descriptors grows only after an RCU grace period, which stops the event loop for 10 to 20 ms each time that the table is full.
-pub(crate) fn make_room(descriptors: usize) {
+/// Makes the kernel allocate a table for this many descriptors (at most 8 MiB), by a duplicate of `fd`. In a process with several
+/// threads the table grows only after an RCU grace period, which stops the event loop for 10 to 20 ms each time that the table is full.
+pub(crate) fn make_room(fd: BorrowedFd<'_>, descriptors: usize) {
     let last = descriptors.min(MOST_ROOM).saturating_sub(1);
-    let grown = File::open("/dev/null").and_then(|file| Ok(rustix::io::fcntl_dupfd_cloexec(file, last as RawFd)?));
-    if let Err(error) = grown {
+    if let Err(error) = rustix::io::fcntl_dupfd_cloexec(fd, last as RawFd) {
         tracing::debug!(%error, descriptors, "the table of descriptors grows as they come");
     }
 }

@@ -124,13 +124,13 @@ fn run(queue: &Queue, task: Task) -> Option<Finished> {
             queue.add(Some(uid), Task::Work(Work { client, uid, reserved, job }));
             None
         }
-        Ok(Step::Done(outcome)) => Some(Finished::Work(outcome)),
+        Ok(Step::Done(outcome)) => Some(Finished::Work(client, outcome)),
         Err(_) => {
             tracing::error!(uid, "the worker failed in the work for a request");
             let outcome = move |state: &mut State, effects: &mut Effects| {
                 work_failed(state, effects, client, uid, reserved);
             };
-            Some(Finished::Work(Box::new(outcome)))
+            Some(Finished::Work(client, Box::new(outcome)))
         }
     }
 }

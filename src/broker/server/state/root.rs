@@ -91,12 +91,6 @@ impl State {
         }
     }
 
-    /// The worker has done its part of a client's request. Returns whether the client has asked that the request does not wait.
-    pub(crate) fn end_work(&mut self, id: ConnectionId) -> bool {
-        let request = self.clients.get_mut(&id).map(|client| std::mem::take(&mut client.request));
-        matches!(request, Some(Request::Worker { stopped: true }))
-    }
-
     /// Whether the event loop has work that no event announces.
     pub(crate) fn has_work(&self) -> bool {
         self.objects.has_work() || self.watchers.are_due() || !self.listings.is_empty()

@@ -1,7 +1,7 @@
 //! A client that comes, that goes, whose deadline passes, whose answer is sent or can't be sent.
 
 use super::{
-    effects::{Effect, Effects},
+    effects::{Effect, Effects, Outcome},
     get, lease, parts, put,
     reply::refuse,
     watch::page_sent,
@@ -14,8 +14,6 @@ use crate::{
     },
     error::{BrokerError, ErrorCode, RefusalCode},
 };
-
-pub(crate) use super::put::work_failed;
 
 /// A client has connected. It must send a hello.
 pub(crate) fn connected(state: &mut State, effects: &mut Effects, caller: Caller) {
@@ -57,6 +55,27 @@ pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: Conn
         effects.push(Effect::End { client: id, code, message, why: "the segments of its put did not come" });
     } else {
         lease::end_wait(state, effects, id, RefusalCode::Timeout);
+    }
+}
+
+/// The worker has done its part of a request. If its client has asked meanwhile that the request does not wait, a wait that follows ends.
+pub(crate) fn work_done(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: Outcome) {
+    let request = state.clients.get(&id).map(|client| &client.request);
+    let stopped = matches!(request, Some(Request::Worker { stopped: true }));
+    outcome(state, effects);
+    if stopped {
+        lease::stop(state, effects, id);
+    }
+}
+
+/// The worker failed in some work for a request.
+pub(crate) fn work_failed(state: &mut State, effects: &mut Effects, id: ConnectionId, uid: u32, reserved: usize) {
+    state.objects.users().end_reservation(uid, reserved);
+    state.waits.remove(id);
+    if state.clients.get(&id).is_some_and(|client| matches!(client.request, Request::Worker { .. })) {
+        let message = "the broker failed while it examined the tables of this request: see its log".to_owned();
+        refuse(state, effects, id, BrokerError::new(RefusalCode::Failed, message));
+        effects.push(Effect::Listen(id));
     }
 }
 

@@ -133,16 +133,23 @@ pub(crate) struct Work {
     pub(crate) job: Job,
 }
 
+impl Work {
+    /// Runs all steps here.
+    pub(super) fn finish(self) -> Outcome {
+        let mut next = self.job;
+        loop {
+            match next() {
+                Step::More(job) => next = job,
+                Step::Done(outcome) => return outcome,
+            }
+        }
+    }
+}
+
 /// Runs some work: here if it is small, else in the worker.
 pub(crate) fn work(state: &mut State, effects: &mut Effects, small: bool, work: Work) {
     if !small {
         return effects.push(Effect::Work(work));
     }
-    let mut next = work.job;
-    loop {
-        match next() {
-            Step::More(job) => next = job,
-            Step::Done(outcome) => return outcome(state, effects),
-        }
-    }
+    (work.finish())(state, effects);
 }

@@ -106,18 +106,10 @@ fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, 
         return Step::More(Box::new(move || look(id, waiting, questions)));
     }
     Step::Done(Box::new(move |state, effects| {
-        let stopped = state.end_work(id);
+        state.set_request(id, Request::None);
         match refusal {
             Some(refusal) => give_up(state, effects, id, refusal),
             None => try_get(state, effects, id, waiting),
-        }
-        // The get may wait again, or its tables may be read once more.
-        if stopped {
-            match state.clients.get_mut(&id).map(|client| &mut client.request) {
-                Some(Request::Worker { stopped }) => *stopped = true,
-                Some(Request::Object(_)) => end_wait(state, effects, id, RefusalCode::Stopped),
-                _ => {}
-            }
         }
         effects.push(Effect::Listen(id));
     }))

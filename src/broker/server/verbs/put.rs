@@ -15,7 +15,7 @@ use crate::{
     broker::server::state::{
         caller::ConnectionId, client::Request, drafts::Share, room::Room, root::State, upload::Upload,
     },
-    error::{BrokerError, RefusalCode},
+    error::BrokerError,
     wire::{
         Segments,
         broker::{Message, Published, Put, Resume, Send},
@@ -136,7 +136,7 @@ fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination
     };
     Step::Done(Box::new(move |state, effects| {
         state.objects.users().end_reservation(uid, reserved);
-        let stopped = state.end_work(id);
+        state.set_request(id, Request::None);
         match examined {
             Examined::Sound(prepared) => prepared_put(state, effects, id, prepared),
             Examined::Refused(refusal, fds) => {
@@ -144,13 +144,6 @@ fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination
                 refuse(state, effects, id, refusal);
             }
             Examined::More(_) => {}
-        }
-        let key = state.clients.get(&id).and_then(|client| match &client.request {
-            Request::Parts(key) if stopped => Some(key.clone()),
-            _ => None,
-        });
-        if let Some(key) = key {
-            parts::end_wait(state, effects, id, &key, RefusalCode::Stopped);
         }
         effects.push(Effect::Listen(id));
     }))
@@ -168,16 +161,5 @@ fn prepared_put(state: &mut State, effects: &mut Effects, id: ConnectionId, prep
             let Share { terms, metadata, parts, .. } = share;
             store(state, effects, vec![id], terms, metadata, parts);
         }
-    }
-}
-
-/// The worker failed in some work for a request.
-pub(crate) fn work_failed(state: &mut State, effects: &mut Effects, id: ConnectionId, uid: u32, reserved: usize) {
-    state.objects.users().end_reservation(uid, reserved);
-    state.waits.remove(id);
-    if state.clients.get(&id).is_some_and(|client| matches!(client.request, Request::Worker { .. })) {
-        let message = "the broker failed while it examined the tables of this request: see its log".to_owned();
-        refuse(state, effects, id, BrokerError::new(RefusalCode::Failed, message));
-        effects.push(Effect::Listen(id));
     }
 }

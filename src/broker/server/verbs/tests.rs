@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    connection::{all_sent, connected, deadline_passed, disconnected},
+    connection::{all_sent, connected, deadline_passed, disconnected, work_done},
     dispatch::handle,
     effects::{Effect, Effects},
     publish::kept,
@@ -362,7 +362,7 @@ fn stop_ends_a_put_that_is_examined() {
     let stop = Message::Stop(serde_json::from_str("{}").unwrap());
     assert!(test.ask(maker, stop).0.is_empty());
     let mut effects = Effects::default();
-    super::effects::work(&mut test.state, &mut effects, true, work);
+    work_done(&mut test.state, &mut effects, maker, work.finish());
     assert_eq!(test.carry_out(effects).refusal(maker), RefusalCode::Stopped);
     assert!(test.state.drafts.is_empty());
 }
