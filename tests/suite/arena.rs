@@ -14,23 +14,23 @@ use crate::support::{Fault, Kind, Subject};
 
 cases! {
     on crate::support::Subject; every backend: [
-    blocks_are_cut_side_by_side_and_used_again,
-    an_arena_without_blocks_is_given_back,
+    blocks_are_adjacent_and_reused,
+    empty_arena_is_released,
     arenas_grow_with_their_total,
     expected_bytes_fill_arenas_exactly,
-    blocks_of_one_size_leave_nothing_over,
-    a_closed_arena_is_never_cut_again_and_stays_for_who_has_it,
-    a_read_only_arena_is_never_cut_again,
-    what_is_no_block_is_not_freed,
-    what_was_freed_is_cut_again_once_the_device_is_done_with_it,
-    an_arena_that_can_not_be_given_back_goes_with_a_later_one,
-    a_block_that_fits_where_an_arena_does_not_is_allocated,
+    blocks_of_one_size_waste_nothing,
+    closed_arena_is_never_reused,
+    read_only_arena_is_never_reused,
+    unknown_block_is_not_freed,
+    freed_block_is_reused_after_the_device,
+    failed_release_of_an_arena_is_retried,
+    block_without_a_whole_arena_is_allocated,
     threads_allocate_and_free_at_once,
-    a_failure_at_any_call_of_the_arenas_leaves_nothing,
-    memory_made_read_only_is_written_here_no_more_and_by_others_still,
+    failed_call_leaves_nothing,
+    read_only_memory_stays_writable_elsewhere,
     ]
     gpus alone: [
-    memory_of_a_pool_is_not_made_read_only,
+    pool_memory_can_not_become_read_only,
     ]
 }
 
@@ -47,7 +47,7 @@ fn open(subject: &Subject, shared: &Shared, access: vmmfd::driver::Access) -> Ar
     handle.open(&subject.driver, None, fds, access).unwrap()
 }
 
-fn blocks_are_cut_side_by_side_and_used_again(subject: Subject) {
+fn blocks_are_adjacent_and_reused(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 8 * unit - 1).unwrap();
     assert_eq!(arenas.arena_size(), 8 * unit);
@@ -99,7 +99,7 @@ fn expected_bytes_fill_arenas_exactly(subject: Subject) {
     assert_figures(&arenas, unit, [4, 0, 20, 5, 19]);
 }
 
-fn an_arena_without_blocks_is_given_back(subject: Subject) {
+fn empty_arena_is_released(subject: Subject) {
     let unit = subject.unit();
     let before = subject.live();
     let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
@@ -116,7 +116,7 @@ fn an_arena_without_blocks_is_given_back(subject: Subject) {
     assert_eq!(subject.live(), before);
 }
 
-fn blocks_of_one_size_leave_nothing_over(subject: Subject) {
+fn blocks_of_one_size_waste_nothing(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 16 * unit).unwrap();
     // Five fit into sixteen three times: the arena has fifteen.
@@ -130,7 +130,7 @@ fn blocks_of_one_size_leave_nothing_over(subject: Subject) {
     arenas.set_arena_size(0).unwrap_err();
 }
 
-fn a_closed_arena_is_never_cut_again_and_stays_for_who_has_it(subject: Subject) {
+fn closed_arena_is_never_reused(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
     let published = arenas.allocate(unit).unwrap();
@@ -157,7 +157,7 @@ fn a_closed_arena_is_never_cut_again_and_stays_for_who_has_it(subject: Subject) 
     assert!(!arenas.close(published - 1));
 }
 
-fn a_read_only_arena_is_never_cut_again(subject: Subject) {
+fn read_only_arena_is_never_reused(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
     let [first, second] = [(); 2].map(|()| arenas.allocate(unit).unwrap());
@@ -175,7 +175,7 @@ fn a_read_only_arena_is_never_cut_again(subject: Subject) {
     assert_figures(&arenas, unit, [2, 0, 8, 5, 5]);
 }
 
-fn what_is_no_block_is_not_freed(subject: Subject) {
+fn unknown_block_is_not_freed(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
     let block = arenas.allocate(2 * unit).unwrap();
@@ -189,7 +189,7 @@ fn what_is_no_block_is_not_freed(subject: Subject) {
     }
 }
 
-fn what_was_freed_is_cut_again_once_the_device_is_done_with_it(subject: Subject) {
+fn freed_block_is_reused_after_the_device(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
     let waits = || subject.faulty.take_verbs().iter().filter(|verb| **verb == "wait_for_work").count();
@@ -218,7 +218,7 @@ fn what_was_freed_is_cut_again_once_the_device_is_done_with_it(subject: Subject)
     assert_figures(&arenas, unit, [3, 0, 12, 8, 9]);
 }
 
-fn an_arena_that_can_not_be_given_back_goes_with_a_later_one(subject: Subject) {
+fn failed_release_of_an_arena_is_retried(subject: Subject) {
     let unit = subject.unit();
     let before = subject.live();
     let arenas = Arenas::new(&subject.device(), unit).unwrap();
@@ -237,7 +237,7 @@ fn an_arena_that_can_not_be_given_back_goes_with_a_later_one(subject: Subject) {
     assert_eq!(subject.live(), before);
 }
 
-fn a_block_that_fits_where_an_arena_does_not_is_allocated(subject: Subject) {
+fn block_without_a_whole_arena_is_allocated(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
     // The first attempt fails, as if memory had run out.
@@ -287,7 +287,7 @@ fn threads_allocate_and_free_at_once(subject: Subject) {
     assert_eq!(subject.live(), before);
 }
 
-fn a_failure_at_any_call_of_the_arenas_leaves_nothing(subject: Subject) {
+fn failed_call_leaves_nothing(subject: Subject) {
     let (device, unit) = (subject.device(), subject.unit());
     let everything = || -> vmmfd::Result<()> {
         let arenas = Arenas::new(&device, 2 * unit)?;
@@ -313,7 +313,7 @@ fn a_failure_at_any_call_of_the_arenas_leaves_nothing(subject: Subject) {
     assert!(["create", "map", "export", "wait_for_work"].iter().all(|verb| failed.contains(verb)), "{failed:?}");
 }
 
-fn memory_made_read_only_is_written_here_no_more_and_by_others_still(subject: Subject) {
+fn read_only_memory_stays_writable_elsewhere(subject: Subject) {
     let (device, unit) = (subject.device(), subject.unit());
     let shared = Shared::create(&device, Spec::vmm(3 * unit).chunk(unit)).unwrap();
     shared.copy_in(unit - 3, b"before").unwrap();
@@ -348,7 +348,7 @@ fn memory_made_read_only_is_written_here_no_more_and_by_others_still(subject: Su
     assert!(sealed.describe().unwrap().immutable);
 }
 
-fn memory_of_a_pool_is_not_made_read_only(subject: Subject) {
+fn pool_memory_can_not_become_read_only(subject: Subject) {
     for spec in [Spec::pool(1 << 20), Spec::legacy(1 << 20)] {
         let shared = Shared::create(&subject.device(), spec).unwrap();
         let answer = shared.make_read_only();

@@ -9,12 +9,12 @@ use crate::running::{Ended, HANGS, Meeting, Run, binary, wait_for};
 
 cases! {
     on crate::running::Meeting; every backend: [
-    a_table_has_a_line_for_each_row,
-    json_is_one_object_and_the_picture_names_every_series,
-    several_consumers_at_once_have_rows_of_their_own,
-    sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured,
-    a_broker_is_measured_beside_a_handoff,
-    the_figures_of_a_broker_are_printed_with_what_they_are_to_be,
+    table_has_a_line_per_row,
+    json_and_picture_have_every_series,
+    concurrent_consumers_have_own_rows,
+    sizes_that_do_not_fit_are_skipped,
+    broker_is_measured_beside_handoff,
+    broker_figures_are_printed_with_targets,
     ]
 }
 
@@ -94,7 +94,7 @@ fn sentence(ended: &Ended) -> &str {
     }
 }
 
-fn a_table_has_a_line_for_each_row(meeting: Meeting) {
+fn table_has_a_line_per_row(meeting: Meeting) {
     let ended = bench(&meeting, &["handoff"]).end();
     assert_eq!(ended.code(0).stderr, "");
     assert_eq!(names(&ended.stdout), rows(&meeting)[0].1, "{}", ended.stdout);
@@ -105,7 +105,7 @@ fn a_table_has_a_line_for_each_row(meeting: Meeting) {
     assert_ended(&meeting);
 }
 
-fn json_is_one_object_and_the_picture_names_every_series(meeting: Meeting) {
+fn json_and_picture_have_every_series(meeting: Meeting) {
     let picture = meeting.folder().join("bench.svg");
     fs::write(&picture, "something else").unwrap();
     let ended = bench(&meeting, &["--json", "--svg", picture.to_str().unwrap()]).end();
@@ -172,7 +172,7 @@ fn json_is_one_object_and_the_picture_names_every_series(meeting: Meeting) {
     assert_ended(&meeting);
 }
 
-fn several_consumers_at_once_have_rows_of_their_own(meeting: Meeting) {
+fn concurrent_consumers_have_own_rows(meeting: Meeting) {
     let ended = bench(&meeting, &["repeat", "--consumers", "3,1,3", "--json"]).end();
     let report = ended.code(0).json();
     let found: Vec<_> = report["series"].as_array().unwrap().iter().map(|series| series["name"].clone()).collect();
@@ -180,7 +180,7 @@ fn several_consumers_at_once_have_rows_of_their_own(meeting: Meeting) {
     assert_eq!(report["series"][2]["ratio"], 1.0, "compared with the floor of as many");
 }
 
-fn sizes_that_do_not_fit_are_left_out_and_the_rest_is_measured(meeting: Meeting) {
+fn sizes_that_do_not_fit_are_skipped(meeting: Meeting) {
     let sizes = ["--size", "2MiB,1PiB,18446744073709551615,1,2MiB", "--json"];
     for (name, expected) in rows(&meeting).into_iter().take(4) {
         let report = bench(&meeting, &[&[name][..], &sizes].concat()).end().code(0).json();
@@ -210,7 +210,7 @@ const SWITCHED: [&str; 2] = ["unmap, map and set access", "switch"];
 /// Room for processes with a context of their own.
 const ROOMY: &str = "8589934592";
 
-fn a_broker_is_measured_beside_a_handoff(meeting: Meeting) {
+fn broker_is_measured_beside_handoff(meeting: Meeting) {
     let run = bench(&meeting, &["broker", "--size", "2MiB,8MiB,1PiB", "--clients", "3", "--json"]);
     let report = if meeting.is_fake() { run.env("FAKECUDA_FREE", ROOMY) } else { run }.end().code(0).json();
     let series = report["series"].as_array().unwrap();
@@ -294,7 +294,7 @@ fn a_broker_is_measured_beside_a_handoff(meeting: Meeting) {
     assert_ended(&meeting);
 }
 
-fn the_figures_of_a_broker_are_printed_with_what_they_are_to_be(meeting: Meeting) {
+fn broker_figures_are_printed_with_targets(meeting: Meeting) {
     let ended = bench(&meeting, &["broker"]).end();
     assert_eq!(ended.code(0).stderr, "");
     let line = |start: &str| {
@@ -314,7 +314,7 @@ fn the_figures_of_a_broker_are_printed_with_what_they_are_to_be(meeting: Meeting
 }
 
 #[test]
-fn a_broker_that_dies_or_stops_ends_its_bench() {
+fn dead_or_stopped_broker_ends_the_bench() {
     for signal in [Signal::SIGKILL, Signal::SIGSTOP] {
         let meeting = Meeting::fake();
         // Slow enough that the broker is needed for longer than it takes to find it.
@@ -341,7 +341,7 @@ fn a_broker_that_dies_or_stops_ends_its_bench() {
 }
 
 #[test]
-fn what_there_is_no_memory_for_is_left_out_one_by_one() {
+fn rows_without_memory_are_skipped_singly() {
     let meeting = Meeting::fake();
     for (free, expected) in [
         (3, vec!["floor", "vmmfd", "vmmfd, with description", "export each, no anchor"]),
@@ -364,7 +364,7 @@ fn what_there_is_no_memory_for_is_left_out_one_by_one() {
 }
 
 #[test]
-fn a_picture_that_was_there_stays_if_the_bench_fails() {
+fn failed_bench_keeps_the_old_picture() {
     let meeting = Meeting::fake();
     let picture = meeting.folder().join("bench.svg");
     fs::write(&picture, "of yesterday").unwrap();
@@ -375,7 +375,7 @@ fn a_picture_that_was_there_stays_if_the_bench_fails() {
 }
 
 #[test]
-fn bad_usage_is_told_in_a_sentence() {
+fn bad_usage_is_one_sentence() {
     let meeting = Meeting::host();
     let wrong: [(&[&str], &str); 8] = [
         (&["everything"], "[possible values: handoff, repeat, verify, stages, startup, broker, all]"),
@@ -398,7 +398,7 @@ fn bad_usage_is_told_in_a_sentence() {
 }
 
 #[test]
-fn without_a_driver_or_a_device_there_is_nothing_to_measure() {
+fn missing_driver_or_device_is_an_error() {
     let meeting = Meeting::fake();
     let broken = tempfile::tempdir().unwrap();
     for name in ["libcuda.so.1", "libcuda.so"] {
@@ -416,7 +416,7 @@ fn without_a_driver_or_a_device_there_is_nothing_to_measure() {
 }
 
 #[test]
-fn a_call_that_fails_is_told_with_its_name_and_by_whom() {
+fn failed_call_is_reported_with_its_process() {
     let meeting = Meeting::fake();
     for (name, call, nth, who) in [
         ("stages", "cuInit", 1, "the process that is measured"),
@@ -445,7 +445,7 @@ fn a_call_that_fails_is_told_with_its_name_and_by_whom() {
 }
 
 #[test]
-fn a_process_that_dies_is_named_with_its_end() {
+fn dead_process_is_reported_with_its_status() {
     let meeting = Meeting::fake();
     for (name, call, who) in [
         ("handoff", "cuMemImportFromShareableHandle", "a consumer"),
@@ -466,7 +466,7 @@ fn a_process_that_dies_is_named_with_its_end() {
 }
 
 #[test]
-fn a_driver_that_hangs_is_given_up_and_whoever_it_keeps_is_named() {
+fn hanging_driver_is_reported_with_its_process() {
     let hanging = [
         ("handoff", "cuInit", "the producer did not respond"),
         ("handoff", "cuMemImportFromShareableHandle", "a consumer did not respond"),
@@ -487,7 +487,7 @@ fn a_driver_that_hangs_is_given_up_and_whoever_it_keeps_is_named() {
 }
 
 #[test]
-fn a_pair_that_waits_for_its_turn_is_not_stuck() {
+fn waiting_pair_is_not_stuck() {
     let meeting = Meeting::fake();
     // Longer in all than a step may take, and each step far shorter.
     let run = bench(&meeting, &["handoff", "--size", "2MiB,4MiB", "--timeout", "3s"]);
@@ -506,7 +506,7 @@ fn folder_of(meeting: &Meeting) -> Option<PathBuf> {
 }
 
 #[test]
-fn a_bench_that_is_stopped_or_killed_leaves_nothing_behind() {
+fn stopped_or_killed_bench_leaves_nothing() {
     for (signal, code, name, call) in [
         (Signal::SIGINT, Some(130), "handoff", "cuMemImportFromShareableHandle"),
         (Signal::SIGTERM, Some(143), "startup", "cuMemMap"),
@@ -532,7 +532,7 @@ fn a_bench_that_is_stopped_or_killed_leaves_nothing_behind() {
 }
 
 #[test]
-fn the_startup_of_commands_that_are_not_there_is_left_out() {
+fn startup_of_missing_commands_is_skipped() {
     let meeting = Meeting::host();
     let alone = tempfile::tempdir().unwrap();
     let run = bench(&meeting, &["startup"]);

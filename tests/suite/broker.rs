@@ -30,23 +30,23 @@ use crate::support::{Inode, Kind, Subject};
 cases! {
     on crate::support::Subject; every backend: [
     an_object_outlives_its_maker,
-    a_version_replaces_the_one_before_and_readers_keep_theirs,
-    the_last_versions_stay_if_the_name_says_so,
-    a_get_waits_for_what_is_put,
-    one_of_many_gets_the_claim_and_the_others_what_it_puts,
-    parts_of_several_processes_are_published_together,
-    a_version_whose_parts_do_not_all_come_is_never_seen,
-    arrays_are_found_by_name_and_only_their_segments_come,
-    a_table_of_many_arrays_travels_beside_the_record,
-    an_object_of_a_thousand_segments_is_one_object,
+    readers_keep_a_replaced_version,
+    name_may_keep_last_versions,
+    get_waits_for_put,
+    one_reader_claims_and_others_wait,
+    parts_of_processes_are_published_together,
+    incomplete_version_is_never_visible,
+    selected_arrays_send_only_their_segments,
+    large_array_table_travels_in_memfd,
+    thousand_segments_are_one_object,
     names_end_with_their_lifetimes,
     quotas_are_refused_with_both_figures,
-    a_list_of_many_names_comes_in_pages,
+    long_list_comes_in_pages,
     ]
     gpus alone: [
-    pools_and_legacy_memory_are_refused_with_the_reason,
-    memory_of_a_gpu_opens_on_no_other_backend,
-    a_reader_reports_memory_that_is_not_as_claimed_and_the_version_stays,
+    pools_and_legacy_memory_are_refused,
+    gpu_memory_opens_on_no_other_backend,
+    report_of_false_claim_keeps_the_version,
     ]
 }
 
@@ -144,7 +144,7 @@ fn an_object_outlives_its_maker(subject: Subject) {
     assert_eq!((report.objects, report.versions, report.leases, report.bytes), (1, 1, 0, 4 * MIB));
 }
 
-fn a_version_replaces_the_one_before_and_readers_keep_theirs(subject: Subject) {
+fn readers_keep_a_replaced_version(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let client = broker.client();
     put(&client, "a", &filled(&driver, MIB, None, 1), Condition::New).unwrap();
@@ -179,7 +179,7 @@ fn a_version_replaces_the_one_before_and_readers_keep_theirs(subject: Subject) {
     assert_eq!(refused(client.delete("b")).0, RefusalCode::Absent);
 }
 
-fn the_last_versions_stay_if_the_name_says_so(subject: Subject) {
+fn name_may_keep_last_versions(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let client = broker.client();
     for value in 1..=5 {
@@ -192,7 +192,7 @@ fn the_last_versions_stay_if_the_name_says_so(subject: Subject) {
     assert_eq!(refused(client.get(&Get::new("a").version(2))).0, RefusalCode::Absent);
 }
 
-fn a_get_waits_for_what_is_put(subject: Subject) {
+fn get_waits_for_put(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let waiter = broker.client();
     let (path, reading) = (broker.path.clone(), driver.clone());
@@ -230,7 +230,7 @@ fn a_get_waits_for_what_is_put(subject: Subject) {
     assert_eq!(waiting.join().unwrap(), RefusalCode::Stopped);
 }
 
-fn one_of_many_gets_the_claim_and_the_others_what_it_puts(subject: Subject) {
+fn one_reader_claims_and_others_wait(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let get = || Get::new("weights").wait(Duration::from_secs(600));
     let claimer = broker.client();
@@ -259,7 +259,7 @@ fn one_of_many_gets_the_claim_and_the_others_what_it_puts(subject: Subject) {
     assert_eq!(byte(&claimer, &driver, &Get::new("weights")), 1);
 }
 
-fn parts_of_several_processes_are_published_together(subject: Subject) {
+fn parts_of_processes_are_published_together(subject: Subject) {
     let broker = Broker::start(&subject);
     let names: Vec<String> = (0..8).map(|rank| format!("rank{rank}")).collect();
     let makers: Vec<_> = (0..8u8)
@@ -291,7 +291,7 @@ fn parts_of_several_processes_are_published_together(subject: Subject) {
     assert_eq!(refused(client.get(&Get::new("model").parts(["rank9"]))).0, RefusalCode::Differs);
 }
 
-fn a_version_whose_parts_do_not_all_come_is_never_seen(subject: Subject) {
+fn incomplete_version_is_never_visible(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let client = broker.client();
     let memory = filled(&driver, MIB, None, 1);
@@ -312,7 +312,7 @@ fn entry(name: &str, elements: u64, offset: u64) -> ArrayEntry {
     ArrayEntry::new(name, array)
 }
 
-fn arrays_are_found_by_name_and_only_their_segments_come(subject: Subject) {
+fn selected_arrays_send_only_their_segments(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let client = broker.client();
     let memory = filled(&driver, 16 * MIB, Some(2 * MIB), 0);
@@ -348,7 +348,7 @@ fn arrays_are_found_by_name_and_only_their_segments_come(subject: Subject) {
     assert_eq!(refused(client.get(&Get::new("a").range(0..17 * MIB))).0, RefusalCode::Differs);
 }
 
-fn a_table_of_many_arrays_travels_beside_the_record(subject: Subject) {
+fn large_array_table_travels_in_memfd(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let client = broker.client();
     let memory = filled(&driver, 2 * MIB, None, 5);
@@ -373,7 +373,7 @@ fn a_table_of_many_arrays_travels_beside_the_record(subject: Subject) {
     assert_eq!(refused(client.get(&Get::new("big").digest("all", "sum:2"))).0, RefusalCode::Differs);
 }
 
-fn an_object_of_a_thousand_segments_is_one_object(mut subject: Subject) {
+fn thousand_segments_are_one_object(mut subject: Subject) {
     subject.alone();
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let client = broker.client();
@@ -467,7 +467,7 @@ fn quotas_are_refused_with_both_figures(subject: Subject) {
     assert!(matches!(third, Err(Error::Peer(_))), "{third:?}");
 }
 
-fn pools_and_legacy_memory_are_refused_with_the_reason(subject: Subject) {
+fn pools_and_legacy_memory_are_refused(subject: Subject) {
     for spec in [Spec::pool(MIB), Spec::legacy(MIB)] {
         let memory = Shared::create(&subject.device(), spec).unwrap();
         let (code, message) = refused(PutPart::of("all", &memory));
@@ -476,7 +476,7 @@ fn pools_and_legacy_memory_are_refused_with_the_reason(subject: Subject) {
     }
 }
 
-fn memory_of_a_gpu_opens_on_no_other_backend(subject: Subject) {
+fn gpu_memory_opens_on_no_other_backend(subject: Subject) {
     let broker = Broker::start(&subject);
     let client = broker.client();
     put(&client, "a", &filled(&subject.driver, 4 * MIB, Some(2 * MIB), 6), Condition::New).unwrap();
@@ -487,7 +487,7 @@ fn memory_of_a_gpu_opens_on_no_other_backend(subject: Subject) {
     assert_eq!(byte(&client, &subject.driver, &Get::new("a")), 6);
 }
 
-fn a_reader_reports_memory_that_is_not_as_claimed_and_the_version_stays(subject: Subject) {
+fn report_of_false_claim_keeps_the_version(subject: Subject) {
     let broker = Broker::start(&subject);
     let client = broker.client();
     let memory = filled(&subject.driver, 2 * MIB, None, 6);
@@ -509,7 +509,7 @@ fn a_reader_reports_memory_that_is_not_as_claimed_and_the_version_stays(subject:
 }
 
 #[test]
-fn a_memfd_is_not_taken_for_a_gpu_s_memory() {
+fn memfd_is_not_accepted_as_gpu_memory() {
     let (host, fake) = (Subject::host(), Subject::fake());
     let strict = Broker::start(&host);
     let memory = filled(&fake.driver, 2 * MIB, None, 6);
@@ -518,7 +518,7 @@ fn a_memfd_is_not_taken_for_a_gpu_s_memory() {
     assert!(message.contains("character device"), "{message}");
 }
 
-fn a_list_of_many_names_comes_in_pages(subject: Subject) {
+fn long_list_comes_in_pages(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let client = broker.client();
     let memory = filled(&driver, MIB, None, 1);
@@ -537,7 +537,7 @@ fn a_list_of_many_names_comes_in_pages(subject: Subject) {
 }
 
 #[test]
-fn an_object_with_the_longest_descriptions_is_listed_and_ends_no_connection() {
+fn longest_descriptions_are_listed() {
     let subject = Subject::host();
     let broker = Broker::start(&subject);
     let client = broker.client();

@@ -199,7 +199,7 @@ mod memory {
     }
 
     #[test]
-    fn answers_that_are_not_read_are_bounded() {
+    fn unread_answers_are_bounded() {
         let served = serve(&["--timeout", "60s"]);
         let server = served.server();
         let mut maker = Maker::new(&served);
@@ -258,7 +258,7 @@ mod memory {
     }
 
     #[test]
-    fn a_catalogue_loads_in_the_memory_of_serving() {
+    fn catalogue_loads_within_serving_memory() {
         let served = serve(&[]);
         let old = served.server();
         let mut maker = Maker::new(&served);
@@ -280,7 +280,7 @@ mod memory {
 }
 
 #[test]
-fn puts_wait_for_the_close_of_replaced_memory() {
+fn puts_wait_for_closing_replaced_memory() {
     let served = serve(&[]);
     // Work that the worker does step by step, and closes nothing in a step.
     let entry = |at| format!(r#"{{ "name": "a{at}", "array": {{ "shape": [ 1 ], "dtype": "uint8" }} }}"#);
@@ -416,7 +416,7 @@ fn watchers(served: &Served, prefix: &str, count: usize) -> Vec<Raw> {
 }
 
 #[test]
-fn watchers_that_do_not_read_delay_no_get() {
+fn idle_watchers_delay_no_get() {
     let served = serve(&["--timeout", "600s"]);
     let mut maker = Maker::new(&served);
     maker.publish("a");
@@ -465,7 +465,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn hidden_names_and_leases_cost_others_nothing() {
+    fn hidden_names_cost_others_nothing() {
         let uid = OTHER.to_string();
         let served = serve(&["--allow-uid", &uid, "--quota", "connections=100"]);
         fs::set_permissions(served.path.parent().unwrap(), std::os::unix::fs::PermissionsExt::from_mode(0o755))

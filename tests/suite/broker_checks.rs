@@ -147,7 +147,7 @@ fn wrong_count_in_received_ends_connection() {
 }
 
 #[test]
-fn request_number_of_another_name_is_refused() {
+fn request_token_of_another_name_is_refused() {
     let scene = Scene::new();
     let client = scene.server.client();
     let fds = scene.memory.fds();
@@ -211,7 +211,7 @@ fn tables_count_towards_the_quota() {
 }
 
 #[test]
-fn table_that_parts_share_is_read_once() {
+fn shared_table_is_read_once() {
     let subject = Subject::host();
     let server = Process::start(Setup::of(&subject));
     let raw = Raw::greeted(&server.path).unwrap();

@@ -33,11 +33,11 @@ use crate::{
 
 cases! {
     on crate::support::Subject; every backend: [
-    a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing,
-    server_with_keeper_apart_killed_at_any_step_loses_nothing,
-    a_server_that_is_killed_at_any_step_of_its_start_loses_nothing,
-    a_supervisor_that_is_killed_at_any_step_loses_nothing,
-    what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowledged,
+    verbs_survive_server_kill,
+    verbs_survive_server_kill_with_keeper_service,
+    start_survives_server_kill,
+    puts_survive_supervisor_kill,
+    acknowledged_requests_survive_client_and_server_kill,
     ]
 }
 
@@ -365,18 +365,18 @@ fn server_killed_in(subject: &Subject, keeper: Keeper) {
     until(|| scene.served.kept(server) == (CHUNKS + 2, CHUNKS + 2));
 }
 
-fn a_server_that_is_killed_at_any_step_of_a_verb_loses_nothing(mut subject: Subject) {
+fn verbs_survive_server_kill(mut subject: Subject) {
     subject.alone();
     server_killed_in(&subject, Keeper::Own);
 }
 
-fn server_with_keeper_apart_killed_at_any_step_loses_nothing(mut subject: Subject) {
+fn verbs_survive_server_kill_with_keeper_service(mut subject: Subject) {
     subject.alone();
     server_killed_in(&subject, Keeper::Apart);
 }
 
 /// Of the program's start: what the loader does before comes with it.
-fn a_server_that_is_killed_at_any_step_of_its_start_loses_nothing(mut subject: Subject) {
+fn start_survives_server_kill(mut subject: Subject) {
     subject.alone();
     let scene = Scene::new(Keeper::Apart, &subject);
     let manager = scene.served.manager.as_ref().unwrap();
@@ -422,7 +422,7 @@ fn a_server_that_is_killed_at_any_step_of_its_start_loses_nothing(mut subject: S
     assert_eq!(resume(&raw, &[]).instance, scene.instance);
 }
 
-fn a_supervisor_that_is_killed_at_any_step_loses_nothing(mut subject: Subject) {
+fn puts_survive_supervisor_kill(mut subject: Subject) {
     subject.alone();
     let mut scene = Scene::new(Keeper::Own, &subject);
     let mut kills = 0;
@@ -477,12 +477,12 @@ enum Order {
     ServerFirst,
 }
 
-fn what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowledged(mut subject: Subject) {
+fn acknowledged_requests_survive_client_and_server_kill(mut subject: Subject) {
     subject.alone();
     if let Some((step, path)) = Actor::role() {
         go_to(&step, &path, &subject.driver);
     }
-    let case = "what_is_left_of_clients_that_are_killed_with_the_server_is_what_was_acknowledged";
+    let case = "acknowledged_requests_survive_client_and_server_kill";
     let test = name_of(&subject, "broker_crashes", case);
     let scene = Scene::new(Keeper::Own, &subject);
     let (mut kills, mut longest) = (0, Duration::ZERO);

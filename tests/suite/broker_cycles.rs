@@ -86,7 +86,7 @@ struct Sizes {
 
 /// 100,000 with VMMFD_TEST_CYCLES.
 #[test]
-fn cycles_with_crashes_leave_descriptors_memory_and_catalogue_as_they_were() {
+fn cycles_with_crashes_leak_nothing() {
     let cycles = number("VMMFD_TEST_CYCLES", 2000);
     let subject = Subject::host();
     let served = Served::start(Keeper::Own, &subject);
@@ -152,7 +152,7 @@ const WRITERS: u64 = 10;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_hundred_clients_see_whole_objects_through_many_restarts() {
+fn hundred_clients_see_whole_objects_over_restarts() {
     let restarts = number("VMMFD_TEST_RESTARTS", 10);
     let subject = Subject::host();
     let served = Served::start(Keeper::Own, &subject);

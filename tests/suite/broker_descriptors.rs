@@ -93,7 +93,7 @@ fn without_passrights(test: fn()) {
 }
 
 #[test]
-fn queued_descriptors_of_ended_connections_delay_no_other() {
+fn queued_descriptors_delay_no_other_user() {
     let subject = Subject::host();
     let server = Process::start(Setup::of(&subject));
     let client = server.client();
@@ -201,7 +201,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn a_refused_user_can_send_no_descriptors() {
+    fn refused_user_can_not_send_descriptors() {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|of| of.parse::<u32>().unwrap_or(0));
         let version = (numbers.next().unwrap(), numbers.next().unwrap());
@@ -222,7 +222,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn a_refused_users_descriptors_delay_no_other() {
+    fn refused_descriptors_delay_no_other_user() {
         without_passrights(|| {
             let server = start(&Subject::host(), &[OTHER]);
             let mut files: Vec<Lingering> = (0..300).map(|_| Lingering::new(1)).collect();
@@ -276,7 +276,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn connections_that_end_unread_count_until_they_are_closed() {
+    fn unread_connections_count_until_closed() {
         let subject = Subject::host();
         let quota = [None, None, None, Some(5)];
         let allow_uids = vec![HOSTILE, OTHER, 0];
@@ -357,7 +357,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn kept_memory_leaves_other_users_their_share() {
+    fn kept_memory_leaves_others_their_share() {
         let subject = Subject::host();
         let allow_uids = vec![HOSTILE, OTHER, 0];
         let server = Process::start(Setup { files: 600, user: SERVER, allow_uids, ..Setup::of(&subject) });

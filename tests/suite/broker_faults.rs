@@ -28,8 +28,8 @@ use crate::{
 
 cases! {
     on crate::support::Subject; every backend: [
-    what_is_left_of_a_killed_process_is_what_was_acknowledged,
-    a_version_that_a_killed_reader_held_goes_with_it,
+    acknowledged_requests_survive_client_kill,
+    version_is_freed_with_its_killed_reader,
     ]
 }
 
@@ -358,13 +358,13 @@ pub(crate) fn value(client: &Client, driver: &Driver, name: &str) -> [u8; 2] {
     [first[0], last[0]]
 }
 
-fn what_is_left_of_a_killed_process_is_what_was_acknowledged(mut subject: Subject) {
+fn acknowledged_requests_survive_client_kill(mut subject: Subject) {
     subject.alone();
     let driver = subject.driver.clone();
     if let Some((step, path)) = Actor::role() {
         go_to(&step, &path, &driver);
     }
-    let test = name_of(&subject, "broker_faults", "what_is_left_of_a_killed_process_is_what_was_acknowledged");
+    let test = name_of(&subject, "broker_faults", "acknowledged_requests_survive_client_kill");
     let server = Process::start(Setup::of(&subject));
     let client = server.client();
     let shared = filled(&driver, CHUNKS as u64 * CHUNK, Some(CHUNK), 1);
@@ -444,13 +444,13 @@ fn what_is_left_of_a_killed_process_is_what_was_acknowledged(mut subject: Subjec
     assert_eq!(kills, STEPS.len() + 1);
 }
 
-fn a_version_that_a_killed_reader_held_goes_with_it(mut subject: Subject) {
+fn version_is_freed_with_its_killed_reader(mut subject: Subject) {
     subject.alone();
     let driver = subject.driver.clone();
     if let Some((step, path)) = Actor::role() {
         go_to(&step, &path, &driver);
     }
-    let test = name_of(&subject, "broker_faults", "a_version_that_a_killed_reader_held_goes_with_it");
+    let test = name_of(&subject, "broker_faults", "version_is_freed_with_its_killed_reader");
     let server = Process::start(Setup::of(&subject));
     let client = server.client();
     let put = |value: u8| {

@@ -72,7 +72,7 @@ pub(crate) fn misfit(kind: &str, body: &Value) -> Option<String> {
 }
 
 #[test]
-fn golden_records_are_read_and_written_byte_for_byte() {
+fn golden_records_round_trip_exactly() {
     let golden = golden();
     let mut seen = BTreeSet::new();
     for record in list(&golden, "records") {
@@ -107,7 +107,7 @@ fn golden_records_are_read_and_written_byte_for_byte() {
 }
 
 #[test]
-fn golden_records_that_break_a_rule_are_refused() {
+fn golden_violations_are_refused() {
     let golden = golden();
     for record in list(&golden, "refused") {
         let (name, bytes) = (&record["name"], bytes(record));
@@ -202,7 +202,7 @@ fn schemas_refuse_what_the_program_refuses() {
 }
 
 #[test]
-fn the_page_has_every_code_and_whether_to_try_again() {
+fn page_lists_every_code_and_its_retry() {
     let table = PAGE.split("## Refusals").nth(1).unwrap().split("## ").next().unwrap();
     let rows: Vec<Vec<&str>> =
         table.lines().filter(|line| line.starts_with("| `")).map(|line| line.split('|').collect()).collect();
@@ -218,7 +218,7 @@ fn the_page_has_every_code_and_whether_to_try_again() {
 }
 
 #[test]
-fn no_number_of_a_rule_is_given_twice() {
+fn rule_numbers_are_unique() {
     let numbers = |page: &'static str| {
         page.split("\n\n")
             .filter_map(|paragraph| paragraph.strip_prefix("**")?.split_once("** "))

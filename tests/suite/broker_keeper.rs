@@ -168,7 +168,7 @@ fn kills_of_either_lose_nothing() {
 }
 
 #[test]
-fn restarts_one_after_the_other_lose_nothing() {
+fn consecutive_restarts_lose_nothing() {
     let subject = Subject::host();
     let served = broker(&subject, 3);
     let (server, keeper) = (served.manager.as_ref().unwrap(), served.keeper.as_ref().unwrap());
@@ -184,7 +184,7 @@ fn restarts_one_after_the_other_lose_nothing() {
 }
 
 #[test]
-fn stopped_server_leaves_everything_with_the_keeper() {
+fn stopped_server_leaves_everything_to_keeper() {
     let subject = Subject::host();
     let served = broker(&subject, 2);
     let server = served.manager.as_ref().unwrap();
@@ -199,7 +199,7 @@ fn stopped_server_leaves_everything_with_the_keeper() {
 }
 
 #[test]
-fn server_that_ends_without_a_keeper_names_its_objects() {
+fn server_without_keeper_names_lost_objects() {
     let subject = Subject::host();
     let served = broker(&subject, 2);
     assert_eq!(served.keeper.as_ref().unwrap().stop(Signal::SIGTERM), Some(0));
@@ -213,7 +213,7 @@ fn server_that_ends_without_a_keeper_names_its_objects() {
 }
 
 #[test]
-fn second_server_is_refused_with_the_first_pid() {
+fn second_server_is_refused_with_first_pid() {
     let subject = Subject::host();
     let served = broker(&subject, 1);
     let (first, folder) = (served.server(), tempfile::tempdir().unwrap());
@@ -239,7 +239,7 @@ fn unreachable_keeper_is_an_error() {
 }
 
 #[test]
-fn keeper_in_an_open_folder_is_refused() {
+fn keeper_in_open_folder_is_refused() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o750)).unwrap();
@@ -351,7 +351,7 @@ fn interrupted_resend_names_each_lost_version() {
 
 /// Kills the keeper before each message of the resend to it, and of the put that waits for that.
 #[test]
-fn keeper_killed_during_a_resend_loses_nothing() {
+fn keeper_kill_during_resend_loses_nothing() {
     let subject = Subject::host();
     let served = broker(&subject, 2);
     let keeper = served.keeper.as_ref().unwrap();
@@ -385,7 +385,7 @@ fn keeper_killed_during_a_resend_loses_nothing() {
 }
 
 #[test]
-fn reload_executes_the_new_program_in_place() {
+fn reload_executes_new_program_in_place() {
     let subject = Subject::host();
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
@@ -433,7 +433,7 @@ fn stopped_keeper_is_replaced() {
 }
 
 #[test]
-fn init_hears_that_the_server_serves_and_lives() {
+fn init_is_notified_of_ready_and_watchdog() {
     let folder = tempfile::tempdir().unwrap();
     let (notify, socket) = (folder.path().join("notify"), folder.path().join("broker.sock"));
     let heard = UnixDatagram::bind(&notify).unwrap();

@@ -54,7 +54,7 @@ pub(crate) fn put_segments(client: &Client, driver: &Driver, name: &str, segment
 }
 
 #[test]
-fn a_client_that_does_not_read_is_disconnected_and_delays_no_other() {
+fn unread_client_is_disconnected() {
     let subject = Subject::host();
     let server = Process::start(Setup { timeout_ms: TIMEOUT_MS, ..Setup::of(&subject) });
     let client = server.client();
@@ -89,7 +89,7 @@ fn a_client_that_does_not_read_is_disconnected_and_delays_no_other() {
 }
 
 #[test]
-fn puts_and_connections_beyond_the_descriptors_are_refused_before_anything_is_taken() {
+fn descriptor_limit_refuses_puts_and_connections_early() {
     let subject = Subject::host();
     let files = 600;
     let server = Process::start(Setup { files, timeout_ms: 60_000, ..Setup::of(&subject) });
@@ -153,7 +153,7 @@ fn puts_and_connections_beyond_the_descriptors_are_refused_before_anything_is_ta
 }
 
 #[test]
-fn a_lease_that_is_released_before_it_has_come_hands_out_nothing_more() {
+fn early_release_stops_remaining_segments() {
     let subject = Subject::host();
     let server = Process::start(Setup::of(&subject));
     let client = server.client();
@@ -217,7 +217,7 @@ fn raw_has_ended(raw: &Raw) -> bool {
 
 /// The metadata of an object that is deleted while the reply about it waits for a client that does not read.
 #[test]
-fn a_stat_that_waits_for_its_reader_is_of_what_was_there() {
+fn delayed_stat_shows_the_state_requested() {
     let subject = Subject::host();
     let server = Process::start(Setup::of(&subject));
     let client = server.client();
@@ -265,9 +265,9 @@ fn a_stat_that_waits_for_its_reader_is_of_what_was_there() {
 
 /// Connections, as many as this machine lets one process have: 10,000 of them if it does.
 #[test]
-fn ten_thousand_connections_are_served_at_once() {
+fn serves_ten_thousand_connections() {
     let told = in_child(
-        "broker_limits::ten_thousand_connections_are_served_at_once",
+        "broker_limits::serves_ten_thousand_connections",
         |_| {},
         || {
             let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
@@ -310,7 +310,7 @@ fn ten_thousand_connections_are_served_at_once() {
 }
 
 #[test]
-fn parts_that_wait_for_others_are_bounded_as_one_version() {
+fn waiting_parts_are_bounded_as_one_version() {
     let subject = Subject::host();
     let server = Process::start(Setup { quota: [Some(40 * MIB), None, None, None], ..Setup::of(&subject) });
     let client = server.client();
@@ -369,7 +369,7 @@ mod root {
     /// The kernel's bound on descriptors in flight is on what the server's user has sent, and not on processes with rights.
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn clients_that_never_read_leave_descriptors_in_flight_for_others() {
+    fn idle_clients_leave_descriptors_for_others() {
         let subject = Subject::host();
         let allow_uids = vec![HOSTILE, OTHER, 0];
         // Long: so that the others are not saved by the end of those.
@@ -425,7 +425,7 @@ mod root {
     /// The server has let go of connections whose peers keep what they were sent: that is in flight all the same.
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn what_a_disconnected_client_has_not_read_counts_until_it_is_gone() {
+    fn unread_descriptors_count_until_closed() {
         let subject = Subject::host();
         let allow_uids = vec![OTHER, 0];
         let server =
@@ -457,7 +457,7 @@ mod root {
 }
 
 #[test]
-fn segments_that_do_not_belong_leave_nothing_of_a_put_that_waits_for_others() {
+fn wrong_segments_end_a_waiting_put() {
     let subject = Subject::host();
     let broker = Broker::start(&subject);
     let client = broker.client();
@@ -481,7 +481,7 @@ fn segments_that_do_not_belong_leave_nothing_of_a_put_that_waits_for_others() {
 }
 
 #[test]
-fn a_name_goes_on_a_broker_without_traffic() {
+fn name_expires_without_traffic() {
     let subject = Subject::host();
     // Nothing else wakes it.
     let mut config = ServerConfig::default();

@@ -230,7 +230,7 @@ fn stopped_supervisor_is_replaced() {
 }
 
 #[test]
-fn another_program_at_the_path_loses_nothing() {
+fn replaced_program_file_loses_nothing() {
     let subject = Subject::host();
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
@@ -273,7 +273,7 @@ fn removed_folder_keeps_the_objects() {
 }
 
 #[test]
-fn short_file_limit_is_refused_at_the_start() {
+fn short_file_limit_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -f 64; exec \"$0\" serve --socket \"$1\""]);
@@ -351,7 +351,7 @@ fn unread_stderr_blocks_nothing() {
 }
 
 #[test]
-fn lock_of_the_folder_keeps_no_broker_from_starting() {
+fn folder_lock_prevents_no_start() {
     let subject = Subject::host();
     let mut served = Served::start(Keeper::Own, &subject);
     let folder = served.path.parent().unwrap().to_owned();

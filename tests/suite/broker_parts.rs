@@ -23,7 +23,7 @@ use crate::{
 
 const RANKS: u8 = 8;
 
-const TEST: &str = "broker_parts::eight_processes_put_a_part_on_a_device_each_and_readers_see_one_version";
+const TEST: &str = "broker_parts::eight_processes_put_one_version";
 
 const VERSIONS: u8 = 12;
 
@@ -115,7 +115,7 @@ fn read(client: &Client, subject: &Subject) -> u8 {
 }
 
 #[test]
-fn eight_processes_put_a_part_on_a_device_each_and_readers_see_one_version() {
+fn eight_processes_put_one_version() {
     if let Some((step, path)) = Actor::role() {
         play(&step, &path);
     }

@@ -36,7 +36,7 @@ fn stop(server: Running) {
 }
 
 #[test]
-fn client_without_options_finds_the_nearest_broker() {
+fn client_finds_the_nearest_broker() {
     let (user, machine) = (Meeting::host(), Meeting::host());
     let (system, own) = (machine.folder().join("system.sock"), user.folder().join("vmmfd/broker.sock"));
     let ls = || command(&user, &system, &["ls", "--json"]).end();
@@ -79,7 +79,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn closed_folder_is_reported_with_its_name() {
+    fn inaccessible_folder_is_named() {
         let mut place = Meeting::host();
         fs::set_permissions(place.folder(), PermissionsExt::from_mode(0o755)).unwrap();
         place.copy_binaries();
@@ -129,7 +129,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn put_without_permission_is_refused_before_a_device_is_used() {
+    fn forbidden_put_opens_no_device() {
         let mut place = Meeting::host();
         fs::set_permissions(place.folder(), PermissionsExt::from_mode(0o755)).unwrap();
         place.copy_binaries();

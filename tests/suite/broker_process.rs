@@ -501,7 +501,7 @@ fn the_server_maps_no_driver() {
 
 /// The kernel stops a process with several threads for milliseconds each time that its table of descriptors grows.
 #[test]
-fn descriptor_table_has_room_from_the_start() {
+fn descriptor_table_is_allocated_at_start() {
     let server = Process::start(Setup::of(&Subject::host()));
     drop(server.client());
     let (_, hard) = nix::sys::resource::getrlimit(Resource::RLIMIT_NOFILE).unwrap();

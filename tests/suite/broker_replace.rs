@@ -22,7 +22,7 @@ const READERS: usize = 20;
 const MOST: usize = (READERS + 8) * 3;
 
 #[test]
-fn readers_of_a_name_that_is_replaced_see_whole_versions_and_memory_stays_flat() {
+fn readers_see_whole_versions_during_replaces() {
     let replacements = number("VMMFD_TEST_REPLACEMENTS", 1000);
     let subject = Subject::host();
     let server = Process::start(Setup::of(&subject));

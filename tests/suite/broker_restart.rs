@@ -32,18 +32,18 @@ use crate::{
 
 cases! {
     on crate::support::Subject; every backend: [
-    connections_of_the_gap_wait_and_are_served,
-    supervisors_that_are_killed_one_after_the_other_are_replaced,
-    leases_are_taken_up_and_what_no_client_takes_up_ends,
-    a_version_without_a_name_stays_while_its_lease_is_taken_up,
-    what_is_sent_again_is_done_once_whatever_came_between,
+    connections_during_a_restart_are_served,
+    killed_supervisors_are_replaced,
+    unclaimed_leases_end_after_a_restart,
+    resumed_lease_keeps_an_unnamed_version,
+    repeated_requests_are_done_once,
     events_go_on_across_a_restart,
-    a_new_program_takes_over_and_nothing_is_lost,
-    a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on,
-    a_catalogue_of_a_newer_format_is_refused_and_the_old_server_goes_on,
-    both_at_once_is_a_new_broker_and_says_so,
-    what_both_took_with_them_comes_back_from_a_reader,
-    a_get_that_waits_goes_on_over_restarts,
+    upgrade_loses_nothing,
+    incompatible_program_is_refused,
+    newer_catalogue_is_refused,
+    death_of_both_starts_a_new_broker,
+    reader_restores_lost_objects,
+    waiting_get_survives_restarts,
     ]
 }
 
@@ -91,7 +91,7 @@ fn leases(raw: &Raw) -> usize {
     }
 }
 
-fn supervisors_that_are_killed_one_after_the_other_are_replaced(mut subject: Subject) {
+fn killed_supervisors_are_replaced(mut subject: Subject) {
     subject.alone();
     let mut served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 1);
@@ -107,7 +107,7 @@ fn supervisors_that_are_killed_one_after_the_other_are_replaced(mut subject: Sub
     assert_eq!(listed(&served.greeted().0), [("a".to_owned(), 1, 0)]);
 }
 
-fn connections_of_the_gap_wait_and_are_served(mut subject: Subject) {
+fn connections_during_a_restart_are_served(mut subject: Subject) {
     subject.alone();
     let served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 1);
@@ -134,7 +134,7 @@ fn connections_of_the_gap_wait_and_are_served(mut subject: Subject) {
     }
 }
 
-fn leases_are_taken_up_and_what_no_client_takes_up_ends(mut subject: Subject) {
+fn unclaimed_leases_end_after_a_restart(mut subject: Subject) {
     subject.alone();
     let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--allow-uid", "34561", "--no-quota"]);
     fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -168,7 +168,7 @@ fn leases_are_taken_up_and_what_no_client_takes_up_ends(mut subject: Subject) {
     until(|| leases(&raw) == 0);
 }
 
-fn a_version_without_a_name_stays_while_its_lease_is_taken_up(mut subject: Subject) {
+fn resumed_lease_keeps_an_unnamed_version(mut subject: Subject) {
     subject.alone();
     let served = Served::start(Keeper::Own, &subject);
     let (raw, _) = served.greeted();
@@ -200,7 +200,7 @@ fn a_version_without_a_name_stays_while_its_lease_is_taken_up(mut subject: Subje
 }
 
 /// Found by the model: a client whose answer was lost asks again after another has done the next thing.
-fn what_is_sent_again_is_done_once_whatever_came_between(mut subject: Subject) {
+fn repeated_requests_are_done_once(mut subject: Subject) {
     subject.alone();
     let served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 1);
@@ -284,7 +284,7 @@ fn events_go_on_across_a_restart(mut subject: Subject) {
     drop(raw);
 }
 
-fn a_new_program_takes_over_and_nothing_is_lost(mut subject: Subject) {
+fn upgrade_loses_nothing(mut subject: Subject) {
     subject.alone();
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
@@ -319,7 +319,7 @@ fn a_new_program_takes_over_and_nothing_is_lost(mut subject: Subject) {
     until(|| served.kept(server) == (4, 4));
 }
 
-fn a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on(mut subject: Subject) {
+fn incompatible_program_is_refused(mut subject: Subject) {
     subject.alone();
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
@@ -353,7 +353,7 @@ fn a_program_that_can_not_go_on_is_refused_and_the_old_server_goes_on(mut subjec
     assert_eq!(listed(&served.greeted().0), [("a".to_owned(), 1, 0)]);
 }
 
-fn a_catalogue_of_a_newer_format_is_refused_and_the_old_server_goes_on(mut subject: Subject) {
+fn newer_catalogue_is_refused(mut subject: Subject) {
     subject.alone();
     let served = Served::start(Keeper::Own, &subject);
     let (raw, server) = served.greeted();
@@ -381,7 +381,7 @@ fn a_catalogue_of_a_newer_format_is_refused_and_the_old_server_goes_on(mut subje
     assert_eq!(listed(&served.greeted().0), [("a".to_owned(), 2, 0)]);
 }
 
-fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
+fn death_of_both_starts_a_new_broker(mut subject: Subject) {
     subject.alone();
     let mut served = Served::start(Keeper::Own, &subject);
     let (raw, server) = served.greeted();
@@ -408,7 +408,7 @@ fn both_at_once_is_a_new_broker_and_says_so(mut subject: Subject) {
     assert!(matches!(raw.ask(&Message::Get(Box::new(object)), &[]).unwrap(), Some((Message::Refused(_), _))));
 }
 
-fn what_both_took_with_them_comes_back_from_a_reader(mut subject: Subject) {
+fn reader_restores_lost_objects(mut subject: Subject) {
     subject.alone();
     let mut served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 5);
@@ -439,7 +439,7 @@ fn what_both_took_with_them_comes_back_from_a_reader(mut subject: Subject) {
     until(|| listed(&raw) == [("a".to_owned(), 1, 0)]);
 }
 
-fn a_get_that_waits_goes_on_over_restarts(mut subject: Subject) {
+fn waiting_get_survives_restarts(mut subject: Subject) {
     subject.alone();
     let served = Served::start(Keeper::Own, &subject);
     let config = Config::default().timeout(Duration::from_secs(60));

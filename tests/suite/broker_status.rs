@@ -117,7 +117,7 @@ fn requested_ends_are_no_crashes() {
 }
 
 #[test]
-fn crash_of_everything_is_reported_by_the_next() {
+fn total_crash_is_reported_at_next_start() {
     let place = Meeting::host();
     let socket = place.socket();
     let serve = || {
@@ -144,7 +144,7 @@ fn crash_of_everything_is_reported_by_the_next() {
 }
 
 #[test]
-fn refusal_of_a_second_broker_names_a_living_process() {
+fn second_broker_is_refused_with_a_pid() {
     let subject = Subject::host();
     let served = Served::start(Keeper::Apart, &subject);
     let place = Meeting::host();
@@ -196,7 +196,7 @@ fn devices_report_their_memory_by_nvml() {
 }
 
 #[test]
-fn check_names_each_problem_and_starts_nothing() {
+fn check_reports_each_problem() {
     let place = Meeting::host();
     let (socket, file, keeper) = (place.socket(), place.folder().join("options"), place.folder().join("k/keeper.sock"));
     let check = |options: &str, more: &[&str]| {
@@ -262,12 +262,12 @@ fn socket_follows_the_options(keeper: Keeper, signal: Signal) {
 }
 
 #[test]
-fn socket_follows_the_options_at_a_start() {
+fn socket_follows_options_at_start() {
     socket_follows_the_options(Keeper::Apart, Signal::SIGTERM);
 }
 
 #[test]
-fn socket_follows_the_options_at_a_reload() {
+fn socket_follows_options_at_reload() {
     socket_follows_the_options(Keeper::Own, Signal::SIGHUP);
 }
 
@@ -279,7 +279,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn socket_is_for_the_one_group_that_is_allowed() {
+    fn socket_is_for_the_allowed_group() {
         let subject = Subject::host();
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("options");
@@ -317,7 +317,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn status_of_anothers_broker_shows_ones_own() {
+    fn status_of_foreign_broker_shows_own_objects() {
         let subject = Subject::host();
         let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--allow-uid", "34561"]);
         fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();

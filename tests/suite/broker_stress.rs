@@ -484,7 +484,7 @@ impl Actor<'_> {
 }
 
 #[test]
-fn the_catalogue_is_a_plain_map_however_clients_behave() {
+fn catalogue_matches_a_map_under_stress() {
     let wanted = number("VMMFD_TEST_REQUESTS", 20_000);
     let subject = Subject::host();
     let server = Process::start(Setup::of(&subject));

@@ -33,23 +33,23 @@ use crate::{
 
 cases! {
     on crate::support::Subject; every backend: [
-    a_switch_keeps_the_addresses_and_shows_the_next_version,
-    an_old_version_is_switched_back_to,
-    each_piece_is_mapped_and_its_access_set_once,
+    switch_keeps_addresses_and_shows_new_version,
+    switch_back_to_an_old_version,
+    each_segment_is_mapped_once,
     parts_and_pieces_are_switched_together,
-    segments_may_be_cut_otherwise_and_data_and_arrays_added,
-    what_does_not_fit_is_refused_with_every_difference,
-    memory_that_is_still_used_is_not_exchanged,
-    a_version_prepared_for_another_layout_is_refused,
-    a_prepare_that_fails_at_any_call_leaves_nothing,
-    a_switch_that_fails_at_any_call_leaves_the_old_version,
-    where_neither_version_can_be_mapped_the_object_is_parked_and_the_error_has_both_reasons,
-    memory_that_can_not_be_unmapped_stays_as_it_is,
-    parked_memory_is_given_back_and_comes_back_at_the_same_addresses,
-    a_parked_object_can_not_be_read,
-    a_lease_that_is_kept_keeps_the_version,
-    an_unpark_that_fails_at_any_call_leaves_it_parked,
-    no_other_reservation_gets_the_addresses_of_a_parked_object,
+    new_version_may_change_segments_and_arrays,
+    mismatch_lists_every_difference,
+    memory_in_use_is_not_switched,
+    version_of_another_layout_is_refused,
+    failed_prepare_leaves_nothing,
+    failed_switch_keeps_the_old_version,
+    unmappable_versions_leave_the_object_parked,
+    failed_unmap_changes_nothing,
+    unpark_restores_the_same_addresses,
+    parked_object_can_not_be_read,
+    kept_lease_keeps_its_version,
+    failed_unpark_leaves_the_object_parked,
+    parked_addresses_stay_reserved,
     ]
 }
 
@@ -126,7 +126,7 @@ fn misuse<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> String {
     }
 }
 
-fn a_switch_keeps_the_addresses_and_shows_the_next_version(subject: Subject) {
+fn switch_keeps_addresses_and_shows_new_version(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let (before, id) = (addresses(&object), object.id().to_owned());
     assert_eq!((value(&object), object.version()), (1, 1));
@@ -151,7 +151,7 @@ fn a_switch_keeps_the_addresses_and_shows_the_next_version(subject: Subject) {
     assert!(held(&client).is_empty());
 }
 
-fn an_old_version_is_switched_back_to(subject: Subject) {
+fn switch_back_to_an_old_version(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let before = addresses(&object);
     let mut other = object.prepare(client.get(&newest()).unwrap()).unwrap();
@@ -168,7 +168,7 @@ fn an_old_version_is_switched_back_to(subject: Subject) {
     assert_eq!((live.handles, live.reservations, live.mappings), (3, 1, 3));
 }
 
-fn each_piece_is_mapped_and_its_access_set_once(subject: Subject) {
+fn each_segment_is_mapped_once(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     subject.faulty.take_verbs();
@@ -225,7 +225,7 @@ fn parts_and_pieces_are_switched_together(subject: Subject) {
     assert_eq!(value(&whole), 3);
 }
 
-fn segments_may_be_cut_otherwise_and_data_and_arrays_added(subject: Subject) {
+fn new_version_may_change_segments_and_arrays(subject: Subject) {
     let broker = Broker::start(&subject);
     let client = broker.client();
     put_of(&client, &subject, SIZE - 100, Some(2 * MIB), 1, vec![entry("w", 16, 0)]);
@@ -245,7 +245,7 @@ fn segments_may_be_cut_otherwise_and_data_and_arrays_added(subject: Subject) {
     assert_eq!(value(&object), 2);
 }
 
-fn what_does_not_fit_is_refused_with_every_difference(subject: Subject) {
+fn mismatch_lists_every_difference(subject: Subject) {
     let broker = Broker::start(&subject);
     let client = broker.client();
     let arrays = vec![entry("w", 16, 0), entry("moved", 4, 100), entry("gone", 4, 200)];
@@ -292,7 +292,7 @@ fn what_does_not_fit_is_refused_with_every_difference(subject: Subject) {
     assert_eq!(value(&object), 1);
 }
 
-fn memory_that_is_still_used_is_not_exchanged(subject: Subject) {
+fn memory_in_use_is_not_switched(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let live = subject.live();
     type User = fn(&Object) -> Box<dyn Any>;
@@ -319,7 +319,7 @@ fn memory_that_is_still_used_is_not_exchanged(subject: Subject) {
     assert_eq!(value(&object), 2);
 }
 
-fn a_version_prepared_for_another_layout_is_refused(subject: Subject) {
+fn version_of_another_layout_is_refused(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let mut other = open(&client, &subject, &newest());
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
@@ -338,7 +338,7 @@ fn a_version_prepared_for_another_layout_is_refused(subject: Subject) {
     assert!(misuse(object.unpark(client.get(&newest()).unwrap())).contains("not parked"));
 }
 
-fn a_prepare_that_fails_at_any_call_leaves_nothing(subject: Subject) {
+fn failed_prepare_leaves_nothing(subject: Subject) {
     let (_broker, client, object) = one_and_two(&subject);
     let live = subject.live();
     let mut failed = Vec::new();
@@ -363,7 +363,7 @@ fn a_prepare_that_fails_at_any_call_leaves_nothing(subject: Subject) {
     assert_eq!((value(&object), subject.live()), (1, live));
 }
 
-fn a_switch_that_fails_at_any_call_leaves_the_old_version(subject: Subject) {
+fn failed_switch_keeps_the_old_version(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let (live, before) = (subject.live(), addresses(&object));
     let mut failed = Vec::new();
@@ -397,7 +397,7 @@ fn a_switch_that_fails_at_any_call_leaves_the_old_version(subject: Subject) {
     assert_eq!((value(&object), subject.live()), (2, live));
 }
 
-fn where_neither_version_can_be_mapped_the_object_is_parked_and_the_error_has_both_reasons(subject: Subject) {
+fn unmappable_versions_leave_the_object_parked(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let before = addresses(&object);
     // The first call waits for work.
@@ -431,7 +431,7 @@ fn where_neither_version_can_be_mapped_the_object_is_parked_and_the_error_has_bo
     assert_eq!(value(&object), 2);
 }
 
-fn memory_that_can_not_be_unmapped_stays_as_it_is(subject: Subject) {
+fn failed_unmap_changes_nothing(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let live = subject.live();
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
@@ -449,7 +449,7 @@ fn memory_that_can_not_be_unmapped_stays_as_it_is(subject: Subject) {
     assert_eq!(subject.live(), live);
 }
 
-fn parked_memory_is_given_back_and_comes_back_at_the_same_addresses(mut subject: Subject) {
+fn unpark_restores_the_same_addresses(mut subject: Subject) {
     subject.alone();
     let broker = Broker::start(&subject);
     let client = broker.client();
@@ -491,7 +491,7 @@ fn parked_memory_is_given_back_and_comes_back_at_the_same_addresses(mut subject:
     subject.assert_empty();
 }
 
-fn a_parked_object_can_not_be_read(subject: Subject) {
+fn parked_object_can_not_be_read(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     object.park(true).unwrap();
     let problem = misuse(object.parts()[0].memory().map(drop));
@@ -511,7 +511,7 @@ fn a_parked_object_can_not_be_read(subject: Subject) {
     assert!(object.is_parked());
 }
 
-fn a_lease_that_is_kept_keeps_the_version(subject: Subject) {
+fn kept_lease_keeps_its_version(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let held = |client: &Client| client.who("").unwrap().leases.iter().map(|held| held.version).collect::<Vec<_>>();
     object.park(true).unwrap();
@@ -527,7 +527,7 @@ fn a_lease_that_is_kept_keeps_the_version(subject: Subject) {
     assert_eq!((value(&object), held(&client)), (2, vec![2]));
 }
 
-fn an_unpark_that_fails_at_any_call_leaves_it_parked(subject: Subject) {
+fn failed_unpark_leaves_the_object_parked(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let before = addresses(&object);
     object.park(true).unwrap();
@@ -547,7 +547,7 @@ fn an_unpark_that_fails_at_any_call_leaves_it_parked(subject: Subject) {
     assert_eq!((value(&object), addresses(&object)), (2, before));
 }
 
-fn no_other_reservation_gets_the_addresses_of_a_parked_object(subject: Subject) {
+fn parked_addresses_stay_reserved(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let (start, device) = (addresses(&object)[0], Device::find(&subject.driver, Selector::default()).unwrap());
     object.park(false).unwrap();
@@ -616,7 +616,7 @@ fn the_addresses_are_never_free() {
 
 /// What a thread reads meanwhile, by the address, is of one version or the other: the host backend has no moment without either.
 #[test]
-fn on_the_host_a_reader_by_address_finds_one_version_or_the_other() {
+fn host_reader_sees_old_or_new_version() {
     let subject = Subject::host();
     let (_broker, client, mut object) = one_and_two(&subject);
     let (start, done, seen) = (addresses(&object)[0], AtomicBool::new(false), [const { AtomicU64::new(0) }; 3]);

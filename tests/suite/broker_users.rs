@@ -93,7 +93,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn modes_decide_who_reads_and_who_replaces() {
+    fn modes_decide_read_and_replace() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
         let path = server.path.clone();
@@ -174,7 +174,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn leases_are_shown_to_their_holders_and_to_those_who_may_read() {
+    fn leases_are_shown_to_holders_and_readers() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
         let path = server.path.clone();
@@ -313,7 +313,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn users_and_groups_come_in_only_if_they_are_allowed() {
+    fn only_allowed_users_and_groups_connect() {
         let subject = Subject::host();
         let refused_as = |path: &Path, uid: u32, gid: u32, groups: &[u32]| {
             as_user(uid, gid, groups, || match try_connect(path) {
@@ -363,7 +363,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn a_user_without_a_number_here_owns_nothing() {
+    fn unmapped_user_owns_nothing() {
         let subject = Subject::host();
         let overflow: u32 = fs::read_to_string("/proc/sys/kernel/overflowuid").unwrap().trim().parse().unwrap();
         // In the server's namespace there is no user but root: all others look alike.
@@ -391,7 +391,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn only_the_owner_and_the_servers_user_offer_a_version_back() {
+    fn only_owner_and_server_user_restore_a_version() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
         let path = server.path.clone();
@@ -545,7 +545,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn made_up_devices_hide_no_other_user() {
+    fn false_devices_hide_no_other_user() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
         let path = server.path.clone();

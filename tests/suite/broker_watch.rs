@@ -67,7 +67,7 @@ fn connect(meeting: &Meeting) -> Client {
 }
 
 #[test]
-fn each_wait_goes_on_where_the_one_before_ended() {
+fn waits_continue_where_the_last_ended() {
     let meeting = Meeting::host();
     let broker = StandIn::start(
         &meeting.socket(),
@@ -108,7 +108,7 @@ fn each_wait_goes_on_where_the_one_before_ended() {
 }
 
 #[test]
-fn lost_events_are_a_word_before_those_that_are_left() {
+fn lost_events_are_reported_first() {
     let meeting = Meeting::host();
     let broker = StandIn::start(
         &meeting.socket(),
@@ -141,7 +141,7 @@ fn lost_events_are_a_word_before_those_that_are_left() {
 }
 
 #[test]
-fn a_broker_that_falls_silent_is_found_out() {
+fn silent_broker_is_detected() {
     let meeting = Meeting::host();
     let (ended, end) = mpsc::channel::<()>();
     let broker = StandIn::start(
@@ -181,7 +181,7 @@ fn happened(watch: &mut vmmfd::broker::Watch, count: usize) -> Vec<(EventKind, S
 }
 
 #[test]
-fn a_watch_sees_what_happens_to_names_of_its_prefix_in_order() {
+fn watch_reports_its_prefix_in_order() {
     let server = Process::start(Setup::of(&Subject::host()));
     let (client, template) = (server.client(), Template::new());
     let put = |name: &str, nonce, condition| template.put(&client, name, nonce, condition).unwrap();
@@ -230,7 +230,7 @@ fn a_watch_sees_what_happens_to_names_of_its_prefix_in_order() {
 }
 
 #[test]
-fn a_watch_of_another_broker_has_lost_events_and_a_wait_can_be_stopped() {
+fn watch_of_new_broker_reports_lost_events() {
     let server = Process::start(Setup::of(&Subject::host()));
     let client = server.client();
     let mut watch = client.watch("", Some(&at(INSTANCE, 12))).unwrap();
@@ -283,7 +283,7 @@ impl Watching {
 }
 
 #[test]
-fn each_event_is_a_line_that_comes_at_once() {
+fn each_event_is_printed_at_once() {
     let watching = Watching::start(&["models/", "--json"]);
     watching.put("models/a");
     watching.put("data/a");
@@ -314,7 +314,7 @@ fn each_event_is_a_line_that_comes_at_once() {
 }
 
 #[test]
-fn a_watch_ends_with_the_reader_of_its_output_also_when_nothing_happens() {
+fn watch_ends_when_its_reader_closes() {
     let place = Meeting::host();
     let mut server = vmmfd(&place, &["serve"]).start();
     server.until("listening");
@@ -329,7 +329,7 @@ fn a_watch_ends_with_the_reader_of_its_output_also_when_nothing_happens() {
 }
 
 #[test]
-fn a_watch_without_a_broker_fails_as_the_other_commands_do() {
+fn watch_without_a_broker_fails() {
     let place = Meeting::host();
     let ended = vmmfd(&place, &["watch", "--json"]).end();
     fits("failure", &ended.code(4).json());
@@ -338,7 +338,7 @@ fn a_watch_without_a_broker_fails_as_the_other_commands_do() {
 }
 
 #[test]
-fn a_watch_goes_on_over_a_crash_of_the_server() {
+fn watch_survives_server_crash() {
     let watching = Watching::start(&["--json"]);
     watching.put("before");
     wait_for("the first event", || watching.watch.so_far().contains("\"before\""));

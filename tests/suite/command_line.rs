@@ -25,7 +25,7 @@ fn help(meeting: &Meeting, arguments: &[&str]) -> String {
 }
 
 #[test]
-fn produce_and_consume_are_the_programs_of_their_own() {
+fn produce_and_consume_match_the_programs() {
     let meeting = Meeting::host();
     let mut producer = vmmfd(&meeting, &["produce", "--backend", "host", "--json", "--seed", "7"]);
     producer.command.arg("--socket").arg(meeting.socket());
@@ -47,7 +47,7 @@ fn produce_and_consume_are_the_programs_of_their_own() {
 }
 
 #[test]
-fn help_has_the_same_groups_and_exit_codes_everywhere() {
+fn help_has_the_same_groups_everywhere() {
     let meeting = Meeting::host();
     const GROUPS: [&str; 7] = ["Object:", "Buffer:", "Array:", "Probes:", "Sharing:", "Meeting:", "Output:"];
     for arguments in [
@@ -172,7 +172,7 @@ fn json_prints_one_object_whatever_happens() {
 }
 
 #[test]
-fn names_that_are_no_text_and_files_that_are_not_there_are_one_sentence() {
+fn bad_names_and_files_are_one_sentence() {
     use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
     let meeting = Meeting::host();
     let mut man = vmmfd(&meeting, &["man", "--json"]);
@@ -201,7 +201,7 @@ fn names_that_are_no_text_and_files_that_are_not_there_are_one_sentence() {
 }
 
 #[test]
-fn a_terminal_that_closes_ends_a_command_as_an_interrupt_does() {
+fn closed_terminal_interrupts_a_command() {
     let meeting = Meeting::fake();
     let run =
         vmmfd(&meeting, &["bench", "--json", "--backend", "cuda", "handoff"]).env("FAKECUDA_SLOW", "cuMemMap:3600000");
@@ -214,7 +214,7 @@ fn a_terminal_that_closes_ends_a_command_as_an_interrupt_does() {
 }
 
 #[test]
-fn an_interrupted_tool_prints_its_object_once() {
+fn interrupted_command_prints_one_object() {
     let meeting = Meeting::fake();
     let run = vmmfd(&meeting, &["doctor", "--json", "-v"]).env("FAKECUDA_SLOW", "cuMemPoolCreate:3600000").start();
     crate::running::wait_for("the probe's process", || meeting.processes().len() > 1);
@@ -224,7 +224,7 @@ fn an_interrupted_tool_prints_its_object_once() {
 }
 
 #[test]
-fn the_same_mistake_has_the_same_exit_code_in_every_command() {
+fn same_mistake_has_the_same_exit_code() {
     let meeting = Meeting::fake();
     let socket = meeting.socket();
     let socket = socket.to_str().unwrap();
@@ -254,7 +254,7 @@ fn the_same_mistake_has_the_same_exit_code_in_every_command() {
 }
 
 #[test]
-fn devices_lists_what_can_be_shared_of_each() {
+fn devices_lists_sharing_support() {
     let meeting = Meeting::fake();
     let run = || vmmfd(&meeting, &["devices", "--backend", "cuda", "--json"]).env("FAKECUDA_DEVICES", "2");
     let report = run().end().code(0).json();
@@ -321,7 +321,7 @@ fn completions_know_the_values_of_options() {
 }
 
 #[test]
-fn man_pages_are_written_for_every_command() {
+fn every_command_has_a_man_page() {
     let meeting = Meeting::host();
     let folder = meeting.folder().join("share/man");
     let listed = help(&meeting, &["man", folder.to_str().unwrap()]);
@@ -349,7 +349,7 @@ fn man_pages_are_written_for_every_command() {
 }
 
 #[test]
-fn a_machine_of_eight_gpus_is_reported_whole_and_in_order() {
+fn eight_gpus_are_listed_in_order() {
     let meeting = Meeting::fake();
     // The second is measured last, when every device has been probed.
     let doctor = ["doctor", "--json", "--only", "memory,export-cost,peer"];
@@ -402,7 +402,7 @@ fn document(name: &str) -> Value {
 }
 
 #[test]
-fn every_command_with_json_has_a_schema() {
+fn every_json_report_has_a_schema() {
     let names = schema(&[]).code(0).stdout.clone();
     let names: BTreeSet<&str> = names.lines().collect();
     let help = help(&Meeting::host(), &["--help"]);
@@ -501,7 +501,7 @@ fn every_report_fits_its_schema() {
 }
 
 #[test]
-fn install_puts_the_program_its_pages_and_completions_below_a_prefix() {
+fn install_respects_the_prefix() {
     let meeting = Meeting::host();
     let program = vmmfd(&meeting, &[]).command.get_program().to_owned();
     let prefix = meeting.folder().join("destination/usr");

@@ -9,22 +9,22 @@ use crate::running::{Meeting, Running};
 
 cases! {
     on crate::running::Meeting; every backend: [
-    a_buffer_is_handed_over_whoever_starts_first,
-    json_is_one_object_with_every_field,
-    each_step_is_a_line_with_its_figures,
-    sizes_of_every_kind_are_verified_to_the_last_byte,
+    handoff_works_in_either_start_order,
+    json_object_has_every_field,
+    each_step_prints_its_figures,
+    every_size_is_verified_to_the_end,
     a_round_trip_verifies_both_ways,
-    a_read_only_consumer_takes_part_in_a_round_trip,
+    read_only_consumer_joins_a_round_trip,
     eight_consumers_at_once_are_served,
-    consumers_of_a_round_trip_take_turns,
-    a_flipped_byte_makes_both_sides_fail,
+    round_trip_consumers_take_turns,
+    flipped_byte_fails_both_sides,
     the_salt_is_random_unless_given,
-    a_consumer_that_is_killed_is_a_failed_peer,
-    a_producer_that_is_killed_is_a_failed_peer,
+    killed_consumer_is_a_failed_peer,
+    killed_producer_is_a_failed_peer,
     a_device_is_matched_by_uuid,
-    too_much_memory_is_refused_with_both_figures,
-    signals_end_both_sides_and_remove_the_socket,
-    the_exported_descriptor_is_sent_to_all,
+    excess_memory_is_refused_with_figures,
+    signals_end_both_sides_cleanly,
+    all_consumers_receive_the_descriptor,
     ]
 }
 
@@ -36,7 +36,7 @@ fn pair(meeting: &Meeting, producer: &[&str], consumer: &[&str]) -> (Value, Valu
     (producer.json(), consumer.json())
 }
 
-fn a_buffer_is_handed_over_whoever_starts_first(meeting: Meeting) {
+fn handoff_works_in_either_start_order(meeting: Meeting) {
     let producer = meeting.listening(&[]);
     meeting.consumer(&[]).end().code(0);
     producer.end().code(0);
@@ -50,7 +50,7 @@ fn a_buffer_is_handed_over_whoever_starts_first(meeting: Meeting) {
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
 }
 
-fn json_is_one_object_with_every_field(meeting: Meeting) {
+fn json_object_has_every_field(meeting: Meeting) {
     let (producer, consumer) = pair(&meeting, &["--size", "1000001"], &[]);
     for (role, report) in [("producer", &producer), ("consumer", &consumer)] {
         assert_eq!(report["schema"], 1);
@@ -77,7 +77,7 @@ fn json_is_one_object_with_every_field(meeting: Meeting) {
     assert_eq!(consumer.get("consumers"), None);
 }
 
-fn each_step_is_a_line_with_its_figures(meeting: Meeting) {
+fn each_step_prints_its_figures(meeting: Meeting) {
     let producer = meeting.listening(&["--size", "3MiB"]);
     let consumer = meeting.consumer(&[]).end();
     let producer = producer.end();
@@ -106,7 +106,7 @@ fn each_step_is_a_line_with_its_figures(meeting: Meeting) {
     assert_eq!((quiet.stdout.as_str(), quiet.stderr.as_str()), ("", ""));
 }
 
-fn sizes_of_every_kind_are_verified_to_the_last_byte(meeting: Meeting) {
+fn every_size_is_verified_to_the_end(meeting: Meeting) {
     for (options, size) in [
         (["--size", "1"], 1),
         (["--size", "5"], 5),
@@ -132,7 +132,7 @@ fn a_round_trip_verifies_both_ways(meeting: Meeting) {
     assert_eq!((filled_and_verified(&producer), filled_and_verified(&consumer)), (2, 2));
 }
 
-fn a_read_only_consumer_takes_part_in_a_round_trip(meeting: Meeting) {
+fn read_only_consumer_joins_a_round_trip(meeting: Meeting) {
     let producer = meeting.listening(&["--round-trip", "--consumers", "3"]);
     for access in ["ro", "rw", "ro"] {
         let consumer = meeting.consumer(&["--access", access]).end();
@@ -162,7 +162,7 @@ fn eight_consumers_at_once_are_served(meeting: Meeting) {
     assert_eq!(served, pids);
 }
 
-fn consumers_of_a_round_trip_take_turns(meeting: Meeting) {
+fn round_trip_consumers_take_turns(meeting: Meeting) {
     let producer = meeting.producer(&["--consumers", "5", "--round-trip", "--size", "4M", "--json"]).start();
     let consumers: Vec<Running> = (0..5).map(|_| meeting.consumer(&["--json"]).start()).collect();
     for consumer in consumers {
@@ -171,7 +171,7 @@ fn consumers_of_a_round_trip_take_turns(meeting: Meeting) {
     assert_eq!(producer.end().code(0).json()["verified"], true);
 }
 
-fn a_flipped_byte_makes_both_sides_fail(meeting: Meeting) {
+fn flipped_byte_fails_both_sides(meeting: Meeting) {
     for options in [&["--corrupt"][..], &["--corrupt", "--round-trip"], &["--corrupt", "--size", "1"]] {
         let producer = meeting.producer(&[options, &["--json", "--seed", "7"]].concat()).start();
         let consumer = meeting.consumer(&["--json"]).end();
@@ -207,7 +207,7 @@ fn the_salt_is_random_unless_given(meeting: Meeting) {
 /// A consumer large enough to be killed in the middle of its check.
 const LARGE: &str = "256M";
 
-fn a_consumer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
+fn killed_consumer_is_a_failed_peer(meeting: Meeting) {
     let producer = meeting.producer(&["--json", "--size", LARGE, "--consumers", "2"]).start();
     let mut consumer = meeting.consumer(&[]).start();
     consumer.until("map");
@@ -222,7 +222,7 @@ fn a_consumer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
     assert_eq!(report["error"]["kind"], "peer");
 }
 
-fn a_producer_that_is_killed_is_a_failed_peer(meeting: Meeting) {
+fn killed_producer_is_a_failed_peer(meeting: Meeting) {
     let mut producer = meeting.listening(&["--size", LARGE]);
     let consumer = meeting.consumer(&["--json"]).start();
     producer.until("offer");
@@ -249,13 +249,13 @@ fn a_device_is_matched_by_uuid(meeting: Meeting) {
     meeting.consumer(&["--device", "99"]).end().code(3).says("99");
 }
 
-fn too_much_memory_is_refused_with_both_figures(meeting: Meeting) {
+fn excess_memory_is_refused_with_figures(meeting: Meeting) {
     let ended = meeting.producer(&["--size", "4TiB"]).end();
     ended.code(5).says("4398046511104 bytes are more than the ").says(" has free");
     meeting.producer(&["--size", "18446744073709551615"]).end().code(2).says("18446744073709551615");
 }
 
-fn signals_end_both_sides_and_remove_the_socket(meeting: Meeting) {
+fn signals_end_both_sides_cleanly(meeting: Meeting) {
     for (signal, code) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
         let producer = meeting.listening(&[]);
         producer.signal(signal);
@@ -276,7 +276,7 @@ fn signals_end_both_sides_and_remove_the_socket(meeting: Meeting) {
     }
 }
 
-fn the_exported_descriptor_is_sent_to_all(meeting: Meeting) {
+fn all_consumers_receive_the_descriptor(meeting: Meeting) {
     let producer = meeting.listening(&["--consumers", "4"]);
     for _ in 0..4 {
         meeting.consumer(&[]).end().code(0);

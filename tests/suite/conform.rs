@@ -177,7 +177,7 @@ fn this_subscriber_conforms() {
 }
 
 #[test]
-fn where_there_is_nobody_to_meet_nothing_is_found_out() {
+fn missing_peer_finds_nothing() {
     let meeting = Meeting::host();
     for role in ["consumer", "producer", "publisher", "subscriber"] {
         let report = conform(&meeting, role, &["--wait", "50ms"]).end().code(4).json();
@@ -192,7 +192,7 @@ fn where_there_is_nobody_to_meet_nothing_is_found_out() {
 }
 
 #[test]
-fn what_makes_no_sense_is_bad_usage() {
+fn contradictory_options_are_bad_usage() {
     let meeting = Meeting::host();
     conform(&meeting, "consumer", &["--only", "nonsense"]).end().code(2).says("no case called `nonsense`");
     let ended = conform(&meeting, "broker", &[]).end();
@@ -208,7 +208,7 @@ fn what_makes_no_sense_is_bad_usage() {
 }
 
 #[test]
-fn the_text_names_the_rule_and_says_it() {
+fn text_quotes_the_rule() {
     let meeting = Meeting::host();
     let listener = listening(&meeting.socket(), 1);
     thread::scope(|scope| {
@@ -312,7 +312,7 @@ fn memfd(committed: u64, size: u64, seals: SealFlag) -> OwnedFd {
 }
 
 #[test]
-fn a_producer_that_breaks_a_rule_is_found_out() {
+fn faulty_producer_is_detected() {
     let whole = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL;
     breaks(
         &against_producer("handoff", |channel| say(channel, &Message::Busy(Busy {}))),
@@ -391,7 +391,7 @@ fn a_producer_that_breaks_a_rule_is_found_out() {
 }
 
 #[test]
-fn an_answer_that_a_rule_forbids_is_found_out() {
+fn forbidden_answer_is_detected() {
     let one = |channel: &mut Channel| {
         offer(channel, |_| {}, None);
         heard(channel);
@@ -474,7 +474,7 @@ fn believe(channel: &mut Channel) {
 }
 
 #[test]
-fn a_consumer_that_breaks_a_rule_is_found_out() {
+fn faulty_consumer_is_detected() {
     for (case, rule) in [
         ("memory-that-can-shrink", "V2"),
         ("seals-not-final", "V2"),
@@ -526,7 +526,7 @@ fn greeting() -> Message {
 }
 
 #[test]
-fn a_subscriber_that_breaks_a_rule_is_found_out() {
+fn faulty_subscriber_is_detected() {
     let subscribe = |channel: &mut Channel, keep| {
         say(channel, &greeting());
         heard(channel);
@@ -571,7 +571,7 @@ fn a_subscriber_that_breaks_a_rule_is_found_out() {
 }
 
 #[test]
-fn a_publisher_that_breaks_a_rule_is_found_out() {
+fn faulty_publisher_is_detected() {
     type Publish = fn(&mut Channel, &Offer, &OwnedFd);
     let ready = |channel: &mut Channel, generation, sizes: &[u64], fd: &OwnedFd| {
         let fds = vec![fd.as_fd(); sizes.len()];

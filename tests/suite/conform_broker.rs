@@ -163,7 +163,7 @@ macro_rules! set {
 }
 
 #[test]
-fn a_broker_that_breaks_a_rule_is_found_out() {
+fn faulty_broker_is_detected() {
     const FINAL: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_SEAL);
     let cases: [(&str, &str, &str, Change); 24] = [
         ("hello", "B2", "the backend `host`", set!("hello", "/backend", "host")),
@@ -245,7 +245,7 @@ fn pattern_at(offset: u64) -> OwnedFd {
 }
 
 #[test]
-fn where_there_is_no_broker_nothing_is_found_out() {
+fn missing_broker_finds_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let ended = conform(&folder.path().join("none"), &["--wait", "50ms"]);
     let report = ended.code(4).json();
@@ -260,7 +260,7 @@ fn where_there_is_no_broker_nothing_is_found_out() {
 }
 
 #[test]
-fn what_the_broker_and_its_client_say_fits_the_schemas() {
+fn messages_match_the_schemas() {
     let (serving, seen) = (Serving::start(), Arc::new(Mutex::new(Vec::new())));
     let kept = Arc::clone(&seen);
     let path = between(&serving, move |_, record, fds| {

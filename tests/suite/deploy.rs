@@ -79,7 +79,7 @@ fn understood(program: &'static str, arguments: &[String]) {
 }
 
 #[test]
-fn the_image_has_the_programs_and_asks_for_the_drivers_compute_libraries() {
+fn image_requests_the_compute_libraries() {
     let file = text("Dockerfile");
     let manifest = include_str!("../../Cargo.toml");
     let of_manifest = |key: &str| {
@@ -110,7 +110,7 @@ fn the_image_has_the_programs_and_asks_for_the_drivers_compute_libraries() {
 }
 
 #[test]
-fn the_programs_take_the_options_of_every_end() {
+fn programs_accept_the_deployed_options() {
     let mut ends: Vec<Vec<String>> = services().into_iter().map(|(_, command)| command).collect();
     for pod in ["kubernetes/pod.yaml", "kubernetes/two-pods.yaml"].iter().flat_map(|name| pods(name)) {
         ends.extend(containers(&pod).map(|container| words(&container["args"])));
@@ -136,7 +136,7 @@ fn the_programs_take_the_options_of_every_end() {
 }
 
 #[test]
-fn two_ends_share_one_gpu_and_the_folder_of_the_socket_and_nothing_else() {
+fn pods_share_only_gpu_and_socket_folder() {
     for name in ["kubernetes/pod.yaml", "kubernetes/two-pods.yaml"] {
         let documents = documents(name);
         let [claim] = kind(&documents, "ResourceClaim")[..] else { panic!("{name}: not one claim") };
@@ -210,7 +210,7 @@ fn security_level(pod: &Yaml) -> &'static str {
 }
 
 #[test]
-fn page_has_the_security_level_of_each_pod() {
+fn page_lists_each_pods_security_level() {
     let page = include_str!("../../docs/containers.md");
     for name in PODS {
         let file = name.strip_prefix("kubernetes/").unwrap();
@@ -233,7 +233,7 @@ fn page_has_the_security_level_of_each_pod() {
 }
 
 #[test]
-fn no_end_has_a_privilege_or_a_namespace_of_the_host() {
+fn pods_have_no_host_privileges() {
     for pod in PODS.iter().flat_map(|name| pods(name)) {
         assert_eq!(pod["securityContext"]["runAsNonRoot"].as_bool(), Some(true));
         for host in ["hostIPC", "hostPID", "hostNetwork", "shareProcessNamespace"] {
@@ -271,7 +271,7 @@ fn node_check() -> String {
 }
 
 #[test]
-fn the_node_check_passes_without_a_gpu_and_with_one_that_works_and_fails_otherwise() {
+fn node_check_fails_on_broken_gpus() {
     let check = |meeting: &Meeting, driver: Option<&Path>| -> Run {
         let run = meeting.bare("vmmfd");
         let programs = Path::new(run.command.get_program()).parent().unwrap().to_owned();
@@ -348,7 +348,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn broker_of_a_node_serves_all_users_of_its_group() {
+    fn node_broker_serves_its_group() {
         let pod = pods("kubernetes/broker.yaml").remove(0);
         let number = |field: &str| pod["securityContext"][field].as_i64().unwrap() as u32;
         let (user, group) = (number("runAsUser"), node_group());
@@ -397,7 +397,7 @@ fn node_group() -> u32 {
 }
 
 #[test]
-fn the_broker_of_a_node_has_no_gpu_and_ends_only_when_a_person_deletes_it() {
+fn node_broker_needs_no_gpu() {
     let set = documents("kubernetes/broker.yaml").remove(0);
     assert_eq!(set["kind"].as_str(), Some("DaemonSet"));
     assert_eq!(set["spec"]["updateStrategy"]["type"].as_str(), Some("OnDelete"));
@@ -458,7 +458,7 @@ fn section(unit: &str, name: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn units_never_give_up_and_never_end_each_other() {
+fn units_restart_independently_forever() {
     for (file, folder, mode) in [("vmmfd.service", "vmmfd", "0755"), ("vmmfd-keeper.service", "vmmfd-keeper", "0700")] {
         let unit = text(&format!("systemd/{file}"));
         let service = section(&unit, "Service");
@@ -527,7 +527,7 @@ fn units_never_give_up_and_never_end_each_other() {
 }
 
 #[test]
-fn exporter_serves_loopback_on_a_passed_socket() {
+fn exporter_serves_on_a_passed_socket() {
     let socket = section(&text("systemd/vmmfd-exporter.socket"), "Socket");
     assert_eq!(socket, [("ListenStream".to_owned(), "127.0.0.1:9464".to_owned())]);
     let unit = text("systemd/vmmfd-exporter.service");

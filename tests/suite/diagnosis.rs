@@ -21,19 +21,19 @@ const INVALID: u32 = code::INVALID_VALUE;
 
 cases! {
     on crate::support::Subject; gpus alone: [
-    the_library_is_named_by_the_file_it_was_loaded_from,
-    memory_for_a_fabric_is_made_and_exported_or_not_permitted,
-    memory_made_for_rdma_is_memory_like_any,
-    a_dma_buf_has_the_size_of_its_range_and_is_closed_on_exec,
-    a_dma_buf_is_of_mapped_memory_alone,
-    bytes_are_copied_within_a_device_and_take_a_time,
-    a_copy_within_a_device_needs_access_at_both_ends,
+    library_reports_its_file,
+    fabric_memory_is_exported_or_forbidden,
+    rdma_memory_works_like_other_memory,
+    dma_buf_has_range_size_and_cloexec,
+    dma_buf_needs_mapped_memory,
+    device_copy_reports_its_time,
+    device_copy_needs_access_to_both,
     a_kernel_stores_one_word,
-    a_kernel_stores_to_whole_words_of_mapped_memory_alone,
-    a_kernel_that_stores_where_it_may_only_read_ruins_its_process,
-    a_kernel_that_stores_where_it_may_do_nothing_ruins_its_process,
-    an_event_is_used_where_it_was_made_until_it_is_destroyed,
-    an_event_recorded_in_either_process_is_waited_for_in_the_other,
+    kernel_store_needs_mapped_words,
+    store_to_read_only_destroys_the_context,
+    store_without_access_destroys_the_context,
+    event_is_local_to_its_driver,
+    events_synchronize_both_processes,
     ]
 }
 
@@ -51,7 +51,7 @@ fn full_name(subject: &Subject, test: &str) -> String {
     format!("diagnosis::{module}::{test}")
 }
 
-fn the_library_is_named_by_the_file_it_was_loaded_from(subject: Subject) {
+fn library_reports_its_file(subject: Subject) {
     let library = diagnosis(&subject).library().unwrap();
     match &subject.fake {
         Some(fake) => assert_eq!(library, fake.path()),
@@ -64,7 +64,7 @@ fn the_library_is_named_by_the_file_it_was_loaded_from(subject: Subject) {
 
 // Memory made for something
 
-fn memory_for_a_fabric_is_made_and_exported_or_not_permitted(subject: Subject) {
+fn fabric_memory_is_exported_or_forbidden(subject: Subject) {
     let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
     assert_eq!(code(diagnosis.create_with(99, unit, MadeFor::Fabric)), code::INVALID_DEVICE);
     let ordinary = driver.create(unit, &EXPORTABLE).unwrap();
@@ -92,7 +92,7 @@ fn memory_for_a_fabric_is_made_and_exported_or_not_permitted(subject: Subject) {
     }
 }
 
-fn memory_made_for_rdma_is_memory_like_any(subject: Subject) {
+fn rdma_memory_works_like_other_memory(subject: Subject) {
     let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
     assert_eq!(code(diagnosis.create_with(99, unit, MadeFor::Rdma)), code::INVALID_DEVICE);
     for size in [0, unit + 1] {
@@ -109,7 +109,7 @@ fn memory_made_for_rdma_is_memory_like_any(subject: Subject) {
     mapped.end();
 }
 
-fn a_dma_buf_has_the_size_of_its_range_and_is_closed_on_exec(subject: Subject) {
+fn dma_buf_has_range_size_and_cloexec(subject: Subject) {
     let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
     let mapped = Mapped::of(&*subject.verbs, diagnosis.create_with(0, 2 * unit, MadeFor::Rdma).unwrap(), 2 * unit);
     let fds = [(); 2].map(|()| diagnosis.export_dma_buf(0, mapped.address, 2 * unit).unwrap());
@@ -120,7 +120,7 @@ fn a_dma_buf_has_the_size_of_its_range_and_is_closed_on_exec(subject: Subject) {
     mapped.end();
 }
 
-fn a_dma_buf_is_of_mapped_memory_alone(mut subject: Subject) {
+fn dma_buf_needs_mapped_memory(mut subject: Subject) {
     subject.alone();
     let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
     let mapped = Mapped::of(&*subject.verbs, diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap(), unit);
@@ -154,7 +154,7 @@ fn a_dma_buf_is_of_mapped_memory_alone(mut subject: Subject) {
 
 // Copies
 
-fn bytes_are_copied_within_a_device_and_take_a_time(subject: Subject) {
+fn device_copy_reports_its_time(subject: Subject) {
     let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
     let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.verbs, &EXPORTABLE, 3));
     one.write(0, &[0; 200]);
@@ -175,7 +175,7 @@ fn bytes_are_copied_within_a_device_and_take_a_time(subject: Subject) {
     two.end();
 }
 
-fn a_copy_within_a_device_needs_access_at_both_ends(mut subject: Subject) {
+fn device_copy_needs_access_to_both(mut subject: Subject) {
     subject.alone();
     let (diagnosis, unit) = (diagnosis(&subject), subject.unit());
     let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.verbs, &EXPORTABLE, 1));
@@ -207,7 +207,7 @@ fn a_copy_within_a_device_needs_access_at_both_ends(mut subject: Subject) {
 }
 
 #[test]
-fn a_copy_within_a_device_that_fails_is_waited_for_too() {
+fn failed_device_copy_is_awaited() {
     let subject = Subject::fake();
     let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
     let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
@@ -235,7 +235,7 @@ fn a_kernel_stores_one_word(subject: Subject) {
     mapped.end();
 }
 
-fn a_kernel_stores_to_whole_words_of_mapped_memory_alone(mut subject: Subject) {
+fn kernel_store_needs_mapped_words(mut subject: Subject) {
     subject.alone();
     let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
     let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
@@ -280,20 +280,20 @@ fn store_with(subject: &Subject, test: &str, access: Option<Access>) -> String {
     )
 }
 
-fn a_kernel_that_stores_where_it_may_only_read_ruins_its_process(subject: Subject) {
-    let test = "a_kernel_that_stores_where_it_may_only_read_ruins_its_process";
+fn store_to_read_only_destroys_the_context(subject: Subject) {
+    let test = "store_to_read_only_destroys_the_context";
     assert_eq!(store_with(&subject, test, Some(ReadOnly)), "700 700 700 700");
     subject.verbs.synchronize(0).unwrap();
 }
 
-fn a_kernel_that_stores_where_it_may_do_nothing_ruins_its_process(subject: Subject) {
-    let test = "a_kernel_that_stores_where_it_may_do_nothing_ruins_its_process";
+fn store_without_access_destroys_the_context(subject: Subject) {
+    let test = "store_without_access_destroys_the_context";
     assert_eq!(store_with(&subject, test, None), "700 700 700 700");
     subject.verbs.synchronize(0).unwrap();
 }
 
 #[test]
-fn a_store_that_fails_leaves_no_module_and_nothing_under_way() {
+fn failed_store_leaves_nothing() {
     let subject = Subject::fake();
     let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
     let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
@@ -315,7 +315,7 @@ fn a_store_that_fails_leaves_no_module_and_nothing_under_way() {
 
 // Events
 
-fn an_event_is_used_where_it_was_made_until_it_is_destroyed(mut subject: Subject) {
+fn event_is_local_to_its_driver(mut subject: Subject) {
     subject.alone();
     let diagnosis = diagnosis(&subject);
     assert_eq!(code(diagnosis.event_create(99)), code::INVALID_DEVICE);
@@ -347,7 +347,7 @@ fn an_event_is_used_where_it_was_made_until_it_is_destroyed(mut subject: Subject
     assert_eq!(calls(), before, "none of it reached the driver");
 }
 
-fn an_event_recorded_in_either_process_is_waited_for_in_the_other(subject: Subject) {
+fn events_synchronize_both_processes(subject: Subject) {
     let owner = |subject: &Subject, wire: Wire| {
         let diagnosis = diagnosis(subject);
         let event = diagnosis.event_create(0).unwrap();
@@ -360,7 +360,7 @@ fn an_event_recorded_in_either_process_is_waited_for_in_the_other(subject: Subje
         diagnosis.event_destroy(0, event).unwrap();
         wire.say(b".");
     };
-    let test = full_name(&subject, "an_event_recorded_in_either_process_is_waited_for_in_the_other");
+    let test = full_name(&subject, "events_synchronize_both_processes");
     with_owner_in(&subject, &test, owner, |wire| {
         let diagnosis = diagnosis(&subject);
         let handle: [u8; 64] = wire.hear();
@@ -382,7 +382,7 @@ fn an_event_recorded_in_either_process_is_waited_for_in_the_other(subject: Subje
 }
 
 #[test]
-fn what_is_no_event_of_another_process_is_not_opened() {
+fn foreign_handle_is_no_event() {
     let share = |subject: &Subject, wire: Wire| {
         let event = diagnosis(subject).event_create(0).unwrap();
         wire.say(&diagnosis(subject).event_export(0, event).unwrap());
@@ -392,7 +392,7 @@ fn what_is_no_event_of_another_process_is_not_opened() {
         wire.hear::<1>();
     };
     let subject = Subject::fake();
-    with_owner_in(&subject, "diagnosis::what_is_no_event_of_another_process_is_not_opened", share, |wire| {
+    with_owner_in(&subject, "diagnosis::foreign_handle_is_no_event", share, |wire| {
         let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
         let handle: [u8; 64] = wire.hear();
         let mut damaged = handle;
@@ -419,7 +419,7 @@ fn what_is_no_event_of_another_process_is_not_opened() {
 }
 
 #[test]
-fn copies_and_events_are_of_the_device_that_is_named() {
+fn copies_and_events_use_the_named_device() {
     let fake = Copy::new().load();
     fake.set("FAKECUDA_DEVICES", "2");
     let subject = Subject::of(fake);
@@ -441,7 +441,7 @@ fn copies_and_events_are_of_the_device_that_is_named() {
 }
 
 #[test]
-fn each_verb_of_a_diagnosis_can_be_made_to_fail() {
+fn each_diagnostic_call_can_fail() {
     let subject = Subject::fake();
     let diagnosis = diagnosis(&subject);
     let (handle, event) =

@@ -18,10 +18,10 @@ use crate::{
 
 cases! {
     on crate::running::Meeting; every backend: [
-    a_clean_report_is_whole_and_leaves_nothing,
+    clean_report_is_complete,
     chosen_probes_alone_are_run,
-    a_report_that_is_shown_prints_as_it_did_when_it_was_made,
-    two_ends_meet_and_both_report_the_same,
+    shown_report_prints_the_same,
+    both_ends_report_the_same,
     ]
 }
 
@@ -100,7 +100,7 @@ fn assert_whole(report: &Value) {
     }
 }
 
-fn a_clean_report_is_whole_and_leaves_nothing(meeting: Meeting) {
+fn clean_report_is_complete(meeting: Meeting) {
     let ended = doctor(&meeting, &["--json", "--device", "0"]).end();
     assert_eq!(ended.code(0).stderr, "");
     let report = ended.json();
@@ -174,7 +174,7 @@ fn chosen_probes_alone_are_run(meeting: Meeting) {
     assert_eq!(auto.end().json()["backend"], "cuda");
 }
 
-fn a_report_that_is_shown_prints_as_it_did_when_it_was_made(meeting: Meeting) {
+fn shown_report_prints_the_same(meeting: Meeting) {
     let made = doctor(&meeting, &["--json", "--device", "0"]).end();
     let file = meeting.folder().join("report.json");
     fs::write(&file, &made.stdout).unwrap();
@@ -217,7 +217,7 @@ fn assert_met(serve: &Ended, join: &Ended) {
     assert_eq!(serve["verdict"], join["verdict"]);
 }
 
-fn two_ends_meet_and_both_report_the_same(meeting: Meeting) {
+fn both_ends_report_the_same(meeting: Meeting) {
     let serve = meet(&meeting, "serve", &["--json"]).start();
     wait_for("the socket", || meeting.socket().exists());
     let join = meet(&meeting, "join", &["--json"]).end();
@@ -229,7 +229,7 @@ fn two_ends_meet_and_both_report_the_same(meeting: Meeting) {
 }
 
 #[test]
-fn a_fault_of_the_gpu_is_provoked_only_when_asked_for() {
+fn gpu_fault_needs_an_option() {
     let meeting = Meeting::fake();
     let stores = |options: &[&str]| {
         let report = doctor(&meeting, &[&["--json"], options].concat()).end().code(0).json();
@@ -245,7 +245,7 @@ fn a_fault_of_the_gpu_is_provoked_only_when_asked_for() {
 }
 
 #[test]
-fn an_end_that_dies_leaves_a_whole_report_at_the_other() {
+fn dead_end_leaves_a_complete_report() {
     let meeting = Meeting::fake();
     let serve = meet(&meeting, "serve", &["--json", "--timeout", "5s"]).start();
     wait_for("the socket", || meeting.socket().exists());
@@ -293,7 +293,7 @@ fn report_of_failed_calls_is_whole() {
 }
 
 #[test]
-fn report_of_probes_that_hang_or_crash_is_whole() {
+fn report_survives_hanging_and_crashing_probes() {
     let slow = |call: &str| ("FAKECUDA_SLOW", format!("{call}:{HANGS}"));
     let runs = [
         // In the other process of the probe.
@@ -325,7 +325,7 @@ fn report_of_probes_that_hang_or_crash_is_whole() {
 }
 
 #[test]
-fn the_maker_of_memory_is_dead_when_its_descriptor_is_imported() {
+fn import_works_after_the_exporter_died() {
     let meeting = Meeting::fake();
     let log = meeting.folder().join("calls");
     let run = doctor(&meeting, &["--only", "held-descriptor", "--timeout", "10m"]);
@@ -341,7 +341,7 @@ fn the_maker_of_memory_is_dead_when_its_descriptor_is_imported() {
 }
 
 #[test]
-fn a_descriptor_is_held_by_a_process_that_makes_no_call_of_the_driver() {
+fn descriptor_holder_makes_no_driver_call() {
     let meeting = Meeting::fake();
     let log = meeting.folder().join("calls");
     let held = |run: Run| {
@@ -434,7 +434,7 @@ const MORE_CALLS: [(&str, &str, u32, u32); 8] = [
 ];
 
 #[test]
-fn each_probe_of_a_device_fails_with_its_call() {
+fn each_probe_fails_with_its_call() {
     let meeting = Meeting::fake();
     only(&meeting, "fabric").end().code(0);
     for (probe, call, nth, code) in CALLS.into_iter().chain(MORE_CALLS) {
@@ -448,7 +448,7 @@ fn each_probe_of_a_device_fails_with_its_call() {
 }
 
 #[test]
-fn each_probe_of_a_device_that_hangs_is_ended() {
+fn each_hanging_probe_is_killed() {
     for calls in CALLS.chunks(5) {
         let running = calls.iter().map(|(probe, call, ..)| {
             let meeting = Meeting::fake();
@@ -463,7 +463,7 @@ fn each_probe_of_a_device_that_hangs_is_ended() {
 }
 
 #[test]
-fn each_probe_of_a_device_may_crash_its_process() {
+fn each_probe_may_crash() {
     let meeting = Meeting::fake();
     for (probe, call, ..) in CALLS {
         let found = of_one(&meeting, &only(&meeting, probe).env("FAKECUDA_ABORT", call).end(), probe);
@@ -472,7 +472,7 @@ fn each_probe_of_a_device_may_crash_its_process() {
 }
 
 #[test]
-fn what_can_not_be_given_back_is_found_out() {
+fn leaks_are_detected() {
     let meeting = Meeting::fake();
     let ended = only(&meeting, "memory").env("FAKECUDA_FAIL", "cuMemUnmap:1:1").end();
     let found = of_one(&meeting, &ended, "memory");
@@ -480,7 +480,7 @@ fn what_can_not_be_given_back_is_found_out() {
 }
 
 #[test]
-fn a_folder_is_found_where_temporary_files_can_not_be() {
+fn finds_folder_without_temporary_files() {
     let meeting = Meeting::host();
     doctor(&meeting, &["--only", "round-trip"]).env("TMPDIR", "/nonexistent").end().code(0);
     let large = meeting.folder().join("large");
@@ -490,14 +490,14 @@ fn a_folder_is_found_where_temporary_files_can_not_be() {
 }
 
 #[test]
-fn a_pair_that_is_asked_for_and_not_there_has_failed() {
+fn missing_requested_pair_fails() {
     let ended = doctor(&Meeting::fake(), &["--only", "peer"]).end();
     ended.code(1);
     assert!(ended.stdout.contains("no pair of devices was tried"), "{}", ended.stdout);
 }
 
 #[test]
-fn nothing_here_to_test_is_no_failure_of_sharing() {
+fn nothing_to_test_is_no_failure() {
     let meeting = Meeting::fake();
     let none = doctor(&meeting, &["--json"]).env("FAKECUDA_DEVICES", "0").end().code(3).json();
     assert_eq!((&none["devices"], &none["exit_code"]), (&serde_json::json!([]), &3.into()));
@@ -518,7 +518,7 @@ fn with_copy(meeting: &Meeting, copy: &Copy, options: &[&str]) -> Run {
 }
 
 #[test]
-fn an_old_driver_fails_at_what_it_lacks_and_no_more() {
+fn old_driver_fails_only_missing_calls() {
     let meeting = Meeting::fake();
     let lacking = [("cuMemPoolCreate", "pool"), ("cuIpcGetMemHandle", "legacy"), ("cuIpcGetEventHandle", "event")];
     let copy = lacking.iter().fold(Copy::new(), |copy, (symbol, _)| copy.without(symbol));
@@ -538,7 +538,7 @@ fn an_old_driver_fails_at_what_it_lacks_and_no_more() {
 }
 
 #[test]
-fn each_ordered_pair_of_devices_is_tried() {
+fn each_ordered_device_pair_is_tried() {
     let meeting = Meeting::fake();
     for (peers, status) in [("1", "ok"), ("0", "unsupported")] {
         let run = doctor(&meeting, &["--json"]).env("FAKECUDA_DEVICES", "2").env("FAKECUDA_PEERS", peers);
@@ -567,7 +567,7 @@ fn each_ordered_pair_of_devices_is_tried() {
 }
 
 #[test]
-fn a_doctor_that_is_stopped_or_killed_leaves_nothing() {
+fn stopped_or_killed_doctor_leaves_nothing() {
     for (signal, code) in [(Signal::SIGINT, Some(130)), (Signal::SIGTERM, Some(143)), (Signal::SIGKILL, None)] {
         let meeting = Meeting::fake();
         let log = meeting.folder().join("log");
@@ -610,7 +610,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn ends_of_different_users_meet_if_both_allow_it() {
+    fn different_users_meet_if_both_allow() {
         assert!(nix::unistd::geteuid().is_root(), "these tests change users: run them as root");
         let mut meeting = Meeting::host();
         fs::set_permissions(meeting.folder(), PermissionsExt::from_mode(0o777)).unwrap();

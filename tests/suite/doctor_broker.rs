@@ -115,7 +115,7 @@ fn hello(channel: &mut Channel, capabilities: &[&str]) {
 }
 
 #[test]
-fn without_a_broker_nothing_has_failed_and_nothing_is_made() {
+fn missing_broker_is_no_failure() {
     let meeting = Meeting::host();
     let report = doctor(&meeting, &[]).end().code(0).json();
     let finding = found(&report);
@@ -145,7 +145,7 @@ fn a_broker_that_answers_is_named() {
 }
 
 #[test]
-fn a_socket_that_no_process_listens_on_fails_and_does_no_harm_to_the_verdict() {
+fn dead_socket_keeps_the_verdict() {
     let runtime = Runtime::new();
     drop(UnixListener::bind(runtime.socket()).unwrap());
     assert_broken(&runtime.finding(), "stale", "broker-stale", "No process listens on ");
@@ -155,7 +155,7 @@ fn a_socket_that_no_process_listens_on_fails_and_does_no_harm_to_the_verdict() {
 }
 
 #[test]
-fn a_process_that_listens_and_does_not_answer_is_found_in_time() {
+fn silent_listener_is_detected() {
     let runtime = Runtime::new();
     let listener = runtime.listen();
     let finding = runtime.finding();
@@ -174,7 +174,7 @@ fn a_process_that_listens_and_does_not_answer_is_found_in_time() {
 }
 
 #[test]
-fn a_socket_that_this_user_may_not_connect_to_is_told() {
+fn forbidden_socket_is_reported() {
     let runtime = Runtime::new();
     let _listener = runtime.listen();
     let denied = [seccomp::rule(libc::SYS_connect, &[], libc::EACCES), vec![seccomp::ALLOW]].concat();
@@ -184,7 +184,7 @@ fn a_socket_that_this_user_may_not_connect_to_is_told() {
 }
 
 #[test]
-fn what_is_no_broker_is_told_from_one() {
+fn other_listener_is_no_broker() {
     let other = |finding: &Value, words: &str| assert_broken(finding, "other-program", "broker-other-program", words);
     let runtime = Runtime::new();
     let answers = "does not answer as a broker does";
@@ -208,7 +208,7 @@ fn what_is_no_broker_is_told_from_one() {
 }
 
 #[test]
-fn a_broker_that_refuses_is_told_in_its_words() {
+fn refusal_is_quoted() {
     let finding = Runtime::new().finding_with(|mut channel| {
         let message = "3 connections are the most of uid 0".to_owned();
         channel.send(&Message::Error(Failure { code: ErrorCode::Refused, message }), &[]).unwrap();
@@ -218,7 +218,7 @@ fn a_broker_that_refuses_is_told_in_its_words() {
 }
 
 #[test]
-fn a_folder_that_others_may_write_in_is_not_trusted() {
+fn folder_writable_by_others_is_distrusted() {
     let runtime = Runtime::new();
     let _listener = runtime.listen();
     fs::set_permissions(runtime.folder(), PermissionsExt::from_mode(0o777)).unwrap();

@@ -109,7 +109,7 @@ fn what_is_absent_is_not_good() {
 }
 
 #[test]
-fn more_than_there_can_be_ends_the_meeting() {
+fn oversized_message_ends_the_meeting() {
     let mut long = found(0, "pool");
     long["finding"]["meaning"] = "x".repeat(20_000).into();
     let cases = [
@@ -130,7 +130,7 @@ fn more_than_there_can_be_ends_the_meeting() {
 }
 
 #[test]
-fn an_end_that_hangs_up_leaves_a_whole_report_with_every_device() {
+fn hangup_leaves_a_complete_report() {
     let meeting = Meeting::fake();
     let serve = serving(&meeting, meet(&meeting, "cuda", "serve").env("FAKECUDA_DEVICES", "2"));
     let come = dial(&meeting.socket());
@@ -149,7 +149,7 @@ fn an_end_that_hangs_up_leaves_a_whole_report_with_every_device() {
 }
 
 #[test]
-fn both_ends_say_which_of_them_has_no_driver() {
+fn both_ends_name_the_missing_driver() {
     for broken in ["serve", "join"] {
         let meeting = Meeting::fake();
         let run = |part: &str| {
@@ -170,7 +170,7 @@ fn both_ends_say_which_of_them_has_no_driver() {
 }
 
 #[test]
-fn strangers_do_not_keep_out_who_is_waited_for() {
+fn strangers_do_not_block_the_peer() {
     let meeting = Meeting::host();
     let serve = serving(&meeting, meet(&meeting, "host", "serve"));
     drop(dial(&meeting.socket()));
@@ -182,7 +182,7 @@ fn strangers_do_not_keep_out_who_is_waited_for() {
 }
 
 #[test]
-fn a_device_that_one_end_lacks_is_shared_one_way_and_that_is_said() {
+fn one_sided_device_is_reported() {
     let meeting = Meeting::fake();
     let serve = serving(&meeting, meet(&meeting, "cuda", "serve").env("FAKECUDA_DEVICES", "2"));
     let join = meet(&meeting, "cuda", "join").env("FAKECUDA_DEVICES", "1").end();
@@ -198,7 +198,7 @@ fn a_device_that_one_end_lacks_is_shared_one_way_and_that_is_said() {
 }
 
 #[test]
-fn nobody_is_told_in_this_commands_words() {
+fn missing_end_is_reported() {
     for (part, other) in [("serve", "doctor join"), ("join", "doctor serve")] {
         let meeting = Meeting::host();
         let mut run = meet(&meeting, "host", part);

@@ -100,7 +100,7 @@ pub(crate) fn has_driver() -> bool {
 }
 
 #[test]
-fn each_failure_is_explained_by_its_rule() {
+fn each_failure_has_its_rule() {
     let meeting = Meeting::fake();
     for Case { rule, probe, status, settings } in CASES {
         if *rule == "no-device-in-container" && has_driver() {
@@ -111,7 +111,7 @@ fn each_failure_is_explained_by_its_rule() {
 }
 
 #[test]
-fn a_library_that_does_not_start_is_told_by_its_file() {
+fn library_that_fails_init_is_named() {
     let meeting = Meeting::fake();
     let stub = doctor(&meeting, "driver", &[(FAIL, "cuInit:1:34")]).end();
     assert_explained(&stub.code(1).json(), "driver", "failed", "stub-library");
@@ -131,7 +131,7 @@ fn a_library_that_does_not_start_is_told_by_its_file() {
 }
 
 #[test]
-fn a_library_that_is_there_and_does_not_load_is_broken() {
+fn unloadable_library_is_broken() {
     let meeting = Meeting::fake();
     let folder = tempfile::tempdir().unwrap();
     let library = folder.path().join("libcuda.so.1");
@@ -147,7 +147,7 @@ fn a_library_that_is_there_and_does_not_load_is_broken() {
 }
 
 #[test]
-fn whether_a_brokers_memory_stays_is_asked_of_nvml_and_no_reason_to_fail() {
+fn persistence_mode_is_only_a_warning() {
     let meeting = Meeting::fake();
     let copy = Copy::new();
     copy.write("libcuda.so.1");
@@ -202,7 +202,7 @@ fn few_descriptors_are_told_as_such() {
 }
 
 #[test]
-fn a_probe_that_somebody_kills_is_told_as_such() {
+fn killed_probe_is_reported_as_killed() {
     let meeting = Meeting::fake();
     let log = meeting.folder().join("log");
     let settings = [(SLOW, "cuMemcpyHtoD_v2:3600000"), ("FAKECUDA_LOG", log.to_str().unwrap())];
@@ -217,7 +217,7 @@ fn a_probe_that_somebody_kills_is_told_as_such() {
 }
 
 #[test]
-fn a_code_that_is_not_about_the_probe_makes_nothing_unsupported() {
+fn unrelated_code_is_not_unsupported() {
     let meeting = Meeting::fake();
     for (fault, probe) in [
         ("cuMemCreate:1:800", "memory"),
@@ -256,7 +256,7 @@ mod namespaces {
 
     #[test]
     #[ignore = "needs the right to make namespaces: make test runs it where there is"]
-    fn legacy_handles_between_namespaces_are_told_by_both_ends() {
+    fn legacy_handles_between_namespaces_are_reported() {
         let meeting = Meeting::fake();
         let end = |part: &str| {
             let mut run = meeting.bare("vmmfd");
@@ -274,7 +274,7 @@ mod namespaces {
 
     #[test]
     #[ignore = "needs the right to make namespaces: make test runs it where there is"]
-    fn a_connection_that_modes_permit_and_selinux_refuses_is_told_by_the_label() {
+    fn selinux_refusal_is_reported_with_label() {
         let refused = |label: &'static str| {
             let meeting = Meeting::host();
             let _listener = std::os::unix::net::UnixListener::bind(meeting.socket()).unwrap();
@@ -298,7 +298,7 @@ mod namespaces {
 
     #[test]
     #[ignore = "needs the right to make namespaces: make test runs it where there is"]
-    fn memory_for_rdma_is_refused_on_wsl() {
+    fn rdma_memory_is_refused_on_wsl() {
         let meeting = Meeting::fake();
         let file = meeting.folder().join("wsl");
         fs::write(&file, "Linux version 5.15.0-microsoft-standard-WSL2 (root@1)").unwrap();
@@ -310,7 +310,7 @@ mod namespaces {
 
     #[test]
     #[ignore = "needs the right to make namespaces: make test runs it where there is"]
-    fn rules_of_other_kernels_speak_where_those_can_be_made_to_show() {
+    fn rules_of_other_kernels_apply() {
         let meeting = Meeting::fake();
         let version = |text: &str, name: &str| {
             let file = meeting.folder().join(name);

@@ -6,14 +6,14 @@ use crate::running::{Ended, Meeting};
 
 cases! {
     on crate::running::Meeting; every backend: [
-    the_host_does_what_it_is_told_to_and_says_so,
-    left_to_itself_a_small_buffer_is_checked_by_the_host,
+    forced_host_engine_is_reported,
+    small_buffers_default_to_the_host,
     what_nothing_verifies_by_is_refused,
     ]
     gpus alone: [
-    the_gpu_does_what_it_is_told_to_and_says_so,
-    the_engines_of_both_sides_may_differ_both_ways,
-    both_engines_find_the_same_wrong_word,
+    forced_gpu_engine_is_reported,
+    engines_of_both_sides_may_differ,
+    both_engines_find_the_wrong_word,
     ]
 }
 
@@ -37,7 +37,7 @@ fn by(report: &Value) -> Vec<(&str, &str)> {
     steps.filter_map(|step| Some((step["name"].as_str()?, step.get("by")?.as_str()?))).collect()
 }
 
-fn the_host_does_what_it_is_told_to_and_says_so(meeting: Meeting) {
+fn forced_host_engine_is_reported(meeting: Meeting) {
     let (producer, consumer) = pair(&meeting, &["--verify", "host"], &["--verify", "host"]);
     assert!(line(producer.code(0), "fill").contains(", on the CPU ("), "{}", producer.stdout);
     assert!(line(consumer.code(0), "verify").contains(" 0 wrong, on the CPU ("), "{}", consumer.stdout);
@@ -47,7 +47,7 @@ fn the_host_does_what_it_is_told_to_and_says_so(meeting: Meeting) {
     assert_eq!(by(&consumer.code(0).json()), [("verify", "host"), ("fill", "host")]);
 }
 
-fn left_to_itself_a_small_buffer_is_checked_by_the_host(meeting: Meeting) {
+fn small_buffers_default_to_the_host(meeting: Meeting) {
     for options in [&["--json"][..], &["--json", "--verify", "auto"]] {
         let (producer, consumer) = pair(&meeting, options, options);
         assert_eq!(by(&producer.code(0).json()), [("fill", "host")]);
@@ -62,7 +62,7 @@ fn what_nothing_verifies_by_is_refused(meeting: Meeting) {
     }
 }
 
-fn the_gpu_does_what_it_is_told_to_and_says_so(meeting: Meeting) {
+fn forced_gpu_engine_is_reported(meeting: Meeting) {
     let (producer, consumer) = pair(&meeting, &["--verify", "gpu"], &["--verify", "gpu"]);
     for (ended, step) in [(&producer, "fill"), (&consumer, "verify")] {
         let line = line(ended.code(0), step);
@@ -78,7 +78,7 @@ fn the_gpu_does_what_it_is_told_to_and_says_so(meeting: Meeting) {
     assert_eq!(by(&consumer.code(0).json()), [("verify", "gpu"), ("fill", "gpu")]);
 }
 
-fn the_engines_of_both_sides_may_differ_both_ways(meeting: Meeting) {
+fn engines_of_both_sides_may_differ(meeting: Meeting) {
     // No whole number of words, so that the last one is in part.
     let size = ["--round-trip", "--size", "1000003", "--json"];
     for (here, there) in [("gpu", "host"), ("host", "gpu")] {
@@ -96,7 +96,7 @@ fn the_engines_of_both_sides_may_differ_both_ways(meeting: Meeting) {
     assert_eq!(by(&consumer.code(0).json()), [("verify", "gpu")]);
 }
 
-fn both_engines_find_the_same_wrong_word(meeting: Meeting) {
+fn both_engines_find_the_wrong_word(meeting: Meeting) {
     let mut found = Vec::new();
     for (here, there) in [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu"), ("host", "host")] {
         let producer = ["--verify", here, "--seed", "7", "--corrupt", "--json"];
@@ -111,7 +111,7 @@ fn both_engines_find_the_same_wrong_word(meeting: Meeting) {
 }
 
 #[test]
-fn a_gpu_that_is_asked_for_on_the_host_is_not_supported() {
+fn gpu_engine_on_host_is_unsupported() {
     let meeting = Meeting::host();
     let ended = meeting.producer(&["--verify", "gpu"]).end();
     let errors: Vec<&str> = ended.code(3).stderr.lines().filter(|line| line.starts_with("error: ")).collect();
@@ -128,7 +128,7 @@ fn a_gpu_that_is_asked_for_on_the_host_is_not_supported() {
 }
 
 #[test]
-fn a_driver_that_can_not_compile_the_kernels_fails_whoever_insists_on_them() {
+fn forced_kernels_fail_without_compiler() {
     let meeting = Meeting::fake();
     let refusing = "cuModuleLoadData:1:221";
     let ended = meeting.producer(&["--verify", "gpu"]).env("FAKECUDA_FAIL", refusing).end();

@@ -11,13 +11,13 @@ use crate::running::{Ended, Meeting, Run};
 cases! {
     on crate::running::Meeting; every backend: [
     a_buffer_is_shared_and_received,
-    a_consumer_receives_each_frame_of_a_stream,
-    an_array_arrives_with_its_type_and_views,
-    memory_goes_through_a_channel_of_the_programs_own,
+    consumer_receives_each_frame,
+    array_arrives_with_type_and_views,
+    memory_travels_over_own_channel,
     ]
     gpus alone: [
     the_drivers_own_calls_share_memory,
-    a_kernel_works_on_memory_that_another_mapping_shows,
+    kernel_results_show_in_other_mapping,
     ]
 }
 
@@ -57,14 +57,14 @@ fn a_buffer_is_shared_and_received(meeting: Meeting) {
     assert!(!socket.exists(), "the socket stays");
 }
 
-fn a_consumer_receives_each_frame_of_a_stream(meeting: Meeting) {
+fn consumer_receives_each_frame(meeting: Meeting) {
     let (socket, producer) = (meeting.socket(), example(&meeting, "stream_producer", &[&meeting.socket()]).start());
     let consumer = printed(&example(&meeting, "stream_consumer", &[&socket]).end());
     assert_eq!(consumer, ["stream_consumer: received 100 frames, whose numbers add up to 4950"]);
     assert!(printed(&producer.end())[1].starts_with("stream_producer: published 100 frames"));
 }
 
-fn an_array_arrives_with_its_type_and_views(meeting: Meeting) {
+fn array_arrives_with_type_and_views(meeting: Meeting) {
     let lines = printed(&example(&meeting, "array", &[]).end());
     assert_eq!(
         lines,
@@ -78,7 +78,7 @@ fn an_array_arrives_with_its_type_and_views(meeting: Meeting) {
     );
 }
 
-fn memory_goes_through_a_channel_of_the_programs_own(meeting: Meeting) {
+fn memory_travels_over_own_channel(meeting: Meeting) {
     let lines = printed(&example(&meeting, "own_channel", &[]).end());
     assert!(
         lines[0].starts_with("own_channel: sends 1 descriptor and {\"memory\":{\"mechanism\":\"vmm\""),
@@ -95,13 +95,13 @@ fn the_drivers_own_calls_share_memory(meeting: Meeting) {
     );
 }
 
-fn a_kernel_works_on_memory_that_another_mapping_shows(meeting: Meeting) {
+fn kernel_results_show_in_other_mapping(meeting: Meeting) {
     let lines = printed(&example(&meeting, "launch", &[]).end());
     assert_eq!(lines, ["launch: 1024 words, from 1000 to 2023"]);
 }
 
 #[test]
-fn every_example_is_short_and_run_here() {
+fn every_example_is_short_and_run() {
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
     let Ok(entries) = fs::read_dir(root.join("examples")) else {
         assert!(!root.exists(), "the sources are here, and no examples");

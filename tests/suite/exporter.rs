@@ -189,7 +189,7 @@ fn passed_socket_is_served() {
 }
 
 #[test]
-fn figures_are_served_in_the_format_that_the_client_takes() {
+fn figures_use_the_requested_format() {
     let place = Meeting::host();
     let broker = StandIn::start(
         &place.socket(),
@@ -307,7 +307,7 @@ fn served() -> String {
 }
 
 #[test]
-fn alerts_name_served_metrics_and_the_runbook() {
+fn alerts_use_served_metrics() {
     let (body, rules, page) = (served(), deployed("prometheus/rules.yml"), docs_page());
     let file = YamlLoader::load_from_str(&rules).unwrap().remove(0);
     let groups = file["groups"].as_vec().unwrap();
@@ -381,7 +381,7 @@ fn checked_by_promtool(body: &str) {
 }
 
 #[test]
-fn without_a_broker_it_says_so_and_with_the_next_one_it_goes_on() {
+fn reconnects_to_the_next_broker() {
     let place = Meeting::host();
     let exporter = Exporter::start(&place, &["--timeout", "3s"]);
     let down = |exporter: &Exporter| {
@@ -410,7 +410,7 @@ fn without_a_broker_it_says_so_and_with_the_next_one_it_goes_on() {
 }
 
 #[test]
-fn a_brokers_own_figures_are_those_of_what_it_did() {
+fn figures_match_what_the_broker_did() {
     let place = Meeting::host();
     let mut server = vmmfd(&place, &["serve", "--quota", "objects=2"]).start();
     server.until("listening");
@@ -557,7 +557,7 @@ fn stopped_broker_is_unavailable_to_all() {
 }
 
 #[test]
-fn it_ends_in_order_and_binds_what_was_asked_and_nothing_else() {
+fn binds_only_the_requested_address() {
     let place = Meeting::host();
     let exporter = Exporter::start(&place, &[]);
     let sockets = fs::read_to_string(format!("/proc/{}/net/tcp", exporter.running.pid())).unwrap();

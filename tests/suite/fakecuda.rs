@@ -224,7 +224,7 @@ fn addresses_and_mappings_take_no_flags() {
 }
 
 #[test]
-fn export_and_import_are_of_descriptors_alone() {
+fn export_and_import_need_descriptors() {
     let calls = Calls::initialised();
     let handle = calls.created();
     let mut fd = -1;
@@ -402,7 +402,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn event_of_another_user_is_not_mapped() {
+    fn foreign_users_event_is_not_mapped() {
         assert!(nix::unistd::geteuid().is_root(), "this test changes users: run it as root");
         let (owner, same, other) = (Calls::ready(), Calls::new(), Calls::new());
         let (mut event, mut handle) = (0, [0; 64]);

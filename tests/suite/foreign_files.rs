@@ -21,7 +21,7 @@ mod mounts {
 
     #[test]
     #[ignore = "mounts a file system: make test runs it where it may"]
-    fn a_file_whose_daemon_does_not_answer_is_refused_without_a_request_to_it() {
+    fn unresponsive_fuse_file_is_refused() {
         let fuse = Fuse::mount(SIZE);
         let file = OpenOptions::new().read(true).write(true).open(fuse.file()).unwrap();
         let path = OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(fuse.file()).unwrap();

@@ -57,7 +57,7 @@ fn is_forked<T>(answer: &vmmfd::Result<T>) -> bool {
 }
 
 #[test]
-fn opening_reports_the_fork_while_a_thread_opens() {
+fn opening_reports_the_fork() {
     let copy = Copy::new();
     copy.write("libcuda.so.1");
     let log = copy.folder().join("log");
@@ -65,7 +65,7 @@ fn opening_reports_the_fork_while_a_thread_opens() {
         command.env_remove("CUDA_VISIBLE_DEVICES").env("LD_LIBRARY_PATH", copy.folder());
         command.env("FAKECUDA_SLOW", "cuInit:3000").env("FAKECUDA_LOG", &log).env("FAKECUDA_DEVICES", "1");
     };
-    let found = in_child("forks::opening_reports_the_fork_while_a_thread_opens", prepare, || {
+    let found = in_child("forks::opening_reports_the_fork", prepare, || {
         let log = std::env::var_os("FAKECUDA_LOG").unwrap();
         let opening = thread::spawn(|| driver::open(Choice::Only(Backend::Cuda)).map(drop));
         wait_for("cuInit", || fs::read_to_string(&log).is_ok_and(|log| log.contains("cuInit")));
@@ -81,9 +81,9 @@ fn opening_reports_the_fork_while_a_thread_opens() {
 }
 
 #[test]
-fn forks_open_the_host_backend_while_threads_do() {
+fn forks_and_threads_open_the_backend() {
     let found = in_child(
-        "forks::forks_open_the_host_backend_while_threads_do",
+        "forks::forks_and_threads_open_the_backend",
         |_| {},
         || {
             for _ in 0..3 {
@@ -119,7 +119,7 @@ fn forks_try_again_where_initialising_failed() {
 }
 
 #[test]
-fn sizes_are_known_while_memory_becomes_read_only() {
+fn sizes_stay_known_during_access_change() {
     let (fake, driver) = fake_driver();
     let device = Device::find(&driver, Selector::default()).unwrap();
     let shared = Shared::create(&device, Spec::vmm(5000)).unwrap();
@@ -137,7 +137,7 @@ fn sizes_are_known_while_memory_becomes_read_only() {
 }
 
 #[test]
-fn sizes_are_known_while_memory_is_sealed() {
+fn sizes_stay_known_during_sealing() {
     let (fake, driver) = fake_driver();
     let device = Device::find(&driver, Selector::default()).unwrap();
     let shared = Shared::create(&device, Spec::vmm(5000).sealed()).unwrap();
@@ -164,7 +164,7 @@ fn arenas_report_the_fork() {
 }
 
 #[test]
-fn leases_report_the_fork_while_a_thread_opens_one() {
+fn leases_report_the_fork() {
     let (subject, (fake, driver)) = (Subject::fake(), fake_driver());
     let broker = Broker::start(&subject);
     let (maker, reader) = (broker.client(), broker.client());
@@ -196,7 +196,7 @@ mod namespaces {
 
     #[test]
     #[ignore = "needs the right to make namespaces: make test runs it where there is"]
-    fn init_forks_into_a_new_pid_namespace() {
+    fn init_forks_into_pid_namespace() {
         let subject = Subject::host();
         let broker = Broker::start(&subject);
         in_short_fork(|| {

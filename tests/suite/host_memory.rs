@@ -57,7 +57,7 @@ fn refused(fd: OwnedFd, size: u64) -> (u32, String) {
 }
 
 #[test]
-fn memory_is_sealed_against_changes_of_size_and_committed() {
+fn memory_has_fixed_size_and_is_committed() {
     let subject = Subject::host();
     let allocation = Allocation::create(&subject.device(), 3 * GRANULARITY).unwrap();
     let fd = allocation.export().unwrap();
@@ -72,7 +72,7 @@ fn memory_is_sealed_against_changes_of_size_and_committed() {
 }
 
 #[test]
-fn no_program_that_is_started_inherits_memory() {
+fn started_programs_inherit_no_memory() {
     let subject = Subject::host();
     let device = subject.device();
     let allocation = Allocation::create(&device, 1).unwrap();
@@ -84,7 +84,7 @@ fn no_program_that_is_started_inherits_memory() {
 }
 
 #[test]
-fn memory_that_its_owner_could_shrink_is_refused() {
+fn shrinkable_memory_is_refused() {
     let others = SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
     for seals in [SealFlag::empty(), SealFlag::F_SEAL_GROW, others] {
         let (code, reason) = refused(memfd(GRANULARITY, seals), GRANULARITY);
@@ -94,7 +94,7 @@ fn memory_that_its_owner_could_shrink_is_refused() {
 }
 
 #[test]
-fn memory_that_can_still_be_sealed_is_refused() {
+fn sealable_memory_is_refused() {
     for seals in [SealFlag::F_SEAL_SHRINK, SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_WRITE] {
         let (code, reason) = refused(memfd(GRANULARITY, seals), GRANULARITY);
         assert_eq!(code, code::UNKNOWN, "{seals:?}");
@@ -103,7 +103,7 @@ fn memory_that_can_still_be_sealed_is_refused() {
 }
 
 #[test]
-fn memory_of_huge_pages_is_refused_before_it_is_mapped() {
+fn huge_pages_are_refused_before_mapping() {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING | MFdFlags::MFD_HUGETLB | MFdFlags::MFD_HUGE_2MB;
     // None of them need be there for this.
     let huge = memfd_create(c"huge", flags).unwrap();
@@ -115,7 +115,7 @@ fn memory_of_huge_pages_is_refused_before_it_is_mapped() {
 }
 
 #[test]
-fn memory_sealed_against_new_writers_is_mapped_to_be_read() {
+fn future_write_seal_allows_reading() {
     let subject = Subject::host();
     let fd = memfd(GRANULARITY, SealFlag::empty());
     std::fs::File::from(fd.try_clone().unwrap()).write_all(b"theirs").unwrap();
@@ -131,7 +131,7 @@ fn memory_sealed_against_new_writers_is_mapped_to_be_read() {
 }
 
 #[test]
-fn memory_of_another_size_than_claimed_is_refused_with_both() {
+fn false_size_is_refused_with_both() {
     for (actual, claimed) in [
         (GRANULARITY, 2 * GRANULARITY),
         (2 * GRANULARITY, GRANULARITY),
@@ -146,7 +146,7 @@ fn memory_of_another_size_than_claimed_is_refused_with_both() {
 }
 
 #[test]
-fn a_hole_is_refused_and_not_filled() {
+fn sparse_file_is_refused() {
     // More than this machine has; a page of many; and one that was punched into what was whole.
     let sparse = |size: u64, holds: &[u8]| {
         let memfd = memfd_create(c"peer", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
@@ -176,7 +176,7 @@ fn a_hole_is_refused_and_not_filled() {
 }
 
 #[test]
-fn a_descriptor_that_is_open_for_reading_alone_is_enough_to_read() {
+fn read_only_descriptor_suffices_to_read() {
     let subject = Subject::host();
     let fd = memfd(GRANULARITY, SEALED);
     std::fs::File::from(fd.try_clone().unwrap()).write_all(b"theirs").unwrap();
@@ -192,7 +192,7 @@ fn a_descriptor_that_is_open_for_reading_alone_is_enough_to_read() {
 }
 
 #[test]
-fn memory_that_may_still_grow_is_taken() {
+fn growable_memory_is_accepted() {
     let subject = Subject::host();
     let fd = memfd(GRANULARITY, SEALED);
     let mut file = std::fs::File::from(fd.try_clone().unwrap());
@@ -206,7 +206,7 @@ fn memory_that_may_still_grow_is_taken() {
 }
 
 #[test]
-fn memory_sealed_against_writing_is_read_by_anybody_and_written_by_nobody() {
+fn write_seal_allows_only_reading() {
     let subject = Subject::host();
     let device = subject.device();
     let fd = memfd(GRANULARITY, SealFlag::empty());
@@ -232,7 +232,7 @@ fn memory_sealed_against_writing_is_read_by_anybody_and_written_by_nobody() {
 }
 
 #[test]
-fn sealed_memory_goes_to_others_who_can_not_write_to_it_either() {
+fn sealed_memory_is_read_only_elsewhere() {
     let subject = Subject::host();
     let driver = &subject.verbs;
     let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
@@ -271,7 +271,7 @@ fn sealed_memory_goes_to_others_who_can_not_write_to_it_either() {
 }
 
 #[test]
-fn a_slice_is_of_sealed_memory_alone() {
+fn slice_needs_sealed_memory() {
     let subject = Subject::host();
     let driver = &subject.verbs;
     let handles = [(); 2].map(|()| driver.create(GRANULARITY, &EXPORTABLE).unwrap());
@@ -291,7 +291,7 @@ fn a_slice_is_of_sealed_memory_alone() {
 }
 
 #[test]
-fn memory_that_others_may_have_is_not_sealed_any_more() {
+fn shared_memory_is_not_sealed() {
     let subject = Subject::host();
     let driver = &subject.verbs;
     let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
@@ -315,7 +315,7 @@ fn memory_that_others_may_have_is_not_sealed_any_more() {
 }
 
 #[test]
-fn memory_takes_the_place_of_other_memory_in_one_step_with_its_access() {
+fn memory_is_replaced_in_one_step() {
     let subject = Subject::host();
     let (verbs, unit) = (&subject.verbs, GRANULARITY);
     let make = |size: u64, value: u8| {
@@ -380,7 +380,7 @@ fn memory_takes_the_place_of_other_memory_in_one_step_with_its_access() {
 }
 
 #[test]
-fn the_last_window_unmaps_what_its_driver_left() {
+fn last_window_unmaps_its_memory() {
     let driver = HostDriver::new();
     let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
     let inode = Inode::of(driver.export(handle).unwrap());
@@ -397,7 +397,7 @@ fn the_last_window_unmaps_what_its_driver_left() {
 }
 
 #[test]
-fn another_granularity_is_a_power_of_two_of_whole_pages() {
+fn granularity_is_a_power_of_two() {
     for bytes in [0, 1, 2048, 3 << 20, (2 << 20) + 4096] {
         assert_eq!(code(HostDriver::with_granularity(bytes)), code::INVALID_VALUE, "{bytes}");
     }
@@ -419,7 +419,7 @@ fn another_granularity_is_a_power_of_two_of_whole_pages() {
 }
 
 #[test]
-fn more_than_what_is_free_is_refused_and_not_begun() {
+fn excess_allocation_is_refused_early() {
     // In a process that may make no large file, lest a driver that does not refuse fill this machine.
     in_fork(|| {
         setrlimit(Resource::RLIMIT_FSIZE, 64 << 20, 64 << 20).unwrap();
@@ -445,7 +445,7 @@ fn there_is_one_device() {
 }
 
 #[test]
-fn each_object_counts_its_own_and_frees_what_was_forgotten() {
+fn forgotten_memory_is_freed() {
     let (one, two) = (HostDriver::new(), HostDriver::new());
     assert_eq!(one.device_uuid(0).unwrap(), two.device_uuid(0).unwrap());
     let handle = one.create(GRANULARITY, &EXPORTABLE).unwrap();
@@ -470,7 +470,7 @@ fn each_object_counts_its_own_and_frees_what_was_forgotten() {
 }
 
 #[test]
-fn what_another_backend_numbers_by_itself_is_not_touched() {
+fn foreign_handles_are_not_touched() {
     let fake = Copy::new().load();
     let cuda: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
     Device::find(&internals::driver(Arc::clone(&cuda)), vmmfd::memory::Selector::Ordinal(0))

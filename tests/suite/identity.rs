@@ -27,7 +27,7 @@ fn device(driver: &Driver) -> Device {
 }
 
 #[test]
-fn a_handle_of_one_driver_is_refused_by_another_that_gave_out_as_many() {
+fn foreign_handle_with_equal_number_is_refused() {
     const SIZE: u64 = 2 << 20;
     for [one, two] in pairs() {
         let [first, second] = [&one, &two].map(|driver| driver.create(SIZE, &EXPORTABLE).unwrap());
@@ -46,7 +46,7 @@ fn a_handle_of_one_driver_is_refused_by_another_that_gave_out_as_many() {
 }
 
 #[test]
-fn memory_of_one_driver_is_not_mapped_by_another() {
+fn foreign_memory_is_not_mapped() {
     for pair in pairs() {
         let [one, two] = pair.map(internals::driver);
         let (here, there) = (device(&one), device(&two));
@@ -70,7 +70,7 @@ fn memory_of_one_driver_is_not_mapped_by_another() {
 }
 
 #[test]
-fn opening_a_backend_again_gives_the_same_driver() {
+fn backend_opens_once() {
     let host = || open(Choice::Only(Backend::Host)).unwrap().driver;
     let (one, two) = (host(), host());
     assert_eq!(one, two);

@@ -118,7 +118,7 @@ fn the_doctor_and_the_bench_run() {
 }
 
 #[test]
-fn streams_and_sessions_of_the_library_pass_their_tests() {
+fn streams_and_sessions_pass() {
     on_linux_4_18(|| {
         let tests = [
             "stream::turns::host::",

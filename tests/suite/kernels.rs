@@ -22,18 +22,18 @@ const GPU: EngineChoice = EngineChoice::Only(Engine::Gpu);
 cases! {
     on crate::support::Subject; every backend: [
     many_cpus_find_what_one_finds,
-    work_on_many_cpus_can_be_ended_and_fails_as_on_one,
-    an_engine_that_is_forced_is_used_or_refused,
+    parallel_work_can_be_canceled,
+    forced_engine_is_used_or_refused,
     ]
     gpus alone: [
-    both_engines_write_the_same_and_nothing_beside_it,
+    both_engines_write_the_same,
     both_engines_find_the_same,
-    words_of_two_runs_are_told_apart,
+    words_of_two_runs_differ,
     a_fill_leaves_zeros_behind,
-    what_may_not_be_accessed_is_refused_before_a_kernel_runs,
-    a_stretch_that_is_nowhere_is_refused,
-    the_gpu_is_chosen_once_its_kernels_are_loaded,
-    where_kernels_cannot_be_had_the_host_does_their_work_and_says_why,
+    inaccessible_range_runs_no_kernel,
+    unmapped_range_is_refused,
+    loaded_kernels_select_the_gpu,
+    host_replaces_missing_kernels,
     ]
 }
 
@@ -96,7 +96,7 @@ fn many_cpus_find_what_one_finds(subject: Subject) {
     assert_eq!(found.first, Some(Mismatch { index, expected, found: expected ^ 0xFFFF_0000 }));
 }
 
-fn work_on_many_cpus_can_be_ended_and_fails_as_on_one(subject: Subject) {
+fn parallel_work_can_be_canceled(subject: Subject) {
     let mapping = mapping(&subject, 24 << 20);
     let mut ticks = 0;
     let mut stop = |_| {
@@ -112,7 +112,7 @@ fn work_on_many_cpus_can_be_ended_and_fails_as_on_one(subject: Subject) {
     subject.faulty.mend();
 }
 
-fn an_engine_that_is_forced_is_used_or_refused(subject: Subject) {
+fn forced_engine_is_used_or_refused(subject: Subject) {
     let mapping = mapping(&subject, 4096);
     let fill = |choice: EngineChoice| choice.fill(&mapping, 0..4096, Pattern::new(1), &mut |_| Ok(()));
     assert_eq!(fill(EngineChoice::Only(Engine::Host)).unwrap().engine, Engine::Host);
@@ -128,7 +128,7 @@ fn an_engine_that_is_forced_is_used_or_refused(subject: Subject) {
 
 // Kernels
 
-fn both_engines_write_the_same_and_nothing_beside_it(subject: Subject) {
+fn both_engines_write_the_same(subject: Subject) {
     let mapping = mapping(&subject, 2 << 20);
     for range in ranges() {
         mapping.copy_in(0, &vec![0xAA; range.end as usize + 64]).unwrap();
@@ -164,7 +164,7 @@ fn both_engines_find_the_same(subject: Subject) {
     }
 }
 
-fn words_of_two_runs_are_told_apart(subject: Subject) {
+fn words_of_two_runs_differ(subject: Subject) {
     let mapping = mapping(&subject, 1 << 20);
     // Memory that begins shortly before a word whose index is a multiple of 2^31, at every distance from a vector's edge.
     for (run, before) in [(1, 400), (1, 404), (1, 408), (3, 412), (7, 16), (12, 20)] {
@@ -195,7 +195,7 @@ fn a_fill_leaves_zeros_behind(subject: Subject) {
     assert!(read(&mapping, size..all).iter().all(|byte| *byte == 0));
 }
 
-fn what_may_not_be_accessed_is_refused_before_a_kernel_runs(subject: Subject) {
+fn inaccessible_range_runs_no_kernel(subject: Subject) {
     let memory = Mapped::new(&*subject.verbs, &EXPORTABLE, 2);
     let stretch = Stretch { address: memory.address, start: 0, size: memory.size, salt: 1 };
     kernels(&subject).fill(0, &stretch).unwrap();
@@ -211,7 +211,7 @@ fn what_may_not_be_accessed_is_refused_before_a_kernel_runs(subject: Subject) {
     assert_eq!(code(kernels(&subject).verify(0, &stretch)), code::INVALID_VALUE);
 }
 
-fn a_stretch_that_is_nowhere_is_refused(subject: Subject) {
+fn unmapped_range_is_refused(subject: Subject) {
     let memory = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     let good = Stretch { address: memory.address, start: 0, size: memory.size, salt: 1 };
     for bad in [
@@ -232,7 +232,7 @@ fn a_stretch_that_is_nowhere_is_refused(subject: Subject) {
     memory.end();
 }
 
-fn the_gpu_is_chosen_once_its_kernels_are_loaded(subject: Subject) {
+fn loaded_kernels_select_the_gpu(subject: Subject) {
     let mapping = mapping(&subject, 8 << 20);
     let auto = |start, range: Range<u64>| {
         let (_, work) = EngineChoice::Auto.verify(&mapping, start, range, Pattern::new(1), &mut |_| Ok(())).unwrap();
@@ -251,7 +251,7 @@ fn the_gpu_is_chosen_once_its_kernels_are_loaded(subject: Subject) {
     assert!(matches!(refused, Error::Misuse { .. }), "{refused}");
 }
 
-fn where_kernels_cannot_be_had_the_host_does_their_work_and_says_why(subject: Subject) {
+fn host_replaces_missing_kernels(subject: Subject) {
     let mapping = mapping(&subject, 8 << 20);
     kernels(&subject).load(0).unwrap();
     subject.faulty.fail(Fault::Verb("kernels load"), 221);
@@ -263,7 +263,7 @@ fn where_kernels_cannot_be_had_the_host_does_their_work_and_says_why(subject: Su
 }
 
 #[test]
-fn kernels_go_with_their_driver_and_a_failure_leaves_nothing_of_them() {
+fn failed_load_leaves_no_kernels() {
     let fake = Copy::new().load();
     let driver: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
     let kernels = || driver.kernels().unwrap();
@@ -289,7 +289,7 @@ fn kernels_go_with_their_driver_and_a_failure_leaves_nothing_of_them() {
 }
 
 #[test]
-fn another_device_needs_access_of_its_own() {
+fn other_device_needs_own_access() {
     let fake = Copy::new();
     let fake = fake.load();
     fake.set("FAKECUDA_DEVICES", "2");

@@ -89,7 +89,7 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-    fn a_captured_graph_reads_the_version_that_is_at_the_addresses() {
+    fn captured_graph_reads_the_switched_version() {
         let subject = Subject::cuda();
         let broker = Broker::start(&subject);
         let client = broker.client();
@@ -170,7 +170,7 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-    fn streams_and_kernels_of_cudarc_work_on_a_mapping() {
+    fn cudarc_kernels_work_on_a_mapping() {
         let subject = Subject::cuda();
         let device = subject.device();
         let allocation = Allocation::create(&device, 1 << 20).unwrap();
@@ -226,7 +226,7 @@ mod cuda {
 
     #[test]
     #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-    fn a_view_refuses_an_address_that_is_not_aligned() {
+    fn view_refuses_unaligned_address() {
         let subject = Subject::cuda();
         let memory = LegacyMemory::allocate(&subject.device(), 4096).unwrap();
         let context = CudaContext::new(subject.device().ordinal() as usize).unwrap();

@@ -35,21 +35,21 @@ const PEER_ACCESS_UNSUPPORTED: u32 = 217;
 
 cases! {
     on crate::support::Subject; gpus alone: [
-    legacy_memory_has_the_size_asked_for_and_is_freed_once,
+    legacy_memory_is_freed_once,
     copies_stay_inside_a_block,
-    a_legacy_handle_is_of_a_whole_allocation_of_its_own_kind,
-    a_legacy_handle_is_not_opened_where_it_is_from_nor_if_it_is_none,
-    legacy_memory_opened_elsewhere_is_the_same_bytes_and_counted,
-    legacy_memory_freed_by_its_owner_stays_where_it_is_open,
-    legacy_memory_outlives_its_owner_where_it_is_open,
-    a_pool_gives_memory_and_goes_once_nothing_of_it_is_left,
-    a_pools_descriptor_is_new_and_closed_on_exec,
-    descriptors_that_are_no_pool_are_refused,
-    a_pool_imported_in_the_same_process_shows_the_same_bytes,
-    a_pointer_is_imported_by_its_own_bytes_alone,
-    a_pointer_imported_twice_is_given_back_twice,
-    an_imported_pool_gives_nothing_of_its_own,
-    pool_memory_of_another_process_outlives_it,
+    legacy_handle_needs_whole_legacy_allocation,
+    invalid_or_own_legacy_handle_is_refused,
+    legacy_opens_are_counted,
+    freed_legacy_memory_stays_open,
+    open_legacy_memory_outlives_its_owner,
+    pool_is_destroyed_after_its_memory,
+    pool_descriptor_is_cloexec,
+    other_descriptors_are_refused,
+    pool_import_in_same_process_works,
+    pointer_import_needs_its_own_bytes,
+    pointer_imported_twice_is_freed_twice,
+    imported_pool_allocates_nothing,
+    imported_pool_memory_outlives_its_exporter,
     ]
 }
 
@@ -125,7 +125,7 @@ impl Wire {
 
 // Legacy handles
 
-fn legacy_memory_has_the_size_asked_for_and_is_freed_once(mut subject: Subject) {
+fn legacy_memory_is_freed_once(mut subject: Subject) {
     // Another test might be given the addresses that this one freed.
     subject.alone();
     let legacy = legacy(&subject);
@@ -167,7 +167,7 @@ fn copies_stay_inside_a_block(subject: Subject) {
     blocks.into_iter().for_each(|address| legacy.deallocate(0, address).unwrap());
 }
 
-fn a_legacy_handle_is_of_a_whole_allocation_of_its_own_kind(mut subject: Subject) {
+fn legacy_handle_needs_whole_legacy_allocation(mut subject: Subject) {
     // Another test might be given the addresses that this one freed.
     subject.alone();
     let (driver, legacy, unit) = (&subject.verbs, legacy(&subject), subject.unit());
@@ -195,7 +195,7 @@ fn a_legacy_handle_is_of_a_whole_allocation_of_its_own_kind(mut subject: Subject
     legacy.deallocate(0, one).unwrap();
 }
 
-fn a_legacy_handle_is_not_opened_where_it_is_from_nor_if_it_is_none(subject: Subject) {
+fn invalid_or_own_legacy_handle_is_refused(subject: Subject) {
     let legacy = legacy(&subject);
     let address = legacy.allocate(0, 4096).unwrap();
     let handle = legacy.handle(0, address).unwrap();
@@ -232,9 +232,9 @@ fn legacy_owner(subject: &Subject, wire: Wire) {
     }
 }
 
-fn legacy_memory_opened_elsewhere_is_the_same_bytes_and_counted(mut subject: Subject) {
+fn legacy_opens_are_counted(mut subject: Subject) {
     subject.alone();
-    let test = "legacy_memory_opened_elsewhere_is_the_same_bytes_and_counted";
+    let test = "legacy_opens_are_counted";
     with_owner(&subject, test, legacy_owner, |wire| {
         let (driver, legacy) = (&subject.verbs, legacy(&subject));
         let handle: [u8; 64] = wire.hear();
@@ -267,9 +267,9 @@ fn legacy_memory_opened_elsewhere_is_the_same_bytes_and_counted(mut subject: Sub
     });
 }
 
-fn legacy_memory_freed_by_its_owner_stays_where_it_is_open(mut subject: Subject) {
+fn freed_legacy_memory_stays_open(mut subject: Subject) {
     subject.alone();
-    let test = "legacy_memory_freed_by_its_owner_stays_where_it_is_open";
+    let test = "freed_legacy_memory_stays_open";
     with_owner(&subject, test, legacy_owner, |wire| {
         let legacy = legacy(&subject);
         let handle: [u8; 64] = wire.hear();
@@ -283,9 +283,9 @@ fn legacy_memory_freed_by_its_owner_stays_where_it_is_open(mut subject: Subject)
     });
 }
 
-fn legacy_memory_outlives_its_owner_where_it_is_open(mut subject: Subject) {
+fn open_legacy_memory_outlives_its_owner(mut subject: Subject) {
     subject.alone();
-    let test = "legacy_memory_outlives_its_owner_where_it_is_open";
+    let test = "open_legacy_memory_outlives_its_owner";
     let leave = |subject: &Subject, wire: Wire| {
         let address = legacy(subject).allocate(0, 8 << 20).unwrap();
         write(subject, address, b"from its owner");
@@ -306,7 +306,7 @@ fn legacy_memory_outlives_its_owner_where_it_is_open(mut subject: Subject) {
 }
 
 #[test]
-fn legacy_memory_of_a_device_out_of_reach_is_not_opened() {
+fn legacy_memory_needs_peer_access() {
     let fake = Copy::new().load();
     fake.set("FAKECUDA_DEVICES", "2");
     let subject = Subject::of(fake);
@@ -316,7 +316,7 @@ fn legacy_memory_of_a_device_out_of_reach_is_not_opened() {
         wire.hear::<1>();
         legacy(subject).deallocate(1, address).unwrap();
     };
-    with_owner_in(&subject, "legacy_and_pools::legacy_memory_of_a_device_out_of_reach_is_not_opened", share, |wire| {
+    with_owner_in(&subject, "legacy_and_pools::legacy_memory_needs_peer_access", share, |wire| {
         let (driver, legacy, fake) = (&subject.verbs, legacy(&subject), subject.fake.as_ref().unwrap());
         let handle: [u8; 64] = wire.hear();
         fake.set("FAKECUDA_PEERS", "0");
@@ -338,7 +338,7 @@ fn legacy_memory_of_a_device_out_of_reach_is_not_opened() {
 
 // Pools
 
-fn a_pool_gives_memory_and_goes_once_nothing_of_it_is_left(mut subject: Subject) {
+fn pool_is_destroyed_after_its_memory(mut subject: Subject) {
     subject.alone();
     let (driver, pools) = (&subject.verbs, pools(&subject));
     assert_eq!(code(pools.create(99)), code::INVALID_DEVICE);
@@ -377,7 +377,7 @@ fn a_pool_gives_memory_and_goes_once_nothing_of_it_is_left(mut subject: Subject)
     }
 }
 
-fn a_pools_descriptor_is_new_and_closed_on_exec(subject: Subject) {
+fn pool_descriptor_is_cloexec(subject: Subject) {
     let pools = pools(&subject);
     let pool = pools.create(0).unwrap();
     let fds = [(); 2].map(|()| pools.export(pool).unwrap());
@@ -389,7 +389,7 @@ fn a_pools_descriptor_is_new_and_closed_on_exec(subject: Subject) {
     pools.destroy(pool).unwrap();
 }
 
-fn descriptors_that_are_no_pool_are_refused(subject: Subject) {
+fn other_descriptors_are_refused(subject: Subject) {
     let (driver, pools, unit) = (&subject.verbs, pools(&subject), subject.unit());
     let null = File::open("/dev/null").unwrap();
     let memfd = memfd_create(c"no pool", MFdFlags::MFD_CLOEXEC).unwrap();
@@ -406,7 +406,7 @@ fn descriptors_that_are_no_pool_are_refused(subject: Subject) {
     pools.destroy(pool).unwrap();
 }
 
-fn a_pool_imported_in_the_same_process_shows_the_same_bytes(subject: Subject) {
+fn pool_import_in_same_process_works(subject: Subject) {
     let pools = pools(&subject);
     let pool = pools.create(0).unwrap();
     let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
@@ -429,7 +429,7 @@ fn a_pool_imported_in_the_same_process_shows_the_same_bytes(subject: Subject) {
     pools.destroy(pool).unwrap();
 }
 
-fn a_pointer_is_imported_by_its_own_bytes_alone(subject: Subject) {
+fn pointer_import_needs_its_own_bytes(subject: Subject) {
     let pools = pools(&subject);
     let pool = pools.create(0).unwrap();
     let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
@@ -447,7 +447,7 @@ fn a_pointer_is_imported_by_its_own_bytes_alone(subject: Subject) {
     pools.destroy(pool).unwrap();
 }
 
-fn a_pointer_imported_twice_is_given_back_twice(mut subject: Subject) {
+fn pointer_imported_twice_is_freed_twice(mut subject: Subject) {
     subject.alone();
     let pools = pools(&subject);
     let pool = pools.create(0).unwrap();
@@ -470,7 +470,7 @@ fn a_pointer_imported_twice_is_given_back_twice(mut subject: Subject) {
     pools.destroy(pool).unwrap();
 }
 
-fn an_imported_pool_gives_nothing_of_its_own(subject: Subject) {
+fn imported_pool_allocates_nothing(subject: Subject) {
     let pools = pools(&subject);
     let pool = pools.create(0).unwrap();
     let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
@@ -482,7 +482,7 @@ fn an_imported_pool_gives_nothing_of_its_own(subject: Subject) {
     pools.destroy(pool).unwrap();
 }
 
-fn pool_memory_of_another_process_outlives_it(mut subject: Subject) {
+fn imported_pool_memory_outlives_its_exporter(mut subject: Subject) {
     subject.alone();
     let share = |subject: &Subject, wire: Wire| {
         let pools = pools(subject);
@@ -497,7 +497,7 @@ fn pool_memory_of_another_process_outlives_it(mut subject: Subject) {
         wire.say(b".");
         wire.hear::<1>();
     };
-    with_owner(&subject, "pool_memory_of_another_process_outlives_it", share, |wire| {
+    with_owner(&subject, "imported_pool_memory_outlives_its_exporter", share, |wire| {
         let pools = pools(&subject);
         let (mut data, mut fds) = ([0; 64], [-1]);
         assert_eq!(wire.0.recv_with_fd(&mut data, &mut fds).unwrap(), (64, 1));

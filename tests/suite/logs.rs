@@ -52,7 +52,7 @@ fn lines(options: &[&str], in_journal: bool) -> Vec<String> {
 }
 
 #[test]
-fn journal_lines_have_priorities_and_no_time() {
+fn journal_lines_have_priorities() {
     let lines = lines(&[], true);
     let priority = |line: &str| line.strip_prefix('<').and_then(|rest| rest.split_once('>')?.0.parse::<u8>().ok());
     for line in &lines {
@@ -69,7 +69,7 @@ fn journal_lines_have_priorities_and_no_time() {
 }
 
 #[test]
-fn default_log_answers_an_operator_without_floods() {
+fn default_log_is_brief() {
     let subject = Subject::host();
     let served = Served::with(Keeper::Apart, &subject, &binary("vmmfd"), &["--quota", "objects=0"]);
     let client = Client::connect(&served.path, &Config::default()).unwrap();
@@ -111,7 +111,7 @@ fn default_log_answers_an_operator_without_floods() {
 }
 
 #[test]
-fn json_log_has_one_object_a_line() {
+fn json_log_has_object_per_line() {
     let lines = lines(&["--log-format", "json"], true);
     let objects: Vec<Value> =
         lines.iter().map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{line}"))).collect();

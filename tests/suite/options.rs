@@ -32,7 +32,7 @@ fn host() -> Meeting {
 }
 
 #[test]
-fn bad_usage_is_one_clear_sentence_and_exit_code_2() {
+fn bad_usage_is_a_sentence_and_exit_2() {
     let meeting = host();
     for (options, words) in [
         (&["--size", "64MB"][..], "write 64MiB"),
@@ -104,7 +104,7 @@ fn options_come_from_the_environment_too() {
 }
 
 #[test]
-fn the_default_socket_is_in_a_folder_of_the_user_alone() {
+fn default_socket_folder_is_private() {
     let meeting = host();
     let run = |name| {
         let mut run = meeting.bare(name).env("XDG_RUNTIME_DIR", meeting.folder());
@@ -132,7 +132,7 @@ fn the_default_socket_is_in_a_folder_of_the_user_alone() {
 }
 
 #[test]
-fn paths_that_hold_no_socket_are_refused() {
+fn paths_without_a_socket_are_refused() {
     let meeting = host();
     let long = meeting.folder().join("x".repeat(108 - meeting.folder().as_os_str().len()));
     let missing = meeting.folder().join("no").join("s.sock");
@@ -160,7 +160,7 @@ fn paths_that_hold_no_socket_are_refused() {
 }
 
 #[test]
-fn a_path_of_107_bytes_works_though_its_temporary_name_would_not_fit() {
+fn path_of_107_bytes_works() {
     let meeting = host();
     let path = meeting.folder().join("s".repeat(106 - meeting.folder().as_os_str().len()));
     assert_eq!(path.as_os_str().len(), 107);
@@ -176,7 +176,7 @@ fn a_path_of_107_bytes_works_though_its_temporary_name_would_not_fit() {
 }
 
 #[test]
-fn a_live_socket_is_refused_and_a_stale_one_replaced() {
+fn only_stale_sockets_are_replaced() {
     let meeting = host();
     let mut first = meeting.producer(&["--consumers", "2"]).start();
     first.until("listen");
@@ -210,7 +210,7 @@ fn only_ones_own_socket_is_removed() {
 }
 
 #[test]
-fn the_socket_is_for_its_user_alone_unless_others_are_allowed() {
+fn socket_is_private_by_default() {
     let meeting = host();
     for (options, mode) in [(&[][..], 0o600), (&["--allow-uid", "12345"], 0o666)] {
         let producer = meeting.listening(options);
@@ -231,7 +231,7 @@ fn nobody_comes_and_the_wait_ends() {
 }
 
 #[test]
-fn a_consumer_that_came_too_late_is_turned_away() {
+fn late_consumer_is_refused() {
     let meeting = host();
     let producer = meeting.listening(&[]);
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
@@ -245,7 +245,7 @@ fn a_consumer_that_came_too_late_is_turned_away() {
 }
 
 #[test]
-fn backends_that_differ_are_refused_on_both_sides() {
+fn different_backends_are_refused_by_both() {
     let (gpu, ordinary) = (Meeting::new(On::Fake), host());
     let producer = gpu.producer(&["--json"]).start();
     wait_for("the socket", || gpu.socket().exists());
@@ -261,7 +261,7 @@ fn backends_that_differ_are_refused_on_both_sides() {
 }
 
 #[test]
-fn without_a_driver_auto_falls_back_and_reports_it_and_cuda_does_not() {
+fn only_auto_falls_back_without_a_driver() {
     let meeting = host();
     let run = |name, backend: &str, options: &[&str]| {
         let mut run = meeting.bare(name).env("LD_LIBRARY_PATH", meeting.folder());
@@ -286,7 +286,7 @@ fn without_a_driver_auto_falls_back_and_reports_it_and_cuda_does_not() {
 }
 
 #[test]
-fn a_driver_without_a_device_is_a_reason_to_fall_back_and_one_that_fails_is_not() {
+fn only_missing_device_falls_back() {
     let meeting = Meeting::new(On::Fake);
     let auto = |faults: &str| {
         let mut run = meeting.bare("producer").env("FAKECUDA_FAIL", faults);
@@ -305,7 +305,7 @@ fn a_driver_without_a_device_is_a_reason_to_fall_back_and_one_that_fails_is_not(
 }
 
 #[test]
-fn a_device_that_can_not_share_is_named_with_what_it_lacks() {
+fn unsupported_device_names_missing_features() {
     let meeting = Meeting::new(On::Fake);
     for (attribute, words) in [("102:0", "virtual memory management"), ("103:0", "POSIX file descriptor")] {
         let ended = meeting.producer(&[]).env("FAKECUDA_ATTRIBUTE", attribute).end();
@@ -314,7 +314,7 @@ fn a_device_that_can_not_share_is_named_with_what_it_lacks() {
 }
 
 #[test]
-fn another_device_than_the_first_is_found_by_its_uuid() {
+fn second_device_is_found_by_uuid() {
     let meeting = Meeting::new(On::Fake);
     let two = |run: crate::running::Run| run.env("FAKECUDA_DEVICES", "2");
     let producer = two(meeting.producer(&["--device", "1", "--json", "--consumers", "2"])).start();
@@ -329,7 +329,7 @@ fn another_device_than_the_first_is_found_by_its_uuid() {
 }
 
 #[test]
-fn a_failure_of_the_driver_in_the_middle_is_told_to_the_peer() {
+fn driver_failure_reaches_the_peer() {
     for (fault, words) in [
         ("cuMemImportFromShareableHandle:1:2", "cuMemImportFromShareableHandle failed"),
         ("cuMemAddressReserve:1:1", "cuMemAddressReserve failed"),
@@ -349,7 +349,7 @@ fn a_failure_of_the_driver_in_the_middle_is_told_to_the_peer() {
 }
 
 #[test]
-fn a_slow_start_of_the_driver_can_be_interrupted() {
+fn slow_driver_start_can_be_interrupted() {
     let meeting = Meeting::new(On::Fake);
     for name in ["producer", "consumer"] {
         let mut run = meeting.bare(name).env("FAKECUDA_SLOW", format!("cuInit:{HANGS}"));
@@ -363,7 +363,7 @@ fn a_slow_start_of_the_driver_can_be_interrupted() {
 }
 
 #[test]
-fn a_reader_who_has_gone_is_no_error_and_a_full_disk_is() {
+fn broken_pipe_succeeds_and_full_disk_fails() {
     let meeting = host();
     let producer = meeting.listening(&["--consumers", "3"]);
     let (reader, writer) = std::io::pipe().unwrap();
@@ -377,7 +377,7 @@ fn a_reader_who_has_gone_is_no_error_and_a_full_disk_is() {
 }
 
 #[test]
-fn logs_that_can_not_be_written_are_lost_and_nothing_else_is() {
+fn unwritable_logs_lose_only_logs() {
     let meeting = host();
     let full = || File::options().write(true).open("/dev/full").unwrap();
     let mut producer = meeting.producer(&["-v", "--json"]);
@@ -390,7 +390,7 @@ fn logs_that_can_not_be_written_are_lost_and_nothing_else_is() {
 }
 
 #[test]
-fn a_reader_who_stopped_does_not_keep_a_signal_from_ending_it() {
+fn stopped_reader_blocks_no_signal() {
     let meeting = host();
     for option in ["--json", "-v"] {
         let (reader, mut writer) = std::io::pipe().unwrap();
@@ -406,7 +406,7 @@ fn a_reader_who_stopped_does_not_keep_a_signal_from_ending_it() {
 }
 
 #[test]
-fn two_signals_at_once_leave_no_socket_and_the_whole_report() {
+fn two_signals_leave_a_complete_report() {
     let meeting = host();
     for _ in 0..10 {
         let running = meeting.producer(&["--json"]).start();
@@ -421,14 +421,14 @@ fn two_signals_at_once_leave_no_socket_and_the_whole_report() {
 }
 
 #[test]
-fn memory_that_runs_out_for_another_reason_is_no_matter_of_figures() {
+fn unexplained_out_of_memory_has_no_figures() {
     let meeting = Meeting::new(On::Fake);
     let ended = meeting.producer(&[]).env("FAKECUDA_FAIL", "cuMemCreate:1:2").end();
     assert!(!ended.code(5).says("cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY").stderr.contains("are more than"));
 }
 
 #[test]
-fn a_mismatch_is_not_hidden_by_a_full_disk() {
+fn full_disk_hides_no_mismatch() {
     let meeting = host();
     let producer =
         meeting.producer(&["--corrupt"]).stdout(File::options().write(true).open("/dev/full").unwrap()).start();
@@ -437,7 +437,7 @@ fn a_mismatch_is_not_hidden_by_a_full_disk() {
 }
 
 #[test]
-fn rights_do_not_depend_on_the_umask() {
+fn socket_mode_ignores_the_umask() {
     let meeting = host();
     let mut run = meeting.bare("producer").env("XDG_RUNTIME_DIR", meeting.folder());
     run.command.args(["--backend", "host", "--timeout", "20s"]);
@@ -460,7 +460,7 @@ fn rights_do_not_depend_on_the_umask() {
 }
 
 #[test]
-fn a_limit_of_file_sizes_is_an_error_and_no_signal() {
+fn file_size_limit_is_an_error() {
     let meeting = host();
     let mut run = meeting.producer(&["--size", "64MiB"]);
     // SAFETY: setrlimit is a plain system call, safe between fork and exec.
@@ -474,14 +474,14 @@ fn a_limit_of_file_sizes_is_an_error_and_no_signal() {
 }
 
 #[test]
-fn a_runtime_folder_that_does_not_exist_is_named() {
+fn missing_runtime_folder_is_named() {
     let mut run = host().bare("producer").env("XDG_RUNTIME_DIR", "/nonexistent");
     run.command.args(["--backend", "host"]);
     run.end().code(5).says("/nonexistent/vmmfd").says("XDG_RUNTIME_DIR");
 }
 
 #[test]
-fn a_fill_that_fails_is_told_to_whoever_waits() {
+fn failed_fill_reaches_waiting_consumers() {
     let meeting = Meeting::new(On::Fake);
     // The consumer comes while the first slices are filled.
     let producer = meeting
@@ -516,27 +516,27 @@ fn a_slow_producer_says_so(slow: &str) {
 }
 
 #[test]
-fn a_consumer_that_checks_for_longer_than_the_producers_patience_says_so() {
+fn slow_consumer_check_sends_busy() {
     a_slow_consumer_says_so("cuMemcpyDtoH_v2:400");
 }
 
 #[test]
-fn a_consumer_that_replies_for_longer_than_the_producers_patience_says_so() {
+fn slow_consumer_reply_sends_busy() {
     a_slow_consumer_says_so("cuMemcpyHtoD_v2:400");
 }
 
 #[test]
-fn a_producer_that_checks_for_longer_than_the_consumers_patience_says_so() {
+fn slow_producer_check_sends_busy() {
     a_slow_producer_says_so("cuMemcpyDtoH_v2:400");
 }
 
 #[test]
-fn a_producer_that_fills_for_longer_than_the_consumers_patience_says_so() {
+fn slow_fill_sends_busy() {
     a_slow_producer_says_so("cuMemcpyHtoD_v2:400");
 }
 
 #[test]
-fn a_slow_start_of_the_device_that_is_offered_is_waited_for() {
+fn slow_device_start_is_awaited() {
     let meeting = Meeting::new(On::Fake);
     let producer = meeting.producer(&["--timeout", "4s"]).env("FAKECUDA_DEVICES", "2").start();
     let consumer =
@@ -546,7 +546,7 @@ fn a_slow_start_of_the_device_that_is_offered_is_waited_for() {
 }
 
 #[test]
-fn a_socket_that_is_taken_is_refused_before_anything_is_allocated() {
+fn busy_socket_is_refused_before_allocation() {
     let meeting = Meeting::new(On::Fake);
     let first = meeting.listening(&[]);
     let log = meeting.folder().join("calls");

@@ -72,7 +72,7 @@ mod producers {
     use super::*;
 
     #[test]
-    fn a_consumer_that_is_silent_between_two_requests_is_told_so() {
+    fn silent_consumer_is_reported() {
         let meeting = Meeting::host();
         let producer = meeting.listening(&["--timeout", "5s", "--size", "4"]);
         let mut channel = greeted(&meeting);
@@ -86,7 +86,7 @@ mod producers {
     }
 
     #[test]
-    fn a_peer_that_used_its_time_up_is_not_waited_for_again() {
+    fn timed_out_peer_is_not_awaited_again() {
         let timeout = Duration::from_secs(15);
         let meeting = Meeting::host();
         let producer = meeting.listening(&["--timeout", "15s", "--size", "4"]);
@@ -101,7 +101,7 @@ mod producers {
     }
 
     #[test]
-    fn a_turn_in_a_round_trip_ends_however_often_its_consumer_is_busy() {
+    fn busy_consumer_can_not_extend_its_turn() {
         let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
         let shared = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(4)).unwrap();
         let buffer = Buffer::new(shared, Replies, None).unwrap();
@@ -145,7 +145,7 @@ mod producers {
     }
 
     #[test]
-    fn a_flood_of_silent_connections_leaves_those_that_said_hello_and_is_told() {
+    fn silent_flood_spares_greeted_consumers() {
         let meeting = Meeting::host();
         let producer = meeting.listening(&["--size", "4"]);
         let mut polite = greeted(&meeting);
@@ -166,7 +166,7 @@ mod producers {
     }
 
     #[test]
-    fn what_contradicts_the_page_is_answered_with_a_rule_and_no_debugging_output() {
+    fn violations_are_answered_with_a_rule() {
         let meeting = Meeting::host();
         // A digest where none was offered.
         let producer = meeting.listening(&["--size", "8"]);
@@ -185,7 +185,7 @@ mod producers {
     }
 
     #[test]
-    fn the_array_is_in_the_producers_report() {
+    fn producer_report_has_the_array() {
         let meeting = Meeting::host();
         let producer = meeting.producer(&["--dtype", "f32", "--shape", "4", "--json"]).start();
         meeting.consumer(&[]).end().code(0);
@@ -195,7 +195,7 @@ mod producers {
     }
 
     #[test]
-    fn a_consumer_that_waits_three_seconds_is_told_often_enough() {
+    fn waiting_consumer_receives_busy() {
         let meeting = Meeting::host();
         // It is far more patient than its consumer.
         let producer = meeting.listening(&["--round-trip", "--consumers", "2", "--size", "4"]);
@@ -263,7 +263,7 @@ mod consumers {
     }
 
     #[test]
-    fn a_producer_that_stops_is_waited_for_once() {
+    fn stopped_producer_is_awaited_once() {
         let begun = Instant::now();
         let meeting = Meeting::host();
         let (mut stopped, consumer) = met(&meeting, &["--timeout", "15s"]);
@@ -275,7 +275,7 @@ mod consumers {
     }
 
     #[test]
-    fn an_offer_of_more_than_there_can_be_is_the_peers_lie() {
+    fn impossible_offer_is_a_protocol_error() {
         let (sound, fd) = offered(100);
         let most = (1 << 26) - 1;
         for (mapped_size, segments, code) in [
@@ -301,7 +301,7 @@ mod consumers {
     }
 
     #[test]
-    fn an_offer_of_another_backend_is_refused() {
+    fn offer_of_another_backend_is_refused() {
         let (offer, fd) = offered(100);
         let ended = against(
             |channel| {
@@ -315,7 +315,7 @@ mod consumers {
     }
 
     #[test]
-    fn a_sparse_memfd_is_refused_and_not_filled() {
+    fn sparse_memfd_is_refused() {
         let size = 64 * GRANULARITY;
         let (mut offer, _) = offered(size);
         let sparse = memfd_create(c"sparse", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
@@ -367,7 +367,7 @@ mod consumers {
     }
 
     #[test]
-    fn a_code_of_the_future_is_shown_by_its_name() {
+    fn unknown_code_is_shown_by_name() {
         let ended = against(
             |channel| {
                 greet(channel, Backend::Host);
@@ -384,7 +384,7 @@ mod consumers {
     }
 
     #[test]
-    fn an_object_of_another_backend_is_refused_by_a_subscriber_too() {
+    fn subscriber_refuses_another_backend() {
         let (offer, _) = offered(100);
         let (ours, theirs) = Channel::socket_pair().unwrap();
         let mut channel = Channel::new(ours, PATIENCE, &Cancel::new().unwrap()).unwrap();
@@ -411,7 +411,7 @@ mod consumers {
     }
 
     #[test]
-    fn what_a_producer_found_is_read_from_objects_alone() {
+    fn producer_report_must_be_an_object() {
         let (mut offer, fd) = offered(4);
         offer.check = None;
         let mut check = Check::new();

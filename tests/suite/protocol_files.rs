@@ -117,7 +117,7 @@ fn record_fits(record: &[u8]) -> &'static str {
 }
 
 #[test]
-fn golden_records_are_read_and_written_byte_for_byte() {
+fn golden_records_round_trip_exactly() {
     let golden = golden();
     let mut seen = BTreeSet::new();
     for record in list(&golden, "records") {
@@ -144,7 +144,7 @@ fn golden_records_are_read_and_written_byte_for_byte() {
 }
 
 #[test]
-fn golden_records_that_break_a_rule_are_refused() {
+fn golden_violations_are_refused() {
     let golden = golden();
     for record in list(&golden, "refused") {
         let fds = number(&record["descriptors"]) as usize;
@@ -156,7 +156,7 @@ fn golden_records_that_break_a_rule_are_refused() {
 }
 
 #[test]
-fn the_page_has_every_code_with_who_sends_it_and_whether_to_try_again() {
+fn page_lists_every_code_sender_and_retry() {
     let table = PAGE.split("## Errors").nth(1).unwrap().split("## ").next().unwrap();
     let rows: Vec<Vec<&str>> =
         table.lines().filter(|line| line.starts_with("| `")).map(|line| line.split('|').collect()).collect();
@@ -173,7 +173,7 @@ fn the_page_has_every_code_with_who_sends_it_and_whether_to_try_again() {
 }
 
 #[test]
-fn golden_values_are_those_of_the_program() {
+fn golden_values_match_the_program() {
     let golden = golden();
     for value in list(&golden, "words") {
         assert_eq!(
@@ -301,7 +301,7 @@ pub(crate) fn relay(
 }
 
 #[test]
-fn what_the_program_says_fits_the_schemas() {
+fn messages_match_the_schemas() {
     let seen = Mutex::new(Vec::new());
     let keep = |_, record: Vec<u8>, fds| {
         seen.lock().unwrap().push(record.clone());

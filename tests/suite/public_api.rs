@@ -27,7 +27,7 @@ fn both<T: Send + Sync + ?Sized>() {}
 fn sent<T: Send>() {}
 
 #[test]
-fn public_types_go_to_other_threads_and_most_are_used_by_several() {
+fn public_types_are_send_and_mostly_sync() {
     both::<Error>();
     both::<(DeviceError, LoadError, MemoryError, ParseError, PeerError, ProtocolError, SocketError, WeightsError)>();
     both::<(ArrayDescriptor, ElementType, Interface, Order)>();

@@ -36,7 +36,7 @@ fn outside(size: u64) -> Vec<(u64, Range<u64>)> {
 }
 
 #[test]
-fn a_digest_is_of_bytes_that_the_memory_has() {
+fn digest_is_bounded_by_the_memory() {
     let subject = Subject::host();
     let mapping = mapping(&subject);
     for (start, range) in outside(mapping.size()) {
@@ -57,7 +57,7 @@ fn a_digest_is_of_bytes_that_the_memory_has() {
 }
 
 #[test]
-fn the_pattern_is_of_bytes_that_the_memory_has() {
+fn pattern_is_bounded_by_the_memory() {
     let subject = Subject::host();
     let mapping = mapping(&subject);
     let (pattern, done) = (Pattern::new(3), &mut |_| Ok(()));
@@ -75,7 +75,7 @@ fn the_pattern_is_of_bytes_that_the_memory_has() {
 }
 
 #[test]
-fn the_pattern_goes_to_the_last_byte_that_64_bits_can_count() {
+fn pattern_reaches_the_last_64_bit_offset() {
     let subject = Subject::host();
     let mapping = mapping(&subject);
     let (pattern, done) = (Pattern::new(3), &mut |_| Ok(()));
@@ -95,7 +95,7 @@ fn the_pattern_goes_to_the_last_byte_that_64_bits_can_count() {
 }
 
 #[test]
-fn copies_and_mirrors_are_of_bytes_that_the_memory_has() {
+fn copies_and_mirrors_are_bounded() {
     let subject = Subject::host();
     let mapping = mapping(&subject);
     let size = mapping.size();
@@ -118,7 +118,7 @@ fn copies_and_mirrors_are_of_bytes_that_the_memory_has() {
 }
 
 #[test]
-fn a_file_larger_than_the_memory_is_not_loaded_in_part() {
+fn too_large_file_is_not_loaded() {
     let subject = Subject::host();
     let mapping = mapping(&subject);
     let folder = tempfile::tempdir().unwrap();

@@ -18,9 +18,9 @@ const FOR_RDMA: Properties = Properties { gpu_direct_rdma: true, ..EXPORTABLE };
 
 cases! {
     on crate::support::Subject; every backend: [
-    memory_for_rdma_has_the_flag_where_the_device_supports_it,
-    memory_of_the_host_is_refused_for_rdma,
-    a_failure_at_any_call_leaves_nothing,
+    rdma_memory_has_the_flag,
+    host_memory_is_refused_for_rdma,
+    failed_call_leaves_nothing,
     ]
 }
 
@@ -29,12 +29,12 @@ mod commands {
 
     cases! {
         on crate::running::Meeting; every backend: [
-        produce_makes_memory_for_rdma_or_says_that_it_can_not,
+        produce_makes_rdma_memory_or_fails,
         ]
     }
 
-    fn produce_makes_memory_for_rdma_or_says_that_it_can_not(meeting: Meeting) {
-        super::produce_makes_memory_for_rdma_or_says_that_it_can_not(&meeting);
+    fn produce_makes_rdma_memory_or_fails(meeting: Meeting) {
+        super::produce_makes_rdma_memory_or_fails(&meeting);
     }
 }
 
@@ -53,7 +53,7 @@ fn lacking<T>(result: Result<T>) -> &'static str {
     }
 }
 
-fn memory_for_rdma_has_the_flag_where_the_device_supports_it(subject: Subject) {
+fn rdma_memory_has_the_flag(subject: Subject) {
     let (device, unit) = (subject.device(), subject.unit());
     if !supported(&subject) {
         assert!(lacking(device.require_gpu_direct_rdma()).contains("gpuDirectRDMACapable"));
@@ -93,7 +93,7 @@ fn memory_for_rdma_has_the_flag_where_the_device_supports_it(subject: Subject) {
     assert_eq!(&seen, b"seen");
 }
 
-fn memory_of_the_host_is_refused_for_rdma(subject: Subject) {
+fn host_memory_is_refused_for_rdma(subject: Subject) {
     let device = subject.device();
     subject.faulty.take_verbs();
     let spec = Spec::vmm(1).placement(Placement::Host).gpu_direct_rdma();
@@ -103,7 +103,7 @@ fn memory_of_the_host_is_refused_for_rdma(subject: Subject) {
     assert!(!subject.faulty.take_verbs().contains(&"create"), "it was tried");
 }
 
-fn a_failure_at_any_call_leaves_nothing(subject: Subject) {
+fn failed_call_leaves_nothing(subject: Subject) {
     let device = subject.device();
     if supported(&subject) {
         let failed =
@@ -113,7 +113,7 @@ fn a_failure_at_any_call_leaves_nothing(subject: Subject) {
 }
 
 #[test]
-fn a_device_or_driver_that_does_not_support_it_is_an_error_and_no_fallback() {
+fn missing_support_is_an_error() {
     for (setting, value, word) in [
         // The device says no.
         ("FAKECUDA_ATTRIBUTE", "110:0", "gpuDirectRDMACapable"),
@@ -141,7 +141,7 @@ fn a_device_or_driver_that_does_not_support_it_is_an_error_and_no_fallback() {
     );
 }
 
-fn produce_makes_memory_for_rdma_or_says_that_it_can_not(meeting: &Meeting) {
+fn produce_makes_rdma_memory_or_fails(meeting: &Meeting) {
     let unsupported = |options: &[&str]| {
         let report = meeting.producer(&[options, &["--rdma", "--json"]].concat()).end().code(3).json();
         assert_eq!(report["error"]["kind"], "unsupported", "{options:?} {report}");

@@ -18,20 +18,20 @@ const ON_HOST: Properties = Properties { location: CPU, ..EXPORTABLE };
 
 cases! {
     on crate::support::Subject; every backend: [
-    other_mechanisms_are_there_or_said_to_be_missing,
-    a_device_reaches_itself_and_none_that_is_not_there,
-    an_extent_is_the_mapping_that_an_address_is_in,
-    page_locked_memory_is_zero_and_private_and_serves_copies,
+    missing_mechanisms_are_reported,
+    device_reaches_itself,
+    extent_is_the_containing_mapping,
+    page_locked_memory_is_zeroed_and_private,
     page_locked_memory_outlives_its_driver,
-    host_memory_of_a_node_is_shared_with_device_and_cpu,
+    numa_host_memory_is_shared,
     only_nodes_that_exist_have_memory,
-    device_memory_is_not_for_the_cpu_unless_it_is_host_memory,
-    a_window_shows_what_a_device_wrote_and_the_reverse,
-    a_window_needs_access_of_the_cpu_to_every_byte,
-    a_window_that_may_only_read_refuses_to_write,
-    what_a_window_is_open_on_is_neither_unmapped_nor_changed,
+    cpu_can_not_access_device_memory,
+    window_and_device_see_each_other,
+    window_needs_full_cpu_access,
+    read_only_window_refuses_writes,
+    open_window_prevents_unmap_and_change,
     a_window_outlives_its_driver,
-    memory_is_made_writable_and_sealed_by_the_kernel_or_not_at_all,
+    seals_are_set_or_the_call_fails,
     forks_reach_nothing,
     ]
 }
@@ -48,7 +48,7 @@ fn another(subject: &Subject) -> (Arc<dyn Verbs>, Option<Fake>) {
     }
 }
 
-fn other_mechanisms_are_there_or_said_to_be_missing(subject: Subject) {
+fn missing_mechanisms_are_reported(subject: Subject) {
     let attribute = |attribute| subject.verbs.device_attribute(0, attribute).unwrap();
     let pools = (attribute(Attribute::MemoryPools), attribute(Attribute::PoolHandleTypes) & 1);
     let legacy = subject.verbs.legacy();
@@ -72,14 +72,14 @@ fn other_mechanisms_are_there_or_said_to_be_missing(subject: Subject) {
     }
 }
 
-fn a_device_reaches_itself_and_none_that_is_not_there(subject: Subject) {
+fn device_reaches_itself(subject: Subject) {
     assert!(subject.verbs.can_access_peer(0, 0).unwrap());
     for (ordinal, peer) in [(0, 99), (99, 0), (99, 99)] {
         assert_eq!(code(subject.verbs.can_access_peer(ordinal, peer)), code::INVALID_DEVICE);
     }
 }
 
-fn an_extent_is_the_mapping_that_an_address_is_in(mut subject: Subject) {
+fn extent_is_the_containing_mapping(mut subject: Subject) {
     subject.alone();
     let (driver, unit) = (&subject.verbs, subject.unit());
     let mapped = Mapped::new(&**driver, &EXPORTABLE, 2);
@@ -100,7 +100,7 @@ fn an_extent_is_the_mapping_that_an_address_is_in(mut subject: Subject) {
 
 // Page-locked memory
 
-fn page_locked_memory_is_zero_and_private_and_serves_copies(subject: Subject) {
+fn page_locked_memory_is_zeroed_and_private(subject: Subject) {
     let driver = &subject.verbs;
     let memory = Mapped::new(&**driver, &EXPORTABLE, 1);
     for round in 1..=2 {
@@ -138,7 +138,7 @@ fn page_locked_memory_outlives_its_driver(subject: Subject) {
 
 // Host memory
 
-fn host_memory_of_a_node_is_shared_with_device_and_cpu(subject: Subject) {
+fn numa_host_memory_is_shared(subject: Subject) {
     let (driver, unit) = (&subject.verbs, subject.unit());
     assert_eq!(driver.device_attribute(0, Attribute::HostNumaVirtualMemoryManagement).unwrap(), 1);
     assert!(driver.device_attribute(0, Attribute::HostNumaId).unwrap() >= 0);
@@ -178,7 +178,7 @@ fn only_nodes_that_exist_have_memory(subject: Subject) {
     assert_eq!(code(subject.verbs.create(subject.unit(), &nowhere)), INVALID);
 }
 
-fn device_memory_is_not_for_the_cpu_unless_it_is_host_memory(subject: Subject) {
+fn cpu_can_not_access_device_memory(subject: Subject) {
     let driver = &subject.verbs;
     let mapped = Mapped::new(&**driver, &EXPORTABLE, 1);
     let given = code(driver.set_access(mapped.address, mapped.size, CPU, Some(ReadWrite)));
@@ -192,7 +192,7 @@ fn device_memory_is_not_for_the_cpu_unless_it_is_host_memory(subject: Subject) {
 
 // Windows
 
-fn a_window_shows_what_a_device_wrote_and_the_reverse(subject: Subject) {
+fn window_and_device_see_each_other(subject: Subject) {
     let driver = &subject.verbs;
     let mapped = Mapped::new(&**driver, &ON_HOST, 2).with_access(CPU);
     let window = driver.window(mapped.address + 100, mapped.size - 100).unwrap();
@@ -218,7 +218,7 @@ fn a_window_shows_what_a_device_wrote_and_the_reverse(subject: Subject) {
     mapped.end();
 }
 
-fn a_window_needs_access_of_the_cpu_to_every_byte(subject: Subject) {
+fn window_needs_full_cpu_access(subject: Subject) {
     let (driver, unit) = (&subject.verbs, subject.unit());
     let address = driver.reserve(3 * unit, 0).unwrap();
     let handles = [0, 1].map(|at| {
@@ -256,7 +256,7 @@ fn a_window_needs_access_of_the_cpu_to_every_byte(subject: Subject) {
     handles.into_iter().for_each(|handle| driver.release(handle).unwrap());
 }
 
-fn a_window_that_may_only_read_refuses_to_write(subject: Subject) {
+fn read_only_window_refuses_writes(subject: Subject) {
     let driver = &subject.verbs;
     let mapped = Mapped::new(&**driver, &ON_HOST, 1).with_access(CPU);
     driver.copy_in(0, mapped.address, b"read me").unwrap();
@@ -270,7 +270,7 @@ fn a_window_that_may_only_read_refuses_to_write(subject: Subject) {
     mapped.end();
 }
 
-fn what_a_window_is_open_on_is_neither_unmapped_nor_changed(subject: Subject) {
+fn open_window_prevents_unmap_and_change(subject: Subject) {
     let (driver, unit) = (&subject.verbs, subject.unit());
     let mapped = Mapped::new(&**driver, &ON_HOST, 2).with_access(CPU);
     let beside = Mapped::new(&**driver, &ON_HOST, 1).with_access(CPU);
@@ -307,7 +307,7 @@ fn a_window_outlives_its_driver(subject: Subject) {
 
 // Sealed memory
 
-fn memory_is_made_writable_and_sealed_by_the_kernel_or_not_at_all(subject: Subject) {
+fn seals_are_set_or_the_call_fails(subject: Subject) {
     let (driver, unit) = (&subject.verbs, subject.unit());
     assert_eq!(code(driver.create(unit, &Properties { immutable: true, ..EXPORTABLE })), INVALID);
     let handle = driver.create(unit, &EXPORTABLE).unwrap();

@@ -288,7 +288,7 @@ fn is_stale(program: &Path) -> bool {
 }
 
 #[test]
-fn program_older_than_its_library_is_stale() {
+fn old_program_is_stale() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str, second| {
         let path = folder.path().join(name);

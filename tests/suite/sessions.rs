@@ -167,7 +167,7 @@ fn listener(path: &Path) -> Listener {
 }
 
 #[test]
-fn a_program_brings_its_own_content_and_check() {
+fn program_may_bring_content_and_check() {
     let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
     let round_trip = ServeOptions::default().round_trip(true);
     for (options, reply, checked, verified) in [
@@ -187,7 +187,7 @@ fn a_program_brings_its_own_content_and_check() {
 }
 
 #[test]
-fn a_buffer_is_filled_once_and_again_after_a_reply() {
+fn buffer_is_refilled_after_a_reply() {
     let content = Arc::new(Sum::default());
     let fills = || content.fills.load(Ordering::Relaxed);
     let buffer = Buffer::new(shared(SIZE), Borrowed(&content), None).unwrap();
@@ -224,7 +224,7 @@ impl Content for Borrowed<'_> {
 }
 
 #[test]
-fn a_consumer_that_ignores_the_check_is_served() {
+fn consumer_without_check_is_served() {
     // Of the commands' own content, in a round trip too: it replies to nothing, and nothing of it is judged.
     for round_trip in [false, true] {
         for verified in [true, false] {
@@ -259,7 +259,7 @@ fn a_consumer_that_ignores_the_check_is_served() {
 }
 
 #[test]
-fn each_side_sends_busy_as_often_as_the_other_needs() {
+fn both_sides_send_busy_in_time() {
     let (patient, impatient, long) = (within(30_000), within(3000), Duration::from_secs(7));
     let turn = |mut consumer: Consumer<'_>, slow| {
         let object = consumer.request(&Request::default())?;
@@ -303,7 +303,7 @@ fn each_side_sends_busy_as_often_as_the_other_needs() {
 }
 
 #[test]
-fn a_subscriber_that_opens_for_long_says_busy_as_often_as_its_publisher_needs() {
+fn slow_subscriber_sends_busy() {
     // Of two devices none is made ready before the first buffer is opened.
     let fake = Copy::new().load();
     fake.set("FAKECUDA_DEVICES", "2");
@@ -326,7 +326,7 @@ fn a_subscriber_that_opens_for_long_says_busy_as_often_as_its_publisher_needs() 
 }
 
 #[test]
-fn both_dialects_go_over_a_pair_of_sockets() {
+fn both_dialects_work_over_socketpairs() {
     let driver = driver();
     let (ours, theirs) = Channel::socket_pair().unwrap();
     let memory = Arc::new(shared(100));
@@ -366,7 +366,7 @@ fn both_dialects_go_over_a_pair_of_sockets() {
 }
 
 #[test]
-fn a_peer_that_asks_for_the_other_dialect_is_refused_on_both_ends() {
+fn other_dialect_is_refused_by_both() {
     let driver = driver();
     let config = Config::default();
     let (ours, theirs) = Channel::socket_pair().unwrap();
@@ -400,7 +400,7 @@ fn a_peer_that_asks_for_the_other_dialect_is_refused_on_both_ends() {
 }
 
 #[test]
-fn descriptors_of_other_things_are_no_sessions() {
+fn other_descriptors_are_no_sessions() {
     let (driver, config) = (driver(), Config::default());
     let buffer = Buffer::new(shared(SIZE), Unchecked, None).unwrap();
     let others: [fn() -> OwnedFd; 2] =
@@ -425,7 +425,7 @@ fn descriptors_of_other_things_are_no_sessions() {
 }
 
 #[test]
-fn a_listener_of_another_program_serves_and_keeps_its_file() {
+fn foreign_listener_serves_and_keeps_its_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let listener = listener(&path);

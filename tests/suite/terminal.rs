@@ -129,7 +129,7 @@ fn is_bar(row: &str) -> bool {
 }
 
 #[test]
-fn a_short_transfer_shows_steps_and_no_bar() {
+fn short_transfer_shows_no_bar() {
     for columns in [40, 80, 200] {
         let meeting = Meeting::host();
         let producer = on_terminal(meeting.producer(&["--round-trip"]), columns);
@@ -145,7 +145,7 @@ fn a_short_transfer_shows_steps_and_no_bar() {
 }
 
 #[test]
-fn a_long_transfer_shows_one_bar_that_moves_and_goes() {
+fn long_transfer_shows_a_bar() {
     for columns in [40, 80, 200] {
         let meeting = Meeting::fake();
         let run =
@@ -182,7 +182,7 @@ fn a_long_transfer_shows_one_bar_that_moves_and_goes() {
 }
 
 #[test]
-fn weights_show_a_bar_while_they_are_loaded() {
+fn loading_weights_shows_a_bar() {
     let meeting = Meeting::fake();
     let file = meeting.folder().join("w.safetensors");
     weights::large(&file, 96 << 20);
@@ -227,7 +227,7 @@ fn an_interrupt_leaves_no_bar() {
 }
 
 #[test]
-fn a_dumb_terminal_a_quiet_command_and_json_have_no_bar() {
+fn dumb_quiet_and_json_have_no_bar() {
     for (options, term) in [(&[][..], "dumb"), (&["-q"], "xterm"), (&["--json"], "xterm")] {
         let meeting = Meeting::fake();
         let options = [&["--size", "64MiB", "--verify", "host"][..], options].concat();
@@ -250,7 +250,7 @@ fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
 }
 
 #[test]
-fn the_doctor_shows_which_probe_runs_and_the_bench_what_it_measures() {
+fn doctor_and_bench_show_progress() {
     let meeting = Meeting::fake();
     let mut bench = meeting.bare("vmmfd");
     bench.command.args(["bench", "handoff", "--count", "3", "--size", "2MiB"]).env("TMPDIR", meeting.folder());
@@ -277,7 +277,7 @@ fn the_doctor_shows_which_probe_runs_and_the_bench_what_it_measures() {
 }
 
 #[test]
-fn an_interrupted_doctor_leaves_no_line_of_its_progress() {
+fn interrupted_doctor_clears_its_progress() {
     let meeting = Meeting::fake();
     let run = doctor(&meeting, &[]).env("FAKECUDA_SLOW", "cuMemPoolCreate:60000");
     let mut doctor = on_terminal(run, 80);
@@ -294,7 +294,7 @@ fn an_interrupted_doctor_leaves_no_line_of_its_progress() {
 }
 
 #[test]
-fn colours_follow_the_terminal_and_the_variables_that_are_usual() {
+fn colours_follow_terminal_and_environment() {
     let meeting = Meeting::host();
     let probes = ["--only", "memory"];
     let coloured = |name: &str, value: &str| {

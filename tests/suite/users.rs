@@ -52,7 +52,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn a_consumer_does_not_take_memory_from_another_user() {
+    fn memory_of_another_user_is_refused() {
         let meeting = open_place();
         let serve = || {
             let mut run = as_other(meeting.producer(&["--allow-uid", "54321", "--timeout", "10s"]));
@@ -73,7 +73,7 @@ mod root {
 
     #[test]
     #[ignore = "needs root: make test runs it as root"]
-    fn a_default_folder_of_another_user_is_refused() {
+    fn default_folder_of_another_user_is_refused() {
         let meeting = open_place();
         let folder = meeting.folder().join("vmmfd");
         fs::create_dir(&folder).unwrap();

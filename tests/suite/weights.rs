@@ -26,8 +26,8 @@ use crate::support::Subject;
 
 cases! {
     on crate::support::Subject; every backend: [
-    tensors_are_in_memory_as_the_files_have_them,
-    a_failure_at_any_step_leaves_nothing,
+    tensors_match_the_files,
+    failed_step_leaves_nothing,
     a_panic_ends_a_load,
     the_caller_ends_a_load,
     files_that_change_meanwhile_are_noticed,
@@ -104,7 +104,7 @@ fn two_files(folder: &Path) -> Vec<Written> {
     first.into_iter().chain(second).collect()
 }
 
-fn tensors_are_in_memory_as_the_files_have_them(subject: Subject) {
+fn tensors_match_the_files(subject: Subject) {
     let folder = tempfile::tempdir().unwrap();
     let written = two_files(folder.path());
     let checkpoint = Checkpoint::open([folder.path()]).unwrap();
@@ -148,7 +148,7 @@ fn tensors_are_in_memory_as_the_files_have_them(subject: Subject) {
     subject.assert_empty();
 }
 
-fn a_failure_at_any_step_leaves_nothing(subject: Subject) {
+fn failed_step_leaves_nothing(subject: Subject) {
     let folder = tempfile::tempdir().unwrap();
     two_files(folder.path());
     let checkpoint = Checkpoint::open([folder.path()]).unwrap();
@@ -321,7 +321,7 @@ fn a_file_that_lies_is_refused() {
 }
 
 #[test]
-fn a_header_of_a_wrong_length_takes_no_memory_for_it() {
+fn wrong_header_length_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("w.safetensors");
     // As large as it says, and all of it a hole.
@@ -356,7 +356,7 @@ fn no_header_does_harm() {
 }
 
 #[test]
-fn only_regular_files_that_are_there_are_read() {
+fn only_existing_regular_files_are_read() {
     let folder = tempfile::tempdir().unwrap();
     let [pipe, absent, folder_named_so, linked] =
         ["pipe.safetensors", "absent.safetensors", "folder.safetensors", "linked.safetensors"]
@@ -418,7 +418,7 @@ impl Shards {
 const BOTH: [(&str, &str); 2] = [("a", "m-1.safetensors"), ("b", "m-2.safetensors")];
 
 #[test]
-fn an_index_says_which_files_are_read() {
+fn index_selects_the_files() {
     let shards = Shards::new();
     let names = |paths: &[&Path]| {
         let checkpoint = Checkpoint::open(paths).unwrap();
@@ -444,7 +444,7 @@ fn an_index_says_which_files_are_read() {
 }
 
 #[test]
-fn an_index_that_does_not_match_is_refused() {
+fn mismatched_index_is_refused() {
     let shards = Shards::new();
     for (map, words) in [
         (&[("a", "m-1.safetensors"), ("b", "m-3.safetensors")][..], "m-3.safetensors does not exist, and"),

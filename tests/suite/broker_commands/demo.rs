@@ -30,7 +30,7 @@ fn shows_every_step(place: Meeting) {
 }
 
 #[test]
-fn it_shows_every_step_and_leaves_nothing() {
+fn shows_every_step_and_leaves_nothing() {
     shows_every_step(Meeting::host());
 }
 
@@ -42,7 +42,7 @@ fn one_that_fails_leaves_nothing() {
 mod cuda {
     #[test]
     #[ignore = "needs an NVIDIA GPU: make test-gpu"]
-    fn it_shows_every_step_and_leaves_nothing() {
+    fn shows_every_step_and_leaves_nothing() {
         super::shows_every_step(super::Meeting::cuda());
     }
 }

@@ -66,7 +66,7 @@ fn nothing_acknowledged_is_lost() {
 }
 
 #[test]
-fn compaction_and_dead_clients_lose_nothing_and_the_server_is_killed_before_each_step() {
+fn compaction_and_cleanup_survive_server_kill() {
     let steps = ["Admit", "Answer", "Clear", "Copy", "Delete", "Drop", "End", "Hand", "Idle", "Lease", "Publish"];
     let steps: Vec<&str> = steps.into_iter().chain(["Refuse", "Remove", "Send", "Switch"]).collect();
     let actions = ["Ask", "Compact", "EndGrace", "KillClient", "KillServer", "Reconnect", "Release", "Start"];
@@ -78,7 +78,7 @@ fn compaction_and_dead_clients_lose_nothing_and_the_server_is_killed_before_each
 }
 
 #[test]
-fn each_change_of_an_order_is_found() {
+fn changed_orders_are_detected() {
     let (small, large) = ((2, 2, 1, 1), (3, 2, 0, 0));
     let flaws: &[(Flaw, Bounds, &str)] = &[
         (Flaw::CatalogueBeforeStore, small, "of version 0 is None"),

@@ -351,7 +351,7 @@ impl Walk {
 
 /// Walks, each with at most two kills of the server or the supervisor; more with VMMFD_TEST_WALKS.
 #[test]
-fn the_model_s_traces_are_the_server_s() {
+fn server_follows_model_traces() {
     let walks = number("VMMFD_TEST_WALKS", 12);
     let subject = Subject::host();
     let (mut actions, mut kills, mut steps) = (0, 0, 0);

@@ -5,7 +5,7 @@ use super::*;
 cases! {
     on crate::support::Subject; every backend: [
     failure_at_any_call_leaves_nothing,
-    unexplained_out_of_memory_keeps_its_code,
+    unexplained_out_of_memory_keeps_code,
     failed_release_frees_the_rest,
     every_call_fails_in_a_fork,
     ]
@@ -61,7 +61,7 @@ fn failure_at_any_call_leaves_nothing(mut subject: Subject) {
     handoff(&device).unwrap();
 }
 
-fn unexplained_out_of_memory_keeps_its_code(subject: Subject) {
+fn unexplained_out_of_memory_keeps_code(subject: Subject) {
     let device = subject.device();
     // There is enough of it: the figures would say nothing.
     subject.faulty.fail(Fault::Verb("create"), code::OUT_OF_MEMORY);

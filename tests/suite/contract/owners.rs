@@ -4,9 +4,9 @@ use super::*;
 
 cases! {
     on crate::support::Subject; every backend: [
-    device_is_found_by_ordinal_or_uuid,
+    finds_device_by_ordinal_or_uuid,
     attributes_allow_sharing,
-    sizes_are_rounded_up_to_the_granularity,
+    sizes_round_up_to_granularity,
     impossible_sizes_are_refused,
     out_of_memory_names_both_figures,
     two_mappings_show_the_same_bytes,
@@ -18,7 +18,7 @@ cases! {
     unaligned_size_makes_no_call,
     offsets_outside_a_mapping_are_refused,
     offsets_outside_a_reservation_are_refused,
-    allocations_side_by_side_are_one_buffer,
+    adjacent_allocations_are_one_buffer,
     occupied_addresses_are_not_mapped_again,
     owners_drop_in_any_order,
     threads_import_the_same_descriptor,
@@ -26,7 +26,7 @@ cases! {
     ]
 }
 
-fn device_is_found_by_ordinal_or_uuid(subject: Subject) {
+fn finds_device_by_ordinal_or_uuid(subject: Subject) {
     let device = subject.device();
     let by_uuid = Device::find(&subject.driver, Selector::Uuid(device.uuid())).unwrap();
     assert_eq!((by_uuid.ordinal(), by_uuid.uuid()), (device.ordinal(), device.uuid()));
@@ -51,7 +51,7 @@ fn attributes_allow_sharing(subject: Subject) {
     }
 }
 
-fn sizes_are_rounded_up_to_the_granularity(subject: Subject) {
+fn sizes_round_up_to_granularity(subject: Subject) {
     let (device, unit) = (subject.device(), subject.unit());
     assert_eq!(device.granularity().unwrap(), unit);
     for (size, want) in [(1, unit), (unit - 1, unit), (unit, unit), (unit + 1, 2 * unit)] {
@@ -265,7 +265,7 @@ fn offsets_outside_a_reservation_are_refused(subject: Subject) {
     assert_eq!(code(Reservation::new(&device, unit + 1)), INVALID);
 }
 
-fn allocations_side_by_side_are_one_buffer(subject: Subject) {
+fn adjacent_allocations_are_one_buffer(subject: Subject) {
     let (device, unit) = (subject.device(), subject.unit());
     let reservation = Reservation::new(&device, 6 * unit).unwrap();
     assert_eq!(reservation.size(), 6 * unit);

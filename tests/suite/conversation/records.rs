@@ -10,7 +10,7 @@ fn segments(sizes: usize, claimed: u32) -> Vec<u8> {
 }
 
 #[test]
-fn descriptors_arrive_ordered_and_closed_on_exec() {
+fn descriptors_arrive_ordered_and_cloexec() {
     let folder = tempfile::tempdir().unwrap();
     for count in [1, 2, MAX_FDS] {
         let (mut channel, peer) = channel_pair(PATIENCE);

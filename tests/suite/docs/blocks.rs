@@ -147,7 +147,7 @@ fn every_block_is_checked() {
 }
 
 #[test]
-fn a_block_without_a_checker_is_found() {
+fn unchecked_block_is_detected() {
     let good = "<!-- exit codes -->\n```text\nx\n```\n";
     let bad = [
         ("x\n```text\nx\n```\n", "nothing checks"),

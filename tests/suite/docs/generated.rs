@@ -11,7 +11,7 @@ use super::{Page, root};
 use crate::running::Meeting;
 
 #[test]
-fn troubleshooting_has_the_rules_of_the_doctor() {
+fn troubleshooting_has_doctor_rules() {
     let row = |rule: &Rule| {
         let Rule { name, symptom, cause, remedy, .. } = rule;
         format!("| <a id=\"{name}\"></a>`{name}` | {symptom} | {cause} | {remedy} |\n")
@@ -22,7 +22,7 @@ fn troubleshooting_has_the_rules_of_the_doctor() {
 }
 
 #[test]
-fn the_commands_page_has_the_exit_codes() {
+fn commands_page_has_exit_codes() {
     let want = format!("```text\n{EXIT_CODES}\n```\n");
     Page::has_generated("docs/commands.md", "exit codes", &want);
 }

@@ -112,7 +112,7 @@ fn every_link_leads_somewhere() {
 }
 
 #[test]
-fn a_link_that_leads_nowhere_is_found() {
+fn dead_link_is_detected() {
     let page = "# One `two`: three\n\n# One\n\n# One\n\n```sh\n# not a heading [x](y)\n```\n<a id=\"here\"></a>\n[a](#one-two-three)";
     for good in ["#one-two-three", "#one", "#one-1", "#here", "https://example.com/x"] {
         assert_eq!(check("test", page, good), Ok(()), "{good}");
@@ -147,7 +147,7 @@ fn the_readme_is_short() {
 
 /// On docs.rs a page is found by its path in the package.
 #[test]
-fn the_reference_links_to_files_of_the_package() {
+fn reference_links_to_package_files() {
     const SHIPPED: &str = "https://docs.rs/crate/vmmfd/latest/source/";
     let (text, manifest) = (source("src/lib.rs"), source("Cargo.toml"));
     let included = manifest.lines().find(|line| line.starts_with("include = [")).unwrap();

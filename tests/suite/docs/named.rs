@@ -46,7 +46,7 @@ fn texts_of_errors() -> Vec<String> {
 }
 
 #[test]
-fn troubleshooting_knows_the_words_of_the_errors() {
+fn troubleshooting_quotes_the_errors() {
     let page = Page::read("docs/troubleshooting.md");
     let (_, section) = page.text.split_once("## What the commands say").unwrap();
     let phrases: Vec<&str> = section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
@@ -58,7 +58,7 @@ fn troubleshooting_knows_the_words_of_the_errors() {
 }
 
 #[test]
-fn the_readmes_troubles_are_in_the_page_of_all() {
+fn readme_troubles_are_on_the_page() {
     let readme = Page::read("README.md");
     let (_, section) = readme.text.split_once("## Common errors").unwrap();
     let (section, _) = section.split_once("\n## ").unwrap();
@@ -72,7 +72,7 @@ fn the_readmes_troubles_are_in_the_page_of_all() {
 }
 
 #[test]
-fn the_readmes_numbers_are_those_that_were_measured() {
+fn readme_numbers_were_measured() {
     let readme = Page::read("README.md");
     let (_, section) = readme.text.split_once("## What it costs").unwrap();
     let (section, _) = section.split_once("\n## ").unwrap();
@@ -92,7 +92,7 @@ fn the_readmes_numbers_are_those_that_were_measured() {
 }
 
 #[test]
-fn the_versions_are_those_of_the_manifest() {
+fn versions_match_the_manifest() {
     let manifest = source("Cargo.toml");
     let rust = manifest.lines().find_map(|line| line.strip_prefix("rust-version = ")).unwrap().trim_matches('"');
     for page in ["README.md", "docs/CONTRIBUTING.md"] {
@@ -121,7 +121,7 @@ fn the_map_names_every_folder() {
 }
 
 #[test]
-fn the_issue_form_asks_for_the_doctors_report() {
+fn issue_form_asks_for_doctor_report() {
     let form = source(".github/ISSUE_TEMPLATE/bug.yml");
     assert!(form.contains("vmmfd doctor --json") && form.contains("required: true"));
 }

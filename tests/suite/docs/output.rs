@@ -36,7 +36,7 @@ fn steps<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<String> {
 }
 
 #[test]
-fn the_terminals_show_what_the_commands_print() {
+fn shown_output_is_printed_output() {
     let meeting = Meeting::new(On::Host);
     let producer = meeting.producer(&[]).start();
     let consumer = meeting.consumer(&[]).end();
@@ -62,7 +62,7 @@ fn shape(at: &str, value: &Value, into: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn the_json_shown_has_the_fields_that_the_commands_print() {
+fn shown_json_has_printed_fields() {
     let meeting = Meeting::new(On::Host);
     let producer = meeting.producer(&["--json"]).start();
     let consumer = meeting.consumer(&["--json"]).end();

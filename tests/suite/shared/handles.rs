@@ -4,9 +4,9 @@ use super::*;
 
 cases! {
     on crate::support::Subject; every backend: [
-    chunks_are_one_buffer_in_every_process,
+    chunks_are_one_buffer_everywhere,
     part_is_the_covering_chunks,
-    padding_is_cleared_and_out_of_reach,
+    padding_is_cleared_and_unreachable,
     openings_show_the_same_bytes,
     forwarded_handle_outlives_all_others,
     threads_open_one_handle_at_once,
@@ -69,7 +69,7 @@ fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> R
     Ok(())
 }
 
-fn chunks_are_one_buffer_in_every_process(subject: Subject) {
+fn chunks_are_one_buffer_everywhere(subject: Subject) {
     let (device, unit) = (subject.device(), subject.unit());
     // The last one is smaller, and the last bytes of it are no data.
     let size = 7 * unit - 5;
@@ -117,7 +117,7 @@ fn part_is_the_covering_chunks(subject: Subject) {
     }
 }
 
-fn padding_is_cleared_and_out_of_reach(subject: Subject) {
+fn padding_is_cleared_and_unreachable(subject: Subject) {
     let unit = subject.unit();
     let memory = Shared::create(&subject.device(), spec(unit + 1)).unwrap();
     assert_eq!((memory.size(), memory.mapped_size()), (unit + 1, 2 * unit));

@@ -8,7 +8,7 @@ cases! {
     pool_returns_after_a_slow_withdrawal,
     producer_waits_for_borrowed_memory,
     unclosed_borrowed_memory_stays_allocated,
-    legacy_memory_is_streamed_to_another_process,
+    legacy_memory_is_streamed,
     ]
 }
 
@@ -131,9 +131,9 @@ fn unclosed_borrowed_memory_stays_allocated(subject: Subject) {
     subject.forget();
 }
 
-fn legacy_memory_is_streamed_to_another_process(subject: Subject) {
+fn legacy_memory_is_streamed(subject: Subject) {
     let name = if subject.kind == Kind::Fake { "fake" } else { "cuda" };
-    let test = format!("stream::borrowed::{name}::legacy_memory_is_streamed_to_another_process");
+    let test = format!("stream::borrowed::{name}::legacy_memory_is_streamed");
     let place = Place::new();
     const ROUNDS: u8 = 6;
     thread::scope(|scope| {
