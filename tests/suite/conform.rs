@@ -218,9 +218,12 @@ fn text_quotes_the_rule() {
         run.command.arg("conform").arg(meeting.socket()).args(["--as", "consumer", "--only", "handoff"]);
         let ended = run.end();
         let text = &ended.code(1).stdout;
-        assert!(text.contains("BROKEN") && text.contains("H2: hung up without an error where hello belongs"), "{text}");
+        assert!(
+            text.contains("BROKEN") && text.contains("H2: closed the connection without an error instead of hello"),
+            "{text}"
+        );
         assert!(text.contains("\nrule H2: The consumer sends `hello` first"), "{text}");
-        assert!(text.contains("DOES NOT CONFORM: 0 cases kept, 1 broken, 0 left out"), "{text}");
+        assert!(text.contains("DOES NOT CONFORM: 0 cases passed, 1 failed, 0 left out"), "{text}");
     });
 }
 
@@ -317,7 +320,7 @@ fn faulty_producer_is_detected() {
     breaks(
         &against_producer("handoff", |channel| say(channel, &Message::Busy(Busy {}))),
         "H2",
-        "answered hello with busy",
+        "sent busy instead of hello",
     );
     breaks(
         &against_producer("handoff", |channel| {
@@ -342,9 +345,9 @@ fn faulty_producer_is_detected() {
     let odd: fn(&mut Offer) = |offer| offer.memory.mapped_size += 1;
     breaks(&against_producer("handoff", move |channel| offer(channel, odd, None)), "M1", "bytes of memory");
     for (fd, rule, found) in [
-        (File::open("/dev/null").unwrap().into(), "V1", "no memfd"),
-        (memfd(GRANULARITY, 2 * GRANULARITY, whole), "V1", "4194304 bytes where 2097152 are named"),
-        (memfd(GRANULARITY, GRANULARITY, SealFlag::F_SEAL_SEAL), "V2", "whose seals are"),
+        (File::open("/dev/null").unwrap().into(), "V1", "not a memfd"),
+        (memfd(GRANULARITY, 2 * GRANULARITY, whole), "V1", "4194304 bytes, declared as 2097152"),
+        (memfd(GRANULARITY, GRANULARITY, SealFlag::F_SEAL_SEAL), "V2", "with the seals"),
         (memfd(4096, GRANULARITY, whole), "V3", "committed 4096 of 2097152 bytes"),
     ] {
         breaks(&against_producer("handoff", |channel| offer(channel, |_| {}, Some(fd))), rule, found);
@@ -359,7 +362,7 @@ fn faulty_producer_is_detected() {
             say(channel, &error(ErrorCode::Failed));
         }),
         "C3",
-        "expected error `range`, and got `failed`",
+        "expected error `range`, but got `failed`",
     );
     breaks(
         &against_producer("record: 4.0", |channel| {
@@ -367,7 +370,7 @@ fn faulty_producer_is_detected() {
             heard(channel);
         }),
         "R7",
-        "expected error `protocol`, and it hung up",
+        "expected error `protocol`, but the peer closed the connection",
     );
     breaks(
         &against_producer("record: 4.0", |channel| {
@@ -386,7 +389,7 @@ fn faulty_producer_is_detected() {
             say(channel, &Message::Result(Verdict::unchecked(true)));
         }),
         "C11",
-        "verified: true where the consumer found something wrong",
+        "verified: true although the consumer reported a mismatch",
     );
 }
 
@@ -413,7 +416,7 @@ fn forbidden_answer_is_detected() {
             say(channel, &error(ErrorCode::Object));
         }),
         "C13",
-        "expected error `protocol`, and got `object`",
+        "expected error `protocol`, but got `object`",
     );
     breaks(
         &against_producer("record: an error without a code", |channel| {
@@ -422,7 +425,7 @@ fn forbidden_answer_is_detected() {
             say(channel, &error(ErrorCode::Protocol));
         }),
         "H5",
-        "sent error after an error that can't be read",
+        "sent error after an error that can't be decoded",
     );
     breaks(
         &against_producer("round-trip-without-check", |channel| {
@@ -435,7 +438,7 @@ fn forbidden_answer_is_detected() {
             say(channel, &Message::Result(Verdict::unchecked(false)));
         }),
         "C11",
-        "answered verified: false and a check where no reply was written",
+        "answered verified: false and a check although no reply was written",
     );
     // A consumer that checks the pattern, whatever else the check says.
     for (case, rule) in [("salt-and-digest", "K1"), ("reply-salt-without-salt", "K1"), ("salt-twice", "R8")] {
@@ -453,7 +456,11 @@ fn forbidden_answer_is_detected() {
                 }
             }
         };
-        let found = if rule == "R8" { "and it hung up" } else { "expected error `protocol`, and it sent result" };
+        let found = if rule == "R8" {
+            "but the peer closed the connection"
+        } else {
+            "expected error `protocol`, but got result"
+        };
         breaks(&against_consumer("producer", case, checks), rule, found);
     }
 }
@@ -494,7 +501,7 @@ fn faulty_consumer_is_detected() {
     }
     // Records that its channel does not take end it without a word.
     for (case, rule) in [("array-for-a-part", "R4"), ("uuid-with-a-prefix", "M4"), ("record: a name twice", "R8")] {
-        breaks(&against_consumer("producer", case, believe), rule, "and it hung up");
+        breaks(&against_consumer("producer", case, believe), rule, "but the peer closed the connection");
     }
     breaks(
         &against_consumer("producer", "one-allocation", |channel| {
@@ -516,7 +523,7 @@ fn faulty_consumer_is_detected() {
             while heard(channel).is_some() {}
         }),
         "C7",
-        "acknowledged 3 segments where 1 had come",
+        "acknowledged 3 segments instead of 1",
     );
 }
 
@@ -551,8 +558,8 @@ fn faulty_subscriber_is_detected() {
         ("generation-left-out", "S5", "expected error `protocol`"),
         ("undescribed", "S2", "expected error `protocol`"),
         ("open-with-segments", "S6", "expected error `protocol`"),
-        ("too-many-buffers", "S4", "and nothing came"),
-        ("withdraw-of-nothing", "S12", "and nothing came"),
+        ("too-many-buffers", "S4", "but nothing arrived"),
+        ("withdraw-of-nothing", "S12", "but nothing arrived"),
         ("sparse-memory", "V3", "expected error `protocol`"),
     ] {
         // To be silent where an answer belongs breaks the rule on silence.
@@ -578,16 +585,16 @@ fn faulty_publisher_is_detected() {
         let _ = channel.send(&Message::Ready(Ready { buffer: 3, generation, sizes: sizes.to_vec() }), &fds);
     };
     let cases: [(&str, &str, Publish); 6] = [
-        ("S2", "without its number", |channel, offer, _| {
+        ("S2", "without a number", |channel, offer, _| {
             say(channel, &Message::Offer(Box::new(Offer { buffer: None, ..offer.clone() })));
         }),
-        ("S2", "gave the number 3 twice", |channel, offer, _| {
+        ("S2", "used the buffer number 3 twice", |channel, offer, _| {
             (0..2).for_each(|_| say(channel, &Message::Offer(Box::new(offer.clone()))));
         }),
         ("S3", "as object `x`", |channel, offer, _| {
             say(channel, &Message::Offer(Box::new(Offer { object: "x".into(), ..offer.clone() })));
         }),
-        ("S5", "generation 2 of buffer 3 where 1 is due", |channel, offer, fd| {
+        ("S5", "generation 2 of buffer 3 instead of 1", |channel, offer, fd| {
             say(channel, &Message::Offer(Box::new(offer.clone())));
             let ready = Ready { buffer: 3, generation: 2, sizes: vec![GRANULARITY] };
             let _ = channel.send(&Message::Ready(ready), &[fd.as_fd()]);
@@ -624,5 +631,5 @@ fn faulty_publisher_is_detected() {
         heard(channel);
         ready(channel, 2, &[GRANULARITY], fd);
     });
-    breaks(&again, "S6", "sent 1 segments of a buffer that is open");
+    breaks(&again, "S6", "sent 1 segments of an open buffer");
 }

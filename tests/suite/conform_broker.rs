@@ -175,14 +175,14 @@ fn faulty_broker_is_detected() {
         ("nothing-there", "Q2", "got `differs`", set!("refused", "/code", "differs")),
         ("names", "N1", "got `absent`", set!("refused", "/code", "absent")),
         ("wait", "B12", "got `stopped`", set!("refused", "/code", "stopped")),
-        ("second-request", "B8", "hung up", |said| !said.is("error")),
+        ("second-request", "B8", "closed the connection", |said| !said.is("error")),
         ("no-capability", "B2", "got `protocol`", set!("error", "/code", "protocol")),
         ("object", "N2", "as version 7", set!("published", "/version", 7)),
         ("object", "N2", "published version 1 as `x`", set!("published", "/id", "x")),
         ("object", "Q1", "listed", set!("objects", "/objects/0/size", 1)),
-        ("object", "G5", "otherwise than it was put", set!("lease", "/parts/0/memory/size", 1)),
+        ("object", "G5", "another description than was put", set!("lease", "/parts/0/memory/size", 1)),
         ("object", "G5", "bytes for", set!("lease", "/parts/0/runs/0/size", 1)),
-        ("who", "L2", "one token", set!("lease", "/token", "0".repeat(32))),
+        ("who", "L2", "the same token", set!("lease", "/token", "0".repeat(32))),
         ("object", "Q2", "described", set!("version", "/lifetime", json!({"kind": "deleted"}))),
         ("object", "L1", "deleted name", set!("leases", "/leases/0/named", true)),
         ("object", "V2", "seals", |said| {
@@ -191,7 +191,7 @@ fn faulty_broker_is_detected() {
             }
             true
         }),
-        ("object", "G5", "are not those that were put", |said| {
+        ("object", "G5", "other bytes than were put", |said| {
             if said.is("lease") {
                 said.fds[0] = zeros(FINAL);
             }
@@ -199,7 +199,7 @@ fn faulty_broker_is_detected() {
         }),
         ("who", "Q3", "no total", set!("leases", "/totals", [0; 0])),
         ("many-segments", "G5", "sent segment 7", set!("segments", "/first", 7)),
-        ("range", "G3", "where 1 bytes from 0 on", |said| {
+        ("range", "G3", "for 1 bytes at offset 0", |said| {
             // The second of four in place of the first.
             if said.is("lease") && said.fds.len() == 1 {
                 said.body["parts"][0]["runs"][0] =

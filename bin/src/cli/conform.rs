@@ -70,7 +70,7 @@ struct ListReport {
 struct ListedCase {
     name: String,
     /// The rules of the protocol that it is about.
-    rules: &'static [&'static str],
+    rules: Vec<&'static str>,
 }
 
 impl ValueEnum for Role {

@@ -1,4 +1,4 @@
-//! Host memory: what the other end sends is looked at, and what this side sends is sound or not, as a case wants it.
+//! Host memory: checks of the peer's descriptors, and valid or invalid memory to send.
 
 use std::{
     fs::File,
@@ -21,11 +21,14 @@ use vmmfd::{
     driver::{Access, GRANULARITY},
     error::{Error, Result},
     internals::describe,
-    memory::{Imported, Placement, Region, Shared, Sharing, Spec},
+    memory::{Chunk, Imported, Placement, Region, Shared, Sharing, Spec},
     wire::{Memory, Offer},
 };
 
-use super::{Scene, fault::Fault};
+use super::{
+    CaseResult, Context,
+    case_end::{check, violation},
+};
 use crate::check::{
     figures::Claim,
     pattern::{self, Pattern, Verification},
@@ -34,37 +37,32 @@ use crate::check::{
 /// The salt of this side's pattern.
 pub(super) const SALT: u32 = 0x5EED_1234;
 
-/// Looks at a descriptor that belongs to an offer.
-pub(super) fn inspect(fd: BorrowedFd<'_>, size: u64, memory: &Memory) -> Result<(), Fault> {
-    let system = |errno: Errno| Fault::Failed(Error::system("look at a descriptor", errno));
+/// Checks the descriptor of a segment of `size` bytes.
+pub(super) fn check_descriptor(fd: BorrowedFd<'_>, size: u64, memory: &Memory) -> CaseResult {
+    let system = |errno: Errno| Error::system("inspect a descriptor", errno);
     let seals = match fcntl(fd, FcntlArg::F_GET_SEALS) {
         Ok(seals) => SealFlag::from_bits_retain(seals),
-        Err(Errno::EINVAL) => return Fault::broken("V1", "sent a descriptor that is no memfd"),
-        Err(errno) => return Err(system(errno)),
+        Err(Errno::EINVAL) => return violation("V1", "sent a descriptor that is not a memfd"),
+        Err(errno) => return Err(system(errno).into()),
     };
     if fstatfs(fd).map_err(system)?.filesystem_type() == HUGETLBFS_MAGIC {
-        return Fault::broken("V1", "sent memory of huge pages");
+        return violation("V1", "sent memory of huge pages");
     }
     let stat = fstat(fd).map_err(system)?;
-    if stat.st_size != size as i64 {
-        return Fault::broken("V1", format!("sent {} bytes where {size} are named", stat.st_size));
-    }
-    if !seals.contains(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL) {
-        return Fault::broken("V2", format!("sent memory whose seals are {seals:?}"));
-    }
     let committed = stat.st_blocks * 512;
-    if committed < stat.st_size {
-        return Fault::broken("V3", format!("committed {committed} of {size} bytes"));
-    }
-    if memory.immutable && !seals.contains(SealFlag::F_SEAL_WRITE) {
-        return Fault::broken("V4", "offered as immutable what is not sealed against writing");
-    }
-    Ok(())
+    check(stat.st_size == size as i64, "V1", || format!("sent a memfd of {} bytes, declared as {size}", stat.st_size))?;
+    check(seals.contains(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL), "V2", || {
+        format!("sent memory with the seals {seals:?}")
+    })?;
+    check(committed >= stat.st_size, "V3", || format!("committed {committed} of {size} bytes"))?;
+    check(!memory.immutable || seals.contains(SealFlag::F_SEAL_WRITE), "V4", || {
+        "offered memory as immutable without the write seal".to_owned()
+    })
 }
 
-/// What the pattern's check of a range finds, in segments that came: `start` is the object's byte with which they begin.
+/// Verifies the pattern in a range of an object. `start` is the object's offset at which the segments begin.
 pub(super) fn verify(
-    scene: &Scene<'_>,
+    context: &Context<'_>,
     segments: &[(OwnedFd, u64)],
     start: u64,
     range: Range<u64>,
@@ -74,40 +72,37 @@ pub(super) fn verify(
     let all = sizes.iter().sum();
     let fds = segments.iter().map(|(fd, _)| fd.try_clone()).collect::<io::Result<_>>();
     let fds = fds.map_err(|error| Error::system("duplicate a descriptor", error))?;
-    let placement = Placement::Device;
-    let sharing = Sharing::Vmm { placement, segments: sizes.len() as u64 };
-    let description = describe(scene.device.identity(), sharing, all, all);
-    let region = Imported::open(scene.device, &description, &sizes, fds, Access::ReadOnly)?;
+    let sharing = Sharing::Vmm { placement: Placement::Device, segments: sizes.len() as u64 };
+    let description = describe(context.device.identity(), sharing, all, all);
+    let region = Imported::open(context.device, &description, &sizes, fds, Access::ReadOnly)?;
     pattern::verify(&region, start, range, Pattern::new(salt), &mut |_| Ok(()))
 }
 
 /// Memory that this side offers.
-pub(super) struct Lending {
+pub(super) struct TestMemory {
     pub(super) offer: Offer,
     pub(super) segments: Vec<(OwnedFd, u64)>,
-    /// What owns it, where this library does.
-    pub(super) shared: Option<Shared>,
+    pub(super) shared: Shared,
 }
 
-impl Lending {
-    /// Sound memory in so many segments, which holds zeros: to make it takes no longer than any peer waits. Its size is not a
-    /// multiple of a word.
-    pub(super) fn new(scene: &Scene<'_>, segments: u64) -> Result<Self> {
-        Self::with(scene, segments, false, None)
+impl TestMemory {
+    /// Valid memory that holds zeros, created fast enough for any peer's timeout. Its size is not a multiple of a word.
+    pub(super) fn zeros(context: &Context<'_>, segments: u64) -> Result<Self> {
+        Self::create(context, segments, false, None)
     }
 
-    /// As [`Lending::new`], with the pattern of [`SALT`] in it, perhaps sealed against writing.
-    pub(super) fn filled(scene: &Scene<'_>, segments: u64, sealed: bool) -> Result<Self> {
-        Self::with(scene, segments, sealed, Some(SALT))
+    /// Valid memory that holds the pattern of [`SALT`], sealed against writing on request.
+    pub(super) fn filled(context: &Context<'_>, segments: u64, sealed: bool) -> Result<Self> {
+        Self::create(context, segments, sealed, Some(SALT))
     }
 
-    fn with(scene: &Scene<'_>, segments: u64, sealed: bool, salt: Option<u32>) -> Result<Self> {
+    fn create(context: &Context<'_>, segments: u64, sealed: bool, salt: Option<u32>) -> Result<Self> {
         let size = segments * GRANULARITY - 5;
         let spec = match segments {
             1 => Spec::from(Spec::vmm(size)),
             _ => Spec::vmm(size).chunk(GRANULARITY).into(),
         };
-        let shared = Shared::create(scene.device, if sealed { spec.sealed() } else { spec })?;
+        let shared = Shared::create(context.device, if sealed { spec.sealed() } else { spec })?;
         if let Some(salt) = salt {
             pattern::fill(&shared, 0..size, Pattern::new(salt), &mut |_| Ok(()))?;
         }
@@ -117,7 +112,7 @@ impl Lending {
         let Some((part, chunks)) = shared.chunks(0..size)? else {
             return Err(Error::Misuse { problem: "memory without segments".to_owned() });
         };
-        let duplicate = |chunk: &vmmfd::memory::Chunk| chunk.as_fd().try_clone_to_owned().map(|fd| (fd, chunk.size()));
+        let duplicate = |chunk: &Chunk| chunk.as_fd().try_clone_to_owned().map(|fd| (fd, chunk.size()));
         let segments = chunks.iter().map(|chunk| duplicate(chunk)).collect::<io::Result<_>>();
         let segments = segments.map_err(|error| Error::system("duplicate a descriptor", error))?;
         let offer = Offer {
@@ -129,24 +124,35 @@ impl Lending {
             check: Some(Claim { salt: Some(SALT), ..Claim::default() }.to_check()),
             buffer: None,
         };
-        Ok(Self { offer, segments, shared: Some(shared) })
+        Ok(Self { offer, segments, shared })
     }
 
-    /// Memory of one segment whose descriptor is another.
+    /// The sizes and descriptors of some segments.
+    pub(super) fn descriptors(&self, indices: Range<usize>) -> (Vec<u64>, Vec<BorrowedFd<'_>>) {
+        self.segments[indices].iter().map(|(fd, size)| (*size, fd.as_fd())).unzip()
+    }
+
+    /// Replaces the first segment's descriptor.
     pub(super) fn with_descriptor(mut self, fd: OwnedFd) -> Self {
         self.segments[0].0 = fd;
         self
     }
 
-    /// Memory of one segment whose descriptor is open for reading alone.
-    pub(super) fn for_reading(self) -> Result<Self> {
+    /// Replaces the first segment's descriptor by a read-only one of the same memory.
+    pub(super) fn reopened_read_only(self) -> Result<Self> {
         let path = format!("/proc/self/fd/{}", self.segments[0].0.as_raw_fd());
-        let file = File::open(path).map_err(|error| Error::system("open memory for reading", error))?;
+        let file = File::open(path).map_err(|error| Error::system("reopen memory read-only", error))?;
         Ok(self.with_descriptor(file.into()))
+    }
+
+    /// Whether the whole buffer holds the pattern of a salt.
+    pub(super) fn holds(&self, salt: u32) -> Result<bool> {
+        let found = pattern::verify(&self.shared, 0, 0..self.shared.size(), Pattern::new(salt), &mut |_| Ok(()))?;
+        Ok(found.passed())
     }
 }
 
-/// What may be wrong with a memfd.
+/// A defect of a memfd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flaw {
     None,
@@ -154,11 +160,16 @@ pub(super) enum Flaw {
     SealsNotFinal,
     Sparse,
     Short,
+    /// Not a memfd at all.
+    NotMemory,
 }
 
-/// A memfd of the pattern's first bytes, as another program might have made it.
+/// A memfd as another program might create it, with a defect.
 pub(super) fn memfd(size: u64, flaw: Flaw) -> Result<OwnedFd> {
-    let system = |errno: Errno| Error::system("make a memfd", errno);
+    if flaw == Flaw::NotMemory {
+        return not_memory();
+    }
+    let system = |errno: Errno| Error::system("create a memfd", errno);
     let memfd = memfd_create(c"conform", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).map_err(system)?;
     let size = size as i64 - if flaw == Flaw::Short { 4096 } else { 0 };
     ftruncate(&memfd, size).map_err(system)?;
@@ -174,13 +185,6 @@ pub(super) fn memfd(size: u64, flaw: Flaw) -> Result<OwnedFd> {
     Ok(memfd)
 }
 
-/// A file that is no memory.
 pub(super) fn not_memory() -> Result<OwnedFd> {
     File::open("/dev/null").map(Into::into).map_err(|error| Error::system("open /dev/null", error))
-}
-
-/// Whether all of a buffer holds the pattern of another salt: a reply.
-pub(super) fn holds(shared: &Shared, salt: u32) -> Result<bool> {
-    let found = pattern::verify(shared, 0, 0..shared.size(), Pattern::new(salt), &mut |_| Ok(()))?;
-    Ok(found.passed())
 }

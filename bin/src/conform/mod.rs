@@ -1,55 +1,59 @@
-//! Meets an implementation of the protocol, plays the other end, and reports which rules of the page it broke.
+//! Tests an implementation of the protocol: plays its peer, and reports the rules that it violates.
 //!
-//! The rules are those of [`vmmfd::wire`] and [`vmmfd::wire::broker`], by their numbers. Each case is a connection of its own: sound conversations, which must
-//! go as the page says, and ones in which this side breaks a rule, which the other must notice. It needs no GPU: the memory is of
-//! the backend `host`.
+//! The rules are numbered as in [`vmmfd::wire`] and [`vmmfd::wire::broker`]. Each case uses its own connection. Some cases are valid
+//! conversations, which must succeed. In the others this side violates a rule, and the peer must report the violation. No GPU is
+//! needed: the memory is of the backend `host`.
 
-mod fault;
-mod lender;
-mod meets_broker;
-mod meets_consumer;
-mod meets_producer;
-mod meets_publisher;
-mod meets_subscriber;
+mod broker_cases;
+mod case_end;
+mod consumer_cases;
 mod memory;
 pub mod page;
 mod peer;
+mod producer_cases;
+mod producer_steps;
+mod publisher_cases;
 mod records;
 mod report;
+mod subscriber_cases;
 
 use std::{
+    os::fd::AsFd,
     path::PathBuf,
     time::{Duration, Instant},
 };
 
+use nix::poll::PollFlags;
 use vmmfd::{
     channel::{Cancel, Listener, Trust},
     driver::{Backend, Choice, open},
-    error::{Error, PeerError, Result, SocketError},
+    error::{Error, PeerError, Result},
     internals::{accept, connect_socket, deadline_after, wait},
     memory::{Device, Selector},
 };
 
 pub use self::report::{CaseReport, ConformReport, Outcome, RuleReport, render};
-use self::{fault::Fault, peer::Peer};
+use self::{
+    case_end::{CaseEnd, CaseResult},
+    peer::Peer,
+};
 
-/// What this side plays.
+/// The role that this side plays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Against a producer of a handoff, which listens.
+    /// Connects to a producer.
     Consumer,
-    /// Against consumers of a handoff, which connect: one after the other, until all cases are through.
+    /// Accepts consumers, one per case.
     Producer,
-    /// Against consumers of a stream, which connect.
+    /// Accepts subscribers to a stream, one per case.
     Publisher,
-    /// Against a producer of streams, which listens.
+    /// Connects to a producer of streams.
     Subscriber,
-    /// Against a broker, which listens.
+    /// Connects to a broker.
     Client,
 }
 
 impl Role {
-    /// Its name.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Consumer => "consumer",
@@ -66,71 +70,70 @@ impl Role {
 
     fn cases(self) -> Vec<Case> {
         match self {
-            Self::Consumer => meets_producer::cases(),
-            Self::Producer => meets_consumer::cases(),
-            Self::Publisher => meets_subscriber::cases(),
-            Self::Subscriber => meets_publisher::cases(),
-            Self::Client => meets_broker::cases(),
+            Self::Consumer => producer_cases::cases(),
+            Self::Producer => consumer_cases::cases(),
+            Self::Publisher => subscriber_cases::cases(),
+            Self::Subscriber => publisher_cases::cases(),
+            Self::Client => broker_cases::cases(),
         }
     }
 }
 
-/// What to do.
+/// The options of a run.
 #[derive(Debug, Clone)]
 pub struct ConformPlan {
-    /// Where to meet: this side connects to it, or listens there, by its role.
+    /// The socket that this side connects to, or listens on, depending on its role.
     pub socket: PathBuf,
-    /// What this side plays.
     pub role: Role,
-    /// The names of the cases to try; all if there are none.
+    /// Names of the cases to run; empty for all.
     pub only: Vec<String>,
-    /// Which users the other end may belong to.
+    /// The users that the peer may run as.
     pub trust: Trust,
-    /// How long to wait for the other end to listen, or for its next connection.
+    /// How long to wait for the peer to listen, or to connect again.
     pub wait: Duration,
-    /// How long each silence may last: what this side says in `hello`.
+    /// The longest silence allowed: the timeout in this side's `hello`.
     pub timeout: Duration,
 }
 
-/// One conversation, or one for each of several faults of the same kind.
+/// A test case: one conversation, or one for each of several violations of the same kind.
 struct Case {
     name: String,
-    /// The rules that it is about.
-    rules: &'static [&'static str],
+    /// The numbers of the rules that it tests. The first one is violated if the peer does not report an error that the case provokes.
+    rules: Vec<&'static str>,
     run: Run,
 }
 
-/// What a case does with a new connection.
-type Run = Box<dyn Fn(&Scene<'_>, &mut Peer) -> Result<(), Fault>>;
+type Run = Box<dyn Fn(&Context<'_>, &mut Peer) -> CaseResult>;
 
-impl Case {
-    fn new(
-        name: impl Into<String>,
-        rules: &'static [&'static str],
-        run: impl Fn(&Scene<'_>, &mut Peer) -> Result<(), Fault> + 'static,
-    ) -> Self {
-        Self { name: name.into(), rules, run: Box::new(run) }
-    }
+/// A case with its rules' numbers, separated by spaces.
+fn case(
+    name: impl Into<String>,
+    rules: &'static str,
+    run: impl Fn(&Context<'_>, &mut Peer) -> CaseResult + 'static,
+) -> Case {
+    Case { name: name.into(), rules: rules.split(' ').collect(), run: Box::new(run) }
 }
 
-/// What all cases have.
-struct Scene<'a> {
+/// The running case.
+struct Context<'a> {
     device: &'a Device,
-    /// Makes another connection with the other end.
+    /// Opens another connection to the peer.
     connect: &'a dyn Fn() -> Result<Peer>,
+    name: &'a str,
+    /// The first of the case's rules.
+    rule: &'static str,
 }
 
-/// The names of a role's cases, with the rules that each is about.
-pub fn cases(role: Role) -> Vec<(String, &'static [&'static str])> {
+/// The names of a role's cases, with the numbers of their rules.
+pub fn cases(role: Role) -> Vec<(String, Vec<&'static str>)> {
     role.cases().into_iter().map(|case| (case.name, case.rules)).collect()
 }
 
-/// Tries all cases. Blocks for as long as the other end takes, and for no silence longer than the plan says. What the other end does
-/// wrong is in the report, as is that there was no other end.
+/// Runs the cases of a plan. Blocks while the peer answers; no wait exceeds the timeouts of the plan. Violations, and a peer that
+/// does not appear, are in the report.
 ///
 /// # Errors
-/// [`Error::Misuse`] for a case that there is not; [`Error::Socket`] if this side can't listen; [`Error::Interrupted`];
-/// [`Error::System`].
+/// [`Error::Misuse`] for an unknown case; [`Error::Socket`] if this side can't listen; [`Error::Interrupted`]; [`Error::System`].
 pub fn run(plan: &ConformPlan, cancel: &Cancel, progress: &dyn Fn(&CaseReport)) -> Result<ConformReport> {
     let mut cases = plan.role.cases();
     if let Some(unknown) = plan.only.iter().find(|name| !cases.iter().any(|case| case.name == **name)) {
@@ -139,35 +142,34 @@ pub fn run(plan: &ConformPlan, cancel: &Cancel, progress: &dyn Fn(&CaseReport)) 
     }
     cases.retain(|case| plan.only.is_empty() || plan.only.contains(&case.name));
     let driver = open(Choice::Only(Backend::Host))?.driver;
-    let device = Device::find(&driver, Selector::default())?;
+    let device = &Device::find(&driver, Selector::default())?;
     let listener = match plan.role.listens() {
         true => Some(Listener::bind(&plan.socket, !plan.trust.uids.is_empty(), plan.timeout, cancel)?),
         false => None,
     };
-    let connect = || meet(plan, listener.as_ref(), cancel);
-    let scene = Scene { device: &device, connect: &connect };
+    let connect = &|| meet(plan, listener.as_ref(), cancel);
     let mut report = ConformReport::new(plan);
-    for case in &cases {
+    for Case { name, rules, run } in &cases {
         let attempt = || match connect() {
             Ok(mut peer) => {
-                let found = (case.run)(&scene, &mut peer).err();
-                let spoke = peer.spoke;
-                peer.leave();
-                (found, spoke)
+                let end = run(&Context { device, connect, name, rule: rules[0] }, &mut peer).err();
+                let responded = peer.responded;
+                peer.close();
+                (end, responded)
             }
-            Err(error) => (Some(Fault::from(error)), true),
+            Err(error) => (Some(CaseEnd::from(error)), true),
         };
-        let fault = match attempt() {
-            // A producer that stops listening hangs up on those that it has not accepted. One that goes on is met again.
-            (Some(Fault::Broken { .. }), false) if listener.is_none() => attempt().0,
-            (fault, _) => fault,
+        let end = match attempt() {
+            // A producer that stops listening closes the connections that it has not accepted. Try once more in case it still serves.
+            (Some(CaseEnd::Violation { .. }), false) if listener.is_none() => attempt().0,
+            (end, _) => end,
         };
-        if let Some(Fault::Failed(error)) = fault {
+        if let Some(CaseEnd::Internal(error)) = end {
             return Err(error);
         }
-        let absent = matches!(fault, Some(Fault::Absent(_)));
-        progress(report.enter(&case.name, case.rules, fault));
-        if absent {
+        let no_peer = matches!(end, Some(CaseEnd::NoPeer(_)));
+        progress(report.add(name, rules, end));
+        if no_peer {
             break;
         }
     }
@@ -175,7 +177,7 @@ pub fn run(plan: &ConformPlan, cancel: &Cancel, progress: &dyn Fn(&CaseReport)) 
     Ok(report)
 }
 
-/// The next connection with the other end.
+/// Opens the next connection to the peer.
 fn meet(plan: &ConformPlan, listener: Option<&Listener>, cancel: &Cancel) -> Result<Peer> {
     let Some(listener) = listener else {
         let (socket, _) = connect_socket(&plan.socket, plan.wait, &plan.trust, cancel)?;
@@ -185,28 +187,12 @@ fn meet(plan: &ConformPlan, listener: Option<&Listener>, cancel: &Cancel) -> Res
     loop {
         if let Some(socket) = accept(listener)? {
             let peer = Peer::new(socket, plan.timeout, cancel)?;
-            plan.trust.check(peer.who())?;
+            plan.trust.check(peer.process())?;
             return Ok(peer);
         }
         if Instant::now() >= deadline {
             return Err(Error::Peer(PeerError::NoConsumer { waited: plan.wait }));
         }
-        use std::os::fd::AsFd;
-        wait(cancel, listener.as_fd(), nix::poll::PollFlags::POLLIN, deadline)?;
-    }
-}
-
-impl From<Error> for Fault {
-    fn from(error: Error) -> Self {
-        match error {
-            Error::Socket(
-                SocketError::Absent { .. }
-                | SocketError::NotAccepted { .. }
-                | SocketError::Denied { .. }
-                | SocketError::ClosedFolder { .. },
-            )
-            | Error::Peer(PeerError::NoConsumer { .. } | PeerError::NotAllowed { .. }) => Self::Absent(error.in_full()),
-            error => Self::Failed(error),
-        }
+        wait(cancel, listener.as_fd(), PollFlags::POLLIN, deadline)?;
     }
 }

@@ -1,28 +1,22 @@
-//! The numbered rules of the protocols' pages.
+//! The numbered rules of the protocol pages.
 
 use vmmfd::internals::protocols;
 
-/// The pages: that of handoffs and streams, and the broker's.
-const PAGES: [&str; 2] = [protocols::PAGE, protocols::BROKER_PAGE];
-
-/// The rules of the pages, in their order: the number, and the text on one line.
+/// The rules of both pages in order: the number, and the text on one line.
 pub fn rules() -> Vec<(&'static str, String)> {
-    let paragraphs = PAGES.iter().flat_map(|page| page.split("\n\n")).filter_map(|paragraph| {
+    let paragraphs = [protocols::PAGE, protocols::BROKER_PAGE].into_iter().flat_map(|page| page.split("\n\n"));
+    let rule = |paragraph: &'static str| {
         let (number, text) = paragraph.strip_prefix("**")?.split_once("** ")?;
-        is_number(number).then(|| (number, text.split_whitespace().collect::<Vec<_>>().join(" ")))
-    });
-    paragraphs.collect()
+        let digits = number.strip_prefix(|c: char| c.is_ascii_uppercase())?;
+        let valid = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+        valid.then(|| (number, text.split_whitespace().collect::<Vec<_>>().join(" ")))
+    };
+    paragraphs.filter_map(rule).collect()
 }
 
-/// The text of a rule; empty if there is none of that number.
-pub fn text(number: &str) -> String {
-    rules().into_iter().find(|(found, _)| *found == number).map(|(_, text)| text).unwrap_or_default()
-}
-
-/// A letter and digits.
-fn is_number(text: &str) -> bool {
-    let digits = text.strip_prefix(|c: char| c.is_ascii_uppercase());
-    digits.is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()))
+/// The rule of a number.
+pub fn find(number: &str) -> Option<(&'static str, String)> {
+    rules().into_iter().find(|(found, _)| *found == number)
 }
 
 #[cfg(test)]
@@ -33,23 +27,20 @@ mod tests {
     use crate::conform::{Role, cases};
 
     #[test]
-    fn each_number_is_given_once_and_each_case_names_rules_of_the_page() {
+    fn cases_name_existing_rules() {
         let rules = rules();
         let numbers: BTreeSet<&str> = rules.iter().map(|(number, _)| *number).collect();
-        assert_eq!(numbers.len(), rules.len(), "a number is given twice");
+        assert_eq!(numbers.len(), rules.len(), "a duplicate number");
         assert!(rules.len() > 50 && rules.iter().all(|(_, text)| text.ends_with(['.', ':', ')'])), "{rules:?}");
         for role in [Role::Consumer, Role::Producer, Role::Publisher, Role::Subscriber, Role::Client] {
             let cases = cases(role);
             let names: BTreeSet<&String> = cases.iter().map(|(name, _)| name).collect();
-            assert_eq!(names.len(), cases.len(), "{role:?} has two cases of one name");
+            assert_eq!(names.len(), cases.len(), "{role:?}: a duplicate name");
             for (name, of) in &cases {
                 assert!(!of.is_empty() && of.iter().all(|rule| numbers.contains(rule)), "{role:?} {name}: {of:?}");
             }
         }
-        assert_eq!(
-            text("T2"),
-            "A record without a single byte means that the sender has hung up, as does the end of the connection."
-        );
-        assert_eq!(text("Z9"), "");
+        assert!(find("T2").unwrap().1.starts_with("A record without a single byte"));
+        assert_eq!(find("Z9"), None);
     }
 }

@@ -1,4 +1,4 @@
-//! The other end: what is said to it, and what it says.
+//! The connection to the implementation under test.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -7,83 +7,128 @@ use std::{
 };
 
 use vmmfd::{
-    channel::{Cancel, Peer as Who},
+    channel::{Cancel, Peer as PeerInfo},
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
     internals::{RecordSocket, deadline_after, peer_of},
-    wire::{Failure, HEADER_LENGTH, Hello, MAX_BODY, Message, VERSION},
+    wire::{Failure, HEADER_LENGTH, Hello, MAX_BODY, Message, VERSION, broker},
 };
 
-use super::fault::Fault;
+use super::case_end::{CaseEnd, CaseResult, skip, violation};
 
-/// One connection.
-pub(super) struct Peer {
-    socket: RecordSocket,
-    who: Who,
-    record: Vec<u8>,
-    timeout: Duration,
-    /// Whether it has said anything at all.
-    pub(super) spoke: bool,
-}
+/// The message types of the two protocols.
+pub(super) trait WireMessage: Sized {
+    /// Errors that mean that the peer serves no more connections.
+    const UNAVAILABLE: &[ErrorCode];
+    /// The rule that a silent peer violates, instead of the rule about the missing answer.
+    const SILENCE: Option<&'static str>;
 
-/// A message of one of the two protocols.
-pub(super) trait Speech: Sized {
-    fn read(record: &[u8], fds: usize) -> Result<Self, ProtocolError>;
-    fn kind(&self) -> &'static str;
+    fn decode(record: &[u8], fds: usize) -> Result<Self, ProtocolError>;
+    fn name(&self) -> &'static str;
     fn is_busy(&self) -> bool;
     fn as_error(&self) -> Option<&Failure>;
-    /// The words for an answer that ends the wait for an `error`.
+    /// Describes an answer after which no `error` can follow.
     fn as_answer(&self) -> Option<String>;
 }
 
-impl Speech for Message {
-    fn read(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
-        Self::decode(record, fds)
-    }
+macro_rules! wire_message {
+    ($message:ty, $unavailable:expr, $silence:expr, $answer:pat => $text:expr) => {
+        impl WireMessage for $message {
+            const UNAVAILABLE: &[ErrorCode] = $unavailable;
+            const SILENCE: Option<&'static str> = $silence;
 
-    fn kind(&self) -> &'static str {
-        self.name()
-    }
+            fn decode(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
+                Self::decode(record, fds)
+            }
 
-    fn is_busy(&self) -> bool {
-        matches!(self, Self::Busy(_))
-    }
+            fn name(&self) -> &'static str {
+                self.name()
+            }
 
-    fn as_error(&self) -> Option<&Failure> {
-        if let Self::Error(failure) = self { Some(failure) } else { None }
-    }
+            fn is_busy(&self) -> bool {
+                matches!(self, Self::Busy(_))
+            }
 
-    fn as_answer(&self) -> Option<String> {
-        matches!(self, Self::Result(_)).then(|| "got a result".to_owned())
-    }
+            fn as_error(&self) -> Option<&Failure> {
+                if let Self::Error(failure) = self { Some(failure) } else { None }
+            }
+
+            fn as_answer(&self) -> Option<String> {
+                if let $answer = self { Some($text) } else { None }
+            }
+        }
+    };
 }
 
-/// What was heard.
-pub(super) enum Heard<M = Message> {
+wire_message!(
+    Message,
+    &[ErrorCode::Full, ErrorCode::Refused, ErrorCode::Interrupted],
+    Some("H3"),
+    Self::Result(_) => "got a result".to_owned()
+);
+wire_message!(
+    broker::Message,
+    &[ErrorCode::Full, ErrorCode::Refused],
+    None,
+    Self::Refused(refusal) => format!("was refused: `{}`", refusal.code)
+);
+
+/// The result of a receive.
+pub(super) enum Incoming<M = Message> {
     Message(Box<M>, Vec<OwnedFd>),
-    /// It has shut down writing, or is gone.
-    End,
-    /// Nothing, for as long as this side said that it waits.
-    Silence,
+    /// The peer has shut down writing or closed the connection.
+    Closed,
+    /// The peer sent nothing for the timeout in this side's `hello`.
+    Timeout,
 }
 
-/// Silences are tried of other ends that give up within this time, in milliseconds.
-pub(super) const PATIENT: u64 = 3000;
+/// Takes the body of the next message if it is of the expected kind; otherwise returns a violation of the rule.
+macro_rules! receive {
+    ($peer:expr, $rule:expr, $name:expr, $pattern:pat => $value:expr) => {
+        match $peer.next_message($rule, $name)? {
+            $pattern => $value,
+            (other, _) => {
+                return $crate::conform::case_end::violation(
+                    $rule,
+                    format!("sent {} instead of {}", other.name(), $name),
+                )
+            }
+        }
+    };
+}
+pub(super) use receive;
 
-/// How long the other end has to leave when a case is through.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// The longest peer timeout, in milliseconds, for which cases wait. Cases of slower peers are skipped.
+pub(super) const MAX_WAITED_MS: u64 = 3000;
 
-/// How many timeouts the other end has in all, whatever it sends.
-const PATIENCE: u32 = 10;
+/// How long the peer may take to close the connection after a case.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The limit on a single wait, in timeouts, for a peer that keeps sending `busy` or other messages.
+const MAX_TIMEOUTS: u32 = 10;
+
+pub(super) struct Peer {
+    socket: RecordSocket,
+    process: PeerInfo,
+    buffer: Vec<u8>,
+    timeout: Duration,
+    /// Whether the peer has sent a record.
+    pub(super) responded: bool,
+}
 
 impl Peer {
     pub(super) fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
-        let (who, socket) = (peer_of(&socket)?, RecordSocket::new(socket, timeout, cancel)?);
-        // A byte more than the longest record, so that a longer one shows.
-        Ok(Self { socket, who, record: vec![0; HEADER_LENGTH + MAX_BODY + 1], timeout, spoke: false })
+        let (process, socket) = (peer_of(&socket)?, RecordSocket::new(socket, timeout, cancel)?);
+        // One byte more than the longest record, to detect longer ones.
+        let buffer = vec![0; HEADER_LENGTH + MAX_BODY + 1];
+        Ok(Self { socket, process, buffer, timeout, responded: false })
     }
 
-    pub(super) fn who(&self) -> Who {
-        self.who
+    pub(super) fn process(&self) -> PeerInfo {
+        self.process
+    }
+
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
     }
 
     /// This side's `hello`.
@@ -93,107 +138,115 @@ impl Peer {
         Hello { version: VERSION, capabilities, backend: "host".to_owned(), pid: process::id(), timeout_ms }
     }
 
-    /// Sends a message. That the other end has left is seen with what it says.
-    pub(super) fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<(), Fault> {
-        let record = message.encode().map_err(|error| Fault::Failed(error.into()))?;
+    pub(super) fn send(&self, message: &Message) -> CaseResult {
+        self.send_with(message, &[])
+    }
+
+    /// Sends a message with descriptors. Succeeds if the peer has closed the connection: the next receive reports it.
+    pub(super) fn send_with(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> CaseResult {
+        let record = message.encode().map_err(|error| CaseEnd::Internal(error.into()))?;
         self.send_record(&record, fds)
     }
 
-    /// Sends a record as it is.
-    pub(super) fn send_record(&self, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Fault> {
+    /// Sends a record that may be invalid.
+    pub(super) fn send_record(&self, record: &[u8], fds: &[BorrowedFd<'_>]) -> CaseResult {
         match self.socket.send("a record", record, fds) {
             Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => Ok(()),
-            Err(Error::Peer(PeerError::Timeout { .. })) => Fault::broken("H3", "reads nothing, and says nothing"),
-            Err(error) => Err(Fault::Failed(error)),
+            Err(Error::Peer(PeerError::Timeout { .. })) => violation("H3", "neither received nor sent a record"),
+            Err(error) => Err(CaseEnd::Internal(error)),
         }
     }
 
-    /// This side has no more to say.
     pub(super) fn shut_down_writing(&self) {
-        // Fails if it has left.
+        // Fails if the peer has closed the connection.
         let _ = self.socket.shut_down_writing();
     }
 
-    /// What comes next, `busy` included.
-    pub(super) fn hear_all<M: Speech>(&mut self) -> Result<Heard<M>, Fault> {
-        let received = self.socket.receive_by(&mut self.record, deadline_after(self.timeout), "for a record");
-        self.spoke |= received.is_ok();
+    /// Receives the next message, including `busy`.
+    pub(super) fn receive_any<M: WireMessage>(&mut self) -> CaseResult<Incoming<M>> {
+        let received = self.socket.receive_by(&mut self.buffer, deadline_after(self.timeout), "for a record");
+        self.responded |= received.is_ok();
         match received {
-            Ok(record) => match M::read(&self.record[..record.length], record.fds.len()) {
-                Ok(message) => Ok(Heard::Message(Box::new(message), record.fds)),
-                Err(error) => Err(Fault::of_record(&error)),
-            },
-            Err(Error::Peer(PeerError::Gone { .. })) => Ok(Heard::End),
-            Err(Error::Peer(PeerError::Timeout { .. })) => Ok(Heard::Silence),
-            Err(Error::Peer(PeerError::Protocol(error))) => Err(Fault::of_record(&error)),
-            Err(error) => Err(Fault::Failed(error)),
+            Ok(record) => {
+                let message = M::decode(&self.buffer[..record.length], record.fds.len())?;
+                Ok(Incoming::Message(Box::new(message), record.fds))
+            }
+            Err(Error::Peer(PeerError::Gone { .. })) => Ok(Incoming::Closed),
+            Err(Error::Peer(PeerError::Timeout { .. })) => Ok(Incoming::Timeout),
+            Err(Error::Peer(PeerError::Protocol(error))) => Err(error.into()),
+            Err(error) => Err(CaseEnd::Internal(error)),
         }
     }
 
-    /// How long each silence may last.
-    pub(super) fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
-    /// What comes next that is not `busy`. One that says nothing else for ten times the timeout is taken for silent.
-    pub(super) fn hear<M: Speech>(&mut self) -> Result<Heard<M>, Fault> {
-        let deadline = deadline_after(self.timeout.saturating_mul(PATIENCE));
+    /// Receives the next message, skipping `busy`. Times out if only `busy` arrives for [`MAX_TIMEOUTS`].
+    pub(super) fn receive<M: WireMessage>(&mut self) -> CaseResult<Incoming<M>> {
+        let deadline = deadline_after(self.timeout.saturating_mul(MAX_TIMEOUTS));
         loop {
-            match self.hear_all()? {
-                Heard::Message(message, _) if M::is_busy(&message) => {
+            match self.receive_any()? {
+                Incoming::Message(message, _) if M::is_busy(&message) => {
                     if Instant::now() >= deadline {
-                        return Ok(Heard::Silence);
+                        return Ok(Incoming::Timeout);
                     }
                 }
-                heard => return Ok(heard),
+                incoming => return Ok(incoming),
             }
         }
     }
 
-    /// The next message, which must be there: `what` belongs by the rule.
-    pub(super) fn next(&mut self, rule: &'static str, what: &str) -> Result<(Message, Vec<OwnedFd>), Fault> {
-        let heard = self.hear()?;
-        self.must(heard, rule, what)
+    /// The next message other than `busy`. `expected` names it. An `error`, a close or silence violates the rule.
+    pub(super) fn next_message(&mut self, rule: &'static str, expected: &str) -> CaseResult<(Message, Vec<OwnedFd>)> {
+        let incoming = self.receive()?;
+        self.require(incoming, rule, expected)
     }
 
-    /// What was heard, if it is a message and no `error`.
-    pub(super) fn must(&self, heard: Heard, rule: &'static str, what: &str) -> Result<(Message, Vec<OwnedFd>), Fault> {
-        match heard {
-            Heard::Message(message, fds) => match *message {
-                Message::Error(Failure { code, message }) => match code {
-                    ErrorCode::Full | ErrorCode::Refused | ErrorCode::Interrupted => {
-                        Err(Fault::Absent(format!("the other end takes no more connections: {message} ({code})")))
-                    }
-                    code => Fault::broken(rule, format!("sent error `{code}` where {what} belongs: {message}")),
-                },
-                message => Ok((message, fds)),
+    /// As [`Peer::next_message`], for a message that must not be preceded by `busy`.
+    pub(super) fn first_message(&mut self, rule: &'static str, expected: &str) -> CaseResult<(Message, Vec<OwnedFd>)> {
+        let incoming = self.receive_any()?;
+        self.require(incoming, rule, expected)
+    }
+
+    /// The received message; an `error`, a close or silence violates the rule.
+    pub(super) fn require<M: WireMessage>(
+        &self,
+        incoming: Incoming<M>,
+        rule: &'static str,
+        expected: &str,
+    ) -> CaseResult<(M, Vec<OwnedFd>)> {
+        match incoming {
+            Incoming::Message(message, fds) => match message.as_error() {
+                Some(Failure { code, message }) if M::UNAVAILABLE.contains(code) => {
+                    Err(CaseEnd::NoPeer(format!("the peer accepts no more connections: {message} ({code})")))
+                }
+                Some(Failure { code, message }) => {
+                    violation(rule, format!("sent error `{code}` instead of {expected}: {message}"))
+                }
+                None => Ok((*message, fds)),
             },
-            Heard::End => Fault::broken(rule, format!("hung up without an error where {what} belongs")),
-            Heard::Silence => Fault::broken("H3", format!("sent neither {what} nor `busy` for {:?}", self.timeout)),
+            Incoming::Closed => {
+                violation(rule, format!("closed the connection without an error instead of {expected}"))
+            }
+            Incoming::Timeout => violation(
+                M::SILENCE.unwrap_or(rule),
+                format!("sent neither {expected} nor `busy` for {:?}", self.timeout),
+            ),
         }
     }
 
-    /// The other end must end the conversation with one of these codes, because of the rule, and shut down writing. What it had said
-    /// before it could know is passed over.
-    pub(super) fn ends_with(&mut self, rule: &'static str, codes: &[ErrorCode], fault: &str) -> Result<(), Fault> {
-        self.ends_with_in::<Message>(rule, codes, fault)
-    }
-
-    /// As [`Peer::ends_with`], in either protocol.
-    pub(super) fn ends_with_in<M: Speech>(
+    /// The peer must report this error because of the rule, and shut down writing. Earlier messages are ignored.
+    pub(super) fn expect_error<M: WireMessage>(
         &mut self,
         rule: &'static str,
-        codes: &[ErrorCode],
-        fault: &str,
-    ) -> Result<(), Fault> {
-        let deadline = deadline_after(self.timeout.saturating_mul(PATIENCE));
+        code: ErrorCode,
+        provoked_by: &str,
+    ) -> CaseResult {
+        let deadline = deadline_after(self.timeout.saturating_mul(MAX_TIMEOUTS));
         let found = loop {
             if Instant::now() >= deadline {
-                break "other records came without end".to_owned();
+                break "other messages kept arriving".to_owned();
             }
-            match self.hear::<M>()? {
-                Heard::Message(message, _) => match message.as_error() {
-                    Some(failure) if codes.contains(&failure.code) => return self.is_silent_after_error::<M>(),
+            match self.receive::<M>()? {
+                Incoming::Message(message, _) => match message.as_error() {
+                    Some(failure) if failure.code == code => return self.expect_silence_after_error::<M>(),
                     Some(Failure { code, message }) => break format!("got `{code}`: {message}"),
                     None => {
                         if let Some(answer) = message.as_answer() {
@@ -201,64 +254,71 @@ impl Peer {
                         }
                     }
                 },
-                Heard::End => break "it hung up".to_owned(),
-                Heard::Silence => break "nothing came".to_owned(),
+                Incoming::Closed => break "the peer closed the connection".to_owned(),
+                Incoming::Timeout => break "nothing arrived".to_owned(),
             }
         };
-        let codes = codes.iter().map(ToString::to_string).collect::<Vec<_>>().join("` or `");
-        Fault::broken(rule, format!("{fault}: expected error `{codes}`, and {found}"))
+        violation(rule, format!("{provoked_by}: expected error `{code}`, but {found}"))
     }
 
-    fn is_silent_after_error<M: Speech>(&mut self) -> Result<(), Fault> {
-        match self.hear_all::<M>()? {
-            Heard::End => Ok(()),
-            Heard::Message(message, _) => Fault::broken("H5", format!("sent {} after its error", message.kind())),
-            Heard::Silence => Fault::broken("H5", "did not shut down writing after its error"),
+    fn expect_silence_after_error<M: WireMessage>(&mut self) -> CaseResult {
+        match self.receive_any::<M>()? {
+            Incoming::Closed => Ok(()),
+            Incoming::Message(message, _) => violation("H5", format!("sent {} after its error", message.name())),
+            Incoming::Timeout => violation("H5", "did not shut down writing after its error"),
         }
     }
 
-    /// The other end must shut down writing, having said nothing more; `error` is no answer to an `error`.
-    pub(super) fn leaves(&mut self, rule: &'static str, when: &str) -> Result<(), Fault> {
-        self.leaves_in::<Message>(rule, when)
-    }
-
-    /// As [`Peer::leaves`], in either protocol.
-    pub(super) fn leaves_in<M: Speech>(&mut self, rule: &'static str, when: &str) -> Result<(), Fault> {
-        match self.hear::<M>()? {
-            Heard::End => Ok(()),
-            Heard::Message(message, _) => Fault::broken(rule, format!("sent {} {when}", message.kind())),
-            Heard::Silence => Fault::broken(rule, format!("did not shut down writing {when}")),
+    /// The peer must shut down writing and send nothing more, not even an `error`. `when` completes the sentence.
+    pub(super) fn expect_close<M: WireMessage>(&mut self, rule: &'static str, when: &str) -> CaseResult {
+        match self.receive::<M>()? {
+            Incoming::Closed => Ok(()),
+            Incoming::Message(message, _) => violation(rule, format!("sent {} {when}", message.name())),
+            Incoming::Timeout => violation(rule, format!("did not shut down writing {when}")),
         }
     }
 
-    /// Ends the connection so that the last record arrives.
-    pub(super) fn leave(mut self) {
+    /// Sends a message that the peer must answer with `error`.
+    pub(super) fn provoke(
+        &mut self,
+        message: &Message,
+        rule: &'static str,
+        code: ErrorCode,
+        provoked_by: &str,
+    ) -> CaseResult {
+        self.send(message)?;
+        self.expect_error::<Message>(rule, code, provoked_by)
+    }
+
+    /// Sends nothing until the peer reports a timeout.
+    pub(super) fn expect_timeout(&mut self, hello: &Hello, situation: &str) -> CaseResult {
+        skip_if_slow(hello)?;
+        thread::sleep(Duration::from_millis(hello.timeout_ms));
+        self.expect_error::<Message>("H6", ErrorCode::Timeout, situation)
+    }
+
+    /// Closes the connection after the peer has received the last record.
+    pub(super) fn close(mut self) {
         self.shut_down_writing();
-        let _ = self.socket.drain_until(&mut self.record, deadline_after(FAREWELL.min(self.timeout)));
+        let _ = self.socket.drain_until(&mut self.buffer, deadline_after(CLOSE_TIMEOUT.min(self.timeout)));
     }
 }
 
-/// Checks a `hello` of the other end.
-pub(super) fn checked(hello: Hello) -> Result<Hello, Fault> {
+/// Checks the peer's `hello`.
+pub(super) fn check_hello(hello: Hello) -> CaseResult<Hello> {
     match hello {
-        Hello { version: 0, .. } => Fault::broken("H1", "said hello with version 0"),
+        Hello { version: 0, .. } => violation("H1", "sent version 0 in hello"),
         Hello { ref backend, .. } if backend != "host" => {
-            Err(Fault::Absent(format!("it is on backend {backend}, and only the backend host can be tested")))
+            Err(CaseEnd::NoPeer(format!("its backend is {backend}; only the backend host can be tested")))
         }
         hello => Ok(hello),
     }
 }
 
-/// Leaves a case out if the other end would take too long to give up.
-pub(super) fn impatient(hello: &Hello) -> Result<(), Fault> {
+/// Skips a case that has to wait for the peer's timeout if that is too long.
+pub(super) fn skip_if_slow(hello: &Hello) -> CaseResult {
     match hello.timeout_ms {
-        0..=PATIENT => Ok(()),
-        patience => Fault::left_out(format!("it waits {patience} ms, and silences are tried up to {PATIENT} ms")),
+        0..=MAX_WAITED_MS => Ok(()),
+        timeout => skip(format!("the peer's timeout is {timeout} ms; timeouts are tested up to {MAX_WAITED_MS} ms")),
     }
-}
-
-/// Waits without a word until the other end gives up.
-pub(super) fn gives_up(peer: &mut Peer, hello: &Hello, when: &str) -> Result<(), Fault> {
-    thread::sleep(Duration::from_millis(hello.timeout_ms));
-    peer.ends_with("H6", &[ErrorCode::Timeout], when)
 }

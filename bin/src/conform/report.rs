@@ -1,73 +1,71 @@
-//! What came of the cases.
+//! The report of a run.
 
 use std::fmt::Write;
 
 use schemars::JsonSchema;
 use serde::Serialize;
 
-use super::{ConformPlan, fault::Fault, page};
+use super::{CaseEnd, ConformPlan, page};
 use crate::schema::VERSION;
 
-/// What `vmmfd conform` reports.
+/// The report of `vmmfd conform`.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
 #[non_exhaustive]
 pub struct ConformReport {
     pub schema: u32,
-    /// What this side played.
+    /// The role that this side played.
     #[schemars(extend("enum" = ["consumer", "producer", "publisher", "subscriber", "client"]))]
     pub role: &'static str,
-    /// Where.
+    /// The path of the socket.
     pub socket: String,
-    /// Whether no rule was found broken; null if for some case no other end came, or none was tried.
+    /// Whether the peer violated no rule; null if no peer was available for a case, or every case was left out.
     pub conforms: Option<bool>,
-    /// The cases that were tried, in their order.
+    /// The cases in the order in which they ran.
     pub cases: Vec<CaseReport>,
-    /// The rules that were broken, each once for a case.
+    /// The violated rules, once per case.
     pub broken: Vec<RuleReport>,
-    /// Why not all cases were tried.
+    /// Why not all cases ran.
     pub incomplete: Option<String>,
 }
 
-/// What came of one case.
+/// The result of one case.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
 #[non_exhaustive]
 pub struct CaseReport {
-    /// Its name.
     pub name: String,
-    /// The rules that it is about.
-    pub rules: &'static [&'static str],
-    /// Whether they were kept.
+    /// The numbers of the rules that it tests.
+    pub rules: Vec<&'static str>,
     pub outcome: Outcome,
-    /// What was found, or why it was left out.
+    /// The violation, or why the case was left out.
     pub found: Option<String>,
 }
 
-/// What can come of a case.
+/// The outcome of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Outcome {
-    /// The other end kept to the rules.
+    /// The peer followed the rules.
     Kept,
-    /// It broke one.
+    /// The peer violated a rule.
     Broken,
-    /// It does not do what the case is about, and need not.
+    /// The peer lacks an optional feature that the case needs.
     LeftOut,
-    /// No other end came.
+    /// No peer was available.
     NotMet,
 }
 
-/// A rule that was broken.
+/// A violated rule.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
 #[non_exhaustive]
 pub struct RuleReport {
     /// Its number.
     pub rule: &'static str,
-    /// Its text on the page.
+    /// Its text in the protocol page.
     pub text: String,
-    /// The case in which it was broken.
+    /// The case that found the violation.
     pub case: String,
-    /// What was found.
+    /// The violation.
     pub found: String,
 }
 
@@ -84,33 +82,32 @@ impl ConformReport {
         }
     }
 
-    /// Enters what came of a case.
-    pub(super) fn enter(&mut self, name: &str, rules: &'static [&'static str], fault: Option<Fault>) -> &CaseReport {
-        let (outcome, found) = match fault {
+    /// Adds the result of a case.
+    pub(super) fn add(&mut self, name: &str, rules: &[&'static str], end: Option<CaseEnd>) -> &CaseReport {
+        let (outcome, found) = match end {
             None => (Outcome::Kept, None),
-            Some(Fault::Broken { rule, found }) => {
-                let (text, case) = (page::text(rule), name.to_owned());
-                self.broken.push(RuleReport { rule, text, case, found: found.clone() });
+            Some(CaseEnd::Violation { rule, found }) => {
+                let text = page::find(rule).map(|(_, text)| text).unwrap_or_default();
+                self.broken.push(RuleReport { rule, text, case: name.to_owned(), found: found.clone() });
                 (Outcome::Broken, Some(format!("{rule}: {found}")))
             }
-            Some(Fault::LeftOut(why)) => (Outcome::LeftOut, Some(why)),
-            Some(Fault::Absent(why)) => (Outcome::NotMet, Some(why)),
-            Some(Fault::Failed(error)) => (Outcome::NotMet, Some(error.in_full())),
+            Some(CaseEnd::Skipped(reason)) => (Outcome::LeftOut, Some(reason)),
+            Some(CaseEnd::NoPeer(reason)) => (Outcome::NotMet, Some(reason)),
+            Some(CaseEnd::Internal(error)) => (Outcome::NotMet, Some(error.in_full())),
         };
         let index = self.cases.len();
-        self.cases.push(CaseReport { name: name.to_owned(), rules, outcome, found });
+        self.cases.push(CaseReport { name: name.to_owned(), rules: rules.to_vec(), outcome, found });
         &self.cases[index]
     }
 
-    /// Concludes, of so many cases.
+    /// Computes the conclusion. `all` is the number of selected cases.
     pub(super) fn finish(&mut self, all: usize) {
         let not_met = self.cases.iter().find(|case| case.outcome == Outcome::NotMet);
         if let Some(case) = not_met {
-            let tried = self.cases.len() - 1;
-            self.incomplete =
-                Some(format!("{tried} of {all} cases were tried: {}", case.found.clone().unwrap_or_default()));
+            let (ran, reason) = (self.cases.len() - 1, case.found.as_deref().unwrap_or_default());
+            self.incomplete = Some(format!("{ran} of {all} cases ran: {reason}"));
         } else if self.cases.iter().all(|case| case.outcome == Outcome::LeftOut) {
-            self.incomplete = Some("the other end does nothing of what was to be tried".to_owned());
+            self.incomplete = Some("the peer has none of the features that the selected cases test".to_owned());
         }
         self.conforms = match (self.broken.is_empty(), &self.incomplete) {
             (false, _) => Some(false),
@@ -119,7 +116,7 @@ impl ConformReport {
         };
     }
 
-    /// The exit code: 0 if it conforms, 1 if a rule was broken, 4 if neither can be said.
+    /// The exit code: 0 if the peer conforms, 1 if it violated a rule, 4 if the run was inconclusive.
     pub fn exit_code(&self) -> u8 {
         match self.conforms {
             Some(true) => 0,
@@ -137,28 +134,28 @@ pub fn render(report: &ConformReport) -> String {
             Outcome::Kept => "ok",
             Outcome::Broken => "BROKEN",
             Outcome::LeftOut => "left out",
-            Outcome::NotMet => "not met",
+            Outcome::NotMet => "no peer",
         };
-        let what = case.found.clone().unwrap_or_else(|| case.rules.join(" "));
-        let _ = writeln!(text, "{outcome:<8}  {:<36}  {what}", case.name);
+        let details = case.found.clone().unwrap_or_else(|| case.rules.join(" "));
+        let _ = writeln!(text, "{outcome:<8}  {:<36}  {details}", case.name);
     }
-    for RuleReport { rule, text: of, .. } in &report.broken {
-        let line = format!("\nrule {rule}: {of}\n");
-        // The same rule may be broken in many ways.
+    for RuleReport { rule, text: rule_text, .. } in &report.broken {
+        let line = format!("\nrule {rule}: {rule_text}\n");
+        // Several cases may violate the same rule.
         if !text.contains(&line) {
             text.push_str(&line);
         }
     }
-    let of = |outcome: Outcome| report.cases.iter().filter(|case| case.outcome == outcome).count();
-    let (kept, broken, left_out) = (of(Outcome::Kept), of(Outcome::Broken), of(Outcome::LeftOut));
+    let count = |outcome: Outcome| report.cases.iter().filter(|case| case.outcome == outcome).count();
+    let (kept, broken, left_out) = (count(Outcome::Kept), count(Outcome::Broken), count(Outcome::LeftOut));
     let verdict = match report.conforms {
         Some(true) => "conforms",
         Some(false) => "DOES NOT CONFORM",
-        None => "not found out",
+        None => "inconclusive",
     };
-    let _ = writeln!(text, "\n{verdict}: {kept} cases kept, {broken} broken, {left_out} left out");
-    if let Some(error) = &report.incomplete {
-        let _ = writeln!(text, "{error}");
+    let _ = writeln!(text, "\n{verdict}: {kept} cases passed, {broken} failed, {left_out} left out");
+    if let Some(reason) = &report.incomplete {
+        let _ = writeln!(text, "{reason}");
     }
     text
 }
