@@ -1,5 +1,5 @@
-//! Accepts connections for both dialects. Connections that have not asked for anything yet are heard side by side: none delays
-//! another, and none keeps a consumer out.
+//! Accepts connections for handoffs and streams. Connections without a request are read concurrently: none delays another, and none keeps
+//! a consumer out.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     Config,
-    link::{Link, unexpected},
+    link::{Link, check_backend, mismatch, unexpected, violation},
 };
 use crate::{
     channel::{Cancel, Listener, deadline_after},
@@ -17,16 +17,18 @@ use crate::{
     wire::{Hello, Message, Request, STREAM},
 };
 
-/// How many idle connections are kept, besides one for each consumer that is expected: beyond that the oldest is closed.
+/// The limit of idle connections, besides one for each expected consumer. Beyond it, the oldest is closed.
 pub(super) const MAX_IDLE: usize = 64;
 
-/// How long a peer that was refused has to leave before its connection is closed.
-const GOODBYE: Duration = Duration::from_millis(100);
+/// The time that a refused peer has to close before its connection is closed.
+const REFUSAL_GRACE: Duration = Duration::from_millis(100);
 
-/// How many records of a refused peer are read, so that closing the connection does not reset it.
-const DISCARDED: u8 = 8;
+/// The number of records that are read from a refused peer. Unread records would make the close reset the connection.
+const MAX_DISCARDED: u8 = 8;
 
-/// What a peer may ask for.
+const FOR_A_REQUEST: &str = "for a request";
+
+/// The kind of request that an acceptor expects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dialect {
     /// A buffer.
@@ -35,46 +37,45 @@ pub(super) enum Dialect {
     Stream,
 }
 
-/// A peer that has asked for something: a consumer.
+/// A consumer with its first request.
 #[derive(Debug)]
 pub(super) struct Arrival {
     pub(super) link: Link,
-    /// The name of its backend. A stream accepts only its own.
+    /// The name of its backend. A stream accepts only the producer's.
     pub(super) backend: String,
-    pub(super) wish: Wish,
+    pub(super) request: FirstRequest,
 }
 
-/// What a consumer asks for.
 #[derive(Debug)]
-pub(super) enum Wish {
+pub(super) enum FirstRequest {
     Buffer(Request),
-    /// A subscription that keeps so many buffers.
+    /// A subscription, with the number of buffers that the subscriber keeps open.
     Stream(u64),
 }
 
-/// Why [`Acceptor::next`] returns.
+/// Why [`Acceptor::next`] returned.
 #[derive(Debug)]
 pub(super) enum Next {
     Arrived(Box<Arrival>),
-    /// The other descriptor is readable.
+    /// The `wake` descriptor is readable.
     Woken,
     /// The deadline has passed.
     Late,
 }
 
-/// The connections that have not asked for anything.
+/// Accepts connections and holds each until its first request.
 #[derive(Debug)]
 pub(super) struct Acceptor<'a> {
     dialect: Dialect,
     backend: Backend,
     config: &'a Config,
-    /// What ends the waits for connections.
+    /// Interrupts waits for connections.
     cancel: Cancel,
-    /// What ends the conversations of those accepted.
+    /// Interrupts the sessions of accepted consumers.
     conversations: Cancel,
-    /// In the order in which they came.
+    /// Oldest first.
     idle: Vec<Idle>,
-    /// How many consumers are expected at most.
+    /// The number of consumers still expected.
     pub(super) expected: usize,
 }
 
@@ -87,20 +88,18 @@ struct Idle {
 
 #[derive(Debug)]
 enum Stage {
-    /// It has sent nothing.
+    /// The connection has sent nothing.
     Silent,
-    /// It has said hello.
+    /// The peer has sent its hello.
     Greeted(Greeting),
-    /// It has an `error` of this side, and time to read it. How many more of its records are discarded.
+    /// The peer was sent an `error` and may still read it. Holds the number of its records to discard at most.
     Refused(u8),
 }
 
-/// What its hello says.
 #[derive(Debug)]
 struct Greeting {
-    /// The name of its backend.
     backend: String,
-    /// Whether it has streams.
+    /// Whether the peer has the capability `stream`.
     streams: bool,
 }
 
@@ -110,7 +109,7 @@ impl<'a> Acceptor<'a> {
         Ok(Self { dialect, backend, config, cancel, conversations, idle: Vec::new(), expected: 0 })
     }
 
-    /// Waits for a consumer, until a deadline.
+    /// Waits until a consumer sends a request, `wake` is readable, or the deadline passes.
     pub(super) fn next(
         &mut self,
         listener: &Listener,
@@ -126,7 +125,7 @@ impl<'a> Acceptor<'a> {
                 Some(0) if wake.is_some() => return Ok(Next::Woken),
                 Some(index) if index - first == self.idle.len() => self.accept(listener)?,
                 Some(index) => {
-                    if let Ok(Some(arrival)) = self.hear(index - first) {
+                    if let Ok(Some(arrival)) = self.read(index - first) {
                         return Ok(Next::Arrived(Box::new(arrival)));
                     }
                 }
@@ -138,8 +137,8 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// Waits for the peer of one connection to ask for something.
-    pub(super) fn meet(mut self, socket: OwnedFd) -> Result<Arrival> {
+    /// Waits for the request of the one peer of `socket`.
+    pub(super) fn accept_one(mut self, socket: OwnedFd) -> Result<Arrival> {
         self.admit(socket)?;
         let refused = self.idle.first().and_then(|idle| self.config.trust.check(idle.link.peer()).err());
         if let Some(refused) = refused {
@@ -151,11 +150,11 @@ impl<'a> Acceptor<'a> {
             let Some(idle) = self.idle.first() else {
                 return Err(Error::Peer(PeerError::Gone { purpose: FOR_A_REQUEST }));
             };
-            let heard = match self.cancel.wait_readable([idle.link.channel.as_fd()].into_iter(), deadline)? {
-                Some(_) => self.hear(0),
+            let request = match self.cancel.wait_readable([idle.link.channel.as_fd()].into_iter(), deadline)? {
+                Some(_) => self.read(0),
                 None => Err(Error::Peer(PeerError::Timeout { purpose: FOR_A_REQUEST, waited: self.config.timeout })),
             };
-            match heard {
+            match request {
                 Ok(None) => {}
                 Ok(Some(arrival)) => return Ok(arrival),
                 Err(error) => {
@@ -166,7 +165,6 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// Takes a connection.
     fn accept(&mut self, listener: &Listener) -> Result<()> {
         while self.idle.len() >= MAX_IDLE + self.expected {
             self.evict();
@@ -177,16 +175,16 @@ impl<'a> Acceptor<'a> {
             Err(error) => Err(error),
         };
         if let Err(error) = accepted {
-            // Out of descriptors, most often: idle connections hold some.
-            tracing::debug!(%error, "a connection has to wait");
+            // Usually this process is out of descriptors, and idle connections hold some.
+            tracing::debug!(%error, "can't accept a connection: closing an idle one and trying again");
             self.evict();
             self.cancel.pause(Duration::from_millis(5))?;
         }
         Ok(())
     }
 
-    /// Closes a connection, which learns why: the oldest of those that were refused already, else of those that have sent nothing,
-    /// else of all.
+    /// Closes a connection to make room: the oldest refused one, else the oldest silent one (with an `error`), else the oldest (with an
+    /// `error`).
     fn evict(&mut self) {
         let first = |of: fn(&Stage) -> bool| self.idle.iter().position(|idle| of(&idle.stage));
         let refused = first(|stage| matches!(stage, Stage::Refused(_)));
@@ -194,11 +192,11 @@ impl<'a> Acceptor<'a> {
         else {
             return;
         };
-        tracing::debug!("an idle connection is closed to make room");
+        tracing::debug!("closing an idle connection to make room");
         let mut idle = self.idle.remove(index);
         if !matches!(idle.stage, Stage::Refused(_)) {
-            let message = "there are too many connections that have asked for nothing: try again".to_owned();
-            idle.refuse(&Error::Peer(PeerError::Mismatch { code: ErrorCode::Full, message }));
+            let message = "too many connections have not sent a request: try again";
+            idle.refuse(&mismatch(ErrorCode::Full, message));
         }
     }
 
@@ -212,8 +210,8 @@ impl<'a> Acceptor<'a> {
         Ok(())
     }
 
-    /// Takes one record of a connection. An error concerns that connection alone, to which it was sent.
-    fn hear(&mut self, index: usize) -> Result<Option<Arrival>> {
+    /// Reads one record of a connection. An error concerns only this connection, whose peer has received it.
+    fn read(&mut self, index: usize) -> Result<Option<Arrival>> {
         let (dialect, backend) = (self.dialect, self.backend);
         let idle = &mut self.idle[index];
         if let Stage::Refused(left) = &mut idle.stage {
@@ -226,13 +224,13 @@ impl<'a> Acceptor<'a> {
         }
         match idle.next(dialect, backend) {
             Ok(None) => Ok(None),
-            Ok(Some((backend, wish))) => {
+            Ok(Some((backend, request))) => {
                 let link = self.idle.remove(index).link;
-                Ok(Some(Arrival { link, backend, wish }))
+                Ok(Some(Arrival { link, backend, request }))
             }
             Err(error) => {
                 let peer = idle.link.peer();
-                tracing::info!(pid = peer.pid, uid = peer.uid, error = error.in_full(), "a connection is refused");
+                tracing::info!(pid = peer.pid, uid = peer.uid, error = error.in_full(), "refusing a connection");
                 match &error {
                     Error::Peer(
                         PeerError::Gone { .. }
@@ -246,7 +244,7 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// Ends connections that have used up their time.
+    /// Refuses connections that sent no request within the timeout, and closes refused connections after [`REFUSAL_GRACE`].
     fn expire(&mut self) {
         let (now, waited) = (Instant::now(), self.config.timeout);
         self.idle.retain_mut(|idle| {
@@ -263,13 +261,13 @@ impl<'a> Acceptor<'a> {
         });
     }
 
-    /// Ends all connections for a reason, and gives the peers a moment to read it.
+    /// Refuses all connections with `reason`, and waits up to [`REFUSAL_GRACE`] until the peers have closed.
     pub(super) fn close_all(mut self, reason: &Error) {
         for idle in self.idle.iter_mut().filter(|idle| !matches!(idle.stage, Stage::Refused(_))) {
             idle.refuse(reason);
         }
-        // Not with the cancel of the conversations, which may be the reason.
-        let (Ok(cancel), deadline) = (Cancel::new(), deadline_after(GOODBYE)) else { return };
+        // A new cancel: the sessions may already be cancelled.
+        let (Ok(cancel), deadline) = (Cancel::new(), deadline_after(REFUSAL_GRACE)) else { return };
         while !self.idle.is_empty() && Instant::now() < deadline {
             let links = self.idle.iter().map(|idle| idle.link.channel.as_fd());
             let Ok(Some(index)) = cancel.wait_readable(links, deadline) else { return };
@@ -280,70 +278,54 @@ impl<'a> Acceptor<'a> {
     }
 }
 
-/// What a peer that has said hello is waited for.
-const FOR_A_REQUEST: &str = "for a request";
-
 impl Idle {
-    /// Takes one record. Returns the peer's backend and what it asks for, once it does.
-    fn next(&mut self, dialect: Dialect, own: Backend) -> Result<Option<(String, Wish)>> {
+    /// Reads one record. Returns the peer's backend and its request, if the record is one.
+    fn next(&mut self, dialect: Dialect, own: Backend) -> Result<Option<(String, FirstRequest)>> {
         let message = match self.link.receive_first(Instant::now(), FOR_A_REQUEST) {
-            // The wait ended for something else than a record.
+            // The socket was readable for another reason than a record.
             Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(None),
             message => message?,
         };
-        let refuse = |code, message: String| Err(Error::Peer(PeerError::Mismatch { code, message }));
         match (&self.stage, message, dialect) {
             (Stage::Silent, hello, _) => {
-                let Hello { backend, capabilities: theirs, .. } = self.link.greeted(hello)?;
+                let Hello { backend, capabilities: theirs, .. } = self.link.check_hello(hello)?;
                 let capabilities = if dialect == Dialect::Stream { &[STREAM][..] } else { &[] };
                 self.link.hello(own, capabilities)?;
                 self.stage = Stage::Greeted(Greeting { backend, streams: theirs.iter().any(|named| named == STREAM) });
                 Ok(None)
             }
             (Stage::Greeted(greeting), Message::Request(request), Dialect::Handoff) => {
-                Ok(Some((greeting.backend.clone(), Wish::Buffer(request))))
+                Ok(Some((greeting.backend.clone(), FirstRequest::Buffer(request))))
             }
             (Stage::Greeted(Greeting { backend, streams }), Message::Subscribe(subscribe), Dialect::Stream) => {
-                let wrong = |message: &str| Err(ProtocolError::Content(message.to_owned()).into());
                 if !streams {
-                    return wrong("a consumer subscribes whose hello lacks the capability `stream`");
+                    return Err(violation("the consumer subscribes without the capability `stream` in its hello"));
                 }
-                check_backend(backend, own)?;
+                check_backend(own.as_str(), backend)?;
                 match subscribe.keep {
-                    0 => wrong("a consumer subscribes that keeps no buffer"),
-                    keep => Ok(Some((backend.clone(), Wish::Stream(keep)))),
+                    0 => Err(violation("the consumer subscribes with `keep` 0")),
+                    keep => Ok(Some((backend.clone(), FirstRequest::Stream(keep)))),
                 }
             }
-            (Stage::Greeted(_), Message::Subscribe(_), Dialect::Handoff) => refuse(
-                ErrorCode::Object,
-                "this producer has no stream to subscribe to, only a buffer to request".to_owned(),
-            ),
-            (Stage::Greeted(_), Message::Request(request), Dialect::Stream) => refuse(
-                ErrorCode::Object,
-                format!(
-                    "there is no object `{}` here: this producer has a stream, to which a consumer subscribes",
-                    request.object
-                ),
-            ),
+            (Stage::Greeted(_), Message::Subscribe(_), Dialect::Handoff) => {
+                let message = "this producer has no stream, only a buffer: send a request instead of subscribing";
+                Err(mismatch(ErrorCode::Object, message))
+            }
+            (Stage::Greeted(_), Message::Request(request), Dialect::Stream) => {
+                let message =
+                    format!("there is no object `{}` here: this producer has a stream: subscribe", request.object);
+                Err(mismatch(ErrorCode::Object, message))
+            }
             (_, other, Dialect::Handoff) => Err(unexpected(&other, "request")),
             (_, other, Dialect::Stream) => Err(unexpected(&other, "subscribe")),
         }
     }
 
-    /// Sends why it can't stay.
+    /// Sends the error, and gives the peer [`REFUSAL_GRACE`] to close.
     fn refuse(&mut self, error: &Error) {
         self.link.report(error);
         self.link.channel.shut_down_writing();
-        self.stage = Stage::Refused(DISCARDED);
-        self.deadline = deadline_after(GOODBYE);
+        self.stage = Stage::Refused(MAX_DISCARDED);
+        self.deadline = deadline_after(REFUSAL_GRACE);
     }
-}
-
-/// Whether a consumer uses the same kind of memory.
-pub(super) fn check_backend(theirs: &str, own: Backend) -> Result<()> {
-    if theirs == own.as_str() {
-        return Ok(());
-    }
-    let message = format!("the producer's memory is on backend {own}, and the consumer uses {theirs}");
-    Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
 }

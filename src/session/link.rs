@@ -1,4 +1,4 @@
-//! A channel on which `busy` is no message but a sign of life.
+//! One side of a session: a channel on which `busy` only extends the peer's wait.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -13,48 +13,48 @@ use crate::{
     wire::{Busy, Failure, Hello, Message, VERSION},
 };
 
-/// How often a side that works instead of answering says so, at least. A little less than the second that the protocol demands,
-/// for work is not interrupted at every moment.
-const BUSY_EVERY: Duration = Duration::from_millis(900);
+/// The longest interval between two `busy` messages. Shorter than the protocol's limit of one second, because work can't send at every
+/// moment.
+const BUSY_INTERVAL: Duration = Duration::from_millis(900);
 
-/// How long a peer that was silent for its whole timeout still has to read why and to leave.
-pub(super) const FAREWELL: Duration = Duration::from_millis(100);
+/// The time that a peer has to read the error and close after it used up its timeout.
+pub(super) const CLOSE_GRACE: Duration = Duration::from_millis(100);
 
-impl Turn {
-    fn over(&self) -> Error {
-        Error::Peer(PeerError::TurnTooLong { granted: self.granted })
-    }
-}
-
-/// One end of a conversation.
+/// One side of a session.
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) channel: Channel,
-    /// When this side last sent something, or received something that it has to answer.
+    /// The time of the last message sent, or of the last one received that needs an answer.
     active: Instant,
-    busy_every: Duration,
-    /// What the peer has to be done with, however often it says that it is busy.
+    busy_interval: Duration,
+    /// The peer's time limit, which `busy` does not extend.
     turn: Option<Turn>,
-    /// Whether the peer waits for nothing of this side, so that `busy` would break the protocol.
-    pub(super) at_rest: bool,
+    /// Whether the peer waits for no message of this side. Then `busy` would violate the protocol.
+    pub(super) no_reply_due: bool,
 }
 
-/// A time that the peer has for all that it does.
+/// A time limit for all messages of the peer until [`Link::end_turn`].
 #[derive(Debug, Clone, Copy)]
 struct Turn {
-    granted: Duration,
-    ends: Instant,
+    limit: Duration,
+    deadline: Instant,
+}
+
+impl Turn {
+    fn exceeded(&self) -> Error {
+        Error::Peer(PeerError::TurnTooLong { granted: self.limit })
+    }
 }
 
 impl Link {
     pub(super) fn new(channel: Channel) -> Self {
-        Self { channel, active: Instant::now(), busy_every: BUSY_EVERY, turn: None, at_rest: false }
+        Self { channel, active: Instant::now(), busy_interval: BUSY_INTERVAL, turn: None, no_reply_due: false }
     }
 
     /// A link over a connected socket.
     ///
     /// # Errors
-    /// [`Error::Socket`] if it is no such socket; [`Error::System`].
+    /// [`Error::Socket`] if the descriptor is not a connected `SOCK_SEQPACKET` socket; [`Error::System`].
     pub(super) fn over(socket: OwnedFd, config: &Config, cancel: &Cancel) -> Result<Self> {
         Channel::new(socket, config.timeout, cancel).map(Self::new)
     }
@@ -71,8 +71,8 @@ impl Link {
         self.send(&Message::Hello(hello), &[])
     }
 
-    /// Reads the peer's first message: which version of the protocol it speaks, and how long it waits.
-    pub(super) fn greeted(&mut self, message: Message) -> Result<Hello> {
+    /// Checks the peer's first message, and adapts the interval of `busy` to the peer's timeout.
+    pub(super) fn check_hello(&mut self, message: Message) -> Result<Hello> {
         let hello = match message {
             Message::Hello(hello) if hello.version >= VERSION => hello,
             Message::Hello(hello) => {
@@ -80,15 +80,15 @@ impl Link {
             }
             other => return Err(unexpected(&other, "hello")),
         };
-        // Four times, so that what is between two calls of `busy` does not make it less than three.
-        let patience = Duration::from_millis(hello.timeout_ms);
-        self.busy_every = BUSY_EVERY.min(patience / 4).max(Duration::from_millis(1));
+        // A quarter: with the time between two calls of `busy`, the peer still receives three in its timeout.
+        let peer_timeout = Duration::from_millis(hello.timeout_ms);
+        self.busy_interval = BUSY_INTERVAL.min(peer_timeout / 4).max(Duration::from_millis(1));
         Ok(hello)
     }
 
-    /// How often [`Link::busy`] should be called at least.
-    pub(super) fn tick_every(&self) -> Duration {
-        (self.busy_every / 4).clamp(Duration::from_millis(1), Duration::from_millis(100))
+    /// The longest time between two calls of [`Link::busy`].
+    pub(super) fn tick_interval(&self) -> Duration {
+        (self.busy_interval / 4).clamp(Duration::from_millis(1), Duration::from_millis(100))
     }
 
     pub(super) fn send(&mut self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
@@ -97,29 +97,29 @@ impl Link {
         Ok(())
     }
 
-    /// The next message that is an answer. The peer's `error` is this side's.
+    /// Returns the next message except `busy`. The peer's `error` becomes [`PeerError::Reported`].
     pub(super) fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
         self.receive_within(self.channel.timeout(), purpose)
     }
 
-    /// As [`Link::receive`], waiting no longer than `patience` between two messages of the peer.
+    /// As [`Link::receive`], with a limit of `timeout` between two messages of the peer.
     pub(super) fn receive_within(
         &mut self,
-        patience: Duration,
+        timeout: Duration,
         purpose: &'static str,
     ) -> Result<(Message, Vec<OwnedFd>)> {
         loop {
-            let deadline = deadline_after(patience);
-            let heard = match self.turn {
-                // Also of a peer that says so without a pause.
-                Some(turn) if turn.ends <= Instant::now() => return Err(turn.over()),
-                Some(turn) if turn.ends < deadline => match self.channel.receive_by(turn.ends, purpose) {
-                    Err(Error::Peer(PeerError::Timeout { .. })) => return Err(turn.over()),
-                    heard => heard?,
+            let deadline = deadline_after(timeout);
+            let received = match self.turn {
+                // Checked first: a peer may send `busy` without a pause.
+                Some(turn) if turn.deadline <= Instant::now() => return Err(turn.exceeded()),
+                Some(turn) if turn.deadline < deadline => match self.channel.receive_by(turn.deadline, purpose) {
+                    Err(Error::Peer(PeerError::Timeout { .. })) => return Err(turn.exceeded()),
+                    received => received?,
                 },
                 _ => self.channel.receive_by(deadline, purpose)?,
             };
-            match heard {
+            match received {
                 (Message::Busy(_), _) => {}
                 (Message::Error(Failure { code, message }), _) => {
                     return Err(Error::Peer(PeerError::Reported { code, message }));
@@ -132,21 +132,21 @@ impl Link {
         }
     }
 
-    /// From now on the peer has so much time, however often it says that it is busy, until [`Link::end_turn`].
-    pub(super) fn begin_turn(&mut self, granted: Duration) {
-        self.turn = Some(Turn { granted, ends: deadline_after(granted) });
+    /// Limits the time of the peer until [`Link::end_turn`]. `busy` does not extend it.
+    pub(super) fn begin_turn(&mut self, limit: Duration) {
+        self.turn = Some(Turn { limit, deadline: deadline_after(limit) });
     }
 
-    /// The peer has as much time as it needs again.
+    /// Removes the peer's time limit.
     pub(super) fn end_turn(&mut self) {
         self.turn = None;
     }
 
-    /// The next message of a peer that has asked for nothing yet, or for nothing since its last request was answered: it has nothing to
-    /// be busy with, so that `busy` is returned like any other message.
+    /// Returns the next message of a peer that has no request in progress. Such a peer must not send `busy`, so `busy` is returned like
+    /// any other message.
     pub(super) fn receive_first(&mut self, deadline: Instant, purpose: &'static str) -> Result<Message> {
         match self.channel.receive_by(deadline, purpose)?.0 {
-            // It is not answered with another.
+            // An error is never answered with an error.
             Message::Error(Failure { code, message }) => Err(Error::Peer(PeerError::Reported { code, message })),
             message => {
                 self.active = Instant::now();
@@ -155,44 +155,44 @@ impl Link {
         }
     }
 
-    /// Says that this side is working, if it sent nothing for a while. To be called often.
+    /// Sends `busy` if this side has sent nothing for the interval. Long work calls it at least every [`Link::tick_interval`].
     pub(super) fn busy(&mut self) -> Result<()> {
         self.channel.cancel().check()?;
-        if !self.at_rest && self.active.elapsed() >= self.busy_every {
+        if !self.no_reply_due && self.active.elapsed() >= self.busy_interval {
             self.send(&Message::Busy(Busy {}), &[])
         } else {
             Ok(())
         }
     }
 
-    /// Ends the conversation, with an `error` if this side has one that the peer does not know. Waits for the peer to leave as long
-    /// as the channel's timeout, or for [`FAREWELL`] if the peer has used its time up already and no memory is `lent` to it that it
-    /// must close first. Returns whether it has left.
+    /// Sends the error if the peer does not know it, then waits for the peer to close the connection, at most for the channel's
+    /// timeout. If the peer has used up its time and borrows no memory (`lent`) that it must close first, the limit is
+    /// [`CLOSE_GRACE`]. Returns whether the peer has closed.
     pub(super) fn end<T>(mut self, result: &Result<T>, lent: bool) -> bool {
         if let Err(error) = result {
             self.report(error);
         }
         let used_up =
             matches!(result, Err(Error::Peer(PeerError::Timeout { .. }) | Error::Peer(PeerError::TurnTooLong { .. })));
-        self.channel.finish(if used_up && !lent { FAREWELL } else { Duration::MAX })
+        self.channel.finish(if used_up && !lent { CLOSE_GRACE } else { Duration::MAX })
     }
 
-    /// Ends the conversation with a peer that has been silent, and that has read or will read why. Returns whether it has left.
+    /// Waits [`CLOSE_GRACE`] for a silent peer, which already has the error, to close. Returns whether it has.
     pub(super) fn leave(self) -> bool {
-        self.channel.finish(FAREWELL)
+        self.channel.finish(CLOSE_GRACE)
     }
 
-    /// Sends an error, if the peer does not know it.
+    /// Sends an error unless the peer caused or reported it.
     pub(super) fn report(&mut self, error: &Error) {
         let Some(code) = code_for(error) else { return };
         let message = Message::Error(Failure { code, message: error.in_full() });
         if let Err(unsent) = self.channel.send(&message, &[]) {
-            tracing::debug!(%unsent, "an error can't be sent to the peer");
+            tracing::debug!(%unsent, "can't send an error to the peer");
         }
     }
 }
 
-/// The code that the peer gets of an error; `None` where the peer left or reported an error itself, readable or not.
+/// The code to send for an error. `None` if the peer has closed, or has itself sent an `error`, readable or not.
 fn code_for(error: &Error) -> Option<ErrorCode> {
     Some(match error {
         Error::Peer(
@@ -212,4 +212,22 @@ fn code_for(error: &Error) -> Option<ErrorCode> {
 
 pub(super) fn unexpected(got: &Message, want: &'static str) -> Error {
     ProtocolError::Unexpected { got: got.name(), want }.into()
+}
+
+/// The peer's message violates the protocol.
+pub(super) fn violation(message: impl Into<String>) -> Error {
+    ProtocolError::Content(message.into()).into()
+}
+
+pub(super) fn mismatch(code: ErrorCode, message: impl Into<String>) -> Error {
+    Error::Peer(PeerError::Mismatch { code, message: message.into() })
+}
+
+/// Checks that the producer's memory and the consumer use the same backend.
+pub(super) fn check_backend(producer: &str, consumer: &str) -> Result<()> {
+    if producer == consumer {
+        return Ok(());
+    }
+    let message = format!("the producer's memory is on backend {producer}, and the consumer uses {consumer}");
+    Err(mismatch(ErrorCode::Backend, message))
 }

@@ -1,11 +1,12 @@
-//! The conversation of [`crate::wire`], held over a [`crate::channel::Channel`] about [`crate::memory`].
+//! Sessions between a producer and a consumer: the messages of [`crate::wire`], exchanged over a [`crate::channel::Channel`], share
+//! objects of [`crate::memory`].
 //!
-//! | Dialect | Producer | Consumer |
+//! | Session | Producer | Consumer |
 //! |---|---|---|
 //! | one buffer, handed to any number of consumers | [`handoff::serve`], [`handoff::serve_connection`] | [`handoff::Consumer`] |
-//! | many buffers that one consumer gets again and again | [`stream::Publisher`] | [`stream::Subscriber`] |
+//! | several buffers that one consumer receives repeatedly | [`stream::Publisher`] | [`stream::Subscriber`] |
 //!
-//! Each of them meets its peer at a path, or talks over a connected socket that the caller already has.
+//! Each function takes a socket path or a connected socket.
 
 mod acceptor;
 pub mod handoff;
@@ -30,118 +31,118 @@ use crate::{
     memory::{Description, Device},
 };
 
-/// A step that was taken, as it is taken.
+/// Progress of a session, reported as each step completes.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event<'a> {
     /// The backend is ready.
     Started {
-        /// Which one.
+        /// The backend.
         backend: Backend,
-        /// Why it is not CUDA although that was preferred.
+        /// The reason for the fallback, if CUDA was preferred but is unavailable.
         fallback: Option<&'a Error>,
-        /// How long it took.
+        /// Time that opening the backend took.
         elapsed: Duration,
     },
-    /// The device is chosen, and ready for copies.
+    /// The device is chosen, and its context is ready for copies.
     Device {
-        /// Which one.
+        /// The device.
         device: &'a Device,
-        /// What sizes are multiples of, in bytes.
+        /// The allocation granularity, in bytes: sizes are multiples of it.
         granularity: u64,
-        /// How long it took.
+        /// Time that the activation took.
         elapsed: Duration,
     },
     /// Memory is allocated.
     Created {
-        /// What it is.
+        /// The allocation.
         description: &'a Description,
-        /// How long it took.
+        /// Time that the allocation took.
         elapsed: Duration,
     },
     /// Memory is mapped.
     Mapped {
         /// Its address in this process.
         address: u64,
-        /// What this process may do with it.
+        /// The access of this process.
         access: Access,
-        /// How long it took.
+        /// Time that the mapping took.
         elapsed: Duration,
     },
     /// Memory is exported.
     Exported {
-        /// The descriptors' numbers in this process: none for a legacy handle.
+        /// The descriptors' numbers in this process. Empty for a legacy handle.
         fds: &'a [i32],
-        /// How long it took.
+        /// Time that the export took.
         elapsed: Duration,
     },
     /// The memory is sealed.
     Sealed {
-        /// Whether the kernel enforces it. If not, any holder of the descriptor can still write.
+        /// Whether the kernel enforces the seal. If not, any holder of the descriptor can still write.
         enforced: bool,
-        /// How long it took.
+        /// Time that sealing took.
         elapsed: Duration,
     },
-    /// The producer listens.
+    /// The producer listens for consumers.
     Listening {
-        /// Where.
+        /// The socket's path.
         path: &'a Path,
-        /// For how many consumers, or 0 for any number.
+        /// The number of consumers to serve. 0 means no limit.
         consumers: u64,
     },
-    /// The consumer is connected and both have said hello.
+    /// The consumer is connected, and both sides have sent their hello.
     Connected {
-        /// To whom.
+        /// The producer.
         peer: Peer,
-        /// How long it took, with the wait for the producer.
+        /// Time since the first connection attempt, including the wait for the producer.
         elapsed: Duration,
     },
-    /// A consumer asked for the buffer.
+    /// A consumer requested the buffer.
     Requested {
-        /// Who.
+        /// The consumer.
         peer: Peer,
     },
-    /// The producer sent the offer and the descriptor, and the consumer has them.
+    /// The consumer acknowledged the offer and its descriptors.
     Offered {
-        /// To whom.
+        /// The consumer.
         peer: Peer,
         /// The access offered.
         access: Access,
-        /// How long it took.
+        /// Time since the request was processed.
         elapsed: Duration,
     },
-    /// The consumer has an offer and its descriptors.
+    /// The consumer has received an offer and its descriptors.
     Received {
-        /// What was offered.
+        /// The offered memory.
         description: &'a Description,
-        /// The descriptors' numbers in this process, which it had for a moment.
+        /// The descriptors' numbers in this process. They are closed by now.
         fds: &'a [i32],
-        /// How long it took.
+        /// Time from the request to the last descriptor, without the time for opening.
         elapsed: Duration,
     },
-    /// The other side sent its result.
+    /// The peer sent its result.
     Reported {
-        /// Who.
+        /// The peer.
         peer: Peer,
-        /// What it says.
+        /// The peer's verdict.
         verdict: &'a Verdict,
-        /// How long was waited for it.
+        /// Time spent waiting for it.
         elapsed: Duration,
     },
-    /// A consumer's conversation ended.
+    /// A consumer's session is over.
     Ended {
-        /// Whose.
+        /// The consumer and its result.
         served: &'a handoff::Served,
     },
 }
 
-/// Receives events, perhaps from several threads at once.
+/// Receives events. Several threads may call it at once.
 pub type Observer<'a> = &'a (dyn Fn(Event<'_>) + Sync);
 
-/// Opens a backend, in a thread of its own: starting a driver takes long and can't be interrupted, waiting for it can.
+/// Opens a backend. Blocks until the driver has started; a cancellation interrupts the wait, and the driver finishes in a thread.
 ///
 /// # Errors
-/// Those of [`open`]; [`Error::Interrupted`].
+/// The errors of [`open`]; [`Error::Interrupted`].
 pub fn start(choice: Choice, cancel: &Cancel, observer: Observer<'_>) -> Result<Opened> {
     let begun = Instant::now();
     let opened = interruptibly(&mut || cancel.check(), move || open(choice))?;
@@ -150,7 +151,7 @@ pub fn start(choice: Choice, cancel: &Cancel, observer: Observer<'_>) -> Result<
     Ok(opened)
 }
 
-/// Makes a device ready for copies, and reports it: the second part of a driver's start. Calls `tick` meanwhile.
+/// Creates the device's context, and reports it. Calls `tick` while it waits.
 fn activate(device: &Device, tick: &mut dyn FnMut() -> Result<()>, observer: Observer<'_>) -> Result<()> {
     let begun = Instant::now();
     let granularity = device.granularity()?;
@@ -160,14 +161,18 @@ fn activate(device: &Device, tick: &mut dyn FnMut() -> Result<()>, observer: Obs
     Ok(())
 }
 
-/// Runs what can't be interrupted in a thread, which is left behind if `tick`, which is called meanwhile, fails.
+/// Runs `work`, which can't be interrupted, in a thread, and calls `tick` every 5 ms until it returns. If `tick` fails, the thread is left
+/// behind.
+///
+/// # Errors
+/// The errors of `work` and `tick`; [`Error::System`] if no thread can be started, or `work` panics.
 pub fn interruptibly<T: Send + 'static>(
     tick: &mut dyn FnMut() -> Result<()>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {
     let (sender, receiver) = mpsc::channel();
     let spawned = thread::Builder::new().name("driver".to_owned()).spawn(move || {
-        // The caller may have given up.
+        // A send fails if the caller has given up.
         let _ = sender.send(work());
     });
     spawned.map_err(|error| Error::system("start a thread", error))?;

@@ -1,4 +1,4 @@
-//! Opens what a producer offers: the one way, for a buffer and for a stream.
+//! Opens offered memory, for handoffs and streams.
 
 use std::{
     net::Shutdown,
@@ -13,18 +13,18 @@ use std::{
 
 use super::{
     Observer, activate,
-    link::{Link, unexpected},
+    link::{Link, unexpected, violation},
 };
 use crate::{
     array::ArrayDescriptor,
     channel::{Cancel, Channel},
     driver::{Access, Backend, DeviceUuid, Driver},
-    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
+    error::Result,
     memory::{Description, Device, DeviceIdentity, Imported, Importing, Part, Pool, Remains, Selector, Sharing, timed},
     wire::{self, Check, Message, Received},
 };
 
-/// What a producer offers, in this library's own types.
+/// A producer's offer, in this library's types.
 #[derive(Debug, Clone)]
 pub(super) struct Offer {
     pub(super) object: String,
@@ -33,7 +33,7 @@ pub(super) struct Offer {
     pub(super) access: Access,
     pub(super) part: Option<Part>,
     pub(super) check: Option<Check>,
-    /// In a stream, the buffer's number.
+    /// The buffer's number, in a stream.
     pub(super) buffer: Option<u64>,
 }
 
@@ -45,60 +45,47 @@ impl From<&Offer> for wire::Offer {
 }
 
 impl Offer {
-    /// Reads an offer of the object `asked`, and checks what can be checked before anything is done with it.
-    pub(super) fn read(offer: wire::Offer, asked: &str) -> Result<Self> {
-        let wrong = |message: String| Err(ProtocolError::Content(message).into());
+    /// Converts an offer of the object `requested`, and checks it as far as possible without the driver.
+    pub(super) fn read(offer: wire::Offer, requested: &str) -> Result<Self> {
         let wire::Offer { object, memory, array, access, part, check, buffer } = offer;
-        if object != asked {
-            return wrong(format!("object `{asked}` was asked for and `{object}` is offered"));
+        if object != requested {
+            return Err(violation(format!("object `{object}` is offered, but `{requested}` was requested")));
         }
         let (size, mapped_size) = (memory.size, memory.mapped_size);
         if size == 0 || size > mapped_size {
-            return wrong(format!("{size} bytes of data are offered in {mapped_size} bytes of memory"));
+            return Err(violation(format!("{size} bytes of data are offered in {mapped_size} bytes of memory")));
         }
         if let Some(Err(error)) = array.as_ref().map(|array| array.check(size)) {
-            return wrong(format!("the array that is offered is not inside the memory: {error}"));
+            return Err(violation(format!("the offered array is not inside the memory: {error}")));
         }
         let memory: Description = memory.try_into()?;
         if memory.immutable && access == Access::ReadWrite {
-            return wrong("memory that is never written any more is offered to be written".to_owned());
+            return Err(violation("immutable memory is offered with access rw"));
         }
         Ok(Self { object, memory, array, access, part: part.map(Into::into), check, buffer })
     }
 
-    /// Which segments follow: `None` if the mechanism has none. They must cover a range.
+    /// Returns the part of the memory whose segments follow the offer. It must cover `range`. `None` if the mechanism has no segments.
     pub(super) fn part(&self, range: &Range<u64>) -> Result<Option<Part>> {
-        let wrong = |message: String| Err(ProtocolError::Content(message).into());
         match (&self.memory.sharing, self.part) {
-            (Sharing::Vmm { .. }, None) => {
-                wrong("memory is offered without a word on the segments that follow".to_owned())
-            }
+            (Sharing::Vmm { .. }, None) => Err(violation("the offer does not name the segments that follow")),
             (Sharing::Vmm { .. }, Some(part)) => {
                 let end = part.offset.checked_add(part.size);
-                match part.offset <= range.start && end.is_some_and(|end| end >= range.end) {
-                    true => Ok(Some(part)),
-                    false => {
-                        let Range { start, end } = range;
-                        wrong(format!("bytes {start} to {end} were asked for, and there follow {part}"))
-                    }
+                if part.offset <= range.start && end.is_some_and(|end| end >= range.end) {
+                    return Ok(Some(part));
                 }
+                let Range { start, end } = range;
+                Err(violation(format!("bytes {start} to {end} were requested, but the offer covers {part}")))
             }
-            (_, Some(part)) => wrong(format!("memory that has no segments is followed by {part}")),
+            (_, Some(part)) => {
+                Err(violation(format!("the offered memory has no segments, but the offer names {part}")))
+            }
             (_, None) => Ok(None),
         }
     }
 }
 
-/// Whether a producer that offers memory has said that it is of this side's kind.
-pub(super) fn check_backend(theirs: &str, own: Backend) -> Result<()> {
-    if theirs == own.as_str() {
-        return Ok(());
-    }
-    let message = format!("the producer's memory is on backend {theirs}, and the consumer uses {own}");
-    Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
-}
-
-/// Held by all memory that the producer frees when the connection ends. The last one that drops it ends the connection.
+/// Held by all memory that the producer frees when the connection closes. Dropping the last reference closes it.
 #[derive(Debug)]
 pub(super) struct Connection {
     socket: Arc<UnixStream>,
@@ -112,25 +99,25 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // The producer may be gone, or know already.
+        // The producer may have closed already.
         let _ = self.socket.shutdown(Shutdown::Write);
     }
 }
 
-/// This process's device that is to use what is offered.
+/// Chooses this process's device for each offer.
 #[derive(Debug)]
-pub(super) struct Chosen {
+pub(super) struct DeviceChoice {
     driver: Driver,
-    /// The device that is ready for copies.
+    /// The active device: its context is ready for copies.
     ready: Option<Device>,
-    /// Whether it was named, and no other may be used.
+    /// Whether the caller selected `ready`, and no other device may be used.
     named: bool,
-    /// Whose memory was opened last, and by which device: looking for it asks the driver for every device.
+    /// The owner of the memory opened last, and the device used for it. Saves a search through all devices.
     last: Option<(DeviceUuid, Device)>,
 }
 
-impl Chosen {
-    /// A device that is named, or the only one, is made ready at once.
+impl DeviceChoice {
+    /// Activates the selected device at once, or the machine's only device.
     pub(super) fn new(
         driver: &Driver,
         device: Option<Selector>,
@@ -151,7 +138,7 @@ impl Chosen {
         self.driver.backend()
     }
 
-    /// The device for memory of `owner`, ready for copies.
+    /// Returns an active device that can use the memory of `owner`.
     pub(super) fn for_memory_of(
         &mut self,
         owner: &DeviceIdentity,
@@ -175,34 +162,34 @@ impl Chosen {
     }
 }
 
-/// Memory that was offered, open.
+/// Opened memory of an offer.
 #[derive(Debug)]
 pub(super) struct OpenedOffer {
     pub(super) memory: Imported,
-    /// The pool that it is of, with the producer's number.
+    /// The memory's pool, with the producer's number for it.
     pub(super) pool: Option<(u64, Arc<Pool>)>,
-    /// What is not urgent to release.
+    /// Resources to release once the buffer is in use.
     pub(super) remains: Remains,
-    /// What the numbers of the descriptors were, which it had for a moment.
+    /// The numbers of the received descriptors, which are closed by now.
     pub(super) fds: Vec<i32>,
-    /// How much of the time went into opening, and not into waiting for the producer.
+    /// Time spent opening, without the waits for the producer.
     pub(super) opening: Duration,
-    /// How many segments are to be acknowledged, where the producer waits for that in any case.
+    /// The number of segments to acknowledge. `None` if the producer waits for no acknowledgement.
     pub(super) unacknowledged: Option<usize>,
 }
 
-/// Opens what is offered. `brought` are the sizes and descriptors of the first segments, if any came already; `known` is the pool
-/// of the offer's number, if this side has it. The caller acknowledges.
+/// Opens offered memory. `received` holds the sizes and descriptors of the segments received so far. `known` is the pool of the offer's
+/// number, if this side has opened it before. The caller acknowledges the last record.
 ///
 /// # Errors
-/// Those of [`Imported::open`] and of the conversation.
+/// The errors of [`Imported::open`]; session errors.
 pub(super) fn open(
     link: &mut Link,
     device: &Device,
     offer: &Offer,
     range: &Range<u64>,
     known: Option<Arc<Pool>>,
-    brought: (&[u64], Vec<OwnedFd>),
+    received: (&[u64], Vec<OwnedFd>),
 ) -> Result<OpenedOffer> {
     let Offer { memory: description, access, .. } = offer;
     let mut opening = Duration::ZERO;
@@ -217,7 +204,7 @@ pub(super) fn open(
     if let Some(part) = offer.part(range)? {
         let begin = || Importing::begin(device, description, &part, *access);
         let mut importing = timed(&mut opening, begin)?;
-        let fds = take_segments(link, &mut importing, part.first, brought, &mut opening)?;
+        let fds = receive_segments(link, &mut importing, part.first, received, &mut opening)?;
         let (memory, remains) = timed(&mut opening, || importing.finish())?;
         let unacknowledged = Some(fds.len());
         return Ok(OpenedOffer { remains, fds, opening, unacknowledged, ..plain(memory) });
@@ -226,12 +213,12 @@ pub(super) fn open(
         let memory = timed(&mut opening, || Imported::of_legacy(device, description, *access))?;
         return Ok(OpenedOffer { opening, ..plain(memory) });
     };
-    // What this side lacks comes first.
+    // Reports missing support before anything is received.
     device.require_pools()?;
     let (fds, unacknowledged, pool) = match known {
         Some(pool) => (Vec::new(), None, pool),
         None => {
-            let fd = take_pool(link, number)?;
+            let fd = receive_pool(link, number)?;
             let raw = fd.as_raw_fd();
             (vec![raw], Some(0), timed(&mut opening, || Imported::pool(device, description, fd))?)
         }
@@ -240,9 +227,9 @@ pub(super) fn open(
     Ok(OpenedOffer { pool: Some((number, pool)), fds, opening, unacknowledged, ..plain(memory) })
 }
 
-/// Takes the segments that came already, and one record of segments after another. Acknowledges each but the last, which is to be
-/// acknowledged when the memory is open. Returns what the descriptors' numbers were.
-fn take_segments(
+/// Receives records of segments until the part is complete. Acknowledges every record but the last, which the caller acknowledges when
+/// the memory is open. Returns the descriptors' numbers.
+fn receive_segments(
     link: &mut Link,
     importing: &mut Importing,
     first: u64,
@@ -262,8 +249,8 @@ fn take_segments(
             (other, _) => return Err(unexpected(&other, "segments")),
         };
         if segments.first != first + numbers.len() as u64 {
-            let message = format!("segment {} came where {} belongs", segments.first, first + numbers.len() as u64);
-            return Err(ProtocolError::Content(message).into());
+            let expected = first + numbers.len() as u64;
+            return Err(violation(format!("expected segment {expected}, got {}", segments.first)));
         }
         numbers.extend(fds.iter().map(AsRawFd::as_raw_fd));
         link.busy()?;
@@ -273,19 +260,16 @@ fn take_segments(
     Ok(numbers)
 }
 
-/// Says how many segments of an offer have come.
+/// Acknowledges the offer's first `segments` segments.
 pub(super) fn acknowledge(link: &mut Link, segments: usize) -> Result<()> {
     link.send(&Message::Received(Received { segments: segments as u64 }), &[])
 }
 
-/// Takes the descriptor of the pool that an offer names.
-fn take_pool(link: &mut Link, number: u64) -> Result<OwnedFd> {
+/// Receives the descriptor of the offer's pool.
+fn receive_pool(link: &mut Link, number: u64) -> Result<OwnedFd> {
     match link.receive("for the pool")? {
         (Message::Pool(pool), mut fds) if pool.pool == number && fds.len() == 1 => Ok(fds.remove(0)),
-        (Message::Pool(pool), _) => {
-            let message = format!("pool {} came where {number} belongs", pool.pool);
-            Err(ProtocolError::Content(message).into())
-        }
+        (Message::Pool(pool), _) => Err(violation(format!("expected pool {number}, got {}", pool.pool))),
         (other, _) => Err(unexpected(&other, "pool")),
     }
 }

@@ -1,4 +1,4 @@
-//! A buffer to share: memory, its content, and whose turn it is.
+//! A buffer to share: memory, content, and turns.
 
 use std::{
     ops::Range,
@@ -11,15 +11,15 @@ use std::{
 };
 
 use super::{
-    content::{Boxed, Content, Tick},
+    content::{BoxedContent, Content, Tick},
     gate::{Entered, Gate, Turn},
 };
 use crate::{
     array::ArrayDescriptor,
     driver::Access,
-    error::{Error, ErrorCode, PeerError, Result},
+    error::{ErrorCode, Result},
     memory::{Device, Region, Shared, Spec},
-    session::{Config, Event, Observer, activate},
+    session::{Config, Event, Observer, activate, link::mismatch},
     wire::ByteRange,
 };
 
@@ -27,17 +27,16 @@ use crate::{
 #[derive(Debug)]
 pub struct Buffer<'a> {
     shared: Arc<Shared>,
-    content: Boxed<'a>,
+    content: BoxedContent<'a>,
     array: Option<ArrayDescriptor>,
-    /// Whether it is sealed once it is filled.
-    to_be_sealed: bool,
-    /// Whether it holds its content. Changed only by the one that has the buffer alone.
+    seal_after_fill: bool,
+    /// Whether the memory holds its content. Changes only during an exclusive turn.
     filled: AtomicBool,
     gate: Gate,
 }
 
 impl<'a> Buffer<'a> {
-    /// A buffer in memory that exists already, and that others of this process may hold too.
+    /// Creates a buffer from existing memory, which other owners in this process may hold too. Does not block.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or
@@ -51,15 +50,15 @@ impl<'a> Buffer<'a> {
         if let Some(array) = &array {
             array.check(shared.size())?;
         }
-        let (content, filled) = (Boxed(Box::new(content)), AtomicBool::new(false));
-        Ok(Self { shared, content, array, to_be_sealed: false, filled, gate: Gate::default() })
+        let (content, filled) = (BoxedContent(Box::new(content)), AtomicBool::new(false));
+        Ok(Self { shared, content, array, seal_after_fill: false, filled, gate: Gate::default() })
     }
 
-    /// Makes the device ready, allocates and maps memory, and exports it unless it is to be sealed. Serving fills it. Blocks for as
-    /// long as the driver takes.
+    /// Activates the device, allocates and maps memory, and exports it unless `spec` seals it. Serving fills it, then seals and exports
+    /// sealed memory. Blocks until the driver has finished.
     ///
     /// # Errors
-    /// Those of [`Shared::create`] and [`Buffer::new`]; [`Error::Interrupted`].
+    /// The errors of [`Shared::create`] and [`Buffer::new`]; [`Error::Interrupted`](crate::error::Error::Interrupted).
     pub fn create(
         device: &Device,
         spec: impl Into<Spec>,
@@ -74,7 +73,7 @@ impl<'a> Buffer<'a> {
         let (description, timings) = (shared.describe()?, shared.timings());
         observer(Event::Created { description: &description, elapsed: timings.create });
         observer(Event::Mapped { address: shared.address(), access: shared.access(), elapsed: timings.map });
-        let buffer = Self { to_be_sealed: spec.is_sealed(), ..Self::new(shared, content, array)? };
+        let buffer = Self { seal_after_fill: spec.is_sealed(), ..Self::new(shared, content, array)? };
         if !spec.is_sealed() {
             buffer.export(observer)?;
         }
@@ -97,22 +96,22 @@ impl<'a> Buffer<'a> {
     pub(super) fn turn(
         &self,
         turn: Turn,
-        every: std::time::Duration,
+        interval: std::time::Duration,
         tick: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Entered<'_>> {
-        self.gate.enter(turn, every, tick)
+        self.gate.enter(turn, interval, tick)
     }
 
     pub(super) fn is_filled(&self) -> bool {
         self.filled.load(Ordering::Acquire)
     }
 
-    /// A consumer is about to change it: what it holds is undefined until it is filled again.
-    pub(super) fn spoil(&self) {
+    /// Marks the contents undefined until the next [`Buffer::fill`], because a consumer is about to write.
+    pub(super) fn invalidate(&self) {
         self.filled.store(false, Ordering::Release);
     }
 
-    /// Writes its content unless it holds it, and seals it if it is to be sealed. To be called with the buffer alone.
+    /// Writes the content if it is missing, and seals the memory if requested. The caller has an exclusive turn.
     pub(super) fn fill(&self, tick: Tick<'_>, observer: Observer<'_>) -> Result<()> {
         if self.is_filled() {
             return Ok(());
@@ -122,7 +121,7 @@ impl<'a> Buffer<'a> {
             self.shared.clear_padding()?;
             self.shared.synchronize()?;
         }
-        if self.to_be_sealed && self.shared.access() == Access::ReadWrite {
+        if self.seal_after_fill && self.shared.access() == Access::ReadWrite {
             let begun = Instant::now();
             let enforced = self.shared.seal()?;
             observer(Event::Sealed { enforced, elapsed: begun.elapsed() });
@@ -132,7 +131,7 @@ impl<'a> Buffer<'a> {
         Ok(())
     }
 
-    /// Exports what is to be sent before a consumer waits for it.
+    /// Exports the memory now, so that no consumer waits for it.
     fn export(&self, observer: Observer<'_>) -> Result<()> {
         let begun = Instant::now();
         let fds = match (self.shared.pool(), self.shared.chunks(0..self.shared.size())?) {
@@ -144,14 +143,15 @@ impl<'a> Buffer<'a> {
         Ok(())
     }
 
-    /// The bytes that a consumer asks for.
-    pub(super) fn range(&self, asked: Option<ByteRange>) -> Result<Range<u64>> {
+    /// Returns the requested bytes. `None` requests all of them.
+    pub(super) fn range(&self, requested: Option<ByteRange>) -> Result<Range<u64>> {
         let size = self.shared.size();
-        let Some(asked) = asked else { return Ok(0..size) };
-        asked.within(size).ok_or_else(|| {
-            let ByteRange { offset, length } = asked;
-            let message = format!("{length} bytes from {offset} on were asked for, of a buffer of {size} bytes");
-            Error::Peer(PeerError::Mismatch { code: ErrorCode::Range, message })
+        let Some(requested) = requested else { return Ok(0..size) };
+        requested.within(size).ok_or_else(|| {
+            let ByteRange { offset, length } = requested;
+            let message =
+                format!("{length} bytes from byte {offset} on were requested, but the buffer has {size} bytes");
+            mismatch(ErrorCode::Range, message)
         })
     }
 }

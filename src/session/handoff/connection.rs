@@ -1,4 +1,4 @@
-//! A producer's conversation with one consumer.
+//! A producer's session with one consumer.
 
 use std::{
     collections::BTreeSet,
@@ -15,43 +15,42 @@ use super::{
 use crate::{
     channel::deadline_after,
     driver::Access,
-    error::{Error, ErrorCode, PeerError, ProtocolError, Result},
+    error::{Error, ErrorCode, PeerError, Result},
     memory::Region,
     session::{
         Event, Observer, Verdict,
-        acceptor::check_backend,
-        link::{Link, unexpected},
+        link::{Link, check_backend, mismatch, unexpected, violation},
         opening::Offer,
     },
     wire::{DEFAULT_OBJECT, MAX_FDS, Message, PoolNumber, Request, Segments},
 };
 
-/// How many times the timeout a consumer may have the buffer to itself in a round trip, unless the options say how long.
-const TURN: u32 = 10;
+/// The default limit of a turn in a round trip, in timeouts.
+const DEFAULT_TURN: u32 = 10;
 
-/// What all conversations about a buffer have in common.
+/// The state that all sessions of a buffer share.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
     pub(super) buffer: &'a Buffer<'a>,
     pub(super) options: &'a ServeOptions,
     pub(super) observer: Observer<'a>,
-    /// Why the buffer will never be filled, if that is so.
+    /// Returns the error of a failed fill.
     pub(super) failure: &'a (dyn Fn() -> Option<Error> + Sync),
 }
 
-/// A conversation with one consumer.
+/// A session with one consumer.
 pub(super) struct Conversation<'a> {
     link: Link,
     context: Context<'a>,
     /// The name of the consumer's backend.
     backend: String,
-    /// What came of its requests so far.
+    /// The combined verdict on its requests so far.
     found: Option<Verdict>,
-    /// Which pools it has.
+    /// The numbers of the pools that the consumer has.
     pools: BTreeSet<u64>,
-    /// Whether it has memory that it must close before the connection ends.
+    /// Whether the consumer has memory that it must close before the connection.
     borrows: bool,
-    /// Whether it has what it asked for, was then silent for its whole timeout, and knows that it was too long.
+    /// Whether the consumer has its answer, sent nothing for the timeout, and has been sent the error.
     silent: bool,
 }
 
@@ -60,16 +59,16 @@ impl<'a> Conversation<'a> {
         Self { link, context, backend, found: None, pools: BTreeSet::new(), borrows: false, silent: false }
     }
 
-    /// From the first request to the end of the connection. Returns what was found, and what went wrong.
+    /// Runs the session. Returns the verdict, and the error.
     pub(super) fn run(mut self, first: Request) -> (Option<Verdict>, Option<Error>) {
-        let mut result = self.converse(first);
+        let mut result = self.answer_all(first);
         if let (Err(Error::Interrupted { .. }), Some(failure)) = (&result, (self.context.failure)()) {
             result = Err(failure);
         }
         let waited = self.link.channel.timeout();
         let left = if self.silent { self.link.leave() } else { self.link.end(&result, self.borrows) };
         if !left && self.borrows {
-            // It has the memory open, and is silent: it would read freed memory.
+            // The consumer is silent with the memory open: freed memory could be read.
             self.context.buffer.shared().abandon();
             if result.is_ok() {
                 let purpose = "for the consumer to close the memory";
@@ -79,7 +78,7 @@ impl<'a> Conversation<'a> {
         (self.found, result.err())
     }
 
-    fn converse(&mut self, first: Request) -> Result<()> {
+    fn answer_all(&mut self, first: Request) -> Result<()> {
         let mut request = first;
         loop {
             self.answer(&request)?;
@@ -87,7 +86,7 @@ impl<'a> Conversation<'a> {
             request = match self.link.receive_first(deadline, "for another request") {
                 Ok(Message::Request(request)) => request,
                 Ok(other) => return Err(unexpected(&other, "request")),
-                // It has what it asked for: how it leaves does not matter. It may be about to ask for more, and learns why not.
+                // The consumer has its answer, so this is no failure. If it is about to send another request, it receives the error.
                 Err(
                     error @ (Error::Peer(PeerError::Gone { .. })
                     | Error::Peer(PeerError::Timeout { .. })
@@ -102,43 +101,42 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Notes what was found, before anything else can go wrong. A later success does not make up for a mismatch.
-    fn find(&mut self, verdict: &Verdict) {
+    /// Records a verdict before a later error can hide it. A success does not replace an earlier mismatch.
+    fn record(&mut self, verdict: &Verdict) {
         if self.found.as_ref().is_none_or(|earlier| earlier.verified) {
             self.found = Some(verdict.clone());
         }
     }
 
-    /// One request, from the turn to the results.
+    /// Answers one request: from the wait for the turn to the results.
     fn answer(&mut self, request: &Request) -> Result<()> {
         let Context { buffer, options, .. } = self.context;
-        let refuse = |code, message: String| Err(Error::Peer(PeerError::Mismatch { code, message }));
-        check_backend(&self.backend, buffer.shared().device().backend())?;
+        check_backend(buffer.shared().device().backend().as_str(), &self.backend)?;
         if request.object != DEFAULT_OBJECT {
             let message = format!("there is no object `{}` here, only `{DEFAULT_OBJECT}`", request.object);
-            return refuse(ErrorCode::Object, message);
+            return Err(mismatch(ErrorCode::Object, message));
         }
         let _turn = self.turn()?;
         if options.round_trip {
-            self.link.begin_turn(options.turn.unwrap_or_else(|| self.link.channel.timeout().saturating_mul(TURN)));
+            let default = self.link.channel.timeout().saturating_mul(DEFAULT_TURN);
+            self.link.begin_turn(options.turn.unwrap_or(default));
         }
         let answered = self.offer(request);
         self.link.end_turn();
         answered
     }
 
-    /// What follows once it is this consumer's turn.
+    /// Answers a request during this consumer's turn.
     fn offer(&mut self, request: &Request) -> Result<()> {
         let Context { buffer, options, observer, .. } = self.context;
-        let refuse = |code, message: String| Err(Error::Peer(PeerError::Mismatch { code, message }));
 
-        // Only now is it known whether it is sealed.
+        // Known only now: the buffer is sealed after its first fill.
         let writable = buffer.shared().access() == Access::ReadWrite;
         let replies = options.round_trip && writable && buffer.content().expects_reply();
         let access = request.access.unwrap_or(if replies { Access::ReadWrite } else { Access::ReadOnly });
         if access == Access::ReadWrite && !writable {
-            let message = "the buffer is sealed: it is offered read-only, and rw was asked for".to_owned();
-            return refuse(ErrorCode::Access, message);
+            let message = "the buffer is sealed and offered read-only, but access rw was requested";
+            return Err(mismatch(ErrorCode::Access, message));
         }
         let range = buffer.range(request.range)?;
         let begun = Instant::now();
@@ -146,38 +144,38 @@ impl<'a> Conversation<'a> {
         let check = buffer.content().check(&range, reply, &mut || self.link.busy())?;
         let offered = Offered { range, reply, check };
         if reply {
-            buffer.spoil();
+            buffer.invalidate();
         }
         self.hand_over(&offered, access)?;
         observer(Event::Offered { peer: self.link.peer(), access, elapsed: begun.elapsed() });
         self.conclude(&offered)
     }
 
-    /// A turn on the buffer, filled: alone in a round trip, else with others.
+    /// Waits for a turn on the filled buffer: exclusive in a round trip, else shared.
     fn turn(&mut self) -> Result<Entered<'a>> {
         let Context { buffer, options, observer, failure } = self.context;
-        let (every, link) = (self.link.tick_every(), &mut self.link);
-        let kind = if options.round_trip { Turn::Alone } else { Turn::Shared };
-        let mut turn = buffer.turn(kind, every, &mut || link.busy())?;
-        // A reply of another service may spoil it again between the two turns.
+        let (interval, link) = (self.link.tick_interval(), &mut self.link);
+        let kind = if options.round_trip { Turn::Exclusive } else { Turn::Shared };
+        let mut turn = buffer.turn(kind, interval, &mut || link.busy())?;
+        // A loop: between the two turns, a reply to another service may invalidate the buffer again.
         while !buffer.is_filled() {
             if let Some(failure) = failure() {
                 return Err(failure);
             }
             if kind == Turn::Shared {
                 drop(turn);
-                turn = buffer.turn(Turn::Alone, every, &mut || link.busy())?;
+                turn = buffer.turn(Turn::Exclusive, interval, &mut || link.busy())?;
             }
             buffer.fill(&mut || link.busy(), observer)?;
             if kind == Turn::Shared {
                 drop(turn);
-                turn = buffer.turn(kind, every, &mut || link.busy())?;
+                turn = buffer.turn(kind, interval, &mut || link.busy())?;
             }
         }
         Ok(turn)
     }
 
-    /// Sends the offer and what belongs to it.
+    /// Sends the offer, its pool and its segments.
     fn hand_over(&mut self, offered: &Offered, access: Access) -> Result<()> {
         let buffer = self.context.buffer;
         let shared = buffer.shared();
@@ -200,7 +198,7 @@ impl<'a> Conversation<'a> {
         }
         let Some((part, chunks)) = chunks else { return Ok(()) };
         let mut sent = 0;
-        // One record at a time is in flight: the kernel bounds a user's descriptors in flight.
+        // One record in flight at a time: the kernel limits a user's descriptors in flight.
         for chunks in chunks.chunks(MAX_FDS) {
             let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
             let fds: Vec<BorrowedFd<'_>> = chunks.iter().map(|chunk| chunk.as_fd()).collect();
@@ -211,19 +209,18 @@ impl<'a> Conversation<'a> {
         Ok(())
     }
 
-    /// Waits until the consumer has so many segments of this offer.
+    /// Waits until the consumer has acknowledged `sent` segments of this offer.
     fn acknowledged(&mut self, sent: u64) -> Result<()> {
         match self.link.receive("for the descriptors to be acknowledged")? {
             (Message::Received(received), _) if received.segments == sent => Ok(()),
             (Message::Received(received), _) => {
-                let message = format!("{} segments of {sent} were acknowledged", received.segments);
-                Err(ProtocolError::Content(message).into())
+                Err(violation(format!("{} segments were acknowledged, but {sent} were sent", received.segments)))
             }
             (other, _) => Err(unexpected(&other, "received")),
         }
     }
 
-    /// Takes the consumer's result, checks its reply, and answers.
+    /// Receives the consumer's result, checks its reply, and answers.
     fn conclude(&mut self, offered: &Offered) -> Result<()> {
         let Context { buffer, observer, .. } = self.context;
         let begun = Instant::now();
@@ -233,18 +230,18 @@ impl<'a> Conversation<'a> {
         };
         let accepted = buffer.content().accept(offered, &result);
         if accepted.is_err() && !result.verified {
-            // The check has failed, even if its figures are invalid.
-            self.find(&Verdict::unchecked(false));
+            // The consumer found wrong data, even if its figures are invalid.
+            self.record(&Verdict::unchecked(false));
         }
         accepted?;
         observer(Event::Reported { peer: self.link.peer(), verdict: &result, elapsed: begun.elapsed() });
-        self.find(&result);
+        self.record(&result);
         let busy = &mut || self.link.busy();
         let own = buffer.content().judge(buffer.shared(), offered, &result, busy)?;
-        // Either side's mismatch counts.
+        // A mismatch on either side counts.
         let own = Verdict { verified: own.verified && result.verified, ..own };
         if !own.verified {
-            self.find(&own);
+            self.record(&own);
         }
         self.link.send(&Message::Result(own), &[])
     }

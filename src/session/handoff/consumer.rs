@@ -1,4 +1,4 @@
-//! The side that asks for a buffer.
+//! Requests a buffer from a producer.
 
 use std::{collections::BTreeMap, fmt, ops::Range, os::fd::OwnedFd, path::Path, sync::Arc, time::Instant};
 
@@ -6,25 +6,25 @@ use super::{content::Verifier, object::ImportedObject};
 use crate::{
     channel::{Cancel, Peer, connect},
     driver::{Access, Driver},
-    error::{Error, MemoryError, ProtocolError, Result},
+    error::{Error, MemoryError, Result},
     memory::{Pool, Region, Selector},
     session::{
         Config, Event, Observer, Verdict,
-        link::{Link, unexpected},
-        opening::{self, Chosen, Connection, Offer, acknowledge, check_backend},
+        link::{Link, check_backend, unexpected, violation},
+        opening::{self, Connection, DeviceChoice, Offer, acknowledge},
     },
     wire::{self, ByteRange, DEFAULT_OBJECT, Message},
 };
 
-/// What to ask a producer for: by default all of its default object, with the access that the producer offers.
+/// A request to a producer: by default for all of its default object, with the access that the producer offers.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Request {
     /// The object's name.
     pub object: String,
-    /// The access wanted; `None` takes the one that the producer offers.
+    /// The requested access. `None` accepts the offered one.
     pub access: Option<Access>,
-    /// Which bytes; `None` is all of them. Only the allocations that cover them are sent and mapped.
+    /// The requested bytes. `None` requests all. Only the allocations that cover them are sent and mapped.
     pub range: Option<Range<u64>>,
 }
 
@@ -40,12 +40,12 @@ impl Request {
         Self { object: object.into(), ..self }
     }
 
-    /// Sets the access wanted.
+    /// Sets the requested access.
     pub fn access(self, access: Access) -> Self {
         Self { access: Some(access), ..self }
     }
 
-    /// Sets which bytes.
+    /// Sets the requested bytes.
     pub fn range(self, range: Range<u64>) -> Self {
         Self { range: Some(range), ..self }
     }
@@ -84,10 +84,10 @@ pub struct Consumer<'a> {
     link: Link,
     /// The name of the producer's backend.
     backend: String,
-    chosen: Chosen,
-    /// The pools that this connection has, by the producer's numbers.
+    device: DeviceChoice,
+    /// The pools opened on this connection, by the producer's numbers.
     pools: BTreeMap<u64, Arc<Pool>>,
-    /// Held by all memory that the producer frees when the connection ends.
+    /// Shared with all memory that the producer frees when the connection closes.
     connection: Arc<Connection>,
     observer: Observer<'a>,
 }
@@ -98,28 +98,28 @@ impl fmt::Debug for Consumer<'_> {
     }
 }
 
-/// What a consumer found, and what the producer answered.
+/// The verdicts of both sides.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Findings {
-    /// What this side found.
+    /// The consumer's verdict.
     pub found: Verdict,
-    /// What the producer answered; an error only where this side had found a mismatch before: that outweighs how the
-    /// conversation ended.
+    /// The producer's verdict. An error only if the consumer had already found a mismatch, which outweighs any error after it.
     pub producer: Result<Verdict>,
 }
 
 impl Findings {
-    /// Whether both sides found the data right.
+    /// Whether both sides found the data correct.
     pub fn verified(&self) -> bool {
         self.found.verified && self.producer.as_ref().is_ok_and(|producer| producer.verified)
     }
 }
 
-/// Fetches an object once: requests it, has it verified and replied to, and reports. Blocks until the conversation has ended.
+/// Fetches an object once: requests and opens it, runs the verifier's check and reply, and reports the verdict. Blocks until the
+/// session is over.
 ///
 /// # Errors
-/// Those of [`Consumer`]'s methods. Wrong data is no error: see [`Findings`].
+/// The errors of [`Consumer`]'s methods. Wrong data is not an error: see [`Findings`].
 pub fn fetch(
     driver: &Driver,
     device: Option<Selector>,
@@ -130,19 +130,20 @@ pub fn fetch(
     observer: Observer<'_>,
 ) -> Result<Findings> {
     let mut consumer = Consumer::connect(driver, device, path, config, observer)?;
-    let result = consumer.converse(request, verifier);
+    let result = consumer.fetch(request, verifier);
     consumer.link.end(&result, false);
     result
 }
 
 impl<'a> Consumer<'a> {
-    /// Waits for the producer at a path and says hello.
+    /// Connects to the producer at `path`, and exchanges hellos. Waits up to the timeout for the producer to listen, and again for its
+    /// hello.
     ///
-    /// A device that is named is used, if it can reach the memory that is offered; else the memory's own. The one that is named,
-    /// or the only one, is made ready before the wait.
+    /// A selected device is used if it can reach the offered memory; otherwise the device of the memory is used. The selected device, or
+    /// the machine's only one, is activated before the wait.
     ///
     /// # Errors
-    /// Those of [`connect`], [`Device::find`](crate::memory::Device::find) and of the conversation:
+    /// The errors of [`connect`] and [`Device::find`](crate::memory::Device::find), and session errors:
     /// [`PeerError::Reported`](crate::error::PeerError::Reported), [`PeerError::Gone`](crate::error::PeerError::Gone),
     /// [`PeerError::Timeout`](crate::error::PeerError::Timeout), [`PeerError::Protocol`](crate::error::PeerError::Protocol).
     pub fn connect(
@@ -152,15 +153,15 @@ impl<'a> Consumer<'a> {
         config: &Config,
         observer: Observer<'a>,
     ) -> Result<Self> {
-        Self::meet(driver, device, config, observer, |cancel| {
+        Self::handshake(driver, device, config, observer, |cancel| {
             connect(path, config.timeout, &config.trust, cancel).map(Link::new)
         })
     }
 
-    /// As [`Consumer::connect`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say.
+    /// Like [`Consumer::connect`], over a connected socket of type `SOCK_SEQPACKET`, such as a socket of a pair.
     ///
     /// # Errors
-    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed); those of
+    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed); the errors of
     /// [`Consumer::connect`].
     pub fn over(
         socket: OwnedFd,
@@ -169,13 +170,13 @@ impl<'a> Consumer<'a> {
         config: &Config,
         observer: Observer<'a>,
     ) -> Result<Self> {
-        Self::meet(driver, device, config, observer, |cancel| {
+        Self::handshake(driver, device, config, observer, |cancel| {
             let link = Link::over(socket, config, cancel)?;
             config.trust.check(link.peer()).map(|()| link)
         })
     }
 
-    fn meet(
+    fn handshake(
         driver: &Driver,
         device: Option<Selector>,
         config: &Config,
@@ -183,11 +184,11 @@ impl<'a> Consumer<'a> {
         connect: impl FnOnce(&Cancel) -> Result<Link>,
     ) -> Result<Self> {
         let cancel = config.cancellation()?;
-        let chosen = Chosen::new(driver, device, &cancel, observer)?;
+        let device = DeviceChoice::new(driver, device, &cancel, observer)?;
         let begun = Instant::now();
         let link = connect(&cancel)?;
         let connection = Connection::of(&link.channel);
-        let mut consumer = Self { link, backend: String::new(), connection, chosen, pools: BTreeMap::new(), observer };
+        let mut consumer = Self { link, backend: String::new(), connection, device, pools: BTreeMap::new(), observer };
         match consumer.greet() {
             Ok(()) => {
                 let peer = consumer.peer();
@@ -203,31 +204,29 @@ impl<'a> Consumer<'a> {
     }
 
     fn greet(&mut self) -> Result<()> {
-        self.link.hello(self.chosen.backend(), &[])?;
+        self.link.hello(self.device.backend(), &[])?;
         let (hello, _) = self.link.receive("for the producer's hello")?;
-        self.link.at_rest = true;
-        // Whether the backends fit is the producer's to say, when it knows what is asked for. It may not have looked.
-        self.backend = self.link.greeted(hello)?.backend;
+        self.link.no_reply_due = true;
+        // The producer compares the backends when it knows the request. This side compares them again in the offer.
+        self.backend = self.link.check_hello(hello)?.backend;
         Ok(())
     }
 
-    /// Who the producer is.
+    /// The producer's process.
     pub fn peer(&self) -> Peer {
         self.link.peer()
     }
 
-    /// Asks for an object and opens it. Blocks until it is this side's turn, no longer than the timeout after the producer last said
-    /// that it is busy.
+    /// Requests an object and opens it. Blocks until it is this consumer's turn; fails if the producer sends nothing, not even `busy`, for
+    /// the timeout.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`] for an empty range; [`PeerError::Mismatch`](crate::error::PeerError::Mismatch) if this side
-    /// can't take what is offered;
-    /// [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess);
-    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if the offer contradicts itself; [`Error::Driver`] from opening
-    /// the memory;
-    /// those of the conversation.
+    /// can't use the offered memory; [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess);
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if the offer contradicts itself or the request; [`Error::Driver`] if the
+    /// memory can't be opened; session errors.
     ///
-    /// Driver calls: those of [`Imported::open`](crate::memory::Imported::open).
+    /// Driver calls: see [`Imported::open`](crate::memory::Imported::open).
     pub fn request(&mut self, request: &Request) -> Result<ImportedObject> {
         self.open(request, &mut |_| Ok(()))
     }
@@ -235,10 +234,10 @@ impl<'a> Consumer<'a> {
     fn open(&mut self, request: &Request, inspect: &mut dyn FnMut(&Offer) -> Result<()>) -> Result<ImportedObject> {
         let begun = Instant::now();
         self.link.send(&Message::Request(request.to_wire()?), &[])?;
-        self.link.at_rest = false;
+        self.link.no_reply_due = false;
         let offer = match self.link.receive("for the offer")? {
             (Message::Offer(offer), _) => {
-                check_backend(&self.backend, self.chosen.backend())?;
+                check_backend(&self.backend, self.device.backend().as_str())?;
                 Offer::read(*offer, &request.object)?
             }
             (other, _) => return Err(unexpected(&other, "offer")),
@@ -246,7 +245,7 @@ impl<'a> Consumer<'a> {
         let range = check(&offer, request)?;
         inspect(&offer)?;
         let link = &mut self.link;
-        let device = self.chosen.for_memory_of(&offer.memory.device, &mut || link.busy(), self.observer)?;
+        let device = self.device.for_memory_of(&offer.memory.device, &mut || link.busy(), self.observer)?;
         let known = offer.memory.pool().and_then(|number| self.pools.get(&number).cloned());
         let opened = opening::open(&mut self.link, &device, &offer, &range, known, (&[], Vec::new()))?;
         if let Some(segments) = opened.unacknowledged {
@@ -261,38 +260,37 @@ impl<'a> Consumer<'a> {
         Ok(ImportedObject { offer, memory, range, _connection: connection })
     }
 
-    /// Says that this side is at work, if it was silent for a while. A program that works on an object for long calls it often,
-    /// between [`Consumer::request`] and [`Consumer::report`]; [`Consumer::verify`] and [`Consumer::reply`] do it themselves. At any
-    /// other time it sends nothing.
+    /// Sends `busy` if this side has been silent for a while. Call it often during long work between [`Consumer::request`] and
+    /// [`Consumer::report`]. [`Consumer::verify`] and [`Consumer::reply`] call it themselves. At any other time it sends nothing.
     ///
     /// # Errors
-    /// Those of the conversation.
+    /// Session errors.
     pub fn busy(&mut self) -> Result<()> {
         self.link.busy()
     }
 
-    /// Has an object checked. The producer gets to know that this side is at work.
+    /// Checks an object with `verifier`. Sends `busy` during the check.
     ///
     /// # Errors
-    /// Those of [`Verifier::inspect`] and [`Verifier::verify`], and of the conversation. Wrong data is no error.
+    /// The errors of [`Verifier::inspect`] and [`Verifier::verify`]; session errors. Wrong data is not an error.
     pub fn verify(&mut self, object: &ImportedObject, verifier: &mut dyn Verifier) -> Result<Verdict> {
         verifier.inspect(object.check(), object.access())?;
         verifier.verify(object, &mut || self.link.busy())
     }
 
-    /// Has the reply written that the object's check asks for, if it asks for one: only if all was right.
+    /// Lets `verifier` write the reply, if the object's check asks for one. Call it only if the data was right.
     ///
     /// # Errors
-    /// Those of [`Verifier::reply`], and of the conversation.
+    /// The errors of [`Verifier::reply`]; session errors.
     pub fn reply(&mut self, object: &ImportedObject, verifier: &mut dyn Verifier) -> Result<()> {
         verifier.reply(object, &mut || self.link.busy())
     }
 
-    /// Ends this side's turn: sends what was found, and waits for the producer's own result. All work of this side on the object
-    /// must be finished. A program that checked nothing reports [`Verdict::unchecked`].
+    /// Ends this consumer's turn: sends its verdict, and waits for the producer's. All work of this process on the object must be finished.
+    /// A program that checks nothing reports [`Verdict::unchecked`].
     ///
     /// # Errors
-    /// Those of the conversation. What the producer found is no error.
+    /// Session errors. A producer that found wrong data is not an error.
     pub fn report(&mut self, object: &ImportedObject, found: &Verdict) -> Result<Verdict> {
         self.conclude(object, found, &mut super::Unchecked)
     }
@@ -300,7 +298,7 @@ impl<'a> Consumer<'a> {
     fn conclude(&mut self, object: &ImportedObject, found: &Verdict, verifier: &mut dyn Verifier) -> Result<Verdict> {
         let begun = Instant::now();
         self.link.send(&Message::Result(found.clone()), &[])?;
-        self.link.at_rest = true;
+        self.link.no_reply_due = true;
         let answer = match self.link.receive("for the producer's result")? {
             (Message::Result(verdict), _) => verdict,
             (other, _) => return Err(unexpected(&other, "result")),
@@ -310,16 +308,16 @@ impl<'a> Consumer<'a> {
         Ok(answer)
     }
 
-    /// Ends the conversation in good order; if memory of a pool or legacy memory is still there, when that is dropped.
+    /// Closes the session. If memory of a pool or legacy memory is still open, dropping that memory closes it.
     pub fn close(mut self) {
         self.pools.clear();
-        // What still holds it ends it.
+        // Otherwise the last owner closes the connection.
         if Arc::strong_count(&self.connection) == 1 {
             self.link.end(&Ok(()), false);
         }
     }
 
-    fn converse(&mut self, request: &Request, verifier: &mut dyn Verifier) -> Result<Findings> {
+    fn fetch(&mut self, request: &Request, verifier: &mut dyn Verifier) -> Result<Findings> {
         let object = self.open(request, &mut |offer| verifier.inspect(offer.check.as_ref(), offer.access))?;
         let found = verifier.verify(&object, &mut || self.link.busy())?;
         if found.verified {
@@ -327,7 +325,7 @@ impl<'a> Consumer<'a> {
         }
         let producer = self.conclude(&object, &found, verifier);
         drop(object);
-        // Before the connection ends, as what is of them.
+        // Pools close before the connection, as their memory does.
         self.pools.clear();
         match producer {
             Err(error @ Error::Interrupted { .. }) => Err(error),
@@ -337,21 +335,20 @@ impl<'a> Consumer<'a> {
     }
 }
 
-/// Whether an offer is what was asked for. Returns the bytes that were asked for.
+/// Checks that an offer matches the request. Returns the requested bytes.
 fn check(offer: &Offer, request: &Request) -> Result<Range<u64>> {
-    let wrong = |message: String| Err(ProtocolError::Content(message).into());
     if offer.buffer.is_some() {
-        return wrong("a buffer of a stream is offered, and none was subscribed to".to_owned());
+        return Err(violation("the offer is a stream's, but this side did not subscribe"));
     }
-    if request.access.is_some_and(|access| access != offer.access) {
-        return wrong(format!("another access was asked for than the {} that is offered", offer.access));
+    if let Some(requested) = request.access.filter(|access| *access != offer.access) {
+        return Err(violation(format!("access {} is offered, but {requested} was requested", offer.access)));
     }
     let size = offer.memory.size;
     match &request.range {
         None => Ok(0..size),
         Some(range) if range.end <= size => Ok(range.clone()),
         Some(Range { start, end }) => {
-            wrong(format!("bytes {start} to {end} were asked for, and {size} bytes are offered"))
+            Err(violation(format!("bytes {start} to {end} were requested, but {size} bytes are offered")))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What data is and how it is checked: given by the caller, and of no concern to the session.
+//! The caller's data and its check. The session does not interpret either.
 
 use std::{fmt, ops::Range};
 
@@ -9,111 +9,108 @@ use crate::{
     session::{Check, Verdict},
 };
 
-/// To be called often during long work: it sends `busy` to the peer, and fails when the session has to end.
+/// Callback for long work: sends `busy` to the peer when due, and fails if the session must stop. Call it often.
 pub type Tick<'a> = &'a mut dyn FnMut() -> Result<()>;
 
-/// What a producer's buffer holds, and what its consumers can check it against. [`super::serve`] calls it.
+/// The data of a producer's buffer, and its check. [`super::serve`] calls the methods.
 ///
-/// Everything has a default: [`Unchecked`] is content that the program writes by other means, and that is not checked.
+/// Every method has a default. [`Unchecked`] uses all defaults: the program writes the data by other means, and nothing is checked.
 pub trait Content: Send + Sync {
-    /// Writes the data into the memory, which no consumer has at that time. Called before the first consumer is served, and again
-    /// after a consumer's reply has replaced it. May block; calls `tick` often.
+    /// Writes the data. No consumer has the memory during the call. Called before the first consumer is served, and again after a consumer
+    /// has replied into the buffer. May block; calls `tick` often.
     ///
     /// # Errors
-    /// Whatever it fails with, which ends the service.
+    /// Any error stops the service.
     fn fill(&self, memory: &Shared, tick: Tick<'_>) -> Result<()> {
         let _ = (memory, tick);
         Ok(())
     }
 
-    /// Whether consumers reply by writing into the buffer where that is possible: in a round trip, with
-    /// [`crate::driver::Access::ReadWrite`].
+    /// Whether consumers reply by writing into the buffer. Applies to round trips with [`crate::driver::Access::ReadWrite`].
     fn expects_reply(&self) -> bool {
         false
     }
 
-    /// What a consumer can check a range of bytes against; `reply` if it is to reply. May block; calls `tick` often.
+    /// Returns the offer's check of a byte range. `reply` is true if the consumer must reply. May block; calls `tick` often.
     ///
     /// # Errors
-    /// Whatever it fails with, which ends the conversation with that consumer.
+    /// Any error fails the session with this consumer.
     fn check(&self, range: &Range<u64>, reply: bool, tick: Tick<'_>) -> Result<Option<Check>> {
         let _ = (range, reply, tick);
         Ok(None)
     }
 
-    /// Whether a consumer's result can be an answer to an offer. A consumer that ignored the check sends none.
+    /// Checks that a consumer's result is a valid answer to an offer. A consumer that ignored the check sends no figures.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if it contradicts itself or the offer. If it says that
-    /// something was wrong, that counts all
-    /// the same.
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if the result contradicts itself or the offer. A result that
+    /// reports wrong data still counts as a mismatch.
     fn accept(&self, offered: &Offered, result: &Verdict) -> Result<()> {
         let _ = (offered, result);
         Ok(())
     }
 
-    /// What the producer answers to a result that was accepted: checks the reply, if one was expected and sent. By default what the
-    /// consumer said. May block; calls `tick` often.
+    /// Returns the producer's answer to an accepted result. If a reply was expected and sent, checks it. By default repeats the consumer's
+    /// verdict. May block; calls `tick` often.
     ///
     /// # Errors
-    /// Whatever it fails with, which ends the conversation with that consumer. Wrong data is no error, but a verdict.
+    /// Any error fails the session with this consumer. Report wrong data with a verdict, not with an error.
     fn judge(&self, memory: &Shared, offered: &Offered, result: &Verdict, tick: Tick<'_>) -> Result<Verdict> {
         let _ = (memory, offered, tick);
         Ok(Verdict::unchecked(result.verified))
     }
 }
 
-/// What a consumer was offered.
+/// The offer to a consumer.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Offered {
-    /// Which bytes.
+    /// The offered bytes.
     pub range: Range<u64>,
-    /// Whether it is to reply.
+    /// Whether the consumer must reply.
     pub reply: bool,
-    /// What [`Content::check`] returned.
+    /// The result of [`Content::check`].
     pub check: Option<Check>,
 }
 
-/// Content that the program writes by other means, and that is not checked.
+/// Content that the program writes by other means, without a check.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Unchecked;
 
 impl Content for Unchecked {}
 
-/// What a consumer does with the check of an offer. [`super::Consumer::verify`] and [`super::fetch`] call it.
+/// A consumer's check of the data. [`super::Consumer::verify`] and [`super::fetch`] call the methods.
 pub trait Verifier {
-    /// Looks at an object before its memory is opened. By default anything is accepted.
+    /// Inspects an offer before its memory is opened. Accepts everything by default.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) for a check that contradicts itself;
-    /// [`PeerError::Mismatch`](crate::error::PeerError::Mismatch) for one that this side should
-    /// know and can't do.
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if the check contradicts itself;
+    /// [`PeerError::Mismatch`](crate::error::PeerError::Mismatch) if this side should support the check but can't perform it.
     fn inspect(&mut self, check: Option<&Check>, access: crate::driver::Access) -> Result<()> {
         let _ = (check, access);
         Ok(())
     }
 
-    /// Checks the bytes that were asked for against [`ImportedObject::check`]. A verifier that does not know that check returns
-    /// [`Verdict::unchecked`] with `true`. May block; calls `tick` often.
+    /// Checks the requested bytes against [`ImportedObject::check`]. A verifier that does not know the check returns
+    /// [`Verdict::unchecked`]`(true)`. May block; calls `tick` often.
     ///
     /// # Errors
-    /// Whatever it fails with. Wrong data is no error, but a verdict.
+    /// Any error of the caller. Report wrong data with a verdict, not with an error.
     fn verify(&mut self, object: &ImportedObject, tick: Tick<'_>) -> Result<Verdict>;
 
-    /// Writes the reply that the check asks for, if it asks for one. Called only if all was right. May block; calls `tick` often.
+    /// Writes the reply if the check asks for one. Called only if the data was right. May block; calls `tick` often.
     ///
     /// # Errors
-    /// Whatever it fails with.
+    /// Any error of the caller.
     fn reply(&mut self, object: &ImportedObject, tick: Tick<'_>) -> Result<()> {
         let _ = (object, tick);
         Ok(())
     }
 
-    /// Whether the producer's result can be an answer to this side's.
+    /// Checks that the producer's result is a valid answer to this side's result.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if it contradicts itself or what was replied.
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if the result contradicts itself or the reply.
     fn accept(&mut self, object: &ImportedObject, own: &Verdict, answer: &Verdict) -> Result<()> {
         let _ = (object, own, answer);
         Ok(())
@@ -126,10 +123,10 @@ impl Verifier for Unchecked {
     }
 }
 
-/// Content as its buffer owns it.
-pub(super) struct Boxed<'a>(pub(super) Box<dyn Content + 'a>);
+/// The content of a buffer, with [`fmt::Debug`].
+pub(super) struct BoxedContent<'a>(pub(super) Box<dyn Content + 'a>);
 
-impl fmt::Debug for Boxed<'_> {
+impl fmt::Debug for BoxedContent<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Content")
     }

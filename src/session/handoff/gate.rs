@@ -1,4 +1,4 @@
-//! Turns on a buffer: many readers at a time, or one alone, in the order in which they came.
+//! Access to a buffer: many readers at a time or one writer, in order of arrival.
 
 use std::{
     collections::VecDeque,
@@ -8,11 +8,11 @@ use std::{
 
 use crate::error::Result;
 
-/// Whether a turn can be shared.
+/// The kind of access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Turn {
     Shared,
-    Alone,
+    Exclusive,
 }
 
 #[derive(Debug, Default)]
@@ -25,17 +25,17 @@ pub(super) struct Gate {
 struct Turns {
     tickets: u64,
     waiting: VecDeque<u64>,
-    sharing: usize,
-    alone: bool,
+    readers: usize,
+    writing: bool,
 }
 
 impl Gate {
-    /// Waits for a turn, which lasts until the guard is dropped. Calls `tick` as often as `every` says; its error ends the
-    /// waiting.
+    /// Waits for a turn, which lasts until the guard is dropped. Calls `tick` at least every `interval`, without the lock. If `tick` fails,
+    /// the wait fails with its error.
     pub(super) fn enter(
         &self,
         turn: Turn,
-        every: Duration,
+        interval: Duration,
         tick: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Entered<'_>> {
         let mut state = self.lock();
@@ -44,19 +44,17 @@ impl Gate {
         state.waiting.push_back(ticket);
         loop {
             let first = state.waiting.front() == Some(&ticket);
-            if first && !state.alone && (turn == Turn::Shared || state.sharing == 0) {
+            if first && !state.writing && (turn == Turn::Shared || state.readers == 0) {
                 state.waiting.pop_front();
                 match turn {
-                    Turn::Shared => state.sharing += 1,
-                    Turn::Alone => state.alone = true,
+                    Turn::Shared => state.readers += 1,
+                    Turn::Exclusive => state.writing = true,
                 }
-                // The next one may be able to share.
+                // The next in line may share this turn.
                 self.changed.notify_all();
                 return Ok(Entered { gate: self, turn });
             }
-            let (woken, _) = self.changed.wait_timeout(state, every).unwrap_or_else(PoisonError::into_inner);
-            drop(woken);
-            // Without the lock: it may send.
+            drop(self.changed.wait_timeout(state, interval).unwrap_or_else(PoisonError::into_inner));
             let ticked = tick();
             state = self.lock();
             if let Err(error) = ticked {
@@ -72,7 +70,7 @@ impl Gate {
     }
 }
 
-/// A turn.
+/// A turn, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Entered<'a> {
     gate: &'a Gate,
@@ -83,8 +81,8 @@ impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let mut state = self.gate.lock();
         match self.turn {
-            Turn::Shared => state.sharing -= 1,
-            Turn::Alone => state.alone = false,
+            Turn::Shared => state.readers -= 1,
+            Turn::Exclusive => state.writing = false,
         }
         self.gate.changed.notify_all();
     }
@@ -97,42 +95,42 @@ mod tests {
     use super::*;
     use crate::error::{Error, LoadError};
 
-    const EVERY: Duration = Duration::from_millis(100);
+    const INTERVAL: Duration = Duration::from_millis(100);
 
     fn give_up() -> Result<()> {
         Err(Error::Load(LoadError::NoDevice))
     }
 
     #[test]
-    fn readers_share_and_a_writer_waits_for_them() {
+    fn readers_share_writers_wait() {
         let gate = Gate::default();
-        let first = gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap();
-        let second = gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap();
-        assert!(gate.enter(Turn::Alone, EVERY, &mut give_up).is_err());
+        let first = gate.enter(Turn::Shared, INTERVAL, &mut give_up).unwrap();
+        let second = gate.enter(Turn::Shared, INTERVAL, &mut give_up).unwrap();
+        assert!(gate.enter(Turn::Exclusive, INTERVAL, &mut give_up).is_err());
         drop((first, second));
-        let alone = gate.enter(Turn::Alone, EVERY, &mut give_up).unwrap();
-        assert!(gate.enter(Turn::Shared, EVERY, &mut give_up).is_err());
+        let alone = gate.enter(Turn::Exclusive, INTERVAL, &mut give_up).unwrap();
+        assert!(gate.enter(Turn::Shared, INTERVAL, &mut give_up).is_err());
         drop(alone);
-        gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap();
+        gate.enter(Turn::Shared, INTERVAL, &mut give_up).unwrap();
     }
 
     #[test]
-    fn a_waiter_that_gives_up_does_not_block_those_behind() {
+    fn abandoned_wait_does_not_block_queue() {
         let gate = Gate::default();
-        let reader = gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap();
-        assert!(gate.enter(Turn::Alone, EVERY, &mut give_up).is_err());
-        drop(gate.enter(Turn::Shared, EVERY, &mut give_up).unwrap());
+        let reader = gate.enter(Turn::Shared, INTERVAL, &mut give_up).unwrap();
+        assert!(gate.enter(Turn::Exclusive, INTERVAL, &mut give_up).is_err());
+        drop(gate.enter(Turn::Shared, INTERVAL, &mut give_up).unwrap());
         drop(reader);
     }
 
     #[test]
-    fn a_turn_alone_is_never_shared() {
+    fn exclusive_turns_do_not_overlap() {
         let (gate, inside) = (Gate::default(), AtomicUsize::new(0));
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for _ in 0..100 {
-                        let _turn = gate.enter(Turn::Alone, EVERY, &mut || Ok(())).unwrap();
+                        let _turn = gate.enter(Turn::Exclusive, INTERVAL, &mut || Ok(())).unwrap();
                         assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0);
                         std::thread::yield_now();
                         assert_eq!(inside.fetch_sub(1, Ordering::SeqCst), 1);

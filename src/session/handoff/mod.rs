@@ -1,10 +1,10 @@
-//! One buffer, handed to consumers that ask for it.
+//! Hands one buffer to each consumer that requests it.
 //!
-//! A producer serves a [`Buffer`]; a [`Consumer`] asks for it, opens it, uses it and says whether it was right. What the data is
-//! and how it is checked is the caller's: [`Content`] at the producer, [`Verifier`] at the consumer, [`Unchecked`] where nothing is
-//! checked.
+//! A producer serves a [`Buffer`]. A [`Consumer`] requests it, opens it, uses it and reports a [`Verdict`](super::Verdict) on the data. The
+//! caller defines the data and its check: [`Content`] for the producer, [`Verifier`] for the consumer, [`Unchecked`] for either if the data
+//! is not checked.
 //!
-//! Here over a socket pair, as between a process and one that it starts:
+//! Over a socket pair, as between a process and its child:
 //!
 //! ```
 //! use std::thread;

@@ -1,4 +1,4 @@
-//! A buffer that a producer shares, open in this process.
+//! A producer's buffer, open in this process.
 
 use std::{ops::Range, sync::Arc};
 
@@ -13,61 +13,61 @@ use crate::{
     },
 };
 
-/// A buffer that a producer shares, or a part of it, open in this process.
+/// A producer's buffer, or a part of it, open in this process.
 ///
-/// [`Region::size`] is the bytes of data that it has; [`ImportedObject::mapped_size`] is what is mapped. Shared by
-/// [`crate::memory::Mechanism::Vmm`] it stays valid for as long as it lives, also when the producer is gone. Memory of a pool and
-/// legacy memory are the producer's to free once the connection has ended: so the connection lasts until they are dropped, even if
-/// the [`Consumer`](super::Consumer) is dropped before.
+/// [`Region::size`] is the size of the data in bytes, [`ImportedObject::mapped_size`] the size of the mapping. An object shared with
+/// [`crate::memory::Mechanism::Vmm`] stays valid until it is dropped, even after the producer exits. Memory of a pool and legacy memory
+/// belong to the producer, which frees them when the connection closes. The connection therefore remains open until all such objects are
+/// dropped, even if the [`Consumer`](super::Consumer) is dropped first.
 #[derive(Debug)]
 pub struct ImportedObject {
     pub(super) offer: Offer,
     pub(super) memory: Imported,
     pub(super) range: Range<u64>,
-    // Dropped after the memory, which can't be taken out of here.
+    // Declared after the memory, and therefore dropped after it.
     pub(super) _connection: Option<Arc<Connection>>,
 }
 
 impl ImportedObject {
-    /// What the producer says of all of the object.
+    /// The producer's description of the whole object.
     pub fn description(&self) -> &Description {
         &self.offer.memory
     }
 
-    /// What the data of all of the object is made of, if the producer says.
+    /// The array layout of the whole object, if the producer sent one.
     pub fn array(&self) -> Option<&ArrayDescriptor> {
         self.offer.array.as_ref()
     }
 
-    /// What the bytes that were asked for can be checked against, if the producer says.
+    /// The producer's check of the requested bytes, if it sent one.
     pub fn check(&self) -> Option<&Check> {
         self.offer.check.as_ref()
     }
 
-    /// The bytes of the object that were asked for.
+    /// The requested bytes of the object.
     pub fn range(&self) -> Range<u64> {
         self.range.clone()
     }
 
-    /// Which byte of the object the memory begins with: 0 unless only a part was asked for.
+    /// Offset of the memory's first byte in the object: 0 unless a part was requested.
     pub fn start(&self) -> u64 {
         self.memory.start()
     }
 
-    /// How many bytes are mapped: at least [`Region::size`]. What lies behind the data is the producer's padding.
+    /// Size of the mapping in bytes, at least [`Region::size`]. The bytes after the data are padding.
     pub fn mapped_size(&self) -> u64 {
         self.memory.mapped_size()
     }
 
-    /// Whether all of the object is there.
+    /// Whether the whole object is open.
     pub fn is_whole(&self) -> bool {
         self.memory.start() == 0 && self.range == (0..self.offer.memory.size)
     }
 
-    /// The typed array that it holds, if the producer says so and all of it was asked for.
+    /// Converts the object into its typed array. `None` if the producer sent no array layout, or only a part was requested.
     ///
     /// # Errors
-    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if it is not inside the memory, which was checked before.
+    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory. Opening has already checked this.
     pub fn into_array(self) -> Result<Option<Array>> {
         match self.offer.array.clone().filter(|_| self.is_whole()) {
             Some(array) => Array::new(Arc::new(self), array).map(Some),

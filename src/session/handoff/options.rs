@@ -1,19 +1,19 @@
-//! How a buffer is served.
+//! The options of serving a buffer.
 
 use std::time::Duration;
 
-/// How a buffer is served.
+/// The options of serving a buffer.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ServeOptions {
-    /// How many consumers to serve, or 0 for any number until it is cancelled: 1 by default.
+    /// Number of consumers to serve, by default 1. 0 serves any number until the service is cancelled.
     pub consumers: u64,
-    /// Whether each consumer has the buffer to itself and replies into it, if the content expects that: not by default, and never
-    /// into a sealed buffer.
+    /// Whether each consumer in turn has the buffer alone and may reply into it, if the content expects a reply. Off by default. A sealed
+    /// buffer takes no reply.
     pub round_trip: bool,
-    /// How long a consumer may have the buffer to itself in a round trip, however often it says that it is busy; by default ten
-    /// times the timeout. Then its conversation ends with [`PeerError::TurnTooLong`](crate::error::PeerError::TurnTooLong), and it is
-    /// the next one's turn.
+    /// Longest time that a consumer may have the buffer alone in a round trip; `busy` does not extend it. By default, ten times the
+    /// timeout. After that the session fails with [`PeerError::TurnTooLong`](crate::error::PeerError::TurnTooLong), and the next
+    /// consumer's turn starts.
     pub turn: Option<Duration>,
 }
 
@@ -24,12 +24,12 @@ impl Default for ServeOptions {
 }
 
 impl ServeOptions {
-    /// Sets the number of consumers.
+    /// Sets the number of consumers to serve.
     pub fn consumers(self, consumers: u64) -> Self {
         Self { consumers, ..self }
     }
 
-    /// Sets whether each consumer has the buffer to itself.
+    /// Sets whether each consumer in turn has the buffer alone.
     pub fn round_trip(self, round_trip: bool) -> Self {
         Self { round_trip, ..self }
     }

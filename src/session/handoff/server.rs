@@ -1,4 +1,4 @@
-//! Serves a buffer: accepts consumers, and gives each a conversation.
+//! Serves a buffer: accepts consumers, and runs a session with each.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -22,64 +22,65 @@ use crate::{
     memory::Region,
     session::{
         Config, Event, Observer, Verdict,
-        acceptor::{Acceptor, Arrival, Dialect, MAX_IDLE, Next, Wish},
+        acceptor::{Acceptor, Arrival, Dialect, FirstRequest, MAX_IDLE, Next},
+        link::mismatch,
     },
 };
 
-/// How many consumers a service without end remembers.
-const REMEMBERED: usize = 1000;
+/// The number of consumers that a service without a limit remembers.
+const MAX_REMEMBERED: usize = 1000;
 
-/// A consumer that was served, or refused.
+/// A consumer that was served or refused.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Served {
-    /// Who it was.
+    /// The consumer's process.
     pub peer: Peer,
-    /// What both sides together found, if it came to that: the verdict of the side that found a mismatch, if one did.
+    /// The verdict of both sides together: of the side that found a mismatch, if one did. `None` if the session failed before.
     pub found: Option<Verdict>,
-    /// What went wrong with the conversation, before or after.
+    /// The session's error, before or after the verdict.
     pub error: Option<Error>,
 }
 
 impl Served {
-    /// Whether the data was found wrong: that outweighs how the conversation ended.
+    /// Whether either side found wrong data. A mismatch outweighs [`Served::error`].
     pub fn mismatched(&self) -> bool {
         self.found.as_ref().is_some_and(|found| !found.verified)
     }
 }
 
-/// What came of a service.
+/// The result of a service.
 #[derive(Debug)]
 #[must_use]
 #[non_exhaustive]
 pub struct ServeReport {
-    /// The consumers, in the order in which they ended; of a service without end the last thousand, the failed before the others.
+    /// The consumers, in the order in which their sessions finished. A service without a limit remembers the last thousand, and forgets
+    /// successful ones first.
     pub served: Vec<Served>,
-    /// Why the service ended early, if it did: see [`serve`].
+    /// Why the service stopped early: see [`serve`].
     pub error: Option<Error>,
 }
 
 impl ServeReport {
-    /// The consumers, if the service ended as it should. What went wrong with one of them is in [`Served::error`].
+    /// Returns the consumers if the service completed. Errors of single consumers are in [`Served::error`].
     ///
     /// # Errors
-    /// [`ServeReport::error`].
+    /// Returns [`ServeReport::error`].
     pub fn into_result(self) -> Result<Vec<Served>> {
         self.error.map_or(Ok(self.served), Err)
     }
 }
 
-/// Serves a buffer to consumers that connect to a listener, at the same time if they come at the same time. Blocks until as many
-/// were served as the options say.
+/// Serves a buffer to consumers that connect to a listener. Readers are served concurrently. Blocks until the number of consumers in
+/// `options` has been served.
 ///
-/// A peer that sends a well-formed request is a consumer and counts, also if the request is refused. Others delay no consumer and
-/// change nothing. The listener's file is removed before the last conversation has ended.
+/// A peer that sends a well-formed request is a consumer and counts, even if the request is refused. Other peers delay no consumer and
+/// change nothing. The listener's file is removed while the last sessions may still run.
 ///
 /// # Errors
-/// In the report: [`PeerError::NoConsumer`] if none is connected and none comes for as long as the timeout;
-/// [`Error::Interrupted`] if
-/// it was cancelled, also where serving has no other end; what filling the buffer fails with; [`Error::System`]. What goes wrong
-/// with a consumer is in [`Served::error`].
+/// In the report: [`PeerError::NoConsumer`] if no consumer is connected and none connects within the timeout;
+/// [`Error::Interrupted`] if the service was cancelled, the only end of a service without a limit; errors of filling the buffer;
+/// [`Error::System`]. Errors of one consumer are in [`Served::error`].
 pub fn serve(
     listener: Listener,
     buffer: &Buffer<'_>,
@@ -93,14 +94,13 @@ pub fn serve(
     }
 }
 
-/// Serves a buffer to the one peer of a connected socket: of a socket pair, say, or accepted by the caller. Blocks until the
-/// conversation has ended. Several threads may serve one buffer. [`ServeOptions::consumers`] has no meaning here.
+/// Serves a buffer to the one peer of a connected socket, such as a socket of a pair, or a socket that the caller accepted. Blocks
+/// until the session is over. Several threads may serve one buffer. Ignores [`ServeOptions::consumers`].
 ///
 /// # Errors
-/// What went wrong before the peer had asked for anything: [`Error::Socket`] for anything else than a connected socket of type
-/// `SOCK_SEQPACKET`; [`PeerError::NotAllowed`], [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`],
-/// [`Error::Interrupted`],
-/// [`Error::System`]. After that it is in [`Served::error`].
+/// Errors before the peer's request: [`Error::Socket`] if the descriptor is not a connected `SOCK_SEQPACKET` socket;
+/// [`PeerError::NotAllowed`], [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`], [`Error::Interrupted`],
+/// [`Error::System`]. Later errors are in [`Served::error`].
 pub fn serve_connection(
     socket: OwnedFd,
     buffer: &Buffer<'_>,
@@ -109,63 +109,63 @@ pub fn serve_connection(
     observer: Observer<'_>,
 ) -> Result<Served> {
     let cancel = config.cancellation()?;
-    let arrival = Acceptor::new(Dialect::Handoff, backend(buffer), config, &cancel)?.meet(socket)?;
+    let arrival = Acceptor::new(Dialect::Handoff, backend(buffer), config, &cancel)?.accept_one(socket)?;
     let context = Context { buffer, options, observer, failure: &|| None };
-    Ok(attend(arrival, context))
+    Ok(serve_consumer(arrival, context))
 }
 
 fn backend(buffer: &Buffer<'_>) -> Backend {
     buffer.shared().device().backend()
 }
 
-/// The conversation with a consumer, from its first request on.
-fn attend(arrival: Arrival, context: Context<'_>) -> Served {
-    let Arrival { link, backend, wish } = arrival;
+/// Runs the session with a consumer, from its first request.
+fn serve_consumer(arrival: Arrival, context: Context<'_>) -> Served {
+    let Arrival { link, backend, request } = arrival;
     let peer = link.peer();
     (context.observer)(Event::Requested { peer });
-    let (found, error) = match wish {
-        Wish::Buffer(request) => Conversation::new(link, backend, context).run(request),
-        Wish::Stream(_) => (None, None),
+    let (found, error) = match request {
+        FirstRequest::Buffer(request) => Conversation::new(link, backend, context).run(request),
+        FirstRequest::Stream(_) => (None, None),
     };
     let served = Served { peer, found, error };
     (context.observer)(Event::Ended { served: &served });
     served
 }
 
-/// What the threads of a service share.
+/// The state that the threads of a service share.
 struct Server<'a> {
     buffer: &'a Buffer<'a>,
     options: &'a ServeOptions,
     config: &'a Config,
     observer: Observer<'a>,
-    /// Ends all conversations.
-    over: Cancel,
-    /// Readable when the thread that accepts has to look at the state again.
+    /// Stops all sessions.
+    stop: Cancel,
+    /// Readable if `state` has changed: the accepting thread checks it again.
     wake: EventFd,
     state: Mutex<ServiceState>,
 }
 
 #[derive(Default)]
 struct ServiceState {
-    /// Why the buffer will never be filled.
+    /// The error of filling the buffer, which remains empty.
     failure: Option<Error>,
-    /// How many consumers have asked, of those that count.
+    /// The number of consumers so far.
     admitted: u64,
-    /// How many of them are still connected.
+    /// The number of connected consumers.
     connected: u64,
-    /// Since when no consumer could have been served: from the first fill, and from the last consumer's end.
+    /// When the time without a consumer started: after the first fill, and after each consumer.
     idle_since: Option<Instant>,
     served: Vec<Served>,
 }
 
 impl ServiceState {
-    /// What a consumer gets to know of a fill that failed. If it was interrupted, so is the consumer.
+    /// The error to send to consumers after a failed fill. An interruption is reported as one.
     fn refusal(&self) -> Option<Error> {
         match self.failure.as_ref()? {
             Error::Interrupted { reason } => Some(Error::Interrupted { reason: *reason }),
             error => {
                 let message = format!("the producer could not fill the buffer: {}", error.in_full());
-                Some(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }))
+                Some(mismatch(ErrorCode::Failed, message))
             }
         }
     }
@@ -178,29 +178,27 @@ impl<'a> Server<'a> {
         config: &'a Config,
         observer: Observer<'a>,
     ) -> Result<Self> {
-        let (over, wake) = (Cancel::new()?, eventfd()?);
-        Ok(Self { buffer, options, config, observer, over, wake, state: Mutex::default() })
+        let (stop, wake) = (Cancel::new()?, eventfd()?);
+        Ok(Self { buffer, options, config, observer, stop, wake, state: Mutex::default() })
     }
 
     fn run(self, listener: Listener) -> ServeReport {
         (self.observer)(Event::Listening { path: listener.path(), consumers: self.options.consumers });
         let refusal = || self.state().refusal();
         let accepted = thread::scope(|scope| {
-            let mut acceptor = match Acceptor::new(Dialect::Handoff, backend(self.buffer), self.config, &self.over) {
-                Ok(acceptor) => acceptor,
-                Err(error) => return Err(error),
-            };
+            let mut acceptor = Acceptor::new(Dialect::Handoff, backend(self.buffer), self.config, &self.stop)?;
             let accepted = self.accept_all(scope, &listener, &mut acceptor, &refusal);
-            // No other consumer can come.
+            // Removes the socket file: no other consumer can connect.
             drop(listener);
             let reason = match &accepted {
                 Err(Error::Interrupted { reason }) => *reason,
                 _ => CancelReason::Program,
             };
-            self.over.cancel(reason);
-            let full = || full("this producer has served all that it was to serve".to_owned());
+            self.stop.cancel(reason);
             acceptor.close_all(&match (reason, refusal()) {
-                (CancelReason::Program, None | Some(Error::Interrupted { .. })) => full(),
+                (CancelReason::Program, None | Some(Error::Interrupted { .. })) => {
+                    mismatch(ErrorCode::Full, "this producer has served its last consumer")
+                }
                 (CancelReason::Program, Some(refusal)) => refusal,
                 (reason, _) => Error::Interrupted { reason },
             });
@@ -208,7 +206,7 @@ impl<'a> Server<'a> {
         });
         let ServiceState { failure, served, .. } = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         let error = match (accepted, failure) {
-            // Interrupted only because all consumers were refused before it was done.
+            // The fill was interrupted because all consumers were already refused.
             (Ok(()), Some(Error::Interrupted { .. })) => None,
             (Ok(()), failure) => failure,
             (Err(error), _) => Some(error),
@@ -220,13 +218,13 @@ impl<'a> Server<'a> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn look_again(&self) {
+    fn wake_acceptor(&self) {
         if let Err(errno) = self.wake.write(1) {
-            tracing::error!(%errno, "an eventfd can't be written");
+            tracing::error!(%errno, "can't write to an eventfd");
         }
     }
 
-    /// Fills the buffer while the first consumers may already wait, and accepts until there is nothing more to wait for.
+    /// Fills the buffer in a thread, and accepts consumers until all are served or the fill has failed.
     fn accept_all<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -235,15 +233,15 @@ impl<'a> Server<'a> {
         failure: &'scope (dyn Fn() -> Option<Error> + Sync),
     ) -> Result<()> {
         let cancel = self.config.cancellation()?;
-        let alone = self.buffer.turn(Turn::Alone, Duration::from_millis(100), &mut || cancel.check())?;
+        let exclusive = self.buffer.turn(Turn::Exclusive, Duration::from_millis(100), &mut || cancel.check())?;
         spawn(scope, "fill", move || {
-            let filled = self.buffer.fill(&mut || self.over.check(), self.observer);
+            let filled = self.buffer.fill(&mut || self.stop.check(), self.observer);
             let mut state = self.state();
             (state.idle_since, state.failure) = (Some(Instant::now()), filled.err());
-            drop((state, alone));
-            self.look_again();
+            drop((state, exclusive));
+            self.wake_acceptor();
         })?;
-        while let Some(deadline) = self.patience() {
+        while let Some(deadline) = self.accept_deadline() {
             let expected = match self.options.consumers {
                 0 => MAX_IDLE,
                 consumers => usize::try_from(consumers - self.state().admitted).unwrap_or(usize::MAX).min(1024),
@@ -251,7 +249,7 @@ impl<'a> Server<'a> {
             acceptor.expected = expected;
             match acceptor.next(listener, Some(self.wake.as_fd()), deadline)? {
                 Next::Arrived(arrival) => self.admit(scope, *arrival, failure),
-                // Looking again is what follows anyway; reading makes it quiet.
+                // Resets the eventfd; the loop checks the state again.
                 Next::Woken => drop(self.wake.read()),
                 Next::Late if self.state().connected == 0 => {
                     return Err(Error::Peer(PeerError::NoConsumer { waited: self.config.timeout }));
@@ -262,8 +260,8 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Until when to wait for the next consumer; `None` when there is nothing more to wait for.
-    fn patience(&self) -> Option<Instant> {
+    /// The deadline for the next consumer. `None` if all consumers are served, or the fill has failed.
+    fn accept_deadline(&self) -> Option<Instant> {
         let state = self.state();
         let all_served = self.options.consumers > 0 && state.served.len() as u64 >= self.options.consumers;
         if all_served || state.failure.is_some() {
@@ -276,7 +274,7 @@ impl<'a> Server<'a> {
         })
     }
 
-    /// Gives a consumer a conversation, if one is still expected.
+    /// Starts a session with a consumer, or refuses it if all expected consumers have come.
     fn admit<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,
@@ -288,7 +286,7 @@ impl<'a> Server<'a> {
         if expected > 0 && state.admitted == expected {
             drop(state);
             let message = format!("this producer serves {expected} consumers, and all of them have come");
-            arrival.link.report(&full(message));
+            arrival.link.report(&mismatch(ErrorCode::Full, message));
             arrival.link.channel.shut_down_writing();
             return;
         }
@@ -297,28 +295,24 @@ impl<'a> Server<'a> {
         drop(state);
         let peer = arrival.link.peer();
         let context = Context { buffer: self.buffer, options: self.options, observer: self.observer, failure };
-        if let Err(error) = spawn(scope, "consumer", move || self.ended(attend(arrival, context))) {
-            self.ended(Served { peer, found: None, error: Some(error) });
+        if let Err(error) = spawn(scope, "consumer", move || self.record(serve_consumer(arrival, context))) {
+            self.record(Served { peer, found: None, error: Some(error) });
         }
     }
 
-    fn ended(&self, served: Served) {
+    fn record(&self, served: Served) {
         let mut state = self.state();
-        if self.options.consumers == 0 && state.served.len() >= REMEMBERED {
-            let harmless = |served: &Served| served.error.is_none() && !served.mismatched();
-            let forgotten = state.served.iter().position(harmless).unwrap_or(REMEMBERED - 1);
+        if self.options.consumers == 0 && state.served.len() >= MAX_REMEMBERED {
+            let successful = |served: &Served| served.error.is_none() && !served.mismatched();
+            let forgotten = state.served.iter().position(successful).unwrap_or(MAX_REMEMBERED - 1);
             state.served.remove(forgotten);
         }
         state.served.push(served);
         state.connected -= 1;
         state.idle_since = Some(Instant::now());
         drop(state);
-        self.look_again();
+        self.wake_acceptor();
     }
-}
-
-fn full(message: String) -> Error {
-    Error::Peer(PeerError::Mismatch { code: ErrorCode::Full, message })
 }
 
 fn spawn<'scope>(scope: &'scope Scope<'scope, '_>, name: &str, work: impl FnOnce() + Send + 'scope) -> Result<()> {

@@ -1,7 +1,7 @@
-//! Buffers that are used again and again over one connection: a producer publishes, a consumer receives and gives back.
+//! Streams: a producer publishes buffers to a consumer, which gives each back for the next publication.
 //!
-//! The first time a buffer is published its descriptors travel and the consumer maps it. From then on the two ends name it by a
-//! number, and a turn is one small record each way: no descriptor, no driver call but the synchronisation.
+//! The descriptors of a buffer travel with its first publication, and the consumer maps it. Later publications name the buffer by number:
+//! one small record in each direction, no descriptors, and no driver call except the synchronization.
 //!
 //! ```
 //! use std::{collections::HashMap, sync::Arc, thread};
@@ -15,10 +15,10 @@
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let driver = open(Choice::Only(Backend::Host))?.driver;
 //! let config = Config::default();
-//! // Or a path: `Subscriber::connect`, `Publisher::accept`.
+//! // With a socket path instead: `Subscriber::connect`, `Publisher::accept`.
 //! let (ours, theirs) = Channel::socket_pair()?;
 //!
-//! // The consumer, which is another process most often:
+//! // The consumer, usually another process:
 //! let consume = || -> vmmfd::Result<()> {
 //!     let mut subscriber = Subscriber::over(theirs, &driver, None, 2, &config)?;
 //!     for round in 0..10 {
@@ -74,9 +74,9 @@ use std::{
 };
 
 pub use self::{publisher::Publisher, received::Received, subscriber::Subscriber};
-use crate::error::{Error, ProtocolError};
+use crate::error::Error;
 
-/// A buffer of a stream, as one end of one session knows it. Another session's is never equal to it, nor accepted in its place.
+/// A buffer of a stream, in one session. Never equal to a buffer of another session, and not accepted there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BufferId {
     session: SessionNumber,
@@ -84,8 +84,7 @@ pub struct BufferId {
 }
 
 impl BufferId {
-    /// The number that the producer gave it, as it travels: both ends know it by that, and it is never used again on the
-    /// connection.
+    /// The buffer's number in the protocol, chosen by the producer. Unique on a connection, even after the buffer is withdrawn.
     pub fn number(self) -> u64 {
         self.number
     }
@@ -97,7 +96,7 @@ impl fmt::Display for BufferId {
     }
 }
 
-/// One end of a session: a number that this process never uses again.
+/// A session number, unique in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 struct SessionNumber(u64);
 
@@ -108,21 +107,16 @@ impl SessionNumber {
     }
 }
 
-/// How many buffers a stream has at most at a time: so many that all that either end could have to say of them fits into a socket,
-/// and neither ever waits for the other one to read.
+/// The largest number of buffers in a stream. All messages that either peer can send about this many buffers fit into a socket's
+/// buffer, so neither peer waits for the other to read.
 pub const MAX_BUFFERS: usize = 64;
 
-/// The caller asks for something that is not possible in this state.
-fn misused(problem: impl Into<String>) -> Error {
+/// The call is not possible in this state.
+fn misuse(problem: impl Into<String>) -> Error {
     Error::Misuse { problem: problem.into() }
 }
 
-/// The peer contradicts the protocol.
-fn wrong(message: String) -> Error {
-    ProtocolError::Content(message).into()
-}
-
-/// The error of a call after an earlier one has failed for good.
-fn over() -> Error {
-    misused("the session has ended: an earlier call says why")
+/// The error of every call after the session has failed.
+fn ended() -> Error {
+    misuse("the session has ended: an earlier call returned the reason")
 }

@@ -1,4 +1,4 @@
-//! The end that owns the buffers.
+//! The producer side of a stream.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{BufferId, MAX_BUFFERS, SessionNumber, misused, over, wrong};
+use super::{BufferId, MAX_BUFFERS, SessionNumber, ended, misuse};
 use crate::{
     array::ArrayDescriptor,
     channel::{Listener, Peer, deadline_after},
@@ -16,58 +16,58 @@ use crate::{
     memory::{Chunk, Region, Shared},
     session::{
         Config,
-        acceptor::{Acceptor, Arrival, Dialect, Next, Wish},
-        link::{Link, unexpected},
+        acceptor::{Acceptor, Arrival, Dialect, FirstRequest, Next},
+        link::{Link, unexpected, violation},
         opening::Offer,
     },
     wire::{BufferNumber, BufferTurn, DEFAULT_OBJECT, MAX_FDS, Message, PoolNumber, Ready, Segments},
 };
 
-/// The producer's end of a stream: one connection to one consumer. Several consumers are several publishers, which may have the
-/// same memory.
+/// The producer side of a stream: a connection to one consumer. For several consumers, create several publishers; they may share
+/// memory.
 ///
-/// A buffer is published, is out until the consumer gives it back, and can then be published again. What the consumer says is
-/// read by [`Publisher::take_back`], [`Publisher::withdraw`] and the first publication of a buffer, and by nothing else.
+/// A published buffer is out until the consumer gives it back, and can then be published again. Only [`Publisher::take_back`],
+/// [`Publisher::try_take_back`], [`Publisher::withdraw`] and the first publication of a buffer read the consumer's messages.
 ///
-/// An [`Error::Misuse`], a [`PeerError::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`] and a failure to
-/// synchronise leave the session as it was. Any other error of a conversation ends it: the consumer gets to know why, and later
-/// calls fail.
+/// [`Error::Misuse`], [`PeerError::Timeout`] of [`Publisher::take_back`] or [`Publisher::withdraw`], and a failed synchronization leave
+/// the session unchanged. Any other session error is fatal: the consumer receives the error, and later calls fail.
 ///
-/// Dropping it ends the session. If the consumer has memory of a pool or legacy memory open, it has as long as the timeout to close
-/// it; memory that it still holds then stays allocated for as long as this process lives.
+/// Dropping the publisher closes the session. If the consumer has memory of a pool or legacy memory open, the drop waits up to the timeout
+/// for it to close the memory. Memory still open after that is not freed before this process exits.
 #[derive(Debug)]
 pub struct Publisher {
     link: Link,
     session: SessionNumber,
     backend: Backend,
     timeout: Duration,
+    /// The number of buffers that the consumer keeps open.
     keep: u64,
-    /// By the numbers that travel.
+    /// By number.
     buffers: BTreeMap<u64, Buffer>,
     next: u64,
-    /// What was given back and not returned to the caller yet.
-    back: VecDeque<u64>,
-    over: bool,
+    /// Buffers that the consumer gave back, until `take_back` returns them.
+    returned: VecDeque<u64>,
+    ended: bool,
 }
 
-/// A buffer, with all that it takes to open it.
+/// A buffer, with the records that open it.
 #[derive(Debug)]
 struct Buffer {
     memory: Arc<Shared>,
-    /// The first segments, which come with a turn.
+    /// The segments sent with `ready`.
     first: Vec<Arc<Chunk>>,
-    /// What follows that.
+    /// The segments after those.
     records: Vec<Record>,
     generation: u64,
-    /// Whether the consumer has it open.
+    /// Whether the consumer has the buffer open.
     held: bool,
-    /// Whether it is the consumer's turn.
+    /// Whether the consumer has the buffer.
     out: bool,
-    /// Whether `withdraw` was sent for it.
+    /// Whether `withdraw` was sent.
     withdrawn: bool,
 }
 
-/// Some segments.
+/// A `segments` message with its descriptors.
 #[derive(Debug)]
 struct Record {
     message: Message,
@@ -75,7 +75,7 @@ struct Record {
 }
 
 impl Buffer {
-    /// Whether the consumer must close it before it is freed.
+    /// Whether the consumer must close the buffer before it is freed.
     fn is_borrowed(&self) -> bool {
         self.held && !self.memory.is_protected()
     }
@@ -86,11 +86,11 @@ impl Buffer {
 }
 
 impl Publisher {
-    /// Waits for a trusted consumer to connect to the listener and to subscribe. Other peers are refused meanwhile, and delay
-    /// none.
+    /// Waits until a trusted consumer connects to the listener and subscribes. Refuses other peers; none delays a consumer. Blocks up to
+    /// the timeout.
     ///
     /// # Errors
-    /// [`PeerError::NoConsumer`] if none has subscribed within the timeout; [`Error::Interrupted`]; [`Error::System`].
+    /// [`PeerError::NoConsumer`] if no consumer subscribes within the timeout; [`Error::Interrupted`]; [`Error::System`].
     pub fn accept(listener: &Listener, driver: &Driver, config: &Config) -> Result<Self> {
         let cancel = config.cancellation()?;
         let mut acceptor = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?;
@@ -101,8 +101,8 @@ impl Publisher {
         }
     }
 
-    /// As [`Publisher::accept`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say, or accepted by the
-    /// caller.
+    /// Like [`Publisher::accept`], over a connected socket of type `SOCK_SEQPACKET`, such as a socket of a pair, or a socket that the
+    /// caller accepted.
     ///
     /// # Errors
     /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`], [`PeerError::Gone`], [`PeerError::Timeout`],
@@ -110,13 +110,13 @@ impl Publisher {
     /// [`Error::System`].
     pub fn over(socket: OwnedFd, driver: &Driver, config: &Config) -> Result<Self> {
         let cancel = config.cancellation()?;
-        let arrival = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?.meet(socket)?;
+        let arrival = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?.accept_one(socket)?;
         Self::with(arrival, driver, config)
     }
 
     fn with(arrival: Arrival, driver: &Driver, config: &Config) -> Result<Self> {
-        let Arrival { link, wish, .. } = arrival;
-        let Wish::Stream(keep) = wish else { return Err(wrong("a request came where subscribe belongs".to_owned())) };
+        let Arrival { link, request, .. } = arrival;
+        let FirstRequest::Stream(keep) = request else { return Err(violation("expected subscribe, got request")) };
         Ok(Self {
             link,
             session: SessionNumber::next(),
@@ -125,48 +125,44 @@ impl Publisher {
             keep,
             buffers: BTreeMap::new(),
             next: 0,
-            back: VecDeque::new(),
-            over: false,
+            returned: VecDeque::new(),
+            ended: false,
         })
     }
 
-    /// Who the consumer is.
+    /// The consumer's process.
     pub fn peer(&self) -> Peer {
         self.link.peer()
     }
 
-    /// How many buffers the consumer says that it keeps open at most: with more than that in rotation some are opened anew each
-    /// time.
+    /// The largest number of buffers that the consumer keeps open. With more buffers in rotation, some are reopened for each publication.
     pub fn keeps(&self) -> u64 {
         self.keep
     }
 
-    /// Enters a buffer, and describes it to the consumer: to read that is not on the way of its first turn. The number is never
-    /// used again on this connection. There are at most [`MAX_BUFFERS`] at a time.
+    /// Adds a buffer, and sends its offer, which the consumer can read before the first publication. At most [`MAX_BUFFERS`] at a time.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) or
-    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory; [`Error::Misuse`] for
-    /// memory that is
-    /// still to be sealed;
-    /// [`Error::Misuse`] if sealed memory is to be written, for memory of another backend, or where there are as many as there can
-    /// be; [`Error::Driver`]; those of the conversation, which end it.
+    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory; [`Error::Misuse`] if the memory
+    /// must be sealed first, if `access` is read-write for sealed memory, for memory of another backend, and for a buffer beyond the
+    /// limit; [`Error::Driver`]; session errors, which are fatal.
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     #[doc(alias("cuMemPoolExportPointer", "cuIpcGetMemHandle"))]
     pub fn add(&mut self, memory: &Arc<Shared>, array: Option<ArrayDescriptor>, access: Access) -> Result<BufferId> {
-        if self.over {
-            return Err(over());
+        if self.ended {
+            return Err(ended());
         }
         if self.buffers.len() >= MAX_BUFFERS {
-            return Err(misused(format!("a stream has {MAX_BUFFERS} buffers at most: withdraw one first")));
+            return Err(misuse(format!("a stream has at most {MAX_BUFFERS} buffers: withdraw one first")));
         }
-        if memory.device().backend() != self.backend {
-            let message = format!("a stream on backend {} can't have memory of another", self.backend);
-            return Err(misused(message));
+        let backend = memory.device().backend();
+        if backend != self.backend {
+            return Err(misuse(format!("memory on backend {backend} can't be added to a stream on {}", self.backend)));
         }
         if access == Access::ReadWrite && memory.access() == Access::ReadOnly {
-            return Err(misused("sealed memory can be published read-only alone"));
+            return Err(misuse("sealed memory can only be published read-only"));
         }
         let description = memory.describe()?;
         if let Some(array) = &array {
@@ -174,7 +170,7 @@ impl Publisher {
         }
         let chunks = memory.chunks(0..memory.size())?;
         if description.segments() != chunks.as_ref().map_or(0, |(part, _)| part.segments) {
-            return Err(misused("the memory is to be sealed before it is published: call Shared::seal"));
+            return Err(misuse("the memory must be sealed before it is published: call Shared::seal"));
         }
         let (part, chunks) = chunks.map_or((None, Vec::new()), |(part, chunks)| (Some(part), chunks));
         let number = self.next;
@@ -191,18 +187,17 @@ impl Publisher {
         Ok(BufferId { session: self.session, number })
     }
 
-    /// Waits until the GPU's work on a buffer is done, then gives the consumer its turn: in one small record if the
-    /// consumer has the buffer open, else with all that it needs to open it, and waits until it has. Returns the generation,
-    /// which counts the buffer's publications from 1. What was given back meanwhile is heard too: ask
-    /// [`Publisher::try_take_back`] before waiting for this end to be readable.
+    /// Waits until the GPU's work on a buffer is finished, then gives the buffer to the consumer. If the consumer has the buffer open, one
+    /// small record is sent. Otherwise sends everything that opens the buffer, and waits until the consumer has opened it. Returns the
+    /// generation, which counts the buffer's publications from 1. The wait may also receive buffers that the consumer gives back: call
+    /// [`Publisher::try_take_back`] before waiting for the publisher to be readable.
     ///
-    /// A consumer opens a new buffer when it next waits for one. One that is busy for longer than the timeout, or that holds as many
-    /// as it keeps, has not opened it in time, and the session ends: so publish a new buffer to one that waits.
+    /// A consumer opens a new buffer in its next receive call. If it does not call within the timeout, or all of its buffers are in use,
+    /// the publication times out, which is fatal: publish a new buffer only to a waiting consumer.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a buffer that is out, withdrawn or unknown; [`Error::Driver`] from the synchronisation; those of the
-    /// conversation, which end it.
-    ///
+    /// [`Error::Misuse`] for a buffer that is out, withdrawn or unknown; [`Error::Driver`] if the synchronization fails; session
+    /// errors, which are fatal.
     /// Driver call: `cuCtxSynchronize`.
     #[doc(alias = "cuCtxSynchronize")]
     pub fn publish(&mut self, id: BufferId) -> Result<u64> {
@@ -210,18 +205,18 @@ impl Publisher {
         self.announce(id)
     }
 
-    /// As [`Publisher::publish`], for a caller who has seen all of the GPU's work on the buffer done: by synchronising its own
-    /// stream, say, where others work on.
+    /// Like [`Publisher::publish`], without the synchronization: the caller has already synchronized all GPU work on the buffer, for
+    /// example by synchronizing its own stream.
     ///
     /// # Errors
-    /// Those of [`Publisher::publish`]. No driver call.
+    /// The errors of [`Publisher::publish`]. No driver call for an open buffer.
     pub fn announce(&mut self, id: BufferId) -> Result<u64> {
         let number = id.number;
         let buffer = self.idle(id)?;
         let (generation, held) = (buffer.generation + 1, buffer.held);
         let sent = match held {
             true => self.link.send(&ready(number, generation, &[]), &[]),
-            false => self.introduce(number, generation),
+            false => self.send_new(number, generation),
         };
         self.guard(sent)?;
         let buffer = self.buffer(id)?;
@@ -230,16 +225,16 @@ impl Publisher {
         Ok(generation)
     }
 
-    /// Begins the turn of a buffer that the consumer has not open, and waits until it has.
-    fn introduce(&mut self, number: u64, generation: u64) -> Result<()> {
-        let pool = self.unknown_pool(number);
+    /// Publishes a buffer that the consumer does not have open, and waits until it is opened.
+    fn send_new(&mut self, number: u64, generation: u64) -> Result<()> {
+        let pool = self.pool_to_send(number);
         let Some(buffer) = self.buffers.get(&number) else { return Ok(()) };
         self.link.send(&ready(number, generation, &buffer.first), &fds(&buffer.first))?;
         let mut sent = buffer.first.len() as u64;
         if let (Some(of), Some(pool)) = (pool, buffer.memory.pool()) {
             self.link.send(&Message::Pool(PoolNumber { pool: of }), &[pool.export()?])?;
         }
-        // One record at a time is in flight: the kernel bounds a user's descriptors in flight.
+        // One record in flight at a time: the kernel limits a user's descriptors in flight.
         for index in 0.. {
             self.acknowledged(sent)?;
             let Some(record) = self.buffers.get(&number).and_then(|buffer| buffer.records.get(index)) else { break };
@@ -249,39 +244,40 @@ impl Publisher {
         Ok(())
     }
 
-    /// The pool of a buffer, if it has to come: the consumer has those of the buffers that it has open and that were not withdrawn.
-    fn unknown_pool(&self, number: u64) -> Option<u64> {
+    /// Returns the buffer's pool unless the consumer has it, with another open buffer that is not withdrawn.
+    fn pool_to_send(&self, number: u64) -> Option<u64> {
         let pool = self.buffers.get(&number)?.pool()?;
-        // One that is being withdrawn may be gone there before it is known here.
+        // The consumer may already have closed a withdrawn buffer.
         let known = |buffer: &Buffer| buffer.held && !buffer.withdrawn && buffer.pool() == Some(pool);
         (!self.buffers.values().any(known)).then_some(pool)
     }
 
-    /// Waits until the consumer has so many segments of the current offer.
+    /// Waits until the consumer has acknowledged `sent` segments of the current offer.
     fn acknowledged(&mut self, sent: u64) -> Result<()> {
         loop {
             match self.link.receive("for a buffer to be opened")?.0 {
                 Message::Received(received) if received.segments == sent => return Ok(()),
                 Message::Received(received) => {
-                    return Err(wrong(format!("{} segments of {sent} were acknowledged", received.segments)));
+                    let count = received.segments;
+                    return Err(violation(format!("{count} segments were acknowledged, but {sent} were sent")));
                 }
-                other => self.note(other)?,
+                other => self.handle(other)?,
             }
         }
     }
 
-    /// The next buffer that the consumer gives back. Its work on it is finished.
+    /// Waits for the next buffer that the consumer gives back. The consumer's work on it is finished. Blocks up to the timeout.
     ///
     /// # Errors
-    /// [`PeerError::Timeout`] if none was for as long as the timeout; those of the conversation, which end it.
+    /// [`PeerError::Timeout`] if no buffer is given back within the timeout; session errors, which are fatal.
     pub fn take_back(&mut self) -> Result<BufferId> {
         self.take_back_within(self.timeout)
     }
 
-    /// As [`Publisher::take_back`], without waiting: `None` if the consumer has said nothing of the kind.
+    /// Like [`Publisher::take_back`], without waiting. `None` if no buffer has been given back.
     ///
     /// # Errors
-    /// Those of the conversation, which end it.
+    /// Session errors, which are fatal.
     pub fn try_take_back(&mut self) -> Result<Option<BufferId>> {
         match self.take_back_within(Duration::ZERO) {
             Err(Error::Peer(PeerError::Timeout { .. })) => Ok(None),
@@ -289,29 +285,29 @@ impl Publisher {
         }
     }
 
-    fn take_back_within(&mut self, patience: Duration) -> Result<BufferId> {
-        if self.over {
-            return Err(over());
+    fn take_back_within(&mut self, timeout: Duration) -> Result<BufferId> {
+        if self.ended {
+            return Err(ended());
         }
         loop {
-            if let Some(number) = self.back.pop_front() {
+            if let Some(number) = self.returned.pop_front() {
                 return Ok(BufferId { session: self.session, number });
             }
-            self.hear(patience, "for a buffer to be given back")?;
+            self.receive_one(timeout, "for a buffer to be given back")?;
         }
     }
 
-    /// Whether a buffer is out, as far as this side has heard the consumer. One of another session is not.
+    /// Whether a buffer is out, according to the messages read so far. `false` for a buffer of another session.
     pub fn is_out(&self, id: BufferId) -> bool {
         id.session == self.session && self.buffers.get(&id.number).is_some_and(|buffer| buffer.out)
     }
 
-    /// Takes a buffer out of the stream. When this returns the consumer has closed it: at once, or when it has given it back if
-    /// it is out.
+    /// Removes a buffer from the stream. Returns when the consumer has closed it. If the buffer is out, the consumer closes it when it
+    /// gives the buffer back. Blocks up to the timeout.
     ///
     /// # Errors
     /// [`Error::Misuse`] for an unknown buffer; [`PeerError::Timeout`] if the consumer has not closed it within the timeout:
-    /// to call this again waits again; those of the conversation, which end it.
+    /// call again to continue the wait; session errors, which are fatal.
     pub fn withdraw(&mut self, id: BufferId) -> Result<()> {
         let buffer = self.buffer(id)?;
         if !buffer.withdrawn {
@@ -319,8 +315,8 @@ impl Publisher {
             let sent = self.link.send(&Message::Withdraw(BufferNumber { buffer: id.number }), &[]);
             self.guard(sent)?;
         }
-        // Its return is not reported any more.
-        self.back.retain(|back| *back != id.number);
+        // `take_back` no longer returns it.
+        self.returned.retain(|returned| *returned != id.number);
         let deadline = deadline_after(self.timeout);
         while self.buffer(id)?.held {
             let purpose = "for the consumer to close a buffer";
@@ -328,75 +324,75 @@ impl Publisher {
             if left.is_zero() {
                 return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
             }
-            self.hear(left, purpose)?;
+            self.receive_one(left, purpose)?;
         }
         self.buffers.remove(&id.number);
         Ok(())
     }
 
-    /// Ends the session: see [`Publisher`] for how long that may take.
+    /// Ends the session. [`Publisher`] documents how long this may block.
     pub fn close(self) {}
 
-    /// A buffer of a session that goes on.
     fn buffer(&mut self, id: BufferId) -> Result<&mut Buffer> {
-        if self.over {
-            return Err(over());
+        if self.ended {
+            return Err(ended());
         }
         if id.session != self.session {
-            return Err(misused(format!("buffer {id} is of another session")));
+            return Err(misuse(format!("buffer {id} is of another session")));
         }
-        self.buffers.get_mut(&id.number).ok_or_else(|| misused(format!("there is no buffer {id} in this stream")))
+        self.buffers.get_mut(&id.number).ok_or_else(|| misuse(format!("there is no buffer {id} in this stream")))
     }
 
-    /// A buffer that can be published.
+    /// Returns a buffer that can be published.
     fn idle(&mut self, id: BufferId) -> Result<&mut Buffer> {
         let buffer = self.buffer(id)?;
         if buffer.withdrawn {
-            return Err(misused(format!("buffer {id} is being withdrawn")));
+            return Err(misuse(format!("buffer {id} is being withdrawn")));
         }
         if buffer.out {
-            return Err(misused(format!("buffer {id} is out: the consumer has not given it back")));
+            return Err(misuse(format!("buffer {id} is out: the consumer has not given it back")));
         }
         Ok(buffer)
     }
 
-    /// Hears one message. A silence changes nothing.
-    fn hear(&mut self, patience: Duration, purpose: &'static str) -> Result<()> {
-        let heard = match self.link.receive_within(patience, purpose) {
-            Err(silence @ Error::Peer(PeerError::Timeout { .. })) => return Err(silence),
-            heard => heard.and_then(|(message, _)| self.note(message)),
+    /// Receives and handles one message. A timeout is not fatal.
+    fn receive_one(&mut self, timeout: Duration, purpose: &'static str) -> Result<()> {
+        let handled = match self.link.receive_within(timeout, purpose) {
+            Err(timeout @ Error::Peer(PeerError::Timeout { .. })) => return Err(timeout),
+            received => received.and_then(|(message, _)| self.handle(message)),
         };
-        self.guard(heard)
+        self.guard(handled)
     }
 
-    /// Notes what the consumer says of buffers.
-    fn note(&mut self, message: Message) -> Result<()> {
+    fn handle(&mut self, message: Message) -> Result<()> {
         match message {
             Message::Done(BufferTurn { buffer: number, generation }) => match self.buffers.get_mut(&number) {
                 Some(buffer) if buffer.out && buffer.generation == generation => {
                     buffer.out = false;
                     if !buffer.withdrawn {
-                        self.back.push_back(number);
+                        self.returned.push_back(number);
                     }
                     Ok(())
                 }
-                _ => Err(wrong(format!("generation {generation} of buffer {number} is given back, and is not out"))),
+                _ => {
+                    Err(violation(format!("generation {generation} of buffer {number} is given back, but is not out")))
+                }
             },
             Message::Gone(BufferNumber { buffer: number }) => match self.buffers.get_mut(&number) {
                 Some(buffer) if buffer.held && !buffer.out => {
                     buffer.held = false;
                     Ok(())
                 }
-                _ => Err(wrong(format!("buffer {number} is closed, and could not be"))),
+                _ => Err(violation(format!("buffer {number} is closed, but was not open or is out"))),
             },
             other => Err(unexpected(&other, "done or gone")),
         }
     }
 
-    /// Ends the session if something of the conversation failed, and passes that on.
+    /// Passes a result through. If it is an error, reports it to the consumer and closes the session.
     fn guard<T>(&mut self, result: Result<T>) -> Result<T> {
         result.inspect_err(|error| {
-            self.over = true;
+            self.ended = true;
             self.link.report(error);
             self.link.channel.shut_down_writing();
         })
@@ -404,7 +400,7 @@ impl Publisher {
 }
 
 impl AsFd for Publisher {
-    /// Readable when the consumer has said something, or is gone: time for [`Publisher::try_take_back`].
+    /// Readable when the consumer has sent a message or is gone. Call [`Publisher::try_take_back`] then.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.link.channel.as_fd()
     }
@@ -412,14 +408,14 @@ impl AsFd for Publisher {
 
 impl Drop for Publisher {
     fn drop(&mut self) {
-        if !self.over {
+        if !self.ended {
             self.link.channel.restart_close_timeout();
         }
         self.link.channel.shut_down_writing();
         let borrowed = || self.buffers.values().filter(|buffer| buffer.is_borrowed());
         if borrowed().next().is_some() && !self.link.channel.wait_for_close(self.timeout) {
-            // It has the memory open, and is silent: it would read freed memory.
-            tracing::warn!("a consumer does not close memory, which stays allocated");
+            // The consumer is silent with the memory open: freed memory could be read.
+            tracing::warn!("a consumer did not close memory within the timeout: the memory stays allocated");
             borrowed().for_each(|buffer| buffer.memory.abandon());
         }
     }
@@ -429,13 +425,13 @@ fn fds(chunks: &[Arc<Chunk>]) -> Vec<BorrowedFd<'_>> {
     chunks.iter().map(|chunk| chunk.as_fd()).collect()
 }
 
-/// The turn of a buffer, with the segments that it brings.
+/// A publication, with the segments in the same record.
 fn ready(buffer: u64, generation: u64, chunks: &[Arc<Chunk>]) -> Message {
     let sizes = chunks.iter().map(|chunk| chunk.size()).collect();
     Message::Ready(Ready { buffer, generation, sizes })
 }
 
-/// The records that those segments travel in that do not come with the turn itself, from number `first` on.
+/// The records for the segments after the first record. Their numbers start at `first`.
 fn records(chunks: &[Arc<Chunk>], mut first: u64) -> Vec<Record> {
     let mut records = Vec::new();
     for chunks in chunks.chunks(MAX_FDS) {

@@ -1,4 +1,4 @@
-//! A buffer that the subscriber has open, and its turn.
+//! A received buffer.
 
 use std::{fmt, sync::Arc, time::Instant};
 
@@ -11,59 +11,59 @@ use crate::{
     session::opening::Connection,
 };
 
-/// A buffer's memory.
+/// The memory of an open buffer.
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) id: BufferId,
     pub(super) memory: Imported,
     pub(super) array: Option<ArrayDescriptor>,
-    // Dropped after the memory.
+    // Declared after the memory, and therefore dropped after it.
     pub(super) pool: Option<(u64, Arc<Pool>)>,
-    // And this at the very end, where the memory is the producer's to free.
+    // Dropped last: closing the connection frees the producer's memory.
     pub(super) _connection: Option<Arc<Connection>>,
 }
 
-/// A buffer in use, which is this side's until it is given back. [`Region::size`] is its bytes of data.
+/// A buffer that the consumer has until it gives it back. [`Region::size`] is the size of the data in bytes.
 ///
-/// Dropped without [`Subscriber::give_back`](super::Subscriber::give_back) it is given back with the next call of the subscriber.
-/// It can be used also when the producer is gone; of memory of a pool and legacy memory the connection lasts until it is dropped.
+/// If it is dropped without [`Subscriber::give_back`](super::Subscriber::give_back), the subscriber's next call gives it back. It remains
+/// usable after the producer exits. If it is memory of a pool or legacy memory, the connection remains open until it is dropped.
 pub struct Received {
     pub(super) held: Arc<Held>,
     pub(super) generation: u64,
-    pub(super) usable: Instant,
+    pub(super) usable_since: Instant,
 }
 
 impl Received {
-    /// Which buffer it is.
+    /// The buffer's identifier.
     pub fn id(&self) -> BufferId {
         self.held.id
     }
 
-    /// How often the buffer was published, with this time.
+    /// The number of publications of this buffer, including this one.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Since when it can be used: of a new buffer, from before `received` was sent to the producer.
+    /// When the buffer became usable. For a new buffer, the time before its opening was acknowledged to the producer.
     pub fn usable_since(&self) -> Instant {
-        self.usable
+        self.usable_since
     }
 
-    /// What the data is made of, if the producer says.
+    /// The array layout of the data, if the producer sent one.
     pub fn array(&self) -> Option<&ArrayDescriptor> {
         self.held.array.as_ref()
     }
 
-    /// How many bytes are mapped: at least [`Region::size`]. What lies behind the data is the producer's padding.
+    /// Size of the mapping in bytes, at least [`Region::size`]. The bytes after the data are padding.
     pub fn mapped_size(&self) -> u64 {
         self.held.memory.mapped_size()
     }
 
-    /// The typed array that it holds, if the producer says so. It is given back with the next call of the subscriber after the
-    /// array and its views are dropped.
+    /// Converts the buffer into its typed array. `None` if the producer sent no array layout. When the array and its views are dropped, the
+    /// subscriber's next call gives the buffer back.
     ///
     /// # Errors
-    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if it is not inside the memory, which was checked before.
+    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the array is not inside the memory. Opening has already checked this.
     pub fn into_array(self) -> Result<Option<Array>> {
         match self.held.array.clone() {
             Some(array) => Array::new(Arc::new(self), array).map(Some),

@@ -1,4 +1,4 @@
-//! The end that uses the buffers.
+//! The consumer side of a stream.
 
 use std::{
     collections::BTreeMap,
@@ -9,9 +9,8 @@ use std::{
 };
 
 use super::{
-    BufferId, MAX_BUFFERS, SessionNumber, misused, over,
+    BufferId, MAX_BUFFERS, SessionNumber, ended, misuse,
     received::{Held, Received},
-    wrong,
 };
 use crate::{
     channel::{Cancel, Peer, connect, deadline_after},
@@ -20,33 +19,32 @@ use crate::{
     memory::{Mechanism, Pool, Region, Remains, Selector},
     session::{
         Config,
-        link::{Link, unexpected},
-        opening::{self, Chosen, Connection, Offer, acknowledge, check_backend},
+        link::{Link, check_backend, mismatch, unexpected, violation},
+        opening::{self, Connection, DeviceChoice, Offer, acknowledge},
     },
     wire::{self, BufferNumber, BufferTurn, DEFAULT_OBJECT, Hello, Message, Ready, STREAM, Subscribe},
 };
 
-/// The consumer's end of a stream: one connection to a producer, and the buffers that are open.
+/// The consumer side of a stream: a connection to a producer, and the open buffers.
 ///
-/// Buffers stay open between their turns, at most as many as [`Subscriber::connect`] was given. When another one comes, the
-/// least recently used of those not in use is closed first. A buffer that the producer withdraws is closed when this side hears
-/// of it, in [`Subscriber::receive`] and [`Subscriber::try_receive`], or when it is given back after that. All buffers are closed
-/// when those calls find that the producer is gone, and when this is dropped.
+/// Buffers stay open between publications, at most `keep` of them. If another buffer is published, the least recently used buffer that is
+/// not in use is closed first. A withdrawn buffer is closed in [`Subscriber::receive`] and [`Subscriber::try_receive`], or when it is given
+/// back. All buffers are closed when these calls find that the producer is gone, and when the subscriber is dropped.
 ///
-/// An [`Error::Misuse`], a [`PeerError::Timeout`] while no buffer comes and a failure to synchronise leave the session as it was.
-/// Any other error ends it: the producer gets to know why, all buffers that are not in use are closed, and later calls fail.
+/// [`Error::Misuse`], [`PeerError::Timeout`] while waiting for a buffer, and a failed synchronization leave the session unchanged.
+/// Any other error is fatal: the producer receives the error, all buffers that are not in use are closed, and later calls fail.
 #[derive(Debug)]
 pub struct Subscriber {
-    /// What was not urgent when the last buffer was opened.
+    /// Resources of the last opening, released when the buffer is in use.
     remains: Option<Remains>,
-    /// What the producer said of its buffers, open or not.
+    /// All offers that were not withdrawn, opened or not.
     offers: BTreeMap<u64, Offered>,
-    buffers: BTreeMap<u64, Kept>,
+    buffers: BTreeMap<u64, OpenBuffer>,
     keep: usize,
-    /// Counts uses.
+    /// Counts uses, to find the least recently used buffer.
     uses: u64,
-    chosen: Chosen,
-    /// Held also by all memory that the producer frees when the connection ends; `None` when it has ended.
+    device: DeviceChoice,
+    /// Shared with all memory that the producer frees when the connection closes. `None` after the session is closed.
     connection: Option<Arc<Connection>>,
     link: Link,
     /// The name of the producer's backend.
@@ -55,44 +53,43 @@ pub struct Subscriber {
     timeout: Duration,
 }
 
-/// A buffer as it was described.
+/// A buffer's offer.
 #[derive(Debug)]
 struct Offered {
     offer: Arc<Offer>,
-    /// How often it was published.
+    /// The number of publications.
     generation: u64,
 }
 
-/// A buffer that is open.
 #[derive(Debug)]
-struct Kept {
+struct OpenBuffer {
     held: Arc<Held>,
     generation: u64,
-    /// Whether it is this side's turn.
+    /// Whether the consumer has the buffer.
     in_use: bool,
-    /// Whether the producer wants it to be closed.
+    /// Whether the producer wants the buffer closed.
     withdrawn: bool,
-    /// When it was used last, as a count.
-    used: u64,
+    /// The value of [`Subscriber::uses`] at its last use.
+    last_use: u64,
 }
 
-impl Kept {
-    /// Whether it is this side's turn, and its user has dropped it.
+impl OpenBuffer {
+    /// Whether the caller has dropped the buffer without giving it back.
     fn is_dropped(&mut self) -> bool {
-        // Not by the count alone: what the last user did must be seen to be done.
+        // `get_mut` rather than the count: it also orders the last user's accesses before ours.
         self.in_use && Arc::get_mut(&mut self.held).is_some()
     }
 }
 
 impl Subscriber {
-    /// Waits for the producer at a path and subscribes. At most `keep` buffers are open at a time, at least one.
+    /// Connects to the producer at `path`, waiting for it up to the timeout, and subscribes. Keeps at most `keep` buffers open.
     ///
-    /// A device that is named is used, if it can reach the memory that is offered; else the memory's own. The one that is named,
-    /// or the only one, is made ready before the wait.
+    /// A selected device is used if it can reach the offered memory; otherwise the device of the memory is used. The selected device, or
+    /// the machine's only one, is activated before the wait.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if `keep` is 0; [`PeerError::Mismatch`] if the producer has no stream; those of [`connect`],
-    /// [`Device::find`](crate::memory::Device::find) and of the conversation: [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`].
+    /// [`Error::Misuse`] if `keep` is 0; [`PeerError::Mismatch`] if the producer has no stream; the errors of [`connect`] and
+    /// [`Device::find`](crate::memory::Device::find); session errors: [`PeerError::Gone`], [`PeerError::Timeout`], [`PeerError::Protocol`].
     pub fn connect(
         driver: &Driver,
         device: Option<Selector>,
@@ -100,15 +97,15 @@ impl Subscriber {
         keep: usize,
         config: &Config,
     ) -> Result<Self> {
-        Self::meet(driver, device, keep, config, |cancel| {
+        Self::handshake(driver, device, keep, config, |cancel| {
             connect(path, config.timeout, &config.trust, cancel).map(Link::new)
         })
     }
 
-    /// As [`Subscriber::connect`], over a connected socket of type `SOCK_SEQPACKET`: of a socket pair, say.
+    /// Like [`Subscriber::connect`], over a connected socket of type `SOCK_SEQPACKET`, such as a socket of a pair.
     ///
     /// # Errors
-    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`]; those of [`Subscriber::connect`].
+    /// [`Error::Socket`] for any other descriptor; [`PeerError::NotAllowed`]; the errors of [`Subscriber::connect`].
     pub fn over(
         socket: OwnedFd,
         driver: &Driver,
@@ -116,13 +113,13 @@ impl Subscriber {
         keep: usize,
         config: &Config,
     ) -> Result<Self> {
-        Self::meet(driver, device, keep, config, |cancel| {
+        Self::handshake(driver, device, keep, config, |cancel| {
             let link = Link::over(socket, config, cancel)?;
             config.trust.check(link.peer()).map(|()| link)
         })
     }
 
-    fn meet(
+    fn handshake(
         driver: &Driver,
         device: Option<Selector>,
         keep: usize,
@@ -130,10 +127,10 @@ impl Subscriber {
         connect: impl FnOnce(&Cancel) -> Result<Link>,
     ) -> Result<Self> {
         if keep == 0 {
-            return Err(misused("a subscriber must keep one buffer at least"));
+            return Err(misuse("`keep` is 0: a subscriber keeps at least one buffer"));
         }
         let cancel = config.cancellation()?;
-        let chosen = Chosen::new(driver, device, &cancel, &|_| {})?;
+        let device = DeviceChoice::new(driver, device, &cancel, &|_| {})?;
         let link = connect(&cancel)?;
         let mut subscriber = Self {
             remains: None,
@@ -141,7 +138,7 @@ impl Subscriber {
             buffers: BTreeMap::new(),
             keep,
             uses: 0,
-            chosen,
+            device,
             connection: Some(Connection::of(&link.channel)),
             link,
             backend: String::new(),
@@ -154,204 +151,206 @@ impl Subscriber {
     }
 
     fn greet(&mut self) -> Result<()> {
-        self.link.hello(self.chosen.backend(), &[STREAM])?;
+        self.link.hello(self.device.backend(), &[STREAM])?;
         let (hello, _) = self.link.receive("for the producer's hello")?;
-        let Hello { capabilities, backend, .. } = self.link.greeted(hello)?;
+        let Hello { capabilities, backend, .. } = self.link.check_hello(hello)?;
         self.backend = backend;
         if !capabilities.iter().any(|capability| capability == STREAM) {
-            let message = "the producer has no stream to subscribe to".to_owned();
-            return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, message }));
+            return Err(mismatch(ErrorCode::Object, "the producer has no stream to subscribe to"));
         }
         self.link.send(&Message::Subscribe(Subscribe { keep: self.keep as u64 }), &[])
     }
 
-    /// Who the producer is.
+    /// The producer's process.
     pub fn peer(&self) -> Peer {
         self.link.peer()
     }
 
-    /// How many buffers are open.
+    /// The number of open buffers.
     pub fn held(&self) -> usize {
         self.buffers.len()
     }
 
-    /// The next buffer whose turn it is: mapped, if it is new, and the producer's work on it is finished. They come in the order
-    /// in which they were published.
+    /// Waits for the next published buffer, and opens it if it is new. The producer's work on it is finished. Buffers arrive in the
+    /// order of their publication. Blocks up to the timeout.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if as many buffers are in use as are kept, before anything is taken from the producer;
-    /// [`PeerError::Timeout`] if none comes for as long as the timeout; [`PeerError::Gone`] when the producer is gone or has ended
+    /// [`Error::Misuse`] if all kept buffers are in use: nothing is then read from the producer;
+    /// [`PeerError::Timeout`] if no buffer arrives within the timeout; [`PeerError::Gone`] if the producer is gone or has closed
     /// the session; [`PeerError::Mismatch`], [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) and
-    /// [`Error::Driver`] from opening a buffer; those of the
-    /// conversation.
+    /// [`Error::Driver`] if a buffer can't be opened; session errors.
     ///
-    /// Driver calls, for a new buffer: those of [`Imported::open`](crate::memory::Imported::open), before them those that close another.
+    /// Driver calls: none for an open buffer. A new buffer may first close another; for opening see
+    /// [`Imported::open`](crate::memory::Imported::open).
     pub fn receive(&mut self) -> Result<Received> {
         let waited = self.timeout;
         let timeout = Error::Peer(PeerError::Timeout { purpose: FOR_A_BUFFER, waited });
         self.receive_within(waited)?.ok_or(timeout)
     }
 
-    /// As [`Subscriber::receive`], without waiting for a turn to begin: `None` if none has.
+    /// Like [`Subscriber::receive`], without waiting for a publication. `None` if no buffer is ready.
     ///
     /// # Errors
-    /// Those of [`Subscriber::receive`].
+    /// The errors of [`Subscriber::receive`].
     pub fn try_receive(&mut self) -> Result<Option<Received>> {
         self.receive_within(Duration::ZERO)
     }
 
-    /// As [`Subscriber::receive`]; `None` if no turn begins in time.
-    fn receive_within(&mut self, patience: Duration) -> Result<Option<Received>> {
+    /// Like [`Subscriber::receive`]. `None` if no buffer is ready within `timeout`.
+    fn receive_within(&mut self, timeout: Duration) -> Result<Option<Received>> {
         self.remains = None;
         self.return_dropped()?;
-        if self.buffers.len() >= self.keep && self.buffers.values().all(|kept| kept.in_use) {
+        if self.buffers.len() >= self.keep && self.buffers.values().all(|open| open.in_use) {
             let all = self.buffers.len();
-            return Err(misused(format!(
+            return Err(misuse(format!(
                 "all {all} buffers that this subscriber keeps are in use: give one back first"
             )));
         }
-        let deadline = deadline_after(patience);
-        // What is there when the time is over is still heard: of a producer that never pauses so much and no more.
+        let deadline = deadline_after(timeout);
+        // After the deadline, messages that have already arrived are still read, but a producer that never pauses can't keep the loop busy.
         let mut late = 0;
-        while late <= AT_THE_END {
+        while late <= MAX_LATE_MESSAGES {
             late += usize::from(Instant::now() >= deadline);
             let left = deadline.saturating_duration_since(Instant::now());
             let (message, fds) = match self.link.receive_within(left, FOR_A_BUFFER) {
                 Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(None),
                 received => self.guard(received)?,
             };
-            let taken = match message {
-                Message::Ready(turn) => self.begin_turn(&turn, fds).map(Some),
-                Message::Offer(offer) => self.enter(*offer).map(|()| None),
-                Message::Withdraw(BufferNumber { buffer }) => self.withdrawn(buffer).map(|()| None),
+            let received = match message {
+                Message::Ready(ready) => self.begin_use(&ready, fds).map(Some),
+                Message::Offer(offer) => self.add_offer(*offer).map(|()| None),
+                Message::Withdraw(BufferNumber { buffer }) => self.withdraw(buffer).map(|()| None),
                 other => Err(unexpected(&other, "ready, offer or withdraw")),
             };
-            match self.guard(taken)? {
+            match self.guard(received)? {
                 received @ Some(_) => return Ok(received),
-                // What was withdrawn may have been dropped meanwhile, and goes with that.
+                // The withdrawn buffer may have been dropped without being given back.
                 None => self.return_dropped()?,
             }
         }
         Ok(None)
     }
 
-    /// A buffer that is described.
-    fn enter(&mut self, offer: wire::Offer) -> Result<()> {
-        check_backend(&self.backend, self.chosen.backend())?;
+    fn add_offer(&mut self, offer: wire::Offer) -> Result<()> {
+        check_backend(&self.backend, self.device.backend().as_str())?;
         let offer = Offer::read(offer, DEFAULT_OBJECT)?;
         let number = self.check(&offer)?;
         self.offers.insert(number, Offered { offer: Arc::new(offer), generation: 0 });
         Ok(())
     }
 
-    /// The turn of a buffer: of one that is open, or with what it takes to open it.
-    fn begin_turn(&mut self, turn: &Ready, fds: Vec<OwnedFd>) -> Result<Received> {
-        let Ready { buffer, generation, ref sizes } = *turn;
+    /// Starts the use of a published buffer, and opens it if it is not open.
+    fn begin_use(&mut self, ready: &Ready, fds: Vec<OwnedFd>) -> Result<Received> {
+        let Ready { buffer, generation, ref sizes } = *ready;
         let Some(offered) = self.offers.get_mut(&buffer) else {
-            return Err(wrong(format!("buffer {buffer} is ready, and is not described")));
+            return Err(violation(format!("buffer {buffer} is ready, but was not offered")));
         };
         if offered.generation.checked_add(1) != Some(generation) {
-            let known = offered.generation;
-            return Err(wrong(format!(
-                "generation {generation} of buffer {buffer} is ready behind generation {known}"
+            let last = offered.generation;
+            return Err(violation(format!(
+                "generation {generation} of buffer {buffer} is ready after generation {last}"
             )));
         }
         let offer = Arc::clone(&offered.offer);
         offered.generation = generation;
-        let Some(kept) = self.buffers.get_mut(&buffer) else {
-            return self.open(&offer, turn, fds);
+        let Some(open) = self.buffers.get_mut(&buffer) else {
+            return self.open(&offer, ready, fds);
         };
-        if kept.in_use {
-            return Err(wrong(format!("buffer {buffer} is ready, and is in use here")));
+        if open.in_use {
+            return Err(violation(format!("buffer {buffer} is ready, but is still in use")));
         }
         if !sizes.is_empty() {
-            return Err(wrong(format!("buffer {buffer} comes with segments, and is open here")));
+            return Err(violation(format!("buffer {buffer} is ready with segments, but is already open")));
         }
         self.uses += 1;
-        (kept.generation, kept.in_use, kept.used) = (generation, true, self.uses);
-        Ok(Received { held: Arc::clone(&kept.held), generation, usable: Instant::now() })
+        (open.generation, open.in_use, open.last_use) = (generation, true, self.uses);
+        Ok(Received { held: Arc::clone(&open.held), generation, usable_since: Instant::now() })
     }
 
-    /// The turn of a buffer that is not open.
-    fn open(&mut self, offer: &Offer, turn: &Ready, fds: Vec<OwnedFd>) -> Result<Received> {
-        let Ready { buffer: number, generation, ref sizes } = *turn;
+    /// Opens a published buffer.
+    fn open(&mut self, offer: &Offer, ready: &Ready, fds: Vec<OwnedFd>) -> Result<Received> {
+        let Ready { buffer: number, generation, ref sizes } = *ready;
         let mechanism = offer.memory.mechanism();
         if sizes.is_empty() == (mechanism == Mechanism::Vmm) {
-            return Err(wrong(format!("{} segments came with buffer {number}, shared by {mechanism}", sizes.len())));
+            let count = sizes.len();
+            return Err(violation(format!("buffer {number}, shared by {mechanism}, is ready with {count} segments")));
         }
         let link = &mut self.link;
-        let device = self.chosen.for_memory_of(&offer.memory.device, &mut || link.busy(), &|_| {})?;
-        // Before a buffer of it is closed: the producer knows nothing of that yet.
+        let device = self.device.for_memory_of(&offer.memory.device, &mut || link.busy(), &|_| {})?;
+        // Before a buffer is closed: the producer does not know yet that the pool may close with it.
         let known = offer.memory.pool().and_then(|number| self.pool(number));
         self.make_room()?;
         let range = 0..offer.memory.mapped_size;
         let opened = opening::open(&mut self.link, &device, offer, &range, known, (sizes, fds))?;
         self.remains = Some(opened.remains);
-        let usable = Instant::now();
+        let usable_since = Instant::now();
         acknowledge(&mut self.link, opened.unacknowledged.unwrap_or(0))?;
         let (memory, pool) = (opened.memory, opened.pool);
         let connection = self.connection.clone().filter(|_| memory.is_borrowed());
         let id = BufferId { session: self.session, number };
         let held = Arc::new(Held { id, memory, array: offer.array.clone(), pool, _connection: connection });
         self.uses += 1;
-        let kept = Kept { held: Arc::clone(&held), generation, in_use: true, withdrawn: false, used: self.uses };
-        self.buffers.insert(number, kept);
-        Ok(Received { held, generation, usable })
+        let open =
+            OpenBuffer { held: Arc::clone(&held), generation, in_use: true, withdrawn: false, last_use: self.uses };
+        self.buffers.insert(number, open);
+        Ok(Received { held, generation, usable_since })
     }
 
-    /// What an offer must be in a stream. Returns the buffer's number.
+    /// Checks an offer of a stream. Returns the buffer's number.
     fn check(&self, offer: &Offer) -> Result<u64> {
         let Some(number) = offer.buffer else {
-            return Err(wrong("memory is offered in a stream without a buffer's number".to_owned()));
+            return Err(violation("an offer in a stream lacks the buffer's number"));
         };
-        // One that was withdrawn may still be in use.
+        // A withdrawn buffer may still be in use.
         if self.offers.contains_key(&number) || self.buffers.contains_key(&number) {
-            return Err(wrong(format!("buffer {number} is offered, and was before")));
+            return Err(violation(format!("buffer {number} is offered twice")));
         }
         if self.offers.len() >= MAX_BUFFERS {
-            return Err(wrong(format!("buffer {number} is offered, and there are {MAX_BUFFERS} already")));
+            return Err(violation(format!(
+                "buffer {number} is offered, but a stream has at most {MAX_BUFFERS} buffers"
+            )));
         }
         offer.part(&(0..offer.memory.mapped_size))?;
         Ok(number)
     }
 
-    /// The pool of a number: what is open of it keeps it.
+    /// Returns the pool with a number, if a buffer of it is open.
     fn pool(&self, number: u64) -> Option<Arc<Pool>> {
-        // As the producer counts: it may not know yet that one that it withdrew is gone.
-        let counted = self.buffers.values().filter(|kept| !kept.withdrawn);
-        let mut pools = counted.filter_map(|kept| kept.held.pool.as_ref());
+        // Withdrawn buffers don't count: the producer resends the pool, because it can't know whether they are closed.
+        let counted = self.buffers.values().filter(|open| !open.withdrawn);
+        let mut pools = counted.filter_map(|open| open.held.pool.as_ref());
         pools.find(|(of, _)| *of == number).map(|(_, pool)| Arc::clone(pool))
     }
 
-    /// Closes a buffer if as many are open as are kept, before another one is opened.
+    /// If `keep` buffers are open, closes the least recently used before another is opened.
     ///
-    /// The producer waits for `received` when it offers a new buffer, and this `gone` is sent before that: so it is read before
-    /// the producer says anything of the buffer that is closed, and can't cross a `ready`.
+    /// `gone` can't cross a `ready` for the closed buffer: it is sent before `received`, for which the producer waits before it sends
+    /// anything else.
     fn make_room(&mut self) -> Result<()> {
         if self.buffers.len() < self.keep {
             return Ok(());
         }
-        let unused = self.buffers.iter().filter(|(_, kept)| !kept.in_use);
-        match unused.min_by_key(|(_, kept)| kept.used).map(|(number, _)| *number) {
+        let unused = self.buffers.iter().filter(|(_, open)| !open.in_use);
+        match unused.min_by_key(|(_, open)| open.last_use).map(|(number, _)| *number) {
             Some(number) => self.discard(number),
             None => Ok(()),
         }
     }
 
-    /// Closes a buffer, and says so when it is closed.
+    /// Closes a buffer, then notifies the producer.
     fn discard(&mut self, number: u64) -> Result<()> {
         self.buffers.remove(&number);
         self.link.send(&Message::Gone(BufferNumber { buffer: number }), &[])
     }
 
-    /// The producer wants a buffer back for good.
-    fn withdrawn(&mut self, number: u64) -> Result<()> {
+    /// Closes a withdrawn buffer, or marks it to be closed when it is given back.
+    fn withdraw(&mut self, number: u64) -> Result<()> {
         if self.offers.remove(&number).is_none() {
-            return Err(wrong(format!("buffer {number} is withdrawn, and is not of this stream")));
+            return Err(violation(format!("buffer {number} is withdrawn, but is not in this stream")));
         }
         match self.buffers.get_mut(&number) {
-            Some(kept) if kept.in_use => {
-                kept.withdrawn = true;
+            Some(open) if open.in_use => {
+                open.withdrawn = true;
                 Ok(())
             }
             Some(_) => self.discard(number),
@@ -359,43 +358,43 @@ impl Subscriber {
         }
     }
 
-    /// Gives a buffer back: waits until the GPU's work on it is done, then notifies the producer.
+    /// Gives a buffer back: waits until the GPU's work on it is finished, then notifies the producer.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for a buffer of another session; [`Error::Driver`] from the synchronisation: the next call tries again;
-    /// those of the conversation, which end it.
+    /// [`Error::Misuse`] for a buffer of another session; [`Error::Driver`] if the synchronization fails: the next call retries it;
+    /// session errors, which are fatal.
     ///
     /// Driver call: `cuCtxSynchronize`.
     #[doc(alias = "cuCtxSynchronize")]
     pub fn give_back(&mut self, received: Received) -> Result<()> {
         self.check_session()?;
         let number = received.held.id.number;
-        if !self.buffers.get(&number).is_some_and(|kept| Arc::ptr_eq(&kept.held, &received.held)) {
-            return Err(misused(format!("{received:?} is not of this session")));
+        if !self.buffers.get(&number).is_some_and(|open| Arc::ptr_eq(&open.held, &received.held)) {
+            return Err(misuse(format!("{received:?} is not of this session")));
         }
         drop(received);
-        self.end_turn(number)?;
+        self.end_use(number)?;
         self.remains = None;
         Ok(())
     }
 
-    /// Gives back what was dropped.
+    /// Gives back buffers that the caller dropped.
     fn return_dropped(&mut self) -> Result<()> {
         self.check_session()?;
-        let dropped = |(number, kept): (&u64, &mut Kept)| kept.is_dropped().then_some(*number);
+        let dropped = |(number, open): (&u64, &mut OpenBuffer)| open.is_dropped().then_some(*number);
         while let Some(number) = self.buffers.iter_mut().find_map(dropped) {
-            self.end_turn(number)?;
+            self.end_use(number)?;
         }
         Ok(())
     }
 
-    /// Ends this side's turn, when all work is done, and closes the buffer if it was withdrawn meanwhile.
-    fn end_turn(&mut self, number: u64) -> Result<()> {
-        let Some(kept) = self.buffers.get_mut(&number) else { return Ok(()) };
-        kept.held.memory.synchronize()?;
+    /// Gives a buffer back when all work on it is finished, and closes it if it was withdrawn.
+    fn end_use(&mut self, number: u64) -> Result<()> {
+        let Some(open) = self.buffers.get_mut(&number) else { return Ok(()) };
+        open.held.memory.synchronize()?;
         self.uses += 1;
-        (kept.in_use, kept.used) = (false, self.uses);
-        let (generation, withdrawn) = (kept.generation, kept.withdrawn);
+        (open.in_use, open.last_use) = (false, self.uses);
+        let (generation, withdrawn) = (open.generation, open.withdrawn);
         let done = self.link.send(&Message::Done(BufferTurn { buffer: number, generation }), &[]);
         let sent = match withdrawn {
             true => done.and_then(|()| self.discard(number)),
@@ -404,14 +403,14 @@ impl Subscriber {
         self.guard(sent)
     }
 
-    /// Ends the session: closes all buffers but those in use.
+    /// Ends the session, and closes all buffers that are not in use.
     pub fn close(self) {}
 
     fn check_session(&self) -> Result<()> {
-        if self.connection.is_some() { Ok(()) } else { Err(over()) }
+        if self.connection.is_some() { Ok(()) } else { Err(ended()) }
     }
 
-    /// Ends the session if something of the conversation failed, and passes that on.
+    /// Passes a result through. If it is an error, reports it to the producer and closes the session.
     fn guard<T>(&mut self, result: Result<T>) -> Result<T> {
         result.inspect_err(|error| {
             self.link.report(error);
@@ -419,14 +418,14 @@ impl Subscriber {
         })
     }
 
-    /// Closes all that is not in use. The connection ends once nothing borrowed is left, which the producer sees.
+    /// Closes all buffers that are not in use. The connection closes when the last borrowed memory is dropped.
     fn end(&mut self) {
-        for kept in self.buffers.values_mut() {
-            // Work on it may still go on, and unmapping does not always wait for that.
-            if kept.is_dropped()
-                && let Err(error) = kept.held.memory.synchronize()
+        for open in self.buffers.values_mut() {
+            // Unmapping does not always wait for the GPU's work.
+            if open.is_dropped()
+                && let Err(error) = open.held.memory.synchronize()
             {
-                tracing::error!(%error, "a buffer is closed, and work on it may not be done");
+                tracing::error!(%error, "closing a buffer although GPU work on it may not be finished");
             }
         }
         self.remains = None;
@@ -436,14 +435,13 @@ impl Subscriber {
     }
 }
 
-/// How many messages are heard of a producer when the time to wait is over: more than one that means well has queued.
-const AT_THE_END: usize = 4 * MAX_BUFFERS;
+/// Limit of messages read after the deadline. A correct producer queues fewer.
+const MAX_LATE_MESSAGES: usize = 4 * MAX_BUFFERS;
 
-/// What a subscriber waits for.
 const FOR_A_BUFFER: &str = "for a buffer";
 
 impl AsFd for Subscriber {
-    /// Readable when the producer has said something, or is gone: time for [`Subscriber::try_receive`].
+    /// Readable when the producer has sent a message or is gone. Call [`Subscriber::try_receive`] then.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.link.channel.as_fd()
     }

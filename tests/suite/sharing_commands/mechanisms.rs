@@ -120,7 +120,7 @@ fn range_takes_only_covering_chunks(meeting: Meeting) {
     assert_eq!(ended.stdout.matches(": mismatch").count(), 2, "{}", ended.stdout);
     let producer = meeting.listening(&["--size", "100"]);
     let refused = meeting.consumer(&["--range", "50:51"]).end();
-    refused.code(4).says("51 bytes from 50 on were asked for, of a buffer of 100 bytes");
+    refused.code(4).says("51 bytes from byte 50 on were requested, but the buffer has 100 bytes");
     producer.end().code(4);
 }
 

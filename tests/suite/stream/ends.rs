@@ -240,7 +240,7 @@ fn misuse_is_refused_and_changes_nothing(subject: Subject) {
     turn(&mut publisher, &mut subscriber, id);
     if subject.kind != Kind::Host {
         let elsewhere = Subject::host();
-        refused(publisher.add(&self::memory(&elsewhere, 1), None, ReadOnly), "can't have memory of another");
+        refused(publisher.add(&self::memory(&elsewhere, 1), None, ReadOnly), "can't be added to a stream on");
     }
 }
 
