@@ -342,7 +342,7 @@ mod consumers {
         for (change, expected) in [
             (
                 (|offer| offer.part.as_mut().unwrap().size = 0) as fn(&mut Offer),
-                "bytes 0 to 100 were asked for, and there follow 1 segments from segment 0 on, 0 bytes from byte 0 on",
+                "bytes 0 to 100 were requested, but the offer covers 1 segments from segment 0 on, 0 bytes from byte 0 on",
             ),
             (
                 |offer| offer.part.as_mut().unwrap().first = 1,

@@ -190,7 +190,7 @@ fn nonblocking_calls_return_none(subject: Subject) {
 
 fn misuse_is_refused_and_changes_nothing(subject: Subject) {
     let place = Place::new();
-    refused(place.subscribe(&subject, 0), "one buffer at least");
+    refused(place.subscribe(&subject, 0), "at least one buffer");
     let ((mut publisher, mut subscriber), (mut other_publisher, mut other)) =
         (place.meet(&subject, 2), place.meet(&subject, 2));
     let (id, memory) = buffers(&subject, &mut publisher, 1).remove(0);
