@@ -1,10 +1,10 @@
-//! The server: one process that keeps memory under names, and needs no driver.
+//! The server: a process that keeps memory under names. It does not need a GPU driver.
 //!
-//! | Folder | What it has |
+//! | Folder | Contents |
 //! |---|---|
 //! | `io/` | sockets, the event loop, timers |
-//! | `verbs/` | what each request does |
-//! | `state/` | what the server holds |
+//! | `verbs/` | the handlers of requests |
+//! | `state/` | the server's data |
 
 mod io;
 mod state;
@@ -45,30 +45,29 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How a broker serves.
+/// Configuration of a broker.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ServerConfig {
-    /// Users besides the server's own and root that may connect.
+    /// Users that may connect, besides the server's own user and root.
     pub allow_uids: Vec<u32>,
-    /// Groups whose users may connect.
+    /// Groups whose members may connect.
     pub allow_gids: Vec<u32>,
-    /// What each user may have. A limit that is `None` is that of [`Quota::user`], for all users but the server's own and root, who have
-    /// none then.
+    /// Limits per user. `None` means the limit of [`Quota::user`], or no limit for the server's own user and root.
     pub quota: Quota,
-    /// What all users together may have. A limit that is `None` is that of [`Quota::total`]. A user other than the server's own and root
-    /// may have at most half of what the others leave.
+    /// Limits for all users together. `None` means the limit of [`Quota::total`]. A user other than the server's own and root may use at
+    /// most half of the amount that other users leave.
     pub total_quota: Quota,
-    /// How long a connection may stay without a hello, and a client may leave unread what was sent to it: 30 s by default.
+    /// Time limit for a connection's hello, and for a client that does not read its records: 30 s by default.
     pub timeout: Duration,
-    /// Whether to hold the nodes of NVIDIA's devices open (`/dev/nvidia0` and so on): a device's driver state then stays, and the
-    /// memory on it, also where persistence is off. A device that is held open can't be reset.
+    /// Whether to hold the NVIDIA device nodes open (`/dev/nvidia0` and so on). This keeps the driver state of a device, and its memory,
+    /// even without persistence mode. A device that is held open can't be reset.
     pub hold_devices: bool,
-    /// The keeper, with which objects outlive this process. Without one they go with it.
+    /// The keeper, which lets objects outlive this process. Without a keeper, the objects are dropped with the process.
     pub keeper: Option<KeeperPath>,
-    /// Set in a server that its keeper started. Cancelling it ends the server for the next one.
+    /// Set in a server that its keeper started. Cancelling it stops this server so that another takes over.
     pub(crate) started_by_keeper: Option<Cancel>,
-    /// Accepts memfds as a GPU's memory, as the emulated driver of the project's tests makes it.
+    /// Accepts memfds as GPU memory, for the project's emulated driver in tests.
     pub(crate) emulated: bool,
 }
 
@@ -86,7 +85,7 @@ impl ServerConfig {
         !self.allow_uids.is_empty() || !self.allow_gids.is_empty()
     }
 
-    /// Lets those open the socket's file who may connect: this user alone, one group, or all users, whom the broker then tells apart.
+    /// Sets the mode of the socket's file: this user only, one group, or all users. The broker then checks each connection.
     fn set_rights(&self, file: &SocketName<'_>) -> std::io::Result<()> {
         let mode = match (&*self.allow_uids, &*self.allow_gids) {
             ([], []) => 0o600,
@@ -94,8 +93,8 @@ impl ServerConfig {
                 Err(error) if error.raw_os_error() == Some(nix::libc::EPERM) => {
                     tracing::info!(
                         group,
-                        "the socket is open to all users, whom the broker refuses unless they are allowed: this process is not of the \
-                         group, and so can't give it the socket"
+                        "the socket is open to all users, but the broker still refuses disallowed users: this process is not a member of the group, \
+                        so it can't assign the socket to it"
                     );
                     0o666
                 }
@@ -108,21 +107,21 @@ impl ServerConfig {
     }
 }
 
-/// What a broker still held when it ended.
+/// A broker's contents when it stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ServerReport {
     /// Names.
     pub objects: u64,
-    /// Versions, also of names that were deleted.
+    /// Versions, including versions without a name.
     pub versions: u64,
     /// Leases.
     pub leases: u64,
-    /// Bytes of memory, as their makers claimed.
+    /// Bytes of memory, as claimed.
     pub bytes: u64,
 }
 
-/// A broker that listens.
+/// A listening broker.
 pub struct Server {
     reactor: Reactor,
     path: std::path::PathBuf,
@@ -134,60 +133,62 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// How long the end of a server waits for descriptors to be closed.
+/// How long a stopping server waits for descriptors to be closed.
 const CLOSING: Duration = Duration::from_secs(2);
 
-/// How many connections may wait to be accepted; the kernel has a bound of its own (`net.core.somaxconn`).
+/// Length of the accept queue. The kernel's own limit also applies (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
 
-/// Listens at a path, for the users that the config allows. Reports that the objects of a broker there are lost, unless this one goes on
-/// with them. Also returns whether names must be reserved for offers: the objects of the broker before this one are lost, and other
-/// users may connect; and that broker's process, if it did not end in order.
-fn listen(path: &Path, config: &ServerConfig, goes_on: bool, cancel: &Cancel) -> Result<(Listener, bool, Option<u32>)> {
+/// Listens at a path for the allowed users. `takes_over`: a keeper has the previous server's objects. If not, logs that they are lost. Also
+/// returns whether to reserve names for restores (the previous objects are lost and other users may connect), and the pid of a previous
+/// broker that did not shut down cleanly.
+fn listen(
+    path: &Path,
+    config: &ServerConfig,
+    takes_over: bool,
+    cancel: &Cancel,
+) -> Result<(Listener, bool, Option<u32>)> {
     let open_to_others = config.is_open_to_others();
     let left = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
     let (listener, marked_by) =
         Listener::bind_and_mark(path, |file| config.set_rights(file), true, config.timeout, cancel)?;
-    if let Some(pid) = marked_by.filter(|_| !goes_on) {
+    if let Some(pid) = marked_by.filter(|_| !takes_over) {
         tracing::warn!(
             pid,
             path = %path.display(),
-            "the broker before this one ended, and its keeper if it had one, without removing its socket: its objects are lost, but for \
-             those that connected clients still hold and offer again"
+            "the previous broker, and its keeper if it had one, stopped without removing its socket: its objects are lost, except those \
+            that connected clients hold and restore"
         );
     }
     lengthen_queue(&listener)?;
-    let lost = (left || marked_by.is_some()) && !goes_on;
+    let lost = (left || marked_by.is_some()) && !takes_over;
     Ok((listener, lost && open_to_others, marked_by.and_then(|pid| u32::try_from(pid).ok())))
 }
 
-/// Has many connections wait, and has the kernel name this process to those that connect: of a socket that was taken over it names the
-/// process that listened first. See `SO_PEERCRED` in unix(7).
+/// Lengthens the accept queue. Also makes the kernel report this process to connecting clients: for an inherited socket, it would report
+/// the process that listened first. See `SO_PEERCRED` in unix(7).
 fn lengthen_queue(listener: &Listener) -> Result<()> {
     rustix::net::listen(listener.as_fd(), BACKLOG).map_err(|errno| Error::system("listen", errno))
 }
 
-/// Says whether this build could go on with these catalogues.
-///
-/// # Errors
-/// Why not.
+/// Checks whether this build can use these catalogues.
 pub(super) fn check_catalogues(catalogues: [Option<OwnedFd>; 2]) -> Result<()> {
     let Some((_, records)) = objects::Journal::open(catalogues)? else { return Ok(()) };
     records.into_iter().try_for_each(|record| record.map(drop)).map_err(objects::unusable)
 }
 
 impl Server {
-    /// Listens at a path. The socket's file has mode 0600; 0660 and the group if one group is allowed and this process is of it; else 0666
-    /// if other users or groups are allowed. The limit of open files of this process is raised as far as it may be.
+    /// Listens at a path. The socket's file gets mode 0600; 0660 and the group if a single group is allowed and this process is a member;
+    /// else 0666 if other users or groups are allowed. Raises this process's limit of open files as far as allowed.
     ///
-    /// With [`ServerConfig::keeper`] it goes on with the objects of the server before it, and its socket's file stays when it ends. Blocks
-    /// until the keeper has handed over its descriptors and the catalogue is read; for a keeper that does not answer, 10 s at most.
+    /// With [`ServerConfig::keeper`], takes over the previous server's objects, and leaves the socket's file in place on exit. Blocks until
+    /// the keeper has handed over its descriptors and the catalogue is read; if the keeper does not answer, for at most 10 s.
     ///
     /// # Errors
-    /// [`Error::Socket`] if the path is served already or can't be used; [`Error::System`] if there is a keeper and it can't be reached
-    /// or started, refuses this server or has the catalogue of a newer build; [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Socket`] if the path is already served or can't be used; [`Error::System`] if the keeper can't be reached or started,
+    /// refuses this server, or has the catalogue of a newer build; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        // Each descriptor that is taken over counts.
+        // Inherited descriptors need room too.
         reactor::make_room(cancel.as_fd(), reactor::raise_limit());
         let kept = match (&config.started_by_keeper, &config.keeper) {
             (Some(_), _) => Kept::of_parent(cancel)?,
@@ -223,7 +224,7 @@ impl Server {
     fn resume(path: &Path, config: ServerConfig, kept: Kept, cancel: &Cancel) -> Result<Self> {
         let Kept(Taken { mut store, inherited, whole, link, keeper }) = kept;
         let Inherited { socket, history, catalogues, segments, devices, others } = inherited;
-        // The keeper has it under its name, also if the file is gone.
+        // The keeper has the socket even if its file is gone.
         let in_store = socket.is_some();
         store.count(usize::from(in_store) + usize::from(history.is_some()));
         let mut history = History::read(history);
@@ -234,7 +235,7 @@ impl Server {
         let listener =
             match taken.map_or_else(|| listen(path, &config, in_store, cancel).map(Err), |taken| Ok(Ok(taken))) {
                 Ok(Ok(taken)) => {
-                    // The options may be others now. Clients hold objects: this is no reason not to serve them.
+                    // The options may have changed. Clients hold objects, so a failure must not prevent serving them.
                     let _ = taken
                         .set_rights(|file| config.set_rights(file))
                         .inspect_err(|error| tracing::error!(error = error.in_full()));
@@ -250,38 +251,38 @@ impl Server {
                     store.keep_own(Name::Socket, listener.as_fd().try_clone_to_owned().map_err(failed)?);
                     listener
                 }
-                // The objects stay, also where the folder was removed.
+                // Keep the objects even if the folder was removed.
                 Err(error) => {
                     let Some(socket) = without_file else { return Err(error) };
                     tracing::error!(
                         error = error.in_full(),
-                        "clients can't connect, and the objects stay: make the socket's folder again and send SIGHUP"
+                        "clients can't connect, but objects are kept: create the socket's folder again and send SIGHUP"
                     );
                     Listener::inherited(socket, path)?
                 }
             };
         others.into_iter().for_each(|name| store.remove_other(name));
-        let goes_on = catalogues.iter().any(Option::is_some);
+        let takes_over = catalogues.iter().any(Option::is_some);
         let devices = devices::hold(&mut store, devices, config.hold_devices).or_else(|error| {
-            // An option is no reason to keep from clients what is there.
-            if goes_on { Ok(Vec::new()) } else { Err(error) }.inspect(|_: &Vec<_>| {
-                tracing::error!("the devices can't be held open");
+            // A failing option must not withhold existing objects from clients.
+            if takes_over { Ok(Vec::new()) } else { Err(error) }.inspect(|_: &Vec<_>| {
+                tracing::error!("cannot hold the devices open");
             })
         })?;
-        match (whole, goes_on) {
+        match (whole, takes_over) {
             (true, _) => {}
             (false, true) => tracing::error!(
-                "the keeper before this one ended too, before the server had sent the next one everything: versions that are lost follow"
+                "server and keeper both died before the new keeper had everything: lost versions follow"
             ),
             (false, false) => tracing::error!(
-                "everything is lost: the keeper before this one ended too, before the server had sent the next one the catalogue"
+                "everything is lost: server and keeper both died before the new keeper had the catalogue"
             ),
         }
         lengthen_queue(&listener)?;
         let mut objects =
             Objects::restore(Time::now(), Rules::new(config.quota, config.total_quota), store, catalogues, segments)?;
         let lost = objects.lost().clone();
-        match goes_on {
+        match takes_over {
             true => history.take_over(whole, &lost, objects.store_mut()),
             false => history.begin(before.or((!whole).then_some(0)), objects.store_mut()),
         }
@@ -292,18 +293,18 @@ impl Server {
         Ok(Self { reactor: react(listener, config, objects, history, reserves, keeping, cancel)?, path })
     }
 
-    /// Whether it goes on with what a server before it held.
+    /// Whether it took over from a previous server.
     pub(crate) fn is_restarted(&self) -> bool {
         self.reactor.is_restarted()
     }
 
-    /// Where it listens.
+    /// The path of its socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Serves until it is cancelled. Blocks. Its objects go with it, unless a keeper holds them; what clients have mapped stays mapped. With a
-    /// keeper it ends once the keeper has everything, after 10 s at most.
+    /// Serves until cancelled. Blocks. Objects end with the server unless a keeper holds them; memory that clients have mapped stays
+    /// mapped. With a keeper, returns after the keeper has everything, or after 10 s.
     ///
     /// # Errors
     /// [`Error::System`] if the event loop fails.
@@ -313,14 +314,13 @@ impl Server {
         drop_elsewhere(self.reactor);
         if is_unused {
             let removed = Cancel::new().and_then(|cancel| Listener::remove_unserved(&self.path, CLOSING, &cancel));
-            let _ = removed.inspect_err(|error| tracing::debug!(%error, "the socket's file stays"));
+            let _ = removed.inspect_err(|error| tracing::debug!(%error, "cannot remove the socket's file"));
         }
         let Total { counts: Counts { objects, versions, leases }, bytes } = result?;
         Ok(ServerReport { objects, versions, leases, bytes })
     }
 }
 
-/// Puts the parts of a server together.
 fn react(
     listener: Listener,
     config: ServerConfig,
@@ -336,20 +336,20 @@ fn react(
     Reactor::new(state, Admission::new(listener, config.allow_uids, config.allow_gids), keeping, cancel)
 }
 
-/// Drops a reactor in a thread, as its peers may block the close of descriptors that they sent. The end of the process does not wait
-/// for those.
+/// Drops a reactor in a thread, because peers can block the close of descriptors that they sent. The process exits without waiting for
+/// those.
 fn drop_elsewhere(reactor: Reactor) {
     let (done, ended) = mpsc::channel();
     let close = move || {
         drop(reactor);
-        // Fails if the wait is over.
+        // Fails if the wait has timed out.
         let _ = done.send(());
     };
     match thread::Builder::new().name("closer".to_owned()).spawn(close) {
         Ok(_) if ended.recv_timeout(CLOSING).is_err() => {
-            tracing::warn!("descriptors that peers sent can't be closed: the broker ends without");
+            tracing::warn!("peers block the close of their descriptors: exiting anyway");
         }
         Ok(_) => {}
-        Err(error) => tracing::warn!(%error, "no thread could be started to close descriptors"),
+        Err(error) => tracing::warn!(%error, "cannot start a thread to close descriptors"),
     }
 }

@@ -1,4 +1,4 @@
-//! Which connections are accepted.
+//! Decides which connections are accepted.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -19,23 +19,23 @@ use crate::{
     wire::{Failure, broker::Message},
 };
 
-/// The first number of a connection: those before are other descriptors of the event loop.
+/// The first connection number. Smaller numbers are other descriptors of the event loop.
 const CONNECTIONS: u64 = 16;
 
-/// The socket, and the users that may connect.
+/// The listening socket, and the allowed users.
 #[derive(Debug)]
 pub(crate) struct Admission {
     pub(super) listener: Listener,
     allow_uids: Vec<u32>,
     allow_gids: Vec<u32>,
-    /// How a user who is refused can be allowed by a group.
+    /// Advice for a refused user: which group grants access.
     join_a_group: String,
-    /// Whether connections may wait to be accepted.
+    /// Whether connections may be waiting in the accept queue.
     pub(super) acceptable: bool,
     last: ConnectionId,
 }
 
-/// Why a connection is not served.
+/// The reason for not serving a connection.
 pub(super) struct Rejected {
     pub(super) code: ErrorCode,
     pub(super) message: String,
@@ -47,7 +47,7 @@ impl Admission {
         Self { listener, allow_uids, allow_gids, join_a_group, acceptable: true, last: ConnectionId(CONNECTIONS) }
     }
 
-    /// The process at the other end of a new connection, as the kernel recorded it when the connection was made.
+    /// Identifies the peer of a new connection by the credentials that the kernel recorded at connect time.
     ///
     /// # Errors
     /// [`Error::System`]. See unix(7).
@@ -66,7 +66,7 @@ impl Admission {
         Ok(Caller { connection: self.last, pid, uid, gid, groups: Arc::from(groups) })
     }
 
-    /// Refuses users that are not allowed.
+    /// Refuses disallowed users.
     pub(super) fn check(&self, caller: &Caller) -> Result<(), Rejected> {
         let uid = caller.uid;
         let is_allowed = caller.is_superuser()
@@ -76,12 +76,12 @@ impl Admission {
             return Ok(());
         }
         let message =
-            format!("uid {uid} is not allowed here: start the broker with --allow-uid {uid}, or {}", self.join_a_group);
+            format!("uid {uid} may not connect: start the broker with --allow-uid {uid}, or {}", self.join_a_group);
         Err(Rejected { code: ErrorCode::Refused, message })
     }
 }
 
-/// Reports to a peer why it is not served.
+/// Sends the reason to the peer.
 pub(super) fn send_rejection(socket: &OwnedFd, Rejected { code, message }: Rejected) {
     let mut record = Vec::new();
     if Message::Error(Failure { code, message }).encode_into(&mut record).is_ok() {
@@ -90,7 +90,7 @@ pub(super) fn send_rejection(socket: &OwnedFd, Rejected { code, message }: Rejec
     }
 }
 
-/// How a user who is refused can be allowed by a group. Looks up the groups' names, which may ask another machine: not for each refusal.
+/// Advice for refused users. Called once: looking up group names may query another machine.
 fn how_to_join(gids: &[u32]) -> String {
     if gids.is_empty() {
         return "with --allow-gid and a group of this user".to_owned();

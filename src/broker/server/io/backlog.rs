@@ -1,4 +1,4 @@
-//! Users that send memory faster than the worker closes it.
+//! Backpressure on users that send memory faster than the worker closes it.
 
 use std::{
     collections::HashMap,
@@ -7,33 +7,33 @@ use std::{
 
 use crate::broker::server::state::caller::ConnectionId;
 
-/// How many more descriptors each user may send while the worker is behind.
+/// Additional descriptors that each user may send while the worker is behind.
 const MOST_WHILE_BEHIND: usize = 64;
 
-/// The connections that are not read from until the worker has closed memory.
+/// Connections that are not read until the worker has closed memory.
 #[derive(Debug, Default)]
 pub(super) struct Backlog {
     held_up: HashMap<ConnectionId, u32>,
-    /// How many descriptors each user has sent since the worker is behind.
+    /// Descriptors sent by each user since the worker fell behind.
     sent: HashMap<u32, usize>,
-    /// Since when each user's connections are held up.
+    /// When reading from each user's connections stopped.
     since: HashMap<u32, Instant>,
 }
 
-/// What waited until the worker has closed memory.
+/// Connections to read again, after the worker has caught up.
 pub(super) struct Released {
     pub(super) connections: Vec<ConnectionId>,
-    /// How long each user was held up.
+    /// How long each user's connections were not read.
     pub(super) users: HashMap<u32, Duration>,
 }
 
 impl Backlog {
-    /// A user has sent descriptors while the worker is behind.
+    /// Counts descriptors that a user sent while the worker is behind.
     pub(super) fn count(&mut self, uid: u32, descriptors: usize) {
         *self.sent.entry(uid).or_default() += descriptors;
     }
 
-    /// Whether a user has sent so much that its next descriptors wait.
+    /// Whether a user's next descriptors must wait.
     pub(super) fn is_full(&self, uid: u32) -> bool {
         self.sent.get(&uid).is_some_and(|sent| *sent >= MOST_WHILE_BEHIND)
     }
@@ -43,17 +43,16 @@ impl Backlog {
         self.since.entry(uid).or_insert(now);
     }
 
-    /// Whether something waits, or was counted, until memory is closed.
     pub(super) fn any(&self) -> bool {
         !self.held_up.is_empty() || !self.sent.is_empty()
     }
 
-    /// Whether connections of a user are held up: then its puts can't go on.
+    /// Whether reading from a user's connections has stopped, so that its puts can't progress.
     pub(super) fn holds_up(&self, uid: u32) -> bool {
         self.since.contains_key(&uid)
     }
 
-    /// The worker has closed enough.
+    /// Resets after the worker has caught up.
     pub(super) fn release(&mut self, now: Instant) -> Released {
         self.sent.clear();
         let users = self.since.drain().map(|(uid, since)| (uid, now.saturating_duration_since(since))).collect();

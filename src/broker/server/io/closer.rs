@@ -1,10 +1,10 @@
-//! Closes what other processes may keep from closing, away from the event loop.
+//! Closes descriptors that other processes can block, away from the event loop.
 //!
-//! close(2) of a descriptor that a peer sent blocks for as long as the peer likes: of a TCP socket with `SO_LINGER`, or of a file
-//! whose FUSE daemon does not answer. The same holds for a connection whose queue has records with such descriptors, since the
-//! kernel drops them in the thread that closes the connection.
+//! A peer can make close(2) of its descriptors block indefinitely: a TCP socket with `SO_LINGER`, or a file whose FUSE daemon does not
+//! answer. This also applies to a connection with such descriptors in its queue, because the kernel closes them in the thread that closes
+//! the connection.
 //!
-//! Each user has a thread at a time and a bound, so that blocked closes delay and refuse the connections of their sender alone.
+//! Each user has its own thread and limit, so blocked closes affect only their sender.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -23,34 +23,34 @@ use crate::{
     channel::record::{Next, is_gone, peek},
 };
 
-/// The most descriptors of a user that are not closed yet: its connections are refused beyond.
+/// The most unclosed descriptors per user. Beyond that, the user's connections are refused.
 const MOST_BLOCKED: usize = 256;
 
-/// The most threads that close: the users beyond wait for one.
+/// The most closer threads. Further users wait.
 const MOST_THREADS: usize = 64;
 
-/// How many queued records without descriptors are discarded for a connection to be closed on the event loop.
+/// How many records without descriptors to discard before a close is left to a thread.
 const FEW: usize = 16;
 
-/// What a user's thread closes next, and how much it has not closed.
+/// A user's unclosed descriptors.
 #[derive(Debug, Default)]
 struct Queue {
     waiting: Vec<OwnedFd>,
-    /// How many of the waiting descriptors are connections that count as the user's.
+    /// How many waiting descriptors are connections counted for the user.
     connections: usize,
-    /// Those that are being closed included.
+    /// Including descriptors being closed.
     descriptors: usize,
-    /// The descriptors among them that are no connections.
+    /// Descriptors that are not connections.
     files: usize,
-    /// Whether it has a thread, or waits for one.
+    /// Whether the user has a thread or waits for one.
     busy: bool,
 }
 
-/// The threads that close, and what waits for them.
+/// The closer threads and their queues.
 #[derive(Debug)]
 pub(super) struct Closers {
     queues: HashMap<Origin, Queue>,
-    /// Users that wait for a thread.
+    /// Users waiting for a thread.
     turns: VecDeque<Origin>,
     threads: usize,
     descriptors: usize,
@@ -63,29 +63,29 @@ impl Closers {
         Self { queues: HashMap::new(), turns: VecDeque::new(), threads: 0, descriptors: 0, done, waker }
     }
 
-    /// How many descriptors are not closed yet.
+    /// The number of unclosed descriptors.
     pub(super) fn descriptors(&self) -> usize {
         self.descriptors
     }
 
-    /// How many of a user's are not closed yet, besides connections that count as the user's.
+    /// A user's unclosed descriptors, without connections counted for the user.
     pub(super) fn files_of(&self, uid: u32) -> usize {
         self.queues.get(&Some(uid)).map_or(0, |queue| queue.files)
     }
 
-    /// Why a user may send nothing more, if so many of its descriptors are not closed.
+    /// Refuses a user with too many unclosed descriptors.
     pub(super) fn check(&self, uid: u32) -> Result<(), String> {
         let blocked = self.queues.get(&Some(uid)).map_or(0, |queue| queue.descriptors);
         if blocked < MOST_BLOCKED {
             return Ok(());
         }
         Err(format!(
-            "the broker can't close {blocked} descriptors that uid {uid} sent, and the limit is {MOST_BLOCKED}: it serves that user \
-             again when they are closed"
+            "{blocked} descriptors sent by uid {uid} are still being closed, and the limit is {MOST_BLOCKED}: the user is served again \
+            when they are closed"
         ))
     }
 
-    /// Closes descriptors in a thread. `connections` of them count as connections of the user until then.
+    /// Closes descriptors in a thread. `connections` of them are connections counted for the user until then.
     pub(super) fn close(&mut self, of: Origin, fds: Vec<OwnedFd>, connections: usize) {
         if fds.is_empty() {
             return;
@@ -103,7 +103,6 @@ impl Closers {
         self.start();
     }
 
-    /// Starts as many threads as may run.
     pub(super) fn start(&mut self) {
         while self.threads < MOST_THREADS
             && let Some(of) = self.turns.pop_front()
@@ -111,12 +110,12 @@ impl Closers {
             let Some(queue) = self.queues.get_mut(&of) else { continue };
             let (fds, connections) = (std::mem::take(&mut queue.waiting), std::mem::take(&mut queue.connections));
             let (count, done, waker) = (fds.len(), self.done.clone(), Arc::clone(&self.waker));
-            // Shared, so that a thread that does not start leaves them open.
+            // Shared, so that a failed spawn does not close them here.
             let fds = Arc::new(Mutex::new(fds));
             let to_close = Arc::clone(&fds);
             let close = move || {
                 drop(std::mem::take(&mut *to_close.lock().unwrap_or_else(PoisonError::into_inner)));
-                // Fails if the loop has ended.
+                // Fails if the event loop has ended.
                 let closed = Finished::Closed(Closed { of, count, connections });
                 if done.send(closed).is_ok()
                     && let Err(error) = waker.wake()
@@ -125,7 +124,7 @@ impl Closers {
                 }
             };
             if let Err(error) = thread::Builder::new().name("closer".to_owned()).spawn(close) {
-                tracing::error!(%error, "no thread can be started that closes descriptors: it is tried again");
+                tracing::error!(%error, "cannot start a thread to close descriptors: retrying");
                 queue.waiting = std::mem::take(&mut *fds.lock().unwrap_or_else(PoisonError::into_inner));
                 queue.connections = connections;
                 self.turns.push_front(of);
@@ -135,12 +134,12 @@ impl Closers {
         }
     }
 
-    /// Whether users wait for a thread that could not be started.
+    /// Whether users still wait because a thread could not be started.
     pub(super) fn wants_thread(&self) -> bool {
         self.threads < MOST_THREADS && !self.turns.is_empty()
     }
 
-    /// A thread has closed so many descriptors.
+    /// Handles the result of a thread.
     pub(super) fn closed(&mut self, Closed { of, count, connections }: Closed) {
         self.threads -= 1;
         self.descriptors -= count;
@@ -157,12 +156,12 @@ impl Closers {
     }
 }
 
-/// Ends both directions of a connection, and discards queued records without descriptors. Returns whether none is left, so that
-/// close(2) drops nothing. Does not block.
+/// Shuts a connection down and discards queued records without descriptors. Returns whether the queue is empty, so that close(2) can't
+/// block. Does not block.
 pub(super) fn is_drained(socket: &OwnedFd) -> bool {
-    // From here on the peer's sends fail, so the queue does not grow.
+    // From here on, the peer's sends fail and the queue can't grow.
     let ended = shutdown(socket, Shutdown::Both);
-    // Distinguishes an empty record from the end.
+    // Lets `peek` distinguish an empty record from the end of the stream.
     if ended.and_then(|()| sockopt::set_socket_passcred(socket, true)).is_err() {
         return false;
     }
@@ -175,7 +174,7 @@ pub(super) fn is_drained(socket: &OwnedFd) -> bool {
                     return false;
                 }
             }
-            // A reset is reported once, ahead of queued records.
+            // A reset is reported once, before queued records.
             Err(error) if is_gone(&error) || error.kind() == io::ErrorKind::Interrupted => {}
             Err(_) => return false,
         }

@@ -1,4 +1,4 @@
-//! The socket of one client, and the records that wait for it.
+//! A client's socket and send queue.
 
 use std::{
     collections::VecDeque,
@@ -21,7 +21,6 @@ use crate::{
     sys,
 };
 
-/// The socket of a client.
 #[derive(Debug)]
 pub(super) struct Connection {
     /// Only its descriptor is used: `sendfd` accepts no other type.
@@ -29,40 +28,38 @@ pub(super) struct Connection {
     pub(super) uid: u32,
     pub(super) pid: i32,
     pub(super) deadline: Option<Deadline>,
-    /// When the timer of its deadline runs.
+    /// When the deadline's timer fires.
     pub(super) timer: Option<Instant>,
-    /// Records that the socket has not taken yet.
+    /// Records that the socket has not accepted yet.
     queue: VecDeque<Outgoing>,
-    /// Records of the answer behind the next acknowledgement.
+    /// Records of the answer after the next acknowledgement.
     rest: VecDeque<Outgoing>,
-    /// How many segments of its lease were sent with the last record.
+    /// Segments of the lease sent up to the last record.
     sent_segments: u64,
-    /// How many bytes of answers are counted for its user.
+    /// Unsent bytes counted for the user.
     counted: u64,
-    /// How many descriptors the peer has not read yet, as far as is known.
+    /// Upper bound of the descriptors that the peer has not read.
     pub(super) unread: usize,
-    /// Since when an answer waits for room for its descriptors.
+    /// When an answer started to wait for room for its descriptors.
     pub(super) wants_room_since: Option<Instant>,
-    /// Since when the peer has not read what was sent.
+    /// When the peer stopped reading.
     pub(super) unread_since: Option<Instant>,
-    /// Whether it is among those that may have something to read.
+    /// Whether it is listed as possibly readable.
     pub(super) listed: bool,
 }
 
 /// The result of a send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sent {
-    /// Everything was sent.
     All,
-    /// The socket is full.
     Full,
-    /// The kernel's bound on descriptors in flight is reached: try again soon.
+    /// The kernel's limit of descriptors in flight is reached: retry soon.
     InFlight,
-    /// The peer is gone: the connection must end.
+    /// The peer is gone.
     Gone,
 }
 
-/// Bytes of answers that a connection has not sent: as counted before, and now.
+/// Unsent bytes of a connection: the previous count, and now.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Unsent {
     pub(super) before: u64,
@@ -70,7 +67,7 @@ pub(super) struct Unsent {
 }
 
 impl Connection {
-    /// The connection of a client; its socket is non-blocking.
+    /// `socket` must be non-blocking.
     pub(super) fn new(socket: OwnedFd, uid: u32, pid: i32) -> Self {
         Self {
             socket: socket.into(),
@@ -89,34 +86,33 @@ impl Connection {
         }
     }
 
-    /// Whether records wait for the socket.
     pub(super) fn is_blocked(&self) -> bool {
         !self.queue.is_empty()
     }
 
-    /// Whether all records were sent, those behind acknowledgements included.
+    /// Whether everything was sent, including records that wait for acknowledgements.
     pub(super) fn is_done(&self) -> bool {
         self.queue.is_empty() && self.rest.is_empty()
     }
 
-    /// Queues an answer: the first record now, each other one when the one before is acknowledged.
+    /// Queues an answer: the first record now, each further one after its predecessor is acknowledged.
     pub(super) fn answer(&mut self, records: Vec<Outgoing>) {
         let mut records = records.into_iter();
         records.next().into_iter().for_each(|first| self.push(first));
         self.rest.extend(records);
     }
 
-    /// The peer acknowledged a record, with so many segments of its lease: queues the next one.
+    /// Handles an acknowledgement of `segments` segments: queues the next record.
     ///
     /// # Errors
-    /// One sentence if there was nothing to acknowledge, or another number of segments.
+    /// One sentence if no acknowledgement is due, or the number of segments is wrong.
     pub(super) fn acknowledged(&mut self, segments: u64) -> Result<(), String> {
         let Some(next) = self.rest.pop_front() else {
-            return Err("received came where nothing is to be acknowledged".to_owned());
+            return Err("an acknowledgement arrived, but none is due".to_owned());
         };
         if segments != self.sent_segments {
             let sent = self.sent_segments;
-            return Err(format!("received says that {segments} segments of the lease came, and {sent} were sent"));
+            return Err(format!("the client acknowledged {segments} segments of the lease, but {sent} were sent"));
         }
         self.push(next);
         Ok(())
@@ -127,29 +123,29 @@ impl Connection {
         self.queue.push_back(outgoing);
     }
 
-    /// Counts the bytes of answers that are not sent.
+    /// Counts unsent bytes.
     pub(super) fn count_unsent(&mut self) -> Unsent {
         let now = self.queue.iter().chain(&self.rest).map(|record| record.bytes.len() as u64).sum();
         Unsent { before: std::mem::replace(&mut self.counted, now), now }
     }
 
-    /// How many bytes of answers are counted for its user.
+    /// The last result of [`Connection::count_unsent`].
     pub(super) fn counted_unsent(&self) -> u64 {
         self.counted
     }
 
-    /// Takes an answer back that is not sent whole.
+    /// Discards an incompletely sent answer.
     pub(super) fn take_back(&mut self) {
         self.queue.retain(|record| record.descriptors() == 0);
         self.rest.clear();
     }
 
-    /// How many descriptors wait for the socket.
+    /// The number of queued descriptors.
     pub(super) fn queued(&self) -> usize {
         self.queue.iter().map(Outgoing::descriptors).sum()
     }
 
-    /// Sends the records that wait.
+    /// Sends queued records.
     pub(super) fn flush(&mut self, objects: &Objects) -> Sent {
         while let Some(next) = self.queue.front() {
             let kept = next.fds.iter().map(|id| objects.segment(*id).as_raw_fd());
@@ -165,7 +161,7 @@ impl Connection {
                         self.unread += fds.len();
                         self.unread_since.get_or_insert_with(Instant::now);
                     } else if self.unread == 0 {
-                        // It reads.
+                        // The peer reads.
                         self.unread_since = None;
                     }
                     self.queue.pop_front();
@@ -175,7 +171,7 @@ impl Connection {
                     self.unread_since.get_or_insert_with(Instant::now);
                     return Sent::Full;
                 }
-                // Other clients leave descriptors unread.
+                // Other clients have too many unread descriptors.
                 Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) => return Sent::InFlight,
                 Err(_) => return Sent::Gone,
             }
@@ -183,8 +179,7 @@ impl Connection {
         Sent::All
     }
 
-    /// How many descriptors the peer has not read yet, those included that wait for the socket. It asks the kernel only if there were
-    /// any.
+    /// The number of descriptors that the peer has not read, including queued ones. Asks the kernel only if there were any.
     pub(super) fn unread(&mut self) -> usize {
         if self.unread_since.is_some()
             && self.queue.is_empty()
@@ -196,7 +191,7 @@ impl Connection {
         self.unread + self.queued()
     }
 
-    /// Whether the peer has not read all that was sent. Asks the kernel.
+    /// Whether the peer has unread data. Asks the kernel.
     pub(super) fn is_unread(&mut self) -> bool {
         self.unread();
         self.unread_since.is_some()

@@ -1,4 +1,4 @@
-//! All connections, and which of them need a look.
+//! All connections, and which of them need attention.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -8,13 +8,12 @@ use std::{
 use super::connection::Connection;
 use crate::broker::server::state::caller::ConnectionId;
 
-/// All connections.
 #[derive(Debug, Default)]
 pub(super) struct Connections {
     all: HashMap<ConnectionId, Connection>,
-    /// Those that may have something to read.
+    /// Connections that may have data to read.
     readable: Vec<ConnectionId>,
-    /// Those that have not read all that was sent.
+    /// Connections whose peers may have unread data.
     unread: HashSet<ConnectionId>,
 }
 
@@ -48,7 +47,7 @@ impl Connections {
         self.all.iter_mut().map(|(id, connection)| (*id, connection))
     }
 
-    /// Notes that a connection may have something to read.
+    /// Marks a connection as possibly readable.
     pub(super) fn list(&mut self, id: ConnectionId) {
         if let Some(connection) = self.all.get_mut(&id)
             && !connection.listed
@@ -62,7 +61,7 @@ impl Connections {
         !self.readable.is_empty()
     }
 
-    /// The connections that may have something to read.
+    /// Takes the connections that may have data to read.
     pub(super) fn take_listed(&mut self) -> Vec<ConnectionId> {
         let mut listed = std::mem::take(&mut self.readable);
         listed.retain(|id| {
@@ -72,12 +71,12 @@ impl Connections {
         listed
     }
 
-    /// Notes that a connection may not have read all that was sent.
+    /// Marks a connection whose peer may have unread data.
     pub(super) fn note_unread(&mut self, id: ConnectionId) {
         self.unread.insert(id);
     }
 
-    /// Asks the kernel which connections have not read all that was sent, and returns those that have not for longer than `most`.
+    /// Asks the kernel which peers have unread data. Returns connections whose peers have not read for longer than `limit`.
     pub(super) fn stuck(&mut self, now: Instant, most: Duration) -> Vec<ConnectionId> {
         let all = &mut self.all;
         self.unread.retain(|id| all.get_mut(id).is_some_and(Connection::is_unread));
@@ -88,7 +87,7 @@ impl Connections {
         self.unread.iter().filter(is_stuck).copied().collect()
     }
 
-    /// Whether some have not read all that was sent.
+    /// Whether some peers have unread data.
     pub(super) fn any_unread(&self) -> bool {
         !self.unread.is_empty()
     }

@@ -1,5 +1,5 @@
-//! The nodes of NVIDIA's devices, held open: where no process has a device open and persistence is off, its driver state goes, and
-//! memory with it that only descriptors keep.
+//! Holds NVIDIA device nodes open. Without persistence mode, the driver drops a device's state once no process has the device open, and
+//! memory that only descriptors keep is lost with it.
 
 use std::{collections::HashMap, fs, io, os::fd::OwnedFd};
 
@@ -8,14 +8,13 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Where the nodes are.
 const FOLDER: &str = "/dev";
 
-/// Holds the nodes of all devices open, and has the keeper hold them too; or none, if that is not wanted any more. `inherited` are those
-/// that the keeper held already. Opening one may take seconds, while the driver sets the device up.
+/// Opens the nodes of all devices and gives them to the keeper; if not `wanted`, releases inherited nodes. `inherited` are the keeper's
+/// nodes. Opening a node can take seconds while the driver initialises the device.
 ///
 /// # Errors
-/// [`Error::System`] if there is none, or if one can't be opened.
+/// [`Error::System`] if there is no node or it can't be opened.
 pub(crate) fn hold(store: &mut Store, mut inherited: HashMap<u8, OwnedFd>, wanted: bool) -> Result<Vec<(u8, OwnedFd)>> {
     store.count(inherited.len());
     let mut held = Vec::new();
@@ -37,9 +36,9 @@ pub(crate) fn hold(store: &mut Store, mut inherited: HashMap<u8, OwnedFd>, wante
     Ok(held)
 }
 
-/// The numbers of the nodes that exist, in ascending order.
+/// The numbers of the existing nodes, ascending.
 fn numbers() -> Result<Vec<u8>> {
-    let failed = |error| Error::system("look for the nodes of NVIDIA's devices in /dev", error);
+    let failed = |error| Error::system("find NVIDIA device nodes in /dev", error);
     let mut numbers = Vec::new();
     for entry in fs::read_dir(FOLDER).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
@@ -50,8 +49,6 @@ fn numbers() -> Result<Vec<u8>> {
     numbers.sort_unstable();
     match numbers.is_empty() {
         false => Ok(numbers),
-        true => {
-            Err(failed(io::Error::new(io::ErrorKind::NotFound, "there is no /dev/nvidia0: leave out --hold-devices")))
-        }
+        true => Err(failed(io::Error::new(io::ErrorKind::NotFound, "no /dev/nvidia0 exists: omit --hold-devices"))),
     }
 }

@@ -1,25 +1,25 @@
-//! What other threads report to the event loop.
+//! Results that other threads report to the event loop.
 
 use crate::broker::server::{
     state::caller::ConnectionId,
     verbs::effects::{Origin, Outcome},
 };
 
-/// What a thread has finished.
+/// A result of another thread.
 pub(super) enum Finished {
-    /// Work for a request of a client.
+    /// Work for a client's request.
     Work(ConnectionId, Outcome),
-    /// Enough memory was closed that users may send again.
+    /// The worker has closed enough memory for users to send again.
     CaughtUp,
-    /// Descriptors that a peer may have blocked.
+    /// Descriptors whose close a peer could block.
     Closed(Closed),
 }
 
-/// What a thread has closed.
+/// Closed descriptors.
 #[derive(Debug)]
 pub(super) struct Closed {
     pub(super) of: Origin,
     pub(super) count: usize,
-    /// How many of the descriptors were connections that counted as the user's.
+    /// How many of them were connections counted for the user.
     pub(super) connections: usize,
 }

@@ -1,5 +1,5 @@
-//! Descriptors in flight: sent, and not read by their receivers. The kernel counts them against the server's user, and refuses all
-//! sends beyond the limit of open files (`ETOOMANYREFS`), unless the server has rights that users lack. See unix(7).
+//! Descriptors in flight: sent, but not read by their receivers. The kernel counts them for the server's user. Beyond the limit of open
+//! files it refuses all sends (`ETOOMANYREFS`), unless the server has privileges. See unix(7).
 
 use std::{
     collections::HashSet,
@@ -12,17 +12,17 @@ use std::{
 use super::{connection::Connection, connections::Connections};
 use crate::{broker::server::state::caller::ConnectionId, sys, wire::MAX_FDS};
 
-/// Descriptors in flight, and how many there may be.
+/// Descriptors in flight, and their limit.
 #[derive(Debug)]
 pub(super) struct Flight {
-    /// Connections that have not read descriptors.
+    /// Connections with unread descriptors.
     connections: HashSet<ConnectionId>,
     abandoned: Vec<Abandoned>,
-    /// The most descriptors that this process may have: also the kernel's bound on descriptors in flight.
+    /// The limit of open files, which is also the kernel's limit of descriptors in flight.
     pub(super) limit: usize,
 }
 
-/// A connection that was ended while its peer had not read all descriptors: they are in flight until it has, or has closed it.
+/// A closed connection whose peer had unread descriptors. They stay in flight until the peer reads them or closes its socket.
 #[derive(Debug)]
 struct Abandoned {
     socket: UnixStream,
@@ -35,7 +35,7 @@ impl Flight {
         Self { connections: HashSet::new(), abandoned: Vec::new(), limit }
     }
 
-    /// Notes that a connection has not read descriptors.
+    /// Adds a connection with unread descriptors.
     pub(super) fn add(&mut self, id: ConnectionId) {
         self.connections.insert(id);
     }
@@ -44,14 +44,14 @@ impl Flight {
         self.connections.remove(&id);
     }
 
-    /// How many connections were ended and are not closed.
+    /// The number of abandoned sockets.
     pub(super) fn abandoned(&self) -> usize {
         self.abandoned.len()
     }
 
-    /// Whether so many descriptors more may be sent to a user: at most half of what the kernel allows in flight and other users leave,
-    /// so that there is some left for each. Ending a connection makes no room: what its peer has not read stays in flight. The caller
-    /// closes the connections that are added to `read`.
+    /// Whether `more` descriptors can be sent to a user. A user may have half of the kernel's limit minus other users' descriptors in
+    /// flight, so that every user can get some. Closing a connection does not free its share: unread descriptors stay in flight. The caller
+    /// closes the sockets added to `read`.
     pub(super) fn has_room(
         &mut self,
         connections: &mut Connections,
@@ -66,7 +66,7 @@ impl Flight {
         more <= self.room(connections, uid)
     }
 
-    /// How many descriptors may be sent to a user, as counted last.
+    /// The number of descriptors that can be sent to a user, as of the last count.
     pub(super) fn room(&self, connections: &Connections, uid: u32) -> usize {
         let (mut own, mut others) = (0, 0);
         let connected = self.connections.iter().filter_map(|id| connections.get(*id));
@@ -74,11 +74,11 @@ impl Flight {
         for (of, count) in connected.chain(self.abandoned.iter().map(|of| (of.uid, of.descriptors))) {
             *if of == uid { &mut own } else { &mut others } += count;
         }
-        // The kernel's bound is the limit of open files, for all that processes of the server's user have sent.
+        // The kernel applies the limit of open files to all descriptors sent by processes of the server's user.
         (self.limit.saturating_sub(others) / 2).max(MAX_FDS).saturating_sub(own)
     }
 
-    /// Asks the kernel which connections have read the descriptors that were sent. Returns ended ones, with their users, to be closed.
+    /// Asks the kernel which connections have read their descriptors. Returns abandoned sockets that can be closed, with their users.
     pub(super) fn count(&mut self, connections: &mut Connections) -> Vec<(OwnedFd, u32)> {
         let is_unread = |connection: &mut Connection| connection.is_unread() && connection.unread > 0;
         self.connections.retain(|id| connections.get_mut(*id).is_some_and(is_unread));
@@ -86,7 +86,8 @@ impl Flight {
         self.abandoned.extract_if(.., read).map(|Abandoned { socket, uid, .. }| (socket.into(), uid)).collect()
     }
 
-    /// Keeps the socket of an ended connection until its peer has read the descriptors, or closed it; gives it back if it has.
+    /// Keeps the socket of a closed connection until its peer has read the descriptors or closed its socket. Returns the socket if it can
+    /// be closed now.
     pub(super) fn abandon(&mut self, socket: UnixStream, uid: u32, descriptors: usize) -> Option<UnixStream> {
         if descriptors == 0 || !is_unread_socket(socket.as_fd()) {
             return Some(socket);
@@ -97,7 +98,7 @@ impl Flight {
     }
 }
 
-/// Whether the peer has not read all that was sent on a socket.
+/// Whether the peer has unread data on a socket.
 fn is_unread_socket(socket: BorrowedFd<'_>) -> bool {
     sys::unread(socket).is_ok_and(|bytes| bytes > 0)
 }

@@ -1,4 +1,4 @@
-//! The keeper as the event loop sees it: what waits for it, and what is done when it dies.
+//! The event loop's side of the keeper: queued messages, and recovery after the keeper dies.
 
 use std::{
     io,
@@ -22,52 +22,51 @@ use crate::{
     error::Error,
 };
 
-/// The keeper's connection, among what the event loop waits for.
+/// The keeper's connection in the event loop.
 pub(super) const STORE: Key = Key(3);
 
-/// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
+/// Retry interval for sends that reached the kernel's limit of descriptors in flight.
 pub(super) const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
-/// How long to wait before the next try to reach a keeper, if one dies again soon; and that at most, where this process starts it and
-/// where an init does.
+/// Delays between connection attempts if keepers keep dying: the first; the maximum if this process starts the keeper; and if an init
+/// starts it.
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 const LONGEST_PAUSE_BY_PATH: Duration = Duration::from_millis(200);
 
-/// How often to look whether the keeper reads what was sent, and for how long it may read nothing.
+/// How often to check whether the keeper reads its messages, and for how long it may not read.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 const LONGEST_SILENCE: Duration = Duration::from_secs(5);
 
-/// How long a process that ends keeps its pidfd unreadable after its sockets are closed.
+/// A terminating process closes its sockets up to this long before its pidfd becomes readable.
 const DYING: Duration = Duration::from_millis(50);
 
-/// How long a server that is asked to end waits for a keeper that has everything.
+/// How long a stopping server waits for the keeper to have everything.
 const LONGEST_END: Duration = Duration::from_secs(10);
 
 /// The keeper of this server.
 #[derive(Debug, Default)]
 pub(crate) struct Keeping {
-    /// `None` without a keeper.
     link: Option<Link>,
     keeper: Option<Process>,
-    /// When the next keeper may be tried, and how long to wait for the one after that.
+    /// When the next keeper may be tried, and the delay after that attempt.
     next: Option<Instant>,
     pause: Duration,
-    /// The request of SIGHUP: to end for another server.
+    /// Triggered by SIGHUP: exit so that another server takes over.
     restart: Option<Cancel>,
-    /// Before it ends a keeper must have confirmed this.
+    /// The keeper must confirm this mark before the server exits.
     end_mark: Option<Mark>,
     end_by: Option<Instant>,
-    /// How much the keeper is known to have read, and what it was asked to confirm, since when.
+    /// How much the keeper has read, and the confirmation it was asked for, with the time.
     read: u64,
     asked: Option<(Mark, Instant)>,
     /// Whether the keeper may have sent something.
     pub(super) readable: bool,
-    /// The nodes of devices that are held open.
+    /// Device nodes held open.
     devices: Vec<(u8, OwnedFd)>,
 }
 
-/// The rest of the event loop, as far as the keeper concerns it.
+/// The parts of the event loop that the keeper code uses.
 pub(super) struct Around<'a> {
     pub(super) state: &'a mut State,
     pub(super) timers: &'a mut Timers,
@@ -81,7 +80,7 @@ impl Keeping {
         Self { link: Some(link), keeper: Some(keeper), restart, ..Self::default() }
     }
 
-    /// The keeper's process, if there is a keeper that this PID namespace has.
+    /// The keeper's process, if it is visible in this PID namespace.
     pub(super) fn keeper_pid(&self) -> Option<u32> {
         self.keeper.as_ref().and_then(|keeper| u32::try_from(keeper.pid).ok()).filter(|pid| *pid > 0)
     }
@@ -90,29 +89,28 @@ impl Keeping {
         self.restart.as_ref()
     }
 
-    /// Holds these nodes of devices open.
     pub(crate) fn holding(self, devices: Vec<(u8, OwnedFd)>) -> Self {
         Self { devices, ..self }
     }
 
-    /// Whether this process starts its keepers.
+    /// Whether this process starts its keeper.
     fn starts_keeper(&self) -> bool {
         self.link.as_ref().is_some_and(Link::starts_keeper)
     }
 
-    /// Whether the keeper stays when this server was asked to end.
+    /// Whether the keeper stays after this server is asked to exit.
     fn keeper_stays(&self) -> bool {
         self.link.as_ref().is_some_and(Link::keeper_stays)
     }
 
-    /// Ends the keeper of an embedded server that has no versions. Returns whether no keeper is left.
+    /// Stops the keeper of an embedded server that has no versions. Returns whether no keeper is left.
     pub(super) fn end_unused(&self) -> bool {
         self.link.as_ref().zip(self.keeper.as_ref()).is_some_and(|(link, keeper)| link.end_unused(keeper))
     }
 }
 
 impl Keeping {
-    /// Sends the keeper what waits for it. Once the keeper is gone, another one is sent everything.
+    /// Sends queued messages to the keeper. If the keeper is gone, connects to another and resends everything.
     pub(super) fn flush(&mut self, around: &mut Around<'_>) {
         if std::mem::take(&mut self.readable) {
             around.state.objects.store_mut().read();
@@ -125,7 +123,7 @@ impl Keeping {
         self.look_later(around);
     }
 
-    /// Has the loop wake when the keeper has read or sent something.
+    /// Registers the keeper's connection with the event loop.
     pub(super) fn register(&self, state: &State, registry: &Registry) -> io::Result<()> {
         let interest = Interest::READABLE | Interest::WRITABLE;
         match state.objects.store().connection() {
@@ -134,8 +132,8 @@ impl Keeping {
         }
     }
 
-    /// No keeper is connected: goes on with another one, which is sent everything. If there is none it is tried again, after longer and
-    /// longer pauses. Puts wait meanwhile.
+    /// Replaces a keeper that is gone: connects to another and resends everything. If none is reachable, retries with increasing delays;
+    /// puts wait until then.
     fn gone(&mut self, around: &mut Around<'_>) {
         let now = Instant::now();
         let keeping = &mut *self;
@@ -143,8 +141,8 @@ impl Keeping {
         if now < next {
             return around.timers.set_once(next.saturating_duration_since(now), Timer::Store);
         }
-        // One that lived for long is replaced at once, and the next one after a pause. One that lives has closed the connection, and would
-        // soon do it again.
+        // A keeper that lived long is replaced at once, the next after a delay. A keeper that is still alive has closed the connection
+        // itself and would soon do so again.
         let lived = now.saturating_duration_since(next);
         let lives = |keeper: &Process| !keeper.ends_within(DYING);
         let has_closed = !keeping.starts_keeper() && keeping.keeper.as_ref().is_some_and(lives);
@@ -159,25 +157,25 @@ impl Keeping {
             let allowed = around.state.objects.store().room().1;
             tracing::warn!(
                 allowed,
-                "the keeper lives and has closed the connection: does it have too few descriptors (LimitNOFILE)?"
+                "the keeper is running but has closed the connection: check its descriptor limit (LimitNOFILE)"
             );
-            // It did not crash.
+            // This was not a crash.
             around.state.objects.store_mut().take_crash();
         }
         self.note_crash(around);
         match self.begin_anew(around) {
             Ok(pid) => {
-                tracing::warn!(pid, "no keeper was connected: this one is sent everything");
-                // Whatever was on its way is among what is kept anew.
+                tracing::warn!(pid, "the keeper was lost: sending everything to this one");
+                // Pending versions are part of the resent set.
                 let mark = around.state.objects.store().mark();
                 around.state.storing.queue.iter_mut().for_each(|stored| stored.staged.mark = mark);
-                // At once: this process alone has everything meanwhile.
+                // Send at once: no other process has everything.
                 around.state.objects.flush_store();
                 around.timers.set_once(IN_FLIGHT_PAUSE, Timer::Store);
             }
             Err(error) => {
                 if around.state.repeats.is_first(geteuid().as_raw(), "no keeper can be reached") {
-                    tracing::error!(%error, "no keeper can be reached: puts wait, and the memory is freed if this process dies now");
+                    tracing::error!(%error, "no keeper can be reached: puts wait, and all memory is freed if this process dies now");
                 }
                 around.state.objects.store_mut().disconnect();
                 around.timers.set_once(self.pause, Timer::Store);
@@ -185,7 +183,7 @@ impl Keeping {
         }
     }
 
-    /// Remembers that the keeper crashed, if it did.
+    /// Records a keeper crash in the history.
     fn note_crash(&self, around: &mut Around<'_>) {
         if around.state.objects.store_mut().take_crash() {
             let pid = self.keeper_pid().unwrap_or(0);
@@ -193,11 +191,11 @@ impl Keeping {
         }
     }
 
-    /// Connects to another keeper, and has everything kept anew. Returns its pid.
+    /// Connects to another keeper and queues everything for it. Returns its pid.
     fn begin_anew(&mut self, around: &mut Around<'_>) -> io::Result<i32> {
         let Some(link) = self.link.clone() else { return Err(io::ErrorKind::NotConnected.into()) };
         if self.starts_keeper() {
-            // Two would start two servers.
+            // Two keepers would start two servers.
             self.end_keeper();
         }
         let (socket, process) = link.connect()?;
@@ -221,7 +219,6 @@ impl Keeping {
         Ok(pid)
     }
 
-    /// Kills the keeper, if it lives.
     fn end_keeper(&mut self) {
         self.asked = None;
         if let Some(process) = self.keeper.take() {
@@ -236,7 +233,7 @@ impl Keeping {
         }
     }
 
-    /// Looks whether the keeper has read what was sent, and replaces it if it reads nothing: it may be stopped.
+    /// Checks whether the keeper reads its messages. Replaces a keeper that does not, as it may be stopped.
     pub(super) fn look(&mut self, around: &mut Around<'_>) {
         let store = around.state.objects.store();
         match self.asked {
@@ -248,7 +245,7 @@ impl Keeping {
                 self.asked = Some((around.state.objects.store_mut().sync(), Instant::now()));
             }
             Some((_, since)) if since.elapsed() > LONGEST_SILENCE => {
-                tracing::error!("the keeper has read nothing for {LONGEST_SILENCE:?}: it is killed and replaced");
+                tracing::error!("the keeper has read nothing for {LONGEST_SILENCE:?}: killing and replacing it");
                 around.state.objects.store_mut().disconnect();
                 self.note_crash(around);
                 self.end_keeper();
@@ -258,7 +255,7 @@ impl Keeping {
         self.look_later(around);
     }
 
-    /// SIGHUP: another server is to go on with what the keeper has confirmed.
+    /// Handles SIGHUP: exit once the keeper has confirmed everything, so that another server takes over.
     pub(super) fn begin_end(&mut self, around: &mut Around<'_>) {
         if self.end_mark.is_none() {
             let mark = around.state.objects.store_mut().sync();
@@ -266,18 +263,18 @@ impl Keeping {
         }
     }
 
-    /// Whether this server was asked to end for another one, and a keeper has everything.
+    /// Whether another server can take over: a keeper has everything.
     fn may_end(&self, around: &Around<'_>) -> bool {
         self.end_mark.is_some_and(|mark| around.state.objects.store().is_confirmed(mark))
     }
 
-    /// Whether the loop is to end.
+    /// Whether the event loop must stop.
     pub(super) fn ends(&mut self, around: &mut Around<'_>) -> bool {
         let cancelled = around.cancel.check().is_err();
         if !cancelled || !self.keeper_stays() {
             return cancelled || self.may_end(around);
         }
-        // It frees nothing, and so ends once a keeper has everything.
+        // This exit frees nothing: it waits until a keeper has everything.
         let now = Instant::now();
         let by = *self.end_by.get_or_insert_with(|| now + LONGEST_END);
         if self.end_mark.is_none() {
@@ -287,22 +284,24 @@ impl Keeping {
         self.may_end(around) || now >= by
     }
 
-    /// Reports what becomes of everything that this server held, to its keeper and in the log.
+    /// Reports the fate of the server's objects to the keeper and the log.
     pub(super) fn report_end(&self, around: &mut Around<'_>, total: Total) {
-        const FREED: &str = "the memory is freed, but for what clients have mapped";
+        const FREED: &str = "the memory is freed, except where clients have it mapped";
         let Total { counts: Counts { objects, versions, .. }, bytes } = total;
         let held = format!("{objects} objects, {versions} versions, {bytes} bytes as claimed");
         match &self.keeper {
-            _ if around.state.objects.store().keeper() == Keeper::None => return tracing::info!(held, "ends: {FREED}"),
+            _ if around.state.objects.store().keeper() == Keeper::None => {
+                return tracing::info!(held, "stopping: {FREED}");
+            }
             Some(keeper) if self.may_end(around) => {
-                tracing::info!(pid = keeper.pid, held, "ends: the keeper has everything")
+                tracing::info!(pid = keeper.pid, held, "stopping: the keeper has everything")
             }
             _ if self.keeper_stays() => {
-                tracing::error!(held, "no keeper has everything after {LONGEST_END:?}: the rest is freed");
+                tracing::error!(held, "no keeper has everything after {LONGEST_END:?}: freeing the rest");
                 around.state.objects.report_unkept();
             }
             _ if is_hung_up(around.cancel) => {}
-            _ => tracing::info!(held, "ends, and so does the keeper: {FREED}"),
+            _ => tracing::info!(held, "stopping server and keeper: {FREED}"),
         }
         around.state.history.end(around.state.objects.store_mut());
         if around.cancel.check().is_err() && (self.keeper_stays() || !is_hung_up(around.cancel)) {
@@ -311,7 +310,7 @@ impl Keeping {
     }
 }
 
-/// Whether SIGHUP ended this server: the next one goes on.
+/// Whether SIGHUP stopped this server, so that the next one takes over.
 pub(super) fn is_hung_up(cancel: &Cancel) -> bool {
     matches!(cancel.check(), Err(Error::Interrupted { reason: CancelReason::Signal(nix::libc::SIGHUP) }))
 }

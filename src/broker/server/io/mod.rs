@@ -1,18 +1,18 @@
-//! Sockets, descriptors, threads and time: the event loop, which carries out effects and knows no verb.
+//! Sockets, descriptors, threads and time: the event loop. It executes effects and does not know the verbs.
 //!
-//! | File | What it does |
+//! | File | Purpose |
 //! |---|---|
 //! | `reactor` | the event loop and its timers |
-//! | `serve` | receives records, carries out effects, closes connections |
-//! | `connection`, `connections` | the sockets of clients, and the records that wait for them |
-//! | `admission` | which users may connect |
-//! | `flight` | descriptors that were sent and not read |
-//! | `timers` | what happens when |
-//! | `worker`, `backlog` | work that takes long, and users that send more of it than is done |
-//! | `closer` | closes that a peer may block |
-//! | `finished` | what the threads report |
+//! | `serve` | receives records, executes effects, closes connections |
+//! | `connection`, `connections` | client sockets and their send queues |
+//! | `admission` | decides which users may connect |
+//! | `flight` | descriptors that were sent but not read |
+//! | `timers` | the timer queue |
+//! | `worker`, `backlog` | long work, and backpressure on users that send more than the worker can process |
+//! | `closer` | closes that a peer can block |
+//! | `finished` | results of other threads |
 //! | `keeper` | the connection to the keeper |
-//! | `devices` | the nodes of devices, held open |
+//! | `devices` | device nodes held open |
 
 pub(super) mod admission;
 mod backlog;

@@ -1,4 +1,4 @@
-//! The event loop: one thread that serves all connections, and never waits for one of them.
+//! The event loop: one thread serves all connections without blocking on any of them.
 
 use std::{
     io,
@@ -44,19 +44,19 @@ const WAKER: Key = Key(1);
 const CANCEL: Key = Key(2);
 const RESTART: Key = Key(4);
 
-/// How often connections are looked at that do not read.
+/// How often to check for clients that do not read.
 const SWEEP: Duration = Duration::from_secs(1);
 
-/// How long after the start clients can take up what they held of a server before this one.
+/// How long clients can resume leases of the previous server.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// How many timers run before other connections are served.
+/// Timers run per turn.
 const TIMERS_AT_ONCE: usize = 128;
 
-/// How many descriptors there is room for from the start, at 8 bytes each.
+/// The descriptor table is preallocated for this many descriptors, at 8 bytes each.
 const MOST_ROOM: usize = 1 << 20;
 
-/// The event loop, and everything that it serves.
+/// The event loop and everything it serves.
 pub(crate) struct Reactor {
     pub(super) state: State,
     pub(super) poll: Poll,
@@ -70,24 +70,24 @@ pub(crate) struct Reactor {
     pub(super) worker: Worker,
     pub(super) closers: Closers,
     finished: Receiver<Finished>,
-    /// The record that is received.
+    /// The receive buffer.
     pub(super) incoming: Vec<u8>,
 }
 
 impl Reactor {
     pub(crate) fn new(state: State, admission: Admission, keeping: Keeping, cancel: &Cancel) -> Result<Self> {
         let failed = |action: &'static str| move |error: io::Error| Error::system(action, error);
-        let poll = Poll::new().map_err(failed("make an epoll instance"))?;
-        let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("make an eventfd"))?);
+        let poll = Poll::new().map_err(failed("create an epoll instance"))?;
+        let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("create an eventfd"))?);
         let sources = [(admission.listener.as_fd(), LISTENER), (cancel.as_fd(), CANCEL)];
         let restart = keeping.restart_request().map(|restart| (restart.as_fd(), RESTART));
         for (fd, key) in sources.into_iter().chain(restart) {
             let registered = poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), key, Interest::READABLE);
             registered.map_err(failed("watch a descriptor"))?;
         }
-        // A connection takes descriptors once its user is allowed. Before Linux 6.16 each does.
+        // Connections accept descriptors once their user is allowed. Before Linux 6.16, all connections accept them.
         if let Err(error) = sys::pass_descriptors(admission.listener.as_fd(), false) {
-            tracing::debug!(%error, "users that are not allowed can send descriptors before they are disconnected");
+            tracing::debug!(%error, "disallowed users can send descriptors before they are disconnected");
         }
         let (done, finished) = mpsc::channel();
         let worker = Worker::start(done.clone(), Arc::clone(&waker))?;
@@ -114,17 +114,17 @@ impl Reactor {
         Ok(reactor)
     }
 
-    /// Whether it goes on with what a server before it held.
+    /// Whether it took over from a previous server.
     pub(crate) fn is_restarted(&self) -> bool {
         self.state.objects.journal().restarts() > 0
     }
 
-    /// Ends the keeper of an embedded server that has no versions. Returns whether no keeper is left.
+    /// Stops the keeper of an embedded server that has no versions. Returns whether no keeper is left.
     pub(crate) fn end_unused_keeper(&self) -> bool {
         self.keeping.end_unused()
     }
 
-    /// Serves until it is cancelled. Returns what the broker held then.
+    /// Serves until cancelled. Returns the totals at that time.
     pub(crate) fn run(&mut self) -> Result<Total> {
         let total = self.state.objects.total();
         tracing::info!(
@@ -135,7 +135,7 @@ impl Reactor {
             leases = total.counts.leases,
             bytes = total.bytes,
             restarts = self.state.objects.journal().restarts(),
-            "serves"
+            "serving"
         );
         let mut events = Events::with_capacity(1024);
         while !self.ends() {
@@ -177,14 +177,14 @@ impl Reactor {
         }
     }
 
-    /// Handles what other threads have finished.
+    /// Handles results of other threads.
     fn take_finished(&mut self) {
         for finished in self.finished.try_iter().collect::<Vec<_>>() {
             match finished {
                 Finished::Work(client, outcome) => {
                     self.with(|state, effects| connection::work_done(state, effects, client, outcome));
                 }
-                // [`Reactor::run_timers`] receives again.
+                // [`Reactor::run_timers`] resumes reading.
                 Finished::CaughtUp => {}
                 Finished::Closed(closed) => {
                     let (of, connections) = (closed.of, closed.connections);
@@ -197,7 +197,7 @@ impl Reactor {
         }
     }
 
-    /// Does what no connection asks for: as much of it as leaves others their turn.
+    /// Does work that no connection requests, within the budget of a turn.
     fn go_on(&mut self) {
         self.settle_store();
         self.run_timers();
@@ -207,31 +207,30 @@ impl Reactor {
         });
     }
 
-    /// Calls a function of the state, and does what it says.
+    /// Calls a function of the state and executes its effects.
     pub(super) fn with(&mut self, call: impl FnOnce(&mut State, &mut Effects)) {
         let mut effects = Effects::default();
         call(&mut self.state, &mut effects);
         self.execute(effects);
     }
 
-    /// The keeper, and what it needs of the rest.
+    /// The keeper, and the parts of the event loop that it uses.
     pub(super) fn keeping(&mut self) -> (&mut Keeping, Around<'_>) {
         let Self { keeping, state, timers, poll, admission, cancel, .. } = self;
         (keeping, Around { state, timers, registry: poll.registry(), listener: &admission.listener, cancel })
     }
 
-    /// Whether the loop must end.
     fn ends(&mut self) -> bool {
         let (keeping, mut around) = self.keeping();
         if keeping.ends(&mut around) {
             return true;
         }
-        // It may have asked the keeper to confirm everything, and nothing else may wake the loop of an idle server.
+        // `ends` may have asked the keeper for a confirmation, and nothing else may wake an idle server's loop.
         self.settle_store();
         false
     }
 
-    /// Sends the keeper what waits for it, and publishes what it has.
+    /// Sends queued messages to the keeper, and publishes confirmed versions.
     pub(super) fn settle_store(&mut self) {
         if self.state.objects.store().keeper() == Keeper::None && self.state.storing.queue.is_empty() {
             return;
@@ -248,32 +247,32 @@ impl Reactor {
         }
     }
 
-    /// Ends all connections, and reports what becomes of what they hold.
+    /// Ends all connections, and reports the fate of the objects.
     fn end(&mut self) -> Total {
-        const MESSAGE: &str = "the broker stops: connect again when it runs";
-        // Before the connections end, and their leases with them.
+        const MESSAGE: &str = "the broker is stopping: reconnect when it runs again";
+        // Count first: disconnecting releases leases.
         let total = self.state.objects.total();
         let (keeping, mut around) = self.keeping();
         keeping.report_end(&mut around, total);
         if self.state.objects.store().keeper() == Keeper::None {
             for id in self.connections.ids() {
-                self.end_connection(id, ErrorCode::Interrupted, MESSAGE, "the broker stops");
+                self.end_connection(id, ErrorCode::Interrupted, MESSAGE, "the broker is stopping");
             }
             return total;
         }
-        // What they hold is the next server's: nothing of it is written down as ended.
+        // The next server takes over the leases, so their end is not logged.
         self.state.objects.flush_store();
         for id in self.connections.ids() {
             self.send_error(id, ErrorCode::Interrupted, MESSAGE);
         }
-        // Their close may block; the peers see the end before it.
+        // Closing may block; the peers see the shutdown first.
         for (_, connection) in self.connections.iter_mut() {
             let _ = connection.socket.shutdown(std::net::Shutdown::Both);
         }
         total
     }
 
-    /// Tells the init that this process runs, if it watches it, and does so again in time.
+    /// Notifies the init's watchdog, if enabled, and schedules the next notification.
     fn feed_watchdog(&mut self) {
         if let Some(every) = notify::watchdog() {
             notify::notify("WATCHDOG=1");
@@ -281,7 +280,6 @@ impl Reactor {
         }
     }
 
-    /// How long the loop may sleep.
     fn poll_timeout(&self) -> Option<Duration> {
         if self.admission.acceptable || self.connections.any_listed() || self.state.has_work() {
             return Some(Duration::ZERO);
@@ -291,7 +289,7 @@ impl Reactor {
         Some(if left.is_zero() { left } else { left + Duration::from_millis(1) })
     }
 
-    /// Closes what waits to be closed, and runs the timers that are due.
+    /// Runs due timers and pending cleanup.
     fn run_timers(&mut self) {
         self.state.objects.now = Time::now();
         let now = self.state.objects.now.at;
@@ -303,7 +301,7 @@ impl Reactor {
         }
         self.state.objects.go_on_compacting();
         for _ in 0..TIMERS_AT_ONCE {
-            // Anew each time: a timer may end leases, and so begin the end of names.
+            // In each iteration: a timer may release leases and so schedule expiries.
             self.schedule_expiries();
             let Some(timer) = self.timers.pop(now) else { break };
             match timer {
@@ -343,7 +341,7 @@ impl Reactor {
         self.timers.set_once(SWEEP, Timer::Sweep);
     }
 
-    /// Disconnects clients that do not read, and tries again what could not be done.
+    /// Disconnects clients that do not read, and retries failed work.
     fn sweep(&mut self, now: Instant) {
         self.closers.start();
         self.count_unread();
@@ -355,14 +353,14 @@ impl Reactor {
         }
     }
 
-    /// The timer of a connection runs: its deadline may have passed, or was moved.
+    /// Handles a connection's timer. Its deadline may have moved.
     fn check_deadline(&mut self, id: ConnectionId, now: Instant) {
         let Some(connection) = self.connections.get_mut(id) else { return };
         connection.timer = None;
         match connection.deadline {
             None => {}
             Some(deadline) if deadline.at > now => self.set_timer(id, deadline.at),
-            // [`Reactor::receive_again`] moves it.
+            // [`Reactor::receive_again`] moves the deadline.
             Some(deadline) if deadline.stops && self.backlog.holds_up(connection.uid) => {}
             Some(_) => {
                 connection.deadline = None;
@@ -371,22 +369,22 @@ impl Reactor {
         }
     }
 
-    /// Sets the timer of a connection, unless it runs before.
+    /// Sets a connection's timer, unless it fires earlier anyway.
     pub(super) fn set_timer(&mut self, id: ConnectionId, at: Instant) {
         let Some(connection) = self.connections.get_mut(id) else { return };
-        // One timer for each connection: a client may make requests with other waits as often as it likes.
+        // One timer per connection: a client can make requests with new deadlines at any rate.
         if connection.timer.is_none_or(|timer| timer > at) {
             let before = connection.timer.replace(at);
             self.timers.set_at(at, Timer::Connection(id), before);
         }
     }
 
-    /// Whether much memory waits to be released and closed, so that users may send little more.
+    /// Whether users must slow down because much memory is still to be closed.
     pub(super) fn is_behind(&self) -> bool {
         self.state.objects.releasing() + self.worker.closing() > MOST_CLOSING
     }
 
-    /// Memory was closed: receives again from the connections that waited for that. Their users' deadlines stood still.
+    /// Resumes reading from connections that waited for memory to be closed. Extends their users' suspended deadlines.
     fn receive_again(&mut self) {
         let Released { connections, users } = self.backlog.release(Instant::now());
         let mut moved = Vec::new();
@@ -402,23 +400,23 @@ impl Reactor {
         connections.into_iter().for_each(|id| self.connections.list(id));
     }
 
-    /// Descriptors that this process has, about, and those that puts under way will bring.
+    /// Approximate number of this process's descriptors, plus the announced descriptors of pending puts.
     pub(super) fn descriptors(&self) -> usize {
         let closing = self.worker.closing() + self.closers.descriptors();
         self.connections.len() + self.flight.abandoned() + self.state.objects.descriptors() + closing
     }
 }
 
-/// Makes the kernel allocate a table for this many descriptors (at most 8 MiB), by a duplicate of `fd`. In a process with several
-/// threads the table grows only after an RCU grace period, which stops the event loop for 10 to 20 ms each time that the table is full.
+/// Makes the kernel allocate a descriptor table of this size (at most 8 MiB), by duplicating `fd`. In a multithreaded process, each growth
+/// of the table waits for an RCU grace period, which would stop the event loop for 10 to 20 ms.
 pub(crate) fn make_room(fd: BorrowedFd<'_>, descriptors: usize) {
     let last = descriptors.min(MOST_ROOM).saturating_sub(1);
     if let Err(error) = rustix::io::fcntl_dupfd_cloexec(fd, last as RawFd) {
-        tracing::debug!(%error, descriptors, "the table of descriptors grows as they come");
+        tracing::debug!(%error, descriptors, "cannot preallocate the descriptor table: it grows on demand");
     }
 }
 
-/// Raises the limit of open files as far as this process may, and returns it.
+/// Raises the limit of open files as far as allowed, and returns it.
 pub(crate) fn raise_limit() -> usize {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 1024 };
     let raised = soft >= hard || setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();

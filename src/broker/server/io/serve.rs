@@ -1,4 +1,4 @@
-//! Records in and out: what connections send is received and handled, and the effects are carried out.
+//! Receives and handles records, and executes the effects.
 
 use std::{
     io,
@@ -37,21 +37,20 @@ use crate::{
     wire::{Failure, broker::Message, is_error},
 };
 
-/// How many connections are accepted before the others have their turn.
+/// Connections accepted per turn.
 const ACCEPTED_AT_ONCE: usize = 64;
 
-/// How many records of a connection are read before the others have their turn.
+/// Records read per connection and turn.
 const RECORDS_AT_ONCE: usize = 8;
 
-/// How often a reply is tried again that waits until its user's processes have read some of the descriptors that were sent to them.
+/// Retry interval for a reply that waits until the user's processes read descriptors sent earlier.
 const ROOM_PAUSE: Duration = Duration::from_millis(20);
 
-/// How long such a reply waits.
+/// The longest such wait.
 const ROOM_WAIT: Duration = Duration::from_secs(2);
 
-// Connections that come.
+// Incoming connections.
 impl Reactor {
-    /// Accepts the connections that wait.
     pub(super) fn accept(&mut self) {
         for _ in 0..ACCEPTED_AT_ONCE {
             if !self.admission.acceptable {
@@ -62,13 +61,13 @@ impl Reactor {
                     if let Err(error) = self.admit(socket)
                         && self.is_logged(sys::overflow_uid(), "a connection that can't be served")
                     {
-                        tracing::warn!(error = error.in_full(), "a connection can't be served");
+                        tracing::warn!(error = error.in_full(), "cannot serve a connection");
                     }
                 }
                 Ok(None) => self.admission.acceptable = false,
                 Err(error) => {
                     if self.is_logged(sys::overflow_uid(), "no connection can be accepted") {
-                        tracing::error!(error = error.in_full(), "no connection can be accepted");
+                        tracing::error!(error = error.in_full(), "cannot accept connections: retrying in 100 ms");
                     }
                     self.admission.acceptable = false;
                     self.timers.set_once(Duration::from_millis(100), Timer::Accept);
@@ -77,7 +76,7 @@ impl Reactor {
         }
     }
 
-    /// Serves a new connection, or refuses and closes it.
+    /// Serves a new connection, or refuses it.
     fn admit(&mut self, socket: OwnedFd) -> Result<()> {
         let caller = match self.admission.identify(&socket) {
             Ok(caller) => caller,
@@ -99,7 +98,7 @@ impl Reactor {
         }
         let registry = self.poll.registry();
         let watched = registry.register(&mut SourceFd(&socket.as_raw_fd()), Key(id.0 as usize), Interest::READABLE);
-        // Fails where the kernel has no such option, and lets descriptors pass.
+        // Fails if the kernel lacks the option. Descriptors pass then anyway.
         let _ = sys::pass_descriptors(socket.as_fd(), true);
         if let Err(error) = watched {
             self.close_refused(socket, Some(uid));
@@ -120,27 +119,26 @@ impl Reactor {
     fn reject_connection(&mut self, caller: &Caller, socket: &OwnedFd, rejected: Rejected) {
         let (&Caller { uid, pid, .. }, message) = (caller, &rejected.message);
         if self.is_logged(uid, "a connection refused") {
-            tracing::info!(uid, pid, message, "a connection is refused");
+            tracing::info!(uid, pid, message, "refused a connection");
         } else {
-            tracing::debug!(uid, pid, message, "a connection is refused");
+            tracing::debug!(uid, pid, message, "refused a connection");
         }
         send_rejection(socket, rejected);
     }
 
-    /// Whether a line that a user's clients can cause at will is logged, and not counted.
+    /// Whether to log a line that clients can trigger.
     fn is_logged(&mut self, uid: u32, kind: &'static str) -> bool {
         self.state.repeats.is_first(uid, kind)
     }
 
-    /// The descriptors of the process, for a request of a user.
     fn room(&self, uid: u32) -> Room {
         Room { used: self.descriptors(), limit: self.flight.limit, closing: self.closers.files_of(uid) }
     }
 }
 
-// Records that come.
+// Incoming records.
 impl Reactor {
-    /// Gives each connection that may have something to read its turn.
+    /// Serves each connection that may have data to read.
     pub(super) fn serve(&mut self) {
         for id in self.connections.take_listed() {
             if self.take_records(id) {
@@ -149,18 +147,18 @@ impl Reactor {
         }
     }
 
-    /// Receives and handles some records of a connection. Returns whether there may be more.
+    /// Receives and handles some records of a connection. Returns whether more may follow.
     fn take_records(&mut self, id: ConnectionId) -> bool {
         let mut resets = 0;
         for _ in 0..RECORDS_AT_ONCE {
             if let Err(message) = self.check_room_to_receive(id) {
-                self.end_connection(id, ErrorCode::Full, &message, "its user's descriptors can't be closed");
+                self.end_connection(id, ErrorCode::Full, &message, "its descriptors can't be received");
                 return false;
             }
             if self.must_wait(id) {
                 return false;
             }
-            // What it sends waits until it has read the last answer.
+            // The client must read the last answer first.
             let waits = |connection: &&Connection| !connection.is_blocked();
             let Some(connection) = self.connections.get(id).filter(waits) else { return false };
             let mut incoming = std::mem::take(&mut self.incoming);
@@ -174,7 +172,7 @@ impl Reactor {
                 // ECONNRESET is reported once, ahead of queued data: read on.
                 Err(error) if is_gone(&error) && resets == 0 => resets += 1,
                 Err(_) => {
-                    self.disconnect(id, "the connection has failed");
+                    self.disconnect(id, "receive failed");
                     return false;
                 }
             }
@@ -182,21 +180,23 @@ impl Reactor {
         true
     }
 
-    /// Why nothing may be received on a connection, since it may bring descriptors that can't be closed or have no room. The kernel
-    /// would close those without room in this thread.
+    /// Fails if the next record may bring descriptors that can't be closed or exceed the limit. The kernel would close the latter in this
+    /// thread.
     fn check_room_to_receive(&self, id: ConnectionId) -> Result<(), String> {
         let Some(connection) = self.connections.get(id) else { return Ok(()) };
         self.closers.check(connection.uid)?;
         let limit = self.flight.limit;
         if self.descriptors() + SPARE > limit && brings_descriptors(connection) {
-            return Err(format!("the broker can't receive descriptors: it is close to its limit of {limit}"));
+            return Err(format!(
+                "the broker is near its limit of {limit} descriptors and can't receive more: raise the limit (ulimit -n)"
+            ));
         }
         Ok(())
     }
 
-    /// Whether a connection's next record has descriptors and waits, since the worker does not close memory as fast as its user sends it.
+    /// Whether a connection must wait because the worker can't close memory as fast as its user sends it.
     fn must_wait(&mut self, id: ConnectionId) -> bool {
-        // What the records before it replaced.
+        // Close versions that the previous records replaced.
         self.worker.close(self.state.objects.take_garbage());
         let Some(connection) = self.connections.get(id).filter(|_| self.is_behind()) else { return false };
         let waits = self.backlog.is_full(connection.uid) && brings_descriptors(connection);
@@ -206,7 +206,6 @@ impl Reactor {
         waits
     }
 
-    /// One record has come.
     fn record(&mut self, id: ConnectionId, incoming: &[u8], raw: Raw) {
         let Raw { bytes, flags, fds } = raw;
         let Some(uid) = self.connections.get(id).map(|connection| connection.uid) else {
@@ -217,13 +216,14 @@ impl Reactor {
         }
         let problem = if bytes == 0 {
             self.close_fds(Some(uid), fds);
-            return self.disconnect(id, "the peer has closed it");
+            return self.disconnect(id, "the peer closed it");
         } else if flags.contains(ReturnFlags::CTRUNC) {
-            let message = "descriptors were cut off: the broker's limit of open files is reached".to_owned();
-            Some((ErrorCode::Failed, message, "descriptors were cut off"))
+            let message =
+                "descriptors were truncated: the broker's limit of open files is reached (ulimit -n)".to_owned();
+            Some((ErrorCode::Failed, message, "truncated descriptors"))
         } else if flags.contains(ReturnFlags::TRUNC) || bytes >= incoming.len() {
-            let message = "a record is longer than the protocol allows".to_owned();
-            Some((ErrorCode::Protocol, message, "it broke the protocol"))
+            let message = "the record exceeds the protocol's maximum length".to_owned();
+            Some((ErrorCode::Protocol, message, "protocol violation"))
         } else {
             None
         };
@@ -235,7 +235,7 @@ impl Reactor {
             Ok(message) => self.message(id, uid, message, fds),
             Err(_) if is_error(&incoming[..bytes]) => {
                 self.close_fds(Some(uid), fds);
-                self.disconnect(id, "it sent an error that can't be read");
+                self.disconnect(id, "it sent an undecodable error");
             }
             Err(error) => {
                 self.close_fds(Some(uid), fds);
@@ -243,17 +243,17 @@ impl Reactor {
                     crate::error::ProtocolError::Version { .. } => ErrorCode::Version,
                     _ => ErrorCode::Protocol,
                 };
-                self.end_connection(id, code, &error.to_string(), "it broke the protocol");
+                self.end_connection(id, code, &error.to_string(), "protocol violation");
             }
         }
     }
 
     fn message(&mut self, id: ConnectionId, uid: u32, message: Message, fds: Vec<OwnedFd>) {
-        // The kernel counts descriptors that are not read against this process.
+        // The kernel counts unread descriptors for this process.
         if wants_descriptors(&message) && self.connections.get_mut(id).map_or(0, Connection::unread) > 0 {
             self.close_fds(Some(uid), fds);
-            let message = "a request came before the descriptors of the reply before it were read";
-            return self.end_connection(id, ErrorCode::Protocol, message, "it broke the protocol");
+            let message = "the request arrived before the descriptors of the previous reply were read";
+            return self.end_connection(id, ErrorCode::Protocol, message, "protocol violation");
         }
         let room = self.room(uid);
         self.state.objects.now = Time::now();
@@ -261,9 +261,8 @@ impl Reactor {
     }
 }
 
-// Effects.
 impl Reactor {
-    /// Carries out effects, in their order.
+    /// Executes effects in order.
     pub(super) fn execute(&mut self, effects: Effects) {
         for effect in effects.0 {
             match effect {
@@ -278,7 +277,7 @@ impl Reactor {
                     match connection.acknowledged(received) {
                         Ok(()) => self.pushed(client),
                         Err(problem) => {
-                            self.end_connection(client, ErrorCode::Protocol, &problem, "it broke the protocol");
+                            self.end_connection(client, ErrorCode::Protocol, &problem, "protocol violation");
                         }
                     }
                 }
@@ -300,13 +299,13 @@ impl Reactor {
         }
     }
 
-    /// Sends what was queued.
+    /// Sends queued records.
     fn pushed(&mut self, id: ConnectionId) {
         self.dispatch(id);
         self.count_unsent(id);
     }
 
-    /// Counts what a connection has not sent yet for its user, and ends it if the user's connections leave too much unread.
+    /// Updates the user's unsent bytes. Disconnects the client if the user's connections leave too much unread.
     fn count_unsent(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(id) else { return };
         let (unsent, uid) = (connection.count_unsent(), connection.uid);
@@ -315,7 +314,7 @@ impl Reactor {
         }
     }
 
-    /// Sends what waits on a connection, once there is room for its descriptors.
+    /// Sends queued records if there is room for their descriptors.
     fn dispatch(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get(id) else { return };
         let (more, uid) = (connection.queued(), connection.uid);
@@ -347,7 +346,7 @@ impl Reactor {
         }
     }
 
-    /// Tries a reply again later, or takes it back.
+    /// Retries a reply later, or refuses it after [`ROOM_WAIT`].
     fn wait_for_room(&mut self, id: ConnectionId, uid: u32) {
         let Some(connection) = self.connections.get_mut(id) else { return };
         let since = *connection.wants_room_since.get_or_insert_with(Instant::now);
@@ -359,14 +358,14 @@ impl Reactor {
         connection.take_back();
         let room = self.flight.room(&self.connections, uid);
         let message = format!(
-            "{more} descriptors are more than the {room} that uid {uid} may be sent while others are unread: its processes must read, \
-             or close, what they were sent before"
+            "the answer needs {more} descriptors, but only {room} more can be sent to uid {uid} while earlier ones are unread: its \
+            processes must read or close them"
         );
         let refusal = BrokerError::new(RefusalCode::Full, message);
         self.with(|state, effects| connection::send_failed(state, effects, id, refusal));
     }
 
-    /// A connection's socket may have room again.
+    /// Retries queued sends of a connection.
     pub(super) fn send_more(&mut self, id: ConnectionId) {
         if self.connections.get(id).is_none_or(|connection| !connection.is_blocked()) {
             return;
@@ -383,15 +382,15 @@ impl Reactor {
         let source = connection.as_fd().as_raw_fd();
         let watched = self.poll.registry().reregister(&mut SourceFd(&source), Key(id.0 as usize), interest);
         if let Err(error) = watched {
-            tracing::error!(%error, "a connection can't be watched");
-            self.disconnect(id, "it can't be watched");
+            tracing::error!(%error, "cannot watch a connection");
+            self.disconnect(id, "epoll failed");
         }
     }
 }
 
-// Connections and descriptors that go.
+// Disconnects and closed descriptors.
 impl Reactor {
-    /// Sends an error, and closes.
+    /// Sends an error and disconnects.
     pub(super) fn end_connection(&mut self, id: ConnectionId, code: ErrorCode, message: &str, why: &'static str) {
         self.send_error(id, code, message);
         self.disconnect(id, why);
@@ -405,39 +404,37 @@ impl Reactor {
             connection.flush(&self.state.objects);
         }
         let (uid, pid) = (connection.uid, connection.pid);
-        if code != ErrorCode::Interrupted && self.is_logged(uid, "a connection ended for an error") {
-            tracing::info!(uid, pid, %code, message, "a connection is ended");
+        if code != ErrorCode::Interrupted && self.is_logged(uid, "a connection closed because of an error") {
+            tracing::info!(uid, pid, %code, message, "closing a connection");
         } else {
-            tracing::debug!(uid, pid, %code, message, "a connection is ended");
+            tracing::debug!(uid, pid, %code, message, "closing a connection");
         }
     }
 
-    /// Disconnects a client that does not read.
     pub(super) fn disconnect_stalled(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get(id) else { return };
         let (uid, pid) = (connection.uid, connection.pid);
-        if self.is_logged(uid, "a client disconnected that does not read") {
-            tracing::warn!(uid, pid, "a client does not read what was sent to it: it is disconnected");
+        if self.is_logged(uid, "a client disconnected because it does not read") {
+            tracing::warn!(uid, pid, "disconnecting a client that does not read its records");
         } else {
-            tracing::debug!(uid, pid, "a client does not read what was sent to it: it is disconnected");
+            tracing::debug!(uid, pid, "disconnecting a client that does not read its records");
         }
-        self.disconnect(id, "it does not read what is sent to it");
+        self.disconnect(id, "it does not read its records");
     }
 
-    /// Closes a connection.
     pub(super) fn disconnect(&mut self, id: ConnectionId, why: &'static str) {
         let Some(connection) = self.connections.remove(id) else { return };
         let (uid, pid) = (connection.uid, connection.pid);
-        tracing::debug!(uid, pid, why, "a connection is closed");
+        tracing::debug!(uid, pid, why, "closed a connection");
         self.flight.remove(id);
         self.state.objects.users().set_unread(uid, connection.counted_unsent(), 0);
-        // The socket is closed before others are answered in its place. Its user has the connection until then.
+        // The socket is closed before another client is served in its place. Until then, the user's connection count includes it.
         let source = connection.as_fd().as_raw_fd();
         let unread = connection.unread;
         let registry = self.poll.registry();
         let deregistered = registry.deregister(&mut SourceFd(&source));
         if let Err(error) = deregistered {
-            tracing::debug!(%error, "a connection can't be removed from the event loop");
+            tracing::debug!(%error, "cannot remove a connection from the event loop");
         }
         match self.flight.abandon(connection.socket, uid, unread) {
             Some(socket) => self.close_connection(socket.into(), uid),
@@ -446,21 +443,21 @@ impl Reactor {
         self.with(|state, effects| connection::disconnected(state, effects, id));
     }
 
-    /// Asks the kernel which connections have read the descriptors that were sent.
+    /// Asks the kernel which connections have read their descriptors.
     pub(super) fn count_unread(&mut self) {
         for (socket, uid) in self.flight.count(&mut self.connections) {
             self.close_connection(socket, uid);
         }
     }
 
-    /// Closes what a client sent and the server did not keep.
+    /// Closes descriptors that a client sent and the server did not keep.
     fn close_fds(&mut self, of: Origin, fds: Vec<OwnedFd>) {
         let (foreign, memory): (Vec<_>, Vec<_>) = fds.into_iter().partition(|fd| kind(fd.as_fd()) == Kind::Foreign);
         self.worker.close(memory);
         self.close_elsewhere(of, foreign, 0);
     }
 
-    /// Closes a connection that counts as its user's. The peer sees its end at once.
+    /// Closes a connection counted for a user. The peer sees the end at once.
     fn close_connection(&mut self, socket: OwnedFd, uid: u32) {
         if is_drained(&socket) {
             drop(socket);
@@ -470,9 +467,9 @@ impl Reactor {
         }
     }
 
-    /// Closes a connection that was never served.
+    /// Closes a connection that was not served.
     fn close_refused(&mut self, socket: OwnedFd, of: Origin) {
-        // No record has descriptors if the kernel refused them from the beginning.
+        // If the kernel has refused descriptors from the start, no record has any.
         let without = sys::passes_descriptors(socket.as_fd()).is_ok_and(|passes| !passes);
         if without || is_drained(&socket) {
             drop(socket);

@@ -1,4 +1,4 @@
-//! What happens when.
+//! The timer queue.
 
 use std::{
     collections::{BTreeSet, HashSet},
@@ -8,36 +8,34 @@ use std::{
 
 use crate::{broker::server::state::caller::ConnectionId, channel::deadline_after};
 
-/// What happens at a time.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum Timer {
-    /// The deadline of a connection passes, unless it was moved.
+    /// Checks a connection's deadline, which may have moved.
     Connection(ConnectionId),
-    /// A connection's send is tried again.
+    /// Retries a connection's send.
     Retry(ConnectionId),
-    /// The lifetime of a name ends, unless it goes on.
+    /// Checks whether a name has expired.
     Name(Arc<str>),
-    /// Connections are accepted again after accept(2) failed.
+    /// Accepts connections again after accept(2) failed.
     Accept,
-    /// Connections that do not read are looked at.
+    /// Checks for clients that do not read.
     Sweep,
-    /// Messages to the keeper are sent again.
+    /// Sends messages to the keeper again.
     Store,
-    /// The keeper is checked: does it read what is sent?
+    /// Checks whether the keeper reads its messages.
     Keeper,
-    /// The init learns that this process runs.
+    /// Notifies the init's watchdog.
     Watchdog,
-    /// What no client took up of a server before this one ends.
+    /// Ends leases of the previous server that no client has resumed.
     Unclaimed,
-    /// Repetitions of log lines are logged.
+    /// Logs counts of repeated log lines.
     Repeats,
 }
 
-/// All timers.
 #[derive(Debug, Default)]
 pub(super) struct Timers {
     all: BTreeSet<(Instant, Timer)>,
-    /// Those that were set with [`Timers::set_once`].
+    /// Timers set by [`Timers::set_once`].
     once: HashSet<Timer>,
 }
 
@@ -46,14 +44,14 @@ impl Timers {
         self.all.insert((deadline_after(after), timer));
     }
 
-    /// Sets a timer unless it is set already.
+    /// Sets a timer unless it is already set.
     pub(super) fn set_once(&mut self, after: Duration, timer: Timer) {
         if self.once.insert(timer.clone()) {
             self.set(after, timer);
         }
     }
 
-    /// Sets a timer in place of the one at another time.
+    /// Moves a timer from `before` to `at`.
     pub(super) fn set_at(&mut self, at: Instant, timer: Timer, before: Option<Instant>) {
         if let Some(before) = before {
             self.all.remove(&(before, timer.clone()));
@@ -61,12 +59,11 @@ impl Timers {
         self.all.insert((at, timer));
     }
 
-    /// When the first timer runs.
     pub(super) fn first(&self) -> Option<Instant> {
         self.all.first().map(|(at, _)| *at)
     }
 
-    /// Takes the first timer, if its time has come.
+    /// Takes the first timer if it is due.
     pub(super) fn pop(&mut self, now: Instant) -> Option<Timer> {
         if self.first().is_none_or(|at| at > now) {
             return None;

@@ -1,4 +1,4 @@
-//! What may take long or block, away from the event loop.
+//! A thread for work that takes long or may block.
 
 use std::{
     collections::VecDeque,
@@ -26,25 +26,23 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How many descriptors of memory may wait to be closed before a user's puts wait for that: what waits holds memory that has no name
-/// any more.
+/// How many memory descriptors may wait to be closed before puts of their users are delayed. Waiting descriptors hold memory without a
+/// name.
 pub(super) const MOST_CLOSING: usize = 256;
 
-/// What the worker does.
 enum Task {
     Work(Work),
-    /// Closes memory.
     Close(Arc<Closing>),
 }
 
-/// The work of each user that has some, the user whose turn is next first. The server's own work has no user.
+/// Tasks per user, next turn first. The server's own tasks have no user.
 #[derive(Default)]
 struct Turns {
     users: VecDeque<(Option<u32>, VecDeque<Task>)>,
     ended: bool,
 }
 
-/// Work that waits for the worker. Users take turns, step by step: one user's large tables delay another user by one table.
+/// The worker's queue. Users take turns step by step: one user's large tables delay another user by at most one table.
 #[derive(Default)]
 struct Queue {
     turns: Mutex<Turns>,
@@ -67,7 +65,7 @@ impl Queue {
         self.changed.notify_one();
     }
 
-    /// The next step, and its user, whose turn comes again after those of all others. Waits for one; `None` at the end.
+    /// The next step and its user, whose next turn follows all other users' turns. Blocks until there is a step; `None` after the end.
     fn next(&self) -> Option<(Option<u32>, Task)> {
         let turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         let waits = |turns: &mut Turns| turns.users.is_empty() && !turns.ended;
@@ -80,30 +78,30 @@ impl Queue {
         Some((user, task))
     }
 
-    /// Ends the worker, once nothing waits.
+    /// Stops the worker after the queue is empty.
     fn end(&self) {
         self.turns.lock().unwrap_or_else(PoisonError::into_inner).ended = true;
         self.changed.notify_one();
     }
 }
 
-/// A thread for work that ends soon, the close of memory included.
+/// A thread for bounded work, including the close of memory.
 #[derive(Debug)]
 pub(super) struct Worker {
     queue: Arc<Queue>,
     closing: Arc<Closing>,
 }
 
-/// Memory that the worker closes.
+/// Memory to close.
 #[derive(Debug, Default)]
 struct Closing {
     waiting: Mutex<Vec<OwnedFd>>,
-    /// Those that are being closed included.
+    /// Including descriptors being closed.
     count: AtomicUsize,
 }
 
 impl Closing {
-    /// Closes what waits. Returns whether users may send again that could not before.
+    /// Closes the waiting memory. Returns whether users may now send again.
     fn close(&self) -> bool {
         let fds = std::mem::take(&mut *self.waiting.lock().unwrap_or_else(PoisonError::into_inner));
         let count = fds.len();
@@ -113,7 +111,7 @@ impl Closing {
     }
 }
 
-/// Does a step of some work, or tells the event loop what came of it. A panic ends the request, and not the worker.
+/// Runs a step of work. Returns a result for the event loop, if any. A panic fails the request but not the worker.
 fn run(queue: &Queue, task: Task) -> Option<Finished> {
     let Work { client, uid, reserved, job } = match task {
         Task::Close(closing) => return closing.close().then_some(Finished::CaughtUp),
@@ -126,7 +124,7 @@ fn run(queue: &Queue, task: Task) -> Option<Finished> {
         }
         Ok(Step::Done(outcome)) => Some(Finished::Work(client, outcome)),
         Err(_) => {
-            tracing::error!(uid, "the worker failed in the work for a request");
+            tracing::error!(uid, "the worker panicked during a request");
             let outcome = move |state: &mut State, effects: &mut Effects| {
                 work_failed(state, effects, client, uid, reserved);
             };
@@ -143,7 +141,7 @@ impl Worker {
         let to_do = Arc::clone(&queue);
         let work = move || {
             while let Some((_, task)) = to_do.next() {
-                // Fails if the loop has ended.
+                // Fails if the event loop has ended.
                 if let Some(finished) = run(&to_do, task)
                     && done.send(finished).is_ok()
                     && let Err(error) = waker.wake()
@@ -157,12 +155,12 @@ impl Worker {
         Ok(Self { queue, closing: Arc::default() })
     }
 
-    /// Does a user's work elsewhere, when it is that user's turn.
+    /// Queues work for a user's turn.
     pub(super) fn run(&self, work: Work) {
         self.queue.add(Some(work.uid), Task::Work(work));
     }
 
-    /// Closes memory, whose last close takes as long as it is large. All that waits is closed in one step.
+    /// Queues memory for closing, which takes time in proportion to its size. The worker closes all waiting memory in one step.
     pub(super) fn close(&self, fds: Vec<OwnedFd>) {
         if fds.is_empty() {
             return;
@@ -177,7 +175,7 @@ impl Worker {
         }
     }
 
-    /// How many descriptors of memory are not closed yet. [`Finished::CaughtUp`] follows once they are no more than [`MOST_CLOSING`].
+    /// The number of unclosed memory descriptors. [`Finished::CaughtUp`] follows once at most [`MOST_CLOSING`] are left.
     pub(super) fn closing(&self) -> usize {
         self.closing.count.load(Ordering::Relaxed)
     }

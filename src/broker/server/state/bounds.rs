@@ -1,17 +1,17 @@
-//! How much memory a request takes while it waits for its answer.
+//! Memory that a pending request occupies.
 
 use serde_json::Value;
 
 use crate::wire::broker::{Get, GetObject, Message, Put, Table, Watch};
 
-/// What an allocation takes beside its content, and a vector or text beside that.
+/// Overhead of an allocation, and of a vector or string.
 const ALLOCATION: usize = 16;
 const HEAD: usize = 24;
 
-/// What the server keeps of any request.
+/// Fixed size of a pending request.
 const REQUEST: usize = 512;
 
-/// About how many bytes of memory a request takes until it is answered: 0 of one that is answered at once.
+/// The approximate number of bytes that a request occupies until it is answered; 0 if it is answered at once.
 pub(crate) fn memory_of(request: &Message) -> u64 {
     let bytes = match request {
         Message::Get(get) => REQUEST + of_get(get),
@@ -31,7 +31,7 @@ fn of_get(get: &Get) -> usize {
         let lists = [&object.parts, &object.arrays].into_iter().flatten().flatten();
         let digests = object.digests.iter().flatten().map(|(part, digest)| text(part) + text(digest));
         let expect = object.expect.iter().flatten().map(|(field, value)| text(field) + ENTRY + heap(value));
-        // Its name stands among those that are waited for, too.
+        // The name is also stored among the waits.
         size_of::<GetObject>()
             + 3 * text(&object.name)
             + lists.map(|name| text(name)).sum::<usize>()
@@ -62,11 +62,11 @@ fn of_put(put: &Put) -> usize {
         + leases
 }
 
-/// What an entry of a JSON object takes: a node of the tree has room for eleven, and may hold half as many.
+/// Size of an entry of a JSON object. A tree node has room for eleven entries and may be half full.
 const ENTRY: usize = 2 * (HEAD + size_of::<Value>());
 const NODE: usize = 11 * (HEAD + size_of::<Value>()) + ALLOCATION;
 
-/// What a JSON value takes beside itself.
+/// Heap memory of a JSON value.
 fn heap(value: &Value) -> usize {
     match value {
         Value::Null | Value::Bool(_) | Value::Number(_) => 0,

@@ -1,4 +1,4 @@
-//! Who asks, and what that user may do with a name.
+//! Callers and their permissions on names.
 
 use std::sync::Arc;
 
@@ -10,50 +10,49 @@ use crate::{
     wire::broker::{Maker, Owner},
 };
 
-/// The number of a connection: they are counted.
+/// Identifies a connection. Numbers are not reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct ConnectionId(pub(crate) u64);
 
 impl ConnectionId {
-    /// Stands for all connections of a server before this one.
+    /// Stands for all connections of the previous server.
     pub(crate) const BEFORE: Self = Self(0);
 }
 
-/// What a caller wants to do with an object.
+/// An operation that needs permission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Right {
     Read,
     Write,
 }
 
-/// The process at the other end of a connection, as the kernel recorded it when the connection was made.
+/// The peer process of a connection, as the kernel recorded it at connect time.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller {
     pub(crate) connection: ConnectionId,
     pub(crate) pid: i32,
     pub(crate) uid: u32,
     pub(crate) gid: u32,
-    /// The supplementary groups: none of a superuser, whose groups decide nothing.
+    /// Supplementary groups; empty for a superuser, whose groups do not matter.
     pub(crate) groups: Arc<[u32]>,
 }
 
 impl Caller {
-    /// Whether the caller is a member of a group.
     pub(crate) fn is_of(&self, gid: u32) -> bool {
         self.gid == gid || self.groups.contains(&gid)
     }
 
-    /// Whether the caller may do everything: the server's own user and root.
+    /// Whether the caller has all permissions: the server's own user and root.
     pub(crate) fn is_superuser(&self) -> bool {
         is_superuser(self.uid)
     }
 
-    /// Whether the kernel has no number for the caller's user here: all such users look alike, so none owns anything.
+    /// Whether the caller's user is unmapped in this user namespace. All unmapped users share one uid, so they can't own objects.
     pub(crate) fn is_unmapped(&self) -> bool {
         self.uid == sys::overflow_uid()
     }
 
-    /// Whether the caller has a right to a name of this owner and mode.
+    /// Whether the caller has this permission on a name with this owner and mode.
     pub(crate) fn may(&self, right: Right, owner: Owner, mode: u16) -> bool {
         let bit = match right {
             Right::Read => 0o4,
@@ -65,12 +64,12 @@ impl Caller {
         class_of(self.uid, owner, mode, || self.is_of(owner.gid)) & bit != 0
     }
 
-    /// The caller's rights, without its connection.
+    /// The caller's permissions, without its connection.
     pub(crate) fn reader(&self) -> Reader {
         Reader { is_superuser: self.is_superuser(), uid: self.uid, gid: self.gid, groups: Arc::clone(&self.groups) }
     }
 
-    /// As [`Caller::may`], with the refusal.
+    /// As [`Caller::may`], but returns a refusal.
     pub(crate) fn require(&self, right: Right, name: &str, owner: Owner, mode: u16) -> Result<(), BrokerError> {
         if self.may(right, owner, mode) {
             return Ok(());
@@ -82,22 +81,22 @@ impl Caller {
         let Owner { uid, gid } = owner;
         Err(BrokerError::new(
             RefusalCode::Denied,
-            format!("uid {} may not {what} `{name}`: it is uid {uid}'s, group {gid}, mode {mode:04o}", self.uid),
+            format!("uid {} may not {what} `{name}`: its owner is uid {uid}, group {gid}, mode {mode:04o}", self.uid),
         ))
     }
 
-    /// The caller as the maker or reader of something. Reads `/proc`, which does not block.
+    /// Describes the caller as a maker or reader. Reads `/proc`, which does not block.
     pub(crate) fn describe(&self) -> Maker {
         Maker { pid: self.pid, uid: self.uid, command: command_of(self.pid) }
     }
 }
 
-/// Whether a user may do everything: the server's own and root.
+/// Whether a user has all permissions: the server's own user and root.
 pub(crate) fn is_superuser(uid: u32) -> bool {
     uid == 0 || uid == geteuid().as_raw()
 }
 
-/// What decides which names a process may read.
+/// The credentials that decide which names a process may read.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Reader {
     is_superuser: bool,
@@ -114,7 +113,7 @@ impl Reader {
     }
 }
 
-/// The bits of a mode that hold for a user: as of files, the first class that fits decides.
+/// The mode bits that apply to a user. As for files, the first matching class decides.
 fn class_of(uid: u32, owner: Owner, mode: u16, is_of_group: impl FnOnce() -> bool) -> u16 {
     if uid == owner.uid && uid != sys::overflow_uid() {
         mode >> 6
@@ -125,7 +124,7 @@ fn class_of(uid: u32, owner: Owner, mode: u16, is_of_group: impl FnOnce() -> boo
     }
 }
 
-/// The command of a process, if this PID namespace has it.
+/// The command of a process, if the process is visible in this PID namespace.
 pub(crate) fn command_of(pid: i32) -> Option<String> {
     let mut command = (pid > 0).then(|| std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()).flatten()?;
     crate::wire::clean(&mut command);

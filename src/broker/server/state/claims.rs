@@ -1,4 +1,4 @@
-//! Claims: which client makes an object that does not exist yet.
+//! Claims: which client will make an object that does not exist yet.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,17 +11,17 @@ use crate::{
     wire::broker::{Claim, Token},
 };
 
-/// How many claims one connection holds, and all connections of one user.
+/// The most claims per connection, and per user.
 const MOST_CLAIMS: usize = 256;
 const MOST_CLAIMS_OF_USER: usize = 4096;
 
-/// Who makes an object that is not there: claims of all of it, or of its parts.
+/// Claims on missing objects, or on their parts.
 #[derive(Debug, Default)]
 pub(crate) struct Claims {
     names: HashMap<String, Vec<Holder>>,
-    /// The names that each connection has claims on, by the tokens of these.
+    /// Claimed names of each connection, by token.
     held: HashMap<ConnectionId, HashMap<Token, String>>,
-    /// How many claims each user holds.
+    /// The number of claims per user.
     users: HashMap<u32, usize>,
 }
 
@@ -34,12 +34,12 @@ struct Holder {
 }
 
 impl Claims {
-    /// Grants a claim if it does not collide with those that are held.
+    /// Grants a claim. Returns `None` if it conflicts with another claim.
     ///
     /// # Errors
-    /// If the caller holds as many as it may.
+    /// [`RefusalCode::Quota`] if the caller holds too many claims.
     pub(crate) fn grant(&mut self, name: &str, caller: &Caller, claim: &Claim) -> Result<Option<Token>, BrokerError> {
-        // Parts of one version: of the same group, and not the same part.
+        // Different parts of one group's version.
         let goes_with = |holder: &Holder| {
             let parts = (&holder.claim.part, &claim.part);
             holder.claim.group.is_some()
@@ -54,8 +54,8 @@ impl Claims {
         let of_user = self.users.get(&uid).copied().unwrap_or(0);
         if of_connection >= MOST_CLAIMS || of_user >= MOST_CLAIMS_OF_USER {
             let message = format!(
-                "this connection holds {of_connection} claims of at most {MOST_CLAIMS} claims, and uid {uid} holds {of_user} of at \
-                 most {MOST_CLAIMS_OF_USER} claims: put or release what was claimed before"
+                "this connection holds {of_connection} of at most {MOST_CLAIMS} claims, and uid {uid} {of_user} of at most \
+                {MOST_CLAIMS_OF_USER}: put the claimed objects or release the claims"
             );
             return Err(BrokerError::new(RefusalCode::Quota, message));
         }
@@ -67,7 +67,7 @@ impl Claims {
         Ok(Some(token))
     }
 
-    /// Ends a claim. Returns the name that it was on.
+    /// Releases a claim. Returns its object's name.
     pub(crate) fn end(&mut self, connection: ConnectionId, token: Token) -> Option<String> {
         let name = self.held.get(&connection)?.get(&token)?.clone();
         let holders = self.names.get_mut(&name)?;
@@ -80,20 +80,19 @@ impl Claims {
         Some(name)
     }
 
-    /// Ends all claims on a name: it is there.
+    /// Releases all claims on a name, because the object exists now.
     pub(crate) fn end_all(&mut self, name: &str) {
         for holder in self.names.remove(name).unwrap_or_default() {
             self.forget(&holder);
         }
     }
 
-    /// Ends all claims of a connection. Returns the names that they were on.
+    /// Releases all claims of a connection. Returns the objects' names.
     pub(crate) fn end_of(&mut self, connection: ConnectionId) -> HashSet<String> {
         let tokens: Vec<Token> = self.held.get(&connection).map_or_else(Vec::new, |of| of.keys().copied().collect());
         tokens.into_iter().filter_map(|token| self.end(connection, token)).collect()
     }
 
-    /// Counts a claim no more.
     fn forget(&mut self, holder: &Holder) {
         if let Some(held) = self.held.get_mut(&holder.connection) {
             held.remove(&holder.token);

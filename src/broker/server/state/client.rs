@@ -1,55 +1,51 @@
-//! The clients: what each one holds, and the request that is not answered yet.
+//! Clients: leases, names and pending requests.
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
 use super::{caller::Caller, drafts::DraftKey, upload::Upload, waits::Waiting, watchers::Watching};
 use crate::wire::broker::{Token, Who};
 
-/// The logical half of a connection.
+/// A client, without its socket.
 #[derive(Debug)]
 pub(crate) struct Client {
     pub(crate) caller: Caller,
-    /// Whether it has sent its hello.
     pub(crate) greeted: bool,
-    /// The request that is not answered yet.
     pub(crate) request: Request,
     pub(crate) asked: Option<Asked>,
-    /// The leases that it holds.
     pub(crate) leases: HashSet<Token>,
-    /// The leases of the last answer, until the socket has taken all of its records: the segments are still needed.
+    /// Leases of the answer being sent. Their segments are needed until the socket has accepted every record.
     pub(crate) sending: Vec<Token>,
-    /// The names that it put and whose lifetime depends on it.
+    /// Names that this client put and whose lifetime depends on it.
     pub(crate) names: HashSet<Arc<str>>,
 }
 
-/// When a request came, and what it takes.
+/// Accounting of the pending request.
 #[derive(Debug)]
 pub(crate) struct Asked {
     pub(crate) verb: &'static str,
     pub(crate) since: Instant,
-    /// How many bytes of memory are counted for its user.
+    /// Bytes of memory charged to the user.
     pub(crate) bytes: u64,
 }
 
-/// What a client waits for.
+/// The state of a client's request.
 #[derive(Debug, Default)]
 pub(crate) enum Request {
-    /// Nothing.
     #[default]
     None,
-    /// The rest of a put's segments.
+    /// Waits for the rest of a put's segments.
     Upload(Box<Upload>),
-    /// The worker. Its client may have asked meanwhile that the request does not wait any longer.
+    /// Waits for the worker. `stopped`: the client has asked to stop waiting.
     Worker { stopped: bool },
-    /// The other parts of its put.
+    /// Waits for the other parts of its put.
     Parts(DraftKey),
-    /// An object.
+    /// Waits for an object.
     Object(Box<Waiting>),
-    /// The keeper, which must have what it put.
+    /// Waits for the keeper to confirm the put.
     Storing,
-    /// Events.
+    /// Waits for events.
     Watch(Box<Watching>),
-    /// The next slice of a listing of leases.
+    /// Waits for the next slice of a lease listing.
     Leases(Who),
 }
 
@@ -66,12 +62,11 @@ impl Client {
         }
     }
 
-    /// Whether a request is under way.
     pub(crate) fn is_busy(&self) -> bool {
         !matches!(self.request, Request::None) || !self.sending.is_empty()
     }
 
-    /// Whether some records of a lease are not sent yet.
+    /// Whether some records of a lease are still unsent.
     pub(crate) fn is_sending(&self, token: Token) -> bool {
         self.sending.contains(&token)
     }

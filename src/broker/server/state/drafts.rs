@@ -1,4 +1,4 @@
-//! Versions that several puts make together, of which some parts are still to come.
+//! Drafts: versions assembled from several puts.
 
 use std::collections::HashMap;
 
@@ -11,17 +11,16 @@ use crate::{
     wire::broker::{MAX_SEGMENTS, Token},
 };
 
-/// Identifies a version that several puts make together.
+/// Identifies a draft.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct DraftKey {
     pub(crate) name: String,
     pub(crate) group: String,
 }
 
-/// All drafts.
 pub(crate) type Drafts = HashMap<DraftKey, Draft>;
 
-/// A version of which some parts are still to come.
+/// A version that still lacks parts.
 #[derive(Debug)]
 pub(crate) struct Draft {
     pub(crate) uid: u32,
@@ -30,7 +29,7 @@ pub(crate) struct Draft {
     pub(crate) terms: Terms,
     pub(crate) metadata: Option<(ConnectionId, NewTable)>,
     pub(crate) puts: Vec<(ConnectionId, Vec<NewPart>)>,
-    /// The clients' numbers of these puts.
+    /// Tokens of the puts.
     pub(crate) requests: Vec<(ConnectionId, Token)>,
 }
 
@@ -44,18 +43,18 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// How many bytes of memory and tables it has, as claimed.
+    /// Bytes of memory and tables, as claimed.
     pub(crate) fn bytes(&self) -> u64 {
         bytes_of(&self.parts) + self.metadata.as_ref().map_or(0, NewTable::length)
     }
 }
 
-/// How many bytes of memory and tables parts have, as claimed.
+/// Bytes of memory and tables, as claimed.
 pub(crate) fn bytes_of(parts: &[NewPart]) -> u64 {
     parts.iter().map(NewPart::bytes).sum()
 }
 
-/// How many descriptors parts have at most: those of segments and tables.
+/// Upper bound of the descriptors of parts: segments and tables.
 pub(crate) fn descriptors_of(parts: &[NewPart]) -> usize {
     parts.iter().map(|part| part.segments.len() + 1).sum()
 }
@@ -80,14 +79,14 @@ impl Draft {
         self.announced.iter().all(|part| self.has(part))
     }
 
-    /// The parts that have not come, in alphabetical order.
+    /// Missing parts, in alphabetical order.
     pub(crate) fn missing(&self) -> Vec<&str> {
         let mut missing: Vec<&str> = self.announced.iter().map(String::as_str).filter(|part| !self.has(part)).collect();
         missing.sort_unstable();
         missing
     }
 
-    /// Adds one put. It was checked.
+    /// Adds a checked put.
     pub(crate) fn add(&mut self, connection: ConnectionId, share: Share) {
         if let Some(metadata) = share.metadata {
             self.metadata = Some((connection, metadata));
@@ -96,7 +95,7 @@ impl Draft {
         self.requests.extend(share.terms.requests.iter().map(|request| (connection, *request)));
     }
 
-    /// Checks whether a user's put is one of this version.
+    /// Checks that a user's put belongs to this draft.
     pub(crate) fn check(&self, key: &DraftKey, uid: u32, share: &Share) -> Result<(), BrokerError> {
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
         let invalid = |message: String| refuse(RefusalCode::Invalid, message);
@@ -132,7 +131,7 @@ impl Draft {
     }
 }
 
-/// Whether two lists name the same parts, in any order; neither names a part twice.
+/// Whether two lists without duplicates name the same parts, in any order.
 fn same(some: &[String], others: &[String]) -> bool {
     some.len() == others.len() && some.iter().all(|name| others.contains(name))
 }

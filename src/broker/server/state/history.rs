@@ -17,15 +17,15 @@ use crate::{
     wire::{broker::Crash, shorten},
 };
 
-/// The most crashes that are remembered, names of lost versions in each, and bytes of such a name.
+/// Limits: crashes, names of lost versions per crash, and bytes per name.
 const MOST_CRASHES: usize = 16;
 const MOST_NAMES: usize = 3;
 const MOST_BYTES: usize = 100;
 
-/// The longest text that is read.
+/// The largest accepted history file, in bytes.
 const MAX_TEXT: u64 = 64 << 10;
 
-/// What a crash lost.
+/// The losses of one crash.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Losses {
     pub(crate) versions: u64,
@@ -33,7 +33,7 @@ pub(crate) struct Losses {
 }
 
 impl Losses {
-    /// Counts a lost version, and remembers the first ones.
+    /// Counts a lost version. The first names are listed.
     pub(crate) fn add(&mut self, name: &str, version: u64) {
         self.versions += 1;
         if self.names.len() < MOST_NAMES {
@@ -44,10 +44,10 @@ impl Losses {
     }
 }
 
-/// What a server writes down for the next one: a memfd of its own each time, so that it is never half written.
+/// Crash history for the next server. Each update goes into a new memfd, so the file is never half written.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct History {
-    /// The server that has not ended in order.
+    /// The pid of a server that has not shut down cleanly.
     running: Option<u32>,
     crashes: VecDeque<Crash>,
     #[serde(skip)]
@@ -55,7 +55,7 @@ pub(crate) struct History {
 }
 
 impl History {
-    /// The history that a server before this one wrote. One that can't be read is empty: it is no reason not to serve.
+    /// Reads the history of the previous server. An unreadable history counts as empty: it must not stop the server from starting.
     pub(crate) fn read(file: Option<OwnedFd>) -> Self {
         let Some(file) = file else { return Self::default() };
         let read = || -> io::Result<Self> {
@@ -65,8 +65,8 @@ impl History {
             source.take(MAX_TEXT).read_to_end(&mut text)?;
             Ok(serde_json::from_slice(&text)?)
         };
-        let read =
-            read().inspect_err(|error| tracing::warn!(%error, "the history of crashes can't be read: it begins anew"));
+        let read = read()
+            .inspect_err(|error| tracing::warn!(%error, "the crash history can't be read: starting an empty one"));
         Self { file: Some(file), ..read.unwrap_or_default() }
     }
 
@@ -74,7 +74,7 @@ impl History {
         self.crashes.iter()
     }
 
-    /// This server takes over. `whole` is whether the keeper had everything.
+    /// Takes over from the previous server. `whole`: the keeper had everything.
     pub(crate) fn take_over(&mut self, whole: bool, lost: &Losses, store: &mut Store) {
         let process = match (self.running, whole) {
             (Some(_), false) => "both",
@@ -90,7 +90,7 @@ impl History {
         self.save(store);
     }
 
-    /// This server begins with nothing. A process before it, if there was one, did not end in order and left nothing.
+    /// Starts without objects. `before` is the pid of a previous server that crashed and left nothing.
     pub(crate) fn begin(&mut self, before: Option<u32>, store: &mut Store) {
         if let Some(pid) = before.or(self.running) {
             let process = if store.keeper() == Keeper::None { "server" } else { "both" };
@@ -100,19 +100,19 @@ impl History {
         self.save(store);
     }
 
-    /// The keeper crashed, and this server has everything.
+    /// Records a keeper crash without losses.
     pub(crate) fn keeper_crashed(&mut self, pid: u32, store: &mut Store) {
         self.push("keeper", Some(pid), Some(Losses::default()));
         self.save(store);
     }
 
-    /// This server ends in order.
+    /// Records a clean shutdown.
     pub(crate) fn end(&mut self, store: &mut Store) {
         self.running = None;
         self.save(store);
     }
 
-    /// Has it kept by a keeper that has nothing.
+    /// Gives the history to a new keeper.
     pub(crate) fn keep(&self, store: &mut Store) -> io::Result<()> {
         if let Some(file) = &self.file {
             store.keep_own(Name::History, file.try_clone()?);
@@ -156,7 +156,7 @@ impl History {
                 Some(_) => store.replace(Name::History, copy),
                 None => store.keep_own(Name::History, copy),
             },
-            Err(error) => tracing::warn!(%error, "the history of crashes can't be written"),
+            Err(error) => tracing::warn!(%error, "the crash history can't be written"),
         }
     }
 }

@@ -1,8 +1,8 @@
-//! What a received descriptor is, found without waiting for another process.
+//! Classifies a received descriptor without waiting for another process.
 //!
-//! A descriptor may be of anything that its sender could open: a file of a FUSE file system, too, whose daemon is the sender's and
-//! answers fstat(2) or close(2) when it likes. So the seals are asked for first, which only shared memory has and no file system
-//! is asked about; then what the kernel remembers of the file (`AT_STATX_DONT_SYNC`), for which FUSE sends no request.
+//! A sender can pass any descriptor, including a file of its own FUSE file system, whose daemon can block fstat(2) or close(2) forever.
+//! Seals are therefore queried first: only shared memory has them, and the query does not reach a file system. Then statx(2) reads the
+//! kernel's cached attributes (`AT_STATX_DONT_SYNC`), for which FUSE sends no request.
 
 #[cfg(test)]
 mod tests;
@@ -14,56 +14,51 @@ use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, statx};
 
 use crate::{driver::Backend, sys::memfd};
 
-/// The major number of NVIDIA's character devices, `/dev/nvidiactl` among them, of which every export of a GPU's memory is.
-/// Reserved for NVIDIA in the kernel's `Documentation/admin-guide/devices.txt`, and `NV_MAJOR_DEVICE_NUMBER` in the driver's source
-/// (`nv-chardev-numbers.h`).
+/// The major number of NVIDIA's character devices. Every exported GPU memory is a descriptor of `/dev/nvidiactl`. Reserved for NVIDIA in
+/// the kernel's `Documentation/admin-guide/devices.txt`; `NV_MAJOR_DEVICE_NUMBER` in the driver's `nv-chardev-numbers.h`.
 const NVIDIA_MAJOR: u32 = 195;
 
 /// Why a descriptor is refused.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unfit {
-    /// No memory has this size.
+    /// The claimed size is 0.
     #[error("0 bytes are claimed: memory has at least 1")]
     Empty,
 
-    /// Not such memory as the host backend maps, or not of the claimed size.
+    /// The host backend can't map it, or its size differs from the claim.
     #[error("{0}")]
     Memory(io::Error),
 
-    /// Offered as immutable.
-    #[error("the memory is offered as immutable and is not sealed against writing (F_SEAL_WRITE)")]
+    /// Offered as immutable, but writable.
+    #[error("the memory is offered as immutable but not sealed against writing (F_SEAL_WRITE)")]
     Writable,
 
-    /// The claim is a GPU's memory.
-    #[error(
-        "the descriptor is of {found}, where a GPU's memory is a character device of NVIDIA's (major number {NVIDIA_MAJOR})"
-    )]
+    /// Claimed as GPU memory, but not an NVIDIA device.
+    #[error("the descriptor is {found}, but GPU memory is an NVIDIA character device (major number {NVIDIA_MAJOR})")]
     NotNvidia {
-        /// `a pipe`, say.
+        /// For example `a pipe`.
         found: String,
     },
 }
 
-/// What a descriptor is, as far as closing it goes.
+/// Descriptors by the cost of closing them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Shared memory. The last close of it frees the memory: milliseconds for each GB.
+    /// Shared memory. The last close frees it, which takes milliseconds per GB.
     Memory,
-    /// A device of NVIDIA's. The last close of a GPU's memory frees it.
+    /// An NVIDIA device. The last close of GPU memory frees it.
     Device,
-    /// All else: to close it may block for as long as another process likes (FUSE, `SO_LINGER` of a socket). It goes to a thread for
-    /// such files alone.
+    /// Anything else. Another process can make close(2) block forever (FUSE, `SO_LINGER` of a socket), so a separate thread closes it.
     Foreign,
 }
 
-/// Checks that a descriptor can be the memory that it is claimed to be. Does not block, and reads none of it.
+/// Checks that a descriptor can be the claimed memory. Does not block, and does not read the memory.
 ///
-/// With [`Backend::Host`] it is a memfd as the host backend demands, of exactly `size` bytes. With [`Backend::Cuda`] it is a device
-/// of NVIDIA's; its size can't be checked without CUDA. With `emulated` a memfd is accepted there too. Host memory that is
-/// `immutable` is sealed against writing, since its readers refuse it otherwise.
+/// [`Backend::Host`] requires a memfd that the host backend can map, of exactly `size` bytes, and sealed against writing if `immutable`.
+/// [`Backend::Cuda`] requires an NVIDIA device, whose size can't be checked without CUDA; with `emulated` it accepts a memfd too.
 ///
 /// # Errors
-/// Each is one sentence with the values. The descriptor stays open.
+/// One sentence with the values. The descriptor stays open.
 pub(crate) fn inspect(
     fd: BorrowedFd<'_>,
     backend: Backend,
@@ -83,7 +78,7 @@ pub(crate) fn inspect(
     }
 }
 
-/// What a descriptor is. Does not block.
+/// Classifies a descriptor. Does not block.
 pub(crate) fn kind(fd: BorrowedFd<'_>) -> Kind {
     if fcntl(fd, FcntlArg::F_GET_SEALS).is_ok() {
         return Kind::Memory;
@@ -94,7 +89,7 @@ pub(crate) fn kind(fd: BorrowedFd<'_>) -> Kind {
     }
 }
 
-/// [`inspect`], and whether [`kind`] is [`Kind::Foreign`], for the project's own tests.
+/// [`inspect`], and whether [`kind`] is [`Kind::Foreign`]. For the project's tests.
 pub(crate) fn inspect_and_classify(
     fd: BorrowedFd<'_>,
     backend: Backend,
@@ -105,7 +100,7 @@ pub(crate) fn inspect_and_classify(
     (result, kind(fd) == Kind::Foreign)
 }
 
-/// What distinguishes the inode of one descriptor from that of another: of shared memory, or of a device. Does not block.
+/// The inode of a descriptor of shared memory or a device. Does not block.
 ///
 /// # Errors
 /// See statx(2).
@@ -129,7 +124,7 @@ fn memory(fd: BorrowedFd<'_>, size: u64, immutable: bool) -> Result<(), Unfit> {
     }
 }
 
-/// What the kernel remembers of a file, and of that only what it always has.
+/// The attributes that the kernel caches for every file.
 fn remembered(fd: BorrowedFd<'_>) -> io::Result<Statx> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     Ok(statx(fd, c"", flags, StatxFlags::TYPE | StatxFlags::INO)?)
@@ -143,12 +138,11 @@ fn is_nvidia(stat: &Statx) -> bool {
     file_type(stat) == FileType::CharacterDevice && stat.stx_rdev_major == NVIDIA_MAJOR
 }
 
-/// Whether it was opened with `O_PATH`: then it is no device, whatever its file is, and may be one that a FUSE file system made up.
+/// Whether the descriptor was opened with `O_PATH`. Then it is not a device, even if its inode looks like one: FUSE can fake that.
 fn by_path_alone(fd: BorrowedFd<'_>) -> bool {
     rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::PATH))
 }
 
-/// What it is, for a person.
 fn describe(fd: BorrowedFd<'_>) -> String {
     let stat = match remembered(fd) {
         Ok(stat) => stat,

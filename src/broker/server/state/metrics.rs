@@ -1,13 +1,12 @@
-//! How many requests were answered, and how long that took.
+//! Request counts and durations.
 
 use std::{collections::BTreeMap, time::Duration};
 
 use crate::wire::broker::{Durations, RequestCount};
 
-/// The upper bounds of the classes of durations, in microseconds.
+/// Upper bounds of the histogram buckets, in microseconds.
 const BOUNDS: [u64; 12] = [25, 50, 100, 250, 500, 1_000, 2_500, 10_000, 100_000, 1_000_000, 10_000_000, 60_000_000];
 
-/// What was asked of the server so far.
 #[derive(Debug)]
 pub(crate) struct Metrics {
     pub(crate) started_ms: u64,
@@ -20,12 +19,12 @@ impl Metrics {
         Self { started_ms, requests: BTreeMap::new(), durations: BTreeMap::new() }
     }
 
-    /// Counts a request that is answered.
+    /// Counts an answered request.
     pub(crate) fn count(&mut self, verb: &'static str, outcome: &str, took: Duration) {
         let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
         match self.requests.get_mut(&(verb, String::new())).filter(|_| outcome == "ok") {
             Some(count) => *count += 1,
-            // The empty outcome stands for `ok`: the most frequent needs no text of its own.
+            // An empty outcome means `ok`, which saves an allocation for the most frequent outcome.
             None => {
                 let outcome = if outcome == "ok" { String::new() } else { outcome.to_owned() };
                 *self.requests.entry((verb, outcome)).or_default() += 1;
@@ -36,7 +35,7 @@ impl Metrics {
         *sum = sum.saturating_add(micros);
     }
 
-    /// How many requests were answered, by verb and outcome.
+    /// Answered requests, by verb and outcome.
     pub(crate) fn requests(&self) -> impl Iterator<Item = RequestCount> {
         let outcome = |text: &String| if text.is_empty() { "ok".to_owned() } else { text.clone() };
         self.requests.iter().map(move |((verb, text), count)| RequestCount {
@@ -46,7 +45,7 @@ impl Metrics {
         })
     }
 
-    /// How long they took, by verb.
+    /// Durations, by verb.
     pub(crate) fn durations(&self) -> impl Iterator<Item = Durations> {
         self.durations.iter().map(|(verb, (counts, sum_us))| Durations {
             verb: (*verb).to_owned(),

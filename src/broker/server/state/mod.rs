@@ -1,16 +1,16 @@
-//! What the server holds, as plain data: no sockets, no clock, no waiting.
+//! The server's state as plain data: no sockets, no clock, no waiting.
 //!
-//! | File | What it holds |
+//! | File | Contents |
 //! |---|---|
-//! | `objects/` | names, versions, leases, and the catalogue of them |
-//! | `client` | what each client holds and waits for |
-//! | `upload`, `drafts` | puts that are not published |
-//! | `waits`, `claims` | gets that wait, and who makes what they wait for |
-//! | `watchers` | clients that watch |
-//! | `segments`, `inspect` | descriptors that are kept, and whether they may be |
-//! | `caller`, `quota`, `bounds` | users: their rights, their limits, what a request takes |
-//! | `history`, `metrics`, `repeats` | crashes, figures, and log lines that clients can repeat at will |
-//! | `time`, `random` | when a request is handled; tokens |
+//! | `objects/` | names, versions, leases, and their catalogue |
+//! | `client` | each client's leases and pending request |
+//! | `upload`, `drafts` | unpublished puts |
+//! | `waits`, `claims` | waiting gets, and claims on the objects they wait for |
+//! | `watchers` | watching clients |
+//! | `segments`, `inspect` | kept descriptors, and the checks before a descriptor is kept |
+//! | `caller`, `quota`, `bounds`, `fd_budget` | users: permissions, limits, memory per request, descriptors |
+//! | `history`, `metrics`, `repeats` | crashes, metrics, and rate-limited log lines |
+//! | `time`, `random` | time of the current request; tokens |
 
 pub(super) mod bounds;
 pub(super) mod caller;

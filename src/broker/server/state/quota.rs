@@ -1,4 +1,4 @@
-//! How much users may have: each one, and all together.
+//! Quotas per user and in total.
 
 use super::caller::is_superuser;
 use crate::{
@@ -6,13 +6,13 @@ use crate::{
     wire::broker::Limits,
 };
 
-/// What a user, or all users together, may have in a broker.
+/// Limits on the resources of one user, or of all users together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Quota {
-    /// Bytes of memory, as their makers claim: also of versions that have no name any more.
+    /// Bytes of memory as claimed, including versions without a name.
     pub bytes: Option<u64>,
-    /// Bytes of memory of each device, as their makers claim.
+    /// Bytes of memory per device, as claimed.
     pub device_bytes: Option<u64>,
     /// Names, and the earlier versions that they keep.
     pub objects: Option<u64>,
@@ -23,7 +23,7 @@ pub struct Quota {
 }
 
 impl Quota {
-    /// What each user other than the server's own and root may have by default.
+    /// Default limits per user, except the server's own user and root.
     pub const fn user() -> Self {
         Self {
             bytes: Some(16 << 40),
@@ -34,18 +34,18 @@ impl Quota {
         }
     }
 
-    /// What all users together may have by default. Their memory is what the devices have, and the descriptors bound their connections.
+    /// Default limits for all users together. Memory is limited by the devices, connections by the descriptor limit.
     pub const fn total() -> Self {
         Self { bytes: None, device_bytes: None, objects: Some(100_000), leases: Some(400_000), connections: None }
     }
 
-    /// Without any limit, for the server's own user and root too.
+    /// No limits. Also applies to the server's own user and root.
     pub const fn unlimited() -> Self {
         let most = Some(u64::MAX);
         Self { bytes: most, device_bytes: most, objects: most, leases: most, connections: most }
     }
 
-    /// The limits of this one, and where it has none those of another one.
+    /// Fills missing limits from `other`.
     fn or(self, other: Self) -> Self {
         Self {
             bytes: self.bytes.or(other.bytes),
@@ -57,7 +57,7 @@ impl Quota {
     }
 
     fn limits(self) -> Limits {
-        // The largest number stands for none.
+        // The largest number means no limit.
         let limit = |of: Option<u64>| of.filter(|&most| most < u64::MAX);
         Limits {
             bytes: limit(self.bytes),
@@ -69,7 +69,7 @@ impl Quota {
     }
 }
 
-/// Something that users have a limited number of.
+/// A limited resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Counted {
     Bytes,
@@ -102,7 +102,7 @@ impl Counted {
     }
 }
 
-/// The limits that hold: the ones that were given hold for every user, the default ones not for the server's own and root.
+/// The limits in force. Configured limits apply to every user, default limits not to the server's own user and root.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Rules {
     user: Quota,
@@ -110,17 +110,17 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
-    /// The limits of each user, and of all together.
+    /// `user` limits each user, `total` all users together.
     pub(crate) fn new(user: Quota, total: Quota) -> Self {
         Self { user, total }
     }
 
-    /// What each user other than the server's own and root may have, and all together.
+    /// The limits per user (except the server's own user and root) and in total.
     pub(crate) fn limits(&self) -> (Limits, Limits) {
         (self.user.or(Quota::user()).limits(), self.total.or(Quota::total()).limits())
     }
 
-    /// Refuses more of something, with all figures. The user has `has` of it, and all users together `all`.
+    /// Refuses a request that exceeds a limit. `has` is the user's current amount, `all` the total of all users.
     pub(crate) fn check(
         &self,
         uid: u32,
@@ -135,7 +135,7 @@ impl Rules {
             counted.of(&given.or(default))
         };
         let refuse = |limit: String| {
-            let message = format!("uid {uid} has {has} {what} and asks for {more} more, and {limit}");
+            let message = format!("uid {uid} has {has} {what} and asks for {more} more, but {limit}");
             Err(BrokerError::new(RefusalCode::Quota, message))
         };
         if let Some(most) = limit(self.user, Quota::user()).filter(|most| has.saturating_add(more) > *most) {
@@ -147,8 +147,10 @@ impl Rules {
         if has.saturating_add(more) <= share {
             return Ok(());
         }
-        let (half, key) = (if is_superuser { "what" } else { "half of what" }, counted.key());
-        refuse(format!("its share is {share}, {half} other users leave of {total}: raise --total-quota {key}="))
+        let (half, key) = (if is_superuser { "" } else { "half of " }, counted.key());
+        refuse(format!(
+            "its share is {share}: {half}the {left} that other users leave of {total}; raise --total-quota {key}="
+        ))
     }
 }
 
@@ -172,9 +174,9 @@ mod tests {
         let most = Quota::user().objects.unwrap();
         assert_eq!(check(&rules, SOMEBODY, most - 1, most - 1, 1), Ok(()));
         let refusal = check(&rules, SOMEBODY, most, most, 1).unwrap_err();
-        assert!(refusal.ends_with(&format!("asks for 1 more, and its quota is {most}")), "{refusal}");
+        assert!(refusal.ends_with(&format!("asks for 1 more, but its quota is {most}")), "{refusal}");
         assert_eq!(check(&rules, 0, most, most, 1), Ok(()));
-        // One that is given holds for all.
+        // A configured limit applies to root too.
         let given = self::rules(Quota { objects: Some(1), ..Quota::default() }, Quota::default());
         assert!(check(&given, 0, 1, 1, 1).is_err());
         let unlimited = self::rules(Quota::unlimited(), Quota::unlimited());
@@ -186,9 +188,9 @@ mod tests {
         let rules = rules(Quota::default(), Quota { objects: Some(100), ..Quota::default() });
         assert_eq!(check(&rules, SOMEBODY, 49, 49, 1), Ok(()));
         let refusal = check(&rules, SOMEBODY, 50, 50, 1).unwrap_err();
-        let want = "its share is 50, half of what other users leave of 100: raise --total-quota objects=";
+        let want = "its share is 50: half of the 100 that other users leave of 100; raise --total-quota objects=";
         assert!(refusal.ends_with(want), "{refusal}");
-        // The next user has half of the rest, and root all of it.
+        // The next user gets half of the rest, root all of it.
         assert_eq!(check(&rules, SOMEBODY + 1, 24, 74, 1), Ok(()));
         assert!(check(&rules, SOMEBODY + 1, 25, 75, 1).is_err());
         assert_eq!(check(&rules, 0, 24, 99, 1), Ok(()));

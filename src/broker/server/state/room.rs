@@ -1,4 +1,4 @@
-//! How many descriptors the process has, and which share of them a user may have.
+//! The process's descriptor limit, and each user's share of it.
 
 use super::{caller::Caller, objects::Objects};
 use crate::{
@@ -6,23 +6,23 @@ use crate::{
     wire::MAX_FDS,
 };
 
-/// Descriptors that are neither a connection's nor memory: those of a record that is being received, and the server's own.
+/// Descriptors reserved for the server and for a record being received.
 pub(crate) const SPARE: usize = MAX_FDS + 64;
 
-/// The descriptors of the process, as they are when a request of a user comes.
+/// The process's descriptors when a request arrives.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Room {
-    /// How many it has, about, and how many puts under way will bring.
+    /// Approximate number of open descriptors, plus the announced descriptors of pending puts.
     pub(crate) used: usize,
-    /// How many it may have.
+    /// The limit of open files.
     pub(crate) limit: usize,
-    /// How many of the user's are not closed yet.
+    /// The user's descriptors that are not closed yet.
     pub(crate) closing: usize,
 }
 
 impl Room {
-    /// Refuses a request for more descriptors than this process may have, or than a user's share: half of what other users leave. The
-    /// server's own user and root, who may do everything, have no share.
+    /// Refuses a request if the process would exceed its limit, or the user its share, half of the descriptors that other users leave. The server's own
+    /// user and root have no such share.
     pub(crate) fn require(&self, objects: &Objects, caller: &Caller, more: usize) -> Result<(), BrokerError> {
         let (&Self { used, limit, closing }, uid) = (self, caller.uid);
         if used + more + SPARE > limit {

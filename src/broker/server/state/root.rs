@@ -1,4 +1,4 @@
-//! All of the server's state.
+//! The server's state.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -18,7 +18,6 @@ use super::{
     watchers::Watchers,
 };
 
-/// All of the server's state.
 pub(crate) struct State {
     pub(crate) objects: Objects,
     pub(crate) clients: HashMap<ConnectionId, Client>,
@@ -27,31 +26,31 @@ pub(crate) struct State {
     pub(crate) waits: Waits,
     pub(crate) claims: Claims,
     pub(crate) watchers: Watchers,
-    /// Clients whose listing goes on in the next turn of the event loop.
+    /// Clients whose listing continues in the next turn of the event loop.
     pub(crate) listings: VecDeque<ConnectionId>,
     pub(crate) history: History,
     pub(crate) metrics: Metrics,
     pub(crate) repeats: Repeats,
-    /// The keeper's process, if this PID namespace has it.
+    /// The keeper's process, if it is visible in this PID namespace.
     pub(crate) keeper_pid: Option<u32>,
-    /// How long a client may take to send a hello, or the segments of a put.
+    /// Time limit for a client's hello, and for the segments of a put.
     pub(crate) timeout: Duration,
-    /// Whether memfds are accepted as a GPU's memory.
+    /// Whether memfds are accepted as GPU memory.
     pub(crate) emulated: bool,
 }
 
-/// Versions whose descriptors are on their way to the keeper.
+/// Versions whose descriptors the keeper has not confirmed.
 #[derive(Debug, Default)]
 pub(crate) struct Storing {
-    /// In their order.
+    /// Oldest first.
     pub(crate) queue: VecDeque<Stored>,
-    /// Whether names that do not exist are reserved for offers of what a broker before this one lost.
+    /// Whether missing names are reserved for clients that restore objects which the previous broker lost.
     pub(crate) reserves: bool,
-    /// Versions of such names, which wait for the end of that.
+    /// Versions under reserved names. They are published when the reservation expires.
     pub(crate) reserved: Vec<Stored>,
 }
 
-/// A version whose descriptors are on their way to the keeper.
+/// A version whose descriptors the keeper has not confirmed.
 #[derive(Debug)]
 pub(crate) struct Stored {
     pub(crate) makers: Vec<ConnectionId>,
@@ -84,7 +83,6 @@ impl State {
         self.clients.get(&id).map(|client| &client.caller)
     }
 
-    /// Sets what a client waits for.
     pub(crate) fn set_request(&mut self, id: ConnectionId, request: Request) {
         if let Some(client) = self.clients.get_mut(&id) {
             client.request = request;

@@ -1,4 +1,4 @@
-//! The descriptors that the server keeps: each open file once, counted by references.
+//! The kept descriptors: one per open file, reference-counted.
 
 #[cfg(test)]
 mod tests;
@@ -13,44 +13,40 @@ use std::{
 use super::inspect::{Inode, inode};
 use crate::{broker::catalogue::SegmentId, sys};
 
-/// A descriptor that was not kept. It is the caller's to close.
+/// A descriptor that was not kept. The caller closes it.
 #[derive(Debug)]
 pub(crate) struct NotKept {
-    /// The descriptor that was to be added.
     pub(crate) fd: OwnedFd,
-    /// Why.
     pub(crate) reason: Reason,
 }
 
 /// Why a descriptor was not kept.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Reason {
-    /// The same open file is kept with another size: one of the claims is wrong.
-    #[error("{claimed} bytes are claimed for memory that is kept here as {kept} bytes")]
+    /// The same open file is kept with another size: one claim is wrong.
+    #[error("{claimed} bytes are claimed, but this memory is already kept as {kept} bytes")]
     Contradiction {
-        /// The size that is claimed now, in bytes.
+        /// The size claimed now, in bytes.
         claimed: u64,
-        /// The size that was claimed when it was first added.
+        /// The size claimed when it was first added.
         kept: u64,
     },
 
-    /// Every name is taken.
-    #[error("{most} segments are kept, and no more can be", most = SegmentId::COUNT)]
+    /// No segment number is free.
+    #[error("{most} segments are kept, which is the limit: delete objects", most = SegmentId::COUNT)]
     Full,
 
-    /// The kernel does not say which file it is.
-    #[error("the file behind the descriptor can't be examined")]
+    /// statx(2) failed.
+    #[error("the descriptor's file can't be examined")]
     System(#[source] io::Error),
 }
 
-/// The kept descriptors.
 #[derive(Debug, Default)]
 pub(crate) struct Segments {
     slots: Vec<Option<Segment>>,
-    /// The empty ones of them.
     free: Vec<SegmentId>,
-    /// By inode, in the kernel's order of open files. A memfd's inode has one open file, or one for each time that it was opened
-    /// through `/proc`; those of a GPU's memory all have the inode of `/dev/nvidiactl`. Without those that can't be compared.
+    /// By inode, in the kernel's order of open files, without files that can't be compared. A memfd's inode has one open file, plus one for
+    /// each open through `/proc`. All GPU memory shares the inode of `/dev/nvidiactl`.
     files: BTreeMap<Inode, Vec<SegmentId>>,
 }
 
@@ -60,29 +56,27 @@ struct Segment {
     size: u64,
     references: u64,
     inode: Inode,
-    /// Whether it is in `files`.
     ordered: bool,
 }
 
-/// Where an open file is among those of its inode.
+/// Position of an open file in its inode's list.
 enum Place {
-    /// It is the one of this segment, at this index.
+    /// Already kept as this segment, at this index.
     Known { id: SegmentId, index: usize },
-    /// It is new, and belongs at this index.
+    /// New; belongs at this index.
     New(usize),
     /// The kernel refuses to compare.
     Unknown,
 }
 
 impl Segments {
-    /// Keeps a descriptor of `size` bytes of memory, which was inspected; or counts another reference to the same open file, and
-    /// returns the duplicate for the caller to close. Does not block: one statx(2), and as many kcmp(2) as the logarithm of the
-    /// number of kept descriptors of its inode.
+    /// Keeps a descriptor of `size` bytes of inspected memory. If the same open file is already kept, adds a reference and returns the
+    /// duplicate for the caller to close. Does not block: one statx(2), and O(log n) kcmp(2) for n kept descriptors of the inode.
     ///
-    /// Where the kernel does not let this process compare open files, each descriptor is a segment of its own.
+    /// If the kernel does not let this process compare open files, each descriptor becomes a separate segment.
     ///
     /// # Errors
-    /// [`NotKept`], with the descriptor.
+    /// [`NotKept`], which holds the descriptor.
     pub(crate) fn add(&mut self, fd: OwnedFd, size: u64) -> Result<(SegmentId, Option<OwnedFd>), NotKept> {
         let inode = match inode(fd.as_fd()) {
             Ok(inode) => inode,
@@ -121,31 +115,25 @@ impl Segments {
     }
 
     /// The descriptor of a segment.
-    ///
     /// # Panics
-    /// If it is not kept.
+    /// If the segment is not kept.
     pub(crate) fn get(&self, id: SegmentId) -> BorrowedFd<'_> {
         self.segment(id).fd.as_fd()
     }
 
-    /// The descriptor of a segment, if it is kept.
     pub(crate) fn find(&self, id: SegmentId) -> Option<BorrowedFd<'_>> {
         Some(self.slots.get(id.index())?.as_ref()?.fd.as_fd())
     }
 
-    /// How many bytes it was claimed to have.
-    ///
-    /// # Panics
-    /// If it is not kept.
     #[cfg(test)]
     pub(crate) fn size(&self, id: SegmentId) -> u64 {
         self.segment(id).size
     }
 
-    /// Takes one reference away. With the last one it returns the descriptor, which the caller closes where that may block.
+    /// Removes a reference. After the last one, returns the descriptor; the caller closes it where blocking is allowed.
     ///
     /// # Panics
-    /// If it is not kept.
+    /// If the segment is not kept.
     pub(crate) fn release(&mut self, id: SegmentId) -> Option<OwnedFd> {
         let segment = self.segment_mut(id);
         segment.references -= 1;
@@ -153,7 +141,7 @@ impl Segments {
             return None;
         }
         let Segment { inode, ordered, .. } = *self.segment(id);
-        // Searched as it was inserted: the memory of GPUs has one inode for all.
+        // Binary search as in `add`: all GPU memory shares one inode.
         let index = match self.place(self.get(id), inode) {
             Place::Known { index, .. } => Some(index),
             _ => self.files.get(&inode).and_then(|ids| ids.iter().position(|&other| other == id)),
@@ -172,7 +160,7 @@ impl Segments {
         Some(fd)
     }
 
-    /// Takes over a descriptor that a server before this one kept under this number, with one reference to it.
+    /// Takes over a descriptor of the previous server under the same number, with one reference.
     pub(crate) fn restore(&mut self, id: SegmentId, fd: OwnedFd, size: u64) {
         if self.slots.len() <= id.index() {
             self.slots.resize_with(id.index() + 1, || None);
@@ -187,28 +175,27 @@ impl Segments {
         self.slots[id.index()] = Some(Segment { fd, size, references: 1, inode, ordered });
     }
 
-    /// Counts another reference to a segment.
     pub(crate) fn refer(&mut self, id: SegmentId) {
         self.segment_mut(id).references += 1;
     }
 
-    /// Finds the numbers that are free after [`Segments::restore`].
+    /// Rebuilds the list of free numbers after [`Segments::restore`].
     pub(crate) fn collect_free(&mut self) {
         let free = self.slots.iter().enumerate().rev().filter(|(_, slot)| slot.is_none());
         self.free = free.filter_map(|(index, _)| SegmentId::at(index)).collect();
     }
 
-    /// The numbers of all that are kept.
+    /// The numbers of all kept segments.
     pub(crate) fn ids(&self) -> impl Iterator<Item = SegmentId> {
         self.slots.iter().enumerate().filter_map(|(index, slot)| slot.as_ref().and(SegmentId::at(index)))
     }
 
-    /// How many descriptors are kept.
+    /// The number of kept descriptors.
     pub(crate) fn len(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// All of them, by number, with their sizes.
+    /// All segments with their sizes, by number.
     #[cfg(test)]
     pub(crate) fn iter<'a>(&'a self) -> impl Iterator<Item = (SegmentId, BorrowedFd<'a>, u64)> {
         let kept = |(index, slot): (usize, &'a Option<Segment>)| {
@@ -219,11 +206,11 @@ impl Segments {
     }
 
     fn segment(&self, id: SegmentId) -> &Segment {
-        self.slots.get(id.index()).and_then(Option::as_ref).expect("a segment that is kept")
+        self.slots.get(id.index()).and_then(Option::as_ref).expect("the segment is kept")
     }
 
     fn segment_mut(&mut self, id: SegmentId) -> &mut Segment {
-        self.slots.get_mut(id.index()).and_then(Option::as_mut).expect("a segment that is kept")
+        self.slots.get_mut(id.index()).and_then(Option::as_mut).expect("the segment is kept")
     }
 
     fn place(&self, fd: BorrowedFd<'_>, inode: Inode) -> Place {
@@ -236,7 +223,7 @@ impl Segments {
                 Ok(Ordering::Less) => low = middle + 1,
                 Ok(Ordering::Greater) => high = middle,
                 Err(error) => {
-                    tracing::debug!(%error, "open files can't be compared: a descriptor that came before is kept again");
+                    tracing::debug!(%error, "open files can't be compared: a duplicate is kept as a separate segment");
                     return Place::Unknown;
                 }
             }

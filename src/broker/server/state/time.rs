@@ -1,24 +1,23 @@
-//! The time at which a request is handled. The event loop reads the clock, so that all that follows is a function of its arguments.
+//! The time of a request. Only the event loop reads the clock, so everything below it is a function of its arguments.
 
 use std::time::{Duration, Instant, SystemTime};
 
-/// One moment on both clocks.
+/// A time on both clocks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Time {
-    /// On the clock that never goes back.
+    /// Monotonic.
     pub(crate) at: Instant,
-    /// In milliseconds since 1970.
+    /// Milliseconds since 1970.
     pub(crate) ms: u64,
 }
 
 impl Time {
-    /// Reads both clocks.
     pub(crate) fn now() -> Self {
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self { at: Instant::now(), ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX) }
     }
 
-    /// The moment after a duration that a client chose: it may be centuries.
+    /// The time after `wait`, which a client chose: it may be centuries.
     pub(crate) fn after(self, wait: Duration) -> Instant {
         self.at.checked_add(wait).unwrap_or_else(|| self.at + Duration::from_secs(u32::MAX.into()))
     }

@@ -1,37 +1,36 @@
-//! Puts that are not published: what has come of them.
+//! Unpublished puts.
 
 use std::os::fd::OwnedFd;
 
 use super::objects::Terms;
 use crate::wire::broker::Put;
 
-/// How many segments are examined on the event loop: the worker examines more.
+/// Uploads with more segments are examined by the worker, not on the event loop.
 const FEW: usize = 128;
 
-/// A put whose segments are still to come, or have all come.
+/// A put whose segments are being received or examined.
 #[derive(Debug)]
 pub(crate) struct Upload {
     pub(crate) uid: u32,
     pub(crate) put: Put,
     pub(crate) terms: Terms,
-    /// How many segments it has when all have come.
+    /// Segments of the complete put.
     pub(crate) total: usize,
     pub(crate) tables: Vec<OwnedFd>,
     pub(crate) segments: Vec<(u64, OwnedFd)>,
 }
 
 impl Upload {
-    /// Its descriptors, to be closed.
     pub(crate) fn into_fds(self) -> Vec<OwnedFd> {
         self.tables.into_iter().chain(self.segments.into_iter().map(|(_, fd)| fd)).collect()
     }
 
-    /// How many descriptors it has when all have come.
+    /// Descriptors of the complete put.
     pub(crate) fn descriptors(&self) -> usize {
         self.total + self.tables.len()
     }
 
-    /// Whether examining it takes no time.
+    /// Whether the put can be examined on the event loop.
     pub(crate) fn is_small(&self) -> bool {
         self.tables.is_empty() && self.segments.len() <= FEW
     }

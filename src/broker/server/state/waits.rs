@@ -8,17 +8,17 @@ use std::{
 use super::{caller::ConnectionId, objects::Answer};
 use crate::wire::broker::Get;
 
-/// A get that is not answered yet.
+/// An unanswered get.
 #[derive(Debug)]
 pub(crate) struct Waiting {
     pub(crate) get: Get,
-    /// What was found in the objects' tables, by their places in the get.
+    /// Results of table queries, by index in the get.
     pub(crate) answers: HashMap<usize, Answer>,
-    /// When the wait ends, once it has begun.
+    /// `None` before the wait starts.
     pub(crate) deadline: Option<Instant>,
 }
 
-/// The clients whose gets wait, by the names that they wait for.
+/// Clients with waiting gets, by object name.
 #[derive(Debug, Default)]
 pub(crate) struct Waits {
     /// In the order in which the clients connected.
@@ -27,7 +27,6 @@ pub(crate) struct Waits {
 }
 
 impl Waits {
-    /// Notes that a client waits for the objects of a get.
     pub(crate) fn add(&mut self, id: ConnectionId, get: &Get) {
         if self.clients.contains_key(&id) {
             return;
@@ -39,7 +38,6 @@ impl Waits {
         self.clients.insert(id, names);
     }
 
-    /// Forgets that a client waits.
     pub(crate) fn remove(&mut self, id: ConnectionId) {
         for name in self.clients.remove(&id).unwrap_or_default() {
             if let Some(ids) = self.names.get_mut(&name) {
@@ -51,7 +49,7 @@ impl Waits {
         }
     }
 
-    /// The clients that wait for a name, in the order in which they connected.
+    /// Clients that wait for a name, in the order in which they connected.
     pub(crate) fn of(&self, name: &str) -> Vec<ConnectionId> {
         self.names.get(name).map_or_else(Vec::new, |ids| ids.iter().copied().collect())
     }

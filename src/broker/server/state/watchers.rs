@@ -1,4 +1,4 @@
-//! The clients that watch: which of them an event concerns, and which events each has seen.
+//! Watching clients: which events concern each client, and which it has seen.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -11,32 +11,32 @@ use super::{
 };
 use crate::broker::catalogue::record::Seen;
 
-/// A watch of a client.
+/// A client's watch.
 #[derive(Debug)]
 pub(crate) struct Watching {
     pub(crate) prefix: String,
-    /// The last event that was compared.
+    /// The last event compared with the watch.
     pub(crate) after: u64,
-    /// Whether the first record, which confirms the watch, is not sent yet.
+    /// Whether the first record, which confirms the watch, is still unsent.
     pub(crate) new: bool,
-    /// Whether the next record must report that events were lost.
+    /// Whether the next record must report lost events.
     pub(crate) lost: bool,
-    /// Whether the socket has not taken the last record yet.
+    /// Whether the socket has not accepted the last record yet.
     pub(crate) unsent: bool,
 }
 
-/// All connections that watch.
+/// All watching connections.
 ///
-/// Those with nothing to be sent are in groups of equal prefix and equal rights. An event takes whole groups into the queue, and
-/// costs nothing for the others, nor for a connection whose peer does not read.
+/// Connections with nothing to send are grouped by prefix and permissions. An event queues whole groups. It costs nothing for the other
+/// groups, or for a connection whose peer does not read.
 #[derive(Debug, Default)]
 pub(crate) struct Watchers {
     members: HashMap<ConnectionId, Member>,
-    /// By prefix and rights.
+    /// By prefix and permissions.
     idle: HashMap<Arc<str>, HashMap<Arc<Reader>, HashSet<ConnectionId>>>,
-    /// Those that may have something to be sent, in their order.
+    /// Connections with possibly unsent events, oldest first.
     queue: VecDeque<ConnectionId>,
-    /// The last event that was compared with the groups.
+    /// The last event compared with the groups.
     seen: u64,
 }
 
@@ -44,14 +44,13 @@ pub(crate) struct Watchers {
 struct Member {
     prefix: Arc<str>,
     reader: Arc<Reader>,
-    /// Whether it is in the queue.
     queued: bool,
-    /// No event up to this one concerns it that it was not sent.
+    /// No event up to this number concerns the connection, except events already sent.
     skip: u64,
 }
 
 impl Watchers {
-    /// `seen` is the last event that there was before.
+    /// `seen` is the last existing event.
     pub(crate) fn new(seen: u64) -> Self {
         Self { seen, ..Self::default() }
     }
@@ -60,7 +59,6 @@ impl Watchers {
         self.members.len()
     }
 
-    /// Whether some may have something to be sent.
     pub(crate) fn are_due(&self) -> bool {
         !self.queue.is_empty()
     }
@@ -85,7 +83,7 @@ impl Watchers {
         }
     }
 
-    /// One that watches may have something to be sent.
+    /// Queues a connection that may have unsent events.
     pub(crate) fn enqueue(&mut self, id: ConnectionId) {
         if let Some(member) = self.members.get_mut(&id).filter(|member| !member.queued) {
             member.queued = true;
@@ -93,7 +91,7 @@ impl Watchers {
         }
     }
 
-    /// The next one of the queue, and the event up to which none concerns it.
+    /// The next queued connection, and the event up to which no event concerns it.
     pub(crate) fn next(&mut self) -> Option<(ConnectionId, u64)> {
         loop {
             let id = self.queue.pop_front()?;
@@ -104,14 +102,14 @@ impl Watchers {
         }
     }
 
-    /// One has been sent all that there is.
+    /// Moves a connection with no unsent events to its group.
     pub(crate) fn rest(&mut self, id: ConnectionId) {
         let Some(Member { prefix, reader, .. }) = self.members.get(&id) else { return };
         let groups = self.idle.entry(Arc::clone(prefix)).or_default();
         groups.entry(Arc::clone(reader)).or_default().insert(id);
     }
 
-    /// The rights of a client that watches.
+    /// The permissions of a watching client.
     pub(crate) fn reader(&self, id: ConnectionId) -> Option<Arc<Reader>> {
         self.members.get(&id).map(|member| Arc::clone(&member.reader))
     }
@@ -128,7 +126,7 @@ impl Watchers {
         self.seen = journal.last_event();
     }
 
-    /// Takes those into the queue whom an event concerns.
+    /// Queues the clients that an event concerns.
     fn notice(&mut self, seen: &Seen) {
         let name = &seen.event.name;
         for end in 0..=name.len() {
@@ -142,7 +140,7 @@ impl Watchers {
         }
     }
 
-    /// Takes all into the queue: events that may concern them are not known any more.
+    /// Queues all clients: discarded events may concern them.
     fn notice_loss(&mut self) {
         let ids = std::mem::take(&mut self.idle).into_values().flat_map(HashMap::into_values).flatten().collect();
         self.wake(ids, 0);

@@ -1,4 +1,4 @@
-//! A client that comes, that goes, whose deadline passes, whose answer is sent or can't be sent.
+//! Connects, disconnects, deadlines, and completed work and sends.
 
 use super::{
     effects::{Effect, Effects, Outcome},
@@ -15,7 +15,7 @@ use crate::{
     error::{BrokerError, ErrorCode, RefusalCode},
 };
 
-/// A client has connected. It must send a hello.
+/// Adds a client, which must send a hello.
 pub(crate) fn connected(state: &mut State, effects: &mut Effects, caller: Caller) {
     let id = caller.connection;
     state.objects.users().add_connection(caller.uid);
@@ -24,7 +24,7 @@ pub(crate) fn connected(state: &mut State, effects: &mut Effects, caller: Caller
     effects.push(Effect::Listen(id));
 }
 
-/// A client has gone: its leases and claims end, and its unfinished put is dropped.
+/// Removes a client: ends its leases and claims, and drops its unfinished put.
 pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.remove(&id) else { return };
     let uid = client.caller.uid;
@@ -43,22 +43,22 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
     get::end_claims(state, effects, id);
 }
 
-/// The deadline of a client has passed.
+/// Handles a client's deadline.
 pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.get(&id) else { return };
     let code = ErrorCode::Timeout;
     if !client.greeted {
-        let message = format!("no hello came within {:?}", state.timeout);
-        effects.push(Effect::End { client: id, code, message, why: "it said no hello" });
+        let message = format!("no hello within {:?}", state.timeout);
+        effects.push(Effect::End { client: id, code, message, why: "no hello in time" });
     } else if matches!(client.request, Request::Upload(_)) {
-        let message = format!("the segments of a put did not come within {:?}", state.timeout);
-        effects.push(Effect::End { client: id, code, message, why: "the segments of its put did not come" });
+        let message = format!("not all segments of a put arrived within {:?}", state.timeout);
+        effects.push(Effect::End { client: id, code, message, why: "segments of its put not in time" });
     } else {
         lease::end_wait(state, effects, id, RefusalCode::Timeout);
     }
 }
 
-/// The worker has done its part of a request. If its client has asked meanwhile that the request does not wait, a wait that follows ends.
+/// Applies the worker's result. If the client has sent a stop during the work, a wait that follows is stopped too.
 pub(crate) fn work_done(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: Outcome) {
     let request = state.clients.get(&id).map(|client| &client.request);
     let stopped = matches!(request, Some(Request::Worker { stopped: true }));
@@ -68,18 +68,18 @@ pub(crate) fn work_done(state: &mut State, effects: &mut Effects, id: Connection
     }
 }
 
-/// The worker failed in some work for a request.
+/// Handles a panic in the worker.
 pub(crate) fn work_failed(state: &mut State, effects: &mut Effects, id: ConnectionId, uid: u32, reserved: usize) {
     state.objects.users().end_reservation(uid, reserved);
     state.waits.remove(id);
     if state.clients.get(&id).is_some_and(|client| matches!(client.request, Request::Worker { .. })) {
-        let message = "the broker failed while it examined the tables of this request: see its log".to_owned();
+        let message = "the broker failed to examine the tables of this request: see its log".to_owned();
         refuse(state, effects, id, BrokerError::new(RefusalCode::Failed, message));
         effects.push(Effect::Listen(id));
     }
 }
 
-/// The socket of a client has taken all records.
+/// All records have been sent to the client's socket.
 pub(crate) fn all_sent(state: &mut State, id: ConnectionId) {
     if let Some(client) = state.clients.get_mut(&id) {
         client.sending.clear();
@@ -87,7 +87,7 @@ pub(crate) fn all_sent(state: &mut State, id: ConnectionId) {
     page_sent(state, id);
 }
 
-/// The answer to a client can't be sent whole: its leases end, and the request is refused.
+/// Undoes an answer that can't be sent completely: ends its leases and refuses the request.
 pub(crate) fn send_failed(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     let mut tokens = std::mem::take(&mut client.sending);

@@ -1,4 +1,4 @@
-//! Which function handles which message.
+//! Selects the function for each message.
 
 use std::os::fd::OwnedFd;
 
@@ -21,12 +21,11 @@ use crate::{
     wire::broker::Message,
 };
 
-/// Whether a message is answered with descriptors: the client must have read the ones before.
+/// Whether a message is answered with descriptors. The client must have read all earlier descriptors.
 pub(crate) fn wants_descriptors(message: &Message) -> bool {
     matches!(message, Message::Get(_) | Message::Stat(_) | Message::Received(_))
 }
 
-/// Handles a message of a client.
 pub(crate) fn handle(
     state: &mut State,
     effects: &mut Effects,
@@ -40,11 +39,11 @@ pub(crate) fn handle(
     tracing::trace!(kind = message.name(), pid = client.caller.pid, "received");
     let (greeted, busy) = (client.greeted, client.is_busy());
     match message {
-        Message::Error(_) => effects.push(Effect::Close { client: id, why: "the peer has ended it with an error" }),
+        Message::Error(_) => effects.push(Effect::Close { client: id, why: "the peer sent an error" }),
         Message::Hello(message) if !greeted => hello(state, effects, id, &message),
         other if !greeted => {
             effects.close_fds(of, fds);
-            effects.break_off(id, format!("{} came where hello belongs", other.name()));
+            effects.break_off(id, format!("expected a hello, got {}", other.name()));
         }
         Message::Busy(_) => {}
         Message::Release(message) => release(state, effects, id, message.token),
@@ -54,7 +53,7 @@ pub(crate) fn handle(
         Message::Segments(message) => segments(state, effects, id, message, fds),
         other if busy => {
             effects.close_fds(of, fds);
-            effects.break_off(id, format!("{} came before the answer to the request before it", other.name()));
+            effects.break_off(id, format!("{} arrived before the previous request was answered", other.name()));
         }
         other => match begin_request(state, id, &other) {
             Ok(()) => request(state, effects, room, id, other, fds),
@@ -66,7 +65,7 @@ pub(crate) fn handle(
     }
 }
 
-/// Handles a message that asks for an answer.
+/// Handles a message that needs an answer.
 fn request(
     state: &mut State,
     effects: &mut Effects,
@@ -87,15 +86,15 @@ fn request(
         Message::Measure(_) => measure(state, effects, room, id),
         other => {
             effects.close_fds(state.caller(id).map(|caller| caller.uid), fds);
-            effects.break_off(id, format!("{} came, which a broker sends", other.name()));
+            effects.break_off(id, format!("{} arrived, which only a broker sends", other.name()));
         }
     }
 }
 
-/// Notes that a request has come.
+/// Starts accounting for a request.
 ///
 /// # Errors
-/// If the unanswered requests of its user take too much memory.
+/// [`RefusalCode::Quota`](crate::error::RefusalCode::Quota) if the user's pending requests would take too much memory.
 fn begin_request(state: &mut State, id: ConnectionId, request: &Message) -> Result<(), BrokerError> {
     let Some(client) = state.clients.get_mut(&id) else { return Ok(()) };
     let counted = state.objects.users().add_request(client.caller.uid, memory_of(request));

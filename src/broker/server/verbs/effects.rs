@@ -1,4 +1,4 @@
-//! What the event loop does for a request.
+//! Effects: instructions for the event loop.
 
 use std::{collections::VecDeque, os::fd::OwnedFd, time::Instant};
 
@@ -11,42 +11,63 @@ use crate::{
     wire::broker::Message,
 };
 
-/// Whose descriptors: a user's that may connect, or those of all users that may not.
+/// The user that descriptors are charged to. All users that may not connect share `None`.
 pub(crate) type Origin = Option<u32>;
 
-/// What the event loop does for a request.
+/// An instruction for the event loop.
 pub(crate) enum Effect {
-    /// Sends records: the first now, each other one when the client has acknowledged the one before.
-    Send { client: ConnectionId, records: Vec<Outgoing> },
-    /// Sends the next record of an answer, if the client received so many segments of its lease as were sent.
-    SendNext { client: ConnectionId, received: u64 },
+    /// Sends records: the first now, each further one after the client has acknowledged its predecessor.
+    Send {
+        client: ConnectionId,
+        records: Vec<Outgoing>,
+    },
+    /// Sends the next record of an answer, if the client has received exactly the segments sent so far.
+    SendNext {
+        client: ConnectionId,
+        received: u64,
+    },
     /// Sends an error, and closes the connection.
-    End { client: ConnectionId, code: ErrorCode, message: String, why: &'static str },
-    /// Closes the connection.
-    Close { client: ConnectionId, why: &'static str },
-    /// Calls [`super::connection::deadline_passed`] then.
-    Deadline { client: ConnectionId, deadline: Option<Deadline> },
-    /// Reads again from a client that was not read from while it waited.
+    End {
+        client: ConnectionId,
+        code: ErrorCode,
+        message: String,
+        why: &'static str,
+    },
+    Close {
+        client: ConnectionId,
+        why: &'static str,
+    },
+    /// Sets or clears the client's deadline. At the deadline, the loop calls [`super::connection::deadline_passed`].
+    Deadline {
+        client: ConnectionId,
+        deadline: Option<Deadline>,
+    },
+    /// Resumes reading from a client that waited.
     Listen(ConnectionId),
-    /// Runs the work in the worker.
     Work(Work),
-    /// Closes descriptors where that may block.
-    CloseFds { of: Origin, fds: Vec<OwnedFd> },
-    /// Counts a request that was answered.
-    Count { verb: &'static str, outcome: String, since: Instant },
-    /// Sends the keeper what waits for it, and calls [`super::publish::kept`].
+    /// Closes descriptors where blocking is allowed.
+    CloseFds {
+        of: Origin,
+        fds: Vec<OwnedFd>,
+    },
+    /// Counts an answered request.
+    Count {
+        verb: &'static str,
+        outcome: String,
+        since: Instant,
+    },
+    /// Sends queued messages to the keeper, then calls [`super::publish::kept`].
     Store,
 }
 
-/// When a client's wait ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Deadline {
     pub(crate) at: Instant,
-    /// Whether the client waits for what a user sends: the time does not count while the event loop reads nothing from that user.
+    /// Whether the client waits for a user's upload. The deadline is suspended while the event loop does not read from that user.
     pub(crate) stops: bool,
 }
 
-/// What the event loop does, in this order.
+/// Instructions for the event loop, in order.
 #[derive(Default)]
 pub(crate) struct Effects(pub(crate) VecDeque<Effect>);
 
@@ -55,7 +76,7 @@ impl Effects {
         self.0.push_back(effect);
     }
 
-    /// Closes what a client sent and the server did not keep.
+    /// Closes descriptors that a client sent and the server did not keep.
     pub(crate) fn close_fds(&mut self, of: Origin, fds: Vec<OwnedFd>) {
         if !fds.is_empty() {
             self.push(Effect::CloseFds { of, fds });
@@ -66,25 +87,25 @@ impl Effects {
         self.push(Effect::Deadline { client, deadline: Some(Deadline { at, stops: false }) });
     }
 
-    /// Sets a deadline that stops while the event loop reads nothing from the user.
+    /// Sets a deadline that is suspended while the event loop does not read from the user.
     pub(crate) fn deadline_of_uploads(&mut self, client: ConnectionId, at: Instant) {
         self.push(Effect::Deadline { client, deadline: Some(Deadline { at, stops: true }) });
     }
 
-    /// Ends a connection whose peer broke the protocol.
+    /// Disconnects a peer that violated the protocol.
     pub(crate) fn break_off(&mut self, client: ConnectionId, message: impl Into<String>) {
         let (code, message) = (ErrorCode::Protocol, message.into());
-        self.push(Effect::End { client, code, message, why: "it broke the protocol" });
+        self.push(Effect::End { client, code, message, why: "protocol violation" });
     }
 }
 
-/// A record, with its descriptors: of segments that stay until it is sent, and of others.
+/// A record with its descriptors: `fds` are segments kept until it is sent, `own` is closed after sending.
 #[derive(Debug)]
 pub(crate) struct Outgoing {
     pub(crate) bytes: Vec<u8>,
     pub(crate) fds: Vec<SegmentId>,
     pub(crate) own: Option<OwnedFd>,
-    /// If it belongs to a lease: how many of its segments are sent with this and the records before.
+    /// For a lease: the number of its segments sent up to and including this record.
     pub(crate) segments: u64,
 }
 
@@ -99,42 +120,40 @@ impl Outgoing {
             Message::Segments(segments) => segments.first + segments.sizes.len() as u64,
             _ => 0,
         };
-        // It may wait for long.
+        // The record may wait for a long time.
         bytes.shrink_to_fit();
         Ok(Self { bytes, fds, own: None, segments })
     }
 
-    /// How many descriptors go with it.
     pub(crate) fn descriptors(&self) -> usize {
         self.fds.len() + usize::from(self.own.is_some())
     }
 }
 
-/// What the event loop does with the result of some work: again a function of the state to effects.
+/// The result of work: a function from the state to effects, for the event loop to call.
 pub(crate) type Outcome = Box<dyn FnOnce(&mut State, &mut Effects) + Send>;
 
-/// A step of some work.
 pub(crate) type Job = Box<dyn FnOnce() -> Step + Send>;
 
-/// What a step of some work leads to.
+/// The result of a step.
 pub(crate) enum Step {
-    /// The work goes on with this, after the steps of other users.
+    /// More work, after other users' steps.
     More(Job),
-    /// The event loop does this with the result.
+    /// The work is complete: the event loop calls this function.
     Done(Outcome),
 }
 
-/// Work for a request of a client.
+/// Work for a client's request.
 pub(crate) struct Work {
     pub(crate) client: ConnectionId,
     pub(crate) uid: u32,
-    /// How many descriptors are reserved for its user until it is done.
+    /// Descriptors reserved for the user until the work is complete.
     pub(crate) reserved: usize,
     pub(crate) job: Job,
 }
 
 impl Work {
-    /// Runs all steps here.
+    /// Runs all steps in this thread.
     pub(super) fn finish(self) -> Outcome {
         let mut next = self.job;
         loop {
@@ -146,7 +165,7 @@ impl Work {
     }
 }
 
-/// Runs some work: here if it is small, else in the worker.
+/// Runs small work in this thread, other work in the worker.
 pub(crate) fn work(state: &mut State, effects: &mut Effects, small: bool, work: Work) {
     if !small {
         return effects.push(Effect::Work(work));

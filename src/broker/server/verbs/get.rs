@@ -1,4 +1,4 @@
-//! Gets: leases of what exists, waits for what does not, and claims of what no process makes yet.
+//! Gets: leases existing objects, waits for missing ones, grants claims on objects that nobody is making yet.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -27,7 +27,7 @@ use crate::{
     },
 };
 
-/// A get has come.
+/// Starts a get.
 pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, get: Get) {
     match check(&get) {
         Ok(()) => try_get(state, effects, id, Waiting { get, answers: HashMap::new(), deadline: None }),
@@ -35,11 +35,11 @@ pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, ge
     }
 }
 
-/// What a get leads to at this moment.
+/// The state of a get.
 enum Found {
-    /// All of it exists.
+    /// All objects exist.
     All(Vec<Selection>),
-    /// Some tables must be read first.
+    /// Tables must be read first.
     Ask(VecDeque<(usize, Question)>),
     /// This object does not exist.
     Absent(String),
@@ -74,7 +74,7 @@ fn give_up(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: 
     refuse(state, effects, id, refusal);
 }
 
-/// Reads tables, here if they are small.
+/// Reads tables: small ones here, others in the worker.
 fn ask(
     state: &mut State,
     effects: &mut Effects,
@@ -89,7 +89,7 @@ fn ask(
     work(state, effects, small, Work { client: id, uid, reserved: 0, job });
 }
 
-/// Reads one table for a get, and then the next one when it is the user's turn again.
+/// Reads one table for a get. The next table follows in the user's next turn.
 fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, Question)>) -> Step {
     let mut refusal = None;
     if let Some((at, question)) = questions.front_mut() {
@@ -115,7 +115,7 @@ fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, 
     }))
 }
 
-/// An object does not exist: grants the claim, waits, or refuses.
+/// Handles a missing object: grants the claim, waits, or refuses.
 fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waiting: Waiting, name: &str) {
     let Some(client) = state.clients.get(&id) else { return };
     if let Some(claim) = &waiting.get.claim {
@@ -134,7 +134,7 @@ fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waitin
         return refuse(state, effects, id, refusal);
     };
     state.waits.add(id, &waiting.get);
-    // It may have passed while tables were read.
+    // The deadline may have passed while tables were read.
     let deadline = *waiting.deadline.get_or_insert_with(|| state.objects.now.after(Duration::from_millis(wait)));
     state.set_request(id, Request::Object(Box::new(waiting)));
     effects.deadline(id, deadline);
@@ -149,7 +149,6 @@ fn why_absent(waiting: &Waiting, name: &str) -> String {
     }
 }
 
-/// Ends the wait of a get.
 pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     let Request::Object(waiting) = std::mem::take(&mut client.request) else { return };
@@ -160,22 +159,22 @@ pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionI
     let why = why_absent(&waiting, name);
     let waited = waiting.get.wait_ms.unwrap_or(0);
     let message = match code {
-        RefusalCode::Timeout => format!("{why}, and none came within {waited} ms"),
-        _ => format!("{why}, and the wait for it was ended"),
+        RefusalCode::Timeout => format!("{why}: waited {waited} ms"),
+        _ => format!("{why}: the wait was stopped"),
     };
     give_up(state, effects, id, BrokerError::new(code, message));
 }
 
-/// A version was published: answers the gets that waited for it.
+/// Handles a new version: ends claims on the name, and answers waiting gets.
 pub(crate) fn published(state: &mut State, effects: &mut Effects, name: &str) {
     state.claims.end_all(name);
     wake(state, effects, name);
 }
 
-/// Tries again the gets that wait for a name.
+/// Retries the gets that wait for a name.
 fn wake(state: &mut State, effects: &mut Effects, name: &str) {
     for id in state.waits.of(name) {
-        // One whose tables are being read goes on when that is done.
+        // If a client's tables are being read, its get is retried after that.
         let idle =
             |client: &&mut crate::broker::server::state::client::Client| matches!(client.request, Request::Object(_));
         let Some(client) = state.clients.get_mut(&id).filter(idle) else { continue };
@@ -185,21 +184,21 @@ fn wake(state: &mut State, effects: &mut Effects, name: &str) {
     }
 }
 
-/// A client ends a claim, if it has it.
+/// Ends a client's claim.
 pub(crate) fn end_claim(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
     if let Some(name) = state.claims.end(id, token) {
         wake(state, effects, &name);
     }
 }
 
-/// A client has gone: its claims pass on.
+/// Ends all claims of a disconnected client.
 pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     for name in state.claims.end_of(id) {
         wake(state, effects, &name);
     }
 }
 
-/// Gives leases of all selections, or of none, and sends them.
+/// Leases all selections, or none, and sends the leases.
 fn hand_out(state: &mut State, effects: &mut Effects, id: ConnectionId, selections: &[Selection]) {
     state.waits.remove(id);
     let Some(caller) = state.caller(id).cloned() else { return };
@@ -223,7 +222,7 @@ fn hand_out(state: &mut State, effects: &mut Effects, id: ConnectionId, selectio
     }
 }
 
-/// The records that a lease is sent in.
+/// The records of a lease.
 fn lease_records(objects: &Objects, token: Token, selection: &Selection) -> Result<Vec<Outgoing>, BrokerError> {
     let gone = || BrokerError::new(RefusalCode::Absent, "the version is gone");
     let LeaseParts { mut header, tables, segments } = objects.describe_lease(token, selection).ok_or_else(gone)?;
@@ -231,8 +230,7 @@ fn lease_records(objects: &Objects, token: Token, selection: &Selection) -> Resu
     header.sizes = first.iter().map(|(_, size)| *size).collect();
     let fds = tables.into_iter().chain(first.iter().map(|(id, _)| *id)).collect();
     let long = |error: crate::error::Error| {
-        let message =
-            format!("what was asked for does not fit one record ({error}): ask for fewer parts or arrays at once");
+        let message = format!("the answer does not fit one record ({error}): request fewer parts or arrays at once");
         BrokerError::new(RefusalCode::Invalid, message)
     };
     let mut records = vec![Outgoing::of(&Message::Lease(Box::new(header)), fds).map_err(long)?];
@@ -246,27 +244,26 @@ fn lease_records(objects: &Objects, token: Token, selection: &Selection) -> Resu
     Ok(records)
 }
 
-/// Checks what a get says.
 fn check(get: &Get) -> Result<(), BrokerError> {
     let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message));
     if get.objects.is_empty() {
-        return invalid("a get names no object");
+        return invalid("a get must name at least one object");
     }
     for object in &get.objects {
         check_name(&object.name)?;
         if object.range.is_some() && object.arrays.is_some() {
-            return invalid("a get asks for a range or for arrays, not for both");
+            return invalid("a get can request a range or arrays, not both");
         }
         if object.parts.as_ref().is_some_and(Vec::is_empty) || object.arrays.as_ref().is_some_and(Vec::is_empty) {
-            return invalid("a get asks for no part, or for no array, of an object");
+            return invalid("a get must request at least one part and one array of an object, or omit the list");
         }
     }
     if let Some(Claim { part, group }) = &get.claim {
         if get.objects.len() > 1 {
-            return invalid("a claim is on one object");
+            return invalid("a claim requires exactly one object");
         }
         if part.is_some() != group.is_some() {
-            return invalid("a claim of a part names the group of its version, and a claim of all has none");
+            return invalid("a claim on a part requires a group, and a claim on the whole object must not have one");
         }
         part.iter().try_for_each(|part| check_component("part", part))?;
         group.iter().try_for_each(|group| check_component("group", group))?;

@@ -1,4 +1,4 @@
-//! The first message.
+//! The hello, which must come first.
 
 use std::process;
 
@@ -15,16 +15,17 @@ use crate::{
     },
 };
 
-/// Answers a hello, or ends the connection of a client that needs another protocol.
+/// Answers a hello, or disconnects a client with an incompatible protocol.
 pub(crate) fn hello(state: &mut State, effects: &mut Effects, id: ConnectionId, hello: &Hello) {
     if !hello.capabilities.iter().any(|named| named == BROKER) {
         let message = "this is a broker, and the hello lacks the capability `broker`".to_owned();
-        let why = "it asks for no broker";
+        let why = "its hello is not for a broker";
         return effects.push(Effect::End { client: id, code: ErrorCode::Object, message, why });
     }
     if hello.version < VERSION {
-        let message = format!("the hello speaks version {}, and this broker version {VERSION}", hello.version);
-        let why = "it speaks another version";
+        let message =
+            format!("the hello is for protocol version {}, but this broker speaks version {VERSION}", hello.version);
+        let why = "it speaks another protocol version";
         return effects.push(Effect::End { client: id, code: ErrorCode::Version, message, why });
     }
     let Some(client) = state.clients.get_mut(&id) else { return };

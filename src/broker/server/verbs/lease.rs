@@ -1,4 +1,4 @@
-//! What clients send of the leases and claims that they hold, and of waits: release, report, stop. None is answered.
+//! Messages without an answer: release, report, stop.
 
 use super::{effects::Effects, get, parts, reply::refuse};
 use crate::{
@@ -11,7 +11,7 @@ use crate::{
 pub(crate) fn release(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if client.is_sending(token) {
-        effects.break_off(id, "a lease was released before all of it was received");
+        effects.break_off(id, "a lease was released before it was received completely");
     } else if client.leases.remove(&token) {
         state.objects.end_lease(token);
     } else {
@@ -19,14 +19,14 @@ pub(crate) fn release(state: &mut State, effects: &mut Effects, id: ConnectionId
     }
 }
 
-/// Keeps a report about a version that the client leases.
+/// Keeps a report about a leased version.
 pub(crate) fn report(state: &mut State, id: ConnectionId, report: Report) {
     let Some(client) = state.clients.get(&id).filter(|client| client.leases.contains(&report.token)) else { return };
-    let is_logged = state.repeats.is_first(client.caller.uid, "a report of memory that is not as claimed");
+    let is_logged = state.repeats.is_first(client.caller.uid, "a reader reports that memory differs from its claim");
     state.objects.report(&client.caller, report.token, report.message, is_logged);
 }
 
-/// Ends the wait of a request, since its client asks for that.
+/// Stops the client's waiting request.
 pub(crate) fn stop(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     match state.clients.get_mut(&id).map(|client| &mut client.request) {
         Some(Request::Worker { stopped }) => *stopped = true,
@@ -34,7 +34,7 @@ pub(crate) fn stop(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     }
 }
 
-/// Ends the wait of a request, if it waits for other clients.
+/// Ends a request that waits for other clients.
 pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     match &client.request {
@@ -43,7 +43,7 @@ pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionI
             parts::end_wait(state, effects, id, &key, code);
         }
         Request::Object(_) => get::end_wait(state, effects, id, code),
-        Request::Watch(_) => refuse(state, effects, id, BrokerError::new(code, "the watch was ended")),
+        Request::Watch(_) => refuse(state, effects, id, BrokerError::new(code, "the watch was stopped")),
         _ => {}
     }
 }

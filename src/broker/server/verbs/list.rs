@@ -1,4 +1,4 @@
-//! What there is: list, stat, who.
+//! List, stat and who.
 
 use super::{
     effects::Effects,
@@ -13,22 +13,22 @@ use crate::{
     wire::broker::{List, Message, Stat, Who},
 };
 
-/// Answers with a page of the names that the client may read.
+/// Answers with a page of names that the client may read.
 pub(crate) fn list(state: &mut State, effects: &mut Effects, id: ConnectionId, list: &List) {
     let Some(client) = state.clients.get(&id) else { return };
     let page = state.objects.list(&client.caller, list);
     reply(state, effects, id, &Message::Objects(page));
 }
 
-/// Answers with all that is known of a version.
+/// Answers with the details of a version.
 pub(crate) fn stat(state: &mut State, effects: &mut Effects, id: ConnectionId, stat: &Stat) {
     let Some(client) = state.clients.get(&id) else { return };
     let found = check_name(&stat.name).and_then(|()| state.objects.stat(&client.caller, stat));
-    // A descriptor of its own: the name may be deleted before the reply can be sent.
+    // Duplicate the descriptor: the name may be deleted before the reply is sent.
     let found = found.and_then(|(info, segment)| {
         let fd = segment.map(|segment| state.objects.segment(segment).try_clone_to_owned()).transpose();
         let fd = fd.map_err(|error| {
-            let message = format!("the broker has no descriptor for the metadata: {error}");
+            let message = format!("the broker has no free descriptor for the metadata: {error}");
             BrokerError::new(RefusalCode::Full, message)
         })?;
         Ok((info, fd))
@@ -39,7 +39,7 @@ pub(crate) fn stat(state: &mut State, effects: &mut Effects, id: ConnectionId, s
     }
 }
 
-/// Answers with a page of the leases that the client may know of, or goes on looking for some in the next turn.
+/// Answers with a page of leases that the client may see, or continues the search in the next turn.
 pub(crate) fn who(state: &mut State, effects: &mut Effects, id: ConnectionId, who: Who) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     match state.objects.who(&client.caller, &who) {
@@ -51,7 +51,7 @@ pub(crate) fn who(state: &mut State, effects: &mut Effects, id: ConnectionId, wh
     }
 }
 
-/// Goes on with one listing that found nothing yet.
+/// Continues one listing that has not found anything yet.
 pub(crate) fn go_on(state: &mut State, effects: &mut Effects) {
     let Some(id) = state.listings.pop_front() else { return };
     let request = state.clients.get_mut(&id).map(|client| &mut client.request);

@@ -1,4 +1,4 @@
-//! Figures of the server itself.
+//! Server metrics.
 
 use std::process;
 
@@ -9,10 +9,10 @@ use crate::{
     wire::broker::{KeeperInfo, Measured, Message, Room as RoomInfo, StoreRoom},
 };
 
-/// How many bytes the totals of users take.
+/// The most bytes of per-user totals.
 const TOTALS: usize = 32 * 1024;
 
-/// Answers with how much the server holds and does.
+/// Answers with the server's metrics.
 pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Room, id: ConnectionId) {
     let Some(caller) = state.caller(id).cloned() else { return };
     let Counts { objects, versions, leases } = state.objects.counts();

@@ -1,14 +1,14 @@
-//! What each request does: functions from the state and a request to effects. No sockets, no clock, no threads.
+//! Requests as functions from the state and a request to effects. No sockets, no clock, no threads.
 //!
-//! | File | What it does |
+//! | File | Purpose |
 //! |---|---|
-//! | `dispatch` | calls the function of a message |
-//! | `connection` | a client that comes, that goes, whose deadline passes, whose answer is sent |
-//! | `hello`, `put`, `get`, `list`, `delete`, `watch`, `resume`, `lease`, `metrics` | one verb each, or a few that belong together |
-//! | `put/check` | what is wrong with a put |
-//! | `parts`, `publish` | the rest of a put: the parts of others, and the version |
+//! | `dispatch` | selects the function for a message |
+//! | `connection` | connects, disconnects, deadlines, completed work and sends |
+//! | `hello`, `put`, `get`, `list`, `delete`, `watch`, `resume`, `lease`, `metrics` | the verbs |
+//! | `put/check` | validates a put |
+//! | `parts`, `publish` | drafts of several puts, and the published version |
 //! | `reply` | answers and refusals |
-//! | `effects` | what the event loop does for a request |
+//! | `effects` | instructions for the event loop |
 
 pub(super) mod connection;
 mod delete;

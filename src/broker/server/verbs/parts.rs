@@ -1,4 +1,4 @@
-//! Versions that several puts make together.
+//! Versions assembled from several puts.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::{
     error::{BrokerError, RefusalCode},
 };
 
-/// Adds a put to the version of its group, and publishes that once all parts have come.
+/// Adds a put to its group's draft. Publishes the version once it is complete.
 pub(crate) fn join(
     state: &mut State,
     effects: &mut Effects,
@@ -26,7 +26,7 @@ pub(crate) fn join(
     let (id, uid) = (caller.connection, caller.uid);
     let key = DraftKey { name: share.terms.name.clone(), group };
     let checked = state.drafts.get(&key).map_or(Ok(()), |draft| draft.check(&key, uid, &share));
-    // Others may have come while this was examined.
+    // Other puts may have arrived during the examination.
     if let Err(refusal) = checked.and_then(|()| state.objects.users().check_bytes(uid, share.bytes())) {
         state.objects.discard(share.metadata, share.parts);
         return refuse(state, effects, id, refusal);
@@ -45,7 +45,7 @@ pub(crate) fn join(
     }
 }
 
-/// All parts of a version have come.
+/// Publishes a complete draft.
 fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
     let Some(draft) = state.drafts.remove(key) else { return };
     let Draft { uid, announced, terms, metadata, puts, requests } = draft;
@@ -58,14 +58,14 @@ fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
     store(state, effects, makers, terms, metadata, parts);
 }
 
-/// Counts parts as waiting no more.
+/// Removes parts from the user's draft usage.
 fn end_waiting(state: &mut State, uid: u32, metadata: Option<&NewTable>, parts: &[NewPart]) {
     let bytes = bytes_of(parts) + metadata.map_or(0, NewTable::length);
     state.objects.users().remove_waiting(uid, bytes);
     state.objects.users().end_reservation(uid, descriptors_of(parts));
 }
 
-/// Takes a client's parts out of a version that is not complete.
+/// Removes a client's parts from a draft.
 pub(crate) fn withdraw(state: &mut State, id: ConnectionId, key: &DraftKey) {
     let Some(draft) = state.drafts.get_mut(key) else { return };
     let uid = draft.uid;
@@ -81,10 +81,10 @@ pub(crate) fn withdraw(state: &mut State, id: ConnectionId, key: &DraftKey) {
     state.objects.discard(metadata, parts);
 }
 
-/// Ends a client's wait for the parts of others.
+/// Ends a client's wait for the other parts.
 pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, key: &DraftKey, code: RefusalCode) {
     let missing = state.drafts.get(key).map_or_else(String::new, |draft| draft.missing().join(", "));
     withdraw(state, id, key);
-    let message = format!("`{}` is not published: the parts {missing} did not come", key.name);
+    let message = format!("`{}` is not published: the parts {missing} are missing", key.name);
     refuse(state, effects, id, BrokerError::new(code, message));
 }

@@ -1,4 +1,4 @@
-//! The last steps of a put: the keeper gets the descriptors, and the version is published.
+//! The last steps of a put: the keeper gets the descriptors, then the version is published.
 
 use super::{
     effects::{Effect, Effects},
@@ -19,7 +19,7 @@ use crate::{
     wire::broker::{MAX_INLINE_TOGETHER, Message, Published, Restore, Token},
 };
 
-/// Has the descriptors of a version kept. It is published once the keeper has them.
+/// Gives the descriptors of a version to the keeper. The version is published once the keeper confirms them.
 pub(crate) fn store(
     state: &mut State,
     effects: &mut Effects,
@@ -32,7 +32,7 @@ pub(crate) fn store(
         Ok(()) => state.objects.stage(metadata, parts),
         Err(error) => {
             state.objects.discard(metadata, parts);
-            let message = format!("the broker can't make a memfd for a table: {error}");
+            let message = format!("the broker can't create a memfd for a table: {error}");
             Err(BrokerError::new(RefusalCode::Full, message))
         }
     };
@@ -46,7 +46,7 @@ pub(crate) fn store(
     }
 }
 
-/// Publishes the versions that the keeper has. Returns whether there were any.
+/// Publishes the versions that the keeper has confirmed. Returns whether there were any.
 pub(crate) fn kept(state: &mut State, effects: &mut Effects) -> bool {
     let mut any = false;
     while let Some(stored) = state.storing.queue.pop_front() {
@@ -60,7 +60,7 @@ pub(crate) fn kept(state: &mut State, effects: &mut Effects) -> bool {
     any
 }
 
-/// No name is reserved any more for offers of what a broker before this one lost.
+/// Stops reserving names for clients that restore lost objects, and publishes the waiting versions.
 pub(crate) fn end_reservation(state: &mut State, effects: &mut Effects) {
     state.storing.reserves = false;
     for stored in std::mem::take(&mut state.storing.reserved) {
@@ -68,9 +68,8 @@ pub(crate) fn end_reservation(state: &mut State, effects: &mut Effects) {
     }
 }
 
-/// Publishes a version.
 fn publish(state: &mut State, effects: &mut Effects, stored: Stored) {
-    // Its owner may still offer the name back: the broker has lost whose it was.
+    // The name's former owner may still restore it, and the broker no longer knows the owner.
     let is_new = stored.terms.restore.is_none() && state.objects.current_key(&stored.terms.name).is_none();
     if state.storing.reserves && is_new {
         return state.storing.reserved.push(stored);
@@ -79,7 +78,7 @@ fn publish(state: &mut State, effects: &mut Effects, stored: Stored) {
     let Some(caller) = makers.iter().find_map(|id| state.caller(*id)).cloned() else {
         return state.objects.unstage(staged);
     };
-    // The same request may have been under way twice, over a connection that broke too.
+    // The same request may be pending twice if its first connection broke.
     let before = |request: &Token| state.objects.published_before(&caller, &terms.name, *request).transpose();
     if let Some(answer) = terms.requests.iter().find_map(before) {
         state.objects.unstage(staged);
@@ -87,7 +86,7 @@ fn publish(state: &mut State, effects: &mut Effects, stored: Stored) {
     }
     let result = state.objects.publish(&caller, &terms, staged);
     if result.is_err() {
-        // Another reader was faster, while this one's descriptors went to the keeper.
+        // Another reader restored the version first.
         let restore = terms.restore.as_ref();
         let faster = restore.and_then(|of| restored_before(state, caller.connection, &terms.name, of));
         return answer_makers(state, effects, &makers, &faster.map_or(result, Ok));
@@ -105,7 +104,7 @@ fn publish(state: &mut State, effects: &mut Effects, stored: Stored) {
     published(state, effects, &terms.name);
 }
 
-/// Gives a client its leases of a version that another one has offered back, if it could have offered it.
+/// Gives a client its leases of a version that another client has already restored, if it may restore the version itself.
 pub(crate) fn restored_before(state: &mut State, id: ConnectionId, name: &str, restore: &Restore) -> Option<Published> {
     let client = state.clients.get_mut(&id)?;
     let key = state.objects.restored(&client.caller, name, restore)?;
@@ -128,7 +127,7 @@ fn answer_makers(
     }
 }
 
-/// Moves tables into memfds until the others fit one record.
+/// Moves tables into memfds until the remaining ones fit one record.
 fn fit(metadata: &mut Option<NewTable>, parts: &mut [NewPart]) -> std::io::Result<()> {
     let mut room = MAX_INLINE_TOGETHER;
     for table in metadata.iter_mut().chain(parts.iter_mut().filter_map(|part| part.arrays.as_mut())) {

@@ -1,4 +1,4 @@
-//! Puts: a request is checked, its segments are collected and examined, and the version is handed on.
+//! Puts: checks the request, collects and examines its segments, and passes the version on.
 
 mod check;
 
@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// A put has come, with the descriptors of its tables and of its first segments.
+/// Starts a put. `fds` are the descriptors of its tables and first segments.
 pub(crate) fn put(
     state: &mut State,
     effects: &mut Effects,
@@ -58,7 +58,7 @@ pub(crate) fn put(
     reply(state, effects, id, &Message::Send(Send {}));
 }
 
-/// What a put published that is sent again, since its answer was lost; or of what another reader has offered back before.
+/// The version that this put, or another reader's restore, has already published. A client repeats a put if it did not receive the answer.
 fn published_before(state: &mut State, id: ConnectionId, put: &Put) -> Result<Option<Published>, BrokerError> {
     if let Some(restore) = &put.restore {
         return Ok(restored_before(state, id, &put.name, restore));
@@ -66,17 +66,17 @@ fn published_before(state: &mut State, id: ConnectionId, put: &Put) -> Result<Op
     let (Some(client), Some(request)) = (state.clients.get_mut(&id), put.request) else { return Ok(None) };
     let published = state.objects.published_before(&client.caller, &put.name, request)?;
     if published.is_some() {
-        // The name goes with this connection now, if it goes with its maker.
+        // If the name's lifetime depends on its maker, it now depends on this connection.
         let resume = Resume { leases: Vec::new(), puts: vec![request] };
         client.names.extend(state.objects.resume(&client.caller, &resume).names);
     }
     Ok(published)
 }
 
-/// Checks whether a put may come, before the rest of it does.
+/// Checks a put before the rest of it is received.
 fn admit(state: &State, room: &Room, id: ConnectionId, put: &Put) -> Result<Checked, BrokerError> {
     let checked = check(put)?;
-    let Some(caller) = state.caller(id) else { return invalid("the connection has ended") };
+    let Some(caller) = state.caller(id) else { return invalid("the connection is closed") };
     state.objects.check_put(caller, &checked.terms, checked.bytes)?;
     state.objects.check_devices(caller, &put.name, put.parts.iter().map(|part| &part.memory))?;
     let tables = put.parts.len() + 1;
@@ -84,7 +84,7 @@ fn admit(state: &State, room: &Room, id: ConnectionId, put: &Put) -> Result<Chec
     Ok(checked)
 }
 
-/// Some more of a put's segments have come.
+/// Receives more segments of a put.
 pub(crate) fn segments(
     state: &mut State,
     effects: &mut Effects,
@@ -96,13 +96,14 @@ pub(crate) fn segments(
     let of = Some(client.caller.uid);
     let Request::Upload(upload) = &mut client.request else {
         effects.close_fds(of, fds);
-        return effects.break_off(id, "segments came where no put waits for any");
+        return effects.break_off(id, "segments arrived, but no put waits for segments");
     };
     let (first, have, more, total) = (segments.first, upload.segments.len(), segments.sizes.len(), upload.total);
     if first != have as u64 || have + more > total {
         effects.close_fds(of, fds);
         let end = first.saturating_add(more as u64);
-        return effects.break_off(id, format!("segments {first} to {end} came where {have} to {total} belong"));
+        return effects
+            .break_off(id, format!("segments {first} to {end} arrived, but {have} to {total} were expected"));
     }
     upload.segments.extend(segments.sizes.into_iter().zip(fds));
     if upload.segments.len() == total
@@ -112,13 +113,13 @@ pub(crate) fn segments(
     }
 }
 
-/// Closes what came of a put that is given up.
+/// Releases an abandoned upload.
 pub(crate) fn end_upload(state: &mut State, effects: &mut Effects, upload: Upload) {
     state.objects.users().end_reservation(upload.uid, upload.descriptors());
     effects.close_fds(Some(upload.uid), upload.into_fds());
 }
 
-/// All segments of a put have come: has them examined.
+/// Starts the examination of a completely received put.
 fn uploaded(state: &mut State, effects: &mut Effects, id: ConnectionId, upload: Upload) {
     let (uid, reserved, small) = (upload.uid, upload.descriptors(), upload.is_small());
     let Some(client) = state.clients.get_mut(&id) else { return end_upload(state, effects, upload) };
@@ -128,7 +129,7 @@ fn uploaded(state: &mut State, effects: &mut Effects, id: ConnectionId, upload: 
     work(state, effects, small, Work { client: id, uid, reserved, job });
 }
 
-/// Examines one part of a put, and then the next one when it is the user's turn again.
+/// Examines one part of a put. The next part follows in the user's next turn.
 fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination) -> Step {
     let examined = match examination.step() {
         Examined::More(rest) => return Step::More(Box::new(move || examine(id, uid, reserved, *rest))),
@@ -149,7 +150,7 @@ fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination
     }))
 }
 
-/// A put was examined: publishes it, or adds it to the version that several puts make.
+/// Publishes an examined put, or adds it to a draft.
 fn prepared_put(state: &mut State, effects: &mut Effects, id: ConnectionId, prepared: Prepared) {
     let Prepared { share, group, wait } = prepared;
     let Some(caller) = state.caller(id).cloned() else {

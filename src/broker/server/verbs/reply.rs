@@ -13,12 +13,11 @@ use crate::{
     wire::broker::{Message, Refusal},
 };
 
-/// Answers a request.
 pub(crate) fn reply(state: &mut State, effects: &mut Effects, id: ConnectionId, message: &Message) {
     reply_with(state, effects, id, message, None);
 }
 
-/// Answers a request, with a descriptor.
+/// Answers a request, optionally with a descriptor.
 pub(crate) fn reply_with(
     state: &mut State,
     effects: &mut Effects,
@@ -35,36 +34,34 @@ pub(crate) fn reply_with(
             effects.push(Effect::Send { client: id, records: vec![Outgoing { own: fd, ..record }] });
         }
         Err(error) => {
-            tracing::error!(error = error.in_full(), kind = message.name(), "a reply can't be written");
-            let message =
-                "what is known of it does not fit a record of the protocol: its maker gave too many and too long names";
+            tracing::error!(error = error.in_full(), kind = message.name(), "cannot encode a reply");
+            let message = "the description does not fit a protocol record: the object has too many or too long names";
             refuse(state, effects, id, BrokerError::new(RefusalCode::Failed, message));
         }
     }
 }
 
-/// Refuses a request.
 pub(crate) fn refuse(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
     count(state, effects, id, refusal.code.as_str());
     if let Some(&Caller { uid, pid, .. }) = state.caller(id) {
-        // An operator can do something about these; the others are the client's own.
+        // Operators can act on these; the others are the client's responsibility.
         let kind = match refusal.code {
-            RefusalCode::Quota => "a request refused for a quota",
-            RefusalCode::Full => "a request refused for lack of room",
+            RefusalCode::Quota => "a request refused because of a quota",
+            RefusalCode::Full => "a request refused because a resource is exhausted",
             RefusalCode::Failed => "a request failed",
             _ => "",
         };
         if !kind.is_empty() && state.repeats.is_first(uid, kind) {
-            tracing::info!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
+            tracing::info!(uid, pid, code = %refusal.code, message = refusal.message, "refused a request");
         } else {
-            tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused");
+            tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused a request");
         }
     }
     let BrokerError { code, message } = refusal;
     reply(state, effects, id, &Message::Refused(Refusal { code, message }));
 }
 
-/// A client waits for nothing any more.
+/// Marks a client's request as answered.
 pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if matches!(std::mem::take(&mut client.request), Request::Watch(_)) {
@@ -75,7 +72,7 @@ pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: Connecti
     }
 }
 
-/// Counts a request that is answered.
+/// Counts an answered request.
 pub(crate) fn count(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: &str) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if let Some(Asked { verb, since, bytes }) = client.asked.take() {

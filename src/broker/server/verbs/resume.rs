@@ -1,4 +1,4 @@
-//! A client that connects again takes up what it held.
+//! Resumes a client's leases and names on a new connection.
 
 use super::{effects::Effects, reply::reply};
 use crate::{
@@ -6,10 +6,10 @@ use crate::{
     wire::broker::{Message, Resume, Resumed, Token},
 };
 
-/// Gives a client the leases and names that another connection of it had.
+/// Moves leases and names from the client's previous connection to this one.
 pub(crate) fn resume(state: &mut State, effects: &mut Effects, id: ConnectionId, resume: Resume) {
     let Some(caller) = state.caller(id).cloned() else { return };
-    // The segments of a lease that another connection is still being sent are that connection's.
+    // A lease whose segments are still being sent keeps its connection.
     let is_sending = |token: &Token| {
         let holder = state.objects.holder(*token).and_then(|holder| state.clients.get(&holder));
         holder.is_some_and(|holder| holder.is_sending(*token))

@@ -1,4 +1,4 @@
-//! Verbs as functions: a request goes in, and effects come out.
+//! Tests verbs as functions from requests to effects.
 
 use std::{
     collections::HashMap,
@@ -36,7 +36,7 @@ use crate::{
     },
 };
 
-/// A user that is neither root nor the one that runs the tests.
+/// Neither root nor the user that runs the tests.
 const SOMEBODY: u32 = 34_560;
 
 struct Fixture {
@@ -51,7 +51,7 @@ impl Fixture {
         Self { state: State::new(objects, Duration::from_secs(30), false), last: 16 }
     }
 
-    /// A client that has sent its hello.
+    /// Connects a client that has sent its hello.
     fn client(&mut self) -> ConnectionId {
         self.last += 1;
         let connection = ConnectionId(self.last);
@@ -68,7 +68,7 @@ impl Fixture {
         connection
     }
 
-    /// Sends a message, and carries out the effects that concern the state.
+    /// Sends a message, and executes the effects on the state.
     fn send(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) -> Seen {
         let room = Room { used: 10, limit: 10_000, closing: 0 };
         let mut effects = Effects::default();
@@ -127,7 +127,7 @@ impl Fixture {
     }
 }
 
-/// What came of a request.
+/// The effects of a request.
 struct Seen(Vec<Effect>);
 
 impl Seen {
@@ -170,7 +170,7 @@ impl Seen {
         }
     }
 
-    /// How many descriptors are closed.
+    /// The number of closed descriptors.
     fn closed(&self) -> usize {
         let closed = |effect: &Effect| match effect {
             Effect::CloseFds { fds, .. } => fds.len(),
@@ -218,9 +218,9 @@ fn refused_put_closes_descriptors() {
     let maker = test.client();
     let seen = test.put(maker, "a", r#", "mode": 4095"#);
     assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Invalid, 1));
-    // Nothing is reserved any more, and so the user is forgotten with its client.
+    // No reservation is left, only the client's connection.
     assert_eq!(test.state.objects.descriptors_of(SOMEBODY), 1);
-    // A pipe is no memory.
+    // A pipe is not memory.
     let (pipe, _) = nix::unistd::pipe().unwrap();
     let seen = test.put_fds(maker, "a", "", vec![pipe]);
     assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Memory, 1));
@@ -246,7 +246,7 @@ fn get_waits_for_put() {
     assert!(seen.messages(reader).is_empty() && seen.sets_deadline());
     let seen = test.put(maker, "a", "");
     assert_eq!((seen.published(maker).version, seen.lease(reader).1), (1, 1));
-    // It waits no more.
+    // The get no longer waits.
     let mut effects = Effects::default();
     deadline_passed(&mut test.state, &mut effects, reader);
     assert!(test.carry_out(effects).0.is_empty());
@@ -342,7 +342,7 @@ fn parts_of_a_group_are_published_together() {
     assert_eq!(test.put(third, "a", &format!("x|{group}")).refusal(third), RefusalCode::Exists);
     let seen = test.put(second, "a", &format!("y|{group}"));
     assert_eq!(seen.published(first), seen.published(second));
-    // A part whose client has gone is withdrawn.
+    // Disconnecting withdraws the client's part.
     test.put(first, "b", &format!("x|{group}"));
     disconnected(&mut test.state, &mut Effects::default(), first);
     assert!(test.state.drafts.is_empty());
@@ -373,6 +373,6 @@ fn message_before_the_answer_ends_the_connection() {
     let reader = test.client();
     test.get(reader, "a", r#", "wait_ms": 1000"#);
     assert_eq!(test.get(reader, "a", "").ends(reader), Some(ErrorCode::Protocol));
-    // A client of a user without a number here owns nothing.
+    // Unmapped users can't own objects.
     assert_ne!(SOMEBODY, overflow_uid());
 }

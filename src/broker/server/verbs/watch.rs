@@ -1,4 +1,4 @@
-//! Watches: which events each client is sent, and when.
+//! Watches: which events are sent to a client, and when.
 
 use super::effects::{Effect, Effects, Outgoing};
 use crate::{
@@ -6,24 +6,23 @@ use crate::{
     wire::broker::{Event, Events, Message, Watch},
 };
 
-/// How many events are compared for one record: the others wait until it is sent.
+/// The most events compared per record. The rest follow after the record is sent.
 const EVENTS_AT_ONCE: usize = 512;
 
-/// How much is done for clients that watch before others are served: so many events are compared, and a record is worth as many as
-/// [`RECORD`].
+/// Work for watchers per turn of the event loop, in compared events. A record counts as [`RECORD`] events.
 const WORK_AT_ONCE: usize = 1024;
 const RECORD: usize = 64;
 
-/// How many bytes of events are sent in one record, about.
+/// Approximate size of a record, in bytes.
 const PAGE: usize = 48 * 1024;
 
-/// A watch has come.
+/// Starts a watch.
 pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: Watch) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     let journal = state.objects.journal();
     let other = watch.instance.as_ref().is_some_and(|instance| instance != journal.instance());
     let (after, lost) = match watch.after {
-        // The numbers of another broker mean nothing here: all that is known is new.
+        // Another instance numbers its events differently: treat all known events as new.
         _ if other => (0, true),
         Some(after) => (after.min(journal.last_event()), false),
         None => (journal.last_event(), false),
@@ -33,7 +32,7 @@ pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: Watch) {
     client.request = Request::Watch(Box::new(watching));
 }
 
-/// Sends clients that watch what has happened since their last record, as much as one turn of the event loop has time for.
+/// Sends new events to watching clients, within the budget of one turn.
 pub(crate) fn send_events(state: &mut State, effects: &mut Effects) {
     state.watchers.notice_new(state.objects.journal());
     let mut left = WORK_AT_ONCE;
@@ -44,7 +43,7 @@ pub(crate) fn send_events(state: &mut State, effects: &mut Effects) {
     }
 }
 
-/// The socket of a client has taken all records.
+/// Allows the next record after the socket has accepted the last one.
 pub(crate) fn page_sent(state: &mut State, id: ConnectionId) {
     let Some(Request::Watch(watching)) = state.clients.get_mut(&id).map(|client| &mut client.request) else { return };
     if std::mem::take(&mut watching.unsent) {
@@ -52,8 +51,7 @@ pub(crate) fn page_sent(state: &mut State, id: ConnectionId) {
     }
 }
 
-/// Sends a client a record of the events that it was not sent, unless the socket has not taken the last one. Returns how much work it
-/// was.
+/// Sends a client its next events, unless the socket has not accepted the last record. Returns the work done.
 fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u64) -> usize {
     let Some(Request::Watch(watching)) = state.clients.get_mut(&id).map(|client| &mut client.request) else { return 1 };
     if watching.unsent {
@@ -84,12 +82,12 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
         let events = Events { instance: journal.instance().to_owned(), lost, events: page, next };
         match Outgoing::of(&Message::Events(events), Vec::new()) {
             Ok(record) => {
-                // The rest follows once the socket has taken this one: a client that does not read costs nothing.
+                // The next record follows after the socket has accepted this one. A client that does not read costs nothing.
                 watching.unsent = true;
                 effects.push(Effect::Send { client: id, records: vec![record] });
                 return work + RECORD;
             }
-            Err(error) => tracing::error!(error = error.in_full(), "events can't be written"),
+            Err(error) => tracing::error!(error = error.in_full(), "cannot encode events"),
         }
     }
     if next < journal.last_event() {

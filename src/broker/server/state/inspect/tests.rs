@@ -17,7 +17,7 @@ use nix::{
 
 use super::*;
 
-/// Two pages, also where a page has 64 KiB.
+/// Two pages, even with 64 KiB pages.
 const SIZE: u64 = 128 << 10;
 
 /// Shared memory of `SIZE` bytes, committed up to `committed`, with these seals.
@@ -37,7 +37,7 @@ fn by_path(path: &str) -> OwnedFd {
     open(path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty()).unwrap()
 }
 
-/// Everything that is no memory, and what it is called.
+/// Other kinds of descriptors, with their descriptions.
 fn others() -> Vec<(OwnedFd, &'static str)> {
     let file = tempfile::tempfile().unwrap();
     file.set_len(SIZE).unwrap();
@@ -53,7 +53,7 @@ fn others() -> Vec<(OwnedFd, &'static str)> {
 }
 
 #[test]
-fn host_memory_is_accepted_as_the_host_backend_demands_it() {
+fn host_memory_needs_seals_and_size() {
     let fit =
         |fd: &OwnedFd, size| inspect(fd.as_fd(), Backend::Host, size, false, false).map_err(|error| error.to_string());
     let final_seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_SEAL;
@@ -79,11 +79,9 @@ fn host_memory_is_accepted_as_the_host_backend_demands_it() {
 }
 
 #[test]
-fn what_is_no_device_of_nvidia_is_refused_as_memory_of_a_gpu() {
+fn only_nvidia_devices_are_gpu_memory() {
     let refused = |fd: &OwnedFd, emulated, what: &str| {
-        let want = format!(
-            "the descriptor is of {what}, where a GPU's memory is a character device of NVIDIA's (major number 195)"
-        );
+        let want = format!("the descriptor is {what}, but GPU memory is an NVIDIA character device (major number 195)");
         assert_eq!(inspect(fd.as_fd(), Backend::Cuda, SIZE, false, emulated).unwrap_err().to_string(), want);
     };
     for (other, what) in others() {
@@ -96,7 +94,7 @@ fn what_is_no_device_of_nvidia_is_refused_as_memory_of_a_gpu() {
 }
 
 #[test]
-fn emulated_memory_of_a_gpu_is_a_memfd_as_the_host_backend_demands_it() {
+fn emulated_gpu_memory_is_a_memfd() {
     let fit = |fd: &OwnedFd| inspect(fd.as_fd(), Backend::Cuda, SIZE, false, true);
     assert!(fit(&good()).is_ok());
     let error = fit(&memory(SIZE, SealFlag::F_SEAL_SHRINK)).unwrap_err();
@@ -104,7 +102,7 @@ fn emulated_memory_of_a_gpu_is_a_memfd_as_the_host_backend_demands_it() {
 }
 
 #[test]
-fn of_these_shared_memory_alone_is_closed_without_a_wait() {
+fn memfds_are_memory_others_foreign() {
     assert_eq!(kind(good().as_fd()), Kind::Memory);
     assert_eq!(kind(memory(SIZE / 2, SealFlag::empty()).as_fd()), Kind::Memory);
     for (other, what) in others() {
@@ -113,9 +111,9 @@ fn of_these_shared_memory_alone_is_closed_without_a_wait() {
 }
 
 #[test]
-fn a_device_that_was_opened_by_its_path_alone_is_none() {
+fn path_only_device_is_foreign() {
     if !geteuid().is_root() {
-        // Only root makes device nodes. What such a descriptor of another device is called is tested above for each user.
+        // Only root can create device nodes.
         return;
     }
     let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Writing the log anew once most of it is history, in slices between which clients are served.
+//! Rewrites the log when most of it is obsolete, in slices between which clients are served.
 
 use super::{Objects, Version};
 use crate::{
@@ -9,40 +9,40 @@ use crate::{
     wire::broker::Token,
 };
 
-/// How many bytes of the new log are written before other clients are served.
+/// Bytes written per slice.
 const SLICE: u64 = 128 << 10;
 
-/// How many versions or leases are looked at for that, at most.
+/// The most versions or leases visited per slice.
 const LOOKED_AT: usize = 512;
 
-/// A log that is written anew, and how far that has come.
+/// A log rewrite in progress.
 #[derive(Debug)]
 pub(super) struct Compaction {
     rewrite: Rewrite,
-    /// The last version and lease there were when it began: later ones are in records that are copied from the old log.
+    /// The last version and lease at the start. Later ones are in records copied from the old log.
     last_key: u64,
     last_lease: u64,
     next: Next,
 }
 
-/// What is written next.
+/// The next records to write.
 #[derive(Debug, Clone, Copy)]
 enum Next {
-    /// Versions from this key on.
+    /// Versions, from this key.
     Versions(u64),
-    /// Leases from this number on.
+    /// Leases, from this number.
     Leases(u64),
-    /// What was appended to the old log meanwhile.
+    /// Records appended to the old log during the rewrite.
     Appended,
 }
 
 impl Objects {
-    /// Begins to write the log anew if most of it is history.
+    /// Starts to rewrite the log if most of it is obsolete.
     pub(crate) fn compact(&mut self) {
         for key in std::mem::take(&mut self.undropped) {
             self.drop_if_unused(key);
         }
-        // A version that should be dropped can't be told from one with a name.
+        // In the new log, a version that should be dropped would look like a named version.
         if self.compaction.is_some() || !self.undropped.is_empty() || !self.journal.should_compact(&self.store) {
             return;
         }
@@ -55,15 +55,14 @@ impl Objects {
         }
     }
 
-    /// Whether the log is being written anew.
     pub(crate) fn is_compacting(&self) -> bool {
         self.compaction.is_some()
     }
 
-    /// Writes one slice of the new log, if one is being written.
+    /// Writes one slice of the new log.
     pub(crate) fn go_on_compacting(&mut self) {
         let Some(mut compaction) = self.compaction.take() else { return };
-        // It begins again once they are dropped.
+        // Restarts once the pending drops are written.
         if !self.undropped.is_empty() {
             return;
         }
@@ -78,11 +77,11 @@ impl Objects {
     }
 
     fn postpone_compaction(&mut self, error: &CatalogueError) {
-        tracing::warn!(%error, "cannot write the catalogue anew: it goes on growing");
+        tracing::warn!(%error, "cannot rewrite the catalogue: it keeps growing");
         self.journal.postpone();
     }
 
-    /// Writes one slice. Returns whether the new log has everything.
+    /// Writes one slice. Returns whether the new log is complete.
     fn write_slice(&self, compaction: &mut Compaction) -> Result<bool, CatalogueError> {
         let Compaction { rewrite, last_key, last_lease, next } = compaction;
         let end = rewrite.length() + SLICE;
@@ -122,8 +121,8 @@ impl Objects {
     }
 }
 
-/// The records from which a version can be read again. The versions of a name that was taken away are older than those that have the
-/// name now: `Deleted` takes the name of all before it.
+/// The records that restore a version. `Deleted` removes the name from all preceding versions, so versions that lost their name come before
+/// those that have it.
 fn version_records(version: &Version) -> impl Iterator<Item = Record> {
     let unnamed = (!version.named).then(|| {
         let name = version.record.name.clone();

@@ -1,4 +1,4 @@
-//! What is written down of every change, and what is told of it to those who watch.
+//! The log of changes, and the events for watchers.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -21,44 +21,43 @@ use crate::{
     wire::broker::{Event, EventKind, Token},
 };
 
-/// How many events are known at least, if there were as many.
+/// The number of events kept in memory.
 const EVENTS: usize = 16 * 1024;
 
-/// How many of them are written into a new log: those who watch are seldom further behind.
+/// The number of events copied into a new log: watchers are rarely further behind.
 const EVENTS_KEPT: usize = 1024;
 
-/// How many requests are known that were done and have left nothing: deletes, and puts of versions that are gone.
+/// The number of remembered requests without a live version: deletes, and puts of versions that are gone.
 const ANSWERED: usize = 1024;
 
-/// How many names of each user are known that were deleted.
+/// The number of deleted names remembered per user.
 const DELETED: usize = 1024;
 
-/// The catalogue, the events and what else is the same for the next server.
+/// The catalogue, the events, and everything else that the next server needs.
 #[derive(Debug)]
 pub(crate) struct Journal {
     log: Catalogue,
-    /// Which of its two names the log has in the keeper.
+    /// Which of the two names the log has in the keeper.
     second: bool,
-    /// The memfd of the other name: the next log.
+    /// The memfd under the other name: the next log.
     spare: Option<OwnedFd>,
-    /// The point behind the spare in what the keeper is sent.
+    /// The position after the spare in the messages to the keeper.
     spare_mark: Mark,
     instance: String,
     starts: u64,
     events: VecDeque<Seen>,
-    /// The number of the last event.
     last: u64,
     answered: VecDeque<Answered>,
-    /// Names that were deleted in the life of this instance, by their owners: clients may still hold versions of them.
+    /// Names that their owners deleted while this instance was running, by owner. Clients may still hold versions of them.
     deleted: HashMap<u32, VecDeque<String>>,
 }
 
 impl Journal {
-    /// A new log, which is kept by the keeper.
+    /// Creates an empty log and gives it to the keeper.
     pub(crate) fn create(store: &mut Store) -> Result<Self> {
         let instance = Builder::from_random_bytes(random()).into_uuid().to_string();
         let records = [Record::Begin { instance: instance.clone(), starts: 1 }, Record::Whole { seq: 0 }];
-        let memfd = catalogue::memfd().map_err(|error| Error::system("make a memfd for the catalogue", error))?;
+        let memfd = catalogue::memfd().map_err(|error| Error::system("create a memfd for the catalogue", error))?;
         let log = Catalogue::create(memfd, records).map_err(unusable)?;
         let (events, answered, deleted) = (VecDeque::new(), VecDeque::new(), HashMap::new());
         let mut journal = Self {
@@ -77,11 +76,10 @@ impl Journal {
         Ok(journal)
     }
 
-    /// The newest of the logs that a server before this one left, with its records, which are not read yet. `None` if there is no log
-    /// among them.
+    /// Opens the newest log of the previous server, with its unread records. `None` if there is none.
     ///
     /// # Errors
-    /// If one of them was written by a newer build.
+    /// If a log was written by a newer build.
     pub(crate) fn open(logs: [Option<OwnedFd>; 2]) -> Result<Option<(Self, Records)>> {
         let mut newest: Option<(Self, Records)> = None;
         let mut spare = None;
@@ -126,13 +124,13 @@ impl Journal {
         Ok(newest.map(|(journal, records)| (Self { spare, ..journal }, records)))
     }
 
-    /// Notes what a record of a log that was opened says of the journal itself.
+    /// Applies a record that concerns the journal itself.
     pub(crate) fn recall(&mut self, record: &Record) {
         match record {
             Record::Begin { instance, starts } => (self.instance, self.starts) = (instance.clone(), *starts),
             Record::Seen(seen) => self.events.push_back(seen.clone()),
             Record::Answered(answered) => {
-                // The records before may have led to it already.
+                // Earlier records may already have added it.
                 self.answered.retain(|known| known.request != answered.request);
                 self.remember(answered.clone());
             }
@@ -142,26 +140,26 @@ impl Journal {
         }
     }
 
-    /// All records of the log were read.
+    /// Sets the append position after the last record.
     pub(crate) fn append_behind(&mut self, records: &Records) {
         self.log.append_behind(records);
     }
 
-    /// Begins the life of another server with this log, which the keeper has, with its spare if there is one.
+    /// Marks the start of another server in the log, and ensures a spare. The keeper already has the log.
     pub(crate) fn start(&mut self, store: &mut Store) -> Result<()> {
         match self.log.append(&Record::Started) {
-            // Nothing can be put until the limit is raised, and what there is can be got.
-            Err(error @ CatalogueError::Limit { .. }) => tracing::error!(%error, "this start is not written down"),
+            // Nothing can be put until the limit is raised, but existing objects can be read.
+            Err(error @ CatalogueError::Limit { .. }) => tracing::error!(%error, "this start can't be recorded"),
             written => written.map_err(unusable)?,
         }
         self.starts += 1;
         if self.spare.is_none() {
-            self.renew_spare(store).map_err(|error| Error::system("make a memfd for the catalogue", error))?;
+            self.renew_spare(store).map_err(|error| Error::system("create a memfd for the catalogue", error))?;
         }
         Ok(())
     }
 
-    /// Has the log and its spare kept.
+    /// Gives the log and its spare to the keeper.
     pub(crate) fn keep(&mut self, store: &mut Store) -> Result<()> {
         let failed = |error| Error::system("keep the catalogue", error);
         store.keep_own(Name::Catalogue(self.second), self.log.as_fd().try_clone_to_owned().map_err(failed)?);
@@ -175,7 +173,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Makes the next spare before it is needed, if the keeper must have it by then.
+    /// Creates the next spare ahead of time: the keeper must have it before compaction.
     fn renew_spare(&mut self, store: &mut Store) -> io::Result<()> {
         self.spare = None;
         if store.keeper() == Keeper::None {
@@ -188,14 +186,14 @@ impl Journal {
         Ok(())
     }
 
-    /// Writes a change down, and then tells of it.
+    /// Writes a change, then publishes its event.
     pub(crate) fn write(&mut self, record: &Record, seen: Option<Seen>) -> Result<(), CatalogueError> {
         self.log.append(record)?;
         self.tell(seen);
         Ok(())
     }
 
-    /// Numbers an event and keeps it for those who watch.
+    /// Numbers an event and keeps it for watchers.
     pub(crate) fn tell(&mut self, seen: Option<Seen>) {
         let Some(mut seen) = seen else { return };
         self.last += 1;
@@ -206,12 +204,12 @@ impl Journal {
         self.events.push_back(seen);
     }
 
-    /// Notes that a request was done that has left nothing: a delete, or the put of a version that is gone.
+    /// Remembers a completed request without a live version: a delete, or the put of a version that is gone.
     pub(crate) fn remember(&mut self, answered: Answered) {
         push_bounded(&mut self.answered, answered, ANSWERED);
     }
 
-    /// Notes that a name was taken away, and by which request.
+    /// Remembers a deleted name, and the request that deleted it.
     pub(crate) fn note_deleted(&mut self, deleted: &Deleted) {
         let Deleted { name, request, owner, .. } = deleted;
         if let Some(request) = *request {
@@ -222,22 +220,21 @@ impl Journal {
         }
     }
 
-    /// Whether a name of this user was deleted in the life of this instance, as far as that is known.
+    /// Whether this user deleted the name recently while this instance was running.
     pub(crate) fn was_deleted(&self, name: &str, owner: u32) -> bool {
         self.deleted.get(&owner).is_some_and(|names| names.iter().any(|deleted| deleted == name))
     }
 
-    /// A request that was done and has left nothing.
+    /// A completed request without a live version.
     pub(crate) fn answered(&self, request: Token) -> Option<&Answered> {
         self.answered.iter().find(|answered| answered.request == request)
     }
 
-    /// Whether the log should be written anew, and can be: the keeper must have the next log before that counts.
+    /// Whether the log should and can be rewritten: the keeper must have the next log first.
     pub(crate) fn should_compact(&self, store: &Store) -> bool {
         self.log.should_compact() && store.has_kept(self.spare_mark)
     }
 
-    /// Postpones the next compaction.
     pub(super) fn postpone(&mut self) {
         self.log.postpone();
     }
@@ -246,20 +243,20 @@ impl Journal {
         &self.log
     }
 
-    /// Begins to write the log anew: records of the state follow.
+    /// Starts a new log. The caller adds the state's records.
     pub(super) fn begin_compaction(&mut self, store: &mut Store) -> Result<Rewrite, CatalogueError> {
         let failed = |source| CatalogueError::System { action: "make room for", source };
         if self.spare.is_none() {
             self.renew_spare(store).map_err(failed)?;
         }
-        // It stays the spare if this fails.
+        // Stays the spare if this fails.
         let spare = match &self.spare {
             Some(spare) => spare.try_clone(),
             None => catalogue::memfd(),
         };
         let mut rewrite = self.log.rewrite(spare.map_err(failed)?)?;
         rewrite.add(&Record::Begin { instance: self.instance.clone(), starts: self.starts })?;
-        // Before the versions: `Deleted` takes the name of all before it.
+        // Before the versions: `Deleted` removes the name from all preceding versions.
         for (owner, names) in &self.deleted {
             for name in names {
                 let (name, owner) = (name.clone(), Some(*owner));
@@ -269,7 +266,8 @@ impl Journal {
         Ok(rewrite)
     }
 
-    /// Ends the new log, unless the keeper was replaced meanwhile and does not have it yet. Returns the descriptor to be closed.
+    /// Completes the new log and switches to it. Returns the old descriptor for the caller to close. If the keeper was replaced and does
+    /// not have the new log yet, returns `None` and keeps the old log.
     pub(super) fn finish_compaction(
         &mut self,
         store: &mut Store,
@@ -283,16 +281,15 @@ impl Journal {
         self.answered.iter().try_for_each(|answered| rewrite.add(&Record::Answered(answered.clone())))?;
         rewrite.add(&Record::Whole { seq: self.last })?;
         let old = rewrite.finish(&mut self.log)?;
-        // The keeper has the new log already. From here on it is valid; the old one goes, and its name is the next spare's.
+        // The keeper already has the new log, which is valid from now on. The old log's name becomes the spare's.
         store.remove(Name::Catalogue(self.second));
         self.second = !self.second;
         if let Err(error) = self.renew_spare(store) {
-            tracing::warn!(%error, "no memfd for the next catalogue");
+            tracing::warn!(%error, "cannot create a memfd for the next catalogue");
         }
         Ok(Some(old))
     }
 
-    /// How many descriptors it has.
     pub(crate) fn descriptors(&self) -> usize {
         1 + usize::from(self.spare.is_some())
     }
@@ -301,17 +298,15 @@ impl Journal {
         &self.instance
     }
 
-    /// How many servers have started before this one.
     pub(crate) fn restarts(&self) -> u64 {
         self.starts.saturating_sub(1)
     }
 
-    /// The number of the last event.
     pub(crate) fn last_event(&self) -> u64 {
         self.last
     }
 
-    /// The events behind a number, and whether some before the first of them are not known any more.
+    /// The events after a number, and whether earlier events after it were discarded.
     pub(crate) fn events_after(&self, after: u64) -> (bool, impl Iterator<Item = &Seen>) {
         let first = self.last + 1 - self.events.len() as u64;
         let skip = usize::try_from((after + 1).saturating_sub(first)).unwrap_or(usize::MAX);
@@ -319,7 +314,7 @@ impl Journal {
     }
 }
 
-/// Adds an entry, in place of the oldest one if there are so many.
+/// Adds an entry, and drops the oldest one if the queue is full.
 fn push_bounded<T>(entries: &mut VecDeque<T>, entry: T, most: usize) {
     if entries.len() >= most {
         entries.pop_front();
@@ -327,14 +322,14 @@ fn push_bounded<T>(entries: &mut VecDeque<T>, entry: T, most: usize) {
     entries.push_back(entry);
 }
 
-/// An event of a version. It has its number when it is told.
+/// An event of a version. It is numbered when it is published.
 pub(crate) fn event(kind: EventKind, of: &Version, at_ms: u64, uid: u32, pid: i32, message: Option<String>) -> Seen {
     let (name, id) = (of.name.clone(), of.id.clone());
     let event = Event { seq: 0, at_ms, kind, name, version: of.version, id, uid, pid, message };
     Seen { event, owner: of.owner, mode: of.mode }
 }
 
-/// Errors of a catalogue that a server can't start with.
+/// The catalogue can't be used, so the server can't start.
 pub(crate) fn unusable(error: impl std::error::Error + Send + Sync + 'static) -> Error {
     Error::system("use the broker's catalogue", io::Error::other(error))
 }

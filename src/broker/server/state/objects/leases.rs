@@ -1,4 +1,4 @@
-//! Leases: given, taken up by another connection, ended; and what their holders report.
+//! Creates, resumes and releases leases, and keeps readers' reports.
 
 use std::sync::Arc;
 
@@ -18,31 +18,31 @@ use crate::{
     },
 };
 
-/// What a client has taken up.
+/// The result of a resume.
 #[derive(Debug, Default)]
 pub(crate) struct TakenUp {
     pub(crate) leases: Vec<Token>,
     pub(crate) names: Vec<Arc<str>>,
-    /// The connections that had some of the leases.
+    /// Previous holders of the leases.
     pub(crate) before: Vec<(ConnectionId, Token)>,
     pub(crate) lost: Vec<Token>,
 }
 
-/// How many bytes of a report are kept.
+/// The most bytes of a report.
 const MAX_REPORT: usize = 256;
 
-/// A closed connection, and what is still to end with it.
+/// A closed connection whose leases and names are still to be cleaned up.
 #[derive(Debug)]
 pub(crate) struct Departed {
     connection: ConnectionId,
-    /// The user that it counts for.
+    /// The user whose connection count includes it.
     uid: Option<u32>,
     leases: Vec<Token>,
     names: Vec<Arc<str>>,
 }
 
 impl Objects {
-    /// Gives a lease of a version. `bytes` is what is handed out of it.
+    /// Leases `bytes` bytes of a version.
     pub(crate) fn lease(&mut self, caller: &Caller, key: u64, bytes: u64) -> Result<Token, BrokerError> {
         self.users.check_lease(caller.uid)?;
         let record = record::Lease {
@@ -61,7 +61,7 @@ impl Objects {
         Ok(token)
     }
 
-    /// Takes a lease that is written down among those that are held.
+    /// Adds a lease that the log contains.
     pub(crate) fn add_lease(&mut self, record: record::Lease, holder: Option<ConnectionId>) {
         let (token, key) = (record.token, record.key);
         self.last_lease += 1;
@@ -76,14 +76,13 @@ impl Objects {
         self.leases.insert(token, Held { number: self.last_lease, record, holder });
     }
 
-    /// Ends a lease.
     pub(crate) fn end_lease(&mut self, token: Token) {
         if !self.leases.contains_key(&token) {
             return;
         }
-        // Not written down, it would come back after a crash, and end then, since no process has its token.
+        // If the log lacks this record, the lease returns after a crash and then expires: no process has its token.
         if let Err(error) = self.write(&Record::Ended { token, at_ms: self.now.ms }) {
-            tracing::error!(%error, "cannot write down that a lease ended");
+            tracing::error!(%error, "cannot record the end of a lease");
         }
         let Some(key) = self.forget_lease(token) else { return };
         let Some(version) = self.versions.get(&key) else { return };
@@ -95,7 +94,7 @@ impl Objects {
         self.compact();
     }
 
-    /// Takes a lease from those that are held. Returns the key of its version.
+    /// Removes a lease from memory. Returns the key of its version.
     pub(crate) fn forget_lease(&mut self, token: Token) -> Option<u64> {
         let held = self.leases.remove(&token)?;
         self.users.remove_lease(held.record.uid);
@@ -113,12 +112,11 @@ impl Objects {
         Some(held.record.key)
     }
 
-    /// The connection that has a lease.
     pub(crate) fn holder(&self, token: Token) -> Option<ConnectionId> {
         self.leases.get(&token)?.holder
     }
 
-    /// Gives the leases with these tokens of a version that was offered back.
+    /// Leases a restored version under its former tokens. Returns the tokens that were accepted.
     pub(crate) fn lease_again(&mut self, caller: &Caller, key: u64, tokens: &[Token]) -> Vec<Token> {
         let size = self.versions.get(&key).map_or(0, Version::bytes);
         let mut given = Vec::new();
@@ -135,8 +133,7 @@ impl Objects {
         given
     }
 
-    /// A client takes up its leases and puts with another connection. Returns the leases and the names that are that connection's
-    /// now, the connections that they were of, and the tokens that are not the caller's.
+    /// Moves a client's leases and puts to this connection. Tokens that are not the caller's are returned as lost.
     pub(crate) fn resume(&mut self, caller: &Caller, resume: &Resume) -> TakenUp {
         let mut taken = TakenUp::default();
         for token in &resume.leases {
@@ -165,8 +162,7 @@ impl Objects {
         taken
     }
 
-    /// The time is over in which what a server before this one knew can be taken up: ends the leases and the makers' names that
-    /// were not.
+    /// Ends leases and makers' names of the previous server that no client has resumed in time.
     pub(crate) fn end_unclaimed(&mut self) {
         let leases = self.leases.iter().filter(|(_, held)| held.holder.is_none()).map(|(token, _)| *token);
         let leases: Vec<Token> = leases.collect();
@@ -174,13 +170,13 @@ impl Objects {
         let names = self.names.iter().filter(|(_, of)| of.maker == Some(ConnectionId::BEFORE) && ends(of));
         let names: Vec<Arc<str>> = names.map(|(name, _)| Arc::clone(name)).collect();
         if !leases.is_empty() {
-            tracing::info!(leases = leases.len(), "leases end that no client took up after the restart");
+            tracing::info!(leases = leases.len(), "leases ended that no client resumed after the restart");
         }
         self.departed.push_back(Departed { connection: ConnectionId::BEFORE, uid: None, leases, names });
     }
 
-    /// A connection has closed: its leases end, and the names that go with it, as far as [`Objects::end_departed`] comes at once. The
-    /// user has a connection more until they all have.
+    /// Queues the leases and dependent names of a closed connection for cleanup. The user's connection count includes the connection until
+    /// its cleanup is done.
     pub(crate) fn depart(
         &mut self,
         connection: ConnectionId,
@@ -193,11 +189,11 @@ impl Objects {
         self.departed.push_back(Departed { connection, uid: Some(uid), leases, names });
     }
 
-    /// Ends leases and names of closed connections, as many as this turn of the event loop has left.
+    /// Cleans up after closed connections, within the budget of this turn.
     pub(crate) fn end_departed(&mut self) {
         while let Some(mut departed) = self.departed.pop_front() {
             let connection = departed.connection;
-            // Another connection may have taken some of them up.
+            // Another connection may have resumed it.
             let is_left = |held: &Held| held.holder.unwrap_or(ConnectionId::BEFORE) == connection;
             while self.ends_left > 0
                 && let Some(token) = departed.leases.pop()
@@ -221,12 +217,11 @@ impl Objects {
         }
     }
 
-    /// Whether leases or names of closed connections are left.
     pub(crate) fn has_departed(&self) -> bool {
         !self.departed.is_empty()
     }
 
-    /// Notes what a reader said of a version that it leases.
+    /// Records a reader's report about a version that it leases.
     pub(crate) fn report(&mut self, caller: &Caller, token: Token, mut message: String, is_logged: bool) {
         const MOST: usize = 16;
         let Some(key) = self.leases.get(&token).map(|held| held.record.key) else { return };
@@ -244,21 +239,21 @@ impl Objects {
                 uid = caller.uid,
                 pid = caller.pid,
                 message = report.message,
-                "a reader reports that memory is not as claimed"
+                "a reader reports that memory differs from its claim"
             );
         }
         if let Err(error) = self.write(&Record::Reported(report.clone())) {
-            tracing::error!(%error, "cannot write down a report");
+            tracing::error!(%error, "cannot record a report");
         }
         self.add_report(report);
     }
 
-    /// Takes a report that is written down among those that are kept.
+    /// Adds a report that the log contains.
     pub(crate) fn add_report(&mut self, mut report: record::Report) {
         let Some(version) = self.versions.get_mut(&report.key) else { return };
-        // Those before this limit were longer.
+        // Older servers accepted longer reports.
         shorten(&mut report.message, MAX_REPORT);
-        // A log that was written anew may have it twice.
+        // A rewritten log may contain it twice.
         if version.reports.contains(&report) {
             return;
         }

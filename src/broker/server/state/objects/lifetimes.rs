@@ -1,4 +1,4 @@
-//! When a name goes without being deleted.
+//! Names that expire.
 
 use std::{
     sync::Arc,
@@ -8,17 +8,17 @@ use std::{
 use super::Objects;
 use crate::{broker::server::state::caller::ConnectionId, wire::broker::Lifetime};
 
-/// When a name is to be looked at, whether its time is over.
+/// When to check a name for expiry.
 #[derive(Debug)]
 pub(crate) struct Expiry {
     pub(crate) name: Arc<str>,
     pub(crate) at: Instant,
-    /// When it was to be looked at until now.
+    /// The check that this one replaces.
     pub(crate) before: Option<Instant>,
 }
 
 impl Objects {
-    /// The connection that put a name has ended.
+    /// Handles the disconnect of a name's maker.
     pub(crate) fn maker_gone(&mut self, connection: ConnectionId, name: &str) {
         if let Some(of) = self.names.get_mut(name).filter(|of| of.maker == Some(connection)) {
             of.maker = None;
@@ -31,7 +31,7 @@ impl Objects {
         self.names.get(name).is_some_and(|of| matches!(of.lifetime, Lifetime::Maker | Lifetime::Leased))
     }
 
-    /// Notes when a name is to be looked at again, if its lifetime may end.
+    /// Schedules the next check of a name, unless it can't expire.
     pub(crate) fn note_expiry(&mut self, name: &str) {
         let Some(of) = self.names.get_mut(name) else { return };
         let at = match of.lifetime {
@@ -41,14 +41,14 @@ impl Objects {
             Lifetime::Leased if of.maker.is_none() && of.leases == 0 => Some(of.idle_since),
             _ => None,
         };
-        // One timer for each name: leases of it may end as often as their holders like.
+        // One timer per name: clients can release leases at any rate.
         if let Some(at) = at.filter(|at| of.looked_at.is_none_or(|looked_at| looked_at > *at)) {
             let before = of.looked_at.replace(at);
             self.expiries.push(Expiry { name: name.into(), at, before });
         }
     }
 
-    /// Takes a name away whose time is over.
+    /// Removes a name if its lifetime is over.
     pub(crate) fn expire(&mut self, name: &str) {
         let now = self.now.at;
         let Some(of) = self.names.get_mut(name) else { return };
@@ -63,9 +63,9 @@ impl Objects {
         };
         if !over {
             self.note_expiry(name);
-        } else if let Err(error) = self.remove(name, "its lifetime is over") {
-            tracing::error!(name, %error, "cannot take a name away");
-            // Its looking again is not noted, so that it is tried again with the next lease of it; and in a second.
+        } else if let Err(error) = self.remove(name, "expired") {
+            tracing::error!(name, %error, "cannot remove an expired name: retrying in 1 s");
+            // `next_check` stays empty, so the next released lease also retries.
             self.expiries.push(Expiry { name: name.into(), at: now + Duration::from_secs(1), before: None });
         }
     }

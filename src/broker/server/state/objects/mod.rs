@@ -1,13 +1,12 @@
-//! Names, versions and leases: what the broker holds, the catalogue of it, and what the keeper is told. No
-//! sockets of clients, no waiting.
+//! Names, versions and leases, their catalogue, and messages to the keeper. No client sockets, no waiting.
 //!
-//! | File | What it does |
+//! | File | Purpose |
 //! |---|---|
-//! | `publish`, `remove`, `leases`, `lifetimes` | changes, each written down before it holds |
-//! | `journal` | what is written down, and the events that are told of it |
-//! | `restore` | what a server before this one left |
-//! | `select`, `view`, `usage` | what is asked for, what there is, what each user has |
-//! | `readers` | indexes of names and leases by right to read |
+//! | `publish`, `remove`, `leases`, `lifetimes` | changes; each is logged before it takes effect |
+//! | `journal`, `compaction` | the log, and the events for watchers |
+//! | `restore` | objects of the previous server |
+//! | `select`, `view`, `usage` | answers to gets, listings, usage per user |
+//! | `readers` | indexes of names and leases by permission to read |
 
 mod compaction;
 mod journal;
@@ -53,27 +52,27 @@ use crate::{
     wire::broker::{EventKind, Lifetime, Owner, Token},
 };
 
-/// How many leases and names of closed connections end before other connections are served, and how many segments are released.
+/// Work per turn of the event loop: leases and names of closed connections, and released segments.
 const ENDS_AT_ONCE: usize = 128;
 const RELEASES_AT_ONCE: usize = 128;
 
-/// What the broker holds. Its large tables are trees: a hash table that grows moves all of its entries in one turn of the event loop.
+/// All objects. Large tables are trees: a growing hash table would move all entries in one turn of the event loop.
 #[derive(Debug)]
 pub(crate) struct Objects {
-    /// The time at which the current request is handled.
+    /// The time of the current request.
     pub(crate) now: Time,
     names: BTreeMap<Arc<str>, Name>,
-    /// By their keys.
+    /// By key.
     versions: BTreeMap<u64, Version>,
-    /// The keys of versions by their ids.
+    /// Version keys by version id.
     ids: BTreeMap<String, u64>,
     leases: BTreeMap<Token, Held>,
     readers: Readers,
-    /// Closed connections whose leases and names have not all ended yet.
+    /// Closed connections that still have leases or names to clean up.
     departed: VecDeque<Departed>,
-    /// How many leases and names of closed connections may still end in this turn of the event loop.
+    /// Remaining budget of this turn.
     ends_left: usize,
-    /// Segments of versions that are gone, with their users, and how many may still be released in this turn.
+    /// Segments of dropped versions, with their users, and the remaining budget of this turn.
     releasing: VecDeque<(u32, SegmentId)>,
     releases_left: usize,
     compaction: Option<Compaction>,
@@ -81,67 +80,64 @@ pub(crate) struct Objects {
     segments: Segments,
     journal: Journal,
     store: Store,
-    /// The versions by what the clients call their puts.
+    /// Versions by the tokens of their puts.
     requests: BTreeMap<Token, u64>,
     last_key: u64,
     last_lease: u64,
-    /// Descriptors that the caller is to close where that may block.
+    /// Descriptors for the caller to close where blocking is allowed.
     garbage: Vec<OwnedFd>,
-    /// Versions that are gone, which could not be written down.
+    /// Unused versions whose drop could not be logged yet.
     undropped: Vec<u64>,
-    /// Names whose time may be over at a moment.
+    /// Scheduled expiry checks.
     expiries: Vec<Expiry>,
-    /// Versions whose memory the store had not kept whole.
+    /// Versions that were lost because the keeper lacked some of their memory.
     lost: Losses,
 }
 
-/// A name that exists.
 #[derive(Debug)]
 struct Name {
     owner: Owner,
     mode: u16,
     lifetime: Lifetime,
     keep: u32,
-    /// The keys of its versions that are there, by their numbers: the last one is current.
+    /// Version keys by version number. The last one is current.
     versions: BTreeMap<u64, u64>,
-    /// How many versions before the current one count for the owner's quota.
+    /// Earlier versions that count towards the owner's quota.
     kept: u64,
-    /// The connection that put the current version, while it lives.
+    /// The connection that put the current version, if it is still open.
     maker: Option<ConnectionId>,
-    /// Since when no lease of any version is held.
+    /// When the last lease of any version ended.
     idle_since: Instant,
     leases: u64,
-    /// When it is looked at next, whether its time is over.
+    /// When its lifetime is checked next.
     looked_at: Option<Instant>,
 }
 
-/// A version that is there.
 #[derive(Debug)]
 struct Version {
     record: record::Version,
     leases: u64,
-    /// Whether it can be had by its name.
+    /// Whether the version is available under its name.
     named: bool,
     reports: Vec<record::Report>,
 }
 
 impl Name {
-    /// The key of its current version.
     fn current(&self) -> Option<u64> {
         self.versions.last_key_value().map(|(_, key)| *key)
     }
 
-    /// Whether a version is the current one, or one of the `keep` before it.
+    /// Whether a version is current, or one of the `keep` versions before it.
     fn keeps(&self, number: u64) -> bool {
         self.versions.range(number + 1..).nth(self.keep as usize).is_none()
     }
 
-    /// How many versions before the current one `keep` covers.
+    /// The number of earlier versions that `keep` covers.
     fn earlier(&self) -> u64 {
         u64::from(self.keep).min((self.versions.len() as u64).saturating_sub(1))
     }
 
-    /// Takes a version from those that are there.
+    /// Removes a version.
     fn forget(&mut self, number: u64, key: u64) {
         if self.versions.get(&number) == Some(&key) {
             self.versions.remove(&number);
@@ -155,23 +151,22 @@ impl Version {
         self.record.parts.iter().map(|part| part.memory.mapped_size).sum()
     }
 
-    /// Bytes that count towards a quota: of memory and tables, as claimed.
+    /// Bytes that count towards a quota: memory and tables, as claimed.
     fn charged(&self) -> u64 {
         record::bytes_of(self.record.metadata.as_ref(), &self.record.parts)
     }
 
-    /// Whose quota it is on: all parts are one user's.
+    /// The user whose quota it counts towards. All parts belong to one user.
     fn payer(&self) -> u32 {
         self.record.parts.first().map_or(self.record.owner.uid, |part| part.maker.uid)
     }
 }
 
-/// A lease that is held.
 #[derive(Debug)]
 struct Held {
     number: u64,
     record: record::Lease,
-    /// The connection that has it; none yet of one that a server before this one gave.
+    /// The connection that holds it. `None` until a client resumes a lease of the previous server.
     holder: Option<ConnectionId>,
 }
 
@@ -203,13 +198,13 @@ impl Objects {
         }
     }
 
-    /// Writes a change down. Then it holds, for the next server too.
+    /// Logs a change, for the next server too. The caller then applies it.
     fn write(&mut self, record: &Record) -> Result<(), CatalogueError> {
         let seen = self.event_of(record);
         self.journal.write(record, seen)
     }
 
-    /// The event that a change is, which is not made yet.
+    /// The event of a change that is not applied yet.
     fn event_of(&self, record: &Record) -> Option<Seen> {
         let version = |key: &u64| self.versions.get(key).map(|version| &version.record);
         match record {
@@ -238,7 +233,7 @@ impl Objects {
         }
     }
 
-    /// How many versions this server could not take over whole.
+    /// Versions that this server could not restore.
     pub(crate) fn lost(&self) -> &Losses {
         &self.lost
     }
@@ -255,23 +250,23 @@ impl Objects {
         &mut self.store
     }
 
-    /// Tells the keeper what it was not told yet.
+    /// Sends unsent messages to the keeper.
     pub(crate) fn flush_store(&mut self) -> Flushed {
         let segments = &self.segments;
         self.store.flush(|id| segments.find(id))
     }
 
-    /// Has the catalogue kept anew, by a keeper that has nothing yet. It comes first: with it, an incomplete set shows what is lost.
+    /// Sends the catalogue to a new keeper. It comes first: if the keeper's set is incomplete, the catalogue reveals the missing versions.
     pub(crate) fn keep_catalogue(&mut self) -> crate::error::Result<()> {
         self.journal.keep(&mut self.store)
     }
 
-    /// Has all segments kept anew.
+    /// Sends all segments to a new keeper.
     pub(crate) fn keep_segments(&mut self) {
         self.segments.ids().for_each(|id| self.store.keep(id));
     }
 
-    /// Reports each version that the keeper does not have whole.
+    /// Logs each version of which the keeper lacks some memory.
     pub(crate) fn report_unkept(&self) {
         let unsent = self.store.unsent();
         let mut versions: Vec<&record::Version> = self.versions.values().map(|version| &version.record).collect();
@@ -282,23 +277,23 @@ impl Objects {
                 tracing::error!(
                     name = record.name,
                     version = record.version,
-                    "a version is lost: the keeper has not all of its memory"
+                    "a version is lost: the keeper lacks some of its memory"
                 );
             }
         }
     }
 
-    /// The descriptor of a segment that a lease is of.
+    /// The descriptor of a leased segment.
     pub(crate) fn segment(&self, id: SegmentId) -> BorrowedFd<'_> {
         self.segments.get(id)
     }
 
-    /// How many descriptors are kept, or reserved for puts under way.
+    /// The number of descriptors that are kept, or reserved for pending puts.
     pub(crate) fn descriptors(&self) -> usize {
         self.segments.len() + self.journal.descriptors() + self.users.reserved()
     }
 
-    /// How many descriptors a user has, connections included.
+    /// The number of a user's descriptors, including connections.
     pub(crate) fn descriptors_of(&self, uid: u32) -> usize {
         self.users.descriptors_of(uid)
     }
@@ -307,17 +302,15 @@ impl Objects {
         &mut self.users
     }
 
-    /// Descriptors to close.
     pub(crate) fn take_garbage(&mut self) -> Vec<OwnedFd> {
         std::mem::take(&mut self.garbage)
     }
 
-    /// Names to look at again, and when.
     pub(crate) fn take_expiries(&mut self) -> Vec<Expiry> {
         std::mem::take(&mut self.expiries)
     }
 
-    /// Whether a name exists and has a version that a get with these words finds now.
+    /// The key of the version that a get with these arguments finds.
     pub(crate) fn find(&self, name: &str, version: Option<u64>, newer_than: Option<u64>) -> Option<u64> {
         let name = self.names.get(name)?;
         let found = match version {
@@ -328,19 +321,19 @@ impl Objects {
         Some(*key)
     }
 
-    /// A turn of the event loop begins.
+    /// Resets the budgets for a turn of the event loop.
     pub(crate) fn begin_turn(&mut self) {
         (self.ends_left, self.releases_left) = (ENDS_AT_ONCE, RELEASES_AT_ONCE);
     }
 
-    /// Whether there is work left that no event announces.
+    /// Whether there is work that no event announces.
     pub(crate) fn has_work(&self) -> bool {
         self.has_departed() || !self.releasing.is_empty() || self.is_compacting()
     }
 
     fn current(&self, name: &Name) -> &Version {
         let key = name.current().expect("a name has a current version");
-        self.versions.get(&key).expect("a name's versions are there")
+        self.versions.get(&key).expect("a name's versions exist")
     }
 }
 
@@ -350,7 +343,7 @@ fn unwritten(error: CatalogueError) -> BrokerError {
 }
 
 fn used_before() -> BrokerError {
-    let message = "another request had this number: a client numbers each request anew, with 128 random bits";
+    let message = "this request number was used by another request: number each request with 128 new random bits";
     BrokerError::new(RefusalCode::Invalid, message)
 }
 

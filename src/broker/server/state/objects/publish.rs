@@ -1,4 +1,4 @@
-//! How a version comes: checked, kept, written down.
+//! Publishes versions: checks them, keeps their descriptors, logs them.
 
 use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
 
@@ -26,7 +26,7 @@ use crate::{
     },
 };
 
-/// A part that was checked and is to be published.
+/// A checked part, ready to publish.
 #[derive(Debug)]
 pub(crate) struct NewPart {
     pub(crate) name: String,
@@ -39,13 +39,13 @@ pub(crate) struct NewPart {
 }
 
 impl NewPart {
-    /// Bytes of memory and of its table, as claimed.
+    /// Bytes of memory and table, as claimed.
     pub(crate) fn bytes(&self) -> u64 {
         self.memory.mapped_size + self.arrays.as_ref().map_or(0, NewTable::length)
     }
 }
 
-/// A table that was checked and is to be kept.
+/// A checked table, ready to publish.
 #[derive(Debug)]
 pub(crate) enum NewTable {
     Inline(Attached),
@@ -53,7 +53,6 @@ pub(crate) enum NewTable {
 }
 
 impl NewTable {
-    /// In bytes.
     pub(crate) fn length(&self) -> u64 {
         match self {
             Self::Inline(text) => text.as_str().len() as u64,
@@ -62,7 +61,7 @@ impl NewTable {
     }
 }
 
-/// What a put says besides its parts.
+/// The arguments of a put, without its parts.
 #[derive(Debug, Clone)]
 pub(crate) struct Terms {
     pub(crate) name: String,
@@ -72,26 +71,25 @@ pub(crate) struct Terms {
     pub(crate) lifetime: Option<Lifetime>,
     pub(crate) keep: Option<u32>,
     pub(crate) backend: Backend,
-    /// What the clients call their puts.
+    /// Tokens that clients gave to their puts.
     pub(crate) requests: Vec<Token>,
-    /// What the version was that is offered back.
+    /// The version to restore, as a client remembers it.
     pub(crate) restore: Option<Restore>,
 }
 
-/// A version whose descriptors are on their way to the keeper.
+/// A version whose descriptors the keeper has not confirmed.
 #[derive(Debug)]
 pub(crate) struct Staged {
-    /// Its maker.
     uid: u32,
     metadata: Option<Table>,
     parts: Vec<record::Part>,
     kept: Vec<SegmentId>,
-    /// Once the keeper has everything up to here, it can be published.
+    /// The version can be published once the keeper has everything up to this mark.
     pub(crate) mark: Mark,
 }
 
 impl Objects {
-    /// Checks what can be checked of a put before its memory is looked at, and again when it is published.
+    /// Checks a put, before its memory is examined and again when it is published.
     pub(crate) fn check_put(&self, caller: &Caller, terms: &Terms, bytes: u64) -> Result<(), BrokerError> {
         let Terms { name, replace, if_version, mode, keep, .. } = terms;
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
@@ -99,7 +97,7 @@ impl Objects {
         if let Some(keep) = keep.filter(|&keep| keep > MAX_KEPT) {
             return refuse(
                 RefusalCode::Invalid,
-                format!("{keep} earlier versions are too many to keep: at most {MAX_KEPT}"),
+                format!("`keep` is {keep}, but at most {MAX_KEPT} earlier versions can be kept"),
             );
         }
         if let Some(restore) = &terms.restore {
@@ -109,7 +107,7 @@ impl Objects {
         match self.names.get(name.as_str()) {
             None => {
                 if let Some(wanted) = if_version {
-                    let message = format!("`{name}` has no version {wanted}: there is no such object");
+                    let message = format!("`{name}` does not exist, so it has no version {wanted}");
                     return refuse(RefusalCode::Version, message);
                 }
                 self.users.check_objects(caller.uid, 1, 0)?;
@@ -117,7 +115,7 @@ impl Objects {
             Some(existing) => {
                 let current = self.current(existing).record.version;
                 if !replace {
-                    let message = format!("`{name}` exists, at version {current}: replace it, or choose another name");
+                    let message = format!("`{name}` exists at version {current}: replace it or choose another name");
                     return refuse(RefusalCode::Exists, message);
                 }
                 caller.require(Right::Write, name, existing.owner, existing.mode)?;
@@ -126,19 +124,19 @@ impl Objects {
                     || keep.is_some_and(|keep| keep != existing.keep);
                 if changes && !owns {
                     let (uid, owner) = (caller.uid, existing.owner.uid);
-                    let message =
-                        format!("uid {uid} may replace `{name}`, and not say how long it stays: it is uid {owner}'s");
+                    let message = format!(
+                        "uid {uid} may replace `{name}`, but only its owner, uid {owner}, may change its lifetime or `keep`"
+                    );
                     return refuse(RefusalCode::Denied, message);
                 }
                 if let Some(wanted) = if_version.filter(|wanted| *wanted != current) {
-                    let message = format!("`{name}` is at version {current}, and not at {wanted}");
+                    let message = format!("`{name}` is at version {current}, not {wanted}");
                     return refuse(RefusalCode::Version, message);
                 }
                 if let Some(mode) = mode.filter(|mode| *mode != existing.mode) {
                     let was = existing.mode;
-                    let message = format!(
-                        "`{name}` has mode {was:04o} and keeps it when it is replaced: {mode:04o} was asked for"
-                    );
+                    let message =
+                        format!("`{name}` has mode {was:04o}, which a replacement can't change to {mode:04o}");
                     return refuse(RefusalCode::Invalid, message);
                 }
                 self.check_kept(existing, keep.unwrap_or(existing.keep))?;
@@ -151,7 +149,7 @@ impl Objects {
         self.users.check_bytes(caller.uid, bytes)
     }
 
-    /// Checks whether a put of this name leaves the user's devices and their memory within bounds.
+    /// Checks that a put of this name does not exceed the user's limits on devices and their memory.
     pub(crate) fn check_devices<'a>(
         &self,
         caller: &Caller,
@@ -164,7 +162,7 @@ impl Objects {
         })
     }
 
-    /// Checks whether the caller may put a version of a name, which a claim of it is for.
+    /// Checks whether the caller may put a version of a name that it wants to claim.
     pub(crate) fn check_claim(&self, caller: &Caller, name: &str) -> Result<(), BrokerError> {
         check_mapped(caller)?;
         match self.names.get(name) {
@@ -173,13 +171,13 @@ impl Objects {
         }
     }
 
-    /// Checks whether a name may have one version more, and keep so many before it.
+    /// Checks whether a name may have one more version and keep `keep` earlier ones.
     fn check_kept(&self, name: &Name, keep: u32) -> Result<(), BrokerError> {
         let kept = u64::from(keep).min(name.versions.len() as u64);
         self.users.check_objects(name.owner.uid, 0, kept.saturating_sub(name.kept))
     }
 
-    /// Has the descriptors of a put kept, before it is published. On failure nothing of it is kept.
+    /// Keeps the descriptors of a put before it is published. On failure, none are kept.
     pub(crate) fn stage(&mut self, metadata: Option<NewTable>, parts: Vec<NewPart>) -> Result<Staged, BrokerError> {
         let uid = parts.first().map_or(0, |part| part.maker.uid);
         let descriptors = 1 + parts.iter().map(|part| part.segments.len() + 1).sum::<usize>();
@@ -197,12 +195,12 @@ impl Objects {
         }
     }
 
-    /// Takes back what was staged and is not to be published.
+    /// Undoes [`Objects::stage`].
     pub(crate) fn unstage(&mut self, staged: Staged) {
         self.forget(staged.uid, staged.kept);
     }
 
-    /// Publishes a version that was staged. On failure nothing of it is kept.
+    /// Publishes a staged version. On failure, nothing is kept.
     pub(crate) fn publish(&mut self, caller: &Caller, terms: &Terms, staged: Staged) -> Result<Published, BrokerError> {
         let Staged { uid, metadata, parts, kept, .. } = staged;
         let bytes = record::bytes_of(metadata.as_ref(), &parts);
@@ -215,7 +213,7 @@ impl Objects {
         }
         let existing = self.names.get(terms.name.as_str());
         let restore = terms.restore.as_ref();
-        // Of a version that is offered back the group counts if it is one of the caller's.
+        // A restored version keeps its group if the caller is a member of it.
         let own = Owner { uid: restore.map_or(caller.uid, |restore| restore.owner.uid), gid: caller.gid };
         let offered = restore.map(|restore| restore.owner);
         let offered = offered.filter(|owner| caller.is_superuser() || caller.is_of(owner.gid));
@@ -253,14 +251,14 @@ impl Objects {
         self.add_version(*record);
         let Some(name) = self.names.get_mut(terms.name.as_str()) else { return Err(unwritten_kind()) };
         name.maker = Some(caller.connection);
-        // Those further back were not covered before, and have stayed since they have leases.
+        // Versions further back were not covered before. They still exist because they have leases.
         self.drop_old(&terms.name, MAX_KEPT as usize + 1);
         self.note_expiry(&terms.name);
         tracing::debug!(name = terms.name, version = number, bytes, uid = caller.uid, pid = caller.pid, "published");
         Ok(published)
     }
 
-    /// Takes a version that is written down among those that are there: it is the current one of its name then.
+    /// Adds a version that the log contains. It becomes the current version of its name.
     pub(crate) fn add_version(&mut self, record: record::Version) {
         let record::Version { key, owner, mode, lifetime, keep, .. } = record;
         self.last_key = self.last_key.max(key);
@@ -284,7 +282,7 @@ impl Objects {
             self.users.add_object(owner.uid);
             self.names.insert(name, new);
         }
-        let name = self.names.get_mut(record.name.as_str()).expect("a name that is there, or was added");
+        let name = self.names.get_mut(record.name.as_str()).expect("the name was just added");
         (name.lifetime, name.keep) = (lifetime, keep);
         name.versions.insert(record.version, key);
         let earlier = name.earlier();
@@ -299,10 +297,10 @@ impl Objects {
         self.versions.insert(key, version);
     }
 
-    /// What a put of this name published that has come before.
+    /// The version that an earlier attempt of this put published.
     ///
     /// # Errors
-    /// [`RefusalCode::Invalid`] if the request was another one.
+    /// [`RefusalCode::Invalid`] if the token belongs to another request.
     pub(crate) fn published_before(
         &self,
         caller: &Caller,
@@ -327,7 +325,7 @@ impl Objects {
         }
     }
 
-    /// The key of a version that a caller offers back, if it is there and the caller could have offered it.
+    /// The key of a version that a caller wants to restore, if it already exists and the caller may restore it.
     pub(crate) fn restored(&self, caller: &Caller, name: &str, restore: &Restore) -> Option<u64> {
         let same = |of: &record::Version| {
             (of.name.as_str(), of.version, of.id.as_str(), of.owner.uid)
@@ -339,49 +337,54 @@ impl Objects {
         self.versions.get(&key).filter(|version| may && same(&version.record)).map(|_| key)
     }
 
-    /// The key of a name's current version.
     pub(crate) fn current_key(&self, name: &str) -> Option<u64> {
         self.names.get(name)?.current()
     }
 
-    /// Checks the offer of a version that a server before this one had.
+    /// Checks whether the caller may restore this version, which the previous server had.
     fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore, keep: u32) -> Result<(), BrokerError> {
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
         let Restore { version, owner, id, .. } = restore;
         if !(caller.is_superuser() || caller.uid == owner.uid) {
             let (uid, owner) = (caller.uid, owner.uid);
-            let message = format!("uid {uid} may not offer `{name}` back: it was uid {owner}'s");
+            let message = format!("uid {uid} may not restore `{name}`: its owner was uid {owner}");
             return refuse(RefusalCode::Denied, message);
         }
         if !(1..=u64::MAX / 2).contains(version)
             || uuid::Uuid::parse_str(id).map(|id| id.to_string()).ok().as_ref() != Some(id)
         {
-            return refuse(RefusalCode::Invalid, format!("`{name}` had no version {version} with the id `{id}`"));
+            return refuse(
+                RefusalCode::Invalid,
+                format!("version {version} with id `{id}` is not a valid version of `{name}`"),
+            );
         }
         if self.journal.was_deleted(name, owner.uid) {
             let message =
-                format!("`{name}` was deleted since this broker lost it: it can be put anew, and not offered back");
+                format!("`{name}` was deleted after this broker lost it: put it again instead of restoring it");
             return refuse(RefusalCode::Denied, message);
         }
         if let Some(known) = self.ids.get(id).and_then(|key| self.versions.get(key)) {
-            let message = format!("version {} of `{}` has the id {id}", known.record.version, known.record.name);
+            let message =
+                format!("version {} of `{}` already has the id {id}", known.record.version, known.record.name);
             return refuse(RefusalCode::Exists, message);
         }
         let Some(existing) = self.names.get(name) else { return self.users.check_objects(owner.uid, 1, 0) };
         let current = &self.current(existing).record;
         if current.version >= *version {
-            let message = format!("`{name}` exists, at version {} with the id {}", current.version, current.id);
+            let message = format!("`{name}` exists at version {} with the id {}", current.version, current.id);
             return refuse(RefusalCode::Exists, message);
         }
         if existing.owner.uid != owner.uid {
-            let message =
-                format!("`{name}` is uid {}'s, and the version offered was uid {}'s", existing.owner.uid, owner.uid);
+            let message = format!(
+                "the owner of `{name}` is uid {}, but the restored version belonged to uid {}",
+                existing.owner.uid, owner.uid
+            );
             return refuse(RefusalCode::Denied, message);
         }
         self.check_kept(existing, keep)
     }
 
-    /// Has the descriptors of parts kept. What was kept so far is in `kept`, also after a failure.
+    /// Keeps the descriptors of parts. `kept` lists them, also after a failure.
     fn keep(
         &mut self,
         uid: u32,
@@ -389,7 +392,7 @@ impl Objects {
         parts: Vec<NewPart>,
         kept: &mut Vec<SegmentId>,
     ) -> Result<(Option<Table>, Vec<record::Part>), BrokerError> {
-        // The first failure. What comes behind it is closed.
+        // The first failure. Later descriptors are closed.
         let mut failed = None;
         let mut add = |fd: OwnedFd, size: u64| match self.segments.add(fd, size) {
             Ok((id, duplicate)) => {
@@ -425,12 +428,12 @@ impl Objects {
         }
     }
 
-    /// Takes back what was kept of a put that failed.
+    /// Releases the descriptors of a failed put.
     fn forget(&mut self, uid: u32, kept: Vec<SegmentId>) {
         kept.into_iter().for_each(|id| self.release(uid, id));
     }
 
-    /// Closes what was to be published.
+    /// Queues the descriptors of an unpublished version for closing.
     pub(crate) fn discard(&mut self, metadata: Option<NewTable>, parts: Vec<NewPart>) {
         let mut tables = vec![metadata];
         for part in parts {
@@ -444,13 +447,12 @@ impl Objects {
     }
 }
 
-/// Refuses a caller that can own nothing.
+/// Refuses unmapped callers, which can't own objects.
 fn check_mapped(caller: &Caller) -> Result<(), BrokerError> {
     if !caller.is_unmapped() {
         return Ok(());
     }
     let uid = caller.uid;
-    let message =
-        format!("uid {uid} stands for all users without a number here, and owns nothing: put as another user");
+    let message = format!("uid {uid} stands for all unmapped users, so it can't own objects: put as another user");
     Err(BrokerError::new(RefusalCode::Denied, message))
 }

@@ -1,4 +1,4 @@
-//! Indexes by right to read: a request visits only the names and leases that its caller may see.
+//! Indexes by permission to read: a request visits only names and leases that its caller may see.
 
 use std::{
     cmp::Reverse,
@@ -18,16 +18,15 @@ use crate::{
 
 /// Names and leases, grouped by the owner, group and mode that decide who may read them.
 ///
-/// A request compares its caller with each group once. There are about as many groups as users and modes, however many names
-/// there are.
+/// A request compares its caller with each group once. The number of groups depends on users and modes, not on names.
 #[derive(Debug, Default)]
 pub(crate) struct Readers {
     names: BTreeMap<Rights, BTreeSet<Arc<str>>>,
-    /// Also by the lease's user, who sees it in any case. Each lease by its number.
+    /// Also grouped by the lease's user, who may always see it. Each lease by number.
     leases: BTreeMap<(Rights, u32), BTreeMap<u64, Token>>,
 }
 
-/// What decides who may read a name.
+/// Owner, group and mode of a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Rights {
     uid: u32,
@@ -76,18 +75,18 @@ impl Readers {
         }
     }
 
-    /// The names from `from` on that the caller may read, in ascending order.
+    /// Names from `from` that the caller may read, ascending.
     pub(crate) fn names<'a>(&'a self, caller: &'a Caller, from: Bound<&'a str>) -> impl Iterator<Item = &'a str> {
         let readable = self.names.iter().filter(|(rights, _)| rights.allow(caller));
         merge(readable.map(move |(_, names)| names.range::<str, _>((from, Bound::Unbounded)).map(|name| &**name)))
     }
 
-    /// All leases from `from` on, in ascending order of their numbers.
+    /// All leases from `from`, by number.
     pub(super) fn all_leases(&self, from: u64) -> impl Iterator<Item = (u64, Token)> {
         merge(self.leases.values().map(move |leases| leases.range(from..).map(|(number, token)| (*number, *token))))
     }
 
-    /// The leases from `from` on that the caller may see, in ascending order of their numbers.
+    /// Leases from `from` that the caller may see, by number.
     pub(crate) fn leases<'a>(&'a self, caller: &'a Caller, from: u64) -> impl Iterator<Item = (u64, Token)> {
         let sees = move |rights: Rights, uid: u32| uid == caller.uid || rights.allow(caller);
         let visible = self.leases.iter().filter(move |((rights, uid), _)| sees(*rights, *uid));
@@ -95,7 +94,7 @@ impl Readers {
     }
 }
 
-/// The items of several ascending sequences, in ascending order.
+/// Merges ascending sequences.
 fn merge<T: Ord>(sequences: impl Iterator<Item = impl Iterator<Item = T>>) -> impl Iterator<Item = T> {
     let mut sequences: Vec<_> = sequences.collect();
     let mut heads: BinaryHeap<Reverse<(T, usize)>> = BinaryHeap::with_capacity(sequences.len());

@@ -1,4 +1,4 @@
-//! How names and versions go.
+//! Removes names and versions.
 
 use nix::unistd::geteuid;
 
@@ -17,7 +17,7 @@ use crate::{
 };
 
 impl Objects {
-    /// Takes a name away.
+    /// Deletes a name at a caller's request.
     pub(crate) fn delete(&mut self, caller: &Caller, name: &str, request: Option<Token>) -> Result<(), BrokerError> {
         let answered = request.and_then(|request| self.journal.answered(request));
         if let Some(answered) = answered {
@@ -28,7 +28,7 @@ impl Objects {
         };
         let owner = existing.owner.uid;
         if !(caller.is_superuser() || caller.uid == owner && !caller.is_unmapped()) {
-            let message = format!("uid {} may not delete `{name}`: it is uid {owner}'s", caller.uid);
+            let message = format!("uid {} may not delete `{name}`: its owner is uid {owner}", caller.uid);
             return Err(BrokerError::new(RefusalCode::Denied, message));
         }
         let (uid, pid) = (caller.uid, caller.pid);
@@ -36,14 +36,14 @@ impl Objects {
         self.take_away(deleted, "deleted")
     }
 
-    /// Takes a name away for which no process asks.
+    /// Removes a name that no client asked to delete.
     pub(crate) fn remove(&mut self, name: &str, why: &'static str) -> Result<(), BrokerError> {
         let (uid, pid) = (geteuid().as_raw(), std::process::id().cast_signed());
         let deleted = Deleted { name: name.to_owned(), at_ms: self.now.ms, uid, pid, request: None, owner: None };
         self.take_away(deleted, why)
     }
 
-    /// Takes a name away, and the versions of it that no lease holds.
+    /// Removes a name, and its versions without leases.
     fn take_away(&mut self, deleted: Deleted, why: &'static str) -> Result<(), BrokerError> {
         let entry = Record::Deleted(deleted);
         self.write(&entry).map_err(unwritten)?;
@@ -57,7 +57,7 @@ impl Objects {
         Ok(())
     }
 
-    /// Takes a name from those that are there: its versions have none then.
+    /// Removes a name from memory. Its versions lose their name.
     pub(super) fn forget_name(&mut self, name: &str) -> Option<Name> {
         let gone = self.names.remove(name)?;
         self.readers.remove_name(name, gone.owner, gone.mode);
@@ -71,7 +71,7 @@ impl Objects {
         Some(gone)
     }
 
-    /// Gives back versions before the current one that nothing keeps: of the `most` newest that `keep` does not cover.
+    /// Drops old versions without leases: among the `most` newest versions that `keep` does not cover.
     pub(crate) fn drop_old(&mut self, name: &str, most: usize) {
         let Some(of) = self.names.get(name) else { return };
         let beyond = of.versions.values().rev().skip(of.keep as usize + 1).take(most);
@@ -80,7 +80,7 @@ impl Objects {
         self.compact();
     }
 
-    /// Gives the memory of a version back if it has no lease, and is not among those that its name keeps.
+    /// Drops a version without leases, unless its name keeps it.
     pub(crate) fn drop_unless_kept(&mut self, key: u64) {
         let Some(version) = self.versions.get_mut(&key).filter(|version| version.leases == 0) else { return };
         if version.named
@@ -95,15 +95,15 @@ impl Objects {
         self.drop_if_unused(key);
     }
 
-    /// Gives the memory of a version back if it has no name and no lease.
+    /// Drops a version without a name and leases.
     pub(crate) fn drop_if_unused(&mut self, key: u64) {
         let unused = |version: &Version| !version.named && version.leases == 0;
         if !self.versions.get(&key).is_some_and(unused) {
             return;
         }
-        // The numbers of its segments are used again: not before it is written down that they are no more its.
+        // Log this before its segment numbers are reused.
         if let Err(error) = self.write(&Record::Dropped { key }) {
-            tracing::error!(%error, "cannot write down that a version is gone: its memory stays until that is possible");
+            tracing::error!(%error, "cannot record that a version is gone: its memory is freed once the catalogue can be written");
             return self.undropped.push(key);
         }
         if let Some(version) = self.forget_version(key) {
@@ -113,7 +113,7 @@ impl Objects {
         }
     }
 
-    /// Takes a version from those that are there. Its segments are the caller's to release.
+    /// Removes a version from memory. The caller releases its segments.
     pub(super) fn forget_version(&mut self, key: u64) -> Option<Version> {
         let version = self.versions.remove(&key)?;
         if self.ids.get(&version.record.id) == Some(&key) {
@@ -121,7 +121,7 @@ impl Objects {
         }
         self.users.remove_version(version.payer(), version.charged(), &version.record.parts);
         version.reports.iter().for_each(|report| self.users.remove_report(report.reader.uid));
-        // They may still be sent again: not to be done again then, over what came between.
+        // A client may repeat these requests: they must not run again over later changes.
         for request in &version.record.requests {
             if self.requests.get(request) == Some(&key) {
                 self.requests.remove(request);
@@ -133,7 +133,7 @@ impl Objects {
         Some(version)
     }
 
-    /// Takes one of a user's references to a segment away. With the last one its descriptor goes, from the keeper too.
+    /// Removes one of a user's references to a segment. The last reference closes the descriptor, in the keeper too.
     pub(crate) fn release(&mut self, uid: u32, id: SegmentId) {
         self.users.remove_segment(uid, id);
         if let Some(fd) = self.segments.release(id) {
@@ -142,12 +142,11 @@ impl Objects {
         }
     }
 
-    /// How many segments of versions that are gone are not released yet.
     pub(crate) fn releasing(&self) -> usize {
         self.releasing.len()
     }
 
-    /// Releases segments of versions that are gone, as many as this turn of the event loop has left.
+    /// Releases segments of dropped versions, within the budget of this turn.
     pub(crate) fn release_some(&mut self) {
         while self.releases_left > 0
             && let Some((uid, id)) = self.releasing.pop_front()
@@ -158,7 +157,7 @@ impl Objects {
     }
 }
 
-/// The segments of a version, its tables included, in no certain order: one may come more than once.
+/// The segments of a version and its tables, in no particular order. A segment can occur more than once.
 pub(crate) fn segments_of(record: &record::Version) -> impl Iterator<Item = SegmentId> {
     sized_segments_of(record).map(|(id, _)| id)
 }

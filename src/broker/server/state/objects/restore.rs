@@ -1,4 +1,4 @@
-//! What a server before this one left: read from its catalogue, and joined with the descriptors that the keeper held.
+//! Restores the previous server's objects: its catalogue, joined with the keeper's descriptors.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -20,10 +20,10 @@ use crate::{
 };
 
 impl Objects {
-    /// What the keeper held of a server before this one, or nothing yet.
+    /// Restores the objects that the keeper held, if any.
     ///
     /// # Errors
-    /// If the catalogue was written by a newer build, or can't be used.
+    /// If the catalogue was written by a newer build or can't be used.
     pub(crate) fn restore(
         now: Time,
         rules: Rules,
@@ -36,7 +36,7 @@ impl Objects {
         store.count(catalogue_names.len());
         store.count(segments.len());
         let Some((journal, records)) = Journal::open(catalogues)? else {
-            // Without a catalogue none of it has a name.
+            // Without a catalogue, no segment has a name.
             catalogue_names
                 .into_iter()
                 .chain(segments.keys().map(|id| Name::Segment(*id)))
@@ -54,10 +54,9 @@ impl Objects {
         Ok(objects)
     }
 
-    /// Makes the changes of a log again, in memory alone. One record is in memory at a time: there may be as little of it as the server
-    /// before this one had.
+    /// Replays a log in memory, one record at a time: memory may be scarce, as it may have been for the previous server.
     fn replay(&mut self, mut records: Records) -> Result<()> {
-        // What the log began with was told before it was written.
+        // Events of the initial records were published before the log was written.
         let mut old = true;
         for record in &mut records {
             let record = record.map_err(unusable)?;
@@ -77,7 +76,7 @@ impl Objects {
                         && let Some(of) = self.names.get_mut(version.record.name.as_str())
                     {
                         of.forget(version.record.version, key);
-                        // The keeper had not all of it.
+                        // The keeper lacked part of it.
                         if of.versions.is_empty() {
                             self.forget_name(&version.record.name);
                         }
@@ -102,7 +101,7 @@ impl Objects {
         Ok(())
     }
 
-    /// Gives the versions their descriptors. One that lacks some can't be had any more, and what no version names is removed.
+    /// Attaches descriptors to the versions. Versions without all descriptors are lost; unreferenced descriptors are removed.
     fn join(&mut self, mut segments: HashMap<SegmentId, OwnedFd>) {
         let lacks = |key: &u64| {
             let record = &self.versions[key].record;
@@ -129,7 +128,7 @@ impl Objects {
             }
         }
         if !segments.is_empty() {
-            tracing::info!(descriptors = segments.len(), "descriptors that no version names are removed");
+            tracing::info!(descriptors = segments.len(), "removing descriptors that no version uses");
         }
         for (id, fd) in segments {
             self.store.remove(Name::Segment(id));
@@ -138,26 +137,25 @@ impl Objects {
         self.segments.collect_free();
     }
 
-    /// Takes a version away of which the keeper had not all descriptors.
+    /// Drops a version of which the keeper lacked some descriptors.
     fn lose(&mut self, key: u64) {
         self.forget_leases_of(key);
         if let Err(error) = self.write(&Record::Dropped { key }) {
-            tracing::error!(%error, "cannot write down that a version is lost");
+            tracing::error!(%error, "cannot record that a version is lost");
         }
         let Some(version) = self.forget_version(key) else { return };
         let (name, number) = (version.record.name, version.record.version);
         self.lost.add(&name, number);
-        tracing::error!(name, version = number, "a version is lost: the keeper had not all of its memory");
+        tracing::error!(name, version = number, "a version is lost: the keeper lacked some of its memory");
         if let Some(of) = self.names.get_mut(name.as_str()).filter(|_| version.named) {
             of.forget(number, key);
             if of.versions.is_empty() {
-                // The record of the version's end is that of the name's: it has no other.
+                // `Dropped` also removes the name: no further record is needed.
                 self.forget_name(&name);
             }
         }
     }
 
-    /// Forgets the leases of a version that is lost.
     fn forget_leases_of(&mut self, key: u64) {
         if self.versions.get(&key).is_none_or(|version| version.leases == 0) {
             return;
@@ -168,7 +166,7 @@ impl Objects {
         }
     }
 
-    /// Does what a server may have been killed before.
+    /// Finishes cleanup that the previous server did not complete.
     fn settle(&mut self) {
         let unnamed = self.versions.iter().filter(|(_, version)| !version.named && version.leases == 0);
         let unnamed: Vec<u64> = unnamed.map(|(key, _)| *key).collect();

@@ -1,4 +1,4 @@
-//! Which segments a get is answered with.
+//! Selects the segments that answer a get.
 
 use std::{
     collections::{HashSet, VecDeque},
@@ -23,27 +23,26 @@ use crate::{
     },
 };
 
-/// The most runs of one lease: more are one run from the first to the last.
+/// The most runs of one lease. If there are more, a single run covers them all.
 const MAX_RUNS: usize = 128;
 
-/// The most arrays that a refusal names.
+/// The most arrays listed in a refusal.
 const NAMED: usize = 8;
 
-/// What an object's tables must be looked into for, before a get of it can be answered.
+/// Tables to read before a get can be answered.
 #[derive(Debug)]
 pub(crate) struct Question {
     key: u64,
     name: String,
     expect: Option<(Check, Option<Source>)>,
-    /// The names of arrays that were not found yet, and the tables of the parts in which they may be.
+    /// Arrays not found yet, and the tables of the parts that may have them.
     wanted: HashSet<String>,
     tables: VecDeque<(usize, Source)>,
     spans: Vec<(usize, Vec<Range<u64>>)>,
-    /// The first arrays of the tables that were searched, and how many there are.
+    /// The first arrays of the searched tables, and the number of all.
     present: (Vec<String>, usize),
 }
 
-/// A table.
 #[derive(Debug)]
 enum Source {
     Inline(Attached),
@@ -63,7 +62,7 @@ impl Source {
     }
 }
 
-/// What was found in an object's tables: for each part with arrays that were asked for, which bytes they have.
+/// The result of a query: the byte ranges of the requested arrays, for each part that has some.
 #[derive(Debug)]
 pub(crate) struct Answer {
     key: u64,
@@ -71,13 +70,13 @@ pub(crate) struct Answer {
 }
 
 impl Question {
-    /// Whether the answer takes no time.
+    /// Whether the query reads no memfd.
     pub(crate) fn is_small(&self) -> bool {
         let metadata = self.expect.as_ref().and_then(|(_, source)| source.as_ref());
         metadata.into_iter().chain(self.tables.iter().map(|(_, source)| source)).all(Source::is_small)
     }
 
-    /// Looks into the next table, which takes some milliseconds if it is large. `None` if there are more.
+    /// Reads the next table, which takes milliseconds if it is large. `None` if more tables follow.
     pub(crate) fn step(&mut self) -> Result<Option<Answer>, BrokerError> {
         if let Some((expect, source)) = self.expect.take() {
             self.compare(&expect, source)?;
@@ -107,7 +106,7 @@ impl Question {
         BrokerError::new(RefusalCode::Failed, format!("a table of `{}`: {error}", self.name))
     }
 
-    /// Compares the metadata with what is expected of it.
+    /// Compares the metadata with the expected fields.
     fn compare(&self, expect: &Check, metadata: Option<Source>) -> Result<(), BrokerError> {
         let metadata = metadata.map(Source::read).transpose().map_err(|error| self.failed(&error))?;
         let metadata: Check = metadata
@@ -117,14 +116,14 @@ impl Question {
             .unwrap_or_default();
         let difference = |(field, wanted): (&String, &serde_json::Value)| match metadata.get(field) {
             Some(found) if found == wanted => None,
-            Some(found) => Some(format!("{field} is {} and not {}", short(found), short(wanted))),
-            None => Some(format!("{field} is absent and not {}", short(wanted))),
+            Some(found) => Some(format!("{field} is {}, not {}", short(found), short(wanted))),
+            None => Some(format!("{field} is missing, expected {}", short(wanted))),
         };
         let differences: Vec<String> = expect.iter().filter_map(difference).collect();
         if differences.is_empty() { Ok(()) } else { Err(differs(&self.name, &differences)) }
     }
 
-    /// Searches a part's table for arrays that are wanted.
+    /// Searches a part's table for wanted arrays.
     fn search(&mut self, part: usize, table: Source) -> Result<(), BrokerError> {
         let text = table.read().map_err(|error| self.failed(&error))?;
         let entries = read_arrays(&text).map_err(|error| self.failed(&error.to_string()))?;
@@ -145,7 +144,7 @@ impl Question {
     }
 }
 
-/// A value, as much of it as fits a sentence.
+/// A value, shortened for a sentence.
 fn short(value: &serde_json::Value) -> String {
     shortened(value.to_string())
 }
@@ -159,35 +158,34 @@ fn differs(name: &str, differences: &[String]) -> BrokerError {
     BrokerError::new(RefusalCode::Differs, format!("`{name}` is not as expected: {}", differences.join("; ")))
 }
 
-/// What of a version is handed out.
+/// The selected parts of a version.
 #[derive(Debug)]
 pub(crate) struct Selection {
     pub(crate) key: u64,
-    /// The parts by their indices, each with its runs.
+    /// Parts by index, each with its runs.
     parts: Vec<(usize, Vec<Run>)>,
     /// Bytes of memory.
     pub(crate) bytes: u64,
 }
 
-/// What a get of one object comes to.
+/// The result of a selection.
 pub(crate) enum Selected {
-    /// This.
     Ready(Selection),
-    /// There is none yet.
+    /// There is no such version yet.
     Absent,
-    /// Its tables must be looked into first.
+    /// Tables must be read first.
     Ask(Question),
 }
 
 impl Objects {
-    /// Selects what a get of an object is answered with. `answer` is what was found in its tables, if that was asked.
+    /// Selects the answer to a get. `answer` is the result of the table query, if there was one.
     pub(crate) fn select(
         &self,
         caller: &Caller,
         object: &GetObject,
         answer: Option<&Answer>,
     ) -> Result<Selected, BrokerError> {
-        // Also whether a version exists is only for those who may read the name.
+        // Only callers that may read the name learn whether a version exists.
         if let Some(of) = self.names.get(object.name.as_str()) {
             caller.require(Right::Read, &object.name, of.owner, of.mode)?;
         }
@@ -207,7 +205,7 @@ impl Objects {
                         let bytes = range.within(size).ok_or_else(|| {
                             let (offset, length) = (range.offset, range.length);
                             let message = format!(
-                                "{length} bytes from {offset} on are not inside part `{}` of `{}`, which has {size}",
+                                "{length} bytes at offset {offset} exceed part `{}` of `{}`, which has {size} bytes",
                                 part.name, object.name
                             );
                             BrokerError::new(RefusalCode::Differs, message)
@@ -245,7 +243,7 @@ impl Objects {
             Table::Kept { segment, length } => {
                 let fd = self.segments.get(*segment).try_clone_to_owned();
                 let fd = fd.map_err(|error| {
-                    let message = format!("the broker has no descriptor left to read a table with: {error}");
+                    let message = format!("the broker has no free descriptor to read a table: {error}");
                     BrokerError::new(RefusalCode::Full, message)
                 })?;
                 Ok(Source::Memfd { fd, length: *length, most })
@@ -279,7 +277,6 @@ impl Objects {
         })
     }
 
-    /// The lease of a selection as it is sent.
     pub(crate) fn describe_lease(&self, token: Token, selection: &Selection) -> Option<LeaseParts> {
         let record = &self.versions.get(&selection.key)?.record;
         let (mut tables, mut segments) = (Vec::new(), Vec::new());
@@ -326,14 +323,14 @@ impl Objects {
     }
 }
 
-/// A lease before it is sent.
+/// An unsent lease.
 #[derive(Debug)]
 pub(crate) struct LeaseParts {
-    /// Its message, without the segments' sizes.
+    /// The message, without segment sizes.
     pub(crate) header: LeaseHeader,
-    /// The tables, in the order of their descriptors.
+    /// Tables, in the order of their descriptors.
     pub(crate) tables: Vec<SegmentId>,
-    /// The segments with their sizes.
+    /// Segments with sizes.
     pub(crate) segments: Vec<(SegmentId, u64)>,
 }
 
@@ -344,7 +341,7 @@ impl Selection {
     }
 }
 
-/// The parts that a get asks for, by their indices.
+/// Indices of the requested parts.
 fn chosen(version: &Version, object: &GetObject) -> Result<Vec<usize>, BrokerError> {
     let parts = &version.record.parts;
     let chosen: Vec<usize> = match &object.parts {
@@ -371,7 +368,8 @@ fn chosen(version: &Version, object: &GetObject) -> Result<Vec<usize>, BrokerErr
         }
     };
     if object.range.is_some() && chosen.len() != 1 {
-        let message = format!("a range is of one part, and `{}` has {}: name the part", object.name, chosen.len());
+        let message =
+            format!("a range needs exactly one part, but `{}` has {}: name the part", object.name, chosen.len());
         return Err(BrokerError::new(RefusalCode::Invalid, message));
     }
     Ok(chosen)
@@ -384,7 +382,7 @@ fn check_digests(version: &Version, digests: &std::collections::BTreeMap<String,
             None => Some(format!("there is no part {name}")),
             Some(None) => Some(format!("part {name} has no digest")),
             Some(Some(found)) if found == wanted => None,
-            Some(Some(found)) => Some(format!("the digest of part {name} is {found} and not {wanted}")),
+            Some(Some(found)) => Some(format!("the digest of part {name} is {found}, not {wanted}")),
         }
     };
     let differences: Vec<String> = digests.iter().filter_map(difference).collect();
@@ -394,15 +392,14 @@ fn check_digests(version: &Version, digests: &std::collections::BTreeMap<String,
     }
 }
 
-/// All segments of a part.
 fn all_of(part: &record::Part) -> Run {
     Run { first: 0, segments: part.segments.len() as u64, offset: 0, size: part.memory.mapped_size }
 }
 
-/// The segments in which some bytes of a part lie.
+/// The segments that contain the given bytes of a part.
 fn runs_of(part: &record::Part, mut spans: Vec<Range<u64>>) -> Vec<Run> {
     spans.sort_unstable_by_key(|span| span.start);
-    // Where each segment begins, and where the last one ends.
+    // The start of each segment, and the end of the last one.
     let mut starts = vec![0u64];
     for (_, size) in &part.segments {
         starts.push(starts[starts.len() - 1] + size);

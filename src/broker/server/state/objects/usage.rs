@@ -1,4 +1,4 @@
-//! What each user has in the broker, and may have.
+//! Resource usage and limits per user.
 
 use std::collections::{BTreeMap, HashMap, btree_map, hash_map::Entry};
 
@@ -18,40 +18,39 @@ use crate::{
     },
 };
 
-/// How many earlier versions the names of one user keep, also without a quota.
+/// The most earlier versions kept for one user, even without a quota.
 const MOST_KEPT: u64 = 4096;
 
-/// How many reports of one user are kept.
+/// The most reports kept for one user.
 const MOST_REPORTS: u64 = 1024;
 
-/// How many bytes of memory the unanswered requests of one user take.
+/// The most bytes of memory for one user's pending requests.
 const MOST_REQUESTED: u64 = 16 << 20;
 
-/// How many bytes of answers one user leaves unread.
+/// The most unread bytes of answers for one user.
 const MOST_UNREAD: u64 = 32 << 20;
 
-/// The most devices that a user may have memory of: a node has 16 GPUs, and each is at most seven devices.
+/// The most devices per user: a node has up to 16 GPUs with up to seven instances each.
 const MAX_DEVICES: usize = 128;
 
-/// What one user has.
 #[derive(Debug, Default)]
 struct Usage {
     bytes: u64,
-    /// Bytes of parts that wait for others.
+    /// Bytes of parts in incomplete drafts.
     waiting: u64,
     objects: u64,
-    /// Earlier versions that the user's names keep.
+    /// Earlier versions kept by the user's names.
     kept: u64,
     leases: u64,
     connections: u64,
     reports: u64,
-    /// Bytes of memory that unanswered requests take.
+    /// Bytes of memory of pending requests.
     requested: u64,
-    /// Bytes of answers that the sockets have not taken yet.
+    /// Bytes of answers that the sockets have not accepted yet.
     unread: u64,
-    /// Descriptors of puts that are not published: those that came, and those that are still to come.
+    /// Descriptors of unpublished puts, received or announced.
     reserved: usize,
-    /// The kept descriptors, and how often its versions have each.
+    /// Kept descriptors, with the number of references from the user's versions.
     segments: BTreeMap<SegmentId, u64>,
     devices: Vec<DeviceBytes>,
 }
@@ -64,7 +63,7 @@ impl Usage {
     }
 }
 
-/// What all users have together.
+/// Usage of all users together.
 #[derive(Debug, Default)]
 struct Sums {
     bytes: u64,
@@ -75,7 +74,6 @@ struct Sums {
     devices: HashMap<DeviceUuid, u64>,
 }
 
-/// All users.
 #[derive(Debug)]
 pub(crate) struct Users {
     rules: Rules,
@@ -96,7 +94,7 @@ impl Users {
         self.users.get(&uid)
     }
 
-    /// Changes what a user has. A user with nothing is forgotten.
+    /// Changes a user's usage. Removes users without any.
     fn change(&mut self, uid: u32, change: impl FnOnce(&mut Usage)) {
         let usage = self.users.entry(uid).or_default();
         change(usage);
@@ -108,14 +106,14 @@ impl Users {
     pub(crate) fn check_bytes(&self, uid: u32, more: u64) -> Result<(), BrokerError> {
         const MOST: u64 = u64::MAX / 4;
         if self.all.bytes.saturating_add(more) > MOST {
-            let message = format!("{} bytes are claimed, and {more} more can't be counted", self.all.bytes);
+            let message = format!("{} bytes are claimed: {more} more would overflow the counter", self.all.bytes);
             return Err(BrokerError::new(RefusalCode::Quota, message));
         }
         let has = self.of(uid).map_or(0, |usage| usage.bytes + usage.waiting);
         self.rules.check(uid, Counted::Bytes, "bytes (claimed)", (has, self.all.bytes), more)
     }
 
-    /// Refuses memory of more devices than a node has, and more memory of one than its quota.
+    /// Refuses memory of too many devices, or more memory of a device than the quota allows.
     pub(crate) fn check_devices<'a>(
         &self,
         uid: u32,
@@ -131,7 +129,7 @@ impl Users {
         let has = known.len();
         if new > 0 && has + new > MAX_DEVICES {
             let message = format!(
-                "uid {uid} has memory of {has} devices and puts that of {new} more: at most {MAX_DEVICES} are counted for a user"
+                "uid {uid} has memory of {has} devices and puts memory of {new} more: the limit is {MAX_DEVICES} devices per user"
             );
             return Err(BrokerError::new(RefusalCode::Quota, message));
         }
@@ -143,18 +141,18 @@ impl Users {
         })
     }
 
-    /// Refuses so many names more, with so many earlier versions that they keep.
+    /// Checks the quota for more names, and more earlier versions kept by them.
     pub(crate) fn check_objects(&self, uid: u32, names: u64, kept: u64) -> Result<(), BrokerError> {
         if names + kept == 0 {
             return Ok(());
         }
         let (has_names, has_kept) = self.of(uid).map_or((0, 0), |usage| (usage.objects, usage.kept));
-        let what = if has_kept + kept == 0 { "objects" } else { "objects, the earlier versions kept among them," };
+        let what = if has_kept + kept == 0 { "objects" } else { "objects (including kept earlier versions)" };
         self.rules.check(uid, Counted::Objects, what, (has_names + has_kept, self.all.objects), names + kept)?;
         if kept > 0 && has_kept + kept > MOST_KEPT {
             let message = format!(
-                "uid {uid} has {has_kept} earlier versions that its names keep, and {MOST_KEPT} are the most: put with a smaller \
-                 `keep`, or delete names"
+                "the names of uid {uid} keep {has_kept} earlier versions, and the limit is {MOST_KEPT}: put with a smaller \
+                `keep`, or delete names"
             );
             return Err(BrokerError::new(RefusalCode::Quota, message));
         }
@@ -171,7 +169,7 @@ impl Users {
         self.rules.check(uid, Counted::Connections, "connections", (has, self.all.connections), 1)
     }
 
-    /// Counts bytes of parts that wait for others.
+    /// Counts bytes of parts in incomplete drafts.
     pub(crate) fn add_waiting(&mut self, uid: u32, bytes: u64) {
         self.all.bytes += bytes;
         self.change(uid, |usage| usage.waiting += bytes);
@@ -182,7 +180,7 @@ impl Users {
         self.change(uid, |usage| usage.waiting -= bytes);
     }
 
-    /// Counts descriptors of a put that is not published, also those that are still to come.
+    /// Counts descriptors of an unpublished put, received or announced.
     pub(crate) fn reserve(&mut self, uid: u32, descriptors: usize) {
         self.all.reserved += descriptors;
         self.change(uid, |usage| usage.reserved += descriptors);
@@ -193,12 +191,11 @@ impl Users {
         self.change(uid, |usage| usage.reserved -= descriptors);
     }
 
-    /// How many descriptors all users have reserved.
     pub(crate) fn reserved(&self) -> usize {
         self.all.reserved
     }
 
-    /// Counts a kept descriptor that a version of the user has.
+    /// Counts a kept descriptor of a user's version.
     pub(crate) fn add_segment(&mut self, uid: u32, id: SegmentId) {
         self.change(uid, |usage| *usage.segments.entry(id).or_default() += 1);
     }
@@ -214,7 +211,7 @@ impl Users {
         });
     }
 
-    /// How many descriptors a user has: of connections, of puts under way, and kept ones.
+    /// The number of a user's descriptors: connections, pending puts, and kept segments.
     pub(crate) fn descriptors_of(&self, uid: u32) -> usize {
         self.of(uid).map_or(0, |usage| usage.connections as usize + usage.reserved + usage.segments.len())
     }
@@ -262,7 +259,7 @@ impl Users {
         self.change(uid, |usage| usage.objects -= 1);
     }
 
-    /// A name of this user keeps so many earlier versions, and kept so many before.
+    /// Updates the number of earlier versions that a name of this user keeps.
     pub(crate) fn set_kept(&mut self, uid: u32, before: u64, now: u64) {
         self.all.objects = self.all.objects + now - before;
         self.change(uid, |usage| usage.kept = usage.kept + now - before);
@@ -288,7 +285,6 @@ impl Users {
         self.change(uid, |usage| usage.connections -= 1);
     }
 
-    /// Whether one more report of a user is kept.
     pub(crate) fn has_room_for_report(&self, uid: u32) -> bool {
         self.of(uid).is_none_or(|usage| usage.reports < MOST_REPORTS)
     }
@@ -301,16 +297,16 @@ impl Users {
         self.change(uid, |usage| usage.reports -= 1);
     }
 
-    /// Counts a request that takes so many bytes of memory until it is answered.
+    /// Counts the memory of a pending request.
     ///
     /// # Errors
-    /// If the user's requests would take too many. Then it is not counted.
+    /// [`RefusalCode::Quota`] if the user's requests would take too much memory. The request is not counted then.
     pub(crate) fn add_request(&mut self, uid: u32, bytes: u64) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.requested);
         if bytes > 0 && has + bytes > MOST_REQUESTED {
             let message = format!(
-                "the unanswered requests of uid {uid} take {has} bytes and this one {bytes}, and {MOST_REQUESTED} bytes are the most: \
-                 wait in fewer connections, or expect fewer fields"
+                "the pending requests of uid {uid} take {has} bytes and this one {bytes}, and the limit is {MOST_REQUESTED} bytes: \
+                wait in fewer connections, or expect fewer fields"
             );
             return Err(BrokerError::new(RefusalCode::Quota, message));
         }
@@ -322,8 +318,7 @@ impl Users {
         self.change(uid, |usage| usage.requested -= bytes);
     }
 
-    /// A connection of a user leaves so many bytes of answers unread, and left so many before. Whether all of the user's
-    /// connections together leave too many.
+    /// Updates the unread bytes of a connection. Returns whether the user's connections exceed the limit together.
     pub(crate) fn set_unread(&mut self, uid: u32, before: u64, now: u64) -> bool {
         let mut all = 0;
         self.change(uid, |usage| {
@@ -333,8 +328,8 @@ impl Users {
         all > MOST_UNREAD
     }
 
-    /// What one user has, or all, in the order of their numbers, in about so many bytes of JSON. Of devices each user has the same
-    /// share, those with the most memory first: a user may claim memory of devices that do not exist.
+    /// Usage of one user or of all, by uid, in at most about `most` bytes of JSON. Each user gets the same space for devices, largest
+    /// first: a user may claim memory of many nonexistent devices.
     pub(crate) fn totals(&self, only: Option<u32>, most: usize) -> Vec<UserTotal> {
         const USER: usize = 120;
         let has_any = |usage: &Usage| usage.objects + usage.leases + usage.connections > 0 || !usage.devices.is_empty();

@@ -1,4 +1,4 @@
-//! What is said of objects and leases.
+//! Listings of objects and leases.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -24,13 +24,12 @@ use crate::{
     },
 };
 
-/// How many bytes of a page's JSON are filled at most: a summary has fewer than the rest of a record.
+/// The most JSON bytes filled per page. The rest of the record holds at least one summary.
 const PAGE: usize = 48 * 1024;
 
-/// How many names and leases are looked at for one page at most: the others wait until it is done.
+/// The most names and leases visited for one page: other clients wait during the scan.
 const LOOKED_AT: usize = 4096;
 
-/// Adds a part's memory to that of its device.
 pub(crate) fn add_bytes(devices: &mut Vec<DeviceBytes>, memory: &Memory) {
     match devices.iter_mut().find(|device| device.device.uuid == memory.device.uuid) {
         Some(device) => device.bytes += memory.mapped_size,
@@ -38,7 +37,6 @@ pub(crate) fn add_bytes(devices: &mut Vec<DeviceBytes>, memory: &Memory) {
     }
 }
 
-/// How many names, versions and leases there are.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Counts {
     pub(crate) objects: u64,
@@ -46,15 +44,15 @@ pub(crate) struct Counts {
     pub(crate) leases: u64,
 }
 
-/// What one look for leases found.
+/// The result of one scan for leases.
 #[derive(Debug)]
 pub(crate) enum LeasePage {
     Leases(Leases),
-    /// No lease of these names up to this number: look again behind it.
+    /// No matching lease up to this number: continue after it.
     NoneUpTo(u64),
 }
 
-/// All that the broker holds.
+/// Totals of the broker.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Total {
     pub(crate) counts: Counts,
@@ -84,7 +82,7 @@ impl Objects {
         }
     }
 
-    /// A page of the names that the caller may read.
+    /// A page of names that the caller may read.
     pub(crate) fn list(&self, caller: &Caller, list: &List) -> Page {
         let List { prefix, after } = list;
         let from = match after {
@@ -105,7 +103,7 @@ impl Objects {
         Page { objects, more: false }
     }
 
-    /// All that is known of a version, and the segment of its metadata.
+    /// Describes a version. Also returns the segment of its metadata.
     pub(crate) fn stat(&self, caller: &Caller, stat: &Stat) -> Result<(VersionInfo, Option<SegmentId>), BrokerError> {
         let Stat { name, version } = stat;
         let (of, version) = self.readable(caller, name, *version)?;
@@ -134,7 +132,6 @@ impl Objects {
         Ok((info, segment.flatten()))
     }
 
-    /// A version that the caller may read.
     pub(super) fn readable(
         &self,
         caller: &Caller,
@@ -151,8 +148,7 @@ impl Objects {
         self.versions.get(&key).map(|version| (of, version)).ok_or_else(|| absent(format!("`{name}` is gone")))
     }
 
-    /// A page of the leases that the caller may know of. With the last page come the totals: all users' for the superuser, else the
-    /// caller's.
+    /// A page of leases that the caller may see. The last page includes the totals: of all users for a superuser, else of the caller.
     pub(crate) fn who(&self, caller: &Caller, who: &Who) -> LeasePage {
         let (mut leases, mut length) = (Vec::new(), 0);
         let mut commands = HashMap::<i32, Option<String>>::new();
@@ -184,7 +180,7 @@ impl Objects {
                 size: held.record.size,
             });
         }
-        // They have a page of their own if there are many leases.
+        // Totals get a separate page if there are many leases.
         if length > PAGE / 3 && !leases.is_empty() {
             return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new() });
         }
@@ -192,32 +188,31 @@ impl Objects {
         LeasePage::Leases(Leases { leases, more: false, totals })
     }
 
-    /// What users have: all for the superuser, else the caller.
+    /// Usage of all users for a superuser, else of the caller.
     pub(crate) fn totals(&self, caller: &Caller, most: usize) -> Vec<UserTotal> {
         self.users.totals((!caller.is_superuser()).then_some(caller.uid), most)
     }
 
-    /// All that the broker holds. Takes as long as there are versions.
+    /// Totals of the broker. O(versions).
     pub(crate) fn total(&self) -> Total {
         let bytes = self.versions.values().map(Version::bytes).sum();
         Total { counts: self.counts(), bytes }
     }
 
-    /// How many names, versions and leases there are.
     pub(crate) fn counts(&self) -> Counts {
         let (objects, versions, leases) = (self.names.len(), self.versions.len(), self.leases.len());
         Counts { objects: objects as u64, versions: versions as u64, leases: leases as u64 }
     }
 }
 
-/// The numbers of versions in ascending order, the last thousand of them.
+/// The last thousand version numbers, ascending.
 fn last_numbers(versions: &BTreeMap<u64, u64>) -> Vec<u64> {
     let mut numbers: Vec<u64> = versions.keys().rev().take(1000).copied().collect();
     numbers.reverse();
     numbers
 }
 
-/// A table as it is sent, and the segment whose descriptor goes with it.
+/// The wire form of a table, and the segment whose descriptor goes with it.
 pub(crate) fn to_wire(table: &Table) -> (wire::broker::Table, Option<SegmentId>) {
     match table {
         Table::Inline(text) => (wire::broker::Table::Inline(text.clone()), None),

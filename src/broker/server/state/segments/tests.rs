@@ -9,7 +9,7 @@ use nix::libc;
 use super::*;
 use crate::sys::{memfd, without_kcmp};
 
-/// Of one inode, as those of GPUs' memory are.
+/// Open files of a single inode, as for GPU memory.
 fn devices(count: usize) -> Vec<OwnedFd> {
     (0..count).map(|_| File::open("/dev/null").unwrap().into()).collect()
 }
@@ -27,7 +27,7 @@ fn same(a: BorrowedFd<'_>, b: &OwnedFd) -> bool {
 }
 
 #[test]
-fn a_descriptor_that_comes_again_is_the_same_segment_and_its_duplicate_goes_back() {
+fn duplicate_descriptor_shares_segment() {
     for fd in [memory(), devices(1).remove(0)] {
         let mut segments = Segments::default();
         let (id, back) = segments.add(duplicate(&fd), 100).unwrap();
@@ -41,7 +41,6 @@ fn a_descriptor_that_comes_again_is_the_same_segment_and_its_duplicate_goes_back
         }
         assert_eq!((segments.len(), segments.size(id), segments.get(id).as_raw_fd()), (1, 100, first));
         assert!(same(segments.get(id), &fd));
-        // Four were added.
         for _ in 0..3 {
             assert!(segments.release(id).is_none());
         }
@@ -51,7 +50,7 @@ fn a_descriptor_that_comes_again_is_the_same_segment_and_its_duplicate_goes_back
 }
 
 #[test]
-fn each_of_many_open_files_of_one_inode_is_found_again_while_others_come_and_go() {
+fn open_files_of_one_inode_are_distinct() {
     let files = devices(300);
     let mut segments = Segments::default();
     let mut ids = Vec::new();
@@ -61,7 +60,6 @@ fn each_of_many_open_files_of_one_inode_is_found_again_while_others_come_and_go(
         ids.push(id);
     }
     assert_eq!(segments.len(), 300);
-    // Each third goes.
     for &id in ids.iter().step_by(3) {
         assert!(segments.release(id).is_some());
     }
@@ -80,8 +78,8 @@ fn each_of_many_open_files_of_one_inode_is_found_again_while_others_come_and_go(
 }
 
 #[test]
-fn memory_that_was_opened_again_is_another_segment() {
-    // A client that gets the one must not get the other, with which memory is written.
+fn reopened_memory_is_another_segment() {
+    // A client with the read-only descriptor must not get the writable one.
     let written = memory();
     let path = format!("/proc/self/fd/{}", written.as_raw_fd());
     let read_only: OwnedFd = OpenOptions::new().read(true).open(path).unwrap().into();
@@ -95,7 +93,7 @@ fn memory_that_was_opened_again_is_another_segment() {
 }
 
 #[test]
-fn two_sizes_of_one_open_file_are_a_contradiction_and_nothing_is_kept() {
+fn size_mismatch_is_refused() {
     let device = devices(1).remove(0);
     let mut segments = Segments::default();
     let (id, _) = segments.add(duplicate(&device), 2 << 20).unwrap();
@@ -103,16 +101,16 @@ fn two_sizes_of_one_open_file_are_a_contradiction_and_nothing_is_kept() {
     let number = added.as_raw_fd();
     let NotKept { fd, reason } = segments.add(added, 4 << 20).unwrap_err();
     assert_eq!(fd.as_raw_fd(), number);
-    assert_eq!(reason.to_string(), "4194304 bytes are claimed for memory that is kept here as 2097152 bytes");
+    assert_eq!(reason.to_string(), "4194304 bytes are claimed, but this memory is already kept as 2097152 bytes");
     assert_eq!((segments.len(), segments.size(id)), (1, 2 << 20));
-    // No reference was counted.
+    // The failed add took no reference.
     assert!(segments.release(id).is_some());
-    // The other claim is as good once the first has gone.
+    // After the release, the other size is accepted.
     assert_eq!(segments.add(duplicate(&device), 4 << 20).unwrap().0, id);
 }
 
 #[test]
-fn a_number_is_used_again_only_after_its_segment_was_released() {
+fn number_is_reused_after_release() {
     let mut segments = Segments::default();
     let ids: Vec<SegmentId> = (0..4).map(|_| segments.add(memory(), 1).unwrap().0).collect();
     assert_eq!(ids.iter().map(|id| id.index()).collect::<Vec<_>>(), [0, 1, 2, 3]);
@@ -124,7 +122,7 @@ fn a_number_is_used_again_only_after_its_segment_was_released() {
 }
 
 #[test]
-fn where_the_kernel_does_not_compare_each_descriptor_is_a_segment_of_its_own() {
+fn without_kcmp_duplicates_are_separate() {
     for errno in [libc::EPERM, libc::ENOSYS] {
         without_kcmp(errno, || {
             let mut segments = Segments::default();
@@ -147,7 +145,7 @@ fn where_the_kernel_does_not_compare_each_descriptor_is_a_segment_of_its_own() {
 }
 
 #[test]
-fn what_could_not_be_compared_does_not_keep_the_others_from_being_found() {
+fn failed_comparison_leaves_others_findable() {
     let files = devices(40);
     let segments = Arc::new(Mutex::new(Segments::default()));
     let add = |fd: &OwnedFd| segments.lock().unwrap().add(duplicate(fd), 1).unwrap();
@@ -166,7 +164,7 @@ fn what_could_not_be_compared_does_not_keep_the_others_from_being_found() {
 }
 
 #[test]
-fn nothing_is_left_of_what_was_released() {
+fn release_frees_everything() {
     let mut segments = Segments::default();
     for fd in devices(10).into_iter().chain((0..10).map(|_| memory())) {
         segments.add(fd, 1).unwrap();

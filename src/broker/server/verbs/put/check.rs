@@ -1,4 +1,4 @@
-//! What is wrong with a put: in what it says, in its memory, in its tables.
+//! Validates a put: its request, memory and tables.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -28,22 +28,21 @@ use crate::{
     },
 };
 
-/// What a put says, after it was checked.
+/// A checked request, before its memory is examined.
 #[derive(Debug)]
 pub(super) struct Checked {
     pub(super) terms: Terms,
-    /// How many segments it has.
     pub(super) segments: usize,
-    /// How many bytes of memory and tables it has, as claimed.
+    /// Bytes of memory and tables, as claimed.
     pub(super) bytes: u64,
 }
 
-/// A put that was examined.
+/// An examined put.
 #[derive(Debug)]
 pub(super) struct Prepared {
     pub(super) share: Share,
     pub(super) group: Option<String>,
-    /// How long it waits for the parts of others.
+    /// How long to wait for the other parts.
     pub(super) wait: Duration,
 }
 
@@ -55,22 +54,22 @@ pub(super) fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
     refuse(RefusalCode::Invalid, message)
 }
 
-/// More bytes than a process has addresses for: half of 48 bits is the kernel's.
+/// User address space is 47 bits: no process can map more.
 const ADDRESSES: u64 = 1 << 47;
 
-/// Checks what a put says, without a look at its memory.
+/// Checks a put without looking at its memory.
 pub(super) fn check(put: &Put) -> Result<Checked, BrokerError> {
     check_name(&put.name)?;
     put.group.iter().try_for_each(|group| check_component("group", group))?;
     let backends = [Backend::Cuda, Backend::Host];
     let Some(backend) = backends.into_iter().find(|backend| backend.as_str() == put.backend) else {
-        return invalid(format!("the backend `{}` is not known here: it is cuda or host", put.backend));
+        return invalid(format!("the backend `{}` is unknown: use cuda or host", put.backend));
     };
     if let Some(mode) = put.mode.filter(|mode| mode & !0o666 != 0) {
-        return invalid(format!("mode {mode:o} has more than read and write: at most 666"));
+        return invalid(format!("mode {mode:o} is not allowed: at most 666 (read and write)"));
     }
     if put.parts.is_empty() {
-        return invalid(format!("a put of `{}` brings no part", put.name));
+        return invalid(format!("a put of `{}` has no part", put.name));
     }
     let mut announced = HashSet::new();
     for name in &put.announced {
@@ -84,10 +83,10 @@ pub(super) fn check(put: &Put) -> Result<Checked, BrokerError> {
         let name = &part.name;
         check_component("part", name)?;
         if !names.insert(name.as_str()) {
-            return invalid(format!("part `{name}` comes twice"));
+            return invalid(format!("part `{name}` is given twice"));
         }
         if !announced.is_empty() && !announced.contains(name.as_str()) {
-            return invalid(format!("part `{name}` is not among those that are announced"));
+            return invalid(format!("part `{name}` is not announced"));
         }
         check_memory(part)?;
         total = total.saturating_add(part.memory.segments);
@@ -95,16 +94,19 @@ pub(super) fn check(put: &Put) -> Result<Checked, BrokerError> {
     }
     bytes = bytes.saturating_add(check_lengths(put)?);
     if put.restore.is_some() && (put.announced.len() > put.parts.len() || put.if_version.is_some()) {
-        return invalid("a version that is offered back comes whole, and replaces none that is there");
+        return invalid("a restored version must have all its parts and no `if_version`");
     }
     if put.announced.len() > put.parts.len() && put.group.is_none() {
-        return invalid("parts of others are announced, and no group says which are of the same version");
+        return invalid("the put announces parts of other puts but names no group");
     }
     if total > MAX_SEGMENTS as u64 {
-        return invalid(format!("{total} segments are too many: an object has at most {MAX_SEGMENTS}"));
+        return invalid(format!("{total} segments are too many: the limit per object is {MAX_SEGMENTS}"));
     }
     if put.sizes.is_empty() || put.sizes.len() as u64 > total {
-        return invalid(format!("{} segments come with a put of {total}: it brings at least one", put.sizes.len()));
+        return invalid(format!(
+            "the first record of a put with {total} segments has {}: 1 to {total} are allowed",
+            put.sizes.len()
+        ));
     }
     let terms = Terms {
         name: put.name.clone(),
@@ -120,36 +122,36 @@ pub(super) fn check(put: &Put) -> Result<Checked, BrokerError> {
     Ok(Checked { terms, segments: total as usize, bytes })
 }
 
-/// Checks what a part claims of its memory.
+/// Checks the claims about a part's memory.
 fn check_memory(part: &PutPart) -> Result<(), BrokerError> {
     let PutPart { name, memory, .. } = part;
     if memory.mechanism != Mechanism::Vmm {
         return invalid(format!(
-            "part `{name}` is not shared by vmm: pools and legacy handles die with their maker, so a broker can't keep them"
+            "part `{name}` is not shared by vmm: pools and legacy handles end with their process, so a broker can't keep them"
         ));
     }
     if memory.pool.is_some() || memory.pointer.is_some() || memory.offset != 0 {
-        return invalid(format!("part `{name}` is shared by vmm, and has fields of another mechanism"));
+        return invalid(format!("part `{name}` is shared by vmm but has fields of another mechanism"));
     }
     let (size, mapped) = (memory.size, memory.mapped_size);
     if size == 0 || size > mapped || mapped >= ADDRESSES {
         return invalid(format!(
-            "part `{name}` claims {size} bytes of data in {mapped} bytes of memory: at least 1 in at most {ADDRESSES}"
+            "part `{name}` claims {size} bytes of data in {mapped} bytes of memory: 1 to {ADDRESSES} are allowed, and the data must fit"
         ));
     }
-    // The rule of the memory's driver, which refuses to map anything else.
+    // The driver maps only multiples of the granularity.
     if !mapped.is_multiple_of(GRANULARITY) {
         return invalid(format!(
-            "part `{name}` claims {mapped} bytes of memory: its size is a multiple of the granularity, {GRANULARITY} bytes"
+            "part `{name}` claims {mapped} bytes of memory, which is not a multiple of the granularity, {GRANULARITY} bytes"
         ));
     }
     if memory.segments == 0 {
-        return invalid(format!("part `{name}` has no segment"));
+        return invalid(format!("part `{name}` has no segments"));
     }
     Ok(())
 }
 
-/// Checks the lengths of a put's tables, as claimed. Returns their sum.
+/// Checks the claimed lengths of a put's tables. Returns their sum.
 fn check_lengths(put: &Put) -> Result<u64, BrokerError> {
     let arrays = put.parts.iter().filter_map(|part| {
         let table = part.arrays.as_ref()?;
@@ -163,7 +165,7 @@ fn check_lengths(put: &Put) -> Result<u64, BrokerError> {
             Table::Inline(text) => (text.as_str().len() as u64, MAX_INLINE as u64, "in the record"),
         };
         if length > most {
-            return invalid(format!("{what} has {length} bytes {place}: at most {most} are allowed there"));
+            return invalid(format!("{what} has {length} bytes {place}: the limit is {most}"));
         }
         if matches!(table, Table::Inline(_)) {
             inline += length;
@@ -173,32 +175,31 @@ fn check_lengths(put: &Put) -> Result<u64, BrokerError> {
     match inline <= MAX_INLINE_TOGETHER as u64 {
         true => Ok(sum),
         false => invalid(format!(
-            "the tables in the record have {inline} bytes together: at most {MAX_INLINE_TOGETHER} are allowed, so send some in memfds"
+            "the tables in the record have {inline} bytes in total, and the limit is {MAX_INLINE_TOGETHER}: send some in memfds"
         )),
     }
 }
 
-/// The examination of a put's descriptors and tables, in steps: other users' work comes between them.
+/// Examines a put's descriptors and tables in steps, so that other users' work can run in between.
 pub(crate) struct Examination {
     upload: Upload,
     maker: Maker,
     emulated: bool,
-    /// How many arrays each part has that was examined.
+    /// The number of arrays of each examined part.
     counts: Vec<u64>,
-    /// How many tables and segments those parts have.
+    /// The number of tables and segments examined so far.
     tables: usize,
     segments: usize,
-    /// The memfds of tables that were read, with their claimed lengths, and how many arrays each has.
+    /// Array counts of memfds already read, by inode and claimed length.
     read: HashMap<(Inode, u64), u64>,
 }
 
-/// What a step of an examination leads to.
+/// The result of an examination step.
 pub(crate) enum Examined {
-    /// There is more to examine.
     More(Box<Examination>),
-    /// The put may be published.
+    /// The put can be published.
     Sound(Prepared),
-    /// It is refused. Its descriptors are the caller's to close.
+    /// The put is refused. The caller closes its descriptors.
     Refused(BrokerError, Vec<OwnedFd>),
 }
 
@@ -208,7 +209,7 @@ impl Examination {
         Self { upload, maker, emulated, counts, tables: 0, segments: 0, read }
     }
 
-    /// Examines the metadata and the first part, or the next part. Reads one table of arrays at most.
+    /// Examines the metadata and the first part, or the next part. Reads at most one array table.
     pub(crate) fn step(mut self) -> Examined {
         let next = match self.counts.len() {
             0 => self.examine_metadata().and_then(|()| self.examine_part()),
@@ -254,7 +255,7 @@ impl Examination {
         for (at, (size, fd)) in segments.enumerate() {
             if !size.is_multiple_of(GRANULARITY) {
                 return invalid(format!(
-                    "segment {at} of part `{name}` has {size} bytes: its size is a multiple of the granularity, {GRANULARITY} bytes"
+                    "segment {at} of part `{name}` has {size} bytes, which is not a multiple of the granularity, {GRANULARITY} bytes"
                 ));
             }
             if let Err(unfit) = inspect(fd.as_fd(), terms.backend, *size, memory.immutable, self.emulated) {
@@ -264,26 +265,28 @@ impl Examination {
         }
         if sum != memory.mapped_size {
             let mapped = memory.mapped_size;
-            return invalid(format!("part `{name}` has segments of {sum} bytes together, and claims {mapped}"));
+            return invalid(format!(
+                "the segments of part `{name}` have {sum} bytes in total, but the part claims {mapped}"
+            ));
         }
         self.segments += memory.segments as usize;
         Ok(())
     }
 
-    /// How many arrays the table of a part has. A memfd that several parts name is read once.
+    /// Counts the arrays of a part's table. A memfd shared by several parts is read once.
     fn count_arrays(&mut self, at: usize, length: u64) -> Result<u64, BrokerError> {
         let Upload { put, tables, .. } = &self.upload;
         let fd = &tables[self.tables];
         let refusal = |problem: String| {
             BrokerError::new(RefusalCode::Invalid, format!("part `{}`: {problem}", put.parts[at].name))
         };
-        let unknown = |error| refusal(format!("the descriptor of a table can't be examined: {error}"));
+        let unknown = |error| refusal(format!("the descriptor of its table can't be examined: {error}"));
         let file = inode(fd.as_fd()).map_err(unknown)?;
         if let Some(count) = self.read.get(&(file, length)) {
             self.tables += 1;
             return Ok(*count);
         }
-        // Its arrays must fit the smallest part that has them.
+        // The arrays must fit the smallest of the parts that share the table.
         let tables_of = put.parts[at..].iter().filter(|part| matches!(part.arrays, Some(Table::Length(_))));
         let parts = tables_of.zip(&tables[self.tables..]);
         let same = parts.filter(|(_, other)| inode(other.as_fd()).is_ok_and(|other| other == file));
@@ -319,16 +322,16 @@ impl Examination {
     }
 }
 
-/// Checks a table of arrays. Returns how many they are.
+/// Checks an array table. Returns the number of arrays.
 fn check_arrays(part: &PutPart, text: &str) -> Result<u64, BrokerError> {
     let (part, size) = (&part.name, part.memory.size);
     let arrays = match read_arrays(text) {
         Ok(arrays) => arrays,
-        Err(error) => return invalid(format!("the table of part `{part}` is not one of arrays: {error}")),
+        Err(error) => return invalid(format!("the table of part `{part}` is not an array table: {error}")),
     };
     if arrays.len() > MAX_ARRAYS {
         let got = arrays.len();
-        return invalid(format!("{got} arrays in part `{part}` are too many: at most {MAX_ARRAYS} are allowed"));
+        return invalid(format!("{got} arrays in part `{part}` are too many: the limit is {MAX_ARRAYS}"));
     }
     let mut names = HashSet::with_capacity(arrays.len());
     for entry in &arrays {
@@ -336,24 +339,19 @@ fn check_arrays(part: &PutPart, text: &str) -> Result<u64, BrokerError> {
         crate::wire::shorten(&mut shown, 100);
         if entry.name.is_empty() || entry.name.len() > 1024 {
             let length = entry.name.len();
-            return invalid(format!(
-                "the name of an array in part `{part}` has {length} bytes, and 1 to 1024 are allowed"
-            ));
+            return invalid(format!("the name of an array in part `{part}` has {length} bytes: 1 to 1024 are allowed"));
         }
         if !names.insert(entry.name.as_str()) {
-            return invalid(format!("array `{shown}` is twice in part `{part}`"));
+            return invalid(format!("array `{shown}` occurs twice in part `{part}`"));
         }
         if let Err(error) = entry.array.check(size) {
-            return invalid(format!(
-                "array `{shown}` is not inside part `{part}` of {size} bytes: {}",
-                error.in_full()
-            ));
+            return invalid(format!("array `{shown}` exceeds part `{part}` of {size} bytes: {}", error.in_full()));
         }
         if let Some(attributes) = &entry.attributes {
             let text = attributes.as_str();
             if text.len() > MAX_ATTRIBUTES || !text.starts_with('{') {
                 return invalid(format!(
-                    "the attributes of array `{shown}` have {} bytes: a JSON object of at most {MAX_ATTRIBUTES} is allowed",
+                    "the attributes of array `{shown}` have {} bytes: only JSON objects of at most {MAX_ATTRIBUTES} bytes are allowed",
                     text.len()
                 ));
             }
