@@ -293,7 +293,7 @@ def test_load_in_place_is_refused(one: Callable[..., Any]) -> None:
 def test_missing_object_fails_at_once(one: Callable[..., Any], name: str) -> None:
     with refused(vmmfd.NotFound, re.escape(f"there is no object `{object_of(name)}`")):
         load(one(on_missing="fail", wait=0))
-    with refused(vmmfd.Timeout, re.escape(f"there is no object `{object_of(name)}`, and none came within")):
+    with refused(vmmfd.Timeout, re.escape(f"there is no object `{object_of(name)}`: waited")):
         load(one(on_missing="fail", wait=0.1))
 
 

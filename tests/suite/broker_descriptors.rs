@@ -256,7 +256,7 @@ mod root {
             server.while_stopped(|| files.send(raw, &record));
             assert!(matches!(raw.receive().unwrap(), Some((Message::Refused(_), _))));
         }
-        let why = "the broker can't close 300 descriptors that uid 24561 sent, and the limit is 256";
+        let why = "300 descriptors sent by uid 24561 are still being closed, and the limit is 256";
         let (code, message) = refusal_of(HOSTILE, &server);
         assert_eq!(code, ErrorCode::Full);
         assert!(message.starts_with(why), "{message}");
@@ -291,7 +291,7 @@ mod root {
                 raw
             })
             .collect();
-        until(|| server.log().matches("a connection is ended").count() == 5);
+        until(|| server.log().matches("closing a connection").count() == 5);
         let (code, message) = refusal_of(HOSTILE, &server);
         assert_eq!(code, ErrorCode::Full);
         assert!(message.contains("uid 24561 has 5 connections and asks for 1 more"), "{message}");

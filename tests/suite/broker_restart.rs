@@ -397,7 +397,7 @@ fn death_of_both_starts_a_new_broker(mut subject: Subject) {
     until(|| Raw::dial(&served.path).is_err());
     served.start_again();
     let (raw, _) = served.greeted();
-    let report = "the broker before this one ended, and its keeper if it had one";
+    let report = "the previous broker, and its keeper if it had one, stopped";
     // A thread of its own writes the log.
     until(|| served.log().contains(report) && served.log().contains(&format!("pid={server}")));
     let resumed = resume(&raw, &[held]);

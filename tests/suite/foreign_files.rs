@@ -33,7 +33,7 @@ mod mounts {
                     assert!(foreign);
                     let (result, foreign) = inspect_descriptor(fd, Backend::Cuda, SIZE, emulated);
                     let error = result.unwrap_err();
-                    assert!(error.starts_with(&format!("the descriptor is of {what}, where ")), "{error}");
+                    assert!(error.starts_with(&format!("the descriptor is {what}, but ")), "{error}");
                     assert!(foreign);
                 }
             }

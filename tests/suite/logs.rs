@@ -62,7 +62,7 @@ fn journal_lines_have_priorities() {
     }
     let of =
         |words: &str| priority(lines.iter().find(|line| line.contains(words)).unwrap_or_else(|| panic!("{lines:?}")));
-    assert_eq!((of("published"), of("serves"), of("error: "), of("hint: ")), (Some(7), Some(6), Some(3), Some(6)));
+    assert_eq!((of("published"), of("serving"), of("error: "), of("hint: ")), (Some(7), Some(6), Some(3), Some(6)));
     // The variable names another file than this log.
     let other = self::lines(&[], false);
     assert!(!other.iter().any(|line| line.starts_with('<')), "{other:?}");
@@ -83,31 +83,31 @@ fn default_log_is_brief() {
     let (new, _) = served.wait_for_another(old, Instant::now());
     // A server's last lines may go with it, and those of the next may come after its first answer.
     let lines_with = |words: &str| served.log().lines().filter(|line| line.contains(words)).count();
-    until(|| lines_with("reactor: serves ") == 2);
+    until(|| lines_with("reactor: serving ") == 2);
     served.kill_server();
-    let crashed = format!("WARN vmmfd::broker::server::state::history: the server before this one crashed pid={new}");
-    until(|| lines_with("reactor: serves ") == 3 && lines_with(&crashed) > 0);
+    let crashed = format!("WARN vmmfd::broker::server::state::history: the previous server crashed pid={new}");
+    until(|| lines_with("reactor: serving ") == 3 && lines_with(&crashed) > 0);
     let log = served.log();
     let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
     assert_eq!((count("reply: refused "), count("its quota is 0")), (1, 1), "{log}");
     let uid = nix::unistd::geteuid();
-    let again = format!("the same again in the last minute: a request refused for a quota uid={uid} count=49");
+    let again = format!("repeated in the last minute: a request refused because of a quota uid={uid} count=49");
     assert_eq!(count(&again), 1, "{log}");
-    assert_eq!((count("connection is closed"), count("reactor: serves ")), (0, 3), "{log}");
-    assert_eq!(count(&format!("ends: the keeper has everything pid={keeper}")), 1, "{log}");
+    assert_eq!((count("closed a connection"), count("reactor: serving ")), (0, 3), "{log}");
+    assert_eq!(count(&format!("stopping: the keeper has everything pid={keeper}")), 1, "{log}");
     assert_eq!(count(&crashed), 1, "{log}");
     // Each line has its time once, the keeper's too.
     for line in log.lines() {
         assert_eq!(line.matches("Z ").count(), 1, "{line}");
     }
-    // Without a keeper, what ends is said to be freed.
+    // Without a keeper, the log reports that the memory is freed.
     let place = Meeting::host();
     let mut run = place.bare("vmmfd");
     run.command.args(["serve", "--no-keeper", "--socket", place.socket().to_str().unwrap()]);
     let mut server = run.start();
     server.until("listening");
     server.signal(Signal::SIGTERM);
-    server.end().code(0).says("ends: the memory is freed, but for what clients have mapped held=\"0 objects, ");
+    server.end().code(0).says("stopping: the memory is freed, except where clients have it mapped held=\"0 objects, ");
 }
 
 #[test]

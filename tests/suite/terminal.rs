@@ -320,7 +320,7 @@ fn log_levels_are_coloured_on_terminals() {
         run.command.args(["serve", "-v", "--socket"]).arg(place.socket());
         let mut server = on_terminal(if name.is_empty() { run } else { run.env(name, value) }, 80);
         server.until("INFO");
-        server.until("serves");
+        server.until("serving");
         server.interrupt();
         server.end().text().contains("\u{1b}[32mINFO\u{1b}[0m")
     };

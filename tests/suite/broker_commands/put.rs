@@ -126,15 +126,20 @@ fn refused_put_uses_no_device(broker: Broker) {
         assert!(message.contains(words), "{arguments:?}: no {words:?} in {message}");
     };
     refused(&["a", "--from", small], 3, "unsupported", "device 9");
-    refused(&["a", "--from", large], 4, "peer", "and its quota is 6291456");
-    refused(&["a", "--from", small, "--if-version", "1"], 1, "object", "there is no such object");
+    refused(&["a", "--from", large], 4, "peer", "but its quota is 6291456");
+    refused(&["a", "--from", small, "--if-version", "1"], 1, "object", "does not exist");
     limited.json(&["put", "a", "--from", small]);
-    refused(&["b", "--from", small], 4, "peer", "objects and asks for 1 more, and its quota is 1");
+    refused(&["b", "--from", small], 4, "peer", "objects and asks for 1 more, but its quota is 1");
     limited.end(&["put", "b", "--from", small]).code(4).says("hint: delete what is not needed");
     assert_eq!(limited.names(), ["a"]);
     refused(&["a", "--from", small], 1, "object", "`a` exists");
-    refused(&["a", "--from", small, "--if-version", "2"], 1, "object", "is 1, and not 2");
-    refused(&["a", "--from", small, "--replace", "--mode", "644"], 2, "usage", "has mode 0600 and keeps it");
+    refused(&["a", "--from", small, "--if-version", "2"], 1, "object", "is 1, not 2");
+    refused(
+        &["a", "--from", small, "--replace", "--mode", "644"],
+        2,
+        "usage",
+        "has mode 0600, which a replacement can't change",
+    );
     refused(&["a", "--from", small, "--replace", "--keep", "65"], 2, "usage", "at most 64");
     refused(&["a", "--from", large, "--replace"], 4, "peer", "a replacement needs room for both versions");
     let tiny = limited.file("tiny", &data(10));

@@ -232,7 +232,7 @@ impl Allowance {
     fn check(&self, uid: u32, what: &str, has: u64, more: u64, most: Option<u64>) -> Result<()> {
         let Some(most) = most.filter(|most| more > 0 && has.saturating_add(more) > *most) else { return Ok(()) };
         let both = if self.replaces { format!("; {NEEDS_BOTH}") } else { String::new() };
-        let message = format!("uid {uid} has {has} {what} and asks for {more} more, and its quota is {most}{both}");
+        let message = format!("uid {uid} has {has} {what} and asks for {more} more, but its quota is {most}{both}");
         Err(refusal(RefusalCode::Quota, message).into())
     }
 }
@@ -272,13 +272,13 @@ impl PutOptions {
         let name = &self.name;
         let refused = |code, message| Err(refusal(code, message).into());
         if let Some(keep) = self.keep.filter(|&keep| keep > MAX_KEPT) {
-            let message = format!("{keep} earlier versions are too many to keep: at most {MAX_KEPT}");
+            let message = format!("`keep` is {keep}, but at most {MAX_KEPT} earlier versions can be kept");
             return refused(RefusalCode::Invalid, message);
         }
         let Some(Summary { version: found, mode: was, .. }) = existing else {
             return match self.condition() {
                 Condition::Version(wanted) => {
-                    refused(RefusalCode::Version, format!("`{name}` has no version {wanted}: there is no such object"))
+                    refused(RefusalCode::Version, format!("`{name}` does not exist, so it has no version {wanted}"))
                 }
                 _ => Ok(()),
             };
@@ -286,12 +286,12 @@ impl PutOptions {
         match self.condition() {
             Condition::New => refused(RefusalCode::Exists, format!("`{name}` exists: its version is {found}")),
             Condition::Version(wanted) if *found != wanted => {
-                refused(RefusalCode::Version, format!("the version of `{name}` is {found}, and not {wanted}"))
+                refused(RefusalCode::Version, format!("the version of `{name}` is {found}, not {wanted}"))
             }
             _ => match self.mode.filter(|mode| mode != was) {
                 Some(mode) => refused(
                     RefusalCode::Invalid,
-                    format!("`{name}` has mode {was:04o} and keeps it when it is replaced: {mode:04o} was asked for"),
+                    format!("`{name}` has mode {was:04o}, which a replacement can't change to {mode:04o}"),
                 ),
                 None => Ok(()),
             },

@@ -219,8 +219,8 @@ impl Reactor {
             return self.disconnect(id, "the peer closed it");
         } else if flags.contains(ReturnFlags::CTRUNC) {
             let message =
-                "descriptors were truncated: the broker's limit of open files is reached (ulimit -n)".to_owned();
-            Some((ErrorCode::Failed, message, "truncated descriptors"))
+                "descriptors were cut off: the broker's limit of open files is reached (ulimit -n)".to_owned();
+            Some((ErrorCode::Failed, message, "descriptors were cut off"))
         } else if flags.contains(ReturnFlags::TRUNC) || bytes >= incoming.len() {
             let message = "the record exceeds the protocol's maximum length".to_owned();
             Some((ErrorCode::Protocol, message, "protocol violation"))

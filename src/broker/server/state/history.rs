@@ -128,7 +128,7 @@ impl History {
             lost,
             "{}",
             match process {
-                "server" => "the server before this one crashed",
+                "server" => "the previous server crashed",
                 "keeper" => "the keeper crashed",
                 _ => "server and keeper crashed",
             }
