@@ -88,7 +88,7 @@ fn put_without_a_segment_is_refused() {
     let scene = Scene::new();
     let put = broker::Put { sizes: Vec::new(), ..scene.memory.put("a") };
     let (code, message) = scene.put(put, &[]).unwrap_err();
-    assert_eq!((code, message.contains("at least one")), (RefusalCode::Invalid, true), "{message}");
+    assert_eq!((code, message.contains("1 to 1 are allowed")), (RefusalCode::Invalid, true), "{message}");
     scene.assert_empty();
 }
 
@@ -113,7 +113,7 @@ fn long_inline_tables_are_refused() {
         |at| broker::PutPart { name: format!("p{at}"), arrays: Some(Table::Inline(arrays.clone())), ..one.clone() };
     put.parts = (0..parts).map(part).collect();
     let (code, message) = scene.put(put.clone(), &memory.fds()).unwrap_err();
-    assert_eq!((code, message.contains("together")), (RefusalCode::Invalid, true), "{message}");
+    assert_eq!((code, message.contains("in total")), (RefusalCode::Invalid, true), "{message}");
     scene.assert_empty();
     put.parts[0].arrays = None;
     scene.put(put, &memory.fds()).unwrap();
