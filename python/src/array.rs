@@ -1,4 +1,4 @@
-//! `vmmfd.Array`: a typed, strided view of memory that is shared. The methods that Python calls are in `array_methods`.
+//! `vmmfd.Array`: a typed, strided view of shared memory. The methods that Python calls are in `array_methods`.
 
 use std::sync::{Arc, OnceLock};
 
@@ -16,24 +16,24 @@ use crate::{
 
 /// A typed, strided view of memory that is shared between processes.
 ///
-/// It keeps the memory, and only it does: the memory stays for as long as an array of it, or what another library made of one, is there.
-/// Other libraries take it without a copy: `torch.from_dlpack`, `cupy.from_dlpack`, `jax.dlpack.from_dlpack`, `numpy.from_dlpack` (on the
-/// host backend), and what reads `__cuda_array_interface__` or, on the host backend, `__array_interface__` and the buffer protocol.
+/// The memory stays mapped while an `Array` of it, or an object that another library made from one, exists. Other libraries use it without
+/// a copy through `torch.from_dlpack`, `cupy.from_dlpack`, `jax.dlpack.from_dlpack`, `numpy.from_dlpack` (on the host backend),
+/// `__cuda_array_interface__` and, on the host backend, `__array_interface__` and the buffer protocol.
 ///
-/// All that this process copied with its methods is there when they return. What other libraries queue on the memory is theirs to order.
+/// Copies made by its methods are complete when the methods return. The caller must order work that other libraries queue on the memory.
 ///
-/// Attributes: `shape` and `strides` (tuples of int), `dtype` (`DType`), `itemsize`, `ndim`, `size`, `nbytes` and `address` (int), `readonly`
-/// and `is_mapped` (bool), `device` (`Device`), `T` (`Array`). An index (int, slice, one `...`, or a tuple of them) gives an `Array`, and so
-/// does each step of an iteration along the first dimension.
+/// Attributes: `shape` and `strides` (tuples of int), `dtype` (`DType`), `itemsize`, `ndim`, `size`, `nbytes` and `address` (int),
+/// `readonly` and `is_mapped` (bool), `device` (`Device`), `T` (`Array`). An index (int, slice, one `...`, or a tuple of them) returns an
+/// `Array`, as does each step of an iteration along the first dimension.
 #[pyclass(name = "Array", module = "vmmfd", frozen, weakref)]
 pub(crate) struct Array {
     memory: Arc<dyn Memory>,
     descriptor: ArrayDescriptor,
-    /// Whether other libraries are told that they may write read-only memory: the caller promised that they do not.
+    /// Whether read-only memory is exported as writable: the caller promised that nothing writes to it.
     promised: bool,
     /// The export for readers of an array interface, which hold this array and no export of their own.
     exported: OnceLock<Export>,
-    /// The process that made this array.
+    /// The process that created this array.
     by: ProcessIdentity,
 }
 
@@ -47,28 +47,26 @@ impl Array {
         Ok(Self { memory, descriptor, promised: false, exported: OnceLock::new(), by: ProcessIdentity::current() })
     }
 
-    /// This process's own memory, which can be published without a copy, or `None` for memory of another process. The descriptor's
-    /// offset counts from the beginning of that memory.
+    /// Returns this process's own memory, which can be published without a copy, or `None` for memory of another process. The descriptor's
+    /// offset counts from the start of that memory.
     pub(crate) fn owner(&self) -> Option<Arc<Owned>> {
         Arc::clone(&self.memory).owner()
     }
 
-    /// The memory that the array is in.
     pub(crate) fn memory(&self) -> &Arc<dyn Memory> {
         &self.memory
     }
 
-    /// The bytes of the memory that the array has.
     pub(crate) fn descriptor(&self) -> &ArrayDescriptor {
         &self.descriptor
     }
 
-    /// Whether other libraries are told that they may only read the array.
+    /// Whether the array is exported as read-only.
     pub(crate) fn exports_read_only(&self) -> bool {
         self.memory.is_read_only() && !self.promised
     }
 
-    /// Fails in a fork of the process that made the array, and while nothing is mapped at its addresses.
+    /// Fails in a fork of the creating process, and while no memory is mapped at its addresses.
     pub(crate) fn check(&self) -> Outcome<()> {
         self.by.check()?;
         Ok(self.memory.check_mapped()?)
@@ -79,23 +77,22 @@ impl Array {
         self.memory.address() + self.descriptor.offset
     }
 
-    /// Another view of the same memory.
+    /// Returns another view of the same memory.
     pub(crate) fn view(&self, descriptor: ArrayDescriptor) -> Outcome<Self> {
         let promised = self.promised;
         Ok(Self { promised, by: self.by, ..Self::new(Arc::clone(&self.memory), descriptor)? })
     }
 
-    /// Whether the array is in memory of the host.
     pub(crate) fn is_host(&self) -> bool {
         self.memory.device().is_host()
     }
 
-    /// The same array, which other libraries are told they may write.
+    /// Returns the same array, exported as writable.
     pub(crate) fn promised(&self) -> Outcome<Self> {
         Ok(Self { promised: true, ..self.view(self.descriptor.clone())? })
     }
 
-    /// The dictionary of an array interface, which `called` names.
+    /// Returns the dict of an array interface. `called` is the interface's name.
     pub(crate) fn interface<'py>(&self, py: Python<'py>, called: &str) -> PyResult<Bound<'py, PyDict>> {
         self.check()?;
         if self.descriptor.dtype.typestr().is_none() {
@@ -111,7 +108,7 @@ impl Array {
         };
         let interface = self.descriptor.interface(self.memory.address(), self.exports_read_only());
         let interface = interface.map_err(Failure::from)?;
-        // If another thread set one meanwhile, this export is dropped.
+        // If another thread was faster, this export is dropped.
         if let Some(export) = export {
             let _ = self.exported.set(export);
         }
@@ -125,7 +122,7 @@ impl Array {
     }
 }
 
-/// A shape that a caller gives: a number or a sequence of numbers.
+/// Converts a caller's shape: a number or a sequence of numbers.
 ///
 /// # Errors
 /// `ValueError` for other objects.
@@ -138,7 +135,7 @@ pub(crate) fn shape(given: &Bound<'_, PyAny>) -> Outcome<Vec<u64>> {
         return Ok(lengths);
     }
     Err(Failure::invalid(format!(
-        "shape={} is no shape: give a whole number or a tuple of them, none negative",
+        "shape={} is not a shape: give a non-negative integer or a tuple of them",
         shown(given)?
     )))
 }

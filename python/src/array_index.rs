@@ -1,4 +1,4 @@
-//! Indices of arrays: whole numbers, slices and one ellipsis.
+//! Array indices: integers, slices and one ellipsis.
 
 use pyo3::{
     exceptions::{PyIndexError, PyTypeError},
@@ -9,10 +9,10 @@ use vmmfd::array::ArrayDescriptor;
 
 use crate::error::{Failure, shown, tolerant};
 
-/// The part of an array that an index selects.
+/// Applies an index to an array.
 ///
 /// # Errors
-/// `IndexError` for an index outside, `TypeError` for other indices.
+/// `IndexError` for an index out of range, `TypeError` for other kinds of index.
 pub(crate) fn select(whole: &ArrayDescriptor, index: &Bound<'_, PyAny>) -> PyResult<ArrayDescriptor> {
     let items: Vec<Bound<'_, PyAny>> = match index.cast::<PyTuple>() {
         Ok(items) => items.iter().collect(),
@@ -49,7 +49,7 @@ pub(crate) fn select(whole: &ArrayDescriptor, index: &Bound<'_, PyAny>) -> PyRes
                 Ok(inside) if inside < length => array = array.index(axis, inside).map_err(Failure::from)?,
                 _ => {
                     return Err(PyIndexError::new_err(format!(
-                        "index {at} is not inside dimension of length {length}"
+                        "index {at} is out of range for a dimension of length {length}"
                     )));
                 }
             }
@@ -58,7 +58,6 @@ pub(crate) fn select(whole: &ArrayDescriptor, index: &Bound<'_, PyAny>) -> PyRes
     Ok(array)
 }
 
-/// A whole number as an index.
 fn integer(item: &Bound<'_, PyAny>) -> PyResult<i128> {
     if !item.is_instance_of::<PyBool>()
         && let Some(index) = tolerant(item.py(), item.extract::<i64>())?
@@ -66,7 +65,7 @@ fn integer(item: &Bound<'_, PyAny>) -> PyResult<i128> {
         return Ok(i128::from(index));
     }
     Err(PyTypeError::new_err(format!(
-        "{} is no index: vmmfd takes whole numbers, slices and one ellipsis (...); for others use a view of NumPy's or PyTorch's",
+        "{} is not a supported index: use integers, slices and one ellipsis (...), or a view in NumPy or PyTorch",
         shown(item)?
     )))
 }

@@ -1,4 +1,4 @@
-//! New arrays: empty ones, and copies of other libraries' arrays.
+//! New arrays: empty arrays, and copies of other libraries' arrays.
 
 use pyo3::prelude::*;
 use vmmfd::{
@@ -14,16 +14,16 @@ use crate::{
     signals, source,
 };
 
-/// Makes an `Array` in new shared memory. Contents are undefined.
+/// Creates an `Array` in new shared memory. Contents are undefined.
 ///
 /// `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
-/// of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is a number in this process, a UUID or the beginning of one, or a
-/// `Device`; the first one by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, and the host only where there is no driver
-/// or no device.
+/// of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
+/// `Device`; the first device by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver or no
+/// device.
 ///
-/// Blocks, with the GIL released, while the driver allocates, and the first time while it starts. Raises `Invalid`, also for types that
-/// readers would not get back as they are (with fields, of less than 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error`
-/// for a device that is not there; `Unsupported`.
+/// Blocks, with the GIL released, while the driver allocates, and on first use while it starts. Raises `Invalid`, also for types that
+/// readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
+/// device; `Unsupported`.
 #[pyfunction]
 #[pyo3(signature = (shape, dtype, *, device=None, backend="auto"))]
 pub(crate) fn empty(
@@ -33,11 +33,11 @@ pub(crate) fn empty(
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
 ) -> Outcome<Array> {
-    made(py, shape, dtype, device, backend, |size| Spec::vmm(size).into())
+    create(py, shape, dtype, device, backend, |size| Spec::vmm(size).into())
 }
 
-/// An array in new memory, of which `spec` says what to make for so many bytes: at least 1.
-pub(crate) fn made(
+/// Creates an array in new memory. `spec` specifies an allocation of the given size, which is at least 1.
+pub(crate) fn create(
     py: Python<'_>,
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
@@ -56,10 +56,10 @@ pub(crate) fn made(
 
 /// Copies an array of another library into new shared memory, in C order. Returns an `Array`.
 ///
-/// `object` speaks the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or is an `Array`, which is copied
-/// too, or a scalar of NumPy. On CUDA the copy is on the device that the array is on, or on `device` (int, str or `Device`). `backend` (str) is
-/// as for `empty`. Blocks, with the GIL released, until it is there. Raises as `empty`, and `Invalid` for an object that is no array, and
-/// for one on a GPU while `backend` is the host.
+/// `object` supports the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or it is a NumPy scalar, or an
+/// `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str) is as
+/// for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not an
+/// array, and for a GPU array with the host backend.
 #[pyfunction]
 #[pyo3(signature = (object, *, device=None, backend="auto"))]
 pub(crate) fn asarray(

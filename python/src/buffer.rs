@@ -1,4 +1,4 @@
-//! The buffer protocol (PEP 3118), for memory that the CPU reaches.
+//! The buffer protocol (PEP 3118), for host memory.
 
 #![allow(unsafe_code)]
 
@@ -17,7 +17,7 @@ use crate::{
     memory::Export,
 };
 
-/// What a view points to: freed when it is released.
+/// The data of a view, freed when the view is released.
 struct View {
     shape: Vec<isize>,
     strides: Vec<isize>,
@@ -25,7 +25,7 @@ struct View {
     _export: Export,
 }
 
-/// Whether elements follow one another in C order, and whether in Fortran order.
+/// Whether an array is contiguous in C order, and whether in Fortran order.
 pub(crate) fn contiguous(array: &ArrayDescriptor) -> Outcome<(bool, bool)> {
     let strides = array.strides_in_bytes()?;
     if array.shape.contains(&0) {
@@ -50,10 +50,10 @@ pub(crate) fn contiguous(array: &ArrayDescriptor) -> Outcome<(bool, bool)> {
 /// Fills a view of an array.
 ///
 /// # Errors
-/// `BufferError` for what the protocol, or this consumer, can't be given.
+/// `BufferError` if the protocol or the consumer's flags do not allow the view.
 ///
 /// # Safety
-/// `view` is Python's, to be filled.
+/// `view` is an unfilled view from Python.
 pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, flags: c_int) -> Outcome<()> {
     if view.is_null() {
         return Err(PyBufferError::new_err("there is no view to fill").into());
@@ -65,7 +65,7 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
     this.check()?;
     if !memory.device().is_host() {
         let text = format!(
-            "its memory is on {}: read it with tobytes(), or give it to a library of that device",
+            "its memory is on {}: copy it with tobytes(), or pass it to a library for that device",
             memory.device()
         );
         return Err(Failure::export(text));
@@ -73,7 +73,7 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
     let export = memory.export()?;
     let read_only = this.exports_read_only();
     if flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE && read_only {
-        return Err(Failure::export("this process may only read the memory, and a view to write was asked for"));
+        return Err(Failure::export("this process may only read the memory, and a writable view was requested"));
     }
     let (c, fortran) = contiguous(descriptor)?;
     let asks = |flag: c_int| flags & flag == flag;
@@ -82,7 +82,7 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
         || (asks(ffi::PyBUF_ANY_CONTIGUOUS) && !c && !fortran)
         || (!asks(ffi::PyBUF_STRIDES) && !c);
     if refused {
-        return Err(Failure::export("the array is not contiguous as this view has to be: copy it with tobytes()"));
+        return Err(Failure::export("the array is not contiguous as this view requires: copy it with tobytes()"));
     }
     let format = if asks(ffi::PyBUF_FORMAT) {
         let format = dtype::format(descriptor.dtype).and_then(|format| CString::new(format).ok());
@@ -97,10 +97,10 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
     let shape: Vec<isize> = descriptor.shape.iter().map(|length| *length as isize).collect();
     let strides: Vec<isize> = descriptor.strides_in_bytes()?.into_iter().map(|stride| stride as isize).collect();
     let bytes = descriptor.bytes()?;
-    let length = isize::try_from(bytes).map_err(|_| Failure::export("it has more bytes than a view can count"))?;
+    let length = isize::try_from(bytes).map_err(|_| Failure::export("it has more bytes than a view can hold"))?;
     let mut filled = Box::new(View { shape, strides, format, _export: export });
     let address = memory.address() + descriptor.offset;
-    // SAFETY: the caller's promise. What the lists point to is freed by `release`, and the array is held by `obj`.
+    // SAFETY: the caller's promise. `release` frees the lists, and `obj` holds the array.
     unsafe {
         let view = &mut *view;
         view.buf = ptr::with_exposed_provenance_mut::<c_void>(address as usize);
@@ -118,7 +118,7 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
     Ok(())
 }
 
-/// Frees what a view points to.
+/// Frees the data of a view.
 ///
 /// # Safety
 /// [`fill`] filled it, and it is released once.

@@ -1,4 +1,4 @@
-//! `_native.Client`: what a broker is asked. `vmmfd.Broker` is made of it.
+//! `_native.Client`: requests to a broker. `vmmfd.Broker` wraps it.
 
 use std::{
     path::PathBuf,
@@ -25,8 +25,8 @@ use crate::{
     json,
     lease::{Claim, Lease, Prepared},
     leased_memory::Selection,
-    memory::{Place, SentPlace},
-    requests::{Wanted, condition, lifetime, request, waited, waiting},
+    memory::{BrokerAddress, PickledAddress},
+    requests::{GetRequest, condition, lifetime, request, wait_time, with_wait},
     signals,
     time::seconds,
     watch::Watch,
@@ -50,21 +50,21 @@ impl Client {
     ) -> Outcome<Self> {
         let backend = match backend {
             "auto" | "cuda" | "host" => backend.to_owned(),
-            other => return Err(Failure::invalid(format!("backend={other:?} is none of auto, cuda and host"))),
+            other => return Err(Failure::invalid(format!("backend={other:?} is not one of auto, cuda, host"))),
         };
-        let timeout = seconds(timeout, "timeout")?
-            .filter(|timeout| !timeout.is_zero())
-            .ok_or_else(|| Failure::invalid("timeout=0 leaves the broker no time to answer: give some seconds"))?;
+        let timeout = seconds(timeout, "timeout")?.filter(|timeout| !timeout.is_zero()).ok_or_else(|| {
+            Failure::invalid("timeout=0 leaves the broker no time to answer: give a positive number of seconds")
+        })?;
         let path =
             path.or_else(|| std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(Into::into));
         if let Some(path) = path.as_ref().filter(|path| path.as_os_str().as_encoded_bytes().contains(&0)) {
-            return Err(Failure::invalid(format!("path={path:?} has a null character in it: no file is called so")));
+            return Err(Failure::invalid(format!("path={path:?} contains a null character: remove it")));
         }
         let found = BrokerPath::find(path.as_deref())?;
         let path = found.path().to_owned();
         let config =
             Config::default().timeout(timeout).trust(Trust { uids: trust.clone() }).cancel(&signals::cancel()?);
-        let connections = Arc::new(Connections::new(Place { path, backend, timeout, trust }, config));
+        let connections = Arc::new(Connections::new(BrokerAddress { path, backend, timeout, trust }, config));
         connections.call(py, Purpose::Any, |_| Ok(())).map_err(|failure| match failure {
             Failure::Library(error) => Failure::Library(found.complete(error)),
             other => other,
@@ -72,7 +72,7 @@ impl Client {
         Ok(Self(connections))
     }
 
-    /// Where the broker listens.
+    /// The path of the broker's socket.
     #[getter]
     fn path(&self) -> PathBuf {
         self.0.place.path.clone()
@@ -83,23 +83,23 @@ impl Client {
         &self.0.place.backend
     }
 
-    /// What another process needs to connect to the same broker.
+    /// The data another process needs to connect to the same broker.
     #[getter]
-    fn place(&self) -> SentPlace {
+    fn place(&self) -> PickledAddress {
         self.0.place.sent()
     }
 
     #[getter]
     fn is_closed(&self) -> bool {
-        self.0.ended.is_ended()
+        self.0.closed.is_set()
     }
 
-    /// Ends waits of other threads. Leases go on.
+    /// Interrupts the waits of other threads. Leases stay valid.
     fn close(&self, py: Python<'_>) {
         self.0.close(py);
     }
 
-    /// Hands memory over.
+    /// Publishes memory.
     #[pyo3(signature = (name, parts, *, replace=None, metadata=None, mode=None, lifetime=None, keep=None, announced=None,
                         group=None, wait=None))]
     #[allow(clippy::too_many_arguments)]
@@ -120,22 +120,22 @@ impl Client {
         self.0.check()?;
         let condition = condition(replace)?;
         let lifetime = lifetime.map(self::lifetime).transpose()?;
-        let wait = waited(wait)?;
+        let wait = wait_time(wait)?;
         let metadata = metadata.map(|metadata| json::from_mapping(metadata, "metadata")).transpose()?;
         let purpose = match lifetime {
-            Some(Lifetime::Maker | Lifetime::Leased) => Purpose::Make,
-            // It has the lifetime that its name had.
-            None if condition != Condition::New => Purpose::Make,
+            Some(Lifetime::Maker | Lifetime::Leased) => Purpose::Maker,
+            // The name keeps its lifetime, which may be the maker's.
+            None if condition != Condition::New => Purpose::Maker,
             _ => Purpose::Any,
         };
         if announced.is_some() != group.is_some() {
             return Err(Failure::invalid(
-                "parts names all parts of the version, and group what its puts have in common: give both",
+                "parts names all parts of the version, and group identifies its puts: give both",
             ));
         }
         let parts: Vec<client_put::Part> = parts.into_iter().map(client_put::Part::of).collect::<Outcome<_>>()?;
         let published = self.0.call(py, purpose, |client| {
-            let parts = client_put::Handed::of(&parts)?;
+            let parts = client_put::FinishedParts::of(&parts)?;
             let mut put = Put::new(name).condition(condition);
             for part in parts.parts()? {
                 put = put.part(part);
@@ -152,7 +152,7 @@ impl Client {
         Ok((published.version, published.id))
     }
 
-    /// Copies what is no shared memory into some, and returns the part that it all is.
+    /// Copies arrays that are not in shared memory, and returns the part.
     #[pyo3(signature = (values, part, *, device=None, copy=None))]
     fn plan(
         &self,
@@ -167,7 +167,7 @@ impl Client {
         client_put::plan(py, &self.0.place.backend, values, part, device, copy)
     }
 
-    /// Gets a lease of an object, and maps it.
+    /// Leases an object, and maps it.
     #[pyo3(signature = (name, *, version=None, newer_than=None, parts=None, arrays=None, expect=None, expect_owner=None,
                         digest=None, wait=None, device=None, copy_on_write=false))]
     #[allow(clippy::too_many_arguments)]
@@ -189,7 +189,7 @@ impl Client {
         let device = device.map(device::selector).transpose()?;
         let selection = Selection { parts, arrays };
         let get = request(name, version, newer_than, &selection, expect, expect_owner, digest)?;
-        let get = waiting(get, wait)?;
+        let get = with_wait(get, wait)?;
         let leased = self.0.call(py, Purpose::Any, |client| {
             let lease = client.get(&get)?;
             self.0.open(lease, device, selection, copy_on_write)
@@ -197,19 +197,19 @@ impl Client {
         Ok(Lease::new(leased))
     }
 
-    /// Gets leases of several objects as they are at one moment, each a tuple of name, version, newer_than, parts, arrays, expect,
-    /// expect_owner, digest.
+    /// Leases several objects as of one moment. Each request is a tuple of name, version, newer_than, parts, arrays, expect, expect_owner,
+    /// digest.
     #[pyo3(signature = (requests, *, wait=None, device=None, copy_on_write=false))]
     fn get_all(
         &self,
         py: Python<'_>,
-        requests: Vec<Wanted<'_>>,
+        requests: Vec<GetRequest<'_>>,
         wait: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
         copy_on_write: bool,
     ) -> Outcome<Vec<Lease>> {
         let device = device.map(device::selector).transpose()?;
-        let wait = waited(wait)?;
+        let wait = wait_time(wait)?;
         let mut gets = Vec::with_capacity(requests.len());
         let mut selections = Vec::with_capacity(requests.len());
         for (name, version, newer_than, parts, arrays, expect, expect_owner, digest) in requests {
@@ -226,7 +226,7 @@ impl Client {
         Ok(leased.into_iter().map(Lease::new).collect())
     }
 
-    /// Gets a lease, or the claim of what does not exist.
+    /// Leases an object, or returns the claim to create it.
     #[pyo3(signature = (name, *, part=None, group=None, expect=None, expect_owner=None, digest=None, parts=None, arrays=None,
                         wait=None, device=None, copy_on_write=false))]
     #[allow(clippy::too_many_arguments)]
@@ -251,22 +251,22 @@ impl Client {
             (Some(part), Some(group)) => ClaimOf::part(part, group),
             _ => {
                 return Err(Failure::invalid(
-                    "part names what is to be made, and group the version that it belongs to: give both",
+                    "part names the part to create, and group identifies the version's puts: give both",
                 ));
             }
         };
         let selection = Selection { parts, arrays };
-        let get = waiting(request(name, None, None, &selection, expect, expect_owner, digest)?, wait)?;
+        let get = with_wait(request(name, None, None, &selection, expect, expect_owner, digest)?, wait)?;
         let found = self.0.call_with(py, Purpose::Any, |client| {
             match client.get_or_claim(&get, &of)? {
                 Found::Lease(lease) => {
                     drop(client);
                     self.0.open(lease, device, selection, copy_on_write).map(Ok)
                 }
-                // It keeps the connection for itself: a wait on it that is broken off would end the claim.
+                // The claim keeps the connection: cancelling another wait on it would end the claim.
                 Found::Claim(claim) => Ok(Err(Claim::new(claim, client))),
                 _ => Err(Failure::unusable(
-                    "the library found what this package does not know: install the versions of one release",
+                    "the library returned an unknown result: install library and package of one release",
                 )),
             }
         })?;
@@ -276,7 +276,7 @@ impl Client {
         })
     }
 
-    /// Gets a version that is to take the addresses of one that is mapped, and imports it.
+    /// Gets and imports a version that fits the addresses of a lease.
     #[pyo3(signature = (lease, name=None, *, version=None, newer_than=None, expect=None, expect_owner=None, digest=None,
                         wait=None))]
     #[allow(clippy::too_many_arguments)]
@@ -294,12 +294,13 @@ impl Client {
     ) -> Outcome<Prepared> {
         let leased = lease.leased()?;
         let name = name.unwrap_or_else(|| leased.name(py));
-        let get = waiting(request(&name, version, newer_than, &leased.selection, expect, expect_owner, digest)?, wait)?;
+        let get =
+            with_wait(request(&name, version, newer_than, &leased.selection, expect, expect_owner, digest)?, wait)?;
         let prepared = self.0.call(py, Purpose::Any, |client| leased.prepare(client.get(&get)?))?;
         Ok(Prepared::new(prepared))
     }
 
-    /// Gets the version that is to be where one was parked, and puts it there.
+    /// Gets a version and maps it at the addresses of a parked lease.
     #[pyo3(signature = (lease, name=None, *, version=None, expect=None, expect_owner=None, digest=None, wait=None))]
     #[allow(clippy::too_many_arguments)]
     fn unpark(
@@ -316,12 +317,12 @@ impl Client {
         let leased = lease.leased()?;
         leased.check_parked()?;
         let name = name.unwrap_or_else(|| leased.name(py));
-        let get = waiting(request(&name, version, None, &leased.selection, expect, expect_owner, digest)?, wait)?;
+        let get = with_wait(request(&name, version, None, &leased.selection, expect, expect_owner, digest)?, wait)?;
         self.0.call(py, Purpose::Any, |client| leased.unpark(client.get(&get)?))
     }
 
-    /// A lease of some bytes of a part of a version, shared by all arrays there that other processes sent. None if the version is another
-    /// one by now.
+    /// Returns a lease of a byte range of a part, shared by all received arrays there. Returns None if the name now has another object at
+    /// this version.
     #[allow(clippy::too_many_arguments)]
     fn shared(
         &self,
@@ -357,13 +358,13 @@ impl Client {
         Ok(Some(Lease::of(leased)))
     }
 
-    /// The objects whose names begin with this, each a dict.
+    /// Returns the objects whose names start with `prefix`, as dicts.
     fn list<'py>(&self, py: Python<'py>, prefix: String) -> Outcome<Bound<'py, PyList>> {
         let objects = self.0.call(py, Purpose::Any, |client| values(client.list(&prefix)?))?;
         dicts(py, &objects)
     }
 
-    /// All that is known of a version, as a dict.
+    /// Describes a version as a dict.
     #[pyo3(signature = (name, version=None))]
     fn stat<'py>(&self, py: Python<'py>, name: String, version: Option<u64>) -> Outcome<Bound<'py, PyDict>> {
         let (info, metadata) = self.0.call(py, Purpose::Any, |client| {
@@ -375,7 +376,7 @@ impl Client {
         Ok(dict)
     }
 
-    /// The leases that are held, and what is held for each user: two lists of dicts.
+    /// Returns the leases and the users' totals, as two lists of dicts.
     fn who<'py>(&self, py: Python<'py>, prefix: String) -> Outcome<(Bound<'py, PyList>, Bound<'py, PyList>)> {
         let (leases, totals) = self.0.call(py, Purpose::Any, |client| {
             let holders = client.who(&prefix)?;
@@ -384,25 +385,25 @@ impl Client {
         Ok((dicts(py, &leases)?, dicts(py, &totals)?))
     }
 
-    /// Takes a name away.
+    /// Deletes a name.
     fn delete(&self, py: Python<'_>, name: String) -> Outcome<()> {
         self.0.call(py, Purpose::Any, |client| Ok(client.delete(&name)?))
     }
 
-    /// Follows what happens to names.
+    /// Follows the events of names.
     #[pyo3(signature = (prefix, after=None))]
     fn watch(&self, py: Python<'_>, prefix: String, after: Option<(String, u64)>) -> Outcome<Watch> {
         self.0.call_with(py, Purpose::Any, |client| Watch::new(client, &prefix, after))
     }
 
-    /// Calls this for each lease that is lost, with name, version, id, kind and reason.
+    /// Calls `call` for each lost lease, with name, version, id, kind and reason.
     fn on_lost(&self, call: Py<PyAny>) -> Outcome<()> {
         self.0.check()?;
         self.0.handlers.add(&self.0.handlers.lost, call);
         Ok(())
     }
 
-    /// Calls this for each lease that is held again, with name, version, id, and whether it was rebuilt.
+    /// Calls `call` for each restored lease, with name, version, id, and whether it was rebuilt.
     fn on_restored(&self, call: Py<PyAny>) -> Outcome<()> {
         self.0.check()?;
         self.0.handlers.add(&self.0.handlers.restored, call);
@@ -411,7 +412,7 @@ impl Client {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         for handlers in [&self.0.handlers.lost, &self.0.handlers.restored] {
-            // Nothing has it now, but for a thread that a fork does not have.
+            // Only free or held by a thread that does not exist in this fork.
             if let Ok(handlers) = handlers.try_lock() {
                 handlers.iter().try_for_each(|handler| visit.call(handler))?;
             }
@@ -428,7 +429,8 @@ impl Client {
 }
 
 fn value(of: &impl Serialize) -> Outcome<serde_json::Value> {
-    serde_json::to_value(of).map_err(|error| Failure::unusable(format!("the broker's answer can't be shown: {error}")))
+    serde_json::to_value(of)
+        .map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))
 }
 
 fn values<T: Serialize>(of: Vec<T>) -> Outcome<Vec<serde_json::Value>> {

@@ -1,4 +1,4 @@
-//! What is put: memory of this process's own with the arrays in it, and how other arrays come into such memory.
+//! Puts: memory of this process with its arrays, and copies of other arrays into such memory.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -17,22 +17,22 @@ use crate::{
     json,
     memory::Owned,
     shared::PyMemory,
-    source::{self, Place, Source},
+    source::{self, Location, Source},
 };
 
-/// The largest segment of memory that arrays are copied to: what a reader maps as one.
+/// The largest segment for copied arrays, which a reader maps as a whole.
 const SEGMENT: u64 = 1 << 30;
 
-/// What arrays that are copied begin at multiples of, in bytes.
+/// The alignment of copied arrays, in bytes.
 const ALIGNMENT: u64 = 256;
 
-/// An array: its name, type, shape, strides, in which of the memories, where there, and its attributes as JSON.
+/// An array: its name, type, shape, strides, the index of its memory, its offset there, and its attributes as JSON.
 pub(crate) type Entry = (String, String, Vec<u64>, Option<Vec<i64>>, usize, u64, Option<String>);
 
-/// A part that is to be put: its name, the memories that it is side by side, the arrays in them, and a digest.
+/// A part to put: its name, its adjacent memories, their arrays, and a digest.
 pub(crate) type Plan = (String, Vec<Py<PyMemory>>, Vec<Entry>, Option<String>);
 
-/// A [`Plan`], checked, without Python's objects.
+/// A [`Plan`], checked, without Python objects.
 pub(crate) struct Part {
     name: String,
     memories: Vec<Arc<Owned>>,
@@ -42,7 +42,7 @@ pub(crate) struct Part {
 
 impl Part {
     /// # Errors
-    /// `ValueError` for a part without memory, an array outside of its memory, a type that is none, and attributes that are no JSON object.
+    /// `ValueError` for a part without memory, an array outside its memory, an unknown type, and attributes that are not a JSON object.
     pub(crate) fn of((name, memories, entries, digest): Plan) -> Outcome<Self> {
         let memories: Vec<Arc<Owned>> = memories.iter().map(|memory| Arc::clone(&memory.get().0)).collect();
         if memories.is_empty() {
@@ -57,17 +57,17 @@ impl Part {
         let mut arrays = Vec::with_capacity(entries.len());
         for (name, dtype, shape, strides, memory, offset, attributes) in entries {
             let (Some(start), Some(of)) = (starts.get(memory), memories.get(memory)) else {
-                let problem = format!("array {name:?} is in memory {memory}, and its part has {}", memories.len());
+                let problem = format!("array {name:?} is in memory {memory}, but its part has {}", memories.len());
                 return Err(Failure::invalid(problem));
             };
             if name.contains('\0') {
-                return Err(Failure::invalid(format!("array {name:?} has a null character in its name: leave it out")));
+                return Err(Failure::invalid(format!("array {name:?} has a null character in its name: remove it")));
             }
             let dtype = dtype.parse().map_err(|error| Failure::invalid(format!("array {name:?}: {error}")))?;
             let mut array = ArrayDescriptor { dtype, shape, strides, offset };
             array.check(of.mapped_size())?;
             array.offset += start;
-            let attributes = attributes.map(|text| attached(&name, text)).transpose()?;
+            let attributes = attributes.map(|text| parse_attributes(&name, text)).transpose()?;
             let entry = ArrayEntry::new(name, array);
             arrays.push(match attributes {
                 Some(attributes) => entry.attributes(attributes),
@@ -78,20 +78,20 @@ impl Part {
     }
 }
 
-fn attached(array: &str, text: String) -> Outcome<Attached> {
-    let bad = || Failure::invalid(format!("the attributes of array {array:?} are no JSON object"));
+fn parse_attributes(array: &str, text: String) -> Outcome<Attached> {
+    let bad = || Failure::invalid(format!("the attributes of array {array:?} are not a JSON object"));
     let attached = Attached::from_text(text).map_err(|_| bad())?;
     if attached.as_str().trim_start().starts_with('{') { Ok(attached) } else { Err(bad()) }
 }
 
-/// Parts whose memory is finished and can be sent: the descriptors of all segments.
-pub(crate) struct Handed<'a>(Vec<(&'a Part, Description, Vec<Arc<Chunk>>)>);
+/// Parts whose memory is finished and can be sent: with the descriptors of all segments.
+pub(crate) struct FinishedParts<'a>(Vec<(&'a Part, Description, Vec<Arc<Chunk>>)>);
 
-impl<'a> Handed<'a> {
-    /// Waits until all work of the devices' primary contexts is done.
+impl<'a> FinishedParts<'a> {
+    /// Waits until all work in the devices' primary contexts is done.
     ///
     /// # Errors
-    /// `ValueError` for memory of several devices in a part, and for memory of a pool or a legacy handle; [`vmmfd::Error::Driver`].
+    /// `ValueError` for a part on several devices, and for memory of a pool or a legacy handle; [`vmmfd::Error::Driver`].
     pub(crate) fn of(parts: &'a [Part]) -> Outcome<Self> {
         let mut done: Vec<Device> = Vec::new();
         let mut handed = Vec::with_capacity(parts.len());
@@ -107,8 +107,8 @@ impl<'a> Handed<'a> {
                 let mut one = memory.describe()?;
                 let Some((_, of)) = memory.chunks(0..Region::size(&**memory.shared()))? else {
                     return Err(Failure::invalid(format!(
-                        "part {:?} is shared by {}: pools and legacy handles die with their maker, so a broker can't keep them; \
-                         make it with vmmfd.empty",
+                        "part {:?} is shared by {}: pools and legacy handles die with their creator, so a broker can't keep them; \
+                         create it with vmmfd.empty",
                         part.name,
                         one.mechanism()
                     )));
@@ -117,7 +117,7 @@ impl<'a> Handed<'a> {
                 one.size = one.mapped_size;
                 whole = Some(match whole {
                     None => one,
-                    Some(whole) => side_by_side(&part.name, whole, one)?,
+                    Some(whole) => join_memory(&part.name, whole, one)?,
                 });
             }
             let Some(whole) = whole else { continue };
@@ -126,7 +126,7 @@ impl<'a> Handed<'a> {
         Ok(Self(handed))
     }
 
-    /// What the library sends.
+    /// Returns the parts as the library sends them.
     pub(crate) fn parts(&'a self) -> Outcome<Vec<PutPart<'a>>> {
         use std::os::fd::AsFd;
         let mut parts = Vec::with_capacity(self.0.len());
@@ -141,12 +141,12 @@ impl<'a> Handed<'a> {
     }
 }
 
-/// Two memories as one.
-fn side_by_side(part: &str, mut one: Description, other: Description) -> Outcome<Description> {
+/// Joins two memories of a part.
+fn join_memory(part: &str, mut one: Description, other: Description) -> Outcome<Description> {
     if one.device != other.device {
         let (one, other) = (one.device, other.device);
         return Err(Failure::invalid(format!(
-            "part {part:?} has memory of {one} and of {other}: put one part for each device, with part=, parts= and group="
+            "part {part:?} has memory on {one} and on {other}: put one part per device, with part=, parts= and group="
         )));
     }
     match (&mut one.sharing, other.sharing) {
@@ -167,21 +167,21 @@ fn side_by_side(part: &str, mut one: Description, other: Description) -> Outcome
     Ok(one)
 }
 
-/// An array that is to be in a part.
+/// An array to put.
 enum Value {
-    /// In memory of this process's own: handed over as it is.
+    /// In memory that this process created: shared without a copy.
     Shared(Arc<Owned>, ArrayDescriptor),
     /// Elsewhere: copied.
     Other(Source),
 }
 
-/// Makes the part that some arrays are. What is no memory of this process's own, or all with `copy`, is copied: to memory of
-/// `device`, or else of the device on which other arrays of the part are, or else of the backend's first device. Arrays begin at
-/// multiples of 256 bytes; segments have at most 1 GiB.
+/// Builds the part for some arrays. Arrays outside this process's own memory, or all with `copy`, are copied to `device`, else to the
+/// device of the part's other arrays, else to the backend's first device. Copied arrays are aligned to 256 bytes, in segments of at most 1
+/// GiB.
 ///
 /// # Errors
-/// `BufferError` for an array that would be copied, if `copy` is false; `ValueError` for arrays of several devices, and for what is no
-/// array; those of the driver.
+/// `BufferError` for an array that needs a copy if `copy` is false; `ValueError` for arrays of several devices, and for an object that is
+/// not an array; driver errors.
 pub(crate) fn plan(
     py: Python<'_>,
     backend: &str,
@@ -201,24 +201,24 @@ pub(crate) fn plan(
             }
             _ if copy == Some(false) => {
                 return Err(Failure::export(format!(
-                    "array {name:?}, of type {}, is in no memory that can be handed over, and copy=False forbids to copy it: make it with \
+                    "array {name:?}, of type {}, is not in memory that can be shared, and copy=False forbids a copy: create it with \
                      vmmfd.empty",
                     json::type_of(&value)
                 )));
             }
             _ => {
-                let source = source::of(&value).map_err(|failure| failure.about(&format!("array {name:?}")))?;
+                let source = source::of(&value).map_err(|failure| failure.with_subject(&format!("array {name:?}")))?;
                 (name, Value::Other(source))
             }
         });
     }
     let named = &named;
-    let (memories, entries) = py.detach(|| laid_out(backend, named, device))?;
+    let (memories, entries) = py.detach(|| lay_out(backend, named, device))?;
     let memories = memories.into_iter().map(|memory| Py::new(py, PyMemory(memory))).collect::<PyResult<_>>()?;
     Ok((part, memories, entries, None))
 }
 
-fn laid_out(
+fn lay_out(
     backend: &str,
     named: &[(String, Value)],
     wanted: Option<Selector>,
@@ -241,8 +241,7 @@ fn laid_out(
                 let array = ArrayDescriptor { dtype, shape, strides: None, offset: room };
                 let bytes = array.bytes()?;
                 let end = room.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(ALIGNMENT));
-                room = end
-                    .ok_or_else(|| Failure::invalid(format!("array {name:?} has {bytes} bytes, which is too many")))?;
+                room = end.ok_or_else(|| Failure::invalid(format!("array {name:?} is too large: {bytes} bytes")))?;
                 (array, None)
             }
         };
@@ -258,16 +257,16 @@ fn laid_out(
             (None, Some(memory)) => memory.shared().device().clone(),
             (wanted @ Some(_), _) => driver::device(&driver::driver(backend)?, wanted)?,
             (None, None) => {
-                let on = others.clone().find_map(|source| match source.place {
-                    Place::Cuda(ordinal) => u32::try_from(ordinal).ok(),
-                    Place::Host => None,
+                let on = others.clone().find_map(|source| match source.location {
+                    Location::Cuda(ordinal) => u32::try_from(ordinal).ok(),
+                    Location::Host => None,
                 });
                 driver::device(&driver::driver(backend)?, on.map(Selector::Ordinal))?
             }
         };
         let spec = Spec::vmm(room.max(1));
         let spec = if room > SEGMENT { spec.chunk(SEGMENT) } else { spec };
-        // The kernel then keeps each process that has a descriptor from writing. A GPU's driver knows no such thing.
+        // The kernel then stops every process with a descriptor from writing. A GPU driver has no such seal.
         let sealed = device.is_host();
         let spec: Spec = if sealed { spec.sealed().into() } else { spec.into() };
         let memory = Owned::make(&device, spec)?;

@@ -1,4 +1,4 @@
-//! The connections to a broker, and what the program wants to know of them.
+//! The connections to a broker, and the program's handlers for lost and restored leases.
 
 use std::{
     collections::HashMap,
@@ -21,29 +21,28 @@ use crate::{
     driver,
     error::{Failure, Outcome},
     leased_memory::{Leased, Selection},
-    memory::Place,
-    signals::{self, Ended},
+    memory::BrokerAddress,
+    signals::{self, CloseFlag},
 };
 
-/// How many connections that are not in use are kept.
+/// The most idle connections to keep.
 const IDLE: usize = 8;
 
-/// The connections to a broker: one for each call that is under way at once, so that a call never waits for that of another
-/// thread, and can be ended.
+/// The connections to a broker: each call in progress has its own, so that it never waits for another thread's call and can be interrupted.
 pub(crate) struct Connections {
-    pub(crate) place: Arc<Place>,
+    pub(crate) place: Arc<BrokerAddress>,
     config: Config,
-    /// Leases of what other processes have sent arrays of.
-    pub(crate) shared: Mutex<HashMap<Shared, Weak<Leased>>>,
-    /// The process that made them.
+    /// Leases of received arrays.
+    pub(crate) shared: Mutex<HashMap<SharedKey, Weak<Leased>>>,
+    /// The process that created them.
     made_by: ProcessIdentity,
-    pub(crate) ended: Ended,
+    pub(crate) closed: CloseFlag,
     table: Mutex<Table>,
     pub(crate) handlers: Arc<Handlers>,
 }
 
-/// A version's id, a part, and which bytes of it.
-type Shared = (String, String, u64, u64);
+/// A version's id, a part, and a byte range of it.
+type SharedKey = (String, String, u64, u64);
 
 #[derive(Default)]
 struct Table {
@@ -52,30 +51,30 @@ struct Table {
     next: u64,
 }
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// Anything. Leases are of such a connection, and keep it.
+    /// Any request. Leases use such a connection, and keep it open.
     Any,
-    /// Puts of names that go with their maker, and so with the connection: no lease is to keep it.
-    Make,
+    /// Puts of names with the lifetime of the connection: leases must not keep it open.
+    Maker,
 }
 
-/// A connection that one call, watch or claim uses. It is given back when it is dropped.
-pub(crate) struct Taken {
+/// A connection in use by one call, watch or claim. Returned to the pool when dropped.
+pub(crate) struct Checkout {
     of: Arc<Connections>,
     purpose: Purpose,
     number: u64,
     client: Option<broker::Client>,
 }
 
-impl Taken {
-    pub(crate) fn ended(&self) -> &Ended {
-        &self.of.ended
+impl Checkout {
+    pub(crate) fn closed(&self) -> &CloseFlag {
+        &self.of.closed
     }
 }
 
-impl std::ops::Deref for Taken {
+impl std::ops::Deref for Checkout {
     type Target = broker::Client;
 
     fn deref(&self) -> &broker::Client {
@@ -83,18 +82,18 @@ impl std::ops::Deref for Taken {
     }
 }
 
-impl Drop for Taken {
+impl Drop for Checkout {
     fn drop(&mut self) {
         let client = self.client.take();
-        // In a fork another thread may have held the lock.
+        // In a fork, a thread of the parent may have held the lock.
         if self.of.made_by.is_current() {
-            let superfluous = {
+            let unused = {
                 let mut table = self.of.table();
                 let busy = table.busy.remove(&self.number);
                 let idle = &mut table.idle[self.purpose as usize];
                 match client {
                     Some(client)
-                        if !self.of.ended.is_ended() && (idle.len() < IDLE || self.purpose == Purpose::Make) =>
+                        if !self.of.closed.is_set() && (idle.len() < IDLE || self.purpose == Purpose::Maker) =>
                     {
                         idle.push(client);
                         (busy, None)
@@ -102,27 +101,27 @@ impl Drop for Taken {
                     client => (busy, client),
                 }
             };
-            drop(superfluous);
+            drop(unused);
         }
     }
 }
 
 impl Connections {
-    pub(crate) fn new(place: Place, config: Config) -> Self {
+    pub(crate) fn new(place: BrokerAddress, config: Config) -> Self {
         Self {
             place: Arc::new(place),
             config,
             shared: Mutex::default(),
             made_by: ProcessIdentity::current(),
-            ended: Ended::default(),
+            closed: CloseFlag::default(),
             table: Mutex::default(),
             handlers: Arc::default(),
         }
     }
 
-    /// Ends waits of other threads, and the connections that no lease needs. In a fork, and once more, it does nothing.
+    /// Interrupts the waits of other threads, and closes the connections that no lease needs. Does nothing in a fork, and when repeated.
     pub(crate) fn close(&self, py: Python<'_>) {
-        if !self.made_by.is_current() || self.ended.end() {
+        if !self.made_by.is_current() || self.closed.set() {
             return;
         }
         py.detach(|| {
@@ -133,7 +132,7 @@ impl Connections {
             };
             drop(idle);
             for client in busy {
-                // A broker that does not answer is not needed for it: the wait looks whether it was closed.
+                // If the broker does not answer, the wait ends by its own check.
                 let _ = client.stop();
             }
         });
@@ -143,8 +142,8 @@ impl Connections {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A connection that no other call uses. Blocks while one is made.
-    fn take(self: &Arc<Self>, purpose: Purpose) -> Outcome<Taken> {
+    /// Takes an unused connection. Blocks while a new one connects.
+    fn take(self: &Arc<Self>, purpose: Purpose) -> Outcome<Checkout> {
         let idle = self.table().idle[purpose as usize].pop();
         let client = match idle {
             Some(client) => client,
@@ -161,40 +160,40 @@ impl Connections {
         table.next += 1;
         table.busy.insert(number, client.clone());
         drop(table);
-        Ok(Taken { of: Arc::clone(self), purpose, number, client: Some(client) })
+        Ok(Checkout { of: Arc::clone(self), purpose, number, client: Some(client) })
     }
 
-    /// Runs a request, with the GIL released, until it is answered, a signal's handler raises, or this is closed.
+    /// Runs a request, with the GIL released, until it is answered, a signal handler raises, or this is closed.
     pub(crate) fn call<T: Send>(
         self: &Arc<Self>,
         py: Python<'_>,
         purpose: Purpose,
-        work: impl FnOnce(&Taken) -> Outcome<T> + Send,
+        work: impl FnOnce(&Checkout) -> Outcome<T> + Send,
     ) -> Outcome<T> {
         self.call_with(py, purpose, |client| work(&client))
     }
 
-    /// As [`Connections::call`], of what may keep the connection.
+    /// As [`Connections::call`], for work that may keep the connection.
     pub(crate) fn call_with<T: Send>(
         self: &Arc<Self>,
         py: Python<'_>,
         purpose: Purpose,
-        work: impl FnOnce(Taken) -> Outcome<T> + Send,
+        work: impl FnOnce(Checkout) -> Outcome<T> + Send,
     ) -> Outcome<T> {
         self.check()?;
-        signals::run(py, &[&self.ended], || work(self.take(purpose)?))
+        signals::run(py, &[&self.closed], || work(self.take(purpose)?))
     }
 
-    /// Fails if it is closed, or of another process.
+    /// Fails if it is closed, and in a fork.
     pub(crate) fn check(&self) -> Outcome<()> {
         check_process(self.made_by, "connected to the broker", "connect again")?;
-        match self.ended.is_ended() {
-            true => Err(signals::closed()),
+        match self.closed.is_set() {
+            true => Err(signals::closed_error()),
             false => Ok(()),
         }
     }
 
-    /// Maps what was got. Blocks for the driver's calls.
+    /// Maps a lease. Blocks for the driver calls.
     pub(crate) fn open(
         &self,
         lease: broker::Lease,
@@ -202,7 +201,7 @@ impl Connections {
         selection: Selection,
         copy_on_write: bool,
     ) -> Outcome<Leased> {
-        // What is there decides, unless the caller has: a broker may have memory of both.
+        // With "auto", the object's backend decides: a broker may have memory of both.
         let backend = if self.place.backend == "auto" { lease.backend() } else { &self.place.backend };
         let driver = driver::driver(backend)?;
         let object = match copy_on_write {
@@ -213,7 +212,7 @@ impl Connections {
     }
 }
 
-/// Fails in a fork of the process that made something.
+/// Fails in a fork of the process that created an object.
 pub(crate) fn check_process(made_by: ProcessIdentity, made: &str, remedy: &str) -> Outcome<()> {
     if made_by.is_current() {
         return Ok(());
@@ -222,12 +221,12 @@ pub(crate) fn check_process(made_by: ProcessIdentity, made: &str, remedy: &str) 
     Err(Failure::unusable(format!("process {parent} {made}, and process {fork} is a fork of it: {remedy}")))
 }
 
-/// What the program wants to be called with.
+/// The program's handlers.
 #[derive(Default)]
 pub(crate) struct Handlers {
-    /// Whether there ever was one.
+    /// Whether a handler was ever added.
     any: AtomicBool,
-    // Their locks are taken by threads that are attached to Python alone: so no other one has them while the collector runs.
+    // Only threads attached to Python take these locks, so none is held while the garbage collector runs.
     pub(crate) lost: Mutex<Vec<Py<PyAny>>>,
     pub(crate) restored: Mutex<Vec<Py<PyAny>>>,
 }
@@ -249,7 +248,7 @@ impl Handlers {
         self.call(&self.restored, (name, version, id, rebuilt));
     }
 
-    /// Calls them on this thread, a connection's own. Not while the interpreter ends.
+    /// Calls the handlers on this thread, which belongs to a connection. Not during interpreter shutdown.
     fn call<T>(&self, handlers: &Mutex<Vec<Py<PyAny>>>, arguments: T)
     where
         T: Clone + for<'py> pyo3::call::PyCallArgs<'py>,
@@ -270,7 +269,7 @@ impl Handlers {
         });
     }
 
-    /// Adds one to those that are called `with` something.
+    /// Adds a handler to one of the lists.
     pub(crate) fn add(&self, with: &Mutex<Vec<Py<PyAny>>>, handler: Py<PyAny>) {
         with.lock().unwrap_or_else(PoisonError::into_inner).push(handler);
         self.any.store(true, Ordering::Release);

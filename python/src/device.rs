@@ -1,4 +1,4 @@
-//! The class of devices, and how a caller names one.
+//! The class of devices, and the parsing of callers' device names.
 
 use std::{
     collections::hash_map::DefaultHasher,
@@ -10,7 +10,7 @@ use vmmfd::memory::{Device, Selector};
 
 use crate::error::{Failure, Outcome};
 
-/// A device: of CUDA, or this machine's memory. Equal are those with the same UUID.
+/// A CUDA device, or this machine's memory. Devices with the same UUID are equal.
 ///
 /// Attributes: `uuid`, `name` and `backend` (str), `ordinal` (int).
 #[pyclass(name = "Device", module = "vmmfd", frozen, weakref)]
@@ -19,25 +19,25 @@ pub(crate) struct PyDevice(pub(crate) Device);
 
 #[pymethods]
 impl PyDevice {
-    /// Its UUID with its prefix, as `nvidia-smi -L` prints it and `CUDA_VISIBLE_DEVICES` takes it; the same in every process.
+    /// The UUID with its prefix, as in `nvidia-smi -L` and `CUDA_VISIBLE_DEVICES`; the same in every process.
     #[getter]
     fn uuid(&self) -> String {
         self.0.prefixed_uuid()
     }
 
-    /// Its number in this process, which may be another in another one.
+    /// The ordinal in this process; other processes may number devices differently.
     #[getter]
     fn ordinal(&self) -> i32 {
         self.0.ordinal()
     }
 
-    /// Its name, such as `NVIDIA H200`.
+    /// The name, such as `NVIDIA H200`.
     #[getter]
     fn name(&self) -> &str {
         self.0.name()
     }
 
-    /// Where its memory is: `host` is ordinary memory of this machine, and no GPU.
+    /// Where the memory is: `host` is ordinary memory of this machine, not a GPU.
     #[getter]
     fn backend(&self) -> &'static str {
         self.0.backend().as_str()
@@ -65,10 +65,10 @@ impl PyDevice {
     }
 }
 
-/// The device that a caller names: by its number in this process, by its UUID or the beginning of one, or by a [`PyDevice`].
+/// Parses a caller's device: an ordinal in this process, a UUID or its first characters, or a [`PyDevice`].
 ///
 /// # Errors
-/// `ValueError` for what names none.
+/// `ValueError` for anything else.
 pub(crate) fn selector(wanted: &Bound<'_, PyAny>) -> Outcome<Selector> {
     if let Ok(device) = wanted.cast::<PyDevice>() {
         return Ok(Selector::Uuid(device.get().0.uuid()));
@@ -76,7 +76,7 @@ pub(crate) fn selector(wanted: &Bound<'_, PyAny>) -> Outcome<Selector> {
     let bad = || {
         let shown = wanted.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
         Failure::invalid(format!(
-            "device={shown} is no device: give its number, its UUID or the beginning of one, or a vmmfd.Device"
+            "device={shown} is not a device: give its ordinal, its UUID or the UUID's first characters, or a vmmfd.Device"
         ))
     };
     if wanted.is_instance_of::<PyBool>() {

@@ -1,4 +1,4 @@
-//! Functions of devices: their list, their UUIDs, and the comparison of two names.
+//! Functions for devices: the list, the UUIDs, and the comparison of two names.
 
 use pyo3::{prelude::*, types::PyBool};
 use vmmfd::{
@@ -13,38 +13,39 @@ use crate::{
     error::{Failure, Outcome},
 };
 
-/// The devices that this process sees, a list of `Device` by number: `CUDA_VISIBLE_DEVICES` is applied. The first time it starts the driver.
+/// Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.
 #[pyfunction]
 #[pyo3(signature = (backend="auto"))]
 pub(crate) fn devices(py: Python<'_>, backend: &str) -> Outcome<Vec<PyDevice>> {
     py.detach(|| Ok(Device::all(&driver::driver(backend)?)?.into_iter().map(PyDevice).collect()))
 }
 
-/// The UUID (str) of a device by its number in this process (int), with its prefix. Raises `Error` if there is none.
+/// Returns the UUID (str) of a device, with its prefix, from its ordinal in this process (int). Raises `Error` if there is no such
+/// device.
 #[pyfunction]
 #[pyo3(signature = (ordinal=0, *, backend="auto"))]
 pub(crate) fn device_uuid(py: Python<'_>, ordinal: u32, backend: &str) -> Outcome<String> {
     py.detach(|| Ok(driver::device(&driver::driver(backend)?, Some(Selector::Ordinal(ordinal)))?.prefixed_uuid()))
 }
 
-/// Whether two names are of one device (bool).
+/// Returns whether two names identify the same device (bool).
 ///
-/// A name is a `Device`, an `Array`, a number in this process (int), a UUID (str) in any case, with or without `GPU-` or `MIG-` before it, or the
-/// beginning of one, as `CUDA_VISIBLE_DEVICES` has it; the 16 bytes of one; or what prints itself as one. Raises `Invalid` for what
-/// names none.
+/// A name is a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose str is a UUID. A UUID
+/// (str) may be in any case, with or without `GPU-` or `MIG-`, or shortened to its first characters as in `CUDA_VISIBLE_DEVICES`. Raises
+/// `Invalid` for an argument that names no device.
 #[pyfunction]
 pub(crate) fn same_device(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> Outcome<bool> {
     let (a, b) = (digits(a)?, digits(b)?);
     Ok(a.starts_with(&b) || b.starts_with(&a))
 }
 
-/// The digits of a device's UUID, or the first of them.
+/// Returns the hexadecimal digits of a device's UUID, or its first digits.
 fn digits(named: &Bound<'_, PyAny>) -> Outcome<String> {
     let plain = |uuid: String| uuid.to_ascii_lowercase().replace('-', "");
     let bad = || {
         let shown = named.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
         Failure::invalid(format!(
-            "{shown} names no device: give a vmmfd.Device or Array, a number, or a UUID with or without GPU- or MIG- before it"
+            "{shown} names no device: give a vmmfd.Device or Array, an ordinal, or a UUID with or without GPU- or MIG-"
         ))
     };
     if let Ok(device) = named.cast::<PyDevice>() {
@@ -62,7 +63,7 @@ fn digits(named: &Bound<'_, PyAny>) -> Outcome<String> {
     if let Ok(bytes) = named.extract::<[u8; 16]>() {
         return Ok(plain(DeviceUuid::from_bytes(bytes).to_string()));
     }
-    // A UUID of PyTorch's or Python's own prints itself.
+    // UUID objects of PyTorch and Python.
     let text = named.str()?.to_string();
     if text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty() {
         let ordinal = text.parse().map_err(|_| bad())?;

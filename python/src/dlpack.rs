@@ -1,7 +1,7 @@
 //! DLPack: the structs of its version 1, and arrays as managed tensors.
 //!
-//! By hand, and not by the crate dlpark: what is needed of it are two structs, and that a managed tensor holds Rust's memory alone, so
-//! that its deleter needs no interpreter.
+//! Not the crate dlpark: this module needs only two structs, and a managed tensor must hold only Rust's memory, so that its deleter needs
+//! no interpreter.
 
 #![allow(unsafe_code)]
 
@@ -22,17 +22,17 @@ use crate::{
 
 /// `DLDeviceType`: memory of the CPU.
 pub(crate) const CPU: i32 = 1;
-/// Memory of a GPU of CUDA.
+/// CUDA device memory.
 pub(crate) const CUDA: i32 = 2;
-/// Page-locked memory of the CPU.
+/// Page-locked host memory.
 pub(crate) const CUDA_HOST: i32 = 3;
-/// Managed memory of CUDA.
+/// CUDA managed memory.
 pub(crate) const CUDA_MANAGED: i32 = 13;
 
 const READ_ONLY: u64 = 1;
 const IS_COPIED: u64 = 2;
 
-/// The version that is spoken here: 1.1 has the 8-bit floats.
+/// The version of capsules made here: 1.1 added the 8-bit floats.
 pub(crate) const VERSION: (u32, u32) = (1, 1);
 
 #[repr(C)]
@@ -96,40 +96,40 @@ pub(crate) const NAME_VERSIONED: &CStr = c"dltensor_versioned";
 pub(crate) const USED: &CStr = c"used_dltensor";
 pub(crate) const USED_VERSIONED: &CStr = c"used_dltensor_versioned";
 
-/// What a managed tensor owns: nothing of Python's.
+/// The owner of a managed tensor's memory: no Python objects.
 struct Context {
     shape: Box<[i64]>,
     strides: Box<[i64]>,
-    // The memory is let go of while it still counts as exported.
+    // Dropped before the export, so that the memory counts as exported until it is released.
     _memory: Arc<dyn Memory>,
     _export: Export,
 }
 
-/// How DLPack names a device.
+/// Returns the DLPack name of a device.
 pub(crate) fn device(device: &Device) -> DlDevice {
     if device.is_host() { DlDevice { kind: CPU, id: 0 } } else { DlDevice { kind: CUDA, id: device.ordinal() } }
 }
 
-/// What a consumer asks for.
+/// The options of a capsule.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Wanted {
-    /// Whether it knows version 1: flags, and so the one that says read-only.
+pub(crate) struct CapsuleOptions {
+    /// Whether the consumer supports version 1, whose flags include read-only.
     pub(crate) versioned: bool,
     pub(crate) read_only: bool,
-    /// Whether the memory is a copy that was made for this consumer.
+    /// Whether the memory is a copy made for this consumer.
     pub(crate) copied: bool,
 }
 
-/// A capsule with an array as a managed tensor, which `export` stands for.
+/// Returns a capsule with an array as a managed tensor. The tensor owns `export`.
 ///
 /// # Errors
-/// `BufferError` for elements that DLPack can't describe.
+/// `BufferError` for element types that DLPack lacks.
 pub(crate) fn capsule<'py>(
     py: Python<'py>,
     memory: &Arc<dyn Memory>,
     array: &ArrayDescriptor,
     export: Export,
-    wanted: Wanted,
+    wanted: CapsuleOptions,
 ) -> Outcome<Bound<'py, PyAny>> {
     let (tensor, context) = tensor(memory, array, export)?;
     if wanted.versioned {
@@ -142,7 +142,7 @@ pub(crate) fn capsule<'py>(
         let capsule = unsafe { ffi::PyCapsule_New(managed.cast(), NAME_VERSIONED.as_ptr(), Some(drop_versioned)) };
         // SAFETY: it is a new reference, or null with an exception set.
         unsafe { Bound::from_owned_ptr_or_err(py, capsule) }.map_err(|error| {
-            // SAFETY: it was just made, and no one else has it.
+            // SAFETY: it was just made, and nothing else has a pointer to it.
             unsafe { delete_versioned(managed) };
             error.into()
         })
@@ -172,7 +172,7 @@ fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor, export: Export) -> 
     for stride in array.strides_in_bytes()? {
         if stride % size != 0 {
             return Err(Failure::export(format!(
-                "DLPack counts strides in elements, and {stride} bytes are no whole number of {}",
+                "DLPack counts strides in elements, and {stride} bytes are not a multiple of {}",
                 array.dtype
             )));
         }
@@ -201,17 +201,17 @@ fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor, export: Export) -> 
     Ok((tensor, context))
 }
 
-/// What an element's address is a multiple of: its size, or half of it for complex numbers of 16 bytes.
+/// The alignment that DLPack requires of an element's address: its size, at most 8.
 fn alignment(size: u64) -> u64 {
     size.min(8)
 }
 
-/// SAFETY: called once, with what [`capsule`] made, on any thread, with or without an interpreter.
+/// SAFETY: called once, with a pointer from [`capsule`], on any thread, with or without an interpreter.
 unsafe extern "C" fn delete(managed: *mut Managed) {
     if managed.is_null() {
         return;
     }
-    // SAFETY: both were boxes, and this is the one call that takes them back.
+    // SAFETY: both were boxes, and only this call takes them back.
     let context = unsafe { Box::from_raw(managed) }.context;
     // SAFETY: as above.
     drop(unsafe { Box::from_raw(context.cast::<Context>()) });
@@ -222,18 +222,18 @@ unsafe extern "C" fn delete_versioned(managed: *mut Versioned) {
     if managed.is_null() {
         return;
     }
-    // SAFETY: both were boxes, and this is the one call that takes them back.
+    // SAFETY: both were boxes, and only this call takes them back.
     let context = unsafe { Box::from_raw(managed) }.context;
     // SAFETY: as above.
     drop(unsafe { Box::from_raw(context.cast::<Context>()) });
 }
 
-/// The pointer of a capsule of this name, unless a consumer took it and renamed the capsule.
+/// Returns the pointer of a capsule of this name, unless a consumer took it and renamed the capsule.
 ///
 /// # Safety
 /// `capsule` is a capsule.
-unsafe fn left<T>(capsule: *mut ffi::PyObject, name: &CStr) -> Option<NonNull<T>> {
-    // SAFETY: the caller's promise. Neither call raises for a valid capsule, so an exception that is set stays.
+unsafe fn unclaimed<T>(capsule: *mut ffi::PyObject, name: &CStr) -> Option<NonNull<T>> {
+    // SAFETY: the caller's promise. Neither call raises for a valid capsule, so a pending exception is preserved.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, name.as_ptr()) == 0 {
             return None;
@@ -242,11 +242,11 @@ unsafe fn left<T>(capsule: *mut ffi::PyObject, name: &CStr) -> Option<NonNull<T>
     }
 }
 
-/// SAFETY: Python calls it, once, for a capsule of [`capsule`].
+/// SAFETY: Python calls it once, for a capsule of [`capsule`].
 unsafe extern "C" fn drop_unversioned(capsule: *mut ffi::PyObject) {
-    // SAFETY: it is a capsule; what no consumer took is its own.
+    // SAFETY: it is a capsule, and owns its tensor unless a consumer took it.
     unsafe {
-        if let Some(managed) = left::<Managed>(capsule, NAME) {
+        if let Some(managed) = unclaimed::<Managed>(capsule, NAME) {
             delete(managed.as_ptr());
         }
     }
@@ -256,33 +256,33 @@ unsafe extern "C" fn drop_unversioned(capsule: *mut ffi::PyObject) {
 unsafe extern "C" fn drop_versioned(capsule: *mut ffi::PyObject) {
     // SAFETY: as above.
     unsafe {
-        if let Some(managed) = left::<Versioned>(capsule, NAME_VERSIONED) {
+        if let Some(managed) = unclaimed::<Versioned>(capsule, NAME_VERSIONED) {
             delete_versioned(managed.as_ptr());
         }
     }
 }
 
-/// A managed tensor of another library's: deleted when it is dropped.
+/// A managed tensor of another library. Calls its deleter when dropped.
 #[derive(Debug)]
-pub(crate) enum Taken {
+pub(crate) enum ForeignTensor {
     Managed(NonNull<Managed>),
     Versioned(NonNull<Versioned>),
 }
 
 // SAFETY: DLPack's deleters may be called on any thread; the rest is only read.
-unsafe impl Send for Taken {}
+unsafe impl Send for ForeignTensor {}
 // SAFETY: as above.
-unsafe impl Sync for Taken {}
+unsafe impl Sync for ForeignTensor {}
 
-impl Taken {
-    /// Takes a capsule's tensor over, and renames the capsule.
+impl ForeignTensor {
+    /// Takes ownership of a capsule's tensor, and renames the capsule.
     ///
-    /// Without a GIL another thread may have the same capsule: of several that are in here one gets the tensor.
+    /// Without a GIL several threads may have the same capsule: only one of them gets the tensor.
     ///
     /// # Errors
-    /// `BufferError` for what is no capsule of DLPack's, was taken before, or is of a newer major version.
+    /// `BufferError` for an object that is not a DLPack capsule, was taken before, or has a newer major version.
     pub(crate) fn from(capsule: &Bound<'_, PyAny>) -> Outcome<Self> {
-        // Nothing in there calls back into Python, which would let another thread in.
+        // The closure never calls Python code, which could let another thread in.
         with_critical_section(capsule, || Self::renamed(capsule))
     }
 
@@ -291,24 +291,23 @@ impl Taken {
         let raw = capsule.as_ptr();
         // SAFETY: `PyCapsule_IsValid` takes any object; a valid capsule's pointer is of its name's type.
         unsafe {
-            if let Some(managed) = left::<Versioned>(raw, NAME_VERSIONED) {
+            if let Some(managed) = unclaimed::<Versioned>(raw, NAME_VERSIONED) {
                 if managed.as_ref().major() > VERSION.0 {
                     return Err(bad("a tensor of a newer version of DLPack than 1"));
                 }
                 ffi::PyCapsule_SetName(raw, USED_VERSIONED.as_ptr());
                 return Ok(Self::Versioned(managed));
             }
-            if let Some(managed) = left::<Managed>(raw, NAME) {
+            if let Some(managed) = unclaimed::<Managed>(raw, NAME) {
                 ffi::PyCapsule_SetName(raw, USED.as_ptr());
                 return Ok(Self::Managed(managed));
             }
         }
-        Err(bad("no capsule of DLPack's"))
+        Err(bad("an object that is not a DLPack capsule"))
     }
 
-    /// The tensor.
     pub(crate) fn tensor(&self) -> &DlTensor {
-        // SAFETY: it is the owner's until it is deleted, which is when this is dropped.
+        // SAFETY: the tensor is valid until its deleter runs, in `drop`.
         unsafe {
             match self {
                 Self::Managed(managed) => &managed.as_ref().tensor,
@@ -317,7 +316,7 @@ impl Taken {
         }
     }
 
-    /// Whether its flags say that it must not be written.
+    /// Whether its flags forbid writes.
     pub(crate) fn is_read_only(&self) -> bool {
         match self {
             Self::Managed(_) => false,
@@ -326,15 +325,16 @@ impl Taken {
         }
     }
 
-    /// Its lengths and, if it has any, its strides, in elements.
+    /// Returns its lengths and, if it has any, its strides, in elements.
     ///
     /// # Errors
-    /// `BufferError` for what no tensor has: more than 64 dimensions or fewer than none, none of the lengths, or a negative one.
+    /// `BufferError` for a number of dimensions outside 0 to 64, missing lengths, or a negative length.
     pub(crate) fn layout(&self) -> Outcome<(Vec<u64>, Option<Vec<i64>>)> {
         let tensor = self.tensor();
         let wrong = |what: &str| Failure::export(format!("__dlpack__ returned a tensor {what}"));
         let dimensions = usize::try_from(tensor.ndim).ok().filter(|dimensions| *dimensions <= 64);
-        let dimensions = dimensions.ok_or_else(|| wrong(&format!("of {} dimensions: 0 to 64 can be", tensor.ndim)))?;
+        let dimensions =
+            dimensions.ok_or_else(|| wrong(&format!("of {} dimensions: at most 64 are supported", tensor.ndim)))?;
         if dimensions > 0 && tensor.shape.is_null() {
             return Err(wrong("without a shape"));
         }
@@ -349,9 +349,9 @@ impl Taken {
     }
 }
 
-impl Drop for Taken {
+impl Drop for ForeignTensor {
     fn drop(&mut self) {
-        // SAFETY: it was taken over, and its deleter is called once.
+        // SAFETY: this object owns the tensor, and calls its deleter once.
         unsafe {
             match self {
                 Self::Managed(managed) => {

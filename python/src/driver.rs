@@ -1,4 +1,4 @@
-//! The drivers of this process: each is opened when it is first asked for, and kept.
+//! The drivers of this process: each is opened on first use, and never closed.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -10,25 +10,25 @@ use vmmfd::{
 
 use crate::error::{Failure, Outcome};
 
-/// The drivers that were opened: a fork opens its own, or learns that it can't. What its parent opened is not closed in it.
-static OPEN: PerProcess<Mutex<Opened>> = PerProcess::new(Mutex::default);
+/// The open drivers. A fork opens its own, or fails; it does not close its parent's.
+static OPEN: PerProcess<Mutex<OpenDrivers>> = PerProcess::new(Mutex::default);
 
 #[derive(Default)]
-struct Opened {
+struct OpenDrivers {
     cuda: Option<Driver>,
     host: Option<Driver>,
     auto: Option<Driver>,
 }
 
-/// The driver of a backend: `"auto"` (CUDA; the host only where there is no driver or no device), `"cuda"` or `"host"`.
+/// Returns the driver of a backend: `"auto"` (CUDA, or the host if there is no driver or no device), `"cuda"` or `"host"`.
 ///
-/// Blocks for 50 to 95 ms the first time on CUDA: release the GIL. It is never closed.
+/// On CUDA, the first call blocks for 50 to 95 ms: release the GIL.
 ///
 /// # Errors
-/// `ValueError` for another name; those of [`open`].
+/// `ValueError` for another name; as [`open`].
 pub(crate) fn driver(backend: &str) -> Outcome<Driver> {
     let choice: Choice =
-        backend.parse().map_err(|_| Failure::invalid(format!("backend={backend:?} is none of auto, cuda and host")))?;
+        backend.parse().map_err(|_| Failure::invalid(format!("backend={backend:?} is not one of auto, cuda, host")))?;
     let mut opened = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
     let slot = match choice {
         Choice::Auto => &mut opened.auto,
@@ -43,10 +43,10 @@ pub(crate) fn driver(backend: &str) -> Outcome<Driver> {
     Ok(driver)
 }
 
-/// The device that a caller names: `None` is the first one.
+/// Returns the named device; `None` is the first device.
 ///
 /// # Errors
-/// Those of [`Device::find`].
+/// As [`Device::find`].
 pub(crate) fn device(driver: &Driver, wanted: Option<Selector>) -> Outcome<Device> {
     Ok(Device::find(driver, wanted.unwrap_or_default())?)
 }

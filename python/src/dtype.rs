@@ -1,4 +1,4 @@
-//! Element types: as a caller names them, as DLPack codes, and as formats of the buffer protocol.
+//! Element types: from callers' names, as DLPack codes, and as formats of the buffer protocol.
 
 use std::{borrow::Cow, str::FromStr};
 
@@ -11,7 +11,7 @@ use vmmfd::array::ElementType;
 
 use crate::error::{Failure, Outcome, shown, tolerant};
 
-/// DLPack's codes of the types that it shares with us: `kDLInt` and so on.
+/// DLPack's type codes, `kDLInt` and so on, of our types.
 const CODES: [(ElementType, u8); 23] = [
     (ElementType::I8, 0),
     (ElementType::I16, 0),
@@ -38,13 +38,13 @@ const CODES: [(ElementType, u8); 23] = [
     (ElementType::F8E8M0FNU, 14),
 ];
 
-/// DLPack's code and the bits of a type; `None` for big-endian and raw elements, which it has no code for.
+/// Returns the DLPack code and bits of a type; `None` for big-endian and raw elements, which DLPack lacks.
 pub(crate) fn code(dtype: ElementType) -> Option<(u8, u8)> {
     let (_, code) = CODES.iter().find(|(known, _)| *known == dtype)?;
     Some((*code, (8 * dtype.size()) as u8))
 }
 
-/// The type of a code of DLPack's.
+/// Returns the type of a DLPack code.
 pub(crate) fn of_code(code: u8, bits: u8, lanes: u16) -> Option<ElementType> {
     if lanes != 1 {
         return None;
@@ -53,10 +53,10 @@ pub(crate) fn of_code(code: u8, bits: u8, lanes: u16) -> Option<ElementType> {
     CODES.iter().find(fits).map(|(known, _)| *known)
 }
 
-/// The format of the buffer protocol (PEP 3118); `None` for types that have none.
+/// Returns the buffer protocol's format (PEP 3118); `None` for types without a format.
 pub(crate) fn format(dtype: ElementType) -> Option<String> {
     let letter = match dtype.typestr()?.get(1..)? {
-        // A C long, as NumPy has it: of a long long NumPy makes another type than int64. With a byte order `l` has 4 bytes.
+        // A C long, as in NumPy, which treats a long long as another type than int64. With a byte order, `l` has 4 bytes.
         "i8" if !dtype.is_big_endian() => "l",
         "u8" if !dtype.is_big_endian() => "L",
         "b1" => "?",
@@ -78,7 +78,7 @@ pub(crate) fn format(dtype: ElementType) -> Option<String> {
     Some(format!("{}{letter}", if dtype.is_big_endian() { ">" } else { "" }))
 }
 
-/// The type of a format of the buffer protocol, whose elements have so many bytes.
+/// Returns the type of a buffer protocol format with elements of `size` bytes.
 pub(crate) fn of_format(format: &str, size: u64) -> Option<ElementType> {
     let (order, letters) = match format.as_bytes().first()? {
         b'@' | b'=' | b'<' => ("<", &format[1..]),
@@ -97,8 +97,8 @@ pub(crate) fn of_format(format: &str, size: u64) -> Option<ElementType> {
     ElementType::from_str(&format!("{order}{kind}{size}")).ok()
 }
 
-/// The type that a text names: our names (`float32`, `bfloat16`, `float8_e4m3fn`, `f32`), a typestr (`<f4`), or NumPy's short form
-/// (`f4`). What NumPy and Rust, or Python and C, call by one name and mean two types is refused.
+/// Parses a type: our names (`float32`, `bfloat16`, `float8_e4m3fn`, `f32`), a typestr (`<f4`), or NumPy's short form (`f4`). Names that
+/// mean different types in NumPy and Rust, or in Python and C, are refused.
 ///
 /// # Errors
 /// `ValueError`.
@@ -119,12 +119,12 @@ pub(crate) fn parse(text: &str) -> Outcome<ElementType> {
     let named = if short { format!("{order}{plain}") } else { plain.to_owned() };
     ElementType::from_str(&named).map_err(|_| {
         Failure::invalid(format!(
-            "dtype={text:?} is no type of elements: write a name such as float32, bfloat16 or float8_e4m3fn, or a typestr such as <f4"
+            "dtype={text:?} is not an element type: write a name such as float32, bfloat16 or float8_e4m3fn, or a typestr such as <f4"
         ))
     })
 }
 
-/// The type as `vmmfd.DType` spells it: its name, or the typestr of big-endian and raw elements, which NumPy parses by no name.
+/// The spelling of `vmmfd.DType`: the name, or the typestr of big-endian and raw elements, whose names NumPy does not parse.
 pub(crate) fn spelling(dtype: ElementType) -> Cow<'static, str> {
     match (code(dtype), dtype.typestr()) {
         (None, Some(typestr)) => typestr.into(),
@@ -132,40 +132,40 @@ pub(crate) fn spelling(dtype: ElementType) -> Cow<'static, str> {
     }
 }
 
-/// The type as a `vmmfd.DType`.
+/// Returns the type as a `vmmfd.DType`.
 ///
 /// # Errors
-/// What Python raises.
+/// Python's exceptions.
 pub(crate) fn to_python(py: Python<'_>, dtype: ElementType) -> PyResult<Bound<'_, PyAny>> {
     static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let class = CLASS.import(py, "vmmfd._dtype", "DType")?;
-    // Its own constructor would parse the text.
+    // DType's own constructor would parse the text.
     py.get_type::<PyString>().call_method1("__new__", (class, &*spelling(dtype)))
 }
 
-/// The type as a dtype of NumPy.
+/// Returns the type as a NumPy dtype.
 ///
 /// # Errors
-/// `ImportError` without NumPy, or without ml_dtypes where the type is one of its own.
+/// `ImportError` without NumPy, or without ml_dtypes for its types.
 pub(crate) fn to_numpy(py: Python<'_>, dtype: ElementType) -> PyResult<Bound<'_, PyAny>> {
     if dtype.typestr().is_none() {
-        // It registers its types with NumPy.
+        // Importing ml_dtypes registers its types with NumPy.
         py.import("ml_dtypes")?;
     }
     py.import("numpy")?.call_method1("dtype", (&*spelling(dtype),))
 }
 
-/// The spelling of the type that an object is, with `strict`; without it None for an object that is no type.
+/// Returns the spelling of an object's type. For an object that is not a type, raises `Invalid` if `strict`, else returns None.
 #[pyfunction(name = "_dtype_name")]
 pub(crate) fn name(object: &Bound<'_, PyAny>, strict: bool) -> Outcome<Option<Cow<'static, str>>> {
     let found = if strict { Some(extract(object)?) } else { of_object(object)? };
     Ok(found.map(spelling))
 }
 
-/// The type that a caller names: by a text, or by a dtype of NumPy, ml_dtypes, JAX or PyTorch.
+/// Returns the type that a caller names: a text, or a dtype of NumPy, ml_dtypes, JAX or PyTorch.
 ///
 /// # Errors
-/// `ValueError` for an object that is no type, and for a type that readers would not get back as it is.
+/// `ValueError` for an object that is not a type, and for a type that readers could not restore.
 pub(crate) fn extract(named: &Bound<'_, PyAny>) -> Outcome<ElementType> {
     if let Ok(text) = named.cast::<PyString>() {
         return parse(&text.to_cow()?);
@@ -176,17 +176,17 @@ pub(crate) fn extract(named: &Bound<'_, PyAny>) -> Outcome<ElementType> {
     let shown = shown(named)?;
     Err(Failure::invalid(if is_compound(named)? {
         format!(
-            "dtype={shown} has fields or is an array itself, and readers would get its bytes alone: share each field as an array of its own"
+            "dtype={shown} has fields or is a subarray, and readers would only get its bytes: share each field as a separate array"
         )
     } else {
         format!(
-            "dtype={shown} is no type of elements that vmmfd supports: use bool, integers and floats of 8 to 64 bits, bfloat16, complex64, \
+            "dtype={shown} is not a supported element type: use bool, integers and floats of 8 to 64 bits, bfloat16, complex64, \
              complex128 or void, by a name such as \"float32\""
         )
     }))
 }
 
-/// The type that an object of another library is; `None` for other objects, and for types that are not supported.
+/// Returns the type of another library's object; `None` for other objects, and for unsupported types.
 fn of_object(named: &Bound<'_, PyAny>) -> Outcome<Option<ElementType>> {
     let py = named.py();
     let text = |name: &str| -> PyResult<Option<String>> {
@@ -196,7 +196,7 @@ fn of_object(named: &Bound<'_, PyAny>) -> Outcome<Option<ElementType>> {
     if let Some(known) = of_dtype(named)? {
         return Ok(known);
     }
-    // The scalars of JAX have a dtype. That one's own is not looked at: it might be without an end.
+    // JAX's scalar types have a dtype. The dtype's own `dtype` is ignored: the chain might not end.
     if let Some(dtype) = tolerant(py, named.getattr("dtype"))?
         && !named.hasattr("__mro__")?
     {
@@ -215,8 +215,8 @@ fn of_object(named: &Bound<'_, PyAny>) -> Outcome<Option<ElementType>> {
     Ok(shown.to_string_lossy().strip_prefix("torch.").and_then(|name| ElementType::from_str(name).ok()))
 }
 
-/// The type that a dtype of NumPy is, also of types that ml_dtypes adds. `None` for an object that is no dtype, `Some(None)` for a type
-/// that is not supported.
+/// Returns the type of a NumPy dtype, including types that ml_dtypes adds. `None` for an object that is not a dtype, `Some(None)` for an
+/// unsupported type.
 fn of_dtype(named: &Bound<'_, PyAny>) -> Outcome<Option<Option<ElementType>>> {
     let py = named.py();
     let text = |name: &str| -> PyResult<Option<String>> {
@@ -227,12 +227,12 @@ fn of_dtype(named: &Bound<'_, PyAny>) -> Outcome<Option<Option<ElementType>>> {
     if is_compound(named)? {
         return Ok(Some(None));
     }
-    // Not by the typestr alone: that of ml_dtypes' types, of 4 bits too, is one of raw bytes.
+    // The typestr alone is not enough: ml_dtypes types, even of 4 bits, have that of raw bytes.
     let order = if typestr.starts_with('>') { ">" } else { "" };
     Ok(Some(ElementType::from_str(&format!("{order}{name}")).ok()))
 }
 
-/// Whether the elements of a dtype have fields, or are arrays themselves.
+/// Whether the elements of a dtype have fields, or are subarrays.
 fn is_compound(dtype: &Bound<'_, PyAny>) -> PyResult<bool> {
     for attribute in ["fields", "subdtype"] {
         if tolerant(dtype.py(), dtype.getattr(attribute))?.is_some_and(|found| !found.is_none()) {

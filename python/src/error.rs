@@ -1,4 +1,4 @@
-//! Errors as Python exceptions: `vmmfd.Error`, and one class for each built-in exception that a caller would expect.
+//! Errors as Python exceptions: `vmmfd.Error`, and one class for each matching built-in exception.
 
 use std::io;
 
@@ -16,16 +16,16 @@ use vmmfd::{
     error::{BrokerError, ErrorCode, LoadError, MemoryError, PeerError, RefusalCode, SocketError, WeightsError, code},
 };
 
-/// An error of the library, or the exception that a callback raised.
+/// An error of the library, of the caller, or the exception of a callback.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Library(Error),
-    /// What the caller did wrong, in a sentence, with the class that it is.
+    /// The caller's error as a sentence, with its class.
     Caller(Class, String),
     Python(PyErr),
 }
 
-/// The result of what Python calls.
+/// The result of functions that Python calls.
 pub(crate) type Outcome<T> = Result<T, Failure>;
 
 impl From<Error> for Failure {
@@ -46,30 +46,30 @@ impl Failure {
         Self::Caller(Class::Invalid, message.into())
     }
 
-    /// What an object can't do in the state that it is in: `ValueError`.
+    /// An object whose state forbids the call: `ValueError`.
     pub(crate) fn unusable(message: impl Into<String>) -> Self {
         Self::Caller(Class::Invalid, message.into())
     }
 
-    /// The same failure, which says of what it is.
-    pub(crate) fn about(self, what: &str) -> Self {
+    /// Adds a subject to the message.
+    pub(crate) fn with_subject(self, what: &str) -> Self {
         match self {
             Self::Caller(class, message) => Self::Caller(class, format!("{what}: {message}")),
             other => other,
         }
     }
 
-    /// What can't be exported as asked: `BufferError`.
+    /// A refused export: `BufferError`.
     pub(crate) fn export(message: impl Into<String>) -> Self {
         Self::Caller(Class::Export, message.into())
     }
 }
 
-/// What a look at a foreign object found, or nothing if it is no such object. Other exceptions than those by which an object says so, a
-/// `KeyboardInterrupt` or a `MemoryError`, are passed on.
+/// Returns the result of a query to a foreign object, or `None` if its exception means that it does not support the query. Other
+/// exceptions, such as `KeyboardInterrupt` and `MemoryError`, are passed on.
 ///
 /// # Errors
-/// Those.
+/// The other exceptions.
 pub(crate) fn tolerant<T>(py: Python<'_>, found: PyResult<T>) -> PyResult<Option<T>> {
     match found {
         Ok(found) => Ok(Some(found)),
@@ -86,10 +86,10 @@ pub(crate) fn tolerant<T>(py: Python<'_>, found: PyResult<T>) -> PyResult<Option
     }
 }
 
-/// An argument as a message shows it.
+/// Formats an argument for a message.
 ///
 /// # Errors
-/// What its `__repr__` raises that is no `Exception`, such as `KeyboardInterrupt`.
+/// Exceptions of its `__repr__` that are not an `Exception`, such as `KeyboardInterrupt`, and `MemoryError`.
 pub(crate) fn shown(given: &Bound<'_, PyAny>) -> PyResult<String> {
     match given.repr() {
         Ok(text) => Ok(text.to_string_lossy().into_owned()),
@@ -140,7 +140,7 @@ impl Class {
         }
     }
 
-    /// The class of a library's error.
+    /// The class of a library error.
     fn of(error: &Error) -> Self {
         use vmmfd::ErrorKind;
         match error {
@@ -178,26 +178,24 @@ impl Class {
     }
 }
 
-/// What to do about an error, where that is known.
+/// The next step after an error, if known.
 fn hint(error: &Error) -> Option<String> {
     let hint = match error {
         Error::Broker(BrokerError { code, .. }) => match code {
-            RefusalCode::Absent => "broker.list() shows what there is; with wait= it may come later",
-            RefusalCode::Exists => "put it with replace=True to make it the next version",
-            RefusalCode::Version => "broker.stat(name) has the current version: another process has replaced it",
-            RefusalCode::Denied => "its owner decides who may: broker.stat(name).summary has owner and mode",
-            RefusalCode::Quota => {
-                "delete names that are not needed any more, or start the broker with a larger --quota"
-            }
+            RefusalCode::Absent => "broker.list() shows all names; give wait= if the object may appear later",
+            RefusalCode::Exists => "replace it with replace=True",
+            RefusalCode::Version => "another process has replaced it: broker.stat(name) shows the current version",
+            RefusalCode::Denied => "its owner grants access: broker.stat(name).summary has owner and mode",
+            RefusalCode::Quota => "delete names that are no longer needed, or start the broker with a larger --quota",
             RefusalCode::Full => {
-                "raise the limit of open files of the broker (LimitNOFILE= of systemd, ulimit -Hn): each segment is one"
+                "raise the broker's limit of open files (LimitNOFILE= of systemd, ulimit -Hn): each segment is one"
             }
-            RefusalCode::Timeout => "wait longer, or look at broker.list()",
+            RefusalCode::Timeout => "wait longer, or check broker.list()",
             _ => return None,
         },
         Error::Socket(SocketError::NoBroker { path, .. }) => {
             return Some(format!(
-                "start one with `vmmfd serve --socket {}`, or connect to where one listens",
+                "start one with `vmmfd serve --socket {}`, or connect to the path of a running broker",
                 path.display()
             ));
         }
@@ -208,10 +206,10 @@ fn hint(error: &Error) -> Option<String> {
             "start the server so that it admits this user: `vmmfd serve --allow-uid`, `--allow-gid`"
         }
         Error::Socket(SocketError::ClosedFolder { .. }) => {
-            "the folder's owner must let this user in: with chmod o+x, or with g+x for a group of this user"
+            "the folder's owner must give this user access: chmod o+x, or g+x for a group of this user"
         }
         Error::Peer(PeerError::NotAllowed { uid, .. }) => {
-            return Some(format!("connect with trust=[{uid}] if that user is to be trusted"));
+            return Some(format!("connect with trust=[{uid}] to trust that user"));
         }
         Error::Peer(PeerError::Timeout { .. }) => {
             "the process at the other end is stopped or overloaded, or the timeout is too short"
@@ -220,19 +218,19 @@ fn hint(error: &Error) -> Option<String> {
             "connect with backend=\"auto\", which uses memory where it is"
         }
         Error::Memory(MemoryError::OutOfMemory { .. }) | Error::Driver { code: code::OUT_OF_MEMORY, .. } => {
-            "`vmmfd who` and nvidia-smi show which processes have memory of a GPU, and free that of the host; `ulimit -v` bounds the \
-             addresses of a process"
+            "`vmmfd who` and nvidia-smi show the users of GPU memory, and free shows host memory; `ulimit -v` limits a process's address \
+             space"
         }
         Error::Memory(MemoryError::NotExchanged { source, .. }) => return hint(source),
         Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise this process's limit of open files: ulimit -n",
-        Error::Load(_) => "backend=\"host\" uses ordinary shared memory, where there is no GPU",
+        Error::Load(_) => "without a GPU, use backend=\"host\" for ordinary shared memory",
         Error::Forked { .. } => "start processes with multiprocessing's method \"spawn\", and connect in each",
         _ => return None,
     };
     Some(hint.to_owned())
 }
 
-/// An error as a message. On the host backend the operating system's answer stands for the number of CUDA's.
+/// An error as a message. On the host backend the system's error replaces CUDA's number.
 fn sentence(error: &Error) -> String {
     match error {
         Error::Driver { call, code: code::OUT_OF_MEMORY, source: Some(source), .. } => {

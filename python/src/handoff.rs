@@ -1,4 +1,4 @@
-//! An array handed from one process to others at a path, as the commands `produce` and `consume` do it.
+//! Handing an array to other processes at a path, as the commands `produce` and `consume` do.
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
@@ -18,15 +18,15 @@ use crate::{
     array::Array,
     device, driver,
     error::{Failure, Outcome},
-    memory::{Memory, Whole},
+    memory::{Memory, RegionMemory},
     time::seconds,
     waiting::interruptibly,
 };
 
-/// A consumer that was served: its process, its user, and what went wrong.
+/// A consumer that was served: its pid, its uid, and its error.
 type Served = (i32, u32, Option<String>);
 
-/// Serves an array in memory of this process's own.
+/// Serves an array in memory that this process created.
 #[pyfunction]
 #[pyo3(name = "_serve", signature = (path, array, consumers, timeout))]
 pub(crate) fn serve(
@@ -40,12 +40,12 @@ pub(crate) fn serve(
     let array = array.get();
     array.check()?;
     let owner = array.owner();
-    let owner = owner
-        .ok_or_else(|| Failure::invalid("another process made this memory: only the one that made it can serve it"))?;
+    let owner =
+        owner.ok_or_else(|| Failure::invalid("another process created this memory: only its creator can serve it"))?;
     let descriptor = array.descriptor().clone();
     interruptibly(py, |cancel| {
         let path = socket_path(path.as_deref())?;
-        // What other libraries queued is to be done before a consumer looks.
+        // Finish the work that other libraries queued before a consumer reads.
         owner.device().wait_for_work()?;
         let buffer = handoff::Buffer::new(Arc::clone(owner.shared()), Unchecked, Some(descriptor))?;
         let listener = Listener::bind(&path, false, timeout, cancel)?;
@@ -55,7 +55,7 @@ pub(crate) fn serve(
         Ok(served
             .into_iter()
             .map(|one| {
-                let wrong = one.mismatched().then(|| "it found the data wrong".to_owned());
+                let wrong = one.mismatched().then(|| "it found wrong data".to_owned());
                 (one.peer.pid, one.peer.uid, one.error.map(|error| error.in_full()).or(wrong))
             })
             .collect())
@@ -86,7 +86,7 @@ pub(crate) fn take(
         if !answer.verified {
             return Err(Failure::Library(Error::Peer(vmmfd::error::PeerError::Mismatch {
                 code: vmmfd::error::ErrorCode::Failed,
-                message: "the producer says that its data is wrong".to_owned(),
+                message: "the producer reports that its data is wrong".to_owned(),
             })));
         }
         consumer.close();
@@ -95,18 +95,18 @@ pub(crate) fn take(
             Some(descriptor) => (Arc::new(object), descriptor),
             None => (Arc::new(object), bytes(size)?),
         };
-        Array::new(Whole::new(region) as Arc<dyn Memory>, descriptor)
+        Array::new(RegionMemory::new(region) as Arc<dyn Memory>, descriptor)
     })
 }
 
-/// Memory without a type: so many bytes.
+/// Describes memory without a type as bytes.
 fn bytes(size: u64) -> Outcome<vmmfd::array::ArrayDescriptor> {
     use vmmfd::array::{ArrayDescriptor, ElementType, Order};
     Ok(ArrayDescriptor::new(ElementType::U8, [size], Order::C)?)
 }
 
-/// How long to wait: never for ever without a word.
+/// A timeout, which must be given.
 fn limit(given: &Bound<'_, PyAny>, name: &str) -> Outcome<Duration> {
     seconds(given, name)?
-        .ok_or_else(|| Failure::invalid(format!("{name}=None is no time: give seconds, or float(\"inf\")")))
+        .ok_or_else(|| Failure::invalid(format!("{name}=None is not a time: give seconds, or float(\"inf\")")))
 }

@@ -1,4 +1,4 @@
-//! JSON values as Python's objects, and back.
+//! Converts between JSON values and Python objects.
 
 use pyo3::{
     IntoPyObjectExt,
@@ -9,10 +9,10 @@ use serde_json::{Map, Number, Value};
 
 use crate::error::{Failure, Outcome};
 
-/// How deep lists and mappings may be in each other.
+/// The deepest nesting of lists and mappings.
 const DEEPEST: usize = 64;
 
-/// A value as a dict, list, str, int, float, bool or None.
+/// Converts a value to a dict, list, str, int, float, bool or None.
 pub(crate) fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
     match value {
         Value::Null => Ok(py.None().into_bound(py)),
@@ -31,7 +31,7 @@ pub(crate) fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'
     }
 }
 
-/// An object as a dict.
+/// Converts an object to a dict.
 pub(crate) fn to_dict<'py>(py: Python<'py>, fields: &Map<String, Value>) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     for (name, value) in fields {
@@ -40,20 +40,20 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, fields: &Map<String, Value>) -> PyRe
     Ok(dict)
 }
 
-/// A mapping as an object. `what` names it in an error.
+/// Converts a mapping to an object. `what` is its name in errors.
 ///
 /// # Errors
-/// `ValueError` for what JSON has no word for, with where it is.
+/// `ValueError` for a value that JSON lacks, with its position.
 pub(crate) fn from_mapping(value: &Bound<'_, PyAny>, what: &str) -> Outcome<Map<String, Value>> {
     match from_python(value, what, 0)? {
         Value::Object(fields) => Ok(fields),
-        _ => Err(Failure::invalid(format!("{what} is of type {}: give a mapping", type_of(value)))),
+        _ => Err(Failure::invalid(format!("{what} has type {}: give a mapping", type_of(value)))),
     }
 }
 
 fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Value> {
     if depth > DEEPEST {
-        return Err(Failure::invalid(format!("{at} is more than {DEEPEST} lists and mappings deep: make it flatter")));
+        return Err(Failure::invalid(format!("{at} is nested more than {DEEPEST} levels deep: flatten it")));
     }
     if value.is_none() {
         return Ok(Value::Null);
@@ -66,12 +66,12 @@ fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Valu
     }
     if value.is_instance_of::<PyInt>() {
         let number = value.extract::<u64>().map(Number::from).or_else(|_| value.extract::<i64>().map(Number::from));
-        let bad = |_| Failure::invalid(format!("{at} is {value}, which has more than 64 bits: give it as a str"));
+        let bad = |_| Failure::invalid(format!("{at} is {value}, which needs more than 64 bits: give it as a str"));
         return number.map(Value::Number).map_err(bad);
     }
     if let Ok(value) = value.cast::<PyFloat>() {
         let number = value.extract::<f64>()?;
-        let bad = || Failure::invalid(format!("{at} is {number}, which JSON can't express: give it as a str"));
+        let bad = || Failure::invalid(format!("{at} is {number}, which JSON lacks: give it as a str"));
         return Number::from_f64(number).map(Value::Number).ok_or_else(bad);
     }
     if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
@@ -98,7 +98,7 @@ fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Valu
         return Ok(Value::Object(fields));
     }
     Err(Failure::invalid(format!(
-        "{at} is of type {}: give a str, int, float, bool, None, or lists and mappings of them",
+        "{at} has type {}: give a str, int, float, bool, None, or lists and mappings of them",
         type_of(value)
     )))
 }
@@ -106,10 +106,9 @@ fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Valu
 fn text_of(value: &Bound<'_, PyAny>, at: &str) -> Outcome<String> {
     value
         .extract()
-        .map_err(|_| Failure::invalid(format!("a str in {at} has half a surrogate pair, which is no Unicode text")))
+        .map_err(|_| Failure::invalid(format!("a str in {at} has an unpaired surrogate, which is not valid Unicode")))
 }
 
-/// The name of a value's type.
 pub(crate) fn type_of(value: &Bound<'_, PyAny>) -> String {
     value.get_type().fully_qualified_name().map_or_else(|_| "unknown".to_owned(), |name| name.to_string())
 }

@@ -1,4 +1,4 @@
-//! `_native.Lease`, a hold on an object that is mapped, `_native.Prepared` and `_native.Claim`. The classes of `vmmfd/_lease.py` are made of them.
+//! `_native.Lease`, `_native.Prepared` and `_native.Claim`, which the classes of `vmmfd/_lease.py` wrap.
 
 use std::{
     collections::HashMap,
@@ -21,14 +21,14 @@ use vmmfd::{
 use crate::{
     array::Array,
     buffer::contiguous,
-    connections::{Taken, check_process},
+    connections::{Checkout, check_process},
     error::{Class, Failure, Outcome},
     json,
     leased_memory::{Leased, LeasedPiece, attributes_of, mapped, place},
-    memory::{Memory, Origin, SentPlace},
+    memory::{Memory, Origin, PickledAddress},
 };
 
-/// What an object of Python's has until it is closed, and the process that made it.
+/// The value of a Python object until it is closed, and the process that created it.
 struct UntilClosed<T> {
     value: Mutex<Option<T>>,
     made_by: ProcessIdentity,
@@ -47,7 +47,7 @@ impl<T: Send> UntilClosed<T> {
         self.value().is_none()
     }
 
-    /// Drops it with the GIL released. In a fork it does nothing.
+    /// Drops the value with the GIL released. Does nothing in a fork.
     fn close(&self, py: Python<'_>) {
         if self.made_by.is_current() {
             let value = self.value().take();
@@ -56,7 +56,7 @@ impl<T: Send> UntilClosed<T> {
     }
 }
 
-/// A lease of an object, and the object mapped.
+/// A leased and mapped object.
 #[pyclass(name = "Lease", module = "vmmfd._native", frozen, weakref)]
 pub(crate) struct Lease(UntilClosed<Arc<Leased>>);
 
@@ -65,24 +65,23 @@ impl Lease {
         Self::of(Arc::new(leased))
     }
 
-    /// A lease that others have too.
+    /// A lease that other objects share.
     pub(crate) fn of(leased: Arc<Leased>) -> Self {
         let made_by = leased.made_by;
         Self(UntilClosed::new(leased, made_by))
     }
 
     /// # Errors
-    /// `ValueError` once it is closed, and in a fork.
+    /// `ValueError` if it is closed, and in a fork.
     pub(crate) fn leased(&self) -> Outcome<Arc<Leased>> {
         check_process(self.0.made_by, "got this lease", "connect and get it again")?;
-        self.0.value().clone().ok_or_else(|| Failure::unusable("the lease was closed: get the object again"))
+        self.0.value().clone().ok_or_else(|| Failure::unusable("the lease is closed: get the object again"))
     }
 
     fn with<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Object) -> T + Send) -> Outcome<T> {
         Ok(self.leased()?.read(py, look))
     }
 
-    /// Makes arrays, and lets go of what could not be made.
     fn array_of(py: Python<'_>, made: Outcome<(Arc<LeasedPiece>, ArrayDescriptor)>) -> Outcome<Bound<'_, Array>> {
         let (piece, array) = made?;
         Ok(Bound::new(py, Array::new(piece, array)?)?)
@@ -106,13 +105,13 @@ impl Lease {
         self.with(py, |object| object.id().to_owned())
     }
 
-    /// In seconds since 1970.
+    /// The publication time in seconds since 1970.
     #[getter]
     fn created(&self, py: Python<'_>) -> Outcome<f64> {
         self.with(py, |object| object.created().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64())
     }
 
-    /// The user and the group.
+    /// The user id and the group id.
     #[getter]
     fn owner(&self, py: Python<'_>) -> Outcome<(u32, u32)> {
         self.with(py, |object| (object.owner().uid, object.owner().gid))
@@ -138,19 +137,19 @@ impl Lease {
         self.0.is_closed()
     }
 
-    /// Whether this process may write to its memory, in pages of its own.
+    /// Whether this process may write to private copies of its pages.
     #[getter]
     fn copy_on_write(&self) -> Outcome<bool> {
         Ok(self.leased()?.copy_on_write)
     }
 
-    /// How many exports to other libraries are alive.
+    /// The number of live exports to other libraries.
     #[getter]
     fn exports(&self) -> usize {
         self.leased().map_or(0, |leased| leased.exports())
     }
 
-    /// What was asked for, to ask for it again: parts and arrays.
+    /// The requested parts and arrays, to request them again.
     #[getter]
     #[allow(clippy::type_complexity)]
     fn selection(&self) -> Outcome<(Option<Vec<String>>, Option<Vec<String>>)> {
@@ -158,7 +157,7 @@ impl Lease {
         Ok((leased.selection.parts.clone(), leased.selection.arrays.clone()))
     }
 
-    /// Of each part its name, bytes of data and of memory, digest, device, and how many arrays are in it.
+    /// For each part: name, bytes of data, bytes of memory, digest, device, and the number of arrays.
     #[getter]
     #[allow(clippy::type_complexity)]
     fn parts(&self, py: Python<'_>) -> Outcome<Vec<(String, u64, u64, Option<String>, String, usize)>> {
@@ -175,7 +174,7 @@ impl Lease {
         })
     }
 
-    /// The names of the arrays that are mapped, each once.
+    /// The unique names of the mapped arrays.
     fn keys(&self, py: Python<'_>) -> Outcome<Vec<String>> {
         self.with(py, |object| {
             let mut seen = std::collections::HashSet::new();
@@ -191,12 +190,11 @@ impl Lease {
         Ok(leased.read(py, |object| match leased.find(object, name, None) {
             Ok(_) => true,
             Err(Failure::Caller(Class::NoArray, _)) => false,
-            // In several parts.
+            // The name is in several parts.
             Err(_) => true,
         }))
     }
 
-    /// An array.
     #[pyo3(signature = (name, part=None))]
     fn array<'py>(&self, py: Python<'py>, name: &str, part: Option<&str>) -> Outcome<Bound<'py, Array>> {
         let leased = self.leased()?;
@@ -208,8 +206,7 @@ impl Lease {
         Self::array_of(py, found)
     }
 
-    /// All arrays that are mapped: of each its part, name, the array, its attributes, and whether its elements lie in C order without
-    /// gaps.
+    /// Returns all mapped arrays, each with its part, name, attributes, and whether its elements are contiguous in C order.
     #[pyo3(signature = (part=None))]
     fn arrays<'py>(&self, py: Python<'py>, part: Option<&str>) -> Outcome<Vec<Bound<'py, PyTuple>>> {
         let leased = self.leased()?;
@@ -239,7 +236,7 @@ impl Lease {
         Ok(arrays)
     }
 
-    /// The attributes of an array, or None.
+    /// Returns the attributes of an array, or None.
     #[pyo3(signature = (name, part=None))]
     fn attributes<'py>(&self, py: Python<'py>, name: &str, part: Option<&str>) -> Outcome<Option<Bound<'py, PyDict>>> {
         let leased = self.leased()?;
@@ -250,7 +247,7 @@ impl Lease {
         Ok(attributes.map(|attributes| json::to_dict(py, &attributes)).transpose()?)
     }
 
-    /// The pieces of a part's memory, as arrays of bytes: of each where it begins in the part, and the array.
+    /// Returns the pieces of a part's memory: the offset of each in the part, and an array of its bytes.
     #[pyo3(signature = (part=None))]
     fn memory<'py>(&self, py: Python<'py>, part: Option<&str>) -> Outcome<Vec<(u64, Bound<'py, Array>)>> {
         let leased = self.leased()?;
@@ -260,12 +257,12 @@ impl Lease {
                 (None, [_]) => 0,
                 (None, parts) => {
                     let names: Vec<&str> = parts.iter().map(ObjectPart::name).collect();
-                    return Err(Failure::invalid(format!("the object has the parts {}: name one", names.join(", "))));
+                    return Err(Failure::invalid(format!("the object has the parts {}: give part=", names.join(", "))));
                 }
                 (Some(part), parts) => parts.iter().position(|of| of.name() == part).ok_or_else(|| {
                     Failure::Caller(
                         Class::NoArray,
-                        format!("{:?} has no part {part:?}, or it was not asked for", object.name()),
+                        format!("{:?} has no part {part:?}, or it was not requested", object.name()),
                     )
                 })?,
             };
@@ -280,7 +277,7 @@ impl Lease {
         pieces.into_iter().map(bytes).collect()
     }
 
-    /// An array of a part, wherever it begins there, in bytes.
+    /// Returns an array at any byte offset of a part.
     fn view<'py>(
         &self,
         py: Python<'py>,
@@ -306,34 +303,34 @@ impl Lease {
         Self::array_of(py, found)
     }
 
-    /// Puts a version that was prepared at the addresses of this one. Returns the old one.
+    /// Maps a prepared version at this lease's addresses. Returns the previous version.
     fn switch(&self, py: Python<'_>, prepared: &Prepared, promised: bool) -> Outcome<Prepared> {
         let leased = self.leased()?;
         py.detach(|| leased.switch(|| prepared.take(), promised).map(Prepared::new))
     }
 
-    /// Gives the memory back, and keeps the addresses.
+    /// Unmaps the memory, and keeps the addresses.
     fn park(&self, py: Python<'_>, keep_lease: bool, promised: bool) -> Outcome<()> {
         let leased = self.leased()?;
         py.detach(|| leased.park(keep_lease, promised))
     }
 
-    /// Ends the lease, now or when the last array in it is gone.
+    /// Closes the lease, now or when its last array is gone.
     fn close(&self, py: Python<'_>) {
         let leased = self.0.value().take();
         py.detach(|| {
             if let Some(leased) = leased.and_then(Arc::into_inner) {
-                leased.let_go_now();
+                leased.release_now();
             }
         });
     }
 }
 
-/// What of a broker an array is: the broker's path, backend, timeout and trust; name, version and id; part, and where its memory begins there and
-/// how long it is; and of the array type, shape, strides and offset in the part.
-type Sent = (SentPlace, (String, u64, String), (String, u64, u64), (String, Vec<u64>, Option<Vec<i64>>, u64));
+/// The origin of an array: the broker's path, backend, timeout and trust; name, version and id; part, and offset and size of its memory
+/// there; and the array's type, shape, strides and offset in the part.
+type Sent = (PickledAddress, (String, u64, String), (String, u64, u64), (String, Vec<u64>, Option<Vec<i64>>, u64));
 
-/// What another process needs to get an array, if it is of a lease.
+/// Returns the data another process needs to get an array, if it is leased.
 #[pyfunction]
 pub(crate) fn origin(py: Python<'_>, array: &Bound<'_, Array>) -> Option<Sent> {
     let array = array.get();
@@ -344,7 +341,7 @@ pub(crate) fn origin(py: Python<'_>, array: &Bound<'_, Array>) -> Option<Sent> {
     Some((broker.sent(), (name, version, id), (part, start, length), (dtype, shape, strides, offset)))
 }
 
-/// A version that is imported and mapped nowhere.
+/// An imported version without a mapping.
 #[pyclass(name = "Prepared", module = "vmmfd._native", frozen, weakref)]
 pub(crate) struct Prepared(UntilClosed<broker::Prepared>);
 
@@ -369,7 +366,7 @@ impl Prepared {
 }
 
 fn used() -> Failure {
-    Failure::unusable("the version was switched to, or closed: prepare it again")
+    Failure::unusable("the version is closed, or was switched to: prepare it again")
 }
 
 #[pymethods]
@@ -405,12 +402,12 @@ impl Prepared {
     }
 }
 
-/// The right to be the one that makes an object.
+/// The right to create an object.
 #[pyclass(name = "Claim", module = "vmmfd._native", frozen, weakref)]
-pub(crate) struct Claim(UntilClosed<(broker::Claim, Taken)>);
+pub(crate) struct Claim(UntilClosed<(broker::Claim, Checkout)>);
 
 impl Claim {
-    pub(crate) fn new(claim: broker::Claim, client: Taken) -> Self {
+    pub(crate) fn new(claim: broker::Claim, client: Checkout) -> Self {
         Self(UntilClosed::new((claim, client), ProcessIdentity::current()))
     }
 }
@@ -422,7 +419,7 @@ impl Claim {
         self.0.is_closed()
     }
 
-    /// Passes it on to the next that waits.
+    /// Passes the claim to the next waiting process.
     fn close(&self, py: Python<'_>) {
         self.0.close(py);
     }

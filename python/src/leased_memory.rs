@@ -1,4 +1,4 @@
-//! An object of the broker that is mapped, and the memory that its arrays keep: no Python objects, so any thread may let go of it.
+//! A mapped object of the broker, and the memory of its arrays: no Python objects, so any thread may release it.
 
 use std::{
     collections::HashMap,
@@ -21,34 +21,34 @@ use vmmfd::{
 
 use crate::{
     error::{Class, Failure, Outcome},
-    memory::{Export, Memory, Origin, Place},
-    reaper::Kept,
+    memory::{BrokerAddress, Export, Memory, Origin},
+    reaper::Reaped,
 };
 
-/// How many arrays are searched one by one.
-const FEW: usize = 8;
+/// Up to this many arrays are searched without an index.
+const LINEAR_SEARCH_MAX: usize = 8;
 
-/// What of an object was asked for: of another version the same.
+/// The requested parts and arrays, requested again for another version.
 #[derive(Debug, Default)]
 pub(crate) struct Selection {
     pub(crate) parts: Option<Vec<String>>,
     pub(crate) arrays: Option<Vec<String>>,
 }
 
-/// An object that is mapped, and its lease, until the last array in it is gone.
+/// A mapped object and its lease, until its last array is gone.
 ///
-/// Arrays have its addresses and read through its lock, so that another version can take its place while they live.
+/// Arrays have its addresses and read under its lock, so that another version can be mapped while they live.
 pub(crate) struct Leased {
-    object: Kept<RwLock<Mapped>>,
-    /// Counts what was exported to other libraries: they have an address, and know of no lock.
+    object: Reaped<RwLock<Mapped>>,
+    /// Counts the exports to other libraries, which use the addresses without the lock.
     exports: Arc<()>,
-    /// Whether nothing is mapped. Changed with the lock held.
+    /// Whether no memory is mapped. Changed with the lock held.
     parked: AtomicBool,
     index: Mutex<Option<Arc<Index>>>,
     pub(crate) selection: Selection,
-    /// Whether this process may write to it, in pages of its own.
+    /// Whether this process may write to private copies of its pages.
     pub(crate) copy_on_write: bool,
-    place: Arc<Place>,
+    place: Arc<BrokerAddress>,
     pub(crate) made_by: ProcessIdentity,
 }
 
@@ -56,15 +56,14 @@ pub(crate) struct Leased {
 struct Mapped(Object);
 
 impl Drop for Mapped {
-    /// What keeps it has waited for the first device alone.
+    /// The reaper has waited for the first device only: waits for the others.
     fn drop(&mut self) {
         let mut pieces = self.0.parts().iter().flat_map(ObjectPart::pieces);
         let Some(first) = pieces.next() else { return };
         let mut done: Vec<&Device> = vec![first.device()];
         for piece in pieces.filter(|piece| !piece.is_parked()) {
             if done.iter().all(|device| device.uuid() != piece.device().uuid()) {
-                // Not as `synchronize` does: another thread may be capturing a stream. It fails with the error of earlier work, which is
-                // not this one's.
+                // Not `synchronize`: another thread may be capturing a stream. An error belongs to earlier work.
                 let _ = piece.device().wait_for_work();
                 done.push(piece.device());
             }
@@ -72,16 +71,16 @@ impl Drop for Mapped {
     }
 }
 
-/// In which parts the mapped arrays of a name are, and where in their tables.
+/// For each name, the parts with a mapped array of that name, and its index in their tables.
 type Index = HashMap<String, Vec<(usize, usize)>>;
 
 impl Leased {
-    pub(crate) fn new(object: Object, selection: Selection, place: Arc<Place>) -> Self {
+    pub(crate) fn new(object: Object, selection: Selection, place: Arc<BrokerAddress>) -> Self {
         let mapped = object.parts().iter().flat_map(ObjectPart::pieces).next();
         let mapped = mapped.map(|piece| (piece.device().clone(), piece.access() == Access::ReadWrite));
         let (device, copy_on_write) = mapped.expect("a lease has memory");
         Self {
-            object: Kept::new(&device, RwLock::new(Mapped(object))),
+            object: Reaped::new(&device, RwLock::new(Mapped(object))),
             exports: Arc::default(),
             parked: AtomicBool::new(false),
             index: Mutex::default(),
@@ -100,17 +99,16 @@ impl Leased {
         self.object.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many exports to other libraries are alive.
     pub(crate) fn exports(&self) -> usize {
         Export::count(&self.exports)
     }
 
-    /// Releases the memory now, and ends the lease.
-    pub(crate) fn let_go_now(self) {
-        self.object.let_go_now();
+    /// Waits for the device, then releases the memory and the lease.
+    pub(crate) fn release_now(self) {
+        self.object.release_now();
     }
 
-    /// Looks at the object, with the GIL released.
+    /// Reads the object, with the GIL released.
     pub(crate) fn read<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Object) -> T + Send) -> T {
         py.detach(|| look(&self.object().0))
     }
@@ -131,24 +129,24 @@ impl Leased {
         }
     }
 
-    /// Fails if other libraries have its addresses, unless the caller promises that they are not used meanwhile.
+    /// Fails if other libraries have exports, unless the caller promises that they are not used.
     fn check_exports(&self, promised: bool, verb: &str) -> Outcome<()> {
         match self.exports() {
             0 => Ok(()),
             _ if promised => Ok(()),
             count => Err(Failure::export(format!(
-                "{count} exports of its arrays to other libraries are alive, which may use the memory while it is exchanged: drop them, or \
-                 promise that nothing uses them until {verb} returns, with exported=\"valid\""
+                "other libraries hold {count} exports of its arrays and may use the memory during the call: drop them, or promise with \
+                 exported=\"valid\" that nothing uses them until {verb} returns"
             ))),
         }
     }
 
-    /// Imports another version. Blocks for the driver's calls.
+    /// Imports another version. Blocks for the driver calls.
     pub(crate) fn prepare(&self, lease: broker::Lease) -> Outcome<broker::Prepared> {
         Ok(self.object().0.prepare(lease)?)
     }
 
-    /// `next` is not called where other libraries have its addresses.
+    /// Calls `next` only if the switch is allowed.
     pub(crate) fn switch(
         &self,
         next: impl FnOnce() -> Outcome<broker::Prepared>,
@@ -158,7 +156,7 @@ impl Leased {
         self.check_exports(promised, "switch")?;
         self.check_mapped(&object.0)?;
         let switched = object.0.switch(next()?);
-        self.changed(&object.0);
+        self.state_changed(&object.0);
         Ok(switched?)
     }
 
@@ -168,25 +166,25 @@ impl Leased {
             self.check_exports(promised, "unpark")?;
         }
         let parked = object.0.park(keep_lease);
-        self.changed(&object.0);
+        self.state_changed(&object.0);
         Ok(parked?)
     }
 
-    /// Fills the addresses again. Blocks for the driver's calls.
+    /// Maps a version at the parked addresses. Blocks for the driver calls.
     pub(crate) fn unpark(&self, lease: broker::Lease) -> Outcome<()> {
         let mut object = self.object_mut();
         let filled = object.0.unpark(lease);
-        self.changed(&object.0);
+        self.state_changed(&object.0);
         Ok(filled?)
     }
 
-    /// Takes note of what is there now. With the lock held.
-    fn changed(&self, object: &Object) {
+    /// Updates the state after a change. Call with the lock held.
+    fn state_changed(&self, object: &Object) {
         self.parked.store(object.is_parked(), Ordering::Release);
         *self.index.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Where the mapped arrays of each name are. With the lock held.
+    /// Returns the index of the mapped arrays. Call with the lock held.
     fn index(&self, object: &Object) -> Arc<Index> {
         let mut index = self.index.lock().unwrap_or_else(PoisonError::into_inner);
         let made = || {
@@ -199,7 +197,7 @@ impl Leased {
         Arc::clone(index.get_or_insert_with(made))
     }
 
-    /// The array of a name: in the part that is named, or in the only one that has it.
+    /// Finds an array: in the named part, or in the only part that has it.
     pub(crate) fn find<'a>(
         &self,
         object: &'a Object,
@@ -207,7 +205,7 @@ impl Leased {
         part: Option<&str>,
     ) -> Outcome<(usize, &'a ArrayEntry)> {
         let count: usize = object.parts().iter().map(|part| part.arrays().len()).sum();
-        let mut found: Vec<(usize, &ArrayEntry)> = if count <= FEW {
+        let mut found: Vec<(usize, &ArrayEntry)> = if count <= LINEAR_SEARCH_MAX {
             mapped(object).filter(|(_, _, entry)| entry.name == name).map(|(part, _, entry)| (part, entry)).collect()
         } else {
             let index = self.index(object);
@@ -219,7 +217,7 @@ impl Leased {
             if object.part(part).is_none() {
                 return Err(Failure::Caller(
                     Class::NoArray,
-                    format!("{} has no part {part:?}, or it was not asked for", here()),
+                    format!("{} has no part {part:?}, or it was not requested", here()),
                 ));
             }
             found.retain(|(at, _)| object.parts()[*at].name() == part);
@@ -229,8 +227,8 @@ impl Leased {
             [] => {
                 let exists = object.parts().iter().any(|part| part.arrays().iter().any(|entry| entry.name == name));
                 let problem = match exists {
-                    true => format!("array {name:?} of {} was not asked for: get it too", here()),
-                    false => format!("{} has no array {name:?}{}", here(), similar(object)),
+                    true => format!("array {name:?} of {} was not requested: get it too", here()),
+                    false => format!("{} has no array {name:?}{}", here(), available_arrays(object)),
                 };
                 Err(Failure::Caller(Class::NoArray, problem))
             }
@@ -238,7 +236,7 @@ impl Leased {
                 let parts: Vec<&str> = several.iter().map(|(part, _)| object.parts()[*part].name()).collect();
                 let parts = parts.join(", ");
                 Err(Failure::invalid(format!(
-                    "array {name:?} is in the parts {parts}: name one, with array({name:?}, part=...)"
+                    "array {name:?} is in the parts {parts}: choose one with array({name:?}, part=...)"
                 )))
             }
         }
@@ -246,12 +244,14 @@ impl Leased {
 
     pub(crate) fn check_mapped(&self, object: &Object) -> Outcome<()> {
         match self.is_parked() {
-            true => Err(Failure::unusable(format!("{:?} is parked, and nothing is mapped: unpark it", object.name()))),
+            true => {
+                Err(Failure::unusable(format!("{:?} is parked, and has no memory mapped: unpark it", object.name())))
+            }
             false => Ok(()),
         }
     }
 
-    /// The piece of memory in which an array is, and the array in it.
+    /// Returns the piece of memory that contains an array, and the array's position in it.
     pub(crate) fn piece(
         self: &Arc<Self>,
         object: &Object,
@@ -261,7 +261,7 @@ impl Leased {
         let mut array = entry.array.clone();
         let pieces = object.parts()[part].pieces();
         let at = place(pieces, &array)?.ok_or_else(|| {
-            Failure::Caller(Class::NoArray, format!("array {:?} was not asked for: get it too", entry.name))
+            Failure::Caller(Class::NoArray, format!("array {:?} was not requested: get it too", entry.name))
         })?;
         array.offset -= pieces[at].start();
         Ok((self.whole_piece(object, part, at), array))
@@ -280,7 +280,7 @@ impl Leased {
     }
 }
 
-/// The arrays whose bytes are mapped: the part, where in its table, and what.
+/// The mapped arrays: part, index in its table, and entry.
 pub(crate) fn mapped(object: &Object) -> impl Iterator<Item = (usize, usize, &ArrayEntry)> {
     object.parts().iter().enumerate().flat_map(|(number, part)| {
         let whole = matches!(part.pieces(), [piece] if piece.start() == 0 && piece.size() >= part.description().size);
@@ -290,14 +290,14 @@ pub(crate) fn mapped(object: &Object) -> impl Iterator<Item = (usize, usize, &Ar
     })
 }
 
-/// In which piece an array is.
+/// Returns the index of the piece that contains an array.
 pub(crate) fn place(pieces: &[Arc<vmmfd::memory::Imported>], array: &ArrayDescriptor) -> Result<Option<usize>> {
     let span = array.span()?;
     Ok(pieces.iter().position(|piece| piece.start() <= span.start && span.end <= piece.start() + piece.size()))
 }
 
-/// What arrays there are, for a person who asked for another.
-fn similar(object: &Object) -> String {
+/// Lists available arrays for an error message.
+fn available_arrays(object: &Object) -> String {
     const SHOWN: usize = 5;
     let mut names: Vec<&str> = mapped(object).map(|(_, _, entry)| entry.name.as_str()).take(SHOWN + 1).collect();
     let more = if names.len() > SHOWN { ", ..." } else { "" };
@@ -305,7 +305,7 @@ fn similar(object: &Object) -> String {
     if names.is_empty() { ", and no other".to_owned() } else { format!("; it has {}{more}", names.join(", ")) }
 }
 
-/// A piece of leased memory: what arrays keep.
+/// A piece of leased memory, which arrays keep.
 pub(crate) struct LeasedPiece {
     leased: Arc<Leased>,
     part: usize,
@@ -334,14 +334,16 @@ impl Memory for LeasedPiece {
 
     fn check_mapped(&self) -> Result<()> {
         match self.leased.is_parked() {
-            true => Err(Error::Misuse { problem: "its lease is parked, and nothing is mapped: unpark it".to_owned() }),
+            true => {
+                Err(Error::Misuse { problem: "its lease is parked, and has no memory mapped: unpark it".to_owned() })
+            }
             false => Ok(()),
         }
     }
 
     fn export(&self) -> Result<Export> {
-        // Not while another version takes its place. The thread that does that needs no GIL; others do meanwhile. What is mapped is looked at
-        // with the lock held: a park counts the exports with it held, too.
+        // Not during a switch. The switching thread does not need the GIL, but others do. The check runs under the lock, under which a park
+        // counts the exports.
         let counted = || self.check_mapped().map(|()| Export::counted(&self.leased.exports));
         let free = match self.leased.object.try_read() {
             Ok(object) => Some(object),

@@ -1,4 +1,4 @@
-//! Arrays by legacy handles (`CUipcMemHandle`), as Numba's `get_ipc_handle` and `open_ipc_array` have them.
+//! Arrays by legacy handles (`CUipcMemHandle`), as in Numba's `get_ipc_handle` and `open_ipc_array`.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -14,31 +14,31 @@ use crate::{
     array_new, device, driver, dtype,
     error::{Failure, Outcome},
     memory::{Export, Memory},
-    reaper::Kept,
+    reaper::Reaped,
 };
 
-/// Memory that was opened and can be closed while arrays of it are about: they are then arrays of nothing.
+/// OpenedHandle memory that can be closed while arrays of it exist: they then have no memory.
 struct Closable {
-    memory: RwLock<Option<Kept<Arc<LegacyMemory>>>>,
+    memory: RwLock<Option<Reaped<Arc<LegacyMemory>>>>,
     device: Device,
     address: u64,
     size: u64,
-    /// Held for some instructions at a time, also with the GIL held: the lock of the memory may be held over a long copy.
-    state: Mutex<State>,
+    /// Held for a few instructions at a time, also with the GIL held. The lock of the memory may be held during a long copy.
+    state: Mutex<OpenState>,
 }
 
-struct State {
+struct OpenState {
     open: bool,
     /// Held by each managed tensor and each view.
     exports: Arc<()>,
 }
 
 impl Closable {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, OpenState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes it, unless something was exported, or in any case. Waits for copies and for the device. Where that fails it stays open.
+    /// Closes the handle; with exports only if `force`. Waits for copies and for the device. After an error the handle stays open.
     fn close(&self, force: bool) -> Outcome<()> {
         {
             let mut state = self.state();
@@ -48,13 +48,13 @@ impl Closable {
             }
             if exports > 0 && !force {
                 return Err(Failure::export(format!(
-                    "other libraries have views of the array ({exports}): drop them first, or say exported=\"valid\" if none is used any more"
+                    "other libraries have {exports} views of the array: drop them first, or give exported=\"valid\" if none is used any more"
                 )));
             }
             state.open = false;
         }
         let mut held = self.memory.write().unwrap_or_else(PoisonError::into_inner);
-        // Its owner may free it as soon as this returns.
+        // The owner may free the memory as soon as this returns.
         if let Err(error) = self.device.wait_for_work() {
             drop(held);
             self.state().open = true;
@@ -63,7 +63,7 @@ impl Closable {
         let memory = held.take();
         drop(held);
         if let Some(memory) = memory {
-            memory.let_go_now();
+            memory.release_now();
         }
         Ok(())
     }
@@ -78,7 +78,7 @@ impl Closable {
 }
 
 fn closed() -> Error {
-    Error::Misuse { problem: "the handle was closed: its memory is not open here any more".to_owned() }
+    Error::Misuse { problem: "the handle is closed, and its memory is unmapped".to_owned() }
 }
 
 impl Memory for Closable {
@@ -108,7 +108,7 @@ impl Memory for Closable {
     }
 
     fn export_by_interface(&self) -> Result<Export> {
-        // As with Numba, who reads the interface has to know when the handle is closed.
+        // As in Numba, readers of the interface must know when the handle is closed.
         Ok(Export::default())
     }
 
@@ -121,28 +121,26 @@ impl Memory for Closable {
     }
 }
 
-/// A legacy handle that was opened.
+/// An open legacy handle.
 #[pyclass(name = "_OpenedHandle", module = "vmmfd._native", frozen)]
-pub(crate) struct Opened {
+pub(crate) struct OpenedHandle {
     memory: Arc<Closable>,
     descriptor: ArrayDescriptor,
 }
 
 #[pymethods]
-impl Opened {
-    /// The array.
+impl OpenedHandle {
     #[getter]
     fn array(&self) -> Outcome<Array> {
         Array::new(Arc::clone(&self.memory) as Arc<dyn Memory>, self.descriptor.clone())
     }
 
-    /// Closes the handle.
     fn close(&self, py: Python<'_>, force: bool) -> Outcome<()> {
         py.detach(|| self.memory.close(force))
     }
 }
 
-/// Makes an array in memory that is shared by a legacy handle.
+/// Creates an array in memory that is shared by a legacy handle.
 #[pyfunction]
 #[pyo3(name = "_legacy_empty", signature = (shape, dtype, device, backend))]
 pub(crate) fn empty(
@@ -152,10 +150,10 @@ pub(crate) fn empty(
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
 ) -> Outcome<Array> {
-    array_new::made(py, shape, dtype, device, backend, Spec::legacy)
+    array_new::create(py, shape, dtype, device, backend, Spec::legacy)
 }
 
-/// The handle of an array that [`empty`] made, and where the array begins behind what it opens.
+/// Returns the handle of an array that [`empty`] created, and the array's offset from the opened address.
 #[pyfunction]
 #[pyo3(name = "_legacy_handle")]
 pub(crate) fn handle(py: Python<'_>, array: &Bound<'_, Array>) -> Outcome<([u8; 64], u64)> {
@@ -163,7 +161,7 @@ pub(crate) fn handle(py: Python<'_>, array: &Bound<'_, Array>) -> Outcome<([u8; 
     array.check()?;
     let wrong = || {
         Failure::invalid(
-            "only arrays of vmmfd.legacy.empty() have a legacy handle: serve others, or put them into a broker",
+            "only arrays of vmmfd.legacy.empty() have a legacy handle: serve other arrays, or put them into a broker",
         )
     };
     let owner = array.owner().ok_or_else(wrong)?;
@@ -188,20 +186,20 @@ pub(crate) fn open(
     offset: u64,
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
-) -> Outcome<Opened> {
+) -> Outcome<OpenedHandle> {
     let pointer: [u8; 64] = handle
         .try_into()
-        .map_err(|_| Failure::invalid(format!("a legacy handle has 64 bytes, and this one {}", handle.len())))?;
+        .map_err(|_| Failure::invalid(format!("a legacy handle has 64 bytes, and this has {}", handle.len())))?;
     let descriptor = ArrayDescriptor { dtype: dtype::extract(dtype)?, shape: array::shape(shape)?, strides, offset };
     let wanted = device.map(device::selector).transpose()?;
     py.detach(|| {
         let device = driver::device(&driver::driver(backend)?, wanted)?;
         let memory = LegacyMemory::open(&device, &Pointer(pointer))?;
         let (address, size) = (memory.address(), memory.size());
-        let kept = Kept::new(&device, memory);
+        let kept = Reaped::new(&device, memory);
         descriptor.check(size)?;
-        let state = Mutex::new(State { open: true, exports: Arc::default() });
+        let state = Mutex::new(OpenState { open: true, exports: Arc::default() });
         let memory = Closable { memory: RwLock::new(Some(kept)), device, address, size, state };
-        Ok(Opened { memory: Arc::new(memory), descriptor })
+        Ok(OpenedHandle { memory: Arc::new(memory), descriptor })
     })
 }

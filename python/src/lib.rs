@@ -1,7 +1,7 @@
-//! The native half of the Python package `vmmfd`: memory, arrays and the broker's client as Python classes.
+//! The native extension of the Python package `vmmfd`: memory, arrays and the broker client as Python classes.
 //!
-//! Each file is one class or one job. Below them all is `memory`: what keeps an array's bytes, owned by Rust alone, so that it can be
-//! let go of on any thread, with or without the GIL, and while the interpreter ends.
+//! Each file has one class or one job. All build on `memory`: Rust alone owns an array's bytes, so that they can be released on any thread,
+//! with or without the GIL, and during interpreter shutdown.
 
 mod array;
 mod array_index;
@@ -42,14 +42,14 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 
-/// Waits until the memory that was dropped is given back. False if that took longer than `timeout` seconds.
+/// Waits until dropped memory is released. Returns False after `timeout` seconds.
 #[pyfunction(name = "_settle")]
 fn settle(py: Python<'_>, timeout: f64) -> bool {
     let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
     py.detach(|| reaper::settle(timeout))
 }
 
-// Nothing here takes the GIL for a lock: a free-threaded Python stays without one.
+// No lock here needs the GIL: a free-threaded Python keeps running without it.
 #[pymodule(name = "_native", gil_used = false)]
 fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
@@ -69,7 +69,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(legacy::empty, module)?)?;
     module.add_function(wrap_pyfunction!(legacy::handle, module)?)?;
     module.add_function(wrap_pyfunction!(legacy::open, module)?)?;
-    module.add_class::<legacy::Opened>()?;
+    module.add_class::<legacy::OpenedHandle>()?;
     module.add_class::<pool::PyPool>()?;
     // Broker
     module.add_class::<client::Client>()?;
@@ -84,7 +84,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_find, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_close, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_figures, module)?)?;
-    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_trouble, module)?)?;
+    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_last_error, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::make_read_only, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::check_read_only, module)?)?;
     // Weights

@@ -1,4 +1,4 @@
-//! The memory of arrays. Rust alone owns it, so that it is released on any thread, with or without an interpreter.
+//! The memory of arrays. Rust alone owns it, so that it can be released on any thread, with or without an interpreter.
 
 use std::{
     ffi::OsString,
@@ -21,127 +21,127 @@ use vmmfd::{
 
 use crate::{
     error::{Failure, Outcome},
-    reaper::{self, Kept},
+    reaper::{self, Reaped},
 };
 
-/// Memory that arrays are in. Arrays, the managed tensors of DLPack and views of the buffer protocol hold it by `Arc<dyn Memory>`, and it
-/// goes with the last of them.
+/// The memory of arrays. Arrays, DLPack tensors and buffer protocol views hold it by `Arc<dyn Memory>`; the last of them releases it.
 ///
-/// An owner of a GPU's memory itself keeps it in a [`Kept`], as [`Whole`] does: a view may be dropped on any
-/// thread, and while kernels still use it.
+/// An implementation that owns GPU memory keeps it in a [`Reaped`], as [`RegionMemory`] does: a view may be dropped on any thread, while kernels
+/// still use the memory.
 pub(crate) trait Memory: Send + Sync {
     /// The device that uses it.
     fn device(&self) -> &Device;
 
-    /// Its first address, the same for all its life.
+    /// Its first address, which never changes.
     fn address(&self) -> u64;
 
     /// Its size in bytes.
     fn size(&self) -> u64;
 
-    /// Whether this process may only read it. On CUDA a kernel's write then ends the context; on host memory it is a fault.
+    /// Whether this process may only read it. A write destroys the CUDA context, or on host memory faults.
     fn is_read_only(&self) -> bool;
 
-    /// Fails while there is nothing at its addresses.
+    /// Fails while no memory is mapped at its addresses.
     fn check_mapped(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Stands for one export to another library, until it is dropped: what is mapped must not change under it unasked. Whether the memory
-    /// is read-only is to be asked afterwards: another thread may have made it so until now. May block for a switch, without the GIL.
+    /// Counts one export to another library until the result is dropped: meanwhile the mapping must not change without the caller's
+    /// promise. Check `is_read_only` after the export, because another thread may have sealed the memory in between. May block for a
+    /// switch, without the GIL.
     ///
     /// # Errors
-    /// As [`Memory::check_mapped`], of the very moment at which it begins to count.
+    /// As [`Memory::check_mapped`], at the moment at which the export counts.
     fn export(&self) -> Result<Export> {
         self.check_mapped()?;
         Ok(Export::default())
     }
 
-    /// As [`Memory::export`], to a reader of an array interface, which holds the array and says nothing when it is done.
+    /// As [`Memory::export`], for a reader of an array interface, which holds the array and does not report when it is done.
     fn export_by_interface(&self) -> Result<Export> {
         self.export()
     }
 
-    /// Copies bytes out of it.
+    /// Copies bytes out of the memory.
     fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()>;
 
-    /// Copies bytes into it.
+    /// Copies bytes into the memory.
     fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()>;
 
-    /// It, if this process made it and can publish it.
+    /// Returns this memory, if this process created it and can publish it.
     fn owner(self: Arc<Self>) -> Option<Arc<Owned>> {
         None
     }
 
-    /// Where another process gets it, if it is of a broker. May block for a switch: release the GIL.
+    /// Returns the memory's position in the broker, if it is leased. May block for a switch: release the GIL.
     fn origin(&self) -> Option<Origin> {
         None
     }
 }
 
-/// Where memory of a broker is: for other processes.
+/// The position of leased memory, for other processes.
 #[derive(Debug)]
 pub(crate) struct Origin {
-    pub(crate) broker: Arc<Place>,
+    pub(crate) broker: Arc<BrokerAddress>,
     pub(crate) name: String,
     pub(crate) version: u64,
     pub(crate) id: String,
     pub(crate) part: String,
-    /// Where it begins in the part, and how many bytes it has.
+    /// Its offset in the part, and its size in bytes.
     pub(crate) start: u64,
     pub(crate) length: u64,
 }
 
-/// A broker, as a client connects to it.
+/// The address of a broker, and the options to connect to it.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct BrokerAddress {
     pub(crate) path: PathBuf,
     pub(crate) backend: String,
     pub(crate) timeout: Duration,
-    /// The users that it may be of, besides this process's and root.
+    /// The user ids that the broker may run as, besides root and this process's own.
     pub(crate) trust: Vec<u32>,
 }
 
-/// A [`Place`] as Python pickles it: path, backend, timeout in seconds, and users.
-pub(crate) type SentPlace = (OsString, String, f64, Vec<u32>);
+/// A [`BrokerAddress`] as pickled by Python: path, backend, timeout in seconds, and user ids.
+pub(crate) type PickledAddress = (OsString, String, f64, Vec<u32>);
 
-impl Place {
-    pub(crate) fn sent(&self) -> SentPlace {
+impl BrokerAddress {
+    pub(crate) fn sent(&self) -> PickledAddress {
         (self.path.clone().into(), self.backend.clone(), self.timeout.as_secs_f64(), self.trust.clone())
     }
 }
 
-/// An export to another library, counted where that matters.
+/// An export to another library, counted if its owner counts exports.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Export(#[allow(dead_code, reason = "counted by its owner")] Option<Arc<()>>);
 
 impl Export {
-    /// One more that `of` counts.
+    /// Adds an export to the count of `of`.
     pub(crate) fn counted(of: &Arc<()>) -> Self {
         Self(Some(Arc::clone(of)))
     }
 
-    /// How many are alive of those that `of` counts. Under a lock with which they are made it stays 0.
+    /// Returns the number of live exports that `of` counts. It stays 0 under a lock that every export takes.
     pub(crate) fn count(of: &Arc<()>) -> usize {
         let count = Arc::strong_count(of) - 1;
-        // What was written through those that were dropped is there.
+        // Makes writes through dropped exports visible.
         fence(Ordering::Acquire);
         count
     }
 }
 
-/// Memory of a region of the library: memory of this process's own, or imported once and for all.
+/// A memory region of the library: created by this process, or imported and never switched.
 #[derive(Debug)]
-pub(crate) struct Whole(Kept<Arc<dyn Region>>);
+pub(crate) struct RegionMemory(Reaped<Arc<dyn Region>>);
 
-impl Whole {
+impl RegionMemory {
     pub(crate) fn new(region: Arc<dyn Region>) -> Arc<Self> {
         let device = region.device().clone();
-        Arc::new(Self(Kept::new(&device, region)))
+        Arc::new(Self(Reaped::new(&device, region)))
     }
 }
 
-impl Memory for Whole {
+impl Memory for RegionMemory {
     fn device(&self) -> &Device {
         self.0.device()
     }
@@ -167,47 +167,47 @@ impl Memory for Whole {
     }
 }
 
-/// How long an allocation waits for dropped memory if none is left.
-const SETTLES: Duration = Duration::from_secs(5);
+/// The longest time that an allocation waits for dropped memory when memory is short.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Memory that this process made. The reaper releases it, whichever thread drops it.
+/// Memory that this process created. The reaper releases it, whichever thread drops it.
 #[derive(Debug)]
 pub(crate) struct Owned {
-    memory: Kept<Arc<Shared>>,
+    memory: Reaped<Arc<Shared>>,
     /// Held for a few instructions at a time, also with the GIL held.
     exports: Mutex<Exports>,
 }
 
 #[derive(Debug, Default)]
 struct Exports {
-    /// Counts the exports to other libraries. A library may write through a writable export for as long as it has it.
+    /// Counts the exports to other libraries. A library may write through a writable export until it drops it.
     alive: Arc<()>,
-    /// How many calls have made the memory read-only, or are about to. Exports after the first such call are read-only.
-    closing: usize,
+    /// The number of calls that have made the memory read-only, or are about to. Exports after the first such call are read-only.
+    sealing: usize,
 }
 
 impl Owned {
-    /// Takes memory over.
+    /// Takes ownership.
     pub(crate) fn new(shared: Arc<Shared>) -> Arc<Self> {
         let device = shared.device().clone();
-        Arc::new(Self { memory: Kept::new(&device, shared), exports: Mutex::default() })
+        Arc::new(Self { memory: Reaped::new(&device, shared), exports: Mutex::default() })
     }
 
-    /// Memory of `size` bytes, at least 1, of one allocation. Blocks for as long as the driver takes: release the GIL.
+    /// Allocates `size` bytes, at least 1, in one allocation. Blocks for the driver: release the GIL.
     ///
     /// # Errors
-    /// Those of [`Shared::create`].
+    /// As [`Shared::create`].
     pub(crate) fn create(device: &Device, size: u64) -> Outcome<Arc<Self>> {
         Self::make(device, Spec::vmm(size.max(1)).into())
     }
 
-    /// Memory of this [`Spec`]. If no memory is left, waits for dropped memory to be released. Blocks.
+    /// Allocates memory as specified. If memory is short, waits for dropped memory to be released. Blocks.
     ///
     /// # Errors
-    /// Those of [`Shared::create`].
+    /// As [`Shared::create`].
     pub(crate) fn make(device: &Device, spec: Spec) -> Outcome<Arc<Self>> {
         match Shared::create(device, spec) {
-            Err(Error::Memory(MemoryError::OutOfMemory { .. })) if reaper::settle(SETTLES) => {}
+            Err(Error::Memory(MemoryError::OutOfMemory { .. })) if reaper::settle(SETTLE_TIMEOUT) => {}
             made => return Ok(Self::new(Arc::new(made?))),
         }
         Ok(Self::new(Arc::new(Shared::create(device, spec)?)))
@@ -222,7 +222,7 @@ impl Owned {
         self.exports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks that the memory can become read-only: no other library has a writable view, or `promised` says that none is written.
+    /// Checks that the memory can become read-only: no other library has a writable view, or the caller promised that none is used.
     ///
     /// # Errors
     /// `BufferError`.
@@ -232,27 +232,27 @@ impl Owned {
 
     fn check(&self, exports: &Exports, promised: bool) -> Outcome<()> {
         let views = Export::count(&exports.alive);
-        if promised || views == 0 || exports.closing > 0 || self.memory.access() == Access::ReadOnly {
+        if promised || views == 0 || exports.sealing > 0 || self.memory.access() == Access::ReadOnly {
             return Ok(());
         }
         Err(Failure::export(format!(
-            "other libraries have {views} views of the memory through which it can be written, which would be a fault once it is read-only: \
-             drop them first, or say exported=\"valid\" if none is written any more"
+            "other libraries have {views} writable views of the memory, and their writes would fault once it is read-only: drop the views \
+             first, or give exported=\"valid\" if nothing writes through them any more"
         )))
     }
 
     /// [`Shared::make_read_only`], if [`Owned::check_views`] allows it. Blocks without the GIL.
     ///
     /// # Errors
-    /// Those of both.
+    /// As both.
     pub(crate) fn make_read_only(&self, py: Python<'_>, promised: bool) -> Outcome<()> {
         {
             let mut exports = self.exports();
             self.check(&exports, promised)?;
-            exports.closing += 1;
+            exports.sealing += 1;
         }
         let made = py.detach(|| self.memory.make_read_only());
-        Ok(made.inspect_err(|_| self.exports().closing -= 1)?)
+        Ok(made.inspect_err(|_| self.exports().sealing -= 1)?)
     }
 }
 
@@ -278,7 +278,7 @@ impl Memory for Owned {
     }
 
     fn is_read_only(&self) -> bool {
-        self.exports().closing > 0 || self.memory.access() == Access::ReadOnly
+        self.exports().sealing > 0 || self.memory.access() == Access::ReadOnly
     }
 
     fn export(&self) -> Result<Export> {

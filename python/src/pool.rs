@@ -1,4 +1,4 @@
-//! Memory pools that can be shared, as cuda.core's `DeviceMemoryResource` has them.
+//! Memory pools that can be shared, as cuda.core's `DeviceMemoryResource`.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -16,13 +16,13 @@ use crate::{
     driver, dtype,
     error::{Failure, Outcome},
     memory::Owned,
-    reaper::Kept,
+    reaper::Reaped,
 };
 
-/// A memory pool of this process's own.
+/// A memory pool created by this process.
 #[pyclass(name = "_Pool", module = "vmmfd._native", frozen)]
 pub(crate) struct PyPool {
-    pool: Mutex<Option<Kept<Arc<Pool>>>>,
+    pool: Mutex<Option<Reaped<Arc<Pool>>>>,
     device: Device,
     max_size: Option<u64>,
     buffers: Mutex<Buffers>,
@@ -30,14 +30,14 @@ pub(crate) struct PyPool {
 
 #[derive(Default)]
 struct Buffers {
-    /// What was allocated, and is still there.
+    /// The live allocations.
     made: Vec<Weak<Owned>>,
-    /// How many bytes are being allocated.
+    /// The bytes of allocations in progress.
     coming: u64,
 }
 
 impl Buffers {
-    /// How many bytes are allocated, or are being.
+    /// The bytes of all allocations, including those in progress.
     fn bytes(&mut self) -> u64 {
         self.made.retain(|buffer| buffer.strong_count() > 0);
         let made: u64 = self.made.iter().filter_map(Weak::upgrade).map(|buffer| buffer.size()).sum();
@@ -59,7 +59,7 @@ impl PyPool {
         let wanted = device.map(device::selector).transpose()?;
         py.detach(|| {
             let device = driver::device(&driver::driver(backend)?, wanted)?;
-            let pool = Kept::new(&device, Pool::create(&device)?);
+            let pool = Reaped::new(&device, Pool::create(&device)?);
             Ok(Self { pool: Mutex::new(Some(pool)), device, max_size, buffers: Mutex::default() })
         })
     }
@@ -85,7 +85,7 @@ impl PyPool {
         py.detach(|| {
             let pool = {
                 let pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
-                let closed = || Failure::invalid("the pool was closed");
+                let closed = || Failure::invalid("the pool is closed");
                 Arc::clone(&**pool.as_ref().ok_or_else(closed)?)
             };
             {

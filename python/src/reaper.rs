@@ -1,11 +1,11 @@
-//! Lets go of memory: on any thread, with or without the GIL, and while the interpreter ends.
+//! Releases memory: from any thread, with or without the GIL, and during interpreter shutdown.
 //!
-//! A library that drops its last view of an array may have kernels under way that still use it, and unmapping does not always wait
-//! for them. So memory of a GPU is let go of once all work of the device's context is done. That wait, and the driver's calls, are
-//! nothing for the thread that happens to drop the last view: it may be Python's collector, a thread of the driver's own, or the
-//! interpreter's last breath. A thread of this module does them. It never touches Python, and no signal is handled on it.
+//! When a library drops its last view of an array, its kernels may still use the memory, and unmapping does not always wait for them. So
+//! GPU memory is released only after all work of the device's context is done. The dropping thread may be Python's garbage collector, a
+//! driver thread, or the interpreter at exit, and must not block. A separate thread waits and makes the driver calls. It never calls
+//! Python, and handles no signals.
 //!
-//! A stream that is being captured into a graph meanwhile is not disturbed, and what is dropped during a capture is given back during it.
+//! A stream capture in progress is not disturbed, and memory dropped during a capture is released during it.
 
 #![allow(unsafe_code)]
 
@@ -29,111 +29,111 @@ use vmmfd::{
     memory::Device,
 };
 
-/// How long to wait before a device is asked again that could not be waited for.
+/// The pause before the next attempt to wait for a device.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// The longest that the end of the process waits for a thread that is inside the driver.
-const AT_EXIT: Duration = Duration::from_secs(2);
+/// The longest wait at process exit for a thread that is inside the driver.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What holds memory of a device: let go of when it is dropped, in no time of the thread's that drops it.
+/// An owner of device memory. Dropping it does not block: the reaper drops the value.
 #[derive(Debug)]
-pub(crate) struct Kept<T: Send + 'static> {
+pub(crate) struct Reaped<T: Send + 'static> {
     device: Device,
-    /// The process that made it: in a fork of it nothing is given back.
+    /// The process that created it: a fork releases nothing.
     by: ProcessIdentity,
-    thing: ManuallyDrop<T>,
+    value: ManuallyDrop<T>,
 }
 
-impl<T: Send + 'static> Kept<T> {
-    /// Takes it over. `device` is the one that uses the memory.
-    pub(crate) fn new(device: &Device, thing: T) -> Self {
-        Self { device: device.clone(), by: ProcessIdentity::current(), thing: ManuallyDrop::new(thing) }
+impl<T: Send + 'static> Reaped<T> {
+    /// Takes ownership. `device` is the device that uses the memory.
+    pub(crate) fn new(device: &Device, value: T) -> Self {
+        Self { device: device.clone(), by: ProcessIdentity::current(), value: ManuallyDrop::new(value) }
     }
 
-    /// Lets go of it now: waits until the device is done, then drops it. Blocks: release the GIL.
-    pub(crate) fn let_go_now(self) {
+    /// Waits until the device is idle, then drops the value. Blocks: release the GIL.
+    pub(crate) fn release_now(self) {
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: each is taken once, here: `this` is not dropped.
-        let (device, thing) = unsafe { (ptr::read(&this.device), ManuallyDrop::take(&mut this.thing)) };
+        // SAFETY: each is taken once: `this` is not dropped.
+        let (device, value) = unsafe { (ptr::read(&this.device), ManuallyDrop::take(&mut this.value)) };
         if !this.by.is_current() {
-            mem::forget((device, thing));
-        } else if is_done(&device) {
-            drop(thing);
+            mem::forget((device, value));
+        } else if wait_until_idle(&device) {
+            drop(value);
         } else {
-            later(device, thing);
+            release_later(device, value);
         }
     }
 }
 
-impl<T: Send + 'static> Deref for Kept<T> {
+impl<T: Send + 'static> Deref for Reaped<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        &self.thing
+        &self.value
     }
 }
 
-impl<T: Send + 'static> Drop for Kept<T> {
+impl<T: Send + 'static> Drop for Reaped<T> {
     fn drop(&mut self) {
-        // SAFETY: it is taken once, here, and not used again.
-        let thing = unsafe { ManuallyDrop::take(&mut self.thing) };
+        // SAFETY: it is taken once, and not used again.
+        let value = unsafe { ManuallyDrop::take(&mut self.value) };
         if !self.by.is_current() {
-            mem::forget(thing);
+            mem::forget(value);
         } else if self.device.is_host() {
-            drop(thing);
+            drop(value);
         } else {
-            later(self.device.clone(), thing);
+            release_later(self.device.clone(), value);
         }
     }
 }
 
 #[derive(Default)]
-struct State {
+struct Pending {
     queue: VecDeque<(Device, Box<dyn Any + Send>)>,
-    /// How many are being let go of.
+    /// The number of values being dropped.
     busy: usize,
     running: bool,
 }
 
-/// A fork has a queue and a thread of its own.
-static STATE: PerProcess<(Mutex<State>, Condvar)> = PerProcess::new(Default::default);
+/// A fork has its own queue and thread.
+static PENDING: PerProcess<(Mutex<Pending>, Condvar)> = PerProcess::new(Default::default);
 
-/// The process ends: nothing is given back any more, the kernel takes it all.
-static ENDING: AtomicBool = AtomicBool::new(false);
+/// Set at process exit: nothing more is released, because the kernel frees everything.
+static EXITING: AtomicBool = AtomicBool::new(false);
 
-fn ending() -> bool {
-    ENDING.load(Ordering::Acquire)
+fn is_exiting() -> bool {
+    EXITING.load(Ordering::Acquire)
 }
 
-fn state() -> MutexGuard<'static, State> {
-    STATE.get().0.lock().unwrap_or_else(PoisonError::into_inner)
+fn pending() -> MutexGuard<'static, Pending> {
+    PENDING.get().0.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn changed() -> &'static Condvar {
-    &STATE.get().1
+    &PENDING.get().1
 }
 
-/// Has the thread let go of it.
-fn later(device: Device, thing: impl Send + 'static) {
-    let mut state = state();
-    if ending() {
-        mem::forget((device, thing));
+/// Queues a value for the reaper thread.
+fn release_later(device: Device, value: impl Send + 'static) {
+    let mut pending = pending();
+    if is_exiting() {
+        mem::forget((device, value));
         return;
     }
-    state.queue.push_back((device, Box::new(thing)));
-    if !state.running {
-        // Without a thread it stays where it is until the next one is let go of.
-        state.running = start();
+    pending.queue.push_back((device, Box::new(value)));
+    if !pending.running {
+        // If the thread cannot start, the value waits for the next attempt.
+        pending.running = start();
     }
     changed().notify_all();
 }
 
 /// Starts the thread, with all signals blocked.
 fn start() -> bool {
-    static AT_EXIT: AtomicBool = AtomicBool::new(false);
-    if !AT_EXIT.swap(true, Ordering::AcqRel) {
-        // SAFETY: the function takes nothing and does not unwind. Registered after the driver was loaded, it runs before the driver's.
-        unsafe { libc::atexit(end) };
+    static REGISTERED: AtomicBool = AtomicBool::new(false);
+    if !REGISTERED.swap(true, Ordering::AcqRel) {
+        // SAFETY: the function takes no arguments and does not unwind. Registered after the driver was loaded, it runs before the driver's.
+        unsafe { libc::atexit(at_exit) };
     }
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
@@ -142,16 +142,16 @@ fn start() -> bool {
         libc::sigfillset(all.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
     }
-    let started = thread::Builder::new().name("vmmfd-reaper".to_owned()).spawn(work).is_ok();
+    let started = thread::Builder::new().name("vmmfd-reaper".to_owned()).spawn(run).is_ok();
     // SAFETY: the call above wrote it.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
     started
 }
 
-fn work() {
-    let mut held = state();
+fn run() {
+    let mut held = pending();
     loop {
-        if held.queue.is_empty() || ending() {
+        if held.queue.is_empty() || is_exiting() {
             held = changed().wait(held).unwrap_or_else(PoisonError::into_inner);
             continue;
         }
@@ -164,18 +164,18 @@ fn work() {
             }
             devices
         });
-        let done: Vec<i32> = devices.iter().filter(|device| is_done(device)).map(Device::ordinal).collect();
+        let done: Vec<i32> = devices.iter().filter(|device| wait_until_idle(device)).map(Device::ordinal).collect();
         let mut left = VecDeque::new();
-        while let Some((device, thing)) = batch.pop_front() {
-            if ending() {
-                mem::forget((device, thing));
+        while let Some((device, value)) = batch.pop_front() {
+            if is_exiting() {
+                mem::forget((device, value));
             } else if done.contains(&device.ordinal()) {
-                drop(thing);
+                drop(value);
             } else {
-                left.push_back((device, thing));
+                left.push_back((device, value));
             }
         }
-        held = state();
+        held = pending();
         held.busy = 0;
         let again = !left.is_empty();
         left.append(&mut held.queue);
@@ -187,19 +187,19 @@ fn work() {
     }
 }
 
-/// Waits for a device. False while that can't be done.
-fn is_done(device: &Device) -> bool {
+/// Waits for a device. Returns false if it cannot be waited for now.
+fn wait_until_idle(device: &Device) -> bool {
     if device.is_host() {
         return true;
     }
-    // `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` to `..._WRONG_THREAD`. After any other failure nothing runs on the device any more.
+    // `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED` to `..._WRONG_THREAD`. After any other failure no work runs on the device.
     !matches!(device.wait_for_work(), Err(Error::Driver { code: 900..=908, .. }))
 }
 
-/// Waits until all that was dropped is given back. Blocks: release the GIL. False if that took longer, or can't be done now.
+/// Waits until all dropped memory is released. Blocks: release the GIL. Returns false at the timeout, or if there is no reaper thread.
 pub(crate) fn settle(timeout: Duration) -> bool {
     let end = Instant::now() + timeout;
-    let mut held = state();
+    let mut held = pending();
     while !held.queue.is_empty() || held.busy > 0 {
         let left = end.saturating_duration_since(Instant::now());
         if left.is_zero() || !held.running {
@@ -210,15 +210,15 @@ pub(crate) fn settle(timeout: Duration) -> bool {
     true
 }
 
-/// Runs as the process ends: a thread inside the driver while the driver's own handlers run may hang it.
-extern "C" fn end() {
-    ENDING.store(true, Ordering::Release);
-    let until = Instant::now() + AT_EXIT;
+/// Runs at process exit: a thread that is inside the driver during the driver's own exit handlers may hang.
+extern "C" fn at_exit() {
+    EXITING.store(true, Ordering::Release);
+    let until = Instant::now() + EXIT_TIMEOUT;
     let mut held = loop {
-        match STATE.get().0.try_lock() {
+        match PENDING.get().0.try_lock() {
             Ok(held) => break held,
             Err(TryLockError::Poisoned(held)) => break held.into_inner(),
-            // Held for some instructions at a time, by a thread that may never run again.
+            // Held for a few instructions at a time, by a thread that may never run again.
             Err(TryLockError::WouldBlock) if Instant::now() < until => thread::sleep(Duration::from_millis(1)),
             Err(TryLockError::WouldBlock) => return,
         }
@@ -227,6 +227,6 @@ extern "C" fn end() {
         let waited = changed().wait_timeout(held, until.saturating_duration_since(Instant::now()));
         held = waited.unwrap_or_else(PoisonError::into_inner).0;
     }
-    // What is left is the kernel's to take.
+    // The kernel frees the rest.
     mem::forget(mem::take(&mut held.queue));
 }

@@ -1,4 +1,4 @@
-//! Python's arguments as what a broker is asked for.
+//! Converts Python's arguments to broker requests.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -15,11 +15,11 @@ use crate::{
     time::seconds,
 };
 
-/// The name of a part where its maker gives none.
+/// The default name of a part.
 pub(crate) const PART: &str = "all";
 
-/// One of several objects to get.
-pub(crate) type Wanted<'py> = (
+/// One object of a `get_all`.
+pub(crate) type GetRequest<'py> = (
     String,
     Option<u64>,
     Option<u64>,
@@ -30,7 +30,7 @@ pub(crate) type Wanted<'py> = (
     Option<Bound<'py, PyAny>>,
 );
 
-/// What is asked for.
+/// Builds a request.
 pub(crate) fn request(
     name: &str,
     version: Option<u64>,
@@ -64,23 +64,23 @@ pub(crate) fn request(
         let digests: Option<HashMap<String, String>> = tolerant(digest.py(), digest.extract())?;
         let digests = digests.ok_or_else(|| {
             let given = json::type_of(digest);
-            Failure::invalid(format!("digest is of type {given}: give a str, or a mapping of parts to their digests"))
+            Failure::invalid(format!("digest has type {given}: give a str, or a mapping of parts to their digests"))
         })?;
         get = digests.into_iter().fold(get, |get, (part, digest)| get.digest(part, digest));
     }
     Ok(get)
 }
 
-pub(crate) fn waiting(get: Get, wait: Option<&Bound<'_, PyAny>>) -> Outcome<Get> {
-    Ok(waited(wait)?.into_iter().fold(get, Get::wait))
+pub(crate) fn with_wait(get: Get, wait: Option<&Bound<'_, PyAny>>) -> Outcome<Get> {
+    Ok(wait_time(wait)?.into_iter().fold(get, Get::wait))
 }
 
-/// How long something is waited for; `None` is not to wait.
-pub(crate) fn waited(wait: Option<&Bound<'_, PyAny>>) -> Outcome<Option<Duration>> {
+/// Converts a wait time; `None` does not wait.
+pub(crate) fn wait_time(wait: Option<&Bound<'_, PyAny>>) -> Outcome<Option<Duration>> {
     wait.map_or(Ok(None), |wait| seconds(wait, "wait"))
 }
 
-/// When a put succeeds: `False`, `True`, or the version that is to be replaced.
+/// Converts the condition of a put: `False`, `True`, or the version to replace.
 pub(crate) fn condition(replace: Option<&Bound<'_, PyAny>>) -> Outcome<Condition> {
     let Some(replace) = replace.filter(|replace| !replace.is_none()) else { return Ok(Condition::New) };
     if let Ok(replace) = replace.cast::<PyBool>() {
@@ -89,13 +89,13 @@ pub(crate) fn condition(replace: Option<&Bound<'_, PyAny>>) -> Outcome<Condition
     match tolerant(replace.py(), replace.extract())? {
         Some(version) => Ok(Condition::Version(version)),
         None => Err(Failure::invalid(format!(
-            "replace={} is none of False, True and the number of the version to replace",
+            "replace={} is not False, True or the number of the version to replace",
             shown(replace)?
         ))),
     }
 }
 
-/// How long a name stays: `"deleted"`, `"maker"`, `"leased"`, or so long after its last lease.
+/// Converts a lifetime: `"deleted"`, `"maker"`, `"leased"`, or a time after the last lease.
 pub(crate) fn lifetime(value: &Bound<'_, PyAny>) -> Outcome<Lifetime> {
     if value.is_instance_of::<PyString>() {
         return match value.extract::<String>()?.as_str() {
@@ -103,7 +103,7 @@ pub(crate) fn lifetime(value: &Bound<'_, PyAny>) -> Outcome<Lifetime> {
             "maker" => Ok(Lifetime::Maker),
             "leased" => Ok(Lifetime::Leased),
             other => Err(Failure::invalid(format!(
-                "lifetime={other:?} is none of \"deleted\", \"maker\", \"leased\", and no time in seconds"
+                "lifetime={other:?} is not one of \"deleted\", \"maker\", \"leased\", and not a time in seconds"
             ))),
         };
     }

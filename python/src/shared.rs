@@ -1,4 +1,4 @@
-//! The class of memory that this process made, for arrays and for the broker.
+//! The class of memory that this process created, for arrays and for the broker.
 
 use std::sync::Arc;
 
@@ -12,14 +12,14 @@ use crate::{
     memory::{Memory, Owned},
 };
 
-/// Memory of this process's own, that the broker can be given.
+/// Memory created by this process. A put passes it to the broker.
 #[pyclass(name = "Memory", module = "vmmfd._native", frozen, weakref)]
 #[derive(Debug)]
 pub(crate) struct PyMemory(pub(crate) Arc<Owned>);
 
 #[pymethods]
 impl PyMemory {
-    /// Allocates memory, in bytes.
+    /// Allocates `size` bytes.
     #[new]
     #[pyo3(signature = (size, *, device=None, backend="auto"))]
     fn new(py: Python<'_>, size: u64, device: Option<&Bound<'_, PyAny>>, backend: &str) -> Outcome<Self> {
@@ -30,31 +30,28 @@ impl PyMemory {
         })
     }
 
-    /// Its first address.
     #[getter]
     fn address(&self) -> u64 {
         self.0.address()
     }
 
-    /// Its size in bytes.
     #[getter]
     fn size(&self) -> u64 {
         self.0.size()
     }
 
-    /// How many bytes a receiver maps: its size, rounded up.
+    /// The size that a receiver maps: the rounded-up size.
     #[getter]
     fn mapped_size(&self) -> u64 {
         self.0.mapped_size()
     }
 
-    /// The device that uses it.
     #[getter]
     fn device(&self) -> device::PyDevice {
         device::PyDevice(self.0.device().clone())
     }
 
-    /// An array in it, `offset` bytes from its beginning.
+    /// Returns an array at a byte offset in it.
     #[pyo3(signature = (dtype, shape, strides=None, offset=0))]
     fn array(
         &self,

@@ -1,7 +1,7 @@
-//! Waits that Ctrl-C ends: the library's own look at Python's signals, and at whether their object was closed.
+//! Waits that Ctrl-C interrupts: the library's check for Python signals and for closed objects.
 //!
-//! A signal's handler in Python only sets a flag. The main thread, which is in a wait of the library with the GIL released, has to look at
-//! it: [`cancel`] is what the library asks, at `EINTR` and some times a second.
+//! Python's C signal handler only sets a flag. The main thread, blocked in the library without the GIL, must poll it: the library calls the
+//! check of [`cancel`] at `EINTR` and several times per second.
 
 use std::{
     cell::RefCell,
@@ -18,27 +18,27 @@ use vmmfd::{Error, channel::Cancel};
 
 use crate::error::{Class, Failure, Outcome};
 
-/// Whether an object was closed, by which thread ever: its waits end.
+/// Whether an object was closed, by any thread: its waits then end.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ended(Arc<AtomicBool>);
+pub(crate) struct CloseFlag(Arc<AtomicBool>);
 
-impl Ended {
-    /// Ends them. Returns whether they were ended before.
-    pub(crate) fn end(&self) -> bool {
+impl CloseFlag {
+    /// Sets the flag. Returns whether it was already set.
+    pub(crate) fn set(&self) -> bool {
         self.0.swap(true, Ordering::AcqRel)
     }
 
-    pub(crate) fn is_ended(&self) -> bool {
+    pub(crate) fn is_set(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 }
 
-/// What this thread is doing for Python.
+/// The call from Python that this thread runs.
 struct Call {
-    ended: Vec<Ended>,
-    /// Whether Python runs its signals' handlers on this thread.
+    closed: Vec<CloseFlag>,
+    /// Whether Python runs signal handlers on this thread.
     main: bool,
-    /// What a handler raised.
+    /// The exception that a handler raised.
     raised: Option<PyErr>,
 }
 
@@ -46,8 +46,8 @@ thread_local! {
     static CALL: RefCell<Option<Call>> = const { RefCell::new(None) };
 }
 
-/// What each session of the library is given: its waits end when a signal's handler raises, or when what they are made for is closed.
-/// For waits inside of [`run`] alone; others last.
+/// Returns the cancellation for the library's sessions: waits inside [`run`] end when a signal handler raises, or when their object is
+/// closed. Other waits are not affected.
 ///
 /// # Errors
 /// [`Error::System`]. See eventfd(2).
@@ -56,14 +56,18 @@ pub(crate) fn cancel() -> Outcome<Cancel> {
     if let Some(cancel) = CANCEL.get() {
         return Ok(cancel.clone());
     }
-    let cancel = Cancel::new()?.with_check(must_end);
+    let cancel = Cancel::new()?.with_check(must_stop);
     Ok(CANCEL.get_or_init(|| cancel).clone())
 }
 
-/// Runs work of the library with the GIL released. It ends with the exception that a signal's handler raises on the main thread, and with
-/// `Interrupted` once one of `ended` is.
-pub(crate) fn run<T: Send>(py: Python<'_>, ended: &[&Ended], work: impl FnOnce() -> Outcome<T> + Send) -> Outcome<T> {
-    /// The call around this one: a signal's handler may make one.
+/// Runs a library call with the GIL released. Returns the exception that a signal handler raises on the main thread, or `Interrupted` if
+/// one of the objects is closed.
+pub(crate) fn run<T: Send>(
+    py: Python<'_>,
+    closed: &[&CloseFlag],
+    work: impl FnOnce() -> Outcome<T> + Send,
+) -> Outcome<T> {
+    /// Restores the enclosing call: a signal handler may make calls too.
     struct Outer(Option<Call>);
 
     impl Drop for Outer {
@@ -72,55 +76,57 @@ pub(crate) fn run<T: Send>(py: Python<'_>, ended: &[&Ended], work: impl FnOnce()
         }
     }
 
-    let ended: Vec<Ended> = ended.iter().map(|&ended| ended.clone()).collect();
-    let outer = Outer(CALL.replace(Some(Call { ended, main: is_main_thread(), raised: None })));
+    let closed: Vec<CloseFlag> = closed.iter().map(|&closed| closed.clone()).collect();
+    let outer = Outer(CALL.replace(Some(Call { closed, main: is_main_thread(), raised: None })));
     let done = py.detach(work);
     let call = CALL.take();
     drop(outer);
     let Some(call) = call else { return done };
     match (call.raised, done) {
-        // Also where the work was done all the same: what was raised is not to be lost.
+        // Even if the call succeeded: the exception must not be lost.
         (Some(raised), done) => {
             py.detach(|| drop(done));
             Err(Failure::Python(raised))
         }
-        (None, Err(Failure::Library(error))) if call.ended.iter().any(Ended::is_ended) && is_end(&error) => {
-            Err(closed())
+        (None, Err(Failure::Library(error)))
+            if call.closed.iter().any(CloseFlag::is_set) && is_cancellation(&error) =>
+        {
+            Err(closed_error())
         }
         (None, done) => done,
     }
 }
 
-/// What a call fails with whose object is closed.
-pub(crate) fn closed() -> Failure {
-    Failure::Caller(Class::Interrupted, "it was closed: connect again".to_owned())
+/// The error of calls whose object is closed.
+pub(crate) fn closed_error() -> Failure {
+    Failure::Caller(Class::Interrupted, "the connection is closed: connect again".to_owned())
 }
 
-/// Whether an error is what a wait ends with that was to end.
-fn is_end(error: &Error) -> bool {
+/// Whether an error is the result of a cancelled wait.
+fn is_cancellation(error: &Error) -> bool {
     use vmmfd::error::{BrokerError, RefusalCode};
     matches!(error, Error::Interrupted { .. } | Error::Broker(BrokerError { code: RefusalCode::Stopped, .. }))
 }
 
-/// Looks for signals between the steps of long work inside of [`run`], at most some times a second.
-pub(crate) struct Looks {
+/// Checks for signals between the steps of long work inside [`run`], at most every 20 ms.
+pub(crate) struct SignalPoll {
     next: Instant,
     steps: u32,
     bytes: u64,
 }
 
-impl Looks {
-    /// How often a signal is looked for: each look takes the GIL.
+impl SignalPoll {
+    /// The shortest time between two checks: each takes the GIL.
     const PAUSE: Duration = Duration::from_millis(20);
 
     pub(crate) fn new() -> Self {
         Self { next: Instant::now() + Self::PAUSE, steps: 0, bytes: 0 }
     }
 
-    /// One more step is done, of so many bytes.
+    /// Records one step of `bytes` bytes, and checks for signals if it is time.
     ///
     /// # Errors
-    /// If a signal's handler raised, which is what [`run`] then raises.
+    /// If the work must stop; [`run`] then returns the handler's exception.
     pub(crate) fn step(&mut self, bytes: u64) -> Outcome<()> {
         (self.steps, self.bytes) = (self.steps + 1, self.bytes.saturating_add(bytes));
         if self.steps < 4096 && self.bytes < 4 << 20 {
@@ -132,19 +138,20 @@ impl Looks {
             return Ok(());
         }
         self.next = now + Self::PAUSE;
-        if must_end() { Err(closed()) } else { Ok(()) }
+        if must_stop() { Err(closed_error()) } else { Ok(()) }
     }
 }
 
-/// Whether this thread's wait must end.
-fn must_end() -> bool {
-    // Without a call it is a thread of the library's own.
-    let is_ended = || CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.ended.iter().any(Ended::is_ended)));
-    if is_ended() || !CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.main)) {
-        return is_ended();
+/// Whether this thread's call must stop.
+fn must_stop() -> bool {
+    // A thread of the library has no call.
+    let is_set =
+        || CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.closed.iter().any(CloseFlag::is_set)));
+    if is_set() || !CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.main)) {
+        return is_set();
     }
-    // Without a borrow: a handler may make calls of its own, and close what is waited in. An interpreter that ends has no handlers any more.
-    let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return is_ended() };
+    // Not while borrowed: a handler may make calls, and close the object of this wait. During shutdown there are no handlers.
+    let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return is_set() };
     CALL.with_borrow_mut(|call| {
         if let Some(call) = call {
             call.raised = Some(raised);
@@ -153,7 +160,7 @@ fn must_end() -> bool {
     true
 }
 
-/// Whether this is the process's first thread, the one on which Python runs signals' handlers.
+/// Whether this is the process's first thread, on which Python runs signal handlers.
 fn is_main_thread() -> bool {
     u32::try_from(rustix::thread::gettid().as_raw_nonzero().get()) == Ok(process::id())
 }

@@ -1,4 +1,4 @@
-//! Arrays of other libraries, by each protocol that they speak, and arrays of ours.
+//! Arrays of other libraries, by each supported protocol, and vmmfd's own arrays.
 
 #![allow(unsafe_code)]
 
@@ -19,72 +19,72 @@ use vmmfd::{
 
 use crate::{
     array::Array,
-    dlpack::{self, Taken},
+    dlpack::{self, ForeignTensor},
     dtype,
     error::{Failure, Outcome, tolerant},
     memory::{Export, Memory},
     walk::span,
 };
 
-/// Where another library's array is.
+/// The location of another library's array.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum Location {
     /// In memory that the CPU reads.
     Host,
-    /// On a device of CUDA, by its number in this process; negative where its library does not say.
+    /// On a CUDA device, by ordinal; negative if the library does not report it.
     Cuda(i32),
 }
 
-/// What keeps an array's memory.
+/// The owner of an array's memory.
 pub(crate) enum Keep {
-    /// An array of ours: it is read by the driver's calls, and not by its address.
+    /// A vmmfd array: read through driver calls, not through its address.
     Ours(Arc<dyn Memory>),
     /// Dropped with the GIL, or later.
     Object(#[allow(dead_code, reason = "held")] Py<PyAny>),
     View(#[allow(dead_code, reason = "held")] PyUntypedBuffer),
-    Tensor(#[allow(dead_code, reason = "held")] Taken),
+    Tensor(#[allow(dead_code, reason = "held")] ForeignTensor),
 }
 
-/// Another library's array, or one of ours: it speaks the buffer protocol, NumPy's array interface, DLPack or the CUDA array
-/// interface. Its memory stays as long as this lives.
+/// An array of another library or of vmmfd: from the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface. It keeps
+/// the memory.
 pub(crate) struct Source {
     pub(crate) dtype: ElementType,
     /// The length of each dimension, in elements.
     pub(crate) shape: Vec<u64>,
     /// The step along each dimension, in bytes; `None` for C order.
     pub(crate) strides: Option<Vec<i64>>,
-    /// Of the element with all indices 0.
+    /// The address of the element with all indices 0.
     pub(crate) address: u64,
-    pub(crate) place: Place,
-    /// Whether its owner forbids to write to it.
+    pub(crate) location: Location,
+    /// Whether its owner forbids writes.
     pub(crate) read_only: bool,
-    /// Whether the device has to be waited for first.
+    /// Whether a copy must wait for the device first.
     pub(crate) wait: bool,
     pub(crate) keep: Keep,
 }
 
 impl Source {
-    /// Its elements together, in bytes: what a copy of it takes.
+    /// The total size of its elements in bytes, which is the size of a copy.
     ///
     /// # Errors
-    /// [`vmmfd::error::MemoryError::Array`] if 64 bits can't count them.
+    /// [`vmmfd::error::MemoryError::Array`] if the size overflows 64 bits.
     pub(crate) fn bytes(&self) -> Outcome<u64> {
         Ok(self.descriptor()?.bytes()?)
     }
 
-    /// A contiguous array of its type and shape, at the start of some memory.
+    /// Returns a contiguous array of its type and shape, at offset 0.
     ///
     /// # Errors
-    /// [`vmmfd::error::MemoryError::Array`] if there can be none.
+    /// [`vmmfd::error::MemoryError::Array`] if no such array is possible.
     pub(crate) fn descriptor(&self) -> Outcome<ArrayDescriptor> {
         Ok(ArrayDescriptor::new(self.dtype, self.shape.clone(), Order::C)?)
     }
 
-    /// The device that it is on, if a driver is of CUDA and it is on one.
+    /// Returns its device, if it is on a GPU and the driver is CUDA.
     pub(crate) fn selector(&self, driver: &Driver) -> Option<Selector> {
-        match self.place {
-            Place::Cuda(ordinal) if driver.backend() == Backend::Cuda => {
-                // Without an answer the copy says what is wrong.
+        match self.location {
+            Location::Cuda(ordinal) if driver.backend() == Backend::Cuda => {
+                // If the lookup fails, the copy reports the error.
                 let ordinal = if ordinal < 0 { driver.device_of(self.address).ok()? } else { ordinal };
                 u32::try_from(ordinal).ok().map(Selector::Ordinal)
             }
@@ -92,7 +92,7 @@ impl Source {
         }
     }
 
-    /// Checks that an array has its type and shape.
+    /// Checks that `array` has its type and shape.
     ///
     /// # Errors
     /// `ValueError`.
@@ -101,12 +101,12 @@ impl Source {
             return Ok(());
         }
         Err(Failure::invalid(format!(
-            "the other array is {} of shape {:?}, and this one {} of shape {:?}",
+            "the other array is {} of shape {:?}, but this array is {} of shape {:?}",
             self.dtype, self.shape, array.dtype, array.shape
         )))
     }
 
-    /// Stands for a use of it, if it is ours: see [`Memory::export`].
+    /// Counts a use of it, if it is a vmmfd array: see [`Memory::export`].
     pub(crate) fn export(&self) -> Outcome<Export> {
         match &self.keep {
             Keep::Ours(memory) => Ok(memory.export()?),
@@ -114,29 +114,29 @@ impl Source {
         }
     }
 
-    /// It, if it can be what its library says.
+    /// Returns it if its layout is possible.
     fn checked(self) -> Outcome<Self> {
         if self.shape.len() > 64 {
             return Err(Failure::invalid(format!(
-                "the array has {} dimensions, and at most 64 can be",
+                "the array has {} dimensions, and at most 64 are supported",
                 self.shape.len()
             )));
         }
         if self.strides.as_ref().is_some_and(|strides| strides.len() != self.shape.len()) {
-            return Err(Failure::invalid("the array has another number of strides than of dimensions"));
+            return Err(Failure::invalid("the array has different numbers of strides and dimensions"));
         }
         let Some(span) = span(self.address, &self.shape, &self.steps()?, self.dtype.size()) else { return Ok(self) };
         let most = i128::from(i64::MAX);
         if self.address == 0 || span.start <= 0 || span.end > i128::from(u64::MAX) || span.end - span.start > most {
             return Err(Failure::invalid(format!(
-                "an array of shape {:?} can't begin at address {:#x}",
+                "an array of shape {:?} can't start at address {:#x}",
                 self.shape, self.address
             )));
         }
         Ok(self)
     }
 
-    /// It, with its elements in a buffer, `offset` bytes from the buffer's beginning.
+    /// Returns it with its elements at a byte offset in a buffer.
     ///
     /// # Errors
     /// `ValueError` if they are not all inside.
@@ -164,12 +164,11 @@ impl Source {
     }
 }
 
-/// A view of another library's array, or of one of ours, with all work on it ordered before what this process does on the default
-/// stream.
+/// Returns a view of an array. All work on it is ordered before this process's work on the default stream.
 ///
 /// # Errors
-/// `ValueError` for what speaks none of the protocols or has elements of an unknown type, `BufferError` for what its library refuses
-/// to give; and what its methods raise.
+/// `ValueError` for an object without a supported protocol or element type, `BufferError` if its library refuses the export; exceptions of
+/// its methods.
 pub(crate) fn of(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     if let Ok(array) = object.cast::<Array>() {
         return ours(array.get());
@@ -187,7 +186,7 @@ pub(crate) fn of(object: &Bound<'_, PyAny>) -> Outcome<Source> {
             Err(unknown) => format = Some(unknown),
         }
     }
-    // A scalar of NumPy has none: its address is gone at once.
+    // Not for a NumPy scalar: its address is only valid for a moment.
     if object.hasattr("__setitem__")?
         && let Some(source) = of_array_interface(object)?
     {
@@ -212,13 +211,13 @@ pub(crate) fn of(object: &Bound<'_, PyAny>) -> Outcome<Source> {
         )));
     }
     Err(Failure::invalid(format!(
-        "an object of type {kind} is no array: it gives none by the buffer protocol, __dlpack__, __array_interface__ or \
-         __cuda_array_interface__; make it one with numpy.asarray()"
+        "an object of type {kind} is not an array: it has no buffer protocol, __dlpack__, __array_interface__ or \
+             __cuda_array_interface__; convert it with numpy.asarray()"
     )))
 }
 
 fn masked() -> Failure {
-    Failure::invalid("an array with a mask can't be shared: call filled() first")
+    Failure::invalid("a masked array can't be shared: call filled() first")
 }
 
 fn optional<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
@@ -234,25 +233,25 @@ fn ours(array: &Array) -> Outcome<Source> {
         shape: descriptor.shape.clone(),
         strides: descriptor.strides.clone(),
         address: array.first(),
-        place: if device.is_host() { Place::Host } else { Place::Cuda(device.ordinal()) },
+        location: if device.is_host() { Location::Host } else { Location::Cuda(device.ordinal()) },
         read_only: memory.is_read_only(),
         wait: false,
         keep: Keep::Ours(Arc::clone(memory)),
     })
 }
 
-/// A view by the buffer protocol, unless the object refuses one.
+/// Returns a view by the buffer protocol, unless the object refuses it.
 fn buffer(object: &Bound<'_, PyAny>) -> PyResult<Option<PyUntypedBuffer>> {
     let py = object.py();
     if let Some(view) = tolerant(py, PyUntypedBuffer::get(object))? {
         return Ok(Some(view));
     }
-    // Arrays of ctypes give no strides; a memoryview of one does.
+    // Arrays of ctypes have no strides; a memoryview of such an array has.
     let Some(view) = tolerant(py, PyMemoryView::from(object))? else { return Ok(None) };
     tolerant(py, PyUntypedBuffer::get(&view))
 }
 
-/// An array by the buffer protocol. `Err` with the format of elements that are not supported.
+/// Returns an array by the buffer protocol. `Err` is the format of unsupported elements.
 fn of_buffer(view: PyUntypedBuffer) -> Result<Source, String> {
     let format = view.format().to_string_lossy().into_owned();
     let dtype = dtype::of_format(&format, view.item_size() as u64).filter(|_| view.suboffsets().is_none());
@@ -264,14 +263,14 @@ fn of_buffer(view: PyUntypedBuffer) -> Result<Source, String> {
         shape,
         strides: Some(strides),
         address: view.buf_ptr() as u64,
-        place: Place::Host,
+        location: Location::Host,
         read_only: view.readonly(),
         wait: false,
         keep: Keep::View(view),
     })
 }
 
-/// NumPy's array interface, of an object whose elements stay where they are.
+/// Returns an array by NumPy's array interface, if the interface has data.
 fn of_array_interface(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
     let Some(interface) = optional(object, "__array_interface__")? else { return Ok(None) };
     let Ok(interface) = interface.cast::<PyDict>() else { return Ok(None) };
@@ -281,7 +280,7 @@ fn of_array_interface(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
     of_interface(object, interface, false).map(Some)
 }
 
-/// A scalar of NumPy, as an array without dimensions that has a copy of it.
+/// Returns a NumPy scalar as an array without dimensions, which holds a copy.
 fn of_scalar(object: &Bound<'_, PyAny>) -> Outcome<Option<Source>> {
     if !object.hasattr("__array_interface__")? || !object.hasattr("__array__")? {
         return Ok(None);
@@ -299,7 +298,7 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
     if item("mask")?.is_some() {
         return Err(masked());
     }
-    // The typestr says nothing of the types that ml_dtypes adds; the dtype does.
+    // The typestr does not identify ml_dtypes types; the dtype does.
     let typestr = item("typestr")?.ok_or_else(|| missing("typestr"))?.extract::<String>()?;
     let dtype = match optional(object, "dtype")? {
         Some(dtype) => dtype::extract(&dtype)?,
@@ -308,16 +307,16 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
     let digits = typestr.trim_start_matches(|letter: char| !letter.is_ascii_digit());
     if digits.parse() != Ok(dtype.size()) {
         return Err(Failure::invalid(format!(
-            "the array's dtype is {dtype}, of {} bytes, and its typestr {typestr:?} says otherwise",
+            "the array's dtype is {dtype}, of {} bytes, but its typestr is {typestr:?}",
             dtype.size()
         )));
     }
     let wait = cuda
         && (item("stream")?.is_some()
             || item("version")?.map(|version| version.extract::<u32>()).transpose()? < Some(3));
-    let place = if cuda { Place::Cuda(-1) } else { Place::Host };
+    let location = if cuda { Location::Cuda(-1) } else { Location::Host };
     let keep = Keep::Object(object.clone().unbind());
-    let source = Source { dtype, shape, strides, address: 0, place, read_only: true, wait, keep };
+    let source = Source { dtype, shape, strides, address: 0, location, read_only: true, wait, keep };
     if let Some((address, read_only)) = tolerant(object.py(), data.extract())? {
         return Ok(Source { address, read_only, ..source });
     }
@@ -327,10 +326,10 @@ fn of_interface(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>, cuda: 
     source.inside(view.ok_or_else(|| Failure::invalid(problem))?, offset)
 }
 
-/// The type of an array interface whose object has no dtype.
+/// Returns the type of an array interface whose object has no dtype.
 fn dtype_of_interface(typestr: &str, fields: Option<Bound<'_, PyAny>>) -> Outcome<ElementType> {
     let dtype = dtype::parse(typestr)?;
-    // NumPy marks raw bytes by `|`, and types that another package adds by `<`.
+    // NumPy marks raw bytes with `|`, and types of other packages with `<`.
     let is_added = typestr.starts_with('<') && typestr[1..].starts_with('V');
     let is_plain = match fields {
         // [("", typestr)]
@@ -340,8 +339,8 @@ fn dtype_of_interface(typestr: &str, fields: Option<Bound<'_, PyAny>>) -> Outcom
     };
     if is_added || !is_plain {
         return Err(Failure::invalid(format!(
-            "the array interface has elements of type {typestr:?} with fields, or of a type that only its library knows: share each field \
-             as an array of its own, or the bytes"
+            "the array interface has elements of type {typestr:?} with fields, or of a library-specific type: share each field as a \
+             separate array, or the bytes"
         )));
     }
     Ok(dtype)
@@ -350,52 +349,50 @@ fn dtype_of_interface(typestr: &str, fields: Option<Bound<'_, PyAny>>) -> Outcom
 fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     let py = object.py();
     let (kind, id): (c_int, i32) = object.call_method0("__dlpack_device__")?.extract()?;
-    let place = |id: i32| match kind {
-        dlpack::CPU | dlpack::CUDA_HOST => Ok(Place::Host),
-        dlpack::CUDA | dlpack::CUDA_MANAGED => Ok(Place::Cuda(id)),
-        _ => {
-            Err(Failure::invalid(format!("the array is on a device of DLPack's type {kind}, which vmmfd can't share")))
-        }
+    let location = |id: i32| match kind {
+        dlpack::CPU | dlpack::CUDA_HOST => Ok(Location::Host),
+        dlpack::CUDA | dlpack::CUDA_MANAGED => Ok(Location::Cuda(id)),
+        _ => Err(Failure::invalid(format!("the array is on a device of DLPack type {kind}, which vmmfd can't share"))),
     };
     let options = PyDict::new(py);
-    if let Place::Cuda(_) = place(0)? {
-        // The legacy default stream: that is where the copy is.
+    if let Location::Cuda(_) = location(0)? {
+        // The legacy default stream, on which the copy runs.
         options.set_item("stream", 1)?;
     }
     options.set_item("max_version", dlpack::VERSION)?;
     let method = object.getattr("__dlpack__")?;
     let capsule = match method.call((), Some(&options)) {
         Err(error) if error.is_instance_of::<PyTypeError>(py) && !takes(&method, &options)? => {
-            // The library is older than DLPack 1.0.
+            // The library predates DLPack 1.0.
             options.del_item("max_version")?;
             method.call((), Some(&options))?
         }
         capsule => capsule?,
     };
-    let taken = Taken::from(&capsule)?;
+    let taken = ForeignTensor::from(&capsule)?;
     let (shape, steps) = taken.layout()?;
     let tensor = taken.tensor();
     let types = tensor.dtype;
     let dtype = dtype::of_code(types.code, types.bits, types.lanes).ok_or_else(|| {
         let (code, bits, lanes) = (types.code, types.bits, types.lanes);
-        Failure::invalid(format!("vmmfd knows no elements of DLPack's code {code} with {bits} bits and {lanes} lanes"))
+        Failure::invalid(format!("DLPack elements of code {code} with {bits} bits and {lanes} lanes are not supported"))
     })?;
     let size = dtype.size() as i64;
     let strides = steps.map(|steps| steps.into_iter().map(|step| step.saturating_mul(size)).collect());
     let address = (tensor.data as u64).wrapping_add(tensor.byte_offset);
     let device = tensor.device;
-    if device.kind != kind || (matches!(place(id)?, Place::Cuda(_)) && device.id != id) {
+    if device.kind != kind || (matches!(location(id)?, Location::Cuda(_)) && device.id != id) {
         let text = format!(
-            "__dlpack__ returned a tensor on device ({}, {}), and __dlpack_device__ says ({kind}, {id})",
+            "__dlpack__ returned a tensor on device ({}, {}), but __dlpack_device__ returned ({kind}, {id})",
             device.kind, device.id
         );
         return Err(Failure::export(text));
     }
-    let (place, read_only) = (place(id)?, taken.is_read_only());
-    Ok(Source { dtype, shape, strides, address, place, read_only, wait: false, keep: Keep::Tensor(taken) })
+    let (location, read_only) = (location(id)?, taken.is_read_only());
+    Ok(Source { dtype, shape, strides, address, location, read_only, wait: false, keep: Keep::Tensor(taken) })
 }
 
-/// Whether a method's signature has these options. A method written in C may give no signature, and then counts as one without them.
+/// Whether a method's signature accepts these options. False for a C method without a signature.
 fn takes(method: &Bound<'_, PyAny>, options: &Bound<'_, PyDict>) -> PyResult<bool> {
     let py = method.py();
     let Some(signature) = tolerant(py, py.import("inspect")?.call_method1("signature", (method,)))? else {

@@ -1,4 +1,4 @@
-//! Times that callers give.
+//! Conversion of callers' times.
 
 use std::time::Duration;
 
@@ -6,13 +6,13 @@ use pyo3::{prelude::*, types::PyBool};
 
 use crate::error::{Failure, Outcome, shown, tolerant};
 
-/// The longest wait, in place of every longer one and of `inf`.
+/// The longest wait: replaces longer times and `inf`.
 const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
 
-/// A time that a caller gives in seconds, as a number or a `timedelta`; `inf` is for ever. What `None` means is the caller's to say.
+/// Converts a time in seconds, a number or a `timedelta`; `inf` waits forever. The caller defines the meaning of `None`.
 ///
 /// # Errors
-/// `ValueError` for what is no number of seconds, a `bool` included, and for one that is negative; what its methods raise of another kind.
+/// `ValueError` for anything else, including a `bool`, and for a negative time; other exceptions of its methods.
 pub(crate) fn seconds(given: &Bound<'_, PyAny>, name: &str) -> Outcome<Option<Duration>> {
     if given.is_none() {
         return Ok(None);
@@ -32,7 +32,7 @@ pub(crate) fn seconds(given: &Bound<'_, PyAny>, name: &str) -> Outcome<Option<Du
             Ok(Some(Duration::try_from_secs_f64(number).map_or(FOREVER, |time| time.min(FOREVER))))
         }
         _ => Err(Failure::invalid(format!(
-            "{name}={} is no time: give seconds, from 0 on, or a timedelta",
+            "{name}={} is not a time: give seconds, at least 0, or a timedelta",
             shown(given)?
         ))),
     }

@@ -1,7 +1,7 @@
-//! The two C functions through which PyTorch allocates in shared memory, and what Python asks of that memory.
+//! The two C functions through which PyTorch allocates shared memory, and Python's queries about that memory.
 //!
-//! PyTorch's allocator calls them with its lock held, from any thread, with or without the GIL, and while the interpreter ends. They
-//! never touch Python and never panic into it. What they cut from is kept for as long as the process lives.
+//! PyTorch's allocator calls them with its lock held, from any thread, with or without the GIL, and during interpreter shutdown. They never
+//! call Python and never unwind into PyTorch. Arenas live as long as the process.
 
 #![allow(unsafe_code)]
 
@@ -22,17 +22,17 @@ use vmmfd::{
 
 use crate::{driver, error::Outcome, memory::Owned, shared::PyMemory};
 
-/// Arenas by the device's number, which PyTorch counts as the driver does. A fork has none: it takes nothing and gives nothing back.
+/// Arenas by device ordinal, which PyTorch and the driver share. A fork has none: it allocates nothing and frees nothing.
 static ARENAS: PerProcess<Mutex<BTreeMap<c_int, Arc<Arenas>>>> = PerProcess::new(Mutex::default);
 
-/// Why the last block was refused, for whom PyTorch only tells that memory ran out.
-static TROUBLE: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::default);
+/// The error of the last failed allocation, because PyTorch reports only that memory ran out.
+static LAST_ERROR: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::default);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The arenas of a device, opened before.
+/// Returns the arenas of a device, if they are open.
 fn arenas(device: c_int) -> Option<Arc<Arenas>> {
     lock(ARENAS.get()).get(&device).cloned()
 }
@@ -47,21 +47,21 @@ fn allocate(size: isize, device: c_int) -> Result<u64, String> {
     arenas.allocate(size).map_err(|error: Error| error.in_full())
 }
 
-/// Cuts a block of at least `size` bytes from shared memory of a device. Null means that there is none. PyTorch's
-/// `CUDAPluggableAllocator` calls it; the stream does not matter, as PyTorch has synchronised what it freed before.
+/// Allocates a block of at least `size` bytes from a device's shared memory. Returns null on failure. Called by PyTorch's
+/// `CUDAPluggableAllocator`. The stream is ignored, because PyTorch synchronises blocks before it frees them.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn vmmfd_torch_malloc(size: isize, device: c_int, _stream: *mut c_void) -> *mut c_void {
     let answer = catch_unwind(|| allocate(size, device)).unwrap_or_else(|_| Err("the allocator panicked".to_owned()));
     match answer {
         Ok(address) => ptr::without_provenance_mut(address as usize),
         Err(reason) => {
-            *lock(TROUBLE.get()) = Some(format!("{size} bytes of shared memory: {reason}"));
+            *lock(LAST_ERROR.get()) = Some(format!("{size} bytes of shared memory: {reason}"));
             ptr::null_mut()
         }
     }
 }
 
-/// Takes a block back that [`vmmfd_torch_malloc`] cut. Waits for the device's work if an arena becomes empty, as `cudaFree` does.
+/// Frees a block of [`vmmfd_torch_malloc`]. Waits for the device's work if an arena becomes empty, as `cudaFree` does.
 #[unsafe(no_mangle)]
 pub(crate) extern "C" fn vmmfd_torch_free(block: *mut c_void, _size: isize, device: c_int, _stream: *mut c_void) {
     let free = || {
@@ -69,11 +69,11 @@ pub(crate) extern "C" fn vmmfd_torch_free(block: *mut c_void, _size: isize, devi
         let freed = arenas(device).is_some_and(|arenas| arenas.free(address));
         freed || all().iter().any(|arenas| arenas.free(address))
     };
-    // A block that is not found is one of another process: of the parent of this fork.
+    // An unknown block belongs to the parent of this fork.
     let _ = catch_unwind(AssertUnwindSafe(free));
 }
 
-/// Makes ready to cut blocks for a device of CUDA, from arenas of `arena` bytes from now on, `size` bytes of which are expected.
+/// Opens a CUDA device's arenas. New arenas have `arena` bytes; `size` bytes in total are expected.
 #[pyfunction]
 #[pyo3(signature = (device, arena, size=None))]
 pub(crate) fn torch_pool_open(py: Python<'_>, device: u32, arena: u64, size: Option<u64>) -> Outcome<()> {
@@ -92,20 +92,21 @@ pub(crate) fn torch_pool_open(py: Python<'_>, device: u32, arena: u64, size: Opt
     })
 }
 
-/// The memory that an address is in, and how many bytes behind its beginning.
+/// Returns the memory that contains an address, and the address's offset in it.
 #[pyfunction]
 pub(crate) fn torch_pool_find(address: u64) -> Option<(PyMemory, u64)> {
     let (shared, offset) = all().iter().find_map(|arenas| arenas.find(address))?;
     Some((PyMemory(Owned::new(shared)), offset))
 }
 
-/// Closes the arena that an address is in: nothing is cut from it any more. Returns whether there is one.
+/// Closes the arena that contains an address: nothing more is allocated in it. Returns whether there is such an arena.
 #[pyfunction]
 pub(crate) fn torch_pool_close(address: u64) -> bool {
     all().iter().any(|arenas| arenas.close(address))
 }
 
-/// What the arenas of a device hold: how many there are, how many are closed, their bytes, their blocks, the bytes of those.
+/// Returns the figures of a device's arenas: the numbers of arenas and closed arenas, their bytes, the number of blocks, and the blocks'
+/// bytes.
 #[pyfunction]
 pub(crate) fn torch_pool_figures(py: Python<'_>, device: u32) -> PyResult<Bound<'_, PyDict>> {
     let figures = arenas(device as c_int).map(|arenas| arenas.figures()).unwrap_or_default();
@@ -118,13 +119,13 @@ pub(crate) fn torch_pool_figures(py: Python<'_>, device: u32) -> PyResult<Bound<
     Ok(dictionary)
 }
 
-/// Why the last block was refused, if one was since the last call.
+/// Returns and clears the error of the last failed allocation.
 #[pyfunction]
-pub(crate) fn torch_pool_trouble() -> Option<String> {
-    lock(TROUBLE.get()).take()
+pub(crate) fn torch_pool_last_error() -> Option<String> {
+    lock(LAST_ERROR.get()).take()
 }
 
-/// Takes this process's own right to write memory of its own, once other processes have it. Waits for the device's work.
+/// Makes this process's own mapping of its memory read-only. Waits for the device's work.
 #[pyfunction]
 #[pyo3(signature = (memory, promised=false))]
 pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, PyMemory>, promised: bool) -> Outcome<()> {
@@ -132,7 +133,7 @@ pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, PyMemory>, promi
     memory.make_read_only(py, promised)
 }
 
-/// Fails as [`make_read_only`] would of any of these, and changes nothing.
+/// Fails as [`make_read_only`] would for any of these, without a change.
 #[pyfunction]
 #[pyo3(signature = (memories, promised=false))]
 pub(crate) fn check_read_only(memories: Vec<Bound<'_, PyMemory>>, promised: bool) -> Outcome<()> {

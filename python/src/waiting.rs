@@ -1,8 +1,7 @@
-//! Waits of a handoff, which Ctrl-C ends for good.
+//! Waits of a handoff, which Ctrl-C interrupts as a whole.
 //!
-//! Not by a check inside of the library's waits, as [`signals`](crate::signals) ends those for a broker: it ends one wait alone, and the
-//! next would be for the peer to leave; and a peer that says without a pause that it is busy, or a driver that starts, leaves no wait in
-//! which to check.
+//! The check of [`signals`](crate::signals) is not enough: it cancels only one wait, and the next would be for the peer to leave. A peer
+//! that keeps reporting that it is busy, or a starting driver, has no wait in which to check.
 
 use std::{
     sync::mpsc::{self, RecvTimeoutError},
@@ -18,14 +17,14 @@ use vmmfd::{
 
 use crate::error::{Failure, Outcome};
 
-/// How often the waiting thread looks for signals.
+/// The interval between signal checks.
 const TICK: Duration = Duration::from_millis(20);
 
-/// Runs what waits in a thread of its own, with the GIL released, while this one looks for signals: an exception that a handler raises
-/// ends the wait, and is what this raises.
+/// Runs `work` in a separate thread, with the GIL released, while this thread checks for signals. An exception of a handler cancels the
+/// work and is returned.
 ///
 /// # Errors
-/// Those of `work`; what a handler raises; [`Error::System`] if there can be no thread.
+/// As `work`; the handler's exception; [`Error::System`] if the thread cannot start.
 pub(crate) fn interruptibly<T: Send>(py: Python<'_>, work: impl FnOnce(&Cancel) -> Outcome<T> + Send) -> Outcome<T> {
     let cancel = Cancel::new()?;
     py.detach(|| {
@@ -33,7 +32,7 @@ pub(crate) fn interruptibly<T: Send>(py: Python<'_>, work: impl FnOnce(&Cancel) 
             let (sender, receiver) = mpsc::channel();
             let cancel = &cancel;
             let spawned = thread::Builder::new().name("vmmfd-wait".to_owned()).spawn_scoped(scope, move || {
-                // The other end is there until this has ended.
+                // The receiver lives until this thread has exited.
                 let _ = sender.send(work(cancel));
             });
             spawned.map_err(|error| Failure::from(Error::System { action: "start a thread".into(), source: error }))?;
@@ -41,14 +40,14 @@ pub(crate) fn interruptibly<T: Send>(py: Python<'_>, work: impl FnOnce(&Cancel) 
                 match receiver.recv_timeout(TICK) {
                     Ok(result) => return result,
                     Err(RecvTimeoutError::Timeout) => {
-                        // `None` of an interpreter that ends: it has no handlers any more.
+                        // `None` during interpreter shutdown: there are no handlers.
                         if let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) {
                             cancel.cancel(CancelReason::Program);
                             return Err(raised.into());
                         }
                     }
                     Err(RecvTimeoutError::Disconnected) => {
-                        return Err(Failure::invalid("the thread that waits has panicked"));
+                        return Err(Failure::invalid("the waiting thread panicked"));
                     }
                 }
             }

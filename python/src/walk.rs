@@ -1,17 +1,17 @@
-//! Two arrays of a shape side by side: which bytes belong together, and whether they meet.
+//! Walks two arrays of one shape side by side: the matching byte ranges, and whether they overlap.
 
 use std::ops::Range;
 
-use crate::{error::Outcome, signals::Looks};
+use crate::{error::Outcome, signals::SignalPoll};
 
-/// How many bytes are copied at a time: between two of them a signal is looked for.
+/// The most bytes to copy between two checks for signals.
 const PIECE: u64 = 16 << 20;
 
-/// Two arrays of one shape, walked together: the longest runs of bytes that follow one another in both.
+/// Two arrays of one shape, walked together: the longest runs of bytes that are contiguous in both.
 pub(crate) struct Walk {
     /// The length of a run, in bytes.
     pub(crate) bytes: u64,
-    /// For each dimension that is left, from the outermost: its length, and the steps in both.
+    /// For each remaining dimension, outermost first: its length, and its strides in both.
     outer: Vec<(u64, i64, i64)>,
 }
 
@@ -36,12 +36,12 @@ impl Walk {
         self.bytes == 0
     }
 
-    /// Calls a function with where each run begins in both, relative to the element with all indices 0, and its bytes, in C order. Long
-    /// runs come in pieces. Ends when a signal's handler raised.
-    pub(crate) fn each(&self, mut call: impl FnMut(i64, i64, u64) -> Outcome<()>) -> Outcome<()> {
+    /// Calls a function for each run, in C order, with the run's offsets in both arrays from the element with all indices 0, and its bytes.
+    /// Splits long runs. Stops when a signal handler raises.
+    pub(crate) fn each_run(&self, mut call: impl FnMut(i64, i64, u64) -> Outcome<()>) -> Outcome<()> {
         let mut index = vec![0; self.outer.len()];
         let (mut a, mut b) = (0i64, 0i64);
-        let mut looks = Looks::new();
+        let mut looks = SignalPoll::new();
         loop {
             let mut done = 0;
             while done < self.bytes {
@@ -70,34 +70,34 @@ impl Walk {
     }
 }
 
-/// How the addresses of two arrays of a shape meet.
-pub(crate) enum Meeting {
+/// How the addresses of two arrays of one shape overlap.
+pub(crate) enum Overlap {
     Apart,
-    /// Each element is where its counterpart is.
+    /// Each element has its counterpart's address.
     Same,
     /// An element may be overwritten before it is read.
-    Overlap,
+    Partial,
 }
 
-/// How a source and a destination meet: each by the address of its first element and its steps.
-pub(crate) fn meeting(from: (u64, &[i64]), to: (u64, &[i64]), shape: &[u64], item: u64) -> Outcome<Meeting> {
+/// Compares a source and a destination, each by the address of its first element and its strides.
+pub(crate) fn overlap(from: (u64, &[i64]), to: (u64, &[i64]), shape: &[u64], item: u64) -> Outcome<Overlap> {
     if from == to {
-        return Ok(Meeting::Same);
+        return Ok(Overlap::Same);
     }
     let (Some(a), Some(b)) = (span(from.0, shape, from.1, item), span(to.0, shape, to.1, item)) else {
-        return Ok(Meeting::Apart);
+        return Ok(Overlap::Apart);
     };
-    Ok(if a.start < b.end && b.start < a.end { Meeting::Overlap } else { Meeting::Apart })
+    Ok(if a.start < b.end && b.start < a.end { Overlap::Partial } else { Overlap::Apart })
 }
 
-/// The addresses from an array's first byte to its last. `None` if it has no elements.
+/// Returns the addresses from an array's first byte to its last. `None` for an array without elements.
 pub(crate) fn span(first: u64, shape: &[u64], steps: &[i64], item: u64) -> Option<Range<i128>> {
     if shape.contains(&0) {
         return None;
     }
     let mut span = i128::from(first)..i128::from(first) + i128::from(item);
     for (length, step) in shape.iter().zip(steps) {
-        // 64 bits by 63 bits: 127 bits hold one; what holds no array saturates.
+        // 64 bits by 63 bits: one product fits in 127 bits. The sum saturates for impossible arrays.
         let reach = i128::from(*length - 1).saturating_mul(i128::from(*step));
         if reach < 0 {
             span.start = span.start.saturating_add(reach);
@@ -108,6 +108,6 @@ pub(crate) fn span(first: u64, shape: &[u64], steps: &[i64], item: u64) -> Optio
     Some(span)
 }
 
-pub(crate) fn moved(address: u64, by: i64) -> u64 {
+pub(crate) fn offset_by(address: u64, by: i64) -> u64 {
     address.wrapping_add_signed(by)
 }

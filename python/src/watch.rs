@@ -1,4 +1,4 @@
-//! `_native.Watch`: the events of names. `vmmfd.Watch` is made of it.
+//! `_native.Watch`: the events of names. `vmmfd.Watch` wraps it.
 
 use std::{
     sync::{Mutex, MutexGuard, TryLockError},
@@ -12,50 +12,51 @@ use vmmfd::{
 };
 
 use crate::{
-    connections::{Taken, check_process},
+    connections::{Checkout, check_process},
     error::{Failure, Outcome},
     json,
-    signals::{self, Ended},
+    signals::{self, CloseFlag},
     time::seconds,
 };
 
-/// How long the library is asked to wait at once, where there is no end.
+/// The longest single wait of a library call when there is no timeout.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// A watch, and its connection.
-type Open = (broker::Watch, Taken);
+type Open = (broker::Watch, Checkout);
 
-/// What happens to names. It has a connection of its own.
+/// The events of names, on its own connection.
 #[pyclass(name = "Watch", module = "vmmfd._native", frozen, weakref)]
 pub(crate) struct Watch {
-    /// The watch, and its connection, which is given back behind it.
+    /// The watch, and its connection, which is returned to the pool after it.
     open: Mutex<Option<Open>>,
-    ended: Ended,
-    of: Ended,
+    closed: CloseFlag,
+    connection_closed: CloseFlag,
     made_by: ProcessIdentity,
 }
 
 impl Watch {
-    pub(crate) fn new(client: Taken, prefix: &str, after: Option<(String, u64)>) -> Outcome<Self> {
+    pub(crate) fn new(client: Checkout, prefix: &str, after: Option<(String, u64)>) -> Outcome<Self> {
         let after = after.map(|(instance, seq)| WatchPlace::new(instance, seq));
         let watch = client.watch(prefix, after.as_ref())?;
-        let of = client.ended().clone();
+        let connection_closed = client.closed().clone();
         Ok(Self {
             open: Mutex::new(Some((watch, client))),
-            ended: Ended::default(),
-            of,
+            closed: CloseFlag::default(),
+            connection_closed,
             made_by: ProcessIdentity::current(),
         })
     }
 
     fn check(&self) -> Outcome<()> {
-        check_process(self.made_by, "began this watch", "connect again")
+        check_process(self.made_by, "started this watch", "connect again")
     }
 
-    /// The right to use it, if no other thread has it.
+    /// Locks the watch, unless another thread uses it.
     fn take(&self) -> Outcome<InUse<'_>> {
         let open = self.try_lock().ok_or_else(|| {
-            Failure::unusable("another thread waits in this watch: begin one for each thread, and ask it for its place")
+            Failure::unusable(
+                "another thread waits in this watch: start one for each thread, and ask this one for its place",
+            )
         })?;
         Ok(InUse { of: self, open: Some(open) })
     }
@@ -68,16 +69,16 @@ impl Watch {
         }
     }
 
-    /// Lets go of it once it is closed. Does not block: a thread that uses it lets go of it then.
-    fn let_go(&self) {
-        if self.ended.is_ended() {
+    /// Releases the watch if it is closed. Does not block: a thread that uses it releases it when done.
+    fn release_if_closed(&self) {
+        if self.closed.is_set() {
             let open = self.try_lock().and_then(|mut open| open.take());
             drop(open);
         }
     }
 }
 
-/// A watch that a thread uses. It may be closed meanwhile, by another thread, or by a signal's handler on this one.
+/// A watch in use by a thread. Another thread, or a signal handler on this thread, may close it in the meantime.
 struct InUse<'a> {
     of: &'a Watch,
     open: Option<MutexGuard<'a, Option<Open>>>,
@@ -85,28 +86,29 @@ struct InUse<'a> {
 
 impl InUse<'_> {
     fn open(&mut self) -> Outcome<&mut broker::Watch> {
-        self.open.as_mut().and_then(|open| open.as_mut()).map(|(watch, _)| watch).ok_or_else(closed)
+        self.open.as_mut().and_then(|open| open.as_mut()).map(|(watch, _)| watch).ok_or_else(closed_error)
     }
 }
 
 impl Drop for InUse<'_> {
     fn drop(&mut self) {
         self.open = None;
-        self.of.let_go();
+        self.of.release_if_closed();
     }
 }
 
-fn closed() -> Failure {
-    Failure::unusable("the watch was closed: begin another one")
+fn closed_error() -> Failure {
+    Failure::unusable("the watch is closed: start another")
 }
 
 #[pymethods]
 impl Watch {
-    /// The next event as a dict: kind, seq, at_ms, name, version, id, uid, pid, message. Of kind `lost` it has no more. None at the timeout.
+    /// Returns the next event as a dict: kind, seq, at_ms, name, version, id, uid, pid, message. An event of kind `lost` only has its kind.
+    /// Returns None at the timeout.
     fn next<'py>(&self, py: Python<'py>, timeout: &Bound<'_, PyAny>) -> Outcome<Option<Bound<'py, PyAny>>> {
         self.check()?;
         let timeout = seconds(timeout, "timeout")?;
-        let watched = signals::run(py, &[&self.ended, &self.of], || {
+        let watched = signals::run(py, &[&self.closed, &self.connection_closed], || {
             let mut used = self.take()?;
             let watch = used.open()?;
             loop {
@@ -116,9 +118,9 @@ impl Watch {
                 }
             }
         });
-        // What ended it may have been this very watch.
+        // Closing the watch may have interrupted the call.
         let watched = match watched {
-            Err(Failure::Caller(..)) if self.ended.is_ended() => return Err(closed()),
+            Err(Failure::Caller(..)) if self.closed.is_set() => return Err(closed_error()),
             watched => watched?,
         };
         match watched {
@@ -128,7 +130,7 @@ impl Watch {
         }
     }
 
-    /// Behind which event of which broker it is.
+    /// The broker instance, and the sequence number of the last returned event.
     #[getter]
     fn place(&self, py: Python<'_>) -> Outcome<(String, u64)> {
         self.check()?;
@@ -141,21 +143,21 @@ impl Watch {
 
     #[getter]
     fn is_closed(&self) -> bool {
-        self.ended.is_ended()
+        self.closed.is_set()
     }
 
-    /// Ends it, and a wait in it, of another thread or of the one that runs this in a signal's handler.
+    /// Closes the watch, and interrupts a wait in it, even from a signal handler on the waiting thread.
     fn close(&self, py: Python<'_>) {
         if !self.made_by.is_current() {
             return;
         }
-        self.ended.end();
-        py.detach(|| self.let_go());
+        self.closed.set();
+        py.detach(|| self.release_if_closed());
     }
 }
 
 fn shown<'py>(py: Python<'py>, event: &Event) -> Outcome<Bound<'py, PyAny>> {
     let value = serde_json::to_value(event);
-    let value = value.map_err(|error| Failure::unusable(format!("the broker's event can't be shown: {error}")))?;
+    let value = value.map_err(|error| Failure::unusable(format!("the broker's event can't be converted: {error}")))?;
     Ok(json::to_python(py, &value)?)
 }

@@ -1,4 +1,4 @@
-//! Safetensors files, read by several threads into memory of this process's own.
+//! Safetensors files, read by several threads into memory of this process.
 
 use std::{collections::HashMap, ffi::OsString, num::NonZero, path::PathBuf, sync::Arc};
 
@@ -32,12 +32,11 @@ pub(crate) struct Weights {
     digest: Option<String>,
 }
 
-/// An array as a put has it: its name, type, shape, strides, the memory it is in, its offset there, and its attributes.
+/// An array for a put: name, type, shape, strides, index of its memory, offset there, and attributes.
 type Entry = (String, String, Vec<u64>, Option<Vec<i64>>, usize, u64, Option<String>);
 
 #[pymethods]
 impl Weights {
-    /// The names, in the order of the files.
     fn names(&self) -> Vec<&str> {
         self.tensors.iter().map(|tensor| tensor.name.as_str()).collect()
     }
@@ -56,31 +55,28 @@ impl Weights {
         Array::new(Arc::clone(&self.memory) as _, self.tensors[found].array.clone())
     }
 
-    /// Its memory.
     #[getter]
     fn memory(&self) -> PyMemory {
         PyMemory(Arc::clone(&self.memory))
     }
 
-    /// What the files say of themselves, as a JSON object.
+    /// The files' own metadata, as a JSON object.
     #[getter]
     fn metadata(&self) -> &str {
         &self.metadata
     }
 
-    /// The files' paths.
     #[getter]
     fn files(&self) -> &[OsString] {
         &self.files
     }
 
-    /// BLAKE3 of all of the memory.
     #[getter]
     fn digest(&self) -> Option<&str> {
         self.digest.as_deref()
     }
 
-    /// The arrays as a put has them.
+    /// Returns the arrays for a put.
     fn entries(&self) -> Vec<Entry> {
         let entry = |tensor: &Tensor| {
             let array = &tensor.array;
@@ -92,8 +88,8 @@ impl Weights {
 
 /// Reads files, folders or indexes.
 ///
-/// Without the GIL; `progress(done, all)` is called with it about 25 times in a second, and signals are handled then, in the main
-/// thread. What either raises ends the work.
+/// Runs without the GIL, except that about 25 times per second it calls `progress(done, all)` and, in the main thread, signal handlers. An
+/// exception from either stops the work.
 #[pyfunction]
 #[pyo3(signature = (paths, *, backend="auto", device=None, digest=false, progress=None, threads=None))]
 pub(crate) fn load_safetensors(
@@ -123,7 +119,7 @@ pub(crate) fn load_safetensors(
         let device = driver::device(&driver::driver(backend)?, wanted)?;
         let mut raised = None;
         let mut tick = |done: u64| {
-            // None while the interpreter ends: then nothing needs the weights.
+            // None during interpreter shutdown: nothing needs the weights.
             let called = Python::try_attach(|py| -> PyResult<()> {
                 py.check_signals()?;
                 progress.iter().try_for_each(|call| call.call1(py, (done, checkpoint.size())).map(drop))
@@ -153,5 +149,5 @@ pub(crate) fn load_safetensors(
     })
 }
 
-/// More would do nothing but wait.
+/// More threads would only wait.
 const MAX_THREADS: usize = 256;

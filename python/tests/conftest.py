@@ -1,4 +1,4 @@
-"""What the tests share: a broker's server, child processes, and which tests this machine can run."""
+"""Shared fixtures: a broker server, child processes, and skips for tests that need a driver."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import pytest
 
 import vmmfd
 
-# How long a child process may take, in seconds: only to end one that hangs. What a test ends itself waits for longer.
+# The limit for a child process in seconds, only for a child that hangs. Other timeouts in the tests are shorter.
 LIMIT = 300.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.addinivalue_line("markers", "fake: over the emulated driver, where libcuda.so.1 is it")
-    # A shell has what it starts in the background ignore Ctrl-C, and what that starts in turn.
+    # A shell starts background jobs, and so their children, with SIGINT ignored.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _driver() -> str:
-    """`cuda`, `fake` or `none`: which driver loads here."""
+    """Returns the driver that loads here: `cuda`, `fake` or `none`."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -45,22 +45,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker(marker):
                 driver = driver or _driver()
                 if driver != marker:
-                    item.add_marker(pytest.mark.skip(reason=f"needs a driver that is {marker}, and here it is {driver}"))
+                    item.add_marker(pytest.mark.skip(reason=f"needs the {marker} driver, but this machine has: {driver}"))
 
 
 def command() -> list[str]:
-    """The `vmmfd` command: that of `VMMFD_BIN`, or the installed package's."""
+    """Returns the `vmmfd` command: `VMMFD_BIN`, or the installed package's."""
     given = os.environ.get("VMMFD_BIN")
     return [given] if given else [sys.executable, "-m", "vmmfd._command"]
 
 
 class Server:
-    """A broker's server, as a child process."""
+    """A broker server in a child process."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self.path = str(folder / "broker.sock")
-        # Of the emulated driver's memory the server is told: it is none of NVIDIA's.
+        # The server refuses the emulated driver's memory without this option: it is not NVIDIA's.
         self.options = (*options, *(["--emulated"] if "FAKECUDA_DEVICES" in os.environ and "--emulated" not in options else []))
         self.process: subprocess.Popen[str] | None = None
         self.start()
@@ -82,7 +82,7 @@ class Server:
         return self.process.pid
 
     def pause(self) -> None:
-        """Stops it, so that it answers nothing."""
+        """Stops the process with SIGSTOP: it answers nothing."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -111,7 +111,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A server of this test's own."""
+    """A server for one test."""
     server = Server(tmp_path)
     yield server
     server.end()
@@ -119,7 +119,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The socket of a server that all tests share: `name` is a name there."""
+    """The socket of a server that all tests share: see `name`."""
     server = Server(tmp_path_factory.mktemp("broker"))
     yield server.path
     server.end()
@@ -127,20 +127,19 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def broker(socket: str) -> Iterator[vmmfd.Broker]:
-    """A client, for memory of the host, of the server that all tests share."""
+    """A client of the shared server, for host memory."""
     with vmmfd.connect(socket, backend="host") as broker:
         yield broker
 
 
 @pytest.fixture
 def name() -> str:
-    """A name that no other test gives its objects."""
+    """A unique object name."""
     return f"test/{uuid.uuid4().hex}"
 
 
 class Child:
-    """A Python program in a process of its own. It can say `ready`, on a line of its own, and is ended at the limit: what waits for it then
-    goes on, and fails."""
+    """A Python program in a child process. It can print `ready`. At the time limit it is aborted, so that tests that wait for it fail."""
 
     def __init__(self, code: str, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
@@ -152,27 +151,32 @@ class Child:
             env={**os.environ, **(env or {})},
         )
         self.pid = self.process.pid
-        # It then says where its threads are.
+        # faulthandler then prints the threads' stacks.
         self.limit = threading.Timer(LIMIT, self.process.send_signal, [signal.SIGABRT])
         self.limit.daemon = True
         self.limit.start()
 
     def wait_for(self, line: str = "ready") -> None:
-        """Waits for a line that it prints."""
+        """Waits until the child prints this line."""
         assert self.process.stdout is not None
         while True:
             came = self.process.stdout.readline()
             if came.strip() == line:
                 return
             if not came:
-                raise AssertionError(f"it ended before it said {line}: {self.process.communicate()}")
+                raise AssertionError(f"it exited before it printed {line}: {self.process.communicate()}")
 
     def signal(self, number: int) -> None:
-        """Sends a signal."""
         self.process.send_signal(number)
 
+    def send_line(self) -> None:
+        """Lets a child continue that reads a line from stdin."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
     def end(self, expected: int | None = 0) -> str:
-        """Waits for its end and returns what it printed. Fails for another exit code, and for what it wrote to stderr, if 0 is expected."""
+        """Waits for the exit and returns the output. Fails for another exit code, and for any stderr output if 0 is expected."""
         output, errors = self.process.communicate()
         if expected is not None:
             assert self.process.returncode == expected, f"exit code {self.process.returncode}: {output}\n{errors}"
@@ -183,7 +187,7 @@ class Child:
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
-    """Starts children, and ends those that are left."""
+    """Starts child processes, and kills those that still run after the test."""
     children: list[Child] = []
 
     def start(code: str, *arguments: str, env: dict[str, str] | None = None) -> Child:

@@ -1,4 +1,4 @@
-"""Arrays: made, indexed, seen as other types, copied; what they hold and what they refuse."""
+"""Arrays: creation, indexing, reinterpretation, copies, lifetime, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def filled(shape: tuple[int, ...] = (3, 4), dtype: str = "float32") -> tuple[vmm
     return vmmfd.asarray(numbers, backend="host"), numbers
 
 
-def test_an_array_says_what_it_is() -> None:
+def test_attributes_and_repr() -> None:
     array = vmmfd.empty((2, 3, 4), "float32", backend="host")
     assert (array.shape, array.dtype, array.strides) == ((2, 3, 4), "float32", (48, 16, 4))
     assert (array.itemsize, array.ndim, array.size, array.nbytes, len(array)) == (4, 3, 24, 96, 2)
@@ -51,18 +51,18 @@ def test_an_array_says_what_it_is() -> None:
         (bool, "bool"),
     ],
 )
-def test_types_have_the_names_of_the_ecosystem(given: object, name: str) -> None:
+def test_dtype_names(given: object, name: str) -> None:
     assert vmmfd.empty(1, given, backend="host").dtype == name
 
 
 @pytest.mark.parametrize("given", ["i8", "u8", "float", "int", float, int, "str", np.dtype("U3"), np.dtype("M8[s]"), None, 4])
-def test_a_type_of_two_meanings_or_none_is_refused(given: object) -> None:
+def test_ambiguous_and_unknown_dtypes_are_refused(given: object) -> None:
     with pytest.raises(vmmfd.Invalid, match="dtype="):
         vmmfd.empty(1, given, backend="host")
 
 
 @pytest.mark.parametrize("shape", [-1, (2, -1), "3", 2.5, (2**33, 2**33), [1] * 65])
-def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
+def test_invalid_shape_is_refused(shape: Any) -> None:
     with pytest.raises(ValueError):
         vmmfd.empty(shape, "float64", backend="host")
 
@@ -87,7 +87,7 @@ def test_a_shape_that_is_none_is_refused(shape: Any) -> None:
         np.int64(1),
     ],
 )
-def test_an_index_selects_as_numpys_does(index: Any) -> None:
+def test_index_matches_numpy(index: Any) -> None:
     array, numbers = filled((4, 5, 2))
     part, wanted = array[index], np.asarray(numbers[index])
     assert part.shape == wanted.shape
@@ -96,26 +96,26 @@ def test_an_index_selects_as_numpys_does(index: Any) -> None:
 
 
 @pytest.mark.parametrize("index", [4, -5, (0, 5), (0, 0, 0, 0), (..., ...)])
-def test_an_index_outside_is_an_index_error(index: Any) -> None:
+def test_index_out_of_range(index: Any) -> None:
     with pytest.raises(IndexError):
         filled((4, 5, 2))[0][index]
 
 
 @pytest.mark.parametrize("index", [None, True, 1.0, "x", [0, 1], (None, 0), np.array([True] * 4)])
-def test_other_indices_are_type_errors(index: Any) -> None:
-    with pytest.raises(TypeError, match="is no index"):
+def test_unsupported_index_is_type_error(index: Any) -> None:
+    with pytest.raises(TypeError, match="is not a supported index"):
         filled((4, 5, 2))[0][index]
 
 
-def test_iterating_ends() -> None:
+def test_iteration() -> None:
     array, numbers = filled()
     rows: list[Any] = [np.asarray(row) for row in array]
     assert np.array_equal(rows, numbers) and isinstance(array, Iterable)
-    with pytest.raises(TypeError, match="no dimensions"):
+    with pytest.raises(TypeError, match="without dimensions"):
         iter(array[0, 0])
 
 
-def test_bytes_are_seen_as_another_type() -> None:
+def test_reinterpret() -> None:
     array, numbers = filled((3, 4), "float32")
     assert np.array_equal(np.asarray(array.reinterpret("uint8")), numbers.view("u1"))
     assert np.array_equal(np.asarray(array.reinterpret("int32")), numbers.view("i4"))
@@ -123,7 +123,7 @@ def test_bytes_are_seen_as_another_type() -> None:
     assert array.reinterpret("uint8", 48).shape == (48,)
     assert array.reinterpret("bfloat16", (6, 4)).dtype == "bfloat16"
     assert array[1:].reinterpret("uint8", 32).tobytes() == numbers[1:].tobytes()
-    # Gaps between the elements matter only if their size changes.
+    # Gaps between elements matter only if the element size changes.
     assert np.array_equal(np.asarray(array[:, ::2].reinterpret("uint32")), numbers.view("u4")[:, ::2])
     for refused in (
         lambda: array.reinterpret("complex128", 5),
@@ -136,7 +136,7 @@ def test_bytes_are_seen_as_another_type() -> None:
             refused()
 
 
-def test_axes_change_places() -> None:
+def test_transpose() -> None:
     array, numbers = filled((2, 3, 4))
     assert np.array_equal(np.asarray(array.T), numbers.T)
     assert np.array_equal(np.asarray(array.transpose(1, 0, 2)), numbers.transpose(1, 0, 2))
@@ -146,7 +146,7 @@ def test_axes_change_places() -> None:
             array.transpose(*axes)
 
 
-def test_copies_go_both_ways_whatever_the_strides() -> None:
+def test_strided_copies_in_both_directions() -> None:
     numbers = np.arange(60, dtype="i4").reshape(3, 4, 5)
     for source in (numbers, numbers.T, numbers[:, ::-1, ::2], numbers[..., 0], numbers[:0], np.broadcast_to(numbers[0], (7, 4, 5))):
         array = vmmfd.asarray(source, backend="host")
@@ -161,7 +161,7 @@ def test_copies_go_both_ways_whatever_the_strides() -> None:
     assert np.array_equal(np.asarray(array[0]), np.asarray(array[1]))
 
 
-def test_a_large_copy_with_gaps_is_whole() -> None:
+def test_large_strided_copy() -> None:
     numbers = np.arange(3 << 20, dtype="u2").reshape(3, 1 << 20)
     assert np.array_equal(np.asarray(vmmfd.asarray(numbers.T, backend="host")), numbers.T)
 
@@ -178,19 +178,19 @@ def test_a_large_copy_with_gaps_is_whole() -> None:
     ],
     ids=lambda source: repr(source)[:30],
 )
-def test_anything_with_a_buffer_is_copied(source: Any) -> None:
+def test_asarray_copies_buffers(source: Any) -> None:
     array = vmmfd.asarray(source, backend="host")
     assert array.shape == np.asarray(memoryview(source)).shape
     assert array.tobytes() == np.asarray(source).tobytes()
 
 
-def test_what_is_no_array_is_refused() -> None:
+def test_asarray_refuses_other_objects() -> None:
     for source in ([1, 2], 3, None, "text", np.array(["a"]), np.array([object()]), np.ma.masked_array([1], [True])):
         with pytest.raises(ValueError):
             vmmfd.asarray(source, backend="host")
 
 
-def test_a_copy_needs_the_same_type_and_shape() -> None:
+def test_copy_needs_same_type_and_shape() -> None:
     array, numbers = filled()
     for other in (numbers.astype("f8"), numbers[:2], numbers.ravel(), numbers.astype(">f4")):
         with pytest.raises(vmmfd.Invalid, match="the other array is"):
@@ -199,11 +199,11 @@ def test_a_copy_needs_the_same_type_and_shape() -> None:
             array.copy_to(other)
     frozen = numbers.copy()
     frozen.flags.writeable = False
-    with pytest.raises(vmmfd.Invalid, match="may only be read"):
+    with pytest.raises(vmmfd.Invalid, match="is read-only"):
         array.copy_to(frozen)
 
 
-def test_a_view_keeps_the_memory_and_the_last_one_frees_it() -> None:
+def test_last_view_frees_memory() -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("vmmfd")
 
@@ -222,12 +222,12 @@ def test_a_view_keeps_the_memory_and_the_last_one_frees_it() -> None:
     assert mapped() == before
 
 
-def test_an_array_is_not_pickled() -> None:
+def test_array_is_not_pickled() -> None:
     with pytest.raises(TypeError, match="can't be pickled"):
         pickle.dumps(filled()[0])
 
 
-def test_it_is_in_a_cycle_and_collected() -> None:
+def test_cycle_is_collected() -> None:
     class Holder:
         pass
 
@@ -238,7 +238,7 @@ def test_it_is_in_a_cycle_and_collected() -> None:
     gc.collect()
 
 
-def test_after_a_fork_it_refuses_with_a_sentence(child: Any) -> None:
+def test_use_in_fork_is_refused(child: Any) -> None:
     child(
         """
         import os, vmmfd, numpy as np
@@ -256,7 +256,7 @@ def test_after_a_fork_it_refuses_with_a_sentence(child: Any) -> None:
                 except BufferError as error:
                     refused += 1
             assert view.sum() == 3
-            # What was made before is not given back here, and what is made here is.
+            # The parent's memory is not released here, but memory created here is.
             del view, array
             mine = vmmfd.asarray(np.arange(4), backend="host")
             assert np.asarray(mine).sum() == 6
@@ -267,7 +267,7 @@ def test_after_a_fork_it_refuses_with_a_sentence(child: Any) -> None:
     ).end()
 
 
-def test_objects_alive_at_exit_do_no_harm(child: Any) -> None:
+def test_objects_alive_at_exit(child: Any) -> None:
     child(
         """
         import sys, threading, vmmfd, numpy as np
@@ -283,7 +283,7 @@ def test_objects_alive_at_exit_do_no_harm(child: Any) -> None:
     ).end()
 
 
-def test_importing_it_loads_no_driver(child: Any) -> None:
+def test_import_loads_no_driver(child: Any) -> None:
     child(
         """
         import sys
@@ -296,8 +296,8 @@ def test_importing_it_loads_no_driver(child: Any) -> None:
     ).end()
 
 
-def test_the_stubs_match_the_module() -> None:
-    """Every name of the native module is in its stubs, and the other way round."""
+def test_stubs_match_the_module() -> None:
+    """The native module and its stubs have the same names."""
     import ast
 
     tree = ast.parse((Path(vmmfd.__file__).parent / "_native.pyi").read_text())

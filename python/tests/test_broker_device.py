@@ -1,4 +1,4 @@
-"""The broker's client with memory of a GPU: on the emulated driver, and on a GPU."""
+"""The broker client with GPU memory: on the emulated driver, and on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values(number: float, count: int = 1000) -> np.ndarray:
     return np.arange(count, dtype="f4") + number
 
 
-def test_what_is_put_is_got_there(broker: vmmfd.Broker, name: str, child: Callable[..., Child], driver: str) -> None:
+def test_put_and_get_on_device(broker: vmmfd.Broker, name: str, child: Callable[..., Child], driver: str) -> None:
     broker.put(name, {"x": values(1).reshape(10, 100), "b": np.ones(3, dtype="?")}, metadata={"a": 1})
     lease = broker.get(name, device=0)
     x = lease["x"]
@@ -44,7 +44,7 @@ def test_what_is_put_is_got_there(broker: vmmfd.Broker, name: str, child: Callab
     child(ON_DEVICE + code, broker.path, name).end()
 
 
-def test_its_own_memory_is_handed_over(broker: vmmfd.Broker, name: str, driver: str) -> None:
+def test_own_memory_is_not_copied(broker: vmmfd.Broker, name: str, driver: str) -> None:
     mine = vmmfd.asarray(values(5), backend="cuda")
     broker.put(name, {"mine": mine, "last": mine[-3:]}, copy=False)
     lease = broker.get(name)
@@ -55,7 +55,7 @@ def test_its_own_memory_is_handed_over(broker: vmmfd.Broker, name: str, driver: 
     assert lease["mine"].tobytes() == values(6).tobytes()
 
 
-def test_what_is_sealed_is_read_only_here_too(broker: vmmfd.Broker, name: str, driver: str) -> None:
+def test_sealed_memory_is_read_only_here(broker: vmmfd.Broker, name: str, driver: str) -> None:
     mine = vmmfd.asarray(values(5), backend="cuda")
     broker.put(name, {"x": mine}, seal=True)
     assert mine.readonly and mine.tobytes() == values(5).tobytes()
@@ -64,7 +64,7 @@ def test_what_is_sealed_is_read_only_here_too(broker: vmmfd.Broker, name: str, d
     assert broker.get(name)["x"].tobytes() == values(5).tobytes()
 
 
-def test_another_version_takes_the_addresses(broker: vmmfd.Broker, name: str, driver: str) -> None:
+def test_switch_and_park_keep_addresses(broker: vmmfd.Broker, name: str, driver: str) -> None:
     broker.put(name, {"x": values(1)})
     lease = broker.get(name)
     array, address = lease["x"], lease["x"].address
@@ -91,7 +91,7 @@ def test_another_version_takes_the_addresses(broker: vmmfd.Broker, name: str, dr
     assert array.tobytes() == values(2).tobytes()
 
 
-def test_what_is_on_the_host_is_got_there(socket: str, broker: vmmfd.Broker, name: str, driver: str) -> None:
+def test_host_objects_need_host_backend(socket: str, broker: vmmfd.Broker, name: str, driver: str) -> None:
     with vmmfd.connect(socket, backend="host") as host:
         host.put(name, {"x": values(3)})
     with pytest.raises(vmmfd.Unsupported, match="on backend host, and this process uses cuda") as caught:
@@ -101,7 +101,7 @@ def test_what_is_on_the_host_is_got_there(socket: str, broker: vmmfd.Broker, nam
         assert np.from_dlpack(auto.get(name)["x"])[0] == 3
         auto.put(name + "/auto", {"x": values(4)})
         assert auto.stat(name + "/auto").summary.backend == "cuda"
-    # What is shared already decides.
+    # Memory that is already shared decides the backend.
     with vmmfd.connect(socket) as auto:
         auto.put(name + "/mixed", {"x": vmmfd.empty(4, "uint8", backend="host"), "y": values(4)})
         assert auto.stat(name + "/mixed").summary.backend == "host"
@@ -109,7 +109,7 @@ def test_what_is_on_the_host_is_got_there(socket: str, broker: vmmfd.Broker, nam
         broker.get(name, device="GPU-00000000-0000-0000-0000-000000000000")
 
 
-def test_memory_of_two_devices_is_two_parts(server: Server, child: Callable[..., Child], driver: str) -> None:
+def test_two_devices_need_two_parts(server: Server, child: Callable[..., Child], driver: str) -> None:
     if len(vmmfd.devices()) < 2 and driver == "cuda":
         pytest.skip("this machine has one GPU")
     child(
@@ -120,7 +120,7 @@ try:
     broker.put("both", arrays)
     raise SystemExit("it was put")
 except vmmfd.Invalid as error:
-    assert "put one part for each device" in str(error), error
+    assert "put one part per device" in str(error), error
 def half(device):
     broker.put("both", {"x": arrays[f"on{device}"]}, part=f"rank{device}", parts=["rank0", "rank1"], group="g", wait=30)
 thread = threading.Thread(target=half, args=(0,))
@@ -140,8 +140,8 @@ assert broker.get("copied")["x"].device.ordinal == 1
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_objects_are_alive_at_exit(server: Server, child: Callable[..., Child], end: str, driver: str) -> None:
-    # NumPy can't see the memory: what DLPack makes is held instead.
+def test_objects_alive_at_exit(server: Server, child: Callable[..., Child], end: str, driver: str) -> None:
+    # NumPy cannot access the memory: hold DLPack capsules instead.
     code = ENDS[end].replace("np.from_dlpack(array)", "array.__dlpack__(max_version=(1, 0))")
     code = code.replace("np.from_dlpack(held)", "held.__dlpack__(max_version=(1, 0))")
     code = code.replace("np.from_dlpack(one['x']).sum()", "one['x'].__dlpack__(max_version=(1, 0))")
@@ -155,7 +155,7 @@ def test_objects_are_alive_at_exit(server: Server, child: Callable[..., Child], 
         assert not broker.who().leases
 
 
-def test_a_fork_does_no_harm(server: Server, child: Callable[..., Child], driver: str) -> None:
+def test_fork_leaves_parent_unaffected(server: Server, child: Callable[..., Child], driver: str) -> None:
     started = child(
         ON_DEVICE
         + """

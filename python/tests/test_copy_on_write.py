@@ -1,4 +1,4 @@
-"""Leases whose pages are copied when this process writes to them."""
+"""Leases with private copies of written pages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import vmmfd
 
 np = pytest.importorskip("numpy", reason="NumPy is not installed")
 
-# More than a page.
+# Larger than a page.
 COUNT = 10_000
 
 
 def read(broker: vmmfd.Broker, name: str) -> float:
-    """The value that all elements have for other readers."""
+    """Returns the value that all elements have for other readers."""
     with broker.get(name) as lease:
         [value] = set(np.from_dlpack(lease["x"]).tolist())
         return float(value)
@@ -26,7 +26,7 @@ def read(broker: vmmfd.Broker, name: str) -> float:
 
 @pytest.fixture(params=["sealed", "shared"])
 def put(request: pytest.FixtureRequest, broker: vmmfd.Broker, name: str) -> Callable[[float], None]:
-    """Puts a version, whose memory the kernel seals, or its maker may still write."""
+    """Puts a version whose memory is sealed by the kernel, or still writable by its maker."""
 
     def put(value: float) -> None:
         x = np.full(COUNT, float(value))
@@ -36,7 +36,7 @@ def put(request: pytest.FixtureRequest, broker: vmmfd.Broker, name: str) -> Call
     return put
 
 
-def test_writes_stay_in_this_lease(broker: vmmfd.Broker, name: str, put: Callable[[float], None]) -> None:
+def test_writes_are_private_to_the_lease(broker: vmmfd.Broker, name: str, put: Callable[[float], None]) -> None:
     put(1)
     with broker.get(name, copy_on_write=True) as lease, broker.get_all([name], copy_on_write=True)[0] as other:
         assert not lease["x"].readonly
@@ -45,7 +45,7 @@ def test_writes_stay_in_this_lease(broker: vmmfd.Broker, name: str, put: Callabl
         lease["x"][1::2].copy_from(np.full(COUNT // 2, 5.0))
         assert x.tolist() == [5.0] * COUNT == np.frombuffer(lease["x"].tobytes()).tolist()
         assert np.from_dlpack(other["x"]).tolist() == [1.0] * COUNT and read(broker, name) == 1
-        # A put copies what this process sees.
+        # A put copies the private pages.
         broker.put(f"{name}.mine", {"x": lease["x"]})
         assert read(broker, f"{name}.mine") == 5
         found = broker.claim(name, copy_on_write=True)
@@ -54,7 +54,7 @@ def test_writes_stay_in_this_lease(broker: vmmfd.Broker, name: str, put: Callabl
         assert broker.get(name)["x"].readonly
 
 
-def test_versions_replace_what_was_written(broker: vmmfd.Broker, name: str, put: Callable[[float], None]) -> None:
+def test_switch_discards_writes(broker: vmmfd.Broker, name: str, put: Callable[[float], None]) -> None:
     put(1)
     lease = broker.get(name, copy_on_write=True)
     x = np.from_dlpack(lease["x"])
@@ -78,11 +78,11 @@ def test_written_pages_are_not_pickled(broker: vmmfd.Broker, name: str) -> None:
     vmmfd.register_reducer()
     with broker.get(name, copy_on_write=True) as lease:
         for sent in (lease, lease["x"]):
-            with pytest.raises(vmmfd.Invalid, match="with copy_on_write, and what was written to it would stay behind"):
+            with pytest.raises(vmmfd.Invalid, match="with copy_on_write, and its private writes would not be sent"):
                 ForkingPickler.dumps(sent)
 
 
-def test_a_write_without_it_ends_the_process(
+def test_write_to_read_only_lease_crashes(
     broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child], tmp_path: Path
 ) -> None:
     broker.put(name, {"x": np.ones(3)})
@@ -99,7 +99,7 @@ def test_a_write_without_it_ends_the_process(
 
 
 @pytest.mark.parametrize("driver", [pytest.param("fake", marks=pytest.mark.fake), pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_gpu_has_no_copy_on_write(socket: str, name: str, driver: str) -> None:
+def test_gpu_refuses_copy_on_write(socket: str, name: str, driver: str) -> None:
     with vmmfd.connect(socket, backend="cuda", timeout=20) as broker:
         broker.put(name, {"x": np.ones(3, dtype="f4")})
         with pytest.raises(vmmfd.Unsupported, match="does not support copy-on-write mappings, as CUDA has none: copy what is"):

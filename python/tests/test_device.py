@@ -1,4 +1,4 @@
-"""Devices: by number, by UUID, and compared."""
+"""Devices: by ordinal, by UUID, and their comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import vmmfd
 
 
-def test_the_host_is_one_device_and_no_gpu() -> None:
+def test_host_device() -> None:
     (host,) = vmmfd.devices("host")
     assert (host.ordinal, host.backend) == (0, "host")
     assert "no GPU" in host.name and host.uuid.startswith("HOST-")
@@ -22,21 +22,21 @@ def test_the_host_is_one_device_and_no_gpu() -> None:
 
 
 @pytest.mark.parametrize("named", [True, -1, "gpu0", 1.5, "", b"x", object()])
-def test_what_names_no_device_is_refused(named: Any) -> None:
-    with pytest.raises(vmmfd.Invalid, match="no device"):
+def test_invalid_device_is_refused(named: Any) -> None:
+    with pytest.raises(vmmfd.Invalid, match="not a device"):
         vmmfd.empty(1, "u1", device=named, backend="host")
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_missing_device_is_named() -> None:
     with pytest.raises(vmmfd.Error, match="HOST-"):
         vmmfd.empty(1, "u1", device=7, backend="host")
     with pytest.raises(vmmfd.Error):
         vmmfd.device_uuid(3, backend="host")
-    with pytest.raises(vmmfd.Invalid, match="auto, cuda and host"):
+    with pytest.raises(vmmfd.Invalid, match="auto, cuda, host"):
         vmmfd.devices("gpu")
 
 
-def test_names_of_one_device_are_the_same() -> None:
+def test_same_device() -> None:
     bare = "53e9a7d2-1f0c-5b7e-9c55-0123456789ab"
     same = [bare, f"GPU-{bare}", f"gpu-{bare.upper()}", f"MIG-{bare}", "GPU-53e9a7d2", "GPU-53e9a7d2-1f", uuid.UUID(bare), uuid.UUID(bare).bytes]
     for a in same:
@@ -54,7 +54,7 @@ def test_names_of_one_device_are_the_same() -> None:
 
 
 @pytest.mark.fake
-def test_numbers_are_those_of_this_process() -> None:
+def test_ordinals_on_emulated_driver() -> None:
     (device,) = vmmfd.devices()
     assert device.backend == "cuda" and device.uuid.startswith("GPU-")
     assert vmmfd.same_device(0, device) and vmmfd.same_device("0", device.uuid) and vmmfd.same_device(device.uuid[:12], 0)

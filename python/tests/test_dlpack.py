@@ -1,4 +1,4 @@
-"""DLPack to the letter, with capsules taken apart, and with each library that there is."""
+"""DLPack: the capsules' fields, and exchange with each installed library."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def array() -> vmmfd.Array:
 
 @pytest.fixture
 def readonly(socket: str) -> Iterator[vmmfd.Array]:
-    """An array that this process may only read."""
+    """A read-only array."""
     with vmmfd.connect(socket, backend="host") as broker:
         broker.put("readonly", {"x": np.arange(12, dtype="f4").reshape(3, 4)}, replace=True)
         with broker.get("readonly") as lease:
             yield lease["x"]
 
 
-def test_a_tensor_describes_the_array(array: vmmfd.Array) -> None:
+def test_tensor_describes_the_array(array: vmmfd.Array) -> None:
     capsule = array[1:, ::2].__dlpack__(max_version=(1, 0))
     managed = versioned(capsule)
     tensor = managed.tensor
@@ -102,7 +102,7 @@ def test_strides_are_never_null(array: vmmfd.Array) -> None:
             assert tensor.strides[: of.ndim] == [stride // 4 for stride in of.strides]
 
 
-def test_who_asks_for_no_version_gets_the_old_struct(array: vmmfd.Array) -> None:
+def test_max_version_selects_the_struct(array: vmmfd.Array) -> None:
     for options in ({}, {"max_version": None}, {"max_version": (0, 8)}):
         assert plain(array.__dlpack__(**options)).tensor.data == array.address  # type: ignore[arg-type]
     for version in ((1, 0), (1, 9), (2, 0)):
@@ -129,7 +129,7 @@ def test_who_asks_for_no_version_gets_the_old_struct(array: vmmfd.Array) -> None
         ("float8_e8m0fnu", 14, 8),
     ],
 )
-def test_types_have_dlpacks_codes(name: str, code: int, bits: int) -> None:
+def test_dtype_codes(name: str, code: int, bits: int) -> None:
     array = vmmfd.empty(4, name, backend="host")
     capsule = array.__dlpack__(max_version=(1, 1))
     tensor = versioned(capsule).tensor
@@ -145,7 +145,7 @@ def test_types_have_dlpacks_codes(name: str, code: int, bits: int) -> None:
     assert vmmfd.asarray(Foreign(), backend="host").dtype == name
 
 
-def test_what_dlpack_has_no_words_for_is_a_buffer_error(array: vmmfd.Array) -> None:
+def test_unsupported_layouts_are_buffer_errors(array: vmmfd.Array) -> None:
     for of in (array.reinterpret("|V4"), array.reinterpret(">f4")):
         with pytest.raises(BufferError, match="no code"):
             of.__dlpack__()
@@ -154,7 +154,7 @@ def test_what_dlpack_has_no_words_for_is_a_buffer_error(array: vmmfd.Array) -> N
         crooked.__dlpack__()
 
 
-def test_on_the_host_there_are_no_streams(array: vmmfd.Array) -> None:
+def test_host_refuses_streams(array: vmmfd.Array) -> None:
     for stream in (0, 1, 2, -1, 12345, "x", True):
         with pytest.raises(vmmfd.Invalid, match="stream="):
             array.__dlpack__(stream=stream)  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def test_on_the_host_there_are_no_streams(array: vmmfd.Array) -> None:
 
 
 @pytest.mark.fake
-def test_on_a_gpu_streams_are_checked() -> None:
+def test_gpu_checks_streams() -> None:
     array = vmmfd.empty(4, "float32")
     for stream in (None, -1, 1, 2, 0x7F0000001000):
         array.__dlpack__(stream=stream)
@@ -173,7 +173,7 @@ def test_on_a_gpu_streams_are_checked() -> None:
     assert versioned(array.__dlpack__(max_version=(1, 0))).tensor.device_type == 2
 
 
-def test_a_copy_is_made_only_if_asked_for(array: vmmfd.Array) -> None:
+def test_copy_only_on_request(array: vmmfd.Array) -> None:
     capsule = array.__dlpack__(max_version=(1, 0), copy=False)
     assert versioned(capsule).tensor.data == array.address
     copied = array.T.__dlpack__(max_version=(1, 0), copy=True)
@@ -184,7 +184,7 @@ def test_a_copy_is_made_only_if_asked_for(array: vmmfd.Array) -> None:
     assert found == np.arange(12, dtype="f4").reshape(3, 4).T.tobytes()
 
 
-def test_another_device_would_need_a_copy(array: vmmfd.Array) -> None:
+def test_other_device_is_refused(array: vmmfd.Array) -> None:
     array.__dlpack__(dl_device=(1, 0))
     for device in ((2, 0), (1, 1), (3, 0)):
         for copy in (None, False, True):
@@ -192,29 +192,29 @@ def test_another_device_would_need_a_copy(array: vmmfd.Array) -> None:
                 array.__dlpack__(dl_device=device, copy=copy)
 
 
-def test_read_only_is_told_to_who_can_hear_it(readonly: vmmfd.Array) -> None:
+def test_read_only_needs_versioned_capsule(readonly: vmmfd.Array) -> None:
     assert readonly.readonly and readonly.is_mapped
     capsule = readonly.__dlpack__(max_version=(1, 0))
     assert versioned(capsule).flags == 1
     for options in ({}, {"max_version": (0, 8)}):
-        with pytest.raises(BufferError, match='writable\\("promise"\\).*would end the process'):
+        with pytest.raises(BufferError, match='writable\\("promise"\\).*would kill the process'):
             readonly.__dlpack__(**options)  # type: ignore[arg-type]
     assert versioned(readonly.__dlpack__(max_version=(1, 0), copy=True)).flags == 2
     plain(readonly.__dlpack__(copy=True))
 
 
-def test_a_promise_is_asked_for_by_name(readonly: vmmfd.Array) -> None:
+def test_writable_needs_promise(readonly: vmmfd.Array) -> None:
     promised = readonly.writable("promise")
     assert promised.readonly and "exported as writable" in repr(promised)
     assert plain(promised.__dlpack__()).tensor.data == readonly.address
     assert versioned(promised[1:].__dlpack__(max_version=(1, 0))).flags == 0
     assert promised.__array_interface__["data"][1] is False and readonly.__array_interface__["data"][1] is True
     assert not memoryview(promised).readonly and memoryview(readonly).readonly
-    with pytest.raises(vmmfd.Invalid, match="you promise"):
+    with pytest.raises(vmmfd.Invalid, match="call writable"):
         readonly.writable("yes")  # type: ignore[arg-type]
 
 
-def test_numpy_sees_the_memory_itself(array: vmmfd.Array, readonly: vmmfd.Array) -> None:
+def test_numpy_shares_the_memory(array: vmmfd.Array, readonly: vmmfd.Array) -> None:
     view = np.from_dlpack(array)
     assert view.flags.writeable
     view[0, 0] = 7
@@ -227,14 +227,14 @@ def test_numpy_sees_the_memory_itself(array: vmmfd.Array, readonly: vmmfd.Array)
     assert np.from_dlpack(array[1, 2]) == 6
 
 
-def test_a_capsule_that_no_one_took_gives_back(array: vmmfd.Array) -> None:
+def test_unused_capsule_releases_memory(array: vmmfd.Array) -> None:
     for _ in range(1000):
         array.__dlpack__()
         array.__dlpack__(max_version=(1, 0))
     gc.collect()
 
 
-def test_a_consumer_deletes_once_on_any_thread_without_the_gil(array: vmmfd.Array) -> None:
+def test_deleter_runs_without_the_gil(array: vmmfd.Array) -> None:
     for name, struct, options in (
         (b"dltensor", Managed, {}),
         (b"dltensor_versioned", Versioned, {"max_version": (1, 0)}),
@@ -244,14 +244,14 @@ def test_a_consumer_deletes_once_on_any_thread_without_the_gil(array: vmmfd.Arra
         used = b"used_" + name
         rename(capsule, used)
         del capsule
-        # A function of ctypes is called with the GIL released.
+        # ctypes calls the function with the GIL released.
         delete = managed.deleter
         thread = threading.Thread(target=lambda delete=delete, managed=managed: delete(ctypes.byref(managed)))
         thread.start()
         thread.join()
 
 
-def test_a_capsule_that_is_none_or_was_taken_is_refused(array: vmmfd.Array) -> None:
+def test_used_or_invalid_capsule_is_refused(array: vmmfd.Array) -> None:
     taken = array.__dlpack__(max_version=(1, 0))
 
     class Foreign:
@@ -266,11 +266,11 @@ def test_a_capsule_that_is_none_or_was_taken_is_refused(array: vmmfd.Array) -> N
 
     assert vmmfd.asarray(Foreign(taken), backend="host").shape == (3, 4)
     for capsule in (taken, None, "x"):
-        with pytest.raises(BufferError, match="no capsule"):
+        with pytest.raises(BufferError, match="not a DLPack capsule"):
             vmmfd.asarray(Foreign(capsule), backend="host")
 
 
-def test_a_library_that_knows_no_version_is_asked_again() -> None:
+def test_old_library_is_retried() -> None:
     numbers = np.arange(6.0).reshape(2, 3)
     asked = []
 
@@ -286,7 +286,7 @@ def test_a_library_that_knows_no_version_is_asked_again() -> None:
     assert asked == [None]
 
 
-def test_an_error_of_the_library_is_passed_on() -> None:
+def test_library_error_is_passed_on() -> None:
     class Broken:
         def __dlpack__(self, **options: Any) -> Any:
             raise RuntimeError("not today")
@@ -299,7 +299,7 @@ def test_an_error_of_the_library_is_passed_on() -> None:
 
 
 @pytest.mark.fake
-def test_memory_of_a_gpu_is_given_back_by_a_thread_of_its_own() -> None:
+def test_reaper_releases_gpu_memory() -> None:
     from vmmfd import _native
 
     arrays = [vmmfd.asarray(np.arange(1000) + at) for at in range(20)]
@@ -308,7 +308,7 @@ def test_memory_of_a_gpu_is_given_back_by_a_thread_of_its_own() -> None:
     del arrays
     gc.collect()
     assert _native._settle(10)
-    # The tensors hold it still.
+    # The capsules still hold the memory.
     for at, capsule in enumerate(capsules):
         assert ctypes.string_at(plain(capsule).tensor.data, 8) == at.to_bytes(8, "little")
     del capsule, capsules
@@ -319,7 +319,7 @@ def test_memory_of_a_gpu_is_given_back_by_a_thread_of_its_own() -> None:
 
 
 @pytest.mark.fake
-def test_copies_between_devices_memory_need_no_host() -> None:
+def test_device_copies_between_arrays() -> None:
     numbers = np.arange(60, dtype="f4").reshape(3, 4, 5)
     array = vmmfd.asarray(numbers)
 
@@ -345,7 +345,7 @@ def test_copies_between_devices_memory_need_no_host() -> None:
         vmmfd.asarray(Foreign(array), backend="host")
 
 
-def test_torch_on_the_cpu(array: vmmfd.Array) -> None:
+def test_torch_on_cpu(array: vmmfd.Array) -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.from_dlpack(array)
     assert tensor.data_ptr() == array.address
@@ -359,7 +359,7 @@ def test_torch_on_the_cpu(array: vmmfd.Array) -> None:
 
 
 @pytest.mark.cuda
-def test_torch_on_a_gpu() -> None:
+def test_torch_on_gpu() -> None:
     torch = pytest.importorskip("torch")
     array = vmmfd.asarray(torch.arange(12, device="cuda", dtype=torch.float32).reshape(3, 4))
     tensor = torch.from_dlpack(array)
@@ -379,7 +379,7 @@ def test_torch_on_a_gpu() -> None:
 
 
 @pytest.mark.cuda
-def test_a_tensor_may_go_while_a_kernel_still_uses_it() -> None:
+def test_tensor_dropped_during_kernel() -> None:
     torch = pytest.importorskip("torch")
     from vmmfd import _native
 
@@ -434,7 +434,7 @@ print(torch.rand(3, device="cuda").sum().item() >= 0)
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_memory_that_goes_during_a_capture_is_given_back_during_it(child: Any, mode: str) -> None:
+def test_drop_during_capture_releases_memory(child: Any, mode: str) -> None:
     pytest.importorskip("torch")
     assert child(CAPTURES, mode).end() == "True\n"
 
@@ -475,7 +475,7 @@ assert len(raised) == 1 and isinstance(raised[0], bytes), raised
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_copies_in_another_thread_do_not_end_a_capture(child: Any, mode: str) -> None:
+def test_copies_in_threads_preserve_capture(child: Any, mode: str) -> None:
     pytest.importorskip("torch")
     child(COPIES_IN_A_CAPTURE, mode).end()
 
@@ -535,10 +535,10 @@ assert _native._settle(60)
     "fault",
     ["cuMemFreeHost:1:900,cuMemFreeHost:2:906", "cuMemHostAlloc:1:901"],
 )
-def test_a_device_is_asked_again_that_could_not_be_waited_for(child: Any, tmp_path: Any, fault: str) -> None:
+def test_reaper_retries_busy_device(child: Any, tmp_path: Any, fault: str) -> None:
     log = tmp_path / "calls"
     log.touch()
-    # Nothing but the thread that lets go waits for the whole device here.
+    # Only the reaper thread waits for the whole device here.
     child(REAPS, env={"FAKECUDA_FAIL": fault, "FAKECUDA_LOG": str(log)}).end()
     calls = [line.split()[1] for line in log.read_text().splitlines()]
     waited = [at for at, call in enumerate(calls) if call == "cuMemFreeHost"]
@@ -551,7 +551,7 @@ def test_a_device_is_asked_again_that_could_not_be_waited_for(child: Any, tmp_pa
 
 
 @pytest.mark.fake
-def test_memory_that_is_still_to_go_is_waited_for_where_none_is_left(child: Any) -> None:
+def test_allocation_waits_for_the_reaper(child: Any) -> None:
     child(
         """
         import gc, vmmfd
@@ -570,7 +570,7 @@ def test_memory_that_is_still_to_go_is_waited_for_where_none_is_left(child: Any)
 
 
 @pytest.mark.fake
-def test_the_process_ends_while_memory_is_let_go_of(child: Any) -> None:
+def test_exit_during_release(child: Any) -> None:
     child(
         """
         import vmmfd, sys
@@ -582,7 +582,7 @@ def test_the_process_ends_while_memory_is_let_go_of(child: Any) -> None:
     ).end()
 
 
-def test_dropping_and_exporting_in_many_threads(array: vmmfd.Array) -> None:
+def test_drops_and_exports_in_threads(array: vmmfd.Array) -> None:
     errors: list[BaseException] = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Element types: each comes back as it was shared, or is refused by its name; and what a `DType` equals."""
+"""Element types: each round-trips or is refused by name; and the equality of `DType`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import vmmfd
 
 PLAIN = [np.dtype(letter) for letter in np.typecodes["All"] if np.dtype(letter).itemsize]
-# What NumPy makes of these types: with fields, as arrays, of other orders and alignments.
+# Derived types: with fields, as subarrays, with other byte orders and alignments.
 MADE = [
     np.dtype("V16"),
     np.dtype(("f4", (2,))),
@@ -38,7 +38,7 @@ def named(types: list[Any]) -> Any:
 
 
 def returned(numbers: Any, broker: vmmfd.Broker, name: str) -> Any:
-    """The array as another process gets it: over the broker."""
+    """Returns the array as another process gets it from the broker."""
     broker.put(name, {"x": numbers})
     with broker.get(name) as lease:
         return np.array(np.asarray(lease["x"]))
@@ -49,14 +49,14 @@ def came_back_or_was_refused(dtype: Any, broker: vmmfd.Broker, name: str) -> boo
     try:
         came = returned(numbers, broker, name)
     except vmmfd.Invalid as refused:
-        # Each way in names the type.
+        # Every way in names the type.
         assert str(numbers.dtype) in str(refused) or repr(numbers.dtype) in str(refused), refused
         for way in (lambda: vmmfd.empty(1, numbers.dtype, backend="host"), lambda: vmmfd.asarray(numbers, backend="host")):
             with pytest.raises(vmmfd.Invalid, match="dtype="):
                 way()
         return False
     assert came.dtype == numbers.dtype and came.tobytes() == numbers.tobytes()
-    # Of C's long and long long, which are one type but for this, the first comes back.
+    # Of C's long and long long, which NumPy treats as two types, only the first round-trips.
     assert numbers.dtype.type is came.dtype.type or numbers.dtype.char in "qQ" or not numbers.dtype.isnative
     made = vmmfd.empty(2, numbers.dtype, backend="host").dtype
     assert made == numbers.dtype and np.dtype(made) == numbers.dtype
@@ -64,17 +64,17 @@ def came_back_or_was_refused(dtype: Any, broker: vmmfd.Broker, name: str) -> boo
 
 
 @named(NUMPYS)
-def test_each_numpy_type_returns_or_is_refused(dtype: np.dtype[Any], broker: vmmfd.Broker, name: str) -> None:
+def test_numpy_types_round_trip(dtype: np.dtype[Any], broker: vmmfd.Broker, name: str) -> None:
     supported = dtype.kind in "biufcV" and dtype.fields is None and dtype.char not in "gG"
     assert came_back_or_was_refused(dtype, broker, name) == supported
 
 
-def test_a_subarray_is_no_element() -> None:
-    with pytest.raises(vmmfd.Invalid, match=r"is an array itself"):
+def test_subarray_is_refused() -> None:
+    with pytest.raises(vmmfd.Invalid, match=r"is a subarray"):
         vmmfd.empty(1, np.dtype(("f4", (2,))), backend="host")
 
 
-def test_each_ml_dtype_returns_or_is_refused(broker: vmmfd.Broker, name: str) -> None:
+def test_ml_dtypes_round_trip(broker: vmmfd.Broker, name: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     kinds = [kind for kind in vars(ml_dtypes).values() if isinstance(kind, type) and issubclass(kind, np.generic)]
     supported = {kind.__name__ for kind in kinds if came_back_or_was_refused(kind, broker, f"{name}/{kind.__name__}")}
@@ -83,7 +83,7 @@ def test_each_ml_dtype_returns_or_is_refused(broker: vmmfd.Broker, name: str) ->
     assert {"int4", "uint4", "float4_e2m1fn"} <= refused
 
 
-def test_each_torch_type_is_equal_or_is_refused() -> None:
+def test_torch_types_are_equal() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     supported = set()
     for dtype in {one for one in vars(torch).values() if isinstance(one, torch.dtype)}:
@@ -111,14 +111,14 @@ def test_pointers_are_never_published(broker: vmmfd.Broker, name: str) -> None:
 
 
 class Interface:
-    """An object with an array interface, and nothing else."""
+    """An object with only an array interface."""
 
     def __init__(self, numbers: Any, **changes: Any) -> None:
         self.numbers = numbers
         self.__array_interface__ = {**numbers.__array_interface__, **changes}
 
 
-def test_an_interface_alone_is_an_array() -> None:
+def test_array_interface_is_enough() -> None:
     numbers = np.arange(12, dtype="f4").reshape(3, 4)[:, ::2]
     given = vmmfd.asarray(Interface(numbers), backend="host")
     assert given.dtype == "float32" and np.array_equal(np.asarray(given), numbers)
@@ -127,9 +127,9 @@ def test_an_interface_alone_is_an_array() -> None:
     assert not numbers.any()
 
 
-def test_an_interface_may_have_its_bytes_in_a_buffer() -> None:
+def test_interface_with_data_in_buffer() -> None:
     numbers = np.arange(6, dtype="i2")
-    # As Pillow's images have it.
+    # As Pillow's images do.
     assert vmmfd.asarray(Interface(numbers, data=numbers.tobytes()), backend="host").tobytes() == numbers.tobytes()
     assert vmmfd.asarray(Interface(numbers, data=(ctypes.c_int16 * 6)(*numbers)), backend="host").tobytes() == numbers.tobytes()
     part = Interface(numbers, data=b"??" + numbers.tobytes(), offset=2)
@@ -139,7 +139,7 @@ def test_an_interface_may_have_its_bytes_in_a_buffer() -> None:
     for changes in ({"offset": 1}, {"shape": (7,)}, {"strides": (4,)}, {"strides": (-2,)}, {"offset": 2**64 - 1}, {"shape": (2**62,)}):
         with pytest.raises(vmmfd.Invalid):
             vmmfd.asarray(Interface(numbers, data=numbers.tobytes(), **changes), backend="host")
-    with pytest.raises(vmmfd.Invalid, match="may only be read"):
+    with pytest.raises(vmmfd.Invalid, match="is read-only"):
         vmmfd.asarray(numbers, backend="host").copy_to(Interface(numbers, data=numbers.tobytes()))
 
 
@@ -160,16 +160,16 @@ def test_an_interface_may_have_its_bytes_in_a_buffer() -> None:
     ],
     ids=str,
 )
-def test_an_interface_that_would_change_is_refused(changes: dict[str, Any]) -> None:
+def test_invalid_interface_is_refused(changes: dict[str, Any]) -> None:
     numbers = np.arange(3, dtype="i4")
-    # It was an array until then.
+    # Unchanged, it is accepted.
     assert vmmfd.asarray(Interface(numbers), backend="host").dtype == "int32"
     with pytest.raises(vmmfd.Invalid):
         vmmfd.asarray(Interface(numbers, **changes), backend="host")
 
 
 @pytest.mark.parametrize("kind", [ctypes.c_int8, ctypes.c_uint16, ctypes.c_int, ctypes.c_size_t, ctypes.c_float, ctypes.c_double, ctypes.c_bool])
-def test_ctypes_arrays_are_arrays(kind: Any) -> None:
+def test_ctypes_arrays(kind: Any) -> None:
     values: Any = ((kind * 3) * 2)((1, 0, 1), (0, 1, 0))
     given = vmmfd.asarray(values, backend="host")
     assert given.shape == (2, 3) and given.dtype == np.dtype(kind) and given.tobytes() == bytes(values)
@@ -182,14 +182,14 @@ class Fields(ctypes.Structure):
 
 
 @pytest.mark.parametrize("kind", [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar, ctypes.c_longdouble, ctypes.py_object, Fields])
-def test_other_ctypes_are_refused_by_format(kind: Any) -> None:
+def test_unsupported_ctypes_are_refused(kind: Any) -> None:
     with pytest.raises(vmmfd.Invalid, match=r"buffer format \"<?(P|z|u|g|O|T\{)"):
         vmmfd.asarray((kind * 2)(), backend="host")
     with pytest.raises(vmmfd.Invalid, match="buffer format"):
         vmmfd.asarray(array("u", "ab"), backend="host")
 
 
-def test_a_dtype_is_a_str_and_equals_numpys() -> None:
+def test_dtype_is_str_and_equals_numpy() -> None:
     dtype = vmmfd.empty(1, "float32", backend="host").dtype
     assert isinstance(dtype, str) and type(dtype) is vmmfd.DType and dtype == "float32" and {"float32": 1}[dtype] == 1
     assert f"{dtype}" == "float32" and json.dumps(dtype) == '"float32"' and repr(dtype) == "'float32'"
@@ -203,7 +203,7 @@ def test_a_dtype_is_a_str_and_equals_numpys() -> None:
     assert type(again) is vmmfd.DType and again == dtype
 
 
-def test_a_dtype_is_made_of_any_type() -> None:
+def test_dtype_from_any_type() -> None:
     assert vmmfd.DType(np.float16) == vmmfd.DType("half") == "float16"
     assert vmmfd.DType(">i2") == ">i2" == np.dtype(">i2")
     assert vmmfd.DType(np.longlong) == "int64"
@@ -212,7 +212,7 @@ def test_a_dtype_is_made_of_any_type() -> None:
             vmmfd.DType(none)
 
 
-def test_a_dtype_is_the_same_without_numpy(child: Any) -> None:
+def test_dtype_without_numpy(child: Any) -> None:
     child(
         """
         import sys, vmmfd
@@ -223,14 +223,14 @@ def test_a_dtype_is_the_same_without_numpy(child: Any) -> None:
 
 
 @pytest.mark.skipif(np.lib.NumpyVersion(np.__version__) < "2.4.0", reason="NumPy before 2.4 does not look for __numpy_dtype__")
-def test_numpy_knows_an_arrays_type() -> None:
+def test_numpy_reads_array_dtype() -> None:
     for given in ("float32", "bool", ">i2", "|V3"):
         made = vmmfd.empty(2, given, backend="host")
         assert np.dtype(made) == np.dtype(given)
     assert np.result_type(made.reinterpret("uint8"), np.int8) == np.int16
 
 
-def test_numpy_has_bfloat16_by_ml_dtypes() -> None:
+def test_numpy_bfloat16_through_ml_dtypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     array = vmmfd.asarray(np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3), backend="host")
     view = np.asarray(array.T)
@@ -240,13 +240,13 @@ def test_numpy_has_bfloat16_by_ml_dtypes() -> None:
     assert np.asarray(array, dtype="f4").sum() == 15
 
 
-def test_numpy_without_ml_dtypes_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ml_dtypes_has_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(TypeError, match=r"install that, or use reinterpret\(\"uint16\"\)"):
+    with pytest.raises(TypeError, match=r"install it, or use reinterpret\(\"uint16\"\)"):
         np.asarray(vmmfd.empty(2, "bfloat16", backend="host"))
 
 
-def test_jax_takes_an_array() -> None:
+def test_jax_accepts_arrays() -> None:
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     if jax.default_backend() != "cpu":
         pytest.skip("JAX has a GPU here, and the arrays are in host memory")

@@ -1,4 +1,4 @@
-"""The scripts of tests/engines that need neither a GPU nor vLLM."""
+"""Scripts of tests/engines that need neither a GPU nor vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(name: str) -> ModuleType:
 
 
 def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
-    """A fat binary with entries of a kind (1 is PTX, 2 machine code), an architecture and contents."""
+    """Returns a fat binary; each entry has a kind (1 is PTX, 2 machine code), an architecture and contents."""
     body = b"".join(struct.pack("<HHIQ", kind, 0, 64, len(content)) + bytes(12) + struct.pack("<I", arch) + bytes(32) + content
                     for kind, arch, content in entries)
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
@@ -34,7 +34,7 @@ def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
 
 def test_only_hopper_code_is_kept(tmp_path: Path) -> None:
     def library(ampere: bytes, hopper: bytes, ptx: bytes) -> bytes:
-        # A magic number alone is no fat binary.
+        # A magic number alone is not a fat binary.
         return b"\x7fELF" + bytes.fromhex("50ed55ba") + b"text" + fat_binary((2, 80, ampere), (2, 90, hopper), (1, 90, ptx)) + b"after"
 
     path = tmp_path / "library.so"
@@ -51,7 +51,7 @@ def test_absent_archives_are_named(tmp_path: Path, options: list[str], code: int
     assert f"there are no archives of vLLM in {tmp_path / 'nothing'}: run make engines-pack" in done.stderr
 
 
-def test_process_that_ended_is_reported(tmp_path: Path) -> None:
+def test_exited_process_is_reported(tmp_path: Path) -> None:
     lab = load("lab")
 
     class Bench:
@@ -65,7 +65,7 @@ def test_process_that_ended_is_reported(tmp_path: Path) -> None:
     assert bench.processes == []
 
 
-def test_incomplete_report_is_left(tmp_path: Path) -> None:
+def test_incomplete_line_is_ignored(tmp_path: Path) -> None:
     lab = load("lab")
     path = tmp_path / "one.report"
     assert lab.whole_lines(path) == []
@@ -88,7 +88,7 @@ def test_row_reports_figures_and_failure(capsys: pytest.CaptureFixture[str]) -> 
     assert [row["result"] for row in json.loads(json.dumps(bench.rows))] == ["PASS", "FAIL", "FAIL"]
 
 
-def test_checkpoint_names_fit_the_index(tmp_path: Path) -> None:
+def test_checkpoint_matches_index(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     safetensors = pytest.importorskip("safetensors.torch")
     if "FAKECUDA_DEVICES" in os.environ or torch.cuda.is_available():

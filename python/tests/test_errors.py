@@ -1,4 +1,4 @@
-"""Exceptions: which built-in each is, and what it says to do."""
+"""Exceptions: their built-in base classes, errno values and hints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUILT_IN = {
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)
-def test_each_is_the_built_in_of_its_kind(kind: type[vmmfd.Error]) -> None:
+def test_built_in_bases(kind: type[vmmfd.Error]) -> None:
     error = kind("one sentence", kind="peer", hint="do this")
     assert isinstance(error, BUILT_IN[kind]) and isinstance(error, vmmfd.Error)
     assert (str(error), error.kind, error.hint, error.__notes__) == ("one sentence", "peer", "do this", ["do this"])
@@ -50,18 +50,18 @@ ERRNO = {
 
 
 @pytest.mark.parametrize("kind", BUILT_IN)
-def test_each_os_error_has_its_errno(kind: type[vmmfd.Error]) -> None:
+def test_os_errors_have_errno(kind: type[vmmfd.Error]) -> None:
     error = pickle.loads(pickle.dumps(kind("one sentence")))
     assert isinstance(error, OSError) == (kind in ERRNO)
     if isinstance(error, OSError):
         assert (error.errno, error.strerror, str(error)) == (ERRNO[kind], "one sentence", "one sentence")
-        # Python makes this class of the number, or one that derives from it.
+        # Python creates this class for the errno, or a subclass.
         assert isinstance(OSError(error.errno, ""), next(base for base in kind.__mro__ if base.__module__ == "builtins" and issubclass(base, OSError)))
     else:
         assert not hasattr(error, "errno")
 
 
-def test_a_name_that_is_absent_has_its_errno(broker: vmmfd.Broker, name: str) -> None:
+def test_missing_name_has_errno(broker: vmmfd.Broker, name: str) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         broker.get(name)
     assert caught.value.errno == errno.ENOENT and caught.value.strerror == str(caught.value)
@@ -84,11 +84,11 @@ assert vmmfd.empty(1, "uint8", backend="host").nbytes == 1
 """
 
 
-def test_memory_that_ends_is_out_of_memory(child: Any) -> None:
+def test_exhausted_memory_is_out_of_memory(child: Any) -> None:
     child(MEMORY_ENDS).end()
 
 
-def test_a_lease_without_addresses_is_out_of_memory(child: Any, broker: vmmfd.Broker, name: str) -> None:
+def test_exhausted_addresses_are_out_of_memory(child: Any, broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": vmmfd.empty(1 << 30, "uint8", backend="host")})
     child(
         """
@@ -108,7 +108,7 @@ def test_a_lease_without_addresses_is_out_of_memory(child: Any, broker: vmmfd.Br
     broker.delete(name)
 
 
-def test_a_quota_says_what_to_do(tmp_path: Path) -> None:
+def test_quota_error_has_a_hint(tmp_path: Path) -> None:
     server = Server(tmp_path, "--quota", "objects=1,bytes=64MiB")
     try:
         with vmmfd.connect(server.path, backend="host") as broker:
@@ -120,7 +120,7 @@ def test_a_quota_says_what_to_do(tmp_path: Path) -> None:
         server.end()
 
 
-def test_a_silent_server_is_disconnected(server: Server) -> None:
+def test_silent_server_is_disconnected(server: Server) -> None:
     broker = vmmfd.connect(server.path, backend="host", timeout=5)
     server.pause()
     for call in (broker.list, lambda: vmmfd.connect(server.path, timeout=5)):
@@ -132,7 +132,7 @@ def test_a_silent_server_is_disconnected(server: Server) -> None:
     assert broker.list() == []
 
 
-def test_what_is_no_broker(tmp_path: Path) -> None:
+def test_path_without_broker(tmp_path: Path) -> None:
     path = str(tmp_path / "other.sock")
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as stream:
         stream.bind(path)
@@ -150,7 +150,7 @@ def test_what_is_no_broker(tmp_path: Path) -> None:
             vmmfd.connect(silent, timeout=0.2)
 
 
-def test_a_wait_that_ends_is_a_timeout(broker: vmmfd.Broker, name: str, tmp_path: Path) -> None:
+def test_expired_wait_is_timeout(broker: vmmfd.Broker, name: str, tmp_path: Path) -> None:
     with pytest.raises(vmmfd.Timeout) as caught:
         broker.get(name, wait=0.1)
     assert caught.value.errno == errno.ETIMEDOUT
@@ -159,7 +159,7 @@ def test_a_wait_that_ends_is_a_timeout(broker: vmmfd.Broker, name: str, tmp_path
     assert caught.value.errno == errno.ETIMEDOUT and "no consumer" in str(caught.value)
 
 
-def test_the_end_of_the_server_is_reported(server: Server) -> None:
+def test_dead_server_is_reported(server: Server) -> None:
     broker = vmmfd.connect(server.path, backend="host", timeout=5)
     server.kill()
     with pytest.raises(FileNotFoundError, match="no broker on") as caught:
@@ -169,6 +169,6 @@ def test_the_end_of_the_server_is_reported(server: Server) -> None:
     assert broker.list() == []
 
 
-def test_they_can_be_pickled() -> None:
+def test_errors_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(vmmfd.Timeout("late", kind="peer", hint="wait")))
     assert (type(error), str(error), error.kind, error.hint) == (vmmfd.Timeout, "late", "peer", "wait")

@@ -1,4 +1,4 @@
-"""The end of the interpreter, in any order: nothing crashes, and nothing is left in the broker."""
+"""Interpreter shutdown, in any order: no crash, and no lease left in the broker."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_objects_are_alive_at_exit(server: Server, child: Callable[..., Child], end: str) -> None:
+def test_objects_alive_at_exit(server: Server, child: Callable[..., Child], end: str) -> None:
     started = child(BEGIN + ENDS[end], server.path)
     started.end()
-    # Nothing is left of it in the broker.
+    # The broker holds nothing of it.
     with vmmfd.connect(server.path, backend="host") as broker:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and broker.who().leases:
@@ -67,13 +67,13 @@ def test_objects_are_alive_at_exit(server: Server, child: Callable[..., Child], 
         assert isinstance(broker.claim("claimed", wait=0), vmmfd.Claim)
 
 
-def test_an_exception_that_ends_it(server: Server, child: Callable[..., Child]) -> None:
+def test_uncaught_exception(server: Server, child: Callable[..., Child]) -> None:
     started = child(BEGIN + MAKE + "raise RuntimeError('the end')", server.path)
     started.end(1)
 
 
-def test_a_handler_at_exit(server: Server, child: Callable[..., Child]) -> None:
-    """The server ends while the interpreter does: the connection's thread has something to say."""
+def test_loss_handler_at_exit(server: Server, child: Callable[..., Child]) -> None:
+    """The server dies during interpreter shutdown: the connection's thread has losses to report."""
     started = child(
         BEGIN
         + """
@@ -88,18 +88,16 @@ sys.stdin.readline()
     )
     started.wait_for("ready")
     server.kill()
-    assert started.process.stdin is not None
-    started.process.stdin.write("\n")
-    started.process.stdin.flush()
+    started.send_line()
     started.end()
 
 
-def test_an_import_alone_loads_no_driver_and_no_large_module(child: Callable[..., Child]) -> None:
+def test_import_loads_no_large_module(child: Callable[..., Child]) -> None:
     child(
         """
 import subprocess, sys
 
-# Without `site`, which imports what an environment has.
+# Without `site`, which imports modules of the environment.
 script = "import sys; before = set(sys.modules); sys.path[:0] = PATH; import vmmfd; maps = open('/proc/self/maps').read(); " \\
     "assert 'libcuda' not in maps; print(*(set(sys.modules) - before))"
 script = script.replace("PATH", repr(sys.path))

@@ -1,4 +1,4 @@
-"""serve and take: with each other, with the two commands, and what ends them."""
+"""serve and take: with each other, with the two commands, and interruption."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = np.arange(24, dtype="f4").reshape(2, 3, 4)
 
 
 def served(path: str, array: Any, **options: Any) -> tuple[threading.Thread, list[Any]]:
-    """Serves in a thread; its result, or what it raised, comes in the list."""
+    """Serves in a thread. The list receives its result or exception."""
     result: list[Any] = []
 
     def run() -> None:
@@ -39,7 +39,7 @@ def served(path: str, array: Any, **options: Any) -> tuple[threading.Thread, lis
 
 
 def record(number: int, **body: Any) -> bytes:
-    """A record of the protocol, by the number of its kind."""
+    """Returns a protocol record of the given kind number."""
     text = json.dumps(body).encode()
     return struct.pack("<4sHHII", b"VMFD", 1, number, len(text), 0) + text
 
@@ -50,7 +50,7 @@ BUSY = record(7)
 
 
 @pytest.mark.parametrize("on", ["host", pytest.param("cuda", marks=pytest.mark.fake)])
-def test_an_array_goes_to_another_process(tmp_path: Path, child: Any, on: str) -> None:
+def test_array_reaches_another_process(tmp_path: Path, child: Any, on: str) -> None:
     path = str(tmp_path / "handoff.sock")
     array = vmmfd.asarray(NUMBERS, backend=on)
     other = child(
@@ -63,7 +63,7 @@ def test_an_array_goes_to_another_process(tmp_path: Path, child: Any, on: str) -
         array[0].copy_from(np.full((3, 4), 7, "f4"))
         print("ready", flush=True)
         assert sys.stdin.readline()
-        # The process that made it is done with it; it stays.
+        # The memory outlives its use in the creator.
         assert array.tobytes()[:4] == np.float32(7).tobytes()
         """
     )
@@ -85,12 +85,12 @@ def test_views_and_copies_are_served(tmp_path: Path) -> None:
         thread.join()
         assert result[0][0].error is None
         assert taken.readonly and np.array_equal(np.from_dlpack(taken), wanted)
-        with pytest.raises(vmmfd.Invalid, match="another process made"):
+        with pytest.raises(vmmfd.Invalid, match="another process created"):
             vmmfd.serve(path, taken)
         del taken
 
 
-def test_several_consumers_are_served_at_once(tmp_path: Path) -> None:
+def test_concurrent_consumers(tmp_path: Path) -> None:
     path = str(tmp_path / "handoff.sock")
     thread, result = served(path, NUMBERS, backend="host", consumers=3, timeout=20)
     taken = [vmmfd.take(path, backend="host", wait=20) for _ in range(3)]
@@ -99,7 +99,7 @@ def test_several_consumers_are_served_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on", ["host", pytest.param("cuda", marks=pytest.mark.fake)])
-def test_the_commands_meet_it(tmp_path: Path, on: str) -> None:
+def test_produce_and_consume_commands(tmp_path: Path, on: str) -> None:
     path = str(tmp_path / "handoff.sock")
     with subprocess.Popen(
         [*command(), "consume", "--socket", path, "--backend", on, "--timeout", "20s", "--to", str(tmp_path / "bytes")],
@@ -130,7 +130,7 @@ def test_the_commands_meet_it(tmp_path: Path, on: str) -> None:
 
 @pytest.mark.fake
 @pytest.mark.parametrize("mechanism", ["pool", "legacy"])
-def test_memory_of_pools_and_legacy_memory_come_too(tmp_path: Path, mechanism: str) -> None:
+def test_take_pool_and_legacy_memory(tmp_path: Path, mechanism: str) -> None:
     path = str(tmp_path / "handoff.sock")
     with subprocess.Popen(
         [*command(), "produce", "--socket", path, "--timeout", "20s", "--mechanism", mechanism, "--size", "4096"],
@@ -143,7 +143,7 @@ def test_memory_of_pools_and_legacy_memory_come_too(tmp_path: Path, mechanism: s
         assert producer.wait(30) == 0
 
 
-def test_a_wait_ends_in_time_and_says_why(tmp_path: Path) -> None:
+def test_wait_times_out(tmp_path: Path) -> None:
     path = str(tmp_path / "handoff.sock")
     with pytest.raises(vmmfd.Error) as raised:
         vmmfd.take(path, backend="host", wait=0.3)
@@ -154,14 +154,14 @@ def test_a_wait_ends_in_time_and_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wait", [-1, float("nan"), "x", None, timedelta(seconds=-1)])
-def test_a_time_that_is_none_is_refused(tmp_path: Path, wait: Any) -> None:
+def test_invalid_time_is_refused(tmp_path: Path, wait: Any) -> None:
     with pytest.raises(vmmfd.Invalid, match="wait="):
         vmmfd.take(str(tmp_path / "x.sock"), backend="host", wait=wait)
     with pytest.raises(vmmfd.Invalid, match="timeout="):
         vmmfd.serve(str(tmp_path / "x.sock"), NUMBERS, backend="host", timeout=wait)
 
 
-def test_a_path_that_is_served_already_is_refused(tmp_path: Path) -> None:
+def test_path_in_use_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "handoff.sock")
     thread, result = served(path, NUMBERS, backend="host", timeout=20)
     while not Path(path).exists():
@@ -174,7 +174,7 @@ def test_a_path_that_is_served_already_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["vmmfd.take({path!r}, backend='host', wait=6000)", "vmmfd.serve({path!r}, b'x', backend='host', timeout=6000)"])
-def test_ctrl_c_ends_a_wait(tmp_path: Path, child: Any, call: str) -> None:
+def test_ctrl_c_interrupts_wait(tmp_path: Path, child: Any, call: str) -> None:
     path = str(tmp_path / "handoff.sock")
     other = child(
         f"""
@@ -192,7 +192,7 @@ def test_ctrl_c_ends_a_wait(tmp_path: Path, child: Any, call: str) -> None:
     assert other.end() == "interrupted\n"
 
 
-# Ends with the word once its wait has ended, however long the wait had yet to go.
+# Prints the word when the wait is interrupted, long before its timeout.
 INTERRUPTED = """
 import vmmfd
 try:
@@ -203,8 +203,8 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_ctrl_c_ends_a_wait_for_a_producer(tmp_path: Path, child: Any, is_busy: bool) -> None:
-    """For one that says nothing, and for one that says without a pause that it is busy."""
+def test_ctrl_c_interrupts_wait_for_producer(tmp_path: Path, child: Any, is_busy: bool) -> None:
+    """A silent producer, and a producer that constantly reports that it is busy."""
     path = str(tmp_path / "handoff.sock")
     with sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as listener:
         listener.bind(path)
@@ -227,7 +227,7 @@ def say_busy(connection: sockets.socket) -> None:
         pass
 
 
-def test_ctrl_c_ends_a_service_and_all_its_conversations(tmp_path: Path, child: Any) -> None:
+def test_ctrl_c_interrupts_serve(tmp_path: Path, child: Any) -> None:
     path = str(tmp_path / "handoff.sock")
     other = child(INTERRUPTED.format(call=f"vmmfd.serve({path!r}, b'served', backend='host', consumers=4, timeout=6000)"))
     assert vmmfd.take(path, backend="host", wait=60).tobytes() == b"served"
@@ -241,15 +241,15 @@ def test_ctrl_c_ends_a_service_and_all_its_conversations(tmp_path: Path, child: 
         asking.send(HELLO)
         assert asking.recv(1 << 16)
         asking.send(REQUEST)
-        # It has the offer and the memory, and does not say so.
+        # The consumer has the memory, and does not acknowledge it.
         assert b"memory" in asking.recv(1 << 16)
         other.signal(signal.SIGINT)
         assert other.end() == "interrupted\n"
     assert not Path(path).exists()
 
 
-def test_other_threads_run_meanwhile(tmp_path: Path, child: Any) -> None:
-    """A thread runs only when another one lets go of the GIL, and the waits end by what the other thread does."""
+def test_waits_release_the_gil(tmp_path: Path, child: Any) -> None:
+    """A thread only runs when another releases the GIL, and each thread here waits for the other."""
     other = child(
         """
         import sys, threading, vmmfd

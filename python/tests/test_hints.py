@@ -1,4 +1,4 @@
-"""Annotations, stubs and docstrings: each public one can be read, and agrees with the code."""
+"""Annotations, stubs and docstrings: public names resolve, and agree with the code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STUBS = ast.parse((Path(vmmfd.__file__).parent / "_native.pyi").read_text())
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Each public class and function, and each of its methods and properties."""
+    """Yields public classes and functions, their methods and properties."""
     for module in MODULES:
         for name in module.__all__:
             one = getattr(module, name)
@@ -41,15 +41,15 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "one"), [pytest.param(*found, id=found[0]) for found in public()])
-def test_hints_are_evaluated(name: str, one: Any) -> None:
+def test_hints_can_be_evaluated(name: str, one: Any) -> None:
     hints = typing.get_type_hints(one)
-    # Those of the extension have a signature alone.
+    # Classes of the extension only have signatures.
     given = getattr(one, "__annotations__", {})
     assert set(given) <= set(hints)
     assert not any(isinstance(hint, str | typing.ForwardRef) for hint in hints.values()), hints
 
 
-def test_hints_are_the_types_that_are_meant() -> None:
+def test_hints_are_correct() -> None:
     import datetime
 
     connect = typing.get_type_hints(vmmfd.connect)
@@ -70,7 +70,7 @@ def test_hints_need_no_torch(child: Any) -> None:
     ).end()
 
 
-def test_reading_no_hints_imports_no_typing(child: Any) -> None:
+def test_unused_hints_import_no_typing(child: Any) -> None:
     child(
         """
         import sys
@@ -87,7 +87,7 @@ def classes() -> dict[str, ast.ClassDef]:
 
 
 def documented() -> Iterator[tuple[str, str, Any]]:
-    """Each public name of the extension that its stubs have a docstring for: its name, that docstring, and itself."""
+    """Yields the extension's public names with a docstring in the stubs: name, docstring, object."""
     for node in STUBS.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and (one := vars(vmmfd).get(node.name)) is not None:
             if one is not vars(_native)[node.name]:
@@ -97,12 +97,12 @@ def documented() -> Iterator[tuple[str, str, Any]]:
             yield node.name, text, one
             for item in node.body if isinstance(node, ast.ClassDef) else ():
                 text = ast.get_docstring(item) if isinstance(item, ast.FunctionDef) else None
-                # Python has docstrings of its own for the methods behind operators.
+                # Python has its own docstrings for operator methods.
                 if isinstance(item, ast.FunctionDef) and text and item.name not in ("__getitem__", "__buffer__"):
                     yield f"{node.name}.{item.name}", text, getattr(one, item.name)
 
 
-def test_stubs_and_code_have_the_same_docstrings() -> None:
+def test_stubs_and_code_share_docstrings() -> None:
     compared = set()
     for name, text, one in documented():
         assert inspect.cleandoc(one.__doc__ or "") == inspect.cleandoc(text), name
@@ -111,7 +111,7 @@ def test_stubs_and_code_have_the_same_docstrings() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Array", "Device"])
-def test_docstrings_give_each_attributes_type(kind: str) -> None:
+def test_docstrings_list_attributes(kind: str) -> None:
     text = getattr(vmmfd, kind).__doc__
     for item in classes()[kind].body:
         if isinstance(item, ast.FunctionDef) and item.decorator_list and not item.name.startswith("_"):
@@ -119,14 +119,14 @@ def test_docstrings_give_each_attributes_type(kind: str) -> None:
 
 
 @pytest.mark.parametrize("function", ["empty", "asarray"])
-def test_docstrings_name_each_parameter(function: str) -> None:
+def test_docstrings_name_parameters(function: str) -> None:
     one = getattr(vmmfd, function)
     for name in inspect.signature(one).parameters:
         assert f"`{name}`" in one.__doc__, name
     assert "`Array`" in one.__doc__.partition("\n")[0] and "(int, str or `Device`)" in one.__doc__
 
 
-def test_attributes_have_the_types_of_the_stubs() -> None:
+def test_attributes_match_stub_types() -> None:
     array = vmmfd.empty((2, 3), "float32", backend="host")
     names = {**vars(vmmfd), "Memory": _native.Memory, "Any": object, "Literal": typing.Literal}
     for one in (array, array.device):
@@ -139,7 +139,7 @@ def test_attributes_have_the_types_of_the_stubs() -> None:
             if typing.get_origin(wanted) is typing.Literal:
                 assert value in typing.get_args(wanted), item.name
             else:
-                # Of `tuple[int, ...]` the tuple.
+                # For `tuple[int, ...]`, check `tuple`.
                 of = wanted if isinstance(wanted, types.UnionType) else typing.get_origin(wanted) or wanted
                 assert isinstance(value, of), (item.name, value)
     assert isinstance(next(iter(array)), vmmfd.Array)

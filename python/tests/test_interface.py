@@ -1,4 +1,4 @@
-"""The array interfaces and the buffer protocol."""
+"""Array interfaces and the buffer protocol."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class View(ctypes.Structure):
 
 
 def view(array: vmmfd.Array, flags: int) -> View:
-    """A view with exactly these flags, released at once: its numbers stay readable, its lists don't."""
+    """Returns a view with exactly these flags, already released: its numbers are readable, its lists are not."""
     found = View()
     get = ctypes.pythonapi.PyObject_GetBuffer
     get.argtypes = [ctypes.py_object, ctypes.POINTER(View), ctypes.c_int]
@@ -53,7 +53,7 @@ def view(array: vmmfd.Array, flags: int) -> View:
     return copy
 
 
-def test_numpys_interface() -> None:
+def test_numpy_interface() -> None:
     array = vmmfd.asarray(np.arange(12, dtype="i2").reshape(3, 4), backend="host")
     interface = array[:, ::2].__array_interface__
     assert interface == {
@@ -68,7 +68,7 @@ def test_numpys_interface() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
-def test_what_has_no_typestr_has_no_interface(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_interface_without_typestr(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     array = vmmfd.empty(4, dtype, backend="host")
     assert not hasattr(array, "__array_interface__")
@@ -83,7 +83,7 @@ def test_what_has_no_typestr_has_no_interface(dtype: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.fake
-def test_cudas_interface() -> None:
+def test_cuda_interface() -> None:
     array = vmmfd.empty((3, 4), "float32")
     assert array[1].__cuda_array_interface__ == {
         "shape": (4,),
@@ -115,14 +115,14 @@ def test_cudas_interface() -> None:
         (">u4", ">I"),
     ],
 )
-def test_formats_are_numpys(dtype: str, format: str) -> None:
+def test_buffer_formats_match_numpy(dtype: str, format: str) -> None:
     array = vmmfd.asarray(np.ones((2, 3), dtype), backend="host")
     assert memoryview(array).format == format
     assert np.asarray(memoryview(array)).dtype == np.dtype(dtype)
     assert np.asarray(memoryview(array)).ctypes.data == array.address
 
 
-def test_a_view_has_what_was_asked_for() -> None:
+def test_buffer_flags() -> None:
     array = vmmfd.asarray(np.arange(12, dtype="f4").reshape(3, 4), backend="host")
     simple = view(array, FLAGS["SIMPLE"])
     assert (simple.buf, simple.len, simple.itemsize) == (array.address, 48, 4)
@@ -145,13 +145,13 @@ def test_a_view_has_what_was_asked_for() -> None:
             view(of, FLAGS[flags])
 
 
-def test_a_view_keeps_the_memory() -> None:
+def test_view_keeps_the_memory() -> None:
     seen = memoryview(vmmfd.asarray(b"kept", backend="host"))
     assert bytes(seen) == b"kept"
     seen.release()
 
 
-def test_no_view_to_write_of_what_may_only_be_read(socket: str) -> None:
+def test_read_only_memory_refuses_writable_view(socket: str) -> None:
     with vmmfd.connect(socket, backend="host") as broker:
         broker.put("no-view", {"x": np.arange(3)})
         with broker.get("no-view") as lease:
@@ -160,7 +160,7 @@ def test_no_view_to_write_of_what_may_only_be_read(socket: str) -> None:
             assert view(lease["x"], FLAGS["SIMPLE"]).readonly == 1
 
 
-def test_an_interface_that_is_given_is_read() -> None:
+def test_foreign_interface_is_read() -> None:
     numbers = np.arange(12, dtype="i4").reshape(3, 4)
 
     class Foreign:

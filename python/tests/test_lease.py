@@ -1,4 +1,4 @@
-"""Leases: what keeps them, and other versions at their addresses."""
+"""Leases: their lifetime, and switching versions at their addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def name(broker: vmmfd.Broker) -> str:
-    """An object of one array of 1024 elements, all of them 1."""
+    """An object with one array of 1024 elements, all 1."""
     name = f"lease/{uuid.uuid4().hex}"
     put(broker, name, 1)
     return name
@@ -32,7 +32,7 @@ def put(broker: vmmfd.Broker, name: str, value: float, **more: Any) -> vmmfd.Pub
 
 
 def held(broker: vmmfd.Broker, name: str) -> list[int]:
-    """The versions of which leases are held."""
+    """Returns the versions with held leases."""
     return [lease.version for lease in broker.who(name).leases]
 
 
@@ -43,7 +43,7 @@ def settled(broker: vmmfd.Broker, name: str, expected: list[int]) -> bool:
     return held(broker, name) == expected
 
 
-def test_it_is_a_mapping(broker: vmmfd.Broker, name: str) -> None:
+def test_lease_is_a_mapping(broker: vmmfd.Broker, name: str) -> None:
     lease = broker.get(name)
     assert isinstance(lease, Mapping)
     assert list(lease.keys()) == ["x"] and [array.shape for array in lease.values()] == [(1024,)]
@@ -57,7 +57,7 @@ def test_it_is_a_mapping(broker: vmmfd.Broker, name: str) -> None:
         lease[5]  # type: ignore[index]
 
 
-def test_leaving_it_ends_it_when_its_last_array_is_gone(broker: vmmfd.Broker, name: str) -> None:
+def test_last_array_ends_closed_lease(broker: vmmfd.Broker, name: str) -> None:
     with broker.get(name) as lease:
         assert lease.is_held and held(broker, name) == [1] and lease.exports == 0
     assert held(broker, name) == [] and lease.is_closed and not lease.is_held
@@ -77,7 +77,7 @@ def test_leaving_it_ends_it_when_its_last_array_is_gone(broker: vmmfd.Broker, na
     assert settled(broker, name, [])
 
 
-def test_an_array_alone_keeps_it(broker: vmmfd.Broker, name: str) -> None:
+def test_array_keeps_lease(broker: vmmfd.Broker, name: str) -> None:
     with broker.get(name) as lease:
         array = lease["x"]
     del lease
@@ -89,7 +89,7 @@ def test_an_array_alone_keeps_it(broker: vmmfd.Broker, name: str) -> None:
     assert settled(broker, name, [])
 
 
-def test_a_lease_that_is_dropped_ends(broker: vmmfd.Broker, name: str) -> None:
+def test_dropped_lease_ends(broker: vmmfd.Broker, name: str) -> None:
     lease = broker.get(name)
     del lease
     assert settled(broker, name, [])
@@ -100,7 +100,7 @@ def test_a_lease_that_is_dropped_ends(broker: vmmfd.Broker, name: str) -> None:
     assert settled(broker, name, [])
 
 
-def test_a_closed_lease_says_so(broker: vmmfd.Broker, name: str) -> None:
+def test_closed_lease_refuses_use(broker: vmmfd.Broker, name: str) -> None:
     lease = broker.get(name)
     lease.close()
     lease.close()
@@ -117,25 +117,25 @@ def test_a_closed_lease_says_so(broker: vmmfd.Broker, name: str) -> None:
         lambda: lease.memory(),
         lambda: lease.parts,
     ):
-        with pytest.raises(ValueError, match="the lease was closed: get the object again"):
+        with pytest.raises(ValueError, match="the lease is closed: get the object again"):
             use()
 
 
-def test_it_can_not_be_pickled(broker: vmmfd.Broker, name: str) -> None:
+def test_lease_is_not_pickled(broker: vmmfd.Broker, name: str) -> None:
     lease = broker.get(name)
     for thing in (broker, lease, lease["x"]):
         with pytest.raises(TypeError, match="pickled"):
             pickle.dumps(thing)
 
 
-def test_what_was_asked_for_is_there_and_no_more(broker: vmmfd.Broker) -> None:
+def test_selection_limits_the_mapping(broker: vmmfd.Broker) -> None:
     name = f"lease/{uuid.uuid4().hex}"
     memories = [vmmfd._native.Memory(2 * MIB, backend="host") for _ in range(4)]
     entries = [(f"a{at}", "uint8", [4], None, at, at, None) for at in range(4)]
     broker._native.put(name, [("all", memories, entries, None)])
     lease = broker.get(name, arrays=["a3", "a1"])
     assert sorted(lease) == ["a1", "a3"] and len(lease) == 2 and "a0" not in lease
-    with pytest.raises(KeyError, match="was not asked for"):
+    with pytest.raises(KeyError, match="was not requested"):
         lease["a0"]
     pieces = lease.pieces()
     assert [start for start, _ in pieces] == [2 * MIB, 6 * MIB] and [piece.nbytes for _, piece in pieces] == [2 * MIB] * 2
@@ -149,7 +149,7 @@ def test_what_was_asked_for_is_there_and_no_more(broker: vmmfd.Broker) -> None:
         broker.get(name, parts=["nope"])
 
 
-def test_another_version_takes_the_addresses_while_arrays_live(broker: vmmfd.Broker, name: str) -> None:
+def test_switch_keeps_addresses(broker: vmmfd.Broker, name: str) -> None:
     lease = broker.get(name)
     array, address = lease["x"], lease["x"].address
     with pytest.raises(vmmfd.NotFound):
@@ -178,13 +178,13 @@ def test_another_version_takes_the_addresses_while_arrays_live(broker: vmmfd.Bro
     put(broker, name, 3, more=np.zeros(3))
     old = lease.switch(lease.prepare())
     assert list(lease) == ["x", "more"] and array.tobytes()[:4] == np.float32(3).tobytes()
-    # There is no way back to a layout with less.
+    # A layout with fewer arrays cannot be restored.
     with pytest.raises(ValueError, match="another layout"):
         lease.switch(old)
     assert lease.version == 3 and lease["more"].shape == (3,)
 
 
-def test_exports_need_a_promise(broker: vmmfd.Broker, name: str) -> None:
+def test_switch_with_exports_needs_promise(broker: vmmfd.Broker, name: str) -> None:
     lease = broker.get(name)
     view = np.from_dlpack(lease["x"])
     put(broker, name, 2)
@@ -193,7 +193,7 @@ def test_exports_need_a_promise(broker: vmmfd.Broker, name: str) -> None:
         lease.switch(prepared)
     with pytest.raises(BufferError):
         lease.park()
-    with pytest.raises(ValueError, match="exported=True is none of"):
+    with pytest.raises(ValueError, match="exported=True is neither"):
         lease.switch(prepared, exported=True)  # type: ignore[arg-type]
     # It can be tried again.
     assert not prepared.is_closed and (view == 1).all()
@@ -213,7 +213,7 @@ def test_exports_need_a_promise(broker: vmmfd.Broker, name: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["__array_interface__", "memoryview"])
-def test_other_exports_count_too(broker: vmmfd.Broker, name: str, how: str) -> None:
+def test_all_exports_count(broker: vmmfd.Broker, name: str, how: str) -> None:
     lease = broker.get(name)
     array = lease["x"]
     view = memoryview(array) if how == "memoryview" else np.asarray(array)
@@ -226,7 +226,7 @@ def test_other_exports_count_too(broker: vmmfd.Broker, name: str, how: str) -> N
     lease.park()
 
 
-def test_what_does_not_fit_is_listed(broker: vmmfd.Broker, name: str) -> None:
+def test_misfit_is_listed(broker: vmmfd.Broker, name: str) -> None:
     lease = broker.get(name)
     broker.put(name, {"x": np.zeros(1024, dtype="i4"), "y": np.zeros(3)}, replace=True)
     with pytest.raises(vmmfd.Differs, match="array `x` is .*int32.* and not .*float32"):
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_listed(broker: vmmfd.Broker, name: str) -> None:
     assert lease.version == 1 and lease["x"].dtype == "float32"
 
 
-def test_parked_memory_comes_back_at_its_addresses(broker: vmmfd.Broker, name: str) -> None:
+def test_unpark_keeps_addresses(broker: vmmfd.Broker, name: str) -> None:
     lease = broker.get(name)
     array, address = lease["x"], lease["x"].address
     with pytest.raises(ValueError, match="not parked"):
@@ -257,12 +257,12 @@ def test_parked_memory_comes_back_at_its_addresses(broker: vmmfd.Broker, name: s
         lease.unpark()
     assert lease.is_parked
     lease.close()
-    # The array is left, of which nothing can be read.
+    # The array remains, without readable memory.
     with pytest.raises(vmmfd.Error, match="parked"):
         array.tobytes()
 
 
-def test_reads_and_switches_take_turns(broker: vmmfd.Broker, name: str) -> None:
+def test_reads_and_switches_are_exclusive(broker: vmmfd.Broker, name: str) -> None:
     put(broker, name, 1)
     lease = broker.get(name)
     array = lease["x"]
@@ -286,7 +286,7 @@ def test_reads_and_switches_take_turns(broker: vmmfd.Broker, name: str) -> None:
     assert not wrong and array.tobytes()[:4] == np.float32(22).tobytes()
 
 
-def test_names_of_a_new_version_are_found(broker: vmmfd.Broker) -> None:
+def test_new_version_names_are_found(broker: vmmfd.Broker) -> None:
     name = f"lease/{uuid.uuid4().hex}"
     memory = vmmfd._native.Memory(4096, backend="host")
     entries = [(f"a{at}", "uint8", [1], None, 0, at, None) for at in range(20)]
@@ -299,7 +299,7 @@ def test_names_of_a_new_version_are_found(broker: vmmfd.Broker) -> None:
     assert next(iter(lease)) == "new"
 
 
-def test_several_parts_are_switched_as_one(broker: vmmfd.Broker) -> None:
+def test_parts_are_switched_together(broker: vmmfd.Broker) -> None:
     name = f"lease/{uuid.uuid4().hex}"
 
     def version(value: int) -> None:
@@ -319,8 +319,8 @@ def test_several_parts_are_switched_as_one(broker: vmmfd.Broker) -> None:
 
 
 @pytest.mark.parametrize("how", ["capsule", "memoryview", "__array_interface__"])
-def test_nothing_is_exported_that_is_parked(server: Server, child: Callable[..., Child], how: str) -> None:
-    """An export that waits for the end of a park finds that there is nothing."""
+def test_parked_memory_is_not_exported(server: Server, child: Callable[..., Child], how: str) -> None:
+    """An export that waits for the end of a park must find no memory."""
     exports = {
         "capsule": "view = arrays[0].__dlpack__(max_version=(1, 1))",
         "memoryview": "view = memoryview(arrays[0])",

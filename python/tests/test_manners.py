@@ -1,4 +1,4 @@
-"""Signals, threads, forks and processes: each in a child process."""
+"""Signals, threads, forks and child processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import LIMIT, Child, Server
 
-# What a child begins with: `broker` is connected to the path that it is given.
+# The start of a child: `broker` is connected to the given path.
 BEGIN = """
 import os, signal, sys, threading, time
 import numpy as np
@@ -27,7 +27,7 @@ def say(word):
 broker = vmmfd.connect(sys.argv[1], backend="host", timeout=30)
 """
 
-# Waits for longer than a child may live, and says that it was interrupted.
+# Waits longer than a child may live, and reports the interrupt.
 INTERRUPTED = """
 for _ in range(3):
     try:
@@ -59,7 +59,7 @@ put("other"); parked = broker.get("other"); parked.park()
 
 
 def interrupt(child: Child) -> None:
-    """Interrupts each of its waits. tests/bench/waits.py measures how long that takes."""
+    """Interrupts each of its waits. tests/bench/waits.py measures the delay."""
     for _ in range(3):
         child.wait_for("ready")
         time.sleep(0.15)
@@ -69,14 +69,14 @@ def interrupt(child: Child) -> None:
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_ctrl_c_ends_a_wait(server: Server, child: Callable[..., Child], wait: str) -> None:
+def test_ctrl_c_interrupts_wait(server: Server, child: Callable[..., Child], wait: str) -> None:
     started = child(BEGIN + SETUP + INTERRUPTED.replace("WAIT", WAITS[wait]), server.path)
     interrupt(started)
     started.end()
 
 
 @pytest.mark.parametrize("call", ["get", "list", "put", "stat", "delete", "connect"])
-def test_ctrl_c_ends_a_call_while_the_server_is_stopped(server: Server, child: Callable[..., Child], call: str) -> None:
+def test_ctrl_c_with_stopped_server(server: Server, child: Callable[..., Child], call: str) -> None:
     calls = {
         "get": 'broker.get("there")',
         "list": "broker.list()",
@@ -89,15 +89,13 @@ def test_ctrl_c_ends_a_call_while_the_server_is_stopped(server: Server, child: C
     started = child(code.replace("WAIT", calls[call]), server.path)
     started.wait_for("stop it")
     server.pause()
-    assert started.process.stdin is not None
-    started.process.stdin.write("\n")
-    started.process.stdin.flush()
+    started.send_line()
     interrupt(started)
     server.go_on()
     started.end()
 
 
-def test_how_soon_can_be_measured() -> None:
+def test_interrupt_delay_benchmark_runs() -> None:
     script = Path(__file__).resolve().parents[2] / "tests" / "bench" / "waits.py"
     ended = subprocess.run([sys.executable, script, "--runs", "1"], capture_output=True, text=True, timeout=LIMIT)
     assert (ended.returncode, ended.stderr) == (0, ""), ended
@@ -106,8 +104,8 @@ def test_how_soon_can_be_measured() -> None:
     assert all(0 < float(row.split()[-2]) <= float(row.split()[-1]) for row in rows), rows
 
 
-def test_a_signal_that_another_thread_took_ends_it_too(server: Server, child: Callable[..., Child]) -> None:
-    """The main thread's wait is not interrupted then: it looks by itself."""
+def test_signal_on_another_thread_interrupts(server: Server, child: Callable[..., Child]) -> None:
+    """The main thread gets no EINTR: its wait must poll."""
     started = child(
         BEGIN
         + """
@@ -128,7 +126,7 @@ for _ in range(3):
     assert started.end() == "interrupted\n" * 3
 
 
-def test_after_ctrl_c_all_goes_on(server: Server, child: Callable[..., Child]) -> None:
+def test_client_works_after_ctrl_c(server: Server, child: Callable[..., Child]) -> None:
     started = child(
         BEGIN
         + """
@@ -151,7 +149,7 @@ while not lease.is_held and time.monotonic() < deadline:
     time.sleep(0.01)
 assert lease.is_held and (view == 1).all() and not lost, lost
 assert len(broker.who("there").leases) == 1, broker.who()
-# The claim was on a connection that no wait broke.
+# No interrupted wait used the claim's connection.
 try:
     broker.claim("mine", wait=0)
 except vmmfd.Timeout:
@@ -167,7 +165,7 @@ except vmmfd.Timeout:
     assert "the claim is held" in started.end()
 
 
-def test_a_handler_may_make_calls_and_the_wait_goes_on(server: Server, child: Callable[..., Child]) -> None:
+def test_handler_may_make_calls(server: Server, child: Callable[..., Child]) -> None:
     started = child(
         BEGIN
         + """
@@ -187,7 +185,7 @@ say("got it")
     assert "in the handler: 0\ngot it" in started.end()
 
 
-def test_a_handler_may_raise_anything(server: Server, child: Callable[..., Child]) -> None:
+def test_handler_may_raise(server: Server, child: Callable[..., Child]) -> None:
     started = child(
         BEGIN
         + """
@@ -200,7 +198,7 @@ try:
     broker.get("none", wait=6000)
 except Enough as error:
     say(f"enough {error}")
-# Signals that no handler raises for are no matter.
+# Signals whose handlers do not raise have no effect.
 signal.signal(signal.SIGALRM, lambda *_: None)
 signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
 began = time.monotonic()
@@ -216,7 +214,7 @@ signal.setitimer(signal.ITIMER_REAL, 0)
     assert started.end() == "enough of it\ntimed out\n"
 
 
-def test_waits_of_other_threads_do_not_take_ctrl_c(server: Server, child: Callable[..., Child]) -> None:
+def test_other_threads_ignore_ctrl_c(server: Server, child: Callable[..., Child]) -> None:
     started = child(
         BEGIN
         + """
@@ -240,11 +238,11 @@ assert got.get().version == 1
     assert "interrupted" in started.end()
 
 
-def test_the_gil_is_free_while_a_call_waits(server: Server, child: Callable[..., Child]) -> None:
+def test_waits_release_the_gil(server: Server, child: Callable[..., Child]) -> None:
     started = child(
         BEGIN
         + """
-# A thread runs only when another one lets go of the GIL.
+# A thread only runs when another releases the GIL.
 sys.setswitchinterval(6000)
 def work():
     going.wait()
@@ -255,7 +253,7 @@ going = threading.Event()
 thread = threading.Thread(target=work)
 thread.start()
 going.set()
-# It ends by what the other thread does meanwhile.
+# The other thread's put completes the wait.
 assert broker.get("late", wait=6000).version == 1
 thread.join()
 """,
@@ -264,7 +262,7 @@ thread.join()
     started.end()
 
 
-def test_a_call_does_not_wait_for_another_threads(server: Server, child: Callable[..., Child]) -> None:
+def test_calls_are_concurrent(server: Server, child: Callable[..., Child]) -> None:
     started = child(
         BEGIN
         + """
@@ -283,7 +281,7 @@ for thread in threads:
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
-def test_closing_ends_waits_in_other_threads(server: Server, child: Callable[..., Child], stopped: bool) -> None:
+def test_close_interrupts_waits_of_threads(server: Server, child: Callable[..., Child], stopped: bool) -> None:
     started = child(
         BEGIN
         + """
@@ -302,25 +300,23 @@ sys.stdin.readline()
 broker.close()
 for thread in threads:
     thread.join()
-assert ended == ["it was closed: connect again"] * 4, ended
+assert ended == ["the connection is closed: connect again"] * 4, ended
 """,
         server.path,
     )
     started.wait_for("ready")
     if stopped:
         server.pause()
-    assert started.process.stdin is not None
-    started.process.stdin.write("\n")
-    started.process.stdin.flush()
+    started.send_line()
     started.end()
 
 
-def test_a_fork_is_refused_with_a_sentence(server: Server, child: Callable[..., Child]) -> None:
+def test_use_in_fork_is_refused(server: Server, child: Callable[..., Child]) -> None:
     started = child(
         BEGIN
         + """
 import warnings
-# Python 3.12 warns of each fork of a process that has threads.
+# Python 3.12 warns of forks in processes with threads.
 warnings.simplefilter("ignore", DeprecationWarning)
 put("there")
 lease = broker.get("there")
@@ -343,7 +339,7 @@ if pid == 0:
             refused += 1
     assert refused == 15, refused
     assert not lease.is_held and not lease.is_closed
-    # What asks neither the broker nor the memory works.
+    # Calls that need neither the broker nor the memory work.
     assert "not usable here" in repr(lease) and "not usable here" in repr(prepared) and broker.path in repr(broker) and repr(claim)
     assert (array.shape, array.dtype, array.readonly, array[1:].ndim) and "vmmfd.Array" in repr(array)
     for use in (array.tobytes, lambda: np.from_dlpack(array), lambda: array.address):
@@ -355,14 +351,14 @@ if pid == 0:
             raise AssertionError("a fork used memory")
     lease.close(); prepared.close(); watch.close(); claim.close(); broker.close()
     del lease, array, prepared, watch, claim, broker
-    # And a connection of its own works.
+    # A new connection works.
     own = vmmfd.connect(sys.argv[1], backend="host")
     assert own.list()
     own.close()
     os._exit(0)
 _, status = os.waitpid(pid, 0)
 assert status == 0, status
-# The parent has lost nothing.
+# The parent is unaffected.
 assert lease.is_held and lease["x"].tobytes() and array.tobytes()
 assert not isinstance(broker.list(), int) and len(broker.who("there").leases) == 2
 lease.switch(prepared).close()
@@ -411,11 +407,11 @@ def main():
     process.start()
     got, objects, leases = results.get(timeout=200)
     assert got == [15.0, 15.0, 12.0, 12.0, 3.0, 3.0], got
-    # All its arrays are of one lease, beside the one that was sent as such, and this process's.
+    # All arrays share one lease, beside the lease that was sent, and this process's.
     assert (objects, leases) == (1, 3), (objects, leases)
     process.join(50)
     assert process.exitcode == 0
-    # A name that stands for another object by then.
+    # The name now belongs to another object.
     broker.delete("there")
     broker.put("there", {"x": np.zeros((2, 3), dtype="f4"), "y": np.zeros(3)})
     process = context.Process(target=sums, args=([broker, lease["x"]], results))
@@ -429,17 +425,17 @@ if __name__ == "__main__":
 
 
 def test_multiprocessing_sends_names(server: Server, child: Callable[..., Child], tmp_path: object) -> None:
-    # A spawned process imports the file of its parent.
+    # A spawned process imports its parent's file.
     script = server.folder / "spawned.py"
     script.write_text(SPAWNED)
     started = child(f"import runpy, sys\nsys.argv = [{str(script)!r}, {server.path!r}]\nimport subprocess\n"
                     "done = subprocess.run([sys.executable, *sys.argv], capture_output=True, text=True)\n"
                     "print(done.stdout, done.stderr)\nsys.exit(done.returncode)")
     output = started.end()
-    assert output.count("refused") == 4 and "is another object than the one that was sent" in output, output
+    assert output.count("refused") == 4 and "is not the object that was sent" in output, output
 
 
-def test_the_broker_restarts(server: Server, child: Callable[..., Child]) -> None:
+def test_client_survives_broker_restart(server: Server, child: Callable[..., Child]) -> None:
     started = child(
         BEGIN
         + """
@@ -457,7 +453,7 @@ lease = broker.get("there")
 view = np.from_dlpack(lease["x"])
 watch = broker.watch("there")
 say("ready")
-# The wait goes on over the restart.
+# The wait continues across the restart.
 late = broker.get("late", wait=60)
 assert (view == 1).all() and late.version == 1
 deadline = time.monotonic() + 60
@@ -481,7 +477,7 @@ assert isinstance(what, vmmfd.Restored)
     started.end()
 
 
-def test_a_lease_that_is_lost_is_reported(server: Server, child: Callable[..., Child]) -> None:
+def test_lost_lease_is_reported(server: Server, child: Callable[..., Child]) -> None:
     started = child(
         BEGIN
         + """
@@ -512,7 +508,7 @@ except vmmfd.NotFound as error:
 
 
 @pytest.mark.parametrize("first", ["import vmmfd", "pass"], ids=["behind_the_main_one", "first"])
-def test_a_sub_interpreter_is_refused_with_a_sentence(child: Callable[..., Child], first: str) -> None:
+def test_sub_interpreter_is_refused(child: Callable[..., Child], first: str) -> None:
     started = child(
         """
         try:
@@ -525,8 +521,8 @@ def test_a_sub_interpreter_is_refused_with_a_sentence(child: Callable[..., Child
             failed = interpreters.run_string(other, "import vmmfd")
         except Exception as error:
             failed = error
-        # Python 3.13 returns what was raised. One of its own without the stable ABI says it itself.
-        says = "works in the main interpreter alone", "vmmfd._native does not support loading in subinterpreters"
+        # Python 3.13 returns the exception. Builds without the stable ABI raise their own error.
+        says = "only works in the main interpreter", "vmmfd._native does not support loading in subinterpreters"
         assert any(sentence in str(failed) for sentence in says), failed
         interpreters.destroy(other)
         import vmmfd
@@ -536,8 +532,8 @@ def test_a_sub_interpreter_is_refused_with_a_sentence(child: Callable[..., Child
     assert "(3,)" in started.end()
 
 
-def test_leases_end_at_once_while_the_server_is_stopped(server: Server, child: Callable[..., Child]) -> None:
-    """More than the kernel has room to tell it of, and with the GIL held: the collector drops them."""
+def test_leases_dropped_while_server_is_stopped(server: Server, child: Callable[..., Child]) -> None:
+    """More than the socket's buffer can hold, and with the GIL held: the garbage collector drops them."""
     started = child(
         BEGIN
         + """
@@ -549,7 +545,7 @@ for lease in leases:
 say("stop it")
 sys.stdin.readline()
 del arrays
-# The server goes on only now.
+# Only now does the server continue.
 say("dropped")
 while broker.who("there").leases:
     time.sleep(0.01)
@@ -558,9 +554,7 @@ while broker.who("there").leases:
     )
     started.wait_for("stop it")
     server.pause()
-    assert started.process.stdin is not None
-    started.process.stdin.write("\n")
-    started.process.stdin.flush()
+    started.send_line()
     try:
         started.wait_for("dropped")
     finally:

@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/python.md runs, each page from its first block to its last."""
+"""Runs the Python blocks of the README and of docs/python.md, each page from first to last."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ pytestmark = pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="the p
 
 
 def blocks(page: str) -> list[tuple[int, str]]:
-    """The Python blocks of a page, each with the number of its line."""
+    """Returns the Python blocks of a page with their line numbers."""
     text = (ROOT / page).read_text()
     found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
 
 
 def run(page: str, needs_torch: bool, broker: str) -> int:
-    """Runs the blocks that need PyTorch, or those that do not, in one namespace; returns how many."""
+    """Runs the blocks that need PyTorch, or the others, in one namespace. Returns their number."""
     names: dict[str, Any] = {"__name__": "page"}
     ran = 0
     for line, code in blocks(page):
-        # A block that goes on with the names of others before it has what they imported.
+        # A block may use imports of earlier blocks.
         torch = "torch" in code
         if torch != needs_torch:
             continue
@@ -39,17 +39,17 @@ def run(page: str, needs_torch: bool, broker: str) -> int:
     return ran
 
 
-def test_the_ten_lines_of_the_readme(server: Server) -> None:
+def test_readme_example(server: Server) -> None:
     pytest.importorskip("numpy")
     assert run("README.md", False, server.path) == 1
 
 
-def test_the_page_on_python(server: Server) -> None:
+def test_python_page(server: Server) -> None:
     pytest.importorskip("numpy")
     assert run("docs/python.md", False, server.path) >= 5
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="there is no PyTorch")
-def test_the_page_on_python_with_torch(server: Server) -> None:
+def test_python_page_with_torch(server: Server) -> None:
     assert run("docs/python.md", True, server.path) >= 1

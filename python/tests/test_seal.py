@@ -1,4 +1,4 @@
-"""Memory that its maker makes read-only for itself once it is put."""
+"""Memory that its creator makes read-only for itself after a put."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ VIEWS: dict[str, Callable[[vmmfd.Array], Any]] = {
 
 
 @pytest.mark.parametrize("kind", list(VIEWS))
-def test_views_that_may_be_written_are_in_the_way(broker: vmmfd.Broker, kind: str) -> None:
+def test_writable_views_prevent_seal(broker: vmmfd.Broker, kind: str) -> None:
     name = f"seal.{kind}"
     array = vmmfd.empty(8, "float32", backend="host")
     array.copy_from(np.arange(8, dtype="f4"))
     view = VIEWS[kind](array[2:])
-    with pytest.raises(vmmfd.ExportError, match="1 views of the memory"):
+    with pytest.raises(vmmfd.ExportError, match="1 writable views of the memory"):
         broker.put(name, {"x": array}, seal=True)
-    # Nothing was put, and the view is good as ever.
+    # Nothing was put, and the view still works.
     assert broker.list(name) == []
     np.asarray(view)[0] = 9
     del view
@@ -44,25 +44,25 @@ def test_views_that_may_be_written_are_in_the_way(broker: vmmfd.Broker, kind: st
     assert array.readonly and array.tobytes() == np.array([0, 1, 9, 3, 4, 5, 6, 7], "f4").tobytes()
     with pytest.raises(vmmfd.Error, match="read-only"):
         array.copy_from(np.zeros(8, "f4"))
-    # What is exported from now on is read-only.
+    # Later exports are read-only.
     assert not np.from_dlpack(array).flags.writeable and memoryview(array).readonly
-    # To seal it again, views or not, is nothing.
+    # Sealing again does nothing, even with views.
     seen = np.from_dlpack(array)
     broker.put(name, {"x": array}, seal=True, replace=True)
     assert seen[2] == 9
 
 
-def test_who_promises_seals_under_a_view(broker: vmmfd.Broker) -> None:
+def test_promise_allows_seal_with_view(broker: vmmfd.Broker) -> None:
     array = vmmfd.empty(8, "float32", backend="host")
     view = np.from_dlpack(array)
     view[:] = 5
     broker.put("seal.promised", {"x": array}, seal=True, exported="valid")
     assert array.readonly and view[7] == 5
-    with pytest.raises(vmmfd.Invalid, match="none of None"):
+    with pytest.raises(vmmfd.Invalid, match="neither None"):
         broker.put("seal.promised", {"x": array}, seal=True, exported="yes", replace=True)  # type: ignore[arg-type]
 
 
-def test_memory_can_be_made_read_only_by_itself() -> None:
+def test_make_read_only_without_put() -> None:
     array = vmmfd.empty(8, "uint8", backend="host")
     view = memoryview(array)
     with pytest.raises(vmmfd.ExportError):
@@ -78,7 +78,7 @@ def test_memory_can_be_made_read_only_by_itself() -> None:
         array.copy_from(b"12345678")
 
 
-def test_a_write_by_address_is_a_fault(child: Callable[..., Child]) -> None:
+def test_write_by_address_faults(child: Callable[..., Child]) -> None:
     one = child(
         """
         import ctypes, vmmfd

@@ -1,4 +1,4 @@
-"""The files of the package and of its extension depend on each other in one direction."""
+"""Dependencies between the package's files, and between the extension's, have no cycles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def running(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of the code that runs, which imports for a type checker alone do not."""
+    """Yields the nodes of code that runs: no imports for type checkers."""
     for child in ast.iter_child_nodes(node):
         if is_type_checking(child):
             assert isinstance(child, ast.If)
@@ -32,7 +32,7 @@ def running(node: ast.AST) -> Iterator[ast.AST]:
 def python_graph(package: Path) -> Graph:
     files = {".".join([package.name, *path.relative_to(package).with_suffix("").parts]): path for path in package.rglob("*.py")}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
-    # The extension, which has a stub alone: the lowest of all.
+    # The extension only has a stub, and is the lowest layer.
     graph: Graph = {f"{package.name}.{path.stem}": set() for path in package.glob("*.pyi")}
     for name, path in files.items():
         found: set[str] = set()
@@ -47,7 +47,7 @@ def python_graph(package: Path) -> Graph:
                 # `from package import module` is an import of the module.
                 found |= {inner if (inner := f"{base}.{alias.name}") in files or inner in graph else base for alias in node.names}
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                # A module that is imported by its name.
+                # A module imported by name.
                 found.add(node.value)
         graph[name] = (found & files.keys()) - {name}
     return graph
@@ -60,7 +60,7 @@ def rust_graph(folder: Path) -> Graph:
         code = re.sub(r"//.*", "", path.read_text())
         found = set(re.findall(r"(?:\b(?:crate|super)::|^mod )(\w+)", code, re.MULTILINE))
         for start in re.finditer(r"\b(?:crate|super)::\{", code):
-            # The names at the first level of the braces.
+            # Collect the names at the first level of the braces.
             depth, word = 1, ""
             for character in code[start.end() :]:
                 if character in "{}":
@@ -72,13 +72,13 @@ def rust_graph(folder: Path) -> Graph:
                         break
                 elif depth == 1:
                     word += character
-        # Other names are of the root.
+        # Other names belong to the root.
         graph[name] = {each if each in files else "lib" for each in found if each} - {name}
     return graph
 
 
 def cycle(graph: Graph) -> list[str]:
-    """A path from a file back to it, or nothing."""
+    """Returns a path from a file back to it, or nothing."""
     done: set[str] = set()
 
     def search(name: str, path: list[str]) -> list[str]:

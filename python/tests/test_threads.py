@@ -1,4 +1,4 @@
-"""Threads that use the same objects at once: with the GIL, and without it in a free-threaded Python."""
+"""Threads that use the same objects, with the GIL and in a free-threaded Python."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vmmfd import _native, _reduce
 
 
 def at_once(*works: Callable[[], Any]) -> list[Any]:
-    """Runs these at once, each in a thread of its own, and returns what they returned. Raises what the first of them raised."""
+    """Runs functions at the same time, each in its own thread. Returns their results, or raises the first exception."""
     begin = threading.Barrier(len(works))
 
     def run(work: Callable[[], Any]) -> Any:
@@ -36,14 +36,14 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has a GIL")
-def test_a_free_threaded_python_stays_without_a_gil(child: Callable[..., Child]) -> None:
+def test_free_threaded_python_keeps_gil_off(child: Callable[..., Child]) -> None:
     code = "import sys, vmmfd, vmmfd.legacy, vmmfd.pool; print(sys._is_gil_enabled())"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHON_GIL"}
     done = child(f"import os, sys; os.execve(sys.executable, [sys.executable, '-W', 'error', '-c', {code!r}], {environment!r})")
     assert done.end().strip() == "False"
 
 
-# A view of an array, and whether it can be written.
+# Returns a view of an array, and whether it is writable.
 
 
 def by_buffer(array: vmmfd.Array) -> tuple[object, bool]:
@@ -62,7 +62,7 @@ def by_interface(array: vmmfd.Array) -> tuple[object, bool]:
 
 
 @pytest.mark.parametrize("look", [by_buffer, by_dlpack, by_interface])
-def test_no_view_that_can_be_written_is_made_while_memory_becomes_read_only(look: Callable[[vmmfd.Array], Any]) -> None:
+def test_no_writable_view_during_seal(look: Callable[[vmmfd.Array], Any]) -> None:
     for _ in range(100):
         array = vmmfd.empty(8, "uint8", backend="host")
         memory = array._memory
@@ -89,8 +89,8 @@ def test_no_view_that_can_be_written_is_made_while_memory_becomes_read_only(look
         assert array.readonly
 
 
-def test_memory_does_not_become_read_only_under_a_copy(child: Callable[..., Child]) -> None:
-    # In a process of its own: a store into read-only memory ends it.
+def test_seal_waits_for_copy(child: Callable[..., Child]) -> None:
+    # In a child process: a store into read-only memory kills it.
     code = """
     import sys, threading, time
     import numpy as np, vmmfd
@@ -114,7 +114,7 @@ def test_memory_does_not_become_read_only_under_a_copy(child: Callable[..., Chil
         except vmmfd.Error as error:
             assert "read-only" in str(error), error
         thread.join()
-        # All of a copy is there, or nothing.
+        # A copy is complete or not started.
         assert array.tobytes() in (bytes(1 << 20), bytes(source)), number
     print("done")
     """
@@ -122,7 +122,7 @@ def test_memory_does_not_become_read_only_under_a_copy(child: Callable[..., Chil
 
 
 class Once:
-    """An array of another library whose capsule is always the same one. All that ask get it at the same moment."""
+    """An array of another library that always returns the same capsule, to all threads at the same moment."""
 
     def __init__(self, array: vmmfd.Array, threads: int) -> None:
         self._capsule = array.__dlpack__(max_version=(1, 0))
@@ -137,7 +137,7 @@ class Once:
         return self._device
 
 
-def test_a_capsule_is_taken_by_one_thread() -> None:
+def test_capsule_is_taken_once() -> None:
     source = vmmfd.asarray(np.arange(4), backend="host")
     for _ in range(150):
         once = Once(source, 2)
@@ -149,7 +149,7 @@ def test_a_capsule_is_taken_by_one_thread() -> None:
                 return False
 
         assert sorted(at_once(take, take)) == [False, True]
-    # It was deleted once: its memory is in use no more.
+    # It was deleted once: its memory is no longer exported.
     memory = source._memory
     del source, once
     gc.collect()
@@ -172,7 +172,7 @@ def test_threads_read_and_write_one_array() -> None:
     assert (np.from_dlpack(array) == 99).all()
 
 
-def test_an_array_counts_once_for_all_readers_of_its_interface(broker: vmmfd.Broker, name: str) -> None:
+def test_interface_readers_count_once(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": np.arange(4)})
     with broker.get(name) as lease:
         for _ in range(60):
@@ -183,7 +183,7 @@ def test_an_array_counts_once_for_all_readers_of_its_interface(broker: vmmfd.Bro
             assert lease.exports == 0
 
 
-def test_nothing_is_switched_under_an_export(broker: vmmfd.Broker, name: str) -> None:
+def test_export_prevents_switch(broker: vmmfd.Broker, name: str) -> None:
     for value in (1, 2):
         broker.put(name, {"x": np.full(1024, value)}, replace=True, keep=1)
     with broker.get(name, version=1) as lease:
@@ -221,7 +221,7 @@ def test_nothing_is_switched_under_an_export(broker: vmmfd.Broker, name: str) ->
         other.close()
 
 
-def test_nothing_is_parked_under_an_export(broker: vmmfd.Broker, name: str) -> None:
+def test_export_prevents_park(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": np.full(1024, 5)})
     with broker.get(name) as lease:
         array = lease["x"]
@@ -262,7 +262,7 @@ def test_nothing_is_parked_under_an_export(broker: vmmfd.Broker, name: str) -> N
         assert set(np.from_dlpack(array)) == {5}
 
 
-def test_a_lease_is_closed_by_several_threads_while_others_read(broker: vmmfd.Broker, name: str) -> None:
+def test_lease_closed_during_reads(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": np.full(64, 3), "y": np.full(64, 4)})
     for _ in range(30):
         lease = broker.get(name)
@@ -287,7 +287,7 @@ def test_a_lease_is_closed_by_several_threads_while_others_read(broker: vmmfd.Br
     assert broker.who(name).leases == ()
 
 
-def test_a_prepared_version_goes_to_one_thread(broker: vmmfd.Broker, name: str) -> None:
+def test_prepared_version_is_used_once(broker: vmmfd.Broker, name: str) -> None:
     for value in (1, 2):
         broker.put(name, {"x": np.full(8, value)}, replace=True, keep=1)
     for _ in range(20):
@@ -304,7 +304,7 @@ def test_a_prepared_version_goes_to_one_thread(broker: vmmfd.Broker, name: str) 
             assert lease.version == 2 and prepared.is_closed and lease["x"].tobytes() == np.full(8, 2).tobytes()
 
 
-def test_a_broker_is_closed_while_other_threads_use_it(socket: str, name: str) -> None:
+def test_broker_closed_during_calls(socket: str, name: str) -> None:
     for number in range(10):
         broker = vmmfd.connect(socket, backend="host")
         under_way = threading.Barrier(4)
@@ -340,7 +340,7 @@ def test_a_broker_is_closed_while_other_threads_use_it(socket: str, name: str) -
         assert broker.is_closed, number
 
 
-def test_handlers_stay_while_the_collector_runs(tmp_path: Path, server: Server) -> None:
+def test_handlers_survive_garbage_collection(tmp_path: Path, server: Server) -> None:
     broker = vmmfd.connect(server.path, backend="host", timeout=2)
     broker.put("x", {"x": np.zeros(4)})
     lease = broker.get("x")
@@ -367,7 +367,7 @@ def test_handlers_stay_while_the_collector_runs(tmp_path: Path, server: Server) 
     broker.close()
 
 
-def test_arrays_that_threads_are_sent_come_from_one_connection(
+def test_received_arrays_share_a_connection(
     broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vmmfd.register_reducer()
@@ -393,7 +393,7 @@ def test_arrays_that_threads_are_sent_come_from_one_connection(
             made.clear()
 
 
-def test_threads_load_weights_at_once(tmp_path: Path) -> None:
+def test_threads_load_weights(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {f"layer.{number}": np.full((64, 64), number, "f4") for number in range(20)}
     size = 64 * 64 * 4
@@ -415,7 +415,7 @@ def test_threads_load_weights_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.fake
-def test_threads_drop_memory_of_a_device_at_once() -> None:
+def test_threads_drop_device_memory() -> None:
     def make() -> None:
         for number in range(200):
             array = vmmfd.empty(1 << 16, "uint8", backend="cuda")

@@ -1,4 +1,4 @@
-"""What PyTorch's half of the package is without PyTorch or a GPU, at the end of a process, and in the examples."""
+"""PyTorch support without a GPU, at process exit, and in the examples."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch_models import Net  # noqa: E402
 
 
-def test_a_pool_needs_a_gpu_and_says_so() -> None:
+def test_pool_needs_gpu() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(vmmfd.Unsupported, match="needs a GPU"), vmmfd.torch.pool():
             pass
     for arena in (0, -1, 1.5, True, 1 << 60):
-        with pytest.raises(vmmfd.Invalid, match="is no size of memory"):
+        with pytest.raises(vmmfd.Invalid, match="is not a memory size"):
             vmmfd.torch.pool(arena=arena)  # type: ignore[arg-type]
     assert vmmfd.torch.pool().figures == {"arenas": 0, "closed": 0, "bytes": 0, "blocks": 0, "used": 0}
 
 
-def test_torch_is_not_imported_before_it_is_used(child: Callable[..., Child]) -> None:
+def test_torch_is_imported_lazily(child: Callable[..., Child]) -> None:
     child(
         """
         import sys, vmmfd, vmmfd.torch
@@ -38,7 +38,7 @@ def test_torch_is_not_imported_before_it_is_used(child: Callable[..., Child]) ->
     ).end()
 
 
-def test_a_process_may_end_with_tensors_of_the_broker_alive(
+def test_tensors_alive_at_exit(
     broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child]
 ) -> None:
     broker.put(name, Net(1))
@@ -64,7 +64,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.parametrize("example", ["share_torch.py", "weights_serve.py"])
-def test_an_example_without_a_broker_says_so(example: str, tmp_path: Path) -> None:
+def test_examples_report_missing_broker(example: str, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, str(EXAMPLES / example), "--socket", str(tmp_path / "none.sock"), "--backend", "host", "--timeout", "0.1"],
         capture_output=True,
@@ -81,12 +81,12 @@ def run(*arguments: str) -> str:
     return ended.stdout
 
 
-def test_the_example_that_shares_a_module(socket: str) -> None:
+def test_share_torch_example(socket: str) -> None:
     lines = run(str(EXAMPLES / "share_torch.py"), "--socket", socket, "--backend", "host").splitlines()
     assert lines[1].split()[0] == "result" and lines[1] == lines[3]
 
 
-def test_the_example_that_serves_a_model(socket: str) -> None:
+def test_weights_serve_example(socket: str) -> None:
     program = [str(EXAMPLES / "weights_serve.py"), "--socket", socket, "--backend", "host"]
     assert run(*program, "--make", "1") == "put version 1\n"
     serving = subprocess.Popen([sys.executable, *program, "--until", "2"], stdout=subprocess.PIPE, text=True)
@@ -103,7 +103,7 @@ def test_the_example_that_serves_a_model(socket: str) -> None:
         serving.wait()
 
 
-def test_the_example_that_loads_a_model(broker: vmmfd.Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_model_example(broker: vmmfd.Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = dict(hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
     config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True, initializer_range=0.3, eos_token_id=None, pad_token_id=0)

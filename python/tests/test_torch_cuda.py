@@ -1,4 +1,4 @@
-"""PyTorch on a GPU: pools, puts without a copy, and other versions under captured graphs."""
+"""PyTorch on a GPU: pools, puts without a copy, and version switches under captured graphs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def in_arena(tensor: Any) -> bool:
 
 
 class Layers(nn.Module):  # type: ignore[misc]
-    """Some linear layers and a norm with statistics, for a graph."""
+    """Linear layers and a norm with statistics, for a graph."""
 
     def __init__(self, size: int = 1024, layers: int = 4, device: str = "cuda") -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Layers(nn.Module):  # type: ignore[misc]
 
 
 def assert_close(one: Any, other: Any) -> None:
-    """As near as kernels of other shapes come. Other versions are far away."""
+    """Allows the differences between kernels for different shapes. Other versions differ far more."""
     torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
 
 
@@ -91,7 +91,7 @@ def layers(seed: int, **options: Any) -> Any:
     return module
 
 
-def test_a_module_in_a_pool_is_put_without_a_copy(broker: vmmfd.Broker, name: str) -> None:
+def test_pool_module_is_not_copied(broker: vmmfd.Broker, name: str) -> None:
     with vmmfd.torch.pool():
         module = nn.ParameterList(torch.full((32 * MIB,), at, dtype=torch.bfloat16, device="cuda") for at in range(16))
     torch.cuda.empty_cache()
@@ -107,7 +107,7 @@ def test_a_module_in_a_pool_is_put_without_a_copy(broker: vmmfd.Broker, name: st
     assert mapped - before < 32 * MIB, f"{(mapped - before) // MIB} MiB for a get of 1 GiB"
     for key, parameter in module.named_parameters():
         assert torch.equal(tensors[key], parameter) and tensors[key].data_ptr() != parameter.data_ptr()
-    # Without the pool it takes as much again.
+    # Outside the pool, a put needs a copy.
     outside = {key: parameter.detach().clone() for key, parameter in module.named_parameters()}
     before = used()
     broker.put(f"{name}.copied", outside)
@@ -116,10 +116,10 @@ def test_a_module_in_a_pool_is_put_without_a_copy(broker: vmmfd.Broker, name: st
     broker.delete(name)
 
 
-def test_ties_views_and_private_copies_on_a_gpu(broker: vmmfd.Broker, name: str) -> None:
+def test_ties_views_and_private_copies(broker: vmmfd.Broker, name: str) -> None:
     with vmmfd.torch.pool():
         module = Net(1).cuda().eval()
-        # `cuda()` makes new storages: tie again what shares one.
+        # `cuda()` creates new storages: share them again.
         whole = torch.randn(4, 8, device="cuda")
         module.first, module.last = nn.Parameter(whole[:2]), nn.Parameter(whole[2:])
         module.plain, module.norm.note = module.plain.cuda(), module.norm.note.cuda()
@@ -142,7 +142,7 @@ def test_ties_views_and_private_copies_on_a_gpu(broker: vmmfd.Broker, name: str)
     assert_same(module, broker.load(name, Net(device="meta")).module)
 
 
-def test_what_becomes_a_buffer_is_a_copy_on_a_gpu(broker: vmmfd.Broker, name: str) -> None:
+def test_buffers_are_copied(broker: vmmfd.Broker, name: str) -> None:
     tensors = {"weight": torch.ones(1 << 20, device="cuda"), "count": torch.arange(4, device="cuda")}
     broker.put(name, {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in tensors.items()})
     with broker.get(name) as lease, vmmfd.torch.guard():
@@ -161,7 +161,7 @@ def test_what_becomes_a_buffer_is_a_copy_on_a_gpu(broker: vmmfd.Broker, name: st
         assert not is_mapped(row, lease) and row.tolist() == [0, 1, 2, 3]
 
 
-def test_what_is_published_is_not_overwritten(
+def test_published_memory_is_not_overwritten(
     broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child]
 ) -> None:
     reader = child(
@@ -221,7 +221,7 @@ def test_what_is_published_is_not_overwritten(
     torch.cuda.synchronize()
     assert again() == expected
     del later
-    # While another thread is in a pool that has some of the blocks.
+    # While another thread is in a pool that owns some of the blocks.
     entered, leave, tensors = threading.Event(), threading.Event(), []
 
     def other_thread() -> None:
@@ -245,7 +245,7 @@ def test_what_is_published_is_not_overwritten(
     assert bool((got == 5.0).all())
 
 
-def test_caches_are_emptied_while_memory_is_published_and_mapped(broker: vmmfd.Broker, name: str) -> None:
+def test_empty_cache_with_published_memory(broker: vmmfd.Broker, name: str) -> None:
     kinds = [torch.cuda.empty_cache]
     if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "empty_cache"):
         kinds.append(torch.accelerator.empty_cache)
@@ -280,7 +280,7 @@ def test_caches_are_emptied_while_memory_is_published_and_mapped(broker: vmmfd.B
 
 
 class Captured:
-    """A graph of a module."""
+    """A captured graph of a module."""
 
     def __init__(self, module: Any, x: Any) -> None:
         self.module, self.x = module, x
@@ -301,7 +301,7 @@ class Captured:
         return self.y.clone()
 
 
-def test_versions_are_switched_under_a_captured_graph(broker: vmmfd.Broker, name: str) -> None:
+def test_switch_under_captured_graph(broker: vmmfd.Broker, name: str) -> None:
     x = torch.randn(16, 1024, dtype=torch.bfloat16, device="cuda")
     expected = []
     for seed in range(4):
@@ -309,7 +309,7 @@ def test_versions_are_switched_under_a_captured_graph(broker: vmmfd.Broker, name
             module = layers(seed)
         with torch.no_grad():
             expected.append(module(x))
-        # In place the first time; then copies, whose place depends on names and sizes alone.
+        # In place first; then copies, whose layout depends only on names and sizes.
         if seed == 0:
             broker.put(name, module, copy=True, keep=4)
         else:
@@ -338,7 +338,7 @@ def test_versions_are_switched_under_a_captured_graph(broker: vmmfd.Broker, name
         loaded.lease.switch(loaded.lease.prepare(version=4))
 
 
-def test_a_pools_layout_is_the_same_each_time_it_is_filled_so(broker: vmmfd.Broker, name: str) -> None:
+def test_pool_layout_is_reproducible(broker: vmmfd.Broker, name: str) -> None:
     x = torch.randn(16, 1024, dtype=torch.bfloat16, device="cuda")
     expected = []
     for seed in range(2):
@@ -355,7 +355,7 @@ def test_a_pools_layout_is_the_same_each_time_it_is_filled_so(broker: vmmfd.Brok
     assert_close(captured.replay(), expected[1])
 
 
-def test_a_sealed_put_leaves_the_maker_a_reader(
+def test_sealed_put_is_read_only_here(
     broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child]
 ) -> None:
     with vmmfd.torch.pool():
@@ -371,7 +371,7 @@ def test_a_sealed_put_leaves_the_maker_a_reader(
         broker.put(name, module, seal=True, copy=False)
         assert_close(module(x), expected)
     assert_same(module, broker.load(name, Layers(device="meta").eval()).module)
-    # A write is a fault, in a process of its own.
+    # A write faults, shown in a child process.
     sinner = child(
         """
         import sys, torch, vmmfd
@@ -395,7 +395,7 @@ def test_a_sealed_put_leaves_the_maker_a_reader(
     assert bool((broker.state_dict(f"{name}.fault")["x"] == 1).all())
 
 
-def test_the_maker_may_be_killed(broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child]) -> None:
+def test_object_survives_maker_kill(broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child]) -> None:
     maker = child(
         """
         import sys, torch, vmmfd
@@ -419,7 +419,7 @@ def test_the_maker_may_be_killed(broker: vmmfd.Broker, socket: str, name: str, c
     assert module(torch.ones(2, 4096, device="cuda")).shape == (2, 4096)
 
 
-def test_tensors_of_the_cpu_and_the_gpu_are_put_together(broker: vmmfd.Broker, name: str) -> None:
+def test_mixed_cpu_and_gpu_tensors(broker: vmmfd.Broker, name: str) -> None:
     with vmmfd.torch.pool():
         inside = torch.randn(1000, device="cuda")
     tensors = {"cpu": torch.randn(500), "inside": inside, "outside": torch.randn(300, device="cuda")}
@@ -432,7 +432,7 @@ def test_tensors_of_the_cpu_and_the_gpu_are_put_together(broker: vmmfd.Broker, n
     assert sorted(str(raised.value).splitlines()[1:]) == ["- cpu", "- outside"]
 
 
-def test_all_element_types_on_a_gpu(broker: vmmfd.Broker, name: str) -> None:
+def test_element_types(broker: vmmfd.Broker, name: str) -> None:
     names = ["bool", "int8", "int64", "float16", "bfloat16", "float64", "complex64", "float8_e4m3fn", "float8_e5m2"]
     with vmmfd.torch.pool():
         bits = torch.arange(48, dtype=torch.uint8, device="cuda")
@@ -447,7 +447,7 @@ def test_all_element_types_on_a_gpu(broker: vmmfd.Broker, name: str) -> None:
         assert tensor.numel() == 0 or torch.equal(one.view(torch.uint8), two.view(torch.uint8)), key
 
 
-def test_the_weights_of_a_model_are_there_in_milliseconds(broker: vmmfd.Broker, name: str) -> None:
+def test_get_of_288_tensors_is_fast(broker: vmmfd.Broker, name: str) -> None:
     with vmmfd.torch.pool():
         tensors = {f"layers.{at}.weight": torch.full((4, MIB), at, dtype=torch.bfloat16, device="cuda") for at in range(288)}
     begun = time.perf_counter()
@@ -466,13 +466,13 @@ def test_the_weights_of_a_model_are_there_in_milliseconds(broker: vmmfd.Broker, 
     broker.delete(name)
 
 
-def test_memory_that_runs_out_is_pytorchs_error_with_our_reason() -> None:
+def test_out_of_memory_has_our_note() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised, vmmfd.torch.pool():
         torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
     assert any(note.startswith("vmmfd.torch.pool(): ") for note in raised.value.__notes__)
 
 
-def test_a_block_is_used_again_only_when_the_gpu_is_done_with_it() -> None:
+def test_block_reuse_waits_for_gpu() -> None:
     size = 60 * MIB
     with vmmfd.torch.pool():
         kept = torch.zeros(size, dtype=torch.uint8, device="cuda")
@@ -482,7 +482,7 @@ def test_a_block_is_used_again_only_when_the_gpu_is_done_with_it() -> None:
         torch.cuda.synchronize()
     address = late.data_ptr()
     with torch.cuda.stream(stream):
-        # A second or so, and then a write to a block that is freed meanwhile.
+        # Sleeps about a second, then writes to a block that is freed in the meantime.
         torch.cuda._sleep(2_000_000_000)
         late.fill_(1)
     del late
@@ -498,7 +498,7 @@ def test_a_block_is_used_again_only_when_the_gpu_is_done_with_it() -> None:
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_a_capture_bears_blocks_that_are_freed_and_cut(mode: str) -> None:
+def test_allocations_during_capture(mode: str) -> None:
     library = ctypes.CDLL(_native.__file__)
     library.vmmfd_torch_malloc.restype = ctypes.c_void_p
     library.vmmfd_torch_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
@@ -508,7 +508,7 @@ def test_a_capture_bears_blocks_that_are_freed_and_cut(mode: str) -> None:
     x = torch.zeros(10, device="cuda")
 
     def work() -> None:
-        # As PyTorch calls them, of which each waits for the GPU: an arena that becomes empty, and a block that is cut again.
+        # PyTorch's calls that wait for the GPU: an arena becomes empty, and a freed block is reused.
         one, two = (library.vmmfd_torch_malloc(2 * MIB, 0, None) for _ in range(2))
         library.vmmfd_torch_free(one, 2 * MIB, 0, None)
         one = library.vmmfd_torch_malloc(2 * MIB, 0, None)
@@ -528,10 +528,10 @@ def test_a_capture_bears_blocks_that_are_freed_and_cut(mode: str) -> None:
     assert float(z[0]) == 2
 
 
-def test_a_capture_bears_leases_that_end(broker: vmmfd.Broker, name: str) -> None:
+def test_lease_dropped_during_capture(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": torch.ones(1000, device="cuda")})
     x = torch.zeros(10, device="cuda")
-    # Garbage of other tests may hold memory of PyTorch's own or legacy memory, whose release ends a capture.
+    # Garbage of other tests may hold PyTorch or legacy memory, whose release would invalidate a capture.
     gc.collect()
     assert _native._settle(30)
     for _ in range(3):
@@ -549,11 +549,11 @@ def test_a_capture_bears_leases_that_end(broker: vmmfd.Broker, name: str) -> Non
     assert len(broker.who(name).leases) == 0
 
 
-def test_a_pool_says_what_it_can_not_do() -> None:
-    with pytest.raises(vmmfd.Invalid, match="is no CUDA device"), vmmfd.torch.pool(device="cpu"):
+def test_pool_refusals_and_reuse() -> None:
+    with pytest.raises(vmmfd.Invalid, match="is not a CUDA device"), vmmfd.torch.pool(device="cpu"):
         pass
     pool = vmmfd.torch.pool()
-    with pool, pytest.raises(vmmfd.Invalid, match="is entered already"), pool:
+    with pool, pytest.raises(vmmfd.Invalid, match="is already entered"), pool:
         pass
     # It can be entered again.
     with pool:
@@ -582,7 +582,7 @@ threading.Thread(target=hold, daemon=True).start(); started.wait()
     }.items(),
     ids=lambda holder: holder[0],
 )
-def test_process_ends_with_pool_tensors(child: Callable[..., Child], holder: tuple[str, str]) -> None:
+def test_pool_tensors_alive_at_exit(child: Callable[..., Child], holder: tuple[str, str]) -> None:
     begin = """import sys, threading, torch, vmmfd.torch
 def allocate():
     with vmmfd.torch.pool():
@@ -593,7 +593,7 @@ def allocate():
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.xfail(strict=True, raises=RuntimeError, reason="PyTorch 2.11 fails an assertion (uc >= 0) with pools on two GPUs")
-def test_a_module_on_two_gpus_has_a_part_for_each(broker: vmmfd.Broker, name: str) -> None:
+def test_one_part_per_gpu(broker: vmmfd.Broker, name: str) -> None:
     with vmmfd.torch.pool(device=0), vmmfd.torch.pool(device=1):
         tensors = {"one": torch.full((1000,), 1.0, device="cuda:0"), "two": torch.full((1000,), 2.0, device="cuda:1")}
     broker.put(name, tensors, copy=False)

@@ -95,7 +95,7 @@ def test_compiled_modules_are_not_recompiled(
     assert output.split("\n")[:2] == ["not recompiled", "recompiled by guard"], output
 
 
-def test_load_state_dict_does_not_write_to_the_memory(broker: vmmfd.Broker, name: str) -> None:
+def test_load_state_dict_refuses_mapped_memory(broker: vmmfd.Broker, name: str) -> None:
     class Outer(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -204,7 +204,7 @@ def test_pieces_and_later_ties_are_guarded(broker: vmmfd.Broker, name: str) -> N
     assert torch.equal(again[0].weight, new["0.weight"])
 
 
-def test_a_copied_buffer_keeps_requires_grad(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
+def test_copied_buffer_keeps_requires_grad(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
     broker.put(name, {"x": nn.Parameter(torch.ones(3))})
     x = broker.state_dict(name)["x"].requires_grad_(True)
     module = nn.Module()
@@ -227,7 +227,7 @@ class Counter(nn.Module):  # type: ignore[misc]
         return self.linear(x) + self.count
 
 
-def test_a_forward_that_writes_buffers_of_a_plain_object_goes_on(
+def test_forward_may_write_copied_buffers(
     broker: vmmfd.Broker, socket: str, name: str, tmp_path: Path, child: Callable[..., Child]
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
@@ -267,7 +267,7 @@ def parameters(module: Any) -> dict[str, Any]:
     return {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in tensors.items()}
 
 
-def test_guard_copies_what_becomes_a_buffer(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
+def test_guard_copies_buffers(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
     broker.put(name, parameters(Counter()))
     with broker.get(name) as lease:
         found = lease.state_dict()
@@ -326,7 +326,7 @@ def test_guard_copies_what_becomes_a_buffer(broker: vmmfd.Broker, name: str, gua
     assert len(broker.who(name).leases) == 0
 
 
-def test_a_fork_beside_a_copy_copies_too(socket: str, name: str, child: Callable[..., Child]) -> None:
+def test_guard_works_in_fork(socket: str, name: str, child: Callable[..., Child]) -> None:
     child(
         """
         import os, signal, sys, threading, torch, vmmfd
@@ -362,7 +362,7 @@ def test_a_fork_beside_a_copy_copies_too(socket: str, name: str, child: Callable
     ).end()
 
 
-def test_a_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
+def test_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
     class Sum(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -396,7 +396,7 @@ class Decoded(torch.Tensor):  # type: ignore[misc]
     """A tensor that is not the values it holds."""
 
 
-def test_what_writes_nothing_is_not_refused(broker: vmmfd.Broker, name: str) -> None:
+def test_no_op_loads_are_allowed(broker: vmmfd.Broker, name: str) -> None:
     module = filled(broker, name, linear)
     before = module.weight.data_ptr()
     # Onto itself, by another tensor of the same memory, into another module of it.
@@ -424,7 +424,7 @@ def test_what_writes_nothing_is_not_refused(broker: vmmfd.Broker, name: str) -> 
         module.load_state_dict({"scalar": torch.ones(1)}, strict=False)
 
 
-def test_a_guard_knows_what_its_module_has_now_and_holds_nothing(broker: vmmfd.Broker, name: str) -> None:
+def test_guard_tracks_current_tensors(broker: vmmfd.Broker, name: str) -> None:
     class Scaled(nn.Sequential):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(linear(), linear(), linear())
@@ -480,7 +480,7 @@ def test_a_guard_knows_what_its_module_has_now_and_holds_nothing(broker: vmmfd.B
         module.load_state_dict({"late": torch.ones(4)}, strict=False)
 
 
-def test_hooks_disturb_no_other_code(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
+def test_hooks_ignore_other_objects(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
     from torch.overrides import TorchFunctionMode
 
     seen: list[str] = []
@@ -516,7 +516,7 @@ def test_hooks_disturb_no_other_code(broker: vmmfd.Broker, name: str, guard: vmm
         bare.register_parameter("weight", nn.Parameter(mapped.weight.detach(), requires_grad=False))
 
 
-def test_tensors_and_modules_may_be_traced(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
+def test_tensors_and_modules_can_be_traced(broker: vmmfd.Broker, name: str, guard: vmmfd.torch.GuardHandle) -> None:
     given: list[Any] = []
 
     class Traced(nn.Module):  # type: ignore[misc]

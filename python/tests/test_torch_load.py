@@ -18,7 +18,7 @@ from torch_models import Net, X, assert_same, everything, is_mapped  # noqa: E40
 nn = torch.nn
 
 
-def test_a_module_comes_into_one_on_the_meta_device(broker: vmmfd.Broker, name: str) -> None:
+def test_load_into_meta_module(broker: vmmfd.Broker, name: str) -> None:
     module = Net(1).eval()
     expected = module(X)
     broker.put(name, module)
@@ -46,7 +46,7 @@ def test_a_module_comes_into_one_on_the_meta_device(broker: vmmfd.Broker, name: 
     assert repr(loaded).startswith("<vmmfd.torch.Loaded Net of <vmmfd.Lease: ")
 
 
-def test_ties_and_views_and_strides_are_kept(broker: vmmfd.Broker, name: str) -> None:
+def test_ties_views_and_strides_are_kept(broker: vmmfd.Broker, name: str) -> None:
     module = Net(2)
     broker.put(name, module)
     other = Net(device="meta")
@@ -65,7 +65,7 @@ def test_ties_and_views_and_strides_are_kept(broker: vmmfd.Broker, name: str) ->
     assert tensors["embed.weight"].untyped_storage().nbytes() == 11 * 8 * 4
 
 
-def test_what_is_tied_in_the_module_comes_once(broker: vmmfd.Broker, name: str) -> None:
+def test_names_tied_in_module(broker: vmmfd.Broker, name: str) -> None:
     # As in files of weights, which have tied ones once.
     tensors = dict(Net(1).state_dict(keep_vars=True))
     del tensors["head.weight"]
@@ -78,7 +78,7 @@ def test_what_is_tied_in_the_module_comes_once(broker: vmmfd.Broker, name: str) 
     assert "table" in loaded.private and "norm.running_mean" in loaded.private
 
 
-def test_what_does_not_fit_is_one_error(broker: vmmfd.Broker, name: str) -> None:
+def test_misfits_are_one_error(broker: vmmfd.Broker, name: str) -> None:
     module = Net(1)
     module.more = nn.Parameter(torch.ones(2))
     module.head = nn.Linear(8, 12)
@@ -94,13 +94,13 @@ def test_what_does_not_fit_is_one_error(broker: vmmfd.Broker, name: str) -> None
     assert lines[0] == f"version 1 of {name!r} does not fit into the Net:"
     assert sorted(lines[1:]) == sorted(
         [
-            "- more: the object has it (parameter), and the module has not",
-            "- head.bias: the object has it (parameter), and the module has not",
-            "- head.weight: shape (12, 8), and (11, 8) in the module",
-            "- first: shape (2, 8), and (3, 8) in the module",
-            "- last: type torch.float32, and torch.float16 in the module",
-            "- other.weight: the module has it (parameter), and the object has not",
-            "- other.bias: the module has it (parameter), and the object has not",
+            "- more: the object has it (parameter), but the module does not",
+            "- head.bias: the object has it (parameter), but the module does not",
+            "- head.weight: shape (12, 8), but (11, 8) in the module",
+            "- first: shape (2, 8), but (3, 8) in the module",
+            "- last: type torch.float32, but torch.float16 in the module",
+            "- other.weight: the module has it (parameter), but the object does not",
+            "- other.bias: the module has it (parameter), but the object does not",
         ]
     )
     after = everything(other)
@@ -112,11 +112,11 @@ def test_what_does_not_fit_is_one_error(broker: vmmfd.Broker, name: str) -> None
     assert torch.equal(other.first, module.first) and torch.equal(other.other.weight, before["other.weight"])
     assert torch.equal(other.head.bias, module.head.bias)
     del loaded
-    with pytest.raises(vmmfd.Invalid, match="into= takes a torch.nn.Module, and got a dict"):
+    with pytest.raises(vmmfd.Invalid, match="into= takes a torch.nn.Module, not a dict"):
         broker.load(name, {})
 
 
-def test_a_version_is_switched_under_a_module(broker: vmmfd.Broker, name: str) -> None:
+def test_switch_under_module(broker: vmmfd.Broker, name: str) -> None:
     one, two, three = (Net(seed).eval() for seed in (1, 2, 3))
     broker.put(name, one)
     module = Net(device="meta").eval()
@@ -140,7 +140,7 @@ def test_a_version_is_switched_under_a_module(broker: vmmfd.Broker, name: str) -
     assert_same(three, module)
 
 
-def test_copy_on_write_shares_and_may_be_written(broker: vmmfd.Broker, name: str) -> None:
+def test_copy_on_write(broker: vmmfd.Broker, name: str) -> None:
     one, two = Net(1), Net(2)
     broker.put(name, one)
     module = Net(device="meta")
@@ -172,11 +172,11 @@ def test_copy_on_write_shares_and_may_be_written(broker: vmmfd.Broker, name: str
     assert_same(one, module)
 
 
-def test_a_parked_module_is_not_refreshed(broker: vmmfd.Broker, name: str) -> None:
+def test_parked_module_refuses_refresh(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, nn.BatchNorm1d(4))
     loaded = broker.load(name, nn.BatchNorm1d(4))
     loaded.lease.park(exported="valid")
-    with pytest.raises(vmmfd.Invalid, match="is parked, and has no memory: unpark it first"):
+    with pytest.raises(vmmfd.Invalid, match="is parked and has no memory: unpark it first"):
         loaded.refresh()
     loaded.lease.unpark()
     loaded.refresh()
@@ -186,7 +186,7 @@ def test_a_parked_module_is_not_refreshed(broker: vmmfd.Broker, name: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
-def test_weights_that_forward_writes_are_private_copies(broker: vmmfd.Broker, name: str, kind: str) -> None:
+def test_weights_written_by_forward_are_private(broker: vmmfd.Broker, name: str, kind: str) -> None:
     def make() -> Any:
         module = nn.Sequential(getattr(nn, kind)(10, 4, max_norm=1.0), nn.Linear(4, 10, bias=False)).eval()
         module[1].weight = module[0].weight
@@ -209,7 +209,7 @@ def test_weights_that_forward_writes_are_private_copies(broker: vmmfd.Broker, na
     third[0](x)
 
 
-def test_what_a_module_has_as_a_parameter_and_otherwise_too(broker: vmmfd.Broker, name: str) -> None:
+def test_tensor_as_parameter_and_attribute(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, nn.Linear(4, 4).state_dict())
     module = nn.Linear(4, 4)
     module.register_buffer("table", module.weight)
@@ -221,7 +221,7 @@ def test_what_a_module_has_as_a_parameter_and_otherwise_too(broker: vmmfd.Broker
     assert list(module.state_dict()) == ["weight", "bias", "table"] and type(module.plain) is torch.Tensor
 
 
-def test_parameters_of_equal_attributes_stay_tied(broker: vmmfd.Broker, name: str) -> None:
+def test_parameters_with_equal_attributes_stay_tied(broker: vmmfd.Broker, name: str) -> None:
     def two(other: object = None) -> Any:
         made = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
         for linear in made:
@@ -244,7 +244,7 @@ def test_parameters_of_equal_attributes_stay_tied(broker: vmmfd.Broker, name: st
     assert module[0].weight is module[1].weight
 
 
-def test_a_loaded_module_can_be_swapped(broker: vmmfd.Broker, name: str) -> None:
+def test_loaded_module_can_be_swapped(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, nn.Sequential(nn.Linear(4, 4)))
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -269,7 +269,7 @@ def test_a_loaded_module_can_be_swapped(broker: vmmfd.Broker, name: str) -> None
     assert module[0].weight.to_dense().sum() == 0
 
 
-def test_buffers_that_modules_share_are_one_tensor(broker: vmmfd.Broker, name: str) -> None:
+def test_shared_buffers_are_one_tensor(broker: vmmfd.Broker, name: str) -> None:
     def make(value: float) -> Any:
         module = nn.Sequential(nn.Module(), nn.Module())
         both = torch.full((2, 4), value)
@@ -291,7 +291,7 @@ def test_buffers_that_modules_share_are_one_tensor(broker: vmmfd.Broker, name: s
     assert module[0].first.sum() == 12 and module[1].last.sum() == 12
 
 
-def test_a_parameter_keeps_its_class(broker: vmmfd.Broker, name: str) -> None:
+def test_parameter_keeps_its_class(broker: vmmfd.Broker, name: str) -> None:
     class Loading(nn.Parameter):  # type: ignore[misc]
         """Made with more than a tensor, as engines do."""
 
@@ -333,7 +333,7 @@ def test_a_parameter_keeps_its_class(broker: vmmfd.Broker, name: str) -> None:
         assert len({parameter.data_ptr() for parameter in (other.a, other.b, other.d)}) == 1 and other.d.sum() == 2
 
 
-def test_a_switch_tells_what_moved_out_of_its_reach(broker: vmmfd.Broker, name: str) -> None:
+def test_switch_lists_replaced_tensors(broker: vmmfd.Broker, name: str) -> None:
     def make(value: float) -> Any:
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
         with torch.no_grad():
@@ -353,7 +353,7 @@ def test_a_switch_tells_what_moved_out_of_its_reach(broker: vmmfd.Broker, name: 
     assert loaded.version == 1 and module[2].weight[0, 0] == 1
     with pytest.raises(vmmfd.Differs, match="0.weight"):
         loaded.refresh()
-    with pytest.raises(vmmfd.Invalid, match="moved='all' is none of"):
+    with pytest.raises(vmmfd.Invalid, match="moved='all' is neither"):
         loaded.switch(moved="all")  # type: ignore[arg-type]
     loaded.switch(moved="ignore").close()
     assert loaded.version == 2 and module[2].weight[0, 0] == 2 and module[0].weight[0, 0] == 1
@@ -368,7 +368,7 @@ def test_a_switch_tells_what_moved_out_of_its_reach(broker: vmmfd.Broker, name: 
     assert module[1].weight[0, 0] == 3
 
 
-def test_attributes_come_only_where_the_module_has_tensors(broker: vmmfd.Broker, name: str) -> None:
+def test_attributes_need_existing_tensors(broker: vmmfd.Broker, name: str) -> None:
     def make(**attributes: Any) -> Any:
         module = nn.Module()
         for key, value in attributes.items():
@@ -382,12 +382,12 @@ def test_attributes_come_only_where_the_module_has_tensors(broker: vmmfd.Broker,
     # An attribute does not become a parameter of another shape, nor a parameter an attribute of one.
     broker.put(name, make(w=torch.ones(7)), replace=True)
     module = make(w=nn.Parameter(torch.ones(2)))
-    with pytest.raises(vmmfd.Differs, match=r"w: shape \(7,\), and \(2,\) in the module"):
+    with pytest.raises(vmmfd.Differs, match=r"w: shape \(7,\), but \(2,\) in the module"):
         broker.load(name, module)
     assert module.w.shape == (2,)
 
 
-def test_a_module_that_refuses_a_tensor_is_as_it_was(broker: vmmfd.Broker, name: str) -> None:
+def test_refused_tensor_leaves_module_unchanged(broker: vmmfd.Broker, name: str) -> None:
     class Stubborn(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -402,7 +402,7 @@ def test_a_module_that_refuses_a_tensor_is_as_it_was(broker: vmmfd.Broker, name:
     broker.put(name, {"a": torch.ones(1), "b": torch.ones(1)})
     module = Stubborn()
     a, b = module.a, module.b
-    with pytest.raises(vmmfd.Differs, match="the Stubborn does not let its 'b' be set, and is as it was: no"):
+    with pytest.raises(vmmfd.Differs, match="the Stubborn refuses to set 'b', and is unchanged: no"):
         broker.load(name, module)
     assert module.a is a and module.b is b and a == 0
     gc.collect()

@@ -51,7 +51,7 @@ def figures(device: int = 0) -> list[int]:
     return [found["arenas"], found["closed"], found["bytes"] // MIB, found["blocks"], found["used"] // MIB]
 
 
-def test_blocks_are_cut_from_arenas_and_found(library: Library) -> None:
+def test_blocks_are_found_in_arenas(library: Library) -> None:
     assert figures() == [0, 0, 0, 0, 0]
     one, two = library.malloc(3 * MIB), library.malloc(4 * MIB)
     assert one is not None and two is not None
@@ -66,9 +66,9 @@ def test_blocks_are_cut_from_arenas_and_found(library: Library) -> None:
     assert large is not None
     assert figures() == [2, 0, 56, 3, 48]
     assert library.malloc(1 << 46) is None
-    trouble = _native.torch_pool_trouble()
+    trouble = _native.torch_pool_last_error()
     assert trouble is not None and trouble.startswith(f"{1 << 46} bytes of shared memory: ")
-    assert _native.torch_pool_trouble() is None
+    assert _native.torch_pool_last_error() is None
     assert library.malloc(-1) is None and library.malloc(0) is None
     for block in (one, two, large, large, 12345, 0):
         library.free(block)
@@ -78,16 +78,16 @@ def test_blocks_are_cut_from_arenas_and_found(library: Library) -> None:
     assert memory.address == one
 
 
-def test_a_device_without_a_pool_gives_null(library: Library) -> None:
+def test_device_without_pool_returns_null(library: Library) -> None:
     assert library.malloc(MIB, 5) is None
-    assert _native.torch_pool_trouble() == f"{MIB} bytes of shared memory: no vmmfd.torch.pool() is open for this device in this process"
+    assert _native.torch_pool_last_error() == f"{MIB} bytes of shared memory: no vmmfd.torch.pool() is open for this device in this process"
     with pytest.raises(vmmfd.Error, match="device"):
         _native.torch_pool_open(77, MIB)
     with pytest.raises(vmmfd.Error):
         _native.torch_pool_open(0, 0)
 
 
-def test_an_announced_size_is_one_arena(library: Library) -> None:
+def test_expected_size_is_one_arena(library: Library) -> None:
     _native.torch_pool_open(0, 2 * MIB, 50 * MIB)
     blocks = [library.malloc(size * MIB) for size in (20, 24, 6, 2)]
     assert None not in blocks and figures() == [2, 0, 52, 4, 52]
@@ -101,7 +101,7 @@ def test_an_announced_size_is_one_arena(library: Library) -> None:
         library.free(block or 0)
 
 
-def test_a_closed_arena_is_not_cut(library: Library) -> None:
+def test_closed_arena_is_not_used(library: Library) -> None:
     block = library.malloc(2 * MIB)
     assert block is not None and _native.torch_pool_close(block + MIB)
     other = library.malloc(2 * MIB)
@@ -112,7 +112,7 @@ def test_a_closed_arena_is_not_cut(library: Library) -> None:
     assert not _native.torch_pool_close(block)
 
 
-def test_a_fork_gets_null_and_takes_nothing(library: Library) -> None:
+def test_fork_allocates_and_frees_nothing(library: Library) -> None:
     block = library.malloc(2 * MIB)
     assert block is not None
     pid = os.fork()
@@ -131,7 +131,7 @@ def test_a_fork_gets_null_and_takes_nothing(library: Library) -> None:
     library.free(block)
 
 
-def test_a_process_may_end_with_blocks(child: Callable[..., Child]) -> None:
+def test_blocks_alive_at_exit(child: Callable[..., Child]) -> None:
     child(
         """
         import ctypes, threading
@@ -217,7 +217,7 @@ def same(array: Any, tensor: Any) -> bool:
     return bool(array.tobytes() == tensor.detach().numpy().tobytes())
 
 
-def test_what_lies_in_arenas_is_put_without_a_copy(broker: vmmfd.Broker, blocks: Blocks) -> None:
+def test_arena_tensors_are_not_copied(broker: vmmfd.Broker, blocks: Blocks) -> None:
     torch = blocks.torch
     module = torch.nn.Module()
     module.a = torch.nn.Parameter(blocks.tensor(1000, 1000, value=1))
@@ -247,7 +247,7 @@ def test_what_lies_in_arenas_is_put_without_a_copy(broker: vmmfd.Broker, blocks:
     assert arrays["a"].tobytes() == before
 
 
-def test_what_lies_elsewhere_is_copied_beside_it(broker: vmmfd.Broker, blocks: Blocks) -> None:
+def test_other_tensors_are_copied(broker: vmmfd.Broker, blocks: Blocks) -> None:
     torch = blocks.torch
     inside, outside = blocks.tensor(100, value=1), torch.full((300,), 2.0)
     with pytest.raises(vmmfd.ExportError) as raised:
@@ -267,7 +267,7 @@ def test_what_lies_elsewhere_is_copied_beside_it(broker: vmmfd.Broker, blocks: B
     assert planned.size == 2 * MIB
 
 
-def test_sealed_memory_is_read_only_for_its_maker(
+def test_sealed_memory_is_read_only_here(
     broker: vmmfd.Broker, blocks: Blocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = blocks.tensor(100, value=1), blocks.tensor(MIB, value=2)
@@ -276,7 +276,7 @@ def test_sealed_memory_is_read_only_for_its_maker(
         for address, size in zip(blocks.addresses, (2 * MIB, 4 * MIB), strict=True)
     ]
     monkeypatch.setattr(blocks.torch.cuda, "memory_snapshot", lambda: segments)
-    with pytest.raises(vmmfd.Invalid, match="1 other tensors of 512 bytes lie in the same arenas"):
+    with pytest.raises(vmmfd.Invalid, match="1 other tensors of 512 bytes are in the same arenas"):
         Planned(broker, {"one": one}, seal=True)
     assert figures() == [1, 0, 16, 2, 6]
     planned = Planned(broker, {"one": one, "two": two}, seal=True)

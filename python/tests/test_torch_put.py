@@ -16,7 +16,7 @@ from torch_models import Net  # noqa: E402
 nn = torch.nn
 
 
-def test_of_a_storage_only_what_is_named_is_copied(broker: vmmfd.Broker, name: str) -> None:
+def test_only_named_bytes_are_copied(broker: vmmfd.Broker, name: str) -> None:
     large = torch.arange(1 << 20, dtype=torch.float32)
     broker.put(name, {"a": large[1000:1010], "b": large[1020:1030]})
     found = broker.state_dict(name)
@@ -39,7 +39,7 @@ class Packed(nn.Module):  # type: ignore[misc]
         return {"version": 1}
 
 
-def test_a_column_is_put_without_its_neighbours(broker: vmmfd.Broker, name: str) -> None:
+def test_column_is_put_without_gaps(broker: vmmfd.Broker, name: str) -> None:
     whole = torch.arange(1 << 20).view(1024, 1024)
     broker.put(name, {"column": whole[:, 7]})
     found = broker.state_dict(name)["column"]
@@ -53,49 +53,49 @@ def test_a_column_is_put_without_its_neighbours(broker: vmmfd.Broker, name: str)
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda: {"x": torch.ones(2, device="meta")}, "x is on the meta device, and has no bytes"),
-        (lambda: {"x": torch.ones(2).to_sparse()}, "x is of layout torch.sparse_coo"),
+        (lambda: {"x": torch.ones(2, device="meta")}, "x is on the meta device and has no bytes"),
+        (lambda: {"x": torch.ones(2).to_sparse()}, "x has layout torch.sparse_coo"),
         (lambda: {"x": nn.parameter.UninitializedParameter()}, "x has no shape yet: run the module once"),
         (lambda: {"x": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "x is quantised"),
-        (lambda: {"x": torch.ones(2), "y": [1.0]}, "only tensors can be put together with tensors"),
-        (lambda: {"x": torch.ones(2), 3: torch.ones(2)}, "the name 3 is no str"),
+        (lambda: {"x": torch.ones(2), "y": [1.0]}, "tensors can only be put together with tensors"),
+        (lambda: {"x": torch.ones(2), 3: torch.ones(2)}, "the name 3 is not a str"),
         (lambda: nn.ReLU(), "there is no tensor to put"),
         (lambda: {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x is a nested tensor"),
-        (lambda: {"x": fake()}, "x is a FakeTensor, and has no bytes"),
+        (lambda: {"x": fake()}, "x is a FakeTensor and has no bytes"),
         (lambda: {"x": torch.ones(2), "_extra_state": {"v": 1}}, "- _extra_state: dict"),
-        (lambda: {"x": torch.ones(2), "y": vmmfd.empty(2, "u1", backend="host")}, "an Array of vmmfd in torch.from_dlpack):\n- y: Array"),
-        (lambda: Packed(), "there is no tensor to put: what Packed has is in extra state"),
+        (lambda: {"x": torch.ones(2), "y": vmmfd.empty(2, "u1", backend="host")}, "a vmmfd.Array through torch.from_dlpack):\n- y: Array"),
+        (lambda: Packed(), "there is no tensor to put: Packed only has extra state"),
     ],
 )
-def test_what_can_not_be_put_is_named(broker: vmmfd.Broker, name: str, value: Callable[[], Any], message: str) -> None:
+def test_refused_values_are_named(broker: vmmfd.Broker, name: str, value: Callable[[], Any], message: str) -> None:
     with pytest.raises(vmmfd.Invalid) as raised:
         broker.put("x", value())
     assert message in str(raised.value)
 
 
-def test_a_tensor_under_vmap_is_named(broker: vmmfd.Broker, name: str) -> None:
+def test_tensor_under_vmap_is_refused(broker: vmmfd.Broker, name: str) -> None:
     def function(x: Any) -> Any:
-        with pytest.raises(vmmfd.Invalid, match=r"x is of a function under torch.func"):
+        with pytest.raises(vmmfd.Invalid, match=r"x belongs to a function under torch.func"):
             broker.put(name, {"x": x})
         return x
 
     torch.func.vmap(function)(torch.ones(2, 3))
 
 
-def test_extra_state_that_stays_behind_is_said(broker: vmmfd.Broker, name: str) -> None:
+def test_omitted_extra_state_warns(broker: vmmfd.Broker, name: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), Packed())
-    with pytest.warns(UserWarning, match="extra state of modules is not carried: that of 1 stays behind") as caught:
+    with pytest.warns(UserWarning, match="the extra state of 1 is not put") as caught:
         broker.put(name, module)
     assert caught[0].filename == __file__
 
 
-def test_copy_false_names_all_that_would_be_copied(broker: vmmfd.Broker, name: str) -> None:
+def test_copy_false_lists_copies(broker: vmmfd.Broker, name: str) -> None:
     with pytest.raises(vmmfd.ExportError) as raised:
         broker.put(name, {"x": torch.ones(2), "y": torch.ones(3)}, copy=False)
     assert str(raised.value).splitlines()[1:] == ["- x", "- y"]
 
 
-def test_a_sealed_put_of_copies_leaves_the_maker_as_it_was(broker: vmmfd.Broker, name: str) -> None:
+def test_sealing_copies_leaves_tensors_writable(broker: vmmfd.Broker, name: str) -> None:
     module = Net(1)
     broker.put(name, module, seal=True)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The package's types: a checker accepts them, and they are those of the extension."""
+"""Type checks of the package, of its stubs, and of user code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("mypy", reason="needs mypy")
 
 
-def test_a_checker_accepts_the_package(tmp_path: Path) -> None:
-    # By its name: as a path, all that is installed beside it would be checked as this project's.
+def test_mypy_accepts_the_package(tmp_path: Path) -> None:
+    # By module name: with a path, mypy would check everything installed beside it.
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\nstrict = True\n[mypy-torch.*,vllm.*]\nignore_missing_imports = True\n")
     options = ["--config-file", str(config), "--cache-dir=/dev/null", "-p", "vmmfd"]
@@ -20,15 +20,15 @@ def test_a_checker_accepts_the_package(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_stubs_are_the_extensions(tmp_path: Path) -> None:
-    # What PyO3 adds, and what Python 3.11 has no name for.
+def test_stubtest_accepts_the_stubs(tmp_path: Path) -> None:
+    # Names that PyO3 adds, and a method that Python 3.11 lacks.
     (tmp_path / "allowed").write_text("vmmfd._native.__all__\nvmmfd._native.Array.__buffer__\n")
     options = ["--allowlist", str(tmp_path / "allowed"), "--ignore-unused-allowlist"]
     done = subprocess.run([sys.executable, "-m", "mypy.stubtest", *options, "vmmfd._native"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_users_code_is_checked(tmp_path: Path) -> None:
+def test_user_code_is_checked(tmp_path: Path) -> None:
     code = tmp_path / "program.py"
     code.write_text(
         """

@@ -110,7 +110,7 @@ def test_stub_has_recorded_signatures() -> None:
 # Options
 
 
-def test_no_options_are_the_defaults() -> None:
+def test_options_default() -> None:
     assert _options.read({}) == _options.read(None) == {
         "broker": None, "trust": (), "owner": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"
     }  # fmt: skip
@@ -215,12 +215,12 @@ def check(broker: vmmfd.Broker, name: str, key: dict[str, Any], contents: _conte
 
 def differing(error: pytest.ExceptionInfo[vmmfd.Differs]) -> set[str]:
     """The fields that an error names."""
-    listed = re.search(r"does not fit this engine \((.*)\)\. Set another name, or remove it with `vmmfd rm ", str(error.value), re.DOTALL)
+    listed = re.search(r"does not fit this engine \((.*)\)\. Choose another name, or remove it with `vmmfd rm ", str(error.value), re.DOTALL)
     assert listed, error.value
     return {each.partition(":")[0] for each in listed[1].split("; ")}
 
 
-def test_each_field_of_the_key_has_a_change(checkpoint: Path) -> None:
+def test_each_key_field_is_tested(checkpoint: Path) -> None:
     assert key_of(configure(checkpoint, {})).keys() == CHANGES.keys()
 
 
@@ -301,7 +301,7 @@ RECORDED = {"key": {}, "contents": RECORD, "none": [], "reshaped": [], "state": 
 )  # fmt: skip
 def test_object_of_another_maker_is_refused(broker: vmmfd.Broker, name: str, metadata: dict[str, Any]) -> None:
     broker.put(name, {"weight": vmmfd.empty((4,), "float32", backend="host")}, metadata=metadata)
-    with pytest.raises(vmmfd.Differs, match="was not published by load format vmmfd: set another name"):
+    with pytest.raises(vmmfd.Differs, match="was not published by load format vmmfd: choose another name"):
         check(broker, name, {}, _contents.Contents("/absent"))
 
 
@@ -333,7 +333,7 @@ def test_copied_files_are_read_and_accepted(checkpoint: Path, tmp_path: Path) ->
     assert difference(tmp_path / "copy", recorded) == (None, 3000)
 
 
-def test_other_bytes_and_sizes_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_changed_bytes_and_sizes_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     recorded = _contents.Contents(str(checkpoint)).record()
     shutil.copytree(checkpoint, tmp_path / "copy")
     (tmp_path / "copy" / "model-1.safetensors").write_bytes(b"A" + b"a" * 999)
@@ -365,7 +365,7 @@ def test_missing_files_need_the_same_source(checkpoint: Path, tmp_path: Path) ->
     assert difference(checkpoint, recorded) == (None, 0)
     other = tmp_path / "other"
     other.mkdir()
-    assert difference(other, recorded) == (f"no weight files in {other}, and the object is of {checkpoint}", 0)
+    assert difference(other, recorded) == (f"{other} has no weight files, and the object is from {checkpoint}", 0)
     shutil.rmtree(checkpoint)
     assert difference(checkpoint, recorded) == (None, 0)
 
@@ -392,7 +392,7 @@ def test_broken_index_is_refused(checkpoint: Path, text: str) -> None:
         _contents.Contents(str(checkpoint))
 
 
-def test_first_format_counts(checkpoint: Path) -> None:
+def test_first_format_is_used(checkpoint: Path) -> None:
     (checkpoint / "pytorch_model.bin").write_bytes(b"c")
     assert len(_contents.Contents(str(checkpoint)).files) == 2
     for file in checkpoint.glob("*.safetensors"):
@@ -416,21 +416,21 @@ def test_commit_identifies_a_repository(checkpoint: Path) -> None:
         assert _contents.Contents(str(model)).record()["files"] == {}
 
 
-def test_local_folder_has_no_commit_of_a_config(checkpoint: Path) -> None:
+def test_local_folder_ignores_config_commit(checkpoint: Path) -> None:
     """A fine-tune's config may name the commit of its base."""
     recorded = _contents.Contents(str(checkpoint), "1" * 40).record()
     assert recorded["commit"] is None and len(recorded["files"]) == 2
     published = _contents.Contents("org/model", "1" * 40).record()
-    assert difference(checkpoint, published, "1" * 40)[0] == f"the object is of commit {'1' * 40}, and the files of {checkpoint} have none"
+    assert difference(checkpoint, published, "1" * 40)[0] == f"the object is from commit {'1' * 40}, and the files of {checkpoint} have no commit"
 
 
-def test_neither_commit_nor_files_is_refused(tmp_path: Path) -> None:
+def test_contents_need_commit_or_files(tmp_path: Path) -> None:
     for model in ("org/model", str(tmp_path)):
         with pytest.raises(vmmfd.Invalid, match="have neither a commit nor files that can be compared"):
             _contents.Contents(model).record()
 
 
-def test_file_changed_during_the_load_is_refused(checkpoint: Path) -> None:
+def test_file_changed_during_load_is_refused(checkpoint: Path) -> None:
     for commit in (None, "1" * 40):
         contents = _contents.Contents(str(checkpoint))
         contents.commit = commit
@@ -473,7 +473,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_made_name_is_legal(broker: vmmfd.Broker, model: str, checkpoint: Path) -> None:
+def test_derived_name_is_valid(broker: vmmfd.Broker, model: str, checkpoint: Path) -> None:
     key = key_of(configure(model, {}))
     made = _vllm_key.object_name(_options.read({}), model, DEVICE, key)
     assert re.fullmatch(r"vllm/[A-Za-z0-9._-]+-[0-9a-f]{16}/GPU-[0-9-]+", made)
@@ -481,7 +481,7 @@ def test_made_name_is_legal(broker: vmmfd.Broker, model: str, checkpoint: Path) 
         assert isinstance(claim, vmmfd.Claim)
 
 
-def test_name_differs_by_model_key_device_and_rank(broker: vmmfd.Broker, checkpoint: Path) -> None:
+def test_name_depends_on_model_and_key(broker: vmmfd.Broker, checkpoint: Path) -> None:
     options, config = _options.read({}), configure("org/model", {})
     key = key_of(config)
     names = [_vllm_key.object_name(options, model, DEVICE, key) for model in MODELS]
@@ -492,7 +492,7 @@ def test_name_differs_by_model_key_device_and_rank(broker: vmmfd.Broker, checkpo
     assert _vllm_key.object_name(options, "org/model", DEVICE, key) == names[1]
 
 
-def test_users_name_has_device_and_ranks(broker: vmmfd.Broker, checkpoint: Path) -> None:
+def test_user_name_gets_device_and_ranks(broker: vmmfd.Broker, checkpoint: Path) -> None:
     key = key_of(configure(checkpoint, {}))
     options = _options.read({"name": "prod/llama"})
     assert _vllm_key.object_name(options, "m", DEVICE, key) == f"prod/llama/{DEVICE}"
@@ -519,7 +519,7 @@ def test_first_rank_asks_before_the_others(monkeypatch: pytest.MonkeyPatch) -> N
         assert order == expected, (rank, size)
 
 
-def test_other_ranks_go_on_after_an_error_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_continue_after_first_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import distributed
 
     order: list[str] = []

@@ -76,7 +76,7 @@ def from_disk(config: Any) -> Any:
 # Publish and attach
 
 
-def test_attached_tensors_equal_those_of_a_disk_load(one: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_attached_tensors_equal_disk_load(one: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.vmmfd")
     expected = describe(from_disk(one()))
     assert len(default_loader.read) == 1 and len(expected) > 15
@@ -117,7 +117,7 @@ def test_ties_and_views_are_kept(one: Callable[..., Any]) -> None:
     assert "cache" not in attached.state_dict() and "layers.0.folded" in attached.state_dict()
 
 
-def test_makers_buffers_stay_its_own(one: Callable[..., Any], broker: vmmfd.Broker) -> None:
+def test_maker_buffers_stay_private(one: Callable[..., Any], broker: vmmfd.Broker) -> None:
     """What is put is the memory of parameters and of what views them, and copies of all other storages, each once."""
     maker = load(one())
     put = {item.name: item.tensor for item in _exact.Exact(broker, maker, torch.device("cpu"))._items}
@@ -132,7 +132,7 @@ def test_makers_buffers_stay_its_own(one: Callable[..., Any], broker: vmmfd.Brok
     assert attached.cache.sum() > 0
 
 
-def test_removed_tensors_and_plain_values_are_restored(
+def test_removed_tensors_and_state_are_restored(
     one: Callable[..., Any], broker: vmmfd.Broker, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "vllm.vmmfd")
@@ -172,7 +172,7 @@ def test_attached_model_keeps_the_lease(one: Callable[..., Any], broker: vmmfd.B
 # The memory that others hold
 
 
-def test_external_memory_is_that_of_the_object(
+def test_external_memory_is_object_size(
     one: Callable[..., Any], broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = one()
@@ -191,7 +191,7 @@ def test_external_memory_is_that_of_the_object(
     assert not _vllm_loader._found and len(default_loader.read) == 1
 
 
-def test_found_object_is_of_its_broker(one: Callable[..., Any], server: Server) -> None:
+def test_brokers_are_distinguished(one: Callable[..., Any], server: Server) -> None:
     """A second broker's object of the same name is another one."""
     load(one())
     config, other = one(), one(broker=server.path)
@@ -200,7 +200,7 @@ def test_found_object_is_of_its_broker(one: Callable[..., Any], server: Server) 
     assert len(_vllm_loader._found) == 2
 
 
-def test_object_deleted_meanwhile_is_attached(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
+def test_deleted_object_is_still_attached(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
     expected = digest(load(one()))
     config = one()
     assert get_model_loader(config.load_config).get_external_weight_memory(config) > 0
@@ -224,7 +224,7 @@ class Undeclared(Method):
     supports_pre_processed_weights = False
 
 
-def test_undeclared_method_is_refused_before_weights_are_read(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
+def test_undeclared_method_is_refused_early(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
     config = one(lambda: Model(method=Undeclared()))
     with refused(vmmfd.Unsupported, r"layer layers\.1: Undeclared does not declare .* \"on_unsupported\": \"load\""):
         load(config)
@@ -233,7 +233,7 @@ def test_undeclared_method_is_refused_before_weights_are_read(one: Callable[...,
         assert isinstance(claim, vmmfd.Claim)
 
 
-def test_undeclared_method_loads_from_disk_if_asked(
+def test_undeclared_method_may_load_from_disk(
     one: Callable[..., Any], broker: vmmfd.Broker, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     claims = []
@@ -247,7 +247,7 @@ def test_undeclared_method_loads_from_disk_if_asked(
     model = load(one(lambda: Watched(method=Undeclared()), on_unsupported="load"))
     assert len(default_loader.read) == 1 and describe(model) == describe(from_disk(one(lambda: Model(method=Undeclared()))))
     assert isinstance(claims[0], vmmfd.Claim) and not broker.list(name)
-    assert "is loaded for this engine alone, and not published: layer layers.1: Undeclared" in caplog.text
+    assert "is loaded for this engine only, and not published: layer layers.1: Undeclared" in caplog.text
     claims[0].close()
 
 
@@ -297,7 +297,7 @@ def test_missing_object_fails_at_once(one: Callable[..., Any], name: str) -> Non
         load(one(on_missing="fail", wait=0.1))
 
 
-def test_engine_waits_no_longer_than_told(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
+def test_wait_option_limits_wait(one: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
     with broker.claim(object_of(name)):
         for wait, kind in ((0, vmmfd.NotFound), (0.1, vmmfd.Timeout)):
             with refused(kind, re.escape(object_of(name))):
@@ -343,7 +343,7 @@ def test_other_modules_are_refused(one: Callable[..., Any]) -> None:
         del model.embed
         return model
 
-    with refused(vmmfd.Differs, r"has no place for arrays of .*\n- embed\.weight"):
+    with refused(vmmfd.Differs, r"lacks the submodules for arrays of .*\n- embed\.weight"):
         load(one(smaller))
 
 
@@ -388,7 +388,7 @@ class Attending(Model):
         self.attention = Attention()
 
 
-def test_attention_has_the_objects_tensors(one: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_uses_object_tensors(one: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     process = utils.process_weights_after_loading
 
     def processed(model: Any, *arguments: Any) -> None:
@@ -405,14 +405,14 @@ def test_attention_has_the_objects_tensors(one: Callable[..., Any], monkeypatch:
     assert attention.impl.indices is attention.indices and not is_mapped(attention.indices, lease)
 
 
-def test_objects_that_keep_tensors_on_meta_are_refused(one: Callable[..., Any]) -> None:
+def test_remaining_meta_tensors_are_refused(one: Callable[..., Any]) -> None:
     def make() -> Any:
         model = Model()
         model.layers[0].impl = SimpleNamespace(lost=torch.ones(4))
         return model
 
     load(one(make))
-    with refused(vmmfd.Unsupported, r"can't be attached: processing left out .*layers\.0: SimpleNamespace\.lost"):
+    with refused(vmmfd.Unsupported, r"can't be attached: processing did not create objects .*layers\.0: SimpleNamespace\.lost"):
         load(one(make))
 
 
@@ -429,11 +429,11 @@ def test_tensors_in_lists_are_refused(one: Callable[..., Any]) -> None:
         return model
 
     load(one(make))
-    with refused(vmmfd.Differs, r"tensors in lists or dicts, which are not shared:\n- layers\.0\.tables"):
+    with refused(vmmfd.Differs, r"tensors in lists or dicts, which cannot be shared:\n- layers\.0\.tables"):
         load(one(make))
 
 
-def test_state_that_the_engine_lacks_is_refused(one: Callable[..., Any]) -> None:
+def test_missing_state_is_refused(one: Callable[..., Any]) -> None:
     class Late(Method):
         """Makes an object in processing alone."""
 
@@ -457,7 +457,7 @@ def test_engine_over_quota_serves_alone(folder: Path, tmp_path: Path, name: str,
         config = configure(folder, {"broker": server.path, "name": name}, Model, torch.bfloat16)
         model = load(config)
         assert describe(model) == describe(from_disk(config))
-        assert f"{object_of(name)} is loaded for this engine alone, and not published: " in caplog.text
+        assert f"{object_of(name)} is loaded for this engine only, and not published: " in caplog.text
         with vmmfd.connect(server.path, backend="host") as broker:
             assert not broker.list()
             with broker.claim(object_of(name)) as claim:
@@ -466,7 +466,7 @@ def test_engine_over_quota_serves_alone(folder: Path, tmp_path: Path, name: str,
         server.end()
 
 
-def test_file_changed_during_the_load_is_not_published(
+def test_file_changed_during_load_prevents_publish(
     one: Callable[..., Any], broker: vmmfd.Broker, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Changing(Model):
@@ -479,7 +479,7 @@ def test_file_changed_during_the_load_is_not_published(
     assert not broker.list(name)
 
 
-def test_failed_copy_leaves_the_engine_serving(
+def test_failed_publish_keeps_engine_serving(
     one: Callable[..., Any], broker: vmmfd.Broker, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> Any:
@@ -555,7 +555,7 @@ def test_killed_loader_is_replaced(start: Callable[..., Child]) -> None:
     assert ends[0][-1] == ends[1][-1]
 
 
-def test_interrupt_ends_the_wait(start: Callable[..., Child]) -> None:
+def test_interrupt_stops_waiting(start: Callable[..., Child]) -> None:
     first = start("hold")
     first.wait_for("reading")
     second = start()

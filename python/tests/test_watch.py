@@ -1,4 +1,4 @@
-"""Watching what happens to names."""
+"""Watching events of names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def put(broker: vmmfd.Broker, name: str) -> vmmfd.Published:
     return broker.put(name, {"x": np.zeros(3)}, replace=True)
 
 
-def test_events_come_in_their_order(broker: vmmfd.Broker, prefix: str) -> None:
+def test_events_in_order(broker: vmmfd.Broker, prefix: str) -> None:
     with broker.watch(prefix) as watch:
         place = watch.place
         first = put(broker, prefix + "a")
@@ -45,11 +45,11 @@ def test_events_come_in_their_order(broker: vmmfd.Broker, prefix: str) -> None:
     with broker.watch(prefix, after=later, timeout=0) as watch:
         assert [event.kind for event in watch] == kinds[1:]
     for wrong in ("5", ":5", "a:", "a:-1", "a:b", "a:" + "9" * 5000, 5, b"a:5"):
-        with pytest.raises(vmmfd.Invalid, match="no place of a watch"):
+        with pytest.raises(vmmfd.Invalid, match="is not a place"):
             broker.watch(prefix, after=wrong)  # type: ignore[arg-type]
 
 
-def test_a_place_that_the_broker_has_not_come_to_is_refused(broker: vmmfd.Broker, prefix: str) -> None:
+def test_place_ahead_is_refused(broker: vmmfd.Broker, prefix: str) -> None:
     put(broker, prefix + "a")
     with broker.watch(prefix) as watch:
         here = watch.place
@@ -63,13 +63,13 @@ def test_a_place_that_the_broker_has_not_come_to_is_refused(broker: vmmfd.Broker
         assert event is not None and event.kind == "replaced"
 
 
-def test_a_place_of_another_store_is_lost(broker: vmmfd.Broker, prefix: str) -> None:
+def test_place_of_other_store_is_lost(broker: vmmfd.Broker, prefix: str) -> None:
     with broker.watch(prefix, after=f"{uuid.uuid4()}:1") as watch:
         event = watch.next(1)
     assert event.kind == "lost" and event.name is None and event.seq is None
 
 
-def test_a_wait_is_bounded(broker: vmmfd.Broker, prefix: str) -> None:
+def test_wait_times_out(broker: vmmfd.Broker, prefix: str) -> None:
     with broker.watch(prefix) as watch:
         began = time.monotonic()
         assert watch.next(0.1) is None
@@ -79,7 +79,7 @@ def test_a_wait_is_bounded(broker: vmmfd.Broker, prefix: str) -> None:
             watch.next(-1)
 
 
-def test_other_calls_go_on_meanwhile(broker: vmmfd.Broker, prefix: str) -> None:
+def test_wait_leaves_other_calls_free(broker: vmmfd.Broker, prefix: str) -> None:
     got: list[vmmfd.Event] = []
     watch = broker.watch(prefix)
     thread = threading.Thread(target=lambda: got.append(next(watch)))
@@ -92,7 +92,7 @@ def test_other_calls_go_on_meanwhile(broker: vmmfd.Broker, prefix: str) -> None:
     assert got[0].kind == "published"
 
 
-def test_closing_ends_the_iteration_of_another_thread(broker: vmmfd.Broker, prefix: str) -> None:
+def test_close_stops_iteration_in_thread(broker: vmmfd.Broker, prefix: str) -> None:
     watch = broker.watch(prefix)
     ended = threading.Event()
 
@@ -108,12 +108,12 @@ def test_closing_ends_the_iteration_of_another_thread(broker: vmmfd.Broker, pref
     assert ended.wait(60)
     thread.join()
     assert list(watch) == []
-    with pytest.raises(ValueError, match="the watch was closed"):
+    with pytest.raises(ValueError, match="the watch is closed"):
         watch.next(0)
     watch.close()
 
 
-def test_closing_the_broker_ends_it_with_an_error(socket: str, prefix: str) -> None:
+def test_broker_close_interrupts_watch(socket: str, prefix: str) -> None:
     broker = vmmfd.connect(socket, backend="host")
     watch, raised = broker.watch(prefix), []
 
@@ -132,7 +132,7 @@ def test_closing_the_broker_ends_it_with_an_error(socket: str, prefix: str) -> N
 
 
 @pytest.mark.parametrize("wait", ["watch.next()", "watch.next(6000)", "next(watch, None)"])
-def test_a_signals_handler_closes_it(server: Server, child: Callable[..., Child], wait: str) -> None:
+def test_signal_handler_closes_watch(server: Server, child: Callable[..., Child], wait: str) -> None:
     started = child(
         """
         import signal, sys, time
@@ -151,4 +151,4 @@ def test_a_signals_handler_closes_it(server: Server, child: Callable[..., Child]
         server.path,
     )
     printed = started.end()
-    assert ("came: None" if "next(watch" in wait else "failed: the watch was closed") in printed
+    assert ("came: None" if "next(watch" in wait else "failed: the watch is closed") in printed

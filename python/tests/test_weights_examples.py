@@ -44,10 +44,10 @@ def model(*options: str) -> None:
     assert ended.returncode == 0 and ended.stdout.endswith("all as it should be\n"), (ended.stdout, ended.stderr)
 
 
-def test_a_model_in_several_processes() -> None:
+def test_real_model_on_host() -> None:
     model("--small", "--backend", "host")
 
 
 @pytest.mark.cuda
-def test_a_model_in_several_processes_on_a_gpu() -> None:
+def test_real_model_on_gpu() -> None:
     model()

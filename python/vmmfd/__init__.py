@@ -1,6 +1,6 @@
-"""GPU memory shared between processes, without copies: arrays, a broker, and model weights that are loaded once."""
+"""Share GPU memory between processes without copies: arrays, a broker, and model weights that are loaded once."""
 
-# First of all, since nothing else holds in another interpreter.
+# First, because nothing else works in a sub-interpreter.
 from ._native import _check_interpreter
 
 _check_interpreter()
@@ -106,7 +106,7 @@ __all__ = [
     "take",
 ]
 
-# `typing` has it, and takes longer to import than this package may.
+# Importing `typing` takes longer than this package may.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # PyTorch's half is not loaded before it is used.
+    # Loaded on first use.
     if name == "torch":
         from importlib import import_module
 

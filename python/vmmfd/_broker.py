@@ -1,4 +1,4 @@
-"""The client of a broker: objects by name."""
+"""The broker client: named objects."""
 
 from __future__ import annotations
 
@@ -23,35 +23,33 @@ def connect(
 ) -> Broker:
     """Connects to the broker that listens at `path`.
 
-    `path` is by default that of the environment variable `VMMFD_BROKER_SOCKET`, else `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else
-    `/tmp/vmmfd-UID/broker.sock`, and if no broker listens there, that of the system's broker, `/run/vmmfd/broker.sock`, if it exists.
-    `backend` is where memory is made and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`:
-    what is got is used where it is, and what is copied goes to a GPU if there is one. No driver is loaded before memory is needed.
-    `timeout`, in seconds or a `timedelta`, is the longest silence of the broker, and how long a broker is waited for, now and
-    when it restarts. `trust` are the users, by number, that the broker may be of besides this process's and root.
+    `path` defaults to the environment variable `VMMFD_BROKER_SOCKET`, else `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else
+    `/tmp/vmmfd-UID/broker.sock`. If no broker listens there and `/run/vmmfd/broker.sock` exists, it is used instead. `backend` selects
+    where memory is allocated and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`: `get` uses memory where it is, and `put`
+    copies to a GPU if there is one. The driver is loaded on first use of memory. `timeout`, in seconds or a `timedelta`, limits how long
+    the broker may be silent, and how long to wait for a broker, both now and when it restarts. `trust` lists the user ids that the broker
+    may run as, besides root and this process's own.
 
-    Blocks until the broker has answered. Ctrl-C ends it.
+    Blocks until the broker answers. Ctrl-C interrupts it.
 
-    Raises `NotFound` if no broker listens in time, `Denied` if this user may not connect or the broker is of a user
-    that is not trusted, `Disconnected` if the process at the other end is
-    no broker, `Invalid` for an argument that makes no sense.
+    Raises `NotFound` if no broker listens within the timeout, `Denied` if this user may not connect or the broker runs as an untrusted
+    user, `Disconnected` if the process at the other end is not a broker, `Invalid` for an invalid argument.
     """
     return Broker(path, backend, timeout=timeout, trust=trust)
 
 
 class Broker(Closing):
-    """A client of a broker: see `connect`. A context manager, which closes it.
+    """A broker client: see `connect`. A context manager that closes it.
 
-    It can be used by several threads at once: each call that is under way has a connection of its own. All waits and times are in seconds
-    or a `timedelta`; None is not to wait, `float("inf")` is for ever. Calls release the GIL. In the main thread Ctrl-C ends any of
-    them; `close` ends those of all threads. If the broker restarts, the connection is made again within the timeout, calls that were
-    under way are repeated without harm, and leases go on.
+    Thread-safe: each call in progress uses its own connection. Timeouts and times are in seconds or a `timedelta`; None does not wait,
+    `float("inf")` waits forever. Calls release the GIL. In the main thread, Ctrl-C interrupts any call; `close` interrupts the calls of all
+    threads. If the broker restarts, the client reconnects within the timeout, repeats interrupted calls safely, and keeps its leases.
 
-    It belongs to the process that made it: in a fork every call fails. Connect in each process; `vmmfd.register_reducer` lets
-    `multiprocessing` do it.
+    A client belongs to the process that created it: in a fork, every call fails. Connect in each process, or let `multiprocessing` do it
+    with `vmmfd.register_reducer`.
 
-    Each call may raise `Disconnected` if the broker is gone or silent for longer than the timeout, `NotFound` if none listens any more, and
-    `Interrupted` if it is closed meanwhile.
+    Any call may raise `Disconnected` if the broker is gone or silent for longer than the timeout, `NotFound` if no broker listens any more,
+    and `Interrupted` if the client is closed during the call.
     """
 
     __slots__ = ("__weakref__", "_native")
@@ -68,22 +66,22 @@ class Broker(Closing):
 
     @property
     def path(self) -> str:
-        """Where the broker listens."""
+        """The path of the broker's socket."""
         return str(self._native.path)
 
     @property
     def backend(self) -> str:
-        """`"auto"`, `"cuda"` or `"host"`, as it was given."""
+        """The `backend` argument: `"auto"`, `"cuda"` or `"host"`."""
         return self._native.backend
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the client is closed."""
         return self._native.is_closed
 
     def close(self) -> None:
-        """Ends the waits of other threads, which raise `Interrupted`, and the connections that no lease needs. Leases go on until they are
-        closed themselves. Names with the lifetime `"maker"` go. To close twice does nothing. Does not block."""
+        """Interrupts the waits of other threads, which raise `Interrupted`, and closes all connections that no lease needs. Leases stay
+        valid until they are closed. Names with the lifetime `"maker"` are deleted. Closing twice does nothing. Does not block."""
         self._native.close()
 
     def __repr__(self) -> str:
@@ -91,7 +89,7 @@ class Broker(Closing):
         return f"<vmmfd.Broker: {self.path}, backend {self.backend}{closed}>"
 
     def __reduce__(self) -> t.Any:
-        raise TypeError("a Broker can't be pickled: call vmmfd.register_reducer() to send it with multiprocessing, or connect anew")
+        raise TypeError("a Broker can't be pickled: call vmmfd.register_reducer() to send it with multiprocessing, or connect again")
 
     def put(
         self,
@@ -113,52 +111,51 @@ class Broker(Closing):
         device: t.DeviceName | None = None,
         exported: t.Literal["valid"] | None = None,
     ) -> Published:
-        """Hands memory over under a name. When it returns the object is published, and this process may drop it, or end.
+        """Publishes memory under a name. Once it returns, the object is published, and this process may drop the memory or exit.
 
-        `value` is a mapping of names to arrays: an `Array` of this process's own is handed over as it is, without a copy; anything
-        else that speaks DLPack, an array interface or the buffer protocol is copied to new memory, of `device` if one is given. A module of
-        PyTorch or its state dict, and `vmmfd.Weights`, are put without a copy where their memory can be shared. With `copy=False` what
-        would be copied is refused; with `copy=True` all is copied, and `Weights` are refused: put `dict(weights)`. Do not write to
-        memory that was put.
+        `value` is a mapping of names to arrays. An `Array` that this process created is shared without a copy; any other object with
+        DLPack, an array interface or the buffer protocol is copied to new memory, on `device` if given. A PyTorch module or its state dict,
+        and `vmmfd.Weights`, are put without a copy where their memory can be shared. `copy=False` refuses values that need a copy.
+        `copy=True` copies everything, and refuses `Weights`: put `dict(weights)`. Do not write to memory after putting it.
 
-        `metadata` is what there is to say of it: a mapping that JSON can express, of at most 1 MiB. `replace=True` makes it the next version
-        of a name that exists; a number replaces that version alone. `mode` is the permissions of a new name, `0o600` by default and `0o666` at
-        most: `r` is get and list, `w` is replace. `lifetime` is how long the name stays: `"deleted"` (until it is deleted, the default),
-        `"maker"` (until this Broker is closed), `"leased"` (until then, and until no lease is held), or so many seconds after its last
-        lease. `keep` is how many older versions stay without a lease. `digest` is one of the bytes, in words that readers know, of at
-        most 255 bytes.
+        `metadata` is a mapping that JSON can express, of at most 1 MiB. `replace=True` adds a version to an existing name; a number
+        replaces only that version. `mode` sets the permissions of a new name, `0o600` by default and `0o666` at most: `r` allows get and
+        list, `w` allows replace. `lifetime` is when the name is deleted: `"deleted"` (only explicitly; the default), `"maker"` (when this
+        Broker is closed), `"leased"` (when this Broker is closed and no lease is held), or a number of seconds after the last lease. `keep`
+        is the number of older versions to keep without a lease. `digest` identifies the bytes, in any format that the readers agree on, of
+        at most 255 bytes.
 
-        Several processes put one version together: each names its `part`, all `parts`, and a `group` that only these puts have, and waits
-        up to `wait` until all are there. One of them brings the metadata.
+        Several processes can put one version together: each gives its own `part`, the names of all `parts`, and a `group` unique to this
+        version, and waits up to `wait` for the other parts. One of them gives the metadata.
 
-        `seal=True` makes this process's own mapping of the memory read-only once it is put. A write by an address is a fault then: so it is
-        refused while other libraries have views of it that may be written, unless `exported="valid"` promises that none is. What is
-        copied on the host backend is sealed by the kernel in any case.
+        `seal=True` makes this process's own mapping read-only after the put. A write through an address then faults, so sealing is refused
+        while other libraries have writable views of the memory, unless `exported="valid"` promises that none is used. Copies on the host
+        backend are always sealed by the kernel.
 
-        Blocks until all work of the device is done, and the broker has answered. It synchronises the device's primary context, and so ends
-        a capture of a CUDA graph that any thread of this process has under way there: put before or after a capture.
+        Blocks until all work on the device is done and the broker has answered. It synchronises the device's primary context, which
+        invalidates any CUDA graph capture in progress there in this process: put before or after a capture.
 
-        Raises `Exists` if there is an object of the name, `Differs` if its version is another than the one to replace, `Denied` if it is another
-        user's, `ExportError` (a `BufferError`) for what `copy=False` forbids and for `seal=True` with such views, `Invalid` for what makes no
-        sense, `OutOfMemory`, `Timeout` if the other parts did not come, and `Error` if a quota or the broker is full.
+        Raises `Exists` if the name is taken, `Differs` if the current version is not the one to replace, `Denied` if another user owns the
+        name, `ExportError` (a `BufferError`) if `copy=False` would need a copy or such views prevent `seal=True`, `Invalid` for an invalid
+        argument, `OutOfMemory`, `Timeout` if other parts are missing, and `Error` if a quota or the broker is full.
         """
         if wait is not None and parts is None:
-            raise Invalid(f"wait={wait!r} is how long the other parts are waited for: give part, parts and group too, or no wait")
+            raise Invalid(f"wait={wait!r} is the time to wait for the other parts: give part, parts and group too, or omit wait")
         mode, keep = _arguments.mode(mode), _arguments.whole(keep, "keep", 32)
         if part is not None and _arguments.text(part, "part") == "":
-            raise Invalid("part='' is no name: give the part one, or leave part out for an object of one part")
+            raise Invalid("part='' is empty: name the part, or omit part for an object of one part")
         if digest is not None:
             _arguments.text(digest, "digest")
-        # Imported here, since most processes put nothing.
+        # Imported here: most processes put nothing.
         from ._parts import plan
 
         plans, additions, keep_alive = plan(self._native, value, part=part, device=device, copy=copy, seal=seal)
         if digest is not None:
             if len(plans) != 1:
-                raise Invalid(f"digest={digest!r} is of one part, and this value has {len(plans)}")
+                raise Invalid(f"digest={digest!r} describes one part, but this value has {len(plans)}")
             plans = [(*plans[0][:3], digest)]
         listed = None if parts is None else _arguments.names(parts, "parts")
-        # Of several puts of a version one alone can bring metadata.
+        # Only one of the puts of a version may give metadata.
         if additions and (listed is None or metadata is not None or listed[:1] == [part]):
             metadata = {**additions, **(metadata or {})}
         promised = _arguments.promised(exported)
@@ -198,19 +195,20 @@ class Broker(Closing):
         device: t.DeviceName | None = None,
         copy_on_write: bool = False,
     ) -> Lease:
-        """Gets a lease of an object, with its memory mapped: read-only, unless `copy_on_write` is true.
+        """Leases an object and maps its memory: read-only, unless `copy_on_write` is true.
 
-        It is the current version, unless `version` names another that is still there; with `newer_than` only a later one. Of `parts` and
-        `arrays`, if given, only the segments in which these lie are mapped. `expect` names fields of the metadata and the values that
-        they must have: equal as JSON, so that 1 is not 1.0, and a mapping in it has all fields of the other; `expect_owner` is the number
-        of the user who must own the name; `digest` is that of the one part, or a mapping of parts to theirs. `device` uses the memory
-        instead of the one that has it, if it can reach it. With `wait` the object may come so much later.
+        Returns the current version, unless `version` names another available version; `newer_than` requires a later one. `parts` and
+        `arrays` limit the mapping to the segments that contain them. `expect` gives metadata fields and the values they must have, compared
+        as JSON: 1 differs from 1.0, and a nested mapping must have the same fields. `expect_owner` is the user id that must own the name.
+        `digest` is the expected digest of the only part, or a mapping of parts to digests. `device` maps the memory on another device that
+        can access it. `wait` is how long to wait for the object.
 
-        With `copy_on_write=True` the arrays are writable, and this process alone sees what it writes, as with `torch.load(mmap=True)`: the
-        kernel copies each page at the first write to it. `switch` and `park` discard what was written. The host backend alone has it.
+        With `copy_on_write=True` the arrays are writable and the writes private to this process, as with `torch.load(mmap=True)`: the
+        kernel copies each page at its first write. `switch` and `park` discard the writes. Host backend only.
 
-        Raises `NotFound` if there is none, `Timeout` if none came in time, `Differs` if it is not as expected, `Denied`, `Invalid`,
-        `Unsupported` if no device of this process can reach it, and with `copy_on_write` for memory of a GPU, which CUDA can't map so.
+        Raises `NotFound` if there is no such object, `Timeout` if none appeared in time, `Differs` if it is not as expected, `Denied`,
+        `Invalid`, and `Unsupported` if no device of this process can access it, or for `copy_on_write` with GPU memory, which CUDA cannot
+        map this way.
         """
         return Lease(
             self._native,
@@ -237,10 +235,10 @@ class Broker(Closing):
         device: t.DeviceName | None = None,
         copy_on_write: bool = False,
     ) -> List[Lease]:
-        """Gets leases of several objects as they are at one moment, all or none, in their order.
+        """Leases several objects as of one moment, all or none. Returns the leases in the order of `wanted`.
 
-        `wanted` are names, each once, or a mapping of names to what `get` takes of `version`, `newer_than`, `parts`, `arrays`, `expect`,
-        `expect_owner` and `digest`. Waits up to `wait` until all are there. `copy_on_write` is of all. Raises what `get` does.
+        `wanted` is a sequence of unique names, or a mapping of names to `get`'s options `version`, `newer_than`, `parts`, `arrays`,
+        `expect`, `expect_owner` and `digest`. Waits up to `wait` until all exist. `copy_on_write` applies to all of them. Raises as `get`.
         """
         requests = _arguments.requests(wanted)
         leases = self._native.get_all(requests, wait=wait, device=device, copy_on_write=copy_on_write)
@@ -261,11 +259,11 @@ class Broker(Closing):
         device: t.DeviceName | None = None,
         copy_on_write: bool = False,
     ) -> Lease | Claim:
-        """Gets a lease of an object, or the right to be the one that makes it.
+        """Leases an object, or returns the right to create it.
 
-        Of several processes that ask at once and find nothing one gets a `Claim`: it is to put the object. The others wait, up to `wait`, until
-        it is put, or the claim passes on to one of them. A claim is of the whole object, or of one `part`, with the `group` of its version.
-        Raises what `get` does.
+        If several processes claim a missing object at once, one gets a `Claim` and should put the object. The others wait, up to `wait`,
+        until it is put or the claim passes to one of them. A claim covers the whole object, or one `part` of the version with this `group`.
+        Raises as `get`.
         """
         found = self._native.claim(
             name,
@@ -346,13 +344,13 @@ class Broker(Closing):
         module: t.Module | None = None,
         private: Iterable[str] = (),
     ) -> dict[str, t.Tensor]:
-        """The tensors of an object as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the lease.
+        """Returns the object's tensors by name, as PyTorch tensors for `module.load_state_dict(..., assign=True)`. They hold the lease.
 
-        Parameters are mapped, and all other tensors are private copies. For safetensors and plain state dicts use `load`, or give
-        `module=`: they do not say which tensors are parameters, so all would be copied. A write to a mapped tensor ends the process: PyTorch
-        gives parameters the `requires_grad` that the module's had, so call `module.requires_grad_(False)` before a step of an optimizer. On
-        the host backend `copy_on_write=True` makes all tensors writable, without copies. See `Lease.state_dict`; the other arguments and
-        errors are `get`'s."""
+        Parameters are mapped; all other tensors are private copies. Safetensors and plain state dicts do not say which tensors are
+        parameters, so all would be copied: use `load` for them, or give `module=`. A write to a mapped tensor kills the process. PyTorch
+        gives parameters the module's previous `requires_grad`, so call `module.requires_grad_(False)` before an optimizer step. On the host
+        backend `copy_on_write=True` makes all tensors writable without copies. See `Lease.state_dict`; the other arguments and errors are
+        those of `get`."""
         with self.get(
             name,
             version=version,
@@ -389,8 +387,8 @@ class Broker(Closing):
         writable_buffers: bool = True,
         private: Iterable[str] = (),
     ) -> Loaded:
-        """Makes an object's tensors the parameters and buffers of a module of PyTorch, and returns what another version can take their place
-        with. The module holds the lease. See `Lease.load`; the other arguments and errors are `get`'s."""
+        """Installs an object's tensors as the parameters and buffers of a PyTorch module. Returns a `Loaded`, which can switch to another
+        version. The module holds the lease. See `Lease.load`; the other arguments and errors are those of `get`."""
         lease = self.get(
             name,
             version=version,
@@ -411,17 +409,17 @@ class Broker(Closing):
             raise
 
     def list(self, prefix: str = "") -> List[Summary]:
-        """The objects whose names begin with `prefix` and that this user may read, in the order of their names."""
+        """Returns the objects whose names start with `prefix` and that this user may read, ordered by name."""
         return [_records.summary(summary) for summary in self._native.list(prefix)]
 
     def stat(self, name: str, version: int | None = None) -> Stat:
-        """All that is known of a version of an object, by default of the current one. Maps nothing: what it takes is in
-        `stat(name).parts[0].mapped_size`. Raises `NotFound` if there is none."""
+        """Describes a version of an object, by default the current one. Maps nothing: `stat(name).parts[0].mapped_size` is the memory that
+        a part needs. Raises `NotFound` if there is no such object or version."""
         return _records.stat(self._native.stat(name, _arguments.whole(version, "version")))
 
     def bytes_of(self, name: str, version: int | None = None, *, parts: Iterable[str] | None = None) -> int:
-        """How many bytes of memory a get of an object, or of these parts of it, maps. Maps nothing. Raises `NotFound` if there is none,
-        `NoArray` (a `KeyError`) if it has no such part."""
+        """Returns the bytes of memory that a get of the object, or only of `parts`, maps. Maps nothing. Raises `NotFound` if there is no
+        such object, `NoArray` (a `KeyError`) if it has no such part."""
         sizes = {part.name: part.mapped_size for part in self.stat(name, version).parts}
         wanted = sizes if parts is None else dict.fromkeys(_arguments.names(parts, "parts"))
         for part in wanted:
@@ -430,50 +428,50 @@ class Broker(Closing):
         return sum(sizes[part] for part in wanted)
 
     def who(self, prefix: str = "") -> Holders:
-        """The leases that are held of objects whose names begin with `prefix` and that this user may read, and what the broker holds for
-        each user: for root and the broker's user of all users, for others their own."""
+        """Returns the leases of objects whose names start with `prefix` and that this user may read, and each user's totals. Root and the
+        broker's user see all users, others only themselves."""
         return _records.holders(*self._native.who(prefix))
 
     def watch(self, prefix: str = "", *, after: str | None = None, timeout: t.Time | None = None) -> Watch:
-        """Follows what happens to names that begin with `prefix` and that this user may read: from now on, or from the place `after` that an
-        earlier watch had (`Watch.place`), also in another process. Iterate over it: each step waits for the next event, and the iteration
-        ends if none comes within `timeout`; by default it waits for ever.
+        """Follows events of names that start with `prefix` and that this user may read: from now on, or from `after`, the `Watch.place` of
+        an earlier watch, possibly of another process. Iterate over it: each step waits for the next event. The iteration stops if no event
+        arrives within `timeout`; by default it waits forever.
 
-        Raises `Invalid` for what is no place, and for one that the broker has not come to yet.
+        Raises `Invalid` if `after` is not a place, or is ahead of the broker.
         """
         if after is None:
             return Watch(self._native.watch(prefix, None), timeout)
         instance, _, seq = after.rpartition(":") if isinstance(after, str) else ("", "", "")
         if not instance or not seq.isdecimal() or len(seq) > 20:
-            raise Invalid(f"after={after!r} is no place of a watch: give what Watch.place was, INSTANCE:NUMBER")
-        # The broker would take a place that is ahead of it for its newest one.
+            raise Invalid(f"after={after!r} is not a place: give a Watch.place, INSTANCE:NUMBER")
+        # The broker treats a place ahead of it as its newest one.
         newest = self._native.watch(prefix, None)
         try:
             now, last = newest.place
         finally:
             newest.close()
         if instance == now and int(seq) > last:
-            raise Invalid(f"after={after!r} is ahead of the broker, which is at {last}: give what Watch.place was")
+            raise Invalid(f"after={after!r} is ahead of the broker, which is at {last}: give a Watch.place of this broker")
         return Watch(self._native.watch(prefix, (instance, min(int(seq), (1 << 64) - 1))), timeout)
 
     def delete(self, name: str) -> None:
-        """Takes a name away. Readers keep what they hold, and the broker keeps the memory until the last of them ends. Raises `NotFound`
-        if there is none, `Denied` if it is another user's."""
+        """Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease ends. Raises `NotFound` if there
+        is no such name, `Denied` if another user owns it."""
         self._native.delete(name)
 
     def on_lost(self, call: Callable[[Lost], object]) -> Callable[[Lost], object]:
-        """Calls this with a `Lost` for each lease that the broker does not count any more, although this process has not ended it. What is
-        mapped stays mapped and valid. It can decorate a function.
+        """Calls `call` with a `Lost` for each lease that the broker no longer counts although this process has not closed it. Its mappings
+        stay valid. Usable as a decorator.
 
-        It is called on a thread of a connection's own, which meanwhile notices nothing else: return soon. What it raises goes to
-        `sys.unraisablehook`. It is not called while the interpreter ends."""
+        The call runs on a connection's own thread, which handles nothing else until it returns: return soon. Exceptions go to
+        `sys.unraisablehook`. Not called during interpreter shutdown."""
         self._native.on_lost(
             lambda name, version, id, kind, reason: call(Lost(name=name, version=version, id=id, kind=kind, reason=reason))
         )
         return call
 
     def on_restored(self, call: Callable[[Restored], object]) -> Callable[[Restored], object]:
-        """Calls this with a `Restored` for each lease that the broker counts again, after the connection broke: as `on_lost` does."""
+        """Calls `call` with a `Restored` for each lease that the broker counts again after a broken connection. Runs as `on_lost` does."""
         self._native.on_restored(
             lambda name, version, id, rebuilt: call(Restored(name=name, version=version, id=id, rebuilt=rebuilt))
         )

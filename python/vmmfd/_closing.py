@@ -1,4 +1,4 @@
-"""What is closed at the end of a `with` block."""
+"""Context managers that close themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from . import _types as t
 
 
 class Closing:
-    """A context manager that yields itself, and closes itself."""
+    """A context manager that yields itself and closes itself."""
 
     __slots__ = ()
 

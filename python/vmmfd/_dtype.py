@@ -6,12 +6,12 @@ from . import _native
 
 
 class DType(str):
-    """The type of an array's elements: a str with its name in NumPy or ml_dtypes, such as `float32` or `bfloat16`.
+    """The type of an array's elements: a str with its NumPy or ml_dtypes name, such as `float32` or `bfloat16`.
 
-    Big-endian types and raw bytes are spelled as NumPy parses them: `>f4`, `|V16`. It is equal to that str, and to the same type of NumPy,
-    ml_dtypes, JAX and PyTorch. `numpy.dtype` takes it; the types of ml_dtypes once that package is imported.
+    Big-endian types and raw bytes use NumPy's syntax: `>f4`, `|V16`. It equals that str, and the same type of NumPy, ml_dtypes, JAX and
+    PyTorch. `numpy.dtype` accepts it; the types of ml_dtypes only after that package is imported.
 
-    `dtype` is a str, or a dtype of one of these libraries. Raises `Invalid` for other objects, and for types that are not supported.
+    `dtype` is a str, or a dtype of one of these libraries. Raises `Invalid` for other objects and for unsupported types.
     """
 
     __slots__ = ()

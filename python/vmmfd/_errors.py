@@ -1,4 +1,4 @@
-"""The exceptions of this package: each derives from `Error` and from the built-in of its kind."""
+"""The exceptions of this package: each derives from `Error` and from the matching built-in exception."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from errno import EACCES, ECONNRESET, EEXIST, EINTR, ENOENT, ETIMEDOUT
 
 
 class Error(Exception):
-    """Everything that this package raises for reasons of its own.
+    """The base of all exceptions that this package defines.
 
-    `kind` is the class that a program reacts to: `usage`, `unsupported`, `object`, `peer`, `system` or `interrupted`, as the commands'
-    `--json` has it. `hint` says what to do, where that is known; it is a note of the exception too. A class that is an `OSError` has its
-    `errno`, and the message as `strerror`.
+    `kind` is the class of error for programs: `usage`, `unsupported`, `object`, `peer`, `system` or `interrupted`, as in the commands'
+    `--json`. `hint` is the suggested next step, or None; it is also a note of the exception. Subclasses of `OSError` have their `errno`,
+    and the message as `strerror`.
     """
 
     kind: str
     hint: str | None
-    # Of a class that is an `OSError`.
+    # Set by subclasses of `OSError`.
     _errno: int | None = None
 
     def __init__(self, message: str = "", *, kind: str = "usage", hint: str | None = None) -> None:
@@ -33,7 +33,7 @@ class Error(Exception):
 
 
 class Invalid(Error, ValueError):
-    """An argument, or a combination of them, makes no sense."""
+    """An argument or a combination of arguments is invalid."""
 
 
 class NotFound(Error, FileNotFoundError):
@@ -43,27 +43,27 @@ class NotFound(Error, FileNotFoundError):
 
 
 class NoArray(NotFound, KeyError):
-    """The object has no such array or part, or it was not asked for."""
+    """The object has no such array or part, or it was not requested."""
 
 
 class Exists(Error, FileExistsError):
-    """There is an object of this name already."""
+    """The name is taken."""
 
     _errno = EEXIST
 
 
 class Differs(Error, ValueError):
-    """The object is not as it was expected to be."""
+    """The object differs from the expected one."""
 
 
 class Denied(Error, PermissionError):
-    """This user may not do it."""
+    """This user lacks permission."""
 
     _errno = EACCES
 
 
 class Timeout(Error, TimeoutError):
-    """It did not happen in the time that the caller allowed."""
+    """The caller's timeout expired."""
 
     _errno = ETIMEDOUT
 
@@ -75,15 +75,15 @@ class Disconnected(Error, ConnectionError):
 
 
 class OutOfMemory(Error, MemoryError):
-    """The device, or this process, has not as much memory free."""
+    """The device or this process has not enough free memory."""
 
 
 class Unsupported(Error, NotImplementedError):
-    """This machine, driver or device can't do it."""
+    """This machine, driver or device does not support the operation."""
 
 
 class ExportError(Error, BufferError):
-    """The memory can't be given to another library as asked."""
+    """The memory cannot be exported to another library as requested."""
 
 
 class Interrupted(Error, InterruptedError):

@@ -1,4 +1,4 @@
-"""An array handed from one process to others at a path: with `produce` and `consume`, with Rust programs, and with each other."""
+"""Handing an array to other processes at a socket: Python, Rust, and the `produce` and `consume` commands."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ else:
 
 
 class Served(_Served):
-    """A consumer that was served, or refused: its process `pid` and its user `uid`, as the kernel says, and what went wrong with it
-    (`error`), or `None`."""
+    """A consumer that was served or refused: its process id `pid` and user id `uid`, as reported by the kernel, and its `error`, or
+    `None`."""
 
     __slots__ = ()
 
@@ -41,16 +41,16 @@ def serve(
 ) -> list[Served]:
     """Serves an array at a socket, to processes that `take` it, to `vmmfd consume` and to Rust programs.
 
-    Blocks, with the GIL released, until so many `consumers` were served; 0 serves until Ctrl-C. All work that is queued on the array's
-    device is waited for first. Each consumer maps the memory itself: it stays valid there when this process ends, but for memory of a
-    pool and legacy memory, which consumers must close first.
+    Blocks, with the GIL released, until `consumers` processes were served; 0 serves until Ctrl-C. First waits for all work queued on the
+    array's device. Each consumer maps the memory itself, and its mapping survives this process, except for memory of a pool and legacy
+    memory, which consumers must close first.
 
-    `path` is the socket's; `None` is this user's default. `array` is a `vmmfd.Array` in memory that this process made; anything else is
-    copied into such memory, on `device` of `backend`, as by `vmmfd.asarray`. Not only the array: all of the memory that it is in can be
-    reached by a consumer. `timeout`, in seconds, is how long to wait for a consumer, and for a silent one.
+    `path` is the socket; `None` is this user's default. `array` is a `vmmfd.Array` in memory that this process created; any other array is
+    copied into such memory, on `device` of `backend`, as by `vmmfd.asarray`. A consumer can access all of the memory that contains the
+    array, not only the array. `timeout`, in seconds, limits the wait for a consumer, and the silence of one.
 
-    Returns the consumers, in the order in which they ended. Raises `Timeout` if none came, and `Error` if another process listens
-    there.
+    Returns the consumers, in the order in which they finished. Raises `Timeout` if no consumer connected, and `Error` if another process
+    listens at the path.
     """
     if isinstance(array, _native.Array):
         return [Served(*one) for one in _native._serve(path, array, consumers, timeout)]
@@ -68,11 +68,11 @@ def take(
 ) -> Array:
     """Takes the array that another process serves at a socket: with `serve`, with `vmmfd produce`, or from Rust.
 
-    Blocks, with the GIL released, until the producer is there and has handed the memory over, for at most `wait` seconds. `path` is
-    the socket's; `None` is this user's default. `device` is the one that is to use the memory, by default the one that it is on.
-    `readonly=False` maps it for writing too: both processes then see what either writes.
+    Blocks, with the GIL released, for at most `wait` seconds, until a producer listens and has handed the memory over. `path` is the
+    socket; `None` is this user's default. `device` is the device to use the memory on, by default the one that has it. `readonly=False`
+    maps it writable: both processes then see each other's writes.
 
-    Memory without a described array comes as `uint8`. Contents are not checked. Raises `NotFound` if no process serves there in time,
+    Memory without an array description arrives as `uint8`. Contents are not checked. Raises `NotFound` if no process serves there in time,
     `Disconnected` if it is silent or gone, `Denied`, `Invalid`.
     """
     return _native._take(path, device, backend, readonly, wait)

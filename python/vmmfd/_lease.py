@@ -1,6 +1,6 @@
-"""Leases of a broker's objects, versions prepared for them, modules loaded from them, and claims.
+"""Leases, versions prepared for them, modules loaded from them, and claims.
 
-PyTorch's half, `vmmfd.torch`, is imported when it is used.
+Functions import `vmmfd.torch` when they need it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ._records import LeasedPart, Owner, Published
 
 
 class Lease(Closing, Mapping[str, Array]):
-    """A hold on a version of an object, with its memory mapped: a mapping of names to `Array`s. Made by `Broker.get`.
+    """A lease of an object's version, with its memory mapped: a mapping of names to `Array`s. Returned by `Broker.get`.
 
-    A context manager: leaving it closes it. The lease ends then, or when the last array in it is gone, in any library: arrays and what
-    other libraries made of them stay valid. The broker counts this process among the readers until then.
+    A context manager that closes it. The memory stays mapped until the last array of it, in any library, is gone: arrays and the views that
+    other libraries made of them stay valid after `close`. Until then the broker counts this process as a reader.
 
-    Another version can take its place at the same addresses: `prepare`, `switch`, `park`, `unpark`.
+    `prepare`, `switch`, `park` and `unpark` map another version at the same addresses.
 
-    Once it is closed, and in a fork, all raise `Invalid`, but `is_held` is False, and `is_closed` and `repr` can be asked. The broker
-    counts a lease until the forks of its process end too, if it was not closed.
+    After `close`, and in a fork, every method raises `Invalid`, except that `is_held` is False and `is_closed` and `repr` work. A lease
+    that was not closed also counts until the forks of its process exit.
     """
 
     __slots__ = ("__weakref__", "_client", "_native")
@@ -34,8 +34,8 @@ class Lease(Closing, Mapping[str, Array]):
         self._native = lease
 
     def __getitem__(self, name: str, /) -> Array:
-        """The array of a name, read-only unless the lease was got with `copy_on_write`. Raises `NoArray` (a `KeyError`) if there is none or
-        it was not asked for, and `Invalid` if several parts have one of that name: see `array`."""
+        """Returns an array, read-only unless the lease was got with `copy_on_write`. Raises `NoArray` (a `KeyError`) if there is no such
+        array or it was not requested, and `Invalid` if several parts have an array of this name: see `array`."""
         return self._native.array(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -54,20 +54,20 @@ class Lease(Closing, Mapping[str, Array]):
         return object.__hash__(self)
 
     def array(self, name: str, part: str | None = None) -> Array:
-        """The array of a name, of the part that is named if several have one. Raises what `lease[name]` does."""
+        """Returns an array; `part` selects the part if several have an array of this name. Raises as `lease[name]`."""
         return self._native.array(name, part)
 
     def attributes(self, name: str, part: str | None = None) -> dict[str, t.Any]:
-        """What its maker says of an array; empty if nothing. Raises what `array` does."""
+        """Returns the attributes that the maker gave an array, empty if none. Raises as `array`."""
         return self._native.attributes(name, part) or {}
 
     def memory(self, part: str | None = None) -> list[Array]:
-        """The memory of a part as bytes (`uint8`): one array, unless arrays were asked for that lie apart. The part can be left out where
-        there is one."""
+        """Returns a part's memory as bytes (`uint8`): one array, or several if the requested arrays are not adjacent. `part` may be omitted
+        if there is only one."""
         return [array for _, array in self._native.memory(part)]
 
     def pieces(self, part: str | None = None) -> list[tuple[int, Array]]:
-        """As `memory`, each with the byte of the part at which it begins."""
+        """As `memory`, with the byte offset of each array in the part."""
         return self._native.memory(part)
 
     @property
@@ -77,7 +77,7 @@ class Lease(Closing, Mapping[str, Array]):
 
     @property
     def version(self) -> int:
-        """Its version, counted from 1."""
+        """The version, counted from 1."""
         return self._native.version
 
     @property
@@ -87,23 +87,23 @@ class Lease(Closing, Mapping[str, Array]):
 
     @property
     def created(self) -> t.datetime:
-        """When it was published, in UTC."""
+        """The time of publication, in UTC."""
         return _records.time(self._native.created * 1000)
 
     @property
     def owner(self) -> Owner:
-        """Whose it is."""
+        """The user and group that own the name."""
         uid, gid = self._native.owner
         return Owner(uid=uid, gid=gid)
 
     @property
     def metadata(self) -> dict[str, t.Any]:
-        """What its maker says of it; empty if nothing. A new dict each time."""
+        """The maker's metadata, empty if none. A new dict each time."""
         return self._native.metadata
 
     @property
     def parts(self) -> tuple[LeasedPart, ...]:
-        """The parts that were asked for."""
+        """The requested parts."""
         return tuple(
             LeasedPart(name=name, size=size, mapped_size=mapped, digest=digest, device=device, arrays=arrays)
             for name, size, mapped, digest, device, arrays in self._native.parts
@@ -111,23 +111,23 @@ class Lease(Closing, Mapping[str, Array]):
 
     @property
     def is_held(self) -> bool:
-        """Whether the broker counts this process among the readers, as far as is known: False between a break of the connection and the
-        moment when the lease was taken up again, if it is lost, once it is closed, and in a fork. Does not block."""
+        """Whether the broker counts this process as a reader, as far as this process knows: False while a broken connection is restored, if
+        the lease is lost, after `close`, and in a fork. Does not block."""
         return self._native.is_held
 
     @property
     def is_parked(self) -> bool:
-        """Whether nothing is mapped at its addresses."""
+        """Whether its addresses have no memory mapped."""
         return self._native.is_parked
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the lease is closed."""
         return self._native.is_closed
 
     @property
     def exports(self) -> int:
-        """How many exports of its arrays to other libraries are alive: tensors, arrays of NumPy, and the like."""
+        """The number of live exports of its arrays to other libraries: tensors, NumPy arrays, and so on."""
         return self._native.exports
 
     def prepare(
@@ -141,13 +141,13 @@ class Lease(Closing, Mapping[str, Array]):
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
     ) -> Prepared:
-        """Gets and imports a version that is to take the addresses of this one, which stays in use meanwhile: the device holds both.
+        """Gets and imports a version for `switch`. The current version stays in use; the device holds both.
 
-        By default it is one that is newer than this; with `version` that one; with `name` that of another object. It must have the same
-        parts, of each at least the same bytes, and each array that is mapped here, by name, with the same type, shape, strides and place;
-        it may have more. Blocks for the driver's calls.
+        By default any version newer than this one; `version` selects one, and `name` selects another object. It must have the same parts
+        with at least the same size each, and every array that is mapped here with the same name, type, shape, strides and offset; it may
+        have more. Blocks for the driver calls.
 
-        Raises `Differs` with a list of what does not fit, and what `Broker.get` does.
+        Raises `Differs` with a list of the differences, and as `Broker.get`.
         """
         if version is None and newer_than is None and name is None:
             newer_than = self.version
@@ -165,25 +165,26 @@ class Lease(Closing, Mapping[str, Array]):
         return Prepared(prepared)
 
     def switch(self, prepared: Prepared, *, exported: t.Literal["valid"] | None = None) -> Prepared:
-        """Puts a version that was prepared at the addresses of this one, and returns the old one, which can be switched back to: close or drop
-        it to end its lease and release its memory.
+        """Maps a prepared version at this lease's addresses. Returns the previous version, which can be switched back to; close or drop it
+        to end its lease and release its memory.
 
-        Waits until all work of the devices' primary contexts is done. Arrays read the new version afterwards, and so do tensors, pointers
-        and captured graphs that have the addresses. What was written to pages of a lease with `copy_on_write` is lost. **Nothing may use the
-        memory while it runs**: on a GPU a kernel that does loses its context. While exports to other libraries are alive this is the caller's promise, which `exported="valid"` gives. Private copies,
-        which `state_dict` makes and modules get as buffers, keep the old version's values; `Loaded.switch` fills its own anew.
+        Waits until all work in the devices' primary contexts is done. Arrays then read the new version, and so do tensors, pointers and
+        captured graphs with these addresses. Writes to pages of a `copy_on_write` lease are lost. **Nothing may use the memory during the
+        call**: on a GPU, a kernel that does loses its context. While other libraries hold exports, `exported="valid"` is the caller's
+        promise that they do not use them. Private copies, which `state_dict` makes and modules get as buffers, keep the previous version's
+        values; `Loaded.switch` refills its own.
 
-        Raises `ExportError` (a `BufferError`) without that promise, where there are exports; `Invalid` if this is parked, or the version
-        was prepared for another layout; `Error` if the driver fails: then the old version is mapped again, or this is parked.
+        Raises `ExportError` (a `BufferError`) if there are exports and no promise; `Invalid` if the lease is parked, or the version was
+        prepared for another layout; `Error` if the driver fails: then the previous version is mapped again, or the lease is parked.
         """
         return Prepared(self._native.switch(prepared._native, _arguments.promised(exported)))
 
     def park(self, *, keep_lease: bool = False, exported: t.Literal["valid"] | None = None) -> None:
-        """Gives the memory back and keeps the addresses, for `unpark`. Meanwhile its arrays can't be read, and nothing may use their
+        """Unmaps the memory and keeps the addresses reserved for `unpark`. Until then its arrays cannot be read, and nothing may use their
         addresses.
 
-        With `keep_lease` the broker keeps this version for this process. Without, the lease ends. Waits as `switch` does; `exported` is the
-        same promise, until `unpark` has returned. Raises what `switch` does.
+        With `keep_lease` the broker keeps this version for this process; otherwise the lease ends. Waits as `switch` does; `exported` is
+        the same promise, and holds until `unpark` returns. Raises as `switch`.
         """
         self._native.park(keep_lease, _arguments.promised(exported))
 
@@ -197,9 +198,9 @@ class Lease(Closing, Mapping[str, Array]):
         digest: t.Digest | None = None,
         wait: t.Time | None = None,
     ) -> None:
-        """Fills the addresses again: with the version that was there, another one, or the newest. It must fit as `prepare` says.
+        """Maps memory at the parked addresses: the parked version by default, another one, or the newest. It must fit as for `prepare`.
 
-        Raises `Invalid` if this is not parked, and what `prepare` does. It stays parked then, and can be tried again.
+        Raises `Invalid` if the lease is not parked, and as `prepare`. After an error the lease stays parked, and the call can be repeated.
         """
         if version is None and name is None:
             version = self.version
@@ -222,25 +223,25 @@ class Lease(Closing, Mapping[str, Array]):
         module: t.Module | None = None,
         private: Iterable[str] = (),
     ) -> dict[str, t.Tensor]:
-        """Its tensors as PyTorch's, by name: for `module.load_state_dict(..., assign=True)`. They hold the memory and need no gradient. Tied
-        names are tensors of one storage, and views are views of it.
+        """Returns its tensors by name, as PyTorch tensors for `module.load_state_dict(..., assign=True)`. They hold the memory and need no
+        gradient. Tied names share one storage, and views are views of it.
 
-        Parameters are the mapped memory itself, read-only: a write to them ends the CUDA context, on the host the process, and PyTorch
-        does not know. So does a step of an optimizer: PyTorch gives parameters the `requires_grad` that the module's had, so call
-        `module.requires_grad_(False)`. A `load_state_dict` without `assign=True` writes too; `vmmfd.torch.guard()` makes modules refuse it.
+        Parameters are the mapped memory itself, read-only, which PyTorch cannot know: a write destroys the CUDA context, or on the host
+        backend kills the process. An optimizer step writes too: PyTorch gives parameters the module's previous `requires_grad`, so call
+        `module.requires_grad_(False)`. So does `load_state_dict` without `assign=True`; `vmmfd.torch.guard()` makes modules refuse it.
 
-        All tensors that are not known to be parameters are private copies, which a model may write; with `writable_buffers=False` they are
-        the memory too. What was put as a module, or as `nn.Parameter` (`state_dict(keep_vars=True)`), is known; of safetensors and plain
-        state dicts nothing is, unless `module` is given: a module that the tensors are for, which then decides. Weights of its embeddings
-        with `max_norm`, which PyTorch writes to, and tensors that `private` names are private copies too. Copies of more than 64 MiB are
-        warned of. If the lease was got with `copy_on_write`, all tensors are the memory itself and may be written, and only those that
-        `private` names are copied.
+        Every tensor that is not known to be a parameter is a private copy, which a model may write; with `writable_buffers=False` it is the
+        mapped memory too. Parameters are known if the object was put as a module or with `nn.Parameter` values
+        (`state_dict(keep_vars=True)`). Safetensors and plain state dicts do not mark them: give the `module` that the tensors are for.
+        Embedding weights with `max_norm`, which PyTorch writes to, and tensors named in `private` are also private copies. Copies of more
+        than 64 MiB cause a warning. If the lease was got with `copy_on_write`, all tensors are the memory itself and writable, and only the
+        `private` tensors are copied.
 
-        What a `state_dict` does not have (buffers that are not persistent, tensors that are plain attributes of modules) comes with
-        `everything=True`.
+        `everything=True` adds the tensors that a `state_dict` omits: non-persistent buffers, and tensors that are plain attributes of
+        modules.
 
-        Raises `Differs` for a type that PyTorch has not, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for
-        names that several parts have, and for one in `private` that the object has not."""
+        Raises `Differs` for a type that PyTorch lacks, `Unsupported` for an object on a GPU that PyTorch does not see, `Invalid` for names
+        that several parts share, and for an unknown name in `private`."""
         from .torch._get import _state_dict
 
         return _state_dict(self, writable_buffers=writable_buffers, everything=everything, module=module, private=private)
@@ -248,26 +249,26 @@ class Lease(Closing, Mapping[str, Array]):
     def load(
         self, into: t.Module, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
     ) -> Loaded:
-        """Makes its tensors the parameters and buffers of a module of PyTorch, which may be on the meta device, and returns a
-        `vmmfd.torch.Loaded`, with which another version can take their place.
+        """Installs its tensors as the parameters and buffers of a PyTorch module, which may be on the meta device. Returns a
+        `vmmfd.torch.Loaded`, which can switch to another version.
 
-        Parameters are the mapped memory itself, read-only, as `state_dict` says, and need no gradient. Names that are tied in the object, or
-        in the module if the object has one of them, are one parameter afterwards; but two in the same memory if the class or the attributes
-        of their parameters differ in the module. All else is a private copy: buffers, those in no
-        `state_dict` too, and tensors that are plain attributes of modules; unless `writable_buffers=False`. So are the parameters that
-        `private` names, and weights of embeddings with `max_norm`, which PyTorch writes to. Plain attributes come where the module has
-        a tensor. A `load_state_dict` without `assign=True` raises `ExportError` from then on, as it would write to the memory; a step
-        of an optimizer after `requires_grad_(True)` does write there, and ends the process. Copies of more than 64 MiB are warned of. If
-        the lease was got with `copy_on_write`, all tensors are the memory itself and may be written.
+        Parameters are the mapped memory itself, read-only, as for `state_dict`, and need no gradient. Names that are tied in the object, or
+        in the module if the object has one of them, become one parameter; if their class or attributes differ in the module, they become
+        two parameters with the same memory. Everything else is a private copy, unless `writable_buffers=False`: buffers, including those in
+        no `state_dict`, and tensors that are plain attributes of modules. So are the parameters named in `private`, and embedding weights
+        with `max_norm`, which PyTorch writes to. A plain attribute is set where the module has a tensor. From then on `load_state_dict`
+        without `assign=True` raises `ExportError`, as it would write to the memory; an optimizer step after `requires_grad_(True)` does
+        write there, and kills the process. Copies of more than 64 MiB cause a warning. If the lease was got with `copy_on_write`, all
+        tensors are the memory itself and writable.
 
-        Raises `Differs` with a list of all names, types and shapes that do not fit; the module is as it was then. With `strict=False`
-        names that only one of them has do not count, but for those that would stay on the meta device."""
+        Raises `Differs` with a list of all mismatched names, types and shapes; the module is then unchanged. `strict=False` ignores names
+        that only one side has, except those that would stay on the meta device."""
         from .torch._module import _load
 
         return Loaded(self, into, _load(self, into, strict=strict, writable_buffers=writable_buffers, private=private))
 
     def close(self) -> None:
-        """Ends the lease, and releases its memory: now if no array of it is alive, else when the last one is gone. To close twice does
+        """Closes the lease and releases its memory: now if no array of it is alive, else when the last one is gone. Closing twice does
         nothing."""
         self._native.close()
 
@@ -277,7 +278,7 @@ class Lease(Closing, Mapping[str, Array]):
                 return "<vmmfd.Lease: closed>"
             parked = ", parked" if self.is_parked else ""
             return f"<vmmfd.Lease: {self.name} version {self.version}{parked}>"
-        except Invalid:  # Closed by another thread meanwhile, or in a fork.
+        except Invalid:  # Closed by another thread, or in a fork.
             return "<vmmfd.Lease: not usable here>"
 
     def __reduce__(self) -> t.Any:
@@ -285,8 +286,8 @@ class Lease(Closing, Mapping[str, Array]):
 
 
 class Prepared(Closing):
-    """A version that is imported and mapped nowhere, ready to take the addresses of a lease: `Lease.switch`. It holds the version's lease
-    and its memory until it is closed, dropped or switched to. A context manager, which closes it."""
+    """An imported version without a mapping, ready for `Lease.switch`. It holds the version's lease and memory until it is closed, dropped
+    or switched to. A context manager that closes it."""
 
     __slots__ = ("__weakref__", "_native")
 
@@ -300,7 +301,7 @@ class Prepared(Closing):
 
     @property
     def version(self) -> int:
-        """Its version."""
+        """The version, counted from 1."""
         return self._native.version
 
     @property
@@ -310,30 +311,30 @@ class Prepared(Closing):
 
     @property
     def metadata(self) -> dict[str, t.Any]:
-        """What its maker says of it; empty if nothing."""
+        """The maker's metadata, empty if none."""
         return self._native.metadata
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, or switched to."""
+        """Whether it is closed, or was switched to."""
         return self._native.is_closed
 
     def close(self) -> None:
-        """Ends its lease, and releases its memory. To close twice, or after it was switched to, does nothing."""
+        """Ends its lease and releases its memory. Does nothing if it is closed or was switched to."""
         self._native.close()
 
     def __repr__(self) -> str:
         try:
             return "<vmmfd.Prepared: closed>" if self.is_closed else f"<vmmfd.Prepared: {self.name} version {self.version}>"
-        except Invalid:  # Closed by another thread meanwhile, or in a fork.
+        except Invalid:  # Closed by another thread, or in a fork.
             return "<vmmfd.Prepared: not usable here>"
 
 
 class Loaded:
-    """A module whose parameters are memory of the broker: what `broker.load` returns.
+    """A module whose parameters are the broker's memory. Returned by `Broker.load` and `Lease.load`.
 
-    `lease` is the lease, `module` the module, and `private` the names of the tensors that are private copies. The module keeps the memory
-    by itself: this object is only needed to `switch` or `refresh`, and may be dropped.
+    `lease` is the lease, `module` the module, and `private` the names of the tensors that are private copies. The module itself keeps the
+    memory: this object is only needed for `switch` and `refresh`, and may be dropped.
     """
 
     def __init__(self, lease: Lease, module: t.Any, filled: t.Any) -> None:
@@ -343,15 +344,15 @@ class Loaded:
         self._filled = filled
 
     def refresh(self, *, moved: t.Literal["ignore"] | None = None) -> None:
-        """Copies the current version's bytes into the private copies again, at their addresses: caches and statistics that the module has
-        written there since are lost. Does not wait: the copies are in order on PyTorch's current stream. A module that was loaded with
-        `copy_on_write` has no private copies but those that `private` names, and keeps what was written to its other tensors.
+        """Copies the current version's bytes into the private copies again, in place: caches and statistics that the module has written
+        there are lost. Does not wait: the copies are ordered on PyTorch's current stream. If the module was loaded with `copy_on_write`,
+        only the tensors named in `private` are refreshed; writes to its other tensors stay.
 
-        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` does if tensors moved."""
+        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` if tensors were replaced."""
         if self.lease.is_closed:
-            raise Invalid("the lease is closed: load the module anew")
+            raise Invalid("the lease is closed: load the module again")
         if self.lease.is_parked:
-            raise Invalid(f"the lease of {self.lease.name!r} is parked, and has no memory: unpark it first")
+            raise Invalid(f"the lease of {self.lease.name!r} is parked and has no memory: unpark it first")
         from .torch._module import _check_moved, _refresh
 
         _check_moved(self._filled.installed, moved)
@@ -359,11 +360,11 @@ class Loaded:
 
     @property
     def version(self) -> int:
-        """The version that is there now."""
+        """The current version."""
         return self.lease.version
 
     def prepare(self, name: str | None = None, **options: t.Any) -> Prepared:
-        """Gets and imports a version that is to take the place of this one, which stays in use meanwhile: `Lease.prepare`."""
+        """Gets and imports a version for `switch`. The current version stays in use: see `Lease.prepare`."""
         return self.lease.prepare(name, **options)
 
     def switch(
@@ -374,15 +375,15 @@ class Loaded:
         refresh: bool = True,
         moved: t.Literal["ignore"] | None = None,
     ) -> Prepared:
-        """Puts another version at the addresses of this one, and returns the old one, to switch back to or to close.
+        """Maps another version at the module's addresses. Returns the previous version, to switch back to or to close.
 
-        `prepared` is what `prepare` returned; without it, the newest version is prepared first. Waits for the device's work, then
-        for the driver's calls. Tensors, views and captured CUDA graphs have the new version's values from then on; so have the private
-        copies, unless `refresh` is false. You promise that nothing uses the module meanwhile, in another thread or stream.
+        `prepared` is the result of `prepare`; without it, the newest version is prepared first. Waits for the device's work, then for the
+        driver calls. Tensors, views and captured CUDA graphs then have the new version's values, and so do the private copies, unless
+        `refresh` is false. The caller promises that no other thread or stream uses the module during the call.
 
-        Raises what `lease.prepare` and `lease.switch` raise; `vmmfd.Differs` for a version of another layout, and, unless
-        `moved="ignore"`, with a list of the parameters and buffers in whose place the module has others now, as after `half()` or `to()`:
-        the new version does not come there.
+        Raises as `lease.prepare` and `lease.switch`, and `vmmfd.Differs` for a version of another layout. Unless `moved="ignore"`, also
+        raises `vmmfd.Differs`, with a list, if the module has replaced loaded parameters or buffers, for example in `half()` or `to()`: the
+        new version would not reach the replacements.
         """
         from .torch._module import _check_moved
 
@@ -399,20 +400,20 @@ class Loaded:
 
 
 class Claim(Closing):
-    """The right to be the one that makes an object, or a part of it: `Broker.claim`. Others wait for it. To put the object ends it; to close
-    or drop it passes it to the next that waits, and so do the end of this process and of the broker. A context manager, which closes it."""
+    """The right to create an object, or a part of it, while other claimants wait: `Broker.claim`. Putting the object ends the claim.
+    Closing or dropping it, or the exit of this process or the broker, passes it to the next waiting claimant. A context manager that closes
+    it."""
 
     __slots__ = ("__weakref__", "_native", "_put", "name")
 
     def __init__(self, put: Callable[..., Published], name: str, claim: _native.Claim) -> None:
-        # `Broker.put`.
         self._put = put
         self._native = claim
         self.name = name
 
     def put(self, value: t.Any, **options: t.Any) -> Published:
-        """Puts the object, as `Broker.put` does with these options, and ends the claim. Raises `Invalid` once it is closed, and what
-        `Broker.put` does: it is not ended then."""
+        """Puts the object with `Broker.put` and these options, and ends the claim. Raises `Invalid` if the claim is closed, and as
+        `Broker.put`; the claim then stays open."""
         if self.is_closed:
             raise Invalid(f"the claim of {self.name!r} has ended, and another process may have it: claim it again")
         published = self._put(self.name, value, **options)
@@ -421,11 +422,11 @@ class Claim(Closing):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the claim is closed."""
         return self._native.is_closed
 
     def close(self) -> None:
-        """Passes it on. To close twice, or once the object is put, does nothing."""
+        """Passes the claim on. Does nothing if it is closed, or the object is put."""
         self._native.close()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The native half, internal but for `Array` and `Device`.
+"""The native extension. Internal, except `Array` and `Device`.
 
 Longer than 500 lines: an extension module has one stub file.
 """
@@ -16,7 +16,7 @@ _Index = SupportsIndex | slice | EllipsisType
 _Path = str | os.PathLike[str]
 _Time = float | datetime.timedelta
 _DeviceName = int | str | Device
-# A broker: its path, the backend, the timeout in seconds, and the users that it may belong to.
+# A broker: path, backend, timeout in seconds, trusted user ids.
 _Place = tuple[str, str, float, list[int]]
 
 __version__: str
@@ -25,26 +25,26 @@ __version__: str
 
 @final
 class Device:
-    """A device: of CUDA, or this machine's memory. Equal are those with the same UUID.
+    """A CUDA device, or this machine's memory. Devices with the same UUID are equal.
 
     Attributes: `uuid`, `name` and `backend` (str), `ordinal` (int).
     """
 
     @property
     def uuid(self) -> str:
-        """Its UUID with its prefix, as `nvidia-smi -L` prints it and `CUDA_VISIBLE_DEVICES` takes it; the same in every process."""
+        """The UUID with its prefix, as in `nvidia-smi -L` and `CUDA_VISIBLE_DEVICES`; the same in every process."""
 
     @property
     def ordinal(self) -> int:
-        """Its number in this process, which may be another in another one."""
+        """The ordinal in this process; other processes may number devices differently."""
 
     @property
     def name(self) -> str:
-        """Its name, such as `NVIDIA H200`."""
+        """The name, such as `NVIDIA H200`."""
 
     @property
     def backend(self) -> Literal["cuda", "host"]:
-        """Where its memory is: `host` is ordinary memory of this machine, and no GPU."""
+        """Where the memory is: `host` is ordinary memory of this machine, not a GPU."""
 
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self, /) -> int: ...
@@ -53,15 +53,15 @@ class Device:
 class Array:
     """A typed, strided view of memory that is shared between processes.
 
-    It keeps the memory, and only it does: the memory stays for as long as an array of it, or what another library made of one, is there.
-    Other libraries take it without a copy: `torch.from_dlpack`, `cupy.from_dlpack`, `jax.dlpack.from_dlpack`, `numpy.from_dlpack` (on the
-    host backend), and what reads `__cuda_array_interface__` or, on the host backend, `__array_interface__` and the buffer protocol.
+    The memory stays mapped while an `Array` of it, or an object that another library made from one, exists. Other libraries use it without
+    a copy through `torch.from_dlpack`, `cupy.from_dlpack`, `jax.dlpack.from_dlpack`, `numpy.from_dlpack` (on the host backend),
+    `__cuda_array_interface__` and, on the host backend, `__array_interface__` and the buffer protocol.
 
-    All that this process copied with its methods is there when they return. What other libraries queue on the memory is theirs to order.
+    Copies made by its methods are complete when the methods return. The caller must order work that other libraries queue on the memory.
 
-    Attributes: `shape` and `strides` (tuples of int), `dtype` (`DType`), `itemsize`, `ndim`, `size`, `nbytes` and `address` (int), `readonly`
-    and `is_mapped` (bool), `device` (`Device`), `T` (`Array`). An index (int, slice, one `...`, or a tuple of them) gives an `Array`, and so
-    does each step of an iteration along the first dimension.
+    Attributes: `shape` and `strides` (tuples of int), `dtype` (`DType`), `itemsize`, `ndim`, `size`, `nbytes` and `address` (int),
+    `readonly` and `is_mapped` (bool), `device` (`Device`), `T` (`Array`). An index (int, slice, one `...`, or a tuple of them) returns an
+    `Array`, as does each step of an iteration along the first dimension.
     """
 
     @property
@@ -70,15 +70,16 @@ class Array:
 
     @property
     def dtype(self) -> DType:
-        """The type of each element: a `DType`, which is a str such as `float32` or `bfloat16`, and equals the types of NumPy."""
+        """The element type: a `DType`, a str such as `float32` or `bfloat16` that equals NumPy's types."""
 
     @property
     def __numpy_dtype__(self) -> Any:
-        """The type as a `numpy.dtype`: NumPy 2.4 and newer read it. Raises `ImportError` without NumPy, or without ml_dtypes for its types."""
+        """The type as a `numpy.dtype`, read by NumPy 2.4 and newer. Raises `ImportError` without NumPy, or without ml_dtypes for its
+        types."""
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The step from an element to the next along each dimension, in bytes."""
+        """The step between elements along each dimension, in bytes."""
 
     @property
     def itemsize(self) -> int:
@@ -86,78 +87,78 @@ class Array:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """The number of dimensions."""
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
 
     @property
     def nbytes(self) -> int:
-        """The size of all its elements together, in bytes."""
+        """The total size of its elements, in bytes."""
 
     @property
     def readonly(self) -> bool:
-        """Whether this process may only read it. A store all the same ends the CUDA context, or on the host backend the process."""
+        """Whether this process may only read it. A write would destroy the CUDA context, or on the host backend kill the process."""
 
     @property
     def is_mapped(self) -> bool:
-        """Whether another process made its memory."""
+        """Whether another process created its memory."""
 
     @property
     def device(self) -> Device:
-        """The device that uses it here."""
+        """The device on which this process uses it."""
 
     @property
     def address(self) -> int:
         """The address of its first element: a `CUdeviceptr`, or on the host backend an address of this process.
 
-        Raises `Error` while nothing is mapped there, and in a fork."""
+        Raises `Error` while no memory is mapped there, and in a fork."""
 
     @property
     def _memory(self) -> Memory | None:
-        """The memory of this process's own that it is in, which a broker can be given without a copy."""
+        """The memory that contains it, if this process created it and can publish it without a copy."""
 
     @property
     def T(self) -> Array:
         """The same elements with the axes in reverse order."""
 
     def transpose(self, *axes: int | Sequence[int]) -> Array:
-        """The same elements with the axes in this order; without any, in reverse order. Raises `Invalid` unless each is named once."""
+        """The same elements with the axes in this order; without arguments, in reverse order. Raises `Invalid` unless each axis appears
+        once."""
 
     def __len__(self, /) -> int: ...
     def __getitem__(self, index: _Index | tuple[_Index, ...], /) -> Array:
-        """The part of it that whole numbers, slices and one ellipsis select: a view, also of one element.
+        """A view selected by integers, slices and at most one ellipsis; a view even for a single element.
 
-        Raises `IndexError` for what is outside, `TypeError` for other indices."""
+        Raises `IndexError` for an index out of range, `TypeError` for other kinds of index."""
 
     def __iter__(self, /) -> Iterator[Array]: ...
     def reinterpret(self, dtype: Any, shape: int | Sequence[int] | None = None) -> Array:
-        """The same bytes as elements of another type: a view.
+        """A view of the same bytes as another element type.
 
-        Without a `shape` the last dimension grows or shrinks. `dtype` is a name, or a dtype of NumPy, ml_dtypes, JAX or PyTorch. Raises
-        `Invalid` if the bytes do not fit, or the elements have gaps between them."""
+        Without `shape`, the last dimension grows or shrinks. `dtype` is a name, or a dtype of NumPy, ml_dtypes, JAX or PyTorch. Raises
+        `Invalid` if the size does not fit, or the elements are not contiguous."""
 
     def writable(self, by: Literal["promise"]) -> Array:
-        """The same array, said to be writable to other libraries although it may only be read here.
+        """The same array, exported as writable although this process may only read it.
 
-        For libraries that know no read-only arrays (a consumer of DLPack before version 1.0; PyTorch's `__cuda_array_interface__`). The
-        word is the caller's promise that nothing writes to it: a store into memory that is mapped read-only ends the CUDA context of
-        this process, with all that is in it (Xid 31), and on the host backend the process (SIGSEGV). `readonly` stays as it is."""
+        For libraries without read-only arrays (DLPack consumers before version 1.0; PyTorch's `__cuda_array_interface__`). The argument is
+        the caller's promise that nothing writes to it: a store into memory that is mapped read-only destroys the CUDA context of this
+        process and everything in it (Xid 31), or on the host backend kills the process (SIGSEGV). `readonly` is unchanged."""
 
     def copy_from(self, source: Any) -> None:
-        """Copies the elements of another array of this shape and type into it: of anything that `asarray` takes.
+        """Copies the elements of another array, of the same shape and type, into it. Accepts what `asarray` accepts.
 
-        Blocks, with the GIL released, until they are there. What Ctrl-C or an error ends leaves it partly written. Raises `Invalid` for
-        another shape or type, and for an array that is on a GPU while this one is not or the other way round; `Denied` or `Error` if it may
-        only be read."""
+        Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
+        shape or type, and for a copy between a GPU and the host; `Denied` or `Error` if it is read-only."""
 
     def copy_to(self, destination: Any) -> None:
-        """Copies its elements into another array of this shape and type, which is writable. Blocks, with the GIL released, until they are
-        there. Raises as `copy_from`."""
+        """Copies its elements into another array, which must be writable and of the same shape and type. Blocks, with the GIL released,
+        until the copy is complete. Raises as `copy_from`."""
 
     def tobytes(self) -> bytes:
-        """Its elements as bytes, in C order. Blocks, with the GIL released."""
+        """Returns its elements as bytes, in C order. Blocks, with the GIL released."""
 
     def __dlpack__(
         self,
@@ -167,44 +168,44 @@ class Array:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> Any:
-        """A capsule for another library, as the array API standard has it.
+        """Returns a DLPack capsule, as defined by the array API standard.
 
-        On CUDA `stream` is 1 (legacy default), 2 (per-thread default), a stream, -1 or `None`; 0 is an error, and on the host anything but
-        `None`. No stream waits: what this process copied is there. `copy=True` is a contiguous copy in new memory.
+        On CUDA, `stream` is 1 (legacy default), 2 (per-thread default), a stream, -1 or `None`; 0 is an error. On the host it must be
+        `None`. No stream waits: this process's copies are complete. `copy=True` returns a contiguous copy in new memory.
 
-        Raises `BufferError` for read-only memory unless `max_version` is at least (1, 0) (see `writable`), for another `dl_device`, and
-        for elements that DLPack has no code for; `Invalid` for a stream that is none."""
+        Raises `BufferError` for read-only memory unless `max_version` is at least (1, 0) (see `writable`), for another `dl_device`, and for
+        element types without a DLPack code; `Invalid` for an invalid stream."""
 
     def _capsule(self) -> Any:
-        """A capsule of DLPack without the read-only flag, for which no stream waits: the caller promises not to write."""
+        """Returns a DLPack capsule without the read-only flag; no stream waits. The caller promises not to write."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """DLPack's type of device, and its number in this process."""
+        """The DLPack device type, and the device's ordinal in this process."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The CUDA array interface, version 3; its `stream` is `None`, as all is synchronised.
+        """The CUDA array interface, version 3. Its `stream` is `None`, as all copies are complete.
 
-        Raises `AttributeError` on the host backend and for elements without a typestr (`bfloat16`, the 8-bit floats)."""
+        Raises `AttributeError` on the host backend and for element types without a typestr (`bfloat16`, the 8-bit floats)."""
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """NumPy's array interface, version 3. Raises `AttributeError` on a GPU and for elements without a typestr."""
+        """NumPy's array interface, version 3. Raises `AttributeError` on a GPU and for element types without a typestr."""
 
     def __array__(self, dtype: Any = None, *, copy: bool | None = None) -> Any:
-        """The elements as an array of NumPy, in the same memory. NumPy calls it for types of ml_dtypes, and for memory of a GPU: raises
-        `TypeError` for that, and without ml_dtypes."""
+        """Returns a NumPy array of the same memory. NumPy calls it for ml_dtypes types. Raises `TypeError` for GPU memory, and without
+        ml_dtypes for its types."""
 
     def __buffer__(self, flags: int, /) -> memoryview:
-        """The buffer protocol, on the host backend. Raises `BufferError` on a GPU, for a view to write of read-only memory, and for
-        elements without a format."""
+        """The buffer protocol, on the host backend. Raises `BufferError` on a GPU, for a writable view of read-only memory, and for element
+        types without a format."""
 
     def __reduce__(self) -> Any:
         """Raises `TypeError`: memory can't be pickled."""
 
 @final
 class Memory:
-    """Memory of this process's own, in bytes. Internal: what the broker is given."""
+    """Memory created by this process, in bytes. Internal: a put passes it to the broker."""
 
     def __new__(cls, size: int, *, device: _DeviceName | None = None, backend: str = "auto") -> Memory: ...
     @property
@@ -218,50 +219,51 @@ class Memory:
     def array(
         self, dtype: Any, shape: int | Sequence[int], strides: Sequence[int] | None = None, offset: int = 0
     ) -> Array:
-        """An array in it, `offset` bytes from its beginning."""
+        """Returns an array at a byte offset in it."""
 
 def empty(
     shape: int | Sequence[int], dtype: Any, *, device: _DeviceName | None = None, backend: str = "auto"
 ) -> Array:
-    """Makes an `Array` in new shared memory. Contents are undefined.
+    """Creates an `Array` in new shared memory. Contents are undefined.
 
     `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
-    of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is a number in this process, a UUID or the beginning of one, or a
-    `Device`; the first one by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, and the host only where there is no driver
-    or no device.
+    of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
+    `Device`; the first device by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver or no
+    device.
 
-    Blocks, with the GIL released, while the driver allocates, and the first time while it starts. Raises `Invalid`, also for types that
-    readers would not get back as they are (with fields, of less than 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error`
-    for a device that is not there; `Unsupported`."""
+    Blocks, with the GIL released, while the driver allocates, and on first use while it starts. Raises `Invalid`, also for types that
+    readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
+    device; `Unsupported`."""
 
 def asarray(object: Any, *, device: _DeviceName | None = None, backend: str = "auto") -> Array:
     """Copies an array of another library into new shared memory, in C order. Returns an `Array`.
 
-    `object` speaks the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or is an `Array`, which is copied
-    too, or a scalar of NumPy. On CUDA the copy is on the device that the array is on, or on `device` (int, str or `Device`). `backend` (str) is
-    as for `empty`. Blocks, with the GIL released, until it is there. Raises as `empty`, and `Invalid` for an object that is no array, and
-    for one on a GPU while `backend` is the host."""
+    `object` supports the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or it is a NumPy scalar, or an
+    `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str) is as
+    for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not an
+    array, and for a GPU array with the host backend."""
 
 def devices(backend: str = "auto") -> list[Device]:
-    """The devices that this process sees, a list of `Device` by number: `CUDA_VISIBLE_DEVICES` is applied. The first time it starts the driver."""
+    """Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver."""
 
 def device_uuid(ordinal: int = 0, *, backend: str = "auto") -> str:
-    """The UUID (str) of a device by its number in this process (int), with its prefix. Raises `Error` if there is none."""
+    """Returns the UUID (str) of a device, with its prefix, from its ordinal in this process (int). Raises `Error` if there is no such
+    device."""
 
 def same_device(
     a: Device | Array | int | str | bytes | object, b: Device | Array | int | str | bytes | object
 ) -> bool:
-    """Whether two names are of one device (bool).
+    """Returns whether two names identify the same device (bool).
 
-    A name is a `Device`, an `Array`, a number in this process (int), a UUID (str) in any case, with or without `GPU-` or `MIG-` before it, or the
-    beginning of one, as `CUDA_VISIBLE_DEVICES` has it; the 16 bytes of one; or what prints itself as one. Raises `Invalid` for what
-    names none."""
+    A name is a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose str is a UUID. A UUID
+    (str) may be in any case, with or without `GPU-` or `MIG-`, or shortened to its first characters as in `CUDA_VISIBLE_DEVICES`. Raises
+    `Invalid` for an argument that names no device."""
 
 def _dtype_name(object: Any, strict: bool) -> str | None:
-    """The spelling of the type that an object is. With `strict` raises `Invalid` for an object that is no type, without it returns None."""
+    """Returns the spelling of an object's type. For an object that is not a type, raises `Invalid` if `strict`, else returns None."""
 
 def _settle(timeout: float) -> bool:
-    """Waits until the memory that was dropped is given back. False if that took longer than `timeout` seconds."""
+    """Waits until dropped memory is released. Returns False after `timeout` seconds."""
 
 def _serve(
     path: _Path | None, array: Array, consumers: int, timeout: _Time
@@ -507,7 +509,7 @@ def torch_pool_open(device: int, arena: int, size: int | None = None) -> None: .
 def torch_pool_find(address: int) -> tuple[Memory, int] | None: ...
 def torch_pool_close(address: int) -> bool: ...
 def torch_pool_figures(device: int) -> dict[str, int]: ...
-def torch_pool_trouble() -> str | None: ...
+def torch_pool_last_error() -> str | None: ...
 def make_read_only(memory: Memory, promised: bool = False) -> None: ...
 def check_read_only(memories: list[Memory], promised: bool = False) -> None: ...
 

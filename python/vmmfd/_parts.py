@@ -1,4 +1,4 @@
-"""The parts that a value is put as: memory, and the table of the arrays in it."""
+"""Splits a value to put into parts: memory, and the table of its arrays."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from . import _native
 from . import _types as t
 from ._errors import Invalid
 
-# The name of the part of an object that has one.
+# The name of the only part.
 _PART = "all"
 
 
 def plan(
     client: _native.Client, value: t.Any, *, part: str | None, device: t.DeviceName | None, copy: bool | None, seal: bool
 ) -> tuple[list[_native._PartPlan], dict[str, t.Any], object]:
-    """The parts of a value, what they add to the metadata, and what must live until they are put."""
+    """Returns the parts of a value, the metadata to add, and the object that must live until the put is done."""
     own = getattr(type(value), "_plan", None)
     if own is not None and type(value).__module__.startswith("vmmfd."):
         parts, additions, keep_alive = own(value, copy=copy, device=device)
@@ -29,17 +29,17 @@ def plan(
 
         return _plan(client, value, part=part or _PART, device=device, copy=copy, seal=seal)
     if not isinstance(value, Mapping):
-        raise Invalid(f"value is of type {type(value).__name__}: give a mapping of names to arrays, such as {{'x': array}}")
+        raise Invalid(f"value has type {type(value).__name__}: give a mapping of names to arrays, such as {{'x': array}}")
     arrays = []
     for name, array in value.items():
         if not isinstance(name, str):
-            raise Invalid(f"value has the key {name!r}, of type {type(name).__name__}: arrays have names, which are str")
+            raise Invalid(f"value has the key {name!r}, of type {type(name).__name__}: array names must be str")
         arrays.append((name, array))
     return [client.plan(arrays, part or _PART, device=device, copy=copy)], {}, arrays
 
 
 def _is_torchs(torch: t.Any, value: t.Any) -> bool:
-    """Whether a value is what PyTorch makes: a module, or a mapping with tensors."""
+    """Returns whether a value belongs to PyTorch: a module, or a mapping with tensors."""
     module, tensor = getattr(getattr(torch, "nn", None), "Module", None), getattr(torch, "Tensor", None)
     if module is None or tensor is None:
         return False

@@ -1,4 +1,4 @@
-"""What a broker reports, as plain records: their classes, and functions that make them of the native client's dicts."""
+"""The broker's reports as plain records, and the functions that convert the native client's dicts to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from . import _types as t
 
 
 class Record:
-    """Plain values with names."""
+    """Plain named values."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -30,7 +30,7 @@ class Record:
 
 
 class Published(Record):
-    """What `Broker.put` returns: the object's `name`, its `version`, counted from 1, and the version's UUID `id`."""
+    """The result of `Broker.put`: the object's `name`, its `version`, counted from 1, and the version's UUID `id`."""
 
     __slots__ = ("id", "name", "version")
 
@@ -40,7 +40,7 @@ class Published(Record):
 
 
 class Owner(Record):
-    """A user and a group, by their numbers."""
+    """A user id and a group id."""
 
     __slots__ = ("gid", "uid")
 
@@ -49,8 +49,8 @@ class Owner(Record):
 
 
 class LeasedPart(Record):
-    """A part of a leased object: its `name`, how many bytes of data it has (`size`) and of memory (`mapped_size`), its `digest` in its
-    maker's words or None, the UUID of the `device` that has it, and how many `arrays` are in it."""
+    """A part of a leased object: its `name`, the bytes of data (`size`) and of memory (`mapped_size`), its `digest` as given by its maker
+    or None, the UUID of its `device`, and the number of its `arrays`."""
 
     __slots__ = ("arrays", "device", "digest", "mapped_size", "name", "size")
 
@@ -63,7 +63,7 @@ class LeasedPart(Record):
 
 
 class DeviceBytes(Record):
-    """Memory of a device: its UUID `device`, its `device_name`, and how many `bytes`."""
+    """Memory on a device: its UUID `device`, its `device_name`, and the number of `bytes`."""
 
     __slots__ = ("bytes", "device", "device_name")
 
@@ -73,7 +73,7 @@ class DeviceBytes(Record):
 
 
 class Maker(Record):
-    """A process: its number `pid` as the broker sees it, or 0; its user `uid`; and its `command`, where the broker can read it."""
+    """A process: its `pid` as the broker sees it, or 0; its user id `uid`; and its `command`, if the broker can read it."""
 
     __slots__ = ("command", "pid", "uid")
 
@@ -83,9 +83,9 @@ class Maker(Record):
 
 
 class Summary(Record):
-    """An object in short: `name`, `version`, `id`, `size` (bytes of data), `devices` (bytes of memory on each), `backend` (`cuda` or
-    `host`), how many `parts`, `segments`, `arrays` and `leases` it has, its `owner`, the `mode` of its name, and when its version was
-    `created`."""
+    """A summary of an object: `name`, `version`, `id`, `size` (bytes of data), `devices` (bytes of memory on each), `backend` (`cuda` or
+    `host`), the numbers of `parts`, `segments`, `arrays` and `leases`, its `owner`, the `mode` of its name, and the time at which the
+    version was `created`."""
 
     __slots__ = (
         "arrays", "backend", "created", "devices", "id", "leases", "mode", "name", "owner", "parts", "segments", "size", "version",
@@ -110,8 +110,8 @@ class Summary(Record):
 
 
 class PartInfo(Record):
-    """A part of an object, as its maker claims it: `name`, `size` (bytes of data), `mapped_size` (bytes of memory), how many `segments` and
-    `arrays`, the `device` that has it by its UUID and its `device_name`, its `digest` or None, and its `maker`."""
+    """A part of an object, as described by its maker: `name`, `size` (bytes of data), `mapped_size` (bytes of memory), the numbers of
+    `segments` and `arrays`, the UUID of its `device` and its `device_name`, its `digest` or None, and its `maker`."""
 
     __slots__ = ("arrays", "device", "device_name", "digest", "maker", "mapped_size", "name", "segments", "size")
 
@@ -127,7 +127,7 @@ class PartInfo(Record):
 
 
 class Report(Record):
-    """What a reader found wrong with an object's memory: the `reader`, when it said so (`at`), and its `message`."""
+    """A fault that a reader found in an object's memory: the `reader`, the time of the report (`at`), and its `message`."""
 
     __slots__ = ("at", "message", "reader")
 
@@ -137,8 +137,8 @@ class Report(Record):
 
 
 class Stat(Record):
-    """All that is known of a version: its `summary`, the `versions` of the name that can be had by number, the name's `lifetime`
-    (`"deleted"`, `"maker"`, `"leased"`, or seconds after its last lease) and how many older versions it keeps (`keep`), the `parts`, the
+    """Everything known about a version: its `summary`, the `versions` of the name that can be got by number, the name's `lifetime`
+    (`"deleted"`, `"maker"`, `"leased"`, or seconds after its last lease), the number of older versions to `keep`, the `parts`, the
     `metadata`, and the `reports` of readers."""
 
     __slots__ = ("keep", "lifetime", "metadata", "parts", "reports", "summary", "versions")
@@ -153,8 +153,8 @@ class Stat(Record):
 
 
 class HeldLease(Record):
-    """A lease that a process holds: its `number`, the object's `name`, `version` and `id`, whether the version can still be had by its name
-    (`named`), the `holder`, `since` when, and how many bytes of memory were handed out (`size`)."""
+    """A lease that a process holds: its `number`, the object's `name`, `version` and `id`, whether the version can still be got by name
+    (`named`), the `holder`, `since` when, and the bytes of memory handed out (`size`)."""
 
     __slots__ = ("holder", "id", "name", "named", "number", "since", "size", "version")
 
@@ -169,7 +169,7 @@ class HeldLease(Record):
 
 
 class UserTotal(Record):
-    """What the broker holds for a user: `uid`, how many `objects`, `leases` and `connections`, and the memory on each of `devices`."""
+    """A user's totals in the broker: `uid`, the numbers of `objects`, `leases` and `connections`, and the memory on each of `devices`."""
 
     __slots__ = ("connections", "devices", "leases", "objects", "uid")
 
@@ -181,7 +181,7 @@ class UserTotal(Record):
 
 
 class Holders(Record):
-    """What `Broker.who` returns: the `leases` that are held, and the `totals` of each user."""
+    """The result of `Broker.who`: the `leases` that are held, and the `totals` of each user."""
 
     __slots__ = ("leases", "totals")
 
@@ -190,9 +190,9 @@ class Holders(Record):
 
 
 class Event(Record):
-    """What happened to a name: `kind` is `published`, `replaced`, `deleted`, `reported`, `leased` or `ended`, or `lost` if events are not
-    known any more (compare with `Broker.list` then; all other fields are None). With the object's `name`, `version` and `id`, the event's
-    number `seq`, when it was (`at`), the process that did it (`pid`, `uid`), and a `message` or None."""
+    """An event of a name. `kind` is `published`, `replaced`, `deleted`, `reported`, `leased`, `ended`, or `lost` if events were missed
+    (compare with `Broker.list`; all other fields are None). The fields: the object's `name`, `version` and `id`, the event's sequence
+    number `seq`, its time (`at`), the process that caused it (`pid`, `uid`), and a `message` or None."""
 
     __slots__ = ("at", "id", "kind", "message", "name", "pid", "seq", "uid", "version")
 
@@ -208,8 +208,8 @@ class Event(Record):
 
 
 class Lost(Record):
-    """A lease that the broker does not count any more: the object's `name`, `version` and `id`, and why: `kind` is `unreachable` (it may be
-    restored later), `ended` or `not-restored`, `reason` a sentence. What is mapped stays mapped and valid."""
+    """A lease that the broker no longer counts: the object's `name`, `version` and `id`, the `kind` of loss (`unreachable`, which may be
+    restored later, `ended` or `not-restored`), and the `reason` as a sentence. Its mappings stay valid."""
 
     __slots__ = ("id", "kind", "name", "reason", "version")
 
@@ -221,8 +221,8 @@ class Lost(Record):
 
 
 class Restored(Record):
-    """A lease that the broker counts again: the object's `name`, `version` and `id`, and whether the broker had lost the version and has it
-    from its readers again (`rebuilt`)."""
+    """A lease that the broker counts again: the object's `name`, `version` and `id`, and whether the broker had lost the version and
+    rebuilt it from its readers (`rebuilt`)."""
 
     __slots__ = ("id", "name", "rebuilt", "version")
 
@@ -233,66 +233,66 @@ class Restored(Record):
 
 
 def time(milliseconds: float) -> t.datetime:
-    """A moment in UTC, of its milliseconds since 1970."""
+    """Converts milliseconds since 1970 to a UTC time."""
     from datetime import datetime, timedelta, timezone
 
     return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(milliseconds=milliseconds)
 
 
-def device_bytes(told: dict[str, t.Any]) -> DeviceBytes:
-    return DeviceBytes(device=told["device"]["uuid"], device_name=told["device"]["name"], bytes=told["bytes"])
+def device_bytes(fields: dict[str, t.Any]) -> DeviceBytes:
+    return DeviceBytes(device=fields["device"]["uuid"], device_name=fields["device"]["name"], bytes=fields["bytes"])
 
 
-def maker(told: dict[str, t.Any]) -> Maker:
-    return Maker(pid=told["pid"], uid=told["uid"], command=told.get("command"))
+def maker(fields: dict[str, t.Any]) -> Maker:
+    return Maker(pid=fields["pid"], uid=fields["uid"], command=fields.get("command"))
 
 
-def summary(told: dict[str, t.Any]) -> Summary:
+def summary(fields: dict[str, t.Any]) -> Summary:
     return Summary(
-        name=told["name"],
-        version=told["version"],
-        id=told["id"],
-        size=told["size"],
-        devices=tuple(device_bytes(device) for device in told["devices"]),
-        backend=told["backend"],
-        parts=told["parts"],
-        segments=told["segments"],
-        arrays=told["arrays"],
-        leases=told["leases"],
-        owner=Owner(uid=told["owner"]["uid"], gid=told["owner"]["gid"]),
-        mode=told["mode"],
-        created=time(told["created_ms"]),
+        name=fields["name"],
+        version=fields["version"],
+        id=fields["id"],
+        size=fields["size"],
+        devices=tuple(device_bytes(device) for device in fields["devices"]),
+        backend=fields["backend"],
+        parts=fields["parts"],
+        segments=fields["segments"],
+        arrays=fields["arrays"],
+        leases=fields["leases"],
+        owner=Owner(uid=fields["owner"]["uid"], gid=fields["owner"]["gid"]),
+        mode=fields["mode"],
+        created=time(fields["created_ms"]),
     )
 
 
-def part_info(told: dict[str, t.Any]) -> PartInfo:
-    memory = told["memory"]
+def part_info(fields: dict[str, t.Any]) -> PartInfo:
+    memory = fields["memory"]
     return PartInfo(
-        name=told["name"],
+        name=fields["name"],
         size=memory["size"],
         mapped_size=memory["mapped_size"],
         segments=memory["segments"],
-        arrays=told["arrays"],
+        arrays=fields["arrays"],
         device=memory["device"]["uuid"],
         device_name=memory["device"]["name"],
-        digest=told.get("digest"),
-        maker=maker(told["maker"]),
+        digest=fields.get("digest"),
+        maker=maker(fields["maker"]),
     )
 
 
-def stat(told: dict[str, t.Any]) -> Stat:
-    lifetime = told["lifetime"]
+def stat(fields: dict[str, t.Any]) -> Stat:
+    lifetime = fields["lifetime"]
     kind = lifetime["kind"]
     return Stat(
-        summary=summary(told["summary"]),
-        versions=tuple(told["versions"]),
+        summary=summary(fields["summary"]),
+        versions=tuple(fields["versions"]),
         lifetime=lifetime["ms"] / 1000 if kind == "idle" else kind,
-        keep=told["keep"],
-        parts=tuple(part_info(part) for part in told["parts"]),
-        metadata=told["metadata"],
+        keep=fields["keep"],
+        parts=tuple(part_info(part) for part in fields["parts"]),
+        metadata=fields["metadata"],
         reports=tuple(
             Report(reader=maker(report["reader"]), at=time(report["at_ms"]), message=report["message"])
-            for report in told["reports"]
+            for report in fields["reports"]
         ),
     )
 
@@ -325,16 +325,16 @@ def holders(leases: list[dict[str, t.Any]], totals: list[dict[str, t.Any]]) -> H
     )
 
 
-def event(told: dict[str, t.Any]) -> Event:
-    at = told.get("at_ms")
+def event(fields: dict[str, t.Any]) -> Event:
+    at = fields.get("at_ms")
     return Event(
-        kind=told["kind"],
-        name=told.get("name"),
-        version=told.get("version"),
-        id=told.get("id"),
-        seq=told.get("seq"),
+        kind=fields["kind"],
+        name=fields.get("name"),
+        version=fields.get("version"),
+        id=fields.get("id"),
+        seq=fields.get("seq"),
         at=None if at is None else time(at),
-        pid=told.get("pid"),
-        uid=told.get("uid"),
-        message=told.get("message"),
+        pid=fields.get("pid"),
+        uid=fields.get("uid"),
+        message=fields.get("message"),
     )

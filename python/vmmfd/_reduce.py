@@ -1,4 +1,4 @@
-"""Leases and their arrays over `multiprocessing`: as names in the broker, and never as pointers."""
+"""Leases and their arrays over `multiprocessing`: sent as names in the broker, never as pointers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from ._errors import Differs, Invalid
 from ._lease import Lease
 from ._native import Array
 
-# What this process has connected to for what it was sent.
+# Connections for received objects, by path and backend.
 _brokers: dict[tuple[str, str], Broker] = {}
 _lock = allocate_lock()
 
-_STAYS_BEHIND = "this {} is of a lease with copy_on_write, and what was written to it would stay behind: send a copy, or get it without"
+_STAYS_BEHIND = "this {} belongs to a lease with copy_on_write, and its private writes would not be sent: send a copy, or get it without"
 
 
 def register_reducer() -> None:
     """Lets `multiprocessing` send a `Broker`, a `Lease` and arrays of a lease to other processes: as arguments, through queues and pipes.
 
-    What is sent is the broker's path, the object's name and version, and which part of its memory an array is. The other process connects and
-    gets its own lease of that version when it unpickles it, so this one must hold its lease until then. Call it in the process that sends;
-    with the start method `spawn` or `forkserver` (in a fork nothing of this package works).
+    The message contains the broker's path, the object's name and version, and the array's position in the memory. The other process
+    connects and gets its own lease of that version when it unpickles the message, so the sender must hold its lease until then. Call this
+    in the sender, with the start method `spawn` or `forkserver` (nothing of this package works in a fork).
 
-    It changes `multiprocessing`'s own pickler and no other: `pickle.dumps` refuses these objects as before. Raises nothing; to call it twice
-    does nothing. When it is unpickled: `NotFound` if there is no broker or the version is gone, `Differs` if the name stands for another
-    object now.
+    It changes only `multiprocessing`'s pickler: `pickle.dumps` still refuses these objects. Raises nothing; calling it twice does nothing.
+    Unpickling raises `NotFound` if there is no broker or the version is gone, and `Differs` if the name now belongs to another object.
     """
     from multiprocessing.reduction import ForkingPickler
 
@@ -50,7 +49,7 @@ def _reduce_array(array: Array) -> t.Any:
     origin = _native.origin(array)
     if origin is None:
         raise Invalid(
-            "this array is in no memory of a broker, and memory can't be pickled: put it, and send an array of a lease of it"
+            "this array is not in a broker's memory, and memory can't be pickled: put it, and send an array of a lease of it"
         )
     if not array.readonly:
         raise Invalid(_STAYS_BEHIND.format("array"))
@@ -63,7 +62,7 @@ def _broker(path: str, backend: str, timeout: float, trust: list[int]) -> Broker
         return broker
     made = connect(path, backend, timeout=timeout, trust=trust)
     with _lock:
-        # Another thread may have connected meanwhile.
+        # Another thread may have connected in between.
         broker = _brokers.get((path, backend))
         if broker is None or broker.is_closed:
             broker = _brokers[path, backend] = made
@@ -101,6 +100,6 @@ def _array(
 
 def _another(name: str, version: int) -> Differs:
     return Differs(
-        f"version {version} of {name!r} is another object than the one that was sent: its name was deleted, and put again",
+        f"version {version} of {name!r} is not the object that was sent: its name was deleted and put again",
         kind="object",
     )

@@ -1,5 +1,5 @@
-"""The types in this package's annotations. They are imported once `typing.get_type_hints` asks for them: `typing` alone takes longer to import
-than this package."""
+"""The types in this package's annotations. They are imported when `typing.get_type_hints` looks them up: importing `typing` alone takes
+longer than this package."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ else:
         except ModuleNotFoundError:
             if module.partition(".")[0] != "torch":
                 raise
-            # Without PyTorch.
+            # PyTorch is not installed.
             return import_module("typing").Any

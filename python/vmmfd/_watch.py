@@ -1,4 +1,4 @@
-"""What happens to names, event by event."""
+"""Events of names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ._records import Event
 
 
 class Watch(Closing, Iterator[Event]):
-    """What happens to names, event by event: `Broker.watch`. An iterator and a context manager.
+    """The events of names: `Broker.watch`. An iterator and a context manager.
 
-    It has a connection of its own. Between calls it holds nothing in the broker, and may fall behind: an event of the kind `lost` says so.
+    It has its own connection. Between calls it holds nothing in the broker and may fall behind: it then returns an event of kind `lost`.
     """
 
     __slots__ = ("__weakref__", "_native", "_timeout")
@@ -24,10 +24,10 @@ class Watch(Closing, Iterator[Event]):
         self._timeout = timeout
 
     def next(self, timeout: t.Time | None = None) -> Event | None:
-        """The next event. Waits for it up to `timeout`, for ever if that is None; then returns None. With 0 it only fetches what there is.
-        Raises `Invalid` once it is closed, and if another thread waits in it."""
-        told = self._native.next(timeout)
-        return None if told is None else _records.event(told)
+        """Returns the next event, or None if none arrives within `timeout`; None waits forever, and 0 does not wait. Raises `Invalid` if
+        the watch is closed or another thread waits in it."""
+        fields = self._native.next(timeout)
+        return None if fields is None else _records.event(fields)
 
     def __iter__(self) -> Watch:
         return self
@@ -45,10 +45,10 @@ class Watch(Closing, Iterator[Event]):
 
     @property
     def place(self) -> str:
-        """Behind what was returned last: for `Broker.watch`, to go on there later."""
+        """The position after the last returned event. `Broker.watch(after=...)` continues from it."""
         instance, seq = self._native.place
         return f"{instance}:{seq}"
 
     def close(self) -> None:
-        """Ends it. An iteration of another thread ends too."""
+        """Closes the watch. Iterations in other threads stop."""
         self._native.close()

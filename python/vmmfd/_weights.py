@@ -1,4 +1,4 @@
-"""Model weights: safetensors files, read once into memory that is shared."""
+"""Model weights: safetensors files, read once into shared memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from . import _types as t
 from ._errors import Invalid
 from ._native import Array, Device
 
-# The name of the one part of what is put, as `vmmfd put` has it.
+# The name of the only part, as in `vmmfd put`.
 _PART = "all"
 
 
 class Weights(Mapping[str, Array]):
-    """Weights in memory that is shared: `Array`s by their names in the files, in the order of the files.
+    """Weights in shared memory: a mapping of tensor names to `Array`s, in the order of the files.
 
-    Made by `load_safetensors`. It keeps the memory, and so does each array of it; `broker.put(name, weights)` hands that memory over
-    without a copy. The arrays can be written until then: do not write to what was put.
+    Returned by `load_safetensors`. It keeps the memory, as does each of its arrays; `broker.put(name, weights)` shares that memory without
+    a copy. The arrays are writable: do not write to them after a put.
     """
 
     __slots__ = ("__weakref__", "_metadata", "_weights")
@@ -31,29 +31,28 @@ class Weights(Mapping[str, Array]):
 
     @property
     def metadata(self) -> dict[str, t.Any]:
-        """What the files' headers say of them (`__metadata__`): strings by key; where files differ, a dictionary of each file's name and
-        its string. A put has it in the object's metadata, under `safetensors`."""
+        """The `__metadata__` of the files' headers: strings by key; where files differ, a dict of file name to string. A put stores it in
+        the object's metadata, under `safetensors`."""
         return self._metadata
 
     @property
     def digest(self) -> str | None:
-        """BLAKE3 of all of the memory, zeros between the tensors included: `blake3:` and 64 hexadecimal digits. None unless it was
-        asked for."""
+        """BLAKE3 of all of the memory, including the zeros between tensors: `blake3:` and 64 hexadecimal digits. None unless requested."""
         return self._weights.digest
 
     @property
     def files(self) -> list[str]:
-        """The paths of the files, in their order."""
+        """The paths of the files, in order."""
         return self._weights.files
 
     @property
     def nbytes(self) -> int:
-        """How many bytes of memory they take: those of the tensors, rounded up to whole pages of the device (2 MiB on a GPU)."""
+        """The memory in bytes: that of the tensors, rounded up to whole device pages (2 MiB on a GPU)."""
         return self._weights.memory.size
 
     @property
     def device(self) -> Device:
-        """The device that they are on."""
+        """The device that has the memory."""
         return self._weights.memory.device
 
     def __getitem__(self, name: str, /) -> Array:
@@ -74,17 +73,17 @@ class Weights(Mapping[str, Array]):
     def _plan(
         self, *, copy: bool | None, device: t.DeviceName | None
     ) -> tuple[list[_native._PartPlan], dict[str, t.Any], object]:
-        """What a put of them is made of: its parts, what comes into the metadata, and what has to live until it is put. Raises `Invalid`
-        if they are to be copied, or to be on another device."""
+        """Returns the parts for a put, the metadata to add, and the object that must live until the put is done. Raises `Invalid` for
+        `copy=True` and for another device."""
         if copy:
-            raise Invalid("copy=True, and vmmfd.Weights are handed over as they are: put dict(weights) to copy the arrays")
+            raise Invalid("copy=True is not supported for vmmfd.Weights, which are shared as they are: put dict(weights) to copy the arrays")
         mine = self.device
         if device is not None and not (
             device == mine.ordinal
             if isinstance(device, int) and not isinstance(device, bool)
             else _native.same_device(device, mine)
         ):
-            raise Invalid(f"device={device!r}, and the weights are on {mine}: give device to load_safetensors")
+            raise Invalid(f"device={device!r}, but the weights are on {mine}: give device to load_safetensors")
         part: _native._PartPlan = (_PART, [self._weights.memory], self._weights.entries(), self.digest)
         return [part], {"safetensors": self._metadata} if self._metadata else {}, self._weights
 
@@ -98,23 +97,23 @@ def load_safetensors(
     progress: Callable[[int, int], object] | None = None,
     threads: int | None = None,
 ) -> Weights:
-    """Reads safetensors files into memory of a device that other processes can share.
+    """Reads safetensors files into device memory that other processes can share.
 
-    `paths` is a file, a folder, an index (`*.safetensors.index.json`), or several of them. Of a folder the files that its index names
-    are read, or all `*.safetensors` if it has none. All is checked before memory is taken. The memory is made of segments of at most
-    1 GiB, side by side, and each tensor begins at a multiple of 256 bytes.
+    `paths` is a file, a folder, an index (`*.safetensors.index.json`), or several of these. In a folder, the files that its index names are
+    read, or all `*.safetensors` without an index. Everything is checked before memory is allocated. The memory consists of adjacent
+    segments of at most 1 GiB, and each tensor starts at a multiple of 256 bytes.
 
-    `backend` is `"auto"` (CUDA; ordinary memory where there is no GPU), `"cuda"` or `"host"`; `device` its number, its UUID or a
-    `Device`: the first one by default. With `digest` the memory's BLAKE3 is computed, for readers to verify. `progress(done, all)` is
-    called in this thread about 25 times in a second, with bytes. `threads` is how many threads read: as many as there are processors
-    by default, but at most 8; each takes 4 MiB of page-locked memory meanwhile.
+    `backend` is `"auto"` (CUDA, or ordinary memory if there is no GPU), `"cuda"` or `"host"`. `device` is an ordinal, a UUID or a `Device`:
+    the first one by default. `digest` computes the memory's BLAKE3, for readers to verify. `progress(done, all)` is called in this thread
+    about 25 times per second, with bytes. `threads` is the number of reader threads: by default one per processor, at most 8. Each thread
+    uses 4 MiB of page-locked memory during the call.
 
-    Blocks without the GIL. Ctrl-C ends it in the main thread, and so does what `progress` raises; then no memory is left. On a GPU no
-    stream of this process may be captured meanwhile: a copy ends the capture.
+    Blocks without the GIL. In the main thread Ctrl-C interrupts it, as does an exception from `progress`; the memory is then freed. On a
+    GPU, no stream of this process may be in a graph capture: a copy invalidates the capture.
 
-    Raises `NotFound` for a path that does not exist, `Denied` where it may not be read, `Invalid` for what is no such file, lies
-    about its tensors (they overlap, leave bytes over, lie outside, are there twice) or changes meanwhile, `OutOfMemory`, and
-    `Unsupported` where the device can't share memory.
+    Raises `NotFound` for a path that does not exist, `Denied` if it may not be read, `Invalid` for a file of another format, with wrong
+    tensor offsets (overlapping, out of range, or with gaps), with duplicate tensors, or changed during the call, `OutOfMemory`, and
+    `Unsupported` if the device cannot share memory.
     """
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]

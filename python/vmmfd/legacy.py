@@ -1,9 +1,9 @@
 """Arrays by legacy CUDA handles (`CUipcMemHandle`), as Numba, CuPy and C programs share them.
 
-For programs that speak nothing else. A legacy handle is gone with the process that made it, needs shared IPC and PID namespaces, and
-gives the receiver all of the block that it lies in, to write too. Otherwise take `vmmfd.serve` or a broker.
+For programs that support nothing else. A legacy handle becomes invalid when its creator exits, needs shared IPC and PID namespaces, and
+lets the receiver read and write the whole block that contains the array. Otherwise use `vmmfd.serve` or a broker.
 
-A handle can't be opened in the process that made it: the driver refuses. There the array itself is at hand.
+The driver refuses to open a handle in the process that created it: use the array itself there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["IpcArrayHandle", "OpenedArray", "empty", "get_ipc_handle", "open_ipc
 
 
 class OpenedArray:
-    """An array that was opened by its handle: a context manager that yields it and closes the handle.
+    """An array opened from its handle: a context manager that yields it and closes the handle.
 
-    Its owner must not free the memory before. `array` is the `vmmfd.Array`.
+    Its owner must not free the memory earlier. `array` is the `vmmfd.Array`.
     """
 
     def __init__(self, opened: _native._OpenedHandle) -> None:
@@ -28,16 +28,16 @@ class OpenedArray:
         self.array: Array = opened.array
 
     def close(self, *, exported: t.Literal["valid"] | None = None) -> None:
-        """Closes the handle, once all work of the device is done. Blocks for as long as that takes. Closing again does nothing.
+        """Waits for all work of the device, then closes the handle. Closing twice does nothing.
 
-        Raises `BufferError` while another library has a view of the array by DLPack; `exported="valid"` closes it all the same, and is
-        the caller's promise that none of them is used any more. Views by `__cuda_array_interface__` are not counted: they must not be
-        used afterwards. Raises `Error` for what the driver reports.
+        Raises `BufferError` while another library has a DLPack view of the array. `exported="valid"` closes it anyway, and is the caller's
+        promise that no such view is used any more. Views by `__cuda_array_interface__` are not counted, and must not be used afterwards.
+        Raises `Error` for a driver error.
         """
         if exported not in (None, "valid"):
             from ._errors import Invalid
 
-            raise Invalid(f'exported={exported!r} is not "valid" or None')
+            raise Invalid(f'exported={exported!r} is neither "valid" nor None')
         self._opened.close(exported == "valid")
 
     def __enter__(self) -> Array:
@@ -50,7 +50,7 @@ class OpenedArray:
 
 
 class IpcArrayHandle:
-    """What another process needs to open an array: plain data, which can be pickled and sent. A context manager that opens it there."""
+    """The data another process needs to open an array: it can be pickled and sent. A context manager that opens the array."""
 
     def __init__(
         self, handle: bytes, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None, offset: int
@@ -62,18 +62,18 @@ class IpcArrayHandle:
         self.strides = strides
         """In bytes."""
         self.offset = offset
-        """Where the array begins behind what the handle opens, in bytes."""
+        """The byte offset of the array from the opened address."""
         self._opened: OpenedArray | None = None
 
     def open(self, *, device: int | str | Device | None = None, backend: str = "auto") -> Array:
-        """Opens the array, in another process than the one that made it. Raises as `open_ipc_array`."""
+        """Opens the array, in another process than its creator. Raises as `open_ipc_array`."""
         self._opened = open_ipc_array(
             self.handle, self.shape, self.dtype, self.strides, self.offset, device=device, backend=backend
         )
         return self._opened.array
 
     def close(self) -> None:
-        """Closes what `open` opened. Raises as `OpenedArray.close`."""
+        """Closes the array that `open` opened. Raises as `OpenedArray.close`."""
         opened = self._opened
         if opened is not None:
             opened.close()
@@ -97,7 +97,7 @@ class IpcArrayHandle:
 def empty(
     shape: int | Sequence[int], dtype: t.Any, *, device: int | str | Device | None = None, backend: str = "auto"
 ) -> Array:
-    """Makes an array in memory that is shared by a legacy handle (`cuMemAlloc`), in a block of its own of 2 MiB or a multiple.
+    """Creates an array that is shared by a legacy handle (`cuMemAlloc`), in its own block of a multiple of 2 MiB.
 
     Contents are undefined. Raises `Unsupported` on the host backend, `OutOfMemory`, `Error`.
     """
@@ -105,9 +105,9 @@ def empty(
 
 
 def get_ipc_handle(array: Array) -> IpcArrayHandle:
-    """The handle of an array that `empty` made, or of a view of one. All work that is queued on its device is waited for.
+    """Returns the handle of an array that `empty` created, or of a view of such an array. Waits for all work queued on its device.
 
-    The array must live for as long as another process has it open. Raises `Invalid` for other arrays.
+    The array must outlive every other process's use of the handle. Raises `Invalid` for other arrays.
     """
     handle, offset = _native._legacy_handle(array)
     return IpcArrayHandle(handle, array.shape, array.dtype, array.strides, offset)
@@ -123,14 +123,14 @@ def open_ipc_array(
     device: int | str | Device | None = None,
     backend: str = "auto",
 ) -> OpenedArray:
-    """Opens a legacy handle that another process made: a context manager that yields a `vmmfd.Array`.
+    """Opens a legacy handle that another process created. Returns a context manager that yields a `vmmfd.Array`.
 
-    `handle` is the 64 bytes; `strides`, in bytes, are those of C order if left out; `offset`, in bytes, is where the array begins
-    behind what the handle opens. `device` is the one whose memory it is. What the handle says of the memory's size is believed: open no
-    handle of a process that you would not let write into your memory.
+    `handle` is the 64 bytes. `strides` are in bytes, C order by default. `offset` is the byte offset of the array from the opened address.
+    `device` is the device that has the memory. The memory size in the handle is not verified: only open handles of processes that may write
+    to your memory.
 
-    Raises `Invalid` for a handle of this very process, for bytes that are no handle, and for an array that is not inside the memory;
-    `Unsupported` on the host backend; `Error` for what the driver reports, such as an owner that has gone.
+    Raises `Invalid` for a handle of this process, for bytes that are not a handle, and for an array outside the memory; `Unsupported` on
+    the host backend; `Error` for a driver error, for example if the owner has exited.
     """
     return OpenedArray(
         _native._legacy_open(

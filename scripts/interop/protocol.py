@@ -252,7 +252,7 @@ def read_body(kind: str, text: bytes, fields: Body) -> Body:
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the body of {kind} is no JSON: {str(error)[:200]}") from None
     if not isinstance(body, dict):
-        raise ProtocolError(f"the body of {kind} is no JSON object")
+        raise ProtocolError(f"the body of {kind} is not a JSON object")
     _check(kind, body, fields)
     return body
 

@@ -1,1 +1,1 @@
-"""Engines that take their weights from a broker. Nothing here is imported before an engine loads its plug-ins."""
+"""Engines that load their weights from a broker. Imported only when an engine loads its plug-ins."""

@@ -27,7 +27,7 @@ _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
 class Contents:
-    """The contents of a checkpoint as this process sees them. Files are found at once, and read by `record` and `difference` alone."""
+    """The contents of a checkpoint as this process sees them. The constructor finds the files; only `record` and `difference` read them."""
 
     def __init__(self, model: str, commit: str | None = None) -> None:
         is_local = os.path.exists(model)
@@ -66,7 +66,7 @@ class Contents:
         return recorded
 
     def difference(self, recorded: dict[str, Any]) -> str | None:
-        """How these contents differ from recorded ones (see `is_record`), or None. Where the files are gone, the same source is the same
+        """Returns the difference from recorded contents (see `is_record`), or None. If the files are gone, an equal source counts as equal
         contents. Raises `Invalid` if a file can't be read."""
         if self.commit is not None and recorded["commit"] is not None:
             if self.commit == recorded["commit"]:
@@ -74,9 +74,9 @@ class Contents:
             return f"commit {self.commit}, and {recorded['commit']} in the object"
         theirs = recorded["files"]
         if not self.files:
-            return None if self.source == recorded["source"] else f"no weight files in {self.source}, and the object is of {recorded['source']}"
+            return None if self.source == recorded["source"] else f"{self.source} has no weight files, and the object is from {recorded['source']}"
         if recorded["commit"] is not None:
-            return f"the object is of commit {recorded['commit']}, and the files of {self.source} have none"
+            return f"the object is from commit {recorded['commit']}, and the files of {self.source} have no commit"
         if self.files.keys() != theirs.keys():
             return f"other files: {', '.join(sorted(self.files.keys() ^ theirs.keys()))}"
         sizes = [name for name in self.files if self._stats[name][2] != theirs[name]["stat"][2]]
@@ -88,7 +88,7 @@ class Contents:
 
     @property
     def read(self) -> int:
-        """How many bytes of files this object has read."""
+        """The bytes of files that this object has read."""
         return sum(self._stats[name][2] for name in self._digests)
 
     def _read(self, names: list[str]) -> None:
@@ -110,7 +110,7 @@ class Contents:
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value has the form of what `Contents.record` returns."""
+    """Returns whether a value has the form of a `Contents.record`."""
     if not isinstance(value, dict) or not isinstance(value.get("source"), str) or not isinstance(value.get("files"), dict):
         return False
     return isinstance(value.get("commit", 0), (str, type(None))) and all(
@@ -136,7 +136,7 @@ def _stat(path: Path) -> list[int]:
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
-    """A folder's weight files by name: the index's files, or all files of the first format found. For a file, the file."""
+    """Returns the weight files of a folder by name: the index's files, or all files of the first format found. For a file, the file."""
     if model.is_file():
         return {model.name: model}
     if not model.is_dir():

@@ -1,4 +1,4 @@
-"""The options of a load format, as an engine's command line has them."""
+"""The options of a load format, from an engine's command line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from .._errors import Invalid
 
 _DEFAULTS: dict[str, Any] = {"broker": None, "trust": (), "owner": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"}
-# A name in the broker, which leaves room for the GPU and the ranks.
+# A name in the broker, short enough to append the GPU and the ranks.
 _NAME = re.compile(r"(?!.*(?:^|/)\.\.?(?:/|$))[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 _LONGEST = 150
 
 
 def read(given: Any) -> dict[str, Any]:
-    """The fields of `--model-loader-extra-config`, checked."""
+    """Checks and returns the fields of `--model-loader-extra-config`."""
     given = {} if given is None else given
     if not isinstance(given, dict):
         raise Invalid(f"--model-loader-extra-config is a {type(given).__name__}: give a JSON object")
@@ -24,10 +24,10 @@ def read(given: Any) -> dict[str, Any]:
     options = _DEFAULTS | given
     for field, values in (("on_missing", ("load", "fail")), ("on_unsupported", ("fail", "load"))):
         if options[field] not in values:
-            raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}, which is none of {', '.join(values)}")
+            raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}, which is not one of {', '.join(values)}")
     for field in ("broker", "name"):
         if options[field] is not None and (not isinstance(options[field], str) or not options[field]):
-            raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}, which is no text")
+            raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}: give text")
     name = options["name"]
     if name is not None and (len(name) > _LONGEST or not _NAME.fullmatch(name)):
         raise Invalid(
@@ -36,9 +36,9 @@ def read(given: Any) -> dict[str, Any]:
         )
     trust, owner = options["trust"], options["owner"]
     if not isinstance(trust, (list, tuple)) or not all(map(_is_user, trust)):
-        raise Invalid(f"--model-loader-extra-config has 'trust': {trust!r}: give a list of users' numbers")
+        raise Invalid(f"--model-loader-extra-config has 'trust': {trust!r}: give a list of user ids")
     if owner is not None and not _is_user(owner):
-        raise Invalid(f"--model-loader-extra-config has 'owner': {owner!r}: give a user's number")
+        raise Invalid(f"--model-loader-extra-config has 'owner': {owner!r}: give a user id")
     wait = options["wait"]
     if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
         raise Invalid(f"--model-loader-extra-config has 'wait': {wait!r}: give seconds, 0 or more")

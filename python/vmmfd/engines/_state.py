@@ -1,7 +1,7 @@
-"""The plain Python values that loading leaves in a model: sizes that a kernel remembers, flags, `None` for a scale that is not there.
+"""The plain Python values that loading sets in a model: sizes that a kernel remembers, flags, `None` for a missing scale.
 
-A class that accepts processed weights should restore such values itself. vLLM 0.33's kernel for per-tensor FP8 does not: it keeps a size that
-only the processing of weights sets. So the changes travel with the weights.
+A class that accepts processed weights should restore such values itself. vLLM 0.33's kernel for per-tensor FP8 does not: it keeps a size
+that only weight processing sets. So the changes are published with the weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-# Exactly these types: an enum that is a str or an int would come back as the bare value.
+# Exactly these types: an enum that is a str or an int would return as the bare value.
 _PLAIN = (type(None), bool, int, float, str)
 
 State = dict[tuple[str, str], Any]
@@ -20,7 +20,7 @@ State = dict[tuple[str, str], Any]
 
 
 def _holders(module: Any) -> Iterator[tuple[str, Any]]:
-    """What holds state of a module: itself, its quantisation method, and the method's kernels."""
+    """Yields the objects that hold state of a module: itself, its quantisation method, and the method's kernels."""
     yield "", module
     method = getattr(module, "quant_method", None)
     if method is not None and hasattr(method, "__dict__"):
@@ -31,8 +31,8 @@ def _holders(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def backends(model: Any) -> dict[str, int]:
-    """The backends that a model was built with: for each combination of quantisation method, kernels and attention, how many layers have it.
-    An option such as `auto` does not tell, as it depends on the machine and the environment."""
+    """Returns the backends of a model: the number of layers per combination of quantisation method, kernels and attention. An option such
+    as `auto` does not identify the backend, which depends on the machine and the environment."""
     found: Counter[str] = Counter()
     for _, module in model.named_modules():
         words = [type(module.impl).__name__] if hasattr(getattr(module, "impl", None), "__dict__") else []
@@ -51,7 +51,7 @@ def backends(model: Any) -> dict[str, int]:
 
 
 def state(model: Any) -> State:
-    """The present state of a model's modules."""
+    """Returns the current state of a model's modules."""
     import torch
 
     found: State = {}
@@ -59,7 +59,7 @@ def state(model: Any) -> State:
         for prefix, holder in _holders(module):
             for name, value in vars(holder).items():
                 if not prefix and name == "training":
-                    continue  # Of every module, and the loader sets it itself.
+                    continue  # Every module has it, and the loader sets it itself.
                 if type(value) in _PLAIN:
                     found[path, prefix + name] = value
                 elif prefix and not isinstance(value, (torch.Tensor, torch.nn.Module)):
@@ -68,7 +68,7 @@ def state(model: Any) -> State:
 
 
 def changes(before: State, after: State) -> list[list[Any]]:
-    """The values set between two states, as JSON. Infinities become text, which JSON lacks."""
+    """Returns the values that differ between two states, as JSON. Infinities and NaN become text, as JSON lacks them."""
     missing = object()
     return [
         [*where, {"float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value]
@@ -78,7 +78,7 @@ def changes(before: State, after: State) -> list[list[Any]]:
 
 
 def is_changes(value: Any) -> bool:
-    """Whether a value has the form of what `changes` returns."""
+    """Returns whether a value has the form of a result of `changes`."""
     return isinstance(value, list) and all(
         isinstance(row, list)
         and len(row) == 3

@@ -1,4 +1,4 @@
-"""An engine's key: everything that decides the layout and the values of its weights, and the object's name made of it."""
+"""An engine's key, which determines the layout and the values of its weights, and the object name derived from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0", "VLLM_BATCH_INVAR
 
 
 def key_of(vllm_config: Any, model_config: Any) -> dict[str, Any]:
-    """What decides the layout and the values of weights after processing, but for the contents of the checkpoint."""
+    """Returns everything that determines the layout and the values of processed weights, except the contents of the checkpoint."""
     import vllm
     from vllm.distributed import (
         get_dp_group,
@@ -28,7 +28,7 @@ def key_of(vllm_config: Any, model_config: Any) -> dict[str, Any]:
     parallel = vllm_config.parallel_config
     hf_config = model_config.hf_config
     values = {name: value for name, value in hf_config.to_dict().items() if name not in ("_name_or_path", "transformers_version")}
-    # vLLM unties embeddings if the files have a head of their own, and so not once the files are gone.
+    # vLLM unties embeddings if the files have a separate head; without the files it cannot know.
     if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
         values["tie_word_embeddings"] = True
         if isinstance(values.get("text_config"), dict):
@@ -46,7 +46,7 @@ def key_of(vllm_config: Any, model_config: Any) -> dict[str, Any]:
         "kv_cache_dtype_skip_layers": sorted(of("cache_config", "kv_cache_dtype_skip_layers") or []),
         "tensor_parallel": [get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()],
         "pipeline_parallel": [get_pp_group().rank_in_group, get_pp_group().world_size],
-        # These divide experts too, with and without expert parallelism.
+        # These ranks divide experts too, with and without expert parallelism.
         "data_parallel": [get_dp_group().rank_in_group, get_dp_group().world_size],
         "prefill_context_parallel": [get_pcp_group().rank_in_group, get_pcp_group().world_size],
         "expert_parallel": getattr(parallel, "expert_placement_strategy", "linear") if parallel.enable_expert_parallel else None,
@@ -61,7 +61,7 @@ def key_of(vllm_config: Any, model_config: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON that is the same in each process: sets have no order, and JSON has no infinity."""
+    """Returns a value as JSON that is equal in every process: sets are sorted, and numbers that JSON lacks become text."""
     if isinstance(value, dict):
         return {str(field): plain(of) for field, of in value.items()}
     if isinstance(value, (list, tuple)):
@@ -73,8 +73,8 @@ def plain(value: Any) -> Any:
 
 
 def object_name(options: dict[str, Any], model: str, device: str, key: dict[str, Any]) -> str:
-    """The name of the object: the user's or one of the model and the key, the GPU, and the rank where there are several. `model` is a
-    folder's real path, or a repository."""
+    """Returns the object's name: the user's base name, or one made of the model and the key; then the GPU, and each rank if there are
+    several. `model` is a folder's real path, or a repository."""
     base = options["name"]
     if base is None:
         digest = hashlib.sha256(json.dumps([model, key], sort_keys=True).encode()).hexdigest()[:16]
@@ -92,7 +92,7 @@ def object_name(options: dict[str, Any], model: str, device: str, key: dict[str,
 
 
 def flat(key: dict[str, Any]) -> dict[str, Any]:
-    """A key without nested mappings: their fields are named `mapping.field`."""
+    """Returns a key without nested mappings: their fields are named `mapping.field`."""
     flat: dict[str, Any] = {}
     for field, value in key.items():
         flat.update({f"{field}.{name}": of for name, of in value.items()} if isinstance(value, dict) else {field: value})

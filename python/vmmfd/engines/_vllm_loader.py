@@ -28,8 +28,7 @@ from ._vllm_model import check_backends, check_methods, refuse_loading, unsharea
 from ._vllm_object import Found, check_key, in_turn
 
 _logger = init_logger("vllm.vmmfd")
-# What `get_external_weight_memory` found, for `load_model`, which vLLM calls on another loader: the connection, the claim or lease, and the
-# key. By the path of the broker and the name.
+# The results of `get_external_weight_memory`, by broker path and object name, for `load_model`, which vLLM calls on another loader.
 _found: dict[tuple[str | None, str], Found] = {}
 
 
@@ -46,7 +45,7 @@ class DiskLoader(DefaultModelLoader):  # type: ignore[misc]
         except Unsupported:
             if self.must_be_shareable:
                 raise
-            self.claim.close()  # No other engine has to wait for this one.
+            self.claim.close()  # Other engines need not wait for this one.
         self.layout, self.state, self.backends = _exact.layout(model), _state.state(model), _state.backends(model)
         return model
 
@@ -59,8 +58,8 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         self.options = read(load_config.model_loader_extra_config)
 
     def get_external_weight_memory(self, vllm_config: Any) -> int:
-        """The bytes that other processes hold for this engine, which vLLM leaves out of its own budget. Finds the object, or
-        takes the claim to load it."""
+        """Returns the bytes that other processes hold for this engine, which vLLM excludes from its own budget. Finds the object, or takes
+        the claim to load it."""
         if unshareable(vllm_config):
             return 0
         found = self._find(vllm_config, vllm_config.model_config)
@@ -72,7 +71,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
 
     def load_weights(self, model: Any, model_config: Any) -> None:
         raise Unsupported(
-            "load format vmmfd does not load into a model in place: other engines use the same memory. Restart the engine",
+            "load format vmmfd does not load into a model in place: other engines use its memory. Restart the engine",
             kind="unsupported",
         )
 
@@ -80,7 +79,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         arguments: dict[str, Any] = {"vllm_config": vllm_config, "model_config": model_config, "prefix": prefix}
         speculative = vllm_config.speculative_config
         if speculative is not None and model_config is speculative.draft_model_config:
-            _logger.info("vmmfd: the draft model is not shared, and loads from disk")
+            _logger.info("vmmfd: the draft model is not shared; loading it from disk")
             return self._from_disk().load_model(**arguments)
         reason = unshareable(vllm_config)
         if reason:
@@ -89,7 +88,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
                     f"this model can't be shared: {reason}. Use --load-format auto, or set \"on_unsupported\": \"load\"",
                     kind="unsupported",
                 )
-            _logger.warning("vmmfd: loading from disk for this engine alone: %s", reason)
+            _logger.warning("vmmfd: loading from disk for this engine only: %s", reason)
             return self._from_disk().load_model(**arguments)
         found = self._find(vllm_config, model_config)
         if isinstance(found.held, vmmfd.Lease):
@@ -107,7 +106,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         return loader(dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={}))
 
     def _find(self, vllm_config: Any, model_config: Any) -> Found:
-        """The object, or the claim to make it. `load_model` takes over the result of `get_external_weight_memory`."""
+        """Finds the object, or takes the claim to create it. `load_model` reuses the result of `get_external_weight_memory`."""
         begin = time.perf_counter()
         options, device = self.options, self._device(vllm_config)
         backend = "cuda" if device.type == "cuda" else "host"
@@ -131,7 +130,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         return found
 
     def _ask(self, broker: Any, name: str) -> Any:
-        """A lease of the object, or the claim to make it."""
+        """Returns a lease of the object, or the claim to create it."""
         ask = broker.get if self.options["on_missing"] == "fail" else broker.claim
         owner = os.geteuid() if self.options["owner"] is None else self.options["owner"]
         try:
@@ -143,7 +142,8 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         return ask(name, expect_owner=owner, wait=self.options["wait"])
 
     def _attach_or_load(self, found: Found, arguments: dict[str, Any]) -> Any:
-        """Attaches, or loads from disk for this engine alone if the model's classes do not take processed weights and the user asked so."""
+        """Attaches. If the model's classes do not accept processed weights and the options allow it, loads from disk for this engine
+        only."""
         try:
             return self._attach(found, arguments)
         except Differs:
@@ -155,17 +155,17 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
                     f"{found.name!r} can't be attached: {str(error).rstrip('.')}. Use --load-format auto, or set \"on_unsupported\": \"load\"",
                     kind="unsupported",
                 ) from error
-            _logger.warning("vmmfd: %s can't be attached, and loads from disk for this engine alone: %s", found.name, error)
-        # The first model's layers are registered here by their names.
+            _logger.warning("vmmfd: %s can't be attached; loading from disk for this engine only: %s", found.name, error)
+        # The first model registered its layers here by name.
         arguments["vllm_config"].compilation_config.static_forward_context.clear()
         return self._from_disk().load_model(**arguments)
 
     def _attach(self, found: Found, arguments: dict[str, Any]) -> Any:
-        """Builds the model on meta and gives it the object's tensors."""
+        """Builds the model on meta and installs the object's tensors."""
         try:
             from vllm.model_executor.utils import weights_already_processed
         except ImportError:
-            raise Unsupported("this vLLM takes no processed weights: install 0.33 or newer", kind="unsupported") from None
+            raise Unsupported("this vLLM does not accept processed weights: install 0.33 or newer", kind="unsupported") from None
         vllm_config, model_config = arguments["vllm_config"], arguments["model_config"]
         times = [time.perf_counter()]
         recorded = found.recorded
@@ -184,7 +184,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
             left = _exact.settle(model, device, set(recorded["none"]))
             absent += _state.restore(model, recorded["state"])
             if absent:
-                raise Unsupported(f"processing left out what the maker has: {', '.join(absent[:5])}", kind="unsupported")
+                raise Unsupported(f"processing did not create objects that the maker has: {', '.join(absent[:5])}", kind="unsupported")
             times.append(time.perf_counter())
         refuse_loading(model)
         # The lease lasts as long as the model.
@@ -225,8 +225,8 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         except (Error, RuntimeError) as error:
             if isinstance(error, Unsupported) and loader.must_be_shareable:
                 raise
-            # The model is loaded and right: this engine serves it.
-            _logger.warning("vmmfd: %s is loaded for this engine alone, and not published: %s", found.name, error)
+            # The model is loaded and correct: this engine serves it.
+            _logger.warning("vmmfd: %s is loaded for this engine only, and not published: %s", found.name, error)
             return model
         times.append(time.perf_counter())
         refuse_loading(model)
@@ -241,5 +241,5 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         if device.type != "cuda":
             return contextlib.nullcontext()
         ranks = found.key["tensor_parallel"][1] * found.key["pipeline_parallel"][1]
-        # Of the weights nearly all, and the rest in pieces as small as PyTorch's: a piece that is not full is memory lost.
+        # Nearly all weights in one go, the rest in pieces as small as PyTorch's: a partly used piece wastes memory.
         return pool(20 << 20, device, size=max(found.contents.nbytes * 24 // 25 // ranks, 1))

@@ -1,4 +1,4 @@
-"""Models that vLLM builds: which can be shared, and the changes that sharing needs in them."""
+"""Models that vLLM builds: checks whether they can be shared, and the changes that sharing needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._errors import Differs, Unsupported
 
 
 def unshareable(vllm_config: Any) -> str | None:
-    """Why the weights of a configuration can't be shared, or None."""
+    """Returns the reason why the weights of a configuration can't be shared, or None."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         return "EPLB moves experts between ranks at run time"
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
@@ -22,21 +22,21 @@ def unshareable(vllm_config: Any) -> str | None:
 
 
 def check_methods(model: Any) -> None:
-    """Raises `Unsupported` if a layer's quantisation does not declare that it takes processed weights."""
+    """Raises `Unsupported` if a layer's quantisation does not declare that it accepts processed weights."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and not getattr(method, "supports_pre_processed_weights", False):
             raise Unsupported(
-                f"layer {name or 'of the model'}: {type(method).__name__} does not declare that it takes processed weights. "
+                f"layer {name or 'of the model'}: {type(method).__name__} does not declare that it accepts processed weights. "
                 'Use --load-format auto, or set "on_unsupported": "load"',
                 kind="unsupported",
             )
 
 
 def check_backends(name: str, theirs: dict[str, Any], ours: dict[str, int]) -> None:
-    """Raises `Differs` unless a model is built with the backends of an object's maker, which lay out weights."""
+    """Raises `Differs` unless the model uses the same backends, which lay out weights, as the object's maker."""
     fields = [
         f"{backend} in {theirs.get(backend, 0)} layers of the object, {ours.get(backend, 0)} here"
         for backend in sorted(theirs.keys() | ours.keys())
@@ -63,7 +63,7 @@ def untied(model_config: Any, untied: bool) -> Iterator[None]:
 
 
 def refuse_loading(model: Any) -> None:
-    """Lets a model refuse new weights: other engines use the same memory."""
+    """Makes a model refuse new weights: other engines use the same memory."""
 
     def load_weights(*_: Any, **__: Any) -> Any:
         raise Unsupported("load format vmmfd does not load into a model in place: other engines use its memory", kind="unsupported")

@@ -1,4 +1,4 @@
-"""The object that an engine uses: the maker's record in it, its comparison with this engine, and the order in which ranks ask for it."""
+"""The object that an engine uses: the maker's record, its comparison with this engine, and the order in which ranks request it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import _state
 from ._contents import Contents, is_record
 from ._vllm_key import flat
 
-# Lists of names that an object's metadata has: tensors that loading set to None, and tensors that it changed in shape.
+# Lists of names in the object's metadata: tensors that loading set to None, and tensors whose shape it changed.
 _NAMES = ("none", "reshaped")
 
 
@@ -24,12 +24,12 @@ class Found:
     key: dict[str, Any]
     contents: Contents
     seconds: float
-    # The maker's record of an object.
+    # The maker's record in the object's metadata.
     recorded: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def record_of(found: Found) -> dict[str, Any]:
-    """The maker's record beside the tensors. Raises `Differs` if another kind of program made the object."""
+    """Returns the maker's record in the metadata. Raises `Differs` if another kind of program made the object."""
     recorded = found.held.metadata.get("vllm")
     if (
         not isinstance(recorded, dict)
@@ -40,12 +40,12 @@ def record_of(found: Found) -> dict[str, Any]:
         or not isinstance(recorded.get("untied"), bool)
         or not all(isinstance(recorded.get(names), list) and all(isinstance(name, str) for name in recorded[names]) for names in _NAMES)
     ):
-        raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: set another name")
+        raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: choose another name")
     return recorded
 
 
 def check_key(found: Found) -> dict[str, Any]:
-    """The maker's record. Raises `Differs` unless the leased object equals the model that this engine would load."""
+    """Returns the maker's record. Raises `Differs` unless the leased object equals the model that this engine would load."""
     recorded = record_of(found)
     theirs, ours = flat(recorded["key"]), flat(found.key)
     fields = [
@@ -59,15 +59,15 @@ def check_key(found: Found) -> dict[str, Any]:
     if fields:
         raise Differs(
             f"{found.name!r} in the broker, version {found.held.version}, does not fit this engine ({'; '.join(fields)}). "
-            f"Set another name, or remove it with `vmmfd rm {found.name}`"
+            f"Choose another name, or remove it with `vmmfd rm {found.name}`"
         )
     return recorded
 
 
 @contextlib.contextmanager
 def in_turn() -> Iterator[None]:
-    """The first rank of an engine asks before the others. If all asked at once, two engines could get a claim each and wait for each other:
-    no rank loads before all ranks of its engine have their answer."""
+    """Makes the first rank of an engine request the object before the others. If all asked at once, two engines could get one claim each
+    and wait for each other: no rank loads before all ranks of its engine have an answer."""
     from vllm.distributed import get_world_group
 
     group = get_world_group()

@@ -1,16 +1,16 @@
-"""vLLM's load format `vmmfd`: one engine loads a model and leaves it in a broker, all others map the same memory.
+"""vLLM's load format `vmmfd`: one engine loads a model and publishes it in a broker, and all others map the same memory.
 
     vllm serve MODEL --load-format vmmfd
 
 vLLM finds `register` by the entry point `vllm.general_plugins`. `--model-loader-extra-config` takes a JSON object with these fields:
 
 - `broker`: the path of the broker's socket; by default the path that `vmmfd.connect()` uses.
-- `trust`: the numbers of users whose broker is trusted, besides root and this process's own user.
-- `owner`: the number of the user whose object is used; by default this process's own. Another user's object is refused.
-- `name`: the name of the object; by default one made of the model and the key below. The GPU's UUID and the rank are appended.
-- `on_missing`: `"load"` (the default) loads the model from disk and publishes it if there is no object; `"fail"` fails.
-- `wait`: how many seconds to wait for the object while another engine loads it, or with `"fail"` for any to appear; 600 by default.
-- `on_unsupported`: `"fail"` (the default) refuses a model that can't be shared; `"load"` loads it from disk for this engine alone.
+- `trust`: the user ids whose broker is trusted, besides root and this process's own user.
+- `owner`: the user id whose object is used; by default this process's own. Another user's object is refused.
+- `name`: the name of the object; by default derived from the model and the key below. The GPU's UUID and the rank are appended.
+- `on_missing`: if there is no object, `"load"` (the default) loads the model from disk and publishes it; `"fail"` fails.
+- `wait`: seconds to wait for the object while another engine loads it, or with `"fail"` for any object to appear; 600 by default.
+- `on_unsupported`: `"fail"` (the default) refuses a model that can't be shared; `"load"` loads it from disk for this engine only.
 
 An object is used only if its key equals the engine's: engine and version, types, quantisation, parallel sizes and rank, the backends that
 change the layout of weights, and the identity of the contents. Otherwise the engine fails with an error that names the fields.
@@ -36,7 +36,7 @@ def register() -> None:
 
         register_model_loader(_FORMAT)(VmmfdLoader)
     except Exception as error:
-        # vLLM calls this at each start, even if no engine uses the load format.
-        logging.getLogger("vllm.vmmfd").warning("vmmfd: this vLLM can't have the load format vmmfd: %r", error)
+        # vLLM calls this at every start, even if no engine uses the load format.
+        logging.getLogger("vllm.vmmfd").warning("vmmfd: this vLLM does not support the load format vmmfd: %r", error)
         return
     _registered = True

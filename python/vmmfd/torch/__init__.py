@@ -1,9 +1,9 @@
-"""PyTorch: modules and tensors in memory that other processes map, without copies.
+"""PyTorch modules and tensors in memory that other processes map, without copies.
 
-`pool` makes PyTorch allocate in memory that can be shared; `broker.put(name, module)` then hands that memory over as it is.
-`broker.state_dict(name)` and `broker.load(name, into=module)` give tensors in that memory to other processes.
+`pool` makes PyTorch allocate memory that can be shared; `broker.put(name, module)` then shares that memory without a copy.
+`broker.state_dict(name)` and `broker.load(name, into=module)` map it in other processes.
 
-This module imports torch when it is first used, and not before.
+This module imports torch on first use.
 """
 
 from __future__ import annotations

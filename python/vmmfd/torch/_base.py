@@ -1,4 +1,4 @@
-"""What all of it needs: PyTorch when it is used, lists of problems, and bytes of storages."""
+"""Shared helpers: the lazy import of PyTorch, problem lists, and byte ranges of storages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# How many problems an error lists.
+# The most problems that an error lists.
 _LISTED = 40
 
 
@@ -30,10 +30,10 @@ def _weak() -> Any:
 
 
 def _storage(tensor: Any) -> Any:
-    """A weak reference to a tensor's storage, which views of it have too; None if it has none, as a sparse tensor. While there is one,
-    no other storage is equal to it."""
+    """Returns a weak reference to a tensor's storage, equal for all its views; None for a tensor without storage, such as a sparse one.
+    While the reference lives, no other storage compares equal."""
     try:
-        # Neither a subclass of tensors nor a mode of functions has a say in it.
+        # Bypass tensor subclasses and function modes.
         with _torch()._C.DisableTorchFunction():
             return _weak()(tensor.untyped_storage())
     except Exception:
@@ -41,11 +41,11 @@ def _storage(tensor: Any) -> Any:
 
 
 _Span = tuple[int, int]
-"""Bytes of a storage: where they begin and end."""
+"""A byte range of a storage: start and end."""
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """The bytes of its storage that a tensor with elements is in."""
+    """Returns the byte range of its storage that a non-empty tensor covers."""
     size = tensor.element_size()
     begin = tensor.storage_offset() * size
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -53,7 +53,7 @@ def _span(tensor: Any) -> tuple[int, int]:
 
 
 def _merged(spans: Iterable[_Span]) -> list[_Span]:
-    """What spans cover, in order: those that overlap are one. Each begins at a multiple of 256, so that elements stay aligned."""
+    """Merges overlapping ranges and sorts them. Each starts at a multiple of 256, which keeps elements aligned."""
     merged: list[_Span] = []
     for begin, end in sorted((begin // 256 * 256, end) for begin, end in spans):
         if merged and begin < merged[-1][1]:
@@ -64,12 +64,12 @@ def _merged(spans: Iterable[_Span]) -> list[_Span]:
 
 
 def _around(spans: list[_Span], place: int) -> _Span:
-    """Which of these spans, of `_merged`, a place of one of them is in."""
+    """Returns the range, from `_merged`, that contains an offset."""
     return spans[bisect_right(spans, place, key=lambda span: span[0]) - 1]
 
 
 def _copied(storage: Any, begin: int, end: int) -> tuple[Any, Any]:
-    """Bytes of a storage as tensors: a private copy, and what it is of."""
+    """Copies a byte range of a storage. Returns the private copy and its source, as tensors."""
     torch = _torch()
     source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, begin, (end - begin,), (1,))
     return torch.empty_like(source).copy_(source), source

@@ -1,7 +1,7 @@
-"""A module exactly as its maker left it: every tensor of every kind, with aliasing, and no other tensor.
+"""A module exactly as its maker left it: every tensor of every kind, with aliasing, and no others.
 
-`broker.put` and `broker.load` compare an object with the module. An engine's module has other tensors before its weights are processed
-than afterwards, so here the object decides which tensors the module has.
+`broker.put` and `broker.load` compare an object with the module. An engine's module has different tensors before and after its weights are
+processed, so here the object decides which tensors the module has.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ._module import _held, _parameter
 from ._put import _plan
 
 _KINDS = ("parameter", "buffer", "attribute")
-# Dicts of a module that have their own tensors or modules.
+# Attributes of a module that hold its tensors and submodules.
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Exact:
-    """A module to put: its parameters where they are, and copies of all other tensors, which the module may still write to.
+    """A module to put: its parameters in place, and copies of all other tensors, which the module may still write to.
 
-    Tensors on the CPU beside a GPU's come back on the CPU. Raises `Invalid` if a parameter is not on `device`.
+    Beside a GPU model, CPU tensors are restored on the CPU. Raises `Invalid` if a parameter is not on `device`.
     """
 
     def __init__(self, broker: Any, module: Any, device: Any) -> None:
@@ -44,7 +44,7 @@ class Exact:
 
 
 def _apart(item: _Item, own: set[int], copies: dict[int, Any], device: Any) -> _Item:
-    """A tensor in a copy of its storage, on the device. Names that share a storage share the copy."""
+    """Returns a tensor in a copy of its storage, on the device. Names that share a storage share the copy."""
     tensor = item.tensor.detach()
     if tensor.numel() == 0 or tensor.is_meta or tensor.layout != _torch().strided:
         return item
@@ -69,11 +69,11 @@ class Attached:
 
     def __init__(self) -> None:
         self.arrays = 0
-        # The bytes of private copies.
+        # The size of the private copies in bytes.
         self.copied = 0
-        # The module's former tensors, which other objects may have too: by their numbers, each with the one in its place.
+        # The replaced tensors, which other objects may hold too: by id, with their replacements.
         self._replaced: dict[int, tuple[Any, Any]] = {}
-        # Tensors that have to wait until the weights are processed.
+        # Tensors to install after the weights are processed.
         self._late: list[tuple[Any, str, str, Any, bool]] = []
 
     def _install(self, owner: Any, leaf: str, kind: str, tensor: Any, is_persistent: bool) -> None:
@@ -89,8 +89,8 @@ class Attached:
             owner._non_persistent_buffers_set.add(leaf)
 
     def finish(self, module: Any) -> list[str]:
-        """Gives the module the tensors that had to wait, and each object that a submodule holds the tensors in place of its former ones.
-        Returns the names of tensors on the meta device that such objects still have."""
+        """Installs the late tensors, and replaces the former tensors in objects that submodules hold. Returns the names of the meta tensors
+        that remain in such objects."""
         torch = _torch()
         for each in self._late:
             self._install(*each)
@@ -118,12 +118,12 @@ class Attached:
 
 
 def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any], bool] = lambda _: False) -> Attached:
-    """Gives a module the tensors of a lease: parameters are mapped, other tensors are private copies unless they view a parameter.
+    """Installs a lease's tensors in a module: parameters are mapped, other tensors are private copies unless they view a parameter.
 
-    The object's parameters replace the module's, whatever their shape. A module's buffer or attribute must have the object's kind, shape and
-    type, unless `reshaped` names it: an engine writes to such tensors, up to limits of its own. `is_late` names submodules whose processing
-    makes tensors: theirs wait for `Attached.finish`. Raises `Differs`, before anything changes, for such a mismatch and for an array whose
-    submodule the module lacks.
+    The object's parameters replace the module's, whatever their shape. A module's buffer or attribute must have the object's kind, shape
+    and type, unless `reshaped` names it: an engine writes to such tensors, up to its own limits. `is_late` selects submodules that create
+    tensors during processing: their missing tensors are installed by `Attached.finish`. Raises `Differs`, before any change, for a mismatch
+    and for an array whose submodule the module lacks.
     """
     torch = _torch()
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -131,7 +131,7 @@ def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any],
         mapped = _Mapped(lease)
         unknown = [row.name for row in mapped.rows if row.name.rpartition(".")[0] not in modules or row.kind not in _KINDS]
         if unknown:
-            raise Differs(f"the model has no place for arrays of {lease.name!r}:{_listed(unknown)}")
+            raise Differs(f"the model lacks the submodules for arrays of {lease.name!r}:{_listed(unknown)}")
         here = layout(module)
         others = [
             f"{row.name}: {_text(theirs)} in the object, {_text(here[row.name])} here"
@@ -160,7 +160,7 @@ def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any],
                     tensor = tensor.cpu()
                 old = _held(owner, row.kind).get(leaf)
                 if row.name in private and isinstance(old, torch.Tensor) and _place(old) == _place(tensor):
-                    # It has bytes already, and others may have it too.
+                    # Reuse the existing tensor, which other objects may hold.
                     tensor = old.copy_(tensor)
                 if row.kind == "parameter":
                     tensor = torch.nn.Parameter(tensor, requires_grad=False) if old is None else _parameter(tensor, old)
@@ -178,10 +178,10 @@ def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any],
 
 
 def settle(module: Any, device: Any, nones: set[str]) -> list[str]:
-    """Removes the tensors that are still on the meta device, as the maker did: those named in `nones` become None, others are deleted, and
-    tensors without elements are created. Returns the names of the removed tensors.
+    """Removes the tensors that are still on the meta device, as the maker did: tensors named in `nones` become None, others are deleted,
+    and tensors without elements are allocated. Returns the names of the removed tensors.
 
-    Raises `Differs` for tensors on meta in lists and dicts, which an object does not carry."""
+    Raises `Differs` for meta tensors in lists and dicts, which an object does not contain."""
     torch = _torch()
     lists = [
         f"{path}.{leaf}".lstrip(".")
@@ -192,7 +192,7 @@ def settle(module: Any, device: Any, nones: set[str]) -> list[str]:
         if isinstance(each, torch.Tensor) and each.is_meta and each.numel()
     ]
     if lists:
-        raise Differs(f"the model has tensors in lists or dicts, which are not shared:{_listed(lists)}")
+        raise Differs(f"the model has tensors in lists or dicts, which cannot be shared:{_listed(lists)}")
     modules = dict(module.named_modules(remove_duplicate=False))
     left = []
     for item in _items(module):
@@ -217,12 +217,12 @@ Layout = tuple[str, tuple[int, ...], Any]
 
 
 def layout(module: Any) -> dict[str, Layout]:
-    """The layouts of a module's tensors by name."""
+    """Returns the layouts of a module's tensors by name."""
     return {item.name: (item.kind, tuple(item.tensor.shape), item.tensor.dtype) for item in _items(module)}
 
 
 def reshaped(before: dict[str, Layout], after: dict[str, Layout]) -> list[str]:
-    """The tensors whose layout changed between two layouts, but for parameters."""
+    """Returns the names of tensors, except parameters, whose layout changed."""
     return sorted(name for name, of in after.items() if of[0] != "parameter" and before.get(name, of) != of)
 
 
@@ -231,7 +231,7 @@ def _text(of: Layout) -> str:
 
 
 def nones(module: Any) -> set[str]:
-    """The names of parameters and buffers that are None."""
+    """Returns the names of parameters and buffers that are None."""
     return {
         f"{path}.{leaf}".lstrip(".")
         for path, owner in module.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""What is got: the arrays of a lease as tensors, mapped or as private copies."""
+"""A lease's arrays as tensors, mapped or as private copies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._items import _items, _written
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# PyTorch's element types by their names in tables of arrays; None for what it has not.
+# PyTorch dtypes by their names in tables of arrays; None for types that PyTorch lacks.
 _dtypes: dict[str, Any] = {}
 
 
@@ -25,9 +25,9 @@ class _Row(NamedTuple):
     part: str
     array: _native.Array
     attributes: dict[str, Any]
-    # Names that are tied have the same one.
+    # Equal for tied names.
     identity: tuple[Any, ...]
-    # Whether it is all of its storage, and nothing else is in that.
+    # Whether it covers all of its storage, and no other array shares it.
     is_alone: bool
 
     @property
@@ -43,7 +43,7 @@ class _Row(NamedTuple):
             found = getattr(torch, name, None)
             _dtypes[name] = found if isinstance(found, torch.dtype) else None
         found = _dtypes[name]
-        # A table that lies of its elements' size would have PyTorch read beyond them.
+        # With a wrong element size in the table, PyTorch would read out of bounds.
         return found if found is not None and found.itemsize == self.array.itemsize else None
 
 
@@ -52,12 +52,12 @@ def _has_storage(attributes: dict[str, Any]) -> bool:
 
 
 def _length(array: _native.Array) -> int:
-    """How many bytes lie between the first and the last of an array with elements."""
+    """Returns the bytes from the first to the last element of a non-empty array."""
     return sum(abs((length - 1) * stride) for length, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
 
 
 class _Mapped:
-    """The tensors of a lease: each storage is imported once, and copied once at most."""
+    """The tensors of a lease: each storage is imported once, and copied at most once."""
 
     def __init__(self, lease: Any) -> None:
         self._torch = _torch()
@@ -65,9 +65,9 @@ class _Mapped:
         self._lease = lease
         self._pieces: dict[str, list[tuple[int, Any]]] = {}
         self._storages: dict[tuple[Any, ...], Any] = {}
-        # Of each storage, the bytes that are copied together.
+        # The byte ranges of each storage that are copied together.
         self._spans: dict[tuple[Any, ...], list[_Span]] = {}
-        # Private copies, and what they are of.
+        # Private copies and their sources.
         self.private: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         self.rows: list[_Row] = []
         arrays = lease._native.arrays()
@@ -76,7 +76,7 @@ class _Mapped:
         )
         for part, name, array, attributes, is_dense in arrays:
             if not attributes or not _has_storage(attributes):
-                # Of another maker, such as a file's: its bytes are a storage if there are no gaps between them.
+                # An array without a storage, for example from a file: its own bytes serve as the storage if they have no gaps.
                 self.rows.append(_Row(name, part, array, attributes or {}, (part, name), is_dense))
                 continue
             identity: tuple[Any, ...] = (part, attributes["storage"])
@@ -85,7 +85,7 @@ class _Mapped:
                 identity += (array.address, array.dtype, array.shape, array.strides)
             is_alone = is_alone and attributes.get("storage_bytes") == array.nbytes
             self.rows.append(_Row(name, part, array, attributes, identity, is_alone))
-        # Whether what this process writes goes to pages of its own: there is nothing to copy, and nothing to guard.
+        # With private pages there is nothing to copy or guard.
         self.copy_on_write: bool = lease._native.copy_on_write
         self._is_cuda = any(row.array.device.backend == "cuda" for row in self.rows[:1])
         if self._is_cuda:
@@ -94,11 +94,11 @@ class _Mapped:
             self._torch.cuda.init()
 
     def _import(self, array: _native.Array) -> Any:
-        # What is published is finished: there is no work to wait for.
+        # Published work is finished: no stream has to wait.
         return self._from_dlpack(array._capsule())
 
     def _piece(self, part: str, begin: int, end: int) -> Any:
-        """The bytes between two addresses of a part, as a tensor; None where they are not in one piece of mapped memory."""
+        """Returns the bytes between two addresses of a part as a tensor; None if they are not in one mapped piece."""
         if part not in self._pieces:
             self._pieces[part] = [(piece.address, piece) for piece in self._lease.memory(part)]
         for address, piece in self._pieces[part]:
@@ -107,7 +107,7 @@ class _Mapped:
         return None
 
     def _bytes(self, row: _Row) -> tuple[tuple[Any, ...], Any, int]:
-        """The storage that an array is in, as bytes: its identity, a tensor, and where the array begins in it."""
+        """Returns the storage of an array as bytes: its identity, a tensor, and the offset of the array in it."""
         attributes = row.attributes
         number, inside, size = (attributes.get(key) for key in ("storage", "storage_offset", "storage_bytes"))
         if (
@@ -115,7 +115,7 @@ class _Mapped:
             and 0 <= inside and inside + _length(row.array) <= size
         ):  # fmt: skip
             begin = row.array.address - inside
-            # With its place, as tables may lie.
+            # The identity includes the address and size, because a table may be wrong.
             identity: tuple[Any, ...] = (row.part, number, begin, size)
             if identity in self._storages:
                 return identity, self._storages[identity], inside
@@ -123,20 +123,20 @@ class _Mapped:
             if found is not None:
                 self._storages[identity] = found
                 return identity, found, inside
-        # It has none that is mapped: the array's own bytes.
+        # No mapped storage: use the array's own bytes.
         identity = row.identity
         if identity not in self._storages:
             array = row.array
             length = _length(array)
             if any(stride < 0 and size > 1 for size, stride in zip(array.shape, array.strides, strict=True)):
-                raise Differs(f"array {row.name!r} has negative strides, which PyTorch has not: copy it with NumPy or CuPy")
+                raise Differs(f"array {row.name!r} has negative strides, which PyTorch does not support: copy it with NumPy or CuPy")
             found = self._piece(row.part, array.address, array.address + length)
             assert found is not None, "an array lies in its memory"
             self._storages[identity] = found
         return identity, self._storages[identity], 0
 
     def will_copy(self, rows: Iterable[_Row]) -> None:
-        """Says which arrays come as private copies. Of a storage these alone are copied, and those that overlap stay in one."""
+        """Sets the arrays to copy. Only their bytes are copied, and overlapping arrays share a copy."""
         spans: dict[tuple[Any, ...], list[_Span]] = {}
         for row in rows:
             if 0 not in row.array.shape:
@@ -145,17 +145,17 @@ class _Mapped:
         self._spans = {identity: _merged(of) for identity, of in spans.items()}
 
     def tensor(self, row: _Row, private: bool) -> Any:
-        """An array as a tensor without a gradient: of the memory itself, or of a copy, which `will_copy` was called for."""
+        """Returns an array as a tensor without a gradient: the mapped memory, or a copy, which requires `will_copy` first."""
         if row.is_alone and not private and "torch_dtype" not in row.attributes:
-            # One import, and not two.
+            # One import instead of two.
             try:
                 return self._import(row.array)
             except (BufferError, RuntimeError):
-                pass  # PyTorch, or DLPack, has no such elements: it is seen below.
+                pass  # PyTorch or DLPack lacks this element type: handled below.
         torch, array, dtype = self._torch, row.array, row.dtype
         device = torch.device("cuda", array.device.ordinal) if array.device.backend == "cuda" else torch.device("cpu")
         if dtype is None:
-            raise Differs(f"array {row.name!r} is of type {array.dtype}, which PyTorch {torch.__version__} has not")
+            raise Differs(f"array {row.name!r} has type {array.dtype}, which PyTorch {torch.__version__} lacks")
         size = array.itemsize
         strides = tuple(stride // size for stride in array.strides)
         if 0 in array.shape:
@@ -167,7 +167,7 @@ class _Mapped:
                 self.private[identity, begin] = _copied(source.untyped_storage(), begin, end)
             source, inside = self.private[identity, begin][0], inside - begin
         if inside % size or any(stride % size for stride in array.strides):
-            raise Differs(f"array {row.name!r} is not aligned to its elements, which PyTorch asks for")
+            raise Differs(f"array {row.name!r} is not aligned to its elements, as PyTorch requires")
         made = torch.empty(0, dtype=dtype, device=device)
         return made.set_(source.untyped_storage(), inside // size, array.shape, strides)
 
@@ -180,28 +180,22 @@ def _state_dict(
     module: Any = None,
     private: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The tensors of a lease by name.
-
-    Parameters are the mapped memory itself. All other tensors, and those that `private` names, are private copies; with
-    `writable_buffers=False` only the latter. `module`, if it is given, decides which are parameters; else the object's maker.
-    What a `state_dict` of PyTorch does not have (buffers that are not persistent, tensors that are plain attributes) is left out unless
-    `everything` is true.
-    """
+    """Returns the tensors of a lease by name: see `Lease.state_dict`."""
     torch = _torch()
     if module is not None and not isinstance(module, torch.nn.Module):
-        raise Invalid(f"module= takes a torch.nn.Module, and got a {type(module).__name__}")
+        raise Invalid(f"module= takes a torch.nn.Module, not a {type(module).__name__}")
     named = set(_arguments.names(private, "private"))
     kinds = {} if module is None else {item.name: item.kind for item in _items(module)}
-    # Inside inference_mode the tensors would be inference tensors.
+    # Inside inference_mode, PyTorch would make them inference tensors.
     with torch.inference_mode(False):
         mapped = _Mapped(lease)
         unknown = named - {row.name for row in mapped.rows}
         if unknown:
-            raise Invalid(f"private= names {min(unknown)!r}, which the object has not")
+            raise Invalid(f"private= names {min(unknown)!r}, which the object lacks")
         if not mapped.copy_on_write and module is not None:
             named |= _written(module)
         writable_buffers = writable_buffers and not mapped.copy_on_write
-        # Tied names are one storage also as a copy.
+        # Tied names share a storage as copies too.
         identities = {row.identity for row in mapped.rows if row.name in named}
         rows: dict[str, _Row] = {}
         for row in mapped.rows:
@@ -209,7 +203,7 @@ def _state_dict(
                 if row.name in rows:
                     raise Invalid(
                         f"the parts {rows[row.name].part!r} and {row.part!r} both have an array {row.name!r}: "
-                        f"get one of them, as with parts=[{row.part!r}]"
+                        f"get only one of them, as with parts=[{row.part!r}]"
                     )
                 rows[row.name] = row
         unasked = {name for name, row in rows.items() if writable_buffers and kinds.get(name, row.kind) != "parameter"} - named
@@ -226,21 +220,21 @@ def _state_dict(
     return found
 
 
-# Up to this size copies that nobody asked for by name are made without a warning.
+# The most bytes of unrequested copies without a warning.
 _UNNOTICED = 64 << 20
 
 
 def _warn_of_copies(lease: Any, rows: Iterable[_Row], remedy: str) -> None:
-    """Warns of the memory that copies of these arrays take, if it is much."""
+    """Warns if copies of these arrays take much memory."""
     sizes = {row.identity: row.array.nbytes for row in rows}
     total = sum(sizes.values())
     if total <= _UNNOTICED:
         return
-    # The frame of the package's caller.
+    # Blame the package's caller.
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("vmmfd."):
         level, frame = level + 1, frame.f_back
     warnings.warn(
-        f"{len(sizes)} tensors of {lease.name!r} are not known to be parameters and are copied, which takes {total >> 20} MiB more: {remedy}",
+        f"{len(sizes)} tensors of {lease.name!r} are not known to be parameters: copying them takes another {total >> 20} MiB: {remedy}",
         stacklevel=level,
     )

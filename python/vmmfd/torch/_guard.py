@@ -1,4 +1,4 @@
-"""A `load_state_dict` that would copy into mapped memory of the broker is refused."""
+"""Guards that refuse a `load_state_dict` into the broker's read-only memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ._items import _items
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# The storages that were given out as read-only mapped memory, by weak references. Of each its address then, as a storage may get other
-# memory, and whether a module that takes it as a buffer may write to it. There is no lock: each change is one step, so that a fork never
+# Storages handed out as read-only mapped memory, by weak reference. Each has its address at that time, because a storage can get other
+# memory, and whether a module that receives it as a buffer may write to it. There is no lock: each change is atomic, so that a fork never
 # finds the dict half changed.
 _mapped: dict[Any, tuple[int, bool]] = {}
 
 
 def _note(tensors: Iterable[Any], *, writable_buffers: bool) -> None:
-    """Remembers that the memory of these tensors is mapped read-only."""
+    """Records that the memory of these tensors is mapped read-only."""
     for gone in [storage for storage in list(_mapped) if storage.expired()]:
         _mapped.pop(gone, None)
-    # Subclasses of tensors and function modes must not see the question.
+    # Bypass tensor subclasses and function modes.
     with _torch()._C.DisableTorchFunction():
         for tensor in tensors:
             if tensor.numel():
@@ -30,7 +30,7 @@ def _note(tensors: Iterable[Any], *, writable_buffers: bool) -> None:
 
 
 def _is_mapped(tensor: Any) -> bool:
-    """Whether a tensor, or the tensor that it is a view of, is memory that was noted."""
+    """Returns whether a tensor, or the tensor it views, is in recorded memory."""
     return _noted(tensor) is not None
 
 
@@ -43,9 +43,9 @@ def _noted(tensor: Any) -> tuple[int, bool] | None:
 
 
 def _guard_module(module: Any) -> None:
-    """Makes a module, and the modules in it, refuse a `load_state_dict` that would write to mapped memory."""
+    """Makes a module and its submodules refuse a `load_state_dict` that would write to mapped memory."""
     hooks = getattr(module, "_load_state_dict_pre_hooks", None)
-    # TorchScript modules have their own hooks, and a module that was made without its constructor may have none.
+    # TorchScript modules have their own hooks, and a module created without its constructor may have none.
     if hooks is None or isinstance(module, _torch().jit.ScriptModule):
         return
     guards = (getattr(hook, "hook", hook) for hook in list(hooks.values()))
@@ -54,11 +54,11 @@ def _guard_module(module: Any) -> None:
 
 
 class _Guard:
-    """The hook of one module. In a deep copy or a pickle of the module it does nothing, as the tensors there are no mapped memory."""
+    """The hook of one module. In a deep copy or a pickle of the module it does nothing: those tensors are not mapped."""
 
     def __init__(self, module: Any) -> None:
         self.module = weakref.ref(module)
-        # Shallow copies share these dicts, and may outlive the module.
+        # Shallow copies share these dicts and may outlive the module.
         self._own = module._parameters, module._buffers
 
     def __call__(self, state_dict: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -76,22 +76,22 @@ class _Guard:
         ]
         if names:
             raise ExportError(
-                "load_state_dict would copy into memory of the broker, which is read-only: call it with assign=True, or load the module "
-                "anew. Tensors in such memory:" + _listed(names)
+                "load_state_dict would copy into the broker's read-only memory: call it with assign=True, or load the module "
+                "again. Tensors in that memory:" + _listed(names)
             )
 
     def __deepcopy__(self, memo: Any) -> Any:
         return "".format
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A builtin that accepts any arguments, so that a pickled module does not need vmmfd.
+        # A builtin that accepts any arguments: a pickled module does not need vmmfd.
         return getattr, ("", "format")
 
 
 def _is_same(tensor: Any, value: Any) -> bool:
-    """Whether a copy of a value to a tensor writes nothing, as both are the same elements."""
+    """Returns whether copying a value to a tensor writes nothing, because both have the same elements."""
     torch = _torch()
-    # A subclass may have its own `copy_`.
+    # A subclass may define its own `copy_`.
     if not {type(tensor), type(value)} <= {torch.Tensor, torch.nn.Parameter}:
         return False
 

@@ -1,4 +1,4 @@
-"""Process-wide hooks of PyTorch, on request: they guard every module that takes mapped tensors."""
+"""Optional process-wide PyTorch hooks that guard every module that receives mapped tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ._guard import _guard_module, _noted
 
 
 class GuardHandle:
-    """The hooks that `guard` installed. As a context manager it removes them at the end."""
+    """The hooks that `guard` installed. A context manager that removes them."""
 
     def __init__(self) -> None:
         torch = _torch()
@@ -21,7 +21,7 @@ class GuardHandle:
         ]
 
     def remove(self) -> None:
-        """Removes the hooks. Modules that were guarded stay guarded. A second call does nothing."""
+        """Removes the hooks. Guarded modules stay guarded. Removing twice does nothing."""
         for handle in self._handles:
             handle.remove()
 
@@ -35,23 +35,23 @@ class GuardHandle:
 
 
 def guard() -> GuardHandle:
-    """Installs hooks in PyTorch that guard every module of this process, and returns a handle that removes them.
+    """Installs PyTorch hooks that guard every module of this process. Returns a handle that removes them.
 
         with vmmfd.torch.guard():
             module.load_state_dict(broker.state_dict("model"), assign=True)
 
-    While they are installed, a module that is given a mapped tensor of `state_dict` or `load` as a parameter refuses a later
-    `load_state_dict` without `assign=True`, with `ExportError`. A module that is given one as a buffer gets a private copy instead, or is
-    guarded too if the tensor came with `writable_buffers=False`. Nothing else is guarded: see the table in the documentation.
+    While installed, a module that receives a mapped tensor of `state_dict` or `load` as a parameter refuses a later `load_state_dict`
+    without `assign=True`, with `ExportError`. A module that receives one as a buffer gets a private copy instead; if the tensor was
+    returned with `writable_buffers=False`, the module is guarded too. Nothing else is guarded: see the table in the documentation.
 
-    PyTorch calls the hooks for each parameter and buffer that any module is given. `torch.compile` checks how many such hooks there are: it
+    PyTorch calls the hooks for each parameter and buffer that any module registers. `torch.compile` checks the number of such hooks: it
     recompiles modules that assign buffers or parameters when the hooks are installed and when they are removed.
     """
     return GuardHandle()
 
 
-# Tensors that torch.compile traces have no memory, and it can't trace the hooks; torch.export would record a copy. Other objects may only
-# look like tensors, as proxies of torch.fx do, which have every attribute.
+# Tensors that torch.compile traces have no memory, and it can't trace the hooks; torch.export would record a copy. Proxies of torch.fx have
+# every attribute and only look like tensors.
 
 
 def _parameter_hook(torch: Any) -> Any:
@@ -65,7 +65,7 @@ def _parameter_hook(torch: Any) -> Any:
 
 
 def _buffer_hook(torch: Any) -> Any:
-    # True also while another thread traces.
+    # Also true while another thread traces.
     is_traced = torch.compiler.is_compiling
 
     def hook(module: Any, name: str, tensor: Any) -> Any:
@@ -76,7 +76,7 @@ def _buffer_hook(torch: Any) -> Any:
         if not writable_buffers:
             _guard_module(module)
             return None
-        # Each registration makes a new copy: an earlier one may have been written since.
+        # Each registration makes a new copy: an earlier copy may have been written to.
         with torch.inference_mode(False), torch.no_grad():
             made = tensor.clone().requires_grad_(tensor.requires_grad)
         made.__dict__.update(tensor.__dict__)

@@ -1,4 +1,4 @@
-"""The tensors of a module or a mapping, and what each of them is."""
+"""The tensors of a module or a mapping, and their kinds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class _Item(NamedTuple):
     kind: str
     persistent: bool
     requires_grad: bool = False
-    # The type of the device that readers are to have it on, if that is another than its own.
+    # The device type to use in readers, if it differs from the tensor's.
     place: str | None = None
 
 
 def _items(value: Any) -> list[_Item]:
-    """The tensors of a module, by the names of its parameters, buffers and attributes, or of a mapping."""
+    """Returns the tensors of a module, named by parameter, buffer or attribute, or of a mapping."""
     torch = _torch()
     items: list[_Item] = []
     if isinstance(value, torch.nn.Module):
@@ -38,7 +38,7 @@ def _items(value: Any) -> list[_Item]:
     others = []
     for name, tensor in value.items():
         if not isinstance(name, str):
-            raise Invalid(f"the name {name!r} is no str")
+            raise Invalid(f"the name {name!r} is not a str")
         if not isinstance(tensor, torch.Tensor):
             others.append(f"{name}: {type(tensor).__name__}")
         elif isinstance(tensor, torch.nn.Parameter):
@@ -47,15 +47,15 @@ def _items(value: Any) -> list[_Item]:
             items.append(_Item(name, tensor, "tensor", True))
     if others:
         raise Invalid(
-            "only tensors can be put together with tensors (plain values and extra state belong in metadata=, other arrays in "
-            "torch.as_tensor, an Array of vmmfd in torch.from_dlpack):"
+            "tensors can only be put together with tensors (put plain values and extra state in metadata=, other arrays through "
+            "torch.as_tensor, a vmmfd.Array through torch.from_dlpack):"
             + _listed(others)
         )
     return items
 
 
 def _extra_states(value: Any) -> list[str]:
-    """The modules in a module that have more in their `state_dict` than tensors."""
+    """Returns the submodules whose `state_dict` contains extra state besides tensors."""
     base = _torch().nn.Module
     if not isinstance(value, base):
         return []
@@ -67,7 +67,7 @@ def _extra_states(value: Any) -> list[str]:
 
 
 def _written(module: Any) -> set[str]:
-    """The names of the parameters that a module's forward writes: `max_norm` scales an embedding's rows where they are."""
+    """Returns the names of parameters that a module's forward writes: `max_norm` rescales an embedding's rows in place."""
     torch = _torch()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {

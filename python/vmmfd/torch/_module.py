@@ -1,4 +1,4 @@
-"""A lease in a module: whether it fits, and its tensors in the places of the module's."""
+"""Loading a lease into a module: whether it fits, and the installation of its tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._items import _items, _written
 
 
 class _Installed(NamedTuple):
-    """A tensor that a module was given."""
+    """A tensor installed in a module."""
 
     name: str
     owner: Any
@@ -25,25 +25,25 @@ class _Installed(NamedTuple):
 
 
 def _held(owner: Any, kind: str) -> dict[str, Any]:
-    """Where a module has its tensors of a kind."""
+    """Returns the dict in which a module keeps its tensors of a kind."""
     held: dict[str, Any] = {"parameter": owner._parameters, "buffer": owner._buffers}.get(kind, owner.__dict__)
     return held
 
 
 class _Filled(NamedTuple):
-    """What a module was given."""
+    """The result of loading a lease into a module."""
 
     # The names of the private copies.
     private: list[str]
-    # Each private copy, and the mapped bytes that it is a copy of.
+    # Each private copy and its mapped source.
     copies: list[tuple[Any, Any]]
     installed: list[_Installed]
 
 
 def _check_moved(installed: list[_Installed], moved: object) -> None:
-    """Raises `Differs` if a module has other tensors than it was given."""
+    """Raises `Differs` if installed tensors of a module were replaced."""
     if moved not in (None, "ignore"):
-        raise Invalid(f'moved={moved!r} is none of None and "ignore"')
+        raise Invalid(f'moved={moved!r} is neither None nor "ignore"')
     if moved is not None:
         return
     addresses = {each.address for each in installed}
@@ -56,13 +56,13 @@ def _check_moved(installed: list[_Installed], moved: object) -> None:
             names.append(each.name)
     if names:
         raise Differs(
-            "the module has other tensors now than it was given, as after half(), to() or an assignment, and no version comes "
-            'there: load it anew, or say moved="ignore". These moved:' + _listed(names)
+            "the module's tensors were replaced, as by half(), to() or an assignment, and a new version would not reach them: "
+            'load it again, or give moved="ignore". Replaced:' + _listed(names)
         )
 
 
 def _refresh(copies: list[tuple[Any, Any]]) -> None:
-    """Copies the mapped bytes into the private copies again, in order on PyTorch's current stream."""
+    """Copies the mapped bytes into the private copies again, ordered on PyTorch's current stream."""
     with _torch().no_grad():
         for private, source in copies:
             private.copy_(source)
@@ -74,11 +74,11 @@ def _owner(module: Any, name: str) -> tuple[Any, str]:
 
 
 class _Fit(NamedTuple):
-    # What the module has: of each name its kind, the tensor, and whether it is persistent.
+    # The module's tensors by name: kind, tensor, and whether it is persistent.
     targets: dict[str, tuple[str, Any, bool]]
-    # Which array comes to which name, and as what.
+    # The array for each name, and its kind in the module.
     chosen: dict[str, tuple[_Row, str]]
-    # Names of the module that are tied to another one, which comes.
+    # Names of the module tied to another name, which the object has.
     follows: dict[str, str]
     problems: list[str]
 
@@ -93,20 +93,20 @@ def _fit(rows: list[_Row], module: Any, strict: bool) -> _Fit:
         target = targets.get(row.name)
         if target is None:
             if strict and row.kind != "attribute":
-                problems.append(f"{row.name}: the object has it ({row.kind}), and the module has not")
+                problems.append(f"{row.name}: the object has it ({row.kind}), but the module does not")
             continue
         if row.name in chosen:
-            problems.append(f"{row.name}: the parts {chosen[row.name][0].part!r} and {row.part!r} have it: take one, with parts=")
+            problems.append(f"{row.name}: the parts {chosen[row.name][0].part!r} and {row.part!r} have it: select one with parts=")
             continue
         kind, tensor, _ = target
         chosen[row.name] = (row, kind)
         if row.dtype is None:
-            problems.append(f"{row.name}: its type {row.array.dtype} is none of PyTorch's")
+            problems.append(f"{row.name}: PyTorch lacks its type {row.array.dtype}")
         elif not (row.kind == kind == "attribute") and not torch.nn.parameter.is_lazy(tensor):
             if tuple(tensor.shape) != tuple(row.array.shape):
-                problems.append(f"{row.name}: shape {tuple(row.array.shape)}, and {tuple(tensor.shape)} in the module")
+                problems.append(f"{row.name}: shape {tuple(row.array.shape)}, but {tuple(tensor.shape)} in the module")
             if tensor.dtype != row.dtype:
-                problems.append(f"{row.name}: type {row.dtype}, and {tensor.dtype} in the module")
+                problems.append(f"{row.name}: type {row.dtype}, but {tensor.dtype} in the module")
     tied: dict[int, list[str]] = {}
     for name, (_, tensor, _) in targets.items():
         tied.setdefault(id(tensor), []).append(name)
@@ -118,24 +118,24 @@ def _fit(rows: list[_Row], module: Any, strict: bool) -> _Fit:
         if leader is not None:
             follows[name] = leader
         elif tensor.device.type == "meta" and not (strict and persistent):
-            problems.append(f"{name}: it is on the meta device, and the object has not got it ({kind})")
+            problems.append(f"{name}: it is on the meta device, and the object does not have it ({kind})")
         elif strict and persistent:
-            problems.append(f"{name}: the module has it ({kind}), and the object has not")
+            problems.append(f"{name}: the module has it ({kind}), but the object does not")
     return _Fit(targets, chosen, follows, problems)
 
 
 def _load(
     lease: Any, module: Any, *, strict: bool = True, writable_buffers: bool = True, private: Iterable[str] = ()
 ) -> _Filled:
-    """Makes the tensors of a lease those of a module, and returns the state that a switch needs.
+    """Installs a lease's tensors in a module. Returns the state that a switch needs.
 
-    All is checked first: what does not fit is listed in one `Differs`, and the module is as it was.
+    Everything is checked first: one `Differs` lists all mismatches, and the module is then unchanged.
     """
     torch = _torch()
     if not isinstance(module, torch.nn.Module):
-        raise Invalid(f"into= takes a torch.nn.Module, and got a {type(module).__name__}")
+        raise Invalid(f"into= takes a torch.nn.Module, not a {type(module).__name__}")
     named = set(_arguments.names(private, "private"))
-    # Inside inference_mode the tensors would be inference tensors.
+    # Inside inference_mode, PyTorch would make them inference tensors.
     with torch.inference_mode(False):
         return _fill(lease, module, strict, writable_buffers, named)
 
@@ -144,17 +144,17 @@ def _fill(lease: Any, module: Any, strict: bool, writable_buffers: bool, named: 
     mapped = _Mapped(lease)
     fit = _fit(mapped.rows, module, strict)
     problems = fit.problems + [
-        f"{name}: private= names it, and it does not come" for name in sorted(named - fit.chosen.keys() - fit.follows.keys())
+        f"{name}: private= names it, but it is not loaded" for name in sorted(named - fit.chosen.keys() - fit.follows.keys())
     ]
     if problems:
         of = f"version {lease.version} of {lease.name!r}"
-        # The exception has this frame, and should not hold the lease.
+        # The exception keeps this frame alive, which must not hold the lease.
         del mapped, fit
         raise Differs(f"{of} does not fit into the {type(module).__name__}:{_listed(problems)}")
-    # What is tied in the module alone is of the same bytes.
+    # Names tied only in the module share the bytes.
     chosen = fit.chosen | {name: (fit.chosen[leader][0], fit.targets[name][0]) for name, leader in fit.follows.items()}
     written = set() if mapped.copy_on_write else _written(module)
-    # What is tied is one tensor also as a copy.
+    # Tied names share a tensor as copies too.
     identities = {chosen[name][0].identity for name in named | written if name in chosen}
     writable_buffers = writable_buffers and not mapped.copy_on_write
     unasked = [name for name, (_, kind) in chosen.items() if writable_buffers and kind != "parameter" and name not in named]
@@ -167,8 +167,8 @@ def _fill(lease: Any, module: Any, strict: bool, writable_buffers: bool, named: 
     tensors: dict[tuple[Any, ...], Any] = {}
     for name, (row, kind) in chosen.items():
         old = fit.targets[name][1]
-        # Names that are tied are one tensor, but for parameters that differ in the module: these are two in the same memory. What has no
-        # elements has no memory, and is tied as the module says.
+        # Tied names share one tensor, except parameters that differ in the module: they become two with the same memory. A tensor without
+        # elements has no memory: the module decides which are tied.
         tied = id(old) if 0 in row.array.shape else row.identity, name in private_names, _class(old) if kind == "parameter" else None
         if tied not in tensors:
             tensor = mapped.tensor(row, name in private_names)
@@ -178,14 +178,14 @@ def _fill(lease: Any, module: Any, strict: bool, writable_buffers: bool, named: 
     if not mapped.copy_on_write:
         guarded = [each for each in installed if each.is_mapped]
         _note((_held(each.owner, each.kind)[each.leaf] for each in guarded), writable_buffers=writable_buffers)
-        # The module itself too: it refuses before anything is copied.
+        # Guard the module itself too: it refuses before any copy.
         for owner in {id(owner): owner for owner in (module, *(each.owner for each in guarded))}.values():
             _guard_module(owner)
     return _Filled(copies, list(mapped.private.values()), installed)
 
 
 def _class(parameter: Any) -> tuple[Any, ...]:
-    """What a parameter in the place of another one has of it, to compare."""
+    """Returns a parameter's class and attributes, to compare."""
 
     def value(of: Any) -> Any:
         try:
@@ -198,20 +198,20 @@ def _class(parameter: Any) -> tuple[Any, ...]:
 
 
 def _parameter(tensor: Any, old: Any) -> Any:
-    """A tensor as a parameter in the place of another one: of its class, if that can be, and with its attributes."""
+    """Returns a tensor as a parameter that replaces another: of the same class if possible, with its attributes."""
     base = _torch().nn.Parameter
     kind = type(old)
-    # A class that handles operations itself may have its bytes elsewhere, and one without a shape has another once there is one.
+    # A class with its own dispatch may keep its bytes elsewhere, and a lazy parameter changes its class once it has a shape.
     if not issubclass(kind, base) or kind.__torch_dispatch__ is not base.__torch_dispatch__ or _torch().nn.parameter.is_lazy(old):
         kind = base
-    # Without its constructor, which may want what only the maker of the module knows.
+    # Without the constructor, whose arguments only the module's author knows.
     parameter = _torch().Tensor._make_subclass(kind, tensor, False)
     parameter.__dict__.update(old.__dict__)
     return parameter
 
 
 def _install(module: Any, made: dict[str, Any], fit: _Fit, copies: set[str]) -> list[_Installed]:
-    """Gives a module its tensors: all, or none if it refuses one."""
+    """Gives a module its tensors: all, or none if the module refuses one."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     installed: list[_Installed] = []
     name = ""
@@ -230,5 +230,5 @@ def _install(module: Any, made: dict[str, Any], fit: _Fit, copies: set[str]) -> 
             held[leaf] = old
         if not isinstance(error, Exception):
             raise
-        raise Differs(f"the {type(module).__name__} does not let its {name!r} be set, and is as it was: {error}") from error
+        raise Differs(f"the {type(module).__name__} refuses to set {name!r}, and is unchanged: {error}") from error
     return installed

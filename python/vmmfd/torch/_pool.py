@@ -1,4 +1,4 @@
-"""The pool: PyTorch allocates in memory that can be shared."""
+"""The pool: PyTorch allocates memory that can be shared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .. import _native
 from .._errors import Invalid, Unsupported
 from ._base import _torch
 
-# The pluggable allocator. PyTorch's memory pools keep a bare pointer to it, so it is never let go of.
+# The pluggable allocator. PyTorch's memory pools keep a bare pointer to it, so it is never freed.
 _allocator: Any = None
 
-# What allocates in shared memory now, in any thread.
+# The pools that are entered now, in any thread.
 _active: list[Pool] = []
 _lock = threading.Lock()
 
@@ -36,7 +36,7 @@ def _pluggable() -> Any:
 
 
 class Pool:
-    """What `pool` returns: a context manager, to be entered once at a time, by one thread."""
+    """The result of `pool`: a context manager. Only one thread may be inside at a time."""
 
     def __init__(self, arena: int, device: Any, size: int | None) -> None:
         self._arena = arena
@@ -46,21 +46,21 @@ class Pool:
         self._thread = 0
         self._mempool: Any = None
         self._routing: Any = None
-        # Storages that are published while another thread's pool may have their blocks.
+        # Storages that are published while another thread's pool may own their blocks.
         self._held: list[Any] = []
 
     def __enter__(self) -> Pool:
         if self._routing is not None:
-            raise Invalid("this pool is entered already: make another with vmmfd.torch.pool() for each thread and block")
+            raise Invalid("this pool is already entered: create one with vmmfd.torch.pool() for each thread and block")
         torch = _torch()
         if not torch.cuda.is_available():
             raise Unsupported("vmmfd.torch.pool() needs a GPU, and torch.cuda.is_available() is false", kind="unsupported")
         device = torch.cuda.current_device() if self._device is None else torch.device(self._device)
         if not isinstance(device, int):
             if device.type != "cuda":
-                raise Invalid(f"device={str(device)!r} is no CUDA device: a pool is of memory of a GPU")
+                raise Invalid(f"device={str(device)!r} is not a CUDA device: a pool allocates GPU memory")
             device = torch.cuda.current_device() if device.index is None else int(device.index)
-        # PyTorch's context first: an error there is PyTorch's to say.
+        # PyTorch's context first, so that PyTorch reports its errors.
         torch.cuda.init()
         _native.torch_pool_open(device, self._arena, self._size)
         self._ordinal = device
@@ -78,15 +78,15 @@ class Pool:
         self._end()
         self._held.clear()
         if error is not None and isinstance(error, _torch().OutOfMemoryError):
-            trouble = _native.torch_pool_trouble()
-            if trouble:
-                error.add_note(f"vmmfd.torch.pool(): {trouble}")
+            problem = _native.torch_pool_last_error()
+            if problem:
+                error.add_note(f"vmmfd.torch.pool(): {problem}")
 
     def _begin(self) -> None:
         torch = _torch()
         mempool = torch.cuda.MemPool(_pluggable())
-        # PyTorch 2.11 ends the process when a pool is destroyed while another is in use, in any thread, or a graph is captured. So none is
-        # ever destroyed: this object is a few bytes, and `_end` gives its memory back.
+        # PyTorch 2.11 aborts the process if a pool is destroyed while another is in use in any thread, or while a graph is captured. So
+        # pools are never destroyed: this object is a few bytes, and `_end` frees its memory.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mempool))
         routing = torch.cuda.use_mem_pool(mempool, self._ordinal)
         routing.__enter__()
@@ -96,51 +96,50 @@ class Pool:
         routing, self._routing = self._routing, None
         mempool, self._mempool = self._mempool, None
         routing.__exit__(None, None, None)
-        # What the destructor would do: nothing allocates in it any more, and `empty_cache` gives back its blocks that are free.
+        # Does the destructor's work: the pool allocates no more, and `empty_cache` frees its unused blocks.
         _torch()._C._cuda_releasePool(self._ordinal, mempool.id)
 
     @property
     def figures(self) -> dict[str, int]:
-        """What this process's pools of the device hold now: `arenas`, each of which is one descriptor; `closed`, those of them that are
-        published; their `bytes`; the `blocks` that PyTorch has of them, and how many bytes of them are `used` so."""
+        """The current figures of this process's pools on the device: `arenas`, with one descriptor each; `closed`, the arenas that are
+        published; `bytes` of all arenas; `blocks` that PyTorch has in them; and the `used` bytes of those blocks."""
         return _native.torch_pool_figures(self._ordinal) if self._ordinal >= 0 else dict.fromkeys(
             ("arenas", "closed", "bytes", "blocks", "used"), 0
         )
 
 
 def pool(arena: int = 256 << 20, device: Any = None, *, size: int | None = None) -> Pool:
-    """A context in which this thread's PyTorch allocations on a GPU lie in memory that other processes can map.
+    """A context manager: this thread's PyTorch allocations on a GPU use memory that other processes can map.
 
         with vmmfd.torch.pool():
             model = load()
         broker.put("model", model)          # Without a copy.
 
-    PyTorch's blocks are cut from arenas. Each arena is one allocation of the driver and one descriptor, and is given back once it is empty.
-    `arena` is the size of the smallest arenas in bytes. Arenas grow: each has a quarter of the bytes of all, up to 1 GiB, if that is more than
-    `arena`. `size`, if given, is how many bytes will be allocated: arenas of at most 1 GiB then have exactly that many bytes, and arenas
-    beyond them have `arena` bytes. `device` is a `torch.device`, its name or its number; by default PyTorch's current one. Needs PyTorch 2.6
-    or newer.
+    PyTorch's blocks are cut from arenas. Each arena is one driver allocation and one descriptor, and is freed when empty. `arena` is the
+    smallest arena size in bytes. Arenas grow: each is a quarter of the total so far, up to 1 GiB, if that is more than `arena`. `size` is
+    the expected total of all allocations in bytes: arenas of at most 1 GiB then add up to exactly `size`, and later arenas have `arena`
+    bytes. `device` is a `torch.device`, its name or its ordinal; by default PyTorch's current device. Needs PyTorch 2.6 or newer.
 
-    Readers get whole arenas, with everything that lies beside the published tensors. Publishing closes arenas: nothing is allocated in them
-    again, so that what readers see is never overwritten, whatever is deleted here. Memory of deleted tensors goes back at
-    `torch.cuda.empty_cache()`, as all of PyTorch's does.
+    Readers map whole arenas, including any other data beside the published tensors. Publishing closes arenas: nothing is allocated in them
+    again, so published data is never overwritten, even if tensors are deleted. `torch.cuda.empty_cache()` frees the memory of deleted
+    tensors, as usual in PyTorch.
 
-    Threads that are started inside allocate as ever: enter a pool in each. Blocks while the driver starts, if it has not.
+    Threads started inside allocate as usual: enter a pool in each. Blocks while the driver starts, if needed.
 
-    Raises `vmmfd.Unsupported` (a `NotImplementedError`) without a GPU or with an older PyTorch; `vmmfd.Invalid` (a `ValueError`) for a size
-    or device that makes no sense; `vmmfd.Error` in a fork of a process that opened the driver.
+    Raises `vmmfd.Unsupported` (a `NotImplementedError`) without a GPU or with an older PyTorch; `vmmfd.Invalid` (a `ValueError`) for an
+    invalid size or device; `vmmfd.Error` in a fork of a process that opened the driver.
     """
     for name, value in (("arena", arena), ("size", 1 if size is None else size)):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 47:
-            raise Invalid(f"{name}={value!r} is no size of memory: give a number of bytes, such as 256 << 20")
+            raise Invalid(f"{name}={value!r} is not a memory size: give a number of bytes, such as 256 << 20")
     return Pool(arena, device, size)
 
 
 def _close(addresses: Iterable[int], storages: Iterable[Any]) -> None:
-    """Sees to it that nothing is allocated any more where something is published.
+    """Stops allocation in published arenas.
 
-    Nothing is cut from these arenas again. This thread's pool goes on in a new one of PyTorch's, so that free blocks in them are not used
-    either. Other threads' pools can't be changed from here: the storages are held until these threads leave them.
+    The arenas are closed. This thread's pools continue in new PyTorch pools, because the old ones could reuse free blocks. Other threads'
+    pools cannot be changed from here: the storages are held until those threads leave them.
     """
     for address in addresses:
         _native.torch_pool_close(address)
@@ -151,7 +150,7 @@ def _close(addresses: Iterable[int], storages: Iterable[Any]) -> None:
             if pool._thread == threading.get_ident():
                 mine.append(pool)
             else:
-                # Not any more once its thread has left it.
+                # Released when the thread leaves its pool.
                 pool._held.extend(kept)
     for pool in mine:
         pool._end()

@@ -1,4 +1,4 @@
-"""A put of tensors: which memory is handed over, which is copied, and the table of arrays."""
+"""Putting tensors: memory shared in place, copies, and the table of arrays."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class _Storage:
-    """A storage of which something is put."""
+    """A storage with tensors to put."""
 
     __slots__ = ("begin", "end", "items", "memory", "number", "offset", "storage")
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
         self.items: list[_Item] = []
-        # Which bytes of it are put, and where they come to lie.
+        # The byte range to put, and its destination.
         self.begin = 0
         self.end: int = storage.nbytes()
         self.number = 0
@@ -36,31 +36,31 @@ class _Storage:
 
 
 def _problem(tensor: Any) -> str | None:
-    """Why a tensor can't be put, or None."""
+    """Returns the reason why a tensor cannot be put, or None."""
     torch = _torch()
     if torch.nn.parameter.is_lazy(tensor):
         return "has no shape yet: run the module once"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return "is of a function under torch.func (vmap, grad), and has no bytes outside: put what it returns"
+        return "belongs to a function under torch.func (vmap, grad) and has no bytes outside: put the function's result"
     if isinstance(tensor, importlib.import_module("torch._subclasses").FakeTensor):
-        return "is a FakeTensor, and has no bytes"
+        return "is a FakeTensor and has no bytes"
     if tensor.is_nested:
         return "is a nested tensor: put its values() and offsets()"
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
-        return f"is a {type(tensor).__name__}, which has its bytes in other tensors: put those"
+        return f"is a {type(tensor).__name__}, which keeps its bytes in other tensors: put those"
     if tensor.layout != torch.strided:
-        return f"is of layout {tensor.layout}: put its values and indices"
+        return f"has layout {tensor.layout}: put its values and indices"
     if tensor.is_quantized:
-        return "is quantised with a scheme of its own: put its int_repr(), scales and zero points"
+        return "is quantised with its own scheme: put its int_repr(), scales and zero points"
     if tensor.device.type == "meta":
-        return "is on the meta device, and has no bytes"
+        return "is on the meta device and has no bytes"
     if tensor.device.type not in ("cpu", "cuda"):
-        return f"is on {tensor.device}, and only tensors on cpu and cuda can be put"
+        return f"is on {tensor.device}, but only tensors on cpu and cuda can be put"
     return None
 
 
 def _plain(tensor: Any) -> Any:
-    """A tensor's bytes as they are: no gradient, no subclass, nothing that is only said of it."""
+    """Returns a tensor's bytes as they are: without gradient, subclass, or lazy conjugation and negation."""
     torch = _torch()
     tensor = tensor.detach()
     if type(tensor) is not torch.Tensor:
@@ -68,12 +68,12 @@ def _plain(tensor: Any) -> Any:
     return tensor.resolve_conj().resolve_neg()
 
 
-# From which size on a tensor with wide gaps is put without them.
+# The size from which a tensor with wide gaps is put without them.
 _GAPS = 64 << 10
 
 
 def _compact(storage: _Storage) -> None:
-    """Takes the one tensor of a storage that is copied out of it, if it is less than a quarter of what would be copied."""
+    """Copies the only tensor of a storage out of it, if that is less than a quarter of the bytes to copy."""
     if len(storage.items) == 1:
         tensor = storage.items[0].tensor
         begin, end = _span(tensor)
@@ -84,14 +84,14 @@ def _compact(storage: _Storage) -> None:
 
 
 def _dtype(tensor: Any) -> tuple[str, str | None]:
-    """An element type's name in the table of arrays, and PyTorch's own name if that differs."""
+    """Returns an element type's name in the table of arrays, and PyTorch's own name if it differs."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name in _SHARED_TYPES:
         return name, None
     return f"|V{tensor.element_size()}", name
 
 
-# Types that have the same name in NumPy or ml_dtypes and in PyTorch.
+# Types with the same name in PyTorch and in NumPy or ml_dtypes.
 _SHARED_TYPES = frozenset(
     {
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -102,7 +102,7 @@ _SHARED_TYPES = frozenset(
 
 
 def _checked(value: Any) -> list[_Item]:
-    """The tensors of a value, as plain tensors. Raises `Invalid` if one can't be put, or if there is none."""
+    """Returns the tensors of a value as plain tensors. Raises `Invalid` if any cannot be put, or if there are none."""
     items, problems = [], []
     for item in value if isinstance(value, list) else _items(value):
         problem = _problem(item.tensor)
@@ -114,11 +114,11 @@ def _checked(value: Any) -> list[_Item]:
         raise Invalid("some tensors can't be put:" + _listed(problems))
     packed = _extra_states(value)
     if not items:
-        where = f": what {packed[0]} has is in extra state, as of quantised modules, which is not carried" if packed else ""
+        where = f": {packed[0]} only has extra state, as quantised modules do, which cannot be put" if packed else ""
         raise Invalid(f"there is no tensor to put{where}")
     if packed:
         warnings.warn(
-            f"extra state of modules is not carried: that of {', '.join(packed[:5])}{' and others' if packed[5:] else ''} stays behind "
+            f"the extra state of {', '.join(packed[:5])}{' and others' if packed[5:] else ''} is not put "
             "(plain values can go into metadata=)",
             # The caller of `Broker.put`.
             stacklevel=5,
@@ -127,19 +127,19 @@ def _checked(value: Any) -> list[_Item]:
 
 
 class _Placing:
-    """Puts the storages of a value in their places: memory that is handed over as it is, or copies."""
+    """Assigns memory to the storages of a value: shared in place, or copies."""
 
     def __init__(self, client: Any, device: Any, copy: bool | None) -> None:
         self._client, self._device, self._copy = client, device, copy
-        # Handed-over memory by its address.
+        # Memory shared in place, by address.
         self.in_place: dict[int, _native.Memory] = {}
-        # The storages in it.
+        # The storages in that memory.
         self.kept: list[Any] = []
-        # The names of the tensors that are in no such memory.
+        # The names of the other tensors.
         self.elsewhere: list[str] = []
 
     def place(self, where: str, part: str, storages: list[_Storage]) -> list[_native.Memory]:
-        """The memory of a part, whose storages are on the device `where`."""
+        """Returns the memory of a part, whose storages are on the device `where`."""
         memories: list[_native.Memory] = []
         of_arena: dict[int, int] = {}
         copied: list[_Storage] = []
@@ -164,11 +164,11 @@ class _Placing:
         return memories
 
     def _copies(self, where: str, part: str, storages: list[_Storage], first: int) -> list[_native.Memory]:
-        """Copies storages to new memory, the first of which is number `first` of its part."""
+        """Copies storages to new memory. `first` is the index of the first new memory in its part."""
         torch, values = _torch(), []
         for storage in storages:
             _compact(storage)
-            # Bytes of a storage that no tensor has are not copied.
+            # Bytes without a tensor are not copied.
             spans = [_span(item.tensor) for item in storage.items]
             storage.begin = min(begin for begin, _ in spans) // 256 * 256
             storage.end = max(end for _, end in spans)
@@ -193,11 +193,11 @@ def _plan(
     copy: bool | None = None,
     seal: bool = False,
 ) -> tuple[list[PartPlan], dict[str, Any], object]:
-    """The parts of a module, of a mapping of names to tensors or of a list of items, one for each device; what they add to the metadata;
-    and what must live until they are put. With `seal` checks that this process's right to write that memory can be taken then.
+    """Returns the parts of a module, of a mapping of names to tensors or of a list of items, one per device; the metadata to add; and the
+    object that must live until the put is done. With `seal`, checks that this process may make the memory read-only.
 
-    Storages in arenas of `pool` are handed over as they are. Others are copied, to a multiple of 256 bytes each, in the order of their
-    names' appearance; with `copy=True` all are, with `copy=False` none may be. From here on nothing is allocated in these arenas.
+    Storages in arenas of `pool` are shared in place. Others are copied, aligned to 256 bytes, in order of appearance; `copy=True` copies
+    all, `copy=False` refuses copies. Closes these arenas.
     """
     grouped: dict[str, dict[int, _Storage]] = {}
     empty: list[_Item] = []
@@ -212,7 +212,7 @@ def _plan(
     placed = [(list(of.values()), placing.place(where, part, list(of.values()))) for where, of in (grouped or {"cpu": {}}).items()]
     if placing.elsewhere and copy is False:
         raise ExportError(
-            "copy=False, and these tensors lie in no memory that can be handed over (allocate them in vmmfd.torch.pool()):"
+            "copy=False, but these tensors are not in memory that can be shared (allocate them in vmmfd.torch.pool()):"
             + _listed(placing.elsewhere)
         )
     parts: list[PartPlan] = []
@@ -256,12 +256,12 @@ def _entry(item: _Item, storage: _Storage | None) -> Entry:
 
 
 def _check_sealable(memories: list[_native.Memory], published: list[Any]) -> None:
-    """Refuses to make memory read-only that something else is in: its next write would end the context."""
+    """Refuses to seal memory that contains other live tensors: their next write would destroy the context."""
     torch = _torch()
     with _lock:
         others = [pool for pool in _active if pool._thread != threading.get_ident()]
     if others:
-        raise Invalid("seal=True while another thread is in vmmfd.torch.pool(): it may allocate beside what is sealed")
+        raise Invalid("seal=True while another thread is in vmmfd.torch.pool(): it may allocate beside the sealed memory")
     arenas = [(memory.address, memory.address + memory.mapped_size) for memory in memories]
     ours = sorted(storage.data_ptr() for storage in published)
     count = size = 0
@@ -276,6 +276,6 @@ def _check_sealable(memories: list[_native.Memory], published: list[Any]) -> Non
             begin = end
     if count:
         raise Invalid(
-            f"seal=True, and {count} other tensors of {size} bytes lie in the same arenas, which writes to them would turn into faults: "
-            "put them too, or delete them first, or allocate them outside of vmmfd.torch.pool()"
+            f"seal=True, but {count} other tensors of {size} bytes are in the same arenas, and writes to them would fault: "
+            "put them too, delete them first, or allocate them outside of vmmfd.torch.pool()"
         )
