@@ -12,10 +12,7 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use vmmfd::{
     error::RefusalCode,
-    wire::broker::{
-        self, Attached, Claim, Get, GetObject, Lifetime, List, Measure, Measured, Message, Release, Table, Token,
-        Watch, Who,
-    },
+    wire::broker::{self, Attached, Claim, Get, GetObject, Lifetime, List, Message, Release, Table, Token, Watch, Who},
 };
 
 use crate::{
@@ -82,14 +79,6 @@ fn get(name: &str) -> Get {
 fn lease(raw: &Raw, name: &str) -> Token {
     match ask(raw, &Message::Get(Box::new(get(name)))) {
         Message::Lease(lease) => lease.token,
-        other => panic!("{other:?}"),
-    }
-}
-
-#[track_caller]
-fn measure(raw: &Raw) -> Measured {
-    match ask(raw, &Message::Measure(Measure {})) {
-        Message::Measured(measured) => *measured,
         other => panic!("{other:?}"),
     }
 }
@@ -161,7 +150,7 @@ mod memory {
         // What has ended counts no more.
         drop(connections);
         let raw = served.greeted().0;
-        until(|| measure(&raw).connections == 1);
+        raw.until_connections(1);
         for number in 0..200 {
             assert!(matches!(claim(&raw, format!("again/{number}")), Message::Claimed(_)));
         }
@@ -183,7 +172,7 @@ mod memory {
                     raw.send_bytes(&record(48, &body), &[]).unwrap();
                 }
             }
-            measure(&raw);
+            raw.measured();
         }
         assert_bounded(server);
     }
@@ -240,7 +229,7 @@ mod memory {
             raw.send(&Message::Get(Box::new(wait.clone())), &[]).unwrap();
         }
         let raw = served.greeted().0;
-        measure(&raw);
+        raw.measured();
         assert_bounded(server);
         // The last one was refused, and can go on.
         let last = &connections[HOSTILE - 1];
@@ -251,7 +240,7 @@ mod memory {
         assert!(matches!(ask(last, &Message::List(List::default())), Message::Objects(_)));
         // A short one waits as before, once the others have ended.
         drop(connections);
-        until(|| measure(&raw).connections == 1);
+        raw.until_connections(1);
         let waits = Get { wait_ms: Some(1), ..get("absent") };
         let answer = ask(&raw, &Message::Get(Box::new(waits)));
         assert_eq!(refused(&answer).0, RefusalCode::Timeout);
@@ -275,7 +264,7 @@ mod memory {
         eprintln!("{served_in} KiB while serving, {loaded_in} KiB while loading");
         // The live versions alone have 5 MiB of metadata.
         assert!(loaded_in <= served_in + 2048, "{served_in} KiB while serving, {loaded_in} KiB while loading");
-        assert_eq!(measure(&served.greeted().0).versions, 20 * 65);
+        assert_eq!(served.greeted().0.measured().versions, 20 * 65);
     }
 }
 
@@ -332,7 +321,7 @@ fn kept_versions_count_as_objects() {
     maker.put.keep = Some(3);
     maker.publish("a");
     maker.publish("b");
-    assert_eq!(measure(&maker.raw).versions, 5);
+    assert_eq!(maker.raw.measured().versions, 5);
     served.kill_server();
     let mut maker = Maker::new(&served);
     (0..5).for_each(|number| maker.publish(&format!("c{number}")));
@@ -354,7 +343,7 @@ fn ending_leases_takes_linear_time() {
         }
         cost(server, || {
             drop(reader);
-            until(|| measure(&other).leases == 0);
+            until(|| other.measured().leases == 0);
         })
     };
     let (few, many) = (end(500), end(6000));
@@ -375,8 +364,8 @@ fn others_are_served_while_leases_end() {
     drop(reader);
     let mut seen = Vec::new();
     while seen.last() != Some(&0) {
-        seen.push(measure(&other).leases);
-        assert!(measure(&other).connections >= 2);
+        seen.push(other.measured().leases);
+        assert!(other.measured().connections >= 2);
     }
     assert!(seen.iter().any(|leases| (1..5000).contains(leases)), "{seen:?}");
     // Names that go with their maker.
@@ -385,7 +374,7 @@ fn others_are_served_while_leases_end() {
     drop(maker);
     let mut seen = Vec::new();
     while seen.last() != Some(&1) {
-        seen.push(measure(&other).objects);
+        seen.push(other.measured().objects);
     }
     assert!(seen.iter().any(|names| (2..3000).contains(names)), "{seen:?}");
 }

@@ -233,6 +233,7 @@ impl<'a> Scene<'a> {
             self.served.wait_for_another(server, begun);
             (raw, server) = self.served.greeted();
         }
+        raw.until_connections(1);
         let makings = &self.makings;
         let put = makings.put(&name, request, verb == Verb::Replace);
         let (answer, traced) = while_traced(server, at_call(nth), || match verb {

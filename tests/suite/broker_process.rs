@@ -35,11 +35,12 @@ use vmmfd::{
     session::Config,
     wire::{
         HEADER_LENGTH, Hello, MAX_BODY, MAX_FDS,
-        broker::{BROKER, List, Message, NO_BACKEND, Summary},
+        broker::{BROKER, List, Measure, Measured, Message, NO_BACKEND, Summary},
     },
 };
 
 use crate::{
+    broker::until,
     conversation::{PATIENCE, seqpacket},
     support::{Kind, Subject},
 };
@@ -141,7 +142,7 @@ impl Process {
         command.stdin(Stdio::piped()).stdout(Stdio::null()).current_dir("/");
         let child = command.spawn().unwrap();
         let process = Self { folder, path, child, user: setup.user };
-        crate::broker::until(|| Raw::dial(&process.path).is_ok());
+        until(|| Raw::dial(&process.path).is_ok());
         process
     }
 
@@ -154,7 +155,7 @@ impl Process {
         let child = Pid::from_raw(self.child.id().cast_signed());
         kill(child, Signal::SIGSTOP).unwrap();
         let state = || fs::read_to_string(self.file("stat")).unwrap().rsplit(") ").next().unwrap().starts_with('T');
-        crate::broker::until(state);
+        until(state);
         let result = body();
         kill(child, Signal::SIGCONT).unwrap();
         result
@@ -237,7 +238,7 @@ impl Process {
     /// Waits until it has so many connections besides this client's.
     #[track_caller]
     pub(crate) fn wait_for_others(&self, client: &Client, others: u64) {
-        crate::broker::until(|| {
+        until(|| {
             // The leases are not listed, which may be very many.
             let totals = client.who("no name begins so").unwrap().totals;
             totals.iter().map(|user| user.connections).sum::<u64>() == others + 1
@@ -429,6 +430,21 @@ impl Raw {
         Ok(Some((message, fds)))
     }
 
+    /// The broker's figures.
+    #[track_caller]
+    pub(crate) fn measured(&self) -> Measured {
+        match self.ask(&Message::Measure(Measure {}), &[]).unwrap() {
+            Some((Message::Measured(measured), _)) => *measured,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Waits until the server has closed all connections but this many: it then has nothing to do.
+    #[track_caller]
+    pub(crate) fn until_connections(&self, left: usize) {
+        until(|| self.measured().connections == left as u64);
+    }
+
     /// Sends a request, and returns the first record of the answer.
     pub(crate) fn ask(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
         self.send(message, fds)?;
@@ -496,7 +512,7 @@ fn the_server_maps_no_driver() {
     }
     assert!(!mapped(&server.maps()), "{}", server.maps());
     // Four segments and the catalogue.
-    crate::broker::until(|| server.memory_files() == 5);
+    until(|| server.memory_files() == 5);
 }
 
 /// The kernel stops a process with several threads for milliseconds each time that its table of descriptors grows.

@@ -188,6 +188,8 @@ impl Walk {
         let before = self.world.clone();
         let (expected, kill) = self.run_model();
         let (server, raw) = (self.served.server(), self.raws[client].take().unwrap());
+        // The end of an earlier connection would be traced too.
+        raw.until_connections(1 + self.raws.iter().flatten().count());
         let (mut watcher, mut count) = (Watcher::default(), 0);
         let kills = |call: &Call| {
             let seen = watcher.seen(call).is_some();
