@@ -12,7 +12,7 @@
 //! [guarantees](https://docs.rs/crate/vmmfd/latest/source/docs/guarantees.md) ·
 //! [security](https://docs.rs/crate/vmmfd/latest/source/docs/SECURITY.md) ·
 //! [performance](https://docs.rs/crate/vmmfd/latest/source/docs/performance.md) ·
-//! [troubleshooting](https://docs.rs/crate/vmmfd/latest/source/docs/troubleshooting.md) ·
+//! [diagnose](https://docs.rs/crate/vmmfd/latest/source/docs/diagnose.md) ·
 //! [all](https://docs.rs/crate/vmmfd/latest/source/docs/index.md).
 //! Programs to start from: [`share`](https://docs.rs/crate/vmmfd/latest/source/examples/share.rs),
 //! [`receive`](https://docs.rs/crate/vmmfd/latest/source/examples/receive.rs) and

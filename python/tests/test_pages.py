@@ -1,55 +1,139 @@
-"""Runs the Python blocks of the README and of docs/python.md, each page from first to last."""
+"""The README and the pages of docs/ run as written: shell, files and output in one folder for each page, and the Python of two pages."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from conftest import Server
+from conftest import LIMIT, Server
 
 ROOT = Path(__file__).resolve().parents[2]
-SOCKET = "/run/vmmfd/broker.sock"
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 
 pytestmark = pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="the pages are not beside the tests")
 
 
-def blocks(page: str) -> list[tuple[int, str]]:
-    """Returns the Python blocks of a page with their line numbers."""
+class Block(NamedTuple):
+    """A fenced block: the line of its first fence, its language, the comment above it, and its text."""
+
+    line: int
+    language: str
+    mark: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start()) + 2, match[1]) for match in found]
+    found = re.finditer(r"^(?:<!-- (.*?) -->\n)?```(\S*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(text.count("\n", 0, match.start(2)) + 1, match[2], match[1] or "", match[3]) for match in found]
 
 
-def run(page: str, needs_torch: bool, broker: str) -> int:
-    """Runs the blocks that need PyTorch, or the others, in one namespace. Returns their number."""
+def script(page: str) -> str:
+    """The page's files and commands as one script, each on its line of the page."""
+    lines = [""] * (len((ROOT / page).read_text().splitlines()) + 1)
+    lines[0] = f"""set -eu; trap 'echo "{page}:$LINENO: $BASH_COMMAND failed" >&2' ERR"""
+    for block in blocks(page):
+        code = block.text.splitlines()
+        if block.mark.startswith("file: "):
+            code = [f"cat >{block.mark.removeprefix('file: ')} <<'END OF FILE'", *code, "END OF FILE"]
+            lines[block.line - 1 : block.line - 1 + len(code)] = code
+        elif block.language == "sh" and not block.mark:
+            lines[block.line : block.line + len(code)] = code
+    return "\n".join(lines) + "\n"
+
+
+def has_commands(page: str) -> bool:
+    return any(block.language == "sh" and not block.mark for block in blocks(page))
+
+
+def left_out() -> list[str]:
+    """The blocks that can't run in every checkout, each with the reason that its page gives."""
+    found = []
+    for page in PAGES:
+        for block in blocks(page):
+            if block.mark.startswith("needs: "):
+                found.append(f"{page}:{block.line}: needs {block.mark.removeprefix('needs: ')}: {block.text.splitlines()[0]}")
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the commands need Linux")
+@pytest.mark.parametrize("page", [page for page in PAGES if has_commands(page)])
+def test_page_runs_in_order(page: str) -> None:
+    pytest.importorskip("numpy")
+    target = Path(os.environ.get("CARGO_TARGET_DIR", "target"))
+    with tempfile.TemporaryDirectory(prefix="page") as folder:
+        clone = Path(folder, "vmmfd")
+        clone.mkdir()
+        Path(folder, "run").mkdir(mode=0o700)
+        for entry in ROOT.iterdir():
+            if entry.name[0] != "." and entry.name != "target" and not entry.name.startswith("dist"):
+                (clone / entry.name).symlink_to(entry)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("VMMFD_")}
+        environment |= {
+            "PATH": f"{Path(sys.executable).parent}:{ROOT / target / 'debug'}:{environment['PATH']}",
+            "XDG_RUNTIME_DIR": f"{folder}/run",
+            "VMMFD_BACKEND": "host",
+            "CARGO_TARGET_DIR": str(ROOT / target),
+            "CARGO_NET_OFFLINE": "true",
+        }
+        with Path(folder, "output").open("w+") as output:
+            shell = ["bash", "-c", script(page)]
+            run = subprocess.Popen(
+                shell, cwd=clone, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                code = run.wait(LIMIT)
+            finally:
+                try:
+                    os.killpg(run.pid, signal.SIGTERM)
+                except ProcessLookupError:
+                    pass
+            output.seek(0)
+            printed = output.read()
+    assert code == 0, printed
+    for block in blocks(page):
+        if block.mark == "output":
+            for line in block.text.splitlines():
+                assert line in printed, f"{page}:{block.line}: `{line}` was not printed:\n{printed}"
+
+
+@pytest.mark.parametrize("block", left_out())
+def test_block_is_left_out(block: str) -> None:
+    pytest.skip(block)
+
+
+def run(page: str, needs_torch: bool, broker: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs the Python blocks that need PyTorch, or those that do not, in one namespace; returns how many."""
+    monkeypatch.setenv("VMMFD_BROKER_SOCKET", broker)
     names: dict[str, Any] = {"__name__": "page"}
     ran = 0
-    for line, code in blocks(page):
-        # A block may use imports of earlier blocks.
-        torch = "torch" in code
-        if torch != needs_torch:
-            continue
-        code = code.replace(SOCKET, broker)
-        exec(compile("\n" * (line - 1) + code, str(ROOT / page), "exec"), names)
-        ran += 1
+    for block in blocks(page):
+        if block.language == "python" and block.mark.startswith("checked by") and ("import torch" in block.text) == needs_torch:
+            exec(compile("\n" * block.line + block.text, str(ROOT / page), "exec"), names)
+            ran += 1
     return ran
 
 
-def test_readme_example(server: Server) -> None:
+def test_readme_example(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numpy")
-    assert run("README.md", False, server.path) == 1
+    assert run("README.md", False, server.path, monkeypatch) == 1
 
 
-def test_python_page(server: Server) -> None:
+def test_python_page(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numpy")
-    assert run("docs/python.md", False, server.path) >= 5
+    assert run("docs/python.md", False, server.path, monkeypatch) >= 5
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="there is no PyTorch")
-def test_python_page_with_torch(server: Server) -> None:
-    assert run("docs/python.md", True, server.path) >= 1
+def test_python_page_with_torch(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("docs/python.md", True, server.path, monkeypatch) >= 1

@@ -1,4 +1,4 @@
-"""Clients, servers and keepers of two versions, together: each test is a row of the table "Versions together" in docs/broker.md."""
+"""Clients, servers and keepers of two versions, together: each test is a row of the table "Versions together" in docs/operate.md."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def test_rollback_under_an_init_is_refused(versions: Versions, start: Start, tmp
 
 
 def test_the_page_has_these_rows() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "broker.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "operate.md").read_text(encoding="utf-8")
     tests = {name for name in globals() if name.startswith("test_") and name != "test_the_page_has_these_rows"}
     table = page.split("## Versions together")[1].split("\n## ")[0]
     assert {name for name in tests if f"`{name}`" not in table} == set()

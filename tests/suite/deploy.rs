@@ -211,7 +211,7 @@ fn security_level(pod: &Yaml) -> &'static str {
 
 #[test]
 fn page_lists_each_pods_security_level() {
-    let page = include_str!("../../docs/containers.md");
+    let page = include_str!("../../docs/deploy.md");
     for name in PODS {
         let file = name.strip_prefix("kubernetes/").unwrap();
         for pod in pods(name) {

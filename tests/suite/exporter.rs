@@ -318,11 +318,11 @@ fn alerts_use_served_metrics() {
         assert_served(text(&alert["expr"]), &body);
         assert!(["warning", "critical"].contains(&text(&alert["labels"]["severity"])), "{name}");
         assert!(!text(&notes["summary"]).is_empty(), "{name}");
-        let section = text(&notes["runbook"]).strip_prefix("docs/broker.md#").unwrap();
+        let section = text(&notes["runbook"]).strip_prefix("docs/operate.md#").unwrap();
         let is_section = |line: &str| {
             line.strip_prefix("### ").is_some_and(|title| title.to_lowercase().replace(' ', "-") == section)
         };
-        assert!(page.lines().any(is_section), "{name}: docs/broker.md has no section {section}");
+        assert!(page.lines().any(is_section), "{name}: docs/operate.md has no section {section}");
     }
     let file = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join("scripts/deploy/prometheus/rules.yml");
     match Command::new("promtool").args(["check", "rules"]).arg(file).output() {
@@ -365,7 +365,7 @@ fn page_describes_each_served_metric() {
 }
 
 fn docs_page() -> String {
-    fs::read_to_string(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join("docs/broker.md")).unwrap()
+    fs::read_to_string(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join("docs/operate.md")).unwrap()
 }
 
 /// Prometheus's own reader of the format, where it is installed.

@@ -5,10 +5,11 @@
 //! | Block | What checks it |
 //! |---|---|
 //! | `rust` | a doctest: the page is included by `src/lib.rs` |
-//! | `sh` | each line: the options of our commands, make's targets, the files named |
+//! | `sh`, `<!-- file: PATH -->`, `<!-- output -->` | `python/tests/test_pages.py` runs the page in order, in one folder |
+//! | `sh` with `<!-- needs: REASON -->` | each line: the options of our commands, make's targets, the files named |
 //! | `toml` | the lines of the README's dependencies, which `make check` builds |
 //! | `<!-- terminal: NAME -->`, `<!-- json: NAME -->`, `<!-- doctor -->` | a test beside this one compares it with what the command prints |
-//! | `<!-- help: NAME -->`, `<!-- exit codes -->` | is generated |
+//! | `<!-- exit codes -->` | is generated |
 //! | `<!-- python: NAME -->` | `scripts/interop/host.py` runs it |
 //! | `<!-- excerpt: FILE -->` | it stands in that file, word for word |
 //! | `<!-- checked by: FILE::TEST -->` | that test, in Rust or Python |
@@ -67,6 +68,7 @@ fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
             whole.contains(&text).then_some(()).ok_or_else(|| format!("it is not in {file}"))
         }
         (_, Some(("checked by", test))) => exists(test),
+        (_, Some(("file", _))) => Ok(()),
         (language, _) if language.split(',').next() == Some("rust") => {
             if language.contains("ignore") {
                 return Err("its code is not compiled".to_owned());
@@ -75,12 +77,14 @@ fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
             let included = source(including).contains(&format!("{page}\")"));
             included.then_some(()).ok_or_else(|| format!("{including} does not include the page, so it is no doctest"))
         }
-        ("sh", None) => block.lines.iter().try_for_each(|line| shell::check(line)),
+        ("sh", Some(("needs", reason))) if !reason.is_empty() => {
+            block.lines.iter().try_for_each(|line| shell::check(line))
+        }
+        ("sh", None) | ("text", Some(("output", ""))) => Ok(()),
         ("toml", None) => block.lines.iter().try_for_each(|line| dependency(line)),
         ("console", Some(("terminal", "producer" | "consumer")))
         | ("json", Some(("json", "producer" | "consumer")))
-        | ("text", Some(("exit codes" | "doctor", "")))
-        | ("text", Some(("help", _))) => Ok(()),
+        | ("text", Some(("exit codes" | "doctor", ""))) => Ok(()),
         // Of a run under systemd, which this test can't repeat.
         ("text", Some(("journal", ""))) => Ok(()),
         ("python", Some(("python", name))) => {
@@ -155,9 +159,9 @@ fn unchecked_block_is_detected() {
         ("<!-- json: nobody -->\n```json\n{}\n```\n", "nothing checks"),
         ("```rust,ignore\nx\n```\n", "not compiled"),
         ("```rust\nx\n```\n", "does not include"),
-        ("```sh\nproducer --no-such-option\n```\n", "no-such-option"),
-        ("```sh\nmake nothing-of-the-kind\n```\n", "nothing-of-the-kind"),
-        ("```sh\nscripts/none here\n```\n", "scripts/none"),
+        ("<!-- needs: root -->\n```sh\nproducer --no-such-option\n```\n", "no-such-option"),
+        ("<!-- needs: root -->\n```sh\nmake nothing-of-the-kind\n```\n", "nothing-of-the-kind"),
+        ("<!-- needs: root -->\n```sh\nscripts/none here\n```\n", "scripts/none"),
         ("```toml\nvmmfd = { version = \"9.9\", default-features = false }\n```\n", "the version is"),
         ("<!-- excerpt: Makefile -->\n```text\nnot in it\n```\n", "not in Makefile"),
         ("<!-- checked by: suite::stream::no_such_test -->\n```text\nx\n```\n", "no_such_test"),

@@ -1,7 +1,5 @@
 //! What is written into the pages from the sources: the options of the commands, the rules of the doctor.
 
-use std::collections::BTreeMap;
-
 use vmmfd_cli::{
     cli::EXIT_CODES,
     doctor::rules::{RULES, Rule},
@@ -11,14 +9,14 @@ use super::{Page, root};
 use crate::running::Meeting;
 
 #[test]
-fn troubleshooting_has_doctor_rules() {
+fn diagnose_page_has_doctor_rules() {
     let row = |rule: &Rule| {
         let Rule { name, symptom, cause, remedy, .. } = rule;
         format!("| <a id=\"{name}\"></a>`{name}` | {symptom} | {cause} | {remedy} |\n")
     };
     let rows: String = RULES.iter().map(row).collect();
     let want = format!("| Rule | Error or symptom | Cause | What to do |\n|---|---|---|---|\n{rows}");
-    Page::has_generated("docs/troubleshooting.md", "rules", &want);
+    Page::has_generated("docs/diagnose.md", "rules", &want);
 }
 
 #[test]
@@ -32,8 +30,8 @@ fn help(command: &str) -> String {
     let mut words = command.split(' ');
     let meeting = Meeting::host();
     let program = words.next().unwrap();
-    let name = ["producer", "consumer", "vmmfd"].into_iter().find(|name| *name == program).unwrap();
-    let mut run = meeting.bare(name);
+    assert_eq!(program, "vmmfd");
+    let mut run = meeting.bare("vmmfd");
     run.command.env_remove("COLUMNS").args(words).arg("-h");
     let ended = run.end();
     ended.code(0);
@@ -52,28 +50,33 @@ fn subcommands(help: &str) -> Vec<String> {
         .collect()
 }
 
+/// The options that a help lists, without those of every command.
+fn options(help: &str) -> Vec<&str> {
+    help.lines()
+        .map(str::trim_start)
+        .filter_map(|line| if line.starts_with("--") { Some(line) } else { line.strip_prefix('-')?.get(3..) })
+        .filter(|line| line.starts_with("--"))
+        .filter_map(|line| line.split([' ', '.', '[']).next())
+        .filter(|option| !["--json", "--verbose", "--quiet", "--log-format", "--help", "--version"].contains(option))
+        .collect()
+}
+
 #[test]
-fn the_commands_page_has_every_option() {
-    let mut page = String::new();
-    let mut shown = BTreeMap::<String, String>::new();
-    let mut queue: Vec<String> = ["vmmfd", "consumer", "producer"].map(str::to_owned).to_vec();
+fn commands_page_lists_every_option() {
+    let mut page = "| Command | Purpose | Options |\n|---|---|---|\n".to_owned();
+    let mut queue = vec!["vmmfd".to_owned()];
     while let Some(command) = queue.pop() {
         let text = help(&command);
-        queue.extend(subcommands(&text).iter().rev().map(|name| format!("{command} {name}")));
-        // The codes have a section of their own, but for those that another command has.
-        let text = text.replace(EXIT_CODES, "").trim_end().to_owned();
-        let own = |line: &&str| !line.starts_with("Usage:") && !line.contains("--version");
-        let without_name = text.lines().filter(own).collect::<Vec<_>>().join("\n");
-        let body = match shown.get(&without_name) {
-            Some(other) => format!("As [`{other}`](#{}).", other.replace(' ', "-")),
-            None => format!("<!-- help: {command} -->\n```text\n{text}\n```"),
-        };
-        shown.entry(without_name).or_insert_with(|| command.clone());
-        page += &format!("\n### {command}\n\n{body}\n");
+        let nested = subcommands(&text);
+        if command != "vmmfd" {
+            let purpose = text.split("\n\n").next().unwrap().replace('\n', " ");
+            let options: Vec<String> = options(&text).iter().map(|option| format!("`{option}`")).collect();
+            page += &format!("| `{command}` | {purpose} | {} |\n", options.join(" "));
+        }
+        queue.extend(nested.iter().rev().map(|name| format!("{command} {name}")));
     }
-    let page: String = page.lines().map(|line| format!("{}\n", line.trim_end())).collect();
-    assert!(page.contains("\n### vmmfd doctor serve\n"), "{page}");
-    Page::has_generated("docs/commands.md", "help", &format!("{page}\n"));
+    assert!(page.contains("| `vmmfd doctor serve` |") && page.contains("`--safetensors`"), "{page}");
+    Page::has_generated("docs/commands.md", "commands", &page);
 }
 
 #[test]

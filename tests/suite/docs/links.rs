@@ -124,7 +124,7 @@ fn dead_link_is_detected() {
     assert!(check("docs/index.md", "", "no-such-page.md").is_err());
     assert!(check("docs/index.md", "", "../README.md#no-such-heading").is_err());
     assert!(check("docs/index.md", "", "../../etc").is_err());
-    assert_eq!(check("docs/index.md", "", "../README.md#the-library"), Ok(()));
+    assert_eq!(check("docs/index.md", "", "../README.md#install"), Ok(()));
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn the_index_names_every_page() {
 #[test]
 fn the_readme_is_short() {
     let lines = source("README.md").lines().count();
-    assert!(lines <= 200, "README.md has {lines} lines");
+    assert!(lines <= 150, "README.md has {lines} lines");
 }
 
 /// On docs.rs a page is found by its path in the package.

@@ -46,9 +46,10 @@ fn texts_of_errors() -> Vec<String> {
 }
 
 #[test]
-fn troubleshooting_quotes_the_errors() {
-    let page = Page::read("docs/troubleshooting.md");
-    let (_, section) = page.text.split_once("## What the commands say").unwrap();
+fn diagnose_page_quotes_the_errors() {
+    let page = Page::read("docs/diagnose.md");
+    let (_, section) = page.text.split_once("## Error messages").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
     let phrases: Vec<&str> = section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).collect();
     assert!(phrases.len() > 10);
     let texts = texts_of_errors();
@@ -58,24 +59,10 @@ fn troubleshooting_quotes_the_errors() {
 }
 
 #[test]
-fn readme_troubles_are_on_the_page() {
-    let readme = Page::read("README.md");
-    let (_, section) = readme.text.split_once("## Common errors").unwrap();
-    let (section, _) = section.split_once("\n## ").unwrap();
-    let rows: Vec<&str> = section.lines().filter(|line| line.starts_with("| `")).collect();
-    assert_eq!(rows.len(), 5);
-    let page = source("docs/troubleshooting.md");
-    for row in rows {
-        let phrase = quoted(row)[0];
-        assert!(page.contains(&format!("`{phrase}`")), "docs/troubleshooting.md has no `{phrase}`");
-    }
-}
-
-#[test]
 fn readme_numbers_were_measured() {
     let readme = Page::read("README.md");
-    let (_, section) = readme.text.split_once("## What it costs").unwrap();
-    let (section, _) = section.split_once("\n## ").unwrap();
+    let (_, section) = readme.text.split_once("| the first process").unwrap();
+    let (section, _) = section.split_once("\n\n").unwrap();
     let measured = source("docs/performance.md");
     let words = |text: &str| -> Vec<String> {
         text.split(|c: char| c.is_whitespace() || [',', ';', ':', '·', '|', '(', ')'].contains(&c))
@@ -85,7 +72,7 @@ fn readme_numbers_were_measured() {
     let known = words(&measured);
     let numbers: Vec<String> =
         words(section).into_iter().filter(|word| word.parse::<f64>().is_ok() && word.len() > 1).collect();
-    assert!(numbers.len() > 12, "{numbers:?}");
+    assert!(numbers.len() >= 8, "{numbers:?}");
     for number in numbers {
         assert!(known.contains(&number), "{number} is not in docs/performance.md");
     }
@@ -108,14 +95,14 @@ fn versions_match_the_manifest() {
 
 #[test]
 fn the_map_names_every_folder() {
-    let readme = Page::read("README.md");
-    let (_, map) = readme.text.split_once("## What is where").unwrap();
+    let page = Page::read("docs/CONTRIBUTING.md");
+    let (_, map) = page.text.split_once("## Structure").unwrap();
     for entry in fs::read_dir(root()).unwrap() {
         let entry = entry.unwrap();
         let name = entry.file_name().into_string().unwrap();
         let built = (name == "target" || name.starts_with("dist")) || name.starts_with('.');
         if entry.path().is_dir() && !built {
-            assert!(map.contains(&format!("`{name}/`")), "the README's map has no {name}/");
+            assert!(map.contains(&format!("`{name}/`")), "docs/CONTRIBUTING.md does not name {name}/");
         }
     }
 }

@@ -34,7 +34,7 @@ const fn joined<const N: usize>(tables: [&[Rule]; 4]) -> [Rule; N] {
 pub struct Rule {
     /// Its name, in a report.
     pub name: &'static str,
-    /// What a user sees, for `docs/troubleshooting.md`.
+    /// What a user sees, for `docs/diagnose.md`.
     pub symptom: &'static str,
     /// Why.
     pub cause: &'static str,
