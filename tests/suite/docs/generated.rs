@@ -52,12 +52,12 @@ fn subcommands(help: &str) -> Vec<String> {
 
 /// The options that a help lists, without those of every command.
 fn options(help: &str) -> Vec<&str> {
+    let of_all = ["--json", "--log-format <FORMAT>", "-v, --verbose...", "-q, --quiet", "-h, --help", "-V, --version"];
     help.lines()
-        .map(str::trim_start)
-        .filter_map(|line| if line.starts_with("--") { Some(line) } else { line.strip_prefix('-')?.get(3..) })
-        .filter(|line| line.starts_with("--"))
+        .filter_map(|line| line.strip_prefix("      ").or_else(|| line.strip_prefix("  ")))
+        .filter(|line| line.starts_with('-') && !of_all.iter().any(|option| line.starts_with(option)))
+        .map(|line| if line.get(2..6) == Some(", --") { &line[4..] } else { line })
         .filter_map(|line| line.split([' ', '.', '[']).next())
-        .filter(|option| !["--json", "--verbose", "--quiet", "--log-format", "--help", "--version"].contains(option))
         .collect()
 }
 
