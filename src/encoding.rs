@@ -1,4 +1,4 @@
-//! Descriptions of memory as plain wire data, and back: for the sessions and the broker. `memory` itself knows no wire.
+//! Converts descriptions of memory to wire data and back, for sessions and the broker. `memory` itself does not know the wire.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
@@ -50,8 +50,7 @@ impl TryFrom<wire::Memory> for Description {
     type Error = Error;
 
     /// # Errors
-    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if a field that belongs to the mechanism is missing, or one that
-    /// does not is there.
+    /// [`PeerError::Protocol`](crate::error::PeerError::Protocol) if the mechanism lacks a field or has a field of another mechanism.
     fn try_from(memory: wire::Memory) -> Result<Self> {
         let wrong = |what: &str| Err(ProtocolError::Content(what.to_owned()).into());
         let wire::Memory { mechanism, device, location, size, mapped_size, segments, pool, pointer, offset, immutable } =
@@ -95,7 +94,7 @@ impl From<wire::Part> for Part {
     }
 }
 
-/// An [`ArrayHandle`] as it serialises.
+/// The serialised form of [`ArrayHandle`].
 #[derive(Serialize, Deserialize)]
 struct HandleData {
     #[serde(deserialize_with = "wire::strict::object")]

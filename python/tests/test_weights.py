@@ -146,16 +146,16 @@ def test_invalid_file_is_refused(tmp_path: Path) -> None:
     both = [{"dtype": "U8", "shape": [2], "data_offsets": offsets} for offsets in ([0, 2], [1, 3])]
     for header, data, words in [
         ({"a": both[0], "b": both[1]}, b"123", "inside"),
-        ({"a": both[1]}, b"123", "no tensor has the bytes 0 to 1"),
-        ({"a": both[0]}, b"123", "no tensor has its last 1 bytes"),
-        ({"a": both[0]}, b"1", "there are 1 behind the header"),
+        ({"a": both[1]}, b"123", "the bytes 0 to 1, before tensor"),
+        ({"a": both[0]}, b"123", "its last 1 bytes belong to no tensor"),
+        ({"a": both[0]}, b"1", "only 1 bytes follow the header"),
     ]:
         write_raw(path, header, data)
         with pytest.raises(vmmfd.Invalid, match=words) as raised:
             vmmfd.load_safetensors(path, backend="host")
         assert isinstance(raised.value, ValueError) and raised.value.kind == "usage" and str(path) in str(raised.value)
     path.write_bytes(b"no such thing")
-    with pytest.raises(vmmfd.Invalid, match="is no safetensors file"):
+    with pytest.raises(vmmfd.Invalid, match="is not a safetensors file"):
         vmmfd.load_safetensors(path, backend="host")
     os.remove(path)
     os.mkfifo(path)

@@ -1,8 +1,8 @@
-//! GPU memory under names: a server that keeps it and needs no GPU, and its client.
+//! GPU memory under names: a server that keeps the memory and needs no GPU, and its client.
 //!
-//! A process [puts](Client::put) memory that it made under a name, and may exit; any other process [gets](Client::get) it by that
-//! name, maps it read-only, and holds a [`Lease`] meanwhile. A new version replaces the old one at once, and readers keep what they
-//! hold. The [`Server`] keeps descriptors and a catalogue of them. It never loads the CUDA driver.
+//! A process [puts](Client::put) its memory under a name, and may then exit. Other processes [get](Client::get) the memory by name, map it
+//! read-only and hold a [`Lease`] as long as they use it. A new version replaces the old version at once; readers keep the version they
+//! hold. The [`Server`] holds descriptors and a catalogue. It never loads the CUDA driver.
 //!
 //! ```
 //! use std::{thread, time::Duration};
@@ -28,7 +28,7 @@
 //! memory.copy_in(0, b"weights")?;
 //! let maker = Client::connect(&path, &Config::default())?;
 //! maker.put(&Put::new("models/tiny").part(PutPart::of("all", &memory)?))?;
-//! // The broker has it now: its maker may go.
+//! // The broker holds the memory now, so its creator may exit.
 //! drop((memory, maker));
 //!
 //! let reader = Client::connect(&path, &Config::default())?;
@@ -44,7 +44,7 @@
 //! # }
 //! ```
 //!
-//! The messages are [`crate::wire::broker`]'s.
+//! [`crate::wire::broker`] defines the messages.
 
 mod catalogue;
 mod client;

@@ -10,24 +10,24 @@ pub(super) fn check_name(name: &str) -> Result<(), BrokerError> {
     let problem = match name {
         "" => "it is empty".to_owned(),
         _ if name.len() > MAX_NAME => format!("it has {} bytes, and at most {MAX_NAME} are allowed", name.len()),
-        _ => match name.split('/').find_map(problem_of) {
+        _ => match name.split('/').find_map(find_problem) {
             None => return Ok(()),
             Some(problem) => problem,
         },
     };
-    Err(unfit("name", name, &problem))
+    Err(invalid("name", name, &problem))
 }
 
 /// Checks the name of a part or a group: one component.
 pub(super) fn check_component(what: &str, name: &str) -> Result<(), BrokerError> {
-    match problem_of(name) {
+    match find_problem(name) {
         None if name.len() <= MAX_NAME => Ok(()),
-        None => Err(unfit(what, name, &format!("it has {} bytes, and at most {MAX_NAME} are allowed", name.len()))),
-        Some(problem) => Err(unfit(what, name, &problem)),
+        None => Err(invalid(what, name, &format!("it has {} bytes, and at most {MAX_NAME} are allowed", name.len()))),
+        Some(problem) => Err(invalid(what, name, &problem)),
     }
 }
 
-fn problem_of(component: &str) -> Option<String> {
+fn find_problem(component: &str) -> Option<String> {
     match component {
         "" => Some("a component is empty".to_owned()),
         "." | ".." => Some(format!("a component is `{component}`")),
@@ -38,7 +38,7 @@ fn problem_of(component: &str) -> Option<String> {
     }
 }
 
-fn unfit(what: &str, name: &str, problem: &str) -> BrokerError {
+fn invalid(what: &str, name: &str, problem: &str) -> BrokerError {
     let mut shown: String = name.chars().take(80).collect();
     clean(&mut shown);
     BrokerError::new(RefusalCode::Invalid, format!("the {what} `{shown}` can't be used: {problem}"))
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_components_of_plain_letters() {
+    fn names_are_validated() {
         for good in ["a", "models/llama", "A.b_c-9/..x/...", &"n".repeat(255)] {
             assert_eq!(check_name(good), Ok(()), "{good}");
         }

@@ -1,4 +1,4 @@
-//! What an init that speaks the protocol of sd_notify(3) is told.
+//! Notifies the init, as described in sd_notify(3).
 
 use std::{
     os::unix::{ffi::OsStrExt, net::UnixDatagram},
@@ -8,7 +8,7 @@ use std::{
 
 use rustix::net::{SendFlags, SocketAddrUnix, sendto};
 
-/// Tells the init that started this process (`NOTIFY_SOCKET`). Does nothing if none is to be told. Does not block.
+/// Sends a notification to the init (`NOTIFY_SOCKET`). Does nothing without one. Does not block.
 pub fn notify(text: &str) {
     let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return };
     let address = match path.as_bytes().strip_prefix(b"@") {
@@ -18,11 +18,11 @@ pub fn notify(text: &str) {
     let sent = UnixDatagram::unbound()
         .and_then(|socket| Ok(sendto(&socket, text.as_bytes(), SendFlags::DONTWAIT, &address?)?));
     if let Err(error) = sent {
-        tracing::debug!(%error, text, "the init can't be told");
+        tracing::debug!(%error, text, "cannot notify the init");
     }
 }
 
-/// How often the init must hear `WATCHDOG=1` from this process, if it watches it (`WATCHDOG_USEC`, `WATCHDOG_PID`).
+/// The watchdog interval of the init for this process, if any (`WATCHDOG_USEC`, `WATCHDOG_PID`).
 pub(crate) fn watchdog() -> Option<Duration> {
     let number = |name: &str| std::env::var(name).ok()?.parse::<u64>().ok();
     let own = number("WATCHDOG_PID").is_none_or(|pid| pid == u64::from(std::process::id()));

@@ -1,4 +1,4 @@
-//! The processes of `vmmfd serve` and `vmmfd keeper`: they execute the same command line, and the role of each decides what it does.
+//! The processes of `vmmfd serve` and `vmmfd keeper`. They execute the same command line, and each acts according to its role.
 
 use std::{os::fd::OwnedFd, path::Path};
 
@@ -8,20 +8,20 @@ use super::{
 };
 use crate::{channel::Cancel, error::Result};
 
-/// What a process of `vmmfd serve` is to do.
+/// The result of [`begin_service`].
 #[derive(Debug)]
 pub enum ServiceProcess {
-    /// To serve. If the keeper started it, cancelling this ends it for the next server.
+    /// This process must serve. If a keeper started it, cancelling stops this server for the next one.
     Server(Option<Cancel>),
-    /// Nothing more: it was a keeper or a check, and this is its exit code.
+    /// This process was a keeper or a check and is done. Holds its exit code.
     Ended(i32),
 }
 
-/// Does the part of a broker's process that is not the server's. `starts_server` is whether the first process becomes a keeper that starts
-/// the server; `socket` returns where the broker listens. Blocks while the keeper runs.
+/// Handles all roles of a broker's process except the server's. `starts_server`: the first process becomes a keeper that starts the server.
+/// `socket` returns the broker's path. Blocks while the keeper runs.
 ///
 /// # Errors
-/// Those of the keeper, and of a check that fails.
+/// All errors of the keeper or of a failed check.
 pub fn begin_service(
     starts_server: bool,
     socket: impl FnOnce() -> Result<std::path::PathBuf>,
@@ -39,10 +39,10 @@ pub fn begin_service(
     }
 }
 
-/// Runs a keeper that listens at a path: the whole of its process. Returns the exit code. Blocks.
+/// Runs a keeper that listens at a path. Returns its exit code. Blocks until the keeper exits.
 ///
 /// # Errors
-/// Those of the keeper, and of a check that fails.
+/// All errors of the keeper or of a failed check.
 pub fn run_keeper(socket: &Path) -> Result<i32> {
     let role = Role::of_this_process();
     name_process(role);
@@ -50,23 +50,24 @@ pub fn run_keeper(socket: &Path) -> Result<i32> {
         return check().map(|()| 0);
     }
     if matches!(role, Role::Another(_)) {
-        leave_standard_streams();
+        detach_standard_streams();
     }
     KeeperProcess::at(socket, role, &Cancel::new()?)?.run()
 }
 
-/// Names a process that was executed through a link in /proc, whose name would be a number.
+/// Names a process that was executed through /proc/self/fd, whose name would otherwise be a number.
 fn name_process(role: Role) {
     if !role.is_first() {
-        // The name is for people: no failure matters.
+        // Only for people, so failures do not matter.
         let _ = nix::sys::prctl::set_name(c"vmmfd");
     }
 }
 
-/// Closes the input and the output of the program that started this keeper: a reader of its output must see the program's end.
-fn leave_standard_streams() {
+/// Detaches the keeper from the stdin and stdout of the program that started it: a reader of stdout must see EOF when the program
+/// exits.
+fn detach_standard_streams() {
     if let Ok(null) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null") {
-        // They fail only without a free descriptor, and replace one that is open.
+        // The streams are open already, so no new descriptors are needed.
         let _ = nix::unistd::dup2_stdin(&null);
         let _ = nix::unistd::dup2_stdout(&null);
     }

@@ -1,4 +1,4 @@
-//! Tables that do not fit a record: sealed memfds with the text of one JSON value.
+//! Tables that do not fit a record: JSON text in sealed memfds.
 
 use std::{
     fs::File,
@@ -20,7 +20,7 @@ use crate::sys::memfd;
 const SEALS: SealFlag =
     SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_GROW).union(SealFlag::F_SEAL_WRITE).union(SealFlag::F_SEAL_SEAL);
 
-/// A sealed memfd with a text.
+/// Creates a sealed memfd with a text.
 pub(super) fn sealed(text: &str) -> io::Result<OwnedFd> {
     let mut file = File::from(memfd::empty(c"vmmfd-table")?);
     file.write_all(text.as_bytes())?;
@@ -28,13 +28,13 @@ pub(super) fn sealed(text: &str) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// The text in a memfd that a peer sent. It must be sealed and of exactly this length.
+/// Reads the text from a peer's memfd, which must be sealed and have exactly this length.
 ///
 /// # Errors
-/// One sentence that says what is wrong with it.
-pub fn read(fd: BorrowedFd<'_>, length: u64, most: u64) -> Result<String, String> {
-    if length > most {
-        return Err(format!("a table of {length} bytes is too long: at most {most} are allowed"));
+/// One sentence that describes the problem.
+pub fn read(fd: BorrowedFd<'_>, length: u64, max: u64) -> Result<String, String> {
+    if length > max {
+        return Err(format!("a table of {length} bytes is too long: at most {max} are allowed"));
     }
     let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map(SealFlag::from_bits_retain);
     match seals {

@@ -20,17 +20,18 @@ use crate::{
     wire::Check,
 };
 
-/// What the addresses of tensors are multiples of, in bytes.
+/// The alignment of tensors in memory, in bytes.
 pub const ALIGNMENT: u64 = 256;
 
-/// How the name of an index ends.
+/// The suffix of an index's name.
 const INDEX: &str = ".safetensors.index.json";
 
-/// The size of an index above which it is none, in bytes.
+/// The largest accepted index, in bytes.
 const MAX_INDEX: u64 = 100_000_000;
 
-/// The safetensors files of a model, opened: their tensors do not overlap, leave no byte of a file over, and have each a name of its
-/// own. It holds the files open, and no memory of a device.
+/// The open safetensors files of a model. Tensors have unique names, do not overlap and cover all data of each file.
+///
+/// Keeps the files open, and holds no memory of a device.
 #[derive(Debug)]
 pub struct Checkpoint {
     files: Vec<WeightsFile>,
@@ -43,21 +44,21 @@ pub struct Checkpoint {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tensor {
-    /// Its name.
+    /// The tensor's name.
     pub name: String,
-    /// What it is made of, and where it is in the memory that [`Checkpoint::load`] makes: contiguous in C order, at a multiple of
-    /// [`ALIGNMENT`]. One without elements is at 0.
+    /// The element type, the shape, and the offset in the memory that [`Checkpoint::load`] creates: contiguous in C order, at a multiple of
+    /// [`ALIGNMENT`]. A tensor without elements has the offset 0.
     pub array: ArrayDescriptor,
 }
 
 impl Checkpoint {
-    /// Opens files, folders and indexes: of a folder the files that its `*.safetensors.index.json` names, or all its `*.safetensors`
-    /// if it has none. Reads the headers, and blocks while the file system does.
+    /// Opens files, folders and indexes, and reads the headers. A folder stands for the files that its `*.safetensors.index.json` lists or,
+    /// without an index, for all its `*.safetensors`. Blocks while the file system does.
     ///
     /// # Errors
-    /// [`Error::Weights`] for what does not exist, can't be read, is no regular file, or lies: tensors that overlap, leave bytes over
-    /// or lie outside their file, sizes that do not fit the shapes, names that are there twice, an index whose names are not those in
-    /// the files; and if there is not one byte of data. [`Error::System`].
+    /// [`Error::Weights`] if a path does not exist, can't be opened or is not a regular file, if a file is corrupt (tensors overlap, leave
+    /// gaps or exceed the file; sizes do not match shapes; a name appears twice), if an index does not match the files, or if there are no
+    /// bytes of data; [`Error::System`].
     pub fn open(paths: impl IntoIterator<Item = impl AsRef<Path>>) -> Result<Self> {
         let mut files = Vec::new();
         let mut given = false;
@@ -83,7 +84,7 @@ impl Checkpoint {
                     let other: &WeightsFile = files.get(other).unwrap_or(&file);
                     let (name, other) = (&tensor.name, other.path.display());
                     return Err(
-                        file.unfit(format!("has a tensor {name:?}, and so has {other}: a name is a single tensor's"))
+                        file.unfit(format!("has a tensor {name:?}, and so has {other}: tensor names must be unique"))
                     );
                 }
                 names.insert(tensor.name.clone(), index);
@@ -116,33 +117,33 @@ impl Checkpoint {
         Ok(Self { files, tensors, layout, metadata })
     }
 
-    /// Its tensors: those of the first file first, in the order of their bytes.
+    /// All tensors, in the order of the files, and in each file by offset.
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
     }
 
-    /// How many bytes of memory they take, from the first one's start to the last one's end.
+    /// The size of the tensors in memory, including the padding between them, in bytes.
     pub fn size(&self) -> u64 {
         self.layout.end()
     }
 
-    /// The paths of its files, in their order.
+    /// The paths of the files, in order.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.files.iter().map(|file| file.path.as_path())
     }
 
-    /// What the files' headers say of them (`__metadata__`), together: each key's string; where files differ, an object of each file's
-    /// name and its string.
+    /// The merged metadata of the files' headers (`__metadata__`). Each value is a string or, if files differ, an object of strings by file
+    /// name.
     pub fn metadata(&self) -> &Check {
         &self.metadata
     }
 
-    /// Fills a slice with bytes of a file.
+    /// Fills a slice from a file.
     pub(super) fn read(&self, file: usize, offset: u64, to: &mut [u8]) -> Result<()> {
         self.files[file].read(offset, to)
     }
 
-    /// Fails if a file was changed since it was opened: its tensors would be half old and half new.
+    /// Fails if a file has changed since it was opened: its tensors would be a mix of old and new bytes.
     pub(super) fn check_unchanged(&self) -> Result<()> {
         self.files.iter().try_for_each(WeightsFile::check_unchanged)
     }
@@ -151,19 +152,19 @@ impl Checkpoint {
 /// A file to open.
 struct Found {
     path: PathBuf,
-    /// The index that names it.
+    /// The index that lists this file.
     named_by: Option<PathBuf>,
-    /// The tensors that are to be in it, if an index says so.
+    /// The tensors that an index expects in this file.
     expected: Option<BTreeSet<String>>,
 }
 
-/// An index: which tensor is in which file.
+/// An index: the file of each tensor.
 #[derive(Debug, Deserialize)]
 struct Index {
     weight_map: Strings<BTreeMap<String, String>>,
 }
 
-/// Finds the files that a path means.
+/// Finds the files that a path stands for.
 fn find(path: &Path, files: &mut Vec<Found>) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let metadata = fs::metadata(path).map_err(|error| unopened(path, None, error))?;
@@ -177,7 +178,7 @@ fn find(path: &Path, files: &mut Vec<Found>) -> Result<()> {
     Ok(())
 }
 
-/// Finds the files in a folder.
+/// Finds the files of a folder.
 fn find_in(folder: &Path, files: &mut Vec<Found>) -> Result<()> {
     let unreadable = |error| unopened(folder, None, error);
     let (mut indexes, mut found) = (Vec::new(), Vec::new());
@@ -199,7 +200,7 @@ fn find_in(folder: &Path, files: &mut Vec<Found>) -> Result<()> {
         [index] => return find_by(index, files),
         [] => {}
         [one, other, ..] => {
-            let problem = format!("has several indexes ({}, {}): name one of them", one.display(), other.display());
+            let problem = format!("has several indexes ({}, {}): give the path of one", one.display(), other.display());
             return Err(unfit(folder, problem));
         }
     }
@@ -210,24 +211,24 @@ fn find_in(folder: &Path, files: &mut Vec<Found>) -> Result<()> {
     Ok(())
 }
 
-/// Finds the files that an index names.
+/// Finds the files that an index lists.
 fn find_by(index: &Path, files: &mut Vec<Found>) -> Result<()> {
     let opened = WeightsFile::open(index, None)?;
     if opened.size > MAX_INDEX {
-        return Err(opened.unfit(format!("has {} bytes, and an index at most {MAX_INDEX}", opened.size)));
+        return Err(opened.unfit(format!("has {} bytes, and an index may have at most {MAX_INDEX}", opened.size)));
     }
     let mut text = vec![0; opened.size as usize];
     opened.read(0, &mut text)?;
     let Index { weight_map: Strings(map) } = serde_json::from_slice(&text)
-        .map_err(|error| opened.unfit(format!("is no index of safetensors files: {error}")))?;
+        .map_err(|error| opened.unfit(format!("is not an index of safetensors files: {error}")))?;
     if map.is_empty() {
-        return Err(opened.unfit("names no tensor".to_owned()));
+        return Err(opened.unfit("lists no tensors".to_owned()));
     }
     let mut expected: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (tensor, file) in map {
-        // It is not to lead elsewhere.
+        // Do not leave the folder.
         if matches!(file.as_str(), "" | "." | "..") || file.contains(['/', '\0']) {
-            return Err(opened.unfit(format!("names the file {file:?}, which is no name of a file in its folder")));
+            return Err(opened.unfit(format!("lists the file {file:?}, which is not the name of a file in its folder")));
         }
         expected.entry(file).or_default().insert(tensor);
     }
@@ -240,7 +241,7 @@ fn find_by(index: &Path, files: &mut Vec<Found>) -> Result<()> {
     Ok(())
 }
 
-/// Compares the tensors of a file with those that an index says are in it.
+/// Compares the tensors of a file with an index.
 fn compare<'a>(
     index: &Path,
     file: &WeightsFile,
@@ -251,7 +252,9 @@ fn compare<'a>(
     for name in names {
         count += 1;
         if !expected.contains(name) {
-            return Err(file.unfit(format!("has a tensor {name:?} that {} does not put there", index.display())));
+            return Err(
+                file.unfit(format!("has a tensor {name:?}, which {} does not list in this file", index.display()))
+            );
         }
     }
     if count == expected.len() {
@@ -260,10 +263,10 @@ fn compare<'a>(
     let header = file.header()?;
     let there: BTreeSet<&str> = header.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
     let missing = expected.iter().find(|name| !there.contains(name.as_str())).map_or("", String::as_str);
-    Err(file.unfit(format!("has no tensor {missing:?}, which {} puts there", index.display())))
+    Err(file.unfit(format!("has no tensor {missing:?}, which {} lists in this file", index.display())))
 }
 
-/// The files' metadata together.
+/// Merges the files' metadata.
 fn merge(metadata: BTreeMap<String, Vec<(usize, String)>>, files: &[WeightsFile]) -> Check {
     let of_all = |values: Vec<(usize, String)>| match values.as_slice() {
         [(_, first), others @ ..] if others.iter().all(|(_, value)| value == first) => first.clone().into(),
@@ -279,7 +282,7 @@ fn merge(metadata: BTreeMap<String, Vec<(usize, String)>>, files: &[WeightsFile]
     metadata.into_iter().map(|(name, values)| (name, of_all(values))).collect()
 }
 
-/// A regular file, opened.
+/// An open regular file.
 #[derive(Debug)]
 struct WeightsFile {
     path: PathBuf,
@@ -288,7 +291,8 @@ struct WeightsFile {
     times: Times,
 }
 
-/// When a file was modified, which a program may set as it likes, and when it was changed, which it may not: seconds and nanoseconds.
+/// The times of the last modification (mtime, which programs can set) and of the last change (ctime, which they can't), each in seconds and
+/// nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Times {
     modified: (i64, i64),
@@ -303,10 +307,10 @@ impl Times {
 
 impl WeightsFile {
     fn open(path: &Path, named_by: Option<&Path>) -> Result<Self> {
-        // Non-blocking, so that a pipe does not wait for its other end.
+        // Do not block on a FIFO without a writer.
         let file = File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path);
         let file = file.map_err(|error| unopened(path, named_by, error))?;
-        let metadata = file.metadata().map_err(|error| Error::system(format!("look at {}", path.display()), error))?;
+        let metadata = file.metadata().map_err(|error| Error::system(format!("inspect {}", path.display()), error))?;
         if !metadata.is_file() {
             return Err(unfit(path, "is not a regular file".to_owned()));
         }
@@ -317,9 +321,9 @@ impl WeightsFile {
         let Self { size, .. } = *self;
         let mut first = [0; header::LENGTH as usize];
         if size < header::LENGTH {
-            return Err(
-                self.unfit(format!("is no safetensors file: it has {size} bytes, and its header alone has more"))
-            );
+            return Err(self.unfit(format!(
+                "is not a safetensors file: it has {size} bytes, less than the header's length field"
+            )));
         }
         self.read(0, &mut first)?;
         let length = header::size_of(first, size).map_err(|problem| self.unfit(problem))?;
@@ -337,7 +341,7 @@ impl WeightsFile {
 
     fn check_unchanged(&self) -> Result<()> {
         let metadata = self.file.metadata();
-        let metadata = metadata.map_err(|error| Error::system(format!("look at {}", self.path.display()), error))?;
+        let metadata = metadata.map_err(|error| Error::system(format!("inspect {}", self.path.display()), error))?;
         let same = metadata.len() == self.size && Times::of(&metadata) == self.times;
         if same { Ok(()) } else { Err(self.changed()) }
     }

@@ -1,11 +1,11 @@
-//! The BLAKE3 digest of memory whose blocks are hashed by several threads, in any order.
+//! The BLAKE3 digest of memory whose blocks are hashed by several threads in any order.
 
 use blake3::{
     Hasher,
     hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root},
 };
 
-/// The hash of a block that begins at a multiple of `BLOCK`, a power of two, and is as long unless it is the last one.
+/// Hashes a block of several. Blocks start at multiples of the block size, a power of two, and only the last may be shorter.
 pub(super) fn of_block(offset: u64, bytes: &[u8]) -> ChainingValue {
     let mut hasher = Hasher::new();
     hasher.set_input_offset(offset);
@@ -13,13 +13,13 @@ pub(super) fn of_block(offset: u64, bytes: &[u8]) -> ChainingValue {
     hasher.finalize_non_root()
 }
 
-/// The digest of two blocks or more, of which these are the hashes, as the protocol writes it.
+/// The digest of at least two hashed blocks, in the protocol's format.
 pub(super) fn of_blocks(blocks: &[ChainingValue]) -> String {
     let (left, right) = split(blocks);
     text(merge_subtrees_root(&merge(left), &merge(right), Mode::Hash))
 }
 
-/// The digest of a single block, which is all there is.
+/// The digest of a single block.
 pub(super) fn of_all(bytes: &[u8]) -> String {
     text(blake3::hash(bytes))
 }
@@ -28,7 +28,7 @@ fn text(hash: blake3::Hash) -> String {
     format!("blake3:{}", hash.to_hex())
 }
 
-/// The tree's left side is the largest power of two of blocks that leaves some for the right.
+/// The left subtree gets as many blocks as possible: a power of two that leaves at least one block for the right.
 fn split(blocks: &[ChainingValue]) -> (&[ChainingValue], &[ChainingValue]) {
     blocks.split_at(blocks.len().next_power_of_two() / 2)
 }
@@ -48,7 +48,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_hashed_apart_have_the_digest_of_the_whole() {
+    fn blocks_have_the_digest_of_the_whole() {
         const BLOCK: usize = 4096;
         let bytes: Vec<u8> = (0..BLOCK * 9).map(|at| (at % 251) as u8).collect();
         for size in (1..=9).flat_map(|blocks| [BLOCK * blocks, BLOCK * blocks - 1, BLOCK * (blocks - 1) + 1]) {

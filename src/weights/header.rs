@@ -1,4 +1,4 @@
-//! The header of a safetensors file: what is in it, and where. Nothing of it is believed before it is compared with the file.
+//! The header of a safetensors file. Every value is checked against the file before it is used.
 
 use std::{collections::HashMap, fmt, marker::PhantomData};
 
@@ -10,55 +10,54 @@ use serde::{
 
 use crate::array::{ElementType, MAX_DIMENSIONS};
 
-/// The bytes of a header's length, before it.
+/// The size of the length field before the header, in bytes.
 pub(super) const LENGTH: u64 = 8;
 
-/// What the format allows: in bytes.
+/// The format's limit on the length of a header, in bytes.
 const MAX_HEADER: u64 = 100_000_000;
 
-/// A header that fits its file.
+/// A header that matches its file.
 #[derive(Debug)]
 pub(super) struct Header {
-    /// What the file's maker says of it.
+    /// The file's `__metadata__`.
     pub metadata: HashMap<String, String>,
-    /// In the order of their bytes, which have no gap between them.
+    /// In the order of their bytes, without gaps.
     pub tensors: Vec<Entry>,
 }
 
-/// A tensor of a file.
+/// A tensor in a file.
 #[derive(Debug)]
 pub(super) struct Entry {
     pub name: String,
     pub dtype: ElementType,
     pub shape: Vec<u64>,
-    /// Where its bytes begin in the file.
+    /// The offset of its bytes in the file.
     pub offset: u64,
     pub bytes: u64,
 }
 
-/// The size of the header that the first bytes of a file of `size` bytes announce.
+/// Parses the length of the header from a file's first bytes. `size` is the file's size in bytes.
 ///
 /// # Errors
-/// The rest of a sentence about the file.
+/// The predicate of a sentence whose subject is the file's path.
 pub(super) fn size_of(first: [u8; 8], size: u64) -> Result<u64, String> {
     let length = u64::from_le_bytes(first);
     let room = size.saturating_sub(LENGTH);
     if length > MAX_HEADER.min(room) {
         return Err(format!(
-            "is no safetensors file: it says that its header has {length} bytes, and there are {room} behind that number \
-             (at most {MAX_HEADER} are allowed)"
+            "is not a safetensors file: its header claims {length} bytes, but only {room} follow (at most {MAX_HEADER} are allowed)"
         ));
     }
     Ok(length)
 }
 
-/// Reads a header, of a file of `size` bytes.
+/// Parses a header. `size` is the file's size in bytes.
 ///
 /// # Errors
-/// The rest of a sentence about the file.
+/// The predicate of a sentence whose subject is the file's path.
 pub(super) fn read(header: &[u8], size: u64) -> Result<Header, String> {
     let Table { metadata, mut tensors } = serde_json::from_slice(header)
-        .map_err(|error| format!("is no safetensors file: its header can't be read: {error}"))?;
+        .map_err(|error| format!("is not a safetensors file: invalid header: {error}"))?;
     tensors.sort_by_key(|(_, tensor)| tensor.data_offsets);
     let start = LENGTH + header.len() as u64;
     let room = size - start;
@@ -67,19 +66,21 @@ pub(super) fn read(header: &[u8], size: u64) -> Result<Header, String> {
         let (first, last) = (tensor.data_offsets.0 as u64, tensor.data_offsets.1 as u64);
         let name = name.as_str();
         if last < first {
-            return Err(format!("lies: tensor {name:?} ends at byte {last}, before it begins at {first}"));
+            return Err(format!("is corrupt: tensor {name:?} ends at byte {last}, before its start at {first}"));
         }
         if last > room {
             return Err(format!(
-                "lies: tensor {name:?} has the bytes {first} to {last}, and there are {room} behind the header"
+                "is corrupt: tensor {name:?} has the bytes {first} to {last}, but only {room} bytes follow the header"
             ));
         }
         if first < end {
             let other = &tensors[index - 1].0;
-            return Err(format!("lies: tensor {name:?} begins at byte {first}, inside {other:?}, which ends at {end}"));
+            return Err(format!(
+                "is corrupt: tensor {name:?} starts at byte {first}, inside {other:?}, which ends at {end}"
+            ));
         }
         if first > end {
-            return Err(format!("lies: no tensor has the bytes {end} to {first}, before {name:?}"));
+            return Err(format!("is corrupt: the bytes {end} to {first}, before tensor {name:?}, belong to no tensor"));
         }
         if tensor.shape.len() > MAX_DIMENSIONS {
             let count = tensor.shape.len();
@@ -88,18 +89,20 @@ pub(super) fn read(header: &[u8], size: u64) -> Result<Header, String> {
         let bits = tensor.shape.iter().try_fold(tensor.dtype.bitsize(), |bits, length| bits.checked_mul(*length));
         if bits.is_none_or(|bits| bits as u64 != 8 * (last - first)) {
             let (bytes, shape, dtype) = (last - first, &tensor.shape, tensor.dtype);
-            return Err(format!("lies: tensor {name:?} has {bytes} bytes, which are not those of {dtype:?} {shape:?}"));
+            return Err(format!(
+                "is corrupt: tensor {name:?} has {bytes} bytes, which do not match {dtype:?} {shape:?}"
+            ));
         }
         end = last;
     }
     if end != room {
-        return Err(format!("lies: no tensor has its last {} bytes", room - end));
+        return Err(format!("is corrupt: its last {} bytes belong to no tensor", room - end));
     }
     let entries = tensors.iter().map(|(name, tensor)| {
         Ok(Entry {
             name: name.clone(),
             dtype: element(tensor.dtype).ok_or_else(|| {
-                format!("has a tensor {name:?} of {:?}: elements of less than a byte are not supported", tensor.dtype)
+                format!("has a tensor {name:?} of {:?}: elements smaller than a byte are not supported", tensor.dtype)
             })?,
             shape: tensor.shape.iter().map(|length| *length as u64).collect(),
             offset: start + tensor.data_offsets.0 as u64,
@@ -107,12 +110,12 @@ pub(super) fn read(header: &[u8], size: u64) -> Result<Header, String> {
         })
     });
     let entries = entries.collect::<Result<Vec<Entry>, String>>()?;
-    // What the format's own crate would refuse is refused.
-    Metadata::new(None, tensors).map_err(|error| format!("lies: {error}"))?;
+    // Also apply the checks of the format's reference implementation.
+    Metadata::new(None, tensors).map_err(|error| format!("is corrupt: {error}"))?;
     Ok(Header { metadata, tensors: entries })
 }
 
-/// The type of a tensor's elements, but for those of less than 8 bits.
+/// The element type; `None` if elements have less than 8 bits.
 fn element(dtype: Dtype) -> Option<ElementType> {
     Some(match dtype {
         Dtype::BOOL => ElementType::BOOL,
@@ -138,7 +141,7 @@ fn element(dtype: Dtype) -> Option<ElementType> {
     })
 }
 
-/// A header as it is written.
+/// A header as stored.
 struct Table {
     metadata: HashMap<String, String>,
     tensors: Vec<(String, TensorInfo)>,
@@ -176,7 +179,7 @@ impl<'de> Deserialize<'de> for Table {
     }
 }
 
-/// An object of strings, none of them twice.
+/// An object of strings without duplicate keys.
 #[derive(Debug)]
 pub(super) struct Strings<T>(pub T);
 

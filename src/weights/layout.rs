@@ -1,20 +1,20 @@
-//! Which bytes of which file go where in memory.
+//! Maps ranges of files to offsets in memory.
 
 use std::ops::Range;
 
-/// Bytes of a file, and where they go.
+/// A range of a file, and its place in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Span {
-    /// Where they begin in memory.
+    /// The offset in memory.
     pub memory: u64,
     pub length: u64,
-    /// Which file.
+    /// The index of the file.
     pub file: usize,
-    /// Where they begin in it.
+    /// The offset in the file.
     pub offset: u64,
 }
 
-/// All spans, in the order of memory; none is empty, and none overlap.
+/// All spans, ordered by memory offset. None is empty, and none overlap.
 #[derive(Debug, Default)]
 pub(super) struct Layout {
     spans: Vec<Span>,
@@ -22,8 +22,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// Adds bytes behind what there is, aligned, and returns where they go; `None` if 64 bits can't say it. Those that follow each
-    /// other in a file and in memory are one span.
+    /// Appends a range at the next aligned offset, which is returned; `None` if it does not fit 64 bits. A range that continues the
+    /// previous span, in the file and in memory, extends it.
     pub(super) fn push(&mut self, file: usize, offset: u64, length: u64, alignment: u64) -> Option<u64> {
         let memory = self.end.checked_next_multiple_of(alignment)?;
         self.end = memory.checked_add(length)?;
@@ -38,12 +38,12 @@ impl Layout {
         Some(memory)
     }
 
-    /// Where the last bytes end.
+    /// The end of the last span in memory.
     pub(super) fn end(&self) -> u64 {
         self.end
     }
 
-    /// The spans in a range of memory, cut to it.
+    /// The spans inside a range of memory, clipped to it.
     pub(super) fn within(&self, range: Range<u64>) -> impl Iterator<Item = Span> {
         let first = self.spans.partition_point(|span| span.memory + span.length <= range.start);
         self.spans[first..].iter().take_while(move |span| span.memory < range.end).map(move |span| {

@@ -1,4 +1,4 @@
-//! Files into memory: several threads read and copy at the same time.
+//! Loads files into memory with several threads.
 
 use std::{
     num::NonZero,
@@ -20,24 +20,24 @@ use crate::{
     memory::{Device, Region, Shared, Spec},
 };
 
-/// The size of the segments that memory for weights is made of, in bytes, unless another is asked for.
+/// The default size of the memory's segments, in bytes.
 pub const SEGMENT_SIZE: u64 = 1 << 30;
 
-/// What a thread reads and copies at a time, in bytes: a power of two of BLAKE3's chunks. Page-locking costs more per byte than reading.
-/// Blocks of 2 MiB, of which two were copied at a time, were slower on an H200.
+/// How many bytes a thread reads and copies at a time: a power of two, as BLAKE3 requires. Page-locking costs more per byte than
+/// reading. Blocks of 2 MiB, of which two were copied at a time, were slower on an H200.
 const BLOCK: u64 = 4 << 20;
 
-/// Ordinary memory is copied by the CPU: a block that stays in its cache is read from there.
+/// The block size for host memory: the CPU copies it, so a block should fit its cache.
 const HOST_BLOCK: u64 = 1 << 20;
 
-/// The most threads that are taken unasked. More wait for each other, as the copies share one way to the device: on an H200 with 16
-/// processors 16 threads took a sixth more time than 8.
-const MOST_THREADS: usize = 8;
+/// The default limit of threads. The copies share one path to the device: on an H200 with 16 processors, 16 threads took a sixth more time
+/// than 8.
+const MAX_DEFAULT_THREADS: usize = 8;
 
-/// How often progress is reported, and asked whether to go on.
-const TICK: Duration = Duration::from_millis(40);
+/// How often progress is reported.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(40);
 
-/// How to load: see [`Checkpoint::load`].
+/// Options for [`Checkpoint::load`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub struct LoadOptions {
@@ -55,60 +55,60 @@ impl Default for LoadOptions {
 }
 
 impl LoadOptions {
-    /// As many threads as there are processors, but at most 8; segments of [`SEGMENT_SIZE`]; no digest.
+    /// The defaults: one thread for each processor, at most 8; segments of [`SEGMENT_SIZE`]; no digest.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// With so many threads that read. Each takes 4 MiB of page-locked memory meanwhile.
+    /// Sets the number of reading threads. Each needs 4 MiB of page-locked memory during the load.
     pub fn threads(self, threads: NonZero<usize>) -> Self {
         Self { threads: Some(threads), ..self }
     }
 
-    /// In segments of this size in bytes, rounded up to the granularity; the last one may be smaller.
+    /// Sets the size of the segments in bytes, rounded up to the granularity. The last segment may be smaller.
     pub fn chunk(self, size: u64) -> Self {
         Self { chunk: size, ..self }
     }
 
-    /// With the digest of the memory, for readers to verify.
+    /// Computes a digest of the memory, for readers to verify.
     pub fn digest(self) -> Self {
         Self { digest: true, ..self }
     }
 
-    /// Into memory that is sealed when it is full: see [`Shared::seal`].
+    /// Seals the memory when it is full: see [`Shared::seal`].
     pub fn sealed(self) -> Self {
         Self { sealed: true, ..self }
     }
 
-    /// Into memory that RDMA can reach: see [`VmmSpec::gpu_direct_rdma`](crate::memory::VmmSpec::gpu_direct_rdma).
+    /// Makes the memory accessible to RDMA: see [`VmmSpec::gpu_direct_rdma`](crate::memory::VmmSpec::gpu_direct_rdma).
     pub fn gpu_direct_rdma(self) -> Self {
         Self { gpu_direct_rdma: true, ..self }
     }
 }
 
-/// Weights in memory.
+/// Loaded weights.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Loaded {
-    /// Their memory: a whole number of the device's granularity, with zeros between the tensors and behind the last one.
+    /// The memory. Its size is a multiple of the device's granularity, with zeros between the tensors and after the last.
     pub memory: Shared,
-    /// BLAKE3 of all of it, if it was asked for: `blake3:` and 64 hexadecimal digits.
+    /// The BLAKE3 digest of the whole memory, if requested: `blake3:` and 64 hexadecimal digits.
     pub digest: Option<String>,
 }
 
 impl Checkpoint {
-    /// Makes memory on a device and reads the tensors into it, each to the offset that its [array](super::Tensor::array) says. They are
-    /// there when it returns.
+    /// Creates memory on a device and reads all tensors into it, each at the offset of its [array](super::Tensor::array). All copies are
+    /// complete on return.
     ///
-    /// Blocks as long as it takes. `progress` is called on this thread, every 40 ms and at the end, with the bytes done so far, of
-    /// [`Checkpoint::size`]; its error ends the work, once each thread has done the 4 MiB that it is at. Several calls may run at the
-    /// same time. On CUDA no stream of the process may be captured meanwhile: a copy ends the capture.
+    /// Blocks until everything is loaded. Calls `progress` on this thread every 40 ms and after the last block, with the number of bytes done, out of
+    /// [`Checkpoint::size`]. An error of `progress` cancels the load, once each thread has finished its block of 4 MiB. Several loads may
+    /// run at the same time. On CUDA, no stream of the process may be in capture during a load: a copy invalidates the capture.
     ///
     /// # Errors
-    /// [`WeightsError::Changed`](crate::error::WeightsError::Changed) if a file was written to since it was opened; those of
-    /// [`Shared::create`] and of `progress`; [`Error::Driver`]; [`Error::System`]. No memory is left then.
+    /// [`WeightsError::Changed`](crate::error::WeightsError::Changed) if a file was written to since it was opened; errors of
+    /// [`Shared::create`] and of `progress`; [`Error::Driver`]; [`Error::System`]. The memory is freed on errors.
     ///
-    /// Driver calls: those of [`Shared::create`], `cuMemHostAlloc`, `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuMemFreeHost`; with
+    /// Driver calls: as for [`Shared::create`], `cuMemHostAlloc`, `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuMemFreeHost`; with
     /// [`LoadOptions::sealed`] those of [`Shared::seal`].
     #[doc(alias("cuMemHostAlloc", "cuMemcpyHtoD", "cuStreamSynchronize", "cuMemFreeHost"))]
     pub fn load(
@@ -125,9 +125,10 @@ impl Checkpoint {
         let spec = if options.sealed { spec.sealed() } else { spec };
 
         let block = if device.is_host() { HOST_BLOCK } else { BLOCK };
-        let threads = options
-            .threads
-            .map_or_else(|| thread::available_parallelism().map_or(1, NonZero::get).min(MOST_THREADS), NonZero::get);
+        let threads = options.threads.map_or_else(
+            || thread::available_parallelism().map_or(1, NonZero::get).min(MAX_DEFAULT_THREADS),
+            NonZero::get,
+        );
         let threads = threads.min(size.div_ceil(block).try_into().unwrap_or(usize::MAX));
         let work = Work {
             checkpoint: self,
@@ -148,24 +149,24 @@ impl Checkpoint {
                 let reader = thread::Builder::new().name("vmmfd weights".to_owned()).spawn_scoped(scope, || work.run());
                 if let Err(error) = reader {
                     work.state().running -= 1;
-                    // Fewer do as well.
+                    // Fewer threads suffice.
                     if number == 0 {
                         work.stop(Error::system("start a thread", error));
                     }
                     break;
                 }
             }
-            // A panic from here on ends the threads too.
-            let _awaited = Awaited(&work);
+            // A panic below must stop the threads too.
+            let _guard = StopOnPanic(&work);
             if !work.is_stopped() {
-                // Meanwhile the others lock their memory and read their first block.
+                // In the meantime the threads allocate their buffers and read their first blocks.
                 match Shared::create(device, spec) {
                     Ok(memory) => drop(work.memory.set(Some(memory))),
                     Err(error) => work.stop(error),
                 }
             }
             if work.is_stopped() {
-                work.give_up();
+                work.abort();
             }
             work.wait(progress);
         });
@@ -185,7 +186,7 @@ impl Checkpoint {
     }
 }
 
-/// The digest of blocks that were hashed in any order.
+/// Combines the hashes of blocks, which are in any order.
 fn digest_of(mut blocks: Vec<(u64, Hash)>) -> String {
     blocks.sort_unstable_by_key(|(index, _)| *index);
     match blocks.pop() {
@@ -204,57 +205,57 @@ fn digest_of(mut blocks: Vec<(u64, Hash)>) -> String {
 #[derive(Debug)]
 enum Hash {
     Block(ChainingValue),
-    /// The digest, as there is no other block.
+    /// The digest of a single block.
     All(String),
 }
 
-/// What the threads share.
+/// The state that the threads share.
 struct Work<'a> {
     checkpoint: &'a Checkpoint,
     device: &'a Device,
-    /// Of the memory.
+    /// The size of the memory.
     size: u64,
     block: u64,
     digests: bool,
-    /// Set once: to nothing if it can't be made.
+    /// Set once; `None` if the memory could not be created.
     memory: OnceLock<Option<Shared>>,
-    /// The next block that no thread has taken.
+    /// The next block to read.
     next: AtomicU64,
-    /// Bytes that are copied.
+    /// Bytes copied so far.
     done: AtomicU64,
     stopped: AtomicBool,
     state: Mutex<Reading>,
-    /// A thread has ended.
+    /// Notified when a thread exits.
     ended: Condvar,
 }
 
-/// A thread that reads, until it is dropped: at the thread's end, also by a panic, which the call has then too.
+/// Marks a reading thread as running. When dropped, also by a panic, the thread has finished.
 struct Running<'a>(&'a Work<'a>);
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.0.give_up();
+            self.0.abort();
         }
         self.0.state().running -= 1;
         self.0.ended.notify_one();
     }
 }
 
-/// The thread that waits for the others: a panic of it ends them.
-struct Awaited<'a>(&'a Work<'a>);
+/// Stops the threads if the waiting thread panics.
+struct StopOnPanic<'a>(&'a Work<'a>);
 
-impl Drop for Awaited<'_> {
+impl Drop for StopOnPanic<'_> {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.0.give_up();
+            self.0.abort();
         }
     }
 }
 
 struct Reading {
     running: usize,
-    /// The first one.
+    /// The first error.
     error: Option<Error>,
     hashes: Vec<(u64, Hash)>,
 }
@@ -273,16 +274,16 @@ impl Work<'_> {
         self.state().error.get_or_insert(error);
     }
 
-    /// Waits until all threads have ended, and reports progress, also once at the end.
+    /// Waits until all threads have exited. Reports progress while it waits, and a last time afterwards.
     fn wait(&self, progress: &mut dyn FnMut(u64) -> Result<()>) {
         loop {
             let state = self.state();
             let (state, _) = self
                 .ended
-                .wait_timeout_while(state, TICK, |state| state.running > 0)
+                .wait_timeout_while(state, PROGRESS_INTERVAL, |state| state.running > 0)
                 .unwrap_or_else(PoisonError::into_inner);
             let ended = state.running == 0;
-            // It may take as long as it likes.
+            // `progress` may take any time.
             drop(state);
             if !self.is_stopped()
                 && let Err(error) = progress(self.done.load(Ordering::Relaxed).min(self.checkpoint.size()))
@@ -295,14 +296,14 @@ impl Work<'_> {
         }
     }
 
-    /// Ends the threads, also those that wait for memory.
-    fn give_up(&self) {
+    /// Stops the threads, including threads that wait for the memory.
+    fn abort(&self) {
         self.stopped.store(true, Ordering::Relaxed);
-        // Unless there is some.
+        // Fails if the memory exists already.
         let _ = self.memory.set(None);
     }
 
-    /// What each thread does.
+    /// The body of each thread.
     fn run(&self) {
         let _running = Running(self);
         let mut hashes = Vec::new();
@@ -335,7 +336,7 @@ impl Work<'_> {
         Ok(())
     }
 
-    /// Makes a block: the tensors' bytes, and zeros between them.
+    /// Fills a block with the tensors' bytes, and zeros between them.
     fn fill(&self, range: &Range<u64>, bytes: &mut [u8]) -> Result<()> {
         let mut filled = 0;
         for span in self.checkpoint.layout.within(range.clone()) {

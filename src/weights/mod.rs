@@ -1,8 +1,8 @@
-//! Model weights: the tensors of safetensors files, read into memory that is shared.
+//! Model weights: loads the tensors of safetensors files into shared memory.
 //!
-//! A [`Checkpoint`] is opened first: its headers are read and compared with the files, and what contradicts itself is refused before
-//! any memory is taken. [`Checkpoint::load`] then makes one [`Shared`](crate::memory::Shared) and fills it: several threads read,
-//! each into page-locked memory of its own, so that one reads while another's bytes are on their way to the device.
+//! [`Checkpoint::open`] reads the headers, compares them with the files and rejects inconsistent files before it allocates memory.
+//! [`Checkpoint::load`] then creates one [`Shared`](crate::memory::Shared) and fills it. Several threads read, each into its own
+//! page-locked buffer, so that one thread reads while another copies to the device.
 //!
 //! ```
 //! use vmmfd::{
@@ -20,7 +20,7 @@
 //! # std::fs::write(&path, file).unwrap();
 //! let driver = open(Choice::Only(Backend::Host))?.driver;
 //! let device = Device::find(&driver, Selector::default())?;
-//! // A file, several, a folder or an index.
+//! // Takes files, folders and indexes.
 //! let checkpoint = Checkpoint::open([&path])?;
 //! let loaded = checkpoint.load(&device, &LoadOptions::new(), &mut |_| Ok(()))?;
 //! let bias = &checkpoint.tensors()[0];

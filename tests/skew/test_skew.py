@@ -311,7 +311,7 @@ def test_upgrade_in_place(way: str, versions: Versions, start: Start, tmp_path: 
     broker.replace(versions[OLD])
     for pid in broker.processes():
         os.kill(pid, signal.SIGHUP)
-    wait_for("the refusal", lambda: "can't go on with what the keeper holds (exit code" in broker.child.logged())
+    wait_for("the refusal", lambda: "can't take over the keeper's descriptors (exit code" in broker.child.logged())
     load.goes_on()
     has_all(broker, versions, tmp_path, holders, before)
     acknowledged = load.end()

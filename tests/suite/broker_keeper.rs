@@ -300,7 +300,7 @@ fn interrupted_resend_names_each_lost_version() {
         let keeper = served.keeper.as_ref().unwrap();
         let (server, starts) = (served.server(), served.manager.as_ref().unwrap().starts());
         keeper.stop(Signal::SIGKILL);
-        let all_sent = || served.log().matches("holds everything that the server has").count();
+        let all_sent = || served.log().matches("of the server are held").count();
         let before = all_sent();
         let (_, traced) = trace(server, From::Idle, at_call(nth, &[libc::SYS_sendmsg]), || {
             keeper.start_again();

@@ -276,7 +276,7 @@ fn mismatch_lists_every_difference(subject: Subject) {
     assert_eq!(differences(&newest()), [larger]);
     put_of(&client, &subject, SIZE, Some(2 * MIB), 5, all());
     let other = Get::new("a").range(3 * MIB..5 * MIB);
-    assert!(differences(&other)[0].starts_with("a piece of part `all` begins at byte 2097152 and not 0"));
+    assert!(differences(&other)[0].starts_with("a piece of part `all` starts at byte 2097152 and not 0"));
     let memory = filled(&subject.driver, SIZE, None, 6);
     client.put(&Put::new("a").condition(Condition::Any).part(PutPart::of("other", &memory).unwrap())).unwrap();
     drop(memory);
@@ -305,7 +305,7 @@ fn memory_in_use_is_not_switched(subject: Subject) {
         let user = user(&object);
         let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
         let problem = misuse(object.switch(next));
-        assert!(problem.contains("the memory of part `all` is still used, by 1 arrays or other owners"), "{problem}");
+        assert!(problem.contains("the memory of part `all` is still used by 1 arrays or other owners"), "{problem}");
         assert_eq!(misuse(object.park(false)), problem);
         assert_eq!((value(&object), object.version(), object.is_parked()), (1, 1, false));
         drop(user);

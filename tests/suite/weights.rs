@@ -266,32 +266,36 @@ fn a_file_that_lies_is_refused() {
         |count: u64, start: u64, end: u64| json!({"dtype": "F32", "shape": [count], "data_offsets": [start, end]});
     let last = u64::MAX;
     for (header, data, words) in [
-        (json!({"a": f32s(2, 0, 8), "b": f32s(2, 4, 12)}), 12, "\"b\" begins at byte 4, inside \"a\", which ends at 8"),
+        (json!({"a": f32s(2, 0, 8), "b": f32s(2, 4, 12)}), 12, "\"b\" starts at byte 4, inside \"a\", which ends at 8"),
         (json!({"a": f32s(2, 0, 8), "b": f32s(2, 0, 8)}), 8, "inside"),
-        (json!({"a": f32s(2, 0, 8), "b": f32s(1, 12, 16)}), 16, "no tensor has the bytes 8 to 12"),
-        (json!({"a": f32s(1, 4, 8)}), 8, "no tensor has the bytes 0 to 4"),
-        (json!({"a": f32s(2, 0, 8)}), 20, "no tensor has its last 12 bytes"),
-        (json!({"a": f32s(2, 0, 8)}), 7, "the bytes 0 to 8, and there are 7"),
-        (json!({"a": f32s(2, 0, last)}), 8, "and there are 8"),
-        (json!({"a": f32s(2, last - 7, last)}), 8, "and there are 8"),
-        (json!({"a": f32s(2, 8, 0)}), 8, "before it begins"),
-        (json!({"a": f32s(3, 0, 8)}), 8, "not those of F32 [3]"),
-        (json!({"a": f32s(0, 0, 8)}), 8, "not those of F32 [0]"),
-        (json!({"a": {"dtype": "F32", "shape": [last, 2], "data_offsets": [0, 8]}}), 8, "not those of"),
+        (
+            json!({"a": f32s(2, 0, 8), "b": f32s(1, 12, 16)}),
+            16,
+            "the bytes 8 to 12, before tensor \"b\", belong to no tensor",
+        ),
+        (json!({"a": f32s(1, 4, 8)}), 8, "the bytes 0 to 4, before"),
+        (json!({"a": f32s(2, 0, 8)}), 20, "its last 12 bytes belong to no tensor"),
+        (json!({"a": f32s(2, 0, 8)}), 7, "the bytes 0 to 8, but only 7 bytes follow"),
+        (json!({"a": f32s(2, 0, last)}), 8, "but only 8 bytes follow"),
+        (json!({"a": f32s(2, last - 7, last)}), 8, "but only 8 bytes follow"),
+        (json!({"a": f32s(2, 8, 0)}), 8, "before its start"),
+        (json!({"a": f32s(3, 0, 8)}), 8, "do not match F32 [3]"),
+        (json!({"a": f32s(0, 0, 8)}), 8, "do not match F32 [0]"),
+        (json!({"a": {"dtype": "F32", "shape": [last, 2], "data_offsets": [0, 8]}}), 8, "do not match"),
         (
             json!({"a": {"dtype": "F32", "shape": [1u64 << 40, 1u64 << 40, 0], "data_offsets": [0, 8]}}),
             8,
-            "not those of",
+            "do not match",
         ),
         (json!({"a": {"dtype": "U8", "shape": vec![1; 65], "data_offsets": [0, 1]}}), 1, "65 dimensions"),
-        (json!({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}), 1, "less than a byte"),
+        (json!({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}), 1, "smaller than a byte"),
         (json!({"a": {"dtype": "F1", "shape": [2], "data_offsets": [0, 1]}}), 1, "unknown variant"),
-        (json!({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}), 1, "can't be read"),
-        (json!({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}), 1, "can't be read"),
-        (json!({"a": {"dtype": "U8", "shape": [1]}}), 1, "can't be read"),
-        (json!({"a": 7}), 0, "can't be read"),
-        (json!({"__metadata__": {"n": 1}}), 0, "can't be read"),
-        (json!([]), 0, "can't be read"),
+        (json!({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}), 1, "invalid header"),
+        (json!({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}), 1, "invalid header"),
+        (json!({"a": {"dtype": "U8", "shape": [1]}}), 1, "invalid header"),
+        (json!({"a": 7}), 0, "invalid header"),
+        (json!({"__metadata__": {"n": 1}}), 0, "invalid header"),
+        (json!([]), 0, "invalid header"),
         (json!({}), 0, "nothing to load"),
         (json!({"a": f32s(0, 0, 0)}), 0, "nothing to load"),
     ] {
@@ -303,11 +307,11 @@ fn a_file_that_lies_is_refused() {
     for (bytes, words) in [
         (&b""[..], "has 0 bytes"),
         (b"1234567", "has 7 bytes"),
-        (&[255; 100], "18446744073709551615 bytes, and there are 92"),
-        (b"\x08\0\0\0\0\0\0\0{}", "has 8 bytes, and there are 2"),
-        (b"\x02\0\0\0\0\0\0\0\xff\xfe", "can't be read"),
-        (b"\0\0\0\0\0\0\0\0", "can't be read"),
-        (br#"!_______{"a":1}"#, "is no safetensors file"),
+        (&[255; 100], "18446744073709551615 bytes, but only 92 follow"),
+        (b"\x08\0\0\0\0\0\0\0{}", "claims 8 bytes, but only 2 follow"),
+        (b"\x02\0\0\0\0\0\0\0\xff\xfe", "invalid header"),
+        (b"\0\0\0\0\0\0\0\0", "invalid header"),
+        (br#"!_______{"a":1}"#, "is not a safetensors file"),
     ] {
         fs::write(&path, bytes).unwrap();
         let said = refusal(&[&path]);
@@ -436,8 +440,8 @@ fn index_selects_the_files() {
     assert_eq!(names(&[&index]), ["a", "b"]);
     assert_eq!(names(&[&shards.path("m-2.safetensors"), &shards.path("m-1.safetensors")]), ["b", "a"]);
     let first = shards.path("m-1.safetensors");
-    assert!(refusal(&[&first, &first]).contains("a name is a single tensor's"));
-    assert!(refusal(&[folder, &first]).contains("a name is a single tensor's"));
+    assert!(refusal(&[&first, &first]).contains("tensor names must be unique"));
+    assert!(refusal(&[folder, &first]).contains("tensor names must be unique"));
     fs::copy(&index, shards.path("other.safetensors.index.json")).unwrap();
     assert!(refusal(&[folder]).contains("several indexes"));
     assert_eq!(names(&[&index]), ["a", "b"]);
@@ -450,14 +454,14 @@ fn mismatched_index_is_refused() {
         (&[("a", "m-1.safetensors"), ("b", "m-3.safetensors")][..], "m-3.safetensors does not exist, and"),
         (&[("a", "m-1.safetensors"), ("b", "m-1.safetensors")], "has no tensor \"b\""),
         (&[("a", "m-1.safetensors"), ("b", "m-2.safetensors"), ("c", "m-2.safetensors")], "has no tensor \"c\""),
-        (&[("a", "m-2.safetensors"), ("b", "m-1.safetensors")], "does not put there"),
-        (&[("a", "m-1.safetensors"), ("x", "m-2.safetensors")], "has a tensor \"b\" that"),
-        (&[("a", "../m-1.safetensors")], "no name of a file in its folder"),
-        (&[("a", "/etc/passwd")], "no name of a file in its folder"),
-        (&[("a", "..")], "no name of a file in its folder"),
-        (&[("a", "")], "no name of a file in its folder"),
-        (&[("a", "m-1.safetensors\0")], "no name of a file in its folder"),
-        (&[], "names no tensor"),
+        (&[("a", "m-2.safetensors"), ("b", "m-1.safetensors")], "does not list in this file"),
+        (&[("a", "m-1.safetensors"), ("x", "m-2.safetensors")], "has a tensor \"b\", which"),
+        (&[("a", "../m-1.safetensors")], "not the name of a file in its folder"),
+        (&[("a", "/etc/passwd")], "not the name of a file in its folder"),
+        (&[("a", "..")], "not the name of a file in its folder"),
+        (&[("a", "")], "not the name of a file in its folder"),
+        (&[("a", "m-1.safetensors\0")], "not the name of a file in its folder"),
+        (&[], "lists no tensors"),
     ] {
         let index = shards.index(map);
         let said = refusal(&[&index]);
@@ -465,9 +469,9 @@ fn mismatched_index_is_refused() {
         assert_eq!(refusal(&[shards.folder.path()]), said);
     }
     for (text, words) in [
-        ("", "is no index"),
-        ("[]", "is no index"),
-        (r#"{"weight_map": {"a": 1}}"#, "is no index"),
+        ("", "is not an index"),
+        ("[]", "is not an index"),
+        (r#"{"weight_map": {"a": 1}}"#, "is not an index"),
         (r#"{"weight_map": {"a": "m-1.safetensors", "a": "m-2.safetensors"}}"#, "\"a\" twice"),
         (r#"{"a": "m-1.safetensors"}"#, "missing field"),
     ] {
@@ -476,7 +480,7 @@ fn mismatched_index_is_refused() {
     }
     let index = shards.index(&BOTH);
     OpenOptions::new().write(true).open(&index).unwrap().set_len(1 << 40).unwrap();
-    assert!(refusal(&[&index]).contains("an index at most"));
+    assert!(refusal(&[&index]).contains("an index may have at most"));
     fs::remove_file(&index).unwrap();
     mkfifo(&index, Mode::from_bits_truncate(0o600)).unwrap();
     assert!(refusal(&[&index]).contains("not a regular file"));

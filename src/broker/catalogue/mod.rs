@@ -1,14 +1,13 @@
-//! The log of everything that the server must not forget, in a memfd: it is there as long as any process holds the descriptor,
-//! whatever became of the one that wrote it.
+//! The log of the server's durable state, in a memfd. It exists as long as any process holds the descriptor, even if its writer was killed.
 //!
 //! ```text
 //! header   magic "VMMFDCAT" | u32 format | u32 crc32 of the rest of the header | u64 generation
 //! record   u32 length of the payload | u32 crc32 of length and payload | payload: one JSON object
 //! ```
 //!
-//! Numbers are little-endian. A record is appended whole behind the others; what a killed writer left of one is cut off by the next
-//! that opens it. A log that has grown long is written anew into another memfd, whose header is written last and counts one generation
-//! more: of several logs the valid one of the highest generation holds.
+//! Numbers are little-endian. Each record is appended whole. If a killed writer left an incomplete record, the next writer cuts it
+//! off. A long log is compacted into another memfd, whose header has the next generation and is written last: of several logs, the valid
+//! log with the highest generation counts.
 
 mod read;
 pub(in crate::broker) mod record;
@@ -36,7 +35,7 @@ pub(in crate::broker) use self::{
     segment_id::SegmentId,
 };
 
-/// The layout that this build writes, and the only one that it reads.
+/// The log format that this build writes, and the only format that it reads.
 const FORMAT: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"VMMFDCAT";
@@ -44,23 +43,23 @@ const MAGIC: [u8; 8] = *b"VMMFDCAT";
 /// The length of the header, in bytes.
 const HEADER: usize = 24;
 
-/// The length of what stands before a payload, in bytes.
+/// How many bytes precede a payload.
 const PREFIX: usize = 8;
 
-/// How much longer than twice its length when it was last written whole the log becomes, in bytes, before it is written again.
+/// The minimal growth before compaction, in bytes: the log is compacted at twice its compacted length plus this.
 const SLACK: u64 = 4 << 20;
 
-/// How much of a log is read or written at once, in bytes.
+/// How many bytes of a log to read or write at once.
 const CHUNK: usize = 256 << 10;
 
 /// Why a record can't be written.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::broker) enum CatalogueError {
-    /// No record is that long.
+    /// The record's length does not fit 32 bits.
     #[error("a record of {length} bytes is too long for the catalogue")]
     Long { length: usize },
 
-    /// The limit of this process on the length of files. To write beyond it would end the process.
+    /// This process's limit on file sizes. Exceeding it would raise SIGXFSZ.
     #[error(
         "the catalogue would have {needed} bytes, and this process may write files of {limit} bytes (RLIMIT_FSIZE)"
     )]
@@ -81,24 +80,24 @@ impl CatalogueError {
     }
 }
 
-/// The log, open to append.
+/// A log, open for appending.
 #[derive(Debug)]
 pub(in crate::broker) struct Catalogue {
     file: File,
     generation: u64,
-    /// How many bytes hold records and the header.
+    /// The length of the header and all records, in bytes.
     length: u64,
-    /// Whether something behind that could not be cut off.
+    /// Whether bytes after `length` could not be cut off yet.
     torn: bool,
-    /// The length when it was last written whole.
+    /// The length after the last compaction.
     base: u64,
-    /// RLIMIT_FSIZE as it was when this was made.
+    /// RLIMIT_FSIZE at the time of creation.
     limit: u64,
     buffer: Vec<u8>,
 }
 
 impl Catalogue {
-    /// A log of these records in an empty memfd. Does not block.
+    /// Creates a log of these records in an empty memfd. Does not block.
     ///
     /// # Errors
     /// [`CatalogueError`]. See pwrite(2).
@@ -114,49 +113,47 @@ impl Catalogue {
         Ok(log)
     }
 
-    /// Appends a record. When it returns, the record is what the next [`Catalogue::open`] finds, also if this process is killed.
-    /// Does not block.
+    /// Appends a record. Once this returns, the next [`Catalogue::open`] finds the record, even if this process is killed. Does not block.
     ///
     /// # Errors
-    /// [`CatalogueError`]: the log is then as it was.
+    /// [`CatalogueError`]; the log is unchanged.
     pub(in crate::broker) fn append(&mut self, record: &Record) -> Result<(), CatalogueError> {
         if self.torn {
             self.cut()?;
         }
         let mut buffer = std::mem::take(&mut self.buffer);
         buffer.clear();
-        let result = encode(&mut buffer, record).and_then(|()| self.write_behind(&buffer));
+        let result = encode(&mut buffer, record).and_then(|()| self.write_at_end(&buffer));
         self.buffer = buffer;
         result
     }
 
-    /// Whether the log has grown so long that it should be written anew: more than twice as long as it was then.
+    /// Whether the log should be compacted: it has more than doubled since the last compaction.
     pub(in crate::broker) fn should_compact(&self) -> bool {
         self.length > self.base.saturating_mul(2).saturating_add(SLACK)
     }
 
-    /// Has it grow as much again before it should be written anew: that failed.
+    /// Postpones compaction after a failure, until the log has doubled again.
     pub(in crate::broker) fn postpone(&mut self) {
         self.base = self.length;
     }
 
-    /// The memfd.
     pub(in crate::broker) fn as_fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 
-    /// Counts up with each log that was written anew.
+    /// The number of compactions since the first log.
     pub(in crate::broker) fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Writes behind the last record.
-    fn write_behind(&mut self, bytes: &[u8]) -> Result<(), CatalogueError> {
+    /// Writes after the last record.
+    fn write_at_end(&mut self, bytes: &[u8]) -> Result<(), CatalogueError> {
         let needed = self.length.saturating_add(bytes.len() as u64);
         if needed > self.limit {
             return Err(CatalogueError::Limit { needed, limit: self.limit });
         }
-        // One pwrite(2), unless the kernel takes less at once.
+        // Usually one pwrite(2).
         match self.file.write_all_at(bytes, self.length) {
             Ok(()) => {
                 self.length = needed;
@@ -164,14 +161,14 @@ impl Catalogue {
             }
             Err(error) => {
                 self.torn = true;
-                // Should it fail, the next append tries again.
+                // If this fails, the next append tries again.
                 let _ = self.cut();
                 Err(CatalogueError::System { action: "write", source: error })
             }
         }
     }
 
-    /// Cuts off what is behind the last record.
+    /// Cuts off everything after the last record.
     fn cut(&mut self) -> Result<(), CatalogueError> {
         self.file.set_len(self.length).map_err(CatalogueError::system("shorten"))?;
         self.torn = false;
@@ -179,17 +176,17 @@ impl Catalogue {
     }
 }
 
-/// An empty memfd for a log.
+/// Creates an empty memfd for a log.
 ///
 /// # Errors
-/// Those of memfd_create(2).
+/// All errors of memfd_create(2).
 pub(in crate::broker) fn memfd() -> io::Result<OwnedFd> {
     crate::sys::memfd::empty(c"vmmfd-catalogue").map_err(io::Error::from)
 }
 
 fn file_limit() -> Result<u64, CatalogueError> {
     let limit = getrlimit(Resource::RLIMIT_FSIZE).map_err(io::Error::from);
-    Ok(limit.map_err(CatalogueError::system("find the greatest length of"))?.0)
+    Ok(limit.map_err(CatalogueError::system("find the size limit of"))?.0)
 }
 
 fn header(generation: u64) -> [u8; HEADER] {
@@ -206,7 +203,7 @@ fn header_checksum(header: &[u8; HEADER]) -> u32 {
     checksum(&header[..12], &header[16..])
 }
 
-/// Appends a record to `buffer`; on an error that is as it was.
+/// Appends a record to `buffer`, which is unchanged on error.
 fn encode(buffer: &mut Vec<u8>, record: &Record) -> Result<(), CatalogueError> {
     let start = buffer.len();
     buffer.extend([0; PREFIX]);

@@ -1,4 +1,4 @@
-//! Reading a log that another process wrote.
+//! Reads a log that another process wrote.
 
 use std::{
     fs::File,
@@ -13,31 +13,31 @@ use super::{
 /// Why a catalogue can't be read.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::broker) enum Unreadable {
-    /// The descriptor is of something else, or of a log that was never finished.
-    #[error("the descriptor is not of a catalogue: it begins with {found}, where \"VMMFDCAT\" belongs")]
+    /// Not a catalogue, or a log that was never finished.
+    #[error("the descriptor is not a catalogue: it starts with {found} instead of \"VMMFDCAT\"")]
     Foreign { found: String },
 
-    /// It has the magic, and no whole header.
+    /// The header is incomplete.
     #[error("the catalogue has {length} bytes, and its header alone has {HEADER}")]
     Short { length: usize },
 
-    /// The header was changed by something else.
-    #[error("the catalogue's header has the checksum {found:#010x} where {want:#010x} belongs")]
+    /// The header is damaged.
+    #[error("the catalogue's header has the checksum {found:#010x} instead of {want:#010x}")]
     Header { found: u32, want: u32 },
 
-    /// Written by another build.
+    /// Another build wrote this log.
     #[error("the catalogue has format {found}, and this build reads only format {FORMAT}")]
     Format { found: u32 },
 
-    /// It is whole, and this build does not know what it means: it was written by a newer one.
-    #[error("the catalogue's record at byte {offset} can't be understood")]
+    /// A complete record that this build does not know: a newer build wrote it.
+    #[error("the catalogue's record at byte {offset} is unknown to this build")]
     Record {
         offset: u64,
         #[source]
         reason: serde_json::Error,
     },
 
-    /// It can't be opened to append.
+    /// The log can't be opened for appending.
     #[error(transparent)]
     Append(#[from] CatalogueError),
 
@@ -57,11 +57,11 @@ impl Unreadable {
 }
 
 impl Catalogue {
-    /// Opens a log that another process wrote, or still writes, to read its records. Reads the header alone, and changes nothing. When
-    /// the records have been read, [`Catalogue::append_behind`] says where the next one belongs.
+    /// Opens a log that another process wrote, or still writes, to read its records. Reads only the header. After all records have been
+    /// read, call [`Catalogue::append_after`].
     ///
     /// # Errors
-    /// [`Unreadable`]; nothing was changed.
+    /// [`Unreadable`]; the log is unchanged.
     pub(in crate::broker) fn load(fd: OwnedFd) -> Result<(Self, Records), Unreadable> {
         let file = File::from(fd);
         let written = file.metadata().map_err(Unreadable::system("examine"))?.len();
@@ -69,70 +69,70 @@ impl Catalogue {
         file.read_exact_at(&mut bytes, 0).map_err(Unreadable::system("read"))?;
         let (generation, length) = (read_header(&bytes)?, HEADER as u64);
         let again = file.try_clone().map_err(Unreadable::system("read"))?;
-        let records = Records { file: again, written, at: length, base: 0, buffer: Vec::new(), taken: 0 };
+        let records = Records { file: again, written, at: length, base: 0, buffer: Vec::new(), consumed: 0 };
         let catalogue =
             Self { file, generation, length, torn: false, base: 0, limit: file_limit()?, buffer: Vec::new() };
         Ok((catalogue, records))
     }
 
-    /// Has records be appended behind those that were read. What was not written whole is left out: nothing of it was acknowledged;
-    /// the first [`Catalogue::append`] cuts it off, since a server may still be writing it.
-    pub(in crate::broker) fn append_behind(&mut self, records: &Records) {
+    /// Continues the log after the last record read. A trailing incomplete record was never acknowledged. The first
+    /// [`Catalogue::append`] cuts it off, not earlier, because another server may still be writing it.
+    pub(in crate::broker) fn append_after(&mut self, records: &Records) {
         (self.length, self.base, self.torn) = (records.at, records.base, records.written > records.at);
         if self.torn {
             let bytes = records.written - records.at;
-            tracing::info!(bytes, "the catalogue ends with a record that was not written whole");
+            tracing::info!(bytes, "the catalogue ends with an incomplete record");
         }
     }
 
-    /// Opens a log, and returns all its records at once.
+    /// Opens a log and returns all its records.
     ///
     /// # Errors
-    /// [`Unreadable`]; nothing was changed.
+    /// [`Unreadable`]; the log is unchanged.
     pub(in crate::broker) fn open(fd: OwnedFd) -> Result<(Self, Vec<Record>), Unreadable> {
         let (mut catalogue, mut records) = Self::load(fd)?;
         let all = records.by_ref().collect::<Result<_, _>>()?;
-        catalogue.append_behind(&records);
+        catalogue.append_after(&records);
         Ok((catalogue, all))
     }
 }
 
-/// The records of a log, one after the other: only a small part of the log is in memory at a time.
+/// The records of a log, in order. Only a small part of the log is in memory at a time.
 #[derive(Debug)]
 pub(in crate::broker) struct Records {
     file: File,
     /// The length of the file when it was opened.
     written: u64,
-    /// Where the next record begins.
+    /// The offset of the next record.
     at: u64,
-    /// Where the part ends that was written whole: what is behind it has come since.
+    /// The length after the last compaction.
     base: u64,
     buffer: Vec<u8>,
-    /// How many bytes of the buffer are before the next record.
-    taken: usize,
+    /// The offset of the next record in the buffer.
+    consumed: usize,
 }
 
 impl Records {
-    /// Reads so many bytes from the next record's begin on, unless the file ends before.
+    /// Reads `length` bytes at the next record, or `None` if the file is shorter.
     fn peek(&mut self, length: usize) -> Result<Option<&[u8]>, Unreadable> {
-        if self.buffer.len() - self.taken < length {
+        if self.buffer.len() - self.consumed < length {
             let left = self.written - self.at;
             if left < length as u64 {
                 return Ok(None);
             }
-            self.buffer.drain(..self.taken);
-            self.taken = 0;
+            self.buffer.drain(..self.consumed);
+            self.consumed = 0;
             let (have, more) = (self.buffer.len(), length.max(CHUNK).min(usize::try_from(left).unwrap_or(usize::MAX)));
-            // One long record is no reason to keep as much memory.
+            // Release the memory of an earlier long record.
             self.buffer.shrink_to(more);
             self.buffer.resize(more, 0);
             let read = self.file.read_exact_at(&mut self.buffer[have..], self.at + have as u64);
             read.map_err(Unreadable::system("read"))?;
         }
-        Ok(Some(&self.buffer[self.taken..self.taken + length]))
+        Ok(Some(&self.buffer[self.consumed..self.consumed + length]))
     }
 
-    /// The next record, if it is whole.
+    /// Reads the next record, or `None` if it is incomplete.
     fn read(&mut self) -> Result<Option<Record>, Unreadable> {
         let offset = self.at;
         let Some(&[l0, l1, l2, l3, c0, c1, c2, c3]) = self.peek(PREFIX)?.and_then(<[u8]>::first_chunk) else {
@@ -146,7 +146,7 @@ impl Records {
             return Ok(None);
         }
         let record = serde_json::from_slice(payload).map_err(|reason| Unreadable::Record { offset, reason })?;
-        (self.at, self.taken) = (offset + whole as u64, self.taken + whole);
+        (self.at, self.consumed) = (offset + whole as u64, self.consumed + whole);
         if matches!(record, Record::Whole { .. }) {
             self.base = self.at;
         }
@@ -162,13 +162,13 @@ impl Iterator for Records {
     }
 }
 
-/// The records of a log as JSON, for the project's own tests. A torn last one is cut off.
+/// The records of a log as JSON, for this project's tests. Ignores a trailing incomplete record.
 pub(crate) fn read_as_json(log: OwnedFd) -> Result<Vec<serde_json::Value>, String> {
     let (_, records) = Catalogue::open(log).map_err(|error| error.to_string())?;
     records.iter().map(|record| serde_json::to_value(record).map_err(|error| error.to_string())).collect()
 }
 
-/// Checks a header, and returns the generation.
+/// Checks a header. Returns the generation.
 fn read_header(bytes: &[u8]) -> Result<u64, Unreadable> {
     if !bytes.starts_with(&MAGIC) {
         let start = &bytes[..bytes.len().min(MAGIC.len())];

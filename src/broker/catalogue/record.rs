@@ -1,4 +1,4 @@
-//! What is written down, as plain data: one record for each change.
+//! The records of the catalogue: one for each change.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,32 +11,32 @@ use crate::{
     },
 };
 
-/// A change. Written as a JSON object with one member, whose name is the kind of the change.
+/// A change. Serialised as a JSON object with a single member, named after the kind of the change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(in crate::broker) enum Record {
-    /// The first record: what the broker is.
+    /// The first record: the broker's identity.
     Begin {
-        /// A random UUID, kept for as long as what it holds is.
+        /// A random UUID. It identifies the broker's state as long as that survives.
         instance: String,
-        /// How many servers have started with this log or the ones before it.
+        /// How many servers have started with this state.
         starts: u64,
     },
-    /// An event that was before this log.
+    /// An event from before this log.
     Seen(Seen),
-    /// A request that was done before this log and has left nothing in it: a delete, or a put, with what it published.
+    /// A request that was completed before this log and left no other record: a delete, or a put with its result.
     Answered(Answered),
-    /// What was written when the log was made anew ends here: `seq` is the number of the last event before.
+    /// The end of a compacted log. `seq` is the number of the last event before it.
     Whole { seq: u64 },
     /// A server has started with this log.
     Started,
-    /// A version became the current one of its name.
+    /// A version was published under a name.
     Published(Box<Version>),
-    /// A name was taken away.
+    /// A name was deleted.
     Deleted(Deleted),
-    /// The memory of a version was given back. `key` is the version's.
+    /// A version's memory was freed. `key` is the version's.
     Dropped { key: u64 },
-    /// A lease of a version began.
+    /// A lease of a version was granted.
     Leased(Lease),
     /// A lease ended.
     Ended {
@@ -44,11 +44,11 @@ pub(in crate::broker) enum Record {
         /// In milliseconds since 1970.
         at_ms: u64,
     },
-    /// A reader reported that a version can't be used.
+    /// A reader reported that a version is unusable.
     Reported(Report),
 }
 
-/// An event, and who may know of it.
+/// An event, and the data that decides who may see it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Seen {
     pub(in crate::broker) event: Event,
@@ -56,38 +56,38 @@ pub(in crate::broker) struct Seen {
     pub(in crate::broker) mode: u16,
 }
 
-/// A request that was done.
+/// A completed request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Answered {
     pub(in crate::broker) request: Token,
-    /// What it put or deleted, unless an older build wrote this.
+    /// The name that was put or deleted. Older builds did not write it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) name: Option<String>,
-    /// What it published, if it was a put.
+    /// The result of a put.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) published: Option<Published>,
 }
 
 impl Answered {
-    /// Whether it was about this name.
+    /// Whether the request was about this name.
     pub(in crate::broker) fn is_of(&self, name: &str) -> bool {
         self.name.as_deref().is_none_or(|of| of == name)
     }
 }
 
-/// A name that was taken away.
+/// A deleted name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Deleted {
     pub(in crate::broker) name: String,
     /// In milliseconds since 1970.
     pub(in crate::broker) at_ms: u64,
-    /// Who did it.
+    /// The user and process that deleted it.
     pub(in crate::broker) uid: u32,
     pub(in crate::broker) pid: i32,
-    /// What the client calls its request.
+    /// The client's token for the request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) request: Option<Token>,
-    /// Whose the name was, if it was deleted by a request: it can't be offered back then.
+    /// The name's owner, if a request deleted it. Such a name can't be restored by its readers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) owner: Option<u32>,
 }
@@ -105,63 +105,62 @@ pub(in crate::broker) struct Version {
     /// When it was published, in milliseconds since 1970.
     pub(in crate::broker) created_ms: u64,
     pub(in crate::broker) owner: Owner,
-    /// The permission bits, as of files.
+    /// Permission bits, as for files.
     pub(in crate::broker) mode: u16,
     pub(in crate::broker) lifetime: Lifetime,
     pub(in crate::broker) backend: Backend,
-    /// How many older versions of the name are kept that have no lease.
+    /// How many older versions of the name are kept without a lease.
     pub(in crate::broker) keep: u32,
-    /// What the clients call the puts that it was made of.
+    /// The clients' tokens for the puts of this version.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(in crate::broker) requests: Vec<Token>,
-    /// The user's own JSON object.
+    /// The user's JSON object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) metadata: Option<Table>,
     pub(in crate::broker) parts: Vec<Part>,
 }
 
-/// One part of a version.
+/// A part of a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Part {
     pub(in crate::broker) name: String,
     pub(in crate::broker) memory: Memory,
-    /// The arrays in it.
+    /// The part's arrays.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) arrays: Option<Table>,
     pub(in crate::broker) array_count: u64,
     /// The process that put it.
     pub(in crate::broker) maker: Maker,
-    /// Of the contents, if its maker gave one.
+    /// The creator's digest of the contents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) digest: Option<String>,
-    /// Its memory, in order: each segment with its size in bytes.
+    /// The segments in order, with their sizes in bytes.
     pub(in crate::broker) segments: Vec<(SegmentId, u64)>,
 }
 
-/// Bytes of memory and tables, as claimed.
+/// The claimed bytes of memory and tables.
 pub(in crate::broker) fn bytes_of(metadata: Option<&Table>, parts: &[Part]) -> u64 {
     let memory = parts.iter().map(|part| part.memory.mapped_size).sum::<u64>();
     let tables = metadata.into_iter().chain(parts.iter().filter_map(|part| part.arrays.as_ref()));
     memory + tables.map(Table::length).sum::<u64>()
 }
 
-/// JSON that is written here, or kept in a memfd where it is long.
+/// JSON text, inline or in a memfd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(in crate::broker) enum Table {
-    /// The JSON itself.
     Inline(Attached),
-    /// A memfd with it, sealed against writing, which is kept as a segment is.
+    /// The text in a sealed memfd, kept like a segment.
     Kept {
-        /// The number of the memfd.
+        /// The memfd's segment number.
         segment: SegmentId,
-        /// Its length in bytes.
+        /// The text's length in bytes.
         length: u64,
     },
 }
 
 impl Table {
-    /// In bytes.
+    /// The text's length in bytes.
     fn length(&self) -> u64 {
         match self {
             Self::Inline(text) => text.as_str().len() as u64,
@@ -174,20 +173,20 @@ impl Table {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Lease {
     pub(in crate::broker) token: Token,
-    /// The version's.
+    /// The version's key.
     pub(in crate::broker) key: u64,
     pub(in crate::broker) uid: u32,
     pub(in crate::broker) pid: i32,
-    /// When it was given, in milliseconds since 1970.
+    /// The time of the grant, in milliseconds since 1970.
     pub(in crate::broker) since_ms: u64,
-    /// How many bytes of the version it is of.
+    /// How many bytes of the version it covers.
     pub(in crate::broker) size: u64,
 }
 
 /// A reader's report of a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Report {
-    /// The version's.
+    /// The version's key.
     pub(in crate::broker) key: u64,
     pub(in crate::broker) reader: Maker,
     /// In milliseconds since 1970.

@@ -1,8 +1,8 @@
-//! Writing a log anew in slices, while records are still appended to the old one.
+//! Compacts a log in slices, while records are still appended to the old log.
 //!
-//! A log of 100,000 objects takes hundreds of milliseconds to write. The new log has, in this order: records of the state, each as it is
-//! when its slice is written; then all records that were appended to the old log meanwhile. A change of an object that the slices had
-//! already passed is thus made by its record, and the record of a change that a slice had already seen changes nothing when it is read.
+//! Writing a log of 100,000 objects takes hundreds of milliseconds. The new log contains records of the state, each as of the time when its
+//! slice was written, and then all records appended to the old log during the compaction. If an object changes after its slice was written,
+//! the appended record repeats the change. If it changes before, the appended record has no effect when it is read.
 
 use std::{
     fs::File,
@@ -11,25 +11,25 @@ use std::{
 
 use super::{CHUNK, Catalogue, CatalogueError, HEADER, Record, encode, header};
 
-/// A log that is written anew. Until it is finished it has no header, and so is none.
+/// A compaction in progress. The new log has no header, and so is not valid, until it is finished.
 #[derive(Debug)]
 pub(in crate::broker) struct Rewrite {
     new: Catalogue,
     buffer: Vec<u8>,
-    /// How much of the old log is in the new one, as records of the state or as they are.
+    /// How many bytes of the old log the new log covers.
     copied: u64,
-    /// How long the old log was when the last slice of it was copied.
+    /// The length of the old log at the last call of `copy_appended`.
     seen: Option<u64>,
 }
 
 impl Catalogue {
-    /// Begins to write this log anew into another memfd, whatever is in that.
+    /// Starts to compact this log into another memfd, whose contents are discarded.
     ///
     /// # Errors
     /// [`CatalogueError`]. See ftruncate(2).
     pub(in crate::broker) fn rewrite(&self, memfd: OwnedFd) -> Result<Rewrite, CatalogueError> {
         let file = File::from(memfd);
-        // Of what a writer left that was killed, nothing may be taken for a record.
+        // No remains of a killed writer may pass for records.
         file.set_len(0).map_err(CatalogueError::system("empty"))?;
         let (length, generation) = (HEADER as u64, self.generation + 1);
         let new = Self { file, generation, length, torn: false, base: 0, limit: self.limit, buffer: Vec::new() };
@@ -41,24 +41,24 @@ impl Rewrite {
     /// Adds a record of the state.
     ///
     /// # Errors
-    /// [`CatalogueError`]: the rewrite must be given up.
+    /// [`CatalogueError`]: abandon the compaction.
     pub(in crate::broker) fn add(&mut self, record: &Record) -> Result<(), CatalogueError> {
         encode(&mut self.buffer, record)?;
         if self.buffer.len() >= CHUNK { self.flush() } else { Ok(()) }
     }
 
-    /// How many bytes the new log has so far.
+    /// The length of the new log so far.
     pub(in crate::broker) fn length(&self) -> u64 {
         self.new.length + self.buffer.len() as u64
     }
 
-    /// Copies some of the records that were appended to the old log since this began. Returns whether these were all.
+    /// Copies some of the records appended to the old log. Returns whether all are copied.
     ///
     /// # Errors
-    /// [`CatalogueError`]: the rewrite must be given up.
+    /// [`CatalogueError`]: abandon the compaction.
     pub(in crate::broker) fn copy_appended(&mut self, old: &Catalogue) -> Result<bool, CatalogueError> {
         self.flush()?;
-        // Twice what was appended since the last slice, so that no load keeps this from its end.
+        // Copy at least twice the bytes appended since the last call, so that the copy catches up under constant load.
         let appended = old.length - self.seen.replace(old.length).unwrap_or(old.length);
         let some = (old.length - self.copied).min((CHUNK as u64).max(2 * appended));
         self.buffer.resize(some as usize, 0);
@@ -68,10 +68,10 @@ impl Rewrite {
         Ok(self.copied == old.length)
     }
 
-    /// Ends the new log, which takes the place of the old one. Returns the old one.
+    /// Completes the new log and replaces the old log by it. Returns the old memfd.
     ///
     /// # Errors
-    /// [`CatalogueError`]: the old log is still the valid one.
+    /// [`CatalogueError`]: the old log remains valid.
     pub(in crate::broker) fn finish(mut self, old: &mut Catalogue) -> Result<OwnedFd, CatalogueError> {
         self.flush()?;
         let mut new = self.new;
@@ -81,7 +81,7 @@ impl Rewrite {
     }
 
     fn flush(&mut self) -> Result<(), CatalogueError> {
-        let written = self.new.write_behind(&self.buffer);
+        let written = self.new.write_at_end(&self.buffer);
         self.buffer.clear();
         written
     }

@@ -1,4 +1,4 @@
-//! The number of a kept descriptor, and its name in a store of descriptors.
+//! The number of a kept descriptor, and its name in the keeper.
 
 use std::{fmt, str::FromStr};
 
@@ -10,26 +10,26 @@ const DIGITS: &[u8; 36] = b"0123456789abcdefghijklmnopqrstuvwxyz";
 /// The longest name.
 const MAX_NAME: u32 = 4;
 
-/// A kept descriptor. The number of one that was released is used again.
+/// The number of a kept descriptor. Numbers are reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "u32", into = "u32")]
 pub(in crate::broker) struct SegmentId(u32);
 
 impl SegmentId {
-    /// How many there are: as many as there are names.
+    /// The number of possible ids: one for each name.
     pub(in crate::broker) const COUNT: u32 = 36u32.pow(MAX_NAME);
 
-    /// The one of an index, if that is below [`SegmentId::COUNT`].
+    /// The id at an index, if the index is below [`SegmentId::COUNT`].
     pub(in crate::broker) fn at(index: usize) -> Option<Self> {
         u32::try_from(index).ok().filter(|&number| number < Self::COUNT).map(Self)
     }
 
-    /// Its index: [`SegmentId::at`] returns it for that.
+    /// The index: the inverse of [`SegmentId::at`].
     pub(in crate::broker) fn index(self) -> usize {
         self.0 as usize
     }
 
-    /// Its name in a store of descriptors: 1 to 4 digits and lower-case letters (base 36).
+    /// The name in the keeper: 1 to 4 digits and lower-case letters (base 36).
     pub(in crate::broker) fn name(self) -> String {
         let mut name = Vec::with_capacity(MAX_NAME as usize);
         let mut rest = self.0;
@@ -67,7 +67,7 @@ impl fmt::Display for SegmentId {
 impl FromStr for SegmentId {
     type Err = NoSegment;
 
-    /// Accepts what [`SegmentId::name`] returns and nothing else.
+    /// Accepts only the canonical form that [`SegmentId::name`] returns.
     fn from_str(name: &str) -> Result<Self, NoSegment> {
         let digits = (1..=MAX_NAME as usize).contains(&name.len())
             && name.bytes().all(|byte| byte.is_ascii_digit() || byte.is_ascii_lowercase());
@@ -76,7 +76,7 @@ impl FromStr for SegmentId {
     }
 }
 
-/// A text is no name of a segment, or a number not its number.
+/// The error of an invalid name or number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "not a segment: its name has 1 to 4 digits and lower-case letters and no leading zero, its number is below {}",
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_read_as_the_number_that_it_was_made_of_and_no_other_text_is() {
+    fn names_round_trip() {
         for index in (0..2000).chain((36 * 36 * 36 - 2)..(36 * 36 * 36 + 2)).chain([1_679_615]) {
             let id = SegmentId::at(index).unwrap();
             assert_eq!(id.name().parse(), Ok(id));
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_has_no_name_is_refused_where_it_is_read() {
+    fn number_beyond_the_limit_is_refused() {
         assert_eq!(serde_json::from_str::<SegmentId>("1679615").unwrap().name(), "zzzz");
         assert!(serde_json::from_str::<SegmentId>("1679616").is_err());
     }

@@ -1,4 +1,4 @@
-//! A connection to the broker: one request at a time, and its answer. One that breaks is made again: see `reconnect`.
+//! A connection to the broker: one request at a time. `reconnect` replaces a broken socket.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -29,48 +29,47 @@ use crate::{
     wire::broker::{Message, Release, Stop, Token},
 };
 
-/// The most puts that are noted to be taken up.
+/// How many puts are remembered for the next reconnect.
 const MAX_PUTS: usize = 4096;
 
-/// A connection over which a broker answered a hello.
+/// A connection that completed the handshake.
 #[derive(Debug)]
 pub(super) struct Connection {
-    /// Its descriptor stays the same when the connection is made again.
+    /// A reconnect replaces the socket under the same descriptor number.
     pub(super) socket: RecordSocket,
-    /// The process at the other end.
     pub(super) peer: Mutex<Peer>,
-    /// The process that made it: a fork shares the socket and must not use it.
-    made_by: ProcessIdentity,
-    /// How it is made again; `None` for one over a socket of the caller's.
+    /// The process that connected: a fork shares the socket and must not use it.
+    process: ProcessIdentity,
+    /// How to reconnect; `None` for a socket that the caller connected.
     pub(super) dialler: Option<Arc<Dialler>>,
-    /// The devices that memory was opened for: looking for one asks the driver for all.
+    /// Cache of the devices that objects were opened for: a lookup asks the driver for all devices.
     devices: Mutex<Vec<Device>>,
-    /// The record received last. Held from a request until its whole answer has come, and while the connection is made again.
+    /// Receive buffer. Its lock is the right to make a request, held until the whole answer has arrived and during a reconnect.
     pub(super) incoming: Mutex<Vec<u8>>,
     pub(super) holdings: Mutex<Holdings>,
     pub(super) handlers: Mutex<Handlers>,
-    /// Whether it works, as far as is known.
-    pub(super) up: AtomicBool,
-    /// How often a wait was to end.
+    /// False from a break until the reconnect has completed.
+    pub(super) connected: AtomicBool,
+    /// The number of calls of [`Connection::stop`].
     stops: AtomicU64,
-    /// The thread that notices that it broke; `None` if there could be none.
+    /// The background thread; `None` before the first lease, or if no thread could be started.
     pub(super) watcher: OnceLock<Waker>,
 }
 
-/// A request, and the right to its answers.
+/// A request in progress.
 #[derive(Debug)]
 pub(super) struct Exchange<'a> {
     connection: &'a Connection,
     incoming: &'a mut Vec<u8>,
-    /// How long the first answer may take.
-    patience: Duration,
-    /// Of a request that is sent again: how often waits were to end when it was sent first.
+    /// How long each answer may take.
+    answer_timeout: Duration,
+    /// When the request is repeated: the number of stops when it was sent first.
     stops: Option<u64>,
     finished: bool,
 }
 
 impl Connection {
-    /// Connects to the broker at a path. Waits up to the config's timeout for one to listen.
+    /// Connects to the broker at a path. Waits up to the config's timeout for a broker to listen.
     pub(super) fn connect(path: &Path, config: &Config) -> Result<Self> {
         let (dialler, mut incoming) = (Dialler::new(path, config, config.cancellation()?), buffer());
         let deadline = deadline_after(config.timeout);
@@ -78,13 +77,13 @@ impl Connection {
         Ok(Self::new(dialled, incoming, Some(Arc::new(dialler))))
     }
 
-    /// A connection over a socket that is connected. It can be made again if that was by a path.
+    /// Creates a connection on a connected socket. It can reconnect only with a path.
     pub(super) fn over(socket: OwnedFd, path: Option<&Path>, config: &Config) -> Result<Self> {
         check_type(&socket)?;
         let peer = Peer::of(&socket)?;
         config.trust.check(peer)?;
         let (cancel, mut incoming) = (config.cancellation()?, buffer());
-        let dialled = Dialled::greet(socket, peer, config.timeout, &cancel, &mut incoming)?;
+        let dialled = Dialled::handshake(socket, peer, config.timeout, &cancel, &mut incoming)?;
         let dialler = path.map(|path| Arc::new(Dialler::new(path, config, cancel)));
         Ok(Self::new(dialled, incoming, dialler))
     }
@@ -94,29 +93,24 @@ impl Connection {
         Self {
             socket,
             peer: Mutex::new(peer),
-            made_by: ProcessIdentity::current(),
+            process: ProcessIdentity::current(),
             dialler,
             devices: Mutex::default(),
             incoming: Mutex::new(incoming),
             holdings: Mutex::new(Holdings { instance, ..Holdings::default() }),
             handlers: Mutex::default(),
-            up: AtomicBool::new(true),
+            connected: AtomicBool::new(true),
             stops: AtomicU64::new(0),
             watcher: OnceLock::new(),
         }
     }
 
-    /// The process at the other end.
-    pub(super) fn peer(&self) -> Peer {
-        *lock(&self.peer)
-    }
-
-    /// Makes a request: `request` sends it and receives all of its answer, within so long after the timeout. Blocks while another
-    /// thread's request has not been answered.
+    /// Makes a request: `request` sends it and receives the whole answer, within the timeout plus `wait`. Blocks while another thread's
+    /// request is in progress.
     ///
-    /// If the connection breaks it is made again, within the timeout from then on, and `request` is called again, with what is left of
-    /// the wait. So it must be one that does nothing twice; one with several answers that goes on, as a watch does, keeps
-    /// what came outside of `request`, which asks for what follows.
+    /// If the connection breaks, this reconnects within the timeout and calls `request` again with the rest of the wait. So `request`
+    /// must be idempotent. A request with several answers, like a watch, stores received answers outside the closure and then asks for
+    /// the following ones.
     pub(super) fn request<T>(
         &self,
         wait: Duration,
@@ -124,12 +118,13 @@ impl Connection {
     ) -> Result<T> {
         self.check_fork()?;
         let mut incoming = lock(&self.incoming);
-        let begun = Instant::now();
+        let started = Instant::now();
         let before = self.stops.load(Ordering::Acquire);
         let (mut left, mut stops, mut tries) = (wait, None, 0);
         loop {
-            let patience = self.socket.timeout().saturating_add(left);
-            let mut exchange = Exchange { connection: self, incoming: &mut incoming, patience, stops, finished: false };
+            let answer_timeout = self.socket.timeout().saturating_add(left);
+            let mut exchange =
+                Exchange { connection: self, incoming: &mut incoming, answer_timeout, stops, finished: false };
             let error = match request(&mut exchange, left) {
                 Ok(answer) => {
                     exchange.finished = true;
@@ -138,82 +133,79 @@ impl Connection {
                 Err(error) => error,
             };
             drop(exchange);
-            self.make_again(&mut incoming, error, tries, begun, wait)?;
+            self.reconnect(&mut incoming, error, tries, started, wait)?;
             tries += 1;
-            left = wait.saturating_sub(begun.elapsed());
+            left = wait.saturating_sub(started.elapsed());
             stops = Some(before);
         }
     }
 
-    /// How often [`Connection::stop`] was called.
     pub(super) fn stops(&self) -> u64 {
         self.stops.load(Ordering::Acquire)
     }
 
-    /// Ends the wait of the request that is not answered yet.
+    /// Interrupts the wait of the pending request.
     pub(super) fn stop(&self) -> Result<()> {
         self.stops.fetch_add(1, Ordering::AcqRel);
         match self.send(&Message::Stop(Stop {}), &[]) {
-            // It is sent again with the request.
+            // A reconnect repeats the stop together with the request.
             Err(error) if is_broken(&error) && self.dialler.is_some() => Ok(()),
             sent => sent,
         }
     }
 
-    /// Sends a message that has no answer, or a further record of a request.
+    /// Sends a message without an answer, or a further record of a request.
     pub(super) fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
         self.check_fork()?;
         send_on(&self.socket, message, fds)
     }
 
-    /// Takes note of a lease that came, so that it is taken up when the connection is made again.
-    pub(super) fn hold(self: &Arc<Self>, held: &Arc<Held>) {
+    /// Adds a lease, so that a reconnect resumes it.
+    pub(super) fn add_lease(self: &Arc<Self>, held: &Arc<Held>) {
         lock(&self.holdings).leases.insert(held.token, Arc::clone(held));
-        self.watch();
+        self.start_watcher();
         self.wake_if_broken();
     }
 
-    /// Takes note of a put of a name that goes with its maker.
-    pub(super) fn hold_put(self: &Arc<Self>, name: &str, request: Token) {
+    /// Remembers a put whose name may be deleted together with this connection.
+    pub(super) fn remember_put(self: &Arc<Self>, name: &str, request: Token) {
         let mut holdings = lock(&self.holdings);
         if holdings.puts.len() >= MAX_PUTS {
-            // Of most of them the name is long gone: only their makers' deletes are seen here.
+            // Most of these names no longer exist: this process sees only its own deletes.
             holdings.puts.clear();
         }
         holdings.puts.insert(name.to_owned(), request);
         drop(holdings);
-        self.watch();
+        self.start_watcher();
         self.wake_if_broken();
     }
 
-    /// Forgets the put of a name.
     pub(super) fn forget_put(&self, name: &str) {
         lock(&self.holdings).puts.remove(name);
     }
 
-    /// Ends a lease or a claim. Does not block: while the broker does not read, the thread of the connection tells it later, or the next
-    /// request does.
+    /// Ends a lease or a claim. Does not block: while the socket is full, the background thread or the next request sends the release.
     pub(super) fn release(self: &Arc<Self>, token: Token, what: &str) {
         if !self.is_own() {
-            // This is a fork, of which the lease is not. Another thread may have held the locks when it was made.
+            // The fork does not own the lease, and another thread may have held the locks at fork(2).
             return;
         }
-        // First, so that it is not taken up: while the connection is made again what was taken up is compared with what is left.
+        // Remove it first: a reconnect in progress compares the resumed leases with the remaining ones.
         lock(&self.holdings).leases.remove(&token);
         match self.try_release(token) {
             Ok(true) => {}
             Ok(false) => {
-                lock(&self.holdings).unsent.push(token);
-                self.watch();
+                lock(&self.holdings).pending_releases.push(token);
+                self.start_watcher();
                 self.wake_watcher();
             }
-            // The connection has broken: what is not taken up again ends.
+            // The connection broke: the broker ends leases that are not resumed.
             Err(Error::Peer(_)) => {}
             Err(error) => tracing::warn!(%error, "cannot end {what}"),
         }
     }
 
-    /// Returns whether there was room for it.
+    /// Returns whether the socket had room for the message.
     fn try_release(&self, token: Token) -> Result<bool> {
         let message = Message::Release(Release { token });
         let mut record = Vec::with_capacity(64);
@@ -222,68 +214,67 @@ impl Connection {
         self.socket.try_send(message.name(), &record)
     }
 
-    /// Tells the broker what was released while it did not read, as far as there is room. Returns whether some is left. Does not block.
-    pub(super) fn send_unsent(&self) -> bool {
+    /// Sends pending releases without blocking. Returns whether some remain.
+    pub(super) fn try_flush_releases(&self) -> bool {
         let mut holdings = lock(&self.holdings);
-        while let Some(&token) = holdings.unsent.last() {
+        while let Some(&token) = holdings.pending_releases.last() {
             match self.try_release(token) {
-                Ok(true) => drop(holdings.unsent.pop()),
+                Ok(true) => drop(holdings.pending_releases.pop()),
                 Ok(false) => return true,
-                // The connection has broken: what is not taken up again ends.
-                Err(_) => holdings.unsent.clear(),
+                // The connection broke: the broker ends leases that are not resumed.
+                Err(_) => holdings.pending_releases.clear(),
             }
         }
         false
     }
 
-    /// The same, all of it, ahead of a request, which is not to come before it.
-    fn send_all_unsent(&self) -> Result<()> {
+    /// Sends all pending releases. Blocks. Called before each request, which must not overtake them.
+    fn flush_releases(&self) -> Result<()> {
         loop {
-            // Not in the condition: the lock would be held for the whole turn.
-            let token = lock(&self.holdings).unsent.pop();
+            // A `while let` on the lock would hold it during the send.
+            let token = lock(&self.holdings).pending_releases.pop();
             let Some(token) = token else { return Ok(()) };
             if let Err(error) = self.send(&Message::Release(Release { token }), &[]) {
-                lock(&self.holdings).unsent.push(token);
+                lock(&self.holdings).pending_releases.push(token);
                 self.wake_watcher();
                 return Err(error);
             }
         }
     }
 
-    /// Changes the handlers. Not in a fork, where another thread may have held their lock, and there is none to call them.
+    /// Changes the handlers. Does nothing in a fork: another thread may have held their lock, and no thread would call them.
     pub(super) fn handle(&self, change: impl FnOnce(&mut Handlers)) {
         if self.is_own() {
             change(&mut lock(&self.handlers));
         }
     }
 
-    /// Whether the broker counts a lease, as far as is known.
+    /// Whether the broker counts the lease, as far as this process knows.
     pub(super) fn counts(&self, held: &Held) -> bool {
-        self.is_own() && self.up.load(Ordering::Acquire) && held.is_counted()
+        self.is_own() && self.connected.load(Ordering::Acquire) && held.is_counted()
     }
 
-    /// Wakes the thread that notices that the connection broke.
     pub(super) fn wake_watcher(&self) {
         if let Some(watcher) = self.watcher.get() {
             watcher.wake();
         }
     }
 
-    /// Wakes that thread if the connection has broken already, when there was nothing yet to take up.
+    /// Wakes the background thread if the connection broke before there was anything to resume.
     fn wake_if_broken(&self) {
         if self.is_hung_up() {
             self.wake_watcher();
         }
     }
 
-    /// The device of this process that is to use memory of `owner`, if none is named.
+    /// This process's device for memory of `owner`, if the caller selects none.
     pub(super) fn device_of(&self, driver: &Driver, owner: &DeviceIdentity) -> Result<Device> {
         self.check_fork()?;
         let known = |device: &&Device| device.uuid() == owner.uuid && device.driver() == driver;
         if let Some(device) = lock(&self.devices).iter().find(known) {
             return Ok(device.clone());
         }
-        // Without the lock: the driver's calls may take long.
+        // The driver's calls may take long: do not hold the lock.
         let device = Device::for_memory_of(driver, owner, None)?;
         if device.uuid() == owner.uuid {
             let mut devices = lock(&self.devices);
@@ -294,9 +285,8 @@ impl Connection {
         Ok(device)
     }
 
-    /// Whether this is the process that made it.
     fn is_own(&self) -> bool {
-        self.made_by.is_current()
+        self.process.is_current()
     }
 
     pub(super) fn check_fork(&self) -> Result<()> {
@@ -305,16 +295,16 @@ impl Connection {
             false => Err(Error::Misuse {
                 problem: format!(
                     "process {} made this connection to the broker, and process {} is a fork of it: connect again",
-                    self.made_by.pid(),
+                    self.process.pid(),
                     process::id()
                 ),
             }),
         }
     }
 
-    /// An exchange for what is said while the connection is made again.
-    pub(super) fn exchange<'a>(&'a self, incoming: &'a mut Vec<u8>, patience: Duration) -> Exchange<'a> {
-        Exchange { connection: self, incoming, patience, stops: None, finished: false }
+    /// An exchange for the requests of a reconnect itself.
+    pub(super) fn exchange<'a>(&'a self, incoming: &'a mut Vec<u8>, answer_timeout: Duration) -> Exchange<'a> {
+        Exchange { connection: self, incoming, answer_timeout, stops: None, finished: false }
     }
 }
 
@@ -322,11 +312,11 @@ impl Drop for Connection {
     fn drop(&mut self) {
         let Some(watcher) = self.watcher.get() else { return };
         if self.is_own() {
-            // The watcher has the socket too: it must not outlive this.
+            // The background thread shares the socket, which must not outlive the connection.
             let _ = self.socket.shared().shutdown(std::net::Shutdown::Both);
             watcher.wake();
         } else {
-            // A fork has no watcher, which would end; so the fork's descriptor of the socket ends here.
+            // A fork has no background thread that would drop the socket, so close the fork's descriptor here.
             watcher.replace_in_fork(self.socket.as_fd());
         }
     }
@@ -339,14 +329,14 @@ impl AsFd for Connection {
 }
 
 impl Exchange<'_> {
-    /// Sends the first record of the request.
+    /// Sends the first record of a request.
     pub(super) fn send_first(&mut self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        let sent = self.connection.send_all_unsent().and_then(|()| self.send(message, fds));
+        let sent = self.connection.flush_releases().and_then(|()| self.send(message, fds));
         match sent {
             Ok(()) => {}
             Err(gone @ Error::Peer(PeerError::Gone { .. })) => {
                 return Err(match self.receive("for the reason") {
-                    // The broker has said why before it closed the connection.
+                    // The broker reports the reason before it closes the connection.
                     Err(reported @ Error::Peer(PeerError::Reported { .. })) => reported,
                     _ => gone,
                 });
@@ -354,7 +344,7 @@ impl Exchange<'_> {
             Err(error) => return Err(error),
         }
         match self.stops {
-            // Its wait was to end when there was no connection.
+            // The request was stopped while the connection was down.
             Some(before) if before != self.connection.stops.load(Ordering::Acquire) => {
                 self.send(&Message::Stop(Stop {}), &[])
             }
@@ -362,22 +352,18 @@ impl Exchange<'_> {
         }
     }
 
-    /// Waits for the next message of the answer. A refusal is an error, after which the connection can be used again.
+    /// Waits for the next message of the answer. A refusal is an error, but leaves the connection usable.
     pub(super) fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
         self.receive_by(None, purpose)
     }
 
-    /// The same until a deadline. With [`PeerError::Timeout`] the request stays as it is: more may be waited for.
-    pub(super) fn receive_until(
+    /// Waits for the next message until a deadline. After [`PeerError::Timeout`] the request continues and may be waited for again.
+    pub(super) fn receive_by(
         &mut self,
-        deadline: Instant,
+        deadline: Option<Instant>,
         purpose: &'static str,
     ) -> Result<(Message, Vec<OwnedFd>)> {
-        self.receive_by(Some(deadline), purpose)
-    }
-
-    fn receive_by(&mut self, until: Option<Instant>, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
-        let deadline = || until.unwrap_or_else(|| deadline_after(self.patience));
+        let deadline = || deadline.unwrap_or_else(|| deadline_after(self.answer_timeout));
         let received = receive_on(&self.connection.socket, self.incoming, deadline, purpose);
         if matches!(received, Err(Error::Broker(_))) {
             self.finished = true;
@@ -390,7 +376,7 @@ impl Exchange<'_> {
         self.connection.send(message, fds)
     }
 
-    /// The whole answer has come.
+    /// Marks the answer as complete.
     pub(super) fn finish(mut self) {
         self.finished = true;
     }
@@ -399,7 +385,7 @@ impl Exchange<'_> {
 impl Drop for Exchange<'_> {
     fn drop(&mut self) {
         if !self.finished {
-            // What is still to come would be taken for the answer to the next request.
+            // The next request would receive the rest of this answer.
             let _ = self.connection.socket.shared().shutdown(std::net::Shutdown::Both);
         }
     }

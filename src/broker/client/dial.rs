@@ -1,4 +1,4 @@
-//! Connects to a broker and exchanges hellos.
+//! Connects to a broker and does the handshake.
 
 use std::{
     os::fd::OwnedFd,
@@ -17,10 +17,10 @@ use crate::{
     },
 };
 
-/// The longest pause before a request is sent again that broke the connection.
+/// The longest pause between attempts to connect.
 const LONGEST_PAUSE: Duration = Duration::from_millis(256);
 
-/// How a connection is made.
+/// The settings of each attempt to connect.
 #[derive(Debug)]
 pub(super) struct Dialler {
     path: PathBuf,
@@ -29,12 +29,12 @@ pub(super) struct Dialler {
     cancel: Cancel,
 }
 
-/// A connection over which hellos were exchanged.
+/// A connection after the handshake.
 #[derive(Debug)]
 pub(super) struct Dialled {
     pub(super) socket: RecordSocket,
     pub(super) peer: Peer,
-    /// The UUID of what the broker holds.
+    /// The UUID of the broker's state.
     pub(super) instance: String,
 }
 
@@ -43,15 +43,15 @@ impl Dialler {
         Self { path: path.to_owned(), timeout: config.timeout, trust: config.trust.clone(), cancel }
     }
 
-    /// Connects and exchanges hellos. Waits for a process to listen until then, and for its answers as long as the timeout says.
+    /// Connects and does the handshake. Waits until `deadline` for a listener, and up to the timeout for each of its answers.
     pub(super) fn dial(&self, deadline: Instant, incoming: &mut [u8]) -> Result<Dialled> {
         let left = deadline.saturating_duration_since(Instant::now());
         let connected = connect_socket(&self.path, left, &self.trust, &self.cancel);
         let (socket, peer) = connected.map_err(|error| no_broker(error, self.timeout))?;
-        Dialled::greet(socket, peer, self.timeout, &self.cancel, incoming)
+        Dialled::handshake(socket, peer, self.timeout, &self.cancel, incoming)
     }
 
-    /// As [`Dialler::dial`], again and again while the connection breaks. `tries` is how often that went wrong before.
+    /// Dials until the deadline while connections break. `tries` is the number of earlier failures.
     pub(super) fn dial_until(&self, deadline: Instant, mut tries: u32, incoming: &mut [u8]) -> Result<Dialled> {
         loop {
             match self.dial(deadline, incoming) {
@@ -63,7 +63,7 @@ impl Dialler {
         }
     }
 
-    /// Waits before it is tried again.
+    /// Waits before the next attempt, exponentially longer.
     pub(super) fn pause(&self, tries: u32) -> Result<()> {
         let pause = Duration::from_millis(1 << tries.min(8));
         self.cancel.pause(pause.min(LONGEST_PAUSE))
@@ -71,8 +71,8 @@ impl Dialler {
 }
 
 impl Dialled {
-    /// Exchanges hellos, and learns what the broker holds: in one round, since each is answered at once.
-    pub(super) fn greet(
+    /// Exchanges hellos and asks for the instance, in one round trip.
+    pub(super) fn handshake(
         socket: OwnedFd,
         peer: Peer,
         timeout: Duration,
@@ -90,26 +90,26 @@ impl Dialled {
         let sent =
             send_on(&socket, &hello, &[]).and_then(|()| send_on(&socket, &Message::Resume(Resume::default()), &[]));
         match sent {
-            // The broker says why before it closes the connection.
+            // The broker reports the reason before it closes the connection.
             Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => {}
             Err(error) => return Err(error),
         }
         match receive_on(&socket, incoming, || deadline_after(timeout), "for the broker's hello")? {
             (Message::Hello(hello), _) if hello.capabilities.iter().any(|named| named == BROKER) => {}
             (Message::Hello(_), _) => {
-                let message = "the process at the other end is no broker: its hello lacks the capability `broker`";
+                let message = "the listener is not a broker: its hello lacks the capability `broker`";
                 return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Object, message: message.to_owned() }));
             }
             (other, _) => return Err(unexpected(&other, "hello")),
         }
-        match receive_on(&socket, incoming, || deadline_after(timeout), "for what the broker holds")? {
+        match receive_on(&socket, incoming, || deadline_after(timeout), "for the broker's instance")? {
             (Message::Resumed(Resumed { instance, .. }), _) => Ok(Self { socket, peer, instance }),
             (other, _) => Err(unexpected(&other, "resumed")),
         }
     }
 }
 
-/// The error of a socket without a listener, in words that fit a broker.
+/// Turns the error of a socket without a listener into an error about a broker.
 fn no_broker(error: Error, timeout: Duration) -> Error {
     match error {
         Error::Socket(SocketError::Absent { path, .. }) => {

@@ -1,4 +1,4 @@
-//! What of an object is asked for, and how the lease of it comes.
+//! Selects an object, or a subset of it, and receives a lease of it.
 
 use std::{collections::BTreeMap, ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
 
@@ -16,7 +16,7 @@ use crate::{
     },
 };
 
-/// Which object to get, and what of it: see [`super::Client::get`].
+/// Selects an object, or a subset of it, for [`super::Client::get`].
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Get {
@@ -26,60 +26,61 @@ pub struct Get {
 }
 
 impl Get {
-    /// The current version of an object, all of it, if it exists.
+    /// Gets the whole current version. Does not wait.
     pub fn new(name: impl Into<String>) -> Self {
         Self { object: GetObject { name: name.into(), ..GetObject::default() }, owner: None, wait: None }
     }
 
-    /// This version of it.
+    /// Gets this version.
     pub fn version(mut self, version: u64) -> Self {
         self.object.version = Some(version);
         self
     }
 
-    /// The current version, if it is newer than this one.
+    /// Gets the current version once it is newer than `version`.
     pub fn newer_than(mut self, version: u64) -> Self {
         self.object.newer_than = Some(version);
         self
     }
 
-    /// These parts of it.
+    /// Gets only these parts.
     pub fn parts(mut self, parts: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.object.parts = Some(parts.into_iter().map(Into::into).collect());
         self
     }
 
-    /// The segments alone in which these bytes of the part lie. The object has one part, or one is named.
+    /// Gets only the segments that hold these bytes of a part. The object must have one part, or [`Get::parts`] must name one.
     pub fn range(mut self, range: Range<u64>) -> Self {
         let length = range.end.saturating_sub(range.start);
         self.object.range = Some(ByteRange { offset: range.start, length });
         self
     }
 
-    /// The segments alone in which these arrays lie.
+    /// Gets only the segments that hold these arrays.
     pub fn arrays(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.object.arrays = Some(names.into_iter().map(Into::into).collect());
         self
     }
 
-    /// Fields that its metadata must have, with these values.
+    /// Requires these metadata fields to have these values.
     pub fn expect(mut self, fields: crate::wire::Check) -> Self {
         self.object.expect = Some(fields);
         self
     }
 
-    /// The user who must own its name: else the get fails with the code `differs`. Any user may put a name that does not exist.
+    /// Requires this user to own the name; otherwise the get fails with the code `differs`. Any user may put a name that does not
+    /// exist.
     pub fn expect_owner(self, uid: u32) -> Self {
         Self { owner: Some(uid), ..self }
     }
 
-    /// The digest that a part must have.
+    /// Requires a part to have this digest.
     pub fn digest(mut self, part: impl Into<String>, digest: impl Into<String>) -> Self {
         self.object.digests.get_or_insert_with(BTreeMap::new).insert(part.into(), digest.into());
         self
     }
 
-    /// Waits so long for the object to exist.
+    /// Waits up to `wait` for the object to exist.
     pub fn wait(self, wait: Duration) -> Self {
         Self { wait: Some(wait), ..self }
     }
@@ -92,7 +93,7 @@ impl Get {
     }
 }
 
-/// Which part of an object a process offers to make: see [`super::Client::get_or_claim`].
+/// The object, or the part of it, that a process offers to create: see [`super::Client::get_or_claim`].
 #[derive(Debug, Clone, Default)]
 #[must_use]
 pub struct ClaimOf {
@@ -100,30 +101,32 @@ pub struct ClaimOf {
 }
 
 impl ClaimOf {
-    /// All of it.
+    /// The whole object.
     pub fn whole() -> Self {
         Self::default()
     }
 
-    /// One part. Claims of the parts of one version have the same `group`, and those of another have another.
+    /// A single part. All claims and puts for one version share a `group`, which no other version uses.
     pub fn part(part: impl Into<String>, group: impl Into<String>) -> Self {
         Self { claim: broker::Claim { part: Some(part.into()), group: Some(group.into()) } }
     }
 }
 
-/// What [`super::Client::get_or_claim`] returns.
+/// The result of [`super::Client::get_or_claim`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Found {
     /// The object exists.
     Lease(Lease),
-    /// It does not, and this process is the one to make it.
+    /// The object does not exist, and this process should create it.
     Claim(Claim),
 }
 
-/// The right to be the one that makes an object, or a part of it. Others wait for it. Dropping it, or the end of the connection,
-/// passes it to the next that waits; a put of the object ends it. So does the end of the broker: one that takes its place knows no
-/// claims, and another process may be given it. Its put decides: of two that make the same object one is refused with `exists`.
+/// The exclusive right to create an object or a part of it, while other processes wait.
+///
+/// A put of the object ends the claim. Dropping the claim, or closing the connection, passes it to the next process in the queue. Claims do
+/// not survive a restart of the broker, which may then give the claim to another process. If both put the object, the second put fails with
+/// the code `exists`.
 #[derive(Debug)]
 pub struct Claim {
     connection: Arc<Connection>,
@@ -136,18 +139,17 @@ impl Drop for Claim {
     }
 }
 
-/// Gets leases of all objects, or none.
 pub(super) fn get_all(connection: &Arc<Connection>, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
-    let mut question = question(gets, wait, None)?;
+    let mut request = build_request(gets, wait, None)?;
     let leases = connection.request(wait.unwrap_or_default(), |exchange, left| {
-        ask(exchange, &mut question, left)?;
+        send_get(exchange, &mut request, left)?;
         let mut leases = Vec::with_capacity(gets.len());
-        for behind in (0..gets.len()).rev() {
+        for remaining in (0..gets.len()).rev() {
             let (header, fds) = match exchange.receive("for the lease")? {
                 (Message::Lease(header), fds) => (header, fds),
                 (other, _) => return Err(unexpected(&other, "lease")),
             };
-            leases.push(take(connection, exchange, *header, fds, behind > 0)?);
+            leases.push(receive_lease(connection, exchange, *header, fds, remaining > 0)?);
         }
         Ok(leases)
     })?;
@@ -155,19 +157,20 @@ pub(super) fn get_all(connection: &Arc<Connection>, gets: &[Get], wait: Option<D
     Ok(leases)
 }
 
-/// As [`get_all`] of one, which waits as the get says.
+/// Gets one lease and waits as [`Get::wait`] allows.
 pub(super) fn get(connection: &Arc<Connection>, get: &Get) -> Result<Lease> {
     let mut leases = get_all(connection, std::slice::from_ref(get), get.wait)?;
     leases.pop().ok_or_else(|| ProtocolError::Content("no lease came".to_owned()).into())
 }
 
-/// Gets a lease, or the claim of what does not exist.
 pub(super) fn get_or_claim(connection: &Arc<Connection>, get: &Get, claim: &ClaimOf) -> Result<Found> {
-    let mut question = question(std::slice::from_ref(get), get.wait, Some(claim))?;
+    let mut request = build_request(std::slice::from_ref(get), get.wait, Some(claim))?;
     let found = connection.request(get.wait.unwrap_or_default(), |exchange, left| {
-        ask(exchange, &mut question, left)?;
+        send_get(exchange, &mut request, left)?;
         match exchange.receive("for the lease or the claim")? {
-            (Message::Lease(header), fds) => Ok(Found::Lease(take(connection, exchange, *header, fds, false)?)),
+            (Message::Lease(header), fds) => {
+                Ok(Found::Lease(receive_lease(connection, exchange, *header, fds, false)?))
+            }
             (Message::Claimed(claimed), _) => {
                 Ok(Found::Claim(Claim { connection: Arc::clone(connection), token: claimed.token }))
             }
@@ -180,8 +183,8 @@ pub(super) fn get_or_claim(connection: &Arc<Connection>, get: &Get, claim: &Clai
     Ok(found)
 }
 
-/// The request, once what it names is checked.
-fn question(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) -> Result<Message> {
+/// Checks the names and builds the request.
+fn build_request(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) -> Result<Message> {
     let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message).into());
     if gets.is_empty() {
         return invalid("a get names no object");
@@ -200,16 +203,16 @@ fn question(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) -> Re
     })))
 }
 
-/// Sends it, with what is left of its wait.
-fn ask(exchange: &mut Exchange<'_>, question: &mut Message, left: Duration) -> Result<()> {
-    if let Message::Get(get) = question {
+/// Sends the request with the rest of its wait.
+fn send_get(exchange: &mut Exchange<'_>, request: &mut Message, left: Duration) -> Result<()> {
+    if let Message::Get(get) = request {
         get.wait_ms = get.wait_ms.map(|_| super::milliseconds(left));
     }
-    exchange.send_first(question, &[])
+    exchange.send_first(request, &[])
 }
 
-/// Takes a lease, whose first record came. `more` if another lease follows it, so that its last record is to be acknowledged too.
-fn take(
+/// Receives the rest of a lease after its first record. `more`: another lease follows, so the last record needs an acknowledgement too.
+fn receive_lease(
     connection: &Arc<Connection>,
     exchange: &mut Exchange<'_>,
     mut header: LeaseHeader,

@@ -1,55 +1,67 @@
-//! The hold on a version, which a lease and the object that is opened with it have.
+//! The hold on a version, shared by [`Lease`](super::Lease) and [`Object`](super::Object).
 
-use std::sync::Arc;
+use std::{sync::Arc, time::SystemTime};
 
 use super::{connection::Connection, holdings::Held};
 use crate::{
     error::{Error, code},
-    wire::broker::{Message, Report},
+    wire::broker::{Attached, Message, Owner, Report},
 };
 
-/// What a lease and the object that is opened with it both say of their version.
-macro_rules! about_its_version {
+/// The version's properties that [`Lease`](super::Lease), [`Object`](super::Object) and [`Prepared`](super::Prepared) share.
+#[derive(Debug)]
+pub(super) struct Header {
+    pub(super) name: String,
+    pub(super) version: u64,
+    pub(super) id: String,
+    pub(super) created: SystemTime,
+    pub(super) owner: Owner,
+    pub(super) metadata: Option<Attached>,
+}
+
+/// The public accessors that a lease and an opened object share.
+macro_rules! version_accessors {
     () => {
         /// The object's name.
         pub fn name(&self) -> &str {
-            &self.name
+            &self.header.name
         }
 
-        /// Its version, counted from 1.
+        /// The version number, counted from 1.
         pub fn version(&self) -> u64 {
-            self.version
+            self.header.version
         }
 
         /// The version's UUID.
         pub fn id(&self) -> &str {
-            &self.id
+            &self.header.id
         }
 
-        /// When it was published.
+        /// The time of publication.
         pub fn created(&self) -> SystemTime {
-            self.created
+            self.header.created
         }
 
-        /// Whose it is.
+        /// The owner of the object's name.
         pub fn owner(&self) -> Owner {
-            self.owner
+            self.header.owner
         }
 
-        /// What its maker says of it; empty if nothing.
+        /// The creator's metadata; empty if it gave none.
         ///
         /// # Errors
-        /// [`Error::Peer`] if it is not a JSON object.
+        /// [`Error::Peer`] if the metadata is not a JSON object.
         pub fn metadata(&self) -> Result<Check> {
-            let Some(text) = &self.metadata else { return Ok(Check::new()) };
-            text.read().map_err(|error| ProtocolError::Content(format!("the metadata is wrong: {error}")).into())
+            let Some(text) = &self.header.metadata else { return Ok(Check::new()) };
+            text.read()
+                .map_err(|error| ProtocolError::Content(format!("the metadata is not a JSON object: {error}")).into())
         }
     };
 }
 
-pub(super) use about_its_version;
+pub(super) use version_accessors;
 
-/// What ends a lease when it is dropped.
+/// Ends the lease when dropped.
 #[derive(Debug)]
 pub(super) struct Hold {
     pub(super) connection: Arc<Connection>,
@@ -63,12 +75,12 @@ impl Drop for Hold {
 }
 
 impl Hold {
-    /// Whether the broker counts it, as far as is known.
+    /// Whether the broker counts the lease, as far as this process knows.
     pub(super) fn is_held(&self) -> bool {
         self.connection.counts(&self.held)
     }
 
-    /// Reports memory that is not as claimed.
+    /// Reports memory that differs from its description.
     pub(super) fn report(&self, error: &Error) {
         let lacks_memory = matches!(error, Error::Driver { code: code::OUT_OF_MEMORY, .. });
         let blamed = matches!(error, Error::Peer(_) | Error::Driver { .. }) && !lacks_memory;
@@ -79,7 +91,7 @@ impl Hold {
 
     pub(super) fn send_report(&self, message: String) {
         let report = Report { token: self.held.token, message };
-        // A report that does not arrive changes nothing here.
+        // Best effort: a lost report has no effect on this process.
         let _ = self.connection.send(&Message::Report(report), &[]);
     }
 }

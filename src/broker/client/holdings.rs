@@ -1,4 +1,4 @@
-//! What a connection holds, and what became of it when the connection was made again.
+//! The leases and puts of a connection, and their fate after a reconnect.
 
 use std::{
     collections::HashMap,
@@ -16,16 +16,16 @@ use crate::{
     wire::broker::{ArrayEntry, Attached, Lifetime, Owner, Token},
 };
 
-/// What is to be taken up when the connection is made again.
+/// State that a reconnect resumes.
 #[derive(Debug, Default)]
 pub(super) struct Holdings {
-    /// The UUID of what the broker holds, as it said last.
+    /// The UUID of the broker's state, from the last handshake.
     pub(super) instance: String,
     pub(super) leases: HashMap<Token, Arc<Held>>,
-    /// The puts of names that go with their maker, or may: the last one of each name.
+    /// The last put of each name that may be deleted together with this connection.
     pub(super) puts: HashMap<String, Token>,
-    /// What was released while the broker did not read, which is still to be told.
-    pub(super) unsent: Vec<Token>,
+    /// Releases that did not fit the socket yet.
+    pub(super) pending_releases: Vec<Token>,
 }
 
 impl Holdings {
@@ -34,51 +34,59 @@ impl Holdings {
     }
 }
 
-/// A lease that this process holds.
+/// A lease held by this process.
 #[derive(Debug)]
 pub(super) struct Held {
     pub(super) token: Token,
     pub(super) name: String,
     pub(super) version: u64,
     pub(super) id: String,
-    /// What it takes to offer the version back, if all of it was handed out.
-    pub(super) whole: Option<Whole>,
-    /// Whether the broker counts it, as far as is known.
+    /// The data to restore the version, if this process got all of it.
+    pub(super) restore: Option<RestoreData>,
+    /// Whether the broker counts the lease, as far as this process knows.
     counted: AtomicBool,
-    /// Whether an offer of it has failed in a way that would repeat itself.
-    vain: AtomicBool,
+    /// Set once a restore failed for a permanent reason.
+    restore_failed: AtomicBool,
 }
 
 impl Held {
-    pub(super) fn new(token: Token, name: String, version: u64, id: String, whole: Option<Whole>) -> Self {
-        Self { token, name, version, id, whole, counted: AtomicBool::new(true), vain: AtomicBool::new(false) }
+    pub(super) fn new(token: Token, name: String, version: u64, id: String, restore: Option<RestoreData>) -> Self {
+        Self {
+            token,
+            name,
+            version,
+            id,
+            restore,
+            counted: AtomicBool::new(true),
+            restore_failed: AtomicBool::new(false),
+        }
     }
 
     pub(super) fn is_counted(&self) -> bool {
         self.counted.load(Ordering::Acquire)
     }
 
-    /// Says whether it is counted. Returns whether it was.
-    pub(super) fn count(&self, counted: bool) -> bool {
+    /// Sets whether the lease is counted. Returns the previous value.
+    pub(super) fn set_counted(&self, counted: bool) -> bool {
         self.counted.swap(counted, Ordering::AcqRel)
     }
 
-    /// What can be offered back: all of it, with its descriptors.
-    pub(super) fn offer(&self) -> Option<(&Whole, Vec<Vec<Arc<OwnedFd>>>)> {
-        let whole = self.whole.as_ref().filter(|_| !self.vain.load(Ordering::Acquire))?;
-        let part = |part: &WholePart| part.segments.iter().map(|(_, fd)| fd.upgrade()).collect();
-        Some((whole, whole.parts.iter().map(part).collect::<Option<_>>()?))
+    /// The version's data and descriptors, unless a restore is impossible.
+    pub(super) fn restorable(&self) -> Option<(&RestoreData, Vec<Vec<Arc<OwnedFd>>>)> {
+        let restore = self.restore.as_ref().filter(|_| !self.restore_failed.load(Ordering::Acquire))?;
+        let part = |part: &RestorePart| part.segments.iter().map(|(_, fd)| fd.upgrade()).collect();
+        Some((restore, restore.parts.iter().map(part).collect::<Option<_>>()?))
     }
 
-    /// Does not offer it again.
-    pub(super) fn offered_in_vain(&self) {
-        self.vain.store(true, Ordering::Release);
+    /// Prevents further restores.
+    pub(super) fn forbid_restore(&self) {
+        self.restore_failed.store(true, Ordering::Release);
     }
 }
 
-/// All that the broker was told of a version.
+/// Everything that a broker needs to restore a version.
 #[derive(Debug)]
-pub(super) struct Whole {
+pub(super) struct RestoreData {
     pub(super) backend: String,
     pub(super) created_ms: u64,
     pub(super) owner: Owner,
@@ -86,45 +94,45 @@ pub(super) struct Whole {
     pub(super) mode: Option<u16>,
     pub(super) lifetime: Option<Lifetime>,
     pub(super) keep: Option<u32>,
-    pub(super) parts: Vec<WholePart>,
+    pub(super) parts: Vec<RestorePart>,
 }
 
-/// A part of a version.
+/// A part of a version to restore.
 #[derive(Debug)]
-pub(super) struct WholePart {
+pub(super) struct RestorePart {
     pub(super) name: String,
     pub(super) description: Description,
     pub(super) digest: Option<String>,
     pub(super) arrays: Arc<Vec<ArrayEntry>>,
-    /// The lease or the object that was opened with it keeps the descriptors. Memory that is parked has none.
+    /// The lease, or the object opened with it, owns the descriptors. Parked memory has no descriptors.
     pub(super) segments: Vec<(u64, Weak<OwnedFd>)>,
 }
 
-/// A lease that the broker does not count any more, although this process has not ended it: see
-/// [`Client::on_lost`](super::Client::on_lost). What is mapped stays mapped.
+/// A lease that the broker no longer counts, although this process has not dropped it: see [`Client::on_lost`](super::Client::on_lost).
+/// Mapped memory remains mapped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Lost {
     /// The object's name.
     pub name: String,
-    /// Its version.
+    /// The version number.
     pub version: u64,
     /// The version's UUID.
     pub id: String,
-    /// Why.
+    /// Why the lease was lost.
     pub reason: LossReason,
 }
 
-/// Why a lease is lost.
+/// Why a lease was lost.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LossReason {
-    /// The connection broke, and could not be made again within the config's timeout. If that succeeds later the lease is taken up
-    /// then, and [`Restored`] follows.
+    /// The connection broke, and no reconnect succeeded within the config's timeout. If a later reconnect resumes the lease,
+    /// [`Restored`] follows.
     Unreachable,
-    /// The broker has ended it: it was not taken up in time, or the broker ended the connection itself.
+    /// The broker ended the lease: it was not resumed in time, or the broker closed the connection.
     Ended,
-    /// The broker has lost the version, and did not get it back from this process: one sentence why.
+    /// The broker lost the version, and this process could not restore it. Holds the reason, one sentence.
     NotRestored(String),
 }
 
@@ -144,15 +152,15 @@ impl fmt::Display for LossReason {
 pub struct Restored {
     /// The object's name.
     pub name: String,
-    /// Its version.
+    /// The version number.
     pub version: u64,
     /// The version's UUID.
     pub id: String,
-    /// Whether the broker had lost the version and has it from its readers again.
+    /// Whether the broker had lost the version and got it back from its readers.
     pub rebuilt: bool,
 }
 
-/// What is to be said to the handlers.
+/// A pending call of the handlers.
 #[derive(Debug)]
 pub(super) enum Notice {
     Lost(Lost),
@@ -173,17 +181,17 @@ impl Notice {
 
 type Handler<T> = Arc<dyn Fn(&Client, &T) + Send + Sync>;
 
-/// What the caller wants to be called with.
+/// The caller's handlers.
 #[derive(Default)]
 pub(super) struct Handlers {
     pub(super) lost: Vec<Handler<Lost>>,
     pub(super) restored: Vec<Handler<Restored>>,
-    /// What they are still to be called with.
+    /// Notices that the handlers have not received yet.
     pub(super) due: Vec<Notice>,
 }
 
 impl Handlers {
-    /// Takes what is said to the handlers that there are.
+    /// Queues notices, if there are handlers.
     pub(super) fn add(&mut self, notices: impl IntoIterator<Item = Notice>) {
         if !self.lost.is_empty() || !self.restored.is_empty() {
             self.due.extend(notices);

@@ -10,8 +10,8 @@ use std::{
 
 use super::{
     connection::Connection,
-    hold::{Hold, about_its_version},
-    holdings::{Held, Whole, WholePart},
+    hold::{Header, Hold, version_accessors},
+    holdings::{Held, RestoreData, RestorePart},
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
@@ -26,27 +26,22 @@ use crate::{
     },
 };
 
-/// How long a descriptor is waited for that is being offered back: longer than an offer takes.
-const OFFERED: Duration = Duration::from_secs(5);
+/// How long to wait for a descriptor that a restore is using: longer than a restore takes.
+const RESTORE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A hold on a version of an object: the broker keeps it, and counts this process among its readers. It ends when it is dropped,
-/// and with the connection. Where the broker is restarted it goes on: see [`Client`](super::Client).
+/// A lease of a version: the broker keeps the version and counts this process among its readers.
 ///
-/// It has the descriptors of what was asked for, and maps nothing: [`Lease::open`] does.
+/// The lease ends when it is dropped, and with the connection. It survives a restart of the broker: see [`Client`](super::Client). A lease
+/// owns the descriptors of the requested memory and maps nothing; [`Lease::open`] maps it.
 #[derive(Debug)]
 pub struct Lease {
     pub(super) hold: Hold,
-    pub(super) name: String,
-    pub(super) version: u64,
-    pub(super) id: String,
-    pub(super) created: SystemTime,
-    pub(super) owner: Owner,
+    pub(super) header: Header,
     pub(super) backend: String,
-    pub(super) metadata: Option<Attached>,
     pub(super) parts: Vec<LeasedPart>,
 }
 
-/// A part of a lease, not mapped.
+/// A part of a lease, not mapped yet.
 #[derive(Debug)]
 pub struct LeasedPart {
     pub(super) name: String,
@@ -56,11 +51,11 @@ pub struct LeasedPart {
     pub(super) runs: Vec<Run>,
 }
 
-/// Segments side by side.
+/// Contiguous segments.
 #[derive(Debug)]
 pub(super) struct Run {
     pub(super) part: Part,
-    /// Shared with what offers the version back to a broker that has lost it.
+    /// Each segment's size and descriptor. A restore borrows the descriptor.
     pub(super) segments: Vec<(u64, Arc<OwnedFd>)>,
 }
 
@@ -73,7 +68,7 @@ impl Lease {
     ) -> Result<Self> {
         let LeaseHeader { name, version, id, created_ms, owner, backend, metadata, .. } = header;
         let mut tables = tables.into_iter();
-        let metadata = metadata.map(|table| text_of(table, &mut tables, MAX_METADATA)).transpose()?;
+        let metadata = metadata.map(|table| read_text(table, &mut tables, MAX_METADATA)).transpose()?;
         let metadata = metadata.map(Attached::from_text).transpose();
         let metadata =
             metadata.map_err(|error| ProtocolError::Content(format!("the metadata is not JSON: {error}")))?;
@@ -81,8 +76,8 @@ impl Lease {
         let (mut parts, mut segments) = (Vec::with_capacity(header.parts.len()), segments);
         for part in header.parts {
             let description: Description = part.memory.try_into()?;
-            let arrays = part.arrays.map(|table| text_of(table, &mut tables, MAX_TABLE)).transpose()?;
-            let arrays = arrays.map(|text| arrays_of(&text, description.size)).transpose()?.unwrap_or_default();
+            let arrays = part.arrays.map(|table| read_text(table, &mut tables, MAX_TABLE)).transpose()?;
+            let arrays = arrays.map(|text| parse_arrays(&text, description.size)).transpose()?.unwrap_or_default();
             let runs = part.runs.into_iter().map(|run| {
                 let segments = segments.by_ref().take(usize::try_from(run.segments).unwrap_or(usize::MAX)).collect();
                 Run { part: run.into(), segments }
@@ -90,7 +85,7 @@ impl Lease {
             let (runs, arrays) = (runs.collect(), Arc::new(arrays));
             parts.push(LeasedPart { name: part.name, description, digest: part.digest, arrays, runs });
         }
-        let whole = header.whole.then(|| Whole {
+        let restore = header.whole.then(|| RestoreData {
             backend: backend.clone(),
             created_ms,
             owner,
@@ -98,63 +93,65 @@ impl Lease {
             mode: header.mode,
             lifetime: header.lifetime,
             keep: header.keep,
-            parts: parts.iter().map(LeasedPart::whole).collect(),
+            parts: parts.iter().map(LeasedPart::restore_part).collect(),
         });
-        let held = Arc::new(Held::new(header.token, name.clone(), version, id.clone(), whole));
-        connection.hold(&held);
+        let held = Arc::new(Held::new(header.token, name.clone(), version, id.clone(), restore));
+        connection.add_lease(&held);
         let hold = Hold { connection: Arc::clone(connection), held };
         let created = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(created_ms));
         let created = created.unwrap_or(SystemTime::UNIX_EPOCH);
-        Ok(Self { hold, name, version, id, created, owner, backend, metadata, parts })
+        let header = Header { name, version, id, created, owner, metadata };
+        Ok(Self { hold, header, backend, parts })
     }
 
-    about_its_version!();
+    version_accessors!();
 
-    /// Whether the broker counts this process among the readers, as far as is known: not between a break of the connection and the
-    /// moment when the lease was taken up again, not if it is [lost](super::Client::on_lost), and not in a fork. Does not block.
+    /// Whether the broker counts this process among the readers, as far as this process knows. False from a break of the connection
+    /// until a reconnect resumes the lease, after it was [lost](super::Client::on_lost), and in a fork. Does not block.
     pub fn is_held(&self) -> bool {
         self.hold.is_held()
     }
 
-    /// The backend of its memory: `cuda` or `host`.
+    /// The memory's backend: `cuda` or `host`.
     pub fn backend(&self) -> &str {
         &self.backend
     }
 
-    /// The parts that were asked for.
+    /// The requested parts.
     pub fn parts(&self) -> &[LeasedPart] {
         &self.parts
     }
 
-    /// The part of a name.
+    /// The part with this name.
     pub fn part(&self, name: &str) -> Option<&LeasedPart> {
         self.parts.iter().find(|part| part.name == name)
     }
 
-    /// The parts alone: the lease has ended then, and what was handed over stays.
+    /// Ends the lease and returns its parts. Their descriptors remain valid.
     pub fn into_parts(self) -> Vec<LeasedPart> {
         self.parts
     }
 
-    /// As [`Lease::open`], with pages that are copied when this process writes to them, as `MAP_PRIVATE` does: the memory is
-    /// [`Access::ReadWrite`] here, and no other process sees what is written. Bytes that this process has not written are the maker's
-    /// for as long as nobody else writes them. [`Object::switch`] and [`Object::park`] discard what was written.
+    /// Like [`Lease::open`], but with private copy-on-write pages, as with `MAP_PRIVATE`: the memory is [`Access::ReadWrite`] in this
+    /// process, and no other process sees its writes. Pages that this process has not written show the shared memory.
+    /// [`Object::switch`] and [`Object::park`] discard the writes.
     ///
     /// # Errors
-    /// Those of [`Lease::open`]; [`DeviceError::Unsupported`] for memory of a GPU, which CUDA can't map so. The lease has ended then.
+    /// All errors of [`Lease::open`]; [`DeviceError::Unsupported`] for GPU memory, because CUDA has no copy-on-write mappings. Errors end
+    /// the lease.
     pub fn open_copy_on_write(self, driver: &Driver, device: Option<Selector>) -> Result<Object> {
         self.open_with(driver, device, true)
     }
 
-    /// Maps all of it, read-only. Each part is used by `device`, if one is given, or else by its own device.
+    /// Maps all requested memory read-only, for use by `device` or, by default, by the device that owns it.
     ///
-    /// Memory that the driver finds to be other than its maker claimed is reported to the broker.
+    /// Memory that differs from its description is reported to the broker.
     ///
     /// # Errors
-    /// [`Error::Peer`] if the memory is on another backend, or is not as it is described; [`Error::Device`] if no device of this
-    /// process can reach it; [`Error::Driver`]; [`Error::Misuse`] in a fork. The lease has ended then.
+    /// [`Error::Peer`] if the memory is on another backend or differs from its description; [`Error::Device`] if no device of this
+    /// process can reach it; [`Error::Driver`]; [`Error::Misuse`] in a fork. Errors end the lease.
     ///
-    /// Driver calls, for each part: those of [`Imported::open`].
+    /// Driver calls, for each part: as for [`Imported::open`].
     pub fn open(self, driver: &Driver, device: Option<Selector>) -> Result<Object> {
         self.open_with(driver, device, false)
     }
@@ -162,8 +159,8 @@ impl Lease {
     fn open_with(self, driver: &Driver, device: Option<Selector>, copy_on_write: bool) -> Result<Object> {
         self.hold.connection.check_fork()?;
         let wanted = device.map(|device| Device::find(driver, device)).transpose()?;
-        check_backend(&self.name, &self.backend, driver)?;
-        let Self { hold, name, version, id, created, owner, metadata, parts, .. } = self;
+        check_backend(&self.header.name, &self.backend, driver)?;
+        let Self { hold, header, parts, .. } = self;
         let mut opened = Vec::with_capacity(parts.len());
         for part in parts {
             let owner = &part.description.device;
@@ -174,59 +171,48 @@ impl Lease {
             let mapped = part.map(&device, copy_on_write).inspect_err(|error| hold.report(error))?;
             opened.push(mapped);
         }
-        Ok(Object {
-            parts: opened,
-            name,
-            version,
-            id,
-            created,
-            owner,
-            metadata,
-            hold: Some(hold),
-            layout: Layout::default(),
-        })
+        Ok(Object { parts: opened, header, hold: Some(hold), layout: Layout::default() })
     }
 }
 
 impl LeasedPart {
-    /// Its name.
+    /// The part's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What it is. Its sizes are as its maker claimed them.
+    /// The memory's description. The sizes are the creator's claims.
     pub fn description(&self) -> &Description {
         &self.description
     }
 
-    /// The digest of its bytes, in its maker's words.
+    /// The digest of the part's bytes, in the creator's format.
     pub fn digest(&self) -> Option<&str> {
         self.digest.as_deref()
     }
 
-    /// The arrays in it, in its maker's order: all of them, also if only some of the memory was asked for.
+    /// All arrays of the part, in the creator's order, even if only some of the memory was requested.
     pub fn arrays(&self) -> &[ArrayEntry] {
         &self.arrays
     }
 
-    /// The segments, each with its size in bytes and its descriptor, which the caller then owns: to import them by other means.
+    /// Returns each segment's size in bytes and its descriptor, to import them by other means. The caller owns the descriptors.
     ///
     /// # Errors
-    /// [`Error::System`] if this process may open no more files while the connection's thread offers the version back to a broker
-    /// that lost it, and that takes longer than five seconds. The descriptors are closed then.
+    /// [`Error::System`] if this process has no free descriptors while the background thread restores the version on the broker, and
+    /// the restore takes longer than five seconds. The descriptors are closed then.
     pub fn into_segments(self) -> Result<Vec<(u64, OwnedFd)>> {
-        let deadline = deadline_after(OFFERED);
+        let deadline = deadline_after(RESTORE_TIMEOUT);
         let segments = self.runs.into_iter().flat_map(|run| run.segments);
-        let owned = segments.map(|(size, fd)| Ok((size, owned(fd, deadline, OwnedFd::try_clone)?)));
-        let action =
-            || format!("take the descriptors of part `{}`, which is being offered back to the broker", self.name);
+        let owned = segments.map(|(size, fd)| Ok((size, take_or_duplicate(fd, deadline, OwnedFd::try_clone)?)));
+        let action = || format!("take the descriptors of part `{}`, which is being restored on the broker", self.name);
         owned.collect::<io::Result<_>>().map_err(|error| Error::system(action(), error))
     }
 
-    /// What it takes to offer it back.
-    fn whole(&self) -> WholePart {
+    /// The part's data for a restore.
+    fn restore_part(&self) -> RestorePart {
         let segments = self.runs.iter().flat_map(|run| &run.segments);
-        WholePart {
+        RestorePart {
             name: self.name.clone(),
             description: self.description.clone(),
             digest: self.digest.clone(),
@@ -252,7 +238,7 @@ impl LeasedPart {
 }
 
 impl Run {
-    /// Maps it at addresses of the driver's choice. Also returns the handles and descriptors.
+    /// Maps the run at addresses of the driver's choice. Also returns its handles and descriptors.
     pub(super) fn map(
         self,
         device: &Device,
@@ -269,7 +255,7 @@ impl Run {
     }
 }
 
-/// Checks that the memory of an object is a driver's.
+/// Checks that an object's memory belongs to the driver's backend.
 pub(super) fn check_backend(name: &str, backend: &str, driver: &Driver) -> Result<()> {
     let own = driver.backend();
     if backend == own.as_str() {
@@ -279,9 +265,9 @@ pub(super) fn check_backend(name: &str, backend: &str, driver: &Driver) -> Resul
     Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
 }
 
-/// The descriptor, or a duplicate while another thread offers it back. Without room for a duplicate, waits for the other thread until
-/// the deadline.
-fn owned(
+/// Returns the descriptor itself, or a duplicate while a restore uses it. If no duplicate can be made, waits for the restore until the
+/// deadline.
+fn take_or_duplicate(
     mut fd: Arc<OwnedFd>,
     deadline: Instant,
     duplicate: impl Fn(&OwnedFd) -> io::Result<OwnedFd>,
@@ -299,8 +285,8 @@ fn owned(
     }
 }
 
-/// The text of a table, whichever way it came.
-fn text_of(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64) -> Result<String> {
+/// The text of a table, inline or in a descriptor.
+fn read_text(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64) -> Result<String> {
     let wrong = |message: String| Error::from(ProtocolError::Content(message));
     match table {
         Table::Inline(text) => Ok(text.as_str().to_owned()),
@@ -311,12 +297,12 @@ fn text_of(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64) 
     }
 }
 
-/// The arrays of a part, each inside its memory.
-fn arrays_of(text: &str, size: u64) -> Result<Vec<ArrayEntry>> {
+/// Parses a part's arrays and checks that each lies inside the memory.
+fn parse_arrays(text: &str, size: u64) -> Result<Vec<ArrayEntry>> {
     let wrong = |message: String| Error::from(ProtocolError::Content(message));
-    let arrays = read_arrays(text).map_err(|error| wrong(format!("the table of arrays is wrong: {error}")))?;
+    let arrays = read_arrays(text).map_err(|error| wrong(format!("the table of arrays is not valid: {error}")))?;
     if arrays.len() > MAX_ARRAYS {
-        return Err(wrong(format!("{} arrays came where at most {MAX_ARRAYS} are allowed", arrays.len())));
+        return Err(wrong(format!("a part has {} arrays, and at most {MAX_ARRAYS} are allowed", arrays.len())));
     }
     for entry in &arrays {
         let check = entry.array.check(size);
@@ -340,19 +326,19 @@ mod tests {
 
     #[test]
     fn descriptor_wait_ends_at_deadline() {
-        let (fd, _offered) = shared();
-        let error = owned(fd, deadline_after(Duration::from_millis(20)), none_left).unwrap_err();
+        let (fd, _restoring) = shared();
+        let error = take_or_duplicate(fd, deadline_after(Duration::from_millis(20)), none_left).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(nix::libc::EMFILE));
     }
 
     #[test]
-    fn descriptor_is_taken_after_the_offer() {
-        let (fd, offered) = shared();
-        let offering = thread::spawn(move || {
+    fn descriptor_is_taken_after_restore() {
+        let (fd, restoring) = shared();
+        let restore = thread::spawn(move || {
             thread::sleep(Duration::from_millis(20));
-            drop(offered);
+            drop(restoring);
         });
-        owned(fd, deadline_after(Duration::from_secs(20)), none_left).unwrap();
-        offering.join().unwrap();
+        take_or_duplicate(fd, deadline_after(Duration::from_secs(20)), none_left).unwrap();
+        restore.join().unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! The client of a broker.
+//! The broker's client.
 
 mod connection;
 mod dial;
@@ -6,7 +6,6 @@ mod get;
 mod hold;
 mod holdings;
 mod lease;
-mod metrics;
 mod object;
 mod put;
 mod reconnect;
@@ -23,7 +22,10 @@ use std::{
     time::Duration,
 };
 
-use self::{connection::Connection, records::unexpected};
+use self::{
+    connection::Connection,
+    records::{lock, unexpected},
+};
 pub use self::{
     get::{Claim, ClaimOf, Found, Get},
     holdings::{LossReason, Lost, Restored},
@@ -40,62 +42,64 @@ use crate::{
     wire::{
         Check,
         broker::{
-            Delete, HeldLease, List, MAX_METADATA, Message, Published, Stat, Summary, Table, Token, UserTotal,
-            VersionInfo, Who,
+            Delete, HeldLease, List, MAX_METADATA, Measure, Measured, Message, Published, Stat, Summary, Table, Token,
+            UserTotal, VersionInfo, Who,
         },
     },
 };
 
-/// A connection to a broker. Clones are the same connection, on which one request waits for the other; leases and claims end with
-/// it, when the last clone and the last of them is dropped.
+/// A connection to a broker.
 ///
-/// Each call blocks until the broker has answered, for at most the config's timeout and the wait that it was given. A refusal
-/// ([`Error::Broker`]) leaves the connection as it was, any other error ends it, and the next call makes another one. A fork must connect
-/// anew.
+/// Clones share the connection, which carries one request at a time: a request waits for the requests of other threads. The connection
+/// closes, and its leases and claims end, when the last clone, lease and claim are dropped. After a fork, the child must connect again.
 ///
-/// A connection that breaks because the broker dies or is restarted is made again, within the config's timeout, and the request
-/// that was under way is sent again: a get with what is left of its wait, and a put or delete so that it is done once. Leases are taken up
-/// by the broker that was restarted with what it had. If it has lost that, the versions of which this process has all are offered
-/// back. [`Client::on_lost`] and [`Client::on_restored`] report what becomes of leases, [`Lease::is_held`] says it. Claims end.
+/// Each call blocks until the broker answers, for at most the config's timeout plus the wait of the request. After a refusal
+/// ([`Error::Broker`]) the connection remains usable. Any other error closes it, and the next call reconnects.
 ///
-/// While no request is made, a thread of this process does it, which starts with the first lease, or the first put of a name that goes
-/// with its maker: it sleeps in poll(2) and has a descriptor of its own. It blocks all signals and makes no driver call.
+/// If the broker dies or restarts, the client reconnects within the config's timeout and repeats the pending request: a get with the rest
+/// of its wait, a put or delete without doing it twice. A broker that restarts with its state resumes the leases. If the broker has lost
+/// its state, the client restores every version that this process holds completely. Claims end. [`Client::on_lost`] and
+/// [`Client::on_restored`] report changes of leases, [`Lease::is_held`] the present state.
+///
+/// Between requests, a background thread reconnects. It starts with the first lease, or with the first put whose name may be deleted
+/// together with its creator. The thread sleeps in poll(2), owns one descriptor, blocks all signals except faults and makes no driver call.
 #[derive(Debug, Clone)]
 pub struct Client(Arc<Connection>);
 
-/// What [`Client::who`] returns.
+/// The result of [`Client::who`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Holders {
-    /// The leases that are held.
+    /// The current leases.
     pub leases: Vec<HeldLease>,
-    /// What is held for each user.
+    /// The memory and objects held for each user.
     pub totals: Vec<UserTotal>,
 }
 
-/// What [`Client::stat`] returns.
+/// The result of [`Client::stat`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ObjectInfo {
-    /// All that is known of the version.
+    /// The version's details.
     pub version: VersionInfo,
-    /// What its maker says of it; empty if nothing.
+    /// The creator's metadata; empty if it gave none.
     pub metadata: Check,
 }
 
 impl Client {
-    /// Connects to the broker at a path. Waits up to the config's timeout for one to listen there.
+    /// Connects to the broker at a path. Waits up to the config's timeout for a broker to listen there.
     ///
     /// # Errors
-    /// [`Error::Socket`] if no broker listens in time or this user may not connect; [`Error::Peer`] if the broker refuses this user
-    /// or is none; [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Socket`] if no broker listens in time or this user may not connect; [`Error::Peer`] if the broker refuses this user, or if
+    /// the listener is not a broker; [`Error::System`], [`Error::Interrupted`].
     ///
     /// See connect(2), unix(7).
     pub fn connect(path: &Path, config: &Config) -> Result<Self> {
         Connection::connect(path, config).map(Arc::new).map(Self)
     }
 
-    /// A client over a socket that is connected to a broker. If that connection breaks it has ended: nothing says where to connect to.
+    /// Creates a client on a socket that is already connected to a broker. Without a path it can't reconnect: once the connection breaks,
+    /// every call fails.
     ///
     /// # Errors
     /// As [`Client::connect`].
@@ -103,52 +107,51 @@ impl Client {
         Connection::over(socket, None, config).map(Arc::new).map(Self)
     }
 
-    /// As [`Client::connect`], over a socket that is connected to the path already.
+    /// Like [`Client::over`], but reconnects at `path`.
     pub(crate) fn over_at(socket: OwnedFd, path: &Path, config: &Config) -> Result<Self> {
         Connection::over(socket, Some(path), config).map(Arc::new).map(Self)
     }
 
-    /// Calls this for each lease that the broker does not count any more, although this process has not ended it. What is mapped stays
-    /// mapped and valid. Each handler that is set is called.
+    /// Adds a handler for lost leases: leases that the broker no longer counts, although this process has not dropped them. Mapped memory
+    /// remains mapped and valid. Does not block.
     ///
-    /// It is called on a thread of the connection's own, which meanwhile notices nothing else: it should return soon, and may make
-    /// requests with the client that it is given. That is this one: do not let the handler capture a clone, with which the connection
-    /// would never end, and would later offer old versions back. Does not block.
+    /// Handlers run on the connection's background thread, so they should return soon. They may make
+    /// requests with the client passed to them. A handler must not capture a clone of this client: the connection would never close, and
+    /// would later restore old versions.
     pub fn on_lost(&self, call: impl Fn(&Client, &Lost) + Send + Sync + 'static) {
         self.0.handle(|handlers| handlers.lost.push(Arc::new(call)));
     }
 
-    /// Calls this for each lease that the broker counts again, after the connection broke: as [`Client::on_lost`] does.
+    /// Adds a handler for leases that the broker counts again after a reconnect. The rules of [`Client::on_lost`] apply.
     pub fn on_restored(&self, call: impl Fn(&Client, &Restored) + Send + Sync + 'static) {
         self.0.handle(|handlers| handlers.restored.push(Arc::new(call)));
     }
 
-    /// The process at the other end, as the kernel names it: the one that began to listen on the socket (`SO_PEERCRED`, unix(7)). A
-    /// server that was restarted goes on with the socket of the one before, which may be named then.
+    /// The process that called listen(2) on the broker's socket, as the kernel reports it (`SO_PEERCRED`, unix(7)). A restarted server
+    /// inherits the socket, so this may be its predecessor.
     pub fn peer(&self) -> Peer {
-        self.0.peer()
+        *lock(&self.0.peer)
     }
 
-    /// Hands memory over under a name. When it returns the object is published, and the memory may be dropped here.
+    /// Publishes memory under a name. Once this returns, the broker holds the memory and the caller may drop its own.
     ///
     /// # Errors
-    /// [`Error::Broker`] if it is refused: nothing of it is kept then; [`Error::Memory`] for an array that is not inside its
-    /// part; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Broker`] if the broker refuses the put, which then has no effect; [`Error::Memory`] if an array is not inside its part;
+    /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn put(&self, put: &Put<'_>) -> Result<Published> {
         put::put(&self.0, put)
     }
 
-    /// Gets a lease of an object. Waits as long as the get says.
+    /// Gets a lease of an object. Waits for the object as long as [`Get::wait`] allows.
     ///
     /// # Errors
-    /// [`Error::Broker`]: with the code `absent` if there is none, `timeout` if none came in time, `differs` if it is not as
-    /// expected; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Broker`] with the code `absent` if the object does not exist, `timeout` if it did not appear in time, `differs` if it does
+    /// not match the get's expectations; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn get(&self, get: &Get) -> Result<Lease> {
         get::get(&self.0, get)
     }
 
-    /// Gets leases of several objects as they are at one moment, all or none. Waits up to `wait` until all exist; what the gets
-    /// themselves say of a wait does not count.
+    /// Gets leases of several objects at one moment: all or none. Waits up to `wait` until all exist; [`Get::wait`] is ignored.
     ///
     /// # Errors
     /// As [`Client::get`].
@@ -156,8 +159,8 @@ impl Client {
         get::get_all(&self.0, gets, wait)
     }
 
-    /// Gets a lease of an object, or the right to be the one that makes it. Of several processes that ask at once and find nothing
-    /// one gets the claim; the others wait, as long as their gets say, until it is put, or the claim passes on to them.
+    /// Gets a lease of an object or, if it does not exist, the claim to create it. If several processes ask for the same missing object,
+    /// one gets the claim. The others wait, as long as [`Get::wait`] allows, until the object is put or the claim passes to them.
     ///
     /// # Errors
     /// As [`Client::get`].
@@ -165,9 +168,9 @@ impl Client {
         get::get_or_claim(&self.0, get, claim)
     }
 
-    /// The objects whose names begin with `prefix` and that this user may read, in the order of their names.
+    /// Lists the objects whose names start with `prefix` and that this user may read, sorted by name.
     ///
-    /// It is asked for page by page: objects that come or go meanwhile may be missing.
+    /// The list arrives in pages: objects that are put or deleted in the meantime may be missing.
     ///
     /// # Errors
     /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
@@ -176,7 +179,9 @@ impl Client {
         loop {
             let list = Message::List(List { prefix: prefix.to_owned(), after });
             match self.ask(&list)? {
-                (Message::Objects(objects), _) if objects.objects.is_empty() && objects.more => return Err(endless()),
+                (Message::Objects(objects), _) if objects.objects.is_empty() && objects.more => {
+                    return Err(empty_page());
+                }
                 (Message::Objects(objects), _) => {
                     all.extend(objects.objects);
                     after = all.last().map(|last| last.name.clone());
@@ -189,10 +194,10 @@ impl Client {
         }
     }
 
-    /// All that is known of a version of an object: by default of the current one.
+    /// Returns the details of an object's version; by default, the current version.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Broker`] with the code `absent` if it does not exist; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn stat(&self, name: &str, version: Option<u64>) -> Result<ObjectInfo> {
         check_name(name)?;
         let wrong = |message: String| Error::from(ProtocolError::Content(message));
@@ -207,15 +212,15 @@ impl Client {
                         serde_json::from_str(&text)
                     }
                 };
-                let metadata = metadata.map_err(|error| wrong(format!("the metadata is wrong: {error}")))?;
+                let metadata =
+                    metadata.map_err(|error| wrong(format!("the metadata is not a JSON object: {error}")))?;
                 Ok(ObjectInfo { version: *version, metadata })
             }
             (other, _) => Err(unexpected(&other, "version")),
         }
     }
 
-    /// The leases that are held of objects whose names begin with `prefix` and that this user may read, and what is held for each
-    /// user.
+    /// Lists the leases of objects whose names start with `prefix` and that this user may read, and the totals of each user.
     ///
     /// # Errors
     /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
@@ -223,7 +228,7 @@ impl Client {
         let (mut all, mut after) = (Vec::<HeldLease>::new(), None);
         loop {
             match self.ask(&Message::Who(Who { prefix: prefix.to_owned(), after }))? {
-                (Message::Leases(leases), _) if leases.leases.is_empty() && leases.more => return Err(endless()),
+                (Message::Leases(leases), _) if leases.leases.is_empty() && leases.more => return Err(empty_page()),
                 (Message::Leases(leases), _) => {
                     all.extend(leases.leases);
                     after = all.last().map(|last| last.number);
@@ -236,14 +241,25 @@ impl Client {
         }
     }
 
-    /// Takes a name away. Readers keep what they hold, and the broker keeps the memory until the last of them ends.
+    /// Returns the broker's metrics. The totals of other users are included only for the broker's own user and root.
     ///
     /// # Errors
-    /// [`Error::Broker`]: with the code `absent` if there is none, `denied` if it is another user's; [`Error::Peer`],
+    /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    pub fn metrics(&self) -> Result<Measured> {
+        match self.ask(&Message::Measure(Measure {}))? {
+            (Message::Measured(measured), _) => Ok(*measured),
+            (other, _) => Err(unexpected(&other, "measured")),
+        }
+    }
+
+    /// Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease ends.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] with the code `absent` if the name does not exist, `denied` if another user owns it; [`Error::Peer`],
     /// [`Error::System`], [`Error::Interrupted`].
     pub fn delete(&self, name: &str) -> Result<()> {
         check_name(name)?;
-        // Sent again after the connection broke, it deletes nothing twice.
+        // Makes the delete idempotent: it may be sent again after a reconnect.
         let request = Some(new_token()?);
         match self.ask(&Message::Delete(Delete { name: name.to_owned(), request }))? {
             (Message::Done(_), _) => {
@@ -254,7 +270,7 @@ impl Client {
         }
     }
 
-    /// Ends the wait of a request that another thread made: it fails with [`Error::Broker`] and the code `stopped`.
+    /// Interrupts the wait of another thread's request, which then fails with [`Error::Broker`] and the code `stopped`.
     ///
     /// # Errors
     /// [`Error::Peer`], [`Error::System`].
@@ -262,7 +278,7 @@ impl Client {
         self.0.stop()
     }
 
-    /// Asks for what comes in one record.
+    /// Sends a request whose answer is one record.
     fn ask(&self, message: &Message) -> Result<(Message, Vec<OwnedFd>)> {
         self.0.request(Duration::ZERO, |exchange, _| {
             exchange.send_first(message, &[])?;
@@ -272,22 +288,21 @@ impl Client {
 }
 
 impl AsFd for Client {
-    /// Readable when the broker has closed the connection, while no request is under way. The descriptor stays the same when the
-    /// connection is made again; an epoll(7) must be given it anew then.
+    /// Readable when the broker has closed the connection, while no request is in progress. A reconnect keeps the descriptor's number; an
+    /// epoll(7) instance must register it again.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-/// The broker says that there is more, and gives nothing to go on from.
-fn endless() -> Error {
-    ProtocolError::Content("a page without entries says that there are more".to_owned()).into()
+fn empty_page() -> Error {
+    ProtocolError::Content("a page without entries announces more pages".to_owned()).into()
 }
 
-/// What a request is called, so that it is done once.
+/// The random token that makes a request idempotent.
 fn new_token() -> Result<Token> {
     let mut bytes = [0; 16];
-    // Requests of up to 256 bytes are neither cut short nor interrupted once the pool is initialised. See getrandom(2).
+    // Once the pool is initialised, requests of up to 256 bytes are always served whole. See getrandom(2).
     match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
         Ok(_) => Ok(Token(bytes)),
         Err(errno) => Err(Error::system("get random bytes", errno)),

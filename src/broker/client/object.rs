@@ -1,4 +1,4 @@
-//! An object that is mapped.
+//! A mapped object.
 
 use std::{
     collections::HashMap,
@@ -6,17 +6,17 @@ use std::{
     time::SystemTime,
 };
 
-use super::hold::{Hold, about_its_version};
+use super::hold::{Header, Hold, version_accessors};
 use crate::{
     error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result},
     memory::{Array, Description, Imported, Region, Remains},
     wire::{
         Check,
-        broker::{ArrayEntry, Attached, Owner},
+        broker::{ArrayEntry, Owner},
     },
 };
 
-/// Stands for where the data and arrays of an object are: versions that have the same share one.
+/// Identifies the positions of an object's data and arrays. Versions with the same positions share a layout.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Layout(Arc<()>);
 
@@ -26,63 +26,58 @@ impl Layout {
     }
 }
 
-/// An object that is mapped, and the lease of it, which ends when it is dropped.
+/// A mapped object and its lease.
 ///
-/// Memory and arrays that were taken from it stay mapped for as long as they live, also after the lease ended and when the broker
-/// is gone. The broker then no longer counts this process among the readers.
+/// Dropping it ends the lease. Memory and arrays taken from it remain mapped as long as they live, even after the lease has ended or the
+/// broker has exited; the broker then no longer counts this process among the readers.
 #[derive(Debug)]
 pub struct Object {
     pub(super) parts: Vec<ObjectPart>,
-    pub(super) name: String,
-    pub(super) version: u64,
-    pub(super) id: String,
-    pub(super) created: SystemTime,
-    pub(super) owner: Owner,
-    pub(super) metadata: Option<Attached>,
-    /// None once it was parked without it.
+    pub(super) header: Header,
+    /// `None` while parked without a lease.
     pub(super) hold: Option<Hold>,
     pub(super) layout: Layout,
 }
 
 impl Object {
-    about_its_version!();
+    version_accessors!();
 
     /// Whether the broker counts this process among the readers: see [`Lease::is_held`](super::Lease::is_held).
     pub fn is_held(&self) -> bool {
         self.hold.as_ref().is_some_and(Hold::is_held)
     }
 
-    /// The parts that were asked for.
+    /// The requested parts.
     pub fn parts(&self) -> &[ObjectPart] {
         &self.parts
     }
 
-    /// Reports to the broker, in one sentence, that the memory is not what its maker described: that its digest is wrong, say. The broker
-    /// shows the report to everyone who may read the object, and watchers get the event `reported`. Does nothing while the object is
-    /// [parked](Object::park) without its lease. Blocks only while the broker reads nothing.
+    /// Reports to the broker, in one sentence, that the memory differs from its creator's description, for example because its digest
+    /// is wrong. The broker shows the report to every user who may read the object, and watchers get the event `reported`. Does nothing
+    /// while the object is [parked](Object::park) without a lease. Blocks only if the socket is full.
     pub fn report(&self, message: impl Into<String>) {
         if let Some(hold) = &self.hold {
             hold.send_report(message.into());
         }
     }
 
-    /// The part of a name.
+    /// The part with this name.
     pub fn part(&self, name: &str) -> Option<&ObjectPart> {
         self.parts.iter().find(|part| part.name == name)
     }
 
-    /// The array of a name, in whichever part it is.
+    /// Returns an array by name, from any part.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for; [`Error::Misuse`]
-    /// while it is [parked](Object::park).
+    /// [`Error::Broker`] with the code `absent` if no part has the array; [`Error::Memory`] if its bytes were not requested;
+    /// [`Error::Misuse`] while the object is [parked](Object::park).
     pub fn array(&self, name: &str) -> Result<Array> {
         let part = self.parts.iter().find(|part| part.entry(name).is_some());
         part.ok_or_else(|| no_array(name))?.array(name)
     }
 }
 
-/// A part of an [`Object`], mapped.
+/// A mapped part of an [`Object`].
 #[derive(Debug)]
 pub struct ObjectPart {
     pub(super) name: String,
@@ -90,32 +85,32 @@ pub struct ObjectPart {
     pub(super) digest: Option<String>,
     pub(super) arrays: Arc<Vec<ArrayEntry>>,
     pub(super) memory: Vec<Arc<Imported>>,
-    /// The handles and descriptors of the segments of each piece: with them it is mapped again if another version can't take its place.
+    /// Each piece's handles and descriptors, needed to map it again after a failed switch.
     pub(super) remains: Vec<Remains>,
-    /// Where each array is in the table, from the first look for one on.
+    /// The index of each array in `arrays`, built by the first lookup.
     pub(super) index: OnceLock<HashMap<String, usize>>,
 }
 
 impl ObjectPart {
-    /// Its name.
+    /// The part's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What it is.
+    /// The memory's description.
     pub fn description(&self) -> &Description {
         &self.description
     }
 
-    /// The digest of its bytes, in its maker's words.
+    /// The digest of the part's bytes, in the creator's format.
     pub fn digest(&self) -> Option<&str> {
         self.digest.as_deref()
     }
 
-    /// Its memory: one piece, unless arrays were asked for that lie apart.
+    /// The part's memory. It is one piece, unless the get requested arrays that are not contiguous.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if it is several pieces: see [`ObjectPart::pieces`]; and while the object is [parked](Object::park).
+    /// [`Error::Misuse`] if the memory is several pieces (see [`ObjectPart::pieces`]), or while the object is [parked](Object::park).
     pub fn memory(&self) -> Result<&Arc<Imported>> {
         self.check_mapped()?;
         match self.memory.as_slice() {
@@ -128,22 +123,22 @@ impl ObjectPart {
         }
     }
 
-    /// The pieces of its memory, in their order: [`Imported::start`] is where each begins. While the object is [parked](Object::park)
-    /// they are of 0 bytes.
+    /// The pieces of the part's memory, in order; [`Imported::start`] is the offset of each. While the object is
+    /// [parked](Object::park), each has 0 bytes.
     pub fn pieces(&self) -> &[Arc<Imported>] {
         &self.memory
     }
 
-    /// The arrays in it, in its maker's order: all of them, also if only some of the memory was asked for.
+    /// All arrays of the part, in the creator's order, even if only some of the memory was requested.
     pub fn arrays(&self) -> &[ArrayEntry] {
         &self.arrays
     }
 
-    /// The array of a name.
+    /// Returns an array by name.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `absent` if there is none; [`Error::Memory`] if its bytes were not asked for; [`Error::Misuse`]
-    /// while the object is [parked](Object::park).
+    /// [`Error::Broker`] with the code `absent` if the part has no such array; [`Error::Memory`] if its bytes were not requested;
+    /// [`Error::Misuse`] while the object is [parked](Object::park).
     pub fn array(&self, name: &str) -> Result<Array> {
         self.check_mapped()?;
         let mut descriptor = self.entry(name).ok_or_else(|| no_array(name))?.array.clone();

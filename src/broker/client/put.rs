@@ -1,4 +1,4 @@
-//! What is put, and how it is handed over.
+//! Describes a put and uploads it.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     connection::{Connection, Exchange},
-    holdings::{Held, Whole},
+    holdings::{Held, RestoreData},
     records::unexpected,
 };
 use crate::{
@@ -28,20 +28,20 @@ use crate::{
     },
 };
 
-/// When a put succeeds.
+/// When a put succeeds. Otherwise it fails with [`Error::Broker`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Condition {
-    /// If there is no object of the name.
+    /// If the name does not exist.
     #[default]
     New,
-    /// Always: what exists is replaced by the next version.
+    /// Always. An existing object gets a new version.
     Any,
-    /// If the current version is this one, which is replaced.
+    /// If this is the current version. The put replaces it.
     Version(u64),
 }
 
-/// What to put under a name: see [`super::Client::put`].
+/// An object to publish with [`super::Client::put`].
 #[derive(Debug)]
 #[must_use]
 pub struct Put<'a> {
@@ -58,7 +58,7 @@ pub struct Put<'a> {
 }
 
 impl<'a> Put<'a> {
-    /// A put of a new object of this name, which has no part yet.
+    /// Describes a put of a new object, without parts.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -74,19 +74,19 @@ impl<'a> Put<'a> {
         }
     }
 
-    /// With a part more.
+    /// Adds a part.
     pub fn part(mut self, part: PutPart<'a>) -> Self {
         self.parts.push(part);
         self
     }
 
-    /// When it succeeds: by default if there is no object of the name.
+    /// Sets when the put succeeds; by default, if the name does not exist.
     pub fn condition(self, condition: Condition) -> Self {
         Self { condition, ..self }
     }
 
-    /// With parts that other processes put: `parts` are the names of all, also of those here; `group` is what all the puts of this
-    /// version have in common, and no other. The put waits up to `wait` until all are there.
+    /// Makes this put contribute to a version that several processes put together. `parts` names all its parts, including those of this
+    /// put. All puts of the version share a `group`, which no other version uses. The put waits up to `wait` for the other parts.
     pub fn together(
         self,
         parts: impl IntoIterator<Item = impl Into<String>>,
@@ -97,28 +97,28 @@ impl<'a> Put<'a> {
         Self { announced, group: Some(group.into()), wait, ..self }
     }
 
-    /// What its maker says of it: at most 1 MiB as JSON.
+    /// Sets the metadata: at most 1 MiB as JSON.
     pub fn metadata(self, metadata: Check) -> Self {
         Self { metadata: Some(metadata), ..self }
     }
 
-    /// The permissions of a new name, as of a file: `0o600` by default. `r` is get, list and watch; `w` is replace.
+    /// Sets the permissions of a new name, like a file's; by default `0o600`. `r` allows get, list and watch; `w` allows replacement.
     pub fn mode(self, mode: u16) -> Self {
         Self { mode: Some(mode), ..self }
     }
 
-    /// How long the name stays: until it is deleted, by default.
+    /// Sets the lifetime of the name; by default, until it is deleted.
     pub fn lifetime(self, lifetime: Lifetime) -> Self {
         Self { lifetime: Some(lifetime), ..self }
     }
 
-    /// How many versions before the current one stay without a lease of them: none by default.
+    /// Sets how many earlier versions the broker keeps without a lease; by default none.
     pub fn keep(self, versions: u32) -> Self {
         Self { keep: Some(versions), ..self }
     }
 }
 
-/// A part of what is put: memory of one device.
+/// A part to put: memory of one device.
 #[derive(Debug)]
 #[must_use]
 pub struct PutPart<'a> {
@@ -146,10 +146,10 @@ impl AsFd for Segment<'_> {
 }
 
 impl<'a> PutPart<'a> {
-    /// All of this process's memory. Blocks until all work in the device's primary context is done.
+    /// Describes all of `memory`. Blocks until all work in the device's primary context is done.
     ///
     /// # Errors
-    /// [`Error::Broker`] for memory of a pool and for legacy memory, which die with their maker; [`Error::Driver`].
+    /// [`Error::Broker`] for pool memory and legacy memory, which die with their maker; [`Error::Driver`].
     ///
     /// Driver call: `cuCtxSynchronize`.
     #[doc(alias = "cuCtxSynchronize")]
@@ -157,7 +157,7 @@ impl<'a> PutPart<'a> {
         let name = name.into();
         let description = memory.describe()?;
         let Some((_, chunks)) = memory.chunks(0..memory.size())? else {
-            return Err(dies_with_its_maker(&name, &description).into());
+            return Err(not_shareable(&name, &description).into());
         };
         memory.synchronize()?;
         let segments = chunks.into_iter().map(|chunk| (chunk.size(), Segment::Chunk(chunk))).collect();
@@ -165,11 +165,11 @@ impl<'a> PutPart<'a> {
         Ok(Self { name, backend, description, segments, arrays: Vec::new(), digest: None })
     }
 
-    /// Memory that is described, with the exact size in bytes and the descriptor of each of its segments, in their order. The
-    /// caller has finished all work on it.
+    /// Describes memory by its segments: each one's exact size in bytes and its descriptor, in order. The caller must have completed
+    /// all work on the memory.
     ///
     /// # Errors
-    /// [`Error::Broker`] for memory of a pool and for legacy memory, which die with their maker.
+    /// [`Error::Broker`] for pool memory and legacy memory, which die with their maker.
     pub fn of_segments(
         name: impl Into<String>,
         backend: Backend,
@@ -178,24 +178,24 @@ impl<'a> PutPart<'a> {
     ) -> Result<Self> {
         let name = name.into();
         if !matches!(description.sharing, Sharing::Vmm { .. }) {
-            return Err(dies_with_its_maker(&name, &description).into());
+            return Err(not_shareable(&name, &description).into());
         }
         let segments = segments.into_iter().map(|(size, fd)| (size, Segment::Borrowed(fd))).collect();
         Ok(Self { name, backend, description, segments, arrays: Vec::new(), digest: None })
     }
 
-    /// With the arrays in it.
+    /// Sets the arrays in the memory.
     pub fn arrays(self, arrays: impl IntoIterator<Item = ArrayEntry>) -> Self {
         Self { arrays: arrays.into_iter().collect(), ..self }
     }
 
-    /// With the digest of its bytes, in words that its readers know: `blake3:` and 64 hexadecimal digits, say.
+    /// Sets the digest of the part's bytes, in any format that its readers know, such as `blake3:` and 64 hexadecimal digits.
     pub fn digest(self, digest: impl Into<String>) -> Self {
         Self { digest: Some(digest.into()), ..self }
     }
 }
 
-fn dies_with_its_maker(name: &str, description: &Description) -> BrokerError {
+fn not_shareable(name: &str, description: &Description) -> BrokerError {
     let mechanism = description.mechanism();
     BrokerError::new(
         RefusalCode::Invalid,
@@ -210,41 +210,41 @@ fn invalid(message: String) -> Error {
     BrokerError::new(RefusalCode::Invalid, message).into()
 }
 
-/// Hands over what is put.
+/// Publishes an object.
 pub(super) fn put(connection: &Arc<Connection>, put: &Put<'_>) -> Result<Published> {
     check(put)?;
     let metadata = put.metadata.as_ref().map(Attached::of).transpose().map_err(unwritable)?;
     let mut upload = Upload::of(put, metadata)?;
-    // Sent again after the connection broke, it publishes nothing twice.
+    // Makes the put idempotent: it may be sent again after a reconnect.
     let request = super::new_token()?;
     upload.message.request = Some(request);
     connection.request(put.wait, |exchange, left| {
         let published = upload.send(exchange, left)?;
-        // While no other request can be made: the connection may break at once, and what it had is taken up then.
+        // Inside the exchange, so that no reconnect can miss this put.
         match put.lifetime {
-            Some(Lifetime::Maker | Lifetime::Leased) => connection.hold_put(&put.name, request),
-            // It has the lifetime that its name had.
-            None if put.condition != Condition::New => connection.hold_put(&put.name, request),
+            Some(Lifetime::Maker | Lifetime::Leased) => connection.remember_put(&put.name, request),
+            // The existing name keeps its lifetime, which this process does not know.
+            None if put.condition != Condition::New => connection.remember_put(&put.name, request),
             _ => connection.forget_put(&put.name),
         }
         Ok(published)
     })
 }
 
-/// Makes ready to offer a version back that the broker has lost, with leases of it, and has `send` send it.
+/// Prepares to restore a version with its leases, and lets `send` upload it.
 pub(super) fn restore(
     held: &Held,
-    whole: &Whole,
+    data: &RestoreData,
     segments: &[Vec<Arc<OwnedFd>>],
     leases: &[Token],
     send: impl FnOnce(&mut Upload<'_>) -> Result<Published>,
 ) -> Result<Published> {
-    let unknown = || invalid(format!("the backend `{}` is not known here", whole.backend));
+    let unknown = || invalid(format!("the backend `{}` is not known here", data.backend));
     let backends = [Backend::Cuda, Backend::Host];
-    let backend = backends.into_iter().find(|known| known.as_str() == whole.backend).ok_or_else(unknown)?;
+    let backend = backends.into_iter().find(|known| known.as_str() == data.backend).ok_or_else(unknown)?;
     let mut put = Put::new(held.name.as_str());
-    (put.mode, put.lifetime, put.keep) = (whole.mode, whole.lifetime, whole.keep);
-    for (part, fds) in whole.parts.iter().zip(segments) {
+    (put.mode, put.lifetime, put.keep) = (data.mode, data.lifetime, data.keep);
+    for (part, fds) in data.parts.iter().zip(segments) {
         let segments =
             part.segments.iter().map(|(size, _)| *size).zip(fds.iter().map(|fd| Segment::Borrowed(fd.as_fd())));
         put.parts.push(PutPart {
@@ -257,23 +257,23 @@ pub(super) fn restore(
         });
     }
     check(&put)?;
-    let mut upload = Upload::of(&put, whole.metadata.clone())?;
+    let mut upload = Upload::of(&put, data.metadata.clone())?;
     upload.message.request = Some(super::new_token()?);
     upload.message.restore = Some(Restore {
         version: held.version,
         id: held.id.clone(),
-        created_ms: whole.created_ms,
-        owner: whole.owner,
+        created_ms: data.created_ms,
+        owner: data.owner,
         leases: leases.to_vec(),
     });
     send(&mut upload)
 }
 
-/// What is put, as it is sent.
+/// A put, ready to send.
 pub(super) struct Upload<'a> {
     message: Box<broker::Put>,
     tables: Vec<OwnedFd>,
-    /// Of all parts.
+    /// The segments of all parts.
     segments: Vec<(u64, &'a Segment<'a>)>,
 }
 
@@ -322,7 +322,7 @@ impl<'a> Upload<'a> {
         Ok(Self { message, tables, segments })
     }
 
-    /// Sends all of it, and waits until it is published: for other parts, if it is one of several, as long as is left.
+    /// Sends the put and waits until the version is published. `left` limits the wait for parts of other processes.
     pub(super) fn send(&mut self, exchange: &mut Exchange<'_>, left: Duration) -> Result<Published> {
         self.message.wait_ms = self.message.wait_ms.map(|_| super::milliseconds(left));
         let (first, rest) = self.segments.split_at(self.message.sizes.len());
@@ -351,7 +351,7 @@ impl<'a> Upload<'a> {
     }
 }
 
-/// Checks what is put, before anything is sent.
+/// Checks a put before anything is sent.
 fn check(put: &Put<'_>) -> Result<()> {
     check_name(&put.name)?;
     put.group.iter().try_for_each(|group| check_component("group", group))?;
@@ -401,9 +401,9 @@ fn unwritable(error: serde_json::Error) -> Error {
     invalid(format!("the description can't be written as JSON: {error}"))
 }
 
-/// The tables of one put: small ones in the message, the others in memfds beside it.
+/// The tables of one put: small tables go into the message, others into memfds beside it.
 struct Tables {
-    /// How many bytes of tables the message may still hold.
+    /// How many more bytes of tables the message can hold.
     room: usize,
     attached: Vec<OwnedFd>,
 }

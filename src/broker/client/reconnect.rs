@@ -1,4 +1,4 @@
-//! How a connection is made again, and what it held is taken up or offered back.
+//! Reconnects a broken connection, resumes its leases and puts, and restores versions that the broker has lost.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -24,30 +24,30 @@ use crate::{
     wire::broker::{MAX_RESUMED, Message, Release, Resume, Token},
 };
 
-/// How many leases one offer names: more would not fit its record beside the tables.
-const LEASES_OF_AN_OFFER: usize = 256;
+/// The most leases in one restore: more would not fit its record beside the tables.
+const MAX_LEASES_PER_RESTORE: usize = 256;
 
 impl Connection {
-    /// Makes the connection again after an error of a request, if that is because the broker has gone. Waits for the timeout at most
-    /// until one listens. `tries` is how often this request has broken the connection before: it is not sent for ever.
+    /// Reconnects if a request failed because the broker is gone. Waits up to the timeout for a listener. `tries` is how often this
+    /// request has broken the connection before: the caller must not repeat it forever.
     ///
     /// # Errors
-    /// The error itself, if it is another one, if the socket was the caller's or the request's time is over; those of
+    /// `error` itself, if it has another cause, if there is no path to connect to, or if the request's time is over; errors of
     /// [`Client::connect`](super::Client::connect).
-    pub(super) fn make_again(
+    pub(super) fn reconnect(
         &self,
         incoming: &mut Vec<u8>,
         error: Error,
         mut tries: u32,
-        begun: Instant,
+        started: Instant,
         wait: Duration,
     ) -> Result<()> {
         let Some(dialler) = self.dialler.clone().filter(|_| is_broken(&error)) else { return Err(error) };
-        if tries > 0 && begun.elapsed() > wait.saturating_add(dialler.timeout) {
+        if tries > 0 && started.elapsed() > wait.saturating_add(dialler.timeout) {
             return Err(error);
         }
         tracing::debug!(%error, "the connection to the broker broke: it is made again");
-        self.broke();
+        self.mark_broken();
         let deadline = deadline_after(dialler.timeout);
         if tries > 0 {
             dialler.pause(tries)?;
@@ -63,44 +63,43 @@ impl Connection {
         }
     }
 
-    /// It broke: nothing is expected of it any more.
-    pub(super) fn broke(&self) {
-        self.up.store(false, Ordering::Release);
-        // So that it is over for each thread that uses it.
+    /// Marks the connection as broken.
+    pub(super) fn mark_broken(&self) {
+        self.connected.store(false, Ordering::Release);
+        // Wake every thread that uses the socket.
         let _ = self.socket.shared().shutdown(std::net::Shutdown::Both);
     }
 
-    /// Whether the other end is closed. Does not block.
+    /// Whether the broker has closed its end. Does not block.
     pub(super) fn is_hung_up(&self) -> bool {
-        // POLLHUP is reported unasked. See poll(2).
+        // poll(2) always reports POLLHUP.
         let mut polled = [PollFd::new(self.socket.as_fd(), PollFlags::empty())];
         poll(&mut polled, PollTimeout::ZERO).is_ok_and(|count| count > 0)
     }
 
-    /// Goes on over another connection: takes up what is held, and offers back what the broker has lost. `incoming` is the right to
-    /// make a request.
+    /// Replaces the socket, resumes leases and puts, and restores lost versions. `incoming` is the right to make requests.
     pub(super) fn adopt(&self, dialled: Dialled, incoming: &mut Vec<u8>) -> Result<()> {
         let Dialled { socket, peer, instance } = dialled;
         self.socket.replace(&socket)?;
         drop(socket);
         *lock(&self.peer) = peer;
-        let taken = self.take_up(&instance, incoming);
+        let taken = self.resume_all(&instance, incoming);
         match &taken {
-            Ok(_) => self.up.store(true, Ordering::Release),
-            Err(_) => self.broke(),
+            Ok(_) => self.connected.store(true, Ordering::Release),
+            Err(_) => self.mark_broken(),
         }
-        // What they are called with is so by then.
+        // The state is final before handlers run.
         let taken = taken.map(|notices| lock(&self.handlers).add(notices));
         self.wake_watcher();
         taken
     }
 
-    /// Returns what becomes of the leases.
-    fn take_up(&self, instance: &str, incoming: &mut Vec<u8>) -> Result<Vec<Notice>> {
-        let (another, leases, puts) = {
+    /// Returns the notices for the handlers.
+    fn resume_all(&self, instance: &str, incoming: &mut Vec<u8>) -> Result<Vec<Notice>> {
+        let (state_lost, leases, puts) = {
             let mut holdings = lock(&self.holdings);
-            // None of them is taken up.
-            holdings.unsent.clear();
+            // Pending releases end with the old connection: their leases are not resumed.
+            holdings.pending_releases.clear();
             let leases: Vec<Arc<Held>> = holdings.leases.values().cloned().collect();
             (holdings.instance != instance, leases, holdings.puts.values().copied().collect::<Vec<Token>>())
         };
@@ -109,15 +108,18 @@ impl Connection {
         let mut notices: Vec<Notice> = Vec::new();
         let mut gone: Vec<Arc<Held>> = Vec::new();
         for held in taken {
-            held.count(true);
+            held.set_counted(true);
             notices.push(Notice::restored(&held, false));
         }
-        if another {
-            tracing::info!(versions = lost.len(), "the broker has lost what it had: leases are offered back");
-            for (held, outcome) in self.offer_back(lost, incoming)? {
+        if state_lost {
+            tracing::info!(
+                versions = lost.len(),
+                "the broker has lost its state: restoring the versions of this process's leases"
+            );
+            for (held, outcome) in self.restore_lost(lost, incoming)? {
                 match outcome {
                     None => {
-                        held.count(true);
+                        held.set_counted(true);
                         notices.push(Notice::restored(&held, true));
                     }
                     Some(why) => {
@@ -135,20 +137,20 @@ impl Connection {
             instance.clone_into(&mut holdings.instance);
             holdings.puts.retain(|_, request| !unknown.contains(request));
             for held in &gone {
-                held.count(false);
+                held.set_counted(false);
                 holdings.leases.remove(&held.token);
             }
-            // Those that were released while they were taken up.
+            // Leases that this process dropped while they were resumed.
             leases.iter().map(|held| held.token).filter(|token| !holdings.leases.contains_key(token)).collect()
         };
         for token in ended {
-            // The broker ignores one that it does not know.
+            // The broker ignores unknown tokens.
             self.send(&Message::Release(Release { token }), &[])?;
         }
         Ok(notices)
     }
 
-    /// Takes leases and puts up. Returns those that the broker does not know.
+    /// Resumes leases and puts. Returns the tokens that the broker does not know.
     fn resume(&self, leases: &[Token], puts: &[Token], incoming: &mut Vec<u8>) -> Result<HashSet<Token>> {
         let mut unknown = HashSet::new();
         let chunks = leases.chunks(MAX_RESUMED).map(|leases| Resume { leases: leases.to_vec(), puts: Vec::new() });
@@ -165,9 +167,9 @@ impl Connection {
         Ok(unknown)
     }
 
-    /// Offers versions back that the broker has lost, each once. Returns for each lease why it could not be, if so.
-    fn offer_back(&self, lost: Vec<Arc<Held>>, incoming: &mut Vec<u8>) -> Result<Vec<(Arc<Held>, Option<String>)>> {
-        // The older versions of a name first: they would be refused behind a newer one.
+    /// Restores each lost version once. Returns, for each lease, why it is still lost, or `None`.
+    fn restore_lost(&self, lost: Vec<Arc<Held>>, incoming: &mut Vec<u8>) -> Result<Vec<(Arc<Held>, Option<String>)>> {
+        // Older versions of a name first: the broker refuses them after a newer one.
         let mut versions: BTreeMap<(String, u64, String), Vec<Arc<Held>>> = BTreeMap::new();
         for held in lost {
             versions.entry((held.name.clone(), held.version, held.id.clone())).or_default().push(held);
@@ -175,11 +177,11 @@ impl Connection {
         let mut outcomes = Vec::new();
         for leases in versions.into_values() {
             let tokens: Vec<Token> = leases.iter().map(|held| held.token).collect();
-            let problem = match leases.iter().find_map(|held| Some((held, held.offer()?))) {
+            let problem = match leases.iter().find_map(|held| Some((held, held.restorable()?))) {
                 None => Some("this process does not hold all of it".to_owned()),
                 Some((held, (whole, segments))) => {
                     let mut problem = None;
-                    for tokens in tokens.chunks(LEASES_OF_AN_OFFER) {
+                    for tokens in tokens.chunks(MAX_LEASES_PER_RESTORE) {
                         let offered = put::restore(held, whole, &segments, tokens, |upload| {
                             let mut exchange = self.exchange(incoming, self.socket.timeout());
                             let published = upload.send(&mut exchange, Duration::ZERO)?;
@@ -188,11 +190,11 @@ impl Connection {
                         });
                         match offered {
                             Ok(_) => {}
-                            Err(error) if ends_all(&error) => return Err(error),
+                            Err(error) if is_connection_error(&error) => return Err(error),
                             Err(error) => {
                                 tracing::debug!(%error, name = held.name, "a version is not taken back");
                                 if !matches!(error, Error::Broker(_)) {
-                                    held.offered_in_vain();
+                                    held.forbid_restore();
                                 }
                                 problem = Some(error.in_full());
                                 break;
@@ -202,7 +204,7 @@ impl Connection {
                     problem
                 }
             };
-            // Another reader may have been faster; and not all that were offered need be given.
+            // Another reader may have restored it first, and the broker may accept fewer leases than offered.
             let unknown = self.resume(&tokens, &[], incoming)?;
             let problem = problem.unwrap_or_else(|| "the broker has no lease of it for this process".to_owned());
             outcomes.extend(leases.into_iter().map(|held| {
@@ -213,9 +215,9 @@ impl Connection {
         Ok(outcomes)
     }
 
-    /// Nothing will come of it: its leases are lost. `forever` if none of them can be taken up later.
-    pub(super) fn give_up(&self, forever: bool) {
-        self.up.store(false, Ordering::Release);
+    /// Marks all leases as lost. `forever`: no later attempt can resume them.
+    pub(super) fn report_unreachable(&self, forever: bool) {
+        self.connected.store(false, Ordering::Release);
         let held: Vec<Arc<Held>> = {
             let mut holdings = lock(&self.holdings);
             let held = holdings.leases.values().cloned().collect();
@@ -227,13 +229,13 @@ impl Connection {
         };
         let lost: Vec<Notice> = held
             .iter()
-            .filter(|held| held.count(false))
+            .filter(|held| held.set_counted(false))
             .map(|held| Notice::lost(held, LossReason::Unreachable))
             .collect();
         lock(&self.handlers).add(lost);
     }
 
-    /// Calls the handlers with what is due.
+    /// Calls the handlers with the queued notices.
     pub(super) fn call_handlers(self: &Arc<Self>) {
         let (due, lost, restored) = {
             let mut handlers = lock(&self.handlers);
@@ -244,7 +246,7 @@ impl Connection {
         };
         let client = Client(Arc::clone(self));
         for notice in due {
-            // This thread has more to do.
+            // A panicking handler must not end this thread.
             let called = panic::catch_unwind(AssertUnwindSafe(|| match &notice {
                 Notice::Lost(notice) => lost.iter().for_each(|call| call(&client, notice)),
                 Notice::Restored(notice) => restored.iter().for_each(|call| call(&client, notice)),
@@ -256,7 +258,7 @@ impl Connection {
     }
 }
 
-/// Whether an offer failed because of the connection, and not of itself.
-fn ends_all(error: &Error) -> bool {
+/// Whether a restore failed because of the connection, so that no other restore can succeed.
+fn is_connection_error(error: &Error) -> bool {
     is_broken(error) || matches!(error, Error::Interrupted { .. } | Error::Peer(PeerError::Timeout { .. }))
 }

@@ -1,4 +1,4 @@
-//! The broker's records over a socket.
+//! Sends and receives the broker's records.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -12,8 +12,8 @@ use crate::{
     wire::{HEADER_LENGTH, MAX_BODY, broker::Message},
 };
 
-/// How long an answer is polled for before the thread sleeps. The broker has most often to be woken for a request, and then takes
-/// some microseconds; to be woken in turn would cost as much again.
+/// How long to poll for an answer before the thread sleeps. A broker that has to wake up answers within some microseconds; sleeping here
+/// would cost a second wake-up.
 pub(super) const SPIN: Duration = Duration::from_micros(150);
 
 /// Sends a record.
@@ -28,7 +28,7 @@ pub(super) fn send_on(socket: &RecordSocket, message: &Message, fds: &[BorrowedF
     socket.send(kind, &record, fds)
 }
 
-/// Waits for a message. A refusal is an error, and so is one that the broker reports.
+/// Waits for a message. Refusals and errors reported by the broker become errors.
 pub(super) fn receive_on(
     socket: &RecordSocket,
     incoming: &mut [u8],
@@ -52,22 +52,22 @@ pub(super) fn receive_on(
     }
 }
 
-/// Room for a record: a byte more than the longest one, so that a longer one shows.
+/// A receive buffer, one byte longer than the longest record, so that longer records are detected.
 pub(super) fn buffer() -> Vec<u8> {
     vec![0; HEADER_LENGTH + MAX_BODY + 1]
 }
 
-/// Whether an error means that the broker has gone, or is about to: then another one may take its place.
+/// Whether an error means that the broker is gone or about to exit, so that another may take its place.
 pub(super) fn is_broken(error: &Error) -> bool {
     matches!(error, Error::Peer(PeerError::Gone { .. } | PeerError::Reported { code: ErrorCode::Interrupted, .. }))
 }
 
-/// What came does not belong there.
+/// The error for an unexpected answer.
 pub(super) fn unexpected(got: &Message, want: &'static str) -> Error {
     ProtocolError::Unexpected { got: got.name(), want }.into()
 }
 
-/// Locks what a thread that panicked leaves as it should be.
+/// Locks a mutex even if another thread panicked while it held the lock: no critical section leaves inconsistent data.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

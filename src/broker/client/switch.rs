@@ -1,4 +1,4 @@
-//! Another version at the addresses of an object that is mapped.
+//! Replaces a mapped object by another version at the same addresses.
 
 use std::{
     mem,
@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    hold::{Hold, about_its_version},
+    hold::{Header, Hold, version_accessors},
     lease::{Lease, LeasedPart, Run, check_backend},
     object::{Layout, Object, ObjectPart},
 };
@@ -16,34 +16,29 @@ use crate::{
     memory::{Description, Device, Imported, Place, Region, Spare, exchange},
     wire::{
         Check,
-        broker::{ArrayEntry, Attached, Owner},
+        broker::{ArrayEntry, Owner},
     },
 };
 
-/// How many differences of a layout are listed.
+/// The most differences that an error lists.
 const LISTED: usize = 8;
 
-/// A version that is imported and mapped nowhere, ready to take the addresses of an object: see [`Object::prepare`].
+/// A version that is imported but not mapped, ready to take an object's addresses: see [`Object::prepare`].
 ///
-/// It holds the version's lease, and the handles and descriptors of its segments. Dropping it ends and releases them.
+/// It owns the version's lease and the handles and descriptors of its segments. Dropping it releases them.
 #[derive(Debug)]
 pub struct Prepared {
-    name: String,
-    version: u64,
-    id: String,
-    created: SystemTime,
-    owner: Owner,
-    metadata: Option<Attached>,
+    header: Header,
     parts: Vec<PreparedPart>,
     hold: Option<Hold>,
-    /// The layout that it was compared with.
+    /// The layout of the object for which this version was prepared.
     fits: Layout,
-    /// Its own.
+    /// This version's layout.
     layout: Layout,
 }
 
 impl Prepared {
-    about_its_version!();
+    version_accessors!();
 }
 
 #[derive(Debug)]
@@ -54,23 +49,22 @@ struct PreparedPart {
     spares: Vec<Spare>,
 }
 
-/// A version at addresses that stay: tensors, pointers and captured CUDA graphs that have them go on with other bytes.
+/// Replacing a version at stable addresses: tensors, pointers and captured CUDA graphs keep their addresses and see the new bytes.
 ///
-/// [`Object::prepare`] does what takes long while the old version is in use. [`Object::switch`] is then three driver calls for each
-/// piece of memory. [`Object::park`] gives the memory back and keeps the addresses, and [`Object::unpark`] fills them again.
+/// [`Object::prepare`] does the slow part while the old version is in use. [`Object::switch`] then needs three driver calls for each piece
+/// of memory. [`Object::park`] releases the memory and keeps the addresses, and [`Object::unpark`] maps memory there again.
 ///
-/// **What the caller promises** for `switch` and `park`: that nothing uses the memory by its address meanwhile. A CUDA graph, a kernel, a
-/// tensor of another library or a thread with the raw pointer may have the address, and may use it before and after. On CUDA the
-/// addresses are empty between the unmapping and the end of `cuMemSetAccess`: a kernel or copy that runs then fails with
-/// `CUDA_ERROR_ILLEGAL_ADDRESS` or `CUDA_ERROR_LAUNCH_FAILED`, after which the context, and all that the process has in it, is lost.
-/// `cuMemUnmap` does not wait for such work. `switch`, `park` and `unpark` wait for all work of the devices' primary contexts, where the
-/// CUDA runtime, PyTorch and cudarc have theirs; contexts that a program made itself (`cuCtxCreate`) it must synchronise itself. On the
-/// host backend a thread that reads by address meanwhile finds old or new bytes, page by page. While an object is parked, a read by
-/// address is a fault on both.
+/// **The caller must ensure** that nothing accesses the memory by address during `switch` and `park`. CUDA graphs, kernels, tensors of
+/// other libraries and threads may hold the address and may use it before and after. On CUDA the addresses are unmapped until
+/// `cuMemSetAccess` returns: a kernel or copy that runs in between fails with `CUDA_ERROR_ILLEGAL_ADDRESS` or `CUDA_ERROR_LAUNCH_FAILED`,
+/// which destroys the context and everything that the process has in it. `cuMemUnmap` does not wait for such work. `switch`, `park` and
+/// `unpark` wait for all work in the devices' primary contexts, which the CUDA runtime, PyTorch and cudarc use. A program that creates its
+/// own contexts (`cuCtxCreate`) must synchronise them itself. On the host backend, a thread that reads by address during a switch sees old
+/// or new bytes, page by page. On both backends, reading a parked object by address is a fault.
 ///
-/// **What safe code can't do** is read memory that is not there: the calls take the object mutably, and fail with [`Error::Misuse`] while
-/// an [`Array`](crate::memory::Array) or an `Arc` of its memory is alive. So drop those first, or keep only their addresses. Of a parked
-/// object nothing can be read: [`ObjectPart::memory`] and [`ObjectPart::array`] fail, and [`ObjectPart::pieces`] have 0 bytes.
+/// **Safe code can't** read unmapped memory: the calls borrow the object mutably, and fail with [`Error::Misuse`] while an
+/// [`Array`](crate::memory::Array) or an `Arc` of its memory is alive. So drop those first, or keep only their addresses. A parked object
+/// can't be read: [`ObjectPart::memory`] and [`ObjectPart::array`] fail, and [`ObjectPart::pieces`] have 0 bytes.
 ///
 /// ```
 /// # use vmmfd::{
@@ -101,15 +95,15 @@ struct PreparedPart {
 /// let address = object.parts()[0].memory()?.address();                    // For tensors, kernels and graphs.
 /// # put(b"two")?;
 /// let next = object.prepare(client.get(&Get::new("weights").newer_than(1))?)?;
-/// let old = object.switch(next)?;                                         // Nothing uses the memory now.
-/// drop(old);                                                              // Its lease ends, its memory is released.
+/// let old = object.switch(next)?;                                         // Nothing may use the memory now.
+/// drop(old);                                                              // Ends its lease and releases its memory.
 /// let memory = object.parts()[0].memory()?;
 /// let mut bytes = [0; 3];
 /// memory.copy_out(0, &mut bytes)?;
 /// assert_eq!((object.version(), memory.address(), &bytes), (2, address, b"two"));
 ///
-/// object.park(false)?;                                                    // Takes no memory of the device now.
-/// object.unpark(client.get(&Get::new("weights"))?)?;                      // The newest version there is.
+/// object.park(false)?;                                                    // Uses no device memory now.
+/// object.unpark(client.get(&Get::new("weights"))?)?;                      // The current version.
 /// assert_eq!(object.parts()[0].memory()?.address(), address);
 /// # drop(object);
 /// # cancel.cancel(CancelReason::Program);
@@ -119,38 +113,42 @@ struct PreparedPart {
 /// # }
 /// ```
 impl Object {
-    /// Imports a version that is to take the addresses of this one: maps it elsewhere once, so that the driver has taken it, unmaps it
-    /// there, and keeps the handles. The old version stays in use meanwhile; the device holds both.
+    /// Imports a version that will take this object's addresses. It is mapped elsewhere once, to verify it with the driver, and unmapped
+    /// again; the handles are kept. The old version remains in use, so the device holds both.
     ///
-    /// It must fit in the place of what is mapped, or was when this was parked:
-    /// - the same parts, by name, of each the same pieces: as many, which begin at the same bytes;
-    /// - of each piece at least the bytes of data that there are, and no more memory than addresses are reserved;
-    /// - each array that is mapped, by name, with the same descriptor. Others may be added.
+    /// The new version must fit at the addresses of the mapped version, or of the version that was parked:
+    /// - It has the same parts, by name, and each part has the same number of pieces, at the same offsets.
+    /// - Each piece has at least as many bytes of data, and no more memory than the reserved addresses can hold.
+    /// - It has each mapped array, by name, with the same descriptor. It may have further arrays.
     ///
-    /// So whatever the old version had at an address, the new one has there. How the memory is cut into segments may differ, and
-    /// metadata, digests and the arrays' attributes. It may be of another object's name.
+    /// So each address refers to the same array as before. Segment sizes, metadata, digests and the arrays' attributes may differ, and so
+    /// may the object's name.
     ///
-    /// Blocks for the driver's calls. Needs as many free addresses, for a moment.
+    /// Blocks for the driver's calls. Temporarily needs the same amount of free address space.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `differs` and one sentence that lists what does not fit, before anything is imported; those of
-    /// [`Lease::open`]. The lease has ended then.
+    /// [`Error::Broker`] with the code `differs` and one sentence that lists the differences, before anything is imported; errors of
+    /// [`Lease::open`]. Errors end the lease.
     ///
-    /// Driver calls, for each piece: those of [`Imported::open`](crate::memory::Imported::open), `cuMemUnmap`, `cuMemAddressFree`.
+    /// Driver calls, for each piece: as for [`Imported::open`](crate::memory::Imported::open), `cuMemUnmap`, `cuMemAddressFree`.
     #[doc(alias("cuMemUnmap", "cuMemAddressFree"))]
     pub fn prepare(&self, lease: Lease) -> Result<Prepared> {
-        let Lease { hold, name, version, id, created, owner, metadata, mut parts, backend } = lease;
+        let Lease { hold, header, mut parts, backend } = lease;
+        let (name, version) = (&header.name, header.version);
         if let Some(piece) = self.parts.iter().find_map(|part| part.memory.first()) {
-            check_backend(&name, &backend, piece.device().driver())?;
+            check_backend(name, &backend, piece.device().driver())?;
         }
-        let here = || format!("version {} of `{}`", self.version, self.name);
         let problems = |problems: Vec<String>| {
             let more = problems.len().saturating_sub(LISTED);
             let mut list = problems.into_iter().take(LISTED).collect::<Vec<_>>().join("; ");
             if more > 0 {
                 list += &format!("; and {more} more");
             }
-            let message = format!("version {version} of `{name}` does not fit at the addresses of {}: {list}", here());
+            let message = format!(
+                "version {version} of `{name}` does not fit at the addresses of version {} of `{}`: {list}",
+                self.version(),
+                self.name()
+            );
             Err(BrokerError::new(RefusalCode::Differs, message).into())
         };
         let (old, new): (Vec<_>, Vec<_>) =
@@ -163,11 +161,11 @@ impl Object {
         let layout = if lacks(&new, &old).is_empty() { self.layout.clone() } else { Layout::default() };
         let mut prepared = Vec::with_capacity(parts.len());
         for part in &self.parts {
-            // It was found above.
+            // The check above found each part.
             let Some(at) = parts.iter().position(|next| next.name == part.name) else { continue };
             let next = parts.swap_remove(at);
             let part = PreparedPart::of(next, part).inspect_err(|error| {
-                // A driver that fails here may fail for reasons of this process.
+                // A driver error may be this process's own fault, so only mismatches are reported.
                 if matches!(error, Error::Peer(_)) {
                     hold.report(error);
                 }
@@ -175,44 +173,44 @@ impl Object {
             prepared.push(part?);
         }
         let (hold, fits) = (Some(hold), self.layout.clone());
-        Ok(Prepared { name, version, id, created, owner, metadata, parts: prepared, hold, fits, layout })
+        Ok(Prepared { header, parts: prepared, hold, fits, layout })
     }
 
-    /// Puts a version that was prepared at the addresses of this one, and returns the old one, which can be switched back to: drop it
-    /// to end its lease and release its memory.
+    /// Maps a prepared version at this object's addresses and returns the old version, which can be switched back to. Drop it to end its
+    /// lease and release its memory.
     ///
-    /// The caller promises that nothing uses the memory by its address meanwhile: see above what happens else. Waits until all work in
-    /// the devices' primary contexts is done, for as long as that takes (and makes the context, if the process has none); then blocks
-    /// for the driver's calls. Name, version, id, metadata and arrays are the new version's afterwards.
+    /// The caller must ensure that nothing accesses the memory by address during the call; see above for the consequences. Waits without
+    /// limit for all work in the devices' primary contexts (and creates the context if the process has none), then blocks for the driver's
+    /// calls. Afterwards name, version, id, metadata and arrays are the new version's.
     ///
     /// # Errors
-    /// Nothing is changed after [`Error::Misuse`]: an array, an `Arc` or a mirror of the memory is alive, this is parked, or the version was
-    /// prepared for another object or layout; nor after [`Error::Driver`] if the work before failed. After
-    /// [`MemoryError::NotExchanged`](crate::error::MemoryError::NotExchanged) the old version is mapped again; if that failed too, it
-    /// has both errors, and this is parked with its lease. What was prepared is released in all cases.
+    /// The object is unchanged after [`Error::Misuse`] (an array, an `Arc` or a mirror of the memory is alive, the object is parked, or the
+    /// version was prepared for another object or layout), and after [`Error::Driver`] (earlier work failed). After
+    /// [`MemoryError::NotExchanged`](crate::error::MemoryError::NotExchanged) the old version is mapped again; if that failed too, the
+    /// error holds both causes, and the object is parked with its lease. The prepared version is released in all cases.
     ///
     /// Driver calls: `cuCtxSynchronize`; for each piece `cuMemUnmap`, `cuMemMap` for each segment, `cuMemSetAccess` once. On the host
     /// backend mmap(2) with `MAP_FIXED`, once for each segment.
     #[doc(alias("cuCtxSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess"))]
     pub fn switch(&mut self, next: Prepared) -> Result<Prepared> {
         if self.is_parked() {
-            let problem = format!("`{}` is parked, so there is nothing to switch from: unpark it", self.name);
+            let problem = format!("`{}` is parked, so there is nothing to switch from: unpark it", self.name());
             return Err(Error::Misuse { problem });
         }
-        self.put_in_place(next)
+        self.replace_with(next)
     }
 
-    /// Gives the memory back: unmaps it and releases its handles and descriptors. The addresses stay reserved for [`Object::unpark`].
+    /// Unmaps the memory and releases its handles and descriptors. The addresses remain reserved for [`Object::unpark`].
     ///
-    /// With `keep_lease` the broker keeps this version and counts this process among its readers, so that it can be got by its number
-    /// again for as long as its name exists. Without, the lease ends, and where neither the broker nor another process has the memory,
-    /// it is free. If it is parked already, the lease ends unless it is to be kept. Without descriptors this process can't offer the
-    /// version back to a broker that lost it.
+    /// With `keep_lease`, the broker keeps this version and counts this process among its readers: while the name exists, the version can
+    /// be had again by its number. Without `keep_lease`, the lease ends, and the memory is freed unless the broker or another process holds
+    /// it. Parking a parked object again without `keep_lease` ends a kept lease. While parked, this process has no descriptors, so it can't
+    /// restore the version on a broker that lost it.
     ///
-    /// The caller promises what [`Object::switch`] says. Waits as that does.
+    /// The caller must ensure the same as for [`Object::switch`], and this waits for the same work.
     ///
     /// # Errors
-    /// Those of [`Object::switch`]: as it was, or parked with its lease.
+    /// All errors of [`Object::switch`]: the object is unchanged, or parked with its lease.
     ///
     /// Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemRelease`.
     #[doc(alias("cuCtxSynchronize", "cuMemUnmap", "cuMemRelease"))]
@@ -220,7 +218,7 @@ impl Object {
         if !self.is_parked() {
             let mut places = Vec::new();
             for part in &mut self.parts {
-                let pieces = only_owners(&part.name, &mut part.memory)?;
+                let pieces = exclusive(&part.name, &mut part.memory)?;
                 places.extend(
                     pieces.into_iter().zip(&mut part.remains).map(|(memory, rest)| Place::new(memory, rest, None)),
                 );
@@ -233,43 +231,45 @@ impl Object {
         Ok(())
     }
 
-    /// Whether it is parked, by [`Object::park`] or because neither of two versions could be mapped.
+    /// Whether the object is parked, by [`Object::park`] or because a switch failed and the old version could not be mapped again.
     pub fn is_parked(&self) -> bool {
         self.parts.iter().flat_map(|part| &part.memory).any(|piece| piece.is_parked())
     }
 
-    /// Fills the addresses again, with the same version or another: `lease` is of the version that is to be there, which must fit as
-    /// [`Object::prepare`] says. A lease that was kept ends.
+    /// Maps a version at the addresses again: the same version or another that fits, as [`Object::prepare`] describes. A kept lease ends.
     ///
-    /// Get the newest version as at first, and the same one by [`Get::version`](super::Get::version): it is there if the lease was kept,
-    /// or if the broker has it anyway.
+    /// Get the current version, or the same version by [`Get::version`](super::Get::version): it still exists if the lease was kept, or if
+    /// the broker has it for another reason.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if it is not parked; those of [`Object::prepare`]; [`Error::Driver`]. It stays parked then, and can be tried
-    /// again.
+    /// [`Error::Misuse`] if the object is not parked; errors of [`Object::prepare`]; [`Error::Driver`]. The object stays parked, and the
+    /// call can be repeated with another lease.
     ///
-    /// Driver calls: those of [`Object::prepare`] and [`Object::switch`].
+    /// Driver calls: as for [`Object::prepare`] and [`Object::switch`].
     pub fn unpark(&mut self, lease: Lease) -> Result<()> {
         if !self.is_parked() {
-            let problem = format!("`{}` is not parked: prepare the version, and switch to it", self.name);
+            let problem = format!("`{}` is not parked: prepare the version, and switch to it", self.name());
             return Err(Error::Misuse { problem });
         }
         let next = self.prepare(lease)?;
-        self.put_in_place(next).map(drop)
+        self.replace_with(next).map(drop)
     }
 
-    /// Puts a version in the place of what is mapped, or of nothing. Returns what was there.
-    fn put_in_place(&mut self, mut next: Prepared) -> Result<Prepared> {
+    /// Maps a version at the addresses of this one, mapped or parked. Returns the previous version.
+    fn replace_with(&mut self, mut next: Prepared) -> Result<Prepared> {
         if !next.fits.is(&self.layout) {
             let problem = format!(
                 "version {} of `{}` was prepared for another layout than that of version {} of `{}`: prepare it again",
-                next.version, next.name, self.version, self.name
+                next.version(),
+                next.name(),
+                self.version(),
+                self.name()
             );
             return Err(Error::Misuse { problem });
         }
         let mut places = Vec::new();
         for (part, next) in self.parts.iter_mut().zip(&mut next.parts) {
-            let pieces = only_owners(&part.name, &mut part.memory)?.into_iter().zip(&mut part.remains);
+            let pieces = exclusive(&part.name, &mut part.memory)?.into_iter().zip(&mut part.remains);
             let with = pieces.zip(&mut next.spares);
             places.extend(with.map(|((memory, rest), spare)| Place::new(memory, rest, Some(spare))));
         }
@@ -281,12 +281,7 @@ impl Object {
             mem::swap(&mut part.arrays, &mut next.arrays);
             part.index = OnceLock::new();
         }
-        mem::swap(&mut self.name, &mut next.name);
-        mem::swap(&mut self.version, &mut next.version);
-        mem::swap(&mut self.id, &mut next.id);
-        mem::swap(&mut self.created, &mut next.created);
-        mem::swap(&mut self.owner, &mut next.owner);
-        mem::swap(&mut self.metadata, &mut next.metadata);
+        mem::swap(&mut self.header, &mut next.header);
         mem::swap(&mut self.hold, &mut next.hold);
         mem::swap(&mut self.layout, &mut next.layout);
         next.fits = next.layout.clone();
@@ -294,20 +289,20 @@ impl Object {
     }
 }
 
-/// The memory of a part, if nothing else in this process has it.
-fn only_owners<'a>(part: &str, memory: &'a mut [Arc<Imported>]) -> Result<Vec<&'a mut Imported>> {
+/// Exclusive access to a part's memory, or an error if anything else in this process holds it.
+fn exclusive<'a>(part: &str, memory: &'a mut [Arc<Imported>]) -> Result<Vec<&'a mut Imported>> {
     let others: usize = memory.iter().map(|piece| Arc::strong_count(piece) + Arc::weak_count(piece) - 1).sum();
     let alone: Option<Vec<_>> = memory.iter_mut().map(Arc::get_mut).collect();
     alone.ok_or_else(|| {
         let problem = format!(
-            "the memory of part `{part}` is still used, by {others} arrays or other owners of it: drop them, and keep their addresses"
+            "the memory of part `{part}` is still used by {others} arrays or other owners of it: drop them, and keep only their addresses"
         );
         Error::Misuse { problem }
     })
 }
 
 impl PreparedPart {
-    /// Imports a part for the device that uses the memory in whose place it is to be.
+    /// Imports a part for the device that uses the old version's memory.
     fn of(next: LeasedPart, part: &ObjectPart) -> Result<Self> {
         let LeasedPart { description, digest, arrays, runs, .. } = next;
         let mut spares = Vec::with_capacity(runs.len());
@@ -321,7 +316,7 @@ impl PreparedPart {
     }
 }
 
-/// What of a part must be the same, or be there, for another version to take its place.
+/// The properties of a part that decide whether another version fits in its place.
 struct Shape<'a> {
     name: &'a str,
     pieces: Vec<Piece>,
@@ -333,7 +328,7 @@ struct Piece {
     start: u64,
     /// Bytes of data.
     size: u64,
-    /// Bytes of memory, or of addresses that are reserved for it.
+    /// Bytes of memory, or of reserved addresses.
     room: u64,
 }
 
@@ -352,7 +347,7 @@ impl<'a> Shape<'a> {
         Self { name: &part.name, pieces: part.runs.iter().map(piece).collect(), arrays: &part.arrays }
     }
 
-    /// The arrays whose bytes are in the memory.
+    /// The arrays that lie inside the pieces.
     fn mapped_arrays(&self) -> impl Iterator<Item = &'a ArrayEntry> {
         let inside = |entry: &&ArrayEntry| {
             let span = entry.array.span();
@@ -365,7 +360,7 @@ impl<'a> Shape<'a> {
     }
 }
 
-/// What the first have and the second lack: a sentence's part for each.
+/// The differences that make `new` unfit for the place of `old`: one clause for each difference.
 fn lacks(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
     let mut found = Vec::new();
     let absent = |from: &[Shape<'_>], part: &Shape<'_>| from.iter().all(|other| other.name != part.name);
@@ -379,7 +374,7 @@ fn lacks(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
         }
         for (piece, other) in part.pieces.iter().zip(&next.pieces) {
             if piece.start != other.start {
-                found.push(format!("a piece of part `{name}` begins at byte {} and not {}", other.start, piece.start));
+                found.push(format!("a piece of part `{name}` starts at byte {} and not {}", other.start, piece.start));
             } else if other.size < piece.size {
                 found.push(format!(
                     "part `{name}` has {} bytes from byte {} on and not {}",
@@ -403,7 +398,7 @@ fn lacks(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
     found
 }
 
-/// Of the second, what has more memory than there are addresses for.
+/// The parts of `new` whose memory exceeds the reserved addresses of `old`.
 fn exceeds(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
     let pieces = pairs(old, new).flat_map(|(part, next)| {
         part.pieces.iter().zip(&next.pieces).map(|(piece, other)| (part.name, *piece, *other))
@@ -419,7 +414,7 @@ fn exceeds(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
         .collect()
 }
 
-/// The parts that both have.
+/// The parts that exist in both.
 fn pairs<'a, 'b>(old: &'b [Shape<'a>], new: &'b [Shape<'a>]) -> impl Iterator<Item = (&'b Shape<'a>, &'b Shape<'a>)> {
     old.iter().filter_map(|part| Some((part, new.iter().find(|next| next.name == part.name)?)))
 }

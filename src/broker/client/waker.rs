@@ -1,4 +1,4 @@
-//! Wakes the thread that watches a connection.
+//! Wakes the background thread of a connection.
 
 use std::{
     os::fd::{AsFd, BorrowedFd},
@@ -18,11 +18,11 @@ impl Waker {
     }
 
     pub(super) fn wake(&self) {
-        // It fails only if the counter is full, and then the thread wakes anyway.
+        // Fails only if the counter is full, and then the thread wakes anyway.
         let _ = self.0.write(1);
     }
 
-    /// In a fork: closes its copy of the socket, by putting the eventfd in its place.
+    /// Closes a fork's copy of the socket by replacing it with the eventfd.
     pub(super) fn replace_in_fork(&self, socket: BorrowedFd<'_>) {
         let _ = sys::replace(socket, self.0.as_fd());
     }

@@ -1,4 +1,4 @@
-//! Following what happens to names.
+//! Follows events of names.
 
 use std::{
     collections::VecDeque,
@@ -12,69 +12,68 @@ use crate::{
     wire::broker::{self, Event, Events, Message, Stop},
 };
 
-/// How long the broker is left without a request: one that has stopped answering is found out by the next.
-const ASK_AGAIN: Duration = Duration::from_secs(10);
+/// The longest time between two requests: the next request detects a broker that no longer answers.
+const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Where a watch stands: behind this event of this broker.
+/// A position in a broker's event log, after the event `seq`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct WatchPlace {
-    /// The UUID of what the broker holds. It stays over restarts that lose nothing.
+    /// The UUID of the broker's state. It survives restarts that lose nothing.
     pub instance: String,
-    /// The event's number.
+    /// The event's sequence number.
     pub seq: u64,
 }
 
 impl WatchPlace {
-    /// Behind the event of this number.
+    /// The position after event `seq`.
     pub fn new(instance: impl Into<String>, seq: u64) -> Self {
         Self { instance: instance.into(), seq }
     }
 }
 
-/// What [`Watch::next`] returns.
+/// The result of [`Watch::next`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Watched {
-    /// Something happened.
+    /// The next event.
     Event(Event),
-    /// Something happened that is not known any more: the watch was too far behind, or the broker lost what it held. Compare with
-    /// [`Client::list`].
+    /// Events are missing: the watch fell too far behind, or the broker lost its state. Call [`Client::list`] to catch up.
     Lost,
 }
 
-/// The events of names with a common prefix, in their order. Made by [`Client::watch`].
+/// The events of names with a common prefix, in order: see [`Client::watch`].
 ///
-/// Between calls of [`next`](Watch::next) it asks nothing of the broker, which keeps the newest events for all: a watch that is not
-/// read costs nothing and may fall behind. It uses the client's connection only within `next`.
+/// Between calls of [`next`](Watch::next) it does not use the connection or any resource of the broker. The broker keeps only the newest
+/// events, so an unread watch may miss some.
 #[derive(Debug)]
 pub struct Watch {
     client: Client,
     prefix: String,
-    /// What the broker has looked at, up to which the events below are complete; `None` before the first answer.
+    /// The position up to which `queue` is complete; `None` before the first answer.
     seen: Option<WatchPlace>,
-    /// The place behind what [`Watch::next`] returned last.
+    /// The position after the last event that [`Watch::next`] returned.
     place: WatchPlace,
-    /// What it is to return, each with the place behind it.
-    came: VecDeque<(Watched, WatchPlace)>,
+    /// Received events, each with the position after it.
+    queue: VecDeque<(Watched, WatchPlace)>,
 }
 
 impl Client {
-    /// Follows what happens to names that begin with `prefix` and that this user may read: from now on, or from a place that an
-    /// earlier watch had, also of another process. Blocks until the broker has answered once.
+    /// Watches events of names that start with `prefix` and that this user may read. Starts now, or at `after`: the position of an
+    /// earlier watch, possibly of another process. Blocks until the broker has answered once.
     ///
     /// # Errors
-    /// [`Error::Broker`] if the broker refuses it; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Broker`] if the broker refuses the watch; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn watch(&self, prefix: &str, after: Option<&WatchPlace>) -> Result<Watch> {
         let mut watch = Watch {
             client: self.clone(),
             prefix: prefix.to_owned(),
             seen: after.cloned(),
             place: WatchPlace { instance: String::new(), seq: 0 },
-            came: VecDeque::new(),
+            queue: VecDeque::new(),
         };
-        watch.ask(Duration::ZERO)?;
-        // Behind nothing that it has to return.
+        watch.fetch(Duration::ZERO)?;
+        // Not `seen`, which is already after the queued events.
         watch.place = match (after, &watch.seen) {
             (Some(after), _) => after.clone(),
             (None, Some(seen)) => seen.clone(),
@@ -85,14 +84,14 @@ impl Client {
 }
 
 impl Watch {
-    /// The next event, or that some were lost. Blocks until there is one, for at most `timeout`: then `None`. With a timeout of zero
-    /// it only fetches what there is. Meanwhile other requests over clones of the client wait.
+    /// Returns the next event, [`Watched::Lost`] if events are missing, or `None` after `timeout`. Blocks for at most `timeout`, and
+    /// for the broker's answer; a timeout of zero only fetches available events. Requests on clones of the client wait in the meantime.
     ///
-    /// If the broker restarts, the client connects again as for any request, and the watch goes on where it was.
+    /// If the broker restarts, the client reconnects as for any request, and the watch continues at its position.
     ///
     /// # Errors
     /// [`Error::Broker`] with the code `stopped` after [`Client::stop`]; [`Error::Peer`] if the broker does not answer within the
-    /// config's timeout or is gone; [`Error::System`], [`Error::Interrupted`]. The watch is where it was before, and may be asked
+    /// config's timeout or is gone; [`Error::System`], [`Error::Interrupted`]. The watch keeps its position, and `next` may be called
     /// again.
     pub fn next(&mut self, timeout: Duration) -> Result<Option<Watched>> {
         let deadline = deadline_after(timeout);
@@ -102,30 +101,30 @@ impl Watch {
                 return Ok(Some(watched));
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            self.ask(left.min(ASK_AGAIN))?;
-            if self.came.is_empty() && stops != self.client.0.stops() {
-                // It may have come when the subscription was ended in any case.
+            self.fetch(left.min(POLL_INTERVAL))?;
+            if self.queue.is_empty() && stops != self.client.0.stops() {
+                // Without this check, a stop that arrives while the subscription ends would be lost.
                 return Err(BrokerError::new(RefusalCode::Stopped, "the watch was ended").into());
             }
-            if self.came.is_empty() && Instant::now() >= deadline {
+            if self.queue.is_empty() && Instant::now() >= deadline {
                 return Ok(self.take());
             }
         }
     }
 
-    /// Behind what [`next`](Watch::next) returned last: for [`Client::watch`], to go on there later.
+    /// The position after the last result of [`next`](Watch::next), to continue there later with [`Client::watch`].
     pub fn place(&self) -> &WatchPlace {
         &self.place
     }
 
-    /// What is there already.
+    /// Takes the next received event.
     fn take(&mut self) -> Option<Watched> {
-        match (self.came.pop_front(), &self.seen) {
+        match (self.queue.pop_front(), &self.seen) {
             (Some((watched, place)), _) => {
                 self.place = place;
                 Some(watched)
             }
-            // Events of other names lie behind the last one too.
+            // The last position may be after events of other names.
             (None, Some(seen)) => {
                 self.place.clone_from(seen);
                 None
@@ -134,9 +133,9 @@ impl Watch {
         }
     }
 
-    /// Subscribes behind what is there already, waits for events, and ends the subscription: the connection is free afterwards. If
-    /// the connection breaks, it subscribes again behind what has come.
-    fn ask(&mut self, wait: Duration) -> Result<()> {
+    /// Subscribes at `seen`, waits for events and unsubscribes, so that the connection is free afterwards. If the connection breaks, it
+    /// subscribes again at the new position.
+    fn fetch(&mut self, wait: Duration) -> Result<()> {
         let (client, until) = (self.client.clone(), deadline_after(wait));
         client.0.request(wait, |exchange, _| self.subscribe(exchange, until))
     }
@@ -148,14 +147,14 @@ impl Watch {
             instance: self.seen.as_ref().map(|seen| seen.instance.clone()),
         });
         exchange.send_first(&request, &[])?;
-        // The first answer comes at once, and may have no events.
+        // The first answer arrives at once and may be empty.
         match exchange.receive("for the broker's events")? {
-            (Message::Events(events), _) => self.keep(events),
+            (Message::Events(events), _) => self.enqueue(events),
             (other, _) => return Err(unexpected(&other, "events")),
         }
-        while self.came.is_empty() {
-            match exchange.receive_until(until, "for the broker's events") {
-                Ok((Message::Events(events), _)) => self.keep(events),
+        while self.queue.is_empty() {
+            match exchange.receive_by(Some(until), "for the broker's events") {
+                Ok((Message::Events(events), _)) => self.enqueue(events),
                 Ok((other, _)) => return Err(unexpected(&other, "events")),
                 Err(Error::Peer(PeerError::Timeout { .. })) => break,
                 Err(error) => return Err(error),
@@ -164,7 +163,7 @@ impl Watch {
         exchange.send(&Message::Stop(Stop {}), &[])?;
         loop {
             match exchange.receive("for the end of the broker's events") {
-                Ok((Message::Events(events), _)) => self.keep(events),
+                Ok((Message::Events(events), _)) => self.enqueue(events),
                 Ok((other, _)) => return Err(unexpected(&other, "refused")),
                 Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Stopped => return Ok(()),
                 Err(error) => return Err(error),
@@ -172,16 +171,16 @@ impl Watch {
         }
     }
 
-    /// Keeps what came, and where to go on.
-    fn keep(&mut self, came: Events) {
-        let Events { instance, lost, events, next } = came;
+    /// Queues received events and advances `seen`.
+    fn enqueue(&mut self, queue: Events) {
+        let Events { instance, lost, events, next } = queue;
         let place = |seq| WatchPlace { instance: instance.clone(), seq };
         let other = self.seen.as_ref().is_some_and(|seen| seen.instance != instance);
         if lost || other {
             let first = events.first().map_or(next, |event| event.seq.saturating_sub(1));
-            self.came.push_back((Watched::Lost, place(first)));
+            self.queue.push_back((Watched::Lost, place(first)));
         }
-        self.came.extend(events.into_iter().map(|event| {
+        self.queue.extend(events.into_iter().map(|event| {
             let place = place(event.seq);
             (Watched::Event(event), place)
         }));

@@ -1,4 +1,4 @@
-//! The thread that notices that a connection broke while no request is made, and tells the broker what it had no room for.
+//! The background thread: it reconnects while no request is in progress, and sends releases that did not fit the socket.
 
 use std::{
     io,
@@ -28,50 +28,51 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How long it waits before it looks again whether the thread that makes a request has made the connection again.
-const OTHERS: Duration = Duration::from_millis(20);
+/// How often to check whether another thread's request has finished reconnecting.
+const RECHECK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The first and the longest pause between two attempts.
+/// The first and the longest pause between attempts to reconnect.
 const PAUSES: [Duration; 2] = [Duration::from_millis(2), Duration::from_secs(1)];
 
 impl Connection {
-    /// Starts the thread that notices that the connection broke, if there is none.
-    pub(super) fn watch(self: &Arc<Self>) {
+    /// Starts the background thread unless it runs.
+    pub(super) fn start_watcher(self: &Arc<Self>) {
         if self.watcher.get().is_some() {
             return;
         }
         match start(self) {
-            // One that another thread has started meanwhile stays; this one ends.
+            // If another thread was faster, its watcher remains and this one exits.
             Ok(watcher) => drop(self.watcher.set(watcher)),
             // The next lease tries again.
-            Err(error) => tracing::warn!(%error, "leases are not taken up while no request is made"),
+            Err(error) => {
+                tracing::warn!(%error, "no thread to reconnect to the broker: leases end with the connection unless a request reconnects in time")
+            }
         }
     }
 }
 
-/// Starts the thread of a connection that holds leases. It sleeps in poll(2) until the other end is closed; then it makes the connection
-/// again, since the broker waits only so long for what it held to be taken up.
+/// Starts a thread that sleeps in poll(2) until the broker closes the connection and then reconnects: the broker waits only for a limited
+/// time for leases to be resumed.
 ///
-/// It costs one thread and one descriptor, from the first lease to the end of the connection, which it does not keep alive. It makes no
-/// driver call.
+/// The thread does not keep the connection alive, makes no driver call, and owns one descriptor.
 ///
 /// # Errors
 /// [`Error::System`]. See eventfd(2), pthread_create(3).
 fn start(connection: &Arc<Connection>) -> Result<Waker> {
     let wake = Arc::new(eventfd()?);
-    let watch = Watch {
+    let watcher = Watcher {
         connection: Arc::downgrade(connection),
         dialler: connection.dialler.clone(),
         socket: connection.socket.shared(),
         wake: Arc::clone(&wake),
     };
-    // The program's signals are for the program's threads. What a fault raises has to stay with the thread.
+    // Signals are for the program's own threads, but a thread must receive its own faults.
     let mut signals = SigSet::all();
     for fault in [Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGILL, Signal::SIGTRAP, Signal::SIGABRT] {
         signals.remove(fault);
     }
     let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK);
-    let started = thread::Builder::new().name("vmmfd-broker".to_owned()).spawn(move || watch.run());
+    let started = thread::Builder::new().name("vmmfd-broker".to_owned()).spawn(move || watcher.run());
     if let Ok(before) = before {
         let _ = before.thread_set_mask();
     }
@@ -79,79 +80,79 @@ fn start(connection: &Arc<Connection>) -> Result<Waker> {
     Ok(Waker::new(wake))
 }
 
-/// What the thread has.
-struct Watch {
+/// The background thread's state.
+struct Watcher {
     connection: Weak<Connection>,
     dialler: Option<Arc<Dialler>>,
-    /// The connection's. The same descriptor when it is made again.
+    /// The connection's socket. A reconnect keeps its descriptor number.
     socket: Arc<UnixStream>,
     wake: Arc<EventFd>,
 }
 
-/// What is to be waited for next.
+/// The event that the thread waits for.
 enum Next {
-    /// The end of the connection; with `unsent` also room for what the broker has not been told yet.
-    HangUp { unsent: bool },
-    /// This time.
+    /// Broken connection; with `pending_releases`, also room in the socket.
+    HangUp { pending_releases: bool },
+    /// Timeout.
     Pause(Duration),
-    /// What another thread does.
+    /// A wake-up by another thread.
     Wake,
 }
 
-impl Watch {
+impl Watcher {
     fn run(self) {
-        let mut next = Next::HangUp { unsent: false };
-        // Since when it is broken, and whether that was said; and the pause before the next attempt.
-        let (mut since, mut said, mut pause) = (None, false, PAUSES[0]);
+        let mut next = Next::HangUp { pending_releases: false };
+        // Since when the connection is broken, whether the handlers know, and the pause before the next attempt.
+        let (mut since, mut reported, mut pause) = (None, false, PAUSES[0]);
         loop {
             if let Err(error) = self.wait(&next) {
-                tracing::warn!(%error, "leases are not taken up while no request is made");
+                tracing::warn!(%error, "cannot wait for the broker: leases end with the connection unless a request reconnects in time");
                 return;
             }
             let Some(connection) = self.connection.upgrade() else { return };
             connection.call_handlers();
             if !connection.is_hung_up() {
-                let unsent = connection.send_unsent();
-                (next, since, said, pause) = (Next::HangUp { unsent }, None, false, PAUSES[0]);
+                let pending_releases = connection.try_flush_releases();
+                (next, since, reported, pause) = (Next::HangUp { pending_releases }, None, false, PAUSES[0]);
                 continue;
             }
             let Some(dialler) = &self.dialler else {
-                connection.give_up(true);
+                connection.report_unreachable(true);
                 connection.call_handlers();
                 return;
             };
             {
-                let making = match connection.incoming.try_lock() {
+                let guard = match connection.incoming.try_lock() {
                     Ok(incoming) => incoming,
                     Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
                     Err(TryLockError::WouldBlock) => {
-                        // That thread makes it again.
-                        next = Next::Pause(OTHERS);
+                        // The other thread's request reconnects.
+                        next = Next::Pause(RECHECK_INTERVAL);
                         continue;
                     }
                 };
-                // It may have made it again since.
+                // A request may have reconnected in the meantime.
                 if !connection.is_hung_up() {
-                    next = Next::HangUp { unsent: connection.send_unsent() };
+                    next = Next::HangUp { pending_releases: connection.try_flush_releases() };
                     continue;
                 }
-                connection.broke();
-                drop(making);
+                connection.mark_broken();
+                drop(guard);
             }
             if lock(&connection.holdings).is_empty() {
-                // The next request makes it again.
+                // The next request reconnects.
                 next = Next::Wake;
                 continue;
             }
             let since = *since.get_or_insert_with(Instant::now);
-            // The connection may be dropped meanwhile.
+            // Do not keep the connection alive during the attempt.
             drop(connection);
-            match self.make_again(dialler) {
+            match self.try_reconnect(dialler) {
                 Ok(()) => {}
                 Err(error @ Error::Interrupted { .. }) => {
                     tracing::debug!(%error, "a connection to the broker is not made again");
                     if let Some(connection) = self.connection.upgrade() {
-                        connection.give_up(true);
+                        connection.report_unreachable(true);
                         connection.call_handlers();
                     }
                     return;
@@ -159,16 +160,16 @@ impl Watch {
                 Err(error) => {
                     tracing::debug!(%error, "cannot make a connection to the broker again");
                     if since.elapsed() >= dialler.timeout
-                        && !said
+                        && !reported
                         && let Some(connection) = self.connection.upgrade()
                     {
-                        // A request may have made it again since.
-                        let making = connection.incoming.try_lock();
-                        if making.is_ok() && connection.is_hung_up() {
-                            said = true;
-                            connection.give_up(false);
+                        // A request may have reconnected in the meantime.
+                        let guard = connection.incoming.try_lock();
+                        if guard.is_ok() && connection.is_hung_up() {
+                            reported = true;
+                            connection.report_unreachable(false);
                         }
-                        drop(making);
+                        drop(guard);
                         connection.call_handlers();
                     }
                 }
@@ -178,9 +179,9 @@ impl Watch {
         }
     }
 
-    /// Makes one attempt. The right to make a request is taken only once a broker has answered: a request need not wait for an
-    /// attempt that comes to nothing.
-    fn make_again(&self, dialler: &Dialler) -> Result<()> {
+    /// Makes one attempt. Takes the right to make requests only after a broker has answered, so that no request waits for a failing
+    /// attempt.
+    fn try_reconnect(&self, dialler: &Dialler) -> Result<()> {
         let dialled = dialler.dial(Instant::now(), &mut buffer())?;
         let Some(connection) = self.connection.upgrade() else { return Ok(()) };
         let mut incoming = match connection.incoming.try_lock() {
@@ -195,16 +196,19 @@ impl Watch {
     }
 
     fn wait(&self, next: &Next) -> io::Result<()> {
-        // POLLHUP is reported unasked: records are for the thread that makes a request.
+        // poll(2) always reports POLLHUP. Records are for the requesting thread, so do not ask for POLLIN.
         let wake = PollFd::new(self.wake.as_fd(), PollFlags::POLLIN);
-        let writable =
-            if matches!(next, Next::HangUp { unsent: true }) { PollFlags::POLLOUT } else { PollFlags::empty() };
+        let writable = if matches!(next, Next::HangUp { pending_releases: true }) {
+            PollFlags::POLLOUT
+        } else {
+            PollFlags::empty()
+        };
         let socket = PollFd::new(self.socket.as_fd(), writable);
         let mut polled = [wake, socket];
         let (polled, timeout) = match next {
             Next::HangUp { .. } => (&mut polled[..], PollTimeout::NONE),
             Next::Wake => (&mut polled[..1], PollTimeout::NONE),
-            // Rounded up: a pause of 0 would be none.
+            // Round up: a pause of 0 would spin.
             Next::Pause(pause) => {
                 let pause = PollTimeout::try_from(*pause).unwrap_or(PollTimeout::MAX);
                 (&mut polled[..1], pause)
@@ -214,7 +218,7 @@ impl Watch {
             Ok(_) | Err(nix::errno::Errno::EINTR) => {}
             Err(errno) => return Err(errno.into()),
         }
-        // It is not readable most often.
+        // Usually EAGAIN: nothing was written.
         let _ = self.wake.read();
         Ok(())
     }

@@ -19,7 +19,7 @@ use crate::{
     error::{Error, Result, SocketError},
 };
 
-/// Connects to the keeper at a path. Waits so long for it to listen. `None` if none listens there.
+/// Connects to the keeper at a path. Waits up to `wait` for a listener; `None` if there is none.
 pub(super) fn dial_if_there(path: &Path, wait: Duration, cancel: &Cancel) -> Result<Option<(OwnedFd, Process)>> {
     let (socket, peer) = match connect_socket(path, wait, &Trust::default(), cancel) {
         Ok(connected) => connected,
@@ -30,7 +30,7 @@ pub(super) fn dial_if_there(path: &Path, wait: Duration, cancel: &Cancel) -> Res
     Ok(Some((socket, Process::of(peer.pid))))
 }
 
-/// Connects to the keeper at a path. Waits so long for it to listen.
+/// Connects to the keeper at a path. Waits up to `wait` for a listener.
 pub(super) fn dial(path: &Path, wait: Duration, cancel: &Cancel) -> Result<(OwnedFd, Process)> {
     dial_if_there(path, wait, cancel)?.ok_or_else(|| {
         unreachable(path, io::Error::other("no keeper listens there; start one with `vmmfd keeper --socket PATH`"))
@@ -44,15 +44,15 @@ pub(super) fn unreachable(path: &Path, error: io::Error) -> Error {
 /// Checks that a keeper of this user listens at a path.
 ///
 /// # Errors
-/// [`Error::System`] if none does; [`Error::Socket`] if this user may not connect.
+/// [`Error::System`] if there is none; [`Error::Socket`] if this user may not connect.
 pub fn check_reachable(path: &Path, cancel: &Cancel) -> Result<()> {
     dial(path, Duration::ZERO, cancel).map(drop)
 }
 
-/// Asks the keeper at a path to execute the program at its path in place, and waits for the result.
+/// Asks the keeper at a path to execute its program again in place. Waits for the result.
 ///
 /// # Errors
-/// [`Error::System`] if the keeper refuses that program, or can't be reached.
+/// [`Error::System`] if the keeper refuses the program or can't be reached.
 pub fn reload(path: &Path, cancel: &Cancel) -> Result<()> {
     let failed = |why: String| Error::system(format!("reload the keeper at {}", path.display()), io::Error::other(why));
     let (socket, _) = dial(path, Duration::ZERO, cancel)?;

@@ -16,18 +16,18 @@ use super::{
     peer::{ready, until},
 };
 
-/// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
+/// How long to wait after the kernel's limit of descriptors in flight was reached.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
-/// The descriptors by their names.
+/// The held descriptors by name.
 #[derive(Debug)]
 pub(super) struct Held {
     descriptors: BTreeMap<String, OwnedFd>,
-    /// Names that a server which sends everything again has not sent yet.
+    /// Names that the server has not sent again yet.
     unsent: BTreeSet<String>,
     /// Whether the server has sent everything.
     is_whole: bool,
-    /// What the last server reported at an end that was requested.
+    /// The report of the last server that exited on request.
     last_report: String,
 }
 
@@ -66,23 +66,23 @@ impl Held {
         self.descriptors.remove(name);
     }
 
-    /// A server begins to send everything again.
+    /// A server starts to send everything again.
     pub(super) fn begin_resend(&mut self) {
         self.unsent = self.descriptors.keys().cloned().collect();
         self.is_whole = false;
     }
 
-    /// The server has sent everything: removes the rest.
+    /// The server has sent everything: drops descriptors that it did not send again.
     pub(super) fn complete(&mut self) {
         for name in std::mem::take(&mut self.unsent) {
             self.descriptors.remove(&name);
         }
         if !std::mem::replace(&mut self.is_whole, true) {
-            tracing::info!("holds everything that the server has: {} descriptors", self.len());
+            tracing::info!("all {} descriptors of the server are held", self.len());
         }
     }
 
-    /// Sends a server everything. Blocks for at most [`HANDOVER_TIMEOUT`] without progress.
+    /// Sends everything to a server. Blocks, for at most [`HANDOVER_TIMEOUT`] without progress.
     pub(super) fn hand_over(&self, socket: &OwnedFd) -> io::Result<()> {
         let all: Vec<(&String, &OwnedFd)> = self.descriptors.iter().collect();
         let mut in_flight = 0;
@@ -99,12 +99,14 @@ impl Held {
     }
 }
 
-/// Waits until the server has received more. Returns how many descriptors.
+/// Waits for the server's next acknowledgement. Returns the number of descriptors.
 fn received(socket: &OwnedFd) -> io::Result<usize> {
     loop {
         match receive(socket)? {
             Arrival::Message(Message::Received(count), _) => return Ok(usize::try_from(count).unwrap_or(usize::MAX)),
-            Arrival::Message(other, _) => return Err(io::Error::other(format!("it sent {other:?} in the handover"))),
+            Arrival::Message(other, _) => {
+                return Err(io::Error::other(format!("it sent {other:?} during the handover")));
+            }
             Arrival::End => return Err(io::ErrorKind::UnexpectedEof.into()),
             Arrival::Nothing if ready(socket, PollFlags::POLLIN, HANDOVER_TIMEOUT) => {}
             Arrival::Nothing => return Err(io::ErrorKind::TimedOut.into()),
@@ -112,7 +114,7 @@ fn received(socket: &OwnedFd) -> io::Result<usize> {
     }
 }
 
-/// Sends a message once there is room for it.
+/// Sends a message once the socket has room.
 fn send_when_possible(socket: &OwnedFd, message: &Message, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let deadline = Instant::now() + HANDOVER_TIMEOUT;
     loop {

@@ -1,4 +1,4 @@
-//! The program that a process of the broker executes.
+//! The programs that processes of the broker execute.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -33,36 +33,36 @@ use crate::{
     sys,
 };
 
-/// The program that this process executes, whichever file is at its path now: only a reload executes another one, after a check.
+/// The running program, even if the file at its path has been replaced: only a reload executes the new file, after a check.
 const THIS: &str = "/proc/self/exe";
 
 /// The answer of a program that can take over.
 pub(super) const PROOF: &str = "vmmfd: keeper 1, catalogue readable\n";
 
-/// A program of the broker, with its arguments.
+/// A program of the broker with its arguments.
 #[derive(Debug, Clone)]
 pub(in crate::broker) struct Image {
-    /// Where a reload looks for the next program.
+    /// Where a reload finds the next program.
     path: PathBuf,
-    /// The file that is executed.
+    /// The file to execute.
     file: PathBuf,
     arguments: Vec<OsString>,
 }
 
 impl Image {
-    /// This process's. For programs of the project alone: no other program expects to be executed a second time.
+    /// The program of this process. Only for programs of this project: no other program expects to be executed a second time.
     pub(super) fn of_this_process() -> io::Result<Self> {
         let path = role::program().map_or_else(std::env::current_exe, Ok)?;
         Ok(Self { path, file: THIS.into(), arguments: std::env::args_os().collect() })
     }
 
-    /// The keeper's program at a path, to listen at `socket`.
+    /// The keeper's program at `path`, listening at `socket`.
     pub(super) fn of_keeper(path: &Path, socket: &Path) -> Self {
         let arguments = vec![path.into(), "keeper".into(), "--socket".into(), socket.into()];
         Self { path: path.to_owned(), file: path.to_owned(), arguments }
     }
 
-    /// `file`, executed with these arguments in a role.
+    /// Prepares to execute `file` in a role.
     fn program(
         &self,
         file: &Path,
@@ -74,10 +74,10 @@ impl Image {
         sys::Program::new(file, arguments, &role.variables(&self.path, last_report), fds)
     }
 
-    /// Starts a server. Returns its pid, a pidfd of it and the keeper's end of the connection with it.
+    /// Starts a server. Returns its pid, its pidfd and the keeper's end of the connection.
     ///
     /// # Errors
-    /// Those of socketpair(2), pidfd_open(2), fork(2) and execve(2).
+    /// All errors of socketpair(2), pidfd_open(2), fork(2) and execve(2).
     pub(super) fn start_server(&self) -> io::Result<(i32, OwnedFd, OwnedFd)> {
         let (ours, theirs) = pair()?;
         let keeper = pidfd_of(process::id().cast_signed())?;
@@ -86,10 +86,10 @@ impl Image {
         Ok((pid, pidfd_or_kill(pid)?, ours))
     }
 
-    /// Starts a keeper for this process, which is a server. Returns the server's end of the connection.
+    /// Starts a keeper for this server process. Returns the server's end of the connection, and the keeper.
     ///
     /// # Errors
-    /// Those of socketpair(2), pidfd_open(2), fork(2) and execve(2).
+    /// All errors of socketpair(2), pidfd_open(2), fork(2) and execve(2).
     pub(super) fn start_keeper(&self) -> io::Result<(OwnedFd, Process)> {
         let (ours, theirs) = pair()?;
         let own = process::id().cast_signed();
@@ -99,14 +99,14 @@ impl Image {
         Ok((ours, Process::of_child(pid, pidfd_or_kill(pid)?)))
     }
 
-    /// Opens the program at the path, and has it prove that it can take over.
+    /// Opens the program at the path and makes it prove that it can take over.
     ///
     /// # Errors
-    /// Why it can't.
+    /// The reason why it can't.
     pub(super) fn check(&self, passed: &Passed<'_>) -> std::result::Result<OwnedFd, String> {
         let path = self.path.display();
-        // The same file is checked and then executed, even if another one replaces it meanwhile. Its number is above those that the
-        // next program is passed.
+        // Open it once: the checked file is the executed file, even if the path is replaced in between. Its number is above the descriptors
+        // passed to the next program.
         let above = i32::try_from(passed.kept.len() as u64 + OWN_DESCRIPTORS).unwrap_or(i32::MAX);
         let opened = rustix::fs::open(&self.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
             .and_then(|file| rustix::io::fcntl_dupfd_cloexec(&file, above));
@@ -124,20 +124,24 @@ impl Image {
         match waitpid(Pid::from_raw(pid), None) {
             Ok(WaitStatus::Exited(_, 0)) => {}
             Ok(WaitStatus::Exited(_, code)) => {
-                return Err(format!("{path} can't go on with what the keeper holds (exit code {code})"));
+                return Err(format!("{path} can't take over the keeper's descriptors (exit code {code})"));
             }
-            _ => return Err(format!("{path} did not answer whether it can go on with what the keeper holds")),
+            _ => {
+                return Err(format!(
+                    "{path} did not answer within {HANDOVER_TIMEOUT:?} whether it can take over the keeper's descriptors"
+                ));
+            }
         }
         let mut text = [0; 256];
         let length = nix::unistd::read(&answer, &mut text).unwrap_or(0);
         match String::from_utf8_lossy(&text[..length]) {
             text if text == PROOF => Ok(file),
-            text => Err(format!("{path} answers {text:?} in place of {PROOF:?}: it is no vmmfd that can take over")),
+            text => Err(format!("{path} answers {text:?} instead of {PROOF:?}: it is not a vmmfd that can take over")),
         }
     }
 
-    /// Executes a checked program in place of this one; if that fails, this program again. Returns only if both fail: the caller must
-    /// end then.
+    /// Replaces this process by a checked program or, if that fails, by this program again. Returns only if both fail; the caller must exit
+    /// then.
     pub(super) fn execute(
         &self,
         file: &OwnedFd,
@@ -159,25 +163,25 @@ impl Image {
     }
 }
 
-/// Answers whether a server of this build can take over the descriptors that were passed to this process: `check` reads their catalogue.
+/// Answers whether this build can take over the descriptors passed to this process. `check` reads their catalogue.
 ///
 /// # Errors
-/// Why not.
+/// The reason why it can't.
 pub(in crate::broker) fn answer_check(check: impl FnOnce(Vec<(String, OwnedFd)>) -> Result<()>) -> Result<()> {
     let passed = PassedForCheck::take();
-    let passed = passed.map_err(|error| Error::system("take the descriptors that were passed", error))?;
+    let passed = passed.map_err(|error| Error::system("receive the passed descriptors", error))?;
     check(passed.kept)?;
     let Some(answer) = passed.answer else { return Ok(()) };
     let written = nix::unistd::write(&answer, PROOF.as_bytes());
     written.map(drop).map_err(|errno| Error::system("answer the keeper", errno))
 }
 
-/// The path at which an open file can be executed.
+/// The path to execute an open file.
 fn executable(file: &OwnedFd) -> PathBuf {
     format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
-/// A pidfd of a child, which is killed if there can be none.
+/// Opens a child's pidfd, and kills the child if that fails.
 fn pidfd_or_kill(pid: i32) -> io::Result<OwnedFd> {
     pidfd_of(pid).inspect_err(|_| {
         let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);

@@ -1,4 +1,4 @@
-//! How a server finds or starts its keeper, and takes over what that holds.
+//! Finds or starts a server's keeper, and takes over its descriptors.
 
 use std::{
     fs, io,
@@ -25,15 +25,15 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The keeper of a [`Server`](crate::broker::Server): a process that holds the server's descriptors too, so that the objects outlive the
+/// The keeper of a [`Server`](crate::broker::Server): a process that also holds the server's descriptors, so that objects outlive the
 /// server's process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KeeperPath {
-    /// The `vmmfd` program. The server starts it as `vmmfd keeper`, unless the keeper of an earlier server at the same path still runs,
-    /// and starts another if that dies. It listens in the folder `PATH.keeper` beside the broker's socket `PATH`, and is no child that
-    /// the program must wait for. It ends when a server ends that was asked to and has no versions; otherwise it stays and holds them
-    /// for the next server, also if none comes: SIGTERM ends it and frees them.
+    /// The path of the `vmmfd` program. The server runs it as `vmmfd keeper`, unless the keeper of an earlier server at the same path still
+    /// runs, and starts another if it dies. The keeper listens in the folder `PATH.keeper` beside the broker's socket `PATH`. It is not a
+    /// child that the program must wait for. It exits when a server exits on request without any version. Otherwise it holds the versions
+    /// for the next server, without a time limit; SIGTERM ends it and frees them.
     Program(PathBuf),
     /// The socket of a `vmmfd keeper` that an init starts and restarts.
     Socket(PathBuf),
@@ -42,19 +42,19 @@ pub enum KeeperPath {
 /// How a server gets its next keeper.
 #[derive(Debug, Clone)]
 pub(in crate::broker) enum Link {
-    /// It connects to the keeper at a path, which an init restarts.
+    /// Connects to the keeper at a path. An init restarts that keeper.
     Path(PathBuf),
-    /// It starts the keeper, which listens at `socket` and outlives it.
+    /// Starts the keeper, which listens at `socket` and outlives the server.
     Program { image: Image, socket: PathBuf },
-    /// It starts the keeper, which starts the next server.
+    /// Starts the keeper, which starts the next server.
     Pair(Image),
 }
 
 impl Link {
-    /// A connection to a keeper, and that process. Does not wait for one that is not there.
+    /// Connects to a keeper, or starts one. Does not wait for a listener.
     ///
     /// # Errors
-    /// If there is no keeper, or if it can't be started.
+    /// If no keeper listens, or if it can't be started.
     pub(in crate::broker) fn connect(&self) -> io::Result<(OwnedFd, Process)> {
         match self {
             Self::Path(path) => {
@@ -70,50 +70,45 @@ impl Link {
         !matches!(self, Self::Path(_))
     }
 
-    /// Whether the keeper stays when the server was asked to end.
+    /// Whether the keeper survives a server that exits on request.
     pub(in crate::broker) fn keeper_stays(&self) -> bool {
         !matches!(self, Self::Pair(_))
     }
 
-    /// Ends a keeper that the program started, and that holds no version. Returns whether it has ended: then the next server starts
-    /// another.
+    /// Ends a keeper that holds no version, if servers start it. Returns whether it has exited, so that the next server starts another.
     pub(in crate::broker) fn end_unused(&self, keeper: &Process) -> bool {
         let Self::Program { socket, .. } = self else { return false };
         if !keeper.terminate(HANDOVER_TIMEOUT) {
             return false;
         }
-        // Fails if it has another file.
+        // Fails if the folder has other files.
         let _ = socket.parent().map(fs::remove_dir);
         true
     }
 }
 
-/// What a server takes over, and from where.
+/// The state that a starting server takes over.
 #[derive(Debug)]
-pub(in crate::broker) struct Taken {
+pub(in crate::broker) struct Takeover {
     pub(in crate::broker) store: Store,
     pub(in crate::broker) inherited: Inherited,
-    /// Whether these are all descriptors that the servers before this one had kept.
+    /// Whether the set of descriptors is complete.
     pub(in crate::broker) whole: bool,
     pub(in crate::broker) link: Link,
     pub(in crate::broker) keeper: Process,
 }
 
-/// What a keeper holds for a server that starts.
-#[derive(Debug)]
-pub(in crate::broker) struct Kept(pub(in crate::broker) Taken);
-
-impl Kept {
-    /// What the keeper of the broker at a path holds.
+impl Takeover {
+    /// Takes over from the keeper of the broker at a path.
     ///
     /// # Errors
-    /// [`Error::System`] if the keeper can't be reached or started, refuses this server or does not answer: a server that went on would
-    /// be empty.
+    /// [`Error::System`] if the keeper can't be reached or started, refuses this server or does not answer: without its descriptors, the
+    /// server would be empty.
     pub(in crate::broker) fn of(keeper: &KeeperPath, broker: &Path, cancel: &Cancel) -> Result<Self> {
         match keeper {
             KeeperPath::Socket(path) => {
                 let (socket, keeper) = dial(path, HANDOVER_TIMEOUT, cancel)?;
-                take(socket, keeper, Link::Path(path.clone()), cancel).map_err(|error| unreachable(path, error))
+                take_over(socket, keeper, Link::Path(path.clone()), cancel).map_err(|error| unreachable(path, error))
             }
             KeeperPath::Program(path) => Self::of_program(path, broker, cancel),
         }
@@ -132,39 +127,39 @@ impl Kept {
             Some(running) => running,
             None => require_other_program(program).and_then(|()| image.start_keeper()).map_err(failed)?,
         };
-        let taken = take(connection, keeper, Link::Program { image, socket: socket.clone() }, cancel);
+        let taken = take_over(connection, keeper, Link::Program { image, socket: socket.clone() }, cancel);
         taken.map_err(|error| if is_new { failed(error) } else { unreachable(&socket, error) })
     }
 
-    /// What the keeper holds that started this process.
+    /// Takes over from the keeper that started this process.
     ///
     /// # Errors
-    /// As [`Kept::of`].
+    /// As [`Takeover::of`].
     pub(in crate::broker) fn of_parent(cancel: &Cancel) -> Result<Self> {
         let failed = |error| Error::system("reach the keeper", error);
         let (socket, keeper) = passed_by_keeper().map_err(failed)?;
         let link = Link::Pair(Image::of_this_process().map_err(failed)?);
-        take(socket, keeper, link, cancel).map_err(failed)
+        take_over(socket, keeper, link, cancel).map_err(failed)
     }
 }
 
-/// Refuses this process's own program as its keeper: it would start itself again and again.
+/// Rejects this process's own program as its keeper: it would start itself endlessly.
 fn require_other_program(program: &Path) -> io::Result<()> {
     let file = |path: &Path| fs::metadata(path).map(|metadata| (metadata.dev(), metadata.ino()));
     if file(program)? == file(Path::new("/proc/self/exe"))? {
-        return Err(io::Error::other("it is this program itself: name the `vmmfd` program"));
+        return Err(io::Error::other("it is this program itself: give the path of the `vmmfd` program"));
     }
     Ok(())
 }
 
-/// Takes over everything that the keeper at the other end holds. Blocks. Kills a keeper that this process started if that fails.
-pub(super) fn take(socket: OwnedFd, keeper: Process, link: Link, cancel: &Cancel) -> io::Result<Kept> {
+/// Receives everything that the keeper holds. Blocks. On failure, kills a keeper that this process started.
+pub(super) fn take_over(socket: OwnedFd, keeper: Process, link: Link, cancel: &Cancel) -> io::Result<Takeover> {
     match receive_all(&socket, &keeper, cancel) {
         Ok(Handover { inherited, allowed, is_whole }) => {
             let connection = allowed.map(|_| socket);
             let allowed = allowed.map_or(0, |allowed| usize::try_from(allowed).unwrap_or(usize::MAX));
             let store = Store::over(connection, allowed);
-            Ok(Kept(Taken { store, inherited, whole: is_whole, link, keeper }))
+            Ok(Takeover { store, inherited, whole: is_whole, link, keeper })
         }
         Err(error) => {
             keeper.kill_child();
@@ -173,54 +168,54 @@ pub(super) fn take(socket: OwnedFd, keeper: Process, link: Link, cancel: &Cancel
     }
 }
 
-/// What came from a keeper.
+/// The received state.
 struct Handover {
     inherited: Inherited,
-    /// How many descriptors the keeper may hold; `None` if it has ended.
+    /// The most descriptors that the keeper may hold; `None` if it has exited.
     allowed: Option<u64>,
     is_whole: bool,
 }
 
 fn receive_all(socket: &OwnedFd, keeper: &Process, cancel: &Cancel) -> io::Result<Handover> {
-    let (mut inherited, mut allowed, mut received, mut unreported) = (Inherited::default(), 0, 0, 0);
+    let (mut inherited, mut allowed, mut received, mut unacknowledged) = (Inherited::default(), 0, 0, 0);
     match send(socket, &Message::Hello { version: VERSION, resends: false }, &[]) {
-        // It has ended: the next receive returns the end.
+        // The keeper has exited: the next receive reports it.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
         sent => sent?,
     }
     loop {
         match receive(socket)? {
-            Arrival::Message(Message::Welcome { allowed: most, .. }, _) => allowed = most,
+            Arrival::Message(Message::Welcome { allowed: limit, .. }, _) => allowed = limit,
             Arrival::Message(Message::Keep(names), fds) => {
                 received += names.len();
-                unreported += names.len();
+                unacknowledged += names.len();
                 names.into_iter().zip(fds).for_each(|(name, fd)| inherited.add(name, fd));
-                if unreported >= RECEIVED_EACH {
-                    // Fails if the keeper has ended: the next receive returns the end.
-                    let _ = send(socket, &Message::Received(unreported as u64), &[]);
-                    unreported = 0;
+                if unacknowledged >= RECEIVED_EACH {
+                    // Fails if the keeper has exited: the next receive reports it.
+                    let _ = send(socket, &Message::Received(unacknowledged as u64), &[]);
+                    unacknowledged = 0;
                 }
             }
             Arrival::Message(Message::Complete(is_whole), _) => {
-                tracing::debug!(descriptors = received, is_whole, "the keeper handed over what it held");
+                tracing::debug!(descriptors = received, is_whole, "received the keeper's descriptors");
                 return Ok(Handover { inherited, allowed: Some(allowed), is_whole });
             }
             Arrival::Message(Message::Refused(why), _) => return Err(io::Error::other(why)),
             Arrival::Message(message, _) => {
-                return Err(io::Error::other(format!("it sent {message:?}, which is no part of a handover")));
+                return Err(io::Error::other(format!("it sent {message:?} during the handover")));
             }
-            // It still has everything: the next server takes it over, and this process drops its part.
+            // It still holds everything. This process drops its copies, and the next server takes over.
             Arrival::End if !keeper.ends_within(HANDOVER_TIMEOUT) => {
                 return Err(io::Error::other(
-                    "it gave up the handover, because this server did not read: start the server again",
+                    "it aborted the handover because this server did not read: start the server again",
                 ));
             }
-            // Perhaps no other process has the descriptors that came.
+            // These may be the last copies of the descriptors.
             Arrival::End if inherited.catalogues.iter().any(Option::is_some) => {
-                tracing::error!(descriptors = received, "the keeper ended in the middle of the handover");
+                tracing::error!(descriptors = received, "the keeper died during the handover");
                 return Ok(Handover { inherited, allowed: None, is_whole: false });
             }
-            Arrival::End => return Err(io::Error::other("it ended before it had handed over what it held")),
+            Arrival::End => return Err(io::Error::other("it died before it sent its descriptors")),
             Arrival::Nothing => wait(socket, cancel)?,
         }
     }
@@ -231,7 +226,7 @@ fn wait(socket: &OwnedFd, cancel: &Cancel) -> io::Result<()> {
     let deadline = Instant::now() + HANDOVER_TIMEOUT;
     match cancel.wait(socket.as_fd(), PollFlags::POLLIN, deadline) {
         Ok(true) => Ok(()),
-        Ok(false) => Err(io::Error::other(format!("it does not answer within {HANDOVER_TIMEOUT:?}"))),
+        Ok(false) => Err(io::Error::other(format!("it did not answer within {HANDOVER_TIMEOUT:?}"))),
         Err(error) => Err(io::Error::other(error.in_full())),
     }
 }

@@ -1,4 +1,4 @@
-//! The records of the connection between server and keeper.
+//! The records between server and keeper.
 
 use std::{
     io::{self, IoSlice},
@@ -24,7 +24,7 @@ const MAX_RECORD: usize = 16 << 10;
 
 const _: () = assert!(MAX_TOGETHER * (MAX_NAME + 1) < MAX_RECORD && MAX_TEXT < MAX_RECORD);
 
-/// One record. The descriptors of `Keep` come with it, in the order of their names.
+/// One record. `Keep` carries a descriptor for each name, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
     Hello { version: u32, resends: bool },
@@ -64,11 +64,11 @@ impl Message {
         }
     }
 
-    /// `None` if it is malformed.
+    /// Returns `None` for a malformed record.
     fn decode(record: &[u8]) -> Option<Self> {
         let (kind, rest) = record.split_first()?;
         let number = |of: &[u8]| of.try_into().ok().map(u64::from_le_bytes);
-        // It may have been cut within a character.
+        // The sender may have truncated the text within a character.
         let text = |of: &[u8]| String::from_utf8_lossy(of).into_owned();
         Some(match kind {
             b'H' => {
@@ -98,7 +98,7 @@ fn decode_names(mut rest: &[u8]) -> Option<Vec<String>> {
     let mut names = Vec::new();
     while let Some((length, behind)) = rest.split_first() {
         let (name, behind) = behind.split_at_checked(usize::from(*length))?;
-        // A colon separates the names of descriptors that are passed to a program.
+        // Names of passed descriptors are separated by colons.
         let fits =
             (1..=MAX_NAME).contains(&name.len()) && name.iter().all(|&byte| byte.is_ascii_graphic() && byte != b':');
         names.push(String::from_utf8(name.to_vec()).ok().filter(|_| fits)?);
@@ -110,7 +110,7 @@ fn decode_names(mut rest: &[u8]) -> Option<Vec<String>> {
 /// Sends a message, with the descriptors of a `Keep`. Does not block.
 ///
 /// # Errors
-/// See sendmsg(2): `EAGAIN` while the peer does not read, `ETOOMANYREFS` while too many descriptors are in flight.
+/// See sendmsg(2): `EAGAIN` if the socket is full, `ETOOMANYREFS` if too many descriptors are in flight.
 pub(super) fn send(socket: impl AsFd, message: &Message, fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let record = message.encode();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -127,20 +127,20 @@ pub(super) fn send(socket: impl AsFd, message: &Message, fds: &[BorrowedFd<'_>])
     }
 }
 
-/// What a receive found.
+/// The result of a receive.
 #[derive(Debug)]
 pub(super) enum Arrival {
     Message(Message, Vec<OwnedFd>),
-    /// No record is there now.
+    /// No record is queued.
     Nothing,
-    /// The peer is gone, and everything that it sent was received.
+    /// The peer has closed, and everything it sent has been received.
     End,
 }
 
 /// Receives a message. Does not block.
 ///
 /// # Errors
-/// `InvalidData` for a record that is none of these messages; `Other` if descriptors were cut off; those of recvmsg(2).
+/// `InvalidData` for an unknown or malformed record; `Other` if descriptors were cut off; errors of recvmsg(2).
 pub(super) fn receive(socket: impl AsFd) -> io::Result<Arrival> {
     let mut record = [0; MAX_RECORD];
     let mut resets = 0;
@@ -150,7 +150,7 @@ pub(super) fn receive(socket: impl AsFd) -> io::Result<Arrival> {
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock => return Ok(Arrival::Nothing),
                 io::ErrorKind::Interrupted => {}
-                // It is reported once, ahead of queued records.
+                // Reported once, before queued records.
                 io::ErrorKind::ConnectionReset if resets == 0 => resets += 1,
                 io::ErrorKind::ConnectionReset => return Ok(Arrival::End),
                 _ => return Err(error),
@@ -161,7 +161,7 @@ pub(super) fn receive(socket: impl AsFd) -> io::Result<Arrival> {
         return Ok(Arrival::End);
     }
     if raw.flags.contains(ReturnFlags::CTRUNC) {
-        let reason = "this process has no descriptor free for those that came: raise its limit of open files (LimitNOFILE=, ulimit -Hn)";
+        let reason = "this process has no free descriptors for the received ones: raise its limit of open files (LimitNOFILE=, ulimit -Hn)";
         return Err(io::Error::other(reason));
     }
     let message = Message::decode(&record[..raw.bytes]).filter(|_| !raw.flags.contains(ReturnFlags::TRUNC));
@@ -172,7 +172,7 @@ pub(super) fn receive(socket: impl AsFd) -> io::Result<Arrival> {
     match message.filter(fits) {
         Some(message) => Ok(Arrival::Message(message, raw.fds)),
         None => {
-            Err(io::Error::new(io::ErrorKind::InvalidData, "the peer sent a record that is no message of a keeper"))
+            Err(io::Error::new(io::ErrorKind::InvalidData, "the peer sent a record that is not a keeper's message"))
         }
     }
 }

@@ -1,6 +1,6 @@
-//! The keeper: a process that holds descriptors under names and does nothing else, so that they outlive the server.
+//! The keeper: a process that only holds named descriptors, so that they outlive the server.
 //!
-//! Server and keeper are two ends of one `SOCK_SEQPACKET` connection. The messages are always the same; the responsibility for restarts
+//! Server and keeper share one `SOCK_SEQPACKET` connection. The messages are the same in each setup; the responsibility for restarts
 //! differs:
 //!
 //! | Server | Keeper | Restarts the server | Restarts the keeper |
@@ -11,40 +11,40 @@
 //!
 //! | File | Job |
 //! |---|---|
-//! | `role` | what a process does: the environment variables |
-//! | `image`, `passed` | which program is executed, and with which descriptors |
-//! | `peer`, `dial`, `link` | how a server finds or starts its keeper, and takes over |
-//! | `store` | the server's end: what the keeper was sent |
+//! | `role` | the role of a process, passed in environment variables |
+//! | `image`, `passed` | the program to execute, and the descriptors passed to it |
+//! | `peer`, `dial`, `link` | finds or starts a server's keeper, and takes over its descriptors |
+//! | `store` | the server's end of the connection |
 //! | `process`, `held`, `newcomers`, `service` | the keeper: its loop, its descriptors, new connections, the server that it starts |
 //! | `supervisor` | takes over from an older build |
 //! | `message`, `name` | the records, and the names of descriptors |
 //!
 //! | Message | From | Meaning |
 //! |---|---|---|
-//! | `Hello` | server | its version, and whether it holds everything already (`resends`) or asks for it |
+//! | `Hello` | server | its version, and whether it will send its descriptors (`resends`) or wants the keeper's |
 //! | `Welcome` | keeper | its version, and the most descriptors that it may hold |
-//! | `Refused` | keeper | why it does not serve this connection, which it closes |
+//! | `Refused` | keeper | why it closes this connection |
 //! | `Keep` | both | names, and a descriptor for each |
-//! | `Remove` | server | names to forget |
-//! | `Complete` | both | everything was sent; from the keeper also whether it had everything |
-//! | `Received` | both | how many descriptors more were received: at most [`WINDOW`] are under way |
+//! | `Remove` | server | names to drop |
+//! | `Complete` | both | everything was sent; from the keeper also whether its set is complete |
+//! | `Received` | both | how many more descriptors were received: at most [`WINDOW`] are in flight |
 //! | `Sync`, `Synced` | server, keeper | a number, which the keeper returns once it has read everything before it |
-//! | `Serving` | server | that it serves |
-//! | `Stopping` | both | that it ends because it was asked to, and, from the server, what it held |
-//! | `Reload` | a command | to execute the program at the keeper's path in place |
+//! | `Serving` | server | it is ready |
+//! | `Stopping` | both | it exits on request; the server adds a summary of its objects |
+//! | `Reload` | a command | execute the program at the keeper's path in place |
 //!
-//! The keeper reads a connection to its end before it serves the next one. A put therefore needs no reply: whatever the kernel took from
-//! a server is held, however that server ended.
+//! The keeper reads a closed connection to the last message before it serves the next server. A put therefore needs no reply: the keeper gets everything that
+//! the kernel accepted from a server, even if that server was killed.
 //!
-//! | Death of | What follows |
+//! | Death of | Consequence |
 //! |---|---|
-//! | the server | the keeper holds everything for the next one. That one removes descriptors that no version names |
-//! | the keeper | the server connects to the next keeper, sends the catalogue, everything else, then `Complete`. Puts wait until this is sent, gets do not |
-//! | both, one after the other, before `Complete` | the next server checks the incomplete set against the catalogue and names each version that lacks memory |
-//! | the server during the handover | as of the server: a handover copies |
-//! | the keeper during the handover | the server goes on with the descriptors that came, as with an incomplete set |
-//! | the keeper's new program during a reload | the old program is executed again; if that fails, as of the keeper |
-//! | both at once | the memory is freed, except for that which clients hold |
+//! | the server | the keeper holds everything for the next server, which removes descriptors that no version names |
+//! | the keeper | the server connects to the next keeper and sends the catalogue, everything else and `Complete`. Puts wait for that, gets do not |
+//! | both, one after the other, before `Complete` | the next server checks the incomplete set against the catalogue and reports each version that lacks memory |
+//! | the server during the handover | as for the server: a handover copies |
+//! | the keeper during the handover | the server continues with the received descriptors, as with an incomplete set |
+//! | the keeper's new program during a reload | the old program is executed again; if that fails, as for the keeper |
+//! | both at once | the memory is freed, except for memory that clients hold |
 
 mod dial;
 mod held;
@@ -70,7 +70,7 @@ pub use self::{
 };
 pub(super) use self::{
     image::answer_check,
-    link::{Kept, Link, Taken},
+    link::{Link, Takeover},
     name::{Inherited, Name},
     peer::Process,
     process::KeeperProcess,
@@ -78,17 +78,17 @@ pub(super) use self::{
     supervisor::replace_supervisor,
 };
 
-/// The version of the messages, and of what a program passes to the one that it executes in place.
+/// The version of the messages, and of the state passed to a program that is executed in place.
 const VERSION: u32 = 1;
 
-/// The most descriptors that are sent and not received yet: the kernel bounds the number for each user (`ETOOMANYREFS`).
+/// The most descriptors in flight: the kernel limits them for each user (`ETOOMANYREFS`).
 const WINDOW: usize = 512;
 
-/// After how many descriptors the receiver reports that it has them.
+/// How many descriptors the receiver acknowledges at once.
 const RECEIVED_EACH: usize = 64;
 
-/// How many descriptors a keeper needs besides those that it holds.
+/// How many descriptors a keeper needs for itself.
 const OWN_DESCRIPTORS: u64 = 64;
 
-/// How long one end waits for the other in a handover.
+/// How long each side waits for the other during a handover.
 const HANDOVER_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(10);

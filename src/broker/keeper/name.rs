@@ -1,26 +1,26 @@
-//! The names under which a server has its descriptors kept.
+//! The names of kept descriptors.
 
 use std::{collections::HashMap, fmt, os::fd::OwnedFd};
 
 use crate::broker::catalogue::SegmentId;
 
-/// The name of a kept descriptor. In the order of their texts the catalogue comes first, and so it is handed over first.
+/// The name of a kept descriptor. The text of a catalogue's name sorts first, so the catalogue is handed over first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::broker) enum Name {
-    /// One of the two catalogues.
+    /// One of the two catalogues: `true` is the second.
     Catalogue(bool),
     /// The listening socket.
     Socket,
-    /// The last crashes.
+    /// The crash history.
     History,
-    /// The node of a device that is held open.
+    /// A device node that is held open.
     Device(u8),
     Segment(SegmentId),
 }
 
 impl Name {
-    /// What a name means, if it is one of these.
-    pub(in crate::broker) fn read(text: &str) -> Option<Self> {
+    /// Parses a name.
+    pub(in crate::broker) fn parse(text: &str) -> Option<Self> {
         match text {
             ".CAT0" => Some(Self::Catalogue(false)),
             ".CAT1" => Some(Self::Catalogue(true)),
@@ -47,7 +47,7 @@ impl fmt::Display for Name {
     }
 }
 
-/// The descriptors that a keeper had for a server.
+/// The descriptors that the keeper held for this server.
 #[derive(Debug, Default)]
 pub(in crate::broker) struct Inherited {
     pub(in crate::broker) socket: Option<OwnedFd>,
@@ -55,13 +55,13 @@ pub(in crate::broker) struct Inherited {
     pub(in crate::broker) catalogues: [Option<OwnedFd>; 2],
     pub(in crate::broker) segments: HashMap<SegmentId, OwnedFd>,
     pub(in crate::broker) devices: HashMap<u8, OwnedFd>,
-    /// Those with a name of none of these.
+    /// Unknown names.
     pub(in crate::broker) others: Vec<String>,
 }
 
 impl Inherited {
     pub(in crate::broker) fn add(&mut self, name: String, fd: OwnedFd) {
-        match Name::read(&name) {
+        match Name::parse(&name) {
             Some(Name::Catalogue(second)) => self.catalogues[usize::from(second)] = Some(fd),
             Some(Name::Socket) => self.socket = Some(fd),
             Some(Name::History) => self.history = Some(fd),

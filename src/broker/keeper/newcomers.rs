@@ -1,4 +1,4 @@
-//! Connections to a keeper that listens, until their first message says what they are.
+//! New connections to a listening keeper, up to their first message.
 
 use std::{
     io,
@@ -18,10 +18,10 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How many connections may be accepted whose first message has not come.
+/// The most connections that wait for their first message.
 const MAX_WAITING: usize = 16;
 
-/// A connection whose first message has not come.
+/// A connection without its first message.
 #[derive(Debug)]
 struct Newcomer {
     socket: OwnedFd,
@@ -29,10 +29,10 @@ struct Newcomer {
     deadline: Instant,
 }
 
-/// What a new connection asks for.
+/// The request of a new connection.
 #[derive(Debug)]
 pub(super) enum Request {
-    /// It is a server.
+    /// A server wants to be served.
     Serve { socket: OwnedFd, pid: i32, version: u32, resends: bool },
     /// A command asks for a reload.
     Reload(OwnedFd),
@@ -47,17 +47,17 @@ pub(super) struct Newcomers {
 }
 
 impl Newcomers {
-    /// Listens at a path, or goes on with the socket of the keeper that executed this program.
+    /// Listens at a path, or continues with the socket of the keeper that executed this program.
     ///
     /// # Errors
-    /// Those of [`Listener::bind`] and [`private_socket_path`].
+    /// All errors of [`Listener::bind`] and [`private_socket_path`].
     pub(super) fn at(path: &Path, inherited: Option<OwnedFd>, cancel: &Cancel) -> Result<Self> {
         let listener = match inherited {
-            // Its folder may have been removed since.
+            // Its folder may have been removed.
             Some(listener) => Listener::inherited(listener, path)?,
             None => Listener::bind(&private_socket_path(path)?, false, HANDOVER_TIMEOUT, cancel)?,
         };
-        // A connection that is closed in the meantime must not block accept(2).
+        // accept(2) must not block if a pending connection closes.
         rustix::io::ioctl_fionbio(&listener, true)
             .map_err(|errno| Error::system("start the keeper", io::Error::from(errno)))?;
         Ok(Self { listener, path: path.to_owned(), waiting: Vec::new() })
@@ -71,18 +71,18 @@ impl Newcomers {
         self.listener.as_fd()
     }
 
-    /// The descriptors that become readable when [`Newcomers::requests`] has something to do.
+    /// The descriptors to poll for [`Newcomers::requests`].
     pub(super) fn watched(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let listener = (self.waiting.len() < MAX_WAITING).then(|| self.listener.as_fd());
         listener.into_iter().chain(self.waiting.iter().map(|newcomer| newcomer.socket.as_fd()))
     }
 
-    /// When the first connection is closed that has sent nothing.
+    /// When the next silent connection times out.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.waiting.iter().map(|newcomer| newcomer.deadline).min()
     }
 
-    /// Accepts connections of processes of this user, and reads their first messages. Does not block.
+    /// Accepts connections of this user and reads their first messages. Does not block.
     pub(super) fn requests(&mut self) -> Vec<Request> {
         self.accept();
         let mut requests = Vec::new();
@@ -96,7 +96,7 @@ impl Newcomers {
                     requests.push(Request::Serve { socket, pid, version, resends });
                 }
                 Ok(Arrival::Message(Message::Reload, _)) => requests.push(Request::Reload(socket)),
-                // Any other connection is closed.
+                // Close the connection: it timed out, closed or sent another message.
                 _ => {}
             }
         }
@@ -109,7 +109,7 @@ impl Newcomers {
                 Ok(Some(socket)) => socket,
                 Ok(None) => return,
                 Err(error) => {
-                    tracing::warn!("no connection can be accepted: {}", error.in_full());
+                    tracing::warn!("cannot accept a connection: {}", error.in_full());
                     return thread::sleep(Duration::from_millis(10));
                 }
             };
@@ -126,7 +126,7 @@ impl Newcomers {
                     self.waiting.push(Newcomer { socket, pid: peer.pid, deadline });
                 }
                 Err(why) => {
-                    tracing::warn!("a connection is refused: {why}");
+                    tracing::warn!("refused a connection: {why}");
                     answer(&socket, &Message::Refused(why));
                 }
             }
@@ -134,9 +134,9 @@ impl Newcomers {
     }
 }
 
-/// Answers a connection that may be gone.
+/// Sends an answer. The connection may be closed already.
 pub(super) fn answer(socket: &OwnedFd, message: &Message) {
     if let Err(error) = send(socket, message, &[]) {
-        tracing::debug!(%error, "a connection can't be answered");
+        tracing::debug!(%error, "cannot answer a connection");
     }
 }

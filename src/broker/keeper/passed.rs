@@ -1,4 +1,4 @@
-//! The descriptors that one program of the broker passes to the next one that it executes.
+//! The descriptors that a program of the broker passes to the next program.
 
 use std::{
     io,
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::sys;
 
-/// Names of passed descriptors. A kept one has its own name behind `KEPT`.
+/// Names of passed descriptors. A kept descriptor's own name follows the prefix `KEPT`.
 const KEPT: &str = "=";
 pub(super) const LINK: &str = "LINK";
 const LISTENER: &str = "LISTENER";
@@ -21,7 +21,7 @@ pub(super) const SERVER: &str = "SERVER";
 pub(super) const KEEPER: &str = "KEEPER";
 pub(super) const ANSWER: &str = "ANSWER";
 
-/// A keeper's descriptors, for the program that it executes in place or has checked.
+/// A keeper's descriptors, for the program that it executes in place or checks.
 #[derive(Debug, Default)]
 pub(super) struct Passed<'a> {
     pub(super) kept: Vec<(&'a str, BorrowedFd<'a>)>,
@@ -32,29 +32,29 @@ pub(super) struct Passed<'a> {
 }
 
 impl<'a> Passed<'a> {
-    /// The names under which the kept descriptors are passed.
+    /// The names for the kept descriptors.
     pub(super) fn names(&self) -> Vec<String> {
         self.kept.iter().map(|(name, _)| format!("{KEPT}{name}")).collect()
     }
 
-    /// The kept descriptors and the one for the answer of a check.
+    /// The kept descriptors, and a pipe for the answer of a check.
     pub(super) fn for_check<'n>(&self, names: &'n [String], answer: BorrowedFd<'a>) -> Vec<(&'n str, BorrowedFd<'a>)> {
-        self.numbered(names, [(ANSWER, Some(answer))])
+        self.sorted(names, [(ANSWER, Some(answer))])
     }
 
-    /// All descriptors, and the server's process.
+    /// All descriptors, including the pidfd of the server.
     pub(super) fn for_successor<'n>(
         &self,
         names: &'n [String],
         process: Option<BorrowedFd<'a>>,
     ) -> Vec<(&'n str, BorrowedFd<'a>)> {
         let others = [(LINK, self.server), (LISTENER, self.listener), (ASKER, self.asker), (SERVER, process)];
-        self.numbered(names, others)
+        self.sorted(names, others)
     }
 
-    /// The kept descriptors under their names, and others, in the order of their numbers: none must make room for another when they are
-    /// numbered anew, as at the limit of open files there is no room.
-    fn numbered<'n>(
+    /// Kept and other descriptors, sorted by number: renumbering then never has to move a descriptor out of the way, which would fail at
+    /// the limit of open files.
+    fn sorted<'n>(
         &self,
         names: &'n [String],
         others: impl IntoIterator<Item = (&'n str, Option<BorrowedFd<'a>>)>,
@@ -67,17 +67,17 @@ impl<'a> Passed<'a> {
     }
 }
 
-/// The descriptors that a keeper was passed.
+/// The descriptors passed to a keeper.
 #[derive(Debug, Default)]
 pub(super) struct Received {
     pub(super) kept: Vec<(String, OwnedFd)>,
     pub(super) server: Option<OwnedFd>,
     pub(super) listener: Option<OwnedFd>,
     pub(super) asker: Option<OwnedFd>,
-    /// The server's process, as a pidfd.
+    /// The server's pidfd.
     pub(super) process: Option<OwnedFd>,
     pub(super) last_report: String,
-    /// Whether the server has descriptors that are not among `kept`.
+    /// Whether the server has descriptors that are missing in `kept`.
     pub(super) is_incomplete: bool,
 }
 
@@ -105,7 +105,7 @@ impl Received {
     }
 }
 
-/// The connection that the keeper passed to this server, and that keeper.
+/// The connection that the keeper passed to this server, and the keeper.
 pub(super) fn passed_by_keeper() -> io::Result<(OwnedFd, Process)> {
     let (mut link, mut keeper) = (None, None);
     for (name, fd) in sys::take_passed()? {
@@ -121,11 +121,11 @@ pub(super) fn passed_by_keeper() -> io::Result<(OwnedFd, Process)> {
     }
 }
 
-/// The descriptors that were passed to a program which is checked.
+/// The descriptors passed to a program under check.
 #[derive(Default)]
 pub(super) struct PassedForCheck {
     pub(super) kept: Vec<(String, OwnedFd)>,
-    /// For the program's answer: a supervisor passes none.
+    /// For the answer; `None` from a supervisor.
     pub(super) answer: Option<OwnedFd>,
 }
 

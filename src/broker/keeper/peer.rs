@@ -1,4 +1,4 @@
-//! The other process of a connection between server and keeper.
+//! The process at the other end of a connection between server and keeper.
 
 use std::{
     io,
@@ -19,13 +19,13 @@ use rustix::{
 
 use crate::channel::Peer;
 
-/// A keeper, as its server sees it. Dropping this leaves the process running.
+/// A keeper from the server's view. Dropping this leaves the process running.
 #[derive(Debug)]
 pub(in crate::broker) struct Process {
     pub(in crate::broker) pid: i32,
-    /// `None` if this PID namespace does not have it.
+    /// `None` if the process is not visible in this PID namespace.
     pidfd: Option<OwnedFd>,
-    /// Whether this process started it.
+    /// Whether this process started the keeper.
     is_child: bool,
 }
 
@@ -34,7 +34,7 @@ impl Process {
         Self { pid, pidfd: Some(pidfd), is_child: true }
     }
 
-    /// The keeper that started this process, with this pidfd.
+    /// The keeper that started this process.
     pub(super) fn of_parent(pidfd: OwnedFd) -> Self {
         Self { pid: getppid().as_raw(), pidfd: Some(pidfd), is_child: false }
     }
@@ -43,15 +43,15 @@ impl Process {
         Self { pid, pidfd: pidfd_of(pid).ok(), is_child: false }
     }
 
-    /// Waits for its end, for so long. An end that can't be seen counts as one.
+    /// Waits up to `wait` for the process to exit. A process without a pidfd counts as exited.
     pub(in crate::broker) fn ends_within(&self, wait: Duration) -> bool {
         self.pidfd.as_ref().is_none_or(|pidfd| ready(pidfd, PollFlags::POLLIN, wait))
     }
 
-    /// Asks it to end. Returns whether it has ended within the time.
+    /// Sends SIGTERM. Returns whether the process exited within `wait`.
     pub(super) fn terminate(&self, wait: Duration) -> bool {
         let Some(pidfd) = &self.pidfd else { return false };
-        // Fails if it has ended.
+        // Fails if the process has exited.
         let _ = pidfd_send_signal(pidfd, Signal::TERM);
         let has_ended = self.ends_within(wait);
         if has_ended && self.is_child {
@@ -60,34 +60,34 @@ impl Process {
         has_ended
     }
 
-    /// Another handle of a process that this one started.
+    /// Another handle, if this process started the keeper.
     pub(in crate::broker) fn clone_of_child(&self) -> Option<Self> {
         let pidfd = self.pidfd.as_ref().filter(|_| self.is_child)?.try_clone().ok()?;
         Some(Self::of_child(self.pid, pidfd))
     }
 
-    /// Kills it if this process started it.
+    /// Kills the keeper if this process started it.
     pub(super) fn kill_child(self) {
         if self.is_child {
             self.kill();
         }
     }
 
-    /// Kills it, also if it is stopped. Does not block.
+    /// Kills the process, even if it is stopped. Does not block.
     pub(in crate::broker) fn kill(self) {
         if let Some(pidfd) = &self.pidfd {
-            // Fails if it has ended.
+            // Fails if the process has exited.
             let _ = pidfd_send_signal(pidfd, Signal::KILL);
         }
         if self.is_child {
             let pid = Pid::from_raw(self.pid);
-            // Its end may take as long as a device needs. Without this thread it stays a zombie.
+            // The exit may take as long as a device needs. Without this thread the child would remain a zombie.
             let _ = thread::Builder::new().name("reaper".to_owned()).spawn(move || waitpid(pid, None));
         }
     }
 }
 
-/// The two ends of a connection.
+/// A connected pair of sockets.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
@@ -98,7 +98,7 @@ pub(super) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
     Ok(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
-/// Checks that the other end is a process of this user.
+/// Checks that the peer runs as this user.
 pub(super) fn require_own_user(peer: Peer) -> Result<(), String> {
     let own = geteuid().as_raw();
     if peer.uid == own {
@@ -110,13 +110,13 @@ pub(super) fn require_own_user(peer: Peer) -> Result<(), String> {
     ))
 }
 
-/// Waits until a socket is ready, for so long. Returns whether it is.
+/// Waits up to `wait` until a socket is ready. Returns whether it is.
 pub(super) fn ready(socket: &OwnedFd, flags: PollFlags, wait: Duration) -> bool {
     let mut fds = [PollFd::new(socket.as_fd(), flags)];
     poll(&mut fds, PollTimeout::try_from(wait).unwrap_or(PollTimeout::MAX)).is_ok_and(|count| count > 0)
 }
 
-/// The time that is left until a moment.
+/// The time left until `at`.
 pub(super) fn until(at: Instant) -> Duration {
     at.saturating_duration_since(Instant::now())
 }

@@ -1,4 +1,4 @@
-//! The keeper's process.
+//! The keeper process.
 
 use std::{
     io,
@@ -33,17 +33,17 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How many messages of the server are read before signals and other connections have their turn.
-const AT_ONCE: usize = 256;
+/// How many of the server's messages to read before signals and other connections get a turn.
+const MESSAGES_PER_TURN: usize = 256;
 
-/// A connection with a server.
+/// A server's connection.
 #[derive(Debug)]
 struct Connection {
     socket: OwnedFd,
     pid: i32,
-    /// Whether its hello has come.
+    /// Whether its hello was received.
     greeted: bool,
-    /// How many descriptors came that were not reported to it.
+    /// Received descriptors that are not acknowledged yet.
     received: usize,
 }
 
@@ -53,24 +53,24 @@ pub(in crate::broker) struct KeeperProcess {
     image: Image,
     held: Held,
     server: Option<Connection>,
-    /// Where servers connect, unless this process starts them.
+    /// Where servers connect; `None` if this process starts them.
     newcomers: Option<Newcomers>,
     service: Option<Service>,
-    /// Whether to execute the program at this one's path, and the connection that waits for the result.
+    /// A requested reload, and the connection that waits for its result.
     reload: Option<Option<OwnedFd>>,
-    /// Whether the init of this process waits to hear that the keeper is ready.
+    /// Whether this process reports `READY=1` to its init.
     notifies: bool,
 }
 
 impl KeeperProcess {
-    /// The keeper that starts the broker at a path.
+    /// Creates the keeper that starts the broker's servers at a path.
     ///
     /// # Errors
     /// [`Error::System`].
     pub(in crate::broker) fn of_service(socket: &Path, role: Role) -> Result<Self> {
         let failed = |error| Error::system("start the keeper", error);
         if role.is_first() {
-            // Another broker may serve this path.
+            // Another broker may already serve this path.
             Listener::check_free(socket)?;
         }
         let mut received = Received::take(role).map_err(failed)?;
@@ -78,10 +78,10 @@ impl KeeperProcess {
         Self::new(received, role, None, Some(service)).map_err(failed)
     }
 
-    /// The keeper that listens at a path, for servers that another process starts.
+    /// Creates a keeper that listens at a path for servers that others start.
     ///
     /// # Errors
-    /// [`Error::Socket`](crate::Error::Socket) if another process listens there, or if others may look into the folder;
+    /// [`Error::Socket`](crate::Error::Socket) if another process listens there, or if other users can access the folder;
     /// [`Error::System`].
     pub(in crate::broker) fn at(path: &Path, role: Role, cancel: &Cancel) -> Result<Self> {
         let failed = |error| Error::system("start the keeper", error);
@@ -101,7 +101,7 @@ impl KeeperProcess {
             image: Image::of_this_process()?,
             held: Held::new(kept, !is_incomplete, last_report),
             server,
-            // A server that starts its keeper is no init, and its own init waits for its own word.
+            // A server that starts its keeper is not an init, and the server's own init waits for the server's report.
             notifies: service.is_none() && !matches!(role, Role::Another(_)),
             newcomers,
             service,
@@ -109,22 +109,22 @@ impl KeeperProcess {
         };
         if let Some(asker) = asker {
             tracing::info!("reloaded: executes {}", keeper.image.path().display());
-            answer(&asker, &Message::Welcome { version: VERSION, allowed: allowed() });
+            answer(&asker, &Message::Welcome { version: VERSION, allowed: descriptor_limit() });
         }
         Ok(keeper)
     }
 
-    /// Keeps until it is asked to end (SIGTERM, SIGINT) or its server ends of itself. Returns the exit code. Blocks.
+    /// Holds descriptors until SIGTERM, SIGINT or the server's own exit ends it. Returns the exit code. Blocks.
     ///
     /// # Errors
     /// [`Error::System`].
     pub(in crate::broker) fn run(mut self) -> Result<i32> {
-        let result = self.keep();
+        let result = self.serve();
         self.finish();
         result
     }
 
-    fn keep(&mut self) -> Result<i32> {
+    fn serve(&mut self) -> Result<i32> {
         let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
         let failed = |errno: Errno| Error::system("wait for signals", errno);
         signals.thread_block().map_err(failed)?;
@@ -141,7 +141,7 @@ impl KeeperProcess {
         loop {
             self.start_server()?;
             self.wait(&signals)?;
-            self.read_server(AT_ONCE);
+            self.read_server(MESSAGES_PER_TURN);
             self.serve_newcomers();
             while let Ok(Some(signal)) = signals.read_signal() {
                 match Signal::try_from(signal.ssi_signo.cast_signed()) {
@@ -151,7 +151,7 @@ impl KeeperProcess {
                 }
             }
             if self.service.as_mut().is_some_and(Service::has_ended) {
-                // What it sent before it died.
+                // Messages that it sent before it died.
                 self.read_server(usize::MAX);
                 self.server = None;
                 if let Some(code) = self.service.as_mut().and_then(Service::after_end) {
@@ -161,12 +161,12 @@ impl KeeperProcess {
             if self.is_settled()
                 && let Some(asker) = self.reload.take()
             {
-                self.execute_new(asker)?;
+                self.reload(asker)?;
             }
         }
     }
 
-    /// Starts a server, if it is time to.
+    /// Starts a server if one is due.
     fn start_server(&mut self) -> Result<()> {
         let Some(service) = &mut self.service else { return Ok(()) };
         if let Some(socket) = service.start_if_due(&self.image)? {
@@ -185,9 +185,9 @@ impl KeeperProcess {
         fds.extend(self.newcomers.iter().flat_map(Newcomers::watched).map(watch));
         let service = self.service.as_ref();
         fds.extend(service.and_then(Service::pidfd).map(watch));
-        let moments = service.and_then(Service::restart_at).into_iter();
-        let moments = moments.chain(self.newcomers.as_ref().and_then(Newcomers::deadline));
-        let timeout = moments.min().map_or(PollTimeout::NONE, |at| {
+        let deadlines = service.and_then(Service::restart_at).into_iter();
+        let deadlines = deadlines.chain(self.newcomers.as_ref().and_then(Newcomers::deadline));
+        let timeout = deadlines.min().map_or(PollTimeout::NONE, |at| {
             PollTimeout::try_from(until(at) + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
         });
         match poll(&mut fds, timeout) {
@@ -196,19 +196,19 @@ impl KeeperProcess {
         }
     }
 
-    /// Reads what the server has sent, at most so many messages.
-    fn read_server(&mut self, most: usize) {
-        for _ in 0..most {
+    /// Reads at most `limit` messages of the server.
+    fn read_server(&mut self, limit: usize) {
+        for _ in 0..limit {
             let Some(server) = &self.server else { return };
             let taken = match receive(&server.socket) {
                 Ok(Arrival::Nothing) => return,
                 Ok(Arrival::End) => return self.lose_server(),
-                Ok(Arrival::Message(message, fds)) => self.take(message, fds),
+                Ok(Arrival::Message(message, fds)) => self.handle(message, fds),
                 Err(error) => Err(error),
             };
             if let Err(error) = taken {
-                tracing::warn!("the connection with the server is closed: {error}");
-                // It connects again, and sends everything.
+                tracing::warn!("closing the connection with the server: {error}");
+                // The server reconnects and sends everything again.
                 self.server = None;
             }
         }
@@ -221,14 +221,14 @@ impl KeeperProcess {
         }
     }
 
-    /// One message of the server.
-    fn take(&mut self, message: Message, fds: Vec<OwnedFd>) -> io::Result<()> {
+    /// Handles one message of the server.
+    fn handle(&mut self, message: Message, fds: Vec<OwnedFd>) -> io::Result<()> {
         let Some(server) = &mut self.server else { return Ok(()) };
         if let Message::Hello { version, resends } = message {
             return self.greet(version, resends);
         }
         if !server.greeted {
-            return Err(io::Error::other("its first message was no hello"));
+            return Err(io::Error::other("its first message was not a hello"));
         }
         match message {
             Message::Keep(names) => {
@@ -245,19 +245,19 @@ impl KeeperProcess {
                 names.iter().for_each(|name| self.held.remove(name));
             }
             Message::Complete(_) => self.held.complete(),
-            // The last descriptors of the handover.
+            // Acknowledges the last descriptors of the handover.
             Message::Received(_) => {}
             Message::Sync(number) => reply(&server.socket, &Message::Synced(number))?,
             Message::Serving => {
                 self.held.set_last_report(String::new());
                 if let Some(service) = &mut self.service {
-                    service.is_ready();
+                    service.mark_ready();
                 }
             }
             Message::Stopping(report) => {
                 self.held.set_last_report(report);
                 if let Some(service) = &mut self.service {
-                    service.is_stopping();
+                    service.mark_stopping();
                 }
             }
             other => return Err(io::Error::other(format!("it sent {other:?}, which servers do not send"))),
@@ -265,70 +265,70 @@ impl KeeperProcess {
         Ok(())
     }
 
-    /// The server's hello.
+    /// Handles the server's hello.
     fn greet(&mut self, version: u32, resends: bool) -> io::Result<()> {
         let Some(server) = &mut self.server else { return Ok(()) };
         if version != VERSION {
             let why = format!(
-                "it has version {VERSION} of the protocol between server and keeper, and the server version {version}: reload the keeper"
+                "this keeper has version {VERSION} of the protocol between server and keeper, and the server has version {version}: reload the keeper"
             );
             let _ = send(&server.socket, &Message::Refused(why.clone()), &[]);
             return Err(io::Error::other(why));
         }
         server.greeted = true;
-        reply(&server.socket, &Message::Welcome { version: VERSION, allowed: allowed() })?;
+        reply(&server.socket, &Message::Welcome { version: VERSION, allowed: descriptor_limit() })?;
         if resends {
             self.held.begin_resend();
             return Ok(());
         }
         let handed = self.held.hand_over(&server.socket);
-        handed.map_err(|error| io::Error::other(format!("it did not take over what is held: {error}")))
+        handed.map_err(|error| io::Error::other(format!("it did not take over the descriptors: {error}")))
     }
 
-    /// Does what new connections ask for.
+    /// Handles the requests of new connections.
     fn serve_newcomers(&mut self) {
         let requests = self.newcomers.as_mut().map(Newcomers::requests).unwrap_or_default();
         for request in requests {
             match request {
                 Request::Serve { socket, pid, version, resends } => self.replace_server(socket, pid, version, resends),
                 Request::Reload(socket) if matches!(self.reload, Some(Some(_))) => {
-                    answer(&socket, &Message::Refused("another reload is under way".to_owned()));
+                    answer(&socket, &Message::Refused("another reload is in progress".to_owned()));
                 }
                 Request::Reload(socket) => self.reload = Some(Some(socket)),
             }
         }
     }
 
-    /// Serves a new connection, if the server before it is gone.
+    /// Serves a new connection unless another server is connected.
     fn replace_server(&mut self, socket: OwnedFd, pid: i32, version: u32, resends: bool) {
-        // To its end.
+        // The previous server may have unread messages.
         self.read_server(usize::MAX);
         if let Some(server) = &self.server {
             let why = format!("it already serves pid {}: a keeper has one server", server.pid);
-            tracing::warn!("pid {pid} is refused: {why}");
+            tracing::warn!("refused pid {pid}: {why}");
             return answer(&socket, &Message::Refused(why));
         }
         self.server = Some(Connection { socket, pid, greeted: false, received: 0 });
         match self.greet(version, resends) {
             Ok(()) => tracing::info!("serves pid {pid}, with {} descriptors", self.held.len()),
             Err(error) => {
-                tracing::warn!("pid {pid} is not served: {error}");
+                tracing::warn!("can't serve pid {pid}: {error}");
                 self.server = None;
             }
         }
     }
 
-    /// Whether nothing is under way.
+    /// Whether no handover is in progress.
     fn is_settled(&self) -> bool {
         self.held.is_whole() && self.server.as_ref().is_none_or(|server| server.greeted)
     }
 
-    /// Executes the program that is at this one's path now in place of this one, with all that is held, if it can take over.
-    fn execute_new(&mut self, asker: Option<OwnedFd>) -> Result<()> {
-        // The next program counts from 0.
+    /// Executes the program at this program's path in place, with all descriptors, if it can take over.
+    fn reload(&mut self, asker: Option<OwnedFd>) -> Result<()> {
+        // The next program starts to count at 0.
         if let Some(server) = self.server.as_mut().filter(|server| server.received > 0) {
             let received = std::mem::take(&mut server.received) as u64;
-            // If it is gone the next read returns its end.
+            // Fails if the server is gone: the next read reports it.
             let _ = send(&server.socket, &Message::Received(received), &[]);
         }
         let passed = Passed {
@@ -341,7 +341,7 @@ impl KeeperProcess {
         let file = match self.image.check(&passed) {
             Ok(file) => file,
             Err(why) => {
-                tracing::warn!("no upgrade: {why}; everything goes on as before");
+                tracing::warn!("no upgrade: {why}; the present program continues");
                 if let Some(asker) = asker {
                     answer(&asker, &Message::Refused(why));
                 }
@@ -354,7 +354,7 @@ impl KeeperProcess {
         Err(Error::system(format!("execute {}", self.image.path().display()), error))
     }
 
-    /// Ends the server that this process started, and waits for it.
+    /// Ends the server that this process started, and waits for its exit.
     fn end_server(&mut self, signal: Signal) {
         let mut killed = false;
         let Some(deadline) = self.service.as_ref().and_then(|service| service.signal(signal)) else { return };
@@ -367,7 +367,7 @@ impl KeeperProcess {
                 return;
             }
             if until(deadline).is_zero() && !std::mem::replace(&mut killed, true) {
-                tracing::warn!("the server does not end: it is killed");
+                tracing::warn!("the server does not exit: killing it");
                 service.signal(Signal::SIGKILL);
             }
             let mut fds = Vec::new();
@@ -380,7 +380,7 @@ impl KeeperProcess {
         }
     }
 
-    /// The end that a signal asks for. Returns the exit code.
+    /// Handles SIGTERM and SIGINT. Returns the exit code.
     fn end(&mut self, signal: Signal) -> i32 {
         if self.service.is_some() {
             self.end_server(Signal::SIGTERM);
@@ -391,18 +391,18 @@ impl KeeperProcess {
             Some(server) => {
                 // Fails if the server is gone.
                 let _ = send(&server.socket, &Message::Stopping(String::new()), &[]);
-                tracing::info!("ends: the server, pid {}, has everything that was held here", server.pid);
+                tracing::info!("exiting: the server, pid {}, has all the descriptors", server.pid);
             }
-            None if count == 0 => tracing::info!("ends: it held nothing"),
+            None if count == 0 => tracing::info!("exiting: no descriptors are held"),
             None if self.held.last_report().is_empty() => {
-                tracing::warn!("ends, and frees {count} descriptors that no server has")
+                tracing::warn!("exiting, and freeing {count} descriptors that no server has")
             }
-            None => tracing::info!("ends, and frees {count} descriptors: {}", self.held.last_report()),
+            None => tracing::info!("exiting, and freeing {count} descriptors: {}", self.held.last_report()),
         }
         0
     }
 
-    /// Closes everything, and removes the socket's file.
+    /// Closes everything and removes the socket's file.
     fn finish(self) {
         let path = match (&self.newcomers, &self.service) {
             (Some(newcomers), _) => newcomers.path().to_owned(),
@@ -413,12 +413,12 @@ impl KeeperProcess {
         let removed =
             Cancel::new().and_then(|cancel| Listener::remove_unserved(&path, Duration::from_millis(200), &cancel));
         if let Err(error) = removed {
-            tracing::debug!(%error, "the socket's file stays");
+            tracing::debug!(%error, "cannot remove the socket's file");
         }
     }
 }
 
-/// Answers a server. It may be dead already: what it sent before that is still to be read.
+/// Sends a reply. The server may have died, but its earlier messages must still be read.
 fn reply(socket: &OwnedFd, message: &Message) -> io::Result<()> {
     match send(socket, message, &[]) {
         Err(error) if matches!(error.raw_os_error(), Some(nix::libc::EPIPE | nix::libc::ECONNRESET)) => Ok(()),
@@ -426,8 +426,8 @@ fn reply(socket: &OwnedFd, message: &Message) -> io::Result<()> {
     }
 }
 
-/// How many descriptors a keeper may hold.
-fn allowed() -> u64 {
+/// The most descriptors that this process may hold.
+fn descriptor_limit() -> u64 {
     use nix::sys::resource::{Resource, getrlimit};
     getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft).saturating_sub(OWN_DESCRIPTORS)
 }

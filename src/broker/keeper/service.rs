@@ -1,4 +1,4 @@
-//! The server as the service of a keeper that starts it, and starts another when it has died.
+//! The server that a keeper starts, and restarts when it dies.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -21,18 +21,18 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How long a server may take to end that was asked to.
-const STOP: Duration = Duration::from_secs(10);
+/// How long a server may take to exit on request.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest pause before a server is started again that never became ready.
-const PAUSE: Duration = Duration::from_secs(5);
+/// The longest pause before the next start of a server that never became ready.
+const MAX_PAUSE: Duration = Duration::from_secs(5);
 
-/// How a server ended.
+/// How a server exited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Code(i32),
     Signal(i32),
-    /// It was not this process's child.
+    /// It is not this process's child.
     Unknown,
 }
 
@@ -44,19 +44,19 @@ pub(super) struct Service {
     end: Option<End>,
     /// When to start the next server.
     restart_at: Option<Instant>,
-    /// Whether some server of this or an earlier keeper has served.
+    /// Whether any server of this or an earlier keeper has become ready.
     served: bool,
-    /// Whether the server that runs serves, and whether it ends because it was asked to.
+    /// Whether the running server is ready, and whether it exits on request.
     ready: bool,
     stopping: bool,
-    /// Whether the server that runs is to end for one of this build.
+    /// Whether the running server belongs to an older build and must be replaced.
     outdated: bool,
-    /// How many servers in a row ended before they served.
+    /// How many servers in a row exited before they became ready.
     failures: u32,
 }
 
 impl Service {
-    /// The broker at a path, with the server that runs if this process's role says that there is one.
+    /// The broker at a path. The role decides whether a server runs already.
     pub(super) fn new(socket: &Path, role: Role, pidfd: Option<OwnedFd>) -> Self {
         let process = match role {
             Role::Reloaded(pid) | Role::Another(pid) => pidfd.map(|pidfd| (pid, pidfd)),
@@ -92,15 +92,15 @@ impl Service {
         self.restart_at
     }
 
-    /// Whether the server that runs is an older build's. Says so once.
+    /// Whether the running server must be replaced. True only once.
     pub(super) fn take_outdated(&mut self) -> bool {
         std::mem::take(&mut self.outdated)
     }
 
-    /// Starts a server, if it is time to. Returns the connection with it.
+    /// Starts a server if one is due. Returns the connection.
     ///
     /// # Errors
-    /// [`Error::System`] if the first server can't be started. Later ones are tried again.
+    /// [`Error::System`] if the first server can't be started. Later starts are retried.
     pub(super) fn start_if_due(&mut self, image: &Image) -> Result<Option<OwnedFd>> {
         if self.restart_at.is_none_or(|at| at > Instant::now()) {
             return Ok(None);
@@ -120,8 +120,8 @@ impl Service {
         }
     }
 
-    /// The server serves.
-    pub(super) fn is_ready(&mut self) {
+    /// The server reports that it is ready.
+    pub(super) fn mark_ready(&mut self) {
         if self.served && !self.ready {
             tracing::info!("the server runs again, as pid {}", self.pid());
         }
@@ -129,12 +129,12 @@ impl Service {
         notify("READY=1");
     }
 
-    /// The server ends because it was asked to.
-    pub(super) fn is_stopping(&mut self) {
+    /// The server reports that it exits on request.
+    pub(super) fn mark_stopping(&mut self) {
         self.stopping = true;
     }
 
-    /// Whether the server has ended since the last call.
+    /// Whether the server has exited since the last call.
     pub(super) fn has_ended(&mut self) -> bool {
         let Some((pid, pidfd)) = &self.process else { return false };
         if poll(&mut [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)], PollTimeout::ZERO) == Ok(0) {
@@ -149,15 +149,15 @@ impl Service {
         true
     }
 
-    /// What follows the end of the server: the exit code of the keeper, or another server.
+    /// Handles the server's exit: returns the keeper's exit code, or schedules another server.
     pub(super) fn after_end(&mut self) -> Option<i32> {
         let ready = std::mem::take(&mut self.ready);
         match self.end? {
             End::Code(code) if !self.served || self.stopping || code == 0 => return Some(code),
             _ if self.stopping => return Some(0),
-            End::Code(code) => tracing::warn!("the server has ended with exit code {code}: another is started"),
-            End::Signal(signal) => tracing::warn!("the server was killed by signal {signal}: another is started"),
-            End::Unknown => tracing::warn!("the server was killed: another is started"),
+            End::Code(code) => tracing::warn!("the server exited with code {code}: starting another"),
+            End::Signal(signal) => tracing::warn!("signal {signal} killed the server: starting another"),
+            End::Unknown => tracing::warn!("the server was killed: starting another"),
         }
         self.restart_at = Some(if ready { Instant::now() } else { self.pause() });
         None
@@ -168,15 +168,15 @@ impl Service {
         (self.ready, self.stopping, self.restart_at) = (false, false, Some(Instant::now()));
     }
 
-    /// Sends the server a signal. Returns until when it may take to end; `None` if there is no server.
+    /// Sends the server a signal. Returns the deadline for its exit; `None` if there is no server.
     pub(super) fn signal(&self, signal: Signal) -> Option<Instant> {
         let (pid, _) = self.process.as_ref()?;
-        // Fails if it has ended.
+        // Fails if the server has exited.
         let _ = kill(Pid::from_raw(*pid), signal);
-        Some(Instant::now() + STOP)
+        Some(Instant::now() + STOP_TIMEOUT)
     }
 
-    /// The exit code after the server's end, which a signal asked for.
+    /// The keeper's exit code after `signal` ended the server.
     pub(super) fn code(&self, signal: i32) -> i32 {
         match self.end {
             Some(End::Code(code)) => code,
@@ -185,10 +185,10 @@ impl Service {
         }
     }
 
-    /// When to start the next server, after one that never served.
+    /// When to start the next server after a failure.
     fn pause(&mut self) -> Instant {
         self.failures = self.failures.saturating_add(1);
-        let pause = Duration::from_millis(10 << self.failures.min(10)).min(PAUSE);
+        let pause = Duration::from_millis(10 << self.failures.min(10)).min(MAX_PAUSE);
         Instant::now() + pause
     }
 }

@@ -1,4 +1,4 @@
-//! The server's end of the connection: what the keeper was sent, and what waits to be sent.
+//! The server's end of the connection with its keeper: sent and queued messages.
 
 use std::{
     collections::{HashSet, VecDeque},
@@ -16,7 +16,7 @@ use crate::{
     sys,
 };
 
-/// Whether a keeper holds what the server has.
+/// The kind of keeper that holds the server's descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::broker) enum Keeper {
     None,
@@ -32,11 +32,11 @@ impl Keeper {
     }
 }
 
-/// A point in what was sent to the keeper: [`Store::has_kept`] says whether everything before it is kept.
+/// A point in the message queue: [`Store::has_kept`] returns whether everything before it is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(in crate::broker) struct Mark(u64);
 
-/// Something to tell the keeper.
+/// A queued message.
 #[derive(Debug)]
 enum Item {
     Keep(Name, Source),
@@ -47,13 +47,13 @@ enum Item {
     Stopping(String),
 }
 
-/// Where a descriptor is.
+/// Where to find a descriptor.
 #[derive(Debug)]
 enum Source {
-    /// Among the segments. It is sent under this number whatever segment has the number by then: one that is gone is not sent, and of
-    /// one that came instead the descriptor is sent twice.
+    /// A segment, looked up by number when it is sent. If it is gone, nothing is sent; if another segment has taken its number, that
+    /// segment's descriptor is sent twice.
     Segment(SegmentId),
-    /// Here.
+    /// A descriptor in the queue itself.
     Own(OwnedFd),
 }
 
@@ -61,38 +61,38 @@ enum Source {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::broker) enum Flushed {
     All,
-    /// The keeper must read first: the socket becomes writable or readable then.
+    /// The socket or the window is full: try again when the socket is writable or readable.
     Full,
-    /// The kernel's bound on descriptors in flight is reached: try again soon.
+    /// The kernel's limit of descriptors in flight is reached: try again soon.
     InFlight,
     /// No keeper is connected.
     Gone,
 }
 
-/// The server's end of the connection. It never blocks: messages that the socket does not take wait here.
+/// The server's end of the connection. It never blocks: messages wait here until the socket has room.
 #[derive(Debug)]
 pub(in crate::broker) struct Store {
     keeper: Keeper,
     connection: Option<OwnedFd>,
     /// Whether the keeper accepted this connection.
     greeted: bool,
-    /// Whether the keeper ends because it was asked to, and whether one ended without that.
+    /// Whether the keeper announced its exit, and whether any keeper died unannounced.
     keeper_stops: bool,
     keeper_crashed: bool,
-    /// The most descriptors that the keeper holds, and how many it has.
+    /// The most descriptors that the keeper may hold, and how many it holds.
     allowed: usize,
     used: usize,
     queue: VecDeque<Item>,
-    /// How many items were ever queued, were sent, and were read by this keeper.
+    /// How many items were ever queued and sent, and how many this keeper has read.
     queued: u64,
     sent: u64,
     confirmed: u64,
-    /// How many descriptors were sent and not reported as received.
+    /// Descriptors sent and not acknowledged.
     in_flight: usize,
 }
 
 impl Store {
-    /// No keeper: everything counts as kept.
+    /// A store without a keeper: everything counts as kept.
     pub(in crate::broker) fn none() -> Self {
         Self {
             keeper: Keeper::None,
@@ -110,7 +110,7 @@ impl Store {
         }
     }
 
-    /// Over a connection whose keeper has handed over what it held; `None` if that keeper is gone.
+    /// A store on a connection after the handover; `None` if the keeper has died since.
     pub(super) fn over(connection: Option<OwnedFd>, allowed: usize) -> Self {
         Self { keeper: Keeper::Process, greeted: connection.is_some(), connection, allowed, ..Self::none() }
     }
@@ -123,123 +123,123 @@ impl Store {
         self.connection.as_ref().map(AsFd::as_fd)
     }
 
-    /// How many descriptors the keeper has, and may have.
+    /// How many descriptors the keeper holds, and the most that it may hold.
     pub(in crate::broker) fn room(&self) -> (usize, usize) {
         (self.used, self.allowed)
     }
 
-    /// Counts descriptors that the keeper has already.
+    /// Counts descriptors that the keeper holds already.
     pub(in crate::broker) fn count(&mut self, descriptors: usize) {
         self.used += descriptors;
     }
 
-    /// Refuses so many more descriptors if the keeper may not hold them.
+    /// Fails if the keeper has no room for `more` descriptors.
     pub(in crate::broker) fn require_room(&self, more: usize) -> Result<(), BrokerError> {
         let (used, allowed) = self.room();
         if self.keeper == Keeper::None || used + more <= allowed {
             return Ok(());
         }
         let message = format!(
-            "the keeper has {used} descriptors, and {more} more are asked for: it may have {allowed}; raise its limit of open files \
+            "the keeper holds {used} descriptors and has no room for {more} more: its limit is {allowed}; raise its limit of open files \
              (LimitNOFILE= of its unit, ulimit -Hn)"
         );
         Err(BrokerError::new(RefusalCode::Full, message))
     }
 
-    /// Has a segment kept.
+    /// Sends a segment.
     pub(in crate::broker) fn keep(&mut self, id: SegmentId) {
         self.used += 1;
         self.push(Item::Keep(Name::Segment(id), Source::Segment(id)));
     }
 
-    /// Has another descriptor kept.
+    /// Sends any other descriptor.
     pub(in crate::broker) fn keep_own(&mut self, name: Name, fd: OwnedFd) {
         self.used += 1;
         self.replace(name, fd);
     }
 
-    /// Has a descriptor kept in place of the one that has this name.
+    /// Sends a descriptor that replaces the one with the same name.
     pub(in crate::broker) fn replace(&mut self, name: Name, fd: OwnedFd) {
         self.push(Item::Keep(name, Source::Own(fd)));
     }
 
-    /// Has a descriptor removed.
+    /// Removes a descriptor.
     pub(in crate::broker) fn remove(&mut self, name: Name) {
         self.used = self.used.saturating_sub(1);
         self.push(Item::Remove(name.to_string()));
     }
 
-    /// Has a descriptor removed that the server does not know.
+    /// Removes a descriptor that the server does not know.
     pub(in crate::broker) fn remove_other(&mut self, name: String) {
         self.push(Item::Remove(name));
     }
 
-    /// Reports that the keeper has everything.
+    /// Tells the keeper that its set is complete.
     pub(in crate::broker) fn complete(&mut self) {
         self.push(Item::Complete);
     }
 
-    /// Reports that the server serves.
+    /// Tells the keeper that the server is ready.
     pub(in crate::broker) fn serving(&mut self) {
         self.push(Item::Serving);
     }
 
-    /// Reports that the server ends because it was asked to, and what it held.
+    /// Tells the keeper that the server exits on request, with a summary of its objects.
     pub(in crate::broker) fn stopping(&mut self, held: String) {
         self.push(Item::Stopping(held));
     }
 
-    /// Asks the keeper to confirm what is before a new mark: see [`Store::is_confirmed`].
+    /// Queues a sync and returns its mark, for [`Store::is_confirmed`].
     pub(in crate::broker) fn sync(&mut self) -> Mark {
         self.push(Item::Sync(self.queued + 1));
         self.mark()
     }
 
     fn push(&mut self, item: Item) {
-        // Without a connection nothing waits: the next keeper is sent everything.
+        // Without a connection, drop the item: the next keeper gets everything.
         if self.connection.is_some() {
             self.queue.push_back(item);
         }
         self.queued += 1;
     }
 
-    /// The point behind everything that was queued so far.
+    /// The mark after everything queued so far.
     pub(in crate::broker) fn mark(&self) -> Mark {
         Mark(self.queued)
     }
 
-    /// Whether everything before a point is kept. A keeper that accepted the connection reads all that was sent, also after the death of
-    /// this process.
+    /// Whether everything before a mark is kept: sent to a keeper that accepted the connection. That keeper reads all sent messages, even
+    /// if this process dies.
     pub(in crate::broker) fn has_kept(&self, mark: Mark) -> bool {
         self.keeper == Keeper::None || self.greeted && self.sent >= mark.0
     }
 
-    /// Whether this keeper has read everything before a point.
+    /// Whether the keeper has read everything before a mark.
     pub(in crate::broker) fn is_confirmed(&self, mark: Mark) -> bool {
         self.connection.is_some() && self.confirmed >= mark.0
     }
 
-    /// How many items were sent.
+    /// How many items have been sent.
     pub(in crate::broker) fn sent(&self) -> u64 {
         self.sent
     }
 
-    /// Whether the keeper accepted the connection.
+    /// Whether the keeper has accepted the connection.
     pub(in crate::broker) fn is_greeted(&self) -> bool {
         self.greeted
     }
 
-    /// Whether a keeper that had accepted the connection has crashed since the last call.
+    /// Whether a keeper has crashed since the last call.
     pub(in crate::broker) fn take_crash(&mut self) -> bool {
         std::mem::take(&mut self.keeper_crashed)
     }
 
-    /// Whether the keeper has not received everything that was sent.
+    /// Whether the keeper has unread messages.
     pub(in crate::broker) fn is_unread(&self) -> bool {
         self.connection().is_some_and(|socket| sys::unread(socket).is_ok_and(|bytes| bytes > 0))
     }
 
-    /// The segments that were not sent to this keeper yet; `None` if that are all.
+    /// The segments not yet sent to this keeper; `None` means all.
     pub(in crate::broker) fn unsent(&self) -> Option<HashSet<SegmentId>> {
         let waiting = |item: &Item| match item {
             Item::Keep(_, Source::Segment(id)) => Some(*id),
@@ -248,7 +248,7 @@ impl Store {
         self.greeted.then(|| self.queue.iter().filter_map(waiting).collect())
     }
 
-    /// Sends what waits. Once the keeper is gone the connection is forgotten.
+    /// Sends queued messages. Drops the connection if the keeper is gone.
     pub(in crate::broker) fn flush<'a>(&mut self, segment: impl Fn(SegmentId) -> Option<BorrowedFd<'a>>) -> Flushed {
         if self.keeper == Keeper::None {
             return Flushed::All;
@@ -297,12 +297,12 @@ impl Store {
                 return match error.raw_os_error() {
                     Some(nix::libc::EAGAIN) => Flushed::Full,
                     Some(nix::libc::ECONNRESET | nix::libc::ENOTCONN | nix::libc::EPIPE) => {
-                        // Its last message may say that it was asked to end.
+                        // The keeper's last message may announce its exit.
                         self.read();
                         self.disconnect();
                         Flushed::Gone
                     }
-                    // ETOOMANYREFS, ENOBUFS, ENOMEM: no event announces the end of that.
+                    // ETOOMANYREFS, ENOBUFS, ENOMEM: the kernel sends no event when they clear.
                     _ => Flushed::InFlight,
                 };
             }
@@ -313,7 +313,7 @@ impl Store {
         Flushed::All
     }
 
-    /// Reads the keeper's messages. Once it is gone the connection is forgotten.
+    /// Reads the keeper's messages. Drops the connection if the keeper is gone.
     pub(in crate::broker) fn read(&mut self) {
         while let Some(connection) = &self.connection {
             match receive(connection) {
@@ -336,18 +336,18 @@ impl Store {
                 }
                 Ok(Arrival::End) => self.disconnect(),
                 Err(error) => {
-                    tracing::error!(%error, "the keeper's messages can't be read");
+                    tracing::error!(%error, "cannot read the keeper's messages");
                     self.disconnect();
                 }
             }
         }
     }
 
-    /// Connects to another keeper, which is to be sent everything anew: call this, then `keep` everything, then [`Store::complete`].
+    /// Starts over with another keeper. Afterwards `keep` everything, then call [`Store::complete`].
     ///
     /// # Errors
-    /// Those of sendmsg(2).
-    pub(in crate::broker) fn begin_anew(&mut self, connection: OwnedFd) -> io::Result<()> {
+    /// All errors of sendmsg(2).
+    pub(in crate::broker) fn start_over(&mut self, connection: OwnedFd) -> io::Result<()> {
         self.disconnect();
         send(&connection, &Message::Hello { version: VERSION, resends: true }, &[])?;
         self.connection = Some(connection);
@@ -356,7 +356,7 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets the connection. Nothing counts as kept until another keeper has everything.
+    /// Drops the connection. Nothing counts as kept until another keeper has everything.
     pub(in crate::broker) fn disconnect(&mut self) {
         self.keeper_crashed |= self.greeted && !self.keeper_stops;
         (self.connection, self.greeted) = (None, false);

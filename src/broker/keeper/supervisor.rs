@@ -1,8 +1,8 @@
-//! Takes over from the supervisor, which was in the keeper's place before there was a protocol between server and keeper.
+//! Takes over from the supervisor of an older build, which preceded the keeper and its protocol.
 //!
-//! A supervisor received datagrams as of sd_notify(3). At SIGHUP it executed the program at its path in place of itself, and it started
-//! each server from that path too. So a program that replaces an older one is executed in three roles: to prove that it can go on, as the
-//! next supervisor, or as a server after the older server has crashed.
+//! A supervisor received datagrams as of sd_notify(3). On SIGHUP it executed the program at its path in place, and it started each server
+//! from that path. So a newer program at that path is executed in three roles: as a check, as the next supervisor, and as the server after
+//! a crash of the older server.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -32,7 +32,7 @@ use crate::{
     sys,
 };
 
-/// The supervisor's end of the socket, the server's, a pipe that ended with the supervisor, and a pidfd of the server.
+/// Names of passed descriptors: the supervisor's socket, the server's socket, a pipe that closes with the supervisor, the server's pidfd.
 const NOTIFY: &str = "NTFY";
 const PEER: &str = "PEER";
 const LIFE: &str = "LIFE";
@@ -41,10 +41,10 @@ const SERVER: &str = "SELF";
 /// The longest datagram, in bytes.
 const MAX_DATAGRAM: usize = 4096;
 
-/// How long to wait for the server's end before its datagrams are read again: its socket must not become full.
+/// How often to read the server's datagrams while waiting for its exit: its socket must not fill up.
 const TICK: Duration = Duration::from_millis(20);
 
-/// A keeper's name of a descriptor that a supervisor held under `name`.
+/// A keeper's name for a supervisor's descriptor.
 pub(super) fn name(name: &str) -> String {
     let device = |digits: &str| u8::from_str_radix(digits, 16).ok().filter(|_| digits.len() == 2);
     match name {
@@ -56,22 +56,22 @@ pub(super) fn name(name: &str) -> String {
     }
 }
 
-/// What a supervisor and its server held, under the names of a keeper.
+/// The descriptors of a supervisor and its server, under a keeper's names.
 #[derive(Debug)]
 pub(super) struct Supervised {
     pub(super) kept: Vec<(String, OwnedFd)>,
-    /// Whether these are all descriptors of the server.
+    /// Whether the set is complete.
     pub(super) is_whole: bool,
 }
 
-/// Ends the server of the supervisor that executed this program in its place, and returns everything that the two held. SIGKILL ends
-/// it, since at any other signal it kills a supervisor that it started itself: this process.
+/// Ends the server of the supervisor that this process replaced, and returns all its descriptors. Uses SIGKILL: on any other signal the
+/// server kills a supervisor that it started itself, which is this process.
 ///
 /// # Errors
-/// `NotFound` if the supervisor did not pass the server; those of recvmsg(2).
+/// `NotFound` if the supervisor did not pass the server; errors of recvmsg(2).
 pub(super) fn take_over(pid: i32) -> io::Result<Supervised> {
     let (mut kept, mut socket, mut server) = (Kept::default(), None, None);
-    // Without the other ends the server would take this process for dead.
+    // Keep the server's socket and the pipe open, or the server would consider this process dead.
     let mut ends = Vec::new();
     for (name, fd) in sys::take_passed()? {
         match name.as_str() {
@@ -82,7 +82,7 @@ pub(super) fn take_over(pid: i32) -> io::Result<Supervised> {
         }
     }
     let (Some(socket), Some(server)) = (socket, server) else { return Err(io::ErrorKind::NotFound.into()) };
-    // A server that started this process itself sends everything first.
+    // A server that started this process itself first sends everything.
     while !kept.is_whole && !ready(&server, PollFlags::POLLIN, TICK) {
         kept.read(&socket)?;
     }
@@ -90,7 +90,7 @@ pub(super) fn take_over(pid: i32) -> io::Result<Supervised> {
     let _ = kill(pid, Signal::SIGKILL);
     ready(&server, PollFlags::POLLIN, HANDOVER_TIMEOUT);
     kept.read(&socket)?;
-    // Fails if it is no child.
+    // Fails if the server is not a child.
     let _ = waitpid(pid, Some(WaitPidFlag::WNOHANG));
     drop(ends);
     let descriptors = kept.held.len();
@@ -99,37 +99,36 @@ pub(super) fn take_over(pid: i32) -> io::Result<Supervised> {
         false => {
             tracing::error!(
                 descriptors,
-                "the server of an older build ended before it had sent all: versions are lost"
+                "the server of an older build died before it sent everything: versions are lost"
             );
         }
     }
     Ok(Supervised { is_whole: kept.is_whole, kept: kept.held.into_iter().collect() })
 }
 
-/// Has the supervisor that started this program as its server execute it in place of itself, which ends this process. Returns only if
-/// the supervisor does not.
+/// Makes the supervisor that started this server execute this program in place of itself. The new keeper then kills this process. Returns only if the
+/// supervisor does not.
 pub(in crate::broker) fn replace_supervisor() -> Error {
-    // The supervisor's mask is not for a process that waits for its end.
+    // The supervisor's inherited signal mask is not for a process that waits for SIGKILL.
     let _ = SigSet::empty().thread_set_mask();
     let _ = kill(getppid(), Signal::SIGHUP);
     thread::sleep(3 * HANDOVER_TIMEOUT);
-    let why =
-        "the supervisor of an older build, which started this server, did not go on with this program: see its log";
+    let why = "the supervisor of an older build, which started this server, did not execute this program: see its log";
     Error::system("serve", io::Error::other(why))
 }
 
-/// What a supervisor held.
+/// The received descriptors.
 #[derive(Debug, Default)]
 struct Kept {
     held: BTreeMap<String, OwnedFd>,
-    /// Whether the server has sent everything that it has.
+    /// Whether the server has sent everything.
     is_whole: bool,
 }
 
 impl Kept {
-    /// Of several descriptors with one name, the first is the right one.
+    /// Keeps a descriptor from the supervisor. If a name appears twice, the first descriptor is the right one.
     fn keep(&mut self, of: &str, fd: OwnedFd) {
-        // What a supervisor passes to the next one is whole, and has the catalogue.
+        // A supervisor passes a complete set to its successor, with the catalogue.
         self.is_whole |= of.starts_with("CAT");
         self.keep_sent(of, fd);
     }
@@ -140,7 +139,7 @@ impl Kept {
         }
     }
 
-    /// Reads everything that the server has sent.
+    /// Reads all pending datagrams of the server.
     fn read(&mut self, socket: &OwnedFd) -> io::Result<()> {
         let mut datagram = [0; MAX_DATAGRAM];
         loop {
@@ -151,14 +150,16 @@ impl Kept {
                 Err(error) => return Err(error),
             };
             if flags.contains(ReturnFlags::CTRUNC) {
-                return Err(io::Error::other("no descriptor is free for those that the server sent: raise ulimit -Hn"));
+                return Err(io::Error::other(
+                    "no free descriptors for those of the server: raise the limit of open files (ulimit -Hn)",
+                ));
             }
             let text = String::from_utf8_lossy(&datagram[..bytes]);
             let value = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix('='));
             match (value("FDNAME"), value("FDSTORE"), value("FDSTOREREMOVE")) {
                 (Some(of), Some("1"), _) => fds.into_iter().for_each(|fd| self.keep_sent(of, fd)),
                 (Some(of), _, Some("1")) => drop(self.held.remove(&name(of))),
-                // Behind everything that a server sends anew.
+                // The server sends READY after it has sent everything again.
                 _ => self.is_whole |= value("READY") == Some("1"),
             }
         }

@@ -5,7 +5,7 @@ use std::{
 
 use super::{
     image::Image,
-    link::take,
+    link::take_over,
     message::{Arrival, Message, receive, send},
     peer::pair,
     *,
@@ -63,9 +63,9 @@ fn remove(names: &[&str]) -> Message {
     Message::Remove(names.iter().map(|name| (*name).to_owned()).collect())
 }
 
-/// A server and its keeper may be of different builds: other bytes need another `VERSION`, and so does another `PROOF`.
+/// Server and keeper may come from different builds: changing these bytes, or `PROOF`, requires another `VERSION`.
 #[test]
-fn messages_arrive_as_they_were_sent() {
+fn messages_round_trip() {
     let (ours, theirs) = pair().unwrap();
     let file = File::open("/dev/null").unwrap();
     let messages: [(Message, &[u8]); 13] = [
@@ -103,10 +103,10 @@ fn messages_arrive_as_they_were_sent() {
 }
 
 #[test]
-fn names_of_a_supervisor_become_names_of_a_keeper() {
+fn supervisor_names_are_converted() {
     let names = ["SOCK", "CAT0", "CAT1", "D00", "D0F", "0", "1z"].map(supervisor::name);
     assert_eq!(names, [".SOCK", ".CAT0", ".CAT1", ".DEV0", ".DEV15", "0", "1z"]);
-    assert!(names.iter().all(|name| Name::read(name).is_some()));
+    assert!(names.iter().all(|name| Name::parse(name).is_some()));
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn malformed_records_are_errors() {
 }
 
 #[test]
-fn descriptors_go_together_in_windows() {
+fn descriptors_are_sent_in_windows() {
     let mut ends = Ends::new(10_000);
     (0..2000).for_each(|index| ends.store.keep(id(index)));
     let mark = ends.store.mark();
@@ -136,7 +136,7 @@ fn descriptors_go_together_in_windows() {
                 other => panic!("{other:?}"),
             })
             .collect();
-        // The keeper has not reported them: nothing more comes.
+        // No acknowledgement: nothing more is sent.
         assert!(came.len() <= WINDOW && ends.flush() == Flushed::Full && ends.next().is_none());
         ends.answer(&Message::Received(came.len() as u64));
         names.extend(came);
@@ -152,18 +152,18 @@ fn descriptors_go_together_in_windows() {
 }
 
 #[test]
-fn order_stays_and_vanished_segments_are_not_sent() {
+fn order_is_kept_without_dropped_segments() {
     let mut ends = Ends::new(100);
     ends.store.keep(id(1));
     ends.flush();
     ends.store.keep(id(2));
     ends.store.keep(id(3));
     [1, 2].into_iter().for_each(|index| ends.store.remove(Name::Segment(id(index))));
-    // The number is given again at once.
+    // The number is reused at once.
     ends.store.keep(id(2));
     let mark = ends.store.mark();
     let file = File::open("/dev/null").unwrap();
-    // By now another segment has the number 2, and none the number 3.
+    // Another segment now has the number 2, and none has 3.
     assert_eq!(ends.store.flush(|of| (of != id(3)).then(|| file.as_fd())), Flushed::All);
     assert_eq!(ends.all(), [keep(&["1"]), keep(&["2"]), remove(&["1", "2"]), keep(&["2"])]);
     assert!(ends.store.has_kept(mark));
@@ -184,28 +184,31 @@ fn only_a_synced_mark_is_confirmed() {
 }
 
 #[test]
-fn more_than_the_keeper_may_hold_is_refused() {
+fn descriptors_beyond_the_limit_are_refused() {
     let mut ends = Ends::new(10);
     (0..8).for_each(|index| ends.store.keep(id(index)));
     assert!(ends.store.require_room(2).is_ok());
     let refusal = ends.store.require_room(3).unwrap_err();
     assert_eq!(refusal.code, RefusalCode::Full);
-    assert!(refusal.message.contains("has 8 descriptors, and 3 more") && refusal.message.contains("LimitNOFILE"));
+    assert!(
+        refusal.message.contains("holds 8 descriptors and has no room for 3 more")
+            && refusal.message.contains("LimitNOFILE")
+    );
 }
 
 #[test]
-fn next_keeper_counts_once_it_has_welcomed() {
+fn next_keeper_counts_after_its_welcome() {
     let mut ends = Ends::new(100);
     ends.store.keep(id(1));
     ends.flush();
     let (ours, keeper) = pair().unwrap();
     ends.keeper = keeper;
     ends.store.read();
-    // Its connection is gone: nothing counts as kept.
+    // Without a connection nothing counts as kept.
     assert_eq!(ends.flush(), Flushed::Gone);
     ends.store.keep(id(2));
     assert!(!ends.store.has_kept(ends.store.mark()));
-    ends.store.begin_anew(ours).unwrap();
+    ends.store.start_over(ours).unwrap();
     assert_eq!(ends.store.room().0, 0);
     [1, 2].into_iter().for_each(|index| ends.store.keep(id(index)));
     ends.store.complete();
@@ -213,22 +216,22 @@ fn next_keeper_counts_once_it_has_welcomed() {
     assert_eq!(ends.flush(), Flushed::All);
     let hello = Message::Hello { version: VERSION, resends: true };
     assert_eq!(ends.all(), [hello, keep(&["1", "2"]), Message::Complete(true)]);
-    // It may refuse this server.
+    // The keeper may still refuse this server.
     assert!(!ends.store.has_kept(mark) && ends.store.unsent().is_none());
     ends.answer(&Message::Welcome { version: VERSION, allowed: 7 });
     assert!(ends.store.has_kept(mark) && ends.store.unsent().is_some_and(|unsent| unsent.is_empty()));
     assert_eq!(ends.store.room(), (2, 7));
 }
 
-/// What was received counts only where the keeper has ended: one that lives has all of it.
+/// A partial handover is used only if the keeper is dead: a living keeper still has everything.
 #[test]
-fn handover_is_broken_off_only_by_the_keepers_death() {
+fn only_a_dead_keeper_leaves_partial_handover() {
     let part_of_a_handover = |keeper: &std::process::Child| {
         let (ours, theirs) = pair().unwrap();
         let file = File::open("/dev/null").unwrap();
         send(&theirs, &keep(&[".CAT0"]), &[file.as_fd()]).unwrap();
         nix::sys::socket::shutdown(theirs.as_raw_fd(), nix::sys::socket::Shutdown::Write).unwrap();
-        take(
+        take_over(
             ours,
             Process::of(keeper.id().cast_signed()),
             Link::Pair(Image::of_this_process().unwrap()),
@@ -240,8 +243,8 @@ fn handover_is_broken_off_only_by_the_keepers_death() {
     keeper.kill().unwrap();
     let dead = part_of_a_handover(&keeper);
     keeper.wait().unwrap();
-    assert!(alive.unwrap_err().to_string().starts_with("it gave up the handover"));
-    assert!(!dead.unwrap().0.whole);
+    assert!(alive.unwrap_err().to_string().starts_with("it aborted the handover"));
+    assert!(!dead.unwrap().whole);
 }
 
 #[test]
@@ -249,7 +252,7 @@ fn refusal_keeps_nothing() {
     let mut ends = Ends::new(100);
     let (ours, keeper) = pair().unwrap();
     ends.keeper = keeper;
-    ends.store.begin_anew(ours).unwrap();
+    ends.store.start_over(ours).unwrap();
     ends.store.keep(id(1));
     let mark = ends.store.mark();
     ends.answer(&Message::Refused("another server".to_owned()));
@@ -258,7 +261,7 @@ fn refusal_keeps_nothing() {
 }
 
 #[test]
-fn without_a_keeper_everything_is_kept() {
+fn everything_counts_as_kept_without_keeper() {
     let mut store = Store::none();
     store.keep(id(1));
     store.keep_own(Name::Socket, File::open("/dev/null").unwrap().into());
@@ -268,16 +271,16 @@ fn without_a_keeper_everything_is_kept() {
 }
 
 #[test]
-fn names_say_what_a_descriptor_is() {
+fn names_are_parsed_as_written() {
     let names = [Name::Catalogue(false), Name::Catalogue(true), Name::Device(255), Name::Socket, Name::Segment(id(71))];
     let texts: Vec<String> = names.iter().map(ToString::to_string).collect();
     for (name, text) in names.iter().zip(&texts) {
-        assert_eq!(Name::read(text), Some(*name), "{text}");
+        assert_eq!(Name::parse(text), Some(*name), "{text}");
     }
     // The keeper hands over in this order.
     assert!(texts.is_sorted() && texts[0].as_str() < "0", "{texts:?}");
     for text in ["", "CAT0", ".CAT2", ".DEV256", ".DEV", "A", "stored", "zzzzz"] {
-        assert_eq!(Name::read(text), None, "{text}");
+        assert_eq!(Name::parse(text), None, "{text}");
     }
     let mut inherited = Inherited::default();
     for text in texts.iter().map(String::as_str).chain(["stored"]) {

@@ -39,7 +39,7 @@ use self::{
         time::Time,
     },
 };
-use super::keeper::{Inherited, KeeperPath, Kept, Name, Store, Taken};
+use super::keeper::{Inherited, KeeperPath, Name, Store, Takeover};
 use crate::{
     channel::{Cancel, Listener, SocketName},
     error::{Error, Result},
@@ -190,13 +190,13 @@ impl Server {
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
         // Inherited descriptors need room too.
         reactor::make_room(cancel.as_fd(), reactor::raise_limit());
-        let kept = match (&config.started_by_keeper, &config.keeper) {
-            (Some(_), _) => Kept::of_parent(cancel)?,
-            (None, Some(keeper)) => Kept::of(keeper, path, cancel)?,
+        let taken = match (&config.started_by_keeper, &config.keeper) {
+            (Some(_), _) => Takeover::of_parent(cancel)?,
+            (None, Some(keeper)) => Takeover::of(keeper, path, cancel)?,
             (None, None) => return Self::bind_alone(path, config, cancel),
         };
-        let started = kept.0.keeper.clone_of_child();
-        Self::resume(path, config, kept, cancel).inspect_err(|_| {
+        let started = taken.keeper.clone_of_child();
+        Self::resume(path, config, taken, cancel).inspect_err(|_| {
             if let Some(keeper) = started {
                 keeper.kill();
             }
@@ -221,8 +221,8 @@ impl Server {
         Ok(Self { reactor: react(listener, config, objects, history, reserves, keeping, cancel)?, path })
     }
 
-    fn resume(path: &Path, config: ServerConfig, kept: Kept, cancel: &Cancel) -> Result<Self> {
-        let Kept(Taken { mut store, inherited, whole, link, keeper }) = kept;
+    fn resume(path: &Path, config: ServerConfig, taken: Takeover, cancel: &Cancel) -> Result<Self> {
+        let Takeover { mut store, inherited, whole, link, keeper } = taken;
         let Inherited { socket, history, catalogues, segments, devices, others } = inherited;
         // The keeper has the socket even if its file is gone.
         let in_store = socket.is_some();

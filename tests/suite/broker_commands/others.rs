@@ -240,7 +240,7 @@ fn other_peers_are_no_broker() {
     let meeting = Meeting::host();
     let producer = meeting.listening(&["--consumers", "0"]);
     let ended = command(&meeting, &["ls"]).end();
-    ended.code(4).says("is no broker");
+    ended.code(4).says("is not a broker");
     assert_eq!(ended.stderr.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{}", ended.stderr);
     producer.signal(Signal::SIGTERM);
     producer.end();

@@ -1,8 +1,8 @@
-//! Logs of which a part is missing, or was changed.
+//! Truncated and damaged logs.
 
 use super::*;
 
-/// The bytes of a log, and after how many of them each record ends.
+/// A log's bytes, and the end offset of each record.
 fn log_and_ends(records: &[Record]) -> (Vec<u8>, Vec<usize>) {
     let mut catalogue = new();
     let mut ends = Vec::new();
@@ -13,23 +13,23 @@ fn log_and_ends(records: &[Record]) -> (Vec<u8>, Vec<usize>) {
     (bytes_of(catalogue.as_fd()), ends)
 }
 
-/// How many records end within so many bytes.
+/// How many records are complete within `bytes`.
 fn whole(ends: &[usize], bytes: usize) -> usize {
     ends.iter().filter(|&&end| end <= bytes).count()
 }
 
 #[test]
-fn of_each_beginning_of_a_log_the_whole_records_are_read_and_appending_goes_on() {
+fn complete_records_of_truncated_log_are_read() {
     let records = each_kind();
     let (bytes, ends) = log_and_ends(&records);
     for length in HEADER..=bytes.len() {
         let (mut catalogue, found) = Catalogue::open(memfd_of(&bytes[..length])).unwrap();
         let count = whole(&ends, length);
         assert!(found == records[..count], "of the first {length} bytes: {found:?}");
-        // To open it changes nothing: a server may still be writing it.
+        // Opening changes nothing: another server may still be writing the log.
         assert_eq!(bytes_of(catalogue.as_fd()), bytes[..length]);
         catalogue.append(&lease(9)).unwrap();
-        assert_eq!(bytes_of(catalogue.as_fd()).len() as u64, catalogue.length, "what was torn is cut off");
+        assert_eq!(bytes_of(catalogue.as_fd()).len() as u64, catalogue.length, "the incomplete record is cut off");
         assert_eq!(read(catalogue.as_fd()), [&records[..count], &[lease(9)]].concat());
     }
     for length in 0..HEADER {
@@ -39,7 +39,7 @@ fn of_each_beginning_of_a_log_the_whole_records_are_read_and_appending_goes_on()
 }
 
 #[test]
-fn what_was_changed_is_never_read_as_a_record() {
+fn changed_bits_never_yield_a_record() {
     let records = each_kind();
     let (bytes, ends) = log_and_ends(&records);
     for bit in 0..bytes.len() * 8 {
@@ -55,7 +55,7 @@ fn what_was_changed_is_never_read_as_a_record() {
 }
 
 #[test]
-fn what_follows_a_log_is_never_read_as_a_record() {
+fn trailing_bytes_never_yield_a_record() {
     let (bytes, _) = log_and_ends(&[lease(1)]);
     for tail in [vec![0; 5000], vec![0xFF; 5000], b"VMMFDCAT".repeat(9), [&[8, 0, 0, 0][..], &[0; 12]].concat()] {
         let (mut catalogue, found) = Catalogue::open(memfd_of(&[&bytes[..], &tail].concat())).unwrap();
@@ -66,7 +66,7 @@ fn what_follows_a_log_is_never_read_as_a_record() {
 }
 
 #[test]
-fn what_could_not_be_cut_off_at_once_is_cut_off_before_the_next_record() {
+fn failed_cut_is_repeated_before_next_record() {
     let mut catalogue = log(&[lease(1)]);
     let torn = [&framed(br#"{"dropped":{"key":3}}"#)[..], &[b'x'; 500]].concat();
     catalogue.file.write_all_at(&torn, catalogue.length).unwrap();

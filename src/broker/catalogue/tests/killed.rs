@@ -1,4 +1,4 @@
-//! Writers that the kernel kills after a byte of its choice: SIGXFSZ, by RLIMIT_FSIZE.
+//! Writers that the kernel kills at a chosen byte, with SIGXFSZ at RLIMIT_FSIZE.
 
 use std::{
     env,
@@ -17,10 +17,10 @@ use nix::{
 
 use super::*;
 
-/// The byte after which a child is killed; only a child has it.
+/// The variable with the byte limit of a child process.
 const BYTES: &str = "VMMFD_TEST_CATALOGUE_BYTES";
 
-/// Runs the calling test, `name`, again in a child that has the memfd as its standard input; there [`limit`] returns `bytes`.
+/// Runs the test `name` in a child process with the memfd as standard input. There, [`limit`] returns `bytes`.
 fn child(name: &str, memfd: BorrowedFd<'_>, bytes: u64) -> Output {
     let (_, module) = module_path!().split_once("::").unwrap();
     let mut command = Command::new(env::current_exe().unwrap());
@@ -28,13 +28,13 @@ fn child(name: &str, memfd: BorrowedFd<'_>, bytes: u64) -> Output {
     command.stdin(memfd.try_clone_to_owned().unwrap()).stdout(Stdio::null()).output().unwrap()
 }
 
-/// In a child, the byte after which it is to be killed.
+/// The byte limit of a child process; `None` in the parent.
 fn limit() -> Option<u64> {
     env::var(BYTES).ok().map(|bytes| bytes.parse().unwrap())
 }
 
-/// From now on the kernel kills this process where it writes beyond so many bytes of a file.
-fn be_killed_after(bytes: u64) {
+/// Makes the kernel kill this process when it writes beyond `bytes` of a file.
+fn kill_beyond(bytes: u64) {
     setrlimit(Resource::RLIMIT_CORE, 0, 0).unwrap();
     let hard = getrlimit(Resource::RLIMIT_FSIZE).unwrap().1;
     setrlimit(Resource::RLIMIT_FSIZE, bytes, hard).unwrap();
@@ -55,11 +55,11 @@ fn records() -> Vec<Record> {
 }
 
 #[test]
-fn a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_half_one() {
-    const NAME: &str = "a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_half_one";
+fn acknowledged_records_survive_killed_writer() {
+    const NAME: &str = "acknowledged_records_survive_killed_writer";
     if let Some(bytes) = limit() {
         let mut catalogue = Catalogue::open(stdin()).unwrap().0;
-        be_killed_after(bytes);
+        kill_beyond(bytes);
         for record in records() {
             catalogue.append(&record).unwrap();
             io::stderr().write_all(b"+").unwrap();
@@ -76,7 +76,7 @@ fn a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_hal
         assert!(child.stderr.iter().all(|&byte| byte == b'+'), "{child:?}");
         let acknowledged = child.stderr.len();
 
-        assert_eq!(bytes_of(catalogue.as_fd()).len() as u64, bytes, "it was killed elsewhere");
+        assert_eq!(bytes_of(catalogue.as_fd()).len() as u64, bytes, "killed at another byte");
         let fd = catalogue.as_fd().try_clone_to_owned().unwrap();
         let (mut again, found) = Catalogue::open(fd).unwrap();
         torn += u32::from(again.length < bytes);
@@ -84,18 +84,18 @@ fn a_log_whose_writer_is_killed_has_each_record_that_was_acknowledged_and_no_hal
         again.append(&lease(2)).unwrap();
         assert_eq!(read(again.as_fd()), [&records()[..acknowledged], &[lease(2)]].concat());
     }
-    // All but the ends of the four records, and the header's.
+    // All lengths except the ends of the header and of the four records.
     assert_eq!(u64::from(torn), end - HEADER as u64 + 1 - 5);
 }
 
 #[test]
-fn a_log_whose_writer_is_killed_while_it_is_written_anew_is_none_until_it_is_whole() {
-    const NAME: &str = "a_log_whose_writer_is_killed_while_it_is_written_anew_is_none_until_it_is_whole";
+fn unfinished_compaction_is_not_a_log() {
+    const NAME: &str = "unfinished_compaction_is_not_a_log";
     if let Some(bytes) = limit() {
         let mut old = new();
         old.limit = u64::MAX;
-        be_killed_after(bytes);
-        write_anew(&mut old, stdin(), records()).unwrap();
+        kill_beyond(bytes);
+        compact(&mut old, stdin(), records()).unwrap();
         return;
     }
     let end = log(&records()).length;
@@ -114,14 +114,14 @@ fn a_log_whose_writer_is_killed_while_it_is_written_anew_is_none_until_it_is_who
 }
 
 #[test]
-fn after_a_write_that_failed_in_the_middle_the_log_is_as_before_and_appending_goes_on() {
-    const NAME: &str = "after_a_write_that_failed_in_the_middle_the_log_is_as_before_and_appending_goes_on";
+fn failed_write_leaves_log_unchanged() {
+    const NAME: &str = "failed_write_leaves_log_unchanged";
     if let Some(bytes) = limit() {
-        // EFBIG in place of the signal's end.
+        // With the signal blocked, the write fails with EFBIG.
         let blocked = SigSet::from_iter([Signal::SIGXFSZ]);
         blocked.thread_block().unwrap();
         let mut catalogue = Catalogue::open(stdin()).unwrap().0;
-        be_killed_after(bytes);
+        kill_beyond(bytes);
         catalogue.append(&lease(1)).unwrap();
         let before = bytes_of(catalogue.as_fd());
         let error = catalogue.append(&Record::Published(Box::new(version(1)))).unwrap_err();

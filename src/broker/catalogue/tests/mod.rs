@@ -19,7 +19,7 @@ use crate::{
     },
 };
 
-/// JSON as a client may write it, which is carried as it came.
+/// JSON in a client's own formatting, which must be preserved.
 const SPACED: &str = "[ {\"name\":\n\t\"w\\u00e9\", \"shape\": [2, 3.10e0]} ]";
 
 fn inline(value: &impl Serialize) -> Table {
@@ -78,7 +78,7 @@ fn lease(byte: u8) -> Record {
     Record::Leased(Lease { token: token(byte), key: 1, uid: 1000, pid: 7, since_ms: 1, size: 4 << 20 })
 }
 
-/// One record of each kind, and a version as short as can be.
+/// One record of each kind, and a minimal version.
 fn each_kind() -> Vec<Record> {
     let bare = Version { metadata: None, parts: Vec::new(), lifetime: Lifetime::Maker, ..version(u64::MAX) };
     let event = Event {
@@ -144,18 +144,18 @@ fn memfd_of(bytes: &[u8]) -> OwnedFd {
     file.into()
 }
 
-/// What another process would read.
+/// The records that another process reads.
 fn read(log: BorrowedFd<'_>) -> Vec<Record> {
     Catalogue::open(log.try_clone_to_owned().unwrap()).unwrap().1
 }
 
-/// A record's bytes, of any payload.
+/// Frames a payload as a record.
 fn framed(payload: &[u8]) -> Vec<u8> {
     let length = (payload.len() as u32).to_le_bytes();
     [&length[..], &checksum(&length, payload).to_le_bytes(), payload].concat()
 }
 
-/// The error of opening these bytes as a log.
+/// Opens these bytes as a log, expecting an error and unchanged bytes.
 fn refusal(bytes: &[u8]) -> Unreadable {
     let fd = memfd_of(bytes);
     let kept = fd.try_clone().unwrap();
@@ -165,7 +165,7 @@ fn refusal(bytes: &[u8]) -> Unreadable {
 }
 
 #[test]
-fn what_was_appended_is_read_in_its_order() {
+fn records_are_read_in_order() {
     let catalogue = log(&each_kind());
     let (again, records) = Catalogue::open(catalogue.as_fd().try_clone_to_owned().unwrap()).unwrap();
     assert_eq!(records, each_kind());
@@ -175,7 +175,7 @@ fn what_was_appended_is_read_in_its_order() {
 }
 
 #[test]
-fn records_are_json_in_the_documented_words() {
+fn records_have_the_documented_json() {
     let catalogue = log(&[Record::Ended { token: token(0xA5), at_ms: 6 }, deleted("models/llama")]);
     let ended = br#"{"ended":{"token":"a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5a5","at_ms":6}}"#;
     let deleted = br#"{"deleted":{"name":"models/llama","at_ms":6,"uid":1000,"pid":7,"owner":1000}}"#;
@@ -185,8 +185,8 @@ fn records_are_json_in_the_documented_words() {
     assert_eq!(bytes_of(catalogue.as_fd()), [&header[..], &framed(ended), &framed(deleted)].concat());
 }
 
-/// The file has records that builds have written: add lines, and change none. A record that is read otherwise, or not at all, needs
-/// another `FORMAT`, and a broker that is upgraded in place then refuses the new program.
+/// The file has records that earlier builds wrote: add lines, never change any. If a record is read differently or not at all, `FORMAT`
+/// must change, and a broker then refuses to upgrade in place.
 #[test]
 fn records_of_older_builds_are_read() {
     let lines: Vec<&str> = include_str!("records.jsonl").lines().collect();
@@ -201,7 +201,7 @@ fn records_of_older_builds_are_read() {
 }
 
 #[test]
-fn fields_that_a_later_build_adds_are_ignored() {
+fn unknown_fields_are_ignored() {
     let log = [&header(5)[..], &framed(br#"{"dropped":{"key":3,"later":[1,{}]}}"#)].concat();
     let (catalogue, records) = Catalogue::open(memfd_of(&log)).unwrap();
     assert_eq!(records, [Record::Dropped { key: 3 }]);
@@ -209,20 +209,20 @@ fn fields_that_a_later_build_adds_are_ignored() {
 }
 
 #[test]
-fn a_log_that_this_build_cannot_read_is_refused_and_left_as_it_is() {
+fn unknown_formats_and_records_are_refused() {
     let mut newer = header(1);
     newer[8] = 2;
-    // Its checksum may be another one: the format is looked at first.
+    // The format is checked before the checksum, which a later format may compute differently.
     let error = refusal(&newer);
     assert_eq!(error.to_string(), "the catalogue has format 2, and this build reads only format 1");
     let unknown = [&header(1)[..], &framed(br#"{"dropped":{"key":3}}"#), &framed(br#"{"later":{}}"#), b"torn"].concat();
     let error = refusal(&unknown);
     assert!(matches!(error, Unreadable::Record { offset: 53, .. }), "{error:?}");
-    assert_eq!(error.to_string(), "the catalogue's record at byte 53 can't be understood");
+    assert_eq!(error.to_string(), "the catalogue's record at byte 53 is unknown to this build");
 }
 
 #[test]
-fn what_is_no_catalogue_is_refused() {
+fn foreign_descriptors_are_refused() {
     for (bytes, found) in [
         (&b""[..], r#""""#),
         (b"VMMFDCA", r#""VMMFDCA""#),
@@ -230,15 +230,15 @@ fn what_is_no_catalogue_is_refused() {
         (b"!/bin/sh\necho a script of more than a header", r#""!/bin/sh""#),
     ] {
         let error = refusal(bytes);
-        let want = format!(r#"the descriptor is not of a catalogue: it begins with {found}, where "VMMFDCAT" belongs"#);
+        let want = format!(r#"the descriptor is not a catalogue: it starts with {found} instead of "VMMFDCAT""#);
         assert_eq!(error.to_string(), want);
     }
     let want = "the catalogue has 12 bytes, and its header alone has 24";
     assert_eq!(refusal(b"VMMFDCAT\x01\0\0\0").to_string(), want);
 }
 
-/// Writes a log of these records alone in place of another.
-fn write_anew(
+/// Compacts a log to these records.
+fn compact(
     catalogue: &mut Catalogue,
     memfd: OwnedFd,
     records: impl IntoIterator<Item = Record>,
@@ -249,7 +249,7 @@ fn write_anew(
 }
 
 #[test]
-fn rewrite_keeps_records_appended_meanwhile() {
+fn rewrite_includes_records_appended_meanwhile() {
     let mut catalogue = log(&each_kind());
     let mut rewrite = catalogue.rewrite(memfd().unwrap()).unwrap();
     rewrite.add(&lease(1)).unwrap();
@@ -277,40 +277,40 @@ fn rewrite_ends_under_constant_load() {
         append(&mut catalogue, CHUNK);
         rewrite.copy_appended(&catalogue).unwrap()
     });
-    assert!(ends, "it has copied {} of {} bytes", rewrite.length(), catalogue.length);
+    assert!(ends, "copied {} of {} bytes", rewrite.length(), catalogue.length);
 }
 
 #[test]
-fn a_log_written_anew_has_the_given_records_and_the_next_generation_and_the_old_one_stays_whole() {
+fn compaction_keeps_records_and_old_log() {
     let mut catalogue = log(&each_kind());
-    // More than is written at once, and records longer than that.
+    // More than one chunk in all, and single records longer than a chunk.
     let long = |key| {
         let metadata = Some(inline(&"x".repeat(CHUNK / 3 * key as usize)));
         Record::Published(Box::new(Version { metadata, ..version(key) }))
     };
     let live: Vec<Record> = (0..8).map(long).collect();
-    let old = write_anew(&mut catalogue, memfd_of(b"what a killed writer left"), live.clone()).unwrap();
+    let old = compact(&mut catalogue, memfd_of(b"what a killed writer left"), live.clone()).unwrap();
     assert_eq!(read(old.as_fd()), each_kind());
     assert_eq!(read(catalogue.as_fd()), live);
     assert_eq!(catalogue.generation, 2);
     catalogue.append(&lease(1)).unwrap();
     let (mut catalogue, records) = Catalogue::open(catalogue.as_fd().try_clone_to_owned().unwrap()).unwrap();
     assert_eq!(records, [live, vec![lease(1)]].concat());
-    write_anew(&mut catalogue, memfd().unwrap(), []).unwrap();
+    compact(&mut catalogue, memfd().unwrap(), []).unwrap();
     assert_eq!((catalogue.generation, read(catalogue.as_fd())), (3, vec![]));
 }
 
 #[test]
-fn a_log_that_cannot_be_written_anew_is_still_the_one() {
+fn failed_compaction_leaves_log_unchanged() {
     let mut catalogue = log(&[lease(1)]);
     catalogue.limit = catalogue.length;
-    let error = write_anew(&mut catalogue, memfd().unwrap(), [lease(1), lease(2)]).unwrap_err();
+    let error = compact(&mut catalogue, memfd().unwrap(), [lease(1), lease(2)]).unwrap_err();
     assert!(matches!(error, CatalogueError::Limit { .. }), "{error:?}");
     assert_eq!((catalogue.generation, read(catalogue.as_fd())), (1, vec![lease(1)]));
 }
 
 #[test]
-fn nothing_is_written_beyond_the_limit_of_this_process() {
+fn file_size_limit_is_respected() {
     let mut catalogue = log(&[lease(1)]);
     let needed = catalogue.length + framed(br#"{"dropped":{"key":3}}"#).len() as u64;
     catalogue.limit = needed - 1;
@@ -327,18 +327,18 @@ fn nothing_is_written_beyond_the_limit_of_this_process() {
 }
 
 #[test]
-fn a_log_grows_to_twice_what_lives_and_no_further() {
+fn log_stays_within_twice_its_live_records() {
     let live = |key| {
         let metadata = Some(inline(&"x".repeat(1 << 20)));
         Record::Published(Box::new(Version { metadata, ..version(key) }))
     };
     let (mut catalogue, mut written) = (new(), 0);
     assert!(!catalogue.should_compact());
-    // Each replaces the one before: one lives.
+    // Each record replaces the previous: only one is live.
     for key in 0..40 {
         catalogue.append(&live(key)).unwrap();
         if catalogue.should_compact() {
-            write_anew(&mut catalogue, memfd().unwrap(), [live(key)]).unwrap();
+            compact(&mut catalogue, memfd().unwrap(), [live(key)]).unwrap();
             written += 1;
             assert!(!catalogue.should_compact());
         }

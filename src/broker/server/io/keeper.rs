@@ -201,7 +201,7 @@ impl Keeping {
         let (socket, process) = link.connect()?;
         let pid = process.pid;
         (self.keeper, self.asked, self.read) = (Some(process), None, 0);
-        around.state.objects.store_mut().begin_anew(socket)?;
+        around.state.objects.store_mut().start_over(socket)?;
         self.register(around.state, around.registry)?;
         around.state.objects.keep_catalogue().map_err(io::Error::other)?;
         let socket = around.listener.as_fd().try_clone_to_owned()?;

@@ -141,8 +141,8 @@ impl Journal {
     }
 
     /// Sets the append position after the last record.
-    pub(crate) fn append_behind(&mut self, records: &Records) {
-        self.log.append_behind(records);
+    pub(crate) fn append_after(&mut self, records: &Records) {
+        self.log.append_after(records);
     }
 
     /// Marks the start of another server in the log, and ensures a spare. The keeper already has the log.

@@ -94,7 +94,7 @@ impl Objects {
                 Record::Begin { .. } | Record::Seen(_) | Record::Answered(_) | Record::Started => {}
             }
         }
-        self.journal.append_behind(&records);
+        self.journal.append_after(&records);
         for of in self.names.values_mut() {
             of.maker = Some(ConnectionId::BEFORE);
         }
