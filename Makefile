@@ -18,7 +18,7 @@ BENCH  ?=
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
-.PHONY: help build install demo smoke test test-gpu test-python test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
+.PHONY: help build install demo smoke test build-tests test-suite test-rights test-protocol test-python test-demos test-gpu test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,12 +37,23 @@ demo: build ## a producer and a consumer, both ways, then a broker; on host memo
 smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails where there is no GPU
 	scripts/smoke $(BIN)
 
-test: ## every test that needs no GPU, then the round trip of the two commands and the broker: on the GPU, if there is one
+test: test-suite test-rights test-protocol test-python test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker: on the GPU, if there is one
+
+# The parts of `make test`. They may run at the same time: `make -j2 --output-sync=target test`.
+build-tests:
 	$(CARGO) build --locked --workspace --features launch
+	$(CARGO) test --locked --workspace --features launch --no-run
+
+test-suite: build-tests
 	scripts/without-leftovers $(CARGO) test --locked --workspace --features launch
+
+test-rights: build-tests
 	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
+
+test-protocol: build-tests
 	scripts/test-protocol $(BIN) $(STRICT)
-	scripts/test-python $(CARGO) $(BIN) $(STRICT)
+
+test-demos: build-tests
 	scripts/demo $(BIN) --backend auto
 	scripts/demo-broker $(BIN) --backend auto
 
@@ -50,8 +61,7 @@ test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
 	$(CARGO) build --locked --workspace --features launch --bins --examples
 	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
-test-python: ## the Python package: its wheel in a virtual environment, on host memory and on the emulated driver
-	$(CARGO) build --locked --workspace
+test-python: build-tests ## the Python package: its wheel in a virtual environment, on host memory and on the emulated driver
 	scripts/test-python $(CARGO) $(BIN) $(STRICT)
 
 engines-pack: ## dist-engines/: vLLM and the wheels that a GPU machine without a network lacks, 46 MB, from PyPI
