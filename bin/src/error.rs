@@ -20,6 +20,15 @@ pub enum ToolError {
         problem: String,
     },
 
+    /// A put of a new object whose name another user has.
+    #[error("`{name}` exists, and this user may not {verb} it")]
+    NotWritable {
+        /// The name.
+        name: String,
+        /// The permission that this user lacks: `read` or `replace`.
+        verb: &'static str,
+    },
+
     /// The other end of a doctor's meeting did not appear.
     #[error("no other doctor met this one at {} within {waited:?}", path.display())]
     Absent {
@@ -68,6 +77,7 @@ impl From<ToolError> for Error {
 pub fn kind_of(error: &Error) -> ErrorKind {
     match ToolError::of(error) {
         Some(ToolError::File { .. }) => ErrorKind::Usage,
+        Some(ToolError::NotWritable { .. }) => ErrorKind::Object,
         Some(ToolError::Absent { .. }) => ErrorKind::Peer,
         Some(ToolError::Child { .. }) | None => error.kind(),
     }
@@ -79,6 +89,7 @@ pub fn hint(error: &Error) -> Option<&str> {
         return match own {
             ToolError::Child { hint, .. } => hint.as_deref(),
             ToolError::File { .. } => None,
+            ToolError::NotWritable { .. } => Some("use another name, or ask the object's owner to delete it"),
             ToolError::Absent { missing: "serve", .. } => {
                 Some("run `vmmfd doctor serve` on the same --socket, or wait longer with --wait")
             }
@@ -157,11 +168,9 @@ pub fn hint(error: &Error) -> Option<&str> {
 /// What the user can do about a broker's refusal, if there is a general answer.
 fn refusal_hint(code: RefusalCode) -> Option<&'static str> {
     Some(match code {
-        RefusalCode::Absent => "`vmmfd ls` lists the objects that this user may read; `vmmfd get --wait` waits for one",
+        RefusalCode::Absent => "`vmmfd ls` lists the objects that this user may read",
         RefusalCode::Exists => "replace it with --replace, or take another name",
-        RefusalCode::Version => {
-            "another process has replaced it: `vmmfd stat` shows its version, with which to try again"
-        }
+        RefusalCode::Version => "another process replaced it: `vmmfd stat` shows the current version for the next try",
         RefusalCode::Differs => "`vmmfd stat` shows its sizes, metadata and digests",
         RefusalCode::Denied => {
             "its owner and the broker's user delete it; the --mode of its first put says who reads and replaces it"

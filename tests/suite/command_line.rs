@@ -86,6 +86,49 @@ fn help_has_the_same_groups_everywhere() {
     }
 }
 
+#[test]
+fn help_lists_the_exit_codes_of_its_command() {
+    let meeting = Meeting::host();
+    for (command, expected) in [
+        ("produce", &["0", "1", "2", "3", "4", "5", "130"][..]),
+        ("serve", &["0", "2", "4", "5"]),
+        ("ls", &["0", "2", "4", "5", "130"]),
+        ("stat", &["0", "1", "2", "4", "5", "130"]),
+        ("devices", &["0", "2", "3", "5", "130"]),
+        ("bench", &["0", "1", "2", "3", "5", "130"]),
+        ("schema", &["0", "2", "5"]),
+    ] {
+        let text = help(&meeting, &[command, "-h"]);
+        let (_, codes) = text.split_once("Exit codes:\n").unwrap();
+        let codes: Vec<&str> = codes.lines().filter_map(|line| line.split_whitespace().next()).collect();
+        assert_eq!(codes, expected, "{command}");
+    }
+}
+
+#[test]
+fn help_of_a_command_is_its_long_help() {
+    let meeting = Meeting::host();
+    for command in [&[][..], &["put"], &["doctor", "serve"], &["bench"]] {
+        let asked = help(&meeting, &[&["help"], command].concat());
+        assert_eq!(asked, help(&meeting, &[command, &["--help"]].concat()));
+        assert!(asked.contains("\nExamples:\n  vmmfd "), "{asked}");
+    }
+    let mut producer = meeting.bare("producer");
+    producer.command.arg("--help");
+    assert!(producer.end().code(0).stdout.contains("\nExamples:\n  producer --size "));
+    vmmfd(&meeting, &["help", "nope"]).end().code(2).says("'nope'");
+}
+
+#[test]
+fn unknown_commands_get_a_suggestion() {
+    let meeting = Meeting::host();
+    for (word, command) in [("delete", "rm"), ("list", "ls"), ("fetch", "get"), ("stats", "stat"), ("benhc", "bench")] {
+        vmmfd(&meeting, &[word]).end().code(2).says(&format!("'{command}'"));
+        let value = object(&vmmfd(&meeting, &[word, "--json"]).end());
+        assert!(value["error"]["message"].as_str().unwrap().contains(&format!("'{command}'")), "{value}");
+    }
+}
+
 /// A JSON object, whole and alone on standard output.
 #[track_caller]
 pub(crate) fn object(ended: &Ended) -> Value {
@@ -343,7 +386,7 @@ fn every_command_has_a_man_page() {
     }
     assert!(!names.iter().any(|name| name.contains("child") || name.contains("help")), "{names:?}");
     let page = fs::read_to_string(folder.join("vmmfd-produce.1")).unwrap();
-    for words in [".TH", "mechanism", "memory pool", "Exit codes"] {
+    for words in [".TH", "mechanism", "memory pool", "Exit codes", "Examples", "vmmfd produce \\-\\-size 1.5GiB"] {
         assert!(page.contains(words), "no {words} in {page}");
     }
 }
@@ -410,8 +453,8 @@ fn every_json_report_has_a_schema() {
     let commands = listed.lines().filter(|line| line.starts_with("  ") && !line.starts_with("   "));
     let commands: Vec<&str> = commands.filter_map(|line| line.split_whitespace().next()).collect();
     assert!(commands.len() > 15, "{help}");
-    // The keeper prints failures alone.
-    for command in commands.into_iter().filter(|command| *command != "keeper") {
+    // The keeper prints failures alone, and help is text.
+    for command in commands.into_iter().filter(|command| !["keeper", "help"].contains(command)) {
         assert!(names.contains(command), "{command} is not among {names:?}");
     }
     for name in &names {

@@ -46,8 +46,24 @@ fn handoff_works_in_either_start_order(meeting: Meeting) {
     consumer.until("driver");
     thread::sleep(Duration::from_millis(20));
     meeting.producer(&[]).end().code(0);
-    consumer.end().code(0);
+    let consumer = consumer.end();
+    consumer.code(0);
+    assert!(!consumer.stderr.contains("notice"), "{}", consumer.stderr);
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
+}
+
+#[test]
+fn consumer_reports_a_long_wait_once() {
+    let meeting = Meeting::host();
+    let consumer = meeting.consumer(&[]).start();
+    let notice = format!("notice: waiting for a producer on {}, for at most 30s\n", meeting.socket().display());
+    crate::running::wait_for("the notice", || consumer.so_far().contains(&notice));
+    let quiet = meeting.consumer(&["-q"]).start();
+    thread::sleep(Duration::from_millis(1200));
+    let producer = meeting.producer(&["--consumers", "2"]).end();
+    producer.code(0);
+    assert_eq!(consumer.end().code(0).stderr, notice);
+    assert_eq!(quiet.end().code(0).stderr, "");
 }
 
 fn json_object_has_every_field(meeting: Meeting) {

@@ -260,6 +260,8 @@ fn different_backends_are_refused_by_both() {
     assert_eq!(producer.json()["consumers"][0]["outcome"], "failed");
 }
 
+const NO_GPU: &str = "notice: no GPU found, using host memory (`vmmfd doctor` shows why)\n";
+
 #[test]
 fn only_auto_falls_back_without_a_driver() {
     let meeting = host();
@@ -272,13 +274,18 @@ fn only_auto_falls_back_without_a_driver() {
     for name in ["libcuda.so.1", "libcuda.so"] {
         fs::write(meeting.folder().join(name), "not a library").unwrap();
     }
-    let producer = run("producer", "auto", &["-q"]).start();
-    let consumer = run("consumer", "auto", &["--json"]).end();
-    let producer = producer.end();
-    for ended in [&producer, &consumer] {
-        ended.code(0).says("notice: no GPU is being tested").says("libcuda.so.1");
+    for (options, notice) in [(&[][..], NO_GPU), (&["-q"], ""), (&["--json"], "")] {
+        let producer = run("producer", "auto", options).start();
+        let consumer = run("consumer", "auto", options).end();
+        for ended in [&producer.end(), &consumer] {
+            assert_eq!(ended.code(0).stderr, notice);
+            if options.contains(&"--json") {
+                let report = ended.json();
+                assert_eq!(report["backend"], "host");
+                assert!(report["fallback"].as_str().unwrap().contains("libcuda.so.1"), "{report}");
+            }
+        }
     }
-    assert_eq!(consumer.json()["backend"], "host");
     for name in ["producer", "consumer"] {
         let report = run(name, "cuda", &["--json"]).end().code(3).json();
         assert_eq!((&report["error"]["kind"], &report["backend"]), (&json!("unsupported"), &Value::Null));
@@ -294,7 +301,7 @@ fn only_missing_device_falls_back() {
         run.end()
     };
     // Nobody comes: what counts is how far it got.
-    auto("cuInit:1:100").code(4).says("notice: no GPU is being tested: the CUDA driver finds no device");
+    auto("cuInit:1:100").code(4).says(NO_GPU);
     auto("cuInit:1:999").code(5).says("cuInit failed: CUDA_ERROR_UNKNOWN (999)");
     auto("cuInit:1:803").code(5).says("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH");
     auto("cuInit:1:34").code(3).says("stub library");

@@ -15,7 +15,7 @@ use nix::{
 use serde_json::Value;
 
 use crate::{
-    running::{Meeting, Run, wait_for},
+    running::{HANGS, Meeting, Run, wait_for},
     weights,
 };
 
@@ -208,6 +208,27 @@ fn loading_weights_shows_a_bar() {
     let shown = slow.end();
     assert_eq!(shown.code, Some(130), "{}", shown.text());
     assert!(!shown.screen().iter().any(|row| is_bar(row)), "{:?}", shown.screen());
+    server.signal(Signal::SIGTERM);
+    server.end().code(0);
+}
+
+#[test]
+fn large_put_shows_its_bar_before_the_first_copy() {
+    let meeting = Meeting::fake();
+    let file = meeting.folder().join("large");
+    File::create(&file).unwrap().set_len(1 << 30).unwrap();
+    let broker = |arguments: &[&str]| {
+        let mut run = meeting.bare("vmmfd");
+        run.command.args(arguments).args(["--socket".as_ref(), meeting.socket().as_os_str()]);
+        run
+    };
+    let mut server = broker(&["serve", "--emulated"]).start();
+    server.until("listening");
+    let put = broker(&["put", "large", "--backend", "cuda", "--from", file.to_str().unwrap()]);
+    let mut put = on_terminal(put.env("FAKECUDA_SLOW", format!("cuMemcpyHtoD_v2:{HANGS}")), 80);
+    put.until("0 B/1.00 GiB");
+    put.interrupt();
+    assert_eq!(put.end().code, Some(130));
     server.signal(Signal::SIGTERM);
     server.end().code(0);
 }

@@ -25,7 +25,7 @@ use crate::{
 /// connection is one case: start the other end again and again until this command has ended. As a consumer, a subscriber or a
 /// client it connects for each case: let the other end serve any number of them. Most cases break a rule on purpose, which the other end must notice.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("every rule that was tried was kept", "a rule was broken"))]
+#[command(after_help = exit_codes!("no rule was broken", "a rule was broken"; 2 4 5 130))]
 pub(super) struct ConformOptions {
     /// Unix socket to meet at: this side connects to it, or listens there, by its role
     #[arg(value_name = "SOCKET", required_unless_present = "list")]

@@ -2,8 +2,7 @@
 
 use std::{
     fmt::Display,
-    io::{self, Write},
-    mem,
+    io, mem,
     sync::{Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -22,7 +21,7 @@ use vmmfd::{
 use super::{
     Exit,
     describe::{described, findings, first_words, kind, numbers, spelled},
-    output::{Output, Progress, complain},
+    output::{Output, Progress, complain, print_now},
     report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
 };
 use crate::{
@@ -39,8 +38,7 @@ const MAX_STEPS: usize = 1000;
 /// The output of a command, and the report that it prints at the end.
 #[derive(Debug)]
 pub struct Console {
-    lines: bool,
-    json: bool,
+    output: Output,
     progress: Progress,
     state: Mutex<State>,
     /// Whether the end is printed. Held while it is printed, so that a second caller waits.
@@ -58,8 +56,7 @@ impl Console {
     pub(super) fn new(role: &'static str, output: &Output) -> Self {
         let report = CommandReport::new(role);
         Self {
-            lines: !output.quiet && !output.json,
-            json: output.json,
+            output: output.clone(),
             progress: output.progress(),
             state: Mutex::new(State { report, stdout: None }),
             finished: Mutex::new(false),
@@ -84,7 +81,7 @@ impl Console {
                 Exit::of(&error)
             }
         };
-        if self.json {
+        if self.output.json {
             self.print_json();
         }
         self.written(exit)
@@ -93,10 +90,7 @@ impl Console {
     /// How the command exits after its output: a success that could not be printed is a failure.
     fn written(&self, exit: Exit) -> Exit {
         match self.state().stdout.take() {
-            Some(error) => {
-                complain(&format!("error: cannot write to standard output: {error}"));
-                if exit == Exit::Verified { Exit::System } else { exit }
-            }
+            Some(error) => exit.unwritten(&error),
             None => exit,
         }
     }
@@ -162,12 +156,10 @@ impl Console {
     pub fn event(&self, event: Event<'_>) {
         match event {
             Event::Started { backend, fallback, elapsed } => {
-                self.state().report.backend = Some(backend);
-                if let Some(reason) = fallback {
-                    // Also with -q, since the user may expect a GPU to be tested.
-                    complain(&format!(
-                        "notice: no GPU is being tested: {reason}; ordinary host memory is used instead"
-                    ));
+                let fallback = self.output.notice_fallback(fallback);
+                {
+                    let report = &mut self.state().report;
+                    (report.backend, report.fallback) = (Some(backend), fallback);
                 }
                 let what = match backend {
                     Backend::Cuda => "cuda: the NVIDIA driver of this machine",
@@ -310,14 +302,14 @@ impl Console {
         let time = match elapsed {
             Some(elapsed) => {
                 let us = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
-                if self.json && state.report.steps.len() < MAX_STEPS {
+                if self.output.json && state.report.steps.len() < MAX_STEPS {
                     state.report.steps.push(Step { name, us, by });
                 }
                 format!(" ({})", time(elapsed))
             }
             None => String::new(),
         };
-        if self.lines {
+        if !self.output.quiet && !self.output.json {
             let line = format!("{:<8}  {name:<7}  {what}{time}", state.report.role);
             self.progress.suspend(|| state.print(&line));
         }
@@ -344,11 +336,8 @@ fn received(description: &Description, fds: &[i32]) -> String {
 
 impl State {
     fn print(&mut self, line: &str) {
-        let mut stdout = io::stdout().lock();
-        // Flushed line by line, so that the reader of a pipe gets each step as it happens.
-        match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => self.stdout = Some(error),
-            _ => {}
+        if let Err(error) = print_now(&format!("{line}\n")) {
+            self.stdout = Some(error);
         }
     }
 }

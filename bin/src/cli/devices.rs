@@ -16,7 +16,7 @@ use super::{
     Exit, Output, Tool, ToolOutput,
     exit::exit_codes,
     leave_open,
-    output::{Progress, complain, json_line},
+    output::{Progress, json_line},
     values::CHOICE,
 };
 use crate::verbs::HasVerbs;
@@ -28,7 +28,7 @@ use crate::{
 
 /// Lists the devices with what can be shared of each, found out by allocating and exporting a granule each way
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("listed"))]
+#[command(after_help = exit_codes!("listed"; 2 3 5 130))]
 pub(super) struct DevicesOptions {
     /// Where the memory is
     #[arg(long, value_name = "BACKEND",
@@ -127,17 +127,14 @@ impl Tool for DevicesOptions {
             progress.step(device.name(), number, all.len());
             devices.push(tried(device)?);
         }
+        progress.close();
         let report = DevicesReport {
             schema: VERSION,
             tool: stamp::tool(),
             backend: opened.driver.backend(),
-            fallback: opened.fallback.as_ref().map(Error::in_full),
+            fallback: self.output.notice_fallback(opened.fallback.as_ref()),
             devices,
         };
-        if let (Some(reason), false) = (&report.fallback, self.output.json) {
-            progress.close();
-            complain(&format!("notice: no GPU is listed: {reason}; ordinary host memory is listed instead"));
-        }
         let text = if self.output.json { json_line(&report) } else { render(&report) };
         Ok(ToolOutput { text, exit: Exit::Verified })
     }

@@ -32,7 +32,7 @@ use crate::{
 
 const CODES: &str = exit_codes!(
     "VMM fd sharing works on every selected device",
-    "a required probe failed, or the driver that is installed does not start"
+    "a required probe failed, or the installed driver does not start"; 2 3 4 5 130
 );
 
 /// Tests whether this machine can share GPU memory between processes, and reports why if it can't

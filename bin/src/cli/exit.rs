@@ -1,10 +1,13 @@
 //! Exit codes, the same for every command.
 
+use std::io;
+
 use vmmfd::{
     error::{CancelReason, Error, ErrorKind},
     session::handoff::{ServeReport, Served},
 };
 
+use super::output::complain;
 use crate::error::kind_of;
 
 /// How a command ends, as its exit code.
@@ -28,28 +31,22 @@ pub enum Exit {
     Signal(i32),
 }
 
-/// The exit codes of a command for `--help`: what its 0 and its 1 mean, and what the others mean everywhere.
+/// The exit codes of a command for `--help`: its meaning of 0 and, if it has them, of 1; then its other codes.
 #[macro_export]
 macro_rules! exit_codes {
-    ($ok:literal, $no:literal) => {
-        concat!("Exit codes:\n  0    ", $ok, "\n  1    ", $no, $crate::exit_codes!())
-    };
-    ($ok:literal) => {
-        concat!("Exit codes:\n  0    ", $ok, $crate::exit_codes!())
-    };
-    () => {
-        "
-  2    bad usage
-  3    not supported here: no driver, no such device, no sharing by descriptor
-  4    the peer failed: absent, gone, timed out, refused, or broke the protocol
-  5    the driver or the system failed: out of memory, unsafe folder, live socket
-  130  interrupted (SIGINT); 143 terminated (SIGTERM); 129 terminal closed (SIGHUP)"
+    (@ 2) => { "\n  2    bad usage" };
+    (@ 3) => { "\n  3    not supported here: no driver, no such device, no sharing by descriptor" };
+    (@ 4) => { "\n  4    the peer failed: absent, gone, timed out, refused, or broke the protocol" };
+    (@ 5) => { "\n  5    the driver or the system failed: out of memory, unsafe folder, live socket" };
+    (@ 130) => { "\n  130  interrupted (SIGINT); 143 terminated (SIGTERM); 129 terminal closed (SIGHUP)" };
+    ($ok:literal $(, $no:literal)?; $($code:tt)*) => {
+        concat!("Exit codes:\n  0    ", $ok, $("\n  1    ", $no,)? $($crate::exit_codes!(@ $code)),*)
     };
 }
 pub(super) use crate::exit_codes;
 
 /// The exit codes of `produce` and `consume`, for `--help`.
-pub const EXIT_CODES: &str = exit_codes!("verified", "the data did not verify, on either side");
+pub const EXIT_CODES: &str = exit_codes!("verified", "the data did not verify, on either side"; 2 3 4 5 130);
 
 impl Exit {
     /// The code.
@@ -63,6 +60,12 @@ impl Exit {
             Self::System => 5,
             Self::Signal(signal) => 128 + u8::try_from(signal).unwrap_or(0),
         }
+    }
+
+    /// Reports that the output could not be written: then a success is a failure.
+    pub(super) fn unwritten(self, error: &io::Error) -> Self {
+        complain(&format!("error: cannot write to standard output: {error}"));
+        if self == Self::Verified { Self::System } else { self }
     }
 
     /// How a command ends that fails with an error.

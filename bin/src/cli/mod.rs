@@ -9,6 +9,7 @@ mod consume;
 mod describe;
 mod devices;
 mod doctor;
+mod examples;
 mod exit;
 mod laboratory;
 mod log;
@@ -27,7 +28,7 @@ pub use self::{
     consume::Consume,
     exit::{EXIT_CODES, Exit},
     options::{parse_size, parse_target, parse_timeout},
-    output::{Output, Progress, json_line},
+    output::{Output, Progress, json_line, print_now},
     produce::Produce,
     root::{main, main_of, main_of_tool},
     run::{Session, Tool, ToolOutput, raise_file_limit},

@@ -3,7 +3,8 @@
 use std::{
     env,
     io::{self, IsTerminal, Write},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError, mpsc},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -12,7 +13,10 @@ use clap::{ArgAction, Args};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
-use vmmfd::internals::{clean, stderr::Stderr};
+use vmmfd::{
+    error::Error,
+    internals::{clean, stderr::Stderr},
+};
 
 use super::log::{self, LogFormat};
 
@@ -69,11 +73,36 @@ impl Output {
             return Ok(());
         }
         clean(&mut line);
-        let mut stdout = io::stdout().lock();
-        match writeln!(stdout, "{line}").and_then(|()| stdout.flush()) {
-            Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
-            _ => Ok(()),
+        print_now(&(line + "\n"))
+    }
+
+    /// Prints a notice on standard error, unless `--quiet` or `--json` is given.
+    pub(super) fn notice(&self, text: &str) {
+        if !self.quiet && !self.json {
+            complain(&format!("notice: {text}"));
         }
+    }
+
+    /// Prints a notice if the driver is the host backend although the user did not choose it. Returns the reason.
+    pub(super) fn notice_fallback(&self, reason: Option<&Error>) -> Option<String> {
+        let reason = reason?.in_full();
+        tracing::debug!(%reason, "no GPU: host memory is used");
+        self.notice("no GPU found, using host memory (`vmmfd doctor` shows why)");
+        Some(reason)
+    }
+
+    /// Prints a notice of what the command waits for, if the wait lasts longer than a second. The wait ends when the result is dropped.
+    pub(super) fn notice_wait(&self, text: String) -> Wait {
+        let (sender, receiver) = mpsc::channel();
+        let output = self.clone();
+        let notice = move || {
+            if receiver.recv_timeout(WAIT_NOTICE) == Err(mpsc::RecvTimeoutError::Timeout) {
+                output.notice(&text);
+            }
+        };
+        // Without a thread there is no notice.
+        let _ = thread::Builder::new().name("notice".to_owned()).spawn(notice);
+        Wait(sender)
     }
 
     /// Progress on standard error, if that is a terminal and neither `--quiet` nor `--json` is given.
@@ -86,6 +115,15 @@ impl Output {
 /// Whether a stream is to be coloured: if it is a terminal, unless `NO_COLOR`, `CLICOLOR`, `CLICOLOR_FORCE` or `TERM=dumb` decides.
 pub(super) fn is_coloured(stream: &impl RawStream) -> bool {
     AutoStream::choice(stream) != ColorChoice::Never
+}
+
+/// Writes to standard output at once. A broken pipe is not an error.
+pub fn print_now(text: &str) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// A report as one line of JSON.
@@ -104,15 +142,25 @@ pub(super) fn complain(line: &str) {
     let _ = Stderr.write_all(log::line(&line).as_bytes());
 }
 
+/// A wait that a user may get a notice of: see [`Output::notice_wait`].
+#[derive(Debug)]
+pub(super) struct Wait(#[expect(dead_code, reason = "the drop ends the wait")] mpsc::Sender<()>);
+
+/// How long a command waits before it says what it waits for.
+const WAIT_NOTICE: Duration = Duration::from_secs(1);
+
 /// The width of the terminal. A line of the progress never fills it: what the terminal itself echoes, as `^C`, must not wrap.
 fn width() -> usize {
     rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| usize::from(size.ws_col))
 }
 
-/// A transfer that is shorter shows no bar.
-const PATIENCE: Duration = Duration::from_millis(300);
+/// A shorter transfer shows no bar.
+const BAR_DELAY: Duration = Duration::from_millis(300);
 
-/// How often what moves by itself is drawn.
+/// Transfers of so many bytes show a bar from the start.
+const LARGE: u64 = 1 << 30;
+
+/// How often a spinner is drawn.
 const TICK: Duration = Duration::from_millis(120);
 
 /// The progress of long work, as one line on a terminal, which is gone when the work ends.
@@ -143,7 +191,8 @@ impl Progress {
             ..60 => "{bar:5} {bytes}/{total_bytes} {eta}".to_owned(),
             wide => format!("{{bar:{}}} {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}", (wide - 50).clamp(5, 40)),
         };
-        if let Some(bar) = line.bar(template, PATIENCE) {
+        let delay = if all < LARGE { BAR_DELAY } else { Duration::ZERO };
+        if let Some(bar) = line.bar(template, delay) {
             bar.set_length(all);
             bar.set_position(done);
         }
@@ -161,7 +210,7 @@ impl Progress {
     }
 
     /// Runs something that prints, with the line out of its way.
-    pub(super) fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
+    pub fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
         let line = self.line();
         match line.as_ref().and_then(|line| line.bar.as_ref()) {
             Some(bar) => bar.suspend(print),
@@ -183,13 +232,13 @@ impl Progress {
 }
 
 impl Line {
-    /// The bar, once the work has taken this long.
-    fn bar(&mut self, template: impl FnOnce() -> String, patience: Duration) -> Option<&ProgressBar> {
+    /// The bar, once the work has taken `delay`.
+    fn bar(&mut self, template: impl FnOnce() -> String, delay: Duration) -> Option<&ProgressBar> {
         if self.closed {
             return None;
         }
         let begun = *self.begun.get_or_insert_with(Instant::now);
-        if self.bar.is_none() && begun.elapsed() >= patience {
+        if self.bar.is_none() && begun.elapsed() >= delay {
             let style = ProgressStyle::with_template(&template()).unwrap_or_else(|_| ProgressStyle::default_bar());
             self.bar = Some(ProgressBar::new(1).with_elapsed(begun.elapsed()).with_style(style));
         }

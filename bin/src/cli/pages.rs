@@ -17,7 +17,7 @@ use crate::schema::{Named, VERSION, document};
 
 /// Prints completions of the options for a shell
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("printed"))]
+#[command(after_help = exit_codes!("printed"; 2 5))]
 pub(super) struct CompletionsOptions {
     /// Shell
     #[arg(value_name = "SHELL")]
@@ -34,7 +34,7 @@ pub(super) struct CompletionsOptions {
 
 /// Writes man pages of all commands into a folder
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("written"))]
+#[command(after_help = exit_codes!("written"; 2 5))]
 pub(super) struct ManOptions {
     /// Folder to write them to; it is created if it does not exist
     #[arg(value_name = "DIR")]
@@ -77,12 +77,60 @@ impl Tool for Pages<CompletionsOptions> {
         let mut script = Vec::new();
         let CompletionsOptions { shell, of, output } = &self.options;
         clap_complete::generate(*shell, &mut (self.parser)(of), of.as_str(), &mut script);
-        let script = String::from_utf8(script)?;
+        let mut script = String::from_utf8(script)?;
+        if of == "vmmfd" {
+            complete_objects(*shell, &mut script);
+        }
         let text = match output.json {
             true => json_line(&CompletionsReport { schema: VERSION, shell: shell.to_string(), script }),
             false => script,
         };
         Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+/// The commands that take names of objects.
+const TAKES_OBJECTS: [&str; 7] = ["get", "ls", "put", "rm", "stat", "watch", "who"];
+
+/// Lists the objects whose names begin with the next word. Fails soon if no broker listens.
+const LIST: &str = "vmmfd ls --quiet --timeout 200ms --";
+
+/// Makes a script complete the names of objects too. The other shells complete options alone.
+fn complete_objects(shell: Shell, script: &mut String) {
+    match shell {
+        Shell::Bash => {
+            *script += &format!(
+                r#"
+_vmmfd_objects() {{
+    _vmmfd "$@"
+    [[ $2 == -* || $3 == --* ]] && return
+    case "${{COMP_WORDS[1]}}" in
+        {}) mapfile -t COMPREPLY < <({LIST} "$2" 2>/dev/null) ;;
+    esac
+}}
+complete -F _vmmfd_objects -o nosort -o bashdefault -o default vmmfd
+"#,
+                TAKES_OBJECTS.join("|")
+            );
+        }
+        Shell::Zsh => {
+            let lines = script.lines().map(|line| {
+                let takes =
+                    ["':name -- ", "'::prefix -- ", "'*::names -- "].iter().any(|start| line.starts_with(start));
+                if takes { line.replace(":_default'", ":_vmmfd_objects'") } else { line.to_owned() }
+            });
+            let script_of_options = lines.collect::<Vec<_>>().join("\n");
+            let objects = format!(r#"_vmmfd_objects() {{ compadd -- ${{(f)"$({LIST} "$PREFIX" 2>/dev/null)"}} }}"#);
+            *script = script_of_options.replacen("\n_vmmfd() {", &format!("\n{objects}\n\n_vmmfd() {{"), 1) + "\n";
+        }
+        Shell::Fish => {
+            for command in TAKES_OBJECTS {
+                *script += &format!(
+                    "complete -c vmmfd -n \"__fish_vmmfd_using_subcommand {command}\" -f -a \"({LIST} (commandline -ct) 2>/dev/null)\"\n"
+                );
+            }
+        }
+        _ => {}
     }
 }
 

@@ -20,6 +20,9 @@ pub(super) struct CommandReport {
     pub(super) role: &'static str,
     #[schemars(with = "Option<schema::Backend>")]
     pub(super) backend: Option<Backend>,
+    /// The reason why it is the host backend, if the user did not choose it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) fallback: Option<String>,
     pub(super) device: Option<UsedDevice>,
     pub(super) size: Option<u64>,
     pub(super) mapped_size: Option<u64>,
@@ -48,6 +51,7 @@ impl CommandReport {
             schema: VERSION,
             role,
             backend: None,
+            fallback: None,
             device: None,
             size: None,
             mapped_size: None,

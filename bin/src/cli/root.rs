@@ -5,7 +5,10 @@ use std::{
     process::ExitCode,
 };
 
-use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{
+    Args, CommandFactory, FromArgMatches, Parser, Subcommand,
+    error::{ContextKind, ContextValue},
+};
 use serde_json::Value;
 use vmmfd::{Result, internals::keeper::Role};
 
@@ -18,6 +21,7 @@ use super::{
     conform::ConformOptions,
     devices::DevicesOptions,
     doctor::DoctorOptions,
+    examples,
     laboratory::{self, BENCH},
     pages::{CompletionsOptions, ManOptions, Pages},
     run::{Tool, one_line, run_session, run_tool, usage},
@@ -86,13 +90,19 @@ enum Command {
     Man(ManOptions),
     #[command(disable_help_flag = true)]
     Schema(SchemaOptions),
+    /// Prints the help of a command
+    Help {
+        /// Command, as `put` or `doctor serve`
+        #[arg(value_name = "COMMAND")]
+        command: Vec<OsString>,
+    },
     /// A child process of the doctor
     #[command(name = child::SUBCOMMAND, hide = true)]
     Child { task: String },
 }
 
 /// The commands, for the JSON of bad usage.
-const NAMES: [&str; 20] = [
+const NAMES: [&str; 21] = [
     "produce",
     "consume",
     ServeOptions::NAME,
@@ -113,14 +123,30 @@ const NAMES: [&str; 20] = [
     Pages::<CompletionsOptions>::NAME,
     Pages::<ManOptions>::NAME,
     Schemas::NAME,
+    "help",
+];
+
+/// Words that other programs use for a command: bad usage suggests the command.
+const SYNONYMS: [(&str, &[&str]); 11] = [
+    (PutOptions::NAME, &["add", "create", "load", "publish", "store", "upload"]),
+    (GetOptions::NAME, &["cat", "download", "fetch", "pull", "read"]),
+    (LsOptions::NAME, &["list"]),
+    (StatOptions::NAME, &["describe", "info", "inspect", "show"]),
+    (RmOptions::NAME, &["del", "delete", "drop", "remove", "unlink"]),
+    (WhoOptions::NAME, &["holders", "leases", "ps", "users"]),
+    (WatchOptions::NAME, &["events", "follow", "monitor", "tail"]),
+    (ServeOptions::NAME, &["broker", "daemon", "run", "server", "start"]),
+    (ExporterOptions::NAME, &["metrics", "prometheus"]),
+    (DoctorOptions::NAME, &["check", "diagnose", "test"]),
+    (DevicesOptions::NAME, &["gpus"]),
 ];
 
 /// The parser of a program by its name.
 fn parser(name: &str) -> clap::Command {
     match name {
-        Produce::ROLE => standalone::<Produce>(Produce::ROLE),
-        Consume::ROLE => standalone::<Consume>(Consume::ROLE),
-        _ => Options::command(),
+        Produce::ROLE => examples::add(standalone::<Produce>(Produce::ROLE), "vmmfd produce", name),
+        Consume::ROLE => examples::add(standalone::<Consume>(Consume::ROLE), "vmmfd consume", name),
+        _ => examples::add(Options::command(), "vmmfd", "vmmfd"),
     }
 }
 
@@ -135,14 +161,33 @@ fn standalone<A: Args>(name: &'static str) -> clap::Command {
     A::augment_args(command).arg(version.help("Print the version").help_heading("Output"))
 }
 
-/// Parses the command line, and for `serve` the options in its file too.
+/// Parses a command line. Bad usage that names a synonym of a command suggests the command.
+fn parse_from(arguments: impl IntoIterator<Item = OsString>) -> Result<Options, clap::Error> {
+    let matches = parser("vmmfd").try_get_matches_from(arguments).map_err(|mut error| {
+        let unknown = match error.get(ContextKind::InvalidSubcommand) {
+            Some(ContextValue::String(word)) => word.as_str(),
+            _ => return error,
+        };
+        if let Some((command, _)) = SYNONYMS.iter().find(|(_, words)| words.contains(&unknown)) {
+            error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(vec![(*command).to_owned()]));
+        }
+        error
+    })?;
+    Options::from_arg_matches(&matches)
+}
+
+/// Parses the command line, and for `serve` the options in its file too. `help` is parsed as `--help` of its command.
 fn parse() -> Result<Options, clap::Error> {
-    let options = Options::try_parse()?;
+    let options = parse_from(std::env::args_os())?;
+    if let Command::Help { command } = options.command {
+        let name = std::iter::once("vmmfd".into());
+        return parse_from(name.chain(command).chain(["--help".into()]));
+    }
     let Command::Serve(ServeOptions { options_file: Some(path), .. }) = &options.command else { return Ok(options) };
     let wrong = |problem: String| clap::Error::raw(clap::error::ErrorKind::ValueValidation, problem + "\n");
     let parsed = read_options_file(path).map_err(wrong).and_then(|words| {
         let all = std::env::args_os().chain(words.into_iter().map(Into::into));
-        Options::try_parse_from(all).map_err(|error| match error.kind() {
+        parse_from(all).map_err(|error| match error.kind() {
             clap::error::ErrorKind::DisplayHelp | clap::error::ErrorKind::DisplayVersion => error,
             _ => wrong(format!("{}: {}", path.display(), one_line(&error))),
         })
@@ -178,6 +223,8 @@ pub fn main() -> ExitCode {
                 laboratory::run(&std::env::args_os().skip(1).collect::<Vec<_>>())
             }
             Command::Schema(options) => run_tool(Schemas::from(options)),
+            // Parsed as `--help`, which no command accepts as anything else.
+            Command::Help { .. } => ExitCode::SUCCESS,
             Command::Child { task } => child::run(&task, doctor::run_task),
         },
         Err(error) => {
@@ -189,7 +236,7 @@ pub fn main() -> ExitCode {
 
 /// Runs a command that is a program of its own: the whole of its `main`.
 pub fn main_of<S: Session + Args>() -> ExitCode {
-    let parsed = standalone::<S>(S::ROLE).try_get_matches().and_then(|matches| S::from_arg_matches(&matches));
+    let parsed = parser(S::ROLE).try_get_matches().and_then(|matches| S::from_arg_matches(&matches));
     match parsed {
         Ok(session) => run_session(session),
         Err(error) => usage(&error, Some(S::ROLE)),
@@ -215,10 +262,34 @@ pub fn main_of_tool<T: Tool + Args>(program: &'static str, task: impl FnOnce(Val
         }
         _ => {}
     }
-    let parser = standalone::<T>(program).bin_name(format!("vmmfd {}", T::NAME));
+    let path = format!("vmmfd {}", T::NAME);
+    let parser = examples::add(standalone::<T>(program), &path, &path).bin_name(path);
     let parsed = parser.try_get_matches().and_then(|matches| T::from_arg_matches(&matches));
     match parsed {
         Ok(tool) => run_tool(tool),
         Err(error) => usage(&error, Some(T::NAME)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_command_has_examples_that_parse() {
+        examples::tests::check_all(&parser("vmmfd"));
+    }
+
+    #[test]
+    fn every_command_is_known_by_name() {
+        let parser = parser("vmmfd");
+        let commands: Vec<&str> =
+            parser.get_subcommands().filter(|sub| !sub.is_hide_set()).map(clap::Command::get_name).collect();
+        assert_eq!(commands, NAMES);
+        assert!(
+            SYNONYMS
+                .iter()
+                .all(|(command, words)| NAMES.contains(command) && words.iter().all(|word| !NAMES.contains(word)))
+        );
     }
 }

@@ -1,7 +1,6 @@
 //! How a command runs: signals, the end of its output, its exit.
 
 use std::{
-    io::{self, Write},
     mem,
     os::fd::AsFd,
     process::ExitCode,
@@ -29,7 +28,7 @@ use vmmfd::{
 
 use super::{
     Console, Exit,
-    output::{Output, Progress, complain, json_line},
+    output::{Output, Progress, json_line, print_now},
     report::{CommandReport, ErrorSummary, Failure},
 };
 use crate::schema::Named;
@@ -149,12 +148,9 @@ pub(super) fn fail<T: Tool>(error: &Error, json: bool) -> ExitCode {
 
 /// Prints the text at the end. A success that could not be printed is a failure; a broken pipe is not an error.
 fn print(text: &str, exit: Exit) -> Exit {
-    match io::stdout().write_all(text.as_bytes()).and_then(|()| io::stdout().flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            complain(&format!("error: cannot write to standard output: {error}"));
-            if exit == Exit::Verified { Exit::System } else { exit }
-        }
-        _ => exit,
+    match print_now(text) {
+        Ok(()) => exit,
+        Err(error) => exit.unwritten(&error),
     }
 }
 
@@ -294,6 +290,8 @@ pub(super) fn one_line(error: &clap::Error) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+
     use anyhow::Context;
 
     use super::*;

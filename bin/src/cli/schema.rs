@@ -27,7 +27,7 @@ use crate::schema::{Named, VERSION, document};
 ///
 /// `failure` is what every command but produce and consume prints if it fails. `watch` is each line of its output.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("printed"))]
+#[command(after_help = exit_codes!("printed"; 2 5))]
 pub(super) struct SchemaOptions {
     /// Report [default: list the names]
     #[arg(value_name = "NAME", value_parser = PossibleValuesParser::new(names()), hide_possible_values = true)]

@@ -71,7 +71,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
 /// descriptor, the other handoffs, and the repeats.
 fn measure_all(run: &mut BenchRun<'_>, folder: &TempDir, consumers: usize, candidates: &[&Candidate]) -> Result<()> {
     let rounds = [(Bench::Handoff, true), (Bench::Handoff, false), (Bench::Repeat, false)];
-    let mut sizes = Vec::new();
+    let suffix = if consumers > 1 { format!(", {consumers} at once") } else { String::new() };
     let mut measured: BTreeMap<(u64, &str, Bench), Samples> = BTreeMap::new();
     for (bench, alone) in rounds {
         let here = candidates.iter().filter(|candidate| (candidate.bench, candidate.alone) == (bench, alone));
@@ -86,23 +86,19 @@ fn measure_all(run: &mut BenchRun<'_>, folder: &TempDir, consumers: usize, candi
             Backend::Cuda => &GPU_SIZES[..],
             Backend::Host => &HOST_SIZES[..],
         };
-        sizes = run.sizes(default, capacity);
-        for &size in &sizes {
+        for size in run.sizes(default, capacity) {
             let fitting = fitting(run, capacity.usable, size, &here);
             let samples = measure_size(run, &process, size, &fitting)?;
             let named = fitting.iter().zip(samples);
             measured.extend(named.map(|(candidate, samples)| ((size, candidate.name, bench), samples)));
-        }
-    }
-    for size in sizes {
-        for bench in [Bench::Handoff, Bench::Repeat] {
-            let suffix = if consumers > 1 { format!(", {consumers} at once") } else { String::new() };
+            if alone {
+                continue;
+            }
             let series = candidates.iter().filter(|candidate| candidate.bench == bench).filter_map(|candidate| {
                 let samples = measured.remove(&(size, candidate.name, bench))?;
                 Some((format!("{}{suffix}", candidate.name), samples))
             });
-            let series = series.collect();
-            run.add(bench, size, series, &format!("floor{suffix}"));
+            run.add(bench, size, series.collect(), &format!("floor{suffix}"));
         }
     }
     Ok(())

@@ -32,7 +32,7 @@ use self::run::BenchRun;
 pub use self::{
     child::run_task,
     options::BenchOptions,
-    plan::{Bench, BenchPlan, Observer, Progress},
+    plan::{Bench, BenchPlan, Observer, Printer, Progress},
     report::{BenchReport, Figure, Machine, Series},
     stats::Summary,
 };
@@ -50,8 +50,8 @@ pub use self::{
 /// [`ToolError::Child`]: vmmfd_cli::error::ToolError::Child
 /// [`Error::Interrupted`]: vmmfd::Error::Interrupted
 /// [`Error::System`]: vmmfd::Error::System
-pub fn run(plan: &BenchPlan, cancel: &Cancel, observer: Observer<'_>) -> Result<BenchReport> {
-    let mut run = BenchRun::new(plan, cancel, observer);
+pub fn run(plan: &BenchPlan, cancel: &Cancel, observer: Observer<'_>, print: Printer<'_>) -> Result<BenchReport> {
+    let mut run = BenchRun::new(plan, cancel, observer, print);
     let wants = |bench: Bench| plan.benches.contains(&bench);
     if wants(Bench::Handoff) || wants(Bench::Repeat) {
         handoff::measure(&mut run)?;

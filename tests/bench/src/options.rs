@@ -1,15 +1,15 @@
 //! `bench`: measures handoffs between two real processes, and the broker.
 
-use std::{path::PathBuf, time::Duration};
+use std::{cell::RefCell, path::PathBuf, time::Duration};
 
 use clap::{Args, ValueEnum, builder::PossibleValue};
-use vmmfd::{channel::Cancel, driver::Backend, memory::Selector};
+use vmmfd::{channel::Cancel, driver::Backend, error::Error, memory::Selector};
 
 use vmmfd_cli::{
     check::files::Target,
     cli::{
         BACKEND, Exit, Output, Progress, Tool, ToolOutput, json_line, parse_size, parse_target, parse_timeout,
-        raise_file_limit,
+        print_now, raise_file_limit,
     },
     exit_codes,
     schema::{Named, document},
@@ -19,7 +19,7 @@ use crate::{self as bench, Bench, BenchReport};
 
 /// Measures handoffs between two real processes, compared with the driver's own calls
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("measured", "nothing could be measured: the report says why"))]
+#[command(after_help = exit_codes!("measured", "nothing could be measured: the report says why"; 2 3 5 130))]
 pub struct BenchOptions {
     /// What to measure
     #[arg(value_name = "BENCH", default_value = "all")]
@@ -128,12 +128,23 @@ impl Tool for BenchOptions {
         };
         progress.step("starting", 0, plan.benches.len());
         let observer = |step: bench::Progress<'_>| progress.step(step.what, step.done, step.all);
-        let report = bench::run(&plan, cancel, &observer)?;
+        let failed = RefCell::new(None);
+        let print = |text: &str| {
+            if !self.output.json
+                && let Err(error) = progress.suspend(|| print_now(text))
+            {
+                failed.replace(Some(error));
+            }
+        };
+        let report = bench::run(&plan, cancel, &observer, &print)?;
+        if let Some(error) = failed.take() {
+            return Err(Error::system("write to standard output", error).into());
+        }
         if let Some(mut svg) = svg.take() {
             svg.write(bench::picture::draw(&report)?.as_bytes())?;
             svg.finish()?;
         }
-        let text = if self.output.json { json_line(&report) } else { bench::text::render(&report) };
+        let text = if self.output.json { json_line(&report) } else { bench::text::end(&report) };
         Ok(ToolOutput { text, exit: if report.series.is_empty() { Exit::Mismatch } else { Exit::Verified } })
     }
 }

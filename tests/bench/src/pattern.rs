@@ -66,16 +66,12 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
 }
 
 fn add(run: &mut BenchRun<'_>, engine: Engine, size: u64, samples: [Samples; 4]) {
-    let before = run.report.series.len();
     let names = match engine {
         Engine::Gpu => ["gpu fill, kernel", "gpu verify, kernel", "gpu fill", "gpu verify"],
         Engine::Host => ["host fill", "host verify", "", ""],
     };
     let named = names.into_iter().map(str::to_owned).zip(samples).filter(|(name, _)| !name.is_empty());
     run.add(Bench::Verify, size, named.collect(), "");
-    for series in &mut run.report.series[before..] {
-        series.rate = Some(size as f64 / (series.summary.p50_us / 1e6));
-    }
 }
 
 /// Measures loading the kernels in new processes: compiled, and from the driver's cache.

@@ -87,3 +87,6 @@ pub struct Progress<'a> {
 
 /// Receives the progress of a run.
 pub type Observer<'a> = &'a dyn Fn(Progress<'_>);
+
+/// Prints the parts of the report's text as soon as they are measured.
+pub type Printer<'a> = &'a dyn Fn(&str);

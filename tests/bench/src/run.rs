@@ -8,12 +8,13 @@ use vmmfd::{
 };
 
 use super::{
-    plan::{Bench, BenchPlan, Observer, Progress},
+    plan::{Bench, BenchPlan, Observer, Printer, Progress},
     process::BenchProcess,
     protocol::{Request, Response},
     report::{BenchReport, Figure, Machine, Series},
     stats::{Samples, Summary},
     task::{Role, Task},
+    text,
 };
 use vmmfd_cli::{schema::VERSION, stamp};
 
@@ -39,11 +40,12 @@ pub(super) struct BenchRun<'a> {
     pub(super) plan: &'a BenchPlan,
     pub(super) cancel: &'a Cancel,
     observer: Observer<'a>,
+    print: Printer<'a>,
     pub(super) report: BenchReport,
 }
 
 impl<'a> BenchRun<'a> {
-    pub(super) fn new(plan: &'a BenchPlan, cancel: &'a Cancel, observer: Observer<'a>) -> Self {
+    pub(super) fn new(plan: &'a BenchPlan, cancel: &'a Cancel, observer: Observer<'a>, print: Printer<'a>) -> Self {
         let text = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
         let machine = Machine {
             kernel: text("/proc/sys/kernel/osrelease").unwrap_or_default(),
@@ -63,7 +65,7 @@ impl<'a> BenchRun<'a> {
             figures: Vec::new(),
             left_out: Vec::new(),
         };
-        Self { plan, cancel, observer, report }
+        Self { plan, cancel, observer, print, report }
     }
 
     pub(super) fn task(&self, role: Role) -> Task {
@@ -116,16 +118,23 @@ impl<'a> BenchRun<'a> {
         self.report.figures.push(figure);
     }
 
-    /// Adds measurements, with their ratios to the one called `floor`.
+    /// Adds and prints measurements, with their ratios to the one called `floor`.
     pub(super) fn add(&mut self, bench: Bench, size: u64, measured: Vec<(String, Samples)>, floor: &str) {
         let summaries: BTreeMap<&String, Summary> =
             measured.iter().filter_map(|(name, samples)| Some((name, samples.summary()?))).collect();
         let floor = summaries.get(&floor.to_owned()).map(|floor| floor.p50_us);
+        let before = self.report.series.len();
         for (name, samples) in &measured {
             let Some(&summary) = summaries.get(name) else { continue };
+            let rate = (bench == Bench::Verify && size > 0).then(|| size as f64 / (summary.p50_us / 1e6));
             let ratio = floor.filter(|floor| *floor > 0.0).map(|floor| summary.p50_us / floor);
             let (name, samples) = (name.clone(), samples.0.clone());
-            self.report.series.push(Series { bench, name, size, summary, ratio, rate: None, samples });
+            self.report.series.push(Series { bench, name, size, summary, ratio, rate, samples });
+        }
+        let added = &self.report.series[before..];
+        if !added.is_empty() {
+            let head = if before == 0 { text::head(&self.report) } else { String::new() };
+            (self.print)(&(head + &text::table(bench, size, added)));
         }
     }
 }

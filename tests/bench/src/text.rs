@@ -13,24 +13,15 @@ use vmmfd_cli::units::about;
 /// How long the longest bar is, in cells.
 const BAR: usize = 24;
 
-/// The whole report, with its machine and its noise.
-pub fn render(report: &BenchReport) -> String {
-    let mut text = head(report);
-    let mut blocks: Vec<(Bench, u64, Vec<&Series>)> = Vec::new();
-    for series in &report.series {
-        match blocks.iter_mut().find(|(bench, size, _)| (*bench, *size) == (series.bench, series.size)) {
-            Some((_, _, block)) => block.push(series),
-            None => blocks.push((series.bench, series.size, vec![series])),
-        }
-    }
-    for (bench, size, block) in &blocks {
-        table(&mut text, *bench, *size, block);
-    }
+/// The end of a report, below its tables: figures, noise, and measurements left out.
+pub fn end(report: &BenchReport) -> String {
+    let mut text = if report.series.is_empty() { head(report) } else { String::new() };
     figures(&mut text, &report.figures);
     text + &foot(report)
 }
 
-fn head(report: &BenchReport) -> String {
+/// The start of a report: the machine and the number of samples.
+pub(super) fn head(report: &BenchReport) -> String {
     let machine = &report.machine;
     let driver = match (report.backend, &machine.module) {
         (Backend::Host, _) => "host memory: no GPU is measured".to_owned(),
@@ -47,7 +38,8 @@ fn head(report: &BenchReport) -> String {
     )
 }
 
-fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
+/// A table of series that were measured in turns.
+pub(super) fn table(bench: Bench, size: u64, block: &[Series]) -> String {
     // One unit for a table, so that its rows compare at a glance.
     let shortest = block.iter().map(|series| series.summary.p50_us).fold(f64::INFINITY, f64::min);
     let (unit, scale) = if shortest >= 1e4 { ("ms", 1e3) } else { ("us", 1.0) };
@@ -65,9 +57,8 @@ fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
     } else {
         ""
     };
-    // Writing to a string can't fail.
     let head = format!("{title:name$}  {:>9} {:>9} {:>9} {:>9} {:>5} {last:>9}", "p50", "p90", "p99", "max", "n");
-    let _ = writeln!(text, "\n{}", head.trim_end());
+    let mut text = format!("\n{}\n", head.trim_end());
     let longest = block.iter().map(|series| series.summary.p50_us).fold(0.0, f64::max);
     for series in block {
         let summary = &series.summary;
@@ -84,8 +75,10 @@ fn table(text: &mut String, bench: Bench, size: u64, block: &[&Series]) {
             summary.count,
             bar(summary.p50_us, longest)
         );
+        // Writing to a string can't fail.
         let _ = writeln!(text, "{}", row.trim_end());
     }
+    text
 }
 
 /// The figures, each with what it is to be.

@@ -83,6 +83,12 @@ fn get_waits_for_the_object(broker: Broker) {
     waiting.end().code(0);
     assert_eq!(fs::read(&copy).unwrap(), data(1000));
     // A signal ends a wait.
+    let waiting = broker.run(&["get", "never", "--wait", "10m"]).start();
+    let notice = "notice: waiting for `never` to be put, for at most 600s\n";
+    wait_for("the notice", || waiting.so_far().contains(notice));
+    waiting.signal(Signal::SIGINT);
+    let ended = waiting.end();
+    assert_eq!(ended.code(130).stderr.matches("notice: ").count(), 1, "{}", ended.stderr);
     let waiting = broker.run(&["get", "never", "--wait", "10m", "--json"]).start();
     wait_for("the connection", || broker.json(&["who"])["users"][0]["connections"] == 2);
     waiting.signal(Signal::SIGINT);

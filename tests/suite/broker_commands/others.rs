@@ -8,6 +8,8 @@ cases! {
     names_are_deleted_one_by_one,
     prefix_is_deleted_only_as_listed,
     bad_input_is_one_sentence,
+    rm_lists_leases_that_hold_memory,
+    notices_name_the_prefix,
     tables_fit_the_terminal,
     signal_ends_the_broker_with_report,
     ]
@@ -43,9 +45,13 @@ fn who_shows_holders_and_unnamed_versions(broker: Broker) {
     assert_eq!(sum, 3 * size.as_u64().unwrap());
     assert_eq!(broker.json(&["who", "free"])["leases"], json!([]));
     let table = broker.end(&["who"]);
-    for words in ["PID", "NO LONGER NAMED", "USER", "DEVICE", &std::process::id().to_string()] {
-        assert!(table.code(0).stdout.contains(words), "no {words} in {}", table.stdout);
-    }
+    let headings = |table: &Ended| -> Vec<String> {
+        table.code(0).stdout.lines().filter(|line| line.ends_with(':')).map(str::to_owned).collect()
+    };
+    assert_eq!(headings(&table), ["Leases:", "Versions without a name:", "Users:", "Devices:"]);
+    assert!(table.stdout.contains(&std::process::id().to_string()), "{}", table.stdout);
+    // With a name, only about this name.
+    assert_eq!(headings(&broker.end(&["who", "held"])), ["Leases:", "Versions without a name:"]);
     drop((first, second));
     wait_for("the end of the leases", || broker.json(&["who"])["leases"] == json!([]));
     assert_eq!(broker.json(&["who"])["unnamed"], json!([]));
@@ -67,7 +73,7 @@ fn names_are_deleted_one_by_one(broker: Broker) {
     assert_eq!(broker.end(&["rm", "b"]).code(0).stdout, "deleted  b\n");
     let none = broker.end(&["ls", "-l"]);
     assert_eq!(none.code(0).stdout, "");
-    none.says("no objects");
+    none.says("notice: the broker has no objects for this user\n");
     assert_eq!(broker.end(&["ls", "-q"]).code(0).stderr, "");
 }
 
@@ -118,6 +124,48 @@ fn prefix_is_deleted_only_as_listed(broker: Broker) {
     let deleted = broker.json(&rm(&["--confirm", second]));
     assert_eq!((&deleted["deleted"], &deleted["dry_run"]), (&json!(["models/a", "models/b"]), &json!(null)));
     assert_eq!(broker.names(), ["models", "other"]);
+}
+
+fn rm_lists_leases_that_hold_memory(broker: Broker) {
+    for name in ["a", "ab", "b"] {
+        broker.put(name, &data(10), &[]);
+    }
+    let held = [broker.lease("a"), broker.lease("ab"), broker.lease("b")];
+    let ended = broker.end(&["rm", "a"]);
+    let process = format!("of a version 1 by pid {} (", std::process::id());
+    assert!(
+        ended.code(0).stdout.starts_with("deleted  a\nheld     ") && ended.stdout.contains(&process),
+        "{}",
+        ended.stdout
+    );
+    assert_eq!(ended.stdout.lines().count(), 2, "{}", ended.stdout);
+    let report = broker.json(&["rm", "ab", "b"]);
+    let names: Vec<&Value> = report["held"].as_array().unwrap().iter().map(|lease| &lease["name"]).collect();
+    assert_eq!(names, ["ab", "b"]);
+    assert_eq!(report["held"][0]["pid"], std::process::id());
+    drop(held);
+}
+
+fn notices_name_the_prefix(broker: Broker) {
+    broker.put("models/a", &data(10), &[]);
+    for (arguments, notice) in [
+        (&["ls", "model/"][..], "notice: no match: no object name begins with `model/`\n"),
+        (&["who", "model/"], "notice: no match: no object name begins with `model/`\n"),
+        (&["who", "models/a"], "notice: no object whose name begins with `models/a` has a lease\n"),
+    ] {
+        let ended = broker.end(arguments);
+        assert_eq!((ended.code(0).stdout.as_str(), ended.stderr.as_str()), ("", notice), "{arguments:?}");
+        assert_eq!(broker.end(&[arguments, &["-q"]].concat()).code(0).stderr, "");
+    }
+    // A hint fits its command.
+    for arguments in [&["rm", "x"][..], &["stat", "x"], &["rm", "--prefix", "x/", "--dry-run"]] {
+        let ended = broker.end(arguments);
+        ended.code(1).says("hint: `vmmfd ls` lists");
+        assert!(!ended.stderr.contains("--wait"), "{}", ended.stderr);
+    }
+    let file = broker.file("data", &data(10));
+    let absent = broker.end(&["put", "x", "--from", text(&file), "--if-version", "1"]);
+    assert!(!absent.code(1).stderr.contains("replaced it"), "{}", absent.stderr);
 }
 
 fn bad_input_is_one_sentence(broker: Broker) {
@@ -185,12 +233,12 @@ fn tables_fit_the_terminal(broker: Broker) {
     broker.put("models/llama3", &data(5_000_003), &[]);
     let _held = broker.lease("models/llama3");
     for columns in [40, 80] {
-        for (arguments, row, optional) in
-            [(&["ls", "-l"][..], "4.7 MiB", "UID"), (&["who"], "models/llama3", "COMMAND")]
+        for (arguments, heading, row, optional) in
+            [(&["ls", "-l"][..], 0, "4.7 MiB", "MEMORY"), (&["who"], 1, "models/llama3", "COMMAND")]
         {
             let shown = on_terminal(broker.run(arguments), columns).end();
             assert_eq!(shown.code, Some(0), "{}", shown.text());
-            let screen = shown.screen();
+            let screen = &shown.screen()[heading..];
             assert!(screen[0].contains("VERSION") && screen[1].contains(row), "{screen:?}");
             // A row of the screen for each of the table: the name is its end.
             assert!(screen[0].trim_end().ends_with("NAME") && screen[1].trim_end().ends_with("llama3"), "{screen:?}");

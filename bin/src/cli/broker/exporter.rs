@@ -40,7 +40,7 @@ use crate::{
 ///
 /// Once it accepts connections it prints one line, `exporter  listening  http://ADDRESS/metrics`, on stdout, or with --json on stderr.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("a signal ended it"))]
+#[command(after_help = exit_codes!("stopped by a signal"; 2 5))]
 pub(in super::super) struct ExporterOptions {
     /// Address to listen on; port 0 is any free one
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:9464", help_heading = "HTTP")]

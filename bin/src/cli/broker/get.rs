@@ -44,8 +44,8 @@ use crate::{
 /// Where the maker gave a digest, and all of a part is asked for, the bytes are verified. A wrong digest is reported to the broker:
 /// `vmmfd stat` shows it. The lease ends with the command.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("got, and verified where there is a digest",
-    "there is no such object or version, it is not as expected, or did not verify"))]
+#[command(after_help = exit_codes!("got, and verified if it has a digest",
+    "no such object or version, not as expected, or it did not verify"; 2 3 4 5 130))]
 pub(in super::super) struct GetOptions {
     /// Name of the object
     #[arg(value_name = "NAME")]
@@ -306,7 +306,11 @@ impl Tool for GetOptions {
         let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let client = self.meet.connect(cancel)?;
         let mut steps = Steps::default();
+        let wait = self.wait.map(|wait| {
+            self.output.notice_wait(format!("waiting for `{}` to be put, for at most {wait:?}", self.name))
+        });
         let lease = steps.time("get", || client.get(&self.request()))?;
+        drop(wait);
         self.check_parts(&lease)?;
         let backend = match self.backend {
             Choice::Auto => lease.backend().parse().unwrap_or(Choice::Auto),

@@ -27,7 +27,7 @@ use crate::cli::{
 /// It runs until SIGTERM or SIGINT, and then exits with 0. SIGHUP, or --reload from another process, executes the program that is at its
 /// path then, in place: the pid stays.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("a signal ended it, or the keeper was reloaded"))]
+#[command(after_help = exit_codes!("stopped by a signal, or the keeper was reloaded"; 2 4 5))]
 pub(in super::super) struct KeeperOptions {
     /// Unix socket to listen on, in a folder that its user alone may open; the folder is made if it does not exist
     #[arg(long, value_name = "PATH", help_heading = "Meeting")]

@@ -11,12 +11,13 @@ use vmmfd::{
 use super::{
     DeviceSize, MeetBroker, devices_in_short,
     table::{Column, Table, age, time, width},
+    total,
 };
 use crate::{
     cli::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
-        output::{Progress, complain, json_line},
+        output::{Progress, json_line},
     },
     schema::{self, Named, VERSION, document},
     stamp,
@@ -25,7 +26,7 @@ use crate::{
 
 /// Lists the objects of a broker that this user may read
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("listed"))]
+#[command(after_help = exit_codes!("listed, even if nothing matches"; 2 4 5 130))]
 pub(in super::super) struct LsOptions {
     /// Only those whose names begin with this
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
@@ -121,9 +122,7 @@ impl Tool for LsOptions {
         let text = match (self.output.json, self.long) {
             (true, _) => json_line(&LsReport { schema: VERSION, tool: stamp::tool(), objects }),
             (false, _) if objects.is_empty() => {
-                if !self.output.quiet {
-                    complain("notice: there are no objects that this user may read");
-                }
+                self.output.notice(&no_match(&self.prefix));
                 String::new()
             }
             (false, true) => table(&objects).render(width()),
@@ -133,12 +132,21 @@ impl Tool for LsOptions {
     }
 }
 
-fn table(objects: &[ObjectLine]) -> Table<8> {
+/// The notice that no object matches a prefix.
+pub(super) fn no_match(prefix: &str) -> String {
+    match prefix {
+        "" => "the broker has no objects for this user".to_owned(),
+        _ => format!("no match: no object name begins with `{prefix}`"),
+    }
+}
+
+fn table(objects: &[ObjectLine]) -> Table<9> {
     let mut table = Table::new([
         Column::left("MODE").optional(),
         Column::right("UID").optional(),
         Column::right("VERSION"),
         Column::right("SIZE"),
+        Column::right("MEMORY").optional(),
         Column::right("LEASES").optional(),
         Column::left("DEVICE").optional(),
         Column::right("AGE").optional(),
@@ -150,6 +158,7 @@ fn table(objects: &[ObjectLine]) -> Table<8> {
             object.owner.uid.to_string(),
             object.version.to_string(),
             about(object.size),
+            about(total(&object.devices)),
             object.leases.to_string(),
             devices_in_short(&object.devices),
             age(object.created_ms),

@@ -23,7 +23,7 @@ use serde::Serialize;
 use vmmfd::{
     broker::{Client, DeviceBytes},
     channel::{BrokerPath, Cancel, Trust},
-    driver::{Backend, DEVICE_NAME, Opened},
+    driver::{Backend, DEVICE_NAME},
     error::{Error, Result, SocketError},
     internals::{client_over, connect_socket},
     session::Config,
@@ -36,9 +36,7 @@ pub(super) use self::{
     serve::ServeOptions, stat::StatOptions, status::StatusOptions, watch::WatchOptions, who::WhoOptions,
 };
 use super::{
-    Output,
     options::{parse_timeout, parse_uid},
-    output::complain,
     report::Step,
 };
 
@@ -134,6 +132,11 @@ impl From<&DeviceBytes> for DeviceSize {
     }
 }
 
+/// The memory on all devices.
+fn total(devices: &[DeviceSize]) -> u64 {
+    devices.iter().fold(0, |sum, device| sum.saturating_add(device.size))
+}
+
 /// Devices in short: the one, or how many they are.
 fn devices_in_short(devices: &[DeviceSize]) -> String {
     match devices {
@@ -141,15 +144,6 @@ fn devices_in_short(devices: &[DeviceSize]) -> String {
         [one] => one.short().to_owned(),
         several => format!("{} devices", several.len()),
     }
-}
-
-/// Notices that no GPU is used, unless the host backend was asked for, and returns why.
-fn no_gpu(opened: &Opened, output: &Output) -> Option<String> {
-    let reason = opened.fallback.as_ref().map(Error::in_full)?;
-    if !output.json {
-        complain(&format!("notice: no GPU is used: {reason}; ordinary host memory is used instead"));
-    }
-    Some(reason)
 }
 
 /// A number and its noun.

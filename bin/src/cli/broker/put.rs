@@ -22,7 +22,7 @@ use vmmfd::{
 };
 
 use super::{
-    DeviceSize, MeetBroker, Steps, no_gpu,
+    DeviceSize, MeetBroker, Steps,
     table::field,
     values::{parse_mode, parse_object, parse_ttl},
 };
@@ -38,6 +38,7 @@ use crate::{
         parse_size, raise_file_limit,
         report::Step,
     },
+    error::ToolError,
     schema::{self, Named, VERSION, document},
     stamp,
     units::bytes,
@@ -56,7 +57,7 @@ const SAFETENSORS: &str = "safetensors";
 #[derive(Debug, Args)]
 // The name first: `--safetensors` would take it for a file.
 #[command(override_usage = "vmmfd put [OPTIONS] <NAME> <--from <FILE>|--safetensors <FILE|DIR>...>")]
-#[command(after_help = exit_codes!("the broker has it", "the name exists, or its version is another than --if-version"))]
+#[command(after_help = exit_codes!("the broker has it", "the name exists, or its version differs from --if-version"; 2 3 4 5 130))]
 pub(in super::super) struct PutOptions {
     /// Name of the object: components of A-Z, a-z, 0-9, `.`, `_` and `-`, separated by `/`
     #[arg(value_name = "NAME")]
@@ -254,18 +255,23 @@ impl PutOptions {
             Err(Error::Broker(BrokerError { code: RefusalCode::Denied, .. })) => {
                 // A user who may not read an object may still be allowed to replace it.
                 return match self.condition() {
-                    Condition::New => {
-                        let message = format!("`{}` exists, and this user may not read it", self.name);
-                        Err(refusal(RefusalCode::Exists, message).into())
-                    }
+                    Condition::New => Err(self.not_writable("read")),
                     _ => Allowance::ask(client, bytes, true),
                 };
             }
             Err(error) => return Err(error),
         };
+        let permission = self.check_permission(client, existing.as_ref());
+        if existing.is_some() && self.condition() == Condition::New && matches!(permission, Err(Error::Broker(_))) {
+            return Err(self.not_writable("replace"));
+        }
         self.check_existing(existing.as_ref())?;
-        self.check_permission(client, existing.as_ref())?;
+        permission?;
         Allowance::ask(client, bytes, existing.is_some())
+    }
+
+    fn not_writable(&self, verb: &'static str) -> Error {
+        ToolError::NotWritable { name: self.name.clone(), verb }.into()
     }
 
     fn check_existing(&self, existing: Option<&Summary>) -> Result<()> {
@@ -278,7 +284,7 @@ impl PutOptions {
         let Some(Summary { version: found, mode: was, .. }) = existing else {
             return match self.condition() {
                 Condition::Version(wanted) => {
-                    refused(RefusalCode::Version, format!("`{name}` does not exist, so it has no version {wanted}"))
+                    refused(RefusalCode::Absent, format!("`{name}` does not exist, so it has no version {wanted}"))
                 }
                 _ => Ok(()),
             };
@@ -352,6 +358,7 @@ impl PutOptions {
         cancel: &Cancel,
         progress: &Progress,
     ) -> Result<(Shared, Option<String>)> {
+        progress.bytes(0, input.size());
         match input {
             Input::File { source, .. } => {
                 let (memory, digest) = self.load_file(source, device, steps, cancel, progress)?;
@@ -437,7 +444,7 @@ impl Tool for PutOptions {
         let mut steps = Steps::default();
         let opened = steps.time("driver", || start(self.backend, cancel, &|_| {}))?;
         leave_open(&opened.driver);
-        let fallback = no_gpu(&opened, &self.output);
+        let fallback = self.output.notice_fallback(opened.fallback.as_ref());
         let device = Device::find(&opened.driver, self.device)?;
         allowance.check_device(&device)?;
         let (memory, digest) = self.load(&input, &device, &mut steps, cancel, progress)?;

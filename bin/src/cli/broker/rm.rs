@@ -10,7 +10,12 @@ use vmmfd::{
     internals::refusal,
 };
 
-use super::{MeetBroker, count, ls::ObjectLine, table::field};
+use super::{
+    MeetBroker, count,
+    ls::{ObjectLine, no_match},
+    table::field,
+    who::LeaseLine,
+};
 use crate::{
     cli::{
         Exit, Output, Tool, ToolOutput,
@@ -31,7 +36,7 @@ use crate::{
 /// All names with a prefix are deleted in two steps: --dry-run lists the objects and prints a code, and --confirm with this code deletes
 /// them. If one of the objects was replaced or deleted in between, or another one came, nothing is deleted.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("deleted, or listed by --dry-run", "a name has no object, or no name has the prefix"))]
+#[command(after_help = exit_codes!("deleted, or listed by --dry-run", "no object has the name or the prefix"; 2 4 5 130))]
 #[command(group = ArgGroup::new("step").args(["dry_run", "confirm"]))]
 pub(in super::super) struct RmOptions {
     /// Names of the objects
@@ -64,6 +69,8 @@ struct RmReport {
     schema: u32,
     tool: String,
     deleted: Vec<String>,
+    /// The leases that still hold memory of the deleted names.
+    held: Vec<LeaseLine>,
     failed: Vec<Failed>,
     dry_run: Option<Listed>,
     /// The error that the command exits with.
@@ -83,8 +90,7 @@ impl Listed {
     fn of(client: &Client, prefix: &str) -> Result<Self> {
         let objects: Vec<ObjectLine> = client.list(prefix)?.iter().map(ObjectLine::from).collect();
         if objects.is_empty() {
-            let message = format!("this user may read no object whose name begins with `{prefix}`");
-            return Err(refusal(RefusalCode::Absent, message).into());
+            return Err(refusal(RefusalCode::Absent, no_match(prefix)).into());
         }
         let mut digest = blake3::Hasher::new();
         for object in &objects {
@@ -145,6 +151,7 @@ impl RmOptions {
                 schema: VERSION,
                 tool: stamp::tool(),
                 deleted: Vec::new(),
+                held: Vec::new(),
                 failed: Vec::new(),
                 dry_run: Some(listed),
                 error: None,
@@ -181,16 +188,35 @@ impl RmOptions {
                 }
             }
         }
+        let held = self.held(client, &deleted);
         let exit = first.as_ref().map_or(Exit::Verified, Exit::of);
         let error = first.as_ref().map(ErrorSummary::of);
         let text = match (self.output.json, self.output.quiet) {
             (true, _) => {
                 let (tool, dry_run) = (stamp::tool(), None);
-                json_line(&RmReport { schema: VERSION, tool, deleted, failed, dry_run, error })
+                json_line(&RmReport { schema: VERSION, tool, deleted, held, failed, dry_run, error })
             }
             (false, true) => String::new(),
-            (false, false) => deleted.iter().map(|name| format!("deleted  {name}\n")).collect(),
+            (false, false) => {
+                let deleted = deleted.iter().map(|name| format!("deleted  {name}\n"));
+                deleted.chain(held.iter().map(LeaseLine::held)).collect()
+            }
         };
         ToolOutput { text, exit }
+    }
+
+    /// The leases that hold memory of deleted names. None if the broker does not answer: the names are deleted all the same.
+    fn held(&self, client: &Client, deleted: &[String]) -> Vec<LeaseLine> {
+        let prefix = match (deleted, &self.prefix) {
+            ([], _) => return Vec::new(),
+            (_, Some(prefix)) => prefix,
+            ([name], None) => name,
+            (_, None) => "",
+        };
+        let leases = client.who(prefix).map(|holders| holders.leases).unwrap_or_else(|error| {
+            tracing::warn!(error = error.in_full(), "cannot list the leases of the deleted objects");
+            Vec::new()
+        });
+        leases.iter().filter(|lease| !lease.named && deleted.contains(&lease.name)).map(LeaseLine::from).collect()
     }
 }

@@ -57,7 +57,7 @@ use crate::{
 /// Once it accepts connections it prints one line, `broker    listening  PATH ...`, on stdout, or with --json on stderr: wait for that
 /// line.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("a signal ended it"))]
+#[command(after_help = exit_codes!("stopped by a signal"; 2 4 5))]
 pub(in super::super) struct ServeOptions {
     /// Unix socket to listen on [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock]
     #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]

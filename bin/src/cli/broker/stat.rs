@@ -15,6 +15,7 @@ use super::{
     DeviceSize, MeetBroker, count,
     ls::ObjectLine,
     table::{age, field, time},
+    total,
 };
 use crate::{
     cli::{
@@ -35,7 +36,7 @@ const MOST_METADATA: usize = 2000;
 /// Sizes and devices are as its makers claim them: the broker, which has no driver, can't check them. A reader whose driver refuses a
 /// size reports it, and the report is shown here.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("shown", "there is no such object, or no such version of it"))]
+#[command(after_help = exit_codes!("shown", "no such object or version"; 2 4 5 130))]
 pub(in super::super) struct StatOptions {
     /// Name of the object
     #[arg(value_name = "NAME")]
@@ -153,10 +154,12 @@ impl Tool for StatOptions {
 fn render(report: &StatReport) -> String {
     let StatReport { object, versions, lifetime, keep, metadata, parts, reports, .. } = report;
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
-    let mapped = object.devices.iter().fold(0u64, |sum, device| sum.saturating_add(device.size));
     let mut text = field("name", &object.name);
     text += &field("version", format!("{}, id {}; available: {}", object.version, object.id, versions.join(", ")));
-    text += &field("size", format!("{} of data in {} of memory, as claimed", bytes(object.size), bytes(mapped)));
+    text += &field(
+        "size",
+        format!("{} of data in {} of memory, as claimed", bytes(object.size), bytes(total(&object.devices))),
+    );
     text += &field("backend", &object.backend);
     text += &field("owner", format!("uid {}, gid {}, mode {}", object.owner.uid, object.owner.gid, object.mode));
     text += &field("created", format!("{}, {} ago", object.created, age(object.created_ms)));

@@ -21,7 +21,7 @@ use crate::{
     cli::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
-        output::{Progress, complain, json_line},
+        output::{Progress, json_line},
     },
     schema::{self, Named, VERSION, document},
     stamp,
@@ -37,7 +37,7 @@ const NVML_WAIT: Duration = Duration::from_secs(5);
 /// memory included. Users, memory and names of lost versions are all shown to the broker's user and root; other users see their own
 /// memory.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("shown"))]
+#[command(after_help = exit_codes!("shown"; 2 4 5 130))]
 pub(in super::super) struct StatusOptions {
     #[command(flatten)]
     meet: MeetBroker,
@@ -238,8 +238,8 @@ impl Tool for StatusOptions {
         let (client, path) = self.meet.connect_at(cancel)?;
         let report = StatusReport::of(&client.metrics()?, path.display().to_string());
         let unknown = report.devices.iter().find_map(|device| device.unknown.as_ref());
-        if let Some(reason) = unknown.filter(|_| !self.output.json && !self.output.quiet) {
-            complain(&format!("notice: the devices do not report their memory: {reason}"));
+        if let Some(reason) = unknown {
+            self.output.notice(&format!("the devices do not report their memory: {reason}"));
         }
         let text = if self.output.json { json_line(&report) } else { render(&report) };
         Ok(ToolOutput { text, exit: Exit::Verified })

@@ -37,7 +37,7 @@ const WAIT: Duration = Duration::from_secs(3600);
 /// broker, and runs until SIGTERM or SIGINT, or until its output is closed.
 #[derive(Debug, Args)]
 #[command(
-    after_help = exit_codes!("a signal ended it, or its output was closed"),
+    after_help = exit_codes!("stopped by a signal, or its output was closed"; 2 4 5),
     mut_arg("json", |json| json.help("Print each event as one JSON object on a line of its own; first one of where it begins"))
 )]
 pub(in super::super) struct WatchOptions {

@@ -8,17 +8,20 @@ use serde::Serialize;
 use vmmfd::{
     broker::{HeldLease, Holders, UserTotal},
     channel::Cancel,
+    internals::clean,
 };
 
 use super::{
     DeviceSize, MeetBroker,
+    ls::no_match,
     table::{Column, Table, age, time, width},
+    total,
 };
 use crate::{
     cli::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
-        output::{Progress, complain, json_line},
+        output::{Progress, json_line},
     },
     schema::{self, Named, VERSION, document},
     stamp,
@@ -30,7 +33,7 @@ use crate::{
 /// With what each user and each device has in it, as claimed. A process that ended its lease and kept the memory mapped is not seen
 /// here: look at `nvidia-smi` then.
 #[derive(Debug, Args)]
-#[command(after_help = exit_codes!("shown"))]
+#[command(after_help = exit_codes!("shown, even if nothing matches"; 2 4 5 130))]
 pub(in super::super) struct WhoOptions {
     /// Only leases of objects whose names begin with this
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
@@ -54,7 +57,7 @@ struct WhoReport {
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
-struct LeaseLine {
+pub(super) struct LeaseLine {
     number: u64,
     name: String,
     #[schemars(range(min = 1))]
@@ -96,6 +99,18 @@ struct UserLine {
     connections: u64,
 }
 
+impl LeaseLine {
+    /// A line of `rm`.
+    pub(super) fn held(&self) -> String {
+        let Self { name, version, pid, uid, command, size, .. } = self;
+        let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
+        let mut line =
+            format!("held     {} of {name} version {version} by pid {pid}{command}, uid {uid}", about(*size));
+        clean(&mut line);
+        line + "\n"
+    }
+}
+
 impl From<&HeldLease> for LeaseLine {
     fn from(of: &HeldLease) -> Self {
         Self {
@@ -120,10 +135,6 @@ impl From<&UserTotal> for UserLine {
         let size = total(&devices);
         Self { uid: of.uid, objects: of.objects, size, devices, leases: of.leases, connections: of.connections }
     }
-}
-
-fn total(devices: &[DeviceSize]) -> u64 {
-    devices.iter().fold(0, |sum, device| sum.saturating_add(device.size))
 }
 
 impl WhoReport {
@@ -177,16 +188,27 @@ impl Tool for WhoOptions {
     }
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
-        let report = WhoReport::of(&self.meet.connect(cancel)?.who(&self.prefix)?);
-        if report.leases.is_empty() && !self.output.json && !self.output.quiet {
-            complain("notice: there are no leases that this user may see");
+        let client = self.meet.connect(cancel)?;
+        let report = WhoReport::of(&client.who(&self.prefix)?);
+        if self.output.json {
+            return Ok(ToolOutput { text: json_line(&report), exit: Exit::Verified });
         }
-        let text = if self.output.json { json_line(&report) } else { render(&report, width()) };
+        if report.leases.is_empty() {
+            let notice = match self.prefix.as_str() {
+                "" => "no object has a lease".to_owned(),
+                prefix if client.list(prefix)?.is_empty() => no_match(prefix),
+                prefix => format!("no object whose name begins with `{prefix}` has a lease"),
+            };
+            self.output.notice(&notice);
+        }
+        let totals = self.prefix.is_empty();
+        let text = render(&report, totals, width());
         Ok(ToolOutput { text, exit: Exit::Verified })
     }
 }
 
-fn render(report: &WhoReport, width: Option<usize>) -> String {
+/// The tables with their headings; users and devices only with `totals`.
+fn render(report: &WhoReport, totals: bool, width: Option<usize>) -> String {
     let mut tables = Vec::new();
     if !report.leases.is_empty() {
         let mut table = Table::new([
@@ -209,22 +231,22 @@ fn render(report: &WhoReport, width: Option<usize>) -> String {
                 lease.name.clone(),
             ]);
         }
-        tables.push(table.render(width));
+        tables.push(format!("Leases:\n{}", table.render(width)));
     }
     if !report.unnamed.is_empty() {
         let mut table = Table::new([
             Column::right("SIZE"),
             Column::right("LEASES"),
             Column::right("VERSION"),
-            Column::left("NO LONGER NAMED"),
+            Column::left("NAME"),
         ]);
         for version in &report.unnamed {
             let Unnamed { name, version, leases, size, .. } = version;
             table.row([about(*size), leases.to_string(), version.to_string(), name.clone()]);
         }
-        tables.push(table.render(width));
+        tables.push(format!("Versions without a name:\n{}", table.render(width)));
     }
-    if !report.users.is_empty() {
+    if totals && !report.users.is_empty() {
         let mut table = Table::new([
             Column::right("USER"),
             Column::right("OBJECTS"),
@@ -238,14 +260,14 @@ fn render(report: &WhoReport, width: Option<usize>) -> String {
             let [uid, objects, size, leases] = counts;
             table.row([uid, objects, size, leases, connections.to_string()]);
         }
-        tables.push(table.render(width));
+        tables.push(format!("Users:\n{}", table.render(width)));
     }
-    if !report.devices.is_empty() {
+    if totals && !report.devices.is_empty() {
         let mut table = Table::new([Column::right("SIZE"), Column::left("NAME").optional(), Column::left("DEVICE")]);
         for DeviceSize { uuid, name, size } in &report.devices {
             table.row([about(*size), name.clone(), uuid.clone()]);
         }
-        tables.push(table.render(width));
+        tables.push(format!("Devices:\n{}", table.render(width)));
     }
     tables.join("\n")
 }
