@@ -7,18 +7,18 @@ use uuid::Uuid;
 
 use crate::error::{ParseError, Result};
 
-/// Where the memory really is.
+/// The kind of memory behind a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
     /// Memory of an NVIDIA GPU, through the CUDA driver.
     Cuda,
-    /// Ordinary memory of this machine (memfd). No GPU takes part.
+    /// Ordinary memory of this machine (memfd), without a GPU.
     Host,
 }
 
 impl Backend {
-    /// Its name, as in options and on the wire.
+    /// The name used in options and on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Cuda => "cuda",
@@ -33,9 +33,9 @@ impl fmt::Display for Backend {
     }
 }
 
-/// What a mapping allows its own process to do.
+/// The access that a mapping gives its own process.
 ///
-/// It protects this process from itself only: any process that holds the descriptor may map the memory either way.
+/// It restricts only this process: every process that holds the descriptor can map the memory with either access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Access {
     /// Read only: `CU_MEM_ACCESS_FLAGS_PROT_READ`.
@@ -67,20 +67,20 @@ impl FromStr for Access {
     }
 }
 
-/// A device's UUID: the only name of a device that means the same in two processes.
+/// A device's UUID. Unlike the ordinal, it identifies the same device in every process.
 ///
-/// It is read in any case, bare or with the driver's prefix (`GPU-`, `MIG-`) or the host's (`HOST-`).
+/// Parses in upper or lower case, with or without a prefix: the driver's (`GPU-`, `MIG-`) or the host backend's (`HOST-`).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct DeviceUuid(Uuid);
 
 impl DeviceUuid {
-    /// The UUID of these bytes, in the order that `cuDeviceGetUuid_v2` gives them.
+    /// Creates a UUID from its bytes, in the order of `cuDeviceGetUuid_v2`.
     pub fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(Uuid::from_bytes(bytes))
     }
 
-    /// The UUID with the prefix that says of what it is: `GPU-` as in `CUDA_VISIBLE_DEVICES`, or `HOST-`.
+    /// The UUID with the backend's prefix: `GPU-` as in `CUDA_VISIBLE_DEVICES`, or `HOST-`.
     pub fn prefixed(self, backend: Backend) -> String {
         let prefix = match backend {
             Backend::Cuda => "GPU",
@@ -93,12 +93,12 @@ impl DeviceUuid {
         self.0.as_u128()
     }
 
-    /// A text without the prefix that says what kind of device it is.
-    pub(crate) fn without_kind(text: &str) -> &str {
-        let kind = ["gpu-", "mig-", "host-"]
+    /// Strips `GPU-`, `MIG-` or `HOST-` from a text, in either case.
+    pub(crate) fn strip_prefix(text: &str) -> &str {
+        let found = ["gpu-", "mig-", "host-"]
             .iter()
-            .find_map(|prefix| text.get(..prefix.len()).filter(|p| p.eq_ignore_ascii_case(prefix)));
-        kind.map_or(text, |prefix| &text[prefix.len()..])
+            .find(|prefix| text.get(..prefix.len()).is_some_and(|start| start.eq_ignore_ascii_case(prefix)));
+        found.map_or(text, |prefix| &text[prefix.len()..])
     }
 }
 
@@ -118,9 +118,10 @@ impl FromStr for DeviceUuid {
     type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, ParseError> {
-        let bare = Self::without_kind(text);
         let expected = "32 hexadecimal digits in groups of 8, 4, 4, 4 and 12, with or without GPU- in front";
-        Uuid::try_parse(bare).map(Self).map_err(|_| ParseError::new(text, "a device's UUID", expected))
+        Uuid::try_parse(Self::strip_prefix(text))
+            .map(Self)
+            .map_err(|_| ParseError::new(text, "a device's UUID", expected))
     }
 }
 
@@ -143,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_uuid_is_read_with_any_prefix_and_case() {
+    fn uuid_parses_with_any_prefix_and_case() {
         let bare = "53e9a7d2-1f0c-5b7e-9c55-0123456789ab";
         let want: DeviceUuid = bare.parse().unwrap();
         for text in [format!("GPU-{bare}"), format!("gpu-{}", bare.to_uppercase()), format!("HOST-{bare}")] {

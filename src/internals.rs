@@ -1,4 +1,4 @@
-//! What the project's own tests reach beneath the public API. Not for users: it may change at any time.
+//! Access to private parts for the project's own commands and tests. Not a public API: it may change at any time.
 
 #![allow(unsafe_code)]
 
@@ -45,7 +45,7 @@ pub use crate::{
     wire::{broker::NEEDS_BOTH, clean, is_error, shorten, strict::optional_object},
 };
 
-/// The processes of the commands `serve` and `keeper`.
+/// Starting and running the processes of the commands `serve` and `keeper`.
 pub mod keeper {
     pub use crate::broker::{
         keeper::{Role, check_reachable, reload},
@@ -58,7 +58,7 @@ pub mod stderr {
     pub use crate::sys::{Stderr, flush_stderr, never_block_on_stderr};
 }
 
-/// The pages of the two protocols, with their rules, and the golden records.
+/// The pages that specify the two protocols, and the golden records.
 pub mod protocols {
     /// `docs/protocol.md`.
     pub const PAGE: &str = include_str!("../docs/protocol.md");
@@ -70,13 +70,12 @@ pub mod protocols {
     pub const BROKER_GOLDEN: &str = include_str!("../docs/broker-golden.json");
 }
 
-/// Copies of memory that others may access at the same time.
+/// Copies to and from memory that other processes may access at the same time.
 pub mod copy {
     pub use crate::driver::copy::{read, write};
 }
 
-/// What the broker's server says of a descriptor that it received: whether it accepts it as such memory, and whether it takes it for
-/// a file whose close may block.
+/// The broker's inspection of a received descriptor: whether it accepts the memory, and whether it expects that closing the file may block.
 pub fn inspect_descriptor(
     fd: BorrowedFd<'_>,
     backend: Backend,
@@ -86,25 +85,25 @@ pub fn inspect_descriptor(
     crate::broker::inspect_and_classify(fd, backend, size, emulated)
 }
 
-/// The configuration of a broker that accepts memfds as a GPU's memory, as the emulated driver makes it.
+/// The configuration of a broker that accepts the emulated driver's memfds as GPU memory.
 pub fn emulated(config: ServerConfig) -> ServerConfig {
     ServerConfig { emulated: true, ..config }
 }
 
-/// The records in a log of the broker's server, as JSON. What a killed server left of the last one is cut off.
+/// Reads the records in a log of the broker's server, as JSON. Drops an incomplete last record, which a killed server leaves.
 ///
 /// # Errors
-/// One sentence on why it can't be read.
+/// One sentence that gives the reason.
 pub fn read_catalogue(log: OwnedFd) -> std::result::Result<Vec<serde_json::Value>, String> {
     crate::broker::read_as_json(log)
 }
 
-/// A description of memory that is not immutable.
+/// Describes memory that is not immutable.
 pub fn describe(device: DeviceIdentity, sharing: Sharing, size: u64, mapped_size: u64) -> Description {
     Description { device, sharing, size, mapped_size, immutable: false }
 }
 
-/// Waits until a descriptor is ready, `false` at the deadline.
+/// Waits until a descriptor is ready. Returns `false` at the deadline.
 ///
 /// # Errors
 /// [`Error::Interrupted`]; [`Error::System`]. See poll(2).
@@ -112,15 +111,15 @@ pub fn wait(cancel: &Cancel, fd: BorrowedFd<'_>, events: PollFlags, deadline: In
     cancel.wait(fd, events, deadline)
 }
 
-/// Waits for so long.
+/// Waits for the given time.
 ///
 /// # Errors
-/// Those of [`wait`].
+/// As for [`wait`].
 pub fn pause(cancel: &Cancel, time: Duration) -> Result<()> {
     cancel.pause(time)
 }
 
-/// A connection that waits at a listener, if there is one.
+/// Accepts a pending connection of a listener, if there is one.
 ///
 /// # Errors
 /// [`Error::System`]. See accept(2).
@@ -128,7 +127,7 @@ pub fn accept(listener: &Listener) -> Result<Option<OwnedFd>> {
     listener.accept()
 }
 
-/// Checks that nothing but a socket has a path.
+/// Checks that a path is a socket or does not exist.
 ///
 /// # Errors
 /// [`Error::Socket`](crate::Error::Socket); [`Error::System`](crate::Error::System).
@@ -144,31 +143,31 @@ pub fn peer_of(socket: &impl AsFd) -> Result<Peer> {
     Peer::of(socket)
 }
 
-/// A client over a socket that is connected to the path already.
+/// Creates a client over a socket that is already connected to the path.
 ///
 /// # Errors
-/// Those of [`Client::connect`].
+/// As for [`Client::connect`].
 pub fn client_over(socket: OwnedFd, path: &Path, config: &Config) -> Result<Client> {
     Client::over_at(socket, path, config)
 }
 
-/// The configuration of a server that its keeper started. Cancelling `restart` ends it for the next server, once the keeper has confirmed
-/// that it has everything.
+/// The configuration of a server that its keeper started. After `restart` is cancelled, the server exits as soon as the keeper confirms
+/// that it holds everything, and the keeper starts the next server.
 pub fn started_by_keeper(config: ServerConfig, restart: Cancel) -> ServerConfig {
     ServerConfig { started_by_keeper: Some(restart), ..config }
 }
 
-/// Whether a server continues with the objects of a server before it.
+/// Whether a server took over the objects of its predecessor.
 pub fn is_restarted(server: &Server) -> bool {
     server.is_restarted()
 }
 
-/// A broker's refusal.
+/// Creates a broker's refusal.
 pub fn refusal(code: RefusalCode, message: impl Into<String>) -> BrokerError {
     BrokerError::new(code, message)
 }
 
-/// Text that is no value of what it is to be.
+/// Creates a [`ParseError`].
 pub fn parse_error(text: &str, what: &'static str, expected: &'static str) -> ParseError {
     ParseError::new(text, what, expected)
 }
@@ -178,26 +177,26 @@ pub fn element_type_names() -> impl Iterator<Item = &'static str> {
     ElementType::names()
 }
 
-/// A mirror with room for more than it shows first.
+/// Creates a mirror with a buffer of `room` bytes, for later ranges that are longer than the first.
 ///
 /// # Errors
-/// Those of [`Mirror::new`].
+/// As for [`Mirror::of`].
 pub fn sized_mirror(region: &dyn Region, offset: u64, length: u64, room: u64) -> Result<Mirror<'_>> {
     Mirror::sized(region, offset, length, room)
 }
 
-/// Clears the bytes behind the data, up to the mapped size.
+/// Writes zeros from the end of the data to the mapped size.
 ///
 /// # Errors
-/// Those of [`Region::copy_in`].
+/// As for [`Region::copy_in`].
 pub fn clear_padding(memory: &Shared) -> Result<()> {
     memory.clear_padding()
 }
 
-/// The device that is meant. `identity` returns a device's ordinal, UUID and name for people.
+/// Selects a device. `identity` returns a device's ordinal, UUID and display name.
 ///
 /// # Errors
-/// [`Error::Device`](crate::Error::Device) if none or several are.
+/// [`Error::Device`](crate::Error::Device) if no device or several match.
 pub fn choose_device<T>(
     selector: Selector,
     backend: Backend,
@@ -207,7 +206,7 @@ pub fn choose_device<T>(
     selector.choose(backend, devices, identity)
 }
 
-/// A driver of these verbs.
+/// Creates a driver from its verbs.
 pub fn driver(verbs: Arc<dyn Verbs>) -> Driver {
     Driver::of(verbs)
 }
@@ -215,7 +214,7 @@ pub fn driver(verbs: Arc<dyn Verbs>) -> Driver {
 /// The verbs of a driver.
 ///
 /// # Safety
-/// The caller unmaps, frees and releases nothing that a value of this crate owns, and maps nothing over it.
+/// The caller must not unmap, free or release anything that a value of this crate owns, nor map over it.
 pub unsafe fn verbs(driver: &Driver) -> &dyn Verbs {
     driver.verbs()
 }

@@ -1,4 +1,4 @@
-//! Memory as cudarc's [`DevicePtr`], to copy with its streams and launch kernels on it.
+//! Memory as cudarc's [`DevicePtr`], for copies on its streams and for kernels.
 //!
 //! ```no_run
 //! use cudarc::driver::CudaContext;
@@ -22,7 +22,7 @@
 //! # }
 //! ```
 //!
-//! cudarc panics where there is no driver library: open the CUDA backend first, which answers with an error.
+//! cudarc panics if there is no driver library. Open the CUDA backend first: it returns an error instead.
 
 use std::{marker::PhantomData, sync::Arc};
 
@@ -35,15 +35,14 @@ use crate::{
     memory::Region,
 };
 
-/// The first elements of memory, for cudarc to read.
+/// The first elements of memory, readable by cudarc.
 ///
-/// Their type is one of which any bytes are a value ([`AnyBitPattern`]: integers and floats, but not `bool`), since cudarc makes
-/// values of what it copies to the host, and another process may have written anything.
+/// Any bytes must be a valid value of the element type ([`AnyBitPattern`]: integers and floats, but not `bool`): cudarc turns the bytes
+/// that it copies to the host into values, and another process may have written anything.
 ///
-/// A stream is synchronised after each use of it through [`DevicePtr`], so that the work is done before another process is
-/// notified.
-/// After a kernel that was given [`View::address`], synchronise yourself, also before the memory is dropped. Other processes
-/// may write to the same memory at any time.
+/// Each use through [`DevicePtr`] synchronises the stream, so that the work is finished before another process is notified. After
+/// launching a kernel on [`View::address`], synchronise the stream yourself, also before dropping the memory. Other processes may write
+/// to the same memory at any time.
 #[derive(Debug)]
 pub struct View<'a, T> {
     region: &'a dyn Region,
@@ -53,11 +52,11 @@ pub struct View<'a, T> {
 }
 
 impl<'a, T: DeviceRepr + AnyBitPattern> View<'a, T> {
-    /// The first `length` elements of memory, used on a stream.
+    /// Views the first `length` elements of memory for use on a stream.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if there are not as many; [`DeviceError::Unsupported`] if it is not a GPU's memory;
-    /// [`Error::Misuse`] if it is used by another device than the stream's, or does not begin at an address that is aligned for `T`.
+    /// [`MemoryError::OutOfRange`] if the memory is smaller; [`DeviceError::Unsupported`] if it is not GPU memory;
+    /// [`Error::Misuse`] if it is mapped for another device than the stream's, or its address is not aligned for `T`.
     pub fn new(region: &'a dyn Region, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
         let (device, size) = (region.device(), region.size());
         if device.backend() != Backend::Cuda {
@@ -65,7 +64,7 @@ impl<'a, T: DeviceRepr + AnyBitPattern> View<'a, T> {
             return Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
         }
         if usize::try_from(device.ordinal()) != Ok(stream.context().ordinal()) {
-            let problem = format!("the memory is used by {device}, and the stream is of another device");
+            let problem = format!("the memory is mapped for {device}, but the stream belongs to another device");
             return Err(Error::Misuse { problem });
         }
         check_alignment::<T>(region.address())?;
@@ -78,22 +77,21 @@ impl<'a, T: DeviceRepr + AnyBitPattern> View<'a, T> {
         }
     }
 
-    /// The pointer, as a kernel takes it.
+    /// The device pointer, to pass to a kernel.
     pub fn address(&self) -> CUdeviceptr {
         self.region.address()
     }
 }
 
-/// A kernel that reads an element at an address that is not aligned for it ends the context.
+/// A kernel that reads an element at a misaligned address destroys the context.
 fn check_alignment<T>(address: u64) -> Result<()> {
     let alignment = align_of::<T>();
     if address.is_multiple_of(alignment as u64) {
         return Ok(());
     }
     let element = std::any::type_name::<T>();
-    let problem = format!(
-        "the memory begins at {address:#x}, and elements of type {element} need addresses that are multiples of {alignment}"
-    );
+    let problem =
+        format!("the address {address:#x} is not aligned for {element}: it must be a multiple of {alignment}");
     Err(Error::Misuse { problem })
 }
 
@@ -113,17 +111,17 @@ impl<T> DevicePtr<T> for View<'_, T> {
     }
 }
 
-/// The first elements of memory, for cudarc to read and write. As [`View`] in all else.
+/// The first elements of memory, readable and writable by cudarc. Otherwise like [`View`].
 ///
-/// Their type has no bytes that a value leaves uninitialised ([`NoUninit`]: no padding), since other processes read them.
+/// The element type must have no uninitialised bytes ([`NoUninit`]: no padding), because other processes read them.
 #[derive(Debug)]
 pub struct ViewMut<'a, T>(View<'a, T>);
 
 impl<'a, T: DeviceRepr + AnyBitPattern + NoUninit> ViewMut<'a, T> {
-    /// The first `length` elements of memory, used on a stream.
+    /// Views the first `length` elements of memory for use on a stream.
     ///
     /// # Errors
-    /// Those of [`View::new`]; [`MemoryError::ReadOnly`].
+    /// As for [`View::new`]; [`MemoryError::ReadOnly`].
     pub fn new(region: &'a dyn Region, stream: &Arc<CudaStream>, length: usize) -> Result<Self> {
         if region.access() != Access::ReadWrite {
             return Err(Error::Memory(MemoryError::ReadOnly));
@@ -131,7 +129,7 @@ impl<'a, T: DeviceRepr + AnyBitPattern + NoUninit> ViewMut<'a, T> {
         View::new(region, stream, length).map(Self)
     }
 
-    /// The pointer, as a kernel takes it.
+    /// The device pointer, to pass to a kernel.
     pub fn address(&self) -> CUdeviceptr {
         self.0.address()
     }
@@ -164,10 +162,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn elements_need_aligned_addresses() {
+    fn misaligned_address_is_refused() {
         assert!(check_alignment::<u64>(0x7f00_0000_0008).is_ok());
         assert!(check_alignment::<u8>(0x7f00_0000_0001).is_ok());
         let refused = check_alignment::<u64>(0x7f00_0000_0004).unwrap_err().to_string();
-        assert!(refused.contains("0x7f0000000004") && refused.contains("u64") && refused.ends_with("multiples of 8"));
+        assert!(refused.contains("0x7f0000000004") && refused.contains("u64") && refused.ends_with("a multiple of 8"));
     }
 }

@@ -1,10 +1,9 @@
-//! Hands GPU memory from one process to another on the same machine, as a file descriptor over a Unix socket, without copying
-//! it.
+//! Hands GPU memory from one process to another on the same machine without copying it: as a file descriptor over a Unix socket.
 //!
-//! A producer allocates with CUDA's virtual memory management, exports the allocation as a file descriptor and sends it
-//! over a Unix socket; a consumer imports and maps it. Both then see the same bytes. Memory pools and legacy
-//! handles go the same way: see [`memory::Shared`] and [`memory::Imported`]. Where there is no GPU the same runs on ordinary
-//! shared memory, which never passes for a GPU.
+//! A producer allocates with CUDA's virtual memory management, exports the allocation as a file descriptor and sends the descriptor
+//! over a Unix socket. A consumer imports and maps it. Both then see the same bytes. Memory pools and legacy handles are shared the
+//! same way: see [`memory::Shared`] and [`memory::Imported`]. On a machine without a GPU the same code runs on ordinary shared
+//! memory, and every output names that backend.
 //!
 //! Pages: [library](https://docs.rs/crate/vmmfd/latest/source/docs/library.md) ("I want to …", and which call blocks for how long) ·
 //! [streams](https://docs.rs/crate/vmmfd/latest/source/docs/streams.md) ·
@@ -18,50 +17,56 @@
 //! [`receive`](https://docs.rs/crate/vmmfd/latest/source/examples/receive.rs) and
 //! [others](https://docs.rs/crate/vmmfd/latest/source/examples/).
 //!
-//! # Where to begin
+//! # Getting started
 //!
-//! | To … | Take |
+//! | To … | Use |
 //! |---|---|
 //! | serve a buffer at a path, or receive one | [`session::handoff`] |
-//! | share the same buffers again and again | [`session::stream`] |
-//! | keep memory under a name, so that it outlives its maker | [`broker`] |
-//! | load a model's weights into memory to share | [`weights::Checkpoint`] |
-//! | hand memory over through a channel of the program's own | [`memory::ArrayHandle`], or [`memory::Allocation`] |
-//! | make memory to share | [`memory::Shared`] with a [`memory::Spec`] |
-//! | see it as a typed array | [`memory::Array`] |
-//! | read and write it on the CPU | [`memory::Region`], [`memory::Mirror`] |
-//! | launch kernels on it | `launch`, with that feature |
+//! | reuse the same buffers for a stream of data | [`session::stream`] |
+//! | keep memory under a name after its creator exits | [`broker`] |
+//! | load a model's weights into shareable memory | [`weights::Checkpoint`] |
+//! | hand memory over through your own channel | [`memory::ArrayHandle`], or [`memory::Allocation`] |
+//! | allocate shareable memory | [`memory::Shared`] with a [`memory::Spec`] |
+//! | view memory as a typed array | [`memory::Array`] |
+//! | read and write memory on the CPU | [`memory::Region`], [`memory::Mirror`] |
+//! | launch kernels on memory | `launch`, with the feature of that name |
 //! | write a client in another language | the pages [protocol](https://docs.rs/crate/vmmfd/latest/source/docs/protocol.md) and [broker-protocol](https://docs.rs/crate/vmmfd/latest/source/docs/broker-protocol.md) |
-//! | tell errors apart | [`Error`] |
+//! | handle errors | [`Error`] |
 //!
 //! # Modules
 //!
-//! Each knows only those below it.
+//! A module uses only the modules in the rows below it.
 //!
-//! | Floor | Module | What it does |
+//! | Layer | Module | Contents |
 //! |---|---|---|
-//! | service | [`weights`] | the tensors of safetensors files, read into memory that is shared |
+//! | service | [`weights`] | reads the tensors of safetensors files into shared memory |
 //! | service | [`broker`] | memory under names: a server that needs no driver, and its client |
 //! | meeting | [`session`] | the conversation between producer and consumer |
-//! | parts | [`memory`], [`channel`] | memory that is shared and memory that was given; one record and its descriptors |
-//! | ground | [`driver`], [`array`](mod@array) | a verb for each driver call; typed arrays, described |
-//! | base | [`error`], [`fork`] | [`Error`]; whether this process is a fork |
+//! | parts | [`memory`], [`channel`] | shared and imported memory; one record with its descriptors |
+//! | ground | [`driver`], [`array`](mod@array) | one method per driver call; descriptors of typed arrays |
+//! | base | [`error`], [`fork`] | [`Error`]; detection of forks |
 //!
 //! # Cargo
 //!
-//! A program names the version of CUDA whose bindings cudarc has, which need not be the driver's:
+//! A program selects the CUDA version of cudarc's bindings. It may differ from the driver's version:
 //!
 //! ```toml
 //! vmmfd = "0.1"
 //! cudarc = { version = "0.19", default-features = false, features = ["std", "driver", "dynamic-loading", "cuda-13000"] }
 //! ```
 //!
-//! Without a version cudarc's build stops with `Must specify one of the following features: [cuda-version-from-build-system,
-//! cuda-13040, ...]`. The feature `weights`, on by default, is [`weights`]. The feature `launch` adds `vmmfd::launch`: memory as cudarc's `DevicePtr`. The feature `bindings` names a version for builds of this library alone.
+//! Without a version, cudarc's build fails with `Must specify one of the following features: [cuda-version-from-build-system,
+//! cuda-13040, ...]`.
+//!
+//! | Feature | Effect |
+//! |---|---|
+//! | `weights` (default) | adds [`weights`] |
+//! | `launch` | adds `vmmfd::launch`: memory as cudarc's `DevicePtr` |
+//! | `bindings` | selects a CUDA version, for builds of this library alone |
 //!
 //! # Memory
 //!
-//! Memory without any socket, as it is owned here:
+//! Sharing memory without a socket, step by step:
 //!
 //! ```
 //! use vmmfd::{
@@ -76,7 +81,7 @@
 //! let writer = Mapping::new(&allocation, Access::ReadWrite)?;
 //! writer.copy_in(0, b"shared")?;
 //!
-//! // What another process does with the descriptor and the size that it is sent:
+//! // Another process receives the descriptor and the size:
 //! let fd = allocation.export()?.try_clone_to_owned().expect("a spare descriptor");
 //! let imported = Allocation::import(&device, fd, allocation.size())?;
 //! let reader = Mapping::new(&imported, Access::ReadOnly)?;
@@ -87,7 +92,7 @@
 //! # }
 //! ```
 
-// What the commands and the tests use beneath the public API is there in every build.
+// Every build contains the internals that the commands and the tests use.
 #![cfg_attr(not(feature = "internals"), allow(dead_code, unreachable_pub, unused_imports))]
 
 #[cfg(all(target_os = "linux", not(target_pointer_width = "64")))]
@@ -133,7 +138,7 @@ pub use self::{
     sys::fork,
 };
 
-/// The code of the README and the pages, so that it is compiled and run.
+/// Compiles and runs the code blocks of the README and the pages.
 #[cfg(all(doctest, feature = "internals"))]
 mod pages {
     #[doc = include_str!("../README.md")]

@@ -1,6 +1,6 @@
-//! What safe code must not be able to do: each of these compiled once, and corrupted memory.
+//! Code that must not compile: each example compiled in an earlier version and corrupted memory.
 
-/// Unmapping under an owner: the verbs are not public.
+/// Unmapping memory that has an owner: the verbs are not public.
 ///
 /// ```compile_fail,E0599
 /// use vmmfd::{driver::*, memory::*};
@@ -12,7 +12,7 @@
 /// # }
 /// ```
 ///
-/// The same without that line:
+/// Without that line it compiles:
 ///
 /// ```
 /// use vmmfd::{driver::*, memory::*};
@@ -25,7 +25,7 @@
 /// ```
 struct Verbs;
 
-/// A region that names memory which it does not own: the trait is sealed.
+/// A region over memory that it does not own: the trait is sealed.
 ///
 /// ```compile_fail,E0277
 /// use vmmfd::{driver::Access, memory::{Device, Region}};
@@ -40,9 +40,9 @@ struct Verbs;
 ///     fn access(&self) -> Access { Access::ReadWrite }
 /// }
 /// ```
-struct Foreign;
+struct ForeignRegion;
 
-/// Memory that goes while a mirror of it is open: the mirror borrows it.
+/// Dropping memory that has an open mirror: the mirror borrows it.
 ///
 /// ```compile_fail,E0505
 /// use vmmfd::{driver::*, memory::*};
@@ -55,9 +55,9 @@ struct Foreign;
 /// # Ok(())
 /// # }
 /// ```
-struct MirrorOfNothing;
+struct MirrorOfDropped;
 
-/// Memory that is exchanged while a mirror of it is open: the mirror borrows the object.
+/// Replacing memory that has an open mirror: the mirror borrows the object.
 ///
 /// ```compile_fail,E0502
 /// use vmmfd::{broker::{Object, Prepared}, memory::Mirror};
@@ -69,7 +69,7 @@ struct MirrorOfNothing;
 /// }
 /// ```
 ///
-/// The same with the mirror dropped before:
+/// It compiles if the mirror is dropped first:
 ///
 /// ```
 /// use vmmfd::{broker::{Object, Prepared}, memory::Mirror};
@@ -81,9 +81,9 @@ struct MirrorOfNothing;
 ///     object.switch(next).map(drop)
 /// }
 /// ```
-struct MirrorOfAnother;
+struct MirrorOfReplaced;
 
-/// Values of a type from bytes that may be none of it: `clone_dtoh` would make a `Vec<bool>` of what a peer wrote.
+/// Values from bytes that may be invalid for their type: `clone_dtoh` would make a `Vec<bool>` of a peer's bytes.
 ///
 /// ```compile_fail,E0277
 /// use cudarc::driver::CudaContext;
@@ -97,7 +97,7 @@ struct MirrorOfAnother;
 /// # }
 /// ```
 ///
-/// Nor are bytes shown to others that a value does not initialise, as between these two:
+/// Writing uninitialised bytes to memory that other processes read, such as the padding between these fields:
 ///
 /// ```compile_fail,E0277
 /// use cudarc::driver::{CudaContext, DeviceRepr};
@@ -118,7 +118,7 @@ struct MirrorOfAnother;
 /// # }
 /// ```
 ///
-/// The same of words:
+/// With integers it compiles:
 ///
 /// ```no_run
 /// use cudarc::driver::CudaContext;
@@ -133,4 +133,4 @@ struct MirrorOfAnother;
 /// # }
 /// ```
 #[cfg(feature = "launch")]
-struct NoPlainData;
+struct InvalidBytes;

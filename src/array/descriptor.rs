@@ -1,4 +1,4 @@
-//! Which bytes of some memory are the elements of an array.
+//! The layout of an array in memory.
 
 use std::{fmt, ops::Range};
 
@@ -7,16 +7,16 @@ use serde::{Deserialize, Serialize};
 use super::{ElementType, MAX_DIMENSIONS, Order, json::PlainArray};
 use crate::error::{Error, MemoryError, Result};
 
-/// An n-dimensional array somewhere in a piece of memory. Plain data: it owns no memory and reads none.
+/// Describes an n-dimensional array in memory. Plain data: it neither owns nor reads memory.
 ///
-/// As JSON: `{"dtype": "float32", "shape": [768, 1024], "strides": null, "offset": 0}`. `dtype` is the name in NumPy or
-/// ml_dtypes (see [`ElementType::name`]) and no other; `"byte_order": "big"` is there for big-endian elements, and refused
-/// where the order means nothing. An absent or null byte order is `"little"`, strides are those of C order, and an offset is 0.
-/// Unknown fields are ignored. Lists of more than [`MAX_DIMENSIONS`] fail while they are read. Nothing else is checked then:
-/// every method fails where a descriptor makes no sense, and [`ArrayDescriptor::check`] is the one that knows the memory.
+/// As JSON: `{"dtype": "float32", "shape": [768, 1024], "strides": null, "offset": 0}`. `dtype` must be the name in NumPy or ml_dtypes
+/// (see [`ElementType::name`]). Big-endian elements have `"byte_order": "big"`, which is refused for types without a byte order. If absent
+/// or null, the byte order is `"little"`, the strides are those of C order, and the offset is 0. Unknown fields are ignored. Parsing stops
+/// with an error at lists of more than [`MAX_DIMENSIONS`] numbers, and checks nothing else: every method fails for an invalid descriptor,
+/// and [`ArrayDescriptor::check`] compares it with the size of the memory.
 ///
-/// A shape of no dimensions has one element; a dimension of length 0 makes an array without any, which needs no memory. A
-/// stride of 0 repeats the same elements (a broadcast), so an array may have many more elements than its memory has bytes.
+/// A shape without dimensions has one element. If a dimension is 0, the array has no elements and needs no memory. A stride of 0 repeats
+/// the same elements (a broadcast), so an array may have many more elements than its memory has bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "PlainArray", into = "PlainArray")]
 pub struct ArrayDescriptor {
@@ -24,19 +24,18 @@ pub struct ArrayDescriptor {
     pub dtype: ElementType,
     /// The length of each dimension, in elements.
     pub shape: Vec<u64>,
-    /// The step from an element to the next along each dimension, in bytes; `None` if the array is contiguous in C order.
+    /// The distance between neighbouring elements along each dimension, in bytes; `None` if the array is contiguous in C order.
     pub strides: Option<Vec<i64>>,
-    /// Where the element with all indices 0 begins, in bytes from the start of the memory.
+    /// The position of the element with all indices 0, in bytes from the start of the memory.
     pub offset: u64,
 }
 
 impl ArrayDescriptor {
-    /// A contiguous array at the start of the memory. Its strides are null where C order says the same.
+    /// Describes a contiguous array at the start of the memory. `strides` is `None` if they equal those of C order.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if there are more than [`MAX_DIMENSIONS`], if 64 bits can't count its bytes, or if a stride that
-    /// has to
-    /// be given is 2⁶³ bytes or more.
+    /// [`MemoryError::Array`] if there are more than [`MAX_DIMENSIONS`], if the size in bytes overflows 64 bits, or if an explicit stride
+    /// is 2⁶³ bytes or more.
     pub fn new(dtype: ElementType, shape: impl Into<Vec<u64>>, order: Order) -> Result<Self> {
         let array = Self { dtype, shape: shape.into(), strides: None, offset: 0 };
         array.bytes()?;
@@ -44,42 +43,42 @@ impl ArrayDescriptor {
         array.with(0, array.shape.clone(), steps)
     }
 
-    /// How many elements it has: none if any dimension is 0.
+    /// The number of elements; 0 if any dimension is 0.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if it is malformed, or 64 bits can't count them (as of a large broadcast).
+    /// [`MemoryError::Array`] if the descriptor is malformed, or if the number overflows 64 bits (possible for a large broadcast).
     pub fn elements(&self) -> Result<u64> {
         self.well_formed()?;
         if self.is_empty() {
             return Ok(0);
         }
         let count = self.shape.iter().try_fold(1u64, |count, length| count.checked_mul(*length));
-        count.ok_or_else(|| problem(format!("shape {:?} has more elements than 64 bits can count", self.shape)))
+        count.ok_or_else(|| problem(format!("the number of elements of shape {:?} overflows 64 bits", self.shape)))
     }
 
-    /// The size of all its elements together, in bytes: what a contiguous copy of it takes.
+    /// The total size of the elements in bytes: the size of a contiguous copy.
     ///
     /// # Errors
-    /// As [`ArrayDescriptor::elements`], for bytes.
+    /// As for [`ArrayDescriptor::elements`], for the number of bytes.
     pub fn bytes(&self) -> Result<u64> {
-        self.elements()?.checked_mul(self.dtype.size()).ok_or_else(|| {
-            problem(format!("shape {:?} of {} has more bytes than 64 bits can count", self.shape, self.dtype))
-        })
+        self.elements()?
+            .checked_mul(self.dtype.size())
+            .ok_or_else(|| problem(format!("the bytes of shape {:?} of {} overflow 64 bits", self.shape, self.dtype)))
     }
 
-    /// Its strides in bytes, also where they are null. A dimension of length 0 counts as 1 in them, as numpy has it.
+    /// The strides in bytes, computed if they are `None`. As in NumPy, a dimension of length 0 counts as 1.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if it is malformed, or a stride is 2⁶³ bytes or more.
+    /// [`MemoryError::Array`] if the descriptor is malformed, or a stride is 2⁶³ bytes or more.
     pub fn strides_in_bytes(&self) -> Result<Vec<i64>> {
         explicit(self.steps()?)
     }
 
-    /// The bytes that it reaches, from the lowest to one past the highest, counted from the start of the memory. For an array
+    /// The range of bytes from the lowest to one past the highest that the array uses, relative to the start of the memory. For an array
     /// without elements, the empty range at its offset.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if it is malformed, begins before the memory, or reaches further than 64 bits can count.
+    /// [`MemoryError::Array`] if the descriptor is malformed, or if the range starts before the memory or overflows 64 bits.
     pub fn span(&self) -> Result<Range<u64>> {
         let steps = self.steps()?;
         if self.is_empty() {
@@ -92,21 +91,19 @@ impl ArrayDescriptor {
             let end = if reach < 0 { &mut low } else { &mut high };
             *end = end.checked_add(reach).ok_or_else(|| self.too_far())?;
         }
-        // `low` only ever falls: what does not fit is negative.
-        let low = u64::try_from(low).map_err(|_| {
-            problem(format!("the array's lowest byte lies {} bytes before the start of its memory", low.unsigned_abs()))
-        })?;
+        // `low` only decreases, so a value that does not fit is negative.
+        let low = u64::try_from(low)
+            .map_err(|_| problem(format!("the array starts {} bytes before its memory", low.unsigned_abs())))?;
         Ok(low..u64::try_from(high).map_err(|_| self.too_far())?)
     }
 
-    /// Checks it against memory of `extent` bytes: whatever else is asked of it then stays inside.
+    /// Checks that the array is inside memory of `extent` bytes. The results of all other methods then stay inside too.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if a byte of it, or the offset of an array without elements, lies outside;
-    /// [`MemoryError::Array`] as for
-    /// [`ArrayDescriptor::span`].
+    /// [`MemoryError::OutOfRange`] if a byte of the array, or the offset of an array without elements, is outside; [`MemoryError::Array`]
+    /// as for [`ArrayDescriptor::span`].
     pub fn check(&self, extent: u64) -> Result<()> {
-        // Most arrays are contiguous and inside, which takes no list of strides to see.
+        // Fast path for contiguous arrays: no list of strides is needed.
         let bytes = || self.shape.iter().try_fold(self.dtype.size(), |bytes, length| bytes.checked_mul(*length));
         if self.strides.is_none()
             && self.shape.len() <= MAX_DIMENSIONS
@@ -121,7 +118,7 @@ impl ArrayDescriptor {
         Ok(())
     }
 
-    /// Where the element of an index begins, in bytes from the start of the memory.
+    /// The position of the element at an index, in bytes from the start of the memory.
     ///
     /// # Errors
     /// [`MemoryError::Array`] if there is no such element, and as for [`ArrayDescriptor::span`].
@@ -129,21 +126,22 @@ impl ArrayDescriptor {
         self.span()?;
         if index.len() != self.shape.len() {
             let (given, dimensions) = (index.len(), self.shape.len());
-            return Err(problem(format!("an index of {given} numbers is none of an array of {dimensions} dimensions")));
+            return Err(problem(format!(
+                "an index of {given} numbers does not fit an array of {dimensions} dimensions"
+            )));
         }
-        // All before any product: only where there are elements do those stay small.
+        // Check every number before multiplying: `span` bounds only the products of existing elements.
         index.iter().enumerate().try_for_each(|(axis, at)| self.inside(axis, *at))?;
         let reach: i128 = index.iter().zip(self.steps()?).map(|(at, step)| i128::from(*at) * step).sum();
         self.whole(i128::from(self.offset) + reach)
     }
 
-    /// The part of it whose index along `axis` lies in a range: each `step`-th, from the range's first on; from its last
-    /// backwards if the step is negative. (In numpy: `a[start:end][::step]`.)
+    /// Slices the array along `axis`: every `step`-th index of the range, from its start, or from its end backwards if the step is
+    /// negative. (In NumPy: `a[start:end][::step]`.)
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if there is no such axis, the range is not inside it, the step is 0, or a stride comes to 2⁶³ bytes
-    /// or
-    /// more; and as for [`ArrayDescriptor::span`].
+    /// [`MemoryError::Array`] if there is no such axis, the range exceeds it, the step is 0, or a stride is 2⁶³ bytes or more; and as for
+    /// [`ArrayDescriptor::span`].
     pub fn slice(&self, axis: usize, range: Range<u64>, step: i64) -> Result<Self> {
         self.span()?;
         let length = self.length(axis)?;
@@ -151,23 +149,23 @@ impl ArrayDescriptor {
             return Err(problem("a slice can't have a step of 0".to_owned()));
         }
         if range.start > range.end || range.end > length {
-            return Err(problem(format!("{range:?} is no range in dimension {axis}, of length {length}")));
+            return Err(problem(format!("{range:?} is not a range in dimension {axis} of length {length}")));
         }
         let (mut shape, mut steps) = (self.shape.clone(), self.steps()?);
         shape[axis] = (range.end - range.start).div_ceil(step.unsigned_abs());
         let first = if step > 0 { range.start } else { range.end.saturating_sub(1) };
         let offset = self.first_at(first, steps[axis], &shape)?;
-        // One element takes no step: a product that nothing uses must not be refused for its size.
+        // A single element uses no stride, so an overflow of its stride must not be an error.
         if shape[axis] > 1 {
             steps[axis] = steps[axis].saturating_mul(step.into());
         }
         self.with(offset, shape, steps)
     }
 
-    /// The part of it with one index along `axis`, which is no dimension of it any more.
+    /// Selects one index along `axis`. The result does not have this axis.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if there is no such axis or index, or a stride that has to be given is 2⁶³ bytes or more; and as for
+    /// [`MemoryError::Array`] if there is no such axis or index, or an explicit stride is 2⁶³ bytes or more; and as for
     /// [`ArrayDescriptor::span`].
     pub fn index(&self, axis: usize, at: u64) -> Result<Self> {
         self.span()?;
@@ -178,11 +176,11 @@ impl ArrayDescriptor {
         self.with(offset, shape, steps)
     }
 
-    /// The same elements with the axes in another order: axis `i` of the result is `axes[i]` of this one.
+    /// Permutes the axes: axis `i` of the result is axis `axes[i]` of this array.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if `axes` does not name each axis once, or a stride that has to be given is 2⁶³ bytes or more; and as
-    /// for [`ArrayDescriptor::span`].
+    /// [`MemoryError::Array`] if `axes` does not name each axis once, or an explicit stride is 2⁶³ bytes or more; and as for
+    /// [`ArrayDescriptor::span`].
     pub fn permute(&self, axes: &[usize]) -> Result<Self> {
         self.span()?;
         let mut sorted = axes.to_vec();
@@ -196,7 +194,7 @@ impl ArrayDescriptor {
         self.with(self.offset, shape, axes.iter().map(|axis| steps[*axis]).collect())
     }
 
-    /// The same elements with the axes in reverse order.
+    /// Reverses the order of the axes.
     ///
     /// # Errors
     /// As for [`ArrayDescriptor::permute`].
@@ -211,17 +209,17 @@ impl ArrayDescriptor {
     fn well_formed(&self) -> Result<()> {
         let dimensions = self.shape.len();
         if dimensions > MAX_DIMENSIONS {
-            return Err(problem(format!("an array of {dimensions} dimensions has more than {MAX_DIMENSIONS}")));
+            return Err(problem(format!("an array of {dimensions} dimensions exceeds the limit of {MAX_DIMENSIONS}")));
         }
         match &self.strides {
             Some(strides) if strides.len() != dimensions => {
-                Err(problem(format!("{} strides can't belong to {dimensions} dimensions", strides.len())))
+                Err(problem(format!("{} strides do not fit {dimensions} dimensions", strides.len())))
             }
             _ => Ok(()),
         }
     }
 
-    /// The strides as they are computed with: wide enough that no product of a span that fits overflows.
+    /// The strides in a type that is wide enough for every product of a valid span.
     pub(super) fn steps(&self) -> Result<Vec<i128>> {
         self.well_formed()?;
         Ok(match &self.strides {
@@ -230,14 +228,14 @@ impl ArrayDescriptor {
         })
     }
 
-    /// The strides of a contiguous array of this shape. What would overflow stays at the largest value: that is further than
-    /// any span may reach, or nothing where there are no elements.
+    /// The strides of a contiguous array of this shape. They saturate on overflow: the maximum exceeds every valid span, and is unused if
+    /// there are no elements.
     fn contiguous(&self, order: Order) -> Vec<i128> {
         let mut step = i128::from(self.dtype.size());
         let mut next = |length: &u64| {
-            let this = step;
+            let current = step;
             step = step.saturating_mul((*length).max(1).into());
-            this
+            current
         };
         match order {
             Order::F => self.shape.iter().map(&mut next).collect(),
@@ -249,14 +247,14 @@ impl ArrayDescriptor {
         }
     }
 
-    /// Whether these strides are those of a contiguous array of this shape, where they matter: not along dimensions of length 1,
-    /// and not without elements.
+    /// Whether these strides are those of a contiguous array of this shape. Ignores strides that are never used: along dimensions of
+    /// length 1, and of arrays without elements.
     pub(super) fn steps_are(&self, order: Order, steps: &[i128]) -> bool {
         let mut each = self.shape.iter().zip(steps).zip(self.contiguous(order));
         self.is_empty() || each.all(|((length, step), want)| *length == 1 || *step == want)
     }
 
-    /// Another array of the same memory. Its strides are null if they may be: readers of the interface like that best.
+    /// Creates an array in the same memory. Its strides are `None` if possible, because readers of the array interface handle that best.
     fn with(&self, offset: u64, shape: Vec<u64>, steps: Vec<i128>) -> Result<Self> {
         let mut array = Self { dtype: self.dtype, shape, strides: None, offset };
         if !array.steps_are(Order::C, &steps) {
@@ -265,8 +263,8 @@ impl ArrayDescriptor {
         Ok(array)
     }
 
-    /// Where a part of this shape begins, `at` steps along. A part without elements stays where it was, as nothing says that
-    /// those steps are inside.
+    /// The offset of a part of this shape that starts `at` steps along an axis. A part without elements keeps the offset, because those
+    /// steps may be outside of the memory.
     fn first_at(&self, at: u64, step: i128, shape: &[u64]) -> Result<u64> {
         if shape.contains(&0) {
             return Ok(self.offset);
@@ -281,22 +279,20 @@ impl ArrayDescriptor {
     fn length(&self, axis: usize) -> Result<u64> {
         let dimensions = self.shape.len();
         let length = self.shape.get(axis).copied();
-        length.ok_or_else(|| problem(format!("there is no axis {axis} among {dimensions}, counted from 0")))
+        length.ok_or_else(|| problem(format!("there is no axis {axis} in an array of {dimensions} dimensions")))
     }
 
     fn inside(&self, axis: usize, at: u64) -> Result<()> {
         match self.length(axis)? {
             length if at < length => Ok(()),
-            length => Err(problem(format!("index {at} is not inside dimension {axis}, of length {length}"))),
+            length => Err(problem(format!("index {at} exceeds dimension {axis} of length {length}"))),
         }
     }
 
     fn too_far(&self) -> Error {
         let Self { dtype, shape, strides, offset } = self;
         let strides = strides.as_ref().map_or("no strides".to_owned(), |strides| format!("strides {strides:?}"));
-        problem(format!(
-            "an array of {dtype} with shape {shape:?}, {strides} and offset {offset} reaches further than 64 bits can count"
-        ))
+        problem(format!("an array of {dtype} with shape {shape:?}, {strides} and offset {offset} overflows 64 bits"))
     }
 }
 
@@ -305,13 +301,11 @@ pub(super) fn problem(problem: String) -> Error {
 }
 
 fn explicit(steps: Vec<i128>) -> Result<Vec<i64>> {
-    let fit = |step| {
-        i64::try_from(step).map_err(|_| problem("the array needs a stride of more bytes than 63 bits can count".into()))
-    };
+    let fit = |step| i64::try_from(step).map_err(|_| problem("the array needs a stride of 2⁶³ bytes or more".into()));
     steps.into_iter().map(fit).collect()
 }
 
-/// The type, the shape, and the strides unless they are those of C order: `float32 1024x768, strides 4x4096`.
+/// The type, the shape, and any explicit strides: `float32 1024x768, strides 4x4096`.
 impl fmt::Display for ArrayDescriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fn joined<T: ToString>(numbers: &[T]) -> String {

@@ -7,7 +7,7 @@ use crate::error::ParseError;
 /// The largest element, in bytes: NumPy counts them in a C `int`.
 const MAX_SIZE: u32 = i32::MAX as u32;
 
-/// What an element's bits mean.
+/// The meaning of an element's bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Kind {
     /// One byte, 0 or 1.
@@ -28,8 +28,8 @@ pub(super) enum Kind {
     Raw,
 }
 
-/// The layouts of 8-bit floats: so many bits of exponent and of mantissa. `Fn`: no infinity; `Uz`: no negative zero; `B11`: a
-/// bias of 11.
+/// The layouts of 8-bit floats, named after the bits of exponent and mantissa. `Fn`: no infinity; `Uz`: no negative zero; `B11`: a bias
+/// of 11.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Float8 {
     E3M4,
@@ -39,23 +39,24 @@ pub(super) enum Float8 {
     E4M3FnUz,
     E5M2,
     E5M2FnUz,
-    /// A power of two, without a sign and without zero: the scale of a block.
+    /// A power of two, without sign and zero: the scale of a block.
     E8M0FnU,
 }
 
-/// The type of an array's elements: NumPy's dtypes of numbers, `bool` and `void`, and the `bfloat16` and 8-bit floats of
-/// ml_dtypes. Types without a fixed layout (objects, strings), times, and types of less than 8 bits are not supported.
+/// The type of an array's elements: NumPy's numbers, `bool` and `void`, and the `bfloat16` and 8-bit floats of ml_dtypes. Types without
+/// a fixed layout (objects, strings), times, and types of less than 8 bits are not supported.
 ///
-/// Parses, for a command line, from
+/// Parses from
 ///
-/// - the name in NumPy or ml_dtypes, also behind `<` or `>` for its byte order: `float32`, `bfloat16`, `float8_e4m3fn`, `>int16`;
-/// - the name in Rust, with the size in bits: `f32`, `bf16`, `i8`, `u64`, `f8e4m3fn`, `c64`. (NumPy counts bytes there: its `i8`
+/// - the name in NumPy or ml_dtypes, optionally with a prefix `<` or `>` for the byte order: `float32`, `bfloat16`, `float8_e4m3fn`,
+///   `>int16`;
+/// - the name in Rust style, with the size in bits: `f32`, `bf16`, `i8`, `u64`, `f8e4m3fn`, `c64`. (NumPy counts bytes instead: its `i8`
 ///   is `int64`, written here as `i64` or `<i8`.)
-/// - the name in PyTorch: `half`, `float`, `double`, `short`, `int`, `long`, `cfloat`, `cdouble`. (`float` and `int` have 32 bits
-///   there, as in C, and 64 in NumPy.)
+/// - the name in PyTorch: `half`, `float`, `double`, `short`, `int`, `long`, `cfloat`, `cdouble`. (`float` and `int` have 32 bits, as in
+///   PyTorch and C; in NumPy they have 64.)
 /// - a typestr of the array interface: `<f4`, `>i2`, `|b1`, `|V16`.
 ///
-/// Prints the name in NumPy or ml_dtypes, behind `>` if the elements are big-endian; that text parses to the same type.
+/// Prints the name in NumPy or ml_dtypes, with the prefix `>` for big-endian elements. The text parses to the same type.
 ///
 /// ```
 /// use vmmfd::array::ElementType;
@@ -72,11 +73,11 @@ pub(super) enum Float8 {
 pub struct ElementType {
     pub(super) kind: Kind,
     pub(super) size: u32,
-    /// Never set where the order means nothing, so that equal types are equal.
+    /// Always false for types without a byte order, so that equal types compare equal.
     pub(super) big_endian: bool,
 }
 
-/// Each type but the raw ones: its name in NumPy or ml_dtypes, then what else it is called.
+/// All types except raw bytes, with their name in NumPy or ml_dtypes and their other names.
 pub(super) const NAMES: [(ElementType, &str, &[&str]); 23] = [
     (ElementType::BOOL, "bool", &[]),
     (ElementType::I8, "int8", &["i8"]),
@@ -136,7 +137,7 @@ impl ElementType {
     pub const BF16: Self = Self::little(Kind::BFloat, 2);
     /// `float8_e3m4`: with infinities.
     pub const F8E3M4: Self = Self::little(Kind::Float8(Float8::E3M4), 1);
-    /// `float8_e4m3`: with infinities. See `F8E4M3FN` for that of the OCP specification.
+    /// `float8_e4m3`: with infinities. For the E4M3 of the OCP specification see `F8E4M3FN`.
     pub const F8E4M3: Self = Self::little(Kind::Float8(Float8::E4M3), 1);
     /// `float8_e4m3b11fnuz`: a bias of 11, no infinity, no negative zero.
     pub const F8E4M3B11FNUZ: Self = Self::little(Kind::Float8(Float8::E4M3B11FnUz), 1);
@@ -155,18 +156,18 @@ impl ElementType {
         Self { kind, size, big_endian: false }
     }
 
-    /// The size of an element, in bytes: from 1 to 2³¹ - 1.
+    /// The size of an element in bytes: 1 to 2³¹ - 1.
     pub fn size(self) -> u64 {
         self.size.into()
     }
 
-    /// Whether the most significant byte comes first. False where the order means nothing.
+    /// Whether the most significant byte comes first. False for types without a byte order.
     pub fn is_big_endian(self) -> bool {
         self.big_endian
     }
 
-    /// The name in NumPy or ml_dtypes, without the byte order. Raw bytes have the name that NumPy's `dtype.name` gives, with
-    /// their number in bits: `void128` for `|V16`.
+    /// The name in NumPy or ml_dtypes, without the byte order. The name of raw bytes contains their size in bits, as in NumPy's
+    /// `dtype.name`: `void128` for `|V16`.
     pub fn name(self) -> Cow<'static, str> {
         let little = Self { big_endian: false, ..self };
         match NAMES.iter().find(|(known, ..)| *known == little) {
@@ -175,7 +176,7 @@ impl ElementType {
         }
     }
 
-    /// The name in the array interface, as `<f4`. `None` for `bfloat16` and the 8-bit floats, which have none there.
+    /// The typestr in the array interface, such as `<f4`. `None` for `bfloat16` and the 8-bit floats, which have no typestr.
     pub fn typestr(self) -> Option<String> {
         let letter = match self.kind {
             Kind::Bool => 'b',
@@ -194,12 +195,12 @@ impl ElementType {
         Some(format!("{order}{letter}{}", self.size))
     }
 
-    /// The names of all types but raw bytes: each one's in NumPy or ml_dtypes, and its others.
+    /// All names of all types except raw bytes.
     pub(crate) fn names() -> impl Iterator<Item = &'static str> {
         NAMES.iter().flat_map(|(_, name, others)| [*name].into_iter().chain(others.iter().copied()))
     }
 
-    /// The type of this name in NumPy or ml_dtypes, little-endian.
+    /// Parses a name in NumPy or ml_dtypes as a little-endian type.
     pub(crate) fn of_name(name: &str) -> Option<Self> {
         if let Some(digits) = name.strip_prefix("void") {
             let bits: u64 = plain_number(digits)?;
@@ -210,13 +211,13 @@ impl ElementType {
         NAMES.iter().find(|(_, known, _)| *known == name).map(|(element, ..)| *element)
     }
 
-    /// Whether the order of an element's bytes means anything.
+    /// Whether the type has a byte order.
     pub(super) fn has_order(self) -> bool {
         self.size > 1 && self.kind != Kind::Raw
     }
 
-    /// The same with the byte order that a mark of NumPy gives: `|` is only for types without one.
-    fn marked(self, order: &str) -> Option<Self> {
+    /// The type with the byte order of a NumPy prefix. `|` is only for types without a byte order.
+    fn with_order(self, order: &str) -> Option<Self> {
         match order {
             "<" | ">" | "|" if !self.has_order() => Some(self),
             "<" => Some(self),
@@ -237,11 +238,11 @@ impl ElementType {
             ("V", 1..=MAX_SIZE) => Kind::Raw,
             _ => return None,
         };
-        Self::little(kind, size).marked(order)
+        Self::little(kind, size).with_order(order)
     }
 }
 
-/// A number as a program writes it: no sign, no space, no leading zero.
+/// Parses a number without a sign, spaces or leading zeros.
 fn plain_number<T: FromStr>(digits: &str) -> Option<T> {
     let plain = digits.bytes().all(|byte| byte.is_ascii_digit()) && !digits.starts_with('0');
     digits.parse().ok().filter(|_| plain)
@@ -260,7 +261,7 @@ impl FromStr for ElementType {
         let alias = || NAMES.iter().find(|(.., others)| others.contains(&text)).map(|(element, ..)| *element);
         let ordered = || {
             let (order, rest) = text.split_at_checked(1)?;
-            Self::of_typestr(order, rest).or_else(|| Self::of_name(rest)?.marked(order))
+            Self::of_typestr(order, rest).or_else(|| Self::of_name(rest)?.with_order(order))
         };
         let element = Self::of_name(text).or_else(alias).or_else(ordered);
         element.ok_or_else(|| {

@@ -6,8 +6,8 @@ use super::{
 };
 
 impl ElementType {
-    /// The value of an element: `-7`, `0.5`, `1.0-2.0j`, `true`. Raw elements are hexadecimal, in the order of memory; so are
-    /// bytes that are not as many as [`ElementType::size`], and a bool that is neither 0 nor 1.
+    /// Formats the value of an element: `-7`, `0.5`, `1.0-2.0j`, `true`. Raw elements, a wrong number of bytes, and bools other than 0 and 1
+    /// are hexadecimal, in memory order.
     pub(crate) fn format(self, bytes: &[u8]) -> String {
         let value = match self.kind {
             _ if bytes.len() as u64 != self.size() => None,
@@ -19,7 +19,7 @@ impl ElementType {
             },
             Kind::Unsigned => Some(self.bits(bytes).to_string()),
             Kind::Signed => {
-                let unused = 64 - 8 * self.size; // A shift up and down again extends the sign.
+                let unused = 64 - 8 * self.size; // Shifting up and down again extends the sign.
                 Some((((self.bits(bytes) << unused) as i64) >> unused).to_string())
             }
             Kind::Float => Some(self.float(bytes)),
@@ -35,14 +35,14 @@ impl ElementType {
         value.unwrap_or_else(|| format!("0x{}", hex::encode(bytes)))
     }
 
-    /// At most 8 bytes as a number.
+    /// Converts at most 8 bytes to a number.
     fn bits(self, bytes: &[u8]) -> u64 {
         let push = |bits: u64, byte: &u8| bits << 8 | u64::from(*byte);
         if self.big_endian { bytes.iter().fold(0, push) } else { bytes.iter().rev().fold(0, push) }
     }
 
-    /// An IEEE 754 number of 2, 4 or 8 bytes. `{:?}` is the shortest text that parses to the same value, with an exponent where
-    /// it is very large or small.
+    /// Formats an IEEE 754 number of 2, 4 or 8 bytes. `{:?}` gives the shortest text that parses to the same value, with an exponent if the
+    /// value is very large or small.
     fn float(self, bytes: &[u8]) -> String {
         let bits = self.bits(bytes);
         match bytes.len() {
@@ -53,18 +53,18 @@ impl ElementType {
     }
 }
 
-/// A `float16`: each value of it is one of `f32` too.
+/// Converts a `float16`. The result is exact.
 pub(super) fn float16(code: u16) -> f32 {
     Layout { exponent: 5, mantissa: 10, bias: 15, specials: Specials::Ieee }.value(code.into())
 }
 
-/// A `bfloat16`.
+/// Converts a `bfloat16`. The result is exact.
 pub(super) fn bfloat16(code: u16) -> f32 {
     f32::from_bits(u32::from(code) << 16)
 }
 
 impl Float8 {
-    /// The value of a code: each is one of `f32` too.
+    /// Converts a code. The result is exact.
     pub(super) fn value(self, code: u8) -> f32 {
         let (exponent, bias, specials) = match self {
             Self::E3M4 => (3, 3, Specials::Ieee),
@@ -89,7 +89,7 @@ fn power_of_two(code: u8) -> f32 {
     }
 }
 
-/// A binary float: a sign, an exponent and a mantissa of so many bits. It must have no value that an `f32` does not have.
+/// A binary float format with a sign and these numbers of bits. An `f32` must be able to represent all its values.
 struct Layout {
     exponent: u32,
     mantissa: u32,
@@ -97,14 +97,13 @@ struct Layout {
     specials: Specials,
 }
 
-/// Which codes are not finite numbers.
-#[derive(PartialEq)]
+/// The codes that are not finite numbers.
 enum Specials {
-    /// Those with the largest exponent: infinity with a mantissa of 0, else NaN.
+    /// Codes with the largest exponent: infinity if the mantissa is 0, otherwise NaN.
     Ieee,
-    /// Only those of which all bits but the sign are set, which are NaN.
+    /// Codes with all bits set except the sign: NaN.
     AllOnesIsNan,
-    /// Only the code of a negative zero, which is NaN.
+    /// The code of negative zero: NaN.
     NegativeZeroIsNan,
 }
 
@@ -119,14 +118,14 @@ impl Layout {
             Specials::Ieee if exponent == largest => f32::NAN,
             Specials::AllOnesIsNan if exponent == largest && full => f32::NAN,
             Specials::NegativeZeroIsNan if negative && exponent == 0 && mantissa == 0 => f32::NAN,
-            // Without the leading 1, and with the exponent of the smallest normal number.
+            // Subnormal: no leading 1, and the exponent of the smallest normal number.
             _ if exponent == 0 => mantissa as f32 * self.power(1),
             _ => (1 << self.mantissa | mantissa) as f32 * self.power(exponent),
         };
         if negative { -magnitude } else { magnitude }
     }
 
-    /// What the lowest bit of a mantissa is worth beside an exponent.
+    /// The value of the mantissa's lowest bit at an exponent.
     fn power(&self, exponent: u32) -> f32 {
         let power = exponent as i32 - self.bias - self.mantissa as i32;
         f32::from_bits(((power + 127) as u32) << 23)

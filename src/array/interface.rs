@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::{ArrayDescriptor, descriptor::problem};
 use crate::error::Result;
 
-/// The dictionary of `__cuda_array_interface__`, version 3. Serialises to it.
+/// The dictionary of `__cuda_array_interface__`, version 3, in serialisable form.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Interface {
@@ -13,32 +13,30 @@ pub struct Interface {
     pub shape: Vec<u64>,
     /// The type of each element: see [`ElementType::typestr`](super::ElementType::typestr).
     pub typestr: String,
-    /// The address of the first element (0 if there is none), and whether it may only be read.
+    /// The address of the first element (0 for an empty array), and whether the memory is read-only.
     pub data: (u64, bool),
     /// 3.
     pub version: u32,
     /// The strides in bytes; null for C order.
     pub strides: Option<Vec<i64>>,
-    /// Null: a reader need not wait for a stream, since all work is finished before memory is handed on.
+    /// Always null: all work is finished before memory is handed over, so a reader need not wait for a stream.
     pub stream: Option<u64>,
 }
 
 impl ArrayDescriptor {
-    /// What `__cuda_array_interface__` says of the array in memory that is mapped at `address`.
+    /// The dictionary of `__cuda_array_interface__` for the array in memory that is mapped at `address`.
     ///
     /// # Errors
-    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if its elements have no typestr (`bfloat16` and the 8-bit floats:
-    /// hand those on by
-    /// DLPack, or as integers of the same size), if it passes the end of the address space, and as for
-    /// [`ArrayDescriptor::span`].
+    /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the elements have no typestr (pass `bfloat16` and 8-bit floats by
+    /// DLPack, or as integers of the same size), if the array exceeds the address space, and as for [`ArrayDescriptor::span`].
     pub fn interface(&self, address: u64, read_only: bool) -> Result<Interface> {
         let span = self.span()?;
-        // The interface wants a null pointer where there is nothing to point at.
+        // The interface requires a null pointer for an empty array.
         let pointer = match address.checked_add(span.end) {
             _ if self.is_empty() => 0,
             Some(_) => address + self.offset,
             None => {
-                return Err(problem(format!("an array of bytes {span:?} passes the end of memory at {address:#x}")));
+                return Err(problem(format!("an array of bytes {span:?} at {address:#x} exceeds the address space")));
             }
         };
         let typestr = self.dtype.typestr().ok_or_else(|| {

@@ -1,4 +1,4 @@
-//! Descriptors as plain data, which is how they serialise.
+//! Serialisation of array descriptors.
 
 use std::{fmt, marker::PhantomData};
 
@@ -24,7 +24,7 @@ pub(super) struct PlainArray {
     offset: Option<u64>,
 }
 
-/// A type by its name in NumPy or ml_dtypes, and by that alone.
+/// A type that is serialised as its name in NumPy or ml_dtypes.
 struct Dtype(ElementType);
 
 #[derive(Clone, Copy, PartialEq)]
@@ -64,7 +64,7 @@ impl Serialize for Dtype {
 impl<'de> Deserialize<'de> for Dtype {
     fn deserialize<D: Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
         word(input, "the name of a dtype", |name| {
-            let expected = "its name in NumPy or ml_dtypes, as float32, bfloat16 or void128";
+            let expected = "its name in NumPy or ml_dtypes, such as float32, bfloat16 or void128";
             ElementType::of_name(name).map(Self).ok_or_else(|| ParseError::new(name, "a dtype", expected))
         })
     }
@@ -89,7 +89,7 @@ impl<'de> Deserialize<'de> for ByteOrder {
     }
 }
 
-/// Reads a string in place. (What serde derives repeats an unknown one in its error, however long it is.)
+/// Parses a string. (The error of serde's derived code would contain the whole string, however long it is.)
 fn word<'de, D: Deserializer<'de>, T>(
     input: D,
     expected: &'static str,
@@ -112,7 +112,7 @@ fn word<'de, D: Deserializer<'de>, T>(
     input.deserialize_str(Word(expected, read))
 }
 
-/// Reads a list that is no longer than there may be dimensions, and stops at the first number too many.
+/// Parses a list of at most [`MAX_DIMENSIONS`] numbers. Stops at the first number that exceeds the limit.
 fn dimensions<'de, D: Deserializer<'de>, T: Deserialize<'de>>(input: D) -> Result<Vec<T>, D::Error> {
     struct Bounded<T>(PhantomData<T>);
 

@@ -1,8 +1,8 @@
-//! Typed arrays in shared memory, described.
+//! Descriptors of typed arrays in shared memory.
 //!
-//! A descriptor says which bytes of some memory are the elements of an n-dimensional array, with the types of NumPy and
-//! ml_dtypes and the strides of `__cuda_array_interface__`. It owns no memory and reads none: after receiving one from a peer,
-//! call [`ArrayDescriptor::check`] with the size of the memory before any other use.
+//! A descriptor maps the elements of an n-dimensional array to bytes of memory, with the types of NumPy and ml_dtypes and the strides of
+//! `__cuda_array_interface__`. It neither owns nor reads memory. Before you use a descriptor from a peer, call [`ArrayDescriptor::check`]
+//! with the size of the memory.
 //!
 //! ```
 //! use vmmfd::array::{ArrayDescriptor, ElementType, Order};

@@ -1,11 +1,11 @@
-//! Where the elements of an array begin, one after another.
+//! Iteration over the offsets of an array's elements.
 
 use std::iter::FusedIterator;
 
 use super::ArrayDescriptor;
 use crate::error::Result;
 
-/// Where the elements of an array begin, in C order of the index: see [`ArrayDescriptor::offsets`].
+/// The offsets of an array's elements: see [`ArrayDescriptor::offsets`].
 #[derive(Debug, Clone)]
 pub(crate) struct Offsets {
     shape: Vec<u64>,
@@ -36,8 +36,8 @@ impl Iterator for Offsets {
 impl FusedIterator for Offsets {}
 
 impl ArrayDescriptor {
-    /// Where each element begins, in bytes from the start of the memory, in C order of the index whatever the strides are.
-    /// Takes no memory in proportion to the elements.
+    /// Iterates over the offset of each element, in bytes from the start of the memory, in C order of the index for any strides. The memory
+    /// use does not depend on the number of elements.
     ///
     /// # Errors
     /// As for [`ArrayDescriptor::span`].

@@ -1,10 +1,10 @@
-//! Shapes and orders as text.
+//! Parsing of shapes and orders.
 
 use std::str::FromStr;
 
 use crate::error::ParseError;
 
-/// The most dimensions of an array: NumPy's limit.
+/// The maximum number of dimensions, which is also NumPy's limit.
 pub const MAX_DIMENSIONS: usize = 64;
 
 /// The order of a contiguous array's elements. Parses from `C` or `F`, in either case.
@@ -28,10 +28,10 @@ impl FromStr for Order {
     }
 }
 
-/// Parses a shape, with `x` or commas between the lengths: `5`, `1024x768`, `3,4`, `2x0x3`.
+/// Parses a shape with `x` or commas between the lengths: `5`, `1024x768`, `3,4`, `2x0x3`.
 ///
 /// # Errors
-/// [`ParseError`] says what to write instead.
+/// [`ParseError`], which contains the expected form.
 pub fn parse_shape(text: &str) -> Result<Vec<u64>, ParseError> {
     let separator = if text.contains(',') { ',' } else { 'x' };
     if text.split(separator).count() > MAX_DIMENSIONS {

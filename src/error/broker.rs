@@ -1,4 +1,4 @@
-//! What a broker answers instead of what was asked for.
+//! A broker's refusal.
 
 use std::fmt;
 
@@ -6,57 +6,54 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::{UnknownCode, protocol::named_codes};
 
-/// A broker refused a request. The connection goes on.
+/// A broker refused a request. The connection stays open.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct BrokerError {
-    /// The class of it.
+    /// The class of the refusal.
     pub code: RefusalCode,
-    /// Why: one sentence, most often the broker's.
+    /// The reason in one sentence, usually the broker's.
     pub message: String,
 }
 
 impl BrokerError {
-    /// A refusal with its sentence.
     pub(crate) fn new(code: RefusalCode, message: impl Into<String>) -> Self {
         Self { code, message: message.into() }
     }
 }
 
-/// Why a broker refuses a request, as it is sent; in snake case on the wire. Codes of the future read as
-/// [`RefusalCode::Unknown`], which keeps their name.
+/// The class of a refusal, in snake case on the wire. A code of a later version parses as [`RefusalCode::Unknown`], which keeps its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RefusalCode {
-    /// There is no such object or version, or the caller may not know of it.
+    /// The object or version does not exist, or the caller may not see it.
     Absent,
     /// An object of that name exists.
     Exists,
-    /// The current version is another than the caller named.
+    /// The current version differs from the version in the request.
     Version,
-    /// The object's metadata, digest, parts or arrays are not what the caller expects.
+    /// The object's metadata, digest, parts or arrays differ from the caller's expectation.
     Differs,
-    /// The caller has not the right to do it.
+    /// The caller lacks the permission.
     Denied,
-    /// A quota of the caller's user is used up.
+    /// The caller's user has reached a quota.
     Quota,
-    /// The server has no room: descriptors, most often.
+    /// The server has reached a limit, usually that of open files.
     Full,
-    /// The wait that the caller allowed is over.
+    /// The caller's time limit expired.
     Timeout,
-    /// The caller asked that the wait ends.
+    /// The caller cancelled the wait.
     Stopped,
     /// The request contradicts itself, or is larger than the protocol allows.
     Invalid,
-    /// A descriptor is not of the memory that was claimed, or of no memory that a broker can keep.
+    /// A descriptor does not refer to the described memory, or to memory that a broker can keep.
     Memory,
-    /// The server's system failed.
+    /// A system call of the server failed.
     Failed,
     /// A code that this version does not know.
     Unknown(UnknownCode),
 }
 
-/// The codes and their names.
 const CODES: [(RefusalCode, &str); 12] = [
     (RefusalCode::Absent, "absent"),
     (RefusalCode::Exists, "exists"),

@@ -1,10 +1,10 @@
-//! The `CUresult` numbers that this crate speaks of by name. A driver may return any other.
+//! The `CUresult` numbers that this crate names. A driver may return others.
 
 macro_rules! codes {
     ($($name:ident = $value:literal,)*) => {
         $(#[doc = concat!("`CUDA_ERROR_", stringify!($name), "`")] pub const $name: u32 = $value;)*
 
-        /// The name of a code, if it is one of these.
+        /// The name of a code in this list.
         pub fn name(code: u32) -> Option<&'static str> {
             match code {
                 $($value => Some(concat!("CUDA_ERROR_", stringify!($name))),)*

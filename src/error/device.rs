@@ -1,48 +1,48 @@
-//! What is wrong with a device.
+//! Errors about devices.
 
 use super::Error;
 
-/// A device is not there, or can not do what is asked of it.
+/// A device was not found, or does not support an operation.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// No device has the ordinal or UUID that was asked for.
+    /// No device has the requested ordinal or UUID.
     #[error("there is no {backend} device {wanted}: {available}")]
     NotFound {
         /// The backend that was searched.
         backend: &'static str,
-        /// What was asked for.
+        /// The requested ordinal or UUID.
         wanted: String,
-        /// What there is instead.
+        /// The devices of this process.
         available: String,
     },
 
-    /// Several devices have a UUID that begins with the digits that were given.
-    #[error("{wanted} could be any of these: {fitting}")]
+    /// Several devices match the first digits of a UUID.
+    #[error("the device {wanted} is ambiguous, it matches: {fitting}")]
     Ambiguous {
-        /// The beginning of the UUID.
+        /// The first digits of the UUID.
         wanted: String,
-        /// The devices that it fits.
+        /// The matching devices.
         fitting: String,
     },
 
-    /// A device can't reach memory of another.
+    /// A device has no peer access to another device's memory.
     #[error("{device} can't reach the memory of {owner}")]
     NoPeerAccess {
-        /// The device that was to use it.
+        /// The device that the memory was to be mapped for.
         device: String,
-        /// The device that owns it.
+        /// The device that owns the memory.
         owner: String,
-        /// What the driver said, if it was asked to try.
+        /// The driver's error, if the driver was asked to map it.
         source: Option<Box<Error>>,
     },
 
-    /// The device lacks something that sharing needs.
+    /// The device lacks a feature.
     #[error("{device} does not support {feature}")]
     Unsupported {
         /// The device's name.
         device: String,
-        /// What it lacks.
+        /// The missing feature.
         feature: &'static str,
     },
 }

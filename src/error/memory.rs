@@ -1,49 +1,49 @@
-//! What is wrong with memory, or with a request for it.
+//! Errors about memory.
 
 use super::Error;
 
-/// Memory can not be had, or a range, size or array does not fit it.
+/// Memory can't be allocated or opened, or a range, size or array does not fit it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// Memory that was opened read-only is not written.
-    #[error("memory that was opened read-only can't be written")]
+    /// The memory is read-only in this process.
+    #[error("the memory is read-only in this process and can't be written")]
     ReadOnly,
 
-    /// A legacy handle was opened by the process that made it.
-    #[error("a legacy handle can't be opened in the process that made it, which has the memory already")]
+    /// A process tried to open a legacy handle of its own memory.
+    #[error("a legacy handle can't be opened in the process that created it: use the memory itself")]
     OwnHandle,
 
-    /// This process may not hold as many descriptors as there are allocations, or as come at once.
-    #[error("{needed} open files are needed, and this process may have {limit}")]
+    /// The limit of open files is too low for the descriptors of all allocations, or of one record.
+    #[error("{needed} open files are needed, but the limit of this process is {limit}")]
     TooManyDescriptors {
-        /// How many it would have.
+        /// The number of open files that the operation would need.
         needed: u64,
-        /// How many it may have.
+        /// The limit of this process (`RLIMIT_NOFILE`).
         limit: u64,
     },
 
-    /// More memory than the device has free.
-    #[error("{size} bytes are more than the {free} bytes that {device} has free")]
+    /// The device has less free memory than requested.
+    #[error("{size} bytes were requested, but {device} has only {free} bytes free")]
     OutOfMemory {
         /// The device's name.
         device: String,
-        /// What was asked for, in bytes, rounded up to the granularity.
+        /// The requested bytes, rounded up to the granularity.
         size: u64,
-        /// What was free at that moment, in bytes.
+        /// The free bytes at the time of the failure.
         free: u64,
     },
 
-    /// A size of zero, or one that no longer fits 64 bits once rounded up.
-    #[error("a buffer of {size} bytes can't be made: the size must be from 1 to {max} bytes")]
+    /// The size is zero, or rounding it up exceeds 64 bits.
+    #[error("can't create a buffer of {size} bytes: the size must be between 1 and {max} bytes")]
     InvalidSize {
-        /// What was asked for, in bytes.
+        /// The requested bytes.
         size: u64,
-        /// The largest that rounds up without overflow, in bytes.
+        /// The largest size that rounds up without overflow, in bytes.
         max: u64,
     },
 
-    /// A size that the driver would refuse, caught before calling it.
+    /// The size is zero or not a multiple of the granularity. Detected before any driver call.
     #[error("size {size} is not a positive multiple of the granularity, {granularity} bytes")]
     Unaligned {
         /// The size, in bytes.
@@ -52,50 +52,49 @@ pub enum MemoryError {
         granularity: u64,
     },
 
-    /// A descriptor of which the driver knows no memory: it is of something else, or its memory is lost.
+    /// The driver can't import the descriptor: it does not refer to GPU memory, or the memory was lost.
     #[error("the descriptor can't be imported as memory: {reason}")]
     NotImported {
-        /// What is wrong with it, as far as is known.
+        /// The likely reason.
         reason: String,
-        /// The driver's answer.
+        /// The driver's error.
         source: Box<Error>,
     },
 
-    /// A range that is not inside its mapping or reservation.
-    #[error("{length} bytes at offset {offset} are not inside {size} bytes")]
+    /// A range exceeds its memory, mapping or reservation.
+    #[error("{length} bytes at offset {offset} exceed the size of {size} bytes")]
     OutOfRange {
         /// First byte of the range.
         offset: u64,
-        /// Its length, in bytes.
+        /// Length of the range, in bytes.
         length: u64,
-        /// The size of what it should lie in, in bytes.
+        /// Size of the memory, mapping or reservation, in bytes.
         size: u64,
     },
 
-    /// Other memory could not be put at the addresses of what was mapped there. `source` says why.
-    #[error("the memory was not exchanged, and {}", what_is_there(.back.as_deref()))]
+    /// Replacing the memory at an address range failed. `source` gives the reason.
+    #[error("the memory was not replaced: {}", mapped_now(.back.as_deref()))]
     NotExchanged {
-        /// Why what was there could not be mapped again either. Then nothing is mapped, and the addresses stay reserved. `None` if it
-        /// is mapped, as before.
+        /// `None` if the old memory is mapped again. Otherwise the error of mapping it again: then nothing is mapped, and the addresses
+        /// stay reserved.
         back: Option<Box<Error>>,
-        /// Why the other memory could not be mapped.
+        /// The error of mapping the new memory.
         source: Box<Error>,
     },
 
-    /// The description of an array contradicts itself, or leaves what 64 bits can count; or an index, slice or order of
-    /// axes does not belong to it.
+    /// The description of an array contradicts itself or overflows 64 bits; or an index, slice or order of axes does not fit it.
     #[error("{problem}")]
     Array {
-        /// What is wrong, with the values: one sentence.
+        /// The problem in one sentence, with the values.
         problem: String,
     },
 }
 
-fn what_is_there(back: Option<&Error>) -> String {
+fn mapped_now(back: Option<&Error>) -> String {
     match back {
-        None => "what was mapped before is mapped as it was".to_owned(),
+        None => "the old memory is still mapped".to_owned(),
         Some(error) => format!(
-            "what was mapped before could not be mapped again ({}): nothing is mapped, and the addresses stay reserved",
+            "the old memory could not be mapped again ({}), nothing is mapped, and the addresses stay reserved",
             error.in_full()
         ),
     }

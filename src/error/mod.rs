@@ -1,4 +1,4 @@
-//! What can go wrong, as one type: variants are what a caller branches on, fields what a person needs.
+//! One error type for the crate: callers branch on its variants, and the fields hold the facts for a person.
 
 mod broker;
 pub mod code;
@@ -27,116 +27,114 @@ pub use self::{
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that this crate fails with.
+/// Any error of this crate.
 ///
-/// It is nested by area; [`Error::kind`] sorts it into the few classes that a program reacts to. The cause, where there is one,
-/// is in
-/// [`std::error::Error::source`].
+/// Errors are nested by area; [`Error::kind`] gives the class to react to. [`std::error::Error::source`] returns the cause, if there
+/// is one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A driver call returned something other than success.
+    /// A driver call failed.
     ///
-    /// The host backend answers with the same numbers; its `source` is then the system call's error.
+    /// The host backend returns the same codes, with the system call's error in `source`.
     #[error("{call} failed: {name} ({code})")]
     Driver {
         /// The driver's function, or the host backend's verb.
         call: &'static str,
-        /// The `CUresult`, as the number that came back.
+        /// The `CUresult` number.
         code: u32,
-        /// Its name, such as `CUDA_ERROR_INVALID_VALUE`.
+        /// The code's name, such as `CUDA_ERROR_INVALID_VALUE`.
         name: Cow<'static, str>,
-        /// What the operating system said, on the host backend.
+        /// The system call's error, on the host backend.
         source: Option<io::Error>,
     },
 
-    /// No CUDA driver can be used here.
+    /// No CUDA driver can be used in this process.
     #[error(transparent)]
     Load(#[from] LoadError),
 
-    /// A device is not there, or can not do what is asked of it.
+    /// A device was not found, or does not support an operation.
     #[error(transparent)]
     Device(#[from] DeviceError),
 
-    /// Memory can not be had, or a range, size or array does not fit it.
+    /// Memory can't be allocated or opened, or a range, size or array does not fit it.
     #[error(transparent)]
     Memory(#[from] MemoryError),
 
-    /// A socket can not be made, or no connection over it can be had.
+    /// A socket can't be created, or no connection can be made.
     #[error(transparent)]
     Socket(#[from] SocketError),
 
-    /// The process at the other end is absent, silent, gone or refused, or what it says does not fit.
+    /// The peer is absent, silent, gone or refused, or its messages do not fit.
     #[error(transparent)]
     Peer(#[from] PeerError),
 
-    /// A broker refused a request. The connection to it goes on.
+    /// A broker refused a request. The connection stays open.
     #[error(transparent)]
     Broker(#[from] BrokerError),
 
-    /// Files of weights can not be loaded.
+    /// Weight files can't be loaded.
     #[cfg(feature = "weights")]
     #[error(transparent)]
     Weights(#[from] WeightsError),
 
-    /// The caller combined what does not belong together, or asked for what the state of an object does not allow. Nothing was
-    /// changed.
+    /// The caller combined incompatible objects, or called a method that the object's state does not allow. Nothing was changed.
     #[error("{problem}")]
     Misuse {
-        /// Why: one sentence.
+        /// The reason in one sentence.
         problem: String,
     },
 
-    /// The driver was initialised by another process, of which this one is a fork.
-    #[error("the driver was initialised by process {initialised_by}, and process {pid} is a fork of it")]
+    /// This process is a fork of the process that initialised the driver.
+    #[error("process {initialised_by} initialised the driver, and process {pid} is a fork of it")]
     Forked {
-        /// The process that initialised it.
+        /// The process that initialised the driver.
         initialised_by: u32,
         /// This process.
         pid: u32,
     },
 
-    /// Code of the caller's own failed, which this crate called: a verifier, say, or a report of progress.
+    /// A callback of the caller failed, such as a verifier or a progress report.
     #[error(transparent)]
     Caller(Box<dyn std::error::Error + Send + Sync>),
 
     /// An operating-system call failed.
     #[error("cannot {action}")]
     System {
-        /// What was being done, with its object: `bind /run/x.sock`.
+        /// The action and its object: `bind /run/x.sock`.
         action: String,
-        /// The operating system's answer.
+        /// The operating system's error.
         source: io::Error,
     },
 
     /// The call was cancelled.
     #[error("interrupted by {reason}")]
     Interrupted {
-        /// Who asked for it.
+        /// The source of the cancellation.
         reason: CancelReason,
     },
 }
 
-/// The classes of [`Error`]. The commands exit with a code for each.
+/// The classes of [`Error`]. The commands have an exit code for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The caller asked for something that makes no sense.
+    /// The request is invalid.
     Usage,
-    /// This machine, driver or device can't do it.
+    /// This machine, driver or device does not support the operation.
     Unsupported,
-    /// A broker has no such object, or has one where none was expected, or another than was expected.
+    /// A broker's object is missing, exists unexpectedly, or differs from the expected object.
     Object,
-    /// The other side is absent, gone, silent, refused, or does not fit.
+    /// The peer is absent, gone, silent or refused, or does not fit.
     Peer,
     /// The driver or the operating system failed.
     System,
-    /// A signal, or the program, cancelled it.
+    /// A signal or the program cancelled the operation.
     Interrupted,
 }
 
 impl ErrorKind {
-    /// The class as one word, as `--json` gives it.
+    /// The class as one word, as in the output of `--json`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Usage => "usage",
@@ -150,7 +148,7 @@ impl ErrorKind {
 }
 
 impl Error {
-    /// A system call's failure: `action` completes the sentence "cannot ...".
+    /// Creates the error of a system call: `action` completes the sentence "cannot ...".
     pub fn system(action: impl Into<String>, source: impl Into<io::Error>) -> Self {
         Self::System { action: action.into(), source: source.into() }
     }
@@ -167,7 +165,7 @@ impl Error {
         text
     }
 
-    /// Which class of failure this is.
+    /// The class of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Device(DeviceError::Ambiguous { .. }) => ErrorKind::Usage,
@@ -215,7 +213,7 @@ impl Error {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CancelReason {
-    /// The program decided to.
+    /// The program cancelled the call.
     Program,
     /// The process received this signal.
     Signal(i32),

@@ -1,6 +1,6 @@
-//! A text that names nothing of its kind.
+//! Errors of parsing text.
 
-/// The text is not what [`std::str::FromStr`] of a type of this crate reads: the message quotes it and says what to write instead.
+/// A text that [`std::str::FromStr`] of a type of this crate can't parse. The message quotes the text and gives the expected form.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is not {what}: write {expected}")]
 pub struct ParseError {
@@ -10,8 +10,8 @@ pub struct ParseError {
 }
 
 impl ParseError {
-    /// `what` and `expected` complete "... is not {what}: write {expected}". The text is shortened, and shown without control
-    /// characters.
+    /// `what` and `expected` complete "... is not {what}: write {expected}". The message contains the start of the text, without
+    /// control characters.
     pub(crate) fn new(text: &str, what: &'static str, expected: &'static str) -> Self {
         const LONGEST: usize = 32;
         let mut shown: String = text.chars().take(LONGEST).flat_map(char::escape_debug).collect();

@@ -1,53 +1,53 @@
-//! What is wrong with the process at the other end.
+//! Errors about the process at the other end of a connection.
 
 use std::time::Duration;
 
 use super::{ErrorCode, ProtocolError};
 
-/// The process at the other end is absent, silent, gone or refused, or what it says does not fit.
+/// The peer is absent, silent, gone or refused, or its messages do not fit.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PeerError {
-    /// No consumer came in time.
+    /// No consumer connected in time.
     #[error("no consumer within {waited:?}")]
     NoConsumer {
-        /// How long was waited.
+        /// The time limit.
         waited: Duration,
     },
 
-    /// The peer said nothing in time.
+    /// The peer sent nothing in time.
     #[error("the peer was silent for {waited:?} while this side was waiting {purpose}")]
     Timeout {
-        /// What was waited for: `for the offer`.
+        /// The purpose of the wait: `for the offer`.
         purpose: &'static str,
-        /// How long.
+        /// The time limit.
         waited: Duration,
     },
 
-    /// The peer kept saying that it is busy, for longer than it may have the buffer to itself.
-    #[error("the peer kept the buffer for longer than its turn of {granted:?}")]
+    /// The peer reported `busy` for longer than the limit of a turn.
+    #[error("the peer kept the buffer longer than its turn of {granted:?}")]
     TurnTooLong {
-        /// How long a turn may last.
+        /// The time limit of a turn.
         granted: Duration,
     },
 
-    /// The peer hung up, or died.
+    /// The peer hung up or died.
     #[error("the peer hung up while this side was waiting {purpose}")]
     Gone {
-        /// What was waited for: `for the offer`.
+        /// The purpose of the wait: `for the offer`.
         purpose: &'static str,
     },
 
-    /// The peer reported an error and ended the conversation.
+    /// The peer reported an error and closed the conversation.
     #[error("the peer reported: {message} ({code})")]
     Reported {
-        /// Which: its class.
+        /// The class of the error.
         code: ErrorCode,
         /// The peer's sentence.
         message: String,
     },
 
-    /// The process at the other end belongs to a user who is not allowed here.
+    /// The peer's user is not allowed to connect.
     #[error("the peer, pid {pid}, runs as uid {uid}, which is not allowed here")]
     NotAllowed {
         /// The peer's process.
@@ -56,12 +56,12 @@ pub enum PeerError {
         uid: u32,
     },
 
-    /// What the peer offers or asks does not fit this side.
+    /// The peer's offer or request does not fit this side.
     #[error("{message}")]
     Mismatch {
         /// The code that is sent to the peer.
         code: ErrorCode,
-        /// What does not fit.
+        /// The reason in one sentence.
         message: String,
     },
 

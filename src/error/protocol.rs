@@ -1,107 +1,109 @@
-//! Errors of a conversation: what breaks the protocol, and the codes that either side sends.
+//! Errors of a conversation: violations of the protocol, and the codes that the two sides send.
 
 use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// How the peer broke the protocol. Nothing of such a record is used, and its descriptors are closed.
+/// A violation of the protocol by the peer. The record is discarded, and its descriptors are closed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProtocolError {
-    /// Fewer bytes than a header.
+    /// The record is shorter than a header.
     #[error("a record of {got} bytes is shorter than the header of {header}")]
     ShortRecord {
-        /// The record's length.
+        /// Bytes of the record.
         got: usize,
-        /// The header's.
+        /// Bytes of a header.
         header: usize,
     },
-    /// More bytes than the longest record.
+    /// The record is longer than the protocol allows.
     #[error("a record is longer than {most} bytes")]
     LongRecord {
-        /// The longest there is.
+        /// Bytes of the longest valid record.
         most: usize,
     },
-    /// Not this protocol.
-    #[error("a record begins with `{}` where `VMFD` belongs", got.escape_ascii())]
+    /// The record belongs to another protocol.
+    #[error("a record starts with `{}` instead of `VMFD`", got.escape_ascii())]
     Magic {
         /// The first four bytes.
         got: [u8; 4],
     },
-    /// Another version of it.
-    #[error("the peer speaks version {got} of the protocol and this side version {own}")]
+    /// The peer speaks another version of the protocol.
+    #[error("the peer speaks version {got} of the protocol, this side version {own}")]
     Version {
-        /// The peer's.
+        /// The peer's version.
         got: u16,
-        /// This side's.
+        /// This side's version.
         own: u16,
     },
-    /// A kind of message that this version does not have.
-    #[error("there is no kind of message with the number {got}")]
+    /// The kind of message is unknown to this version.
+    #[error("unknown kind of message: {got}")]
     Kind {
-        /// The number.
+        /// The kind's number.
         got: u16,
     },
-    /// The header's length is not the body's.
-    #[error("the header claims a body of {claimed} bytes and {got} came")]
+    /// The length in the header differs from the length of the body.
+    #[error("the header claims a body of {claimed} bytes, but the record has {got}")]
     BodyLength {
-        /// What the header says.
+        /// Bytes according to the header.
         claimed: u32,
-        /// What came.
+        /// Bytes received.
         got: usize,
     },
-    /// The body is not the JSON object that the kind calls for.
-    #[error("the body of {kind} is wrong: {reason}")]
+    /// The body is not the kind's JSON object.
+    #[error("the body of {kind} is invalid: {reason}")]
     Body {
         /// The kind of message.
         kind: &'static str,
         /// The cause, for decisions.
         fault: BodyFault,
-        /// What the parser says, for people.
+        /// The parser's message, for people.
         reason: String,
     },
     /// The number of sizes is outside of the kind's range.
-    #[error("{kind} lists {got} sizes where {} belong", if *least == 0 { format!("at most {most}") } else { format!("{least} to {most}") })]
+    #[error("{kind} lists {got} sizes, expected {}", if *least == 0 { format!("at most {most}") } else { format!("{least} to {most}") })]
     SizeCount {
         /// The kind of message.
         kind: &'static str,
-        /// How many it lists.
+        /// Sizes in the message.
         got: usize,
-        /// The fewest it may list.
+        /// The minimum.
         least: usize,
-        /// The most it may list.
+        /// The maximum.
         most: usize,
     },
-    /// The number of descriptors is not what the header and the kind call for.
-    #[error("{kind} must carry {want} descriptors, its header claims {claimed} and {got} came")]
+    /// The number of descriptors differs from the header or from the number that the message requires.
+    #[error("{kind} must carry {want} descriptors, but its header claims {claimed} and {got} arrived")]
     FdCount {
         /// The kind of message.
         kind: &'static str,
-        /// How many the message calls for.
+        /// Descriptors that the message requires.
         want: usize,
-        /// What the header says.
+        /// Descriptors according to the header.
         claimed: u32,
-        /// How many came.
+        /// Descriptors received.
         got: usize,
     },
-    /// Descriptors were lost on the way in.
-    #[error("descriptors were cut off: more than {most} were sent, or this process may open no more files")]
+    /// The kernel dropped descriptors of the record.
+    #[error(
+        "descriptors were cut off: the peer sent more than {most}, or this process reached its limit of open files"
+    )]
     FdsTruncated {
-        /// The most that a record carries.
+        /// The maximum for a record.
         most: usize,
     },
-    /// The peer ended the conversation with an `error` that breaks the protocol itself. It is not answered.
-    #[error("the peer ended the conversation with an error that can't be read")]
+    /// The peer closed the conversation with an `error` that itself breaks the protocol. This side does not reply.
+    #[error("the peer closed the conversation with an invalid error record")]
     UnreadableError {
-        /// What is wrong with the record.
+        /// The fault of the record.
         source: Box<ProtocolError>,
     },
-    /// A message of a kind that does not belong here.
-    #[error("{got} came where {want} belongs")]
+    /// The kind of message is not allowed at this point.
+    #[error("received {got}, expected {want}")]
     Unexpected {
-        /// What came.
+        /// The received kind.
         got: &'static str,
-        /// What belongs there.
+        /// The expected kind.
         want: &'static str,
     },
     /// The content of a message contradicts itself or another message.
@@ -109,17 +111,17 @@ pub enum ProtocolError {
     Content(String),
 }
 
-/// Why a body can't be read.
+/// The reason why a body is invalid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BodyFault {
-    /// The field, if the fault is in one.
+    /// The field, if one field is at fault.
     pub field: Option<String>,
     /// The cause.
     pub cause: BodyCause,
 }
 
-/// The causes for which a body can't be read.
+/// The causes of an invalid body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BodyCause {
@@ -127,20 +129,20 @@ pub enum BodyCause {
     Syntax,
     /// A required field is absent or null.
     Missing,
-    /// An object has a name twice.
+    /// An object contains a name twice.
     Duplicate,
-    /// A field has a value of another JSON type.
+    /// A value has the wrong JSON type.
     Type,
     /// A number is not an integer in the field's range.
     Number,
-    /// A field does not know a name.
+    /// A name is not among the field's names.
     Variant,
     /// A value does not have the field's form.
     Value,
 }
 
-/// Why a side ends the conversation, as it is sent to the other; in snake case on the wire. Codes of the future read as
-/// [`ErrorCode::Unknown`], which keeps their name.
+/// The reason for which a side closes the conversation, in snake case on the wire. A code of a later version parses as
+/// [`ErrorCode::Unknown`], which keeps its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorCode {
@@ -152,15 +154,15 @@ pub enum ErrorCode {
     Refused,
     /// The backends differ.
     Backend,
-    /// The device is not to be had on the other side.
+    /// The other side has no such device.
     Device,
     /// There is no object of that name.
     Object,
-    /// The access asked for is not given: the buffer is sealed.
+    /// The requested access is not granted: the buffer is sealed.
     Access,
-    /// The object has no such bytes.
+    /// The requested range exceeds the object.
     Range,
-    /// All the consumers that were to come have come, or too many connections ask for nothing.
+    /// All expected consumers are served, or too many connections are idle.
     Full,
     /// The sender waited too long.
     Timeout,
@@ -172,7 +174,6 @@ pub enum ErrorCode {
     Unknown(UnknownCode),
 }
 
-/// The codes and their names.
 const CODES: [(ErrorCode, &str); 12] = [
     (ErrorCode::Version, "version"),
     (ErrorCode::Protocol, "protocol"),
@@ -188,17 +189,17 @@ const CODES: [(ErrorCode, &str); 12] = [
     (ErrorCode::Failed, "failed"),
 ];
 
-/// A code's name and back, on the wire as in a sentence: `$codes` lists each with its name, and what is not in it is `Unknown`.
+/// Conversions between a code and its name, on the wire and in text. `$codes` lists the names; any other name becomes `Unknown`.
 macro_rules! named_codes {
     ($code:ident, $codes:ident) => {
         impl $code {
-            /// The code of a name.
+            /// Parses the name of a code.
             pub fn of(name: &str) -> Self {
                 let known = $codes.iter().find(|(_, known)| *known == name);
                 known.map_or_else(|| Self::Unknown(UnknownCode::of(name)), |(code, _)| *code)
             }
 
-            /// Its name, as it is sent.
+            /// The code's name on the wire.
             pub fn as_str(&self) -> &str {
                 match self {
                     Self::Unknown(unknown) => unknown.as_str(),
@@ -230,8 +231,8 @@ pub(super) use named_codes;
 
 named_codes!(ErrorCode, CODES);
 
-/// The name of a code that this version does not know, fit to be shown: its first [`UnknownCode::LONGEST`] bytes, with `?` for
-/// whatever is no letter, digit, hyphen or underscore of ASCII.
+/// The name of a code that this version does not know, safe to print: its first [`UnknownCode::LONGEST`] bytes, with `?` in place of
+/// every byte that is not an ASCII letter, digit, hyphen or underscore.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct UnknownCode {
     name: [u8; Self::LONGEST],
@@ -239,18 +240,18 @@ pub struct UnknownCode {
 }
 
 impl UnknownCode {
-    /// The longest name of a code, in bytes.
+    /// The maximum length in bytes.
     pub const LONGEST: usize = 32;
 
     pub(super) fn of(text: &str) -> Self {
         let mut name = [0; Self::LONGEST];
-        let plain = |byte: u8| if byte.is_ascii_alphanumeric() || b"-_".contains(&byte) { byte } else { b'?' };
+        let printable = |byte: u8| if byte.is_ascii_alphanumeric() || b"-_".contains(&byte) { byte } else { b'?' };
         let length = text.len().min(Self::LONGEST);
-        name[..length].iter_mut().zip(text.bytes()).for_each(|(to, byte)| *to = plain(byte));
+        name[..length].iter_mut().zip(text.bytes()).for_each(|(to, byte)| *to = printable(byte));
         Self { name, length: length as u8 }
     }
 
-    /// The name.
+    /// The sanitised name.
     pub fn as_str(&self) -> &str {
         str::from_utf8(&self.name[..usize::from(self.length)]).unwrap_or_default()
     }

@@ -1,8 +1,8 @@
-//! What is wrong with a socket and its folder.
+//! Errors about sockets and their folders.
 
 use std::{io, path::PathBuf, time::Duration};
 
-/// A socket can not be made, or no connection over it can be had.
+/// A socket can't be created, or no connection can be made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SocketError {
@@ -11,25 +11,25 @@ pub enum SocketError {
     Path {
         /// The path.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 
-    /// The folder that holds the default socket is not safe to use.
+    /// The folder of the default socket is not safe to use.
     #[error("folder {path} is not safe for a socket: {reason}", path = path.display())]
     UnsafeFolder {
         /// The folder.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 
-    /// The folder for the default socket can't be made, or looked at.
+    /// The folder of the default socket can't be created or examined.
     #[error("no default socket: the folder {path} can't be used", path = path.display())]
     DefaultFolder {
         /// The folder.
         path: PathBuf,
-        /// Why.
+        /// The operating system's error.
         source: io::Error,
     },
 
@@ -38,7 +38,7 @@ pub enum SocketError {
     AlreadyServed {
         /// The socket.
         path: PathBuf,
-        /// The process that listens on it, or 0 if it is not known.
+        /// The process that listens on the socket, or 0 if unknown.
         pid: i32,
     },
 
@@ -47,16 +47,16 @@ pub enum SocketError {
     FolderLocked {
         /// The folder.
         path: PathBuf,
-        /// How long was waited.
+        /// The time limit.
         waited: Duration,
     },
 
-    /// No process served the socket in time.
+    /// No producer served the socket in time.
     #[error("no producer on {path} within {waited:?}", path = path.display())]
     Absent {
         /// The socket.
         path: PathBuf,
-        /// How long was waited.
+        /// The time limit.
         waited: Duration,
     },
 
@@ -66,43 +66,43 @@ pub enum SocketError {
     NoBroker {
         /// The socket.
         path: PathBuf,
-        /// How long was waited.
+        /// The time limit.
         waited: Duration,
-        /// Why no other broker was found, where others were looked for: the end of a sentence that names their path.
+        /// The result for the other paths that were searched, if any, as the end of the sentence.
         otherwise: Option<String>,
     },
 
-    /// A process serves the socket and did not accept this connection in time: its backlog is full.
+    /// The process that serves the socket did not accept the connection in time: its backlog is full.
     #[error("the process that listens on {path} accepted no connection within {waited:?}", path = path.display())]
     NotAccepted {
         /// The socket.
         path: PathBuf,
-        /// How long was waited.
+        /// The time limit.
         waited: Duration,
     },
 
-    /// The socket is not for this user.
+    /// This user may not connect to the socket.
     #[error("the process that listens on {path} does not let this user connect{}", only_group(group.as_deref()), path = path.display())]
     Denied {
         /// The socket.
         path: PathBuf,
-        /// The group whose members may connect: its name, or its number if it has none.
+        /// The group whose members may connect: its name, or its number if it has no name.
         group: Option<String>,
     },
 
-    /// This user may not enter a folder on the way to the socket.
+    /// This user may not search a folder of the socket's path.
     #[error("{path} can't be reached: this user may not enter the folder {folder}", path = path.display(), folder = folder.display())]
     ClosedFolder {
         /// The socket.
         path: PathBuf,
-        /// The first folder that lacks the permission to search it (x).
+        /// The first folder without search permission (x).
         folder: PathBuf,
     },
 
-    /// A socket that the caller gave can't be used.
+    /// The caller's socket can't be used.
     #[error("the socket can't be used: {problem}")]
     Unfit {
-        /// Why: one sentence.
+        /// The reason in one sentence.
         problem: String,
     },
 }

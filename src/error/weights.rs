@@ -1,44 +1,44 @@
-//! Why files of weights can't be loaded.
+//! Errors of weight files.
 
 use std::path::PathBuf;
 
-/// A file of weights can't be used. No memory was taken for it, but after [`WeightsError::Changed`].
+/// A weight file can't be used. No memory was allocated for it, except after [`WeightsError::Changed`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightsError {
-    /// There is no such file or folder.
+    /// The file or folder does not exist.
     #[error("{} does not exist{}", path.display(), named_by.as_ref().map_or_else(String::new, |index| {
         format!(", and {} names it", index.display())
     }))]
     Absent {
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
-        /// The index that names it, if one does.
+        /// The index that names the file, if there is one.
         named_by: Option<PathBuf>,
     },
 
-    /// This process may not read it.
+    /// This process may not read the file.
     #[error("{} can't be read: permission denied", path.display())]
     Denied {
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
     },
 
-    /// It is no file of weights, or contradicts itself or another.
+    /// The file is not a weight file, or contradicts itself or another file.
     #[error("{} {problem}", path.display())]
     Invalid {
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
-        /// Why, as the rest of a sentence.
+        /// The reason, as the rest of a sentence.
         problem: String,
     },
 
-    /// It is not the same any more.
+    /// The file was changed after it was opened.
     #[error("{} was changed since it was opened with {size} bytes: load a copy that is not written to", path.display())]
     Changed {
-        /// Its path.
+        /// The file's path.
         path: PathBuf,
-        /// Its size in bytes, when it was opened.
+        /// The size in bytes when the file was opened.
         size: u64,
     },
 }

@@ -1,4 +1,4 @@
-//! Blocks cut from shared memory, for the allocator of another library.
+//! An allocator of blocks in shared memory, for other libraries.
 
 use std::{
     collections::BTreeMap,
@@ -11,64 +11,64 @@ use std::{
 use super::{Device, Region, Shared, Spec, round_up};
 use crate::{driver::Access, error::Result};
 
-/// An allocator that cuts blocks from pieces of shared memory, the arenas: what a library like PyTorch allocates can then be handed to
-/// other processes as it is, with one descriptor for each arena and not for each block.
+/// Allocates blocks from arenas, which are pieces of shared memory. A library such as PyTorch can allocate through it, and its memory can
+/// then be handed to other processes without a copy, with one descriptor per arena instead of one per block.
 ///
-/// Each arena is one [`Shared`] of one allocation. An arena without blocks is given back, after waiting for the device's work. An arena
-/// that is closed ([`Arenas::close`]), because other processes read it, is never cut again: what they see stays as it is, whatever is
-/// freed and allocated here. Nor is an arena that was made read-only ([`Shared::make_read_only`]).
+/// Each arena is one [`Shared`] with a single allocation. An arena without blocks is freed after waiting for the device's work. No block
+/// is allocated from a closed arena ([`Arenas::close`]), so that its contents do not change under the processes that read it, nor from a
+/// read-only arena ([`Shared::make_read_only`]).
 ///
-/// In a fork of the process that made it, it holds nothing and [`Arenas::allocate`] fails.
+/// In a fork of the process that created it, an allocator is empty, and [`Arenas::allocate`] fails.
 ///
-/// A block may be freed while work that is queued uses it, as with `cudaFree`: nothing is cut in its place before that work is done.
+/// As with `cudaFree`, a block may be freed while queued work uses it: its memory is not reused before that work is finished.
 ///
-/// All calls may be made by several threads at once.
+/// All methods may be called from several threads at once.
 #[derive(Debug)]
 pub struct Arenas {
     device: Device,
     granularity: u64,
-    arena: AtomicU64,
+    arena_size: AtomicU64,
     state: Mutex<ArenaState>,
 }
 
-/// The largest arena that is made because there are many others, or because so much is expected.
+/// The size limit of arenas that grow with demand or with [`Arenas::expect`].
 const LARGEST: u64 = 1 << 30;
 
 #[derive(Debug, Default)]
 struct ArenaState {
     arenas: Vec<Arena>,
-    /// How many bytes of those that [`Arenas::expect`] announced are in no arena yet.
+    /// Bytes announced by [`Arenas::expect`] and not in an arena yet.
     expected: Option<u64>,
-    /// Counts what was freed.
+    /// Counts the freed blocks.
     freed: u64,
-    /// What was freed up to this count is used by no work of the device any more.
+    /// No device work uses the blocks that were freed up to this count.
     finished: u64,
 }
 
-/// One piece of shared memory, and what is cut from it.
+/// One piece of shared memory and its blocks.
 #[derive(Debug)]
 struct Arena {
     memory: Arc<Shared>,
-    /// Sizes by offset.
+    /// Block sizes by offset.
     blocks: BTreeMap<u64, u64>,
     closed: bool,
-    /// When a block of it was freed last, by the count of [`ArenaState`]: work that was queued before may still use it.
+    /// The value of [`ArenaState::freed`] when a block was last freed: work that was queued earlier may still use the block.
     freed: u64,
 }
 
-/// What [`Arenas`] hold.
+/// The current contents of [`Arenas`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ArenaFigures {
-    /// How many arenas there are: each is one descriptor.
+    /// Number of arenas. Each has one descriptor.
     pub arenas: u64,
-    /// How many of them are closed.
+    /// Number of closed arenas.
     pub closed: u64,
-    /// The bytes of all arenas.
+    /// Total size of the arenas, in bytes.
     pub bytes: u64,
-    /// How many blocks are cut from them.
+    /// Number of allocated blocks.
     pub blocks: u64,
-    /// The bytes of these blocks.
+    /// Total size of the blocks, in bytes.
     pub used: u64,
 }
 
@@ -77,28 +77,23 @@ impl Arena {
         address.checked_sub(self.memory.address()).is_some_and(|offset| offset < self.memory.size())
     }
 
-    /// Whether blocks may be cut from it: not where others read it, and not where this process can't write.
-    fn can_be_cut(&self) -> bool {
-        !self.closed && self.memory.access() == Access::ReadWrite
-    }
-
-    /// The first offset with so many bytes free.
+    /// The offset of the first free gap of `size` bytes, if blocks may be allocated from this arena.
     fn gap(&self, size: u64) -> Option<u64> {
-        let mut begin = 0;
-        for (&offset, &length) in &self.blocks {
-            if offset - begin >= size {
-                return Some(begin);
-            }
-            begin = offset + length;
-        }
-        (self.memory.size() - begin >= size).then_some(begin)
-    }
-
-    /// Cuts a block out, if there is room.
-    fn cut(&mut self, size: u64) -> Option<u64> {
-        if !self.can_be_cut() {
+        if self.closed || self.memory.access() != Access::ReadWrite {
             return None;
         }
+        let mut start = 0;
+        for (&offset, &length) in &self.blocks {
+            if offset - start >= size {
+                return Some(start);
+            }
+            start = offset + length;
+        }
+        (self.memory.size() - start >= size).then_some(start)
+    }
+
+    /// Allocates a block if there is a gap, and returns its address.
+    fn allocate(&mut self, size: u64) -> Option<u64> {
         let offset = self.gap(size)?;
         self.blocks.insert(offset, size);
         Some(self.memory.address() + offset)
@@ -106,52 +101,54 @@ impl Arena {
 }
 
 impl Arenas {
-    /// Arenas of a device's memory, each of `arena` bytes, or of what one block takes if that is more. None is made yet.
+    /// Creates an allocator for a device, with arenas of `arena` bytes, or of one block's size if that is larger. Allocates nothing yet.
     ///
     /// # Errors
-    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for arenas of no bytes; those of
-    /// [`Device::require_sharing`]; [`Error::Driver`](crate::Error::Driver).
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) if `arena` is 0; as for [`Device::require_sharing`];
+    /// [`Error::Driver`](crate::Error::Driver).
     ///
     /// Driver calls: `cuDeviceGetAttribute`, `cuMemGetAllocationGranularity`.
     #[doc(alias("cuDeviceGetAttribute", "cuMemGetAllocationGranularity"))]
     pub fn new(device: &Device, arena: u64) -> Result<Self> {
         device.require_sharing()?;
         let granularity = device.granularity()?;
-        let arena = AtomicU64::new(round_up(arena, granularity)?);
-        Ok(Self { device: device.clone(), granularity, arena, state: Mutex::default() })
+        let arena_size = AtomicU64::new(round_up(arena, granularity)?);
+        Ok(Self { device: device.clone(), granularity, arena_size, state: Mutex::default() })
     }
 
-    /// The device whose memory it is.
+    /// The device of the memory.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
     /// The size of an arena in bytes: a multiple of the granularity.
     pub fn arena_size(&self) -> u64 {
-        self.arena.load(Ordering::Relaxed)
+        self.arena_size.load(Ordering::Relaxed)
     }
 
-    /// Makes later arenas of another size, rounded up to the granularity. Those that there are stay as they are.
+    /// Sets the size of later arenas, rounded up to the granularity. Existing arenas do not change.
     ///
     /// # Errors
-    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for no bytes.
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) if `arena` is 0.
     pub fn set_arena_size(&self, arena: u64) -> Result<()> {
-        self.arena.store(round_up(arena, self.granularity)?, Ordering::Relaxed);
+        self.arena_size.store(round_up(arena, self.granularity)?, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Announces how many bytes will be allocated from now on. Later arenas together have exactly as many, each 1 GiB at most, and
-    /// arenas beyond that have [`Arenas::arena_size`]. `None`, as at first, lets arenas grow: each has [`Arenas::arena_size`], or a
-    /// quarter of what all arenas have, up to 1 GiB, if that is more.
+    /// Announces the number of bytes that will be allocated from now on.
+    ///
+    /// Later arenas then have exactly this size in total, with at most 1 GiB each; further arenas have [`Arenas::arena_size`]. With
+    /// `None`, the default, arenas grow: each has [`Arenas::arena_size`], or a quarter of the size of all arenas (at most 1 GiB) if that
+    /// is larger.
     ///
     /// # Errors
-    /// [`Error::Forked`](crate::Error::Forked) in a fork of the process that made the arenas.
+    /// [`Error::Forked`](crate::Error::Forked) in a fork of the process that created the allocator.
     pub fn expect(&self, bytes: Option<u64>) -> Result<()> {
         self.state()?.expected = bytes;
         Ok(())
     }
 
-    /// The size of a new arena for a block.
+    /// The size of a new arena that must hold a block of `block` bytes.
     fn next_arena(&self, block: u64) -> Result<u64> {
         let state = self.state()?;
         let size = match state.expected {
@@ -167,32 +164,33 @@ impl Arenas {
         Ok((size / block).max(1) * block)
     }
 
-    /// Cuts a block of at least `size` bytes, a multiple of the granularity, and returns its address. It is mapped for the device; its
-    /// contents are undefined. It stays until [`Arenas::free`].
+    /// Allocates a block of `size` bytes, rounded up to the granularity, and returns its address. The block is mapped for the device;
+    /// its contents are undefined. It lives until [`Arenas::free`].
     ///
-    /// Where blocks were freed, waits until the work in the device's primary context is done, before another one is cut in their place.
+    /// Before the memory of freed blocks is reused, waits until the work in the device's primary context is finished.
     ///
-    /// If no arena has room, makes one of the size that [`Arenas::expect`] describes; unless bytes are expected, it is rounded down to a
-    /// multiple of this block, so that blocks of one size fill it. Blocks for the driver's calls then.
+    /// If no arena has room, creates an arena of the size that [`Arenas::expect`] describes. Unless bytes are expected, that size is
+    /// rounded down to a multiple of the block, so that blocks of one size fill the arena. Creating an arena blocks for the duration of
+    /// the driver calls.
     ///
     /// # Errors
-    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) for no bytes; those of [`Shared::create`].
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) if `size` is 0; as for [`Shared::create`].
     ///
     /// Driver calls: those of [`Device::wait_for_work`]; those of [`Shared::create`]; if memory runs out, those of [`Arenas::free`].
     pub fn allocate(&self, size: u64) -> Result<u64> {
         let size = round_up(size, self.granularity)?;
-        if let Some(address) = self.cut(size)? {
+        if let Some(address) = self.reuse(size)? {
             return Ok(address);
         }
-        // Without the lock, which `free` and `find` need: two threads may make one arena more than they need.
+        // Not under the lock, which `free` and `find` need. Two threads may therefore create one arena too many.
         let bytes = self.next_arena(size)?;
-        let made = Shared::create(&self.device, Spec::vmm(bytes)).or_else(|error| match error {
-            // Arenas that could not be given back before, or a smaller one.
-            _ if self.sweep() => Shared::create(&self.device, Spec::vmm(bytes)),
+        let created = Shared::create(&self.device, Spec::vmm(bytes)).or_else(|error| match error {
+            // Free arenas that could not be freed earlier, or create a smaller arena.
+            _ if self.free_empty_arenas() => Shared::create(&self.device, Spec::vmm(bytes)),
             _ if bytes > size => Shared::create(&self.device, Spec::vmm(size)),
             error => Err(error),
         });
-        let memory = Arc::new(made?);
+        let memory = Arc::new(created?);
         let address = memory.address();
         let mut state = self.state()?;
         state.expected = state.expected.map(|expected| expected.saturating_sub(memory.size()));
@@ -200,32 +198,31 @@ impl Arenas {
         Ok(address)
     }
 
-    /// Cuts a block out of an arena with room. One of which nothing was freed lately comes first; for another the device's work is
-    /// waited for, and if that fails it stays as it is.
-    fn cut(&self, size: u64) -> Result<Option<u64>> {
+    /// Allocates a block from an existing arena. Prefers arenas without recently freed blocks. For other arenas it waits for the device's
+    /// work first; if that fails, they are not used.
+    fn reuse(&self, size: u64) -> Result<Option<u64>> {
         let freed = {
             let mut state = self.state()?;
-            let ArenaState { arenas, freed, finished, .. } = &mut *state;
-            let ready = arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size));
-            if ready.is_some() || !arenas.iter().any(|arena| arena.can_be_cut() && arena.gap(size).is_some()) {
-                return Ok(ready);
+            let block = state.allocate(size);
+            if block.is_some() || state.arenas.iter().all(|arena| arena.gap(size).is_none()) {
+                return Ok(block);
             }
-            *freed
+            state.freed
         };
-        // Without the lock: it may be long.
+        // Not under the lock: the wait may be long.
         if let Err(error) = self.device.wait_for_work() {
-            tracing::debug!(%error, "freed blocks can't be used again yet");
+            tracing::debug!(%error, "freed blocks can't be reused yet");
             return Ok(None);
         }
         let mut state = self.state()?;
-        let ArenaState { arenas, finished, .. } = &mut *state;
-        *finished = freed.max(*finished);
-        Ok(arenas.iter_mut().filter(|arena| arena.freed <= *finished).find_map(|arena| arena.cut(size)))
+        state.finished = freed.max(state.finished);
+        Ok(state.allocate(size))
     }
 
-    /// Takes a block back, without waiting for work that uses it. If it was the last one of its arena, waits until the work in the device's
-    /// primary context is done and drops the arena: other processes that have it keep its memory. If the wait fails, the arena stays, and
-    /// is dropped with a later one. Returns whether there is such a block.
+    /// Frees the block at an address, without waiting for work that uses it. Returns whether there was such a block.
+    ///
+    /// If the block was the last one of its arena, waits until the work in the device's primary context is finished and drops the arena.
+    /// Other processes that have the arena keep its memory. If the wait fails, a later call drops the arena.
     ///
     /// Work that uses the block must be in the primary context, or finished.
     ///
@@ -244,27 +241,27 @@ impl Arenas {
             (block.is_some(), arena.blocks.is_empty())
         };
         if empty {
-            self.sweep();
+            self.free_empty_arenas();
         }
         freed
     }
 
-    /// The arena that an address is in, and how many bytes behind its beginning.
+    /// The arena that contains an address, and the address's offset in it, in bytes.
     pub fn find(&self, address: u64) -> Option<(Arc<Shared>, u64)> {
         let state = self.state().ok()?;
         let arena = state.arenas.iter().find(|arena| arena.holds(address))?;
         Some((Arc::clone(&arena.memory), address - arena.memory.address()))
     }
 
-    /// Closes the arena that an address is in: nothing is cut from it again, so that what other processes see of it is not overwritten by
-    /// later blocks. What was freed of it stays free for good. Returns whether there is such an arena.
+    /// Closes the arena that contains an address: no further block is allocated from it, so that later blocks do not overwrite the data
+    /// that other processes see. Its freed blocks are never reused. Returns whether there is such an arena.
     pub fn close(&self, address: u64) -> bool {
         let Ok(mut state) = self.state() else { return false };
         let arena = state.arenas.iter_mut().find(|arena| arena.holds(address));
         arena.map(|arena| arena.closed = true).is_some()
     }
 
-    /// What it holds now.
+    /// The current numbers and sizes of arenas and blocks.
     pub fn figures(&self) -> ArenaFigures {
         let mut figures = ArenaFigures::default();
         let Ok(state) = self.state() else { return figures };
@@ -278,9 +275,9 @@ impl Arenas {
         figures
     }
 
-    /// Drops the arenas without blocks, once the device's work is done. Returns whether any was dropped.
-    fn sweep(&self) -> bool {
-        // Out of the list first: nothing may be cut from them meanwhile, and the wait is long.
+    /// Drops the arenas without blocks after waiting for the device's work. Returns whether it dropped any.
+    fn free_empty_arenas(&self) -> bool {
+        // Remove them from the list first: the wait may be long, and no block may be allocated from them during it.
         let Ok(mut state) = self.state() else { return false };
         let empty: Vec<Arena> = state.arenas.extract_if(.., |arena| arena.blocks.is_empty()).collect();
         drop(state);
@@ -290,7 +287,7 @@ impl Arenas {
         match self.device.wait_for_work() {
             Ok(()) => true,
             Err(error) => {
-                tracing::warn!(%error, "arenas that hold nothing can't be given back yet");
+                tracing::warn!(%error, arenas = empty.len(), "empty arenas can't be freed yet");
                 if let Ok(mut state) = self.state() {
                     state.arenas.extend(empty);
                 }
@@ -305,11 +302,19 @@ impl Arenas {
     }
 }
 
+impl ArenaState {
+    /// Allocates a block from an arena whose freed blocks no work uses any more.
+    fn allocate(&mut self, size: u64) -> Option<u64> {
+        let finished = self.finished;
+        self.arenas.iter_mut().filter(|arena| arena.freed <= finished).find_map(|arena| arena.allocate(size))
+    }
+}
+
 impl Drop for Arenas {
-    /// Work that uses what is left must be finished before the memory goes.
+    /// Waits for the work that uses the remaining blocks before their memory is freed.
     fn drop(&mut self) {
         if self.state().is_ok_and(|state| !state.arenas.is_empty()) {
-            super::report(self.device.wait_for_work(), "the device's work can't be waited for");
+            super::report(self.device.wait_for_work(), "waiting for the device's work failed");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A buffer of one or more allocations side by side: it can be shared in part, and sealed.
+//! A buffer of one or more allocations side by side, which can be shared in part and sealed.
 
 use std::{
     mem,
@@ -19,41 +19,41 @@ use crate::{
     error::{Error, MemoryError, Result},
 };
 
-/// Allocations at one range of addresses.
+/// Allocations mapped side by side at one address range.
 #[derive(Debug)]
 pub(super) struct Chunks {
     device: Device,
     placement: Placement,
-    /// How many bytes hold data.
+    /// Bytes of data.
     size: u64,
-    /// In how many allocations.
+    /// Number of allocations.
     segments: u64,
-    /// Whether they are exported only once they are sealed.
-    to_be_sealed: bool,
+    /// Whether the allocations are exported only after sealing.
+    export_after_seal: bool,
     reservation: Arc<Reservation>,
-    /// Not after a failure to seal.
+    /// False after a failure to seal.
     usable: AtomicBool,
-    /// Empty until they are sealed, if they are to be.
+    /// Empty before sealing, if `export_after_seal`.
     exported: OnceLock<Vec<Arc<Chunk>>>,
-    /// How long creating and mapping took.
+    /// The durations of creating and mapping.
     timings: Timings,
     export_time: OnceLock<Duration>,
-    /// Held during driver calls that may be long: whoever only reads sizes and descriptors does not need it.
+    /// Locked during long driver calls. Sizes and descriptors are readable without the lock.
     state: Mutex<SealState>,
 }
 
-/// What sealing and taking access change.
+/// The state that sealing and [`Chunks::make_read_only`] change.
 #[derive(Debug)]
 struct SealState {
-    /// None after a failure to seal: nothing can be used then.
+    /// `None` after a failure to seal: the buffer is then unusable.
     mapping: Option<Mapping>,
-    /// Those that are not exported yet, because they are still to be sealed.
+    /// Allocations that are not exported yet because they are not sealed yet.
     unsealed: Vec<Arc<Allocation>>,
-    /// Whether they are sealed, and whether the kernel enforces it.
+    /// `None` before sealing, then whether the kernel enforces the seal.
     sealed: Option<bool>,
 }
 
-/// How long the steps of making memory took, each for all allocations together.
+/// The durations of the steps of creating memory, each summed over all allocations.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct Timings {
@@ -65,7 +65,7 @@ pub struct Timings {
     pub export: Duration,
 }
 
-/// One allocation of a buffer, exported.
+/// An exported allocation of a buffer.
 #[derive(Debug)]
 pub struct Chunk {
     size: u64,
@@ -73,40 +73,40 @@ pub struct Chunk {
 }
 
 impl Chunk {
-    /// Exports an allocation and gives its handle back: the mapping and the descriptor keep the memory.
+    /// Exports an allocation and releases its handle: the mapping and the descriptor keep the memory.
     fn of(allocation: Arc<Allocation>) -> Result<Arc<Self>> {
         Ok(Arc::new(Self { size: allocation.size(), fd: allocation.into_descriptor()? }))
     }
 
-    /// Its size in bytes.
+    /// The size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
 }
 
 impl AsFd for Chunk {
-    /// The descriptor that gives another process the memory.
+    /// The descriptor with which another process imports the memory.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 }
 
 impl Chunks {
-    /// As [`super::Shared::create`], with the allocations' size where there are several.
+    /// See [`super::Shared::create`]. `chunk` is the size of each allocation; `None` creates a single allocation.
     pub(super) fn create(
         device: &Device,
         size: u64,
         chunk: Option<u64>,
         placement: Placement,
         gpu_direct_rdma: bool,
-        to_be_sealed: bool,
+        export_after_seal: bool,
     ) -> Result<Self> {
         device.require_sharing()?;
         let properties = device.shareable_for(placement, gpu_direct_rdma)?;
         let unit = device.granularity_of(&properties)?;
         let chunk = chunk.map(|chunk| round_up(chunk, unit)).transpose()?;
         let bytes = round_up(size, unit)?;
-        require(device, placement, bytes, chunk)?;
+        check_resources(device, placement, bytes, chunk)?;
         let chunk = chunk.unwrap_or(bytes);
         let reservation = Reservation::new(device, bytes)?;
         let mut mapping = Mapping::empty(&reservation, 0, device, Access::ReadWrite)?;
@@ -116,7 +116,7 @@ impl Chunks {
             let size = chunk.min(bytes - mapping.size());
             let allocation = timed(&mut timings.create, || Allocation::create_with(device, &properties, size))?;
             timed(&mut timings.map, || mapping.push(&allocation))?;
-            match to_be_sealed {
+            match export_after_seal {
                 true => unsealed.push(allocation),
                 false => chunks.push(timed(&mut timings.export, || Chunk::of(allocation))?),
             }
@@ -124,14 +124,14 @@ impl Chunks {
         timed(&mut timings.map, || mapping.allow(properties.location.host_node()))?;
         let segments = (chunks.len() + unsealed.len()) as u64;
         let state = Mutex::new(SealState { mapping: Some(mapping), unsealed, sealed: None });
-        let exported = if to_be_sealed { OnceLock::new() } else { OnceLock::from(chunks) };
+        let exported = if export_after_seal { OnceLock::new() } else { OnceLock::from(chunks) };
         let (device, usable, export_time) = (device.clone(), AtomicBool::new(true), OnceLock::new());
         Ok(Self {
             device,
             placement,
             size,
             segments,
-            to_be_sealed,
+            export_after_seal,
             reservation,
             usable,
             exported,
@@ -141,17 +141,17 @@ impl Chunks {
         })
     }
 
-    /// As [`super::Shared::seal`].
+    /// See [`super::Shared::seal`].
     pub(super) fn seal(&self) -> Result<bool> {
         let mut state = self.state()?;
         if let Some(enforced) = state.sealed {
             return Ok(enforced);
         }
-        if !self.to_be_sealed {
-            let problem = "the memory was not made to be sealed, and is exported already: ask for it in its Spec";
+        if !self.export_after_seal {
+            let problem = "the memory is already exported and can't be sealed: create it with Spec::sealed";
             return Err(Error::Misuse { problem: problem.to_owned() });
         }
-        // No writable mapping may be left: it would go on writing.
+        // A remaining writable mapping would still allow writes.
         if let Some(mapping) = &mut state.mapping {
             mapping.unmap()?;
         }
@@ -164,7 +164,7 @@ impl Chunks {
         Ok(enforced)
     }
 
-    /// Seals allocations, exports them, and maps them to be read. Returns whether the kernel enforces the seal.
+    /// Seals and exports allocations and maps them read-only. Returns whether the kernel enforces the seal.
     fn map_sealed(&self, unsealed: Vec<Arc<Allocation>>) -> Result<(Mapping, bool)> {
         let mut mapping = Mapping::empty(&self.reservation, 0, &self.device, Access::ReadOnly)?;
         let node = unsealed.first().and_then(|first| first.properties().location.host_node());
@@ -175,17 +175,17 @@ impl Chunks {
             chunks.push(timed(&mut time, || Chunk::of(allocation))?);
         }
         mapping.allow(node)?;
-        // They are sealed once only.
+        // The caller holds the lock and seals only once, so both cells are empty.
         let _ = self.export_time.set(time);
         let _ = self.exported.set(chunks);
         Ok((mapping, enforced))
     }
 
-    /// As [`super::Shared::make_read_only`].
+    /// See [`super::Shared::make_read_only`].
     pub(super) fn make_read_only(&self) -> Result<()> {
         let mut state = self.state()?;
         if !state.unsealed.is_empty() {
-            let problem = "memory that is still to be sealed becomes read-only when it is: call Shared::seal";
+            let problem = "the memory is not sealed yet: call Shared::seal, which also makes it read-only";
             return Err(Error::Misuse { problem: problem.to_owned() });
         }
         match &mut state.mapping {
@@ -194,12 +194,12 @@ impl Chunks {
         }
     }
 
-    /// The NUMA node whose CPUs may use it too.
+    /// The NUMA node of host memory, whose CPUs also get access.
     fn node(&self) -> Result<Option<i32>> {
         Ok(self.device.shareable(self.placement)?.location.host_node())
     }
 
-    /// Writes zeros behind the data, to the end of the last allocation.
+    /// Writes zeros from the end of the data to the end of the last allocation.
     pub(super) fn clear_padding(&self) -> Result<()> {
         match &self.state()?.mapping {
             Some(mapping) => super::clear(mapping, self.size..mapping.size()),
@@ -207,7 +207,7 @@ impl Chunks {
         }
     }
 
-    /// As [`super::Shared::chunks`].
+    /// See [`super::Shared::chunks`].
     pub(super) fn part(&self, range: Range<u64>) -> Result<(Part, Vec<Arc<Chunk>>)> {
         let length = range.end.checked_sub(range.start);
         let length =
@@ -230,17 +230,16 @@ impl Chunks {
         Ok((part, chosen))
     }
 
-    /// How many bytes hold data: none after a failure to seal.
+    /// Bytes of data; 0 after a failure to seal.
     pub(super) fn size(&self) -> u64 {
         if self.is_usable() { self.size } else { 0 }
     }
 
-    /// How many bytes there are.
+    /// Bytes of memory; 0 after a failure to seal.
     pub(super) fn mapped_size(&self) -> u64 {
         if self.is_usable() { self.reservation.size() } else { 0 }
     }
 
-    /// In how many allocations.
     pub(super) fn segments(&self) -> u64 {
         self.segments
     }
@@ -270,9 +269,9 @@ impl Chunks {
 /// What this process needs beside the descriptors of its memory.
 const SPARE_DESCRIPTORS: u64 = 64;
 
-/// Checks that there is memory, and room for descriptors, for chunks of so many bytes together, before any is allocated. One
-/// allocation can't fail half-way.
-fn require(device: &Device, placement: Placement, bytes: u64, chunk: Option<u64>) -> Result<()> {
+/// Checks that enough memory is free and that the limit of open files allows a descriptor per chunk, before the first chunk is
+/// allocated. A single allocation needs no check, because it can't fail half-way.
+fn check_resources(device: &Device, placement: Placement, bytes: u64, chunk: Option<u64>) -> Result<()> {
     let Some(chunk) = chunk.filter(|&chunk| chunk < bytes) else { return Ok(()) };
     let limit = getrlimit(Resource::RLIMIT_NOFILE);
     let (limit, _) = limit.map_err(|errno| Error::system("read the limit of open files", errno))?;
@@ -282,7 +281,7 @@ fn require(device: &Device, placement: Placement, bytes: u64, chunk: Option<u64>
         return Err(Error::Memory(MemoryError::TooManyDescriptors { needed, limit }));
     }
     if placement == Placement::Host && !device.is_host() {
-        // The device's figures say nothing of the host's memory.
+        // The device's free memory is irrelevant for host memory.
         return Ok(());
     }
     match device.memory_info()?.free {

@@ -1,20 +1,20 @@
-//! What shared memory is and how another process opens it, in this library's own types.
+//! Descriptions of shared memory, for the process that opens it.
 //!
-//! They say nothing of the wire: `src/encoding.rs` converts them to and from its plain data.
+//! These types do not depend on the wire format: `src/encoding.rs` converts them.
 
 use std::{fmt, str::FromStr};
 
 use crate::{driver::DeviceUuid, error::ParseError};
 
-/// A way of sharing memory.
+/// A mechanism for sharing memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Mechanism {
-    /// Virtual memory management: a descriptor for each allocation.
+    /// Virtual memory management: one descriptor per allocation.
     Vmm,
-    /// A memory pool's descriptor, and 64 bytes for each buffer in it.
+    /// A memory pool: one descriptor, and 64 bytes per buffer.
     Pool,
-    /// `cuIpcMemHandle`: 64 bytes and no descriptor.
+    /// `cuIpcMemHandle`: 64 bytes, without a descriptor.
     Legacy,
 }
 
@@ -41,14 +41,14 @@ impl FromStr for Mechanism {
     }
 }
 
-/// Which memory it is: the device's own, or the host's next to it.
+/// The location of memory: on the device or on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Placement {
-    /// The device's own.
+    /// Device memory.
     #[default]
     Device,
-    /// The host's, of the NUMA node next to the device: the CPU and the device both reach it.
+    /// Host memory on the NUMA node next to the device. The CPU and the device both reach it.
     Host,
 }
 
@@ -73,12 +73,12 @@ impl FromStr for Placement {
     }
 }
 
-/// A device, as two processes can both name it. Ordinals differ between processes; UUIDs do not.
+/// Identifies a device across processes. Ordinals differ between processes; UUIDs do not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceIdentity {
-    /// Its UUID.
+    /// The UUID.
     pub uuid: DeviceUuid,
-    /// Its name, for people.
+    /// The display name.
     pub name: String,
 }
 
@@ -88,59 +88,59 @@ impl fmt::Display for DeviceIdentity {
     }
 }
 
-/// The 64 bytes that open a pool's buffer (`CUmemPoolPtrExportData`) or a legacy allocation (`CUipcMemHandle`). Opaque.
+/// The opaque 64 bytes that open a pool buffer (`CUmemPoolPtrExportData`) or a legacy allocation (`CUipcMemHandle`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Pointer(pub [u8; 64]);
 
-/// How memory is shared, with what each mechanism needs to open it besides descriptors.
+/// The mechanism that shares memory, with the data that it needs besides descriptors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sharing {
     /// [`Mechanism::Vmm`].
     Vmm {
-        /// Which memory it is.
+        /// The location of the memory.
         placement: Placement,
-        /// How many allocations it consists of.
+        /// The number of allocations.
         segments: u64,
     },
     /// [`Mechanism::Pool`].
     Pool {
-        /// The pool, by a number that its owner chose.
+        /// The owner's number of the pool.
         pool: u64,
-        /// What opens the buffer.
+        /// Opens the buffer.
         pointer: Pointer,
-        /// Where the data begins behind the pointer, in bytes.
+        /// Start of the data relative to the pointer, in bytes.
         offset: u64,
     },
     /// [`Mechanism::Legacy`].
     Legacy {
-        /// What opens the allocation.
+        /// Opens the allocation.
         pointer: Pointer,
-        /// Where the data begins behind the pointer, in bytes.
+        /// Start of the data relative to the pointer, in bytes.
         offset: u64,
     },
 }
 
-/// What is shared, and how: with the descriptors that belong to it, all that another process needs to open it.
+/// Describes shared memory. Together with its descriptors, this is all that another process needs to open it.
 ///
-/// A description that another process sent is not checked until the memory is opened.
+/// A received description is not checked until the memory is opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Description {
-    /// The device that owns it, or next to which it is.
+    /// The device that owns the memory; for host memory, the device next to it.
     pub device: DeviceIdentity,
-    /// How it is shared.
+    /// The mechanism and its data.
     pub sharing: Sharing,
-    /// How many bytes of it hold data.
+    /// Bytes of data.
     pub size: u64,
-    /// How many bytes it has: with [`Sharing::Vmm`] the sum of the segments.
+    /// Bytes of memory: with [`Sharing::Vmm`] the sum of the segments.
     pub mapped_size: u64,
-    /// Whether it is never written any more.
+    /// Whether the memory is never written again.
     pub immutable: bool,
 }
 
 impl Description {
-    /// The way it is shared.
+    /// The mechanism that shares the memory.
     pub fn mechanism(&self) -> Mechanism {
         match self.sharing {
             Sharing::Vmm { .. } => Mechanism::Vmm,
@@ -149,7 +149,7 @@ impl Description {
         }
     }
 
-    /// Which memory it is. Pools and legacy memory are the device's own.
+    /// The location of the memory. Pool buffers and legacy memory are always device memory.
     pub fn placement(&self) -> Placement {
         match self.sharing {
             Sharing::Vmm { placement, .. } => placement,
@@ -157,7 +157,7 @@ impl Description {
         }
     }
 
-    /// How many allocations it consists of; 0 unless it is shared by [`Mechanism::Vmm`].
+    /// The number of allocations; 0 unless the mechanism is [`Mechanism::Vmm`].
     pub fn segments(&self) -> u64 {
         match self.sharing {
             Sharing::Vmm { segments, .. } => segments,
@@ -165,7 +165,7 @@ impl Description {
         }
     }
 
-    /// The owner's number of the pool that it is of, if it is of one.
+    /// The owner's number of the pool, if the mechanism is [`Mechanism::Pool`].
     pub fn pool(&self) -> Option<u64> {
         match self.sharing {
             Sharing::Pool { pool, .. } => Some(pool),
@@ -173,7 +173,7 @@ impl Description {
         }
     }
 
-    /// The 64 bytes that open it, unless it is shared by [`Mechanism::Vmm`].
+    /// The 64 bytes that open the memory; `None` if the mechanism is [`Mechanism::Vmm`].
     pub fn pointer(&self) -> Option<Pointer> {
         match self.sharing {
             Sharing::Pool { pointer, .. } | Sharing::Legacy { pointer, .. } => Some(pointer),
@@ -182,17 +182,17 @@ impl Description {
     }
 }
 
-/// Some of the allocations of memory that is shared by [`Mechanism::Vmm`], side by side.
+/// A run of consecutive segments of memory that is shared by [`Mechanism::Vmm`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Part {
-    /// The index of the first of them.
+    /// Index of the first segment.
     pub first: u64,
-    /// How many they are.
+    /// Number of segments.
     pub segments: u64,
-    /// How many bytes of the memory lie before them.
+    /// Offset of the first segment in the memory, in bytes.
     pub offset: u64,
-    /// How many bytes they are together.
+    /// Total size of the segments, in bytes.
     pub size: u64,
 }
 

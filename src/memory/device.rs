@@ -1,4 +1,4 @@
-//! Devices of a backend, as both ends can name them.
+//! Devices of a backend.
 
 use std::{
     fmt,
@@ -11,7 +11,7 @@ use crate::{
     error::{DeviceError, Error, ErrorCode, MemoryError, PeerError, Result},
 };
 
-/// A device of a backend. Clones are the same device.
+/// A device of a backend. Clones refer to the same device.
 #[derive(Debug, Clone)]
 pub struct Device(Arc<DeviceParts>);
 
@@ -36,11 +36,10 @@ impl Device {
         (0..driver.verbs().device_count()?).map(|ordinal| Self::open(driver, ordinal)).collect()
     }
 
-    /// The device that a selector names.
+    /// Finds the device of a selector.
     ///
     /// # Errors
-    /// [`DeviceError::NotFound`] with what there is instead; [`DeviceError::Ambiguous`] if several UUIDs begin with the digits;
-    /// [`Error::Driver`].
+    /// [`DeviceError::NotFound`], which lists the devices; [`DeviceError::Ambiguous`] if several UUIDs match; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::all`].
     pub fn find(driver: &Driver, selector: Selector) -> Result<Self> {
@@ -55,7 +54,7 @@ impl Device {
         Ok(Self(Arc::new(DeviceParts { driver: driver.clone(), ordinal, name, uuid, granularity })))
     }
 
-    /// The driver that it is a device of.
+    /// The driver of the device.
     pub fn driver(&self) -> &Driver {
         &self.0.driver
     }
@@ -64,42 +63,42 @@ impl Device {
         self.driver().verbs()
     }
 
-    /// Checks that something that is to be used with this device is of the same driver object.
-    pub(crate) fn check_driver(&self, of: &Self) -> Result<()> {
-        if self.driver() == of.driver() {
+    /// Checks that another device belongs to the same driver object.
+    pub(crate) fn check_driver(&self, other: &Self) -> Result<()> {
+        if self.driver() == other.driver() {
             return Ok(());
         }
         let problem =
-            format!("{self} and {of} belong to two driver objects, which share neither handles nor addresses");
+            format!("{self} and {other} belong to two driver objects, which share neither handles nor addresses");
         Err(Error::Misuse { problem })
     }
 
-    /// Where its memory is.
+    /// The device's backend.
     pub fn backend(&self) -> Backend {
         self.driver().backend()
     }
 
-    /// Its number in this process. Another process may know it by another number.
+    /// The ordinal in this process. Other processes may use another ordinal for the same device.
     pub fn ordinal(&self) -> i32 {
         self.0.ordinal
     }
 
-    /// Its name, such as `NVIDIA H200`.
+    /// The device's name, such as `NVIDIA H200`.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// Its identity, the same in every process.
+    /// The device's UUID, the same in every process.
     pub fn uuid(&self) -> DeviceUuid {
         self.0.uuid
     }
 
-    /// As another process can name it.
+    /// The UUID and the name, which identify the device in other processes.
     pub fn identity(&self) -> DeviceIdentity {
         DeviceIdentity { uuid: self.uuid(), name: self.name().to_owned() }
     }
 
-    /// One of its attributes. Attributes are claims: a driver may claim what it then refuses.
+    /// A device attribute. Attributes are claims: a driver may still refuse an operation that it claims to support.
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
@@ -108,7 +107,7 @@ impl Device {
         self.verbs().device_attribute(self.ordinal(), attribute)
     }
 
-    /// Its memory. On CUDA this retains the primary context.
+    /// Free and total memory. On CUDA this retains the primary context.
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemGetInfo`.
@@ -117,7 +116,7 @@ impl Device {
         self.verbs().memory_info(self.ordinal())
     }
 
-    /// What the sizes of shareable allocations are multiples of, in bytes.
+    /// The granularity of shareable allocations: their sizes are multiples of it, in bytes.
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemGetAllocationGranularity`, the first time.
@@ -130,7 +129,7 @@ impl Device {
         Ok(*self.0.granularity.get_or_init(|| granularity))
     }
 
-    /// As [`Device::granularity`], of what is made with such properties.
+    /// Like [`Device::granularity`], for allocations with these properties.
     pub(super) fn granularity_of(&self, properties: &Properties) -> Result<u64> {
         match properties {
             Properties { location: Location::Device(_), gpu_direct_rdma: false, .. } => self.granularity(),
@@ -138,10 +137,10 @@ impl Device {
         }
     }
 
-    /// Checks that the device claims what sharing by descriptor needs.
+    /// Checks that the device claims to support sharing by descriptor.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] names what it lacks; [`Error::Driver`].
+    /// [`DeviceError::Unsupported`], which names the missing feature; [`Error::Driver`].
     ///
     /// Driver call: `cuDeviceGetAttribute`.
     #[doc(alias = "cuDeviceGetAttribute")]
@@ -157,7 +156,7 @@ impl Device {
         Ok(())
     }
 
-    /// Checks that the device claims memory pools that can be shared by descriptor.
+    /// Checks that the device claims to support memory pools that are shared by descriptor.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`]; [`Error::Driver`]. Driver call: `cuDeviceGetAttribute`.
@@ -173,13 +172,11 @@ impl Device {
         Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }))
     }
 
-    /// Checks that memory of this device can be made reachable by RDMA. On WSL2 it can't, whatever the device claims: memory made
-    /// so was seen to be created there and then not to be usable.
-    ///
-    /// Does not block.
+    /// Checks that the device supports memory that RDMA can reach. On WSL2 it never does, whatever the device claims: there, such
+    /// memory was created in tests and then not usable. Does not block.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] where it can't: also on WSL2, and on the host backend; [`Error::Driver`].
+    /// [`DeviceError::Unsupported`] if not, on WSL2 and on the host backend; [`Error::Driver`].
     ///
     /// Driver call: `cuDeviceGetAttribute`.
     #[doc(alias = "cuDeviceGetAttribute")]
@@ -194,12 +191,11 @@ impl Device {
         Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }))
     }
 
-    /// The device of this process that is to use memory of `owner`: the one that is wanted, if it can reach it; else the owner
-    /// itself; else, if the owner is not visible here, the first one, which may reach it all the same.
+    /// Selects the device of this process to map memory of `owner` for: `wanted` if there is one, otherwise the owner itself, otherwise
+    /// (if this process does not see the owner) the first device, which may still reach the memory.
     ///
     /// # Errors
-    /// [`DeviceError::NoPeerAccess`] if the one that is wanted can't reach the owner; [`PeerError::Mismatch`] on the host backend
-    /// for
+    /// [`DeviceError::NoPeerAccess`] if `wanted` can't reach the owner's memory; [`PeerError::Mismatch`] on the host backend for
     /// memory of another machine; [`DeviceError::NotFound`]; [`Error::Driver`].
     ///
     /// Driver calls: those of [`Device::find`], `cuDeviceCanAccessPeer`.
@@ -219,7 +215,7 @@ impl Device {
             (None, None) => {
                 let first = Self::find(driver, Selector::default())?;
                 if first.is_host() {
-                    let message = format!("the buffer is on {owner}, and this process has only {first}");
+                    let message = format!("the buffer is on {owner}, but this process has only {first}");
                     return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Device, message }));
                 }
                 Ok(first)
@@ -227,7 +223,7 @@ impl Device {
         }
     }
 
-    /// This process's device of a UUID, if it sees it.
+    /// This process's device with the owner's UUID, if the process sees it.
     pub(super) fn see(driver: &Driver, owner: &DeviceIdentity) -> Result<Option<Self>> {
         match Self::find(driver, Selector::Uuid(owner.uuid)) {
             Ok(owner) => Ok(Some(owner)),
@@ -236,17 +232,17 @@ impl Device {
         }
     }
 
-    /// Whether it is no GPU, but memory of this machine.
+    /// Whether the device belongs to the host backend.
     pub fn is_host(&self) -> bool {
         self.backend() == Backend::Host
     }
 
-    /// The NUMA node next to it. Without NUMA the driver says -1, and means the one there is.
+    /// The nearest NUMA node. The driver returns -1 on a machine without NUMA, which has only node 0.
     pub(super) fn numa_node(&self) -> Result<i32> {
         Ok(self.attribute(Attribute::HostNumaId)?.max(0))
     }
 
-    /// Makes the device ready for copies, which on CUDA takes 55 to 95 ms the first time.
+    /// Prepares the device for copies. On CUDA the first call takes 55 to 95 ms.
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuDevicePrimaryCtxRetain`.
@@ -255,7 +251,7 @@ impl Device {
         self.verbs().activate(self.ordinal())
     }
 
-    /// Waits until all work of its primary context is done, whichever library queued it. Blocks for as long as that takes.
+    /// Waits until all work in the device's primary context is finished, whichever library queued it.
     ///
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure, and while a stream is being captured.
@@ -266,20 +262,20 @@ impl Device {
         self.verbs().synchronize(self.ordinal())
     }
 
-    /// Waits until all work of its primary context is done, also while another thread captures a stream into a graph: the capture goes on.
-    /// What is captured is no work that is waited for. Blocks for as long as that takes, and 0.1 to 0.2 ms.
+    /// Waits until all work in the device's primary context is finished. Does not disturb stream captures of other threads, and does not
+    /// wait for captured work. The call itself takes 0.1 to 0.2 ms.
     ///
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure.
     ///
-    /// Driver calls: `cuThreadExchangeStreamCaptureMode`, `cuMemHostAlloc`, `cuMemFreeHost`. (`cuCtxSynchronize` ends every capture of
-    /// the context, and so does freeing in the mode that a thread begins with.)
+    /// Driver calls: `cuThreadExchangeStreamCaptureMode`, `cuMemHostAlloc`, `cuMemFreeHost`. (`cuCtxSynchronize` would abort every
+    /// capture in the context. So would freeing memory in a thread's default capture mode.)
     #[doc(alias("cuThreadExchangeStreamCaptureMode", "cuMemHostAlloc", "cuMemFreeHost", "cuCtxSynchronize"))]
     pub fn wait_for_work(&self) -> Result<()> {
         self.verbs().wait_for_work(self.ordinal())
     }
 
-    /// Whether this device can reach another's memory: a claim, like all attributes.
+    /// Whether this device claims to reach another device's memory.
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuDeviceCanAccessPeer`.
@@ -289,7 +285,7 @@ impl Device {
         self.verbs().can_access_peer(self.ordinal(), owner.ordinal())
     }
 
-    /// What shareable memory of a device is made with, that RDMA can reach if `gpu_direct_rdma`.
+    /// The properties of shareable memory. With `gpu_direct_rdma`, RDMA can reach the memory.
     pub(super) fn shareable_for(&self, placement: Placement, gpu_direct_rdma: bool) -> Result<Properties> {
         if gpu_direct_rdma {
             if placement == Placement::Host && !self.is_host() {
@@ -301,7 +297,7 @@ impl Device {
         Ok(Properties { gpu_direct_rdma, ..self.shareable(placement)? })
     }
 
-    /// What shareable memory of a device is made with.
+    /// The properties of shareable memory.
     pub(super) fn shareable(&self, placement: Placement) -> Result<Properties> {
         let location = match placement {
             Placement::Device => Location::Device(self.ordinal()),
@@ -316,20 +312,20 @@ impl Device {
         Ok(Properties { location, exportable: true, immutable: false, gpu_direct_rdma: false })
     }
 
-    /// An allocation's failure, with both figures if the memory is what ran out.
+    /// Converts the error of an allocation to [`MemoryError::OutOfMemory`] if the device has less free memory than requested.
     pub(super) fn out_of_memory(&self, size: u64, error: Error) -> Error {
         let Error::Driver { code: code::OUT_OF_MEMORY, .. } = &error else { return error };
         match self.memory_info() {
             Ok(MemoryInfo { free, .. }) if size > free => {
                 Error::Memory(MemoryError::OutOfMemory { device: self.to_string(), size, free })
             }
-            // Something else ran out.
+            // Another resource is exhausted.
             _ => error,
         }
     }
 }
 
-/// The name, and the UUID as people paste it: `NVIDIA H200 GPU-53e9...`.
+/// The name and the prefixed UUID: `NVIDIA H200 GPU-53e9...`.
 impl fmt::Display for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.name(), self.prefixed_uuid())
@@ -337,7 +333,7 @@ impl fmt::Display for Device {
 }
 
 impl Device {
-    /// The UUID with the prefix that says of what it is: `GPU-` as in `CUDA_VISIBLE_DEVICES`, or `HOST-`.
+    /// The UUID with the backend's prefix: `GPU-` as in `CUDA_VISIBLE_DEVICES`, or `HOST-`.
     pub fn prefixed_uuid(&self) -> String {
         self.uuid().prefixed(self.backend())
     }

@@ -1,12 +1,12 @@
-//! Other memory at the same addresses.
+//! Replacing the memory at an address range.
 
 use std::mem;
 
 use super::{Device, Imported, Mapping, Region, Remains, report};
 use crate::error::{Error, MemoryError, Result};
 
-/// Memory that is imported and mapped nowhere: its handles and descriptors, with which it can be mapped at the addresses of other
-/// memory. Dropping it releases and closes them.
+/// Imported memory that is not mapped: handles and descriptors, to map it at the addresses of other memory. Dropping it releases the
+/// handles and closes the descriptors.
 #[derive(Debug)]
 pub(crate) struct Spare {
     size: u64,
@@ -16,10 +16,10 @@ pub(crate) struct Spare {
 }
 
 impl Spare {
-    /// Unmaps memory, and keeps what it is mapped with again.
+    /// Unmaps memory and keeps its segments.
     ///
     /// # Errors
-    /// [`Error::Driver`]; [`Error::Misuse`] for memory that is not of segments. Driver calls: `cuMemUnmap`, `cuMemAddressFree`.
+    /// [`Error::Driver`]; [`Error::Misuse`] for memory without segments. Driver calls: `cuMemUnmap`, `cuMemAddressFree`.
     pub(crate) fn of(mut memory: Imported, segments: Remains) -> Result<Self> {
         memory.mapping()?.unmap()?;
         Ok(Self { size: memory.size(), immutable: memory.immutable, node: memory.node, segments })
@@ -30,15 +30,15 @@ impl Spare {
     }
 }
 
-/// Addresses, and what is to be there.
+/// An address range, and the memory to map there.
 #[derive(Debug)]
 pub(crate) struct Place<'a> {
     memory: &'a mut Imported,
-    /// The handles of what is mapped there, and nothing if it is parked.
+    /// The handles of the mapped memory; empty if parked.
     segments: &'a mut Remains,
-    /// What is to be there; nothing to park it.
+    /// The new memory; `None` to park the range.
     next: Option<&'a mut Spare>,
-    /// Whether the mapping may be another than it was.
+    /// Whether the mapping may have changed.
     changed: bool,
 }
 
@@ -61,7 +61,7 @@ impl<'a> Place<'a> {
         self.next.as_deref().map_or(Ok(()), |next| next.map(mapping))
     }
 
-    /// Maps again what was there.
+    /// Maps the old memory again.
     fn restore(&mut self) -> Result<()> {
         let (parked, node) = (self.memory.parked, self.memory.node);
         let mapping = self.memory.mapping()?;
@@ -69,8 +69,8 @@ impl<'a> Place<'a> {
         if parked { Ok(()) } else { map(mapping, self.segments, node) }
     }
 
-    /// Enters what was done: what was there is the spare one now.
-    fn settle(&mut self) {
+    /// Updates the state after success: the old memory becomes the spare memory.
+    fn commit(&mut self) {
         match self.next.as_deref_mut() {
             Some(next) => {
                 mem::swap(&mut self.memory.size, &mut next.size);
@@ -79,33 +79,33 @@ impl<'a> Place<'a> {
                 mem::swap(self.segments, &mut next.segments);
                 self.memory.parked = false;
             }
-            None => self.give_up(),
+            None => self.park(),
         }
     }
 
-    /// Parks it, and releases what was there.
-    fn give_up(&mut self) {
+    /// Marks the range as parked, and releases the old memory.
+    fn park(&mut self) {
         self.memory.parked = true;
         *self.segments = Remains::default();
     }
 }
 
-/// Puts other memory at the addresses of each place, in all of them or in none. Where nothing is to come, the addresses stay
-/// reserved, and what was there is released. What was there else is in the spare memory then.
+/// Replaces the memory at every place, or at none. The old memory becomes the spare memory. If a place has no new memory, the old memory
+/// is released and the addresses stay reserved.
 ///
-/// On CUDA the old memory is unmapped, the new one mapped, and its access set once for each place: between them the addresses are
-/// empty. On the host backend each segment takes the place of one of the same size in one step. In neither can other memory of this
-/// process get the addresses. Waits until all work in the devices' primary contexts is done; blocks for as long as that takes.
+/// On CUDA, each place is unmapped, mapped, and given access once, so its addresses are unmapped for a moment. On the host backend, a
+/// segment of the same size replaces each segment in one step. In both cases the addresses stay reserved, so no other memory of this
+/// process can get them. Waits until all work in the devices' primary contexts is finished.
 ///
 /// # Errors
-/// [`Error::Misuse`] if a mirror of any of the memory is open, and [`Error::Driver`] if the work before failed, and where nothing was
-/// mapped before: then nothing is changed.
-/// [`MemoryError::NotExchanged`] else: what was there is mapped again, or if it says so, nothing is any more.
+/// [`Error::Misuse`] if a mirror of the memory is open; [`Error::Driver`] if earlier device work failed, or if all places were parked
+/// and mapping failed: in these cases nothing is changed. Otherwise [`MemoryError::NotExchanged`]: the old memory is mapped again, or,
+/// if `back` holds an error, nothing is mapped.
 ///
-/// Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`; where nothing is to come, `cuMemRelease`. On the host
-/// backend: mmap(2) with `MAP_FIXED`.
+/// Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`; to park, `cuMemRelease`. On the host backend: mmap(2)
+/// with `MAP_FIXED`.
 pub(crate) fn exchange(places: &mut [Place<'_>]) -> Result<()> {
-    // All of them before the first is changed: what was changed could not be restored beside an open mirror.
+    // Check every place before changing the first: an open mirror would prevent restoring it.
     for place in places.iter_mut() {
         place.memory.mapping()?.check_unused()?;
     }
@@ -118,7 +118,7 @@ pub(crate) fn exchange(places: &mut [Place<'_>]) -> Result<()> {
         }
     }
     let Err(source) = places.iter_mut().try_for_each(Place::change) else {
-        places.iter_mut().for_each(Place::settle);
+        places.iter_mut().for_each(Place::commit);
         return Ok(());
     };
     let was_parked = places.iter().all(|place| place.memory.parked);
@@ -129,8 +129,8 @@ pub(crate) fn exchange(places: &mut [Place<'_>]) -> Result<()> {
         Err(error) => {
             for place in places.iter_mut() {
                 let unmapped = place.memory.mapping().and_then(Mapping::unmap);
-                report(unmapped, "memory that is to be parked can't be unmapped");
-                place.give_up();
+                report(unmapped, "parked memory can't be unmapped");
+                place.park();
             }
             Some(Box::new(error))
         }

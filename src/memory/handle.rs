@@ -1,4 +1,4 @@
-//! Arrays in memory that travels by a channel of the user's own.
+//! Sharing arrays over the program's own channel.
 
 use std::{
     ops::Range,
@@ -13,10 +13,11 @@ use crate::{
     error::{Error, MemoryError, Result},
 };
 
-/// All that another process needs to open an array, besides the descriptors: send both by any channel that you have.
+/// Describes an array in shared memory. Together with the descriptors, this is all that another process needs to open the array: send
+/// both over any channel.
 ///
-/// It serialises with serde, to JSON or any other format that names its fields, in the form of the protocol's `memory` and
-/// `array`. What it says is checked when it is opened.
+/// Serialises with serde to JSON, or any other format with named fields, in the form of the protocol's `memory` and `array`. The contents
+/// are checked when the array is opened.
 ///
 /// ```
 /// use vmmfd::{
@@ -34,11 +35,11 @@ use crate::{
 /// let (handle, fds) = ArrayHandle::of(&shared, array)?;
 /// let text = serde_json::to_string(&handle)?;
 ///
-/// // What another process does with the text and the descriptors:
+/// // Another process receives the text and the descriptors:
 /// let handle: ArrayHandle = serde_json::from_str(&text)?;
 /// let array = handle.open(&driver, None, fds, Access::ReadOnly)?;
 /// assert_eq!(array.element(&[0, 0])?, 1.5f32.to_le_bytes());
-/// let row = array.index(0, 2)?; // A view: it keeps the memory too.
+/// let row = array.index(0, 2)?; // A view also keeps the memory open.
 /// drop(array);
 /// assert_eq!(row.descriptor().shape, [5]);
 /// # Ok(())
@@ -47,21 +48,21 @@ use crate::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ArrayHandle {
-    /// What is shared, and how.
+    /// Describes the memory.
     pub memory: Description,
-    /// The size of each allocation, in bytes, in the order of the descriptors.
+    /// The size of each allocation in bytes, in the order of the descriptors.
     pub segments: Vec<u64>,
-    /// What the memory holds.
+    /// Describes the array in the memory.
     pub array: ArrayDescriptor,
 }
 
 impl ArrayHandle {
-    /// The handle of an array in shared memory, with the descriptors that belong to it: one for each allocation, or the pool's,
-    /// or none with a legacy handle. The receiver may close them once it has opened it.
+    /// Creates the handle of an array in shared memory. Also returns its descriptors: one per allocation, or the pool's, or none for
+    /// legacy memory. The receiver may close them after opening the array.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if the array is not inside the memory; [`Error::Misuse`] for memory that is still to be sealed;
-    /// [`Error::Driver`]; [`Error::System`].
+    /// [`MemoryError::Array`] or [`MemoryError::OutOfRange`] if the array is not inside the memory; [`Error::Misuse`] if the memory is to
+    /// be sealed and is not sealed yet; [`Error::Driver`]; [`Error::System`].
     ///
     /// Driver calls: `cuMemPoolExportToShareableHandle`, `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     #[doc(alias("cuMemPoolExportToShareableHandle", "cuMemPoolExportPointer", "cuIpcGetMemHandle"))]
@@ -84,18 +85,18 @@ impl ArrayHandle {
         }
         let memory = shared.describe()?;
         if memory.segments() != segments.len() as u64 {
-            let problem = "the memory is to be sealed before it is handed out: call Shared::seal";
+            let problem = "the memory must be sealed before it is handed out: call Shared::seal";
             return Err(Error::Misuse { problem: problem.to_owned() });
         }
         Ok((Self { memory, segments, array }, fds))
     }
 
-    /// Opens it. `device` is the one that is to use the memory: by default the owner, or the first one if this process does not
-    /// see the owner. The descriptors are closed on success and on failure.
+    /// Opens the array. `device` selects the device that the memory is mapped for; the default is the owner, or the first device if this
+    /// process does not see the owner. The descriptors are closed on success and on failure.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if the array is not inside the memory, before anything is opened; those of [`Imported::open`]
-    /// and [`Device::for_memory_of`].
+    /// [`MemoryError::Array`] or [`MemoryError::OutOfRange`], before anything is opened, if the array is not inside the memory; as for
+    /// [`Imported::open`] and [`Device::for_memory_of`].
     ///
     /// Driver calls: those of [`Imported::open`].
     pub fn open(&self, driver: &Driver, device: Option<Selector>, fds: Vec<OwnedFd>, access: Access) -> Result<Array> {
@@ -107,7 +108,7 @@ impl ArrayHandle {
     }
 }
 
-/// A typed array in memory, or a view of one. Clones and views are of the same memory, which lives until the last one is
+/// A typed array in memory, or a view of an array. Clones and views share the memory, which stays open until the last of them is
 /// dropped.
 #[derive(Debug, Clone)]
 pub struct Array {
@@ -116,40 +117,40 @@ pub struct Array {
 }
 
 impl Array {
-    /// An array in memory.
+    /// Creates an array in memory.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if it is not inside the memory.
+    /// [`MemoryError::Array`] or [`MemoryError::OutOfRange`] if the array is not inside the memory.
     pub fn new(memory: Arc<dyn Region>, descriptor: ArrayDescriptor) -> Result<Self> {
         descriptor.check(memory.size())?;
         Ok(Self { memory, descriptor })
     }
 
-    /// Opens a raw legacy handle, such as CuPy, Numba or a C program makes, as an array: what Numba calls `open_ipc_array`.
-    /// `offset` is where the array's memory begins behind what the handle opens, in bytes.
+    /// Opens a raw legacy handle from CuPy, Numba or a C program as an array, like Numba's `open_ipc_array`. `offset` is the start of
+    /// the array's memory relative to the address that the handle opens, in bytes.
     ///
     /// # Errors
-    /// Those of [`LegacyMemory::open`]; [`MemoryError::OutOfRange`]; [`MemoryError::Array`].
+    /// As for [`LegacyMemory::open`]; [`MemoryError::OutOfRange`]; [`MemoryError::Array`].
     ///
     /// Driver calls: those of [`LegacyMemory::open`].
     pub fn open_legacy(device: &Device, handle: &Pointer, offset: u64, descriptor: ArrayDescriptor) -> Result<Self> {
         let memory = LegacyMemory::open(device, handle)?;
         check_range(offset, 0, memory.size())?;
-        let begin = descriptor.offset.checked_add(offset);
-        let begin = begin.ok_or(Error::Memory(MemoryError::OutOfRange {
+        let start = descriptor.offset.checked_add(offset);
+        let start = start.ok_or(Error::Memory(MemoryError::OutOfRange {
             offset,
             length: descriptor.offset,
             size: memory.size(),
         }))?;
-        Self::new(memory, ArrayDescriptor { offset: begin, ..descriptor })
+        Self::new(memory, ArrayDescriptor { offset: start, ..descriptor })
     }
 
-    /// What it is made of.
+    /// The array's type, shape, strides and offset.
     pub fn descriptor(&self) -> &ArrayDescriptor {
         &self.descriptor
     }
 
-    /// The memory that it is in.
+    /// The memory that contains the array.
     pub fn memory(&self) -> &Arc<dyn Region> {
         &self.memory
     }
@@ -157,43 +158,42 @@ impl Array {
     /// The dictionary of `__cuda_array_interface__`, for CuPy, Numba, PyTorch and others.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if the interface has no name for the elements (`bfloat16` and the 8-bit floats), or if the array
-    /// passes
-    /// the end of the address space.
+    /// [`MemoryError::Array`] if the interface has no typestr for the elements (`bfloat16` and the 8-bit floats), or if the array
+    /// exceeds the address space.
     pub fn interface(&self) -> Result<Interface> {
         self.descriptor.interface(self.memory.address(), self.memory.access() == Access::ReadOnly)
     }
 
-    /// One element's bytes.
+    /// Reads the bytes of one element.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] for an index outside; [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
+    /// [`MemoryError::Array`] if the index is not in the array; [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
     #[doc(alias = "cuMemcpyDtoH")]
     pub fn element(&self, index: &[u64]) -> Result<Vec<u8>> {
         element_at(&*self.memory, self.descriptor.dtype.size(), self.descriptor.offset_of(index)?)
     }
 
-    /// The first elements as a person reads them, at most so many.
+    /// Reads the first elements, at most `most`, and formats them as text.
     ///
     /// # Errors
-    /// [`Error::Driver`]. Driver call: `cuMemcpyDtoH` for each.
+    /// [`Error::Driver`]. Driver call: `cuMemcpyDtoH` for each element.
     #[doc(alias = "cuMemcpyDtoH")]
     pub fn first(&self, most: usize) -> Result<Vec<String>> {
         first_elements(&*self.memory, &self.descriptor, most)
     }
 
-    /// A view of every `step`th element of a range along an axis: see [`ArrayDescriptor::slice`].
+    /// A view of every `step`-th element of a range along an axis: see [`ArrayDescriptor::slice`].
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if it is not inside.
+    /// [`MemoryError::Array`] if the axis or the range is not in the array, or the step is 0.
     pub fn slice(&self, axis: usize, range: Range<u64>, step: i64) -> Result<Self> {
         self.view(self.descriptor.slice(axis, range, step)?)
     }
 
-    /// A view of one index along an axis, which it no longer has.
+    /// A view of one index along an axis. The view does not have this axis.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if it is not inside.
+    /// [`MemoryError::Array`] if the axis or the index is not in the array.
     pub fn index(&self, axis: usize, index: u64) -> Result<Self> {
         self.view(self.descriptor.index(axis, index)?)
     }
@@ -211,18 +211,18 @@ impl Array {
     }
 }
 
-/// How many bytes of an element a person is shown.
-const SHOWN_OF_AN_ELEMENT: u64 = 32;
+/// The maximum number of bytes to format of an element.
+const FORMATTED_BYTES: u64 = 32;
 
-/// The first elements of an array in memory as a person reads them, at most so many.
+/// Reads the first elements of an array in memory, at most `most`, and formats them as text.
 ///
 /// # Errors
-/// [`MemoryError::Array`] if it makes no sense; [`MemoryError::OutOfRange`]; [`Error::Driver`].
+/// [`MemoryError::Array`] if the descriptor is invalid; [`MemoryError::OutOfRange`]; [`Error::Driver`].
 pub fn first_elements(memory: &dyn Region, array: &ArrayDescriptor, most: usize) -> Result<Vec<String>> {
     let offsets = array.offsets()?.take(most);
-    // Only a raw element is larger: its beginning is enough.
+    // Only raw elements can be larger: their first bytes are enough.
     let size = array.dtype.size();
-    let shown = size.min(SHOWN_OF_AN_ELEMENT);
+    let shown = size.min(FORMATTED_BYTES);
     let shorten = |offset| {
         let text = array.dtype.format(&element_at(memory, shown, offset)?);
         Ok(if shown < size { text + "..." } else { text })

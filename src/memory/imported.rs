@@ -8,31 +8,31 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Memory that another process owns and that this one can use. Dropping it closes it.
+/// Memory that another process owns and this process has open. Dropping it closes the memory.
 ///
-/// [`Region::size`] is the bytes of data; [`Imported::mapped_size`] is what is mapped. Memory that is shared by
-/// [`super::Mechanism::Vmm`] stays valid for as long as it lives, also when its owner is gone. Memory of a pool and legacy memory
-/// must be dropped before its owner frees it.
+/// [`Region::size`] is the size of the data; [`Imported::mapped_size`] bytes are mapped. Memory that is shared by
+/// [`super::Mechanism::Vmm`] stays valid until it is dropped, even if its owner exits. Pool buffers and legacy memory must be dropped
+/// before the owner frees them.
 #[derive(Debug)]
 pub struct Imported {
     pub(super) memory: ImportedBacking,
-    /// Where it begins, in bytes of the owner's.
+    /// Offset of this part in the owner's memory, in bytes.
     pub(super) start: u64,
-    /// How many bytes of data it has.
+    /// Bytes of data.
     pub(super) size: u64,
     pub(super) access: Access,
     pub(super) immutable: bool,
-    /// Which NUMA node's CPUs may use it too, if it is host memory: for other memory that comes in its place.
+    /// The NUMA node of host memory, whose CPUs also get access. Needed again when other memory replaces this memory.
     pub(super) node: Option<i32>,
-    /// Whether nothing is mapped: the addresses are kept for memory that comes back.
+    /// Whether nothing is mapped and the addresses are only reserved.
     pub(super) parked: bool,
 }
 
-/// What keeps the memory open.
+/// Keeps the memory open.
 #[derive(Debug)]
 pub(super) enum ImportedBacking {
     Vmm(Mapping),
-    /// Of a pool, or legacy: what was offered begins some bytes behind the pointer.
+    /// A pool buffer or legacy memory. The offered memory starts `offset` bytes after the pointer.
     Opened {
         region: Arc<dyn Region>,
         offset: u64,
@@ -41,12 +41,12 @@ pub(super) enum ImportedBacking {
 }
 
 impl Imported {
-    /// Where it begins, in bytes of the owner's: 0 unless only a part was asked for.
+    /// The offset of this memory in the owner's memory, in bytes: 0 unless a part was requested.
     pub fn start(&self) -> u64 {
         self.start
     }
 
-    /// How many bytes are mapped: at least [`Region::size`]. What lies behind the data is the owner's padding.
+    /// The number of mapped bytes: at least [`Region::size`]. The bytes after the data are the owner's padding.
     pub fn mapped_size(&self) -> u64 {
         match &self.memory {
             ImportedBacking::Vmm(mapping) => mapping.size(),
@@ -54,32 +54,32 @@ impl Imported {
         }
     }
 
-    /// Whether nothing is mapped at its addresses, which stay reserved: see `Object::park` of the broker's client. Its
-    /// [`Region::size`] is 0 then, so that every access to it is refused.
+    /// Whether nothing is mapped and the addresses are only reserved: see `Object::park` of the broker's client. [`Region::size`] is then
+    /// 0, so that every access is refused.
     pub fn is_parked(&self) -> bool {
         self.parked
     }
 
-    /// How many bytes of data it has, or had when it was parked.
+    /// Bytes of data, also while parked.
     pub(crate) fn data_size(&self) -> u64 {
         self.size
     }
 
-    /// What is mapped at addresses of its own.
+    /// The mapping of memory with segments.
     ///
     /// # Errors
-    /// [`Error::Misuse`] for memory of a pool, and for legacy memory.
+    /// [`Error::Misuse`] for pool buffers and legacy memory.
     pub(super) fn mapping(&mut self) -> Result<&mut Mapping> {
         match &mut self.memory {
             ImportedBacking::Vmm(mapping) => Ok(mapping),
             ImportedBacking::Opened { .. } => {
-                let problem = "memory of a pool and legacy memory have no addresses that can be filled again";
+                let problem = "pool buffers and legacy memory can't be replaced at their addresses";
                 Err(Error::Misuse { problem: problem.to_owned() })
             }
         }
     }
 
-    /// How many bytes of addresses are reserved for it.
+    /// The number of reserved bytes of addresses.
     pub(crate) fn room(&self) -> u64 {
         match &self.memory {
             ImportedBacking::Vmm(mapping) => mapping.room(),
@@ -87,12 +87,12 @@ impl Imported {
         }
     }
 
-    /// Whether its owner says that it is never written any more.
+    /// Whether the owner declared the memory immutable: no process writes to it any more.
     pub fn is_immutable(&self) -> bool {
         self.immutable
     }
 
-    /// Whether it must be dropped before its owner frees it.
+    /// Whether the memory must be dropped before its owner frees it.
     pub fn is_borrowed(&self) -> bool {
         matches!(self.memory, ImportedBacking::Opened { .. })
     }

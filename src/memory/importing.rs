@@ -1,4 +1,4 @@
-//! Imports memory of many segments, some at a time, and checks it against its description.
+//! Imports memory in batches of segments, and checks it against its description.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -10,36 +10,37 @@ use nix::sys::sysinfo::sysinfo;
 use super::{
     Allocation, Description, Device, Mapping, Part, Placement, Region, Reservation, Sharing,
     imported::{Imported, ImportedBacking},
-    offered::{OpenError, Step, nonsense},
+    offered::{OpenError, Step, contradiction},
 };
 use crate::{
     driver::{Access, Location},
     error::{Error, ErrorCode, PeerError, Result},
 };
 
-/// Imports memory of many segments, some at a time: only so many descriptors need be open at once.
+/// Imports memory in batches of segments, so that only the descriptors of one batch are open at a time.
 ///
-/// The mapping does not need the handles and descriptors of its segments. They are released when the next segments are taken, or
-/// by the caller at the end: it costs about as much as all else, and the peer need not wait for it.
+/// The mapping does not need the handles and descriptors of its segments. They are released when the next batch is imported, and those
+/// of the last batch by the caller: releasing them takes about as long as the rest, and the peer need not wait for it.
 #[derive(Debug)]
 pub(crate) struct Importing {
     device: Device,
     description: Description,
     part: Part,
     access: Access,
-    /// Whether the pages are copied when this process writes to them.
+    /// Whether the pages are copy-on-write.
     private: bool,
-    /// None before the first segment is imported: then its size, and so a part of what is claimed, is known to be true.
+    /// `None` before the first segment is imported. No addresses are reserved before a real segment confirms part of the claimed size.
     mapping: Option<Mapping>,
-    /// What the driver must say of each allocation.
+    /// The owner that the driver must report for each allocation.
     owner: Owner,
+    /// Number of imported segments.
     taken: u64,
-    /// Of the segments that were taken last.
+    /// The handles and descriptors of the last batch.
     remains: Remains,
 }
 
-/// What is left of segments that are mapped: their handles and descriptors, which the memory does not need. Dropping it
-/// releases and closes them.
+/// Handles and descriptors of mapped segments, which the mapping does not need. Dropping it releases the handles and closes the
+/// descriptors.
 #[derive(Debug, Default)]
 pub(crate) struct Remains(Vec<(Allocation, Arc<OwnedFd>)>);
 
@@ -50,7 +51,7 @@ impl Remains {
     }
 }
 
-/// Whose the memory is, as this process can know it.
+/// The owner of the memory, as visible to this process.
 #[derive(Debug, Clone, Copy)]
 enum Owner {
     Device(i32),
@@ -59,16 +60,16 @@ enum Owner {
 }
 
 impl Importing {
-    /// Checks what is claimed of the segments of a part.
+    /// Checks the description of a part. Makes no driver call for memory.
     ///
     /// # Errors
-    /// Those of [`Imported::open`]. No driver call for memory.
+    /// As for [`Imported::open`].
     pub(crate) fn begin(device: &Device, description: &Description, part: &Part, access: Access) -> Result<Self> {
         let placement = check(device, description, part)?;
         if part.size == 0 {
-            return nonsense(format!("a part has no memory: {part}"));
+            return contradiction(format!("a part has no memory: {part}"));
         }
-        check_possible(device, description, placement)?;
+        check_plausible(device, description, placement)?;
         let owner = match placement {
             Placement::Host => Owner::Host,
             _ if device.uuid() == description.device.uuid => Owner::Device(device.ordinal()),
@@ -91,20 +92,20 @@ impl Importing {
         })
     }
 
-    /// Has it mapped with copy-on-write pages, to read and write: on the host backend alone. Before the first segment is taken.
+    /// Maps the memory with writable copy-on-write pages. Host backend only. Call it before the first [`Importing::take`].
     pub(crate) fn copy_on_write(self) -> Self {
         Self { private: true, ..self }
     }
 
-    /// Takes the next segments: releases and closes those before, imports these and maps them.
+    /// Imports and maps the next batch of segments. Releases the handles and descriptors of the previous batch.
     ///
     /// # Errors
-    /// Those of [`Imported::open`].
+    /// As for [`Imported::open`].
     ///
     /// Driver calls: `cuMemRelease`; those of [`Allocation::import`], `cuMemAddressReserve` the first time, `cuMemMap`.
     pub(crate) fn take(&mut self, sizes: &[u64], fds: Vec<impl Into<Arc<OwnedFd>>>) -> Result<()> {
         if sizes.len() != fds.len() {
-            return nonsense(format!("{} segments came with {} descriptors", sizes.len(), fds.len()));
+            return contradiction(format!("received {} segments with {} descriptors", sizes.len(), fds.len()));
         }
         self.remains.0.clear();
         self.remains.0.reserve_exact(fds.len());
@@ -113,7 +114,7 @@ impl Importing {
             let before = self.mapping.as_ref().map_or(0, Region::size);
             let fits = before.checked_add(size).is_some_and(|end| end <= self.part.size);
             if self.taken == self.part.segments || !fits {
-                return nonsense(format!("more came than was described: {}", self.part));
+                return contradiction(format!("received more memory than described: {}", self.part));
             }
             let allocation = Allocation::import_offered(&self.device, fd.as_fd(), size)
                 .map_err(|error| error.explain(&self.device, &self.description))?;
@@ -139,12 +140,12 @@ impl Importing {
         Ok(())
     }
 
-    /// How many segments are still to come.
+    /// The number of missing segments.
     pub(crate) fn missing(&self) -> u64 {
         self.part.segments - self.taken
     }
 
-    /// The driver must say the same of the memory as its description: what it says decides.
+    /// Checks the description against the driver, which has the final say on the memory's location.
     fn check_owner(&self, allocation: &Allocation) -> Result<()> {
         let location = allocation.properties().location;
         let fits = match (self.owner, location) {
@@ -158,35 +159,36 @@ impl Importing {
         if fits {
             return Ok(());
         }
-        let (said, device) = (self.description.placement(), &self.description.device);
+        let (described, device) = (self.description.placement(), &self.description.device);
         let found = match location {
             Location::Device(ordinal @ 0..) => format!("device {ordinal} of this process"),
             Location::Device(_) => "a device that this process does not see".to_owned(),
             Location::HostNuma(node) => format!("NUMA node {node}"),
         };
-        let message = format!("the driver says that the memory is of {found}, and its description {said} of {device}");
+        let message =
+            format!("the driver reports memory of {found}, but its description says {described} memory of {device}");
         Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Device, message }))
     }
 
-    /// Memory that is said to be never written any more must be sealed, where that can be seen: a GPU's driver does not tell.
+    /// Checks that memory described as immutable is sealed. Only the host backend can check this: a GPU's driver reports no seals.
     fn check_seal(&self, allocation: &Allocation) -> Result<()> {
         if self.description.immutable && self.device.is_host() && !allocation.properties().immutable {
-            return nonsense(
-                "memory is offered as immutable, and is not sealed against writing (F_SEAL_WRITE)".to_owned(),
+            return contradiction(
+                "the memory is offered as immutable, but is not sealed against writing (F_SEAL_WRITE)".to_owned(),
             );
         }
         Ok(())
     }
 
-    /// Lets the device use the memory, now that all of it is there. Also returns what can be released later.
+    /// Gives the device access to the complete memory. Also returns the last batch's handles and descriptors, to release later.
     ///
     /// # Errors
-    /// Those of [`Imported::open`]. Driver call: `cuMemSetAccess`.
+    /// As for [`Imported::open`]. Driver call: `cuMemSetAccess`.
     pub(crate) fn finish(self) -> Result<(Imported, Remains)> {
         let Self { device, description, part, mapping, owner, taken, remains, .. } = self;
         let complete = |mapping: &Mapping| taken == part.segments && mapping.size() == part.size;
         let Some(mapping) = mapping.filter(complete) else {
-            return nonsense(format!("{taken} segments came, and not all that was described: {part}"));
+            return contradiction(format!("received {taken} segments, which is less than described: {part}"));
         };
         let node = match owner {
             Owner::Host => Some(device.numa_node()?),
@@ -200,27 +202,25 @@ impl Importing {
     }
 }
 
-/// More bytes than a process has addresses for: half of 48 bits is the kernel's.
+/// The size of a process's address space: half of 48 bits, because the kernel uses the other half.
 const ADDRESSES: u64 = 1 << 47;
 
-/// More bytes than a device has: 4 TiB, where the largest GPUs have a tenth of that. The driver would say how many only with a context.
-const MOST_OF_DEVICE: u64 = 1 << 42;
+/// The size limit for device memory: 4 TiB, ten times the memory of the largest GPUs. Asking the driver would require a context.
+const DEVICE_LIMIT: u64 = 1 << 42;
 
-/// Checks what a description says before it is used. Returns which memory it is.
+/// Checks a description and a part before they are used. Returns the location of the memory.
 fn check(device: &Device, description: &Description, part: &Part) -> Result<Placement> {
     let Sharing::Vmm { placement, segments } = description.sharing else {
-        return nonsense("segments come with memory that has none".to_owned());
+        return contradiction("received segments for memory without segments".to_owned());
     };
     let Description { size, mapped_size, .. } = *description;
     let granularity = device.granularity()?;
     for size in [mapped_size, part.size, part.offset] {
         if size >= ADDRESSES {
-            return nonsense(format!("{size} bytes are offered as mapped, and there are never {ADDRESSES}"));
+            return contradiction(format!("a mapped size of {size} bytes exceeds the address space of {ADDRESSES}"));
         }
         if !size.is_multiple_of(granularity) {
-            return nonsense(format!(
-                "{size} bytes are offered as mapped, where memory comes in units of {granularity}"
-            ));
+            return contradiction(format!("a mapped size of {size} bytes is not a multiple of {granularity}"));
         }
     }
     let behind = |all: u64, before: u64, part: u64| all.checked_sub(before)?.checked_sub(part);
@@ -229,28 +229,28 @@ fn check(device: &Device, description: &Description, part: &Part) -> Result<Plac
         Some((part.segments, part.size)),
         behind(segments, part.first, part.segments).zip(behind(mapped_size, part.offset, part.size)),
     ];
-    // Before the part, in it and behind it: bytes are in segments, none of which is empty or smaller than the granularity.
+    // Before, in and after the part, each segment has at least `granularity` bytes.
     let possible = |(count, bytes): (u64, u64)| (count == 0) == (bytes == 0) && count <= bytes / granularity;
     if size > mapped_size || !pieces.into_iter().all(|piece| piece.is_some_and(possible)) {
-        return nonsense(format!(
-            "{part}: that is no part of {size} bytes of data in {mapped_size} bytes of memory in {segments} segments"
+        return contradiction(format!(
+            "{part}: not a part of {size} bytes of data in {mapped_size} bytes of memory with {segments} segments"
         ));
     }
     Ok(placement)
 }
 
-/// Refuses memory that no machine could have, before addresses are reserved for it.
-fn check_possible(device: &Device, description: &Description, placement: Placement) -> Result<()> {
-    let (most, holder) = if placement == Placement::Host || device.is_host() {
-        let machine = sysinfo().map_err(|errno| Error::system("ask for the size of the machine's memory", errno))?;
-        (machine.ram_total().saturating_add(machine.swap_total()), "this machine has memory and swap space for")
+/// Refuses more memory than the machine or a device can have, before addresses are reserved for it.
+fn check_plausible(device: &Device, description: &Description, placement: Placement) -> Result<()> {
+    let (limit, name) = if placement == Placement::Host || device.is_host() {
+        let machine = sysinfo().map_err(|errno| Error::system("read the size of the machine's memory", errno))?;
+        (machine.ram_total().saturating_add(machine.swap_total()), "this machine's memory and swap space")
     } else {
-        (MOST_OF_DEVICE, "the limit for the memory of a device is")
+        (DEVICE_LIMIT, "the limit for device memory")
     };
     match description.mapped_size {
-        size if size <= most => Ok(()),
+        size if size <= limit => Ok(()),
         size => {
-            let message = format!("{size} bytes of memory are offered, and {holder} {most}");
+            let message = format!("the offered {size} bytes of memory exceed {name} of {limit} bytes");
             Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }))
         }
     }

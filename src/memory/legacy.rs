@@ -1,4 +1,4 @@
-//! Memory of `cuMemAlloc`, shared by a legacy handle.
+//! Memory from `cuMemAlloc`, shared by a legacy IPC handle.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use crate::{
     error::{Error, MemoryError, Result},
 };
 
-/// What legacy memory is rounded to. A handle opens the whole block that an allocation lies in, and smaller ones lie in one
-/// block side by side: a peer would see the neighbours.
+/// The granularity of legacy memory. A handle opens the whole 2 MiB block that contains an allocation; smaller allocations share a block,
+/// and a peer would see its neighbours.
 const BLOCK: u64 = 2 << 20;
 
-/// Memory that is shared by a `CUipcMemHandle`, or that was. Always readable and writable.
+/// Memory that this process shares by a `CUipcMemHandle`, or opened from one. Always readable and writable.
 ///
-/// Dropping it frees it, or closes what was opened. A process that opened it must close it before its owner frees it.
+/// Dropping it frees own memory and closes opened memory. A process must close opened memory before its owner frees it.
 #[doc(alias("cuMemAlloc", "cuMemFree", "cuIpcOpenMemHandle", "cuIpcCloseMemHandle"))]
 #[derive(Debug)]
 pub struct LegacyMemory {
@@ -29,12 +29,11 @@ pub struct LegacyMemory {
 }
 
 impl LegacyMemory {
-    /// Allocates at least `size` bytes in a block of their own, of 2 MiB or a multiple.
+    /// Allocates `size` bytes, rounded up to a multiple of 2 MiB, in their own block.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`MemoryError::InvalidSize`];
-    /// [`MemoryError::OutOfMemory`] with both figures;
-    /// [`Error::Driver`].
+    /// [`MemoryError::OutOfMemory`], with the requested and the free bytes; [`Error::Driver`].
     ///
     /// Driver call: `cuMemAlloc`.
     #[doc(alias = "cuMemAlloc")]
@@ -45,16 +44,14 @@ impl LegacyMemory {
         Ok(Arc::new(Self { device: device.clone(), address, size, opened: false }))
     }
 
-    /// Opens a handle that another process made: what Numba calls `open_ipc_array`, less the array.
+    /// Opens a handle of another process, like Numba's `open_ipc_array` without the array.
     ///
-    /// Its size is what the handle says, and is not checked: do not open a handle of a process that you would not let
-    /// write into your memory.
+    /// The size in the handle is not checked: open handles only from processes that you would allow to write to your memory.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`MemoryError::OwnHandle`] in
-    /// the process that made it; [`Error::Driver`]:
-    /// with `CUDA_ERROR_INVALID_VALUE` for no such handle, or one of freed memory, with `CUDA_ERROR_INVALID_HANDLE` if its
-    /// owner has gone.
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend; [`MemoryError::OwnHandle`] in the
+    /// process that created the handle; [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` if the handle is invalid or its memory was
+    /// freed, with `CUDA_ERROR_INVALID_HANDLE` if its owner has exited.
     ///
     /// Driver calls: `cuIpcOpenMemHandle`, `cuMemGetAddressRange`.
     #[doc(alias("cuIpcOpenMemHandle", "cuMemGetAddressRange"))]
@@ -62,24 +59,24 @@ impl LegacyMemory {
         Self::open_offered(device, handle).map_err(Error::from)
     }
 
-    /// As [`LegacyMemory::open`], with the step that failed.
+    /// Like [`LegacyMemory::open`], but the error contains the failed step.
     pub(super) fn open_offered(device: &Device, handle: &Pointer) -> Result<Arc<Self>, OpenError> {
         let (driver, ordinal) = (device.verbs(), device.ordinal());
         let address = driver.legacy()?.open(ordinal, &handle.0).map_err(|error| match error {
             Error::Driver { code: code::INVALID_CONTEXT, .. } => Error::Memory(MemoryError::OwnHandle).into(),
             error => OpenError::at(Step::Open)(error),
         })?;
-        // From here on dropping it closes it.
+        // From here on, dropping `memory` closes it.
         let mut memory = Self { device: device.clone(), address, size: 0, opened: true };
         let (base, size) = driver.extent(ordinal, address)?;
         memory.size = size.saturating_sub(address.saturating_sub(base));
         Ok(Arc::new(memory))
     }
 
-    /// The handle that opens it in another process.
+    /// The handle with which another process opens the memory.
     ///
     /// # Errors
-    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for memory that was opened itself.
+    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for memory that was opened from a handle.
     ///
     /// Driver call: `cuIpcGetMemHandle`.
     #[doc(alias = "cuIpcGetMemHandle")]
@@ -115,6 +112,6 @@ impl Drop for LegacyMemory {
             true => legacy.close(ordinal, address),
             false => legacy.deallocate(ordinal, address),
         });
-        report(result, "legacy memory can't be given back");
+        report(result, "legacy memory can't be freed or closed");
     }
 }

@@ -1,4 +1,4 @@
-//! A range of memory as the CPU sees it.
+//! CPU access to a range of memory.
 
 use std::ops::Range;
 
@@ -8,20 +8,20 @@ use crate::{
     error::{Error, MemoryError, Result},
 };
 
-/// A range of memory in host memory: to be read, changed, and written back.
+/// Gives the CPU access to a range of memory: to read it, change it, and write it back.
 ///
-/// Memory of a GPU is copied into page-locked memory of this mirror's own. Memory that the CPU reaches itself (the host
-/// backend's, and [`super::Placement::Host`]) is not copied: what is written is there at once, and as other processes may
-/// write at any time, it is a slice only where it is sealed. So [`Mirror::read`] and [`Mirror::write`] serve everywhere, and
-/// [`Mirror::bytes`] and [`Mirror::bytes_mut`] where they can.
+/// A mirror of GPU memory is a copy in page-locked memory. Memory that the CPU reaches directly (on the host backend, and
+/// [`super::Placement::Host`]) is not copied: writes take effect at once. Because other processes may write to it at any time, it is
+/// available as a slice only if it is sealed. [`Mirror::read`] and [`Mirror::write`] work for all memory, [`Mirror::bytes`] and
+/// [`Mirror::bytes_mut`] only for some.
 ///
-/// What was changed is written back by [`Mirror::commit`], or when it is dropped; what goes wrong then is only logged.
+/// [`Mirror::commit`] writes changes back. Dropping the mirror does the same, but only logs an error.
 #[derive(Debug)]
 pub struct Mirror<'a> {
     region: &'a dyn Region,
     range: Range<u64>,
     memory: MirrorBacking,
-    /// Whether the copy has what is to be written back.
+    /// Whether the copy has changes to write back.
     changed: bool,
 }
 
@@ -32,10 +32,10 @@ enum MirrorBacking {
 }
 
 impl<'a> Mirror<'a> {
-    /// A mirror of `length` bytes from `offset` on, as they are now.
+    /// Mirrors `length` bytes, starting at `offset`, with their current contents.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
+    /// [`MemoryError::OutOfRange`] if the range exceeds the memory; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemHostAlloc`, `cuMemcpyDtoH`.
     #[doc(alias("cuMemHostAlloc", "cuMemcpyDtoH"))]
@@ -43,11 +43,11 @@ impl<'a> Mirror<'a> {
         Self::sized(region, offset, length, length)
     }
 
-    /// A mirror of `length` bytes from `offset` on that are to be written and not read: a copy begins as zeros, all of which are
-    /// written back. Of memory that can't be written it is what [`Mirror::of`] is.
+    /// Mirrors `length` bytes, starting at `offset`, to overwrite them. A copy starts as zeros, and the whole range is written back once
+    /// it is changed. For read-only memory this is [`Mirror::of`].
     ///
     /// # Errors
-    /// As [`Mirror::of`].
+    /// As for [`Mirror::of`].
     ///
     /// Driver call: `cuMemHostAlloc`.
     #[doc(alias = "cuMemHostAlloc")]
@@ -58,7 +58,7 @@ impl<'a> Mirror<'a> {
         Self::make(region, offset, length, length)
     }
 
-    /// As [`Mirror::of`], with room for ranges of so many bytes to turn to.
+    /// Like [`Mirror::of`], with a buffer of `room` bytes for later [`Mirror::turn_to`] calls.
     pub(crate) fn sized(region: &'a dyn Region, offset: u64, length: u64, room: u64) -> Result<Self> {
         let mut mirror = Self::make(region, offset, length, room)?;
         mirror.refresh()?;
@@ -70,7 +70,7 @@ impl<'a> Mirror<'a> {
         let window = if length > 0 { device.verbs().window(address, length).map(Some) } else { Ok(None) };
         let memory = match window {
             Ok(Some(window)) => MirrorBacking::Direct(window),
-            // Out of the CPU's reach.
+            // The CPU can't reach the memory.
             Err(Error::Driver { code: code::INVALID_VALUE, .. }) if !device.is_host() => Self::copy(region, room)?,
             Ok(None) => Self::copy(region, room)?,
             Err(error) => return Err(error),
@@ -83,17 +83,17 @@ impl<'a> Mirror<'a> {
         device.verbs().page_lock(device.ordinal(), size.max(1)).map(MirrorBacking::Copy)
     }
 
-    /// How many bytes it mirrors.
+    /// The number of mirrored bytes.
     pub fn size(&self) -> u64 {
         self.range.end - self.range.start
     }
 
-    /// Whether it is the memory itself, and no copy.
+    /// Whether the mirror accesses the memory itself instead of a copy.
     pub fn is_direct(&self) -> bool {
         matches!(self.memory, MirrorBacking::Direct(_))
     }
 
-    /// The bytes: of a copy, or of sealed memory. `None` where another process may write at any time: then [`Mirror::read`].
+    /// The bytes of a copy or of sealed memory. `None` if another process may write to the bytes at any time: use [`Mirror::read`].
     pub fn bytes(&self) -> Option<&[u8]> {
         let length = self.length();
         match &self.memory {
@@ -102,8 +102,8 @@ impl<'a> Mirror<'a> {
         }
     }
 
-    /// The bytes of a copy, to be changed: they are written back even if they are not. `None` for the memory itself, and for
-    /// memory that is read-only.
+    /// The bytes of a copy, for changes. After this call they are written back even if nothing changed. `None` if the mirror is direct
+    /// or the memory is read-only.
     pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         let length = self.length();
         match &mut self.memory {
@@ -115,7 +115,7 @@ impl<'a> Mirror<'a> {
         }
     }
 
-    /// Copies bytes out of it.
+    /// Copies bytes out of the mirror.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`].
@@ -130,7 +130,7 @@ impl<'a> Mirror<'a> {
         }
     }
 
-    /// Copies bytes into it.
+    /// Copies bytes into the mirror.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`]; [`MemoryError::ReadOnly`].
@@ -149,7 +149,7 @@ impl<'a> Mirror<'a> {
         }
     }
 
-    /// Reads the memory again, in place of what was changed and not written back.
+    /// Reads the memory again and discards changes that are not written back.
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver call: `cuMemcpyDtoH`.
@@ -163,10 +163,10 @@ impl<'a> Mirror<'a> {
         Ok(())
     }
 
-    /// Writes back what was changed: all of the range. It is there for all when this returns.
+    /// Writes the whole range back if it was changed. When this returns, other processes see the changes.
     ///
     /// # Errors
-    /// [`Error::Driver`]; it can be tried again. Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
+    /// [`Error::Driver`], after which the call can be repeated. Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
     #[doc(alias("cuMemcpyHtoD", "cuStreamSynchronize"))]
     pub fn commit(&mut self) -> Result<()> {
         if let MirrorBacking::Copy(copy) = &self.memory
@@ -178,11 +178,11 @@ impl<'a> Mirror<'a> {
         Ok(())
     }
 
-    /// Writes back what was changed, and mirrors another range from then on: page-locked memory is made once. With `read` as
-    /// [`Mirror::of`] does, else as [`Mirror::to_fill`], but a copy keeps what it held.
+    /// Writes changes back, and then mirrors another range, reusing the page-locked memory if it is large enough. With `read`, the
+    /// contents of the range are read as in [`Mirror::of`]; otherwise a copy keeps its old bytes, to be overwritten.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if the range is not inside; those of [`Mirror::of`] and [`Mirror::commit`].
+    /// [`MemoryError::OutOfRange`] if the range exceeds the memory; as for [`Mirror::of`] and [`Mirror::commit`].
     ///
     /// Driver calls: those of [`Mirror::commit`], `cuMemcpyDtoH`.
     #[doc(alias = "cuMemcpyDtoH")]
@@ -191,9 +191,7 @@ impl<'a> Mirror<'a> {
         check_range(offset, length, self.region.size())?;
         match &self.memory {
             MirrorBacking::Copy(copy) if copy.len() as u64 >= length => self.range = offset..offset + length,
-            _ => {
-                *self = Self::make(self.region, offset, length, length)?;
-            }
+            _ => *self = Self::make(self.region, offset, length, length)?,
         }
         if read { self.refresh() } else { Ok(()) }
     }
@@ -205,6 +203,6 @@ impl<'a> Mirror<'a> {
 
 impl Drop for Mirror<'_> {
     fn drop(&mut self) {
-        report(self.commit(), "what was changed in a mirror can't be written back");
+        report(self.commit(), "the changes in a mirror can't be written back");
     }
 }

@@ -1,17 +1,17 @@
-//! What the driver counts, each with one owner, over a [`Device`].
+//! GPU memory: one owning type for each resource of the driver, on a [`Device`].
 //!
-//! | Owner | What it is |
+//! | Type | Owns or describes |
 //! |---|---|
-//! | [`Allocation`], [`Reservation`], [`Mapping`] | virtual memory management: physical memory, addresses, the one at the other |
-//! | [`Pool`], [`PoolBuffer`] | a memory pool that can be shared, and memory of it |
-//! | [`LegacyMemory`] | memory that is shared by a legacy handle |
-//! | [`Shared`], [`Imported`] | memory that is shared with other processes, and memory that another process shares |
-//! | [`Arenas`] | blocks cut from shared memory, for another library's allocator |
-//! | [`Spec`], [`Description`] | what memory to make; what another process needs to open it |
-//! | [`Mirror`] | a range of any of them in host memory |
+//! | [`Allocation`], [`Reservation`], [`Mapping`] | virtual memory management: physical memory, addresses, and memory mapped at addresses |
+//! | [`Pool`], [`PoolBuffer`] | a shareable memory pool, and a buffer in it |
+//! | [`LegacyMemory`] | memory that is shared by a legacy IPC handle |
+//! | [`Shared`], [`Imported`] | memory that this process shares; memory that another process shares |
+//! | [`Arenas`] | blocks of shared memory, for another library's allocator |
+//! | [`Spec`], [`Description`] | the memory to allocate; the data that another process needs to open memory |
+//! | [`Mirror`] | a view or copy of a memory range for the CPU |
 //!
-//! Dropping gives back; a dependent holds what it depends on, so that everything goes in the right order. A failure
-//! at any step leaves nothing behind. A destructor that meets an error reports it through `tracing` and goes on.
+//! Dropping a value releases its resource. A dependent value keeps its dependencies alive, so resources are released in the right order.
+//! A failure at any step leaves nothing allocated. A destructor reports errors through `tracing` and continues.
 
 mod arena;
 mod chunks;
@@ -66,32 +66,32 @@ use crate::{
     error::{Error, MemoryError, Result},
 };
 
-/// Who may be a [`Region`]: code elsewhere believes what it says of its address and size.
+/// Restricts [`Region`] to types of this crate: other code trusts their address and size.
 pub(crate) mod sealed {
     #[allow(unreachable_pub, reason = "the supertrait of a public trait")]
     pub trait Sealed {}
 }
 
-/// Memory at addresses that a device of this process can use. Only types of this crate are.
+/// Memory at addresses that a device of this process can use. The trait is sealed.
 ///
-/// Other processes may see the same bytes, and write them at any time.
+/// Other processes may share the memory and write to it at any time.
 pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
-    /// The device that uses it.
+    /// The device that the memory is mapped for.
     fn device(&self) -> &Device;
 
-    /// Its address on the device, the `CUdeviceptr`; on the host backend an address of this process.
+    /// The address on the device, the `CUdeviceptr`; on the host backend an address of this process.
     fn address(&self) -> u64;
 
-    /// Its size in bytes.
+    /// The size in bytes.
     fn size(&self) -> u64;
 
-    /// What this process may do with it.
+    /// The access of this process.
     fn access(&self) -> Access;
 
-    /// Copies bytes into it, from `offset` on. They are there when it returns.
+    /// Copies bytes into the memory, starting at `offset`. Blocks until the copy is complete.
     ///
     /// # Errors
-    /// [`MemoryError::ReadOnly`]; [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
+    /// [`MemoryError::ReadOnly`]; [`MemoryError::OutOfRange`] if the range exceeds the memory; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`.
     #[doc(alias("cuMemcpyHtoD", "cuStreamSynchronize"))]
@@ -103,15 +103,15 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
         self.device().verbs().copy_in(self.device().ordinal(), address, from)
     }
 
-    /// Whether the driver itself keeps this process to its access. Of a pool's memory and of legacy memory it does not.
+    /// Whether the driver enforces this process's access. It does not for pool buffers and legacy memory.
     fn is_protected(&self) -> bool {
         true
     }
 
-    /// Copies bytes out of it, from `offset` on.
+    /// Copies bytes out of the memory, starting at `offset`.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Driver`].
+    /// [`MemoryError::OutOfRange`] if the range exceeds the memory; [`Error::Driver`].
     ///
     /// Driver call: `cuMemcpyDtoH`.
     #[doc(alias = "cuMemcpyDtoH")]
@@ -120,12 +120,12 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
         self.device().verbs().copy_out(self.device().ordinal(), address, to)
     }
 
-    /// Copies typed elements into it, from `offset` bytes on. They are there when it returns.
+    /// Copies typed elements into the memory, starting at `offset` bytes. Blocks until the copy is complete.
     ///
-    /// The type has no bytes that a value leaves uninitialised ([`NoUninit`]: no padding), since other processes read them.
+    /// The element type must have no uninitialised bytes ([`NoUninit`]: no padding), because other processes read them.
     ///
     /// # Errors
-    /// Those of [`Region::copy_in`]. Driver calls: those of [`Region::copy_in`].
+    /// As for [`Region::copy_in`]. Driver calls: as for [`Region::copy_in`].
     fn copy_in_slice<T: NoUninit>(&self, offset: u64, from: &[T]) -> Result<()>
     where
         Self: Sized,
@@ -133,10 +133,10 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
         self.copy_in(offset, bytemuck::cast_slice(from))
     }
 
-    /// Copies typed elements out of it, from `offset` bytes on.
+    /// Copies typed elements out of the memory, starting at `offset` bytes.
     ///
-    /// The type is one of which any bytes are a value ([`AnyBitPattern`]: integers and floats, but not `bool`), since another process may
-    /// have written anything.
+    /// Any bytes must be a valid value of the element type ([`AnyBitPattern`]: integers and floats, but not `bool`), because another
+    /// process may have written anything.
     ///
     /// ```
     /// use vmmfd::{
@@ -156,7 +156,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Region::copy_out`]. Driver call: that of [`Region::copy_out`].
+    /// As for [`Region::copy_out`]. Driver call: as for [`Region::copy_out`].
     fn copy_out_slice<T: AnyBitPattern + NoUninit>(&self, offset: u64, to: &mut [T]) -> Result<()>
     where
         Self: Sized,
@@ -164,7 +164,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
         self.copy_out(offset, bytemuck::cast_slice_mut(to))
     }
 
-    /// Waits until all work in the device's primary context is done: call it before you notify another process.
+    /// Waits until all work in the device's primary context is finished. Call it before you notify another process.
     ///
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure. Driver call: `cuCtxSynchronize`.
@@ -174,7 +174,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     }
 }
 
-/// Writes zeros over a range of memory, some at a time.
+/// Writes zeros to a range of memory, at most 2 MiB at a time.
 fn clear(region: &dyn Region, range: Range<u64>) -> Result<()> {
     const STEP: u64 = 2 << 20;
     let length = range.end.saturating_sub(range.start);
@@ -188,8 +188,8 @@ fn clear(region: &dyn Region, range: Range<u64>) -> Result<()> {
     Ok(())
 }
 
-/// Where a range of memory is. Of memory of pools and legacy memory the driver believes its owner's size, so that the end need not
-/// be an address.
+/// The address of a range of memory. Checks for overflow, because the driver does not verify the owner's size of pool buffers and
+/// legacy memory.
 fn locate<R: Region + ?Sized>(region: &R, offset: u64, length: u64) -> Result<u64> {
     let size = region.size();
     check_range(offset, length, size)?;
@@ -204,7 +204,7 @@ fn check_range(offset: u64, length: u64, size: u64) -> Result<()> {
     }
 }
 
-/// A size as a multiple of the granularity.
+/// Rounds a size up to a multiple of the granularity.
 fn round_up(size: u64, granularity: u64) -> Result<u64> {
     match size.checked_next_multiple_of(granularity) {
         Some(rounded) if size > 0 => Ok(rounded),
@@ -212,18 +212,18 @@ fn round_up(size: u64, granularity: u64) -> Result<u64> {
     }
 }
 
-/// Logs what a destructor can not return.
-fn report(result: Result<()>, what: &str) {
+/// Logs an error in a destructor.
+fn report(result: Result<()>, message: &str) {
     if let Err(error) = result {
-        tracing::error!(%error, "{what}");
+        tracing::error!(%error, "{message}");
     }
 }
 
-/// What a step returns; its time is added.
-pub(crate) fn timed<T>(took: &mut Duration, step: impl FnOnce() -> T) -> T {
-    let begun = Instant::now();
+/// Runs a step and adds its duration to `total`.
+pub(crate) fn timed<T>(total: &mut Duration, step: impl FnOnce() -> T) -> T {
+    let started = Instant::now();
     let result = step();
-    *took += begun.elapsed();
+    *total += started.elapsed();
     result
 }
 
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
     use crate::driver::{Backend, Choice, open};
 
-    /// Memory of which the driver says that it passes the end of all addresses.
+    /// Memory whose reported size exceeds the address space.
     #[derive(Debug)]
     struct Endless(Device);
 
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_ends_where_addresses_do() {
+    fn ranges_beyond_the_address_space_are_refused() {
         let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
         let endless = Endless(Device::find(&driver, Selector::default()).unwrap());
         for (offset, length) in [(4096, 1), (4097, 0), (u64::MAX - 1, 1), (4000, 200)] {

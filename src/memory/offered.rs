@@ -1,4 +1,4 @@
-//! Whose fault it is that offered memory can't be opened: the peer's that offered it, or the driver's.
+//! Errors of opening offered memory: decides whether the peer or the driver is at fault.
 
 use super::{Description, Device};
 use crate::{
@@ -6,18 +6,18 @@ use crate::{
     error::{DeviceError, Error, ErrorCode, MemoryError, PeerError, ProtocolError, Result},
 };
 
-/// The steps of opening offered memory, each of them one driver call.
+/// The steps of opening offered memory. Each is one driver call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Importing it, or opening its handle.
+    /// Importing the memory, or opening its handle.
     Open,
-    /// Mapping it.
+    /// Mapping the memory.
     Map,
-    /// Giving the device access to it.
+    /// Giving the device access to the memory.
     Allow,
 }
 
-/// A failure to open offered memory. It has no step if another call failed.
+/// A failure to open offered memory. `step` is `None` if another call failed.
 #[derive(Debug)]
 pub(super) struct OpenError {
     step: Option<Step>,
@@ -37,21 +37,21 @@ impl From<OpenError> for Error {
 }
 
 impl OpenError {
-    /// Adds the step to the error of its driver call.
+    /// Adds the step to a driver call's error.
     pub(super) fn at(step: Step) -> impl FnOnce(Error) -> Self {
         move |error| Self { step: Some(step), error }
     }
 
-    /// Where the driver refuses memory because it is not what the peer claims, the error is the peer's, not the driver's. Where the
-    /// device can't reach the memory, the error names both.
+    /// Converts the failure to an error that names the side at fault. If the driver refused memory that differs from the peer's claims,
+    /// the error is the peer's. If the device can't reach the memory, the error names the device and the owner.
     pub(super) fn explain(self, device: &Device, description: &Description) -> Error {
         let Self { step, error } = self;
         let code = match &error {
             Error::Memory(MemoryError::Unaligned { size, granularity }) => {
-                let claim = format!("{size} bytes are offered as mapped, where memory comes in units of {granularity}");
+                let claim = format!("an offered segment has {size} bytes, which is not a multiple of {granularity}");
                 return ProtocolError::Content(claim).into();
             }
-            // The host backend has inspected the memory itself, and reports what is wrong with it.
+            // The host backend has inspected the memory and gives the reason.
             Error::Driver { code: code::INVALID_VALUE | code::UNKNOWN, source: Some(reason), .. }
                 if step == Some(Step::Open) && device.is_host() =>
             {
@@ -60,27 +60,27 @@ impl OpenError {
             Error::Driver { code, .. } => *code,
             _ => return error,
         };
-        let of_the_peer = match code {
+        let peer_at_fault = match code {
             code::INVALID_VALUE => step.is_some(),
             code::NOT_SUPPORTED => matches!(step, Some(Step::Open | Step::Map)),
             code::UNKNOWN | code::INVALID_HANDLE => step == Some(Step::Open),
             _ => false,
         };
-        let reaches = device.uuid() == description.device.uuid;
+        let is_owner = device.uuid() == description.device.uuid;
         let out_of_reach = [code::INVALID_DEVICE, code::PEER_ACCESS_UNSUPPORTED].contains(&code);
-        if !reaches && (out_of_reach || (step == Some(Step::Allow) && code == code::INVALID_VALUE)) {
+        if !is_owner && (out_of_reach || (step == Some(Step::Allow) && code == code::INVALID_VALUE)) {
             let (device, owner) = (device.to_string(), description.device.to_string());
             return Error::Device(DeviceError::NoPeerAccess { device, owner, source: Some(Box::new(error)) });
         }
-        if !of_the_peer {
+        if !peer_at_fault {
             return error;
         }
-        let message = format!("what the producer sent is not the memory that it offered: {}", error.in_full());
+        let message = format!("the producer sent other memory than it offered: {}", error.in_full());
         Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message })
     }
 }
 
-/// The error of an offer that contradicts itself.
-pub(super) fn nonsense<T>(message: String) -> Result<T> {
+/// Fails because an offer contradicts itself.
+pub(super) fn contradiction<T>(message: String) -> Result<T> {
     Err(ProtocolError::Content(message).into())
 }

@@ -1,4 +1,4 @@
-//! Opens memory that another process shares, by any mechanism.
+//! Opening memory that another process shares, by any mechanism.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -6,7 +6,7 @@ use super::{
     Description, Device, LegacyMemory, Part, Pointer, Pool, PoolBuffer, Region, Sharing, check_range,
     imported::{Imported, ImportedBacking},
     importing::Importing,
-    offered::nonsense,
+    offered::contradiction,
     pool::check_size,
 };
 use crate::{
@@ -15,15 +15,15 @@ use crate::{
 };
 
 impl Imported {
-    /// Opens memory from its description, the sizes of all its segments, and the descriptors that came with it: with
-    /// [`Sharing::Vmm`] one for each segment, with [`Sharing::Pool`] the pool's, with [`Sharing::Legacy`] none.
+    /// Opens memory from its description, the sizes of all segments, and its descriptors: with [`Sharing::Vmm`] one per segment, with
+    /// [`Sharing::Pool`] the pool's, with [`Sharing::Legacy`] none.
     ///
-    /// `device` may be another than the owner's, if it can reach it. The descriptors are closed on success and on failure.
+    /// `device` may differ from the owner's device if it can reach the memory. The descriptors are closed on success and on failure.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`] if the description contradicts itself; [`PeerError::Mismatch`] if the memory is not what it says;
-    /// [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) if the device can't reach it;
-    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) for a mechanism that this side lacks;
+    /// [`PeerError::Protocol`] if the description contradicts itself; [`PeerError::Mismatch`] if the memory differs from the description;
+    /// [`DeviceError::NoPeerAccess`](crate::error::DeviceError::NoPeerAccess) if the device can't reach the memory;
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) if this side does not support the mechanism;
     /// [`MemoryError::OwnHandle`](crate::error::MemoryError::OwnHandle); [`Error::Driver`].
     ///
     /// Driver calls: those of [`Allocation::import`](super::Allocation::import) and
@@ -38,7 +38,7 @@ impl Imported {
     ) -> Result<Self> {
         let want = if description.pool().is_some() { 1 } else { segments.len() };
         if fds.len() != want {
-            return nonsense(format!("{want} descriptors belong to this memory, and {} came", fds.len()));
+            return contradiction(format!("the memory needs {want} descriptors, but {} were received", fds.len()));
         }
         match description.sharing {
             Sharing::Vmm { .. } => {
@@ -56,18 +56,18 @@ impl Imported {
         }
     }
 
-    /// Imports the pool that memory is of: once, where several buffers of it come by a channel of the caller's own.
+    /// Imports the pool of offered memory. Import it once to open several of its buffers.
     ///
     /// # Errors
-    /// Those of [`Imported::open`]. Driver calls: those of [`Pool::import`].
+    /// As for [`Imported::open`]. Driver calls: those of [`Pool::import`].
     pub fn pool(device: &Device, description: &Description, fd: OwnedFd) -> Result<Arc<Pool>> {
         Pool::import_offered(device, fd).map_err(|error| error.explain(device, description))
     }
 
-    /// Opens memory of a pool that was imported before.
+    /// Opens a buffer of an imported pool.
     ///
     /// # Errors
-    /// Those of [`Imported::open`]. Driver calls: those of [`PoolBuffer::import`].
+    /// As for [`Imported::open`]. Driver calls: those of [`PoolBuffer::import`].
     pub fn of_pool(pool: &Arc<Pool>, description: &Description, access: Access) -> Result<Self> {
         let (pointer, offset) = pointer(description)?;
         check_size(pool.device(), description.mapped_size)?;
@@ -79,9 +79,9 @@ impl Imported {
     /// Opens a legacy handle.
     ///
     /// # Errors
-    /// Those of [`Imported::open`]. Driver calls: those of [`LegacyMemory::open`].
+    /// As for [`Imported::open`]. Driver calls: those of [`LegacyMemory::open`].
     pub(crate) fn of_legacy(device: &Device, description: &Description, access: Access) -> Result<Self> {
-        // What this side lacks comes first.
+        // A mechanism that this side does not support is reported before faults of the description.
         device.verbs().legacy()?;
         let (pointer, offset) = pointer(description)?;
         let memory =
@@ -92,12 +92,12 @@ impl Imported {
     fn opened(region: Arc<dyn Region>, offset: u64, description: &Description, access: Access) -> Result<Self> {
         let Description { size, mapped_size, immutable, .. } = *description;
         if size > mapped_size {
-            return nonsense(format!("{size} bytes of data in {mapped_size} bytes of memory"));
+            return contradiction(format!("{size} bytes of data exceed {mapped_size} bytes of memory"));
         }
-        // The driver does not know the size that is claimed.
+        // The driver does not know the claimed size.
         if check_range(offset, mapped_size, region.size()).is_err() {
             let message = format!(
-                "{mapped_size} bytes from {offset} on are claimed of memory that has {} bytes: it is not the memory described",
+                "the description claims {mapped_size} bytes at offset {offset}, but the memory has {} bytes",
                 region.size()
             );
             return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }));
@@ -107,10 +107,10 @@ impl Imported {
     }
 }
 
-/// What opens memory of a pool or legacy memory, and where the data begins behind that.
+/// The 64 bytes that open a pool buffer or legacy memory, and the offset of the data.
 fn pointer(description: &Description) -> Result<(Pointer, u64)> {
     match description.sharing {
         Sharing::Pool { pointer, offset, .. } | Sharing::Legacy { pointer, offset } => Ok((pointer, offset)),
-        Sharing::Vmm { .. } => nonsense("memory without the 64 bytes that open it".to_owned()),
+        Sharing::Vmm { .. } => contradiction("memory without the 64 bytes that open it".to_owned()),
     }
 }

@@ -1,4 +1,4 @@
-//! Memory pools that can be shared.
+//! Shareable memory pools.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -18,24 +18,24 @@ use crate::{
     error::{DeviceError, Error, MemoryError, Result},
 };
 
-/// A memory pool with a descriptor, or one that was imported. Dropping it gives it back.
+/// A shareable memory pool that this process created or imported. Dropping it destroys the pool in this process.
 ///
-/// A process that has the descriptor can reach all of the pool, not only the buffers that it was given.
+/// A process that has the pool's descriptor can reach all of the pool, not only the buffers that it received.
 #[doc(alias("cuMemPoolCreate", "cuMemPoolDestroy"))]
 #[derive(Debug)]
 pub struct Pool {
     device: Device,
     handle: PoolHandle,
-    /// Unlike its handle, never used again in this process.
+    /// Unique in this process. Unlike the handle, it is never reused.
     number: u64,
     exported: OnceLock<OwnedFd>,
 }
 
 impl Pool {
-    /// Makes a pool of a device's memory that can be shared by descriptor.
+    /// Creates a pool of device memory that can be shared by descriptor.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] on the host backend, and if the device has no such pools; [`Error::Driver`].
+    /// [`DeviceError::Unsupported`] on the host backend, and if the device does not support such pools; [`Error::Driver`].
     ///
     /// Driver calls: `cuDeviceGetAttribute`, `cuMemPoolCreate`.
     #[doc(alias("cuDeviceGetAttribute", "cuMemPoolCreate"))]
@@ -45,12 +45,12 @@ impl Pool {
         Ok(Arc::new(Self::own(device, pools.create(device.ordinal())?)))
     }
 
-    /// Imports a pool that another process made, to be used by a device, which may be another than the pool's (peer
-    /// access). `fd` is closed on success and on failure.
+    /// Imports another process's pool for a device, which may differ from the pool's device (peer access). `fd` is closed on success and
+    /// on failure.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] as for [`Pool::create`]; [`Error::Driver`]: with `CUDA_ERROR_UNKNOWN` or
-    /// `CUDA_ERROR_NOT_SUPPORTED` if `fd` is no pool.
+    /// `CUDA_ERROR_NOT_SUPPORTED` if `fd` is not a pool.
     ///
     /// Driver calls: `cuMemPoolImportFromShareableHandle`, `cuMemPoolSetAccess`.
     #[doc(alias("cuMemPoolImportFromShareableHandle", "cuMemPoolSetAccess"))]
@@ -58,11 +58,11 @@ impl Pool {
         Self::import_offered(device, fd).map_err(Error::from)
     }
 
-    /// As [`Pool::import`], with the step that failed.
+    /// Like [`Pool::import`], but the error contains the failed step.
     pub(super) fn import_offered(device: &Device, fd: OwnedFd) -> Result<Arc<Self>, OpenError> {
         device.require_pools()?;
         let pools = device.verbs().pools()?;
-        // From here on dropping it gives it back.
+        // From here on, dropping `pool` destroys it.
         let pool = Self::own(device, pools.import(fd.as_fd()).map_err(OpenError::at(Step::Open))?);
         pools.allow(pool.handle, device.ordinal())?;
         Ok(Arc::new(pool))
@@ -74,20 +74,20 @@ impl Pool {
         Self { device: device.clone(), handle, number, exported: OnceLock::new() }
     }
 
-    /// The device that uses it here.
+    /// The device that uses the pool in this process.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// A number of its own in this process.
+    /// A number that is unique in this process.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// The descriptor that gives another process the pool. It stays the pool's, and is the same every time.
+    /// Exports the pool as a descriptor. The pool owns the descriptor, and every call returns the same one.
     ///
     /// # Errors
-    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for a pool that was imported.
+    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an imported pool.
     ///
     /// Driver call: `cuMemPoolExportToShareableHandle`, the first time.
     #[doc(alias = "cuMemPoolExportToShareableHandle")]
@@ -95,7 +95,7 @@ impl Pool {
         if let Some(fd) = self.exported.get() {
             return Ok(fd.as_fd());
         }
-        // If two threads come here at once, one descriptor too many is made, and closed.
+        // If two threads export at once, the second descriptor is closed.
         let fd = self.device.verbs().pools()?.export(self.handle)?;
         Ok(self.exported.get_or_init(|| fd).as_fd())
     }
@@ -108,25 +108,25 @@ impl Drop for Pool {
     }
 }
 
-/// Memory of a pool, always readable and writable. Dropping it gives it back.
+/// A buffer in a pool. Always readable and writable. Dropping it frees the buffer.
 ///
-/// A process that imported it must release it before its owner frees it.
+/// A process that imported a buffer must drop it before its owner frees it.
 #[doc(alias("cuMemAllocFromPoolAsync", "cuMemFreeAsync"))]
 #[derive(Debug)]
 pub struct PoolBuffer {
     address: u64,
     size: u64,
-    // Let go of after the memory in `drop`.
+    // Dropped after `Drop::drop` has freed the memory.
     pool: Arc<Pool>,
 }
 
-/// The most bytes of a pool's buffer. From a little more on NVIDIA's driver (580.159) takes the process along that imports it:
-/// 5 GiB were seen to be imported, and 5.25 GiB to be a segmentation fault in `cuMemPoolImportPointer`.
+/// The maximum size of a pool buffer, in bytes. NVIDIA's driver (580.159) crashes in the importing process on larger buffers: in tests, a
+/// buffer of 5 GiB was imported, and one of 5.25 GiB caused a segmentation fault in `cuMemPoolImportPointer`.
 pub const MOST: u64 = 5 << 30;
 
-/// That a pool's buffer is not larger than the driver can import.
+/// Checks that the driver can import a pool buffer of this size.
 pub(super) fn check_size(device: &Device, size: u64) -> Result<()> {
-    let feature = "memory of a pool of more than 5 GiB: importing it would crash in the driver; share it by vmm";
+    let feature = "pool buffers of more than 5 GiB: importing one would crash in the driver; share it by vmm";
     if size <= MOST {
         Ok(())
     } else {
@@ -135,11 +135,11 @@ pub(super) fn check_size(device: &Device, size: u64) -> Result<()> {
 }
 
 impl PoolBuffer {
-    /// Allocates `size` bytes, at most [`MOST`], and waits until they are there.
+    /// Allocates `size` bytes, at most [`MOST`]. Blocks until the memory is usable.
     ///
     /// # Errors
-    /// [`MemoryError::InvalidSize`] for zero; [`DeviceError::Unsupported`] beyond the most; [`MemoryError::OutOfMemory`] with
-    /// both figures; [`Error::Driver`].
+    /// [`MemoryError::InvalidSize`] if `size` is 0; [`DeviceError::Unsupported`] if it exceeds [`MOST`]; [`MemoryError::OutOfMemory`],
+    /// with the requested and the free bytes; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemAllocFromPoolAsync`, `cuStreamSynchronize`.
     #[doc(alias("cuMemAllocFromPoolAsync", "cuStreamSynchronize"))]
@@ -154,10 +154,10 @@ impl PoolBuffer {
         Ok(Arc::new(Self { address, size, pool: Arc::clone(pool) }))
     }
 
-    /// Imports memory of an imported pool. Its size is what the exporter's data says, and is not checked.
+    /// Imports a buffer of an imported pool. The size in the exporter's data is not checked.
     ///
     /// # Errors
-    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` if the pool has no such memory.
+    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` if the pool has no such buffer.
     ///
     /// Driver calls: `cuMemPoolImportPointer`, `cuMemGetAddressRange`.
     #[doc(alias("cuMemPoolImportPointer", "cuMemGetAddressRange"))]
@@ -165,25 +165,25 @@ impl PoolBuffer {
         Self::import_offered(pool, pointer).map_err(Error::from)
     }
 
-    /// As [`PoolBuffer::import`], with the step that failed.
+    /// Like [`PoolBuffer::import`], but the error contains the failed step.
     pub(super) fn import_offered(pool: &Arc<Pool>, pointer: &Pointer) -> Result<Arc<Self>, OpenError> {
         let (driver, ordinal) = (pool.device.verbs(), pool.device.ordinal());
         let imported = driver.pools()?.import_pointer(pool.handle, ordinal, &pointer.0);
         let address = imported.map_err(OpenError::at(Step::Open))?;
-        // From here on dropping it gives it back.
+        // From here on, dropping `buffer` releases it.
         let mut buffer = Self { address, size: 0, pool: Arc::clone(pool) };
         let (base, size) = driver.extent(ordinal, address)?;
         buffer.size = size.saturating_sub(address.saturating_sub(base));
         Ok(Arc::new(buffer))
     }
 
-    /// What opens it in another process that has the pool.
+    /// The 64 bytes with which another process that has the pool opens the buffer.
     ///
     /// # Errors
-    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for memory that was imported itself.
+    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an imported buffer.
     ///
-    /// Driver calls: `cuMemPoolExportPointer`, and before it once `cuMemPoolExportToShareableHandle`: of a pool that was not
-    /// exported the driver was seen to give out no pointers.
+    /// Driver calls: `cuMemPoolExportPointer`, and before the first `cuMemPoolExportToShareableHandle`: in tests, the driver exported
+    /// pointers only of an exported pool.
     #[doc(alias("cuMemPoolExportPointer", "cuMemPoolExportToShareableHandle"))]
     pub fn pointer(&self) -> Result<Pointer> {
         self.pool.export()?;
@@ -191,7 +191,7 @@ impl PoolBuffer {
         device.verbs().pools()?.export_pointer(device.ordinal(), self.address).map(Pointer)
     }
 
-    /// The pool that it is of.
+    /// The pool of the buffer.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
@@ -221,6 +221,6 @@ impl Drop for PoolBuffer {
     fn drop(&mut self) {
         let device = &self.pool.device;
         let result = device.verbs().pools().and_then(|pools| pools.free(device.ordinal(), self.address));
-        report(result, "a pool's memory can't be given back");
+        report(result, "a pool buffer can't be freed");
     }
 }

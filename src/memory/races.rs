@@ -1,12 +1,12 @@
-//! Threads that access the same shared bytes at once. What these tests assert can't show a data race: run under
-//! ThreadSanitizer (`make test-threads`) they do.
+//! Threads that access the same shared bytes at once. Only a run under ThreadSanitizer (`make test-threads`) shows a data race: the
+//! assertions can't.
 
 use std::{sync::Arc, thread};
 
 use super::{Allocation, Device, Mapping, Mirror, Region, Selector};
 use crate::driver::{Access, Backend, Choice, open};
 
-/// Around the sizes that are copied in a way of their own.
+/// Lengths that the copy functions treat differently.
 const LENGTHS: [usize; 6] = [1, 15, 40, 64, 1000, 70_000];
 
 const ROUNDS: usize = 50;
@@ -17,15 +17,15 @@ fn memory() -> Arc<Allocation> {
     Allocation::create(&device, 1).unwrap()
 }
 
-/// What readers may find: the bytes of the writers, and what was there before.
+/// Checks that every byte is the initial zero or came from a writer.
 #[track_caller]
 fn assert_written(bytes: &[u8]) {
     let other = bytes.iter().find(|byte| !(0..=3).contains(*byte));
-    assert_eq!(other, None, "a byte that nothing wrote");
+    assert_eq!(other, None, "no thread wrote this byte");
 }
 
 #[test]
-fn threads_copy_the_same_bytes_in_and_out_at_once() {
+fn concurrent_copies_do_not_race() {
     let allocation = memory();
     let mapping = Mapping::new(&allocation, Access::ReadWrite).unwrap();
     let write = |byte: u8| {
@@ -54,7 +54,7 @@ fn threads_copy_the_same_bytes_in_and_out_at_once() {
 }
 
 #[test]
-fn threads_read_and_write_mirrors_of_the_same_bytes_at_once() {
+fn concurrent_mirrors_do_not_race() {
     let allocation = memory();
     let mapping = Mapping::new(&allocation, Access::ReadWrite).unwrap();
     let write = |byte: u8| {
@@ -77,7 +77,7 @@ fn threads_read_and_write_mirrors_of_the_same_bytes_at_once() {
     thread::scope(|scope| {
         scope.spawn(|| write(1));
         scope.spawn(|| write(2));
-        // The same bytes without the mirror.
+        // Writes the same bytes without a mirror.
         scope.spawn(|| (0..ROUNDS).for_each(|_| mapping.copy_in(5, &[3; 1000]).unwrap()));
         scope.spawn(read);
         read();

@@ -1,4 +1,4 @@
-//! Which device, as a user names it.
+//! Selection of a device by the user.
 
 use std::{fmt, str::FromStr};
 
@@ -7,18 +7,18 @@ use crate::{
     error::{DeviceError, Error, ParseError, Result},
 };
 
-/// Which device: by ordinal among those visible to this process, by UUID, or by the first digits of one.
+/// Selects a device by ordinal, by UUID, or by the first digits of a UUID.
 ///
-/// Parses from `0`, from a UUID with or without `GPU-`, and from its beginning, as in `GPU-3710` or `3710040f-33`. A text of decimal
-/// digits alone is an ordinal; with `GPU-` before it, it is the beginning of a UUID.
+/// Parses from `0`, from a UUID with or without `GPU-`, and from its first digits, such as `GPU-3710` or `3710040f-33`. Decimal digits
+/// alone are an ordinal; after `GPU-` they are the first digits of a UUID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Selector {
-    /// The number of a device in this process.
+    /// The ordinal among the devices visible to this process.
     Ordinal(u32),
-    /// The identity of a device.
+    /// The UUID.
     Uuid(DeviceUuid),
-    /// The beginning of an identity, which must belong to one device.
+    /// The first digits of a UUID. They must match one device only.
     Prefix(UuidPrefix),
 }
 
@@ -32,12 +32,12 @@ pub struct UuidPrefix {
 
 impl UuidPrefix {
     fn parse(text: &str) -> Option<Self> {
-        let bare = DeviceUuid::without_kind(text);
+        let bare = DeviceUuid::strip_prefix(text);
         let (mut digits, mut count) = (0u128, 0);
         for (at, character) in bare.char_indices() {
             match character.to_digit(16) {
                 Some(digit) if count < 31 => (digits, count) = (digits << 4 | u128::from(digit), count + 1),
-                // The groups of a UUID end here.
+                // Hyphens are allowed between the groups of a UUID.
                 None if character == '-' && [8, 13, 18, 23].contains(&at) => {}
                 _ => return None,
             }
@@ -45,7 +45,7 @@ impl UuidPrefix {
         (count > 0).then_some(Self { digits, count })
     }
 
-    fn begins(self, uuid: DeviceUuid) -> bool {
+    fn matches(self, uuid: DeviceUuid) -> bool {
         uuid.as_u128() >> (128 - 4 * self.count) == self.digits
     }
 }
@@ -64,7 +64,7 @@ impl fmt::Display for UuidPrefix {
 }
 
 impl Selector {
-    /// The device that is meant, of those that there are. `identity` returns a device's ordinal, UUID and name for people.
+    /// Returns the selected device. `identity` returns a device's ordinal, UUID and display name.
     pub(crate) fn choose<T>(
         self,
         backend: Backend,
@@ -76,18 +76,15 @@ impl Selector {
             match self {
                 Self::Ordinal(wanted) => i64::from(ordinal) == i64::from(wanted),
                 Self::Uuid(wanted) => uuid == wanted,
-                Self::Prefix(prefix) => prefix.begins(uuid),
+                Self::Prefix(prefix) => prefix.matches(uuid),
             }
         };
-        let listed = |devices: &[&T]| {
-            let listed: Vec<String> = devices
-                .iter()
-                .map(|device| {
-                    let (ordinal, _, shown) = identity(device);
-                    format!("{ordinal} is {shown}")
-                })
-                .collect();
-            listed.join(", ")
+        let list = |devices: &[&T]| {
+            let names = devices.iter().map(|device| {
+                let (ordinal, _, name) = identity(device);
+                format!("{ordinal} is {name}")
+            });
+            names.collect::<Vec<_>>().join(", ")
         };
         let found: Vec<&T> = devices.iter().filter(wanted).collect();
         match found[..] {
@@ -95,10 +92,10 @@ impl Selector {
             [] => Err(Error::Device(DeviceError::NotFound {
                 backend: backend.as_str(),
                 wanted: self.to_string(),
-                available: listed(&devices.iter().collect::<Vec<_>>()),
+                available: list(&devices.iter().collect::<Vec<_>>()),
             })),
             ref several => {
-                Err(Error::Device(DeviceError::Ambiguous { wanted: self.to_string(), fitting: listed(several) }))
+                Err(Error::Device(DeviceError::Ambiguous { wanted: self.to_string(), fitting: list(several) }))
             }
         }
     }
@@ -130,7 +127,8 @@ impl FromStr for Selector {
         if let Ok(uuid) = text.parse() {
             return Ok(Self::Uuid(uuid));
         }
-        let expected = "an ordinal such as 0, or a UUID or its beginning as nvidia-smi -L prints it: GPU-xxxxxxxx-...";
+        let expected =
+            "an ordinal such as 0, or a UUID or its first digits as nvidia-smi -L prints it: GPU-xxxxxxxx-...";
         UuidPrefix::parse(text).map(Self::Prefix).ok_or_else(|| ParseError::new(text, "a device", expected))
     }
 }
@@ -152,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_uuid_is_named_by_its_beginning() {
+    fn device_is_selected_by_first_digits() {
         for (text, at) in [
             ("0", 0),
             ("2", 2),
@@ -175,14 +173,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_device_is_refused() {
+    fn invalid_selectors_are_refused() {
         for text in ["", "-", "GPU-", "gpu0", "GPU--5", "5-a", "5a38f01f--b8", "-1", "0x1", "4294967296x"] {
             assert!(text.parse::<Selector>().is_err(), "{text}");
         }
     }
 
     #[test]
-    fn a_selector_reads_what_it_prints() {
+    fn printed_selectors_parse_back() {
         for text in ["7", "GPU-5a38f01f-b8", "GPU-5a38f01f", "GPU-5", "GPU-5a38f01f-b8a5-e311-08c4-d2a73da4788"] {
             assert_eq!(text.parse::<Selector>().unwrap().to_string(), text);
         }

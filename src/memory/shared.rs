@@ -1,4 +1,4 @@
-//! Memory that is shared with other processes, by any mechanism.
+//! Memory that this process shares with others, by any mechanism.
 
 use std::{
     mem,
@@ -19,17 +19,16 @@ use crate::{
     error::{DeviceError, Error, Result},
 };
 
-/// Memory that this process owns and shares with others. Its size is fixed. Dropping it frees it.
+/// Memory that this process owns and shares with others. Its size is fixed. Dropping the value frees the memory.
 ///
-/// [`Region::size`] is the bytes of data; [`Shared::mapped_size`] is what receivers map. Receivers must have closed memory of a
-/// pool and legacy memory before it is dropped.
+/// [`Region::size`] is the size of the data; receivers map [`Shared::mapped_size`] bytes. Receivers must close pool buffers and legacy
+/// memory before the owner drops them.
 #[derive(Debug)]
 pub struct Shared {
     device: Device,
     memory: SharedBacking,
-    /// Whether it is never written any more.
     sealed: AtomicBool,
-    /// Whether this process can't write it any more. Others may.
+    /// Whether this process has given up its write access. Other processes may still write.
     read_only: AtomicBool,
     timings: Timings,
 }
@@ -40,7 +39,7 @@ enum SharedBacking {
     Pool {
         buffer: Arc<PoolBuffer>,
     },
-    /// `padded` if all of the memory is this buffer's: what lies behind the data is then its own too.
+    /// `padded` if this buffer owns the whole memory, including the padding behind the data.
     Legacy {
         memory: Arc<LegacyMemory>,
         offset: u64,
@@ -50,22 +49,20 @@ enum SharedBacking {
 }
 
 impl Shared {
-    /// Allocates memory, maps it for its device, and exports it unless it is still to be sealed.
+    /// Allocates memory and maps it for its device. Exports it too, unless the spec asks for memory that is sealed later.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] for what the device or the mechanism can't do;
-    /// [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) before anything is
-    /// allocated if this process could not hold one for each chunk;
-    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize);
-    /// [`MemoryError::OutOfMemory`](crate::error::MemoryError::OutOfMemory) with both
-    /// figures; [`Error::Driver`].
+    /// [`DeviceError::Unsupported`] if the device or the mechanism lacks a feature;
+    /// [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors), before any allocation, if this process
+    /// can't hold a descriptor for each chunk; [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize);
+    /// [`MemoryError::OutOfMemory`](crate::error::MemoryError::OutOfMemory), with the requested and the free bytes; [`Error::Driver`].
     ///
-    /// Driver calls: those of [`super::Allocation::create_at`] or [`super::Allocation::create_gpu_direct_rdma`], [`super::Mapping::side_by_side`] and
-    /// [`super::Allocation::export`]; those of [`Pool::create`] and [`PoolBuffer::allocate`]; that of
-    /// [`LegacyMemory::allocate`].
+    /// Driver calls: those of [`super::Allocation::create_at`] or [`super::Allocation::create_gpu_direct_rdma`],
+    /// [`super::Mapping::side_by_side`] and [`super::Allocation::export`]; those of [`Pool::create`] and [`PoolBuffer::allocate`];
+    /// that of [`LegacyMemory::allocate`].
     pub fn create(device: &Device, spec: impl Into<Spec>) -> Result<Self> {
         let Spec { size, sealed, kind } = spec.into();
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut shared = match kind {
             Kind::Vmm { chunk, placement, gpu_direct_rdma } => {
                 let chunks = Chunks::create(device, size, chunk, placement, gpu_direct_rdma, sealed)?;
@@ -77,14 +74,14 @@ impl Shared {
                 Self::of(device, SharedBacking::Legacy { memory, offset: 0, size, padded: true })
             }
         };
-        shared.timings.create = begun.elapsed();
+        shared.timings.create = started.elapsed();
         Ok(shared)
     }
 
-    /// Allocates memory of a pool that other buffers may be of too. A receiver of one of them can reach them all.
+    /// Allocates a buffer in an existing pool. A receiver of one buffer can reach all buffers of the pool.
     ///
     /// # Errors
-    /// Those of [`PoolBuffer::allocate`].
+    /// As for [`PoolBuffer::allocate`].
     ///
     /// Driver calls: those of [`PoolBuffer::allocate`].
     pub fn in_pool(pool: &Arc<Pool>, size: u64) -> Result<Self> {
@@ -92,10 +89,10 @@ impl Shared {
         Ok(Self::of(&buffer.device().clone(), SharedBacking::Pool { buffer }))
     }
 
-    /// Shares a part of legacy memory: `size` bytes from `offset` on. A receiver of it can reach all of the memory.
+    /// Shares `size` bytes of legacy memory, starting at `offset`. A receiver can reach all of the memory.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if there are not as many.
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the range exceeds the memory.
     pub fn in_legacy(memory: &Arc<LegacyMemory>, offset: u64, size: u64) -> Result<Self> {
         check_range(offset, size, memory.size())?;
         Ok(Self::of(memory.device(), SharedBacking::Legacy { memory: Arc::clone(memory), offset, size, padded: false }))
@@ -106,8 +103,8 @@ impl Shared {
         Self { device: device.clone(), memory, sealed, read_only, timings: Timings::default() }
     }
 
-    /// Leaves the memory allocated for as long as this process lives, because a peer has it open and does not close it. The end of
-    /// the process does no harm: what is open elsewhere was seen to stay.
+    /// Leaks the memory until this process exits, because a peer has it open and does not close it. The exit itself is safe: tests
+    /// showed that memory stays valid in processes that have it open.
     pub(crate) fn abandon(&self) {
         match &self.memory {
             SharedBacking::Vmm(_) => {}
@@ -116,16 +113,15 @@ impl Shared {
         }
     }
 
-    /// Ends all writing, for good, and exports what was to be sealed. Returns whether the kernel enforces it.
+    /// Seals the memory permanently against writing and exports it. Returns whether the kernel enforces the seal.
     ///
-    /// On the host backend the kernel then refuses every holder of a descriptor to write. On CUDA it is an agreement: this side
-    /// maps it read-only and offers it so, but a holder of the descriptor, or a process that opened a pool's pointer or a
-    /// legacy handle, can write all the same.
+    /// On the host backend the kernel then refuses writes by every holder of a descriptor. On CUDA the seal is a convention: this
+    /// process maps and offers the memory read-only, but a holder of the descriptor, of a pool pointer or of a legacy handle can still
+    /// write.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] for memory that was not made to be sealed;
-    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE`, and
-    /// nothing changed, while a [`super::Mirror`] is open on it; after another it can't be used any more.
+    /// [`Error::Misuse`] if the memory was not allocated with [`Spec::sealed`]; [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` while
+    /// a [`super::Mirror`] of it is open, and then nothing is changed. After any other [`Error::Driver`] the memory is unusable.
     ///
     /// Driver calls: `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`. See
     /// [`super::Allocation::seal`].
@@ -139,21 +135,22 @@ impl Shared {
         Ok(enforced)
     }
 
-    /// Takes this process's own right to write it, for good, so that a mistake here does not change what others read. Its address stays.
-    /// What other processes may do with it does not change: unlike [`Shared::seal`] it says nothing to them, and is possible once the
-    /// memory is handed out. Waits for all work in the device's primary context; does nothing the second time.
+    /// Permanently removes this process's write access, so that a bug here can't change the data that others read. The address stays.
     ///
-    /// A write by address is then a fault: on CUDA a kernel's write ends the context (Xid 31).
+    /// The access of other processes does not change. Unlike [`Shared::seal`], this also works after the memory was handed out, and
+    /// receivers do not learn of it. Waits for all work in the device's primary context. A second call has no effect.
+    ///
+    /// Afterwards a write by address is a fault: on CUDA, a kernel's write destroys the context (Xid 31).
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] for memory of a pool and legacy memory; [`Error::Misuse`] for memory that is still to be sealed;
-    /// [`Error::Driver`], also while a [`super::Mirror`] of it is open: nothing is changed then.
+    /// [`DeviceError::Unsupported`] for pool buffers and legacy memory; [`Error::Misuse`] for memory that is to be sealed and is not
+    /// sealed yet; [`Error::Driver`], also while a [`super::Mirror`] of it is open, and then nothing is changed.
     ///
     /// Driver calls: those of [`Device::wait_for_work`], `cuMemSetAccess`.
     #[doc(alias = "cuMemSetAccess")]
     pub fn make_read_only(&self) -> Result<()> {
         let SharedBacking::Vmm(chunks) = &self.memory else {
-            let feature = "memory of a pool, or legacy memory, that this process only reads";
+            let feature = "read-only access of the owner to pool buffers and legacy memory";
             return Err(Error::Device(DeviceError::Unsupported { device: self.device.to_string(), feature }));
         };
         chunks.make_read_only()?;
@@ -161,8 +158,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Writes zeros behind the data, to the end of what a receiver maps: it must not see what was there before. Blocks until
-    /// they are there.
+    /// Writes zeros from the end of the data to the end of the mapped size, so that a receiver does not see old contents. Blocks until
+    /// the write is complete.
     ///
     /// # Errors
     /// [`Error::Driver`]. Driver calls: those of [`Region::copy_in`].
@@ -174,7 +171,7 @@ impl Shared {
         }
     }
 
-    /// How many bytes a receiver maps: at least [`Region::size`], rounded up as the mechanism rounds.
+    /// The number of bytes that a receiver maps: [`Region::size`], rounded up by the mechanism.
     pub fn mapped_size(&self) -> u64 {
         match &self.memory {
             SharedBacking::Vmm(chunks) => chunks.mapped_size(),
@@ -184,10 +181,10 @@ impl Shared {
         }
     }
 
-    /// What another process needs to open it, besides the descriptors.
+    /// Describes the memory for another process. Together with the descriptors, this is enough to open it.
     ///
     /// # Errors
-    /// [`Error::Driver`] where the driver does not give the 64 bytes out.
+    /// [`Error::Driver`] if the driver does not return the 64 bytes of a pool buffer or of legacy memory.
     ///
     /// Driver calls: `cuMemPoolExportPointer`, `cuIpcGetMemHandle`.
     #[doc(alias("cuMemPoolExportPointer", "cuIpcGetMemHandle"))]
@@ -210,12 +207,11 @@ impl Shared {
         })
     }
 
-    /// The allocations that cover a range of bytes, and which these are; `None` for memory that is not shared by vmm. An empty
-    /// range has none.
+    /// The allocations that cover a range of the data, and their position. `None` for memory that is not shared by
+    /// [`super::Mechanism::Vmm`]. An empty range has no allocations.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the data has not as many bytes, and for a range that
-    /// ends before it begins.
+    /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the range exceeds the data, or its start exceeds its end.
     pub fn chunks(&self, range: Range<u64>) -> Result<Option<(Part, Vec<Arc<Chunk>>)>> {
         match &self.memory {
             SharedBacking::Vmm(chunks) => chunks.part(range).map(Some),
@@ -223,7 +219,7 @@ impl Shared {
         }
     }
 
-    /// How long the steps of making it took.
+    /// The durations of the steps that created the memory.
     pub fn timings(&self) -> Timings {
         match &self.memory {
             SharedBacking::Vmm(chunks) => chunks.timings(),
@@ -231,7 +227,7 @@ impl Shared {
         }
     }
 
-    /// The pool that it is of, if it is of one.
+    /// The pool of the buffer, if the memory is a pool buffer.
     pub fn pool(&self) -> Option<&Arc<Pool>> {
         match &self.memory {
             SharedBacking::Pool { buffer } => Some(buffer.pool()),

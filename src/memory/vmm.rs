@@ -1,4 +1,4 @@
-//! Virtual memory management: physical memory, reserved addresses, and the one mapped at the other.
+//! Virtual memory management: physical memory, address reservations and mappings.
 
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
@@ -15,10 +15,10 @@ use crate::{
     error::{DeviceError, Error, MemoryError, Result},
 };
 
-/// Physical memory that can be shared, or that was.
+/// Physical memory that this process can share, or that it imported.
 ///
-/// Dropping it gives the handle back (`cuMemRelease`) and closes the exported descriptor; the memory itself lives until
-/// the last handle, mapping and descriptor of it, in any process, is gone.
+/// Dropping it releases the handle (`cuMemRelease`) and closes the exported descriptor. The memory itself is freed when the last handle,
+/// mapping and descriptor in any process is gone.
 #[doc(alias("cuMemCreate", "cuMemRelease"))]
 #[derive(Debug)]
 pub struct Allocation {
@@ -30,11 +30,11 @@ pub struct Allocation {
 }
 
 impl Allocation {
-    /// Allocates at least `size` bytes on a device, exportable as a descriptor. The size is rounded up to the granularity.
+    /// Allocates `size` bytes of device memory, rounded up to the granularity. The memory can be exported as a descriptor.
     ///
     /// # Errors
-    /// [`MemoryError::InvalidSize`] for zero and for what rounds up beyond 64 bits; [`MemoryError::OutOfMemory`] with both figures;
-    /// [`Error::Driver`].
+    /// [`MemoryError::InvalidSize`] if the size is zero or its rounding exceeds 64 bits; [`MemoryError::OutOfMemory`], with the requested
+    /// and the free bytes; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemGetAllocationGranularity`, `cuMemCreate`.
     #[doc(alias("cuMemGetAllocationGranularity", "cuMemCreate"))]
@@ -42,11 +42,11 @@ impl Allocation {
         Self::create_at(device, Placement::Device, size)
     }
 
-    /// As [`Allocation::create`], in a device's own memory or in that of the CPU's NUMA node next to it.
+    /// Like [`Allocation::create`], in device memory or in host memory on the NUMA node next to the device.
     ///
     /// # Errors
-    /// Those of [`Allocation::create`]; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) where the driver has
-    /// no host-NUMA memory.
+    /// As for [`Allocation::create`]; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) if the driver does not
+    /// support host-NUMA memory.
     ///
     /// Driver calls: those of [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
     #[doc(alias = "cuDeviceGetAttribute")]
@@ -54,11 +54,11 @@ impl Allocation {
         Self::create_with(device, &device.shareable(placement)?, size)
     }
 
-    /// As [`Allocation::create`], made so that RDMA can reach it: `gpuDirectRDMACapable`, which can't be changed later.
+    /// Like [`Allocation::create`], for memory that RDMA can reach: `gpuDirectRDMACapable`, which can't be changed later.
     ///
     /// # Errors
-    /// Those of [`Allocation::create`] and of [`Device::require_gpu_direct_rdma`];
-    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) also where the driver creates it without.
+    /// As for [`Allocation::create`] and [`Device::require_gpu_direct_rdma`];
+    /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) also if the driver ignores the flag.
     ///
     /// Driver calls: `cuDeviceGetAttribute`, those of [`Allocation::create`], `cuMemGetAllocationPropertiesFromHandle`.
     #[doc(alias("cuDeviceGetAttribute", "cuMemGetAllocationPropertiesFromHandle"))]
@@ -66,12 +66,12 @@ impl Allocation {
         Self::create_with(device, &device.shareable_for(Placement::Device, true)?, size)
     }
 
-    /// As [`Allocation::create`], with properties of [`Device::shareable_for`].
+    /// Like [`Allocation::create`], with properties from [`Device::shareable_for`].
     pub(super) fn create_with(device: &Device, properties: &Properties, size: u64) -> Result<Arc<Self>> {
         let rounded = round_up(size, device.granularity_of(properties)?)?;
         match device.verbs().create(rounded, properties) {
             Ok(handle) => {
-                // From here on dropping it releases the handle.
+                // From here on, dropping `created` releases the handle.
                 let mut created = Self::own(device, handle, rounded, *properties);
                 if properties.gpu_direct_rdma {
                     created.properties = device.verbs().properties(handle)?;
@@ -79,7 +79,7 @@ impl Allocation {
                 }
                 Ok(Arc::new(created))
             }
-            // The device's figures say nothing of the host's memory.
+            // The device's free memory is irrelevant for host memory.
             Err(error) if properties.location.host_node().is_some() => Err(error),
             Err(error) => Err(device.out_of_memory(rounded, error)),
         }
@@ -87,12 +87,13 @@ impl Allocation {
 
     /// Imports an allocation that another process exported.
     ///
-    /// `size` is the exporter's, in bytes: a GPU's descriptor does not carry it. The host backend checks it here and CUDA
-    /// when it is mapped; a wrong one never maps. `fd` is closed on success and on failure: the memory needs it no more.
+    /// `size` is the exporter's size in bytes: a GPU memory descriptor does not carry it. The host backend checks the size here, CUDA
+    /// when the memory is mapped; memory with a wrong size never maps. `fd` is closed on success and on failure: the handle keeps the
+    /// memory.
     ///
     /// # Errors
-    /// [`MemoryError::Unaligned`] if `size` is no multiple of the granularity (no driver call is made);
-    /// [`MemoryError::NotImported`] if `fd` is no such memory; [`Error::Driver`].
+    /// [`MemoryError::Unaligned`] if `size` is not a multiple of the granularity (no driver call is made); [`MemoryError::NotImported`]
+    /// if `fd` does not refer to such memory; [`Error::Driver`].
     ///
     /// Driver calls: `cuMemImportFromShareableHandle`, `cuMemGetAllocationPropertiesFromHandle`.
     #[doc(alias("cuMemImportFromShareableHandle", "cuMemGetAllocationPropertiesFromHandle"))]
@@ -101,14 +102,14 @@ impl Allocation {
         imported.map(Arc::new).map_err(|failed| not_imported(&fd, failed.into()))
     }
 
-    /// As [`Allocation::import`]; `fd` stays the caller's, to be closed when it likes.
+    /// Like [`Allocation::import`], but the caller keeps `fd` and may close it at any time.
     pub(super) fn import_offered(device: &Device, fd: BorrowedFd<'_>, size: u64) -> Result<Self, OpenError> {
         let granularity = device.granularity()?;
         if size == 0 || !size.is_multiple_of(granularity) {
             return Err(Error::Memory(MemoryError::Unaligned { size, granularity }).into());
         }
         let handle = device.verbs().import(fd, size).map_err(OpenError::at(Step::Open))?;
-        // From here on dropping it releases the handle.
+        // From here on, dropping `imported` releases the handle.
         let mut imported = Self::own(device, handle, size, device.shareable(Placement::Device)?);
         imported.properties = device.verbs().properties(handle)?;
         Ok(imported)
@@ -118,9 +119,10 @@ impl Allocation {
         Self { device: device.clone(), handle, size, properties, exported: OnceLock::new() }
     }
 
-    /// The descriptor that gives another process this memory, with full rights unless it is sealed. It stays the
-    /// allocation's and is the same every time: exporting once and sending it again costs a twentieth of exporting for
-    /// each receiver.
+    /// Exports the memory as a descriptor. Its receiver can read and write the memory, unless it is sealed.
+    ///
+    /// The allocation owns the descriptor, and every call returns the same one: sending it to many receivers costs a twentieth of
+    /// exporting for each.
     ///
     /// # Errors
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an imported allocation, which can't be exported again.
@@ -131,64 +133,62 @@ impl Allocation {
         if let Some(fd) = self.exported.get() {
             return Ok(fd.as_fd());
         }
-        // If two threads come here at once, one descriptor too many is made, and closed.
+        // If two threads export at once, the second descriptor is closed.
         let fd = self.device.verbs().export(self.handle)?;
         Ok(self.exported.get_or_init(|| fd).as_fd())
     }
 
-    /// Exports it for an owner who needs no more than the descriptor.
+    /// Exports the memory and releases the handle.
     pub(super) fn into_descriptor(self: Arc<Self>) -> Result<OwnedFd> {
         self.device.verbs().export(self.handle)
     }
 
-    /// Makes it immutable for good, and says whether that holds for everybody: on the host backend the kernel refuses every
-    /// holder of the descriptor to write; on CUDA the descriptor conveys full rights, and nothing is done.
+    /// Seals the memory permanently against writing, and returns whether the seal is enforced for every process. On the host backend the
+    /// kernel refuses writes by every holder of the descriptor. On CUDA this has no effect: a descriptor always gives full access.
     ///
     /// # Errors
-    /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` while it is mapped, or once it was exported.
+    /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` while the memory is mapped, or after it was exported.
     ///
     /// See memfd_create(2), `F_SEAL_WRITE` in fcntl(2).
     pub fn seal(&self) -> Result<bool> {
         self.device.verbs().seal(self.handle)
     }
 
-    /// Its size in bytes: a multiple of the granularity.
+    /// The size in bytes: a multiple of the granularity.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// The device that it was created on, or imported for.
+    /// The device that the memory was created on or imported for.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Checks that the driver made it as it was asked to: the flag is a request.
+    /// Checks that the driver honoured the flag, which is only a request.
     fn require_gpu_direct_rdma(&self) -> Result<()> {
         if self.properties.gpu_direct_rdma {
             return Ok(());
         }
-        let feature = "memory that RDMA can reach: its driver made it without gpuDirectRDMACapable";
+        let feature = "memory that RDMA can reach: its driver ignored gpuDirectRDMACapable";
         Err(Error::Device(DeviceError::Unsupported { device: self.device.to_string(), feature }))
     }
 
-    /// What the driver said of it when it was created or imported.
+    /// The properties that the driver reported when the memory was created or imported.
     pub fn properties(&self) -> Properties {
         self.properties
     }
 }
 
-/// The error of a descriptor that a driver can't import: the driver's own code says of every cause that it is unknown.
+/// Adds a reason to the error of a descriptor that the driver can't import: the driver's own code is `UNKNOWN` for every cause.
 fn not_imported(fd: &OwnedFd, error: Error) -> Error {
     let Error::Driver { call, code: code::UNKNOWN, name, source } = error else { return error };
     let reason = match source {
-        // The host backend has looked at it.
+        // The host backend has inspected the descriptor.
         Some(reason) => reason.to_string(),
         None => {
             let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
-            let of = link.map_or("an unknown file".to_owned(), |path| format!("`{}`", path.display()));
-            format!(
-                "the driver knows no memory of it. It is a descriptor of {of}: either not of a GPU's memory, or of memory that was lost"
-            )
+            let file = link.map_or("an unknown file".to_owned(), |path| format!("`{}`", path.display()));
+            format!("the driver finds no memory behind {file}: it is not GPU memory, or the memory was lost")
         }
     };
     let source = Box::new(Error::Driver { call, code: code::UNKNOWN, name, source: None });
@@ -201,7 +201,7 @@ impl Drop for Allocation {
     }
 }
 
-/// A range of addresses of this process, kept free for mappings. Dropping it frees them.
+/// A reserved range of addresses in this process, for mappings. Dropping it frees the addresses.
 #[doc(alias("cuMemAddressReserve", "cuMemAddressFree"))]
 #[derive(Debug)]
 pub struct Reservation {
@@ -221,12 +221,12 @@ impl Reservation {
         Ok(Arc::new(Self { device: device.clone(), address, size }))
     }
 
-    /// Its first address.
+    /// The first address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Its size in bytes.
+    /// The size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
@@ -238,11 +238,10 @@ impl Drop for Reservation {
     }
 }
 
-/// Allocations at addresses of this process, side by side. Dropping it unmaps them, then drops the reservation.
+/// Allocations mapped side by side at addresses of this process. Dropping it unmaps them, then drops the reservation.
 ///
-/// It keeps the memory alive, also when the [`Allocation`]s are dropped. Other processes, and other mappings, see the same
-/// bytes and may write them at any time. Work of your own on a GPU stream must be finished before it is dropped: unmapping
-/// does not always wait for it.
+/// A mapping keeps the memory alive even if the [`Allocation`]s are dropped. Other processes and other mappings share the same bytes and
+/// may write to them at any time. Finish your own work on GPU streams before you drop a mapping: unmapping does not always wait for it.
 #[doc(alias("cuMemMap", "cuMemUnmap"))]
 #[derive(Debug)]
 pub struct Mapping {
@@ -250,17 +249,17 @@ pub struct Mapping {
     address: u64,
     size: u64,
     access: Access,
-    /// Whether its pages are copied when this process writes to them.
+    /// Whether the pages are copy-on-write.
     private: bool,
-    // Let go of after the unmapping in `drop`.
+    // Dropped after `Drop::drop` has unmapped the memory.
     reservation: Arc<Reservation>,
 }
 
 impl Mapping {
-    /// Maps a whole allocation at an address of the driver's choice, for its device.
+    /// Maps a whole allocation for its device, at an address that the driver chooses.
     ///
     /// # Errors
-    /// [`Error::Driver`]: with `CUDA_ERROR_NOT_SUPPORTED` if an imported allocation does not have the size claimed.
+    /// [`Error::Driver`]: with `CUDA_ERROR_NOT_SUPPORTED` if an imported allocation does not have the claimed size.
     ///
     /// Driver calls: `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`.
     #[doc(alias("cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"))]
@@ -269,12 +268,12 @@ impl Mapping {
         Self::at(&reservation, 0, allocation, access)
     }
 
-    /// Maps a whole allocation `offset` bytes into a reservation, for its device.
+    /// Maps a whole allocation for its device, `offset` bytes into a reservation.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if it does not fit; [`Error::Misuse`] if reservation, allocation and device are not all of one
-    /// driver
-    /// object; [`Error::Driver`] as for [`Mapping::new`], and with `CUDA_ERROR_INVALID_VALUE` if something is mapped there.
+    /// [`MemoryError::OutOfRange`] if the allocation does not fit; [`Error::Misuse`] if reservation, allocation and device belong to
+    /// different driver objects; [`Error::Driver`] as for [`Mapping::new`], and with `CUDA_ERROR_INVALID_VALUE` if the addresses are in
+    /// use.
     ///
     /// Driver calls: `cuMemMap`, `cuMemSetAccess`.
     #[doc(alias("cuMemMap", "cuMemSetAccess"))]
@@ -287,13 +286,13 @@ impl Mapping {
         Self::side_by_side(reservation, offset, std::slice::from_ref(allocation), allocation.device(), access)
     }
 
-    /// Maps whole allocations side by side, from `offset` bytes into a reservation on, for a device that may be another
-    /// than theirs (peer access). Host-NUMA memory is mapped for the CPU too.
+    /// Maps whole allocations side by side, starting `offset` bytes into a reservation. `device` may differ from the allocations' device
+    /// (peer access). Host-NUMA memory is mapped for the CPU too.
     ///
     /// # Errors
-    /// Those of [`Mapping::at`]; [`Error::Driver`] with `CUDA_ERROR_PEER_ACCESS_UNSUPPORTED` if the device can't reach them.
+    /// As for [`Mapping::at`]; [`Error::Driver`] with `CUDA_ERROR_PEER_ACCESS_UNSUPPORTED` if the device can't reach the memory.
     ///
-    /// Driver calls: `cuMemMap` for each, `cuMemSetAccess` for all at once.
+    /// Driver calls: `cuMemMap` for each allocation, `cuMemSetAccess` once.
     #[doc(alias("cuMemMap", "cuMemSetAccess"))]
     pub fn side_by_side(
         reservation: &Arc<Reservation>,
@@ -311,7 +310,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Nothing yet, at a place in a reservation.
+    /// An empty mapping at an offset in a reservation.
     pub(super) fn empty(reservation: &Arc<Reservation>, offset: u64, device: &Device, access: Access) -> Result<Self> {
         device.check_driver(&reservation.device)?;
         check_range(offset, 0, reservation.size)?;
@@ -326,12 +325,12 @@ impl Mapping {
         })
     }
 
-    /// Has what is pushed from now on mapped with copy-on-write pages, which this process may write to: on the host backend alone.
+    /// Maps later allocations with writable copy-on-write pages. Host backend only.
     pub(super) fn make_private(&mut self) {
         (self.private, self.access) = (true, Access::ReadWrite);
     }
 
-    /// Maps one more allocation behind the others. It can't be used before [`Mapping::allow`].
+    /// Maps one more allocation after the others. It can't be used before [`Mapping::allow`].
     pub(super) fn push(&mut self, allocation: &Allocation) -> Result<()> {
         self.device.check_driver(&allocation.device)?;
         let offset = self.address - self.reservation.address + self.size;
@@ -342,18 +341,18 @@ impl Mapping {
         } else {
             verbs.map(address, allocation.size, 0, allocation.handle)?;
         }
-        // From here on dropping it unmaps.
+        // From here on, dropping the mapping unmaps this allocation.
         self.size += allocation.size;
         Ok(())
     }
 
-    /// How many bytes of addresses are reserved from its first on.
+    /// The number of reserved bytes from the mapping's first address to the end of the reservation.
     pub(super) fn room(&self) -> u64 {
         self.reservation.size - (self.address - self.reservation.address)
     }
 
-    /// Maps other allocations in the place of those that are mapped, each of which has the size of the one before it, with the same
-    /// access. After a failure some of them may be there, and some addresses may be empty.
+    /// Maps other allocations over the current ones, with the same access. Each must have the size of the allocation that it replaces.
+    /// After a failure, some allocations may be replaced and some addresses may be unmapped.
     pub(super) fn replace<'a>(&mut self, allocations: impl Iterator<Item = &'a Allocation>) -> Result<()> {
         let mut address = self.address;
         for allocation in allocations {
@@ -365,7 +364,6 @@ impl Mapping {
         Ok(())
     }
 
-    /// Unmaps all of it, if it can be.
     pub(super) fn unmap(&mut self) -> Result<()> {
         if self.size > 0 {
             self.device.verbs().unmap(self.address, self.size)?;
@@ -374,24 +372,24 @@ impl Mapping {
         Ok(())
     }
 
-    /// Checks that no mirror is open on any of it.
+    /// Checks that no mirror of the mapping is open.
     ///
     /// # Errors
-    /// [`Error::Misuse`] if one is.
+    /// [`Error::Misuse`] if a mirror is open.
     pub(super) fn check_unused(&self) -> Result<()> {
         if self.size == 0 {
             return Ok(());
         }
         match self.device.verbs().check_unused(self.address, self.size) {
             Err(Error::Driver { code: code::INVALID_VALUE, .. }) => {
-                let problem = "a mirror of the memory is open, or was forgotten: drop every mirror first";
+                let problem = "a mirror of the memory is open or was leaked: drop every mirror first";
                 Err(Error::Misuse { problem: problem.to_owned() })
             }
             checked => checked,
         }
     }
 
-    /// Takes this process's right to write it, for good. Waits for the device's work, which may be writing.
+    /// Permanently removes this process's write access. Waits for the device's work first, because it may write to the memory.
     pub(super) fn make_read_only(&mut self, node: Option<i32>) -> Result<()> {
         if self.access == Access::ReadWrite {
             self.device.wait_for_work()?;
@@ -401,7 +399,7 @@ impl Mapping {
         Ok(())
     }
 
-    /// Lets the device use what is mapped, and the CPUs of a NUMA node if the memory is theirs.
+    /// Gives access to the device and, for host memory, to the CPUs of its NUMA node.
     pub(super) fn allow(&self, node: Option<i32>) -> Result<()> {
         let device = Location::Device(self.device.ordinal());
         for location in [Some(device), node.map(Location::HostNuma)].into_iter().flatten() {

@@ -1,4 +1,4 @@
-//! What a descriptor refers to.
+//! Replacing a descriptor.
 
 use std::{
     io,
@@ -7,21 +7,21 @@ use std::{
 
 use nix::libc;
 
-/// Makes `descriptor` refer to what `by` refers to, close-on-exec, and closes what it referred to before, at once: no other thread
-/// finds the number unused in between. A call that another thread began on it before goes on with the file of before. Does not block.
+/// Atomically makes `descriptor` a close-on-exec duplicate of `by` and closes its old file: at no time can another thread get the number
+/// for a new file. A system call that already runs on the descriptor continues with the old file. Does not block.
 ///
 /// # Errors
 /// See dup3(2).
 pub(crate) fn replace(descriptor: BorrowedFd<'_>, by: BorrowedFd<'_>) -> io::Result<()> {
     loop {
-        // SAFETY: the call reads and writes no memory of this process. Both descriptors are borrowed, so they are open and stay so;
-        // what owns `descriptor` owns one open descriptor of that number afterwards too.
+        // SAFETY: the call reads and writes no memory of this process. Both descriptors are borrowed and therefore stay open; afterwards
+        // the owner of `descriptor` still owns one open descriptor of that number.
         let result = unsafe { libc::dup3(by.as_raw_fd(), descriptor.as_raw_fd(), libc::O_CLOEXEC) };
         if result != -1 {
             return Ok(());
         }
         let error = io::Error::last_os_error();
-        // EBUSY: Linux, while another thread is between taking this number and filling it.
+        // EBUSY: another thread has allocated this number and not installed its file yet.
         if error.kind() != io::ErrorKind::Interrupted && error.raw_os_error() != Some(libc::EBUSY) {
             return Err(error);
         }
@@ -40,13 +40,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_descriptor_that_is_replaced_keeps_its_number_and_closes_what_it_was_of() {
+    fn replace_keeps_number_and_closes_old_file() {
         let (ours, mut before) = UnixStream::pair().unwrap();
         let (by, mut after) = UnixStream::pair().unwrap();
         let number = ours.as_raw_fd();
         replace(ours.as_fd(), by.as_fd()).unwrap();
         drop(by);
-        assert_eq!(before.read(&mut [0]).unwrap(), 0, "the end of the connection");
+        assert_eq!(before.read(&mut [0]).unwrap(), 0, "the old connection is closed");
         after.write_all(b"x").unwrap();
         let mut byte = [0];
         (&ours).read_exact(&mut byte).unwrap();

@@ -1,4 +1,4 @@
-//! Open files, as the kernel tells them apart.
+//! Comparing open files.
 
 use std::{
     cmp::Ordering,
@@ -12,13 +12,13 @@ use nix::libc;
 /// `KCMP_FILE` of `linux/kcmp.h`.
 const KCMP_FILE: libc::c_int = 0;
 
-/// Compares the open files (open file descriptions, in POSIX's words) behind two descriptors of this process. Does not block.
+/// Compares the open file descriptions behind two descriptors of this process. Does not block.
 ///
-/// `Equal` if they are the same one: then one descriptor is a duplicate of the other. Otherwise in an order that the kernel keeps for
-/// as long as both files are open, and that is total.
+/// `Equal` if both descriptors share one open file description: one is a duplicate of the other. Otherwise the result is a total order
+/// that is stable while both files are open.
 ///
 /// # Errors
-/// EPERM where a seccomp filter forbids it, as that of most containers does; ENOSYS of a kernel built without it. See kcmp(2).
+/// EPERM if a seccomp filter forbids the call, as in most containers; ENOSYS if the kernel was built without it. See kcmp(2).
 pub(crate) fn kcmp(a: BorrowedFd<'_>, b: BorrowedFd<'_>) -> io::Result<Ordering> {
     let pid = process::id().cast_signed();
     // SAFETY: five integers; no memory of this process is read or written. Both descriptors stay open while they are borrowed.
@@ -28,7 +28,7 @@ pub(crate) fn kcmp(a: BorrowedFd<'_>, b: BorrowedFd<'_>) -> io::Result<Ordering>
         1 => Ok(Ordering::Less),
         2 => Ok(Ordering::Greater),
         -1 => Err(io::Error::last_os_error()),
-        // 3: they differ, and their order is not available.
+        // 3: the files differ, but the kernel does not give their order.
         _ => Err(io::ErrorKind::Unsupported.into()),
     }
 }
@@ -53,7 +53,8 @@ pub(crate) mod tests {
                 statement(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0),
             ];
             let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
-            // SAFETY: the filter and its program live until the call returns, and the kernel copies them. It is this thread's alone.
+            // SAFETY: the filter and its program live until the call returns, and the kernel copies them. The filter applies to this
+            // thread alone.
             let installed = unsafe {
                 assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
                 libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &filter)
@@ -67,7 +68,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_kernel_that_refuses_is_an_error() {
+    fn refused_kcmp_is_an_error() {
         for errno in [libc::EPERM, libc::ENOSYS] {
             without_kcmp(errno, move || {
                 let file = File::open("/dev/null").unwrap();
@@ -81,7 +82,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_duplicate_is_the_same_open_file_and_a_second_open_is_not() {
+    fn duplicates_are_equal_and_reopened_files_differ() {
         let [first, second] = files(2).try_into().unwrap();
         let duplicate = first.try_clone().unwrap();
         assert_eq!(kcmp(first.as_fd(), first.as_fd()).unwrap(), Ordering::Equal);
@@ -92,7 +93,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn the_order_is_total() {
+    fn order_is_total() {
         let mut files = files(50);
         files.sort_by(|a, b| kcmp(a.as_fd(), b.as_fd()).unwrap());
         for (index, a) in files.iter().enumerate() {

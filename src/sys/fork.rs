@@ -1,4 +1,4 @@
-//! The identity of a process, which its forks do not share.
+//! Detection of forks: a process identity that differs in each fork.
 
 use std::{
     io, process,
@@ -10,27 +10,27 @@ use nix::libc;
 
 use crate::error::{Error, Result};
 
-/// A page that is zero in each new fork. Null until it is mapped, and [`MISSING`] where the kernel has no such pages.
+/// A page that the kernel zeroes in each fork. Null until it is mapped; [`MISSING`] if the kernel does not support such pages.
 static PAGE: AtomicPtr<AtomicU64> = AtomicPtr::new(ptr::null_mut());
 
-/// In the place of a page: the kernel has none. Its address alone matters.
+/// Marks a missing page in [`PAGE`]. Only its address is used.
 static MISSING: AtomicU64 = AtomicU64::new(0);
 
-/// The last generation of this process or of those that it descends from by forks. Unlike [`PAGE`] a fork keeps it.
+/// The last generation of this process and its ancestors. Unlike [`PAGE`], a fork inherits the value.
 static LAST: AtomicU32 = AtomicU32::new(0);
 
-/// Identifies a process: no fork of it is equal, nor a fork of a fork.
+/// Identifies a process. Every fork has a different identity, and so has every fork of a fork.
 ///
-/// Process numbers don't serve for that, because they repeat: process 1 of a PID namespace can fork into a new PID namespace, where
-/// the child is process 1 too. An identity instead holds a generation from a page that the kernel wipes in each fork
-/// (`MADV_WIPEONFORK`, Linux 4.14). On older kernels it is the process number alone.
+/// Process IDs are not sufficient because they repeat: process 1 of a PID namespace can fork into a new PID namespace, where the child
+/// is process 1 too. Therefore an identity also holds a generation, stored in a page that the kernel wipes in each fork
+/// (`MADV_WIPEONFORK`, Linux 4.14). On older kernels it is the process ID alone.
 ///
 /// ```
 /// use vmmfd::fork::ProcessIdentity;
 ///
-/// let made_by = ProcessIdentity::current();
-/// // ... and before each use, which may be in a fork:
-/// assert!(made_by.is_current());
+/// let creator = ProcessIdentity::current();
+/// // Before each use, which may be in a fork:
+/// assert!(creator.is_current());
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ProcessIdentity {
@@ -39,7 +39,7 @@ pub struct ProcessIdentity {
 }
 
 impl ProcessIdentity {
-    /// This process's. Does not block. It costs one read of memory, and two system calls once in each process.
+    /// The identity of this process. Does not block. Costs one memory read, and two system calls once per process.
     ///
     /// See madvise(2).
     pub fn current() -> Self {
@@ -57,20 +57,20 @@ impl ProcessIdentity {
         }
     }
 
-    /// Whether it is this process's. Does not block.
+    /// Whether this is the identity of the current process. Does not block.
     pub fn is_current(self) -> bool {
         self == Self::current()
     }
 
-    /// The process's number when it was asked for its identity first.
+    /// The process ID when the process first asked for its identity.
     pub fn pid(self) -> u32 {
         self.pid
     }
 
-    /// Checks that it is this process's. Does not block.
+    /// Checks that this is the identity of the current process. Does not block.
     ///
     /// # Errors
-    /// [`Error::Forked`].
+    /// [`Error::Forked`] if it is not.
     pub fn check(self) -> Result<()> {
         if self.is_current() {
             return Ok(());
@@ -78,43 +78,43 @@ impl ProcessIdentity {
         Err(Error::Forked { initialised_by: self.pid, pid: process::id() })
     }
 
-    /// As a number that is not 0, for an atomic.
+    /// A nonzero number, to store in an atomic.
     pub(crate) fn to_bits(self) -> u64 {
         u64::from(self.generation) << 32 | u64::from(self.pid)
     }
 
-    /// `None` for 0.
+    /// The inverse of [`Self::to_bits`]; `None` for 0.
     pub(crate) fn from_bits(bits: u64) -> Option<Self> {
         (bits != 0).then_some(Self { generation: (bits >> 32) as u32, pid: bits as u32 })
     }
 }
 
-/// The page. It is mapped without a lock, which another thread might hold during a fork.
+/// Returns the page, and maps it first if necessary. Uses no lock, because another thread might hold the lock during a fork.
 fn page() -> Option<&'static AtomicU64> {
-    let mut found = PAGE.load(Ordering::Acquire);
-    if found.is_null() {
-        let made = map().map_or_else(
+    let mut page = PAGE.load(Ordering::Acquire);
+    if page.is_null() {
+        let mapped = map().map_or_else(
             |error| {
-                tracing::debug!(%error, "forks are recognised by their process numbers alone");
+                tracing::debug!(%error, "no MADV_WIPEONFORK: detecting forks by process ID alone");
                 (&raw const MISSING).cast_mut()
             },
             NonNull::as_ptr,
         );
-        found = match PAGE.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
-            Ok(_) => made,
-            // Another thread was first. The page of this one, if it has one, is never needed.
+        page = match PAGE.compare_exchange(ptr::null_mut(), mapped, Ordering::AcqRel, Ordering::Acquire) {
+            Ok(_) => mapped,
+            // Another thread was first. This thread's page stays mapped and unused.
             Err(other) => other,
         };
     }
-    if ptr::eq(found, &raw const MISSING) {
+    if ptr::eq(page, &raw const MISSING) {
         return None;
     }
-    // SAFETY: it is a page that `map` returned, aligned and zero at first, which is never unmapped and is accessed by atomics alone.
-    // The kernel wipes it in a new process only, before that runs.
-    Some(unsafe { &*found })
+    // SAFETY: `map` returned the page, aligned and zeroed. It is never unmapped and only accessed through atomics. The kernel wipes it
+    // only in a new process, before that process runs.
+    Some(unsafe { &*page })
 }
 
-/// Maps a page that is zero in each fork.
+/// Maps a page that the kernel zeroes in each fork.
 fn map() -> io::Result<NonNull<AtomicU64>> {
     const SIZE: usize = size_of::<AtomicU64>();
     // SAFETY: a new mapping, at an address of the kernel's choice.
@@ -131,47 +131,47 @@ fn map() -> io::Result<NonNull<AtomicU64>> {
     if start == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it is the mapping that was just made, which nothing else knows.
+    // SAFETY: the mapping was just made, and no other code has its address.
     if unsafe { libc::madvise(start, SIZE, libc::MADV_WIPEONFORK) } != 0 {
         let error = io::Error::last_os_error();
-        // SAFETY: as above; it is not used any more.
+        // SAFETY: as above; the mapping is not used again.
         unsafe { libc::munmap(start, SIZE) };
         return Err(error);
     }
     NonNull::new(start.cast()).ok_or_else(|| io::ErrorKind::Other.into())
 }
 
-/// A value that each process has for itself. A fork begins with a new one, in whatever state another thread had its parent's.
+/// A static value that each process creates for itself. A fork creates a new value, whatever the state of its parent's.
 #[derive(Debug)]
 pub struct PerProcess<T: 'static> {
-    at: AtomicPtr<(ProcessIdentity, T)>,
-    make: fn() -> T,
+    current: AtomicPtr<(ProcessIdentity, T)>,
+    create: fn() -> T,
 }
 
 impl<T: Sync> PerProcess<T> {
-    /// Each process's is made by `make` when it is asked for first.
-    pub const fn new(make: fn() -> T) -> Self {
-        Self { at: AtomicPtr::new(ptr::null_mut()), make }
+    /// Each process calls `create` on its first [`PerProcess::get`].
+    pub const fn new(create: fn() -> T) -> Self {
+        Self { current: AtomicPtr::new(ptr::null_mut()), create }
     }
 
-    /// This process's. It is never dropped. Does not block, unless `make` does.
+    /// The value of this process. It is never dropped. Blocks only if `create` does.
     pub fn get(&self) -> &'static T {
         let identity = ProcessIdentity::current();
-        let mut found = self.at.load(Ordering::Acquire);
+        let mut current = self.current.load(Ordering::Acquire);
         loop {
-            // SAFETY: it is null, or was leaked below and is never freed; it is only read.
-            if let Some((by, value)) = unsafe { found.as_ref::<'static>() }
-                && *by == identity
+            // SAFETY: the pointer is null or was leaked below; the value is never freed and only read.
+            if let Some((owner, value)) = unsafe { current.as_ref::<'static>() }
+                && *owner == identity
             {
                 return value;
             }
-            let made = Box::into_raw(Box::new((identity, (self.make)())));
-            match self.at.compare_exchange(found, made, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => found = made,
+            let new = Box::into_raw(Box::new((identity, (self.create)())));
+            match self.current.compare_exchange(current, new, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => current = new,
                 Err(other) => {
-                    // SAFETY: it was just made, and nothing else has seen it.
-                    drop(unsafe { Box::from_raw(made) });
-                    found = other;
+                    // SAFETY: the box was just leaked, and no other code has seen the pointer.
+                    drop(unsafe { Box::from_raw(new) });
+                    current = other;
                 }
             }
         }
@@ -189,13 +189,13 @@ mod tests {
 
     use super::*;
 
-    /// Runs `check` in a fork of this process and returns whether it held there.
+    /// Runs `check` in a fork of this process and returns its result.
     fn holds_in_fork(check: impl FnOnce() -> bool) -> bool {
-        // SAFETY: the child reads and writes atomics, allocates, and ends by `_exit`.
+        // SAFETY: the child reads and writes atomics, allocates, and calls `_exit`.
         match unsafe { fork() }.unwrap() {
             ForkResult::Child => {
                 let held = check();
-                // SAFETY: it does not return.
+                // SAFETY: the call does not return.
                 unsafe { libc::_exit(i32::from(!held)) }
             }
             ForkResult::Parent { child } => waitpid(child, None).unwrap() == WaitStatus::Exited(child, 0),
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn forks_make_values_of_their_own() {
+    fn forks_create_their_own_values() {
         static VALUE: PerProcess<AtomicU32> = PerProcess::new(AtomicU32::default);
         VALUE.get().store(7, Ordering::Relaxed);
         assert!(holds_in_fork(

@@ -1,4 +1,4 @@
-//! Memory as a descriptor: made here, or by a peer.
+//! memfds: created here, or received from a peer.
 
 use std::{
     ffi::CStr,
@@ -20,13 +20,13 @@ use nix::{
 
 use crate::error::code;
 
-/// An empty memfd to which seals can be added, close-on-exec. `name` is for people, in `/proc/PID/fd`. Does not block.
+/// Creates an empty, close-on-exec memfd that accepts seals. `name` appears in `/proc/PID/fd`. Does not block.
 ///
 /// # Errors
 /// See memfd_create(2).
 pub(crate) fn empty(name: &CStr) -> nix::Result<OwnedFd> {
     let close_on_exec = MFdFlags::MFD_CLOEXEC;
-    // NOEXEC_SEAL (Linux 6.3) implies sealing, and some systems demand it; older kernels know nothing of it.
+    // NOEXEC_SEAL (Linux 6.3) implies sealing, and some systems require it. Older kernels reject it.
     memfd_create(name, close_on_exec | MFdFlags::from_bits_retain(nix::libc::MFD_NOEXEC_SEAL)).or_else(|errno| {
         match errno {
             Errno::EINVAL => memfd_create(name, close_on_exec | MFdFlags::MFD_ALLOW_SEALING),
@@ -35,11 +35,11 @@ pub(crate) fn empty(name: &CStr) -> nix::Result<OwnedFd> {
     })
 }
 
-/// A memfd of `size` bytes, every page of it committed.
+/// Creates a memfd of `size` bytes and commits all its pages.
 pub(crate) fn create(size: u64) -> nix::Result<OwnedFd> {
     let memfd = empty(c"vmmfd")?;
     let length = i64::try_from(size).map_err(|_| Errno::ENOMEM)?;
-    // To go beyond it is not an error first but a signal, which ends the process.
+    // Exceeding the limit would raise SIGXFSZ, which kills the process.
     if getrlimit(Resource::RLIMIT_FSIZE)?.0 < size {
         return Err(Errno::EFBIG);
     }
@@ -53,12 +53,12 @@ pub(crate) fn add_seals(memfd: &OwnedFd, seals: SealFlag) -> nix::Result<()> {
     fcntl(memfd, FcntlArg::F_ADD_SEALS(seals)).map(drop)
 }
 
-/// Seals memory against writing, for good. Does not block.
+/// Seals memory permanently against writing. Does not block.
 ///
-/// `F_SEAL_FUTURE_WRITE` is of Linux 5.1. An older kernel knows no such seal, and `F_SEAL_WRITE` alone lets no process write.
+/// `F_SEAL_FUTURE_WRITE` exists since Linux 5.1. On an older kernel `F_SEAL_WRITE` alone prevents all writes.
 ///
 /// # Errors
-/// EBUSY while a process has it mapped to write; see fcntl(2).
+/// EBUSY while a process has a writable mapping; see fcntl(2).
 pub(crate) fn seal_content(memfd: &OwnedFd) -> nix::Result<()> {
     let seals = SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
     match add_seals(memfd, seals | SealFlag::F_SEAL_FUTURE_WRITE) {
@@ -67,30 +67,29 @@ pub(crate) fn seal_content(memfd: &OwnedFd) -> nix::Result<()> {
     }
 }
 
-/// Checks that a descriptor is memory of `size` bytes that its owner can no longer take away. Returns whether it is sealed against
-/// writing.
+/// Checks that a descriptor is a memfd of `size` bytes that its owner can no longer shrink. Returns whether it is sealed against writing.
 ///
-/// The seals must be final (`F_SEAL_SEAL`): what holds here then holds for good. A seal against writing that comes later makes
-/// mmap(2) fail, which was promised to work, and some kernels have unmapped by then what was to be replaced. Memory of huge
-/// pages fails like that whenever there is none left, whatever its seals are.
+/// The seals must be final (`F_SEAL_SEAL`), so that the results of this check stay true. If the owner later added a seal against
+/// writing, mmap(2) would fail unexpectedly, and some kernels have already removed the old mapping at that point. mmap(2) of huge pages
+/// fails the same way when no huge page is free, so such memory is refused.
 ///
-/// All of it must be committed: reading a hole commits its pages, on this process's account. Its owner may still punch holes
-/// later, unless it is sealed against writing; by then it has had to have the memory.
+/// All pages must be committed: reading a hole commits its pages and charges them to this process. The owner can still punch holes
+/// later, unless the memory is sealed against writing, but it had to have the memory in the first place.
 ///
 /// # Errors
-/// The driver's code, and the reason: as a CUDA driver `UNKNOWN` where the descriptor is not such memory, and `INVALID_VALUE` where
-/// it has another size.
+/// The driver's code and the reason. As in a CUDA driver, `UNKNOWN` if the descriptor is not such memory, and `INVALID_VALUE` if its
+/// size differs.
 pub(crate) fn inspect(fd: BorrowedFd<'_>, size: u64) -> Result<bool, (u32, io::Error)> {
     let system = |errno: Errno| (code::OPERATING_SYSTEM, io::Error::from(errno));
     let unfit = |reason: String| Err((code::UNKNOWN, io::Error::other(reason)));
     let seals = match fcntl(fd, FcntlArg::F_GET_SEALS) {
         Ok(seals) => SealFlag::from_bits_retain(seals),
-        // A pipe, a socket, a device, a file of a disk; or one that is open by its path alone.
+        // EINVAL: a pipe, a socket, a device or a file on disk. EBADF: opened with O_PATH.
         Err(Errno::EINVAL | Errno::EBADF) => return unfit("the descriptor is not of a memfd".to_owned()),
         Err(errno) => return Err(system(errno)),
     };
     if fstatfs(fd).map_err(system)?.filesystem_type() == HUGETLBFS_MAGIC {
-        let reason = "the memory is of huge pages (MFD_HUGETLB), which are not supported: use ordinary ones";
+        let reason = "the memory has huge pages (MFD_HUGETLB), which are not supported: use ordinary pages";
         return unfit(reason.to_owned());
     }
     if !seals.contains(SealFlag::F_SEAL_SHRINK) {
@@ -99,7 +98,7 @@ pub(crate) fn inspect(fd: BorrowedFd<'_>, size: u64) -> Result<bool, (u32, io::E
     }
     if !seals.contains(SealFlag::F_SEAL_SEAL) {
         let reason =
-            "the memory's seals are not final (F_SEAL_SEAL): one that is added later could make mapping it fail";
+            "the memory's seals are not final (F_SEAL_SEAL): a seal that is added later could make mapping fail";
         return unfit(reason.to_owned());
     }
     let stat = fstat(fd).map_err(system)?;

@@ -1,4 +1,4 @@
-//! Descriptors, memfds and processes: system calls behind safe functions. The only place outside `driver/` with `unsafe`.
+//! Safe wrappers of system calls for descriptors, memfds and processes. Apart from `driver/`, the only place with `unsafe`.
 #![allow(unsafe_code)]
 
 mod descriptor;
@@ -20,8 +20,8 @@ pub(crate) use self::{
     socket::{pass_descriptors, passes_descriptors, peer_groups, unread},
 };
 
-/// The uid that the kernel shows in place of one that this user namespace does not map: `/proc/sys/kernel/overflowuid`, or the
-/// kernel's default of 65534 where that can't be read. It is read once. Does not block.
+/// The uid that the kernel reports for a user without a mapping in this user namespace: `/proc/sys/kernel/overflowuid`, or the kernel's
+/// default of 65534 if the file can't be read. Reads the file once. Does not block.
 ///
 /// See user_namespaces(7).
 pub(crate) fn overflow_uid() -> u32 {

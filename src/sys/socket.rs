@@ -1,4 +1,4 @@
-//! What the kernel knows of a Unix socket.
+//! Options and state of Unix sockets.
 
 use std::{
     io,
@@ -7,21 +7,21 @@ use std::{
 
 use nix::libc;
 
-/// How many groups are asked for first: most users have fewer.
+/// The initial number of groups to read. Most users have fewer.
 const GROUPS: usize = 64;
 
-/// How many bytes that were sent on a Unix socket the peer has not received. Does not block.
+/// The number of bytes that were sent on a Unix socket and not received by the peer yet. Does not block.
 ///
-/// The kernel's own count of its buffers, larger than the records: only 0 has a meaning. On a socket of type `SOCK_SEQPACKET` it is
-/// 0 when the peer has received each record, before its recvmsg(2) returns, and after the peer has closed the connection. It stays
-/// above 0 after a receive with `MSG_PEEK`.
+/// The kernel counts its buffers, which are larger than the records: only 0 is meaningful. On a `SOCK_SEQPACKET` socket the count is 0
+/// once the peer has received every record (before its recvmsg(2) returns), and after the peer has closed the connection. A receive
+/// with `MSG_PEEK` does not reduce it.
 ///
 /// # Errors
 /// See unix(7) and `SIOCOUTQ` in tcp(7).
 pub(crate) fn unread(socket: BorrowedFd<'_>) -> io::Result<usize> {
     let mut bytes: libc::c_int = 0;
-    // SIOCOUTQ is TIOCOUTQ under another name.
-    // SAFETY: the request writes one int, to where `bytes` is, which lives until the call returns; the descriptor is borrowed.
+    // SIOCOUTQ is an alias of TIOCOUTQ.
+    // SAFETY: the request writes one int to `bytes`, which lives until the call returns. The descriptor is borrowed.
     let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     if result == -1 {
         return Err(io::Error::last_os_error());
@@ -32,14 +32,14 @@ pub(crate) fn unread(socket: BorrowedFd<'_>) -> io::Result<usize> {
 /// `SO_PASSRIGHTS` of Linux 6.16, which libc lacks.
 const SO_PASSRIGHTS: libc::c_int = 83;
 
-/// Whether a Unix socket takes descriptors from its peer. Where it does not, the peer's sendmsg(2) fails with `EPERM`. Does not block.
+/// Whether a Unix socket accepts descriptors from its peer. If not, the peer's sendmsg(2) fails with `EPERM`. Does not block.
 ///
 /// # Errors
-/// `ENOPROTOOPT` of a kernel older than 6.16.
+/// `ENOPROTOOPT` on a kernel older than 6.16.
 pub(crate) fn passes_descriptors(socket: BorrowedFd<'_>) -> io::Result<bool> {
     let mut passes: libc::c_int = 1;
     let mut length = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `length` bytes to `passes`, and the length itself; both live until the call returns. The
+    // SAFETY: the kernel writes at most `length` bytes to `passes`, and it writes `length`; both live until the call returns. The
     // descriptor is borrowed.
     let result = unsafe {
         libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, (&raw mut passes).cast(), &raw mut length)
@@ -47,10 +47,11 @@ pub(crate) fn passes_descriptors(socket: BorrowedFd<'_>) -> io::Result<bool> {
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(passes != 0) }
 }
 
-/// Sets whether a Unix socket takes descriptors from its peer: from a listening socket its later connections inherit it. Does not block.
+/// Sets whether a Unix socket accepts descriptors from its peer. New connections inherit the setting from the listening socket. Does
+/// not block.
 ///
 /// # Errors
-/// `ENOPROTOOPT` of a kernel older than 6.16, where each socket takes them.
+/// `ENOPROTOOPT` on a kernel older than 6.16, where every socket accepts them.
 pub(crate) fn pass_descriptors(socket: BorrowedFd<'_>, pass: bool) -> io::Result<()> {
     let pass = libc::c_int::from(pass);
     let length = size_of::<libc::c_int>() as libc::socklen_t;
@@ -61,25 +62,24 @@ pub(crate) fn pass_descriptors(socket: BorrowedFd<'_>, pass: bool) -> io::Result
     if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The supplementary groups of the process at the other end of a Unix socket, as the kernel recorded them when the connection was
-/// made. Its effective group is not among them unless the process has it as a supplementary one too: that is in `SO_PEERCRED`. Does
-/// not block.
+/// The supplementary groups of the process at the other end of a Unix socket, recorded by the kernel when the connection was made. They
+/// include the effective group only if it is also a supplementary group; `SO_PEERCRED` returns the effective group. Does not block.
 ///
 /// # Errors
-/// ENODATA of a socket that has no peer; ENOPROTOOPT of a kernel older than 4.13. See `SO_PEERGROUPS` in unix(7).
+/// ENODATA if the socket has no peer; ENOPROTOOPT on a kernel older than 4.13. See `SO_PEERGROUPS` in unix(7).
 pub(crate) fn peer_groups(socket: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
-    peer_groups_of(socket, GROUPS)
+    read_peer_groups(socket, GROUPS)
 }
 
-/// As [`peer_groups`], with room for `room` groups at first.
-fn peer_groups_of(socket: BorrowedFd<'_>, mut room: usize) -> io::Result<Vec<u32>> {
+/// Like [`peer_groups`], with an initial buffer for `room` groups.
+fn read_peer_groups(socket: BorrowedFd<'_>, mut room: usize) -> io::Result<Vec<u32>> {
     const GROUP: usize = size_of::<libc::gid_t>();
     loop {
         let mut groups: Vec<libc::gid_t> = vec![0; room];
         let too_many = |_| io::Error::from(io::ErrorKind::InvalidData);
         let mut length = libc::socklen_t::try_from(room * GROUP).map_err(too_many)?;
-        // SAFETY: the kernel writes at most `length` bytes, all of them of `groups`, and the length itself; both live until the
-        // call returns, and any bytes are numbers of groups. The descriptor is borrowed.
+        // SAFETY: the kernel writes at most `length` bytes, all inside `groups`, and it writes `length`; both live until the call
+        // returns, and any bytes are valid group IDs. The descriptor is borrowed.
         let result = unsafe {
             libc::getsockopt(
                 socket.as_raw_fd(),
@@ -95,7 +95,7 @@ fn peer_groups_of(socket: BorrowedFd<'_>, mut room: usize) -> io::Result<Vec<u32
             return Ok(groups);
         }
         let error = io::Error::last_os_error();
-        // The kernel says how much it needs. The groups of a peer never change.
+        // On ERANGE the kernel sets `length` to the required size. A peer's groups never change.
         if error.raw_os_error() != Some(libc::ERANGE) || needed <= room {
             return Err(error);
         }
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_unread_once_the_peer_has_received_each_record() {
+    fn unread_is_zero_after_peer_receives() {
         let (ours, theirs) = pair();
         assert_eq!(unread(ours.as_fd()).unwrap(), 0);
         let mut buffer = vec![0; 64 << 10];
@@ -129,7 +129,7 @@ mod tests {
                 for received in 0..records {
                     let before = unread(ours.as_fd()).unwrap();
                     assert!(before >= (records - received) * length, "{before} for records of {length}");
-                    // A look at the record leaves it there.
+                    // Peeking does not consume the record.
                     recv(&theirs, &mut buffer[..], RecvFlags::PEEK).unwrap();
                     assert_eq!(unread(ours.as_fd()).unwrap(), before);
                     recv(&theirs, &mut buffer[..], RecvFlags::empty()).unwrap();
@@ -137,14 +137,14 @@ mod tests {
                 assert_eq!(unread(ours.as_fd()).unwrap(), 0);
             }
         }
-        // What the peer sends does not count here.
+        // Records from the peer do not count.
         send(&theirs, &[0; 10], SendFlags::DONTWAIT).unwrap();
         assert_eq!(unread(ours.as_fd()).unwrap(), 0);
         assert_ne!(unread(theirs.as_fd()).unwrap(), 0);
     }
 
     #[test]
-    fn nothing_is_unread_before_another_thread_knows_that_it_received() {
+    fn unread_is_zero_before_peer_replies() {
         let (ours, theirs) = pair();
         let (echo_ours, echo_theirs) = pair();
         let peer = thread::spawn(move || {
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_peer_leaves_unread_when_it_closes_no_longer_counts() {
+    fn unread_is_zero_after_peer_closes() {
         let (ours, theirs) = pair();
         send(&ours, &[1; 100], SendFlags::empty()).unwrap();
         assert_ne!(unread(ours.as_fd()).unwrap(), 0);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_inherit_whether_they_take_descriptors() {
+    fn connections_inherit_descriptor_setting() {
         let folder = tempfile::tempdir().unwrap();
         let address = rustix::net::SocketAddrUnix::new(folder.path().join("socket")).unwrap();
         let new = || rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
@@ -196,18 +196,18 @@ mod tests {
     }
 
     #[test]
-    fn the_groups_of_a_peer_are_those_of_its_process_however_many_they_are() {
-        // Of the thread alone: glibc's own function would change those of each thread of the test.
+    fn peer_groups_match_process_groups() {
+        // The bare system call changes this thread alone; glibc's wrapper would change every thread of the test process.
         let groups = thread::spawn(|| {
             if geteuid().is_root() {
                 let many: Vec<libc::gid_t> = (1000..2000).collect();
-                // SAFETY: the kernel reads as many numbers as there are.
+                // SAFETY: the kernel reads `many.len()` group IDs from `many`.
                 let result = unsafe { libc::syscall(libc::SYS_setgroups, many.len(), many.as_ptr()) };
                 assert_eq!(result, 0);
             }
             let own: Vec<u32> = getgroups().unwrap().into_iter().map(nix::unistd::Gid::as_raw).collect();
             let (ours, _theirs) = pair();
-            (own, peer_groups(ours.as_fd()).unwrap(), peer_groups_of(ours.as_fd(), 0).unwrap())
+            (own, peer_groups(ours.as_fd()).unwrap(), read_peer_groups(ours.as_fd(), 0).unwrap())
         });
         let (own, groups, grown) = groups.join().unwrap();
         assert_eq!(groups, own);
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_without_a_peer_has_no_groups() {
+    fn socket_without_peer_has_no_groups() {
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
         assert_eq!(peer_groups(socket.as_fd()).unwrap_err().raw_os_error(), Some(libc::ENODATA));
     }

@@ -1,4 +1,4 @@
-//! Standard error for a process that must not wait for its reader.
+//! Non-blocking writes to standard error.
 
 use std::{
     io::{self, Write},
@@ -18,37 +18,37 @@ use nix::{
     unistd::write,
 };
 
-/// How many bytes may wait for the reader.
-const MOST: usize = 256 << 10;
+/// The maximum number of queued bytes.
+const QUEUE_LIMIT: usize = 256 << 10;
 
-/// How long [`flush_stderr`] waits for the reader.
-const LAST_WAIT: Duration = Duration::from_millis(500);
+/// The time limit of [`flush_stderr`].
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
 static QUEUE: OnceLock<Queue> = OnceLock::new();
 
-/// What waits to be written by a thread of its own. `O_NONBLOCK` is no way: it is of the open file, which other processes share.
+/// Lines for the writer thread. `O_NONBLOCK` is not an alternative: it belongs to the open file description, which other processes share.
 struct Queue {
     lines: Sender<Vec<u8>>,
-    waiting: Arc<Waiting>,
+    counters: Arc<Counters>,
 }
 
 #[derive(Default)]
-struct Waiting {
-    bytes: AtomicUsize,
-    dropped: AtomicU64,
+struct Counters {
+    queued_bytes: AtomicUsize,
+    dropped_lines: AtomicU64,
 }
 
-/// Writes to standard error. After [`never_block_on_stderr`] it queues what it is given, or drops and counts it while the queue is full.
+/// Writes to standard error. After [`never_block_on_stderr`] each write is queued; while the queue is full, writes are dropped and counted.
 #[derive(Debug)]
 pub struct Stderr;
 
 impl Write for Stderr {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let Some(Queue { lines, waiting }) = QUEUE.get() else { return io::stderr().write(line) };
-        let room = |bytes: usize| bytes.checked_add(line.len()).filter(|sum| *sum <= MOST);
-        let taken = waiting.bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, room).is_ok();
-        if !taken || lines.send(line.to_vec()).is_err() {
-            waiting.dropped.fetch_add(1, Ordering::Relaxed);
+        let Some(Queue { lines, counters }) = QUEUE.get() else { return io::stderr().write(line) };
+        let add = |bytes: usize| bytes.checked_add(line.len()).filter(|sum| *sum <= QUEUE_LIMIT);
+        let fits = counters.queued_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, add).is_ok();
+        if !fits || lines.send(line.to_vec()).is_err() {
+            counters.dropped_lines.fetch_add(1, Ordering::Relaxed);
         }
         Ok(line.len())
     }
@@ -58,51 +58,51 @@ impl Write for Stderr {
     }
 }
 
-/// From now on [`Stderr`] never blocks in this process.
+/// Makes [`Stderr`] non-blocking in this process: a thread writes the lines.
 ///
 /// # Errors
 /// Those of pthread_create(3).
 pub fn never_block_on_stderr() -> io::Result<()> {
-    let (lines, to_write) = mpsc::channel();
-    let waiting = Arc::new(Waiting::default());
-    let shared = Arc::clone(&waiting);
-    // The thread must leave every signal to the others, of which some wait for them.
+    let (lines, receiver) = mpsc::channel();
+    let counters = Arc::new(Counters::default());
+    let shared = Arc::clone(&counters);
+    // Block every signal in the writer thread: other threads wait for them.
     let mask = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
-    let spawned = thread::Builder::new().name("stderr".to_owned()).spawn(move || write_lines(&to_write, &shared));
+    let spawned = thread::Builder::new().name("stderr".to_owned()).spawn(move || write_lines(&receiver, &shared));
     mask.thread_set_mask()?;
     spawned?;
-    // Fails if it was set before.
-    let _ = QUEUE.set(Queue { lines, waiting });
+    // A second call changes nothing.
+    let _ = QUEUE.set(Queue { lines, counters });
     Ok(())
 }
 
-/// Waits until everything is written, but not for long: the reader may have stopped.
+/// Waits until the queue is empty, for at most half a second: the reader may have stopped.
 pub fn flush_stderr() {
-    let Some(Queue { waiting, .. }) = QUEUE.get() else { return };
-    let begun = Instant::now();
-    while waiting.bytes.load(Ordering::Acquire) > 0 && begun.elapsed() < LAST_WAIT {
+    let Some(Queue { counters, .. }) = QUEUE.get() else { return };
+    let started = Instant::now();
+    while counters.queued_bytes.load(Ordering::Acquire) > 0 && started.elapsed() < FLUSH_TIMEOUT {
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-fn write_lines(lines: &Receiver<Vec<u8>>, waiting: &Waiting) {
+fn write_lines(lines: &Receiver<Vec<u8>>, counters: &Counters) {
     for line in lines {
         write_all(&line);
-        let dropped = waiting.dropped.swap(0, Ordering::Relaxed);
+        let dropped = counters.dropped_lines.swap(0, Ordering::Relaxed);
         if dropped > 0 {
             write_all(format!("{dropped} lines of the log were dropped: standard error was not read\n").as_bytes());
         }
-        waiting.bytes.fetch_sub(line.len(), Ordering::AcqRel);
+        counters.queued_bytes.fetch_sub(line.len(), Ordering::AcqRel);
     }
 }
 
-/// Without the lock of [`io::stderr`], for which other threads would wait. A closed one is not an error.
+/// Writes without the lock of [`io::stderr`], which would block other threads. Ignores a closed standard error.
 fn write_all(mut bytes: &[u8]) {
     while !bytes.is_empty() {
         match write(io::stderr().as_fd(), bytes) {
             Ok(length) => bytes = &bytes[length..],
             Err(Errno::EINTR) => {}
-            // Another process has made it non-blocking.
+            // Another process has set O_NONBLOCK.
             Err(Errno::EAGAIN) => thread::sleep(Duration::from_millis(10)),
             Err(_) => return,
         }

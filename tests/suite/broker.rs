@@ -500,7 +500,7 @@ fn report_of_false_claim_keeps_the_version(subject: Subject) {
     let info = client.stat("a", None).unwrap().version;
     assert_eq!(info.reports.len(), 1);
     let (report, maker) = (&info.reports[0], &info.parts[0].maker);
-    assert!(report.message.contains("the driver says that the memory is of device 0"), "{}", report.message);
+    assert!(report.message.contains("the driver reports memory of device 0"), "{}", report.message);
     assert_eq!((report.reader.pid, maker.pid), (process::id() as i32, process::id() as i32));
     assert_eq!(client.get(&Get::new("a")).unwrap().version(), 1);
 }

@@ -414,7 +414,7 @@ fn unmappable_versions_leave_the_object_parked(subject: Subject) {
         let text = error.in_full();
         assert!(
             text.starts_with(
-                "the memory was not exchanged, and what was mapped before could not be mapped again (map failed: an injected fault (4242)): nothing is mapped, and the addresses stay reserved: "
+                "the memory was not replaced: the old memory could not be mapped again (map failed: an injected fault (4242)), nothing is mapped, and the addresses stay reserved: "
             ) && text.ends_with("failed: an injected fault (4242)"),
             "{text}"
         );

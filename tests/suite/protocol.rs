@@ -346,7 +346,7 @@ mod consumers {
             ),
             (
                 |offer| offer.part.as_mut().unwrap().first = 1,
-                "1 segments from segment 1 on, 2097152 bytes from byte 0 on: that is no part of 100 bytes of data",
+                "1 segments from segment 1 on, 2097152 bytes from byte 0 on: not a part of 100 bytes of data",
             ),
         ] {
             let mut offer = sound.clone();

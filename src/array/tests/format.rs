@@ -4,7 +4,7 @@ use super::{
 };
 
 #[test]
-fn elements_are_shown_as_people_write_them() {
+fn elements_are_formatted_as_text() {
     for (dtype, bytes, shown) in [
         ("|b1", &[0][..], "false"),
         ("|b1", &[1], "true"),
@@ -57,7 +57,7 @@ fn elements_are_shown_as_people_write_them() {
     }
 }
 
-/// The value of a finite number of a binary format, as IEEE 754 defines it, in wider numbers than the code has.
+/// The value of a finite number of a binary format by the definition of IEEE 754, computed in a wider type than the code under test uses.
 fn by_definition(code: u32, exponent_bits: u32, mantissa_bits: u32, bias: i32) -> f64 {
     let digits = format!("{code:0width$b}", width = (1 + exponent_bits + mantissa_bits) as usize);
     let (sign, rest) = digits.split_at(1);
@@ -70,13 +70,13 @@ fn by_definition(code: u32, exponent_bits: u32, mantissa_bits: u32, bias: i32) -
     if sign == "1" { -magnitude } else { magnitude }
 }
 
-/// Equal, and of the same sign where they are zero; all NaNs are alike.
+/// Equality that distinguishes the signs of zeros and treats all NaNs as equal.
 fn same(found: f32, expected: f64) -> bool {
     found.is_nan() && expected.is_nan() || f64::from(found).to_bits() == expected.to_bits()
 }
 
 #[test]
-fn every_16_bit_float_has_the_value_of_its_definition() {
+fn all_16_bit_floats_match_ieee_754() {
     for code in 0..=u16::MAX {
         for (found, exponent_bits, bias) in [(float16(code), 5, 15), (bfloat16(code), 8, 127)] {
             let mantissa_bits = 15 - exponent_bits;
@@ -92,8 +92,8 @@ fn every_16_bit_float_has_the_value_of_its_definition() {
 }
 
 #[test]
-fn every_8_bit_float_has_the_value_of_its_definition() {
-    // Bits of exponent and of mantissa, bias, infinity, the codes of NaN; the largest and the smallest number, by ml_dtypes.
+fn all_8_bit_floats_match_ml_dtypes() {
+    // Bits of exponent and of mantissa, bias, infinity, the codes of NaN, the largest number, the smallest number above zero.
     type Codes = &'static [std::ops::RangeInclusive<u8>];
     type Format = (&'static str, u32, u32, i32, Option<u8>, Codes, f64, f64);
     const UZ: Codes = &[0x80..=0x80];

@@ -3,7 +3,7 @@ use serde_json::json;
 use super::*;
 
 #[test]
-fn the_interface_is_the_dictionary_of_version_3() {
+fn serialises_as_version_3_dictionary() {
     let made = floats(&[2, 3]).slice(0, 0..2, -1).unwrap();
     assert_eq!(
         serde_json::to_value(made.interface(0x7f00_0000_0000, true).unwrap()).unwrap(),
@@ -15,12 +15,12 @@ fn the_interface_is_the_dictionary_of_version_3() {
     let whole = serde_json::to_value(floats(&[2]).interface(256, false).unwrap()).unwrap();
     assert_eq!((&whole["strides"], &whole["data"]), (&json!(null), &json!([256, false])));
     floats(&[2]).interface(u64::MAX - 8, false).unwrap();
-    refused(floats(&[2]).interface(u64::MAX - 7, false), "passes the end of memory");
+    refused(floats(&[2]).interface(u64::MAX - 7, false), "exceeds the address space");
     assert_eq!(array("<f4", &[0], None, 5).interface(u64::MAX, false).unwrap().data, (0, false));
 }
 
 #[test]
-fn what_the_interface_has_no_name_for_is_refused() {
+fn types_without_typestr_are_refused() {
     for dtype in ["bfloat16", ">bfloat16", "float8_e4m3fn", "float8_e8m0fnu"] {
         let made = array(dtype, &[2], None, 0);
         refused(made.interface(256, false), &format!("can't describe elements of type {dtype}: it has no typestr"));

@@ -23,7 +23,7 @@ fn array(text: &str, shape: &[u64], strides: Option<&[i64]>, offset: u64) -> Arr
     ArrayDescriptor { dtype: element(text), shape: shape.to_vec(), strides, offset }
 }
 
-/// A contiguous array of floats.
+/// A contiguous `float32` array in C order.
 fn floats(shape: &[u64]) -> ArrayDescriptor {
     ArrayDescriptor::new(F4, shape, Order::C).unwrap()
 }
@@ -32,11 +32,10 @@ fn floats(shape: &[u64]) -> ArrayDescriptor {
 fn refused<T: fmt::Debug>(result: Result<T>, part: &str) {
     match result {
         Err(Error::Memory(MemoryError::Array { problem })) => assert!(problem.contains(part), "{problem}"),
-        other => panic!("{other:?} where an error was due: {part}"),
+        other => panic!("expected the error {part}, got {other:?}"),
     }
 }
 
-/// Whether the elements lie side by side in this order.
-fn side_by_side(array: &ArrayDescriptor, order: Order) -> bool {
+fn is_contiguous(array: &ArrayDescriptor, order: Order) -> bool {
     array.steps_are(order, &array.steps().unwrap())
 }

@@ -5,7 +5,7 @@ use proptest::{collection::vec, prelude::*, sample::select};
 
 use super::*;
 
-/// Many cases in little time; no file of failures in the tree: what fails becomes a test with a name.
+/// Many cases in little time. Writes no file of failures to the source tree: a failing case becomes a named test.
 fn cases(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
@@ -14,7 +14,7 @@ fn any_element() -> impl Strategy<Value = ElementType> {
     select(vec!["|b1", "|u1", ">i2", "<f4", ">f8", "<c16", "bf16", "f8e5m2", "|V3", "|V2147483647"]).prop_map(element)
 }
 
-/// Numbers near which something overflows, and small ones.
+/// Small numbers, and numbers near an overflow.
 fn edges() -> impl Strategy<Value = u64> {
     let near = (select(vec![1 << 31, 1 << 32, 1 << 62, 1 << 63, u64::MAX]), 0..3u64);
     prop_oneof![4 => 0..6u64, 3 => near.prop_map(|(edge, off)| edge - off), 1 => any::<u64>()]
@@ -25,7 +25,7 @@ fn signed_edges() -> impl Strategy<Value = i64> {
     prop_oneof![4 => -9..9i64, 3 => near.prop_map(|(edge, off)| edge + off), 1 => any::<i64>()]
 }
 
-/// Any descriptor that its type allows.
+/// Any descriptor, also malformed.
 fn anything() -> impl Strategy<Value = ArrayDescriptor> {
     let strides = prop_oneof![Just(None), vec(signed_edges(), 0..5).prop_map(Some)];
     (any_element(), vec(edges(), 0..5), strides, edges()).prop_map(|(dtype, shape, strides, offset)| ArrayDescriptor {
@@ -36,7 +36,7 @@ fn anything() -> impl Strategy<Value = ArrayDescriptor> {
     })
 }
 
-/// A well-formed one whose numbers may be of any size.
+/// A well-formed descriptor with numbers of any size.
 fn large() -> impl Strategy<Value = ArrayDescriptor> {
     let dimensions = vec((edges(), signed_edges()), 0..5);
     (any_element(), dimensions, any::<bool>(), edges()).prop_map(|(dtype, dimensions, explicit, offset)| {
@@ -45,7 +45,7 @@ fn large() -> impl Strategy<Value = ArrayDescriptor> {
     })
 }
 
-/// A well-formed one that can be walked through; it may begin before its memory.
+/// A well-formed descriptor with few elements. It may start before its memory.
 fn small() -> impl Strategy<Value = ArrayDescriptor> {
     let element = select(vec!["|u1", ">i2", "<f4", "|V3"]).prop_map(element);
     let dimensions = vec((prop_oneof![9 => 1..5u64, 1 => Just(0)], -20..20i64), 0..4);
@@ -55,8 +55,8 @@ fn small() -> impl Strategy<Value = ArrayDescriptor> {
     })
 }
 
-/// One that lies in 64 bits by the way it is made, as far apart as there is room for.
-fn large_and_sound() -> impl Strategy<Value = ArrayDescriptor> {
+/// A descriptor whose span is constructed to fit 64 bits and to use most of them.
+fn large_and_valid() -> impl Strategy<Value = ArrayDescriptor> {
     let dimensions = vec((signed_edges(), edges()), 1..5);
     (any_element(), dimensions, edges()).prop_map(|(dtype, dimensions, place)| {
         let mut room = u64::MAX - dtype.size();
@@ -75,7 +75,7 @@ fn large_and_sound() -> impl Strategy<Value = ArrayDescriptor> {
     })
 }
 
-/// What a caller may ask for a part with, and what it means, index by index.
+/// An operation that selects a part of an array, with a reference implementation by index.
 #[derive(Debug, Clone, Copy)]
 enum Cut {
     Slice { axis: usize, ends: (u64, u64), step: i64 },
@@ -94,7 +94,7 @@ fn cut() -> impl Strategy<Value = Cut> {
 }
 
 impl Cut {
-    /// Brought into an array: none if there is nothing to cut.
+    /// Adjusts the arguments to a shape; `None` if no part can be selected.
     fn fit(self, shape: &[u64]) -> Option<Self> {
         let axes = shape.len();
         let into = |number: u64, limit: u64| if number <= limit { number } else { number % limit.max(1) };
@@ -117,7 +117,7 @@ impl Cut {
         })
     }
 
-    fn of(self, array: &ArrayDescriptor) -> Result<ArrayDescriptor> {
+    fn apply(self, array: &ArrayDescriptor) -> Result<ArrayDescriptor> {
         match self {
             Self::Slice { axis, ends: (start, end), step } => array.slice(axis, start..end, step),
             Self::Index { axis, at } => array.index(axis, at),
@@ -129,8 +129,8 @@ impl Cut {
         }
     }
 
-    /// The index in the whole of an index in the part.
-    fn back(self, index: &[u64]) -> Vec<u64> {
+    /// Converts an index in the part to the index in the whole array.
+    fn index_in_whole(self, index: &[u64]) -> Vec<u64> {
         let mut index = index.to_vec();
         match self {
             Self::Slice { axis, ends: (start, end), step } => {
@@ -143,7 +143,7 @@ impl Cut {
         index
     }
 
-    /// How long each dimension of the part is, counted where it can be.
+    /// The shape of the part.
     fn shape(self, whole: &[u64]) -> Vec<u64> {
         let mut shape = whole.to_vec();
         match self {
@@ -158,12 +158,12 @@ impl Cut {
     }
 }
 
-/// Short, with advice, and with nothing that a terminal would obey.
+/// Whether an error is short, contains advice, and has no control characters.
 fn one_sentence(error: &str) -> bool {
     error.contains("write ") && error.len() < 600 && !error.contains(char::is_control)
 }
 
-/// Every index of a small shape, in C order.
+/// All indices of a small shape, in C order.
 fn indices(shape: &[u64]) -> Vec<Vec<u64>> {
     shape.iter().fold(vec![vec![]], |all, length| {
         let longer = |index: &Vec<u64>| (0..*length).map(|at| [index.as_slice(), &[at]].concat()).collect::<Vec<_>>();
@@ -171,8 +171,8 @@ fn indices(shape: &[u64]) -> Vec<Vec<u64>> {
     })
 }
 
-/// Where every element of a small array begins, one by one.
-fn by_walking(array: &ArrayDescriptor) -> Vec<i128> {
+/// The offsets of all elements of a small array, computed from each index.
+fn all_offsets(array: &ArrayDescriptor) -> Vec<i128> {
     let place = |index: &Vec<u64>| {
         let step = |axis: usize| match &array.strides {
             Some(strides) => i128::from(strides[axis]),
@@ -186,8 +186,8 @@ fn by_walking(array: &ArrayDescriptor) -> Vec<i128> {
     indices(&array.shape).iter().map(place).collect()
 }
 
-/// The span of an array of any size: takes from the room that is left on either side, and never adds up.
-fn by_the_room_left(array: &ArrayDescriptor) -> Option<Range<u64>> {
+/// The span of an array of any size. Subtracts from the free space on either side instead of adding, so that nothing overflows.
+fn expected_span(array: &ArrayDescriptor) -> Option<Range<u64>> {
     if array.shape.contains(&0) {
         return Some(array.offset..array.offset);
     }
@@ -216,13 +216,13 @@ proptest! {
     #![proptest_config(cases(512))]
 
     #[test]
-    fn the_span_of_a_small_array_is_that_of_all_its_elements(made in small()) {
-        let places = by_walking(&made);
+    fn span_covers_all_elements(made in small()) {
+        let places = all_offsets(&made);
         let size = i128::from(made.dtype.size());
         let (low, high) = (places.iter().min(), places.iter().max().map(|last| last + size));
         match (low, high) {
             (Some(low), Some(_)) if *low < 0 => {
-                refused(made.span(), "before the start");
+                refused(made.span(), "before its memory");
                 prop_assert!(made.offsets().is_err() && made.check(u64::MAX).is_err());
             }
             (Some(low), Some(high)) => {
@@ -244,26 +244,27 @@ proptest! {
     }
 
     #[test]
-    fn contiguous_is_what_a_new_array_of_that_order_is(made in small(), order in select(vec![Order::C, Order::F])) {
+    fn contiguous_arrays_match_new_arrays(made in small(), order in select(vec![Order::C, Order::F])) {
         let fresh = ArrayDescriptor::new(made.dtype, &*made.shape, order).unwrap();
-        prop_assert!(side_by_side(&fresh, order));
+        prop_assert!(is_contiguous(&fresh, order));
         prop_assert_eq!(fresh.span().unwrap(), 0..fresh.bytes().unwrap());
-        let moved = |array: &ArrayDescriptor| {
-            by_walking(array).iter().map(|place| place - i128::from(array.offset)).collect::<Vec<_>>()
+        let relative = |array: &ArrayDescriptor| {
+            all_offsets(array).iter().map(|place| place - i128::from(array.offset)).collect::<Vec<_>>()
         };
-        prop_assert_eq!(side_by_side(&made, order), moved(&made) == moved(&fresh));
+        prop_assert_eq!(is_contiguous(&made, order), relative(&made) == relative(&fresh));
     }
 
     #[test]
-    fn parts_of_a_small_array_are_inside_it_and_name_the_same_elements(made in small(), cuts in vec(cut(), 1..4)) {
+    fn parts_contain_the_same_elements(made in small(), cuts in vec(cut(), 1..4)) {
         prop_assume!(made.span().is_ok());
         let mut whole = made;
         for cut in cuts {
             let Some(cut) = cut.fit(&whole.shape) else { continue };
-            let part = cut.of(&whole).unwrap();
+            let part = cut.apply(&whole).unwrap();
             prop_assert_eq!(&part.shape, &cut.shape(&whole.shape));
-            let named = indices(&part.shape).into_iter().map(|index| whole.offset_of(&cut.back(&index)).unwrap());
-            prop_assert_eq!(part.offsets().unwrap().collect::<Vec<_>>(), named.collect::<Vec<_>>());
+            let in_whole = |index: Vec<u64>| whole.offset_of(&cut.index_in_whole(&index)).unwrap();
+            let want: Vec<u64> = indices(&part.shape).into_iter().map(in_whole).collect();
+            prop_assert_eq!(part.offsets().unwrap().collect::<Vec<_>>(), want);
             part.check(whole.span().unwrap().end).unwrap();
             prop_assert!(part.span().unwrap().start >= whole.span().unwrap().start);
             whole = part;
@@ -275,8 +276,8 @@ proptest! {
     #![proptest_config(cases(4096))]
 
     #[test]
-    fn the_span_of_an_array_of_any_size_is_that_of_its_corners(made in large(), extent in edges()) {
-        let span = by_the_room_left(&made);
+    fn large_spans_do_not_overflow(made in large(), extent in edges()) {
+        let span = expected_span(&made);
         prop_assert_eq!(made.span().ok(), span.clone());
         prop_assert_eq!(made.check(extent).is_ok(), span.as_ref().is_some_and(|span| span.end <= extent));
         if let Some(span) = span {
@@ -286,13 +287,13 @@ proptest! {
     }
 
     #[test]
-    fn parts_of_an_array_of_any_size_are_inside_it_and_have_its_corners(made in large_and_sound(), cut in cut()) {
+    fn parts_of_large_arrays_stay_inside(made in large_and_valid(), cut in cut()) {
         let span = made.span().unwrap();
-        prop_assert_eq!(Some(span.clone()), by_the_room_left(&made));
+        prop_assert_eq!(Some(span.clone()), expected_span(&made));
         let Some(cut) = cut.fit(&made.shape) else { return Ok(()) };
-        let part = match cut.of(&made) {
+        let part = match cut.apply(&made) {
             Ok(part) => part,
-            Err(Error::Memory(MemoryError::Array { problem })) if problem.contains("stride of more bytes") => return Ok(()),
+            Err(Error::Memory(MemoryError::Array { problem })) if problem.contains("stride of 2⁶³ bytes") => return Ok(()),
             Err(error) => return Err(TestCaseError::fail(error.to_string())),
         };
         part.check(span.end).unwrap();
@@ -301,13 +302,13 @@ proptest! {
             let first = vec![0; part.shape.len()];
             let last: Vec<_> = part.shape.iter().map(|length| length - 1).collect();
             for corner in [first, last] {
-                prop_assert_eq!(part.offset_of(&corner).unwrap(), made.offset_of(&cut.back(&corner)).unwrap());
+                prop_assert_eq!(part.offset_of(&corner).unwrap(), made.offset_of(&cut.index_in_whole(&corner)).unwrap());
             }
         }
     }
 
     #[test]
-    fn no_descriptor_makes_any_method_panic(
+    fn methods_never_panic(
         made in anything(), cut in cut(), extent in edges(), index in vec(edges(), 0..5)
     ) {
         let _ = (made.elements(), made.bytes(), made.strides_in_bytes(), made.span(), made.check(extent));
@@ -320,13 +321,13 @@ proptest! {
     }
 
     #[test]
-    fn a_descriptor_comes_back_from_json_as_it_was(made in anything()) {
+    fn json_round_trips(made in anything()) {
         let text = serde_json::to_string(&made).unwrap();
         prop_assert_eq!(serde_json::from_str::<ArrayDescriptor>(&text).unwrap(), made);
     }
 
     #[test]
-    fn any_text_is_read_or_refused_in_one_sentence(
+    fn any_text_parses_or_gives_advice(
         text in "[<>|=]?[biufcVO]?[0-9]{0,3}|[<>]?(void|float|int)[0-9]{0,3}|[0-9xX,]{0,8}|.{0,40}", bytes in vec(any::<u8>(), 0..20)
     ) {
         match text.parse::<ElementType>() {

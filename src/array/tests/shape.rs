@@ -1,7 +1,7 @@
 use super::*;
 
 #[test]
-fn orders_are_read_in_either_case() {
+fn orders_parse_in_either_case() {
     assert_eq!(
         ["C", "c", "F", "f"].map(|text| text.parse::<Order>().unwrap()),
         [Order::C, Order::C, Order::F, Order::F]
@@ -12,7 +12,7 @@ fn orders_are_read_in_either_case() {
 }
 
 #[test]
-fn shapes_are_read_with_an_x_or_commas_between() {
+fn shapes_parse_with_x_or_commas() {
     for (text, shape) in [
         ("5", &[5][..]),
         ("1024x768", &[1024, 768]),
@@ -29,7 +29,7 @@ fn shapes_are_read_with_an_x_or_commas_between() {
 }
 
 #[test]
-fn what_is_not_a_shape_is_refused_in_one_sentence() {
+fn invalid_shapes_are_refused() {
     for text in [
         "", " ", "x", "5x", "x5", "2xx3", "2X3", "2 x 3", " 5", "5\n", "-1", "+1", "2x-3", "1.5", "1e3", "0x10x", ",",
         "2,", ",2", "2,,3", "2, 3", "2x3,4", "2,3x4", "(2)", "(2,3)", "2×3", "٣",

@@ -352,7 +352,7 @@ fn command_reports_truncated_descriptors() {
     channel.send(&Message::Segments(Segments { first: 0, sizes: vec![1; MAX_FDS] }), &fds).unwrap();
     assert_eq!(told(&mut channel), ErrorCode::Failed);
     channel.finish(PATIENCE);
-    consumer.end().code(5).says("open files are needed, and this process may have 16").says("ulimit -n");
+    consumer.end().code(5).says("open files are needed, but the limit of this process is 16").says("ulimit -n");
 }
 
 #[test]

@@ -206,7 +206,7 @@ fn open_file_limit_precedes_allocation() {
         .with_files(100)
         .env("FAKECUDA_LOG", log.to_str().unwrap())
         .end();
-    ended.code(5).says("and this process may have 100").says("ulimit -n");
+    ended.code(5).says("but the limit of this process is 100").says("ulimit -n");
     let calls = fs::read_to_string(log).unwrap();
     assert!(!calls.contains("cuMemCreate") && calls.contains("cuInit"), "{calls}");
 }

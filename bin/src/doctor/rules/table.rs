@@ -211,7 +211,7 @@ pub(super) const GENERAL: &[Rule] = &[
     },
     Rule {
         name: "out-of-memory",
-        symptom: "`CUDA_ERROR_OUT_OF_MEMORY (2)`, `bytes are more than the`",
+        symptom: "`CUDA_ERROR_OUT_OF_MEMORY (2)`, `bytes were requested`",
         cause: "The GPU has less free memory than was asked for, or another resource is exhausted that is reported the \
                 same way.",
         remedy: "See in `nvidia-smi` which processes hold memory, and free some; if there is enough, raise `ulimit -n` \

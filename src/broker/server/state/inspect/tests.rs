@@ -69,7 +69,7 @@ fn host_memory_needs_seals_and_size() {
     refused(&good(), 0, "0 bytes are claimed: memory has at least 1");
     let shrinks = "the memory is not sealed against shrinking: its owner could take it away under this process";
     refused(&memory(SIZE, SealFlag::F_SEAL_SEAL), SIZE, shrinks);
-    let open = "the memory's seals are not final (F_SEAL_SEAL): one that is added later could make mapping it fail";
+    let open = "the memory's seals are not final (F_SEAL_SEAL): a seal that is added later could make mapping fail";
     refused(&memory(SIZE, SealFlag::F_SEAL_SHRINK), SIZE, open);
     let missing = "65536 of the memory's 131072 bytes are not committed: call fallocate";
     refused(&memory(SIZE / 2, final_seals), SIZE, missing);
