@@ -75,7 +75,7 @@ impl OpenError {
         if !peer_at_fault {
             return error;
         }
-        let message = format!("the producer sent other memory than it offered: {}", error.in_full());
+        let message = format!("the memory from the producer is not the memory that it offered: {}", error.in_full());
         Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message })
     }
 }

@@ -126,7 +126,7 @@ mod producers {
                 drop(channel);
                 assert!(
                     matches!(&refused, Some(Error::Peer(PeerError::Reported { code: ErrorCode::Timeout, message }))
-                        if message.contains("for longer than its turn of 200ms")),
+                        if message.contains("longer than its turn of 200ms")),
                     "{refused:?}"
                 );
                 let served = producer.join().unwrap();

@@ -118,7 +118,7 @@ fn missing_support_is_an_error() {
         // The device says no.
         ("FAKECUDA_ATTRIBUTE", "110:0", "gpuDirectRDMACapable"),
         // The driver makes it without.
-        ("FAKECUDA_RDMA", "0", "its driver made it without"),
+        ("FAKECUDA_RDMA", "0", "its driver ignored gpuDirectRDMACapable"),
     ] {
         let subject = Subject::fake();
         subject.fake.as_ref().unwrap().set(setting, value);
