@@ -320,7 +320,9 @@ fn alerts_use_served_metrics() {
         assert!(!text(&notes["summary"]).is_empty(), "{name}");
         let section = text(&notes["runbook"]).strip_prefix("docs/operate.md#").unwrap();
         let is_section = |line: &str| {
-            line.strip_prefix("### ").is_some_and(|title| title.to_lowercase().replace(' ', "-") == section)
+            line.trim_start_matches('#')
+                .strip_prefix(' ')
+                .is_some_and(|title| title.to_lowercase().replace(' ', "-") == section)
         };
         assert!(page.lines().any(is_section), "{name}: docs/operate.md has no section {section}");
     }

@@ -4,24 +4,21 @@ use super::{root, source};
 use crate::running::Meeting;
 
 /// Programs of others, and of the shell: of these only the files are looked at that a line names.
-const OTHERS: [&str; 17] = [
-    "cd",
+const OTHERS: [&str; 14] = [
+    ".",
+    "docker",
+    "groupadd",
+    "install",
+    "kubectl",
+    "ls",
+    "nvidia-smi",
+    "pip",
+    "podman",
+    "python3",
     "scp",
     "ssh",
-    "git",
-    "docker",
-    "podman",
-    "kubectl",
-    "nvidia-smi",
-    "ls",
-    "export",
-    "sudo",
-    "cat",
-    "install",
-    "groupadd",
     "systemctl",
     "vllm",
-    "install",
 ];
 
 /// Checks a line: what it starts exists and has these options, and the files of the repository that it names exist.
