@@ -1,4 +1,4 @@
-//! One attempt to connect to a socket.
+//! A single attempt to connect to a socket.
 
 use std::{
     fs,
@@ -13,10 +13,10 @@ use rustix::{
 
 use crate::error::{Error, Result, SocketError};
 
-/// The result of one attempt to connect.
+/// The result of an attempt.
 pub(super) enum Attempt {
     Connected(OwnedFd),
-    /// There is no socket, or no process listens on it.
+    /// The socket does not exist, or no process listens on it.
     Absent,
     /// The backlog is full.
     Full,
@@ -31,7 +31,7 @@ pub(super) fn attempt(path: &Path) -> Result<Attempt> {
     let socket = new_socket()?;
     match rustix::net::connect(&socket, &address) {
         Ok(()) => Ok(Attempt::Connected(socket)),
-        Err(Errno::CONNREFUSED) if is_no_socket(path) => Err(Error::Socket(SocketError::Path {
+        Err(Errno::CONNREFUSED) if is_not_socket(path) => Err(Error::Socket(SocketError::Path {
             path: path.to_owned(),
             reason: "a file of that name exists and is not a socket".to_owned(),
         })),
@@ -40,18 +40,18 @@ pub(super) fn attempt(path: &Path) -> Result<Attempt> {
         Err(Errno::ACCESS | Errno::PERM) => Ok(Attempt::Denied),
         Err(Errno::PROTOTYPE) => Err(Error::Socket(SocketError::Path {
             path: path.to_owned(),
-            reason: "another program listens on it, with another type of socket".to_owned(),
+            reason: "another program listens on it with another type of socket".to_owned(),
         })),
         Err(errno) => Err(Error::system(format!("connect to {}", path.display()), errno)),
     }
 }
 
-/// Whether a path is of another kind of file.
-fn is_no_socket(path: &Path) -> bool {
+/// Whether a path is a file of another kind.
+fn is_not_socket(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| !metadata.file_type().is_socket())
 }
 
-/// Non-blocking, since a full backlog would block `connect`.
+/// Creates a non-blocking socket: on a blocking one, a full backlog would block `connect`.
 pub(super) fn new_socket() -> Result<OwnedFd> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
         .map_err(|errno| Error::system("make a SOCK_SEQPACKET socket", errno))

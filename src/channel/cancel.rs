@@ -1,4 +1,4 @@
-//! A request to stop, which ends every wait of this crate at once.
+//! A request that cancels the waits of this crate.
 
 use std::{
     array, fmt,
@@ -19,26 +19,26 @@ use nix::{
 pub use crate::error::CancelReason;
 use crate::error::{Error, Result};
 
-/// An eventfd that is not readable, close-on-exec and non-blocking. See eventfd(2).
+/// Creates an unsignalled eventfd, close-on-exec and non-blocking. See eventfd(2).
 pub fn eventfd() -> Result<EventFd> {
     EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
         .map_err(|errno| Error::system("make an eventfd", errno))
 }
 
-/// Cancels the calls that it was passed to: their waits end with [`Error::Interrupted`]. Clones are the same request.
+/// Cancels the calls that it was passed to: their waits fail with [`Error::Interrupted`]. Clones share the request.
 #[derive(Clone)]
 pub struct Cancel {
     inner: Arc<Inner>,
     check: Option<Check>,
 }
 
-/// What a waiting thread asks of its program: see [`Cancel::with_check`].
+/// A program's check during waits: see [`Cancel::with_check`].
 type Check = Arc<dyn Fn() -> bool + Send + Sync>;
 
 #[derive(Debug)]
 struct Inner {
     event: EventFd,
-    /// [`NOT_CANCELLED`], [`BY_PROGRAM`] or [`BY_SIGNAL`] with the signal's number in the lower half.
+    /// [`NOT_CANCELLED`], [`BY_PROGRAM`], or [`BY_SIGNAL`] with the signal number in the lower half.
     reason: AtomicU64,
 }
 
@@ -46,14 +46,14 @@ const NOT_CANCELLED: u64 = 0;
 const BY_PROGRAM: u64 = 1;
 const BY_SIGNAL: u64 = 1 << 32;
 
-/// How often a waiting thread calls its program's check.
-const CHECK_EVERY: Duration = Duration::from_millis(25);
+/// The interval of the program's check during a wait.
+const CHECK_INTERVAL: Duration = Duration::from_millis(25);
 
-/// How many descriptors can be waited for without an allocation, with the request's own.
-const MOST_AT_ONCE: usize = 4;
+/// The number of descriptors that a wait supports without an allocation, including the request's own.
+const MAX_UNALLOCATED: usize = 4;
 
 impl Cancel {
-    /// A request that is not made yet.
+    /// Creates a request that has not been made.
     ///
     /// # Errors
     /// [`Error::System`]. See eventfd(2).
@@ -62,18 +62,18 @@ impl Cancel {
         Ok(Self { inner, check: None })
     }
 
-    /// The same request, with a check for waits that it or a clone of it is passed to. A waiting thread calls it at the beginning, when a
-    /// signal's handler has run on it (`EINTR`), and at least every 40 ms. If it returns true that wait ends with
-    /// [`Error::Interrupted`] and the reason [`CancelReason::Program`], and no other: the request is not made.
+    /// Returns the same request with a check for all waits that it or a clone of it is passed to. The waiting thread calls the check at the
+    /// start, after a signal handler has run on it (`EINTR`), and at least every 40 ms. If the check returns true, only this wait fails,
+    /// with [`Error::Interrupted`] and [`CancelReason::Program`]: the request is not made.
     ///
-    /// It is for a program whose signal handlers only set a flag that a thread has to look at, an interpreter say, and should return
-    /// soon. It runs while the wait's connection is in use: it must not wait for another request on it.
+    /// Use it in programs whose signal handlers only set a flag that a thread must check, such as interpreters. The check should return
+    /// soon. It runs while the wait's connection is in use: it must not wait for another request on the same connection.
     #[must_use]
     pub fn with_check(self, check: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self { check: Some(Arc::new(check)), ..self }
     }
 
-    /// Makes the request, permanently. The reason of the first call counts.
+    /// Makes the request, permanently. Only the reason of the first call is kept.
     pub fn cancel(&self, reason: CancelReason) {
         let bits = match reason {
             CancelReason::Program => BY_PROGRAM,
@@ -81,14 +81,14 @@ impl Cancel {
         };
         let first = self.inner.reason.compare_exchange(NOT_CANCELLED, bits, Ordering::AcqRel, Ordering::Acquire);
         if first.is_ok() && self.inner.event.write(1).is_err() {
-            tracing::error!("cannot write to an eventfd: a wait may last until its deadline");
+            tracing::error!("can't write to an eventfd: a wait may last until its deadline");
         }
     }
 
-    /// Checks whether the request was made. Does not block.
+    /// Checks whether the request has been made. Does not block.
     ///
     /// # Errors
-    /// [`Error::Interrupted`] if it was.
+    /// [`Error::Interrupted`] if it has.
     pub fn check(&self) -> Result<()> {
         match self.inner.reason.load(Ordering::Acquire) {
             NOT_CANCELLED => Ok(()),
@@ -97,12 +97,12 @@ impl Cancel {
         }
     }
 
-    /// Readable once the request was made.
+    /// Readable once the request has been made.
     pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
         self.inner.event.as_fd()
     }
 
-    /// Waits until `fd` is ready for one of `events` (true), or until the deadline (false).
+    /// Waits until `fd` is ready for one of `events` (true), or the deadline passes (false).
     ///
     /// # Errors
     /// [`Error::Interrupted`]; [`Error::System`]. See poll(2).
@@ -110,27 +110,27 @@ impl Cancel {
         self.wait_any([(fd, events)], deadline).map(|ready| ready.is_some())
     }
 
-    /// Waits until one of several is ready, and returns which, or until the deadline.
+    /// Waits until one of several descriptors is ready, and returns its index. `None` after the deadline.
     ///
     /// # Errors
-    /// As [`Cancel::wait`].
+    /// The errors of [`Cancel::wait`].
     pub(crate) fn wait_any<const N: usize>(
         &self,
         fds: [(BorrowedFd<'_>, PollFlags); N],
         deadline: Instant,
     ) -> Result<Option<usize>> {
-        const { assert!(N < MOST_AT_ONCE) };
-        // Without an allocation, since it runs for every record.
+        const { assert!(N < MAX_UNALLOCATED) };
+        // No allocation, because this runs for every record.
         let mut fds = fds.into_iter();
-        let mut polled: [PollFd<'_>; MOST_AT_ONCE] =
+        let mut polled: [PollFd<'_>; MAX_UNALLOCATED] =
             array::from_fn(|_| fds.next().map_or_else(|| self.polled(), |(fd, events)| PollFd::new(fd, events)));
         self.wait_for(&mut polled[..=N], deadline)
     }
 
-    /// Waits until one of any number is readable, and returns which, or until the deadline.
+    /// Waits until one of any number of descriptors is readable, and returns its index. `None` after the deadline.
     ///
     /// # Errors
-    /// As [`Cancel::wait`].
+    /// The errors of [`Cancel::wait`].
     pub(crate) fn wait_readable<'a>(
         &'a self,
         fds: impl Iterator<Item = BorrowedFd<'a>>,
@@ -141,22 +141,22 @@ impl Cancel {
         self.wait_for(&mut polled, deadline)
     }
 
-    /// This request, as poll(2) waits for it.
+    /// This request for poll(2).
     fn polled(&self) -> PollFd<'_> {
         PollFd::new(self.inner.event.as_fd(), PollFlags::POLLIN)
     }
 
-    /// Waits for any of these, the last of which is this request.
+    /// Waits for any of `fds`. The last one is this request.
     fn wait_for(&self, fds: &mut [PollFd<'_>], deadline: Instant) -> Result<Option<usize>> {
         let others = fds.len() - 1;
-        let longest = if self.check.is_some() { CHECK_EVERY } else { Duration::from_secs(3600) };
+        let longest = if self.check.is_some() { CHECK_INTERVAL } else { Duration::from_secs(3600) };
         loop {
             self.check()?;
             if self.check.as_ref().is_some_and(|check| check()) {
                 return Err(Error::Interrupted { reason: CancelReason::Program });
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            // Rounded up, so that the last wait does not end early and spin; long waits are split.
+            // Rounded up to avoid spinning before the deadline. Long waits are split.
             let left = (left + Duration::from_micros(999)).min(longest);
             match poll(fds, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
                 Ok(_) => {}
@@ -170,10 +170,10 @@ impl Cancel {
         }
     }
 
-    /// Waits for this time, or until the request is made.
+    /// Waits for a time, or until the request is made.
     ///
     /// # Errors
-    /// As [`Cancel::wait`].
+    /// The errors of [`Cancel::wait`].
     pub(crate) fn pause(&self, time: Duration) -> Result<()> {
         self.wait(self.inner.event.as_fd(), PollFlags::empty(), Instant::now() + time).map(drop)
     }
@@ -186,7 +186,7 @@ impl fmt::Debug for Cancel {
 }
 
 impl AsFd for Cancel {
-    /// Readable once the request is made.
+    /// Readable once the request has been made.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.inner.event.as_fd()
     }
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_check_ends_one_wait_and_does_not_make_the_request() {
+    fn check_interrupts_one_wait() {
         let cancel = Cancel::new().unwrap();
         let calls = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&calls);
@@ -207,12 +207,9 @@ mod tests {
         let begun = Instant::now();
         let ended = checked.pause(Duration::from_secs(30));
         assert!(matches!(ended, Err(Error::Interrupted { reason: CancelReason::Program })), "{ended:?}");
-        // At the beginning, and then three times.
-        assert!(
-            begun.elapsed() >= CHECK_EVERY * 3 && begun.elapsed() < Duration::from_secs(10),
-            "{:?}",
-            begun.elapsed()
-        );
+        // Once at the start, then three times.
+        let elapsed = begun.elapsed();
+        assert!(elapsed >= CHECK_INTERVAL * 3 && elapsed < Duration::from_secs(10), "{elapsed:?}");
         checked.pause(Duration::from_millis(1)).unwrap();
         checked.check().unwrap();
         cancel.check().unwrap();
@@ -224,10 +221,10 @@ mod tests {
     }
 
     #[test]
-    fn a_check_that_finds_nothing_lets_a_wait_last() {
+    fn false_check_does_not_interrupt() {
         let checked = Cancel::new().unwrap().with_check(|| false);
         let begun = Instant::now();
-        checked.pause(CHECK_EVERY * 2).unwrap();
-        assert!(begun.elapsed() >= CHECK_EVERY * 2);
+        checked.pause(CHECK_INTERVAL * 2).unwrap();
+        assert!(begun.elapsed() >= CHECK_INTERVAL * 2);
     }
 }

@@ -1,11 +1,11 @@
-//! What both sides of a session are configured with.
+//! The configuration of both sides of a session.
 
 use std::time::Duration;
 
 use super::{Cancel, Trust};
 use crate::error::Result;
 
-/// How a session treats its peer: how long it waits, whom it trusts, what ends it early.
+/// How a session treats its peer: timeout, trusted users, and cancellation.
 ///
 /// ```
 /// use std::time::Duration;
@@ -14,20 +14,20 @@ use crate::error::Result;
 /// # fn main() -> vmmfd::Result<()> {
 /// let config = Config::default();
 /// assert_eq!(config.timeout, Duration::from_secs(30));
-/// let impatient = Config::default().timeout(Duration::from_millis(500)).cancel(&Cancel::new()?);
-/// # drop(impatient);
+/// let short = Config::default().timeout(Duration::from_millis(500)).cancel(&Cancel::new()?);
+/// # drop(short);
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Config {
-    /// The longest silence of the peer, and the longest wait for one to appear: 30 s by default. The peer learns it, and says
-    /// that it is busy as often as this requires.
+    /// Longest silence of the peer, and longest wait for a peer to appear. By default 30 s. The hello contains it, and a busy peer sends
+    /// `busy` often enough.
     pub timeout: Duration,
-    /// Which users the peer may belong to: by default this process's user and root.
+    /// The users that the peer may run as: by default this process's user and root.
     pub trust: Trust,
-    /// Ends the session's waits early, with [`crate::Error::Interrupted`]; by default nothing does.
+    /// Cancels the session's waits with [`crate::Error::Interrupted`]. By default none.
     pub cancel: Option<Cancel>,
 }
 
@@ -43,17 +43,17 @@ impl Config {
         Self { timeout, ..self }
     }
 
-    /// Sets which users to trust.
+    /// Sets the trusted users.
     pub fn trust(self, trust: Trust) -> Self {
         Self { trust, ..self }
     }
 
-    /// Sets what ends it early.
+    /// Sets the request that cancels the session's waits.
     pub fn cancel(self, cancel: &Cancel) -> Self {
         Self { cancel: Some(cancel.clone()), ..self }
     }
 
-    /// What ends it early, or something that never does.
+    /// The cancel request, or a request that is never made.
     pub(crate) fn cancellation(&self) -> Result<Cancel> {
         self.cancel.clone().map_or_else(Cancel::new, Ok)
     }

@@ -1,4 +1,4 @@
-//! Connecting to a socket that another process listens on.
+//! Connects to a listening socket.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::error::{Error, Result, SocketError};
 
-/// The group whose members may connect to a socket, if other users may not.
+/// The group whose members may connect to a socket, if others may not.
 fn group_of(path: &Path) -> Option<String> {
     let metadata = fs::metadata(path).ok()?;
     (metadata.mode() & 0o022 == 0o020).then(|| {
@@ -26,14 +26,12 @@ fn group_of(path: &Path) -> Option<String> {
     })
 }
 
-/// Connects to the producer at a path. Waits up to `timeout` for one to listen and to have room; the channel's own waits have
-/// the same timeout.
+/// Connects to the producer at `path`. Waits up to `timeout` until a process listens and accepts; the channel has the same timeout.
 ///
 /// # Errors
-/// [`SocketError::Absent`] if no process listens in time; [`SocketError::NotAccepted`] if its backlog stays full;
-/// [`SocketError::Denied`] if
-/// this user may not connect, [`SocketError::ClosedFolder`] if it may not enter a folder on the way; [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed) if the listener's user is not
-/// trusted; [`SocketError::Path`],
+/// [`SocketError::Absent`] if no process listens in time; [`SocketError::NotAccepted`] if the backlog remains full;
+/// [`SocketError::Denied`] if this user may not connect; [`SocketError::ClosedFolder`] if this user may not enter a folder of the path;
+/// [`PeerError::NotAllowed`](crate::error::PeerError::NotAllowed) if the listener's user is not trusted; [`SocketError::Path`],
 /// [`Error::Interrupted`], [`Error::System`].
 ///
 /// See connect(2), unix(7).
@@ -42,10 +40,10 @@ pub fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -
     Channel::over(socket, peer, timeout, cancel)
 }
 
-/// As [`connect`], for the socket itself and its peer.
+/// Like [`connect`], but returns the socket and its peer.
 ///
 /// # Errors
-/// As [`connect`].
+/// The errors of [`connect`].
 pub fn connect_socket(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<(OwnedFd, Peer)> {
     let deadline = deadline_after(timeout);
     loop {
@@ -56,7 +54,7 @@ pub fn connect_socket(path: &Path, timeout: Duration, trust: &Trust, cancel: &Ca
                 trust.check(peer)?;
                 return Ok((socket, peer));
             }
-            // The file may be left from a process that has ended; a producer that admits this user then replaces it.
+            // The file may be left over from a process that is gone. A producer that trusts this user then replaces it.
             Attempt::Denied => Error::Socket(match closed_folder(&path()) {
                 Some(folder) => SocketError::ClosedFolder { path: path(), folder },
                 None => SocketError::Denied { path: path(), group: group_of(&path()) },

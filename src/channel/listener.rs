@@ -1,4 +1,4 @@
-//! A listening socket, and the file that names it.
+//! A listening socket and its file.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -35,13 +35,13 @@ use super::{
 };
 use crate::error::{Error, Result, SocketError};
 
-/// How many connections may wait to be accepted.
+/// The largest number of connections that wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// How long the lock is waited for when the listener is dropped.
-const REMOVAL_LOCK: Duration = Duration::from_millis(200);
+/// How long a drop waits for the lock.
+const DROP_LOCK_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// A listening socket. Dropping one that [`Listener::bind`] made removes its file, unless another socket has replaced it.
+/// A listening socket. Dropping a listener made by [`Listener::bind`] removes its file, unless another socket has replaced it.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
@@ -50,7 +50,7 @@ pub struct Listener {
     file: Option<SocketFile>,
 }
 
-/// The file of a socket, which another socket may have replaced.
+/// A socket's file, which another socket may have replaced.
 #[derive(Debug)]
 struct SocketFile {
     folder: File,
@@ -59,12 +59,10 @@ struct SocketFile {
 }
 
 impl Listener {
-    /// Listens at a path. A socket that no process listens on is replaced. The file has mode 0600, or 0666 if
-    /// `open_to_others`. Waits up to `timeout` for the lock, a file beside the
-    /// socket.
+    /// Listens at `path`. Replaces a socket on which no process listens. The file has mode 0600, or 0666 if `open_to_others`. Waits up to
+    /// `timeout` for the lock, a file next to the socket.
     ///
-    /// The file always names a socket that listens: under the lock the socket is bound to another name, made to listen, and
-    /// renamed.
+    /// The file always refers to a listening socket: under the lock, the socket is bound to a temporary name, listens, and is renamed.
     ///
     /// # Errors
     /// [`SocketError::AlreadyServed`] if another process listens there; [`SocketError::Path`] if the file is not a socket;
@@ -77,8 +75,8 @@ impl Listener {
         Self::bind_and_mark(path, rights, false, timeout, cancel).map(|(listener, _)| listener)
     }
 
-    /// As [`Listener::bind`], with the rights that `rights` sets before the file has its name. `marks` leaves a mark beside the socket that goes with the socket's file. Also returns the process whose
-    /// mark was found: it did not end in order.
+    /// Like [`Listener::bind`], with the permissions that `rights` sets before the file has its name. If `marks`, leaves a mark next to the
+    /// socket, which is removed with the socket's file. Also returns the process of a remaining mark, which did not shut down cleanly.
     pub(crate) fn bind_and_mark(
         path: &Path,
         rights: impl Fn(&SocketName<'_>) -> io::Result<()>,
@@ -93,23 +91,23 @@ impl Listener {
         Self::check_free(path)?;
         let marked_by = lock.marked_by();
 
-        // Short, since a path to a socket has at most 107 bytes, and unique among the processes that run: they hold other locks.
+        // Short, because a socket's path has at most 107 bytes, and unique among running processes, which hold other locks.
         let number =
             lock.inode().map_err(|error| Error::system(format!("inspect the lock of {}", path.display()), error))?;
         let temporary = Temporary { folder: &folder, name: format!(".vmmfd-{number}").into() };
-        // A process that died here may have left it.
+        // A process that died here may have left the file.
         temporary.remove();
         let failed = |action: &str, error: io::Error| Error::system(format!("{action} {}", path.display()), error);
         let socket = new_socket()?;
-        // Before it has a name, so that its file never has more rights.
+        // Before it has a name, so that its file never has more permissions.
         fchmod(&socket, Mode::S_IRUSR | Mode::S_IWUSR)
-            .map_err(|errno| failed("restrict the rights of", errno.into()))?;
+            .map_err(|errno| failed("restrict the permissions of", errno.into()))?;
         let address = temporary.address(&folder_path).map_err(|errno| failed("address", errno.into()))?;
         bind(&socket, &address).map_err(|errno| failed("bind", errno.into()))?;
-        // Against the umask. Before it listens, when no process can connect yet; and without following a link, which
-        // another user with rights to this folder could have put there.
+        // Independent of the umask. Before it listens, so that no process can connect yet; and without following a link, which another
+        // user with write permission in the folder could have created.
         let file = SocketName { folder: &folder, name: &temporary.name };
-        rights(&file).map_err(|error| failed("set the rights of", error))?;
+        rights(&file).map_err(|error| failed("set the permissions of", error))?;
         listen(&socket, BACKLOG).map_err(|errno| failed("listen on", errno.into()))?;
         let inode = inode_of(&folder, &temporary.name).map_err(|errno| failed("inspect", errno.into()))?;
         renameat(&folder, temporary.name.as_os_str(), &folder, name.as_os_str())
@@ -117,14 +115,14 @@ impl Listener {
         std::mem::forget(temporary);
         let marked = if marks { lock.mark(process::id()) } else { lock.unmark() };
         if let Err(error) = marked {
-            tracing::warn!(%error, "an end that is not in order will not be reported");
+            tracing::warn!(%error, "can't mark the socket: a crash of this process will not be reported");
         }
         drop(lock);
         Ok((Self { socket, path: path.to_owned(), file: Some(SocketFile { folder, name, inode }) }, marked_by))
     }
 
-    /// Takes over a socket that listens already, such as one of systemd's socket activation. It is made close-on-exec and
-    /// non-blocking. Its file, if it has one, is not removed when this is dropped.
+    /// Takes over a listening socket, for example from systemd's socket activation. It becomes close-on-exec and non-blocking. Dropping the
+    /// listener does not remove the socket's file.
     ///
     /// # Errors
     /// [`SocketError::Unfit`] if it does not listen, or is not of type `SOCK_SEQPACKET`; [`Error::System`].
@@ -144,25 +142,25 @@ impl Listener {
         Ok(Self { socket, path: path.unwrap_or_default(), file: None })
     }
 
-    /// As [`Listener::from_fd`], of one that [`Listener::bind`] made at this path, whatever became of its file.
+    /// Like [`Listener::from_fd`], for a socket that [`Listener::bind`] made at `path`, even if its file was removed or replaced.
     pub(crate) fn inherited(socket: OwnedFd, path: &Path) -> Result<Self> {
         let mut listener = Self::from_fd(socket)?;
         path.clone_into(&mut listener.path);
         Ok(listener)
     }
 
-    /// As [`Listener::from_fd`], of one that [`Listener::bind`] made at this path in another process: its own name is that of before
-    /// the file was renamed. `None` if the file does not lead to it any more. Leaves a connection to be accepted that ends at once.
+    /// Like [`Listener::from_fd`], for a socket that [`Listener::bind`] made at `path` in another process: the socket's own name is the
+    /// temporary one. `None` if the file no longer refers to it. Leaves a closed connection to be accepted.
     ///
     /// # Errors
-    /// Those of [`Listener::from_fd`] and [`Listener::check_free`].
+    /// The errors of [`Listener::from_fd`] and [`Listener::check_free`].
     pub(crate) fn take_over(socket: OwnedFd, path: &Path) -> Result<Option<Self>> {
         use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
         let listener = Self::inherited(socket, path)?;
         match attempt(path)? {
             Attempt::Connected(_) => {
                 let mut fds = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
-                // Clients that came in the meantime look the same: then the file leads here too.
+                // A client that connected at this moment looks the same; then the file refers to this socket too.
                 if poll(&mut fds, PollTimeout::ZERO) == Ok(1) {
                     return Ok(Some(listener));
                 }
@@ -173,24 +171,24 @@ impl Listener {
         }
     }
 
-    /// Has the file stay when this is dropped.
+    /// Keeps the file when the listener is dropped.
     pub(crate) fn leave_file(self) -> Self {
         let mut listener = self;
         listener.file = None;
         listener
     }
 
-    /// Removes the file of a socket on which no process listens any more. Does nothing if there is none, or if it is served.
+    /// Removes the file of a socket on which no process listens any more. Does nothing if there is none.
     ///
     /// # Errors
-    /// Those of [`Listener::bind`].
+    /// The errors of [`Listener::bind`].
     pub(crate) fn remove_unserved(path: &Path, timeout: Duration, cancel: &Cancel) -> Result<()> {
         let (folder_path, name) = split(path)?;
         let folder = File::open(&folder_path)
             .map_err(|error| Error::system(format!("open the folder {}", folder_path.display()), error))?;
         let lock = PathLock::take(&folder, &folder_path, &name, timeout, cancel)?;
         Self::check_free(path)?;
-        // If it can't be, the next broker reports an end that was in order.
+        // If this fails, the next broker reports a crash that did not happen.
         let _ = lock.unmark();
         match unlinkat(&folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir) {
             Ok(()) | Err(nix::errno::Errno::ENOENT) => Ok(()),
@@ -198,8 +196,8 @@ impl Listener {
         }
     }
 
-    /// Checks that no process listens at a path. Does not block. To be called before expensive work is done for it;
-    /// [`Listener::bind`] checks again, under the lock.
+    /// Checks that no process listens at `path`. Does not block. Call it before expensive work for a listener; [`Listener::bind`] checks
+    /// again under the lock.
     ///
     /// # Errors
     /// [`SocketError::AlreadyServed`], [`SocketError::Path`], [`Error::System`].
@@ -212,17 +210,14 @@ impl Listener {
             })),
             Attempt::Full => Err(Error::Socket(SocketError::AlreadyServed { path: path.to_owned(), pid: 0 })),
             Attempt::Denied => {
-                let reason = format!(
-                    "uid {} owns it, and this user may not connect to see whether it is served",
-                    metadata.uid()
-                );
+                let reason = format!("uid {} owns it, and this user may not connect to check it", metadata.uid());
                 Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }))
             }
             Attempt::Absent => Ok(()),
         }
     }
 
-    /// Checks that no file which is not a socket is at a path.
+    /// Checks that the path is free or a socket.
     ///
     /// # Errors
     /// [`SocketError::Path`], [`Error::System`].
@@ -230,25 +225,25 @@ impl Listener {
         metadata_of(path).map(drop)
     }
 
-    /// Sets the rights of the file at this listener's path anew.
+    /// Sets the permissions of the file at this listener's path again.
     ///
     /// # Errors
     /// [`Error::System`]; [`SocketError::Path`].
     pub(crate) fn set_rights(&self, rights: impl Fn(&SocketName<'_>) -> io::Result<()>) -> Result<()> {
         let (folder, name) = split(&self.path)?;
         let set = File::open(folder).and_then(|folder| rights(&SocketName { folder: &folder, name: &name }));
-        set.map_err(|error| Error::system(format!("set the rights of {}", self.path.display()), error))
+        set.map_err(|error| Error::system(format!("set the permissions of {}", self.path.display()), error))
     }
 
-    /// The path that it listens on; empty for a socket without one.
+    /// The listener's path. Empty for a socket without a path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Accepts a connection if one waits, and else returns `None`. Does not block. The socket is close-on-exec.
+    /// Accepts a connection. `None` if none is waiting. Does not block. The socket is close-on-exec.
     ///
     /// # Errors
-    /// [`Error::System`]; after `EMFILE` or `ENFILE` the connection still waits. See accept(2).
+    /// [`Error::System`]. After `EMFILE` or `ENFILE` the connection is still waiting. See accept(2).
     pub(crate) fn accept(&self) -> Result<Option<OwnedFd>> {
         match accept_with(&self.socket, SocketFlags::CLOEXEC) {
             Ok(socket) => Ok(Some(socket)),
@@ -259,7 +254,7 @@ impl Listener {
 }
 
 impl AsFd for Listener {
-    /// Readable while a connection waits.
+    /// Readable while a connection is waiting.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
@@ -269,21 +264,22 @@ impl Drop for Listener {
     fn drop(&mut self) {
         let Some(SocketFile { folder, name, inode }) = &self.file else { return };
         let folder_path = self.path.parent().unwrap_or(Path::new(""));
-        let locked = Cancel::new().and_then(|cancel| PathLock::take(folder, folder_path, name, REMOVAL_LOCK, &cancel));
-        // Another process may hold the lock. Then the file is removed without it, which is a race for a moment.
+        let locked =
+            Cancel::new().and_then(|cancel| PathLock::take(folder, folder_path, name, DROP_LOCK_TIMEOUT, &cancel));
+        // Another process may hold the lock. Then the file is removed without the lock, with a short race.
         let locked = locked.inspect_err(|error| tracing::warn!(%error, "removing the socket without the lock"));
-        // Another producer may have replaced it, when it no longer listened.
+        // Another producer may have replaced the file after this one stopped listening.
         if inode_of(folder, name) == Ok(*inode) {
             let _ = locked.map(|lock| lock.unmark());
             let removed = unlinkat(folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir);
             if let Err(errno) = removed {
-                tracing::warn!(%errno, path = %self.path.display(), "cannot remove the socket");
+                tracing::warn!(%errno, path = %self.path.display(), "can't remove the socket");
             }
         }
     }
 }
 
-/// A socket's file: its folder and its name there.
+/// A socket's file: a folder and a name in it.
 #[derive(Debug)]
 pub(crate) struct SocketName<'a> {
     folder: &'a File,
@@ -291,29 +287,29 @@ pub(crate) struct SocketName<'a> {
 }
 
 impl SocketName<'_> {
-    /// Sets the group, if there is one to set, and then the mode.
+    /// Sets the group, if given, then the mode.
     ///
     /// # Errors
-    /// See fchownat(2), chmod(2): `EPERM` if this process is not of that group.
+    /// See fchownat(2), chmod(2): `EPERM` if this process is not in the group.
     pub(crate) fn set_rights(&self, mode: u32, group: Option<u32>) -> io::Result<()> {
         let flags = OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         let file = openat(self.folder, self.name, flags, Mode::empty())?;
-        // Another user with rights to this folder could have put another file there.
+        // Another user with write permission in the folder could have put another file there.
         let status = fstat(&file)?;
         if SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits()) != SFlag::S_IFSOCK {
-            return Err(io::Error::other("a file that is not a socket has its name"));
+            return Err(io::Error::other("another file, not a socket, has its name"));
         }
-        // A filter of system calls may refuse fchownat(2).
+        // A seccomp filter may refuse fchownat(2), so it is only called if necessary.
         if let Some(group) = group.filter(|group| *group != status.st_gid) {
             fchownat(&file, "", None, Some(Gid::from_raw(group)), AtFlags::AT_EMPTY_PATH)?;
         }
-        // A descriptor of this kind takes no fchmod(2).
+        // fchmod(2) does not accept O_PATH descriptors.
         let through = Path::new("/proc/self/fd").join(file.as_raw_fd().to_string());
         fs::set_permissions(through, fs::Permissions::from_mode(mode))
     }
 }
 
-/// About the socket's file at a path, if there is one.
+/// The metadata of the socket file at a path, if it exists.
 ///
 /// # Errors
 /// [`SocketError::Path`] for another kind of file; [`Error::System`].
@@ -329,7 +325,7 @@ fn metadata_of(path: &Path) -> Result<Option<fs::Metadata>> {
     }
 }
 
-/// The name of a socket until it listens. Dropping it removes the file.
+/// The temporary name of a socket until it listens. Dropping it removes the file.
 struct Temporary<'a> {
     folder: &'a File,
     name: OsString,
@@ -343,7 +339,7 @@ impl Temporary<'_> {
     }
 
     fn remove(&self) {
-        // Most often it does not exist.
+        // Usually it does not exist.
         let _ = unlinkat(self.folder, self.name.as_os_str(), UnlinkatFlags::NoRemoveDir);
     }
 }
@@ -354,7 +350,7 @@ impl Drop for Temporary<'_> {
     }
 }
 
-/// The path of a file in an open folder, which is short however deep the folder is.
+/// The path of a file in an open folder, short for any depth of folders.
 fn through(folder: &File, name: &OsStr) -> PathBuf {
     Path::new("/proc/self/fd").join(folder.as_raw_fd().to_string()).join(name)
 }

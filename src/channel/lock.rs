@@ -1,4 +1,4 @@
-//! The lock of a socket's path: a file beside the socket that no other user can open.
+//! The lock of a socket's path: a file next to the socket that other users can't open.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -19,7 +19,7 @@ use nix::{
 use super::{Cancel, RETRY, deadline_after};
 use crate::error::{Error, Result, SocketError};
 
-/// Excludes other processes that bind or remove the socket. Dropping it removes the file, unless it is marked.
+/// Excludes other processes from binding or removing the socket. Dropping it removes the lock file unless the file is marked.
 pub(super) struct PathLock<'a> {
     folder: &'a File,
     name: OsString,
@@ -27,11 +27,11 @@ pub(super) struct PathLock<'a> {
 }
 
 impl<'a> PathLock<'a> {
-    /// Takes the lock of the socket of this name. See flock(2).
+    /// Takes the lock of the socket named `socket`. See flock(2).
     ///
     /// # Errors
-    /// [`SocketError::FolderLocked`] if another process holds it for `timeout`; [`SocketError::Path`] if the file belongs to another
-    /// user; [`Error::System`], [`Error::Interrupted`].
+    /// [`SocketError::FolderLocked`] if another process holds it for `timeout`; [`SocketError::Path`] if another user owns the lock
+    /// file; [`Error::System`], [`Error::Interrupted`].
     pub(super) fn take(
         folder: &'a File,
         path: &Path,
@@ -47,7 +47,7 @@ impl<'a> PathLock<'a> {
         loop {
             if let Some(file) = Self::open(folder, &name, path)? {
                 match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-                    // The process before may have removed it: then the next one makes another.
+                    // The previous holder may have removed the file, and another process created a new one.
                     Ok(file) if is_at(&file, folder, &name).map_err(failed)? => return Ok(Self { folder, name, file }),
                     Ok(_) | Err((_, Errno::EAGAIN | Errno::EINTR)) => {}
                     Err((_, errno)) => return Err(failed(errno.into())),
@@ -60,7 +60,7 @@ impl<'a> PathLock<'a> {
         }
     }
 
-    /// Opens the file. `None` if it is to be tried again.
+    /// Opens the file. `None` if the caller must try again.
     fn open(folder: &File, name: &OsStr, path: &Path) -> Result<Option<File>> {
         let failed = |error: io::Error| Error::system(format!("open {}", path.join(name).display()), error);
         let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
@@ -74,7 +74,7 @@ impl<'a> PathLock<'a> {
             let reason = format!("uid {} owns its lock {}: remove that file", metadata.uid(), name.display());
             return Err(Error::Socket(SocketError::Path { path: path.to_owned(), reason }));
         }
-        // Whatever the umask took away.
+        // Independent of the umask.
         file.set_permissions(Permissions::from_mode(0o600)).map_err(failed)?;
         Ok(Some(file))
     }
@@ -84,14 +84,14 @@ impl<'a> PathLock<'a> {
         Ok(self.file.metadata()?.ino())
     }
 
-    /// The process that marked it, if that did not end in order.
+    /// The process that marked the file and did not shut down cleanly.
     pub(super) fn marked_by(&self) -> Option<i32> {
         let mut text = String::new();
         (&*self.file).take(32).read_to_string(&mut text).ok()?;
         text.trim().parse().ok()
     }
 
-    /// Has the file stay, with a process's number, until [`PathLock::unmark`].
+    /// Keeps the file, with a process ID, until [`PathLock::unmark`].
     pub(super) fn mark(&self, pid: u32) -> io::Result<()> {
         self.unmark()?;
         self.file.write_all_at(format!("{pid}\n").as_bytes(), 0)
@@ -105,13 +105,13 @@ impl<'a> PathLock<'a> {
 impl Drop for PathLock<'_> {
     fn drop(&mut self) {
         if self.file.metadata().is_ok_and(|metadata| metadata.len() == 0) {
-            // Before it is unlocked: the next process has opened this file or makes another.
+            // Before unlocking: the next process has either opened this file or creates a new one.
             let _ = unlinkat(self.folder, self.name.as_os_str(), UnlinkatFlags::NoRemoveDir);
         }
     }
 }
 
-/// Whether a name still leads to an open file.
+/// Whether a name still refers to an open file.
 fn is_at(file: &File, folder: &File, name: &OsStr) -> io::Result<bool> {
     let metadata = file.metadata()?;
     Ok(inode_of(folder, name) == Ok((metadata.dev(), metadata.ino())))

@@ -1,8 +1,8 @@
-//! Connections between two processes: one record at a time, with its descriptors, to a peer whose user is known.
+//! Connections between two processes: records with descriptors, to a peer whose user is known.
 //!
-//! Descriptors are sent with `sendfd`, which passes no `MSG_NOSIGNAL`: Rust programs ignore SIGPIPE from their start,
-//! and a program that does not must ignore it before it uses this module. They are received with rustix, which owns each
-//! one at once, asks for close-on-exec and reports truncation.
+//! Descriptors are sent with `sendfd`, which does not pass `MSG_NOSIGNAL`. Rust programs ignore SIGPIPE by default; a program that does
+//! not must ignore it before it uses this module. Descriptors are received with rustix, which takes ownership of each at once, requests
+//! close-on-exec and reports truncation.
 
 mod attempt;
 mod cancel;
@@ -48,35 +48,34 @@ use crate::{
     wire::{HEADER_LENGTH, MAX_BODY, ProtocolError, is_error},
 };
 
-/// How long a receiver polls its socket before it sleeps: about as long as waking up takes. A peer that answers at once, or sends
-/// one record after the other, is received without that cost.
+/// How long a receiver polls its socket before it sleeps, about the time of a wakeup. A peer that answers at once, or sends records back
+/// to back, is received without that cost.
 const SPIN: Duration = Duration::from_micros(20);
 
-/// The pause between two attempts where no event announces the change: a socket that appears, a lock that is released, a full
-/// backlog.
+/// The pause before a retry where no event announces the change: a missing socket, a held lock, a full backlog.
 const RETRY: Duration = Duration::from_millis(2);
 
-/// How many records are searched for the error of a peer that has gone; it may still be sending.
-const MOST_LAST_RECORDS: usize = 64;
+/// The number of records searched for the error of a peer that has closed the connection; more may be queued.
+const MAX_LAST_RECORDS: usize = 64;
 
-/// A connection that carries the messages of [`crate::wire`]. Every wait ends after `timeout`, or when it is cancelled.
+/// A connection that carries the messages of [`crate::wire`]. Every wait is limited by the timeout, and can be cancelled.
 #[derive(Debug)]
 pub struct Channel {
     socket: RecordSocket,
     peer: Peer,
-    /// When the last record was sent, or the connection made.
+    /// When the last record was sent, or the connection was made.
     sent: Instant,
-    /// The record received last.
+    /// The last received record.
     incoming: Vec<u8>,
-    /// The record sent last.
+    /// The last sent record.
     outgoing: Vec<u8>,
 }
 
 impl Channel {
-    /// A channel over a connected `SOCK_SEQPACKET` socket, which is made non-blocking.
+    /// Creates a channel from a connected `SOCK_SEQPACKET` socket, which becomes non-blocking.
     ///
     /// # Errors
-    /// [`SocketError::Unfit`](crate::error::SocketError::Unfit) for a socket of another type, or another file; [`Error::System`].
+    /// [`SocketError::Unfit`](crate::error::SocketError::Unfit) for any other descriptor; [`Error::System`].
     pub fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
         check_type(&socket)?;
         let peer = Peer::of(&socket)?;
@@ -85,13 +84,12 @@ impl Channel {
 
     fn over(socket: OwnedFd, peer: Peer, timeout: Duration, cancel: &Cancel) -> Result<Self> {
         let socket = RecordSocket::new(socket, timeout, cancel)?.spinning(SPIN);
-        // A byte more than the longest record, so that a longer one shows.
+        // One byte longer than the longest record, to detect longer records.
         let incoming = vec![0; HEADER_LENGTH + MAX_BODY + 1];
         Ok(Self { socket, peer, sent: Instant::now(), incoming, outgoing: Vec::new() })
     }
 
-    /// Two connected sockets of the type that sessions need: for both ends in one process, or for a process that is started with
-    /// one of them.
+    /// Creates two connected sockets of the type that sessions need: for two threads, or for this process and a child.
     ///
     /// # Errors
     /// [`Error::System`]. See socketpair(2).
@@ -100,26 +98,26 @@ impl Channel {
             .map_err(|errno| Error::system("make a pair of sockets", errno))
     }
 
-    /// The process at the other end.
+    /// The peer's process.
     pub fn peer(&self) -> Peer {
         self.peer
     }
 
-    /// How long each wait lasts at most.
+    /// The limit of each wait.
     pub(crate) fn timeout(&self) -> Duration {
         self.socket.timeout()
     }
 
-    /// What cancels its waits.
+    /// The request that cancels the channel's waits.
     pub fn cancel(&self) -> &Cancel {
         self.socket.cancel()
     }
 
-    /// Sends a message with its descriptors, which stay the caller's. Blocks while the peer's queue is full, up to the timeout.
+    /// Sends a message with its descriptors, which the caller keeps. Blocks while the peer's queue is full, up to the timeout.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`] if the message is too large or has another number of descriptors (nothing is sent);
-    /// [`PeerError::Reported`] if the peer had reported an error; [`PeerError::Gone`], [`PeerError::Timeout`],
+    /// [`PeerError::Protocol`] if the message is too large, or the number of descriptors does not match it: nothing is sent;
+    /// [`PeerError::Reported`] if the peer has sent an error; [`PeerError::Gone`], [`PeerError::Timeout`],
     /// [`Error::Interrupted`], [`Error::System`].
     ///
     /// See sendmsg(2), unix(7).
@@ -140,24 +138,23 @@ impl Channel {
         }
     }
 
-    /// Receives a message with its descriptors. Blocks up to the timeout. `purpose` completes the sentence "waiting ...", for
-    /// the error.
+    /// Receives a message with its descriptors. Blocks up to the timeout. `purpose` completes the error's sentence "waiting ...".
     ///
     /// # Errors
     /// [`PeerError::Timeout`] after the channel's timeout; [`PeerError::Gone`], also for an empty record;
-    /// [`PeerError::Protocol`] for a record that breaks the protocol;
-    /// [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) if this process's limit cut
-    /// descriptors off; [`Error::Interrupted`], [`Error::System`]. On any of them every descriptor that came is closed.
+    /// [`PeerError::Protocol`] for a record that violates the protocol;
+    /// [`MemoryError::TooManyDescriptors`](crate::error::MemoryError::TooManyDescriptors) if this process's limit truncated the
+    /// descriptors; [`Error::Interrupted`], [`Error::System`]. After any error, all received descriptors are closed.
     ///
     /// See recvmsg(2), unix(7).
     pub fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
         self.receive_by(deadline_after(self.timeout()), purpose)
     }
 
-    /// As [`Channel::receive`], until a deadline of the caller's.
+    /// Like [`Channel::receive`], with a deadline.
     ///
     /// # Errors
-    /// As [`Channel::receive`].
+    /// The errors of [`Channel::receive`].
     pub(crate) fn receive_by(&mut self, deadline: Instant, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
         let received = self.socket.receive_by(&mut self.incoming, deadline, purpose).and_then(|record| {
             let message = Message::decode(&self.incoming[..record.length], record.fds.len())?;
@@ -173,27 +170,26 @@ impl Channel {
         Ok((message, record.fds))
     }
 
-    /// Ends the connection so that the last record arrives: shuts down writing, then reads to the end of the connection, until
-    /// the peer has had the channel's timeout since that record, or `patience` if that is less. Returns whether the peer has
-    /// closed its end.
+    /// Closes the connection so that the last record arrives: shuts down writing, then reads until the peer has closed its side. Waits
+    /// up to the channel's timeout after the last sent record, or up to `limit` if that is shorter. Returns whether the peer has closed.
     ///
-    /// See shutdown(2): to close with records unread would reset the connection.
-    pub fn finish(mut self, patience: Duration) -> bool {
-        self.wait_for_close(patience)
+    /// See shutdown(2): closing with unread records would reset the connection.
+    pub fn finish(mut self, limit: Duration) -> bool {
+        self.wait_for_close(limit)
     }
 
-    /// Shuts down writing: nothing more is sent.
+    /// Shuts down writing.
     pub(crate) fn shut_down_writing(&mut self) {
-        // Fails if the peer has gone.
+        // Fails if the peer has closed.
         let _ = self.socket.shut_down_writing();
     }
 
-    /// Counts the time that the peer has to close the connection from now on, and not from the last record.
+    /// Restarts the time that the peer has to close the connection, which otherwise runs since the last sent record.
     pub(crate) fn restart_close_timeout(&mut self) {
         self.sent = Instant::now();
     }
 
-    /// Receives and discards one record, if there is one. Does not block. Returns whether the peer has closed the connection.
+    /// Receives and discards one record, if any. Does not block. Returns whether the peer has closed the connection.
     pub(crate) fn discard(&mut self) -> bool {
         use io::ErrorKind::{Interrupted, WouldBlock};
         match self.socket.try_receive(&mut self.incoming) {
@@ -203,13 +199,13 @@ impl Channel {
         }
     }
 
-    /// As [`Channel::finish`], for a connection that is not closed yet.
-    pub(crate) fn wait_for_close(&mut self, patience: Duration) -> bool {
+    /// Like [`Channel::finish`], without consuming the channel.
+    pub(crate) fn wait_for_close(&mut self, limit: Duration) -> bool {
         if self.socket.shut_down_writing().is_err() {
             return true;
         }
         let timeout = self.timeout();
-        let deadline = self.sent.checked_add(timeout.min(patience)).unwrap_or_else(|| deadline_after(timeout));
+        let deadline = self.sent.checked_add(timeout.min(limit)).unwrap_or_else(|| deadline_after(timeout));
         self.socket.drain_until(&mut self.incoming, deadline)
     }
 
@@ -218,9 +214,9 @@ impl Channel {
         self.socket.shared()
     }
 
-    /// The error that a peer may have reported before it closed the connection.
+    /// The error that the peer may have sent before it closed the connection.
     fn last_error(&mut self) -> Option<Error> {
-        for _ in 0..MOST_LAST_RECORDS {
+        for _ in 0..MAX_LAST_RECORDS {
             match self.socket.try_receive(&mut self.incoming) {
                 Ok(Arrival::Record(record)) => {
                     let message = Message::decode(&self.incoming[..record.length], record.fds.len());
@@ -229,7 +225,7 @@ impl Channel {
                     }
                 }
                 Ok(Arrival::Broken(_)) => {}
-                // ECONNRESET is reported once, ahead of queued data.
+                // ECONNRESET is reported once, before queued records.
                 Err(error) if is_gone(&error) => {}
                 Ok(Arrival::End) | Err(_) => return None,
             }
@@ -239,13 +235,13 @@ impl Channel {
 }
 
 impl AsFd for Channel {
-    /// Readable when there is something to receive, or the peer has closed the connection.
+    /// Readable if a record has arrived, or the peer has closed the connection.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
-/// The moment after so much time, or the last one that the clock has.
+/// The time after a duration, or a very late time if that overflows.
 pub fn deadline_after(time: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(time).unwrap_or_else(|| now + Duration::from_secs(u32::MAX.into()))

@@ -1,4 +1,4 @@
-//! Where the socket is, and whether its folder is safe.
+//! The default paths of sockets, and the safety of their folders.
 
 use std::{
     env,
@@ -20,56 +20,54 @@ use crate::error::{Error, Result, SocketError};
 /// The name of a broker's socket in the default folder.
 const BROKER_SOCKET: &str = "broker.sock";
 
-/// Where the packaged unit of the system's broker listens. `VMMFD_SYSTEM_SOCKET` names another path.
+/// The socket of the packaged system broker. `VMMFD_SYSTEM_SOCKET` overrides it.
 const SYSTEM_BROKER_SOCKET: &str = "/run/vmmfd/broker.sock";
 
-/// The longest path of a socket: `sun_path` less its terminating zero. See unix(7).
+/// The longest path of a socket: `sun_path` without its terminating zero. See unix(7).
 pub(super) const MAX_PATH: usize = 107;
 
-/// The path of a producer's socket: the one given, or the default of this user.
+/// The path of a producer's socket: `given`, or this user's default.
 ///
-/// The default is `$XDG_RUNTIME_DIR/vmmfd/vmmfd.sock`, else `/tmp/vmmfd-UID/vmmfd.sock`. Its folder is created with mode 0700
-/// if it does not exist. The socket itself need not exist.
+/// The default is `$XDG_RUNTIME_DIR/vmmfd/vmmfd.sock`, otherwise `/tmp/vmmfd-UID/vmmfd.sock`. Creates the default folder with mode 0700
+/// if it does not exist. The socket need not exist.
 ///
 /// # Errors
-/// [`SocketError::Path`] for a path that is too long, or whose folder does not exist; [`SocketError::UnsafeFolder`] if the
-/// default folder is a link, belongs to another user or can be written by others; [`SocketError::DefaultFolder`] if it can't be
-/// created or inspected.
+/// [`SocketError::Path`] if the path is too long, or its folder does not exist; [`SocketError::UnsafeFolder`] if the default folder is a
+/// link, belongs to another user or is writable by others; [`SocketError::DefaultFolder`] if it can't be created or inspected.
 pub fn socket_path(given: Option<&Path>) -> Result<PathBuf> {
     usable(given, "vmmfd.sock")
 }
 
-/// The path on which a broker listens: the one given, or the default of this user. Clients use [`BrokerPath::find`].
+/// The path for a broker to listen on: `given`, or this user's default. Clients use [`BrokerPath::find`].
 ///
-/// As [`socket_path`], with the default `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else `/tmp/vmmfd-UID/broker.sock`.
+/// The default is `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, otherwise `/tmp/vmmfd-UID/broker.sock`. See [`socket_path`].
 ///
 /// # Errors
-/// As [`socket_path`].
+/// The errors of [`socket_path`].
 pub fn broker_socket_path(given: Option<&Path>) -> Result<PathBuf> {
     usable(given, BROKER_SOCKET)
 }
 
-/// Where a client finds its broker.
+/// The path at which a client finds its broker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BrokerPath {
     path: PathBuf,
-    /// Why the broker that was not chosen can't be reached, as the end of a sentence.
+    /// Why the other broker was not chosen, as the last part of a sentence.
     otherwise: Option<String>,
 }
 
 impl BrokerPath {
-    /// The path that is given, else that of this user's broker, else that of the system's broker.
+    /// Returns `given`, otherwise this user's broker, otherwise the system's broker.
     ///
-    /// This user's broker listens on `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else `/tmp/vmmfd-UID/broker.sock`. If no process listens there,
-    /// the system's broker is chosen, provided that its socket exists: `/run/vmmfd/broker.sock`, or the path in the environment
-    /// variable `VMMFD_SYSTEM_SOCKET`. If neither exists, the path is that of this user's broker, which may still start.
+    /// This user's broker listens on `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, otherwise `/tmp/vmmfd-UID/broker.sock`. If no process listens
+    /// there, the system's broker is chosen if its socket exists: `/run/vmmfd/broker.sock`, or the environment variable
+    /// `VMMFD_SYSTEM_SOCKET`. If neither exists, this user's broker is chosen: it may start later.
     ///
     /// Creates no folder. Does not block.
     ///
     /// # Errors
-    /// [`SocketError::Path`] for a given path that is too long or whose folder does not exist; [`SocketError::ClosedFolder`] if this
-    /// user may not enter a folder on the way to it; without a system's broker [`SocketError::UnsafeFolder`] and
-    /// [`SocketError::DefaultFolder`], as [`socket_path`].
+    /// [`SocketError::Path`] if `given` is too long or its folder does not exist; [`SocketError::ClosedFolder`] if this user may not enter
+    /// a folder of it; without a system broker, [`SocketError::UnsafeFolder`] and [`SocketError::DefaultFolder`] as for [`socket_path`].
     pub fn find(given: Option<&Path>) -> Result<Self> {
         if let Some(given) = given {
             return Ok(Self { path: usable(Some(given), BROKER_SOCKET)?, otherwise: None });
@@ -99,7 +97,7 @@ impl BrokerPath {
         &self.path
     }
 
-    /// Adds the other path that was tried to the error of a connection without a broker.
+    /// Adds the reason against the other broker to a [`SocketError::NoBroker`].
     pub fn complete(&self, error: Error) -> Error {
         match error {
             Error::Socket(SocketError::NoBroker { path, waited, .. }) if path == self.path => {
@@ -110,21 +108,21 @@ impl BrokerPath {
     }
 }
 
-/// The first folder on the way to a path that this user may not enter, if there is one.
+/// The first folder of a path that this user may not enter, if any.
 pub(super) fn closed_folder(path: &Path) -> Option<PathBuf> {
     let mut folders: Vec<&Path> = path.ancestors().skip(1).filter(|folder| !folder.as_os_str().is_empty()).collect();
     folders.reverse();
-    // To look up the folder itself in it takes the right to search it: see path_resolution(7).
+    // Looking up `.` in a folder requires search permission in it: see path_resolution(7).
     let is_closed = |folder: &&Path| {
         fs::metadata(folder.join(".")).is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
     };
     folders.into_iter().find(is_closed).map(Path::to_owned)
 }
 
-/// Where a broker of this user listens by default. Its folder is not created, and checked only if it exists.
+/// The default socket of this user's broker. Does not create the folder, and checks it only if it exists.
 ///
 /// # Errors
-/// [`SocketError::UnsafeFolder`] and [`SocketError::DefaultFolder`], as [`socket_path`].
+/// [`SocketError::UnsafeFolder`] and [`SocketError::DefaultFolder`], as for [`socket_path`].
 pub fn default_broker_socket() -> Result<PathBuf> {
     let folder = default_folder();
     match fs::symlink_metadata(&folder) {
@@ -134,11 +132,11 @@ pub fn default_broker_socket() -> Result<PathBuf> {
     Ok(folder.join(BROKER_SOCKET))
 }
 
-/// A path that is given for a socket of this user alone. Its folder is created with mode 0700 if it does not exist.
+/// Checks a path for a socket that only this user may reach. Creates its folder with mode 0700 if it does not exist.
 ///
 /// # Errors
-/// [`SocketError::Path`] for a path that is too long; [`SocketError::UnsafeFolder`] if the folder is a link, belongs to another user or
-/// can be opened by others; [`SocketError::DefaultFolder`] if it can't be created or inspected.
+/// [`SocketError::Path`] if the path is too long; [`SocketError::UnsafeFolder`] if the folder is a link, belongs to another user or is
+/// open to others; [`SocketError::DefaultFolder`] if it can't be created or inspected.
 pub fn private_socket_path(given: &Path) -> Result<PathBuf> {
     let (folder, _) = split(given)?;
     create_private(&folder)?;
@@ -151,7 +149,7 @@ pub fn private_socket_path(given: &Path) -> Result<PathBuf> {
     usable(Some(given), "")
 }
 
-/// The path that is given, or that of a name in the default folder, which is created.
+/// The given path, or a name in the default folder, which is created.
 fn usable(given: Option<&Path>, name: &str) -> Result<PathBuf> {
     let path = match given {
         Some(path) => path.to_owned(),
@@ -187,10 +185,10 @@ fn created_default_folder() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Creates a folder with mode 0700, and checks one that exists.
+/// Creates a folder with mode 0700, or checks the existing folder.
 fn create_private(folder: &Path) -> Result<()> {
     let created = DirBuilder::new().mode(0o700).create(folder);
-    // The umask may have removed the user's own rights too.
+    // The umask may have removed the owner's permissions.
     match created.and_then(|()| fs::set_permissions(folder, Permissions::from_mode(0o700))) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
             return Err(Error::Socket(SocketError::DefaultFolder { path: folder.to_owned(), source: error }));
@@ -200,7 +198,7 @@ fn create_private(folder: &Path) -> Result<()> {
     check_folder(folder)
 }
 
-/// Checks that no other user can put a socket into the folder, or another folder in its place.
+/// Checks that no other user can create a socket in the folder, or replace the folder.
 fn check_folder(folder: &Path) -> Result<()> {
     let metadata = match fs::symlink_metadata(folder) {
         Ok(metadata) => metadata,

@@ -1,4 +1,4 @@
-//! The process at the other end of a connection.
+//! The peer of a connection.
 
 use std::os::fd::AsFd;
 
@@ -13,12 +13,12 @@ use rustix::{
 
 use crate::error::{Error, Result};
 
-/// The process at the other end, as the kernel recorded it when the connection was made (`SO_PEERCRED`, unix(7)).
+/// The peer's process, as the kernel recorded it when the connection was made (`SO_PEERCRED`, unix(7)).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Peer {
-    /// Its process, or 0 if this PID namespace does not see it.
+    /// Process ID, or 0 if it is not visible in this PID namespace.
     pub pid: i32,
-    /// Its effective user; the overflow uid (65534) if this user namespace does not map it.
+    /// Effective user ID, or the overflow uid (65534) if it is not mapped in this user namespace.
     pub uid: u32,
 }
 
@@ -31,17 +31,17 @@ impl Peer {
         Ok(Self { pid: credentials.pid(), uid: credentials.uid() })
     }
 
-    /// The process of this peer if it lives, else 0: of a listening socket that another process holds meanwhile, the kernel names the
-    /// process that listened last.
+    /// The process ID if the process is alive, otherwise 0. For a listening socket that another process inherited, the kernel reports the
+    /// process that called listen(2) last, which may be gone.
     pub(crate) fn living_pid(self) -> i32 {
         let Some(pid) = rustix::process::Pid::from_raw(self.pid) else { return 0 };
         match pidfd_open(pid, PidfdFlags::empty()) {
-            // The descriptor of a process that has ended is readable.
+            // The descriptor of an exited process is readable.
             Ok(pidfd) if poll(&mut [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)], PollTimeout::ZERO) == Ok(0) => {
                 self.pid
             }
             Ok(_) | Err(Errno::SRCH | Errno::INVAL) => 0,
-            // A kernel without such descriptors, or a process without room for one.
+            // The kernel has no pidfds, or this process has no descriptor left.
             Err(_) => self.pid,
         }
     }

@@ -1,7 +1,7 @@
-//! One record at a time, with its descriptors, over a `SOCK_SEQPACKET` socket.
+//! Records with descriptors over a `SOCK_SEQPACKET` socket.
 //!
-//! `EINTR`, `EAGAIN`, deadlines, cancellation, resets, empty records and truncation are handled here and nowhere else.
-//! [`Channel`](super::Channel) puts the wire's messages on top of it, the tools their JSON records.
+//! Handles `EINTR`, `EAGAIN`, deadlines, cancellation, resets, empty records and truncation for all users of records:
+//! [`Channel`](super::Channel) for the wire's messages, and the tools for their JSON records.
 
 use std::{
     fs, io,
@@ -35,43 +35,43 @@ use crate::{
     wire::{MAX_FDS, ProtocolError},
 };
 
-/// How long to wait before a send is tried again that met the kernel's bound on descriptors in flight.
+/// The pause before a retry of a send that reached the kernel's limit of descriptors in flight.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
-/// A record that was received: its bytes are in the caller's buffer.
+/// A received record. Its bytes are in the caller's buffer.
 #[derive(Debug)]
 pub struct Record {
-    /// How many bytes it has, at least one.
+    /// Length in bytes, at least 1.
     pub length: usize,
-    /// The descriptors that came with it, all close-on-exec.
+    /// The received descriptors, all close-on-exec.
     pub fds: Vec<OwnedFd>,
 }
 
-/// What one receive call returned.
+/// The result of a receive call.
 #[derive(Debug)]
 pub enum Arrival {
     Record(Record),
-    /// A record that is too long, or whose descriptors were cut off. It is lost, and its descriptors are closed.
+    /// A record that is too long, or whose descriptors were truncated. The record is lost, and its descriptors are closed.
     Broken(ProtocolError),
-    /// The peer has closed the connection; an empty record counts as the same.
+    /// The peer has closed the connection, or sent an empty record.
     End,
 }
 
-/// A connected socket whose waits end at a deadline, or when they are cancelled.
+/// A connected socket with timeout and cancellation.
 #[derive(Debug)]
 pub struct RecordSocket {
-    /// Only its descriptor is used: `sendfd` accepts no other type.
+    /// A `UnixStream`, because `sendfd` accepts no other type. Only its descriptor is used.
     socket: Arc<UnixStream>,
     timeout: Duration,
     cancel: Cancel,
     /// How long a receiver polls the socket before it sleeps.
     spin: Duration,
-    /// Whether the receive call itself waits, without a deadline.
+    /// Whether the receive call itself blocks, without a deadline.
     blocking: bool,
 }
 
 impl RecordSocket {
-    /// A socket that is made non-blocking: poll(2) waits, for at most `timeout` in each call, or until `cancel`.
+    /// Makes a socket non-blocking: calls wait in poll(2), at most for `timeout`, or until `cancel`.
     ///
     /// # Errors
     /// [`Error::System`]. See fcntl(2).
@@ -82,39 +82,39 @@ impl RecordSocket {
         Ok(Self { socket, timeout, cancel, spin: Duration::ZERO, blocking: false })
     }
 
-    /// A socket that stays blocking: to receive is one system call, which ends only with a record or the connection.
+    /// Keeps a socket blocking: receiving is one system call without a deadline.
     pub fn blocking(socket: OwnedFd, cancel: &Cancel) -> Self {
         let (socket, cancel) = (Arc::new(UnixStream::from(socket)), cancel.clone());
         Self { socket, timeout: Duration::MAX, cancel, spin: Duration::ZERO, blocking: true }
     }
 
-    /// With a receiver that polls the socket for so long before it sleeps.
+    /// Sets how long a receiver polls the socket before it sleeps.
     pub fn spinning(self, spin: Duration) -> Self {
         Self { spin, ..self }
     }
 
-    /// How long each call waits.
+    /// The limit of each wait.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Sets how long each call waits.
+    /// Sets the limit of each wait.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
 
-    /// What cancels its waits.
+    /// The request that cancels the socket's waits.
     pub fn cancel(&self) -> &Cancel {
         &self.cancel
     }
 
-    /// The socket, to shut it down from another thread. No second descriptor: the process may have none left.
+    /// The socket, to shut it down from another thread. Not a duplicate: the process may have no descriptor left.
     pub fn shared(&self) -> Arc<UnixStream> {
         Arc::clone(&self.socket)
     }
 
-    /// Goes on with another socket, under the same descriptor: this one's is closed. A thread that sends or receives meanwhile does it
-    /// on one of the two.
+    /// Replaces the socket with another under the same descriptor, and closes the old one. Concurrent sends and receives use either
+    /// socket.
     ///
     /// # Errors
     /// [`Error::System`]. See dup3(2).
@@ -122,7 +122,7 @@ impl RecordSocket {
         crate::sys::replace(self.as_fd(), by.as_fd()).map_err(|error| Error::system("replace a socket", error))
     }
 
-    /// Sends one record with its descriptors, which stay the caller's. `what` names it in an error.
+    /// Sends a record with its descriptors, which the caller keeps. `what` names the record in an error.
     ///
     /// # Errors
     /// [`PeerError::Gone`], [`PeerError::Timeout`], [`Error::Interrupted`]; [`Error::System`]. See sendmsg(2), unix(7).
@@ -144,7 +144,7 @@ impl RecordSocket {
                         return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
                     }
                 }
-                // The bound on descriptors in flight is on all sockets of a user, so it passes without this peer.
+                // The limit applies to all sockets of a user, so other processes may be the cause.
                 Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) && Instant::now() < deadline => {
                     self.cancel.pause(IN_FLIGHT_PAUSE)?;
                 }
@@ -154,7 +154,7 @@ impl RecordSocket {
         }
     }
 
-    /// Sends one record without descriptors, or returns false where it would have to wait.
+    /// Sends a record without descriptors. Returns false if it would block.
     ///
     /// # Errors
     /// [`PeerError::Gone`]; [`Error::System`]. See send(2), unix(7).
@@ -171,29 +171,28 @@ impl RecordSocket {
         }
     }
 
-    /// Receives one record into a buffer that is a byte longer than the longest record. `purpose` completes the sentence
-    /// "waiting ...", for the error.
+    /// Receives a record into a buffer that is one byte longer than the longest record. `purpose` completes the error's sentence
+    /// "waiting ...".
     ///
     /// # Errors
-    /// [`PeerError::Timeout`] after the socket's timeout; [`PeerError::Gone`] at the end of the connection, also for an empty
+    /// [`PeerError::Timeout`] after the socket's timeout; [`PeerError::Gone`] if the peer has closed the connection, or sent an empty
     /// record; [`PeerError::Protocol`] for a record that is too long; [`MemoryError::TooManyDescriptors`] if this process's limit
-    /// cut
-    /// descriptors off; [`Error::Interrupted`], [`Error::System`]. On any of them every descriptor that came is closed.
+    /// truncated the descriptors; [`Error::Interrupted`], [`Error::System`]. After any error, all received descriptors are closed.
     ///
     /// See recvmsg(2), unix(7).
     pub fn receive(&self, record: &mut [u8], purpose: &'static str) -> Result<Record> {
         self.receive_by(record, deadline_after(self.timeout), purpose)
     }
 
-    /// As [`RecordSocket::receive`], until a deadline of the caller's.
+    /// Like [`RecordSocket::receive`], with a deadline.
     ///
     /// # Errors
-    /// As [`RecordSocket::receive`].
+    /// The errors of [`RecordSocket::receive`].
     pub fn receive_by(&self, record: &mut [u8], deadline: Instant, purpose: &'static str) -> Result<Record> {
         let mut resets = 0;
         let mut asleep_from = None;
         loop {
-            // Checked also while records are queued: a peer that sends without pause must not keep this side busy for ever.
+            // Checked even while records are queued: a peer that never pauses must not prevent cancellation.
             self.cancel.check()?;
             match self.try_receive(record) {
                 Ok(Arrival::Record(record)) => return Ok(record),
@@ -212,7 +211,7 @@ impl RecordSocket {
                         return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
                     }
                 }
-                // ECONNRESET is reported once, ahead of queued data: read on.
+                // ECONNRESET is reported once, before queued records: keep reading.
                 Err(error) if is_gone(&error) && resets == 0 => resets += 1,
                 Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
                 Err(error) => return Err(Error::system("receive from the peer", error)),
@@ -220,7 +219,7 @@ impl RecordSocket {
         }
     }
 
-    /// One receive call. It does not wait unless the socket is blocking.
+    /// Calls receive once. Does not wait unless the socket is blocking.
     pub fn try_receive(&self, record: &mut [u8]) -> io::Result<Arrival> {
         let most = record.len().saturating_sub(1);
         let wait = if self.blocking { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
@@ -236,19 +235,18 @@ impl RecordSocket {
         })
     }
 
-    /// Shuts down writing: the peer receives what was sent, and then the end of the connection. See shutdown(2).
+    /// Shuts down writing: the peer receives all sent records, then the close. See shutdown(2).
     pub fn shut_down_writing(&self) -> io::Result<()> {
         self.socket.shutdown(Shutdown::Write)
     }
 
-    /// Receives and discards records until the peer has closed the connection (true), or the deadline or a cancellation
-    /// (false).
+    /// Receives and discards records. Returns true when the peer has closed the connection, false after the deadline or a cancellation.
     pub fn drain_until(&self, record: &mut [u8], deadline: Instant) -> bool {
         loop {
             match self.try_receive(record) {
                 Ok(Arrival::End) => return true,
                 Ok(_) if Instant::now() < deadline => {}
-                // The peer sends without end.
+                // The peer never pauses.
                 Ok(_) => return false,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -264,23 +262,23 @@ impl RecordSocket {
 }
 
 impl AsFd for RecordSocket {
-    /// Readable when there is a record, or the peer has closed the connection.
+    /// Readable if a record has arrived, or the peer has closed the connection.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
-/// What one system call received, whole or not.
+/// The result of one system call, possibly truncated.
 pub(crate) struct Raw {
-    /// How many bytes; 0 at the end of the connection, or for an empty record.
+    /// Number of bytes. 0 if the peer has closed the connection, or sent an empty record.
     pub bytes: usize,
-    /// Whether something was cut off.
+    /// Reports truncation.
     pub flags: ReturnFlags,
-    /// The descriptors that came, all close-on-exec.
+    /// The received descriptors, all close-on-exec.
     pub fds: Vec<OwnedFd>,
 }
 
-/// Receives a record, with as many descriptors as the kernel passes at once, also where none is expected: each is then owned.
+/// Receives a record with the largest number of descriptors that the kernel passes at once, even if none is expected, to own all of them.
 ///
 /// # Errors
 /// See recvmsg(2).
@@ -300,23 +298,23 @@ pub(crate) fn receive_raw(socket: impl AsFd, record: &mut [u8], flags: RecvFlags
     Ok(Raw { bytes: received.bytes, flags: received.flags, fds })
 }
 
-/// What is next in a socket's queue.
+/// The next item in a socket's queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     Record {
-        /// Whether descriptors come with it.
+        /// Whether it carries descriptors.
         descriptors: bool,
     },
-    /// The connection has ended.
+    /// The peer has closed the connection.
     End,
 }
 
-/// Looks at the next record of a socket with `SO_PASSCRED` and leaves it in the queue. Does not block, and installs no descriptor.
+/// Inspects the next record of a socket with `SO_PASSCRED`, without removing it. Does not block, and installs no descriptor.
 ///
 /// # Errors
-/// `WouldBlock` if no record is there and the connection goes on. See recvmsg(2).
+/// `WouldBlock` if no record is there and the connection is open. See recvmsg(2).
 pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
-    // The credentials leave no room for descriptors: the kernel installs none, and reports that it left some out.
+    // The credentials leave no room for descriptors: the kernel installs none, and reports the truncation.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let seen = look(socket, &mut ancillary)?;
@@ -325,9 +323,9 @@ pub(crate) fn peek(socket: impl AsFd) -> io::Result<Next> {
     Ok(if seen.bytes > 0 || credentials || descriptors { Next::Record { descriptors } } else { Next::End })
 }
 
-/// Whether the next record of a socket without `SO_PASSCRED` has descriptors. Leaves it in the queue, does not block, and installs no
-/// descriptor: to close a duplicate may block as well.
-pub(crate) fn brings_descriptors(socket: impl AsFd) -> bool {
+/// Whether the next record of a socket without `SO_PASSCRED` carries descriptors. Does not remove it, does not block, and installs no
+/// descriptor: closing a duplicate could block.
+pub(crate) fn has_descriptors(socket: impl AsFd) -> bool {
     look(socket, &mut RecvAncillaryBuffer::default()).is_ok_and(|seen| seen.flags.contains(ReturnFlags::CTRUNC))
 }
 
@@ -336,7 +334,7 @@ fn look(socket: impl AsFd, ancillary: &mut RecvAncillaryBuffer<'_>) -> rustix::i
     rustix::net::recvmsg(socket, &mut [io::IoSliceMut::new(&mut [0])], ancillary, flags)
 }
 
-/// Checks that a socket keeps records apart and passes descriptors.
+/// Checks that a socket preserves record boundaries and passes descriptors.
 pub(crate) fn check_type(socket: &impl AsFd) -> Result<()> {
     let unfit = |problem: &str| Err(Error::Socket(SocketError::Unfit { problem: problem.to_owned() }));
     match (sockopt::socket_domain(socket), sockopt::socket_type(socket)) {
@@ -352,7 +350,7 @@ pub(crate) fn is_gone(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected)
 }
 
-/// The limit of this process, if that and not the peer is why descriptors were cut off.
+/// The error for this process's descriptor limit, if the limit, not the peer, truncated the descriptors.
 fn own_limit() -> Option<Error> {
     let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
     let needed = fs::read_dir("/proc/self/fd").ok()?.count() as u64 + MAX_FDS as u64;

@@ -1,12 +1,12 @@
-//! Which users may be at the other end of a connection.
+//! The users that a peer may run as.
 
 use super::Peer;
 use crate::error::{Error, PeerError, Result};
 
-/// The users whose processes may be the peer: this process's own, root, and those listed here.
+/// The users whose processes may be the peer: this process's user, root, and `uids`.
 #[derive(Debug, Clone, Default)]
 pub struct Trust {
-    /// The other users that are allowed.
+    /// Other trusted users.
     pub uids: Vec<u32>,
 }
 

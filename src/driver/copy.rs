@@ -1,22 +1,20 @@
 //! Copies between private memory and memory that others may access at the same time.
 //!
-//! Other processes, and other threads of this one, write to shared memory with nothing that orders their accesses and
-//! these. A plain copy of it is a data race, which is undefined behaviour in Rust whatever the bytes are used for. So
-//! every access to shared memory by this crate on a CPU goes through [`read`] and [`write()`]. Each means relaxed
-//! atomic accesses to each byte, once or several times and in no particular order: what is read may be half of what
-//! another thread writes, and orders nothing.
+//! Other processes, and other threads of this process, write to shared memory without ordering their accesses against ours. A plain copy
+//! would be a data race, which is undefined behaviour in Rust whatever the bytes are used for. So every CPU access of this crate to shared
+//! memory uses [`read`] or [`write()`]. Each means relaxed atomic accesses to each byte, once or several times and in no particular order:
+//! a read may return part of another thread's write, and orders nothing.
 //!
-//! [`bytes`] is exactly that, and copies 1 to 3 bytes in a nanosecond. It is used where assembly is not to be had: on
-//! other processors, under Miri, and with `--cfg vmmfd_atomic_copy`, which is for sanitizers, as they don't see what
-//! assembly accesses. Whole words with single bytes at the edges would be faster and undefined again: atomic accesses
-//! of different sizes to the same bytes, with nothing that orders them, are a data race too.
+//! [`bytes`] does exactly this, and copies 1 to 3 bytes in a nanosecond. It is used where assembly is not available: on other processors,
+//! under Miri, and with `--cfg vmmfd_atomic_copy`, for sanitizers, which don't see accesses by assembly. Whole words with single bytes at
+//! both edges would be faster but undefined again: unordered atomic accesses of different sizes to the same bytes are also a data race.
 //!
-//! [`assembly`] is used on x86-64 and AArch64. The compiler knows of it only that it accesses memory, and on these
-//! processors a load or store of any width accesses each of its bytes atomically, so its instructions do what `bytes`
-//! does. It calls the C library's `memcpy`, but for the sizes where the call would count. Loops of our own were tried:
-//! with 16 or 32 bytes at a time they took up to 1.5 times as long between 4 KiB and 1 MiB, and `rep movsb` 2 to 4 times as
-//! long below 1 KiB. Which is best differs between processors, and the C library knows them. What counts of `memcpy` is its
-//! machine code: loads from the source and stores to the destination, never to bytes beside it, which C forbids.
+//! [`assembly`] is used on x86-64 and AArch64. The compiler only knows that it accesses memory. On these processors a load or store of
+//! any width accesses each of its bytes atomically, so the instructions do the same as `bytes`. It calls the C library's `memcpy`, except
+//! for sizes where the call itself would dominate. Our own loops were tried: with 16 or 32 bytes at a time they took up to 1.5 times as
+//! long between 4 KiB and 1 MiB, and `rep movsb` 2 to 4 times as long below 1 KiB. The best loop differs between processors, and the C
+//! library chooses it. Only the machine code of `memcpy` matters here: loads from the source and stores to the destination, never to
+//! bytes beside it, which C forbids.
 
 #![allow(unsafe_code)]
 
@@ -28,28 +26,27 @@ use self::bytes as chosen;
 /// Copies shared memory into private memory.
 ///
 /// # Safety
-/// `from` is mapped for reading for as long as `to` is long, until this returns, and is outside of all that Rust allocates
-/// and borrows mutably. Anything may write to it meanwhile that is not a plain access of Rust's in this process.
+/// `from` is mapped for reading for the length of `to` until this returns, and is outside of all memory that Rust has allocated
+/// and borrowed mutably. During the call, anything may write to it except plain accesses of Rust code in this process.
 #[inline]
 pub unsafe fn read(from: *const u8, to: &mut [u8]) {
-    // SAFETY: the caller's promise for `from`; `to` is borrowed mutably, so no other thread accesses it, and it is apart from
-    // `from`.
+    // SAFETY: the caller's promise for `from`. `to` is borrowed mutably, so no other thread accesses it, and does not overlap `from`.
     unsafe { chosen::read(from, to.as_mut_ptr(), to.len()) }
 }
 
 /// Copies private memory into shared memory.
 ///
 /// # Safety
-/// `to` is mapped for writing for as long as `from` is long, until this returns, and is outside of all that Rust allocates
-/// and borrows. Anything may access it meanwhile that is not a plain access of Rust's in this process.
+/// `to` is mapped for writing for the length of `from` until this returns, and is outside of all memory that Rust has allocated
+/// and borrowed. During the call, anything may access it except plain accesses of Rust code in this process.
 #[inline]
 pub unsafe fn write(from: &[u8], to: *mut u8) {
-    // SAFETY: the caller's promise for `to`; `from` is borrowed, so nothing writes to it, and it is apart from `to`.
+    // SAFETY: the caller's promise for `to`. `from` is borrowed, so nothing writes to it, and does not overlap `to`.
     unsafe { chosen::write(from.as_ptr(), to, from.len()) }
 }
 
 /// One relaxed atomic access for each byte of shared memory.
-#[allow(dead_code, reason = "on most machines only the tests of the other module use it")]
+#[allow(dead_code, reason = "most machines use it only in the tests of the other module")]
 mod bytes {
     use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
@@ -57,7 +54,7 @@ mod bytes {
     /// Both are valid for `length` bytes, `from` for atomic loads, and `to` is accessed by no other thread.
     pub(super) unsafe fn read(from: *const u8, to: *mut u8, length: usize) {
         for at in 0..length {
-            // SAFETY: the caller's promise. The memory may be read-only, of which a relaxed load of one byte is allowed.
+            // SAFETY: the caller's promise. Relaxed loads of one byte are allowed on read-only memory.
             unsafe { to.add(at).write((*from.add(at).cast::<AtomicU8>()).load(Relaxed)) }
         }
     }
@@ -83,15 +80,14 @@ mod assembly {
     pub(super) use self::{copy as read, copy as write};
 
     /// # Safety
-    /// Both are valid for `length` bytes and apart from each other. The one that is not shared is written by no other thread, and if it
-    /// is `to`, read by none.
+    /// Both are valid for `length` bytes and don't overlap. No other thread writes to the private one, and if it is `to`, none reads it.
     #[inline]
     pub(super) unsafe fn copy(from: *const u8, to: *mut u8, length: usize) {
         match length {
             // SAFETY: the caller's promise, and the length.
             16..=64 => unsafe { few(from, to, length) },
-            // SAFETY: the caller's promise. The function follows the C ABI, whose registers are given up; on entry to assembly that
-            // may use the stack, the stack is aligned for a call.
+            // SAFETY: the caller's promise. The function follows the C ABI, whose registers are declared as clobbered. The stack is aligned
+            // for a call at the start of assembly that may use it.
             #[cfg(target_arch = "x86_64")]
             _ => unsafe {
                 asm!(
@@ -118,13 +114,13 @@ mod assembly {
         }
     }
 
-    /// Copies 16 to 64 bytes: all are loaded, as four vectors that overlap where there are fewer, and then stored.
+    /// Copies 16 to 64 bytes: loads all of them, as four vectors that overlap if there are fewer than 64, then stores them.
     ///
     /// # Safety
-    /// As for [`copy`], and `length` is in that range.
+    /// As for [`copy`], and `length` is 16 to 64.
     #[inline]
     unsafe fn few(from: *const u8, to: *mut u8, length: usize) {
-        // Where the vectors begin: the first two at 0 and `second`, the last two as far from the end.
+        // The offsets of the vectors: the first two at 0 and `second`, the last two at the same distance from the last byte.
         let second = if length > 32 { 16 } else { 0 };
         let (third, fourth) = (length - 16 - second, length - 16);
         // SAFETY: the caller's promise: each vector lies in the `length` bytes.
@@ -184,14 +180,14 @@ mod tests {
 
     type Copy = unsafe fn(*const u8, *mut u8, usize);
 
-    /// All lengths that are treated in a way of their own, at all places in a vector, and one beyond every vector.
-    fn copies_what_it_should(copy: Copy) {
+    /// Tests every length with its own code path, at every alignment in a vector, and two longer ones.
+    fn check_copies(copy: Copy) {
         let source: Vec<u8> = (0..200_100_u32).map(|at| (at % 251) as u8 + 1).collect();
         for length in (0..=200).chain([4096, 200_000]) {
             for (skip_from, skip_to) in [(0, 0), (1, 0), (0, 1), (3, 5), (15, 7), (16, 16)] {
                 let from = &source[skip_from..][..length];
                 let mut found = vec![0; length + 64];
-                // SAFETY: both are as long, and apart.
+                // SAFETY: both have that length, and don't overlap.
                 unsafe { copy(from.as_ptr(), found[skip_to..].as_mut_ptr(), length) };
                 assert_eq!(&found[skip_to..][..length], from, "{length} bytes from {skip_from} to {skip_to}");
                 let beside = found[..skip_to].iter().chain(&found[skip_to + length..]);
@@ -201,14 +197,14 @@ mod tests {
     }
 
     #[test]
-    fn single_bytes_copy_every_length_and_nothing_beside() {
-        copies_what_it_should(bytes::read);
-        copies_what_it_should(bytes::write);
+    fn byte_copies_are_exact() {
+        check_copies(bytes::read);
+        check_copies(bytes::write);
     }
 
     #[test]
     #[cfg(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)))]
-    fn assembly_copies_every_length_and_nothing_beside() {
-        copies_what_it_should(assembly::copy);
+    fn assembly_copies_are_exact() {
+        check_copies(assembly::copy);
     }
 }

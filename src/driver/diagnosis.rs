@@ -1,72 +1,70 @@
-//! What a diagnosis asks of a driver, and sharing has no use for.
+//! Driver calls that only diagnose the driver, and that sharing does not use.
 
 use std::{fmt::Debug, os::fd::OwnedFd, path::PathBuf, time::Duration};
 
 use super::Handle;
 use crate::error::Result;
 
-/// An event, as the driver numbers it. Only a backend makes one.
+/// An event. Only a backend creates handles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EventHandle(pub(super) u64);
 
-/// What memory is made for, other than to be shared by a descriptor alone.
+/// The purpose of an allocation, beyond a shareable descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MadeFor {
-    /// A fabric handle, and no descriptor: `CU_MEM_HANDLE_TYPE_FABRIC`.
+    /// A fabric handle, without a descriptor: `CU_MEM_HANDLE_TYPE_FABRIC`.
     Fabric,
-    /// A descriptor, and access by other devices of the bus: `gpuDirectRDMACapable`.
+    /// A descriptor, and access by other devices on the bus: `gpuDirectRDMACapable`.
     Rdma,
 }
 
-/// What is asked of a driver only to find out what it can do.
+/// Calls that probe a driver's features.
 ///
-/// The rules of [`super::Verbs`] hold here too: a handle, an address or an event that this driver object did not give out
-/// is answered with `CUDA_ERROR_INVALID_VALUE` and does not reach the driver. `ordinal` is the device whose primary context
-/// and default stream the call is made in; an event is used on the one that it was made or opened on.
+/// The rules of [`super::Verbs`] apply: a handle, an address or an event that this driver object did not return fails with
+/// `CUDA_ERROR_INVALID_VALUE` and does not reach the driver. `ordinal` is the device whose primary context and default stream are used. An
+/// event is used on the device that it was created or opened on.
 pub trait Diagnosis: Debug + Send + Sync {
-    /// The file that the driver library was loaded from, as the loader names it. `dladdr`.
+    /// The path of the loaded driver library, as reported by the loader. `dladdr`.
     fn library(&self) -> Result<PathBuf>;
 
-    /// Allocates device memory that is made for something. The handle is like any other: [`super::Verbs::release`] gives it
-    /// back, and [`super::Verbs::map`] maps it. A driver that claims [`super::Attribute::FabricHandle`] may still refuse one
-    /// with `CUDA_ERROR_NOT_PERMITTED`. `cuMemCreate`.
+    /// Allocates device memory for a purpose. [`super::Verbs::release`] and [`super::Verbs::map`] accept the handle. A driver that claims
+    /// [`super::Attribute::FabricHandle`] may still fail with `CUDA_ERROR_NOT_PERMITTED`. `cuMemCreate`.
     fn create_with(&self, ordinal: i32, size: u64, made_for: MadeFor) -> Result<Handle>;
 
-    /// Exports memory made for [`MadeFor::Fabric`]: `CUmemFabricHandle`. `cuMemExportToShareableHandle` with
+    /// Exports memory created with [`MadeFor::Fabric`]: `CUmemFabricHandle`. `cuMemExportToShareableHandle` with
     /// `CU_MEM_HANDLE_TYPE_FABRIC`.
     fn export_fabric(&self, handle: Handle) -> Result<[u8; 64]>;
 
-    /// A new, close-on-exec dma-buf of a range of whole pages, all of it mapped, of memory made for [`MadeFor::Rdma`].
+    /// Exports a mapped range of whole pages, created with [`MadeFor::Rdma`], as a new close-on-exec dma-buf.
     /// `cuMemGetHandleForAddressRange` with `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
     fn export_dma_buf(&self, ordinal: i32, address: u64, size: u64) -> Result<OwnedFd>;
 
-    /// Copies between two ranges of mapped memory, of one device or of two, and returns how long that took, from before the
-    /// call until it is done. What lies in both ranges may hold anything afterwards. `cuMemcpyDtoD_v2`, `cuCtxSynchronize`.
+    /// Copies between two ranges of mapped memory, of one or two devices, and returns the duration, including completion. If the ranges
+    /// overlap, the contents of the overlap are undefined. `cuMemcpyDtoD_v2`, `cuCtxSynchronize`.
     fn copy_within(&self, ordinal: i32, to: u64, from: u64, size: u64) -> Result<Duration>;
 
-    /// Stores a word by a kernel, at a mapped address that is a multiple of 4, whatever access there is. Without access for
-    /// writing it faults: `CUDA_ERROR_ILLEGAL_ADDRESS` is the answer to this call, and to all that follow in the primary
-    /// context, also through other driver objects. So it is for a process of its own. `cuModuleLoadData`, `cuLaunchKernel`,
-    /// `cuCtxSynchronize`, `cuModuleUnload`.
+    /// Stores a word with a kernel, at a mapped address that is a multiple of 4, whatever the access. Without write access the kernel
+    /// faults: this call and all later calls in the primary context fail with `CUDA_ERROR_ILLEGAL_ADDRESS`, even through other driver
+    /// objects. So use it in a dedicated process. `cuModuleLoadData`, `cuLaunchKernel`, `cuCtxSynchronize`, `cuModuleUnload`.
     fn store(&self, ordinal: i32, address: u64, value: u32) -> Result<()>;
 
-    /// Makes an event that can be exported. `cuEventCreate` with `CU_EVENT_DISABLE_TIMING` and `CU_EVENT_INTERPROCESS`.
+    /// Creates an exportable event. `cuEventCreate` with `CU_EVENT_DISABLE_TIMING` and `CU_EVENT_INTERPROCESS`.
     fn event_create(&self, ordinal: i32) -> Result<EventHandle>;
 
-    /// What another process needs to open an event: `CUipcEventHandle`. `cuIpcGetEventHandle`.
+    /// Returns the handle that another process needs to open an event: `CUipcEventHandle`. `cuIpcGetEventHandle`.
     fn event_export(&self, ordinal: i32, event: EventHandle) -> Result<[u8; 64]>;
 
-    /// Opens an event of another process. Where that runs as another user it fails with `CUDA_ERROR_MAP_FAILED`.
+    /// Opens another process's event. Fails with `CUDA_ERROR_MAP_FAILED` if that process runs as another user.
     /// `cuIpcOpenEventHandle`.
     fn event_open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<EventHandle>;
 
-    /// Records an event behind all work of the default stream so far. `cuEventRecord`.
+    /// Records an event after all work submitted to the default stream. `cuEventRecord`.
     fn event_record(&self, ordinal: i32, event: EventHandle) -> Result<()>;
 
-    /// Waits until all work is done that was before the event where it was recorded last, in whichever process: for one that
-    /// never was, not at all. There is no deadline. `cuStreamWaitEvent`, `cuStreamSynchronize`.
+    /// Waits until all work before the event's last recording is finished, in whichever process it was recorded. Returns at once if the
+    /// event was never recorded. There is no deadline. `cuStreamWaitEvent`, `cuStreamSynchronize`.
     fn event_wait(&self, ordinal: i32, event: EventHandle) -> Result<()>;
 
-    /// Gives an event back, made or opened. Who else has it keeps it. `cuEventDestroy_v2`.
+    /// Gives back a created or opened event. Other holders keep it. `cuEventDestroy_v2`.
     fn event_destroy(&self, ordinal: i32, event: EventHandle) -> Result<()>;
 }

@@ -1,47 +1,47 @@
-//! What a device's own kernels do with the pattern of the commands (`bin/src/check/pattern`).
+//! Kernels for the test pattern of the commands (`bin/src/check/pattern`).
 
 use std::{fmt::Debug, time::Duration};
 
 use crate::error::Result;
 
-/// Which bytes a kernel works on, and what belongs there.
+/// The memory that a kernel processes, and the pattern that belongs there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stretch {
-    /// Where the first byte is.
+    /// The address of the first byte.
     pub address: u64,
-    /// Which byte of the object that is: the two must differ by a multiple of 4, so that words are where words can be.
+    /// Offset of the first byte in the object. Differs from `address` by a multiple of 4, so that words are aligned.
     pub start: u64,
-    /// How many bytes.
+    /// Size in bytes.
     pub size: u64,
     /// The pattern's salt.
     pub salt: u32,
 }
 
-/// What a kernel found.
+/// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counted {
-    /// How many words were wrong.
+    /// The number of wrong words.
     pub mismatches: u64,
-    /// The index of the first of them, counted in words of the object.
+    /// The index of the first wrong word in the object.
     pub first: Option<u64>,
-    /// How long the kernel ran, by events of the device.
+    /// The kernel's duration, by device events.
     pub took: Duration,
 }
 
 /// Kernels that write and check the pattern at the speed of the device's memory.
 ///
-/// The rules of [`super::Verbs`] hold here too, and one more: a kernel that meets memory without access ruins the context, so
-/// what `ordinal`'s device may not access is answered with `CUDA_ERROR_INVALID_VALUE` and no kernel is started, as is a stretch
-/// whose address and start do not fit together. All work is done when a call returns.
+/// The rules of [`super::Verbs`] apply. In addition, memory without access would make a kernel fault and ruin the context. So memory that
+/// the device may not access, and a stretch whose address and start don't match, fail with `CUDA_ERROR_INVALID_VALUE`, and no kernel is
+/// started. All work is finished when a call returns.
 pub trait Kernels: Debug + Send + Sync {
-    /// Whether the kernels of a device are loaded, so that the next call costs no more than its work.
+    /// Whether a device's kernels are loaded, so that the next call only takes its own time.
     fn are_loaded(&self, ordinal: i32) -> bool;
 
-    /// Loads them, unless they are: the driver compiles them for the device, which takes about 80 ms where it does not find them
-    /// in its cache. Each call that needs them does it. `cuModuleLoadData`, `cuModuleGetFunction`.
+    /// Loads the kernels unless they are loaded. The driver compiles them for the device, which takes about 80 ms if they are not in its
+    /// cache. Other calls load them if necessary. `cuModuleLoadData`, `cuModuleGetFunction`.
     fn load(&self, ordinal: i32) -> Result<()>;
 
-    /// Writes the pattern, and returns how long the kernel ran, by events of the device. `cuLaunchKernel`,
+    /// Writes the pattern, and returns the kernel's duration, by device events. `cuLaunchKernel`,
     /// `cuStreamSynchronize`.
     fn fill(&self, ordinal: i32, stretch: &Stretch) -> Result<Duration>;
 

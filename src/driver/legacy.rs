@@ -1,33 +1,33 @@
-//! CUDA's first way to share memory: a handle of 64 bytes, with no descriptor.
+//! CUDA's oldest sharing mechanism: a handle of 64 bytes, without a descriptor.
 
 use std::fmt::Debug;
 
 use crate::error::Result;
 
-/// Memory of `cuMemAlloc`, shared by legacy handles (`cuIpc*`).
+/// Memory of `cuMemAlloc`, shared with legacy handles (`cuIpc*`).
 ///
-/// The rules of [`super::Verbs`] hold here too: an address that this driver object did not give out is answered with
-/// `CUDA_ERROR_INVALID_VALUE` and does not reach the driver, and giving back waits for copies under way. `ordinal` is the
-/// device whose primary context the call is made in; memory is given back on the one that it was taken on.
+/// The rules of [`super::Verbs`] apply: an address that this driver object did not return fails with `CUDA_ERROR_INVALID_VALUE` and
+/// does not reach the driver, and freeing and closing wait for copies in progress. `ordinal` is the device whose primary context is
+/// used. Memory is freed or closed on the device that it was allocated or opened on.
 ///
-/// A handle is `CUipcMemHandle`. It says by itself which memory it means and how large: a process that has it has full rights, and
-/// what it says is believed. Memory is opened in another process than its own alone.
+/// A handle (`CUipcMemHandle`) contains the allocation's identity and size, which the driver does not verify. A process that has a handle
+/// has all rights. Memory can't be opened in the process that allocated it.
 pub trait LegacyIpc: Debug + Send + Sync {
-    /// Allocates device memory of exactly `size` bytes. Up to 1 MiB it lies in one block with other small ones, and who
-    /// opens its handle may reach those. `cuMemAlloc_v2`.
+    /// Allocates exactly `size` bytes of device memory. An allocation of up to 1 MiB shares a block with other small allocations, and a
+    /// process that opens its handle may be able to access those. `cuMemAlloc_v2`.
     fn allocate(&self, ordinal: i32, size: u64) -> Result<u64>;
 
-    /// Frees what [`LegacyIpc::allocate`] gave, once all work of the device is done. Who has it open keeps the bytes.
+    /// Frees memory of [`LegacyIpc::allocate`] when all work of the device is finished. Processes that have it open keep the bytes.
     /// `cuCtxSynchronize`, `cuMemFree_v2`.
     fn deallocate(&self, ordinal: i32, address: u64) -> Result<()>;
 
-    /// The handle of the allocation that an address is in. `cuIpcGetMemHandle`.
+    /// The handle of the allocation that contains an address. `cuIpcGetMemHandle`.
     fn handle(&self, ordinal: i32, address: u64) -> Result<[u8; 64]>;
 
-    /// Opens memory of another process; [`super::Verbs::extent`] tells its size. What is open already has the same
-    /// address again, and is to be closed once more. `cuIpcOpenMemHandle_v2` with `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
+    /// Opens another process's memory; [`super::Verbs::extent`] reports its size. Memory that is already open has the same address again,
+    /// and must be closed once more. `cuIpcOpenMemHandle_v2` with `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
     fn open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<u64>;
 
-    /// Closes what [`LegacyIpc::open`] gave, once for each opening. `cuIpcCloseMemHandle`.
+    /// Closes memory of [`LegacyIpc::open`], once for each opening. `cuIpcCloseMemHandle`.
     fn close(&self, ordinal: i32, address: u64) -> Result<()>;
 }

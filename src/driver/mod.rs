@@ -1,11 +1,10 @@
-//! The ground: one verb for each driver call, on two backends.
+//! Drivers: a method for each driver call, on two backends.
 //!
-//! The verbs are cut low on purpose. Rounding, ordering, rollback and lifetimes live once, above them (in [`crate::memory`]), and
-//! so run the same on every backend. Their nouns, rules and numbers are CUDA's: the host backend answers with `CUresult` codes
-//! too, so that one contract holds for both.
+//! The methods are low-level on purpose. Rounding, ordering, rollback and lifetimes are implemented once, in [`crate::memory`], for all
+//! backends. Terms, rules and numbers are CUDA's: the host backend also returns `CUresult` codes, so that one contract holds for both.
 //!
-//! A program opens a [`Driver`] and hands it to [`crate::memory::Device`]; the verbs themselves are not public, since they could
-//! take memory from under its owner.
+//! A program opens a [`Driver`] and passes it to [`crate::memory::Device`]. The methods are not public, because they could free memory
+//! that another owner still uses.
 
 pub(crate) mod bare;
 pub(crate) mod copy;
@@ -55,9 +54,9 @@ pub use crate::{
     error::code,
 };
 
-/// An opened driver: CUDA's, or the host backend. Clones are the same one.
+/// An opened driver: CUDA's or the host backend's. Clones share the driver object.
 ///
-/// Devices, memory and everything else made from it keep it open.
+/// Devices, memory and all other objects made with the driver keep it open.
 #[derive(Clone)]
 pub struct Driver {
     verbs: Arc<dyn Verbs>,
@@ -65,7 +64,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// A driver of these verbs, which this process opened.
+    /// A driver that this process opened.
     pub(crate) fn of(verbs: Arc<dyn Verbs>) -> Self {
         Self { verbs, opened_by: ProcessIdentity::current() }
     }
@@ -74,29 +73,29 @@ impl Driver {
         &*self.verbs
     }
 
-    /// Fails with [`Error::Forked`] in a fork of the process that opened it. For owners with locks: a fork may find them locked for good,
-    /// so they check this first.
+    /// Fails with [`Error::Forked`] in a fork of the process that opened the driver. Owners with locks call this first: in a fork, a lock
+    /// may be held forever.
     pub(crate) fn check_fork(&self) -> Result<()> {
         self.opened_by.check()
     }
 
-    /// Where the memory is.
+    /// The driver's backend.
     pub fn backend(&self) -> Backend {
         self.verbs().backend()
     }
 
-    /// Copies ranges between memory of a device and other memory of a device: another library's, say. Each is where to, where from and
-    /// how many bytes. Blocks until the bytes are there; the copies are ordered behind what is on the default stream.
+    /// Copies ranges between device memory of this crate and other device memory, for example another library's. Each range is
+    /// (destination, source, size in bytes). Blocks until all bytes are copied. The copies are ordered after work on the default stream.
     ///
     /// # Errors
-    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` if neither end of a range is memory of this crate's owners, and with
-    /// `CUDA_ERROR_NOT_SUPPORTED` on the host backend; [`Error::Forked`].
+    /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` if neither the destination nor the source of a range is this crate's memory, and
+    /// with `CUDA_ERROR_NOT_SUPPORTED` on the host backend; [`Error::Forked`].
     ///
     /// Driver calls: `cuMemcpyDtoD` for each range, `cuStreamSynchronize`.
     ///
     /// # Safety
-    /// Both ends of each range are valid for as many bytes until this returns. Where the range goes to may be written by this process,
-    /// and nothing of Rust's lies there.
+    /// Destination and source of each range are valid for its size until this returns. This process may write to the destination, and no
+    /// Rust object is stored there.
     #[doc(alias("cuMemcpyDtoD", "cuStreamSynchronize"))]
     #[allow(unsafe_code)]
     pub unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
@@ -104,7 +103,7 @@ impl Driver {
         unsafe { self.verbs().copy_device(ordinal, ranges) }
     }
 
-    /// The number of the device that memory of any library of this process is on, by an address in it. Does not block.
+    /// Returns the ordinal of the device with memory at `address`, which may be any library's memory of this process. Does not block.
     ///
     /// # Errors
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an address that the driver does not know, and with
@@ -114,10 +113,10 @@ impl Driver {
         self.verbs().device_of(address)
     }
 
-    /// The newest CUDA that the driver supports, as 1000 * major + 10 * minor; 0 on the host backend. Does not block.
+    /// The newest CUDA version that the driver supports, as 1000 * major + 10 * minor. 0 on the host backend. Does not block.
     ///
     /// # Errors
-    /// [`Error::Driver`]; [`Error::Forked`] in a fork of the process that opened it.
+    /// [`Error::Driver`]; [`Error::Forked`] in a fork of the process that opened the driver.
     ///
     /// Driver call: `cuDriverGetVersion`.
     #[doc(alias = "cuDriverGetVersion")]
@@ -126,7 +125,7 @@ impl Driver {
     }
 }
 
-/// Equal are clones of the same driver object.
+/// Compares driver objects: clones are equal.
 impl PartialEq for Driver {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.verbs, &other.verbs)
@@ -135,20 +134,20 @@ impl PartialEq for Driver {
 
 impl Eq for Driver {}
 
-/// The backend alone: every device and all memory show their driver, which holds tables of hundreds of entries.
+/// Shows only the backend: the driver's tables have hundreds of entries, and all devices and memory show their driver.
 impl fmt::Debug for Driver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Driver").field("backend", &self.backend()).finish_non_exhaustive()
     }
 }
 
-/// Which backend to open.
+/// The backend to open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Choice {
-    /// CUDA; the host only if no driver library loads or the driver says that there is no device.
+    /// CUDA. The host backend if no driver library can be loaded, or the driver reports no device.
     #[default]
     Auto,
-    /// This one, or fail.
+    /// This backend only.
     Only(Backend),
 }
 
@@ -165,32 +164,31 @@ impl FromStr for Choice {
     }
 }
 
-/// A driver that was opened.
+/// An opened driver.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Opened {
     /// The driver.
     pub driver: Driver,
-    /// Why it is the host backend although CUDA was preferred: show it to the user.
+    /// Why the host backend was opened although CUDA was preferred. Show it to the user.
     pub fallback: Option<Error>,
 }
 
-/// Opens a backend and initialises it, or returns the one of this process that is open already: there is one driver object for each
-/// backend and process, until its last user is dropped. A fork of the process gets a host backend of its own.
+/// Opens a backend and initializes it, or returns the driver object that is already open. Each process has at most one driver object for
+/// each backend, until its last user is dropped. A fork of the process opens its own host backend.
 ///
 /// Blocks while the CUDA driver starts: 50 to 95 ms, the first time.
 ///
 /// # Errors
-/// - [`LoadError::NoLibrary`]: no library (`libcuda.so.1`, else `libcuda.so`) loads.
-/// - [`LoadError::Stub`]: what loads is the toolkit's stub.
-/// - [`LoadError::NoDevice`]: the driver works and has no device to offer.
-/// - [`LoadError::MissingSymbol`]: the library is no driver, or too old.
-/// - [`Error::Forked`]: this process is a fork of one that initialised the driver.
-/// - [`Error::Driver`]: the driver is there and fails.
+/// - [`LoadError::NoLibrary`]: no library (`libcuda.so.1`, else `libcuda.so`) can be loaded.
+/// - [`LoadError::Stub`]: the loaded library is the toolkit's stub.
+/// - [`LoadError::NoDevice`]: the driver works but reports no device.
+/// - [`LoadError::MissingSymbol`]: the library is not a driver, or too old.
+/// - [`Error::Forked`]: this process is a fork of a process that initialized the driver.
+/// - [`Error::Driver`]: the driver fails.
 ///
-/// With [`Choice::Auto`] neither [`LoadError::NoLibrary`] nor [`LoadError::NoDevice`]: they lead to the host backend. A driver
-/// that is
-/// there and fails is never a reason to fall back.
+/// With [`Choice::Auto`], [`LoadError::NoLibrary`] and [`LoadError::NoDevice`] select the host backend. Any other failure of the driver
+/// is returned: it never causes a fallback.
 ///
 /// Driver calls: `cuInit`, `cuDeviceGetCount`.
 #[doc(alias("cuInit", "cuDeviceGetCount"))]
@@ -209,7 +207,7 @@ pub fn open(choice: Choice) -> Result<Opened> {
     }
 }
 
-/// The driver object of a backend that is open in this process.
+/// The open driver object of a backend in this process.
 type Open<T> = PerProcess<Mutex<Weak<T>>>;
 
 fn open_host() -> Driver {

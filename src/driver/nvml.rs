@@ -1,6 +1,6 @@
-//! NVML, the management library: whether a GPU's driver state stays when no process uses the GPU, and how much of its memory is used.
+//! NVML, the management library: whether a GPU's driver state persists while no process uses the GPU, and how much of its memory is used.
 //!
-//! Loaded only when it is asked, since a container often has the driver without it. Nothing is set.
+//! Loaded only on demand: a container often has the driver without NVML. No setting is changed.
 
 #![allow(unsafe_code)]
 
@@ -13,13 +13,13 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use super::DeviceUuid;
 
-/// The name that NVIDIA's driver installs it by.
+/// The library name that NVIDIA's driver installs.
 const LIBRARY: &str = "libnvidia-ml.so.1";
 
-/// `nvmlReturn_t`. A plain number, since a newer library may have values that no list here has.
+/// `nvmlReturn_t`. A plain integer, because a newer library may return values unknown here.
 type Code = c_uint;
 
-/// The codes by which it reports that no device has this UUID: `NVML_ERROR_INVALID_ARGUMENT`, `NVML_ERROR_NOT_FOUND`.
+/// The codes for an unknown UUID: `NVML_ERROR_INVALID_ARGUMENT`, `NVML_ERROR_NOT_FOUND`.
 const NO_SUCH_DEVICE: [Code; 2] = [2, 6];
 
 type ByUuid = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> Code;
@@ -38,13 +38,13 @@ struct MemoryInfo {
 
 type Describe = unsafe extern "C" fn(Code) -> *const c_char;
 
-/// Whether persistence mode is on for a GPU, or for the GPU that a MIG instance is part of: the mode itself, or the daemon
-/// `nvidia-persistenced`, which NVML reports alike.
+/// Whether persistence is on for a GPU, or for the GPU of a MIG instance: by persistence mode, or by the daemon `nvidia-persistenced`,
+/// which NVML reports in the same way.
 ///
 /// Blocks for as long as the driver does: there is no deadline. No setting is changed.
 ///
 /// # Errors
-/// Why it can't be found out, in one sentence without a full stop: no library, a function that it lacks, or its error.
+/// The reason as one sentence without a full stop: the library or a function is missing, or NVML fails.
 ///
 /// Calls: `nvmlInit_v2`, `nvmlDeviceGetHandleByUUID`, `nvmlDeviceGetDeviceHandleFromMigDeviceHandle`,
 /// `nvmlDeviceGetPersistenceMode`, `nvmlShutdown`.
@@ -53,18 +53,18 @@ pub fn persistence(uuid: DeviceUuid) -> Result<bool, String> {
         // SAFETY: the type is that of the function in NVIDIA's nvml.h.
         let mode: Mode = unsafe { function(library, "nvmlDeviceGetPersistenceMode") }?;
         let mut on = 0;
-        // SAFETY: the handle is one that NVML has just returned; `nvmlEnableState_t` has the size of an int.
+        // SAFETY: NVML has just returned the handle; `nvmlEnableState_t` has the size of an int.
         let code = unsafe { mode(device, &mut on) };
         Ok(("nvmlDeviceGetPersistenceMode", code, on != 0))
     })
 }
 
-/// How many bytes of a device's memory are used, by whichever process, and how many it has: of a GPU, or of a MIG instance.
+/// Bytes used by all processes, and total bytes, of a GPU's or a MIG instance's memory.
 ///
 /// Blocks for as long as the driver does: there is no deadline.
 ///
 /// # Errors
-/// As [`persistence`].
+/// See [`persistence`].
 ///
 /// Calls: `nvmlInit_v2`, `nvmlDeviceGetHandleByUUID`, `nvmlDeviceGetMemoryInfo`, `nvmlShutdown`.
 pub fn memory(uuid: DeviceUuid) -> Result<(u64, u64), String> {
@@ -72,26 +72,26 @@ pub fn memory(uuid: DeviceUuid) -> Result<(u64, u64), String> {
         // SAFETY: the type is that of the function in NVIDIA's nvml.h.
         let memory: Memory = unsafe { function(library, "nvmlDeviceGetMemoryInfo") }?;
         let mut info = MemoryInfo::default();
-        // SAFETY: the handle is one that NVML has just returned, and there is a place for one `nvmlMemory_t`.
+        // SAFETY: NVML has just returned the handle, and the pointer is valid for one `nvmlMemory_t`.
         let code = unsafe { memory(device, &mut info) };
         Ok(("nvmlDeviceGetMemoryInfo", code, (info.used, info.total)))
     })
 }
 
-/// The answer of a call with a device's handle, or with that of the GPU that an instance is part of: the call's name, code and result.
+/// Calls NVML with the handle of a device, or of the GPU of a MIG instance. `call` returns the call's name, code and result.
 fn ask<T>(
     uuid: DeviceUuid,
     of_whole_gpu: bool,
     call: impl FnOnce(&Library, *mut c_void) -> Result<(&'static str, Code, T), String>,
 ) -> Result<T, String> {
-    // SAFETY: loading NVML runs its initialisers, which is what a program that asks it wants.
+    // SAFETY: loading NVML runs its initializers, as any program that uses NVML expects.
     let library = unsafe { Library::open(Some(LIBRARY), RTLD_NOW | RTLD_LOCAL) };
     let library = library.map_err(|error| match std::error::Error::source(&error) {
         Some(cause) => cause.to_string(),
         None => error.to_string(),
     })?;
     let answer = ask_library(&library, uuid, of_whole_gpu, call);
-    // As with the driver library, nothing says that it may be unloaded.
+    // Like the driver library, it is not documented to be safe to unload.
     mem::forget(library);
     answer
 }
@@ -117,13 +117,13 @@ fn ask_library<T>(
         _ => Err(format!("{call} failed: {}", named(describe, code))),
     };
 
-    // SAFETY: no arguments. It counts its callers, so that a program that uses NVML as well is not disturbed.
+    // SAFETY: no arguments. NVML counts its users, so another user in this program is not disturbed.
     check("nvmlInit_v2", unsafe { init() })?;
     let answer = (|| {
         let mut device = ptr::null_mut();
         let mut find = |kind: &str| {
             let name = CString::new(format!("{kind}-{uuid}")).expect("a UUID has no zero byte");
-            // SAFETY: a C string that lives until the call returns, and a place for one pointer.
+            // SAFETY: a C string that lives until the call returns, and a pointer that is valid for one write.
             unsafe { by_uuid(name.as_ptr(), &mut device) }
         };
         let mut code = find("GPU");
@@ -132,7 +132,7 @@ fn ask_library<T>(
         {
             let instance = device;
             code = match of_whole_gpu {
-                // SAFETY: the handle is one that NVML has just returned, and there is a place for one pointer.
+                // SAFETY: NVML has just returned the handle, and the pointer is valid for one write.
                 true => unsafe { parent(instance, &mut device) },
                 false => 0,
             };
@@ -146,9 +146,9 @@ fn ask_library<T>(
     answer
 }
 
-/// What NVML calls one of its codes.
+/// NVML's name for a code.
 fn named(describe: Option<Describe>, code: Code) -> String {
-    // SAFETY: any number may be asked for.
+    // SAFETY: every number is allowed.
     let text = describe.map_or(ptr::null(), |describe| unsafe { describe(code) });
     if text.is_null() {
         return format!("code {code}");
@@ -158,10 +158,10 @@ fn named(describe: Option<Describe>, code: Code) -> String {
     format!("{text} ({code})")
 }
 
-/// A function of the library.
+/// Resolves a function of the library.
 ///
 /// # Safety
-/// `F` is the type of a pointer to the function of that name.
+/// `F` is the type of a pointer to the function named `name`.
 unsafe fn function<F: Copy>(library: &Library, name: &str) -> Result<F, String> {
     // SAFETY: the caller's promise.
     let symbol = unsafe { library.get::<F>(name.as_bytes()) };

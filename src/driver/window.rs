@@ -1,4 +1,4 @@
-//! Memory that the CPU reaches by itself: private page-locked memory, and windows on mappings.
+//! Memory for the CPU: private page-locked memory, and windows on mappings.
 
 #![allow(unsafe_code)]
 
@@ -16,19 +16,18 @@ use crate::{
     sys::fork::ProcessIdentity,
 };
 
-/// What takes page-locked memory back.
+/// Frees page-locked memory.
 pub(super) trait PageLocker: fmt::Debug + Send + Sync {
-    /// Takes back what was locked.
+    /// Frees the memory.
     ///
     /// # Safety
-    /// It is what [`PageLocked::new`] was given, and it is not used any more.
-    unsafe fn take_back(&self, start: NonNull<u8>, size: usize) -> Result<()>;
+    /// Start and size are the arguments of [`PageLocked::new`], and the memory is no longer used.
+    unsafe fn unlock(&self, start: NonNull<u8>, size: usize) -> Result<()>;
 }
 
-/// Private memory of this process that a device copies from and to at full speed. It is zero at first.
+/// Private memory of this process with the fastest copies to and from a device. Initially zero.
 ///
-/// It keeps what it needs of its driver, which may be dropped before. Dropping it frees it. In a fork of the process it must
-/// not be touched.
+/// Keeps the required part of its driver alive. Dropping it frees the memory. Must not be used in a fork of the process.
 ///
 /// Driver calls: `cuMemHostAlloc`, `cuMemFreeHost`. On the host backend it is ordinary memory.
 pub struct PageLocked {
@@ -37,23 +36,23 @@ pub struct PageLocked {
     locker: Arc<dyn PageLocker>,
 }
 
-// SAFETY: it owns its memory, which has no thread of its own.
+// SAFETY: the object owns its memory, which is not bound to a thread.
 unsafe impl Send for PageLocked {}
-// SAFETY: through a shared reference it is only read.
+// SAFETY: a shared reference only allows reads.
 unsafe impl Sync for PageLocked {}
 
 impl PageLocked {
     /// # Safety
-    /// The memory is readable and writable, no other thread or process has it, and it is `locker`'s to take back.
+    /// The memory is readable and writable, no other thread or process has it, and `locker` can free it.
     pub(super) unsafe fn new(start: NonNull<u8>, size: usize, locker: Arc<dyn PageLocker>) -> Self {
-        // What the driver gives may hold what another owner left in it.
-        // SAFETY: the caller's promise: it is as large, and private, so that a plain write races with nothing. A device accesses it
-        // only in copies from and to a slice of it, which the caller of such a copy has borrowed until it is done.
+        // The driver may return memory with the contents of an earlier owner.
+        // SAFETY: the caller promises the size, and that the memory is private, so that a plain write races with nothing. A device
+        // accesses it only in copies from and to a slice of it, which the caller of such a copy has borrowed until it is done.
         unsafe { start.write_bytes(0, size) };
         Self { start, size, locker }
     }
 
-    /// Its size in bytes.
+    /// Size in bytes.
     pub fn size(&self) -> u64 {
         self.size as u64
     }
@@ -63,8 +62,8 @@ impl Deref for PageLocked {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: it was initialised as a whole, and is this object's alone until it is dropped: no other process has it, and threads
-        // of this one reach it through this object, which is borrowed as long as the slice.
+        // SAFETY: `new` initialized all of it. Until the drop it belongs to this object alone: no other process has it, and threads of this
+        // process reach it through this object, which the slice borrows.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.size) }
     }
 }
@@ -84,14 +83,14 @@ impl fmt::Debug for PageLocked {
 
 impl Drop for PageLocked {
     fn drop(&mut self) {
-        // SAFETY: it is what `new` was given, and references into it ended before this.
-        if let Err(error) = unsafe { self.locker.take_back(self.start, self.size) } {
-            tracing::error!(%error, "page-locked memory can't be freed");
+        // SAFETY: these are the arguments of `new`, and no reference into the memory outlives this object.
+        if let Err(error) = unsafe { self.locker.unlock(self.start, self.size) } {
+            tracing::error!(%error, "can't free page-locked memory");
         }
     }
 }
 
-/// The ranges that windows are open on.
+/// The ranges of open windows.
 #[derive(Debug, Default)]
 pub(super) struct Windows(Mutex<Vec<(u64, u64)>>);
 
@@ -101,12 +100,12 @@ impl Windows {
     }
 
     /// Whether a window is open on any part of a range.
-    pub(super) fn touch(&self, address: u64, size: u64) -> bool {
+    pub(super) fn overlap(&self, address: u64, size: u64) -> bool {
         self.ranges().iter().any(|&(start, length)| start < address.saturating_add(size) && address < start + length)
     }
 }
 
-/// What a driver knows of the memory that a window is opened on.
+/// The properties of the memory under a window.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct View {
     pub address: u64,
@@ -115,26 +114,26 @@ pub(super) struct View {
     pub immutable: bool,
 }
 
-/// Mapped memory as this process's CPU sees it, with no driver call between.
+/// A view of mapped memory for this process's CPU, without driver calls.
 ///
-/// While it lives, unmapping any of it and changing its access are refused with `CUDA_ERROR_INVALID_VALUE`; the memory stays
-/// mapped also when the driver object is dropped before. Other processes, and other mappings, may write to it at any time:
-/// what is read may be half of what they write.
+/// While a window is open, unmapping any part of it and changing its access fail with `CUDA_ERROR_INVALID_VALUE`. The memory stays
+/// mapped even if the driver object is dropped first. Other processes, and other mappings, may write at any time: a read may return part of
+/// a concurrent write.
 pub struct Window {
     view: View,
     origin: ProcessIdentity,
     open: Arc<Windows>,
-    /// Whatever would unmap the memory when it goes.
+    /// The owner of the mapping: dropping it would unmap the memory.
     _mapped: Arc<dyn Send + Sync>,
 }
 
 impl Window {
-    /// Opens a window. The driver must hold what keeps the range from being unmapped meanwhile.
+    /// Opens a window. During the call, the driver must prevent the range from being unmapped.
     ///
     /// # Safety
-    /// The CPU can read the range, and write to it if it is `writable`, for as long as `mapped` lives and the range is in
-    /// `open`, and the range is outside of all that Rust allocates. If it is `immutable`, it is not `writable`, and neither another
-    /// process nor another mapping in this one can change its bytes. Else all that accesses it in this process uses [`copy`].
+    /// The CPU can read the range, and write to it if it is `writable`, for as long as `mapped` lives and the range is in `open`. The range
+    /// is outside of all Rust allocations. If it is `immutable`, it is not `writable`, and neither another process nor another mapping in
+    /// this one can change its bytes. Otherwise all accesses in this process use [`copy`].
     pub(super) unsafe fn new(
         view: View,
         origin: ProcessIdentity,
@@ -145,50 +144,49 @@ impl Window {
         Self { view, origin, open: Arc::clone(open), _mapped: mapped }
     }
 
-    /// Its size in bytes.
+    /// Size in bytes.
     pub fn size(&self) -> u64 {
         self.view.size
     }
 
-    /// Copies bytes out of it, from `offset` on.
+    /// Copies bytes from the window, starting at `offset`.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if there are not as many; [`Error::Forked`].
+    /// [`MemoryError::OutOfRange`] if the window is too short; [`Error::Forked`].
     pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<()> {
         let from = self.pointer(offset, to.len())?;
-        // SAFETY: the source is readable, whole, while this object lives, which is borrowed here. It is no memory of Rust's. Threads
-        // of this process write to it by `copy::write` alone, and slices of it are only had where nothing writes to it.
+        // SAFETY: the whole source is readable while this object lives, which is borrowed here. It is outside of Rust's allocations.
+        // Threads of this process write to it only with `copy::write`, and slices of it exist only where nothing writes to it.
         unsafe { copy::read(from, to) };
         Ok(())
     }
 
-    /// Copies bytes into it, from `offset` on.
+    /// Copies bytes into the window, starting at `offset`.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if they do not fit; [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if this process may only
-    /// read it; [`Error::Forked`].
+    /// [`MemoryError::OutOfRange`] if the window is too short; [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if it is read-only;
+    /// [`Error::Forked`].
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let to = self.pointer(offset, from.len())?;
         if !self.view.writable {
             return Err(failure("window write", code::INVALID_VALUE));
         }
-        // SAFETY: the destination is writable, whole, while this object lives, which is borrowed here. It is no memory of Rust's:
-        // slices are had of immutable memory alone, which is never writable. Threads of this process access it by `copy` alone.
+        // SAFETY: the whole destination is writable while this object lives, which is borrowed here. It is outside of Rust's allocations:
+        // slices exist only of immutable memory, which is never writable. Threads of this process access it only with `copy`.
         unsafe { copy::write(from, to) };
         Ok(())
     }
 
-    /// Its bytes, with no copy, where nothing can write to them: sealed memory of the host backend.
+    /// The window's bytes, without a copy, if nothing can write to them: sealed memory of the host backend.
     pub fn slice(&self) -> Option<&[u8]> {
         let start = self.pointer(0, 0).ok()?;
-        // SAFETY: it is readable, whole, while this object lives, which the slice borrows. Nothing changes its bytes, which `new`
-        // was
-        // promised: no other process, as the kernel refuses it to all of them, and no thread of this one, as no mapping of it here
-        // is writable and none becomes so while a window is open.
+        // SAFETY: the whole window is readable while this object lives, which the slice borrows. Nothing changes its bytes, as `new`
+        // requires: the kernel prevents all other processes from it, and no mapping in this process is or becomes writable while a window
+        // is open.
         self.view.immutable.then(|| unsafe { slice::from_raw_parts(start.cast_const(), self.view.size as usize) })
     }
 
-    /// Where `length` bytes from `offset` on are. In a fork the memory need not be there.
+    /// The address of `length` bytes at `offset`. Fails in a fork, where the memory may not exist.
     fn pointer(&self, offset: u64, length: usize) -> Result<*mut u8> {
         self.origin.check()?;
         let (length, size) = (length as u64, self.view.size);
@@ -207,7 +205,7 @@ impl fmt::Debug for Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // In a fork another thread may have held the lock, which then stays locked. The table is of no use there.
+        // In a fork, the lock may be held forever by a thread of the parent, and the table is not used.
         if self.origin.check().is_err() {
             return;
         }

@@ -1,6 +1,6 @@
-//! Finds out why a body can't be read, as a code. serde_json reports only a sentence.
+//! Classifies the fault of an invalid body. serde_json reports only a sentence.
 //!
-//! The body is read a second time, with an error type that keeps the codes. Only bodies that were refused are read so.
+//! Parses the body again, with an error type that keeps the cause. Valid bodies are parsed only once.
 
 use std::{fmt, iter, vec};
 
@@ -17,10 +17,10 @@ use serde_json::value::RawValue;
 use super::{MAX_REASON, clean, shorten};
 use crate::error::{BodyCause, BodyFault};
 
-/// serde_json's own limit.
+/// serde_json's limit.
 const MAX_DEPTH: usize = 128;
 
-/// Why a body that was refused is not a `T`.
+/// Returns the fault that makes `body` an invalid `T`.
 pub(super) fn of<T: DeserializeOwned>(body: &str) -> BodyFault {
     let read = serde_json::from_str(body)
         .map_err(syntax)
@@ -120,16 +120,16 @@ impl<'a> Json<'a> {
                 let fields = self.fields()?;
                 let mut names: Vec<&str> = fields.iter().map(|(name, _)| name.as_str()).collect();
                 names.sort_unstable();
-                let twice = names.windows(2).any(|pair| pair[0] == pair[1]);
+                let duplicate = names.windows(2).any(|pair| pair[0] == pair[1]);
                 visitor.visit_map(Entries::of(fields)).map_err(|fault| match fault.0 {
-                    // Names inside a `check` are not known to the program, so its reader can't give them to `duplicate_field`.
-                    BodyFault { field: None, cause: BodyCause::Value } if twice => Fault::new(BodyCause::Duplicate),
+                    // The program does not know the names inside a `check`, so its reader can't call `duplicate_field`.
+                    BodyFault { field: None, cause: BodyCause::Value } if duplicate => Fault::new(BodyCause::Duplicate),
                     _ => fault,
                 })
             }
             [b'[', ..] => {
                 let list: Vec<&RawValue> = serde_json::from_str(self.text).map_err(syntax)?;
-                visitor.visit_seq(SeqDeserializer::new(list.into_iter().map(|one| self.within(one))))
+                visitor.visit_seq(SeqDeserializer::new(list.into_iter().map(|text| self.within(text))))
             }
             [b'"', ..] => visitor.visit_string(serde_json::from_str(self.text).map_err(syntax)?),
             b"null" => visitor.visit_unit(),
@@ -169,7 +169,7 @@ impl<'de> Deserializer<'de> for Json<'de> {
     }
 
     fn deserialize_newtype_struct<V: Visitor<'de>>(self, name: &'static str, visitor: V) -> Result<V::Value, Fault> {
-        // serde_json's `RawValue` asks for its text under a name of its own.
+        // serde_json's `RawValue` requests its text with a private struct name.
         if name.starts_with("$serde_json::") {
             return visitor.visit_map(MapDeserializer::new(iter::once((name, self.text))));
         }
@@ -204,7 +204,7 @@ impl<'de> Deserializer<'de> for Json<'de> {
     }
 }
 
-/// The entries of an object, which name the field of a fault.
+/// The entries of an object. Adds the field's name to a fault.
 struct Entries<'a> {
     fields: vec::IntoIter<(String, Json<'a>)>,
     next: Option<(String, Json<'a>)>,
@@ -227,13 +227,13 @@ impl<'de> MapAccess<'de> for Entries<'de> {
     fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value, Fault> {
         let (name, value) = self.next.take().ok_or_else(|| Fault::new(BodyCause::Syntax))?;
         seed.deserialize(value).map_err(|Fault(BodyFault { field, cause })| {
-            // The innermost field.
+            // Keeps the innermost field.
             Fault(BodyFault { field: field.or(Some(name)), cause })
         })
     }
 }
 
-/// The fields of an object in their order, duplicates included.
+/// The fields of an object in order, including duplicates.
 struct Fields<'a>(Vec<(String, &'a RawValue)>);
 
 impl<'de> Deserialize<'de> for Fields<'de> {

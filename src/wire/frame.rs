@@ -1,4 +1,4 @@
-//! One record's header and body, whatever it says.
+//! A record's header, and the JSON of its body.
 
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -7,14 +7,53 @@ use crate::error::{BodyCause, BodyFault, ProtocolError};
 
 const MAGIC: [u8; 4] = *b"VMFD";
 
-/// What the header of a record says, and its body.
+/// Defines a protocol's `Message`, with the kind, name and body of each message: `kind "name" Variant(Body)`.
+macro_rules! messages {
+    ($($(#[$meta:meta])* $kind:literal $name:literal $variant:ident($body:ty),)*) => {
+        /// The content of one record.
+        #[derive(Debug, Clone, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub enum Message {
+            $(
+                #[doc = concat!("Kind ", $kind, ".")]
+                $(#[$meta])*
+                $variant($body),
+            )*
+        }
+
+        impl Message {
+            /// The name of the message's kind.
+            pub fn name(&self) -> &'static str {
+                match self {
+                    $(Self::$variant(_) => $name,)*
+                }
+            }
+
+            fn write(&self, record: &mut Vec<u8>) -> Result<(), ProtocolError> {
+                let fds = self.fd_count();
+                match self {
+                    $(Self::$variant(body) => frame::write(record, $kind, fds, body),)*
+                }
+            }
+
+            fn parse(kind: u16, body: &[u8]) -> Result<Self, ProtocolError> {
+                match kind {
+                    $($kind => parse($name, body).map(Self::$variant),)*
+                    got => Err(ProtocolError::Kind { got }),
+                }
+            }
+        }
+    };
+}
+
+/// A record's header fields, and its body.
 pub(super) struct Head<'a> {
     pub(super) kind: u16,
     pub(super) fds: u32,
     pub(super) body: &'a [u8],
 }
 
-/// Writes a record in place of what a buffer held.
+/// Writes a record, replacing the buffer's contents.
 pub(super) fn write(
     record: &mut Vec<u8>,
     kind: u16,
@@ -36,7 +75,7 @@ pub(super) fn write(
     Ok(())
 }
 
-/// Reads the header of a record, and checks all of it but the kind and the number of descriptors.
+/// Reads a record's header, and checks it except for the kind and the number of descriptors.
 pub(super) fn read(record: &[u8]) -> Result<Head<'_>, ProtocolError> {
     let Some((header, body)) = record.split_first_chunk::<HEADER_LENGTH>() else {
         return Err(ProtocolError::ShortRecord { got: record.len(), header: HEADER_LENGTH });
@@ -60,14 +99,14 @@ pub(super) fn read(record: &[u8]) -> Result<Head<'_>, ProtocolError> {
     Ok(Head { kind: u16::from_le_bytes([k0, k1]), fds: u32::from_le_bytes([f0, f1, f2, f3]), body })
 }
 
-/// Whether a record that can't be read is an `error`, as far as its header shows.
+/// Whether a record is an `error`, judging by its header alone: the body may be invalid.
 pub fn is_error(record: &[u8]) -> bool {
     const ERROR: u16 = 8;
-    let named = [&MAGIC[..], &VERSION.to_le_bytes(), &ERROR.to_le_bytes()].concat();
-    record.starts_with(&named)
+    let header = [&MAGIC[..], &VERSION.to_le_bytes(), &ERROR.to_le_bytes()].concat();
+    record.starts_with(&header)
 }
 
-/// Checks how many descriptors came against the header and the message.
+/// Compares the number of received descriptors with the header and the message.
 pub(super) fn check_fds(kind: &'static str, want: usize, claimed: u32, got: usize) -> Result<(), ProtocolError> {
     if claimed as usize != want || got != want {
         return Err(ProtocolError::FdCount { kind, want, claimed, got });
@@ -75,20 +114,20 @@ pub(super) fn check_fds(kind: &'static str, want: usize, claimed: u32, got: usiz
     Ok(())
 }
 
-/// Reads a body.
+/// Parses a body.
 pub(super) fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, ProtocolError> {
-    let refused = |reason: &str, cause| ProtocolError::Body {
+    let invalid = |reason: &str, cause| ProtocolError::Body {
         kind,
         fault: BodyFault { field: None, cause },
         reason: reason.to_owned(),
     };
-    // serde would take an array for a struct too; the protocol knows objects alone.
+    // serde also accepts an array for a struct; the protocol only accepts objects.
     if !body.trim_ascii_start().starts_with(b"{") {
-        return Err(refused("it is no JSON object", BodyCause::Type));
+        return Err(invalid("it is not a JSON object", BodyCause::Type));
     }
-    // All of it: the parser does not look at the text of fields that it skips.
+    // Checks the whole body: the parser skips the text of unknown fields.
     let Ok(body) = str::from_utf8(body) else {
-        return Err(refused("it is not UTF-8", BodyCause::Syntax));
+        return Err(invalid("it is not UTF-8", BodyCause::Syntax));
     };
     serde_json::from_str(body).map_err(|error| {
         let mut reason = error.to_string();

@@ -1,72 +1,72 @@
-//! The bodies of the messages: plain data, in the words of the protocol.
+//! The messages' bodies, with the protocol's field names.
 
 use std::ops::Range;
 
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
-use super::strict;
+use super::strict::{self, or_default};
 use crate::{
     array::ArrayDescriptor,
     base::{Access, DeviceUuid},
     error::ErrorCode,
 };
 
-/// The first message of either side.
+/// The first message of each peer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// The newest version that the sender speaks.
+    /// The newest version that the sender supports.
     pub version: u16,
-    /// What the sender can do beyond the version's minimum: [`super::STREAM`], or nothing.
+    /// The sender's optional capabilities: [`super::STREAM`] or none.
     pub capabilities: Vec<String>,
-    /// The name of the sender's backend. Both must be the same.
+    /// The name of the sender's backend. Both peers must use the same.
     pub backend: String,
-    /// The sender's process, in its own PID namespace: for people, not for trust.
+    /// The sender's process, in its own PID namespace. Only informative: it is not verified.
     pub pid: u32,
-    /// The longest silence of the receiver that the sender waits through, in milliseconds: at least 1.
+    /// The longest time that the sender waits for a message, in milliseconds: at least 1.
     pub timeout_ms: u64,
 }
 
-/// Asks for an object.
+/// Requests an object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Request {
-    /// Its name.
+    /// The object's name.
     pub object: String,
-    /// The access wanted; `None` takes what the offer says.
+    /// The requested access. `None` accepts the offered access.
     #[serde(default)]
     pub access: Option<Access>,
-    /// Which bytes of the data; `None` is all of them.
+    /// The requested bytes of the data. `None` requests all of them.
     #[serde(default, deserialize_with = "strict::optional_object")]
     pub range: Option<ByteRange>,
 }
 
-/// Bytes of an object's data.
+/// A byte range of an object's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByteRange {
-    /// The first.
+    /// The offset of the first byte.
     pub offset: u64,
-    /// How many.
+    /// The number of bytes.
     pub length: u64,
 }
 
 impl ByteRange {
-    /// As Rust's own, if it does not reach beyond `size`.
+    /// Converts to a [`Range`], if it is not empty and does not exceed `size`.
     pub fn within(self, size: u64) -> Option<Range<u64>> {
         let end = self.offset.checked_add(self.length).filter(|&end| end <= size && self.length > 0)?;
         Some(self.offset..end)
     }
 }
 
-/// A device, as both sides can name it.
+/// A device, as both peers can identify it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// Its UUID.
+    /// The device's UUID.
     #[serde(deserialize_with = "strict::uuid")]
     pub uuid: DeviceUuid,
-    /// Its name, for people.
+    /// The device's name. Only informative.
     pub name: String,
 }
 
-/// A way of sharing memory.
+/// The mechanism that shares memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -79,100 +79,100 @@ pub enum Mechanism {
     Legacy,
 }
 
-/// Which memory it is: the device's own, or the host's next to it.
+/// Where memory is: on a device, or on the host near it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Location {
-    /// The device's own.
+    /// Device memory.
     Device,
-    /// The host's.
+    /// Host memory near the device.
     Host,
 }
 
-/// The 64 bytes that open a pool's buffer or a legacy allocation, written as hexadecimal digits.
+/// The 64 bytes that open a pool's buffer or a legacy allocation, encoded as hexadecimal digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Pointer(#[serde(with = "hex::serde")] pub [u8; 64]);
 
-/// What is shared, and how. Which of the optional fields belong to it depends on the mechanism.
+/// Shared memory. The mechanism determines which optional fields are present.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Memory {
-    /// The way it is shared.
+    /// The mechanism.
     pub mechanism: Mechanism,
-    /// The device that owns it, or next to which it is.
+    /// The device that owns the memory. For host memory, the device near it.
     #[serde(deserialize_with = "strict::object")]
     pub device: Device,
-    /// Which memory it is.
+    /// Where the memory is.
     pub location: Location,
-    /// How many bytes of it hold data.
+    /// Size of the data, in bytes.
     pub size: u64,
-    /// How many bytes it has: with [`Mechanism::Vmm`] the sum of the segments.
+    /// Size of the memory, in bytes. With [`Mechanism::Vmm`], the sum of the segments.
     pub mapped_size: u64,
-    /// How many allocations it consists of; 0 unless the mechanism is [`Mechanism::Vmm`].
+    /// The number of allocations. 0 unless the mechanism is [`Mechanism::Vmm`].
     pub segments: u64,
-    /// The pool that it is of, by a number that the sender chose.
+    /// The memory's pool, by a number of the sender's choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<u64>,
-    /// What opens a pool's buffer or a legacy allocation.
+    /// Opens a pool's buffer or a legacy allocation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pointer: Option<Pointer>,
-    /// Where the data begins behind that pointer, in bytes.
+    /// Offset of the data from `pointer`, in bytes.
     #[serde(default, deserialize_with = "or_default")]
     pub offset: u64,
-    /// Whether it is never written any more.
+    /// Whether the memory is never written again.
     #[serde(default, deserialize_with = "or_default")]
     pub immutable: bool,
 }
 
-/// The segments that an offer is followed by.
+/// The segments that follow an offer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
-    /// The index of the first of them.
+    /// The index of the first segment.
     pub first: u64,
-    /// How many they are.
+    /// The number of segments.
     pub segments: u64,
-    /// How many bytes of the object lie before them.
+    /// Offset of the first segment in the object, in bytes.
     pub offset: u64,
-    /// How many bytes they are together.
+    /// Total size of the segments, in bytes.
     pub size: u64,
 }
 
-/// Describes the buffer whose segments follow.
+/// Describes a buffer. Its segments follow.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// The object's name.
     pub object: String,
-    /// What is shared, and how.
+    /// The shared memory.
     #[serde(deserialize_with = "strict::object")]
     pub memory: Memory,
-    /// What the data is made of, if it is more than bytes.
+    /// The array layout of the data, if it has one.
     #[serde(default, deserialize_with = "strict::optional_object")]
     pub array: Option<ArrayDescriptor>,
-    /// The access that the consumer is to use.
+    /// The access to use for the mapping.
     pub access: Access,
-    /// Which segments follow; `None` unless the mechanism is [`Mechanism::Vmm`].
+    /// The segments that follow. `None` unless the mechanism is [`Mechanism::Vmm`].
     #[serde(default, deserialize_with = "strict::optional_object")]
     pub part: Option<Part>,
-    /// What the consumer may check the data against, in the words of an extension. Receivers that do not know it ignore it.
+    /// A check of the data, defined by an extension. Consumers without the extension ignore it.
     #[serde(default, deserialize_with = "strict::optional_check", skip_serializing_if = "Option::is_none")]
     pub check: Option<Check>,
-    /// In a stream the number of the buffer, and only there.
+    /// The buffer's number, in a stream only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub buffer: Option<u64>,
 }
 
-/// A memory pool, with its descriptor.
+/// A memory pool. The record carries its descriptor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolNumber {
-    /// The number by which offers of this connection name it.
+    /// The number of the pool in this connection's offers.
     pub pool: u64,
 }
 
-/// Some of the segments, with a descriptor for each.
+/// Segments. The record carries a descriptor for each.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Segments {
-    /// The index of the first of them.
+    /// The index of the first segment.
     pub first: u64,
     /// The exact size of each allocation, in bytes.
     pub sizes: Vec<u64>,
@@ -181,85 +181,80 @@ pub struct Segments {
 /// Acknowledges segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Received {
-    /// How many arrived so far, of the current offer.
+    /// The number of segments received so far for the current offer.
     pub segments: u64,
 }
 
-/// A JSON object that the protocol carries and does not interpret: what to check data against, or what a check found.
+/// A JSON object that the protocol does not interpret: a check of the data, or the result of a check.
 pub type Check = serde_json::Map<String, serde_json::Value>;
 
-/// What a side says of the data.
+/// A peer's result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// Whether all was right, as far as the sender knows.
+    /// Whether the data was right, as far as the sender knows.
     pub verified: bool,
-    /// What its check found; `None` if it checked nothing.
+    /// The result of the sender's check. `None` if the sender checked nothing.
     #[serde(default, deserialize_with = "strict::optional_check", skip_serializing_if = "Option::is_none")]
     pub check: Option<Check>,
 }
 
 impl Verdict {
-    /// The verdict of a side that checked nothing itself.
+    /// The verdict of a peer that checked nothing.
     pub fn unchecked(verified: bool) -> Self {
         Self { verified, check: None }
     }
 
-    /// A verdict, with what the sender's check found.
+    /// A verdict with the result of the sender's check.
     pub fn new(verified: bool, check: Option<Check>) -> Self {
         Self { verified, check }
     }
 }
 
-/// The sender is working: wait on.
+/// The sender is still working: restarts the receiver's timeout.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Busy {}
 
-/// Why the sender ends the conversation.
+/// The error that closes the session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// The class of it.
+    /// The class of the error.
     pub code: ErrorCode,
-    /// One sentence for a person, of at most [`super::MAX_MESSAGE`] bytes.
+    /// A sentence for people, at most [`super::MAX_MESSAGE`] bytes.
     pub message: String,
 }
 
-/// Asks for all buffers of a stream, each when its turn comes.
+/// Subscribes to all buffers of a stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Subscribe {
-    /// How many buffers the consumer keeps open at most.
+    /// The largest number of buffers that the consumer keeps open.
     pub keep: u64,
 }
 
-/// The turn of a stream's buffer begins.
+/// Publishes a buffer of a stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
     /// The buffer's number.
     pub buffer: u64,
-    /// How often it was published, with this time.
+    /// The number of publications of the buffer, including this one.
     pub generation: u64,
-    /// The exact sizes of the first segments of a buffer that is not open there, whose descriptors come with this.
+    /// The exact sizes of the first segments in bytes, if the consumer does not have the buffer open. The record carries their descriptors.
     #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub sizes: Vec<u64>,
 }
 
-/// The turn of a stream's buffer ends.
+/// Gives a stream's buffer back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BufferTurn {
     /// The buffer's number.
     pub buffer: u64,
-    /// How often it was published, with this time.
+    /// The generation of the publication.
     pub generation: u64,
 }
 
-/// Names a buffer of a stream.
+/// Identifies a stream's buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BufferNumber {
-    /// Its number.
+    /// The buffer's number.
     pub buffer: u64,
-}
-
-/// A field that may be null, which is as if it were absent.
-fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(from: D) -> Result<T, D::Error> {
-    Ok(Option::deserialize(from)?.unwrap_or_default())
 }

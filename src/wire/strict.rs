@@ -1,4 +1,4 @@
-//! Readers that are stricter than serde's own: the protocol's objects are JSON objects, and its UUIDs have one form.
+//! Deserializers stricter than serde's: objects must be JSON objects, and UUIDs have one form.
 
 use std::{fmt, marker::PhantomData};
 
@@ -10,10 +10,10 @@ use serde_json::{Map, Value};
 
 use crate::base::DeviceUuid;
 
-/// Reads a struct from an object alone. What serde derives takes an array of the fields' values too.
+/// Deserializes a struct from a JSON object. A derived implementation would also accept an array of the fields' values.
 ///
 /// # Errors
-/// The deserializer's.
+/// The deserializer's errors.
 pub(crate) fn object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<T, D::Error> {
     struct Fields<T>(PhantomData<T>);
 
@@ -32,7 +32,7 @@ pub(crate) fn object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) ->
     from.deserialize_map(Fields(PhantomData))
 }
 
-/// Anything that is read by [`object`].
+/// A value deserialized with [`object`].
 struct Object<T>(T);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
@@ -41,18 +41,26 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
     }
 }
 
-/// As [`object`], of a field that may be null.
+/// A field that may be null, like an absent field.
 ///
 /// # Errors
-/// The deserializer's.
+/// The deserializer's errors.
+pub(crate) fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(from: D) -> Result<T, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
+}
+
+/// [`object`] for a field that may be null.
+///
+/// # Errors
+/// The deserializer's errors.
 pub fn optional_object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
     Ok(Option::<Object<T>>::deserialize(from)?.map(|Object(value)| value))
 }
 
-/// Reads a UUID without a prefix, with its hyphens. (A command line's may have more forms.)
+/// Deserializes a UUID with hyphens and without a prefix. Command lines accept more forms.
 ///
 /// # Errors
-/// The deserializer's.
+/// The deserializer's errors.
 pub(super) fn uuid<'de, D: Deserializer<'de>>(from: D) -> Result<DeviceUuid, D::Error> {
     let text = String::deserialize(from)?;
     let hyphens = text.bytes().enumerate().all(|(at, byte)| (byte == b'-') == [8, 13, 18, 23].contains(&at));
@@ -62,18 +70,18 @@ pub(super) fn uuid<'de, D: Deserializer<'de>>(from: D) -> Result<DeviceUuid, D::
     }
 }
 
-/// As [`object`], of an array of them.
+/// [`object`] for an array of objects.
 ///
 /// # Errors
-/// The deserializer's.
+/// The deserializer's errors.
 pub(crate) fn objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Vec<T>, D::Error> {
     Ok(Vec::<Object<T>>::deserialize(from)?.into_iter().map(|Object(value)| value).collect())
 }
 
-/// As [`objects`], of a field that may be null.
+/// [`objects`] for a field that may be null.
 ///
 /// # Errors
-/// The deserializer's.
+/// The deserializer's errors.
 pub(crate) fn optional_objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
     from: D,
 ) -> Result<Option<Vec<T>>, D::Error> {
@@ -81,10 +89,10 @@ pub(crate) fn optional_objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
     Ok(objects.map(|objects| objects.into_iter().map(|Object(value)| value).collect()))
 }
 
-/// Reads a JSON object, or null, in which no name comes twice at any depth. serde_json itself keeps the last value of a name.
+/// Deserializes a JSON object or null, without duplicate names at any depth. serde_json itself keeps the last duplicate.
 ///
 /// # Errors
-/// The deserializer's.
+/// The deserializer's errors.
 pub(super) fn optional_check<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Map<String, Value>>, D::Error> {
     match Option::<Unique>::deserialize(from)? {
         None => Ok(None),

@@ -1,4 +1,4 @@
-//! Each message as bytes and back, and what breaks the protocol.
+//! Encoding and decoding of all messages, and protocol violations.
 
 use super::*;
 use crate::{
@@ -66,7 +66,7 @@ fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
 }
 
 #[test]
-fn every_message_comes_back_as_it_was_sent() {
+fn messages_round_trip() {
     for message in every_message() {
         let bytes = message.encode().unwrap();
         assert_eq!(Message::decode(&bytes, message.fd_count()), Ok(message));
@@ -74,7 +74,7 @@ fn every_message_comes_back_as_it_was_sent() {
 }
 
 #[test]
-fn the_bytes_are_those_of_the_documentation() {
+fn bytes_match_documentation() {
     let bytes = Message::Busy(Busy {}).encode().unwrap();
     assert_eq!(bytes, b"VMFD\x01\x00\x07\x00\x02\x00\x00\x00\x00\x00\x00\x00{}");
     let sent = Message::Segments(Segments { first: 0, sizes: vec![1, 2, 3] }).encode().unwrap();
@@ -82,7 +82,7 @@ fn the_bytes_are_those_of_the_documentation() {
 }
 
 #[test]
-fn a_record_cut_anywhere_is_refused() {
+fn truncated_records_are_rejected() {
     for message in every_message() {
         let bytes = message.encode().unwrap();
         for length in 0..bytes.len() {
@@ -94,7 +94,7 @@ fn a_record_cut_anywhere_is_refused() {
 }
 
 #[test]
-fn a_record_changed_in_any_byte_never_panics() {
+fn corrupted_records_do_not_panic() {
     for message in every_message() {
         let bytes = message.encode().unwrap();
         for index in 0..bytes.len() {
@@ -108,7 +108,7 @@ fn a_record_changed_in_any_byte_never_panics() {
 }
 
 #[test]
-fn descriptors_must_be_as_many_as_the_message_calls_for() {
+fn descriptor_counts_must_match() {
     for message in every_message() {
         let (bytes, want) = (message.encode().unwrap(), message.fd_count());
         for fds in [0, 1, want + 1, MAX_FDS] {
@@ -165,7 +165,7 @@ fn body_faults_have_codes() {
 }
 
 #[test]
-fn each_fault_is_named() {
+fn invalid_records_have_specific_errors() {
     let decode = |bytes: &[u8]| Message::decode(bytes, 0).unwrap_err();
     assert_eq!(decode(b""), ProtocolError::ShortRecord { got: 0, header: 16 });
     assert_eq!(decode(b"GET / HTTP/1.1\r\n"), ProtocolError::Magic { got: *b"GET " });
@@ -184,9 +184,8 @@ fn each_fault_is_named() {
     let long = "x".repeat(MAX_NAME + 1);
     let asked = format!(r#"{{"object":"{long}"}}"#);
     assert!(matches!(decode(&record(2, &asked, 0)), ProtocolError::Content(_)));
-    // A check is an object.
     assert!(matches!(decode(&record(6, r#"{"verified":true,"check":7}"#, 0)), ProtocolError::Body { .. }));
-    // And each side says how long it waits.
+    // `timeout_ms` is required.
     let hello = r#"{"version":1,"backend":"host","pid":1}"#;
     assert!(matches!(decode(&record(1, hello, 0)), ProtocolError::Body { kind: "hello", .. }));
     let mut offers = every_message();
@@ -199,7 +198,7 @@ fn each_fault_is_named() {
 }
 
 #[test]
-fn fields_and_codes_of_the_future_are_ignored() {
+fn unknown_fields_and_codes_are_ignored() {
     let request = Message::decode(&record(2, r#"{"object":"x","colour":"red"}"#, 0), 0);
     assert_eq!(request, Ok(Message::Request(Request { object: "x".into(), access: None, range: None })));
     let code_of = |name: &str| {
@@ -207,16 +206,15 @@ fn fields_and_codes_of_the_future_are_ignored() {
         let Ok(Message::Error(failure)) = Message::decode(&record(8, &body, 0), 0) else { panic!("{body}") };
         (failure.code, failure.code.to_string())
     };
-    assert!(matches!(code_of("too_warm"), (ErrorCode::Unknown(_), name) if name == "too_warm"), "its name is kept");
+    assert!(matches!(code_of("too_warm"), (ErrorCode::Unknown(_), name) if name == "too_warm"), "the name is kept");
     assert_eq!(code_of("timeout"), (ErrorCode::Timeout, "timeout".to_owned()));
     let long = "\u{1b}[31m é".to_owned() + &"x".repeat(99);
     assert_eq!(code_of(&long).1, format!("??31m???{}", "x".repeat(24)));
-    // As it is sent on.
     assert_eq!(serde_json::to_value(code_of("too_warm").0).unwrap(), "too_warm");
 }
 
 #[test]
-fn an_array_is_no_object_wherever_it_is() {
+fn arrays_are_not_objects() {
     let offer = every_message().into_iter().find(|message| matches!(message, Message::Offer(_))).unwrap();
     let body = offer.encode().unwrap();
     let body: serde_json::Value = serde_json::from_slice(&body[HEADER_LENGTH..]).unwrap();
@@ -228,7 +226,7 @@ fn an_array_is_no_object_wherever_it_is() {
     for path in ["/memory", "/memory/device", "/array", "/part"] {
         let mut changed = body.clone();
         let nested = changed.pointer_mut(path).unwrap();
-        // All that it has, in the order in which it is described.
+        // All values in the fields' order.
         *nested = nested.as_object().unwrap().values().cloned().collect();
         refused(3, &changed);
     }
@@ -236,7 +234,7 @@ fn an_array_is_no_object_wherever_it_is() {
 }
 
 #[test]
-fn what_a_reader_would_not_see_is_checked_too() {
+fn lenient_json_is_rejected() {
     let refused = |kind, body: &[u8]| {
         let mut sent = record(kind, "", 0);
         sent[8..12].copy_from_slice(&(body.len() as u32).to_le_bytes());
@@ -252,7 +250,7 @@ fn what_a_reader_would_not_see_is_checked_too() {
     refused(5, b"{\"segments\":4,\"segments\":4}");
     refused(6, br#"{"verified":true,"check":{"words":1,"mismatches":0,"words":1}}"#);
     refused(6, br#"{"verified":true,"check":{"x":[{"y":1,"y":1}]}}"#);
-    // A hello without the list of what its sender can do, or without patience.
+    // `capabilities` is required.
     refused(1, br#"{"version":1,"backend":"host","pid":1,"timeout_ms":1}"#);
     let hello = |timeout: u64, capabilities: Vec<String>| {
         let body = serde_json::json!({"version": 1, "capabilities": capabilities, "backend": "host", "pid": 1,
@@ -268,7 +266,7 @@ fn what_a_reader_would_not_see_is_checked_too() {
 }
 
 #[test]
-fn a_uuid_has_one_form() {
+fn uuids_have_one_form() {
     let device = |uuid: &str| serde_json::from_value::<Device>(serde_json::json!({"uuid": uuid, "name": ""}));
     let bare = "53e9a7d2-1f0c-5b7e-9c55-0123456789ab";
     for sound in [bare.to_owned(), bare.to_uppercase()] {
@@ -281,7 +279,7 @@ fn a_uuid_has_one_form() {
 }
 
 #[test]
-fn what_a_peer_sent_is_not_repeated_whole() {
+fn peer_texts_are_shortened() {
     let body = format!(r#"{{"buffer":"{}","generation":1}}"#, "é".repeat(20_000));
     let Err(ProtocolError::Body { reason, .. }) = Message::decode(&record(12, &body, 0), 0) else { panic!() };
     assert!(reason.len() <= MAX_REASON && reason.ends_with("..."), "{} bytes", reason.len());
@@ -289,14 +287,14 @@ fn what_a_peer_sent_is_not_repeated_whole() {
     let bytes = sent.encode().unwrap();
     let Ok(Message::Error(Failure { message, .. })) = Message::decode(&bytes, 0) else { panic!() };
     assert!(message.len() > MAX_MESSAGE - 5 && message.len() <= MAX_MESSAGE && message.ends_with("é..."));
-    // Of a peer that does not shorten it.
+    // The peer did not shorten it.
     let body = serde_json::json!({"code": "failed", "message": "x".repeat(60_000)}).to_string();
     let Ok(Message::Error(Failure { message, .. })) = Message::decode(&record(8, &body, 0), 0) else { panic!() };
     assert_eq!(message.len(), MAX_MESSAGE);
 }
 
 #[test]
-fn what_may_be_absent_may_be_null() {
+fn optional_fields_may_be_null() {
     let ready = Message::decode(&record(11, r#"{"buffer":1,"generation":2,"sizes":null}"#, 0), 0);
     assert_eq!(ready, Ok(Message::Ready(Ready { buffer: 1, generation: 2, sizes: Vec::new() })));
     for message in every_message() {
@@ -313,21 +311,21 @@ fn what_may_be_absent_may_be_null() {
 }
 
 #[test]
-fn control_characters_of_a_peer_do_not_reach_a_terminal() {
+fn control_characters_are_removed() {
     let body = r#"{"code":"failed","message":"\u001b[31mred\n\u202e"}"#;
     let Ok(Message::Error(failure)) = Message::decode(&record(8, body, 0), 0) else { panic!() };
     assert_eq!(failure.message, " [31mred  ");
 }
 
 #[test]
-fn mechanisms_and_locations_of_the_future_break_the_protocol() {
+fn unknown_mechanisms_and_locations_are_rejected() {
     assert_eq!(serde_json::from_str::<Mechanism>(r#""legacy""#).unwrap(), Mechanism::Legacy);
     serde_json::from_str::<Mechanism>(r#""fabric""#).unwrap_err();
     serde_json::from_str::<Location>(r#""moon""#).unwrap_err();
 }
 
 #[test]
-fn the_page_has_every_kind_of_message() {
+fn docs_list_every_kind() {
     let page = include_str!("../../docs/protocol.md");
     for message in every_message() {
         let kind = u16::from_le_bytes([message.encode().unwrap()[6], message.encode().unwrap()[7]]);
@@ -336,7 +334,7 @@ fn the_page_has_every_kind_of_message() {
 }
 
 #[test]
-fn what_is_too_long_is_not_sent() {
+fn too_long_messages_are_not_sent() {
     let check = serde_json::from_value(serde_json::json!({"x": "x".repeat(MAX_BODY)})).unwrap();
     let message = Message::Result(Verdict { verified: true, check: Some(check) });
     assert_eq!(message.encode(), Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY }));

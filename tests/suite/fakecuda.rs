@@ -486,6 +486,9 @@ fn invalid_settings_end_the_process() {
         ("FAKECUDA_SPEED", "1"),
     ] {
         let fake = Copy::new().load();
-        assert_eq!(aborts_in_fork(|| fake.set(name, value)), format!("fakecuda: {name}={value} makes no sense here\n"));
+        assert_eq!(
+            aborts_in_fork(|| fake.set(name, value)),
+            format!("fakecuda: {name}={value} is not a valid setting\n")
+        );
     }
 }

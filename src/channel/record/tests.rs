@@ -9,7 +9,7 @@ use crate::{
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(20);
 
-/// A record socket, and the other end as it is.
+/// A record socket, and the peer's plain socket.
 fn pair(timeout: Duration) -> (RecordSocket, OwnedFd, Cancel) {
     let (own, other) = Channel::socket_pair().unwrap();
     let cancel = Cancel::new().unwrap();
@@ -27,7 +27,7 @@ fn receive(socket: &RecordSocket) -> Result<Vec<u8>> {
 }
 
 #[test]
-fn what_was_sent_before_a_reset_is_received() {
+fn records_before_a_reset_are_received() {
     let (socket, other, _) = pair(LONG);
     // Closing a socket with unread records resets the connection.
     socket.send("a record", b"unread", &[]).unwrap();
@@ -41,7 +41,7 @@ fn what_was_sent_before_a_reset_is_received() {
 }
 
 #[test]
-fn a_record_is_received_whole_or_not_at_all() {
+fn records_are_not_truncated() {
     let (socket, other, _) = pair(LONG);
     write(&other, b"12345678");
     write(&other, b"123456789");
@@ -57,11 +57,11 @@ fn a_record_is_received_whole_or_not_at_all() {
     }
     assert_eq!(receive(&socket).unwrap(), b"next");
     write(&other, b"");
-    assert!(matches!(receive(&socket), Err(Error::Peer(PeerError::Gone { .. }))), "an empty record counts as the end");
+    assert!(matches!(receive(&socket), Err(Error::Peer(PeerError::Gone { .. }))), "an empty record counts as a close");
 }
 
 #[test]
-fn descriptors_arrive_close_on_exec_and_stay_the_senders() {
+fn descriptors_are_close_on_exec_duplicates() {
     let (socket, other, cancel) = pair(LONG);
     let file = File::open("/dev/null").unwrap();
     let other = RecordSocket::blocking(other, &cancel);
@@ -74,38 +74,38 @@ fn descriptors_arrive_close_on_exec_and_stay_the_senders() {
         assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
     }
     file.metadata().unwrap();
-    // With a record that is too long they are closed.
+    // The descriptors of a record that is too long are closed.
     let (reader, writer) = io::pipe().unwrap();
     other.send("a record", b"xyz", &[writer.as_fd()]).unwrap();
     drop(writer);
     assert!(socket.receive(&mut bytes, "for a test").is_err());
-    assert_eq!(io::read_to_string(reader).unwrap(), "", "a descriptor that came is still open");
+    assert_eq!(io::read_to_string(reader).unwrap(), "", "a received descriptor is still open");
 }
 
 #[test]
-fn a_look_at_a_record_finds_its_descriptors_and_leaves_them() {
+fn peeking_leaves_descriptors() {
     let file = File::open("/dev/null").unwrap();
     for count in [0, 1, 4, 5, 20] {
         let (socket, other, _) = pair(LONG);
         socket.send("a record", b"x", &vec![file.as_fd(); count]).unwrap();
-        assert_eq!([brings_descriptors(&other), brings_descriptors(&other)], [count > 0; 2], "{count}");
+        assert_eq!([has_descriptors(&other), has_descriptors(&other)], [count > 0; 2], "{count}");
         sockopt::set_socket_passcred(&other, true).unwrap();
         assert_eq!(peek(&other).unwrap(), Next::Record { descriptors: count > 0 }, "{count}");
     }
 }
 
 #[test]
-fn waits_end_at_the_deadline() {
+fn waits_respect_the_deadline() {
     let (socket, _other, _) = pair(SHORT);
     let late = receive(&socket);
     assert!(matches!(late, Err(Error::Peer(PeerError::Timeout { purpose: "for a test", waited: SHORT }))), "{late:?}");
-    // Until the other end's queue is full.
+    // Until the peer's queue is full.
     let late = (0..1_000_000).find_map(|_| socket.send("a record", &[0; 1024], &[]).err());
     assert!(matches!(late, Some(Error::Peer(PeerError::Timeout { purpose: "to send", waited: SHORT }))), "{late:?}");
 }
 
 #[test]
-fn a_cancellation_ends_every_wait_also_where_records_are_queued() {
+fn cancellation_interrupts_all_waits() {
     let (socket, other, cancel) = pair(LONG);
     write(&other, b"queued");
     thread::scope(|scope| {
@@ -117,11 +117,11 @@ fn a_cancellation_ends_every_wait_also_where_records_are_queued() {
     });
     let full = (0..1_000_000).find_map(|_| socket.send("a record", &[0; 1024], &[]).err());
     assert!(matches!(full, Some(Error::Interrupted { reason: CancelReason::Signal(15) })), "{full:?}");
-    assert!(!socket.drain_until(&mut [0; 2], Instant::now() + LONG), "the peer has not closed its end");
+    assert!(!socket.drain_until(&mut [0; 2], Instant::now() + LONG), "the peer has not closed the connection");
 }
 
 #[test]
-fn draining_ends_with_the_peer_or_at_the_deadline() {
+fn draining_stops_at_close_or_deadline() {
     let (socket, other, _) = pair(LONG);
     write(&other, b"unread");
     assert!(!socket.drain_until(&mut [0; 9], Instant::now() + SHORT));
@@ -131,7 +131,7 @@ fn draining_ends_with_the_peer_or_at_the_deadline() {
 }
 
 #[test]
-fn a_blocking_end_waits_in_the_receive_call() {
+fn blocking_socket_waits_in_receive() {
     let (socket, other, cancel) = pair(SHORT);
     let other = RecordSocket::blocking(other, &cancel);
     let received = thread::scope(|scope| {

@@ -1,10 +1,10 @@
-//! What the driver gave out, by address: so that nothing else is ever copied, unmapped or freed.
+//! All addresses that the driver returned, so that no others are ever copied, unmapped or freed.
 
 use std::collections::BTreeMap;
 
 use super::super::{Access, PoolHandle, cover, window::View};
 
-/// What is reserved, what is mapped, and memory that is neither.
+/// Reservations, mappings and other memory.
 #[derive(Debug, Default)]
 pub(super) struct Addresses {
     /// Sizes by address.
@@ -13,13 +13,12 @@ pub(super) struct Addresses {
     pub blocks: BTreeMap<u64, Block>,
 }
 
-/// A mapping.
 #[derive(Debug)]
 pub(super) struct Mapped {
     pub size: u64,
-    /// What this machine's CPUs may do with it.
+    /// The access of this machine's CPUs.
     pub host: Option<Access>,
-    /// What each device may do with it, by ordinal.
+    /// The access of each device, by ordinal.
     pub devices: BTreeMap<i32, Access>,
 }
 
@@ -27,25 +26,25 @@ pub(super) struct Mapped {
 #[derive(Debug)]
 pub(super) struct Block {
     pub size: u64,
-    /// The device that it was taken on.
+    /// The device that it was allocated or opened on.
     pub ordinal: i32,
     pub source: Source,
-    /// How often it was taken.
+    /// The number of times it was returned.
     pub count: usize,
 }
 
-/// A block on its way back to the driver.
+/// A block that is being given back to the driver.
 #[derive(Debug)]
-pub(super) struct Leaving {
+pub(super) struct Released {
     address: u64,
     size: u64,
     ordinal: i32,
     source: Source,
-    /// Whether this was the last time that it was taken.
+    /// Whether the count has dropped to 0.
     pub last: bool,
 }
 
-/// Where a block came from.
+/// The origin of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Source {
     /// `cuMemAlloc`.
@@ -68,19 +67,19 @@ impl Source {
 }
 
 impl Addresses {
-    /// Whether a range lies in one reservation.
-    pub(super) fn hold(&self, address: u64, size: u64) -> bool {
+    /// Whether a range is inside one reservation.
+    pub(super) fn in_reservation(&self, address: u64, size: u64) -> bool {
         let reservation = self.reserved.range(..=address).next_back();
         reservation.is_some_and(|(&start, &length)| address.checked_add(size).is_some_and(|end| end <= start + length))
     }
 
-    /// Whether a copy may touch a range: mappings cover it without a gap, or it lies in one block.
+    /// Whether a copy may access a range: mappings cover it without a gap, or it is inside one block.
     pub(super) fn cover(&self, address: u64, size: u64) -> bool {
         self.covered(address, size) || self.block(address, size).is_some()
     }
 
-    /// Whether a device may access all of a range so: what a kernel must know before, where a copy is only refused.
-    pub(super) fn let_device(&self, ordinal: i32, address: u64, size: u64, access: Access) -> bool {
+    /// Whether a device has this access to all of a range. Required before a kernel starts: a kernel faults where a copy is only refused.
+    pub(super) fn device_may_access(&self, ordinal: i32, address: u64, size: u64, access: Access) -> bool {
         let enough = |mapped: &Mapped| match mapped.devices.get(&ordinal) {
             Some(Access::ReadWrite) => true,
             Some(Access::ReadOnly) => access == Access::ReadOnly,
@@ -91,17 +90,17 @@ impl Addresses {
             || self.block(address, size).is_some_and(|(_, block)| block.ordinal == ordinal)
     }
 
-    /// Whether there is a range, and all of it is mapped.
-    pub(super) fn map_all(&self, address: u64, size: u64) -> bool {
+    /// Whether a range is not empty, and all of it is mapped.
+    pub(super) fn all_mapped(&self, address: u64, size: u64) -> bool {
         size > 0 && self.covered(address, size)
     }
 
-    /// Whether mappings cover a range without a gap, if it is not empty.
+    /// Whether mappings cover a range without a gap. An empty range is covered.
     fn covered(&self, address: u64, size: u64) -> bool {
         cover(self.near(address, size).map(|(start, mapped)| (start, mapped.size)), address, size)
     }
 
-    /// How the CPU sees a range, if all of it is mapped and accessible to it.
+    /// The CPU's view of a range, if all of it is mapped and accessible to the CPU.
     pub(super) fn view(&self, address: u64, size: u64) -> Option<View> {
         let accessible = self.near(address, size).filter(|(_, mapped)| mapped.host.is_some());
         let mut writable = true;
@@ -113,45 +112,50 @@ impl Addresses {
         (size > 0 && covered).then_some(View { address, size, writable, immutable: false })
     }
 
-    /// The mapping that an address is in.
+    /// The mapping that contains an address.
     pub(super) fn mapping(&self, address: u64) -> Option<(u64, u64)> {
         let (&start, mapped) = self.mapped.range(..=address).next_back()?;
         (address - start < mapped.size).then_some((start, mapped.size))
     }
 
-    /// The block that a range lies in.
+    /// The block that contains a range.
     pub(super) fn block(&self, address: u64, size: u64) -> Option<(u64, &Block)> {
         let (&start, block) = self.blocks.range(..=address).next_back()?;
         let offset = address - start;
         (offset < block.size && size <= block.size - offset).then_some((start, block))
     }
 
-    /// Enters a block, or counts once more what is entered already.
-    pub(super) fn take(&mut self, address: u64, size: u64, ordinal: i32, source: Source) {
+    /// Adds a block, or increments its count.
+    pub(super) fn add_block(&mut self, address: u64, size: u64, ordinal: i32, source: Source) {
         self.blocks.entry(address).or_insert(Block { size, ordinal, source, count: 0 }).count += 1;
     }
 
-    /// The block at exactly this address, if it was taken on that device from such a source.
-    pub(super) fn taken(&self, address: u64, ordinal: i32, from: impl Fn(Source) -> bool) -> Option<&Block> {
+    /// The block at exactly this address, if it was returned for this device with such a source.
+    pub(super) fn block_at(&self, address: u64, ordinal: i32, from: impl Fn(Source) -> bool) -> Option<&Block> {
         self.blocks.get(&address).filter(|block| block.ordinal == ordinal && from(block.source))
     }
 
-    /// Counts a block once less, and forgets it with the last: so that no copy begins any more. Returns what it was, to enter it
-    /// again if the driver does not take it back.
-    pub(super) fn leave(&mut self, address: u64, ordinal: i32, from: impl Fn(Source) -> bool) -> Option<Leaving> {
-        let block = self.taken(address, ordinal, from)?;
-        let leaving = Leaving { address, size: block.size, ordinal, source: block.source, last: block.count == 1 };
-        self.give(address);
-        Some(leaving)
+    /// Decrements a block's count, and removes the block at 0, so that no new copy starts. Returns its properties, to add it again if the
+    /// driver fails to free it.
+    pub(super) fn release_block(
+        &mut self,
+        address: u64,
+        ordinal: i32,
+        from: impl Fn(Source) -> bool,
+    ) -> Option<Released> {
+        let block = self.block_at(address, ordinal, from)?;
+        let released = Released { address, size: block.size, ordinal, source: block.source, last: block.count == 1 };
+        self.decrement(address);
+        Some(released)
     }
 
-    /// Enters again what was not taken back.
-    pub(super) fn stay(&mut self, leaving: &Leaving) {
-        self.take(leaving.address, leaving.size, leaving.ordinal, leaving.source);
+    /// Adds a block again that the driver failed to free.
+    pub(super) fn restore_block(&mut self, released: &Released) {
+        self.add_block(released.address, released.size, released.ordinal, released.source);
     }
 
-    /// Counts a block once less, and forgets it with the last.
-    fn give(&mut self, address: u64) {
+    /// Decrements a block's count, and removes the block at 0.
+    fn decrement(&mut self, address: u64) {
         if let Some(block) = self.blocks.get_mut(&address) {
             block.count -= 1;
             if block.count == 0 {
@@ -160,7 +164,7 @@ impl Addresses {
         }
     }
 
-    /// The mappings from the one that may hold an address on, as far as a range goes.
+    /// The mappings that may overlap a range, starting with the last one at or before its address.
     fn near(&self, address: u64, size: u64) -> impl Iterator<Item = (u64, &Mapped)> {
         let first = self.mapped.range(..=address).next_back().map_or(address, |(&start, _)| start);
         let mapped = self.mapped.range(first..).map(|(&start, mapped)| (start, mapped));

@@ -1,4 +1,4 @@
-//! A handoff by the driver's calls alone.
+//! Handoffs with bare CUDA calls.
 
 use std::{
     os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
@@ -31,16 +31,16 @@ impl Bare for Core {
         self.origin.check()?;
         check("cuMemExportToShareableHandle", created.by, self.identity)?;
         let mut fd: RawFd = -1;
-        // SAFETY: for this type the driver writes an int. Only a driver makes one of these, and who takes it back has it whole.
+        // SAFETY: for this type the driver writes an int. Only a driver creates `Created`, and `release` consumes it.
         unsafe { self.functions.mem_export((&raw mut fd).cast(), created.handle, HANDLE_TYPE_POSIX_FD, 0) }?;
-        // SAFETY: the driver opened it for the caller, who is to close it.
+        // SAFETY: the driver opened it for the caller, who must close it.
         unsafe { adopt("cuMemExportToShareableHandle", fd) }
     }
 
     fn release(&self, created: Created) -> Result<()> {
         self.origin.check()?;
         check("cuMemRelease", created.by, self.identity)?;
-        // SAFETY: the handle was given out, and is given back with all that names it: no other thread has it.
+        // SAFETY: the driver returned the handle, and `created`, its only name, is consumed: no other thread has it.
         unsafe { self.functions.mem_release(created.handle) }
     }
 
@@ -51,8 +51,8 @@ impl Bare for Core {
         let (mut opening, mut last) = (Opening::default(), Instant::now());
         let (mut handle, mut address) = (0, 0);
         let shareable = ptr::without_provenance_mut(fd.as_raw_fd() as usize);
-        // SAFETY: all pointers are valid for the calls; for this type the descriptor itself is passed as the pointer; what is
-        // mapped is the handle just imported, at addresses just reserved.
+        // SAFETY: all pointers are valid for the calls. For this type, the descriptor itself is passed as the pointer. The mapped handle
+        // was just imported, and its addresses just reserved.
         unsafe {
             self.functions.mem_import(&mut handle, shareable, HANDLE_TYPE_POSIX_FD)?;
             opening.import = lap(&mut last);
@@ -70,7 +70,8 @@ impl Bare for Core {
         self.origin.check()?;
         check("cuMemUnmap", opened.by, self.identity)?;
         let (mut closing, mut last) = (Closing::default(), Instant::now());
-        // SAFETY: the mapping is whole, no thread ever starts a copy from or to it, as no table has it, and all that names it ends here.
+        // SAFETY: the mapping is whole. No table contains it, so no thread starts a copy from or to it, and `opened`, its only name, is
+        // consumed.
         unsafe {
             self.functions.mem_unmap(opened.address, opened.size as usize)?;
             closing.unmap = lap(&mut last);

@@ -1,4 +1,4 @@
-//! What a diagnosis asks, through the driver.
+//! [`Diagnosis`] with the CUDA driver.
 
 use std::{
     ffi::{CStr, c_uint, c_void},
@@ -16,15 +16,15 @@ use super::{
 };
 use crate::error::Result;
 
-/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`. Bindings older than CUDA 11.7 have no name for it.
+/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`. Bindings older than CUDA 11.7 don't name it.
 const RANGE_HANDLE_DMA_BUF: c_uint = 1;
 
-/// `CU_EVENT_DISABLE_TIMING`, without which an event can't be shared.
+/// `CU_EVENT_DISABLE_TIMING`, required for shared events.
 const EVENT_DISABLE_TIMING: c_uint = 2;
 /// `CU_EVENT_INTERPROCESS`.
 const EVENT_INTERPROCESS: c_uint = 4;
 
-/// A kernel of one thread: it stores a word. As text, for every GPU that there is: the driver compiles it.
+/// A kernel of one thread that stores a word. PTX, which the driver compiles for any GPU.
 const STORE: &CStr = c"\
 .version 6.0
 .target sm_50
@@ -44,8 +44,8 @@ const STORE: &CStr = c"\
 const STORE_NAME: &CStr = c"vmmfd_store";
 
 impl Core {
-    /// Keeps an event from being destroyed for as long as the guard lives, if the driver gave it out on this device.
-    fn known_event(
+    /// Prevents an event's destruction until the guard is dropped. Fails if the driver did not return the event on this device.
+    fn hold_event(
         &self,
         call: &'static str,
         ordinal: i32,
@@ -56,22 +56,22 @@ impl Core {
         if events.get(&event) == Some(&ordinal) { Ok(events) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
 
-    fn events_to_change(&self) -> RwLockWriteGuard<'_, EventTable> {
+    fn events_mut(&self) -> RwLockWriteGuard<'_, EventTable> {
         self.events.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until nothing is under way in the current context.
+    /// Waits until all work in the current context is finished.
     pub(super) fn settle(&self) -> Result<()> {
         // SAFETY: no pointers.
         unsafe { self.functions.ctx_synchronize() }.inspect_err(|_| {
-            // SAFETY: null is the default stream, on which all is. Its own failure is the same one again.
+            // SAFETY: null is the default stream, which all work uses. If it fails, it is with the same error.
             let _ = unsafe { self.functions.stream_synchronize(ptr::null_mut()) };
         })
     }
 
-    fn gained_event(&self, ordinal: i32, event: *mut c_void) -> EventHandle {
+    fn add_event(&self, ordinal: i32, event: *mut c_void) -> EventHandle {
         let handle = EventHandle(event.addr() as u64);
-        self.events_to_change().insert(handle, ordinal);
+        self.events_mut().insert(handle, ordinal);
         handle
     }
 }
@@ -93,13 +93,13 @@ impl Diagnosis for Core {
         let mut handle = 0;
         // SAFETY: both pointers are valid for the call.
         unsafe { self.functions.mem_create(&mut handle, size as usize, &properties, 0) }?;
-        Ok(self.gained(handle))
+        Ok(self.add_handle(handle))
     }
 
     fn export_fabric(&self, handle: Handle) -> Result<[u8; 64]> {
-        let _known = self.known("cuMemExportToShareableHandle", handle)?;
+        let _held = self.hold_handle("cuMemExportToShareableHandle", handle)?;
         let mut fabric = Opaque([0; 64]);
-        // SAFETY: the handle is alive; for this type the driver writes 64 bytes.
+        // SAFETY: the handle is alive. For this type the driver writes 64 bytes.
         unsafe { self.functions.mem_export((&raw mut fabric).cast(), handle.number, HANDLE_TYPE_FABRIC, 0) }?;
         Ok(fabric.0)
     }
@@ -107,36 +107,36 @@ impl Diagnosis for Core {
     fn export_dma_buf(&self, ordinal: i32, address: u64, size: u64) -> Result<OwnedFd> {
         const CALL: &str = "cuMemGetHandleForAddressRange";
         self.origin.check()?;
-        let addresses = self.known_addresses();
-        if !addresses.map_all(address, size) {
+        let addresses = self.addresses();
+        if !addresses.all_mapped(address, size) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         let mut fd: RawFd = -1;
-        self.within(ordinal, || {
+        self.in_context(ordinal, || {
             let shareable = (&raw mut fd).cast();
-            // SAFETY: the range stays mapped while the table is held; for this type the driver writes an int.
+            // SAFETY: the range stays mapped while the table is locked. For this type the driver writes an int.
             unsafe {
                 self.functions.mem_get_handle_for_range(shareable, address, size as usize, RANGE_HANDLE_DMA_BUF, 0)
             }
         })?;
-        // SAFETY: the driver opened it for the caller, who is to close it.
+        // SAFETY: the driver opened it for the caller, who must close it.
         let fd = unsafe { adopt(CALL, fd) }?;
-        // Nothing says that the driver sets it here, as it was seen to for memory.
+        // It is not documented that the driver sets this for dma-bufs. For memory it was seen to.
         close_on_exec(CALL, &fd)?;
         Ok(fd)
     }
 
     fn copy_within(&self, ordinal: i32, to: u64, from: u64, size: u64) -> Result<Duration> {
         self.origin.check()?;
-        let addresses = self.known_addresses();
+        let addresses = self.addresses();
         if !addresses.cover(to, size) || !addresses.cover(from, size) {
             return Err(failure("cuMemcpyDtoD_v2", code::INVALID_VALUE));
         }
-        self.within(ordinal, || {
+        self.in_context(ordinal, || {
             let begun = Instant::now();
-            // SAFETY: no pointers; both ranges are mapped while the table is held.
+            // SAFETY: no pointers. Both ranges stay mapped while the table is locked.
             let copied = unsafe { self.functions.memcpy_dtod(to, from, size as usize) };
-            // It may still be under way, also when it failed, and nothing may be when the table is unlocked.
+            // The copy may still be in progress, even after an error, and must not be when the table is unlocked.
             let done = self.settle();
             copied.and(done).map(|()| begun.elapsed())
         })
@@ -144,73 +144,73 @@ impl Diagnosis for Core {
 
     fn store(&self, ordinal: i32, address: u64, value: u32) -> Result<()> {
         self.origin.check()?;
-        let addresses = self.known_addresses();
-        // Between two words it would fault too, and ruin the context for nothing.
-        if !address.is_multiple_of(4) || !addresses.map_all(address, 4) {
+        let addresses = self.addresses();
+        // A misaligned store would also fault, and ruin the context.
+        if !address.is_multiple_of(4) || !addresses.all_mapped(address, 4) {
             return Err(failure("cuLaunchKernel", code::INVALID_VALUE));
         }
-        self.within(ordinal, || {
+        self.in_context(ordinal, || {
             let functions = &self.functions;
             let (mut module, mut kernel) = (ptr::null_mut(), ptr::null_mut());
-            // SAFETY: the pointer is valid for the one write; the text ends with a null byte.
+            // SAFETY: the pointer is valid for the one write. The text is null-terminated.
             unsafe { functions.module_load_data(&mut module, STORE.as_ptr().cast()) }?;
-            // SAFETY: the pointers are valid for the call; the module is loaded.
+            // SAFETY: the pointers are valid for the call. The module is loaded.
             let found = unsafe { functions.module_get_function(&mut kernel, module, STORE_NAME.as_ptr()) };
             let stored = found.and_then(|()| {
                 let (mut to, mut value) = (address, value);
                 let mut arguments = [(&raw mut to).cast(), (&raw mut value).cast()];
                 let (arguments, stream, none) = (arguments.as_mut_ptr(), ptr::null_mut(), ptr::null_mut());
-                // SAFETY: the arguments are those of the kernel, and are read before the call returns. It writes one word,
-                // and its place is mapped while the table is held. Null is the default stream.
+                // SAFETY: the arguments match the kernel, and are read before the call returns. It writes one word, whose address stays
+                // mapped while the table is locked. Null is the default stream.
                 let launched = unsafe { functions.launch_kernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, arguments, none) };
-                // It may still run, and must not when the table is unlocked.
+                // The kernel may still run, and must not when the table is unlocked.
                 let done = self.settle();
                 launched.and(done)
             });
-            // SAFETY: it was loaded above, and nothing of it runs any more.
+            // SAFETY: it was loaded above, and no kernel of it runs any more.
             let unloaded = unsafe { functions.module_unload(module) };
             stored.and(unloaded)
         })
     }
 
     fn event_create(&self, ordinal: i32) -> Result<EventHandle> {
-        self.within(ordinal, || {
+        self.in_context(ordinal, || {
             let mut event = ptr::null_mut();
             // SAFETY: the pointer is valid for the one write.
             unsafe { self.functions.event_create(&mut event, EVENT_DISABLE_TIMING | EVENT_INTERPROCESS) }?;
-            Ok(self.gained_event(ordinal, event))
+            Ok(self.add_event(ordinal, event))
         })
     }
 
     fn event_export(&self, ordinal: i32, event: EventHandle) -> Result<[u8; 64]> {
-        let _known = self.known_event("cuIpcGetEventHandle", ordinal, event)?;
-        self.within(ordinal, || {
+        let _held = self.hold_event("cuIpcGetEventHandle", ordinal, event)?;
+        self.in_context(ordinal, || {
             let mut handle = Opaque([0; 64]);
-            // SAFETY: the pointer is valid for the one write; the event is alive.
+            // SAFETY: the pointer is valid for the one write. The event is alive.
             unsafe { self.functions.ipc_get_event_handle(&mut handle, pointer(event)) }?;
             Ok(handle.0)
         })
     }
 
     fn event_open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<EventHandle> {
-        self.within(ordinal, || {
+        self.in_context(ordinal, || {
             let mut event = ptr::null_mut();
-            // SAFETY: the pointer is valid for the one write; the driver checks the handle.
+            // SAFETY: the pointer is valid for the one write. The driver checks the handle.
             unsafe { self.functions.ipc_open_event_handle(&mut event, Opaque(*handle)) }?;
-            Ok(self.gained_event(ordinal, event))
+            Ok(self.add_event(ordinal, event))
         })
     }
 
     fn event_record(&self, ordinal: i32, event: EventHandle) -> Result<()> {
-        let _known = self.known_event("cuEventRecord", ordinal, event)?;
-        // SAFETY: the event is alive; null is the default stream.
-        self.within(ordinal, || unsafe { self.functions.event_record(pointer(event), ptr::null_mut()) })
+        let _held = self.hold_event("cuEventRecord", ordinal, event)?;
+        // SAFETY: the event is alive. Null is the default stream.
+        self.in_context(ordinal, || unsafe { self.functions.event_record(pointer(event), ptr::null_mut()) })
     }
 
     fn event_wait(&self, ordinal: i32, event: EventHandle) -> Result<()> {
-        let _known = self.known_event("cuStreamWaitEvent", ordinal, event)?;
-        self.within(ordinal, || {
-            // SAFETY: the event is alive; null is the default stream.
+        let _held = self.hold_event("cuStreamWaitEvent", ordinal, event)?;
+        self.in_context(ordinal, || {
+            // SAFETY: the event is alive. Null is the default stream.
             unsafe { self.functions.stream_wait_event(ptr::null_mut(), pointer(event), 0) }?;
             // SAFETY: null is the default stream.
             unsafe { self.functions.stream_synchronize(ptr::null_mut()) }
@@ -219,12 +219,12 @@ impl Diagnosis for Core {
 
     fn event_destroy(&self, ordinal: i32, event: EventHandle) -> Result<()> {
         self.origin.check()?;
-        let mut events = self.events_to_change();
+        let mut events = self.events_mut();
         if events.get(&event) != Some(&ordinal) {
             return Err(failure("cuEventDestroy_v2", code::INVALID_VALUE));
         }
-        // SAFETY: the event was in the table, and no call on it is under way.
-        self.within(ordinal, || unsafe { self.functions.event_destroy(pointer(event)) })?;
+        // SAFETY: the event was in the table, and no call with it is in progress.
+        self.in_context(ordinal, || unsafe { self.functions.event_destroy(pointer(event)) })?;
         events.remove(&event);
         Ok(())
     }

@@ -1,9 +1,9 @@
-//! The driver library's functions, resolved one by one and typed to return a plain number.
+//! The driver library's functions, resolved one by one and typed to return a plain integer.
 //!
-//! Not cudarc's own bindings of the functions: its `CUresult` is a closed enum, so a code that a newer driver invented
-//! would be undefined behaviour, and its loader panics on a missing library or symbol and tries `libcuda.so` first, so
-//! that a toolkit's stub on the path wins over the driver. Its types and numbers serve here, and the layouts below are
-//! checked against them at compile time, for whichever version of CUDA they are of.
+//! cudarc's bindings of the functions are not used: its `CUresult` is a closed enum, so that a code of a newer driver would be undefined
+//! behaviour. Its loader panics on a missing library or symbol, and tries `libcuda.so` first, so that a toolkit's stub on the path is
+//! preferred to the driver. Its types and constants are used, and the layouts below are checked against them at compile time, for every
+//! supported version of CUDA.
 
 use std::{
     borrow::Cow,
@@ -19,7 +19,7 @@ use crate::{
     error::{Error, LoadError, Result},
 };
 
-/// `CUmemLocation`. The driver writes into these, so they are numbers and not enums.
+/// `CUmemLocation`. The driver writes into it, so the fields are integers, not enums.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Location {
@@ -28,7 +28,7 @@ pub(super) struct Location {
 }
 
 const LOCATION_DEVICE: c_uint = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as c_uint;
-/// Bindings older than CUDA 12.2 have no name for it.
+/// Bindings older than CUDA 12.2 don't name it.
 const LOCATION_HOST_NUMA: c_uint = 3;
 
 impl From<crate::driver::Location> for Location {
@@ -45,7 +45,7 @@ impl From<Location> for crate::driver::Location {
         match location.kind {
             LOCATION_DEVICE => Self::Device(location.id),
             LOCATION_HOST_NUMA => Self::HostNuma(location.id),
-            // A newer driver's word for one that is not visible here, or for something that was not asked for here.
+            // A newer driver's kind, for a device that is not visible here or a kind that this crate never requests.
             _ => Self::Device(location.id.min(-1)),
         }
     }
@@ -68,7 +68,7 @@ pub(super) struct AllocationProp {
 }
 
 impl AllocationProp {
-    /// Pinned memory: the one kind there is.
+    /// Pinned memory, the only kind.
     pub(super) fn pinned(location: crate::driver::Location, handle_types: c_uint) -> Self {
         Self {
             kind: PINNED,
@@ -91,7 +91,7 @@ pub(super) struct AccessDesc {
     pub flags: c_uint,
 }
 
-/// `CUmemPoolProps`. What newer versions put into `reserved` is good as zero.
+/// `CUmemPoolProps`. Zero is valid for all fields that newer versions take from `reserved`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PoolProps {
@@ -115,15 +115,14 @@ impl PoolProps {
     }
 }
 
-/// `CUipcMemHandle`, `CUipcEventHandle`, `CUmemPoolPtrExportData` and `CUmemFabricHandle`: bytes that only the driver
-/// understands.
+/// `CUipcMemHandle`, `CUipcEventHandle`, `CUmemPoolPtrExportData` and `CUmemFabricHandle`, opaque to all but the driver.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Opaque(pub [u8; 64]);
 
 pub(super) const HANDLE_TYPE_POSIX_FD: c_uint =
     sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
-/// Bindings older than CUDA 12.4 have no name for it.
+/// Bindings older than CUDA 12.4 don't name it.
 pub(super) const HANDLE_TYPE_FABRIC: c_uint = 8;
 
 const _: () = {
@@ -155,10 +154,10 @@ const _: () = {
     assert!(align_of::<Opaque>() == align_of::<sys::CUmemPoolPtrExportData>());
 };
 
-/// Declares the table: for each function its exported names, the preferred one first, and its arguments.
+/// Declares the function table: each function's exported names, preferred name first, and its arguments.
 macro_rules! functions {
     ($($(#[$doc:meta])* $method:ident = [$($name:literal),+] ($($arg:ident: $type:ty),*);)*) => {
-        /// Pointers into the driver library, which stays loaded for the life of the process.
+        /// Pointers into the driver library, which is never unloaded.
         #[derive(Debug)]
         pub(super) struct Functions {
             library: &'static str,
@@ -178,10 +177,10 @@ macro_rules! functions {
                 $(#[$doc])*
                 ///
                 /// # Safety
-                /// Pointers must be valid for what the function of this name does with them, and a handle must be one
-                /// that the driver gave out and has not taken back.
-                #[allow(clippy::too_many_arguments, reason = "the driver's own")]
-                #[allow(dead_code, reason = "`failure` calls cuGetErrorName itself, lest an error lead back to it")]
+                /// Pointers must be valid for the driver function of this name, and handles must have been returned by the driver and
+                /// not given back.
+                #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
+                #[allow(dead_code, reason = "`failure` calls cuGetErrorName directly to avoid recursion")]
                 pub(super) unsafe fn $method(&self, $($arg: $type),*) -> Result<()> {
                     let call = [$($name),+][0];
                     let library = || self.library.to_owned();
@@ -197,10 +196,10 @@ macro_rules! functions {
     };
 }
 
-/// A symbol of the library, if it has it.
+/// Resolves a symbol, if the library has it.
 ///
 /// # Safety
-/// `F` must be the type of what the symbol names.
+/// `F` is the type of the symbol.
 unsafe fn find<F: Copy>(library: &Library, name: &str) -> Option<F> {
     // SAFETY: the caller's promise; the library is never unloaded.
     unsafe { library.get::<F>(name.as_bytes()) }.ok().map(|symbol| *symbol)
@@ -213,7 +212,7 @@ functions! {
     device_get_count = ["cuDeviceGetCount"] (count: *mut c_int);
     device_get = ["cuDeviceGet"] (device: *mut c_int, ordinal: c_int);
     device_get_name = ["cuDeviceGetName"] (name: *mut c_char, length: c_int, device: c_int);
-    /// The second version gives a MIG instance its own UUID and not its GPU's.
+    /// The second version returns a MIG instance's own UUID instead of its GPU's.
     device_get_uuid = ["cuDeviceGetUuid_v2", "cuDeviceGetUuid"] (uuid: *mut [u8; 16], device: c_int);
     device_get_attribute = ["cuDeviceGetAttribute"] (value: *mut c_int, attribute: c_uint, device: c_int);
     primary_ctx_retain = ["cuDevicePrimaryCtxRetain"] (context: *mut *mut c_void, device: c_int);
@@ -260,7 +259,7 @@ functions! {
     mem_free_async = ["cuMemFreeAsync"] (address: u64, stream: *mut c_void);
     mem_pool_export_pointer = ["cuMemPoolExportPointer"] (data: *mut Opaque, address: u64);
     mem_pool_import_pointer = ["cuMemPoolImportPointer"] (address: *mut u64, pool: *mut c_void, data: *mut Opaque);
-    /// Of CUDA 11.7 and later.
+    /// CUDA 11.7 and later.
     mem_get_handle_for_range = ["cuMemGetHandleForAddressRange"]
         (shareable: *mut c_void, address: u64, size: usize, kind: c_uint, flags: u64);
     pointer_get_attribute = ["cuPointerGetAttribute"] (data: *mut c_void, attribute: c_uint, address: u64);
@@ -281,14 +280,14 @@ functions! {
     ipc_open_event_handle = ["cuIpcOpenEventHandle"] (event: *mut *mut c_void, handle: Opaque);
 }
 
-/// The driver's own name first: `libcuda.so` may be a toolkit's stub, or nothing at all without a -dev package.
+/// The driver's name first: `libcuda.so` may be a toolkit's stub, or be missing without a -dev package.
 const LIBRARIES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
 
 impl Functions {
     /// Loads the driver library of this machine.
     ///
     /// # Errors
-    /// [`LoadError::NoLibrary`] if none loads. A missing function is an error of the call that needs it.
+    /// [`LoadError::NoLibrary`] if no library can be loaded. A missing function fails the call that needs it.
     pub(super) fn load() -> Result<Self> {
         let mut tried = Vec::new();
         for library in LIBRARIES {
@@ -300,21 +299,21 @@ impl Functions {
         Err(Error::Load(LoadError::NoLibrary { tried: tried.join("; ") }))
     }
 
-    /// Loads this library, a name to search for or a path.
+    /// Loads a library by name or path.
     pub(super) fn load_from(library: &str) -> Result<Self, String> {
-        // SAFETY: loading the driver runs its initialisers; that is what a program that wants CUDA asks for.
+        // SAFETY: loading the driver runs its initializers, as any program that uses CUDA expects.
         let loaded = unsafe { Library::open(Some(library), RTLD_NOW | RTLD_LOCAL) };
         let loaded = loaded.map_err(|error| match std::error::Error::source(&error) {
             Some(cause) => cause.to_string(),
             None => error.to_string(),
         })?;
-        // The driver starts threads and registers handlers of exit: unloading it is not safe, so it never is.
+        // The driver starts threads and registers exit handlers: unloading is not safe, so it is never unloaded.
         let functions = Self::resolve(library.to_owned().leak(), &loaded);
         mem::forget(loaded);
         Ok(functions)
     }
 
-    /// The file that the library was loaded from, as the loader names it.
+    /// The path of the loaded library, as reported by the loader.
     pub(super) fn file(&self) -> Result<std::path::PathBuf> {
         use std::{ffi::OsStr, mem::MaybeUninit, os::unix::ffi::OsStrExt};
 
@@ -325,26 +324,26 @@ impl Functions {
             .init
             .ok_or_else(|| Error::Load(LoadError::MissingSymbol { library: self.library.to_owned(), symbol: CALL }))?;
         let mut info = MaybeUninit::<Dl_info>::zeroed();
-        // SAFETY: the pointer is valid for the one write; the address is only looked up.
+        // SAFETY: the pointer is valid for the one write. The address is only looked up.
         let found = unsafe { dladdr(function as *const c_void, info.as_mut_ptr()) } != 0;
-        // SAFETY: null pointers are good for all that it is of, and it was all null before.
+        // SAFETY: null pointers are valid for all its fields, and it was all zero before.
         let name = unsafe { info.assume_init() }.dli_fname;
         if !found || name.is_null() {
             return Err(crate::driver::failure("dladdr", code::UNKNOWN));
         }
-        // SAFETY: the loader's own C string, which lives as long as the library is loaded: for ever.
+        // SAFETY: the loader's C string, which lives as long as the library is loaded: forever.
         let name = unsafe { CStr::from_ptr(name) };
         Ok(std::path::PathBuf::from(OsStr::from_bytes(name.to_bytes())))
     }
 
-    /// The error of a call that returned a code, with the driver's own name for it.
+    /// The error of a call that returned `code`, with the driver's name for the code.
     fn failure(&self, call: &'static str, code: c_uint) -> Error {
         if code == code::STUB_LIBRARY {
             return Error::Load(LoadError::Stub { library: self.library.to_owned() });
         }
         let mut name = ptr::null();
         let named = self.get_error_name.is_some_and(|function| {
-            // SAFETY: the pointer is valid for the one write; an unknown code is answered with an error.
+            // SAFETY: the pointer is valid for the one write. An unknown code returns an error.
             unsafe { function(code, &mut name) == 0 && !name.is_null() }
         });
         if !named {

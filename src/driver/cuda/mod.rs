@@ -1,14 +1,13 @@
-//! The CUDA backend: the real driver, found at run time. Nothing of a toolkit is needed, to build or to run.
+//! The CUDA backend: the real driver, loaded at run time. The build and the program need no toolkit.
 //!
-//! It keeps what it gave out, because the driver does not catch all mistakes: mapping a released handle was seen to crash
-//! inside the library, and a mapping to reach over the end of its reservation into the next one. What is not in the tables
-//! is answered here, with the driver's own number.
+//! It tracks all handles and addresses that it returned, because the driver does not catch all mistakes: mapping a released handle was
+//! seen to crash inside the library, and a mapping to extend from its reservation into the next. Calls with other handles
+//! and addresses fail here, with the driver's own code.
 //!
-//! What the SAFETY comments below take for granted: the driver takes calls from any thread, and each call that names a handle or an
-//! address holds its table while it runs, so that no other thread gives it back meanwhile. What other processes do with
-//! shared memory changes its bytes and nothing else, and memory of a GPU is no memory of Rust's: only copies by the driver reach
-//! it, into slices that the caller has borrowed until they are done. Host memory that a GPU shares is read and written by
-//! [`super::copy`].
+//! Assumptions of the SAFETY comments below: the driver accepts calls from any thread. Each call that names a handle or an address holds
+//! its table while it runs, so that no other thread gives it back during the call. Other processes with access to shared memory only
+//! change its bytes. GPU memory is not Rust memory: only copies by the driver access it, into slices that the caller has borrowed until
+//! they are done. Host memory that a GPU shares is read and written by [`super::copy`].
 
 #![allow(unsafe_code)]
 
@@ -50,87 +49,86 @@ use crate::{
     sys::fork::ProcessIdentity,
 };
 
-/// The process that first began to load and initialise the driver, or 0. The driver does not survive a fork, and reports that by no
-/// clear error.
+/// The first process that loaded or initialized the driver, or 0. The driver does not survive a fork, and does not report this with a clear
+/// error.
 static INITIALISED_BY: AtomicU64 = AtomicU64::new(0);
 
 /// The CUDA driver of this machine.
 #[derive(Debug)]
 pub struct CudaDriver {
     core: Arc<Core>,
-    /// Only opened, and only asked for, while the addresses are held.
+    /// Windows are only opened, and only looked up, while the addresses are locked.
     windows: Arc<Windows>,
 }
 
-/// The pools that the driver gave out.
+/// All pools returned by the driver.
 type PoolTable = BTreeMap<PoolHandle, KnownPool>;
 
-/// A pool.
 #[derive(Debug, Clone, Copy)]
 struct KnownPool {
-    /// Whether it was created here: the others were imported.
+    /// Whether it was created here. Other pools were imported.
     created: bool,
-    /// How often it was given out: importing one again gives the same handle, and the driver does not count.
+    /// The number of times it was returned: importing a pool again returns the same handle, and the driver does not count.
     count: usize,
 }
 
-/// The events that the driver gave out, and the device that each is of.
+/// All events returned by the driver, with their devices.
 type EventTable = BTreeMap<EventHandle, i32>;
 
-/// What page-locked memory and windows keep alive beyond the driver object. It is also the other mechanisms, some of whose
-/// verbs are called as the driver's own are.
+/// State that page-locked memory and windows keep alive after the driver object is dropped. Also implements the other mechanisms, because
+/// some of their methods are used by the driver's own.
 #[derive(Debug)]
 struct Core {
     functions: Functions,
     identity: Identity,
     origin: ProcessIdentity,
     contexts: Mutex<BTreeMap<i32, Context>>,
-    /// The kernels of each device. A call holds a device's own while one runs; it is taken before the addresses.
+    /// The kernels of each device. A call holds the device's slot while a kernel runs. Locked before `addresses`.
     programs: Mutex<BTreeMap<i32, Slot>>,
-    /// A call on a handle holds it for reading, so that the handle is not released under it.
+    /// Calls hold it for reading, so that their handle is not released.
     handles: RwLock<BTreeSet<Handle>>,
-    /// A call on an event holds it for reading, so that the event is not destroyed under it.
+    /// Calls hold it for reading, so that their event is not destroyed.
     events: RwLock<EventTable>,
-    /// A call on a pool holds it for reading, so that the pool is not destroyed under it. It is taken before the addresses.
+    /// Calls hold it for reading, so that their pool is not destroyed. Locked before `addresses`.
     pools: RwLock<PoolTable>,
-    /// Held while memory of others is opened or closed: the driver gives the same address again, and does not always count. It
-    /// is taken after the pools and before the addresses.
+    /// Held while other processes' memory is opened or closed: the driver returns the same address again, and does not always count.
+    /// Locked after `pools` and before `addresses`.
     opening: Mutex<()>,
-    /// A copy holds it for reading, so that nothing is unmapped or freed under it. It is not held for writing while the driver
-    /// may take long: all copies would wait.
+    /// Copies hold it for reading, so that nothing is unmapped or freed during a copy. Not held for writing during slow driver calls: all
+    /// copies would wait.
     addresses: RwLock<Addresses>,
 }
 
-/// A device's primary context, retained for the life of the driver object.
+/// A device's primary context, retained until the driver object is dropped.
 #[derive(Debug, Clone, Copy)]
 struct Context {
     device: c_int,
     context: *mut c_void,
 }
 
-// SAFETY: a CUcontext is a handle that the driver lets any thread push.
+// SAFETY: a CUcontext is a handle that any thread may push.
 unsafe impl Send for Context {}
 
 impl CudaDriver {
-    /// Loads the driver library (`libcuda.so.1`, else `libcuda.so`) and initialises it. It stays loaded.
+    /// Loads the driver library (`libcuda.so.1`, else `libcuda.so`) and initializes it. The library is never unloaded.
     ///
     /// # Errors
-    /// - [`LoadError::NoLibrary`]: no library loads.
-    /// - [`LoadError::Stub`]: what loads is the toolkit's stub.
-    /// - [`LoadError::NoDevice`]: the driver works and has no device to offer.
-    /// - [`LoadError::MissingSymbol`]: the library is no driver, or too old.
-    /// - [`Error::Forked`]: this process is a fork of one that initialised the driver.
-    /// - [`Error::Driver`]: the driver is there and fails.
+    /// - [`LoadError::NoLibrary`]: no library can be loaded.
+    /// - [`LoadError::Stub`]: the loaded library is the toolkit's stub.
+    /// - [`LoadError::NoDevice`]: the driver works but reports no device.
+    /// - [`LoadError::MissingSymbol`]: the library is not a driver, or too old.
+    /// - [`Error::Forked`]: this process is a fork of a process that initialized the driver.
+    /// - [`Error::Driver`]: the driver fails.
     ///
     /// Driver calls: `cuInit`, `cuDeviceGetCount`.
     pub fn load() -> Result<Self> {
         Self::start(Functions::load)
     }
 
-    /// As [`CudaDriver::load`], from this file: for a driver that the loader does not find by itself.
+    /// Like [`CudaDriver::load`], from a file, for a driver that the loader does not find.
     ///
     /// # Errors
-    /// As [`CudaDriver::load`].
+    /// See [`CudaDriver::load`].
     pub fn load_from(path: &std::path::Path) -> Result<Self> {
         let name = path
             .to_str()
@@ -140,7 +138,7 @@ impl CudaDriver {
 
     fn start(load: impl FnOnce() -> Result<Functions>) -> Result<Self> {
         let origin = ProcessIdentity::current();
-        // Before the library is loaded: a fork while another thread loads or initialises it finds the library's locks held.
+        // Before the library is loaded: in a fork made while another thread loads or initializes it, the library's locks stay held.
         let exchanged = INITIALISED_BY.compare_exchange(0, origin.to_bits(), Ordering::AcqRel, Ordering::Acquire);
         if let Some(earlier) = exchanged.err().and_then(ProcessIdentity::from_bits) {
             earlier.check()?;
@@ -154,7 +152,7 @@ impl CudaDriver {
             Ok(functions)
         });
         if initialised.is_err() && exchanged.is_ok() {
-            // A fork may try again.
+            // A fork may then try to load it.
             INITIALISED_BY.store(0, Ordering::Release);
         }
         let functions = initialised?;
@@ -179,15 +177,15 @@ impl CudaDriver {
         Ok(driver)
     }
 
-    /// The addresses, to change what is mapped in a range, if the range is this object's and no window is open on it.
-    fn own(&self, call: &'static str, address: u64, size: u64) -> Result<RwLockWriteGuard<'_, Addresses>> {
+    /// Locks the addresses to change the mappings of a range, which must belong to this object and have no open window.
+    fn lock_own(&self, call: &'static str, address: u64, size: u64) -> Result<RwLockWriteGuard<'_, Addresses>> {
         self.core.origin.check()?;
-        let addresses = self.core.changed();
-        let own = addresses.hold(address, size) && !self.windows.touch(address, size);
+        let addresses = self.core.addresses_mut();
+        let own = addresses.in_reservation(address, size) && !self.windows.overlap(address, size);
         if own { Ok(addresses) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
 
-    /// The driver takes -1 for a device here and there, and means the CPU.
+    /// Some driver calls accept -1 as a device, meaning the CPU.
     fn check_location(&self, location: Location) -> Result<()> {
         match location {
             Location::Device(ordinal) => self.core.device(ordinal).map(drop),
@@ -195,7 +193,7 @@ impl CudaDriver {
         }
     }
 
-    /// Runs a copy if memory of this object covers the range: another address might be anything, host memory too.
+    /// Runs a copy if memory of this object covers the range. Other addresses could be anything, even host memory.
     fn copy(
         &self,
         call: &'static str,
@@ -205,16 +203,16 @@ impl CudaDriver {
         copy: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         self.core.origin.check()?;
-        let addresses = self.core.known_addresses();
+        let addresses = self.core.addresses();
         if !addresses.cover(address, size as u64) {
             return Err(failure(call, code::INVALID_VALUE));
         }
-        self.core.within(ordinal, || self.core.relaxed(copy))
+        self.core.in_context(ordinal, || self.core.with_relaxed_capture(copy))
     }
 }
 
 impl Core {
-    /// The driver's number of a device: the same as its ordinal today, but only the driver may say so.
+    /// The driver's number of a device. Today it equals the ordinal, but only the driver guarantees it.
     fn device(&self, ordinal: i32) -> Result<c_int> {
         self.origin.check()?;
         let mut device = 0;
@@ -230,65 +228,65 @@ impl Core {
             return Ok(context);
         }
         let mut context = ptr::null_mut();
-        // SAFETY: the pointer is valid for the one write; the context is released once, on drop.
+        // SAFETY: the pointer is valid for the one write. The context is released once, on drop.
         unsafe { self.functions.primary_ctx_retain(&mut context, device) }?;
         let context = Context { device, context };
         contexts.insert(ordinal, context);
         Ok(context)
     }
 
-    /// Runs `call` with the device's primary context current, and leaves the thread's own as it was.
-    fn within<T>(&self, ordinal: i32, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Runs `call` with the device's primary context current, and restores the thread's context.
+    fn in_context<T>(&self, ordinal: i32, call: impl FnOnce() -> Result<T>) -> Result<T> {
         let context = self.context(ordinal)?;
         // SAFETY: the context is retained until this object is dropped.
         unsafe { self.functions.ctx_push_current(context.context) }?;
         let result = call();
         let mut popped = ptr::null_mut();
-        // SAFETY: the pointer is valid for the one write, and what is popped is what was pushed.
+        // SAFETY: the pointer is valid for the one write. The popped context is the pushed one.
         let restored = unsafe { self.functions.ctx_pop_current(&mut popped) };
         result.and_then(|value| restored.map(|()| value))
     }
 
-    /// Runs `call` while another thread may capture a stream into a graph: what it waits for and frees is no concern of that graph's, whose
-    /// capture goes on. The thread's own mode is as it was afterwards.
-    fn relaxed<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    /// Runs `call` so that it does not invalidate another thread's stream capture with its waits and frees. Restores the thread's capture
+    /// mode.
+    fn with_relaxed_capture<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
         const RELAXED: c_uint = 2;
         let mut mode = RELAXED;
         // SAFETY: the pointer is valid for the read and the write.
         match unsafe { self.functions.thread_exchange_capture_mode(&mut mode) } {
-            // A driver before CUDA 10.1, which has no modes.
+            // Drivers before CUDA 10.1 have no capture modes.
             Err(Error::Load(LoadError::MissingSymbol { .. })) => return call(),
             exchanged => exchanged?,
         }
         let result = call();
-        // SAFETY: as above; it is the mode that there was before.
+        // SAFETY: as above. It is the earlier mode.
         let back = unsafe { self.functions.thread_exchange_capture_mode(&mut mode) };
         result.and_then(|value| back.map(|()| value))
     }
 
-    /// Allocates a little page-locked memory and frees it, which waits for all work of the current context.
+    /// Allocates and frees a little page-locked memory, which waits for all work of the current context.
     fn allocate_and_free(&self) -> Result<()> {
         let mut start = ptr::null_mut();
         // SAFETY: the pointer is valid for the one write.
         unsafe { self.functions.mem_host_alloc(&mut start, 1, 0) }?;
-        // SAFETY: it was just allocated, and nothing has it.
+        // SAFETY: it was just allocated, and no other code has it.
         unsafe { self.functions.mem_free_host(start) }
     }
 
-    /// Keeps a handle from being released for as long as the guard lives, if the driver gave it out.
-    fn known(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeSet<Handle>>> {
+    /// Prevents a handle's release until the guard is dropped. Fails if the driver did not return the handle.
+    fn hold_handle(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeSet<Handle>>> {
         self.origin.check()?;
         let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
         if handles.contains(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
 
-    fn gained(&self, number: u64) -> Handle {
+    fn add_handle(&self, number: u64) -> Handle {
         let handle = Handle { by: self.identity, number };
         self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(handle);
         handle
     }
 
-    fn known_addresses(&self) -> RwLockReadGuard<'_, Addresses> {
+    fn addresses(&self) -> RwLockReadGuard<'_, Addresses> {
         self.addresses.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -296,19 +294,19 @@ impl Core {
         self.opening.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The addresses, to change them. Copies under way are waited for.
-    fn changed(&self) -> RwLockWriteGuard<'_, Addresses> {
+    /// Locks the addresses to change them. Waits for copies in progress.
+    fn addresses_mut(&self) -> RwLockWriteGuard<'_, Addresses> {
         self.addresses.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many bytes there are from an address on, of the allocation that it is in. Its context is current.
+    /// The number of bytes from an address to the end of its allocation, whose context is current.
     fn reach(&self, address: u64) -> Result<u64> {
         let (base, size) = self.extent(address)?;
         let reach = base.checked_add(size).and_then(|end| end.checked_sub(address));
         reach.ok_or_else(|| failure("cuMemGetAddressRange_v2", code::UNKNOWN))
     }
 
-    /// The allocation that an address is in, whose context is current.
+    /// The start and size of the allocation that contains an address. Its context is current.
     fn extent(&self, address: u64) -> Result<(u64, u64)> {
         let (mut base, mut size) = (0, 0);
         // SAFETY: both pointers are valid for the one write; the driver looks the address up.
@@ -318,7 +316,7 @@ impl Core {
 }
 
 impl PageLocker for Core {
-    unsafe fn take_back(&self, start: NonNull<u8>, _: usize) -> Result<()> {
+    unsafe fn unlock(&self, start: NonNull<u8>, _: usize) -> Result<()> {
         if self.origin.check().is_err() {
             return Ok(());
         }
@@ -328,7 +326,7 @@ impl PageLocker for Core {
 }
 
 impl Core {
-    /// Gives back what the tools loaded.
+    /// Frees the kernels, and reports events that were not given back.
     fn drop_tools(&mut self) {
         let events = self.events.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !events.is_empty() {
@@ -336,12 +334,12 @@ impl Core {
         }
         for (ordinal, slot) in std::mem::take(self.programs.get_mut().unwrap_or_else(PoisonError::into_inner)) {
             let Some(program) = slot.lock().unwrap_or_else(PoisonError::into_inner).take() else { continue };
-            let unloaded = self.within(ordinal, || {
+            let unloaded = self.in_context(ordinal, || {
                 program.unload(&self.functions);
                 Ok(())
             });
             if let Err(error) = unloaded {
-                tracing::warn!(%error, ordinal, "the kernels can't be unloaded");
+                tracing::warn!(%error, ordinal, "can't unload the kernels");
             }
         }
     }
@@ -355,18 +353,17 @@ impl Drop for Core {
         self.drop_tools();
         let contexts = self.contexts.get_mut().unwrap_or_else(PoisonError::into_inner);
         for (ordinal, context) in contexts {
-            // SAFETY: no pointers; it was retained once, and nothing of this object uses it any more.
+            // SAFETY: no pointers. It was retained once, and nothing of this object uses it any more.
             if let Err(error) = unsafe { self.functions.primary_ctx_release(context.device) } {
-                tracing::warn!(%error, ordinal, "the primary context can't be released");
+                tracing::warn!(%error, ordinal, "can't release the primary context");
             }
         }
     }
 }
 
-/// Ends the process without the exit handlers that libraries registered: the driver's may wait for ever for a thread that
-/// is inside it.
+/// Exits without running the libraries' exit handlers: the driver's handler may wait forever for a thread inside the driver.
 pub fn exit_at_once(code: i32) -> ! {
-    // SAFETY: it does not return, and needs nothing.
+    // SAFETY: it does not return, and has no preconditions.
     unsafe { nix::libc::_exit(code) }
 }
 
@@ -387,7 +384,7 @@ fn raw_properties(properties: &Properties) -> AllocationProp {
     }
 }
 
-/// Takes over the descriptor that a call gave, if it gave one.
+/// Takes ownership of the descriptor that a call returned, if it did.
 ///
 /// # Safety
 /// If it is a descriptor, it has no other owner.
@@ -395,11 +392,11 @@ unsafe fn adopt(call: &'static str, fd: RawFd) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(failure(call, code::UNKNOWN));
     }
-    // SAFETY: the caller vouches for it.
+    // SAFETY: the caller's promise.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Sees to it that a descriptor is closed when a program is executed.
+/// Sets close-on-exec.
 fn close_on_exec(call: &'static str, fd: &OwnedFd) -> Result<()> {
     fcntl(fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC))
         .map(drop)

@@ -1,4 +1,4 @@
-//! The verbs of the CUDA backend.
+//! [`Verbs`] of the CUDA backend.
 
 use std::{
     collections::BTreeMap,
@@ -27,7 +27,7 @@ use crate::{
 
 use crate::driver::{Bare, Diagnosis, Kernels};
 
-// SAFETY: the tables know what is mapped, and answer for nothing else; a mapping goes only with its entry.
+// SAFETY: the tables contain all mappings, other addresses are rejected, and a mapping is removed together with its entry.
 unsafe impl Verbs for CudaDriver {
     fn backend(&self) -> Backend {
         Backend::Cuda
@@ -52,7 +52,7 @@ unsafe impl Verbs for CudaDriver {
     fn device_name(&self, ordinal: i32) -> Result<String> {
         let device = self.core.device(ordinal)?;
         let mut name = [0u8; 256];
-        // SAFETY: the buffer is as long as it is said to be.
+        // SAFETY: the buffer has the given length.
         unsafe { self.core.functions.device_get_name(name.as_mut_ptr().cast(), name.len() as c_int, device) }?;
         Ok(CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned())
     }
@@ -74,7 +74,7 @@ unsafe impl Verbs for CudaDriver {
             Attribute::PosixFileDescriptor => {
                 DeviceAttribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED as c_uint
             }
-            // Bindings older than CUDA 12.4 have no name for it.
+            // Bindings older than CUDA 12.4 don't name it.
             Attribute::FabricHandle => 128,
             Attribute::GpuDirectRdma => {
                 DeviceAttribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as c_uint
@@ -82,7 +82,7 @@ unsafe impl Verbs for CudaDriver {
             Attribute::ComputeMode => DeviceAttribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE as c_uint,
             Attribute::MemoryPools => DeviceAttribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED as c_uint,
             Attribute::PoolHandleTypes => DeviceAttribute::CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES as c_uint,
-            // Of CUDA 12.2 and later.
+            // CUDA 12.2 and later.
             Attribute::HostNumaId => 134,
             Attribute::HostNumaVirtualMemoryManagement => 141,
         };
@@ -93,7 +93,7 @@ unsafe impl Verbs for CudaDriver {
     }
 
     fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
-        self.core.within(ordinal, || {
+        self.core.in_context(ordinal, || {
             let (mut free, mut total) = (0, 0);
             // SAFETY: both pointers are valid for the one write.
             unsafe { self.core.functions.mem_get_info(&mut free, &mut total) }?;
@@ -131,7 +131,7 @@ unsafe impl Verbs for CudaDriver {
         let mut handle = 0;
         // SAFETY: both pointers are valid for the call.
         unsafe { self.core.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
-        Ok(self.core.gained(handle))
+        Ok(self.core.add_handle(handle))
     }
 
     fn release(&self, handle: Handle) -> Result<()> {
@@ -140,7 +140,7 @@ unsafe impl Verbs for CudaDriver {
         if !handles.remove(&handle) {
             return Err(failure("cuMemRelease", code::INVALID_VALUE));
         }
-        // SAFETY: the handle was in the table, and no call on it is under way.
+        // SAFETY: the handle was in the table, and no call with it is in progress.
         unsafe { self.core.functions.mem_release(handle.number) }
     }
 
@@ -149,17 +149,17 @@ unsafe impl Verbs for CudaDriver {
         let mut address = 0;
         // SAFETY: the pointer is valid for the one write.
         unsafe { self.core.functions.mem_address_reserve(&mut address, size as usize, alignment as usize, 0, 0) }?;
-        self.core.changed().reserved.insert(address, size);
+        self.core.addresses_mut().reserved.insert(address, size);
         Ok(address)
     }
 
     fn free(&self, address: u64, size: u64) -> Result<()> {
         const CALL: &str = "cuMemAddressFree";
-        let mut addresses = self.own(CALL, address, size)?;
+        let mut addresses = self.lock_own(CALL, address, size)?;
         if addresses.reserved.get(&address) != Some(&size) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        // SAFETY: no pointers; it is a whole reservation, and the driver refuses one with a mapping in it.
+        // SAFETY: no pointers. It is a whole reservation, and the driver refuses reservations with mappings.
         unsafe { self.core.functions.mem_address_free(address, size as usize) }?;
         addresses.reserved.remove(&address);
         Ok(())
@@ -167,9 +167,9 @@ unsafe impl Verbs for CudaDriver {
 
     fn map(&self, address: u64, size: u64, offset: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "cuMemMap";
-        let _known = self.core.known(CALL, handle)?;
-        let mut addresses = self.own(CALL, address, size)?;
-        // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses what is mapped already.
+        let _held = self.core.hold_handle(CALL, handle)?;
+        let mut addresses = self.lock_own(CALL, address, size)?;
+        // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses mapped ranges.
         unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.number, 0) }?;
         addresses.mapped.insert(address, Mapped { size, host: None, devices: BTreeMap::new() });
         Ok(())
@@ -177,30 +177,30 @@ unsafe impl Verbs for CudaDriver {
 
     fn map_private(&self, _: u64, _: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "map_private";
-        let _known = self.core.known(CALL, handle)?;
+        let _held = self.core.hold_handle(CALL, handle)?;
         Err(failure(CALL, code::NOT_SUPPORTED))
     }
 
     fn replace(&self, _: u64, _: u64, handle: Handle) -> Result<()> {
         const CALL: &str = "replace";
-        let _known = self.core.known(CALL, handle)?;
+        let _held = self.core.hold_handle(CALL, handle)?;
         Err(failure(CALL, code::NOT_SUPPORTED))
     }
 
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
-        let mut addresses = self.own("cuMemUnmap", address, size)?;
-        // SAFETY: no pointers; no copy of this object is under way, and the driver refuses to unmap in part.
+        let mut addresses = self.lock_own("cuMemUnmap", address, size)?;
+        // SAFETY: no pointers. No copy of this object is in progress, and the driver refuses partial unmapping.
         unsafe { self.core.functions.mem_unmap(address, size as usize) }?;
         addresses.mapped.retain(|&start, _| start < address || start - address >= size);
         Ok(())
     }
 
     fn check_unused(&self, address: u64, size: u64) -> Result<()> {
-        self.own("check_unused", address, size).map(drop)
+        self.lock_own("check_unused", address, size).map(drop)
     }
 
     fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
-        let mut addresses = self.own("cuMemSetAccess", address, size)?;
+        let mut addresses = self.lock_own("cuMemSetAccess", address, size)?;
         let description = AccessDesc { location: location.into(), flags: flags_of(access) };
         // SAFETY: the pointer is valid for one description.
         unsafe { self.core.functions.mem_set_access(address, size as usize, &description, 1) }?;
@@ -217,18 +217,18 @@ unsafe impl Verbs for CudaDriver {
 
     fn export(&self, handle: Handle) -> Result<OwnedFd> {
         const CALL: &str = "cuMemExportToShareableHandle";
-        let _known = self.core.known(CALL, handle)?;
+        let _held = self.core.hold_handle(CALL, handle)?;
         let mut fd: RawFd = -1;
         // SAFETY: for this type the driver writes an int.
         unsafe { self.core.functions.mem_export((&raw mut fd).cast(), handle.number, HANDLE_TYPE_POSIX_FD, 0) }?;
-        // SAFETY: the driver opened it for the caller, who is to close it.
+        // SAFETY: the driver opened it for the caller, who must close it.
         unsafe { adopt(CALL, fd) }
     }
 
     fn import(&self, fd: BorrowedFd<'_>, _: u64) -> Result<Handle> {
         self.core.origin.check()?;
         let mut handle = 0;
-        // SAFETY: the pointer is valid for the one write; for this type the descriptor itself is passed as the pointer.
+        // SAFETY: the pointer is valid for the one write. For this type, the descriptor itself is passed as the pointer.
         unsafe {
             self.core.functions.mem_import(
                 &mut handle,
@@ -236,13 +236,13 @@ unsafe impl Verbs for CudaDriver {
                 HANDLE_TYPE_POSIX_FD,
             )
         }?;
-        Ok(self.core.gained(handle))
+        Ok(self.core.add_handle(handle))
     }
 
     fn properties(&self, handle: Handle) -> Result<Properties> {
-        let _known = self.core.known("cuMemGetAllocationPropertiesFromHandle", handle)?;
+        let _held = self.core.hold_handle("cuMemGetAllocationPropertiesFromHandle", handle)?;
         let mut properties = AllocationProp::pinned(Location::Device(0), 0);
-        // SAFETY: the handle is alive; the layout is the driver's, of plain numbers that hold whatever it writes.
+        // SAFETY: the handle is alive. The layout is the driver's, and its integers are valid with any bytes.
         unsafe { self.core.functions.mem_get_properties(&mut properties, handle.number) }?;
         let exportable = properties.requested_handle_types & HANDLE_TYPE_POSIX_FD != 0;
         let gpu_direct_rdma = properties.gpu_direct_rdma != 0;
@@ -251,14 +251,13 @@ unsafe impl Verbs for CudaDriver {
 
     fn copy_in(&self, ordinal: i32, address: u64, from: &[u8]) -> Result<()> {
         self.copy("cuMemcpyHtoD_v2", ordinal, address, from.len(), || {
-            // SAFETY: `from` is valid for its length, and the destination is mapped for as long as the call takes.
+            // SAFETY: `from` is valid for its length, and the destination stays mapped during the call.
             unsafe { self.core.functions.memcpy_htod(address, from.as_ptr().cast(), from.len()) }?;
-            // From pageable memory the call returns while the last bytes are on their way, and unmapping does not wait for
-            // them: the GPU was seen to fault, which ruins the context. So nothing may be on its way when this returns,
-            // whatever it returns.
-            // SAFETY: null is the default stream, on which the copy is.
+            // From pageable memory, the call returns while the last bytes are still in transfer, and unmapping does not wait for them: the
+            // GPU was seen to fault, which ruins the context. So the transfer must be finished on return, even after an error.
+            // SAFETY: null is the default stream, which the copy uses.
             unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) }.inspect_err(|_| {
-                // SAFETY: no pointers. Its own failure is the same one again.
+                // SAFETY: no pointers. If it fails, it is with the same error.
                 let _ = unsafe { self.core.functions.ctx_synchronize() };
             })
         })
@@ -266,7 +265,7 @@ unsafe impl Verbs for CudaDriver {
 
     fn copy_out(&self, ordinal: i32, address: u64, to: &mut [u8]) -> Result<()> {
         self.copy("cuMemcpyDtoH_v2", ordinal, address, to.len(), || {
-            // SAFETY: `to` is valid for its length, and the source is mapped for as long as the call takes.
+            // SAFETY: `to` is valid for its length, and the source stays mapped during the call.
             unsafe { self.core.functions.memcpy_dtoh(to.as_mut_ptr().cast(), address, to.len()) }
         })
     }
@@ -274,46 +273,46 @@ unsafe impl Verbs for CudaDriver {
     unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
         const CALL: &str = "cuMemcpyDtoD_v2";
         self.core.origin.check()?;
-        let addresses = self.core.known_addresses();
+        let addresses = self.core.addresses();
         if !ranges.iter().all(|&(to, from, size)| addresses.cover(to, size) || addresses.cover(from, size)) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
         let copy = || {
             let copied = ranges.iter().try_for_each(|&(to, from, size)| {
-                // SAFETY: the caller's promise; what is mapped here stays so while the addresses are held.
+                // SAFETY: the caller's promise. This object's memory stays mapped while the addresses are locked.
                 unsafe { self.core.functions.memcpy_dtod(to, from, size as usize) }
             });
-            // The calls return while the copies are under way: nothing may be on its way when this returns, whatever it returns.
-            // SAFETY: null is the default stream, on which the copies are.
+            // The calls return while the copies are in progress. They must be finished on return, even after an error.
+            // SAFETY: null is the default stream, which the copies use.
             let done = unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) };
             copied.and(done)
         };
-        self.core.within(ordinal, || self.core.relaxed(copy))
+        self.core.in_context(ordinal, || self.core.with_relaxed_capture(copy))
     }
 
     fn device_of(&self, address: u64) -> Result<i32> {
         const DEVICE_ORDINAL: c_uint = 9;
         self.core.origin.check()?;
         let mut ordinal: c_int = -1;
-        // SAFETY: for this attribute the driver writes an int; it knows which addresses are its own.
+        // SAFETY: for this attribute the driver writes an int. It knows its own addresses.
         unsafe { self.core.functions.pointer_get_attribute((&raw mut ordinal).cast(), DEVICE_ORDINAL, address) }?;
         Ok(ordinal)
     }
 
     fn synchronize(&self, ordinal: i32) -> Result<()> {
-        self.core.within(ordinal, || {
+        self.core.in_context(ordinal, || {
             // SAFETY: no pointers.
             unsafe { self.core.functions.ctx_synchronize() }
         })
     }
 
     fn wait_for_work(&self, ordinal: i32) -> Result<()> {
-        self.core.within(ordinal, || self.core.relaxed(|| self.core.allocate_and_free()))
+        self.core.in_context(ordinal, || self.core.with_relaxed_capture(|| self.core.allocate_and_free()))
     }
 
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
         let (device, peer_device) = (self.core.device(ordinal)?, self.core.device(peer)?);
-        // The driver says no to this.
+        // The driver reports false for a device and itself.
         if ordinal == peer {
             return Ok(true);
         }
@@ -325,43 +324,43 @@ unsafe impl Verbs for CudaDriver {
 
     fn extent(&self, ordinal: i32, address: u64) -> Result<(u64, u64)> {
         self.core.device(ordinal)?;
-        let addresses = self.core.known_addresses();
+        let addresses = self.core.addresses();
         if let Some(mapping) = addresses.mapping(address) {
             return Ok(mapping);
         }
         match addresses.block(address, 0) {
-            Some(_) => self.core.within(ordinal, || self.core.extent(address)),
+            Some(_) => self.core.in_context(ordinal, || self.core.extent(address)),
             None => Err(failure("cuMemGetAddressRange_v2", code::INVALID_VALUE)),
         }
     }
 
     fn seal(&self, handle: Handle) -> Result<bool> {
-        self.core.known("seal", handle).map(|_| false)
+        self.core.hold_handle("seal", handle).map(|_| false)
     }
 
     fn page_lock(&self, ordinal: i32, size: u64) -> Result<PageLocked> {
         const CALL: &str = "cuMemHostAlloc";
         self.core.device(ordinal)?;
-        // The driver answers nothing with the null pointer.
+        // For size 0 the driver returns null.
         if size == 0 {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        let start = self.core.within(ordinal, || {
+        let start = self.core.in_context(ordinal, || {
             let mut start = ptr::null_mut();
             // SAFETY: the pointer is valid for the one write.
             unsafe { self.core.functions.mem_host_alloc(&mut start, size as usize, sys::CU_MEMHOSTALLOC_PORTABLE) }?;
             NonNull::new(start).ok_or_else(|| failure(CALL, code::UNKNOWN))
         })?;
-        // SAFETY: the driver allocated it for this caller alone, and takes it back in `take_back`.
+        // SAFETY: the driver allocated it for this caller alone, and `unlock` frees it.
         Ok(unsafe { PageLocked::new(start.cast(), size as usize, Arc::clone(&self.core) as Arc<dyn PageLocker>) })
     }
 
     fn window(&self, address: u64, size: u64) -> Result<Window> {
         self.core.origin.check()?;
-        let addresses = self.core.known_addresses();
+        let addresses = self.core.addresses();
         let view = addresses.view(address, size).ok_or_else(|| failure("window", code::INVALID_VALUE))?;
-        // SAFETY: the table says that the range is mapped with this access for the CPU, and nothing of it is unmapped or
-        // changed while it is in `windows`. This driver object unmaps nothing when it is dropped.
+        // SAFETY: by the table, the range is mapped with this access for the CPU. Nothing in it is unmapped or changed while it is in
+        // `windows`. This driver object unmaps nothing when it is dropped.
         Ok(unsafe { Window::new(view, self.core.origin, &self.windows, Arc::clone(&self.core) as _) })
     }
 

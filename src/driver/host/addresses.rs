@@ -1,11 +1,11 @@
-//! Addresses of this process: reserved, mapped over, and given back.
+//! Address ranges of this process: reserving, mapping and freeing them.
 //!
-//! A reservation is a range of `PROT_NONE` addresses, which `MAP_FIXED` replaces. The kernel may unmap what is to be
-//! replaced and fail after that (6.18 does so for memory of huge pages, if there are none; any kernel may, when it has no
-//! memory for its own tables). Then the range is a hole, and another thread's mmap(2) may be given it at once. Making the mapping
-//! elsewhere and moving it with mremap(2) is no way around: that unmaps its destination first, too. So a range whose mapping
-//! failed is reserved again where it is still free, and is lost where that is not certain: never mapped, unmapped or freed
-//! again, as it may have another owner. No peer can bring that about: see [`crate::sys::memfd::inspect`].
+//! A reservation is a range of `PROT_NONE` addresses, which `MAP_FIXED` replaces. The kernel may unmap the old mapping and fail after that
+//! (6.18 does so for huge pages if none are available; any kernel may if it has no memory for its own tables). Then the range is a hole,
+//! and another thread's mmap(2) may be given it at once. Creating the mapping elsewhere and moving it with mremap(2) does not help: that
+//! also unmaps its destination first. So if a mapping fails, its range is reserved again where it is still free. Where this is not
+//! certain, the range is lost: never mapped, unmapped or freed again, because it may have another owner. No peer can cause this: see
+//! [`crate::sys::memfd::inspect`].
 
 use std::{collections::BTreeMap, ffi::c_void, num::NonZeroUsize, ops::Range, os::fd::AsFd, ptr::NonNull};
 
@@ -16,13 +16,13 @@ use nix::{
 
 use crate::driver::{Access, cover};
 
-/// A range of addresses, and what is mapped in it, by address.
+/// A range of addresses with its mappings, by address.
 #[derive(Debug)]
 pub(super) struct Reserved {
     address: u64,
     pub(super) size: u64,
     pub(super) mapped: BTreeMap<u64, Mapped>,
-    /// Parts that may be another thread's mappings by now.
+    /// Ranges that may have become another thread's mappings.
     lost: Vec<Range<u64>>,
 }
 
@@ -33,20 +33,20 @@ pub(super) struct Mapped {
     pub(super) pages: Pages,
 }
 
-/// Whose pages a mapping has.
+/// The kind of a mapping's pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pages {
-    /// The memfd's: everyone sees what anyone writes.
+    /// The memfd's pages: every write is visible to all.
     Shared,
-    /// The memfd's, which is sealed: nothing can write to them.
+    /// The pages of a sealed memfd: nothing can write to them.
     Sealed,
-    /// The memfd's, until this process writes to one: it has a copy of that page from then on.
+    /// The memfd's pages. A write in this process gives it a private copy of the page.
     CopyOnWrite,
 }
 
 impl Pages {
-    /// Kernels before 6.7 refuse a shared mapping of memory that is sealed against writing, even to read. Nothing can change the bytes, so
-    /// a private mapping shows the same.
+    /// Kernels before 6.7 refuse shared mappings of memory that is sealed against writes, even for reading. Nothing can change the bytes,
+    /// so a private mapping is equivalent.
     fn flag(self) -> MapFlags {
         match self {
             Self::Shared => MapFlags::MAP_SHARED,
@@ -58,7 +58,7 @@ impl Pages {
 const RESERVE: MapFlags = MapFlags::MAP_PRIVATE.union(MapFlags::MAP_NORESERVE);
 
 impl Reserved {
-    /// Reserves addresses at a multiple of `alignment`: more than needed, then both ends are cut off.
+    /// Reserves addresses at a multiple of `alignment`: maps more than needed, and unmaps both ends.
     pub(super) fn new(size: u64, alignment: u64) -> nix::Result<Self> {
         let padded = size.checked_add(alignment).ok_or(Errno::ENOMEM)?;
         let length_padded = usize::try_from(padded).ok().and_then(NonZeroUsize::new).ok_or(Errno::ENOMEM)?;
@@ -67,7 +67,7 @@ impl Reserved {
         let address = found.next_multiple_of(alignment);
         for (start, end) in [(found, address), (address + size, found + padded)] {
             if start < end {
-                // SAFETY: both ends are parts of the mapping just made, which no other thread knows of.
+                // SAFETY: both ends belong to the mapping just created, which no other thread knows.
                 unsafe { munmap(pointer(start), length(end - start)) }?;
             }
         }
@@ -78,7 +78,7 @@ impl Reserved {
         self.address
     }
 
-    /// The mappings inside a range, if there is no other part of a mapping in it.
+    /// The mappings inside a range. `None` if another mapping is partly inside.
     pub(super) fn whole(&self, address: u64, size: u64) -> Option<Vec<u64>> {
         let end = address.checked_add(size)?;
         let overlapping = self.mapped.iter().filter(|&(&start, mapped)| start < end && address < start + mapped.size);
@@ -91,7 +91,7 @@ impl Reserved {
         cover(usable.map(|(&start, mapped)| (start, mapped.size)), address, size)
     }
 
-    /// Whether something can be mapped at all of a range: it is inside, and nothing of it is mapped or lost.
+    /// Whether a range can be mapped: it is inside the reservation, and no part of it is mapped or lost.
     pub(super) fn is_vacant(&self, address: u64, size: u64) -> bool {
         let Some(end) = address.checked_add(size) else { return false };
         self.address <= address
@@ -100,14 +100,14 @@ impl Reserved {
             && self.lost.iter().all(|lost| end <= lost.start || lost.end <= address)
     }
 
-    /// Maps `size` bytes of a memfd into a vacant range, not accessible yet. If it fails, the range may be lost.
+    /// Maps `size` bytes of a memfd, inaccessible, into a vacant range. After a failure the range may be lost.
     pub(super) fn map(&mut self, address: u64, size: u64, memfd: impl AsFd, pages: Pages) -> nix::Result<()> {
         if !self.is_vacant(address, size) {
             return Err(Errno::EINVAL);
         }
         let over = |start, length| {
-            // SAFETY: the range is reserved by this object and nothing is mapped there, so nothing is replaced but addresses that
-            // no thread accesses.
+            // SAFETY: this object has reserved the range and nothing is mapped there, so only addresses that no thread accesses are
+            // replaced.
             unsafe { mmap(Some(start), length, ProtFlags::PROT_NONE, pages.flag() | MapFlags::MAP_FIXED, &memfd, 0) }
         };
         match replace(address, size, over) {
@@ -123,15 +123,15 @@ impl Reserved {
         }
     }
 
-    /// Maps a memfd of the same size in the place of a mapping, with its access. If it fails, the addresses are reserved and nothing is
-    /// mapped there, or they are lost.
+    /// Replaces a mapping with a memfd of the same size, with the same access. After a failure the addresses are reserved and
+    /// unmapped, or lost.
     ///
     /// # Safety
-    /// No thread accesses the mapping as something that does not change.
+    /// No thread relies on the mapping's bytes not to change.
     pub(super) unsafe fn replace(&mut self, start: u64, memfd: impl AsFd, pages: Pages) -> nix::Result<()> {
         let Some(Mapped { size, access, .. }) = self.mapped.remove(&start) else { return Err(Errno::EINVAL) };
         let over = |start, length| {
-            // SAFETY: it was a whole mapping of this object, and the caller's promise.
+            // SAFETY: it is a whole mapping of this object, and the caller's promise.
             unsafe { mmap(Some(start), length, protection(access), pages.flag() | MapFlags::MAP_FIXED, &memfd, 0) }
         };
         match replace(start, size, over) {
@@ -147,18 +147,18 @@ impl Reserved {
         }
     }
 
-    /// Turns the addresses of a mapping back into reserved ones. If it fails, they are lost, with the memory mapped or not.
+    /// Replaces a mapping with reserved addresses. After a failure they are lost, and the memory may still be mapped.
     ///
     /// # Safety
-    /// No thread accesses the mapping, or does so later by an address that it has now.
+    /// No thread accesses the mapping, now or later with an address that it already has.
     pub(super) unsafe fn unmap(&mut self, start: u64) -> nix::Result<()> {
         let Some(Mapped { size, .. }) = self.mapped.remove(&start) else { return Err(Errno::EINVAL) };
         let over = |start, length| {
-            // SAFETY: it was a whole mapping of this object, and the caller's promise.
+            // SAFETY: it is a whole mapping of this object, and the caller's promise.
             unsafe { mmap_anonymous(Some(start), length, ProtFlags::PROT_NONE, RESERVE | MapFlags::MAP_FIXED) }
         };
         match replace(start, size, over) {
-            // What was mapped is gone either way.
+            // The mapping is removed in both cases.
             Replaced::Done | Replaced::Reserved(_) => Ok(()),
             Replaced::Lost(errno) => {
                 self.lose(start..start + size);
@@ -167,10 +167,10 @@ impl Reserved {
         }
     }
 
-    /// Sets what this process may do with whole mappings. After a failure it is what it was, or nothing.
+    /// Sets the access of whole mappings. After a failure it is the earlier access or none.
     ///
     /// # Safety
-    /// No thread accesses them meanwhile, or does so later in a way that is not allowed then.
+    /// No thread accesses them during the call, or later in a way that is no longer allowed.
     pub(super) unsafe fn protect(&mut self, inside: &[u64], access: Option<Access>) -> nix::Result<()> {
         let mut result = Ok(());
         for start in inside {
@@ -190,10 +190,10 @@ impl Reserved {
         result
     }
 
-    /// Frees all addresses that are not lost, and whatever is mapped there. What could not be freed can be tried again.
+    /// Frees all addresses that are not lost, with their mappings. If it fails, the rest can be freed again.
     ///
     /// # Safety
-    /// No thread accesses anything in it, or does so later.
+    /// No thread accesses any of it, now or later.
     pub(super) unsafe fn free(&mut self) -> nix::Result<()> {
         let mut start = self.address;
         let mut lost = self.lost.clone();
@@ -201,7 +201,7 @@ impl Reserved {
         lost.push(self.address + self.size..self.address + self.size);
         for Range { start: end, end: next } in lost {
             if start < end {
-                // SAFETY: this object reserved it and neither lost nor freed it since; and the caller's promise.
+                // SAFETY: this object reserved the range, and has neither lost nor freed it since; and the caller's promise.
                 unsafe { munmap(pointer(start), length(end - start)) }?;
                 self.mapped.retain(|&at, _| at < start || end <= at);
                 self.lose(start..end);
@@ -216,18 +216,18 @@ impl Reserved {
     }
 }
 
-/// What came of mapping something over addresses of this process.
+/// The result of mapping over addresses of this process.
 #[derive(Debug, PartialEq, Eq)]
 enum Replaced {
-    /// It is there.
+    /// The new mapping is there.
     Done,
-    /// It is not. The addresses are reserved, and nothing is mapped there.
+    /// The mapping failed. The addresses are reserved and unmapped.
     Reserved(Errno),
-    /// It is not. What was there may still be, or another thread's mapping.
+    /// The mapping failed. The old mapping or another thread's may be there.
     Lost(Errno),
 }
 
-/// Maps something over a range of this process by `over`, which is to use `MAP_FIXED`.
+/// Maps over a range of this process with `over`, which must use `MAP_FIXED`.
 fn replace(
     address: u64,
     size: u64,
@@ -235,15 +235,15 @@ fn replace(
 ) -> Replaced {
     let (start, length) = (nonzero(address), nonzero(size));
     let Err(errno) = over(start, length) else { return Replaced::Done };
-    // Without `MAP_FIXED` nothing is replaced: it fails where anything is mapped, be it what was there before.
+    // Without `MAP_FIXED` nothing is replaced: it fails where anything is mapped, even the old mapping.
     // SAFETY: new anonymous addresses that replace nothing.
     let again =
         unsafe { mmap_anonymous(Some(start), length, ProtFlags::PROT_NONE, RESERVE | MapFlags::MAP_FIXED_NOREPLACE) };
     match again {
         Ok(found) if found.as_ptr() as u64 == address => Replaced::Reserved(errno),
         Ok(elsewhere) => {
-            // Kernels before 4.17 do not know the flag, and choose a place where the wanted one is taken.
-            // SAFETY: it was made just now, and no other thread knows of it.
+            // Kernels before 4.17 ignore the flag, and choose another address if the range is not free.
+            // SAFETY: it was just mapped, and no other thread knows it.
             let _ = unsafe { munmap(elsewhere, length.get()) };
             Replaced::Lost(errno)
         }
@@ -259,7 +259,7 @@ fn protection(access: Option<Access>) -> ProtFlags {
     }
 }
 
-/// An address of the table as a pointer. Address 0 is never in it; should it be, the dangling pointer is refused.
+/// Converts an address of the table. Address 0 is never in the table; if it were, the kernel would reject the dangling pointer.
 pub(super) fn pointer(address: u64) -> NonNull<c_void> {
     NonNull::new(address as *mut c_void).unwrap_or(NonNull::dangling())
 }
@@ -285,7 +285,7 @@ mod tests {
 
     const UNIT: u64 = 2 << 20;
 
-    /// The permissions of what is mapped at an address, as /proc/self/maps shows them; `None` for a hole.
+    /// The permissions at an address, as in /proc/self/maps. `None` for a hole.
     fn seen(address: u64) -> Option<String> {
         let maps = fs::read_to_string("/proc/self/maps").unwrap();
         let at = |line: &str| {
@@ -297,20 +297,20 @@ mod tests {
         maps.lines().find_map(at)
     }
 
-    /// Fails as the kernel does that has unmapped what was to be replaced.
+    /// Fails like a kernel that has already unmapped the old mapping.
     fn half_way(start: NonZeroUsize, length: NonZeroUsize) -> nix::Result<NonNull<c_void>> {
-        // SAFETY: the addresses are the test's own, and nothing accesses them.
+        // SAFETY: the addresses belong to the test, and nothing accesses them.
         unsafe { munmap(pointer(start.get() as u64), length.get()) }.unwrap();
         Err(Errno::ENOMEM)
     }
 
-    /// Tries something again whose hole the thread of another test may have taken, which is rare.
+    /// Retries a test whose hole was taken by a thread of another test, which is rare.
     fn eventually(attempt: impl Fn() -> bool) {
         assert!((0..100).any(|_| attempt()), "lost each time");
     }
 
     #[test]
-    fn a_mapping_that_fails_half_way_leaves_reserved_addresses() {
+    fn failed_mapping_leaves_reservation() {
         eventually(|| {
             let mut reserved = Reserved::new(3 * UNIT, UNIT).unwrap();
             let middle = reserved.address() + UNIT;
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_huge_pages_that_are_not_there_leaves_no_hole() {
+    fn missing_huge_pages_leave_no_hole() {
         // More than any machine has.
         let size = 1 << 40;
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_HUGETLB | MFdFlags::MFD_HUGE_2MB;
@@ -349,12 +349,12 @@ mod tests {
     }
 
     #[test]
-    fn a_hole_that_another_thread_took_is_left_alone() {
+    fn lost_range_is_left_alone() {
         let mut reserved = Reserved::new(3 * UNIT, UNIT).unwrap();
         let (start, middle) = (reserved.address(), reserved.address() + UNIT);
         let taken = |at, length| {
             let writable = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-            // SAFETY: the addresses are the test's own, and nothing accesses them.
+            // SAFETY: the addresses belong to the test, and nothing accesses them.
             unsafe { mmap_anonymous(Some(at), length, writable, MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED) }.unwrap();
             Err(Errno::ENOMEM)
         };
@@ -372,14 +372,14 @@ mod tests {
     }
 
     #[test]
-    fn protection_that_fails_half_way_is_taken_back() {
+    fn failed_protection_is_rolled_back() {
         let mut reserved = Reserved::new(2 * UNIT, UNIT).unwrap();
         let start = reserved.address();
         let memfd = memfd_create(c"test", MFdFlags::MFD_CLOEXEC).unwrap();
         ftruncate(&memfd, UNIT as i64).unwrap();
         let read_only = fs::File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&memfd))).unwrap();
         reserved.map(start, UNIT, &memfd, Pages::Shared).unwrap();
-        // The kernel never lets this one be written.
+        // The kernel never allows writes to a mapping of a read-only descriptor.
         reserved.map(start + UNIT, UNIT, &read_only, Pages::Shared).unwrap();
         let both = [start, start + UNIT];
         // SAFETY: nothing accesses it.

@@ -1,8 +1,7 @@
-//! How much memory this process can still fill: what the machine has available, or less where a control group
-//! says so.
+//! The memory that this process can still use: the machine's available memory, or less if a control group limits it.
 //!
-//! Filling more brings the kernel's out-of-memory killer, not an error, so it must be known before. cgroup v2 and v1
-//! are both read, each level from this process's group to the root, since the tightest one decides.
+//! Using more triggers the kernel's out-of-memory killer instead of an error, so the limit must be checked in advance. Reads cgroup v2 and
+//! v1, at every level from this process's group to the root, because the tightest limit applies.
 
 use std::{
     fs, io,
@@ -11,10 +10,10 @@ use std::{
 
 use crate::driver::MemoryInfo;
 
-/// Left for everything else: the machine's estimate is only an estimate.
+/// Left for other processes, because the machine's figure is only an estimate.
 const RESERVE: u64 = 128 << 20;
 
-/// What can be allocated now, and what there is in all.
+/// The memory that can be allocated now, and the total.
 pub(super) fn memory() -> io::Result<MemoryInfo> {
     memory_under(Path::new("/"))
 }
@@ -36,7 +35,7 @@ fn memory_under(root: &Path) -> io::Result<MemoryInfo> {
     Ok(MemoryInfo { free: tightest.free.saturating_sub(RESERVE), ..tightest })
 }
 
-/// The limits of one line of `/proc/self/cgroup`, from its group to the root of its hierarchy.
+/// The limits in one line of `/proc/self/cgroup`, from its group to the root of its hierarchy.
 fn limits(root: &Path, line: &str) -> Vec<MemoryInfo> {
     let mut parts = line.splitn(3, ':');
     let (Some(_), Some(controllers), Some(group)) = (parts.next(), parts.next(), parts.next()) else {
@@ -50,8 +49,8 @@ fn limits(root: &Path, line: &str) -> Vec<MemoryInfo> {
     } else {
         return Vec::new();
     };
-    // In a container the group's path may be the host's and not be mounted here: then only the levels that exist count,
-    // and the mount itself is this container's own group.
+    // In a container the group's path may be the host's, and not be mounted here. Then only the existing levels count, and the mount
+    // itself is this container's group.
     let group = group.trim_start_matches('/').split('/').filter(|part| *part != "..").collect::<PathBuf>();
     group.ancestors().filter_map(|level| limit(&mount.join(level), files)).collect()
 }
@@ -59,7 +58,7 @@ fn limits(root: &Path, line: &str) -> Vec<MemoryInfo> {
 fn limit(folder: &Path, (max, current, inactive): (&str, &str, &str)) -> Option<MemoryInfo> {
     let number = |name: &str| fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u64>().ok();
     let max = number(max)?;
-    // Unused pages of files count as used, and are given back before anything is killed.
+    // Unused pages of files count as used, but are reclaimed before anything is killed.
     let stat = fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
     let reclaimable = stat.lines().find_map(|line| line.strip_prefix(inactive)?.parse::<u64>().ok()).unwrap_or(0);
     let used = number(current)?.saturating_sub(reclaimable);
@@ -84,12 +83,12 @@ mod tests {
     }
 
     #[test]
-    fn without_control_groups_the_machine_decides() {
+    fn machine_limits_without_control_groups() {
         assert_eq!(machine(&[]), MemoryInfo { free: 4 * GIB - RESERVE, total: 8 * GIB });
     }
 
     #[test]
-    fn the_tightest_level_of_version_2_decides_and_unused_file_pages_count_as_free() {
+    fn tightest_v2_level_limits_without_file_pages() {
         let seen = machine(&[
             ("proc/self/cgroup", "0::/a/b\n"),
             ("sys/fs/cgroup/a/b/memory.max", "max\n"),
@@ -101,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn version_1_is_read_also_where_the_path_is_the_hosts() {
+    fn v1_limits_with_host_paths() {
         let seen = machine(&[
             ("proc/self/cgroup", "4:cpu,memory:/docker/deadbeef\n1:name=systemd:/x\n"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n"),
@@ -111,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_can_be_read() {
+    fn reads_this_machine() {
         let seen = memory().unwrap();
         assert!(seen.total > 0 && seen.free < seen.total, "{seen:?}");
     }

@@ -1,4 +1,4 @@
-//! A handoff by the kernel's calls alone.
+//! Handoffs with bare system calls.
 
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd},
@@ -28,7 +28,7 @@ impl Bare for HostDriver {
     fn export(&self, created: &Created) -> Result<OwnedFd> {
         self.origin.check()?;
         check("host export", created.by, self.identity)?;
-        // SAFETY: the descriptor is open until `release` takes `created`, which is borrowed here, by whichever thread.
+        // SAFETY: the descriptor is open until `release` takes `created`, which is borrowed here, in whichever thread.
         let memfd = unsafe { BorrowedFd::borrow_raw(created.handle as RawFd) };
         let fails = |error| failure_with("host export", code::OPERATING_SYSTEM, Some(error));
         memfd.try_clone_to_owned().map_err(fails)
@@ -37,7 +37,7 @@ impl Bare for HostDriver {
     fn release(&self, created: Created) -> Result<()> {
         self.origin.check()?;
         check("host release", created.by, self.identity)?;
-        // SAFETY: it was this object's own, and goes with all that names it: no other thread has the number.
+        // SAFETY: `created` owned the descriptor and is consumed: no other thread has the number.
         drop(unsafe { OwnedFd::from_raw_fd(created.handle as RawFd) });
         Ok(())
     }
@@ -60,7 +60,7 @@ impl Bare for HostDriver {
         self.origin.check()?;
         check("host unmap", opened.by, self.identity)?;
         let mut last = Instant::now();
-        // SAFETY: the mapping is whole, no thread accesses it, as no table has it, and all that names it ends here.
+        // SAFETY: the mapping is whole. No table contains it, so no thread accesses it, and `opened`, its only name, is consumed.
         unsafe { munmap(pointer(opened.address), length(opened.size)) }
             .map_err(|errno| from_errno("host unmap", errno))?;
         Ok(Closing { unmap: lap(&mut last), ..Closing::default() })

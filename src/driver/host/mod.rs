@@ -1,10 +1,10 @@
-//! The host backend: real shared memory of this machine, under CUDA's rules. No GPU takes part.
+//! The host backend: real shared memory of this machine with CUDA's rules, without a GPU.
 //!
-//! An allocation is a memfd, sealed at birth against shrinking and growing and committed at once, as `cuMemCreate`
-//! commits; a reservation is a range of `PROT_NONE` addresses; mapping is `MAP_FIXED` into it and access `mprotect`. The
-//! device's memory is this machine's, so [`Location::Device`] 0 and [`Location::HostNuma`] 0 are the same place here.
-//! What CUDA was seen to refuse is refused with the same number, so that a program that works here is not surprised on
-//! a GPU. Like the CUDA backend it knows what it gave out, and answers `CUDA_ERROR_INVALID_VALUE` for all else.
+//! An allocation is a memfd, sealed at creation against shrinking and growing, with its pages allocated at once as by `cuMemCreate`. A
+//! reservation is a range of `PROT_NONE` addresses; mapping uses `MAP_FIXED`, and access `mprotect`. The device's memory is this machine's
+//! memory, so [`Location::Device`] 0 and [`Location::HostNuma`] 0 are the same. Calls that CUDA was seen to reject are rejected with the
+//! same code, so that a program that works here also works on a GPU. Like the CUDA backend, it tracks the handles and addresses that it
+//! returned, and fails with `CUDA_ERROR_INVALID_VALUE` for all others.
 
 #![allow(unsafe_code)]
 
@@ -35,19 +35,19 @@ use crate::{
     sys::fork::ProcessIdentity,
 };
 
-/// What sizes and addresses are multiples of, unless made otherwise: the granularity that CUDA was seen to have.
+/// The default granularity of sizes and addresses, in bytes, as on tested CUDA devices.
 pub const GRANULARITY: u64 = 2 << 20;
 
-/// The name of the one device of this backend.
+/// The name of this backend's only device.
 pub const DEVICE_NAME: &str = "host memory (no GPU)";
 
-/// How long a fork of this process may keep memory from being sealed.
-const FORKS_LIVE: Duration = Duration::from_millis(500);
+/// How long to retry a seal while a fork of this process still has the memory mapped.
+const FORK_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The namespace of host device UUIDs: version 5, of the boot id.
+/// The namespace of the host device's UUID: version 5, derived from the boot ID.
 const NAMESPACE: Uuid = uuid!("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21");
 
-/// The host backend. Each object counts its own handles and addresses.
+/// The host backend. Each object has its own handles and addresses.
 #[derive(Debug)]
 pub struct HostDriver {
     origin: ProcessIdentity,
@@ -57,13 +57,13 @@ pub struct HostDriver {
     space: Arc<Space>,
 }
 
-/// What the driver object and the windows of it hold: with the last of them everything forgotten is unmapped.
+/// State shared by the driver object and its windows. Dropping the last reference unmaps everything that was not given back.
 #[derive(Debug)]
 struct Space {
     origin: ProcessIdentity,
-    /// A copy holds it for reading, so that nothing is unmapped under it.
+    /// Copies hold it for reading, so that nothing is unmapped during a copy.
     state: RwLock<Resources>,
-    /// Only opened, and only asked for, while the state is held.
+    /// Windows are only opened, and only looked up, while the state is locked.
     windows: Arc<Windows>,
 }
 
@@ -74,40 +74,40 @@ struct Resources {
     reservations: BTreeMap<u64, Reserved>,
 }
 
-/// Physical memory, for as long as a handle names it. Mappings hold their pages by themselves.
+/// Physical memory, until its handle is released. Mappings keep their pages alive by themselves.
 #[derive(Debug)]
 struct PhysicalMemory {
     memfd: OwnedFd,
     size: u64,
     exportable: bool,
-    /// Whether no seal can be added any more: at the first export, or with the seal against writing.
+    /// Whether no more seals can be added: since the first export, or the seal against writes.
     closed: bool,
-    /// Whether it is sealed against writing.
+    /// Whether it is sealed against writes.
     immutable: bool,
 }
 
-/// How many objects of a driver are alive: all zero when everything was given back.
+/// The number of live objects of a driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Live {
-    /// Allocations created or imported and not released.
+    /// Created or imported allocations.
     pub handles: usize,
-    /// Reservations not freed.
+    /// Reservations.
     pub reservations: usize,
-    /// Mappings not unmapped.
+    /// Mappings.
     pub mappings: usize,
 }
 
 impl HostDriver {
-    /// A host backend with nothing allocated. The process that calls this is the one that may use it.
+    /// Creates a host backend. Only the calling process can use it.
     pub fn new() -> Self {
         Self::of(GRANULARITY)
     }
 
-    /// As [`HostDriver::new`], with another granularity: for trying programs on one that is not 2 MiB. Both sides of a
-    /// handoff need the same.
+    /// Like [`HostDriver::new`], with another granularity, to test programs with a size other than 2 MiB. Both sides of a handoff need the
+    /// same granularity.
     ///
     /// # Errors
-    /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if it is no power of two or no multiple of the page size.
+    /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if `bytes` is not a power of two, or not a multiple of the page size.
     pub fn with_granularity(bytes: u64) -> Result<Self> {
         // SAFETY: no pointers.
         let page = u64::try_from(unsafe { nix::libc::sysconf(nix::libc::_SC_PAGESIZE) }).unwrap_or(4096);
@@ -118,9 +118,9 @@ impl HostDriver {
     }
 
     fn of(granularity: u64) -> Self {
-        // Two processes on one boot must agree on the device; two boots must not.
+        // Processes of one boot must have the same device UUID, and processes of different boots different ones.
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_else(|error| {
-            tracing::warn!(%error, "no boot id can be read: the host device of every such machine has the same UUID");
+            tracing::warn!(%error, "can't read the boot ID: the host device has the same UUID on every such machine");
             String::new()
         });
         let origin = ProcessIdentity::current();
@@ -129,12 +129,12 @@ impl HostDriver {
         Self { origin, identity, uuid, granularity, space }
     }
 
-    /// The UUID of the device of a machine with this boot id, which is without its newline.
+    /// The device's UUID on a machine with this boot ID (without a newline).
     pub fn uuid_of(boot_id: &str) -> DeviceUuid {
         DeviceUuid::from_bytes(Uuid::new_v5(&NAMESPACE, boot_id.as_bytes()).into_bytes())
     }
 
-    /// How many objects are alive.
+    /// The number of objects that were not given back.
     pub fn live(&self) -> Live {
         let state = self.read();
         Live {
@@ -183,7 +183,7 @@ impl HostDriver {
         let mut state = self.write();
         let Resources { handles, reservations, .. } = &mut *state;
         let memory = handles.get(&handle).ok_or_else(invalid)?;
-        let reserved = holding(reservations, address, size).ok_or_else(invalid)?;
+        let reserved = reservation_containing(reservations, address, size).ok_or_else(invalid)?;
         if size == 0 || !address.is_multiple_of(self.granularity) {
             return Err(invalid());
         }
@@ -202,7 +202,7 @@ impl HostDriver {
 }
 
 impl PhysicalMemory {
-    /// The pages that a mapping of it has, unless they are to be copied on write.
+    /// The pages of a normal mapping.
     fn pages(&self) -> Pages {
         if self.immutable { Pages::Sealed } else { Pages::Shared }
     }
@@ -221,21 +221,21 @@ impl Drop for Space {
         }
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         for (address, reserved) in &mut state.reservations {
-            // SAFETY: neither the driver object nor a window of it is left, in any thread.
+            // SAFETY: the driver object and all of its windows are gone, in every thread.
             if let Err(errno) = unsafe { reserved.free() } {
-                tracing::warn!(%errno, address, "a forgotten reservation can't be freed");
+                tracing::warn!(%errno, address, "can't free a leaked reservation");
             }
         }
     }
 }
 
 impl Resources {
-    /// The reservation that holds a range.
+    /// The reservation that contains a range.
     fn reservation(&mut self, address: u64, size: u64) -> Option<&mut Reserved> {
-        holding(&mut self.reservations, address, size)
+        reservation_containing(&mut self.reservations, address, size)
     }
 
-    /// Whether a copy may touch a range.
+    /// Whether mappings that `usable` accepts cover a range.
     fn usable(&self, address: u64, size: u64, usable: impl Fn(&Mapped) -> bool) -> bool {
         let found = self.reservations.range(..=address).next_back();
         found.is_some_and(|(_, reserved)| reserved.covers(address, size, usable))
@@ -249,8 +249,12 @@ impl Resources {
     }
 }
 
-/// The reservation that holds a range.
-fn holding(reservations: &mut BTreeMap<u64, Reserved>, address: u64, size: u64) -> Option<&mut Reserved> {
+/// The reservation that contains a range.
+fn reservation_containing(
+    reservations: &mut BTreeMap<u64, Reserved>,
+    address: u64,
+    size: u64,
+) -> Option<&mut Reserved> {
     let (&start, reserved) = reservations.range_mut(..=address).next_back()?;
     (address.checked_add(size)? <= start + reserved.size).then_some(reserved)
 }
@@ -263,13 +267,13 @@ fn writable(mapped: &Mapped) -> bool {
     mapped.access == Some(Access::ReadWrite)
 }
 
-/// Ordinary memory of this process in the place of page-locked memory.
+/// Frees ordinary memory that replaces page-locked memory.
 #[derive(Debug)]
 struct Anonymous;
 
 impl PageLocker for Anonymous {
-    unsafe fn take_back(&self, start: NonNull<u8>, size: usize) -> Result<()> {
-        // SAFETY: the caller's promise: it is a whole mapping that is not used any more. In a fork it is a copy, and goes alone.
+    unsafe fn unlock(&self, start: NonNull<u8>, size: usize) -> Result<()> {
+        // SAFETY: the caller promises a whole mapping that is no longer used. In a fork only the fork's copy is unmapped.
         unsafe { munmap(start.cast(), size) }.map_err(|errno| from_errno("host page_lock", errno))
     }
 }

@@ -1,4 +1,4 @@
-//! The verbs of the host backend.
+//! [`Verbs`] of the host backend.
 
 use std::{
     num::NonZeroUsize,
@@ -15,11 +15,11 @@ use nix::{
 };
 
 use super::{
-    Anonymous, DEVICE_NAME, FORKS_LIVE, HostDriver, PhysicalMemory,
+    Anonymous, DEVICE_NAME, FORK_TIMEOUT, HostDriver, PhysicalMemory,
     addresses::{Mapped, Pages, Reserved, pointer},
     available, from_errno, readable, writable,
 };
-use super::{Resources, holding};
+use super::{Resources, reservation_containing};
 use crate::{
     driver::{
         Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
@@ -31,7 +31,7 @@ use crate::{
 
 use crate::driver::{Bare, Diagnosis, Kernels};
 
-// SAFETY: the table knows what is mapped, and answers for nothing else; a mapping goes only with its entry.
+// SAFETY: the table contains all mappings, other addresses are rejected, and a mapping is removed together with its entry.
 unsafe impl Verbs for HostDriver {
     fn backend(&self) -> Backend {
         Backend::Host
@@ -127,7 +127,7 @@ unsafe impl Verbs for HostDriver {
         let empty = |reserved: &&mut Reserved| reserved.size == size && reserved.mapped.is_empty();
         let reserved = state.reservations.get_mut(&address).filter(empty);
         let reserved = reserved.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
-        // SAFETY: nothing is mapped in it that a thread could access.
+        // SAFETY: nothing in it is mapped that a thread could access.
         unsafe { reserved.free() }.map_err(|errno| from_errno(CALL, errno))?;
         state.reservations.remove(&address);
         Ok(())
@@ -148,19 +148,19 @@ unsafe impl Verbs for HostDriver {
         let mut state = self.write();
         let Resources { handles, reservations, .. } = &mut *state;
         let memory = handles.get(&handle).ok_or_else(invalid)?;
-        let reserved = holding(reservations, address, size).ok_or_else(invalid)?;
+        let reserved = reservation_containing(reservations, address, size).ok_or_else(invalid)?;
         let mapped = reserved.mapped.get(&address).filter(|mapped| mapped.size == size).ok_or_else(invalid)?;
         if size != memory.size {
             return Err(failure(CALL, code::NOT_SUPPORTED));
         }
         let pages = if mapped.pages == Pages::CopyOnWrite { mapped.pages } else { memory.pages() };
-        // The kernel would allow it, on pages of this process's own.
+        // The kernel would allow writes, to private copies of the pages.
         let written = pages == Pages::Sealed && mapped.access == Some(Access::ReadWrite);
-        if written || self.space.windows.touch(address, size) {
+        if written || self.space.windows.overlap(address, size) {
             return Err(invalid());
         }
-        // SAFETY: copies of all threads hold the lock for reading and look it up there, so none is under way. No window is open on it,
-        // nor opened without the lock.
+        // SAFETY: copies in all threads hold the lock for reading and look the mapping up under it, so none is in progress. No window is
+        // open on it, and none can be opened without the lock.
         unsafe { reserved.replace(address, &memory.memfd, pages) }.map_err(|errno| from_errno(CALL, errno))
     }
 
@@ -170,12 +170,12 @@ unsafe impl Verbs for HostDriver {
         let invalid = || failure(CALL, code::INVALID_VALUE);
         let mut state = self.write();
         let reserved = state.reservation(address, size).ok_or_else(invalid)?;
-        if !self.aligned(size) || self.space.windows.touch(address, size) {
+        if !self.aligned(size) || self.space.windows.overlap(address, size) {
             return Err(invalid());
         }
         for start in reserved.whole(address, size).ok_or_else(invalid)? {
-            // SAFETY: copies of all threads hold the lock for reading and look it up there, so none is under way. No window is open on
-            // any of it, nor opened without the lock.
+            // SAFETY: copies in all threads hold the lock for reading and look the mapping up under it, so none is in progress. No window
+            // is open in the range, and none can be opened without the lock.
             unsafe { reserved.unmap(start) }.map_err(|errno| from_errno(CALL, errno))?;
         }
         Ok(())
@@ -183,9 +183,9 @@ unsafe impl Verbs for HostDriver {
 
     fn check_unused(&self, address: u64, size: u64) -> Result<()> {
         self.origin.check()?;
-        // Windows are opened while the state is held.
+        // Windows are opened while the state is locked.
         let _state = self.read();
-        if self.space.windows.touch(address, size) {
+        if self.space.windows.overlap(address, size) {
             return Err(failure("host check_unused", code::INVALID_VALUE));
         }
         Ok(())
@@ -198,16 +198,16 @@ unsafe impl Verbs for HostDriver {
         let mut state = self.write();
         let reserved = state.reservation(address, size).ok_or_else(invalid)?;
         let inside = reserved.whole(address, size).ok_or_else(invalid)?;
-        if size == 0 || !reserved.covers(address, size, |_| true) || self.space.windows.touch(address, size) {
+        if size == 0 || !reserved.covers(address, size, |_| true) || self.space.windows.overlap(address, size) {
             return Err(invalid());
         }
-        // The kernel would allow it, on pages of this process's own.
+        // The kernel would allow writes, to private copies of the pages.
         if access == Some(Access::ReadWrite) && inside.iter().any(|start| reserved.mapped[start].pages == Pages::Sealed)
         {
             return Err(invalid());
         }
-        // SAFETY: copies of all threads hold the lock for reading and look the access up there. No window is open on any of it, and so
-        // there is no slice.
+        // SAFETY: copies in all threads hold the lock for reading and look the access up under it. No window is open in the range, and so
+        // no slice of it exists.
         unsafe { reserved.protect(&inside, access) }.map_err(|errno| from_errno(CALL, errno))
     }
 
@@ -218,7 +218,7 @@ unsafe impl Verbs for HostDriver {
         let memory = state.handles.get_mut(&handle).filter(|memory| memory.exportable);
         let memory = memory.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         if !memory.closed {
-            // Against further seals, with which a consumer could lock its producer out.
+            // Prevents more seals: a consumer could lock out its producer.
             memfd::add_seals(&memory.memfd, SealFlag::F_SEAL_SEAL).map_err(|errno| from_errno(CALL, errno))?;
             memory.closed = true;
         }
@@ -257,8 +257,9 @@ unsafe impl Verbs for HostDriver {
         if !from.is_empty() && !state.usable(address, from.len() as u64, writable) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        // SAFETY: the destination is mapped for writing, whole, and stays so while the lock is held. It is no memory of Rust's. Other
-        // processes may access it meanwhile, and threads of this one do so by `copy` alone: the lock does not keep them apart.
+        // SAFETY: the whole destination is mapped for writing, and stays mapped while the lock is held. It is outside of Rust's
+        // allocations. Other processes may access it at the same time. Threads of this process do so only with `copy`: the lock does not
+        // exclude them.
         unsafe { copy::write(from, pointer(address).as_ptr().cast()) };
         Ok(())
     }
@@ -270,9 +271,9 @@ unsafe impl Verbs for HostDriver {
         if !to.is_empty() && !state.usable(address, to.len() as u64, readable) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
-        // SAFETY: the source is mapped for reading, whole, and stays so while the lock is held. It is no memory of Rust's that is
-        // borrowed mutably. Other processes may write to it meanwhile, and threads of this one do so by `copy` alone: the
-        // lock does not keep them apart.
+        // SAFETY: the whole source is mapped for reading, and stays mapped while the lock is held. It is not memory that Rust borrows
+        // mutably. Other processes may write to it at the same time. Threads of this process do so only with `copy`: the lock does not
+        // exclude them.
         unsafe { copy::read(pointer(address).as_ptr().cast_const().cast(), to) };
         Ok(())
     }
@@ -330,14 +331,14 @@ unsafe impl Verbs for HostDriver {
             if memory.closed {
                 return Err(invalid());
             }
-            // The kernel refuses it while it is mapped, for whatever access, and takes no seal back.
+            // The kernel refuses the seal while the memory is mapped, with any access. A seal can't be removed.
             match memfd::seal_content(&memory.memfd) {
                 Ok(()) => {
                     (memory.closed, memory.immutable) = (true, true);
                     return Ok(true);
                 }
-                // A fork of this process that is yet to exec has the mappings that it had.
-                Err(Errno::EBUSY) if begun.elapsed() < FORKS_LIVE => {}
+                // A fork of this process that has not called exec yet still has the mappings.
+                Err(Errno::EBUSY) if begun.elapsed() < FORK_TIMEOUT => {}
                 Err(errno) => return Err(from_errno(CALL, errno)),
             }
             drop(state);
@@ -357,24 +358,24 @@ unsafe impl Verbs for HostDriver {
         // SAFETY: new anonymous memory that replaces nothing.
         let start = unsafe { mmap_anonymous(None, wanted, protection, MapFlags::MAP_PRIVATE) }
             .map_err(|errno| from_errno(CALL, errno))?;
-        // SAFETY: it was mapped just now for this caller alone.
+        // SAFETY: it was just mapped, for this caller alone.
         Ok(unsafe { PageLocked::new(start.cast(), wanted.get(), Arc::new(Anonymous)) })
     }
 
     fn window(&self, address: u64, size: u64) -> Result<Window> {
         self.origin.check()?;
         let state = self.read();
-        let seen = |enough: fn(&Mapped) -> bool| state.usable(address, size, enough);
-        if size == 0 || !seen(readable) {
+        let covered = |enough: fn(&Mapped) -> bool| state.usable(address, size, enough);
+        if size == 0 || !covered(readable) {
             return Err(failure("host window", code::INVALID_VALUE));
         }
-        let immutable = seen(|mapped| mapped.access.is_some() && mapped.pages == Pages::Sealed);
-        let view = View { address, size, writable: seen(writable), immutable };
-        // SAFETY: the table says that the range is mapped with this access, and nothing of it is unmapped or changed while it
-        // is in `windows`, nor before `space` goes; all else here that touches it uses `copy`. What is immutable was sealed against
-        // writing before it was mapped, for good: the kernel had made sure that nothing could write to it any more, in no process,
-        // and refuses whatever would (mappings, write(2), holes). This process has private mappings of it alone: those of
-        // `Pages::Sealed` `set_access` never makes writable, and what is written to others goes to their own pages.
+        let immutable = covered(|mapped| mapped.access.is_some() && mapped.pages == Pages::Sealed);
+        let view = View { address, size, writable: covered(writable), immutable };
+        // SAFETY: by the table, the range is mapped with this access. Nothing in it is unmapped or changed while it is in `windows`, or
+        // before `space` is dropped; all other code here that accesses it uses `copy`. Immutable memory was sealed against writes before
+        // it was mapped: at that time the kernel had ensured that no process could write to it, and it refuses all later attempts
+        // (mappings, write(2), holes). This process has only private mappings of it: `set_access` never makes `Pages::Sealed` mappings
+        // writable, and writes to other mappings change private copies of their pages.
         Ok(unsafe { Window::new(view, self.origin, &self.space.windows, Arc::clone(&self.space) as _) })
     }
 
@@ -392,10 +393,10 @@ unsafe impl Verbs for HostDriver {
     }
 
     fn kernels(&self) -> Result<&dyn Kernels> {
-        self.lacking("kernels that write and check the pattern: that is a GPU's")
+        self.lacking("kernels that write and check the pattern, which need a GPU")
     }
 
     fn diagnosis(&self) -> Result<&dyn Diagnosis> {
-        self.lacking("what only a CUDA driver is asked (diagnosis)")
+        self.lacking("driver diagnosis, which needs CUDA")
     }
 }

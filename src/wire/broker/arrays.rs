@@ -1,7 +1,7 @@
-//! The table of a part's arrays, read fast: a model has ten thousand of them, and each reader reads them all.
+//! Parses the table of a part's arrays. A model has ten thousand arrays, and every reader parses them all.
 //!
-//! What this library writes has one form: no spaces, the fields in one order. It is read here without a parser's generality. Any
-//! other form of the same JSON, and all that is wrong, is left to serde.
+//! This library writes tables in one form: no spaces, fields in a fixed order. A special parser reads this form. serde parses every other
+//! form of the JSON, and reports faults.
 
 use std::fmt;
 
@@ -13,10 +13,10 @@ use serde::{
 use super::{ArrayEntry, Attached, MAX_ARRAYS};
 use crate::array::{ArrayDescriptor, ElementType, MAX_DIMENSIONS};
 
-/// Reads a table of arrays.
+/// Parses a table of arrays.
 ///
 /// # Errors
-/// The parser's.
+/// The parser's errors.
 pub(crate) fn read_arrays(text: &str) -> serde_json::Result<Vec<ArrayEntry>> {
     match Reader(text).table() {
         Some(arrays) => Ok(arrays),
@@ -24,7 +24,7 @@ pub(crate) fn read_arrays(text: &str) -> serde_json::Result<Vec<ArrayEntry>> {
     }
 }
 
-/// A table that ends with the first entry too many, however many there are behind it.
+/// A table. Parsing stops at the first entry beyond the limit.
 struct Bounded(Vec<ArrayEntry>);
 
 impl<'de> Deserialize<'de> for Bounded {
@@ -54,12 +54,12 @@ impl<'de> Deserialize<'de> for Bounded {
     }
 }
 
-/// What is left of a text. Each reader returns `None` where it has another form.
+/// The rest of a text. Each method returns `None` if the text has another form.
 struct Reader<'a>(&'a str);
 
 impl<'a> Reader<'a> {
     fn table(mut self) -> Option<Vec<ArrayEntry>> {
-        // An entry has at least so many bytes.
+        // The shortest entry, in bytes.
         const SHORTEST: usize = 60;
         let mut arrays = Vec::with_capacity((self.0.len() / SHORTEST).min(MAX_ARRAYS));
         let mut last = None;
@@ -76,7 +76,7 @@ impl<'a> Reader<'a> {
         self.0.is_empty().then_some(arrays)
     }
 
-    /// `last` is the type of the entry before, which most often is this one's.
+    /// `last` is the element type of the previous entry, usually equal to this one's.
     fn entry(&mut self, last: &mut Option<(&'a str, ElementType)>) -> Option<ArrayEntry> {
         self.skip(r#"{"name":"#)?;
         let name = self.string()?.to_owned();
@@ -117,13 +117,13 @@ impl<'a> Reader<'a> {
     /// A string without escapes.
     fn string(&mut self) -> Option<&'a str> {
         let (string, rest) = self.0.strip_prefix('"')?.split_once('"')?;
-        // All of it, and no way out before: the compiler then looks at many bytes at once.
+        // No early exit: the compiler can vectorize the loop.
         let escaped = string.bytes().fold(false, |found, byte| found | (byte == b'\\') | (byte < 0x20));
         self.0 = rest;
         (!escaped).then_some(string)
     }
 
-    /// A whole number without a sign.
+    /// A decimal integer without a sign.
     fn number(&mut self) -> Option<u64> {
         let digits = self.0.bytes().take_while(u8::is_ascii_digit).count();
         let (number, rest) = self.0.split_at(digits);
@@ -134,7 +134,7 @@ impl<'a> Reader<'a> {
         number.parse().ok()
     }
 
-    /// The text of an object. Whether it is one is seen when it is read.
+    /// The text of an object. Its syntax is checked when it is parsed.
     fn object(&mut self) -> Option<&'a str> {
         let (mut depth, mut quoted, mut escaped) = (0usize, false, false);
         for (at, byte) in self.0.bytes().enumerate() {
@@ -185,7 +185,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_as_serde_reads_it(entries in entries()) {
+        fn written_tables_match_serde(entries in entries()) {
             let text = serde_json::to_string(&entries).unwrap();
             prop_assert_eq!(&read_arrays(&text).unwrap(), &entries);
             let plain = entries.iter().all(|entry| !entry.name.contains(['"', '\\']) && !entry.name.bytes().any(|byte| byte < 0x20));
@@ -193,7 +193,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_changed_is_read_as_serde_reads_it(entries in entries(), at in any::<prop::sample::Index>(), byte in " -~") {
+        fn corrupted_tables_match_serde(entries in entries(), at in any::<prop::sample::Index>(), byte in " -~") {
             let mut text = serde_json::to_string(&entries).unwrap();
             let at = at.index(text.len());
             if text.is_char_boundary(at) && text.is_char_boundary(at + 1) {
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn other_forms_are_left_to_serde() {
+    fn other_forms_use_serde() {
         let spaced = r#"[ {"array": {"shape": [2], "dtype": "int8"}, "name": "a"} ]"#;
         assert!(fast(spaced).is_none());
         assert_eq!(read_arrays(spaced).unwrap()[0].name, "a");

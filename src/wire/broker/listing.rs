@@ -1,31 +1,31 @@
-//! The bodies of the messages that list: objects, their versions and who holds them.
+//! The bodies of the listing messages: objects, versions and leases.
 
 use serde::{Deserialize, Serialize};
 
 use super::messages::{Lifetime, Maker, Owner, Table};
 use crate::wire::{Device, Memory, strict};
 
-/// Asks which objects there are.
+/// Lists objects.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct List {
-    /// Their names begin with this.
+    /// The prefix of the names.
     pub prefix: String,
-    /// Only those behind this name: the last one of the answer before.
+    /// Lists only names after this one: the last name of the previous answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<String>,
 }
 
-/// Objects that the caller may read, in the order of their names.
+/// Objects that the client may read, in the order of their names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Objects {
-    /// They.
+    /// The objects.
     #[serde(deserialize_with = "strict::objects")]
     pub objects: Vec<Summary>,
-    /// Whether there are more behind the last one.
+    /// Whether more objects follow.
     pub more: bool,
 }
 
-/// The current version of a name, in short. Sizes are as its maker claimed them.
+/// A summary of a name's current version. Sizes are as claimed in the put.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Summary {
     /// The name.
@@ -34,165 +34,165 @@ pub struct Summary {
     pub version: u64,
     /// The version's UUID.
     pub id: String,
-    /// Bytes of data.
+    /// Size of the data, in bytes.
     pub size: u64,
-    /// Bytes of memory, for each device.
+    /// Size of the memory on each device.
     #[serde(deserialize_with = "strict::objects")]
     pub devices: Vec<DeviceBytes>,
     /// The backend of the memory.
     pub backend: String,
-    /// How many parts.
+    /// The number of parts.
     pub parts: u64,
-    /// How many segments in them.
+    /// The number of segments in all parts.
     pub segments: u64,
-    /// How many arrays in them.
+    /// The number of arrays in all parts.
     pub arrays: u64,
-    /// How many leases of this version are held.
+    /// The number of leases of this version.
     pub leases: u64,
-    /// Whose it is.
+    /// The owner of the name.
     #[serde(deserialize_with = "strict::object")]
     pub owner: Owner,
     /// The permissions of the name.
     pub mode: u16,
-    /// When it was published, in milliseconds since 1970.
+    /// When the version was published, in milliseconds since 1970.
     pub created_ms: u64,
 }
 
 /// Memory of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceBytes {
-    /// Of which.
+    /// The device.
     #[serde(deserialize_with = "strict::object")]
     pub device: Device,
-    /// How much, in bytes.
+    /// Size of the memory, in bytes.
     pub bytes: u64,
 }
 
-/// Asks for all that is known of an object.
+/// Requests all information about an object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stat {
-    /// Its name.
+    /// The object's name.
     pub name: String,
-    /// Its version; `None` is the current one.
+    /// The version. `None` requests the current one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u64>,
 }
 
-/// All that is known of a version. Its descriptor, if any: the metadata's.
+/// All information about a version. Carries a descriptor if the metadata is in a memfd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VersionInfo {
-    /// It in short.
+    /// The summary.
     #[serde(deserialize_with = "strict::object")]
     pub summary: Summary,
-    /// The versions of the name that can be had by number.
+    /// The versions of the name that can be requested by number.
     pub versions: Vec<u64>,
-    /// How long the name stays.
+    /// How long the name exists.
     #[serde(deserialize_with = "strict::object")]
     pub lifetime: Lifetime,
-    /// How many versions before the current one stay.
+    /// The number of earlier versions that the name keeps.
     pub keep: u32,
-    /// Its parts.
+    /// The version's parts.
     #[serde(deserialize_with = "strict::objects")]
     pub parts: Vec<PartInfo>,
-    /// What its maker says of it.
+    /// The version's metadata.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<Table>,
-    /// What readers said of it.
+    /// The readers' reports.
     #[serde(deserialize_with = "strict::objects")]
     pub reports: Vec<ReportInfo>,
 }
 
-/// A part, as [`Stat`] is answered.
+/// A part in the answer to [`Stat`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PartInfo {
-    /// Its name.
+    /// The part's name.
     pub name: String,
-    /// What it is, as its maker claims.
+    /// The part's memory, as claimed in the put.
     #[serde(deserialize_with = "strict::object")]
     pub memory: Memory,
-    /// How many arrays are in it.
+    /// The number of arrays in the part.
     pub arrays: u64,
-    /// The digest of its bytes, in its maker's words.
+    /// The digest of the part's bytes, in a form that the putting client defines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
-    /// Who put it.
+    /// The process that put the part.
     #[serde(deserialize_with = "strict::object")]
     pub maker: Maker,
 }
 
-/// What a reader said of a version.
+/// A reader's report on a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReportInfo {
-    /// Who.
+    /// The reader.
     #[serde(deserialize_with = "strict::object")]
     pub reader: Maker,
-    /// When, in milliseconds since 1970.
+    /// When it was reported, in milliseconds since 1970.
     pub at_ms: u64,
-    /// What: one sentence.
+    /// The fault: one sentence.
     pub message: String,
 }
 
-/// Asks for the leases that are held.
+/// Lists leases.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Who {
-    /// Of names that begin with this.
+    /// The prefix of the names.
     pub prefix: String,
-    /// Only those behind this number: that of the last one of the answer before.
+    /// Lists only leases after this number: the last number of the previous answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<u64>,
 }
 
-/// Leases of objects that the caller may read, in the order in which they were given.
+/// Leases of objects that the client may read, in the order in which they were granted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leases {
-    /// They.
+    /// The leases.
     #[serde(deserialize_with = "strict::objects")]
     pub leases: Vec<HeldLease>,
-    /// Whether there are more behind the last one.
+    /// Whether more leases follow.
     pub more: bool,
-    /// What is held for each user, with the last answer: for the server's user of all users, for others their own.
+    /// Totals for each user, with the last answer. The server's user receives all, other users their own.
     #[serde(deserialize_with = "strict::objects")]
     pub totals: Vec<UserTotal>,
 }
 
-/// A lease that is held.
+/// A lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeldLease {
-    /// Its number: they are counted from 1.
+    /// The lease's number, from 1.
     pub number: u64,
-    /// The name that the version has or had.
+    /// The version's name, even if it no longer has one.
     pub name: String,
     /// The version.
     pub version: u64,
     /// The version's UUID.
     pub id: String,
-    /// Whether the version can still be had by its name.
+    /// Whether the version can still be requested by name.
     pub named: bool,
     /// The holder's process in the server's PID namespace, or 0.
     pub pid: i32,
     /// The holder's user.
     pub uid: u32,
-    /// The holder's command, where the server can read it.
+    /// The holder's command, if the server can read it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub command: Option<String>,
-    /// Since when, in milliseconds since 1970.
+    /// When the lease was granted, in milliseconds since 1970.
     pub since_ms: u64,
-    /// The bytes of memory that were handed out with it, as their maker claimed them.
+    /// Size of the leased memory in bytes, as claimed in the put.
     pub size: u64,
 }
 
-/// What the broker holds for a user.
+/// A user's totals in the broker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UserTotal {
     /// The user.
     pub uid: u32,
-    /// Names that are the user's.
+    /// The number of the user's names.
     pub objects: u64,
-    /// Bytes of memory, as claimed, for each device: also of versions without a name.
+    /// Size of the user's memory on each device, as claimed, including versions without a name.
     #[serde(deserialize_with = "strict::objects")]
     pub devices: Vec<DeviceBytes>,
-    /// Leases of the user's processes.
+    /// The number of leases of the user's processes.
     pub leases: u64,
-    /// Connections of the user's processes.
+    /// The number of connections of the user's processes.
     pub connections: u64,
 }

@@ -1,38 +1,41 @@
-//! The bodies of the messages that put, get and delete: plain data, in the words of the protocol.
+//! The bodies of the messages that put, get and delete, with the protocol's field names.
 
 use std::{collections::BTreeMap, fmt};
 
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
 use super::table::Attached;
 use crate::{
     error::RefusalCode,
-    wire::{ByteRange, Check, Memory, Part, strict},
+    wire::{
+        ByteRange, Check, Memory, Part,
+        strict::{self, or_default},
+    },
 };
 
-/// 128 random bits that name a lease or a claim, and that only its holder knows. Written as 32 hexadecimal digits.
+/// 128 random bits that identify a lease or a claim, as 32 hexadecimal digits. Only its holder knows them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Token(#[serde(with = "hex::serde")] pub [u8; 16]);
 
 impl fmt::Debug for Token {
-    /// Nothing of the secret: it would be in a log.
+    /// Hides the secret, which must not be logged.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Token(..)")
     }
 }
 
-/// JSON that belongs to a message: in it, or in a memfd beside it.
+/// JSON of a message: in the message, or in a memfd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Table {
     /// In the message.
     Inline(Attached),
-    /// In a sealed memfd of so many bytes, whose descriptor comes with the message.
+    /// In a sealed memfd of this many bytes. The message carries its descriptor.
     Length(u64),
 }
 
-/// How long a name stays.
+/// How long a name exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", tag = "kind")]
 #[non_exhaustive]
@@ -40,245 +43,245 @@ pub enum Lifetime {
     /// Until it is deleted.
     #[default]
     Deleted,
-    /// While the connection lives that put it.
+    /// Until the connection that put it closes.
     Maker,
-    /// For a time after the last lease of it ended, or after it was put.
+    /// Until a time has passed since its last lease was released. Without leases, since it was put.
     Idle {
-        /// That time, in milliseconds.
+        /// The time, in milliseconds.
         ms: u64,
     },
-    /// While the connection lives that put it, or a lease of it is held.
+    /// Until the connection that put it has closed and no lease is held.
     Leased,
 }
 
 /// A user and a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
-    /// The user.
+    /// The user's ID.
     pub uid: u32,
-    /// The group.
+    /// The group's ID.
     pub gid: u32,
 }
 
 /// The process that put a part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Maker {
-    /// Its number in the server's PID namespace, or 0.
+    /// The process ID in the server's PID namespace, or 0.
     pub pid: i32,
-    /// Its user.
+    /// The process's user.
     pub uid: u32,
-    /// Its command (`/proc/PID/comm`), where the server could read it.
+    /// The process's command (`/proc/PID/comm`), if the server can read it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub command: Option<String>,
 }
 
-/// Hands memory over. Its descriptors: the tables' in the order in which they are named here, then the first segments'.
+/// Puts memory under a name. Carries descriptors: for the tables in field order, then for the first segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Put {
-    /// The name.
+    /// The object's name.
     pub name: String,
-    /// Whether the name may exist: then this is its next version.
+    /// Whether the name may exist. If it does, the put adds its next version.
     #[serde(default, deserialize_with = "or_default")]
     pub replace: bool,
-    /// The current version must be this one.
+    /// Requires that the current version is this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub if_version: Option<u64>,
-    /// The names of all parts of the version; empty if there are no others than here.
+    /// The names of all parts of the version. Empty if this put has all parts.
     #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub announced: Vec<String>,
-    /// What the puts of one version have in common, where there are several.
+    /// Identifies the puts that together make one version, if there are several.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
-    /// How long to wait for the parts of others, in milliseconds.
+    /// How long to wait for the parts of other puts, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait_ms: Option<u64>,
     /// The backend of the memory.
     pub backend: String,
-    /// The parts that come with this.
+    /// The parts in this put.
     #[serde(deserialize_with = "strict::objects")]
     pub parts: Vec<PutPart>,
-    /// What the version's maker says of it: a JSON object.
+    /// The version's metadata: a JSON object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<Table>,
-    /// The permissions of a new name: as of a file, without `x`.
+    /// The permissions of a new name, as a file mode without `x`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<u16>,
-    /// How long the name stays; `None` keeps what it has.
+    /// How long the name exists. `None` keeps the current lifetime.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub lifetime: Option<Lifetime>,
-    /// How many versions before the current one stay; `None` keeps what the name has.
+    /// The number of earlier versions to keep. `None` keeps the current number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep: Option<u32>,
-    /// What the client calls this request: sent again, it is answered with what it published before.
+    /// Identifies the request. If it is repeated, the server answers with the version that it published before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request: Option<Token>,
-    /// The version is one that the server had, and lost.
+    /// Restores a version that the server has lost.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub restore: Option<Restore>,
-    /// The exact sizes of the first segments of all parts, one after the other.
+    /// The exact sizes of the first segments of all parts in bytes, part after part.
     pub sizes: Vec<u64>,
 }
 
-/// What a version was that a client offers back.
+/// The properties of a lost version that a client restores.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restore {
-    /// Its number.
+    /// The version's number.
     pub version: u64,
-    /// Its UUID.
+    /// The version's UUID.
     pub id: String,
     /// When it was published, in milliseconds since 1970.
     pub created_ms: u64,
-    /// Whose the name was.
+    /// The owner of the name.
     #[serde(deserialize_with = "strict::object")]
     pub owner: Owner,
-    /// The leases of it that this client held.
+    /// The client's leases of the version.
     pub leases: Vec<Token>,
 }
 
 /// A part of a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PutPart {
-    /// Its name.
+    /// The part's name.
     pub name: String,
-    /// What it is.
+    /// The part's memory.
     #[serde(deserialize_with = "strict::object")]
     pub memory: Memory,
-    /// The arrays in it: a JSON array of [`ArrayEntry`].
+    /// The arrays in the part: a JSON array of [`ArrayEntry`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arrays: Option<Table>,
-    /// The digest of its bytes, in the maker's words: `blake3:...`.
+    /// The digest of the part's bytes, in a form that the putting client defines: `blake3:...`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
 
-/// The server has checked a put and has room for it: the rest of its segments may come.
+/// The server has checked a put and reserved room for it. The client sends the remaining segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Send {}
 
 /// A version is published.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Published {
-    /// Its number.
+    /// The version's number.
     pub version: u64,
-    /// Its UUID.
+    /// The version's UUID.
     pub id: String,
 }
 
-/// Asks for leases of one or several objects, all or none.
+/// Requests leases of one or more objects: all or none.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Get {
-    /// Of which.
+    /// The objects.
     #[serde(deserialize_with = "strict::objects")]
     pub objects: Vec<GetObject>,
-    /// How long to wait for them to exist, in milliseconds; `None` does not wait.
+    /// How long to wait for them to exist, in milliseconds. `None` does not wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait_ms: Option<u64>,
-    /// Where the object does not exist: asks to be the one that makes it.
+    /// If the object does not exist, requests the claim to make it.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub claim: Option<Claim>,
 }
 
-/// What of an object is asked for.
+/// The requested content of an object.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct GetObject {
-    /// Its name.
+    /// The object's name.
     pub name: String,
-    /// This version; `None` is the current one.
+    /// The version. `None` requests the current one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u64>,
-    /// The current version, if it is newer than this one.
+    /// Requests the current version only if it is newer than this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub newer_than: Option<u64>,
-    /// These parts; `None` is all.
+    /// The parts. `None` requests all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parts: Option<Vec<String>>,
-    /// The segments of these bytes of the one part alone.
+    /// Requests only the segments with these bytes, of a single part.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub range: Option<ByteRange>,
-    /// The segments of these arrays alone, and of those only the parts in which they are.
+    /// Requests only the segments with these arrays, and only the parts that contain them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arrays: Option<Vec<String>>,
-    /// Fields of the metadata that must be there and equal.
+    /// Fields that the metadata must contain with equal values.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expect: Option<Check>,
-    /// The digest that each of these parts must have.
+    /// The required digest of each named part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digests: Option<BTreeMap<String, String>>,
 }
 
-/// Asks to be the one process that makes an object.
+/// Requests the exclusive right to make an object.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Claim {
-    /// The part to make; `None` is all of it.
+    /// The part to make. `None` claims the whole object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<String>,
-    /// What the claims of one version have in common, where there are several.
+    /// Identifies the claims for one version, if there are several.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
 }
 
-/// The claim is granted.
+/// Grants a claim.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claimed {
-    /// What names it.
+    /// Identifies the claim.
     pub token: Token,
 }
 
-/// A lease. Its descriptors: the tables' in the order in which they are named here, then the first segments'.
+/// A lease. Carries descriptors: for the tables in field order, then for the first segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseHeader {
-    /// What names it.
+    /// Identifies the lease.
     pub token: Token,
     /// The object's name.
     pub name: String,
-    /// Its version.
+    /// The version.
     pub version: u64,
     /// The version's UUID.
     pub id: String,
-    /// When it was published, in milliseconds since 1970.
+    /// When the version was published, in milliseconds since 1970.
     pub created_ms: u64,
-    /// Whose it is.
+    /// The owner of the name.
     #[serde(deserialize_with = "strict::object")]
     pub owner: Owner,
     /// The backend of the memory.
     pub backend: String,
-    /// What its maker says of it.
+    /// The version's metadata.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<Table>,
     /// The permissions of the name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<u16>,
-    /// How long the name stays.
+    /// How long the name exists.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub lifetime: Option<Lifetime>,
-    /// How many versions before the current one stay.
+    /// The number of earlier versions that the name keeps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keep: Option<u32>,
-    /// Whether all of the version was handed out: a client can offer it back.
+    /// Whether the lease covers the whole version, so that the client can restore it.
     #[serde(default, deserialize_with = "or_default", skip_serializing_if = "std::ops::Not::not")]
     pub whole: bool,
-    /// The parts that were asked for.
+    /// The requested parts.
     #[serde(deserialize_with = "strict::objects")]
     pub parts: Vec<LeasePart>,
-    /// The exact sizes of the first segments of all runs, one after the other.
+    /// The exact sizes of the first segments of all runs in bytes, run after run.
     pub sizes: Vec<u64>,
 }
 
 /// A part of a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasePart {
-    /// Its name.
+    /// The part's name.
     pub name: String,
-    /// What it is. Its sizes are as its maker claimed them.
+    /// The part's memory. The sizes are as claimed in the put.
     #[serde(deserialize_with = "strict::object")]
     pub memory: Memory,
-    /// The segments that follow, in runs of adjacent ones.
+    /// The segments that follow, in runs of adjacent segments.
     #[serde(deserialize_with = "strict::objects")]
     pub runs: Vec<Part>,
-    /// The arrays in it.
+    /// The arrays in the part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arrays: Option<Table>,
-    /// The digest of its bytes, in its maker's words.
+    /// The digest of the part's bytes, in a form that the putting client defines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
@@ -287,12 +290,12 @@ pub struct LeasePart {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ArrayEntry {
-    /// Its name.
+    /// The array's name.
     pub name: String,
-    /// What it is made of, and where.
+    /// The array's layout and offset.
     #[serde(deserialize_with = "strict::object")]
     pub array: crate::array::ArrayDescriptor,
-    /// What its maker says of it: a JSON object.
+    /// The array's attributes: a JSON object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attributes: Option<Attached>,
 }
@@ -303,76 +306,71 @@ impl ArrayEntry {
         Self { name: name.into(), array, attributes: None }
     }
 
-    /// Sets what its maker says of it.
+    /// Sets the attributes.
     pub fn attributes(self, attributes: Attached) -> Self {
         Self { attributes: Some(attributes), ..self }
     }
 }
 
-/// Takes a name away.
+/// Deletes a name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Delete {
-    /// Which.
+    /// The object's name.
     pub name: String,
-    /// What the client calls this request: sent again, it is answered as the first time, and deletes nothing.
+    /// Identifies the request. If it is repeated, the server repeats the first answer, and deletes nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request: Option<Token>,
 }
 
-/// It is done.
+/// Confirms a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Done {}
 
-/// The answer to a request that is refused. The conversation goes on.
+/// Refuses a request. The session continues.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
-    /// The class of it.
+    /// The class of the refusal.
     pub code: RefusalCode,
-    /// One sentence for a person, of at most [`crate::wire::MAX_MESSAGE`] bytes.
+    /// A sentence for people, at most [`crate::wire::MAX_MESSAGE`] bytes.
     pub message: String,
 }
 
-/// Ends a lease or a claim.
+/// Releases a lease or a claim.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Release {
-    /// Which.
+    /// The token of the lease or claim.
     pub token: Token,
 }
 
-/// What a reader found out about memory that it leases: that it is not as claimed.
+/// A reader's report that leased memory differs from its description.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// The lease.
+    /// The token of the lease.
     pub token: Token,
-    /// What: one sentence.
+    /// The fault: one sentence.
     pub message: String,
 }
 
-/// Ends the wait of the request that is not answered yet.
+/// Stops the wait of the unanswered request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stop {}
 
-/// Takes up what a connection held that ended.
+/// Takes over the leases and puts of a closed connection.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Resume {
-    /// Leases.
+    /// The leases.
     #[serde(default, deserialize_with = "or_default")]
     pub leases: Vec<Token>,
-    /// Puts, by their requests: names that go with their maker go with this connection then.
+    /// The puts, by request. Names with the lifetime of their connection then depend on this connection.
     #[serde(default, deserialize_with = "or_default")]
     pub puts: Vec<Token>,
 }
 
-/// What was taken up, and by which broker.
+/// The result of a [`Resume`], and the broker's identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resumed {
-    /// The UUID of what the broker holds: another one if it lost what it had.
+    /// The UUID of the broker's state. It changes if the broker has lost its objects.
     pub instance: String,
-    /// What it does not know, or what is another user's.
+    /// Tokens that the broker does not know, or that belong to another user.
     pub lost: Vec<Token>,
-}
-
-/// A field that may be null, which is as if it were absent.
-pub(super) fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(from: D) -> Result<T, D::Error> {
-    Ok(Option::deserialize(from)?.unwrap_or_default())
 }

@@ -31,25 +31,25 @@ use super::{
 use crate::error::ProtocolError;
 pub use crate::error::RefusalCode;
 
-/// The capability of both ends.
+/// The capability of brokers and their clients.
 pub const BROKER: &str = "broker";
 
-/// What a `hello` names as the backend, since neither end need have one.
+/// The `backend` of a `hello`: broker and client need none.
 pub const NO_BACKEND: &str = "none";
 
-/// The most parts of a version.
+/// The largest number of parts in a version.
 pub const MAX_PARTS: usize = 64;
 
-/// The most segments of a version.
+/// The largest number of segments in a version.
 pub const MAX_SEGMENTS: usize = 4096;
 
-/// The most arrays of a part.
+/// The largest number of arrays in a part.
 pub const MAX_ARRAYS: usize = 100_000;
 
-/// The most earlier versions that a name keeps.
+/// The largest number of earlier versions that a name keeps.
 pub const MAX_KEPT: u32 = 64;
 
-/// Why a replacement may exceed a quota that the new version alone would not, as the end of a sentence.
+/// Ends the message of a refused replacement: it may exceed a quota that the new version alone would not.
 pub const NEEDS_BOTH: &str = "a replacement needs room for both versions";
 
 /// The longest metadata, in bytes.
@@ -61,122 +61,60 @@ pub const MAX_ATTRIBUTES: usize = 1024;
 /// The longest table of arrays, in bytes.
 pub const MAX_TABLE: u64 = 256 << 20;
 
-/// The longest table that is sent in a record and not beside it, in bytes.
+/// The longest table that may be sent in a record instead of a memfd, in bytes.
 pub const MAX_INLINE: usize = 4096;
 
-/// The most bytes of tables in one record, together.
+/// Total size of all tables in one record, in bytes.
 pub const MAX_INLINE_TOGETHER: usize = 16 * 1024;
 
-/// The most objects of one `get`.
+/// The largest number of objects in one `get`.
 pub const MAX_OBJECTS: usize = 64;
 
-/// The most parts and arrays that a `get` names, together.
+/// The largest number of parts, arrays and digests in one `get`.
 pub const MAX_NAMED: usize = 1024;
 
-/// The most leases and puts that a `resume` names, together.
+/// The largest number of leases and puts in one `resume`.
 pub const MAX_RESUMED: usize = 1024;
 
-/// One record's content.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Message {
-    /// Kind 1, as in a handoff.
-    Hello(Hello),
-    /// Kind 4, as in a handoff: the segments of a put or a lease behind the first ones.
-    Segments(Segments),
-    /// Kind 5, as in a handoff: the segments of the lease that came so far.
-    Received(Received),
-    /// Kind 7, as in a handoff.
-    Busy(Busy),
-    /// Kind 8, as in a handoff.
-    Error(Failure),
-    /// Kind 32.
-    Put(Box<Put>),
-    /// Kind 33.
-    Send(Send),
-    /// Kind 34.
-    Published(Published),
-    /// Kind 35.
-    Get(Box<Get>),
-    /// Kind 36.
-    Lease(Box<LeaseHeader>),
-    /// Kind 37.
-    Claimed(Claimed),
-    /// Kind 38.
-    List(List),
-    /// Kind 39.
-    Objects(Objects),
-    /// Kind 40.
-    Stat(Stat),
-    /// Kind 41.
-    Version(Box<VersionInfo>),
-    /// Kind 42.
-    Who(Who),
-    /// Kind 43.
-    Leases(Leases),
-    /// Kind 44.
-    Delete(Delete),
-    /// Kind 45.
-    Done(Done),
-    /// Kind 46.
-    Refused(Refusal),
-    /// Kind 47.
-    Release(Release),
-    /// Kind 48.
-    Report(Report),
-    /// Kind 49.
-    Stop(Stop),
-    /// Kind 50.
-    Resume(Resume),
-    /// Kind 51.
-    Resumed(Resumed),
-    /// Kind 52.
-    Watch(Watch),
-    /// Kind 53.
-    Events(Events),
-    /// Kind 54.
-    Measure(Measure),
-    /// Kind 55.
-    Measured(Box<Measured>),
+messages! {
+    #[doc = "As in a handoff."]
+    1 "hello" Hello(Hello),
+    #[doc = "As in a handoff: the segments of a put or a lease after the first."]
+    4 "segments" Segments(Segments),
+    #[doc = "As in a handoff: the number of received segments of a lease."]
+    5 "received" Received(Received),
+    #[doc = "As in a handoff."]
+    7 "busy" Busy(Busy),
+    #[doc = "As in a handoff."]
+    8 "error" Error(Failure),
+    32 "put" Put(Box<Put>),
+    33 "send" Send(Send),
+    34 "published" Published(Published),
+    35 "get" Get(Box<Get>),
+    36 "lease" Lease(Box<LeaseHeader>),
+    37 "claimed" Claimed(Claimed),
+    38 "list" List(List),
+    39 "objects" Objects(Objects),
+    40 "stat" Stat(Stat),
+    41 "version" Version(Box<VersionInfo>),
+    42 "who" Who(Who),
+    43 "leases" Leases(Leases),
+    44 "delete" Delete(Delete),
+    45 "done" Done(Done),
+    46 "refused" Refused(Refusal),
+    47 "release" Release(Release),
+    48 "report" Report(Report),
+    49 "stop" Stop(Stop),
+    50 "resume" Resume(Resume),
+    51 "resumed" Resumed(Resumed),
+    52 "watch" Watch(Watch),
+    53 "events" Events(Events),
+    54 "measure" Measure(Measure),
+    55 "measured" Measured(Box<Measured>),
 }
 
 impl Message {
-    /// The name of its kind.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Hello(_) => "hello",
-            Self::Segments(_) => "segments",
-            Self::Received(_) => "received",
-            Self::Busy(_) => "busy",
-            Self::Error(_) => "error",
-            Self::Put(_) => "put",
-            Self::Send(_) => "send",
-            Self::Published(_) => "published",
-            Self::Get(_) => "get",
-            Self::Lease(_) => "lease",
-            Self::Claimed(_) => "claimed",
-            Self::List(_) => "list",
-            Self::Objects(_) => "objects",
-            Self::Stat(_) => "stat",
-            Self::Version(_) => "version",
-            Self::Who(_) => "who",
-            Self::Leases(_) => "leases",
-            Self::Delete(_) => "delete",
-            Self::Done(_) => "done",
-            Self::Refused(_) => "refused",
-            Self::Release(_) => "release",
-            Self::Report(_) => "report",
-            Self::Stop(_) => "stop",
-            Self::Resume(_) => "resume",
-            Self::Resumed(_) => "resumed",
-            Self::Watch(_) => "watch",
-            Self::Events(_) => "events",
-            Self::Measure(_) => "measure",
-            Self::Measured(_) => "measured",
-        }
-    }
-
-    /// How many descriptors belong to it: the one place that says which messages carry any.
+    /// The number of descriptors that the message carries. No other code knows which messages carry descriptors.
     pub fn fd_count(&self) -> usize {
         let attached = |table: &Option<Table>| usize::from(matches!(table, Some(Table::Length(_))));
         match self {
@@ -194,145 +132,86 @@ impl Message {
         }
     }
 
-    /// The record, in place of what a buffer held.
+    /// Encodes the message as a record, replacing the buffer's contents.
     ///
     /// # Errors
     /// [`ProtocolError::LongRecord`] or [`ProtocolError::Content`] if the message is larger than the protocol allows.
     pub fn encode_into(&self, record: &mut Vec<u8>) -> Result<(), ProtocolError> {
         self.check()?;
-        let fds = self.fd_count();
+        let mut shortened = match self {
+            Self::Error(_) | Self::Refused(_) | Self::Report(_) => self.clone(),
+            _ => return self.write(record),
+        };
+        shortened.sentence().into_iter().for_each(|sentence| shorten(sentence, MAX_MESSAGE));
+        shortened.write(record)
+    }
+
+    /// The sentence of the peer in a message, which is limited to [`MAX_MESSAGE`].
+    fn sentence(&mut self) -> Option<&mut String> {
         match self {
-            Self::Hello(body) => frame::write(record, 1, fds, body),
-            Self::Segments(body) => frame::write(record, 4, fds, body),
-            Self::Received(body) => frame::write(record, 5, fds, body),
-            Self::Busy(body) => frame::write(record, 7, fds, body),
-            Self::Error(body) => {
-                let mut body = body.clone();
-                shorten(&mut body.message, MAX_MESSAGE);
-                frame::write(record, 8, fds, &body)
-            }
-            Self::Put(body) => frame::write(record, 32, fds, body),
-            Self::Send(body) => frame::write(record, 33, fds, body),
-            Self::Published(body) => frame::write(record, 34, fds, body),
-            Self::Get(body) => frame::write(record, 35, fds, body),
-            Self::Lease(body) => frame::write(record, 36, fds, body),
-            Self::Claimed(body) => frame::write(record, 37, fds, body),
-            Self::List(body) => frame::write(record, 38, fds, body),
-            Self::Objects(body) => frame::write(record, 39, fds, body),
-            Self::Stat(body) => frame::write(record, 40, fds, body),
-            Self::Version(body) => frame::write(record, 41, fds, body),
-            Self::Who(body) => frame::write(record, 42, fds, body),
-            Self::Leases(body) => frame::write(record, 43, fds, body),
-            Self::Delete(body) => frame::write(record, 44, fds, body),
-            Self::Done(body) => frame::write(record, 45, fds, body),
-            Self::Refused(body) => {
-                let mut body = body.clone();
-                shorten(&mut body.message, MAX_MESSAGE);
-                frame::write(record, 46, fds, &body)
-            }
-            Self::Release(body) => frame::write(record, 47, fds, body),
-            Self::Report(body) => {
-                let mut body = body.clone();
-                shorten(&mut body.message, MAX_MESSAGE);
-                frame::write(record, 48, fds, &body)
-            }
-            Self::Stop(body) => frame::write(record, 49, fds, body),
-            Self::Resume(body) => frame::write(record, 50, fds, body),
-            Self::Resumed(body) => frame::write(record, 51, fds, body),
-            Self::Watch(body) => frame::write(record, 52, fds, body),
-            Self::Events(body) => frame::write(record, 53, fds, body),
-            Self::Measure(body) => frame::write(record, 54, fds, body),
-            Self::Measured(body) => frame::write(record, 55, fds, body),
+            Self::Error(Failure { message, .. })
+            | Self::Refused(Refusal { message, .. })
+            | Self::Report(Report { message, .. }) => Some(message),
+            _ => None,
         }
     }
 
-    /// Reads a record that came with `fds` descriptors. Control characters in a peer's sentences become spaces.
+    /// Decodes a record that was received with `fds` descriptors. Control characters in names and sentences become spaces.
     ///
     /// # Errors
-    /// Each thing that can be wrong with it has its own [`ProtocolError`].
+    /// A [`ProtocolError`] for each kind of fault.
     pub fn decode(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
         let Head { kind, fds: claimed, body } = frame::read(record)?;
-        let mut message = match kind {
-            1 => Self::Hello(parse("hello", body)?),
-            4 => Self::Segments(parse("segments", body)?),
-            5 => Self::Received(parse("received", body)?),
-            7 => Self::Busy(parse("busy", body)?),
-            8 => Self::Error(parse("error", body)?),
-            32 => Self::Put(parse("put", body)?),
-            33 => Self::Send(parse("send", body)?),
-            34 => Self::Published(parse("published", body)?),
-            35 => Self::Get(parse("get", body)?),
-            36 => Self::Lease(parse("lease", body)?),
-            37 => Self::Claimed(parse("claimed", body)?),
-            38 => Self::List(parse("list", body)?),
-            39 => Self::Objects(parse("objects", body)?),
-            40 => Self::Stat(parse("stat", body)?),
-            41 => Self::Version(parse("version", body)?),
-            42 => Self::Who(parse("who", body)?),
-            43 => Self::Leases(parse("leases", body)?),
-            44 => Self::Delete(parse("delete", body)?),
-            45 => Self::Done(parse("done", body)?),
-            46 => Self::Refused(parse("refused", body)?),
-            47 => Self::Release(parse("release", body)?),
-            48 => Self::Report(parse("report", body)?),
-            49 => Self::Stop(parse("stop", body)?),
-            50 => Self::Resume(parse("resume", body)?),
-            51 => Self::Resumed(parse("resumed", body)?),
-            52 => Self::Watch(parse("watch", body)?),
-            53 => Self::Events(parse("events", body)?),
-            54 => Self::Measure(parse("measure", body)?),
-            55 => Self::Measured(parse("measured", body)?),
-            got => return Err(ProtocolError::Kind { got }),
-        };
+        let mut message = Self::parse(kind, body)?;
         message.check()?;
         frame::check_fds(message.name(), message.fd_count(), claimed, fds)?;
         message.clean();
         Ok(message)
     }
 
-    /// What types can't say: how many of something a record may hold, and how long a name may be.
+    /// Checks the limits that types don't express: counts, and lengths of names.
     fn check(&self) -> Result<(), ProtocolError> {
         let most = |what: &str, got: usize, most: usize| match got <= most {
             true => Ok(()),
-            false => Err(ProtocolError::Content(format!("{what} are {got} where at most {most} belong"))),
+            false => Err(ProtocolError::Content(format!("{got} {what}: at most {most} are allowed"))),
         };
-        most("the descriptors of one record", self.fd_count(), MAX_FDS)?;
+        most("descriptors in a record", self.fd_count(), MAX_FDS)?;
         match self {
             Self::Hello(Hello { timeout_ms: 0, .. }) => {
                 Err(ProtocolError::Content("hello has a timeout_ms of 0".to_owned()))
             }
             Self::Hello(Hello { backend, capabilities, .. }) => {
-                most("the capabilities of a hello", capabilities.len(), MAX_CAPABILITIES)?;
+                most("capabilities in a hello", capabilities.len(), MAX_CAPABILITIES)?;
                 capabilities.iter().chain([backend]).try_for_each(|name| bounded(name))
             }
             Self::Segments(segments) if segments.sizes.is_empty() => {
                 Err(ProtocolError::SizeCount { kind: "segments", got: 0, least: 1, most: MAX_FDS })
             }
             Self::Put(put) => {
-                most("the parts of a put", put.parts.len(), MAX_PARTS)?;
-                most("the announced parts", put.announced.len(), MAX_PARTS)?;
+                most("parts in a put", put.parts.len(), MAX_PARTS)?;
+                most("announced parts in a put", put.announced.len(), MAX_PARTS)?;
                 let parts = put.parts.iter().flat_map(|part| {
                     [Some(part.name.as_str()), Some(&part.memory.device.name), part.digest.as_deref()]
                 });
                 let restored = put.restore.as_ref();
-                most("the leases of a restored version", restored.map_or(0, |of| of.leases.len()), MAX_RESUMED)?;
+                most("leases of a restored version", restored.map_or(0, |of| of.leases.len()), MAX_RESUMED)?;
                 let names = [Some(put.name.as_str()), Some(&put.backend), put.group.as_deref()];
                 let names = names.into_iter().chain([restored.map(|of| of.id.as_str())]).chain(parts);
                 names.flatten().chain(put.announced.iter().map(String::as_str)).try_for_each(bounded)
             }
             Self::Get(get) => {
-                most("the objects of a get", get.objects.len(), MAX_OBJECTS)?;
+                most("objects in a get", get.objects.len(), MAX_OBJECTS)?;
                 let named = |object: &GetObject| {
                     object.parts.as_ref().map_or(0, Vec::len)
                         + object.arrays.as_ref().map_or(0, Vec::len)
                         + object.digests.as_ref().map_or(0, |digests| digests.len())
                 };
-                most("the parts and arrays that a get names", get.objects.iter().map(named).sum(), MAX_NAMED)?;
+                most("parts, arrays and digests in a get", get.objects.iter().map(named).sum(), MAX_NAMED)?;
                 let claim = get.claim.iter().flat_map(|claim| [&claim.part, &claim.group]).flatten();
                 get.objects.iter().map(|object| &object.name).chain(claim).try_for_each(|name| bounded(name))
             }
             Self::Resume(Resume { leases, puts }) => {
-                most("the leases and puts of a resume", leases.len() + puts.len(), MAX_RESUMED)
+                most("leases and puts in a resume", leases.len() + puts.len(), MAX_RESUMED)
             }
             Self::List(List { prefix, .. }) | Self::Who(Who { prefix, .. }) | Self::Watch(Watch { prefix, .. }) => {
                 bounded(prefix)
@@ -342,18 +221,14 @@ impl Message {
         }
     }
 
-    /// Makes the texts that reach a terminal fit for it.
+    /// Cleans the texts that may reach a terminal.
     fn clean(&mut self) {
+        if let Some(sentence) = self.sentence() {
+            shorten(sentence, MAX_MESSAGE);
+            clean(sentence);
+        }
         match self {
             Self::Hello(hello) => clean(&mut hello.backend),
-            Self::Error(failure) => {
-                shorten(&mut failure.message, MAX_MESSAGE);
-                clean(&mut failure.message);
-            }
-            Self::Refused(Refusal { message, .. }) | Self::Report(Report { message, .. }) => {
-                shorten(message, MAX_MESSAGE);
-                clean(message);
-            }
             Self::Put(put) => {
                 [&mut put.name, &mut put.backend].into_iter().chain(&mut put.group).for_each(clean);
                 put.announced.iter_mut().chain(put.restore.as_mut().map(|of| &mut of.id)).for_each(clean);

@@ -1,141 +1,141 @@
-//! The bodies of the messages for those who look on: events, and what the server measures of itself.
+//! The bodies of the monitoring messages: events and measurements.
 
 use serde::{Deserialize, Serialize};
 
-use super::{listing::UserTotal, messages::or_default};
-use crate::wire::strict;
+use super::listing::UserTotal;
+use crate::wire::strict::{self, or_default};
 
-/// Asks for what happens to names from now on, or since an event.
+/// Requests the events of names, starting now or after an earlier event.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Watch {
-    /// The names begin with this.
+    /// The prefix of the names.
     pub prefix: String,
-    /// The event after which to begin: `next` of the last answer.
+    /// Starts after this event: `next` of the last answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<u64>,
-    /// The broker that counted it.
+    /// The UUID of the broker's state that numbered `after`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<String>,
 }
 
-/// Some of what happened.
+/// Events of versions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Events {
-    /// The UUID of what the broker holds.
+    /// The UUID of the broker's state.
     pub instance: String,
-    /// Whether events before the first of these are not known any more.
+    /// Whether the server has dropped events before these.
     #[serde(default, deserialize_with = "or_default")]
     pub lost: bool,
-    /// In their order.
+    /// The events in order.
     #[serde(deserialize_with = "strict::objects")]
     pub events: Vec<Event>,
-    /// The number of the last event that was looked at: to go on behind it.
+    /// The number of the last event examined: `after` of the next request.
     pub next: u64,
 }
 
-/// Something that happened to a version.
+/// An event of a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Event {
-    /// Its number: they are counted from 1.
+    /// The event's number, from 1.
     pub seq: u64,
-    /// When, in milliseconds since 1970.
+    /// The event's time, in milliseconds since 1970.
     pub at_ms: u64,
-    /// What.
+    /// The kind of event.
     pub kind: EventKind,
-    /// The name that the version has or had.
+    /// The version's name, even if it no longer has one.
     pub name: String,
-    /// The version: of `deleted`, the current one at that time.
+    /// The version. For `deleted`, the version that was current.
     pub version: u64,
     /// The version's UUID.
     pub id: String,
-    /// The user of the process that did it; the server's for what no process did.
+    /// The user of the process that caused the event. The server's user if no process did.
     pub uid: u32,
-    /// That process in the server's PID namespace, or 0.
+    /// The process that caused the event, in the server's PID namespace, or 0.
     pub pid: i32,
-    /// Of `reported`: what was found.
+    /// The reader's message, for `reported`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }
 
-/// What happens to a version.
+/// The kind of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum EventKind {
-    /// It is the first version of a name.
+    /// The first version of a name was published.
     Published,
-    /// It is the next version of a name.
+    /// The next version of a name was published.
     Replaced,
-    /// The name was taken away.
+    /// The name was deleted.
     Deleted,
-    /// A reader found that it is not as claimed.
+    /// A reader reported that the version differs from its description.
     Reported,
-    /// A lease of it was given.
+    /// A lease was granted.
     Leased,
-    /// A lease of it ended.
+    /// A lease ended.
     Ended,
-    /// What this build does not know.
+    /// A kind that this build does not know.
     #[serde(other)]
     Unknown,
 }
 
-/// Asks how much the broker does.
+/// Requests measurements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Measure {}
 
-/// How much the broker holds and does.
+/// The broker's measurements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Measured {
-    /// The UUID of what the broker holds.
+    /// The UUID of the broker's state.
     pub instance: String,
-    /// When this process started, in milliseconds since 1970.
+    /// When the server process started, in milliseconds since 1970.
     pub started_ms: u64,
-    /// How often a server started with what another one had held.
+    /// How often a server has started with the state of an earlier one.
     pub restarts: u64,
-    /// Names.
+    /// The number of names.
     pub objects: u64,
-    /// Versions, also without a name.
+    /// The number of versions, including versions without a name.
     pub versions: u64,
-    /// Leases.
+    /// The number of leases.
     pub leases: u64,
-    /// Connections, the caller's own included.
+    /// The number of connections, including this one.
     pub connections: u64,
-    /// Connections that watch.
+    /// The number of watching connections.
     pub watchers: u64,
-    /// Open descriptors of the server.
+    /// The server's open descriptors.
     #[serde(deserialize_with = "strict::object")]
     pub descriptors: Room,
-    /// Descriptors in its store.
+    /// The descriptors in the server's store.
     #[serde(deserialize_with = "strict::object")]
     pub store: StoreRoom,
-    /// Answered requests since this process started.
+    /// The requests answered since the server started.
     #[serde(deserialize_with = "strict::objects")]
     pub requests: Vec<RequestCount>,
-    /// How long they took, waits included.
+    /// The durations of requests, including waits.
     #[serde(deserialize_with = "strict::objects")]
     pub durations: Vec<Durations>,
-    /// What is held for each user: for the server's user and root of all, for others their own.
+    /// Totals for each user. The server's user and root receive all, other users their own.
     #[serde(deserialize_with = "strict::objects")]
     pub totals: Vec<UserTotal>,
-    /// The version of the server's program.
+    /// The version of the server's executable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<String>,
-    /// How many versions this server lost when it took over from another one: not all of their memory was kept.
+    /// The number of versions that the server lost when it took over the state, because part of their memory was missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lost_versions: Option<u64>,
-    /// What each user may have.
+    /// The limits for each user.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub quota: Option<Limits>,
-    /// What all users together may have.
+    /// The limits for all users together.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub total_quota: Option<Limits>,
-    /// The server's process, in its PID namespace.
+    /// The server's process ID, in its PID namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
     /// The keeper's process.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub keeper: Option<KeeperInfo>,
-    /// The last crashes of server and keeper, the oldest first; `None` of a server that does not report them.
+    /// The last crashes of server and keeper, oldest first. `None` if the server does not report crashes.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_objects")]
     pub crashes: Option<Vec<Crash>>,
 }
@@ -143,31 +143,31 @@ pub struct Measured {
 /// The process of a keeper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeeperInfo {
-    /// Its process, in the server's PID namespace.
+    /// The process ID, in the server's PID namespace.
     pub pid: u32,
     /// When it started, in milliseconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub started_ms: Option<u64>,
 }
 
-/// A crash of the server or its keeper: an end that was not requested.
+/// A crash of the server or its keeper: an exit that was not requested.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Crash {
     /// When it was noticed, in milliseconds since 1970.
     pub at_ms: u64,
     /// `server`, `keeper`, or `both`.
     pub process: String,
-    /// The process, or 0 if it is not known; the server for `both`.
+    /// The process ID, or 0 if unknown. For `both`, the server's.
     pub pid: u32,
-    /// How many versions were lost; `None` if everything was.
+    /// The number of lost versions. `None` if all were lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lost_versions: Option<u64>,
-    /// Some of the lost versions: reported to the server's user and root alone.
+    /// Some of the lost versions. Only the server's user and root receive them.
     #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
     pub names: Vec<String>,
 }
 
-/// What each user may have; `None` is without a limit.
+/// Limits of a user. `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Limits {
     /// Bytes of memory and of tables, as claimed.
@@ -176,7 +176,7 @@ pub struct Limits {
     /// Bytes of memory of one device, as claimed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_bytes: Option<u64>,
-    /// Names, and the earlier versions that they keep.
+    /// Names, plus the earlier versions that they keep.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub objects: Option<u64>,
     /// Leases.
@@ -187,12 +187,12 @@ pub struct Limits {
     pub connections: Option<u64>,
 }
 
-/// How much of something is used, and may be.
+/// The usage of a resource, and its limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
     /// Used.
     pub used: u64,
-    /// The most.
+    /// The limit.
     pub allowed: u64,
 }
 
@@ -201,32 +201,32 @@ pub struct Room {
 pub struct StoreRoom {
     /// `none` or `keeper`.
     pub kind: String,
-    /// Descriptors in it.
+    /// The number of stored descriptors.
     pub used: u64,
-    /// The most.
+    /// The limit.
     pub allowed: u64,
 }
 
-/// How many requests of a kind were answered in a way.
+/// The number of requests with the same name and outcome.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestCount {
-    /// The request: `put`, `get`, ...
+    /// The request's name: `put`, `get`, ...
     pub verb: String,
-    /// `ok`, or the code of the refusal.
+    /// `ok`, or the refusal's code.
     pub outcome: String,
-    /// How many.
+    /// The number of requests.
     pub count: u64,
 }
 
-/// How long requests of a kind took.
+/// A histogram of request durations.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Durations {
-    /// The request.
+    /// The request's name.
     pub verb: String,
-    /// The upper bounds of the classes, in microseconds, ascending.
+    /// The upper bounds of the buckets, in microseconds, ascending.
     pub bounds_us: Vec<u64>,
-    /// How many requests are in each class, and last those beyond all bounds.
+    /// The number of requests in each bucket, and last the number beyond all bounds.
     pub counts: Vec<u64>,
-    /// How long all together took, in microseconds.
+    /// The total duration, in microseconds.
     pub sum_us: u64,
 }

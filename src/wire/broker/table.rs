@@ -1,27 +1,27 @@
-//! JSON that is carried as it came, without a look into it.
+//! JSON that is carried as text, without parsing it.
 
 use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::DeserializeOwned};
 use serde_json::value::RawValue;
 
-/// The text of one JSON value. What it says is read by those who need it.
+/// The text of one JSON value, parsed only by its reader.
 #[derive(Clone)]
 pub struct Attached(Box<RawValue>);
 
 impl Attached {
-    /// The text of a value.
+    /// Serializes a value.
     ///
     /// # Errors
-    /// The serializer's.
+    /// The serializer's errors.
     pub fn of(value: &(impl Serialize + ?Sized)) -> serde_json::Result<Self> {
         serde_json::value::to_raw_value(value).map(Self)
     }
 
-    /// The text, if it is one JSON value.
+    /// Takes a text that is one JSON value.
     ///
     /// # Errors
-    /// The parser's.
+    /// The parser's errors.
     pub fn from_text(text: String) -> serde_json::Result<Self> {
         RawValue::from_string(text).map(Self)
     }
@@ -31,10 +31,10 @@ impl Attached {
         self.0.get()
     }
 
-    /// The value.
+    /// Parses the text.
     ///
     /// # Errors
-    /// The parser's.
+    /// The parser's errors.
     pub fn read<T: DeserializeOwned>(&self) -> serde_json::Result<T> {
         serde_json::from_str(self.as_str())
     }

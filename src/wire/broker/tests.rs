@@ -1,4 +1,4 @@
-//! Each message of the broker as bytes and back, and what breaks the protocol. One file of more than 500 lines: every test uses the same
+//! Encoding and decoding of all broker messages, and protocol violations. One file of more than 500 lines, because all tests use the same
 //! table of messages.
 
 use serde_json::{Value, json};
@@ -216,7 +216,7 @@ fn measured() -> Measured {
     }
 }
 
-/// Each message with its kind.
+/// All messages with their kinds.
 fn every_message() -> Vec<(u16, Message)> {
     let (token, message) = (Token([7; 16]), "one sentence".to_owned());
     vec![
@@ -262,7 +262,7 @@ fn every_message() -> Vec<(u16, Message)> {
 }
 
 fn encoded(message: &Message) -> Vec<u8> {
-    let mut record = b"what was there before".to_vec();
+    let mut record = b"earlier contents".to_vec();
     message.encode_into(&mut record).unwrap();
     record
 }
@@ -280,13 +280,13 @@ fn body_of(message: &Message) -> Value {
     serde_json::from_slice(&encoded(message)[HEADER_LENGTH..]).unwrap()
 }
 
-/// What is made of a body that is sent with as many descriptors as it calls for.
+/// Decodes a body with `fds` descriptors.
 fn decode(kind: u16, body: &Value, fds: usize) -> Result<Message, ProtocolError> {
     Message::decode(&record(kind, &body.to_string(), fds as u32), fds)
 }
 
 #[test]
-fn every_message_comes_back_as_it_was_sent() {
+fn messages_round_trip() {
     for (kind, message) in every_message() {
         let bytes = encoded(&message);
         assert_eq!(u16::from_le_bytes([bytes[6], bytes[7]]), kind, "{message:?}");
@@ -295,7 +295,7 @@ fn every_message_comes_back_as_it_was_sent() {
 }
 
 #[test]
-fn every_kind_is_here_and_all_others_are_refused() {
+fn unknown_kinds_are_rejected() {
     let known: Vec<u16> = every_message().iter().map(|(kind, _)| *kind).collect();
     for kind in 0..=u16::MAX {
         let unknown = Message::decode(&record(kind, "{}", 0), 0) == Err(ProtocolError::Kind { got: kind });
@@ -304,7 +304,7 @@ fn every_kind_is_here_and_all_others_are_refused() {
 }
 
 #[test]
-fn the_page_has_every_kind_of_message() {
+fn docs_list_every_kind() {
     let page = include_str!("../../../docs/broker-protocol.md");
     for (kind, message) in every_message() {
         assert!(page.contains(&format!("| {kind} | `{}` |", message.name())), "{kind} {}", message.name());
@@ -312,10 +312,10 @@ fn the_page_has_every_kind_of_message() {
 }
 
 #[test]
-fn the_page_names_every_field() {
+fn docs_name_every_field() {
     fn fields(value: &Value, into: &mut Vec<String>) {
         match value {
-            // What a user says in them is the user's.
+            // Users define the contents of these fields.
             Value::Object(object) => {
                 for (name, value) in object {
                     into.push(name.clone());
@@ -338,7 +338,7 @@ fn the_page_names_every_field() {
 }
 
 #[test]
-fn the_page_has_the_limits_of_the_program() {
+fn docs_list_the_limits() {
     let page = include_str!("../../../docs/broker-protocol.md");
     let table = page.split("## Limits").nth(1).unwrap().split("\n## ").next().unwrap();
     let row = |what: &str| {
@@ -365,7 +365,7 @@ fn the_page_has_the_limits_of_the_program() {
 }
 
 #[test]
-fn a_record_cut_anywhere_is_refused() {
+fn truncated_records_are_rejected() {
     for (_, message) in every_message() {
         let bytes = encoded(&message);
         for length in 0..bytes.len() {
@@ -377,7 +377,7 @@ fn a_record_cut_anywhere_is_refused() {
 }
 
 #[test]
-fn a_record_changed_in_any_byte_never_panics() {
+fn corrupted_records_do_not_panic() {
     for (_, message) in every_message() {
         let bytes = encoded(&message);
         for index in 0..bytes.len() {
@@ -385,7 +385,7 @@ fn a_record_changed_in_any_byte_never_panics() {
                 let mut changed = bytes.clone();
                 changed[index] = value;
                 if let Ok(read) = Message::decode(&changed, message.fd_count()) {
-                    // What is taken can be sent on.
+                    // Accepted messages can be encoded.
                     read.encode_into(&mut Vec::new()).unwrap();
                 }
             }
@@ -394,8 +394,8 @@ fn a_record_changed_in_any_byte_never_panics() {
 }
 
 #[test]
-fn each_value_replaced_by_another_type_is_read_or_refused() {
-    /// The bodies in which one value, at whatever depth, is another.
+fn replaced_values_do_not_panic() {
+    /// All bodies with one value, at any depth, replaced.
     fn changed(value: &Value, with: &Value) -> Vec<Value> {
         let mut all = vec![with.clone()];
         match value {
@@ -437,7 +437,7 @@ fn each_value_replaced_by_another_type_is_read_or_refused() {
 }
 
 #[test]
-fn descriptors_must_be_as_many_as_the_message_calls_for() {
+fn descriptor_counts_must_match() {
     for (_, message) in every_message() {
         let (bytes, want) = (encoded(&message), message.fd_count());
         for fds in [0, 1, want + 1, MAX_FDS] {
@@ -447,10 +447,10 @@ fn descriptors_must_be_as_many_as_the_message_calls_for() {
         }
     }
     let count = |message: &Message| message.fd_count();
-    assert_eq!(count(&Message::Put(Box::new(put()))), 2 + 4, "two tables beside it, and four segments");
+    assert_eq!(count(&Message::Put(Box::new(put()))), 2 + 4, "two attached tables and four segments");
     assert_eq!(count(&Message::Lease(Box::new(lease()))), 1 + 2);
     assert_eq!(count(&Message::Version(Box::new(version()))), 1);
-    // Tables and segments together have room in one record, or the record is refused.
+    // The limit applies to tables and segments together.
     for (sizes, sound) in [(MAX_FDS - 2, true), (MAX_FDS - 1, false)] {
         let message = Message::Put(Box::new(Put { sizes: vec![2 << 20; sizes], ..put() }));
         assert_eq!(message.encode_into(&mut Vec::new()).is_ok(), sound, "{sizes}");
@@ -461,7 +461,7 @@ fn descriptors_must_be_as_many_as_the_message_calls_for() {
     }
 }
 
-/// What a limit is of, the limit, and a message with so much of it.
+/// A limited field, its limit, and a message that contains a given amount.
 type Case = (&'static str, usize, Box<dyn Fn(usize) -> Message>);
 
 fn limits_of_a_put() -> Vec<Case> {
@@ -554,14 +554,14 @@ fn limits_of_other_messages() -> Vec<Case> {
 }
 
 #[test]
-fn what_is_longer_or_more_than_the_protocol_allows_is_refused_at_both_ends() {
+fn both_peers_enforce_limits() {
     for (what, most, make) in limits_of_a_put().into_iter().chain(limits_of_other_messages()) {
         let sound = make(most);
         assert_eq!(Message::decode(&encoded(&sound), sound.fd_count()).as_ref(), Ok(&sound), "{what}: {most}");
         let long = make(most + 1);
         let refused = long.encode_into(&mut Vec::new());
         assert!(matches!(refused, Err(ProtocolError::Content(_))), "{what}: {refused:?}");
-        // A peer that sends it nevertheless. The body of such a message is that of its type.
+        // A peer that does not check its message.
         let body = unchecked(&long);
         let decoded = decode(body.0, &body.1, long.fd_count());
         assert!(matches!(decoded, Err(ProtocolError::Content(_))), "{what}: {decoded:?}");
@@ -572,7 +572,7 @@ fn what_is_longer_or_more_than_the_protocol_allows_is_refused_at_both_ends() {
     );
 }
 
-/// The kind and body of a message that this side would not send.
+/// The kind and body of a message, without the encoder's checks.
 fn unchecked(message: &Message) -> (u16, Value) {
     let value = match message {
         Message::Hello(body) => (1, serde_json::to_value(body)),
@@ -589,7 +589,7 @@ fn unchecked(message: &Message) -> (u16, Value) {
 }
 
 #[test]
-fn what_does_not_fit_a_record_is_not_sent() {
+fn too_long_messages_are_not_sent() {
     let long = attached(&format!("\"{}\"", "x".repeat(MAX_BODY)));
     let message = Message::Put(Box::new(Put { metadata: Some(Table::Inline(long)), ..put() }));
     let most = HEADER_LENGTH + MAX_BODY;
@@ -597,7 +597,7 @@ fn what_does_not_fit_a_record_is_not_sent() {
 }
 
 #[test]
-fn an_array_is_no_object_wherever_it_is() {
+fn arrays_are_not_objects() {
     let paths: [(u16, Message, &[&str]); 6] = [
         (
             32,
@@ -632,7 +632,7 @@ fn an_array_is_no_object_wherever_it_is() {
         for path in paths {
             let mut changed = body.clone();
             let nested = changed.pointer_mut(path).unwrap();
-            // All that it has, in the order in which it is described, which is that of the text.
+            // All values in the fields' order, which is the order in the text.
             let mut fields: Vec<(String, Value)> = nested.as_object().unwrap().clone().into_iter().collect();
             fields.sort_by_key(|(name, value)| text.find(&format!("\"{name}\":{value}")));
             *nested = fields.into_iter().map(|(_, value)| value).collect();
@@ -643,7 +643,7 @@ fn an_array_is_no_object_wherever_it_is() {
 }
 
 #[test]
-fn what_a_reader_would_not_see_is_checked_too() {
+fn lenient_json_is_rejected() {
     for body in [
         r#"{"name":"x","name":"x"}"#,
         r#"{"name":"x","version":1.0}"#,
@@ -662,7 +662,7 @@ fn what_a_reader_would_not_see_is_checked_too() {
 }
 
 #[test]
-fn a_token_is_32_hexadecimal_digits_and_in_no_log() {
+fn tokens_are_hex_and_not_logged() {
     for sound in ["00112233445566778899aabbccddeeff", "00112233445566778899AABBCCDDEEFF"] {
         assert!(decode(47, &json!({"token": sound}), 0).is_ok(), "{sound}");
     }
@@ -675,7 +675,7 @@ fn a_token_is_32_hexadecimal_digits_and_in_no_log() {
 }
 
 #[test]
-fn tables_are_in_the_record_or_beside_it() {
+fn tables_are_inline_or_attached() {
     let body = |metadata: Value| {
         let mut body = serde_json::to_value(put()).unwrap();
         body["metadata"] = metadata;
@@ -684,7 +684,7 @@ fn tables_are_in_the_record_or_beside_it() {
     let fds = put().sizes.len() + 1;
     let inline = decode(32, &body(json!({"inline": {"b": 1, "a": [2.50]}})), fds).unwrap();
     let Message::Put(read) = &inline else { panic!("{inline:?}") };
-    // As it was written: nothing in it is read before it is needed.
+    // The text is carried without parsing.
     assert_eq!(read.metadata, Some(Table::Inline(attached(r#"{"a":[2.5],"b":1}"#))));
     assert!(decode(32, &body(json!({"length": 10})), fds + 1).is_ok());
     assert!(decode(32, &body(json!(null)), fds).is_ok());
@@ -694,7 +694,7 @@ fn tables_are_in_the_record_or_beside_it() {
         let decoded = decode(32, &body(wrong.clone()), fds);
         assert!(matches!(decoded, Err(ProtocolError::Body { .. })), "{wrong}: {decoded:?}");
     }
-    // Carried JSON does not hide a later fault.
+    // Inline JSON does not hide a later fault.
     let mut broken = body(json!({"inline": {"a": 1}}));
     broken["sizes"] = json!([1.5]);
     let Err(ProtocolError::Body { fault, .. }) = decode(32, &broken, fds) else { panic!() };
@@ -708,7 +708,7 @@ fn tables_are_in_the_record_or_beside_it() {
 }
 
 #[test]
-fn what_may_be_absent_may_be_null() {
+fn optional_fields_may_be_null() {
     let optional = |message: &Message, fields: &[&str]| {
         let mut body = body_of(message);
         for field in fields {
@@ -737,7 +737,7 @@ fn what_may_be_absent_may_be_null() {
 }
 
 #[test]
-fn fields_and_codes_of_the_future_are_ignored() {
+fn unknown_fields_and_codes_are_ignored() {
     let mut body = body_of(&Message::Lease(Box::new(lease())));
     body["colour"] = json!("red");
     body["owner"]["name"] = json!("ada");
@@ -745,15 +745,15 @@ fn fields_and_codes_of_the_future_are_ignored() {
     assert_eq!(decode(36, &body, lease().sizes.len() + 1), Ok(Message::Lease(Box::new(lease()))));
     let Ok(Message::Refused(refusal)) = decode(46, &json!({"code": "too_warm", "message": "x"}), 0) else { panic!() };
     assert!(matches!(refusal.code, RefusalCode::Unknown(_)));
-    assert_eq!(serde_json::to_value(refusal.code).unwrap(), "too_warm", "its name is kept");
-    // A lifetime is none of those that are known, and what it means can't be guessed.
+    assert_eq!(serde_json::to_value(refusal.code).unwrap(), "too_warm", "the name is kept");
+    // The meaning of an unknown lifetime can't be guessed.
     let mut body = serde_json::to_value(put()).unwrap();
     body["lifetime"] = json!({"kind": "forever"});
     assert!(matches!(decode(32, &body, 6), Err(ProtocolError::Body { .. })));
 }
 
 #[test]
-fn long_sentences_are_cut_where_they_are_sent_and_where_they_come() {
+fn both_peers_shorten_sentences() {
     let long = "é".repeat(MAX_BODY / 4);
     let token = Token([0; 16]);
     for message in [
@@ -767,11 +767,11 @@ fn long_sentences_are_cut_where_they_are_sent_and_where_they_come() {
         let mut body = body_of(&message);
         body["message"] = json!(long);
         let came = body_of(&decode(kind, &body, 0).unwrap());
-        assert_eq!(came["message"], json!(sent), "of a peer that does not cut it");
+        assert_eq!(came["message"], json!(sent), "the peer did not shorten it");
     }
 }
 
-/// Every text of a body but the tables', which are the user's, and what has one form.
+/// Changes all texts of a body, except tables, whose contents users define, and fields with a fixed form.
 fn texts(value: &mut Value, change: &mut impl FnMut(&mut String)) {
     match value {
         Value::Object(object) => {
@@ -791,12 +791,12 @@ fn texts(value: &mut Value, change: &mut impl FnMut(&mut String)) {
 }
 
 #[test]
-fn control_characters_of_a_peer_do_not_reach_a_terminal() {
+fn control_characters_are_removed() {
     for (kind, message) in every_message() {
         let mut body = body_of(&message);
         texts(&mut body, &mut |text| *text = "\u{1b}[31m\u{202e}\n".to_owned());
         let read = decode(kind, &body, message.fd_count()).unwrap_or_else(|error| panic!("{kind}: {error}"));
-        // What is asked of a server is checked there, name by name, and shown by none but it.
+        // The server checks the names in requests itself, and only the server prints them.
         if matches!(message.name(), "get" | "list" | "stat" | "who" | "delete" | "hello" | "watch") {
             continue;
         }

@@ -1,26 +1,26 @@
-//! The settings by which a test steers the library.
+//! The settings with which a test controls the library.
 //!
 //! | Setting | Meaning |
 //! |---|---|
-//! | `FAKECUDA_FAIL=cuMemMap:2:801,cuInit:1:999` | the second call of `cuMemMap` from now fails with 801 and does nothing |
+//! | `FAKECUDA_FAIL=cuMemMap:2:801,cuInit:1:999` | the second call of `cuMemMap` from now on fails with 801 and has no effect |
 //! | `FAKECUDA_SLOW=cuInit:500` | every call of `cuInit` takes 500 ms longer |
-//! | `FAKECUDA_ABORT=cuMemMap` | the process is aborted in a call of `cuMemMap`, as by a fault in NVIDIA's driver |
-//! | `FAKECUDA_ATTRIBUTE=102:0` | that device attribute has that value |
-//! | `FAKECUDA_DEVICES=2` | how many devices there are, from `cuInit` on; at most 16 |
-//! | `FAKECUDA_EVENTS_FAIL=1` | no event of another process is opened |
-//! | `FAKECUDA_FABRIC=1` | memory for fabric handles is made, and exported; 0, the default, is that there is no IMEX channel |
-//! | `FAKECUDA_FREE=4194304` | how many bytes each device has free while nothing is allocated |
+//! | `FAKECUDA_ABORT=cuMemMap` | a call of `cuMemMap` aborts the process, like a fault in NVIDIA's driver |
+//! | `FAKECUDA_ATTRIBUTE=102:0` | the device attribute 102 has the value 0 |
+//! | `FAKECUDA_DEVICES=2` | the number of devices, from `cuInit` on; at most 16 |
+//! | `FAKECUDA_EVENTS_FAIL=1` | opening an event of another process fails |
+//! | `FAKECUDA_FABRIC=1` | memory for fabric handles can be created and exported; by default 0: there is no IMEX channel |
+//! | `FAKECUDA_FREE=4194304` | free bytes of each device while nothing is allocated |
 //! | `FAKECUDA_GRANULARITY=4194304` | the granularity in bytes, from `cuInit` on: a power of two, at least 4096 |
-//! | `FAKECUDA_MIG=1` | NVML knows each device as a MIG instance of a GPU; 0, the default, as a GPU |
-//! | `FAKECUDA_PEERS=0` | no device can access another; 1, the default, is that all can |
-//! | `FAKECUDA_PERSISTENCE=0` | NVML reports persistence mode as off; 1, the default, is on |
-//! | `FAKECUDA_RDMA=0` | memory is made without `gpuDirectRDMACapable` where that is asked for; 1, the default, is with it |
-//! | `FAKECUDA_LOG=path` | every call is appended to that file, as `pid name`, before it is done |
+//! | `FAKECUDA_MIG=1` | NVML reports each device as a MIG instance of a GPU; by default 0: as a GPU |
+//! | `FAKECUDA_PEERS=0` | no device can access another; by default 1: all can |
+//! | `FAKECUDA_PERSISTENCE=0` | NVML reports persistence mode as off; by default 1: on |
+//! | `FAKECUDA_RDMA=0` | `gpuDirectRDMACapable` is ignored at creation; by default 1: it is respected |
+//! | `FAKECUDA_LOG=path` | each call is appended to this file, as `pid name`, before it is executed |
 //!
-//! An empty `CUDA_VISIBLE_DEVICES` leaves no device, as with NVIDIA's driver; its other values are about GPUs that the
-//! machine of the test may have, and are not looked at.
+//! An empty `CUDA_VISIBLE_DEVICES` hides all devices, as with NVIDIA's driver. Its other values are ignored: they concern real GPUs of the
+//! test machine.
 //!
-//! A setting that makes no sense aborts: a test that believes in one that does not exist proves nothing.
+//! An invalid setting aborts: a test with a misspelled setting would prove nothing.
 
 use std::{
     collections::BTreeMap,
@@ -36,7 +36,7 @@ use std::{
 
 use crate::{Answer, emulated::MAX_DEVICES};
 
-/// What the settings say, and what was counted.
+/// The settings, and the counts of calls.
 pub(crate) struct Settings {
     faults: Vec<Fault>,
     slow: BTreeMap<String, Duration>,
@@ -57,7 +57,7 @@ pub(crate) struct Settings {
 
 struct Fault {
     name: String,
-    /// At which call from now: it fires when this reaches 0.
+    /// The number of calls until the fault. It fires at 0.
     left: u64,
     code: u32,
 }
@@ -93,18 +93,18 @@ pub(crate) fn settings() -> MutexGuard<'static, Settings> {
     SETTINGS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What happens before any call is answered: it is counted and logged, may take long, and may fail.
+/// Runs before each call: counts and logs it, and delays, aborts or fails it according to the settings.
 pub(crate) fn before(name: &'static str) -> Answer {
     let mut settings = settings();
     *settings.calls.entry(name).or_default() += 1;
     if let Some(log) = &mut settings.log {
-        // One write to a file opened for appending: the lines of several processes do not mix.
+        // One write to a file opened for appending: the lines of different processes are not mixed.
         if let Err(error) = log.write_all(format!("{} {name}\n", process::id()).as_bytes()) {
-            refuse(&format!("the log can't be written: {error}"));
+            refuse(&format!("can't write the log: {error}"));
         }
     }
     if settings.aborts.iter().any(|aborts| aborts == name) {
-        refuse(&format!("{name} is to abort"));
+        refuse(&format!("{name} aborts, as set by FAKECUDA_ABORT"));
     }
     let mut fails = None;
     settings.faults.retain_mut(|fault| {
@@ -169,11 +169,11 @@ impl Settings {
             }
             _ => None,
         };
-        known.unwrap_or_else(|| refuse(&format!("{name}={value} makes no sense here")));
+        known.unwrap_or_else(|| refuse(&format!("{name}={value} is not a valid setting")));
     }
 }
 
-/// The entries of a list with commas between them; an empty text is an empty list.
+/// The entries of a comma-separated list. An empty text is an empty list.
 fn parse<T, C: FromIterator<T>>(value: &str, entry: impl Fn(&str) -> Option<T>) -> Option<C> {
     value.split(',').filter(|text| !text.is_empty()).map(entry).collect()
 }
@@ -187,7 +187,7 @@ fn pair<A: FromStr, B: FromStr>(entry: &str) -> Option<(A, B)> {
     Some((a.parse().ok()?, b.parse().ok()?))
 }
 
-/// Ends the process: what was asked for is a fault of the test, or would have crashed NVIDIA's driver.
+/// Aborts the process: the call is an error of the test, or would have crashed NVIDIA's driver.
 pub(crate) fn refuse(reason: &str) -> ! {
     eprintln!("fakecuda: {reason}");
     process::abort()

@@ -1,4 +1,4 @@
-//! What the driver keeps, and its rules. The memory itself, and most of the rules, are the host backend's.
+//! The driver's state and rules. The host backend provides the memory, and most rules.
 
 use std::{
     cell::RefCell,
@@ -57,30 +57,30 @@ pub(crate) const FABRIC: c_uint = 8;
 /// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
 const DMA_BUF: c_uint = 1;
 
-/// `location.id` of an imported allocation whose owner this process does not see.
+/// `location.id` of an imported allocation whose owner is not visible to this process.
 const NOT_VISIBLE: c_int = -2;
 
-/// Where the host backend's memory is.
+/// The location of the host backend's memory.
 pub(crate) const HERE: Place = Place::Device(0);
 
-/// As many as [`mark`] can tell apart.
+/// The number of devices that [`mark`] can distinguish.
 pub(crate) const MAX_DEVICES: u32 = 16;
 
-/// The attributes that vmmfd asks for, as an H200 answers. Fabric handles are claimed there, and refused, as here.
+/// The attributes that vmmfd requests, with the values of an H200, which claims fabric handles and refuses them.
 const ATTRIBUTES: [(c_uint, c_int); 10] =
     [(16, 132), (20, 0), (102, 1), (103, 1), (110, 1), (115, 1), (119, 1), (128, 1), (134, 0), (141, 1)];
 
-/// The attribute of memory that RDMA can reach.
+/// The attribute for memory that RDMA can access.
 const RDMA_WITH_VMM: c_uint = 110;
 
-/// This machine's CPUs, among the devices that access memory.
+/// This machine's CPUs, as a device that accesses memory.
 const CPU: c_int = -1;
 
 static INITIALISED_BY: AtomicU32 = AtomicU32::new(0);
 static DRIVER: Mutex<Option<Emulated>> = Mutex::new(None);
 
 thread_local! {
-    /// The stack of contexts, by device: each thread has its own.
+    /// The thread's stack of contexts, by device.
     static CONTEXTS: RefCell<Vec<c_int>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -91,33 +91,33 @@ pub(crate) struct Emulated {
     allocations: BTreeMap<u64, Allocation>,
     handles_made: u64,
     mappings: BTreeMap<u64, Mapping>,
-    /// Where copies from pageable memory may still be arriving: the call returns before the last bytes are there.
+    /// Destinations of copies from pageable memory that may still be in transfer: such a call returns before the last bytes arrive.
     arriving: Vec<Range<u64>>,
-    /// How often each device's primary context is retained.
+    /// The number of times each device's primary context is retained.
     retained: BTreeMap<c_int, usize>,
-    /// The devices in whose context a kernel met memory that it may not access. There is no way back from that.
+    /// The devices on which a kernel accessed memory without access. Their contexts are permanently unusable.
     ruined: BTreeSet<c_int>,
     pub(crate) ipc: Ipc,
     pub(crate) events: Events,
     pub(crate) modules: Modules,
 }
 
-/// What a handle names.
+/// The allocation of a handle.
 struct Allocation {
     handle: Handle,
     size: u64,
-    /// The number of the owning device, which need not be visible here.
+    /// The number of the owning device, which may not be visible here.
     owner: u32,
-    /// Whether it is host memory, and no device's.
+    /// Whether it is host memory.
     numa: bool,
     exportable: bool,
     imported: bool,
     fabric: bool,
-    /// What other devices of the bus reach it by, if it is made for that.
+    /// The dma-buf, if the allocation was created for RDMA.
     rdma: Option<Arc<OwnedFd>>,
 }
 
-/// Which devices may do what with a mapping.
+/// A mapping, with the access of each device.
 struct Mapping {
     size: u64,
     owner: u32,
@@ -126,7 +126,7 @@ struct Mapping {
     granted: BTreeMap<c_int, Access>,
 }
 
-/// What follows from a function's failure: one to synchronise means that the context has failed, and nothing arrives in it.
+/// Handles a function's failure: after a failed synchronization the context has failed, and no copy is in transfer any more.
 pub(crate) fn failed(function: &str) {
     if function.ends_with("Synchronize") {
         // Before `cuInit` there is nothing to clear.
@@ -169,7 +169,7 @@ pub(crate) fn initialise() -> Answer {
     Ok(())
 }
 
-/// Answers a call, if this process has called `cuInit`: a fork of one that did has not.
+/// Runs a call if this process has called `cuInit`. A fork has not.
 pub(crate) fn initialised(call: impl FnOnce(&mut Emulated) -> Answer) -> Answer {
     if INITIALISED_BY.load(Ordering::Acquire) != process::id() {
         return Err(NOT_INITIALIZED);
@@ -196,7 +196,7 @@ pub(crate) fn waited() -> u64 {
     driver.as_ref().map_or(0, |driver| driver.events.waited)
 }
 
-/// The code of an error of the host backend.
+/// The code of a host backend error.
 pub(crate) fn code(error: Error) -> u32 {
     match error {
         Error::Driver { code, .. } => code,
@@ -219,7 +219,7 @@ impl Emulated {
         Ok("fakecuda: emulated, no GPU")
     }
 
-    /// The same in every process of one boot, and not the host backend's.
+    /// The same in all processes of one boot, and different from the host backend's.
     pub(crate) fn device_uuid(&self, device: c_int) -> Answer<[u8; 16]> {
         self.check_device(device)?;
         let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -247,12 +247,12 @@ impl Emulated {
         Ok(device != peer && controls::settings().peers)
     }
 
-    /// Fails unless a device may access memory of an owner.
+    /// Checks that a device may access memory of an owner.
     pub(crate) fn check_peer(&self, device: c_int, owner: u32) -> Answer {
         if device as u32 == owner || controls::settings().peers { Ok(()) } else { Err(PEER_ACCESS_UNSUPPORTED) }
     }
 
-    /// Fails unless a device has so much memory left, where there is a limit.
+    /// Checks that a device has enough free memory, if it is limited.
     pub(crate) fn check_free(&self, device: c_int, size: u64) -> Answer {
         let limited = controls::settings().capacity.is_some();
         if limited && size > self.memory_info(device)?.free { Err(OUT_OF_MEMORY) } else { Ok(()) }
@@ -270,7 +270,7 @@ impl Emulated {
 
 /// The contexts.
 impl Emulated {
-    /// A context is an address that nothing is at.
+    /// A context is an address without memory.
     fn context(device: c_int) -> *mut c_void {
         ptr::without_provenance_mut(0xC0DE_0000 + 0x100 * device as usize)
     }
@@ -303,12 +303,12 @@ impl Emulated {
         CONTEXTS.with_borrow_mut(Vec::pop).map(Self::context).ok_or(INVALID_CONTEXT)
     }
 
-    /// The context that this thread has current, or null.
+    /// This thread's current context, or null.
     pub(crate) fn top(&self) -> *mut c_void {
         CONTEXTS.with_borrow(|contexts| contexts.last().copied()).map_or(ptr::null_mut(), Self::context)
     }
 
-    /// Puts a context in the place of the one that this thread has current; null takes that off.
+    /// Replaces this thread's current context. Null removes it.
     pub(crate) fn replace_top(&self, context: *mut c_void) -> Answer {
         if !context.is_null() {
             self.push(context)?;
@@ -320,7 +320,7 @@ impl Emulated {
         Ok(())
     }
 
-    /// The device whose context this thread has current.
+    /// The device of this thread's current context.
     pub(crate) fn current(&self) -> Answer<c_int> {
         let device = CONTEXTS.with_borrow(|contexts| contexts.last().copied()).ok_or(INVALID_CONTEXT)?;
         if !self.is_retained(device) {
@@ -359,12 +359,12 @@ impl Emulated {
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
-        // Granularity is answered, and the attribute claims it, but without an IMEX channel none is made.
+        // The driver reports a granularity, and the attribute claims support, but creation fails without an IMEX channel.
         let fabric = properties.requested_handle_types == FABRIC;
         if fabric && !controls::settings().fabric {
             return Err(NOT_PERMITTED);
         }
-        // Assumed: no GPU without it was tried.
+        // Assumed: no GPU without RDMA support was available.
         let rdma = properties.gpu_direct_rdma_capable != 0;
         if rdma && self.attribute(RDMA_WITH_VMM, properties.location.id) == Ok(0) {
             return Err(NOT_SUPPORTED);
@@ -401,13 +401,13 @@ impl Emulated {
 
     fn add(&mut self, allocation: Allocation) -> u64 {
         self.handles_made += 1;
-        // Far from small numbers, which a program might mix up with something else.
+        // Not a small number, which a program could confuse with another value.
         let number = 0x7F00_0000_0000 + 0x40 * self.handles_made;
         self.allocations.insert(number, allocation);
         number
     }
 
-    /// The allocation of a handle that the caller must have checked: NVIDIA's driver does not survive another one.
+    /// The allocation of a handle, which the caller must have checked: NVIDIA's driver crashes on an invalid one.
     fn named(&self, call: &str, handle: u64) -> &Allocation {
         self.allocations.get(&handle).unwrap_or_else(|| {
             controls::refuse(&format!("{call} of handle {handle:#x}, which is not alive: NVIDIA's driver crashes here"))
@@ -467,7 +467,7 @@ impl Emulated {
                 _ => self.check_peer(device, mapping.owner)?,
             }
         }
-        // The host backend judges the range. It has one access for all devices, the widest that any was granted.
+        // The host backend checks the range. It has one access for all devices: the widest access of any device.
         self.host.set_access(address, size, HERE, wanted).map_err(code)?;
         for (&start, mapping) in self.mappings.range_mut(address..address + size) {
             match wanted {
@@ -480,32 +480,32 @@ impl Emulated {
         Ok(())
     }
 
-    /// The mappings that a range touches.
+    /// The mappings that overlap a range.
     fn inside(&self, address: u64, size: u64) -> Answer<impl Iterator<Item = (&u64, &Mapping)>> {
         let end = address.checked_add(size).ok_or(INVALID_VALUE)?;
         Ok(self.mappings.range(..end).filter(move |(start, mapping)| *start + mapping.size > address))
     }
 
-    /// The device that owns what an address is in.
+    /// The device that owns the memory at an address.
     pub(crate) fn owner(&self, address: u64) -> Answer<c_int> {
         let mapping = || Some(self.inside(address, 1).ok()?.find(|(_, mapping)| !mapping.numa)?.1.owner);
         let owner = self.ipc.owner(address).or_else(mapping).ok_or(INVALID_VALUE)?;
         c_int::try_from(owner).map_err(|_| INVALID_VALUE)
     }
 
-    /// First address and size of what an address is in.
+    /// First address and size of the memory that contains an address.
     pub(crate) fn range(&self, address: u64) -> Answer<(u64, u64)> {
         let mapping = || self.inside(address, 1).ok()?.next().map(|(&start, mapping)| (start, mapping.size));
         self.ipc.range(address).or_else(mapping).ok_or(NOT_FOUND)
     }
 
-    /// The memory of blocks, if a copy starts in it.
+    /// The backend for a copy that starts in a block.
     fn blocks(&self, device: c_int, address: u64, size: u64) -> Option<Answer<&HostDriver>> {
         let peers = controls::settings().peers;
         self.ipc.copy(device, peers, address, size)
     }
 
-    /// Whether a device may do something with all that is mapped in a range.
+    /// Checks a device's access to all mappings in a range.
     fn granted(&self, device: c_int, address: u64, size: u64, enough: impl Fn(Access) -> bool) -> Answer {
         let all =
             self.inside(address, size)?.all(|(_, mapping)| mapping.granted.get(&device).copied().is_some_and(&enough));
@@ -522,7 +522,7 @@ impl Emulated {
         Ok(())
     }
 
-    /// As a copy out and one in, which may still be under way when the call returns.
+    /// Copies out and in again. Like a copy in, it may still be in progress when the call returns.
     pub(crate) fn copy_within(&mut self, device: c_int, to: u64, from: u64, size: u64) -> Answer {
         const CHUNK: u64 = 4 << 20;
         let mut bytes = Vec::new();
@@ -535,7 +535,7 @@ impl Emulated {
         Ok(())
     }
 
-    /// What a kernel does that stores a word. Where it must not, it is too late for an answer, and the context is ruined.
+    /// The effect of the store kernel. An invalid store ruins the context: the launch has already succeeded.
     pub(crate) fn store(&mut self, device: c_int, to: u64, value: u32) -> Answer {
         if !to.is_multiple_of(4) || self.copy_in(device, to, &value.to_le_bytes()).is_err() {
             self.ruin(device);
@@ -543,17 +543,17 @@ impl Emulated {
         Ok(())
     }
 
-    /// What comes of a kernel that meets memory without access: the context can't be used any more.
+    /// Makes the context permanently unusable, as after a kernel's fault.
     pub(crate) fn ruin(&mut self, device: c_int) {
         self.ruined.insert(device);
     }
 
-    /// A dma-buf of memory made for RDMA: here of a whole mapping alone, so that its size is right.
+    /// A dma-buf of memory created for RDMA. Only for a whole mapping, so that its size is right.
     pub(crate) fn range_handle(&self, address: u64, size: u64, kind: c_uint, flags: u64) -> Answer<RawFd> {
         self.current()?;
         let mapping = self.mappings.get(&address).filter(|mapping| mapping.size == size);
         let rdma = mapping.and_then(|mapping| mapping.rdma.as_ref()).filter(|_| kind == DMA_BUF && flags == 0);
-        // Without close-on-exec: nobody may rely on the driver for that.
+        // Without close-on-exec: vmmfd must not rely on the driver to set it.
         let fd = dup(rdma.ok_or(INVALID_VALUE)?.as_raw_fd());
         if fd < 0 { Err(UNKNOWN) } else { Ok(fd) }
     }
@@ -581,7 +581,7 @@ impl Emulated {
         self.host.export(allocation.handle).map_err(code)
     }
 
-    /// The bytes of a fabric handle. Nothing is imported by them here.
+    /// The bytes of a fabric handle. They can't be imported here.
     pub(crate) fn export_fabric(&self, handle: u64, flags: u64) -> Answer<[u8; 64]> {
         let allocation = self.named("cuMemExportToShareableHandle", handle);
         if !allocation.fabric || flags != 0 {
@@ -597,12 +597,12 @@ impl Emulated {
         if kind != POSIX_FD {
             return Err(INVALID_VALUE);
         }
-        // By its name, since an integer may be no descriptor at all.
+        // By name, because the integer may not be an open descriptor.
         let metadata = fs::metadata(format!("/proc/self/fd/{fd}")).map_err(|_| UNKNOWN)?;
         if metadata.mode() & POOL != 0 {
             return Err(NOT_SUPPORTED);
         }
-        // SAFETY: it was open just now, and a caller who closes it meanwhile breaks the driver API too.
+        // SAFETY: it was just open, and a caller that closes it during the call also breaks the driver API.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let handle = self.host.import(fd, metadata.size()).map_err(|error| match code(error) {
             OUT_OF_MEMORY => OUT_OF_MEMORY,
@@ -610,7 +610,7 @@ impl Emulated {
         })?;
         let (owner, numa) = (marked(metadata.mode()), metadata.mode() & NUMA != 0);
         let size = metadata.size();
-        // Assumed: an importer's is not made for RDMA, whatever the exporter's is.
+        // Assumed: an imported allocation is not created for RDMA, even if the exporter's is.
         let (fabric, rdma) = (false, None);
         Ok(self.add(Allocation { handle, size, owner, numa, exportable: false, imported: true, fabric, rdma }))
     }
@@ -618,7 +618,7 @@ impl Emulated {
     pub(crate) fn import_pool(&mut self, fd: RawFd, kind: c_uint, flags: u64) -> Answer<usize> {
         let Self { host, ipc, .. } = self;
         ipc.import_pool(fd, kind, flags, |fd| {
-            // SAFETY: it was open just now, and a caller who closes it meanwhile breaks the driver API too.
+            // SAFETY: it was just open, and a caller that closes it during the call also breaks the driver API.
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
             let size = fs::metadata(format!("/proc/self/fd/{}", fd.as_raw_fd())).map_or(0, |metadata| metadata.size());
             host.import(fd, size).and_then(|handle| host.release(handle)).is_ok()
@@ -642,7 +642,7 @@ impl Emulated {
         self.ipc.set_pool_access(pool, access, controls::settings().peers)
     }
 
-    /// The device whose default stream it is.
+    /// The device of a default stream.
     pub(crate) fn default_stream(&self, stream: *mut c_void) -> Answer<c_int> {
         if stream.is_null() { self.current() } else { Err(INVALID_HANDLE) }
     }

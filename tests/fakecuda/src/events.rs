@@ -1,7 +1,7 @@
-//! Events, also those of several processes.
+//! Events, including events shared by several processes.
 //!
-//! An event is a memfd that has one byte for each time it was recorded, so that another process of the same user reaches it
-//! as `/proc/PID/fd/N`. Nothing runs here after the call that asked for it, so what was recorded is done.
+//! An event is a memfd with one byte for each recording. Another process of the same user opens it as `/proc/PID/fd/N`. Calls are
+//! synchronous here, so recorded work is always finished.
 
 use std::{
     collections::BTreeMap,
@@ -27,14 +27,14 @@ const MAP_FAILED: u32 = 205;
 const DISABLE_TIMING: c_uint = 2;
 /// `CU_EVENT_INTERPROCESS`.
 const INTERPROCESS: c_uint = 4;
-/// All that there are.
+/// All flags.
 const FLAGS: c_uint = 7;
 
 const NAME: &CStr = c"fakecuda event";
 const CLOSE_ON_EXEC: c_uint = 1;
 
 unsafe extern "C" {
-    /// Of the C library.
+    /// The C library's function.
     fn memfd_create(name: *const c_char, flags: c_uint) -> c_int;
 }
 
@@ -42,7 +42,7 @@ unsafe extern "C" {
 pub(crate) struct Events {
     events: BTreeMap<usize, Event>,
     made: usize,
-    /// How many waits there were for an event that was recorded before.
+    /// The number of waits for events that had been recorded.
     pub(crate) waited: u64,
 }
 
@@ -52,12 +52,12 @@ struct Event {
     device: c_int,
     shared: bool,
     opened: bool,
-    /// Whether it notes when it was recorded, and when that was.
+    /// Whether the time of the recording is kept.
     timed: bool,
     recorded: Option<Instant>,
 }
 
-/// The 64 bytes of a handle: four numbers, and nothing.
+/// The 64 bytes of a handle: four numbers, then zeros.
 struct Ticket {
     pid: u64,
     fd: u64,
@@ -83,7 +83,7 @@ impl Ticket {
     }
 }
 
-/// The user of a process, if there is that process.
+/// The user of a process.
 fn user(process: &str) -> Answer<u32> {
     fs::metadata(format!("/proc/{process}")).map(|metadata| metadata.uid()).map_err(|_| INVALID_HANDLE)
 }
@@ -103,7 +103,7 @@ impl Events {
 
     fn add(&mut self, event: Event) -> usize {
         self.made += 1;
-        // Far from small numbers, as handles are.
+        // Not a small number, like other handles.
         let number = 0x7D00_0000_0000 + 0x40 * self.made;
         self.events.insert(number, event);
         number
@@ -115,7 +115,7 @@ impl Events {
 
     pub(crate) fn create(&mut self, device: c_int, flags: c_uint) -> Answer<usize> {
         let shared = flags & INTERPROCESS != 0;
-        // Those of several processes have no time.
+        // Interprocess events have no timing.
         if flags & !FLAGS != 0 || shared && flags & DISABLE_TIMING == 0 {
             return Err(INVALID_VALUE);
         }
@@ -124,7 +124,7 @@ impl Events {
         if fd < 0 {
             return Err(UNKNOWN);
         }
-        // SAFETY: it was opened just now, and nobody else has it.
+        // SAFETY: it was just opened, and has no other owner.
         let memfd = unsafe { OwnedFd::from_raw_fd(fd) };
         let records = appending(format!("/proc/self/fd/{}", memfd.as_raw_fd()))?;
         let timed = flags & DISABLE_TIMING == 0;
@@ -133,7 +133,7 @@ impl Events {
 
     pub(crate) fn export(&self, event: *mut c_void) -> Answer<[u8; 64]> {
         let event = self.named(event)?;
-        // Assumed of those that were opened.
+        // Assumed for opened events.
         if !event.shared || event.opened {
             return Err(INVALID_HANDLE);
         }
@@ -157,7 +157,7 @@ impl Events {
         Ok(self.add(Event { records, device, shared: true, opened: true, timed: false, recorded: None }))
     }
 
-    /// On a stream of its own device alone.
+    /// Fails for a stream of another device.
     pub(crate) fn record(&mut self, device: c_int, event: *mut c_void) -> Answer {
         let event = self.events.get_mut(&event.addr()).ok_or(INVALID_HANDLE)?;
         if event.device != device {
@@ -167,7 +167,7 @@ impl Events {
         (&event.records).write_all(&[1]).map_err(|_| UNKNOWN)
     }
 
-    /// One that was never recorded is not waited for.
+    /// Does not wait for an event that was never recorded.
     pub(crate) fn wait(&mut self, event: *mut c_void, flags: c_uint) -> Answer {
         if flags > 1 {
             return Err(INVALID_VALUE);
@@ -177,7 +177,7 @@ impl Events {
         Ok(())
     }
 
-    /// From when one was recorded to when another was, in milliseconds.
+    /// The time between two recordings, in milliseconds.
     pub(crate) fn elapsed(&self, begin: *mut c_void, end: *mut c_void) -> Answer<f32> {
         let at = |event| {
             let event = self.named(event)?;

@@ -1,8 +1,8 @@
-//! Memory of `cuMemAlloc` and of pools, private page-locked memory, and sharing without a descriptor for each.
+//! Memory of `cuMemAlloc` and of pools, page-locked memory, and sharing without a descriptor for each allocation.
 //!
-//! Blocks lie in arenas: small ones side by side, a large one in an arena of its own. An arena is host memory whose
-//! descriptor stays open, so that another process of the same user reaches it as `/proc/PID/fd/N`. Behind its data it has
-//! one more unit: a secret number for each block that lives, by which a stale handle is told.
+//! Blocks are allocated in arenas: small blocks next to each other, a large block in its own arena. An arena is host memory with an open
+//! descriptor, so that another process of the same user opens it as `/proc/PID/fd/N`. After its data it has one more unit with a secret
+//! number for each live block, which identifies stale handles.
 
 use std::{
     alloc::{Layout, alloc, dealloc},
@@ -30,9 +30,9 @@ use crate::{
     },
 };
 
-/// What arenas are multiples of.
+/// Sizes of arenas are multiples of it.
 const UNIT: u64 = 2 << 20;
-/// The largest block that lies beside others, and what such blocks are multiples of.
+/// The largest block that shares an arena. The sizes of such blocks are multiples of [`STEP`].
 const SMALL: u64 = 1 << 20;
 const STEP: u64 = 512;
 
@@ -40,14 +40,14 @@ const STEP: u64 = 512;
 const LAZY_ENABLE_PEER_ACCESS: c_uint = 1;
 
 unsafe extern "C" {
-    /// Of the C library: it leaves the new descriptor open across exec, and the standard library does not.
+    /// The C library's function. It leaves the new descriptor open across exec; the standard library does not.
     pub(crate) safe fn dup(fd: c_int) -> c_int;
 }
 
-/// What the driver keeps of all this.
+/// The state.
 pub(crate) struct Ipc {
     host: HostDriver,
-    /// By first address, as the blocks.
+    /// By first address.
     arenas: BTreeMap<u64, Arena>,
     blocks: BTreeMap<u64, Block>,
     pools: BTreeMap<usize, Pool>,
@@ -57,7 +57,7 @@ pub(crate) struct Ipc {
 
 struct Arena {
     handle: Handle,
-    /// Of the data.
+    /// The size of the data.
     size: u64,
     memfd: File,
     inode: u64,
@@ -77,7 +77,7 @@ struct Block {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Allocated,
-    /// So many times.
+    /// The number of openings.
     Opened(usize),
     Pooled,
     Imported,
@@ -86,20 +86,20 @@ enum Kind {
 struct Pool {
     id: u64,
     owner: u32,
-    /// The descriptor that is exported, if it may be.
+    /// The exported descriptor, if the pool is exportable.
     marker: Option<OwnedFd>,
-    /// Whether it was: before, there are no pointers of it to export.
+    /// Whether it was exported. Before that, its pointers can't be exported.
     exported: bool,
     imported: bool,
     granted: BTreeSet<c_int>,
 }
 
-/// The 64 bytes of a handle, or of a pointer's export: eight numbers.
+/// The 64 bytes of a handle, or of an exported pointer: eight numbers.
 struct Ticket {
     pid: u32,
     fd: u32,
     inode: u64,
-    /// 0 for what is in no pool.
+    /// 0 outside of pools.
     pool: u64,
     slot: u64,
     secret: u64,
@@ -138,7 +138,7 @@ impl Ticket {
         })
     }
 
-    /// The memory, if the process that it is of still has it, and the block in it.
+    /// Opens the memory, if its process still has it and the block is alive.
     fn memory(&self) -> Answer<File> {
         let open = OpenOptions::new().read(true).write(true).open(format!("/proc/{}/fd/{}", self.pid, self.fd));
         let memfd = open.map_err(|_| INVALID_VALUE)?;
@@ -153,7 +153,7 @@ impl Ticket {
         if there { Ok(memfd) } else { Err(INVALID_VALUE) }
     }
 
-    /// Whether the process that it is of has ended: a zombie has no program.
+    /// Whether the ticket's process is gone. A zombie has no executable.
     fn is_orphan(&self) -> bool {
         fs::read_link(format!("/proc/{}/exe", self.pid)).is_err()
     }
@@ -175,12 +175,12 @@ impl Ipc {
         }
     }
 
-    /// Blocks, pools, and pieces of page-locked memory.
+    /// The numbers of blocks, pools and page-locked allocations.
     pub(crate) fn live(&self) -> [u64; 3] {
         [self.blocks.len(), self.pools.len(), self.page_locked.len()].map(|count| count as u64)
     }
 
-    /// How much of a device's memory this process allocated.
+    /// The size of a device's memory that this process allocated.
     pub(crate) fn held(&self, owner: u32) -> u64 {
         self.arenas.values().filter(|arena| !arena.foreign && arena.owner == owner).map(|arena| arena.size).sum()
     }
@@ -207,13 +207,13 @@ impl Ipc {
         self.add_arena(handle, size, memfd.into(), (owner, pool, false))
     }
 
-    /// Where there is room for a small block beside others.
+    /// Finds a free range for a small block in an existing arena.
     fn room(&self, size: u64, owner: u32, pool: Option<usize>) -> Option<(u64, u64)> {
         let mut own =
             self.arenas.iter().filter(|(_, arena)| !arena.foreign && arena.owner == owner && arena.pool == pool);
         own.find_map(|(&start, arena)| {
             let inside = self.blocks.range(start..start + arena.size);
-            // A large block has its arena for itself.
+            // A large block does not share its arena.
             if inside.clone().any(|(_, block)| block.size > SMALL) {
                 return None;
             }
@@ -247,7 +247,7 @@ impl Ipc {
         arena.memfd.write_all_at(&secret.to_le_bytes(), at).map_err(|_| UNKNOWN)
     }
 
-    /// Forgets a block, and its arena with the last one in it. Whoever else has the memory open keeps it.
+    /// Removes a block, and its arena with the last block. Other processes that have the memory open keep it.
     fn drop_block(&mut self, address: u64) -> Answer {
         let block = self.blocks.remove(&address).ok_or(INVALID_VALUE)?;
         if matches!(block.kind, Kind::Allocated | Kind::Pooled) {
@@ -268,17 +268,17 @@ impl Ipc {
         (address - start < block.size).then_some((start, block))
     }
 
-    /// The number of the device that an address of this memory is of, if it is.
+    /// The number of the device that owns an address, if this module allocated it.
     pub(crate) fn owner(&self, address: u64) -> Option<u32> {
         self.block(address).map(|(_, block)| self.arenas[&block.arena].owner)
     }
 
-    /// `cuMemGetAddressRange`: of this memory, if it is.
+    /// `cuMemGetAddressRange`, for memory of this module.
     pub(crate) fn range(&self, address: u64) -> Option<(u64, u64)> {
         self.block(address).map(|(start, block)| (start, block.size))
     }
 
-    /// Whether a copy may touch a range, if it starts in this memory.
+    /// The backend for a copy that starts in this module's memory, if the copy is allowed.
     pub(crate) fn copy(&self, device: c_int, peers: bool, address: u64, size: u64) -> Option<Answer<&HostDriver>> {
         let (start, block) = self.block(address)?;
         let arena = &self.arenas[&block.arena];
@@ -299,7 +299,7 @@ impl Ipc {
         Ok(Ticket { pid: process::id(), fd, inode, pool, slot, secret, offset, size }.bytes())
     }
 
-    /// Where the memory of another owner's ticket is mapped here. It is mapped once for all that lies in it.
+    /// The address of another process's arena, which is mapped once for all its blocks.
     fn foreign_arena(&mut self, ticket: &Ticket, memfd: File, owner: u32, pool: Option<usize>) -> Answer<u64> {
         let known = self.arenas.iter().find(|(_, arena)| {
             let same = (arena.inode, arena.pool) == (ticket.inode, pool);
@@ -397,7 +397,7 @@ impl Ipc {
         }))
     }
 
-    /// The descriptor of a pool: a file with its identity, and with a mode that nothing else has.
+    /// The descriptor of a pool: a file with the pool's identity and a unique mode.
     fn marker(&self, id: u64, owner: u32) -> Answer<OwnedFd> {
         let properties = Properties { location: HERE, exportable: true, immutable: false, gpu_direct_rdma: false };
         let handle = self.host.create(UNIT, &properties).map_err(code)?;
@@ -411,7 +411,7 @@ impl Ipc {
 
     fn add_pool(&mut self, pool: Pool) -> usize {
         self.pools_made += 1;
-        // Far from small numbers, as handles are.
+        // Not a small number, like other handles.
         let number = 0x7E00_0000_0000 + 0x40 * self.pools_made;
         self.pools.insert(number, pool);
         number
@@ -433,13 +433,13 @@ impl Ipc {
     pub(crate) fn export_pool(&mut self, pool: *mut c_void, kind: c_uint, flags: u64) -> Answer<RawFd> {
         let pool = self.pools.get_mut(&pool.addr()).ok_or(INVALID_VALUE)?;
         let marker = pool.marker.as_ref().filter(|_| kind == POSIX_FD && flags == 0).ok_or(INVALID_VALUE)?;
-        // Without close-on-exec: nobody may rely on the driver for that.
+        // Without close-on-exec: vmmfd must not rely on the driver to set it.
         let fd = dup(marker.as_raw_fd());
         pool.exported |= fd >= 0;
         if fd < 0 { Err(UNKNOWN) } else { Ok(fd) }
     }
 
-    /// `memory` says whether a descriptor is of other memory of this driver.
+    /// `memory` reports whether a descriptor is other memory of this driver.
     pub(crate) fn import_pool(
         &mut self,
         fd: RawFd,
@@ -458,7 +458,7 @@ impl Ipc {
         let mut id = [0; 8];
         file.read_exact_at(&mut id, 0).map_err(|_| UNKNOWN)?;
         let (id, owner) = (u64::from_le_bytes(id), marked(mode));
-        // The same pool is the same handle, which is not counted.
+        // Importing a pool again returns the same handle, without counting.
         let known = self.pools.iter().find(|(_, pool)| pool.imported && pool.id == id);
         if let Some((&number, _)) = known {
             return Ok(number);
@@ -496,7 +496,7 @@ impl Ipc {
         }
     }
 
-    /// Frees memory of a pool: an imported pointer at once, however often it was imported.
+    /// Frees memory of a pool. An imported pointer is freed at once, even after several imports.
     pub(crate) fn free(&mut self, address: u64) -> Answer {
         match self.blocks.get(&address) {
             Some(block) if matches!(block.kind, Kind::Pooled | Kind::Imported) => self.drop_block(address),
@@ -542,8 +542,8 @@ impl Ipc {
         if start.is_null() {
             return Err(OUT_OF_MEMORY);
         }
-        // What is given may hold anything.
-        // SAFETY: it was allocated just now, of this size.
+        // The driver may return memory with any contents.
+        // SAFETY: it was just allocated with this size.
         unsafe { start.write_bytes(0xA5, size) };
         self.page_locked.insert(start.addr(), layout);
         Ok(start.cast())
@@ -551,7 +551,7 @@ impl Ipc {
 
     pub(crate) fn unlock(&mut self, start: *mut c_void) -> Answer {
         let layout = self.page_locked.remove(&start.addr()).ok_or(INVALID_VALUE)?;
-        // SAFETY: the table says that it was allocated with this layout, and it is freed once.
+        // SAFETY: by the table, it was allocated with this layout, and it is freed once.
         unsafe { dealloc(start.cast(), layout) };
         Ok(())
     }
@@ -559,16 +559,16 @@ impl Ipc {
 
 pub(crate) const PEER_ACCESS_UNSUPPORTED: u32 = 217;
 
-// What a memfd's own permissions say of it, so that other processes know.
+// A memfd's permission bits describe it to other processes.
 
-/// It has an owner other than device 0: the number's bits are those of group and others for reading and writing.
+/// The owner is not device 0: the read and write bits of group and others encode its number.
 const OWNED: u32 = 0o1000;
-/// It is a pool.
+/// A pool.
 pub(crate) const POOL: u32 = 0o2000;
-/// It is host memory of a NUMA node.
+/// Host memory of a NUMA node.
 pub(crate) const NUMA: u32 = 0o4000;
 
-/// Writes them. Memory of device 0 that is nothing else is left as it is.
+/// Sets the bits. Ordinary memory of device 0 is not changed.
 pub(crate) fn mark(memfd: &OwnedFd, kind: u32, owner: u32) -> Answer {
     if kind == 0 && owner == 0 {
         return Ok(());
@@ -578,7 +578,7 @@ pub(crate) fn mark(memfd: &OwnedFd, kind: u32, owner: u32) -> Answer {
     memfd.set_permissions(Permissions::from_mode(mode)).map_err(|_| UNKNOWN)
 }
 
-/// The owner that [`mark`] wrote.
+/// The owner set by [`mark`].
 pub(crate) fn marked(mode: u32) -> u32 {
     if mode & OWNED == 0 { 0 } else { mode >> 1 & 0b11 | (mode >> 4 & 0b11) << 2 }
 }

@@ -1,4 +1,4 @@
-//! Kernels, by name: a text is looked through for their signatures, and what they do is written here.
+//! Kernels, recognized by name: a module's text is searched for their signatures, and their effects are implemented here.
 
 use std::{
     collections::BTreeMap,
@@ -14,20 +14,20 @@ use crate::{
 
 const INVALID_PTX: u32 = 218;
 
-/// A kernel that is emulated.
+/// An emulated kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kernel {
     /// Stores a word.
     Store,
     /// Writes the pattern.
     Fill,
-    /// Counts the words that are not the pattern's.
+    /// Counts the words that differ from the pattern.
     Verify,
-    /// Adds a value to each word: of the example `launch`.
+    /// Adds a value to each word: the kernel of the example `launch`.
     Add,
 }
 
-/// What each is called, and how its text begins.
+/// The name of each kernel, and the first line of its text.
 const KERNELS: [(Kernel, &CStr, &str); 4] = [
     (Kernel::Store, c"vmmfd_store", ".visible .entry vmmfd_store(.param .u64 vmmfd_to, .param .u32 vmmfd_value)\n{"),
     (
@@ -45,7 +45,7 @@ const KERNELS: [(Kernel, &CStr, &str); 4] = [
     (Kernel::Add, c"add", ".visible .entry add(.param .u64 to, .param .u32 count, .param .u32 value)\n{"),
 ];
 
-/// The modules that are loaded, with the kernels of each.
+/// The loaded modules, with their kernels.
 pub(crate) struct Modules {
     loaded: BTreeMap<usize, Vec<Kernel>>,
     made: usize,
@@ -60,7 +60,7 @@ impl Modules {
         self.loaded.len() as u64
     }
 
-    /// Loads text that says what it is for and has kernels with their arguments.
+    /// Loads a text with the expected header and at least one known kernel signature.
     pub(crate) fn load(&mut self, text: &CStr) -> Answer<usize> {
         let text = text.to_str().map_err(|_| INVALID_PTX)?;
         let kernels: Vec<_> =
@@ -69,20 +69,20 @@ impl Modules {
             return Err(INVALID_PTX);
         }
         self.made += 1;
-        // Far from small numbers, as handles are.
+        // Not a small number, like other handles.
         let number = 0x7C00_0000_0000 + 0x40 * self.made;
         self.loaded.insert(number, kernels);
         Ok(number)
     }
 
-    /// A function is as far behind its module as its kernel is in the list, from one on.
+    /// A function's number is its module's number plus the kernel's index, counted from 1.
     pub(crate) fn function(&self, module: *mut c_void, name: &CStr) -> Answer<usize> {
         let kernels = self.loaded.get(&module.addr()).ok_or(INVALID_HANDLE)?;
         let known = KERNELS.iter().position(|known| known.1 == name && kernels.contains(&known.0));
         known.map(|at| module.addr() + 1 + at).ok_or(NOT_FOUND)
     }
 
-    /// The kernel of a function, of a module that is loaded.
+    /// The kernel of a function in a loaded module.
     pub(crate) fn kernel(&self, function: *mut c_void) -> Answer<Kernel> {
         let (number, kernels) = self.loaded.range(..function.addr()).next_back().ok_or(INVALID_HANDLE)?;
         let kernel = KERNELS.get(function.addr() - number - 1).map(|known| known.0);
@@ -94,7 +94,7 @@ impl Modules {
     }
 }
 
-/// Where a kernel of the pattern works, and what belongs there.
+/// The memory that a pattern kernel processes.
 pub(crate) struct Stretch {
     pub(crate) address: u64,
     pub(crate) start: u64,
@@ -102,11 +102,11 @@ pub(crate) struct Stretch {
     pub(crate) salt: u32,
 }
 
-/// How much is emulated at a time.
+/// The number of bytes processed at a time.
 const PIECE: u64 = 1 << 20;
 
 impl Stretch {
-    /// Its pieces: where each is, and which byte of the object that is. No word is in two.
+    /// Splits the stretch into pieces: address, offset in the object, and length. No word is in two pieces.
     fn pieces(&self) -> impl Iterator<Item = (u64, u64, usize)> {
         let (address, start, size) = (self.address, self.start, self.size);
         let mut done = 0;
@@ -120,8 +120,8 @@ impl Stretch {
     }
 }
 
-/// Any number of threads does the same here with the pattern: there must be some, and no more than a GPU takes. More than one that
-/// stores are none of what vmmfd does, so they are not emulated.
+/// Checks the grid of a launch. Pattern kernels run with any number of threads that a GPU accepts. The store kernel only runs with one
+/// thread, as vmmfd launches it.
 pub(crate) fn check_grid(kernel: Kernel, grid: [c_uint; 3], block: [c_uint; 3], shared: c_uint) -> Answer {
     let some = grid[0] >= 1 && (8..=1024).contains(&block[0]);
     let good = if kernel == Kernel::Store { [grid[0], block[0]] == [1, 1] } else { some };
@@ -129,7 +129,7 @@ pub(crate) fn check_grid(kernel: Kernel, grid: [c_uint; 3], block: [c_uint; 3], 
     if good && shared == 0 { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
-/// What `add` does, where there is a thread for each word.
+/// The effect of `add`, with a thread for each word.
 pub(crate) fn add(driver: &mut Emulated, device: c_int, address: u64, count: u32, value: u32, threads: u64) {
     let mut bytes = vec![0; 4 * threads.min(count.into()) as usize];
     if driver.copy_out(device, address, &mut bytes).is_err() {
@@ -144,7 +144,7 @@ pub(crate) fn add(driver: &mut Emulated, device: c_int, address: u64, count: u32
     }
 }
 
-/// What `vmmfd_fill` does. Where it must not, it is too late for an answer, and the context is ruined.
+/// The effect of `vmmfd_fill`. Memory without access ruins the context: the launch has already succeeded.
 pub(crate) fn fill(driver: &mut Emulated, device: c_int, stretch: &Stretch) {
     let pattern = Pattern::new(stretch.salt);
     for (address, start, length) in stretch.pieces() {
@@ -156,7 +156,7 @@ pub(crate) fn fill(driver: &mut Emulated, device: c_int, stretch: &Stretch) {
     }
 }
 
-/// What `vmmfd_verify` does, word by word. The two numbers at `result` go on from what they are.
+/// The effect of `vmmfd_verify`, word by word. Updates the two numbers at `result`.
 pub(crate) fn verify(driver: &mut Emulated, device: c_int, stretch: &Stretch, result: u64) {
     let mut numbers = [0; 16];
     if driver.copy_out(device, result, &mut numbers).is_err() {

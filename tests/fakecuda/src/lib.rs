@@ -1,11 +1,11 @@
-//! An emulated CUDA driver library, for tests: the `cu*` functions that vmmfd calls, over its host backend.
+//! An emulated CUDA driver library for tests: the `cu*` functions that vmmfd calls, on its host backend.
 //!
-//! No GPU takes part, and the device's name says so. It is there so that the CUDA path itself (symbol names, struct
-//! layouts, call order, error codes) runs where there is no GPU, and so it is strict: what NVIDIA's driver was seen to
-//! refuse it refuses with the same code, and what was seen to crash that driver aborts here, with a message.
+//! It needs no GPU, and the device is named accordingly. It lets tests run the CUDA path itself (symbol names, struct layouts, call order,
+//! error codes) without a GPU, and is therefore strict: calls that NVIDIA's driver was seen to refuse fail with the same code, and calls
+//! that were seen to crash it abort with a message.
 //!
-//! A test steers it by the settings of [`controls`], as environment variables of a child process or through
-//! [`fakecuda_set`] in its own. All state is of one loaded copy of the library.
+//! Tests control it with the settings of [`controls`], as environment variables of a child process or with [`fakecuda_set`] in their
+//! own process. All state belongs to one loaded copy of the library.
 
 mod controls;
 mod emulated;
@@ -26,7 +26,7 @@ use std::{
 use self::emulated::{Emulated, FABRIC, INVALID_HANDLE, INVALID_VALUE, initialise, initialised};
 use self::kernels::{Kernel, Stretch};
 
-/// What a call answers: success, or a `CUresult`.
+/// The result of a call. The error is a `CUresult`.
 type Answer<T = ()> = Result<T, c_uint>;
 
 /// `CUmemLocation`.
@@ -37,7 +37,7 @@ struct Location {
     id: c_int,
 }
 
-/// `CUmemAllocationProp`. Declared here on its own, from NVIDIA's header: a shared declaration could not catch a wrong one.
+/// `CUmemAllocationProp`. Declared separately, from NVIDIA's header: a shared declaration would hide its errors.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct AllocationProp {
@@ -72,7 +72,7 @@ struct PoolProps {
     reserved: [u8; 54],
 }
 
-/// `CUipcMemHandle` and `CUipcEventHandle`, which are passed by value.
+/// `CUipcMemHandle` and `CUipcEventHandle`, passed by value.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct IpcHandle {
@@ -80,19 +80,19 @@ struct IpcHandle {
 }
 
 thread_local! {
-    /// The mode in which a thread captures, and is kept from what would disturb captures: global, as with NVIDIA's driver.
+    /// The thread's stream capture mode. Global by default, as in NVIDIA's driver.
     static CAPTURE_MODE: Cell<c_uint> = const { Cell::new(0) };
 }
 
 const _: () =
     assert!(size_of::<AllocationProp>() == 32 && size_of::<AccessDesc>() == 12 && size_of::<PoolProps>() == 88);
 
-/// Where a call is to write its result: nowhere is an error, before anything is done.
+/// Checks the pointer for a call's result. Null is an error, reported before the call has effects.
 fn place<T>(pointer: *mut T) -> Answer<NonNull<T>> {
     NonNull::new(pointer).ok_or(INVALID_VALUE)
 }
 
-/// What a call was given to read.
+/// Reads a call's argument.
 ///
 /// # Safety
 /// The pointer is null or points to a `T`.
@@ -101,7 +101,51 @@ unsafe fn given<'a, T>(pointer: *const T) -> Answer<&'a T> {
     unsafe { pointer.as_ref() }.ok_or(INVALID_VALUE)
 }
 
-/// Declares exported functions of C. Each call is logged, delayed and failed as the settings say, then answered.
+/// Runs a call and writes its result through `pointer`, which is checked first.
+///
+/// # Safety
+/// The pointer is null or valid for one write.
+unsafe fn result<T>(pointer: *mut T, call: impl FnOnce(&mut Emulated) -> Answer<T>) -> Answer {
+    initialised(|driver| {
+        let pointer = place(pointer)?;
+        let value = call(driver)?;
+        // SAFETY: the caller's promise, and it is not null.
+        unsafe { pointer.write(value) };
+        Ok(())
+    })
+}
+
+/// Copies from the caller's memory to the device.
+///
+/// # Safety
+/// `from` is null or valid for `size` bytes.
+unsafe fn copy_in(driver: &mut Emulated, to: u64, from: *const c_void, size: usize) -> Answer {
+    let current = driver.current()?;
+    if size == 0 {
+        return Ok(());
+    }
+    let from = NonNull::new(from.cast_mut()).filter(|_| isize::try_from(size).is_ok());
+    let from = from.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
+    // SAFETY: the caller's promise.
+    driver.copy_in(current, to, unsafe { slice::from_raw_parts(from, size) })
+}
+
+/// Copies from the device to the caller's memory.
+///
+/// # Safety
+/// `to` is null or valid for `size` bytes.
+unsafe fn copy_out(driver: &Emulated, to: *mut c_void, from: u64, size: usize) -> Answer {
+    let current = driver.current()?;
+    if size == 0 {
+        return Ok(());
+    }
+    let to = NonNull::new(to).filter(|_| isize::try_from(size).is_ok());
+    let to = to.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
+    // SAFETY: the caller's promise.
+    driver.copy_out(current, from, unsafe { slice::from_raw_parts_mut(to, size) })
+}
+
+/// Declares exported C functions. Each call is logged, delayed and failed according to the settings, then executed.
 macro_rules! exports {
     ($($(#[$doc:meta])* fn $name:ident($($arg:ident: $type:ty),* $(,)?) $body:block)*) => {$(
         $(#[$doc])*
@@ -119,11 +163,11 @@ macro_rules! exports {
         }
     )*};
 }
-// Behind the macro, which it uses.
+// After the macro, which it uses.
 mod nvml;
 
-// SAFETY of every block below: a caller of the driver API promises that a pointer is null or good for what the function
-// of this name reads or writes, and null was refused before.
+// SAFETY of every block below: a caller of the driver API promises that each pointer is null, or valid for the accesses of its function.
+// Null is rejected first.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all of them, above")]
 mod exports {
     use super::*;
@@ -147,20 +191,11 @@ mod exports {
         }
 
         fn cuDeviceGetCount(count: *mut c_int) {
-            initialised(|driver| {
-                let count = place(count)?;
-                unsafe { count.write(driver.device_count()) };
-                Ok(())
-            })
+            unsafe { result(count, |driver| Ok(driver.device_count())) }
         }
 
         fn cuDeviceGet(device: *mut c_int, ordinal: c_int) {
-            initialised(|driver| {
-                let device = place(device)?;
-                driver.check_device(ordinal)?;
-                unsafe { device.write(ordinal) };
-                Ok(())
-            })
+            unsafe { result(device, |driver| driver.check_device(ordinal).map(|()| ordinal)) }
         }
 
         fn cuDeviceGetName(name: *mut c_char, length: c_int, device: c_int) {
@@ -178,35 +213,19 @@ mod exports {
         }
 
         fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) {
-            initialised(|driver| {
-                let uuid = place(uuid)?;
-                unsafe { uuid.write(driver.device_uuid(device)?) };
-                Ok(())
-            })
+            unsafe { result(uuid, |driver| driver.device_uuid(device)) }
         }
 
         fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: c_int) {
-            initialised(|driver| {
-                let uuid = place(uuid)?;
-                unsafe { uuid.write(driver.device_uuid(device)?) };
-                Ok(())
-            })
+            unsafe { result(uuid, |driver| driver.device_uuid(device)) }
         }
 
         fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) {
-            initialised(|driver| {
-                let value = place(value)?;
-                unsafe { value.write(driver.attribute(attribute, device)?) };
-                Ok(())
-            })
+            unsafe { result(value, |driver| driver.attribute(attribute, device)) }
         }
 
         fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) {
-            initialised(|driver| {
-                let context = place(context)?;
-                unsafe { context.write(driver.retain(device)?) };
-                Ok(())
-            })
+            unsafe { result(context, |driver| driver.retain(device)) }
         }
 
         fn cuDevicePrimaryCtxRelease_v2(device: c_int) {
@@ -227,13 +246,9 @@ mod exports {
             })
         }
 
-        /// As cudarc has it for its own contexts.
+        /// cudarc calls it for its own contexts.
         fn cuCtxGetCurrent(context: *mut *mut c_void) {
-            initialised(|driver| {
-                let context = place(context)?;
-                unsafe { context.write(driver.top()) };
-                Ok(())
-            })
+            unsafe { result(context, |driver| Ok(driver.top())) }
         }
 
         fn cuCtxSetCurrent(context: *mut c_void) {
@@ -273,24 +288,15 @@ mod exports {
         }
 
         fn cuMemGetAllocationGranularity(granularity: *mut usize, properties: *const AllocationProp, option: c_uint) {
-            initialised(|driver| {
-                let granularity = place(granularity)?;
+            let call = |driver: &mut Emulated| {
                 driver.check_properties(unsafe { given(properties) }?)?;
-                if option > 1 {
-                    return Err(INVALID_VALUE);
-                }
-                unsafe { granularity.write(driver.granularity()) };
-                Ok(())
-            })
+                if option > 1 { Err(INVALID_VALUE) } else { Ok(driver.granularity()) }
+            };
+            unsafe { result(granularity, call) }
         }
 
         fn cuMemCreate(handle: *mut u64, size: usize, properties: *const AllocationProp, flags: u64) {
-            initialised(|driver| {
-                let handle = place(handle)?;
-                let properties = unsafe { given(properties) }?;
-                unsafe { handle.write(driver.create(size as u64, properties, flags)?) };
-                Ok(())
-            })
+            unsafe { result(handle, |driver| driver.create(size as u64, given(properties)?, flags)) }
         }
 
         fn cuMemRelease(handle: u64) {
@@ -298,15 +304,14 @@ mod exports {
         }
 
         fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64) {
-            initialised(|driver| {
-                let address = place(address)?;
-                // A wish for an address is none of what vmmfd does, so it is not emulated.
+            let call = |driver: &mut Emulated| {
+                // vmmfd never requests an address, so this is not emulated.
                 if flags != 0 || wanted != 0 {
                     return Err(INVALID_VALUE);
                 }
-                unsafe { address.write(driver.reserve(size as u64, alignment as u64)?) };
-                Ok(())
-            })
+                driver.reserve(size as u64, alignment as u64)
+            };
+            unsafe { result(address, call) }
         }
 
         fn cuMemAddressFree(address: u64, size: usize) {
@@ -340,103 +345,56 @@ mod exports {
         }
 
         fn cuMemImportFromShareableHandle(handle: *mut u64, shareable: *mut c_void, kind: c_uint) {
-            initialised(|driver| {
-                let handle = place(handle)?;
-                unsafe { handle.write(driver.import(shareable.addr() as RawFd, kind)?) };
-                Ok(())
-            })
+            unsafe { result(handle, |driver| driver.import(shareable.addr() as RawFd, kind)) }
         }
 
         fn cuMemGetAllocationPropertiesFromHandle(properties: *mut AllocationProp, handle: u64) {
-            initialised(|driver| {
-                let properties = place(properties)?;
-                unsafe { properties.write(driver.properties(handle)) };
-                Ok(())
-            })
+            unsafe { result(properties, |driver| Ok(driver.properties(handle))) }
         }
 
         fn cuMemcpyHtoD_v2(to: u64, from: *const c_void, size: usize) {
-            initialised(|driver| {
-                let current = driver.current()?;
-                if size == 0 {
-                    return Ok(());
-                }
-                let from = NonNull::new(from.cast_mut()).filter(|_| isize::try_from(size).is_ok());
-                let from = from.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
-                driver.copy_in(current, to, unsafe { slice::from_raw_parts(from, size) })
-            })
+            initialised(|driver| unsafe { copy_in(driver, to, from, size) })
         }
 
         fn cuMemcpyDtoH_v2(to: *mut c_void, from: u64, size: usize) {
-            initialised(|driver| {
-                let current = driver.current()?;
-                if size == 0 {
-                    return Ok(());
-                }
-                let to = NonNull::new(to).filter(|_| isize::try_from(size).is_ok());
-                let to = to.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
-                driver.copy_out(current, from, unsafe { slice::from_raw_parts_mut(to, size) })
-            })
+            initialised(|driver| unsafe { copy_out(driver, to, from, size) })
         }
 
         fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, size: usize, stream: *mut c_void) {
             initialised(|driver| {
-                let current = driver.current()?;
-                if !stream.is_null() {
-                    return Err(INVALID_HANDLE);
-                }
-                if size == 0 {
-                    return Ok(());
-                }
-                let from = NonNull::new(from.cast_mut()).filter(|_| isize::try_from(size).is_ok());
-                let from = from.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
-                driver.copy_in(current, to, unsafe { slice::from_raw_parts(from, size) })
+                driver.current()?;
+                driver.default_stream(stream)?;
+                unsafe { copy_in(driver, to, from, size) }
             })
         }
 
         fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, size: usize, stream: *mut c_void) {
             initialised(|driver| {
-                let current = driver.current()?;
-                if !stream.is_null() {
-                    return Err(INVALID_HANDLE);
-                }
-                if size == 0 {
-                    return Ok(());
-                }
-                let to = NonNull::new(to).filter(|_| isize::try_from(size).is_ok());
-                let to = to.ok_or(INVALID_VALUE)?.cast::<u8>().as_ptr();
-                driver.copy_out(current, from, unsafe { slice::from_raw_parts_mut(to, size) })
+                driver.current()?;
+                driver.default_stream(stream)?;
+                unsafe { copy_out(driver, to, from, size) }
             })
         }
 
         fn cuMemsetD8Async(to: u64, value: u8, count: usize, stream: *mut c_void) {
             initialised(|driver| {
-                let current = driver.current()?;
-                if !stream.is_null() {
-                    return Err(INVALID_HANDLE);
-                }
+                driver.current()?;
+                let current = driver.default_stream(stream)?;
                 driver.copy_in(current, to, &vec![value; count])
             })
         }
 
         fn cuDeviceCanAccessPeer(can: *mut c_int, device: c_int, peer: c_int) {
-            initialised(|driver| {
-                let can = place(can)?;
-                unsafe { can.write(driver.can_access_peer(device, peer)?.into()) };
-                Ok(())
-            })
+            unsafe { result(can, |driver| driver.can_access_peer(device, peer).map(c_int::from)) }
         }
 
         fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, address: u64) {
-            initialised(|driver| {
-                const DEVICE_ORDINAL: c_uint = 9;
-                let data = place(data.cast::<c_int>())?;
-                if attribute != DEVICE_ORDINAL {
-                    return Err(INVALID_VALUE);
-                }
-                unsafe { data.write(driver.owner(address)?) };
-                Ok(())
-            })
+            const DEVICE_ORDINAL: c_uint = 9;
+            let call = |driver: &mut Emulated| match attribute {
+                DEVICE_ORDINAL => driver.owner(address),
+                _ => Err(INVALID_VALUE),
+            };
+            unsafe { result(data.cast::<c_int>(), call) }
         }
 
         fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, address: u64) {
@@ -456,31 +414,25 @@ mod exports {
         }
 
         fn cuMemHostAlloc(start: *mut *mut c_void, size: usize, flags: c_uint) {
-            initialised(|driver| {
-                let start = place(start)?;
-                driver.current()?;
-                unsafe { start.write(driver.ipc.lock(size, flags)?) };
-                Ok(())
-            })
+            unsafe { result(start, |driver| driver.current().and_then(|_| driver.ipc.lock(size, flags))) }
         }
 
         fn cuMemFreeHost(start: *mut c_void) {
             initialised(|driver| {
                 driver.ipc.unlock(start)?;
-                // It waits for all work of the context, if there is one.
+                // NVIDIA's driver waits for all work of the context, if there is one.
                 let _ = driver.synchronize();
                 Ok(())
             })
         }
 
         fn cuMemAlloc_v2(address: *mut u64, size: usize) {
-            initialised(|driver| {
-                let address = place(address)?;
+            let call = |driver: &mut Emulated| {
                 let current = driver.current()?;
                 driver.check_free(current, size as u64)?;
-                unsafe { address.write(driver.ipc.allocate(current, size as u64)?) };
-                Ok(())
-            })
+                driver.ipc.allocate(current, size as u64)
+            };
+            unsafe { result(address, call) }
         }
 
         fn cuMemFree_v2(address: u64) {
@@ -491,20 +443,15 @@ mod exports {
         }
 
         fn cuIpcGetMemHandle(handle: *mut IpcHandle, address: u64) {
-            initialised(|driver| {
-                let handle = place(handle)?;
+            let call = |driver: &mut Emulated| {
                 driver.current()?;
-                unsafe { handle.write(IpcHandle { reserved: driver.ipc.handle(address)? }) };
-                Ok(())
-            })
+                Ok(IpcHandle { reserved: driver.ipc.handle(address)? })
+            };
+            unsafe { result(handle, call) }
         }
 
         fn cuIpcOpenMemHandle_v2(address: *mut u64, handle: IpcHandle, flags: c_uint) {
-            initialised(|driver| {
-                let address = place(address)?;
-                unsafe { address.write(driver.open(&handle.reserved, flags)?) };
-                Ok(())
-            })
+            unsafe { result(address, |driver| driver.open(&handle.reserved, flags)) }
         }
 
         fn cuIpcCloseMemHandle(address: u64) {
@@ -515,14 +462,12 @@ mod exports {
         }
 
         fn cuMemPoolCreate(pool: *mut *mut c_void, properties: *const PoolProps) {
-            initialised(|driver| {
-                let pool = place(pool)?;
+            let call = |driver: &mut Emulated| {
                 let properties = unsafe { given(properties) }?;
                 driver.check_device(properties.location.id)?;
-                let created = driver.ipc.create_pool(properties)?;
-                unsafe { pool.write(ptr::without_provenance_mut(created)) };
-                Ok(())
-            })
+                driver.ipc.create_pool(properties).map(ptr::without_provenance_mut)
+            };
+            unsafe { result(pool, call) }
         }
 
         fn cuMemPoolDestroy(pool: *mut c_void) {
@@ -530,11 +475,7 @@ mod exports {
         }
 
         fn cuMemPoolExportToShareableHandle(shareable: *mut c_int, pool: *mut c_void, kind: c_uint, flags: u64) {
-            initialised(|driver| {
-                let shareable = place(shareable)?;
-                unsafe { shareable.write(driver.ipc.export_pool(pool, kind, flags)?) };
-                Ok(())
-            })
+            unsafe { result(shareable, |driver| driver.ipc.export_pool(pool, kind, flags)) }
         }
 
         fn cuMemPoolImportFromShareableHandle(
@@ -543,12 +484,8 @@ mod exports {
             kind: c_uint,
             flags: u64,
         ) {
-            initialised(|driver| {
-                let pool = place(pool)?;
-                let imported = driver.import_pool(shareable.addr() as RawFd, kind, flags)?;
-                unsafe { pool.write(ptr::without_provenance_mut(imported)) };
-                Ok(())
-            })
+            let call = |driver: &mut Emulated| driver.import_pool(shareable.addr() as RawFd, kind, flags);
+            unsafe { result(pool, |driver| call(driver).map(ptr::without_provenance_mut)) }
         }
 
         fn cuMemPoolSetAccess(pool: *mut c_void, access: *const AccessDesc, count: usize) {
@@ -559,13 +496,12 @@ mod exports {
         }
 
         fn cuMemAllocFromPoolAsync(address: *mut u64, size: usize, pool: *mut c_void, stream: *mut c_void) {
-            initialised(|driver| {
-                let address = place(address)?;
+            let call = |driver: &mut Emulated| {
                 let current = driver.default_stream(stream)?;
                 driver.check_free(current, size as u64)?;
-                unsafe { address.write(driver.ipc.allocate_from(pool, size as u64)?) };
-                Ok(())
-            })
+                driver.ipc.allocate_from(pool, size as u64)
+            };
+            unsafe { result(address, call) }
         }
 
         fn cuMemFreeAsync(address: u64, stream: *mut c_void) {
@@ -576,20 +512,11 @@ mod exports {
         }
 
         fn cuMemPoolExportPointer(data: *mut [u8; 64], address: u64) {
-            initialised(|driver| {
-                let data = place(data)?;
-                unsafe { data.write(driver.ipc.export_pointer(address)?) };
-                Ok(())
-            })
+            unsafe { result(data, |driver| driver.ipc.export_pointer(address)) }
         }
 
         fn cuMemPoolImportPointer(address: *mut u64, pool: *mut c_void, data: *mut [u8; 64]) {
-            initialised(|driver| {
-                let address = place(address)?;
-                let data = unsafe { given(data) }?;
-                unsafe { address.write(driver.ipc.import_pointer(pool, data)?) };
-                Ok(())
-            })
+            unsafe { result(address, |driver| driver.ipc.import_pointer(pool, given(data)?)) }
         }
 
         fn cuMemGetHandleForAddressRange(
@@ -599,11 +526,7 @@ mod exports {
             kind: c_uint,
             flags: u64,
         ) {
-            initialised(|driver| {
-                let shareable = place(shareable.cast::<c_int>())?;
-                unsafe { shareable.write(driver.range_handle(address, size as u64, kind, flags)?) };
-                Ok(())
-            })
+            unsafe { result(shareable.cast(), |driver| driver.range_handle(address, size as u64, kind, flags)) }
         }
 
         fn cuMemcpyDtoD_v2(to: u64, from: u64, size: usize) {
@@ -614,25 +537,23 @@ mod exports {
         }
 
         fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) {
-            initialised(|driver| {
-                let module = place(module)?;
+            let call = |driver: &mut Emulated| {
                 let image = NonNull::new(image.cast_mut()).ok_or(INVALID_VALUE)?;
                 driver.current()?;
-                let loaded = driver.modules.load(unsafe { CStr::from_ptr(image.as_ptr().cast()) })?;
-                unsafe { module.write(ptr::without_provenance_mut(loaded)) };
-                Ok(())
-            })
+                let text = unsafe { CStr::from_ptr(image.as_ptr().cast()) };
+                driver.modules.load(text).map(ptr::without_provenance_mut)
+            };
+            unsafe { result(module, call) }
         }
 
         fn cuModuleGetFunction(function: *mut *mut c_void, module: *mut c_void, name: *const c_char) {
-            initialised(|driver| {
-                let function = place(function)?;
+            let call = |driver: &mut Emulated| {
                 let name = NonNull::new(name.cast_mut()).ok_or(INVALID_VALUE)?;
                 driver.current()?;
-                let found = driver.modules.function(module, unsafe { CStr::from_ptr(name.as_ptr()) })?;
-                unsafe { function.write(ptr::without_provenance_mut(found)) };
-                Ok(())
-            })
+                let name = unsafe { CStr::from_ptr(name.as_ptr()) };
+                driver.modules.function(module, name).map(ptr::without_provenance_mut)
+            };
+            unsafe { result(function, call) }
         }
 
         fn cuModuleUnload(module: *mut c_void) {
@@ -686,12 +607,8 @@ mod exports {
         }
 
         fn cuEventCreate(event: *mut *mut c_void, flags: c_uint) {
-            initialised(|driver| {
-                let event = place(event)?;
-                let created = driver.current().and_then(|device| driver.events.create(device, flags))?;
-                unsafe { event.write(ptr::without_provenance_mut(created)) };
-                Ok(())
-            })
+            let call = |driver: &mut Emulated| driver.events.create(driver.current()?, flags);
+            unsafe { result(event, |driver| call(driver).map(ptr::without_provenance_mut)) }
         }
 
         fn cuEventRecord(event: *mut c_void, stream: *mut c_void) {
@@ -709,12 +626,7 @@ mod exports {
         }
 
         fn cuEventElapsedTime(time: *mut f32, begin: *mut c_void, end: *mut c_void) {
-            initialised(|driver| {
-                let time = place(time)?;
-                driver.current()?;
-                unsafe { time.write(driver.events.elapsed(begin, end)?) };
-                Ok(())
-            })
+            unsafe { result(time, |driver| driver.current().and_then(|_| driver.events.elapsed(begin, end))) }
         }
 
         fn cuEventDestroy_v2(event: *mut c_void) {
@@ -722,26 +634,21 @@ mod exports {
         }
 
         fn cuIpcGetEventHandle(handle: *mut IpcHandle, event: *mut c_void) {
-            initialised(|driver| {
-                let handle = place(handle)?;
+            let call = |driver: &mut Emulated| {
                 driver.current()?;
-                unsafe { handle.write(IpcHandle { reserved: driver.events.export(event)? }) };
-                Ok(())
-            })
+                Ok(IpcHandle { reserved: driver.events.export(event)? })
+            };
+            unsafe { result(handle, call) }
         }
 
         fn cuIpcOpenEventHandle(event: *mut *mut c_void, handle: IpcHandle) {
-            initialised(|driver| {
-                let event = place(event)?;
-                let opened = driver.current().and_then(|device| driver.events.open(device, &handle.reserved))?;
-                unsafe { event.write(ptr::without_provenance_mut(opened)) };
-                Ok(())
-            })
+            let call = |driver: &mut Emulated| driver.events.open(driver.current()?, &handle.reserved);
+            unsafe { result(event, |driver| call(driver).map(ptr::without_provenance_mut)) }
         }
     }
 }
 
-/// Changes a setting from now on: the names and values are those of the environment. Aborts if it makes no sense.
+/// Changes a setting, with the name and value of the environment variable. Aborts if the setting is invalid.
 ///
 /// # Safety
 /// Both are C strings.
@@ -752,7 +659,7 @@ pub unsafe extern "C" fn fakecuda_set(name: *const c_char, value: *const c_char)
     controls::set(&name.to_string_lossy(), &value.to_string_lossy());
 }
 
-/// How often a function was called so far, or all of them if the name is empty.
+/// The number of calls so far: of a function, or of all if the name is empty.
 ///
 /// # Safety
 /// `name` is a C string.
@@ -762,12 +669,11 @@ pub unsafe extern "C" fn fakecuda_calls(name: *const c_char) -> u64 {
     controls::calls(&unsafe { CStr::from_ptr(name) }.to_string_lossy())
 }
 
-/// What is alive: handles not released, reservations not freed, mappings not unmapped, contexts not released, memory of
-/// legacy handles and of pools not freed or closed, pools not destroyed, page-locked memory not freed, events not destroyed,
-/// modules not unloaded.
+/// The number of objects that were not given back: handles, reservations, mappings, contexts, memory of legacy handles and of pools,
+/// pools, page-locked memory, events, modules.
 ///
 /// # Safety
-/// The pointer is good for nine numbers.
+/// The pointer is valid for nine numbers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fakecuda_live(counts: *mut [u64; 9]) {
     let live = emulated::live();
@@ -775,7 +681,7 @@ pub unsafe extern "C" fn fakecuda_live(counts: *mut [u64; 9]) {
     unsafe { counts.write(live) };
 }
 
-/// How many waits there were in this process for an event that some process had recorded.
+/// The number of waits in this process for events that any process had recorded.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakecuda_waited() -> u64 {
     emulated::waited()

@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 macro_rules! names {
     ($($code:literal $name:literal)*) => {
-        /// The name of a code, if the header has it.
+        /// The name of a code, if the header defines it.
         pub(crate) fn name(code: u32) -> Option<&'static CStr> {
             match code {
                 $($code => Some($name),)*

@@ -1,5 +1,5 @@
-//! The functions of NVML that vmmfd calls, so that the same file also serves as `libnvidia-ml.so.1`. NVML knows nothing of
-//! `CUDA_VISIBLE_DEVICES`, and its codes are its own.
+//! The NVML functions that vmmfd calls, so that the same file also serves as `libnvidia-ml.so.1`. NVML ignores `CUDA_VISIBLE_DEVICES`, and
+//! has its own error codes.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
@@ -18,7 +18,7 @@ const INVALID_ARGUMENT: c_uint = 2;
 const NOT_FOUND: c_uint = 6;
 const UNKNOWN: c_uint = 999;
 
-/// Added to a device's number it is the handle of the device, or of the one MIG instance that it has.
+/// The handle of a device, or of its only MIG instance, is this number plus the device's number.
 const DEVICE: usize = 0x1000;
 const INSTANCE: usize = 0x2000;
 
@@ -41,8 +41,8 @@ fn by_uuid(name: &CStr) -> Answer<usize> {
     found.map(|device| first + device as usize).ok_or(NOT_FOUND)
 }
 
-// SAFETY of every block below: a caller of NVML promises that a pointer is null or good for what the function of this name
-// reads or writes, and null was refused before.
+// SAFETY of every block below: a caller of NVML promises that each pointer is null, or valid for the accesses of its function. Null is
+// rejected first.
 #[allow(clippy::undocumented_unsafe_blocks, reason = "one reason for all of them, above")]
 mod exports {
     use super::*;
@@ -95,7 +95,7 @@ mod exports {
     }
 }
 
-/// The text of a code; NVML has one for every number.
+/// The text of a code. NVML has a text for every number.
 #[allow(non_snake_case, reason = "NVML's name")]
 #[unsafe(no_mangle)]
 extern "C" fn nvmlErrorString(code: c_uint) -> *const c_char {

@@ -31,7 +31,7 @@ use crate::{
             effects::{Effect, Effects, Origin, Outgoing},
         },
     },
-    channel::record::{Raw, brings_descriptors, is_gone, receive_raw},
+    channel::record::{Raw, has_descriptors, is_gone, receive_raw},
     error::{BrokerError, Error, ErrorCode, RefusalCode, Result},
     sys,
     wire::{Failure, broker::Message, is_error},
@@ -186,7 +186,7 @@ impl Reactor {
         let Some(connection) = self.connections.get(id) else { return Ok(()) };
         self.closers.check(connection.uid)?;
         let limit = self.flight.limit;
-        if self.descriptors() + SPARE > limit && brings_descriptors(connection) {
+        if self.descriptors() + SPARE > limit && has_descriptors(connection) {
             return Err(format!(
                 "the broker is near its limit of {limit} descriptors and can't receive more: raise the limit (ulimit -n)"
             ));
@@ -199,7 +199,7 @@ impl Reactor {
         // Close versions that the previous records replaced.
         self.worker.close(self.state.objects.take_garbage());
         let Some(connection) = self.connections.get(id).filter(|_| self.is_behind()) else { return false };
-        let waits = self.backlog.is_full(connection.uid) && brings_descriptors(connection);
+        let waits = self.backlog.is_full(connection.uid) && has_descriptors(connection);
         if waits {
             self.backlog.hold_up(id, connection.uid, Instant::now());
         }
