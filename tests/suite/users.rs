@@ -92,7 +92,7 @@ mod root {
         let producer = meeting.producer(&[]).start();
         wait_for("the socket", || meeting.socket().exists());
         as_other(meeting.consumer(&["--timeout", "300ms"])).end().code(4).says("does not let this user connect");
-        as_other(meeting.producer(&[])).end().code(2).says("may not connect to see whether it is served");
+        as_other(meeting.producer(&[])).end().code(2).says("may not connect to check it");
         meeting.consumer(&[]).end().code(0);
         producer.end().code(0);
     }

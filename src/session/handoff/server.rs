@@ -75,7 +75,7 @@ impl ServeReport {
 /// `options` has been served.
 ///
 /// A peer that sends a well-formed request is a consumer and counts, even if the request is refused. Other peers delay no consumer and
-/// change nothing. The listener's file is removed while the last sessions may still run.
+/// change nothing. The listener's file is removed when the last consumer has been accepted: sessions may still run.
 ///
 /// # Errors
 /// In the report: [`PeerError::NoConsumer`] if no consumer is connected and none connects within the timeout;

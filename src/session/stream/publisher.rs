@@ -198,6 +198,7 @@ impl Publisher {
     /// # Errors
     /// [`Error::Misuse`] for a buffer that is out, withdrawn or unknown; [`Error::Driver`] if the synchronization fails; session
     /// errors, which are fatal.
+    ///
     /// Driver call: `cuCtxSynchronize`.
     #[doc(alias = "cuCtxSynchronize")]
     pub fn publish(&mut self, id: BufferId) -> Result<u64> {

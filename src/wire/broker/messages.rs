@@ -154,7 +154,7 @@ pub struct PutPart {
     pub digest: Option<String>,
 }
 
-/// The server has checked a put and reserved room for it. The client sends the remaining segments.
+/// The server has checked a put and has room for it. The client sends the remaining segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Send {}
 

@@ -235,7 +235,7 @@ fn misuse_is_refused_and_changes_nothing(subject: Subject) {
     let sealed = Arc::new(Shared::create(&subject.device(), Spec::vmm(1).sealed()).unwrap());
     assert!(matches!(publisher.add(&sealed, None, ReadOnly), Err(Error::Misuse { .. })), "it is still to be sealed");
     sealed.seal().unwrap();
-    refused(publisher.add(&sealed, None, ReadWrite), "read-only alone");
+    refused(publisher.add(&sealed, None, ReadWrite), "only be published read-only");
     let id = publisher.add(&sealed, None, ReadOnly).unwrap();
     turn(&mut publisher, &mut subscriber, id);
     if subject.kind != Kind::Host {
