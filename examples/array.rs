@@ -36,7 +36,7 @@ fn share(driver: &Driver) -> Result<(), Box<dyn Error>> {
     shared.copy_in_slice(0, &numbers)?;
     println!("array: shares {array}");
 
-    // A socket pair in place of a path: the other end is the standard input of the process that is started.
+    // A socket pair instead of a path: the child's standard input is the other end.
     let (ours, theirs) = Channel::socket_pair()?;
     let mut receiver = Command::new(env::current_exe()?).arg("receive").stdin(theirs).spawn()?;
     let buffer = Buffer::new(shared, Unchecked, Some(array))?;
@@ -58,11 +58,11 @@ fn receive(driver: &Driver) -> Result<(), Box<dyn Error>> {
 
     let array = object.into_array()?.ok_or("the producer described no array")?;
     println!("array: received {}", array.descriptor());
-    // Views copy nothing and keep the memory, which lives until the last of them is dropped.
+    // Views copy nothing and keep the memory until the last view is dropped.
     let last_column = array.index(1, 3)?;
     println!("array: the last column is {}", last_column.first(3)?.join(", "));
     println!("array: every second number of row 1 is {}", array.index(0, 1)?.slice(0, 0..4, 2)?.first(2)?.join(", "));
-    // What CuPy, Numba and PyTorch take as `__cuda_array_interface__`:
+    // The `__cuda_array_interface__` for CuPy, Numba and PyTorch:
     let interface = last_column.interface()?;
     println!("array: its interface has type {} and shape {:?}", interface.typestr, interface.shape);
     Ok(())

@@ -1,4 +1,4 @@
-//! The whole idea in one file, with the driver's own calls and nothing of this library. Read this first.
+//! The whole idea in one file, with only the driver's own calls, without this library. Read this first.
 //!
 //! ```sh
 //! cargo run --example bare      # the producer, which starts itself a second time as the consumer
@@ -14,8 +14,8 @@
 //!
 //! The consumer imports it (`cuMemImportFromShareableHandle`), reserves, maps and sets access. Nothing is copied between the two.
 //!
-//! The library adds what is left out here: it checks the device's UUID, the peer's user and the size; every wait has a deadline;
-//! and a failure at any step releases what the steps before it made.
+//! The library adds the parts that are missing here: it checks the device's UUID, the peer's user and the size; every wait has a deadline;
+//! and a failure at any step releases the results of earlier steps.
 
 #![allow(unsafe_code, reason = "the driver's calls are unsafe")]
 
@@ -45,7 +45,7 @@ const DESCRIPTOR: CUmemAllocationHandleType = CUmemAllocationHandleType::CU_MEM_
 const QUESTION: &[u8; 23] = b"written by the producer";
 const ANSWER: &[u8; 23] = b"written by the consumer";
 
-/// A call of the driver. Anything but success is an error that names the call.
+/// Makes a driver call. Any result but success is an error that names the call.
 macro_rules! cu {
     ($call:ident($($argument:expr),*)) => {
         // SAFETY: the pointers are to variables that outlive the call; handles and addresses come from the calls before.
@@ -67,10 +67,10 @@ fn produce() -> Result {
         requestedHandleTypes: DESCRIPTOR,
         location: CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device },
         win32HandleMetaData: ptr::null_mut(),
-        // SAFETY: all of it is integers.
+        // SAFETY: all fields are integers.
         allocFlags: unsafe { mem::zeroed() },
     };
-    // Sizes are multiples of the granularity: 2 MiB, most often.
+    // Sizes are multiples of the granularity, usually 2 MiB.
     let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
     let (mut size, mut handle, mut fd) = (0, 0, -1);
     cu!(cuMemGetAllocationGranularity(&mut size, &wanted, minimum));
@@ -80,21 +80,21 @@ fn produce() -> Result {
     // The GPU's work on the memory must be done before another process is notified.
     cu!(cuCtxSynchronize());
     cu!(cuMemExportToShareableHandle((&raw mut fd).cast(), handle, DESCRIPTOR, 0));
-    // SAFETY: the call above made it, and nothing else closes it.
+    // SAFETY: the call above created it, and nothing else closes it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
 
     // The consumer is this program again, with the other end of a socket pair as its standard input.
     let (mut socket, theirs) = UnixStream::pair()?;
     let mut consumer = Command::new(env::current_exe()?).arg("consume").stdin(OwnedFd::from(theirs)).spawn()?;
     socket.send_with_fd(&size.to_le_bytes(), &[fd.as_raw_fd()])?;
-    // One byte says that it is done. If it fails, this is the end of the file, and an error.
+    // One byte reports success. If the child fails, read returns end of file, an error.
     socket.read_exact(&mut [0])?;
     consumer.wait()?;
     let mut found = [0; ANSWER.len()];
     cu!(cuMemcpyDtoH_v2(found.as_mut_ptr().cast(), address, found.len()));
     println!("producer: found `{}`", found.escape_ascii());
     unmap(handle, address, size)?;
-    drop(fd); // The last descriptor, handle or mapping to go, in any process, frees the memory.
+    drop(fd); // The last descriptor, handle or mapping in any process keeps the memory.
     if &found == ANSWER { Ok(()) } else { Err("that is not what the consumer wrote".into()) }
 }
 
@@ -103,11 +103,11 @@ fn consume() -> Result {
     let mut socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let (mut size, mut fds) = ([0; 8], [-1]);
     assert_eq!(socket.recv_with_fd(&mut size, &mut fds)?, (8, 1), "a size and a descriptor");
-    // SAFETY: the kernel made it for this process just now.
+    // SAFETY: the kernel just created it for this process.
     let fd = unsafe { OwnedFd::from_raw_fd(fds[0]) };
     let (size, mut handle) = (usize::from_le_bytes(size), 0);
     cu!(cuMemImportFromShareableHandle(&mut handle, ptr::without_provenance_mut(fd.as_raw_fd() as usize), DESCRIPTOR));
-    drop(fd); // The driver does not take it.
+    drop(fd); // The driver does not take ownership.
     let address = map(handle, size, device)?;
     let mut found = [0; QUESTION.len()];
     cu!(cuMemcpyDtoH_v2(found.as_mut_ptr().cast(), address, found.len()));
@@ -118,7 +118,7 @@ fn consume() -> Result {
     Ok(socket.write_all(&[1])?)
 }
 
-/// Starts the driver, with the first device's primary context. Only the copies need one.
+/// Initialises the driver and the first device's primary context. Only the copies need a context.
 fn start() -> Result<CUdevice> {
     let (mut device, mut context) = (0, ptr::null_mut());
     cu!(cuInit(0));
@@ -128,7 +128,7 @@ fn start() -> Result<CUdevice> {
     Ok(device)
 }
 
-/// Maps an allocation at addresses of its own, where the device may read and write it.
+/// Maps an allocation at a new address range, readable and writable by the device.
 fn map(handle: CUmemGenericAllocationHandle, size: usize, device: CUdevice) -> Result<CUdeviceptr> {
     let location = CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device };
     let access = CUmemAccessDesc { location, flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
@@ -139,7 +139,7 @@ fn map(handle: CUmemGenericAllocationHandle, size: usize, device: CUdevice) -> R
     Ok(address)
 }
 
-/// Undoes all that: the mapping, the addresses, the handle.
+/// Releases the mapping, the addresses and the handle.
 fn unmap(handle: CUmemGenericAllocationHandle, address: CUdeviceptr, size: usize) -> Result {
     cu!(cuMemUnmap(address, size));
     cu!(cuMemAddressFree(address, size));

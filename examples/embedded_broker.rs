@@ -1,7 +1,7 @@
-//! A program that has a broker in it, whose objects outlive the program: `embedded_broker SOCKET VMMFD`, with the path of the `vmmfd`
+//! A program with an embedded broker, whose objects outlive the program: `embedded_broker SOCKET VMMFD`, with the path of the `vmmfd`
 //! program.
 //!
-//! It serves until its standard input ends. Kill it and start it again: it has the same objects.
+//! It serves until its standard input closes. Kill it and start it again: it has the same objects.
 
 use std::{io::Read, path::Path, process::ExitCode, thread};
 
@@ -17,7 +17,7 @@ fn serve(socket: &Path, vmmfd: &Path) -> vmmfd::Result<()> {
     let server = Server::bind(socket, config, &cancel)?;
     println!("embedded_broker: listens on {}", server.path().display());
     thread::spawn(move || {
-        // An error is an end, too.
+        // An error ends it too.
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
         cancel.cancel(CancelReason::Program);
     });

@@ -1,4 +1,4 @@
-//! Launches a kernel of its own, with cudarc, on memory that another process could have.
+//! Launches a kernel with cudarc on memory that another process can map.
 //!
 //! ```sh
 //! cargo run --example launch --features launch     # needs a GPU
@@ -15,7 +15,7 @@ use vmmfd::{
     memory::{Allocation, Device, Mapping, Region, Selector},
 };
 
-/// Adds a value to each of so many words. A program with a CUDA toolkit compiles its kernels to this form.
+/// Adds a value to each of `count` words. A program with a CUDA toolkit would compile its kernels to this form.
 const KERNEL: &CStr = c".version 6.0
 .target sm_50
 .address_size 64
@@ -42,7 +42,7 @@ const KERNEL: &CStr = c".version 6.0
 ";
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // cudarc panics where there is no driver library: this answers with an error.
+    // Without a driver library, cudarc panics: this returns an error.
     let driver = open(Choice::Only(Backend::Cuda))?.driver;
     let device = Device::find(&driver, Selector::default())?;
     let allocation = Allocation::create(&device, 4096)?;
@@ -50,7 +50,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let context = CudaContext::new(device.ordinal() as usize)?;
     let stream = context.default_stream();
-    // SAFETY: the text is a whole module, and `add` is in it. (With cudarc's feature `nvrtc`: `context.load_module`.)
+    // SAFETY: the text is a complete module that contains `add`. (With cudarc's feature `nvrtc`: `context.load_module`.)
     let add =
         unsafe { result::module::get_function(result::module::load_data(KERNEL.as_ptr().cast())?, c"add".into())? };
     let words: Vec<u32> = (0..1024).collect();
@@ -60,10 +60,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = [(&raw mut address).cast(), (&raw mut count).cast(), (&raw mut value).cast()];
     // SAFETY: the arguments are the kernel's, and it stays within the `count` words at `address`.
     unsafe { result::launch_kernel(add, (4, 1, 1), (256, 1, 1), 0, stream.cu_stream(), &mut arguments)? };
-    // cudarc does not know of memory that a kernel has by its address: wait before any other process is notified.
+    // cudarc does not track memory that a kernel gets by address: wait before notifying another process.
     memory.synchronize()?;
 
-    // Another mapping of the same memory, as a process has it that got the descriptor.
+    // Another mapping of the same memory, as in a process that received the descriptor.
     let fd = allocation.export()?.try_clone_to_owned()?;
     let imported = Mapping::new(&Allocation::import(&device, fd, allocation.size())?, Access::ReadOnly)?;
     let mut read = vec![0; words.len()];

@@ -1,4 +1,4 @@
-"""Loads a model of transformers from the broker: its parameters are the broker's memory.
+"""Loads a transformers model from the broker: its parameters are the broker's memory.
 
     python load_model.py MODEL_FOLDER NAME cuda|host
 

@@ -1,4 +1,4 @@
-"""An array by a legacy CUDA handle from a process to its child: Numba's `get_ipc_handle` and `open_ipc_array`, line by line.
+"""Passes an array to a child process by a legacy CUDA handle: Numba's `get_ipc_handle` and `open_ipc_array`, line by line.
 
     python examples/numba_ipc.py [--elements N] [--device ORDINAL|UUID]
 
@@ -23,16 +23,16 @@ import sys
 import vmmfd
 import vmmfd.legacy
 
-# How long the child may take, in seconds.
+# The child's time limit in seconds.
 LIMIT = 30
 
 
 def child(handle: vmmfd.legacy.IpcArrayHandle, device: str, backend: str) -> None:
     """Opens the array twice, by the handle and by its bytes, and doubles it."""
     with handle as opened:
-        # numba.cuda.as_cuda_array(opened) and cupy.asarray(opened) are the memory itself.
+        # numba.cuda.as_cuda_array(opened) and cupy.asarray(opened) share its memory.
         numbers = array.array("f", opened.tobytes())
-    # What a program has that got the 64 bytes, and all else, by another way.
+    # For a program that received the 64 bytes and the other values in another way.
     with vmmfd.legacy.open_ipc_array(
         handle.handle, handle.shape, handle.dtype, handle.strides, handle.offset, device=device, backend=backend
     ) as opened:

@@ -1,12 +1,12 @@
-//! Hands memory over through a channel of the program's own: no socket, protocol or session of this library.
+//! Shares memory through the program's own channel: without this library's sockets, protocol or sessions.
 //!
 //! ```sh
 //! cargo run --example own_channel
 //! ```
 //!
-//! What has to travel is a text, the serialised `ArrayHandle`, and the descriptors beside it. Any way to send both will do: here it
-//! is a socket pair, and `sendmsg` and `recvmsg` of the crate rustix, which owns the descriptors that it receives. The sender says when
-//! the memory may be used, and by whom, in its own messages.
+//! The message is a text, the serialised `ArrayHandle`, and the descriptors beside it. Any channel that carries both works: here a socket
+//! pair, with `sendmsg` and `recvmsg` of the crate rustix, which owns received descriptors. The sender's own messages define when the
+//! memory may be used, and by which process.
 
 use std::{
     env,
@@ -36,7 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn share(driver: &Driver) -> Result<(), Box<dyn Error>> {
     let shared = Shared::create(&Device::find(driver, Selector::default())?, Spec::vmm(1000))?;
     shared.copy_in(0, b"hello")?;
-    // The GPU's work on it must be done before the message is sent.
+    // The GPU's work on the memory must be done before the message is sent.
     shared.synchronize()?;
 
     let (socket, theirs) = UnixStream::pair()?;
@@ -69,7 +69,7 @@ fn receive(driver: &Driver) -> Result<(), Box<dyn Error>> {
         .flatten()
         .collect();
 
-    // What the text says is checked here; the descriptors are closed, also on failure.
+    // Checks the text, and closes the descriptors, also on failure.
     let handle: ArrayHandle = serde_json::from_slice(&text[..received.bytes])?;
     let array = handle.open(driver, None, fds, Access::ReadOnly)?;
     let mut hello = [0; 5];

@@ -1,4 +1,4 @@
-"""A memory pool from a process to its child: the flow of cuda.core's sample of shared memory resources.
+"""Shares a memory pool with a child process, as in cuda.core's sample of shared memory resources.
 
     python examples/pool_parent_child.py [--elements N] [--device ORDINAL|UUID]
 
@@ -18,7 +18,7 @@ import tempfile
 import vmmfd
 import vmmfd.pool
 
-# How long either side waits for the other, in seconds.
+# The longest wait of either side, in seconds.
 LIMIT = 30
 
 ADDED = 1000
@@ -30,7 +30,7 @@ def child(path: str, backend: str) -> None:
     print(f"child: {shared.nbytes} bytes, mapped: {shared.is_mapped}", flush=True)
     numbers = array.array("i", shared.tobytes())
     shared.copy_from(array.array("i", [number + ADDED for number in numbers]))
-    # Memory of a pool is its owner's to free: the parent waits until this is gone.
+    # The owner frees the pool's memory: the parent waits until this array is gone.
     del shared
 
 

@@ -1,4 +1,4 @@
-"""A real model in several processes, with its weights on the GPU once.
+"""A real model in several processes, with one copy of its weights on the GPU.
 
     python real_model.py [--small] [--backend host] [--readers 3]
 
@@ -34,7 +34,7 @@ STARTED = time.monotonic()
 
 
 def config(small: bool) -> Any:
-    """A model as the Llamas are, with an embedding that is the output's layer too."""
+    """Returns a Llama-like model whose embedding is also its output layer."""
     from transformers import LlamaConfig
 
     sizes: dict[str, int] = (
@@ -49,10 +49,10 @@ def config(small: bool) -> Any:
         num_key_value_heads=sizes["num_attention_heads"],
         max_position_embeddings=256,
         tie_word_embeddings=True,
-        # So that the layers count, and not only which token came last.
+        # Scaled so that all layers affect the output, not only the last token.
         initializer_range=0.3 if small else 0.04,
         bos_token_id=1,
-        # Nothing ends a text of random weights.
+        # Random weights never produce an end token.
         eos_token_id=None,
         pad_token_id=0,
         attn_implementation="eager",
@@ -70,7 +70,7 @@ def build(options: argparse.Namespace, device: str) -> Any:
 
 
 def generate(model: Any, device: str) -> list[int]:
-    """The tokens that follow some others, greedily: the same weights give the same ones."""
+    """Generates tokens greedily: equal weights produce equal tokens."""
     import torch
 
     prompt = torch.tensor([[1, 17, 23, 5, 42, 7, 99, 3]], device=device)
@@ -83,12 +83,12 @@ def generate(model: Any, device: str) -> list[int]:
 
 
 def say(**what: Any) -> None:
-    """Tells the parent."""
+    """Sends a message to the parent."""
     print(json.dumps(what), flush=True)
 
 
 def make(options: argparse.Namespace) -> None:
-    """A maker: builds the model with weights of its own, puts it, and waits for its end."""
+    """A maker: builds a model, puts its weights, and waits to be ended."""
     import torch
 
     import vmmfd
@@ -98,7 +98,7 @@ def make(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     broker = vmmfd.connect(options.socket, backend=options.backend)
     if options.backend == "cuda":
-        # What PyTorch allocates here can be shared: the put copies nothing.
+        # PyTorch allocates shareable memory here: the put copies nothing.
         with vmmfd.torch.pool():
             model = build(options, device)
     else:
@@ -113,7 +113,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def read(options: argparse.Namespace) -> None:
-    """A reader: builds the model on no device, takes the weights, and does what the parent asks."""
+    """A reader: builds the model on the meta device, loads the weights, and serves the parent's requests."""
     import torch
 
     import vmmfd
@@ -136,7 +136,7 @@ def read(options: argparse.Namespace) -> None:
     for line in sys.stdin:
         if line.strip() == "switch":
             begun = time.perf_counter()
-            # The old version is given back when nothing has it any more.
+            # The old version is freed when its last user is gone.
             loaded.switch().close()
             took = time.perf_counter() - begun
         moved = addresses != [parameter.data_ptr() for parameter in model.parameters()]
@@ -144,14 +144,14 @@ def read(options: argparse.Namespace) -> None:
 
 
 class Child:
-    """A process of this example. `name` is what it is called in what is printed."""
+    """A child process of this example. `name` is its name in the output."""
 
     def __init__(self, name: str, command: list[str], limit: float) -> None:
         self.name, self.deadline = name, time.monotonic() + limit
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def line(self) -> str:
-        """The next line that it prints."""
+        """Returns the next line that it prints."""
         assert self.process.stdout is not None
         text = b""
         while not text.endswith(b"\n"):
@@ -165,7 +165,7 @@ class Child:
         return text.decode().strip()
 
     def told(self) -> dict[str, Any]:
-        """The next JSON object that it prints."""
+        """Returns the next JSON object that it prints."""
         while not (line := self.line()).startswith("{"):
             pass
         found: dict[str, Any] = json.loads(line)
@@ -201,7 +201,7 @@ def run(options: argparse.Namespace, children: list[Child], folder: Path) -> Non
 
     given = os.environ.get("VMMFD_BIN")
     server_command = [given] if given else [sys.executable, "-m", "vmmfd._command"]
-    # Without its keeper: killed, it stays away.
+    # Without a keeper, so that it stays down once killed.
     server = Child("the server", [*server_command, "serve", "--socket", socket, "--no-keeper"], options.limit)
     children.append(server)
     server.line()
@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--socket", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    # Nothing outlives the limit, whatever it waits for.
+    # The time limit ends every wait.
     signal.setitimer(signal.ITIMER_REAL, options.limit)
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,5 +1,4 @@
-//! Receives a buffer from a producer, such as the example `share`, the command `producer`, or another program that speaks the
-//! protocol.
+//! Receives a buffer from a producer, such as the example `share`, the command `producer`, or another program that speaks the protocol.
 //!
 //! ```sh
 //! cargo run --example receive     # waits for a producer for half a minute
@@ -22,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let choice: Choice = env::var("VMMFD_BACKEND").as_deref().unwrap_or("auto").parse()?;
     let (driver, config) = (open(choice)?.driver, Config::default());
 
-    // The device is the one that the memory is on, found by its UUID.
+    // Finds the memory's device by its UUID.
     let mut consumer = Consumer::connect(&driver, None, &socket_path(given.as_deref())?, &config, &|_| {})?;
     let object = consumer.request(&Request::default())?;
     println!(
@@ -37,10 +36,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     object.copy_out(0, &mut bytes)?;
     println!("receive: it begins with `{}`", bytes.escape_ascii());
 
-    // A program that works on it for longer than the timeout calls `consumer.busy()` now and then. When its work is done:
+    // If the work takes longer than the timeout, call `consumer.busy()` now and then. When it is done:
     object.synchronize()?;
     consumer.report(&object, &Verdict::unchecked(true))?;
-    // Memory that is shared by descriptors stays valid after that, also when the producer is gone.
+    // Memory shared by descriptors stays valid after that, even if the producer has exited.
     consumer.close();
     Ok(())
 }

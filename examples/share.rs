@@ -1,12 +1,12 @@
-//! Shares a buffer with one process that asks for it.
+//! Shares a buffer with one process that requests it.
 //!
 //! ```sh
 //! cargo run --example share       # in one terminal
 //! cargo run --example receive     # in another
 //! ```
 //!
-//! Both take the path of the socket as an argument; by default it is one for this user alone. `VMMFD_BACKEND=host` runs them on
-//! host memory where there is a GPU.
+//! Both take the socket's path as an argument; the default path belongs to this user. With `VMMFD_BACKEND=host` they use host memory even
+//! on a machine with a GPU.
 
 use std::{
     env,
@@ -36,7 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Rounded up to the granularity, mapped, and exported once.
     let shared = Shared::create(&device, Spec::vmm(1 << 20))?;
     shared.copy_in(0, b"hello from the producer")?;
-    // Here a program launches its kernels on `shared.address()`, and then waits for them:
+    // A program launches its kernels on `shared.address()` here, and then waits for them:
     shared.synchronize()?;
 
     let config = Config::default();
@@ -44,7 +44,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let listener = Listener::bind(&path, false, config.timeout, &Cancel::new()?)?;
     println!("share: {} bytes on {device}, at {}", shared.size(), Path::new(&path).display());
     let buffer = Buffer::new(shared, Unchecked, None)?;
-    // Blocks until one consumer was served, or none came within the timeout.
+    // Blocks until one consumer is served, or none connects within the timeout.
     for served in serve(listener, &buffer, &ServeOptions::default(), &config, &|_| {}).into_result()? {
         match served.error {
             None => println!("share: pid {} had it", served.peer.pid),

@@ -1,4 +1,4 @@
-"""Shares an array of NumPy with other processes, through a broker that listens at this path: `vmmfd serve --socket ...`.
+"""Shares a NumPy array with other processes, through a broker that listens at this path: `vmmfd serve --socket ...`.
 
 The lines from the second import on are all that a program needs. They put a new name: a second run finds that it exists.
 """
@@ -7,7 +7,7 @@ import sys, vmmfd
 
 
 def say(kind, error, traceback):
-    """Says in one sentence, without a traceback, what is wrong and what to do: no broker listens, or there is a `demo` already."""
+    """Prints the error and the next step in one sentence, without a traceback: no broker listens, or `demo` exists already."""
     if issubclass(kind, vmmfd.Error):
         print(f"share_numpy: {error}: {error.hint}" if error.hint else f"share_numpy: {error}", file=sys.stderr)
     else:
@@ -15,7 +15,7 @@ def say(kind, error, traceback):
 
 
 sys.excepthook = say
-vmmfd.connect("/run/vmmfd/broker.sock", timeout=1).close()  # To say so soon if there is none: by default it is waited for, 30 s.
+vmmfd.connect("/run/vmmfd/broker.sock", timeout=1).close()  # Fails soon without a broker: the default is to wait 30 s.
 
 import numpy as np, vmmfd
 broker = vmmfd.connect("/run/vmmfd/broker.sock", backend="host")

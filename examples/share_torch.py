@@ -1,7 +1,7 @@
-"""Shares a PyTorch module with other processes: its weights are in the GPU's memory once, for all processes.
+"""Shares a PyTorch module with other processes: all of them use one copy of its weights in GPU memory.
 
     vmmfd serve --socket /tmp/broker.sock &
-    python share_torch.py --socket /tmp/broker.sock            # This process makes the module, a child gets it.
+    python share_torch.py --socket /tmp/broker.sock            # This process makes the module, a child loads it.
 
 Without a GPU it runs on ordinary memory: `--backend host`.
 """
@@ -26,17 +26,17 @@ def make(device: str | None) -> torch.nn.Module:
 def put(broker: vmmfd.Broker, on_gpu: bool) -> float:
     torch.manual_seed(7)
     if on_gpu:
-        with vmmfd.torch.pool():  # What PyTorch allocates here can be shared.
+        with vmmfd.torch.pool():  # PyTorch allocates shareable memory here.
             model = make("cuda")
     else:
         model = make(None)
-    published = broker.put("model", model, replace=True)  # Without a copy on a GPU, and without a second peak.
+    published = broker.put("model", model, replace=True)  # On a GPU: no copy, and no second peak in memory.
     print(f"put version {published.version}: {broker.bytes_of('model') >> 20} MiB of memory", flush=True)
     return check(model)
 
 
 def get(broker: vmmfd.Broker) -> float:
-    model = make("meta")  # Shapes and types, and no memory.
+    model = make("meta")  # Shapes and types without memory.
     loaded = broker.load("model", into=model, wait=30)
     print(f"got version {loaded.version}; private copies: {', '.join(loaded.private)}", flush=True)
     return check(model)

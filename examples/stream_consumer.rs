@@ -1,4 +1,4 @@
-//! Receives frames from the example `stream_producer`, until it ends.
+//! Receives frames from the example `stream_producer` until it exits.
 //!
 //! ```sh
 //! cargo run --example stream_consumer
@@ -15,7 +15,7 @@ use vmmfd::{
     session::{Config, stream::Subscriber},
 };
 
-/// How many buffers stay mapped at most. When another one comes, the least recently used is closed first.
+/// The most buffers that stay mapped. For another buffer, the least recently used one is closed first.
 const KEEP: usize = 4;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -26,10 +26,10 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let (mut frames, mut sum) = (0, 0);
     loop {
-        // A region, mapped and ready. It is this side's until it is given back.
+        // A mapped region, which this side owns until it gives it back.
         let frame = match subscriber.receive() {
             Ok(frame) => frame,
-            // The producer has closed the connection: that is how a stream ends.
+            // The producer has closed the connection, which ends the stream.
             Err(Failure::Peer(PeerError::Gone { .. })) => break,
             Err(error) => return Err(error.into()),
         };

@@ -5,7 +5,7 @@
 //! cargo run --example stream_consumer     # in another
 //! ```
 //!
-//! A buffer's descriptors travel the first time that it is published. After that a turn is one small record each way.
+//! A buffer's descriptors travel when it is first published. After that a turn is one small record in each direction.
 
 use std::{collections::BTreeMap, env, error::Error, path::PathBuf, sync::Arc};
 
@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let listener = Listener::bind(&path, false, config.timeout, &Cancel::new()?)?;
     println!("stream_producer: waits for a consumer at {}", path.display());
 
-    // One consumer. For several, a publisher each: they may have the same memory.
+    // One consumer. For several, use a publisher each: they may share the memory.
     let mut publisher = Publisher::accept(&listener, &driver, &config)?;
     let mut memory = BTreeMap::new();
     for _ in 0..2 {
@@ -43,7 +43,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             None => publisher.take_back()?,
         };
         memory[&id].copy_in_slice(0, &[frame])?;
-        publisher.publish(id)?; // Waits for the GPU's work, then sends the turn.
+        publisher.publish(id)?; // Waits for the GPU's work, then sends the record.
     }
     while memory.keys().any(|id| publisher.is_out(*id)) {
         publisher.take_back()?;

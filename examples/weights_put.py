@@ -1,4 +1,4 @@
-"""Reads a model's weights into GPU memory once and puts them under a name, for every process of this machine.
+"""Reads a model's weights into GPU memory once and puts them under a name, for every process on this machine.
 
     vmmfd serve &
     python weights_put.py models/llama /models/llama [--replace] [--digest] [--backend host]
@@ -40,7 +40,7 @@ def main() -> None:
         took = time.perf_counter() - begun
         if progress:
             print("\r\x1b[K", end="", file=sys.stderr)
-        # The memory itself is handed over: no copy, and no second peak.
+        # Shares the memory itself: no copy, and no second peak.
         published = broker.put(options.name, weights, replace=options.replace)
     size = weights.nbytes / 2**30
     print(f"{published.name} version {published.version}: {len(weights)} tensors, {size:.2f} GiB in {took:.2f} s")

@@ -1,9 +1,9 @@
-"""Serves a model whose weights are in a broker, and takes each new version while it runs, at the same addresses.
+"""Serves a model whose weights are in a broker, and switches to each new version in place while it runs.
 
     vmmfd serve --socket /tmp/broker.sock &
-    python weights_serve.py --socket /tmp/broker.sock --make 1      # Puts a version, and ends.
-    python weights_serve.py --socket /tmp/broker.sock &             # Gets it, and answers until it is ended.
-    python weights_serve.py --socket /tmp/broker.sock --make 2      # The server of above answers with it, without loading anything.
+    python weights_serve.py --socket /tmp/broker.sock --make 1      # Puts a version, and exits.
+    python weights_serve.py --socket /tmp/broker.sock &             # Gets it, and serves until it is stopped.
+    python weights_serve.py --socket /tmp/broker.sock --make 2      # The running server switches to it without loading anything.
 
 On a GPU a request is the replay of a CUDA graph, which is captured once: other versions come under the same pointers. Without a GPU it
 runs on ordinary memory: `--backend host`.
@@ -23,7 +23,7 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(8))
-        self.register_buffer("scale", torch.ones(512), persistent=False)  # In no state_dict, and a private copy in readers.
+        self.register_buffer("scale", torch.ones(512), persistent=False)  # In no state_dict; a private copy in readers.
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -32,18 +32,18 @@ class Model(torch.nn.Module):
 
 
 def make(broker: vmmfd.Broker, seed: int) -> None:
-    """Puts a version. It stays when this process ends."""
+    """Puts a version, which outlives this process."""
     torch.manual_seed(seed)
     model = Model()
     with torch.no_grad():
         model.scale.fill_(seed)
-    # As copies: where they come to lie depends on order and sizes alone, so that the next version fits in the same place.
+    # As copies: their layout depends only on order and sizes, so that the next version fits.
     published = broker.put(NAME, model, copy=True, replace=True, metadata={"seed": seed})
     print(f"put version {published.version}", flush=True)
 
 
 class Service:
-    """A model that is mapped once, and on a GPU a graph of it that is captured once."""
+    """A model that is mapped once; on a GPU its graph is captured once."""
 
     def __init__(self, broker: vmmfd.Broker) -> None:
         with torch.device("meta"):
@@ -54,7 +54,7 @@ class Service:
         self.graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             with torch.no_grad():
-                self.model(self.x)  # Once before the capture, so that libraries are loaded.
+                self.model(self.x)  # Once before the capture, to load libraries.
                 torch.cuda.synchronize()
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph):
@@ -69,7 +69,7 @@ class Service:
             return float(self.y.sum())
 
     def take_newest(self) -> None:
-        """Imports the newest version while the old one is in use, then puts it in its place, between two requests."""
+        """Imports the newest version while the old one serves, then switches between two requests."""
         with self.loaded.prepare() as prepared:
             self.loaded.switch(prepared).close()
 

@@ -1,4 +1,4 @@
-"""A client of `vmmfd serve` with nothing but the standard library.
+"""A client of `vmmfd serve` that uses only the standard library.
 
 docs/broker-protocol.md says what the messages mean. Mapping the memory is not done here: a Lease hands out its description and
 descriptors, a put hands over what it is given.
@@ -42,7 +42,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 class Refused(VmmfdError):
-    """The server refused a request. The connection goes on."""
+    """The server refused a request. The connection stays usable."""
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
@@ -186,12 +186,12 @@ def _fd_count(kind: str, body: Body) -> int:
 
 
 def encode(kind: str, body: Body) -> bytes:
-    """A record, less its descriptors."""
+    """Returns a record without its descriptors."""
     return protocol.frame(_NUMBERS[kind], body, _fd_count(kind, body))
 
 
 def decode(record: bytes, fds: list[int]) -> protocol.Message:
-    """Reads a record that came with these descriptors. They are the caller's to close if it fails."""
+    """Parses a record that arrived with these descriptors. On failure the caller must close them."""
     number, claimed, text = protocol.unframe(record)
     kind = _KINDS.get(number)
     if kind is None:
@@ -217,7 +217,7 @@ class _Channel(protocol.Channel):
 
 
 def _sealed(text: bytes) -> int:
-    """A table beside a record."""
+    """Returns a table to send beside a record."""
     fd = os.memfd_create("table", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.write(fd, text)
@@ -229,7 +229,7 @@ def _sealed(text: bytes) -> int:
 
 
 def _read_table(table: Body | None, fds: list[int], most: int) -> Any:
-    """What a table says, wherever it is. Takes its descriptor from the front of the list."""
+    """Parses a table, inline or beside the record. Takes its descriptor from the front of the list."""
     if table is None:
         return None
     if "inline" in table:
@@ -250,7 +250,7 @@ def _read_table(table: Body | None, fds: list[int], most: int) -> Any:
 
 @dataclass
 class Part:
-    """A part to put. The descriptors stay the caller's."""
+    """A part to put. The caller keeps the descriptors."""
 
     name: str
     memory: Body
@@ -261,7 +261,7 @@ class Part:
 
 @dataclass
 class LeasedPart:
-    """A part of a lease: each run with its segments."""
+    """A part of a lease: the byte ranges with their segments."""
 
     name: str
     memory: Body
@@ -272,7 +272,7 @@ class LeasedPart:
 
 @dataclass
 class Lease:
-    """A lease, with descriptors that are closed with it."""
+    """A lease. Closing it closes its descriptors."""
 
     client: Client
     body: Body
@@ -293,7 +293,7 @@ class Lease:
 
 
 class Client:
-    """A connection to a broker, waited for until `timeout`. To be used as a context. One request at a time."""
+    """A connection to a broker, retried until `timeout`. A context manager, with one request at a time."""
 
     def __init__(self, path: str, timeout: float = 30.0) -> None:
         self._timeout = timeout
@@ -308,11 +308,11 @@ class Client:
             raise
 
     def send(self, kind: str, body: Body, fds: Sequence[int] = ()) -> None:
-        """A message as it is."""
+        """Sends a message unchanged."""
         self._channel.send(kind, body, fds)
 
     def answer(self, *kinds: str) -> protocol.Message:
-        """What comes next, which must be one of these kinds."""
+        """Receives the next message, which must have one of these kinds."""
         message = self._channel.receive(*kinds, "refused")
         if message.kind == "refused":
             raise Refused(message.body["code"], message.body["message"])
@@ -327,8 +327,8 @@ class Client:
         wait: float = 0.0,
         **more: Any,
     ) -> Body:
-        """Hands memory over. `more` is as in the message: replace, if_version, announced, group, mode, lifetime, keep.
-        Returns what was published."""
+        """Puts an object and returns the published version. `more` is as in the message: replace, if_version, announced, group, mode,
+        lifetime, keep."""
         room, tables = MAX_INLINE_TOGETHER, []
 
         def table(value: Any) -> Body:
@@ -367,7 +367,7 @@ class Client:
         return self.answer("published").body
 
     def get_all(self, objects: Sequence[Body], wait: float | None = None) -> list[Lease]:
-        """Leases of objects, as the message names them: all or none."""
+        """Leases several objects, as the message names them: all or none."""
         body: Body = {"objects": list(objects)}
         if wait is not None:
             body["wait_ms"] = int(wait * 1000)
@@ -375,7 +375,7 @@ class Client:
         return [self._take(left > 0) for left in reversed(range(len(objects)))]
 
     def get(self, name: str, wait: float | None = None, **more: Any) -> Lease:
-        """A lease of one object. `more` is as in the message: version, parts, range, arrays, expect, digests."""
+        """Leases an object. `more` is as in the message: version, parts, range, arrays, expect, digests."""
         return self.get_all([{"name": name, **more}], wait)[0]
 
     def _take(self, more: bool) -> Lease:
@@ -409,7 +409,7 @@ class Client:
         return Lease(self, body, metadata, parts)
 
     def list(self, prefix: str = "") -> list[Body]:
-        """The objects that this user may read."""
+        """Returns the objects that this user may read."""
         found: list[Body] = []
         more = True
         while more:
@@ -420,7 +420,7 @@ class Client:
         return found
 
     def stat(self, name: str, version: int | None = None) -> tuple[Body, Body]:
-        """What is known of a version, and its metadata."""
+        """Returns the description of a version, and its metadata."""
         self.send("stat", {"name": name, "version": version})
         _, body, fds = self.answer("version")
         return body, _read_table(body.get("metadata"), fds, MAX_METADATA) or {}

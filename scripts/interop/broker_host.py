@@ -1,4 +1,4 @@
-"""Speaks with `vmmfd serve` over host memory, as its client, in plain Python. No GPU takes part.
+"""Tests `vmmfd serve` over host memory with a client in plain Python. Needs no GPU.
 
 broker_host.py FOLDER    the folder in which the commands are
 """
@@ -30,13 +30,13 @@ SIZE = 7 * MIB + 3
 
 
 def run(meeting: Meeting, *arguments: str) -> Child:
-    """The command vmmfd."""
+    """Starts the command vmmfd."""
     return Child([meeting.command("vmmfd"), *arguments, "--socket", meeting.path], 60.0)
 
 
 @contextlib.contextmanager
 def serving(meeting: Meeting) -> Iterator[None]:
-    """A broker at the meeting's socket."""
+    """Starts a broker at the test's socket."""
     with run(meeting, "serve") as server:
         while not os.path.exists(meeting.path):
             server.must_run()
@@ -49,13 +49,13 @@ def serving(meeting: Meeting) -> Iterator[None]:
 
 
 def done(meeting: Meeting, *arguments: str, code: int = 0) -> str:
-    """What a command printed that has ended with this exit code."""
+    """Returns the output of a command that must exit with this code."""
     with run(meeting, *arguments) as command:
         return command.ends(code)
 
 
 def memory(sizes: Sequence[int], size: int) -> protocol.Body:
-    """The description of segments of the one device that host memory has."""
+    """Returns the description of segments of the host device."""
     name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").rstrip("\n")
     # V5 of the protocol.
     device = {"uuid": str(uuid.uuid5(uuid.UUID("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21"), name)), "name": "host memory"}
@@ -63,7 +63,7 @@ def memory(sizes: Sequence[int], size: int) -> protocol.Body:
 
 
 def bytes_of(lease: Lease, part: int = 0) -> bytes:
-    """The bytes of all segments of a part, as far as they belong to the data."""
+    """Returns the bytes of all segments of a part, without padding."""
     (run, segments), *others = lease.parts[part].runs
     expect("runs", others, [])
     expect("bytes of the run", sum(segment.size for segment in segments), run["size"])
@@ -72,14 +72,14 @@ def bytes_of(lease: Lease, part: int = 0) -> bytes:
 
 
 def refusal(action: Callable[[], object]) -> str:
-    """The code of what the server refuses."""
+    """Returns the server's refusal code."""
     error = host.error_of(action)
     expect("is refused", isinstance(error, Refused), True)
     return error.code
 
 
 def golden(_: Meeting) -> None:
-    """the golden records beside the broker's page are those of this side"""
+    """this side produces the golden records of the broker page"""
     path = Path(__file__).resolve().parents[2] / "docs/broker-golden.json"
     if not path.exists():
         print("left out, as there are no docs here: the broker's golden records")
@@ -96,7 +96,7 @@ def golden(_: Meeting) -> None:
 
 
 def puts(meeting: Meeting) -> None:
-    """`vmmfd get` reads what Python put in several segments, also after Python has left"""
+    """`vmmfd get` reads segments that Python put, also after Python has exited"""
     data = os.urandom(SIZE)
     with serving(meeting):
         with host.memfds(SIZES, data) as segments, Client(meeting.path) as client:
@@ -110,7 +110,7 @@ def puts(meeting: Meeting) -> None:
 
 
 def gets(meeting: Meeting) -> None:
-    """Python reads what `vmmfd put` put, whose process has ended, and lists it"""
+    """Python reads and lists an object of an exited `vmmfd put`"""
     data = os.urandom(3 * MIB + 1)
     source = f"{os.path.dirname(meeting.path)}/source"
     Path(source).write_bytes(data)
@@ -131,7 +131,7 @@ def gets(meeting: Meeting) -> None:
 
 
 def many(meeting: Meeting) -> None:
-    """an object of more segments than one record carries, all of it and a range, and two objects at once"""
+    """an object with more segments than a record carries, as a whole and in part, and two objects at once"""
     count, size = 600, 600 * GRANULARITY - 1
     with serving(meeting), host.memfds([GRANULARITY] * 3, os.urandom(3 * GRANULARITY)) as three:
         described = memory([GRANULARITY] * count, size)
@@ -156,7 +156,7 @@ def many(meeting: Meeting) -> None:
 
 
 def tables(meeting: Meeting) -> None:
-    """arrays and metadata that do not fit a record come and go beside it; arrays can be had by name"""
+    """arrays and metadata that are too large for a record travel beside it; arrays can be got by name"""
     arrays = [
         {"name": f"layer.{at}", "array": {"dtype": "float32", "shape": [1024], "offset": at * MIB}, "attributes": {"at": at}}
         for at in range(7)
@@ -184,7 +184,7 @@ def tables(meeting: Meeting) -> None:
 
 
 def versions(meeting: Meeting) -> None:
-    """a replacement is the next version, of which a condition decides; the one before stays while it is leased"""
+    """a replacement is the next version, if its condition holds; the previous version stays while it is leased"""
     with serving(meeting), host.memfds([GRANULARITY] * 2, os.urandom(2 * GRANULARITY)) as (old, new):
         described = memory([GRANULARITY], 1000)
         with Client(meeting.path) as client:
@@ -203,7 +203,7 @@ def versions(meeting: Meeting) -> None:
 
 
 def waits(meeting: Meeting) -> None:
-    """a get waits for what another connection puts, up to its deadline or a stop"""
+    """a get waits for a put on another connection, until its deadline or a stop"""
     with serving(meeting), host.memfds([GRANULARITY], b"x") as segments, Client(meeting.path) as waiting:
         expect("code", refusal(lambda: waiting.get("later")), "absent")
         expect("code", refusal(lambda: waiting.get("later", wait=0.05)), "timeout")
@@ -221,7 +221,7 @@ def waits(meeting: Meeting) -> None:
 
 
 def together(meeting: Meeting) -> None:
-    """two connections make one version, a part each; claims keep a third from it; the death of one leaves nothing"""
+    """two connections put one version, a part each; claims exclude a third; if one dies, nothing is left"""
     claim = [{"part": f"rank{rank}", "group": "start"} for rank in range(2)]
     with serving(meeting), host.memfds([GRANULARITY] * 2, b"a".ljust(GRANULARITY, b"\0") + b"b") as segments, contextlib.ExitStack() as stack:
         makers = [stack.enter_context(Client(meeting.path)) for _ in range(2)]
@@ -237,12 +237,12 @@ def together(meeting: Meeting) -> None:
             }
             for rank in range(2)
         ]
-        # Of the first maker there is a part, and then no connection.
+        # The first maker has put a part, and then disconnects.
         dying = stack.enter_context(Client(meeting.path))
         dying.send("put", bodies[1], [segments[1].fd])
         dying.close()
         makers[0].send("put", bodies[0], [segments[0].fd])
-        # Answered behind the other's put.
+        # Answered after the other put.
         expect("code", refusal(lambda: fourth.get("pair")), "absent")
         expect("listed", fourth.list(), [])
         makers[1].send("put", bodies[1], [segments[1].fd])
@@ -254,7 +254,7 @@ def together(meeting: Meeting) -> None:
 
 
 def half(meeting: Meeting) -> None:
-    """a put whose segments do not all come leaves nothing"""
+    """a put with missing segments leaves nothing"""
     count = 300
     with serving(meeting), host.memfds([GRANULARITY], b"x") as (segment,), Client(meeting.path) as looking:
         with Client(meeting.path) as client:

@@ -1,4 +1,4 @@
-"""The few calls of cuda.bindings that more than one script makes. Import it where ModuleNotFoundError is caught."""
+"""The calls of cuda.bindings that several scripts share. Import it inside a handler for ModuleNotFoundError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cuda.bindings import driver
 
 
 def call(answer: tuple[Any, ...]) -> Any:
-    """What a driver call returned besides its code, which must be that of success."""
+    """Returns the results of a driver call, whose code must be success."""
     code, *values = answer
     if code != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"the driver says {code!r}")
@@ -24,7 +24,7 @@ def words_from(address: int, count: int) -> numpy.ndarray:
 
 
 def put_words(address: int, words: numpy.ndarray) -> None:
-    """Copies words into device memory, and is done when it returns."""
+    """Copies words into device memory. Blocks until the copy is complete."""
     call(driver.cuMemcpyHtoD(address, words.ctypes.data, words.nbytes))
-    # A copy from pageable memory returns when that has been read, not when the data has arrived.
+    # A copy from pageable memory returns when the source is read, not when the data has arrived.
     call(driver.cuCtxSynchronize())

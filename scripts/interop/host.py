@@ -1,4 +1,4 @@
-"""Speaks with both commands over host memory, as their peer, in plain Python. No GPU takes part.
+"""Tests both commands over host memory with a peer in plain Python. Needs no GPU.
 
 Longer than 500 lines: one list of cases.
 
@@ -32,7 +32,7 @@ GRANULARITY = 2 * MIB
 
 
 def content(segment: protocol.Segment, immutable: bool = False) -> bytes:
-    """All of a memfd. Kernels before 6.7 map what is sealed against writing only privately."""
+    """Maps a whole memfd. Kernels before 6.7 only map write-sealed memory privately."""
     protocol.check_host_segment(segment.fd, segment.size, immutable)
     flags = mmap.MAP_PRIVATE if immutable else mmap.MAP_SHARED
     with mmap.mmap(segment.fd, segment.size, flags, mmap.PROT_READ) as view:
@@ -40,23 +40,23 @@ def content(segment: protocol.Segment, immutable: bool = False) -> bytes:
 
 
 def bytes_of(offered: protocol.Offered) -> bytes:
-    """The bytes of all segments that came with a offered."""
+    """Returns the bytes of all segments of an offer."""
     return b"".join(content(segment, offered.memory.get("immutable", False)) for segment in offered.segments)
 
 
 def asked_of(offered: protocol.Offered) -> bytes:
-    """The bytes of the range that was asked for."""
+    """Returns the bytes of the requested range."""
     begin = offered.range[0] - offered.offer["part"]["offset"]
     return bytes_of(offered)[begin : begin + offered.range[1]]
 
 
 def found_in(offered: protocol.Offered) -> protocol.Body:
-    """What a check of the range that was asked for finds."""
+    """Returns the result of checking the requested range."""
     return protocol.check(asked_of(offered), offered.check["salt"], offered.range[0])
 
 
 def result(words: int, mismatches: int = 0) -> protocol.Body:
-    """What should be found, but for the first mismatch."""
+    """Returns the expected result, without the first mismatch."""
     return protocol.result(words, mismatches)
 
 
@@ -69,7 +69,7 @@ def expect_result(what: str, found: protocol.Body, expected: protocol.Body) -> N
 
 
 def plain(meeting: Meeting) -> None:
-    """every byte of a real producer's buffer, and zeros behind it"""
+    """every byte of a real producer's buffer, and the zeros after it"""
     with meeting.producer("--size", "1000001", "--seed", "0x89abcdef") as producer:
         with meeting.consume() as consumer, consumer.request() as offered:
             expect("salt", offered.check["salt"], 0x89ABCDEF)
@@ -96,7 +96,7 @@ def round_trip(meeting: Meeting) -> None:
 
 
 def ignores(meeting: Meeting) -> None:
-    """a consumer that ignores what the data can be checked against, and replies to nothing, is believed"""
+    """a consumer that ignores the check and writes no reply is accepted"""
     for options in [(), ("--round-trip",)]:
         with meeting.producer("--size", "1MiB", *options) as producer:
             with meeting.consume() as consumer, consumer.request() as offered:
@@ -110,7 +110,7 @@ def ignores(meeting: Meeting) -> None:
 
 
 def impatient(meeting: Meeting) -> None:
-    """a real consumer receives `busy` as often as its own short timeout needs, from a producer whose timeout is long"""
+    """a real consumer with a short timeout receives enough `busy` records from a producer with a long timeout"""
     device = host_device(meeting)
     with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
         patient = shared(device, segments, fill=lambda: time.sleep(7))
@@ -120,7 +120,7 @@ def impatient(meeting: Meeting) -> None:
 
 
 def wrong_reply(meeting: Meeting) -> None:
-    """a round trip without a reply: the producer finds all of it wrong, and exits with 1"""
+    """a round trip without a reply: the producer reports that everything is wrong, and exits with 1"""
     with meeting.producer("--size", "1MiB", "--round-trip") as producer:
         with meeting.consume() as consumer, consumer.request() as offered:
             # Two salts differ in every word.
@@ -150,7 +150,7 @@ def chunks(meeting: Meeting) -> None:
                 expect("sizes of all segments", [segment.size for segment in offered.segments], [GRANULARITY] * 5)
                 expect_result("what is found in all", found := found_in(offered), result(9 * MIB // 4))
                 consumer.report(found)
-            # From inside a word in the second chunk to inside one in the fourth.
+            # From the middle of a word in the second chunk to the middle of a word in the fourth.
             with consumer.request(range=(3 * MIB + 1, 3 * MIB + 1)) as offered:
                 part = {"first": 1, "segments": 3, "offset": GRANULARITY, "size": 3 * GRANULARITY}
                 expect("the part that follows", offered.offer["part"], part)
@@ -161,14 +161,14 @@ def chunks(meeting: Meeting) -> None:
 
 
 def range_outside(meeting: Meeting) -> None:
-    """bytes that there are not are refused"""
+    """a range outside the object is refused"""
     with meeting.producer("--size", "1MiB") as producer:
         expect("code of the error", refused(meeting, range=(MIB - 1, 2)), "range")
         producer.ends(4)
 
 
 def refused(meeting: Meeting, **ask: object) -> str:
-    """The code with which a request is refused."""
+    """Returns the code with which a request is refused."""
     with contextlib.suppress(protocol.PeerError), meeting.consume() as consumer:
         try:
             consumer.request(**ask).close()
@@ -180,7 +180,7 @@ def refused(meeting: Meeting, **ask: object) -> str:
 
 
 def sealed(meeting: Meeting) -> None:
-    """sealed memory: rw is refused, and the kernel lets no holder of the descriptor write"""
+    """sealed memory: rw is refused, and the kernel forbids writes through the descriptor"""
     with meeting.producer("--size", "1MiB", "--seal", "--consumers", "2") as producer:
         expect("code of the error", refused(meeting, access="rw"), "access")
         with meeting.consume() as consumer, consumer.request() as offered:
@@ -191,7 +191,7 @@ def sealed(meeting: Meeting) -> None:
             found = found_in(offered)
             expect_result("what is found", found, result(MIB // 4))
             consumer.report(found)
-        # The one that was refused failed.
+        # The refused request failed.
         producer.ends(4)
 
 
@@ -228,7 +228,7 @@ def typed_bfloat16(meeting: Meeting) -> None:
 
 
 def waits_while_busy(meeting: Meeting) -> None:
-    """a consumer that waits for its turn receives `busy`, and so waits longer than its timeout"""
+    """a waiting consumer receives `busy`, and so waits longer than its timeout"""
     with meeting.producer("--round-trip", "--consumers", "2", "--timeout", "4s") as producer:
         with ThreadPoolExecutor(1) as pool:
             with meeting.consume(4) as first, first.request() as offered:
@@ -247,8 +247,8 @@ def take_turn(meeting: Meeting) -> bool:
 
 
 def reply(consumer: protocol.Consumer, offered: protocol.Offered) -> bool:
-    """Checks and replies. Whether both sides are content."""
-    # Plain Python is slow where other programs run too.
+    """Checks and replies. Returns whether both sides succeeded."""
+    # Plain Python is slow on a busy machine.
     with consumer.working():
         found, size = found_in(offered), offered.memory["size"]
         with mmap.mmap(offered.segments[0].fd, offered.segments[0].size) as view:
@@ -279,7 +279,7 @@ def page(meeting: Meeting) -> None:
 
 
 def host_device(meeting: Meeting) -> protocol.Body:
-    """The device of host memory: as a real producer names it."""
+    """Returns the host device as a real producer names it."""
     with meeting.producer() as producer:
         with meeting.consume() as consumer, consumer.request() as offered:
             device = offered.memory["device"]
@@ -290,8 +290,7 @@ def host_device(meeting: Meeting) -> protocol.Body:
 
 @contextlib.contextmanager
 def memfds(sizes: list[int], data: bytes) -> Iterator[list[protocol.Segment]]:
-    """Memory that a consumer takes: all of it is committed, it can't shrink, and its seals are final. It holds `data`, and
-    zeros behind it."""
+    """Creates memory that a consumer accepts: fully committed, unable to shrink, with final seals. It contains `data`, then zeros."""
     segments = []
     try:
         for size in sizes:
@@ -317,7 +316,7 @@ def shared(device: protocol.Body, segments: list[protocol.Segment], **more: obje
 
 
 def serves(meeting: Meeting) -> None:
-    """a real consumer verifies a buffer of several segments of this side's, and a part of it"""
+    """a real consumer verifies a buffer of several segments, and a part of it"""
     device = host_device(meeting)
     with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
         for options, words in [((), DATA_SIZE // 4 + 1), (("--range", "3MiB:1"), 1)]:
@@ -330,7 +329,7 @@ def serves(meeting: Meeting) -> None:
 
 
 def serves_typed(meeting: Meeting) -> None:
-    """a real consumer shows typed arrays of this side's, and refuses a type that it does not know"""
+    """a real consumer prints typed arrays, and refuses an unknown type"""
     device = host_device(meeting)
     with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
         for array, shown in [
@@ -357,7 +356,7 @@ def serves_typed(meeting: Meeting) -> None:
 
 
 def serves_wrong_byte(meeting: Meeting) -> None:
-    """a real consumer finds a wrong byte of this side's, and exits with 1"""
+    """a real consumer finds a wrong byte, and exits with 1"""
     device = host_device(meeting)
     data = bytearray(protocol.pattern_bytes(SALT, 0, DATA_SIZE))
     data[5 * MIB] ^= 0x80
@@ -369,7 +368,7 @@ def serves_wrong_byte(meeting: Meeting) -> None:
 
 
 def asks_for_reply(meeting: Meeting) -> None:
-    """a real consumer replies, and this side verifies it; it receives `busy` while this side works for long"""
+    """a real consumer replies, and this side verifies it; it receives `busy` during a long check"""
     device = host_device(meeting)
     with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
 
@@ -384,7 +383,7 @@ def asks_for_reply(meeting: Meeting) -> None:
 
 
 def lies(meeting: Meeting) -> None:
-    """a real consumer refuses memory that is larger or smaller than this side says, and exits with 4"""
+    """a real consumer refuses memory of another size than offered, and exits with 4"""
     device = host_device(meeting)
     with memfds(SIZES, b"") as segments:
         for fd, said in [(segments[0].fd, segments[1].size), (segments[1].fd, segments[0].size)]:
@@ -400,7 +399,7 @@ def lies(meeting: Meeting) -> None:
 
 
 def refuses(meeting: Meeting) -> None:
-    """this side refuses rw of what it lends read-only, and a real consumer says so"""
+    """this side refuses rw access to read-only memory, and a real consumer reports it"""
     device = host_device(meeting)
     with memfds(SIZES, b"") as segments, meeting.produce() as producer, meeting.consumer("--access", "rw") as consumer:
         try:
@@ -416,7 +415,7 @@ def refuses(meeting: Meeting) -> None:
 
 
 def conform(meeting: Meeting, role: str, left_out: list[str]) -> None:
-    """Every rule that the tool tries is kept by what runs meanwhile, and only these cases are left out."""
+    """Asserts that the tested side keeps every rule, and that only these cases are left out."""
     ended = subprocess.run(
         [meeting.command("vmmfd"), "conform", meeting.path, "--as", role, "--json", "--timeout", "10s", "--wait", "20s"],
         capture_output=True, text=True, timeout=300, check=False,
@@ -475,7 +474,7 @@ def consumer_conforms(meeting: Meeting) -> None:
 
 
 def golden(_: Meeting) -> None:
-    """the golden records and values beside the page are those of this side"""
+    """this side produces the page's golden records and values"""
     path = Path(__file__).resolve().parents[2] / "docs/golden.json"
     if not path.exists():
         print("left out, as there are no docs here: the golden records")
@@ -498,7 +497,7 @@ def golden(_: Meeting) -> None:
 
 
 def many(meeting: Meeting) -> None:
-    """more segments than one record may carry, and the pool of two offers, between two ends of Python"""
+    """more segments than a record may carry, and a pool in two offers, between two Python sides"""
     device = {"uuid": "00000000-0000-0000-0000-000000000000", "name": ""}
     with open(os.devnull, "rb") as null, ThreadPoolExecutor(1) as pool:
         segments = [(null.fileno(), 3)] * 300
@@ -523,10 +522,10 @@ def many(meeting: Meeting) -> None:
 
 
 def broken(_: Meeting) -> None:
-    """a record that breaks the protocol is refused, and every descriptor that came is closed"""
+    """a record that breaks the protocol is refused, and all its descriptors are closed"""
     good = protocol.encode("segments", {"first": 0, "sizes": [1]})
     busy = protocol.encode("busy", {})
-    # Nothing but what is named is wrong with each.
+    # Each record has only the named fault.
     for name, record, fds in [
         ("magic", b"X" + good[1:], 1),
         ("version", good[:4] + b"\2" + good[5:], 1),
@@ -552,11 +551,11 @@ def broken(_: Meeting) -> None:
 
 
 def cut_off(_: Meeting) -> None:
-    """descriptors that this process may not open are missed, and those that came are closed"""
+    """descriptors beyond this process's limit are detected, and the received ones are closed"""
     record = protocol.encode("segments", {"first": 0, "sizes": [1] * 50})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        # Room for the two sockets, and for some of fifty: numbers above the lowest free one may be taken.
+        # Room for the two sockets and some of fifty descriptors: numbers above the lowest free number may be in use.
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + 10, hard))
@@ -568,12 +567,12 @@ def cut_off(_: Meeting) -> None:
 
 
 def open_fds() -> set[int]:
-    # The one of the listing itself is no longer open.
+    # The listing's own descriptor is already closed.
     return {fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")}
 
 
 def on_receiving(record: bytes, fds: int) -> tuple[BaseException | None, int]:
-    """What a channel makes of a record, and how many descriptors it leaves open."""
+    """Returns a channel's reaction to a record, and the number of descriptors that it leaves open."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         socket.send_fds(theirs, [record], [theirs.fileno()] * fds)
@@ -583,7 +582,7 @@ def on_receiving(record: bytes, fds: int) -> tuple[BaseException | None, int]:
 
 
 def close_on_exec(meeting: Meeting) -> None:
-    """descriptors that come are not passed on to other programs"""
+    """received descriptors are not inherited by other programs"""
     with meeting.producer() as producer:
         with meeting.consume() as consumer, consumer.request() as offered:
             expect("inheritable", os.get_inheritable(offered.segments[0].fd), False)
@@ -592,9 +591,9 @@ def close_on_exec(meeting: Meeting) -> None:
 
 
 def patterns(_: Meeting) -> None:
-    """the pattern has the values that it always had, with numpy and without"""
+    """the pattern keeps its values, with numpy and without"""
     expect("the classic pattern", protocol.pattern(0, 0, 2), struct.pack("<2I", 1337 ^ 0xDEADBEEF, 1339 ^ 0xDEADBEEF))
-    # Where i * 2 has wrapped, mix makes the difference: mix(1) is the finalizer's value of 1.
+    # Once i * 2 has wrapped, mix makes the difference: mix(1) is the finalizer's value of 1.
     expect("behind 8 GiB", protocol.word(SALT, 1 << 31), 1337 ^ 0xDEADBEEF ^ SALT ^ 0x514E28B7)
     try:
         import numpy

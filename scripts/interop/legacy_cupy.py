@@ -17,20 +17,20 @@ except ModuleNotFoundError as missing:
 
 import protocol
 
-# A multiple of 2 MiB lies in a block of its own: the handle opens nothing else.
+# A multiple of 2 MiB has its own block: the handle opens nothing else.
 SIZE = 4 << 20
 SALT = 0xC0FFEE
 DEVICE = 0
 
 
 def words_at(address: int, size: int) -> cupy.ndarray:
-    """Memory that is not CuPy's as an array: neither copied nor ever freed by it."""
+    """Wraps foreign memory as a CuPy array, which neither copies nor frees it."""
     memory = cupy.cuda.UnownedMemory(address, size, None, DEVICE)
     return cupy.ndarray((size // 4,), cupy.uint32, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def put(address: int, words: numpy.ndarray) -> None:
-    """Copies into device memory, and is done when it returns."""
+    """Copies into device memory. Blocks until the copy is complete."""
     words_at(address, words.nbytes).set(words)
     cupy.cuda.Device(DEVICE).synchronize()
 
@@ -62,10 +62,10 @@ def take(meeting: Meeting) -> protocol.Body:
 
 
 def produce(meeting: Meeting) -> None:
-    """a real consumer opens the handle of CuPy's memory, of which the data is the second half"""
-    # Not getDeviceProperties(): its uuid ends at the first zero byte.
+    """a real consumer opens the handle of CuPy's memory; the data is its second half"""
+    # Not getDeviceProperties(): it cuts the uuid at the first zero byte.
     device = take(meeting)
-    # From the runtime, not from CuPy's pool, whose blocks hold other arrays too.
+    # From the runtime: blocks of CuPy's pool hold other arrays too.
     block = runtime.malloc(2 * SIZE)
     try:
         put(block, numpy.zeros(SIZE // 4, numpy.uint32))

@@ -16,7 +16,7 @@ except ModuleNotFoundError as missing:
 
 import protocol
 
-# A multiple of 2 MiB lies in a block of its own: the handle opens nothing else.
+# A multiple of 2 MiB has its own block: the handle opens nothing else.
 SIZE = 4 << 20
 SALT = 0xBADCAFE
 
@@ -35,7 +35,7 @@ def take(meeting: Meeting) -> protocol.Body:
             expect("salt", offered.check["salt"], SALT)
             offset = offered.memory.get("offset", 0)
             with consumer.working():
-                # The bytes as they are: all else that the handle needs is known here.
+                # Only the handle's bytes are sent; the rest is known here.
                 with cuda.open_ipc_array(offered.pointer, (SIZE // 4,), numpy.uint32, offset=offset) as words:
                     found = protocol.numpy_check(words.copy_to_host(), SALT)
                     words.copy_to_device(protocol.numpy_pattern(offered.check["reply_salt"], 0, SIZE // 4))
@@ -47,12 +47,12 @@ def take(meeting: Meeting) -> protocol.Body:
 
 
 def produce(meeting: Meeting) -> None:
-    """a real consumer opens the IPC handle of a device array of Numba's"""
+    """a real consumer opens the IPC handle of a Numba device array"""
     device = take(meeting)
     words = cuda.device_array((SIZE // 4,), numpy.uint32)
     words.copy_to_device(protocol.numpy_pattern(SALT, 0, SIZE // 4))
     cuda.synchronize()
-    # What words.get_ipc_handle() wraps for Numba at the other end: from the context it comes with names.
+    # The handle inside words.get_ipc_handle(), created in the context that `with` provides.
     handle = cuda.current_context().get_ipc_handle(words.gpu_data)
     pointer = bytes(handle.handle.reserved)
     memory = protocol.description("legacy", device, SIZE, SIZE, pointer=pointer, offset=handle.offset)

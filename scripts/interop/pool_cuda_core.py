@@ -26,7 +26,7 @@ SALT = 0x5EED
 
 @contextlib.contextmanager
 def pool_buffer(device: Device, stream: Any, size: int) -> Iterator[tuple[DeviceMemoryResource, Buffer]]:
-    """A pool that can be shared, and memory of it that is ready for use."""
+    """Creates a shareable pool and a buffer in it."""
     pool = DeviceMemoryResource(device, DeviceMemoryResourceOptions(ipc_enabled=True))
     try:
         buffer = pool.allocate(size, stream=stream)
@@ -41,21 +41,21 @@ def pool_buffer(device: Device, stream: Any, size: int) -> Iterator[tuple[Device
 
 
 def payload_of(buffer: Buffer) -> bytes:
-    """The 64 bytes in a buffer's descriptor, which shows them only to pickle."""
+    """Returns the 64 bytes of a buffer's descriptor, which only pickle exposes."""
     _, (payload, _) = buffer.ipc_descriptor.__reduce__()
     expect("the length of a descriptor's payload", len(payload), 64)
     return bytes(payload)
 
 
 def descriptor(device: Device, stream: Any, payload: bytes, size: int) -> Any:
-    """A descriptor of these 64 bytes, made as pickle makes one: by what one of our own says is to be called."""
+    """Creates a descriptor of these 64 bytes as pickle would, with the constructor of an own descriptor."""
     with pool_buffer(device, stream, 4096) as (_, buffer):
         rebuild, _ = buffer.ipc_descriptor.__reduce__()
         return rebuild(payload, size)
 
 
 def consume(meeting: Meeting) -> None:
-    """cuda.core imports a real producer's pool and pointer, and every word is verified and replied to"""
+    """cuda.core imports a real producer's pool and pointer, verifies every word and replies"""
     take(meeting)
 
 
@@ -92,7 +92,7 @@ def take(meeting: Meeting) -> protocol.Body:
 
 
 def produce(meeting: Meeting) -> None:
-    """a real consumer imports a pool of cuda.core's, and a buffer of it"""
+    """a real consumer imports a cuda.core pool, and a buffer of it"""
     named = take(meeting)
     device = Device(0)
     device.set_current()

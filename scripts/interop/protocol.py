@@ -1,4 +1,4 @@
-"""The protocol of vmmfd, version 1, from either side, with nothing but the standard library.
+"""The protocol of vmmfd, version 1, for both sides, with only the standard library.
 
 Longer than 500 lines: another project takes it as one file.
 
@@ -40,7 +40,7 @@ _HEADER = struct.Struct("<4sHHII")
 _KINDS = ("hello", "request", "offer", "segments", "received", "result", "busy", "error", "pool") + (
     "subscribe", "ready", "done", "withdraw", "gone")  # Of streams, which are not spoken here.
 _BUSY_EVERY = 0.9
-# How the header of an `error` begins: magic, version, kind.
+# The start of an `error` record's header: magic, version, kind.
 _ERROR = b"VMFD\x01\x00\x08\x00"
 _WORD = 0xFFFF_FFFF
 
@@ -48,43 +48,43 @@ Body = dict[str, Any]
 
 
 class VmmfdError(Exception):
-    """A conversation that failed. `code` is what the peer receives."""
+    """A failed conversation. The peer receives `code`."""
 
     code = "failed"
 
 
 class ProtocolError(VmmfdError):
-    """The peer said something that it may not say."""
+    """The peer violated the protocol."""
 
     code = "protocol"
 
 
 class VersionError(VmmfdError):
-    """The peer speaks no version that this side speaks."""
+    """The peer supports no version of this side."""
 
     code = "version"
 
 
 class UnreadableError(ProtocolError):
-    """The peer ended the conversation with an `error` that can't be read. It is not answered."""
+    """The peer ended the conversation with an unreadable `error`. It is not answered."""
 
 
 class PeerGone(VmmfdError):
-    """The peer hung up where it should have gone on."""
+    """The peer closed the connection too early."""
 
 
 class PeerError(VmmfdError):
     """The peer ended the conversation with an `error`."""
 
     def __init__(self, code: str, message: str) -> None:
-        # Nothing of a peer's reaches a terminal that could move its cursor.
+        # A peer's control characters never reach a terminal.
         self.message = "".join(c if c.isprintable() else " " for c in message)
         self.code = "".join(c if c.isprintable() else " " for c in code)
         super().__init__(f"the peer says: {self.message} ({self.code})")
 
 
 class Refusal(VmmfdError):
-    """This side can't do what the peer asks."""
+    """This side does not support the peer's request."""
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
@@ -103,16 +103,16 @@ def _mix(h: int) -> int:
 
 
 def word(salt: int, index: int) -> int:
-    """One word of a salt's pattern."""
+    """Returns one word of a salt's pattern."""
     return (index * 2 + 1337 & _WORD) ^ 0xDEADBEEF ^ salt ^ _mix(index >> 31 & _WORD)
 
 
 def pattern(salt: int, first_word: int, count: int) -> bytes:
-    """Words of a salt's pattern, as the bytes in memory."""
+    """Returns words of a salt's pattern as bytes in memory order."""
     words = array.array("I")
     end = first_word + count
     while first_word < end:
-        # All of a run of 2 ** 31 words have one constant: those of `word`, less its work.
+        # A run of 2 ** 31 words shares one constant: compute it once.
         run = first_word >> 31
         stop = min(end, run + 1 << 31)
         constant = 0xDEADBEEF ^ salt ^ _mix(run & _WORD)
@@ -124,7 +124,7 @@ def pattern(salt: int, first_word: int, count: int) -> bytes:
 
 
 def numpy_pattern(salt: int, first_word: int, count: int) -> Any:
-    """The same as a numpy array of `<u4`, fast enough for gigabytes."""
+    """As `words`, as a numpy array of `<u4`, fast enough for gigabytes."""
     import numpy
 
     index = numpy.arange(first_word, first_word + count, dtype=numpy.uint64)
@@ -143,27 +143,27 @@ def numpy_pattern(salt: int, first_word: int, count: int) -> Any:
 
 
 def pattern_bytes(salt: int, start: int, size: int) -> bytes:
-    """The pattern's bytes from `start` on, which need not be the beginning of a word."""
+    """Returns the pattern's bytes from `start` on, which may be inside a word."""
     first = start // 4
     count = -(-(start + size) // 4) - first
     return pattern(salt, first, count)[start - first * 4 :][:size]
 
 
 def unchecked(verified: bool) -> Body:
-    """The `result` of a side that checked nothing."""
+    """Returns the `result` of a side that checked nothing."""
     return {"verified": verified}
 
 
 def result(words: int, mismatches: int = 0, first_mismatch: Body | None = None) -> Body:
-    """The `result` of a side that checked the pattern."""
+    """Returns the `result` of a side that checked the pattern."""
     figures = {"words": words, "mismatches": mismatches, "first_mismatch": first_mismatch}
     return {"verified": mismatches == 0, "check": figures}
 
 
 def check(found: bytes, salt: int, start: int = 0) -> Body:
-    """Compares an object's bytes from `start` on with the pattern: a `result`."""
+    """Compares an object's bytes from `start` on with the pattern. Returns a `result`."""
     expected = pattern_bytes(salt, start, len(found))
-    # To whole words; the bytes outside count as zeros.
+    # Extend to whole words; the bytes outside count as zeros.
     before, after = b"\0" * (start % 4), b"\0" * (-(start + len(found)) % 4)
     expected, found = (before + data + after for data in (expected, bytes(found)))
     words = len(found) // 4
@@ -175,7 +175,7 @@ def check(found: bytes, salt: int, start: int = 0) -> Body:
 
 
 def numpy_check(found: Any, salt: int) -> Body:
-    """As `check`, of all of an object as a numpy array of whole words. (Never of floats: no NaN equals itself.)"""
+    """As `check`, for a whole object as a numpy array of words. (Not floats: NaN differs from itself.)"""
     import numpy
 
     expected = numpy_pattern(salt, 0, found.size)
@@ -191,7 +191,7 @@ def numpy_check(found: Any, salt: int) -> Body:
 
 
 class Message(NamedTuple):
-    """One record. The receiver owns the descriptors."""
+    """A record. The receiver owns the descriptors."""
 
     kind: str
     body: Body
@@ -205,7 +205,7 @@ def _fd_count(kind: str, body: Body) -> int:
 
 
 def frame(number: int, body: Body, fds: int) -> bytes:
-    """A record of a kind's number, less its descriptors."""
+    """Returns a record of a numeric kind, without its descriptors."""
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) > MAX_BODY:
         raise ValueError(f"kind {number} has {len(text)} bytes, and a body at most {MAX_BODY}")
@@ -213,12 +213,12 @@ def frame(number: int, body: Body, fds: int) -> bytes:
 
 
 def encode(kind: str, body: Body) -> bytes:
-    """A record, less its descriptors."""
+    """Returns a record without its descriptors."""
     return frame(_KINDS.index(kind) + 1, body, _fd_count(kind, body))
 
 
 def unframe(record: bytes) -> tuple[int, int, bytes]:
-    """The kind's number, the claimed number of descriptors and the body of a record."""
+    """Returns the numeric kind, the claimed number of descriptors and the body of a record."""
     if len(record) < _HEADER.size:
         raise ProtocolError(f"a record of {len(record)} bytes has no header")
     magic, version, number, length, claimed = _HEADER.unpack_from(record)
@@ -233,7 +233,7 @@ def unframe(record: bytes) -> tuple[int, int, bytes]:
 
 
 def decode(record: bytes, fds: list[int]) -> Message:
-    """Reads a record that came with these descriptors. They are the caller's to close if it fails."""
+    """Parses a record that arrived with these descriptors. On failure the caller must close them."""
     number, claimed, text = unframe(record)
     if not 1 <= number <= len(_KINDS):
         raise ProtocolError(f"a message of kind {number}")
@@ -246,7 +246,7 @@ def decode(record: bytes, fds: list[int]) -> Message:
 
 
 def read_body(kind: str, text: bytes, fields: Body) -> Body:
-    """A body, which must have these fields."""
+    """Returns a body, which must have these fields."""
     try:
         body = json.loads(text.decode("utf-8"), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -311,7 +311,7 @@ def _pointer(value: Any) -> bool:
     return isinstance(value, str) and len(value) == 128 and _hexadecimal(value)
 
 
-# What each field must be: a function that knows, or the fields of an object. Those with `?` may be null or absent.
+# The type of each field: a predicate, or the fields of an object. Fields with `?` may be null or absent.
 _U64, _ACCESS = _u(64), _any_of("ro", "rw")
 _TURN = {"buffer": _U64, "generation": _U64}
 _MEMORY = {
@@ -375,7 +375,7 @@ def _is_natural(value: object) -> bool:
 
 
 def _get(body: Body, name: str, kind: type, default: Any = None) -> Any:
-    """A field of a peer's body, of the type that it must have; `default` where it may be null or absent."""
+    """Returns a field of a peer's body, checked for its type; `default` if it is null or absent."""
     value = body.get(name)
     if value is None and default is not None:
         return default
@@ -390,9 +390,9 @@ def close_all(fds: Sequence[int]) -> None:
 
 
 class Channel:
-    """A connected socket. The peer is never silent for longer than `timeout` seconds without an error."""
+    """A connected socket. A peer that is silent for longer than `timeout` seconds is an error."""
 
-    # What its records say: another protocol over the same records has others.
+    # The fields of its records; another protocol with the same records overrides them.
     encode = staticmethod(encode)
     decode = staticmethod(decode)
 
@@ -400,11 +400,11 @@ class Channel:
         self._socket = connected
         self._socket.settimeout(timeout)
         self._timeout = timeout
-        # Until the peer's hello says what it needs.
+        # Until the peer's hello sets it.
         self._busy_every = _BUSY_EVERY
 
     def check_user(self) -> None:
-        """The other end must be of this process's user, or root's."""
+        """Requires that the peer runs as this process's user or root."""
         credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         _, uid, _ = struct.unpack("iII", credentials)
         if uid not in (os.geteuid(), 0):
@@ -415,14 +415,14 @@ class Channel:
         try:
             self._socket.sendmsg([self.encode(kind, body)], rights, socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
-            # The reason may still be there to read: as an exception, as is the end.
+            # The peer's reason may still be readable.
             for _ in range(64):
                 close_all(self.receive().fds)
             raise PeerGone("the peer takes no more messages") from None
 
     def receive(self, *kinds: str, first: bool = False) -> Message:
-        """The next message that is an answer, and of one of these kinds. With `first` the peer has asked for nothing that is not
-        answered, and so has nothing to be busy with."""
+        """Returns the next answer, which must have one of these kinds. With `first`, the peer has no open request, and so may not send
+        `busy`."""
         while True:
             message = self._receive()
             if message.kind == "busy" and not first:
@@ -451,9 +451,9 @@ class Channel:
             raise
 
     def _take(self) -> tuple[bytes, list[int], int]:
-        """One record as it is, with whatever came with it. All of the kernel's most fit, so that each is known."""
+        """Receives a record with its descriptors. The buffer holds the kernel's maximum, so that all are known."""
         room = _HEADER.size + MAX_BODY, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
-        # ECONNRESET is reported once, ahead of queued records.
+        # ECONNRESET is reported once, before queued records.
         for last in (False, True):
             try:
                 record, ancillary, flags, _ = self._socket.recvmsg(*room, socket.MSG_CMSG_CLOEXEC)
@@ -480,21 +480,21 @@ class Channel:
         )
 
     def greeted(self) -> Body:
-        """Takes the peer's hello."""
+        """Receives the peer's hello."""
         hello = self.receive("hello", first=True).body
         if hello["version"] < VERSION:
             raise VersionError(f"the peer speaks version {hello['version']}, and this side {VERSION}")
-        # A little more often than three times within its timeout.
+        # Slightly more than three times per timeout.
         self._busy_every = min(_BUSY_EVERY, max(_get(hello, "timeout_ms", int), 1) / 4000)
         return hello
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Tells the peer, while the block runs, that this side is working: as often as its hello asks for."""
+        """Sends `busy` while the block runs, as often as the peer's hello requires."""
         done = threading.Event()
 
         def speak() -> None:
-            # A peer that is gone is noticed with the next message.
+            # The next message detects a dead peer.
             with contextlib.suppress(OSError, VmmfdError):
                 while not done.wait(self._busy_every):
                     self._socket.sendmsg([self.encode("busy", {})], [], socket.MSG_NOSIGNAL)
@@ -508,12 +508,12 @@ class Channel:
             speaker.join()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Ends the conversation so that the last record arrives, which is an `error` if this side has one to tell."""
+        """Closes the conversation after a last record, which is an `error` if there is one."""
         with contextlib.closing(self._socket), contextlib.suppress(OSError):
             if error is not None and not isinstance(error, (PeerError, PeerGone, UnreadableError)):
                 self._socket.sendmsg([self.encode("error", _error_body(error))], [], socket.MSG_NOSIGNAL)
             self._socket.shutdown(socket.SHUT_WR)
-            # To close with records unread would take ours away too.
+            # Closing with unread records would discard our last record.
             deadline = time.monotonic() + self._timeout
             while time.monotonic() < deadline:
                 record, fds, _ = self._take()
@@ -532,7 +532,7 @@ def _error_body(error: BaseException) -> Body:
     return {"code": code, "message": (str(error) or type(error).__name__)[:1000]}
 
 
-# The side that is given memory
+# The receiving side
 
 
 class Segment(NamedTuple):
@@ -544,7 +544,7 @@ class Segment(NamedTuple):
 
 @dataclass
 class Offered:
-    """What a producer offers, and the descriptors that belong to it: closed with it, but for the pool's."""
+    """A producer's offer with its descriptors, which it closes, except the pool's."""
 
     offer: Body
     range: tuple[int, int]
@@ -557,7 +557,7 @@ class Offered:
 
     @property
     def check(self) -> Body:
-        """What the data can be checked against; empty if the producer does not say."""
+        """The data to check against; empty if the producer sends none."""
         return _get(self.offer, "check", dict, {})
 
     @property
@@ -577,8 +577,8 @@ class Offered:
 
 
 class Consumer:
-    """A connection to a producer, waited for until `timeout`. To be used as a context: how its block ends is reported
-    to the producer. Memory of a pool and legacy memory must be closed inside it."""
+    """A connection to a producer, retried until `timeout`. A context manager that reports the block's success or failure to the producer.
+    Memory of a pool and legacy memory must be closed inside it."""
 
     def __init__(self, path: str, backend: str, timeout: float = 30.0) -> None:
         self._pools: dict[int, int] = {}
@@ -597,7 +597,7 @@ class Consumer:
         access: str | None = None,
         range: tuple[int, int] | None = None,
     ) -> Offered:
-        """Asks for an object, or for a `range` (offset, length) of it."""
+        """Requests an object, or a `range` (offset, length) of it."""
         asked = None if range is None else {"offset": range[0], "length": range[1]}
         self._channel.send("request", {"object": object, "access": access, "range": asked})
         offer = self._channel.receive("offer").body
@@ -622,7 +622,7 @@ class Consumer:
         while len(offered.segments) < part["segments"]:
             message = self._channel.receive("segments")
             taken = len(offered.segments)
-            # From here on the offered closes them.
+            # From here on the offer closes them.
             offered.segments += map(Segment, message.fds, message.body["sizes"])
             if message.body.get("first") != part["first"] + taken:
                 raise ProtocolError(f"segment {message.body.get('first')} came where {part['first'] + taken} belongs")
@@ -633,7 +633,7 @@ class Consumer:
             raise ProtocolError(f"the segments that came have not {part['size']} bytes")
 
     def _pool(self, number: int) -> int:
-        """A pool comes itself with the first offer that names it."""
+        """A pool's descriptor arrives with the first offer that names it."""
         if number not in self._pools:
             message = self._channel.receive("pool")
             if message.body.get("pool") != number:
@@ -644,14 +644,14 @@ class Consumer:
         return self._pools[number]
 
     def report(self, result: Body) -> Body:
-        """Says what was found, when all work on the memory is done. Returns the producer's own result."""
+        """Reports the result once all work on the memory is done. Returns the producer's own result."""
         self._channel.send("result", result)
         answer = self._channel.receive("result").body
         _get(answer, "verified", bool)
         return answer
 
     def working(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which this side sends `busy` once a second."""
+        """A block during which this side sends `busy` once per second."""
         return self._channel.working()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -716,7 +716,7 @@ def _check_offer(offer: Body, object: str, access: str | None) -> Body:
 
 
 def _check_possible(memory: Body, of_machine: bool) -> None:
-    """No honest offer is larger: 4 TiB of a device, or the memory and swap space of this machine."""
+    """The limit for an honest offer: 4 TiB of a device, or this machine's memory and swap."""
     most = 1 << 42
     if of_machine:
         with open("/proc/meminfo", encoding="ascii") as lines:
@@ -727,7 +727,7 @@ def _check_possible(memory: Body, of_machine: bool) -> None:
 
 
 def _reach(array: Body) -> int:
-    """How many bytes an array in C order takes at least, whatever its type is; 0 where it says its own strides."""
+    """Returns the least size of a C-order array of any type in bytes; 0 if it has strides."""
     count = 0 if array.get("strides") is not None else 1
     for length in array["shape"]:
         count *= length
@@ -739,7 +739,7 @@ def _check_part(offered: Offered) -> Body:
     first, segments, offset, size = (part[name] for name in ("first", "segments", "offset", "size"))
     begin, length = offered.range
     behind = memory["segments"] - first - segments, memory["mapped_size"] - offset - size
-    # Before the part, in it and behind it: bytes are in segments, and no segment is empty.
+    # Before, inside and after the part: bytes are in segments, and no segment is empty.
     pieces = all(0 <= count <= bytes and (count == 0) == (bytes == 0) for count, bytes in ((first, offset), (segments, size), behind))
     if not (pieces and segments > 0 and offset <= begin and offset + size >= begin + length):
         raise ProtocolError(f"bytes {offered.range} were asked for, and {part} follows")
@@ -747,7 +747,7 @@ def _check_part(offered: Offered) -> Body:
 
 
 def check_host_segment(fd: int, size: int, immutable: bool) -> None:
-    """Host memory must be what the page says, before it is mapped: sealed, committed, and of its size."""
+    """Checks host memory before it is mapped: sealed, committed, and of the offered size."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -763,11 +763,11 @@ def check_host_segment(fd: int, size: int, immutable: bool) -> None:
         raise ProtocolError("the memory is not sealed against writing")
 
 
-# The side that has memory
+# The offering side
 
 
 def description(mechanism: str, device: Body, size: int, mapped_size: int, **more: Any) -> Body:
-    """The `memory` of an offer. `more` is what belongs to the mechanism: segments, pool, pointer (bytes), offset."""
+    """Returns the `memory` of an offer. `more` depends on the mechanism: segments, pool, pointer (bytes), offset."""
     if "pointer" in more:
         more["pointer"] = bytes(more["pointer"]).hex()
     memory = {"mechanism": mechanism, "device": device, "location": "device", "size": size, "mapped_size": mapped_size}
@@ -776,11 +776,11 @@ def description(mechanism: str, device: Body, size: int, mapped_size: int, **mor
 
 @dataclass
 class Shared:
-    """Memory to offer. The descriptors stay the caller's."""
+    """Memory to offer. The caller keeps the descriptors."""
 
     memory: Body
     segments: Sequence[tuple[int, int]] = ()
-    """Descriptor and size of each allocation, with mechanism vmm."""
+    """Descriptor and size of each allocation, for the mechanism vmm."""
     pool_fd: int | None = None
     access: str = "ro"
     salt: int | None = None
@@ -789,11 +789,11 @@ class Shared:
     fill: Callable[[], None] = lambda: None
     """Called before each offer."""
     read: Callable[[int, int], bytes] | None = None
-    """Reads so many bytes from an offset on, to check a reply."""
+    """Reads bytes at an offset, to check a reply."""
 
 
 class Producer:
-    """A socket at which one consumer is served. To be used as a context."""
+    """A socket that serves one consumer. A context manager."""
 
     def __init__(self, path: str, backend: str, timeout: float = 30.0) -> None:
         self._path, self._backend, self._timeout = path, backend, timeout
@@ -801,7 +801,7 @@ class Producer:
         try:
             self._listener.settimeout(timeout)
             self._listener.bind(path)
-            # No peer can connect before it listens.
+            # Before it listens, so that no peer can connect earlier.
             os.chmod(path, 0o600)
             self._listener.listen(1)
         except BaseException:
@@ -809,8 +809,8 @@ class Producer:
             raise
 
     def serve(self, shared: Shared) -> list[Body]:
-        """Serves the first consumer that comes, and returns the results of its requests, as both sides found together,
-        when it has hung up: only then has it let go of memory that it does not hold itself."""
+        """Serves the first consumer. Returns the combined results of its requests once it has disconnected: only then has it released
+        foreign memory."""
         channel = Channel(self._listener.accept()[0], self._timeout)
         try:
             channel.check_user()
@@ -926,7 +926,7 @@ class _Service:
 
 
 def _part(segments: Sequence[tuple[int, int]], begin: int, end: int) -> tuple[Body, list[tuple[int, int]]]:
-    """The segments that cover some bytes, and the words for them."""
+    """Returns the segments that cover a byte range, and the message's fields for them."""
     ends = [0]
     for _, size in segments:
         ends.append(ends[-1] + size)

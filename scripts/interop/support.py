@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: the commands as children that never outlive them, and how a check speaks."""
+"""Shared by the scripts of this folder: the commands as child processes that are always reaped, and the reports of checks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import NoReturn
 import protocol
 
 NOT_RUN = 77
-"""The exit code of a script that lacks what it is about."""
+"""The exit code of a script whose library is missing."""
 
 
 class Unexpected(Exception):
-    """A check found something else than it should."""
+    """A check failed."""
 
 
 def expect(what: str, found: object, expected: object) -> None:
@@ -30,7 +30,7 @@ def expect(what: str, found: object, expected: object) -> None:
 
 
 def expect_verified(what: str, result: protocol.Body, words: int) -> None:
-    """A `result` must say that all was right, and that so many words were checked, if any."""
+    """Requires a `result` without errors, and this number of checked words, if given."""
     expect(what, result, protocol.result(words) if words else protocol.unchecked(True))
 
 
@@ -40,22 +40,22 @@ def not_run(reason: str) -> NoReturn:
 
 
 class Child:
-    """One of the commands. At the end of its block it has ended, or is killed."""
+    """A running command. At the end of its block it has exited, or is killed."""
 
     def __init__(self, command: list[str], deadline: float) -> None:
         self._name, self._deadline = os.path.basename(command[0]), deadline
-        # Not a pipe: it must not wait for a reader.
+        # Not a pipe: the command must not wait for a reader.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
         streams = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": subprocess.STDOUT}
         self._process = subprocess.Popen(command, **streams)
 
     def must_run(self) -> None:
-        """It must not have ended yet."""
+        """Requires that it still runs."""
         if self._process.poll() is not None:
             raise Unexpected(f"{self._name}: expected to go on, and ended with {self._process.returncode}")
 
     def ends(self, code: int) -> str:
-        """Waits until it ends, which must be with this exit code. Returns what it printed."""
+        """Waits for the exit, with this code. Returns the output."""
         try:
             found = self._process.wait(self._deadline)
         except subprocess.TimeoutExpired:
@@ -64,7 +64,7 @@ class Child:
         return self._printed()
 
     def stop(self) -> None:
-        """Asks it to end, and waits for that. A broker must not be killed: its server would start another keeper."""
+        """Terminates it and waits for the exit. A broker must not be killed: its server would start another keeper."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self._deadline)
@@ -85,18 +85,18 @@ class Child:
 
 
 class Meeting:
-    """A socket in a folder of its own, at which one of the commands and this script meet."""
+    """A socket in its own folder, for a command and this script."""
 
     def __init__(self, commands: Path, folder: str, backend: str, timeout: float = 20.0) -> None:
         self._commands, self.path, self._backend, self._timeout = commands, f"{folder}/socket", backend, timeout
         self._latest: Child | None = None
 
     def command(self, name: str) -> str:
-        """The path of one of the commands."""
+        """Returns the path of a command."""
         return str(self._commands / name)
 
     def _child(self, name: str, options: tuple[str, ...]) -> Child:
-        # Later ones win over these.
+        # Later options override these.
         timeout = () if "--timeout" in options else ("--timeout", f"{self._timeout:.0f}s")
         command = [self.command(name), "--socket", self.path, "--backend", self._backend, *timeout, *options]
         self._latest = Child(command, 2 * self._timeout)
@@ -113,7 +113,7 @@ class Meeting:
         return protocol.Consumer(self.path, self._backend, timeout or self._timeout)
 
     def wait_for_socket(self) -> None:
-        """Waits for the producer that was started to listen, unless it could not begin."""
+        """Waits until the producer listens, unless it failed to start."""
         while self._latest is not None and not os.path.exists(self.path):
             self._latest.must_run()
             time.sleep(0.005)
@@ -126,8 +126,8 @@ Check = Callable[[Meeting], None]
 
 
 def run(backend: str, checks: list[Check], timeout: float = 20.0) -> NoReturn:
-    """Runs checks on the commands of the folder that the command line names, each at a socket of its own, and says what
-    came of each. Exit code 0 if all passed."""
+    """Runs checks on the commands in the folder given on the command line, each with its own socket, and reports each result. Exit code 0
+    if all passed."""
     # As an exception, so that every child is killed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
@@ -140,7 +140,7 @@ def run(backend: str, checks: list[Check], timeout: float = 20.0) -> NoReturn:
 
 def _passes(check: Check, commands: Path, backend: str, timeout: float) -> bool:
     name = (check.__doc__ or check.__name__).rstrip(".")
-    # A socket's path is short; a TMPDIR may not be.
+    # A socket's path is short; TMPDIR may be long.
     short = len(tempfile.gettempdir()) < 80
     with tempfile.TemporaryDirectory(prefix="vmmfd-", dir=None if short else "/tmp") as folder:
         try:

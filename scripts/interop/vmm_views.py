@@ -37,7 +37,7 @@ ACCESS = {
 
 
 def ordinal_of(uuid: str) -> int:
-    """This process's number of a device."""
+    """Returns this process's ordinal of a device."""
     call(driver.cuInit(0))
     uuids = []
     for ordinal in range(call(driver.cuDeviceGetCount())):
@@ -51,7 +51,7 @@ def ordinal_of(uuid: str) -> int:
 
 @contextlib.contextmanager
 def primary_context(ordinal: int) -> Iterator[None]:
-    """The context that CuPy and PyTorch use too. It is never given back: both keep it to the end."""
+    """Returns the context that CuPy and PyTorch use too. It is never released: both keep it until exit."""
     device = call(driver.cuDeviceGet(ordinal))
     call(driver.cuCtxSetCurrent(call(driver.cuDevicePrimaryCtxRetain(device))))
     with cupy.cuda.Device(ordinal), torch.cuda.device(ordinal):
@@ -60,7 +60,7 @@ def primary_context(ordinal: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mapped(offered: protocol.Offered, ordinal: int) -> Iterator[int]:
-    """The address at which the segments lie side by side. Closes their descriptors: the handles keep the memory."""
+    """Maps the segments side by side and returns the address. Closes their descriptors: the handles keep the memory."""
     total = sum(segment.size for segment in offered.segments)
     with contextlib.ExitStack() as undo:
         base = int(call(driver.cuMemAddressReserve(total, 0, 0, 0)))
@@ -90,7 +90,7 @@ def access_of(ordinal: int, access: str) -> driver.CUmemAccessDesc:
 
 
 def look(address: int, ordinal: int, reply_salt: int | None) -> protocol.Body:
-    """Views the memory, verifies it with both libraries and writes the reply, half with each. No view outlives this."""
+    """Verifies the memory with both libraries and writes the reply, half with each. No view outlives the call."""
     memory = cupy.cuda.UnownedMemory(address, SIZE, None, ordinal)
     array = cupy.ndarray(SHAPE, cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
     tensor = torch.from_dlpack(array)
@@ -98,7 +98,7 @@ def look(address: int, ordinal: int, reply_salt: int | None) -> protocol.Body:
     expect("PyTorch's address", tensor.data_ptr(), address)
     expect("PyTorch's shape and type", (tuple(tensor.shape), tensor.dtype), (SHAPE, torch.float32))
 
-    # As integers: the pattern has NaNs, which are equal to nothing.
+    # As integers: the pattern contains NaNs, which equal nothing.
     cupy_words, torch_words = array.view(cupy.uint32).reshape(COUNT), tensor.view(torch.int32).view(COUNT)
     expect("the address of the words", (cupy_words.data.ptr, torch_words.data_ptr()), (address, address))
     found = protocol.numpy_check(cupy.asnumpy(cupy_words), SALT)

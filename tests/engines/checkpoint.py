@@ -45,7 +45,7 @@ def config(size, kind):
 
 
 def shapes(config):
-    """The name and shape of each tensor, a layer at a time: a list of dicts."""
+    """Returns the name and shape of each tensor: a list of dicts, one per layer."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layers = [{"model.embed_tokens.weight": (VOCABULARY, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (VOCABULARY, hidden)}]
@@ -62,7 +62,7 @@ def shapes(config):
 
 
 def tensors(name, shape, kind, device):
-    """A tensor of the checkpoint by name, with its scale if it is quantised."""
+    """Returns a tensor of the checkpoint by name, with its scale if it is quantised."""
     if len(shape) == 1:
         return {name: torch.ones(shape, dtype=torch.bfloat16)}
     values = torch.randn(shape, device=device, dtype=torch.float32) * 0.02
@@ -81,7 +81,7 @@ def tensors(name, shape, kind, device):
 
 
 def write_tokenizer(folder):
-    """A tokenizer whose words are t0 to t31999, so that a text is a list of tokens."""
+    """Returns a tokenizer with the words t0 to t31999, so that a text is a list of tokens."""
     words = {f"t{index}": index for index in range(VOCABULARY)}
     (folder / "tokenizer.json").write_text(json.dumps({
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "post_processor": None,
@@ -94,7 +94,7 @@ def write_tokenizer(folder):
 
 
 def write(folder, size, kind, seed=0):
-    """Writes the checkpoint and returns how many bytes its weight files have. A layer is a file, as in a large model."""
+    """Writes the checkpoint, one file per layer as in a large model. Returns the size of the weight files in bytes."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
@@ -113,7 +113,7 @@ def write(folder, size, kind, seed=0):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": files}))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     write_tokenizer(folder)
-    # Last: a folder with a config is whole.
+    # Last: a folder with a config is complete.
     (folder / "config.json").write_text(json.dumps(values))
     return total
 

@@ -1,4 +1,4 @@
-"""What the rows share: processes with deadlines, a broker, engines, servers, and the GPU's used memory over time."""
+"""Shared by the rows: processes with deadlines, a broker, engines, servers, and the GPU's used memory over time."""
 import contextlib
 import json
 import os
@@ -16,7 +16,7 @@ import urllib.request
 HERE = pathlib.Path(__file__).parent
 ATTACHED = "vmmfd: attached "
 PUBLISHED = "vmmfd: loaded and published "
-# The KV cache is of a fixed size except where a row measures vLLM's own budget: vLLM's profiling fails if other engines end meanwhile.
+# The KV cache has a fixed size except in rows that measure vLLM's own budget: vLLM's profiling fails if other engines exit during it.
 OPTIONS = dict(max_model_len=2048, max_num_seqs=8, max_num_batched_tokens=2048, gpu_memory_utilization=0.3, kv_cache_memory_bytes=1 << 30,
                dtype="bfloat16", seed=0, enable_prefix_caching=False)
 GRAPH_SIZES = [1, 2, 4, 8]
@@ -24,7 +24,7 @@ POLL = 0.05
 
 
 class Failed(Exception):
-    """A required result that was not seen."""
+    """A requirement was not met."""
 
 
 class Process:
@@ -46,7 +46,7 @@ class Process:
         return " | ".join(lines[-count:])[-900:]
 
     def wait_for(self, what, found, seconds):
-        """Polls until `found` returns a value that is true. Fails at the deadline, or once the process has ended."""
+        """Polls until `found` returns a true value. Fails at the deadline, or if the process exits."""
         deadline = min(time.monotonic() + seconds, self.lab.deadline)
         while True:
             ended = self.has_ended()
@@ -81,11 +81,11 @@ class Broker(Process):
         self.wait_for("line that it listens", lambda: "listening" in self.text(), 20)
 
     def has_ended(self):
-        """A killed supervisor, which is the child, is replaced by the server."""
+        """If the supervisor, a child, is killed, the server replaces it."""
         return self.child.poll() is not None and not self.members()
 
     def members(self):
-        """The pids of server and supervisor, by their command line, with the pid of each parent."""
+        """Returns the pids of server and supervisor, by command line, with the pid of each parent."""
         found = {}
         for entry in pathlib.Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
@@ -95,7 +95,7 @@ class Broker(Process):
         return found
 
     def server(self):
-        """The pid that owns connections: a child of the other, or the one that the first line names."""
+        """Returns the pid that owns connections: a child of the other process, or the pid in the first line."""
         named = [int(pid) for pid in re.findall(r"as pid (\d+)", self.text())]
         members = self.members()
         alive = [pid for pid in named if pid in members]
@@ -117,7 +117,7 @@ class Broker(Process):
 
 
 class Engine(Process):
-    """tests/engines/engine.py: one vllm.LLM in its default process model. Imports at once, and constructs the engine with `start`."""
+    """tests/engines/engine.py: one vllm.LLM in its default process model. Imports at once; `start` constructs the engine."""
 
     def __init__(self, lab, name, model, extra=None, load_format=None, mode=0, environment=None, **options):
         self.report = lab.folder / f"{name}.report"
@@ -165,7 +165,7 @@ class Engine(Process):
         return self.ask(f"tokens {count}")
 
     def trace(self, event):
-        """The begin and the seconds of an event of the worker, and what else it has."""
+        """Returns the start and the seconds of an event of the worker, and its other fields."""
         found = [each for each in whole_lines(self.trace_file) if each["event"] == event]
         if not found:
             raise Failed(f"{self.name} has no event {event!r}")
@@ -176,7 +176,7 @@ class Engine(Process):
             return self.trace(event)
 
     def line(self, start):
-        """The line of the log that the loader wrote."""
+        """Returns the loader's line in the log."""
         found = [line for line in self.text().splitlines() if start in line]
         if not found:
             raise Failed(f"{self.name} logged no line {start!r}: {self.last_lines()}")
@@ -186,7 +186,7 @@ class Engine(Process):
         return start in self.text()
 
     def quit(self, seconds=60):
-        """Ends the engine as a user's program does."""
+        """Shuts the engine down as a user's program does."""
         with contextlib.suppress(Failed):
             self.send("quit")
             self.child.stdin.close()
@@ -214,7 +214,7 @@ class Server(Process):
         self.wait_for("answer to /health", lambda: healthy(self.port), seconds)
 
     def complete(self, prompt, count):
-        """The tokens of a completion by HTTP."""
+        """Returns the tokens of an HTTP completion."""
         body = dict(model=self.model, prompt=prompt, max_tokens=count, temperature=0, ignore_eos=True, return_token_ids=True)
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(),
                                          {"Content-Type": "application/json"})
@@ -226,7 +226,7 @@ class Server(Process):
 
 
 class Memory:
-    """The GPU's used memory, read every 2 ms by NVML. Of all processes: rows that use it have nothing else under way."""
+    """The GPU's used memory, sampled every 2 ms by NVML. It includes all processes: rows that use it run alone."""
 
     def __init__(self):
         import pynvml
@@ -250,7 +250,7 @@ class Memory:
         return next((used for at, used in reversed(list(self.samples)) if at <= when), self.samples[0][1])
 
     def during(self, event):
-        """Growth over an event of a trace, and the growth at its peak, in bytes."""
+        """Returns the growth over an event of a trace, and at its peak, in bytes."""
         begin, end = event["at"], event["at"] + event["seconds"]
         before = self.at(begin)
         after = self.at(end + 0.01)
@@ -258,7 +258,7 @@ class Memory:
         return after - before, peak - before
 
     def settled(self, seconds=20):
-        """The used memory once it has been constant for 2 seconds from this call on: that of an ended process goes with a delay."""
+        """Returns the used memory once it is constant for 2 seconds: an exited process's memory is freed with a delay."""
         begin = time.monotonic()
         while time.monotonic() - max(begin, self.samples[-1][0]) < 2 and time.monotonic() < begin + seconds:
             time.sleep(0.1)
@@ -287,8 +287,8 @@ class Lab:
         self.memory = Memory()
 
     def checkpoints(self, *wanted):
-        """The folders of checkpoints, each a size and kind. Missing ones are written, all at once. A run that was killed may have left one
-        without its weights."""
+        """Returns the folders of checkpoints, each with a size and kind. Writes missing ones, all at once. A killed run may have left a
+        folder without weights."""
         folders = [self.models / f"{size}-{kind}" for size, kind in wanted]
         writing = [Process(self, f"write-{folder.name}", [sys.executable, HERE / "checkpoint.py", folder, size, kind])
                    for folder, (size, kind) in zip(folders, wanted)
@@ -299,14 +299,14 @@ class Lab:
         return folders
 
     def engine(self, name, model, broker=None, **options):
-        """An engine. With a broker its load format is vmmfd: `extra` are more fields of its extra config."""
+        """Starts an engine. With a broker its load format is vmmfd; `extra` adds fields to its extra config."""
         if broker:
             options["extra"] = {"broker": str(broker.path), "name": "model"} | options.get("extra", {})
         return Engine(self, name, model, **options)
 
     @contextlib.contextmanager
     def row(self, name):
-        """A row: prints one line. What fails in it does not end the group."""
+        """A row: prints one line. A failure does not stop the group."""
         figures = Row()
         begin = time.monotonic()
         try:
@@ -314,7 +314,7 @@ class Lab:
             result, problem = "PASS", ""
         except Failed as error:
             result, problem = "FAIL", str(error)
-        except Exception as error:  # noqa: BLE001 - a row that breaks must not hide the others
+        except Exception as error:  # noqa: BLE001 - a broken row must not hide the others
             result, problem = "FAIL", f"{type(error).__name__}: {error}"
         shown = " ".join(f"{key}={value}" for key, value in figures.items() if not isinstance(value, (list, dict)))
         print(f"ROW {name}: {result} {shown}{' ' if problem else ''}{problem}", flush=True)
@@ -338,7 +338,7 @@ def compilation(mode):
 
 
 def whole_lines(path):
-    """The values of a file of JSON lines that another process appends to. Its last line may be incomplete."""
+    """Parses a JSON lines file that another process appends to. The last line may be incomplete."""
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
@@ -354,6 +354,6 @@ def healthy(port):
 
 
 def xids():
-    """How many Xid errors the kernel's log has, or None where it can't be read."""
+    """Returns the number of Xid errors in the kernel's log, or None if it can't be read."""
     done = subprocess.run(["dmesg"], capture_output=True, text=True)
     return sum("Xid" in line for line in done.stdout.splitlines()) if done.returncode == 0 else None

@@ -12,7 +12,7 @@ import zipfile
 
 HERE = pathlib.Path(__file__).parent
 LIMIT = 47_000_000
-# Not used by a dense Llama on Hopper with FlashAttention 3. FlashAttention 2 alone is 305 MB.
+# Not used by a dense Llama on Hopper with FlashAttention 3. FlashAttention 2 alone has 305 MB.
 UNUSED = [
     "vllm/vllm-rs", "vllm/_rust_tool_parser*", "vllm/vllm_flash_attn/_vllm_fa2_C*", "vllm/third_party/deep_gemm",
     "vllm/third_party/fmha_sm100", "vllm/_deepselect_C*", "vllm/_flashkda_C*", "vllm/_flashmla_*", "vllm/_qutlass_C*",
@@ -48,7 +48,7 @@ def unpack(wheels, site):
 
 
 def erase_other_gpus(path, keep=90):
-    """Zeroes device code and PTX that are not for `keep`. No byte moves, so the library loads as before, and zeros pack well."""
+    """Zeroes device code and PTX for other GPUs than `keep`. Offsets do not change, so the library still loads, and zeros compress well."""
     data = bytearray(path.read_bytes())
     magic = FAT_MAGIC.to_bytes(4, "little")
     kept = erased = 0
@@ -78,7 +78,7 @@ def erase_other_gpus(path, keep=90):
 
 
 def archives(site):
-    """Archive name to the files in it. Separate archives are packed and unpacked in parallel."""
+    """Returns the files of each archive. Separate archives are packed and unpacked in parallel."""
     files = [path.relative_to(site) for path in site.rglob("*") if path.is_file()]
     groups = {"packages": [], "vllm-python": [], "vllm-native": [], "vllm-attention": []}
     for path in files:

@@ -22,12 +22,12 @@ MODES = {None: "default-mode", 0: "mode-0"}
 
 
 def parts(engine):
-    """The seconds that the loader's line names."""
+    """Returns the seconds in the loader's line."""
     return {name.replace(" ", "_"): float(seconds) for name, seconds in FIGURE.findall(engine.line(ATTACHED))}
 
 
 def equal(row, engine, tokens):
-    """Requires the tokens of another engine; of 20 prompts together only a figure: their batches depend on when requests arrive."""
+    """Requires the tokens of another engine; for 20 concurrent prompts only reports them: the batches depend on arrival times."""
     mine = engine.tokens()
     row["together_equal"] = mine["together"] == tokens["together"]
     different = [index for index, (a, b) in enumerate(zip(mine["tokens"], tokens["tokens"])) if a != b]
@@ -97,7 +97,7 @@ def http(lab, server, expected):
 
 
 def killed_and_restarted(lab, model, victim, again, expected):
-    """SIGKILL of an engine. Another one starts while the weight files are away."""
+    """SIGKILL of an engine. Another engine starts while the weight files are away."""
     away = model.with_name("away")
     away.mkdir(exist_ok=True)
     files = sorted(model.glob("*.safetensors"))
@@ -132,7 +132,7 @@ def block_fp8(lab, disk, maker, attach):
 
 
 def undeclared(lab, refused, alone):
-    """A quantisation that does not declare that it takes processed weights."""
+    """A quantisation that does not declare that it accepts processed weights."""
     with lab.row("undeclared-format-refused") as row:
         refused.send("start")
         alone.send("start")
@@ -159,14 +159,14 @@ def emptied_caches(lab, engine, expected):
 
 
 def used(lab, engine):
-    """What Worker.load_model took: memory after it and at its peak, and seconds."""
+    """Returns memory after Worker.load_model and at its peak, and its seconds."""
     event = engine.trace(WORKER_LOAD)
     growth, peak = lab.memory.during(event)
     return {"growth_mib": round(growth / MIB, 1), "peak_mib": round(peak / MIB, 1), "load_model_s": round(event["seconds"], 4)}
 
 
 def timed(row, engine, name):
-    """One engine with nothing else under way: seconds to import, to construct, to the first token, and of Worker.load_model."""
+    """One engine alone: seconds to import, to construct, to the first token, and of Worker.load_model."""
     imported = engine.imported()
     started = engine.start()
     row[f"{name}_import_s"] = round(imported["seconds"], 2)
@@ -177,7 +177,7 @@ def timed(row, engine, name):
 
 
 def large(lab):
-    """Times and memory with 8.4 GB of weights, beside vLLM's own loaders. One engine at a time is under way."""
+    """Times and memory with 8.4 GB of weights, beside vLLM's own loaders. One engine runs at a time."""
     lab.note("checkpoint")
     (model,) = lab.checkpoints(("large", "plain"))
     nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
@@ -187,7 +187,7 @@ def large(lab):
     empty = lab.memory.settled()
     with lab.row("times") as row:
         row["weights"] = nbytes
-        # The first engine of a machine compiles, also in mode 0.
+        # The first engine on a machine compiles, also in mode 0.
         warm = lab.engine("warm", model)
         warm.start()
         warm.quit()
@@ -227,7 +227,7 @@ def large(lab):
 
 
 def own_part(lab, attach, profiled):
-    """Of Worker.load_model, the seconds of the loader, and by a profile of another attach the functions that take the rest."""
+    """Of Worker.load_model, the seconds of the loader, and, from a profile of another attach, the functions that take the rest."""
     with lab.row("own-part-of-attach") as row:
         own = parts(attach)
         row |= {f"{name}_ms": round(seconds * 1000, 2) for name, seconds in own.items()}
@@ -307,12 +307,12 @@ def others(lab, fast, single, totals):
 
 
 def race(lab, name, model, broker, environment=None):
-    """Four engines that are started at once, by object name."""
+    """Four engines started at once, by object name."""
     return [lab.engine(f"{name}-{index}", model, broker, extra={"name": name}, environment=environment) for index in range(4)]
 
 
 def roles(engines):
-    """How many of the engines published and how many attached."""
+    """Counts the engines that published and that attached."""
     return [sum(engine.has_line(start) for engine in engines) for start in (PUBLISHED, ATTACHED)]
 
 
@@ -334,7 +334,7 @@ def failures(lab):
         row["llm_s"] = [round(engine.started()["seconds"], 2) for engine in four]
         row["published"], row["attached"] = roles(four)
         row.require(roles(four) == [1, 3], "not one that loads and three that attach")
-        # Of the engine that loaded from disk.
+        # From the engine that loaded from disk.
         (loader,) = [engine for engine in four if engine.has_line(PUBLISHED)]
         expected = loader.tokens()
         for engine in four:
@@ -382,7 +382,7 @@ def failures(lab):
 
 
 def deaths(row, server, broker, maker, requests=200):
-    """Requests by eight threads, meanwhile one SIGKILL each: the broker's server, its supervisor, the maker."""
+    """Eight threads send requests; meanwhile SIGKILL hits the broker's server, its supervisor and the maker."""
     done, lock = [0], threading.Lock()
 
     def one(index):

@@ -30,7 +30,7 @@ ENVIRONMENT = dict(
 
 
 def absent(packed, wheel):
-    """What is missing to run here, as a sentence each."""
+    """Returns the reasons why the tests cannot run here, one sentence each."""
     if not list(packed.glob("*.tar.xz")):
         yield f"there are no archives of vLLM in {packed}: run make engines-pack"
     if wheel is None:
@@ -51,7 +51,7 @@ def absent(packed, wheel):
 
 
 def unpack(packed, site):
-    """Unpacks the archives unless this was done before, all at once."""
+    """Unpacks the archives in parallel, unless already unpacked."""
     def one(archive):
         done = site / f".{archive.name}.{archive.stat().st_size}"
         if done.exists():
@@ -67,7 +67,7 @@ def unpack(packed, site):
 
 
 def install(wheel, package):
-    """The wheel, in a folder of its own; returns the command in it."""
+    """Unpacks the wheel into its own folder. Returns the command in it."""
     shutil.rmtree(package, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--target",
                     package, wheel], check=True)
@@ -88,14 +88,14 @@ def run_group(group, work, command, out):
     function, seconds = rows.GROUPS[group]
     shutil.rmtree(work / group, ignore_errors=True)
     lab = laboratory.Lab(work / group, command, seconds)
-    # Also what a caller's time limit ends has its processes killed.
+    # Kills its processes also when a caller's time limit stops it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("run: terminated"))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"run: {group} took more than {seconds + 30} s"))
     signal.alarm(seconds + 30)
     problem = None
     try:
         function(lab)
-    except Exception as error:  # noqa: BLE001 - the results so far are written
+    except Exception as error:  # noqa: BLE001 - write the results so far
         problem = f"{type(error).__name__}: {error}"
         print(f"ROW {group}: FAIL {problem}", flush=True)
     finally:

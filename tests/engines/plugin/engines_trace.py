@@ -1,4 +1,4 @@
-"""A plug-in for vLLM that the tests install: it records when the worker's steps begin and end.
+"""A vLLM plug-in that the tests install: it records the start and end of the worker's steps.
 
 Each event is a line of JSON in the file that ENGINES_TRACE names: the event, the process, its begin on the monotonic clock and its seconds.
 
@@ -28,7 +28,7 @@ def emit(event, begin, **more):
 
 
 def register():
-    """Traces the worker. vLLM's front end calls this too, and must not import the worker for it: that would change the times."""
+    """Traces the worker. vLLM's front end calls this too, and must not import the worker for it, which would change the times."""
     global _registered
     if _registered or "ENGINES_TRACE" not in os.environ:
         return
@@ -99,7 +99,7 @@ def trace_loader(worker):
 
 
 def most_expensive(profile, count=25):
-    """Functions by cumulative seconds: their place, seconds with what they call, own seconds, calls."""
+    """Returns functions by cumulative seconds: location, cumulative seconds, own seconds, calls."""
     rows = []
     for (file, line, function), (_, calls, own, cumulative, _) in pstats.Stats(profile).stats.items():
         place = "/".join(file.split("/")[-3:])
