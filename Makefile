@@ -1,20 +1,20 @@
-# Everything a user or a check calls. `make help` lists it.
+# The targets for users and checks: see `make help`.
 
 CARGO ?= cargo
 BIN   := $(or $(CARGO_TARGET_DIR),target)/debug
 DIST  := dist
-# --strict: what can't be run here counts as failed.
+# --strict: skipped tests are failures.
 STRICT ?=
-# Most tests wait for other processes rather than compute: more of them at once than a small machine has CPUs.
+# Most tests wait for other processes: run more of them at once than a small machine has CPUs.
 export RUST_TEST_THREADS ?= $(shell n=$$(nproc); echo $$((n < 6 ? 6 : n)))
-# Where `make install` puts things; DESTDIR stands before it, for packages.
+# The folder of `make install`; packages prefix it with DESTDIR.
 PREFIX ?= /usr/local
 DESTDIR ?=
 # Groups of test-engines: tokens, large, failures.
 ENGINES ?=
 # Options of vmmfd bench.
 BENCH  ?=
-# What the bundle is for; another machine than this has a folder of its own.
+# The bundle's target; another machine than this gets a separate folder.
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
@@ -30,14 +30,14 @@ install: ## vmmfd with its man pages and completions, below DESTDIR and PREFIX (
 	$(CARGO) build --locked --release --bin vmmfd
 	scripts/install $(or $(CARGO_TARGET_DIR),target)/release/vmmfd "$(DESTDIR)$(PREFIX)"
 
-demo: build ## a producer and a consumer, both ways, then a broker; on host memory where there is no GPU
+demo: build ## a producer and a consumer, both ways, then a broker; on host memory without a GPU
 	scripts/demo $(BIN)
 	scripts/demo-broker $(BIN)
 
-smoke: build ## whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails where there is no GPU
+smoke: build ## check whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails without a GPU
 	scripts/smoke $(BIN)
 
-test: test-suite test-rights test-protocol test-python test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker: on the GPU, if there is one
+test: test-suite test-rights test-protocol test-python test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker, on the GPU if there is one
 
 # The parts of `make test`. They may run at the same time: `make -j2 --output-sync=target test`.
 build-tests:
@@ -57,7 +57,7 @@ test-demos: build-tests
 	scripts/demo $(BIN) --backend auto
 	scripts/demo-broker $(BIN) --backend auto
 
-test-gpu: ## every test that needs an NVIDIA GPU; fails where there is none
+test-gpu: ## every test that needs an NVIDIA GPU; fails without one
 	$(CARGO) build --locked --workspace --features launch --bins --examples
 	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
@@ -67,14 +67,14 @@ test-python: build-tests ## the Python package: its wheel in a virtual environme
 engines-pack: ## dist-engines/: vLLM and the wheels that a GPU machine without a network lacks, 46 MB, from PyPI
 	python3 tests/engines/pack.py dist-engines
 
-test-engines: ## the load format vmmfd in the real vLLM, on a GPU, with the archives of engines-pack and the wheel; else says what is absent
+test-engines: ## the load format vmmfd in the real vLLM, on a GPU, with the archives of engines-pack and the wheel; names those that are absent
 	python3 tests/engines/run.py $(STRICT) $(ENGINES)
 
-bench: ## what a handoff costs beside the driver's own calls: vmmfd bench, of a release build; BENCH="repeat --backend host", say
+bench: ## the cost of a handoff beside the driver's own calls: vmmfd bench, as a release build; for example BENCH="repeat --backend host"
 	$(CARGO) build --locked --release -p vmmfd-cli -p vmmfd-bench
 	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
-check: ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that take the library alone
+check: ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that use only the library
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --all --check --manifest-path python/Cargo.toml
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
@@ -99,16 +99,16 @@ wheel: ## dist/: the Python package, for glibc 2.28 or newer, by maturin, and on
 deb: ## target/debian/: a Debian package with vmmfd, its units of systemd, man pages and completions; by cargo-deb
 	scripts/deb $(CARGO)
 
-test-systemd: deb ## boot a real systemd (257 and 252) as root, and kill, restart and upgrade the broker's units there under load; not in CI
+test-systemd: deb ## boot systemd 257 and 252 as root, and kill, restart and upgrade the broker's units under load; not in CI
 	$(CARGO) build --locked --release --bin vmmfd --test systemd
 	VMMFD_TEST_PACKAGE="$$(ls target/debian/vmmfd_*.deb)" scripts/test-systemd $(or $(CARGO_TARGET_DIR),target)/release
 
-test-skew: ## commands and Python package of an older version, which it builds once from git, with these in both directions; not in CI
+test-skew: ## test the commands and the Python package against an older version, built once from git, in both directions; not in CI
 	$(CARGO) build --locked --workspace
 	scripts/test-skew $(CARGO) $(BIN) $(STRICT)
 
-test-deb: deb ## install the package into a root folder of its own, run it there, and remove it
+test-deb: deb ## install the package into a separate root folder, run it there, and remove it
 	scripts/test-deb target/debian/vmmfd_*.deb
 
-clean: ## remove what was built
+clean: ## remove the build
 	rm -rf target $(DIST) $(DIST)-*

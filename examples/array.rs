@@ -36,7 +36,7 @@ fn share(driver: &Driver) -> Result<(), Box<dyn Error>> {
     shared.copy_in_slice(0, &numbers)?;
     println!("array: shares {array}");
 
-    // A socket pair instead of a path: the child's standard input is the other end.
+    // A socket pair instead of a path: the child gets the other socket as its standard input.
     let (ours, theirs) = Channel::socket_pair()?;
     let mut receiver = Command::new(env::current_exe()?).arg("receive").stdin(theirs).spawn()?;
     let buffer = Buffer::new(shared, Unchecked, Some(array))?;

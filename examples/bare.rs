@@ -83,11 +83,11 @@ fn produce() -> Result {
     // SAFETY: the call above created it, and nothing else closes it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
 
-    // The consumer is this program again, with the other end of a socket pair as its standard input.
+    // The consumer is this program again, with the other socket of the pair as its standard input.
     let (mut socket, theirs) = UnixStream::pair()?;
     let mut consumer = Command::new(env::current_exe()?).arg("consume").stdin(OwnedFd::from(theirs)).spawn()?;
     socket.send_with_fd(&size.to_le_bytes(), &[fd.as_raw_fd()])?;
-    // One byte reports success. If the child fails, read returns end of file, an error.
+    // One byte reports success. If the child fails, read returns 0 bytes, an error.
     socket.read_exact(&mut [0])?;
     consumer.wait()?;
     let mut found = [0; ANSWER.len()];

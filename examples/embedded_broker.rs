@@ -17,7 +17,7 @@ fn serve(socket: &Path, vmmfd: &Path) -> vmmfd::Result<()> {
     let server = Server::bind(socket, config, &cancel)?;
     println!("embedded_broker: listens on {}", server.path().display());
     thread::spawn(move || {
-        // An error ends it too.
+        // An error stops it too.
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
         cancel.cancel(CancelReason::Program);
     });

@@ -2,8 +2,8 @@
 
     python examples/pool_parent_child.py [--elements N] [--device ORDINAL|UUID]
 
-The parent makes a pool and an array in it, and writes; the child maps both and adds; the parent checks. Where the device has no pools
-that can be shared it says so and ends in good order.
+The parent creates a pool and an array in it, and writes; the child maps both and adds; the parent checks. On a device without shareable
+pools it prints that and exits with 0.
 """
 
 from __future__ import annotations

@@ -2,16 +2,15 @@
 
     python real_model.py [--small] [--backend host] [--readers 3]
 
-It needs torch, transformers and vmmfd, and downloads nothing: the model is made from a config, with random weights, about 1 GB of
-them. What happens, and is checked:
+It needs torch, transformers and vmmfd, and downloads nothing: the model is built from a config, with about 1 GB of random weights. The
+steps, each of which is checked:
 
 1.  A maker builds the model, generates tokens, and puts it under a name.
-2.  Three readers build the same model on the meta device, where it takes no memory, take all weights from the broker, and generate: the
-    same tokens.
-3.  The maker is killed. The readers go on.
-4.  A second maker puts the next version, with other weights, and is killed. The readers switch to it, at the same addresses, and
-    generate its tokens.
-5.  The broker's server is killed. The readers go on.
+2.  Three readers build the same model on the meta device, without memory, load all weights from the broker, and generate the same tokens.
+3.  The maker is killed. The readers still work.
+4.  A second maker puts the next version, with other weights, and is killed. The readers switch to it at the same addresses, and generate
+its tokens.
+5.  The broker's server is killed. The readers still work.
 """
 
 from __future__ import annotations

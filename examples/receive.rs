@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     // If the work takes longer than the timeout, call `consumer.busy()` now and then. When it is done:
     object.synchronize()?;
     consumer.report(&object, &Verdict::unchecked(true))?;
-    // Memory shared by descriptors stays valid after that, even if the producer has exited.
+    // Memory shared by descriptors is still valid after that, even if the producer has exited.
     consumer.close();
     Ok(())
 }

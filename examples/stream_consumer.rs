@@ -15,7 +15,7 @@ use vmmfd::{
     session::{Config, stream::Subscriber},
 };
 
-/// The most buffers that stay mapped. For another buffer, the least recently used one is closed first.
+/// The most buffers to keep mapped. For another buffer, the least recently used buffer is closed first.
 const KEEP: usize = 4;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         // A mapped region, which this side owns until it gives it back.
         let frame = match subscriber.receive() {
             Ok(frame) => frame,
-            // The producer has closed the connection, which ends the stream.
+            // The producer has closed the connection: the stream is complete.
             Err(Failure::Peer(PeerError::Gone { .. })) => break,
             Err(error) => return Err(error.into()),
         };

@@ -3,7 +3,7 @@
     vmmfd serve &
     python weights_put.py models/llama /models/llama [--replace] [--digest] [--backend host]
 
-It ends then: the broker keeps the memory. Another process has the tensors with `broker.get(name)` or `broker.load(name, into=module)`.
+Then it exits, and the broker keeps the memory. Other processes get the tensors with `broker.get(name)` or `broker.load(name, into=module)`.
 """
 
 import argparse

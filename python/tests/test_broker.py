@@ -523,7 +523,7 @@ def test_closed_broker_refuses_calls(socket: str, name: str) -> None:
     for call in (lambda: broker.get(name), broker.list, lambda: broker.put(name, {"x": floats(1)}), broker.watch):
         with pytest.raises(InterruptedError, match="the connection is closed: connect again"):
             call()
-    # The lease stays valid.
+    # The lease is still valid.
     assert lease.is_held and np.from_dlpack(lease["x"])[0] == 1
     lease.close()
 

@@ -220,20 +220,20 @@ def test_signal_interrupts_long_copy(child: Any, copy: str) -> None:
             thread = threading.Thread(target=send)
             thread.start()
             before = {"cleared_peak()" if "peak" in unfinished else 0}
-            ended = False
+            interrupted = False
             try:
                 going.set()
                 {call}
             except Raised:
-                ended = {unfinished}
+                interrupted = {unfinished}
             try:
                 thread.join()
             except Raised:
                 pass
-            if ended:
+            if interrupted:
                 break
         else:
-            raise AssertionError("it came to its end each time")
+            raise AssertionError("it completed each time")
         """
     ).end()
 

@@ -275,7 +275,7 @@ def test_lease_closed_during_reads(broker: vmmfd.Broker, name: str) -> None:
                 except vmmfd.Invalid as error:
                     assert "closed" in str(error), error
                     return
-                # An array stays.
+                # An array is still valid.
                 assert set(np.from_dlpack(array)) == {3} and repr(lease)
 
         at_once(read, read, lease.close, lease.close)

@@ -1,4 +1,4 @@
-"""Writes to mapped tensors of a module: which of them are refused, and by which hooks."""
+"""Writes to a module's mapped tensors: which are refused, and by which hooks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_compiled_modules_are_not_recompiled(
     broker: vmmfd.Broker, socket: str, name: str, child: Callable[..., Child], use: str
 ) -> None:
     broker.put(name, nn.BatchNorm1d(4))
-    # On some machines PyTorch writes warnings to stderr here.
+    # On some machines PyTorch writes warnings to stderr.
     output = child(
         """
         import sys, torch, vmmfd
@@ -111,12 +111,12 @@ def test_load_state_dict_refuses_mapped_memory(broker: vmmfd.Broker, name: str) 
         module.load_state_dict(other)
     assert str(raised.value).splitlines()[1:] == ["- inner.weight", "- inner.bias", "- norm.weight", "- norm.bias"]
     assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
-    # Nor through a module in it, or one that it is in.
+    # Also through a submodule, or a parent module.
     with pytest.raises(vmmfd.ExportError, match="assign=True"):
         module.inner.load_state_dict(nn.Linear(4, 4).state_dict())
     with pytest.raises(vmmfd.ExportError, match="0.inner.weight"):
         nn.Sequential(module).load_state_dict({f"0.{key}": value for key, value in other.items()})
-    # What is no mapped memory is written as ever: a private copy, a module that was copied, one that has other memory by now.
+    # Other memory can still be written: a private copy, a copied module, a module with new memory.
     module.load_state_dict({"norm.running_mean": torch.full((4,), 7.0)}, strict=False)
     assert module.norm.running_mean[0] == 7
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module.inner))):
@@ -126,7 +126,7 @@ def test_load_state_dict_refuses_mapped_memory(broker: vmmfd.Broker, name: str) 
     module.load_state_dict(other, assign=True)
     module.load_state_dict(other)
     assert torch.equal(module.inner.weight, other["inner.weight"])
-    # To load again is no copy.
+    # Loading the module again is not a copy.
     other_module = Outer()
     broker.load(name, other_module)
     broker.load(name, other_module)
@@ -142,13 +142,13 @@ def test_guard_refuses_writes_to_state_dicts(broker: vmmfd.Broker, name: str, gu
     with broker.get(name) as lease:
         module = make()
         module.load_state_dict(lease.state_dict(), assign=True)
-        # Modules that were guarded stay guarded.
+        # Guards outlive the hooks.
         guard.remove()
         for of, prefix in ((module, ""), (module[0], "0.")):
             with pytest.raises(vmmfd.ExportError, match="assign=True") as raised:
                 of.load_state_dict({key.removeprefix(prefix): value for key, value in new.items() if key.startswith(prefix)})
             assert str(raised.value).splitlines()[1:] == [f"- {'' if prefix else '0.'}{leaf}" for leaf in ("weight", "bias")]
-        # As a parameter of any other module, in one that is made after it, and as buffers that are asked for as they are.
+        # As a parameter of another module, of a module created later, and as buffers requested without copies.
         again = vmmfd.torch.guard()
         other = nn.Linear(4, 4)
         other.weight = nn.Parameter(lease.state_dict()["0.weight"].view(4, 4), requires_grad=False)
@@ -161,7 +161,7 @@ def test_guard_refuses_writes_to_state_dicts(broker: vmmfd.Broker, name: str, gu
         with pytest.raises(vmmfd.ExportError, match="- running_mean$"):
             norm.load_state_dict(make()[1].state_dict())
         again.remove()
-        # What it has of its own it may write: buffers, a copy, memory that it moved to.
+        # It may write its own memory: buffers, a copy, memory after a move.
         module.load_state_dict({"1.running_mean": torch.full((4,), 7.0)}, strict=False)
         assert module[1].running_mean[0] == 7
         for own in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
@@ -194,7 +194,7 @@ def test_pieces_and_later_ties_are_guarded(broker: vmmfd.Broker, name: str) -> N
         module[1].weight = module[0].weight
     with pytest.raises(vmmfd.ExportError, match="- weight$"):
         module[1].load_state_dict({"weight": torch.ones(4, 4)}, strict=False)
-    # What has memory of its own by now can be written, and so can a copy of the module, which has the same hooks.
+    # A module with new memory can be written, and so can a copy of the module, which has the same hooks.
     module.share_memory()
     again = copy.copy(module)
     del module
@@ -213,7 +213,7 @@ def test_copied_buffer_keeps_requires_grad(broker: vmmfd.Broker, name: str, guar
 
 
 class Counter(nn.Module):  # type: ignore[misc]
-    """A module whose forward writes to its buffers, which no class of PyTorch's is known for, and two of which are tied."""
+    """A module whose forward writes its buffers, two of which are tied. No PyTorch class is known for that."""
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def test_forward_may_write_copied_buffers(
 
 
 def parameters(module: Any) -> dict[str, Any]:
-    """A module's tensors, all put as parameters, so that they are mapped."""
+    """Returns a module's tensors, all put as parameters, so that they are mapped."""
     tensors = module.state_dict() | {"complex": torch.tensor([1 + 2j])}
     return {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in tensors.items()}
 
@@ -272,7 +272,7 @@ def test_guard_copies_buffers(broker: vmmfd.Broker, name: str, guard: vmmfd.torc
     with broker.get(name) as lease:
         found = lease.state_dict()
         conjugated = found.pop("complex").conj()
-        # As tensors they are the memory itself, and so are parameters.
+        # As tensors they are the mapped memory, and so are parameters.
         assert all(is_mapped(tensor, lease) for tensor in found.values()) and found["count"].sum() == 0
         for device in ("cpu", "meta"):
             module = Counter(device)
@@ -280,7 +280,7 @@ def test_guard_copies_buffers(broker: vmmfd.Broker, name: str, guard: vmmfd.torc
             assert is_mapped(module.linear.weight, lease) and is_mapped(module.linear.bias, lease)
             for _, buffer in module.named_buffers():
                 assert not is_mapped(buffer, lease) and not buffer.requires_grad and type(buffer) is torch.Tensor
-        # Each has its own, of its own bytes.
+        # Each module has its own copy.
         storages = {buffer.untyped_storage().data_ptr() for _, buffer in module.named_buffers(remove_duplicate=False)}
         assert len(storages) == 3 and module.tail.untyped_storage().nbytes() == 8
         module(torch.ones(1, 4))
@@ -296,13 +296,13 @@ def test_guard_copies_buffers(broker: vmmfd.Broker, name: str, guard: vmmfd.torc
         if hasattr(nn, "Buffer"):
             other.new = nn.Buffer(found["count"], persistent=False)
             assert isinstance(other.new, nn.Buffer) and not is_mapped(other.new, lease) and "new" in other._non_persistent_buffers_set
-        # What is no tensor of the lease stays what it is.
+        # Other tensors are unchanged.
         mine, sparse = torch.ones(2), torch.ones(2).to_sparse()
         other.more, other.sparse = mine, nn.Parameter(mine)
         other.register_buffer("nothing", None)
         other.register_buffer("of_no_storage", sparse)
         assert other.more is mine and other.of_no_storage is sparse and other.nothing is None
-        # What was written to one copy is in no later one: of the same module, of another, of another version.
+        # Writes to one copy are not in later copies: of the same module, another module, or another version.
         module.load_state_dict(found, assign=True)
         assert module.count.sum() == module.tied.sum() == 0
         module(torch.ones(1, 4))
@@ -315,7 +315,7 @@ def test_guard_copies_buffers(broker: vmmfd.Broker, name: str, guard: vmmfd.torc
         lease.switch(lease.prepare(), exported="valid").close()
         module.tied, other.count = found["tied"], found["count"]
         assert module.tied.tolist() == other.count.tolist() == [2.0] * 4 and module.count.tolist() == [1.0] * 4
-        # Buffers that were asked for as mapped memory stay such, and are guarded.
+        # Buffers requested as mapped memory are mapped and guarded.
         module.register_buffer("mapped", lease.state_dict(writable_buffers=False)["count"])
         assert is_mapped(module.mapped, lease)
         with pytest.raises(vmmfd.ExportError, match="- mapped$"):
@@ -380,7 +380,7 @@ def test_compiled_forward_may_assign_buffers(broker: vmmfd.Broker, name: str, gu
 
 
 def filled(broker: vmmfd.Broker, name: str, make: Callable[[], Any], **options: Any) -> Any:
-    """A guarded module with the tensors of a state dict."""
+    """Returns a guarded module with the tensors of a state dict."""
     broker.put(name, make(), replace=True)
     module = make()
     with vmmfd.torch.guard():
@@ -393,13 +393,13 @@ def linear() -> Any:
 
 
 class Decoded(torch.Tensor):  # type: ignore[misc]
-    """A tensor that is not the values it holds."""
+    """A tensor whose values differ from its bytes."""
 
 
 def test_no_op_loads_are_allowed(broker: vmmfd.Broker, name: str) -> None:
     module = filled(broker, name, linear)
     before = module.weight.data_ptr()
-    # Onto itself, by another tensor of the same memory, into another module of it.
+    # Onto itself, from another tensor of the same memory, and into another module with it.
     module.load_state_dict(module.state_dict())
     other = linear()
     other.load_state_dict({key: value.view(-1).view_as(value) for key, value in module.state_dict().items()}, assign=True)
@@ -415,7 +415,7 @@ def test_no_op_loads_are_allowed(broker: vmmfd.Broker, name: str) -> None:
     for other_value in (torch.ones(8, 8), torch.ones(4, 4).to_sparse(), module.weight.detach().as_subclass(Decoded), [1.0] * 4):
         with pytest.raises(vmmfd.ExportError, match="- weight$"):
             module.load_state_dict({"weight": other_value}, strict=False)
-    # What is in no state dict it leaves alone.
+    # It ignores tensors outside of state dicts.
     module.register_buffer("note", broker.state_dict(name, writable_buffers=False)["bias"], persistent=False)
     assert module.load_state_dict({"note": torch.ones(4)}, strict=False).unexpected_keys == ["note"]
     broker.put(name, {"scalar": nn.Parameter(torch.tensor(1.0))}, replace=True)
@@ -435,7 +435,7 @@ def test_guard_tracks_current_tensors(broker: vmmfd.Broker, name: str) -> None:
         if loads:
             broker.load(name, module)
         module.scale = nn.Parameter(torch.ones(1))
-        # This gives it another dict of modules.
+        # This replaces the dict of submodules.
         del module[0]
         module[0], module[1] = linear(), linear()
         gc.collect()
@@ -448,7 +448,7 @@ def test_guard_tracks_current_tensors(broker: vmmfd.Broker, name: str) -> None:
     broker.load(name, module)
     with pytest.raises(vmmfd.ExportError, match="- 0.weight"):
         nn.Sequential(module[0]).load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)
-    # A shallow copy is guarded too when the module is gone, also in a cycle that is collected.
+    # A shallow copy is guarded even after the module is gone, also in a collected cycle.
     class Wrapper(nn.Linear):  # type: ignore[misc]
         def __init__(self, of: Any) -> None:
             self.__dict__.update(of.__dict__)
@@ -470,7 +470,7 @@ def test_guard_tracks_current_tensors(broker: vmmfd.Broker, name: str) -> None:
         Last(load())
     gc.collect()
     assert refused == [True, True]
-    # A name that no buffer has any more is one of a parameter.
+    # A former buffer name is now a parameter's.
     module = linear()
     module.register_buffer("late", torch.ones(4), persistent=False)
     del module._buffers["late"]
@@ -501,7 +501,7 @@ def test_hooks_ignore_other_objects(broker: vmmfd.Broker, name: str, guard: vmmf
     for options in ({}, {"writable_buffers": False}):
         mapped = filled(broker, name, lambda: nn.BatchNorm1d(4), **options)
         module = Counter()
-        # Proxies answer whatever they are asked.
+        # Proxies have every attribute.
         traced = torch.fx.symbolic_trace(module)
         assert traced(torch.ones(1, 4)).shape == (1, 4)
         module.register_buffer("duck", Duck())
@@ -533,7 +533,7 @@ def test_tensors_and_modules_can_be_traced(broker: vmmfd.Broker, name: str, guar
     mapped = filled(broker, name, linear)
     exported = torch.export.export(Traced(mapped.bias.detach()), (torch.ones(4),), strict=False)
     assert torch.equal(exported.module()(torch.ones(4)), mapped.bias + 1)
-    # What another thread loaded meanwhile is guarded.
+    # Loads of other threads are guarded too.
     for module in given:
         with pytest.raises(vmmfd.ExportError, match="- 0.weight"):
             nn.Sequential(module).load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)

@@ -1,4 +1,4 @@
-"""Modules of PyTorch that are loaded, and other versions in them, on the host backend."""
+"""Loading PyTorch modules and switching their versions, on the host backend."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_load_into_meta_module(broker: vmmfd.Broker, name: str) -> None:
     for key, parameter in other.named_parameters():
         assert isinstance(parameter, nn.Parameter) and not parameter.requires_grad
         assert parameter.numel() == 0 or is_mapped(parameter, lease), key
-    # All else is a private copy: it can be written.
+    # Everything else is a private copy, and writable.
     private = ["cache", "table", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "plain", "norm.note"]
     assert sorted(loaded.private) == sorted(private)
     tensors = everything(other)
@@ -39,7 +39,7 @@ def test_load_into_meta_module(broker: vmmfd.Broker, name: str) -> None:
         assert not is_mapped(tensors[key], lease)
         tensors[key].add_(1)
     other.train()(X)
-    # Which others do not see.
+    # Other processes do not see the writes.
     again = Net(device="meta")
     broker.load(name, again)
     assert_same(module, again)
@@ -60,13 +60,13 @@ def test_ties_views_and_strides_are_kept(broker: vmmfd.Broker, name: str) -> Non
     tensors = broker.state_dict(name)
     assert tensors["head.weight"].data_ptr() == tensors["embed.weight"].data_ptr()
     assert tensors["first"].untyped_storage().data_ptr() == tensors["last"].untyped_storage().data_ptr()
-    # Other storages are storages of their own, so that nothing takes them for tied.
+    # Other tensors have separate storages, so that nothing looks tied.
     assert tensors["first"].untyped_storage().data_ptr() != tensors["turned"].untyped_storage().data_ptr()
     assert tensors["embed.weight"].untyped_storage().nbytes() == 11 * 8 * 4
 
 
 def test_names_tied_in_module(broker: vmmfd.Broker, name: str) -> None:
-    # As in files of weights, which have tied ones once.
+    # As in weight files, which store tied tensors once.
     tensors = dict(Net(1).state_dict(keep_vars=True))
     del tensors["head.weight"]
     broker.put(name, tensors)
@@ -74,7 +74,7 @@ def test_names_tied_in_module(broker: vmmfd.Broker, name: str) -> None:
     loaded = broker.load(name, other)
     assert other.head.weight is other.embed.weight and torch.equal(other.embed.weight, Net(1).embed.weight)
     assert is_mapped(other.head.weight, loaded.lease)
-    # Kinds are known of parameters, and all else is a private copy by what the module says.
+    # The module decides which tensors are parameters; all others are private copies.
     assert "table" in loaded.private and "norm.running_mean" in loaded.private
 
 
@@ -106,7 +106,7 @@ def test_misfits_are_one_error(broker: vmmfd.Broker, name: str) -> None:
     after = everything(other)
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert len(broker.who(name).leases) == 0
-    # Without strictness only what both have counts.
+    # Without strict, only common names count.
     other.first, other.last, other.head = nn.Parameter(torch.ones(2, 8)), nn.Parameter(torch.ones(2, 8)), nn.Linear(8, 12)
     loaded = broker.load(name, other, strict=False)
     assert torch.equal(other.first, module.first) and torch.equal(other.other.weight, before["other.weight"])
@@ -148,7 +148,7 @@ def test_copy_on_write(broker: vmmfd.Broker, name: str) -> None:
     tensors = everything(module)
     assert loaded.private == [] and all(is_mapped(tensor, loaded.lease) for tensor in tensors.values() if tensor.numel())
     assert module.head.weight is module.embed.weight
-    # An optimizer, a forward that writes its buffers, and a load_state_dict write to pages of this process.
+    # An optimizer, a forward that writes its buffers, and load_state_dict write to private pages.
     module.requires_grad_(True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module.train()(X).sum().backward()
@@ -162,7 +162,7 @@ def test_copy_on_write(broker: vmmfd.Broker, name: str) -> None:
     again = Net(device="meta")
     broker.load(name, again)
     assert_same(one, again)
-    # Another version brings its own bytes, and so does the same one.
+    # Switching discards the writes, even to the same version.
     broker.put(name, two, replace=True)
     old = loaded.switch()
     assert_same(two, module)
@@ -261,7 +261,7 @@ def test_loaded_module_can_be_swapped(broker: vmmfd.Broker, name: str) -> None:
             module.load_state_dict(nn.Sequential(nn.Linear(4, 4)).state_dict())
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    # What has no storage by now, or is not there, is none of the memory.
+    # Tensors without storage, or missing ones, are not in the memory.
     module = nn.Sequential(nn.Linear(4, 4))
     broker.load(name, module)
     module[0].weight, module[0].bias = nn.Parameter(torch.ones(4, 4).to_sparse()), None
@@ -293,7 +293,7 @@ def test_shared_buffers_are_one_tensor(broker: vmmfd.Broker, name: str) -> None:
 
 def test_parameter_keeps_its_class(broker: vmmfd.Broker, name: str) -> None:
     class Loading(nn.Parameter):  # type: ignore[misc]
-        """Made with more than a tensor, as engines do."""
+        """Constructed with more arguments than a tensor, as in engines."""
 
         def __new__(cls, data: Any, **more: Any) -> Any:
             return super().__new__(cls, data, requires_grad=False)
@@ -321,7 +321,7 @@ def test_parameter_keeps_its_class(broker: vmmfd.Broker, name: str) -> None:
         assert type(other.a) is Loading and other.a.loader is print and not other.a.requires_grad
         assert is_mapped(other.a, loaded.lease) is not bool(private) and other.a.sum() == 2
         assert type(other.b) is nn.Parameter and type(other.c) is nn.Parameter and other.c.sum() == 4
-    # Tied in the object: one parameter where that is all the same to the module, else two in the same memory.
+    # Tied in the object: one parameter if the module does not distinguish them, else two with the same memory.
     module.b = module.c = module.d = module.a
     broker.put(name, module, replace=True)
     a, d = Loading(torch.zeros(2), loader=print), Loading(torch.zeros(2), loader=repr)
@@ -357,7 +357,7 @@ def test_switch_lists_replaced_tensors(broker: vmmfd.Broker, name: str) -> None:
         loaded.switch(moved="all")  # type: ignore[arg-type]
     loaded.switch(moved="ignore").close()
     assert loaded.version == 2 and module[2].weight[0, 0] == 2 and module[0].weight[0, 0] == 1
-    # What is another name's by now, or is there no more, is no trouble.
+    # Renamed and removed tensors are no error.
     module[0] = nn.Linear(2, 2)
     module = make(0)
     loaded = broker.load(name, module)
@@ -379,7 +379,7 @@ def test_attributes_need_existing_tensors(broker: vmmfd.Broker, name: str) -> No
     module = make(w=nn.Parameter(torch.zeros(1)), last=None, table=torch.zeros(2))
     loaded = broker.load(name, module)
     assert module.last is None and torch.equal(module.table, torch.ones(3)) and loaded.private == ["table"]
-    # An attribute does not become a parameter of another shape, nor a parameter an attribute of one.
+    # An attribute does not become a parameter of another shape, and the reverse.
     broker.put(name, make(w=torch.ones(7)), replace=True)
     module = make(w=nn.Parameter(torch.ones(2)))
     with pytest.raises(vmmfd.Differs, match=r"w: shape \(7,\), but \(2,\) in the module"):

@@ -1,5 +1,5 @@
-"""The allocator that PyTorch calls, and puts of what lies in it, over the emulated driver: its memory is ordinary memory, so that tensors of
-the CPU can lie in arenas."""
+"""The allocator for PyTorch, and puts of its memory, on the emulated driver, whose memory is ordinary memory: CPU tensors can be in
+arenas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class Library:
-    """The two functions, called as PyTorch calls them."""
+    """The two functions, called as by PyTorch."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(_native.__file__)
@@ -46,7 +46,7 @@ def library() -> Iterator[Library]:
 
 
 def figures(device: int = 0) -> list[int]:
-    """Arenas, closed arenas, their MiB, blocks, and MiB in blocks."""
+    """Returns arenas, closed arenas, their MiB, blocks, and MiB in blocks."""
     found = _native.torch_pool_figures(device)
     return [found["arenas"], found["closed"], found["bytes"] // MIB, found["blocks"], found["used"] // MIB]
 
@@ -61,7 +61,7 @@ def test_blocks_are_found_in_arenas(library: Library) -> None:
     memory, offset = found
     assert memory.address + offset == two + 5 and memory.size == 16 * MIB
     assert _native.torch_pool_find(one - 1) is None and _native.torch_pool_find(0) is None
-    # A larger block than an arena; what fits into no memory is null, and says why.
+    # A block larger than an arena. An impossible size returns null, with the reason.
     large = library.malloc(40 * MIB)
     assert large is not None
     assert figures() == [2, 0, 56, 3, 48]
@@ -72,7 +72,7 @@ def test_blocks_are_found_in_arenas(library: Library) -> None:
     assert library.malloc(-1) is None and library.malloc(0) is None
     for block in (one, two, large, large, 12345, 0):
         library.free(block)
-    # What `found` holds is held, and is no arena any more.
+    # `found` keeps the memory, which is no longer an arena.
     assert figures() == [0, 0, 0, 0, 0]
     ctypes.memset(one, 7, 16)
     assert memory.address == one
@@ -95,7 +95,7 @@ def test_expected_size_is_one_arena(library: Library) -> None:
         library.free(block or 0)
     _native.torch_pool_open(0, 16 * MIB)
     grown = [library.malloc(2 * MIB) for _ in range(64)]
-    # Five of 16 MiB, then of 20, 24 and 30.
+    # Five of 16 MiB, then arenas of 20, 24 and 30.
     assert None not in grown and figures() == [8, 0, 154, 64, 128]
     for block in grown:
         library.free(block or 0)
@@ -117,7 +117,7 @@ def test_fork_allocates_and_frees_nothing(library: Library) -> None:
     assert block is not None
     pid = os.fork()
     if pid == 0:
-        # Whatever is raised: pytest must not go on in the child.
+        # Catch everything: pytest must not continue in the child.
         try:
             library.free(block)
             refused = library.malloc(2 * MIB) is None and _native.torch_pool_find(block) is None
@@ -147,7 +147,7 @@ def test_blocks_alive_at_exit(child: Callable[..., Child]) -> None:
     ).end()
 
 
-# Tensors whose storages are in arenas.
+# Tensors with storages in arenas.
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def broker(socket: str) -> Iterator[vmmfd.Broker]:
 
 
 class Blocks:
-    """Tensors in blocks, as PyTorch would make them in a pool."""
+    """Tensors in blocks, as PyTorch would allocate them in a pool."""
 
     def __init__(self, library: Library) -> None:
         self.torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -188,7 +188,7 @@ def blocks(library: Library) -> Iterator[Blocks]:
 
 
 class Planned:
-    """What would be put. (A broker keeps no memory of the emulated driver: it sees what it is.)"""
+    """Returns the plan of a put. (The broker recognises the emulated driver's memory and refuses it.)"""
 
     def __init__(self, broker: vmmfd.Broker, value: Any, **options: Any) -> None:
         # Imported after the check for PyTorch.
@@ -236,9 +236,9 @@ def test_arena_tensors_are_not_copied(broker: vmmfd.Broker, blocks: Blocks) -> N
         "kind": "attribute", "persistent": False, "storage": 1, "storage_offset": 12, "storage_bytes": 28
     }  # fmt: skip
     assert planned.attributes["tied"] == planned.attributes["a"]
-    # All of both arenas, and nothing else.
+    # Exactly both arenas.
     assert len(planned.memories) == 2 and planned.size == 36 * MIB
-    # Its blocks freed, new ones do not come to lie there.
+    # New blocks do not reuse its freed blocks.
     before = arrays["a"].tobytes()
     module.a = module.tied = None
     blocks.free()
@@ -258,7 +258,7 @@ def test_other_tensors_are_copied(broker: vmmfd.Broker, blocks: Blocks) -> None:
     assert [len(array.tobytes()) for array in planned.arrays.values()] == [400, 1200, 0]
     assert same(planned.arrays["inside"], inside) and same(planned.arrays["outside"], outside)
     assert planned.size == 18 * MIB
-    # All of it copied: no arena goes with it.
+    # Everything is copied: no arena is shared.
     planned = Planned(broker, {"inside": inside, "outside": outside}, copy=True)
     assert same(planned.arrays["inside"], inside)
     inside.fill_(5)

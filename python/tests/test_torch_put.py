@@ -1,4 +1,4 @@
-"""Modules and tensors of PyTorch that are put: what is copied, and what can't be put."""
+"""Putting PyTorch modules and tensors: copies, and refused values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fake() -> Any:
 
 
 class Packed(nn.Module):  # type: ignore[misc]
-    """A module with more in its state than tensors."""
+    """A module with extra state."""
 
     def get_extra_state(self) -> Any:
         return {"version": 1}
@@ -44,7 +44,7 @@ def test_column_is_put_without_gaps(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"column": whole[:, 7]})
     found = broker.state_dict(name)["column"]
     assert torch.equal(found, whole[:, 7]) and found.stride() == (1,) and found.untyped_storage().nbytes() == 8192
-    # What is tied, or shares its storage, stays so.
+    # Ties and shared storages are kept.
     broker.put(name, {"a": whole[:, 7], "b": whole[:, 7]}, replace=True)
     tied = broker.state_dict(name)
     assert tied["a"].data_ptr() == tied["b"].data_ptr() and tied["a"].stride() == (1024,)

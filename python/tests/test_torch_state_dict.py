@@ -1,4 +1,4 @@
-"""The tensors of an object in a dict, mapped or as private copies."""
+"""State dicts from an object, mapped or as private copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_state_dict_round_trip(broker: vmmfd.Broker, name: str) -> None:
     other.plain, other.norm.note, other.cache = module.plain, module.norm.note, module.cache
     other.load_state_dict(tensors, assign=True)
     assert torch.equal(other(X), expected)
-    # What PyTorch does not say of a state_dict's tensors.
+    # Kinds of tensors that PyTorch's state_dict does not distinguish.
     broker.put(name, module.state_dict(), replace=True)
     with broker.get(name) as lease:
         kinds = {key: lease.attributes(key)["kind"] for key in lease}
@@ -44,7 +44,7 @@ def test_state_dict_round_trip(broker: vmmfd.Broker, name: str) -> None:
     third = Net(device="meta")
     with pytest.raises(vmmfd.Differs) as raised:
         broker.load(name, third)
-    # What no state_dict has is missed where it would stay on the meta device.
+    # Tensors in no state_dict are an error if they would remain on the meta device.
     assert "cache: it is on the meta device" in str(raised.value) and "plain: it is" in str(raised.value)
 
 
@@ -138,7 +138,7 @@ def test_unknown_tensors_are_copied(broker: vmmfd.Broker, name: str) -> None:
         for tensor in found.values():
             tensor.add_(1)
         assert torch.equal(lease.state_dict()["first"], Net(1).first)
-        # A module says what they are.
+        # The module identifies its parameters.
         found = lease.state_dict(module=Net(2))
         assert not is_mapped(found["table"], lease) and is_mapped(found["first"], lease)
         assert is_mapped(lease.state_dict(module=Net(2), writable_buffers=False)["table"], lease)
@@ -199,7 +199,7 @@ def test_view_is_copied_alone(broker: vmmfd.Broker, name: str) -> None:
     assert torch.equal(other.row, whole[7])
     found = broker.state_dict(name)
     assert found["column"].untyped_storage().nbytes() == whole.nbytes - 4096 + 16 and torch.equal(found["column"], whole[:, 3])
-    # Elements stay where the device wants them.
+    # Elements keep their alignment.
     found = broker.state_dict(name, private=["far"], writable_buffers=False)
     assert found["far"].storage_offset() == 0
     small = torch.arange(300)
@@ -215,7 +215,7 @@ def test_wrong_table_stays_in_bounds(broker: vmmfd.Broker, name: str) -> None:
     part, memories, _, _ = broker._native.plan([("x", truth.numpy())], "all")
 
     def put(*rows: tuple[int, int, dict[str, Any]]) -> None:
-        """Arrays by where they begin, how many elements they have, and what is said of their storage."""
+        """Returns arrays with offset, number of elements, and claimed storage."""
         entries = [
             (f"{at}", "float32", [length], None, 0, begin, json.dumps({"kind": "buffer", "storage": 0, "storage_offset": begin, **said}))
             for at, (begin, length, said) in enumerate(rows)
@@ -259,6 +259,6 @@ def test_selected_arrays(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, Net(1))
     with broker.get(name, arrays=["last", "turned"]) as lease:
         found = lease.state_dict()
-    # The others lie in the same segment.
+    # The other arrays are in the same segment.
     assert {"last", "turned"} <= found.keys()
     assert torch.equal(found["last"], Net(1).last) and torch.equal(found["turned"], Net(1).turned)

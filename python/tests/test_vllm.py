@@ -40,7 +40,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def python(code: str, *arguments: str, **env: str) -> str:
-    """What a Python program prints that starts without the stand-in."""
+    """Returns the output of a Python program without the stand-in."""
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env})
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout
@@ -77,7 +77,7 @@ assert is_driver()
 
 
 def test_register_opens_nothing(tmp_path: Path) -> None:
-    # A library that is loaded in place of the driver, so that a look at the driver is seen on any machine.
+    # A library that is loaded as the driver, so that a look-up is detected on any machine.
     import _ctypes
 
     shutil.copy(_ctypes.__file__, tmp_path / "libcuda.so.1")
@@ -311,7 +311,7 @@ def test_object_of_another_maker_is_refused(broker: vmmfd.Broker, name: str, met
 def difference(model: Path, recorded: dict[str, Any], commit: str | None = None) -> tuple[str | None, int]:
     """How a folder differs from a record, and how many bytes were read for that."""
     contents = _contents.Contents(str(model), commit)
-    # As it comes from the broker.
+    # As returned by the broker.
     return contents.difference(json.loads(json.dumps(recorded))), contents.read
 
 

@@ -1,4 +1,4 @@
-"""vLLM's load format with PyTorch, on the host backend, and a stand-in for vLLM: what is published, attached and refused."""
+"""vLLM's load format with PyTorch on the host backend, with a stand-in for vLLM: publishing, attaching and refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def one(socket: str, folder: Path, name: str) -> Callable[..., Any]:
-    """Makes configurations of engines with one model and one broker."""
+    """Creates engine configurations with a shared model and broker."""
 
     def make(model: Callable[[], Any] = Model, **extra: Any) -> Any:
         return configure(folder, {"broker": socket, "name": name, **extra}, model, torch.bfloat16)
@@ -56,19 +56,19 @@ def one(socket: str, folder: Path, name: str) -> Callable[..., Any]:
 
 
 def object_of(name: str) -> str:
-    """The object of a user's name."""
+    """Returns the object with a user's name."""
     return f"{name}/{vmmfd.device_uuid(0, backend='host')}"
 
 
 def attach(config: Any) -> tuple[Any, vmmfd.Lease]:
-    """A model that maps the object, and its lease."""
+    """Returns a model that maps the object, and its lease."""
     assert get_model_loader(config.load_config).get_external_weight_memory(config) > 0
     (found,) = _vllm_loader._found.values()
     return load(config), found.held
 
 
 def from_disk(config: Any) -> Any:
-    """The model as vLLM's own loader leaves it."""
+    """Returns the model as vLLM's own loader leaves it."""
     config.load_config.load_format, config.load_config.model_loader_extra_config = "auto", {}
     return load(config)
 
@@ -118,7 +118,7 @@ def test_ties_and_views_are_kept(one: Callable[..., Any]) -> None:
 
 
 def test_maker_buffers_stay_private(one: Callable[..., Any], broker: vmmfd.Broker) -> None:
-    """What is put is the memory of parameters and of what views them, and copies of all other storages, each once."""
+    """A put contains the memory of parameters and their views, and one copy of each other storage."""
     maker = load(one())
     put = {item.name: item.tensor for item in _exact.Exact(broker, maker, torch.device("cpu"))._items}
     assert put.keys() == tensors(maker).keys()
@@ -145,12 +145,12 @@ def test_removed_tensors_and_state_are_restored(
             assert layer.quant_method.scaled.size == 32
             assert layer.ceiling == float("inf") and layer.is_folded is True
     assert not any(tensor.is_meta for _, tensor in tensors(attached).values())
-    # What the engine made and the maker had no more is reported.
+    # Tensors that the engine created and the maker removed are reported.
     line = next(record.getMessage() for record in caplog.records if "attached" in record.getMessage())
     left = "layers.0.raw_scale, layers.0.input_scale, layers.1.raw_scale, layers.1.input_scale"
     assert line.endswith(f"left on meta: {left}")
     assert "read 0 bytes of files" in line
-    # The metadata has a limit: it holds no row for each module.
+    # The metadata is limited: no row per module.
     recorded = broker.stat(object_of(name)).metadata["vllm"]["state"]
     assert {attribute for _, attribute, _ in recorded} == {"ceiling", "is_folded", "quant_method.scaled.size"}
 
@@ -169,7 +169,7 @@ def test_attached_model_keeps_the_lease(one: Callable[..., Any], broker: vmmfd.B
     assert not broker.who(name).leases
 
 
-# The memory that others hold
+# External memory
 
 
 def test_external_memory_is_object_size(
@@ -179,7 +179,7 @@ def test_external_memory_is_object_size(
     assert get_model_loader(config.load_config).get_external_weight_memory(config) == 0
     with monkeypatch.context() as without:
         without.delattr(vmmfd, "connect")
-        # The claim that it took is the one with which the model is loaded.
+        # The model is loaded with this claim.
         load(config)
     assert not _vllm_loader._found and len(default_loader.read) == 1
     config = one()
@@ -192,7 +192,7 @@ def test_external_memory_is_object_size(
 
 
 def test_brokers_are_distinguished(one: Callable[..., Any], server: Server) -> None:
-    """A second broker's object of the same name is another one."""
+    """Brokers may have objects of the same name."""
     load(one())
     config, other = one(), one(broker=server.path)
     assert get_model_loader(config.load_config).get_external_weight_memory(config) > 0
@@ -228,7 +228,7 @@ def test_undeclared_method_is_refused_early(one: Callable[..., Any], broker: vmm
     config = one(lambda: Model(method=Undeclared()))
     with refused(vmmfd.Unsupported, r"layer layers\.1: Undeclared does not declare .* \"on_unsupported\": \"load\""):
         load(config)
-    # The claim is passed on.
+    # The claim passes on.
     with broker.claim(object_of(name)) as claim:
         assert isinstance(claim, vmmfd.Claim)
 
@@ -240,7 +240,7 @@ def test_undeclared_method_may_load_from_disk(
 
     class Watched(Model):
         def read(self, folder: str) -> None:
-            # No other engine has to wait for this one.
+            # Other engines need not wait.
             claims.append(broker.claim(object_of(name)))
             super().read(folder)
 
@@ -363,7 +363,7 @@ def test_other_backends_are_refused(one: Callable[..., Any]) -> None:
 
 
 class Attention(nn.Module):  # type: ignore[misc]
-    """Makes a tensor when its weights are processed, and has an object with its tensors beside itself, as vLLM's attention does."""
+    """Creates a tensor during weight processing, and has an object with the same tensors, as in vLLM's attention."""
 
     is_attention = True
 
@@ -371,7 +371,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.sinks = nn.Parameter(torch.empty(4), requires_grad=False)
         self.impl = SimpleNamespace(sinks=self.sinks)
-        # On a device that is named, so with bytes also in a model on meta; another object has it too.
+        # On a named device, so with bytes even in a model on meta; another object holds it too.
         self.indices = torch.zeros(3, device="cpu")
         self.impl.indices = self.indices
 
@@ -435,7 +435,7 @@ def test_tensors_in_lists_are_refused(one: Callable[..., Any]) -> None:
 
 def test_missing_state_is_refused(one: Callable[..., Any]) -> None:
     class Late(Method):
-        """Makes an object in processing alone."""
+        """Creates an object only during processing."""
 
         def process_weights_after_loading(self, layer: Any) -> None:
             before = self.scaled.size
@@ -562,5 +562,5 @@ def test_interrupt_stops_waiting(start: Callable[..., Child]) -> None:
     second.wait_for("waiting")
     second.signal(signal.SIGINT)
     second.end(-signal.SIGINT)
-    # The loader still has the claim.
+    # The loader still holds the claim.
     assert first.end().split()[-2] == "loaded"

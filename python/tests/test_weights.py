@@ -1,4 +1,4 @@
-"""`load_safetensors`: the files' tensors as arrays, what is refused, and how a load is ended."""
+"""`load_safetensors`: arrays of the files, refused files, and interruption."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 import vmmfd
 from conftest import Server, command
 
-# The backends: that of host memory everywhere, that of CUDA over the driver that is there.
+# Host memory everywhere, CUDA on the installed driver.
 BACKENDS = [
     "host",
     pytest.param("cuda", marks=pytest.mark.fake, id="fake"),
@@ -44,7 +44,7 @@ def write_raw(path: Path, header: object, data: bytes) -> None:
 
 
 def large(path: Path, size: int) -> None:
-    """A file of one tensor, most of which is a hole."""
+    """Writes a sparse file with one tensor."""
     write_raw(path, {"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}, b"")
     os.truncate(path, path.stat().st_size + size)
 
@@ -199,7 +199,7 @@ def test_progress_runs_in_this_thread(model: Path, backend: str) -> None:
 
 
 def in_use() -> int:
-    """The shared memory that this process has mapped or open."""
+    """Returns the shared memory that this process has mapped or open."""
     return sum("vmmfd" in line or "memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -277,7 +277,7 @@ time.sleep({after})
 def test_load_releases_the_gil(tmp_path: Path) -> None:
     large(tmp_path / "w.safetensors", 256 << 20)
     interval = sys.getswitchinterval()
-    # The other thread runs when this one lets go of the GIL, and not before.
+    # The other thread only runs when this one releases the GIL.
     sys.setswitchinterval(6000)
     try:
         for _ in range(10):
@@ -305,7 +305,7 @@ def test_load_releases_the_gil(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_are_put_without_a_copy(model: Path, backend: str, tmp_path: Path) -> None:
-    # The emulated driver's memory passes for a GPU's only where the server is told so.
+    # The server accepts the emulated driver's memory only with an option.
     emulated = backend == "cuda" and "FAKECUDA_DEVICES" in os.environ
     server = Server(tmp_path, *(["--emulated"] if emulated else []))
     try:
@@ -318,13 +318,13 @@ def test_weights_are_put_without_a_copy(model: Path, backend: str, tmp_path: Pat
             for name, (_, shape, bytes_) in (FIRST | SECOND).items():
                 array = lease[name]
                 assert array.shape == tuple(shape) and array.tobytes() == bytes_ and array.readonly, name
-            # It is the memory itself.
+            # It shares the memory.
             weights["f8"].reinterpret("uint8").copy_from(b"xyz")
             assert lease["f8"].tobytes() == b"xyz"
         broker.put("m", weights, replace=True, metadata={"safetensors": "mine"}, part="rank-0")
         with broker.get("m") as lease:
             assert lease.metadata == {"safetensors": "mine"} and lease.parts[0].name == "rank-0"
-        # What would be another put than was asked for is refused, and what asks for the same is not.
+        # A put that conflicts with the weights is refused; redundant options are accepted.
         with pytest.raises(vmmfd.Invalid, match=r"copy=True is not supported .*put dict\(weights\)"):
             broker.put("m/copied", weights, copy=True)
         other = "01234567-89ab-cdef-0123-456789abcdef"

@@ -1,4 +1,4 @@
-"""The examples about weights run, from their first line to their last."""
+"""Runs the examples about weights."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_weights_put(server: Server, tmp_path: Path) -> None:
     assert ended.stderr == ""
     with vmmfd.connect(server.path, backend="host").get("m") as lease:
         assert lease["w"].tobytes() == FIRST["w"][2] and lease.parts[0].digest is not None
-    # It says so before it reads anything.
+    # The refusal comes before it reads anything.
     (tmp_path / "1.safetensors").write_bytes(b"")
     again = subprocess.run(put, capture_output=True, text=True, timeout=60)
     assert again.returncode == 1 and again.stderr.startswith("weights_put: m exists already: give --replace"), again
 
 
 def model(*options: str) -> None:
-    """Runs the example of a model, which checks by itself what is to come out."""
+    """Runs the example of a real model, which checks its own results."""
     for module in ("torch", "transformers"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"there is no {module}")

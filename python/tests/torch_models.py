@@ -1,4 +1,4 @@
-"""Modules of PyTorch for the tests, and how two are compared."""
+"""PyTorch modules for the tests, and their comparison."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ nn = torch.nn
 
 
 class Net(nn.Module):  # type: ignore[misc]
-    """Parameters that are tied, buffers of both kinds, views, and a tensor that is a plain attribute."""
+    """Tied parameters, both kinds of buffers, views, and a tensor as a plain attribute."""
 
     def __init__(self, seed: int = 0, device: str | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An engine's configuration as vLLM makes it, and the stand-in for vLLM, for the tests of the load format."""
+"""Engine configurations as in vLLM, and the stand-in for vLLM, for the tests of the load format."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class LoadConfig:
 
 
 class HfConfig(SimpleNamespace):
-    """A model's config file."""
+    """Writes a model's config file."""
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
 
 def configure(model: object, extra: dict[str, Any], make: Callable[[], Any] | None = None, dtype: Any = "bfloat16") -> Any:
-    """The configuration of one engine. `make` makes the model."""
+    """Returns the configuration of an engine. `make` creates the model."""
     hf_config = HfConfig(architectures=["LlamaForCausalLM"], hidden_size=64, _commit_hash=None)
     return SimpleNamespace(
         load_config=LoadConfig(extra),

@@ -1,4 +1,4 @@
-"""A model of PyTorch as vLLM makes them, which its quantisation method changes after its weights are read, and engines that load it."""
+"""A PyTorch model in vLLM's style, whose quantisation method changes its weights after loading, and engines that load it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ engine.register()
 
 
 class ScaledKernel:
-    """Has a size that only the processing of weights sets."""
+    """Has a size that only weight processing sets."""
 
     def __init__(self) -> None:
         self.size: int | None = None
@@ -67,7 +67,7 @@ class Layer(nn.Module):  # type: ignore[misc]
 
 
 class Model(nn.Module):  # type: ignore[misc]
-    """`tokens` is the engine's maximum, as that of vLLM's buffers."""
+    """`tokens` is the engine's maximum, which sizes buffers as in vLLM."""
 
     def __init__(self, tokens: int = 8, method: Any = None) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Model(nn.Module):  # type: ignore[misc]
         self.picked = torch.zeros(tokens, 2, dtype=torch.int32)
 
     def read(self, folder: str) -> None:
-        """Values that are made of the file's bytes."""
+        """Fills the tensors with values derived from the file's bytes."""
         seed = int.from_bytes(hashlib.sha256((Path(folder) / "model.safetensors").read_bytes()).digest()[:6], "little")
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -96,7 +96,7 @@ def load(config: Any) -> Any:
 
 
 def tensors(model: Any) -> dict[str, tuple[str, Any]]:
-    """All tensors of a model and their kinds, by name."""
+    """Returns all tensors of a model and their kinds, by name."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for kind, table in (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", vars(module))):
@@ -109,7 +109,7 @@ def tensors(model: Any) -> dict[str, tuple[str, Any]]:
 
 
 def describe(model: Any) -> dict[str, tuple[Any, ...]]:
-    """Kind, class, shape, stride, type, device and bytes of all tensors."""
+    """Returns kind, class, shape, stride, type, device and bytes of all tensors."""
     return {
         name: (
             kind,

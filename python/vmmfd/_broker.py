@@ -155,7 +155,7 @@ class Broker(Closing):
                 raise Invalid(f"digest={digest!r} describes one part, but this value has {len(plans)}")
             plans = [(*plans[0][:3], digest)]
         listed = None if parts is None else _arguments.names(parts, "parts")
-        # Only one of the puts of a version may give metadata.
+        # Only one put of each version may give metadata.
         if additions and (listed is None or metadata is not None or listed[:1] == [part]):
             metadata = {**additions, **(metadata or {})}
         promised = _arguments.promised(exported)

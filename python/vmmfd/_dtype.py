@@ -11,7 +11,7 @@ class DType(str):
     Big-endian types and raw bytes use NumPy's syntax: `>f4`, `|V16`. It equals that str, and the same type of NumPy, ml_dtypes, JAX and
     PyTorch. `numpy.dtype` accepts it; the types of ml_dtypes only after that package is imported.
 
-    `dtype` is a str, or a dtype of one of these libraries. Raises `Invalid` for other objects and for unsupported types.
+    `dtype` is a str, or a dtype of NumPy, ml_dtypes, JAX or PyTorch. Raises `Invalid` for other objects and for unsupported types.
     """
 
     __slots__ = ()

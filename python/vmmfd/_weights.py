@@ -37,7 +37,7 @@ class Weights(Mapping[str, Array]):
 
     @property
     def digest(self) -> str | None:
-        """BLAKE3 of all of the memory, including the zeros between tensors: `blake3:` and 64 hexadecimal digits. None unless requested."""
+        """BLAKE3 of the whole memory, including the zeros between tensors: `blake3:` and 64 hexadecimal digits. None unless requested."""
         return self._weights.digest
 
     @property
@@ -47,7 +47,7 @@ class Weights(Mapping[str, Array]):
 
     @property
     def nbytes(self) -> int:
-        """The memory in bytes: that of the tensors, rounded up to whole device pages (2 MiB on a GPU)."""
+        """The size of the memory in bytes: all tensors, rounded up to whole device pages (2 MiB on a GPU)."""
         return self._weights.memory.size
 
     @property

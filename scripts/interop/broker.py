@@ -1,7 +1,7 @@
 """A client of `vmmfd serve` that uses only the standard library.
 
-docs/broker-protocol.md says what the messages mean. Mapping the memory is not done here: a Lease hands out its description and
-descriptors, a put hands over what it is given.
+docs/broker-protocol.md defines the messages. This module does not map memory: a Lease returns its description and descriptors, and a put
+sends the given ones.
 
     with Client(path) as client:
         client.put("frames/left", [Part("all", memory, segments)], backend="host")
@@ -42,7 +42,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 class Refused(VmmfdError):
-    """The server refused a request. The connection stays usable."""
+    """The server refused a request. The connection is still usable."""
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code

@@ -168,7 +168,7 @@ def range_outside(meeting: Meeting) -> None:
 
 
 def refused(meeting: Meeting, **ask: object) -> str:
-    """Returns the code with which a request is refused."""
+    """Returns the refusal code of a request."""
     with contextlib.suppress(protocol.PeerError), meeting.consume() as consumer:
         try:
             consumer.request(**ask).close()

@@ -2,8 +2,8 @@
 
 Longer than 500 lines: another project takes it as one file.
 
-docs/protocol.md says what the messages mean. Opening the memory is not done here: a Consumer hands out the offer and its
-descriptors, a Producer hands over what it is given.
+docs/protocol.md defines the messages. This module does not open memory: a Consumer returns the offer and its descriptors, and a Producer
+sends the given ones.
 
     with Consumer(path, backend="cuda") as consumer, consumer.request() as offered:
         ...                                    # offered.memory, offered.segments, offered.pool_fd

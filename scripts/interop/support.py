@@ -40,7 +40,7 @@ def not_run(reason: str) -> NoReturn:
 
 
 class Child:
-    """A running command. At the end of its block it has exited, or is killed."""
+    """A running command. When its block exits, it has exited or is killed."""
 
     def __init__(self, command: list[str], deadline: float) -> None:
         self._name, self._deadline = os.path.basename(command[0]), deadline

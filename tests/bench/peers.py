@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""What other ways to hand GPU memory from process to process cost: PyTorch, CuPy, Numba and cuda.core.
+"""Measures other ways to pass GPU memory between processes: PyTorch, CuPy, Numba and cuda.core.
 
 Longer than 500 lines: one file runs alone on a GPU node.
 
-Two processes, on the first GPU. The clock runs from "the producer holds a filled, synchronised buffer, and the consumer
-waits" to "the consumer holds an array or a pointer that it can use". Afterwards, untimed, the consumer reads what the
-producer wrote, and lets go.
+Two processes on the first GPU. The clock runs from "the producer holds a filled, synchronised buffer, and the consumer waits" to "the
+consumer holds a usable array or pointer". Afterwards, untimed, the consumer reads the buffer and releases it.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ class Library:
     version = ""
     buffer: Any = None
 
-    def lend(self, link: Connection) -> None: ...  # sends, once, what all buffers have in common
-    def borrow(self, link: Connection) -> None: ...  # receives that
+    def lend(self, link: Connection) -> None: ...  # sends shared state once, before all buffers
+    def borrow(self, link: Connection) -> None: ...  # receives it
     def allocate(self, size: int) -> None: ...
-    def recycle(self, size: int) -> None: ...  # makes the buffer ready to be sent once more, in the same memory
-    def fill(self, value: int) -> None: ...  # sets every byte, and is done when it returns
-    def free(self) -> None: ...  # gives the memory back to the driver
+    def recycle(self, size: int) -> None: ...  # prepares the buffer to be sent again, in the same memory
+    def fill(self, value: int) -> None: ...  # sets every byte; blocks until done
+    def free(self) -> None: ...  # frees the memory
     def send(self, link: Connection) -> None: ...
-    def receive(self, link: Connection, size: int) -> None: ...  # receives a buffer, and opens it
+    def receive(self, link: Connection, size: int) -> None: ...  # receives and opens a buffer
     def read(self, index: int) -> Any: ...  # one byte of the buffer
-    def close(self) -> None: ...  # lets go of what was received
+    def close(self) -> None: ...  # releases the received buffer
 
 
 class Torch(Library):
@@ -83,7 +82,7 @@ class Torch(Library):
             raise RuntimeError(f"expandable segments: expected {self.expandable}, found {found}")
 
     def recycle(self, size: int) -> None:
-        # A tensor keeps an event of every time that it was sent; a new one gets its block from PyTorch's cache.
+        # A tensor keeps an event for every time it was sent; a new tensor reuses its block from PyTorch's cache.
         self.buffer = None
         self.buffer = self._torch.empty(size, dtype=self._torch.uint8, device="cuda")
 
@@ -113,8 +112,8 @@ class ExpandableTorch(Torch):
     expandable = True
 
     def lend(self, link: Connection) -> None:
-        # The consumer takes descriptors out of this process (pidfd_getfd). Where Yama is on, as in Ubuntu, only an
-        # ancestor may, unless the process allows it; elsewhere nothing is to be allowed, and the call fails harmlessly.
+        # The consumer takes descriptors out of this process (pidfd_getfd). With Yama, as in Ubuntu, only an ancestor may, unless the
+        # process allows it; elsewhere the call fails harmlessly.
         prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)
 
 
@@ -130,7 +129,7 @@ class CuPy(Library):
         runtime.free(0)  # makes the context
 
     def allocate(self, size: int) -> None:
-        # The pool is empty, so that this is an allocation of its own: a handle opens one from its beginning.
+        # The pool is empty, so this is a separate allocation: a handle opens an allocation from its start.
         self.buffer = self._cupy.empty(size, self._cupy.uint8)
 
     def fill(self, value: int) -> None:
@@ -189,7 +188,7 @@ class Numba(Library):
         link.send(self.buffer.get_ipc_handle())
 
     def receive(self, link: Connection, size: int) -> None:
-        # What `with handle as array` does, in two parts.
+        # The two halves of `with handle as array`.
         self._handle = link.recv()
         self.buffer = self._handle.open()
 
@@ -221,7 +220,7 @@ class CudaCore(Library):
         link.send(self._pool)
 
     def borrow(self, link: Connection) -> None:
-        # Buffers find it by its UUID for as long as it is held.
+        # Buffers find the pool by its UUID while it is held.
         self._pool = link.recv()
 
     def allocate(self, size: int) -> None:
@@ -294,7 +293,7 @@ PEERS = {
 # The two processes
 
 Plan = list[tuple[int, str]]
-"""The series to measure, each a size and a variant."""
+"""The series to measure: sizes and variants."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_PTRACER = 0x59616D61
@@ -306,12 +305,12 @@ def prctl(option: int, value: int) -> int:
 
 
 def now() -> int:
-    """Nanoseconds of the one clock that all processes share."""
+    """Nanoseconds of a clock that all processes share."""
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 def byte_of(handoff: int) -> int:
-    """What the buffer of a handoff is filled with: not what the one before it was, and never 0."""
+    """Returns the fill byte of a handoff: different from the previous one, and never 0."""
     return handoff % 255 + 1
 
 
@@ -353,11 +352,11 @@ def consume(library: Library, plan: Plan, count: int, link: Connection) -> None:
 
 
 def child(key: str, plan: Plan, count: int, link: Connection, report: Connection, gives: bool) -> None:
-    """A process, from its beginning to its end. It reports series, if it produces, and how it ended."""
+    """The main function of a process. Reports its series, if it produces, and its result."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C is sent to all; the one that started this one ends it.
+    # Ctrl-C reaches all processes; the parent stops this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What a library prints is not a result.
+    # A library's output is not a result.
     os.dup2(2, 1)
     try:
         library = PEERS[key].library()
@@ -375,25 +374,25 @@ def child(key: str, plan: Plan, count: int, link: Connection, report: Connection
 
 
 class NotRun(Exception):
-    """A module that a peer needs is not there."""
+    """A module that a library needs is missing."""
 
 
 class Failed(Exception):
-    """A peer did not do what it should."""
+    """A library failed or returned wrong data."""
 
 
 @contextlib.contextmanager
 def processes(key: str, plan: Plan, count: int) -> Iterator[dict[Connection, multiprocessing.Process]]:
-    """A peer's two processes, by what they report through. At the end of the block they have ended, or are killed."""
+    """A library's two processes, by their report pipes. The block's exit waits for them, or kills them."""
     children: dict[Connection, multiprocessing.Process] = {}
-    # The name that this version of PyTorch reads, and nothing that the caller has set in the environment.
+    # The setting that this version of PyTorch reads, without the caller's own.
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         os.environ.pop(name, None)
         if allocator := PEERS[key].allocator:
             os.environ[name] = allocator
     try:
         for link, gives in zip(multiprocessing.Pipe(), (True, False)):
-            # Closed here, so that a side that ends is missed by the other.
+            # Closed here, so that each side notices when the other exits.
             with link:
                 report, reporter = multiprocessing.Pipe(duplex=False)
                 with reporter:
@@ -413,10 +412,10 @@ Series = dict[str, Any]
 
 
 def measure(key: str, sizes: list[int], count: int, timeout: float, series: list[Series]) -> None:
-    """Runs a peer and appends its series, each as soon as it is there."""
+    """Runs a library and appends each series as it arrives."""
     peer = PEERS[key]
     for module in peer.modules:
-        # A package that is missing around a module is an exception, a missing module is not.
+        # A missing parent package raises, a missing module does not.
         with contextlib.suppress(ModuleNotFoundError):
             if importlib.util.find_spec(module):
                 continue
@@ -443,11 +442,11 @@ def measure(key: str, sizes: list[int], count: int, timeout: float, series: list
                     raise NotRun(f"no module named {content}")
                 if kind == "failed":
                     raise Failed(content)
-                # The other side knows why.
+                # The other side has the reason.
                 hung_up = content if kind == "hung up" else hung_up
         if hung_up:
             raise Failed(hung_up)
-        # Libraries tidy up as their process ends.
+        # Libraries clean up at process exit.
         for process in running.values():
             process.join(5)
 
@@ -460,11 +459,11 @@ def series_of(peer: Peer, version: str, size: int, variant: str, times: list[flo
 
 
 def percentile(times: list[float], percent: int) -> float:
-    """The smallest that is not exceeded by so many percent of all."""
+    """Returns the nearest-rank percentile."""
     return sorted(times)[math.ceil(len(times) * percent / 100) - 1]
 
 
-# What is printed
+# Output
 
 
 def text_of_size(size: int) -> str:
@@ -479,13 +478,13 @@ def text_of_time(microseconds: float) -> str:
 
 
 def bar(value: float, largest: float) -> str:
-    """Blocks, to an eighth of one."""
+    """Returns a bar, with a resolution of an eighth of a block."""
     eighths = max(1, round(value / largest * BAR_CELLS * 8)) if largest > 0 else 0
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def table(series: list[Series], vmmfd: list[Series], sizes: list[int]) -> Iterator[str]:
-    """The lines, a block for each size, with the rows of `vmmfd bench handoff --json` on top."""
+    """Returns the output lines, one block per size, with the rows of `vmmfd bench handoff --json` first."""
     ours = [{**row, "variant": row["bench"]} for row in vmmfd]
     rows = [row for row in ours + series if row["size"] in sizes]
     names = max([len(row["name"]) for row in rows], default=0)
@@ -516,12 +515,12 @@ def table(series: list[Series], vmmfd: list[Series], sizes: list[int]) -> Iterat
 
 
 def show(text: str) -> None:
-    """Prints, in UTF-8 also where the locale has no blocks. A reader that has gone is not an error."""
+    """Prints in UTF-8, even if the locale lacks the bar characters. A closed pipe is not an error."""
     try:
         sys.stdout.buffer.write(f"{text}\n".encode())
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python would flush once more as it ends.
+        # Python would flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -533,11 +532,11 @@ def complain(text: str) -> None:
 
 
 class NoGpu(Exception):
-    """There is nothing to measure on."""
+    """There is no GPU to measure."""
 
 
 def gpu() -> str:
-    """The name of the first GPU, by the driver itself: no library has to be there."""
+    """Returns the first GPU's name from the driver, without any library."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -560,7 +559,7 @@ def driver_version() -> str | None:
 
 
 def size_from(text: str) -> int:
-    """Bytes. Smaller allocations share a block, and a handle opens all of it: this would not be the same work."""
+    """Parses bytes. Smaller allocations share a block, whose handle opens all of it: that would be other work."""
     number, factor = text.strip(), 1
     for unit, bytes_of_unit in UNITS.items():
         if number.endswith(unit):
@@ -590,7 +589,7 @@ def positive(text: str) -> int:
 
 
 def vmmfd_from(path: str) -> list[Series]:
-    """The series of a file that `vmmfd bench --json` wrote, of those that hand memory over to one consumer."""
+    """Returns the series of a `vmmfd bench --json` file that pass memory to one consumer."""
     needed: dict[str, Any] = {"bench": str, "name": str, "size": int}
     needed.update(dict.fromkeys(("p50_us", "p90_us", "p99_us", "max_us"), (int, float)))
     try:
@@ -603,7 +602,7 @@ def vmmfd_from(path: str) -> list[Series]:
     except (ValueError, KeyError, TypeError):
         raise argparse.ArgumentTypeError(f"{path} is not what vmmfd bench handoff --json prints") from None
     handed = [row for row in series if row["bench"] == "handoff" and "at once" not in row["name"]]
-    # Its floor is a record without memory, which no peer sends.
+    # Its floor is a record without memory, which no other library sends.
     again = [row for row in series if row["bench"] == "repeat" and row["name"] == "vmmfd again"]
     return handed + again
 
@@ -648,7 +647,7 @@ def main() -> int:
     # As exceptions, so that every child is killed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
-    # Also what the children are told: CUDA does not survive a fork, and cuda.core warns of one.
+    # Also for the children: CUDA does not survive a fork, and cuda.core warns about forks.
     multiprocessing.set_start_method("spawn")
     try:
         name, driver = gpu(), driver_version()

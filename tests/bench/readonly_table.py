@@ -1,10 +1,10 @@
-"""What each library does with arrays that may only be read: prints the table of docs/python.md.
+"""Tries read-only arrays in each library, and prints the table of docs/python.md.
 
     python readonly_table.py [--backend auto|cuda|host] [--write]
 
-Each library that is installed is tried in a process of its own, in each way that it takes foreign memory: with an array that is mapped
-read-only, with the same one by promise (`writable("promise")`), and with one that may be written. `--write` also tries, in further
-processes, what a store into read-only memory does.
+Each installed library runs in its own process, with each way in which it takes foreign memory: with an array that is mapped read-only, with
+the same array by promise (`writable("promise")`), and with a writable array. `--write` also tries, in further processes, a store into
+read-only memory.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[], dict[str, Callable[[Any], Any]]], t
 
 
 def address_of(made: Any) -> int | None:
-    """The address of what a library made, if it says so."""
+    """Returns the address of a library's array, if it exposes one."""
     for ask in (
         lambda: made.data_ptr(),
         lambda: made.ctypes.data,
@@ -108,7 +108,7 @@ def address_of(made: Any) -> int | None:
 
 
 def says(made: Any) -> str:
-    """Whether it says that it may be written."""
+    """Returns whether the library reports the array as writable."""
     for ask in (
         lambda: not made.flags.writeable,
         lambda: made.readonly,
@@ -188,7 +188,7 @@ def vmmfd_sync(made: Any) -> None:
 
 
 def run(name: str, way: str | None) -> subprocess.CompletedProcess[str]:
-    """Serves the array to a child that tries a library."""
+    """Serves the array to a child process that tries a library."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "table.sock")
         array = vmmfd.asarray(NUMBERS, backend=options.backend).reinterpret("float32")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""How long the Python package takes to import, and how soon Ctrl-C ends each of its waits, beside what the interpreter does by itself.
+"""Measures the import time of the Python package, and the delay from Ctrl-C until each wait returns, beside a bare interpreter's.
 
-Needs the package, and no GPU: a broker's server is started on host memory. Each figure is a median with the slowest, in milliseconds.
+Needs the package but no GPU: starts a broker on host memory. Each figure is a median with the slowest, in milliseconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-# What waits, by name. `socket` is the broker's.
+# Waits by name. `socket` is the broker's.
 WAITS = {
     "time.sleep": "time.sleep(600)",
     "connect": 'vmmfd.connect(socket + ".none", timeout=600)',
@@ -49,7 +49,7 @@ def shown(seconds: list[float]) -> str:
 
 
 def import_times(module: str, runs: int) -> list[float]:
-    """What an import takes in a new interpreter, without what an environment adds to it. The first one compiles the files."""
+    """Returns the import time in a new interpreter, less the environment's own start. The first run compiles the files."""
     program = (
         f"import sys, time; sys.path[:0] = {sys.path!r}; begun = time.perf_counter(); import {module}; print(time.perf_counter() - begun)"
     )
@@ -58,11 +58,11 @@ def import_times(module: str, runs: int) -> list[float]:
 
 
 def ends(wait: str, socket: str, runs: int) -> list[float]:
-    """How long after the signal a wait ended."""
+    """Returns the delay from the signal until the wait returned."""
     command = [sys.executable, "-c", PROGRAM.replace("WAIT", wait), socket]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        # Ends what Ctrl-C does not.
+        # A wait that ignores Ctrl-C is killed.
         limit = threading.Timer(60 + runs, process.kill)
         limit.start()
         taken = []
@@ -90,7 +90,7 @@ def main() -> None:
         parser.error(f"--runs {runs} is no number of runs: give 1 or more")
     if importlib.util.find_spec("vmmfd") is None:
         raise SystemExit("waits: the package vmmfd is not installed here: pip install the wheel that `make wheel` builds")
-    # What is started is ended then too.
+    # Ends the child processes too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"{'ms':24} {'median':>8} {'slowest':>8}")
     for module in ("json", "vmmfd"):

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a model's weights cost to load, to hand to other processes and to replace: this package beside what people do today.
+"""Measures loading a model's weights, sharing them with other processes and replacing them: this package beside the usual ways.
 
 Longer than 500 lines: one file runs alone on a GPU node.
 
-Needs a GPU, PyTorch, safetensors and the wheel of vmmfd; takes fastsafetensors too, if it is installed. A file of bf16 tensors is
-written to FOLDER and is in the page cache when the clock runs. Each figure is one process's own: from the moment when PyTorch and the
-context are there to the moment when all tensors can be used and the device is synchronised.
+Needs a GPU, PyTorch, safetensors and the wheel of vmmfd; uses fastsafetensors too, if installed. A file of bf16 tensors is written to
+FOLDER and is in the page cache when the clock starts. Each figure is for one process: from an initialised PyTorch and context to the moment
+when all tensors are usable and the device is synchronised.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 
 def start_cuda() -> Any:
-    """PyTorch with its context, as a process has it that is about to load."""
+    """Initialises PyTorch and its context, as before a load."""
     import torch
 
     torch.zeros(1, device="cuda")
@@ -42,7 +42,7 @@ def start_cuda() -> Any:
 
 
 def used(torch: Any) -> int:
-    """Bytes of the device's memory that are in use, by all processes."""
+    """Returns the bytes of device memory that all processes use."""
     free, total = torch.cuda.mem_get_info()
     return int(total - free)
 
@@ -56,7 +56,7 @@ def timed(torch: Any, work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def write_file(path: Path, count: int, size: int) -> None:
-    """A checkpoint of `count` bf16 tensors, `size` bytes together, each a multiple of 256 KiB."""
+    """Writes a checkpoint of `count` bf16 tensors, `size` bytes in total, each a multiple of 256 KiB."""
     import torch
     from safetensors.torch import save_file
 
@@ -69,18 +69,18 @@ def write_file(path: Path, count: int, size: int) -> None:
 
 
 def read_all(path: Path) -> None:
-    """Brings a file into the page cache."""
+    """Reads a file into the page cache."""
     with path.open("rb", buffering=0) as file:
         while file.read(64 * MIB):
             pass
 
 
 def checksum(torch: Any, tensors: dict[str, Any]) -> int:
-    """A sum of all bits, to see that each way loads the same."""
+    """Returns a sum of all bits, to compare the results of all ways."""
     return sum(int(tensor.view(torch.int16).sum(dtype=torch.int64)) for tensor in tensors.values()) & (1 << 63) - 1
 
 
-# Ways to load a file: each returns the tensors, and what keeps them
+# Ways to load a file: each returns the tensors and the object that keeps them
 
 
 def by_load_file(path: Path) -> tuple[dict[str, Any], Any]:
@@ -111,7 +111,7 @@ WAYS = {"load_file": by_load_file, "fastsafetensors": by_fastsafetensors, "vmmfd
 
 
 def import_for(way: str) -> None:
-    """What a process imports before its clock starts."""
+    """Imports modules before the clock starts."""
     importlib.import_module({"load_file": "safetensors.torch", "fastsafetensors": "fastsafetensors", "vmmfd": "vmmfd.torch"}[way])
 
 
@@ -125,7 +125,7 @@ def load_alone(way: str, path: Path, link: Connection) -> None:
 
 
 def load_together(way: str, path: Path, broker: str, first: bool, link: Connection) -> None:
-    """One of several that begin at the same moment: the first with the broker puts the file there, the others wait for it."""
+    """One of several processes that start at once: the first with the broker puts the file there, the others wait for it."""
     torch = start_cuda()
     import_for(way)
     link.send("ready")
@@ -141,14 +141,14 @@ def load_together(way: str, path: Path, broker: str, first: bool, link: Connecti
         if first:
             client.put("weights", vmmfd.load_safetensors(path, backend="cuda"))
         else:
-            # Until the version is there: what follows is what a process that comes later pays.
+            # Waits for the version first: the figure is for a process that starts later.
             client.get("weights", wait=60).close()
         waited = time.perf_counter() - begun
         took, tensors = timed(torch, lambda: client.state_dict("weights", writable_buffers=False))
         keep = client
     link.send((took, waited))
     link.recv()
-    # Afterwards: the sums take memory of their own.
+    # Afterwards, because the sums need memory.
     link.send(checksum(torch, tensors))
     link.recv()
     del tensors, keep
@@ -205,7 +205,7 @@ def receive_arrays(broker: str, count: int, link: Connection) -> None:
         lease.close()
     for _ in range(count):
         link.send("next")
-        # A new tensor each time, which this process has not had before.
+        # A new tensor each time, unknown to this process.
         begun = time.perf_counter()
         tensor = link.recv()
         gone.append(time.perf_counter() - begun)
@@ -217,7 +217,7 @@ def receive_arrays(broker: str, count: int, link: Connection) -> None:
 
 
 class Driver:
-    """The driver's calls of an exchange, by ctypes, for the same segments."""
+    """The driver calls of a switch, through ctypes, for the same segments."""
 
     class Location(ctypes.Structure):
         _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
@@ -243,7 +243,7 @@ class Driver:
             raise RuntimeError(f"{name} returned {code}")
 
     def exchange(self, segments: int, size: int, repeats: int) -> list[float]:
-        """Seconds of unmapping, mapping and setting access of so many allocations at addresses that stay."""
+        """Returns the seconds to unmap, map and set access for `count` allocations at fixed addresses."""
         u64 = ctypes.c_uint64
         properties = Driver.Properties(1, 1, Driver.Location(1, 0), None)
         address, access = u64(), Driver.Access(Driver.Location(1, 0), 1)
@@ -278,7 +278,7 @@ class Driver:
 
 
 def switch(broker: str, path: Path, repeats: int, link: Connection) -> None:
-    """New versions under a process that has tensors, and the driver's own calls for as many segments."""
+    """New versions under a process with tensors, and the driver calls alone for as many segments."""
     torch = start_cuda()
     import vmmfd
     import vmmfd.torch
@@ -352,7 +352,7 @@ def report(row: str, **values: Any) -> None:
 
 
 class Run(NamedTuple):
-    """What each row measures with."""
+    """The sizes and counts of each row."""
 
     context: Any
     folder: Path
@@ -366,7 +366,7 @@ class Run(NamedTuple):
 
 
 def file_row(run: Run) -> None:
-    # Each way in turn, so that what drifts is every way's.
+    # Ways alternate, so that drift affects all of them.
     took: dict[str, list[float]] = {way: [] for way in run.ways}
     sums = set()
     for _ in range(run.repeats):
@@ -409,7 +409,7 @@ def four_row(run: Run) -> None:
 
 def other_row(run: Run) -> None:
     import torch
-    import torch.multiprocessing  # noqa: F401  so that a pipe carries tensors
+    import torch.multiprocessing  # noqa: F401  lets pipes carry tensors
 
     import vmmfd
     import vmmfd.torch  # noqa: F401
@@ -492,7 +492,7 @@ def array_row(run: Run) -> None:
 
 
 def rust_array_row(count: int) -> None:
-    """The row of an array once more, by the Rust client in the bench of the commands."""
+    """The array row again, measured by the Rust client of the commands' benchmark."""
     if shutil.which("vmmfd-bench") is None:
         print("left out: the Rust client, since vmmfd-bench is not on PATH", file=sys.stderr)
         return
@@ -536,7 +536,7 @@ def main() -> None:
 
 
 def subprocess_used() -> int:
-    """Bytes in use on the device, without a context of this process."""
+    """Returns the bytes in use on the device, without a context in this process."""
     output = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"], capture_output=True, text=True, check=True
     )

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Runs vmmfd's load format in the real vLLM on a GPU machine that needs no network: run.py [--strict] [GROUP...].
 
-The groups are `tokens`, `large` and `failures`, each of at most 8 minutes. It takes the archives of `make engines-pack` in
-dist-engines/packed and the wheel of `make wheel` in dist, and says what is absent. Each row is a line of output; all figures are in a file
-of JSON per group.
+The groups are `tokens`, `large` and `failures`, each of at most 8 minutes. It uses the archives of `make engines-pack` in
+dist-engines/packed and the wheel of `make wheel` in dist, and names those that are absent. Each row is a line of output; all figures are in
+one JSON file per group.
 """
 import argparse
 import importlib.metadata

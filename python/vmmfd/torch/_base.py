@@ -41,7 +41,7 @@ def _storage(tensor: Any) -> Any:
 
 
 _Span = tuple[int, int]
-"""A byte range of a storage: start and end."""
+"""A byte range of a storage."""
 
 
 def _span(tensor: Any) -> tuple[int, int]:

@@ -21,7 +21,7 @@ class GuardHandle:
         ]
 
     def remove(self) -> None:
-        """Removes the hooks. Guarded modules stay guarded. Removing twice does nothing."""
+        """Removes the hooks. Guarded modules keep their guards. Removing twice does nothing."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,6 +1,6 @@
 """A vLLM plug-in that the tests install: it records the start and end of the worker's steps.
 
-Each event is a line of JSON in the file that ENGINES_TRACE names: the event, the process, its begin on the monotonic clock and its seconds.
+Each event is a line of JSON in the file that ENGINES_TRACE names: the event, the process, its start on the monotonic clock and its seconds.
 
 - ENGINES_PROFILE=1 profiles Worker.load_model. The profile's most expensive functions are an event.
 - ENGINES_PAUSE="SECONDS FILE" sleeps after the weights were read from disk, in the first process that creates FILE.
