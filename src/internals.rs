@@ -36,7 +36,7 @@ use crate::{
 pub use crate::{
     broker::{notify::notify, read_table},
     channel::{
-        connect_socket, deadline_after, default_broker_socket, eventfd, private_socket_path,
+        connect_socket, deadline_after, default_broker_socket, eventfd,
         record::{Record, RecordSocket},
     },
     memory::first_elements,
@@ -135,7 +135,7 @@ pub fn check_socket(path: &Path) -> Result<()> {
     Listener::check_kind(path)
 }
 
-/// The process at the other end of a socket.
+/// The peer process of a socket.
 ///
 /// # Errors
 /// [`Error::System`].
@@ -185,7 +185,7 @@ pub fn sized_mirror(region: &dyn Region, offset: u64, length: u64, room: u64) ->
     Mirror::sized(region, offset, length, room)
 }
 
-/// Writes zeros from the end of the data to the mapped size.
+/// Writes zeros to the padding behind the data.
 ///
 /// # Errors
 /// As for [`Region::copy_in`].
@@ -214,7 +214,7 @@ pub fn driver(verbs: Arc<dyn Verbs>) -> Driver {
 /// The verbs of a driver.
 ///
 /// # Safety
-/// The caller must not unmap, free or release anything that a value of this crate owns, nor map over it.
+/// The caller must not unmap, free, release or map over anything that a value of this crate owns.
 pub unsafe fn verbs(driver: &Driver) -> &dyn Verbs {
     driver.verbs()
 }

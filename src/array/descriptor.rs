@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 use super::{ElementType, MAX_DIMENSIONS, Order, json::PlainArray};
 use crate::error::{Error, MemoryError, Result};
 
-/// Describes an n-dimensional array in memory. Plain data: it neither owns nor reads memory.
+/// Describes an n-dimensional array in memory. Plain data, without access to the memory itself.
 ///
 /// As JSON: `{"dtype": "float32", "shape": [768, 1024], "strides": null, "offset": 0}`. `dtype` must be the name in NumPy or ml_dtypes
 /// (see [`ElementType::name`]). Big-endian elements have `"byte_order": "big"`, which is refused for types without a byte order. If absent
-/// or null, the byte order is `"little"`, the strides are those of C order, and the offset is 0. Unknown fields are ignored. Parsing stops
+/// or null, the byte order is `"little"`, the strides follow C order, and the offset is 0. Unknown fields are ignored. Parsing stops
 /// with an error at lists of more than [`MAX_DIMENSIONS`] numbers, and checks nothing else: every method fails for an invalid descriptor,
 /// and [`ArrayDescriptor::check`] compares it with the size of the memory.
 ///
@@ -31,7 +31,7 @@ pub struct ArrayDescriptor {
 }
 
 impl ArrayDescriptor {
-    /// Describes a contiguous array at the start of the memory. `strides` is `None` if they equal those of C order.
+    /// Describes a contiguous array at the start of the memory. `strides` is `None` if the array is contiguous in C order.
     ///
     /// # Errors
     /// [`MemoryError::Array`] if there are more than [`MAX_DIMENSIONS`], if the size in bytes overflows 64 bits, or if an explicit stride
@@ -97,7 +97,7 @@ impl ArrayDescriptor {
         Ok(low..u64::try_from(high).map_err(|_| self.too_far())?)
     }
 
-    /// Checks that the array is inside memory of `extent` bytes. The results of all other methods then stay inside too.
+    /// Checks that the array is inside memory of `extent` bytes. The results of all other methods are then inside too.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`] if a byte of the array, or the offset of an array without elements, is outside; [`MemoryError::Array`]
@@ -247,8 +247,8 @@ impl ArrayDescriptor {
         }
     }
 
-    /// Whether these strides are those of a contiguous array of this shape. Ignores strides that are never used: along dimensions of
-    /// length 1, and of arrays without elements.
+    /// Whether an array of this shape with these strides is contiguous. Ignores unused strides: along dimensions of length 1, and in
+    /// arrays without elements.
     pub(super) fn steps_are(&self, order: Order, steps: &[i128]) -> bool {
         let mut each = self.shape.iter().zip(steps).zip(self.contiguous(order));
         self.is_empty() || each.all(|((length, step), want)| *length == 1 || *step == want)

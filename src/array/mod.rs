@@ -1,8 +1,8 @@
 //! Descriptors of typed arrays in shared memory.
 //!
 //! A descriptor maps the elements of an n-dimensional array to bytes of memory, with the types of NumPy and ml_dtypes and the strides of
-//! `__cuda_array_interface__`. It neither owns nor reads memory. Before you use a descriptor from a peer, call [`ArrayDescriptor::check`]
-//! with the size of the memory.
+//! `__cuda_array_interface__`. It is plain data, without access to the memory itself. Before you use a descriptor from a peer, call
+//! [`ArrayDescriptor::check`] with the size of the memory.
 //!
 //! ```
 //! use vmmfd::array::{ArrayDescriptor, ElementType, Order};

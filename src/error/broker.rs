@@ -38,7 +38,7 @@ pub enum RefusalCode {
     Denied,
     /// The caller's user has reached a quota.
     Quota,
-    /// The server has reached a limit, usually that of open files.
+    /// The server has reached a limit, usually the limit of open files.
     Full,
     /// The caller's time limit expired.
     Timeout,

@@ -29,7 +29,7 @@ pub enum DeviceError {
     /// A device has no peer access to another device's memory.
     #[error("{device} can't reach the memory of {owner}")]
     NoPeerAccess {
-        /// The device that the memory was to be mapped for.
+        /// The device that would use the memory.
         device: String,
         /// The device that owns the memory.
         owner: String,

@@ -10,7 +10,7 @@ pub enum MemoryError {
     #[error("the memory is read-only in this process and can't be written")]
     ReadOnly,
 
-    /// A process tried to open a legacy handle of its own memory.
+    /// This process tried to open a legacy handle that it created itself.
     #[error("a legacy handle can't be opened in the process that created it: use the memory itself")]
     OwnHandle,
 

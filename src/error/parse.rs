@@ -1,6 +1,6 @@
 //! Errors of parsing text.
 
-/// A text that [`std::str::FromStr`] of a type of this crate can't parse. The message quotes the text and gives the expected form.
+/// A text that the [`std::str::FromStr`] of a crate type can't parse. The message quotes the text and gives the expected form.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is not {what}: write {expected}")]
 pub struct ParseError {

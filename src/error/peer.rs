@@ -1,4 +1,4 @@
-//! Errors about the process at the other end of a connection.
+//! Errors about the peer of a connection.
 
 use std::time::Duration;
 

@@ -68,7 +68,7 @@ pub enum SocketError {
         path: PathBuf,
         /// The time limit.
         waited: Duration,
-        /// The result for the other paths that were searched, if any, as the end of the sentence.
+        /// The result for other paths that were searched, completing the sentence.
         otherwise: Option<String>,
     },
 

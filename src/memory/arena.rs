@@ -15,8 +15,8 @@ use crate::{driver::Access, error::Result};
 /// then be handed to other processes without a copy, with one descriptor per arena instead of one per block.
 ///
 /// Each arena is one [`Shared`] with a single allocation. An arena without blocks is freed after waiting for the device's work. No block
-/// is allocated from a closed arena ([`Arenas::close`]), so that its contents do not change under the processes that read it, nor from a
-/// read-only arena ([`Shared::make_read_only`]).
+/// is allocated from a closed arena ([`Arenas::close`]), so that its contents do not change under the processes that read it. The same
+/// holds for a read-only arena ([`Shared::make_read_only`]).
 ///
 /// In a fork of the process that created it, an allocator is empty, and [`Arenas::allocate`] fails.
 ///
@@ -176,7 +176,7 @@ impl Arenas {
     /// # Errors
     /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) if `size` is 0; as for [`Shared::create`].
     ///
-    /// Driver calls: those of [`Device::wait_for_work`]; those of [`Shared::create`]; if memory runs out, those of [`Arenas::free`].
+    /// Driver calls: as for [`Device::wait_for_work`]; as for [`Shared::create`]; if memory runs out, as for [`Arenas::free`].
     pub fn allocate(&self, size: u64) -> Result<u64> {
         let size = round_up(size, self.granularity)?;
         if let Some(address) = self.reuse(size)? {
@@ -221,12 +221,12 @@ impl Arenas {
 
     /// Frees the block at an address, without waiting for work that uses it. Returns whether there was such a block.
     ///
-    /// If the block was the last one of its arena, waits until the work in the device's primary context is finished and drops the arena.
+    /// If the arena has no other block, waits until the work in the device's primary context is finished and drops the arena.
     /// Other processes that have the arena keep its memory. If the wait fails, a later call drops the arena.
     ///
     /// Work that uses the block must be in the primary context, or finished.
     ///
-    /// Driver calls: those of [`Device::wait_for_work`], `cuMemUnmap`, `cuMemAddressFree`.
+    /// Driver calls: as for [`Device::wait_for_work`], `cuMemUnmap`, `cuMemAddressFree`.
     #[doc(alias("cuMemUnmap", "cuMemAddressFree"))]
     pub fn free(&self, address: u64) -> bool {
         let (freed, empty) = {

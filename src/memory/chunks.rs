@@ -53,7 +53,7 @@ struct SealState {
     sealed: Option<bool>,
 }
 
-/// The durations of the steps of creating memory, each summed over all allocations.
+/// The time spent on each step of creating memory, summed over all allocations.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct Timings {
@@ -85,7 +85,7 @@ impl Chunk {
 }
 
 impl AsFd for Chunk {
-    /// The descriptor with which another process imports the memory.
+    /// The descriptor that another process imports.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
@@ -199,7 +199,7 @@ impl Chunks {
         Ok(self.device.shareable(self.placement)?.location.host_node())
     }
 
-    /// Writes zeros from the end of the data to the end of the last allocation.
+    /// See [`super::Shared::clear_padding`].
     pub(super) fn clear_padding(&self) -> Result<()> {
         match &self.state()?.mapping {
             Some(mapping) => super::clear(mapping, self.size..mapping.size()),
@@ -266,7 +266,7 @@ impl Chunks {
     }
 }
 
-/// What this process needs beside the descriptors of its memory.
+/// Descriptors to leave free for the rest of the program.
 const SPARE_DESCRIPTORS: u64 = 64;
 
 /// Checks that enough memory is free and that the limit of open files allows a descriptor per chunk, before the first chunk is

@@ -41,7 +41,7 @@ impl Device {
     /// # Errors
     /// [`DeviceError::NotFound`], which lists the devices; [`DeviceError::Ambiguous`] if several UUIDs match; [`Error::Driver`].
     ///
-    /// Driver calls: those of [`Device::all`].
+    /// Driver calls: as for [`Device::all`].
     pub fn find(driver: &Driver, selector: Selector) -> Result<Self> {
         let devices = Self::all(driver)?;
         let identity = |device: &Self| (device.ordinal(), device.uuid(), device.to_string());
@@ -198,7 +198,7 @@ impl Device {
     /// [`DeviceError::NoPeerAccess`] if `wanted` can't reach the owner's memory; [`PeerError::Mismatch`] on the host backend for
     /// memory of another machine; [`DeviceError::NotFound`]; [`Error::Driver`].
     ///
-    /// Driver calls: those of [`Device::find`], `cuDeviceCanAccessPeer`.
+    /// Driver calls: as for [`Device::find`], `cuDeviceCanAccessPeer`.
     #[doc(alias = "cuDeviceCanAccessPeer")]
     pub fn for_memory_of(driver: &Driver, owner: &DeviceIdentity, wanted: Option<&Self>) -> Result<Self> {
         let visible = match wanted {

@@ -102,7 +102,7 @@ impl Importing {
     /// # Errors
     /// As for [`Imported::open`].
     ///
-    /// Driver calls: `cuMemRelease`; those of [`Allocation::import`], `cuMemAddressReserve` the first time, `cuMemMap`.
+    /// Driver calls: `cuMemRelease`; as for [`Allocation::import`], `cuMemAddressReserve` the first time, `cuMemMap`.
     pub(crate) fn take(&mut self, sizes: &[u64], fds: Vec<impl Into<Arc<OwnedFd>>>) -> Result<()> {
         if sizes.len() != fds.len() {
             return contradiction(format!("received {} segments with {} descriptors", sizes.len(), fds.len()));

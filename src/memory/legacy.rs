@@ -73,7 +73,7 @@ impl LegacyMemory {
         Ok(Arc::new(memory))
     }
 
-    /// The handle with which another process opens the memory.
+    /// The handle that opens the memory in another process.
     ///
     /// # Errors
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for memory that was opened from a handle.

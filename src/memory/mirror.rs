@@ -184,7 +184,7 @@ impl<'a> Mirror<'a> {
     /// # Errors
     /// [`MemoryError::OutOfRange`] if the range exceeds the memory; as for [`Mirror::of`] and [`Mirror::commit`].
     ///
-    /// Driver calls: those of [`Mirror::commit`], `cuMemcpyDtoH`.
+    /// Driver calls: as for [`Mirror::commit`], `cuMemcpyDtoH`.
     #[doc(alias = "cuMemcpyDtoH")]
     pub fn turn_to(&mut self, offset: u64, length: u64, read: bool) -> Result<()> {
         self.commit()?;

@@ -188,8 +188,8 @@ fn clear(region: &dyn Region, range: Range<u64>) -> Result<()> {
     Ok(())
 }
 
-/// The address of a range of memory. Checks for overflow, because the driver does not verify the owner's size of pool buffers and
-/// legacy memory.
+/// The address of a memory range. Checks for overflow: the driver takes the size of pool buffers and legacy memory from their owner
+/// without verifying it.
 fn locate<R: Region + ?Sized>(region: &R, offset: u64, length: u64) -> Result<u64> {
     let size = region.size();
     check_range(offset, length, size)?;

@@ -120,8 +120,8 @@ pub struct PoolBuffer {
     pool: Arc<Pool>,
 }
 
-/// The maximum size of a pool buffer, in bytes. NVIDIA's driver (580.159) crashes in the importing process on larger buffers: in tests, a
-/// buffer of 5 GiB was imported, and one of 5.25 GiB caused a segmentation fault in `cuMemPoolImportPointer`.
+/// The maximum size of a pool buffer, in bytes. NVIDIA's driver (580.159) crashes in the importing process on larger buffers: in tests,
+/// importing 5 GiB worked, and importing 5.25 GiB caused a segmentation fault in `cuMemPoolImportPointer`.
 pub const MOST: u64 = 5 << 30;
 
 /// Checks that the driver can import a pool buffer of this size.
@@ -177,7 +177,7 @@ impl PoolBuffer {
         Ok(Arc::new(buffer))
     }
 
-    /// The 64 bytes with which another process that has the pool opens the buffer.
+    /// The 64 bytes that open the buffer in another process that has the pool.
     ///
     /// # Errors
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an imported buffer.

@@ -57,9 +57,9 @@ impl Shared {
     /// can't hold a descriptor for each chunk; [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize);
     /// [`MemoryError::OutOfMemory`](crate::error::MemoryError::OutOfMemory), with the requested and the free bytes; [`Error::Driver`].
     ///
-    /// Driver calls: those of [`super::Allocation::create_at`] or [`super::Allocation::create_gpu_direct_rdma`],
-    /// [`super::Mapping::side_by_side`] and [`super::Allocation::export`]; those of [`Pool::create`] and [`PoolBuffer::allocate`];
-    /// that of [`LegacyMemory::allocate`].
+    /// Driver calls: with [`Spec::vmm`] as for [`super::Allocation::create_at`] or [`super::Allocation::create_gpu_direct_rdma`],
+    /// [`super::Mapping::side_by_side`] and [`super::Allocation::export`]; with [`Spec::pool`] as for [`Pool::create`] and
+    /// [`PoolBuffer::allocate`]; with [`Spec::legacy`] as for [`LegacyMemory::allocate`].
     pub fn create(device: &Device, spec: impl Into<Spec>) -> Result<Self> {
         let Spec { size, sealed, kind } = spec.into();
         let started = Instant::now();
@@ -83,7 +83,7 @@ impl Shared {
     /// # Errors
     /// As for [`PoolBuffer::allocate`].
     ///
-    /// Driver calls: those of [`PoolBuffer::allocate`].
+    /// Driver calls: as for [`PoolBuffer::allocate`].
     pub fn in_pool(pool: &Arc<Pool>, size: u64) -> Result<Self> {
         let buffer = PoolBuffer::allocate(pool, size)?;
         Ok(Self::of(&buffer.device().clone(), SharedBacking::Pool { buffer }))
@@ -103,8 +103,8 @@ impl Shared {
         Self { device: device.clone(), memory, sealed, read_only, timings: Timings::default() }
     }
 
-    /// Leaks the memory until this process exits, because a peer has it open and does not close it. The exit itself is safe: tests
-    /// showed that memory stays valid in processes that have it open.
+    /// Leaks the memory until this process exits, because a peer has it open and does not close it. The exit itself is safe: in tests,
+    /// the memory remained valid in processes that had it open.
     pub(crate) fn abandon(&self) {
         match &self.memory {
             SharedBacking::Vmm(_) => {}
@@ -135,7 +135,7 @@ impl Shared {
         Ok(enforced)
     }
 
-    /// Permanently removes this process's write access, so that a bug here can't change the data that others read. The address stays.
+    /// Permanently removes this process's write access, so that a bug here can't change the data that others read. Keeps the address.
     ///
     /// The access of other processes does not change. Unlike [`Shared::seal`], this also works after the memory was handed out, and
     /// receivers do not learn of it. Waits for all work in the device's primary context. A second call has no effect.
@@ -143,10 +143,10 @@ impl Shared {
     /// Afterwards a write by address is a fault: on CUDA, a kernel's write destroys the context (Xid 31).
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] for pool buffers and legacy memory; [`Error::Misuse`] for memory that is to be sealed and is not
-    /// sealed yet; [`Error::Driver`], also while a [`super::Mirror`] of it is open, and then nothing is changed.
+    /// [`DeviceError::Unsupported`] for pool buffers and legacy memory; [`Error::Misuse`] for memory from [`Spec::sealed`] before it is
+    /// sealed; [`Error::Driver`], also while a [`super::Mirror`] of it is open, and then nothing is changed.
     ///
-    /// Driver calls: those of [`Device::wait_for_work`], `cuMemSetAccess`.
+    /// Driver calls: as for [`Device::wait_for_work`], `cuMemSetAccess`.
     #[doc(alias = "cuMemSetAccess")]
     pub fn make_read_only(&self) -> Result<()> {
         let SharedBacking::Vmm(chunks) = &self.memory else {
@@ -158,11 +158,10 @@ impl Shared {
         Ok(())
     }
 
-    /// Writes zeros from the end of the data to the end of the mapped size, so that a receiver does not see old contents. Blocks until
-    /// the write is complete.
+    /// Writes zeros to the padding behind the data, so that a receiver does not see old contents. Blocks until the write is complete.
     ///
     /// # Errors
-    /// [`Error::Driver`]. Driver calls: those of [`Region::copy_in`].
+    /// [`Error::Driver`]. Driver calls: as for [`Region::copy_in`].
     pub(crate) fn clear_padding(&self) -> Result<()> {
         match &self.memory {
             SharedBacking::Vmm(chunks) => chunks.clear_padding(),

@@ -48,7 +48,7 @@ impl Allocation {
     /// As for [`Allocation::create`]; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) if the driver does not
     /// support host-NUMA memory.
     ///
-    /// Driver calls: those of [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
+    /// Driver calls: as for [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
     #[doc(alias = "cuDeviceGetAttribute")]
     pub fn create_at(device: &Device, placement: Placement, size: u64) -> Result<Arc<Self>> {
         Self::create_with(device, &device.shareable(placement)?, size)
@@ -60,7 +60,7 @@ impl Allocation {
     /// As for [`Allocation::create`] and [`Device::require_gpu_direct_rdma`];
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) also if the driver ignores the flag.
     ///
-    /// Driver calls: `cuDeviceGetAttribute`, those of [`Allocation::create`], `cuMemGetAllocationPropertiesFromHandle`.
+    /// Driver calls: `cuDeviceGetAttribute`, as for [`Allocation::create`], `cuMemGetAllocationPropertiesFromHandle`.
     #[doc(alias("cuDeviceGetAttribute", "cuMemGetAllocationPropertiesFromHandle"))]
     pub fn create_gpu_direct_rdma(device: &Device, size: u64) -> Result<Arc<Self>> {
         Self::create_with(device, &device.shareable_for(Placement::Device, true)?, size)

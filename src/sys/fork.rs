@@ -102,7 +102,7 @@ fn page() -> Option<&'static AtomicU64> {
         );
         page = match PAGE.compare_exchange(ptr::null_mut(), mapped, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => mapped,
-            // Another thread was first. This thread's page stays mapped and unused.
+            // Another thread was first. This thread's page is leaked.
             Err(other) => other,
         };
     }

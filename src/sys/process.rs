@@ -54,7 +54,7 @@ const PID_DIGITS: usize = 10;
 /// holds the names. Only the first call returns them.
 ///
 /// # Errors
-/// EBADF if one of them is not open, and then none is taken; `InvalidInput` if a variable is malformed. See sd_listen_fds(3), fcntl(2).
+/// EBADF if a descriptor is not open, and then none is taken; `InvalidInput` if a variable is malformed. See sd_listen_fds(3), fcntl(2).
 pub fn take_passed() -> io::Result<Vec<(String, OwnedFd)>> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u32>().ok());
@@ -102,7 +102,7 @@ impl Program {
     /// added or replaced. `fds` are the descriptors to pass, with their names.
     ///
     /// # Errors
-    /// `InvalidInput` if a text contains a zero byte. Those of memfd_create(2) and write(2).
+    /// `InvalidInput` if a text contains a zero byte. See also memfd_create(2), write(2).
     pub(crate) fn new<'a>(
         path: &Path,
         arguments: impl IntoIterator<Item = &'a OsStr>,
@@ -141,7 +141,7 @@ impl Program {
     /// keeps its descriptors and must wait for the child.
     ///
     /// # Errors
-    /// Those of fork(2), and of execve(2) in the child: then no child exists.
+    /// See fork(2), and execve(2) in the child. After an error no child exists.
     pub(crate) fn spawn(self) -> io::Result<libc::pid_t> {
         let mut image = Image::of(self);
         let (reader, writer) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
@@ -155,7 +155,7 @@ impl Program {
             child => {
                 drop(writer);
                 let mut errno = [0; 4];
-                // execve closes the other end of the pipe, and then read returns end of file.
+                // execve closes the write end of the pipe, and then read returns 0.
                 let failed = loop {
                     match nix::unistd::read(&reader, &mut errno) {
                         Ok(4) => break Some(io::Error::from_raw_os_error(i32::from_ne_bytes(errno))),

@@ -61,7 +61,7 @@ impl Write for Stderr {
 /// Makes [`Stderr`] non-blocking in this process: a thread writes the lines.
 ///
 /// # Errors
-/// Those of pthread_create(3).
+/// See pthread_create(3).
 pub fn never_block_on_stderr() -> io::Result<()> {
     let (lines, receiver) = mpsc::channel();
     let counters = Arc::new(Counters::default());
