@@ -64,18 +64,18 @@ impl TryFrom<wire::Memory> for Description {
         if mechanism == wire::Mechanism::Vmm {
             return match (pool, pointer, offset) {
                 (None, None, 0) => of(Sharing::Vmm { placement, segments }),
-                _ => wrong("memory that is shared by vmm has a pool, a pointer or an offset"),
+                _ => wrong("memory shared by vmm has a pool, a pointer or an offset"),
             };
         }
         if placement == Placement::Host || segments > 0 {
-            return wrong("memory of a pool, or legacy memory, is the host's or has segments");
+            return wrong("pool or legacy memory is host memory or has segments");
         }
         let Some(pointer) = pointer.map(|pointer| Pointer(pointer.0)) else {
-            return wrong("memory comes without the 64 bytes that open it");
+            return wrong("the memory lacks the 64 bytes that open it");
         };
         match (mechanism, pool) {
             (wire::Mechanism::Pool, Some(pool)) => of(Sharing::Pool { pool, pointer, offset }),
-            (wire::Mechanism::Pool, None) => wrong("memory of a pool comes without the pool's number"),
+            (wire::Mechanism::Pool, None) => wrong("pool memory lacks the pool's number"),
             (_, Some(_)) => wrong("legacy memory has a pool"),
             (_, None) => of(Sharing::Legacy { pointer, offset }),
         }

@@ -2,7 +2,6 @@
 
 use std::{
     fs::File,
-    io,
     os::{fd::OwnedFd, unix::fs::FileExt},
 };
 
@@ -37,23 +36,9 @@ pub(in crate::broker) enum Unreadable {
         reason: serde_json::Error,
     },
 
-    /// The log can't be opened for appending.
+    /// The log can't be read or opened for appending.
     #[error(transparent)]
-    Append(#[from] CatalogueError),
-
-    /// A system call failed.
-    #[error("cannot {action} the catalogue")]
-    System {
-        action: &'static str,
-        #[source]
-        source: io::Error,
-    },
-}
-
-impl Unreadable {
-    fn system(action: &'static str) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::System { action, source }
-    }
+    Catalogue(#[from] CatalogueError),
 }
 
 impl Catalogue {
@@ -64,11 +49,11 @@ impl Catalogue {
     /// [`Unreadable`]; the log is unchanged.
     pub(in crate::broker) fn load(fd: OwnedFd) -> Result<(Self, Records), Unreadable> {
         let file = File::from(fd);
-        let written = file.metadata().map_err(Unreadable::system("examine"))?.len();
+        let written = file.metadata().map_err(CatalogueError::system("examine"))?.len();
         let mut bytes = vec![0; usize::try_from(written).unwrap_or(usize::MAX).min(HEADER)];
-        file.read_exact_at(&mut bytes, 0).map_err(Unreadable::system("read"))?;
+        file.read_exact_at(&mut bytes, 0).map_err(CatalogueError::system("read"))?;
         let (generation, length) = (read_header(&bytes)?, HEADER as u64);
-        let again = file.try_clone().map_err(Unreadable::system("read"))?;
+        let again = file.try_clone().map_err(CatalogueError::system("read"))?;
         let records = Records { file: again, written, at: length, base: 0, buffer: Vec::new(), consumed: 0 };
         let catalogue =
             Self { file, generation, length, torn: false, base: 0, limit: file_limit()?, buffer: Vec::new() };
@@ -127,7 +112,7 @@ impl Records {
             self.buffer.shrink_to(more);
             self.buffer.resize(more, 0);
             let read = self.file.read_exact_at(&mut self.buffer[have..], self.at + have as u64);
-            read.map_err(Unreadable::system("read"))?;
+            read.map_err(CatalogueError::system("read"))?;
         }
         Ok(Some(&self.buffer[self.consumed..self.consumed + length]))
     }

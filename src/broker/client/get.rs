@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use super::{
+    Client,
     connection::{Connection, Exchange},
     lease::Lease,
     records::unexpected,
@@ -16,7 +17,7 @@ use crate::{
     },
 };
 
-/// Selects an object, or a subset of it, for [`super::Client::get`].
+/// Selects an object, or a subset of it, for [`Client::get`].
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Get {
@@ -93,7 +94,7 @@ impl Get {
     }
 }
 
-/// The object, or the part of it, that a process offers to create: see [`super::Client::get_or_claim`].
+/// The object, or the part of it, that a process offers to create: see [`Client::get_or_claim`].
 #[derive(Debug, Clone, Default)]
 #[must_use]
 pub struct ClaimOf {
@@ -112,7 +113,7 @@ impl ClaimOf {
     }
 }
 
-/// The result of [`super::Client::get_or_claim`].
+/// The result of [`Client::get_or_claim`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Found {
@@ -139,61 +140,76 @@ impl Drop for Claim {
     }
 }
 
-pub(super) fn get_all(connection: &Arc<Connection>, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
-    let mut request = build_request(gets, wait, None)?;
-    let leases = connection.request(wait.unwrap_or_default(), |exchange, left| {
-        send_get(exchange, &mut request, left)?;
-        let mut leases = Vec::with_capacity(gets.len());
-        for remaining in (0..gets.len()).rev() {
-            let (header, fds) = match exchange.receive("for the lease")? {
-                (Message::Lease(header), fds) => (header, fds),
-                (other, _) => return Err(unexpected(&other, "lease")),
-            };
-            leases.push(receive_lease(connection, exchange, *header, fds, remaining > 0)?);
-        }
-        Ok(leases)
-    })?;
-    gets.iter().zip(&leases).try_for_each(|(get, lease)| get.check_owner(lease))?;
-    Ok(leases)
-}
-
-/// Gets one lease and waits as [`Get::wait`] allows.
-pub(super) fn get(connection: &Arc<Connection>, get: &Get) -> Result<Lease> {
-    let mut leases = get_all(connection, std::slice::from_ref(get), get.wait)?;
-    leases.pop().ok_or_else(|| ProtocolError::Content("no lease came".to_owned()).into())
-}
-
-pub(super) fn get_or_claim(connection: &Arc<Connection>, get: &Get, claim: &ClaimOf) -> Result<Found> {
-    let mut request = build_request(std::slice::from_ref(get), get.wait, Some(claim))?;
-    let found = connection.request(get.wait.unwrap_or_default(), |exchange, left| {
-        send_get(exchange, &mut request, left)?;
-        match exchange.receive("for the lease or the claim")? {
-            (Message::Lease(header), fds) => {
-                Ok(Found::Lease(receive_lease(connection, exchange, *header, fds, false)?))
-            }
-            (Message::Claimed(claimed), _) => {
-                Ok(Found::Claim(Claim { connection: Arc::clone(connection), token: claimed.token }))
-            }
-            (other, _) => Err(unexpected(&other, "lease")),
-        }
-    })?;
-    if let Found::Lease(lease) = &found {
-        get.check_owner(lease)?;
+impl Client {
+    /// Gets a lease of an object. Waits for the object as long as [`Get::wait`] allows.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] with the code `absent` if the object does not exist, `timeout` if it did not appear in time, `differs` if it does
+    /// not match the get's expectations; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    pub fn get(&self, get: &Get) -> Result<Lease> {
+        let mut leases = self.get_all(std::slice::from_ref(get), get.wait)?;
+        leases.pop().ok_or_else(|| ProtocolError::Content("the answer has no lease".to_owned()).into())
     }
-    Ok(found)
+
+    /// Gets leases of several objects at one moment: all or none. Waits up to `wait` until all exist; [`Get::wait`] is ignored.
+    ///
+    /// # Errors
+    /// As [`Client::get`].
+    pub fn get_all(&self, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
+        let mut request = build_request(gets, wait, None)?;
+        let leases = self.0.request(wait.unwrap_or_default(), |exchange, left| {
+            send_get(exchange, &mut request, left)?;
+            let mut leases = Vec::with_capacity(gets.len());
+            for remaining in (0..gets.len()).rev() {
+                let (header, fds) = match exchange.receive("for the lease")? {
+                    (Message::Lease(header), fds) => (header, fds),
+                    (other, _) => return Err(unexpected(&other, "lease")),
+                };
+                leases.push(receive_lease(&self.0, exchange, *header, fds, remaining > 0)?);
+            }
+            Ok(leases)
+        })?;
+        gets.iter().zip(&leases).try_for_each(|(get, lease)| get.check_owner(lease))?;
+        Ok(leases)
+    }
+
+    /// Gets a lease of an object or, if it does not exist, the claim to create it. If several processes ask for the same missing object,
+    /// one gets the claim. The others wait, as long as [`Get::wait`] allows, until the object is put or the claim passes to them.
+    ///
+    /// # Errors
+    /// As [`Client::get`].
+    pub fn get_or_claim(&self, get: &Get, claim: &ClaimOf) -> Result<Found> {
+        let mut request = build_request(std::slice::from_ref(get), get.wait, Some(claim))?;
+        let found = self.0.request(get.wait.unwrap_or_default(), |exchange, left| {
+            send_get(exchange, &mut request, left)?;
+            match exchange.receive("for the lease or the claim")? {
+                (Message::Lease(header), fds) => {
+                    Ok(Found::Lease(receive_lease(&self.0, exchange, *header, fds, false)?))
+                }
+                (Message::Claimed(claimed), _) => {
+                    Ok(Found::Claim(Claim { connection: Arc::clone(&self.0), token: claimed.token }))
+                }
+                (other, _) => Err(unexpected(&other, "lease")),
+            }
+        })?;
+        if let Found::Lease(lease) = &found {
+            get.check_owner(lease)?;
+        }
+        Ok(found)
+    }
 }
 
 /// Checks the names and builds the request.
 fn build_request(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) -> Result<Message> {
     let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message).into());
     if gets.is_empty() {
-        return invalid("a get names no object");
+        return invalid("a get needs at least one object");
     }
     for Get { object, .. } in gets {
         check_name(&object.name)?;
         object.parts.iter().flatten().try_for_each(|part| check_component("part", part))?;
         if object.range.is_some() && object.arrays.is_some() {
-            return invalid("a get asks for a range or for arrays, not for both");
+            return invalid("a get can request a range or arrays, not both");
         }
     }
     Ok(Message::Get(Box::new(broker::Get {
@@ -233,13 +249,13 @@ fn receive_lease(
                 segments.extend(fds);
             }
             (Message::Segments(some), _) => {
-                return wrong(format!("segment {} came where {} belongs", some.first, sizes.len()));
+                return wrong(format!("received segment {} instead of {}", some.first, sizes.len()));
             }
             (other, _) => return Err(unexpected(&other, "segments")),
         }
     }
     if sizes.len() as u64 != want {
-        return wrong(format!("{} segments came with a lease of {want}", sizes.len()));
+        return wrong(format!("received {} segments for a lease of {want}", sizes.len()));
     }
     if more {
         exchange.send(&Message::Received(Received { segments: want }), &[])?;

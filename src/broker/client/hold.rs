@@ -61,6 +61,33 @@ macro_rules! version_accessors {
 
 pub(super) use version_accessors;
 
+/// The public accessors that a part of a lease and of an opened object share.
+macro_rules! part_accessors {
+    () => {
+        /// The part's name.
+        pub fn name(&self) -> &str {
+            &self.header.name
+        }
+
+        /// The memory's description. Until the memory is mapped, its sizes are unverified claims of the creator.
+        pub fn description(&self) -> &Description {
+            &self.header.description
+        }
+
+        /// The digest of the part's bytes, in the creator's format.
+        pub fn digest(&self) -> Option<&str> {
+            self.header.digest.as_deref()
+        }
+
+        /// All arrays of the part, in the creator's order, even if only some of the memory was requested.
+        pub fn arrays(&self) -> &[ArrayEntry] {
+            &self.header.arrays
+        }
+    };
+}
+
+pub(super) use part_accessors;
+
 /// Ends the lease when dropped.
 #[derive(Debug)]
 pub(super) struct Hold {

@@ -97,13 +97,19 @@ pub(super) struct RestoreData {
     pub(super) parts: Vec<RestorePart>,
 }
 
-/// A part of a version to restore.
-#[derive(Debug)]
-pub(super) struct RestorePart {
+/// A part's properties, shared by [`LeasedPart`](super::LeasedPart) and [`ObjectPart`](super::ObjectPart).
+#[derive(Debug, Clone)]
+pub(super) struct PartHeader {
     pub(super) name: String,
     pub(super) description: Description,
     pub(super) digest: Option<String>,
     pub(super) arrays: Arc<Vec<ArrayEntry>>,
+}
+
+/// A part of a version to restore.
+#[derive(Debug)]
+pub(super) struct RestorePart {
+    pub(super) header: PartHeader,
     /// The lease, or the object opened with it, owns the descriptors. Parked memory has no descriptors.
     pub(super) segments: Vec<(u64, Weak<OwnedFd>)>,
 }
@@ -140,7 +146,7 @@ impl fmt::Display for LossReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unreachable => f.write_str("the broker can't be reached"),
-            Self::Ended => f.write_str("the broker has ended it"),
+            Self::Ended => f.write_str("the broker ended the lease"),
             Self::NotRestored(why) => write!(f, "the broker has lost the version: {why}"),
         }
     }

@@ -10,8 +10,8 @@ use std::{
 
 use super::{
     connection::Connection,
-    hold::{Header, Hold, version_accessors},
-    holdings::{Held, RestoreData, RestorePart},
+    hold::{Header, Hold, part_accessors, version_accessors},
+    holdings::{Held, PartHeader, RestoreData, RestorePart},
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
@@ -44,10 +44,7 @@ pub struct Lease {
 /// A part of a lease, not mapped yet.
 #[derive(Debug)]
 pub struct LeasedPart {
-    pub(super) name: String,
-    pub(super) description: Description,
-    pub(super) digest: Option<String>,
-    pub(super) arrays: Arc<Vec<ArrayEntry>>,
+    pub(super) header: PartHeader,
     pub(super) runs: Vec<Run>,
 }
 
@@ -83,7 +80,8 @@ impl Lease {
                 Run { part: run.into(), segments }
             });
             let (runs, arrays) = (runs.collect(), Arc::new(arrays));
-            parts.push(LeasedPart { name: part.name, description, digest: part.digest, arrays, runs });
+            let header = PartHeader { name: part.name, description, digest: part.digest, arrays };
+            parts.push(LeasedPart { header, runs });
         }
         let restore = header.whole.then(|| RestoreData {
             backend: backend.clone(),
@@ -124,7 +122,7 @@ impl Lease {
 
     /// The part with this name.
     pub fn part(&self, name: &str) -> Option<&LeasedPart> {
-        self.parts.iter().find(|part| part.name == name)
+        self.parts.iter().find(|part| part.header.name == name)
     }
 
     /// Ends the lease and returns its parts. Their descriptors remain valid.
@@ -163,7 +161,7 @@ impl Lease {
         let Self { hold, header, parts, .. } = self;
         let mut opened = Vec::with_capacity(parts.len());
         for part in parts {
-            let owner = &part.description.device;
+            let owner = &part.header.description.device;
             let device = match &wanted {
                 None => hold.connection.device_of(driver, owner)?,
                 wanted => Device::for_memory_of(driver, owner, wanted.as_ref())?,
@@ -176,25 +174,7 @@ impl Lease {
 }
 
 impl LeasedPart {
-    /// The part's name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The memory's description. The sizes are the creator's claims.
-    pub fn description(&self) -> &Description {
-        &self.description
-    }
-
-    /// The digest of the part's bytes, in the creator's format.
-    pub fn digest(&self) -> Option<&str> {
-        self.digest.as_deref()
-    }
-
-    /// All arrays of the part, in the creator's order, even if only some of the memory was requested.
-    pub fn arrays(&self) -> &[ArrayEntry] {
-        &self.arrays
-    }
+    part_accessors!();
 
     /// Returns each segment's size in bytes and its descriptor, to import them by other means. The caller owns the descriptors.
     ///
@@ -205,7 +185,8 @@ impl LeasedPart {
         let deadline = deadline_after(RESTORE_TIMEOUT);
         let segments = self.runs.into_iter().flat_map(|run| run.segments);
         let owned = segments.map(|(size, fd)| Ok((size, take_or_duplicate(fd, deadline, OwnedFd::try_clone)?)));
-        let action = || format!("take the descriptors of part `{}`, which is being restored on the broker", self.name);
+        let action =
+            || format!("take the descriptors of part `{}`, which is being restored on the broker", self.header.name);
         owned.collect::<io::Result<_>>().map_err(|error| Error::system(action(), error))
     }
 
@@ -213,10 +194,7 @@ impl LeasedPart {
     fn restore_part(&self) -> RestorePart {
         let segments = self.runs.iter().flat_map(|run| &run.segments);
         RestorePart {
-            name: self.name.clone(),
-            description: self.description.clone(),
-            digest: self.digest.clone(),
-            arrays: Arc::clone(&self.arrays),
+            header: self.header.clone(),
             segments: segments.map(|(size, fd)| (*size, Arc::downgrade(fd))).collect(),
         }
     }
@@ -226,14 +204,14 @@ impl LeasedPart {
             let feature = "copy-on-write mappings, as CUDA has none: copy what is to be written";
             return Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
         }
-        let Self { name, description, digest, arrays, runs } = self;
+        let Self { header, runs } = self;
         let (mut memory, mut remains) = (Vec::with_capacity(runs.len()), Vec::with_capacity(runs.len()));
         for run in runs {
-            let (imported, rest) = run.map(device, &description, copy_on_write)?;
+            let (imported, rest) = run.map(device, &header.description, copy_on_write)?;
             memory.push(Arc::new(imported));
             remains.push(rest);
         }
-        Ok(ObjectPart { name, description, digest, arrays, memory, remains, index: OnceLock::new() })
+        Ok(ObjectPart { header, memory, remains, index: OnceLock::new() })
     }
 }
 
@@ -291,7 +269,7 @@ fn read_text(table: Table, tables: &mut impl Iterator<Item = OwnedFd>, most: u64
     match table {
         Table::Inline(text) => Ok(text.as_str().to_owned()),
         Table::Length(length) => {
-            let fd = tables.next().ok_or_else(|| wrong("a table came without its descriptor".to_owned()))?;
+            let fd = tables.next().ok_or_else(|| wrong("the descriptor of a table is missing".to_owned()))?;
             table::read(fd.as_fd(), length, most).map_err(wrong)
         }
     }

@@ -42,8 +42,8 @@ use crate::{
     wire::{
         Check,
         broker::{
-            Delete, HeldLease, List, MAX_METADATA, Measure, Measured, Message, Published, Stat, Summary, Table, Token,
-            UserTotal, VersionInfo, Who,
+            Delete, HeldLease, List, MAX_METADATA, Measure, Measured, Message, Stat, Summary, Table, Token, UserTotal,
+            VersionInfo, Who,
         },
     },
 };
@@ -133,41 +133,6 @@ impl Client {
         *lock(&self.0.peer)
     }
 
-    /// Publishes memory under a name. Once this returns, the broker holds the memory and the caller may drop its own.
-    ///
-    /// # Errors
-    /// [`Error::Broker`] if the broker refuses the put, which then has no effect; [`Error::Memory`] if an array is not inside its part;
-    /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
-    pub fn put(&self, put: &Put<'_>) -> Result<Published> {
-        put::put(&self.0, put)
-    }
-
-    /// Gets a lease of an object. Waits for the object as long as [`Get::wait`] allows.
-    ///
-    /// # Errors
-    /// [`Error::Broker`] with the code `absent` if the object does not exist, `timeout` if it did not appear in time, `differs` if it does
-    /// not match the get's expectations; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
-    pub fn get(&self, get: &Get) -> Result<Lease> {
-        get::get(&self.0, get)
-    }
-
-    /// Gets leases of several objects at one moment: all or none. Waits up to `wait` until all exist; [`Get::wait`] is ignored.
-    ///
-    /// # Errors
-    /// As [`Client::get`].
-    pub fn get_all(&self, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
-        get::get_all(&self.0, gets, wait)
-    }
-
-    /// Gets a lease of an object or, if it does not exist, the claim to create it. If several processes ask for the same missing object,
-    /// one gets the claim. The others wait, as long as [`Get::wait`] allows, until the object is put or the claim passes to them.
-    ///
-    /// # Errors
-    /// As [`Client::get`].
-    pub fn get_or_claim(&self, get: &Get, claim: &ClaimOf) -> Result<Found> {
-        get::get_or_claim(&self.0, get, claim)
-    }
-
     /// Lists the objects whose names start with `prefix` and that this user may read, sorted by name.
     ///
     /// The list arrives in pages: objects that are put or deleted in the meantime may be missing.
@@ -207,7 +172,8 @@ impl Client {
                     None => Ok(Check::new()),
                     Some(Table::Inline(text)) => text.read(),
                     Some(Table::Length(length)) => {
-                        let fd = fds.first().ok_or_else(|| wrong("metadata came without a descriptor".to_owned()))?;
+                        let fd =
+                            fds.first().ok_or_else(|| wrong("the descriptor of the metadata is missing".to_owned()))?;
                         let text = super::table::read(fd.as_fd(), *length, MAX_METADATA).map_err(wrong)?;
                         serde_json::from_str(&text)
                     }

@@ -6,7 +6,10 @@ use std::{
     time::SystemTime,
 };
 
-use super::hold::{Header, Hold, version_accessors};
+use super::{
+    hold::{Header, Hold, part_accessors, version_accessors},
+    holdings::PartHeader,
+};
 use crate::{
     error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result},
     memory::{Array, Description, Imported, Region, Remains},
@@ -63,7 +66,7 @@ impl Object {
 
     /// The part with this name.
     pub fn part(&self, name: &str) -> Option<&ObjectPart> {
-        self.parts.iter().find(|part| part.name == name)
+        self.parts.iter().find(|part| part.header.name == name)
     }
 
     /// Returns an array by name, from any part.
@@ -80,10 +83,7 @@ impl Object {
 /// A mapped part of an [`Object`].
 #[derive(Debug)]
 pub struct ObjectPart {
-    pub(super) name: String,
-    pub(super) description: Description,
-    pub(super) digest: Option<String>,
-    pub(super) arrays: Arc<Vec<ArrayEntry>>,
+    pub(super) header: PartHeader,
     pub(super) memory: Vec<Arc<Imported>>,
     /// Each piece's handles and descriptors, needed to map it again after a failed switch.
     pub(super) remains: Vec<Remains>,
@@ -92,20 +92,7 @@ pub struct ObjectPart {
 }
 
 impl ObjectPart {
-    /// The part's name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The memory's description.
-    pub fn description(&self) -> &Description {
-        &self.description
-    }
-
-    /// The digest of the part's bytes, in the creator's format.
-    pub fn digest(&self) -> Option<&str> {
-        self.digest.as_deref()
-    }
+    part_accessors!();
 
     /// The part's memory. It is one piece, unless the get requested arrays that are not contiguous.
     ///
@@ -117,7 +104,7 @@ impl ObjectPart {
             [memory] => Ok(memory),
             several => {
                 let problem =
-                    format!("part `{}` is mapped in {} pieces: take them one by one", self.name, several.len());
+                    format!("part `{}` is mapped in {} pieces: take them one by one", self.header.name, several.len());
                 Err(Error::Misuse { problem })
             }
         }
@@ -127,11 +114,6 @@ impl ObjectPart {
     /// [parked](Object::park), each has 0 bytes.
     pub fn pieces(&self) -> &[Arc<Imported>] {
         &self.memory
-    }
-
-    /// All arrays of the part, in the creator's order, even if only some of the memory was requested.
-    pub fn arrays(&self) -> &[ArrayEntry] {
-        &self.arrays
     }
 
     /// Returns an array by name.
@@ -159,14 +141,15 @@ impl ObjectPart {
     fn check_mapped(&self) -> Result<()> {
         match self.memory.iter().any(|piece| piece.is_parked()) {
             false => Ok(()),
-            true => Err(Error::Misuse { problem: format!("part `{}` is parked: nothing is mapped", self.name) }),
+            true => Err(Error::Misuse { problem: format!("part `{}` is parked: nothing is mapped", self.header.name) }),
         }
     }
 
     fn entry(&self, name: &str) -> Option<&ArrayEntry> {
-        let index =
-            self.index.get_or_init(|| (0..).zip(self.arrays.iter()).map(|(at, of)| (of.name.clone(), at)).collect());
-        index.get(name).map(|at| &self.arrays[*at])
+        let index = self
+            .index
+            .get_or_init(|| (0..).zip(self.header.arrays.iter()).map(|(at, of)| (of.name.clone(), at)).collect());
+        index.get(name).map(|at| &self.header.arrays[*at])
     }
 }
 

@@ -7,7 +7,8 @@ use std::{
 };
 
 use super::{
-    connection::{Connection, Exchange},
+    Client,
+    connection::Exchange,
     holdings::{Held, RestoreData},
     records::unexpected,
 };
@@ -41,7 +42,7 @@ pub enum Condition {
     Version(u64),
 }
 
-/// An object to publish with [`super::Client::put`].
+/// An object to publish with [`Client::put`].
 #[derive(Debug)]
 #[must_use]
 pub struct Put<'a> {
@@ -210,25 +211,31 @@ fn invalid(message: String) -> Error {
     BrokerError::new(RefusalCode::Invalid, message).into()
 }
 
-/// Publishes an object.
-pub(super) fn put(connection: &Arc<Connection>, put: &Put<'_>) -> Result<Published> {
-    check(put)?;
-    let metadata = put.metadata.as_ref().map(Attached::of).transpose().map_err(unwritable)?;
-    let mut upload = Upload::of(put, metadata)?;
-    // Makes the put idempotent: it may be sent again after a reconnect.
-    let request = super::new_token()?;
-    upload.message.request = Some(request);
-    connection.request(put.wait, |exchange, left| {
-        let published = upload.send(exchange, left)?;
-        // Inside the exchange, so that no reconnect can miss this put.
-        match put.lifetime {
-            Some(Lifetime::Maker | Lifetime::Leased) => connection.remember_put(&put.name, request),
-            // The existing name keeps its lifetime, which this process does not know.
-            None if put.condition != Condition::New => connection.remember_put(&put.name, request),
-            _ => connection.forget_put(&put.name),
-        }
-        Ok(published)
-    })
+impl Client {
+    /// Publishes memory under a name. Once this returns, the broker holds the memory and the caller may drop its own.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] if the broker refuses the put, which then has no effect; [`Error::Memory`] if an array is not inside its part;
+    /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    pub fn put(&self, put: &Put<'_>) -> Result<Published> {
+        check(put)?;
+        let metadata = put.metadata.as_ref().map(Attached::of).transpose().map_err(unwritable)?;
+        let mut upload = Upload::of(put, metadata)?;
+        // Makes the put idempotent: it may be sent again after a reconnect.
+        let request = super::new_token()?;
+        upload.message.request = Some(request);
+        self.0.request(put.wait, |exchange, left| {
+            let published = upload.send(exchange, left)?;
+            // Inside the exchange, so that no reconnect can miss this put.
+            match put.lifetime {
+                Some(Lifetime::Maker | Lifetime::Leased) => self.0.remember_put(&put.name, request),
+                // The existing name keeps its lifetime, which this process does not know.
+                None if put.condition != Condition::New => self.0.remember_put(&put.name, request),
+                _ => self.0.forget_put(&put.name),
+            }
+            Ok(published)
+        })
+    }
 }
 
 /// Prepares to restore a version with its leases, and lets `send` upload it.
@@ -239,7 +246,7 @@ pub(super) fn restore(
     leases: &[Token],
     send: impl FnOnce(&mut Upload<'_>) -> Result<Published>,
 ) -> Result<Published> {
-    let unknown = || invalid(format!("the backend `{}` is not known here", data.backend));
+    let unknown = || invalid(format!("the backend `{}` is unknown to this build", data.backend));
     let backends = [Backend::Cuda, Backend::Host];
     let backend = backends.into_iter().find(|known| known.as_str() == data.backend).ok_or_else(unknown)?;
     let mut put = Put::new(held.name.as_str());
@@ -248,12 +255,12 @@ pub(super) fn restore(
         let segments =
             part.segments.iter().map(|(size, _)| *size).zip(fds.iter().map(|fd| Segment::Borrowed(fd.as_fd())));
         put.parts.push(PutPart {
-            name: part.name.clone(),
+            name: part.header.name.clone(),
             backend,
-            description: part.description.clone(),
+            description: part.header.description.clone(),
             segments: segments.collect(),
-            arrays: part.arrays.to_vec(),
-            digest: part.digest.clone(),
+            arrays: part.header.arrays.to_vec(),
+            digest: part.header.digest.clone(),
         });
     }
     check(&put)?;
@@ -357,7 +364,7 @@ fn check(put: &Put<'_>) -> Result<()> {
     put.group.iter().try_for_each(|group| check_component("group", group))?;
     put.announced.iter().try_for_each(|part| check_component("part", part))?;
     if put.parts.is_empty() {
-        return Err(invalid(format!("a put of `{}` brings no part", put.name)));
+        return Err(invalid(format!("a put of `{}` has no part", put.name)));
     }
     let (parts, segments) = (put.parts.len(), put.parts.iter().map(|part| part.segments.len()).sum::<usize>());
     if parts > MAX_PARTS || put.announced.len() > MAX_PARTS {
@@ -370,14 +377,18 @@ fn check(put: &Put<'_>) -> Result<()> {
         )));
     }
     if let Some(mode) = put.mode.filter(|mode| mode & !0o666 != 0) {
-        return Err(invalid(format!("mode {mode:o} has more than read and write: at most 666")));
+        return Err(invalid(format!(
+            "mode {mode:o} is not valid: only the bits for read and write are allowed, at most 666"
+        )));
     }
     let backend = put.parts[0].backend;
     for part in &put.parts {
         check_component("part", &part.name)?;
         if part.backend != backend {
             let (one, other) = (backend, part.backend);
-            return Err(invalid(format!("parts of one object are on one backend, and these on {one} and on {other}")));
+            return Err(invalid(format!(
+                "all parts of an object must be on one backend, but these are on {one} and {other}"
+            )));
         }
         if part.arrays.len() > MAX_ARRAYS {
             let got = part.arrays.len();
@@ -398,7 +409,7 @@ fn check(put: &Put<'_>) -> Result<()> {
 }
 
 fn unwritable(error: serde_json::Error) -> Error {
-    invalid(format!("the description can't be written as JSON: {error}"))
+    invalid(format!("can't encode the put as JSON: {error}"))
 }
 
 /// The tables of one put: small tables go into the message, others into memfds beside it.

@@ -46,7 +46,7 @@ impl Connection {
         if tries > 0 && started.elapsed() > wait.saturating_add(dialler.timeout) {
             return Err(error);
         }
-        tracing::debug!(%error, "the connection to the broker broke: it is made again");
+        tracing::debug!(%error, "the connection to the broker broke: reconnecting");
         self.mark_broken();
         let deadline = deadline_after(dialler.timeout);
         if tries > 0 {
@@ -158,7 +158,7 @@ impl Connection {
         for resume in chunks.chain(puts) {
             let mut exchange = self.exchange(incoming, self.socket.timeout());
             exchange.send_first(&Message::Resume(resume), &[])?;
-            match exchange.receive("for leases to be taken up")? {
+            match exchange.receive("for leases to be resumed")? {
                 (Message::Resumed(resumed), _) => unknown.extend(resumed.lost),
                 (other, _) => return Err(unexpected(&other, "resumed")),
             }
@@ -178,7 +178,7 @@ impl Connection {
         for leases in versions.into_values() {
             let tokens: Vec<Token> = leases.iter().map(|held| held.token).collect();
             let problem = match leases.iter().find_map(|held| Some((held, held.restorable()?))) {
-                None => Some("this process does not hold all of it".to_owned()),
+                None => Some("this process does not hold the whole version".to_owned()),
                 Some((held, (whole, segments))) => {
                     let mut problem = None;
                     for tokens in tokens.chunks(MAX_LEASES_PER_RESTORE) {
@@ -192,7 +192,7 @@ impl Connection {
                             Ok(_) => {}
                             Err(error) if is_connection_error(&error) => return Err(error),
                             Err(error) => {
-                                tracing::debug!(%error, name = held.name, "a version is not taken back");
+                                tracing::debug!(%error, name = held.name, "the broker did not accept a restored version");
                                 if !matches!(error, Error::Broker(_)) {
                                     held.forbid_restore();
                                 }
@@ -206,7 +206,8 @@ impl Connection {
             };
             // Another reader may have restored it first, and the broker may accept fewer leases than offered.
             let unknown = self.resume(&tokens, &[], incoming)?;
-            let problem = problem.unwrap_or_else(|| "the broker has no lease of it for this process".to_owned());
+            let problem =
+                problem.unwrap_or_else(|| "the broker gave this process no lease of the restored version".to_owned());
             outcomes.extend(leases.into_iter().map(|held| {
                 let why = unknown.contains(&held.token).then(|| problem.clone());
                 (held, why)

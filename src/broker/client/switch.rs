@@ -8,12 +8,13 @@ use std::{
 
 use super::{
     hold::{Header, Hold, version_accessors},
+    holdings::PartHeader,
     lease::{Lease, LeasedPart, Run, check_backend},
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
     error::{BrokerError, Error, ProtocolError, RefusalCode, Result},
-    memory::{Description, Device, Imported, Place, Region, Spare, exchange},
+    memory::{Device, Imported, Place, Region, Spare, exchange},
     wire::{
         Check,
         broker::{ArrayEntry, Owner},
@@ -43,9 +44,7 @@ impl Prepared {
 
 #[derive(Debug)]
 struct PreparedPart {
-    description: Description,
-    digest: Option<String>,
-    arrays: Arc<Vec<ArrayEntry>>,
+    header: PartHeader,
     spares: Vec<Spare>,
 }
 
@@ -162,7 +161,7 @@ impl Object {
         let mut prepared = Vec::with_capacity(parts.len());
         for part in &self.parts {
             // The check above found each part.
-            let Some(at) = parts.iter().position(|next| next.name == part.name) else { continue };
+            let Some(at) = parts.iter().position(|next| next.header.name == part.header.name) else { continue };
             let next = parts.swap_remove(at);
             let part = PreparedPart::of(next, part).inspect_err(|error| {
                 // A driver error may be this process's own fault, so only mismatches are reported.
@@ -218,7 +217,7 @@ impl Object {
         if !self.is_parked() {
             let mut places = Vec::new();
             for part in &mut self.parts {
-                let pieces = exclusive(&part.name, &mut part.memory)?;
+                let pieces = exclusive(&part.header.name, &mut part.memory)?;
                 places.extend(
                     pieces.into_iter().zip(&mut part.remains).map(|(memory, rest)| Place::new(memory, rest, None)),
                 );
@@ -269,16 +268,14 @@ impl Object {
         }
         let mut places = Vec::new();
         for (part, next) in self.parts.iter_mut().zip(&mut next.parts) {
-            let pieces = exclusive(&part.name, &mut part.memory)?.into_iter().zip(&mut part.remains);
+            let pieces = exclusive(&part.header.name, &mut part.memory)?.into_iter().zip(&mut part.remains);
             let with = pieces.zip(&mut next.spares);
             places.extend(with.map(|((memory, rest), spare)| Place::new(memory, rest, Some(spare))));
         }
         exchange(&mut places)?;
         drop(places);
         for (part, next) in self.parts.iter_mut().zip(&mut next.parts) {
-            mem::swap(&mut part.description, &mut next.description);
-            mem::swap(&mut part.digest, &mut next.digest);
-            mem::swap(&mut part.arrays, &mut next.arrays);
+            mem::swap(&mut part.header, &mut next.header);
             part.index = OnceLock::new();
         }
         mem::swap(&mut self.header, &mut next.header);
@@ -304,15 +301,15 @@ fn exclusive<'a>(part: &str, memory: &'a mut [Arc<Imported>]) -> Result<Vec<&'a 
 impl PreparedPart {
     /// Imports a part for the device that uses the old version's memory.
     fn of(next: LeasedPart, part: &ObjectPart) -> Result<Self> {
-        let LeasedPart { description, digest, arrays, runs, .. } = next;
+        let LeasedPart { header, runs } = next;
         let mut spares = Vec::with_capacity(runs.len());
         for (run, piece) in runs.into_iter().zip(&part.memory) {
             let (driver, device) = (piece.device().driver(), piece.device());
-            let device = Device::for_memory_of(driver, &description.device, Some(device))?;
-            let (memory, segments) = run.map(&device, &description, false)?;
+            let device = Device::for_memory_of(driver, &header.description.device, Some(device))?;
+            let (memory, segments) = run.map(&device, &header.description, false)?;
             spares.push(Spare::of(memory, segments)?);
         }
-        Ok(Self { description, digest, arrays, spares })
+        Ok(Self { header, spares })
     }
 }
 
@@ -336,15 +333,19 @@ impl<'a> Shape<'a> {
     fn of_mapped(part: &'a ObjectPart) -> Self {
         let piece =
             |memory: &Arc<Imported>| Piece { start: memory.start(), size: memory.data_size(), room: memory.room() };
-        Self { name: &part.name, pieces: part.memory.iter().map(piece).collect(), arrays: &part.arrays }
+        Self { name: &part.header.name, pieces: part.memory.iter().map(piece).collect(), arrays: &part.header.arrays }
     }
 
     fn of_leased(part: &'a LeasedPart) -> Self {
         let piece = |run: &Run| {
             let (start, room) = (run.part.offset, run.part.size);
-            Piece { start, size: part.description.size.min(start.saturating_add(room)).saturating_sub(start), room }
+            Piece {
+                start,
+                size: part.header.description.size.min(start.saturating_add(room)).saturating_sub(start),
+                room,
+            }
         };
-        Self { name: &part.name, pieces: part.runs.iter().map(piece).collect(), arrays: &part.arrays }
+        Self { name: &part.header.name, pieces: part.runs.iter().map(piece).collect(), arrays: &part.header.arrays }
     }
 
     /// The arrays that lie inside the pieces.

@@ -4,7 +4,7 @@ use std::{
     io,
     os::fd::AsFd,
     os::unix::net::UnixStream,
-    sync::{Arc, TryLockError, Weak},
+    sync::{Arc, Weak},
     thread,
     time::{Duration, Instant},
 };
@@ -20,7 +20,7 @@ use nix::{
 use super::{
     connection::Connection,
     dial::Dialler,
-    records::{buffer, lock},
+    records::{buffer, lock, try_lock},
     waker::Waker,
 };
 use crate::{
@@ -122,14 +122,10 @@ impl Watcher {
                 return;
             };
             {
-                let guard = match connection.incoming.try_lock() {
-                    Ok(incoming) => incoming,
-                    Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                    Err(TryLockError::WouldBlock) => {
-                        // The other thread's request reconnects.
-                        next = Next::Pause(RECHECK_INTERVAL);
-                        continue;
-                    }
+                let Some(guard) = try_lock(&connection.incoming) else {
+                    // The other thread's request reconnects.
+                    next = Next::Pause(RECHECK_INTERVAL);
+                    continue;
                 };
                 // A request may have reconnected in the meantime.
                 if !connection.is_hung_up() {
@@ -150,7 +146,7 @@ impl Watcher {
             match self.try_reconnect(dialler) {
                 Ok(()) => {}
                 Err(error @ Error::Interrupted { .. }) => {
-                    tracing::debug!(%error, "a connection to the broker is not made again");
+                    tracing::debug!(%error, "not reconnecting to the broker");
                     if let Some(connection) = self.connection.upgrade() {
                         connection.report_unreachable(true);
                         connection.call_handlers();
@@ -158,7 +154,7 @@ impl Watcher {
                     return;
                 }
                 Err(error) => {
-                    tracing::debug!(%error, "cannot make a connection to the broker again");
+                    tracing::debug!(%error, "cannot reconnect to the broker");
                     if since.elapsed() >= dialler.timeout
                         && !reported
                         && let Some(connection) = self.connection.upgrade()
@@ -184,11 +180,7 @@ impl Watcher {
     fn try_reconnect(&self, dialler: &Dialler) -> Result<()> {
         let dialled = dialler.dial(Instant::now(), &mut buffer())?;
         let Some(connection) = self.connection.upgrade() else { return Ok(()) };
-        let mut incoming = match connection.incoming.try_lock() {
-            Ok(incoming) => incoming,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(()),
-        };
+        let Some(mut incoming) = try_lock(&connection.incoming) else { return Ok(()) };
         match connection.is_hung_up() {
             true => connection.adopt(dialled, &mut incoming),
             false => Ok(()),

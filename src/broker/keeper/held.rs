@@ -26,9 +26,9 @@ pub(super) struct Held {
     /// Names that the server has not sent again yet.
     unsent: BTreeSet<String>,
     /// Whether the server has sent everything.
-    is_whole: bool,
+    pub(super) is_whole: bool,
     /// The report of the last server that exited on request.
-    last_report: String,
+    pub(super) last_report: String,
 }
 
 impl Held {
@@ -38,18 +38,6 @@ impl Held {
 
     pub(super) fn len(&self) -> usize {
         self.descriptors.len()
-    }
-
-    pub(super) fn is_whole(&self) -> bool {
-        self.is_whole
-    }
-
-    pub(super) fn last_report(&self) -> &str {
-        &self.last_report
-    }
-
-    pub(super) fn set_last_report(&mut self, report: String) {
-        self.last_report = report;
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (&str, BorrowedFd<'_>)> {

@@ -43,7 +43,7 @@ pub(super) const PROOF: &str = "vmmfd: keeper 1, catalogue readable\n";
 #[derive(Debug, Clone)]
 pub(in crate::broker) struct Image {
     /// Where a reload finds the next program.
-    path: PathBuf,
+    pub(super) path: PathBuf,
     /// The file to execute.
     file: PathBuf,
     arguments: Vec<OsString>,
@@ -156,10 +156,6 @@ impl Image {
             Ok(program) => program.execute(OsStr::from_bytes(THIS.as_bytes())),
             Err(error) => error,
         }
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
     }
 }
 

@@ -42,7 +42,7 @@ pub(super) enum Request {
 #[derive(Debug)]
 pub(super) struct Newcomers {
     listener: Listener,
-    path: PathBuf,
+    pub(super) path: PathBuf,
     waiting: Vec<Newcomer>,
 }
 
@@ -61,10 +61,6 @@ impl Newcomers {
         rustix::io::ioctl_fionbio(&listener, true)
             .map_err(|errno| Error::system("start the keeper", io::Error::from(errno)))?;
         Ok(Self { listener, path: path.to_owned(), waiting: Vec::new() })
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.path
     }
 
     pub(super) fn listener(&self) -> BorrowedFd<'_> {

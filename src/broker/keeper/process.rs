@@ -108,7 +108,7 @@ impl KeeperProcess {
             reload: None,
         };
         if let Some(asker) = asker {
-            tracing::info!("reloaded: executes {}", keeper.image.path().display());
+            tracing::info!("reloaded: executes {}", keeper.image.path.display());
             answer(&asker, &Message::Welcome { version: VERSION, allowed: descriptor_limit() });
         }
         Ok(keeper)
@@ -185,7 +185,7 @@ impl KeeperProcess {
         fds.extend(self.newcomers.iter().flat_map(Newcomers::watched).map(watch));
         let service = self.service.as_ref();
         fds.extend(service.and_then(Service::pidfd).map(watch));
-        let deadlines = service.and_then(Service::restart_at).into_iter();
+        let deadlines = service.and_then(|service| service.restart_at).into_iter();
         let deadlines = deadlines.chain(self.newcomers.as_ref().and_then(Newcomers::deadline));
         let timeout = deadlines.min().map_or(PollTimeout::NONE, |at| {
             PollTimeout::try_from(until(at) + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
@@ -249,13 +249,13 @@ impl KeeperProcess {
             Message::Received(_) => {}
             Message::Sync(number) => reply(&server.socket, &Message::Synced(number))?,
             Message::Serving => {
-                self.held.set_last_report(String::new());
+                self.held.last_report = String::new();
                 if let Some(service) = &mut self.service {
                     service.mark_ready();
                 }
             }
             Message::Stopping(report) => {
-                self.held.set_last_report(report);
+                self.held.last_report = report;
                 if let Some(service) = &mut self.service {
                     service.mark_stopping();
                 }
@@ -320,7 +320,7 @@ impl KeeperProcess {
 
     /// Whether no handover is in progress.
     fn is_settled(&self) -> bool {
-        self.held.is_whole() && self.server.as_ref().is_none_or(|server| server.greeted)
+        self.held.is_whole && self.server.as_ref().is_none_or(|server| server.greeted)
     }
 
     /// Executes the program at this program's path in place, with all descriptors, if it can take over.
@@ -336,7 +336,7 @@ impl KeeperProcess {
             server: self.server.as_ref().map(|server| server.socket.as_fd()),
             listener: self.newcomers.as_ref().map(Newcomers::listener),
             asker: asker.as_ref().map(AsFd::as_fd),
-            last_report: self.held.last_report(),
+            last_report: &self.held.last_report,
         };
         let file = match self.image.check(&passed) {
             Ok(file) => file,
@@ -351,7 +351,7 @@ impl KeeperProcess {
         let process = self.service.as_ref().and_then(Service::pidfd);
         let role = Role::Reloaded(self.service.as_ref().map_or(0, Service::pid));
         let error = self.image.execute(&file, role, process, &passed);
-        Err(Error::system(format!("execute {}", self.image.path().display()), error))
+        Err(Error::system(format!("execute {}", self.image.path.display()), error))
     }
 
     /// Ends the server that this process started, and waits for its exit.
@@ -394,10 +394,10 @@ impl KeeperProcess {
                 tracing::info!("exiting: the server, pid {}, has all the descriptors", server.pid);
             }
             None if count == 0 => tracing::info!("exiting: no descriptors are held"),
-            None if self.held.last_report().is_empty() => {
+            None if self.held.last_report.is_empty() => {
                 tracing::warn!("exiting, and freeing {count} descriptors that no server has")
             }
-            None => tracing::info!("exiting, and freeing {count} descriptors: {}", self.held.last_report()),
+            None => tracing::info!("exiting, and freeing {count} descriptors: {}", self.held.last_report),
         }
         0
     }
@@ -405,8 +405,8 @@ impl KeeperProcess {
     /// Closes everything and removes the socket's file.
     fn finish(self) {
         let path = match (&self.newcomers, &self.service) {
-            (Some(newcomers), _) => newcomers.path().to_owned(),
-            (None, Some(service)) => service.socket().to_owned(),
+            (Some(newcomers), _) => newcomers.path.clone(),
+            (None, Some(service)) => service.socket.clone(),
             _ => return,
         };
         drop(self);

@@ -39,11 +39,11 @@ enum End {
 #[derive(Debug)]
 pub(super) struct Service {
     /// Where the broker listens.
-    socket: PathBuf,
+    pub(super) socket: PathBuf,
     process: Option<(i32, OwnedFd)>,
     end: Option<End>,
     /// When to start the next server.
-    restart_at: Option<Instant>,
+    pub(super) restart_at: Option<Instant>,
     /// Whether any server of this or an earlier keeper has become ready.
     served: bool,
     /// Whether the running server is ready, and whether it exits on request.
@@ -75,10 +75,6 @@ impl Service {
         }
     }
 
-    pub(super) fn socket(&self) -> &Path {
-        &self.socket
-    }
-
     /// The server's pid, or 0.
     pub(super) fn pid(&self) -> i32 {
         self.process.as_ref().map_or(0, |(pid, _)| *pid)
@@ -86,10 +82,6 @@ impl Service {
 
     pub(super) fn pidfd(&self) -> Option<BorrowedFd<'_>> {
         self.process.as_ref().map(|(_, pidfd)| pidfd.as_fd())
-    }
-
-    pub(super) fn restart_at(&self) -> Option<Instant> {
-        self.restart_at
     }
 
     /// Whether the running server must be replaced. True only once.

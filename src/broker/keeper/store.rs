@@ -17,8 +17,9 @@ use crate::{
 };
 
 /// The kind of keeper that holds the server's descriptors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(in crate::broker) enum Keeper {
+    #[default]
     None,
     Process,
 }
@@ -70,7 +71,7 @@ pub(in crate::broker) enum Flushed {
 }
 
 /// The server's end of the connection. It never blocks: messages wait here until the socket has room.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::broker) struct Store {
     keeper: Keeper,
     connection: Option<OwnedFd>,
@@ -94,25 +95,12 @@ pub(in crate::broker) struct Store {
 impl Store {
     /// A store without a keeper: everything counts as kept.
     pub(in crate::broker) fn none() -> Self {
-        Self {
-            keeper: Keeper::None,
-            connection: None,
-            greeted: false,
-            keeper_stops: false,
-            keeper_crashed: false,
-            allowed: 0,
-            used: 0,
-            queue: VecDeque::new(),
-            queued: 0,
-            sent: 0,
-            confirmed: 0,
-            in_flight: 0,
-        }
+        Self::default()
     }
 
     /// A store on a connection after the handover; `None` if the keeper has died since.
     pub(super) fn over(connection: Option<OwnedFd>, allowed: usize) -> Self {
-        Self { keeper: Keeper::Process, greeted: connection.is_some(), connection, allowed, ..Self::none() }
+        Self { keeper: Keeper::Process, greeted: connection.is_some(), connection, allowed, ..Self::default() }
     }
 
     pub(in crate::broker) fn keeper(&self) -> Keeper {
