@@ -212,7 +212,7 @@ fn unusable_keeper_programs_are_refused() {
         "{said}"
     );
     let said = place.fail(Path::new("/bin/true"));
-    assert!(said.contains("start the keeper /bin/true") && said.contains("it ended"), "{said}");
+    assert!(said.contains("start the keeper /bin/true") && said.contains("it died before"), "{said}");
     let said = place.fail(&place.program);
     assert!(said.contains("it is this program itself: give the path of the `vmmfd` program"), "{said}");
     // A keeper that was started in vain ends.

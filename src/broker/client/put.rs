@@ -150,7 +150,7 @@ impl<'a> PutPart<'a> {
     /// Describes all of `memory`. Blocks until all work in the device's primary context is done.
     ///
     /// # Errors
-    /// [`Error::Broker`] for pool memory and legacy memory, which die with their maker; [`Error::Driver`].
+    /// [`Error::Broker`] for pool memory and legacy memory, which end with their process; [`Error::Driver`].
     ///
     /// Driver call: `cuCtxSynchronize`.
     #[doc(alias = "cuCtxSynchronize")]
@@ -170,7 +170,7 @@ impl<'a> PutPart<'a> {
     /// all work on the memory.
     ///
     /// # Errors
-    /// [`Error::Broker`] for pool memory and legacy memory, which die with their maker.
+    /// [`Error::Broker`] for pool memory and legacy memory, which end with their process.
     pub fn of_segments(
         name: impl Into<String>,
         backend: Backend,
@@ -201,7 +201,7 @@ fn not_shareable(name: &str, description: &Description) -> BrokerError {
     BrokerError::new(
         RefusalCode::Invalid,
         format!(
-            "part `{name}` is shared by {mechanism}: pools and legacy handles die with their maker, so a broker can't keep them; \
+            "part `{name}` is shared by {mechanism}: pools and legacy handles end with their process, so a broker can't keep them; \
              make it with Spec::vmm"
         ),
     )

@@ -59,7 +59,7 @@ fn weights_are_arrays_of_the_object(broker: Broker) {
     // Nothing of a file that lies reaches the broker, or a device.
     let lies = broker.file("lies.safetensors", b"\x02\0\0\0\0\0\0\0{}with more behind");
     for (arguments, words) in [
-        (&["put", "x", "--safetensors", text(&lies), "--device", "9"][..], "no tensor has its last 16 bytes"),
+        (&["put", "x", "--safetensors", text(&lies), "--device", "9"][..], "its last 16 bytes belong to no tensor"),
         (&["put", "x", "--safetensors", "/nonexistent/x"], "/nonexistent/x does not exist"),
         (&["put", "x", "--safetensors", "-"], "standard input"),
         (&["put", "x", "--safetensors", text(&folder), "--from", text(&lies)], "cannot be used with"),
