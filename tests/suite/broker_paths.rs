@@ -153,7 +153,14 @@ mod root {
             run.end()
         };
         as_other("readable", &["--replace"]).code(4).says("may not replace `readable`");
-        as_other("hidden", &[]).code(1).says("`hidden` exists");
+        // The hint suggests --replace only to users with permission.
+        for (name, words, hint) in [
+            ("hidden", "`hidden` exists, and this user may not read it", "use another name"),
+            ("readable", "`readable` exists, and this user may not replace it", "use another name"),
+            ("shared", "`shared` exists", "replace it with --replace"),
+        ] {
+            as_other(name, &[]).code(1).says(words).says(&format!("hint: {hint}"));
+        }
         // With the right to do it, the missing device is the error.
         for (name, options) in [("shared", &["--replace"][..]), ("own", &[])] {
             as_other(name, options).code(3).says("device 9");

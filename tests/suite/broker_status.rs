@@ -214,7 +214,7 @@ fn check_reports_each_problem() {
         ("VMMFD_OPTION=\"--allow-uid 7\"", "options, line 1: `VMMFD_OPTION` is not read from this file"),
         ("VMMFD_OPTIONS=\"--alow-uid 7\"", "unexpected argument '--alow-uid' found"),
         ("VMMFD_OPTIONS=\"--quota leases=many\"", "`many` is not a number of leases"),
-        ("VMMFD_OPTIONS=\"--allow-gid no-such-group\"", "`no-such-group` is no group of this machine"),
+        ("VMMFD_OPTIONS=\"--allow-gid no-such-group\"", "`no-such-group` is not a group of this machine"),
         ("VMMFD_OPTIONS=\"--no-quota --quota leases=1\"", "cannot be used with"),
     ] {
         let ended = check(options, &[]);

@@ -1,4 +1,4 @@
-//! `conform`: which rules of the protocol an implementation breaks.
+//! `conform`: tests an implementation against the rules of the protocol.
 
 use std::{fmt::Write, path::PathBuf, time::Duration};
 
@@ -18,40 +18,40 @@ use crate::{
     schema::{Named, VERSION, document},
 };
 
-/// Meets an implementation of the protocol as its peer, and reports which rules of docs/protocol.md or, of a broker,
-/// of docs/broker-protocol.md it breaks
+/// Acts as the peer of an implementation of the protocol, and reports the rules of docs/protocol.md or, for a broker,
+/// of docs/broker-protocol.md that it breaks
 ///
-/// The memory is of the host backend: no GPU is needed, and none is tested. As a producer or a publisher this side listens, and each
-/// connection is one case: start the other end again and again until this command has ended. As a consumer, a subscriber or a
-/// client it connects for each case: let the other end serve any number of them. Most cases break a rule on purpose, which the other end must notice.
+/// The memory is on the host backend: no GPU is needed or tested. As a producer or a publisher, this command listens, and each connection
+/// is one case: restart the peer until this command exits. As a consumer, a subscriber or a client, it connects once per case: let the
+/// peer serve any number of connections. Most cases break a rule on purpose, and the peer must detect it.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("no rule was broken", "a rule was broken"; 2 4 5 130))]
 pub(super) struct ConformOptions {
-    /// Unix socket to meet at: this side connects to it, or listens there, by its role
+    /// Unix socket: the role decides whether this command connects or listens
     #[arg(value_name = "SOCKET", required_unless_present = "list")]
     socket: Option<PathBuf>,
 
-    /// Cases to try, by name, separated by commas [default: all]
+    /// Names of the cases to run, separated by commas [default: all]
     #[arg(long, value_name = "CASE,...", value_delimiter = ',', help_heading = "Probes")]
     only: Vec<String>,
 
-    /// List the cases with the rules that each is about, and try none
+    /// List the cases with their rules, and run none
     #[arg(long, conflicts_with = "only", help_heading = "Probes")]
     list: bool,
 
-    /// What this side plays
+    /// Role of this command
     #[arg(long = "as", value_name = "ROLE", help_heading = "Meeting")]
     role: Role,
 
-    /// User that the other end may belong to, besides one's own and root; may be given several times
+    /// Other user that the peer may run as, besides this user and root; repeatable
     #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
     allow_uids: Vec<u32>,
 
-    /// How long to wait for the other end to listen, or for its next connection
+    /// Longest wait for the peer to listen, or for its next connection
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout, help_heading = "Meeting")]
     wait: Duration,
 
-    /// How long the other end may be silent: what this side says in `hello`
+    /// Longest silence of the peer, as sent in `hello`
     #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = parse_timeout, help_heading = "Meeting")]
     timeout: Duration,
 
@@ -59,7 +59,7 @@ pub(super) struct ConformOptions {
     output: Output,
 }
 
-/// What `--list` prints.
+/// The report of `--list`.
 #[derive(Debug, Serialize, JsonSchema)]
 struct ListReport {
     schema: u32,
@@ -69,7 +69,7 @@ struct ListReport {
 #[derive(Debug, Serialize, JsonSchema)]
 struct ListedCase {
     name: String,
-    /// The rules of the protocol that it is about.
+    /// The rules of the protocol that it tests.
     rules: Vec<&'static str>,
 }
 
@@ -124,9 +124,9 @@ impl Tool for ConformOptions {
         };
         let all = if self.only.is_empty() { cases.len() } else { self.only.len() };
         let done = std::cell::Cell::new(0);
-        progress.step("waiting for the other end", 0, all);
+        progress.step("waiting for the peer", 0, all);
         let report = conform::run(&plan, cancel, &|case: &CaseReport| {
-            tracing::info!(name = case.name, outcome = ?case.outcome, "a case has ended");
+            tracing::info!(name = case.name, outcome = ?case.outcome, "case finished");
             done.set(done.get() + 1);
             progress.step(&case.name, done.get(), all);
         })?;

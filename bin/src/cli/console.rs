@@ -1,4 +1,4 @@
-//! What a command prints: a line for each step as it happens, or one JSON object at the end.
+//! The output of `produce` and `consume`: one line per step, or one JSON object.
 
 use std::{
     fmt::Display,
@@ -32,23 +32,23 @@ use crate::{
     units::{bytes, time},
 };
 
-/// The most steps in the report: a service without end has any number of them.
+/// The longest list of steps in the report: a service may run for months.
 const MAX_STEPS: usize = 1000;
 
-/// The output of a command, and the report that it prints at the end.
+/// Prints the steps of a session and its report.
 #[derive(Debug)]
 pub struct Console {
     output: Output,
     progress: Progress,
     state: Mutex<State>,
-    /// Whether the end is printed. Held while it is printed, so that a second caller waits.
+    /// Whether the result is printed. Locked while it is printed, so that a second caller waits.
     finished: Mutex<bool>,
 }
 
 #[derive(Debug)]
 struct State {
     report: CommandReport,
-    /// The error of standard output: a full disk is one, a broken pipe is not.
+    /// The error of standard output, as of a full disk. A broken pipe is not an error.
     stdout: Option<io::Error>,
 }
 
@@ -63,7 +63,7 @@ impl Console {
         }
     }
 
-    /// Prints how the command ended, and returns how it exits. Only the first call prints.
+    /// Prints the result of the command and returns its exit. Only the first call prints.
     pub(super) fn finish(&self, result: Result<Exit, Error>) -> Exit {
         self.progress.close();
         let mut finished = self.finished.lock().unwrap_or_else(PoisonError::into_inner);
@@ -87,7 +87,7 @@ impl Console {
         self.written(exit)
     }
 
-    /// How the command exits after its output: a success that could not be printed is a failure.
+    /// The exit after the output: a success that could not be printed is a failure.
     fn written(&self, exit: Exit) -> Exit {
         match self.state().stdout.take() {
             Some(error) => exit.unwritten(&error),
@@ -100,11 +100,11 @@ impl Console {
         self.state().report.error = Some(report);
     }
 
-    /// Enters what both sides found.
+    /// Adds a verdict to the report.
     pub fn found(&self, verdict: &Verdict) {
         let figures = Figures::of(verdict);
         let report = &mut self.state().report;
-        // Of several consumers the first mismatch is reported, and a later success does not replace it.
+        // A later success does not replace the first mismatch of several consumers.
         if report.verified != Some(false) {
             report.verified = Some(verdict.verified);
             report.mismatches = figures.mismatches;
@@ -115,12 +115,12 @@ impl Console {
         }
     }
 
-    /// Enters what a consumer and its producer found.
+    /// Adds the findings of a consumer and its producer to the report.
     pub fn findings(&self, findings: &Findings) {
         match &findings.producer {
             Ok(producer) if findings.found.verified => {
                 self.found(producer);
-                // The producer checks a reply, and not the data.
+                // The producer verifies the reply, not the data.
                 if let Some(digest) = Figures::of(&findings.found).digest {
                     self.state().report.digest = Some(digest);
                 }
@@ -129,7 +129,7 @@ impl Console {
         }
     }
 
-    /// Enters the results of a producer's consumers, in the order in which they ended.
+    /// Adds the results of a producer's consumers to the report, in the order in which they finished.
     pub fn served(&self, served: &[Served]) {
         for verdict in served.iter().filter_map(|served| served.found.as_ref()) {
             self.found(verdict);
@@ -137,22 +137,20 @@ impl Console {
         self.state().report.consumers = Some(served.iter().map(ConsumerReport::from).collect());
     }
 
-    /// Reports the mismatch that the command exits with.
     fn mismatch(&self) {
         let state = self.state();
         let first = state.report.first_mismatch;
         let message = match state.report.mismatches {
-            // The other side found it, and reported no counts.
+            // The peer found it and reported no counts.
             0 => "the data did not verify".to_owned(),
             words => format!("the data did not verify: {words} wrong{}", first_words(first)),
         };
         drop(state);
-        let hint =
-            "with --corrupt this is expected; else look for another process that writes to the buffer".to_owned();
+        let hint = "expected with --corrupt; otherwise look for another process that writes to the buffer".to_owned();
         self.complain(ErrorSummary { kind: "mismatch", message, hint: Some(hint) });
     }
 
-    /// Prints a step of the session, and enters it into the report.
+    /// Prints a step of the session and adds it to the report.
     pub fn event(&self, event: Event<'_>) {
         match event {
             Event::Started { backend, fallback, elapsed } => {
@@ -229,7 +227,7 @@ impl Console {
         }
     }
 
-    /// Prints a step on the data, and enters it into the report.
+    /// Prints a step on the data and adds it to the report.
     pub fn check(&self, event: check::Event<'_>) {
         match event {
             check::Event::Filled { words, salt, work, elapsed } => {
@@ -254,7 +252,7 @@ impl Console {
         }
     }
 
-    /// Enters the array that the data is.
+    /// Adds the array to the report.
     pub fn array(&self, array: Option<&ArrayDescriptor>) {
         self.state().report.array = array.cloned();
     }
@@ -275,14 +273,14 @@ impl Console {
         report.segments = Some(description.segments());
     }
 
-    /// A step on the pattern, with the engine that did it.
+    /// Prints a step on the pattern with its engine.
     fn work(&self, name: &'static str, elapsed: Duration, what: String, words: u64, work: Option<&Work>) {
         let Some(work) = work else { return self.step(name, Some(elapsed), what) };
         if let Some(reason) = &work.fallback {
-            complain(&format!("warning: the GPU's kernels can't be loaded, so the host does their work: {reason}"));
+            complain(&format!("warning: cannot load the GPU kernels, using the CPU: {reason}"));
         }
         let by = match work.engine {
-            // The speed of the kernels, without their start.
+            // The speed of the kernels, without their launch.
             Engine::Gpu => match words as f64 * 4.0 / work.elapsed.as_secs_f64().max(1e-7) {
                 rate if rate >= 1e12 => format!("on the GPU at {:.2} TB/s", rate / 1e12),
                 rate if rate >= 1e9 => format!("on the GPU at {:.1} GB/s", rate / 1e9),
@@ -328,7 +326,6 @@ impl Console {
     }
 }
 
-/// Memory that came with an offer.
 fn received(description: &Description, fds: &[i32]) -> String {
     let Description { size, mapped_size, .. } = description;
     format!("{} in {} mapped{}, {}", bytes(*size), bytes(*mapped_size), kind(description), numbers(fds))

@@ -28,15 +28,15 @@ use crate::check::{self, DataVerifier, files::Target, pattern::EngineChoice};
 
 /// Imports a buffer from a producer, verifies it and reports the result.
 ///
-/// It may be started before the producer, and waits for it.
+/// Waits for the producer if it is started first.
 #[derive(Debug, Args)]
 pub struct Consume {
-    /// Range of bytes, with units as in 4MiB:1MiB; of a buffer in chunks only those that cover it are sent and mapped
+    /// Range of bytes, with or without units, as 4MiB:1MiB; of a buffer in chunks, only the chunks of the range are sent and mapped
     /// [default: all]
     #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range, help_heading = "Buffer")]
     range: Option<Range<u64>>,
 
-    /// File to write the bytes to, created only when they are verified
+    /// File for the bytes, created only after they are verified
     #[arg(long, value_name = "FILE", value_parser = parse_target, help_heading = "Buffer")]
     to: Option<PathBuf>,
 
@@ -44,20 +44,20 @@ pub struct Consume {
     #[arg(long, requires = "to", help_heading = "Buffer")]
     force: bool,
 
-    /// What checks the pattern
+    /// Engine that checks the pattern
     #[arg(long, value_name = "ENGINE", value_parser = ENGINE, default_value = "auto", help_heading = "Buffer")]
     verify: EngineChoice,
 
-    /// Where the memory is; the producer's must be the same
+    /// Backend of the memory; the producer must use the same
     #[arg(long, value_name = "BACKEND",
         value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
     backend: Choice,
 
-    /// Device to use it on, also another that can access the memory; a UUID may be cut short [default: the device that it is on]
+    /// Device to map the memory on, if it can access it; a UUID may be abbreviated [default: the device of the memory]
     #[arg(long, value_name = "ORDINAL|UUID", help_heading = "Sharing")]
     device: Option<Selector>,
 
-    /// Access to map it with [default: rw in a round trip, else ro]
+    /// Access of the mapping [default: rw in a round trip, else ro]
     #[arg(long, value_name = "ACCESS", value_parser = ACCESS, help_heading = "Sharing")]
     access: Option<Access>,
 
@@ -85,7 +85,7 @@ impl Session for Consume {
             }
             console.event(event);
         };
-        // Before the connection, so that nothing is sent that can't be written.
+        // Before the connection: the producer then sends nothing that can't be written.
         let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let opened = start(self.backend, cancel, &observer)?;
         leave_open(&opened.driver);

@@ -1,4 +1,4 @@
-//! Parts of a line of output.
+//! Phrases in the lines of output.
 
 use vmmfd::{
     array::ArrayDescriptor,
@@ -25,7 +25,6 @@ pub(super) fn findings(verified: bool, figures: &Figures) -> String {
     }
 }
 
-/// An array's type and shape, with its strides.
 pub(super) fn described(array: &ArrayDescriptor) -> String {
     match (&array.strides, array.strides_in_bytes()) {
         (None, Ok(strides)) => ArrayDescriptor { strides: Some(strides), ..array.clone() }.to_string(),
@@ -33,7 +32,7 @@ pub(super) fn described(array: &ArrayDescriptor) -> String {
     }
 }
 
-/// How memory is shared, if not by VMM, on a device, as one allocation.
+/// Mechanism, location and chunks, unless they are VMM, device and one.
 pub(super) fn kind(description: &Description) -> String {
     let mut kind = String::new();
     if description.mechanism() != Mechanism::Vmm {

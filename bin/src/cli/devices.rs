@@ -1,4 +1,4 @@
-//! `devices`: the devices that this process sees, and what can be shared of each.
+//! `devices`: the visible devices and the mechanisms that each supports.
 
 use std::fmt::Write;
 
@@ -26,11 +26,11 @@ use crate::{
     units::about,
 };
 
-/// Lists the devices with what can be shared of each, found out by allocating and exporting a granule each way
+/// Lists the devices and tests each mechanism: allocates and exports one granule with it
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("listed"; 2 3 5 130))]
 pub(super) struct DevicesOptions {
-    /// Where the memory is
+    /// Backend of the memory
     #[arg(long, value_name = "BACKEND",
         value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
     backend: Choice,
@@ -45,7 +45,7 @@ struct DevicesReport {
     tool: String,
     #[schemars(with = "schema::Backend")]
     backend: Backend,
-    /// Why it is the host backend, where that was not asked for.
+    /// The reason why it is the host backend, if the user did not choose it.
     fallback: Option<String>,
     devices: Vec<DeviceLine>,
 }
@@ -62,7 +62,7 @@ struct DeviceLine {
     sharing: Sharing,
 }
 
-/// Whether memory of each mechanism can be allocated and exported on a device.
+/// The result of an allocation and export with each mechanism.
 #[derive(Debug, Serialize, JsonSchema)]
 struct Sharing {
     legacy: Tried,
@@ -73,7 +73,6 @@ struct Sharing {
 #[derive(Debug, Serialize, JsonSchema)]
 struct Tried {
     works: bool,
-    /// The error, where it does not.
     error: Option<String>,
 }
 
@@ -86,7 +85,7 @@ impl Tried {
     }
 }
 
-/// One device, tried. Blocks while its context is made, which takes the driver some 100 ms.
+/// Tests one device. Blocks for about 100 ms while the driver creates its context.
 fn tried(device: &Device) -> Result<DeviceLine, Error> {
     let info = device.memory_info()?;
     let granularity = device.granularity();

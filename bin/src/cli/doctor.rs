@@ -1,4 +1,4 @@
-//! `doctor`: whether this machine can share GPU memory, and why not.
+//! `doctor`: tests whether this machine can share GPU memory.
 
 use std::{io, path::PathBuf, time::Duration};
 
@@ -35,7 +35,7 @@ const CODES: &str = exit_codes!(
     "a required probe failed, or the installed driver does not start"; 2 3 4 5 130
 );
 
-/// Tests whether this machine can share GPU memory between processes, and reports why if it can't
+/// Tests whether this machine can share GPU memory between processes, and reports the causes if it can't
 #[derive(Debug, Args)]
 #[command(after_help = CODES, args_conflicts_with_subcommands = true)]
 pub(super) struct DoctorOptions {
@@ -44,28 +44,28 @@ pub(super) struct DoctorOptions {
         help_heading = "Probes")]
     only: Vec<String>,
 
-    /// Run read-only-store too. It provokes a fault of the GPU, which the kernel's log records as Xid 31: where a fleet watches for
-    /// those, it may take the node out of service
+    /// Run read-only-store too. It provokes a GPU fault, which the kernel logs as Xid 31: the monitoring of a fleet may then take the node
+    /// out of service
     #[arg(long, help_heading = "Probes")]
     faults: bool,
 
-    /// How long each probe may take
+    /// Time limit of each probe
     #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = parse_timeout, help_heading = "Probes")]
     timeout: Duration,
 
-    /// List the probes, one per line, and run none
+    /// List the probes and run none
     #[arg(long, conflicts_with_all = ["only", "faults", "show", "device"], help_heading = "Probes")]
     list: bool,
 
-    /// Where the memory is: host tries the command itself and tests no GPU. VMMFD_BACKEND is ignored, and there is no fallback
+    /// Backend of the memory: host tests this command, not a GPU. VMMFD_BACKEND is ignored, and there is no fallback
     #[arg(long, value_name = "BACKEND", value_parser = BACKEND, default_value = "cuda", help_heading = "Sharing")]
     backend: Backend,
 
-    /// Device to test; a UUID may be cut short
+    /// Device to test; a UUID may be abbreviated
     #[arg(long, value_name = "all|ORDINAL|UUID", default_value = "all", value_parser = parse_device, help_heading = "Sharing")]
     device: DeviceArg,
 
-    /// Print a report that was made with --json, on any machine, and run no probes
+    /// Print a report that --json wrote on any machine, and run no probes
     #[arg(long, value_name = "FILE", conflicts_with_all = ["only", "faults", "device"], help_heading = "Output")]
     show: Option<PathBuf>,
 
@@ -76,37 +76,36 @@ pub(super) struct DoctorOptions {
     end: Option<MeetCommand>,
 }
 
-/// The two ends of a meeting.
 #[derive(Debug, Subcommand)]
 enum MeetCommand {
-    /// Waits for another doctor, in another container or namespace or as another user, and tests sharing with it
+    /// Waits for another doctor (in another container or namespace, or of another user) and tests sharing with it
     #[command(after_help = CODES, disable_help_flag = true)]
     Serve(MeetOptions),
-    /// Connects to a doctor that serves; both print the same report
+    /// Connects to `doctor serve`; both print the same report
     #[command(after_help = CODES, disable_help_flag = true)]
     Join(MeetOptions),
 }
 
 #[derive(Debug, Args)]
 struct MeetOptions {
-    /// Where the memory is: host tries the command itself and tests no GPU
+    /// Backend of the memory: host tests this command, not a GPU
     #[arg(long, value_name = "BACKEND", value_parser = BACKEND, default_value = "cuda", help_heading = "Sharing")]
     backend: Backend,
 
-    /// Unix socket to meet at, in a folder that both ends see: other sockets are created and removed under the same name
+    /// Unix socket in a folder that both doctors share: other sockets are created and removed under the same name
     #[arg(long, value_name = "PATH", help_heading = "Meeting")]
     socket: PathBuf,
 
-    /// User that the other end may belong to, besides one's own and root; may be given several times. In a user namespace a
-    /// user from outside shows as the overflow uid, 65534
+    /// Other user that the peer may run as, besides this user and root; repeatable. In a user namespace, an outside user appears as the
+    /// overflow uid, 65534
     #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
     allow_uids: Vec<u32>,
 
-    /// How long to wait for the other end to appear
+    /// Longest wait for the other doctor
     #[arg(long, value_name = "DURATION", default_value = "2m", value_parser = parse_timeout, help_heading = "Meeting")]
     wait: Duration,
 
-    /// How long each step may take
+    /// Time limit of each step
     #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = parse_timeout, help_heading = "Meeting")]
     timeout: Duration,
 
@@ -114,7 +113,7 @@ struct MeetOptions {
     output: Output,
 }
 
-/// All devices, or one. clap would take a plain `Option` for an option that may be left out.
+/// One device, or all. clap treats a plain `Option` as an option that may be omitted.
 #[derive(Debug, Clone, Copy)]
 struct DeviceArg(Option<Selector>);
 
@@ -129,7 +128,7 @@ fn probe_names() -> PossibleValuesParser {
     PossibleValuesParser::new(PROBES.iter().map(|probe| PossibleValue::new(probe.name).help(probe.about)))
 }
 
-/// What `--list` prints.
+/// The report of `--list`.
 #[derive(Debug, Serialize, JsonSchema)]
 struct ListReport {
     schema: u32,
@@ -140,9 +139,9 @@ struct ListReport {
 struct ListedProbe {
     name: &'static str,
     about: &'static str,
-    /// Whether it must be `ok` for the verdict.
+    /// Whether the verdict requires it to be `ok`.
     required: bool,
-    /// Whether it provokes a fault of the GPU.
+    /// Whether it provokes a GPU fault.
     faults: bool,
 }
 
@@ -181,7 +180,7 @@ impl Tool for DoctorOptions {
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
         let faulting = |name: &&String| Probe::named(name).is_some_and(|probe| probe.faults);
         if let Some(name) = self.only.iter().find(faulting).filter(|_| !self.faults) {
-            let problem = format!("the probe {name} provokes a fault of the GPU, which takes --faults");
+            let problem = format!("the probe {name} provokes a GPU fault: add --faults to run it");
             return Err(Error::Misuse { problem }.into());
         }
         let json = self.output().json;

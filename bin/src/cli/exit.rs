@@ -10,14 +10,13 @@ use vmmfd::{
 use super::output::complain;
 use crate::error::kind_of;
 
-/// How a command ends, as its exit code.
+/// The result of a command, which decides its exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// What was asked holds: everything was verified, every required probe is `ok`, everything was measured; or a service without end
-    /// was stopped by a signal and nothing had failed.
+    /// The data verified, all required probes are `ok`, or the measurements are complete. Also a service that a signal stopped, without
+    /// earlier failures.
     Verified,
-    /// What was asked does not hold: the data did not verify, on either side; a required probe failed; a broker
-    /// has no such object, or another than was expected.
+    /// The data did not verify on one side, a required probe failed, or the broker's object is absent or differs from the expected object.
     Mismatch,
     /// The command line is wrong.
     Usage,
@@ -27,7 +26,7 @@ pub enum Exit {
     Peer,
     /// The driver or the system failed.
     System,
-    /// A signal ended it.
+    /// Stopped by a signal.
     Signal(i32),
 }
 
@@ -49,7 +48,6 @@ pub(super) use crate::exit_codes;
 pub const EXIT_CODES: &str = exit_codes!("verified", "the data did not verify, on either side"; 2 3 4 5 130);
 
 impl Exit {
-    /// The code.
     pub fn code(self) -> u8 {
         match self {
             Self::Verified => 0,
@@ -68,7 +66,7 @@ impl Exit {
         if self == Self::Verified { Self::System } else { self }
     }
 
-    /// How a command ends that fails with an error.
+    /// The exit of a command that fails.
     pub fn of(error: &Error) -> Self {
         match (kind_of(error), error) {
             (_, Error::Interrupted { reason: CancelReason::Signal(signal) }) => Self::Signal(*signal),
@@ -80,16 +78,16 @@ impl Exit {
         }
     }
 
-    /// How a producer ends, of the service's own end and its consumers': the first of 1, 5, 4 that occurred; on a signal
-    /// 0 if the service had no other end and nothing had failed.
+    /// The exit of a producer, from the results of the service and of its consumers: the first of 1, 5, 4 that occurred. After a signal it
+    /// is 0 if the service was endless and nothing had failed.
     ///
     /// # Errors
-    /// The error that decides, where one does.
+    /// The error that decides the exit code.
     pub fn of_service(report: ServeReport, endless: bool) -> Result<Self, Error> {
         let ServeReport { served, error, .. } = report;
         let result = error.map_or(Ok(()), Err);
         if served.iter().any(Served::mismatched) {
-            // A mismatch outweighs every error but a signal.
+            // A mismatch outweighs every error except a signal.
             return match result {
                 Err(error @ Error::Interrupted { .. }) => Err(error),
                 _ => Ok(Self::Mismatch),

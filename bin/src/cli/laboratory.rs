@@ -10,13 +10,11 @@ use std::{
 
 use super::{Exit, output::complain};
 
-/// The command.
 pub(super) const BENCH: &str = "bench";
 
 const PROGRAM: &str = "vmmfd-bench";
 
-/// Executes `vmmfd-bench` in place of this process: the one beside this program, or else the first on PATH. It returns where there is
-/// none.
+/// Executes `vmmfd-bench` in place of this process: beside this program, else the first on PATH. Returns only on failure.
 ///
 /// See execve(2).
 pub(super) fn run(options: &[OsString]) -> ExitCode {
@@ -28,8 +26,8 @@ pub(super) fn run(options: &[OsString]) -> ExitCode {
     }
     let exit = if error.kind() == ErrorKind::NotFound {
         complain(&format!(
-            "error: `{PROGRAM}` is neither beside this program nor on PATH: it is in the Debian package, in the bundle for GPU nodes, \
-             and in the source (`cargo build --release -p {PROGRAM}`)"
+            "error: `{PROGRAM}` is neither beside this program nor on PATH: install the Debian package or the bundle for GPU nodes, \
+             or build it from source (`cargo build --release -p {PROGRAM}`)"
         ));
         Exit::Unsupported
     } else {

@@ -1,4 +1,4 @@
-//! The log on standard error: text for a person, text with priorities for the journal, or JSON.
+//! The log on standard error: plain text, text with priorities for the journal, or JSON.
 
 use std::{
     env,
@@ -21,16 +21,14 @@ use vmmfd::internals::stderr::Stderr;
 
 use crate::stamp;
 
-/// What `--log-format` names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum LogFormat {
-    /// Lines for a person
+    /// Plain lines
     Text,
-    /// One JSON object a line
+    /// One JSON object per line
     Json,
 }
 
-/// How the log of this process is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Style {
     Text,
@@ -42,7 +40,7 @@ enum Style {
 
 static STYLE: OnceLock<Style> = OnceLock::new();
 
-/// The priorities of syslog(3) that are used.
+/// Priorities of syslog(3).
 #[derive(Debug, Clone, Copy)]
 enum Priority {
     Error = 3,
@@ -63,7 +61,7 @@ impl From<&tracing::Level> for Priority {
     }
 }
 
-/// Sends the library's log of this level to standard error.
+/// Writes log events of this level to standard error.
 pub(super) fn start(format: LogFormat, level: LevelFilter) {
     let style = match format {
         LogFormat::Json => Style::Json,
@@ -71,21 +69,21 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
         LogFormat::Text if AutoStream::choice(&io::stderr()) != ColorChoice::Never => Style::Coloured,
         LogFormat::Text => Style::Text,
     };
-    // The log of a process is started once.
+    // The first call decides the style of the process.
     let style = *STYLE.get_or_init(|| style);
-    // A closed standard error is not an error; by default it is a panic.
+    // By default, a closed standard error is a panic.
     let log = fmt().with_max_level(level).log_internal_errors(false);
-    // Fails only if the process has a subscriber already.
+    // Fails only if the process already has a subscriber.
     let _ = match style {
         Style::Text => log.with_writer(|| Stderr).with_ansi(false).try_init(),
         Style::Coloured => log.with_writer(Coloured).with_ansi(false).try_init(),
-        // The journal has the time and the level of each line.
+        // The journal records time and level itself.
         Style::Journal => log.with_writer(Journal).with_ansi(false).without_time().with_level(false).try_init(),
         Style::Json => log.with_writer(|| Stderr).json().flatten_event(true).try_init(),
     };
 }
 
-/// A line that is no event of the log, as it is written to standard error: `kind` is the word before its colon.
+/// Formats a line that is not a log event, like `error: ...`, for standard error.
 pub(super) fn line(text: &str) -> String {
     let kind = text.split_once(": ").map_or("", |(kind, _)| kind);
     match STYLE.get() {
@@ -105,7 +103,7 @@ pub(super) fn line(text: &str) -> String {
     }
 }
 
-/// Whether standard error is a stream of the journal. See `JOURNAL_STREAM` in systemd.exec(5).
+/// Whether standard error is connected to the journal. See `JOURNAL_STREAM` in systemd.exec(5).
 fn is_journal() -> bool {
     let Some((device, inode)) = env::var("JOURNAL_STREAM").ok().and_then(|named| {
         let (device, inode) = named.split_once(':')?;
@@ -116,11 +114,10 @@ fn is_journal() -> bool {
     fstat(io::stderr()).is_ok_and(|file| (file.st_dev, file.st_ino) == (device, inode))
 }
 
-/// Writes each event with its priority: see sd-daemon(3).
+/// Prefixes each event with its priority: see sd-daemon(3).
 #[derive(Debug)]
 struct Journal;
 
-/// Writes one event.
 struct Event(Priority);
 
 impl MakeWriter<'_> for Journal {
@@ -137,7 +134,7 @@ impl MakeWriter<'_> for Journal {
 
 impl Write for Event {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        // One write: it is one line of the journal.
+        // Each write is a line of the journal.
         let line = [format!("<{}>", self.0 as u8).as_bytes(), text].concat();
         Stderr.write_all(&line)?;
         Ok(text.len())
@@ -148,7 +145,7 @@ impl Write for Event {
     }
 }
 
-/// Colours the level of each event. tracing-subscriber's own colours cost a package.
+/// Colours the level of each event. The colours of tracing-subscriber need another package.
 #[derive(Debug)]
 struct Coloured;
 
@@ -177,7 +174,7 @@ impl Write for ColouredEvent {
         };
         let style = Color::from(colour).on_default();
         let level = self.0.as_str();
-        // The level is the first word with letters of its own: the time before it has only `T` and `Z`.
+        // The time before the level has no letters except `T` and `Z`.
         let line = String::from_utf8_lossy(text).replacen(level, &format!("{style}{level}{style:#}"), 1);
         Stderr.write_all(line.as_bytes())?;
         Ok(text.len())

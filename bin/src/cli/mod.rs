@@ -1,6 +1,6 @@
-//! The commands: their options, the shape of a run, exit codes.
+//! The commands: options, output, signals and exit codes.
 //!
-//! The commands are parts of this package and not of its interface: nothing here is kept stable for other programs.
+//! Not a stable interface for other programs.
 
 mod broker;
 mod conform;

@@ -1,4 +1,4 @@
-//! Options of the commands, and how their values are parsed.
+//! Options of several commands, and the parsers of their values. The error of a parser is one sentence with the correct form.
 
 use std::{ops::Range, path::PathBuf, time::Duration};
 
@@ -15,36 +15,35 @@ use super::values::{ElementTypeParser, ORDER};
 use crate::check::files::Source;
 use crate::verbs::HasVerbs;
 
-/// Where two processes meet.
+/// Options of the connection between two processes.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Meeting")]
 pub(super) struct Meet {
-    /// Unix socket to meet at [default: $XDG_RUNTIME_DIR/vmmfd/vmmfd.sock, else /tmp/vmmfd-UID/vmmfd.sock]
+    /// Unix socket [default: $XDG_RUNTIME_DIR/vmmfd/vmmfd.sock, else /tmp/vmmfd-UID/vmmfd.sock]
     #[arg(long, value_name = "PATH", env = "VMMFD_SOCKET")]
     pub(super) socket: Option<PathBuf>,
 
-    /// User that the peer may belong to, besides one's own and root; may be given several times
+    /// Other user that the peer may run as, besides this user and root; repeatable
     #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid)]
     pub(super) allow_uids: Vec<u32>,
 
-    /// Longest wait for the peer to appear, and in each step: 500ms, 30s, 2m
+    /// Longest wait for the peer, and for each step: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout)]
     pub(super) timeout: Duration,
 }
 
 impl Meet {
-    /// The session's part of the options.
     pub(super) fn config(&self, cancel: &Cancel) -> Config {
         let trust = Trust { uids: self.allow_uids.clone() };
         Config::default().timeout(self.timeout).trust(trust).cancel(cancel)
     }
 }
 
-/// Which bytes are in a buffer.
+/// Options of the bytes of a buffer.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Buffer")]
 pub(super) struct Extent {
-    /// Size of the buffer: bytes, or with a unit of powers of 1024, as 64MiB, 64M or 1.5GiB [default: 1MiB]
+    /// Size of the buffer: bytes, or with a binary unit, as 64MiB, 64M or 1.5GiB [default: 1MiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "shape")]
     size: Option<u64>,
 
@@ -52,12 +51,12 @@ pub(super) struct Extent {
     #[arg(long, value_name = "N", value_parser = parse_elements, conflicts_with_all = ["size", "dtype", "shape"])]
     elements: Option<u64>,
 
-    /// File whose bytes to share, instead of a pattern
+    /// File to share instead of a pattern
     #[arg(long, value_name = "FILE", value_parser = parse_source, conflicts_with_all = ["size", "elements", "seed", "round_trip"])]
     from: Option<PathBuf>,
 }
 
-/// What a buffer's bytes are elements of.
+/// Options of the array in a buffer.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Array")]
 pub(super) struct ArrayOptions {
@@ -66,7 +65,7 @@ pub(super) struct ArrayOptions {
     #[arg(long, value_name = "TYPE", value_parser = ElementTypeParser, hide_possible_values = true)]
     dtype: Option<ElementType>,
 
-    /// Lengths of the array's dimensions, as 1024x768 or 1024,768 [default with --dtype: as many elements as there is room for]
+    /// Dimensions of the array, as 1024x768 or 1024,768 [default with --dtype: one dimension that fills the buffer]
     #[arg(long, value_name = "N[xM...]", value_parser = parse_shape)]
     shape: Option<Shape>,
 
@@ -75,7 +74,7 @@ pub(super) struct ArrayOptions {
     order: Option<Order>,
 }
 
-/// The specification that `--mechanism`, `--location`, `--chunk` and `--rdma` make together.
+/// The memory that `--mechanism`, `--location`, `--chunk` and `--rdma` specify.
 ///
 /// # Errors
 /// [`DeviceError::Unsupported`] for options that the mechanism does not support.
@@ -89,7 +88,7 @@ pub(super) fn sharing(
 ) -> Result<Spec, Error> {
     let spec = match mechanism {
         Mechanism::Pool => {
-            // An error of the driver comes before one of the options.
+            // A driver error is reported before an unsupported option.
             device.verbs().pools()?;
             Spec::pool(size)
         }
@@ -105,14 +104,14 @@ pub(super) fn sharing(
     };
     let unsupported = |feature| Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
     match (chunk, location) {
-        _ if rdma => unsupported("memory that RDMA can reach and that is not shared by vmm"),
-        (Some(_), _) => unsupported("a buffer of several allocations that is not shared by vmm"),
+        _ if rdma => unsupported("RDMA without the mechanism vmm"),
+        (Some(_), _) => unsupported("chunks without the mechanism vmm"),
         (None, Placement::Device) => Ok(spec),
-        (None, _) => unsupported("memory of the host that is not shared by vmm"),
+        (None, _) => unsupported("host memory without the mechanism vmm"),
     }
 }
 
-/// A list that clap takes as one value: a `Vec` would be an option that is given several times.
+/// One value for clap, which treats a `Vec` as a repeatable option.
 type Shape = std::sync::Arc<[u64]>;
 
 fn parse_shape(text: &str) -> Result<Shape, ParseError> {
@@ -122,11 +121,11 @@ fn parse_shape(text: &str) -> Result<Shape, ParseError> {
 const DEFAULT_SIZE: u64 = 1 << 20;
 
 impl Extent {
-    /// The file, the size, and the array that the options name.
+    /// The file, the size and the array.
     ///
     /// # Errors
-    /// Those of [`Source::open`] and [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the
-    /// file or the size.
+    /// As [`Source::open`] and [`ArrayDescriptor::new`]; [`MemoryError::Array`] if the array's size differs from the file's or from the
+    /// size.
     pub(super) fn resolve(
         &self,
         array: &ArrayOptions,
@@ -140,10 +139,10 @@ impl Extent {
 }
 
 impl ArrayOptions {
-    /// The array that the options name, of data of this size in bytes, where it is known.
+    /// The array. `size` is the size of the data in bytes, if it is known.
     ///
     /// # Errors
-    /// Those of [`ArrayDescriptor::new`]; [`MemoryError::Array`] for an array that is not as large as the data.
+    /// As [`ArrayDescriptor::new`]; [`MemoryError::Array`] if the array's size differs from `size`.
     pub(super) fn resolve(&self, size: Option<u64>) -> Result<Option<ArrayDescriptor>, Error> {
         let array = match (&self.shape, self.dtype) {
             (None, None) => return Ok(None),
@@ -169,32 +168,26 @@ impl ArrayOptions {
 
 /// Parses the path of a file to read.
 pub(super) fn parse_source(text: &str) -> Result<PathBuf, String> {
-    path(
-        text,
-        "the size of a buffer is fixed before it is filled, and that of standard input is not known: save it to a file",
-    )
+    path(text, "the size of a buffer must be known before it is filled: save standard input to a file")
 }
 
 /// Parses the path of a file to write.
 ///
 /// # Errors
-/// A sentence that says why `-`, standard output, is refused.
+/// One sentence for an empty path, and for `-`: standard output is not supported.
 pub fn parse_target(text: &str) -> Result<PathBuf, String> {
-    path(text, "a file appears only once it is complete and right, which standard output can't do: name a file")
+    path(text, "the file appears only after it is complete and verified, unlike standard output: name a file")
 }
 
 fn path(text: &str, why_no_stream: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("an empty name: name a file".to_owned()),
-        "-" => Err(format!("`-` is not supported: {why_no_stream} (a file of that name is ./-)")),
+        "-" => Err(format!("`-` is not supported: {why_no_stream} (for a file named -, write ./-)")),
         _ => Ok(PathBuf::from(text)),
     }
 }
 
-/// Parses a number of 32-bit words, and returns bytes.
-///
-/// # Errors
-/// One sentence that says what to write instead.
+/// Parses a number of 32-bit words and returns bytes.
 pub(super) fn parse_elements(text: &str) -> Result<u64, String> {
     let words: u64 =
         text.parse().map_err(|_| format!("`{text}` is not a number of words: write a whole number from 1"))?;
@@ -205,24 +198,17 @@ pub(super) fn parse_elements(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses a user's number.
-///
-/// # Errors
-/// One sentence that says what to write instead.
 pub(super) fn parse_uid(text: &str) -> Result<u32, String> {
     text.parse().map_err(|_| format!("`{text}` is not a user's number: write it as `id -u` prints it, 0 to 4294967295"))
 }
 
-/// Parses a range of bytes, `OFFSET:LENGTH`, both with or without a unit.
-///
-/// # Errors
-/// One sentence that says what to write instead.
+/// Parses a range of bytes, `OFFSET:LENGTH`, with or without units.
 pub(super) fn parse_range(text: &str) -> Result<Range<u64>, String> {
     let parts = text.split_once(':').filter(|(offset, length)| !offset.is_empty() && !length.is_empty());
     let (offset, length) = parts.ok_or_else(|| {
         format!("`{text}` is not a range of bytes: write its offset and length, as 4MiB:1MiB or 0:100")
     })?;
-    // A range may begin at 0, which is not a size.
+    // 0 is a valid offset but not a valid size.
     let offset = if offset == "0" { 0 } else { parse_size(offset)? };
     let length = parse_size(length)?;
     match offset.checked_add(length) {
@@ -231,10 +217,10 @@ pub(super) fn parse_range(text: &str) -> Result<Range<u64>, String> {
     }
 }
 
-/// Parses a length of time with its unit.
+/// Parses a duration with its unit.
 ///
 /// # Errors
-/// One sentence that says what to write instead.
+/// One sentence with the correct form.
 pub fn parse_timeout(text: &str) -> Result<Duration, String> {
     if text.parse::<f64>().is_ok() && humantime::parse_duration(&format!("{text}s")).is_ok() {
         return Err(format!("`{text}` has no unit: write {text}s for seconds, or {text}ms"));
@@ -242,14 +228,11 @@ pub fn parse_timeout(text: &str) -> Result<Duration, String> {
     match humantime::parse_duration(text) {
         Ok(time) if time.is_zero() => Err(format!("`{text}` is no time: write more than zero")),
         Ok(time) => Ok(time),
-        Err(_) => Err(format!("`{text}` is not a length of time: write it as 500ms, 30s or 2m")),
+        Err(_) => Err(format!("`{text}` is not a duration: write it as 500ms, 30s or 2m")),
     }
 }
 
 /// Parses a salt: 32 bits, decimal or hexadecimal.
-///
-/// # Errors
-/// One sentence that says what to write instead.
 pub(super) fn parse_salt(text: &str) -> Result<u32, String> {
     let hexadecimal = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
     let (digits, radix) = hexadecimal.map_or((text, 10), |digits| (digits, 16));
@@ -260,11 +243,10 @@ pub(super) fn parse_salt(text: &str) -> Result<u32, String> {
 
 const UNITS: [(char, u32); 6] = [('k', 10), ('m', 20), ('g', 30), ('t', 40), ('p', 50), ('e', 60)];
 
-/// Parses a size in bytes: a whole number, or a number with a unit of powers of 1024: `64MiB`, `64M`, `1.5GiB`,
-/// in any case.
+/// Parses a size in bytes: an integer, or a number with a binary unit in any case, as `64MiB`, `64M` or `1.5GiB`.
 ///
 /// # Errors
-/// One sentence that says what to write instead, also for `64MB`, which could be 64000000 or 67108864.
+/// One sentence with the correct form, also for `64MB`, which could mean 64000000 or 67108864.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let nonsense = || format!("`{text}` is not a size: write bytes as 1048576, or with a unit as 64MiB, 64M or 1.5GiB");
     let lower = text.to_ascii_lowercase();
@@ -313,7 +295,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_in_powers_of_1024() {
+    fn sizes_have_binary_units() {
         for (text, size) in [
             ("1", 1),
             ("1048576", 1 << 20),
@@ -335,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn an_invalid_size_is_refused_in_one_sentence() {
+    fn invalid_sizes_have_one_sentence() {
         for text in [
             "",
             " ",
@@ -393,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeout_needs_a_unit_and_a_length() {
+    fn timeouts_need_a_unit() {
         assert_eq!(parse_timeout("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(parse_timeout("1m 30s"), Ok(Duration::from_secs(90)));
         assert!(parse_timeout("30").unwrap_err().contains("30s"));

@@ -1,4 +1,4 @@
-//! What a command writes: its options, its colours, and the progress of long work on a terminal.
+//! Output of the commands: its options, notices, and progress on a terminal.
 
 use std::{
     env,
@@ -20,11 +20,11 @@ use vmmfd::{
 
 use super::log::{self, LogFormat};
 
-/// The options of every command about its output.
+/// Options of the output of every command.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Output")]
 pub struct Output {
-    /// Print one JSON object on stdout at the end, also on failure and bad usage, and nothing else
+    /// Print only one JSON object on stdout, also on failure and bad usage
     #[arg(long)]
     pub json: bool,
 
@@ -32,7 +32,7 @@ pub struct Output {
     #[arg(short, long, action = ArgAction::Count, conflicts_with = "quiet")]
     pub verbose: u8,
 
-    /// Format of the log: text, or json with one object a line. In the journal each line of text has its priority and no time
+    /// Format of the log: text, or json with one object per line. In the journal, lines of text have a priority and no time
     #[arg(long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
     log_format: LogFormat,
 
@@ -46,12 +46,12 @@ pub struct Output {
 }
 
 impl Output {
-    /// Sends the library's log to standard error, at the level that `-v` and `-q` ask for.
+    /// Starts the log on standard error, at the level of `-v` and `-q`.
     pub(super) fn start_log(&self) {
         self.start_log_at(LevelFilter::WARN);
     }
 
-    /// As [`Output::start_log`], of a service: by default its log has what an operator needs.
+    /// As [`Output::start_log`]; the default level is that of a service.
     pub(super) fn start_service_log(&self) {
         self.start_log_at(LevelFilter::INFO);
     }
@@ -66,7 +66,7 @@ impl Output {
         log::start(self.log_format, level);
     }
 
-    /// Prints that clients can connect, with `--json` on standard error. A closed pipe is not an error.
+    /// Prints a line for processes that wait until clients can connect: on standard error with `--json`, else on standard output.
     pub(super) fn announce(&self, mut line: String) -> io::Result<()> {
         if self.json {
             complain(&line);
@@ -91,7 +91,7 @@ impl Output {
         Some(reason)
     }
 
-    /// Prints a notice of what the command waits for, if the wait lasts longer than a second. The wait ends when the result is dropped.
+    /// Prints `text` as a notice after one second, unless the returned [`Wait`] is dropped before.
     pub(super) fn notice_wait(&self, text: String) -> Wait {
         let (sender, receiver) = mpsc::channel();
         let output = self.clone();
@@ -105,14 +105,14 @@ impl Output {
         Wait(sender)
     }
 
-    /// Progress on standard error, if that is a terminal and neither `--quiet` nor `--json` is given.
+    /// Progress on standard error, if it is a terminal, without `--quiet` and `--json`.
     pub(super) fn progress(&self) -> Progress {
         let dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
         Progress::new(!self.quiet && !self.json && !dumb && io::stderr().is_terminal())
     }
 }
 
-/// Whether a stream is to be coloured: if it is a terminal, unless `NO_COLOR`, `CLICOLOR`, `CLICOLOR_FORCE` or `TERM=dumb` decides.
+/// Whether to colour a stream: if it is a terminal, unless `NO_COLOR`, `CLICOLOR`, `CLICOLOR_FORCE` or `TERM=dumb` decides.
 pub(super) fn is_coloured(stream: &impl RawStream) -> bool {
     AutoStream::choice(stream) != ColorChoice::Never
 }
@@ -134,22 +134,22 @@ pub fn json_line(report: &impl Serialize) -> String {
     }
 }
 
-/// Writes a line to standard error. A closed one is not an error.
+/// Writes a line to standard error. Failures are ignored.
 pub(super) fn complain(line: &str) {
     let mut line = line.to_owned();
-    // Paths are the user's, and may have what a terminal would obey.
+    // Paths may contain escape sequences.
     clean(&mut line);
     let _ = Stderr.write_all(log::line(&line).as_bytes());
 }
 
-/// A wait that a user may get a notice of: see [`Output::notice_wait`].
+/// A wait with a notice: see [`Output::notice_wait`].
 #[derive(Debug)]
 pub(super) struct Wait(#[expect(dead_code, reason = "the drop ends the wait")] mpsc::Sender<()>);
 
-/// How long a command waits before it says what it waits for.
+/// The longest wait without a notice.
 const WAIT_NOTICE: Duration = Duration::from_secs(1);
 
-/// The width of the terminal. A line of the progress never fills it: what the terminal itself echoes, as `^C`, must not wrap.
+/// The width of the terminal. Progress lines are shorter: an echo of the terminal, as `^C`, must not wrap.
 fn width() -> usize {
     rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| usize::from(size.ws_col))
 }
@@ -157,22 +157,22 @@ fn width() -> usize {
 /// A shorter transfer shows no bar.
 const BAR_DELAY: Duration = Duration::from_millis(300);
 
-/// Transfers of so many bytes show a bar from the start.
+/// Transfers from this size on show a bar at once.
 const LARGE: u64 = 1 << 30;
 
 /// How often a spinner is drawn.
 const TICK: Duration = Duration::from_millis(120);
 
-/// The progress of long work, as one line on a terminal, which is gone when the work ends.
+/// A line on a terminal with the progress of long work. It is removed at the end of the work.
 #[derive(Debug)]
 pub struct Progress(Option<Mutex<Line>>);
 
 #[derive(Debug, Default)]
 struct Line {
-    /// When the work began that is under way.
+    /// The start of the current work.
     begun: Option<Instant>,
     bar: Option<ProgressBar>,
-    /// Whether the command has ended: nothing is drawn any more.
+    /// Set at the end of the command: nothing is drawn afterwards.
     closed: bool,
 }
 
@@ -181,7 +181,7 @@ impl Progress {
         Self(shown.then(Mutex::default))
     }
 
-    /// Shows how many bytes are done. The bar goes when all are.
+    /// Shows the number of bytes transferred. Removes the bar after the last one.
     pub(super) fn bytes(&self, done: u64, all: u64) {
         let Some(mut line) = self.line() else { return };
         if done >= all {
@@ -198,7 +198,7 @@ impl Progress {
         }
     }
 
-    /// Shows which step is under way, and how many are done.
+    /// Shows the current step and the number of finished steps.
     pub fn step(&self, what: &str, done: usize, all: usize) {
         let Some(mut line) = self.line() else { return };
         if let Some(bar) = line.bar(|| "{spinner} {pos}/{len} {msg}".to_owned(), Duration::ZERO) {
@@ -209,7 +209,7 @@ impl Progress {
         }
     }
 
-    /// Runs something that prints, with the line out of its way.
+    /// Runs `print` while the line is hidden.
     pub fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
         let line = self.line();
         match line.as_ref().and_then(|line| line.bar.as_ref()) {
@@ -218,7 +218,7 @@ impl Progress {
         }
     }
 
-    /// Takes the line away, for good.
+    /// Removes the line for good.
     pub(super) fn close(&self) {
         if let Some(mut line) = self.line() {
             line.clear();

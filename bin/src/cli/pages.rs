@@ -1,4 +1,4 @@
-//! `completions` and `man`: what shells and man know of the commands, written from their parsers.
+//! `completions` and `man`: shell completions and man pages, generated from the parsers.
 
 use std::{io, path::PathBuf};
 
@@ -15,7 +15,7 @@ use super::{
 };
 use crate::schema::{Named, VERSION, document};
 
-/// Prints completions of the options for a shell
+/// Prints completions for a shell: of the options, and in bash, zsh and fish of the names of objects
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("printed"; 2 5))]
 pub(super) struct CompletionsOptions {
@@ -36,7 +36,7 @@ pub(super) struct CompletionsOptions {
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("written"; 2 5))]
 pub(super) struct ManOptions {
-    /// Folder to write them to; it is created if it does not exist
+    /// Folder for the pages; created if absent
     #[arg(value_name = "DIR")]
     folder: PathBuf,
 
@@ -54,11 +54,10 @@ struct CompletionsReport {
 #[derive(Debug, Serialize, JsonSchema)]
 struct ManReport {
     schema: u32,
-    /// The files that were written.
     pages: Vec<String>,
 }
 
-/// One of the two, with the parsers of the commands by name: they are made of all options, these included.
+/// `completions` or `man`. The caller passes the parsers, since they depend on these options too.
 pub(super) struct Pages<O> {
     pub(super) options: O,
     pub(super) parser: fn(&str) -> Command,
@@ -92,10 +91,10 @@ impl Tool for Pages<CompletionsOptions> {
 /// The commands that take names of objects.
 const TAKES_OBJECTS: [&str; 7] = ["get", "ls", "put", "rm", "stat", "watch", "who"];
 
-/// Lists the objects whose names begin with the next word. Fails soon if no broker listens.
+/// Lists the objects with a prefix. Fails after 200 ms if no broker listens.
 const LIST: &str = "vmmfd ls --quiet --timeout 200ms --";
 
-/// Makes a script complete the names of objects too. The other shells complete options alone.
+/// Adds completion of object names to a script, except for other shells.
 fn complete_objects(shell: Shell, script: &mut String) {
     match shell {
         Shell::Bash => {
@@ -165,7 +164,7 @@ impl Tool for Pages<ManOptions> {
     }
 }
 
-/// Writes the page of a command, and those of its subcommands.
+/// Writes the pages of a command and of its subcommands.
 fn write(command: &Command, folder: &std::path::Path, pages: &mut Vec<PathBuf>) -> io::Result<()> {
     for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help") {
         write(sub, folder, pages)?;

@@ -21,7 +21,7 @@ use crate::check::{
     pattern::{EngineChoice, random_salt},
 };
 
-/// Fills a buffer with a pattern or a file and shares it with consumers, which verify it.
+/// Fills a buffer with a pattern or a file, and shares it with consumers that verify it.
 #[derive(Debug, Args)]
 pub struct Produce {
     #[command(flatten)]
@@ -31,56 +31,55 @@ pub struct Produce {
     #[arg(long, value_name = "SALT", value_parser = parse_salt, help_heading = "Buffer")]
     seed: Option<u32>,
 
-    /// Flip one byte after filling, which both sides must report
+    /// Flip one byte after the fill: both sides must report it
     #[arg(long, help_heading = "Buffer")]
     corrupt: bool,
 
-    /// What writes and checks the pattern
+    /// Engine that writes and checks the pattern
     #[arg(long, value_name = "ENGINE", value_parser = ENGINE, default_value = "auto", help_heading = "Buffer")]
     verify: EngineChoice,
 
     #[command(flatten)]
     array: ArrayOptions,
 
-    /// Where the memory is
+    /// Backend of the memory
     #[arg(long, value_name = "BACKEND",
         value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
     backend: Choice,
 
-    /// Device to allocate on; a UUID may be cut short
+    /// Device to allocate on; a UUID may be abbreviated
     #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
     device: Selector,
 
-    /// How to share the memory; the consumer uses the same
+    /// Mechanism that shares the memory; the consumer uses the same
     #[arg(long, value_name = "MECHANISM", value_parser = MECHANISM, default_value = "vmm", help_heading = "Sharing")]
     mechanism: Mechanism,
 
-    /// Which memory to allocate
+    /// Location of the memory
     #[arg(long, value_name = "LOCATION", value_parser = PLACEMENT, default_value = "device", help_heading = "Sharing")]
     location: Placement,
 
-    /// Allocate it in chunks of this size, mapped side by side; rounded up like sizes [default: one allocation]
+    /// Size of the chunks, mapped side by side; rounded up like sizes [default: one allocation]
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
     chunk: Option<u64>,
 
-    /// Make it reachable by RDMA (gpuDirectRDMACapable). A GPU's own memory alone can be, where the device supports it, and never
-    /// on WSL2
+    /// Allow RDMA to the memory (gpuDirectRDMACapable): only device memory, if the device supports it; never on WSL2
     #[arg(long, help_heading = "Sharing")]
     rdma: bool,
 
-    /// Offer it read-only after filling it. Host memory is sealed against every holder of its descriptor; a GPU's is read-only
-    /// by agreement, since its descriptor grants full access
+    /// Make the memory read-only after the fill. Host memory is sealed for every holder of its descriptor; GPU memory is read-only by
+    /// agreement, since its descriptor grants full access
     #[arg(long, conflicts_with = "round_trip", help_heading = "Sharing")]
     seal: bool,
 
     #[command(flatten)]
     meet: Meet,
 
-    /// Consumers to serve, concurrently if they connect at the same time; 0: until a signal
+    /// Number of consumers, served concurrently; 0: until a signal
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Meeting")]
     consumers: u64,
 
-    /// Serve one consumer at a time, which writes a reply, and verify the reply
+    /// Serve one consumer at a time, and verify the reply that it writes
     #[arg(long, help_heading = "Meeting")]
     round_trip: bool,
 

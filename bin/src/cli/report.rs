@@ -1,4 +1,4 @@
-//! The JSON object of a command, as data.
+//! The JSON objects of `produce`, `consume` and of failures.
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -12,7 +12,7 @@ use crate::{
     stamp,
 };
 
-/// The JSON object, with its fields in the order in which they are printed.
+/// The JSON object of `produce` and `consume`.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct CommandReport {
     pub(super) schema: u32,
@@ -45,7 +45,6 @@ pub(super) struct CommandReport {
 }
 
 impl CommandReport {
-    /// A report without results.
     pub(super) fn new(role: &'static str) -> Self {
         Self {
             schema: VERSION,
@@ -82,12 +81,11 @@ pub(super) struct UsedDevice {
 pub(super) struct Step {
     pub(super) name: &'static str,
     pub(super) us: u64,
-    /// The engine that wrote or checked the pattern.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) by: Option<Engine>,
 }
 
-/// The result of one of a producer's consumers.
+/// The result of a consumer.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct ConsumerReport {
     pub(super) pid: i32,
@@ -110,7 +108,7 @@ impl ErrorSummary {
         Self { kind: kind_of(error).as_str(), message: error.in_full(), hint: hint(error).map(str::to_owned) }
     }
 
-    /// Prints it on standard error.
+    /// Prints the error on standard error.
     pub(super) fn complain(&self) {
         complain(&format!("error: {}", self.message));
         if let Some(hint) = &self.hint {
@@ -131,7 +129,7 @@ impl From<&Served> for ConsumerReport {
     }
 }
 
-/// The failure of a command that has no report to print: its JSON object.
+/// The JSON object of a failed command without a report.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct Failure {
     schema: u32,

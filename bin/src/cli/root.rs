@@ -1,4 +1,4 @@
-//! `vmmfd`: all commands as one program.
+//! The program `vmmfd`, and the programs that are one command.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{child, cli::EXIT_CODES, doctor};
 
-/// Shares GPU memory between processes: hands it over, keeps it under names, diagnoses and measures.
+/// Shares GPU memory between processes: hands it over, keeps it under names, tests the machine and measures.
 #[derive(Debug, Parser)]
 #[command(
     name = "vmmfd",
@@ -78,7 +78,7 @@ enum Command {
     /// Measures handoffs between two real processes, compared with the driver's own calls
     #[command(disable_help_flag = true)]
     Bench {
-        /// Options of vmmfd-bench; --help lists them
+        /// Options of vmmfd-bench: see --help
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTIONS")]
         options: Vec<OsString>,
     },
@@ -96,12 +96,12 @@ enum Command {
         #[arg(value_name = "COMMAND")]
         command: Vec<OsString>,
     },
-    /// A child process of the doctor
+    /// Child process of the doctor
     #[command(name = child::SUBCOMMAND, hide = true)]
     Child { task: String },
 }
 
-/// The commands, for the JSON of bad usage.
+/// The commands, for the JSON object of bad usage.
 const NAMES: [&str; 21] = [
     "produce",
     "consume",
@@ -126,7 +126,7 @@ const NAMES: [&str; 21] = [
     "help",
 ];
 
-/// Words that other programs use for a command: bad usage suggests the command.
+/// Other names of the commands, for suggestions.
 const SYNONYMS: [(&str, &[&str]); 11] = [
     (PutOptions::NAME, &["add", "create", "load", "publish", "store", "upload"]),
     (GetOptions::NAME, &["cat", "download", "fetch", "pull", "read"]),
@@ -141,7 +141,7 @@ const SYNONYMS: [(&str, &[&str]); 11] = [
     (DevicesOptions::NAME, &["gpus"]),
 ];
 
-/// The parser of a program by its name.
+/// The parser of a program.
 fn parser(name: &str) -> clap::Command {
     match name {
         Produce::ROLE => examples::add(standalone::<Produce>(Produce::ROLE), "vmmfd produce", name),
@@ -150,7 +150,7 @@ fn parser(name: &str) -> clap::Command {
     }
 }
 
-/// The parser of a command that is a program of its own.
+/// The parser of a command as a separate program.
 fn standalone<A: Args>(name: &'static str) -> clap::Command {
     let command = clap::Command::new(name)
         .version(env!("CARGO_PKG_VERSION"))
@@ -161,7 +161,7 @@ fn standalone<A: Args>(name: &'static str) -> clap::Command {
     A::augment_args(command).arg(version.help("Print the version").help_heading("Output"))
 }
 
-/// Parses a command line. Bad usage that names a synonym of a command suggests the command.
+/// Parses a command line. The error of a synonym suggests the command.
 fn parse_from(arguments: impl IntoIterator<Item = OsString>) -> Result<Options, clap::Error> {
     let matches = parser("vmmfd").try_get_matches_from(arguments).map_err(|mut error| {
         let unknown = match error.get(ContextKind::InvalidSubcommand) {
@@ -176,7 +176,7 @@ fn parse_from(arguments: impl IntoIterator<Item = OsString>) -> Result<Options, 
     Options::from_arg_matches(&matches)
 }
 
-/// Parses the command line, and for `serve` the options in its file too. `help` is parsed as `--help` of its command.
+/// Parses the command line and, for `serve`, its options file. `help` becomes `--help` of its command.
 fn parse() -> Result<Options, clap::Error> {
     let options = parse_from(std::env::args_os())?;
     if let Command::Help { command } = options.command {
@@ -192,11 +192,11 @@ fn parse() -> Result<Options, clap::Error> {
             _ => wrong(format!("{}: {}", path.display(), one_line(&error))),
         })
     });
-    // A keeper must not fail, while a server runs, because the file was changed since.
+    // A later change of the file must not stop a keeper while its server runs.
     if parsed.is_err() && Role::of_this_process().replaces_a_keeper() { Ok(options) } else { parsed }
 }
 
-/// Runs `vmmfd`: the whole of its `main`.
+/// The `main` of `vmmfd`.
 pub fn main() -> ExitCode {
     match parse() {
         Ok(Options { command }) => match command {
@@ -223,7 +223,7 @@ pub fn main() -> ExitCode {
                 laboratory::run(&std::env::args_os().skip(1).collect::<Vec<_>>())
             }
             Command::Schema(options) => run_tool(Schemas::from(options)),
-            // Parsed as `--help`, which no command accepts as anything else.
+            // `parse` replaces it by `--help` of the command.
             Command::Help { .. } => ExitCode::SUCCESS,
             Command::Child { task } => child::run(&task, doctor::run_task),
         },
@@ -234,7 +234,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Runs a command that is a program of its own: the whole of its `main`.
+/// The `main` of a command as a separate program.
 pub fn main_of<S: Session + Args>() -> ExitCode {
     let parsed = parser(S::ROLE).try_get_matches().and_then(|matches| S::from_arg_matches(&matches));
     match parsed {
@@ -243,8 +243,7 @@ pub fn main_of<S: Session + Args>() -> ExitCode {
     }
 }
 
-/// Runs a tool that is a program of its own, and whose child processes do `task`: the whole of its `main`. Users run it as a command of
-/// `vmmfd`.
+/// The `main` of a separate program that users run as a command of `vmmfd`. Its child processes run `task`.
 pub fn main_of_tool<T: Tool + Args>(program: &'static str, task: impl FnOnce(Value) -> Result<()>) -> ExitCode {
     let mut arguments = std::env::args_os().skip(1);
     match arguments.next().as_deref().and_then(OsStr::to_str) {

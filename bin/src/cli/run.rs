@@ -1,4 +1,4 @@
-//! How a command runs: signals, the end of its output, its exit.
+//! Runs a command: signals, final output, exit code.
 
 use std::{
     mem,
@@ -33,22 +33,21 @@ use super::{
 };
 use crate::schema::Named;
 
-/// A command that hands memory over: its steps are printed as they happen.
+/// A command that hands memory over and prints each step.
 pub trait Session {
-    /// Its role, for its output; and its name as a program of its own.
+    /// The role in its output, and its name as a separate program.
     const ROLE: &'static str;
 
-    /// The options about its output.
     fn output(&self) -> &Output;
 
-    /// Runs it. Its steps are printed on the console as they happen.
+    /// Runs the command. Prints its steps on the console.
     ///
     /// # Errors
-    /// Every error; the console prints it.
+    /// Any failure; the console prints it.
     fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit>;
 }
 
-/// Runs a session, and returns how its process exits.
+/// Runs a session and returns the exit code of the process.
 pub(super) fn run_session<S: Session>(session: S) -> ExitCode {
     session.output().start_log();
     let console = Arc::new(Console::new(S::ROLE, session.output()));
@@ -63,46 +62,44 @@ pub(super) fn run_session<S: Session>(session: S) -> ExitCode {
     ExitCode::from(console.finish(result).code())
 }
 
-/// A command that prints something at its end, and only then.
+/// A command that prints its output at the end.
 pub trait Tool {
-    /// Its name, for its JSON.
     const NAME: &'static str;
 
-    /// The reports that it prints with `--json`.
+    /// The reports of `--json`.
     const REPORTS: &'static [Named] = &[];
 
-    /// The options about its output.
     fn output(&self) -> &Output;
 
-    /// Runs it, and returns what it prints.
+    /// Runs the command and returns its output.
     ///
     /// # Errors
-    /// Every error; it is printed on standard error, and with `--json` as an object.
+    /// Any failure; the caller prints it on standard error, and with `--json` as an object.
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput>;
 
-    /// The request that SIGHUP makes, if it does not end this tool like the other signals.
+    /// Cancelled by SIGHUP, if it does not stop this tool like the other signals.
     fn restart(&self) -> Option<&Cancel> {
         None
     }
 
-    /// How long it may run after a signal.
+    /// The time that it may run after a signal.
     fn grace(&self) -> Duration {
         GRACE
     }
 }
 
-/// What a tool prints, and how it exits.
+/// The output of a tool, and its exit.
 pub struct ToolOutput {
     pub text: String,
     pub exit: Exit,
 }
 
-/// The end of a tool's output: printed once, by the tool's thread or by the one that waits for signals.
+/// The final output of a tool: printed once, by the thread of the tool or of the signals.
 struct Ending {
     name: &'static str,
     json: bool,
     progress: Progress,
-    /// Whether it is printed. Held while it is printed, so that a second caller waits.
+    /// Whether it is printed. Locked while it is printed, so that a second caller waits.
     finished: Mutex<bool>,
 }
 
@@ -124,7 +121,7 @@ impl Ending {
     }
 }
 
-/// Runs a tool, and returns how its process exits.
+/// Runs a tool and returns the exit code of the process.
 pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     let output = tool.output();
     output.start_log();
@@ -138,7 +135,7 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     ExitCode::from(ending.finish(result).code())
 }
 
-/// Prints the error that a tool failed with before it was run, and returns how its process exits.
+/// Prints an error from before the run of a tool, and returns the exit code of the process.
 pub(super) fn fail<T: Tool>(error: &Error, json: bool) -> ExitCode {
     let (summary, exit) = (ErrorSummary::of(error), Exit::of(error));
     summary.complain();
@@ -146,7 +143,7 @@ pub(super) fn fail<T: Tool>(error: &Error, json: bool) -> ExitCode {
     ExitCode::from(exit.code())
 }
 
-/// Prints the text at the end. A success that could not be printed is a failure; a broken pipe is not an error.
+/// Prints the final text. A success that could not be printed is a failure.
 fn print(text: &str, exit: Exit) -> Exit {
     match print_now(text) {
         Ok(()) => exit,
@@ -154,8 +151,7 @@ fn print(text: &str, exit: Exit) -> Exit {
     }
 }
 
-/// Does a command's work under the watch of the signals. `interrupted` prints its end, if a signal comes and the work does not end in
-/// time.
+/// Runs `work` and cancels it on a signal. If it does not stop in time, `interrupted` prints the final output.
 fn watched<T>(
     interrupted: impl FnOnce(i32) + Send + 'static,
     restart: Option<&Cancel>,
@@ -168,8 +164,7 @@ fn watched<T>(
     work(&cancel).map_err(library_error)
 }
 
-/// Blocks the signals that end a command, before any thread starts, so that every thread leaves them to the one that waits for
-/// them. Returns those.
+/// Blocks the signals that stop a command, and returns them. Call it before any thread starts: only the signal thread then receives them.
 fn block_signals() -> Result<SigSet, Error> {
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
     // A write that exceeds the limit of file sizes then fails with an error.
@@ -182,13 +177,12 @@ fn library_error(error: anyhow::Error) -> Error {
     error.downcast().unwrap_or_else(|other| Error::Caller(other.into()))
 }
 
-/// Leaves a driver open until the process ends: the kernel then frees what it holds, 20 to 40 ms faster than driver calls do.
+/// Leaves a driver open until the process exits. The kernel frees its resources 20 to 40 ms faster than driver calls.
 pub(super) fn leave_open(driver: &Driver) {
     mem::forget(driver.clone());
 }
 
-/// Raises the soft limit of open files to the hard one: a buffer of many chunks has a descriptor for each. If that fails, the limit
-/// stays, and a call that exceeds it reports that.
+/// Raises the soft limit of open files to the hard limit: each chunk of a buffer has a descriptor. Logs a failure.
 pub fn raise_file_limit() {
     if let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE)
         && soft < hard
@@ -198,17 +192,17 @@ pub fn raise_file_limit() {
     }
 }
 
-/// How long a command may run after a signal. Then it exits, and the kernel frees what it holds.
+/// The time that a command may run after a signal. The process then exits.
 pub(super) const GRACE: Duration = Duration::from_secs(2);
 
-/// How long it may run after a second signal.
+/// The time that it may run after a second signal.
 const MOMENT: Duration = Duration::from_millis(200);
 
-/// How long the last output may take then.
+/// The time limit of the final output after a signal.
 const LAST_OUTPUT: Duration = Duration::from_millis(500);
 
-/// Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop, but SIGHUP into `restart` where there is one. A second one ends the process, and so does the end of the grace period:
-/// a call of the driver may not return.
+/// Starts a thread that cancels the work on the first SIGINT, SIGTERM or SIGHUP; SIGHUP cancels `restart` instead, if given. A second
+/// signal or the end of the grace period exits the process: a driver call may never return.
 fn watch(
     signals: SigSet,
     cancel: &Cancel,
@@ -231,19 +225,18 @@ fn watch(
         let mut fds = [PollFd::new(waiting.as_fd(), PollFlags::POLLIN)];
         let grace = PollTimeout::try_from(grace).unwrap_or(PollTimeout::MAX);
         if poll(&mut fds, grace) != Ok(0) {
-            // Both signals may have been sent at once: files that are being removed get a moment.
+            // Both signals may arrive at once: leave time to remove files.
             let moment = PollTimeout::try_from(MOMENT).unwrap_or(PollTimeout::ZERO);
             let _ = poll(&mut [], moment);
         }
-        // In another thread: the reader of the output may have stopped, and the write then blocks.
+        // In another thread: a write blocks if the reader has stopped.
         let (sender, receiver) = mpsc::channel();
         let print = move || {
             last_output(signal);
-            // Fails if this took too long.
+            // Fails after the time limit.
             let _ = sender.send(());
         };
         if thread::Builder::new().spawn(print).is_ok() {
-            // Printed or not, the process ends.
             let _ = receiver.recv_timeout(LAST_OUTPUT);
         }
         exit_at_once(Exit::Signal(signal).code().into());
@@ -252,7 +245,7 @@ fn watch(
     spawned.map(drop).map_err(|error| Error::system("start a thread", error))
 }
 
-/// Prints help, or the error of bad usage, with `--json` as the object of the command that was meant.
+/// Prints help, or the error of bad usage, with `--json` as the object of the command.
 pub(super) fn usage(error: &clap::Error, command: Option<&'static str>) -> ExitCode {
     let helps = matches!(error.kind(), UsageKind::DisplayHelp | UsageKind::DisplayVersion);
     let wants_json = std::env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json");
@@ -279,7 +272,7 @@ pub(super) fn usage(error: &clap::Error, command: Option<&'static str>) -> ExitC
     ExitCode::from(print(&text, Exit::Usage).code())
 }
 
-/// The error of bad usage in one line: what was wrong, what is possible, and the tip.
+/// The error of bad usage in one line, with possible values and tip.
 pub(super) fn one_line(error: &clap::Error) -> String {
     let text = error.render().to_string();
     let lines =
@@ -297,7 +290,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_of_the_library_keeps_its_class_and_any_other_its_causes() {
+    fn library_errors_keep_their_class() {
         let library = library_error(Error::Interrupted { reason: CancelReason::Signal(2) }.into());
         assert!(matches!(library, Error::Interrupted { reason: CancelReason::Signal(2) }), "{library:?}");
         let other = Err::<(), _>(io::Error::other("the disk is full")).context("the report can't be written");

@@ -23,9 +23,9 @@ use super::{
 };
 use crate::schema::{Named, VERSION, document};
 
-/// Prints the JSON Schema of what a command prints with --json
+/// Prints the JSON Schema of a command's --json output
 ///
-/// `failure` is what every command but produce and consume prints if it fails. `watch` is each line of its output.
+/// `failure` is the object of a failed command, except produce and consume. `watch` is a line of its output.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("printed"; 2 5))]
 pub(super) struct SchemaOptions {
@@ -66,38 +66,38 @@ fn reports() -> Vec<Named> {
     .concat()
 }
 
-/// The names of all reports in alphabetical order. That of `bench` is another program's.
+/// The names of all reports in alphabetical order. `vmmfd-bench` prints the report of `bench`.
 fn names() -> Vec<&'static str> {
     let mut names: Vec<&str> = reports().iter().map(|(name, _)| *name).chain([BENCH]).collect();
     names.sort_unstable();
     names
 }
 
-/// What `vmmfd schema` prints.
+/// The report of `schema`.
 #[derive(Debug, Serialize, JsonSchema)]
 struct SchemaReport {
     schema: u32,
     /// The names of all reports.
     names: Vec<&'static str>,
-    /// The JSON Schema of the report that was asked for.
+    /// The JSON Schema of the named report.
     document: Option<Value>,
 }
 
-/// The command, with the reports of its program.
+/// The command with the reports of its program.
 pub(super) struct Schemas {
     options: SchemaOptions,
     reports: Vec<Named>,
 }
 
 impl Schemas {
-    /// The command of another program with these reports.
+    /// The command in another program.
     pub(super) fn of(options: SchemaOptions, reports: &[Named]) -> Self {
         Self { options, reports: reports.to_vec() }
     }
 }
 
 impl SchemaOptions {
-    /// Whether the report is that of `vmmfd-bench`, which has its type.
+    /// Whether `vmmfd-bench` prints the report.
     pub(super) fn is_of_laboratory(&self) -> bool {
         self.name.as_deref() == Some(BENCH)
     }

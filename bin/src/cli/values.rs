@@ -1,4 +1,4 @@
-//! The values of options that are one of a few words, as clap lists them in help and completions.
+//! Options with a fixed list of values, for help and completions.
 
 use std::ffi::OsStr;
 
@@ -16,14 +16,14 @@ use vmmfd::{
 
 use crate::check::pattern::{Engine, EngineChoice};
 
-/// An option whose value is one of a few words: each value, its word and the help on it.
+/// The values of an option: each value, its word and its help.
 #[derive(Debug, Clone, Copy)]
 pub struct OneOf<T: 'static>(&'static [(T, &'static str, &'static str)]);
 
 const CUDA: &str = "memory of an NVIDIA GPU";
-const HOST: &str = "ordinary memory: no GPU takes part";
+const HOST: &str = "ordinary memory, without a GPU";
 
-/// The backends, or the first that works here.
+/// The backends, and the automatic choice.
 pub(super) const CHOICE: OneOf<Choice> = OneOf(&[
     (Choice::Auto, "auto", "cuda; host only if no driver library loads or the driver finds no device"),
     (Choice::Only(Backend::Cuda), "cuda", CUDA),
@@ -33,34 +33,25 @@ pub(super) const CHOICE: OneOf<Choice> = OneOf(&[
 /// The backends.
 pub const BACKEND: OneOf<Backend> = OneOf(&[(Backend::Cuda, "cuda", CUDA), (Backend::Host, "host", HOST)]);
 
-/// What the memory may be accessed for.
 pub(super) const ACCESS: OneOf<Access> =
     OneOf(&[(Access::ReadOnly, "ro", "read-only"), (Access::ReadWrite, "rw", "read-write")]);
 
-/// How memory is shared.
 pub(super) const MECHANISM: OneOf<Mechanism> = OneOf(&[
     (Mechanism::Vmm, "vmm", "virtual memory management: a file descriptor for each allocation"),
     (Mechanism::Pool, "pool", "a memory pool: its descriptor, and a handle of 64 bytes"),
     (Mechanism::Legacy, "legacy", "cuIpcMemHandle: a handle of 64 bytes"),
 ]);
 
-/// Where the memory is.
 pub(super) const PLACEMENT: OneOf<Placement> = OneOf(&[
-    (Placement::Device, "device", "the device's own"),
-    (Placement::Host, "host", "the host's next to it (host-NUMA), which CPU and GPU both access"),
+    (Placement::Device, "device", "device memory"),
+    (Placement::Host, "host", "host memory next to the device (host-NUMA), for CPU and GPU"),
 ]);
 
-/// In which order the elements of an array are.
 pub(super) const ORDER: OneOf<Order> =
     OneOf(&[(Order::C, "C", "the last index varies fastest"), (Order::F, "F", "the first index varies fastest")]);
 
-/// What fills and checks the pattern.
 pub(super) const ENGINE: OneOf<EngineChoice> = OneOf(&[
-    (
-        EngineChoice::Auto,
-        "auto",
-        "the one that is estimated to be faster; the host where the driver has no compiler for the kernels",
-    ),
+    (EngineChoice::Auto, "auto", "the faster engine by estimate; host if the driver cannot compile the kernels"),
     (EngineChoice::Only(Engine::Gpu), "gpu", "kernels on the GPU"),
     (EngineChoice::Only(Engine::Host), "host", "the CPUs, on copies"),
 ]);
@@ -76,7 +67,7 @@ impl<T: Copy + Send + Sync> TypedValueParser for OneOf<T> {
 
     fn parse_ref(&self, command: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<T, clap::Error> {
         let given = PossibleValuesParser::new(self.words()).parse_ref(command, arg, value)?;
-        // Whether the case counts was decided there.
+        // The parser above has checked the case.
         let found = self.0.iter().find(|(_, word, _)| word.eq_ignore_ascii_case(&given));
         found.map(|&(value, ..)| value).ok_or_else(|| clap::Error::new(ErrorKind::InvalidValue).with_cmd(command))
     }
@@ -86,7 +77,7 @@ impl<T: Copy + Send + Sync> TypedValueParser for OneOf<T> {
     }
 }
 
-/// Parses any element type, and lists the common ones for completions.
+/// Parses any element type; completions list the common types.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ElementTypeParser;
 

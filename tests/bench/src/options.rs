@@ -38,7 +38,7 @@ pub struct BenchOptions {
     #[arg(long, value_name = "BACKEND", value_parser = BACKEND, default_value = "cuda", help_heading = "Sharing")]
     backend: Backend,
 
-    /// Device to measure; a UUID may be cut short
+    /// Device to measure; a UUID may be abbreviated
     #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
     device: Selector,
 

@@ -182,7 +182,7 @@ fn bad_input_is_one_sentence(broker: Broker) {
         (&["put", "a b", "--from", file], "' '"),
         (&["put", &long, "--from", file], "at most 255"),
         (&["put", "a\u{1b}[31m", "--from", file], "can't be used"),
-        (&["put", "a", "--from", file, "--meta", "[1]"], "no object"),
+        (&["put", "a", "--from", file, "--meta", "[1]"], "not an object"),
         (&["put", "a", "--from", file, "--meta", "{"], "not JSON"),
         (&["put", "a", "--from", file, "--mode", "755"], "at most 666"),
         (&["put", "a", "--from", file, "--ttl", "30"], "has no unit"),
@@ -202,7 +202,7 @@ fn bad_input_is_one_sentence(broker: Broker) {
         (&["ls", "--timeout", "5"], "has no unit"),
         (&["serve", "--quota", "users=1"], "not a limit"),
         (&["serve", "--quota", "bytes=1GB"], "1GiB"),
-        (&["serve", "--allow-gid", "no such group"], "is no group of this machine"),
+        (&["serve", "--allow-gid", "no such group"], "is not a group of this machine"),
         (&["serve", "--allow-uid", "-5"], "unexpected argument"),
         (&["serve", "--no-quota", "--total-quota", "objects=1"], "cannot be used with"),
         (&["get", "a", "--owner", "root"], "not a user's number"),
@@ -281,6 +281,44 @@ fn signal_ends_the_broker_with_report(broker: Broker) {
     fits("serve", &report);
     assert_eq!((&report["objects"], &report["size"]), (&json!(0), &json!(0)));
     ended.says("broker    listening  ");
+}
+
+#[test]
+fn completions_list_objects() {
+    let broker = Broker::host();
+    for name in ["models/a", "models/b", "other"] {
+        broker.put(name, &data(10), &[]);
+    }
+    for (shell, words) in [
+        ("zsh", &["_vmmfd_objects() {", "'*::names -- Names of the objects:_vmmfd_objects'"][..]),
+        ("fish", &["__fish_vmmfd_using_subcommand get\" -f -a \"(vmmfd ls "]),
+    ] {
+        let script = broker.end(&["completions", shell]).code(0).stdout.clone();
+        assert!(words.iter().all(|word| script.contains(word)), "{script}");
+    }
+    let script = broker.file("vmmfd.bash", broker.end(&["completions", "bash"]).code(0).stdout.as_bytes());
+    let program = PathBuf::from(broker.run(&["ls"]).command.get_program());
+    let path = format!("{}:{}", program.parent().unwrap().display(), std::env::var("PATH").unwrap());
+    let complete = |words: &[&str]| {
+        let script = format!(
+            "source {}; COMP_WORDS=(vmmfd {}); COMP_CWORD={}; _vmmfd_objects vmmfd {}; echo \"${{COMPREPLY[*]}}\"",
+            text(&script),
+            words.join(" "),
+            words.len(),
+            words.iter().rev().take(2).copied().collect::<Vec<_>>().join(" ")
+        );
+        let output = Command::new("bash")
+            .args(["-c", &script])
+            .env("PATH", &path)
+            .env("VMMFD_BROKER_SOCKET", broker.place.socket())
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap().trim_end().to_owned()
+    };
+    assert_eq!(complete(&["get", "mod"]), "models/a models/b");
+    assert_eq!(complete(&["rm", "x"]), "");
+    assert!(complete(&["get", "--ran"]).contains("--range"));
+    assert!(complete(&["st"]).contains("stat"));
 }
 
 #[test]

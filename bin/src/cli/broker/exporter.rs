@@ -1,4 +1,4 @@
-//! `exporter`: the broker's figures for Prometheus.
+//! `exporter`: broker metrics for Prometheus.
 
 use std::{
     io,
@@ -31,18 +31,17 @@ use crate::{
     stamp,
 };
 
-/// Serves the figures of a broker over HTTP, for Prometheus
+/// Serves broker metrics over HTTP, for Prometheus
 ///
-/// GET /metrics has them as text; while the broker does not answer, only `vmmfd_up 0`. GET /healthz is 200 while the broker answers,
-/// and else 503 with the reason. It connects again when the broker restarts, and runs until SIGTERM or SIGINT. Memory by user and
-/// device is complete where it runs as the broker's user or root. If systemd passes a listening socket (LISTEN_FDS), the exporter
-/// serves on that one, and does not use --listen.
+/// GET /metrics returns the metrics as text, or only `vmmfd_up 0` while the broker does not answer. GET /healthz returns 200 while the
+/// broker answers, else 503 with the reason. The exporter reconnects after a restart of the broker, and runs until SIGTERM or SIGINT. It
+/// sees the memory of all users only as the broker's user or root. If systemd passes a listening socket (LISTEN_FDS), --listen is ignored.
 ///
-/// Once it accepts connections it prints one line, `exporter  listening  http://ADDRESS/metrics`, on stdout, or with --json on stderr.
+/// When it accepts connections, it prints one line, `exporter  listening  http://ADDRESS/metrics`, on stdout, or with --json on stderr.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("stopped by a signal"; 2 5))]
 pub(in super::super) struct ExporterOptions {
-    /// Address to listen on; port 0 is any free one
+    /// Address to listen on; port 0 selects a free port
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:9464", help_heading = "HTTP")]
     listen: SocketAddr,
 
@@ -51,11 +50,11 @@ pub(in super::super) struct ExporterOptions {
     #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]
     socket: Option<PathBuf>,
 
-    /// User that the broker may belong to, besides one's own and root; may be given several times
+    /// Other user that the broker may run as, besides this user and root; repeatable
     #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
     allow_uids: Vec<u32>,
 
-    /// Longest wait of a request for the broker: 500ms, 30s, 2m
+    /// Longest wait for an answer of the broker: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = parse_timeout, help_heading = "Meeting")]
     timeout: Duration,
 
@@ -69,12 +68,12 @@ struct ExporterReport {
     tool: String,
     listen: String,
     socket: String,
-    /// Requests that were answered, and those of them that the broker did not answer.
+    /// HTTP requests answered, and how many of them without an answer of the broker.
     requests: u64,
     unanswered: u64,
 }
 
-/// The connection to the broker, made when it is needed.
+/// The connection to the broker, opened on demand.
 struct Connected<'a> {
     meet: MeetBroker,
     cancel: &'a Cancel,
@@ -82,14 +81,14 @@ struct Connected<'a> {
 }
 
 impl Connected<'_> {
-    /// Asks over the connection that there is, and if that is gone over a new one.
+    /// Requests the metrics, over a new connection if the old one is closed.
     fn ask(&mut self) -> Result<Metrics> {
         if let Some(client) = &self.client {
             match client.metrics() {
                 Ok(metrics) => return Ok(metrics),
                 Err(error) => {
                     self.client = None;
-                    // A broker that does not answer has had its time.
+                    // The timeout is used up.
                     let waited = matches!(
                         error,
                         Error::Peer(vmmfd::error::PeerError::Timeout { .. })
@@ -119,7 +118,7 @@ impl Tool for ExporterOptions {
     }
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
-        // A broker of this user that starts later, or the system's, is found at the next request.
+        // The path may change: each request looks for a broker of this user, then for the system's.
         let path = BrokerPath::find(self.socket.as_deref())?;
         let (listener, address) = self.listener()?;
         self.output.announce(format!("exporter  listening  http://{address}/metrics"))?;
@@ -147,7 +146,7 @@ impl Tool for ExporterOptions {
 }
 
 impl ExporterOptions {
-    /// The listening socket that systemd passes, else a new one.
+    /// The listening socket from systemd, else a new one.
     fn listener(&self) -> Result<(TcpListener, SocketAddr)> {
         let passed = |error| Error::system("use the listening socket of LISTEN_FDS", error);
         let bound = |error| Error::system(format!("listen on {}", self.listen), error);
@@ -164,7 +163,7 @@ impl ExporterOptions {
                 Ok((listener, address))
             }
             (Some(_), others) => {
-                let reason = format!("it has {} sockets: pass one", others + 1);
+                let reason = format!("systemd passed {} sockets: pass one", others + 1);
                 Err(passed(io::Error::new(io::ErrorKind::InvalidInput, reason)))
             }
         }

@@ -41,8 +41,8 @@ use crate::{
 
 /// Maps an object of a broker read-only, verifies it and writes it to a file
 ///
-/// Where the maker gave a digest, and all of a part is asked for, the bytes are verified. A wrong digest is reported to the broker:
-/// `vmmfd stat` shows it. The lease ends with the command.
+/// Verifies each part that has a digest and is read whole. Reports a wrong digest to the broker, and `vmmfd stat` shows the report. The
+/// lease ends with the command.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("got, and verified if it has a digest",
     "no such object or version, not as expected, or it did not verify"; 2 3 4 5 130))]
@@ -55,15 +55,15 @@ pub(in super::super) struct GetOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Object")]
     version: Option<u64>,
 
-    /// Wait this long for the object to exist: 500ms, 30s, 2m
+    /// Longest wait for the object to exist: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", value_parser = parse_timeout, help_heading = "Object")]
     wait: Option<Duration>,
 
-    /// Fields that the metadata must have, with these values: a JSON object
+    /// Required fields of the metadata and their values: a JSON object
     #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Object")]
     expect: Option<Check>,
 
-    /// User who must own the name: another user may have put it [default: any]
+    /// Required owner of the name [default: any]
     #[arg(long, value_name = "UID", value_parser = parse_uid, help_heading = "Object")]
     owner: Option<u32>,
 
@@ -71,16 +71,16 @@ pub(in super::super) struct GetOptions {
     #[arg(long, value_name = "PART", help_heading = "Object")]
     part: Option<String>,
 
-    /// Range of bytes, with units as in 4MiB:1MiB; of a part in chunks only those that cover it are sent and mapped
+    /// Range of bytes, with or without units, as 4MiB:1MiB; of a part in chunks, only the chunks of the range are sent and mapped
     /// [default: all]
     #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range, help_heading = "Buffer")]
     range: Option<Range<u64>>,
 
-    /// Array to get: its bytes alone, as they lie in memory; only the segments that it lies in are sent and mapped [default: all]
+    /// Array to get: only its bytes, in memory order; only its segments are sent and mapped [default: all]
     #[arg(long, value_name = "ARRAY", conflicts_with = "range", help_heading = "Buffer")]
     array: Option<String>,
 
-    /// File to write the bytes to, created only when they are verified
+    /// File for the bytes, created only after they are verified
     #[arg(long, value_name = "FILE", value_parser = parse_target, help_heading = "Buffer")]
     to: Option<PathBuf>,
 
@@ -88,7 +88,7 @@ pub(in super::super) struct GetOptions {
     #[arg(long, requires = "to", help_heading = "Buffer")]
     force: bool,
 
-    /// Where the memory is; auto takes what the object says
+    /// Backend of the memory; auto takes the object's
     #[arg(
         long,
         value_name = "BACKEND",
@@ -100,7 +100,7 @@ pub(in super::super) struct GetOptions {
     )]
     backend: Choice,
 
-    /// Device to use it on, also another that can access the memory; a UUID may be cut short [default: the device that it is on]
+    /// Device to map the memory on, if it can access it; a UUID may be abbreviated [default: the device of the memory]
     #[arg(long, value_name = "ORDINAL|UUID", help_heading = "Sharing")]
     device: Option<Selector>,
 
@@ -128,7 +128,7 @@ struct GetReport {
     #[schemars(with = "schema::Backend")]
     backend: Backend,
     parts: Vec<PartReport>,
-    /// Whether all parts are right; null if one of them has nothing to check it against.
+    /// Whether all parts verified; null if a part could not be checked.
     verified: Option<bool>,
     /// The file that was written.
     to: Option<String>,
@@ -139,18 +139,18 @@ struct GetReport {
 #[derive(Debug, Serialize, JsonSchema)]
 struct PartReport {
     name: String,
-    /// The device that owns the memory, with the bytes of it.
+    /// The device, with the bytes of memory on it.
     device: DeviceSize,
-    /// Bytes of data in all of the part.
+    /// Bytes of data in the whole part.
     size: u64,
     segments: u64,
-    /// What was read of it.
+    /// The range that was read.
     offset: u64,
     length: u64,
     arrays: Vec<ArrayLine>,
-    /// What its maker said.
+    /// The digest that the maker gave.
     expected: Option<String>,
-    /// Of what was read.
+    /// The digest of the bytes that were read.
     digest: String,
     verified: Option<bool>,
 }
@@ -166,7 +166,7 @@ struct ArrayLine {
 
 impl From<&ArrayEntry> for ArrayLine {
     fn from(of: &ArrayEntry) -> Self {
-        // What is no JSON has not been taken for attributes.
+        // Attributes from a client are valid JSON.
         let attributes = of.attributes.as_ref().and_then(|attributes| attributes.read().ok());
         Self { name: of.name.clone(), array: of.array.clone(), attributes }
     }
@@ -184,7 +184,7 @@ impl GetOptions {
         self.range.iter().fold(get, |get, range| get.range(range.clone()))
     }
 
-    /// The bytes to read of a part, and the memory that has them.
+    /// The range to read of a part, and its memory.
     fn selected<'a>(&self, part: &'a ObjectPart) -> Result<(&'a Arc<Imported>, Range<u64>)> {
         let Some(name) = &self.array else {
             let range = self.range.clone().unwrap_or(0..part.description().size);
@@ -192,7 +192,7 @@ impl GetOptions {
         };
         let entry = part.arrays().iter().find(|entry| entry.name == *name);
         let array = entry.map(|entry| &entry.array).ok_or_else(|| {
-            // The broker has found it: what it says of itself does not fit.
+            // The broker selected this part for the array.
             ProtocolError::Content(format!("part `{}` came for array `{name}`, which it does not have", part.name()))
         })?;
         let span = array.span()?;
@@ -210,7 +210,7 @@ impl GetOptions {
         }
     }
 
-    /// One file has the bytes of one part.
+    /// Fails if the options need one part and there are several.
     fn check_parts(&self, lease: &Lease) -> Result<()> {
         let several = |verb: &str| {
             let names: Vec<&str> = lease.parts().iter().take(8).map(|part| part.name()).collect();
@@ -228,7 +228,7 @@ impl GetOptions {
         }
     }
 
-    /// Reads a part, writes it to the file if there is one, and compares it with its digest if all of it is read.
+    /// Reads a part into the file, if given, and compares a whole part with its digest.
     fn read(
         &self,
         part: &ObjectPart,
@@ -267,7 +267,7 @@ impl GetOptions {
         })
     }
 
-    /// Reads all parts. The file gets its name if none is wrong.
+    /// Reads all parts. The file gets its name if no part is wrong.
     fn read_all(
         &self,
         object: &Object,
@@ -281,7 +281,7 @@ impl GetOptions {
             None => None,
             Some(target) => {
                 let file = target.file()?;
-                // The disk may be slow. If this side is stopped meanwhile, the temporary file is removed.
+                // A slow disk must not delay the reaction to a signal. Then the temporary file is removed.
                 let sync = move || file.sync_all().map_err(|error| Error::system("sync a file", error));
                 interruptibly(&mut || cancel.check(), sync)?;
                 Some(target.finish()?)
@@ -302,7 +302,7 @@ impl Tool for GetOptions {
 
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
         raise_file_limit();
-        // Before the connection, so that nothing is read that can't be written.
+        // Before the connection: a file that can't be written then costs no lease.
         let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let client = self.meet.connect(cancel)?;
         let mut steps = Steps::default();

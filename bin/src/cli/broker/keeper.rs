@@ -1,4 +1,4 @@
-//! `keeper`: the process that holds what a server has.
+//! `keeper`: the process that holds the descriptors of a broker's server.
 
 use std::{path::PathBuf, process::ExitCode};
 
@@ -19,21 +19,21 @@ use crate::cli::{
     run::{fail, raise_file_limit, run_tool},
 };
 
-/// Holds the descriptors, the listening socket and the catalogue of a broker's server while that is restarted
+/// Holds the descriptors, the listening socket and the catalogue of a broker's server while the server restarts
 ///
-/// It does nothing else: `vmmfd serve --keeper PATH` serves. An init restarts both, in any order, one at a time: restart, stop or crash
-/// of one of them loses nothing, and when neither runs, the memory is freed. Plain `vmmfd serve` has a keeper of its own and needs none.
+/// The server is `vmmfd serve --keeper PATH`. An init may restart keeper and server in any order, one at a time: a restart, stop or crash
+/// of one process loses nothing. If neither process runs, the memory is freed. Plain `vmmfd serve` starts a keeper itself.
 ///
-/// It runs until SIGTERM or SIGINT, and then exits with 0. SIGHUP, or --reload from another process, executes the program that is at its
-/// path then, in place: the pid stays.
+/// The keeper runs until SIGTERM or SIGINT, and then exits with 0. SIGHUP, or --reload from another process, replaces it with the program
+/// that is now at its path; the pid stays the same.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("stopped by a signal, or the keeper was reloaded"; 2 4 5))]
 pub(in super::super) struct KeeperOptions {
-    /// Unix socket to listen on, in a folder that its user alone may open; the folder is made if it does not exist
+    /// Unix socket to listen on, in a folder that only its user may open; the folder is created if absent
     #[arg(long, value_name = "PATH", help_heading = "Meeting")]
     socket: PathBuf,
 
-    /// Have the keeper that runs execute the program at its path, and report whether it does
+    /// Make the running keeper execute the program at its path, and report the result
     #[arg(long, help_heading = "Meeting")]
     reload: bool,
 
@@ -42,7 +42,7 @@ pub(in super::super) struct KeeperOptions {
 }
 
 impl KeeperOptions {
-    /// Runs the keeper, or the client that requests a reload.
+    /// Runs the keeper, or requests a reload.
     pub(in super::super) fn start(self) -> ExitCode {
         if self.reload && Role::of_this_process().is_first() {
             return run_tool(self);
@@ -51,7 +51,7 @@ impl KeeperOptions {
             return fail::<Self>(&Error::system("start a thread", error), self.output.json);
         }
         self.output.start_service_log();
-        // Each descriptor that it holds counts.
+        // The keeper holds a descriptor per segment.
         raise_file_limit();
         let code = match keeper::run_keeper(&self.socket) {
             Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)),

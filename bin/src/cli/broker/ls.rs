@@ -1,4 +1,4 @@
-//! `ls`: the objects that there are.
+//! `ls`: lists objects.
 
 use clap::Args;
 use schemars::JsonSchema;
@@ -28,14 +28,14 @@ use crate::{
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("listed, even if nothing matches"; 2 4 5 130))]
 pub(in super::super) struct LsOptions {
-    /// Only those whose names begin with this
+    /// Only objects whose names begin with PREFIX
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
     prefix: String,
 
     #[command(flatten)]
     meet: MeetBroker,
 
-    /// Show more than the names; sizes are as their makers claim them
+    /// Show a table: SIZE is the data, MEMORY the memory of all devices, both as claimed by the makers
     #[arg(short, long, help_heading = "Output")]
     long: bool,
 
@@ -50,7 +50,7 @@ struct LsReport {
     objects: Vec<ObjectLine>,
 }
 
-/// An object as `ls` and `stat` have it in JSON. Sizes are in bytes, as claimed.
+/// An object in the JSON of `ls` and `stat`. Sizes are in bytes, as claimed.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct ObjectLine {
     pub(super) name: String,
@@ -58,9 +58,8 @@ pub(super) struct ObjectLine {
     pub(super) version: u64,
     #[schemars(with = "schema::Id")]
     pub(super) id: String,
-    /// Of data.
     pub(super) size: u64,
-    /// The UUID of the device, if it is one.
+    /// The UUID of the device, unless there are several.
     pub(super) device: Option<String>,
     /// The memory on each device.
     pub(super) devices: Vec<DeviceSize>,

@@ -1,4 +1,4 @@
-//! The broker's commands: `serve`, and what a client does with objects.
+//! The commands of the broker and of its clients.
 
 mod exporter;
 mod get;
@@ -40,11 +40,11 @@ use super::{
     report::Step,
 };
 
-/// How long a command waits for a broker to listen. A broker that was started just before needs a moment; where there is none, a
-/// command fails after this and does not wait for its `--timeout`.
+/// The longest wait for a broker to listen, in case it has just been started. Without a broker, a command fails after this time, not after
+/// its `--timeout`.
 const APPEARS: Duration = Duration::from_secs(1);
 
-/// Where the broker is.
+/// Options of the connection to the broker.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Meeting")]
 struct MeetBroker {
@@ -53,7 +53,7 @@ struct MeetBroker {
     #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET")]
     socket: Option<PathBuf>,
 
-    /// User that the broker may belong to, besides one's own and root; may be given several times
+    /// Other user that the broker may run as, besides this user and root; repeatable
     #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid)]
     allow_uids: Vec<u32>,
 
@@ -63,8 +63,7 @@ struct MeetBroker {
 }
 
 impl MeetBroker {
-    /// Connects to the broker. Waits for one to listen for at most [`APPEARS`], and for the timeout where it listens and accepts no
-    /// connection.
+    /// Connects to the broker. Waits for at most [`APPEARS`] for it to listen, and for the timeout if it listens without accepting.
     ///
     /// # Errors
     /// As [`Client::connect`].
@@ -72,7 +71,7 @@ impl MeetBroker {
         self.connect_at(cancel).map(|(client, _)| client)
     }
 
-    /// As [`MeetBroker::connect`], with the broker's socket.
+    /// As [`MeetBroker::connect`]; also returns the socket's path.
     fn connect_at(&self, cancel: &Cancel) -> Result<(Client, PathBuf)> {
         let found = BrokerPath::find(self.socket.as_deref())?;
         let path = found.path();
@@ -96,7 +95,7 @@ impl MeetBroker {
 struct Steps(Vec<Step>);
 
 impl Steps {
-    /// Does a step.
+    /// Runs a step and records its time.
     fn time<T>(&mut self, name: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let begun = std::time::Instant::now();
         let result = work()?;
@@ -105,7 +104,7 @@ impl Steps {
     }
 }
 
-/// Memory of a device, as claimed, for the JSON objects.
+/// The claimed memory of a device, in JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
 struct DeviceSize {
     uuid: String,
@@ -115,12 +114,12 @@ struct DeviceSize {
 
 impl DeviceSize {
     fn of(device: &wire::Device, size: u64) -> Self {
-        // A total of the broker's names no backend: the host's device has a name of its own.
+        // The broker's totals name no backend, but only the host backend has a device of this name.
         let backend = if device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda };
         Self { uuid: device.uuid.prefixed(backend), name: device.name.clone(), size }
     }
 
-    /// The UUID, cut short as far as options still accept it.
+    /// The UUID, abbreviated to a form that options accept.
     fn short(&self) -> &str {
         self.uuid.get(..self.uuid.len() - 28).unwrap_or(&self.uuid)
     }
@@ -137,7 +136,7 @@ fn total(devices: &[DeviceSize]) -> u64 {
     devices.iter().fold(0, |sum, device| sum.saturating_add(device.size))
 }
 
-/// Devices in short: the one, or how many they are.
+/// The device, or the number of devices.
 fn devices_in_short(devices: &[DeviceSize]) -> String {
     match devices {
         [] => "-".to_owned(),

@@ -1,4 +1,4 @@
-//! The file with options of `serve`, in the form of those in /etc/default: one assignment of a shell.
+//! The options file of `serve`, in the format of /etc/default: one shell assignment.
 
 use std::{
     fs,
@@ -9,13 +9,13 @@ use std::{
 
 use nix::libc;
 
-/// What it assigns. Another name is an error: an option with a wrong name would have no effect otherwise.
+/// The only variable. Another name is an error: the file would have no effect.
 const VARIABLE: &str = "VMMFD_OPTIONS";
 
 /// The longest file, in bytes.
 const MOST: u64 = 64 << 10;
 
-/// The options in a file, word by word. A file that does not exist has none.
+/// The options in a file, as words. An absent file has none.
 ///
 /// # Errors
 /// One sentence that names the file and its line.
@@ -27,18 +27,18 @@ pub(in super::super) fn read(path: &Path) -> Result<Vec<String>, String> {
     }
 }
 
-/// The text of a regular file. Another kind may have no end, or block for ever.
+/// The text of a regular file. Other files may be endless, or block forever.
 fn text(path: &Path) -> io::Result<String> {
     let file = fs::File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
-        return Err(io::Error::other("it is no regular file"));
+        return Err(io::Error::other("it is not a regular file"));
     }
     let mut text = String::new();
     file.take(MOST + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MOST { Err(io::Error::other(format!("it has more than {MOST} bytes"))) } else { Ok(text) }
 }
 
-/// The options in a text, or the number of a wrong line and the problem.
+/// The options in a text, or the number of a bad line and its problem.
 fn words(text: &str) -> Result<Vec<String>, (usize, String)> {
     let mut found: Option<Vec<String>> = None;
     for (at, line) in text.lines().enumerate() {
@@ -48,18 +48,18 @@ fn words(text: &str) -> Result<Vec<String>, (usize, String)> {
         }
         let wrong = |problem: String| Err((at + 1, problem));
         let Some((name, value)) = line.split_once('=') else {
-            return wrong(format!("`{line}` is no assignment: write {VARIABLE}=\"--allow-uid 1000\""));
+            return wrong(format!("`{line}` is not an assignment: write {VARIABLE}=\"--allow-uid 1000\""));
         };
         if name != VARIABLE {
             return wrong(format!("`{name}` is not read from this file: write {VARIABLE}="));
         }
         if found.is_some() {
-            return wrong(format!("{VARIABLE} is assigned a second time: write all options in one line"));
+            return wrong(format!("{VARIABLE} is assigned twice: write all options in one line"));
         }
         let quoted = ['"', '\''].into_iter().find_map(|quote| value.strip_prefix(quote)?.strip_suffix(quote));
         let value = quoted.unwrap_or(value);
         if let Some(special) = value.chars().find(|c| matches!(c, '"' | '\'' | '\\' | '$' | '`' | '#')) {
-            return wrong(format!("{special} is not allowed in the options: they are words with spaces in between"));
+            return wrong(format!("{special} is not allowed in the options: separate plain words by spaces"));
         }
         let options: Vec<String> = value.split_whitespace().map(str::to_owned).collect();
         if let Some(no_start) =
@@ -98,8 +98,8 @@ mod tests {
             ("\nVMMFD_OPTION=\"-v\"\n", 2, "`VMMFD_OPTION`"),
             ("vmmfd_options=-v", 1, "`vmmfd_options`"),
             ("export VMMFD_OPTIONS=-v", 1, "`export VMMFD_OPTIONS`"),
-            ("--allow-uid 1000", 1, "no assignment"),
-            ("VMMFD_OPTIONS=-v\nVMMFD_OPTIONS=-v", 2, "second time"),
+            ("--allow-uid 1000", 1, "not an assignment"),
+            ("VMMFD_OPTIONS=-v\nVMMFD_OPTIONS=-v", 2, "assigned twice"),
             ("VMMFD_OPTIONS=\"-v", 1, "\" is not allowed"),
             ("VMMFD_OPTIONS=\"-v\" # more", 1, "\" is not allowed"),
             ("VMMFD_OPTIONS=-v \\", 1, "\\ is not allowed"),
@@ -111,15 +111,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_short_regular_file_is_refused_at_once() {
+    fn other_files_are_rejected() {
         let folder = tempfile::tempdir().unwrap();
         let (fifo, long) = (folder.path().join("fifo"), folder.path().join("long"));
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRUSR).unwrap();
         fs::write(&long, "#".repeat(MOST as usize + 1)).unwrap();
         for (path, why) in [
-            (fifo.as_path(), "no regular file"),
-            (Path::new("/dev/zero"), "no regular file"),
-            (folder.path(), "no regular file"),
+            (fifo.as_path(), "not a regular file"),
+            (Path::new("/dev/zero"), "not a regular file"),
+            (folder.path(), "not a regular file"),
             (&long, "more than 65536 bytes"),
         ] {
             let problem = read(path).unwrap_err();

@@ -1,4 +1,4 @@
-//! `put`: hands a file's bytes over to a broker, or the tensors of safetensors files, in the memory of a GPU.
+//! `put`: loads a file, or the tensors of safetensors files, into GPU memory and hands it over to a broker.
 
 use std::path::PathBuf;
 
@@ -44,18 +44,18 @@ use crate::{
     units::bytes,
 };
 
-/// The name of the one part, and of the array in it.
+/// The names of the part and of its array.
 const PART: &str = "all";
 const ARRAY: &str = "array";
 
-/// The key of the metadata that the files' own are under.
+/// The key of the files' metadata in the object's metadata.
 const SAFETENSORS: &str = "safetensors";
 
-/// Loads a file, or a model's weights, into the memory of a GPU and hands that over to a broker, under a name
+/// Loads a file, or a model's weights, into GPU memory and hands the memory over to a broker, under a name
 ///
-/// The broker keeps it, and this command ends. Readers see the object whole or not at all.
+/// The memory stays with the broker after the command exits. Readers see the object whole or not at all.
 #[derive(Debug, Args)]
-// The name first: `--safetensors` would take it for a file.
+// The name precedes `--safetensors`, which takes all following words as files.
 #[command(override_usage = "vmmfd put [OPTIONS] <NAME> <--from <FILE>|--safetensors <FILE|DIR>...>")]
 #[command(after_help = exit_codes!("the broker has it", "the name exists, or its version differs from --if-version"; 2 3 4 5 130))]
 pub(in super::super) struct PutOptions {
@@ -63,15 +63,15 @@ pub(in super::super) struct PutOptions {
     #[arg(value_name = "NAME")]
     name: String,
 
-    /// Replace what has the name: this is its next version
+    /// Replace an object of this name: the put creates its next version
     #[arg(long, help_heading = "Object")]
     replace: bool,
 
-    /// Replace what has the name if its current version is this one
+    /// Replace the object only if N is its current version
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Object")]
     if_version: Option<u64>,
 
-    /// What to say of this version: a JSON object, for readers that check it with --expect
+    /// Metadata of this version: a JSON object, which readers check with --expect
     #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Object")]
     meta: Option<Check>,
 
@@ -79,19 +79,19 @@ pub(in super::super) struct PutOptions {
     #[arg(long, help_heading = "Object")]
     digest: bool,
 
-    /// Delete the name this long after its last lease ended, or never [default: what the name has, or never]
+    /// Delete the name after this time without leases, or never [default: as before, or never]
     #[arg(long, value_name = "DURATION", value_parser = parse_ttl, help_heading = "Object")]
     ttl: Option<Lifetime>,
 
-    /// Who may read (get, list) and write (replace), as of a file; what has the name keeps its mode [default: 600]
+    /// Permissions to read (get, list) and write (replace), as of a file; an existing object keeps its mode [default: 600]
     #[arg(long, value_name = "OCTAL", value_parser = parse_mode, help_heading = "Object")]
     mode: Option<u16>,
 
-    /// Keep this many versions before the current one [default: what the name has, or 0]
+    /// Number of earlier versions to keep [default: as before, or 0]
     #[arg(long, value_name = "N", help_heading = "Object")]
     keep: Option<u32>,
 
-    /// File whose bytes to put
+    /// File to put
     #[arg(
         long,
         value_name = "FILE",
@@ -102,8 +102,8 @@ pub(in super::super) struct PutOptions {
     )]
     from: Option<PathBuf>,
 
-    /// Safetensors files whose tensors to put, each an array of its name: files, a folder with all of a model's (those of its
-    /// *.safetensors.index.json, if it has one), or an index. What the files say of themselves is in the metadata, under `safetensors`
+    /// Safetensors files: each tensor becomes an array of its name. Give files, a folder with a model's files (those of its
+    /// *.safetensors.index.json, if present), or an index. The files' own metadata is stored under `safetensors`
     #[arg(
         long,
         value_name = "FILE|DIR",
@@ -117,22 +117,21 @@ pub(in super::super) struct PutOptions {
     #[command(flatten)]
     array: ArrayOptions,
 
-    /// Where to keep the memory
+    /// Backend of the memory
     #[arg(long, value_name = "BACKEND",
         value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
     backend: Choice,
 
-    /// Device to allocate on; a UUID may be cut short
+    /// Device to allocate on; a UUID may be abbreviated
     #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
     device: Selector,
 
-    /// Allocate it in chunks of this size, mapped side by side; rounded up like sizes [default: one allocation;
+    /// Size of the chunks, mapped side by side; rounded up like sizes [default: one allocation;
     /// 1GiB with --safetensors]
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
     chunk: Option<u64>,
 
-    /// Make it reachable by RDMA (gpuDirectRDMACapable). A GPU's own memory alone can be, where the device supports it, and never
-    /// on WSL2
+    /// Allow RDMA to the memory (gpuDirectRDMACapable): only device memory, if the device supports it; never on WSL2
     #[arg(long, help_heading = "Sharing")]
     rdma: bool,
 
@@ -154,22 +153,21 @@ struct PutReport {
     id: String,
     #[schemars(with = "schema::Backend")]
     backend: Backend,
-    /// Why it is the host backend, where that was not asked for.
+    /// The reason why it is the host backend, if the user did not choose it.
     fallback: Option<String>,
-    /// With the bytes of memory on it.
+    /// The device, with the bytes of memory on it.
     device: DeviceSize,
     /// Bytes of data.
     size: u64,
     segments: u64,
     #[schemars(with = "Option<schema::Array>")]
     array: Option<ArrayDescriptor>,
-    /// How many arrays it has.
+    /// The number of arrays.
     arrays: usize,
     digest: Option<String>,
     steps: Vec<Step>,
 }
 
-/// What is put.
 enum Input {
     File { source: Source, array: Option<ArrayDescriptor> },
     Weights(Box<Checkpoint>),
@@ -184,7 +182,6 @@ impl Input {
         }
     }
 
-    /// The arrays that readers find.
     fn arrays(&self) -> Vec<ArrayEntry> {
         let entry = |name: &str, array: &ArrayDescriptor| ArrayEntry::new(name, array.clone());
         match self {
@@ -196,7 +193,7 @@ impl Input {
     }
 }
 
-/// What this user has in the broker and may have, and how much is to be put.
+/// The usage and quota of this user, and the size of the put.
 struct Allowance {
     /// Absent if the broker does not report it.
     user: Option<(UserTotal, Limits)>,
@@ -205,10 +202,10 @@ struct Allowance {
 }
 
 impl Allowance {
-    /// Asks the broker. Fails if the user's quota would refuse the put.
+    /// Asks the broker. Fails if the put would exceed the user's quota.
     fn ask(client: &Client, bytes: u64, replaces: bool) -> Result<Self> {
         let metrics = client.metrics()?;
-        // Each user has a total, since it has this connection. The broker numbers users as its own user namespace does.
+        // This connection gives the user a total. The uids are those of the broker's user namespace.
         let own = match metrics.totals.as_slice() {
             [own] => Some(own),
             several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
@@ -221,7 +218,7 @@ impl Allowance {
         Ok(allowance)
     }
 
-    /// Fails if the quota of a device would refuse the put.
+    /// Fails if the put would exceed the quota of the device.
     fn check_device(&self, device: &Device) -> Result<()> {
         let Some((own, quota)) = &self.user else { return Ok(()) };
         let of_device = own.devices.iter().filter(|of| of.device.uuid == device.uuid());
@@ -247,13 +244,13 @@ impl PutOptions {
         }
     }
 
-    /// Fails if the broker would refuse a put of so many bytes, before they are loaded. The broker decides when it is put.
+    /// Fails before the load if the broker would refuse a put of so many bytes. The put itself is checked again.
     fn check_ahead(&self, client: &Client, bytes: u64) -> Result<Allowance> {
         let existing = match client.stat(&self.name, None) {
             Ok(info) => Some(info.version.summary),
             Err(Error::Broker(BrokerError { code: RefusalCode::Absent, .. })) => None,
             Err(Error::Broker(BrokerError { code: RefusalCode::Denied, .. })) => {
-                // A user who may not read an object may still be allowed to replace it.
+                // Permission to replace does not need permission to read.
                 return match self.condition() {
                     Condition::New => Err(self.not_writable("read")),
                     _ => Allowance::ask(client, bytes, true),
@@ -304,18 +301,18 @@ impl PutOptions {
         }
     }
 
-    /// Asks for the claim of the next version: only a user who may put it is granted one. It ends at once.
+    /// Requests a claim of the next version, which needs permission to put it, and drops it.
     fn check_permission(&self, client: &Client, existing: Option<&Summary>) -> Result<()> {
         let next = existing.iter().fold(Get::new(&self.name), |get, found| get.newer_than(found.version));
         match client.get_or_claim(&next, &ClaimOf::whole()) {
             Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Denied => Err(refusal.into()),
-            // Another process holds the claim, or this user holds too many.
+            // Another process holds the claim, or this user has too many.
             Err(Error::Broker(_)) => Ok(()),
             granted => granted.map(drop),
         }
     }
 
-    /// Opens what is to be put, and checks what can be checked of it before memory is taken.
+    /// Opens and checks the input, before any memory is allocated.
     fn input(&self) -> Result<Input> {
         let Some(from) = &self.from else {
             let checkpoint = Checkpoint::open(&self.safetensors)?;
@@ -331,7 +328,7 @@ impl PutOptions {
         Ok(Input::File { source, array })
     }
 
-    /// What to say of this version: what the options say, and what the files say of themselves.
+    /// The metadata of the options and of the files.
     fn metadata(&self, input: &Input) -> Result<Option<Check>> {
         let mut metadata = self.meta.clone();
         if let Input::Weights(checkpoint) = input
@@ -349,7 +346,7 @@ impl PutOptions {
         Ok(metadata)
     }
 
-    /// Loads it into new memory. Returns its digest too, if it is asked for.
+    /// Loads the input into new memory. Also returns its digest, if requested.
     fn load(
         &self,
         input: &Input,
@@ -381,7 +378,7 @@ impl PutOptions {
         }
     }
 
-    /// Loads a file into new memory. Returns its digest too.
+    /// Loads a file into new memory. Also returns its digest.
     fn load_file(
         &self,
         source: &Source,
@@ -393,7 +390,7 @@ impl PutOptions {
         let size = source.size();
         let spec = self.chunk.map_or(Spec::vmm(size), |chunk| Spec::vmm(size).chunk(chunk));
         let spec = if self.rdma { spec.gpu_direct_rdma() } else { spec };
-        // What is published is never written again: the kernel enforces it on the host backend.
+        // Published memory is read-only; on the host backend the kernel enforces this.
         let memory = steps.time("create", || Shared::create(device, spec.sealed()))?;
         let digest = steps.time("load", || {
             let digest = source.load(&memory, &mut |done| {
@@ -408,7 +405,6 @@ impl PutOptions {
         Ok((memory, digest))
     }
 
-    /// What is put of it.
     fn put<'a>(
         &self,
         memory: &'a Shared,

@@ -1,4 +1,4 @@
-//! `rm`: takes names away.
+//! `rm`: deletes objects.
 
 use clap::{ArgGroup, Args, builder::NonEmptyStringValueParser};
 use schemars::JsonSchema;
@@ -28,13 +28,13 @@ use crate::{
     units::about,
 };
 
-/// Takes names away
+/// Deletes objects
 ///
-/// Readers keep what they hold; the broker gives the memory back when the last lease of it ends. Of several names each is tried, and
-/// the exit code is that of the first that failed.
+/// Readers keep their leases, and the broker frees the memory after the last lease: the output lists the remaining leases. With several
+/// names, each deletion is tried, and the exit code is that of the first failure.
 ///
-/// All names with a prefix are deleted in two steps: --dry-run lists the objects and prints a code, and --confirm with this code deletes
-/// them. If one of the objects was replaced or deleted in between, or another one came, nothing is deleted.
+/// A prefix is deleted in two steps: --dry-run lists the objects and prints a code, and --confirm with this code deletes them. If an object
+/// was replaced, deleted or added in between, nothing is deleted.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("deleted, or listed by --dry-run", "no object has the name or the prefix"; 2 4 5 130))]
 #[command(group = ArgGroup::new("step").args(["dry_run", "confirm"]))]
@@ -43,12 +43,12 @@ pub(in super::super) struct RmOptions {
     #[arg(value_name = "NAME", required_unless_present = "prefix")]
     names: Vec<String>,
 
-    /// All objects that this user may read and whose names begin with this; needs --dry-run or --confirm
+    /// All readable objects whose names begin with PREFIX; needs --dry-run or --confirm
     #[arg(long, value_name = "PREFIX", value_parser = NonEmptyStringValueParser::new(), conflicts_with = "names",
         requires = "step", help_heading = "Prefix")]
     prefix: Option<String>,
 
-    // clap drops a `requires` of an argument that another one conflicts with: so the names conflict with each of these.
+    // clap ignores a `requires` on a conflict, so each option declares the conflict.
     /// List the objects with the prefix and print the code for --confirm; delete nothing
     #[arg(long, requires = "prefix", conflicts_with = "names", help_heading = "Prefix")]
     dry_run: bool,
@@ -94,7 +94,7 @@ impl Listed {
         }
         let mut digest = blake3::Hasher::new();
         for object in &objects {
-            // Neither a name nor a UUID contains a zero byte.
+            // Names and UUIDs contain no zero byte.
             digest.update(format!("{}\0{}\0", object.name, object.id).as_bytes());
         }
         let confirm = digest.finalize().to_hex()[..12].to_owned();
@@ -164,8 +164,7 @@ impl RmOptions {
         let Some(code) = self.confirm.as_ref().filter(|code| **code != listed.confirm) else { return Ok(()) };
         let objects = count(listed.objects.len() as u64, "object");
         let problem = format!(
-            "`{prefix}` has {objects} now, which are not the objects of --confirm {code}: nothing is deleted; list them again with \
-             --dry-run"
+            "`{prefix}` has {objects} now, not those of --confirm {code}: nothing is deleted; list them again with --dry-run"
         );
         Err(Error::Misuse { problem })
     }
@@ -179,10 +178,10 @@ impl RmOptions {
                     let summary = ErrorSummary::of(&error);
                     summary.complain();
                     failed.push(Failed { name, error: summary });
-                    // After any other error the connection can't be used, and the names behind it are not tried.
-                    let goes_on = matches!(error, Error::Broker(_));
+                    // Any other error breaks the connection.
+                    let connected = matches!(error, Error::Broker(_));
                     first.get_or_insert(error);
-                    if !goes_on {
+                    if !connected {
                         break;
                     }
                 }
@@ -205,7 +204,7 @@ impl RmOptions {
         ToolOutput { text, exit }
     }
 
-    /// The leases that hold memory of deleted names. None if the broker does not answer: the names are deleted all the same.
+    /// The leases that hold memory of deleted names. Empty if the broker does not answer: the deletion succeeded.
     fn held(&self, client: &Client, deleted: &[String]) -> Vec<LeaseLine> {
         let prefix = match (deleted, &self.prefix) {
             ([], _) => return Vec::new(),

@@ -1,4 +1,4 @@
-//! `serve`: the broker itself.
+//! `serve`: the broker.
 
 use std::{
     io,
@@ -44,18 +44,18 @@ use crate::{
     units::bytes,
 };
 
-/// Keeps GPU memory under names for processes that come and go: the broker
+/// Runs the broker: keeps GPU memory under names, beyond the life of its creators
 ///
-/// It needs no GPU and loads no driver: it keeps the descriptors of memory that clients put, and hands them out. What it keeps lives
-/// until it is deleted, or until the broker ends. It runs until SIGTERM or SIGINT, and then exits with 0.
+/// The broker needs no GPU and no driver: it holds the descriptors of the memory and hands them out. An object lives until it is deleted,
+/// its lifetime expires, or the broker stops. The broker runs until SIGTERM or SIGINT, and then exits with 0.
 ///
-/// Two processes do it: the server, and a keeper that holds the server's descriptors too. If one is killed, the other starts it again and
-/// clients connect again; nothing is lost unless both die at once, which frees the memory. SIGHUP to the keeper upgrades: it goes on with
-/// the program that is at its path then. With --keeper an init restarts both: this process is the server alone, and `vmmfd keeper`
-/// another service.
+/// It has two processes: the server, and a keeper that also holds the server's descriptors. If one is killed, the other restarts it, and
+/// clients reconnect; nothing is lost unless both die at once, which frees the memory. SIGHUP to the keeper upgrades: it restarts with the
+/// program that is now at its path. With --keeper, an init restarts both: this process is only the server, and `vmmfd keeper` is a
+/// separate service.
 ///
-/// Once it accepts connections it prints one line, `broker    listening  PATH ...`, on stdout, or with --json on stderr: wait for that
-/// line.
+/// When the broker accepts connections, it prints one line, `broker    listening  PATH ...`, on stdout, or with --json on stderr: wait for
+/// this line.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("stopped by a signal"; 2 4 5))]
 pub(in super::super) struct ServeOptions {
@@ -63,57 +63,57 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]
     socket: Option<PathBuf>,
 
-    /// User whose processes may connect, besides one's own and root: name or number; may be given several times
+    /// Other user who may connect, besides this user and root: name or number; repeatable
     #[arg(long = "allow-uid", value_name = "USER", value_parser = parse_user, help_heading = "Meeting")]
     allow_uids: Vec<u32>,
 
-    /// Group whose users' processes may connect: name or number; may be given several times
+    /// Group whose members may connect: name or number; repeatable
     #[arg(long = "allow-gid", value_name = "GROUP", value_parser = parse_group, help_heading = "Meeting")]
     allow_gids: Vec<u32>,
 
-    /// What each user may have: bytes and device-bytes (as claimed, with units), objects, leases, connections [default of users other than
-    /// one's own and root: bytes=16TiB, device-bytes=2TiB, objects=20000, leases=100000, connections=10000]
+    /// Limits of each user: bytes and device-bytes (as claimed, with units), objects, leases, connections [default for users except this
+    /// user and root: bytes=16TiB, device-bytes=2TiB, objects=20000, leases=100000, connections=10000]
     #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = parse_limit, help_heading = "Meeting")]
     quota: Vec<Limit>,
 
-    /// What all users together may have, with the same keys; each user may have half of what the others leave [default of users other
-    /// than one's own and root: objects=100000, leases=400000]
+    /// Limits of all users together, with the same keys; a user may have half of the amount that the others leave [default for users
+    /// except this user and root: objects=100000, leases=400000]
     #[arg(long, value_name = "KEY=VALUE,...", value_delimiter = ',', value_parser = parse_limit, help_heading = "Meeting")]
     total_quota: Vec<Limit>,
 
-    /// Set no limits: each user who may connect can then take all the room that the broker has
+    /// Set no limits: a single user can then exhaust the broker
     #[arg(long, conflicts_with_all = ["quota", "total_quota"], help_heading = "Meeting")]
     no_quota: bool,
 
-    /// File with more options, in one line VMMFD_OPTIONS="..."; it is read at each start of a server
+    /// File with more options, in one line VMMFD_OPTIONS="..."; read at each start of a server
     #[arg(long, value_name = "FILE", help_heading = "Meeting")]
     pub(in super::super) options_file: Option<PathBuf>,
 
-    /// Check the options, the socket's path and whether the keeper answers, and start nothing
+    /// Check the options, the socket's path and the connection to the keeper, and start nothing
     #[arg(long, help_heading = "Meeting")]
     check: bool,
 
-    /// Longest silence of a client in the middle of a request: 500ms, 30s, 2m
+    /// Longest silence of a client during a request: 500ms, 30s, 2m
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout, help_heading = "Meeting")]
     timeout: Duration,
 
-    /// Unix socket of a running `vmmfd keeper`, which holds what this server has when it is stopped or killed
+    /// Unix socket of a running `vmmfd keeper`, which holds this server's objects if it stops or is killed
     #[arg(long, value_name = "PATH", conflicts_with = "no_keeper", help_heading = "Meeting")]
     keeper: Option<PathBuf>,
 
-    /// Run without a keeper: what the server holds is lost when it is killed
+    /// Run without a keeper: all objects are lost if the server is killed
     #[arg(long, alias = "no-supervisor", help_heading = "Meeting")]
     no_keeper: bool,
 
-    /// Hold /dev/nvidia0 and so on open, so that the driver keeps the devices' memory also where persistence is off
+    /// Hold /dev/nvidia0 etc. open: the driver then keeps the memory even if persistence is off
     #[arg(long, help_heading = "Meeting")]
     hold_devices: bool,
 
-    /// Takes memory of the host for that of a GPU: for tests with the emulated driver
+    /// Accept host memory as GPU memory: for tests with the emulated driver
     #[arg(long, hide = true, help_heading = "Meeting")]
     emulated: bool,
 
-    /// What SIGHUP requests of a server that its keeper starts again.
+    /// Cancelled by SIGHUP, if a keeper restarts this server.
     #[arg(skip)]
     restart: Option<Cancel>,
 
@@ -121,14 +121,14 @@ pub(in super::super) struct ServeOptions {
     output: Output,
 }
 
-/// How long a server may take at its end, which waits for 10 s for a keeper that has everything, and for closes.
+/// The time limit of a server's shutdown: 10 s for the keeper to receive everything, then closes.
 const END: Duration = Duration::from_secs(13);
 
-/// What the catalogue may need: some hundred bytes for each version, and as much again while it is written anew.
+/// The largest catalogue in bytes: hundreds of bytes per version, twice during compaction.
 const CATALOGUE: u64 = 1 << 30;
 
-/// Raises the limit on the length of files, which a memfd has too. Refuses one that the catalogue could reach: nothing could be put or
-/// deleted then.
+/// Raises the limit on file sizes, which also applies to a memfd. Fails if the catalogue could exceed it: every put and delete would then
+/// fail.
 fn require_file_size() -> vmmfd::Result<()> {
     let failed = |errno: Errno| Error::system("raise the limit on the length of files", errno);
     let (soft, hard) = getrlimit(Resource::RLIMIT_FSIZE).map_err(failed)?;
@@ -151,19 +151,19 @@ struct ServeReport {
     tool: String,
     socket: String,
     pid: u32,
-    /// How many of each it held when it ended.
+    /// The contents at shutdown.
     objects: u64,
     versions: u64,
     leases: u64,
     size: u64,
 }
 
-/// What `vmmfd serve --check` reports.
+/// The report of `--check`.
 #[derive(Debug, Serialize, JsonSchema)]
 struct CheckReport {
     schema: u32,
     tool: String,
-    /// Where the broker would listen.
+    /// The path that the broker would listen on.
     socket: String,
 }
 
@@ -173,7 +173,7 @@ impl ServeOptions {
         if self.check {
             return run_tool(self);
         }
-        // A reader that has stopped must not stop the broker.
+        // A stopped reader of standard error must not stop the broker.
         if let Err(error) = stderr::never_block_on_stderr() {
             return fail::<Self>(&Error::system("start a thread", error), self.output.json);
         }
@@ -192,7 +192,7 @@ impl ServeOptions {
         {
             return fail::<Self>(&error, self.output.json);
         }
-        // Each descriptor that it holds counts.
+        // The server holds a descriptor per segment.
         raise_file_limit();
         let has_own_keeper = !self.no_keeper && self.keeper.is_none();
         match keeper::begin_service(has_own_keeper, || self.path()) {
@@ -202,11 +202,11 @@ impl ServeOptions {
         }
     }
 
-    /// Checks what can be checked without a start, and reports each problem.
+    /// Checks the configuration without a start, and reports each problem.
     fn check(&self, cancel: &Cancel) -> anyhow::Result<ToolOutput> {
         let path = match &self.socket {
             Some(_) => self.path(),
-            // Its folder is made by a start.
+            // A start creates its folder.
             None => default_broker_socket(),
         };
         let path = path.and_then(|path| check_socket(&path).map(|()| path));
@@ -225,7 +225,7 @@ impl ServeOptions {
         Err(last.into())
     }
 
-    /// Where the broker listens. Once it does, nothing depends on the folder being there: it may have been removed.
+    /// The socket's path. A restarted server does not need the folder, which may be removed.
     fn path(&self) -> vmmfd::Result<PathBuf> {
         match &self.socket {
             Some(path) if !Role::of_this_process().is_first() => Ok(path.clone()),
@@ -248,7 +248,7 @@ impl Tool for ServeOptions {
     }
 
     fn grace(&self) -> Duration {
-        // Under a keeper of its own it waits until that has everything.
+        // With --keeper, the server waits until the keeper has everything.
         if self.keeper.is_some() { GRACE + END } else { GRACE }
     }
 
@@ -277,7 +277,7 @@ impl Tool for ServeOptions {
             notify("READY=1");
         }
         if !is_restarted(&server) {
-            // A full disk behind it must not end a broker.
+            // A full disk must not stop the broker.
             let line = format!("broker    listening  {} as pid {}", server.path().display(), process::id());
             if let Err(error) = self.output.announce(line) {
                 tracing::warn!(%error, "cannot write to standard output");

@@ -1,4 +1,4 @@
-//! `stat`: all that is known of an object.
+//! `stat`: shows an object.
 
 use std::time::Duration;
 
@@ -31,10 +31,10 @@ use crate::{
 /// The longest metadata that the text shows, in characters.
 const MOST_METADATA: usize = 2000;
 
-/// Shows what a broker knows of an object
+/// Shows an object: versions, metadata, parts, and reports of readers
 ///
-/// Sizes and devices are as its makers claim them: the broker, which has no driver, can't check them. A reader whose driver refuses a
-/// size reports it, and the report is shown here.
+/// Sizes and devices are claims of the makers: the broker has no driver to check them. If a reader's driver rejects a size, the reader
+/// reports it, and the report appears here.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("shown", "no such object or version"; 2 4 5 130))]
 pub(in super::super) struct StatOptions {
@@ -58,11 +58,11 @@ struct StatReport {
     schema: u32,
     tool: String,
     object: ObjectLine,
-    /// Those that can be had by number.
+    /// Versions that `get --version` accepts.
     versions: Vec<u64>,
     #[schemars(with = "schema::Lifetime")]
     lifetime: Lifetime,
-    /// How many versions before the current one stay.
+    /// The number of earlier versions that are kept.
     keep: u32,
     metadata: Check,
     parts: Vec<PartLine>,
@@ -75,7 +75,7 @@ struct PartLine {
     device: DeviceSize,
     #[schemars(with = "schema::Location")]
     location: wire::Location,
-    /// Bytes of data, as claimed; those of `device` are of memory.
+    /// Bytes of data, as claimed; `device` has the bytes of memory.
     size: u64,
     segments: u64,
     immutable: bool,
@@ -211,7 +211,7 @@ fn described(lifetime: Lifetime) -> String {
             format!("{} after its last lease", humantime::format_duration(Duration::from_millis(ms)))
         }
         Lifetime::Leased => "while its maker is connected or a lease is held".to_owned(),
-        _ => "for a time that this command does not know".to_owned(),
+        _ => "unknown to this version".to_owned(),
     }
 }
 
@@ -227,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_metadata_is_cut_where_a_character_ends() {
+    fn long_metadata_is_cut_at_a_character() {
         let long = "\u{e4}".repeat(MOST_METADATA + 1);
         let short = shortened(&long);
         assert!(
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn lifetimes_are_sentences() {
+    fn lifetimes_are_readable() {
         assert_eq!(described(Lifetime::Idle { ms: 90_500 }), "1m 30s 500ms after its last lease");
         assert_eq!(described(Lifetime::Deleted), "until it is deleted");
     }

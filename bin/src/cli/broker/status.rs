@@ -1,4 +1,4 @@
-//! `status`: the broker as a whole.
+//! `status`: shows the broker's processes, limits and usage.
 
 use std::{sync::mpsc, thread, time::Duration};
 
@@ -28,14 +28,13 @@ use crate::{
     units::{about, bytes},
 };
 
-/// How long NVML may take for all devices: it has no deadline of its own.
+/// The time limit of NVML for all devices: NVML itself has none.
 const NVML_WAIT: Duration = Duration::from_secs(5);
 
-/// Shows whether a broker serves, its processes, limits and last crashes
+/// Shows whether a broker runs, and its processes, limits and last crashes
 ///
-/// Memory of a device is shown as its makers claim it and, where NVML can be loaded, as the device itself reports it, other processes'
-/// memory included. Users, memory and names of lost versions are all shown to the broker's user and root; other users see their own
-/// memory.
+/// The memory of a device is shown as claimed by the makers and, if NVML loads, as used by all processes. The broker's user and root see
+/// the memory of all users and the names of lost versions; other users see only their own memory.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("shown"; 2 4 5 130))]
 pub(in super::super) struct StatusOptions {
@@ -54,18 +53,18 @@ struct StatusReport {
     server: ServerLine,
     /// Null without a keeper.
     keeper: Option<KeeperLine>,
-    /// How many servers took over from another one.
+    /// The number of times that a server took over from another.
     restarts: u64,
-    /// How many versions this server could not take over.
+    /// Versions that this server could not take over.
     lost_versions: Option<u64>,
-    /// The oldest first; null if the broker does not report them.
+    /// Oldest first; null if the broker does not report crashes.
     crashes: Option<Vec<CrashLine>>,
     objects: u64,
     versions: u64,
     leases: u64,
     connections: u64,
     watchers: u64,
-    /// What each user may have, and all together; null is without a limit.
+    /// Limits of each user, and of all together; null is unlimited.
     quota: QuotaLine,
     total_quota: QuotaLine,
     devices: Vec<DeviceLine>,
@@ -96,7 +95,7 @@ struct KeeperLine {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct CrashLine {
-    /// When it was noticed.
+    /// When the crash was noticed.
     #[schemars(with = "schema::Time")]
     at: String,
     /// `server`, `keeper` or `both`.
@@ -104,7 +103,7 @@ struct CrashLine {
     pid: u32,
     /// Null if everything was lost.
     lost_versions: Option<u64>,
-    /// Some of them, with their numbers.
+    /// Names and numbers of some lost versions.
     names: Vec<String>,
     #[serde(skip)]
     at_ms: u64,
@@ -124,10 +123,10 @@ struct DeviceLine {
     /// As claimed.
     #[serde(flatten)]
     claimed: DeviceSize,
-    /// Bytes of the device's memory that are used, and all of them, as NVML reports them.
+    /// Used and total bytes of the device's memory, as NVML reports them.
     used: Option<u64>,
     total: Option<u64>,
-    /// Why NVML does not report them; null if it does, and for the host's memory.
+    /// The reason why NVML reports nothing; null if it does, and for host memory.
     unknown: Option<String>,
 }
 
@@ -184,7 +183,7 @@ impl StatusReport {
     }
 }
 
-/// The devices of which memory is held, with what NVML reports of the GPUs.
+/// The devices with claimed memory, and NVML's figures for the GPUs.
 fn devices(metrics: &Metrics) -> Vec<DeviceLine> {
     let mut claimed: Vec<(Device, u64)> = Vec::new();
     for of in metrics.totals.iter().flat_map(|total| &total.devices) {
@@ -209,11 +208,11 @@ fn devices(metrics: &Metrics) -> Vec<DeviceLine> {
     claimed.iter().map(line).collect()
 }
 
-/// What NVML reports of the memory of each device: bytes that are used, and all; or why it does not.
+/// The used and total bytes of each device from NVML, or the reason why there are none.
 fn reported(uuids: Vec<DeviceUuid>) -> Vec<Result<(u64, u64), String>> {
     let (count, (sender, receiver)) = (uuids.len(), mpsc::channel());
     if count > 0 {
-        // It may block for ever: then it ends with this process. If no thread starts, the channel is closed.
+        // NVML may block forever: the thread then lasts until the process exits. If no thread starts, the channel is closed.
         let ask = move || uuids.into_iter().try_for_each(|uuid| sender.send(nvml::memory(uuid)));
         let _ = thread::Builder::new().name("nvml".to_owned()).spawn(ask);
     }
@@ -254,9 +253,9 @@ fn render(report: &StatusReport) -> String {
     let up = age(server.started_ms);
     let mut text = field("server", format!("{}, up {up}, vmmfd {version}, {}", pid(server.pid), report.socket));
     text += &match keeper {
-        // A server that says its own pid says the keeper's.
+        // A server that reports its own pid also reports the keeper's.
         Some(KeeperLine { pid: None, .. }) if server.pid.is_some() => {
-            field("keeper", "none has everything: puts wait, and the memory is with the server alone")
+            field("keeper", "out of sync: puts wait, and only the server holds all memory")
         }
         Some(keeper) => {
             let up = keeper.started_ms.map(|ms| format!(", up {}", age(ms))).unwrap_or_default();
@@ -306,7 +305,7 @@ fn render(report: &StatusReport) -> String {
     text
 }
 
-/// The names that are known of so many lost versions.
+/// The known names of lost versions, and the number of others.
 fn named(names: &[String], lost: u64) -> String {
     let more = lost.saturating_sub(names.len() as u64);
     let more =

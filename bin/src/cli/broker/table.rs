@@ -10,7 +10,6 @@ use vmmfd::internals::clean;
 /// The latest time that RFC 3339 can write, in milliseconds since 1970.
 const LAST: u64 = 253_402_300_799_999;
 
-/// How the cells of a column stand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Align {
     Left,
@@ -22,7 +21,7 @@ pub(super) enum Align {
 pub(super) struct Column {
     title: &'static str,
     align: Align,
-    /// Whether it is left out where the terminal is too narrow for all; the last of these goes first.
+    /// Whether a narrow terminal may omit it; the last optional column is omitted first.
     optional: bool,
 }
 
@@ -40,7 +39,6 @@ impl Column {
     }
 }
 
-/// Rows below a header.
 #[derive(Debug)]
 pub(super) struct Table<const N: usize> {
     columns: [Column; N],
@@ -57,7 +55,7 @@ impl<const N: usize> Table<N> {
         self.rows.push(cells);
     }
 
-    /// The text. On a terminal that is narrower than the table, without optional columns, as many as it takes.
+    /// The text, without as many optional columns as `width` requires.
     pub(super) fn render(&self, width: Option<usize>) -> String {
         let length = |text: &str| text.chars().count();
         let widths: [usize; N] = std::array::from_fn(|at| {
@@ -86,26 +84,26 @@ impl<const N: usize> Table<N> {
     }
 }
 
-/// How wide standard output is, if it is a terminal.
+/// The width of standard output, if it is a terminal.
 pub(super) fn width() -> Option<usize> {
     let stdout = io::stdout();
     let size = stdout.is_terminal().then(|| rustix::termios::tcgetwinsize(&stdout).ok()).flatten();
     size.map(|size| usize::from(size.ws_col)).filter(|columns| *columns > 0)
 }
 
-/// A line of one field.
+/// A line with a name and a value.
 pub(super) fn field(name: &str, value: impl Into<String>) -> String {
     let mut line = format!("{name:<9}  {}", value.into());
     clean(&mut line);
     line + "\n"
 }
 
-/// A time that is known in milliseconds since 1970, in UTC (RFC 3339).
+/// A time in milliseconds since 1970, as UTC (RFC 3339).
 pub(super) fn time(ms: u64) -> String {
     humantime::format_rfc3339_millis(SystemTime::UNIX_EPOCH + Duration::from_millis(ms.min(LAST))).to_string()
 }
 
-/// How long ago that was, in its largest unit: `5s`, `3m`, `2h`, `4d`.
+/// The age of a time in milliseconds since 1970, in its largest unit: `5s`, `3m`, `2h`, `4d`.
 pub(super) fn age(ms: u64) -> String {
     let since = SystemTime::UNIX_EPOCH + Duration::from_millis(ms.min(LAST));
     in_short(SystemTime::now().duration_since(since).unwrap_or_default())
@@ -142,12 +140,12 @@ mod tests {
     fn a_narrow_terminal_has_fewer_columns() {
         let want = "  SIZE  NAME\n 1 KiB  a\n10 KiB  long/name [1m\n";
         assert_eq!(table().render(Some(26)), want);
-        // What is not optional stays.
+        // Other columns are never omitted.
         assert_eq!(table().render(Some(1)), want);
     }
 
     #[test]
-    fn ages_have_one_unit_and_no_time_is_too_late() {
+    fn ages_have_one_unit() {
         for (seconds, text) in [(0, "0s"), (99, "99s"), (100, "1m"), (6_000, "1h"), (172_800, "2d")] {
             assert_eq!(in_short(Duration::from_secs(seconds)), text);
         }

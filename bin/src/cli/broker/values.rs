@@ -1,4 +1,4 @@
-//! The values of the options of the broker's commands.
+//! Parsers of option values for the broker's commands. Each error is one sentence with the correct form.
 
 use nix::unistd::{Group, User};
 use serde_json::Value;
@@ -10,21 +10,15 @@ use vmmfd::{
 use crate::cli::options::{parse_size, parse_timeout};
 
 /// Parses a JSON object.
-///
-/// # Errors
-/// One sentence that says what to write instead.
 pub(super) fn parse_object(text: &str) -> Result<Check, String> {
     match serde_json::from_str(text) {
         Ok(Value::Object(fields)) => Ok(fields),
-        Ok(_) => Err(r#"it is JSON and no object: write fields with values, as {"engine": "x"}"#.to_owned()),
+        Ok(_) => Err(r#"it is JSON but not an object: write fields with values, as {"engine": "x"}"#.to_owned()),
         Err(error) => Err(format!(r#"it is not JSON ({error}): write fields with values, as {{"engine": "x"}}"#)),
     }
 }
 
-/// Parses permissions, as chmod(1) has them in octal.
-///
-/// # Errors
-/// One sentence that says what to write instead.
+/// Parses permissions in octal, as in chmod(1).
 pub(super) fn parse_mode(text: &str) -> Result<u16, String> {
     let octal = !text.is_empty() && text.len() <= 4 && text.bytes().all(|digit| matches!(digit, b'0'..=b'7'));
     match octal.then(|| u16::from_str_radix(text, 8).ok()).flatten() {
@@ -34,10 +28,7 @@ pub(super) fn parse_mode(text: &str) -> Result<u16, String> {
     }
 }
 
-/// Parses how long a name stays after its last lease.
-///
-/// # Errors
-/// One sentence that says what to write instead.
+/// Parses the lifetime of a name after its last lease.
 pub(super) fn parse_ttl(text: &str) -> Result<Lifetime, String> {
     if text == "never" {
         return Ok(Lifetime::Deleted);
@@ -51,24 +42,22 @@ pub(super) fn parse_ttl(text: &str) -> Result<Lifetime, String> {
 }
 
 /// Parses a user's name or number.
-///
-/// # Errors
-/// One sentence that says what to write instead.
 pub(super) fn parse_user(text: &str) -> Result<u32, String> {
     let named = |name| User::from_name(name).ok().flatten().map(|user| user.uid.as_raw());
     text.parse().ok().or_else(|| named(text)).ok_or_else(|| {
-        format!("`{text}` is no user of this machine: write a name, or a number as `id -u` prints it, 0 to 4294967295")
+        format!(
+            "`{text}` is not a user of this machine: write a name, or a number as `id -u` prints it, 0 to 4294967295"
+        )
     })
 }
 
 /// Parses a group's name or number.
-///
-/// # Errors
-/// One sentence that says what to write instead.
 pub(super) fn parse_group(text: &str) -> Result<u32, String> {
     let named = |name| Group::from_name(name).ok().flatten().map(|group| group.gid.as_raw());
     text.parse().ok().or_else(|| named(text)).ok_or_else(|| {
-        format!("`{text}` is no group of this machine: write a name, or a number as `id -g` prints it, 0 to 4294967295")
+        format!(
+            "`{text}` is not a group of this machine: write a name, or a number as `id -g` prints it, 0 to 4294967295"
+        )
     })
 }
 
@@ -83,9 +72,6 @@ pub(super) enum Limit {
 }
 
 /// Parses `KEY=VALUE`.
-///
-/// # Errors
-/// One sentence that says what to write instead.
 pub(super) fn parse_limit(text: &str) -> Result<Limit, String> {
     let Some((key, value)) = text.split_once('=') else {
         return Err(format!("`{text}` has no value: write it as bytes=8GiB or objects=100"));
@@ -104,7 +90,7 @@ pub(super) fn parse_limit(text: &str) -> Result<Limit, String> {
     }
 }
 
-/// The limits together; of several of one kind the last counts.
+/// Combines limits; a later limit of the same kind wins.
 pub(super) fn quota(limits: &[Limit]) -> Quota {
     let mut quota = Quota::default();
     for limit in limits {
@@ -124,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_read_and_refused_in_one_sentence() {
+    fn bad_values_have_one_sentence() {
         assert_eq!(parse_mode("644"), Ok(0o644));
         assert_eq!(parse_mode("0600"), Ok(0o600));
         for text in ["", "8", "-1", "755", "1666", "rw", "00644", "+644"] {

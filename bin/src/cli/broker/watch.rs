@@ -1,4 +1,4 @@
-//! `watch`: what happens to the objects of a broker, as it happens.
+//! `watch`: follows the events of a broker's objects.
 
 use std::{
     io::{self, Write},
@@ -27,25 +27,25 @@ use crate::cli::{
 };
 use crate::schema::{self, Named, VERSION, document};
 
-/// How long each wait for events lasts; nothing is seen of it.
+/// The length of each wait for events; the user does not notice it.
 const WAIT: Duration = Duration::from_secs(3600);
 
-/// Shows what happens to the objects of a broker, one line an event, as it happens
+/// Follows the events of a broker's objects, one line per event
 ///
-/// published, replaced, deleted, reported (a reader found it not to be as claimed), leased and ended (a lease of it), of names that this
-/// user may read. A line with lost says that events before the next one are not known any more. It goes on over a restart of the
-/// broker, and runs until SIGTERM or SIGINT, or until its output is closed.
+/// The events are published, replaced, deleted, reported (a reader found a false claim), leased, and ended (a lease), of names that this
+/// user may read. A line with lost marks a gap: the events before the next line are unknown. The command reconnects after a restart of the
+/// broker. It runs until SIGTERM or SIGINT, or until its output is closed.
 #[derive(Debug, Args)]
 #[command(
     after_help = exit_codes!("stopped by a signal, or its output was closed"; 2 4 5),
-    mut_arg("json", |json| json.help("Print each event as one JSON object on a line of its own; first one of where it begins"))
+    mut_arg("json", |json| json.help("Print one JSON object per line: first the place of the start, then each event"))
 )]
 pub(in super::super) struct WatchOptions {
-    /// Only of names that begin with this
+    /// Only events of names that begin with PREFIX
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
     prefix: String,
 
-    /// Begin behind this event of an earlier watch, as --json has them [default: what happens from now on]
+    /// Start after this event of an earlier watch, as printed by --json [default: now]
     #[arg(long, value_name = "INSTANCE:SEQ", value_parser = parse_place)]
     after: Option<WatchPlace>,
 
@@ -59,7 +59,7 @@ pub(in super::super) struct WatchOptions {
 fn parse_place(text: &str) -> Result<WatchPlace, String> {
     let place = text.rsplit_once(':').and_then(|(instance, seq)| {
         let seq = seq.parse().ok()?;
-        // As the broker writes it, however it was written here.
+        // In the broker's form.
         let instance = uuid::Uuid::from_str(instance).ok()?.to_string();
         Some(WatchPlace::new(instance, seq))
     });
@@ -68,16 +68,16 @@ fn parse_place(text: &str) -> Result<WatchPlace, String> {
     })
 }
 
-/// What a pipe takes whole once it has room, in bytes: `PIPE_BUF`, which POSIX lets no system have less of.
+/// A pipe that polls as writable accepts this many bytes: the smallest `PIPE_BUF` of POSIX.
 const PIECE: usize = 512;
 
 /// A line of `--json`.
 #[derive(Debug, Serialize, JsonSchema)]
 struct Line<'a> {
     schema: u32,
-    /// `following`, `lost`, or what happened.
+    /// `following`, `lost`, or the kind of the event.
     event: &'a str,
-    /// With `seq` the place behind this line.
+    /// With `seq`, the place after this line.
     #[schemars(with = "schema::Id")]
     instance: &'a str,
     seq: u64,
@@ -107,7 +107,7 @@ fn kind_name(kind: EventKind) -> &'static str {
         EventKind::Reported => "reported",
         EventKind::Leased => "leased",
         EventKind::Ended => "ended",
-        // A newer broker's.
+        // From a newer broker.
         _ => "unknown",
     }
 }
@@ -130,7 +130,7 @@ impl WatchOptions {
         }
         let mut line = match event {
             Some(event) => text(event, word),
-            None => "lost       events before the next one are not known any more".to_owned(),
+            None => "lost       the events before the next line are unknown".to_owned(),
         };
         clean(&mut line);
         line + "\n"
@@ -190,7 +190,7 @@ fn ended() -> ToolOutput {
     ToolOutput { text: String::new(), exit: Exit::Verified }
 }
 
-/// Prints a line at once. False if the output is closed, or if the command is to end while its reader does not read.
+/// Prints and flushes a line. Returns false if the output is closed, or if the command is cancelled while the reader is stuck.
 fn print(line: &str, cancel: &Cancel) -> io::Result<bool> {
     let mut stdout = io::stdout().lock();
     for piece in line.as_bytes().chunks(PIECE) {
@@ -211,12 +211,12 @@ fn print(line: &str, cancel: &Cancel) -> io::Result<bool> {
     }
 }
 
-/// Cancels when the last reader of the output is gone, which a command that writes nothing for hours would not see.
+/// Cancels after the last reader closes the output. A write may not happen for hours.
 fn end_with_output(cancel: &Cancel) -> Result<(), Error> {
     let cancel = cancel.clone();
     let wait = move || {
         let stdout = io::stdout();
-        // Without events it waits for errors alone; for a file for ever.
+        // Without events, it waits only for errors; for a file, forever.
         let mut fds = [PollFd::new(stdout.as_fd(), PollFlags::empty())];
         while poll(&mut fds, PollTimeout::NONE) == Err(nix::errno::Errno::EINTR) {}
         cancel.cancel(CancelReason::Program);
@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_is_read_as_a_line_has_it() {
+    fn place_is_read_as_printed() {
         let place = parse_place("0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f:17").unwrap();
         assert_eq!((&*place.instance, place.seq), ("0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f", 17));
         for text in ["", "17", ":17", "0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f", "0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f:-1"]
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_text_can_not_be_made_to_look_like_two() {
+    fn messages_cannot_forge_lines() {
         let event = Event {
             seq: 3,
             at_ms: 1_000,

@@ -1,4 +1,4 @@
-//! `who`: the leases that are held, and what they hold.
+//! `who`: shows leases and their holders.
 
 use std::collections::BTreeMap;
 
@@ -30,12 +30,12 @@ use crate::{
 
 /// Shows which processes hold which objects of a broker
 ///
-/// With what each user and each device has in it, as claimed. A process that ended its lease and kept the memory mapped is not seen
-/// here: look at `nvidia-smi` then.
+/// Without PREFIX, also shows the claimed memory of each user and device. A process that ended its lease but kept the memory mapped does
+/// not appear: see `nvidia-smi`.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("shown, even if nothing matches"; 2 4 5 130))]
 pub(in super::super) struct WhoOptions {
-    /// Only leases of objects whose names begin with this
+    /// Only objects whose names begin with PREFIX
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
     prefix: String,
 
@@ -64,7 +64,7 @@ pub(super) struct LeaseLine {
     version: u64,
     #[schemars(with = "schema::Id")]
     id: String,
-    /// Whether the version can still be had by its name.
+    /// Whether the name still refers to the version.
     named: bool,
     pid: i32,
     uid: u32,
@@ -76,7 +76,7 @@ pub(super) struct LeaseLine {
     since_ms: u64,
 }
 
-/// A version that no name has any more.
+/// A version that was deleted or replaced.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
 struct Unnamed {
     name: String,
@@ -85,7 +85,7 @@ struct Unnamed {
     #[schemars(with = "schema::Id")]
     id: String,
     leases: u64,
-    /// What the largest of its leases has.
+    /// The bytes of its largest lease.
     size: u64,
 }
 
@@ -151,7 +151,7 @@ impl WhoReport {
     }
 }
 
-/// The versions that no name has any more, in the order of their names.
+/// The deleted or replaced versions, in the order of their names.
 fn unnamed(leases: &[HeldLease]) -> Vec<Unnamed> {
     let mut found = BTreeMap::<(&str, u64, &str), Unnamed>::new();
     for lease in leases.iter().filter(|lease| !lease.named) {
@@ -168,7 +168,7 @@ fn unnamed(leases: &[HeldLease]) -> Vec<Unnamed> {
     found.into_values().collect()
 }
 
-/// The sums of what several users have.
+/// The memory of all users on each device.
 fn by_device<'a>(devices: impl Iterator<Item = &'a DeviceSize>) -> Vec<DeviceSize> {
     let mut sums = BTreeMap::<&str, DeviceSize>::new();
     for device in devices {
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_without_a_name_are_counted_once() {
+    fn unnamed_versions_are_counted_once() {
         let leases = [lease(1, "b", "x", false, 5), lease(2, "b", "x", false, 9), lease(3, "b", "y", false, 1)];
         let found = unnamed(&[&leases[..], &[lease(4, "a", "z", true, 2)]].concat());
         let found: Vec<_> = found.iter().map(|one| (one.id.as_str(), one.leases, one.size)).collect();
