@@ -91,7 +91,7 @@ def test_page_runs_in_order(page: str) -> None:
                 shell, cwd=clone, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
             try:
-                code = run.wait(LIMIT)
+                code = run.wait(3 * LIMIT)
             finally:
                 try:
                     os.killpg(run.pid, signal.SIGTERM)
