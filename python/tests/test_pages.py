@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,35 +72,38 @@ def left_out() -> list[str]:
 def test_page_runs_in_order(page: str) -> None:
     pytest.importorskip("numpy")
     target = Path(os.environ.get("CARGO_TARGET_DIR", "target"))
-    with tempfile.TemporaryDirectory(prefix="page") as folder:
-        clone = Path(folder, "vmmfd")
-        clone.mkdir()
-        Path(folder, "run").mkdir(mode=0o700)
-        for entry in ROOT.iterdir():
-            if entry.name[0] != "." and entry.name != "target" and not entry.name.startswith("dist"):
-                (clone / entry.name).symlink_to(entry)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("VMMFD_")}
-        environment |= {
-            "PATH": f"{Path(sys.executable).parent}:{ROOT / target / 'debug'}:{environment['PATH']}",
-            "XDG_RUNTIME_DIR": f"{folder}/run",
-            "VMMFD_BACKEND": "host",
-            "CARGO_TARGET_DIR": str(ROOT / target),
-            "CARGO_NET_OFFLINE": "true",
-        }
-        with Path(folder, "output").open("w+") as output:
-            shell = ["bash", "-c", script(page)]
-            run = subprocess.Popen(
-                shell, cwd=clone, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
+    # The same path each time, so that cargo builds the tutorial's program once.
+    folder = Path(tempfile.gettempdir(), f"vmmfd-pages-{os.getuid()}-{zlib.crc32(bytes(ROOT)):x}", Path(page).stem)
+    shutil.rmtree(folder, ignore_errors=True)
+    clone = folder / "vmmfd"
+    clone.mkdir(mode=0o700, parents=True)
+    (folder / "run").mkdir(mode=0o700)
+    for entry in ROOT.iterdir():
+        if entry.name[0] != "." and entry.name != "target" and not entry.name.startswith("dist"):
+            (clone / entry.name).symlink_to(entry)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VMMFD_")}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:{ROOT / target / 'debug'}:{environment['PATH']}",
+        "XDG_RUNTIME_DIR": f"{folder}/run",
+        "VMMFD_BACKEND": "host",
+        "CARGO_TARGET_DIR": str(ROOT / target),
+        "CARGO_NET_OFFLINE": "true",
+    }
+    with Path(folder, "output").open("w+") as output:
+        shell = ["bash", "-c", script(page)]
+        run = subprocess.Popen(
+            shell, cwd=clone, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = run.wait(3 * LIMIT)
+        finally:
             try:
-                code = run.wait(3 * LIMIT)
-            finally:
-                try:
-                    os.killpg(run.pid, signal.SIGTERM)
-                except ProcessLookupError:
-                    pass
-            output.seek(0)
-            printed = output.read()
+                os.killpg(run.pid, signal.SIGTERM)
+            except ProcessLookupError:
+                pass
+        output.seek(0)
+        printed = output.read()
+    shutil.rmtree(folder)
     assert code == 0, printed
     for block in blocks(page):
         if block.mark == "output":
