@@ -49,7 +49,7 @@ pub(crate) fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Defaul
     Ok(Option::deserialize(from)?.unwrap_or_default())
 }
 
-/// [`object`] for a field that may be null.
+/// Deserializes a JSON object, or null, like an absent field.
 ///
 /// # Errors
 /// The deserializer's errors.

@@ -4,7 +4,7 @@
 //! error codes) without a GPU, and is therefore strict: calls that NVIDIA's driver was seen to refuse fail with the same code, and calls
 //! that were seen to crash it abort with a message.
 //!
-//! Tests control it with the settings of [`controls`], as environment variables of a child process or with [`fakecuda_set`] in their
+//! Tests control it with the settings of `controls.rs`, as environment variables of a child process or with [`fakecuda_set`] in their
 //! own process. All state belongs to one loaded copy of the library.
 
 mod controls;
