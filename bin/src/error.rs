@@ -1,4 +1,4 @@
-//! The tools' own errors, and hints for the user about these and the library's.
+//! The errors of the tools, and hints about these and the library's errors.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -7,53 +7,49 @@ use vmmfd::error::{
     code,
 };
 
-/// An error of the tools. As the library's [`Error`] it is in [`Error::Caller`].
+/// An error of the tools, stored in [`Error::Caller`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ToolError {
     /// A file can't be used.
     #[error("{} {problem}", path.display())]
     File {
-        /// Its path.
         path: PathBuf,
-        /// Why, as the rest of a sentence.
+        /// The reason, as the rest of a sentence.
         problem: String,
     },
 
-    /// A put of a new object whose name another user has.
+    /// The name of a new object belongs to another user.
     #[error("`{name}` exists, and this user may not {verb} it")]
     NotWritable {
-        /// The name.
         name: String,
         /// The permission that this user lacks: `read` or `replace`.
         verb: &'static str,
     },
 
-    /// The other end of a doctor's meeting did not appear.
+    /// The peer of a meeting did not appear.
     #[error("no other doctor met this one at {} within {waited:?}", path.display())]
     Absent {
-        /// The socket.
         path: PathBuf,
-        /// How long it was waited for.
         waited: Duration,
-        /// The command that is missing: `serve` or `join`.
+        /// The missing command: `serve` or `join`.
         missing: &'static str,
     },
 
-    /// A child process failed, died, or is stuck.
+    /// A child process failed, died or hangs.
     #[error("{process} {message}")]
     Child {
-        /// Its part: `the producer`.
+        /// What users call it: `the producer`.
         process: String,
-        /// What happened to it, as the rest of a sentence: `was killed by SIGABRT`.
+        /// The event, as the rest of a sentence: `was killed by SIGABRT`.
         message: String,
-        /// The hint of its own error.
+        /// The hint of the child's own error.
         hint: Option<String>,
     },
 }
 
 impl ToolError {
-    /// The error of the tools, if it is one.
+    /// The tools' error inside an error, if any.
     pub fn of(error: &Error) -> Option<&Self> {
         match error {
             Error::Caller(caller) => caller.downcast_ref(),
@@ -61,7 +57,6 @@ impl ToolError {
         }
     }
 
-    /// Whether an error is [`ToolError::File`].
     pub fn is_file(error: &Error) -> bool {
         matches!(Self::of(error), Some(Self::File { .. }))
     }
@@ -73,7 +68,7 @@ impl From<ToolError> for Error {
     }
 }
 
-/// The class of an error, by which the commands exit.
+/// The class of an error, which determines the exit code.
 pub fn kind_of(error: &Error) -> ErrorKind {
     match ToolError::of(error) {
         Some(ToolError::File { .. }) => ErrorKind::Usage,
@@ -83,7 +78,7 @@ pub fn kind_of(error: &Error) -> ErrorKind {
     }
 }
 
-/// What the user can do about an error, if there is a general answer.
+/// A hint for the user about an error, if there is a general one.
 pub fn hint(error: &Error) -> Option<&str> {
     if let Some(own) = ToolError::of(error) {
         return match own {
@@ -165,7 +160,7 @@ pub fn hint(error: &Error) -> Option<&str> {
     })
 }
 
-/// What the user can do about a broker's refusal, if there is a general answer.
+/// A hint for the user about a broker's refusal, if there is a general one.
 fn refusal_hint(code: RefusalCode) -> Option<&'static str> {
     Some(match code {
         RefusalCode::Absent => "`vmmfd ls` lists the objects that this user may read",

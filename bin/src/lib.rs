@@ -1,6 +1,6 @@
-//! What the commands are made of: their options, the doctor, and what the demonstration writes and checks.
+//! The implementation of the commands: options, doctor, and the content that they write and check.
 //!
-//! It is a library for the project's own benchmarks and tests. Nothing in it is kept stable for other programs.
+//! A library for the project's benchmarks and tests. It has no stable API.
 
 #![doc(hidden)]
 #![allow(missing_docs, reason = "it is no interface")]

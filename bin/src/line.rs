@@ -1,4 +1,4 @@
-//! JSON records over a socket: what the processes of the doctor and of the bench send each other.
+//! JSON records over a socket, between the processes of the doctor and of the benchmarks.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -14,24 +14,24 @@ use vmmfd::{
     internals::{Record, RecordSocket, clean, deadline_after},
 };
 
-/// The longest record, in bytes.
+/// The longest record in bytes.
 const MAX_RECORD: usize = 128 << 10;
 
-/// One end of a connection that carries JSON records, and bare records between them.
+/// One side of a connection for JSON records, and raw records in between.
 #[derive(Debug)]
 pub struct Line {
     socket: RecordSocket,
-    /// What a receiver waits for, for the error.
+    /// The purpose of a receive, for error messages.
     purpose: &'static str,
 }
 
 impl Line {
-    /// A line over a socket. `purpose` completes the sentence "waiting ...".
+    /// Wraps a socket. `purpose` completes the sentence "waiting ...".
     pub fn new(socket: RecordSocket, purpose: &'static str) -> Self {
         Self { socket, purpose }
     }
 
-    /// A line, and the other end of it for another process. The other end blocks.
+    /// A connected pair. The second socket is for another process, and blocks.
     pub fn pair(timeout: Duration, cancel: &Cancel, purpose: &'static str) -> Result<(Self, OwnedFd)> {
         let (own, other) = Channel::socket_pair()?;
         Ok((Self::new(RecordSocket::new(own, timeout, cancel)?, purpose), other))
@@ -49,12 +49,11 @@ impl Line {
         self.socket.set_timeout(timeout);
     }
 
-    /// Sends one JSON record. Blocks while the queue of the other end is full, up to the timeout.
+    /// Sends a JSON record. Blocks while the peer's queue is full, up to the timeout.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`](vmmfd::error::PeerError::Protocol) if it is too long (nothing is sent); [`PeerError::Gone`],
-    /// [`PeerError::Timeout`],
-    /// [`Error::Interrupted`], [`Error::System`].
+    /// [`PeerError::Protocol`](vmmfd::error::PeerError::Protocol) if the record is too long (nothing is sent); [`PeerError::Gone`],
+    /// [`PeerError::Timeout`], [`Error::Interrupted`], [`Error::System`].
     pub fn send(&self, record: &impl Serialize) -> Result<()> {
         let record = serde_json::to_vec(record).map_err(|error| ProtocolError::Content(error.to_string()))?;
         if record.len() > MAX_RECORD {
@@ -63,69 +62,55 @@ impl Line {
         self.send_bare(&record, &[])
     }
 
-    /// Receives one JSON record. Blocks up to the timeout.
+    /// Receives a JSON record. Blocks up to the timeout.
     ///
     /// # Errors
-    /// [`PeerError::Timeout`](vmmfd::error::PeerError::Timeout); [`PeerError::Gone`] at the end of the connection;
-    /// [`PeerError::Protocol`] if it is too long, or no JSON
-    /// of this type; [`Error::Interrupted`], [`Error::System`].
+    /// [`PeerError::Timeout`](vmmfd::error::PeerError::Timeout); [`PeerError::Gone`] at the end of the connection; [`PeerError::Protocol`]
+    /// if the record is too long, or not JSON of this type; [`Error::Interrupted`], [`Error::System`].
     pub fn receive<T: DeserializeOwned>(&self) -> Result<T> {
         self.receive_within(self.timeout())
     }
 
-    /// As [`Line::receive`], with a timeout of the caller's.
-    ///
-    /// # Errors
-    /// As [`Line::receive`].
+    /// As [`Line::receive`], with another timeout.
     pub fn receive_within<T: DeserializeOwned>(&self, timeout: Duration) -> Result<T> {
         typed(self.receive_value_within(timeout)?)
     }
 
-    /// As [`Line::receive_within`], for JSON of any type.
-    ///
-    /// # Errors
-    /// As [`Line::receive`].
+    /// As [`Line::receive_within`], for any JSON value.
     pub fn receive_value_within(&self, timeout: Duration) -> Result<Value> {
         let mut bytes = vec![0; MAX_RECORD + 1];
-        // Descriptors that come with it are closed.
+        // Unexpected descriptors are closed.
         let record = self.socket.receive_by(&mut bytes, deadline_after(timeout), self.purpose)?;
         parse(&bytes[..record.length])
     }
 
-    /// Sends bytes that are no JSON, with descriptors: one system call.
-    ///
-    /// # Errors
-    /// As [`Line::send`].
+    /// Sends raw bytes with descriptors in one system call.
     pub fn send_bare(&self, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
         self.socket.send("a record", record, fds)
     }
 
-    /// Receives bytes that are no JSON, into a buffer that is a byte longer than they may be: one system call on an end that
-    /// blocks.
-    ///
-    /// # Errors
-    /// As [`Line::receive`].
+    /// Receives raw bytes. The buffer must be one byte longer than the longest record. One system call on a blocking socket.
     pub fn receive_bare(&self, record: &mut [u8]) -> Result<Record> {
         self.socket.receive(record, self.purpose)
     }
 }
 
 impl AsFd for Line {
-    /// Readable when there is a record, or the other end has closed the connection.
+    /// Readable when a record has arrived, or the peer has closed the connection.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
 pub fn parse(record: &[u8]) -> Result<Value> {
-    serde_json::from_slice(record).map_err(|error| unfit(&error))
+    serde_json::from_slice(record).map_err(|error| invalid(&error))
 }
 
 pub fn typed<T: DeserializeOwned>(value: Value) -> Result<T> {
-    serde_json::from_value(value).map_err(|error| unfit(&error))
+    serde_json::from_value(value).map_err(|error| invalid(&error))
 }
 
-fn unfit(error: &serde_json::Error) -> Error {
+fn invalid(error: &serde_json::Error) -> Error {
     let mut reason = format!("the body of record is wrong: {error}");
     clean(&mut reason);
     ProtocolError::Content(reason).into()

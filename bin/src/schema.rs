@@ -1,16 +1,16 @@
-//! JSON Schemas of reports, derived from the types that are printed; and the shapes of the library's types in them.
+//! JSON Schemas of reports, derived from the printed types, and of library types in them.
 
 use schemars::{JsonSchema, Schema, generate::SchemaSettings, transform::RecursiveTransform};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// The version of every report.
+/// The version of all reports.
 pub const VERSION: u32 = 1;
 
-/// A report's name, and its JSON Schema.
+/// The name of a report, and its JSON Schema.
 pub type Named = (&'static str, fn() -> Value);
 
-/// The JSON Schema of a report. It allows only the fields that the type has.
+/// The JSON Schema of a report. Additional fields are not allowed.
 pub fn document<T: JsonSchema>() -> Value {
     let close = |schema: &mut Schema| {
         if schema.get("properties").is_some() {
@@ -23,7 +23,7 @@ pub fn document<T: JsonSchema>() -> Value {
     document
 }
 
-// The types below are never made: they describe how types of the library are written.
+// The types below are never constructed: they describe the JSON form of library types.
 
 /// Where the memory is.
 #[derive(Serialize, JsonSchema)]
@@ -42,7 +42,7 @@ pub enum Mechanism {
     Legacy,
 }
 
-/// Which memory it is: the device's own, or the host's.
+/// The location of the memory: the device or the host.
 #[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Location {
@@ -50,7 +50,7 @@ pub enum Location {
     Host,
 }
 
-/// The class of an error. `object`: a broker has no such object, or another than was expected.
+/// The class of an error. `object`: the broker has no such object, or a different one than expected.
 #[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
@@ -80,42 +80,42 @@ pub struct Owner {
     gid: u32,
 }
 
-/// A process that put or read an object.
+/// A process that put or leased an object.
 #[derive(Serialize, JsonSchema)]
 pub struct Process {
-    /// Its number in the server's PID namespace, or 0.
+    /// The pid in the server's PID namespace, or 0.
     pid: i32,
     uid: u32,
-    /// Its command, where the server could read it.
+    /// The command, if the server could read it.
     #[serde(skip_serializing_if = "Option::is_none")]
     command: Option<String>,
 }
 
-/// How long a name stays.
+/// The lifetime of a name.
 #[derive(Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase", tag = "kind")]
 pub enum Lifetime {
     /// Until it is deleted.
     Deleted,
-    /// While the connection lives that put it.
+    /// While the connection that put it lives.
     Maker,
-    /// For this many milliseconds after the last lease of it ended, or after it was put.
+    /// For this many milliseconds after its last lease was released, or after it was put.
     Idle { ms: u64 },
-    /// While the connection lives that put it, or a lease of it is held.
+    /// While the connection that put it lives, or a lease is held.
     Leased,
 }
 
-/// How many descriptors are used, and how many may be.
+/// The number of used descriptors, and the limit.
 #[derive(Serialize, JsonSchema)]
 pub struct Room {
     used: u64,
     allowed: u64,
 }
 
-/// An array in some memory.
+/// An array in memory.
 #[derive(Serialize, JsonSchema)]
 pub struct Array {
-    /// The name of the element type in NumPy or ml_dtypes.
+    /// The element type's name in NumPy or ml_dtypes.
     dtype: String,
     /// Absent for little-endian elements.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,8 +1,8 @@
-//! What every report begins with.
+//! The origin of a report.
 
 use std::time::SystemTime;
 
-/// The program that made a report, such as `vmmfd 0.1.0`.
+/// The program that created a report, such as `vmmfd 0.1.0`.
 pub fn tool() -> String {
     format!("vmmfd {}", env!("CARGO_PKG_VERSION"))
 }

@@ -6,14 +6,14 @@ use tempfile::TempDir;
 
 use vmmfd::error::{Error, Result};
 
-/// What the names of all temporary folders of the tools begin with.
+/// The prefix of the tools' temporary folders.
 pub const PREFIX: &str = "vmmfd-";
 
-/// A folder that is removed when it is dropped, with a path short enough for a socket in it. Tries the folder for temporary files,
-/// `/tmp`, `$XDG_RUNTIME_DIR` and `/dev/shm`: the doctor must also run where no temporary files can be created.
+/// A folder with a path short enough for a socket in it; drop removes it. Tries the folder for temporary files, `/tmp`, `$XDG_RUNTIME_DIR`
+/// and `/dev/shm`: the doctor must also run where temporary files can't be created.
 ///
 /// # Errors
-/// [`Error::System`] if none of them can be used.
+/// [`Error::System`] if no folder is usable.
 pub fn temporary_folder(prefix: &str) -> Result<TempDir> {
     const LONGEST: usize = 70;
     let runtime = env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);

@@ -1,13 +1,13 @@
-//! Sizes and times for people. The JSON objects have the exact numbers.
+//! Sizes and durations for people. JSON has the exact numbers.
 
 use std::time::Duration;
 
 const UNITS: [(u32, &str); 6] = [(60, "EiB"), (50, "PiB"), (40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
 
-/// Bytes in the largest unit with at most one decimal, as `2 MiB` or `1.5 GiB`, or as a whole number below 10,000 of a smaller one, as
-/// `1025 MiB`; where neither is exact rounded down, with the exact number: `976.5 KiB (1000000 bytes)`.
+/// A size in the largest unit with at most one decimal (`2 MiB`, `1.5 GiB`), or as an integer below 10,000 of a smaller unit (`1025 MiB`).
+/// If neither is exact, rounded down with the exact number: `976.5 KiB (1000000 bytes)`.
 pub fn bytes(size: u64) -> String {
-    if let Some(text) = whole(size) {
+    if let Some(text) = exact(size) {
         return text;
     }
     match size {
@@ -16,26 +16,26 @@ pub fn bytes(size: u64) -> String {
     }
 }
 
-/// Bytes as [`bytes`] gives them, without the exact number.
+/// As [`bytes`], without the exact number.
 pub fn about(size: u64) -> String {
-    whole(size).unwrap_or_else(|| rounded(size))
+    exact(size).unwrap_or_else(|| rounded(size))
 }
 
-/// The text where it is exact: with at most one decimal, or as a whole number of a smaller unit.
-fn whole(size: u64) -> Option<String> {
+/// The exact text, if there is one: at most one decimal, or an integer of a smaller unit.
+fn exact(size: u64) -> Option<String> {
     let largest = UNITS.into_iter().find(|(shift, _)| size >= 1 << shift)?;
     if (u128::from(size) * 10).is_multiple_of(1 << largest.0) {
         return Some(rounded(size));
     }
-    let whole = UNITS.into_iter().find(|(shift, _)| size.is_multiple_of(1 << shift));
-    whole.filter(|(shift, _)| size >> shift < 10_000).map(|(shift, unit)| format!("{} {unit}", size >> shift))
+    let exact = UNITS.into_iter().find(|(shift, _)| size.is_multiple_of(1 << shift));
+    exact.filter(|(shift, _)| size >> shift < 10_000).map(|(shift, unit)| format!("{} {unit}", size >> shift))
 }
 
 fn rounded(size: u64) -> String {
     let Some((shift, unit)) = UNITS.into_iter().find(|(shift, _)| size >= 1 << shift) else {
         return if size == 1 { "1 byte".to_owned() } else { format!("{size} bytes") };
     };
-    // In 128 bits, where ten times any number of bytes fits.
+    // Ten times any size fits in 128 bits.
     let tenths = (u128::from(size) * 10) >> shift;
     match tenths % 10 {
         0 => format!("{} {unit}", tenths / 10),
@@ -43,7 +43,7 @@ fn rounded(size: u64) -> String {
     }
 }
 
-/// A time with three digits at most: `54 us`, `1.25 ms`, `113 ms`, `4.1 s`, `2 min 5 s`.
+/// A duration with at most three digits: `54 us`, `1.25 ms`, `113 ms`, `4.1 s`, `2 min 5 s`.
 pub fn time(time: Duration) -> String {
     let us = time.as_secs_f64() * 1e6;
     match us {
@@ -60,7 +60,7 @@ pub fn time(time: Duration) -> String {
     }
 }
 
-/// A time that is known in microseconds, as [`time`] gives it.
+/// A duration in microseconds, as [`time`].
 pub fn micros(us: u64) -> String {
     time(Duration::from_micros(us))
 }
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_short_and_never_wrong() {
+    fn sizes_are_exact_or_rounded_down() {
         for (size, exact, short) in [
             (0, "0 bytes", "0 bytes"),
             (1, "1 byte", "1 byte"),
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn times_have_three_digits() {
+    fn durations_have_three_digits() {
         for (us, text) in [
             (0, "0 us"),
             (54, "54 us"),

@@ -1,4 +1,4 @@
-//! The driver's verbs, for what only measures, diagnoses or fills memory that it owns.
+//! Direct access to the driver's verbs, for benchmarks, diagnosis and checks on memory that they own.
 
 #![allow(unsafe_code, reason = "the verbs could take memory from under its owner")]
 
@@ -8,15 +8,15 @@ use vmmfd::{
     memory::Device,
 };
 
-/// What has a driver's verbs.
+/// Types with driver verbs.
 pub trait HasVerbs {
-    /// The verbs. The commands and benches give back only what they took by them.
+    /// The verbs. Callers release only resources that they acquired through them.
     fn verbs(&self) -> &dyn Verbs;
 }
 
 impl HasVerbs for Driver {
     fn verbs(&self) -> &dyn Verbs {
-        // SAFETY: as the trait says, nothing that a value of the library owns is given back.
+        // SAFETY: by the contract of this trait, callers release nothing that the library owns.
         unsafe { internals::verbs(self) }
     }
 }

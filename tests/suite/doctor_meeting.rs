@@ -161,7 +161,7 @@ fn both_ends_name_the_missing_driver() {
         let (good, bad) = if broken == "serve" { (join, serve) } else { (serve, join) };
         let report = good.code(1).json();
         let error = failure(&report, "/devices/0/findings");
-        assert!(error["message"].as_str().unwrap().starts_with("the other end: its driver"), "{error}");
+        assert!(error["message"].as_str().unwrap().starts_with("the peer: its driver"), "{error}");
         assert!(report["peer"].is_object());
         let report = bad.code(3).json();
         assert!(report["verdict"].as_str().unwrap().starts_with("There is nothing here to test"), "{report}");

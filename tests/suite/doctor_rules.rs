@@ -232,7 +232,7 @@ fn unrelated_code_is_not_unsupported() {
     // What ran out says nothing of what was to be tried.
     let report = doctor(&meeting, "read-only-store", &[(FAIL, "cuMemCreate:1:2")]).end().code(1).json();
     let found = finding(&report, "read-only-store");
-    assert!(found["meaning"].as_str().unwrap().starts_with("It could not be tried whether "), "{found}");
+    assert!(found["meaning"].as_str().unwrap().starts_with("It could not be tested whether "), "{found}");
 }
 
 mod namespaces {

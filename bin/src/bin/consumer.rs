@@ -1,4 +1,4 @@
-//! `consumer`: imports a buffer, verifies it and reports the result: `vmmfd consume` as a program of its own.
+//! `consumer`: `vmmfd consume` as a separate program.
 
 use std::process::ExitCode;
 

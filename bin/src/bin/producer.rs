@@ -1,4 +1,4 @@
-//! `producer`: fills a buffer and shares it: `vmmfd produce` as a program of its own.
+//! `producer`: `vmmfd produce` as a separate program.
 
 use std::process::ExitCode;
 

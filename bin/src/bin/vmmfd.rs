@@ -1,4 +1,4 @@
-//! `vmmfd`: all commands as one program.
+//! `vmmfd`: all commands in one program.
 
 use std::process::ExitCode;
 

@@ -27,7 +27,7 @@ pub struct Exercise<'a> {
     data: Data,
     engine: EngineChoice,
     corrupt: bool,
-    /// How many bytes it wrote, and the digest of all of them, if there is one.
+    /// The number of bytes written, and the digest of a file.
     written: Mutex<(u64, Option<String>)>,
     observer: Observer<'a>,
 }
@@ -38,12 +38,10 @@ enum Data {
 }
 
 impl<'a> Exercise<'a> {
-    /// The pattern of a salt.
     pub fn pattern(salt: u32, observer: Observer<'a>) -> Self {
         Self::of(Data::Pattern(salt), observer)
     }
 
-    /// A file's bytes, with their digest.
     pub fn file(source: Source, observer: Observer<'a>) -> Self {
         Self::of(Data::File(source), observer)
     }
@@ -52,12 +50,12 @@ impl<'a> Exercise<'a> {
         Self { data, engine: EngineChoice::Auto, corrupt: false, written: Mutex::default(), observer }
     }
 
-    /// With this engine for the pattern; by default the one that is estimated to be faster.
+    /// Selects the engine for the pattern; the default is the one estimated to be faster.
     pub fn with_engine(self, engine: EngineChoice) -> Self {
         Self { engine, ..self }
     }
 
-    /// Flips one byte after each fill, so that every check must fail.
+    /// Flips one byte after each fill, so that every check fails.
     pub fn with_corruption(self, corrupt: bool) -> Self {
         Self { corrupt, ..self }
     }
@@ -69,7 +67,7 @@ impl<'a> Exercise<'a> {
 
 impl Content for Exercise<'_> {
     fn fill(&self, memory: &Shared, tick: Tick<'_>) -> Result<()> {
-        let (begun, size) = (Instant::now(), memory.size());
+        let (started, size) = (Instant::now(), memory.size());
         let mut progress = |done| {
             (self.observer)(Event::Progress { done, all: size });
             tick()
@@ -78,12 +76,12 @@ impl Content for Exercise<'_> {
             Data::Pattern(salt) => {
                 let work = self.engine.fill(memory, 0..size, Pattern::new(*salt), &mut progress)?;
                 let words = pattern::words(&(0..size));
-                (self.observer)(Event::Filled { words, salt: *salt, work: &work, elapsed: begun.elapsed() });
+                (self.observer)(Event::Filled { words, salt: *salt, work: &work, elapsed: started.elapsed() });
                 None
             }
             Data::File(source) => {
                 let digest = source.load(memory, &mut progress)?;
-                (self.observer)(Event::Loaded { size, digest: &digest, elapsed: begun.elapsed() });
+                (self.observer)(Event::Loaded { size, digest: &digest, elapsed: started.elapsed() });
                 Some(digest)
             }
         };
@@ -103,14 +101,14 @@ impl Content for Exercise<'_> {
     fn check(&self, range: &Range<u64>, reply: bool, tick: Tick<'_>) -> Result<Option<Check>> {
         let claim = match &self.data {
             Data::Pattern(salt) => {
-                let reply_salt = reply.then(|| salt_other_than(*salt)).transpose()?;
+                let reply_salt = reply.then(|| other_salt(*salt)).transpose()?;
                 Claim { salt: Some(*salt), reply_salt, digest: None }
             }
             Data::File(source) => {
                 let (size, all) = self.written().clone();
                 let digest = match all.filter(|_| *range == (0..size)) {
                     Some(all) => all,
-                    // Of the file, not of the memory: so an error of the copy into memory is found too.
+                    // Read from the file, not from memory, to detect errors of the copy into memory too.
                     None => source.digest(range.clone(), tick)?,
                 };
                 Claim { digest: Some(digest), ..Claim::default() }
@@ -121,7 +119,7 @@ impl Content for Exercise<'_> {
 
     fn accept(&self, offered: &Offered, result: &Verdict) -> Result<()> {
         let claim = Claim::read(offered.check.as_ref())?;
-        // A client that ignores the check reports only its verdict.
+        // A client that ignores checks reports only its verdict.
         let Some(found) = Figures::read(result.check.as_ref())? else { return Ok(()) };
         found.accept(result.verified, if claim.salt.is_some() { &offered.range } else { &(0..0) })?;
         if result.verified && found.digest != claim.digest {
@@ -136,19 +134,18 @@ impl Content for Exercise<'_> {
 
     fn judge(&self, memory: &Shared, offered: &Offered, result: &Verdict, tick: Tick<'_>) -> Result<Verdict> {
         let claim = Claim::read(offered.check.as_ref())?;
-        // A client that ignores the check has not replied.
+        // A client that ignores checks has not replied.
         let reply = claim.reply_salt.filter(|_| result.verified && result.check.is_some());
         let Some(salt) = reply else { return Ok(Verdict::unchecked(result.verified)) };
-        let (begun, range) = (Instant::now(), offered.range.clone());
+        let (started, range) = (Instant::now(), offered.range.clone());
         let (found, work) = self.engine.verify(memory, 0, range, Pattern::new(salt), &mut |_| tick())?;
         let (verified, figures) = (found.passed(), Figures::from(&found));
-        (self.observer)(Event::Verified { verified, figures: &figures, work: Some(&work), elapsed: begun.elapsed() });
+        (self.observer)(Event::Verified { verified, figures: &figures, work: Some(&work), elapsed: started.elapsed() });
         Ok(figures.verdict(verified))
     }
 }
 
-/// A fresh salt for a reply.
-fn salt_other_than(salt: u32) -> Result<u32> {
-    // Any difference will do if the salt comes again.
+/// A random salt that differs from another one.
+fn other_salt(salt: u32) -> Result<u32> {
     random_salt().map(|fresh| if fresh == salt { !salt } else { fresh })
 }

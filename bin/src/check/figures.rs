@@ -1,4 +1,4 @@
-//! A check's data and its result, as JSON on the wire.
+//! A check and its result as JSON on the wire.
 
 use std::ops::Range;
 
@@ -16,32 +16,32 @@ use super::{
     pattern::{Mismatch, Verification, touched},
 };
 
-/// The data that an offer can be checked against.
+/// The expected content of an offer.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Claim {
-    /// The salt of the pattern, if the data is the pattern.
+    /// The salt, if the content is the pattern.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub salt: Option<u32>,
-    /// The salt of the pattern to write as a reply, in a round trip. It differs from `salt`.
+    /// The salt of the pattern to write as a reply in a round trip. It must differ from `salt`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reply_salt: Option<u32>,
-    /// The digest of the requested bytes, if they are other data.
+    /// The digest of the requested bytes, if the content is not the pattern.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
 
 impl Claim {
-    /// Parses an offer's check. One of another extension is an empty claim.
+    /// Parses an offer's check. The check of an unknown extension becomes an empty claim.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`] for fields that are not of their type, or contradict each other.
+    /// [`PeerError::Protocol`] for fields of the wrong type.
     pub fn read(check: Option<&Check>) -> Result<Self> {
         let mut claim: Self = check.map_or_else(|| Ok(Self::default()), parse)?;
         claim.digest.as_mut().map_or(Ok(()), bounded)?;
         Ok(claim)
     }
 
-    /// Checks that it is consistent with itself and with the offer's access, and that this version can check it.
+    /// Checks that the claim is consistent with itself and with the offer's access, and that this version supports it.
     ///
     /// # Errors
     /// [`PeerError::Protocol`]; [`PeerError::Mismatch`] for a digest of an unknown algorithm.
@@ -70,7 +70,6 @@ impl Claim {
         }
     }
 
-    /// The claim as JSON.
     pub fn to_check(&self) -> Check {
         to_check(self)
     }
@@ -79,14 +78,14 @@ impl Claim {
 /// The result of a check.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Figures {
-    /// How many words were checked.
+    /// The number of checked words.
     pub words: u64,
-    /// How many of them were wrong.
+    /// The number of wrong words.
     pub mismatches: u64,
-    /// The first of those.
+    /// The first wrong word.
     #[serde(default, deserialize_with = "vmmfd::internals::optional_object")]
     pub first_mismatch: Option<Mismatch>,
-    /// The digest that was found, if the offer has one.
+    /// The computed digest, if the offer has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
@@ -99,10 +98,10 @@ impl From<&Verification> for Figures {
 }
 
 impl Figures {
-    /// Parses a peer's result; `None` if it checked nothing.
+    /// Parses a peer's result. `None` if the peer checked nothing.
     ///
     /// # Errors
-    /// [`PeerError::Protocol`] for fields that are not of their type.
+    /// [`PeerError::Protocol`] for fields of the wrong type.
     pub fn read(check: Option<&Check>) -> Result<Option<Self>> {
         let Some(check) = check else { return Ok(None) };
         let mut figures: Self = parse(check)?;
@@ -110,17 +109,17 @@ impl Figures {
         Ok(Some(figures))
     }
 
-    /// The result in a verdict; empty if it can't be parsed.
+    /// The figures in a verdict; empty if they can't be parsed.
     pub fn of(verdict: &Verdict) -> Self {
         Self::read(verdict.check.as_ref()).ok().flatten().unwrap_or_default()
     }
 
-    /// The verdict with this result.
+    /// A verdict with these figures.
     pub fn verdict(&self, verified: bool) -> Verdict {
         Verdict::new(verified, Some(to_check(self)))
     }
 
-    /// Checks that a peer's result is consistent with itself, with its verdict, and with the range that it was to check.
+    /// Checks that a peer's result is consistent with itself, with its verdict and with the checked range.
     ///
     /// # Errors
     /// [`PeerError::Protocol`].
@@ -162,7 +161,7 @@ fn to_check(value: &impl Serialize) -> Check {
     }
 }
 
-/// Checks the length of a peer's text, and removes its control characters.
+/// Limits the length of a peer's text, and removes its control characters.
 fn bounded(text: &mut String) -> Result<()> {
     if text.len() > MAX_NAME {
         return Err(wrong(format!("a digest has {} bytes where at most {MAX_NAME} are allowed", text.len())));
@@ -180,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_that_contradict_themselves_are_refused() {
+    fn contradicting_figures_are_rejected() {
         let figures = |words, mismatches, first: Option<u64>| Figures {
             words,
             mismatches,
@@ -209,14 +208,14 @@ mod tests {
         ] {
             assert!(lie.accept(verified, &(0..36)).is_err(), "{lie:?}");
         }
-        // Of a part, the index is still the object's.
+        // In a range, the index still counts from the start of the object.
         assert!(figures(9, 1, Some(100)).accept(false, &(400..436)).is_ok());
         assert!(figures(9, 1, Some(8)).accept(false, &(400..436)).is_err());
         assert!(figures(9, 1, Some(109)).accept(false, &(400..436)).is_err());
     }
 
     #[test]
-    fn a_check_of_another_extension_is_an_empty_claim() {
+    fn unknown_check_is_an_empty_claim() {
         let check = |text: &str| serde_json::from_str::<Check>(text).unwrap();
         for text in ["{}", r#"{"crc32c":7}"#, r#"{"salt":null,"digest":null}"#] {
             assert_eq!(Claim::read(Some(&check(text))).unwrap(), Claim::default(), "{text}");
@@ -231,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_has_a_salt_or_a_digest() {
+    fn contradicting_claims_are_rejected() {
         let digest = || Some(format!("blake3:{}", "0".repeat(64)));
         let claim = |salt, reply_salt, digest| Claim { salt, reply_salt, digest };
         for sound in

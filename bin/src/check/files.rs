@@ -1,6 +1,6 @@
-//! Files as data: from a file into shared memory, from shared memory into a file, and the digest of both.
+//! Files as content: loading a file into shared memory, saving shared memory to a file, and digests of both.
 //!
-//! The copies use a [`Mirror`] of a slice at a time: host memory does not grow with the data.
+//! Copies go through a [`Mirror`] of one slice at a time, so host memory does not grow with the data.
 
 use std::{
     fs::{self, File, Permissions},
@@ -23,15 +23,15 @@ use crate::{
     error::ToolError,
 };
 
-/// The host memory that is used at a time, in bytes. A multiple of 4.
+/// The size of a slice in bytes, a multiple of 4.
 const SLICE: usize = 8 << 20;
 
-/// A digest being computed: see the protocol's page in [`vmmfd::wire`].
+/// A digest in progress. The format is defined in [`vmmfd::wire`].
 #[derive(Default)]
 struct Digest(blake3::Hasher);
 
 impl Digest {
-    /// The prefix of the digests that this version can check.
+    /// The prefix of supported digests.
     const ALGORITHM: &'static str = "blake3:";
 
     fn text(&self) -> String {
@@ -39,13 +39,13 @@ impl Digest {
     }
 }
 
-/// Whether this version can check a digest.
+/// Whether this version supports a digest.
 pub fn is_known(digest: &str) -> bool {
     let hexadecimal = |digits: &str| digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
     digest.strip_prefix(Digest::ALGORITHM).is_some_and(|digits| digits.len() == 64 && hexadecimal(digits))
 }
 
-/// A file whose bytes are to be shared.
+/// A file to share.
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
@@ -58,44 +58,43 @@ impl Source {
     /// Opens a regular file.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it is not one, or empty; [`Error::System`].
+    /// [`ToolError::File`] if it is not a regular file, or empty; [`Error::System`].
     pub fn open(path: &Path) -> Result<Self> {
-        let unfit =
+        let invalid =
             |problem: &str| Err(Error::from(ToolError::File { path: path.to_owned(), problem: problem.to_owned() }));
-        // Non-blocking, so that a pipe does not wait for its other end.
+        // Non-blocking: opening a pipe would wait for its peer.
         let file = match File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path) {
             Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return unfit("does not exist"),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return invalid("does not exist"),
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                return unfit("can't be read: permission denied");
+                return invalid("can't be read: permission denied");
             }
             Err(error) => return Err(Error::system(format!("open {}", path.display()), error)),
         };
         let metadata = file.metadata().map_err(|error| Error::system(format!("look at {}", path.display()), error))?;
         if !metadata.is_file() {
-            return unfit("is not a regular file: its size can't be known before it is read");
+            return invalid("is not a regular file: its size can't be known before it is read");
         }
         if metadata.len() == 0 {
-            return unfit("is empty: there is nothing to share");
+            return invalid("is empty: there is nothing to share");
         }
         Ok(Self { path: path.to_owned(), file, size: metadata.len(), modified: metadata.modified().ok() })
     }
 
-    /// Its size in bytes, when it was opened.
+    /// The size in bytes at the time of opening.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Copies it to the start of memory, writes zeros behind it, and returns its digest.
+    /// Copies the file to the start of memory, zeroes the rest, and returns the digest.
     ///
-    /// `progress` is called after each slice with the bytes done so far; its error ends the work.
+    /// `progress` is called after each slice with the number of bytes done. Its error stops the copy.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`] if the memory is too small;
-    /// [`Error::System`]; the errors
-    /// of the mirror and of `progress`.
+    /// [`ToolError::File`] if the file was changed since it was opened; [`MemoryError::OutOfRange`] if the memory is too small;
+    /// [`Error::System`]; the errors of the mirror and of `progress`.
     ///
-    /// Driver calls: those of [`Mirror`].
+    /// Driver calls: as [`Mirror`].
     pub fn load(&self, region: &dyn Region, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<String> {
         check_range(region, 0, &(0..self.size))?;
         let mut digest = Digest::default();
@@ -126,10 +125,10 @@ impl Source {
         Ok(digest.text())
     }
 
-    /// The digest of a range of its bytes, read again. `tick` is called after each slice; its error ends the work.
+    /// Reads a range of the file again and returns its digest. `tick` is called after each slice. Its error stops the read.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it was changed since it was opened; [`MemoryError::OutOfRange`]; [`Error::System`]; the errors of
+    /// [`ToolError::File`] if the file was changed since it was opened; [`MemoryError::OutOfRange`]; [`Error::System`]; the errors of
     /// `tick`.
     pub fn digest(&self, range: Range<u64>, tick: &mut dyn FnMut() -> Result<()>) -> Result<String> {
         if range.start > range.end || range.end > self.size {
@@ -154,7 +153,7 @@ impl Source {
         })
     }
 
-    /// A file that changes while it is read would be shared half old and half new.
+    /// A file that changes during the copy would be shared half old and half new.
     fn check_unchanged(&self) -> Result<()> {
         let metadata = self.file.metadata();
         let metadata = metadata.map_err(|error| Error::system(format!("look at {}", self.path.display()), error))?;
@@ -169,13 +168,12 @@ impl Source {
     }
 }
 
-/// The digest of a range of an object's bytes, which `each` is given slice by slice. The memory begins with the object's byte
-/// `start`.
+/// Passes a range of an object to `each` slice by slice, and returns its digest. The memory starts at the object's offset `start`.
 ///
 /// # Errors
 /// [`MemoryError::OutOfRange`] if the range is not inside the memory; the errors of the mirror and of `each`.
 ///
-/// Driver calls: those of [`Mirror`].
+/// Driver calls: as [`Mirror`].
 pub fn read(
     region: &dyn Region,
     start: u64,
@@ -193,13 +191,13 @@ pub fn read(
                 mirror.turn_to(offset, length, true)?;
                 mirror
             }
-            // Room for a whole slice, also if the first one is shorter.
+            // Reserve a whole slice even if the first one is shorter.
             None => mirror.insert(sized_mirror(region, offset, length, SLICE as u64)?),
         };
         let bytes = match mirror.bytes() {
             Some(bytes) => bytes,
             None => {
-                // A single copy: another process may write meanwhile, and the hashed and the written bytes must be the same.
+                // Copy once: another process may write to the memory, and the digest must match the bytes that are written to the file.
                 staged.resize((part.end - part.start) as usize, 0);
                 mirror.read(0, &mut staged)?;
                 &staged[..]
@@ -211,7 +209,7 @@ pub fn read(
     Ok(digest.text())
 }
 
-/// A file that gets its name only when it is complete.
+/// A file that appears under its name only when it is complete.
 #[derive(Debug)]
 pub struct Target {
     path: PathBuf,
@@ -220,66 +218,59 @@ pub struct Target {
 }
 
 impl Target {
-    /// Creates a temporary file in the same folder. Dropping it removes that; a process that is killed leaves a file whose name begins
-    /// with `.vmmfd-`.
+    /// Creates a temporary file in the target's folder. Drop removes it; a killed process leaves it behind, with a name that starts with
+    /// `.vmmfd-`.
     ///
     /// # Errors
-    /// [`ToolError::File`] if it exists and `replace` is false, or is not a regular file; [`Error::System`].
+    /// [`ToolError::File`] if the target exists and `replace` is false, or is not a regular file; [`Error::System`].
     pub fn create(path: &Path, replace: bool) -> Result<Self> {
-        let unfit =
+        let invalid =
             |problem: &str| Err(Error::from(ToolError::File { path: path.to_owned(), problem: problem.to_owned() }));
-        let fails = |error: io::Error| match error.kind() {
-            io::ErrorKind::NotFound => unfit("is in a folder that does not exist").unwrap_err(),
-            io::ErrorKind::NotADirectory => unfit("is not in a folder").unwrap_err(),
-            io::ErrorKind::PermissionDenied => unfit("can't be written: permission denied").unwrap_err(),
-            io::ErrorKind::ReadOnlyFilesystem => unfit("can't be written: the file system is read-only").unwrap_err(),
+        let write_error = |error: io::Error| match error.kind() {
+            io::ErrorKind::NotFound => invalid("is in a folder that does not exist").unwrap_err(),
+            io::ErrorKind::NotADirectory => invalid("is not in a folder").unwrap_err(),
+            io::ErrorKind::PermissionDenied => invalid("can't be written: permission denied").unwrap_err(),
+            io::ErrorKind::ReadOnlyFilesystem => invalid("can't be written: the file system is read-only").unwrap_err(),
             _ => Error::system(format!("write {}", path.display()), error),
         };
         let path_written = match fs::metadata(path) {
-            Ok(metadata) if !metadata.is_file() => return unfit("exists and is not a regular file"),
-            Ok(_) if !replace => return unfit("exists: name another file, or replace it with --force"),
-            // The target of a link is replaced, and not the link.
-            Ok(_) => fs::canonicalize(path).map_err(fails)?,
+            Ok(metadata) if !metadata.is_file() => return invalid("exists and is not a regular file"),
+            Ok(_) if !replace => return invalid("exists: name another file, or replace it with --force"),
+            // Replace the target of a link, not the link.
+            Ok(_) => fs::canonicalize(path).map_err(write_error)?,
             Err(error) if error.kind() == io::ErrorKind::NotFound => path.to_owned(),
-            Err(error) => return Err(fails(error)),
+            Err(error) => return Err(write_error(error)),
         };
         if path_written.file_name().is_none() {
-            return unfit("is not the name of a file");
+            return invalid("is not the name of a file");
         }
         let folder = match path_written.parent() {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
             _ => Path::new("."),
         };
-        // With the mode of a new file, or of the one that is replaced.
+        // Use the mode of a new file, or of the replaced file.
         let mut builder = Builder::new();
         builder.prefix(".vmmfd-").permissions(Permissions::from_mode(0o666));
-        let file = builder.tempfile_in(folder).map_err(fails)?;
+        let file = builder.tempfile_in(folder).map_err(write_error)?;
         if let Ok(replaced) = fs::metadata(&path_written) {
-            file.as_file().set_permissions(replaced.permissions()).map_err(fails)?;
+            file.as_file().set_permissions(replaced.permissions()).map_err(write_error)?;
         }
         Ok(Self { path: path_written, replace, file })
     }
 
-    /// The file that is being written, to sync it to the disk.
-    ///
-    /// # Errors
-    /// [`Error::System`]. See fsync(2).
+    /// The temporary file, for fsync(2).
     pub fn file(&self) -> Result<File> {
-        self.file.as_file().try_clone().map_err(|error| self.fails(error))
+        self.file.as_file().try_clone().map_err(|error| self.write_error(error))
     }
 
-    /// Appends bytes.
-    ///
-    /// # Errors
-    /// [`Error::System`].
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_all(bytes).map_err(|error| self.fails(error))
+        self.file.write_all(bytes).map_err(|error| self.write_error(error))
     }
 
-    /// Renames it to its name, and returns that.
+    /// Renames the file to its final name and returns the path.
     ///
     /// # Errors
-    /// [`ToolError::File`] if a file of that name has appeared meanwhile, and is not to be replaced; [`Error::System`].
+    /// [`ToolError::File`] if another file has appeared under that name and must not be replaced; [`Error::System`].
     ///
     /// See rename(2).
     pub fn finish(self) -> Result<PathBuf> {
@@ -295,7 +286,7 @@ impl Target {
         }
     }
 
-    fn fails(&self, error: io::Error) -> Error {
+    fn write_error(&self, error: io::Error) -> Error {
         Error::system(format!("write {}", self.path.display()), error)
     }
 }

@@ -1,7 +1,7 @@
-//! The data that the commands share, and how they check it: a pattern, or a file's bytes.
+//! The content that the commands share and check: a pattern, or a file's bytes.
 //!
-//! For a session this is the caller's content: [`Exercise`] at the producer, [`DataVerifier`] at the consumer. They use the
-//! protocol's extension "Pattern and digest".
+//! In a session it is the caller's content: [`Exercise`] for the producer, [`DataVerifier`] for the consumer. Checks use the protocol's
+//! extension "Pattern and digest".
 
 mod exercise;
 pub mod figures;
@@ -20,70 +20,54 @@ use vmmfd::{
 use self::pattern::Work;
 pub use self::{exercise::Exercise, figures::Figures, verifier::DataVerifier};
 
-/// A step on the data that is done.
+/// A completed step.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event<'a> {
-    /// The pattern is written.
+    /// The pattern was written.
     Filled {
-        /// The number of words.
         words: u64,
-        /// Its salt.
         salt: u32,
-        /// The engine, and its time alone.
+        /// The engine, and its time without overhead.
         work: &'a Work,
-        /// How long it took.
         elapsed: Duration,
     },
-    /// A file is read in.
+    /// A file was loaded.
     Loaded {
-        /// How many bytes.
+        /// In bytes.
         size: u64,
-        /// Their digest.
         digest: &'a str,
-        /// How long it took.
         elapsed: Duration,
     },
-    /// A part of long work is done.
-    Progress {
-        /// How many bytes.
-        done: u64,
-        /// Of how many.
-        all: u64,
-    },
+    /// A part of a long operation is done, in bytes.
+    Progress { done: u64, all: u64 },
     /// The consumer has read the array in the memory.
     Array {
-        /// Its description.
         array: &'a ArrayDescriptor,
-        /// Its first elements, as text.
+        /// Its first elements as text.
         first: &'a [String],
     },
-    /// The data was checked.
     Verified {
-        /// Whether it is correct.
         verified: bool,
-        /// The counts or the digest that were found.
+        /// The computed counts or digest.
         figures: &'a Figures,
-        /// The engine that checked the pattern, if it is the pattern, and its time alone.
+        /// The engine that checked a pattern, and its time without overhead.
         work: Option<&'a Work>,
-        /// How long it took.
         elapsed: Duration,
     },
-    /// The data is in a file.
+    /// The data was saved to a file.
     Saved {
-        /// Its path.
         path: &'a Path,
-        /// How many bytes.
+        /// In bytes.
         size: u64,
-        /// How long it took.
         elapsed: Duration,
     },
 }
 
-/// Receives events, perhaps from several threads at once.
+/// Receives events, possibly from several threads at once.
 pub type Observer<'a> = &'a (dyn Fn(Event<'_>) + Sync);
 
-/// Checks that a range of an object's bytes is in memory that begins with the object's byte `start`.
+/// Checks that a range of an object lies in memory that starts at the object's offset `start`.
 fn check_range(region: &dyn Region, start: u64, range: &Range<u64>) -> Result<()> {
     let size = region.size();
     let inside = start <= range.start && range.start <= range.end && range.end - start <= size;

@@ -1,4 +1,4 @@
-//! The consumer's check: of a pattern or a digest, with a file to save the bytes in.
+//! The consumer's check of a pattern or digest, with an optional file for the data.
 
 use std::time::Instant;
 
@@ -19,10 +19,10 @@ use super::{
     pattern::{self, Checker, EngineChoice, Pattern},
 };
 
-/// How many elements of an array are reported.
+/// The number of reported array elements.
 const FIRST_ELEMENTS: usize = 8;
 
-/// Checks the data of a producer, and writes a reply if the producer asks for one.
+/// Checks a producer's data, and writes a reply if requested.
 pub struct DataVerifier<'a> {
     engine: EngineChoice,
     target: Option<Target>,
@@ -30,22 +30,21 @@ pub struct DataVerifier<'a> {
 }
 
 impl<'a> DataVerifier<'a> {
-    /// With the engine that is estimated to be faster, and without a file.
     pub fn new(observer: Observer<'a>) -> Self {
         Self { engine: EngineChoice::Auto, target: None, observer }
     }
 
-    /// With this engine for the pattern.
+    /// Selects the engine for the pattern; the default is the one estimated to be faster.
     pub fn with_engine(self, engine: EngineChoice) -> Self {
         Self { engine, ..self }
     }
 
-    /// With a file for the bytes of the next object. It gets its name only if they are correct.
+    /// Saves the next object to a file. The file appears only if the data is correct.
     pub fn with_target(self, target: Option<Target>) -> Self {
         Self { target, ..self }
     }
 
-    /// Checks an object, and writes it into a file if there is one.
+    /// Checks an object, and writes it to the target.
     fn check(
         &self,
         object: &ImportedObject,
@@ -53,7 +52,7 @@ impl<'a> DataVerifier<'a> {
         mut target: Option<&mut Target>,
         tick: Tick<'_>,
     ) -> Result<Verdict> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let (range, observer) = (object.range(), self.observer);
         if let Some(array) = object.array().filter(|_| object.is_whole()) {
             let first = first_elements(object, array, FIRST_ELEMENTS)?;
@@ -98,7 +97,7 @@ impl<'a> DataVerifier<'a> {
             }
         };
         let reported = figures.clone().unwrap_or_default();
-        observer(Event::Verified { verified, figures: &reported, work: work.as_ref(), elapsed: begun.elapsed() });
+        observer(Event::Verified { verified, figures: &reported, work: work.as_ref(), elapsed: started.elapsed() });
         Ok(figures.map_or(Verdict::unchecked(verified), |figures| figures.verdict(verified)))
     }
 }
@@ -109,27 +108,27 @@ impl Verifier for DataVerifier<'_> {
     }
 
     fn verify(&mut self, object: &ImportedObject, tick: Tick<'_>) -> Result<Verdict> {
-        let (begun, claim) = (Instant::now(), Claim::read(object.check())?);
+        let (started, claim) = (Instant::now(), Claim::read(object.check())?);
         let Some(mut target) = self.target.take() else { return self.check(object, &claim, None, tick) };
         let verdict = self.check(object, &claim, Some(&mut target), tick)?;
         if verdict.verified {
             let file = target.file()?;
-            // The disk may be slow. If this side is stopped meanwhile, the temporary file is removed.
+            // The disk may be slow. If this side is interrupted, the temporary file is removed.
             interruptibly(tick, move || file.sync_all().map_err(|error| Error::system("sync a file", error)))?;
             let path = target.finish()?;
             let range = object.range();
             let size = range.end - range.start;
-            (self.observer)(Event::Saved { path: &path, size, elapsed: begun.elapsed() });
+            (self.observer)(Event::Saved { path: &path, size, elapsed: started.elapsed() });
         }
         Ok(verdict)
     }
 
     fn reply(&mut self, object: &ImportedObject, tick: Tick<'_>) -> Result<()> {
         let Some(salt) = Claim::read(object.check())?.reply_salt else { return Ok(()) };
-        let (begun, range) = (Instant::now(), object.range());
+        let (started, range) = (Instant::now(), object.range());
         let words = pattern::words(&range);
         let work = self.engine.write(object, object.start(), range, Pattern::new(salt), &mut |_| tick())?;
-        (self.observer)(Event::Filled { words, salt, work: &work, elapsed: begun.elapsed() });
+        (self.observer)(Event::Filled { words, salt, work: &work, elapsed: started.elapsed() });
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! What a child does first and last.
+//! Start and exit of a child process.
 
 use std::{
     fs,
@@ -27,14 +27,14 @@ use vmmfd::{
 use super::{Assignment, OnParentDeath};
 use crate::{line::Line, temporary::PREFIX};
 
-/// Does the task of a child process, and exits.
+/// Runs the task of a child process and exits.
 pub fn run(task: &str, work: impl FnOnce(Value) -> Result<()>) -> ! {
-    leave(work(enter(task)))
+    exit_with(work(attach_to_parent(task)))
 }
 
-/// Reads the argument of the subcommand, and ties this process to its parent: it ends when that does. Exits at once if the
-/// argument is no task, or the parent is gone.
-fn enter(text: &str) -> Value {
+/// Parses the subcommand's argument and ties this process to its parent: it dies with the parent. Exits at once if the argument is invalid
+/// or the parent is gone.
+fn attach_to_parent(text: &str) -> Value {
     let Ok(assignment) = serde_json::from_str::<Assignment>(text) else { exit_at_once(2) };
     let tied = match assignment.on_parent_death {
         OnParentDeath::Killed => set_pdeathsig(Signal::SIGKILL).map_err(io::Error::from),
@@ -46,27 +46,23 @@ fn enter(text: &str) -> Value {
     assignment.task
 }
 
-/// The line of a child to its parent. It has no timeout: the parent may have other work before the next record, and this process ends with
-/// it.
-///
-/// # Errors
-/// [`Error::System`].
+/// The child's side of the connection to its parent. It has no timeout: the parent may be busy, and this process never outlives its parent.
 pub fn line_to_parent() -> Result<Line> {
     let stdin = stdin().map_err(|error| Error::system("duplicate standard input", error))?;
     Ok(Line::new(RecordSocket::blocking(stdin, &Cancel::new()?), "for the parent process"))
 }
 
-/// Ends this process with the code of its result. An error is written to standard error, unless the parent has gone.
-fn leave(result: Result<()>) -> ! {
+/// Exits with the code of the result. An error is written to standard error unless the parent is gone.
+fn exit_with(result: Result<()>) -> ! {
     let code = match result {
         Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => 0,
         Err(error) => {
-            // Fails if no process reads it.
+            // Fails if standard error is closed.
             let _ = writeln!(io::stderr(), "{}", error.in_full());
             1
         }
     };
-    // Without the driver's exit handlers, which may hang.
+    // Skip the driver's exit handlers, which may hang.
     exit_at_once(code)
 }
 
@@ -74,21 +70,20 @@ fn stdin() -> io::Result<OwnedFd> {
     io::stdin().as_fd().try_clone_to_owned()
 }
 
-/// Starts a thread that waits until the parent closes its end of the line, as it does by dying, and then kills this process's
-/// group.
+/// Starts a thread that kills this process group when the parent closes its side of the connection, also by dying.
 fn kill_group_with_parent(remove: Option<&Path>) -> io::Result<()> {
     let (remove, stdin) = (remove.map(Path::to_owned), stdin()?);
     let cancel = Cancel::new().map_err(io::Error::other)?;
     let watch = move || {
-        // POLLHUP alone: the records are for the thread that does the task.
+        // POLLHUP only: the task's thread reads the records.
         let never = || Instant::now() + Duration::from_secs(24 * 3600);
         while let Ok(false) = wait(&cancel, stdin.as_fd(), PollFlags::empty(), never()) {}
-        // The parent would have removed it. The check of the name keeps an argument written by hand from removing others.
+        // The parent would have removed the folder. The name check protects other folders from an argument written by hand.
         let own = |folder: &Path| folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX));
         if let Some(folder) = remove.as_deref().filter(|folder| own(folder)) {
             let _ = fs::remove_dir_all(folder);
         }
-        // It kills this process too. One that does not lead its group was started by hand.
+        // Also kills this process. A process that does not lead its group was started by hand.
         if getpgrp() == Pid::this() {
             let _ = killpg(Pid::this(), Signal::SIGKILL);
         }

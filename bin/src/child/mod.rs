@@ -1,7 +1,7 @@
-//! Child processes: this program again, with a task, and a line of records on standard input.
+//! Child processes: this program again, with a task, and a socket for records as standard input.
 //!
-//! A child is killed when its `Process` is dropped, and ends when its parent dies. How it ended is reported in a sentence.
-//! The task is JSON of the program's own type; the program hands the argument of the hidden subcommand [`SUBCOMMAND`] to [`run`].
+//! Dropping `Process` kills the child. A child dies with its parent. The task is any JSON. The program passes the argument
+//! of the hidden subcommand [`SUBCOMMAND`] to [`run`].
 
 mod entry;
 mod process;
@@ -29,54 +29,50 @@ pub use self::{
 };
 use super::line::Line;
 
-/// This program, also where its file was replaced since it was started.
+/// This program, even if its file was replaced since it was started.
 const PROGRAM: &str = "/proc/self/exe";
 
-/// The hidden subcommand of a child. Its one argument is the task.
+/// The hidden subcommand of a child. Its only argument is the task.
 pub const SUBCOMMAND: &str = "child";
 
-/// What a child does when its parent dies.
+/// How a child dies with its parent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnParentDeath {
     /// The kernel kills it (`PR_SET_PDEATHSIG`, prctl(2)).
     Killed,
-    /// It leads a group: it removes this folder, and kills the group.
+    /// It leads a process group: it removes this folder and kills the group.
     KillGroup { remove: Option<PathBuf> },
 }
 
-/// The argument of the subcommand.
 #[derive(Debug, Serialize, Deserialize)]
 struct Assignment {
-    /// The parent's process. A child whose parent is another one was started by hand, or its parent has died.
+    /// The parent's pid. If a child has another parent, it was started by hand or the parent has died.
     parent: i32,
     on_parent_death: OnParentDeath,
     task: Value,
 }
 
-/// How a child is started.
+/// How to start a child.
 #[derive(Debug)]
 pub struct Launch<'a> {
-    /// Its part, for a person: `the producer`.
+    /// What users call it: `the producer`.
     pub name: &'static str,
     pub on_parent_death: OnParentDeath,
     /// Its process group: a new one if it may start other processes.
     pub group: Group,
-    /// More variables of its environment.
+    /// Additional environment variables.
     pub variables: &'a [(&'a str, &'a str)],
-    /// Whether standard error is piped, for [`StderrTail`], rather than inherited.
+    /// Whether standard error is piped to [`StderrTail`] instead of inherited.
     pub keep_stderr: bool,
-    /// How long each call on its line waits.
+    /// The timeout of each call on its connection.
     pub timeout: Duration,
-    /// What cancels the waits on its line.
+    /// Cancels waits on its connection.
     pub cancel: &'a Cancel,
 }
 
 impl Launch<'_> {
     /// Starts the child. Its standard output is discarded.
-    ///
-    /// # Errors
-    /// [`Error::System`].
     pub fn start(&self, task: &impl Serialize) -> Result<(Process, Line)> {
         let (line, other) = Line::pair(self.timeout, self.cancel, "for another process of this tool")?;
         let mut command = command(self.on_parent_death.clone(), task)?;
@@ -87,16 +83,16 @@ impl Launch<'_> {
     }
 }
 
-/// The command of a child, for a caller that connects its standard streams itself.
+/// The command of a child, for callers that connect its standard streams themselves.
 ///
 /// # Errors
-/// [`Error::System`] if the task is no JSON.
+/// [`Error::System`] if the task can't be written as JSON.
 pub fn command(on_parent_death: OnParentDeath, task: &impl Serialize) -> Result<Command> {
-    let unfit = |error| Error::system("describe a child's task", error);
-    let task = serde_json::to_value(task).map_err(unfit)?;
+    let invalid = |error| Error::system("describe a child's task", error);
+    let task = serde_json::to_value(task).map_err(invalid)?;
     let parent = nix::unistd::getpid().as_raw();
     let assignment = Assignment { parent, on_parent_death, task };
-    let text = serde_json::to_string(&assignment).map_err(unfit)?;
+    let text = serde_json::to_string(&assignment).map_err(invalid)?;
     let mut command = Command::new(PROGRAM);
     command.arg0("vmmfd").arg(SUBCOMMAND).arg(text);
     Ok(command)

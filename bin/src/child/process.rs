@@ -1,4 +1,4 @@
-//! A process that was started here: its group, its end, and how that is reported.
+//! A child process, its group and its exit status.
 
 use std::{
     fmt,
@@ -25,28 +25,27 @@ use vmmfd::{
 use super::shm;
 use crate::error::ToolError;
 
-/// How long a process that has closed its line may take to end.
-const ENDING: Duration = Duration::from_secs(1);
+/// How long a process may take to exit after it closed its connection.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Between two looks at a process.
-const TICK: Duration = Duration::from_millis(5);
+/// The interval between two checks of a process.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The process group of a new process.
+/// The process group of a child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Group {
-    /// This process's.
+    /// This process's group.
     Inherited,
-    /// A new one, which it leads. A terminal's signals do not reach it.
+    /// A new group, led by the child. Signals from the terminal do not reach it.
     Own,
-    /// That of another process.
+    /// The group of another process.
     Of(Pid),
 }
 
-/// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProcessEnd {
     Exited(i32),
-    /// By a signal, if it is one that has a name.
+    /// Killed by a signal; `None` if the signal has no name.
     Killed(Option<Signal>),
 }
 
@@ -66,22 +65,18 @@ impl fmt::Display for ProcessEnd {
     }
 }
 
-/// A process that was started here. Dropping it kills it, with all of its group if it leads one.
+/// A child process. Drop kills it, with its group if it leads one.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
-    /// Its part, for a person: `the producer`.
+    /// What users call it: `the producer`.
     name: &'static str,
     leads: bool,
-    /// Whether it was waited for, so that its number may be another process's by now.
+    /// Whether it was reaped: its pid may belong to another process by now.
     reaped: bool,
 }
 
 impl Process {
-    /// Starts a command.
-    ///
-    /// # Errors
-    /// [`Error::System`].
     pub fn spawn(name: &'static str, command: &mut Command, group: Group) -> Result<Self> {
         match group {
             Group::Inherited => {}
@@ -92,38 +87,36 @@ impl Process {
         Ok(Self { child, name, leads: group == Group::Own, reaped: false })
     }
 
-    /// Its part, for a person: `the producer`.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Its number, which is also its group's if it leads one.
+    /// The pid, also of its group if it leads one.
     pub fn pid(&self) -> Pid {
         Pid::from_raw(self.child.id().cast_signed())
     }
 
-    /// Its standard output, once, if that is piped.
+    /// Standard output, if piped. `None` on later calls.
     pub fn take_stdout(&mut self) -> Option<ChildStdout> {
         self.child.stdout.take()
     }
 
-    /// Holds its standard output open, so that it can still write.
+    /// Keeps standard output open, so that the process can still write.
     pub fn keep_stdout(&mut self, stdout: ChildStdout) {
         self.child.stdout = Some(stdout);
     }
 
-    /// Its standard error, once, if that is piped.
+    /// Standard error, if piped. `None` on later calls.
     pub fn take_stderr(&mut self) -> Option<ChildStderr> {
         self.child.stderr.take()
     }
 
-    /// How it ended, if it has. It stays a zombie until it is killed or dropped: so its number, and its group's, stay its own.
+    /// The exit status, if the process has exited. It stays a zombie until it is killed or dropped, so its pid is not reused.
     pub fn ended(&self) -> Option<ProcessEnd> {
         ended(self.pid(), WaitPidFlag::WNOHANG)
     }
 
-    /// Waits for its end, and returns how and when that was; `None` at the deadline. Another thread waits, so that the moment
-    /// is exact.
+    /// Waits for the exit. Returns its status and time; `None` at the deadline. A separate thread waits, so the time is exact.
     ///
     /// # Errors
     /// [`Error::Interrupted`], [`Error::System`]. See waitid(2).
@@ -131,7 +124,7 @@ impl Process {
         let (pid, (sender, receiver)) = (self.pid(), mpsc::channel());
         let wait = move || {
             let end = ended(pid, WaitPidFlag::empty());
-            // Fails if this wait was given up.
+            // Fails if the caller stopped waiting.
             let _ = sender.send((end, Instant::now()));
         };
         let spawned = thread::Builder::new().name("wait".to_owned()).spawn(wait);
@@ -147,36 +140,35 @@ impl Process {
         }
     }
 
-    /// An error on its line, as what became of the process: how it ended, or that it did not respond within `limit`.
+    /// Replaces an error of the connection by the reason: the process exited, or did not respond within `limit`.
     pub fn explain(&self, error: Error, limit: Duration) -> Error {
         match error {
             Error::Peer(PeerError::Gone { .. }) => {}
             Error::Peer(PeerError::Timeout { .. }) => return overdue(self.name, "did not respond", limit),
             _ => return error,
         }
-        let deadline = Instant::now() + ENDING;
+        let deadline = Instant::now() + EXIT_TIMEOUT;
         loop {
             match self.ended() {
                 Some(end) => return failure(self.name, end.to_string()),
-                None if Instant::now() < deadline => thread::sleep(TICK),
+                None if Instant::now() < deadline => thread::sleep(POLL_INTERVAL),
                 None => return error,
             }
         }
     }
 
-    /// Asks it to end (SIGTERM).
+    /// Sends SIGTERM.
     pub fn terminate(&self) {
-        // Fails if it has ended.
+        // Fails if the process has exited.
         let _ = kill(self.pid(), Signal::SIGTERM);
     }
 
-    /// Kills it, with all of its group if it leads one, and waits until it has ended. Removes what the driver leaves of a process
-    /// that was killed.
+    /// Kills the process, with its group if it leads one, and reaps it. Removes files that the driver leaves behind for a killed process.
     pub fn kill(&mut self) {
         if self.reaped {
             return;
         }
-        // Both fail if it has ended.
+        // Both fail if the process has exited.
         if self.leads {
             let _ = killpg(self.pid(), Signal::SIGKILL);
         }
@@ -193,7 +185,7 @@ impl Drop for Process {
     }
 }
 
-/// How a child of this process ended, without reaping it.
+/// The exit status of a child, without reaping it.
 fn ended(pid: Pid, flags: WaitPidFlag) -> Option<ProcessEnd> {
     loop {
         return match waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | flags) {
@@ -207,12 +199,10 @@ fn ended(pid: Pid, flags: WaitPidFlag) -> Option<ProcessEnd> {
     }
 }
 
-/// An error of a process.
 pub fn failure(process: &str, message: String) -> Error {
     Error::from(ToolError::Child { process: process.to_owned(), message, hint: None })
 }
 
-/// The error of a process that missed its deadline.
 pub fn overdue(process: &str, what: &str, limit: Duration) -> Error {
     failure(process, format!("{what} within {limit:?}, the longest that a step may take"))
 }
@@ -233,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_is_reported_in_a_sentence() {
+    fn exit_status_as_text() {
         assert_eq!(end_of("exit 0"), ProcessEnd::Exited(0));
         assert_eq!(end_of("exit 7").to_string(), "exited with code 7");
         assert_eq!(end_of("kill -ABRT $$").to_string(), "was killed by SIGABRT");
@@ -241,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_a_line_becomes_that_of_its_process() {
+    fn connection_errors_name_the_process() {
         let limit = Duration::from_millis(5);
         let gone = || Error::Peer(PeerError::Gone { purpose: "for a test" });
         let dead = shell("exit 3", Group::Inherited);
@@ -249,13 +239,13 @@ mod tests {
         let stuck = shell("sleep 60", Group::Inherited);
         let timeout = stuck.explain(Error::Peer(PeerError::Timeout { purpose: "for a test", waited: limit }), limit);
         assert_eq!(timeout.to_string(), "the shell did not respond within 5ms, the longest that a step may take");
-        // A process that has closed its line and goes on.
+        // A process that closed its connection but still runs.
         assert!(matches!(stuck.explain(gone(), limit), Error::Peer(PeerError::Gone { .. })));
         assert!(matches!(stuck.explain(Error::Load(LoadError::NoDevice), limit), Error::Load(LoadError::NoDevice)));
     }
 
     #[test]
-    fn a_wait_ends_at_its_deadline_or_when_it_is_cancelled() {
+    fn wait_has_deadline_and_cancellation() {
         let stuck = shell("sleep 60", Group::Inherited);
         let cancel = Cancel::new().unwrap();
         assert_eq!(stuck.wait(Instant::now(), &cancel).unwrap(), None);
@@ -265,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_leader_takes_its_group_along_also_where_it_has_ended_first() {
+    fn kill_reaches_the_group() {
         for script in ["sleep 60 & sleep 60 & wait", "sleep 60 & sleep 60 & exit 0"] {
             let mut leader = shell(script, Group::Own);
             let member = shell("sleep 60", Group::Of(leader.pid()));

@@ -2,8 +2,8 @@
 
 use std::{fs, path::Path};
 
-/// Removes what a process that was killed left in `/dev/shm`. The driver keeps a file there for each process, whose name has the
-/// process's number in hexadecimal (`cuda.shm.0.29f.1`), and removes it when the process exits.
+/// Removes the files of a killed process from `/dev/shm`. The driver creates a file per process, with the pid in hexadecimal in its name
+/// (`cuda.shm.0.29f.1`), and removes it on exit.
 pub(super) fn sweep(pid: u32) {
     sweep_folder(Path::new("/dev/shm"), pid);
 }
@@ -16,7 +16,7 @@ fn sweep_folder(folder: &Path, pid: u32) {
         let mut parts = name.to_str().unwrap_or_default().split('.');
         let driver = [parts.next(), parts.next()] == [Some("cuda"), Some("shm")];
         if driver && parts.nth(1) == Some(&number) {
-            // Fails for the file of another user, which stays.
+            // Fails for files of other users.
             let _ = fs::remove_file(entry.path());
         }
     }
@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_files_of_a_killed_process_are_removed_and_no_others() {
+    fn removes_only_files_of_the_process() {
         let folder = tempfile::tempdir().unwrap();
         let own = ["cuda.shm.0.29f.1", "cuda.shm.3e8.29f.12"];
         let others = ["cuda.shm.0.29.1", "cuda.shm.29f.1.1", "cuda.shm.0.29f0.1", "other.shm.0.29f.1", "cuda.shm.0"];

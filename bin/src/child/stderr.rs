@@ -1,4 +1,4 @@
-//! The end of what a child writes to standard error.
+//! The last output of a child on standard error.
 
 use std::{
     io::Read,
@@ -13,18 +13,17 @@ use std::{
 
 use vmmfd::error::{Error, Result};
 
-/// How many bytes are kept.
-const KEPT: usize = 4096;
+/// The number of bytes kept.
+const MAX_KEPT: usize = 4096;
 
-/// How long the rest of the text of a process that has ended may take to arrive. Another process may hold its standard error
-/// open, so that the stream does not end.
-const REST: Duration = Duration::from_millis(100);
+/// How long to wait for the remaining output after the process exits. Another process may hold its standard error open.
+const DRAIN_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// The last bytes of a process's standard error. A thread reads the stream to its end, so that the process is never blocked.
+/// The last bytes on a child's standard error. A thread reads the stream, so that the child never blocks.
 #[derive(Debug)]
 pub struct StderrTail {
     text: Arc<Mutex<String>>,
-    /// Disconnected at the end of the stream.
+    /// Disconnected at end of file.
     open: Receiver<()>,
 }
 
@@ -38,7 +37,7 @@ impl StderrTail {
             let _open = sender;
             let mut bytes = [0; 1024];
             while let Ok(length @ 1..) = stderr.read(&mut bytes) {
-                // A driver may write bytes that are no UTF-8.
+                // A driver may write invalid UTF-8.
                 append(
                     &mut kept.lock().unwrap_or_else(PoisonError::into_inner),
                     &String::from_utf8_lossy(&bytes[..length]),
@@ -50,26 +49,26 @@ impl StderrTail {
         Ok(Self { text, open })
     }
 
-    /// The first line that was kept, of a process that has ended.
+    /// The first line kept, once the process has exited.
     pub fn first_line(&self) -> Option<String> {
         self.text().lines().find(|line| !line.trim().is_empty()).map(str::to_owned)
     }
 
-    /// The last line, of a process that has ended or was killed.
+    /// The last line, once the process has exited.
     pub fn last_line(&self) -> Option<String> {
         self.text().lines().rfind(|line| !line.trim().is_empty()).map(str::to_owned)
     }
 
     fn text(&self) -> String {
-        // Nothing is ever sent: this ends with the stream, or after the time.
-        let _ = self.open.recv_timeout(REST);
+        // No value is ever sent: returns at end of file, or after the timeout.
+        let _ = self.open.recv_timeout(DRAIN_TIMEOUT);
         self.text.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
 fn append(kept: &mut String, text: &str) {
     kept.push_str(text);
-    let mut surplus = kept.len().saturating_sub(KEPT);
+    let mut surplus = kept.len().saturating_sub(MAX_KEPT);
     while !kept.is_char_boundary(surplus) {
         surplus += 1;
     }
@@ -83,17 +82,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_bytes_are_kept() {
+    fn keeps_the_last_bytes() {
         let mut kept = String::new();
-        for part in ["first", &"ä".repeat(KEPT), "last"] {
+        for part in ["first", &"ä".repeat(MAX_KEPT), "last"] {
             append(&mut kept, part);
         }
-        assert!(kept.len() <= KEPT && kept.len() > KEPT - 2, "{}", kept.len());
+        assert!(kept.len() <= MAX_KEPT && kept.len() > MAX_KEPT - 2, "{}", kept.len());
         assert!(kept.starts_with('ä') && kept.ends_with("älast"));
     }
 
     #[test]
-    fn the_lines_of_a_process_that_has_ended_are_there() {
+    fn first_and_last_line() {
         let script = "printf 'one\\ntwo\\n\\n' >&2";
         let mut child = Command::new("sh").args(["-c", script]).stderr(Stdio::piped()).spawn().unwrap();
         let tail = StderrTail::read(child.stderr.take().unwrap()).unwrap();

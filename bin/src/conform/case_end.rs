@@ -2,7 +2,7 @@
 
 use vmmfd::error::{BodyCause, Error, PeerError, ProtocolError, SocketError};
 
-/// The result of a case, or of a step of one.
+/// The result of a case or step.
 pub(super) type CaseResult<T = ()> = Result<T, CaseEnd>;
 
 /// The reason why a case stopped early.

@@ -148,7 +148,7 @@ pub(super) fn cases() -> Vec<Case> {
     cases
 }
 
-/// Offers with one invalid value.
+/// Offers with a single invalid value.
 fn invalid_offers() -> impl Iterator<Item = Case> {
     type Change = fn(&mut Offer);
     let changes: [(&'static str, &'static str, Change); 17] = [

@@ -37,7 +37,7 @@ use crate::check::{
 /// The salt of this side's pattern.
 pub(super) const SALT: u32 = 0x5EED_1234;
 
-/// Checks the descriptor of a segment of `size` bytes.
+/// Checks a segment's descriptor. `size` is in bytes.
 pub(super) fn check_descriptor(fd: BorrowedFd<'_>, size: u64, memory: &Memory) -> CaseResult {
     let system = |errno: Errno| Error::system("inspect a descriptor", errno);
     let seals = match fcntl(fd, FcntlArg::F_GET_SEALS) {
@@ -60,7 +60,7 @@ pub(super) fn check_descriptor(fd: BorrowedFd<'_>, size: u64, memory: &Memory) -
     })
 }
 
-/// Verifies the pattern in a range of an object. `start` is the object's offset at which the segments begin.
+/// Verifies the pattern in a range of an object. `start` is the offset of the segments in the object.
 pub(super) fn verify(
     context: &Context<'_>,
     segments: &[(OwnedFd, u64)],
@@ -138,7 +138,7 @@ impl TestMemory {
         self
     }
 
-    /// Replaces the first segment's descriptor by a read-only one of the same memory.
+    /// Replaces the first segment's descriptor by a read-only descriptor of the same memory.
     pub(super) fn reopened_read_only(self) -> Result<Self> {
         let path = format!("/proc/self/fd/{}", self.segments[0].0.as_raw_fd());
         let file = File::open(path).map_err(|error| Error::system("reopen memory read-only", error))?;

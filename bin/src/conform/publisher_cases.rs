@@ -97,7 +97,7 @@ impl Stream {
         Ok(Self { keep, described: BTreeMap::new(), numbers: BTreeSet::new(), unused: Vec::new() })
     }
 
-    /// The next turn. `None` if the publisher ends the stream or is silent, which is valid.
+    /// The next turn. `None` if the publisher closes the stream or is silent, which is valid.
     fn turn(&mut self, peer: &mut Peer) -> CaseResult<Option<BufferTurn>> {
         loop {
             let message = match peer.receive()? {
@@ -207,7 +207,7 @@ fn end(peer: &mut Peer) -> CaseResult {
     loop {
         match peer.receive::<Message>()? {
             Incoming::Closed => return Ok(()),
-            Incoming::Timeout => return violation("S13", "did not end the stream after its subscriber did"),
+            Incoming::Timeout => return violation("S13", "did not close the stream after its subscriber did"),
             // Sent before the publisher could know.
             Incoming::Message(..) => {}
         }

@@ -21,7 +21,7 @@ use super::{
 pub(super) struct InvalidRecord {
     pub(super) name: String,
     rule: String,
-    /// The number of descriptors that are sent with it.
+    /// The number of attached descriptors.
     descriptors: usize,
     #[serde(with = "hex::serde", rename = "hex")]
     record: Vec<u8>,
@@ -65,9 +65,6 @@ pub(super) fn invalid() -> Result<Vec<InvalidRecord>> {
 }
 
 /// Invalid records for a broker: its own, and those for handoffs whose kind both protocols have.
-///
-/// # Errors
-/// As [`invalid`].
 pub(super) fn invalid_for_broker() -> Result<Vec<InvalidRecord>> {
     let mut records = read(protocols::BROKER_GOLDEN)?;
     records.extend(invalid()?.into_iter().filter(|invalid| {

@@ -1,17 +1,19 @@
-//! What a child process of the doctor does from its start to its end.
+//! The doctor's child processes.
 
 use std::{
     io::{self, Write},
     mem,
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
     channel::Trust,
-    driver::{Choice, open},
+    driver::{Backend, Choice, open},
     error::Result,
     memory::{Device, Selector},
 };
@@ -22,7 +24,6 @@ use super::{
     control::{Control, ControlRecord},
     probes::{hold, make},
     sharing::{Endpoint, serve_requests},
-    task::{Role, Task},
 };
 use crate::verbs::HasVerbs;
 use crate::{
@@ -30,10 +31,33 @@ use crate::{
     line::{Line, typed},
 };
 
-/// Does the task of a child process.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Task {
+    pub(super) backend: Backend,
+    /// For sockets and files.
+    pub(super) folder: PathBuf,
+    /// The timeout of a probe, or of a step.
+    pub(super) timeout: Duration,
+    pub(super) role: Role,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Role {
+    /// Runs probes in order and sends each finding: on a device, with an owner's memory for a pair.
+    Probes { device: Option<i32>, owner: Option<i32>, names: Vec<String> },
+    /// Answers requests as the peer of a probe.
+    Peer { socket: PathBuf },
+    /// Creates memory with a pattern, and sends its descriptor.
+    Make { device: i32, pattern: u32 },
+    /// Holds a received descriptor without the driver.
+    Hold {},
+}
+
+/// Runs the task of a child process.
 ///
 /// # Errors
-/// What it can't report to the parent over the line.
+/// Errors that can't be reported to the parent.
 pub fn run_task(task: Value) -> Result<()> {
     let task: Task = typed(task)?;
     let line = line_to_parent()?;
@@ -57,7 +81,7 @@ impl Task {
             Ok(opened) => opened.driver,
             Err(error) => return control.send(&ControlRecord::Shared { error: Some(ErrorDetails::of(&error)) }),
         };
-        control.greet(self.backend, &Environment::default())?;
+        control.greet(self.backend, &Environment::default(), None)?;
         let end = Endpoint { driver, socket, trust: Trust::default(), timeout: self.timeout };
         serve_requests(&end, &control)
     }
@@ -93,7 +117,7 @@ impl Task {
                 finding.error = Some(ErrorDetails::new("teardown", logged));
             }
             line.send(&finding)?;
-            // Every later probe would fail in a corrupted context: they run in another process.
+            // Later probes would fail in the corrupted context: they run in another process.
             let device = &context.device;
             if finding.status == Status::Failed && device.verbs().synchronize(device.ordinal()).is_err() {
                 break;
@@ -103,7 +127,7 @@ impl Task {
     }
 }
 
-/// The errors that this process logs.
+/// The errors logged by this process.
 #[derive(Debug, Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 

@@ -1,4 +1,4 @@
-//! What a probe of a device works with.
+//! The context of a device probe.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -6,26 +6,25 @@ use vmmfd::{channel::Trust, error::Result, memory::Device};
 
 use super::{
     Status,
+    child::Role,
     control::Control,
     outcome::ProbeResult,
     peer_process::{PeerProcess, start},
     sharing::Endpoint,
-    task::Role,
 };
 use crate::{child::Process, line::Line};
 
-/// The part of a probe's time that one end waits for the other. It ends before the probe's, so that the reason is reported.
-const WAITING: f64 = 0.75;
+/// The fraction of a probe's timeout that one side waits for the other. It is shorter than the whole, so that the reason is reported.
+const PEER_SHARE: f64 = 0.75;
 
-/// A device, and what a probe needs to call in another process.
+/// A device, and access to a peer process.
 #[derive(Debug)]
 pub(super) struct ProbeContext {
     pub(super) device: Device,
-    /// Where sockets and files may be created.
+    /// For sockets and files.
     pub(super) folder: PathBuf,
-    /// How long each probe may take.
     timeout: Duration,
-    /// The other process, once a probe has started one.
+    /// The peer process, once a probe has started it.
     peer: Option<PeerProcess>,
 }
 
@@ -34,27 +33,23 @@ impl ProbeContext {
         Self { device, folder, timeout, peer: None }
     }
 
-    /// Starts another process.
     pub(super) fn start_peer(&self) -> Result<PeerProcess> {
-        PeerProcess::start(&self.folder, self.device.backend(), self.patience())
+        PeerProcess::start(&self.folder, self.device.backend(), self.peer_timeout())
     }
 
-    /// Starts a process for a part of a probe that no [`PeerProcess`] has. It inherits standard error.
-    ///
-    /// # Errors
-    /// [`Error::System`](vmmfd::Error::System).
+    /// Starts a process for a role other than [`PeerProcess`]. It inherits standard error.
     pub(super) fn start_child(&self, name: &'static str, role: Role) -> Result<(Process, Line)> {
-        start(name, &self.folder, self.device.backend(), self.patience(), role)
+        start(name, &self.folder, self.device.backend(), self.peer_timeout(), role)
     }
 
-    /// This end of an exchange with another process.
+    /// This side of an exchange with a peer process.
     pub(super) fn endpoint(&self, peer: &PeerProcess) -> Endpoint {
         let (driver, socket) = (self.device.driver().clone(), peer.socket().to_owned());
-        Endpoint { driver, socket, trust: Trust::default(), timeout: self.patience() }
+        Endpoint { driver, socket, trust: Trust::default(), timeout: self.peer_timeout() }
     }
 
-    /// Does something with the other process, which is started if there is none. Unless the outcome is `ok` that process is
-    /// killed, so that the next probe has a new one.
+    /// Calls `work` with the peer process, and starts it if necessary. Kills it unless the outcome is `ok`, so that the next probe gets a
+    /// new one.
     pub(super) fn with_peer(&mut self, work: impl FnOnce(&Endpoint, &Control, &Device) -> ProbeResult) -> ProbeResult {
         let peer = match self.peer.take() {
             Some(peer) => peer,
@@ -68,8 +63,8 @@ impl ProbeContext {
         Ok(outcome)
     }
 
-    /// How long this end waits for the other.
-    pub(super) fn patience(&self) -> Duration {
-        self.timeout.mul_f64(WAITING)
+    /// How long this side waits for the other.
+    pub(super) fn peer_timeout(&self) -> Duration {
+        self.timeout.mul_f64(PEER_SHARE)
     }
 }

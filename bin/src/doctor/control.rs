@@ -1,4 +1,4 @@
-//! What two ends of a probe send each other beside the memory: JSON records over a socket of their own.
+//! The records that the two sides of a probe exchange: JSON over a separate socket.
 
 use std::{os::fd::AsFd, path::Path, time::Duration};
 
@@ -12,70 +12,69 @@ use vmmfd::{
     internals::{RecordSocket, accept, connect_socket, deadline_after, peer_of, wait},
 };
 
-use super::{Environment, ErrorDetails, Finding, clean::clean_all, report::DeviceReport};
+use super::{Environment, ErrorDetails, Finding, read::clean_all, report::DeviceReport};
 use crate::{
     line::{Line, typed},
     stamp,
 };
 
-/// The version of these records. An end that has another version is rejected.
+/// The version of these records. Sides of different versions reject each other.
 pub(super) const VERSION: u32 = 2;
 
-/// One record. Unknown fields are ignored; an unknown kind is an error.
+/// A record. Unknown fields are ignored; an unknown kind is an error.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub(super) enum ControlRecord {
-    /// The first record of both ends.
+    /// The first record of both sides.
     Hello {
         version: u32,
         tool: String,
         backend: Backend,
         environment: Box<Environment>,
-        /// What the `driver` probe found at that end.
+        /// The finding of the `driver` probe at that side.
         #[serde(default)]
         driver: Option<Box<Finding>>,
     },
-    /// Memory is offered at the socket. It is answered by `done`.
+    /// Memory is offered at the socket. The answer is `done`.
     Begin { probe: String },
-    /// The result of opening memory or an event, with its timings in microseconds.
+    /// The result of opening memory or an event. Times are in microseconds.
     Done {
         open_us: Option<u64>,
         #[serde(default)]
         wait_us: Option<u64>,
         bytes: Option<u64>,
-        /// The device that the memory was opened on.
+        /// The device on which the memory was opened.
         #[serde(default)]
         through: Option<DeviceUuid>,
         error: Option<ErrorDetails>,
     },
-    /// Asks the other end to share memory of this device. It is answered by `begin`, or at once by `lent` with an error.
+    /// Asks the peer to share memory of a device. The answer is `begin`, or `lent` with an error.
     #[serde(rename = "lend")]
     Share { probe: String, device: DeviceUuid },
     /// The result of sharing.
     #[serde(rename = "lent")]
     Shared { error: Option<ErrorDetails> },
-    /// An event of the driver, for the other end to wait for.
+    /// A CUDA event for the peer to wait for.
     Event { device: DeviceUuid, handle: String },
-    /// A device that is to be tried, for the other end's report. All devices are sent before the first finding.
+    /// A device under test, for the peer's report. All devices are sent before the first finding.
     Device(DeviceReport),
-    /// A finding about a device, for the other end's report.
+    /// A finding about a device, for the peer's report.
     Found { device: i32, finding: Finding },
-    /// The end of the meeting.
+    /// Closes the meeting.
     Bye {},
 }
 
-/// Memory that was opened.
+/// Opened memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct OpenedMemory {
-    /// How long that took, in microseconds.
+    /// The duration in microseconds.
     pub(super) open_us: u64,
     pub(super) bytes: u64,
-    /// The device that it was opened on, which need not be its own.
+    /// The device on which it was opened, possibly not the owner.
     pub(super) through: Option<DeviceUuid>,
 }
 
 impl ControlRecord {
-    /// The result of opening memory.
     pub(super) fn done(opened: &Result<OpenedMemory>) -> Self {
         let (open_us, bytes, through) = match opened {
             Ok(opened) => (Some(opened.open_us), Some(opened.bytes), opened.through),
@@ -99,28 +98,28 @@ impl ControlRecord {
     }
 }
 
-/// The error of a record that is not the one expected.
+/// The error of an unexpected record.
 pub(super) fn unexpected(got: &ControlRecord, want: &'static str) -> Error {
     ProtocolError::Unexpected { got: got.name(), want }.into()
 }
 
-/// A connection to the other end.
+/// The connection to the peer.
 #[derive(Debug)]
 pub(super) struct Control {
     line: Line,
 }
 
 impl Control {
-    /// Over the line to a child process, or to the parent.
+    /// Over the connection to a child process or to the parent.
     pub(super) fn over(line: Line) -> Self {
         Self { line }
     }
 
     fn new(socket: RecordSocket) -> Self {
-        Self::over(Line::new(socket, "for the other end of the probes"))
+        Self::over(Line::new(socket, "for the peer of the probes"))
     }
 
-    /// Waits up to `timeout` for a process to connect.
+    /// Waits up to `timeout` for a connection.
     ///
     /// # Errors
     /// [`PeerError::NoConsumer`]; [`Error::Interrupted`], [`Error::System`].
@@ -146,7 +145,7 @@ impl Control {
         }
     }
 
-    /// Connects to the end that listens at a path. Waits up to `timeout` for it.
+    /// Connects to the peer that listens on a path. Waits up to `timeout` for it.
     pub(super) fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Self> {
         let (socket, _) = connect_socket(path, timeout, trust, cancel)?;
         Ok(Self::new(RecordSocket::new(socket, timeout, cancel)?))
@@ -156,18 +155,13 @@ impl Control {
         self.line.cancel()
     }
 
-    /// How long each wait may last from now on.
+    /// Sets the timeout of each wait.
     pub(super) fn set_timeout(&mut self, timeout: Duration) {
         self.line.set_timeout(timeout);
     }
 
-    /// Exchanges hellos, and returns the other end's environment.
-    pub(super) fn greet(&self, backend: Backend, environment: &Environment) -> Result<Environment> {
-        Ok(self.greet_with(backend, environment, None)?.0)
-    }
-
-    /// As [`Control::greet`], with what each end's `driver` probe found.
-    pub(super) fn greet_with(
+    /// Exchanges hellos with the findings of the `driver` probe. Returns the peer's environment and finding.
+    pub(super) fn greet(
         &self,
         backend: Backend,
         environment: &Environment,
@@ -181,16 +175,15 @@ impl Control {
             environment: Box::new(environment.clone()),
             driver,
         };
-        // An end that is rejected can't send any more, and can still receive why.
+        // A rejected peer can't send, but still receives the reason.
         let sent = self.send(&hello);
         match self.receive().map_err(|error| sent.err().unwrap_or(error))? {
             ControlRecord::Hello { version, .. } if version != VERSION => {
-                let message =
-                    format!("the other end speaks version {version} of the doctor's records, this one {VERSION}");
+                let message = format!("the peer uses version {version} of the doctor's records, this side {VERSION}");
                 Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Version, message }))
             }
             ControlRecord::Hello { backend: theirs, .. } if theirs != backend => {
-                let message = format!("this end tests {backend} and the other one {theirs}");
+                let message = format!("this side tests {backend}, and the peer {theirs}");
                 Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
             }
             ControlRecord::Hello { environment, driver, .. } => Ok((*environment, driver.map(|driver| *driver))),
@@ -225,7 +218,7 @@ mod tests {
     use crate::line::parse;
 
     #[test]
-    fn an_invalid_record_is_an_error_and_control_characters_are_removed() {
+    fn records_are_validated_and_sanitized() {
         for record in ["", "[]", "{}", r#"{"kind":"new"}"#, r#"{"kind":"begin"}"#, "\u{0}"] {
             let decoded = parse(record.as_bytes()).and_then(decode);
             assert!(matches!(decoded, Err(Error::Peer(PeerError::Protocol(_)))), "{record:?}");

@@ -1,4 +1,4 @@
-//! An error in a report, and what can be concluded from it alone.
+//! The details of an error in a report.
 
 use std::{io, ops::Not};
 
@@ -10,25 +10,25 @@ use vmmfd::{
     error::{DeviceError, Error, LoadError, MemoryError, PeerError, ProtocolError, SocketError},
 };
 
-/// A cause that neither the driver's number nor the class of an error names.
+/// A cause beyond the error's number and class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reason {
-    /// No file exists under any of the driver library's names.
+    /// No driver library exists under any of its names.
     LibraryMissing,
-    /// A driver library exists and can't be loaded.
+    /// A driver library exists but can't be loaded.
     LibraryBroken,
     /// The driver library lacks a function.
     MissingFunction,
-    /// The driver finds no device, and this process may not open a device node.
+    /// The driver finds no device, and this process can't open a device node.
     NodesDenied,
-    /// This process may not open as many files as it needs.
+    /// The limit of open files is too low.
     FileLimit,
-    /// Descriptors were lost when a record was received.
+    /// Descriptors were lost while receiving a record.
     DescriptorsLost,
-    /// The socket does not let this user connect.
+    /// This user may not connect to the socket.
     ConnectDenied,
-    /// One that this version does not know.
+    /// Unknown to this version.
     #[serde(other)]
     Other,
 }
@@ -50,12 +50,12 @@ impl Reason {
     }
 }
 
-/// Whether the loader found no file for any of the names.
+/// Whether no file exists under any of the names.
 ///
-/// This reads text, because dlopen(3) reports its failure only by dlerror(3). A search for the files would have to repeat the loader's
-/// (its cache, LD_LIBRARY_PATH, the program's own paths), and RTLD_NOLOAD finds only libraries that are loaded.
+/// Parses the message because dlopen(3) reports failures only through dlerror(3). Searching for the files would have to duplicate the
+/// loader (its cache, LD_LIBRARY_PATH, the program's rpath), and RTLD_NOLOAD finds only loaded libraries.
 fn is_missing(tried: &str) -> bool {
-    // A library that the driver's own needs may be missing: the loader then names it, or the library that needs it.
+    // If a dependency of the driver library is missing, the loader names the dependency, or the library that needs it.
     let missing = |answer: &str| {
         let answer = answer.trim();
         answer.ends_with("No such file or directory")
@@ -64,32 +64,31 @@ fn is_missing(tried: &str) -> bool {
     tried.split(';').all(missing)
 }
 
-/// An error that a probe met.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ErrorDetails {
-    /// The driver call or system call, if it is known.
+    /// The driver call or system call, if known.
     #[serde(default)]
     pub call: Option<String>,
-    /// The driver's error number, if it is the driver's error.
+    /// The driver's error number.
     #[serde(default)]
     pub code: Option<u32>,
-    /// The name of that number, or of the signal that killed the process.
+    /// The name of the error number, or of the signal that killed the process.
     #[serde(default)]
     pub name: Option<String>,
-    /// `timeout`, `signal`, `driver`, `system`, or the class of another error.
+    /// `timeout`, `signal`, `driver`, `system`, or another error class.
     pub kind: String,
-    /// The cause, where it has a name.
+    /// The cause, if identified.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<Reason>,
-    /// Whether it is an error of the other end of a meeting, or of the other process of a probe.
+    /// Whether the error occurred at the peer of a meeting, or in the other process of a probe.
     #[serde(default, skip_serializing_if = "Not::not")]
     pub other_end: bool,
-    /// The error in one line, for people.
+    /// The error in one line.
     pub message: String,
 }
 
 impl ErrorDetails {
-    /// The details of an error of this process.
+    /// The details of an error in this process.
     pub fn of(error: &Error) -> Self {
         let details = |kind: &str| Self { reason: Reason::of(error), ..Self::new(kind, error.in_full()) };
         let numbered = |call: &str, number: u32| {
@@ -120,17 +119,17 @@ impl ErrorDetails {
         }
     }
 
-    /// An error that is not a driver's.
+    /// An error without a driver's error number.
     pub(super) fn new(kind: &str, message: String) -> Self {
         Self { call: None, code: None, name: None, kind: kind.to_owned(), reason: None, other_end: false, message }
     }
 
-    /// The same, of the other end of a probe.
+    /// Marks the error as the peer's.
     pub(super) fn of_other_end(self) -> Self {
-        Self { message: format!("the other end: {}", self.message), other_end: true, ..self }
+        Self { message: format!("the peer: {}", self.message), other_end: true, ..self }
     }
 
-    /// Whether it says that a feature is not supported, rather than that it fails.
+    /// Whether a feature is not supported, as opposed to failing.
     pub(super) fn is_unsupported(&self) -> bool {
         match self.code {
             Some(number) => [code::NOT_PERMITTED, code::NOT_SUPPORTED].contains(&number),
@@ -138,7 +137,7 @@ impl ErrorDetails {
         }
     }
 
-    /// Whether it says that there is nothing to test: no driver library, or no device and no device node that is denied.
+    /// Whether there is nothing to test: no driver library, or no device and no denied device node.
     pub(super) fn is_nothing_to_test(&self) -> bool {
         match self.code {
             Some(code::NO_DEVICE) => self.reason != Some(Reason::NodesDenied),
@@ -152,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn denied_nodes_are_something_to_test() {
+    fn denied_nodes_are_a_failure() {
         let mut none = ErrorDetails::of(&Error::Load(LoadError::NoDevice));
         assert!(none.is_nothing_to_test());
         none.reason = Some(Reason::NodesDenied);

@@ -1,12 +1,9 @@
-//! Whether this machine can share GPU memory between processes, and if not, why not: found out by trying.
+//! Tests whether this machine can share GPU memory between processes, and explains failures.
 //!
-//! Probes make a [`DoctorReport`], which is printed after it is made. See [`report`] for its fields, [`rules`] for the causes and
-//! remedies, and [`text`] for the output. The probes of each device run in a child process, which is replaced when one of them
-//! hangs or kills it: see [`run`].
+//! Probes produce a [`DoctorReport`]. See [`report`] for its fields, [`rules`] for causes and remedies, and [`text`] for the output. The
+//! probes of each device run in a child process. If a probe hangs or crashes it, the rest runs in a new one: see [`run`].
 
 mod child;
-mod clean;
-mod conclude;
 mod context;
 mod control;
 pub mod environment;
@@ -21,7 +18,6 @@ pub mod report;
 pub mod rules;
 mod runner;
 mod sharing;
-mod task;
 pub mod text;
 mod verdict;
 

@@ -1,4 +1,4 @@
-//! What a probe returns.
+//! The result of a probe.
 
 use std::{
     collections::BTreeMap,
@@ -10,10 +10,9 @@ use vmmfd::error::{Error, Result};
 
 use super::{ErrorDetails, Status};
 
-/// What a probe returns: its outcome, or an error that the probe's own data classifies.
+/// The outcome, or an error that the probe's table entry classifies.
 pub(super) type ProbeResult = std::result::Result<ProbeOutcome, ProbeFailure>;
 
-/// What a probe found.
 #[derive(Debug)]
 pub(super) struct ProbeOutcome {
     pub(super) status: Status,
@@ -35,7 +34,7 @@ impl ProbeOutcome {
         Self::new(Status::Failed, meaning)
     }
 
-    /// With something that was measured.
+    /// Adds a measured value.
     pub(super) fn figure(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.figures.insert(name.to_owned(), value.into());
         self
@@ -46,23 +45,22 @@ impl ProbeOutcome {
         self
     }
 
-    /// The error to report to the other end; `None` if it is `ok`.
+    /// The error to report to the peer; `None` if the outcome is `ok`.
     pub(super) fn into_error(self) -> Option<ErrorDetails> {
         let Self { status, meaning, error, .. } = self;
         (status != Status::Ok).then(|| error.unwrap_or_else(|| ErrorDetails::new("mismatch", meaning)))
     }
 }
 
-/// An error that ended a probe.
 #[derive(Debug)]
 pub(super) struct ProbeFailure {
-    /// In a box, since most results are no failures.
+    /// Boxed to keep the result type small.
     pub(super) error: Box<ErrorDetails>,
     pub(super) figures: BTreeMap<String, Value>,
 }
 
 impl ProbeFailure {
-    /// With something that was measured nevertheless.
+    /// Adds a measured value.
     pub(super) fn figure(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.figures.insert(name.to_owned(), value.into());
         self
@@ -81,14 +79,13 @@ impl From<Error> for ProbeFailure {
     }
 }
 
-/// Whole microseconds.
 pub(super) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Runs a step, and returns how long it took, in microseconds.
+/// Runs a step and returns its duration in microseconds.
 pub(super) fn timed<T>(step: impl FnOnce() -> Result<T>) -> Result<(T, u64)> {
-    let begun = Instant::now();
+    let started = Instant::now();
     let result = step()?;
-    Ok((result, micros(begun.elapsed())))
+    Ok((result, micros(started.elapsed())))
 }

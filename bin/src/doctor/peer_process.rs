@@ -1,4 +1,4 @@
-//! The other process of a probe that takes two.
+//! The peer process of a probe.
 
 use std::{
     fs,
@@ -12,15 +12,15 @@ use vmmfd::{channel::Cancel, driver::Backend, error::Result};
 
 use super::{
     Environment,
+    child::{Role, Task},
     control::Control,
-    task::{Role, Task},
 };
 use crate::{
     child::{Group, Launch, OnParentDeath, Process},
     line::Line,
 };
 
-/// The other process of a probe. Dropping it kills it.
+/// A peer process. Drop kills it.
 #[derive(Debug)]
 pub(super) struct PeerProcess {
     process: Process,
@@ -28,7 +28,7 @@ pub(super) struct PeerProcess {
     socket: PathBuf,
 }
 
-/// Starts a process that is killed with this one. `name` is its part, for a person.
+/// Starts a process that dies with this one. `name` is what users call it.
 pub(super) fn start(
     name: &'static str,
     folder: &Path,
@@ -49,7 +49,7 @@ pub(super) fn start(
 }
 
 impl PeerProcess {
-    /// Starts one that creates its socket in a folder, and waits until its driver is ready.
+    /// Starts a peer that creates its socket in a folder, and waits until its driver is ready.
     pub(super) fn start(folder: &Path, backend: Backend, timeout: Duration) -> Result<Self> {
         static NUMBERS: AtomicU32 = AtomicU32::new(0);
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
@@ -57,7 +57,7 @@ impl PeerProcess {
         let role = Role::Peer { socket: socket.clone() };
         let (process, line) = start("the other process of the probe", folder, backend, timeout, role)?;
         let control = Control::over(line);
-        let greeted = control.greet(backend, &Environment::default());
+        let greeted = control.greet(backend, &Environment::default(), None);
         greeted.map_err(|error| process.explain(error, timeout))?;
         Ok(Self { process, control, socket })
     }
@@ -66,12 +66,11 @@ impl PeerProcess {
         &self.control
     }
 
-    /// Where memory is handed over.
+    /// The socket for handoffs.
     pub(super) fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Kills it, and waits until it has ended.
     pub(super) fn kill(&mut self) {
         self.process.kill();
     }
@@ -80,7 +79,7 @@ impl PeerProcess {
 impl Drop for PeerProcess {
     fn drop(&mut self) {
         self.kill();
-        // A process that is killed while it listens leaves its socket.
+        // A process killed while listening leaves its socket behind.
         let _ = fs::remove_file(&self.socket);
     }
 }

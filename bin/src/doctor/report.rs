@@ -1,4 +1,4 @@
-//! The doctor's report, as data: read back from JSON it prints the same.
+//! The report as data. Parsed from JSON, it prints the same text.
 
 use std::collections::BTreeMap;
 
@@ -13,31 +13,31 @@ use crate::{
     stamp,
 };
 
-/// Everything that was found on a machine, or on both ends of a meeting.
+/// The report on a machine, or on both sides of a meeting.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DoctorReport {
     pub schema: u32,
-    /// The program that made it, such as `vmmfd 0.1.0`.
+    /// The program that created it, such as `vmmfd 0.1.0`.
     pub tool: String,
-    /// When it was made: RFC 3339, in UTC, to the second.
+    /// The time of creation in UTC (RFC 3339, seconds).
     pub made: String,
-    /// The backend that the probes ran on.
+    /// The backend under test.
     #[schemars(with = "schema::Backend")]
     pub backend: Backend,
-    /// The environment of this end.
+    /// The environment of this side.
     pub environment: Environment,
-    /// The environment of the other end, in a meeting.
+    /// The environment of the peer, in a meeting.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peer: Option<Environment>,
-    /// The names of the probes that must be `ok` for the verdict.
+    /// The probes that must be `ok` for a positive verdict.
     pub required: Vec<String>,
-    /// The findings about the machine as a whole.
+    /// The findings about the whole machine.
     pub machine: Vec<Finding>,
     /// The findings about each device.
     pub devices: Vec<DeviceReport>,
     /// The findings about each ordered pair of devices.
     pub pairs: Vec<PairReport>,
-    /// The conclusion, in one sentence.
+    /// The verdict in one sentence.
     pub verdict: String,
     /// The exit code of the command: 0, 1 or 3.
     #[schemars(extend("enum" = [0, 1, 3]))]
@@ -45,7 +45,6 @@ pub struct DoctorReport {
 }
 
 impl DoctorReport {
-    /// A report without findings, made now.
     pub(super) fn new(backend: Backend, environment: Environment, required: Vec<String>) -> Self {
         Self {
             schema: VERSION,
@@ -64,70 +63,80 @@ impl DoctorReport {
     }
 }
 
-/// The findings about one device.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DeviceReport {
-    /// Its ordinal in the process that made the report.
+    /// The ordinal in the process that created the report.
     pub ordinal: i32,
-    /// Its name.
     pub name: String,
-    /// Its identity.
     #[schemars(with = "schema::Id")]
     pub uuid: DeviceUuid,
-    /// The findings, in the order of the probes.
+    /// The findings in the order of the probes.
     pub findings: Vec<Finding>,
 }
 
-/// The findings about one device that uses another's memory.
+/// The findings about a device that uses another device's memory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PairReport {
     /// The ordinal of the device that uses the memory.
     pub device: i32,
-    /// The ordinal of the device that owns it.
+    /// The ordinal of the device that owns the memory.
     pub owner: i32,
-    /// The findings, in the order of the probes.
+    /// The findings in the order of the probes.
     pub findings: Vec<Finding>,
 }
 
 /// The result of one probe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Finding {
-    /// The probe's name, as in `--only`.
+    /// The name as in `--only`.
     pub probe: String,
-    /// Whether the probe succeeded.
     pub status: Status,
-    /// How long the probe ran, in microseconds; absent if it did not run.
+    /// The duration in microseconds; absent if the probe did not run.
     #[serde(default)]
     pub us: Option<u64>,
-    /// What was measured: numbers and texts by name.
+    /// The measured values by name.
     #[serde(default)]
     pub figures: BTreeMap<String, Value>,
-    /// The error of the driver or the system, if the probe failed with one.
+    /// The error of the driver or the system.
     #[serde(default)]
     pub error: Option<ErrorDetails>,
-    /// What the result means, in one sentence.
+    /// The meaning of the result in one sentence.
     pub meaning: String,
-    /// Why it failed, if a rule matches.
+    /// The cause, if a rule matches.
     #[serde(default)]
     pub cause: Option<String>,
-    /// What to do, if a rule matches.
+    /// The remedy, if a rule matches.
     #[serde(default)]
     pub remedy: Option<String>,
-    /// The name of that rule.
+    /// The name of the matching rule.
     #[serde(default)]
     pub rule: Option<String>,
 }
 
-/// The status of a probe.
+impl Finding {
+    pub(super) fn new(probe: &str, status: Status, meaning: impl Into<String>) -> Self {
+        Self {
+            probe: probe.to_owned(),
+            status,
+            us: None,
+            figures: BTreeMap::new(),
+            error: None,
+            meaning: meaning.into(),
+            cause: None,
+            remedy: None,
+            rule: None,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
-    /// It works.
     Ok,
-    /// It should work and does not.
+    /// It should work but does not.
     Failed,
     /// The driver, the device or the backend does not support it.
     Unsupported,
-    /// It was not tried: the meaning says why.
+    /// Not tested; `meaning` has the reason.
     Skipped,
 }

@@ -1,4 +1,4 @@
-//! Runs the probes in child processes, so that the report is complete also if a probe hangs or kills its process.
+//! Runs the probes in child processes, so that a probe that hangs or crashes does not affect the rest of the report.
 
 use std::{
     io,
@@ -19,9 +19,9 @@ use vmmfd::{
 
 use super::{
     DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, PROBES, PairReport, Probe, Scope, Status,
-    conclude::conclude,
+    child::{Role, Task},
     outcome::micros,
-    task::{Role, Task},
+    verdict::conclude,
 };
 use crate::{
     child::{Group, Launch, OnParentDeath, Process, ProcessEnd, StderrTail},
@@ -29,18 +29,17 @@ use crate::{
     temporary::{PREFIX, temporary_folder},
 };
 
-/// Which probes to run.
+/// Selects the probes of a run.
 #[derive(Debug, Clone)]
 pub struct DoctorPlan {
-    /// The backend.
     pub backend: Backend,
-    /// The device; `None` for all of them.
+    /// The device; `None` for all.
     pub device: Option<Selector>,
-    /// The probes, by name; if it is empty all of them. Those that provoke faults of the GPU take `faults` besides.
+    /// Names of probes; empty for all. Probes that provoke GPU faults also require `faults`.
     pub only: Vec<String>,
-    /// Whether to run those that provoke faults of the GPU too, whatever `only` names.
+    /// Whether to include the probes that provoke GPU faults.
     pub faults: bool,
-    /// How long each probe may take.
+    /// The timeout of each probe.
     pub timeout: Duration,
 }
 
@@ -52,7 +51,7 @@ impl DoctorPlan {
         }
     }
 
-    /// The probes that must be `ok`: those of sharing by descriptor, or exactly those that are named; and always the driver.
+    /// The required probes: `driver`, and the named probes, or by default the probes of sharing by descriptor.
     fn required(&self) -> Vec<String> {
         let required = |probe: &&Probe| match self.only.is_empty() {
             true => probe.required,
@@ -66,21 +65,21 @@ impl DoctorPlan {
     }
 }
 
-/// How far a run of the doctor is.
+/// The progress of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress<'a> {
-    /// What begins: a probe, with its device.
+    /// The step that starts: a probe and its device.
     pub what: &'a str,
-    /// How many probes have ended.
+    /// The number of finished probes.
     pub done: usize,
-    /// How many there are; it grows once the devices are known.
+    /// The number of all probes. It grows once the devices are known.
     pub all: usize,
 }
 
-/// Is called as each probe begins, from several threads where there are several devices.
+/// Called when a probe starts, from several threads if there are several devices.
 pub type Observer<'a> = &'a (dyn Fn(Progress<'_>) + Sync);
 
-/// A device, as the `driver` probe reports it.
+/// A device as reported by the `driver` probe.
 #[derive(Debug, Clone, Deserialize)]
 struct Listed {
     ordinal: i32,
@@ -88,15 +87,15 @@ struct Listed {
     uuid: DeviceUuid,
 }
 
-/// Runs the probes of a plan. A probe that fails, hangs, crashes or corrupts its context does not affect the others. Blocks while they
-/// run, each for at most the plan's timeout.
+/// Runs the probes of a plan. A probe that fails, hangs, crashes or corrupts its context does not affect the others. Blocks while they run,
+/// each for at most the plan's timeout.
 ///
-/// Devices are probed side by side, and then pairs of devices, so that each device is the reader of one pair and the owner of one at a
-/// time. It still takes longer with each device, since the driver starts one process after the other. What is measured of the whole machine, the cost of an export,
-/// comes last, alone.
+/// Devices are probed in parallel, then pairs of devices, such that each device is reader and owner of at most one pair at a time. The time
+/// still grows with the number of devices because the driver starts processes one by one. Measurements that depend on the whole machine,
+/// such as the cost of an export, run last and alone.
 ///
-/// The program that calls this must call [`child::run`](crate::child::run) for its hidden subcommand: probes run in child
-/// processes, which are this program.
+/// The calling program must pass its hidden subcommand to [`child::run`](crate::child::run): probes run in child processes of the same
+/// program.
 ///
 /// # Errors
 /// [`DeviceError::NotFound`](vmmfd::error::DeviceError::NotFound) if the plan names a device that does not exist;
@@ -106,7 +105,7 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     let steps = Mutex::new((0, 0));
     let runner = Runner { plan, cancel, folder: folder.path(), observer, steps };
     let machine_probes = runner.machine_probes();
-    runner.expect(machine_probes.len());
+    runner.add_total(machine_probes.len());
     let machine = runner.run(&machine_probes, None, None)?;
     let driver = machine.iter().position(|finding| finding.probe == "driver");
     let driver = driver.map(|at| machine[at].clone());
@@ -120,7 +119,7 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     report.machine = machine;
     let (probes, pair_probes) = (plan.probes(Scope::Device), plan.probes(Scope::Pair));
     let pairs = chosen.len() * listed.len().saturating_sub(1);
-    runner.expect(chosen.len() * probes.len() + pairs * pair_probes.len());
+    runner.add_total(chosen.len() * probes.len() + pairs * pair_probes.len());
     report.devices = runner.devices(&chosen, &probes)?;
     if !pair_probes.is_empty() {
         report.pairs = runner.pairs(&chosen, &listed, &pair_probes)?;
@@ -134,18 +133,18 @@ struct Runner<'a> {
     cancel: &'a Cancel,
     folder: &'a Path,
     observer: Observer<'a>,
-    /// How many probes have ended, and how many there are.
+    /// The numbers of finished probes and of all probes.
     steps: Mutex<(usize, usize)>,
 }
 
-/// The most devices, and pairs of devices, that are probed at once: each takes up to three processes.
-const AT_ONCE: usize = 16;
+/// The most devices or pairs probed in parallel; each needs up to three processes.
+const MAX_PARALLEL: usize = 16;
 
-/// After so many probes of one device have hung, no more are tried on it.
-const MOST_HUNG: usize = 3;
+/// After this many timeouts on one device, its remaining probes are skipped.
+const MAX_TIMEOUTS: usize = 3;
 
 impl Runner<'_> {
-    /// The planned probes of the machine, and the one that lists the devices.
+    /// The selected machine probes, and `driver`, which lists the devices.
     fn machine_probes(&self) -> Vec<&'static Probe> {
         PROBES
             .iter()
@@ -155,7 +154,7 @@ impl Runner<'_> {
 
     fn choose(&self, listed: &[Listed], driver: Option<&Finding>) -> Result<Vec<Listed>> {
         let Some(selector) = self.plan.device else { return Ok(listed.to_vec()) };
-        // Without a device the finding of the driver says why there is none.
+        // Without a device, the finding of `driver` has the reason.
         if driver.is_none_or(|driver| driver.status != Status::Ok) && listed.is_empty() {
             return Ok(Vec::new());
         }
@@ -165,12 +164,11 @@ impl Runner<'_> {
         choose_device(selector, self.plan.backend, listed, identity).map(|device| vec![device.clone()])
     }
 
-    /// Adds to the probes that there are.
-    fn expect(&self, more: usize) {
+    fn add_total(&self, more: usize) {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).1 += more;
     }
 
-    fn begins(&self, probe: &Probe, device: Option<i32>, owner: Option<i32>) {
+    fn report_start(&self, probe: &Probe, device: Option<i32>, owner: Option<i32>) {
         let what = match (device, owner) {
             (Some(device), Some(owner)) => format!("devices {device} and {owner}: {}", probe.name),
             (Some(device), None) => format!("device {device}: {}", probe.name),
@@ -180,29 +178,29 @@ impl Runner<'_> {
         (self.observer)(Progress { what: &what, done, all });
     }
 
-    /// The finding of a probe of a device on which too many others have hung.
-    fn give_up(&self, probe: &Probe) -> Finding {
-        self.ended();
-        probe.skipped("Not tried: too many probes of this device have hung.")
+    /// Skips a probe because too many others have timed out on its device.
+    fn skip_after_timeouts(&self, probe: &Probe) -> Finding {
+        self.count_done();
+        probe.skipped("Not tested: too many probes of this device have timed out.")
     }
 
-    fn ended(&self) {
+    fn count_done(&self) {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).0 += 1;
     }
 
-    /// Probes devices, side by side.
+    /// Probes devices in parallel.
     fn devices(&self, chosen: &[Listed], probes: &[&'static Probe]) -> Result<Vec<DeviceReport>> {
-        // What one device's probe does to the machine would show in another's.
+        // One device's probe would disturb another's measurement.
         let alone = |probe: &&'static Probe| chosen.len() > 1 && probe.machine_wide;
         let (later, together): (Vec<&'static Probe>, Vec<&'static Probe>) = probes.iter().copied().partition(alone);
-        let mut reports: Vec<DeviceReport> = side_by_side(chosen, |device| {
+        let mut reports: Vec<DeviceReport> = in_parallel(chosen, |device| {
             let Listed { ordinal, name, uuid } = device.clone();
             Ok(DeviceReport { ordinal, name, uuid, findings: self.run(&together, Some(ordinal), None)? })
         })?;
         for report in &mut reports {
-            let hangs = |finding: &&Finding| finding.error.as_ref().is_some_and(|error| error.kind == "timeout");
-            let more = match report.findings.iter().filter(hangs).count() {
-                MOST_HUNG.. => later.iter().map(|probe| self.give_up(probe)).collect(),
+            let timed_out = |finding: &&Finding| finding.error.as_ref().is_some_and(|error| error.kind == "timeout");
+            let more = match report.findings.iter().filter(timed_out).count() {
+                MAX_TIMEOUTS.. => later.iter().map(|probe| self.skip_after_timeouts(probe)).collect(),
                 _ => self.run(&later, Some(report.ordinal), None)?,
             };
             report.findings.extend(more);
@@ -212,7 +210,7 @@ impl Runner<'_> {
         Ok(reports)
     }
 
-    /// Probes each chosen device with the memory of every other one, in rounds in which each device is a reader and an owner once.
+    /// Probes each selected device with the memory of every other one, in rounds in which each device is reader and owner once.
     fn pairs(&self, chosen: &[Listed], listed: &[Listed], probes: &[&'static Probe]) -> Result<Vec<PairReport>> {
         let mut reports = Vec::new();
         for round in 1..listed.len() {
@@ -223,7 +221,7 @@ impl Runner<'_> {
                     Some((device.ordinal, listed[(at + round) % listed.len()].ordinal))
                 })
                 .collect();
-            reports.extend(side_by_side(&round, |&(device, owner)| {
+            reports.extend(in_parallel(&round, |&(device, owner)| {
                 Ok(PairReport { device, owner, findings: self.run(probes, Some(device), Some(owner))? })
             })?);
         }
@@ -231,62 +229,62 @@ impl Runner<'_> {
         Ok(reports)
     }
 
-    /// Runs probes in order, in as many child processes as are needed.
+    /// Runs probes in order, in as many child processes as necessary.
     fn run(&self, probes: &[&'static Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
         let mut findings = Vec::new();
-        let mut hung = 0;
-        let mut left = probes;
-        while let Some(first) = left.first() {
-            if hung >= MOST_HUNG {
-                findings.push(self.give_up(first));
-                left = &left[1..];
+        let mut timeouts = 0;
+        let mut remaining = probes;
+        while let Some(first) = remaining.first() {
+            if timeouts >= MAX_TIMEOUTS {
+                findings.push(self.skip_after_timeouts(first));
+                remaining = &remaining[1..];
                 continue;
             }
             let together = match first.alone {
                 true => 1,
-                false => left.iter().take_while(|probe| !probe.alone).count(),
+                false => remaining.iter().take_while(|probe| !probe.alone).count(),
             };
-            let mut worker = Worker::start(self, &left[..together], device, owner)?;
+            let mut worker = Worker::start(self, &remaining[..together], device, owner)?;
             let mut done = 0;
-            for probe in &left[..together] {
-                self.begins(probe, device, owner);
+            for probe in &remaining[..together] {
+                self.report_start(probe, device, owner);
                 match worker.finding(probe, self)? {
-                    Waited::Found(finding) => {
+                    ProbeEnd::Finding(finding) => {
                         findings.push(*finding);
-                        self.ended();
+                        self.count_done();
                         done += 1;
                     }
-                    // The rest needs another process.
-                    Waited::Left if done > 0 => break,
-                    Waited::Left => {
+                    // The remaining probes need another process.
+                    ProbeEnd::Exited if done > 0 => break,
+                    ProbeEnd::Exited => {
                         let error = worker.error("exit", "the probe's process exited".to_owned());
                         findings.push(probe.cut_short(None, error));
-                        self.ended();
+                        self.count_done();
                         done += 1;
                         break;
                     }
-                    Waited::Cut(finding) => {
-                        hung += usize::from(finding.error.as_ref().is_some_and(|error| error.kind == "timeout"));
+                    ProbeEnd::Killed(finding) => {
+                        timeouts += usize::from(finding.error.as_ref().is_some_and(|error| error.kind == "timeout"));
                         findings.push(*finding);
-                        self.ended();
+                        self.count_done();
                         done += 1;
                         break;
                     }
                 }
             }
-            left = &left[done..];
+            remaining = &remaining[done..];
         }
         Ok(findings)
     }
 }
 
-/// Does work on each item in a thread of its own, a number of them at once, and returns the results in the items' order.
-fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
+/// Processes items in parallel threads, [`MAX_PARALLEL`] at a time, and returns the results in order.
+fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
     if let [only] = items {
         return Ok(vec![work(only)?]);
     }
     let mut results = Vec::new();
-    for some in items.chunks(AT_ONCE) {
+    for some in items.chunks(MAX_PARALLEL) {
         let done: Vec<Result<R>> = thread::scope(|scope| {
             let threads: Vec<_> = some.iter().map(|item| scope.spawn(|| work(item))).collect();
             let panicked = || Error::system("probe a device", io::Error::other("its thread panicked"));
@@ -300,16 +298,15 @@ fn side_by_side<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + 
 }
 
 /// The result of waiting for a probe.
-enum Waited {
-    /// It has ended.
-    Found(Box<Finding>),
-    /// Its process exited before it ran.
-    Left,
-    /// Its process was killed, by the probe or because it was overdue.
-    Cut(Box<Finding>),
+enum ProbeEnd {
+    Finding(Box<Finding>),
+    /// The process exited before it ran the probe.
+    Exited,
+    /// The process was killed, by the probe or at the deadline.
+    Killed(Box<Finding>),
 }
 
-/// A child process that runs probes. Dropping it kills it, and the processes that it started.
+/// A child process that runs probes. Drop kills it and its children.
 struct Worker {
     process: Process,
     line: Line,
@@ -323,7 +320,7 @@ impl Worker {
         let launch = Launch {
             name: "the process of the probes",
             on_parent_death: OnParentDeath::KillGroup { remove: Some(folder.to_path_buf()) },
-            // So that it can be killed with the processes that its probes start.
+            // So that its children are killed too.
             group: Group::Own,
             variables: &[],
             keep_stderr: true,
@@ -337,21 +334,21 @@ impl Worker {
         Ok(Self { process, line, stderr })
     }
 
-    /// Waits for a probe's finding, until its time is over.
-    fn finding(&mut self, probe: &Probe, runner: &Runner<'_>) -> Result<Waited> {
-        let (begun, limit) = (Instant::now(), runner.plan.timeout);
-        let us = || Some(micros(begun.elapsed()));
+    /// Waits for the finding of a probe until its timeout.
+    fn finding(&mut self, probe: &Probe, runner: &Runner<'_>) -> Result<ProbeEnd> {
+        let (started, limit) = (Instant::now(), runner.plan.timeout);
+        let us = || Some(micros(started.elapsed()));
         loop {
-            let left = limit.saturating_sub(begun.elapsed());
+            let left = limit.saturating_sub(started.elapsed());
             match self.line.receive_within::<Finding>(left) {
-                Ok(finding) if finding.probe == probe.name => return Ok(Waited::Found(Box::new(finding))),
+                Ok(finding) if finding.probe == probe.name => return Ok(ProbeEnd::Finding(Box::new(finding))),
                 Ok(_) | Err(Error::Peer(PeerError::Protocol(_))) if !left.is_zero() => {}
-                Err(Error::Peer(PeerError::Gone { .. })) => match self.process.wait(begun + limit, runner.cancel)? {
-                    Some((ProcessEnd::Exited(_), _)) => return Ok(Waited::Left),
+                Err(Error::Peer(PeerError::Gone { .. })) => match self.process.wait(started + limit, runner.cancel)? {
+                    Some((ProcessEnd::Exited(_), _)) => return Ok(ProbeEnd::Exited),
                     Some((end @ ProcessEnd::Killed(signal), _)) => {
                         let name = signal.map(|signal| signal.as_str().to_owned());
                         let error = ErrorDetails { name, ..self.error("signal", format!("its process {end}")) };
-                        return Ok(Waited::Cut(Box::new(probe.cut_short(us(), error))));
+                        return Ok(ProbeEnd::Killed(Box::new(probe.cut_short(us(), error))));
                     }
                     None => return Ok(self.overdue(probe, us(), limit)),
                 },
@@ -361,13 +358,13 @@ impl Worker {
         }
     }
 
-    fn overdue(&mut self, probe: &Probe, us: Option<u64>, limit: Duration) -> Waited {
+    fn overdue(&mut self, probe: &Probe, us: Option<u64>, limit: Duration) -> ProbeEnd {
         self.process.kill();
-        let error = self.error("timeout", format!("it did not end within {limit:?}, and was killed"));
-        Waited::Cut(Box::new(probe.cut_short(us, error)))
+        let error = self.error("timeout", format!("it did not finish within {limit:?}, and was killed"));
+        ProbeEnd::Killed(Box::new(probe.cut_short(us, error)))
     }
 
-    /// An error of the process, with the last line of its standard error.
+    /// An error of the process, with the last line on its standard error.
     fn error(&self, kind: &str, mut message: String) -> ErrorDetails {
         if let Some(last) = self.stderr.as_ref().and_then(StderrTail::last_line) {
             message = format!("{message}: {last}");

@@ -1,4 +1,4 @@
-//! Two processes share memory or an event: one side of each exchange shares, the other opens.
+//! Sharing of memory or an event between two processes: one shares, the other opens.
 
 use std::{
     cell::Cell,
@@ -23,18 +23,18 @@ use vmmfd::{
 
 use super::{
     ErrorDetails,
+    context::ProbeContext,
     control::{Control, ControlRecord, OpenedMemory, unexpected},
     outcome::{ProbeOutcome, ProbeResult, micros, timed},
 };
 use crate::check::{DataVerifier, Exercise, pattern::random_salt};
 use crate::verbs::HasVerbs;
 
-/// The size of the memory that is shared: more than one granule, and no whole number of words, so that the end of the data is
-/// not the end of anything else.
+/// The size of the shared memory: more than one granule, and not a whole number of words, to test unaligned sizes.
 const SIZE: u64 = (4 << 20) + 13;
 
-/// How long an end waits for the next record, at least: the other end may have other probes to run first.
-const LONGEST_PAUSE: Duration = Duration::from_secs(3600);
+/// The minimum timeout for the next record: the peer may have to run other probes first.
+const MIN_PAUSE: Duration = Duration::from_secs(3600);
 
 /// The kind of memory that a probe shares.
 #[derive(Debug, Clone, Copy)]
@@ -50,24 +50,39 @@ impl MemoryKind {
     pub(super) const HOST: Self =
         Self { probe: "host-numa", spec: |size| Spec::vmm(size).placement(Placement::Host).into() };
 
-    /// The call in an error that no socket can be created in the folder.
+    /// The call in the error of a socket that can't be created.
     pub(super) const BIND: &str = "bind";
 
-    /// The kind of a probe, by the name that the other end sends. Probes of the memory itself have the plain kind.
-    fn named(probe: &str) -> Self {
+    /// Fails if the driver does not support the kind.
+    pub(super) fn require(self, device: &Device) -> Result<()> {
+        match self.probe {
+            "pool" => device.verbs().pools().map(drop),
+            "legacy" => device.verbs().legacy().map(drop),
+            _ => Ok(()),
+        }
+    }
+
+    /// Shares memory with a peer process. If the kind is not supported, none is started.
+    pub(super) fn share(self, context: &mut ProbeContext) -> ProbeResult {
+        self.require(&context.device)?;
+        context.with_peer(|end, control, device| share(end, control, device, self))
+    }
+
+    /// The kind for a probe's name from the peer. Other probes use the plain kind.
+    pub(super) fn named(probe: &str) -> Self {
         let kinds = [Self::POOL, Self::LEGACY, Self::HOST];
         kinds.into_iter().find(|kind| kind.probe == probe).unwrap_or(Self::ROUND_TRIP)
     }
 }
 
-/// One end of an exchange: what it needs besides the control connection.
+/// One side of an exchange, without the control connection.
 #[derive(Debug, Clone)]
 pub(super) struct Endpoint {
     pub(super) driver: Driver,
-    /// Where memory is handed over.
+    /// The socket for handoffs.
     pub(super) socket: PathBuf,
     pub(super) trust: Trust,
-    /// The longest wait for the other end.
+    /// The timeout of each wait for the peer.
     pub(super) timeout: Duration,
 }
 
@@ -77,7 +92,7 @@ impl Endpoint {
     }
 }
 
-/// Shares memory with the other end, which reads it and writes a reply.
+/// Shares memory with the peer, which reads it and writes a reply.
 pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: MemoryKind) -> ProbeResult {
     let cancel = Cancel::new()?;
     let config = end.config(&cancel);
@@ -86,7 +101,7 @@ pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: Me
     let listener = match Listener::bind(&end.socket, !end.trust.uids.is_empty(), end.timeout, &cancel) {
         Ok(listener) => listener,
         Err(error @ Error::Interrupted { .. }) => return Err(error.into()),
-        // It says nothing about the memory; the caller recognises it by the call.
+        // Not an error of the memory. The caller recognises it by the call.
         Err(error) => {
             let call = Some(MemoryKind::BIND.to_owned());
             return Err(ErrorDetails { call, ..ErrorDetails::of(&error) }.into());
@@ -97,7 +112,7 @@ pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: Me
     let (done, served) = thread::scope(|scope| {
         let serving = scope.spawn(|| handoff::serve(listener, &buffer, &options, &config, &|_| {}));
         let done = control.receive();
-        // An end that fails before it has connected would be waited for until the timeout.
+        // Otherwise the server would wait until its timeout for a peer that failed before it connected.
         if !matches!(done, Ok(ControlRecord::Done { error: None, .. })) {
             cancel.cancel(CancelReason::Program);
         }
@@ -130,7 +145,7 @@ pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: Me
     Ok(outcome.figure("open_us", open_us))
 }
 
-/// Opens the memory that the other end shares, checks it and replies.
+/// Opens the memory that the peer shares, checks it and replies.
 pub(super) fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Selector>) -> Result<OpenedMemory> {
     let opened = Mutex::new(Duration::ZERO);
     let observer = |event: session::Event<'_>| {
@@ -148,7 +163,7 @@ pub(super) fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Select
     consumer.report(&object, &found)?;
     let memory = object.description();
     let bytes = memory.size;
-    // The device that the consumer chose, where none was named.
+    // The device that the consumer selects by default.
     let through = Device::for_memory_of(&end.driver, &memory.device, None).ok().map(|device| device.uuid());
     drop(object);
     consumer.close();
@@ -156,7 +171,7 @@ pub(super) fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Select
     Ok(OpenedMemory { open_us, bytes, through })
 }
 
-/// An event of the driver. Dropping it destroys it.
+/// A CUDA event. Drop destroys it.
 struct Event<'a> {
     diagnosis: &'a dyn Diagnosis,
     ordinal: i32,
@@ -171,7 +186,13 @@ impl Drop for Event<'_> {
     }
 }
 
-/// Creates an event, records it, and has the other end wait for it.
+/// Shares an event with a peer process. If events are not supported, none is started.
+pub(super) fn event(context: &mut ProbeContext) -> ProbeResult {
+    context.device.verbs().diagnosis()?;
+    context.with_peer(|_, control, device| share_event(control, device))
+}
+
+/// Creates an event, records it, and lets the peer wait for it.
 pub(super) fn share_event(control: &Control, device: &Device) -> ProbeResult {
     let (diagnosis, ordinal) = (device.verbs().diagnosis()?, device.ordinal());
     let event = Event { diagnosis, ordinal, handle: diagnosis.event_create(ordinal)? };
@@ -188,7 +209,7 @@ pub(super) fn share_event(control: &Control, device: &Device) -> ProbeResult {
     }
 }
 
-/// Opens the other end's event and waits for it. Returns how long both took, in microseconds.
+/// Opens the peer's event and waits for it. Returns both durations in microseconds.
 fn wait_for_event(end: &Endpoint, device: DeviceUuid, handle: &str) -> Result<(u64, u64)> {
     let device = Device::find(&end.driver, Selector::Uuid(device))?;
     let mut bytes = [0; 64];
@@ -200,22 +221,21 @@ fn wait_for_event(end: &Endpoint, device: DeviceUuid, handle: &str) -> Result<(u
     Ok((open_us, wait_us))
 }
 
-/// Answers the requests of the other end until it ends the connection.
+/// Answers the peer's requests until it closes the meeting.
 pub(super) fn serve_requests(end: &Endpoint, control: &Control) -> Result<()> {
-    let pause = LONGEST_PAUSE.max(end.timeout);
+    let pause = MIN_PAUSE.max(end.timeout);
     answer(end, control, &mut || pause, &mut |_| Ok(()))
 }
 
-/// As [`serve_requests`], with a limit for all of it together, which `each` may raise. `each` receives the records that are not
-/// answered; its error ends the exchange.
+/// As [`serve_requests`], with a limit on the total time, which `each` may raise. `each` receives all other records; its error aborts.
 pub(super) fn serve_requests_within(
     end: &Endpoint,
     control: &Control,
     limit: &Cell<Duration>,
     each: &mut dyn FnMut(ControlRecord) -> Result<()>,
 ) -> Result<()> {
-    let begun = Instant::now();
-    answer(end, control, &mut || limit.get().saturating_sub(begun.elapsed()), each)
+    let started = Instant::now();
+    answer(end, control, &mut || limit.get().saturating_sub(started.elapsed()), each)
 }
 
 fn answer(
@@ -227,10 +247,7 @@ fn answer(
     loop {
         let left = left();
         if left.is_zero() {
-            return Err(Error::Peer(PeerError::Timeout {
-                purpose: "for the other end of the probes",
-                waited: end.timeout,
-            }));
+            return Err(Error::Peer(PeerError::Timeout { purpose: "for the peer of the probes", waited: end.timeout }));
         }
         match control.receive_within(left)? {
             ControlRecord::Begin { .. } => {

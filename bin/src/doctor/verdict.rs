@@ -1,13 +1,34 @@
-//! The verdict: one sentence and the exit code.
+//! The conclusion of a report: explanations, the verdict in one sentence, and the exit code.
 
 use std::collections::BTreeSet;
 
 use vmmfd::driver::Backend;
 
-use super::{DoctorReport, Finding, PROBES, Scope, Status};
+use super::{DoctorReport, Finding, PROBES, Scope, Status, rules};
 
-/// The verdict and the exit code of a report. A required probe without a finding counts as failed.
-pub(super) fn of(report: &DoctorReport) -> (String, u8) {
+/// Explains the findings that are not `ok`, and sets the verdict.
+pub(super) fn conclude(report: &mut DoctorReport) {
+    let DoctorReport { environment, peer, machine, devices, pairs, .. } = report;
+    // A device's compute mode explains its other errors.
+    for device in devices.iter_mut() {
+        let mode = device.findings.iter().find_map(|finding| finding.figures.get("compute_mode")).cloned();
+        let Some(mode) = mode.filter(|mode| mode.as_u64() != Some(0)) else { continue };
+        for finding in device.findings.iter_mut().filter(|finding| finding.status == Status::Failed) {
+            finding.figures.insert("compute_mode".to_owned(), mode.clone());
+        }
+    }
+    let findings = machine
+        .iter_mut()
+        .chain(devices.iter_mut().flat_map(|device| &mut device.findings))
+        .chain(pairs.iter_mut().flat_map(|pair| &mut pair.findings));
+    for finding in findings.filter(|finding| finding.status != Status::Ok) {
+        rules::explain(finding, environment, peer.as_ref());
+    }
+    (report.verdict, report.exit_code) = verdict(report);
+}
+
+/// The verdict and exit code of a report. A required probe without a finding counts as failed.
+pub(super) fn verdict(report: &DoctorReport) -> (String, u8) {
     let driver = report.machine.iter().find(|finding| finding.probe == "driver");
     if let Some(driver) = driver.filter(|driver| driver.status != Status::Ok) {
         let error = driver.error.as_ref();
@@ -19,25 +40,25 @@ pub(super) fn of(report: &DoctorReport) -> (String, u8) {
     }
     let mut failures = Vec::new();
     for name in required(report, Scope::Machine) {
-        failures.extend(lacking(&report.machine, name).map(|why| format!("the machine fails at {name}{why}")));
+        failures.extend(failure_of(&report.machine, name).map(|why| format!("the machine fails at {name}{why}")));
     }
-    // A meeting that broke off before it had a device reports that as a finding about the machine.
+    // A meeting that fails before its first device reports that as a finding about the machine.
     for name in required(report, Scope::Device) {
         let broken = report.machine.iter().find(|finding| finding.probe == *name && finding.status != Status::Ok);
         failures.extend(broken.map(|finding| format!("{name} was cut short{}", reason(finding))));
     }
-    let mut good = report.devices.len();
+    let mut passed = report.devices.len();
     for device in &report.devices {
         let failed = required(report, Scope::Device).find_map(|name| {
-            lacking(&device.findings, name).map(|why| format!("device {} fails at {name}{why}", device.ordinal))
+            failure_of(&device.findings, name).map(|why| format!("device {} fails at {name}{why}", device.ordinal))
         });
-        good -= usize::from(failed.is_some());
+        passed -= usize::from(failed.is_some());
         failures.extend(failed);
     }
     for pair in &report.pairs {
         for name in required(report, Scope::Pair) {
             let (device, owner) = (pair.device, pair.owner);
-            let why = lacking(&pair.findings, name);
+            let why = failure_of(&pair.findings, name);
             failures.extend(why.map(|why| format!("device {device} fails at {name} with device {owner}{why}")));
         }
     }
@@ -48,7 +69,7 @@ pub(super) fn of(report: &DoctorReport) -> (String, u8) {
         failures.push("no device was tried".to_owned());
     }
 
-    let mut sentence = subject(report, good);
+    let mut sentence = subject(report, passed);
     for failure in &failures {
         sentence += &format!("; {failure}");
     }
@@ -56,14 +77,13 @@ pub(super) fn of(report: &DoctorReport) -> (String, u8) {
     (sentence + ".", u8::from(!failures.is_empty()))
 }
 
-/// The required probes of a scope.
 fn required(report: &DoctorReport, scope: Scope) -> impl Iterator<Item = &String> {
     let named = move |name: &&String| PROBES.iter().any(|probe| probe.name == **name && probe.scope() == scope);
     report.required.iter().filter(named)
 }
 
-/// How many devices passed the required probes.
-fn subject(report: &DoctorReport, good: usize) -> String {
+/// The number of devices that passed the required probes.
+fn subject(report: &DoctorReport, passed: usize) -> String {
     let all = report.devices.len();
     let whole = report.required.iter().any(|probe| probe == "round-trip");
     let what = match (report.backend, all) {
@@ -75,12 +95,12 @@ fn subject(report: &DoctorReport, good: usize) -> String {
     match (all, whole) {
         _ if !asked(Scope::Device) && !asked(Scope::Pair) => "The driver starts".to_owned(),
         (0, _) => "The driver starts".to_owned(),
-        (_, true) => format!("VMM fd sharing works on {good} of {all} {what}"),
-        (_, false) => format!("The required probes succeed on {good} of {all} {what}"),
+        (_, true) => format!("VMM fd sharing works on {passed} of {all} {what}"),
+        (_, false) => format!("The required probes succeed on {passed} of {all} {what}"),
     }
 }
 
-/// What the verdict adds: the features that users ask for most, and every other failure.
+/// The additions to the verdict: missing features that users ask for most, and other failures.
 fn remarks(report: &DoctorReport) -> String {
     const FEATURES: [(&str, &str); 3] =
         [("fabric", "fabric handles do not"), ("pool", "memory pools do not"), ("legacy", "legacy handles do not")];
@@ -90,10 +110,10 @@ fn remarks(report: &DoctorReport) -> String {
         of_devices.filter(|(_, finding)| !report.required.contains(&finding.probe)).collect();
     let mut text = String::new();
     for (probe, feature) in FEATURES {
-        let lacking = |(_, finding): &&(i32, &Finding)| {
+        let failure_of = |(_, finding): &&(i32, &Finding)| {
             finding.probe == probe && [Status::Failed, Status::Unsupported].contains(&finding.status)
         };
-        let without: Vec<&(i32, &Finding)> = of_devices.iter().filter(lacking).collect();
+        let without: Vec<&(i32, &Finding)> = of_devices.iter().filter(failure_of).collect();
         if report.backend == Backend::Cuda
             && let Some((_, first)) = without.first()
         {
@@ -122,8 +142,8 @@ fn devices(ordinals: impl Iterator<Item = i32>) -> String {
     format!("device {}", ordinals.join(", "))
 }
 
-/// Why a probe did not succeed; `None` if it did.
-fn lacking(findings: &[Finding], probe: &str) -> Option<String> {
+/// The reason why a probe did not succeed; `None` if it did.
+fn failure_of(findings: &[Finding], probe: &str) -> Option<String> {
     match findings.iter().find(|finding| finding.probe == probe) {
         Some(finding) if finding.status == Status::Ok => None,
         Some(finding) => Some(reason(finding)),
@@ -132,7 +152,7 @@ fn lacking(findings: &[Finding], probe: &str) -> Option<String> {
 }
 
 fn reason(finding: &Finding) -> String {
-    // It stands in the middle of a sentence; a name in capitals stays as it is.
+    // Lowercase for the middle of a sentence, except for names in capitals.
     let lower = |cause: &str| match cause.split_at_checked(1) {
         Some((first, rest)) if rest.starts_with(|c: char| c.is_ascii_lowercase()) => first.to_lowercase() + rest,
         _ => cause.to_owned(),

@@ -1,7 +1,7 @@
-//! A server of HTTP/1.1 for monitoring: GET and HEAD, answers from memory, one thread that never waits for an answer.
+//! An HTTP/1.1 server for monitoring: GET and HEAD, responses from memory, one thread that never blocks on a response.
 //!
-//! Each connection has one request. If there are too many connections, a slow client loses its connection to a new one. Heads of
-//! requests are parsed by `httparse`; bodies are not read.
+//! Each connection serves one request. At the connection limit, a new connection replaces a slow one. `httparse` parses the request head;
+//! bodies are not read.
 
 use std::{
     io::{self, Read, Write},
@@ -21,31 +21,29 @@ use vmmfd::{
     internals::pause,
 };
 
-/// The most connections at a time.
+/// The most open connections.
 const MAX_CONNECTIONS: usize = 128;
 
-/// The longest head of a request, in bytes.
+/// The longest request head in bytes.
 const MAX_HEAD: usize = 8192;
 
 /// The most headers of a request.
 const MAX_HEADERS: usize = 64;
 
-/// How long a client may take for its request, and again to read the answer.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// The timeout for reading the request, and again for writing the response.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long the end of a connection is waited for after its answer: closed before, what the client still sends would make the kernel
-/// throw the answer away.
+/// How long to wait for the client to close after the response. Closing earlier makes the kernel discard the response if the client still
+/// sends data.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// A request.
 pub(crate) struct Request {
-    /// The path, without a query.
+    /// Without the query.
     pub(crate) path: String,
-    /// What the client says that it takes.
+    /// The `Accept` headers.
     pub(crate) accept: String,
 }
 
-/// An answer.
 #[derive(Debug)]
 pub(crate) struct Response {
     pub(crate) status: Status,
@@ -53,7 +51,6 @@ pub(crate) struct Response {
     pub(crate) body: String,
 }
 
-/// The statuses that there are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Status {
     Ok,
@@ -78,7 +75,7 @@ impl Status {
 }
 
 impl Response {
-    /// An answer of one sentence.
+    /// A plain-text response.
     pub(crate) fn sentence(status: Status, sentence: &str) -> Self {
         Self { status, content_type: "text/plain; charset=utf-8", body: format!("{sentence}\n") }
     }
@@ -102,34 +99,33 @@ impl Response {
 
 /// Answers requests. No method blocks.
 pub(crate) trait Source {
-    /// Answers a request, or returns `None` if the request must wait.
+    /// Answers a request. `None` if the request must wait.
     fn answer(&mut self, request: &Request) -> Option<Response>;
 
-    /// How long a request may wait.
+    /// The longest wait of a request.
     fn timeout(&self) -> Duration;
 
-    /// Readable when the requests that wait can be answered.
+    /// Readable when waiting requests can be answered.
     fn ready(&self) -> BorrowedFd<'_>;
 
-    /// Returns whether the requests that wait can be answered; then all of them are.
+    /// Whether waiting requests can be answered. If so, all of them are.
     fn receive(&mut self) -> bool;
 
-    /// Answers a request that waited, also if it waited for too long.
+    /// Answers a waiting request, even after its timeout.
     fn answer_waiting(&mut self, request: &Request) -> Response;
 }
 
-/// What the bytes of a connection are so far.
+/// The state of parsing a request.
 enum Head {
-    /// Not all of the head.
     Partial,
-    /// A request; the flag says whether only the head of the answer is wanted.
-    Whole(Request, bool),
-    /// None, and the answer to it.
-    Wrong(Response),
+    /// A request; the flag is set for HEAD.
+    Complete(Request, bool),
+    /// An invalid request, with its response.
+    Invalid(Response),
 }
 
 fn parse(bytes: &[u8]) -> Head {
-    let too_large = || Head::Wrong(Response::sentence(Status::HeadTooLarge, "the head of the request is too large"));
+    let too_large = || Head::Invalid(Response::sentence(Status::HeadTooLarge, "the head of the request is too large"));
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut request = httparse::Request::new(&mut headers);
     match request.parse(bytes) {
@@ -138,7 +134,7 @@ fn parse(bytes: &[u8]) -> Head {
         Ok(httparse::Status::Complete(_)) => {}
         Err(httparse::Error::TooManyHeaders) => return too_large(),
         Err(error) => {
-            return Head::Wrong(Response::sentence(
+            return Head::Invalid(Response::sentence(
                 Status::BadRequest,
                 &format!("this is no request of HTTP: {error}"),
             ));
@@ -147,16 +143,15 @@ fn parse(bytes: &[u8]) -> Head {
     let head_only = match request.method {
         Some("GET") => false,
         Some("HEAD") => true,
-        _ => return Head::Wrong(Response::sentence(Status::MethodNotAllowed, "only GET and HEAD are answered")),
+        _ => return Head::Invalid(Response::sentence(Status::MethodNotAllowed, "only GET and HEAD are answered")),
     };
     let target = request.path.unwrap_or_default();
     let path = target.split_once('?').map_or(target, |(path, _)| path).to_owned();
     let accept = request.headers.iter().filter(|header| header.name.eq_ignore_ascii_case("accept"));
     let accept: Vec<_> = accept.map(|header| String::from_utf8_lossy(header.value)).collect();
-    Head::Whole(Request { path, accept: accept.join(",") }, head_only)
+    Head::Complete(Request { path, accept: accept.join(",") }, head_only)
 }
 
-/// A client's connection.
 struct Connection {
     stream: TcpStream,
     state: State,
@@ -165,13 +160,12 @@ struct Connection {
 
 enum State {
     Reading(Vec<u8>),
-    /// Until the source has the answer; the flag is that of [`Head::Whole`].
+    /// Waits for the source; the flag is set for HEAD.
     Waiting(Request, bool),
     Writing(Vec<u8>, usize),
     Lingering,
 }
 
-/// What is next for a connection.
 enum Next {
     Wait,
     Close,
@@ -181,7 +175,7 @@ impl Connection {
     fn interest(&self) -> PollFlags {
         match self.state {
             State::Reading(_) | State::Lingering => PollFlags::POLLIN,
-            // poll(2) reports a hangup without being asked.
+            // poll(2) always reports a hangup.
             State::Waiting(..) => PollFlags::empty(),
             State::Writing(..) => PollFlags::POLLOUT,
         }
@@ -189,10 +183,10 @@ impl Connection {
 
     fn respond(&mut self, response: Response, head_only: bool) {
         self.state = State::Writing(response.into_bytes(head_only), 0);
-        self.deadline = Instant::now() + PATIENCE;
+        self.deadline = Instant::now() + CLIENT_TIMEOUT;
     }
 
-    /// Answers the request if it waits; returns whether it did.
+    /// Answers the request if it waits. Returns whether it did.
     fn answer_waiting(&mut self, source: &mut dyn Source) -> bool {
         let State::Waiting(request, head_only) = &self.state else { return false };
         let (response, head_only) = (source.answer_waiting(request), *head_only);
@@ -200,17 +194,17 @@ impl Connection {
         true
     }
 
-    /// Reads and writes as far as possible without waiting. Returns whether the connection stays open.
+    /// Reads and writes as far as possible without blocking. Returns false if the connection must be closed.
     fn advance(&mut self, source: &mut dyn Source) -> bool {
-        match self.go_on(source) {
+        match self.drive(source) {
             Ok(Next::Wait) => true,
             Ok(Next::Close) => false,
-            // What a client does to its own connection is no error of the server.
+            // A broken connection is not an error of the server.
             Err(error) => matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted),
         }
     }
 
-    fn go_on(&mut self, source: &mut dyn Source) -> io::Result<Next> {
+    fn drive(&mut self, source: &mut dyn Source) -> io::Result<Next> {
         let mut chunk = [0; 1024];
         loop {
             match &mut self.state {
@@ -221,8 +215,8 @@ impl Connection {
                     }
                     match parse(bytes) {
                         Head::Partial => {}
-                        Head::Wrong(response) => self.respond(response, false),
-                        Head::Whole(request, head_only) => match source.answer(&request) {
+                        Head::Invalid(response) => self.respond(response, false),
+                        Head::Complete(request, head_only) => match source.answer(&request) {
                             Some(response) => self.respond(response, head_only),
                             None => {
                                 self.state = State::Waiting(request, head_only);
@@ -249,13 +243,13 @@ impl Connection {
     }
 }
 
-/// How long no connection is accepted after that has failed.
+/// The pause after accept fails.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Answers requests until it is cancelled.
+/// Answers requests until cancelled.
 ///
 /// # Errors
-/// [`Error::Interrupted`] when it is cancelled; [`Error::System`] if the listening socket fails. See poll(2), accept(2).
+/// [`Error::Interrupted`] when cancelled; [`Error::System`] if the listening socket fails. See poll(2), accept(2).
 pub(crate) fn serve(listener: &TcpListener, cancel: &Cancel, source: &mut dyn Source) -> Result<()> {
     listener.set_nonblocking(true).map_err(|error| Error::system("listen without blocking", error))?;
     // The oldest first.
@@ -263,7 +257,7 @@ pub(crate) fn serve(listener: &TcpListener, cancel: &Cancel, source: &mut dyn So
     loop {
         cancel.check()?;
         let ready = wait(listener, cancel, &connections, source)?;
-        // Before any new request is read, which may ask the source again.
+        // Before new requests are read, which may start another scrape.
         if source.receive() {
             for connection in &mut connections {
                 connection.answer_waiting(source);
@@ -273,7 +267,7 @@ pub(crate) fn serve(listener: &TcpListener, cancel: &Cancel, source: &mut dyn So
         let mut ready = ready.into_iter();
         connections.retain_mut(|connection| match (ready.next(), &connection.state) {
             _ if connection.deadline <= now => connection.answer_waiting(source),
-            // The client has hung up.
+            // The client has disconnected.
             (Some(true), State::Waiting(..)) => false,
             (Some(true), _) => connection.advance(source),
             _ => true,
@@ -282,23 +276,23 @@ pub(crate) fn serve(listener: &TcpListener, cancel: &Cancel, source: &mut dyn So
     }
 }
 
-/// Accepts one connection if one is there. One at a time, so that each connection is read before newer ones can replace it.
+/// Accepts at most one connection, so that each is read before newer ones can replace it.
 fn accept(listener: &TcpListener, cancel: &Cancel, connections: &mut Vec<Connection>) -> Result<()> {
     match listener.accept() {
         Ok((stream, _)) if stream.set_nonblocking(true).is_ok() => {
             if connections.len() >= MAX_CONNECTIONS {
-                connections.remove(replaced(connections));
+                connections.remove(replaceable(connections));
             }
-            let deadline = Instant::now() + PATIENCE;
+            let deadline = Instant::now() + CLIENT_TIMEOUT;
             connections.push(Connection { stream, state: State::Reading(Vec::new()), deadline });
         }
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-        // The client is gone already, or this process has no descriptor left: the next turn tries again.
+        // The client has disconnected, or this process has no descriptors left: try again in the next iteration.
         Err(error) => {
             tracing::debug!(%error, "cannot accept a connection");
             if error.kind() != io::ErrorKind::ConnectionAborted {
-                // It waits there still: without a pause this would go round and round.
+                // The connection is still pending: pause to avoid spinning.
                 pause(cancel, PAUSE)?;
             }
         }
@@ -306,21 +300,21 @@ fn accept(listener: &TcpListener, cancel: &Cancel, connections: &mut Vec<Connect
     Ok(())
 }
 
-/// The connection that a new one replaces: the oldest without a whole request, else the oldest that has its answer, else the oldest.
-fn replaced(connections: &[Connection]) -> usize {
+/// The connection that a new one replaces: the oldest without a complete request, else the oldest with a response, else the oldest.
+fn replaceable(connections: &[Connection]) -> usize {
     let reading = |connection: &Connection| matches!(connection.state, State::Reading(_));
     let answered = |connection: &Connection| !matches!(connection.state, State::Waiting(..));
     connections.iter().position(reading).or_else(|| connections.iter().position(answered)).unwrap_or(0)
 }
 
-/// Waits for something to do, and returns which connections have something.
+/// Waits for events. Returns which connections are ready.
 fn wait(listener: &TcpListener, cancel: &Cancel, connections: &[Connection], source: &dyn Source) -> Result<Vec<bool>> {
     let own = [cancel.as_fd(), source.ready(), listener.as_fd()];
     let mut waited: Vec<PollFd<'_>> = own.iter().map(|fd| PollFd::new(*fd, PollFlags::POLLIN)).collect();
     waited.extend(connections.iter().map(|connection| PollFd::new(connection.stream.as_fd(), connection.interest())));
     let now = Instant::now();
     let first = connections.iter().map(|connection| connection.deadline.saturating_duration_since(now)).min();
-    // A millisecond more, since poll(2) takes whole ones.
+    // Round up: poll(2) takes whole milliseconds.
     let timeout = first.map_or(PollTimeout::NONE, |first| {
         PollTimeout::try_from(first + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
     });
@@ -337,21 +331,21 @@ mod tests {
 
     fn whole(bytes: &[u8]) -> (String, String, bool) {
         match parse(bytes) {
-            Head::Whole(request, head_only) => (request.path, request.accept, head_only),
+            Head::Complete(request, head_only) => (request.path, request.accept, head_only),
             Head::Partial => panic!("partial"),
-            Head::Wrong(response) => panic!("{}", response.body),
+            Head::Invalid(response) => panic!("{}", response.body),
         }
     }
 
     fn status(bytes: &[u8]) -> Option<Status> {
         match parse(bytes) {
-            Head::Wrong(response) => Some(response.status),
+            Head::Invalid(response) => Some(response.status),
             _ => None,
         }
     }
 
     #[test]
-    fn a_head_is_a_path_and_what_the_client_takes() {
+    fn parses_path_and_accept() {
         let get = b"GET /metrics?a=b HTTP/1.1\r\nHost: x\r\naccept: text/plain\r\nAccept: */*\r\n\r\n";
         assert_eq!(whole(get), ("/metrics".to_owned(), "text/plain,*/*".to_owned(), false));
         assert_eq!(whole(b"HEAD / HTTP/1.0\r\n\r\n"), ("/".to_owned(), String::new(), true));
@@ -361,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_or_too_much_of_one_has_its_own_answer() {
+    fn invalid_requests_get_a_status() {
         assert_eq!(status(b"POST / HTTP/1.1\r\n\r\n"), Some(Status::MethodNotAllowed));
         assert_eq!(status(b"\x16\x03\x01\x02\x00"), Some(Status::BadRequest));
         let long = format!("GET /{} ", "x".repeat(MAX_HEAD));
@@ -371,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_says_how_long_it_is_and_ends_the_connection() {
+    fn response_has_length_and_closes() {
         let bytes = |head_only| Response::sentence(Status::NotFound, "not here").into_bytes(head_only);
         let text = String::from_utf8(bytes(false)).unwrap();
         assert!(text.starts_with("HTTP/1.1 404 Not Found\r\n") && text.ends_with("\r\n\r\nnot here\n"), "{text}");

@@ -1,4 +1,4 @@
-//! The parts of `vmmfd exporter`: a small HTTP server, scrapes of the broker, and their text for Prometheus.
+//! The parts of `vmmfd exporter`: an HTTP server, scrapes of the broker, and the text formats of Prometheus.
 
 pub(super) mod http;
 pub(super) mod scraper;

@@ -1,4 +1,4 @@
-//! Scrapes of the broker, on a thread of their own: the HTTP server never waits for the broker.
+//! Scrapes the broker on a separate thread, so that the HTTP server never waits for it.
 
 use std::{
     os::fd::{AsFd, BorrowedFd},
@@ -22,10 +22,10 @@ use super::{
     text::{Format, render},
 };
 
-/// The result of a scrape. The error is text, since it answers several requests.
+/// The result of a scrape. The error is text because several requests share it.
 type Scraped = std::result::Result<Metrics, String>;
 
-/// Answers requests with the broker's metrics. At most one scrape runs, and all requests that wait share its result.
+/// Answers requests with the broker's metrics. At most one scrape runs; all waiting requests share its result.
 pub(crate) struct Scraper {
     timeout: Duration,
     start: Sender<()>,
@@ -33,14 +33,14 @@ pub(crate) struct Scraper {
     /// Readable when a scrape has finished.
     finished: Arc<EventFd>,
     running: bool,
-    /// The result of the last scrape; while a scrape runs, the error for requests that time out.
+    /// The result of the last scrape. During a scrape, the error for requests that time out.
     latest: Scraped,
     requests: u64,
     unanswered: u64,
 }
 
 impl Scraper {
-    /// Starts a thread that calls `scrape`, until this value is dropped. A request waits for at most `timeout`.
+    /// Starts a thread that calls `scrape` until this value is dropped. A request waits for at most `timeout`.
     ///
     /// # Errors
     /// [`Error::System`]. See eventfd(2), pthread_create(3).
@@ -72,7 +72,7 @@ impl Scraper {
         Ok(Self { timeout, start, results, finished, running: false, latest, requests: 0, unanswered: 0 })
     }
 
-    /// The number of requests, and the number of them that the broker did not answer.
+    /// The number of requests, and how many of them the broker did not answer.
     pub(crate) fn counts(&self) -> (u64, u64) {
         (self.requests, self.unanswered)
     }
@@ -87,7 +87,7 @@ impl Source for Scraper {
         if !self.running {
             self.running = true;
             self.latest = Err(format!("no answer within {:?}", self.timeout));
-            // If the thread has ended, the request times out.
+            // If the thread is gone, the request times out.
             let _ = self.start.send(());
         }
         None

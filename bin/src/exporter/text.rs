@@ -1,4 +1,4 @@
-//! The broker's figures in the text formats of Prometheus and of OpenMetrics.
+//! The broker's metrics in the text formats of Prometheus and OpenMetrics.
 
 use std::fmt::{Display, Write};
 
@@ -7,17 +7,16 @@ use vmmfd::{
     driver::{Backend, DEVICE_NAME},
 };
 
-/// A text format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// Prometheus's own, version 0.0.4.
+    /// Prometheus 0.0.4.
     Plain,
     /// OpenMetrics 1.0.0.
     OpenMetrics,
 }
 
 impl Format {
-    /// The one that a client asks for by its `Accept`.
+    /// The format that an `Accept` header requests.
     pub(crate) fn asked(accept: &str) -> Self {
         let open = accept.split(',').any(|kind| kind.trim().starts_with("application/openmetrics-text"));
         if open { Self::OpenMetrics } else { Self::Plain }
@@ -31,7 +30,7 @@ impl Format {
     }
 }
 
-/// The figures as text. If the broker does not answer, the text says only so.
+/// The metrics as text; only `vmmfd_up` if the broker does not answer.
 pub(crate) fn render(metrics: Option<&Metrics>, format: Format) -> String {
     let mut text = Text { out: String::new(), format };
     text.gauge("vmmfd_up", "Whether the broker answers", u8::from(metrics.is_some()));
@@ -49,7 +48,7 @@ struct Text {
     format: Format,
 }
 
-/// A metric. Its samples follow.
+/// A metric, to which samples are added.
 struct Family<'a> {
     out: &'a mut String,
     name: String,
@@ -136,7 +135,6 @@ impl Text {
         }
     }
 
-    /// What is held for each user.
     fn users(&mut self, metrics: &Metrics) {
         let help = "Memory that the broker keeps, as its makers claim it, by device and by user of the name";
         let mut claimed = self.family("vmmfd_claimed_bytes", help, "gauge");
@@ -161,7 +159,7 @@ impl Text {
         }
     }
 
-    /// What each user and all together may have. A limit that does not exist has no metric.
+    /// The quotas. A limit that is not set has no metric.
     fn limits(&mut self, metrics: &Metrics) {
         let (user, total) = (metrics.quota.unwrap_or_default(), metrics.total_quota.unwrap_or_default());
         for (name, help, limit) in [
@@ -195,12 +193,12 @@ impl Family<'_> {
     }
 }
 
-/// A number as OpenMetrics writes it: an integer has `.0`.
+/// A number in the format of OpenMetrics: integers have `.0`.
 fn float(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.1}") } else { value.to_string() }
 }
 
-/// A label's value from what the broker sent. Nothing in it needs to be escaped.
+/// Replaces characters of a label value that would need escaping.
 fn label(text: &str) -> String {
     text.chars().map(|c| if c.is_control() || matches!(c, '"' | '\\') { '_' } else { c }).collect()
 }

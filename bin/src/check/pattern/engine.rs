@@ -1,4 +1,4 @@
-//! The engines that write and check the pattern: the device's kernels, and this machine's CPUs.
+//! The engines that write and check the pattern: GPU kernels and the host's CPUs.
 
 use std::{
     fmt,
@@ -20,13 +20,12 @@ use super::{Mismatch, Pattern, SLICE, Verification, host, slices, touched, word}
 use crate::check::check_range;
 use crate::verbs::HasVerbs;
 
-/// An engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Engine {
-    /// Kernels on the GPU: the bytes do not leave it.
+    /// GPU kernels: the data does not leave the GPU.
     Gpu,
-    /// This machine's CPUs, on copies.
+    /// The host's CPUs, on copies of the data.
     Host,
 }
 
@@ -39,10 +38,10 @@ impl fmt::Display for Engine {
     }
 }
 
-/// Which engine to use.
+/// The choice of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EngineChoice {
-    /// The engine that is estimated to be faster; the host where no kernels can be loaded.
+    /// The engine estimated to be faster, or the host if no kernels can be loaded.
     #[default]
     Auto,
     /// This engine, or an error.
@@ -62,39 +61,38 @@ impl FromStr for EngineChoice {
     }
 }
 
-/// Which engine did some work, and how long it took.
+/// The engine that ran, and its time.
 #[derive(Debug)]
 pub struct Work {
-    /// The engine.
     pub engine: Engine,
-    /// How long it took: on the GPU only the kernels, by events of the device.
+    /// On the GPU, the time of the kernels alone, measured by events.
     pub elapsed: Duration,
-    /// Why the host did it although the GPU would have been faster, for a warning.
+    /// Why the host ran although the GPU would have been faster, for a warning.
     pub fallback: Option<Error>,
 }
 
-/// The time to load the kernels if the driver has to compile them: 79 ms on an H200's host.
+/// The time to load the kernels if the driver has to compile them: 79 ms on an H200 host.
 const LOAD: Duration = Duration::from_millis(79);
 
-/// The time to start a kernel and to wait for its end.
+/// The time to launch a kernel and wait for it.
 const LAUNCH: Duration = Duration::from_micros(40);
 
-/// Bytes per second by the host, with pageable copies: 5 GB/s on an H200's host.
+/// Bytes per second of the host with pageable copies: 5 GB/s on an H200 host.
 const HOST_RATE: f64 = 5e9;
 
-/// Bytes per second by kernels, which every GPU exceeds.
+/// Bytes per second of kernels; every GPU is faster.
 const GPU_RATE: f64 = 1e11;
 
-/// The most bytes of one kernel, which can't be interrupted while the peer waits. On memory behind PCIe it takes half a second.
+/// The most bytes per kernel launch, which can't be interrupted while the peer waits. On memory behind PCIe a launch takes half a second.
 const SPAN: usize = 8 << 30;
 
 impl EngineChoice {
     /// As [`super::fill`], with the chosen engine.
     ///
     /// # Errors
-    /// Those of [`super::fill`]; [`MemoryError::ReadOnly`]; [`DeviceError::Unsupported`] if the GPU is chosen and has no kernels.
+    /// As [`super::fill`]; [`MemoryError::ReadOnly`]; [`DeviceError::Unsupported`] if the GPU is chosen and has no kernels.
     ///
-    /// Driver calls: `cuLaunchKernel`, `cuStreamSynchronize`, or those of [`super::fill`].
+    /// Driver calls: `cuLaunchKernel`, `cuStreamSynchronize`, or as [`super::fill`].
     pub fn fill(
         self,
         region: &dyn Region,
@@ -106,9 +104,9 @@ impl EngineChoice {
         let size = range.end.saturating_sub(range.start);
         let chosen = self.choose(region, 0, &range)?;
         let Chosen::Gpu(kernels) = chosen else {
-            return chosen.by_host(|| host::fill(region, range, pattern, progress)).map(|((), work)| work);
+            return chosen.on_host(|| host::fill(region, range, pattern, progress)).map(|((), work)| work);
         };
-        let elapsed = write_by(kernels, region, 0, range, pattern, progress)?;
+        let elapsed = write_with(kernels, region, 0, range, pattern, progress)?;
         let zeros = vec![0; behind.end.saturating_sub(behind.start).min(SLICE as u64) as usize];
         for part in slices(behind, SLICE) {
             region.copy_in(part.start, &zeros[..(part.end - part.start) as usize])?;
@@ -119,9 +117,6 @@ impl EngineChoice {
     }
 
     /// As [`super::write`], with the chosen engine.
-    ///
-    /// # Errors
-    /// Those of [`EngineChoice::fill`].
     pub fn write(
         self,
         region: &dyn Region,
@@ -132,18 +127,18 @@ impl EngineChoice {
     ) -> Result<Work> {
         let chosen = self.choose(region, start, &range)?;
         let Chosen::Gpu(kernels) = chosen else {
-            return chosen.by_host(|| host::write(region, start, range, pattern, progress)).map(|((), work)| work);
+            return chosen.on_host(|| host::write(region, start, range, pattern, progress)).map(|((), work)| work);
         };
-        let elapsed = write_by(kernels, region, start, range, pattern, progress)?;
+        let elapsed = write_with(kernels, region, start, range, pattern, progress)?;
         Ok(Work { engine: Engine::Gpu, elapsed, fallback: None })
     }
 
     /// As [`super::verify`], with the chosen engine. The result is the same.
     ///
     /// # Errors
-    /// Those of [`super::verify`]; [`DeviceError::Unsupported`] if the GPU is chosen and has no kernels.
+    /// As [`super::verify`]; [`DeviceError::Unsupported`] if the GPU is chosen and has no kernels.
     ///
-    /// Driver calls: `cuLaunchKernel`, `cuMemcpyDtoH`, or those of [`super::verify`].
+    /// Driver calls: `cuLaunchKernel`, `cuMemcpyDtoH`, or as [`super::verify`].
     pub fn verify(
         self,
         region: &dyn Region,
@@ -154,7 +149,7 @@ impl EngineChoice {
     ) -> Result<(Verification, Work)> {
         let chosen = self.choose(region, start, &range)?;
         let Chosen::Gpu(kernels) = chosen else {
-            return chosen.by_host(|| host::verify(region, start, range, pattern, progress));
+            return chosen.on_host(|| host::verify(region, start, range, pattern, progress));
         };
         let (mut all, mut elapsed) = (Verification::default(), Duration::ZERO);
         for part in slices(range.clone(), SPAN) {
@@ -167,7 +162,6 @@ impl EngineChoice {
         Ok((all, Work { engine: Engine::Gpu, elapsed, fallback: None }))
     }
 
-    /// Chooses the engine.
     fn choose<'a>(self, region: &'a dyn Region, start: u64, range: &Range<u64>) -> Result<Chosen<'a>> {
         check_range(region, start, range)?;
         let (device, here) = (region.device(), Chosen::Host { fallback: None });
@@ -183,20 +177,20 @@ impl EngineChoice {
             let unfit = || Error::Misuse { problem: problem.to_owned() };
             return if fits { Ok(Chosen::Gpu(kernels)) } else { Err(unfit()) };
         }
-        if !fits || !pays(kernels.are_loaded(device.ordinal()), range.end - range.start) {
+        if !fits || !gpu_is_faster(kernels.are_loaded(device.ordinal()), range.end - range.start) {
             return Ok(here);
         }
         match kernels.load(device.ordinal()) {
             Ok(()) => Ok(Chosen::Gpu(kernels)),
             Err(error @ Error::Forked { .. }) => Err(error),
-            // The driver's compiler is missing, or fails.
+            // The driver's compiler is missing or fails.
             Err(error) => Ok(Chosen::Host { fallback: Some(error) }),
         }
     }
 }
 
 /// Whether the GPU is faster than the host.
-fn pays(loaded: bool, size: u64) -> bool {
+fn gpu_is_faster(loaded: bool, size: u64) -> bool {
     let at = |rate: f64| Duration::from_secs_f64(size as f64 / rate);
     let load = if loaded { Duration::ZERO } else { LOAD };
     load + LAUNCH + at(GPU_RATE) < at(HOST_RATE)
@@ -209,24 +203,24 @@ enum Chosen<'a> {
 }
 
 impl Chosen<'_> {
-    fn by_host<T>(self, work: impl FnOnce() -> Result<T>) -> Result<(T, Work)> {
+    fn on_host<T>(self, work: impl FnOnce() -> Result<T>) -> Result<(T, Work)> {
         let fallback = match self {
             Self::Host { fallback } => fallback,
             Self::Gpu(_) => None,
         };
-        let begun = Instant::now();
+        let started = Instant::now();
         let result = work()?;
-        Ok((result, Work { engine: Engine::Host, elapsed: begun.elapsed(), fallback }))
+        Ok((result, Work { engine: Engine::Host, elapsed: started.elapsed(), fallback }))
     }
 }
 
-/// A part of an object, in memory that begins with the object's byte `start`.
+/// A part of an object in memory that starts at the object's offset `start`.
 fn stretch(region: &dyn Region, start: u64, part: &Range<u64>, pattern: Pattern) -> Stretch {
     let address = region.address() + (part.start - start);
     Stretch { address, start: part.start, size: part.end - part.start, salt: pattern.salt() }
 }
 
-fn write_by(
+fn write_with(
     kernels: &dyn Kernels,
     region: &dyn Region,
     start: u64,
@@ -245,7 +239,7 @@ fn write_by(
     Ok(elapsed)
 }
 
-/// What a kernel found, as the host reports it.
+/// Converts a kernel's result. The first mismatch is read back.
 fn verification(
     region: &dyn Region,
     start: u64,
@@ -263,7 +257,7 @@ fn verification(
             pattern.write(inside.start, &mut expected[..length]);
             let skip = (inside.start % 4) as usize;
             let (found, expected) = (word(skip, &found[..length]), word(skip, &expected[..length]));
-            // Another process may have corrected it since the kernel read it.
+            // Another process may have corrected the word since the kernel read it.
             (found != expected).then_some(Mismatch { index, expected, found })
         }
         _ => None,
@@ -276,7 +270,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_gpu_is_chosen_where_it_is_faster() {
+    fn auto_selects_the_faster_engine() {
         for (loaded, size, gpu) in [
             (false, 1 << 20, false),
             (false, 64 << 20, false),
@@ -284,12 +278,12 @@ mod tests {
             (true, 4096, false),
             (true, 1 << 20, true),
         ] {
-            assert_eq!(pays(loaded, size), gpu, "{size} bytes, loaded: {loaded}");
+            assert_eq!(gpu_is_faster(loaded, size), gpu, "{size} bytes, loaded: {loaded}");
         }
     }
 
     #[test]
-    fn choices_are_read_by_name() {
+    fn engine_choices_parse() {
         assert_eq!("auto".parse(), Ok(EngineChoice::Auto));
         assert_eq!("gpu".parse(), Ok(EngineChoice::Only(Engine::Gpu)));
         assert_eq!("host".parse(), Ok(EngineChoice::Only(Engine::Host)));

@@ -1,4 +1,4 @@
-//! The engine of this machine's CPUs: each works on a slice at a time.
+//! The host engine: each CPU works on one slice at a time.
 
 use std::{
     ops::Range,
@@ -16,16 +16,15 @@ use vmmfd::{error::Result, memory::Region};
 use super::{Checker, Pattern, Verification, slices};
 use crate::check::check_range;
 
-/// The host memory that each CPU uses at a time, in bytes: what its cache holds, and a multiple of 4.
+/// The size of a slice in bytes: fits a CPU's cache, and is a multiple of 4.
 pub const SLICE: usize = 1 << 20;
 
-/// The least bytes for which another thread is faster than one.
+/// The size in bytes from which a second thread pays off.
 const ALONE: u64 = 4 << 20;
 
-/// Fills a range of memory with the pattern, and the rest behind it with zeros, so that no old content is shared. All GPU work is done
-/// when it returns.
+/// Fills a range of memory with the pattern, and zeroes the rest, so that no old content is shared. All GPU work is complete on return.
 ///
-/// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
+/// `progress` is called after each [`SLICE`] with the number of bytes done. Its error stops the work.
 ///
 /// # Errors
 /// [`MemoryError::OutOfRange`](vmmfd::error::MemoryError::OutOfRange) if the range is not inside the memory; the errors of the
@@ -42,11 +41,7 @@ pub fn fill(
     put(region, 0, (range, all), pattern, progress)
 }
 
-/// Writes the pattern into a range of an object's bytes, and changes no other. The memory begins with the object's byte `start`.
-/// All else is as for [`fill`].
-///
-/// # Errors
-/// As for [`fill`].
+/// Writes the pattern into a range of an object, and nothing else. The memory starts at the object's offset `start`. Otherwise as [`fill`].
 pub fn write(
     region: &dyn Region,
     start: u64,
@@ -57,7 +52,7 @@ pub fn write(
     put(region, start, (range.clone(), range), pattern, progress)
 }
 
-/// Writes a range of the pattern, and zeros into the rest of `all`.
+/// Writes the pattern into a range, and zeros into the rest of `all`.
 fn put(
     region: &dyn Region,
     start: u64,
@@ -77,14 +72,13 @@ fn put(
     region.synchronize()
 }
 
-/// Checks a range of an object's bytes against the pattern. The memory begins with the object's byte `start`.
+/// Checks a range of an object against the pattern. The memory starts at the object's offset `start`.
 ///
-/// `progress` is called after each [`SLICE`] with how many bytes are done; its error ends the work.
+/// `progress` is called after each [`SLICE`] with the number of bytes done. Its error stops the work.
 ///
 /// # Errors
-/// [`MemoryError::OutOfRange`](vmmfd::error::MemoryError::OutOfRange) if the range is not inside the memory; the errors of the
-/// copies and of `progress`. Wrong data is no
-/// error: see [`Verification`].
+/// [`MemoryError::OutOfRange`](vmmfd::error::MemoryError::OutOfRange) if the range is not inside the memory; the errors of the copies and
+/// of `progress`. Wrong data is not an error: see [`Verification`].
 ///
 /// Driver call: `cuMemcpyDtoH`.
 pub fn verify(
@@ -110,9 +104,8 @@ pub fn verify(
     Ok(all)
 }
 
-/// Works on each slice of a range, on all CPUs, each with a state from `begin`. `take` is called on this thread with the result
-/// of a
-/// slice and the number of bytes done, in any order; the first error ends the work.
+/// Processes the slices of a range on all CPUs, each with a state from `begin`. Calls `take` on this thread with each result and the number
+/// of bytes done, in any order. Stops at the first error.
 fn spread<S, T: Send>(
     range: Range<u64>,
     begin: impl Fn() -> S + Sync,
@@ -149,7 +142,7 @@ fn spread<S, T: Send>(
     };
     thread::scope(|scope| {
         let worker = &worker;
-        // If a thread can't be started, the others do its share.
+        // If a thread can't be started, the others do its work.
         let threads: Vec<_> = (1..workers)
             .filter_map(|_| {
                 let sender = sender.clone();
@@ -169,7 +162,7 @@ fn spread<S, T: Send>(
         }
         drop(sender);
         over.store(true, Ordering::Relaxed);
-        // Wait for the slices that are still being worked on.
+        // Wait for the slices in progress.
         for (length, found) in receiver {
             result = result.and_then(|()| finish(length, found?));
         }

@@ -1,13 +1,11 @@
-//! The pattern: what is written into a buffer, and how it is checked.
+//! The pattern: how a buffer is filled and checked.
 //!
-//! Two engines write and check it: the device's kernels, at the speed of its memory, and this machine's CPUs, on any memory.
-//! [`fill`],
-//! [`write()`] and [`verify`] use the CPUs; the methods of [`EngineChoice`] use either.
+//! Two engines write and check it: GPU kernels, at the speed of device memory, and the host's CPUs, on any memory. [`fill`], [`write()`]
+//! and [`verify`] use the CPUs; the methods of [`EngineChoice`] use either.
 //!
-//! The formula is part of an extension of the protocol: see [`vmmfd::wire`]. Without its last term the pattern would repeat every
-//! 2³¹ words
-//! (8 GiB), and swapped parts of a larger buffer would pass; `mix` is the finalizer of MurmurHash3, a bijection with
-//! `mix(0) = 0`, so that below 8 GiB and with salt 0 it is the classic pattern.
+//! The formula is part of a protocol extension: see [`vmmfd::wire`]. Without its last term the pattern would repeat every 2³¹ words (8
+//! GiB), and swapped parts of a larger buffer would go unnoticed. `mix` is the finalizer of MurmurHash3, a bijection with `mix(0) = 0`:
+//! below 8 GiB with salt 0 the last two terms vanish.
 
 mod engine;
 mod host;
@@ -28,15 +26,13 @@ pub use self::{
 /// A wrong word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Mismatch {
-    /// Its index, counted in words.
+    /// Its index in words.
     pub index: u64,
-    /// The expected value.
     pub expected: u32,
-    /// The value that was found.
     pub found: u32,
 }
 
-/// A salt of random bits.
+/// A random salt.
 ///
 /// # Errors
 /// [`Error::System`] if the operating system has no random numbers. See getrandom(2).
@@ -44,19 +40,16 @@ pub fn random_salt() -> Result<u32> {
     SysRng.try_next_u32().map_err(|error| Error::system("read random numbers", io::Error::other(error)))
 }
 
-/// The pattern of one salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pattern {
     salt: u32,
 }
 
 impl Pattern {
-    /// The pattern of this salt; of salt 0 below 8 GiB, the classic one without the last two terms.
     pub fn new(salt: u32) -> Self {
         Self { salt }
     }
 
-    /// The salt.
     pub fn salt(self) -> u32 {
         self.salt
     }
@@ -66,12 +59,12 @@ impl Pattern {
         sequence(index) ^ self.constant(index)
     }
 
-    /// The part that is equal in all words of one run of 2³¹.
+    /// The terms that are constant within a run of 2³¹ words.
     fn constant(self, index: u64) -> u32 {
         0xDEAD_BEEF ^ self.salt ^ mix((index >> 31) as u32)
     }
 
-    /// Writes the pattern's bytes from byte `start` on into `to`.
+    /// Writes the pattern's bytes from offset `start` into `to`.
     pub fn write(self, start: u64, to: &mut [u8]) {
         let (first, skip) = (start / 4, (start % 4) as usize);
         let (head, to) = to.split_at_mut(if skip == 0 { 0 } else { (4 - skip).min(to.len()) });
@@ -79,9 +72,8 @@ impl Pattern {
         self.write_words(if skip == 0 { first } else { first + 1 }, to);
     }
 
-    /// Whether the bytes from byte `start` on are the pattern's, by a fast check of whole words. False also where that check does
-    /// not
-    /// apply.
+    /// Whether the bytes at offset `start` match the pattern, by a fast comparison of whole words. Also false where that comparison is not
+    /// possible.
     fn holds(self, start: u64, found: &[u8]) -> bool {
         let first = start / 4;
         let (words, rest) = found.as_chunks::<4>();
@@ -103,7 +95,7 @@ impl Pattern {
     fn write_words(self, first: u64, to: &mut [u8]) {
         let mut words = to.chunks_exact_mut(4);
         let count = words.len() as u64;
-        // The constant is the same for the whole slice, unless it crosses into the next run of words.
+        // The constant holds for the whole slice unless it crosses into the next run.
         if self.constant(first) == self.constant(first + count) {
             let constant = self.constant(first);
             let mut next = sequence(first);
@@ -121,7 +113,7 @@ impl Pattern {
     }
 }
 
-/// The difference of two successive words' own parts.
+/// The increment of `sequence`.
 const STEP: u32 = 2;
 
 fn sequence(index: u64) -> u32 {
@@ -134,13 +126,13 @@ fn mix(mut h: u32) -> u32 {
     h ^ (h >> 16)
 }
 
-/// How many words a range of bytes covers, the first and the last one possibly in part.
+/// The number of words that a byte range touches.
 pub fn words(range: &Range<u64>) -> u64 {
     let touched = touched(range);
     touched.end - touched.start
 }
 
-/// Which words a range of bytes covers.
+/// The words that a byte range touches.
 pub(crate) fn touched(range: &Range<u64>) -> Range<u64> {
     let start = range.start / 4;
     start..if range.is_empty() { start } else { range.end.div_ceil(4) }
@@ -149,16 +141,15 @@ pub(crate) fn touched(range: &Range<u64>) -> Range<u64> {
 /// The result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verification {
-    /// How many words were checked.
+    /// The number of checked words.
     pub words: u64,
-    /// How many of them were wrong.
+    /// The number of wrong words.
     pub mismatches: u64,
-    /// The first of those.
+    /// The first wrong word.
     pub first: Option<Mismatch>,
 }
 
 impl Verification {
-    /// Whether no word was wrong.
     pub fn passed(&self) -> bool {
         self.mismatches == 0
     }
@@ -171,7 +162,7 @@ impl Verification {
         self.first = both.min_by_key(|mismatch| mismatch.index);
     }
 
-    /// Adds the bytes from `start` on, as found and as expected.
+    /// Compares the bytes at offset `start`.
     fn add(&mut self, start: u64, found: &[u8], expected: &[u8]) {
         self.words += words(&(start..start + found.len() as u64));
         if found == expected {
@@ -197,14 +188,14 @@ impl Verification {
     }
 }
 
-/// A word of which only the bytes from `skip` on are known; the others are zero.
+/// A word of which only the bytes from index `skip` are known; the others are zero.
 fn word(skip: usize, bytes: &[u8]) -> u32 {
     let mut word = [0; 4];
     word[skip..][..bytes.len()].copy_from_slice(bytes);
     u32::from_le_bytes(word)
 }
 
-/// Checks bytes part by part.
+/// Checks data piece by piece.
 pub(crate) struct Checker {
     pattern: Pattern,
     expected: Vec<u8>,
@@ -216,7 +207,7 @@ impl Checker {
         Self { pattern, expected: Vec::new(), verification: Verification::default() }
     }
 
-    /// Checks the bytes from `start` on. No word may be split between two calls.
+    /// Checks the bytes at offset `start`. A word must not be split between two calls.
     pub(crate) fn check(&mut self, start: u64, found: &[u8]) {
         if self.pattern.holds(start, found) {
             self.verification.words += (found.len() / 4) as u64;
@@ -228,7 +219,7 @@ impl Checker {
     }
 }
 
-/// Splits a range where the offset is a multiple of `length`, which is a multiple of 4: so no word is split.
+/// Splits a range at multiples of `length`, which is a multiple of 4, so that no word is split.
 pub(crate) fn slices(range: Range<u64>, length: usize) -> impl Iterator<Item = Range<u64>> {
     let (mut at, length) = (range.start, length as u64);
     std::iter::from_fn(move || {
@@ -242,7 +233,7 @@ pub(crate) fn slices(range: Range<u64>, length: usize) -> impl Iterator<Item = R
 mod tests {
     use super::*;
 
-    /// The words as the documentation writes them, one by one.
+    /// The formula as documented, word by word.
     fn by_the_formula(salt: u32, index: u64) -> u32 {
         let i = (index % (1 << 32)) as u32;
         let base = i.wrapping_mul(2).wrapping_add(1337) ^ 0xDEADBEEF ^ salt;
@@ -256,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn the_words_are_those_of_the_formula() {
+    fn words_match_the_formula() {
         assert_eq!(Pattern::new(0).word(0), 1337 ^ 0xDEADBEEF);
         assert_eq!(Pattern::new(0).word(1), 1339 ^ 0xDEADBEEF);
         assert_eq!(mix(0), 0);
@@ -268,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn every_length_and_place_is_written_to_its_last_byte() {
+    fn writes_any_offset_and_length() {
         let pattern = Pattern::new(99);
         for first in [0, 7, (1 << 31) - 3, (1 << 32) - 1] {
             let whole: Vec<u8> = (first..first + 8).flat_map(|at| by_the_formula(99, at).to_le_bytes()).collect();
@@ -283,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_8_gib_apart_differ_in_every_word() {
+    fn pattern_does_not_repeat_after_8_gib() {
         let pattern = Pattern::new(0);
         let piece = |run: u64| -> Vec<u32> { (0..64).map(|i| pattern.word((run << 31) + i)).collect() };
         for (a, b) in [(0, 1), (1, 2), (0, 7), (3, 12)] {
@@ -292,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn a_check_counts_the_wrong_words_and_names_the_first() {
+    fn counts_wrong_words() {
         let pattern = Pattern::new(5);
         let mut expected = vec![0; 4 * 10 + 3];
         pattern.write(400, &mut expected);
@@ -311,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_that_begins_and_ends_inside_words_counts_them_in_part() {
+    fn partial_words_are_checked() {
         let pattern = Pattern::new(7);
         for (range, count) in [(0..0, 0), (1..2, 1), (3..5, 2), (4..8, 1), (2..11, 3), (7..7, 0)] {
             assert_eq!(words(&range), count, "{range:?}");
@@ -331,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_cover_a_range_once_and_stay_small() {
+    fn slices_cover_a_range_once() {
         let slice = SLICE as u64;
         for start in [0, 1, slice - 1, slice, 3 * slice + 5] {
             for length in [0, 1, slice, slice + 1, 3 * slice - 1] {

@@ -20,7 +20,7 @@ use super::super::{
     peer::{Incoming, Peer, receive},
 };
 
-/// The name of the part of objects with a single part.
+/// The part name of single-part objects.
 pub(super) const PART: &str = "all";
 
 /// A connection to a broker.
@@ -93,7 +93,7 @@ impl<'a> Broker<'a> {
         }
     }
 
-    /// The broker must refuse the request with this code, and the connection must stay usable.
+    /// The broker must refuse the request with this code, and keep the connection usable.
     pub(super) fn expect_refusal(&mut self, rule: &'static str, code: RefusalCode, request: &str) -> CaseResult {
         let incoming = self.receive()?;
         let found = match self.peer.require(incoming, rule, &format!("a refusal of {request}"))? {

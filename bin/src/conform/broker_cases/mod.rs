@@ -205,7 +205,7 @@ fn claim(context: &Context<'_>, first: &mut Broker<'_>) -> CaseResult {
     first.send(&Message::Release(Release { token }))?;
     let other = claimed(&mut second)?;
     check(other != token, "L2", || "gave two claims the same token".to_owned())?;
-    // A put without the claim ends it, and answers the waiting connections.
+    // A put without the claim releases it, and answers the waiting connections.
     third.send(&claim(Some(LONG_WAIT_MS)))?;
     let memory = memory(context, 1)?;
     first.put(&put_of(&name, &memory), &descriptors(&memory))?;

@@ -142,7 +142,7 @@ fn object(context: &Context<'_>, broker: &mut Broker<'_>) -> CaseResult {
     check(info.versions == [1] && info.lifetime == Lifetime::Maker && one_part, "Q2", || {
         format!("described `{name}` as {info:?}")
     })?;
-    // The lease keeps the deleted version until the end of the case.
+    // Keep a lease of the deleted version.
     let _lease = broker.get_one(named(&name))?;
     broker.delete(&name)?;
     broker.expect_absent("Q4", &name, "after its delete")?;

@@ -23,7 +23,7 @@ pub(super) fn cases() -> Vec<Case> {
     ]
 }
 
-/// A put of parts with one segment each.
+/// A put of single-segment parts.
 fn put_parts(context: &Context<'_>, name: &str, announced: &[&str], parts: &[&str]) -> Put {
     let mut put = put_described(name, description(context, 1, GRANULARITY - 5), vec![GRANULARITY; parts.len()]);
     let part = put.parts[0].clone();

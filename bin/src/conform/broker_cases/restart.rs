@@ -62,7 +62,7 @@ fn resume(context: &Context<'_>, broker: &mut Broker<'_>) -> CaseResult {
     let again = next.resume(&[leased.header.token], &[])?;
     check(again.instance == resumed.instance, "D1", || "sent two connections different instances".to_owned())?;
     check(again.lost.is_empty(), "D2", || "did not let another connection of the user resume a lease".to_owned())?;
-    // The lease now belongs to the other connection, and ends with it.
+    // The lease now belongs to the other connection.
     broker.delete(&name)?;
     let held = broker.who(&name)?.leases.len();
     check(held == 1, "L1", || format!("reported {held} leases of one resumed lease"))?;

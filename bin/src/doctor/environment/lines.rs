@@ -7,79 +7,64 @@ use crate::units::about;
 use super::{CLibrary, Environment, Limit, Node, SharedMemory};
 
 impl Environment {
-    /// The environment as text: a label and a line for each fact.
+    /// The environment as pairs of label and text.
     pub fn lines(&self) -> Vec<(&'static str, String)> {
-        let mut lines = Vec::new();
-        let mut add = |label, text: String| lines.push((label, text));
-        add("kernel", self.kernel.clone());
-        match self.c_library {
-            Some(CLibrary::Musl) => add("C library", "musl, and NVIDIA's driver is built for glibc".to_owned()),
-            Some(CLibrary::Other) => add("C library", "neither glibc nor musl".to_owned()),
-            Some(CLibrary::Glibc) | None => {}
-        }
-        let mut inside: Vec<&str> = Vec::new();
-        inside.extend(self.container.as_deref());
-        inside.extend(self.wsl.then_some("WSL2"));
-        inside.extend(self.gvisor.then_some("gVisor"));
-        if !inside.is_empty() {
-            add("inside", inside.join(", "));
-        }
-        if let Some(capabilities) = &self.driver_capabilities {
-            add("NVIDIA_DRIVER_CAPABILITIES", capabilities.clone());
-        }
-        if let Some(label) = self.label.as_deref().filter(|label| *label != "unconfined") {
-            add("label", label.to_owned());
-        }
-        if self.own_proc == Some(false) {
-            add("/proc", "of another PID namespace".to_owned());
-        }
-        if let Some(kind) = &self.confidential {
-            add("confidential", format!("a virtual machine of kind {kind}"));
-        }
+        let owned = |text: Option<&str>| text.map(str::to_owned);
+        let c_library = match self.c_library {
+            Some(CLibrary::Musl) => Some("musl, and NVIDIA's driver is built for glibc"),
+            Some(CLibrary::Other) => Some("neither glibc nor musl"),
+            Some(CLibrary::Glibc) | None => None,
+        };
+        let inside = [self.container.as_deref(), self.wsl.then_some("WSL2"), self.gvisor.then_some("gVisor")];
+        let inside: Vec<&str> = inside.into_iter().flatten().collect();
         let open = if self.module_open == Some(true) { ", open" } else { "" };
-        add("module", self.module.as_ref().map_or_else(|| "none".to_owned(), |module| format!("{module}{open}")));
-        if let Some(library) = &self.library {
+        let library = self.library.as_ref().map(|library| {
             let linked = library.file.as_ref().filter(|file| **file != library.path);
             let linked = linked.map(|file| format!(", which is {file}")).unwrap_or_default();
             let stub = if library.stub { ", in a folder of stubs" } else { "" };
-            add("library", format!("{}{linked}{stub}", library.path));
-        }
-        if let Some(path) = self.library_path.as_deref().filter(|path| !path.is_empty()) {
-            add("LD_LIBRARY_PATH", path.to_owned());
-        }
-        if let Some(devices) = &self.visible_devices {
-            let empty = if devices.is_empty() { "set and empty: no device" } else { devices };
-            add("CUDA_VISIBLE_DEVICES", empty.to_owned());
-        }
-        if self.mig {
-            add("MIG", "in use".to_owned());
-        }
-        if let Some(folder) = &self.mps {
-            add("MPS", format!("in {folder}"));
-        }
-        add("nodes", listed(&self.nodes));
-        add("IMEX channels", listed(&self.imex_channels));
-        add("/dev/shm", shared(self.shared_memory));
-        if let Some(limit) = self.open_files {
-            add("open files", limit.to_string());
-        }
-        if let Some(limit) = self.locked_memory {
+            format!("{}{linked}{stub}", library.path)
+        });
+        let locked_memory = self.locked_memory.map(|limit| {
             let shown = |value: Option<u64>| value.map_or_else(|| "unlimited".to_owned(), about);
             let (soft, hard) = (shown(limit.soft), shown(limit.hard));
-            add("locked memory", if soft == hard { soft } else { format!("{soft}, at most {hard}") });
-        }
-        if let Some(user) = self.user() {
-            add("user", user);
-        }
-        if let Some(scope) = self.ptrace_scope {
-            add("ptrace scope", scope.to_string());
-        }
-        match self.seccomp {
-            Some(1) => add("seccomp", "strict".to_owned()),
-            Some(mode) if mode > 1 => add("seccomp", "a filter".to_owned()),
-            _ => {}
-        }
-        lines
+            if soft == hard { soft } else { format!("{soft}, at most {hard}") }
+        });
+        let seccomp = match self.seccomp {
+            Some(1) => Some("strict"),
+            Some(2..) => Some("a filter"),
+            _ => None,
+        };
+        let visible = self.visible_devices.as_deref();
+        let lines = [
+            ("kernel", Some(self.kernel.clone())),
+            ("C library", owned(c_library)),
+            ("inside", (!inside.is_empty()).then(|| inside.join(", "))),
+            ("NVIDIA_DRIVER_CAPABILITIES", self.driver_capabilities.clone()),
+            ("label", self.label.clone().filter(|label| label != "unconfined")),
+            ("/proc", owned((self.own_proc == Some(false)).then_some("of another PID namespace"))),
+            ("confidential", self.confidential.as_ref().map(|kind| format!("a virtual machine of kind {kind}"))),
+            (
+                "module",
+                Some(self.module.as_ref().map_or_else(|| "none".to_owned(), |module| format!("{module}{open}"))),
+            ),
+            ("library", library),
+            ("LD_LIBRARY_PATH", self.library_path.clone().filter(|path| !path.is_empty())),
+            (
+                "CUDA_VISIBLE_DEVICES",
+                owned(visible.map(|set| if set.is_empty() { "set and empty: no device" } else { set })),
+            ),
+            ("MIG", owned(self.mig.then_some("in use"))),
+            ("MPS", self.mps.as_ref().map(|folder| format!("in {folder}"))),
+            ("nodes", Some(listed(&self.nodes))),
+            ("IMEX channels", Some(listed(&self.imex_channels))),
+            ("/dev/shm", Some(shared(self.shared_memory))),
+            ("open files", self.open_files.map(|limit| limit.to_string())),
+            ("locked memory", locked_memory),
+            ("user", self.user()),
+            ("ptrace scope", self.ptrace_scope.map(|scope| scope.to_string())),
+            ("seccomp", owned(seccomp)),
+        ];
+        lines.into_iter().filter_map(|(label, text)| Some((label, text?))).collect()
     }
 
     fn user(&self) -> Option<String> {
@@ -108,7 +93,7 @@ impl fmt::Display for Limit {
     }
 }
 
-/// Nodes by name, with the rights of those that this process may not open.
+/// Paths of nodes, with the mode and owner if this process can't open the node.
 pub(super) fn listed(nodes: &[Node]) -> String {
     if nodes.is_empty() {
         return "none".to_owned();

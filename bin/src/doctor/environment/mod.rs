@@ -1,4 +1,4 @@
-//! Where the probes run: everything about a machine that decides whether memory can be shared.
+//! The environment of the probes: the properties of a machine that affect memory sharing.
 
 mod lines;
 mod read;
@@ -6,41 +6,41 @@ mod read;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The environment of one end. What could not be read is absent.
+/// The environment of one side. Values that could not be read are absent.
 ///
-/// No device is opened, since opening a faulty one may never return.
+/// No device is opened: opening a faulty device may hang.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Environment {
-    /// The kernel: name, release and machine, as uname(2) has them.
+    /// Name, release and machine from uname(2).
     pub kernel: String,
     /// The C library that this program was built for.
     pub c_library: Option<CLibrary>,
-    /// The software that created the container, such as `docker`, if it can be recognised.
+    /// The container software, such as `docker`, if recognised.
     pub container: Option<String>,
-    /// `NVIDIA_DRIVER_CAPABILITIES`: which of the driver's libraries the container's runtime adds.
+    /// `NVIDIA_DRIVER_CAPABILITIES`: the driver libraries that the container runtime adds.
     pub driver_capabilities: Option<String>,
-    /// The label that SELinux or AppArmor has for this process.
+    /// The SELinux or AppArmor label of this process.
     pub label: Option<String>,
-    /// The inode of its PID namespace.
+    /// The inode of the PID namespace.
     pub pid_namespace: Option<u64>,
-    /// The inode of its IPC namespace.
+    /// The inode of the IPC namespace.
     pub ipc_namespace: Option<u64>,
-    /// Whether this is the Windows Subsystem for Linux, version 2, with the driver of Windows.
+    /// Whether this is WSL 2, with the Windows driver.
     pub wsl: bool,
-    /// Whether the kernel is gVisor's.
+    /// Whether the kernel is gVisor.
     pub gvisor: bool,
-    /// Whether `/proc` is of this process's own PID namespace.
+    /// Whether `/proc` belongs to this process's PID namespace.
     pub own_proc: Option<bool>,
-    /// The kind of confidential virtual machine, `tdx` or `sev-snp`, if it can be recognised.
+    /// The kind of confidential virtual machine, `tdx` or `sev-snp`, if recognised.
     pub confidential: Option<String>,
     /// The version of NVIDIA's kernel module.
     pub module: Option<String>,
-    /// Whether that is the open module; absent without a module.
+    /// Whether it is the open module; absent without a module.
     pub module_open: Option<bool>,
-    /// The folder of the pipes of MPS, if it is in use.
+    /// The pipe folder of MPS, if in use.
     pub mps: Option<String>,
-    /// Whether a GPU is partitioned (MIG), or this process has a partition.
+    /// Whether MIG is in use on a GPU or by this process.
     pub mig: bool,
     /// `CUDA_VISIBLE_DEVICES`.
     pub visible_devices: Option<String>,
@@ -50,27 +50,27 @@ pub struct Environment {
     pub library_path: Option<String>,
     /// The driver's device nodes.
     pub nodes: Vec<Node>,
-    /// The nodes of the IMEX channels, which fabric handles need.
+    /// The nodes of the IMEX channels, which fabric handles require.
     pub imex_channels: Vec<Node>,
-    /// How many files this process may have open.
+    /// `RLIMIT_NOFILE`.
     pub open_files: Option<Limit>,
-    /// How many bytes it may lock in memory.
+    /// `RLIMIT_MEMLOCK`, in bytes.
     pub locked_memory: Option<Limit>,
     /// `/dev/shm`, where the driver keeps the state of inter-process events.
     pub shared_memory: Option<SharedMemory>,
-    /// Yama's `ptrace_scope`: which processes may read another's memory and descriptors.
+    /// Yama's `ptrace_scope`: which processes may access another's memory and descriptors.
     pub ptrace_scope: Option<u32>,
-    /// The real user.
+    /// The real uid.
     pub uid: Option<u32>,
-    /// The effective user.
+    /// The effective uid.
     pub euid: Option<u32>,
-    /// The effective group.
+    /// The effective gid.
     pub egid: Option<u32>,
-    /// Whether users are mapped, as in a user namespace.
+    /// Whether this is a user namespace with mapped uids.
     pub user_namespace: Option<bool>,
-    /// The overflow uid, which users that are not mapped show as.
+    /// The overflow uid, as which unmapped users appear.
     pub overflow_uid: Option<u32>,
-    /// The seccomp mode: 0 none, 1 strict, 2 a filter.
+    /// The seccomp mode: 0 disabled, 1 strict, 2 filter.
     pub seccomp: Option<u32>,
 }
 
@@ -78,17 +78,15 @@ pub struct Environment {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CLibrary {
-    /// glibc, for which NVIDIA's driver library is built.
     Glibc,
-    /// musl.
     Musl,
-    /// One that this version does not know.
+    /// Unknown to this version.
     #[serde(other)]
     Other,
 }
 
 impl CLibrary {
-    /// That of this program.
+    /// The C library of this program.
     const OWN: Self = if cfg!(target_env = "gnu") {
         Self::Glibc
     } else if cfg!(target_env = "musl") {
@@ -98,15 +96,15 @@ impl CLibrary {
     };
 }
 
-/// The driver library, as it was loaded.
+/// The loaded driver library.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Library {
     /// The path that it was loaded from.
     pub path: String,
-    /// The file, with all links resolved.
+    /// The file after resolving links.
     #[serde(default)]
     pub file: Option<String>,
-    /// Whether either is in a folder `stubs`, as a toolkit's link-time library is.
+    /// Whether it is in a folder named `stubs`, as a toolkit's link-time library.
     #[serde(default)]
     pub stub: bool,
 }
@@ -114,25 +112,22 @@ pub struct Library {
 /// A device node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Node {
-    /// Its path.
     pub path: String,
-    /// Its permissions, in octal.
+    /// The permissions in octal.
     pub mode: String,
-    /// Its owner.
     pub uid: u32,
-    /// Its group.
     pub gid: u32,
     /// Whether this process may open it for reading and writing, by faccessat(2).
     pub usable: bool,
 }
 
-/// A limit of a process; `None` is unlimited.
+/// A resource limit; `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Limit {
     /// The limit in force.
     #[serde(default)]
     pub soft: Option<u64>,
-    /// How far this process may raise it.
+    /// The highest value to which this process may raise it.
     #[serde(default)]
     pub hard: Option<u64>,
 }
@@ -140,14 +135,13 @@ pub struct Limit {
 /// A folder in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SharedMemory {
-    /// Whether the folder exists.
     pub exists: bool,
     /// Whether this process may create files in it.
     pub writable: bool,
-    /// Its size in bytes.
+    /// In bytes.
     #[serde(default)]
     pub size: Option<u64>,
-    /// Its free space, in bytes.
+    /// In bytes.
     #[serde(default)]
     pub free: Option<u64>,
 }

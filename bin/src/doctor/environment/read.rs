@@ -1,4 +1,4 @@
-//! Reading the environment of a process.
+//! Reads the environment of a process.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -20,17 +20,16 @@ use vmmfd::internals::wsl;
 
 use super::{CLibrary, Environment, Library, Limit, Node, SharedMemory};
 
-/// What gVisor reports as its build in `/proc/version`, whatever its release: no Linux kernel has it.
+/// The build string of gVisor in `/proc/version`, the same in every release. No Linux kernel has it.
 const GVISOR_BUILD: &str = "#1 SMP Sun Jan 10 15:06:54 PST 2016";
 
 impl Environment {
-    /// Reads the environment of this process. `driver_library` is the file that the driver was loaded from.
+    /// Reads the environment of this process. `driver_library` is the loaded driver library.
     pub fn read(driver_library: Option<&Path>) -> Self {
         Self::read_under(Path::new("/"), &|name| std::env::var_os(name), driver_library)
     }
 
-    /// The same for the machine whose files are under `root`, and a process with these environment variables. Limits
-    /// and users are this process's own.
+    /// Reads the environment below another root, with other environment variables. Limits and users are still this process's.
     pub fn read_under(root: &Path, variable: &dyn Fn(&str) -> Option<OsString>, driver_library: Option<&Path>) -> Self {
         let at = |path: &str| root.join(path);
         let text = |path: &str| fs::read(at(path)).ok().map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
@@ -44,7 +43,7 @@ impl Environment {
             c_library: Some(CLibrary::OWN),
             container: container(root, &text("proc/self/cgroup").unwrap_or_default(), variable),
             driver_capabilities: set("NVIDIA_DRIVER_CAPABILITIES"),
-            // It ends with a zero byte or a line's end; without a security module reading it fails.
+            // The value has a trailing NUL or newline. Without a security module, reading fails.
             label: text("proc/self/attr/current")
                 .map(|label| label.trim_end_matches(['\0', '\n']).to_owned())
                 .filter(|label| !label.is_empty()),
@@ -65,7 +64,7 @@ impl Environment {
             library_path: set("LD_LIBRARY_PATH"),
             nodes: nodes(root, "dev", |name| {
                 let number = |rest: &str| !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit());
-                // `dxg` is WSL's way to the driver of Windows.
+                // `dxg` is the WSL device for the Windows driver.
                 matches!(name, "nvidiactl" | "nvidia-uvm" | "dxg") || name.strip_prefix("nvidia").is_some_and(number)
             }),
             imex_channels: nodes(root, "dev/nvidia-caps-imex-channels", |_| true),
@@ -109,9 +108,9 @@ fn kernel() -> String {
     [name.sysname(), name.release(), name.machine()].map(OsStr::to_string_lossy).join(" ")
 }
 
-/// The software that created the container, by the traces that each leaves, the most reliable first.
+/// The container software, recognised by files and variables, the most reliable first.
 fn container(root: &Path, cgroup: &str, variable: &dyn Fn(&str) -> Option<OsString>) -> Option<String> {
-    // Without a cgroup namespace, the path names the software that created the group.
+    // Without a cgroup namespace, the path names the software that created the cgroup.
     let created_by = |segment: &str| {
         Some(match segment {
             _ if segment.starts_with("kubepods") => "kubernetes",
@@ -132,17 +131,17 @@ fn container(root: &Path, cgroup: &str, variable: &dyn Fn(&str) -> Option<OsStri
     } else {
         by_cgroup()
     };
-    // systemd-nspawn, LXC and podman set this variable for their first process, and its children inherit it.
+    // systemd-nspawn, LXC and podman set this variable for their first process; its children inherit it.
     found.map(str::to_owned).or_else(|| variable("container").map(|name| name.to_string_lossy().into_owned()))
 }
 
-/// These nodes exist only in a guest. They do not say whether the GPU is in its confidential mode.
+/// These nodes exist only in a guest. They do not indicate whether the GPU is in confidential mode.
 fn confidential(root: &Path) -> Option<String> {
     let kinds = [("dev/tdx_guest", "tdx"), ("dev/sev-guest", "sev-snp")];
     kinds.into_iter().find(|(node, _)| root.join(node).exists()).map(|(_, kind)| kind.to_owned())
 }
 
-/// The version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159  Wed ...`: the first word that looks like one.
+/// The version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159  Wed ...`: the first word in the form of a version.
 fn module_version(text: &str) -> Option<String> {
     let is_version = |word: &&str| {
         word.contains('.') && word.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()))
@@ -150,13 +149,13 @@ fn module_version(text: &str) -> Option<String> {
     text.lines().next()?.split_whitespace().find(is_version).map(str::to_owned)
 }
 
-/// Whether a GPU has an instance. `capabilities/mig` exists with every driver that supports MIG.
+/// Whether a GPU has a MIG instance. `capabilities/mig` exists with every driver that supports MIG.
 fn partitioned(root: &Path) -> bool {
     let gpus = entries(&root.join("proc/driver/nvidia/capabilities"), |name| name.starts_with("gpu"));
     gpus.iter().any(|gpu| !entries(&gpu.join("mig"), |name| name.starts_with("gi")).is_empty())
 }
 
-/// The entries of a folder, by name, with numbers in the order of their value.
+/// The entries of a folder, sorted by length and name, so that numbers are in order.
 fn entries(folder: &Path, wanted: impl Fn(&str) -> bool) -> Vec<PathBuf> {
     let Ok(read) = fs::read_dir(folder) else { return Vec::new() };
     let mut names: Vec<String> = read.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -179,7 +178,7 @@ fn nodes(root: &Path, folder: &str, wanted: impl Fn(&str) -> bool) -> Vec<Node> 
     entries(&root.join(folder), wanted).into_iter().filter_map(node).collect()
 }
 
-/// Whether the effective user has this access, and a container's list of devices allows it.
+/// Whether the effective user has this access. The device list of a container counts too.
 fn allowed(path: &Path, access: AccessFlags) -> bool {
     faccessat(AT_FDCWD, path, access, AtFlags::AT_EACCESS).is_ok()
 }
@@ -203,7 +202,7 @@ fn shared_memory(folder: &Path) -> SharedMemory {
     }
 }
 
-/// Whether a map maps every user to itself: one range, from 0 to 0, of all.
+/// Whether a uid map is the identity: one range from 0 to 0 with all uids.
 fn is_identity(map: &str) -> bool {
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }

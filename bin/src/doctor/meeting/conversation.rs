@@ -1,4 +1,4 @@
-//! What the two ends of a meeting say to each other, in order.
+//! The conversation between the two sides of a meeting.
 
 use std::{
     cell::Cell,
@@ -24,25 +24,24 @@ use crate::doctor::{
     outcome::{ProbeOutcome, ProbeResult},
     sharing::{Endpoint, MemoryKind, open_shared, serve_requests_within, share, share_event},
 };
-use crate::verbs::HasVerbs;
 
-/// The most devices that another end may report.
+/// The most devices that the peer may report.
 const MAX_DEVICES: usize = 64;
 
-/// The longest report of another end on a device, or on a probe, in bytes of JSON.
+/// The longest report of the peer on a device or probe, in bytes of JSON.
 const MAX_REPORTED: usize = 16 << 10;
 
-/// How long the hello of a process that connects may take: a doctor sends it at once, and others may be waiting.
+/// The timeout for the hello of a new connection: a doctor sends it at once, and other connections may be waiting.
 const GREETING: Duration = Duration::from_secs(2);
 
-/// Converses with the other end. Each result is sent to the thread that makes the report.
+/// Runs the conversation. Sends each result to the thread that builds the report.
 pub(super) fn converse(
     meeting: &Meeting,
     socket: &Path,
     cancel: &Cancel,
     results: &Sender<MeetingEvent>,
 ) -> Result<()> {
-    // Fails if that thread has given up waiting: then this one ends soon.
+    // Fails if the receiving thread has stopped waiting.
     let report = |event: MeetingEvent| drop(results.send(event));
     let mut environment = Environment::read(None);
     let own = Probe::named("driver").and_then(|probe| probe.run_machine(meeting.backend));
@@ -51,10 +50,10 @@ pub(super) fn converse(
         environment = Environment::read(library.map(Path::new));
         report(MeetingEvent::Machine(finding.clone()));
     }
-    // Without a driver the ends still meet, so that the other one reports it too.
+    // The sides meet even without a driver, so that the peer reports the failure too.
     let works = own.as_ref().is_none_or(|finding| finding.status == Status::Ok);
     let driver = works.then(|| open(Choice::Only(meeting.backend))).transpose()?.map(|opened| opened.driver);
-    let greet = |control: &Control| control.greet_with(meeting.backend, &environment, own.as_ref());
+    let greet = |control: &Control| control.greet(meeting.backend, &environment, own.as_ref());
     let (mut control, (peer, theirs)) = match meeting.role {
         MeetingRole::Serve => accept(meeting, socket, cancel, &greet)?,
         MeetingRole::Join => connect(meeting, socket, cancel, &greet)?,
@@ -64,7 +63,7 @@ pub(super) fn converse(
     theirs.as_ref().map_or(Ok(()), check_length)?;
     let broken = theirs.filter(|finding| finding.status != Status::Ok);
     let Some(driver) = driver else {
-        let message = "this end's driver can't be used, so nothing was tried".to_owned();
+        let message = "this side's driver can't be used, so nothing was tested".to_owned();
         report(MeetingEvent::Ended(Some(ErrorDetails::new("peer", message))));
         return Ok(());
     };
@@ -85,10 +84,10 @@ pub(super) fn converse(
     }
 }
 
-/// The other end's environment, and what its `driver` probe found.
+/// The peer's environment, and its finding of the `driver` probe.
 type Greeting = (Environment, Option<Finding>);
 
-/// Waits for a doctor to connect. Other processes are rejected.
+/// Waits for a doctor to connect. Rejects other processes.
 fn accept(
     meeting: &Meeting,
     socket: &Path,
@@ -108,7 +107,7 @@ fn accept(
         control.set_timeout(GREETING.min(*timeout));
         match greet(&control) {
             Ok(greeted) => return Ok((control, greeted)),
-            // It is a doctor, and does not fit this one.
+            // A doctor that is incompatible with this one.
             Err(
                 error @ (Error::Peer(PeerError::Mismatch { .. })
                 | Error::Peer(PeerError::Reported { .. })
@@ -117,12 +116,11 @@ fn accept(
                 return Err(error);
             }
             // Reject the peer and keep listening.
-            Err(error) => tracing::debug!(%error, "a process that is not a doctor is rejected"),
+            Err(error) => tracing::debug!(%error, "rejected a process that is not a doctor"),
         }
     }
 }
 
-/// Connects to a doctor.
 fn connect(
     meeting: &Meeting,
     socket: &Path,
@@ -134,7 +132,7 @@ fn connect(
     let greeted = greet(&control).map_err(|error| match error {
         Error::Peer(PeerError::Protocol(_)) => Error::Socket(SocketError::Path {
             path: socket.to_owned(),
-            reason: "no doctor waits there: two others are meeting there, or a producer serves it".to_owned(),
+            reason: "no doctor listens there: two others are meeting, or a producer serves it".to_owned(),
         }),
         other => other,
     })?;
@@ -146,9 +144,9 @@ fn describe(device: &Device) -> DeviceReport {
     DeviceReport { ordinal, name, uuid, findings: Vec::new() }
 }
 
-/// Answers the other end's requests, and checks its reports: on known devices and probes, each once.
+/// Answers the peer's requests and validates its reports: known devices and probes, each once.
 fn join(end: &Endpoint, control: &Control, report: &dyn Fn(MeetingEvent)) -> Result<()> {
-    // As long as the other end waits for its own thread.
+    // The time that the peer waits for its own thread.
     let each_device = end.timeout.saturating_mul(super::STEPS * u32::try_from(TRIED.len()).unwrap_or(u32::MAX));
     let limit = Cell::new(each_device);
     let mut devices = BTreeSet::new();
@@ -172,7 +170,7 @@ fn join(end: &Endpoint, control: &Control, report: &dyn Fn(MeetingEvent)) -> Res
                 if !known || !found.insert((device, finding.probe.clone())) {
                     return Err(unexpected(&ControlRecord::Found { device, finding }, "bye"));
                 }
-                // This end has the rules too.
+                // Ignore the peer's explanation: this side has the rules too.
                 let finding = Finding { cause: None, remedy: None, rule: None, ..finding };
                 report(MeetingEvent::Found { device, finding, theirs: true });
             }
@@ -183,7 +181,7 @@ fn join(end: &Endpoint, control: &Control, report: &dyn Fn(MeetingEvent)) -> Res
     })
 }
 
-/// Checks that a report of the other end is not too long to be printed.
+/// Rejects a report of the peer that is too long to print.
 fn check_length(report: &impl Serialize) -> Result<()> {
     let length = serde_json::to_vec(report).map_or(usize::MAX, |text| text.len());
     match length {
@@ -192,9 +190,9 @@ fn check_length(report: &impl Serialize) -> Result<()> {
     }
 }
 
-/// Tries every probe on every device, and sends the findings to the other end.
+/// Runs every probe on every device, and sends the findings to the peer.
 fn serve(end: &Endpoint, control: &Control, report: &dyn Fn(MeetingEvent)) -> Result<()> {
-    // All devices first: however the meeting ends, both ends know what was not tried.
+    // Send all devices first: if the meeting fails, both sides know which results are missing.
     let mut devices = Device::all(&end.driver)?;
     devices.truncate(MAX_DEVICES);
     for device in &devices {
@@ -207,16 +205,12 @@ fn serve(end: &Endpoint, control: &Control, report: &dyn Fn(MeetingEvent)) -> Re
         for probe in TRIED.iter().filter_map(|name| Probe::named(name)) {
             let finding = probe.examine(|| match probe.name {
                 "round-trip" => both_directions(end, control, device),
-                "host-numa" => share(end, control, device, MemoryKind::HOST),
-                "pool" => {
-                    device.verbs().pools()?;
-                    share(end, control, device, MemoryKind::POOL)
+                "event" => share_event(control, device),
+                name => {
+                    let kind = MemoryKind::named(name);
+                    kind.require(device)?;
+                    share(end, control, device, kind)
                 }
-                "legacy" => {
-                    device.verbs().legacy()?;
-                    share(end, control, device, MemoryKind::LEGACY)
-                }
-                _ => share_event(control, device),
             });
             let device = device.ordinal();
             report(MeetingEvent::Found { device, finding: finding.clone(), theirs: false });
@@ -228,14 +222,14 @@ fn serve(end: &Endpoint, control: &Control, report: &dyn Fn(MeetingEvent)) -> Re
     Ok(())
 }
 
-/// An outcome that is `ok` in the one direction that could be tried.
+/// An `ok` outcome for the only direction that could be tested.
 fn one_direction(outcome: ProbeOutcome, error: &ErrorDetails) -> ProbeOutcome {
-    let meaning = format!("one direction only: the other end can't share memory here: {}", error.message);
-    let outcome = outcome.figure("back", format!("not tried: {}", error.message));
+    let meaning = format!("one direction only: the peer can't share memory here: {}", error.message);
+    let outcome = outcome.figure("back", format!("not tested: {}", error.message));
     ProbeOutcome { meaning, ..outcome }
 }
 
-/// Shares memory with the other end, and then has the other end share memory with this one.
+/// Shares memory with the peer, then opens the peer's memory.
 fn both_directions(end: &Endpoint, control: &Control, device: &Device) -> ProbeResult {
     let outcome = share(end, control, device, MemoryKind::ROUND_TRIP)?;
     if outcome.status != Status::Ok {
@@ -257,17 +251,15 @@ fn both_directions(end: &Endpoint, control: &Control, device: &Device) -> ProbeR
     Ok(match (error, opened) {
         (None, Some(Ok(opened))) => outcome.figure("back", "verified").figure("back_open_us", opened.open_us),
         (_, Some(Err(error))) => {
-            ProbeOutcome::failed("The other end's memory can't be used here.").with_error(ErrorDetails::of(&error))
+            ProbeOutcome::failed("The peer's memory can't be used here.").with_error(ErrorDetails::of(&error))
         }
-        // Neither says anything about the memory, so it is reported without failing: the other end's user may not create a socket
-        // in the folder, or it does not see the device and reads the memory through another.
+        // Neither error is about the memory, so the probe does not fail: the peer's user may not create a socket in the folder, or
+        // does not see the device and reads the memory through another one.
         (Some(error), None) if error.call.as_deref() == Some(MemoryKind::BIND) => one_direction(outcome, &error),
         (Some(error), None) if error.is_unsupported() && outcome.figures.contains_key("through") => {
             one_direction(outcome, &error)
         }
-        (Some(error), _) => {
-            ProbeOutcome::failed("The other end can't share its memory with this one.").with_error(error)
-        }
-        (None, None) => ProbeOutcome::failed("The other end shared nothing."),
+        (Some(error), _) => ProbeOutcome::failed("The peer can't share its memory with this side.").with_error(error),
+        (None, None) => ProbeOutcome::failed("The peer shared nothing."),
     })
 }

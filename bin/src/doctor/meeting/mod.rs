@@ -1,4 +1,4 @@
-//! The probes of two processes, with each end where a person puts it: in a container, a namespace, or as another user.
+//! Probes between two processes that the user places: in a container, in a namespace, or as another user.
 
 mod conversation;
 
@@ -20,44 +20,41 @@ use vmmfd::{
 };
 
 use super::{
-    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Observer, Probe, Progress, Status,
-    conclude::conclude, rules, verdict,
+    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Observer, Probe, Progress, Status, rules,
+    verdict::{conclude, verdict},
 };
 use crate::error::ToolError;
 
-/// Where two ends meet, and how.
+/// The options of a meeting.
 #[derive(Debug, Clone)]
 pub struct Meeting {
-    /// Which of the two ends this is.
     pub role: MeetingRole,
-    /// The backend.
     pub backend: Backend,
-    /// The socket, in a folder that both ends see: other sockets are created and removed under the same name.
+    /// The socket, in a folder visible to both sides. Other sockets are created and removed next to it.
     pub socket: PathBuf,
-    /// The users that the other end may belong to, besides this process's own and root.
+    /// The users that the peer may run as, besides this process's user and root.
     pub trust: Trust,
-    /// How long to wait for the other end to appear.
+    /// How long to wait for the peer.
     pub wait: Duration,
-    /// How long each step may take.
+    /// The timeout of each step.
     pub timeout: Duration,
 }
 
-/// The two ends of a meeting.
+/// The sides of a meeting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MeetingRole {
-    /// Listens, and decides what is tried.
+    /// Listens, and selects the probes.
     Serve,
-    /// Connects.
     Join,
 }
 
-/// The probes that are tried on each device.
+/// The probes that run on each device.
 const TRIED: [&str; 5] = ["round-trip", "host-numa", "pool", "legacy", "event"];
 
-/// How many timeouts this process waits for its own thread, which may hang in the driver: a probe in both directions has four steps.
+/// How many timeouts this thread waits for the conversation, which may hang in the driver: a probe in both directions has four steps.
 const STEPS: u32 = 4;
 
-/// What the conversation has found so far. It runs in a thread of its own, since it may hang in the driver.
+/// A message from the conversation's thread, which may hang in the driver.
 enum MeetingEvent {
     Machine(Finding),
     Peer(Box<Environment>),
@@ -65,21 +62,20 @@ enum MeetingEvent {
     Found {
         device: i32,
         finding: Finding,
-        /// Whether the other end reported it: then its "other end" is this one.
+        /// Whether the peer reported it. Then "the peer" in it means this one.
         theirs: bool,
     },
-    /// The conversation has ended: with all findings, or early with an error.
+    /// The last event. With an error, findings are missing.
     Ended(Option<ErrorDetails>),
 }
 
-/// Meets the other end, and reports what both found together. Blocks up to `meeting.wait` for it to appear, and then while the
-/// probes run.
+/// Meets the peer and returns the combined report. Blocks up to `meeting.wait` for the peer, and then while the probes run.
 ///
 /// # Errors
-/// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`ToolError::Absent`] if the other end does not appear;
+/// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`ToolError::Absent`] if the peer does not appear;
 /// [`PeerError::NotAllowed`], [`PeerError::Reported`]; [`Error::Interrupted`]. The errors of the probes are in the report.
 pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Result<DoctorReport> {
-    observer(Progress { what: "waiting for the other end", done: 0, all: 1 });
+    observer(Progress { what: "waiting for the peer", done: 0, all: 1 });
     let socket = socket_path(Some(&meeting.socket))?;
     if meeting.role == MeetingRole::Serve {
         Listener::check_free(&socket)?;
@@ -87,7 +83,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
     let required = vec!["driver".to_owned(), "round-trip".to_owned()];
     let mut report = DoctorReport::new(meeting.backend, Environment::read(None), required);
     let (sender, receiver) = mpsc::channel();
-    // The thread is left behind if it hangs; its waits are cancelled with this one's.
+    // A thread that hangs is abandoned. Its waits are cancelled with this one's.
     let (own, cancelled) = (meeting.clone(), cancel.clone());
     let converse = move || conversation::converse(&own, &socket, &cancelled, &sender);
     let conversing = thread::Builder::new().name("meeting".to_owned()).spawn(converse);
@@ -101,24 +97,24 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
         Some(waited) => Some(ErrorDetails::new("timeout", format!("no result within {waited:?}"))),
         None => match conversing.join() {
             Ok(Ok(())) => collected.ended.unwrap_or_else(|| {
-                Some(ErrorDetails::new("peer", "it ended before all results were reported".to_owned()))
+                Some(ErrorDetails::new("peer", "it stopped before it reported all results".to_owned()))
             }),
             Ok(Err(error @ Error::Interrupted { .. })) => return Err(error),
-            // A security module refused what the modes permit: its label is in the report.
+            // A security module denied access that the mode permits. The report includes its label.
             Ok(Err(error @ Error::Socket(SocketError::Denied { .. })))
                 if report.environment.label.is_some() && modes_permit(path) =>
             {
                 permitted = true;
                 Some(ErrorDetails::of(&error))
             }
-            // Without the other end there is nothing to report, but an error of this end's driver.
+            // Without the peer there is nothing to report except a failure of this side's driver.
             Ok(Err(error)) if report.peer.is_none() && !without_driver => return Err(absent(error, path)),
             Ok(Err(error @ Error::Peer(PeerError::Gone { .. }))) => {
-                let why = "the other end disconnected before all results were reported: it ended, or was killed";
+                let why = "the peer disconnected before it reported all results: it exited, or was killed";
                 Some(ErrorDetails { message: format!("{why} ({})", error.in_full()), ..ErrorDetails::of(&error) })
             }
             Ok(Err(error)) => Some(ErrorDetails::of(&absent(error, path))),
-            Err(_) => return Err(Error::system("meet the other end", io::Error::other("its thread panicked"))),
+            Err(_) => return Err(Error::system("meet the peer", io::Error::other("its thread panicked"))),
         },
     };
     complete(&mut report, cut);
@@ -130,7 +126,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
     Ok(report)
 }
 
-/// Whether the mode of a socket lets this process connect to it, by its effective user and its groups, whatever rights root has.
+/// Whether the mode of a socket allows this process to connect, by its effective user and groups, without root's privileges.
 fn modes_permit(socket: &Path) -> bool {
     let Ok(metadata) = fs::metadata(socket) else { return false };
     let groups = getgroups().unwrap_or_default();
@@ -143,16 +139,16 @@ fn modes_permit(socket: &Path) -> bool {
     metadata.mode() >> shift & 0o2 != 0
 }
 
-/// How the conversation ended.
+/// The result of [`collect`].
 struct Collected {
-    /// The findings of the other end, by device and probe.
+    /// The findings of the peer, by device and probe.
     theirs: BTreeSet<(i32, String)>,
     ended: Option<Option<ErrorDetails>>,
-    /// How long it was waited for, if it hangs.
+    /// The time waited, if the conversation hangs.
     hung: Option<Duration>,
 }
 
-/// Enters what the conversation finds into the report, until it ends or hangs.
+/// Adds the results of the conversation to the report, until the last event or a timeout.
 fn collect(
     meeting: &Meeting,
     cancel: &Cancel,
@@ -160,7 +156,7 @@ fn collect(
     receiver: &Receiver<MeetingEvent>,
     report: &mut DoctorReport,
 ) -> Result<Collected> {
-    // Every wait in the conversation has its own deadline: this one is for calls that hang in the driver.
+    // Every wait in the conversation has its own deadline: this one is for driver calls that hang.
     let limit = |report: &DoctorReport| match report.peer {
         None => meeting.wait.saturating_add(meeting.timeout),
         Some(_) => meeting.timeout.saturating_mul(STEPS),
@@ -205,7 +201,7 @@ fn collect(
     }
 }
 
-/// The error of an end that did not appear, with this command's options instead of those of the other commands.
+/// Makes the error of a missing peer name this command's options.
 fn absent(error: Error, path: &Path) -> Error {
     let missing = |which: &'static str, waited: Duration| {
         Error::from(ToolError::Absent { path: path.to_owned(), waited, missing: which })
@@ -219,12 +215,11 @@ fn absent(error: Error, path: &Path) -> Error {
     }
 }
 
-/// Adds a failure for each probe without a finding, with the error that ended the conversation: what is absent never counts as
-/// `ok`.
+/// Adds a failure for each probe without a finding, with the conversation's error: a missing result never counts as `ok`.
 fn complete(report: &mut DoctorReport, cut: Option<ErrorDetails>) {
     let mut lacking = false;
     let why = cut.clone().unwrap_or_else(|| {
-        ErrorDetails::new("peer", "the other end ended the meeting without reporting this result".to_owned())
+        ErrorDetails::new("peer", "the peer closed the meeting without reporting this result".to_owned())
     });
     for device in &mut report.devices {
         for probe in TRIED.iter().filter_map(|name| Probe::named(name)) {
@@ -234,13 +229,13 @@ fn complete(report: &mut DoctorReport, cut: Option<ErrorDetails>) {
             }
         }
     }
-    // With no device, or after every required finding, it is a failure of the meeting as a whole.
+    // Without a device, or after every required finding, report a failure of the whole meeting.
     if report.devices.is_empty() || (cut.is_some() && !lacking) {
         report.machine.extend(Probe::named("round-trip").map(|probe| probe.cut_short(None, why)));
     }
 }
 
-/// Explains the failures of the other end by its environment.
+/// Explains the failures of the peer by its own environment.
 fn explain_theirs(report: &mut DoctorReport, theirs: &BTreeSet<(i32, String)>) {
     let Some(peer) = report.peer.clone() else { return };
     let own = report.environment.clone();
@@ -258,5 +253,5 @@ fn explain_theirs(report: &mut DoctorReport, theirs: &BTreeSet<(i32, String)>) {
             explain(finding, reported);
         }
     }
-    (report.verdict, report.exit_code) = verdict::of(report);
+    (report.verdict, report.exit_code) = verdict(report);
 }

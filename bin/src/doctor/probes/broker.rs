@@ -19,22 +19,20 @@ use crate::doctor::{
     outcome::{ProbeFailure, ProbeOutcome, ProbeResult, micros},
 };
 
-/// How long a broker may take to accept a connection, and then to answer: it has one event loop that never waits.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// The timeout for a connection, and again for the answer: the broker's event loop never blocks.
+const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What is wrong with a broker's socket, in a finding's figure `problem`: the rules go by it.
+/// Values of the figure `problem`, which the rules use.
 pub(in crate::doctor) mod problem {
-    /// Its folder is one that clients refuse.
+    /// Clients refuse its folder.
     pub(in crate::doctor) const FOLDER: &str = "folder";
     /// No process listens on it.
     pub(in crate::doctor) const STALE: &str = "stale";
-    /// The process that listens on it does not answer.
+    /// The listening process does not answer.
     pub(in crate::doctor) const SILENT: &str = "silent";
-    /// This user may not connect.
     pub(in crate::doctor) const DENIED: &str = "denied";
-    /// What is there is no broker.
+    /// The socket belongs to something other than this user's broker.
     pub(in crate::doctor) const OTHER: &str = "other-program";
-    /// The broker refuses this connection.
     pub(in crate::doctor) const REFUSED: &str = "refused";
 }
 
@@ -50,18 +48,18 @@ pub(super) fn broker(_: Backend) -> ProbeResult {
             ProbeOutcome::new(Status::Skipped, format!("No broker of this user runs: there is no {shown}."))
         }
         Err(error) => return Err(failure(&Error::system(format!("inspect {shown}"), error), &shown)),
-        Ok(_) => ask(&socket, &shown)?,
+        Ok(_) => connect(&socket, &shown)?,
     };
     Ok(outcome.figure("socket", shown))
 }
 
-/// Says hello to what is at a socket.
-fn ask(socket: &Path, shown: &str) -> ProbeResult {
-    let begun = Instant::now();
-    let error = match Client::connect(socket, &Config::default().timeout(PATIENCE)) {
+/// Sends hello to the process at a socket.
+fn connect(socket: &Path, shown: &str) -> ProbeResult {
+    let started = Instant::now();
+    let error = match Client::connect(socket, &Config::default().timeout(TIMEOUT)) {
         Ok(client) => {
             let meaning = format!("A broker answers, with pid {}.", client.peer().pid);
-            return Ok(ProbeOutcome::ok(meaning).figure("answer_us", micros(begun.elapsed())));
+            return Ok(ProbeOutcome::ok(meaning).figure("answer_us", micros(started.elapsed())));
         }
         Err(error) => error,
     };
@@ -70,10 +68,10 @@ fn ask(socket: &Path, shown: &str) -> ProbeResult {
             (problem::STALE, format!("No process listens on {shown}."))
         }
         Error::Socket(SocketError::NotAccepted { .. }) => {
-            (problem::SILENT, format!("The process that listens on {shown} accepts no connection within {PATIENCE:?}."))
+            (problem::SILENT, format!("The process that listens on {shown} accepts no connection within {TIMEOUT:?}."))
         }
         Error::Peer(PeerError::Timeout { .. }) => {
-            (problem::SILENT, format!("The process that listens on {shown} does not answer within {PATIENCE:?}."))
+            (problem::SILENT, format!("The process that listens on {shown} does not answer within {TIMEOUT:?}."))
         }
         Error::Socket(SocketError::Denied { .. }) => {
             (problem::DENIED, format!("This user may not connect to {shown}."))

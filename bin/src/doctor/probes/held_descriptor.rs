@@ -1,4 +1,4 @@
-//! The probe of memory that a process without the driver keeps: what a broker does.
+//! The probe of memory kept by a process without the driver, as by a broker.
 
 use std::{
     fs,
@@ -15,29 +15,29 @@ use vmmfd::{
 
 use super::{
     machine::loaded,
-    one_process::{shows, write},
+    one_process::{matches_pattern, write},
 };
 use crate::verbs::HasVerbs;
 use crate::{
     check::pattern::{Pattern, random_salt},
     doctor::{
         ErrorDetails, Status,
+        child::Role,
         context::ProbeContext,
         outcome::{ProbeOutcome, ProbeResult, timed},
-        task::Role,
     },
     line::Line,
 };
 
-/// What the two processes report.
+/// The reports of the two processes.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 enum Report {
-    /// The memory has its bytes, and its descriptor comes next.
+    /// The memory holds the pattern. Its descriptor follows.
     Made {
         size: u64,
     },
-    /// The descriptor is here, in a process that has no driver library mapped, or this one.
+    /// The descriptor has arrived. `library` is a driver library that the process has mapped.
     Held {
         library: Option<String>,
     },
@@ -46,7 +46,7 @@ enum Report {
     },
 }
 
-/// The record that a descriptor comes with.
+/// The record that carries a descriptor.
 const DESCRIPTOR: &[u8] = b"descriptor";
 
 pub(super) fn held_descriptor(context: &mut ProbeContext) -> ProbeResult {
@@ -54,17 +54,17 @@ pub(super) fn held_descriptor(context: &mut ProbeContext) -> ProbeResult {
     let (mut maker, made) = context
         .start_child("the process that makes the memory", Role::Make { device: context.device.ordinal(), pattern })?;
     let (mut holder, held) = context.start_child("the process that holds the descriptor", Role::Hold {})?;
-    let explain = |error| maker.explain(error, context.patience());
+    let explain = |error| maker.explain(error, context.peer_timeout());
     let size = match made.receive().map_err(explain)? {
         Report::Made { size } => size,
         Report::Failed { error } => return Err(error.of_other_end().into()),
         Report::Held { .. } => return Err(unexpected("made").into()),
     };
     let fd = receive_descriptor(&made).map_err(explain)?;
-    // This process has the driver, so it must not be what keeps the memory.
+    // This process has the driver, so it must not keep the memory alive itself.
     held.send_bare(DESCRIPTOR, &[fd.as_fd()])?;
     drop(fd);
-    let explain = |error| holder.explain(error, context.patience());
+    let explain = |error| holder.explain(error, context.peer_timeout());
     match held.receive().map_err(explain)? {
         Report::Held { library: None } => {}
         Report::Held { library: Some(library) } => {
@@ -75,13 +75,13 @@ pub(super) fn held_descriptor(context: &mut ProbeContext) -> ProbeResult {
         Report::Made { .. } => return Err(unexpected("held").into()),
     }
     maker.kill();
-    // It gives the descriptor back, and closes its own.
+    // The process returns the descriptor and closes its own.
     held.send(&Value::Null)?;
     let fd = receive_descriptor(&held).map_err(explain)?;
     holder.kill();
     let (imported, import_us) = timed(|| Allocation::import(&context.device, fd, size))?;
     let mapping = Mapping::new(&imported, Access::ReadOnly)?;
-    if !shows(&mapping, Pattern::new(pattern))? {
+    if !matches_pattern(&mapping, Pattern::new(pattern))? {
         return Ok(ProbeOutcome::failed("The bytes changed while a descriptor alone held the memory."));
     }
     let meaning =
@@ -102,14 +102,14 @@ fn receive_descriptor(line: &Line) -> Result<OwnedFd> {
     }
 }
 
-/// Makes memory of a granule with a pattern in it, sends its descriptor, and waits to be killed.
+/// Creates memory of one granule with a pattern, sends its descriptor, and waits to be killed.
 pub(in crate::doctor) fn make(device: Result<Device>, pattern: u32, line: &Line) -> Result<()> {
     let made = device.and_then(|device| {
         device.require_sharing()?;
         let allocation = Allocation::create(&device, 1)?;
         let mapping = Mapping::new(&allocation, Access::ReadWrite)?;
         write(&mapping, Pattern::new(pattern))?;
-        // Nothing of this process may be under way on the device when it is killed.
+        // No work of this process may be pending on the device when it is killed.
         device.verbs().synchronize(device.ordinal())?;
         allocation.export()?;
         Ok((allocation, mapping))
@@ -121,10 +121,10 @@ pub(in crate::doctor) fn make(device: Result<Device>, pattern: u32, line: &Line)
         }
         Err(error) => line.send(&Report::Failed { error: ErrorDetails::of(error) })?,
     }
-    until_ended(line)
+    wait_for_parent(line)
 }
 
-/// Holds a descriptor until the parent asks for it back. It does not load the driver.
+/// Holds a descriptor until the parent requests it, without loading the driver.
 pub(in crate::doctor) fn hold(line: &Line) -> Result<()> {
     let fd = receive_descriptor(line)?;
     let library = loaded(&fs::read("/proc/self/maps").unwrap_or_default()).map(|path| path.display().to_string());
@@ -132,11 +132,11 @@ pub(in crate::doctor) fn hold(line: &Line) -> Result<()> {
     let _: Value = line.receive()?;
     line.send_bare(DESCRIPTOR, &[fd.as_fd()])?;
     drop(fd);
-    until_ended(line)
+    wait_for_parent(line)
 }
 
-/// Waits until the parent ends this process, or has ended.
-fn until_ended(line: &Line) -> Result<()> {
+/// Waits until the parent kills this process or exits.
+fn wait_for_parent(line: &Line) -> Result<()> {
     match line.receive::<Value>() {
         Ok(_) | Err(Error::Peer(PeerError::Gone { .. })) => Ok(()),
         Err(error) => Err(error),

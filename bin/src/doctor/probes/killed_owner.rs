@@ -23,11 +23,11 @@ use crate::{
 /// Memory whose owner was killed.
 struct Orphan {
     memory: ImportedObject,
-    /// Whether its bytes are as they were before.
+    /// Whether its bytes are unchanged.
     intact: bool,
 }
 
-/// Opens memory of another process, and kills that process. `broken` says what it means if that process can't share memory.
+/// Opens memory of another process and kills that process. `broken` is the meaning if that process can't share memory.
 fn orphan(context: &ProbeContext, broken: &str) -> Result<Result<Orphan, ProbeOutcome>, ProbeFailure> {
     let mut peer = context.start_peer()?;
     let end = context.endpoint(&peer);
@@ -48,7 +48,7 @@ fn orphan(context: &ProbeContext, broken: &str) -> Result<Result<Orphan, ProbeOu
     let mut verifier = DataVerifier::new(&|_| {});
     let before = consumer.verify(&memory, &mut verifier)?;
     peer.kill();
-    // The connection has ended with its owner.
+    // The connection closed with its owner.
     drop(consumer);
     let after = Verifier::verify(&mut verifier, &memory, &mut || Ok(()))?;
     let checked = before.check.is_some() && after.check.is_some();
@@ -68,8 +68,8 @@ pub(super) fn exporter_killed(context: &mut ProbeContext) -> ProbeResult {
     })
 }
 
-/// How long the driver may take to free the memory of a killed process.
-const CLEARING: Duration = Duration::from_secs(3);
+/// The driver's time limit for freeing a killed process's memory.
+const FREE_TIMEOUT: Duration = Duration::from_secs(3);
 
 pub(super) fn memory_returned(context: &mut ProbeContext) -> ProbeResult {
     if context.device.is_host() {
@@ -84,7 +84,7 @@ pub(super) fn memory_returned(context: &mut ProbeContext) -> ProbeResult {
     let size = memory.mapped_size();
     let held = context.device.memory_info()?.free;
     drop(memory);
-    let begun = Instant::now();
+    let started = Instant::now();
     loop {
         let after = context.device.memory_info()?.free;
         let missing = before.saturating_sub(after);
@@ -93,14 +93,14 @@ pub(super) fn memory_returned(context: &mut ProbeContext) -> ProbeResult {
                 .figure("before_bytes", before)
                 .figure("held_bytes", held)
                 .figure("after_bytes", after)
-                .figure("returned_us", micros(begun.elapsed()))
+                .figure("returned_us", micros(started.elapsed()))
         };
-        // Other processes use the device too: less than the buffer may be theirs.
+        // Other processes use the device too: a smaller difference may be theirs.
         if missing < size / 2 {
             let meaning = "All memory of a killed process is free again once its importer has released it.";
             return Ok(measured(ProbeOutcome::ok(meaning)));
         }
-        if begun.elapsed() > CLEARING {
+        if started.elapsed() > FREE_TIMEOUT {
             let meaning = format!("{missing} bytes are still in use after the last process has released them.");
             return Ok(measured(ProbeOutcome::failed(meaning)));
         }

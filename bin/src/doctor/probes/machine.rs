@@ -1,4 +1,4 @@
-//! Probes of the machine as a whole.
+//! Probes of the whole machine.
 
 use std::{
     ffi::OsStr,
@@ -33,7 +33,7 @@ pub(super) fn driver(backend: Backend) -> ProbeResult {
         }),
         Err(error) => {
             let failure = ProbeFailure::from(with_denied_nodes(ErrorDetails::of(&error)));
-            // There is no driver to ask for its file, and the file may be the wrong one.
+            // Without a driver, find its file among the mapped files; it may be the wrong one.
             Err(match named(loaded(&fs::read("/proc/self/maps").unwrap_or_default())) {
                 Some(library) => failure.figure("library", library),
                 None => failure,
@@ -42,7 +42,7 @@ pub(super) fn driver(backend: Backend) -> ProbeResult {
     }
 }
 
-/// Adds the nodes that this process may not open, where the driver finds no device.
+/// Adds the device nodes that this process can't open if the driver finds no device.
 fn with_denied_nodes(mut error: ErrorDetails) -> ErrorDetails {
     if error.code == Some(code::NO_DEVICE) {
         let nodes = Environment::read(None).nodes;
@@ -55,16 +55,16 @@ fn with_denied_nodes(mut error: ErrorDetails) -> ErrorDetails {
     error
 }
 
-/// The driver library among the files that a process has mapped.
+/// The driver library among a process's mapped files.
 pub(super) fn loaded(maps: &[u8]) -> Option<PathBuf> {
     maps.split(|&byte| byte == b'\n').find_map(|line| {
-        // The path is the last field, and only a mapping of a file has one.
+        // The path is the last field, and only file mappings have one.
         let path = Path::new(OsStr::from_bytes(&line[line.iter().position(|&byte| byte == b'/')?..]));
         path.file_name()?.as_bytes().starts_with(b"libcuda.so").then(|| path.to_owned())
     })
 }
 
-/// Starts the driver. Returns also the file that it was loaded from.
+/// Starts the driver. Also returns the file of its library.
 fn start(backend: Backend) -> Result<(ProbeOutcome, Option<PathBuf>)> {
     let driver: Driver = open(Choice::Only(backend))?.driver;
     let version = driver.version()?;
@@ -92,7 +92,7 @@ fn start(backend: Backend) -> Result<(ProbeOutcome, Option<PathBuf>)> {
 }
 
 pub(super) fn descriptors(_: Backend) -> ProbeResult {
-    /// What a buffer of 2 GiB needs, in chunks of 2 MiB.
+    /// Required for a buffer of 2 GiB in chunks of 2 MiB.
     const PLENTY: u64 = 1024;
     let limit = getrlimit(Resource::RLIMIT_NOFILE);
     let (soft, hard) = limit.map_err(|errno| Error::system("read the limit of open files", errno))?;
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_library_is_found_among_the_mapped_files() {
+    fn finds_the_mapped_library() {
         let maps = b"7f00-7f01 r-xp 00000000 08:01 12 /usr/lib/libcudart.so.12\n\
             7f01-7f02 rw-p 00000000 00:00 0\n\
             7f02-7f03 r--p 00000000 08:01 13 /usr/local/my cuda/stubs/libcuda.so\n\

@@ -1,4 +1,4 @@
-//! The registry: every probe, with its function.
+//! The table of all probes.
 
 mod broker;
 mod held_descriptor;
@@ -7,16 +7,17 @@ mod machine;
 mod one_process;
 mod persistence;
 mod two_devices;
-mod two_processes;
 
 pub(super) use self::{
     broker::problem,
     held_descriptor::{hold, make},
 };
-use super::probe::{Probe, ProbeFn, probe};
+use super::{
+    probe::{Probe, ProbeFn, probe},
+    sharing::{MemoryKind, event},
+};
 
 impl Probe {
-    /// The probe of a name.
     pub fn named(name: &str) -> Option<&'static Self> {
         PROBES.iter().find(|probe| probe.name == name)
     }
@@ -33,7 +34,7 @@ const VMM: &[&str] = &[
     "cuMemcpyDtoH_v2",
 ];
 
-/// All probes, in the order in which they run.
+/// All probes, in execution order.
 pub static PROBES: &[Probe] = &[
     probe(
         "driver",
@@ -98,7 +99,7 @@ pub static PROBES: &[Probe] = &[
     .required(),
     probe(
         "round-trip",
-        ProbeFn::Device(two_processes::round_trip),
+        ProbeFn::Share(MemoryKind::ROUND_TRIP),
         "two processes share memory over a socket, and each reads what the other wrote",
         "Two processes can't share memory here.",
     )
@@ -172,7 +173,7 @@ pub static PROBES: &[Probe] = &[
     .machine_wide(),
     probe(
         "host-numa",
-        ProbeFn::Device(two_processes::host_numa),
+        ProbeFn::Share(MemoryKind::HOST),
         "two processes share the host's memory next to the device",
         "Host-NUMA memory can't be shared.",
     )
@@ -196,7 +197,7 @@ pub static PROBES: &[Probe] = &[
     .whether("fabric handles work", &["cuMemCreate", "cuMemExportToShareableHandle"]),
     probe(
         "pool",
-        ProbeFn::Device(two_processes::pool),
+        ProbeFn::Share(MemoryKind::POOL),
         "two processes share memory of a memory pool",
         "Memory pools can't be shared.",
     )
@@ -214,14 +215,14 @@ pub static PROBES: &[Probe] = &[
     ),
     probe(
         "legacy",
-        ProbeFn::Device(two_processes::legacy),
+        ProbeFn::Share(MemoryKind::LEGACY),
         "two processes share memory by a legacy handle (cuIpc)",
         "Legacy handles do not work.",
     )
     .whether("legacy handles work", &["cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2"]),
     probe(
         "event",
-        ProbeFn::Device(two_processes::event),
+        ProbeFn::Device(event),
         "one process waits for another's event on the device",
         "Events can't be shared between processes.",
     )

@@ -1,4 +1,4 @@
-//! Probes of one process.
+//! Probes within one process.
 
 use std::{
     fs::{self, File},
@@ -28,10 +28,10 @@ use crate::{
     units::bytes,
 };
 
-/// What most probes allocate, in bytes, before it is rounded up.
+/// The allocation size of most probes in bytes, before rounding up.
 pub(super) const SIZE: u64 = 2 << 20;
 
-/// Every attribute that matters to sharing, with its name in a report.
+/// Attributes relevant to sharing, with their names in a report.
 const ATTRIBUTES: [(&str, Attribute); 9] = [
     ("virtual_memory_management", Attribute::VirtualMemoryManagement),
     ("posix_file_descriptor", Attribute::PosixFileDescriptor),
@@ -75,15 +75,15 @@ pub(super) fn memory(context: &mut ProbeContext) -> ProbeResult {
     let (allocation, create_us) = timed(|| Allocation::create(device, SIZE))?;
     let (mapping, map_us) = timed(|| Mapping::new(&allocation, Access::ReadWrite))?;
     let pattern = Pattern::new(random_salt()?);
-    let begun = Instant::now();
-    let good = holds(&mapping, pattern)?;
+    let started = Instant::now();
+    let good = keeps_pattern(&mapping, pattern)?;
     if !good {
         return Ok(ProbeOutcome::failed("Memory does not hold the bytes that were copied into it."));
     }
     let outcome = ProbeOutcome::ok("Memory of the device can be allocated, mapped, written and read.")
         .figure("create_us", create_us)
         .figure("map_us", map_us)
-        .figure("copy_us", micros(begun.elapsed()))
+        .figure("copy_us", micros(started.elapsed()))
         .figure("bytes", allocation.size());
     Ok(match device.memory_info() {
         Ok(info) => outcome.figure("free_bytes", info.free).figure("total_bytes", info.total),
@@ -91,17 +91,17 @@ pub(super) fn memory(context: &mut ProbeContext) -> ProbeResult {
     })
 }
 
-/// Writes a pattern, reads it back, and returns whether it is the same.
-fn holds(region: &dyn Region, pattern: Pattern) -> Result<bool> {
+/// Writes a pattern, reads it back, and returns whether it matches.
+fn keeps_pattern(region: &dyn Region, pattern: Pattern) -> Result<bool> {
     write(region, pattern)?;
-    shows(region, pattern)
+    matches_pattern(region, pattern)
 }
 
 pub(super) fn write(region: &dyn Region, pattern: Pattern) -> Result<()> {
     pattern::fill(region, 0..region.size(), pattern, &mut |_| Ok(()))
 }
 
-pub(super) fn shows(region: &dyn Region, pattern: Pattern) -> Result<bool> {
+pub(super) fn matches_pattern(region: &dyn Region, pattern: Pattern) -> Result<bool> {
     Ok(pattern::verify(region, 0, 0..region.size(), pattern, &mut |_| Ok(()))?.passed())
 }
 
@@ -133,7 +133,7 @@ pub(super) fn import(context: &mut ProbeContext) -> ProbeResult {
     write(&Mapping::new(&allocation, Access::ReadWrite)?, pattern)?;
     let (imported, import_us) = timed(|| Allocation::import(&context.device, fd, allocation.size()))?;
     let (mapping, map_us) = timed(|| Mapping::new(&imported, Access::ReadOnly))?;
-    if !shows(&mapping, pattern)? {
+    if !matches_pattern(&mapping, pattern)? {
         return Ok(ProbeOutcome::failed("Imported memory does not show what was written before the export."));
     }
     let outcome = ProbeOutcome::ok("An exported descriptor can be imported, as the same memory.");
@@ -147,7 +147,7 @@ pub(super) fn aliases(context: &mut ProbeContext) -> ProbeResult {
     for (writer, reader) in [(&one, &other), (&other, &one)] {
         let pattern = Pattern::new(random_salt()?);
         write(writer, pattern)?;
-        if !shows(reader, pattern)? {
+        if !matches_pattern(reader, pattern)? {
             return Ok(ProbeOutcome::failed(
                 "Bytes written through one mapping do not show in another mapping of the same memory.",
             ));
@@ -160,13 +160,13 @@ pub(super) fn read_only_copy(context: &mut ProbeContext) -> ProbeResult {
     let allocation = Allocation::create(&context.device, SIZE)?;
     write(&Mapping::new(&allocation, Access::ReadWrite)?, Pattern::new(1))?;
     let mapping = Mapping::new(&allocation, Access::ReadOnly)?;
-    // The mapping works, so it is the write that is refused.
+    // Reading works, so a failure below is due to the write.
     let mut bytes = [0; 4];
     mapping.copy_out(0, &mut bytes)?;
-    // By the driver's own call: the library would refuse it before.
+    // Call the driver directly: the library would reject the copy itself.
     match context.device.verbs().copy_in(context.device.ordinal(), mapping.address(), &[!bytes[0]]) {
         Ok(()) => Ok(ProbeOutcome::failed("A copy into a read-only mapping succeeded.")),
-        Err(error) if shows(&mapping, Pattern::new(1))? => {
+        Err(error) if matches_pattern(&mapping, Pattern::new(1))? => {
             Ok(ProbeOutcome::ok("The driver refuses a copy into a read-only mapping.")
                 .figure("refused", error.in_full()))
         }
@@ -174,7 +174,7 @@ pub(super) fn read_only_copy(context: &mut ProbeContext) -> ProbeResult {
     }
 }
 
-/// The errors of a context whose kernel has faulted: `CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`.
+/// The errors of a faulted context: `CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`.
 const FAULTS: RangeInclusive<u32> = 700..=719;
 
 pub(super) fn read_only_store(context: &mut ProbeContext) -> ProbeResult {
@@ -185,7 +185,7 @@ pub(super) fn read_only_store(context: &mut ProbeContext) -> ProbeResult {
     let allocation = Allocation::create(device, SIZE)?;
     let writable = Mapping::new(&allocation, Access::ReadWrite)?;
     let read_only = Mapping::new(&allocation, Access::ReadOnly)?;
-    // Without this, a store that never happens would look like one that is refused.
+    // Otherwise a store that never happens would look like a refused one.
     diagnosis.store(ordinal, writable.address(), VALUE)?;
     let mut word = [0; 4];
     read_only.copy_out(0, &mut word)?;
@@ -218,14 +218,14 @@ pub(super) fn wrong_descriptor(context: &mut ProbeContext) -> ProbeResult {
     }
     // The process and its context must still work.
     let allocation = Allocation::create(device, SIZE)?;
-    if !holds(&Mapping::new(&allocation, Access::ReadWrite)?, Pattern::new(2))? {
+    if !keeps_pattern(&Mapping::new(&allocation, Access::ReadWrite)?, Pattern::new(2))? {
         return Ok(ProbeOutcome::failed("After a wrong descriptor was refused, memory no longer holds its bytes."));
     }
     let outcome = ProbeOutcome::ok("A descriptor that is not memory is refused, without side effects.");
     Ok(outcome.figure("refused", refusals))
 }
 
-/// How often an export is measured; the median is reported.
+/// The number of measurements; the median is reported.
 const ROUNDS: usize = 5;
 
 pub(super) fn export_cost(context: &mut ProbeContext) -> ProbeResult {
@@ -251,7 +251,7 @@ pub(super) fn export_cost(context: &mut ProbeContext) -> ProbeResult {
     Ok(ProbeOutcome::ok(meaning).figure("alone_us", alone_us).figure("held_us", held_us))
 }
 
-/// Memory of a kind that [`Allocation`] does not offer. Dropping it frees it.
+/// Memory of a kind that [`Allocation`] does not support. Drop frees it.
 struct SpecialMemory<'a> {
     driver: &'a dyn Verbs,
     handle: Handle,

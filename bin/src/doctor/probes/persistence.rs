@@ -1,4 +1,4 @@
-//! The probe of the device's driver state, with which memory goes that only a descriptor holds.
+//! The probe of persistence mode, which keeps memory that only descriptors hold.
 
 use serde_json::json;
 use vmmfd::{driver::Backend, internals::nvml};
@@ -9,7 +9,7 @@ use crate::doctor::{
     outcome::{ProbeOutcome, ProbeResult},
 };
 
-/// Asks and sets nothing. To try it would take the end of every process that uses the device.
+/// Queries the mode without changing it. A real test would require every process that uses the device to exit.
 pub(super) fn persistence(context: &mut ProbeContext) -> ProbeResult {
     if context.device.backend() == Backend::Host {
         let meaning = "Host memory needs no driver: a descriptor keeps it until the machine restarts.";

@@ -14,7 +14,7 @@ fn outcome(probe: &str, error: ErrorDetails) -> ProbeOutcome {
 }
 
 #[test]
-fn only_a_library_that_does_not_exist_is_nothing_to_test() {
+fn broken_library_is_a_failure() {
     let tried = |tried: String| ErrorDetails::of(&Error::Load(LoadError::NoLibrary { tried }));
     let nowhere = tried(format!("libcuda.so.1: {GONE}; libcuda.so: {GONE}"));
     assert!(nowhere.is_nothing_to_test());
@@ -34,7 +34,7 @@ fn only_a_library_that_does_not_exist_is_nothing_to_test() {
 }
 
 #[test]
-fn a_code_means_unsupported_only_for_the_probes_of_its_feature() {
+fn unsupported_codes_depend_on_the_probe() {
     let status = |probe, call, number| outcome(probe, driver(call, number)).status;
     assert_eq!(status("fabric", "cuMemCreate", 800), Status::Unsupported);
     for probe in ["memory", "export", "host-numa", "dma-buf", "pool", "round-trip"] {
@@ -50,7 +50,7 @@ fn a_code_means_unsupported_only_for_the_probes_of_its_feature() {
 }
 
 #[test]
-fn an_error_outside_of_the_probed_calls_does_not_mean_broken() {
+fn other_errors_do_not_mean_broken() {
     let meaning = |probe, call, number| outcome(probe, driver(call, number)).meaning;
     for (probe, call, number) in [
         ("read-only-store", "cuMemCreate", 2),
@@ -58,11 +58,11 @@ fn an_error_outside_of_the_probed_calls_does_not_mean_broken() {
         ("memory", "cuMemCreate", 2),
         ("event", "cuDevicePrimaryCtxRetain", 201),
     ] {
-        assert!(meaning(probe, call, number).starts_with("It could not be tried whether "), "{probe}");
+        assert!(meaning(probe, call, number).starts_with("It could not be tested whether "), "{probe}");
     }
     assert_eq!(meaning("memory", "cuMemMap", 1), Probe::named("memory").unwrap().broken);
     assert_eq!(meaning("driver", "cuInit", 999), Probe::named("driver").unwrap().broken);
     let timeout = ErrorDetails::new("timeout", String::new());
     let cut = Probe::named("exporter-killed").unwrap().cut_short(None, timeout);
-    assert_eq!((cut.status, cut.meaning.contains("could not be tried")), (Status::Failed, true));
+    assert_eq!((cut.status, cut.meaning.contains("could not be tested")), (Status::Failed, true));
 }

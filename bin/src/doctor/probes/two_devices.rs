@@ -1,4 +1,4 @@
-//! The probe of two devices: one uses memory of the other.
+//! The probe of a device pair: one device uses memory of the other.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use vmmfd::{
     memory::{Allocation, Device, Mapping, Region, Reservation},
 };
 
-use super::one_process::{SIZE, shows, write};
+use super::one_process::{SIZE, matches_pattern, write};
 use crate::verbs::HasVerbs;
 use crate::{
     check::pattern::{Pattern, random_salt},
@@ -39,7 +39,7 @@ pub(super) fn peer(context: &mut ProbeContext, owner: &Device) -> ProbeResult {
         let pattern = Pattern::new(random_salt()?);
         write(writer, pattern)?;
         writer.synchronize()?;
-        if !shows(reader, pattern)? {
+        if !matches_pattern(reader, pattern)? {
             return Ok(ProbeOutcome::failed("One device does not see what the other wrote.").figure("claimed", claimed));
         }
     }
@@ -49,17 +49,17 @@ pub(super) fn peer(context: &mut ProbeContext, owner: &Device) -> ProbeResult {
         Ok(speed) => Ok(outcome.figure("read_gb_per_s", speed).figure("copied_bytes", COPY)),
         Err(error) => {
             let error = ErrorDetails::of(&error);
-            // It works, and its speed can't be measured with an old driver, or with too little memory.
+            // Sharing works, but an old driver or too little memory prevents the measurement.
             let unmeasured = error.is_unsupported() || error.code == Some(code::OUT_OF_MEMORY);
             if unmeasured { Ok(outcome) } else { Err(error.into()) }
         }
     }
 }
 
-/// How many bytes are copied to measure the speed.
+/// The size of the measured copies in bytes.
 const COPY: u64 = 64 << 20;
 
-/// How fast this device copies from the owner's memory, in GB/s: the best of three copies.
+/// The bandwidth of copies from the owner's memory in GB/s: the best of three.
 fn speed(device: &Device, owner: &Device) -> Result<f64> {
     let far = Allocation::create(owner, COPY)?;
     let near = Mapping::new(&Allocation::create(device, COPY)?, Access::ReadWrite)?;

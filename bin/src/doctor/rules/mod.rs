@@ -1,51 +1,27 @@
-//! Known causes of failures: rules that give a finding its cause and its remedy.
+//! Rules that give a finding its cause and remedy.
 //!
-//! Each rule is about a failure that was observed, here or in the reports of others: a finding that none matches stays unexplained.
+//! Each rule covers a failure that was observed or reported. Other findings have no explanation.
 
-mod broker;
-mod containers;
 mod predicates;
 mod table;
 
+pub use self::table::RULES;
 use super::{Environment, Finding, Status};
-
-/// All rules, the most specific first.
-pub const RULES: &[Rule] = &joined::<
-    { containers::RULES.len() + broker::SOCKET.len() + table::GENERAL.len() + broker::MEMORY.len() },
->([containers::RULES, broker::SOCKET, table::GENERAL, broker::MEMORY]);
-
-/// The rules of several tables as one.
-const fn joined<const N: usize>(tables: [&[Rule]; 4]) -> [Rule; N] {
-    let mut all = [tables[0][0]; N];
-    let (mut table, mut next) = (0, 0);
-    while table < tables.len() {
-        let mut rule = 0;
-        while rule < tables[table].len() {
-            all[next] = tables[table][rule];
-            (rule, next) = (rule + 1, next + 1);
-        }
-        table += 1;
-    }
-    all
-}
 
 /// A known cause of failures.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
-    /// Its name, in a report.
     pub name: &'static str,
-    /// What a user sees, for `docs/diagnose.md`.
+    /// The symptom for the user, in `docs/diagnose.md`.
     pub symptom: &'static str,
-    /// Why.
     pub cause: &'static str,
-    /// What to do.
     pub remedy: &'static str,
-    /// Whether it is the cause of a finding that is `failed` or `unsupported`, in this environment and, of two ends that meet,
-    /// with this one at the other.
+    /// Whether the rule explains a `failed` or `unsupported` finding in this environment. In a meeting the last argument is the environment
+    /// of the peer.
     pub matches: fn(&Finding, &Environment, Option<&Environment>) -> bool,
 }
 
-/// The first rule that matches a finding. One that is `ok` or skipped has none.
+/// The first rule that matches a `failed` or `unsupported` finding.
 pub fn find(finding: &Finding, environment: &Environment, peer: Option<&Environment>) -> Option<&'static Rule> {
     if !matches!(finding.status, Status::Failed | Status::Unsupported) {
         return None;
@@ -53,7 +29,7 @@ pub fn find(finding: &Finding, environment: &Environment, peer: Option<&Environm
     RULES.iter().find(|rule| (rule.matches)(finding, environment, peer))
 }
 
-/// Enters the cause and the remedy of the first rule that matches a finding.
+/// Sets the cause and remedy of a finding from the first matching rule.
 pub fn explain(finding: &mut Finding, environment: &Environment, peer: Option<&Environment>) {
     if let Some(rule) = find(finding, environment, peer) {
         finding.cause = Some(rule.cause.to_owned());

@@ -1,10 +1,10 @@
-//! Conditions that several rules share.
+//! Conditions shared by several rules.
 
 use vmmfd::error::code;
 
 use crate::doctor::{Environment, Finding, Status, environment::Node, error_details::Reason};
 
-/// The probes of virtual memory management that are not required: they fail where the required ones do.
+/// The optional probes of virtual memory management, which fail if the required ones do.
 pub(super) const VMM: &[&str] = &[
     "attributes",
     "granularity",
@@ -18,7 +18,7 @@ pub(super) const VMM: &[&str] = &[
     "export-cost",
 ];
 
-/// The probes in which one process, or one handle, uses memory of another.
+/// The probes in which one process or handle uses memory of another.
 pub(super) const SHARING: &[&str] = &[
     "export",
     "import",
@@ -56,7 +56,7 @@ pub(super) fn has_reason(finding: &Finding, reason: Reason) -> bool {
     finding.error.as_ref().is_some_and(|error| error.reason == Some(reason))
 }
 
-/// Whether a signal ended the probe's process, and whether that was SIGKILL.
+/// Whether the signal that killed the probe's process was SIGKILL; `None` if no signal did.
 pub(super) fn is_killed(finding: &Finding) -> Option<bool> {
     let error = finding.error.as_ref().filter(|error| error.kind == "signal")?;
     Some(error.name.as_deref() == Some("SIGKILL"))
@@ -87,24 +87,29 @@ pub(super) fn device_hidden(finding: &Finding) -> bool {
     imports && error_code(finding) == Some(code::INVALID_DEVICE)
 }
 
-/// Whether a GPU's driver does not support it: nor does host memory most of it, which says nothing about a GPU.
+/// Whether a GPU's driver reports the feature as unsupported. Host memory supports few features, so its findings don't count.
 pub(super) fn unsupported(finding: &Finding, environment: &Environment, probes: &[&str]) -> bool {
     is_of(finding, probes) && finding.status == Status::Unsupported && environment.library.is_some()
 }
 
-/// The categories of an SELinux label, such as `c1,c2` of `system_u:system_r:container_t:s0:c1,c2`. AppArmor's have none.
+/// The categories of an SELinux label: `c1,c2` in `system_u:system_r:container_t:s0:c1,c2`. AppArmor labels have none.
 pub(super) fn categories(environment: &Environment) -> Option<&str> {
     environment.label.as_deref()?.splitn(5, ':').nth(4)
 }
 
-/// Whether two ends have SELinux categories, and different ones.
+/// Whether both sides have SELinux categories that differ.
 pub(super) fn other_categories(own: &Environment, peer: &Environment) -> bool {
     let both = categories(own).zip(categories(peer));
     both.is_some_and(|(own, theirs)| own != theirs)
 }
 
-/// Whether a node is a GPU's own, such as `/dev/nvidia0`.
+/// Whether a node is a GPU, such as `/dev/nvidia0`.
 pub(super) fn is_gpu(node: &Node) -> bool {
     let number = node.path.strip_prefix("/dev/nvidia");
     number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// Whether the probe `broker` found this problem.
+pub(super) fn has_problem(finding: &Finding, problem: &str) -> bool {
+    is_of(finding, &["broker"]) && finding.figures.get("problem").is_some_and(|found| found == problem)
 }

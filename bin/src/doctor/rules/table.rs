@@ -5,20 +5,133 @@ use vmmfd::error::code;
 use super::{
     Rule,
     predicates::{
-        SHARING, VMM, cu_init_unknown, device_hidden, error_code, error_kind, fabric_denied, has_error, has_reason,
-        is_call, is_gpu, is_killed, is_of, no_device, no_library, unsupported,
+        SHARING, VMM, categories, cu_init_unknown, device_hidden, error_code, error_kind, fabric_denied, has_error,
+        has_problem, has_reason, is_call, is_gpu, is_killed, is_of, no_device, no_library, other_categories,
+        unsupported,
     },
 };
-use crate::doctor::{Status, environment::SharedMemory, error_details::Reason};
+use crate::doctor::{
+    Status,
+    environment::{CLibrary, SharedMemory},
+    error_details::Reason,
+    probes::problem,
+};
 
-/// The rules of every machine, the most specific first.
-pub(super) const GENERAL: &[Rule] = &[
+/// All rules, the most specific first.
+pub const RULES: &[Rule] = &[
+    // Containers, and programs built for another C library.
+    Rule {
+        name: "musl",
+        symptom: "`no CUDA driver library loads`, of a program that was built for musl",
+        cause: "NVIDIA's driver library requires glibc, but this program was built for musl: static programs can't \
+                load libraries (`Dynamic loading not supported`), and dynamic ones can't load a glibc library.",
+        remedy: "Build for a target that ends in -gnu, such as x86_64-unknown-linux-gnu, and use an image with glibc 2.28 or \
+                 newer: Debian, Ubuntu or UBI rather than Alpine.",
+        matches: |finding, environment, _| no_library(finding) && environment.c_library == Some(CLibrary::Musl),
+    },
+    Rule {
+        name: "capability-missing",
+        symptom: "`no CUDA driver library loads`, with `NVIDIA_DRIVER_CAPABILITIES` set and without compute",
+        cause: "The container runtime adds the libraries that NVIDIA_DRIVER_CAPABILITIES selects; libcuda.so.1 belongs \
+                to compute, which is not in the list.",
+        remedy: "Set NVIDIA_DRIVER_CAPABILITIES=compute in the image or for the container, or unset it.",
+        matches: |finding, environment, _| {
+            let gives_compute = |list: &str| {
+                list.split(',').map(str::trim).any(|capability| matches!(capability, "all" | "compute" | ""))
+            };
+            let named = environment.driver_capabilities.as_deref();
+            no_library(finding) && named.is_some_and(|list| !gives_compute(list))
+        },
+    },
+    Rule {
+        name: "selinux-categories",
+        symptom: "`does not let this user connect`, although the modes permit it, or `descriptors were cut off`, \
+                  between processes of different SELinux categories",
+        cause: "SELinux gives each container its own categories, and prevents a process from connecting to a socket, \
+                or receiving a descriptor, of another container.",
+        remedy: "Give both containers the same label: one pod in Kubernetes, or the same \
+                 seLinuxOptions.level; --security-opt label=level:s0:c100,c200 for Docker and Podman.",
+        matches: |finding, environment, peer| {
+            let own = categories(environment);
+            let permitted = finding.figures.get("permitted").is_some_and(|permitted| permitted == true);
+            let denied = permitted && has_reason(finding, Reason::ConnectDenied) && own.is_some();
+            let cut_off = has_reason(finding, Reason::DescriptorsLost);
+            denied || cut_off && peer.is_some_and(|peer| other_categories(environment, peer))
+        },
+    },
+    Rule {
+        name: "legacy-namespaces",
+        symptom: "`legacy` fails between different PID or IPC namespaces",
+        cause: "The driver identifies the owner of a legacy handle by its pid: two processes that are both pid 1, each \
+                in its own PID namespace, look like one process to it.",
+        remedy: "Share by file descriptor, which works across namespaces: --mechanism vmm, the default.",
+        matches: |finding, environment, peer| {
+            let apart = peer.is_some_and(|peer| {
+                let differ =
+                    |own: Option<u64>, theirs: Option<u64>| own.zip(theirs).is_some_and(|(own, theirs)| own != theirs);
+                differ(environment.pid_namespace, peer.pid_namespace)
+                    || differ(environment.ipc_namespace, peer.ipc_namespace)
+            });
+            is_of(finding, &["legacy"]) && has_error(finding) && apart
+        },
+    },
+    // The broker's socket.
+    Rule {
+        name: "broker-folder",
+        symptom: "`broker` fails: the folder of its socket is unsafe or unusable",
+        cause: "Clients require a folder that belongs to this user, is not a link, and is not writable for other \
+                users: otherwise another user could listen there in the broker's place.",
+        remedy: "Remove whatever is at the folder's path, or set its mode to 0700, and start `vmmfd serve` again.",
+        matches: |finding, _, _| has_problem(finding, problem::FOLDER),
+    },
+    Rule {
+        name: "broker-stale",
+        symptom: "`broker` fails: no process listens on its socket",
+        cause: "The broker that created the socket was killed before it could remove it.",
+        remedy: "Start `vmmfd serve`, which replaces the socket, or remove the file if no broker is needed.",
+        matches: |finding, _, _| has_problem(finding, problem::STALE),
+    },
+    Rule {
+        name: "broker-silent",
+        symptom: "`broker` fails: the process that listens on its socket does not answer",
+        cause: "The broker is stopped (SIGSTOP, a debugger, a frozen control group), hangs, or gets no CPU.",
+        remedy: "Find it with `ss -xlp` and check its state with `ps`; send SIGCONT if it is stopped, otherwise end it \
+                 and start `vmmfd serve` again: memory that clients have mapped stays valid.",
+        matches: |finding, _, _| {
+            has_problem(finding, problem::SILENT)
+                || is_of(finding, &["broker"]) && error_kind(finding) == Some("timeout")
+        },
+    },
+    Rule {
+        name: "broker-denied",
+        symptom: "`broker` fails: this user may not connect to its socket",
+        cause: "The socket's mode does not let this user connect, or a security module forbids it.",
+        remedy: "Run the broker and its clients as the same user, or start the broker with --allow-uid for this user; \
+                 with SELinux, give both containers the same label.",
+        matches: |finding, _, _| has_problem(finding, problem::DENIED),
+    },
+    Rule {
+        name: "broker-refused",
+        symptom: "`broker` fails: the broker refuses this connection",
+        cause: "The broker's access rules or limits exclude this connection: see its answer.",
+        remedy: "Depending on the answer, start the broker with --allow-uid for this user or with a larger --quota, or \
+                 stop clients that are not needed.",
+        matches: |finding, _, _| has_problem(finding, problem::REFUSED),
+    },
+    Rule {
+        name: "broker-other-program",
+        symptom: "`broker` fails: its socket belongs to another program or user",
+        cause: "Another program, or another file, occupies the path of the broker's socket.",
+        remedy: "Find the process with `ss -xlp`, end it or remove the file, and start `vmmfd serve`; or use another \
+                 path for the broker and its clients with --socket.",
+        matches: |finding, _, _| has_problem(finding, problem::OTHER),
+    },
     // The driver does not start.
     Rule {
         name: "stub-library",
         symptom: "`is the CUDA toolkit's stub library`",
         cause: "A toolkit's stubs folder on the loader's path hides the driver.",
-        remedy: "Take the folder out of LD_LIBRARY_PATH and of the loader's configuration (/etc/ld.so.conf.d).",
+        remedy: "Remove the folder from LD_LIBRARY_PATH and from the loader's configuration (/etc/ld.so.conf.d).",
         matches: |finding, environment, _| {
             let stub = environment.library.as_ref().is_some_and(|library| library.stub);
             is_of(finding, &["driver"]) && (stub || error_code(finding) == Some(code::STUB_LIBRARY))
@@ -26,32 +139,32 @@ pub(super) const GENERAL: &[Rule] = &[
     },
     Rule {
         name: "library-broken",
-        symptom: "`no CUDA driver library loads`, and a file of that name is there",
-        cause: "The driver library exists and can't be loaded: it is truncated, of another architecture, or lacks a \
+        symptom: "`no CUDA driver library loads`, although a file of that name exists",
+        cause: "The driver library exists but can't be loaded: it is truncated, of another architecture, or lacks a \
                 library that it needs.",
-        remedy: "Look with `ldd` at the file that the error names, and install the driver again; in a container, let \
-                 the runtime bring the driver's files.",
+        remedy: "Inspect the file that the error names with `ldd`, and reinstall the driver; in a container, let the \
+                 runtime provide the driver's files.",
         matches: |finding, _, _| has_reason(finding, Reason::LibraryBroken),
     },
     Rule {
         name: "library-not-found",
-        symptom: "`no CUDA driver library loads`, and the device nodes of a GPU are there",
-        cause: "The GPU's device nodes are here, and the loader does not find the driver library.",
-        remedy: "Name its folder in LD_LIBRARY_PATH, or run `ldconfig`; in a container NVIDIA_DRIVER_CAPABILITIES must \
+        symptom: "`no CUDA driver library loads`, although the device nodes of a GPU exist",
+        cause: "The GPU's device nodes exist, but the loader does not find the driver library.",
+        remedy: "Add its folder to LD_LIBRARY_PATH, or run `ldconfig`; in a container, NVIDIA_DRIVER_CAPABILITIES must \
                  include compute.",
         matches: |finding, environment, _| no_library(finding) && environment.nodes.iter().any(is_gpu),
     },
     Rule {
         name: "library-missing-wsl",
         symptom: "`no CUDA driver library loads`, on WSL2",
-        cause: "WSL2 takes its driver library from Windows, in /usr/lib/wsl/lib, and it is not found there.",
-        remedy: "Install NVIDIA's driver in Windows and none in Linux, then run `wsl --update` and `wsl --shutdown`.",
+        cause: "On WSL2 the driver library comes from Windows, in /usr/lib/wsl/lib, and is missing there.",
+        remedy: "Install NVIDIA's driver in Windows but not in Linux, then run `wsl --update` and `wsl --shutdown`.",
         matches: |finding, environment, _| no_library(finding) && environment.wsl,
     },
     Rule {
         name: "library-missing-container",
         symptom: "`no CUDA driver library loads`, in a container",
-        cause: "The container was started without the driver library, which comes from the machine and not from the \
+        cause: "The container was started without the driver library, which comes from the host and not from the \
                 image.",
         remedy: "Start it with the GPU: `--gpus all` for Docker, a limit of nvidia.com/gpu for Kubernetes, `--device \
                  nvidia.com/gpu=all` for podman; NVIDIA_DRIVER_CAPABILITIES must include compute.",
@@ -67,7 +180,7 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "old-driver",
         symptom: "`the driver is too old for this`",
-        cause: "The driver library lacks a function, as it is older than that function.",
+        cause: "The driver library is too old: it lacks a function.",
         remedy: "Update the driver: sharing by file descriptor needs CUDA 11.4 or newer, host memory 12.2, fabric \
                  handles 12.3.",
         matches: |finding, _, _| has_reason(finding, Reason::MissingFunction),
@@ -75,33 +188,31 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "fabric-manager",
         symptom: "`CUDA_ERROR_SYSTEM_NOT_READY (802)`",
-        cause: "The machine has NVSwitches, and NVIDIA's Fabric Manager has not set them up.",
-        remedy: "Start nvidia-fabricmanager, of exactly the driver's version, and look at its log and at `nvidia-smi \
-                 -q` (Fabric State must be Completed).",
+        cause: "The machine has NVSwitches, and NVIDIA's Fabric Manager has not configured them.",
+        remedy: "Start nvidia-fabricmanager in exactly the driver's version, and check its log and `nvidia-smi -q` \
+                 (Fabric State must be Completed).",
         matches: |finding, _, _| error_code(finding) == Some(802),
     },
     Rule {
         name: "version-mismatch",
         symptom: "`CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803)`",
-        cause: "The driver library and the kernel module are of different versions, often after an update.",
-        remedy: "Reboot or reload the module; in a container, use the machine's library and none that the image \
-                 brought.",
+        cause: "The driver library and the kernel module have different versions, often after an update.",
+        remedy: "Reboot or reload the module; in a container, use the host's library and not one from the image.",
         matches: |finding, _, _| error_code(finding) == Some(code::SYSTEM_DRIVER_MISMATCH),
     },
     Rule {
         name: "compatibility-library",
         symptom: "`CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE (804)`",
-        cause: "A forward-compatibility library (cuda-compat) is loaded, and this GPU is not one that it works on.",
-        remedy: "Take the compat folder out of LD_LIBRARY_PATH, and update the machine's driver instead.",
+        cause: "A forward-compatibility library (cuda-compat) is loaded, but does not support this GPU.",
+        remedy: "Remove the compat folder from LD_LIBRARY_PATH, and update the host's driver instead.",
         matches: |finding, _, _| error_code(finding) == Some(804),
     },
     Rule {
         name: "nodes-denied",
-        symptom: "the driver does not start, and a node of it in /dev is not open to this user",
-        cause: "This process may not open the driver's device nodes: their owner or mode, or the container's list of \
-                devices, forbids it.",
-        remedy: "Join the group that owns the nodes, or give the container the devices by its runtime rather than by \
-                 hand.",
+        symptom: "the driver does not start, and this user can't open one of its nodes in /dev",
+        cause: "This process may not open the driver's device nodes: their owner or mode, or the container's device \
+                list, denies access.",
+        remedy: "Join the group that owns the nodes, or let the container runtime add the devices.",
         matches: |finding, environment, _| {
             is_of(finding, &["driver"]) && has_error(finding) && environment.nodes.iter().any(|node| !node.usable)
         },
@@ -109,14 +220,14 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "devices-hidden",
         symptom: "`the CUDA driver finds no device`, with `CUDA_VISIBLE_DEVICES` set",
-        cause: "CUDA_VISIBLE_DEVICES leaves no device: it is empty, or the first it names does not exist here.",
+        cause: "CUDA_VISIBLE_DEVICES selects no device: it is empty, or its first entry does not exist.",
         remedy: "Unset it, or name devices by the UUIDs of `nvidia-smi -L`.",
         matches: |finding, environment, _| no_device(finding) && environment.visible_devices.is_some(),
     },
     Rule {
         name: "no-device-in-container",
         symptom: "`the CUDA driver finds no device`, in a container without `/dev/nvidia0`",
-        cause: "The container has the driver's library and no GPU.",
+        cause: "The container has the driver library but no GPU.",
         remedy: "Start it with the GPU: `--gpus all` for Docker, a limit of nvidia.com/gpu for Kubernetes.",
         matches: |finding, environment, _| {
             no_device(finding) && environment.container.is_some() && !environment.nodes.iter().any(is_gpu)
@@ -125,15 +236,15 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "no-device",
         symptom: "`the CUDA driver finds no device`",
-        cause: "The driver sees no GPU: there is none, it fell off the bus, or another driver (nouveau, vfio) holds \
-                it.",
-        remedy: "Look at `nvidia-smi -L`, at `lspci -k` for the driver in use, and at `dmesg` for NVRM and Xid.",
+        cause: "The driver sees no GPU: none is installed, it fell off the bus, or another driver (nouveau, vfio) \
+                holds it.",
+        remedy: "Check `nvidia-smi -L`, `lspci -k` for the driver in use, and `dmesg` for NVRM and Xid.",
         matches: |finding, _, _| no_device(finding),
     },
     Rule {
         name: "no-uvm-node",
         symptom: "`cuInit failed: CUDA_ERROR_UNKNOWN (999)`, without `/dev/nvidia-uvm`",
-        cause: "The kernel module nvidia-uvm is not loaded, or its node is not here.",
+        cause: "The kernel module nvidia-uvm is not loaded, or its device node is missing.",
         remedy: "Run `nvidia-modprobe -u -c 0` as root; a container needs the node /dev/nvidia-uvm too.",
         matches: |finding, environment, _| {
             cu_init_unknown(finding)
@@ -144,9 +255,8 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "other-proc",
         symptom: "`cuInit failed: CUDA_ERROR_OPERATING_SYSTEM (304)`, in a PID namespace",
-        cause: "/proc is of another PID namespace than this process, so the driver does not find its own process \
-                there.",
-        remedy: "Mount a /proc of its own in the namespace, as `unshare --mount-proc` does.",
+        cause: "/proc belongs to another PID namespace, so the driver does not find its own process there.",
+        remedy: "Mount a /proc for the namespace, as `unshare --mount-proc` does.",
         matches: |finding, environment, _| {
             is_of(finding, &["driver"]) && error_code(finding) == Some(304) && environment.own_proc == Some(false)
         },
@@ -154,26 +264,25 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "driver-broken",
         symptom: "`cuInit failed: CUDA_ERROR_UNKNOWN (999)`",
-        cause: "The driver is there and its kernel module is in a bad state, often after a suspend or a GPU error.",
-        remedy: "Look at `dmesg` for NVRM and Xid, then reload the module nvidia_uvm, reset the GPU or reboot.",
+        cause: "The driver is installed, but its kernel module is in a bad state, often after a suspend or a GPU \
+                error.",
+        remedy: "Check `dmesg` for NVRM and Xid, then reload the module nvidia_uvm, reset the GPU or reboot.",
         matches: |finding, _, _| cu_init_unknown(finding),
     },
     Rule {
         name: "driver-hangs",
-        symptom: "the probe `driver` reaches its deadline",
-        cause: "The driver does not finish initialising: a GPU has failed, or many processes start at once and wait in \
-                line.",
-        remedy: "See whether `nvidia-smi` answers, look at `dmesg` for NVRM and Xid, and try again with a longer \
-                 --timeout.",
+        symptom: "the probe `driver` times out",
+        cause: "The driver does not finish initialising: a GPU has failed, or many processes start at once and queue.",
+        remedy: "Check whether `nvidia-smi` responds and `dmesg` for NVRM and Xid, and retry with a longer --timeout.",
         matches: |finding, _, _| is_of(finding, &["driver"]) && error_kind(finding) == Some("timeout"),
     },
-    // The process may not hold what it needs.
+    // Limits and permissions of the process.
     Rule {
         name: "few-descriptors",
         symptom: "`open files are needed`, `descriptors were cut off`, `Too many open files`",
-        cause: "The limit of open files is too low: each shared allocation is a descriptor.",
+        cause: "The limit of open files is too low: each shared allocation needs a descriptor.",
         remedy: "Raise `ulimit -n` (LimitNOFILE of a systemd unit, --ulimit nofile of Docker), and close descriptors \
-                 once they are imported.",
+                 after importing them.",
         matches: |finding, _, _| {
             is_of(finding, &["descriptors"])
                 || has_reason(finding, Reason::FileLimit)
@@ -183,28 +292,27 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "mps",
         symptom: "`CUDA_ERROR_MPS_...` (805 to 810)",
-        cause: "The process is a client of MPS, and its server is not there, is full, or ended.",
-        remedy: "Start nvidia-cuda-mps-control for this user, or unset CUDA_MPS_PIPE_DIRECTORY to go without.",
+        cause: "The process is an MPS client, but the MPS server is not running, is full, or has exited.",
+        remedy: "Start nvidia-cuda-mps-control for this user, or unset CUDA_MPS_PIPE_DIRECTORY to run without MPS.",
         matches: |finding, _, _| matches!(error_code(finding), Some(805..=810)),
     },
     Rule {
         name: "exclusive",
-        symptom: "`CUDA_ERROR_DEVICE_UNAVAILABLE (46)`, or 201 or 999, with a compute mode other than default",
-        cause: "The GPU admits one process, or none, as its compute mode is not the default, or another holds it.",
-        remedy: "Run `nvidia-smi -c DEFAULT` as root, or end the process that `nvidia-smi` shows on that GPU.",
+        symptom: "`CUDA_ERROR_DEVICE_UNAVAILABLE (46)`, or 201 or 999 with a non-default compute mode",
+        cause: "The GPU's compute mode admits one process or none, or another process holds the GPU.",
+        remedy: "Run `nvidia-smi -c DEFAULT` as root, or stop the process that `nvidia-smi` lists for that GPU.",
         matches: |finding, _, _| {
             let exclusive = finding.figures.get("compute_mode").is_some_and(|mode| mode.as_u64() != Some(0));
             error_code(finding) == Some(46)
                 || exclusive && matches!(error_code(finding), Some(code::INVALID_CONTEXT | code::UNKNOWN))
         },
     },
-    // There is too little of something, whatever surrounds the process.
+    // Exhausted resources.
     Rule {
         name: "no-addresses",
         symptom: "`cuMemAddressReserve failed: CUDA_ERROR_OUT_OF_MEMORY (2)`",
-        cause: "The process has no range of addresses left: `ulimit -v` bounds them, or reservations were never freed.",
-        remedy: "Run `ulimit -v unlimited`, reserve exactly what is mapped, and free a reservation once it is \
-                 unmapped.",
+        cause: "The process has no address range left: `ulimit -v` limits it, or reservations were not freed.",
+        remedy: "Run `ulimit -v unlimited`, reserve only what is mapped, and free a reservation once it is unmapped.",
         matches: |finding, _, _| {
             is_call(finding, "cuMemAddressReserve") && error_code(finding) == Some(code::OUT_OF_MEMORY)
         },
@@ -212,18 +320,18 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "out-of-memory",
         symptom: "`CUDA_ERROR_OUT_OF_MEMORY (2)`, `bytes were requested`",
-        cause: "The GPU has less free memory than was asked for, or another resource is exhausted that is reported the \
-                same way.",
-        remedy: "See in `nvidia-smi` which processes hold memory, and free some; if there is enough, raise `ulimit -n` \
-                 and the container's memory limit.",
+        cause: "The GPU has less free memory than requested, or the driver reports another exhausted resource the same \
+                way.",
+        remedy: "Check in `nvidia-smi` which processes hold memory, and free some; if there is enough, raise `ulimit \
+                 -n` and the container's memory limit.",
         matches: |finding, _, _| error_code(finding) == Some(code::OUT_OF_MEMORY),
     },
-    // What surrounds the process changes what the driver can do.
+    // WSL, gVisor, confidential machines and MIG.
     Rule {
         name: "wsl-rdma",
         symptom: "`cuMemSetAccess failed: CUDA_ERROR_UNKNOWN (999)`, on WSL2",
-        cause: "On WSL2 memory that was asked to be capable of GPUDirect RDMA can be created and not be used.",
-        remedy: "Do not ask for gpuDirectRDMACapable on WSL2.",
+        cause: "On WSL2, memory can be created as GPUDirect RDMA capable, but not be used.",
+        remedy: "Do not request gpuDirectRDMACapable on WSL2.",
         matches: |finding, environment, _| {
             environment.wsl && is_call(finding, "cuMemSetAccess") && error_code(finding) == Some(code::UNKNOWN)
         },
@@ -231,8 +339,8 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "wsl-sharing",
         symptom: "`INVALID_VALUE (1)`, `INVALID_HANDLE (400)` or `NOT_SUPPORTED (801)`, on WSL2",
-        cause: "The driver of WSL2 does not share memory between processes, even where its attributes say so.",
-        remedy: "Run on Linux itself, or keep the work in one process.",
+        cause: "The WSL2 driver does not share memory between processes, even if its attributes claim support.",
+        remedy: "Run on native Linux, or keep the work in one process.",
         matches: |finding, environment, _| {
             let refused = [code::INVALID_VALUE, code::INVALID_HANDLE, code::NOT_SUPPORTED];
             environment.wsl
@@ -243,8 +351,8 @@ pub(super) const GENERAL: &[Rule] = &[
     },
     Rule {
         name: "gvisor-confidential",
-        symptom: "a probe reaches its deadline, in gVisor on a confidential machine",
-        cause: "In gVisor on a confidential machine the driver was seen to retry without end when it creates a \
+        symptom: "a probe times out, in gVisor on a confidential machine",
+        cause: "In gVisor on a confidential machine, the driver was observed to retry forever while creating a \
                 context.",
         remedy: "Use a newer runsc, or another runtime on confidential machines.",
         matches: |finding, environment, _| {
@@ -254,7 +362,7 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "gvisor-export",
         symptom: "`cuMemExportToShareableHandle` fails, in gVisor",
-        cause: "gVisor passes on only the driver requests that it knows, and does not know one that an export makes on \
+        cause: "gVisor forwards only driver requests that it knows, and does not know one that an export makes on \
                 machines with NVSwitches.",
         remedy: "Use a newer runsc, or another runtime for this container.",
         matches: |finding, environment, _| environment.gvisor && is_call(finding, "cuMemExportToShareableHandle"),
@@ -262,9 +370,9 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "confidential",
         symptom: "`CUDA_ERROR_NOT_SUPPORTED (801)`, on a confidential machine",
-        cause: "With confidential computing the GPU can't access the host's memory, and calls that need it are \
-                refused.",
-        remedy: "Share device memory instead, or switch confidential computing off.",
+        cause: "With confidential computing the GPU can't access the host's memory, and the driver refuses calls that \
+                need it.",
+        remedy: "Share device memory instead, or disable confidential computing.",
         matches: |finding, environment, _| {
             environment.confidential.is_some() && error_code(finding) == Some(code::NOT_SUPPORTED)
         },
@@ -272,8 +380,8 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "mig",
         symptom: "`peer` is unsupported, or it, `legacy` or `pool` fails with 101, 217 or 801, with MIG in use",
-        cause: "The instances of a partitioned GPU (MIG) are isolated: none can access another's memory.",
-        remedy: "Give both processes the same instance, or switch MIG off.",
+        cause: "The instances of a partitioned GPU (MIG) can't access each other's memory.",
+        remedy: "Use the same instance for both processes, or disable MIG.",
         matches: |finding, environment, _| {
             let apart = [code::INVALID_DEVICE, code::PEER_ACCESS_UNSUPPORTED, code::NOT_SUPPORTED];
             let refused = error_code(finding).is_some_and(|code| apart.contains(&code));
@@ -293,9 +401,9 @@ pub(super) const GENERAL: &[Rule] = &[
     },
     Rule {
         name: "fabric-channel-denied",
-        symptom: "`CUDA_ERROR_NOT_PERMITTED (800)` of `fabric`, with a channel's node that is not open to this user",
-        cause: "There is an IMEX channel, and this process may not open its node.",
-        remedy: "Give this user the node's group, or have the container's runtime add the channel.",
+        symptom: "`CUDA_ERROR_NOT_PERMITTED (800)` of `fabric`, with a channel node that this user can't open",
+        cause: "An IMEX channel exists, but this process may not open its node.",
+        remedy: "Add this user to the node's group, or let the container runtime add the channel.",
         matches: |finding, environment, _| {
             fabric_denied(finding) && !environment.imex_channels.iter().any(|node| node.usable)
         },
@@ -303,17 +411,15 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "fabric-other-channel",
         symptom: "`CUDA_ERROR_NOT_PERMITTED (800)` of `fabric`, with a channel's node",
-        cause: "Either nvidia-imex does not run, or the two processes use different channels or are different users.",
-        remedy: "Look at `nvidia-imex-ctl -N` and its log, and give both processes the same channel and user.",
+        cause: "nvidia-imex is not running, or the two processes use different channels or users.",
+        remedy: "Check `nvidia-imex-ctl -N` and its log, and use the same channel and user for both processes.",
         matches: |finding, _, _| fabric_denied(finding),
     },
     Rule {
         name: "fabric-export",
         symptom: "`cuMemExportToShareableHandle failed: CUDA_ERROR_INVALID_VALUE (1)` of `fabric`",
-        cause: "The driver creates memory for fabric handles on a GPU that is in no fabric, and fails only at the \
-                export.",
-        remedy: "Fall back to file descriptors after a trial of create, export and import, whatever the attribute \
-                 says.",
+        cause: "On a GPU without a fabric the driver creates memory for fabric handles, and only the export fails.",
+        remedy: "Try create, export and import, and fall back to file descriptors, whatever the attribute claims.",
         matches: |finding, _, _| {
             is_of(finding, &["fabric"])
                 && is_call(finding, "cuMemExportToShareableHandle")
@@ -323,18 +429,17 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "fabric-unsupported",
         symptom: "`fabric` is unsupported",
-        cause: "Fabric handles need GPUs that an NVLink fabric joins, and a driver of CUDA 12.3 or newer.",
-        remedy: "No action is needed unless memory is to be shared between machines: within one, use file descriptors.",
+        cause: "Fabric handles need GPUs in an NVLink fabric, and a driver for CUDA 12.3 or newer.",
+        remedy: "Nothing, unless memory must be shared between machines: within one machine, use file descriptors.",
         matches: |finding, environment, _| unsupported(finding, environment, &["fabric"]),
     },
-    // Between two devices.
+    // Pairs of devices.
     Rule {
         name: "peer-set-access",
         symptom: "`cuMemSetAccess failed: CUDA_ERROR_INVALID_VALUE (1)` of `peer`",
-        cause: "The driver does not give the device access to the other's memory, whatever it claims about peer \
-                access.",
-        remedy: "Ask cuDeviceCanAccessPeer both ways, see `nvidia-smi topo -p2p r`, and copy through the host where it \
-                 is not available.",
+        cause: "The driver refuses the device access to the other device's memory, even if it claims peer access.",
+        remedy: "Query cuDeviceCanAccessPeer in both directions, check `nvidia-smi topo -p2p r`, and copy through the \
+                 host where peer access is missing.",
         matches: |finding, _, _| {
             is_of(finding, &["peer"])
                 && is_call(finding, "cuMemSetAccess")
@@ -346,24 +451,25 @@ pub(super) const GENERAL: &[Rule] = &[
         symptom: "`CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)`, or `peer` is unsupported",
         cause: "The two GPUs can't access each other's memory: there is no NVLink, or the PCIe path does not allow \
                 peer access.",
-        remedy: "Choose GPUs that `nvidia-smi topo -p2p r` shows as OK, or copy through the host; on PCIe look at the \
+        remedy: "Choose GPUs that `nvidia-smi topo -p2p r` shows as OK, or copy through the host; on PCIe check the \
                  IOMMU and ACS.",
         matches: |finding, environment, _| {
             error_code(finding) == Some(code::PEER_ACCESS_UNSUPPORTED) || unsupported(finding, environment, &["peer"])
         },
     },
-    // Import.
+    // Imports.
     Rule {
         name: "gpu-hidden-by-variable",
         symptom: "`CUDA_ERROR_INVALID_DEVICE (101)` at an import, with `CUDA_VISIBLE_DEVICES` set",
-        cause: "The GPU that owns the memory is not among those that CUDA_VISIBLE_DEVICES leaves the importer.",
-        remedy: "Let both processes see that GPU, and compare UUIDs: ordinals are counted among what each one sees.",
+        cause: "CUDA_VISIBLE_DEVICES hides the GPU that owns the memory from the importer.",
+        remedy: "Make that GPU visible to both processes, and compare UUIDs: ordinals count only visible devices.",
         matches: |finding, environment, _| device_hidden(finding) && environment.visible_devices.is_some(),
     },
     Rule {
         name: "gpu-hidden",
         symptom: "`CUDA_ERROR_INVALID_DEVICE (101)` at an import",
-        cause: "The importer does not see the GPU that owns the memory, as when each container was given another.",
+        cause: "The importer does not see the GPU that owns the memory, for example because each container has its own \
+                GPU.",
         remedy: "Give both containers the same GPU, by UUID (--gpus device=UUID, or a shared resource claim).",
         matches: |finding, _, _| device_hidden(finding),
     },
@@ -371,7 +477,7 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "host-numa-crash",
         symptom: "`host-numa` is killed by a signal",
-        cause: "Drivers before r595 were seen to crash on host memory where the kernel refuses them NUMA calls.",
+        cause: "Drivers before r595 were observed to crash on host memory if the kernel denies them NUMA calls.",
         remedy: "Update the driver, or give the container --cap-add SYS_NICE.",
         matches: |finding, environment, _| {
             let major = environment.module.as_deref().and_then(|module| module.split('.').next()?.parse::<u32>().ok());
@@ -381,7 +487,7 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "host-numa-filtered",
         symptom: "`cuMemCreate` of `host-numa` fails in a container, or under a seccomp filter",
-        cause: "The container's seccomp filter refuses NUMA calls such as get_mempolicy, which the driver makes for \
+        cause: "The container's seccomp filter denies NUMA calls such as get_mempolicy, which the driver needs for \
                 host memory.",
         remedy: "Give the container --cap-add SYS_NICE, or a seccomp profile that allows them.",
         matches: |finding, environment, _| {
@@ -395,7 +501,7 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "host-numa-unsupported",
         symptom: "`host-numa` is unsupported",
-        cause: "The driver is older than host memory by NUMA node (CUDA 12.2), or the GPU can't use it.",
+        cause: "The driver is too old for host memory by NUMA node (CUDA 12.2), or the GPU does not support it.",
         remedy: "Update the driver, or share device memory.",
         matches: |finding, environment, _| unsupported(finding, environment, &["host-numa"]),
     },
@@ -403,7 +509,8 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "event-without-shm",
         symptom: "`event` fails, and `/dev/shm` is missing or not writable",
-        cause: "The driver keeps an inter-process event in a file of /dev/shm, and this process can't make one.",
+        cause: "The driver keeps an inter-process event in a file in /dev/shm, and this process can't create one \
+                there.",
         remedy: "Mount a tmpfs on /dev/shm with mode 1777, and let both containers share it.",
         matches: |finding, environment, _| {
             let usable = |folder: SharedMemory| folder.exists && folder.writable;
@@ -415,13 +522,13 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "event-not-shared",
         symptom: "`CUDA_ERROR_MAP_FAILED (205)` of `event`",
-        cause: "An inter-process event lies in a file of /dev/shm, and the ends are different users or see different \
-                /dev/shm.",
-        remedy: "Run both ends as one user with one /dev/shm (Docker: --ipc), or do without: synchronise the stream, \
-                 then send a message.",
+        cause: "The driver keeps an inter-process event in a file in /dev/shm, and the two processes run as different \
+                users or have different /dev/shm.",
+        remedy: "Run both processes as one user with one /dev/shm (Docker: --ipc), or use no events: synchronise the \
+                 stream, then send a message.",
         matches: |finding, _, _| is_of(finding, &["event"]) && error_code(finding) == Some(205),
     },
-    // What else a device may lack.
+    // Other missing features.
     Rule {
         name: "dma-buf-closed-module",
         symptom: "`dma-buf` is unsupported, with NVIDIA's closed kernel module",
@@ -436,16 +543,16 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "pool-unsupported",
         symptom: "`pool` is unsupported",
-        cause: "The GPU or its driver has no memory pools that can be shared by file descriptor.",
+        cause: "The GPU or its driver does not support memory pools that are shared by file descriptor.",
         remedy: "Share allocations of virtual memory management instead, which need no pool.",
         matches: |finding, environment, _| unsupported(finding, environment, &["pool"]),
     },
     Rule {
         name: "no-vmm",
         symptom: "`memory`, `export` or `round-trip` is unsupported",
-        cause: "The GPU or its driver does not offer virtual memory management with file descriptors, as on some \
+        cause: "The GPU or its driver does not support virtual memory management with file descriptors, as on some \
                 virtual GPUs.",
-        remedy: "Look at the probes `legacy` and `pool` for another way, or use a driver and GPU that offer it.",
+        remedy: "Check the probes `legacy` and `pool` for an alternative, or use a driver and GPU that support it.",
         matches: |finding, environment, _| {
             let claimed_not = error_kind(finding) == Some("unsupported") && error_code(finding).is_none();
             let lacking = claimed_not && (is_of(finding, VMM) || is_of(finding, &["import", "round-trip"]))
@@ -457,36 +564,57 @@ pub(super) const GENERAL: &[Rule] = &[
     Rule {
         name: "memory-held",
         symptom: "`memory-returned` fails: less is free than before",
-        cause: "Shared memory is freed when the last descriptor, handle or mapping of it goes, in whichever process, \
-                also a descriptor that is still queued in a socket; or another process allocated memory meanwhile.",
-        remedy: "Run again on a GPU that no other process uses; in a program close each descriptor once it is \
-                 imported, and look for holders with `ls -l /proc/*/fd`.",
+        cause: "Shared memory is freed when its last descriptor, handle or mapping is gone from every process, \
+                including descriptors queued in a socket; or another process allocated memory during the test.",
+        remedy: "Run again on an otherwise idle GPU; in a program, close each descriptor after importing it, and find \
+                 holders with `ls -l /proc/*/fd`.",
         matches: |finding, _, _| is_of(finding, &["memory-returned"]) && !has_error(finding),
     },
-    // Whatever the probe.
+    // Any probe.
     Rule {
         name: "killed",
-        symptom: "a probe is ended by `SIGKILL`",
-        cause: "Something killed the probe's process, most often the kernel as memory ran out, on the machine or in \
-                the container's limit.",
-        remedy: "Look at `dmesg` for oom-kill, and raise the container's memory limit: a process with CUDA takes some \
+        symptom: "`SIGKILL` kills a probe",
+        cause: "Something killed the probe's process, usually the kernel when memory ran out on the machine or in the \
+                container.",
+        remedy: "Check `dmesg` for oom-kill, and raise the container's memory limit: a process with CUDA needs about \
                  150 MiB.",
         matches: |finding, _, _| is_killed(finding) == Some(true),
     },
     Rule {
         name: "crashed",
-        symptom: "a probe is ended by another signal",
+        symptom: "another signal kills a probe",
         cause: "The driver crashed the probe's process.",
-        remedy: "Look at `dmesg` for NVRM and Xid, update the driver, and report it with the output of `vmmfd doctor \
-                 --json`.",
+        remedy: "Check `dmesg` for NVRM and Xid, update the driver, and report the crash with the output of `vmmfd \
+                 doctor --json`.",
         matches: |finding, _, _| is_killed(finding).is_some(),
     },
     Rule {
         name: "hangs",
-        symptom: "a probe reaches its deadline",
-        cause: "A call of the driver, or the other process, did not finish in time.",
-        remedy: "Look at `dmesg` for NVRM and Xid and at what else runs on the GPU, and try again with a longer \
-                 --timeout.",
+        symptom: "a probe times out",
+        cause: "A driver call, or the other process, did not finish in time.",
+        remedy: "Check `dmesg` for NVRM and Xid and the GPU's other processes, and retry with a longer --timeout.",
         matches: |finding, _, _| error_kind(finding) == Some("timeout"),
+    },
+    // Memory kept by a broker, for errors that no other rule explains.
+    Rule {
+        name: "persistence-off",
+        symptom: "`persistence` is unsupported: persistence mode is off",
+        cause: "Persistence mode is off: when the last process that uses the device exits, the driver drops the \
+                device's state, including memory that only descriptors hold.",
+        remedy: "If a broker keeps memory, run `nvidia-persistenced` on the host, or `nvidia-smi -pm 1` as root: \
+                 otherwise the memory survives only while some process has the device open.",
+        matches: |finding, _, _| is_of(finding, &["persistence"]) && finding.status == Status::Unsupported,
+    },
+    Rule {
+        name: "descriptor-not-kept",
+        symptom: "`held-descriptor` fails at `cuMemImportFromShareableHandle` or `cuMemMap`, or because the bytes \
+                  changed",
+        cause: "The driver freed the memory when its creator died, although another process held its descriptor.",
+        remedy: "Do not rely on a broker here: keep the memory's creator alive, or a process that has imported the \
+                 memory, and check whether a newer driver, or running outside of this container or sandbox, keeps it.",
+        matches: |finding, _, _| {
+            let lost = ["cuMemImportFromShareableHandle", "cuMemMap"].iter().any(|call| is_call(finding, call));
+            is_of(finding, &["held-descriptor"]) && finding.status == Status::Failed && (lost || !has_error(finding))
+        },
     },
 ];

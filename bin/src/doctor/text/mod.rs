@@ -1,4 +1,4 @@
-//! A report as text. It may be from another machine, so control characters in it are removed.
+//! The report as text. Control characters are removed: the report may come from another machine.
 
 use std::fmt::Write;
 
@@ -8,34 +8,34 @@ use vmmfd::{driver::Backend, internals::clean};
 use super::{DoctorReport, Environment, ErrorDetails, Finding, Status};
 use crate::units;
 
-/// The widest column of names: a report from another machine may have a name of any length.
+/// The widest column of names. Names in a report from another machine may be longer.
 const MAX_COLUMN: usize = 24;
 
-/// How many characters of a name are printed.
+/// The longest printed name, in characters.
 const MAX_NAME: usize = 200;
 
-/// How many characters of one text are printed.
+/// The longest printed text, in characters.
 const MAX_TEXT: usize = 500;
 
-/// How many characters of several texts beside one label are printed, such as all nodes or all figures.
+/// The longest printed list beside a label, such as all nodes or all figures, in characters.
 const MAX_ITEM: usize = 4000;
 
-/// The least characters of text in a line, however narrow the terminal.
+/// The minimum width of the text column.
 const MIN_TEXT: usize = 24;
 
-/// How a report is printed.
+/// The style of the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Style {
-    /// Whether in colour. The caller decides: for a terminal, and not with `NO_COLOR`.
+    /// Whether to use colour. The caller checks for a terminal and `NO_COLOR`.
     pub color: bool,
-    /// The width at which lines are folded, in characters; `None` for no limit.
+    /// The width for wrapping in characters; `None` for no limit.
     pub width: Option<usize>,
 }
 
-/// The whole report. Its last line is the verdict, and is never folded.
+/// Renders the report. The last line is the verdict and is not wrapped.
 pub fn render(report: &DoctorReport, style: Style) -> String {
     let mut page = Page { text: String::new(), style };
-    let (tool, made) = (short(&report.tool, MAX_NAME), short(&report.made, MAX_NAME));
+    let (tool, made) = (truncated(&report.tool, MAX_NAME), truncated(&report.made, MAX_NAME));
     let what = match report.backend {
         Backend::Cuda => "backend cuda: the NVIDIA driver",
         Backend::Host => "backend host: ordinary memory, NO GPU IS BEING TESTED",
@@ -43,7 +43,7 @@ pub fn render(report: &DoctorReport, style: Style) -> String {
     page.heading(&format!("{tool} doctor, {made}, {what}"));
     page.environment("environment", &report.environment);
     if let Some(peer) = &report.peer {
-        page.environment("environment of the other end", peer);
+        page.environment("environment of the peer", peer);
     }
 
     let pairs = report.pairs.iter().flat_map(|pair| &pair.findings);
@@ -55,7 +55,7 @@ pub fn render(report: &DoctorReport, style: Style) -> String {
         page.findings(&report.machine, column);
     }
     for device in &report.devices {
-        let (name, uuid) = (short(&device.name, MAX_NAME), device.uuid.prefixed(report.backend));
+        let (name, uuid) = (truncated(&device.name, MAX_NAME), device.uuid.prefixed(report.backend));
         page.section(&format!("device {}: {name} {uuid}", device.ordinal));
         page.findings(&device.findings, column);
     }
@@ -69,7 +69,7 @@ pub fn render(report: &DoctorReport, style: Style) -> String {
         page.item("", "required for the verdict:", 0, &report.required.join(", "));
     }
     let color = if report.exit_code == 0 { Color::Green } else { Color::Red };
-    let verdict = page.painted(&short(&report.verdict, MAX_ITEM), color);
+    let verdict = page.colored(&truncated(&report.verdict, MAX_ITEM), color);
     page.line(&verdict);
     page.text
 }
@@ -94,7 +94,7 @@ impl Page {
         self.text.push('\n');
     }
 
-    fn painted(&self, text: &str, color: Color) -> String {
+    fn colored(&self, text: &str, color: Color) -> String {
         if !self.style.color || text.is_empty() {
             return text.to_owned();
         }
@@ -109,7 +109,7 @@ impl Page {
     }
 
     fn heading(&mut self, text: &str) {
-        let text = self.painted(text, Color::Bold);
+        let text = self.colored(text, Color::Bold);
         self.line(&text);
     }
 
@@ -135,15 +135,15 @@ impl Page {
                 Status::Unsupported => ("–", Color::Yellow),
                 Status::Skipped => ("·", Color::Dim),
             };
-            let lead = format!("  {} ", self.painted(symbol, color));
+            let lead = format!("  {} ", self.colored(symbol, color));
             let figures = figures(finding);
-            let meaning = short(&finding.meaning, MAX_TEXT);
+            let meaning = truncated(&finding.meaning, MAX_TEXT);
             let text = match figures.is_empty() {
                 true => meaning,
                 false => format!("{meaning} ({})", figures.join(", ")),
             };
-            // The label and the column decide how far the text is indented.
-            self.item(&lead, &short(&finding.probe, MAX_COLUMN), column, &text);
+            // The label and the column determine the indent.
+            self.item(&lead, &truncated(&finding.probe, MAX_COLUMN), column, &text);
             if finding.status == Status::Ok {
                 continue;
             }
@@ -158,12 +158,12 @@ impl Page {
         }
     }
 
-    /// A label, padded to its column, and a text beside it, folded at the width.
+    /// Adds a label, padded to its column, and wrapped text beside it.
     fn item(&mut self, lead: &str, label: &str, column: usize, text: &str) {
         let mut line = format!("{lead}{label:<column$}");
         let indent = visible(&line) + 2;
         let room = self.style.width.map_or(usize::MAX, |width| width.saturating_sub(indent).max(MIN_TEXT));
-        for (number, part) in folded(&short(text, MAX_ITEM), room).iter().enumerate() {
+        for (number, part) in wrapped(&truncated(text, MAX_ITEM), room).iter().enumerate() {
             if number == 0 {
                 line += "  ";
                 line += part;
@@ -176,17 +176,17 @@ impl Page {
     }
 }
 
-/// A text on one line, without control characters and runs of blanks.
+/// The text on one line, without control characters and repeated blanks.
 fn plain(text: &str) -> String {
     let mut text = text.to_owned();
     clean(&mut text);
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The same, of at most so many characters.
-fn short(text: &str, most: usize) -> String {
+/// As [`plain`], truncated to `most` characters.
+fn truncated(text: &str, most: usize) -> String {
     let mut text = plain(text);
-    // The last character marks the cut.
+    // The last character marks the truncation.
     if let Some((cut, _)) = text.char_indices().nth(most.saturating_sub(1))
         && text[cut..].chars().nth(1).is_some()
     {
@@ -197,12 +197,12 @@ fn short(text: &str, most: usize) -> String {
     text
 }
 
-/// The width of the column that these fit in.
+/// The column width for these names.
 fn column<'a>(names: impl Iterator<Item = &'a str>) -> usize {
-    names.map(|name| short(name, MAX_COLUMN).chars().count()).max().unwrap_or(0)
+    names.map(|name| truncated(name, MAX_COLUMN).chars().count()).max().unwrap_or(0)
 }
 
-/// How many characters of a line are visible: not those of colour codes.
+/// The number of visible characters, without colour codes.
 fn visible(line: &str) -> usize {
     line.split('\x1b')
         .enumerate()
@@ -213,8 +213,8 @@ fn visible(line: &str) -> usize {
         .sum()
 }
 
-/// The words of a text on lines of at most `room` characters. A longer word has a line of its own.
-fn folded(text: &str, room: usize) -> Vec<String> {
+/// Wraps text to lines of at most `room` characters. A longer word gets its own line.
+fn wrapped(text: &str, room: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let mut used = 0;
     for word in text.split(' ').filter(|word| !word.is_empty()) {
@@ -234,21 +234,21 @@ fn folded(text: &str, room: usize) -> Vec<String> {
     lines
 }
 
-/// The figures with their units, and the time of the probe. Lists and objects are only in the JSON.
+/// The figures with units, and the duration. Lists and objects appear only in the JSON.
 fn figures(finding: &Finding) -> Vec<String> {
     let mut texts: Vec<String> = finding.figures.iter().filter_map(|(name, value)| figure(name, value)).collect();
     texts.extend(finding.us.map(|us| format!("in {}", units::micros(us))));
     texts
 }
 
-/// A figure; the end of its name is its unit.
+/// A figure. The suffix of its name is its unit.
 fn figure(name: &str, value: &Value) -> Option<String> {
     let units = [("us", "us"), ("gb_per_s", "GB/s"), ("gb_s", "GB/s"), ("bytes", "bytes"), ("percent", "%")];
     let (name, unit) = units
         .iter()
         .find_map(|(end, unit)| {
             let rest = name.strip_suffix(end)?;
-            // `status` ends with `us`, which is not its unit.
+            // Not the `us` of `status`.
             (rest.is_empty() || rest.ends_with('_')).then_some((rest.trim_end_matches('_'), Some(*unit)))
         })
         .unwrap_or((name, None));
@@ -260,21 +260,21 @@ fn figure(name: &str, value: &Value) -> Option<String> {
         (Value::Number(number), Some("us")) if number.is_u64() => units::micros(number.as_u64().unwrap_or_default()),
         (Value::Number(number), unit) => {
             let number = match number.as_f64() {
-                Some(float) if !number.is_u64() && !number.is_i64() => decimal(float),
+                Some(float) if !number.is_u64() && !number.is_i64() => rounded(float),
                 _ => number.to_string(),
             };
             unit.map_or_else(|| number.clone(), |unit| format!("{number} {unit}"))
         }
         (Value::Bool(true), _) => "yes".to_owned(),
         (Value::Bool(false), _) => "no".to_owned(),
-        (Value::String(text), _) => short(text, MAX_TEXT),
+        (Value::String(text), _) => truncated(text, MAX_TEXT),
         (Value::Null | Value::Array(_) | Value::Object(_), _) => return None,
     };
-    Some(plain(&format!("{} {value}", short(&name.replace('_', " "), MAX_NAME))))
+    Some(plain(&format!("{} {value}", truncated(&name.replace('_', " "), MAX_NAME))))
 }
 
-/// With one decimal, or none from 100 on.
-fn decimal(number: f64) -> String {
+/// One decimal below 100, none above.
+fn rounded(number: f64) -> String {
     if number.abs() >= 100.0 { format!("{number:.0}") } else { format!("{number:.1}") }
 }
 
