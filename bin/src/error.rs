@@ -98,29 +98,29 @@ pub fn hint(error: &Error) -> Option<&str> {
             "install NVIDIA's driver, or give the container the GPU (for Docker: --gpus all); \
              --backend host tries the tools on ordinary memory"
         }
-        Error::Load(LoadError::Stub { .. }) => "take the toolkit's stubs folder out of LD_LIBRARY_PATH",
+        Error::Load(LoadError::Stub { .. }) => "remove the toolkit's stubs folder from LD_LIBRARY_PATH",
         Error::Load(LoadError::MissingSymbol { .. }) => "CUDA 11.4 or newer is needed: update the driver",
         Error::Load(LoadError::NoDevice) => {
-            "look at nvidia-smi -L, and at CUDA_VISIBLE_DEVICES; --backend host tries the tools on ordinary memory"
+            "check nvidia-smi -L and CUDA_VISIBLE_DEVICES; --backend host tries the tools on ordinary memory"
         }
         Error::Device(DeviceError::NotFound { backend: "host", .. }) => "the host backend has one device, 0",
         Error::Device(DeviceError::NotFound { .. }) => {
-            "ordinals are counted among the devices that CUDA_VISIBLE_DEVICES leaves"
+            "ordinals count only the devices that CUDA_VISIBLE_DEVICES allows"
         }
         Error::Device(DeviceError::Ambiguous { .. }) => "write more digits of the UUID",
         Error::Device(DeviceError::Unsupported { .. }) => "`vmmfd devices` lists what can be shared of each device",
         Error::Device(DeviceError::NoPeerAccess { .. }) => {
             "choose a device of the same NVLink or PCIe group with --device; nvidia-smi topo -p2p r shows which can"
         }
-        Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise ulimit -n, or take larger chunks",
+        Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise ulimit -n, or use larger chunks",
         Error::Forked { .. } => "start the process with exec, or initialise the driver after the fork",
-        Error::Memory(MemoryError::OutOfMemory { .. }) => "ask for less, or free memory first",
+        Error::Memory(MemoryError::OutOfMemory { .. }) => "request less, or free memory first",
         Error::Socket(SocketError::UnsafeFolder { .. }) | Error::Socket(SocketError::FolderLocked { .. }) => {
             "name a socket in a folder of your own with --socket"
         }
-        Error::Socket(SocketError::DefaultFolder { .. }) => "look at XDG_RUNTIME_DIR, or name a socket with --socket",
+        Error::Socket(SocketError::DefaultFolder { .. }) => "check XDG_RUNTIME_DIR, or name a socket with --socket",
         Error::Socket(SocketError::NotAccepted { .. }) => {
-            "look at the process that listens there: it may be stopped, or have too many connections"
+            "check the process that listens there: it may be stopped, or have too many connections"
         }
         Error::Socket(SocketError::Path { .. }) => "name another path with --socket",
         Error::Socket(SocketError::AlreadyServed { .. }) => "stop that process, or use another --socket",
@@ -133,12 +133,12 @@ pub fn hint(error: &Error) -> Option<&str> {
             "start a consumer on the same --socket, or wait longer with --timeout"
         }
         Error::Peer(PeerError::Timeout { .. }) => {
-            "the peer may be stuck or much slower: look at it, or raise --timeout on both sides"
+            "the peer may hang or be much slower: check it, or raise --timeout on both sides"
         }
         Error::Peer(PeerError::TurnTooLong { .. }) => "a turn lasts ten times --timeout: raise it on this side",
-        Error::Peer(PeerError::Gone { .. }) => "look at the peer's own error",
+        Error::Peer(PeerError::Gone { .. }) => "see the peer's own error",
         Error::Peer(PeerError::NotAllowed { .. }) => {
-            "if that user is to be trusted, give this command --allow-uid with its number"
+            "to trust that user, give this command --allow-uid with its number"
         }
         Error::Socket(SocketError::Denied { group: Some(_), .. }) => {
             "add this user to that group and log in again, or start the process that listens there with --allow-uid and this user's number"
@@ -151,11 +151,13 @@ pub fn hint(error: &Error) -> Option<&str> {
         Error::Socket(SocketError::ClosedFolder { .. }) => {
             "the folder's owner must let this user in: with chmod o+x, or with g+x for a group of this user"
         }
-        Error::Driver { code: code::OUT_OF_MEMORY, .. } => "free memory first, or ask for less",
+        Error::Driver { code: code::OUT_OF_MEMORY, .. } => "free memory first, or request less",
         Error::Driver { code: code::SYSTEM_DRIVER_MISMATCH, .. } => {
             "the driver library and the kernel module differ in version: reboot, or rebuild the container"
         }
-        Error::Driver { call: "cuInit", .. } => "look at nvidia-smi and the kernel log: the driver is there and fails",
+        Error::Driver { call: "cuInit", .. } => {
+            "check nvidia-smi and the kernel log: the driver is installed but fails"
+        }
         _ => return None,
     })
 }
@@ -164,16 +166,16 @@ pub fn hint(error: &Error) -> Option<&str> {
 fn refusal_hint(code: RefusalCode) -> Option<&'static str> {
     Some(match code {
         RefusalCode::Absent => "`vmmfd ls` lists the objects that this user may read",
-        RefusalCode::Exists => "replace it with --replace, or take another name",
+        RefusalCode::Exists => "replace it with --replace, or use another name",
         RefusalCode::Version => "another process replaced it: `vmmfd stat` shows the current version for the next try",
         RefusalCode::Differs => "`vmmfd stat` shows its sizes, metadata and digests",
         RefusalCode::Denied => {
             "its owner and the broker's user delete it; the --mode of its first put says who reads and replaces it"
         }
         RefusalCode::Quota => "delete what is not needed, or raise the limit with `vmmfd serve --quota`",
-        RefusalCode::Full => "raise ulimit -n for the broker, or put memory in larger chunks",
-        RefusalCode::Timeout => "wait longer, or look for the process that was to put it",
-        RefusalCode::Failed => "look at the broker's log",
+        RefusalCode::Full => "raise ulimit -n for the broker, or use larger chunks",
+        RefusalCode::Timeout => "wait longer, or check the process that should put it",
+        RefusalCode::Failed => "see the broker's log",
         _ => return None,
     })
 }
