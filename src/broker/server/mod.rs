@@ -28,7 +28,7 @@ use self::{
     io::{
         admission::Admission,
         devices,
-        keeper::Keeping,
+        keeper::KeeperLink,
         reactor::{self, Reactor},
     },
     state::{
@@ -174,7 +174,7 @@ fn lengthen_queue(listener: &Listener) -> Result<()> {
 /// Checks whether this build can use these catalogues.
 pub(super) fn check_catalogues(catalogues: [Option<OwnedFd>; 2]) -> Result<()> {
     let Some((_, records)) = objects::Journal::open(catalogues)? else { return Ok(()) };
-    records.into_iter().try_for_each(|record| record.map(drop)).map_err(objects::unusable)
+    records.into_iter().try_for_each(|record| record.map(drop)).map_err(objects::catalogue_error)
 }
 
 impl Server {
@@ -204,7 +204,7 @@ impl Server {
     }
 
     fn bind_alone(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        let (listener, reserves, before) = listen(path, &config, false, cancel)?;
+        let (listener, reserves_names, before) = listen(path, &config, false, cancel)?;
         let path = listener.path().to_owned();
         let mut store = Store::none();
         let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
@@ -217,8 +217,11 @@ impl Server {
         )?;
         let mut history = History::default();
         history.begin(before, objects.store_mut());
-        let keeping = Keeping::default().holding(devices);
-        Ok(Self { reactor: react(listener, config, objects, history, reserves, keeping, cancel)?, path })
+        let keeper_link = KeeperLink::default().holding(devices);
+        Ok(Self {
+            reactor: build_reactor(listener, config, objects, history, reserves_names, keeper_link, cancel)?,
+            path,
+        })
     }
 
     fn resume(path: &Path, config: ServerConfig, taken: Takeover, cancel: &Cancel) -> Result<Self> {
@@ -231,7 +234,7 @@ impl Server {
         let failed = |error| Error::system("duplicate a descriptor", error);
         let without_file = socket.as_ref().map(OwnedFd::try_clone).transpose().map_err(failed)?;
         let taken = socket.map(|socket| Listener::take_over(socket, path)).transpose()?.flatten();
-        let (mut reserves, mut before) = (false, None);
+        let (mut reserves_names, mut before) = (false, None);
         let listener =
             match taken.map_or_else(|| listen(path, &config, in_store, cancel).map(Err), |taken| Ok(Ok(taken))) {
                 Ok(Ok(taken)) => {
@@ -244,7 +247,7 @@ impl Server {
                 Ok(Err((listener, left, marked_by))) => {
                     let listener = listener.leave_file();
                     before = marked_by;
-                    reserves = left && catalogues.iter().all(Option::is_none);
+                    reserves_names = left && catalogues.iter().all(Option::is_none);
                     if in_store {
                         store.remove(Name::Socket);
                     }
@@ -289,8 +292,11 @@ impl Server {
         objects.store_mut().complete();
         objects.store_mut().serving();
         let path = listener.path().to_owned();
-        let keeping = Keeping::new(link, keeper, config.started_by_keeper.clone()).holding(devices);
-        Ok(Self { reactor: react(listener, config, objects, history, reserves, keeping, cancel)?, path })
+        let keeper_link = KeeperLink::new(link, keeper, config.started_by_keeper.clone()).holding(devices);
+        Ok(Self {
+            reactor: build_reactor(listener, config, objects, history, reserves_names, keeper_link, cancel)?,
+            path,
+        })
     }
 
     /// Whether it took over from a previous server.
@@ -311,7 +317,7 @@ impl Server {
     pub fn run(mut self) -> Result<ServerReport> {
         let result = self.reactor.run();
         let is_unused = matches!(&result, Ok(total) if total.counts.versions == 0) && self.reactor.end_unused_keeper();
-        drop_elsewhere(self.reactor);
+        drop_in_thread(self.reactor);
         if is_unused {
             let removed = Cancel::new().and_then(|cancel| Listener::remove_unserved(&self.path, CLOSING, &cancel));
             let _ = removed.inspect_err(|error| tracing::debug!(%error, "cannot remove the socket's file"));
@@ -321,24 +327,24 @@ impl Server {
     }
 }
 
-fn react(
+fn build_reactor(
     listener: Listener,
     config: ServerConfig,
     objects: Objects,
     history: History,
-    reserves: bool,
-    keeping: Keeping,
+    reserves_names: bool,
+    keeper_link: KeeperLink,
     cancel: &Cancel,
 ) -> Result<Reactor> {
     let mut state = State::new(objects, config.timeout, config.emulated);
     state.history = history;
-    state.storing.reserves = reserves;
-    Reactor::new(state, Admission::new(listener, config.allow_uids, config.allow_gids), keeping, cancel)
+    state.pending_versions.reserves_names = reserves_names;
+    Reactor::new(state, Admission::new(listener, config.allow_uids, config.allow_gids), keeper_link, cancel)
 }
 
 /// Drops a reactor in a thread, because peers can block the close of descriptors that they sent. The process exits without waiting for
 /// those.
-fn drop_elsewhere(reactor: Reactor) {
+fn drop_in_thread(reactor: Reactor) {
     let (done, ended) = mpsc::channel();
     let close = move || {
         drop(reactor);

@@ -71,7 +71,7 @@ impl Admission {
         let uid = caller.uid;
         let is_allowed = caller.is_superuser()
             || self.allow_uids.contains(&uid)
-            || self.allow_gids.iter().any(|gid| caller.is_of(*gid));
+            || self.allow_gids.iter().any(|gid| caller.is_member_of(*gid));
         if is_allowed {
             return Ok(());
         }

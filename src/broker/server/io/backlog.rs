@@ -8,12 +8,12 @@ use std::{
 use crate::broker::server::state::caller::ConnectionId;
 
 /// Additional descriptors that each user may send while the worker is behind.
-const MOST_WHILE_BEHIND: usize = 64;
+const MAX_WHILE_BEHIND: usize = 64;
 
 /// Connections that are not read until the worker has closed memory.
 #[derive(Debug, Default)]
 pub(super) struct Backlog {
-    held_up: HashMap<ConnectionId, u32>,
+    suspended: HashMap<ConnectionId, u32>,
     /// Descriptors sent by each user since the worker fell behind.
     sent: HashMap<u32, usize>,
     /// When reading from each user's connections stopped.
@@ -35,20 +35,20 @@ impl Backlog {
 
     /// Whether a user's next descriptors must wait.
     pub(super) fn is_full(&self, uid: u32) -> bool {
-        self.sent.get(&uid).is_some_and(|sent| *sent >= MOST_WHILE_BEHIND)
+        self.sent.get(&uid).is_some_and(|sent| *sent >= MAX_WHILE_BEHIND)
     }
 
-    pub(super) fn hold_up(&mut self, id: ConnectionId, uid: u32, now: Instant) {
-        self.held_up.insert(id, uid);
+    pub(super) fn suspend(&mut self, id: ConnectionId, uid: u32, now: Instant) {
+        self.suspended.insert(id, uid);
         self.since.entry(uid).or_insert(now);
     }
 
     pub(super) fn any(&self) -> bool {
-        !self.held_up.is_empty() || !self.sent.is_empty()
+        !self.suspended.is_empty() || !self.sent.is_empty()
     }
 
     /// Whether reading from a user's connections has stopped, so that its puts can't progress.
-    pub(super) fn holds_up(&self, uid: u32) -> bool {
+    pub(super) fn is_suspended(&self, uid: u32) -> bool {
         self.since.contains_key(&uid)
     }
 
@@ -56,6 +56,6 @@ impl Backlog {
     pub(super) fn release(&mut self, now: Instant) -> Released {
         self.sent.clear();
         let users = self.since.drain().map(|(uid, since)| (uid, now.saturating_duration_since(since))).collect();
-        Released { connections: self.held_up.drain().map(|(id, _)| id).collect(), users }
+        Released { connections: self.suspended.drain().map(|(id, _)| id).collect(), users }
     }
 }

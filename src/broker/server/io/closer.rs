@@ -24,10 +24,10 @@ use crate::{
 };
 
 /// The most unclosed descriptors per user. Beyond that, the user's connections are refused.
-const MOST_BLOCKED: usize = 256;
+const MAX_BLOCKED: usize = 256;
 
 /// The most closer threads. Further users wait.
-const MOST_THREADS: usize = 64;
+const MAX_THREADS: usize = 64;
 
 /// How many records without descriptors to discard before a close is left to a thread.
 const FEW: usize = 16;
@@ -76,11 +76,11 @@ impl Closers {
     /// Refuses a user with too many unclosed descriptors.
     pub(super) fn check(&self, uid: u32) -> Result<(), String> {
         let blocked = self.queues.get(&Some(uid)).map_or(0, |queue| queue.descriptors);
-        if blocked < MOST_BLOCKED {
+        if blocked < MAX_BLOCKED {
             return Ok(());
         }
         Err(format!(
-            "{blocked} descriptors sent by uid {uid} are still being closed, and the limit is {MOST_BLOCKED}: the user is served again \
+            "{blocked} descriptors sent by uid {uid} are still being closed, and the limit is {MAX_BLOCKED}: the user is served again \
             when they are closed"
         ))
     }
@@ -104,7 +104,7 @@ impl Closers {
     }
 
     pub(super) fn start(&mut self) {
-        while self.threads < MOST_THREADS
+        while self.threads < MAX_THREADS
             && let Some(of) = self.turns.pop_front()
         {
             let Some(queue) = self.queues.get_mut(&of) else { continue };
@@ -136,7 +136,7 @@ impl Closers {
 
     /// Whether users still wait because a thread could not be started.
     pub(super) fn wants_thread(&self) -> bool {
-        self.threads < MOST_THREADS && !self.turns.is_empty()
+        self.threads < MAX_THREADS && !self.turns.is_empty()
     }
 
     /// Handles the result of a thread.

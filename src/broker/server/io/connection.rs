@@ -124,18 +124,18 @@ impl Connection {
     }
 
     /// Counts unsent bytes.
-    pub(super) fn count_unsent(&mut self) -> Unsent {
+    pub(super) fn update_unsent(&mut self) -> Unsent {
         let now = self.queue.iter().chain(&self.rest).map(|record| record.bytes.len() as u64).sum();
         Unsent { before: std::mem::replace(&mut self.counted, now), now }
     }
 
-    /// The last result of [`Connection::count_unsent`].
+    /// The last result of [`Connection::update_unsent`].
     pub(super) fn counted_unsent(&self) -> u64 {
         self.counted
     }
 
     /// Discards an incompletely sent answer.
-    pub(super) fn take_back(&mut self) {
+    pub(super) fn discard_answer(&mut self) {
         self.queue.retain(|record| record.descriptors() == 0);
         self.rest.clear();
     }

@@ -31,35 +31,35 @@ pub(super) const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 /// Delays between connection attempts if keepers keep dying: the first; the maximum if this process starts the keeper; and if an init
 /// starts it.
 const PAUSE: Duration = Duration::from_millis(5);
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-const LONGEST_PAUSE_BY_PATH: Duration = Duration::from_millis(200);
+const MAX_PAUSE: Duration = Duration::from_secs(5);
+const MAX_PAUSE_BY_PATH: Duration = Duration::from_millis(200);
 
 /// How often to check whether the keeper reads its messages, and for how long it may not read.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-const LONGEST_SILENCE: Duration = Duration::from_secs(5);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A terminating process closes its sockets up to this long before its pidfd becomes readable.
-const DYING: Duration = Duration::from_millis(50);
+const EXIT_GRACE: Duration = Duration::from_millis(50);
 
 /// How long a stopping server waits for the keeper to have everything.
-const LONGEST_END: Duration = Duration::from_secs(10);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The keeper of this server.
 #[derive(Debug, Default)]
-pub(crate) struct Keeping {
+pub(crate) struct KeeperLink {
     link: Option<Link>,
     keeper: Option<Process>,
     /// When the next keeper may be tried, and the delay after that attempt.
-    next: Option<Instant>,
+    next_attempt: Option<Instant>,
     pause: Duration,
     /// Triggered by SIGHUP: exit so that another server takes over.
     restart: Option<Cancel>,
     /// The keeper must confirm this mark before the server exits.
-    end_mark: Option<Mark>,
-    end_by: Option<Instant>,
+    shutdown_mark: Option<Mark>,
+    shutdown_deadline: Option<Instant>,
     /// How much the keeper has read, and the confirmation it was asked for, with the time.
     read: u64,
-    asked: Option<(Mark, Instant)>,
+    confirmation: Option<(Mark, Instant)>,
     /// Whether the keeper may have sent something.
     pub(super) readable: bool,
     /// Device nodes held open.
@@ -67,7 +67,7 @@ pub(crate) struct Keeping {
 }
 
 /// The parts of the event loop that the keeper code uses.
-pub(super) struct Around<'a> {
+pub(super) struct LoopContext<'a> {
     pub(super) state: &'a mut State,
     pub(super) timers: &'a mut Timers,
     pub(super) registry: &'a Registry,
@@ -75,7 +75,7 @@ pub(super) struct Around<'a> {
     pub(super) cancel: &'a Cancel,
 }
 
-impl Keeping {
+impl KeeperLink {
     pub(crate) fn new(link: Link, keeper: Process, restart: Option<Cancel>) -> Self {
         Self { link: Some(link), keeper: Some(keeper), restart, ..Self::default() }
     }
@@ -109,18 +109,18 @@ impl Keeping {
     }
 }
 
-impl Keeping {
+impl KeeperLink {
     /// Sends queued messages to the keeper. If the keeper is gone, connects to another and resends everything.
-    pub(super) fn flush(&mut self, around: &mut Around<'_>) {
+    pub(super) fn flush(&mut self, context: &mut LoopContext<'_>) {
         if std::mem::take(&mut self.readable) {
-            around.state.objects.store_mut().read();
+            context.state.objects.store_mut().read();
         }
-        match around.state.objects.flush_store() {
+        match context.state.objects.flush_store() {
             Flushed::All | Flushed::Full => {}
-            Flushed::InFlight => around.timers.set_once(IN_FLIGHT_PAUSE, Timer::Store),
-            Flushed::Gone => self.gone(around),
+            Flushed::InFlight => context.timers.set_once(IN_FLIGHT_PAUSE, Timer::Store),
+            Flushed::Gone => self.replace_keeper(context),
         }
-        self.look_later(around);
+        self.check_later(context);
     }
 
     /// Registers the keeper's connection with the event loop.
@@ -134,65 +134,64 @@ impl Keeping {
 
     /// Replaces a keeper that is gone: connects to another and resends everything. If none is reachable, retries with increasing delays;
     /// puts wait until then.
-    fn gone(&mut self, around: &mut Around<'_>) {
+    fn replace_keeper(&mut self, context: &mut LoopContext<'_>) {
         let now = Instant::now();
-        let keeping = &mut *self;
-        let next = keeping.next.unwrap_or(now);
-        if now < next {
-            return around.timers.set_once(next.saturating_duration_since(now), Timer::Store);
+        let next_attempt = self.next_attempt.unwrap_or(now);
+        if now < next_attempt {
+            return context.timers.set_once(next_attempt.saturating_duration_since(now), Timer::Store);
         }
         // A keeper that lived long is replaced at once, the next after a delay. A keeper that is still alive has closed the connection
         // itself and would soon do so again.
-        let lived = now.saturating_duration_since(next);
-        let lives = |keeper: &Process| !keeper.ends_within(DYING);
-        let has_closed = !keeping.starts_keeper() && keeping.keeper.as_ref().is_some_and(lives);
-        let longest = if keeping.starts_keeper() { LONGEST_PAUSE } else { LONGEST_PAUSE_BY_PATH };
-        keeping.pause = match () {
-            () if has_closed => LONGEST_PAUSE,
-            () if lived > LONGEST_PAUSE => PAUSE,
-            () => (keeping.pause * 2).clamp(PAUSE, longest),
+        let lived = now.saturating_duration_since(next_attempt);
+        let lives = |keeper: &Process| !keeper.ends_within(EXIT_GRACE);
+        let has_closed = !self.starts_keeper() && self.keeper.as_ref().is_some_and(lives);
+        let longest = if self.starts_keeper() { MAX_PAUSE } else { MAX_PAUSE_BY_PATH };
+        self.pause = match () {
+            () if has_closed => MAX_PAUSE,
+            () if lived > MAX_PAUSE => PAUSE,
+            () => (self.pause * 2).clamp(PAUSE, longest),
         };
-        keeping.next = Some(now + keeping.pause);
+        self.next_attempt = Some(now + self.pause);
         if has_closed {
-            let allowed = around.state.objects.store().room().1;
+            let allowed = context.state.objects.store().room().1;
             tracing::warn!(
                 allowed,
                 "the keeper is running but has closed the connection: check its descriptor limit (LimitNOFILE)"
             );
             // This was not a crash.
-            around.state.objects.store_mut().take_crash();
+            context.state.objects.store_mut().take_crash();
         }
-        self.note_crash(around);
-        match self.begin_anew(around) {
+        self.note_crash(context);
+        match self.reconnect(context) {
             Ok(pid) => {
                 tracing::warn!(pid, "the keeper was lost: sending everything to this one");
                 // Pending versions are part of the resent set.
-                let mark = around.state.objects.store().mark();
-                around.state.storing.queue.iter_mut().for_each(|stored| stored.staged.mark = mark);
+                let mark = context.state.objects.store().mark();
+                context.state.pending_versions.queue.iter_mut().for_each(|stored| stored.staged.mark = mark);
                 // Send at once: no other process has everything.
-                around.state.objects.flush_store();
-                around.timers.set_once(IN_FLIGHT_PAUSE, Timer::Store);
+                context.state.objects.flush_store();
+                context.timers.set_once(IN_FLIGHT_PAUSE, Timer::Store);
             }
             Err(error) => {
-                if around.state.repeats.is_first(geteuid().as_raw(), "no keeper can be reached") {
+                if context.state.repeats.should_log(geteuid().as_raw(), "no keeper can be reached") {
                     tracing::error!(%error, "no keeper can be reached: puts wait, and all memory is freed if this process dies now");
                 }
-                around.state.objects.store_mut().disconnect();
-                around.timers.set_once(self.pause, Timer::Store);
+                context.state.objects.store_mut().disconnect();
+                context.timers.set_once(self.pause, Timer::Store);
             }
         }
     }
 
     /// Records a keeper crash in the history.
-    fn note_crash(&self, around: &mut Around<'_>) {
-        if around.state.objects.store_mut().take_crash() {
+    fn note_crash(&self, context: &mut LoopContext<'_>) {
+        if context.state.objects.store_mut().take_crash() {
             let pid = self.keeper_pid().unwrap_or(0);
-            around.state.history.keeper_crashed(pid, around.state.objects.store_mut());
+            context.state.history.record_keeper_crash(pid, context.state.objects.store_mut());
         }
     }
 
     /// Connects to another keeper and queues everything for it. Returns its pid.
-    fn begin_anew(&mut self, around: &mut Around<'_>) -> io::Result<i32> {
+    fn reconnect(&mut self, context: &mut LoopContext<'_>) -> io::Result<i32> {
         let Some(link) = self.link.clone() else { return Err(io::ErrorKind::NotConnected.into()) };
         if self.starts_keeper() {
             // Two keepers would start two servers.
@@ -200,117 +199,117 @@ impl Keeping {
         }
         let (socket, process) = link.connect()?;
         let pid = process.pid;
-        (self.keeper, self.asked, self.read) = (Some(process), None, 0);
-        around.state.objects.store_mut().start_over(socket)?;
-        self.register(around.state, around.registry)?;
-        around.state.objects.keep_catalogue().map_err(io::Error::other)?;
-        let socket = around.listener.as_fd().try_clone_to_owned()?;
-        around.state.objects.store_mut().keep_own(Name::Socket, socket);
-        around.state.history.keep(around.state.objects.store_mut())?;
+        (self.keeper, self.confirmation, self.read) = (Some(process), None, 0);
+        context.state.objects.store_mut().start_over(socket)?;
+        self.register(context.state, context.registry)?;
+        context.state.objects.resend_catalogue().map_err(io::Error::other)?;
+        let socket = context.listener.as_fd().try_clone_to_owned()?;
+        context.state.objects.store_mut().keep_own(Name::Socket, socket);
+        context.state.history.keep(context.state.objects.store_mut())?;
         for (number, fd) in &self.devices {
-            around.state.objects.store_mut().keep_own(Name::Device(*number), fd.try_clone()?);
+            context.state.objects.store_mut().keep_own(Name::Device(*number), fd.try_clone()?);
         }
-        around.state.objects.keep_segments();
-        around.state.objects.store_mut().complete();
-        around.state.objects.store_mut().serving();
-        if self.end_mark.is_some() {
-            self.end_mark = Some(around.state.objects.store_mut().sync());
+        context.state.objects.resend_segments();
+        context.state.objects.store_mut().complete();
+        context.state.objects.store_mut().serving();
+        if self.shutdown_mark.is_some() {
+            self.shutdown_mark = Some(context.state.objects.store_mut().sync());
         }
         Ok(pid)
     }
 
     fn end_keeper(&mut self) {
-        self.asked = None;
+        self.confirmation = None;
         if let Some(process) = self.keeper.take() {
             process.kill();
         }
     }
 
-    fn look_later(&self, around: &mut Around<'_>) {
-        let store = around.state.objects.store();
+    fn check_later(&self, context: &mut LoopContext<'_>) {
+        let store = context.state.objects.store();
         if store.connection().is_some() && store.sent() != self.read {
-            around.timers.set_once(LOOK_EVERY, Timer::Keeper);
+            context.timers.set_once(CHECK_INTERVAL, Timer::Keeper);
         }
     }
 
     /// Checks whether the keeper reads its messages. Replaces a keeper that does not, as it may be stopped.
-    pub(super) fn look(&mut self, around: &mut Around<'_>) {
-        let store = around.state.objects.store();
-        match self.asked {
+    pub(super) fn check(&mut self, context: &mut LoopContext<'_>) {
+        let store = context.state.objects.store();
+        match self.confirmation {
             _ if store.is_greeted() && !store.is_unread() => {
-                (self.asked, self.read) = (None, store.sent());
+                (self.confirmation, self.read) = (None, store.sent());
             }
-            Some((mark, _)) if store.is_confirmed(mark) => self.asked = None,
+            Some((mark, _)) if store.is_confirmed(mark) => self.confirmation = None,
             None => {
-                self.asked = Some((around.state.objects.store_mut().sync(), Instant::now()));
+                self.confirmation = Some((context.state.objects.store_mut().sync(), Instant::now()));
             }
-            Some((_, since)) if since.elapsed() > LONGEST_SILENCE => {
-                tracing::error!("the keeper has read nothing for {LONGEST_SILENCE:?}: killing and replacing it");
-                around.state.objects.store_mut().disconnect();
-                self.note_crash(around);
+            Some((_, since)) if since.elapsed() > SILENCE_TIMEOUT => {
+                tracing::error!("the keeper has read nothing for {SILENCE_TIMEOUT:?}: killing and replacing it");
+                context.state.objects.store_mut().disconnect();
+                self.note_crash(context);
                 self.end_keeper();
             }
             Some(_) => {}
         }
-        self.look_later(around);
+        self.check_later(context);
     }
 
     /// Handles SIGHUP: exit once the keeper has confirmed everything, so that another server takes over.
-    pub(super) fn begin_end(&mut self, around: &mut Around<'_>) {
-        if self.end_mark.is_none() {
-            let mark = around.state.objects.store_mut().sync();
-            self.end_mark = Some(mark);
+    pub(super) fn start_shutdown(&mut self, context: &mut LoopContext<'_>) {
+        if self.shutdown_mark.is_none() {
+            let mark = context.state.objects.store_mut().sync();
+            self.shutdown_mark = Some(mark);
         }
     }
 
     /// Whether another server can take over: a keeper has everything.
-    fn may_end(&self, around: &Around<'_>) -> bool {
-        self.end_mark.is_some_and(|mark| around.state.objects.store().is_confirmed(mark))
+    fn is_handed_over(&self, context: &LoopContext<'_>) -> bool {
+        self.shutdown_mark.is_some_and(|mark| context.state.objects.store().is_confirmed(mark))
     }
 
     /// Whether the event loop must stop.
-    pub(super) fn ends(&mut self, around: &mut Around<'_>) -> bool {
-        let cancelled = around.cancel.check().is_err();
+    pub(super) fn should_stop(&mut self, context: &mut LoopContext<'_>) -> bool {
+        let cancelled = context.cancel.check().is_err();
         if !cancelled || !self.keeper_stays() {
-            return cancelled || self.may_end(around);
+            return cancelled || self.is_handed_over(context);
         }
         // This exit frees nothing: it waits until a keeper has everything.
         let now = Instant::now();
-        let by = *self.end_by.get_or_insert_with(|| now + LONGEST_END);
-        if self.end_mark.is_none() {
-            self.begin_end(around);
-            around.timers.set(LONGEST_END, Timer::Store);
+        let by = *self.shutdown_deadline.get_or_insert_with(|| now + SHUTDOWN_TIMEOUT);
+        if self.shutdown_mark.is_none() {
+            self.start_shutdown(context);
+            context.timers.set(SHUTDOWN_TIMEOUT, Timer::Store);
         }
-        self.may_end(around) || now >= by
+        self.is_handed_over(context) || now >= by
     }
 
     /// Reports the fate of the server's objects to the keeper and the log.
-    pub(super) fn report_end(&self, around: &mut Around<'_>, total: Total) {
+    pub(super) fn report_end(&self, context: &mut LoopContext<'_>, total: Total) {
         const FREED: &str = "the memory is freed, except where clients have it mapped";
         let Total { counts: Counts { objects, versions, .. }, bytes } = total;
         let held = format!("{objects} objects, {versions} versions, {bytes} bytes as claimed");
         match &self.keeper {
-            _ if around.state.objects.store().keeper() == Keeper::None => {
+            _ if context.state.objects.store().keeper() == Keeper::None => {
                 return tracing::info!(held, "stopping: {FREED}");
             }
-            Some(keeper) if self.may_end(around) => {
+            Some(keeper) if self.is_handed_over(context) => {
                 tracing::info!(pid = keeper.pid, held, "stopping: the keeper has everything")
             }
             _ if self.keeper_stays() => {
-                tracing::error!(held, "no keeper has everything after {LONGEST_END:?}: freeing the rest");
-                around.state.objects.report_unkept();
+                tracing::error!(held, "no keeper has everything after {SHUTDOWN_TIMEOUT:?}: freeing the rest");
+                context.state.objects.log_lost_versions();
             }
-            _ if is_hung_up(around.cancel) => {}
+            _ if stopped_by_sighup(context.cancel) => {}
             _ => tracing::info!(held, "stopping server and keeper: {FREED}"),
         }
-        around.state.history.end(around.state.objects.store_mut());
-        if around.cancel.check().is_err() && (self.keeper_stays() || !is_hung_up(around.cancel)) {
-            around.state.objects.store_mut().stopping(held);
+        context.state.history.end(context.state.objects.store_mut());
+        if context.cancel.check().is_err() && (self.keeper_stays() || !stopped_by_sighup(context.cancel)) {
+            context.state.objects.store_mut().stopping(held);
         }
     }
 }
 
 /// Whether SIGHUP stopped this server, so that the next one takes over.
-pub(super) fn is_hung_up(cancel: &Cancel) -> bool {
+pub(super) fn stopped_by_sighup(cancel: &Cancel) -> bool {
     matches!(cancel.check(), Err(Error::Interrupted { reason: CancelReason::Signal(nix::libc::SIGHUP) }))
 }

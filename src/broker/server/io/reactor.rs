@@ -20,9 +20,9 @@ use super::{
     connections::Connections,
     finished::Finished,
     flight::Flight,
-    keeper::{Around, Keeping, STORE},
+    keeper::{KeeperLink, LoopContext, STORE},
     timers::{Timer, Timers},
-    worker::{MOST_CLOSING, Worker},
+    worker::{MAX_CLOSING, Worker},
 };
 use crate::{
     broker::{
@@ -51,10 +51,10 @@ const SWEEP: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_secs(10);
 
 /// Timers run per turn.
-const TIMERS_AT_ONCE: usize = 128;
+const TIMERS_PER_TURN: usize = 128;
 
 /// The descriptor table is preallocated for this many descriptors, at 8 bytes each.
-const MOST_ROOM: usize = 1 << 20;
+const MAX_ROOM: usize = 1 << 20;
 
 /// The event loop and everything it serves.
 pub(crate) struct Reactor {
@@ -66,7 +66,7 @@ pub(crate) struct Reactor {
     pub(super) flight: Flight,
     pub(super) backlog: Backlog,
     pub(super) timers: Timers,
-    pub(super) keeping: Keeping,
+    pub(super) keeper_link: KeeperLink,
     pub(super) worker: Worker,
     pub(super) closers: Closers,
     finished: Receiver<Finished>,
@@ -75,12 +75,12 @@ pub(crate) struct Reactor {
 }
 
 impl Reactor {
-    pub(crate) fn new(state: State, admission: Admission, keeping: Keeping, cancel: &Cancel) -> Result<Self> {
+    pub(crate) fn new(state: State, admission: Admission, keeper_link: KeeperLink, cancel: &Cancel) -> Result<Self> {
         let failed = |action: &'static str| move |error: io::Error| Error::system(action, error);
         let poll = Poll::new().map_err(failed("create an epoll instance"))?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("create an eventfd"))?);
         let sources = [(admission.listener.as_fd(), LISTENER), (cancel.as_fd(), CANCEL)];
-        let restart = keeping.restart_request().map(|restart| (restart.as_fd(), RESTART));
+        let restart = keeper_link.restart_request().map(|restart| (restart.as_fd(), RESTART));
         for (fd, key) in sources.into_iter().chain(restart) {
             let registered = poll.registry().register(&mut SourceFd(&fd.as_raw_fd()), key, Interest::READABLE);
             registered.map_err(failed("watch a descriptor"))?;
@@ -91,7 +91,7 @@ impl Reactor {
         }
         let (done, finished) = mpsc::channel();
         let worker = Worker::start(done.clone(), Arc::clone(&waker))?;
-        keeping.register(&state, poll.registry()).map_err(failed("watch the keeper"))?;
+        keeper_link.register(&state, poll.registry()).map_err(failed("watch the keeper"))?;
         let mut reactor = Self {
             state,
             poll,
@@ -101,15 +101,15 @@ impl Reactor {
             flight: Flight::new(raise_limit()),
             backlog: Backlog::default(),
             timers: Timers::default(),
-            keeping,
+            keeper_link,
             worker,
             closers: Closers::new(done, waker),
             finished,
             incoming: vec![0; HEADER_LENGTH + MAX_BODY + 1],
         };
         reactor.feed_watchdog();
-        if reactor.state.objects.journal().restarts() > 0 || reactor.state.storing.reserves {
-            reactor.timers.set(GRACE, Timer::Unclaimed);
+        if reactor.state.objects.journal().restarts() > 0 || reactor.state.pending_versions.reserves_names {
+            reactor.timers.set(GRACE, Timer::Unresumed);
         }
         Ok(reactor)
     }
@@ -121,7 +121,7 @@ impl Reactor {
 
     /// Stops the keeper of an embedded server that has no versions. Returns whether no keeper is left.
     pub(crate) fn end_unused_keeper(&self) -> bool {
-        self.keeping.end_unused()
+        self.keeper_link.end_unused()
     }
 
     /// Serves until cancelled. Returns the totals at that time.
@@ -129,7 +129,7 @@ impl Reactor {
         let total = self.state.objects.total();
         tracing::info!(
             path = %self.admission.listener.path().display(),
-            keeper = self.keeping.keeper_pid(),
+            keeper = self.keeper_link.keeper_pid(),
             objects = total.counts.objects,
             versions = total.counts.versions,
             leases = total.counts.leases,
@@ -138,7 +138,7 @@ impl Reactor {
             "serving"
         );
         let mut events = Events::with_capacity(1024);
-        while !self.ends() {
+        while !self.should_stop() {
             match self.poll.poll(&mut events, self.poll_timeout()) {
                 Err(error) if error.kind() != io::ErrorKind::Interrupted => {
                     return Err(Error::system("wait for connections", error));
@@ -150,7 +150,7 @@ impl Reactor {
             self.take_finished();
             self.accept();
             self.serve();
-            self.go_on();
+            self.run_pending();
         }
         self.state.repeats.log();
         Ok(self.end())
@@ -161,10 +161,10 @@ impl Reactor {
             match event.token() {
                 LISTENER => self.admission.acceptable = true,
                 WAKER | CANCEL => {}
-                STORE => self.keeping.readable |= event.is_readable() || event.is_read_closed(),
+                STORE => self.keeper_link.readable |= event.is_readable() || event.is_read_closed(),
                 RESTART => {
-                    let (keeping, mut around) = self.keeping();
-                    keeping.begin_end(&mut around);
+                    let (keeper_link, mut context) = self.keeper_link();
+                    keeper_link.start_shutdown(&mut context);
                 }
                 Key(key) => {
                     let id = ConnectionId(key as u64);
@@ -198,11 +198,11 @@ impl Reactor {
     }
 
     /// Does work that no connection requests, within the budget of a turn.
-    fn go_on(&mut self) {
-        self.settle_store();
+    fn run_pending(&mut self) {
+        self.sync_store();
         self.run_timers();
         self.with(|state, effects| {
-            list::go_on(state, effects);
+            list::continue_listing(state, effects);
             watch::send_events(state, effects);
         });
     }
@@ -215,32 +215,32 @@ impl Reactor {
     }
 
     /// The keeper, and the parts of the event loop that it uses.
-    pub(super) fn keeping(&mut self) -> (&mut Keeping, Around<'_>) {
-        let Self { keeping, state, timers, poll, admission, cancel, .. } = self;
-        (keeping, Around { state, timers, registry: poll.registry(), listener: &admission.listener, cancel })
+    pub(super) fn keeper_link(&mut self) -> (&mut KeeperLink, LoopContext<'_>) {
+        let Self { keeper_link, state, timers, poll, admission, cancel, .. } = self;
+        (keeper_link, LoopContext { state, timers, registry: poll.registry(), listener: &admission.listener, cancel })
     }
 
-    fn ends(&mut self) -> bool {
-        let (keeping, mut around) = self.keeping();
-        if keeping.ends(&mut around) {
+    fn should_stop(&mut self) -> bool {
+        let (keeper_link, mut context) = self.keeper_link();
+        if keeper_link.should_stop(&mut context) {
             return true;
         }
-        // `ends` may have asked the keeper for a confirmation, and nothing else may wake an idle server's loop.
-        self.settle_store();
+        // `should_stop` may have asked the keeper for a confirmation, and nothing else may wake an idle server's loop.
+        self.sync_store();
         false
     }
 
     /// Sends queued messages to the keeper, and publishes confirmed versions.
-    pub(super) fn settle_store(&mut self) {
-        if self.state.objects.store().keeper() == Keeper::None && self.state.storing.queue.is_empty() {
+    pub(super) fn sync_store(&mut self) {
+        if self.state.objects.store().keeper() == Keeper::None && self.state.pending_versions.queue.is_empty() {
             return;
         }
         loop {
-            let (keeping, mut around) = self.keeping();
-            keeping.flush(&mut around);
-            self.state.keeper_pid = self.keeping.keeper_pid();
+            let (keeper_link, mut context) = self.keeper_link();
+            keeper_link.flush(&mut context);
+            self.state.keeper_pid = self.keeper_link.keeper_pid();
             let mut any = false;
-            self.with(|state, effects| any = publish::kept(state, effects));
+            self.with(|state, effects| any = publish::publish_confirmed(state, effects));
             if !any {
                 return;
             }
@@ -252,8 +252,8 @@ impl Reactor {
         const MESSAGE: &str = "the broker is stopping: reconnect when it runs again";
         // Count first: disconnecting releases leases.
         let total = self.state.objects.total();
-        let (keeping, mut around) = self.keeping();
-        keeping.report_end(&mut around, total);
+        let (keeper_link, mut context) = self.keeper_link();
+        keeper_link.report_end(&mut context, total);
         if self.state.objects.store().keeper() == Keeper::None {
             for id in self.connections.ids() {
                 self.end_connection(id, ErrorCode::Interrupted, MESSAGE, "the broker is stopping");
@@ -293,14 +293,14 @@ impl Reactor {
     fn run_timers(&mut self) {
         self.state.objects.now = Time::now();
         let now = self.state.objects.now.at;
-        self.state.objects.end_departed();
+        self.state.objects.clean_up_closed();
         self.state.objects.begin_turn();
         self.state.objects.release_some();
         if self.backlog.any() && !self.is_behind() {
             self.receive_again();
         }
-        self.state.objects.go_on_compacting();
-        for _ in 0..TIMERS_AT_ONCE {
+        self.state.objects.continue_compaction();
+        for _ in 0..TIMERS_PER_TURN {
             // In each iteration: a timer may release leases and so schedule expiries.
             self.schedule_expiries();
             let Some(timer) = self.timers.pop(now) else { break };
@@ -310,23 +310,23 @@ impl Reactor {
                 Timer::Name(name) => self.state.objects.expire(&name),
                 Timer::Accept => self.admission.acceptable = true,
                 Timer::Sweep => self.sweep(now),
-                Timer::Store => self.settle_store(),
+                Timer::Store => self.sync_store(),
                 Timer::Keeper => {
-                    let (keeping, mut around) = self.keeping();
-                    keeping.look(&mut around);
-                    self.settle_store();
+                    let (keeper_link, mut context) = self.keeper_link();
+                    keeper_link.check(&mut context);
+                    self.sync_store();
                 }
                 Timer::Watchdog => self.feed_watchdog(),
-                Timer::Repeats => self.state.repeats.log(),
-                Timer::Unclaimed => {
-                    self.state.objects.end_unclaimed();
+                Timer::RepeatLimiter => self.state.repeats.log(),
+                Timer::Unresumed => {
+                    self.state.objects.end_unresumed();
                     self.with(publish::end_reservation);
                 }
             }
         }
         self.schedule_expiries();
         if !self.state.repeats.is_empty() {
-            self.timers.set_once(repeats::EVERY, Timer::Repeats);
+            self.timers.set_once(repeats::INTERVAL, Timer::RepeatLimiter);
         }
         self.worker.close(self.state.objects.take_garbage());
     }
@@ -361,7 +361,7 @@ impl Reactor {
             None => {}
             Some(deadline) if deadline.at > now => self.set_timer(id, deadline.at),
             // [`Reactor::receive_again`] moves the deadline.
-            Some(deadline) if deadline.stops && self.backlog.holds_up(connection.uid) => {}
+            Some(deadline) if deadline.stops && self.backlog.is_suspended(connection.uid) => {}
             Some(_) => {
                 connection.deadline = None;
                 self.with(|state, effects| connection::deadline_passed(state, effects, id));
@@ -381,7 +381,7 @@ impl Reactor {
 
     /// Whether users must slow down because much memory is still to be closed.
     pub(super) fn is_behind(&self) -> bool {
-        self.state.objects.releasing() + self.worker.closing() > MOST_CLOSING
+        self.state.objects.releasing() + self.worker.closing() > MAX_CLOSING
     }
 
     /// Resumes reading from connections that waited for memory to be closed. Extends their users' suspended deadlines.
@@ -410,7 +410,7 @@ impl Reactor {
 /// Makes the kernel allocate a descriptor table of this size (at most 8 MiB), by duplicating `fd`. In a multithreaded process, each growth
 /// of the table waits for an RCU grace period, which would stop the event loop for 10 to 20 ms.
 pub(crate) fn make_room(fd: BorrowedFd<'_>, descriptors: usize) {
-    let last = descriptors.min(MOST_ROOM).saturating_sub(1);
+    let last = descriptors.min(MAX_ROOM).saturating_sub(1);
     if let Err(error) = rustix::io::fcntl_dupfd_cloexec(fd, last as RawFd) {
         tracing::debug!(%error, descriptors, "cannot preallocate the descriptor table: it grows on demand");
     }

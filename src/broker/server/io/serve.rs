@@ -38,10 +38,10 @@ use crate::{
 };
 
 /// Connections accepted per turn.
-const ACCEPTED_AT_ONCE: usize = 64;
+const ACCEPTS_PER_TURN: usize = 64;
 
 /// Records read per connection and turn.
-const RECORDS_AT_ONCE: usize = 8;
+const RECORDS_PER_TURN: usize = 8;
 
 /// Retry interval for a reply that waits until the user's processes read descriptors sent earlier.
 const ROOM_PAUSE: Duration = Duration::from_millis(20);
@@ -52,21 +52,21 @@ const ROOM_WAIT: Duration = Duration::from_secs(2);
 // Incoming connections.
 impl Reactor {
     pub(super) fn accept(&mut self) {
-        for _ in 0..ACCEPTED_AT_ONCE {
+        for _ in 0..ACCEPTS_PER_TURN {
             if !self.admission.acceptable {
                 return;
             }
             match self.admission.listener.accept() {
                 Ok(Some(socket)) => {
                     if let Err(error) = self.admit(socket)
-                        && self.is_logged(sys::overflow_uid(), "a connection that can't be served")
+                        && self.should_log(sys::overflow_uid(), "a connection that can't be served")
                     {
                         tracing::warn!(error = error.in_full(), "cannot serve a connection");
                     }
                 }
                 Ok(None) => self.admission.acceptable = false,
                 Err(error) => {
-                    if self.is_logged(sys::overflow_uid(), "no connection can be accepted") {
+                    if self.should_log(sys::overflow_uid(), "no connection can be accepted") {
                         tracing::error!(error = error.in_full(), "cannot accept connections: retrying in 100 ms");
                     }
                     self.admission.acceptable = false;
@@ -118,7 +118,7 @@ impl Reactor {
 
     fn reject_connection(&mut self, caller: &Caller, socket: &OwnedFd, rejected: Rejected) {
         let (&Caller { uid, pid, .. }, message) = (caller, &rejected.message);
-        if self.is_logged(uid, "a connection refused") {
+        if self.should_log(uid, "a connection refused") {
             tracing::info!(uid, pid, message, "refused a connection");
         } else {
             tracing::debug!(uid, pid, message, "refused a connection");
@@ -127,8 +127,8 @@ impl Reactor {
     }
 
     /// Whether to log a line that clients can trigger.
-    fn is_logged(&mut self, uid: u32, kind: &'static str) -> bool {
-        self.state.repeats.is_first(uid, kind)
+    fn should_log(&mut self, uid: u32, kind: &'static str) -> bool {
+        self.state.repeats.should_log(uid, kind)
     }
 
     fn room(&self, uid: u32) -> Room {
@@ -150,7 +150,7 @@ impl Reactor {
     /// Receives and handles some records of a connection. Returns whether more may follow.
     fn take_records(&mut self, id: ConnectionId) -> bool {
         let mut resets = 0;
-        for _ in 0..RECORDS_AT_ONCE {
+        for _ in 0..RECORDS_PER_TURN {
             if let Err(message) = self.check_room_to_receive(id) {
                 self.end_connection(id, ErrorCode::Full, &message, "its descriptors can't be received");
                 return false;
@@ -201,7 +201,7 @@ impl Reactor {
         let Some(connection) = self.connections.get(id).filter(|_| self.is_behind()) else { return false };
         let waits = self.backlog.is_full(connection.uid) && has_descriptors(connection);
         if waits {
-            self.backlog.hold_up(id, connection.uid, Instant::now());
+            self.backlog.suspend(id, connection.uid, Instant::now());
         }
         waits
     }
@@ -269,13 +269,13 @@ impl Reactor {
                 Effect::Send { client, records } => {
                     if let Some(connection) = self.connections.get_mut(client) {
                         connection.answer(records);
-                        self.pushed(client);
+                        self.flush_queue(client);
                     }
                 }
                 Effect::SendNext { client, received } => {
                     let Some(connection) = self.connections.get_mut(client) else { continue };
                     match connection.acknowledged(received) {
-                        Ok(()) => self.pushed(client),
+                        Ok(()) => self.flush_queue(client),
                         Err(problem) => {
                             self.end_connection(client, ErrorCode::Protocol, &problem, "protocol violation");
                         }
@@ -294,21 +294,21 @@ impl Reactor {
                 Effect::Work(work) => self.worker.run(work),
                 Effect::CloseFds { of, fds } => self.close_fds(of, fds),
                 Effect::Count { verb, outcome, since } => self.state.metrics.count(verb, &outcome, since.elapsed()),
-                Effect::Store => self.settle_store(),
+                Effect::Store => self.sync_store(),
             }
         }
     }
 
     /// Sends queued records.
-    fn pushed(&mut self, id: ConnectionId) {
+    fn flush_queue(&mut self, id: ConnectionId) {
         self.dispatch(id);
-        self.count_unsent(id);
+        self.update_unsent(id);
     }
 
     /// Updates the user's unsent bytes. Disconnects the client if the user's connections leave too much unread.
-    fn count_unsent(&mut self, id: ConnectionId) {
+    fn update_unsent(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get_mut(id) else { return };
-        let (unsent, uid) = (connection.count_unsent(), connection.uid);
+        let (unsent, uid) = (connection.update_unsent(), connection.uid);
         if self.state.objects.users().set_unread(uid, unsent.before, unsent.now) && unsent.now > 0 {
             self.disconnect_stalled(id);
         }
@@ -323,7 +323,7 @@ impl Reactor {
             let has_room = self.flight.has_room(&mut self.connections, uid, more, &mut read);
             read.into_iter().for_each(|(socket, uid)| self.close_connection(socket, uid));
             if !has_room {
-                return self.wait_for_room(id, uid);
+                return self.retry_for_room(id, uid);
             }
         }
         let Some(connection) = self.connections.get_mut(id) else { return };
@@ -347,7 +347,7 @@ impl Reactor {
     }
 
     /// Retries a reply later, or refuses it after [`ROOM_WAIT`].
-    fn wait_for_room(&mut self, id: ConnectionId, uid: u32) {
+    fn retry_for_room(&mut self, id: ConnectionId, uid: u32) {
         let Some(connection) = self.connections.get_mut(id) else { return };
         let since = *connection.wants_room_since.get_or_insert_with(Instant::now);
         if since.elapsed() < ROOM_WAIT {
@@ -355,7 +355,7 @@ impl Reactor {
         }
         connection.wants_room_since = None;
         let more = connection.queued();
-        connection.take_back();
+        connection.discard_answer();
         let room = self.flight.room(&self.connections, uid);
         let message = format!(
             "the answer needs {more} descriptors, but only {room} more can be sent to uid {uid} while earlier ones are unread: its \
@@ -370,7 +370,7 @@ impl Reactor {
         if self.connections.get(id).is_none_or(|connection| !connection.is_blocked()) {
             return;
         }
-        self.pushed(id);
+        self.flush_queue(id);
         if self.connections.get(id).is_some_and(|connection| !connection.is_blocked()) {
             self.watch(id, Interest::READABLE);
             self.connections.list(id);
@@ -404,7 +404,7 @@ impl Reactor {
             connection.flush(&self.state.objects);
         }
         let (uid, pid) = (connection.uid, connection.pid);
-        if code != ErrorCode::Interrupted && self.is_logged(uid, "a connection closed because of an error") {
+        if code != ErrorCode::Interrupted && self.should_log(uid, "a connection closed because of an error") {
             tracing::info!(uid, pid, %code, message, "closing a connection");
         } else {
             tracing::debug!(uid, pid, %code, message, "closing a connection");
@@ -414,7 +414,7 @@ impl Reactor {
     pub(super) fn disconnect_stalled(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get(id) else { return };
         let (uid, pid) = (connection.uid, connection.pid);
-        if self.is_logged(uid, "a client disconnected because it does not read") {
+        if self.should_log(uid, "a client disconnected because it does not read") {
             tracing::warn!(uid, pid, "disconnecting a client that does not read its records");
         } else {
             tracing::debug!(uid, pid, "disconnecting a client that does not read its records");
@@ -454,7 +454,7 @@ impl Reactor {
     fn close_fds(&mut self, of: Origin, fds: Vec<OwnedFd>) {
         let (foreign, memory): (Vec<_>, Vec<_>) = fds.into_iter().partition(|fd| kind(fd.as_fd()) == Kind::Foreign);
         self.worker.close(memory);
-        self.close_elsewhere(of, foreign, 0);
+        self.close_in_thread(of, foreign, 0);
     }
 
     /// Closes a connection counted for a user. The peer sees the end at once.
@@ -463,7 +463,7 @@ impl Reactor {
             drop(socket);
             self.state.objects.users().remove_connection(uid);
         } else {
-            self.close_elsewhere(Some(uid), vec![socket], 1);
+            self.close_in_thread(Some(uid), vec![socket], 1);
         }
     }
 
@@ -474,11 +474,11 @@ impl Reactor {
         if without || is_drained(&socket) {
             drop(socket);
         } else {
-            self.close_elsewhere(of, vec![socket], 0);
+            self.close_in_thread(of, vec![socket], 0);
         }
     }
 
-    fn close_elsewhere(&mut self, of: Origin, fds: Vec<OwnedFd>, connections: usize) {
+    fn close_in_thread(&mut self, of: Origin, fds: Vec<OwnedFd>, connections: usize) {
         self.closers.close(of, fds, connections);
         if self.closers.wants_thread() {
             self.sweep_later();

@@ -27,9 +27,9 @@ pub(super) enum Timer {
     /// Notifies the init's watchdog.
     Watchdog,
     /// Ends leases of the previous server that no client has resumed.
-    Unclaimed,
+    Unresumed,
     /// Logs counts of repeated log lines.
-    Repeats,
+    RepeatLimiter,
 }
 
 #[derive(Debug, Default)]

@@ -28,7 +28,7 @@ use crate::{
 
 /// How many memory descriptors may wait to be closed before puts of their users are delayed. Waiting descriptors hold memory without a
 /// name.
-pub(super) const MOST_CLOSING: usize = 256;
+pub(super) const MAX_CLOSING: usize = 256;
 
 enum Task {
     Work(Work),
@@ -107,7 +107,7 @@ impl Closing {
         let count = fds.len();
         drop(fds);
         let before = self.count.fetch_sub(count, Ordering::Relaxed);
-        before > MOST_CLOSING && before - count <= MOST_CLOSING
+        before > MAX_CLOSING && before - count <= MAX_CLOSING
     }
 }
 
@@ -175,7 +175,7 @@ impl Worker {
         }
     }
 
-    /// The number of unclosed memory descriptors. [`Finished::CaughtUp`] follows once at most [`MOST_CLOSING`] are left.
+    /// The number of unclosed memory descriptors. [`Finished::CaughtUp`] follows once at most [`MAX_CLOSING`] are left.
     pub(super) fn closing(&self) -> usize {
         self.closing.count.load(Ordering::Relaxed)
     }

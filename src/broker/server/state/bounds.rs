@@ -14,46 +14,46 @@ const REQUEST: usize = 512;
 /// The approximate number of bytes that a request occupies until it is answered; 0 if it is answered at once.
 pub(crate) fn memory_of(request: &Message) -> u64 {
     let bytes = match request {
-        Message::Get(get) => REQUEST + of_get(get),
-        Message::Put(put) => REQUEST + of_put(put),
-        Message::Watch(Watch { prefix, .. }) => REQUEST + 2 * text(prefix),
+        Message::Get(get) => REQUEST + get_bytes(get),
+        Message::Put(put) => REQUEST + put_bytes(put),
+        Message::Watch(Watch { prefix, .. }) => REQUEST + 2 * text_bytes(prefix),
         _ => 0,
     };
     bytes as u64
 }
 
-fn text(text: &str) -> usize {
+fn text_bytes(text: &str) -> usize {
     HEAD + ALLOCATION + text.len()
 }
 
-fn of_get(get: &Get) -> usize {
+fn get_bytes(get: &Get) -> usize {
     let object = |object: &GetObject| {
         let lists = [&object.parts, &object.arrays].into_iter().flatten().flatten();
-        let digests = object.digests.iter().flatten().map(|(part, digest)| text(part) + text(digest));
-        let expect = object.expect.iter().flatten().map(|(field, value)| text(field) + ENTRY + heap(value));
+        let digests = object.digests.iter().flatten().map(|(part, digest)| text_bytes(part) + text_bytes(digest));
+        let expect = object.expect.iter().flatten().map(|(field, value)| text_bytes(field) + ENTRY + heap_bytes(value));
         // The name is also stored among the waits.
         size_of::<GetObject>()
-            + 3 * text(&object.name)
-            + lists.map(|name| text(name)).sum::<usize>()
+            + 3 * text_bytes(&object.name)
+            + lists.map(|name| text_bytes(name)).sum::<usize>()
             + digests.sum::<usize>()
             + expect.sum::<usize>()
     };
     get.objects.iter().map(object).sum()
 }
 
-fn of_put(put: &Put) -> usize {
+fn put_bytes(put: &Put) -> usize {
     let table = |table: &Option<Table>| match table {
-        Some(Table::Inline(attached)) => text(attached.as_str()),
+        Some(Table::Inline(attached)) => text_bytes(attached.as_str()),
         _ => 0,
     };
     let part = |part: &crate::wire::broker::PutPart| {
         size_of_val(part)
             + table(&part.arrays)
-            + text(&part.name)
-            + text(&part.memory.device.name)
-            + part.digest.as_deref().map_or(0, text)
+            + text_bytes(&part.name)
+            + text_bytes(&part.memory.device.name)
+            + part.digest.as_deref().map_or(0, text_bytes)
     };
-    let announced = put.announced.iter().map(|name| text(name));
+    let announced = put.announced.iter().map(|name| text_bytes(name));
     let leases = put.restore.as_ref().map_or(0, |restore| size_of_val(restore.leases.as_slice()));
     table(&put.metadata)
         + put.parts.iter().map(part).sum::<usize>()
@@ -67,16 +67,16 @@ const ENTRY: usize = 2 * (HEAD + size_of::<Value>());
 const NODE: usize = 11 * (HEAD + size_of::<Value>()) + ALLOCATION;
 
 /// Heap memory of a JSON value.
-fn heap(value: &Value) -> usize {
+fn heap_bytes(value: &Value) -> usize {
     match value {
         Value::Null | Value::Bool(_) | Value::Number(_) => 0,
         Value::String(string) => ALLOCATION + string.capacity(),
         Value::Array(values) => {
-            ALLOCATION + values.capacity() * size_of::<Value>() + values.iter().map(heap).sum::<usize>()
+            ALLOCATION + values.capacity() * size_of::<Value>() + values.iter().map(heap_bytes).sum::<usize>()
         }
         Value::Object(fields) if fields.is_empty() => 0,
         Value::Object(fields) => {
-            let contents = fields.iter().map(|(field, value)| ALLOCATION + field.len() + heap(value));
+            let contents = fields.iter().map(|(field, value)| ALLOCATION + field.len() + heap_bytes(value));
             NODE.max(fields.len() * ENTRY) + contents.sum::<usize>()
         }
     }

@@ -16,7 +16,7 @@ pub(crate) struct ConnectionId(pub(crate) u64);
 
 impl ConnectionId {
     /// Stands for all connections of the previous server.
-    pub(crate) const BEFORE: Self = Self(0);
+    pub(crate) const PREVIOUS_SERVER: Self = Self(0);
 }
 
 /// An operation that needs permission.
@@ -38,7 +38,7 @@ pub(crate) struct Caller {
 }
 
 impl Caller {
-    pub(crate) fn is_of(&self, gid: u32) -> bool {
+    pub(crate) fn is_member_of(&self, gid: u32) -> bool {
         self.gid == gid || self.groups.contains(&gid)
     }
 
@@ -61,7 +61,7 @@ impl Caller {
         if self.is_superuser() {
             return true;
         }
-        class_of(self.uid, owner, mode, || self.is_of(owner.gid)) & bit != 0
+        mode_bits(self.uid, owner, mode, || self.is_member_of(owner.gid)) & bit != 0
     }
 
     /// The caller's permissions, without its connection.
@@ -109,12 +109,12 @@ impl Reader {
     /// As [`Caller::may`] of [`Right::Read`].
     pub(crate) fn may_read(&self, owner: Owner, mode: u16) -> bool {
         let is_of = || self.gid == owner.gid || self.groups.contains(&owner.gid);
-        self.is_superuser || class_of(self.uid, owner, mode, is_of) & 0o4 != 0
+        self.is_superuser || mode_bits(self.uid, owner, mode, is_of) & 0o4 != 0
     }
 }
 
 /// The mode bits that apply to a user. As for files, the first matching class decides.
-fn class_of(uid: u32, owner: Owner, mode: u16, is_of_group: impl FnOnce() -> bool) -> u16 {
+fn mode_bits(uid: u32, owner: Owner, mode: u16, is_of_group: impl FnOnce() -> bool) -> u16 {
     if uid == owner.uid && uid != sys::overflow_uid() {
         mode >> 6
     } else if is_of_group() {

@@ -12,8 +12,8 @@ use crate::{
 };
 
 /// The most claims per connection, and per user.
-const MOST_CLAIMS: usize = 256;
-const MOST_CLAIMS_OF_USER: usize = 4096;
+const MAX_CLAIMS: usize = 256;
+const MAX_CLAIMS_OF_USER: usize = 4096;
 
 /// Claims on missing objects, or on their parts.
 #[derive(Debug, Default)]
@@ -40,22 +40,22 @@ impl Claims {
     /// [`RefusalCode::Quota`] if the caller holds too many claims.
     pub(crate) fn grant(&mut self, name: &str, caller: &Caller, claim: &Claim) -> Result<Option<Token>, BrokerError> {
         // Different parts of one group's version.
-        let goes_with = |holder: &Holder| {
+        let is_compatible = |holder: &Holder| {
             let parts = (&holder.claim.part, &claim.part);
             holder.claim.group.is_some()
                 && holder.claim.group == claim.group
                 && matches!(parts, (Some(held), Some(wanted)) if held != wanted)
         };
-        if !self.names.get(name).is_none_or(|holders| holders.iter().all(goes_with)) {
+        if !self.names.get(name).is_none_or(|holders| holders.iter().all(is_compatible)) {
             return Ok(None);
         }
         let Caller { connection, uid, .. } = *caller;
         let of_connection = self.held.get(&connection).map_or(0, HashMap::len);
         let of_user = self.users.get(&uid).copied().unwrap_or(0);
-        if of_connection >= MOST_CLAIMS || of_user >= MOST_CLAIMS_OF_USER {
+        if of_connection >= MAX_CLAIMS || of_user >= MAX_CLAIMS_OF_USER {
             let message = format!(
-                "this connection holds {of_connection} of at most {MOST_CLAIMS} claims, and uid {uid} {of_user} of at most \
-                {MOST_CLAIMS_OF_USER}: put the claimed objects or release the claims"
+                "this connection holds {of_connection} of at most {MAX_CLAIMS} claims, and uid {uid} {of_user} of at most \
+                {MAX_CLAIMS_OF_USER}: put the claimed objects or release the claims"
             );
             return Err(BrokerError::new(RefusalCode::Quota, message));
         }
@@ -81,14 +81,14 @@ impl Claims {
     }
 
     /// Releases all claims on a name, because the object exists now.
-    pub(crate) fn end_all(&mut self, name: &str) {
+    pub(crate) fn release_all(&mut self, name: &str) {
         for holder in self.names.remove(name).unwrap_or_default() {
             self.forget(&holder);
         }
     }
 
     /// Releases all claims of a connection. Returns the objects' names.
-    pub(crate) fn end_of(&mut self, connection: ConnectionId) -> HashSet<String> {
+    pub(crate) fn release_connection(&mut self, connection: ConnectionId) -> HashSet<String> {
         let tokens: Vec<Token> = self.held.get(&connection).map_or_else(Vec::new, |of| of.keys().copied().collect());
         tokens.into_iter().filter_map(|token| self.end(connection, token)).collect()
     }

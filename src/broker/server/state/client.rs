@@ -2,7 +2,7 @@
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
-use super::{caller::Caller, drafts::DraftKey, upload::Upload, waits::Waiting, watchers::Watching};
+use super::{caller::Caller, drafts::DraftKey, upload::Upload, waits::PendingGet, watchers::WatchState};
 use crate::wire::broker::{Token, Who};
 
 /// A client, without its socket.
@@ -10,8 +10,8 @@ use crate::wire::broker::{Token, Who};
 pub(crate) struct Client {
     pub(crate) caller: Caller,
     pub(crate) greeted: bool,
-    pub(crate) request: Request,
-    pub(crate) asked: Option<Asked>,
+    pub(crate) request: PendingRequest,
+    pub(crate) request_info: Option<RequestInfo>,
     pub(crate) leases: HashSet<Token>,
     /// Leases of the answer being sent. Their segments are needed until the socket has accepted every record.
     pub(crate) sending: Vec<Token>,
@@ -21,7 +21,7 @@ pub(crate) struct Client {
 
 /// Accounting of the pending request.
 #[derive(Debug)]
-pub(crate) struct Asked {
+pub(crate) struct RequestInfo {
     pub(crate) verb: &'static str,
     pub(crate) since: Instant,
     /// Bytes of memory charged to the user.
@@ -30,7 +30,7 @@ pub(crate) struct Asked {
 
 /// The state of a client's request.
 #[derive(Debug, Default)]
-pub(crate) enum Request {
+pub(crate) enum PendingRequest {
     #[default]
     None,
     /// Waits for the rest of a put's segments.
@@ -40,11 +40,11 @@ pub(crate) enum Request {
     /// Waits for the other parts of its put.
     Parts(DraftKey),
     /// Waits for an object.
-    Object(Box<Waiting>),
+    Object(Box<PendingGet>),
     /// Waits for the keeper to confirm the put.
-    Storing,
+    Confirmation,
     /// Waits for events.
-    Watch(Box<Watching>),
+    Watch(Box<WatchState>),
     /// Waits for the next slice of a lease listing.
     Leases(Who),
 }
@@ -54,8 +54,8 @@ impl Client {
         Self {
             caller,
             greeted: false,
-            request: Request::None,
-            asked: None,
+            request: PendingRequest::None,
+            request_info: None,
             leases: HashSet::new(),
             sending: Vec::new(),
             names: HashSet::new(),
@@ -63,7 +63,7 @@ impl Client {
     }
 
     pub(crate) fn is_busy(&self) -> bool {
-        !matches!(self.request, Request::None) || !self.sending.is_empty()
+        !matches!(self.request, PendingRequest::None) || !self.sending.is_empty()
     }
 
     /// Whether some records of a lease are still unsent.

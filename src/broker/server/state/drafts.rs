@@ -35,14 +35,14 @@ pub(crate) struct Draft {
 
 /// One put of a draft.
 #[derive(Debug)]
-pub(crate) struct Share {
+pub(crate) struct DraftPut {
     pub(crate) announced: Vec<String>,
     pub(crate) terms: Terms,
     pub(crate) metadata: Option<NewTable>,
     pub(crate) parts: Vec<NewPart>,
 }
 
-impl Share {
+impl DraftPut {
     /// Bytes of memory and tables, as claimed.
     pub(crate) fn bytes(&self) -> u64 {
         bytes_of(&self.parts) + self.metadata.as_ref().map_or(0, NewTable::length)
@@ -87,7 +87,7 @@ impl Draft {
     }
 
     /// Adds a checked put.
-    pub(crate) fn add(&mut self, connection: ConnectionId, share: Share) {
+    pub(crate) fn add(&mut self, connection: ConnectionId, share: DraftPut) {
         if let Some(metadata) = share.metadata {
             self.metadata = Some((connection, metadata));
         }
@@ -96,7 +96,7 @@ impl Draft {
     }
 
     /// Checks that a user's put belongs to this draft.
-    pub(crate) fn check(&self, key: &DraftKey, uid: u32, share: &Share) -> Result<(), BrokerError> {
+    pub(crate) fn check(&self, key: &DraftKey, uid: u32, share: &DraftPut) -> Result<(), BrokerError> {
         let refuse = |code, message: String| Err(BrokerError::new(code, message));
         let invalid = |message: String| refuse(RefusalCode::Invalid, message);
         let DraftKey { name, group } = key;

@@ -18,27 +18,27 @@ use crate::{
 };
 
 /// Limits: crashes, names of lost versions per crash, and bytes per name.
-const MOST_CRASHES: usize = 16;
-const MOST_NAMES: usize = 3;
-const MOST_BYTES: usize = 100;
+const MAX_CRASHES: usize = 16;
+const MAX_NAMES: usize = 3;
+const MAX_BYTES: usize = 100;
 
 /// The largest accepted history file, in bytes.
 const MAX_TEXT: u64 = 64 << 10;
 
 /// The losses of one crash.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Losses {
+pub(crate) struct LostVersions {
     pub(crate) versions: u64,
     names: Vec<String>,
 }
 
-impl Losses {
+impl LostVersions {
     /// Counts a lost version. The first names are listed.
     pub(crate) fn add(&mut self, name: &str, version: u64) {
         self.versions += 1;
-        if self.names.len() < MOST_NAMES {
+        if self.names.len() < MAX_NAMES {
             let mut name = format!("{name} {version}");
-            shorten(&mut name, MOST_BYTES);
+            shorten(&mut name, MAX_BYTES);
             self.names.push(name);
         }
     }
@@ -75,7 +75,7 @@ impl History {
     }
 
     /// Takes over from the previous server. `whole`: the keeper had everything.
-    pub(crate) fn take_over(&mut self, whole: bool, lost: &Losses, store: &mut Store) {
+    pub(crate) fn take_over(&mut self, whole: bool, lost: &LostVersions, store: &mut Store) {
         let process = match (self.running, whole) {
             (Some(_), false) => "both",
             (None, false) => "keeper",
@@ -101,8 +101,8 @@ impl History {
     }
 
     /// Records a keeper crash without losses.
-    pub(crate) fn keeper_crashed(&mut self, pid: u32, store: &mut Store) {
-        self.push("keeper", Some(pid), Some(Losses::default()));
+    pub(crate) fn record_keeper_crash(&mut self, pid: u32, store: &mut Store) {
+        self.push("keeper", Some(pid), Some(LostVersions::default()));
         self.save(store);
     }
 
@@ -120,7 +120,7 @@ impl History {
         Ok(())
     }
 
-    fn push(&mut self, process: &str, pid: Option<u32>, lost: Option<Losses>) {
+    fn push(&mut self, process: &str, pid: Option<u32>, lost: Option<LostVersions>) {
         let (lost_versions, names) = lost.map(|lost| (lost.versions, lost.names)).unzip();
         let lost = lost_versions.map_or_else(|| "everything".to_owned(), |lost: u64| format!("{lost} versions"));
         tracing::warn!(
@@ -140,7 +140,7 @@ impl History {
             lost_versions,
             names: names.unwrap_or_default(),
         });
-        while self.crashes.len() > MOST_CRASHES {
+        while self.crashes.len() > MAX_CRASHES {
             self.crashes.pop_front();
         }
     }
@@ -170,19 +170,19 @@ mod tests {
         let mut store = Store::none();
         let mut first = History::default();
         first.begin(None, &mut store);
-        let mut lost = Losses::default();
+        let mut lost = LostVersions::default();
         (1..=5).for_each(|version| lost.add("a/name", version));
         let mut second = History::read(first.file.take());
         second.take_over(false, &lost, &mut store);
         let crash = second.crashes().next().unwrap();
         assert_eq!((crash.process.as_str(), crash.pid, crash.lost_versions), ("both", process::id(), Some(5)));
         assert_eq!(crash.names, ["a/name 1", "a/name 2", "a/name 3"]);
-        (0..100).for_each(|pid| second.keeper_crashed(pid, &mut store));
+        (0..100).for_each(|pid| second.record_keeper_crash(pid, &mut store));
         second.end(&mut store);
         let mut third = History::read(second.file.take());
-        third.take_over(true, &Losses::default(), &mut store);
+        third.take_over(true, &LostVersions::default(), &mut store);
         let pids: Vec<u32> = third.crashes().map(|crash| crash.pid).collect();
-        assert_eq!(pids, (100 - MOST_CRASHES as u32..100).collect::<Vec<_>>());
+        assert_eq!(pids, (100 - MAX_CRASHES as u32..100).collect::<Vec<_>>());
     }
 
     #[test]

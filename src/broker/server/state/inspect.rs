@@ -20,7 +20,7 @@ const NVIDIA_MAJOR: u32 = 195;
 
 /// Why a descriptor is refused.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Unfit {
+pub(crate) enum InspectError {
     /// The claimed size is 0.
     #[error("0 bytes are claimed: memory has at least 1")]
     Empty,
@@ -65,15 +65,15 @@ pub(crate) fn inspect(
     size: u64,
     immutable: bool,
     emulated: bool,
-) -> Result<(), Unfit> {
+) -> Result<(), InspectError> {
     if size == 0 {
-        return Err(Unfit::Empty);
+        return Err(InspectError::Empty);
     }
     match (backend, kind(fd)) {
         (Backend::Cuda, Kind::Device) => Ok(()),
         (Backend::Cuda, Kind::Memory) if emulated => memory(fd, size, false),
-        (Backend::Cuda, Kind::Memory) => Err(Unfit::NotNvidia { found: "a memfd".to_owned() }),
-        (Backend::Cuda, Kind::Foreign) => Err(Unfit::NotNvidia { found: describe(fd) }),
+        (Backend::Cuda, Kind::Memory) => Err(InspectError::NotNvidia { found: "a memfd".to_owned() }),
+        (Backend::Cuda, Kind::Foreign) => Err(InspectError::NotNvidia { found: describe(fd) }),
         (Backend::Host, _) => memory(fd, size, immutable),
     }
 }
@@ -83,8 +83,8 @@ pub(crate) fn kind(fd: BorrowedFd<'_>) -> Kind {
     if fcntl(fd, FcntlArg::F_GET_SEALS).is_ok() {
         return Kind::Memory;
     }
-    match remembered(fd) {
-        Ok(stat) if is_nvidia(&stat) && !by_path_alone(fd) => Kind::Device,
+    match cached_stat(fd) {
+        Ok(stat) if is_nvidia(&stat) && !is_path_only(fd) => Kind::Device,
         _ => Kind::Foreign,
     }
 }
@@ -105,7 +105,7 @@ pub(crate) fn inspect_and_classify(
 /// # Errors
 /// See statx(2).
 pub(crate) fn inode(fd: BorrowedFd<'_>) -> io::Result<Inode> {
-    let stat = remembered(fd)?;
+    let stat = cached_stat(fd)?;
     Ok(Inode { device: (stat.stx_dev_major, stat.stx_dev_minor), number: stat.stx_ino })
 }
 
@@ -116,16 +116,16 @@ pub(crate) struct Inode {
     number: u64,
 }
 
-fn memory(fd: BorrowedFd<'_>, size: u64, immutable: bool) -> Result<(), Unfit> {
+fn memory(fd: BorrowedFd<'_>, size: u64, immutable: bool) -> Result<(), InspectError> {
     match memfd::inspect(fd, size) {
-        Ok(sealed) if immutable && !sealed => Err(Unfit::Writable),
+        Ok(sealed) if immutable && !sealed => Err(InspectError::Writable),
         Ok(_) => Ok(()),
-        Err((_, error)) => Err(Unfit::Memory(error)),
+        Err((_, error)) => Err(InspectError::Memory(error)),
     }
 }
 
 /// The attributes that the kernel caches for every file.
-fn remembered(fd: BorrowedFd<'_>) -> io::Result<Statx> {
+fn cached_stat(fd: BorrowedFd<'_>) -> io::Result<Statx> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     Ok(statx(fd, c"", flags, StatxFlags::TYPE | StatxFlags::INO)?)
 }
@@ -139,17 +139,17 @@ fn is_nvidia(stat: &Statx) -> bool {
 }
 
 /// Whether the descriptor was opened with `O_PATH`. Then it is not a device, even if its inode looks like one: FUSE can fake that.
-fn by_path_alone(fd: BorrowedFd<'_>) -> bool {
+fn is_path_only(fd: BorrowedFd<'_>) -> bool {
     rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::PATH))
 }
 
 fn describe(fd: BorrowedFd<'_>) -> String {
-    let stat = match remembered(fd) {
+    let stat = match cached_stat(fd) {
         Ok(stat) => stat,
         Err(error) => return format!("a file that can't be examined ({error})"),
     };
     let name = match file_type(&stat) {
-        _ if by_path_alone(fd) => "a path (O_PATH)",
+        _ if is_path_only(fd) => "a path (O_PATH)",
         FileType::RegularFile => "a regular file",
         FileType::Directory => "a folder",
         FileType::Fifo => "a pipe",

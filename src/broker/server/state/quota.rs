@@ -158,7 +158,7 @@ impl Rules {
 mod tests {
     use super::*;
 
-    const SOMEBODY: u32 = 34_560;
+    const USER_UID: u32 = 34_560;
 
     fn rules(user: Quota, total: Quota) -> Rules {
         Rules { user, total }
@@ -172,27 +172,27 @@ mod tests {
     fn defaults_hold_for_others_alone() {
         let rules = Rules::default();
         let most = Quota::user().objects.unwrap();
-        assert_eq!(check(&rules, SOMEBODY, most - 1, most - 1, 1), Ok(()));
-        let refusal = check(&rules, SOMEBODY, most, most, 1).unwrap_err();
+        assert_eq!(check(&rules, USER_UID, most - 1, most - 1, 1), Ok(()));
+        let refusal = check(&rules, USER_UID, most, most, 1).unwrap_err();
         assert!(refusal.ends_with(&format!("asks for 1 more, but its quota is {most}")), "{refusal}");
         assert_eq!(check(&rules, 0, most, most, 1), Ok(()));
         // A configured limit applies to root too.
         let given = self::rules(Quota { objects: Some(1), ..Quota::default() }, Quota::default());
         assert!(check(&given, 0, 1, 1, 1).is_err());
         let unlimited = self::rules(Quota::unlimited(), Quota::unlimited());
-        assert_eq!(check(&unlimited, SOMEBODY, most, most, 1), Ok(()));
+        assert_eq!(check(&unlimited, USER_UID, most, most, 1), Ok(()));
     }
 
     #[test]
     fn one_user_leaves_others_half_of_the_total() {
         let rules = rules(Quota::default(), Quota { objects: Some(100), ..Quota::default() });
-        assert_eq!(check(&rules, SOMEBODY, 49, 49, 1), Ok(()));
-        let refusal = check(&rules, SOMEBODY, 50, 50, 1).unwrap_err();
+        assert_eq!(check(&rules, USER_UID, 49, 49, 1), Ok(()));
+        let refusal = check(&rules, USER_UID, 50, 50, 1).unwrap_err();
         let want = "its share is 50: half of the 100 that other users leave of 100; raise --total-quota objects=";
         assert!(refusal.ends_with(want), "{refusal}");
         // The next user gets half of the rest, root all of it.
-        assert_eq!(check(&rules, SOMEBODY + 1, 24, 74, 1), Ok(()));
-        assert!(check(&rules, SOMEBODY + 1, 25, 75, 1).is_err());
+        assert_eq!(check(&rules, USER_UID + 1, 24, 74, 1), Ok(()));
+        assert!(check(&rules, USER_UID + 1, 25, 75, 1).is_err());
         assert_eq!(check(&rules, 0, 24, 99, 1), Ok(()));
         assert!(check(&rules, 0, 25, 100, 1).is_err());
     }

@@ -3,28 +3,28 @@
 use std::{collections::HashMap, time::Duration};
 
 /// Interval at which repetitions are logged. A kind without repetitions in one interval is logged in full again.
-pub(crate) const EVERY: Duration = Duration::from_secs(60);
+pub(crate) const INTERVAL: Duration = Duration::from_secs(60);
 
 /// The most tracked pairs of user and kind. Each subordinate user counts.
-const MOST: usize = 1024;
+const MAX: usize = 1024;
 
 /// Log lines of the last minute.
 #[derive(Debug, Default)]
-pub(crate) struct Repeats {
+pub(crate) struct RepeatLimiter {
     /// Repetitions of each kind since it was last logged.
     counts: HashMap<(u32, &'static str), u64>,
     /// Repetitions of untracked users and kinds.
     others: u64,
 }
 
-impl Repeats {
+impl RepeatLimiter {
     /// Whether to log this line in full: the first of its kind and user in a minute. Further lines are counted.
-    pub(crate) fn is_first(&mut self, uid: u32, kind: &'static str) -> bool {
+    pub(crate) fn should_log(&mut self, uid: u32, kind: &'static str) -> bool {
         if let Some(count) = self.counts.get_mut(&(uid, kind)) {
             *count += 1;
             return false;
         }
-        let has_room = self.counts.len() < MOST;
+        let has_room = self.counts.len() < MAX;
         if has_room {
             self.counts.insert((uid, kind), 0);
         } else {
@@ -59,19 +59,19 @@ mod tests {
 
     #[test]
     fn repetitions_are_counted_and_bounded() {
-        let mut repeats = Repeats::default();
-        assert!(repeats.is_first(1, "a") && repeats.is_first(1, "b") && repeats.is_first(2, "a"));
-        assert!(!repeats.is_first(1, "a") && !repeats.is_first(1, "a"));
+        let mut repeats = RepeatLimiter::default();
+        assert!(repeats.should_log(1, "a") && repeats.should_log(1, "b") && repeats.should_log(2, "a"));
+        assert!(!repeats.should_log(1, "a") && !repeats.should_log(1, "a"));
         assert_eq!(repeats.counts[&(1, "a")], 2);
         // A kind that keeps repeating is logged as a count.
         repeats.log();
         assert_eq!(repeats.counts, HashMap::from([((1, "a"), 0)]));
-        assert!(!repeats.is_first(1, "a") && repeats.is_first(1, "b"));
+        assert!(!repeats.should_log(1, "a") && repeats.should_log(1, "b"));
         repeats.log();
         repeats.log();
-        assert!(repeats.is_empty() && repeats.is_first(1, "a"));
-        let logged = (0..10 * MOST as u32).filter(|uid| repeats.is_first(*uid, "c")).count();
-        assert!(logged < MOST && repeats.counts.len() == MOST && repeats.others > 0);
+        assert!(repeats.is_empty() && repeats.should_log(1, "a"));
+        let logged = (0..10 * MAX as u32).filter(|uid| repeats.should_log(*uid, "c")).count();
+        assert!(logged < MAX && repeats.counts.len() == MAX && repeats.others > 0);
         repeats.log();
         repeats.log();
         assert!(repeats.is_empty());

@@ -8,12 +8,12 @@ use std::{
 use super::{
     caller::{Caller, ConnectionId},
     claims::Claims,
-    client::{Client, Request},
+    client::{Client, PendingRequest},
     drafts::Drafts,
     history::History,
     metrics::Metrics,
     objects::{Objects, Staged, Terms},
-    repeats::Repeats,
+    repeats::RepeatLimiter,
     waits::Waits,
     watchers::Watchers,
 };
@@ -22,7 +22,7 @@ pub(crate) struct State {
     pub(crate) objects: Objects,
     pub(crate) clients: HashMap<ConnectionId, Client>,
     pub(crate) drafts: Drafts,
-    pub(crate) storing: Storing,
+    pub(crate) pending_versions: PendingVersions,
     pub(crate) waits: Waits,
     pub(crate) claims: Claims,
     pub(crate) watchers: Watchers,
@@ -30,7 +30,7 @@ pub(crate) struct State {
     pub(crate) listings: VecDeque<ConnectionId>,
     pub(crate) history: History,
     pub(crate) metrics: Metrics,
-    pub(crate) repeats: Repeats,
+    pub(crate) repeats: RepeatLimiter,
     /// The keeper's process, if it is visible in this PID namespace.
     pub(crate) keeper_pid: Option<u32>,
     /// Time limit for a client's hello, and for the segments of a put.
@@ -41,18 +41,18 @@ pub(crate) struct State {
 
 /// Versions whose descriptors the keeper has not confirmed.
 #[derive(Debug, Default)]
-pub(crate) struct Storing {
+pub(crate) struct PendingVersions {
     /// Oldest first.
-    pub(crate) queue: VecDeque<Stored>,
+    pub(crate) queue: VecDeque<PendingVersion>,
     /// Whether missing names are reserved for clients that restore objects which the previous broker lost.
-    pub(crate) reserves: bool,
+    pub(crate) reserves_names: bool,
     /// Versions under reserved names. They are published when the reservation expires.
-    pub(crate) reserved: Vec<Stored>,
+    pub(crate) reserved: Vec<PendingVersion>,
 }
 
 /// A version whose descriptors the keeper has not confirmed.
 #[derive(Debug)]
-pub(crate) struct Stored {
+pub(crate) struct PendingVersion {
     pub(crate) makers: Vec<ConnectionId>,
     pub(crate) terms: Terms,
     pub(crate) staged: Staged,
@@ -65,14 +65,14 @@ impl State {
             objects,
             clients: HashMap::new(),
             drafts: Drafts::new(),
-            storing: Storing::default(),
+            pending_versions: PendingVersions::default(),
             waits: Waits::default(),
             claims: Claims::default(),
             watchers,
             listings: VecDeque::new(),
             history: History::default(),
             metrics,
-            repeats: Repeats::default(),
+            repeats: RepeatLimiter::default(),
             keeper_pid: None,
             timeout,
             emulated,
@@ -83,7 +83,7 @@ impl State {
         self.clients.get(&id).map(|client| &client.caller)
     }
 
-    pub(crate) fn set_request(&mut self, id: ConnectionId, request: Request) {
+    pub(crate) fn set_request(&mut self, id: ConnectionId, request: PendingRequest) {
         if let Some(client) = self.clients.get_mut(&id) {
             client.request = request;
         }
@@ -91,6 +91,6 @@ impl State {
 
     /// Whether the event loop has work that no event announces.
     pub(crate) fn has_work(&self) -> bool {
-        self.objects.has_work() || self.watchers.are_due() || !self.listings.is_empty()
+        self.objects.has_work() || self.watchers.has_queued() || !self.listings.is_empty()
     }
 }

@@ -25,7 +25,7 @@ pub(crate) struct NotKept {
 pub(crate) enum Reason {
     /// The same open file is kept with another size: one claim is wrong.
     #[error("{claimed} bytes are claimed, but this memory is already kept as {kept} bytes")]
-    Contradiction {
+    SizeMismatch {
         /// The size claimed now, in bytes.
         claimed: u64,
         /// The size claimed when it was first added.
@@ -87,7 +87,7 @@ impl Segments {
             && let Some(segment) = self.slots[id.index()].as_mut()
         {
             if segment.size != size {
-                let reason = Reason::Contradiction { claimed: size, kept: segment.size };
+                let reason = Reason::SizeMismatch { claimed: size, kept: segment.size };
                 return Err(NotKept { fd, reason });
             }
             segment.references += 1;
@@ -175,12 +175,12 @@ impl Segments {
         self.slots[id.index()] = Some(Segment { fd, size, references: 1, inode, ordered });
     }
 
-    pub(crate) fn refer(&mut self, id: SegmentId) {
+    pub(crate) fn add_reference(&mut self, id: SegmentId) {
         self.segment_mut(id).references += 1;
     }
 
     /// Rebuilds the list of free numbers after [`Segments::restore`].
-    pub(crate) fn collect_free(&mut self) {
+    pub(crate) fn rebuild_free_list(&mut self) {
         let free = self.slots.iter().enumerate().rev().filter(|(_, slot)| slot.is_none());
         self.free = free.filter_map(|(index, _)| SegmentId::at(index)).collect();
     }

@@ -10,7 +10,7 @@ use crate::wire::broker::Get;
 
 /// An unanswered get.
 #[derive(Debug)]
-pub(crate) struct Waiting {
+pub(crate) struct PendingGet {
     pub(crate) get: Get,
     /// Results of table queries, by index in the get.
     pub(crate) answers: HashMap<usize, Answer>,

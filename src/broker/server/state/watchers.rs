@@ -13,7 +13,7 @@ use crate::broker::catalogue::record::Seen;
 
 /// A client's watch.
 #[derive(Debug)]
-pub(crate) struct Watching {
+pub(crate) struct WatchState {
     pub(crate) prefix: String,
     /// The last event compared with the watch.
     pub(crate) after: u64,
@@ -59,7 +59,7 @@ impl Watchers {
         self.members.len()
     }
 
-    pub(crate) fn are_due(&self) -> bool {
+    pub(crate) fn has_queued(&self) -> bool {
         !self.queue.is_empty()
     }
 
@@ -115,19 +115,19 @@ impl Watchers {
     }
 
     /// Queues the clients that new events concern.
-    pub(crate) fn notice_new(&mut self, journal: &Journal) {
+    pub(crate) fn queue_new_events(&mut self, journal: &Journal) {
         let (forgotten, events) = journal.events_after(self.seen);
         if forgotten {
-            self.notice_loss();
+            self.queue_all();
         }
         if !self.members.is_empty() {
-            events.for_each(|seen| self.notice(seen));
+            events.for_each(|seen| self.queue_concerned(seen));
         }
         self.seen = journal.last_event();
     }
 
     /// Queues the clients that an event concerns.
-    fn notice(&mut self, seen: &Seen) {
+    fn queue_concerned(&mut self, seen: &Seen) {
         let name = &seen.event.name;
         for end in 0..=name.len() {
             let Some(groups) = name.get(..end).and_then(|prefix| self.idle.get_mut(prefix)) else { continue };
@@ -141,7 +141,7 @@ impl Watchers {
     }
 
     /// Queues all clients: discarded events may concern them.
-    fn notice_loss(&mut self) {
+    fn queue_all(&mut self) {
         let ids = std::mem::take(&mut self.idle).into_values().flat_map(HashMap::into_values).flatten().collect();
         self.wake(ids, 0);
     }

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     broker::server::state::{
         caller::{Caller, ConnectionId},
-        client::{Client, Request},
+        client::{Client, PendingRequest},
         root::State,
     },
     error::{BrokerError, ErrorCode, RefusalCode},
@@ -30,16 +30,16 @@ pub(crate) fn disconnected(state: &mut State, effects: &mut Effects, id: Connect
     let uid = client.caller.uid;
     state.watchers.remove(id);
     state.waits.remove(id);
-    if let Some(asked) = &client.asked {
-        state.objects.users().remove_request(uid, asked.bytes);
+    if let Some(request_info) = &client.request_info {
+        state.objects.users().remove_request(uid, request_info.bytes);
     }
     match client.request {
-        Request::Upload(upload) => put::end_upload(state, effects, *upload),
-        Request::Parts(key) => parts::withdraw(state, id, &key),
+        PendingRequest::Upload(upload) => put::end_upload(state, effects, *upload),
+        PendingRequest::Parts(key) => parts::withdraw(state, id, &key),
         _ => {}
     }
-    state.objects.depart(id, uid, client.leases, client.names);
-    state.objects.end_departed();
+    state.objects.connection_closed(id, uid, client.leases, client.names);
+    state.objects.clean_up_closed();
     get::end_claims(state, effects, id);
 }
 
@@ -50,7 +50,7 @@ pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: Conn
     if !client.greeted {
         let message = format!("no hello within {:?}", state.timeout);
         effects.push(Effect::End { client: id, code, message, why: "no hello in time" });
-    } else if matches!(client.request, Request::Upload(_)) {
+    } else if matches!(client.request, PendingRequest::Upload(_)) {
         let message = format!("not all segments of a put arrived within {:?}", state.timeout);
         effects.push(Effect::End { client: id, code, message, why: "segments of its put not in time" });
     } else {
@@ -61,7 +61,7 @@ pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: Conn
 /// Applies the worker's result. If the client has sent a stop during the work, a wait that follows is stopped too.
 pub(crate) fn work_done(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: Outcome) {
     let request = state.clients.get(&id).map(|client| &client.request);
-    let stopped = matches!(request, Some(Request::Worker { stopped: true }));
+    let stopped = matches!(request, Some(PendingRequest::Worker { stopped: true }));
     outcome(state, effects);
     if stopped {
         lease::stop(state, effects, id);
@@ -72,7 +72,7 @@ pub(crate) fn work_done(state: &mut State, effects: &mut Effects, id: Connection
 pub(crate) fn work_failed(state: &mut State, effects: &mut Effects, id: ConnectionId, uid: u32, reserved: usize) {
     state.objects.users().end_reservation(uid, reserved);
     state.waits.remove(id);
-    if state.clients.get(&id).is_some_and(|client| matches!(client.request, Request::Worker { .. })) {
+    if state.clients.get(&id).is_some_and(|client| matches!(client.request, PendingRequest::Worker { .. })) {
         let message = "the broker failed to examine the tables of this request: see its log".to_owned();
         refuse(state, effects, id, BrokerError::new(RefusalCode::Failed, message));
         effects.push(Effect::Listen(id));

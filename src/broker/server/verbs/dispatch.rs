@@ -16,7 +16,7 @@ use super::{
     watch::watch,
 };
 use crate::{
-    broker::server::state::{bounds::memory_of, caller::ConnectionId, client::Asked, room::Room, root::State},
+    broker::server::state::{bounds::memory_of, caller::ConnectionId, client::RequestInfo, room::Room, root::State},
     error::BrokerError,
     wire::broker::Message,
 };
@@ -43,7 +43,7 @@ pub(crate) fn handle(
         Message::Hello(message) if !greeted => hello(state, effects, id, &message),
         other if !greeted => {
             effects.close_fds(of, fds);
-            effects.break_off(id, format!("expected a hello, got {}", other.name()));
+            effects.protocol_error(id, format!("expected a hello, got {}", other.name()));
         }
         Message::Busy(_) => {}
         Message::Release(message) => release(state, effects, id, message.token),
@@ -53,7 +53,7 @@ pub(crate) fn handle(
         Message::Segments(message) => segments(state, effects, id, message, fds),
         other if busy => {
             effects.close_fds(of, fds);
-            effects.break_off(id, format!("{} arrived before the previous request was answered", other.name()));
+            effects.protocol_error(id, format!("{} arrived before the previous request was answered", other.name()));
         }
         other => match begin_request(state, id, &other) {
             Ok(()) => request(state, effects, room, id, other, fds),
@@ -86,7 +86,7 @@ fn request(
         Message::Measure(_) => measure(state, effects, room, id),
         other => {
             effects.close_fds(state.caller(id).map(|caller| caller.uid), fds);
-            effects.break_off(id, format!("{} arrived, which only a broker sends", other.name()));
+            effects.protocol_error(id, format!("{} arrived, which only a broker sends", other.name()));
         }
     }
 }
@@ -99,6 +99,6 @@ fn begin_request(state: &mut State, id: ConnectionId, request: &Message) -> Resu
     let Some(client) = state.clients.get_mut(&id) else { return Ok(()) };
     let counted = state.objects.users().add_request(client.caller.uid, memory_of(request));
     let bytes = if counted.is_ok() { memory_of(request) } else { 0 };
-    client.asked = Some(Asked { verb: request.name(), since: state.objects.now.at, bytes });
+    client.request_info = Some(RequestInfo { verb: request.name(), since: state.objects.now.at, bytes });
     counted
 }

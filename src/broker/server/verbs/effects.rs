@@ -56,7 +56,7 @@ pub(crate) enum Effect {
         outcome: String,
         since: Instant,
     },
-    /// Sends queued messages to the keeper, then calls [`super::publish::kept`].
+    /// Sends queued messages to the keeper, then calls [`super::publish::publish_confirmed`].
     Store,
 }
 
@@ -88,12 +88,12 @@ impl Effects {
     }
 
     /// Sets a deadline that is suspended while the event loop does not read from the user.
-    pub(crate) fn deadline_of_uploads(&mut self, client: ConnectionId, at: Instant) {
+    pub(crate) fn upload_deadline(&mut self, client: ConnectionId, at: Instant) {
         self.push(Effect::Deadline { client, deadline: Some(Deadline { at, stops: true }) });
     }
 
     /// Disconnects a peer that violated the protocol.
-    pub(crate) fn break_off(&mut self, client: ConnectionId, message: impl Into<String>) {
+    pub(crate) fn protocol_error(&mut self, client: ConnectionId, message: impl Into<String>) {
         let (code, message) = (ErrorCode::Protocol, message.into());
         self.push(Effect::End { client, code, message, why: "protocol violation" });
     }

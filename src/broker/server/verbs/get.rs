@@ -14,10 +14,10 @@ use crate::{
         name::{check_component, check_name},
         server::state::{
             caller::ConnectionId,
-            client::Request,
-            objects::{LeaseParts, Objects, Question, Selected, Selection},
+            client::PendingRequest,
+            objects::{LeaseParts, Objects, Selected, Selection, TableQuery},
             root::State,
-            waits::Waiting,
+            waits::PendingGet,
         },
     },
     error::{BrokerError, RefusalCode},
@@ -30,7 +30,7 @@ use crate::{
 /// Starts a get.
 pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, get: Get) {
     match check(&get) {
-        Ok(()) => try_get(state, effects, id, Waiting { get, answers: HashMap::new(), deadline: None }),
+        Ok(()) => try_get(state, effects, id, PendingGet { get, answers: HashMap::new(), deadline: None }),
         Err(refusal) => refuse(state, effects, id, refusal),
     }
 }
@@ -40,75 +40,75 @@ enum Found {
     /// All objects exist.
     All(Vec<Selection>),
     /// Tables must be read first.
-    Ask(VecDeque<(usize, Question)>),
+    Query(VecDeque<(usize, TableQuery)>),
     /// This object does not exist.
     Absent(String),
 }
 
 /// Answers a get, or waits.
-fn try_get(state: &mut State, effects: &mut Effects, id: ConnectionId, waiting: Waiting) {
+fn try_get(state: &mut State, effects: &mut Effects, id: ConnectionId, waiting: PendingGet) {
     match find(state, id, &waiting) {
-        Err(refusal) => give_up(state, effects, id, refusal),
-        Ok(Found::All(selections)) => hand_out(state, effects, id, &selections),
-        Ok(Found::Ask(questions)) => ask(state, effects, id, waiting, questions),
+        Err(refusal) => refuse_get(state, effects, id, refusal),
+        Ok(Found::All(selections)) => send_leases(state, effects, id, &selections),
+        Ok(Found::Query(queries)) => start_query(state, effects, id, waiting, queries),
         Ok(Found::Absent(name)) => absent(state, effects, id, waiting, &name),
     }
 }
 
-fn find(state: &State, id: ConnectionId, waiting: &Waiting) -> Result<Found, BrokerError> {
+fn find(state: &State, id: ConnectionId, waiting: &PendingGet) -> Result<Found, BrokerError> {
     let Some(caller) = state.caller(id) else { return Ok(Found::All(Vec::new())) };
-    let (mut selections, mut questions) = (Vec::new(), VecDeque::new());
+    let (mut selections, mut queries) = (Vec::new(), VecDeque::new());
     for (at, object) in waiting.get.objects.iter().enumerate() {
         match state.objects.select(caller, object, waiting.answers.get(&at))? {
             Selected::Ready(selection) => selections.push(selection),
-            Selected::Ask(question) => questions.push_back((at, question)),
+            Selected::Query(query) => queries.push_back((at, query)),
             Selected::Absent => return Ok(Found::Absent(object.name.clone())),
         }
     }
-    Ok(if questions.is_empty() { Found::All(selections) } else { Found::Ask(questions) })
+    Ok(if queries.is_empty() { Found::All(selections) } else { Found::Query(queries) })
 }
 
 /// Refuses a get that may have waited.
-fn give_up(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
+fn refuse_get(state: &mut State, effects: &mut Effects, id: ConnectionId, refusal: BrokerError) {
     state.waits.remove(id);
     refuse(state, effects, id, refusal);
 }
 
 /// Reads tables: small ones here, others in the worker.
-fn ask(
+fn start_query(
     state: &mut State,
     effects: &mut Effects,
     id: ConnectionId,
-    waiting: Waiting,
-    questions: VecDeque<(usize, Question)>,
+    waiting: PendingGet,
+    queries: VecDeque<(usize, TableQuery)>,
 ) {
     let Some(uid) = state.caller(id).map(|caller| caller.uid) else { return };
-    let small = questions.iter().all(|(_, question)| question.is_small());
-    state.set_request(id, Request::Worker { stopped: false });
-    let job = Box::new(move || look(id, waiting, questions));
+    let small = queries.iter().all(|(_, query)| query.is_small());
+    state.set_request(id, PendingRequest::Worker { stopped: false });
+    let job = Box::new(move || read_table(id, waiting, queries));
     work(state, effects, small, Work { client: id, uid, reserved: 0, job });
 }
 
 /// Reads one table for a get. The next table follows in the user's next turn.
-fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, Question)>) -> Step {
+fn read_table(id: ConnectionId, mut waiting: PendingGet, mut queries: VecDeque<(usize, TableQuery)>) -> Step {
     let mut refusal = None;
-    if let Some((at, question)) = questions.front_mut() {
-        match question.step() {
+    if let Some((at, query)) = queries.front_mut() {
+        match query.step() {
             Ok(None) => {}
             Ok(Some(answer)) => {
                 waiting.answers.insert(*at, answer);
-                questions.pop_front();
+                queries.pop_front();
             }
             Err(error) => refusal = Some(error),
         }
     }
-    if refusal.is_none() && !questions.is_empty() {
-        return Step::More(Box::new(move || look(id, waiting, questions)));
+    if refusal.is_none() && !queries.is_empty() {
+        return Step::More(Box::new(move || read_table(id, waiting, queries)));
     }
     Step::Done(Box::new(move |state, effects| {
-        state.set_request(id, Request::None);
+        state.set_request(id, PendingRequest::None);
         match refusal {
-            Some(refusal) => give_up(state, effects, id, refusal),
+            Some(refusal) => refuse_get(state, effects, id, refusal),
             None => try_get(state, effects, id, waiting),
         }
         effects.push(Effect::Listen(id));
@@ -116,7 +116,7 @@ fn look(id: ConnectionId, mut waiting: Waiting, mut questions: VecDeque<(usize, 
 }
 
 /// Handles a missing object: grants the claim, waits, or refuses.
-fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waiting: Waiting, name: &str) {
+fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waiting: PendingGet, name: &str) {
     let Some(client) = state.clients.get(&id) else { return };
     if let Some(claim) = &waiting.get.claim {
         let allowed = state.objects.check_claim(&client.caller, name);
@@ -126,7 +126,7 @@ fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waitin
                 state.waits.remove(id);
                 return reply(state, effects, id, &Message::Claimed(Claimed { token }));
             }
-            Err(refusal) => return give_up(state, effects, id, refusal),
+            Err(refusal) => return refuse_get(state, effects, id, refusal),
         }
     }
     let Some(wait) = waiting.get.wait_ms else {
@@ -136,11 +136,11 @@ fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waitin
     state.waits.add(id, &waiting.get);
     // The deadline may have passed while tables were read.
     let deadline = *waiting.deadline.get_or_insert_with(|| state.objects.now.after(Duration::from_millis(wait)));
-    state.set_request(id, Request::Object(Box::new(waiting)));
+    state.set_request(id, PendingRequest::Object(Box::new(waiting)));
     effects.deadline(id, deadline);
 }
 
-fn why_absent(waiting: &Waiting, name: &str) -> String {
+fn why_absent(waiting: &PendingGet, name: &str) -> String {
     let object = waiting.get.objects.iter().find(|object| object.name == name);
     match object.map(|object| (object.version, object.newer_than)) {
         Some((Some(version), _)) => format!("there is no version {version} of `{name}`"),
@@ -151,7 +151,7 @@ fn why_absent(waiting: &Waiting, name: &str) -> String {
 
 pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
     let Some(client) = state.clients.get_mut(&id) else { return };
-    let Request::Object(waiting) = std::mem::take(&mut client.request) else { return };
+    let PendingRequest::Object(waiting) = std::mem::take(&mut client.request) else { return };
     let objects = &waiting.get.objects;
     let missing =
         objects.iter().find(|object| state.objects.find(&object.name, object.version, object.newer_than).is_none());
@@ -162,12 +162,12 @@ pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionI
         RefusalCode::Timeout => format!("{why}: waited {waited} ms"),
         _ => format!("{why}: the wait was stopped"),
     };
-    give_up(state, effects, id, BrokerError::new(code, message));
+    refuse_get(state, effects, id, BrokerError::new(code, message));
 }
 
 /// Handles a new version: ends claims on the name, and answers waiting gets.
 pub(crate) fn published(state: &mut State, effects: &mut Effects, name: &str) {
-    state.claims.end_all(name);
+    state.claims.release_all(name);
     wake(state, effects, name);
 }
 
@@ -175,10 +175,11 @@ pub(crate) fn published(state: &mut State, effects: &mut Effects, name: &str) {
 fn wake(state: &mut State, effects: &mut Effects, name: &str) {
     for id in state.waits.of(name) {
         // If a client's tables are being read, its get is retried after that.
-        let idle =
-            |client: &&mut crate::broker::server::state::client::Client| matches!(client.request, Request::Object(_));
+        let idle = |client: &&mut crate::broker::server::state::client::Client| {
+            matches!(client.request, PendingRequest::Object(_))
+        };
         let Some(client) = state.clients.get_mut(&id).filter(idle) else { continue };
-        let Request::Object(waiting) = std::mem::take(&mut client.request) else { continue };
+        let PendingRequest::Object(waiting) = std::mem::take(&mut client.request) else { continue };
         try_get(state, effects, id, *waiting);
         effects.push(Effect::Listen(id));
     }
@@ -193,13 +194,13 @@ pub(crate) fn end_claim(state: &mut State, effects: &mut Effects, id: Connection
 
 /// Ends all claims of a disconnected client.
 pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: ConnectionId) {
-    for name in state.claims.end_of(id) {
+    for name in state.claims.release_connection(id) {
         wake(state, effects, &name);
     }
 }
 
 /// Leases all selections, or none, and sends the leases.
-fn hand_out(state: &mut State, effects: &mut Effects, id: ConnectionId, selections: &[Selection]) {
+fn send_leases(state: &mut State, effects: &mut Effects, id: ConnectionId, selections: &[Selection]) {
     state.waits.remove(id);
     let Some(caller) = state.caller(id).cloned() else { return };
     let (mut tokens, mut records) = (Vec::with_capacity(selections.len()), Vec::with_capacity(selections.len()));

@@ -2,7 +2,7 @@
 
 use super::{effects::Effects, get, parts, reply::refuse};
 use crate::{
-    broker::server::state::{caller::ConnectionId, client::Request, root::State},
+    broker::server::state::{caller::ConnectionId, client::PendingRequest, root::State},
     error::{BrokerError, RefusalCode},
     wire::broker::{Report, Token},
 };
@@ -11,7 +11,7 @@ use crate::{
 pub(crate) fn release(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     if client.is_sending(token) {
-        effects.break_off(id, "a lease was released before it was received completely");
+        effects.protocol_error(id, "a lease was released before it was received completely");
     } else if client.leases.remove(&token) {
         state.objects.end_lease(token);
     } else {
@@ -22,14 +22,14 @@ pub(crate) fn release(state: &mut State, effects: &mut Effects, id: ConnectionId
 /// Keeps a report about a leased version.
 pub(crate) fn report(state: &mut State, id: ConnectionId, report: Report) {
     let Some(client) = state.clients.get(&id).filter(|client| client.leases.contains(&report.token)) else { return };
-    let is_logged = state.repeats.is_first(client.caller.uid, "a reader reports that memory differs from its claim");
-    state.objects.report(&client.caller, report.token, report.message, is_logged);
+    let should_log = state.repeats.should_log(client.caller.uid, "a reader reports that memory differs from its claim");
+    state.objects.report(&client.caller, report.token, report.message, should_log);
 }
 
 /// Stops the client's waiting request.
 pub(crate) fn stop(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     match state.clients.get_mut(&id).map(|client| &mut client.request) {
-        Some(Request::Worker { stopped }) => *stopped = true,
+        Some(PendingRequest::Worker { stopped }) => *stopped = true,
         _ => end_wait(state, effects, id, RefusalCode::Stopped),
     }
 }
@@ -38,12 +38,12 @@ pub(crate) fn stop(state: &mut State, effects: &mut Effects, id: ConnectionId) {
 pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     match &client.request {
-        Request::Parts(key) => {
+        PendingRequest::Parts(key) => {
             let key = key.clone();
             parts::end_wait(state, effects, id, &key, code);
         }
-        Request::Object(_) => get::end_wait(state, effects, id, code),
-        Request::Watch(_) => refuse(state, effects, id, BrokerError::new(code, "the watch was stopped")),
+        PendingRequest::Object(_) => get::end_wait(state, effects, id, code),
+        PendingRequest::Watch(_) => refuse(state, effects, id, BrokerError::new(code, "the watch was stopped")),
         _ => {}
     }
 }

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     broker::{
         name::check_name,
-        server::state::{caller::ConnectionId, client::Request, objects::LeasePage, root::State},
+        server::state::{caller::ConnectionId, client::PendingRequest, objects::LeasePage, root::State},
     },
     error::{BrokerError, RefusalCode},
     wire::broker::{List, Message, Stat, Who},
@@ -45,17 +45,17 @@ pub(crate) fn who(state: &mut State, effects: &mut Effects, id: ConnectionId, wh
     match state.objects.who(&client.caller, &who) {
         LeasePage::Leases(page) => reply(state, effects, id, &Message::Leases(page)),
         LeasePage::NoneUpTo(after) => {
-            client.request = Request::Leases(Who { after: Some(after), ..who });
+            client.request = PendingRequest::Leases(Who { after: Some(after), ..who });
             state.listings.push_back(id);
         }
     }
 }
 
 /// Continues one listing that has not found anything yet.
-pub(crate) fn go_on(state: &mut State, effects: &mut Effects) {
+pub(crate) fn continue_listing(state: &mut State, effects: &mut Effects) {
     let Some(id) = state.listings.pop_front() else { return };
     let request = state.clients.get_mut(&id).map(|client| &mut client.request);
-    if let Some(Request::Leases(next)) = request {
+    if let Some(PendingRequest::Leases(next)) = request {
         let next = next.clone();
         who(state, effects, id, next);
     }

@@ -6,8 +6,8 @@ use super::{effects::Effects, publish::store, reply::refuse};
 use crate::{
     broker::server::state::{
         caller::{Caller, ConnectionId},
-        client::Request,
-        drafts::{Draft, DraftKey, Share, bytes_of, descriptors_of},
+        client::PendingRequest,
+        drafts::{Draft, DraftKey, DraftPut, bytes_of, descriptors_of},
         objects::{NewPart, NewTable, Terms},
         root::State,
     },
@@ -20,7 +20,7 @@ pub(crate) fn join(
     effects: &mut Effects,
     caller: &Caller,
     group: String,
-    share: Share,
+    share: DraftPut,
     wait: Duration,
 ) {
     let (id, uid) = (caller.connection, caller.uid);
@@ -37,11 +37,11 @@ pub(crate) fn join(
     let draft = state.drafts.entry(key.clone()).or_insert_with(new);
     draft.add(id, share);
     let is_complete = draft.is_complete();
-    state.set_request(id, Request::Parts(key.clone()));
+    state.set_request(id, PendingRequest::Parts(key.clone()));
     if is_complete {
         complete(state, effects, &key);
     } else {
-        effects.deadline_of_uploads(id, state.objects.now.after(wait));
+        effects.upload_deadline(id, state.objects.now.after(wait));
     }
 }
 
@@ -53,13 +53,13 @@ fn complete(state: &mut State, effects: &mut Effects, key: &DraftKey) {
     let metadata = metadata.map(|(_, table)| table);
     let makers: Vec<ConnectionId> = puts.iter().map(|(id, _)| *id).collect();
     let mut parts: Vec<NewPart> = puts.into_iter().flat_map(|(_, parts)| parts).collect();
-    end_waiting(state, uid, metadata.as_ref(), &parts);
+    end_draft_usage(state, uid, metadata.as_ref(), &parts);
     parts.sort_by_key(|part| announced.iter().position(|name| *name == part.name));
     store(state, effects, makers, terms, metadata, parts);
 }
 
 /// Removes parts from the user's draft usage.
-fn end_waiting(state: &mut State, uid: u32, metadata: Option<&NewTable>, parts: &[NewPart]) {
+fn end_draft_usage(state: &mut State, uid: u32, metadata: Option<&NewTable>, parts: &[NewPart]) {
     let bytes = bytes_of(parts) + metadata.map_or(0, NewTable::length);
     state.objects.users().remove_waiting(uid, bytes);
     state.objects.users().end_reservation(uid, descriptors_of(parts));
@@ -77,7 +77,7 @@ pub(crate) fn withdraw(state: &mut State, id: ConnectionId, key: &DraftKey) {
         state.drafts.remove(key);
     }
     let parts: Vec<NewPart> = gone.into_iter().flat_map(|(_, parts)| parts).collect();
-    end_waiting(state, uid, metadata.as_ref(), &parts);
+    end_draft_usage(state, uid, metadata.as_ref(), &parts);
     state.objects.discard(metadata, parts);
 }
 

@@ -9,9 +9,9 @@ use crate::{
     broker::{
         server::state::{
             caller::ConnectionId,
-            client::Request,
+            client::PendingRequest,
             objects::{NewPart, NewTable, Terms},
-            root::{State, Stored},
+            root::{PendingVersion, State},
         },
         table::sealed,
     },
@@ -38,81 +38,86 @@ pub(crate) fn store(
     };
     match staged {
         Ok(staged) => {
-            makers.iter().for_each(|id| state.set_request(*id, Request::Storing));
-            state.storing.queue.push_back(Stored { makers, terms, staged });
+            makers.iter().for_each(|id| state.set_request(*id, PendingRequest::Confirmation));
+            state.pending_versions.queue.push_back(PendingVersion { makers, terms, staged });
             effects.push(Effect::Store);
         }
-        Err(refusal) => answer_makers(state, effects, &makers, &Err(refusal)),
+        Err(refusal) => reply_to_makers(state, effects, &makers, &Err(refusal)),
     }
 }
 
 /// Publishes the versions that the keeper has confirmed. Returns whether there were any.
-pub(crate) fn kept(state: &mut State, effects: &mut Effects) -> bool {
+pub(crate) fn publish_confirmed(state: &mut State, effects: &mut Effects) -> bool {
     let mut any = false;
-    while let Some(stored) = state.storing.queue.pop_front() {
-        if !state.objects.store().has_kept(stored.staged.mark) {
-            state.storing.queue.push_front(stored);
+    while let Some(version) = state.pending_versions.queue.pop_front() {
+        if !state.objects.store().has_kept(version.staged.mark) {
+            state.pending_versions.queue.push_front(version);
             break;
         }
         any = true;
-        publish(state, effects, stored);
+        publish(state, effects, version);
     }
     any
 }
 
 /// Stops reserving names for clients that restore lost objects, and publishes the waiting versions.
 pub(crate) fn end_reservation(state: &mut State, effects: &mut Effects) {
-    state.storing.reserves = false;
-    for stored in std::mem::take(&mut state.storing.reserved) {
-        publish(state, effects, stored);
+    state.pending_versions.reserves_names = false;
+    for version in std::mem::take(&mut state.pending_versions.reserved) {
+        publish(state, effects, version);
     }
 }
 
-fn publish(state: &mut State, effects: &mut Effects, stored: Stored) {
+fn publish(state: &mut State, effects: &mut Effects, version: PendingVersion) {
     // The name's former owner may still restore it, and the broker no longer knows the owner.
-    let is_new = stored.terms.restore.is_none() && state.objects.current_key(&stored.terms.name).is_none();
-    if state.storing.reserves && is_new {
-        return state.storing.reserved.push(stored);
+    let is_new = version.terms.restore.is_none() && state.objects.current_key(&version.terms.name).is_none();
+    if state.pending_versions.reserves_names && is_new {
+        return state.pending_versions.reserved.push(version);
     }
-    let Stored { makers, terms, staged } = stored;
+    let PendingVersion { makers, terms, staged } = version;
     let Some(caller) = makers.iter().find_map(|id| state.caller(*id)).cloned() else {
         return state.objects.unstage(staged);
     };
     // The same request may be pending twice if its first connection broke.
-    let before = |request: &Token| state.objects.published_before(&caller, &terms.name, *request).transpose();
-    if let Some(answer) = terms.requests.iter().find_map(before) {
+    let published_before = |request: &Token| state.objects.published_before(&caller, &terms.name, *request).transpose();
+    if let Some(answer) = terms.requests.iter().find_map(published_before) {
         state.objects.unstage(staged);
-        return answer_makers(state, effects, &makers, &answer);
+        return reply_to_makers(state, effects, &makers, &answer);
     }
     let result = state.objects.publish(&caller, &terms, staged);
     if result.is_err() {
         // Another reader restored the version first.
         let restore = terms.restore.as_ref();
-        let faster = restore.and_then(|of| restored_before(state, caller.connection, &terms.name, of));
-        return answer_makers(state, effects, &makers, &faster.map_or(result, Ok));
+        let other = restore.and_then(|of| restored_version(state, caller.connection, &terms.name, of));
+        return reply_to_makers(state, effects, &makers, &other.map_or(result, Ok));
     }
     if let Some(client) = state.clients.get_mut(&caller.connection) {
-        if state.objects.follows_maker(&terms.name) {
+        if state.objects.depends_on_maker(&terms.name) {
             client.names.insert(terms.name.as_str().into());
         }
         let key = state.objects.current_key(&terms.name);
         if let (Some(restore), Some(key)) = (&terms.restore, key) {
-            client.leases.extend(state.objects.lease_again(&caller, key, &restore.leases));
+            client.leases.extend(state.objects.restore_leases(&caller, key, &restore.leases));
         }
     }
-    answer_makers(state, effects, &makers, &result);
+    reply_to_makers(state, effects, &makers, &result);
     published(state, effects, &terms.name);
 }
 
 /// Gives a client its leases of a version that another client has already restored, if it may restore the version itself.
-pub(crate) fn restored_before(state: &mut State, id: ConnectionId, name: &str, restore: &Restore) -> Option<Published> {
+pub(crate) fn restored_version(
+    state: &mut State,
+    id: ConnectionId,
+    name: &str,
+    restore: &Restore,
+) -> Option<Published> {
     let client = state.clients.get_mut(&id)?;
     let key = state.objects.restored(&client.caller, name, restore)?;
-    client.leases.extend(state.objects.lease_again(&client.caller, key, &restore.leases));
+    client.leases.extend(state.objects.restore_leases(&client.caller, key, &restore.leases));
     Some(Published { version: restore.version, id: restore.id.clone() })
 }
 
-fn answer_makers(
+fn reply_to_makers(
     state: &mut State,
     effects: &mut Effects,
     makers: &[ConnectionId],

@@ -8,12 +8,12 @@ use self::check::{Checked, Examination, Examined, Prepared, check, invalid};
 use super::{
     effects::{Effect, Effects, Step, Work, work},
     parts,
-    publish::{restored_before, store},
+    publish::{restored_version, store},
     reply::{refuse, reply},
 };
 use crate::{
     broker::server::state::{
-        caller::ConnectionId, client::Request, drafts::Share, room::Room, root::State, upload::Upload,
+        caller::ConnectionId, client::PendingRequest, drafts::DraftPut, room::Room, root::State, upload::Upload,
     },
     error::BrokerError,
     wire::{
@@ -53,15 +53,15 @@ pub(crate) fn put(
     if upload.segments.len() == total {
         return uploaded(state, effects, id, upload);
     }
-    state.set_request(id, Request::Upload(Box::new(upload)));
-    effects.deadline_of_uploads(id, state.objects.now.after(state.timeout));
+    state.set_request(id, PendingRequest::Upload(Box::new(upload)));
+    effects.upload_deadline(id, state.objects.now.after(state.timeout));
     reply(state, effects, id, &Message::Send(Send {}));
 }
 
 /// The version that this put, or another reader's restore, has already published. A client repeats a put if it did not receive the answer.
 fn published_before(state: &mut State, id: ConnectionId, put: &Put) -> Result<Option<Published>, BrokerError> {
     if let Some(restore) = &put.restore {
-        return Ok(restored_before(state, id, &put.name, restore));
+        return Ok(restored_version(state, id, &put.name, restore));
     }
     let (Some(client), Some(request)) = (state.clients.get_mut(&id), put.request) else { return Ok(None) };
     let published = state.objects.published_before(&client.caller, &put.name, request)?;
@@ -94,20 +94,20 @@ pub(crate) fn segments(
 ) {
     let Some(client) = state.clients.get_mut(&id) else { return effects.close_fds(None, fds) };
     let of = Some(client.caller.uid);
-    let Request::Upload(upload) = &mut client.request else {
+    let PendingRequest::Upload(upload) = &mut client.request else {
         effects.close_fds(of, fds);
-        return effects.break_off(id, "segments arrived, but no put waits for segments");
+        return effects.protocol_error(id, "segments arrived, but no put waits for segments");
     };
     let (first, have, more, total) = (segments.first, upload.segments.len(), segments.sizes.len(), upload.total);
     if first != have as u64 || have + more > total {
         effects.close_fds(of, fds);
         let end = first.saturating_add(more as u64);
         return effects
-            .break_off(id, format!("segments {first} to {end} arrived, but {have} to {total} were expected"));
+            .protocol_error(id, format!("segments {first} to {end} arrived, but {have} to {total} were expected"));
     }
     upload.segments.extend(segments.sizes.into_iter().zip(fds));
     if upload.segments.len() == total
-        && let Request::Upload(upload) = std::mem::take(&mut client.request)
+        && let PendingRequest::Upload(upload) = std::mem::take(&mut client.request)
     {
         uploaded(state, effects, id, *upload);
     }
@@ -124,7 +124,7 @@ fn uploaded(state: &mut State, effects: &mut Effects, id: ConnectionId, upload: 
     let (uid, reserved, small) = (upload.uid, upload.descriptors(), upload.is_small());
     let Some(client) = state.clients.get_mut(&id) else { return end_upload(state, effects, upload) };
     let examination = Examination::new(upload, client.caller.describe(), state.emulated);
-    client.request = Request::Worker { stopped: false };
+    client.request = PendingRequest::Worker { stopped: false };
     let job = Box::new(move || examine(id, uid, reserved, examination));
     work(state, effects, small, Work { client: id, uid, reserved, job });
 }
@@ -137,9 +137,9 @@ fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination
     };
     Step::Done(Box::new(move |state, effects| {
         state.objects.users().end_reservation(uid, reserved);
-        state.set_request(id, Request::None);
+        state.set_request(id, PendingRequest::None);
         match examined {
-            Examined::Sound(prepared) => prepared_put(state, effects, id, prepared),
+            Examined::Accepted(prepared) => finish_put(state, effects, id, prepared),
             Examined::Refused(refusal, fds) => {
                 effects.close_fds(Some(uid), fds);
                 refuse(state, effects, id, refusal);
@@ -151,7 +151,7 @@ fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination
 }
 
 /// Publishes an examined put, or adds it to a draft.
-fn prepared_put(state: &mut State, effects: &mut Effects, id: ConnectionId, prepared: Prepared) {
+fn finish_put(state: &mut State, effects: &mut Effects, id: ConnectionId, prepared: Prepared) {
     let Prepared { share, group, wait } = prepared;
     let Some(caller) = state.caller(id).cloned() else {
         return state.objects.discard(share.metadata, share.parts);
@@ -159,7 +159,7 @@ fn prepared_put(state: &mut State, effects: &mut Effects, id: ConnectionId, prep
     match group.filter(|_| share.announced.len() > share.parts.len()) {
         Some(group) => parts::join(state, effects, &caller, group, share, wait),
         None => {
-            let Share { terms, metadata, parts, .. } = share;
+            let DraftPut { terms, metadata, parts, .. } = share;
             store(state, effects, vec![id], terms, metadata, parts);
         }
     }

@@ -6,7 +6,7 @@ use super::effects::{Effect, Effects, Outgoing};
 use crate::{
     broker::server::state::{
         caller::{Caller, ConnectionId},
-        client::{Asked, Request},
+        client::{PendingRequest, RequestInfo},
         root::State,
     },
     error::{BrokerError, RefusalCode},
@@ -51,7 +51,7 @@ pub(crate) fn refuse(state: &mut State, effects: &mut Effects, id: ConnectionId,
             RefusalCode::Failed => "a request failed",
             _ => "",
         };
-        if !kind.is_empty() && state.repeats.is_first(uid, kind) {
+        if !kind.is_empty() && state.repeats.should_log(uid, kind) {
             tracing::info!(uid, pid, code = %refusal.code, message = refusal.message, "refused a request");
         } else {
             tracing::debug!(uid, pid, code = %refusal.code, message = refusal.message, "refused a request");
@@ -64,7 +64,7 @@ pub(crate) fn refuse(state: &mut State, effects: &mut Effects, id: ConnectionId,
 /// Marks a client's request as answered.
 pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.get_mut(&id) else { return };
-    if matches!(std::mem::take(&mut client.request), Request::Watch(_)) {
+    if matches!(std::mem::take(&mut client.request), PendingRequest::Watch(_)) {
         state.watchers.remove(id);
     }
     if client.greeted {
@@ -75,7 +75,7 @@ pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: Connecti
 /// Counts an answered request.
 pub(crate) fn count(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: &str) {
     let Some(client) = state.clients.get_mut(&id) else { return };
-    if let Some(Asked { verb, since, bytes }) = client.asked.take() {
+    if let Some(RequestInfo { verb, since, bytes }) = client.request_info.take() {
         state.objects.users().remove_request(client.caller.uid, bytes);
         effects.push(Effect::Count { verb, outcome: outcome.to_owned(), since });
     }

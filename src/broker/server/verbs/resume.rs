@@ -2,7 +2,7 @@
 
 use super::{effects::Effects, reply::reply};
 use crate::{
-    broker::server::state::{caller::ConnectionId, objects::TakenUp, root::State},
+    broker::server::state::{caller::ConnectionId, objects::Resumption, root::State},
     wire::broker::{Message, Resume, Resumed, Token},
 };
 
@@ -16,7 +16,7 @@ pub(crate) fn resume(state: &mut State, effects: &mut Effects, id: ConnectionId,
     };
     let (sending, leases): (Vec<Token>, Vec<Token>) = resume.leases.into_iter().partition(is_sending);
     let resume = Resume { leases, puts: resume.puts };
-    let TakenUp { leases, names, before, mut lost } = state.objects.resume(&caller, &resume);
+    let Resumption { leases, names, before, mut lost } = state.objects.resume(&caller, &resume);
     lost.extend(sending);
     for (other, token) in before {
         if let Some(other) = state.clients.get_mut(&other) {

@@ -11,7 +11,7 @@ use super::{
     connection::{all_sent, connected, deadline_passed, disconnected, work_done},
     dispatch::handle,
     effects::{Effect, Effects},
-    publish::kept,
+    publish::publish_confirmed,
     watch::send_events,
 };
 use crate::{
@@ -37,7 +37,7 @@ use crate::{
 };
 
 /// Neither root nor the user that runs the tests.
-const SOMEBODY: u32 = 34_560;
+const USER_UID: u32 = 34_560;
 
 struct Fixture {
     state: State,
@@ -55,7 +55,7 @@ impl Fixture {
     fn client(&mut self) -> ConnectionId {
         self.last += 1;
         let connection = ConnectionId(self.last);
-        let caller = Caller { connection, pid: 1, uid: SOMEBODY, gid: SOMEBODY, groups: Arc::from([]) };
+        let caller = Caller { connection, pid: 1, uid: USER_UID, gid: USER_UID, groups: Arc::from([]) };
         connected(&mut self.state, &mut Effects::default(), caller);
         let hello = Hello {
             version: VERSION,
@@ -85,7 +85,7 @@ impl Fixture {
         while let Some(effect) = effects.0.pop_front() {
             match effect {
                 Effect::Store => {
-                    kept(&mut self.state, &mut effects);
+                    publish_confirmed(&mut self.state, &mut effects);
                 }
                 Effect::Send { client, .. } => {
                     all_sent(&mut self.state, client);
@@ -219,12 +219,12 @@ fn refused_put_closes_descriptors() {
     let seen = test.put(maker, "a", r#", "mode": 4095"#);
     assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Invalid, 1));
     // No reservation is left, only the client's connection.
-    assert_eq!(test.state.objects.descriptors_of(SOMEBODY), 1);
+    assert_eq!(test.state.objects.descriptors_of(USER_UID), 1);
     // A pipe is not memory.
     let (pipe, _) = nix::unistd::pipe().unwrap();
     let seen = test.put_fds(maker, "a", "", vec![pipe]);
     assert_eq!((seen.refusal(maker), seen.closed()), (RefusalCode::Memory, 1));
-    assert_eq!(test.state.objects.descriptors_of(SOMEBODY), 1);
+    assert_eq!(test.state.objects.descriptors_of(USER_UID), 1);
 }
 
 #[test]
@@ -374,5 +374,5 @@ fn message_before_the_answer_ends_the_connection() {
     test.get(reader, "a", r#", "wait_ms": 1000"#);
     assert_eq!(test.get(reader, "a", "").ends(reader), Some(ErrorCode::Protocol));
     // Unmapped users can't own objects.
-    assert_ne!(SOMEBODY, overflow_uid());
+    assert_ne!(USER_UID, overflow_uid());
 }

@@ -2,15 +2,15 @@
 
 use super::effects::{Effect, Effects, Outgoing};
 use crate::{
-    broker::server::state::{caller::ConnectionId, client::Request, root::State, watchers::Watching},
+    broker::server::state::{caller::ConnectionId, client::PendingRequest, root::State, watchers::WatchState},
     wire::broker::{Event, Events, Message, Watch},
 };
 
 /// The most events compared per record. The rest follow after the record is sent.
-const EVENTS_AT_ONCE: usize = 512;
+const EVENTS_PER_RECORD: usize = 512;
 
 /// Work for watchers per turn of the event loop, in compared events. A record counts as [`RECORD`] events.
-const WORK_AT_ONCE: usize = 1024;
+const WORK_PER_TURN: usize = 1024;
 const RECORD: usize = 64;
 
 /// Approximate size of a record, in bytes.
@@ -28,14 +28,14 @@ pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: Watch) {
         None => (journal.last_event(), false),
     };
     state.watchers.add(id, &watch.prefix, client.caller.reader());
-    let watching = Watching { prefix: watch.prefix, after, new: true, lost, unsent: false };
-    client.request = Request::Watch(Box::new(watching));
+    let watching = WatchState { prefix: watch.prefix, after, new: true, lost, unsent: false };
+    client.request = PendingRequest::Watch(Box::new(watching));
 }
 
 /// Sends new events to watching clients, within the budget of one turn.
 pub(crate) fn send_events(state: &mut State, effects: &mut Effects) {
-    state.watchers.notice_new(state.objects.journal());
-    let mut left = WORK_AT_ONCE;
+    state.watchers.queue_new_events(state.objects.journal());
+    let mut left = WORK_PER_TURN;
     while left > 0
         && let Some((id, skip)) = state.watchers.next()
     {
@@ -45,7 +45,9 @@ pub(crate) fn send_events(state: &mut State, effects: &mut Effects) {
 
 /// Allows the next record after the socket has accepted the last one.
 pub(crate) fn page_sent(state: &mut State, id: ConnectionId) {
-    let Some(Request::Watch(watching)) = state.clients.get_mut(&id).map(|client| &mut client.request) else { return };
+    let Some(PendingRequest::Watch(watching)) = state.clients.get_mut(&id).map(|client| &mut client.request) else {
+        return;
+    };
     if std::mem::take(&mut watching.unsent) {
         state.watchers.enqueue(id);
     }
@@ -53,7 +55,9 @@ pub(crate) fn page_sent(state: &mut State, id: ConnectionId) {
 
 /// Sends a client its next events, unless the socket has not accepted the last record. Returns the work done.
 fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u64) -> usize {
-    let Some(Request::Watch(watching)) = state.clients.get_mut(&id).map(|client| &mut client.request) else { return 1 };
+    let Some(PendingRequest::Watch(watching)) = state.clients.get_mut(&id).map(|client| &mut client.request) else {
+        return 1;
+    };
     if watching.unsent {
         return 1;
     }
@@ -64,7 +68,7 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
     let (mut page, mut length, mut next, mut work) = (Vec::<Event>::new(), 0, journal.last_event(), 1);
     let reader = state.watchers.reader(id);
     for seen in events {
-        if length > PAGE || work > EVENTS_AT_ONCE {
+        if length > PAGE || work > EVENTS_PER_RECORD {
             next = seen.event.seq - 1;
             break;
         }

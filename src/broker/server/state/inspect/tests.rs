@@ -90,7 +90,7 @@ fn only_nvidia_devices_are_gpu_memory() {
     }
     refused(&good(), false, "a memfd");
     let empty = inspect(good().as_fd(), Backend::Cuda, 0, false, true).unwrap_err();
-    assert!(matches!(empty, Unfit::Empty), "{empty:?}");
+    assert!(matches!(empty, InspectError::Empty), "{empty:?}");
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn emulated_gpu_memory_is_a_memfd() {
     let fit = |fd: &OwnedFd| inspect(fd.as_fd(), Backend::Cuda, SIZE, false, true);
     assert!(fit(&good()).is_ok());
     let error = fit(&memory(SIZE, SealFlag::F_SEAL_SHRINK)).unwrap_err();
-    assert!(matches!(error, Unfit::Memory(_)), "{error:?}");
+    assert!(matches!(error, InspectError::Memory(_)), "{error:?}");
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn path_only_device_is_foreign() {
     let node = folder.path().join("nvidiactl");
     mknod(&node, SFlag::S_IFCHR, Mode::from_bits_retain(0o600), makedev(195, 255)).unwrap();
     let fd = by_path(node.to_str().unwrap());
-    assert!(is_nvidia(&remembered(fd.as_fd()).unwrap()));
+    assert!(is_nvidia(&cached_stat(fd.as_fd()).unwrap()));
     assert_eq!(kind(fd.as_fd()), Kind::Foreign);
     assert!(inspect(fd.as_fd(), Backend::Cuda, SIZE, false, true).is_err());
     fs::remove_file(node).unwrap();

@@ -13,7 +13,7 @@ use crate::{
 const SLICE: u64 = 128 << 10;
 
 /// The most versions or leases visited per slice.
-const LOOKED_AT: usize = 512;
+const MAX_SCANNED: usize = 512;
 
 /// A log rewrite in progress.
 #[derive(Debug)]
@@ -39,11 +39,11 @@ enum Next {
 impl Objects {
     /// Starts to rewrite the log if most of it is obsolete.
     pub(crate) fn compact(&mut self) {
-        for key in std::mem::take(&mut self.undropped) {
+        for key in std::mem::take(&mut self.pending_drops) {
             self.drop_if_unused(key);
         }
         // In the new log, a version that should be dropped would look like a named version.
-        if self.compaction.is_some() || !self.undropped.is_empty() || !self.journal.should_compact(&self.store) {
+        if self.compaction.is_some() || !self.pending_drops.is_empty() || !self.journal.should_compact(&self.store) {
             return;
         }
         match self.journal.begin_compaction(&mut self.store) {
@@ -60,10 +60,10 @@ impl Objects {
     }
 
     /// Writes one slice of the new log.
-    pub(crate) fn go_on_compacting(&mut self) {
+    pub(crate) fn continue_compaction(&mut self) {
         let Some(mut compaction) = self.compaction.take() else { return };
         // Restarts once the pending drops are written.
-        if !self.undropped.is_empty() {
+        if !self.pending_drops.is_empty() {
             return;
         }
         match self.write_slice(&mut compaction) {
@@ -87,8 +87,8 @@ impl Objects {
         let end = rewrite.length() + SLICE;
         match *next {
             Next::Versions(from) => {
-                for (looked_at, (key, version)) in self.versions.range(from..=*last_key).enumerate() {
-                    if looked_at == LOOKED_AT || rewrite.length() > end {
+                for (scanned, (key, version)) in self.versions.range(from..=*last_key).enumerate() {
+                    if scanned == MAX_SCANNED || rewrite.length() > end {
                         *next = Next::Versions(*key);
                         return Ok(false);
                     }
@@ -97,8 +97,8 @@ impl Objects {
                 *next = Next::Leases(0);
             }
             Next::Leases(from) => {
-                for (looked_at, (number, token)) in self.readers.all_leases(from).enumerate() {
-                    if looked_at == LOOKED_AT || rewrite.length() > end {
+                for (scanned, (number, token)) in self.readers.all_leases(from).enumerate() {
+                    if scanned == MAX_SCANNED || rewrite.length() > end {
                         *next = Next::Leases(number);
                         return Ok(false);
                     }

@@ -58,7 +58,7 @@ impl Journal {
         let instance = Builder::from_random_bytes(random()).into_uuid().to_string();
         let records = [Record::Begin { instance: instance.clone(), starts: 1 }, Record::Whole { seq: 0 }];
         let memfd = catalogue::memfd().map_err(|error| Error::system("create a memfd for the catalogue", error))?;
-        let log = Catalogue::create(memfd, records).map_err(unusable)?;
+        let log = Catalogue::create(memfd, records).map_err(catalogue_error)?;
         let (events, answered, deleted) = (VecDeque::new(), VecDeque::new(), HashMap::new());
         let mut journal = Self {
             log,
@@ -92,7 +92,7 @@ impl Journal {
                     spare = Some(fd);
                     continue;
                 }
-                Err(error) => return Err(unusable(error)),
+                Err(error) => return Err(catalogue_error(error)),
             };
             if newest.as_ref().is_some_and(|(known, _)| known.log.generation() > log.generation()) {
                 spare = Some(fd);
@@ -125,14 +125,14 @@ impl Journal {
     }
 
     /// Applies a record that concerns the journal itself.
-    pub(crate) fn recall(&mut self, record: &Record) {
+    pub(crate) fn replay_record(&mut self, record: &Record) {
         match record {
             Record::Begin { instance, starts } => (self.instance, self.starts) = (instance.clone(), *starts),
             Record::Seen(seen) => self.events.push_back(seen.clone()),
             Record::Answered(answered) => {
                 // Earlier records may already have added it.
                 self.answered.retain(|known| known.request != answered.request);
-                self.remember(answered.clone());
+                self.note_answered(answered.clone());
             }
             Record::Whole { seq } => self.last = *seq,
             Record::Started => self.starts += 1,
@@ -150,7 +150,7 @@ impl Journal {
         match self.log.append(&Record::Started) {
             // Nothing can be put until the limit is raised, but existing objects can be read.
             Err(error @ CatalogueError::Limit { .. }) => tracing::error!(%error, "this start can't be recorded"),
-            written => written.map_err(unusable)?,
+            written => written.map_err(catalogue_error)?,
         }
         self.starts += 1;
         if self.spare.is_none() {
@@ -189,12 +189,12 @@ impl Journal {
     /// Writes a change, then publishes its event.
     pub(crate) fn write(&mut self, record: &Record, seen: Option<Seen>) -> Result<(), CatalogueError> {
         self.log.append(record)?;
-        self.tell(seen);
+        self.publish_event(seen);
         Ok(())
     }
 
     /// Numbers an event and keeps it for watchers.
-    pub(crate) fn tell(&mut self, seen: Option<Seen>) {
+    pub(crate) fn publish_event(&mut self, seen: Option<Seen>) {
         let Some(mut seen) = seen else { return };
         self.last += 1;
         seen.event.seq = self.last;
@@ -205,7 +205,7 @@ impl Journal {
     }
 
     /// Remembers a completed request without a live version: a delete, or the put of a version that is gone.
-    pub(crate) fn remember(&mut self, answered: Answered) {
+    pub(crate) fn note_answered(&mut self, answered: Answered) {
         push_bounded(&mut self.answered, answered, ANSWERED);
     }
 
@@ -213,7 +213,7 @@ impl Journal {
     pub(crate) fn note_deleted(&mut self, deleted: &Deleted) {
         let Deleted { name, request, owner, .. } = deleted;
         if let Some(request) = *request {
-            self.remember(Answered { request, name: Some(name.clone()), published: None });
+            self.note_answered(Answered { request, name: Some(name.clone()), published: None });
         }
         if let Some(owner) = owner {
             push_bounded(self.deleted.entry(*owner).or_default(), name.clone(), DELETED);
@@ -330,6 +330,6 @@ pub(crate) fn event(kind: EventKind, of: &Version, at_ms: u64, uid: u32, pid: i3
 }
 
 /// The catalogue can't be used, so the server can't start.
-pub(crate) fn unusable(error: impl std::error::Error + Send + Sync + 'static) -> Error {
+pub(crate) fn catalogue_error(error: impl std::error::Error + Send + Sync + 'static) -> Error {
     Error::system("use the broker's catalogue", io::Error::other(error))
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Held, Name, Objects, Version, unwritten, unwritten_kind};
+use super::{Held, Name, Objects, Version, unwritten_kind, write_failed};
 use crate::{
     broker::{
         catalogue::{Record, record},
@@ -20,7 +20,7 @@ use crate::{
 
 /// The result of a resume.
 #[derive(Debug, Default)]
-pub(crate) struct TakenUp {
+pub(crate) struct Resumption {
     pub(crate) leases: Vec<Token>,
     pub(crate) names: Vec<Arc<str>>,
     /// Previous holders of the leases.
@@ -33,7 +33,7 @@ const MAX_REPORT: usize = 256;
 
 /// A closed connection whose leases and names are still to be cleaned up.
 #[derive(Debug)]
-pub(crate) struct Departed {
+pub(crate) struct ClosedConnection {
     connection: ConnectionId,
     /// The user whose connection count includes it.
     uid: Option<u32>,
@@ -55,7 +55,7 @@ impl Objects {
         };
         let token = record.token;
         let entry = Record::Leased(record);
-        self.write(&entry).map_err(unwritten)?;
+        self.write(&entry).map_err(write_failed)?;
         let Record::Leased(record) = entry else { return Err(unwritten_kind()) };
         self.add_lease(record, Some(caller.connection));
         Ok(token)
@@ -117,7 +117,7 @@ impl Objects {
     }
 
     /// Leases a restored version under its former tokens. Returns the tokens that were accepted.
-    pub(crate) fn lease_again(&mut self, caller: &Caller, key: u64, tokens: &[Token]) -> Vec<Token> {
+    pub(crate) fn restore_leases(&mut self, caller: &Caller, key: u64, tokens: &[Token]) -> Vec<Token> {
         let size = self.versions.get(&key).map_or(0, Version::bytes);
         let mut given = Vec::new();
         for token in tokens {
@@ -134,8 +134,8 @@ impl Objects {
     }
 
     /// Moves a client's leases and puts to this connection. Tokens that are not the caller's are returned as lost.
-    pub(crate) fn resume(&mut self, caller: &Caller, resume: &Resume) -> TakenUp {
-        let mut taken = TakenUp::default();
+    pub(crate) fn resume(&mut self, caller: &Caller, resume: &Resume) -> Resumption {
+        let mut taken = Resumption::default();
         for token in &resume.leases {
             match self.leases.get_mut(token).filter(|held| held.record.uid == caller.uid) {
                 Some(held) => {
@@ -163,21 +163,26 @@ impl Objects {
     }
 
     /// Ends leases and makers' names of the previous server that no client has resumed in time.
-    pub(crate) fn end_unclaimed(&mut self) {
+    pub(crate) fn end_unresumed(&mut self) {
         let leases = self.leases.iter().filter(|(_, held)| held.holder.is_none()).map(|(token, _)| *token);
         let leases: Vec<Token> = leases.collect();
         let ends = |of: &Name| matches!(of.lifetime, Lifetime::Maker | Lifetime::Leased);
-        let names = self.names.iter().filter(|(_, of)| of.maker == Some(ConnectionId::BEFORE) && ends(of));
+        let names = self.names.iter().filter(|(_, of)| of.maker == Some(ConnectionId::PREVIOUS_SERVER) && ends(of));
         let names: Vec<Arc<str>> = names.map(|(name, _)| Arc::clone(name)).collect();
         if !leases.is_empty() {
             tracing::info!(leases = leases.len(), "leases ended that no client resumed after the restart");
         }
-        self.departed.push_back(Departed { connection: ConnectionId::BEFORE, uid: None, leases, names });
+        self.closed_connections.push_back(ClosedConnection {
+            connection: ConnectionId::PREVIOUS_SERVER,
+            uid: None,
+            leases,
+            names,
+        });
     }
 
     /// Queues the leases and dependent names of a closed connection for cleanup. The user's connection count includes the connection until
     /// its cleanup is done.
-    pub(crate) fn depart(
+    pub(crate) fn connection_closed(
         &mut self,
         connection: ConnectionId,
         uid: u32,
@@ -186,53 +191,53 @@ impl Objects {
     ) {
         let (leases, names) = (leases.into_iter().collect(), names.into_iter().collect());
         self.users.add_connection(uid);
-        self.departed.push_back(Departed { connection, uid: Some(uid), leases, names });
+        self.closed_connections.push_back(ClosedConnection { connection, uid: Some(uid), leases, names });
     }
 
     /// Cleans up after closed connections, within the budget of this turn.
-    pub(crate) fn end_departed(&mut self) {
-        while let Some(mut departed) = self.departed.pop_front() {
-            let connection = departed.connection;
+    pub(crate) fn clean_up_closed(&mut self) {
+        while let Some(mut closed) = self.closed_connections.pop_front() {
+            let connection = closed.connection;
             // Another connection may have resumed it.
-            let is_left = |held: &Held| held.holder.unwrap_or(ConnectionId::BEFORE) == connection;
-            while self.ends_left > 0
-                && let Some(token) = departed.leases.pop()
+            let is_left = |held: &Held| held.holder.unwrap_or(ConnectionId::PREVIOUS_SERVER) == connection;
+            while self.cleanup_budget > 0
+                && let Some(token) = closed.leases.pop()
             {
-                self.ends_left -= 1;
+                self.cleanup_budget -= 1;
                 if self.leases.get(&token).is_some_and(is_left) {
                     self.end_lease(token);
                 }
             }
-            while self.ends_left > 0
-                && let Some(name) = departed.names.pop()
+            while self.cleanup_budget > 0
+                && let Some(name) = closed.names.pop()
             {
-                self.ends_left -= 1;
-                self.maker_gone(connection, &name);
+                self.cleanup_budget -= 1;
+                self.maker_disconnected(connection, &name);
             }
-            if !departed.leases.is_empty() || !departed.names.is_empty() {
-                self.departed.push_front(departed);
+            if !closed.leases.is_empty() || !closed.names.is_empty() {
+                self.closed_connections.push_front(closed);
                 return;
             }
-            departed.uid.into_iter().for_each(|uid| self.users.remove_connection(uid));
+            closed.uid.into_iter().for_each(|uid| self.users.remove_connection(uid));
         }
     }
 
-    pub(crate) fn has_departed(&self) -> bool {
-        !self.departed.is_empty()
+    pub(crate) fn has_cleanup(&self) -> bool {
+        !self.closed_connections.is_empty()
     }
 
     /// Records a reader's report about a version that it leases.
-    pub(crate) fn report(&mut self, caller: &Caller, token: Token, mut message: String, is_logged: bool) {
-        const MOST: usize = 16;
+    pub(crate) fn report(&mut self, caller: &Caller, token: Token, mut message: String, should_log: bool) {
+        const MAX: usize = 16;
         let Some(key) = self.leases.get(&token).map(|held| held.record.key) else { return };
-        let Some(version) = self.versions.get(&key).filter(|version| version.reports.len() < MOST) else { return };
+        let Some(version) = self.versions.get(&key).filter(|version| version.reports.len() < MAX) else { return };
         if !self.users.has_room_for_report(caller.uid) {
             return;
         }
         shorten(&mut message, MAX_REPORT);
         let report = record::Report { key, reader: caller.describe(), at_ms: self.now.ms, message };
         let record = &version.record;
-        if is_logged {
+        if should_log {
             tracing::warn!(
                 name = record.name,
                 version = record.version,

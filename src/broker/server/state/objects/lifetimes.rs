@@ -19,7 +19,7 @@ pub(crate) struct Expiry {
 
 impl Objects {
     /// Handles the disconnect of a name's maker.
-    pub(crate) fn maker_gone(&mut self, connection: ConnectionId, name: &str) {
+    pub(crate) fn maker_disconnected(&mut self, connection: ConnectionId, name: &str) {
         if let Some(of) = self.names.get_mut(name).filter(|of| of.maker == Some(connection)) {
             of.maker = None;
             self.note_expiry(name);
@@ -27,7 +27,7 @@ impl Objects {
     }
 
     /// Whether a name's lifetime depends on the connection that put it.
-    pub(crate) fn follows_maker(&self, name: &str) -> bool {
+    pub(crate) fn depends_on_maker(&self, name: &str) -> bool {
         self.names.get(name).is_some_and(|of| matches!(of.lifetime, Lifetime::Maker | Lifetime::Leased))
     }
 
@@ -42,8 +42,8 @@ impl Objects {
             _ => None,
         };
         // One timer per name: clients can release leases at any rate.
-        if let Some(at) = at.filter(|at| of.looked_at.is_none_or(|looked_at| looked_at > *at)) {
-            let before = of.looked_at.replace(at);
+        if let Some(at) = at.filter(|at| of.next_check.is_none_or(|next_check| next_check > *at)) {
+            let before = of.next_check.replace(at);
             self.expiries.push(Expiry { name: name.into(), at, before });
         }
     }
@@ -52,7 +52,7 @@ impl Objects {
     pub(crate) fn expire(&mut self, name: &str) {
         let now = self.now.at;
         let Some(of) = self.names.get_mut(name) else { return };
-        of.looked_at = None;
+        of.next_check = None;
         let over = match of.lifetime {
             Lifetime::Deleted => false,
             Lifetime::Idle { ms } => {

@@ -28,17 +28,18 @@ use std::{
 };
 
 use self::{
-    compaction::Compaction, journal::event, leases::Departed, readers::Readers, remove::segments_of, usage::Users,
+    compaction::Compaction, journal::event, leases::ClosedConnection, readers::Readers, remove::segments_of,
+    usage::Users,
 };
 pub(crate) use self::{
-    journal::{Journal, unusable},
-    leases::TakenUp,
+    journal::{Journal, catalogue_error},
+    leases::Resumption,
     lifetimes::Expiry,
     publish::{NewPart, NewTable, Staged, Terms},
-    select::{Answer, LeaseParts, Question, Selected, Selection},
+    select::{Answer, LeaseParts, Selected, Selection, TableQuery},
     view::{Counts, LeasePage, Total},
 };
-use super::{history::Losses, quota::Rules, segments::Segments, time::Time};
+use super::{history::LostVersions, quota::Rules, segments::Segments, time::Time};
 use crate::{
     broker::{
         catalogue::{
@@ -53,8 +54,8 @@ use crate::{
 };
 
 /// Work per turn of the event loop: leases and names of closed connections, and released segments.
-const ENDS_AT_ONCE: usize = 128;
-const RELEASES_AT_ONCE: usize = 128;
+const CLEANUPS_PER_TURN: usize = 128;
+const RELEASES_PER_TURN: usize = 128;
 
 /// All objects. Large tables are trees: a growing hash table would move all entries in one turn of the event loop.
 #[derive(Debug)]
@@ -69,12 +70,12 @@ pub(crate) struct Objects {
     leases: BTreeMap<Token, Held>,
     readers: Readers,
     /// Closed connections that still have leases or names to clean up.
-    departed: VecDeque<Departed>,
+    closed_connections: VecDeque<ClosedConnection>,
     /// Remaining budget of this turn.
-    ends_left: usize,
+    cleanup_budget: usize,
     /// Segments of dropped versions, with their users, and the remaining budget of this turn.
     releasing: VecDeque<(u32, SegmentId)>,
-    releases_left: usize,
+    release_budget: usize,
     compaction: Option<Compaction>,
     users: Users,
     segments: Segments,
@@ -87,11 +88,11 @@ pub(crate) struct Objects {
     /// Descriptors for the caller to close where blocking is allowed.
     garbage: Vec<OwnedFd>,
     /// Unused versions whose drop could not be logged yet.
-    undropped: Vec<u64>,
+    pending_drops: Vec<u64>,
     /// Scheduled expiry checks.
     expiries: Vec<Expiry>,
     /// Versions that were lost because the keeper lacked some of their memory.
-    lost: Losses,
+    lost: LostVersions,
 }
 
 #[derive(Debug)]
@@ -110,7 +111,7 @@ struct Name {
     idle_since: Instant,
     leases: u64,
     /// When its lifetime is checked next.
-    looked_at: Option<Instant>,
+    next_check: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -179,10 +180,10 @@ impl Objects {
             ids: BTreeMap::new(),
             leases: BTreeMap::new(),
             readers: Readers::default(),
-            departed: VecDeque::new(),
-            ends_left: ENDS_AT_ONCE,
+            closed_connections: VecDeque::new(),
+            cleanup_budget: CLEANUPS_PER_TURN,
             releasing: VecDeque::new(),
-            releases_left: RELEASES_AT_ONCE,
+            release_budget: RELEASES_PER_TURN,
             compaction: None,
             users: Users::new(rules),
             segments: Segments::default(),
@@ -192,9 +193,9 @@ impl Objects {
             last_key: 0,
             last_lease: 0,
             garbage: Vec::new(),
-            undropped: Vec::new(),
+            pending_drops: Vec::new(),
             expiries: Vec::new(),
-            lost: Losses::default(),
+            lost: LostVersions::default(),
         }
     }
 
@@ -234,7 +235,7 @@ impl Objects {
     }
 
     /// Versions that this server could not restore.
-    pub(crate) fn lost(&self) -> &Losses {
+    pub(crate) fn lost(&self) -> &LostVersions {
         &self.lost
     }
 
@@ -257,17 +258,17 @@ impl Objects {
     }
 
     /// Sends the catalogue to a new keeper. It comes first: if the keeper's set is incomplete, the catalogue reveals the missing versions.
-    pub(crate) fn keep_catalogue(&mut self) -> crate::error::Result<()> {
+    pub(crate) fn resend_catalogue(&mut self) -> crate::error::Result<()> {
         self.journal.keep(&mut self.store)
     }
 
     /// Sends all segments to a new keeper.
-    pub(crate) fn keep_segments(&mut self) {
+    pub(crate) fn resend_segments(&mut self) {
         self.segments.ids().for_each(|id| self.store.keep(id));
     }
 
     /// Logs each version of which the keeper lacks some memory.
-    pub(crate) fn report_unkept(&self) {
+    pub(crate) fn log_lost_versions(&self) {
         let unsent = self.store.unsent();
         let mut versions: Vec<&record::Version> = self.versions.values().map(|version| &version.record).collect();
         versions.sort_by(|some, other| (&some.name, some.version).cmp(&(&other.name, other.version)));
@@ -323,12 +324,12 @@ impl Objects {
 
     /// Resets the budgets for a turn of the event loop.
     pub(crate) fn begin_turn(&mut self) {
-        (self.ends_left, self.releases_left) = (ENDS_AT_ONCE, RELEASES_AT_ONCE);
+        (self.cleanup_budget, self.release_budget) = (CLEANUPS_PER_TURN, RELEASES_PER_TURN);
     }
 
     /// Whether there is work that no event announces.
     pub(crate) fn has_work(&self) -> bool {
-        self.has_departed() || !self.releasing.is_empty() || self.is_compacting()
+        self.has_cleanup() || !self.releasing.is_empty() || self.is_compacting()
     }
 
     fn current(&self, name: &Name) -> &Version {
@@ -337,12 +338,12 @@ impl Objects {
     }
 }
 
-fn unwritten(error: CatalogueError) -> BrokerError {
+fn write_failed(error: CatalogueError) -> BrokerError {
     tracing::error!(%error, "the catalogue can't be written");
     BrokerError::new(RefusalCode::Failed, format!("the broker can't write its catalogue: {error}"))
 }
 
-fn used_before() -> BrokerError {
+fn token_reused() -> BrokerError {
     let message = "this request number was used by another request: number each request with 128 new random bits";
     BrokerError::new(RefusalCode::Invalid, message)
 }

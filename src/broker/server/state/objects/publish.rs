@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
 
 use uuid::Builder;
 
-use super::{Name, Objects, Version, unwritten, unwritten_kind, used_before};
+use super::{Name, Objects, Version, token_reused, unwritten_kind, write_failed};
 use crate::{
     broker::{
         catalogue::{
@@ -216,7 +216,7 @@ impl Objects {
         // A restored version keeps its group if the caller is a member of it.
         let own = Owner { uid: restore.map_or(caller.uid, |restore| restore.owner.uid), gid: caller.gid };
         let offered = restore.map(|restore| restore.owner);
-        let offered = offered.filter(|owner| caller.is_superuser() || caller.is_of(owner.gid));
+        let offered = offered.filter(|owner| caller.is_superuser() || caller.is_member_of(owner.gid));
         let owner = existing.map_or(offered.unwrap_or(own), |name| name.owner);
         let mode = existing.map_or_else(|| terms.mode.unwrap_or(0o600), |name| name.mode);
         let lifetime = terms.lifetime.or(existing.map(|name| name.lifetime)).unwrap_or_default();
@@ -244,7 +244,7 @@ impl Objects {
         let entry = Record::Published(Box::new(record));
         if let Err(error) = self.write(&entry) {
             self.forget(uid, kept);
-            return Err(unwritten(error));
+            return Err(write_failed(error));
         }
         let Record::Published(record) = entry else { return Err(unwritten_kind()) };
         let number = record.version;
@@ -277,7 +277,7 @@ impl Objects {
                 maker: None,
                 idle_since,
                 leases: 0,
-                looked_at: None,
+                next_check: None,
             };
             self.users.add_object(owner.uid);
             self.names.insert(name, new);
@@ -313,7 +313,7 @@ impl Objects {
                 Some(answered) if answered.is_of(name) && answered.published.is_some() => {
                     Ok(answered.published.clone())
                 }
-                Some(_) => Err(used_before()),
+                Some(_) => Err(token_reused()),
             };
         };
         let record = &version.record;
@@ -321,7 +321,7 @@ impl Objects {
         match version.payer() == caller.uid {
             false => Ok(None),
             true if record.name == name => Ok(Some(published)),
-            true => Err(used_before()),
+            true => Err(token_reused()),
         }
     }
 

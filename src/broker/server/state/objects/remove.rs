@@ -2,14 +2,14 @@
 
 use nix::unistd::geteuid;
 
-use super::{Name, Objects, Version, unwritten, unwritten_kind, used_before};
+use super::{Name, Objects, Version, token_reused, unwritten_kind, write_failed};
 use crate::{
     broker::{
         catalogue::{
             Record, SegmentId,
             record::{self, Answered, Deleted, Table},
         },
-        keeper::Name as Stored,
+        keeper::Name as StoredName,
         server::state::caller::Caller,
     },
     error::{BrokerError, RefusalCode},
@@ -21,7 +21,7 @@ impl Objects {
     pub(crate) fn delete(&mut self, caller: &Caller, name: &str, request: Option<Token>) -> Result<(), BrokerError> {
         let answered = request.and_then(|request| self.journal.answered(request));
         if let Some(answered) = answered {
-            return if answered.is_of(name) && answered.published.is_none() { Ok(()) } else { Err(used_before()) };
+            return if answered.is_of(name) && answered.published.is_none() { Ok(()) } else { Err(token_reused()) };
         }
         let Some(existing) = self.names.get(name) else {
             return Err(BrokerError::new(RefusalCode::Absent, format!("there is no object `{name}`")));
@@ -33,20 +33,20 @@ impl Objects {
         }
         let (uid, pid) = (caller.uid, caller.pid);
         let deleted = Deleted { name: name.to_owned(), at_ms: self.now.ms, uid, pid, request, owner: Some(owner) };
-        self.take_away(deleted, "deleted")
+        self.log_and_remove(deleted, "deleted")
     }
 
     /// Removes a name that no client asked to delete.
     pub(crate) fn remove(&mut self, name: &str, why: &'static str) -> Result<(), BrokerError> {
         let (uid, pid) = (geteuid().as_raw(), std::process::id().cast_signed());
         let deleted = Deleted { name: name.to_owned(), at_ms: self.now.ms, uid, pid, request: None, owner: None };
-        self.take_away(deleted, why)
+        self.log_and_remove(deleted, why)
     }
 
     /// Removes a name, and its versions without leases.
-    fn take_away(&mut self, deleted: Deleted, why: &'static str) -> Result<(), BrokerError> {
+    fn log_and_remove(&mut self, deleted: Deleted, why: &'static str) -> Result<(), BrokerError> {
         let entry = Record::Deleted(deleted);
-        self.write(&entry).map_err(unwritten)?;
+        self.write(&entry).map_err(write_failed)?;
         let Record::Deleted(deleted) = entry else { return Err(unwritten_kind()) };
         self.journal.note_deleted(&deleted);
         let name = deleted.name;
@@ -104,7 +104,7 @@ impl Objects {
         // Log this before its segment numbers are reused.
         if let Err(error) = self.write(&Record::Dropped { key }) {
             tracing::error!(%error, "cannot record that a version is gone: its memory is freed once the catalogue can be written");
-            return self.undropped.push(key);
+            return self.pending_drops.push(key);
         }
         if let Some(version) = self.forget_version(key) {
             let uid = version.payer();
@@ -127,7 +127,7 @@ impl Objects {
                 self.requests.remove(request);
                 let published = Published { version: version.record.version, id: version.record.id.clone() };
                 let name = Some(version.record.name.clone());
-                self.journal.remember(Answered { request: *request, name, published: Some(published) });
+                self.journal.note_answered(Answered { request: *request, name, published: Some(published) });
             }
         }
         Some(version)
@@ -137,7 +137,7 @@ impl Objects {
     pub(crate) fn release(&mut self, uid: u32, id: SegmentId) {
         self.users.remove_segment(uid, id);
         if let Some(fd) = self.segments.release(id) {
-            self.store.remove(Stored::Segment(id));
+            self.store.remove(StoredName::Segment(id));
             self.garbage.push(fd);
         }
     }
@@ -148,10 +148,10 @@ impl Objects {
 
     /// Releases segments of dropped versions, within the budget of this turn.
     pub(crate) fn release_some(&mut self) {
-        while self.releases_left > 0
+        while self.release_budget > 0
             && let Some((uid, id)) = self.releasing.pop_front()
         {
-            self.releases_left -= 1;
+            self.release_budget -= 1;
             self.release(uid, id);
         }
     }

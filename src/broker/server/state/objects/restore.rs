@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     Journal, Objects,
-    journal::unusable,
+    journal::catalogue_error,
     remove::{segments_of, sized_segments_of},
 };
 use crate::{
@@ -50,7 +50,7 @@ impl Objects {
         objects.replay(records)?;
         objects.join(segments);
         objects.journal.start(&mut objects.store)?;
-        objects.settle();
+        objects.finish_cleanup();
         Ok(objects)
     }
 
@@ -59,10 +59,10 @@ impl Objects {
         // Events of the initial records were published before the log was written.
         let mut old = true;
         for record in &mut records {
-            let record = record.map_err(unusable)?;
+            let record = record.map_err(catalogue_error)?;
             let seen = if old { None } else { self.event_of(&record) };
-            self.journal.recall(&record);
-            self.journal.tell(seen);
+            self.journal.replay_record(&record);
+            self.journal.publish_event(seen);
             match record {
                 Record::Whole { .. } => old = false,
                 Record::Published(version) => self.add_version(*version),
@@ -96,7 +96,7 @@ impl Objects {
         }
         self.journal.append_after(&records);
         for of in self.names.values_mut() {
-            of.maker = Some(ConnectionId::BEFORE);
+            of.maker = Some(ConnectionId::PREVIOUS_SERVER);
         }
         Ok(())
     }
@@ -111,7 +111,7 @@ impl Objects {
         keys.sort_unstable();
         let lost: Vec<u64> = keys.iter().copied().filter(lacks).collect();
         for key in lost {
-            self.lose(key);
+            self.drop_lost(key);
         }
         let mut given = HashSet::new();
         for version in self.versions.values() {
@@ -121,7 +121,7 @@ impl Objects {
                         given.insert(id);
                         self.segments.restore(id, fd, size);
                     }
-                    None if given.contains(&id) => self.segments.refer(id),
+                    None if given.contains(&id) => self.segments.add_reference(id),
                     None => continue,
                 }
                 self.users.add_segment(version.payer(), id);
@@ -134,11 +134,11 @@ impl Objects {
             self.store.remove(Name::Segment(id));
             self.garbage.push(fd);
         }
-        self.segments.collect_free();
+        self.segments.rebuild_free_list();
     }
 
     /// Drops a version of which the keeper lacked some descriptors.
-    fn lose(&mut self, key: u64) {
+    fn drop_lost(&mut self, key: u64) {
         self.forget_leases_of(key);
         if let Err(error) = self.write(&Record::Dropped { key }) {
             tracing::error!(%error, "cannot record that a version is lost");
@@ -167,7 +167,7 @@ impl Objects {
     }
 
     /// Finishes cleanup that the previous server did not complete.
-    fn settle(&mut self) {
+    fn finish_cleanup(&mut self) {
         let unnamed = self.versions.iter().filter(|(_, version)| !version.named && version.leases == 0);
         let unnamed: Vec<u64> = unnamed.map(|(key, _)| *key).collect();
         unnamed.into_iter().for_each(|key| self.drop_if_unused(key));

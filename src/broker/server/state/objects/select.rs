@@ -31,7 +31,7 @@ const NAMED: usize = 8;
 
 /// Tables to read before a get can be answered.
 #[derive(Debug)]
-pub(crate) struct Question {
+pub(crate) struct TableQuery {
     key: u64,
     name: String,
     expect: Option<(Check, Option<Source>)>,
@@ -69,7 +69,7 @@ pub(crate) struct Answer {
     spans: Vec<(usize, Vec<Range<u64>>)>,
 }
 
-impl Question {
+impl TableQuery {
     /// Whether the query reads no memfd.
     pub(crate) fn is_small(&self) -> bool {
         let metadata = self.expect.as_ref().and_then(|(_, source)| source.as_ref());
@@ -99,7 +99,7 @@ impl Question {
             0 => "it has no arrays".to_owned(),
             _ => format!("its arrays are {}{more} ({all} in all)", names.join(", ")),
         };
-        Err(differs(&self.name, &missing.chain([present]).collect::<Vec<String>>()))
+        Err(mismatch(&self.name, &missing.chain([present]).collect::<Vec<String>>()))
     }
 
     fn failed(&self, error: &str) -> BrokerError {
@@ -120,7 +120,7 @@ impl Question {
             None => Some(format!("{field} is missing, expected {}", short(wanted))),
         };
         let differences: Vec<String> = expect.iter().filter_map(difference).collect();
-        if differences.is_empty() { Ok(()) } else { Err(differs(&self.name, &differences)) }
+        if differences.is_empty() { Ok(()) } else { Err(mismatch(&self.name, &differences)) }
     }
 
     /// Searches a part's table for wanted arrays.
@@ -154,7 +154,7 @@ fn shortened(mut text: String) -> String {
     text
 }
 
-fn differs(name: &str, differences: &[String]) -> BrokerError {
+fn mismatch(name: &str, differences: &[String]) -> BrokerError {
     BrokerError::new(RefusalCode::Differs, format!("`{name}` is not as expected: {}", differences.join("; ")))
 }
 
@@ -174,7 +174,7 @@ pub(crate) enum Selected {
     /// There is no such version yet.
     Absent,
     /// Tables must be read first.
-    Ask(Question),
+    Query(TableQuery),
 }
 
 impl Objects {
@@ -191,7 +191,7 @@ impl Objects {
         }
         let Some(key) = self.find(&object.name, object.version, object.newer_than) else { return Ok(Selected::Absent) };
         let Some(version) = self.versions.get(&key) else { return Ok(Selected::Absent) };
-        let parts = chosen(version, object)?;
+        let parts = select_parts(version, object)?;
         if let Some(digests) = &object.digests {
             check_digests(version, digests)?;
         }
@@ -199,7 +199,7 @@ impl Objects {
             let parts = parts.into_iter().map(|index| {
                 let part = &version.record.parts[index];
                 match object.range {
-                    None => Ok((index, vec![all_of(part)])),
+                    None => Ok((index, vec![whole_part(part)])),
                     Some(range) => {
                         let size = part.memory.size;
                         let bytes = range.within(size).ok_or_else(|| {
@@ -217,7 +217,7 @@ impl Objects {
             return parts.collect::<Result<_, _>>().map(|parts| Selected::Ready(Selection::new(key, parts)));
         }
         let Some(answer) = answer.filter(|answer| answer.key == key) else {
-            return self.question(key, version, object, &parts).map(Selected::Ask);
+            return self.table_query(key, version, object, &parts).map(Selected::Query);
         };
         let parts = if object.arrays.is_some() {
             answer
@@ -226,18 +226,18 @@ impl Objects {
                 .map(|(index, spans)| (*index, runs_of(&version.record.parts[*index], spans.clone())))
                 .collect()
         } else {
-            parts.into_iter().map(|index| (index, vec![all_of(&version.record.parts[index])])).collect()
+            parts.into_iter().map(|index| (index, vec![whole_part(&version.record.parts[index])])).collect()
         };
         Ok(Selected::Ready(Selection::new(key, parts)))
     }
 
-    fn question(
+    fn table_query(
         &self,
         key: u64,
         version: &Version,
         object: &GetObject,
         parts: &[usize],
-    ) -> Result<Question, BrokerError> {
+    ) -> Result<TableQuery, BrokerError> {
         let source = |table: &Table, most: u64| match table {
             Table::Inline(text) => Ok(Source::Inline(text.clone())),
             Table::Kept { segment, length } => {
@@ -266,7 +266,7 @@ impl Objects {
                 sources.collect::<Result<_, _>>()?
             }
         };
-        Ok(Question {
+        Ok(TableQuery {
             key,
             name: object.name.clone(),
             expect,
@@ -342,7 +342,7 @@ impl Selection {
 }
 
 /// Indices of the requested parts.
-fn chosen(version: &Version, object: &GetObject) -> Result<Vec<usize>, BrokerError> {
+fn select_parts(version: &Version, object: &GetObject) -> Result<Vec<usize>, BrokerError> {
     let parts = &version.record.parts;
     let chosen: Vec<usize> = match &object.parts {
         None => (0..parts.len()).collect(),
@@ -353,7 +353,7 @@ fn chosen(version: &Version, object: &GetObject) -> Result<Vec<usize>, BrokerErr
                     let known: Vec<&str> = parts.iter().map(|part| part.name.as_str()).collect();
                     let mut message = format!("it has the parts {}", known.join(", "));
                     crate::wire::shorten(&mut message, 300);
-                    differs(&object.name, &[format!("there is no part {name}"), message])
+                    mismatch(&object.name, &[format!("there is no part {name}"), message])
                 })
             };
             let mut chosen = names.iter().map(index).collect::<Result<Vec<usize>, _>>()?;
@@ -388,11 +388,11 @@ fn check_digests(version: &Version, digests: &std::collections::BTreeMap<String,
     let differences: Vec<String> = digests.iter().filter_map(difference).collect();
     match differences.is_empty() {
         true => Ok(()),
-        false => Err(differs(&version.record.name, &differences)),
+        false => Err(mismatch(&version.record.name, &differences)),
     }
 }
 
-fn all_of(part: &record::Part) -> Run {
+fn whole_part(part: &record::Part) -> Run {
     Run { first: 0, segments: part.segments.len() as u64, offset: 0, size: part.memory.mapped_size }
 }
 

@@ -19,16 +19,16 @@ use crate::{
 };
 
 /// The most earlier versions kept for one user, even without a quota.
-const MOST_KEPT: u64 = 4096;
+const MAX_KEPT_VERSIONS: u64 = 4096;
 
 /// The most reports kept for one user.
-const MOST_REPORTS: u64 = 1024;
+const MAX_REPORTS: u64 = 1024;
 
 /// The most bytes of memory for one user's pending requests.
-const MOST_REQUESTED: u64 = 16 << 20;
+const MAX_REQUESTED: u64 = 16 << 20;
 
 /// The most unread bytes of answers for one user.
-const MOST_UNREAD: u64 = 32 << 20;
+const MAX_UNREAD: u64 = 32 << 20;
 
 /// The most devices per user: a node has up to 16 GPUs with up to seven instances each.
 const MAX_DEVICES: usize = 128;
@@ -65,7 +65,7 @@ impl Usage {
 
 /// Usage of all users together.
 #[derive(Debug, Default)]
-struct Sums {
+struct Totals {
     bytes: u64,
     objects: u64,
     leases: u64,
@@ -78,12 +78,12 @@ struct Sums {
 pub(crate) struct Users {
     rules: Rules,
     users: HashMap<u32, Usage>,
-    all: Sums,
+    all: Totals,
 }
 
 impl Users {
     pub(crate) fn new(rules: Rules) -> Self {
-        Self { rules, users: HashMap::new(), all: Sums::default() }
+        Self { rules, users: HashMap::new(), all: Totals::default() }
     }
 
     pub(crate) fn rules(&self) -> &Rules {
@@ -104,8 +104,8 @@ impl Users {
     }
 
     pub(crate) fn check_bytes(&self, uid: u32, more: u64) -> Result<(), BrokerError> {
-        const MOST: u64 = u64::MAX / 4;
-        if self.all.bytes.saturating_add(more) > MOST {
+        const MAX: u64 = u64::MAX / 4;
+        if self.all.bytes.saturating_add(more) > MAX {
             let message = format!("{} bytes are claimed: {more} more would overflow the counter", self.all.bytes);
             return Err(BrokerError::new(RefusalCode::Quota, message));
         }
@@ -149,9 +149,9 @@ impl Users {
         let (has_names, has_kept) = self.of(uid).map_or((0, 0), |usage| (usage.objects, usage.kept));
         let what = if has_kept + kept == 0 { "objects" } else { "objects (including kept earlier versions)" };
         self.rules.check(uid, Counted::Objects, what, (has_names + has_kept, self.all.objects), names + kept)?;
-        if kept > 0 && has_kept + kept > MOST_KEPT {
+        if kept > 0 && has_kept + kept > MAX_KEPT_VERSIONS {
             let message = format!(
-                "the names of uid {uid} keep {has_kept} earlier versions, and the limit is {MOST_KEPT}: put with a smaller \
+                "the names of uid {uid} keep {has_kept} earlier versions, and the limit is {MAX_KEPT_VERSIONS}: put with a smaller \
                 `keep`, or delete names"
             );
             return Err(BrokerError::new(RefusalCode::Quota, message));
@@ -286,7 +286,7 @@ impl Users {
     }
 
     pub(crate) fn has_room_for_report(&self, uid: u32) -> bool {
-        self.of(uid).is_none_or(|usage| usage.reports < MOST_REPORTS)
+        self.of(uid).is_none_or(|usage| usage.reports < MAX_REPORTS)
     }
 
     pub(crate) fn add_report(&mut self, uid: u32) {
@@ -303,9 +303,9 @@ impl Users {
     /// [`RefusalCode::Quota`] if the user's requests would take too much memory. The request is not counted then.
     pub(crate) fn add_request(&mut self, uid: u32, bytes: u64) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.requested);
-        if bytes > 0 && has + bytes > MOST_REQUESTED {
+        if bytes > 0 && has + bytes > MAX_REQUESTED {
             let message = format!(
-                "the pending requests of uid {uid} take {has} bytes and this one {bytes}, and the limit is {MOST_REQUESTED} bytes: \
+                "the pending requests of uid {uid} take {has} bytes and this one {bytes}, and the limit is {MAX_REQUESTED} bytes: \
                 wait in fewer connections, or expect fewer fields"
             );
             return Err(BrokerError::new(RefusalCode::Quota, message));
@@ -325,7 +325,7 @@ impl Users {
             usage.unread = usage.unread + now - before;
             all = usage.unread;
         });
-        all > MOST_UNREAD
+        all > MAX_UNREAD
     }
 
     /// Usage of one user or of all, by uid, in at most about `most` bytes of JSON. Each user gets the same space for devices, largest

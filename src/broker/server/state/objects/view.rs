@@ -28,7 +28,7 @@ use crate::{
 const PAGE: usize = 48 * 1024;
 
 /// The most names and leases visited for one page: other clients wait during the scan.
-const LOOKED_AT: usize = 4096;
+const MAX_SCANNED: usize = 4096;
 
 pub(crate) fn add_bytes(devices: &mut Vec<DeviceBytes>, memory: &Memory) {
     match devices.iter_mut().find(|device| device.device.uuid == memory.device.uuid) {
@@ -153,18 +153,18 @@ impl Objects {
         let (mut leases, mut length) = (Vec::new(), 0);
         let mut commands = HashMap::<i32, Option<String>>::new();
         let from = who.after.map_or(0, |after| after.saturating_add(1));
-        for (looked_at, (number, token)) in self.readers.leases(caller, from).enumerate() {
+        for (scanned, (number, token)) in self.readers.leases(caller, from).enumerate() {
             let Some(held) = self.leases.get(&token) else { continue };
             let Some(version) = self.versions.get(&held.record.key) else { continue };
             let record = &version.record;
             if !record.name.starts_with(&who.prefix) {
-                if looked_at >= LOOKED_AT && leases.is_empty() {
+                if scanned >= MAX_SCANNED && leases.is_empty() {
                     return LeasePage::NoneUpTo(number);
                 }
                 continue;
             }
             length += 320 + record.name.len();
-            if length > PAGE || looked_at > LOOKED_AT && !leases.is_empty() {
+            if length > PAGE || scanned > MAX_SCANNED && !leases.is_empty() {
                 return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new() });
             }
             leases.push(HeldLease {

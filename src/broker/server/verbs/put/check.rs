@@ -10,7 +10,7 @@ use crate::{
     broker::{
         name::{check_component, check_name},
         server::state::{
-            drafts::Share,
+            drafts::DraftPut,
             inspect::{Inode, inode, inspect},
             objects::{NewPart, NewTable, Terms},
             upload::Upload,
@@ -40,7 +40,7 @@ pub(super) struct Checked {
 /// An examined put.
 #[derive(Debug)]
 pub(super) struct Prepared {
-    pub(super) share: Share,
+    pub(super) share: DraftPut,
     pub(super) group: Option<String>,
     /// How long to wait for the other parts.
     pub(super) wait: Duration,
@@ -127,7 +127,7 @@ fn check_memory(part: &PutPart) -> Result<(), BrokerError> {
     let PutPart { name, memory, .. } = part;
     if memory.mechanism != Mechanism::Vmm {
         return invalid(format!(
-            "part `{name}` is not shared by vmm: pools and legacy handles end with their process, so a broker can't keep them"
+            "part `{name}` is not shared by vmm: pools and legacy handles die with their maker, so a broker can't keep them"
         ));
     }
     if memory.pool.is_some() || memory.pointer.is_some() || memory.offset != 0 {
@@ -198,7 +198,7 @@ pub(crate) struct Examination {
 pub(crate) enum Examined {
     More(Box<Examination>),
     /// The put can be published.
-    Sound(Prepared),
+    Accepted(Prepared),
     /// The put is refused. The caller closes its descriptors.
     Refused(BrokerError, Vec<OwnedFd>),
 }
@@ -218,7 +218,7 @@ impl Examination {
         match next {
             Err(refusal) => Examined::Refused(refusal, self.upload.into_fds()),
             Ok(()) if self.counts.len() < self.upload.put.parts.len() => Examined::More(Box::new(self)),
-            Ok(()) => Examined::Sound(self.finish()),
+            Ok(()) => Examined::Accepted(self.finish()),
         }
     }
 
@@ -318,7 +318,7 @@ impl Examination {
         if announced.is_empty() {
             announced = parts.iter().map(|part| part.name.clone()).collect();
         }
-        Prepared { share: Share { announced, terms, metadata, parts }, group: put.group, wait }
+        Prepared { share: DraftPut { announced, terms, metadata, parts }, group: put.group, wait }
     }
 }
 
