@@ -49,6 +49,13 @@ const ROOM_PAUSE: Duration = Duration::from_millis(20);
 /// The longest such wait.
 const ROOM_WAIT: Duration = Duration::from_secs(2);
 
+/// Logs at this level if the line is the first of its kind, else at DEBUG.
+macro_rules! log_once {
+    ($first:expr, $level:ident, $($line:tt)*) => {
+        if $first { tracing::$level!($($line)*) } else { tracing::debug!($($line)*) }
+    };
+}
+
 // Incoming connections.
 impl Reactor {
     pub(super) fn accept(&mut self) {
@@ -118,11 +125,7 @@ impl Reactor {
 
     fn reject_connection(&mut self, caller: &Caller, socket: &OwnedFd, rejected: Rejected) {
         let (&Caller { uid, pid, .. }, message) = (caller, &rejected.message);
-        if self.should_log(uid, "a connection refused") {
-            tracing::info!(uid, pid, message, "refused a connection");
-        } else {
-            tracing::debug!(uid, pid, message, "refused a connection");
-        }
+        log_once!(self.should_log(uid, "a connection refused"), info, uid, pid, message, "refused a connection");
         send_rejection(socket, rejected);
     }
 
@@ -404,21 +407,15 @@ impl Reactor {
             connection.flush(&self.state.objects);
         }
         let (uid, pid) = (connection.uid, connection.pid);
-        if code != ErrorCode::Interrupted && self.should_log(uid, "a connection closed because of an error") {
-            tracing::info!(uid, pid, %code, message, "closing a connection");
-        } else {
-            tracing::debug!(uid, pid, %code, message, "closing a connection");
-        }
+        let first = code != ErrorCode::Interrupted && self.should_log(uid, "a connection closed because of an error");
+        log_once!(first, info, uid, pid, %code, message, "closing a connection");
     }
 
     pub(super) fn disconnect_stalled(&mut self, id: ConnectionId) {
         let Some(connection) = self.connections.get(id) else { return };
         let (uid, pid) = (connection.uid, connection.pid);
-        if self.should_log(uid, "a client disconnected because it does not read") {
-            tracing::warn!(uid, pid, "disconnecting a client that does not read its records");
-        } else {
-            tracing::debug!(uid, pid, "disconnecting a client that does not read its records");
-        }
+        let first = self.should_log(uid, "a client disconnected because it does not read");
+        log_once!(first, warn, uid, pid, "disconnecting a client that does not read its records");
         self.disconnect(id, "it does not read its records");
     }
 

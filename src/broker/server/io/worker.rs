@@ -49,12 +49,6 @@ struct Queue {
     changed: Condvar,
 }
 
-impl std::fmt::Debug for Queue {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Queue").finish_non_exhaustive()
-    }
-}
-
 impl Queue {
     fn add(&self, user: Option<u32>, task: Task) {
         let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
@@ -86,7 +80,6 @@ impl Queue {
 }
 
 /// A thread for bounded work, including the close of memory.
-#[derive(Debug)]
 pub(super) struct Worker {
     queue: Arc<Queue>,
     closing: Arc<Closing>,

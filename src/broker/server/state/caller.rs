@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use nix::unistd::geteuid;
 
+use super::refuse;
 use crate::{
     error::{BrokerError, RefusalCode},
     sys,
@@ -79,10 +80,10 @@ impl Caller {
             Right::Write => "replace",
         };
         let Owner { uid, gid } = owner;
-        Err(BrokerError::new(
+        refuse(
             RefusalCode::Denied,
             format!("uid {} may not {what} `{name}`: its owner is uid {uid}, group {gid}, mode {mode:04o}", self.uid),
-        ))
+        )
     }
 
     /// Describes the caller as a maker or reader. Reads `/proc`, which does not block.

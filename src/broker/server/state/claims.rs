@@ -5,6 +5,7 @@ use std::collections::{HashMap, HashSet};
 use super::{
     caller::{Caller, ConnectionId},
     random::random,
+    refuse,
 };
 use crate::{
     error::{BrokerError, RefusalCode},
@@ -53,11 +54,13 @@ impl Claims {
         let of_connection = self.held.get(&connection).map_or(0, HashMap::len);
         let of_user = self.users.get(&uid).copied().unwrap_or(0);
         if of_connection >= MAX_CLAIMS || of_user >= MAX_CLAIMS_OF_USER {
-            let message = format!(
-                "this connection holds {of_connection} of at most {MAX_CLAIMS} claims, and uid {uid} {of_user} of at most \
+            return refuse(
+                RefusalCode::Quota,
+                format!(
+                    "this connection holds {of_connection} of at most {MAX_CLAIMS} claims, and uid {uid} {of_user} of at most \
                 {MAX_CLAIMS_OF_USER}: put the claimed objects or release the claims"
+                ),
             );
-            return Err(BrokerError::new(RefusalCode::Quota, message));
         }
         let token = Token(random());
         let holder = Holder { connection, uid, token, claim: claim.clone() };

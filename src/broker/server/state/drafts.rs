@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use super::{
     caller::ConnectionId,
     objects::{NewPart, NewTable, Terms},
+    refuse,
 };
 use crate::{
     error::{BrokerError, RefusalCode},
@@ -97,7 +98,6 @@ impl Draft {
 
     /// Checks that a user's put belongs to this draft.
     pub(crate) fn check(&self, key: &DraftKey, uid: u32, share: &DraftPut) -> Result<(), BrokerError> {
-        let refuse = |code, message: String| Err(BrokerError::new(code, message));
         let invalid = |message: String| refuse(RefusalCode::Invalid, message);
         let DraftKey { name, group } = key;
         let count = |parts: &[NewPart]| parts.iter().map(|part| part.segments.len()).sum::<usize>();

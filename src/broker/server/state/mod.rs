@@ -12,6 +12,8 @@
 //! | `history`, `metrics`, `repeats` | crashes, metrics, and rate-limited log lines |
 //! | `time`, `random` | time of the current request; tokens |
 
+use crate::error::{BrokerError, RefusalCode};
+
 pub(super) mod bounds;
 pub(super) mod caller;
 pub(super) mod claims;
@@ -31,3 +33,8 @@ pub(super) mod time;
 pub(super) mod upload;
 pub(super) mod waits;
 pub(super) mod watchers;
+
+/// A refusal.
+pub(crate) fn refuse<T>(code: RefusalCode, message: impl Into<String>) -> Result<T, BrokerError> {
+    Err(BrokerError::new(code, message))
+}

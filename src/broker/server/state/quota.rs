@@ -1,6 +1,6 @@
 //! Quotas per user and in total.
 
-use super::caller::is_superuser;
+use super::{caller::is_superuser, refuse};
 use crate::{
     error::{BrokerError, RefusalCode},
     wire::broker::Limits,
@@ -135,8 +135,7 @@ impl Rules {
             counted.of(&given.or(default))
         };
         let refuse = |limit: String| {
-            let message = format!("uid {uid} has {has} {what} and asks for {more} more, but {limit}");
-            Err(BrokerError::new(RefusalCode::Quota, message))
+            refuse(RefusalCode::Quota, format!("uid {uid} has {has} {what} and asks for {more} more, but {limit}"))
         };
         if let Some(most) = limit(self.user, Quota::user()).filter(|most| has.saturating_add(more) > *most) {
             return refuse(format!("its quota is {most}"));
@@ -160,10 +159,6 @@ mod tests {
 
     const USER_UID: u32 = 34_560;
 
-    fn rules(user: Quota, total: Quota) -> Rules {
-        Rules { user, total }
-    }
-
     fn check(rules: &Rules, uid: u32, has: u64, all: u64, more: u64) -> Result<(), String> {
         rules.check(uid, Counted::Objects, "objects", (has, all), more).map_err(|refusal| refusal.message)
     }
@@ -177,15 +172,15 @@ mod tests {
         assert!(refusal.ends_with(&format!("asks for 1 more, but its quota is {most}")), "{refusal}");
         assert_eq!(check(&rules, 0, most, most, 1), Ok(()));
         // A configured limit applies to root too.
-        let given = self::rules(Quota { objects: Some(1), ..Quota::default() }, Quota::default());
+        let given = Rules::new(Quota { objects: Some(1), ..Quota::default() }, Quota::default());
         assert!(check(&given, 0, 1, 1, 1).is_err());
-        let unlimited = self::rules(Quota::unlimited(), Quota::unlimited());
+        let unlimited = Rules::new(Quota::unlimited(), Quota::unlimited());
         assert_eq!(check(&unlimited, USER_UID, most, most, 1), Ok(()));
     }
 
     #[test]
     fn one_user_leaves_others_half_of_the_total() {
-        let rules = rules(Quota::default(), Quota { objects: Some(100), ..Quota::default() });
+        let rules = Rules::new(Quota::default(), Quota { objects: Some(100), ..Quota::default() });
         assert_eq!(check(&rules, USER_UID, 49, 49, 1), Ok(()));
         let refusal = check(&rules, USER_UID, 50, 50, 1).unwrap_err();
         let want = "its share is 50: half of the 100 that other users leave of 100; raise --total-quota objects=";

@@ -1,6 +1,6 @@
 //! The process's descriptor limit, and each user's share of it.
 
-use super::{caller::Caller, objects::Objects};
+use super::{caller::Caller, objects::Objects, refuse};
 use crate::{
     error::{BrokerError, RefusalCode},
     wire::MAX_FDS,
@@ -26,25 +26,25 @@ impl Room {
     pub(crate) fn require(&self, objects: &Objects, caller: &Caller, more: usize) -> Result<(), BrokerError> {
         let (&Self { used, limit, closing }, uid) = (self, caller.uid);
         if used + more + SPARE > limit {
-            return Err(BrokerError::new(
+            return refuse(
                 RefusalCode::Full,
                 format!(
                     "the broker has {used} descriptors, needs {SPARE} to spare, and {more} more are asked for: its limit is {limit}; \
                      raise it (ulimit -n, LimitNOFILE)"
                 ),
-            ));
+            );
         }
         let own = objects.descriptors_of(uid) + closing;
         let share = limit.saturating_sub(SPARE + used.saturating_sub(own)) / 2;
         if caller.is_superuser() || own + more <= share {
             return Ok(());
         }
-        Err(BrokerError::new(
+        refuse(
             RefusalCode::Full,
             format!(
                 "uid {uid} has {own} descriptors in the broker and asks for {more} more: its share is {share}, half of what other \
                  users leave; delete objects, or raise the broker's limit (ulimit -n, LimitNOFILE)"
             ),
-        ))
+        )
     }
 }

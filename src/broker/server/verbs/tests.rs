@@ -71,16 +71,16 @@ impl Fixture {
     /// Sends a message, and executes the effects on the state.
     fn send(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) -> Seen {
         let room = Room { used: 10, limit: 10_000, closing: 0 };
-        let mut effects = Effects::default();
-        handle(&mut self.state, &mut effects, &room, id, message, fds);
-        self.carry_out(effects)
+        self.run(|state, effects| handle(state, effects, &room, id, message, fds))
     }
 
     fn ask(&mut self, id: ConnectionId, message: Message) -> Seen {
         self.send(id, message, Vec::new())
     }
 
-    fn carry_out(&mut self, mut effects: Effects) -> Seen {
+    fn run(&mut self, call: impl FnOnce(&mut State, &mut Effects)) -> Seen {
+        let mut effects = Effects::default();
+        call(&mut self.state, &mut effects);
         let mut seen = Vec::new();
         while let Some(effect) = effects.0.pop_front() {
             match effect {
@@ -247,9 +247,7 @@ fn get_waits_for_put() {
     let seen = test.put(maker, "a", "");
     assert_eq!((seen.published(maker).version, seen.lease(reader).1), (1, 1));
     // The get no longer waits.
-    let mut effects = Effects::default();
-    deadline_passed(&mut test.state, &mut effects, reader);
-    assert!(test.carry_out(effects).0.is_empty());
+    assert!(test.run(|state, effects| deadline_passed(state, effects, reader)).0.is_empty());
 }
 
 #[test]
@@ -258,23 +256,25 @@ fn get_is_refused_at_its_deadline() {
     let reader = test.client();
     assert_eq!(test.get(reader, "a", "").refusal(reader), RefusalCode::Absent);
     test.get(reader, "a", r#", "wait_ms": 1000"#);
-    let mut effects = Effects::default();
-    deadline_passed(&mut test.state, &mut effects, reader);
-    assert_eq!(test.carry_out(effects).refusal(reader), RefusalCode::Timeout);
+    assert_eq!(
+        test.run(|state, effects| deadline_passed(state, effects, reader)).refusal(reader),
+        RefusalCode::Timeout
+    );
     let maker = test.client();
     assert!(test.put(maker, "a", "").messages(reader).is_empty());
 }
 
 #[test]
-fn claim_passes_on_when_its_holder_goes() {
+fn claim_passes_on_disconnect() {
     let mut test = Fixture::new();
     let (first, second) = (test.client(), test.client());
     let claim = r#", "wait_ms": 1000, "claim": {}"#;
     assert!(matches!(test.get(first, "a", claim).message(first), Message::Claimed(_)));
     assert!(test.get(second, "a", claim).messages(second).is_empty());
-    let mut effects = Effects::default();
-    disconnected(&mut test.state, &mut effects, first);
-    assert!(matches!(test.carry_out(effects).message(second), Message::Claimed(_)));
+    assert!(matches!(
+        test.run(|state, effects| disconnected(state, effects, first)).message(second),
+        Message::Claimed(_)
+    ));
 }
 
 #[test]
@@ -294,14 +294,12 @@ fn delete_keeps_leased_memory() {
 }
 
 #[test]
-fn watch_is_sent_events_of_its_prefix() {
+fn watch_gets_events_of_prefix() {
     let mut test = Fixture::new();
     let (maker, watcher) = (test.client(), test.client());
     test.ask(watcher, Message::Watch(serde_json::from_str(r#"{"prefix": "a/"}"#).unwrap()));
     let mut next = || {
-        let mut effects = Effects::default();
-        send_events(&mut test.state, &mut effects);
-        let seen = test.carry_out(effects);
+        let seen = test.run(send_events);
         let events = seen.messages(watcher).into_iter().map(|message| match message {
             Message::Events(events) => events.events,
             other => panic!("{other:?}"),
@@ -333,7 +331,7 @@ fn resume_moves_leases() {
 }
 
 #[test]
-fn parts_of_a_group_are_published_together() {
+fn group_parts_are_published_together() {
     let mut test = Fixture::new();
     let (first, second, third) = (test.client(), test.client(), test.client());
     let group = r#", "announced": ["x", "y"], "group": "g", "wait_ms": 1000"#;
@@ -350,7 +348,7 @@ fn parts_of_a_group_are_published_together() {
 }
 
 #[test]
-fn stop_ends_a_put_that_is_examined() {
+fn stop_ends_examined_put() {
     let mut test = Fixture::new();
     let maker = test.client();
     let metadata = table::sealed("{}").unwrap();
@@ -361,14 +359,13 @@ fn stop_ends_a_put_that_is_examined() {
     };
     let stop = Message::Stop(serde_json::from_str("{}").unwrap());
     assert!(test.ask(maker, stop).0.is_empty());
-    let mut effects = Effects::default();
-    work_done(&mut test.state, &mut effects, maker, work.finish());
-    assert_eq!(test.carry_out(effects).refusal(maker), RefusalCode::Stopped);
+    let done = test.run(|state, effects| work_done(state, effects, maker, work.finish()));
+    assert_eq!(done.refusal(maker), RefusalCode::Stopped);
     assert!(test.state.drafts.is_empty());
 }
 
 #[test]
-fn message_before_the_answer_ends_the_connection() {
+fn early_message_ends_connection() {
     let mut test = Fixture::new();
     let reader = test.client();
     test.get(reader, "a", r#", "wait_ms": 1000"#);

@@ -55,10 +55,6 @@ impl Objects {
         }
     }
 
-    pub(crate) fn is_compacting(&self) -> bool {
-        self.compaction.is_some()
-    }
-
     /// Writes one slice of the new log.
     pub(crate) fn continue_compaction(&mut self) {
         let Some(mut compaction) = self.compaction.take() else { return };

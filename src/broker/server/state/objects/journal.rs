@@ -53,25 +53,28 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
+    fn new(log: Catalogue, second: bool) -> Self {
+        Self {
+            log,
+            second,
+            spare: None,
+            spare_mark: Mark::default(),
+            instance: String::new(),
+            starts: 0,
+            events: VecDeque::new(),
+            last: 0,
+            answered: VecDeque::new(),
+            deleted: HashMap::new(),
+        }
+    }
+
     /// Creates an empty log and gives it to the keeper.
     pub(crate) fn create(store: &mut Store) -> Result<Self> {
         let instance = Builder::from_random_bytes(random()).into_uuid().to_string();
         let records = [Record::Begin { instance: instance.clone(), starts: 1 }, Record::Whole { seq: 0 }];
         let memfd = catalogue::memfd().map_err(|error| Error::system("create a memfd for the catalogue", error))?;
         let log = Catalogue::create(memfd, records).map_err(catalogue_error)?;
-        let (events, answered, deleted) = (VecDeque::new(), VecDeque::new(), HashMap::new());
-        let mut journal = Self {
-            log,
-            second: false,
-            spare: None,
-            spare_mark: Mark::default(),
-            instance,
-            starts: 1,
-            events,
-            last: 0,
-            answered,
-            deleted,
-        };
+        let mut journal = Self { instance, starts: 1, ..Self::new(log, false) };
         journal.keep(store)?;
         Ok(journal)
     }
@@ -81,12 +84,12 @@ impl Journal {
     /// # Errors
     /// If a log was written by a newer build.
     pub(crate) fn open(logs: [Option<OwnedFd>; 2]) -> Result<Option<(Self, Records)>> {
+        let failed = |error| Error::system("duplicate a descriptor", error);
         let mut newest: Option<(Self, Records)> = None;
         let mut spare = None;
         for (second, fd) in [false, true].into_iter().zip(logs) {
             let Some(fd) = fd else { continue };
-            let copy = fd.try_clone().map_err(|error| Error::system("duplicate a descriptor", error))?;
-            let (log, records) = match Catalogue::load(copy) {
+            let (log, records) = match Catalogue::load(fd.try_clone().map_err(failed)?) {
                 Ok(opened) => opened,
                 Err(Unreadable::Foreign { .. } | Unreadable::Short { .. }) => {
                     spare = Some(fd);
@@ -98,27 +101,8 @@ impl Journal {
                 spare = Some(fd);
                 continue;
             }
-            let (events, answered, deleted) = (VecDeque::new(), VecDeque::new(), HashMap::new());
-            let journal = Self {
-                log,
-                second,
-                spare: None,
-                spare_mark: Mark::default(),
-                instance: String::new(),
-                starts: 0,
-                events,
-                last: 0,
-                answered,
-                deleted,
-            };
-            if let Some((older, _)) = newest.replace((journal, records)) {
-                spare = Some(
-                    older
-                        .log
-                        .as_fd()
-                        .try_clone_to_owned()
-                        .map_err(|error| Error::system("duplicate a descriptor", error))?,
-                );
+            if let Some((older, _)) = newest.replace((Self::new(log, second), records)) {
+                spare = Some(older.log.as_fd().try_clone_to_owned().map_err(failed)?);
             }
         }
         Ok(newest.map(|(journal, records)| (Self { spare, ..journal }, records)))

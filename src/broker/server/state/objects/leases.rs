@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Held, Name, Objects, Version, unwritten_kind, write_failed};
+use super::{Held, Name, Objects, Version, write_failed};
 use crate::{
     broker::{
         catalogue::{Record, record},
@@ -44,21 +44,17 @@ pub(crate) struct ClosedConnection {
 impl Objects {
     /// Leases `bytes` bytes of a version.
     pub(crate) fn lease(&mut self, caller: &Caller, key: u64, bytes: u64) -> Result<Token, BrokerError> {
-        self.users.check_lease(caller.uid)?;
-        let record = record::Lease {
-            token: Token(random()),
-            key,
-            uid: caller.uid,
-            pid: caller.pid,
-            since_ms: self.now.ms,
-            size: bytes,
-        };
-        let token = record.token;
-        let entry = Record::Leased(record);
-        self.write(&entry).map_err(write_failed)?;
-        let Record::Leased(record) = entry else { return Err(unwritten_kind()) };
-        self.add_lease(record, Some(caller.connection));
+        let token = Token(random());
+        self.log_lease(caller, token, key, bytes)?;
         Ok(token)
+    }
+
+    fn log_lease(&mut self, caller: &Caller, token: Token, key: u64, size: u64) -> Result<(), BrokerError> {
+        self.users.check_lease(caller.uid)?;
+        let record = record::Lease { token, key, uid: caller.uid, pid: caller.pid, since_ms: self.now.ms, size };
+        self.write(&Record::Leased(record.clone())).map_err(write_failed)?;
+        self.add_lease(record, Some(caller.connection));
+        Ok(())
     }
 
     /// Adds a lease that the log contains.
@@ -119,18 +115,9 @@ impl Objects {
     /// Leases a restored version under its former tokens. Returns the tokens that were accepted.
     pub(crate) fn restore_leases(&mut self, caller: &Caller, key: u64, tokens: &[Token]) -> Vec<Token> {
         let size = self.versions.get(&key).map_or(0, Version::bytes);
-        let mut given = Vec::new();
-        for token in tokens {
-            let (uid, pid) = (caller.uid, caller.pid);
-            let entry = Record::Leased(record::Lease { token: *token, key, uid, pid, since_ms: self.now.ms, size });
-            if self.leases.contains_key(token) || self.users.check_lease(uid).is_err() || self.write(&entry).is_err() {
-                continue;
-            }
-            let Record::Leased(record) = entry else { continue };
-            self.add_lease(record, Some(caller.connection));
-            given.push(*token);
-        }
-        given
+        let mut accepted = tokens.to_vec();
+        accepted.retain(|token| !self.leases.contains_key(token) && self.log_lease(caller, *token, key, size).is_ok());
+        accepted
     }
 
     /// Moves a client's leases and puts to this connection. Tokens that are not the caller's are returned as lost.
@@ -220,10 +207,6 @@ impl Objects {
             }
             closed.uid.into_iter().for_each(|uid| self.users.remove_connection(uid));
         }
-    }
-
-    pub(crate) fn has_cleanup(&self) -> bool {
-        !self.closed_connections.is_empty()
     }
 
     /// Records a reader's report about a version that it leases.

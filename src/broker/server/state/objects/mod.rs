@@ -329,7 +329,7 @@ impl Objects {
 
     /// Whether there is work that no event announces.
     pub(crate) fn has_work(&self) -> bool {
-        self.has_cleanup() || !self.releasing.is_empty() || self.is_compacting()
+        !self.closed_connections.is_empty() || !self.releasing.is_empty() || self.compaction.is_some()
     }
 
     fn current(&self, name: &Name) -> &Version {
@@ -346,8 +346,4 @@ fn write_failed(error: CatalogueError) -> BrokerError {
 fn token_reused() -> BrokerError {
     let message = "this request number was used by another request: number each request with 128 new random bits";
     BrokerError::new(RefusalCode::Invalid, message)
-}
-
-fn unwritten_kind() -> BrokerError {
-    BrokerError::new(RefusalCode::Failed, "the broker wrote another record than it meant")
 }

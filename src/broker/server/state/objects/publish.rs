@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, os::fd::OwnedFd, sync::Arc};
 
 use uuid::Builder;
 
-use super::{Name, Objects, Version, token_reused, unwritten_kind, write_failed};
+use super::{Name, Objects, Version, token_reused, write_failed};
 use crate::{
     broker::{
         catalogue::{
@@ -15,6 +15,7 @@ use crate::{
         server::state::{
             caller::{Caller, Right},
             random::random,
+            refuse,
             segments::NotKept,
         },
     },
@@ -92,7 +93,6 @@ impl Objects {
     /// Checks a put, before its memory is examined and again when it is published.
     pub(crate) fn check_put(&self, caller: &Caller, terms: &Terms, bytes: u64) -> Result<(), BrokerError> {
         let Terms { name, replace, if_version, mode, keep, .. } = terms;
-        let refuse = |code, message: String| Err(BrokerError::new(code, message));
         check_mapped(caller)?;
         if let Some(keep) = keep.filter(|&keep| keep > MAX_KEPT) {
             return refuse(
@@ -107,16 +107,20 @@ impl Objects {
         match self.names.get(name.as_str()) {
             None => {
                 if let Some(wanted) = if_version {
-                    let message = format!("`{name}` does not exist, so it has no version {wanted}");
-                    return refuse(RefusalCode::Version, message);
+                    return refuse(
+                        RefusalCode::Version,
+                        format!("`{name}` does not exist, so it has no version {wanted}"),
+                    );
                 }
                 self.users.check_objects(caller.uid, 1, 0)?;
             }
             Some(existing) => {
                 let current = self.current(existing).record.version;
                 if !replace {
-                    let message = format!("`{name}` exists at version {current}: replace it or choose another name");
-                    return refuse(RefusalCode::Exists, message);
+                    return refuse(
+                        RefusalCode::Exists,
+                        format!("`{name}` exists at version {current}: replace it or choose another name"),
+                    );
                 }
                 caller.require(Right::Write, name, existing.owner, existing.mode)?;
                 let owns = caller.is_superuser() || caller.uid == existing.owner.uid && !caller.is_unmapped();
@@ -124,20 +128,22 @@ impl Objects {
                     || keep.is_some_and(|keep| keep != existing.keep);
                 if changes && !owns {
                     let (uid, owner) = (caller.uid, existing.owner.uid);
-                    let message = format!(
-                        "uid {uid} may replace `{name}`, but only its owner, uid {owner}, may change its lifetime or `keep`"
+                    return refuse(
+                        RefusalCode::Denied,
+                        format!(
+                            "uid {uid} may replace `{name}`, but only its owner, uid {owner}, may change its lifetime or `keep`"
+                        ),
                     );
-                    return refuse(RefusalCode::Denied, message);
                 }
                 if let Some(wanted) = if_version.filter(|wanted| *wanted != current) {
-                    let message = format!("`{name}` is at version {current}, not {wanted}");
-                    return refuse(RefusalCode::Version, message);
+                    return refuse(RefusalCode::Version, format!("`{name}` is at version {current}, not {wanted}"));
                 }
                 if let Some(mode) = mode.filter(|mode| *mode != existing.mode) {
                     let was = existing.mode;
-                    let message =
-                        format!("`{name}` has mode {was:04o}, which a replacement can't change to {mode:04o}");
-                    return refuse(RefusalCode::Invalid, message);
+                    return refuse(
+                        RefusalCode::Invalid,
+                        format!("`{name}` has mode {was:04o}, which a replacement can't change to {mode:04o}"),
+                    );
                 }
                 self.check_kept(existing, keep.unwrap_or(existing.keep))?;
                 return self
@@ -246,11 +252,12 @@ impl Objects {
             self.forget(uid, kept);
             return Err(write_failed(error));
         }
-        let Record::Published(record) = entry else { return Err(unwritten_kind()) };
+        let Record::Published(record) = entry else { unreachable!("the entry was built above") };
         let number = record.version;
         self.add_version(*record);
-        let Some(name) = self.names.get_mut(terms.name.as_str()) else { return Err(unwritten_kind()) };
-        name.maker = Some(caller.connection);
+        if let Some(name) = self.names.get_mut(terms.name.as_str()) {
+            name.maker = Some(caller.connection);
+        }
         // Versions further back were not covered before. They still exist because they have leases.
         self.drop_old(&terms.name, MAX_KEPT as usize + 1);
         self.note_expiry(&terms.name);
@@ -343,12 +350,13 @@ impl Objects {
 
     /// Checks whether the caller may restore this version, which the previous server had.
     fn check_restore(&self, caller: &Caller, name: &str, restore: &Restore, keep: u32) -> Result<(), BrokerError> {
-        let refuse = |code, message: String| Err(BrokerError::new(code, message));
         let Restore { version, owner, id, .. } = restore;
         if !(caller.is_superuser() || caller.uid == owner.uid) {
             let (uid, owner) = (caller.uid, owner.uid);
-            let message = format!("uid {uid} may not restore `{name}`: its owner was uid {owner}");
-            return refuse(RefusalCode::Denied, message);
+            return refuse(
+                RefusalCode::Denied,
+                format!("uid {uid} may not restore `{name}`: its owner was uid {owner}"),
+            );
         }
         if !(1..=u64::MAX / 2).contains(version)
             || uuid::Uuid::parse_str(id).map(|id| id.to_string()).ok().as_ref() != Some(id)
@@ -359,27 +367,33 @@ impl Objects {
             );
         }
         if self.journal.was_deleted(name, owner.uid) {
-            let message =
-                format!("`{name}` was deleted after this broker lost it: put it again instead of restoring it");
-            return refuse(RefusalCode::Denied, message);
+            return refuse(
+                RefusalCode::Denied,
+                format!("`{name}` was deleted after this broker lost it: put it again instead of restoring it"),
+            );
         }
         if let Some(known) = self.ids.get(id).and_then(|key| self.versions.get(key)) {
-            let message =
-                format!("version {} of `{}` already has the id {id}", known.record.version, known.record.name);
-            return refuse(RefusalCode::Exists, message);
+            return refuse(
+                RefusalCode::Exists,
+                format!("version {} of `{}` already has the id {id}", known.record.version, known.record.name),
+            );
         }
         let Some(existing) = self.names.get(name) else { return self.users.check_objects(owner.uid, 1, 0) };
         let current = &self.current(existing).record;
         if current.version >= *version {
-            let message = format!("`{name}` exists at version {} with the id {}", current.version, current.id);
-            return refuse(RefusalCode::Exists, message);
+            return refuse(
+                RefusalCode::Exists,
+                format!("`{name}` exists at version {} with the id {}", current.version, current.id),
+            );
         }
         if existing.owner.uid != owner.uid {
-            let message = format!(
-                "the owner of `{name}` is uid {}, but the restored version belonged to uid {}",
-                existing.owner.uid, owner.uid
+            return refuse(
+                RefusalCode::Denied,
+                format!(
+                    "the owner of `{name}` is uid {}, but the restored version belonged to uid {}",
+                    existing.owner.uid, owner.uid
+                ),
             );
-            return refuse(RefusalCode::Denied, message);
         }
         self.check_kept(existing, keep)
     }
@@ -424,7 +438,7 @@ impl Objects {
         }
         match failed {
             None => Ok((metadata, records)),
-            Some(reason) => Err(BrokerError::new(RefusalCode::Memory, reason.to_string())),
+            Some(reason) => refuse(RefusalCode::Memory, reason.to_string()),
         }
     }
 
@@ -453,6 +467,8 @@ fn check_mapped(caller: &Caller) -> Result<(), BrokerError> {
         return Ok(());
     }
     let uid = caller.uid;
-    let message = format!("uid {uid} stands for all unmapped users, so it can't own objects: put as another user");
-    Err(BrokerError::new(RefusalCode::Denied, message))
+    refuse(
+        RefusalCode::Denied,
+        format!("uid {uid} stands for all unmapped users, so it can't own objects: put as another user"),
+    )
 }

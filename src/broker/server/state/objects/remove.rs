@@ -2,7 +2,7 @@
 
 use nix::unistd::geteuid;
 
-use super::{Name, Objects, Version, token_reused, unwritten_kind, write_failed};
+use super::{Name, Objects, Version, token_reused, write_failed};
 use crate::{
     broker::{
         catalogue::{
@@ -10,7 +10,7 @@ use crate::{
             record::{self, Answered, Deleted, Table},
         },
         keeper::Name as StoredName,
-        server::state::caller::Caller,
+        server::state::{caller::Caller, refuse},
     },
     error::{BrokerError, RefusalCode},
     wire::broker::{Published, Token},
@@ -24,12 +24,14 @@ impl Objects {
             return if answered.is_of(name) && answered.published.is_none() { Ok(()) } else { Err(token_reused()) };
         }
         let Some(existing) = self.names.get(name) else {
-            return Err(BrokerError::new(RefusalCode::Absent, format!("there is no object `{name}`")));
+            return refuse(RefusalCode::Absent, format!("there is no object `{name}`"));
         };
         let owner = existing.owner.uid;
         if !(caller.is_superuser() || caller.uid == owner && !caller.is_unmapped()) {
-            let message = format!("uid {} may not delete `{name}`: its owner is uid {owner}", caller.uid);
-            return Err(BrokerError::new(RefusalCode::Denied, message));
+            return refuse(
+                RefusalCode::Denied,
+                format!("uid {} may not delete `{name}`: its owner is uid {owner}", caller.uid),
+            );
         }
         let (uid, pid) = (caller.uid, caller.pid);
         let deleted = Deleted { name: name.to_owned(), at_ms: self.now.ms, uid, pid, request, owner: Some(owner) };
@@ -45,9 +47,7 @@ impl Objects {
 
     /// Removes a name, and its versions without leases.
     fn log_and_remove(&mut self, deleted: Deleted, why: &'static str) -> Result<(), BrokerError> {
-        let entry = Record::Deleted(deleted);
-        self.write(&entry).map_err(write_failed)?;
-        let Record::Deleted(deleted) = entry else { return Err(unwritten_kind()) };
+        self.write(&Record::Deleted(deleted.clone())).map_err(write_failed)?;
         self.journal.note_deleted(&deleted);
         let name = deleted.name;
         let Some(gone) = self.forget_name(&name) else { return Ok(()) };

@@ -13,7 +13,10 @@ use crate::{
             SegmentId,
             record::{self, Table},
         },
-        server::state::caller::{Caller, Right},
+        server::state::{
+            caller::{Caller, Right},
+            refuse,
+        },
         table,
     },
     error::{BrokerError, RefusalCode},
@@ -368,9 +371,10 @@ fn select_parts(version: &Version, object: &GetObject) -> Result<Vec<usize>, Bro
         }
     };
     if object.range.is_some() && chosen.len() != 1 {
-        let message =
-            format!("a range needs exactly one part, but `{}` has {}: name the part", object.name, chosen.len());
-        return Err(BrokerError::new(RefusalCode::Invalid, message));
+        return refuse(
+            RefusalCode::Invalid,
+            format!("a range needs exactly one part, but `{}` has {}: name the part", object.name, chosen.len()),
+        );
     }
     Ok(chosen)
 }

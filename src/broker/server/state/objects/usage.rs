@@ -8,6 +8,7 @@ use crate::{
         server::state::{
             objects::view::add_bytes,
             quota::{Counted, Rules},
+            refuse,
         },
     },
     driver::DeviceUuid,
@@ -106,8 +107,10 @@ impl Users {
     pub(crate) fn check_bytes(&self, uid: u32, more: u64) -> Result<(), BrokerError> {
         const MAX: u64 = u64::MAX / 4;
         if self.all.bytes.saturating_add(more) > MAX {
-            let message = format!("{} bytes are claimed: {more} more would overflow the counter", self.all.bytes);
-            return Err(BrokerError::new(RefusalCode::Quota, message));
+            return refuse(
+                RefusalCode::Quota,
+                format!("{} bytes are claimed: {more} more would overflow the counter", self.all.bytes),
+            );
         }
         let has = self.of(uid).map_or(0, |usage| usage.bytes + usage.waiting);
         self.rules.check(uid, Counted::Bytes, "bytes (claimed)", (has, self.all.bytes), more)
@@ -128,10 +131,12 @@ impl Users {
         let new = more.keys().filter(|uuid| !known.iter().any(|of| of.device.uuid == **uuid)).count();
         let has = known.len();
         if new > 0 && has + new > MAX_DEVICES {
-            let message = format!(
-                "uid {uid} has memory of {has} devices and puts memory of {new} more: the limit is {MAX_DEVICES} devices per user"
+            return refuse(
+                RefusalCode::Quota,
+                format!(
+                    "uid {uid} has memory of {has} devices and puts memory of {new} more: the limit is {MAX_DEVICES} devices per user"
+                ),
             );
-            return Err(BrokerError::new(RefusalCode::Quota, message));
         }
         more.into_iter().try_for_each(|(uuid, more)| {
             let has = known.iter().find(|of| of.device.uuid == uuid).map_or(0, |of| of.bytes);
@@ -150,11 +155,13 @@ impl Users {
         let what = if has_kept + kept == 0 { "objects" } else { "objects (including kept earlier versions)" };
         self.rules.check(uid, Counted::Objects, what, (has_names + has_kept, self.all.objects), names + kept)?;
         if kept > 0 && has_kept + kept > MAX_KEPT_VERSIONS {
-            let message = format!(
-                "the names of uid {uid} keep {has_kept} earlier versions, and the limit is {MAX_KEPT_VERSIONS}: put with a smaller \
+            return refuse(
+                RefusalCode::Quota,
+                format!(
+                    "the names of uid {uid} keep {has_kept} earlier versions, and the limit is {MAX_KEPT_VERSIONS}: put with a smaller \
                 `keep`, or delete names"
+                ),
             );
-            return Err(BrokerError::new(RefusalCode::Quota, message));
         }
         Ok(())
     }
@@ -304,11 +311,13 @@ impl Users {
     pub(crate) fn add_request(&mut self, uid: u32, bytes: u64) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.requested);
         if bytes > 0 && has + bytes > MAX_REQUESTED {
-            let message = format!(
-                "the pending requests of uid {uid} take {has} bytes and this one {bytes}, and the limit is {MAX_REQUESTED} bytes: \
+            return refuse(
+                RefusalCode::Quota,
+                format!(
+                    "the pending requests of uid {uid} take {has} bytes and this one {bytes}, and the limit is {MAX_REQUESTED} bytes: \
                 wait in fewer connections, or expect fewer fields"
+                ),
             );
-            return Err(BrokerError::new(RefusalCode::Quota, message));
         }
         self.change(uid, |usage| usage.requested += bytes);
         Ok(())

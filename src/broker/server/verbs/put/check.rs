@@ -13,6 +13,7 @@ use crate::{
             drafts::DraftPut,
             inspect::{Inode, inode, inspect},
             objects::{NewPart, NewTable, Terms},
+            refuse,
             upload::Upload,
         },
         table,
@@ -44,10 +45,6 @@ pub(super) struct Prepared {
     pub(super) group: Option<String>,
     /// How long to wait for the other parts.
     pub(super) wait: Duration,
-}
-
-fn refuse<T>(code: RefusalCode, message: impl Into<String>) -> Result<T, BrokerError> {
-    Err(BrokerError::new(code, message))
 }
 
 pub(super) fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
