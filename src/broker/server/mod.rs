@@ -134,7 +134,7 @@ impl std::fmt::Debug for Server {
 }
 
 /// How long a stopping server waits for descriptors to be closed.
-const CLOSING: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Length of the accept queue. The kernel's own limit also applies (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
@@ -319,7 +319,8 @@ impl Server {
         let is_unused = matches!(&result, Ok(total) if total.counts.versions == 0) && self.reactor.end_unused_keeper();
         drop_in_thread(self.reactor);
         if is_unused {
-            let removed = Cancel::new().and_then(|cancel| Listener::remove_unserved(&self.path, CLOSING, &cancel));
+            let removed =
+                Cancel::new().and_then(|cancel| Listener::remove_unserved(&self.path, CLOSE_TIMEOUT, &cancel));
             let _ = removed.inspect_err(|error| tracing::debug!(%error, "cannot remove the socket's file"));
         }
         let Total { counts: Counts { objects, versions, leases }, bytes } = result?;
@@ -352,7 +353,7 @@ fn drop_in_thread(reactor: Reactor) {
         let _ = done.send(());
     };
     match thread::Builder::new().name("closer".to_owned()).spawn(close) {
-        Ok(_) if ended.recv_timeout(CLOSING).is_err() => {
+        Ok(_) if ended.recv_timeout(CLOSE_TIMEOUT).is_err() => {
             tracing::warn!("peers block the close of their descriptors: exiting anyway");
         }
         Ok(_) => {}

@@ -29,7 +29,7 @@ pub(crate) struct Admission {
     allow_uids: Vec<u32>,
     allow_gids: Vec<u32>,
     /// Advice for a refused user: which group grants access.
-    join_a_group: String,
+    group_advice: String,
     /// Whether connections may be waiting in the accept queue.
     pub(super) acceptable: bool,
     last: ConnectionId,
@@ -43,8 +43,8 @@ pub(super) struct Rejected {
 
 impl Admission {
     pub(crate) fn new(listener: Listener, allow_uids: Vec<u32>, allow_gids: Vec<u32>) -> Self {
-        let join_a_group = how_to_join(&allow_gids);
-        Self { listener, allow_uids, allow_gids, join_a_group, acceptable: true, last: ConnectionId(CONNECTIONS) }
+        let group_advice = group_advice(&allow_gids);
+        Self { listener, allow_uids, allow_gids, group_advice, acceptable: true, last: ConnectionId(CONNECTIONS) }
     }
 
     /// Identifies the peer of a new connection by the credentials that the kernel recorded at connect time.
@@ -76,7 +76,7 @@ impl Admission {
             return Ok(());
         }
         let message =
-            format!("uid {uid} may not connect: start the broker with --allow-uid {uid}, or {}", self.join_a_group);
+            format!("uid {uid} may not connect: start the broker with --allow-uid {uid}, or {}", self.group_advice);
         Err(Rejected { code: ErrorCode::Refused, message })
     }
 }
@@ -91,7 +91,7 @@ pub(super) fn send_rejection(socket: &OwnedFd, Rejected { code, message }: Rejec
 }
 
 /// Advice for refused users. Called once: looking up group names may query another machine.
-fn how_to_join(gids: &[u32]) -> String {
+fn group_advice(gids: &[u32]) -> String {
     if gids.is_empty() {
         return "with --allow-gid and a group of this user".to_owned();
     }

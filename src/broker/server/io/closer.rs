@@ -30,7 +30,7 @@ const MAX_BLOCKED: usize = 256;
 const MAX_THREADS: usize = 64;
 
 /// How many records without descriptors to discard before a close is left to a thread.
-const FEW: usize = 16;
+const MAX_DISCARDED: usize = 16;
 
 /// A user's unclosed descriptors.
 #[derive(Debug, Default)]
@@ -165,7 +165,7 @@ pub(super) fn is_drained(socket: &OwnedFd) -> bool {
     if ended.and_then(|()| sockopt::set_socket_passcred(socket, true)).is_err() {
         return false;
     }
-    for _ in 0..FEW {
+    for _ in 0..MAX_DISCARDED {
         match peek(socket) {
             Ok(Next::End) => return true,
             Ok(Next::Record { descriptors: true }) => return false,

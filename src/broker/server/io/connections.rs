@@ -77,12 +77,12 @@ impl Connections {
     }
 
     /// Asks the kernel which peers have unread data. Returns connections whose peers have not read for longer than `limit`.
-    pub(super) fn stuck(&mut self, now: Instant, most: Duration) -> Vec<ConnectionId> {
+    pub(super) fn stuck(&mut self, now: Instant, max: Duration) -> Vec<ConnectionId> {
         let all = &mut self.all;
         self.unread.retain(|id| all.get_mut(id).is_some_and(Connection::is_unread));
         let is_stuck = |id: &&ConnectionId| {
             let since = self.all.get(*id).and_then(|connection| connection.unread_since);
-            since.is_some_and(|since| now.saturating_duration_since(since) > most)
+            since.is_some_and(|since| now.saturating_duration_since(since) > max)
         };
         self.unread.iter().filter(is_stuck).copied().collect()
     }

@@ -26,13 +26,13 @@ use crate::{
 pub(super) const STORE: Key = Key(3);
 
 /// Retry interval for sends that reached the kernel's limit of descriptors in flight.
-pub(super) const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
+pub(super) const IN_FLIGHT_RETRY: Duration = Duration::from_millis(2);
 
 /// Delays between connection attempts if keepers keep dying: the first; the maximum if this process starts the keeper; and if an init
 /// starts it.
-const PAUSE: Duration = Duration::from_millis(5);
-const MAX_PAUSE: Duration = Duration::from_secs(5);
-const MAX_PAUSE_BY_PATH: Duration = Duration::from_millis(200);
+const MIN_DELAY: Duration = Duration::from_millis(5);
+const MAX_DELAY: Duration = Duration::from_secs(5);
+const MAX_DELAY_BY_PATH: Duration = Duration::from_millis(200);
 
 /// How often to check whether the keeper reads its messages, and for how long it may not read.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -51,7 +51,7 @@ pub(crate) struct KeeperLink {
     keeper: Option<Process>,
     /// When the next keeper may be tried, and the delay after that attempt.
     next_attempt: Option<Instant>,
-    pause: Duration,
+    delay: Duration,
     /// Triggered by SIGHUP: exit so that another server takes over.
     restart: Option<Cancel>,
     /// The keeper must confirm this mark before the server exits.
@@ -117,7 +117,7 @@ impl KeeperLink {
         }
         match context.state.objects.flush_store() {
             Flushed::All | Flushed::Full => {}
-            Flushed::InFlight => context.timers.set_once(IN_FLIGHT_PAUSE, Timer::Store),
+            Flushed::InFlight => context.timers.set_once(IN_FLIGHT_RETRY, Timer::Store),
             Flushed::Gone => self.replace_keeper(context),
         }
         self.check_later(context);
@@ -145,13 +145,13 @@ impl KeeperLink {
         let lived = now.saturating_duration_since(next_attempt);
         let lives = |keeper: &Process| !keeper.ends_within(EXIT_GRACE);
         let has_closed = !self.starts_keeper() && self.keeper.as_ref().is_some_and(lives);
-        let longest = if self.starts_keeper() { MAX_PAUSE } else { MAX_PAUSE_BY_PATH };
-        self.pause = match () {
-            () if has_closed => MAX_PAUSE,
-            () if lived > MAX_PAUSE => PAUSE,
-            () => (self.pause * 2).clamp(PAUSE, longest),
+        let max_delay = if self.starts_keeper() { MAX_DELAY } else { MAX_DELAY_BY_PATH };
+        self.delay = match () {
+            () if has_closed => MAX_DELAY,
+            () if lived > MAX_DELAY => MIN_DELAY,
+            () => (self.delay * 2).clamp(MIN_DELAY, max_delay),
         };
-        self.next_attempt = Some(now + self.pause);
+        self.next_attempt = Some(now + self.delay);
         if has_closed {
             let allowed = context.state.objects.store().room().1;
             tracing::warn!(
@@ -170,14 +170,14 @@ impl KeeperLink {
                 context.state.pending_versions.queue.iter_mut().for_each(|stored| stored.staged.mark = mark);
                 // Send at once: no other process has everything.
                 context.state.objects.flush_store();
-                context.timers.set_once(IN_FLIGHT_PAUSE, Timer::Store);
+                context.timers.set_once(IN_FLIGHT_RETRY, Timer::Store);
             }
             Err(error) => {
                 if context.state.repeats.should_log(geteuid().as_raw(), "no keeper can be reached") {
                     tracing::error!(%error, "no keeper can be reached: puts wait, and all memory is freed if this process dies now");
                 }
                 context.state.objects.store_mut().disconnect();
-                context.timers.set_once(self.pause, Timer::Store);
+                context.timers.set_once(self.delay, Timer::Store);
             }
         }
     }
@@ -275,12 +275,12 @@ impl KeeperLink {
         }
         // This exit frees nothing: it waits until a keeper has everything.
         let now = Instant::now();
-        let by = *self.shutdown_deadline.get_or_insert_with(|| now + SHUTDOWN_TIMEOUT);
+        let deadline = *self.shutdown_deadline.get_or_insert_with(|| now + SHUTDOWN_TIMEOUT);
         if self.shutdown_mark.is_none() {
             self.start_shutdown(context);
             context.timers.set(SHUTDOWN_TIMEOUT, Timer::Store);
         }
-        self.is_handed_over(context) || now >= by
+        self.is_handed_over(context) || now >= deadline
     }
 
     /// Reports the fate of the server's objects to the keeper and the log.

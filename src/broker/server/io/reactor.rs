@@ -45,10 +45,10 @@ const CANCEL: Key = Key(2);
 const RESTART: Key = Key(4);
 
 /// How often to check for clients that do not read.
-const SWEEP: Duration = Duration::from_secs(1);
+const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 /// How long clients can resume leases of the previous server.
-const GRACE: Duration = Duration::from_secs(10);
+const RESUME_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Timers run per turn.
 const TIMERS_PER_TURN: usize = 128;
@@ -109,7 +109,7 @@ impl Reactor {
         };
         reactor.feed_watchdog();
         if reactor.state.objects.journal().restarts() > 0 || reactor.state.pending_versions.reserves_names {
-            reactor.timers.set(GRACE, Timer::Unresumed);
+            reactor.timers.set(RESUME_TIMEOUT, Timer::Unresumed);
         }
         Ok(reactor)
     }
@@ -338,7 +338,7 @@ impl Reactor {
     }
 
     pub(super) fn sweep_later(&mut self) {
-        self.timers.set_once(SWEEP, Timer::Sweep);
+        self.timers.set_once(SWEEP_INTERVAL, Timer::Sweep);
     }
 
     /// Disconnects clients that do not read, and retries failed work.

@@ -13,7 +13,7 @@ use super::{
     admission::{Rejected, send_rejection},
     closer::is_drained,
     connection::{Connection, Sent},
-    keeper::IN_FLIGHT_PAUSE,
+    keeper::IN_FLIGHT_RETRY,
     reactor::Reactor,
     timers::Timer,
 };
@@ -44,10 +44,10 @@ const ACCEPTS_PER_TURN: usize = 64;
 const RECORDS_PER_TURN: usize = 8;
 
 /// Retry interval for a reply that waits until the user's processes read descriptors sent earlier.
-const ROOM_PAUSE: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The longest such wait.
-const ROOM_WAIT: Duration = Duration::from_secs(2);
+const RETRY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Logs at this level if the line is the first of its kind, else at DEBUG.
 macro_rules! log_once {
@@ -344,17 +344,17 @@ impl Reactor {
             Sent::All if is_done => connection::all_sent(&mut self.state, id),
             Sent::All => {}
             Sent::Full => self.watch(id, Interest::READABLE | Interest::WRITABLE),
-            Sent::InFlight => self.timers.set(IN_FLIGHT_PAUSE, Timer::Retry(id)),
+            Sent::InFlight => self.timers.set(IN_FLIGHT_RETRY, Timer::Retry(id)),
             Sent::Gone => self.disconnect(id, "the peer is gone"),
         }
     }
 
-    /// Retries a reply later, or refuses it after [`ROOM_WAIT`].
+    /// Retries a reply later, or refuses it after [`RETRY_TIMEOUT`].
     fn retry_for_room(&mut self, id: ConnectionId, uid: u32) {
         let Some(connection) = self.connections.get_mut(id) else { return };
         let since = *connection.wants_room_since.get_or_insert_with(Instant::now);
-        if since.elapsed() < ROOM_WAIT {
-            return self.timers.set(ROOM_PAUSE, Timer::Retry(id));
+        if since.elapsed() < RETRY_TIMEOUT {
+            return self.timers.set(RETRY_INTERVAL, Timer::Retry(id));
         }
         connection.wants_room_since = None;
         let more = connection.queued();

@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn history_passes_to_the_next_server_and_is_bounded() {
+    fn history_survives_restarts_and_is_bounded() {
         let mut store = Store::none();
         let mut first = History::default();
         first.begin(None, &mut store);
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_history_begins_anew() {
+    fn damaged_history_is_empty() {
         let mut file = File::from(memfd::empty(c"vmmfd-history").unwrap());
         file.write_all(b"{\"running\":1,").unwrap();
         assert_eq!(History::read(Some(file.into())).crashes().count(), 0);

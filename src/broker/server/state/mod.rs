@@ -8,7 +8,7 @@
 //! | `waits`, `claims` | waiting gets, and claims on the objects they wait for |
 //! | `watchers` | watching clients |
 //! | `segments`, `inspect` | kept descriptors, and the checks before a descriptor is kept |
-//! | `caller`, `quota`, `bounds`, `fd_budget` | users: permissions, limits, memory per request, descriptors |
+//! | `caller`, `quota`, `bounds`, `room` | users: permissions, limits, memory per request, descriptors |
 //! | `history`, `metrics`, `repeats` | crashes, metrics, and rate-limited log lines |
 //! | `time`, `random` | time of the current request; tokens |
 

@@ -41,8 +41,8 @@ impl Quota {
 
     /// No limits. Also applies to the server's own user and root.
     pub const fn unlimited() -> Self {
-        let most = Some(u64::MAX);
-        Self { bytes: most, device_bytes: most, objects: most, leases: most, connections: most }
+        let max = Some(u64::MAX);
+        Self { bytes: max, device_bytes: max, objects: max, leases: max, connections: max }
     }
 
     /// Fills missing limits from `other`.
@@ -58,7 +58,7 @@ impl Quota {
 
     fn limits(self) -> Limits {
         // The largest number means no limit.
-        let limit = |of: Option<u64>| of.filter(|&most| most < u64::MAX);
+        let limit = |of: Option<u64>| of.filter(|&max| max < u64::MAX);
         Limits {
             bytes: limit(self.bytes),
             device_bytes: limit(self.device_bytes),
@@ -69,37 +69,19 @@ impl Quota {
     }
 }
 
-/// A limited resource.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Counted {
-    Bytes,
-    DeviceBytes,
-    Objects,
-    Leases,
-    Connections,
+/// A limited resource: its key in the options, and its limit in a quota.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Counted {
+    key: &'static str,
+    of: fn(&Quota) -> Option<u64>,
 }
 
 impl Counted {
-    fn of(self, quota: &Quota) -> Option<u64> {
-        match self {
-            Self::Bytes => quota.bytes,
-            Self::DeviceBytes => quota.device_bytes,
-            Self::Objects => quota.objects,
-            Self::Leases => quota.leases,
-            Self::Connections => quota.connections,
-        }
-    }
-
-    /// Its key in the options.
-    fn key(self) -> &'static str {
-        match self {
-            Self::Bytes => "bytes",
-            Self::DeviceBytes => "device-bytes",
-            Self::Objects => "objects",
-            Self::Leases => "leases",
-            Self::Connections => "connections",
-        }
-    }
+    pub(crate) const BYTES: Self = Self { key: "bytes", of: |quota| quota.bytes };
+    pub(crate) const DEVICE_BYTES: Self = Self { key: "device-bytes", of: |quota| quota.device_bytes };
+    pub(crate) const OBJECTS: Self = Self { key: "objects", of: |quota| quota.objects };
+    pub(crate) const LEASES: Self = Self { key: "leases", of: |quota| quota.leases };
+    pub(crate) const CONNECTIONS: Self = Self { key: "connections", of: |quota| quota.connections };
 }
 
 /// The limits in force. Configured limits apply to every user, default limits not to the server's own user and root.
@@ -132,13 +114,13 @@ impl Rules {
         let is_superuser = is_superuser(uid);
         let limit = |given: Quota, default: Quota| {
             let default = if is_superuser { Quota::default() } else { default };
-            counted.of(&given.or(default))
+            (counted.of)(&given.or(default))
         };
         let refuse = |limit: String| {
             refuse(RefusalCode::Quota, format!("uid {uid} has {has} {what} and asks for {more} more, but {limit}"))
         };
-        if let Some(most) = limit(self.user, Quota::user()).filter(|most| has.saturating_add(more) > *most) {
-            return refuse(format!("its quota is {most}"));
+        if let Some(max) = limit(self.user, Quota::user()).filter(|max| has.saturating_add(more) > *max) {
+            return refuse(format!("its quota is {max}"));
         }
         let Some(total) = limit(self.total, Quota::total()) else { return Ok(()) };
         let left = total.saturating_sub(all - has);
@@ -146,7 +128,7 @@ impl Rules {
         if has.saturating_add(more) <= share {
             return Ok(());
         }
-        let (half, key) = (if is_superuser { "" } else { "half of " }, counted.key());
+        let (half, key) = (if is_superuser { "" } else { "half of " }, counted.key);
         refuse(format!(
             "its share is {share}: {half}the {left} that other users leave of {total}; raise --total-quota {key}="
         ))
@@ -160,26 +142,26 @@ mod tests {
     const USER_UID: u32 = 34_560;
 
     fn check(rules: &Rules, uid: u32, has: u64, all: u64, more: u64) -> Result<(), String> {
-        rules.check(uid, Counted::Objects, "objects", (has, all), more).map_err(|refusal| refusal.message)
+        rules.check(uid, Counted::OBJECTS, "objects", (has, all), more).map_err(|refusal| refusal.message)
     }
 
     #[test]
-    fn defaults_hold_for_others_alone() {
+    fn root_has_no_default_limits() {
         let rules = Rules::default();
-        let most = Quota::user().objects.unwrap();
-        assert_eq!(check(&rules, USER_UID, most - 1, most - 1, 1), Ok(()));
-        let refusal = check(&rules, USER_UID, most, most, 1).unwrap_err();
-        assert!(refusal.ends_with(&format!("asks for 1 more, but its quota is {most}")), "{refusal}");
-        assert_eq!(check(&rules, 0, most, most, 1), Ok(()));
+        let max = Quota::user().objects.unwrap();
+        assert_eq!(check(&rules, USER_UID, max - 1, max - 1, 1), Ok(()));
+        let refusal = check(&rules, USER_UID, max, max, 1).unwrap_err();
+        assert!(refusal.ends_with(&format!("asks for 1 more, but its quota is {max}")), "{refusal}");
+        assert_eq!(check(&rules, 0, max, max, 1), Ok(()));
         // A configured limit applies to root too.
         let given = Rules::new(Quota { objects: Some(1), ..Quota::default() }, Quota::default());
         assert!(check(&given, 0, 1, 1, 1).is_err());
         let unlimited = Rules::new(Quota::unlimited(), Quota::unlimited());
-        assert_eq!(check(&unlimited, USER_UID, most, most, 1), Ok(()));
+        assert_eq!(check(&unlimited, USER_UID, max, max, 1), Ok(()));
     }
 
     #[test]
-    fn one_user_leaves_others_half_of_the_total() {
+    fn user_gets_half_of_rest() {
         let rules = Rules::new(Quota::default(), Quota { objects: Some(100), ..Quota::default() });
         assert_eq!(check(&rules, USER_UID, 49, 49, 1), Ok(()));
         let refusal = check(&rules, USER_UID, 50, 50, 1).unwrap_err();

@@ -33,7 +33,7 @@ pub(crate) enum Reason {
     },
 
     /// No segment number is free.
-    #[error("{most} segments are kept, which is the limit: delete objects", most = SegmentId::COUNT)]
+    #[error("{max} segments are kept, which is the limit: delete objects", max = SegmentId::COUNT)]
     Full,
 
     /// statx(2) failed.

@@ -6,7 +6,7 @@ use super::objects::Terms;
 use crate::wire::broker::Put;
 
 /// Uploads with more segments are examined by the worker, not on the event loop.
-const FEW: usize = 128;
+const MAX_SMALL: usize = 128;
 
 /// A put whose segments are being received or examined.
 #[derive(Debug)]
@@ -32,6 +32,6 @@ impl Upload {
 
     /// Whether the put can be examined on the event loop.
     pub(crate) fn is_small(&self) -> bool {
-        self.tables.is_empty() && self.segments.len() <= FEW
+        self.tables.is_empty() && self.segments.len() <= MAX_SMALL
     }
 }

@@ -103,7 +103,7 @@ impl Watchers {
     }
 
     /// Moves a connection with no unsent events to its group.
-    pub(crate) fn rest(&mut self, id: ConnectionId) {
+    pub(crate) fn set_idle(&mut self, id: ConnectionId) {
         let Some(Member { prefix, reader, .. }) = self.members.get(&id) else { return };
         let groups = self.idle.entry(Arc::clone(prefix)).or_default();
         groups.entry(Arc::clone(reader)).or_default().insert(id);
@@ -121,13 +121,13 @@ impl Watchers {
             self.queue_all();
         }
         if !self.members.is_empty() {
-            events.for_each(|seen| self.queue_concerned(seen));
+            events.for_each(|seen| self.queue_for_event(seen));
         }
         self.seen = journal.last_event();
     }
 
     /// Queues the clients that an event concerns.
-    fn queue_concerned(&mut self, seen: &Seen) {
+    fn queue_for_event(&mut self, seen: &Seen) {
         let name = &seen.event.name;
         for end in 0..=name.len() {
             let Some(groups) = name.get(..end).and_then(|prefix| self.idle.get_mut(prefix)) else { continue };

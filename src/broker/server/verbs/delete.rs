@@ -1,9 +1,6 @@
 //! Deletes.
 
-use super::{
-    effects::Effects,
-    reply::{refuse, reply},
-};
+use super::{effects::Effects, reply::answer};
 use crate::{
     broker::{
         name::check_name,
@@ -17,8 +14,5 @@ pub(crate) fn delete(state: &mut State, effects: &mut Effects, id: ConnectionId,
     let Some(client) = state.clients.get(&id) else { return };
     let deleted =
         check_name(&delete.name).and_then(|()| state.objects.delete(&client.caller, &delete.name, delete.request));
-    match deleted {
-        Ok(()) => reply(state, effects, id, &Message::Done(Done {})),
-        Err(refusal) => refuse(state, effects, id, refusal),
-    }
+    answer(state, effects, id, deleted.map(|()| Message::Done(Done {})));
 }

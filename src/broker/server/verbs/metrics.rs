@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// The most bytes of per-user totals.
-const TOTALS: usize = 32 * 1024;
+const TOTALS_BYTES: usize = 32 * 1024;
 
 /// Answers with the server's metrics.
 pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Room, id: ConnectionId) {
@@ -42,7 +42,7 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Room, id:
         },
         requests: state.metrics.requests().collect(),
         durations: state.metrics.durations().collect(),
-        totals: state.objects.totals(&caller, TOTALS),
+        totals: state.objects.totals(&caller, TOTALS_BYTES),
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         lost_versions: Some(state.objects.lost().versions),
         quota: Some(quota),

@@ -3,7 +3,7 @@
 use super::{
     effects::{Effect, Effects},
     get::published,
-    reply::{refuse, reply},
+    reply::answer,
 };
 use crate::{
     broker::{
@@ -80,9 +80,9 @@ fn publish(state: &mut State, effects: &mut Effects, version: PendingVersion) {
     };
     // The same request may be pending twice if its first connection broke.
     let published_before = |request: &Token| state.objects.published_before(&caller, &terms.name, *request).transpose();
-    if let Some(answer) = terms.requests.iter().find_map(published_before) {
+    if let Some(published) = terms.requests.iter().find_map(published_before) {
         state.objects.unstage(staged);
-        return reply_to_makers(state, effects, &makers, &answer);
+        return reply_to_makers(state, effects, &makers, &published);
     }
     let result = state.objects.publish(&caller, &terms, staged);
     if result.is_err() {
@@ -124,10 +124,7 @@ fn reply_to_makers(
     result: &Result<Published, BrokerError>,
 ) {
     for id in makers {
-        match result {
-            Ok(published) => reply(state, effects, *id, &Message::Published(published.clone())),
-            Err(refusal) => refuse(state, effects, *id, refusal.clone()),
-        }
+        answer(state, effects, *id, result.clone().map(Message::Published));
         effects.push(Effect::Listen(*id));
     }
 }

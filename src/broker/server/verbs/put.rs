@@ -9,7 +9,7 @@ use super::{
     effects::{Effect, Effects, Step, Work, work},
     parts,
     publish::{restored_version, store},
-    reply::{refuse, reply},
+    reply::{answer, refuse, reply},
 };
 use crate::{
     broker::server::state::{
@@ -32,12 +32,9 @@ pub(crate) fn put(
     mut fds: Vec<OwnedFd>,
 ) {
     let Some(uid) = state.caller(id).map(|caller| caller.uid) else { return effects.close_fds(None, fds) };
-    if let Some(answer) = published_before(state, id, &put).transpose() {
+    if let Some(published) = published_before(state, id, &put).transpose() {
         effects.close_fds(Some(uid), fds);
-        return match answer {
-            Ok(published) => reply(state, effects, id, &Message::Published(published)),
-            Err(refusal) => refuse(state, effects, id, refusal),
-        };
+        return answer(state, effects, id, published.map(Message::Published));
     }
     let Checked { terms, segments: total, .. } = match admit(state, room, id, &put) {
         Ok(checked) => checked,

@@ -61,6 +61,14 @@ pub(crate) fn refuse(state: &mut State, effects: &mut Effects, id: ConnectionId,
     reply(state, effects, id, &Message::Refused(Refusal { code, message }));
 }
 
+/// Answers or refuses a request.
+pub(crate) fn answer(state: &mut State, effects: &mut Effects, id: ConnectionId, result: Result<Message, BrokerError>) {
+    match result {
+        Ok(message) => reply(state, effects, id, &message),
+        Err(refusal) => refuse(state, effects, id, refusal),
+    }
+}
+
 /// Marks a client's request as answered.
 pub(crate) fn end_request(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     let Some(client) = state.clients.get_mut(&id) else { return };

@@ -198,7 +198,7 @@ fn memory() -> OwnedFd {
 }
 
 #[test]
-fn put_is_published_and_got() {
+fn get_returns_published_put() {
     let mut test = Fixture::new();
     let (maker, reader) = (test.client(), test.client());
     assert_eq!(test.put(maker, "a", "").published(maker).version, 1);
@@ -251,7 +251,7 @@ fn get_waits_for_put() {
 }
 
 #[test]
-fn get_is_refused_at_its_deadline() {
+fn get_times_out() {
     let mut test = Fixture::new();
     let reader = test.client();
     assert_eq!(test.get(reader, "a", "").refusal(reader), RefusalCode::Absent);

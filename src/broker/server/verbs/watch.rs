@@ -9,12 +9,12 @@ use crate::{
 /// The most events compared per record. The rest follow after the record is sent.
 const EVENTS_PER_RECORD: usize = 512;
 
-/// Work for watchers per turn of the event loop, in compared events. A record counts as [`RECORD`] events.
+/// Work for watchers per turn of the event loop, in compared events. A record counts as [`RECORD_COST`] events.
 const WORK_PER_TURN: usize = 1024;
-const RECORD: usize = 64;
+const RECORD_COST: usize = 64;
 
 /// Approximate size of a record, in bytes.
-const PAGE: usize = 48 * 1024;
+const PAGE_BYTES: usize = 48 * 1024;
 
 /// Starts a watch.
 pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: Watch) {
@@ -68,7 +68,7 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
     let (mut page, mut length, mut next, mut work) = (Vec::<Event>::new(), 0, journal.last_event(), 1);
     let reader = state.watchers.reader(id);
     for seen in events {
-        if length > PAGE || work > EVENTS_PER_RECORD {
+        if length > PAGE_BYTES || work > EVENTS_PER_RECORD {
             next = seen.event.seq - 1;
             break;
         }
@@ -89,7 +89,7 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
                 // The next record follows after the socket has accepted this one. A client that does not read costs nothing.
                 watching.unsent = true;
                 effects.push(Effect::Send { client: id, records: vec![record] });
-                return work + RECORD;
+                return work + RECORD_COST;
             }
             Err(error) => tracing::error!(error = error.in_full(), "cannot encode events"),
         }
@@ -97,7 +97,7 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
     if next < journal.last_event() {
         state.watchers.enqueue(id);
     } else {
-        state.watchers.rest(id);
+        state.watchers.set_idle(id);
     }
     work
 }

@@ -10,7 +10,7 @@ use crate::{
 };
 
 /// Bytes written per slice.
-const SLICE: u64 = 128 << 10;
+const SLICE_BYTES: u64 = 128 << 10;
 
 /// The most versions or leases visited per slice.
 const MAX_SCANNED: usize = 512;
@@ -80,7 +80,7 @@ impl Objects {
     /// Writes one slice. Returns whether the new log is complete.
     fn write_slice(&self, compaction: &mut Compaction) -> Result<bool, CatalogueError> {
         let Compaction { rewrite, last_key, last_lease, next } = compaction;
-        let end = rewrite.length() + SLICE;
+        let end = rewrite.length() + SLICE_BYTES;
         match *next {
             Next::Versions(from) => {
                 for (scanned, (key, version)) in self.versions.range(from..=*last_key).enumerate() {

@@ -299,8 +299,8 @@ impl Journal {
 }
 
 /// Adds an entry, and drops the oldest one if the queue is full.
-fn push_bounded<T>(entries: &mut VecDeque<T>, entry: T, most: usize) {
-    if entries.len() >= most {
+fn push_bounded<T>(entries: &mut VecDeque<T>, entry: T, max: usize) {
+    if entries.len() >= max {
         entries.pop_front();
     }
     entries.push_back(entry);

@@ -98,11 +98,11 @@ impl Objects {
         self.readers.remove_lease(&version.record, held.record.uid, held.number);
         version.leases -= 1;
         if version.named
-            && let Some(of) = self.names.get_mut(version.record.name.as_str())
+            && let Some(entry) = self.names.get_mut(version.record.name.as_str())
         {
-            of.leases -= 1;
-            if of.leases == 0 {
-                of.idle_since = self.now.at;
+            entry.leases -= 1;
+            if entry.leases == 0 {
+                entry.idle_since = self.now.at;
             }
         }
         Some(held.record.key)
@@ -141,8 +141,8 @@ impl Objects {
                 continue;
             };
             let (key, name) = (version.record.key, &version.record.name);
-            if let Some(of) = self.names.get_mut(name.as_str()).filter(|of| of.current() == Some(key)) {
-                of.maker = Some(caller.connection);
+            if let Some(entry) = self.names.get_mut(name.as_str()).filter(|entry| entry.current() == Some(key)) {
+                entry.maker = Some(caller.connection);
                 taken.names.push(name.as_str().into());
             }
         }
@@ -153,8 +153,9 @@ impl Objects {
     pub(crate) fn end_unresumed(&mut self) {
         let leases = self.leases.iter().filter(|(_, held)| held.holder.is_none()).map(|(token, _)| *token);
         let leases: Vec<Token> = leases.collect();
-        let ends = |of: &Name| matches!(of.lifetime, Lifetime::Maker | Lifetime::Leased);
-        let names = self.names.iter().filter(|(_, of)| of.maker == Some(ConnectionId::PREVIOUS_SERVER) && ends(of));
+        let ends = |entry: &Name| matches!(entry.lifetime, Lifetime::Maker | Lifetime::Leased);
+        let names =
+            self.names.iter().filter(|(_, entry)| entry.maker == Some(ConnectionId::PREVIOUS_SERVER) && ends(entry));
         let names: Vec<Arc<str>> = names.map(|(name, _)| Arc::clone(name)).collect();
         if !leases.is_empty() {
             tracing::info!(leases = leases.len(), "leases ended that no client resumed after the restart");

@@ -20,30 +20,30 @@ pub(crate) struct Expiry {
 impl Objects {
     /// Handles the disconnect of a name's maker.
     pub(crate) fn maker_disconnected(&mut self, connection: ConnectionId, name: &str) {
-        if let Some(of) = self.names.get_mut(name).filter(|of| of.maker == Some(connection)) {
-            of.maker = None;
+        if let Some(entry) = self.names.get_mut(name).filter(|entry| entry.maker == Some(connection)) {
+            entry.maker = None;
             self.note_expiry(name);
         }
     }
 
     /// Whether a name's lifetime depends on the connection that put it.
     pub(crate) fn depends_on_maker(&self, name: &str) -> bool {
-        self.names.get(name).is_some_and(|of| matches!(of.lifetime, Lifetime::Maker | Lifetime::Leased))
+        self.names.get(name).is_some_and(|entry| matches!(entry.lifetime, Lifetime::Maker | Lifetime::Leased))
     }
 
     /// Schedules the next check of a name, unless it can't expire.
     pub(crate) fn note_expiry(&mut self, name: &str) {
-        let Some(of) = self.names.get_mut(name) else { return };
-        let at = match of.lifetime {
+        let Some(entry) = self.names.get_mut(name) else { return };
+        let at = match entry.lifetime {
             Lifetime::Deleted => return,
-            Lifetime::Idle { ms } if of.leases == 0 => of.idle_since.checked_add(Duration::from_millis(ms)),
-            Lifetime::Maker if of.maker.is_none() => Some(of.idle_since),
-            Lifetime::Leased if of.maker.is_none() && of.leases == 0 => Some(of.idle_since),
+            Lifetime::Idle { ms } if entry.leases == 0 => entry.idle_since.checked_add(Duration::from_millis(ms)),
+            Lifetime::Maker if entry.maker.is_none() => Some(entry.idle_since),
+            Lifetime::Leased if entry.maker.is_none() && entry.leases == 0 => Some(entry.idle_since),
             _ => None,
         };
         // One timer per name: clients can release leases at any rate.
-        if let Some(at) = at.filter(|at| of.next_check.is_none_or(|next_check| next_check > *at)) {
-            let before = of.next_check.replace(at);
+        if let Some(at) = at.filter(|at| entry.next_check.is_none_or(|next_check| next_check > *at)) {
+            let before = entry.next_check.replace(at);
             self.expiries.push(Expiry { name: name.into(), at, before });
         }
     }
@@ -51,15 +51,15 @@ impl Objects {
     /// Removes a name if its lifetime is over.
     pub(crate) fn expire(&mut self, name: &str) {
         let now = self.now.at;
-        let Some(of) = self.names.get_mut(name) else { return };
-        of.next_check = None;
-        let over = match of.lifetime {
+        let Some(entry) = self.names.get_mut(name) else { return };
+        entry.next_check = None;
+        let over = match entry.lifetime {
             Lifetime::Deleted => false,
             Lifetime::Idle { ms } => {
-                of.leases == 0 && now.saturating_duration_since(of.idle_since) >= Duration::from_millis(ms)
+                entry.leases == 0 && now.saturating_duration_since(entry.idle_since) >= Duration::from_millis(ms)
             }
-            Lifetime::Maker => of.maker.is_none(),
-            Lifetime::Leased => of.maker.is_none() && of.leases == 0,
+            Lifetime::Maker => entry.maker.is_none(),
+            Lifetime::Leased => entry.maker.is_none() && entry.leases == 0,
         };
         if !over {
             self.note_expiry(name);

@@ -71,10 +71,10 @@ impl Objects {
         Some(gone)
     }
 
-    /// Drops old versions without leases: among the `most` newest versions that `keep` does not cover.
-    pub(crate) fn drop_old(&mut self, name: &str, most: usize) {
-        let Some(of) = self.names.get(name) else { return };
-        let beyond = of.versions.values().rev().skip(of.keep as usize + 1).take(most);
+    /// Drops old versions without leases: among the `max` newest versions that `keep` does not cover.
+    pub(crate) fn drop_old(&mut self, name: &str, max: usize) {
+        let Some(entry) = self.names.get(name) else { return };
+        let beyond = entry.versions.values().rev().skip(entry.keep as usize + 1).take(max);
         let beyond: Vec<u64> = beyond.copied().collect();
         beyond.into_iter().for_each(|key| self.drop_unless_kept(key));
         self.compact();
@@ -84,12 +84,12 @@ impl Objects {
     pub(crate) fn drop_unless_kept(&mut self, key: u64) {
         let Some(version) = self.versions.get_mut(&key).filter(|version| version.leases == 0) else { return };
         if version.named
-            && let Some(of) = self.names.get_mut(version.record.name.as_str())
+            && let Some(entry) = self.names.get_mut(version.record.name.as_str())
         {
-            if of.keeps(version.record.version) {
+            if entry.keeps(version.record.version) {
                 return;
             }
-            of.forget(version.record.version, key);
+            entry.forget(version.record.version, key);
             version.named = false;
         }
         self.drop_if_unused(key);

@@ -73,11 +73,11 @@ impl Objects {
                 Record::Dropped { key } => {
                     self.forget_leases_of(key);
                     if let Some(version) = self.forget_version(key)
-                        && let Some(of) = self.names.get_mut(version.record.name.as_str())
+                        && let Some(entry) = self.names.get_mut(version.record.name.as_str())
                     {
-                        of.forget(version.record.version, key);
+                        entry.forget(version.record.version, key);
                         // The keeper lacked part of it.
-                        if of.versions.is_empty() {
+                        if entry.versions.is_empty() {
                             self.forget_name(&version.record.name);
                         }
                     }
@@ -95,8 +95,8 @@ impl Objects {
             }
         }
         self.journal.append_after(&records);
-        for of in self.names.values_mut() {
-            of.maker = Some(ConnectionId::PREVIOUS_SERVER);
+        for entry in self.names.values_mut() {
+            entry.maker = Some(ConnectionId::PREVIOUS_SERVER);
         }
         Ok(())
     }
@@ -147,9 +147,9 @@ impl Objects {
         let (name, number) = (version.record.name, version.record.version);
         self.lost.add(&name, number);
         tracing::error!(name, version = number, "a version is lost: the keeper lacked some of its memory");
-        if let Some(of) = self.names.get_mut(name.as_str()).filter(|_| version.named) {
-            of.forget(number, key);
-            if of.versions.is_empty() {
+        if let Some(entry) = self.names.get_mut(name.as_str()).filter(|_| version.named) {
+            entry.forget(number, key);
+            if entry.versions.is_empty() {
                 // `Dropped` also removes the name: no further record is needed.
                 self.forget_name(&name);
             }
@@ -172,8 +172,8 @@ impl Objects {
         let unnamed: Vec<u64> = unnamed.map(|(key, _)| *key).collect();
         unnamed.into_iter().for_each(|key| self.drop_if_unused(key));
         for name in self.names.keys().cloned().collect::<Vec<_>>() {
-            if let Some(of) = self.names.get_mut(&name) {
-                of.idle_since = self.now.at;
+            if let Some(entry) = self.names.get_mut(&name) {
+                entry.idle_since = self.now.at;
             }
             self.drop_old(&name, usize::MAX);
             self.note_expiry(&name);

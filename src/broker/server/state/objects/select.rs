@@ -30,7 +30,7 @@ use crate::{
 const MAX_RUNS: usize = 128;
 
 /// The most arrays listed in a refusal.
-const NAMED: usize = 8;
+const MAX_LISTED: usize = 8;
 
 /// Tables to read before a get can be answered.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ pub(crate) struct TableQuery {
 #[derive(Debug)]
 enum Source {
     Inline(Attached),
-    Memfd { fd: OwnedFd, length: u64, most: u64 },
+    Memfd { fd: OwnedFd, length: u64, max: u64 },
 }
 
 impl Source {
@@ -60,7 +60,7 @@ impl Source {
     fn read(self) -> Result<String, String> {
         match self {
             Self::Inline(text) => Ok(text.as_str().to_owned()),
-            Self::Memfd { fd, length, most } => table::read(fd.as_fd(), length, most),
+            Self::Memfd { fd, length, max } => table::read(fd.as_fd(), length, max),
         }
     }
 }
@@ -95,7 +95,7 @@ impl TableQuery {
         let mut missing: Vec<&String> = self.wanted.iter().collect();
         missing.sort_unstable();
         let missing =
-            missing.iter().take(NAMED).map(|name| format!("there is no array {}", shortened(name.to_string())));
+            missing.iter().take(MAX_LISTED).map(|name| format!("there is no array {}", shortened(name.to_string())));
         let (names, all) = &self.present;
         let more = if *all > names.len() { ", ..." } else { "" };
         let present = match all {
@@ -133,7 +133,7 @@ impl TableQuery {
         let mut found = Vec::new();
         let (names, all) = &mut self.present;
         *all += entries.len();
-        let unnamed = NAMED - names.len();
+        let unnamed = MAX_LISTED - names.len();
         names.extend(entries.iter().take(unnamed).map(|entry| shortened(entry.name.clone())));
         for entry in entries {
             if self.wanted.remove(&entry.name) {
@@ -241,7 +241,7 @@ impl Objects {
         object: &GetObject,
         parts: &[usize],
     ) -> Result<TableQuery, BrokerError> {
-        let source = |table: &Table, most: u64| match table {
+        let source = |table: &Table, max: u64| match table {
             Table::Inline(text) => Ok(Source::Inline(text.clone())),
             Table::Kept { segment, length } => {
                 let fd = self.segments.get(*segment).try_clone_to_owned();
@@ -249,7 +249,7 @@ impl Objects {
                     let message = format!("the broker has no free descriptor to read a table: {error}");
                     BrokerError::new(RefusalCode::Full, message)
                 })?;
-                Ok(Source::Memfd { fd, length: *length, most })
+                Ok(Source::Memfd { fd, length: *length, max })
             }
         };
         let record = &version.record;

@@ -113,7 +113,7 @@ impl Users {
             );
         }
         let has = self.of(uid).map_or(0, |usage| usage.bytes + usage.waiting);
-        self.rules.check(uid, Counted::Bytes, "bytes (claimed)", (has, self.all.bytes), more)
+        self.rules.check(uid, Counted::BYTES, "bytes (claimed)", (has, self.all.bytes), more)
     }
 
     /// Refuses memory of too many devices, or more memory of a device than the quota allows.
@@ -142,7 +142,7 @@ impl Users {
             let has = known.iter().find(|of| of.device.uuid == uuid).map_or(0, |of| of.bytes);
             let all = self.all.devices.get(&uuid).copied().unwrap_or(0);
             let what = format!("bytes (claimed) of the device {uuid}");
-            self.rules.check(uid, Counted::DeviceBytes, &what, (has, all), more)
+            self.rules.check(uid, Counted::DEVICE_BYTES, &what, (has, all), more)
         })
     }
 
@@ -153,7 +153,7 @@ impl Users {
         }
         let (has_names, has_kept) = self.of(uid).map_or((0, 0), |usage| (usage.objects, usage.kept));
         let what = if has_kept + kept == 0 { "objects" } else { "objects (including kept earlier versions)" };
-        self.rules.check(uid, Counted::Objects, what, (has_names + has_kept, self.all.objects), names + kept)?;
+        self.rules.check(uid, Counted::OBJECTS, what, (has_names + has_kept, self.all.objects), names + kept)?;
         if kept > 0 && has_kept + kept > MAX_KEPT_VERSIONS {
             return refuse(
                 RefusalCode::Quota,
@@ -168,12 +168,12 @@ impl Users {
 
     pub(crate) fn check_lease(&self, uid: u32) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.leases);
-        self.rules.check(uid, Counted::Leases, "leases", (has, self.all.leases), 1)
+        self.rules.check(uid, Counted::LEASES, "leases", (has, self.all.leases), 1)
     }
 
     pub(crate) fn check_connection(&self, uid: u32) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.connections);
-        self.rules.check(uid, Counted::Connections, "connections", (has, self.all.connections), 1)
+        self.rules.check(uid, Counted::CONNECTIONS, "connections", (has, self.all.connections), 1)
     }
 
     /// Counts bytes of parts in incomplete drafts.
@@ -337,16 +337,16 @@ impl Users {
         all > MAX_UNREAD
     }
 
-    /// Usage of one user or of all, by uid, in at most about `most` bytes of JSON. Each user gets the same space for devices, largest
+    /// Usage of one user or of all, by uid, in at most about `max` bytes of JSON. Each user gets the same space for devices, largest
     /// first: a user may claim memory of many nonexistent devices.
-    pub(crate) fn totals(&self, only: Option<u32>, most: usize) -> Vec<UserTotal> {
+    pub(crate) fn totals(&self, only: Option<u32>, max: usize) -> Vec<UserTotal> {
         const USER: usize = 120;
         let has_any = |usage: &Usage| usage.objects + usage.leases + usage.connections > 0 || !usage.devices.is_empty();
         let wanted = |(uid, usage): &(&u32, &Usage)| only.is_none_or(|only| only == **uid) && has_any(usage);
         let mut uids: Vec<u32> = self.users.iter().filter(wanted).map(|(uid, _)| *uid).collect();
         uids.sort_unstable();
-        uids.truncate(most / USER);
-        let share = (most - uids.len() * USER) / uids.len().max(1);
+        uids.truncate(max / USER);
+        let share = (max - uids.len() * USER) / uids.len().max(1);
         let total = |uid: u32| {
             let Usage { objects, leases, connections, ref devices, .. } = self.users[&uid];
             let mut devices: Vec<&DeviceBytes> = devices.iter().collect();

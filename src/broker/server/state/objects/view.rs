@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// The most JSON bytes filled per page. The rest of the record holds at least one summary.
-const PAGE: usize = 48 * 1024;
+const PAGE_BYTES: usize = 48 * 1024;
 
 /// The most names and leases visited for one page: other clients wait during the scan.
 const MAX_SCANNED: usize = 4096;
@@ -92,10 +92,11 @@ impl Objects {
         let (mut objects, mut length) = (Vec::new(), 0);
         let names = self.readers.names(caller, from);
         for name in names.take_while(|name| name.starts_with(prefix.as_str())) {
-            let Some(of) = self.names.get(name) else { continue };
-            let summary = self.summary(of, self.current(of));
-            length += 400 + name.len() + summary.devices.iter().map(|of| 100 + 2 * of.device.name.len()).sum::<usize>();
-            if length > PAGE && !objects.is_empty() {
+            let Some(entry) = self.names.get(name) else { continue };
+            let summary = self.summary(entry, self.current(entry));
+            length +=
+                400 + name.len() + summary.devices.iter().map(|entry| 100 + 2 * entry.device.name.len()).sum::<usize>();
+            if length > PAGE_BYTES && !objects.is_empty() {
                 return Page { objects, more: true };
             }
             objects.push(summary);
@@ -106,7 +107,7 @@ impl Objects {
     /// Describes a version. Also returns the segment of its metadata.
     pub(crate) fn stat(&self, caller: &Caller, stat: &Stat) -> Result<(VersionInfo, Option<SegmentId>), BrokerError> {
         let Stat { name, version } = stat;
-        let (of, version) = self.readable(caller, name, *version)?;
+        let (entry, version) = self.readable(caller, name, *version)?;
         let record = &version.record;
         let part = |part: &record::Part| PartInfo {
             name: part.name.clone(),
@@ -121,10 +122,10 @@ impl Objects {
             ReportInfo { reader, at_ms, message }
         };
         let info = VersionInfo {
-            summary: self.summary(of, version),
-            versions: last_numbers(&of.versions),
-            lifetime: of.lifetime,
-            keep: of.keep,
+            summary: self.summary(entry, version),
+            versions: last_numbers(&entry.versions),
+            lifetime: entry.lifetime,
+            keep: entry.keep,
             parts: record.parts.iter().map(part).collect(),
             metadata,
             reports: version.reports.iter().map(report).collect(),
@@ -139,13 +140,13 @@ impl Objects {
         version: Option<u64>,
     ) -> Result<(&Name, &Version), BrokerError> {
         let absent = |message: String| BrokerError::new(RefusalCode::Absent, message);
-        let of = self.names.get(name).ok_or_else(|| absent(format!("there is no object `{name}`")))?;
-        caller.require(Right::Read, name, of.owner, of.mode)?;
+        let entry = self.names.get(name).ok_or_else(|| absent(format!("there is no object `{name}`")))?;
+        caller.require(Right::Read, name, entry.owner, entry.mode)?;
         let Some(key) = self.find(name, version, None) else {
-            let (wanted, current) = (version.unwrap_or_default(), self.current(of).record.version);
+            let (wanted, current) = (version.unwrap_or_default(), self.current(entry).record.version);
             return Err(absent(format!("`{name}` has no version {wanted} (any more): it is at version {current}")));
         };
-        self.versions.get(&key).map(|version| (of, version)).ok_or_else(|| absent(format!("`{name}` is gone")))
+        self.versions.get(&key).map(|version| (entry, version)).ok_or_else(|| absent(format!("`{name}` is gone")))
     }
 
     /// A page of leases that the caller may see. The last page includes the totals: of all users for a superuser, else of the caller.
@@ -164,7 +165,7 @@ impl Objects {
                 continue;
             }
             length += 320 + record.name.len();
-            if length > PAGE || scanned > MAX_SCANNED && !leases.is_empty() {
+            if length > PAGE_BYTES || scanned > MAX_SCANNED && !leases.is_empty() {
                 return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new() });
             }
             leases.push(HeldLease {
@@ -181,16 +182,16 @@ impl Objects {
             });
         }
         // Totals get a separate page if there are many leases.
-        if length > PAGE / 3 && !leases.is_empty() {
+        if length > PAGE_BYTES / 3 && !leases.is_empty() {
             return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new() });
         }
-        let totals = self.totals(caller, PAGE / 2);
+        let totals = self.totals(caller, PAGE_BYTES / 2);
         LeasePage::Leases(Leases { leases, more: false, totals })
     }
 
     /// Usage of all users for a superuser, else of the caller.
-    pub(crate) fn totals(&self, caller: &Caller, most: usize) -> Vec<UserTotal> {
-        self.users.totals((!caller.is_superuser()).then_some(caller.uid), most)
+    pub(crate) fn totals(&self, caller: &Caller, max: usize) -> Vec<UserTotal> {
+        self.users.totals((!caller.is_superuser()).then_some(caller.uid), max)
     }
 
     /// Totals of the broker. O(versions).

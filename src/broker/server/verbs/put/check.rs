@@ -156,13 +156,13 @@ fn check_lengths(put: &Put) -> Result<u64, BrokerError> {
     });
     let metadata = put.metadata.iter().map(|table| ("the metadata".to_owned(), table, MAX_METADATA));
     let (mut sum, mut inline) = (0u64, 0);
-    for (what, table, most) in metadata.chain(arrays) {
-        let (length, most, place) = match table {
-            Table::Length(length) => (*length, most, "in a memfd"),
+    for (what, table, max) in metadata.chain(arrays) {
+        let (length, max, place) = match table {
+            Table::Length(length) => (*length, max, "in a memfd"),
             Table::Inline(text) => (text.as_str().len() as u64, MAX_INLINE as u64, "in the record"),
         };
-        if length > most {
-            return invalid(format!("{what} has {length} bytes {place}: the limit is {most}"));
+        if length > max {
+            return invalid(format!("{what} has {length} bytes {place}: the limit is {max}"));
         }
         if matches!(table, Table::Inline(_)) {
             inline += length;
