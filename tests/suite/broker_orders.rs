@@ -363,7 +363,7 @@ fn folder_lock_prevents_no_start() {
     served.start_again();
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
-    assert!(!broker.served.log().contains("before this one"), "{}", broker.served.log());
+    assert!(!broker.served.log().contains("previous"), "{}", broker.served.log());
     let lock = fs::metadata(folder.join(".broker.sock.lock")).unwrap();
     assert_eq!(lock.permissions().mode() & 0o777, 0o600);
 }

@@ -309,8 +309,8 @@ impl Server {
         &self.path
     }
 
-    /// Serves until cancelled. Blocks. Objects end with the server unless a keeper holds them; memory that clients have mapped stays
-    /// mapped. With a keeper, returns after the keeper has everything, or after 10 s.
+    /// Serves until cancelled. Blocks. Drops the objects unless a keeper holds them; clients keep their mappings. With a keeper, returns
+    /// after the keeper has everything, or after 10 s.
     ///
     /// # Errors
     /// [`Error::System`] if the event loop fails.
@@ -344,7 +344,7 @@ fn build_reactor(
 }
 
 /// Drops a reactor in a thread, because peers can block the close of descriptors that they sent. The process exits without waiting for
-/// those.
+/// them.
 fn drop_in_thread(reactor: Reactor) {
     let (done, ended) = mpsc::channel();
     let close = move || {

@@ -14,7 +14,7 @@ use rustix::fs::{AtFlags, FileType, Statx, StatxFlags, statx};
 
 use crate::{driver::Backend, sys::memfd};
 
-/// The major number of NVIDIA's character devices. Every exported GPU memory is a descriptor of `/dev/nvidiactl`. Reserved for NVIDIA in
+/// The major number of NVIDIA's character devices. Exported GPU memory is a descriptor of `/dev/nvidiactl`. Reserved for NVIDIA in
 /// the kernel's `Documentation/admin-guide/devices.txt`; `NV_MAJOR_DEVICE_NUMBER` in the driver's `nv-chardev-numbers.h`.
 const NVIDIA_MAJOR: u32 = 195;
 

@@ -21,8 +21,8 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    /// Refuses a request if the process would exceed its limit, or the user its share, half of the descriptors that other users leave. The server's own
-    /// user and root have no such share.
+    /// Refuses a request if the process would exceed its limit, or the user its share, half of the descriptors that other users leave.
+    /// The server's own user and root have no such share.
     pub(crate) fn require(&self, objects: &Objects, caller: &Caller, more: usize) -> Result<(), BrokerError> {
         let (&Self { used, limit, closing }, uid) = (self, caller.uid);
         if used + more + SPARE > limit {

@@ -115,6 +115,7 @@ impl Segments {
     }
 
     /// The descriptor of a segment.
+    ///
     /// # Panics
     /// If the segment is not kept.
     pub(crate) fn get(&self, id: SegmentId) -> BorrowedFd<'_> {

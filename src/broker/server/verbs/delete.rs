@@ -9,7 +9,6 @@ use crate::{
     wire::broker::{Delete, Done, Message},
 };
 
-/// Deletes a name.
 pub(crate) fn delete(state: &mut State, effects: &mut Effects, id: ConnectionId, delete: &Delete) {
     let Some(client) = state.clients.get(&id) else { return };
     let deleted =

@@ -165,7 +165,7 @@ pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionI
     refuse_get(state, effects, id, BrokerError::new(code, message));
 }
 
-/// Handles a new version: ends claims on the name, and answers waiting gets.
+/// Handles a new version: releases claims on the name, and answers waiting gets.
 pub(crate) fn published(state: &mut State, effects: &mut Effects, name: &str) {
     state.claims.release_all(name);
     wake(state, effects, name);
@@ -185,14 +185,14 @@ fn wake(state: &mut State, effects: &mut Effects, name: &str) {
     }
 }
 
-/// Ends a client's claim.
+/// Releases a client's claim.
 pub(crate) fn end_claim(state: &mut State, effects: &mut Effects, id: ConnectionId, token: Token) {
     if let Some(name) = state.claims.end(id, token) {
         wake(state, effects, &name);
     }
 }
 
-/// Ends all claims of a disconnected client.
+/// Releases all claims of a disconnected client.
 pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: ConnectionId) {
     for name in state.claims.release_connection(id) {
         wake(state, effects, &name);

@@ -9,7 +9,7 @@ use crate::{
 /// Moves leases and names from the client's previous connection to this one.
 pub(crate) fn resume(state: &mut State, effects: &mut Effects, id: ConnectionId, resume: Resume) {
     let Some(caller) = state.caller(id).cloned() else { return };
-    // A lease whose segments are still being sent keeps its connection.
+    // A lease whose segments are still being sent is not resumable.
     let is_sending = |token: &Token| {
         let holder = state.objects.holder(*token).and_then(|holder| state.clients.get(&holder));
         holder.is_some_and(|holder| holder.is_sending(*token))

@@ -117,8 +117,8 @@ impl Objects {
     }
 }
 
-/// The records that restore a version. `Deleted` removes the name from all preceding versions, so versions that lost their name come before
-/// those that have it.
+/// The records that restore a version. `Deleted` removes the name from all preceding versions, so versions without a name precede the
+/// named ones.
 fn version_records(version: &Version) -> impl Iterator<Item = Record> {
     let unnamed = (!version.named).then(|| {
         let name = version.record.name.clone();

@@ -213,7 +213,7 @@ fn last_numbers(versions: &BTreeMap<u64, u64>) -> Vec<u64> {
     numbers
 }
 
-/// The wire form of a table, and the segment whose descriptor goes with it.
+/// The wire form of a table, and the segment that is sent along.
 pub(crate) fn to_wire(table: &Table) -> (wire::broker::Table, Option<SegmentId>) {
     match table {
         Table::Inline(text) => (wire::broker::Table::Inline(text.clone()), None),
