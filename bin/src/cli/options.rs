@@ -39,7 +39,7 @@ impl Meet {
     }
 }
 
-/// Options of the bytes of a buffer.
+/// Options of a buffer.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Buffer")]
 pub(super) struct Extent {

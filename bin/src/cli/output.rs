@@ -20,7 +20,7 @@ use vmmfd::{
 
 use super::log::{self, LogFormat};
 
-/// Options of the output of every command.
+/// Output options of every command.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Output")]
 pub struct Output {
@@ -163,7 +163,7 @@ const LARGE: u64 = 1 << 30;
 /// How often a spinner is drawn.
 const TICK: Duration = Duration::from_millis(120);
 
-/// A line on a terminal with the progress of long work. It is removed at the end of the work.
+/// A line on a terminal with the progress of long work. The line disappears after the work.
 #[derive(Debug)]
 pub struct Progress(Option<Mutex<Line>>);
 
@@ -172,7 +172,7 @@ struct Line {
     /// The start of the current work.
     begun: Option<Instant>,
     bar: Option<ProgressBar>,
-    /// Set at the end of the command: nothing is drawn afterwards.
+    /// Set by the last output of the command: nothing is drawn afterwards.
     closed: bool,
 }
 

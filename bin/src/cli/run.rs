@@ -62,7 +62,7 @@ pub(super) fn run_session<S: Session>(session: S) -> ExitCode {
     ExitCode::from(console.finish(result).code())
 }
 
-/// A command that prints its output at the end.
+/// A command that prints its output when it has finished.
 pub trait Tool {
     const NAME: &'static str;
 

@@ -244,7 +244,7 @@ impl PutOptions {
         }
     }
 
-    /// Fails before the load if the broker would refuse a put of so many bytes. The put itself is checked again.
+    /// Fails before the load if the broker would refuse a put of this size. The broker checks the put itself again.
     fn check_ahead(&self, client: &Client, bytes: u64) -> Result<Allowance> {
         let existing = match client.stat(&self.name, None) {
             Ok(info) => Some(info.version.summary),
