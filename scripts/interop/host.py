@@ -343,7 +343,7 @@ def serves_typed(meeting: Meeting) -> None:
         for fields, reason in [
             ({"dtype": "bf16"}, "`bf16` is not a dtype: write its name in NumPy or ml_dtypes"),
             ({"typestr": "<f4"}, "missing field `dtype`"),
-            ({"dtype": "uint8", "byte_order": "big"}, "a byte_order of `big` has no meaning for uint8"),
+            ({"dtype": "uint8", "byte_order": "big"}, "a byte_order of `big` is invalid for uint8"),
         ]:
             with meeting.produce() as producer, meeting.consumer() as consumer:
                 try:

@@ -16,7 +16,7 @@ use crate::error::{Error, MemoryError, Result};
 /// and [`ArrayDescriptor::check`] compares it with the size of the memory.
 ///
 /// A shape without dimensions has one element. If a dimension is 0, the array has no elements and needs no memory. A stride of 0 repeats
-/// the same elements (a broadcast), so an array may have many more elements than its memory has bytes.
+/// the same elements (a broadcast), so an array may have far more elements than its memory has bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "PlainArray", into = "PlainArray")]
 pub struct ArrayDescriptor {
@@ -59,7 +59,7 @@ impl ArrayDescriptor {
     /// The total size of the elements in bytes: the size of a contiguous copy.
     ///
     /// # Errors
-    /// As for [`ArrayDescriptor::elements`], for the number of bytes.
+    /// The errors of [`ArrayDescriptor::elements`], for the number of bytes.
     pub fn bytes(&self) -> Result<u64> {
         self.elements()?
             .checked_mul(self.dtype.size())
@@ -87,14 +87,14 @@ impl ArrayDescriptor {
         let mut low = i128::from(self.offset);
         let mut high = low + i128::from(self.dtype.size());
         for (length, step) in self.shape.iter().zip(steps) {
-            let reach = i128::from(length - 1).checked_mul(step).ok_or_else(|| self.too_far())?;
+            let reach = i128::from(length - 1).checked_mul(step).ok_or_else(|| self.overflow())?;
             let end = if reach < 0 { &mut low } else { &mut high };
-            *end = end.checked_add(reach).ok_or_else(|| self.too_far())?;
+            *end = end.checked_add(reach).ok_or_else(|| self.overflow())?;
         }
         // `low` only decreases, so a value that does not fit is negative.
         let low = u64::try_from(low)
             .map_err(|_| problem(format!("the array starts {} bytes before its memory", low.unsigned_abs())))?;
-        Ok(low..u64::try_from(high).map_err(|_| self.too_far())?)
+        Ok(low..u64::try_from(high).map_err(|_| self.overflow())?)
     }
 
     /// Checks that the array is inside memory of `extent` bytes. The results of all other methods are then inside too.
@@ -121,7 +121,7 @@ impl ArrayDescriptor {
     /// The position of the element at an index, in bytes from the start of the memory.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if there is no such element, and as for [`ArrayDescriptor::span`].
+    /// [`MemoryError::Array`] if there is no such element; the errors of [`ArrayDescriptor::span`].
     pub fn offset_of(&self, index: &[u64]) -> Result<u64> {
         self.span()?;
         if index.len() != self.shape.len() {
@@ -140,7 +140,7 @@ impl ArrayDescriptor {
     /// negative. (In NumPy: `a[start:end][::step]`.)
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if there is no such axis, the range exceeds it, the step is 0, or a stride is 2⁶³ bytes or more; and as for
+    /// [`MemoryError::Array`] if there is no such axis, the range exceeds it, the step is 0, or a stride is 2⁶³ bytes or more; the errors of
     /// [`ArrayDescriptor::span`].
     pub fn slice(&self, axis: usize, range: Range<u64>, step: i64) -> Result<Self> {
         self.span()?;
@@ -165,7 +165,7 @@ impl ArrayDescriptor {
     /// Selects one index along `axis`. The result does not have this axis.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if there is no such axis or index, or an explicit stride is 2⁶³ bytes or more; and as for
+    /// [`MemoryError::Array`] if there is no such axis or index, or an explicit stride is 2⁶³ bytes or more; the errors of
     /// [`ArrayDescriptor::span`].
     pub fn index(&self, axis: usize, at: u64) -> Result<Self> {
         self.span()?;
@@ -179,7 +179,7 @@ impl ArrayDescriptor {
     /// Permutes the axes: axis `i` of the result is axis `axes[i]` of this array.
     ///
     /// # Errors
-    /// [`MemoryError::Array`] if `axes` does not name each axis once, or an explicit stride is 2⁶³ bytes or more; and as for
+    /// [`MemoryError::Array`] if `axes` does not name each axis once, or an explicit stride is 2⁶³ bytes or more; the errors of
     /// [`ArrayDescriptor::span`].
     pub fn permute(&self, axes: &[usize]) -> Result<Self> {
         self.span()?;
@@ -197,7 +197,7 @@ impl ArrayDescriptor {
     /// Reverses the order of the axes.
     ///
     /// # Errors
-    /// As for [`ArrayDescriptor::permute`].
+    /// The errors of [`ArrayDescriptor::permute`].
     pub fn transpose(&self) -> Result<Self> {
         self.permute(&(0..self.shape.len()).rev().collect::<Vec<_>>())
     }
@@ -254,7 +254,7 @@ impl ArrayDescriptor {
         self.is_empty() || each.all(|((length, step), want)| *length == 1 || *step == want)
     }
 
-    /// Creates an array in the same memory. Its strides are `None` if possible, because readers of the array interface handle that best.
+    /// Creates an array in the same memory. Its strides are `None` if it is contiguous, which readers of the array interface support best.
     fn with(&self, offset: u64, shape: Vec<u64>, steps: Vec<i128>) -> Result<Self> {
         let mut array = Self { dtype: self.dtype, shape, strides: None, offset };
         if !array.steps_are(Order::C, &steps) {
@@ -273,7 +273,7 @@ impl ArrayDescriptor {
     }
 
     fn whole(&self, offset: i128) -> Result<u64> {
-        u64::try_from(offset).map_err(|_| self.too_far())
+        u64::try_from(offset).map_err(|_| self.overflow())
     }
 
     fn length(&self, axis: usize) -> Result<u64> {
@@ -289,7 +289,7 @@ impl ArrayDescriptor {
         }
     }
 
-    fn too_far(&self) -> Error {
+    fn overflow(&self) -> Error {
         let Self { dtype, shape, strides, offset } = self;
         let strides = strides.as_ref().map_or("no strides".to_owned(), |strides| format!("strides {strides:?}"));
         problem(format!("an array of {dtype} with shape {shape:?}, {strides} and offset {offset} overflows 64 bits"))

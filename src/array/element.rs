@@ -4,7 +4,7 @@ use std::{borrow::Cow, fmt, str::FromStr};
 
 use crate::error::ParseError;
 
-/// The largest element, in bytes: NumPy counts them in a C `int`.
+/// The largest element, in bytes: NumPy stores the size in a C `int`.
 const MAX_SIZE: u32 = i32::MAX as u32;
 
 /// The meaning of an element's bits.
@@ -24,7 +24,7 @@ pub(super) enum Kind {
     Float8(Float8),
     /// Two IEEE 754 numbers, the real part first.
     Complex,
-    /// Bytes without a meaning here.
+    /// Uninterpreted bytes.
     Raw,
 }
 

@@ -15,11 +15,11 @@ pub struct Interface {
     pub typestr: String,
     /// The address of the first element (0 for an empty array), and whether the memory is read-only.
     pub data: (u64, bool),
-    /// 3.
+    /// Always 3.
     pub version: u32,
     /// The strides in bytes; null for C order.
     pub strides: Option<Vec<i64>>,
-    /// Always null: all work is finished before memory is handed over, so a reader need not wait for a stream.
+    /// Always null: all work has finished before memory is handed over, so a reader need not wait for a stream.
     pub stream: Option<u64>,
 }
 
@@ -28,7 +28,7 @@ impl ArrayDescriptor {
     ///
     /// # Errors
     /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the elements have no typestr (pass `bfloat16` and 8-bit floats by
-    /// DLPack, or as integers of the same size), if the array exceeds the address space, and as for [`ArrayDescriptor::span`].
+    /// DLPack, or as integers of the same size), or if the array exceeds the address space; the errors of [`ArrayDescriptor::span`].
     pub fn interface(&self, address: u64, read_only: bool) -> Result<Interface> {
         let span = self.span()?;
         // The interface requires a null pointer for an empty array.

@@ -48,7 +48,7 @@ impl TryFrom<PlainArray> for ArrayDescriptor {
         let PlainArray { dtype: Dtype(dtype), byte_order, shape, strides, offset } = plain;
         let big_endian = byte_order == Some(ByteOrder::Big);
         if big_endian && !dtype.has_order() {
-            return Err(format!("a byte_order of `big` has no meaning for {dtype}"));
+            return Err(format!("a byte_order of `big` is invalid for {dtype}, which has no byte order"));
         }
         let dtype = ElementType { big_endian, ..dtype };
         Ok(Self { dtype, shape, strides, offset: offset.unwrap_or(0) })

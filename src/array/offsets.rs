@@ -40,7 +40,7 @@ impl ArrayDescriptor {
     /// use does not depend on the number of elements.
     ///
     /// # Errors
-    /// As for [`ArrayDescriptor::span`].
+    /// The errors of [`ArrayDescriptor::span`].
     pub(crate) fn offsets(&self) -> Result<Offsets> {
         self.span()?;
         Ok(Offsets {

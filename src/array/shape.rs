@@ -39,7 +39,7 @@ pub fn parse_shape(text: &str) -> Result<Vec<u64>, ParseError> {
     }
     let lengths = text.split(separator).map(|digits| {
         if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
-            let expected = "whole numbers with x or commas between, as 5, 1024x768 or 3,4";
+            let expected = "whole numbers separated by x or commas, such as 5, 1024x768 or 3,4";
             return Err(ParseError::new(text, "a shape", expected));
         }
         digits.parse().map_err(|_| ParseError::new(text, "a shape of lengths below 2⁶⁴", "smaller numbers"))

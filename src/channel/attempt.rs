@@ -54,5 +54,5 @@ fn is_not_socket(path: &Path) -> bool {
 /// Creates a non-blocking socket: on a blocking one, a full backlog would block `connect`.
 pub(super) fn new_socket() -> Result<OwnedFd> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
-        .map_err(|errno| Error::system("make a SOCK_SEQPACKET socket", errno))
+        .map_err(|errno| Error::system("create a SOCK_SEQPACKET socket", errno))
 }

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 /// Creates an unsignalled eventfd, close-on-exec and non-blocking. See eventfd(2).
 pub fn eventfd() -> Result<EventFd> {
     EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-        .map_err(|errno| Error::system("make an eventfd", errno))
+        .map_err(|errno| Error::system("create an eventfd", errno))
 }
 
 /// Cancels the calls that it was passed to: their waits fail with [`Error::Interrupted`]. Clones share the request.
@@ -53,7 +53,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(25);
 const MAX_UNALLOCATED: usize = 4;
 
 impl Cancel {
-    /// Creates a request that has not been made.
+    /// Creates an uncancelled request.
     ///
     /// # Errors
     /// [`Error::System`]. See eventfd(2).
@@ -73,7 +73,7 @@ impl Cancel {
         Self { check: Some(Arc::new(check)), ..self }
     }
 
-    /// Makes the request, permanently. Only the reason of the first call is kept.
+    /// Cancels permanently. The reason of the first call is kept.
     pub fn cancel(&self, reason: CancelReason) {
         let bits = match reason {
             CancelReason::Program => BY_PROGRAM,

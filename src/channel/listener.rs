@@ -178,7 +178,7 @@ impl Listener {
         listener
     }
 
-    /// Removes the file of a socket on which no process listens any more. Does nothing if there is none.
+    /// Removes the file of a socket on which no process listens. Does nothing if there is none.
     ///
     /// # Errors
     /// The errors of [`Listener::bind`].
@@ -297,7 +297,7 @@ impl SocketName<'_> {
         // Another user with write permission in the folder could have put another file there.
         let status = fstat(&file)?;
         if SFlag::from_bits_truncate(status.st_mode & SFlag::S_IFMT.bits()) != SFlag::S_IFSOCK {
-            return Err(io::Error::other("another file, not a socket, has its name"));
+            return Err(io::Error::other("a file that is not a socket has replaced it"));
         }
         // A seccomp filter may refuse fchownat(2), so it is only called if necessary.
         if let Some(group) = group.filter(|group| *group != status.st_gid) {

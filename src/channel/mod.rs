@@ -48,8 +48,8 @@ use crate::{
     wire::{HEADER_LENGTH, MAX_BODY, ProtocolError, is_error},
 };
 
-/// How long a receiver polls its socket before it sleeps, about the time of a wakeup. A peer that answers at once, or sends records back
-/// to back, is received without that cost.
+/// How long a receiver polls its socket before it sleeps, about the time of a wakeup. Answers that arrive at once, and records sent back
+/// to back, avoid that cost.
 const SPIN: Duration = Duration::from_micros(20);
 
 /// The pause before a retry where no event announces the change: a missing socket, a held lock, a full backlog.
@@ -95,7 +95,7 @@ impl Channel {
     /// [`Error::System`]. See socketpair(2).
     pub fn socket_pair() -> Result<(OwnedFd, OwnedFd)> {
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-            .map_err(|errno| Error::system("make a pair of sockets", errno))
+            .map_err(|errno| Error::system("create a socket pair", errno))
     }
 
     /// The peer's process.

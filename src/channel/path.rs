@@ -52,7 +52,7 @@ pub fn broker_socket_path(given: Option<&Path>) -> Result<PathBuf> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BrokerPath {
     path: PathBuf,
-    /// Why the other broker was not chosen, as the last part of a sentence.
+    /// Why the other broker was not chosen: the end of a sentence.
     otherwise: Option<String>,
 }
 
@@ -97,7 +97,7 @@ impl BrokerPath {
         &self.path
     }
 
-    /// Adds the reason against the other broker to a [`SocketError::NoBroker`].
+    /// Adds the reason why the other broker was not chosen to a [`SocketError::NoBroker`].
     pub fn complete(&self, error: Error) -> Error {
         match error {
             Error::Socket(SocketError::NoBroker { path, waited, .. }) if path == self.path => {
@@ -122,7 +122,7 @@ pub(super) fn closed_folder(path: &Path) -> Option<PathBuf> {
 /// The default socket of this user's broker. Does not create the folder, and checks it only if it exists.
 ///
 /// # Errors
-/// [`SocketError::UnsafeFolder`] and [`SocketError::DefaultFolder`], as for [`socket_path`].
+/// [`SocketError::UnsafeFolder`] and [`SocketError::DefaultFolder`], as [`socket_path`].
 pub fn default_broker_socket() -> Result<PathBuf> {
     let folder = default_folder();
     match fs::symlink_metadata(&folder) {

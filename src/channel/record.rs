@@ -35,7 +35,7 @@ use crate::{
     wire::{MAX_FDS, ProtocolError},
 };
 
-/// The pause before a retry of a send that reached the kernel's limit of descriptors in flight.
+/// The pause before a retry of a send that reached the kernel's limit on descriptors in flight.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
 /// A received record. Its bytes are in the caller's buffer.

@@ -64,7 +64,7 @@ pub trait Bare: Debug + Send + Sync {
     /// Exports the allocation as a new descriptor. `cuMemExportToShareableHandle`.
     fn export(&self, created: &Created) -> Result<OwnedFd>;
 
-    /// Gives the allocation back. `cuMemRelease`.
+    /// Releases the allocation. `cuMemRelease`.
     fn release(&self, created: Created) -> Result<()>;
 
     /// Opens memory for reading and writing. `cuMemImportFromShareableHandle`, `cuMemAddressReserve`, `cuMemMap`,

@@ -2,7 +2,7 @@
 //!
 //! Other processes, and other threads of this process, write to shared memory without ordering their accesses against ours. A plain copy
 //! would be a data race, which is undefined behaviour in Rust whatever the bytes are used for. So every CPU access of this crate to shared
-//! memory uses [`read`] or [`write()`]. Each means relaxed atomic accesses to each byte, once or several times and in no particular order:
+//! memory uses [`read`] or [`write()`]. Each is equivalent to relaxed atomic accesses to every byte, one or more times, in any order:
 //! a read may return part of another thread's write, and orders nothing.
 //!
 //! [`bytes`] does exactly this, and copies 1 to 3 bytes in a nanosecond. It is used where assembly is not available: on other processors,
@@ -11,7 +11,7 @@
 //!
 //! [`assembly`] is used on x86-64 and AArch64. The compiler only knows that it accesses memory. On these processors a load or store of
 //! any width accesses each of its bytes atomically, so the instructions do the same as `bytes`. It calls the C library's `memcpy`, except
-//! for sizes where the call itself would dominate. Our own loops were tried: with 16 or 32 bytes at a time they took up to 1.5 times as
+//! for sizes where the call itself would dominate. We tried our own loops: with 16 or 32 bytes at a time they took up to 1.5 times as
 //! long between 4 KiB and 1 MiB, and `rep movsb` 2 to 4 times as long below 1 KiB. The best loop differs between processors, and the C
 //! library chooses it. Only the machine code of `memcpy` matters here: loads from the source and stores to the destination, never to
 //! bytes beside it, which C forbids.
@@ -30,7 +30,8 @@ use self::bytes as chosen;
 /// and borrowed mutably. During the call, anything may write to it except plain accesses of Rust code in this process.
 #[inline]
 pub unsafe fn read(from: *const u8, to: &mut [u8]) {
-    // SAFETY: the caller's promise for `from`. `to` is borrowed mutably, so no other thread accesses it, and does not overlap `from`.
+    // SAFETY: the caller upholds the contract for `from`. `to` is borrowed mutably, so no other thread accesses it and it does not overlap
+    // `from`.
     unsafe { chosen::read(from, to.as_mut_ptr(), to.len()) }
 }
 
@@ -41,7 +42,7 @@ pub unsafe fn read(from: *const u8, to: &mut [u8]) {
 /// and borrowed. During the call, anything may access it except plain accesses of Rust code in this process.
 #[inline]
 pub unsafe fn write(from: &[u8], to: *mut u8) {
-    // SAFETY: the caller's promise for `to`. `from` is borrowed, so nothing writes to it, and does not overlap `to`.
+    // SAFETY: the caller upholds the contract for `to`. `from` is borrowed, so nothing writes to it and it does not overlap `to`.
     unsafe { chosen::write(from.as_ptr(), to, from.len()) }
 }
 
@@ -54,7 +55,7 @@ mod bytes {
     /// Both are valid for `length` bytes, `from` for atomic loads, and `to` is accessed by no other thread.
     pub(super) unsafe fn read(from: *const u8, to: *mut u8, length: usize) {
         for at in 0..length {
-            // SAFETY: the caller's promise. Relaxed loads of one byte are allowed on read-only memory.
+            // SAFETY: upheld by the caller. Relaxed loads of one byte are allowed on read-only memory.
             unsafe { to.add(at).write((*from.add(at).cast::<AtomicU8>()).load(Relaxed)) }
         }
     }
@@ -63,7 +64,7 @@ mod bytes {
     /// Both are valid for `length` bytes, `to` for atomic stores, and `from` is written by no other thread.
     pub(super) unsafe fn write(from: *const u8, to: *mut u8, length: usize) {
         for at in 0..length {
-            // SAFETY: the caller's promise.
+            // SAFETY: upheld by the caller.
             unsafe { AtomicU8::from_ptr(to.add(at)).store(from.add(at).read(), Relaxed) }
         }
     }
@@ -84,9 +85,9 @@ mod assembly {
     #[inline]
     pub(super) unsafe fn copy(from: *const u8, to: *mut u8, length: usize) {
         match length {
-            // SAFETY: the caller's promise, and the length.
+            // SAFETY: upheld by the caller, and `length` is in the range.
             16..=64 => unsafe { few(from, to, length) },
-            // SAFETY: the caller's promise. The function follows the C ABI, whose registers are declared as clobbered. The stack is aligned
+            // SAFETY: upheld by the caller. The function follows the C ABI, whose registers are declared as clobbered. The stack is aligned
             // for a call at the start of assembly that may use it.
             #[cfg(target_arch = "x86_64")]
             _ => unsafe {
@@ -114,7 +115,7 @@ mod assembly {
         }
     }
 
-    /// Copies 16 to 64 bytes: loads all of them, as four vectors that overlap if there are fewer than 64, then stores them.
+    /// Copies 16 to 64 bytes: loads four vectors, which overlap below 64 bytes, then stores them.
     ///
     /// # Safety
     /// As for [`copy`], and `length` is 16 to 64.
@@ -123,7 +124,7 @@ mod assembly {
         // The offsets of the vectors: the first two at 0 and `second`, the last two at the same distance from the last byte.
         let second = if length > 32 { 16 } else { 0 };
         let (third, fourth) = (length - 16 - second, length - 16);
-        // SAFETY: the caller's promise: each vector lies in the `length` bytes.
+        // SAFETY: upheld by the caller; each vector lies in the `length` bytes.
         #[cfg(target_arch = "x86_64")]
         unsafe {
             asm!(

@@ -61,10 +61,10 @@ pub trait Diagnosis: Debug + Send + Sync {
     /// Records an event after all work submitted to the default stream. `cuEventRecord`.
     fn event_record(&self, ordinal: i32, event: EventHandle) -> Result<()>;
 
-    /// Waits until all work before the event's last recording is finished, in whichever process it was recorded. Returns at once if the
+    /// Waits until all work before the event's last recording has finished, in whichever process it was recorded. Returns at once if the
     /// event was never recorded. There is no deadline. `cuStreamWaitEvent`, `cuStreamSynchronize`.
     fn event_wait(&self, ordinal: i32, event: EventHandle) -> Result<()>;
 
-    /// Gives back a created or opened event. Other holders keep it. `cuEventDestroy_v2`.
+    /// Destroys a created or opened event. Other holders keep it. `cuEventDestroy_v2`.
     fn event_destroy(&self, ordinal: i32, event: EventHandle) -> Result<()>;
 }

@@ -4,7 +4,7 @@ use std::{fmt::Debug, time::Duration};
 
 use crate::error::Result;
 
-/// The memory that a kernel processes, and the pattern that belongs there.
+/// The memory that a kernel processes, and the expected pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stretch {
     /// The address of the first byte.
@@ -30,9 +30,9 @@ pub struct Counted {
 
 /// Kernels that write and check the pattern at the speed of the device's memory.
 ///
-/// The rules of [`super::Verbs`] apply. In addition, memory without access would make a kernel fault and ruin the context. So memory that
-/// the device may not access, and a stretch whose address and start don't match, fail with `CUDA_ERROR_INVALID_VALUE`, and no kernel is
-/// started. All work is finished when a call returns.
+/// The rules of [`super::Verbs`] apply. In addition, a kernel that lacks access to memory would fault, which destroys the context. So
+/// memory that the device may not access, and a stretch whose address and start don't match, fail with `CUDA_ERROR_INVALID_VALUE`, and
+/// no kernel is started. All work has finished when a call returns.
 pub trait Kernels: Debug + Send + Sync {
     /// Whether a device's kernels are loaded, so that the next call only takes its own time.
     fn are_loaded(&self, ordinal: i32) -> bool;

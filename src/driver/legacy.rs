@@ -17,7 +17,7 @@ pub trait LegacyIpc: Debug + Send + Sync {
     /// process that opens its handle may be able to access those. `cuMemAlloc_v2`.
     fn allocate(&self, ordinal: i32, size: u64) -> Result<u64>;
 
-    /// Frees memory of [`LegacyIpc::allocate`] when all work of the device is finished. Processes that have it open keep the bytes.
+    /// Frees memory of [`LegacyIpc::allocate`] when all work of the device has finished. Processes that have it open keep the bytes.
     /// `cuCtxSynchronize`, `cuMemFree_v2`.
     fn deallocate(&self, ordinal: i32, address: u64) -> Result<()>;
 

@@ -99,7 +99,7 @@ impl Driver {
     #[doc(alias("cuMemcpyDtoD", "cuStreamSynchronize"))]
     #[allow(unsafe_code)]
     pub unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: upheld by the caller.
         unsafe { self.verbs().copy_device(ordinal, ranges) }
     }
 

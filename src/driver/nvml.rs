@@ -163,7 +163,7 @@ fn named(describe: Option<Describe>, code: Code) -> String {
 /// # Safety
 /// `F` is the type of a pointer to the function named `name`.
 unsafe fn function<F: Copy>(library: &Library, name: &str) -> Result<F, String> {
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     let symbol = unsafe { library.get::<F>(name.as_bytes()) };
     symbol.map(|symbol| *symbol).map_err(|_| format!("{LIBRARY} has no {name}"))
 }

@@ -20,8 +20,8 @@ pub trait Pools: Debug + Send + Sync {
     /// Creates an exportable pool in a device's memory. `cuMemPoolCreate`.
     fn create(&self, ordinal: i32) -> Result<PoolHandle>;
 
-    /// Gives back a created or imported pool. Fails with `CUDA_ERROR_INVALID_VALUE` while memory of it is allocated or imported here.
-    /// `cuMemPoolDestroy`.
+    /// Destroys a created or imported pool in this process. Fails with `CUDA_ERROR_INVALID_VALUE` while its memory is allocated or
+    /// imported here. `cuMemPoolDestroy`.
     fn destroy(&self, pool: PoolHandle) -> Result<()>;
 
     /// Exports a created pool as a new, close-on-exec descriptor. `cuMemPoolExportToShareableHandle`.
@@ -37,7 +37,7 @@ pub trait Pools: Debug + Send + Sync {
     /// Allocates exactly `size` bytes, usable on return. `cuMemAllocFromPoolAsync`, `cuStreamSynchronize`.
     fn allocate(&self, pool: PoolHandle, ordinal: i32, size: u64) -> Result<u64>;
 
-    /// Frees allocated memory, or gives back an imported pointer. A pointer imported several times is freed with the last.
+    /// Frees allocated memory, or releases an imported pointer. A pointer imported several times is freed with the last.
     /// `cuMemFreeAsync`, `cuStreamSynchronize`.
     fn free(&self, ordinal: i32, address: u64) -> Result<()>;
 

@@ -51,7 +51,7 @@ pub struct Properties {
     /// Whether the allocation can be exported as a POSIX file descriptor. Must be requested at creation. `false` for an imported
     /// allocation, which can't be exported again.
     pub exportable: bool,
-    /// Whether no process can write to the allocation any more: see [`super::Verbs::seal`]. Must be `false` at creation.
+    /// Whether the allocation can never be written again: see [`super::Verbs::seal`]. Must be `false` at creation.
     pub immutable: bool,
     /// Whether other devices on the bus, such as network cards, can access it: `gpuDirectRDMACapable`. Must be requested at creation.
     pub gpu_direct_rdma: bool,

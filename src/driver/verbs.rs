@@ -17,7 +17,7 @@ use crate::error::Result;
 ///
 /// Addresses are of this process; sizes and offsets are in bytes. In a fork of the process that initialized the driver, every call fails
 /// with [`Error::Forked`](crate::Error::Forked). Otherwise calls fail with [`Error::Driver`](crate::Error::Driver) and the driver's code.
-/// A handle or an address that this driver object has not returned, or that was given back, fails with `CUDA_ERROR_INVALID_VALUE` and
+/// A handle or an address that this driver object has not returned, or that was released, fails with `CUDA_ERROR_INVALID_VALUE` and
 /// reaches neither the driver nor memory: no call from safe code can corrupt anything.
 ///
 /// Not for users: [`crate::memory`] owns the resources, and a safe caller must not be able to free memory that another owner uses. The
@@ -26,7 +26,7 @@ use crate::error::Result;
 ///
 /// # Safety
 /// Memory that an implementation reports as mapped is mapped, until it is unmapped, and has no other owner. Returned handles
-/// and addresses stay valid until they are given back, and are never returned twice at the same time.
+/// and addresses stay valid until they are released, and are never returned twice at the same time.
 pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// The driver's backend.
     fn backend(&self) -> Backend;
@@ -59,7 +59,7 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// Allocates physical memory. `cuMemCreate`.
     fn create(&self, size: u64, properties: &Properties) -> Result<Handle>;
 
-    /// Gives a handle back. Memory that is still mapped, or referenced by a descriptor in any process, is not freed. `cuMemRelease`.
+    /// Releases a handle. Memory that is still mapped, or referenced by a descriptor in any process, is not freed. `cuMemRelease`.
     fn release(&self, handle: Handle) -> Result<()>;
 
     /// Reserves addresses. `alignment` is a power of two, or 0 for the default. `cuMemAddressReserve`.
@@ -119,7 +119,7 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// The device of any library's memory, by address. `cuPointerGetAttribute`.
     fn device_of(&self, address: u64) -> Result<i32>;
 
-    /// Waits until all work in the device's primary context is finished. `cuCtxSynchronize`.
+    /// Waits until all work in the device's primary context has finished. `cuCtxSynchronize`.
     fn synchronize(&self, ordinal: i32) -> Result<()>;
 
     /// Like [`Verbs::synchronize`], without invalidating a stream capture of another thread, as `cuCtxSynchronize` would. Takes 0.1 to

@@ -38,9 +38,9 @@ pub enum RefusalCode {
     Denied,
     /// The caller's user has reached a quota.
     Quota,
-    /// The server has reached a limit, usually the limit of open files.
+    /// The server has reached a limit, usually the open-file limit.
     Full,
-    /// The caller's time limit expired.
+    /// The caller's deadline passed.
     Timeout,
     /// The caller cancelled the wait.
     Stopped,

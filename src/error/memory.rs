@@ -14,7 +14,7 @@ pub enum MemoryError {
     #[error("a legacy handle can't be opened in the process that created it: use the memory itself")]
     OwnHandle,
 
-    /// The limit of open files is too low for the descriptors of all allocations, or of one record.
+    /// The open-file limit is too low for the descriptors of all allocations, or of one record.
     #[error("{needed} open files are needed, but the limit of this process is {limit}")]
     TooManyDescriptors {
         /// The number of open files that the operation would need.
@@ -75,7 +75,7 @@ pub enum MemoryError {
     /// Replacing the memory at an address range failed. `source` gives the reason.
     #[error("the memory was not replaced: {}", mapped_now(.back.as_deref()))]
     NotExchanged {
-        /// `None` if the old memory is mapped again. Otherwise the error of mapping it again: then nothing is mapped, and the addresses
+        /// `None` if the old memory is mapped again. Otherwise the error of that attempt: then nothing is mapped, and the addresses
         /// stay reserved.
         back: Option<Box<Error>>,
         /// The error of mapping the new memory.

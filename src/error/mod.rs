@@ -1,4 +1,4 @@
-//! One error type for the crate: callers branch on its variants, and the fields hold the facts for a person.
+//! One error type for the crate: callers branch on its variants, and the fields hold the facts to show to a user.
 
 mod broker;
 pub mod code;

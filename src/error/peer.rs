@@ -38,7 +38,7 @@ pub enum PeerError {
         purpose: &'static str,
     },
 
-    /// The peer reported an error and closed the conversation.
+    /// The peer reported an error and closed the session.
     #[error("the peer reported: {message} ({code})")]
     Reported {
         /// The class of the error.

@@ -1,4 +1,4 @@
-//! Errors of a conversation: violations of the protocol, and the codes that the two sides send.
+//! Errors of a session: violations of the protocol, and the codes that the two sides send.
 
 use std::fmt;
 
@@ -55,9 +55,9 @@ pub enum ProtocolError {
     Body {
         /// The kind of message.
         kind: &'static str,
-        /// The cause, for decisions.
+        /// The cause, for programs.
         fault: BodyFault,
-        /// The parser's message, for people.
+        /// The parser's message, for humans.
         reason: String,
     },
     /// The number of sizes is outside of the kind's range.
@@ -85,14 +85,12 @@ pub enum ProtocolError {
         got: usize,
     },
     /// The kernel dropped descriptors of the record.
-    #[error(
-        "descriptors were cut off: the peer sent more than {most}, or this process reached its limit of open files"
-    )]
+    #[error("descriptors were cut off: the peer sent more than {most}, or this process reached its open-file limit")]
     FdsTruncated {
         /// The maximum for a record.
         most: usize,
     },
-    /// The peer closed the conversation with an `error` that itself breaks the protocol. This side does not reply.
+    /// The peer closed the session with an `error` that itself breaks the protocol. This side does not reply.
     #[error("the peer closed the conversation with an invalid error record")]
     UnreadableError {
         /// The fault of the record.
@@ -141,7 +139,7 @@ pub enum BodyCause {
     Value,
 }
 
-/// The reason for which a side closes the conversation, in snake case on the wire. A code of a later version parses as
+/// Why a side closes the session, in snake case on the wire. A code of a later version parses as
 /// [`ErrorCode::Unknown`], which keeps its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]

@@ -12,7 +12,7 @@ use super::{Device, Region, Shared, Spec, round_up};
 use crate::{driver::Access, error::Result};
 
 /// Allocates blocks from arenas, which are pieces of shared memory. A library such as PyTorch can allocate through it, and its memory can
-/// then be handed to other processes without a copy, with one descriptor per arena instead of one per block.
+/// then be handed to other processes without a copy, with one descriptor per arena, not per block.
 ///
 /// Each arena is one [`Shared`] with a single allocation. An arena without blocks is freed after waiting for the device's work. No block
 /// is allocated from a closed arena ([`Arenas::close`]), so that its contents do not change under the processes that read it. The same
@@ -20,7 +20,7 @@ use crate::{driver::Access, error::Result};
 ///
 /// In a fork of the process that created it, an allocator is empty, and [`Arenas::allocate`] fails.
 ///
-/// As with `cudaFree`, a block may be freed while queued work uses it: its memory is not reused before that work is finished.
+/// As with `cudaFree`, a block may be freed while queued work uses it: its memory is not reused before that work has finished.
 ///
 /// All methods may be called from several threads at once.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ pub struct Arenas {
 }
 
 /// The size limit of arenas that grow with demand or with [`Arenas::expect`].
-const LARGEST: u64 = 1 << 30;
+const MAX_GROWN: u64 = 1 << 30;
 
 #[derive(Debug, Default)]
 struct ArenaState {
@@ -73,7 +73,7 @@ pub struct ArenaFigures {
 }
 
 impl Arena {
-    fn holds(&self, address: u64) -> bool {
+    fn contains(&self, address: u64) -> bool {
         address.checked_sub(self.memory.address()).is_some_and(|offset| offset < self.memory.size())
     }
 
@@ -104,7 +104,7 @@ impl Arenas {
     /// Creates an allocator for a device, with arenas of `arena` bytes, or of one block's size if that is larger. Allocates nothing yet.
     ///
     /// # Errors
-    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) if `arena` is 0; as for [`Device::require_sharing`];
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) if `arena` is 0; the errors of [`Device::require_sharing`];
     /// [`Error::Driver`](crate::Error::Driver).
     ///
     /// Driver calls: `cuDeviceGetAttribute`, `cuMemGetAllocationGranularity`.
@@ -153,12 +153,12 @@ impl Arenas {
         let state = self.state()?;
         let size = match state.expected {
             Some(expected) if expected >= self.granularity => {
-                return Ok(round_up(expected.min(LARGEST), self.granularity)?.max(block));
+                return Ok(round_up(expected.min(MAX_GROWN), self.granularity)?.max(block));
             }
             Some(_) => self.arena_size(),
             None => {
                 let all: u64 = state.arenas.iter().map(|arena| arena.memory.size()).sum();
-                self.arena_size().max(LARGEST.min(all / 4))
+                self.arena_size().max(MAX_GROWN.min(all / 4))
             }
         };
         Ok((size / block).max(1) * block)
@@ -167,16 +167,16 @@ impl Arenas {
     /// Allocates a block of `size` bytes, rounded up to the granularity, and returns its address. The block is mapped for the device;
     /// its contents are undefined. It lives until [`Arenas::free`].
     ///
-    /// Before the memory of freed blocks is reused, waits until the work in the device's primary context is finished.
+    /// Before the memory of freed blocks is reused, waits until the work in the device's primary context has finished.
     ///
     /// If no arena has room, creates an arena of the size that [`Arenas::expect`] describes. Unless bytes are expected, that size is
     /// rounded down to a multiple of the block, so that blocks of one size fill the arena. Creating an arena blocks for the duration of
     /// the driver calls.
     ///
     /// # Errors
-    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) if `size` is 0; as for [`Shared::create`].
+    /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) if `size` is 0; the errors of [`Shared::create`].
     ///
-    /// Driver calls: as for [`Device::wait_for_work`]; as for [`Shared::create`]; if memory runs out, as for [`Arenas::free`].
+    /// Driver calls: those of [`Device::wait_for_work`]; those of [`Shared::create`]; if memory runs out, those of [`Arenas::free`].
     pub fn allocate(&self, size: u64) -> Result<u64> {
         let size = round_up(size, self.granularity)?;
         if let Some(address) = self.reuse(size)? {
@@ -221,18 +221,18 @@ impl Arenas {
 
     /// Frees the block at an address, without waiting for work that uses it. Returns whether there was such a block.
     ///
-    /// If the arena has no other block, waits until the work in the device's primary context is finished and drops the arena.
+    /// If the arena has no other block, waits until the work in the device's primary context has finished and drops the arena.
     /// Other processes that have the arena keep its memory. If the wait fails, a later call drops the arena.
     ///
     /// Work that uses the block must be in the primary context, or finished.
     ///
-    /// Driver calls: as for [`Device::wait_for_work`], `cuMemUnmap`, `cuMemAddressFree`.
+    /// Driver calls: those of [`Device::wait_for_work`], `cuMemUnmap`, `cuMemAddressFree`.
     #[doc(alias("cuMemUnmap", "cuMemAddressFree"))]
     pub fn free(&self, address: u64) -> bool {
         let (freed, empty) = {
             let Ok(mut state) = self.state() else { return false };
             let ArenaState { arenas, freed, .. } = &mut *state;
-            let Some(arena) = arenas.iter_mut().find(|arena| arena.holds(address)) else { return false };
+            let Some(arena) = arenas.iter_mut().find(|arena| arena.contains(address)) else { return false };
             let block = arena.blocks.remove(&(address - arena.memory.address()));
             if block.is_some() {
                 *freed += 1;
@@ -249,7 +249,7 @@ impl Arenas {
     /// The arena that contains an address, and the address's offset in it, in bytes.
     pub fn find(&self, address: u64) -> Option<(Arc<Shared>, u64)> {
         let state = self.state().ok()?;
-        let arena = state.arenas.iter().find(|arena| arena.holds(address))?;
+        let arena = state.arenas.iter().find(|arena| arena.contains(address))?;
         Some((Arc::clone(&arena.memory), address - arena.memory.address()))
     }
 
@@ -257,7 +257,7 @@ impl Arenas {
     /// that other processes see. Its freed blocks are never reused. Returns whether there is such an arena.
     pub fn close(&self, address: u64) -> bool {
         let Ok(mut state) = self.state() else { return false };
-        let arena = state.arenas.iter_mut().find(|arena| arena.holds(address));
+        let arena = state.arenas.iter_mut().find(|arena| arena.contains(address));
         arena.map(|arena| arena.closed = true).is_some()
     }
 
@@ -303,7 +303,7 @@ impl Arenas {
 }
 
 impl ArenaState {
-    /// Allocates a block from an arena whose freed blocks no work uses any more.
+    /// Allocates a block from an arena whose freed blocks are no longer in use by device work.
     fn allocate(&mut self, size: u64) -> Option<u64> {
         let finished = self.finished;
         self.arenas.iter_mut().filter(|arena| arena.freed <= finished).find_map(|arena| arena.allocate(size))

@@ -269,12 +269,12 @@ impl Chunks {
 /// Descriptors to leave free for the rest of the program.
 const SPARE_DESCRIPTORS: u64 = 64;
 
-/// Checks that enough memory is free and that the limit of open files allows a descriptor per chunk, before the first chunk is
+/// Checks that enough memory is free and that the open-file limit allows a descriptor per chunk, before the first chunk is
 /// allocated. A single allocation needs no check, because it can't fail half-way.
 fn check_resources(device: &Device, placement: Placement, bytes: u64, chunk: Option<u64>) -> Result<()> {
     let Some(chunk) = chunk.filter(|&chunk| chunk < bytes) else { return Ok(()) };
     let limit = getrlimit(Resource::RLIMIT_NOFILE);
-    let (limit, _) = limit.map_err(|errno| Error::system("read the limit of open files", errno))?;
+    let (limit, _) = limit.map_err(|errno| Error::system("read the open-file limit", errno))?;
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
     let needed = bytes.div_ceil(chunk).saturating_add(open + SPARE_DESCRIPTORS);
     if needed > limit {

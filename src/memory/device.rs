@@ -41,7 +41,7 @@ impl Device {
     /// # Errors
     /// [`DeviceError::NotFound`], which lists the devices; [`DeviceError::Ambiguous`] if several UUIDs match; [`Error::Driver`].
     ///
-    /// Driver calls: as for [`Device::all`].
+    /// Driver calls: those of [`Device::all`].
     pub fn find(driver: &Driver, selector: Selector) -> Result<Self> {
         let devices = Self::all(driver)?;
         let identity = |device: &Self| (device.ordinal(), device.uuid(), device.to_string());
@@ -172,8 +172,8 @@ impl Device {
         Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }))
     }
 
-    /// Checks that the device supports memory that RDMA can reach. On WSL2 it never does, whatever the device claims: there, such
-    /// memory was created in tests and then not usable. Does not block.
+    /// Checks that the device supports memory that RDMA can reach. On WSL2 this always fails, whatever the device claims: in tests, such
+    /// memory could be created there but not used. Does not block.
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] if not, on WSL2 and on the host backend; [`Error::Driver`].
@@ -198,12 +198,12 @@ impl Device {
     /// [`DeviceError::NoPeerAccess`] if `wanted` can't reach the owner's memory; [`PeerError::Mismatch`] on the host backend for
     /// memory of another machine; [`DeviceError::NotFound`]; [`Error::Driver`].
     ///
-    /// Driver calls: as for [`Device::find`], `cuDeviceCanAccessPeer`.
+    /// Driver calls: those of [`Device::find`], `cuDeviceCanAccessPeer`.
     #[doc(alias = "cuDeviceCanAccessPeer")]
     pub fn for_memory_of(driver: &Driver, owner: &DeviceIdentity, wanted: Option<&Self>) -> Result<Self> {
         let visible = match wanted {
             Some(wanted) if wanted.uuid() == owner.uuid => return Ok(wanted.clone()),
-            _ => Self::see(driver, owner)?,
+            _ => Self::find_owner(driver, owner)?,
         };
         match (wanted, visible) {
             (Some(wanted), Some(visible)) if !wanted.can_access(&visible)? => {
@@ -224,7 +224,7 @@ impl Device {
     }
 
     /// This process's device with the owner's UUID, if the process sees it.
-    pub(super) fn see(driver: &Driver, owner: &DeviceIdentity) -> Result<Option<Self>> {
+    pub(super) fn find_owner(driver: &Driver, owner: &DeviceIdentity) -> Result<Option<Self>> {
         match Self::find(driver, Selector::Uuid(owner.uuid)) {
             Ok(owner) => Ok(Some(owner)),
             Err(Error::Device(DeviceError::NotFound { .. })) => Ok(None),
@@ -251,7 +251,7 @@ impl Device {
         self.verbs().activate(self.ordinal())
     }
 
-    /// Waits until all work in the device's primary context is finished, whichever library queued it.
+    /// Waits until all work in the device's primary context has finished, whichever library queued it.
     ///
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure, and while a stream is being captured.
@@ -262,7 +262,7 @@ impl Device {
         self.verbs().synchronize(self.ordinal())
     }
 
-    /// Waits until all work in the device's primary context is finished. Does not disturb stream captures of other threads, and does not
+    /// Waits until all work in the device's primary context has finished. Does not disturb stream captures of other threads, and does not
     /// wait for captured work. The call itself takes 0.1 to 0.2 ms.
     ///
     /// # Errors
@@ -289,7 +289,7 @@ impl Device {
     pub(super) fn shareable_for(&self, placement: Placement, gpu_direct_rdma: bool) -> Result<Properties> {
         if gpu_direct_rdma {
             if placement == Placement::Host && !self.is_host() {
-                let feature = "memory of the host (host-NUMA) that RDMA can reach (gpuDirectRDMACapable)";
+                let feature = "host-NUMA memory that RDMA can reach (gpuDirectRDMACapable)";
                 return Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }));
             }
             self.require_gpu_direct_rdma()?;
@@ -303,7 +303,7 @@ impl Device {
             Placement::Device => Location::Device(self.ordinal()),
             Placement::Host => {
                 if self.attribute(Attribute::HostNumaVirtualMemoryManagement)? == 0 {
-                    let feature = "memory of the host (host-NUMA) that is shared by descriptor";
+                    let feature = "host-NUMA memory that is shared by descriptor";
                     return Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }));
                 }
                 Location::HostNuma(self.numa_node()?)

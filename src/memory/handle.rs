@@ -98,7 +98,7 @@ impl ArrayHandle {
     /// [`MemoryError::Array`] or [`MemoryError::OutOfRange`], before anything is opened, if the array is not inside the memory; as for
     /// [`Imported::open`] and [`Device::for_memory_of`].
     ///
-    /// Driver calls: as for [`Imported::open`].
+    /// Driver calls: those of [`Imported::open`].
     pub fn open(&self, driver: &Driver, device: Option<Selector>, fds: Vec<OwnedFd>, access: Access) -> Result<Array> {
         self.array.check(self.memory.size)?;
         let wanted = device.map(|device| Device::find(driver, device)).transpose()?;
@@ -130,9 +130,9 @@ impl Array {
     /// the array's memory relative to the address that the handle opens, in bytes.
     ///
     /// # Errors
-    /// As for [`LegacyMemory::open`]; [`MemoryError::OutOfRange`]; [`MemoryError::Array`].
+    /// The errors of [`LegacyMemory::open`]; [`MemoryError::OutOfRange`]; [`MemoryError::Array`].
     ///
-    /// Driver calls: as for [`LegacyMemory::open`].
+    /// Driver calls: those of [`LegacyMemory::open`].
     pub fn open_legacy(device: &Device, handle: &Pointer, offset: u64, descriptor: ArrayDescriptor) -> Result<Self> {
         let memory = LegacyMemory::open(device, handle)?;
         check_range(offset, 0, memory.size())?;

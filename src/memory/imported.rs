@@ -87,7 +87,7 @@ impl Imported {
         }
     }
 
-    /// Whether the owner declared the memory immutable: no process writes to it any more.
+    /// Whether the owner declared the memory immutable: no process writes to it again.
     pub fn is_immutable(&self) -> bool {
         self.immutable
     }

@@ -19,8 +19,8 @@ use crate::{
 
 /// Imports memory in batches of segments, so that only the descriptors of one batch are open at a time.
 ///
-/// The mapping does not need the handles and descriptors of its segments. They are released when the next batch is imported, and those
-/// of the last batch by the caller: releasing them takes about as long as the rest, and the peer need not wait for it.
+/// The mapping does not need the handles and descriptors of its segments. They are released when the next batch is imported. The
+/// caller releases the last batch: that takes about as long as the rest, and the peer need not wait for it.
 #[derive(Debug)]
 pub(crate) struct Importing {
     device: Device,
@@ -63,7 +63,7 @@ impl Importing {
     /// Checks the description of a part. Makes no driver call for memory.
     ///
     /// # Errors
-    /// As for [`Imported::open`].
+    /// The errors of [`Imported::open`].
     pub(crate) fn begin(device: &Device, description: &Description, part: &Part, access: Access) -> Result<Self> {
         let placement = check(device, description, part)?;
         if part.size == 0 {
@@ -73,7 +73,7 @@ impl Importing {
         let owner = match placement {
             Placement::Host => Owner::Host,
             _ if device.uuid() == description.device.uuid => Owner::Device(device.ordinal()),
-            _ => match Device::see(device.driver(), &description.device)? {
+            _ => match Device::find_owner(device.driver(), &description.device)? {
                 Some(owner) => Owner::Device(owner.ordinal()),
                 None => Owner::NotVisible,
             },
@@ -100,9 +100,9 @@ impl Importing {
     /// Imports and maps the next batch of segments. Releases the handles and descriptors of the previous batch.
     ///
     /// # Errors
-    /// As for [`Imported::open`].
+    /// The errors of [`Imported::open`].
     ///
-    /// Driver calls: `cuMemRelease`; as for [`Allocation::import`], `cuMemAddressReserve` the first time, `cuMemMap`.
+    /// Driver calls: `cuMemRelease`; those of [`Allocation::import`], `cuMemAddressReserve` the first time, `cuMemMap`.
     pub(crate) fn take(&mut self, sizes: &[u64], fds: Vec<impl Into<Arc<OwnedFd>>>) -> Result<()> {
         if sizes.len() != fds.len() {
             return contradiction(format!("received {} segments with {} descriptors", sizes.len(), fds.len()));
@@ -183,7 +183,7 @@ impl Importing {
     /// Gives the device access to the complete memory. Also returns the last batch's handles and descriptors, to release later.
     ///
     /// # Errors
-    /// As for [`Imported::open`]. Driver call: `cuMemSetAccess`.
+    /// The errors of [`Imported::open`]. Driver call: `cuMemSetAccess`.
     pub(crate) fn finish(self) -> Result<(Imported, Remains)> {
         let Self { device, description, part, mapping, owner, taken, remains, .. } = self;
         let complete = |mapping: &Mapping| taken == part.segments && mapping.size() == part.size;

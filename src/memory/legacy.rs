@@ -18,7 +18,8 @@ const BLOCK: u64 = 2 << 20;
 
 /// Memory that this process shares by a `CUipcMemHandle`, or opened from one. Always readable and writable.
 ///
-/// Dropping it frees own memory and closes opened memory. A process must close opened memory before its owner frees it.
+/// Dropping it frees memory that this process allocated, and closes memory that it opened. A process must close
+/// opened memory before its owner frees it.
 #[doc(alias("cuMemAlloc", "cuMemFree", "cuIpcOpenMemHandle", "cuIpcCloseMemHandle"))]
 #[derive(Debug)]
 pub struct LegacyMemory {

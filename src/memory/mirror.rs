@@ -47,7 +47,7 @@ impl<'a> Mirror<'a> {
     /// it is changed. For read-only memory this is [`Mirror::of`].
     ///
     /// # Errors
-    /// As for [`Mirror::of`].
+    /// The errors of [`Mirror::of`].
     ///
     /// Driver call: `cuMemHostAlloc`.
     #[doc(alias = "cuMemHostAlloc")]
@@ -182,9 +182,9 @@ impl<'a> Mirror<'a> {
     /// contents of the range are read as in [`Mirror::of`]; otherwise a copy keeps its old bytes, to be overwritten.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfRange`] if the range exceeds the memory; as for [`Mirror::of`] and [`Mirror::commit`].
+    /// [`MemoryError::OutOfRange`] if the range exceeds the memory; the errors of [`Mirror::of`] and [`Mirror::commit`].
     ///
-    /// Driver calls: as for [`Mirror::commit`], `cuMemcpyDtoH`.
+    /// Driver calls: those of [`Mirror::commit`], `cuMemcpyDtoH`.
     #[doc(alias = "cuMemcpyDtoH")]
     pub fn turn_to(&mut self, offset: u64, length: u64, read: bool) -> Result<()> {
         self.commit()?;

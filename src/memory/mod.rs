@@ -125,7 +125,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// The element type must have no uninitialised bytes ([`NoUninit`]: no padding), because other processes read them.
     ///
     /// # Errors
-    /// As for [`Region::copy_in`]. Driver calls: as for [`Region::copy_in`].
+    /// The errors of [`Region::copy_in`]. Driver calls: those of [`Region::copy_in`].
     fn copy_in_slice<T: NoUninit>(&self, offset: u64, from: &[T]) -> Result<()>
     where
         Self: Sized,
@@ -156,7 +156,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// ```
     ///
     /// # Errors
-    /// As for [`Region::copy_out`]. Driver call: as for [`Region::copy_out`].
+    /// The errors of [`Region::copy_out`]. Driver calls: those of [`Region::copy_out`].
     fn copy_out_slice<T: AnyBitPattern + NoUninit>(&self, offset: u64, to: &mut [T]) -> Result<()>
     where
         Self: Sized,
@@ -164,7 +164,7 @@ pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
         self.copy_out(offset, bytemuck::cast_slice_mut(to))
     }
 
-    /// Waits until all work in the device's primary context is finished. Call it before you notify another process.
+    /// Waits until all work in the device's primary context has finished. Call it before you notify another process.
     ///
     /// # Errors
     /// [`Error::Driver`], also for an earlier asynchronous failure. Driver call: `cuCtxSynchronize`.
@@ -234,11 +234,11 @@ mod tests {
 
     /// Memory whose reported size exceeds the address space.
     #[derive(Debug)]
-    struct Endless(Device);
+    struct Oversized(Device);
 
-    impl sealed::Sealed for Endless {}
+    impl sealed::Sealed for Oversized {}
 
-    impl Region for Endless {
+    impl Region for Oversized {
         fn device(&self) -> &Device {
             &self.0
         }
@@ -259,7 +259,7 @@ mod tests {
     #[test]
     fn ranges_beyond_the_address_space_are_refused() {
         let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
-        let endless = Endless(Device::find(&driver, Selector::default()).unwrap());
+        let endless = Oversized(Device::find(&driver, Selector::default()).unwrap());
         for (offset, length) in [(4096, 1), (4097, 0), (u64::MAX - 1, 1), (4000, 200)] {
             let mut bytes = vec![0; length];
             for answer in [

@@ -59,7 +59,7 @@ impl Imported {
     /// Imports the pool of offered memory. Import it once to open several of its buffers.
     ///
     /// # Errors
-    /// As for [`Imported::open`]. Driver calls: as for [`Pool::import`].
+    /// The errors of [`Imported::open`]. Driver calls: those of [`Pool::import`].
     pub fn pool(device: &Device, description: &Description, fd: OwnedFd) -> Result<Arc<Pool>> {
         Pool::import_offered(device, fd).map_err(|error| error.explain(device, description))
     }
@@ -67,7 +67,7 @@ impl Imported {
     /// Opens a buffer of an imported pool.
     ///
     /// # Errors
-    /// As for [`Imported::open`]. Driver calls: as for [`PoolBuffer::import`].
+    /// The errors of [`Imported::open`]. Driver calls: those of [`PoolBuffer::import`].
     pub fn of_pool(pool: &Arc<Pool>, description: &Description, access: Access) -> Result<Self> {
         let (pointer, offset) = pointer(description)?;
         check_size(pool.device(), description.mapped_size)?;
@@ -79,7 +79,7 @@ impl Imported {
     /// Opens a legacy handle.
     ///
     /// # Errors
-    /// As for [`Imported::open`]. Driver calls: as for [`LegacyMemory::open`].
+    /// The errors of [`Imported::open`]. Driver calls: those of [`LegacyMemory::open`].
     pub(crate) fn of_legacy(device: &Device, description: &Description, access: Access) -> Result<Self> {
         // A mechanism that this side does not support is reported before faults of the description.
         device.verbs().legacy()?;

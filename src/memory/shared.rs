@@ -81,9 +81,9 @@ impl Shared {
     /// Allocates a buffer in an existing pool. A receiver of one buffer can reach all buffers of the pool.
     ///
     /// # Errors
-    /// As for [`PoolBuffer::allocate`].
+    /// The errors of [`PoolBuffer::allocate`].
     ///
-    /// Driver calls: as for [`PoolBuffer::allocate`].
+    /// Driver calls: those of [`PoolBuffer::allocate`].
     pub fn in_pool(pool: &Arc<Pool>, size: u64) -> Result<Self> {
         let buffer = PoolBuffer::allocate(pool, size)?;
         Ok(Self::of(&buffer.device().clone(), SharedBacking::Pool { buffer }))
@@ -138,7 +138,7 @@ impl Shared {
     /// Permanently removes this process's write access, so that a bug here can't change the data that others read. Keeps the address.
     ///
     /// The access of other processes does not change. Unlike [`Shared::seal`], this also works after the memory was handed out, and
-    /// receivers do not learn of it. Waits for all work in the device's primary context. A second call has no effect.
+    /// receivers are not notified. Waits for all work in the device's primary context. A second call has no effect.
     ///
     /// Afterwards a write by address is a fault: on CUDA, a kernel's write destroys the context (Xid 31).
     ///
@@ -146,7 +146,7 @@ impl Shared {
     /// [`DeviceError::Unsupported`] for pool buffers and legacy memory; [`Error::Misuse`] for memory from [`Spec::sealed`] before it is
     /// sealed; [`Error::Driver`], also while a [`super::Mirror`] of it is open, and then nothing is changed.
     ///
-    /// Driver calls: as for [`Device::wait_for_work`], `cuMemSetAccess`.
+    /// Driver calls: those of [`Device::wait_for_work`], `cuMemSetAccess`.
     #[doc(alias = "cuMemSetAccess")]
     pub fn make_read_only(&self) -> Result<()> {
         let SharedBacking::Vmm(chunks) = &self.memory else {
@@ -161,7 +161,7 @@ impl Shared {
     /// Writes zeros to the padding behind the data, so that a receiver does not see old contents. Blocks until the write is complete.
     ///
     /// # Errors
-    /// [`Error::Driver`]. Driver calls: as for [`Region::copy_in`].
+    /// [`Error::Driver`]. Driver calls: those of [`Region::copy_in`].
     pub(crate) fn clear_padding(&self) -> Result<()> {
         match &self.memory {
             SharedBacking::Vmm(chunks) => chunks.clear_padding(),

@@ -45,10 +45,10 @@ impl Allocation {
     /// Like [`Allocation::create`], in device memory or in host memory on the NUMA node next to the device.
     ///
     /// # Errors
-    /// As for [`Allocation::create`]; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) if the driver does not
+    /// The errors of [`Allocation::create`]; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) if the driver does not
     /// support host-NUMA memory.
     ///
-    /// Driver calls: as for [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
+    /// Driver calls: those of [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
     #[doc(alias = "cuDeviceGetAttribute")]
     pub fn create_at(device: &Device, placement: Placement, size: u64) -> Result<Arc<Self>> {
         Self::create_with(device, &device.shareable(placement)?, size)
@@ -57,10 +57,10 @@ impl Allocation {
     /// Like [`Allocation::create`], for memory that RDMA can reach: `gpuDirectRDMACapable`, which can't be changed later.
     ///
     /// # Errors
-    /// As for [`Allocation::create`] and [`Device::require_gpu_direct_rdma`];
+    /// The errors of [`Allocation::create`] and [`Device::require_gpu_direct_rdma`];
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) also if the driver ignores the flag.
     ///
-    /// Driver calls: `cuDeviceGetAttribute`, as for [`Allocation::create`], `cuMemGetAllocationPropertiesFromHandle`.
+    /// Driver calls: `cuDeviceGetAttribute`, those of [`Allocation::create`], `cuMemGetAllocationPropertiesFromHandle`.
     #[doc(alias("cuDeviceGetAttribute", "cuMemGetAllocationPropertiesFromHandle"))]
     pub fn create_gpu_direct_rdma(device: &Device, size: u64) -> Result<Arc<Self>> {
         Self::create_with(device, &device.shareable_for(Placement::Device, true)?, size)
@@ -121,8 +121,8 @@ impl Allocation {
 
     /// Exports the memory as a descriptor. Its receiver can read and write the memory, unless it is sealed.
     ///
-    /// The allocation owns the descriptor, and every call returns the same one: sending it to many receivers costs a twentieth of
-    /// exporting for each.
+    /// The allocation owns the descriptor, and every call returns the same one. Sending one descriptor to many receivers takes a twentieth
+    /// of the time of an export for each.
     ///
     /// # Errors
     /// [`Error::Driver`]: with `CUDA_ERROR_INVALID_VALUE` for an imported allocation, which can't be exported again.
@@ -290,7 +290,7 @@ impl Mapping {
     /// (peer access). Host-NUMA memory is mapped for the CPU too.
     ///
     /// # Errors
-    /// As for [`Mapping::at`]; [`Error::Driver`] with `CUDA_ERROR_PEER_ACCESS_UNSUPPORTED` if the device can't reach the memory.
+    /// The errors of [`Mapping::at`]; [`Error::Driver`] with `CUDA_ERROR_PEER_ACCESS_UNSUPPORTED` if the device can't reach the memory.
     ///
     /// Driver calls: `cuMemMap` for each allocation, `cuMemSetAccess` once.
     #[doc(alias("cuMemMap", "cuMemSetAccess"))]

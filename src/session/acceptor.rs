@@ -1,5 +1,5 @@
-//! Accepts connections for handoffs and streams. Connections without a request are read concurrently: none delays another, and none keeps
-//! a consumer out.
+//! Accepts connections for handoffs and streams. Connections without a request are read concurrently: none delays or excludes
+//! another.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -17,10 +17,10 @@ use crate::{
     wire::{Hello, Message, Request, STREAM},
 };
 
-/// The limit of idle connections, besides one for each expected consumer. Beyond it, the oldest is closed.
+/// The most idle connections, in addition to one for each expected consumer. Beyond it, the oldest is closed.
 pub(super) const MAX_IDLE: usize = 64;
 
-/// The time that a refused peer has to close before its connection is closed.
+/// How long a refused peer may take to close before its connection is closed.
 const REFUSAL_GRACE: Duration = Duration::from_millis(100);
 
 /// The number of records that are read from a refused peer. Unread records would make the close reset the connection.
@@ -30,7 +30,7 @@ const FOR_A_REQUEST: &str = "for a request";
 
 /// The kind of request that an acceptor expects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Dialect {
+pub(super) enum SessionKind {
     /// A buffer.
     Handoff,
     /// A subscription to a stream.
@@ -60,19 +60,19 @@ pub(super) enum Next {
     /// The `wake` descriptor is readable.
     Woken,
     /// The deadline has passed.
-    Late,
+    TimedOut,
 }
 
 /// Accepts connections and holds each until its first request.
 #[derive(Debug)]
 pub(super) struct Acceptor<'a> {
-    dialect: Dialect,
+    kind: SessionKind,
     backend: Backend,
     config: &'a Config,
     /// Interrupts waits for connections.
     cancel: Cancel,
     /// Interrupts the sessions of accepted consumers.
-    conversations: Cancel,
+    sessions: Cancel,
     /// Oldest first.
     idle: Vec<Idle>,
     /// The number of consumers still expected.
@@ -92,7 +92,7 @@ enum Stage {
     Silent,
     /// The peer has sent its hello.
     Greeted(Greeting),
-    /// The peer was sent an `error` and may still read it. Holds the number of its records to discard at most.
+    /// The peer was sent an `error` and may still read it. Holds how many of its records may still be discarded.
     Refused(u8),
 }
 
@@ -104,9 +104,9 @@ struct Greeting {
 }
 
 impl<'a> Acceptor<'a> {
-    pub(super) fn new(dialect: Dialect, backend: Backend, config: &'a Config, conversations: &Cancel) -> Result<Self> {
-        let (cancel, conversations) = (config.cancellation()?, conversations.clone());
-        Ok(Self { dialect, backend, config, cancel, conversations, idle: Vec::new(), expected: 0 })
+    pub(super) fn new(kind: SessionKind, backend: Backend, config: &'a Config, sessions: &Cancel) -> Result<Self> {
+        let (cancel, sessions) = (config.cancellation()?, sessions.clone());
+        Ok(Self { kind, backend, config, cancel, sessions, idle: Vec::new(), expected: 0 })
     }
 
     /// Waits until a consumer sends a request, `wake` is readable, or the deadline passes.
@@ -132,7 +132,7 @@ impl<'a> Acceptor<'a> {
                 None => {}
             }
             if Instant::now() >= deadline {
-                return Ok(Next::Late);
+                return Ok(Next::TimedOut);
             }
         }
     }
@@ -201,7 +201,7 @@ impl<'a> Acceptor<'a> {
     }
 
     fn admit(&mut self, socket: OwnedFd) -> Result<()> {
-        let link = Link::over(socket, self.config, &self.conversations)?;
+        let link = Link::over(socket, self.config, &self.sessions)?;
         let mut idle = Idle { link, stage: Stage::Silent, deadline: deadline_after(self.config.timeout) };
         if let Err(refused) = self.config.trust.check(idle.link.peer()) {
             idle.refuse(&refused);
@@ -212,7 +212,7 @@ impl<'a> Acceptor<'a> {
 
     /// Reads one record of a connection. An error concerns only this connection, whose peer has received it.
     fn read(&mut self, index: usize) -> Result<Option<Arrival>> {
-        let (dialect, backend) = (self.dialect, self.backend);
+        let (kind, backend) = (self.kind, self.backend);
         let idle = &mut self.idle[index];
         if let Stage::Refused(left) = &mut idle.stage {
             if idle.link.channel.discard() || *left == 0 {
@@ -222,7 +222,7 @@ impl<'a> Acceptor<'a> {
             }
             return Ok(None);
         }
-        match idle.next(dialect, backend) {
+        match idle.next(kind, backend) {
             Ok(None) => Ok(None),
             Ok(Some((backend, request))) => {
                 let link = self.idle.remove(index).link;
@@ -280,24 +280,24 @@ impl<'a> Acceptor<'a> {
 
 impl Idle {
     /// Reads one record. Returns the peer's backend and its request, if the record is one.
-    fn next(&mut self, dialect: Dialect, own: Backend) -> Result<Option<(String, FirstRequest)>> {
+    fn next(&mut self, kind: SessionKind, own: Backend) -> Result<Option<(String, FirstRequest)>> {
         let message = match self.link.receive_first(Instant::now(), FOR_A_REQUEST) {
-            // The socket was readable for another reason than a record.
+            // The socket was readable, but not because of a record.
             Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(None),
             message => message?,
         };
-        match (&self.stage, message, dialect) {
+        match (&self.stage, message, kind) {
             (Stage::Silent, hello, _) => {
                 let Hello { backend, capabilities: theirs, .. } = self.link.check_hello(hello)?;
-                let capabilities = if dialect == Dialect::Stream { &[STREAM][..] } else { &[] };
+                let capabilities = if kind == SessionKind::Stream { &[STREAM][..] } else { &[] };
                 self.link.hello(own, capabilities)?;
                 self.stage = Stage::Greeted(Greeting { backend, streams: theirs.iter().any(|named| named == STREAM) });
                 Ok(None)
             }
-            (Stage::Greeted(greeting), Message::Request(request), Dialect::Handoff) => {
+            (Stage::Greeted(greeting), Message::Request(request), SessionKind::Handoff) => {
                 Ok(Some((greeting.backend.clone(), FirstRequest::Buffer(request))))
             }
-            (Stage::Greeted(Greeting { backend, streams }), Message::Subscribe(subscribe), Dialect::Stream) => {
+            (Stage::Greeted(Greeting { backend, streams }), Message::Subscribe(subscribe), SessionKind::Stream) => {
                 if !streams {
                     return Err(violation("the consumer subscribes without the capability `stream` in its hello"));
                 }
@@ -307,17 +307,17 @@ impl Idle {
                     keep => Ok(Some((backend.clone(), FirstRequest::Stream(keep)))),
                 }
             }
-            (Stage::Greeted(_), Message::Subscribe(_), Dialect::Handoff) => {
+            (Stage::Greeted(_), Message::Subscribe(_), SessionKind::Handoff) => {
                 let message = "this producer has no stream, only a buffer: send a request instead of subscribing";
                 Err(mismatch(ErrorCode::Object, message))
             }
-            (Stage::Greeted(_), Message::Request(request), Dialect::Stream) => {
+            (Stage::Greeted(_), Message::Request(request), SessionKind::Stream) => {
                 let message =
                     format!("there is no object `{}` here: this producer has a stream: subscribe", request.object);
                 Err(mismatch(ErrorCode::Object, message))
             }
-            (_, other, Dialect::Handoff) => Err(unexpected(&other, "request")),
-            (_, other, Dialect::Stream) => Err(unexpected(&other, "subscribe")),
+            (_, other, SessionKind::Handoff) => Err(unexpected(&other, "request")),
+            (_, other, SessionKind::Stream) => Err(unexpected(&other, "subscribe")),
         }
     }
 

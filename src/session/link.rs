@@ -13,11 +13,11 @@ use crate::{
     wire::{Busy, Failure, Hello, Message, VERSION},
 };
 
-/// The longest interval between two `busy` messages. Shorter than the protocol's limit of one second, because work can't send at every
-/// moment.
+/// The longest interval between two `busy` messages. Shorter than the protocol's limit of one second, because long work can't send at
+/// any moment.
 const BUSY_INTERVAL: Duration = Duration::from_millis(900);
 
-/// The time that a peer has to read the error and close after it used up its timeout.
+/// How long a peer that has used up its timeout may take to read the error and close.
 pub(super) const CLOSE_GRACE: Duration = Duration::from_millis(100);
 
 /// One side of a session.

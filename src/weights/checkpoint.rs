@@ -52,8 +52,8 @@ pub struct Tensor {
 }
 
 impl Checkpoint {
-    /// Opens files, folders and indexes, and reads the headers. A folder stands for the files that its `*.safetensors.index.json` lists or,
-    /// without an index, for all its `*.safetensors`. Blocks while the file system does.
+    /// Opens files, folders and indexes, and reads the headers. For a folder, opens the files that its `*.safetensors.index.json` lists or,
+    /// without an index, all its `*.safetensors`. Blocks while the file system does.
     ///
     /// # Errors
     /// [`Error::Weights`] if a path does not exist, can't be opened or is not a regular file, if a file is corrupt (tensors overlap, leave
@@ -164,7 +164,7 @@ struct Index {
     weight_map: Strings<BTreeMap<String, String>>,
 }
 
-/// Finds the files that a path stands for.
+/// Finds the files of a path.
 fn find(path: &Path, files: &mut Vec<Found>) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let metadata = fs::metadata(path).map_err(|error| unopened(path, None, error))?;

@@ -5,7 +5,7 @@ use blake3::{
     hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root},
 };
 
-/// Hashes a block of several. Blocks start at multiples of the block size, a power of two, and only the last may be shorter.
+/// Hashes one of several blocks. Blocks start at multiples of the block size, a power of two, and only the last may be shorter.
 pub(super) fn of_block(offset: u64, bytes: &[u8]) -> ChainingValue {
     let mut hasher = Hasher::new();
     hasher.set_input_offset(offset);

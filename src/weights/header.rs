@@ -21,7 +21,7 @@ const MAX_HEADER: u64 = 100_000_000;
 pub(super) struct Header {
     /// The file's `__metadata__`.
     pub metadata: HashMap<String, String>,
-    /// In the order of their bytes, without gaps.
+    /// In file order, without gaps.
     pub tensors: Vec<Entry>,
 }
 

@@ -30,7 +30,7 @@ const BLOCK: u64 = 4 << 20;
 /// The block size for host memory: the CPU copies it, so a block should fit its cache.
 const HOST_BLOCK: u64 = 1 << 20;
 
-/// The default limit of threads. The copies share one path to the device: on an H200 with 16 processors, 16 threads took a sixth more time
+/// The default thread limit. The copies share one path to the device: on an H200 with 16 processors, 16 threads took a sixth more time
 /// than 8.
 const MAX_DEFAULT_THREADS: usize = 8;
 
@@ -100,15 +100,15 @@ impl Checkpoint {
     /// Creates memory on a device and reads all tensors into it, each at the offset of its [array](super::Tensor::array). All copies are
     /// complete on return.
     ///
-    /// Blocks until everything is loaded. Calls `progress` on this thread every 40 ms and after the last block, with the number of bytes done, out of
-    /// [`Checkpoint::size`]. An error of `progress` cancels the load, once each thread has finished its block of 4 MiB. Several loads may
-    /// run at the same time. On CUDA, no stream of the process may be in capture during a load: a copy invalidates the capture.
+    /// Blocks until everything is loaded. Calls `progress` on this thread every 40 ms and after the last block, with the number of bytes
+    /// done, out of [`Checkpoint::size`]. An error of `progress` cancels the load once each thread has finished its block of 4 MiB. Several
+    /// loads may run at the same time. On CUDA, no stream of the process may be in capture during a load: a copy invalidates the capture.
     ///
     /// # Errors
     /// [`WeightsError::Changed`](crate::error::WeightsError::Changed) if a file was written to since it was opened; errors of
     /// [`Shared::create`] and of `progress`; [`Error::Driver`]; [`Error::System`]. The memory is freed on errors.
     ///
-    /// Driver calls: as for [`Shared::create`], `cuMemHostAlloc`, `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuMemFreeHost`; with
+    /// Driver calls: those of [`Shared::create`], `cuMemHostAlloc`, `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuMemFreeHost`; with
     /// [`LoadOptions::sealed`] those of [`Shared::seal`].
     #[doc(alias("cuMemHostAlloc", "cuMemcpyHtoD", "cuStreamSynchronize", "cuMemFreeHost"))]
     pub fn load(
@@ -175,7 +175,7 @@ impl Checkpoint {
         let memory = match (error, memory.into_inner().flatten()) {
             (Some(error), _) => return Err(error),
             (None, Some(memory)) => memory,
-            (None, None) => return Err(Error::Misuse { problem: "no memory was made".to_owned() }),
+            (None, None) => return Err(Error::Misuse { problem: "no memory was created".to_owned() }),
         };
         self.check_unchanged()?;
         memory.clear_padding()?;

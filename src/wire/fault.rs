@@ -122,7 +122,7 @@ impl<'a> Json<'a> {
                 names.sort_unstable();
                 let duplicate = names.windows(2).any(|pair| pair[0] == pair[1]);
                 visitor.visit_map(Entries::of(fields)).map_err(|fault| match fault.0 {
-                    // The program does not know the names inside a `check`, so its reader can't call `duplicate_field`.
+                    // A `check` has no known field names, so its visitor can't call `duplicate_field`.
                     BodyFault { field: None, cause: BodyCause::Value } if duplicate => Fault::new(BodyCause::Duplicate),
                     _ => fault,
                 })

@@ -220,7 +220,7 @@ pub struct Busy {}
 pub struct Failure {
     /// The class of the error.
     pub code: ErrorCode,
-    /// A sentence for people, at most [`super::MAX_MESSAGE`] bytes.
+    /// A human-readable sentence of at most [`super::MAX_MESSAGE`] bytes.
     pub message: String,
 }
 

@@ -327,7 +327,7 @@ def test_rollback_in_place_is_refused(versions: Versions, start: Start, tmp_path
     keeper = broker.child.process.pid
     broker.replace(versions[OLD])
     os.kill(keeper, signal.SIGHUP)
-    wait_for("the refusal", lambda: "no upgrade: " in broker.child.logged())
+    wait_for("the refusal", lambda: "not reloaded: " in broker.child.logged())
     load.goes_on()
     has_all(broker, versions, tmp_path, holders, before)
     # Each of the two starts the other from the program that runs.

@@ -302,7 +302,7 @@ fn get_expects_an_owner() {
     let claimed = client.get_or_claim(&other, &vmmfd::broker::ClaimOf::whole());
     for refusal in [refused(client.get(&other)), refused(all), refused(claimed)] {
         assert_eq!(refusal.0, RefusalCode::Differs);
-        assert!(refusal.1.contains(&format!("its owner is uid {uid} and not {}", uid + 1)), "{}", refusal.1);
+        assert!(refusal.1.contains(&format!("its owner is uid {uid}, not {}", uid + 1)), "{}", refusal.1);
     }
     // Nothing is held but what fits.
     let leases = || client.who("").unwrap().leases.len();

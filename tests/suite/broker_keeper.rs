@@ -484,7 +484,7 @@ mod root {
         in_fork(|| {
             become_user(OTHER, OTHER, &[]);
             let answer = ask(&path, &[b'H', 1, 0, 0, 0, 0]).unwrap();
-            answer.starts_with('X') && answer.contains("must have one user")
+            answer.starts_with('X') && answer.contains("must run as the same user")
         });
         wait_for_log(&served, &format!("runs as uid {OTHER}"), 1);
         check(&served, 1);

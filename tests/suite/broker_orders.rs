@@ -245,7 +245,7 @@ fn replaced_program_file_loses_nothing() {
         }
         let before = broker.pair();
         kill(before[1], Signal::SIGHUP).unwrap();
-        broker.until("a refusal", || (broker.served.log().matches("no upgrade").count() == refusals).then_some(()));
+        broker.until("a refusal", || (broker.served.log().matches("not reloaded").count() == refusals).then_some(()));
         assert_eq!(broker.pair(), before);
         for process in [Process::Server, Process::Keeper, Process::Server] {
             broker.send(&[Event::Kill(process)]);

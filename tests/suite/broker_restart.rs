@@ -336,7 +336,7 @@ fn incompatible_program_is_refused(mut subject: Subject) {
         fs::rename(&beside, &program).unwrap();
         kill(supervisor, Signal::SIGHUP).unwrap();
         refusals += 1;
-        until(|| served.log().matches("no upgrade").count() == refusals);
+        until(|| served.log().matches("not reloaded").count() == refusals);
         // On the connection that was there before.
         assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
         assert_eq!((served.server(), served.supervisor()), (server, supervisor));
@@ -344,7 +344,7 @@ fn incompatible_program_is_refused(mut subject: Subject) {
     // One that was removed.
     fs::remove_file(&program).unwrap();
     kill(supervisor, Signal::SIGHUP).unwrap();
-    until(|| served.log().matches("no upgrade").count() == refusals + 1);
+    until(|| served.log().matches("not reloaded").count() == refusals + 1);
     assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
     // And then one that can.
     copied(&binary("vmmfd"), &program);
@@ -371,7 +371,7 @@ fn newer_catalogue_is_refused(mut subject: Subject) {
     let format = header(used[0]).unwrap()[8..].to_vec();
     used[0].write_all_at(&4711u32.to_le_bytes(), 8).unwrap();
     kill(served.supervisor(), Signal::SIGHUP).unwrap();
-    until(|| served.log().contains("no upgrade") && served.log().contains("4711"));
+    until(|| served.log().contains("not reloaded") && served.log().contains("4711"));
     assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
     assert_eq!(served.server(), server);
     used[0].write_all_at(&format, 8).unwrap();

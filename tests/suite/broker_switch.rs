@@ -241,7 +241,7 @@ fn new_version_may_change_segments_and_arrays(subject: Subject) {
     assert_eq!(object.array("new").unwrap().element(&[3]).unwrap(), [2]);
     // The old one has less than there is now.
     let problem = misuse(object.switch(old));
-    assert!(problem.contains("version 1 of `a` was prepared for another layout"), "{problem}");
+    assert!(problem.contains("version 1 of `a` was prepared for a layout other than that"), "{problem}");
     assert_eq!(value(&object), 2);
 }
 
@@ -262,21 +262,21 @@ fn mismatch_lists_every_difference(subject: Subject) {
     };
     put_of(&client, &subject, SIZE, None, 2, vec![entry("moved", 4, 104), entry("w", 8, 0)]);
     let expected = [
-        "array `w` is uint8 8 at byte 0 and not uint8 16 at byte 0",
-        "array `moved` is uint8 4 at byte 104 and not uint8 4 at byte 100",
+        "array `w` is uint8 8 at byte 0, not uint8 16 at byte 0",
+        "array `moved` is uint8 4 at byte 104, not uint8 4 at byte 100",
         "array `gone` is missing",
     ];
     assert_eq!(differences(&newest()), expected);
     let all = || vec![entry("w", 16, 0), entry("moved", 4, 100), entry("gone", 4, 200)];
     put_of(&client, &subject, 4 * MIB, None, 3, all());
-    let smaller = format!("part `all` has {} bytes from byte 0 on and not {SIZE}", 4 * MIB);
+    let smaller = format!("part `all` has {} bytes from byte 0 on, not {SIZE}", 4 * MIB);
     assert_eq!(differences(&newest()), [smaller]);
     put_of(&client, &subject, 8 * MIB, None, 4, all());
     let larger = format!("part `all` has {} bytes of memory where {SIZE} bytes of addresses are reserved", 8 * MIB);
     assert_eq!(differences(&newest()), [larger]);
     put_of(&client, &subject, SIZE, Some(2 * MIB), 5, all());
     let other = Get::new("a").range(3 * MIB..5 * MIB);
-    assert!(differences(&other)[0].starts_with("a piece of part `all` starts at byte 2097152 and not 0"));
+    assert!(differences(&other)[0].starts_with("a piece of part `all` starts at byte 2097152, not 0"));
     let memory = filled(&subject.driver, SIZE, None, 6);
     client.put(&Put::new("a").condition(Condition::Any).part(PutPart::of("other", &memory).unwrap())).unwrap();
     drop(memory);
@@ -305,7 +305,10 @@ fn memory_in_use_is_not_switched(subject: Subject) {
         let user = user(&object);
         let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
         let problem = misuse(object.switch(next));
-        assert!(problem.contains("the memory of part `all` is still used by 1 arrays or other owners"), "{problem}");
+        assert!(
+            problem.contains("the memory of part `all` is still referenced by 1 arrays or other owners"),
+            "{problem}"
+        );
         assert_eq!(misuse(object.park(false)), problem);
         assert_eq!((value(&object), object.version(), object.is_parked()), (1, 1, false));
         drop(user);
@@ -323,7 +326,7 @@ fn version_of_another_layout_is_refused(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let mut other = open(&client, &subject, &newest());
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
-    assert!(misuse(other.switch(next)).contains("prepared for another layout"));
+    assert!(misuse(other.switch(next)).contains("prepared for a layout other than that"));
     // Prepared for the first version, of which the second has the same layout, and the third more.
     let prepare = |object: &Object| object.prepare(client.get(&newest()).unwrap()).unwrap();
     let (first, second) = (prepare(&object), prepare(&object));
@@ -333,7 +336,7 @@ fn version_of_another_layout_is_refused(subject: Subject) {
     drop(object.switch(second).unwrap());
     let late = object.prepare(client.get(&Get::new("a").version(2)).unwrap()).unwrap();
     drop(object.switch(third).unwrap());
-    assert!(misuse(object.switch(late)).contains("prepared for another layout"));
+    assert!(misuse(object.switch(late)).contains("prepared for a layout other than that"));
     assert_eq!((value(&object), object.version()), (3, 3));
     assert!(misuse(object.unpark(client.get(&newest()).unwrap())).contains("not parked"));
 }

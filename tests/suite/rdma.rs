@@ -98,7 +98,7 @@ fn host_memory_is_refused_for_rdma(subject: Subject) {
     subject.faulty.take_verbs();
     let spec = Spec::vmm(1).placement(Placement::Host).gpu_direct_rdma();
     let feature = lacking(Shared::create(&device, spec));
-    let word = if subject.kind == Kind::Host { "RDMA" } else { "memory of the host" };
+    let word = if subject.kind == Kind::Host { "RDMA" } else { "host-NUMA memory" };
     assert!(feature.contains(word), "{feature}");
     assert!(!subject.faulty.take_verbs().contains(&"create"), "it was tried");
 }
@@ -151,7 +151,7 @@ fn produce_makes_rdma_memory_or_fails(meeting: &Meeting) {
         assert!(unsupported(&[]).contains("RDMA"));
         return;
     }
-    assert!(unsupported(&["--location", "host"]).contains("memory of the host"));
+    assert!(unsupported(&["--location", "host"]).contains("host-NUMA memory"));
     for mechanism in ["pool", "legacy"] {
         assert!(unsupported(&["--mechanism", mechanism]).contains("not shared by vmm"));
     }

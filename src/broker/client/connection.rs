@@ -50,7 +50,7 @@ pub(super) struct Connection {
     pub(super) handlers: Mutex<Handlers>,
     /// False from a break until the reconnect has completed.
     pub(super) connected: AtomicBool,
-    /// The number of calls of [`Connection::stop`].
+    /// The number of calls to [`Connection::stop`].
     stops: AtomicU64,
     /// The background thread; `None` before the first lease, or if no thread could be started.
     pub(super) watcher: OnceLock<Waker>,
@@ -63,7 +63,7 @@ pub(super) struct Exchange<'a> {
     incoming: &'a mut Vec<u8>,
     /// How long each answer may take.
     answer_timeout: Duration,
-    /// When the request is repeated: the number of stops when it was sent first.
+    /// If the request is a repetition: the number of stops when it was first sent.
     stops: Option<u64>,
     finished: bool,
 }

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// The longest pause between attempts to connect.
-const LONGEST_PAUSE: Duration = Duration::from_millis(256);
+const MAX_PAUSE: Duration = Duration::from_millis(256);
 
 /// The settings of each attempt to connect.
 #[derive(Debug)]
@@ -66,7 +66,7 @@ impl Dialler {
     /// Waits before the next attempt, exponentially longer.
     pub(super) fn pause(&self, tries: u32) -> Result<()> {
         let pause = Duration::from_millis(1 << tries.min(8));
-        self.cancel.pause(pause.min(LONGEST_PAUSE))
+        self.cancel.pause(pause.min(MAX_PAUSE))
     }
 }
 

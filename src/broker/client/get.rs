@@ -89,7 +89,7 @@ impl Get {
     fn check_owner(&self, lease: &Lease) -> Result<()> {
         let Some(wanted) = self.owner.filter(|wanted| *wanted != lease.owner().uid) else { return Ok(()) };
         let (name, owner) = (lease.name(), lease.owner().uid);
-        let message = format!("`{name}` is not as expected: its owner is uid {owner} and not {wanted}");
+        let message = format!("`{name}` is not as expected: its owner is uid {owner}, not {wanted}");
         Err(BrokerError::new(RefusalCode::Differs, message).into())
     }
 }
@@ -151,7 +151,7 @@ impl Client {
         leases.pop().ok_or_else(|| ProtocolError::Content("the answer has no lease".to_owned()).into())
     }
 
-    /// Gets leases of several objects at one moment: all or none. Waits up to `wait` until all exist; [`Get::wait`] is ignored.
+    /// Gets leases of several objects atomically: all or none. Waits up to `wait` until all exist; [`Get::wait`] is ignored.
     ///
     /// # Errors
     /// As [`Client::get`].

@@ -1,4 +1,4 @@
-//! The leases and puts of a connection, and their fate after a reconnect.
+//! The leases and puts of a connection, which a reconnect resumes or restores.
 
 use std::{
     collections::HashMap,
@@ -166,7 +166,7 @@ pub struct Restored {
     pub rebuilt: bool,
 }
 
-/// A pending call of the handlers.
+/// A pending handler call.
 #[derive(Debug)]
 pub(super) enum Notice {
     Lost(Lost),

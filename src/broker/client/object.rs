@@ -104,7 +104,7 @@ impl ObjectPart {
             [memory] => Ok(memory),
             several => {
                 let problem =
-                    format!("part `{}` is mapped in {} pieces: take them one by one", self.header.name, several.len());
+                    format!("part `{}` is mapped in {} pieces: use `pieces`", self.header.name, several.len());
                 Err(Error::Misuse { problem })
             }
         }

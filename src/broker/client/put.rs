@@ -373,7 +373,7 @@ fn check(put: &Put<'_>) -> Result<()> {
     }
     if segments > MAX_SEGMENTS {
         return Err(invalid(format!(
-            "{segments} segments are too many: an object has at most {MAX_SEGMENTS}; take larger chunks"
+            "{segments} segments are too many: an object has at most {MAX_SEGMENTS}; use larger chunks"
         )));
     }
     if let Some(mode) = put.mode.filter(|mode| mode & !0o666 != 0) {
@@ -426,7 +426,7 @@ impl Tables {
             self.room -= length;
             return Ok(Table::Inline(text));
         }
-        self.attached.push(sealed(text.as_str()).map_err(|error| Error::system("make a memfd for a table", error))?);
+        self.attached.push(sealed(text.as_str()).map_err(|error| Error::system("create a memfd for a table", error))?);
         Ok(Table::Length(length as u64))
     }
 }

@@ -28,11 +28,11 @@ use crate::{
 const MAX_LEASES_PER_RESTORE: usize = 256;
 
 impl Connection {
-    /// Reconnects if a request failed because the broker is gone. Waits up to the timeout for a listener. `tries` is how often this
-    /// request has broken the connection before: the caller must not repeat it forever.
+    /// Reconnects if a request failed because the broker is gone. Waits up to the timeout for a listener. `tries` counts how often this
+    /// request has already broken the connection, so that it is not repeated forever.
     ///
     /// # Errors
-    /// `error` itself, if it has another cause, if there is no path to connect to, or if the request's time is over; errors of
+    /// `error` itself, if it has another cause, if there is no path to connect to, or if the request's time limit has passed; errors of
     /// [`Client::connect`](super::Client::connect).
     pub(super) fn reconnect(
         &self,
@@ -253,7 +253,7 @@ impl Connection {
                 Notice::Restored(notice) => restored.iter().for_each(|call| call(&client, notice)),
             }));
             if called.is_err() {
-                tracing::error!("a handler of a lease's loss or return panicked");
+                tracing::error!("an on_lost or on_restored handler panicked");
             }
         }
     }

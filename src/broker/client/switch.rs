@@ -152,12 +152,12 @@ impl Object {
         };
         let (old, new): (Vec<_>, Vec<_>) =
             (self.parts.iter().map(Shape::of_mapped).collect(), parts.iter().map(Shape::of_leased).collect());
-        let mut found = lacks(&old, &new);
+        let mut found = mismatches(&old, &new);
         found.extend(exceeds(&old, &new));
         if !found.is_empty() {
             return problems(found);
         }
-        let layout = if lacks(&new, &old).is_empty() { self.layout.clone() } else { Layout::default() };
+        let layout = if mismatches(&new, &old).is_empty() { self.layout.clone() } else { Layout::default() };
         let mut prepared = Vec::with_capacity(parts.len());
         for part in &self.parts {
             // The check above found each part.
@@ -202,11 +202,11 @@ impl Object {
     /// Unmaps the memory and releases its handles and descriptors. The addresses remain reserved for [`Object::unpark`].
     ///
     /// With `keep_lease`, the broker keeps this version and counts this process among its readers: while the name exists, the version can
-    /// be had again by its number. Without `keep_lease`, the lease ends, and the memory is freed unless the broker or another process holds
-    /// it. Parking a parked object again without `keep_lease` ends a kept lease. While parked, this process has no descriptors, so it can't
-    /// restore the version on a broker that lost it.
+    /// be leased again by its number. Without `keep_lease`, the lease ends, and the memory is freed unless the broker or another process
+    /// holds it. Parking a parked object again without `keep_lease` ends a kept lease. While parked, this process has no descriptors, so it
+    /// can't restore the version on a broker that lost it.
     ///
-    /// The caller must ensure the same as for [`Object::switch`], and this waits for the same work.
+    /// The caller has the same obligations as for [`Object::switch`], and this waits for the same work.
     ///
     /// # Errors
     /// All errors of [`Object::switch`]: the object is unchanged, or parked with its lease.
@@ -244,7 +244,7 @@ impl Object {
     /// [`Error::Misuse`] if the object is not parked; errors of [`Object::prepare`]; [`Error::Driver`]. The object stays parked, and the
     /// call can be repeated with another lease.
     ///
-    /// Driver calls: as for [`Object::prepare`] and [`Object::switch`].
+    /// Driver calls: those of [`Object::prepare`] and [`Object::switch`].
     pub fn unpark(&mut self, lease: Lease) -> Result<()> {
         if !self.is_parked() {
             let problem = format!("`{}` is not parked: prepare the version, and switch to it", self.name());
@@ -258,7 +258,7 @@ impl Object {
     fn replace_with(&mut self, mut next: Prepared) -> Result<Prepared> {
         if !next.fits.is(&self.layout) {
             let problem = format!(
-                "version {} of `{}` was prepared for another layout than that of version {} of `{}`: prepare it again",
+                "version {} of `{}` was prepared for a layout other than that of version {} of `{}`: prepare it again",
                 next.version(),
                 next.name(),
                 self.version(),
@@ -292,7 +292,7 @@ fn exclusive<'a>(part: &str, memory: &'a mut [Arc<Imported>]) -> Result<Vec<&'a 
     let alone: Option<Vec<_>> = memory.iter_mut().map(Arc::get_mut).collect();
     alone.ok_or_else(|| {
         let problem = format!(
-            "the memory of part `{part}` is still used by {others} arrays or other owners of it: drop them, and keep only their addresses"
+            "the memory of part `{part}` is still referenced by {others} arrays or other owners: drop them, and keep only their addresses"
         );
         Error::Misuse { problem }
     })
@@ -361,8 +361,8 @@ impl<'a> Shape<'a> {
     }
 }
 
-/// The differences that make `new` unfit for the place of `old`: one clause for each difference.
-fn lacks(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
+/// The differences that prevent `new` from replacing `old`: one clause for each.
+fn mismatches(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
     let mut found = Vec::new();
     let absent = |from: &[Shape<'_>], part: &Shape<'_>| from.iter().all(|other| other.name != part.name);
     found.extend(old.iter().filter(|part| absent(new, part)).map(|part| format!("part `{}` is missing", part.name)));
@@ -370,15 +370,15 @@ fn lacks(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
     for (part, next) in pairs(old, new) {
         let name = part.name;
         if part.pieces.len() != next.pieces.len() {
-            found.push(format!("part `{name}` is in {} pieces and not {}", next.pieces.len(), part.pieces.len()));
+            found.push(format!("part `{name}` is in {} pieces, not {}", next.pieces.len(), part.pieces.len()));
             continue;
         }
         for (piece, other) in part.pieces.iter().zip(&next.pieces) {
             if piece.start != other.start {
-                found.push(format!("a piece of part `{name}` starts at byte {} and not {}", other.start, piece.start));
+                found.push(format!("a piece of part `{name}` starts at byte {}, not {}", other.start, piece.start));
             } else if other.size < piece.size {
                 found.push(format!(
-                    "part `{name}` has {} bytes from byte {} on and not {}",
+                    "part `{name}` has {} bytes from byte {} on, not {}",
                     other.size, other.start, piece.size
                 ));
             }
@@ -390,7 +390,7 @@ fn lacks(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
                 Some(other) if other.array == *array => {}
                 Some(ArrayEntry { array: other, .. }) => {
                     let (at, before) = (other.offset, array.offset);
-                    found.push(format!("array `{name}` is {other} at byte {at} and not {array} at byte {before}"));
+                    found.push(format!("array `{name}` is {other} at byte {at}, not {array} at byte {before}"));
                 }
                 None => found.push(format!("array `{name}` is missing")),
             }

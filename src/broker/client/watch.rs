@@ -104,7 +104,7 @@ impl Watch {
             self.fetch(left.min(POLL_INTERVAL))?;
             if self.queue.is_empty() && stops != self.client.0.stops() {
                 // Without this check, a stop that arrives while the subscription ends would be lost.
-                return Err(BrokerError::new(RefusalCode::Stopped, "the watch was ended").into());
+                return Err(BrokerError::new(RefusalCode::Stopped, "the watch was stopped").into());
             }
             if self.queue.is_empty() && Instant::now() >= deadline {
                 return Ok(self.take());

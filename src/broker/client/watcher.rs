@@ -45,7 +45,7 @@ impl Connection {
             Ok(watcher) => drop(self.watcher.set(watcher)),
             // The next lease tries again.
             Err(error) => {
-                tracing::warn!(%error, "no thread to reconnect to the broker: leases end with the connection unless a request reconnects in time")
+                tracing::warn!(%error, "cannot start a thread to reconnect to the broker: leases end with the connection unless a request reconnects in time")
             }
         }
     }
@@ -102,7 +102,7 @@ enum Next {
 impl Watcher {
     fn run(self) {
         let mut next = Next::HangUp { pending_releases: false };
-        // Since when the connection is broken, whether the handlers know, and the pause before the next attempt.
+        // When the connection broke, whether the handlers were called, and the pause before the next attempt.
         let (mut since, mut reported, mut pause) = (None, false, PAUSES[0]);
         loop {
             if let Err(error) = self.wait(&next) {
@@ -175,8 +175,7 @@ impl Watcher {
         }
     }
 
-    /// Makes one attempt. Takes the right to make requests only after a broker has answered, so that no request waits for a failing
-    /// attempt.
+    /// Makes one attempt. Blocks requests only after a broker has answered, so that no request waits for a failing attempt.
     fn try_reconnect(&self, dialler: &Dialler) -> Result<()> {
         let dialled = dialler.dial(Instant::now(), &mut buffer())?;
         let Some(connection) = self.connection.upgrade() else { return Ok(()) };

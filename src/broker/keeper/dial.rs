@@ -64,11 +64,11 @@ pub fn reload(path: &Path, cancel: &Cancel) -> Result<()> {
             Arrival::Nothing => {
                 let deadline = Instant::now() + 3 * HANDOVER_TIMEOUT;
                 if !cancel.wait(socket.as_fd(), PollFlags::POLLIN, deadline)? {
-                    return Err(failed(format!("it does not answer within {:?}", 3 * HANDOVER_TIMEOUT)));
+                    return Err(failed(format!("it did not answer within {:?}", 3 * HANDOVER_TIMEOUT)));
                 }
             }
-            Arrival::Message(other, _) => return Err(failed(format!("it answers {other:?}"))),
-            Arrival::End => return Err(failed("it ended".to_owned())),
+            Arrival::Message(other, _) => return Err(failed(format!("unexpected answer: {other:?}"))),
+            Arrival::End => return Err(failed("it exited".to_owned())),
         }
     }
 }

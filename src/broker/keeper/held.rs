@@ -16,7 +16,7 @@ use super::{
     peer::{ready, until},
 };
 
-/// How long to wait after the kernel's limit of descriptors in flight was reached.
+/// Retry interval after the kernel's limit on descriptors in flight was reached.
 const IN_FLIGHT_PAUSE: Duration = Duration::from_millis(2);
 
 /// The held descriptors by name.

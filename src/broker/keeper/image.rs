@@ -128,7 +128,7 @@ impl Image {
             }
             _ => {
                 return Err(format!(
-                    "{path} did not answer within {HANDOVER_TIMEOUT:?} whether it can take over the keeper's descriptors"
+                    "{path} did not report within {HANDOVER_TIMEOUT:?} whether it can take over the keeper's descriptors"
                 ));
             }
         }
@@ -136,7 +136,7 @@ impl Image {
         let length = nix::unistd::read(&answer, &mut text).unwrap_or(0);
         match String::from_utf8_lossy(&text[..length]) {
             text if text == PROOF => Ok(file),
-            text => Err(format!("{path} answers {text:?} instead of {PROOF:?}: it is not a vmmfd that can take over")),
+            text => Err(format!("{path} printed {text:?} instead of {PROOF:?}: it is not a vmmfd that can take over")),
         }
     }
 

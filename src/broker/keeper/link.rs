@@ -103,7 +103,7 @@ impl Takeover {
     ///
     /// # Errors
     /// [`Error::System`] if the keeper can't be reached or started, refuses this server or does not answer: without its descriptors, the
-    /// server would be empty.
+    /// server would start without objects.
     pub(in crate::broker) fn of(keeper: &KeeperPath, broker: &Path, cancel: &Cancel) -> Result<Self> {
         match keeper {
             KeeperPath::Socket(path) => {

@@ -161,7 +161,7 @@ pub(super) fn receive(socket: impl AsFd) -> io::Result<Arrival> {
         return Ok(Arrival::End);
     }
     if raw.flags.contains(ReturnFlags::CTRUNC) {
-        let reason = "this process has no free descriptors for the received ones: raise its limit of open files (LimitNOFILE=, ulimit -Hn)";
+        let reason = "this process has no free descriptors to receive more: raise its open-file limit (LimitNOFILE=, ulimit -Hn)";
         return Err(io::Error::other(reason));
     }
     let message = Message::decode(&record[..raw.bytes]).filter(|_| !raw.flags.contains(ReturnFlags::TRUNC));

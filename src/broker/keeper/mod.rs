@@ -9,7 +9,7 @@
 //! | a program with [`KeeperPath::Program`] | `vmmfd keeper`, which the server starts | its init, or its user | the server |
 //! | `vmmfd serve` | the first process, which starts the server with one end of a pair | the keeper | the server |
 //!
-//! | File | Job |
+//! | File | Purpose |
 //! |---|---|
 //! | `role` | the role of a process, passed in environment variables |
 //! | `image`, `passed` | the program to execute, and the descriptors passed to it |
@@ -33,8 +33,8 @@
 //! | `Stopping` | both | it exits on request; the server adds a summary of its objects |
 //! | `Reload` | a command | execute the program at the keeper's path in place |
 //!
-//! The keeper reads a closed connection to the last message before it serves the next server. A put therefore needs no reply: the keeper gets everything that
-//! the kernel accepted from a server, even if that server was killed.
+//! The keeper reads a closed connection to the last message before it serves the next server. A put therefore needs no reply: the keeper
+//! gets everything that the kernel accepted from a server, even if that server was killed.
 //!
 //! | Death of | Consequence |
 //! |---|---|

@@ -53,7 +53,7 @@ impl<'a> Passed<'a> {
     }
 
     /// Kept and other descriptors, sorted by number: renumbering then never has to move a descriptor out of the way, which would fail at
-    /// the limit of open files.
+    /// the open-file limit.
     fn sorted<'n>(
         &self,
         names: &'n [String],

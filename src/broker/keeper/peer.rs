@@ -105,7 +105,7 @@ pub(super) fn require_own_user(peer: Peer) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "pid {} runs as uid {}, and this process as uid {own}: keeper and server must have one user",
+        "pid {} runs as uid {}, and this process as uid {own}: keeper and server must run as the same user",
         peer.pid, peer.uid
     ))
 }

@@ -33,7 +33,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How many of the server's messages to read before signals and other connections get a turn.
+/// The most messages of the server to read before checking signals and other connections.
 const MESSAGES_PER_TURN: usize = 256;
 
 /// A server's connection.
@@ -341,7 +341,7 @@ impl KeeperProcess {
         let file = match self.image.check(&passed) {
             Ok(file) => file,
             Err(why) => {
-                tracing::warn!("no upgrade: {why}; the present program continues");
+                tracing::warn!("not reloaded: {why}; the current program keeps running");
                 if let Some(asker) = asker {
                     answer(&asker, &Message::Refused(why));
                 }

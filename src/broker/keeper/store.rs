@@ -64,7 +64,7 @@ pub(in crate::broker) enum Flushed {
     All,
     /// The socket or the window is full: try again when the socket is writable or readable.
     Full,
-    /// The kernel's limit of descriptors in flight is reached: try again soon.
+    /// The kernel's limit on descriptors in flight is reached: try again soon.
     InFlight,
     /// No keeper is connected.
     Gone,
@@ -128,7 +128,7 @@ impl Store {
             return Ok(());
         }
         let message = format!(
-            "the keeper holds {used} descriptors and has no room for {more} more: its limit is {allowed}; raise its limit of open files \
+            "the keeper holds {used} descriptors and has no room for {more} more: its limit is {allowed}; raise its open-file limit \
              (LimitNOFILE= of its unit, ulimit -Hn)"
         );
         Err(BrokerError::new(RefusalCode::Full, message))

@@ -106,10 +106,10 @@ pub(super) fn take_over(pid: i32) -> io::Result<Supervised> {
     Ok(Supervised { is_whole: kept.is_whole, kept: kept.held.into_iter().collect() })
 }
 
-/// Makes the supervisor that started this server execute this program in place of itself. The new keeper then kills this process. Returns only if the
-/// supervisor does not.
+/// Makes the supervisor that started this server execute this program in place of itself. The new keeper then kills this process. Returns
+/// only if the supervisor does not.
 pub(in crate::broker) fn replace_supervisor() -> Error {
-    // The supervisor's inherited signal mask is not for a process that waits for SIGKILL.
+    // This process waits for SIGKILL, so it must not keep the signal mask inherited from the supervisor.
     let _ = SigSet::empty().thread_set_mask();
     let _ = kill(getppid(), Signal::SIGHUP);
     thread::sleep(3 * HANDOVER_TIMEOUT);
@@ -151,7 +151,7 @@ impl Kept {
             };
             if flags.contains(ReturnFlags::CTRUNC) {
                 return Err(io::Error::other(
-                    "no free descriptors for those of the server: raise the limit of open files (ulimit -Hn)",
+                    "no free descriptors to receive the server's: raise the open-file limit (ulimit -Hn)",
                 ));
             }
             let text = String::from_utf8_lossy(&datagram[..bytes]);

@@ -179,7 +179,7 @@ pub(super) fn check_catalogues(catalogues: [Option<OwnedFd>; 2]) -> Result<()> {
 
 impl Server {
     /// Listens at a path. The socket's file gets mode 0600; 0660 and the group if a single group is allowed and this process is a member;
-    /// else 0666 if other users or groups are allowed. Raises this process's limit of open files as far as allowed.
+    /// else 0666 if other users or groups are allowed. Raises this process's open-file limit as far as allowed.
     ///
     /// With [`ServerConfig::keeper`], takes over the previous server's objects, and leaves the socket's file in place on exit. Blocks until
     /// the keeper has handed over its descriptors and the catalogue is read; if the keeper does not answer, for at most 10 s.
@@ -259,7 +259,7 @@ impl Server {
                     let Some(socket) = without_file else { return Err(error) };
                     tracing::error!(
                         error = error.in_full(),
-                        "clients can't connect, but objects are kept: create the socket's folder again and send SIGHUP"
+                        "clients can't connect, but objects are kept: recreate the socket's folder and send SIGHUP"
                     );
                     Listener::inherited(socket, path)?
                 }
@@ -275,7 +275,7 @@ impl Server {
         match (whole, takes_over) {
             (true, _) => {}
             (false, true) => tracing::error!(
-                "server and keeper both died before the new keeper had everything: lost versions follow"
+                "server and keeper both died before the new keeper had everything: the lost versions are logged next"
             ),
             (false, false) => tracing::error!(
                 "everything is lost: server and keeper both died before the new keeper had the catalogue"

@@ -1,4 +1,4 @@
-//! All addresses that the driver returned, so that no others are ever copied, unmapped or freed.
+//! All addresses that the driver returned, so that no other address is ever copied, unmapped or freed.
 
 use std::collections::BTreeMap;
 
@@ -33,7 +33,7 @@ pub(super) struct Block {
     pub count: usize,
 }
 
-/// A block that is being given back to the driver.
+/// A block that is being returned to the driver.
 #[derive(Debug)]
 pub(super) struct Released {
     address: u64,

@@ -60,7 +60,7 @@ impl Core {
         self.events.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until all work in the current context is finished.
+    /// Waits until all work in the current context has finished.
     pub(super) fn settle(&self) -> Result<()> {
         // SAFETY: no pointers.
         unsafe { self.functions.ctx_synchronize() }.inspect_err(|_| {
@@ -121,7 +121,7 @@ impl Diagnosis for Core {
         })?;
         // SAFETY: the driver opened it for the caller, who must close it.
         let fd = unsafe { adopt(CALL, fd) }?;
-        // It is not documented that the driver sets this for dma-bufs. For memory it was seen to.
+        // The driver sets this for memory in tests; for dma-bufs it is undocumented.
         close_on_exec(CALL, &fd)?;
         Ok(fd)
     }
@@ -145,14 +145,14 @@ impl Diagnosis for Core {
     fn store(&self, ordinal: i32, address: u64, value: u32) -> Result<()> {
         self.origin.check()?;
         let addresses = self.addresses();
-        // A misaligned store would also fault, and ruin the context.
+        // A misaligned store would also fault, and destroy the context.
         if !address.is_multiple_of(4) || !addresses.all_mapped(address, 4) {
             return Err(failure("cuLaunchKernel", code::INVALID_VALUE));
         }
         self.in_context(ordinal, || {
             let functions = &self.functions;
             let (mut module, mut kernel) = (ptr::null_mut(), ptr::null_mut());
-            // SAFETY: the pointer is valid for the one write. The text is null-terminated.
+            // SAFETY: the pointer is valid for one write. The text is null-terminated.
             unsafe { functions.module_load_data(&mut module, STORE.as_ptr().cast()) }?;
             // SAFETY: the pointers are valid for the call. The module is loaded.
             let found = unsafe { functions.module_get_function(&mut kernel, module, STORE_NAME.as_ptr()) };
@@ -167,7 +167,7 @@ impl Diagnosis for Core {
                 let done = self.settle();
                 launched.and(done)
             });
-            // SAFETY: it was loaded above, and no kernel of it runs any more.
+            // SAFETY: it was loaded above, and none of its kernels is running.
             let unloaded = unsafe { functions.module_unload(module) };
             stored.and(unloaded)
         })
@@ -176,7 +176,7 @@ impl Diagnosis for Core {
     fn event_create(&self, ordinal: i32) -> Result<EventHandle> {
         self.in_context(ordinal, || {
             let mut event = ptr::null_mut();
-            // SAFETY: the pointer is valid for the one write.
+            // SAFETY: the pointer is valid for one write.
             unsafe { self.functions.event_create(&mut event, EVENT_DISABLE_TIMING | EVENT_INTERPROCESS) }?;
             Ok(self.add_event(ordinal, event))
         })
@@ -186,7 +186,7 @@ impl Diagnosis for Core {
         let _held = self.hold_event("cuIpcGetEventHandle", ordinal, event)?;
         self.in_context(ordinal, || {
             let mut handle = Opaque([0; 64]);
-            // SAFETY: the pointer is valid for the one write. The event is alive.
+            // SAFETY: the pointer is valid for one write. The event is alive.
             unsafe { self.functions.ipc_get_event_handle(&mut handle, pointer(event)) }?;
             Ok(handle.0)
         })
@@ -195,7 +195,7 @@ impl Diagnosis for Core {
     fn event_open(&self, ordinal: i32, handle: &[u8; 64]) -> Result<EventHandle> {
         self.in_context(ordinal, || {
             let mut event = ptr::null_mut();
-            // SAFETY: the pointer is valid for the one write. The driver checks the handle.
+            // SAFETY: the pointer is valid for one write. The driver checks the handle.
             unsafe { self.functions.ipc_open_event_handle(&mut event, Opaque(*handle)) }?;
             Ok(self.add_event(ordinal, event))
         })

@@ -1,6 +1,6 @@
 //! The driver library's functions, resolved one by one and typed to return a plain integer.
 //!
-//! cudarc's bindings of the functions are not used: its `CUresult` is a closed enum, so that a code of a newer driver would be undefined
+//! cudarc's bindings of the functions are not used: its `CUresult` is a closed enum, so a code of a newer driver would be undefined
 //! behaviour. Its loader panics on a missing library or symbol, and tries `libcuda.so` first, so that a toolkit's stub on the path is
 //! preferred to the driver. Its types and constants are used, and the layouts below are checked against them at compile time, for every
 //! supported version of CUDA.
@@ -154,7 +154,7 @@ const _: () = {
     assert!(align_of::<Opaque>() == align_of::<sys::CUmemPoolPtrExportData>());
 };
 
-/// Declares the function table: each function's exported names, preferred name first, and its arguments.
+/// Declares the function table: the exported names of each function, preferred first, and its arguments.
 macro_rules! functions {
     ($($(#[$doc:meta])* $method:ident = [$($name:literal),+] ($($arg:ident: $type:ty),*);)*) => {
         /// Pointers into the driver library, which is never unloaded.
@@ -178,14 +178,14 @@ macro_rules! functions {
                 ///
                 /// # Safety
                 /// Pointers must be valid for the driver function of this name, and handles must have been returned by the driver and
-                /// not given back.
+                /// not released.
                 #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
                 #[allow(dead_code, reason = "`failure` calls cuGetErrorName directly to avoid recursion")]
                 pub(super) unsafe fn $method(&self, $($arg: $type),*) -> Result<()> {
                     let call = [$($name),+][0];
                     let library = || self.library.to_owned();
                     let function = self.$method.ok_or_else(|| Error::Load(LoadError::MissingSymbol { library: library(), symbol: call }))?;
-                    // SAFETY: the caller's promise.
+                    // SAFETY: upheld by the caller.
                     match unsafe { function($($arg),*) } {
                         0 => Ok(()),
                         code => Err(self.failure(call, code)),
@@ -201,7 +201,7 @@ macro_rules! functions {
 /// # Safety
 /// `F` is the type of the symbol.
 unsafe fn find<F: Copy>(library: &Library, name: &str) -> Option<F> {
-    // SAFETY: the caller's promise; the library is never unloaded.
+    // SAFETY: upheld by the caller; the library is never unloaded.
     unsafe { library.get::<F>(name.as_bytes()) }.ok().map(|symbol| *symbol)
 }
 
@@ -324,7 +324,7 @@ impl Functions {
             .init
             .ok_or_else(|| Error::Load(LoadError::MissingSymbol { library: self.library.to_owned(), symbol: CALL }))?;
         let mut info = MaybeUninit::<Dl_info>::zeroed();
-        // SAFETY: the pointer is valid for the one write. The address is only looked up.
+        // SAFETY: the pointer is valid for one write. The address is only looked up.
         let found = unsafe { dladdr(function as *const c_void, info.as_mut_ptr()) } != 0;
         // SAFETY: null pointers are valid for all its fields, and it was all zero before.
         let name = unsafe { info.assume_init() }.dli_fname;
@@ -343,7 +343,7 @@ impl Functions {
         }
         let mut name = ptr::null();
         let named = self.get_error_name.is_some_and(|function| {
-            // SAFETY: the pointer is valid for the one write. An unknown code returns an error.
+            // SAFETY: the pointer is valid for one write. An unknown code returns an error.
             unsafe { function(code, &mut name) == 0 && !name.is_null() }
         });
         if !named {

@@ -86,8 +86,8 @@ impl Program {
 
     /// Frees all loaded resources. Their context is current, and no kernel runs.
     pub(super) fn unload(&self, functions: &Functions) {
-        // SAFETY: non-null values were returned by the driver, and are given back once.
-        let given_back = unsafe {
+        // SAFETY: non-null values were returned by the driver, and are released once.
+        let released = unsafe {
             [
                 (self.result != 0).then(|| functions.mem_free(self.result)),
                 (!self.begin.0.is_null()).then(|| functions.event_destroy(self.begin.0)),
@@ -95,13 +95,14 @@ impl Program {
                 (!self.module.0.is_null()).then(|| functions.module_unload(self.module.0)),
             ]
         };
-        for error in given_back.into_iter().flatten().filter_map(Result::err) {
+        for error in released.into_iter().flatten().filter_map(Result::err) {
             tracing::warn!(%error, "can't free a resource of the kernels");
         }
     }
 
-    /// Starts a kernel on a stretch, with at most `most` blocks, between the two events. It may still run on return, even after an error.
-    fn launch(&self, functions: &Functions, kernel: Handle, most: u32, stretch: &Stretch) -> Result<()> {
+    /// Starts a kernel on a stretch, with at most `max_blocks` blocks, between the two events. It may still run on return, even
+    /// after an error.
+    fn launch(&self, functions: &Functions, kernel: Handle, max_blocks: u32, stretch: &Stretch) -> Result<()> {
         let Stretch { mut address, mut start, mut size, mut salt } = *stretch;
         let mut result = self.result;
         // The kernel that writes does not use the last argument.
@@ -113,7 +114,7 @@ impl Program {
             (&raw mut result).cast(),
         ];
         let wanted = (size / VECTOR).div_ceil(THREADS.into());
-        let blocks = u32::try_from(wanted).unwrap_or(most).clamp(1, most);
+        let blocks = u32::try_from(wanted).unwrap_or(max_blocks).clamp(1, max_blocks);
         let (stream, none) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: null is the default stream. The events and the kernel are alive. The arguments match the kernel, and are read before the
         // call returns. The caller promises the memory.
@@ -127,7 +128,7 @@ impl Program {
     /// The time between the two events, which have completed.
     fn took(&self, functions: &Functions) -> Result<Duration> {
         let mut milliseconds = 0.0;
-        // SAFETY: the pointer is valid for the one write. The events are alive.
+        // SAFETY: the pointer is valid for one write. The events are alive.
         unsafe { functions.event_elapsed_time(&mut milliseconds, self.begin.0, self.end.0) }?;
         Ok(Duration::try_from_secs_f64(f64::from(milliseconds.max(0.0)) / 1000.0).unwrap_or_default())
     }
@@ -145,7 +146,7 @@ impl Core {
             let mut multiprocessors = 0;
             let number = DeviceAttribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as c_uint;
             let device = self.device(ordinal)?;
-            // SAFETY: the pointer is valid for the one write.
+            // SAFETY: the pointer is valid for one write.
             unsafe { self.functions.device_get_attribute(&mut multiprocessors, number, device) }?;
             let mut fresh = Program::default();
             if let Err(error) = fresh.load(&self.functions, multiprocessors.unsigned_abs()) {
@@ -157,7 +158,7 @@ impl Core {
         program.as_ref().ok_or_else(|| failure("cuModuleLoadData", code::UNKNOWN))
     }
 
-    /// Runs a kernel on memory that the device may access. It is finished on return.
+    /// Runs a kernel on memory that the device may access. It has finished on return.
     fn run<T>(
         &self,
         ordinal: i32,
@@ -215,8 +216,8 @@ impl Kernels for Core {
             // SAFETY: source and destination have room for the two numbers. The second copy uses the kernel's stream, and waits for it.
             unsafe {
                 functions.memcpy_htod(program.result, (&raw const result).cast(), size_of_val(&result))?;
-                let most = program.multiprocessors.saturating_mul(CHECK_BLOCKS);
-                program.launch(functions, program.verify, most, stretch)?;
+                let max_blocks = program.multiprocessors.saturating_mul(CHECK_BLOCKS);
+                program.launch(functions, program.verify, max_blocks, stretch)?;
                 functions.memcpy_dtoh((&raw mut result).cast(), program.result, size_of_val(&result))?;
             }
             let [mismatches, first] = result;

@@ -15,7 +15,7 @@ impl LegacyIpc for Core {
     fn allocate(&self, ordinal: i32, size: u64) -> Result<u64> {
         let address = self.in_context(ordinal, || {
             let mut address = 0;
-            // SAFETY: the pointer is valid for the one write.
+            // SAFETY: the pointer is valid for one write.
             unsafe { self.functions.mem_alloc(&mut address, size as usize) }?;
             Ok(address)
         })?;
@@ -30,7 +30,7 @@ impl LegacyIpc for Core {
         let released = released.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
         let free = || {
             self.allocate_and_free()?;
-            // SAFETY: by the table, it was allocated and not freed. No copy is in progress or can start, and the context is idle.
+            // SAFETY: according to the table, it was allocated and not freed. No copy is in progress or can start, and the context is idle.
             unsafe { self.functions.mem_free(address) }
         };
         let freed = self.in_context(ordinal, || self.with_relaxed_capture(free));
@@ -46,7 +46,7 @@ impl LegacyIpc for Core {
         }
         self.in_context(ordinal, || {
             let mut handle = Opaque([0; 64]);
-            // SAFETY: the pointer is valid for the one write. The address stays allocated while the table is locked.
+            // SAFETY: the pointer is valid for one write. The address stays allocated while the table is locked.
             unsafe { self.functions.ipc_get_mem_handle(&mut handle, address) }?;
             Ok(handle.0)
         })
@@ -56,7 +56,7 @@ impl LegacyIpc for Core {
         let _opening = self.opening();
         self.in_context(ordinal, || {
             let mut address = 0;
-            // SAFETY: the pointer is valid for the one write. The driver checks the handle.
+            // SAFETY: the pointer is valid for one write. The driver checks the handle.
             unsafe { self.functions.ipc_open_mem_handle(&mut address, Opaque(*handle), LAZY_ENABLE_PEER_ACCESS) }?;
             let size = self.reach(address).inspect_err(|_| {
                 // SAFETY: it was just opened, and the driver counts openings. No other code knows this opening.
@@ -73,8 +73,8 @@ impl LegacyIpc for Core {
         let _opening = self.opening();
         let released = self.addresses_mut().release_block(address, ordinal, |source| source == Source::Opened);
         let released = released.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
-        // SAFETY: by the table, it is open. At the last close, no copy is in progress or can start; before it, the driver, which counts
-        // openings, keeps the memory open.
+        // SAFETY: according to the table, it is open. The driver counts openings and keeps the memory open until the last close; then no
+        // copy is in progress or can start.
         let close = || unsafe { self.functions.ipc_close_mem_handle(address) };
         let closed = self.in_context(ordinal, || self.with_relaxed_capture(close));
         closed.inspect_err(|_| self.addresses_mut().restore_block(&released))

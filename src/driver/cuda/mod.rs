@@ -1,11 +1,11 @@
 //! The CUDA backend: the real driver, loaded at run time. The build and the program need no toolkit.
 //!
-//! It tracks all handles and addresses that it returned, because the driver does not catch all mistakes: mapping a released handle was
-//! seen to crash inside the library, and a mapping to extend from its reservation into the next. Calls with other handles
+//! It tracks all handles and addresses that it returned, because the driver does not catch all mistakes: in tests, mapping a
+//! released handle crashed inside the library, and a mapping extended from its reservation into the next. Calls with other handles
 //! and addresses fail here, with the driver's own code.
 //!
 //! Assumptions of the SAFETY comments below: the driver accepts calls from any thread. Each call that names a handle or an address holds
-//! its table while it runs, so that no other thread gives it back during the call. Other processes with access to shared memory only
+//! its table while it runs, so that no other thread releases it during the call. Other processes with access to shared memory only
 //! change its bytes. GPU memory is not Rust memory: only copies by the driver access it, into slices that the caller has borrowed until
 //! they are done. Host memory that a GPU shares is read and written by [`super::copy`].
 
@@ -216,7 +216,7 @@ impl Core {
     fn device(&self, ordinal: i32) -> Result<c_int> {
         self.origin.check()?;
         let mut device = 0;
-        // SAFETY: the pointer is valid for the one write.
+        // SAFETY: the pointer is valid for one write.
         unsafe { self.functions.device_get(&mut device, ordinal) }?;
         Ok(device)
     }
@@ -228,7 +228,7 @@ impl Core {
             return Ok(context);
         }
         let mut context = ptr::null_mut();
-        // SAFETY: the pointer is valid for the one write. The context is released once, on drop.
+        // SAFETY: the pointer is valid for one write. The context is released once, on drop.
         unsafe { self.functions.primary_ctx_retain(&mut context, device) }?;
         let context = Context { device, context };
         contexts.insert(ordinal, context);
@@ -242,7 +242,7 @@ impl Core {
         unsafe { self.functions.ctx_push_current(context.context) }?;
         let result = call();
         let mut popped = ptr::null_mut();
-        // SAFETY: the pointer is valid for the one write. The popped context is the pushed one.
+        // SAFETY: the pointer is valid for one write. The popped context is the pushed one.
         let restored = unsafe { self.functions.ctx_pop_current(&mut popped) };
         result.and_then(|value| restored.map(|()| value))
     }
@@ -264,10 +264,10 @@ impl Core {
         result.and_then(|value| back.map(|()| value))
     }
 
-    /// Allocates and frees a little page-locked memory, which waits for all work of the current context.
+    /// Allocates and frees one byte of page-locked memory, which waits for all work of the current context.
     fn allocate_and_free(&self) -> Result<()> {
         let mut start = ptr::null_mut();
-        // SAFETY: the pointer is valid for the one write.
+        // SAFETY: the pointer is valid for one write.
         unsafe { self.functions.mem_host_alloc(&mut start, 1, 0) }?;
         // SAFETY: it was just allocated, and no other code has it.
         unsafe { self.functions.mem_free_host(start) }
@@ -309,7 +309,7 @@ impl Core {
     /// The start and size of the allocation that contains an address. Its context is current.
     fn extent(&self, address: u64) -> Result<(u64, u64)> {
         let (mut base, mut size) = (0, 0);
-        // SAFETY: both pointers are valid for the one write; the driver looks the address up.
+        // SAFETY: both pointers are valid for one write; the driver looks the address up.
         unsafe { self.functions.mem_get_address_range(&mut base, &mut size, address) }?;
         Ok((base, size as u64))
     }
@@ -320,17 +320,17 @@ impl PageLocker for Core {
         if self.origin.check().is_err() {
             return Ok(());
         }
-        // SAFETY: the caller's promise; the driver allocated it.
+        // SAFETY: upheld by the caller; the driver allocated it.
         unsafe { self.functions.mem_free_host(start.as_ptr().cast()) }
     }
 }
 
 impl Core {
-    /// Frees the kernels, and reports events that were not given back.
-    fn drop_tools(&mut self) {
+    /// Frees the kernels, and reports events that were not destroyed.
+    fn drop_kernels_and_events(&mut self) {
         let events = self.events.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !events.is_empty() {
-            tracing::warn!(events = events.len(), "events were not given back");
+            tracing::warn!(events = events.len(), "events were not destroyed");
         }
         for (ordinal, slot) in std::mem::take(self.programs.get_mut().unwrap_or_else(PoisonError::into_inner)) {
             let Some(program) = slot.lock().unwrap_or_else(PoisonError::into_inner).take() else { continue };
@@ -350,10 +350,10 @@ impl Drop for Core {
         if self.origin.check().is_err() {
             return;
         }
-        self.drop_tools();
+        self.drop_kernels_and_events();
         let contexts = self.contexts.get_mut().unwrap_or_else(PoisonError::into_inner);
         for (ordinal, context) in contexts {
-            // SAFETY: no pointers. It was retained once, and nothing of this object uses it any more.
+            // SAFETY: no pointers. It was retained once, and nothing in this object still uses it.
             if let Err(error) = unsafe { self.functions.primary_ctx_release(context.device) } {
                 tracing::warn!(%error, ordinal, "can't release the primary context");
             }
@@ -392,7 +392,7 @@ unsafe fn adopt(call: &'static str, fd: RawFd) -> Result<OwnedFd> {
     if fd < 0 {
         return Err(failure(call, code::UNKNOWN));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: upheld by the caller.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

@@ -76,7 +76,7 @@ impl Pools for Core {
         unsafe { self.functions.mem_pool_export(&mut fd, pointer(pool), HANDLE_TYPE_POSIX_FD, 0) }?;
         // SAFETY: the driver opened it for the caller, who must close it.
         let fd = unsafe { adopt(CALL, fd) }?;
-        // It is not documented that the driver sets this for pools. For memory it was seen to.
+        // The driver sets this for memory in tests; for pools it is undocumented.
         close_on_exec(CALL, &fd)?;
         Ok(fd)
     }
@@ -87,7 +87,7 @@ impl Pools for Core {
         let mut pools = self.pools_mut();
         let mut pool = ptr::null_mut();
         let shareable = ptr::without_provenance_mut(fd.as_raw_fd() as usize);
-        // SAFETY: the pointer is valid for the one write. For this type, the descriptor itself is passed as the pointer.
+        // SAFETY: the pointer is valid for one write. For this type, the descriptor itself is passed as the pointer.
         unsafe { self.functions.mem_pool_import(&mut pool, shareable, HANDLE_TYPE_POSIX_FD, 0) }?;
         let handle = PoolHandle(pool.addr() as u64);
         pools.entry(handle).or_insert(KnownPool { created: false, count: 0 }).count += 1;
@@ -112,7 +112,7 @@ impl Pools for Core {
         self.in_context(ordinal, || {
             let functions = &self.functions;
             let mut address = 0;
-            // SAFETY: the pointer is valid for the one write. The pool is alive. Null is the default stream.
+            // SAFETY: the pointer is valid for one write. The pool is alive. Null is the default stream.
             unsafe {
                 functions.mem_alloc_from_pool_async(&mut address, size as usize, pointer(pool), ptr::null_mut())
             }?;
@@ -132,12 +132,12 @@ impl Pools for Core {
         let _opening = self.opening();
         let released = self.addresses_mut().release_block(address, ordinal, |source| source.pool().is_some());
         let released = released.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
-        // The driver does not count imports of a pointer: freeing it once was seen to free all.
+        // The driver does not count imports of a pointer: in tests, freeing it once freed all.
         if !released.last {
             return Ok(());
         }
         let free = || {
-            // SAFETY: by the table, it was taken and not freed. No copy is in progress or can start. Null is the default stream.
+            // SAFETY: according to the table, it was taken and not freed. No copy is in progress or can start. Null is the default stream.
             let freed = unsafe { self.functions.mem_free_async(address, ptr::null_mut()) };
             freed.inspect_err(|_| self.addresses_mut().restore_block(&released))?;
             // The driver has freed it, even if the wait fails.
@@ -156,7 +156,7 @@ impl Pools for Core {
         }
         self.in_context(ordinal, || {
             let mut data = Opaque([0; 64]);
-            // SAFETY: the pointer is valid for the one write. The address stays allocated while the table is locked.
+            // SAFETY: the pointer is valid for one write. The address stays allocated while the table is locked.
             unsafe { self.functions.mem_pool_export_pointer(&mut data, address) }?;
             Ok(data.0)
         })

@@ -36,7 +36,7 @@ unsafe impl Verbs for CudaDriver {
     fn version(&self) -> Result<i32> {
         self.core.origin.check()?;
         let mut version = 0;
-        // SAFETY: the pointer is valid for the one write.
+        // SAFETY: the pointer is valid for one write.
         unsafe { self.core.functions.driver_get_version(&mut version) }?;
         Ok(version)
     }
@@ -44,7 +44,7 @@ unsafe impl Verbs for CudaDriver {
     fn device_count(&self) -> Result<i32> {
         self.core.origin.check()?;
         let mut count = 0;
-        // SAFETY: the pointer is valid for the one write.
+        // SAFETY: the pointer is valid for one write.
         unsafe { self.core.functions.device_get_count(&mut count) }?;
         Ok(count)
     }
@@ -87,7 +87,7 @@ unsafe impl Verbs for CudaDriver {
             Attribute::HostNumaVirtualMemoryManagement => 141,
         };
         let mut value = 0;
-        // SAFETY: the pointer is valid for the one write.
+        // SAFETY: the pointer is valid for one write.
         unsafe { self.core.functions.device_get_attribute(&mut value, number, device) }?;
         Ok(value)
     }
@@ -95,7 +95,7 @@ unsafe impl Verbs for CudaDriver {
     fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
         self.core.in_context(ordinal, || {
             let (mut free, mut total) = (0, 0);
-            // SAFETY: both pointers are valid for the one write.
+            // SAFETY: both pointers are valid for one write.
             unsafe { self.core.functions.mem_get_info(&mut free, &mut total) }?;
             Ok(MemoryInfo { free: free as u64, total: total as u64 })
         })
@@ -147,7 +147,7 @@ unsafe impl Verbs for CudaDriver {
     fn reserve(&self, size: u64, alignment: u64) -> Result<u64> {
         self.core.origin.check()?;
         let mut address = 0;
-        // SAFETY: the pointer is valid for the one write.
+        // SAFETY: the pointer is valid for one write.
         unsafe { self.core.functions.mem_address_reserve(&mut address, size as usize, alignment as usize, 0, 0) }?;
         self.core.addresses_mut().reserved.insert(address, size);
         Ok(address)
@@ -228,7 +228,7 @@ unsafe impl Verbs for CudaDriver {
     fn import(&self, fd: BorrowedFd<'_>, _: u64) -> Result<Handle> {
         self.core.origin.check()?;
         let mut handle = 0;
-        // SAFETY: the pointer is valid for the one write. For this type, the descriptor itself is passed as the pointer.
+        // SAFETY: the pointer is valid for one write. For this type, the descriptor itself is passed as the pointer.
         unsafe {
             self.core.functions.mem_import(
                 &mut handle,
@@ -253,8 +253,8 @@ unsafe impl Verbs for CudaDriver {
         self.copy("cuMemcpyHtoD_v2", ordinal, address, from.len(), || {
             // SAFETY: `from` is valid for its length, and the destination stays mapped during the call.
             unsafe { self.core.functions.memcpy_htod(address, from.as_ptr().cast(), from.len()) }?;
-            // From pageable memory, the call returns while the last bytes are still in transfer, and unmapping does not wait for them: the
-            // GPU was seen to fault, which ruins the context. So the transfer must be finished on return, even after an error.
+            // From pageable memory, the call returns while the last bytes are still in transfer, and unmapping does not wait for them: in
+            // tests the GPU faulted, which destroys the context. So the transfer must be finished on return, even after an error.
             // SAFETY: null is the default stream, which the copy uses.
             unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) }.inspect_err(|_| {
                 // SAFETY: no pointers. If it fails, it is with the same error.
@@ -279,7 +279,7 @@ unsafe impl Verbs for CudaDriver {
         }
         let copy = || {
             let copied = ranges.iter().try_for_each(|&(to, from, size)| {
-                // SAFETY: the caller's promise. This object's memory stays mapped while the addresses are locked.
+                // SAFETY: upheld by the caller. This object's memory stays mapped while the addresses are locked.
                 unsafe { self.core.functions.memcpy_dtod(to, from, size as usize) }
             });
             // The calls return while the copies are in progress. They must be finished on return, even after an error.
@@ -317,7 +317,7 @@ unsafe impl Verbs for CudaDriver {
             return Ok(true);
         }
         let mut can = 0;
-        // SAFETY: the pointer is valid for the one write.
+        // SAFETY: the pointer is valid for one write.
         unsafe { self.core.functions.device_can_access_peer(&mut can, device, peer_device) }?;
         Ok(can != 0)
     }
@@ -347,7 +347,7 @@ unsafe impl Verbs for CudaDriver {
         }
         let start = self.core.in_context(ordinal, || {
             let mut start = ptr::null_mut();
-            // SAFETY: the pointer is valid for the one write.
+            // SAFETY: the pointer is valid for one write.
             unsafe { self.core.functions.mem_host_alloc(&mut start, size as usize, sys::CU_MEMHOSTALLOC_PORTABLE) }?;
             NonNull::new(start).ok_or_else(|| failure(CALL, code::UNKNOWN))
         })?;
@@ -359,8 +359,8 @@ unsafe impl Verbs for CudaDriver {
         self.core.origin.check()?;
         let addresses = self.core.addresses();
         let view = addresses.view(address, size).ok_or_else(|| failure("window", code::INVALID_VALUE))?;
-        // SAFETY: by the table, the range is mapped with this access for the CPU. Nothing in it is unmapped or changed while it is in
-        // `windows`. This driver object unmaps nothing when it is dropped.
+        // SAFETY: according to the table, the range is mapped with this access for the CPU. Nothing in it is unmapped or changed while it
+        // is in `windows`. This driver object unmaps nothing when it is dropped.
         Ok(unsafe { Window::new(view, self.core.origin, &self.windows, Arc::clone(&self.core) as _) })
     }
 

@@ -131,7 +131,7 @@ impl Reserved {
     pub(super) unsafe fn replace(&mut self, start: u64, memfd: impl AsFd, pages: Pages) -> nix::Result<()> {
         let Some(Mapped { size, access, .. }) = self.mapped.remove(&start) else { return Err(Errno::EINVAL) };
         let over = |start, length| {
-            // SAFETY: it is a whole mapping of this object, and the caller's promise.
+            // SAFETY: it is a whole mapping of this object, and the caller upholds the rest.
             unsafe { mmap(Some(start), length, protection(access), pages.flag() | MapFlags::MAP_FIXED, &memfd, 0) }
         };
         match replace(start, size, over) {
@@ -154,7 +154,7 @@ impl Reserved {
     pub(super) unsafe fn unmap(&mut self, start: u64) -> nix::Result<()> {
         let Some(Mapped { size, .. }) = self.mapped.remove(&start) else { return Err(Errno::EINVAL) };
         let over = |start, length| {
-            // SAFETY: it is a whole mapping of this object, and the caller's promise.
+            // SAFETY: it is a whole mapping of this object, and the caller upholds the rest.
             unsafe { mmap_anonymous(Some(start), length, ProtFlags::PROT_NONE, RESERVE | MapFlags::MAP_FIXED) }
         };
         match replace(start, size, over) {
@@ -175,7 +175,7 @@ impl Reserved {
         let mut result = Ok(());
         for start in inside {
             let Some(mapped) = self.mapped.get_mut(start).filter(|_| result.is_ok()) else { continue };
-            // SAFETY: it is a whole mapping of this object, and the caller's promise.
+            // SAFETY: it is a whole mapping of this object, and the caller upholds the rest.
             result = unsafe { mprotect(pointer(*start), length(mapped.size), protection(access)) };
         }
         for start in inside {
@@ -201,7 +201,7 @@ impl Reserved {
         lost.push(self.address + self.size..self.address + self.size);
         for Range { start: end, end: next } in lost {
             if start < end {
-                // SAFETY: this object reserved the range, and has neither lost nor freed it since; and the caller's promise.
+                // SAFETY: this object reserved the range, and has neither lost nor freed it since; and the caller upholds the rest.
                 unsafe { munmap(pointer(start), length(end - start)) }?;
                 self.mapped.retain(|&at, _| at < start || end <= at);
                 self.lose(start..end);

@@ -10,7 +10,7 @@ use std::{
 
 use crate::driver::MemoryInfo;
 
-/// Left for other processes, because the machine's figure is only an estimate.
+/// Headroom for other processes: `MemAvailable` is only an estimate.
 const RESERVE: u64 = 128 << 20;
 
 /// The memory that can be allocated now, and the total.
@@ -49,7 +49,7 @@ fn limits(root: &Path, line: &str) -> Vec<MemoryInfo> {
     } else {
         return Vec::new();
     };
-    // In a container the group's path may be the host's, and not be mounted here. Then only the existing levels count, and the mount
+    // In a container the group's path may be the host's, and not be mounted here. Then only the levels that exist count; the mount
     // itself is this container's group.
     let group = group.trim_start_matches('/').split('/').filter(|part| *part != "..").collect::<PathBuf>();
     group.ancestors().filter_map(|level| limit(&mount.join(level), files)).collect()

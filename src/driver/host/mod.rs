@@ -2,7 +2,7 @@
 //!
 //! An allocation is a memfd, sealed at creation against shrinking and growing, with its pages allocated at once as by `cuMemCreate`. A
 //! reservation is a range of `PROT_NONE` addresses; mapping uses `MAP_FIXED`, and access `mprotect`. The device's memory is this machine's
-//! memory, so [`Location::Device`] 0 and [`Location::HostNuma`] 0 are the same. Calls that CUDA was seen to reject are rejected with the
+//! memory, so [`Location::Device`] 0 and [`Location::HostNuma`] 0 are the same. Calls that CUDA rejected in tests are rejected with the
 //! same code, so that a program that works here also works on a GPU. Like the CUDA backend, it tracks the handles and addresses that it
 //! returned, and fails with `CUDA_ERROR_INVALID_VALUE` for all others.
 
@@ -57,7 +57,7 @@ pub struct HostDriver {
     space: Arc<Space>,
 }
 
-/// State shared by the driver object and its windows. Dropping the last reference unmaps everything that was not given back.
+/// State shared by the driver object and its windows. Dropping the last reference unmaps everything that was not released.
 #[derive(Debug)]
 struct Space {
     origin: ProcessIdentity,
@@ -134,7 +134,7 @@ impl HostDriver {
         DeviceUuid::from_bytes(Uuid::new_v5(&NAMESPACE, boot_id.as_bytes()).into_bytes())
     }
 
-    /// The number of objects that were not given back.
+    /// The number of objects that were not released.
     pub fn live(&self) -> Live {
         let state = self.read();
         Live {

@@ -371,9 +371,9 @@ unsafe impl Verbs for HostDriver {
         }
         let immutable = covered(|mapped| mapped.access.is_some() && mapped.pages == Pages::Sealed);
         let view = View { address, size, writable: covered(writable), immutable };
-        // SAFETY: by the table, the range is mapped with this access. Nothing in it is unmapped or changed while it is in `windows`, or
-        // before `space` is dropped; all other code here that accesses it uses `copy`. Immutable memory was sealed against writes before
-        // it was mapped: at that time the kernel had ensured that no process could write to it, and it refuses all later attempts
+        // SAFETY: according to the table, the range is mapped with this access. Nothing in it is unmapped or changed while it is in
+        // `windows`, or before `space` is dropped; all other code here that accesses it uses `copy`. Immutable memory was sealed against writes
+        // before it was mapped: at that time the kernel had ensured that no process could write to it, and it refuses all later attempts
         // (mappings, write(2), holes). This process has only private mappings of it: `set_access` never makes `Pages::Sealed` mappings
         // writable, and writes to other mappings change private copies of their pages.
         Ok(unsafe { Window::new(view, self.origin, &self.space.windows, Arc::clone(&self.space) as _) })

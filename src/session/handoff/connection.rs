@@ -25,7 +25,7 @@ use crate::{
     wire::{DEFAULT_OBJECT, MAX_FDS, Message, PoolNumber, Request, Segments},
 };
 
-/// The default limit of a turn in a round trip, in timeouts.
+/// The default limit of a turn in a round trip, as a multiple of the timeout.
 const DEFAULT_TURN: u32 = 10;
 
 /// The state that all sessions of a buffer share.
@@ -39,7 +39,7 @@ pub(super) struct Context<'a> {
 }
 
 /// A session with one consumer.
-pub(super) struct Conversation<'a> {
+pub(super) struct Session<'a> {
     link: Link,
     context: Context<'a>,
     /// The name of the consumer's backend.
@@ -54,7 +54,7 @@ pub(super) struct Conversation<'a> {
     silent: bool,
 }
 
-impl<'a> Conversation<'a> {
+impl<'a> Session<'a> {
     pub(super) fn new(link: Link, backend: String, context: Context<'a>) -> Self {
         Self { link, context, backend, found: None, pools: BTreeSet::new(), borrows: false, silent: false }
     }

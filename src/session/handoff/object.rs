@@ -24,7 +24,7 @@ pub struct ImportedObject {
     pub(super) offer: Offer,
     pub(super) memory: Imported,
     pub(super) range: Range<u64>,
-    // Declared after the memory, and therefore dropped after it.
+    // Declared, and so dropped, after the memory.
     pub(super) _connection: Option<Arc<Connection>>,
 }
 

@@ -11,7 +11,7 @@ use nix::sys::eventfd::EventFd;
 
 use super::{
     buffer::Buffer,
-    connection::{Context, Conversation},
+    connection::{Context, Session},
     gate::Turn,
     options::ServeOptions,
 };
@@ -22,7 +22,7 @@ use crate::{
     memory::Region,
     session::{
         Config, Event, Observer, Verdict,
-        acceptor::{Acceptor, Arrival, Dialect, FirstRequest, MAX_IDLE, Next},
+        acceptor::{Acceptor, Arrival, FirstRequest, MAX_IDLE, Next, SessionKind},
         link::mismatch,
     },
 };
@@ -36,7 +36,7 @@ const MAX_REMEMBERED: usize = 1000;
 pub struct Served {
     /// The consumer's process.
     pub peer: Peer,
-    /// The verdict of both sides together: of the side that found a mismatch, if one did. `None` if the session failed before.
+    /// The combined verdict: that of the side that found a mismatch, if there is one. `None` if the session failed before.
     pub found: Option<Verdict>,
     /// The session's error, before or after the verdict.
     pub error: Option<Error>,
@@ -109,7 +109,7 @@ pub fn serve_connection(
     observer: Observer<'_>,
 ) -> Result<Served> {
     let cancel = config.cancellation()?;
-    let arrival = Acceptor::new(Dialect::Handoff, backend(buffer), config, &cancel)?.accept_one(socket)?;
+    let arrival = Acceptor::new(SessionKind::Handoff, backend(buffer), config, &cancel)?.accept_one(socket)?;
     let context = Context { buffer, options, observer, failure: &|| None };
     Ok(serve_consumer(arrival, context))
 }
@@ -124,7 +124,7 @@ fn serve_consumer(arrival: Arrival, context: Context<'_>) -> Served {
     let peer = link.peer();
     (context.observer)(Event::Requested { peer });
     let (found, error) = match request {
-        FirstRequest::Buffer(request) => Conversation::new(link, backend, context).run(request),
+        FirstRequest::Buffer(request) => Session::new(link, backend, context).run(request),
         FirstRequest::Stream(_) => (None, None),
     };
     let served = Served { peer, found, error };
@@ -186,7 +186,7 @@ impl<'a> Server<'a> {
         (self.observer)(Event::Listening { path: listener.path(), consumers: self.options.consumers });
         let refusal = || self.state().refusal();
         let accepted = thread::scope(|scope| {
-            let mut acceptor = Acceptor::new(Dialect::Handoff, backend(self.buffer), self.config, &self.stop)?;
+            let mut acceptor = Acceptor::new(SessionKind::Handoff, backend(self.buffer), self.config, &self.stop)?;
             let accepted = self.accept_all(scope, &listener, &mut acceptor, &refusal);
             // Removes the socket file: no other consumer can connect.
             drop(listener);
@@ -206,7 +206,7 @@ impl<'a> Server<'a> {
         });
         let ServiceState { failure, served, .. } = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
         let error = match (accepted, failure) {
-            // The fill was interrupted because all consumers were already refused.
+            // The fill was interrupted because all consumers had been refused.
             (Ok(()), Some(Error::Interrupted { .. })) => None,
             (Ok(()), failure) => failure,
             (Err(error), _) => Some(error),
@@ -251,10 +251,10 @@ impl<'a> Server<'a> {
                 Next::Arrived(arrival) => self.admit(scope, *arrival, failure),
                 // Resets the eventfd; the loop checks the state again.
                 Next::Woken => drop(self.wake.read()),
-                Next::Late if self.state().connected == 0 => {
+                Next::TimedOut if self.state().connected == 0 => {
                     return Err(Error::Peer(PeerError::NoConsumer { waited: self.config.timeout }));
                 }
-                Next::Late => {}
+                Next::TimedOut => {}
             }
         }
         Ok(())

@@ -16,7 +16,7 @@ use crate::{
     memory::{Chunk, Region, Shared},
     session::{
         Config,
-        acceptor::{Acceptor, Arrival, Dialect, FirstRequest, Next},
+        acceptor::{Acceptor, Arrival, FirstRequest, Next, SessionKind},
         link::{Link, unexpected, violation},
         opening::Offer,
     },
@@ -93,11 +93,11 @@ impl Publisher {
     /// [`PeerError::NoConsumer`] if no consumer subscribes within the timeout; [`Error::Interrupted`]; [`Error::System`].
     pub fn accept(listener: &Listener, driver: &Driver, config: &Config) -> Result<Self> {
         let cancel = config.cancellation()?;
-        let mut acceptor = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?;
+        let mut acceptor = Acceptor::new(SessionKind::Stream, driver.backend(), config, &cancel)?;
         let deadline = deadline_after(config.timeout);
         match acceptor.next(listener, None, deadline)? {
             Next::Arrived(arrival) => Self::with(*arrival, driver, config),
-            Next::Woken | Next::Late => Err(Error::Peer(PeerError::NoConsumer { waited: config.timeout })),
+            Next::Woken | Next::TimedOut => Err(Error::Peer(PeerError::NoConsumer { waited: config.timeout })),
         }
     }
 
@@ -110,7 +110,7 @@ impl Publisher {
     /// [`Error::System`].
     pub fn over(socket: OwnedFd, driver: &Driver, config: &Config) -> Result<Self> {
         let cancel = config.cancellation()?;
-        let arrival = Acceptor::new(Dialect::Stream, driver.backend(), config, &cancel)?.accept_one(socket)?;
+        let arrival = Acceptor::new(SessionKind::Stream, driver.backend(), config, &cancel)?.accept_one(socket)?;
         Self::with(arrival, driver, config)
     }
 
@@ -187,7 +187,7 @@ impl Publisher {
         Ok(BufferId { session: self.session, number })
     }
 
-    /// Waits until the GPU's work on a buffer is finished, then gives the buffer to the consumer. If the consumer has the buffer open, one
+    /// Waits until the GPU's work on a buffer has finished, then gives the buffer to the consumer. If the consumer has the buffer open, one
     /// small record is sent. Otherwise sends everything that opens the buffer, and waits until the consumer has opened it. Returns the
     /// generation, which counts the buffer's publications from 1. The wait may also receive buffers that the consumer gives back: call
     /// [`Publisher::try_take_back`] before waiting for the publisher to be readable.
@@ -267,7 +267,7 @@ impl Publisher {
         }
     }
 
-    /// Waits for the next buffer that the consumer gives back. The consumer's work on it is finished. Blocks up to the timeout.
+    /// Waits for the next buffer that the consumer gives back. The consumer's work on it has finished. Blocks up to the timeout.
     ///
     /// # Errors
     /// [`PeerError::Timeout`] if no buffer is given back within the timeout; session errors, which are fatal.
@@ -339,7 +339,7 @@ impl Publisher {
             return Err(ended());
         }
         if id.session != self.session {
-            return Err(misuse(format!("buffer {id} is of another session")));
+            return Err(misuse(format!("buffer {id} belongs to another session")));
         }
         self.buffers.get_mut(&id.number).ok_or_else(|| misuse(format!("there is no buffer {id} in this stream")))
     }

@@ -171,7 +171,7 @@ impl Subscriber {
         self.buffers.len()
     }
 
-    /// Waits for the next published buffer, and opens it if it is new. The producer's work on it is finished. Buffers arrive in the
+    /// Waits for the next published buffer, and opens it if it is new. The producer's work on it has finished. Buffers arrive in the
     /// order of their publication. Blocks up to the timeout.
     ///
     /// # Errors
@@ -358,7 +358,7 @@ impl Subscriber {
         }
     }
 
-    /// Gives a buffer back: waits until the GPU's work on it is finished, then notifies the producer.
+    /// Gives a buffer back: waits until the GPU's work on it has finished, then notifies the producer.
     ///
     /// # Errors
     /// [`Error::Misuse`] for a buffer of another session; [`Error::Driver`] if the synchronization fails: the next call retries it;
@@ -370,7 +370,7 @@ impl Subscriber {
         self.check_session()?;
         let number = received.held.id.number;
         if !self.buffers.get(&number).is_some_and(|open| Arc::ptr_eq(&open.held, &received.held)) {
-            return Err(misuse(format!("{received:?} is not of this session")));
+            return Err(misuse(format!("{received:?} does not belong to this session")));
         }
         drop(received);
         self.end_use(number)?;
@@ -388,7 +388,7 @@ impl Subscriber {
         Ok(())
     }
 
-    /// Gives a buffer back when all work on it is finished, and closes it if it was withdrawn.
+    /// Gives a buffer back when all work on it has finished, and closes it if it was withdrawn.
     fn end_use(&mut self, number: u64) -> Result<()> {
         let Some(open) = self.buffers.get_mut(&number) else { return Ok(()) };
         open.held.memory.synchronize()?;

@@ -1,4 +1,4 @@
-//! Parses the table of a part's arrays. A model has ten thousand arrays, and every reader parses them all.
+//! Parses the table of a part's arrays. A model can have ten thousand arrays, and every reader parses all of them.
 //!
 //! This library writes tables in one form: no spaces, fields in a fixed order. A special parser reads this form. serde parses every other
 //! form of the JSON, and reports faults.

@@ -86,7 +86,7 @@ pub struct VersionInfo {
     pub summary: Summary,
     /// The versions of the name that can be requested by number.
     pub versions: Vec<u64>,
-    /// How long the name exists.
+    /// The lifetime of the name.
     #[serde(deserialize_with = "strict::object")]
     pub lifetime: Lifetime,
     /// The number of earlier versions that the name keeps.

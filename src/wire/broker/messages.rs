@@ -35,7 +35,7 @@ pub enum Table {
     Length(u64),
 }
 
-/// How long a name exists.
+/// The lifetime of a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", tag = "kind")]
 #[non_exhaustive]
@@ -106,7 +106,7 @@ pub struct Put {
     /// The permissions of a new name, as a file mode without `x`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<u16>,
-    /// How long the name exists. `None` keeps the current lifetime.
+    /// The lifetime of the name. `None` keeps the current lifetime.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub lifetime: Option<Lifetime>,
     /// The number of earlier versions to keep. `None` keeps the current number.
@@ -176,7 +176,7 @@ pub struct Get {
     /// How long to wait for them to exist, in milliseconds. `None` does not wait.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait_ms: Option<u64>,
-    /// If the object does not exist, requests the claim to make it.
+    /// If the object does not exist, requests the claim to create it.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub claim: Option<Claim>,
 }
@@ -209,10 +209,10 @@ pub struct GetObject {
     pub digests: Option<BTreeMap<String, String>>,
 }
 
-/// Requests the exclusive right to make an object.
+/// Requests the exclusive right to create an object.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Claim {
-    /// The part to make. `None` claims the whole object.
+    /// The part to create. `None` claims the whole object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<String>,
     /// Identifies the claims for one version, if there are several.
@@ -251,7 +251,7 @@ pub struct LeaseHeader {
     /// The permissions of the name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<u16>,
-    /// How long the name exists.
+    /// The lifetime of the name.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
     pub lifetime: Option<Lifetime>,
     /// The number of earlier versions that the name keeps.
@@ -331,7 +331,7 @@ pub struct Done {}
 pub struct Refusal {
     /// The class of the refusal.
     pub code: RefusalCode,
-    /// A sentence for people, at most [`crate::wire::MAX_MESSAGE`] bytes.
+    /// A human-readable sentence of at most [`crate::wire::MAX_MESSAGE`] bytes.
     pub message: String,
 }
 
@@ -361,7 +361,7 @@ pub struct Resume {
     /// The leases.
     #[serde(default, deserialize_with = "or_default")]
     pub leases: Vec<Token>,
-    /// The puts, by request. Names with the lifetime of their connection then depend on this connection.
+    /// The puts, by request. Names that end with their connection then depend on this one.
     #[serde(default, deserialize_with = "or_default")]
     pub puts: Vec<Token>,
 }

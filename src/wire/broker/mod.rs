@@ -34,7 +34,7 @@ pub use crate::error::RefusalCode;
 /// The capability of brokers and their clients.
 pub const BROKER: &str = "broker";
 
-/// The `backend` of a `hello`: broker and client need none.
+/// The `backend` of a broker's or client's `hello`: the protocol does not depend on a backend.
 pub const NO_BACKEND: &str = "none";
 
 /// The largest number of parts in a version.
@@ -49,7 +49,7 @@ pub const MAX_ARRAYS: usize = 100_000;
 /// The largest number of earlier versions that a name keeps.
 pub const MAX_KEPT: u32 = 64;
 
-/// Ends the message of a refused replacement: it may exceed a quota that the new version alone would not.
+/// The end of the message for a refused replacement, which may exceed a quota that the new version alone would not.
 pub const NEEDS_BOTH: &str = "a replacement needs room for both versions";
 
 /// The longest metadata, in bytes.

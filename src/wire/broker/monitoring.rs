@@ -90,7 +90,7 @@ pub struct Measured {
     pub instance: String,
     /// When the server process started, in milliseconds since 1970.
     pub started_ms: u64,
-    /// How often a server has started with the state of an earlier one.
+    /// How many times a server has taken over an earlier server's state.
     pub restarts: u64,
     /// The number of names.
     pub objects: u64,

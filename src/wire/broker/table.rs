@@ -1,4 +1,4 @@
-//! JSON that is carried as text, without parsing it.
+//! JSON that is carried as unparsed text.
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ impl Attached {
         serde_json::value::to_raw_value(value).map(Self)
     }
 
-    /// Takes a text that is one JSON value.
+    /// Wraps a text that is one JSON value.
     ///
     /// # Errors
     /// The parser's errors.

@@ -218,7 +218,7 @@ fn bad_input_is_one_sentence(broker: Broker) {
     let got = broker.end(&["get", "owned", "--owner", &owner.to_string()]);
     assert!(got.code(0).stdout.contains(&format!("uid {owner}")), "{}", got.stdout);
     let other = broker.refusal(&["get", "owned", "--owner", &(owner + 1).to_string()], 1, "object");
-    assert!(other.contains(&format!("its owner is uid {owner} and not {}", owner + 1)), "{other}");
+    assert!(other.contains(&format!("its owner is uid {owner}, not {}", owner + 1)), "{other}");
     broker.end(&["rm", "owned"]).code(0);
     // A device that is not there, and a backend that the object is not on.
     let device = broker.refusal(&["put", "a", "--from", file, "--device", "9"], 3, "unsupported");

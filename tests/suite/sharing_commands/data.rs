@@ -215,7 +215,7 @@ fn conflicting_options_are_bad_usage() {
         (&["--seal", "--round-trip"], "cannot be used with"),
         (&["--elements", "5", "--dtype", "f32"], "cannot be used with"),
         (&["--shape", "0x5"], "between 1 and"),
-        (&["--shape", "2x"], "`2x` is not a shape: write whole numbers with x or commas between"),
+        (&["--shape", "2x"], "`2x` is not a shape: write whole numbers separated by x or commas"),
         (&["--shape", "2,3x4"], "`2,3x4` is not a shape"),
         (&["--shape", "18446744073709551615x2"], "64 bits"),
         (&["--dtype", "f33"], "`f33` is not an element type: write a name such as float32"),

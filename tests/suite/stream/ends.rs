@@ -201,15 +201,15 @@ fn misuse_is_refused_and_changes_nothing(subject: Subject) {
         let mut all = buffers(&subject, &mut publisher, 3);
         all.remove(2).0
     };
-    refused(publisher.publish(unknown), "buffer 2 is of another session");
-    refused(publisher.withdraw(unknown), "buffer 2 is of another session");
+    refused(publisher.publish(unknown), "buffer 2 belongs to another session");
+    refused(publisher.withdraw(unknown), "buffer 2 belongs to another session");
     assert!(!publisher.is_out(unknown));
     // Of the same number as one of this session, which is not published in its place.
     let foreign = buffers(&subject, &mut other_publisher, 1)[0].0;
     assert!(foreign.number() == id.number() && foreign != id);
-    refused(publisher.publish(foreign), "buffer 0 is of another session");
-    refused(publisher.announce(foreign), "is of another session");
-    refused(publisher.withdraw(foreign), "is of another session");
+    refused(publisher.publish(foreign), "buffer 0 belongs to another session");
+    refused(publisher.announce(foreign), "belongs to another session");
+    refused(publisher.withdraw(foreign), "belongs to another session");
     assert!(subscriber.try_receive().unwrap().is_none());
     other_publisher.withdraw(foreign).unwrap();
 
@@ -219,8 +219,8 @@ fn misuse_is_refused_and_changes_nothing(subject: Subject) {
     let theirs = buffers(&subject, &mut other_publisher, 1)[0].0;
     let of_theirs = hand_over(&mut other_publisher, &mut other, theirs);
     assert_ne!(received.id(), of_theirs.id());
-    refused(publisher.publish(received.id()), "is of another session");
-    refused(other.give_back(received), "is not of this session");
+    refused(publisher.publish(received.id()), "belongs to another session");
+    refused(other.give_back(received), "does not belong to this session");
     assert!(other_publisher.try_take_back().unwrap().is_none());
     other.give_back(of_theirs).unwrap();
     assert!(matches!(third.receive(), Err(Error::Peer(PeerError::Gone { .. }))));

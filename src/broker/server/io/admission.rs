@@ -35,7 +35,7 @@ pub(crate) struct Admission {
     last: ConnectionId,
 }
 
-/// The reason for not serving a connection.
+/// Why a connection is refused.
 pub(super) struct Rejected {
     pub(super) code: ErrorCode,
     pub(super) message: String,

@@ -29,14 +29,14 @@ const MAX_BLOCKED: usize = 256;
 /// The most closer threads. Further users wait.
 const MAX_THREADS: usize = 64;
 
-/// How many records without descriptors to discard before a close is left to a thread.
+/// The most records to discard before a thread closes the connection instead.
 const MAX_DISCARDED: usize = 16;
 
 /// A user's unclosed descriptors.
 #[derive(Debug, Default)]
 struct Queue {
     waiting: Vec<OwnedFd>,
-    /// How many waiting descriptors are connections counted for the user.
+    /// Waiting descriptors that count towards the user's connection limit.
     connections: usize,
     /// Including descriptors being closed.
     descriptors: usize,
@@ -80,12 +80,12 @@ impl Closers {
             return Ok(());
         }
         Err(format!(
-            "{blocked} descriptors sent by uid {uid} are still being closed, and the limit is {MAX_BLOCKED}: the user is served again \
+            "{blocked} descriptors sent by uid {uid} are still being closed, and the limit is {MAX_BLOCKED}: connect again \
             when they are closed"
         ))
     }
 
-    /// Closes descriptors in a thread. `connections` of them are connections counted for the user until then.
+    /// Closes descriptors in a thread. `connections` of them count towards the user's connection limit until they are closed.
     pub(super) fn close(&mut self, of: Origin, fds: Vec<OwnedFd>, connections: usize) {
         if fds.is_empty() {
             return;

@@ -32,7 +32,7 @@ pub(super) struct Connection {
     pub(super) timer: Option<Instant>,
     /// Records that the socket has not accepted yet.
     queue: VecDeque<Outgoing>,
-    /// Records of the answer after the next acknowledgement.
+    /// Records of the answer that wait for acknowledgements.
     rest: VecDeque<Outgoing>,
     /// Segments of the lease sent up to the last record.
     sent_segments: u64,
@@ -44,7 +44,7 @@ pub(super) struct Connection {
     pub(super) wants_room_since: Option<Instant>,
     /// When the peer stopped reading.
     pub(super) unread_since: Option<Instant>,
-    /// Whether it is listed as possibly readable.
+    /// Whether it is in the list of possibly readable connections.
     pub(super) listed: bool,
 }
 
@@ -53,7 +53,7 @@ pub(super) struct Connection {
 pub(super) enum Sent {
     All,
     Full,
-    /// The kernel's limit of descriptors in flight is reached: retry soon.
+    /// The kernel's limit on descriptors in flight is reached: retry soon.
     InFlight,
     /// The peer is gone.
     Gone,

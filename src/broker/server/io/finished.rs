@@ -20,6 +20,6 @@ pub(super) enum Finished {
 pub(super) struct Closed {
     pub(super) of: Origin,
     pub(super) count: usize,
-    /// How many of them were connections counted for the user.
+    /// How many of them counted towards the user's connection limit.
     pub(super) connections: usize,
 }

@@ -18,7 +18,7 @@ pub(super) struct Flight {
     /// Connections with unread descriptors.
     connections: HashSet<ConnectionId>,
     abandoned: Vec<Abandoned>,
-    /// The limit of open files, which is also the kernel's limit of descriptors in flight.
+    /// The open-file limit, which is also the kernel's limit on descriptors in flight.
     pub(super) limit: usize,
 }
 
@@ -74,7 +74,7 @@ impl Flight {
         for (of, count) in connected.chain(self.abandoned.iter().map(|of| (of.uid, of.descriptors))) {
             *if of == uid { &mut own } else { &mut others } += count;
         }
-        // The kernel applies the limit of open files to all descriptors sent by processes of the server's user.
+        // The kernel applies the open-file limit to all descriptors sent by processes of the server's user.
         (self.limit.saturating_sub(others) / 2).max(MAX_FDS).saturating_sub(own)
     }
 

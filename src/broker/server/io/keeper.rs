@@ -25,7 +25,7 @@ use crate::{
 /// The keeper's connection in the event loop.
 pub(super) const STORE: Key = Key(3);
 
-/// Retry interval for sends that reached the kernel's limit of descriptors in flight.
+/// Retry interval for sends that reached the kernel's limit on descriptors in flight.
 pub(super) const IN_FLIGHT_RETRY: Duration = Duration::from_millis(2);
 
 /// Delays between connection attempts if keepers keep dying: the first; the maximum if this process starts the keeper; and if an init
@@ -34,14 +34,14 @@ const MIN_DELAY: Duration = Duration::from_millis(5);
 const MAX_DELAY: Duration = Duration::from_secs(5);
 const MAX_DELAY_BY_PATH: Duration = Duration::from_millis(200);
 
-/// How often to check whether the keeper reads its messages, and for how long it may not read.
+/// How often to check whether the keeper reads its messages, and when a keeper that does not read is replaced.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A terminating process closes its sockets up to this long before its pidfd becomes readable.
 const EXIT_GRACE: Duration = Duration::from_millis(50);
 
-/// How long a stopping server waits for the keeper to have everything.
+/// How long a stopping server waits for the keeper to confirm everything.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The keeper of this server.
@@ -57,7 +57,7 @@ pub(crate) struct KeeperLink {
     /// The keeper must confirm this mark before the server exits.
     shutdown_mark: Option<Mark>,
     shutdown_deadline: Option<Instant>,
-    /// How much the keeper has read, and the confirmation it was asked for, with the time.
+    /// How many items the keeper has read, and the pending confirmation with the time of the request.
     read: u64,
     confirmation: Option<(Mark, Instant)>,
     /// Whether the keeper may have sent something.
@@ -158,13 +158,13 @@ impl KeeperLink {
                 allowed,
                 "the keeper is running but has closed the connection: check its descriptor limit (LimitNOFILE)"
             );
-            // This was not a crash.
+            // A keeper that closes the connection has not crashed.
             context.state.objects.store_mut().take_crash();
         }
         self.note_crash(context);
         match self.reconnect(context) {
             Ok(pid) => {
-                tracing::warn!(pid, "the keeper was lost: sending everything to this one");
+                tracing::warn!(pid, "lost the keeper: sending all descriptors to its replacement");
                 // Pending versions are part of the resent set.
                 let mark = context.state.objects.store().mark();
                 context.state.pending_versions.queue.iter_mut().for_each(|stored| stored.staged.mark = mark);
@@ -283,7 +283,7 @@ impl KeeperLink {
         self.is_handed_over(context) || now >= deadline
     }
 
-    /// Reports the fate of the server's objects to the keeper and the log.
+    /// Reports to the keeper and the log whether the server's objects are kept or freed.
     pub(super) fn report_end(&self, context: &mut LoopContext<'_>, total: Total) {
         const FREED: &str = "the memory is freed, except where clients have it mapped";
         let Total { counts: Counts { objects, versions, .. }, bytes } = total;
@@ -296,7 +296,10 @@ impl KeeperLink {
                 tracing::info!(pid = keeper.pid, held, "stopping: the keeper has everything")
             }
             _ if self.keeper_stays() => {
-                tracing::error!(held, "no keeper has everything after {SHUTDOWN_TIMEOUT:?}: freeing the rest");
+                tracing::error!(
+                    held,
+                    "no keeper has confirmed everything after {SHUTDOWN_TIMEOUT:?}: freeing the rest"
+                );
                 context.state.objects.log_lost_versions();
             }
             _ if stopped_by_sighup(context.cancel) => {}

@@ -197,7 +197,7 @@ impl Reactor {
         }
     }
 
-    /// Does work that no connection requests, within the budget of a turn.
+    /// Does background work within the budget of a turn.
     fn run_pending(&mut self) {
         self.sync_store();
         self.run_timers();
@@ -247,7 +247,7 @@ impl Reactor {
         }
     }
 
-    /// Ends all connections, and reports the fate of the objects.
+    /// Ends all connections, and reports whether the objects are kept or freed.
     fn end(&mut self) -> Total {
         const MESSAGE: &str = "the broker is stopping: reconnect when it runs again";
         // Count first: disconnecting releases leases.
@@ -416,7 +416,7 @@ pub(crate) fn make_room(fd: BorrowedFd<'_>, descriptors: usize) {
     }
 }
 
-/// Raises the limit of open files as far as allowed, and returns it.
+/// Raises the open-file limit as far as allowed, and returns it.
 pub(crate) fn raise_limit() -> usize {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else { return 1024 };
     let raised = soft >= hard || setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok();

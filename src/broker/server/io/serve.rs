@@ -105,7 +105,7 @@ impl Reactor {
         }
         let registry = self.poll.registry();
         let watched = registry.register(&mut SourceFd(&socket.as_raw_fd()), Key(id.0 as usize), Interest::READABLE);
-        // Fails if the kernel lacks the option. Descriptors pass then anyway.
+        // Fails if the kernel lacks the option: descriptors are then always accepted.
         let _ = sys::pass_descriptors(socket.as_fd(), true);
         if let Err(error) = watched {
             self.close_refused(socket, Some(uid));
@@ -221,8 +221,7 @@ impl Reactor {
             self.close_fds(Some(uid), fds);
             return self.disconnect(id, "the peer closed it");
         } else if flags.contains(ReturnFlags::CTRUNC) {
-            let message =
-                "descriptors were cut off: the broker's limit of open files is reached (ulimit -n)".to_owned();
+            let message = "descriptors were cut off: the broker's open-file limit is reached (ulimit -n)".to_owned();
             Some((ErrorCode::Failed, message, "descriptors were cut off"))
         } else if flags.contains(ReturnFlags::TRUNC) || bytes >= incoming.len() {
             let message = "the record exceeds the protocol's maximum length".to_owned();

@@ -26,8 +26,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How many memory descriptors may wait to be closed before puts of their users are delayed. Waiting descriptors hold memory without a
-/// name.
+/// The most memory descriptors that wait to be closed before their users' puts are delayed. Until then they hold memory without a name.
 pub(super) const MAX_CLOSING: usize = 256;
 
 enum Task {

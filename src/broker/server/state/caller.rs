@@ -86,7 +86,7 @@ impl Caller {
         )
     }
 
-    /// Describes the caller as a maker or reader. Reads `/proc`, which does not block.
+    /// Describes the caller, as the maker or a reader of a version. Reads `/proc`, which does not block.
     pub(crate) fn describe(&self) -> Maker {
         Maker { pid: self.pid, uid: self.uid, command: command_of(self.pid) }
     }

@@ -1,4 +1,4 @@
-//! Claims: which client will make an object that does not exist yet.
+//! Claims: which client will create an object that does not exist yet.
 
 use std::collections::{HashMap, HashSet};
 

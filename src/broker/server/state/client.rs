@@ -19,7 +19,7 @@ pub(crate) struct Client {
     pub(crate) names: HashSet<Arc<str>>,
 }
 
-/// Accounting of the pending request.
+/// Resources charged for the pending request.
 #[derive(Debug)]
 pub(crate) struct RequestInfo {
     pub(crate) verb: &'static str,

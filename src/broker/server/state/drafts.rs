@@ -104,28 +104,28 @@ impl Draft {
         if self.uid != uid {
             return refuse(
                 RefusalCode::Denied,
-                format!("uid {} makes this version of `{name}`, and not {uid}", self.uid),
+                format!("uid {} is assembling this version of `{name}`, so uid {uid} can't add parts to it", self.uid),
             );
         }
         if !same(&self.announced, &share.announced) {
-            return invalid(format!("others of group `{group}` announced other parts"));
+            return invalid(format!("other puts of group `{group}` announced different parts"));
         }
         if (self.terms.replace, self.terms.if_version) != (share.terms.replace, share.terms.if_version) {
-            return invalid(format!("others of group `{group}` replace another version"));
+            return invalid(format!("other puts of group `{group}` replace a different version"));
         }
         if self.terms.backend != share.terms.backend {
-            return invalid(format!("others of group `{group}` put memory of another backend"));
+            return invalid(format!("other puts of group `{group}` have memory of a different backend"));
         }
         if self.puts.iter().map(|(_, parts)| count(parts)).sum::<usize>() + count(&share.parts) > MAX_SEGMENTS {
             return invalid(format!(
-                "the parts have more than {MAX_SEGMENTS} segments together: an object has at most as many"
+                "the parts have more than {MAX_SEGMENTS} segments in total, the limit for an object"
             ));
         }
         if share.metadata.is_some() && self.metadata.is_some() {
-            return invalid(format!("another put of group `{group}` brings metadata already"));
+            return invalid(format!("another put of group `{group}` already has metadata"));
         }
         match share.parts.iter().find(|part| self.has(&part.name)) {
-            Some(part) => refuse(RefusalCode::Exists, format!("part `{}` is there already", part.name)),
+            Some(part) => refuse(RefusalCode::Exists, format!("part `{}` has already been put", part.name)),
             None => Ok(()),
         }
     }

@@ -74,7 +74,7 @@ impl History {
         self.crashes.iter()
     }
 
-    /// Takes over from the previous server. `whole`: the keeper had everything.
+    /// Takes over from the previous server. `whole`: the keeper's set was complete.
     pub(crate) fn take_over(&mut self, whole: bool, lost: &LostVersions, store: &mut Store) {
         let process = match (self.running, whole) {
             (Some(_), false) => "both",

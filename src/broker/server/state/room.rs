@@ -1,4 +1,4 @@
-//! The process's descriptor limit, and each user's share of it.
+//! The server's descriptor limit, and each user's share of it.
 
 use super::{caller::Caller, objects::Objects, refuse};
 use crate::{
@@ -14,7 +14,7 @@ pub(crate) const SPARE: usize = MAX_FDS + 64;
 pub(crate) struct Room {
     /// Approximate number of open descriptors, plus the announced descriptors of pending puts.
     pub(crate) used: usize,
-    /// The limit of open files.
+    /// The open-file limit.
     pub(crate) limit: usize,
     /// The user's descriptors that are not closed yet.
     pub(crate) closing: usize,
@@ -29,7 +29,7 @@ impl Room {
             return refuse(
                 RefusalCode::Full,
                 format!(
-                    "the broker has {used} descriptors, needs {SPARE} to spare, and {more} more are asked for: its limit is {limit}; \
+                    "the request needs {more} more descriptors, but the broker has {used}, reserves {SPARE}, and its limit is {limit}: \
                      raise it (ulimit -n, LimitNOFILE)"
                 ),
             );
@@ -42,8 +42,8 @@ impl Room {
         refuse(
             RefusalCode::Full,
             format!(
-                "uid {uid} has {own} descriptors in the broker and asks for {more} more: its share is {share}, half of what other \
-                 users leave; delete objects, or raise the broker's limit (ulimit -n, LimitNOFILE)"
+                "uid {uid} has {own} descriptors in the broker and asks for {more} more: its share is {share}, half of the \
+                 descriptors that other users leave; delete objects, or raise the broker's limit (ulimit -n, LimitNOFILE)"
             ),
         )
     }

@@ -49,16 +49,16 @@ pub(crate) fn deadline_passed(state: &mut State, effects: &mut Effects, id: Conn
     let code = ErrorCode::Timeout;
     if !client.greeted {
         let message = format!("no hello within {:?}", state.timeout);
-        effects.push(Effect::End { client: id, code, message, why: "no hello in time" });
+        effects.push(Effect::End { client: id, code, message, why: "its hello timed out" });
     } else if matches!(client.request, PendingRequest::Upload(_)) {
         let message = format!("not all segments of a put arrived within {:?}", state.timeout);
-        effects.push(Effect::End { client: id, code, message, why: "segments of its put not in time" });
+        effects.push(Effect::End { client: id, code, message, why: "its put timed out" });
     } else {
         lease::end_wait(state, effects, id, RefusalCode::Timeout);
     }
 }
 
-/// Applies the worker's result. If the client has sent a stop during the work, a wait that follows is stopped too.
+/// Applies the worker's result. If the client sent a stop during the work, a following wait is stopped too.
 pub(crate) fn work_done(state: &mut State, effects: &mut Effects, id: ConnectionId, outcome: Outcome) {
     let request = state.clients.get(&id).map(|client| &client.request);
     let stopped = matches!(request, Some(PendingRequest::Worker { stopped: true }));

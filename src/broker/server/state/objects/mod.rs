@@ -87,7 +87,7 @@ pub(crate) struct Objects {
     last_lease: u64,
     /// Descriptors for the caller to close where blocking is allowed.
     garbage: Vec<OwnedFd>,
-    /// Unused versions whose drop could not be logged yet.
+    /// Unused versions whose drop is not logged yet, because writing the log failed.
     pending_drops: Vec<u64>,
     /// Scheduled expiry checks.
     expiries: Vec<Expiry>,
@@ -110,7 +110,7 @@ struct Name {
     /// When the last lease of any version ended.
     idle_since: Instant,
     leases: u64,
-    /// When its lifetime is checked next.
+    /// When its lifetime is next checked.
     next_check: Option<Instant>,
 }
 

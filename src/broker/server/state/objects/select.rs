@@ -29,7 +29,7 @@ use crate::{
 /// The most runs of one lease. If there are more, a single run covers them all.
 const MAX_RUNS: usize = 128;
 
-/// The most arrays listed in a refusal.
+/// The most arrays that a refusal lists.
 const MAX_LISTED: usize = 8;
 
 /// Tables to read before a get can be answered.

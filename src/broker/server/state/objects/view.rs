@@ -144,7 +144,9 @@ impl Objects {
         caller.require(Right::Read, name, entry.owner, entry.mode)?;
         let Some(key) = self.find(name, version, None) else {
             let (wanted, current) = (version.unwrap_or_default(), self.current(entry).record.version);
-            return Err(absent(format!("`{name}` has no version {wanted} (any more): it is at version {current}")));
+            return Err(absent(format!(
+                "`{name}` has no version {wanted} (it may have been dropped): its current version is {current}"
+            )));
         };
         self.versions.get(&key).map(|version| (entry, version)).ok_or_else(|| absent(format!("`{name}` is gone")))
     }

@@ -66,7 +66,7 @@ pub(super) fn check(put: &Put) -> Result<Checked, BrokerError> {
         return invalid(format!("mode {mode:o} is not allowed: at most 666 (read and write)"));
     }
     if put.parts.is_empty() {
-        return invalid(format!("a put of `{}` has no part", put.name));
+        return invalid(format!("a put of `{}` has no parts", put.name));
     }
     let mut announced = HashSet::new();
     for name in &put.announced {
