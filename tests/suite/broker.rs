@@ -469,7 +469,7 @@ fn pools_and_legacy_memory_are_refused(subject: Subject) {
         let memory = Shared::create(&subject.device(), spec).unwrap();
         let (code, message) = refused(PutPart::of("all", &memory));
         assert_eq!(code, RefusalCode::Invalid);
-        assert!(message.contains("die with their maker"), "{message}");
+        assert!(message.contains("end with their process"), "{message}");
     }
 }
 

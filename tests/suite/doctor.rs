@@ -241,7 +241,7 @@ fn gpu_fault_needs_an_option() {
     assert_eq!(stores(&["--faults"]), ["ok"]);
     assert_eq!(stores(&["--faults", "--only", "memory"]), ["ok"]);
     assert_eq!(stores(&["--faults", "--only", FAULTING]), ["ok"]);
-    doctor(&meeting, &["--only", FAULTING]).end().code(2).says("takes --faults");
+    doctor(&meeting, &["--only", FAULTING]).end().code(2).says("add --faults");
 }
 
 #[test]

@@ -153,7 +153,7 @@ fn produce_makes_rdma_memory_or_fails(meeting: &Meeting) {
     }
     assert!(unsupported(&["--location", "host"]).contains("host-NUMA memory"));
     for mechanism in ["pool", "legacy"] {
-        assert!(unsupported(&["--mechanism", mechanism]).contains("not shared by vmm"));
+        assert!(unsupported(&["--mechanism", mechanism]).contains("RDMA without the mechanism vmm"));
     }
     let producer = meeting.listening(&["--rdma", "--chunk", "2MiB", "--size", "5MiB"]);
     meeting.consumer(&[]).end().code(0);

@@ -124,7 +124,7 @@ fn check_memory(part: &PutPart) -> Result<(), BrokerError> {
     let PutPart { name, memory, .. } = part;
     if memory.mechanism != Mechanism::Vmm {
         return invalid(format!(
-            "part `{name}` is not shared by vmm: pools and legacy handles die with their maker, so a broker can't keep them"
+            "part `{name}` is not shared by vmm: pools and legacy handles end with their process, so a broker can't keep them"
         ));
     }
     if memory.pool.is_some() || memory.pointer.is_some() || memory.offset != 0 {
