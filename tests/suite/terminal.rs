@@ -213,7 +213,7 @@ fn loading_weights_shows_a_bar() {
 }
 
 #[test]
-fn large_put_shows_its_bar_before_the_first_copy() {
+fn large_put_shows_its_bar_early() {
     let meeting = Meeting::fake();
     let file = meeting.folder().join("large");
     File::create(&file).unwrap().set_len(1 << 30).unwrap();

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_says_whether_it_is_as_it_is_to_be() {
+    fn figure_is_compared_with_its_target() {
         let figure = |name: &str, size, value, at_most, at_least| {
             let name = name.to_owned();
             Figure { bench: Bench::Broker, name, size, value, unit: "us", at_most, at_least }

@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ticks_of_a_process_are_its_fourteenth_and_fifteenth_fields() {
+    fn ticks_are_fields_14_and_15() {
         let stat = "4242 (a) b) (c) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17";
         assert_eq!(ticks(stat), Some([11.0, 12.0]));
         assert_eq!([ticks("4242 (a) S 1 2"), ticks("")], [None, None]);
