@@ -16,7 +16,7 @@ pub use crate::driver::{
     cuda::{CudaDriver, exit_at_once},
     diagnosis::{Diagnosis, EventHandle, MadeFor},
     host::{HostDriver, Live},
-    kernels::{Counted, Kernels, Stretch},
+    kernels::{Counted, Kernels, PatternSpan},
     legacy::LegacyIpc,
     nvml,
     pool::{PoolHandle, Pools},

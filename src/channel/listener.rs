@@ -35,7 +35,7 @@ use super::{
 };
 use crate::error::{Error, Result, SocketError};
 
-/// The largest number of connections that wait to be accepted.
+/// The length of the accept queue.
 const BACKLOG: i32 = 128;
 
 /// How long a drop waits for the lock.
@@ -75,8 +75,9 @@ impl Listener {
         Self::bind_and_mark(path, rights, false, timeout, cancel).map(|(listener, _)| listener)
     }
 
-    /// Like [`Listener::bind`], with the permissions that `rights` sets before the file has its name. If `marks`, leaves a mark next to the
-    /// socket, which is removed with the socket's file. Also returns the process of a remaining mark, which did not shut down cleanly.
+    /// Like [`Listener::bind`], with the permissions that `rights` sets before the file gets its final name. If `marks`, leaves a mark next
+    /// to the socket, which is removed with the socket's file. Also returns the process of a remaining mark, which did not shut down
+    /// cleanly.
     pub(crate) fn bind_and_mark(
         path: &Path,
         rights: impl Fn(&SocketName<'_>) -> io::Result<()>,

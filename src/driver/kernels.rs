@@ -6,7 +6,7 @@ use crate::error::Result;
 
 /// The memory that a kernel processes, and the expected pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stretch {
+pub struct PatternSpan {
     /// The address of the first byte.
     pub address: u64,
     /// Offset of the first byte in the object. Differs from `address` by a multiple of 4, so that words are aligned.
@@ -31,7 +31,7 @@ pub struct Counted {
 /// Kernels that write and check the pattern at the speed of the device's memory.
 ///
 /// The rules of [`super::Verbs`] apply. In addition, a kernel that lacks access to memory would fault, which destroys the context. So
-/// memory that the device may not access, and a stretch whose address and start don't match, fail with `CUDA_ERROR_INVALID_VALUE`, and
+/// memory that the device may not access, and a span whose address and start don't match, fail with `CUDA_ERROR_INVALID_VALUE`, and
 /// no kernel is started. All work has finished when a call returns.
 pub trait Kernels: Debug + Send + Sync {
     /// Whether a device's kernels are loaded, so that the next call only takes its own time.
@@ -43,8 +43,8 @@ pub trait Kernels: Debug + Send + Sync {
 
     /// Writes the pattern, and returns the kernel's duration, by device events. `cuLaunchKernel`,
     /// `cuStreamSynchronize`.
-    fn fill(&self, ordinal: i32, stretch: &Stretch) -> Result<Duration>;
+    fn fill(&self, ordinal: i32, span: &PatternSpan) -> Result<Duration>;
 
     /// Checks the pattern. `cuLaunchKernel`, `cuMemcpyDtoH`.
-    fn verify(&self, ordinal: i32, stretch: &Stretch) -> Result<Counted>;
+    fn verify(&self, ordinal: i32, span: &PatternSpan) -> Result<Counted>;
 }

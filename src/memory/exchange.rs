@@ -93,9 +93,9 @@ impl<'a> Place<'a> {
 /// Replaces the memory at every place, or at none. The old memory becomes the spare memory. If a place has no new memory, the old memory
 /// is released and the addresses stay reserved.
 ///
-/// On CUDA, each place is unmapped, mapped, and given access once, so its addresses are unmapped for a moment. On the host backend, a
-/// segment of the same size replaces each segment in one step. In both cases the addresses stay reserved, so no other memory of this
-/// process can get them. Waits until all work in the devices' primary contexts has finished.
+/// On CUDA, each place is unmapped, mapped, and given access once, so its addresses are briefly unmapped. On the host backend, a
+/// segment of the same size replaces each segment in one step. In both cases the addresses stay reserved, so no other mapping in this
+/// process can take them. Waits until all work in the devices' primary contexts has finished.
 ///
 /// # Errors
 /// [`Error::Misuse`] if a mirror of the memory is open; [`Error::Driver`] if earlier device work failed, or if all places were parked

@@ -31,7 +31,7 @@ const MAX_INDEX: u64 = 100_000_000;
 
 /// The open safetensors files of a model. Tensors have unique names, do not overlap and cover all data of each file.
 ///
-/// Keeps the files open, and holds no memory of a device.
+/// Keeps the files open, and holds no device memory.
 #[derive(Debug)]
 pub struct Checkpoint {
     files: Vec<WeightsFile>,
@@ -84,7 +84,7 @@ impl Checkpoint {
                     let other: &WeightsFile = files.get(other).unwrap_or(&file);
                     let (name, other) = (&tensor.name, other.path.display());
                     return Err(
-                        file.unfit(format!("has a tensor {name:?}, and so has {other}: tensor names must be unique"))
+                        file.unfit(format!("has a tensor {name:?}, and so does {other}: tensor names must be unique"))
                     );
                 }
                 names.insert(tensor.name.clone(), index);
@@ -365,7 +365,7 @@ fn unopened(path: &Path, named_by: Option<&Path>, error: io::Error) -> Error {
         io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
             WeightsError::Absent { path, named_by: named_by.map(Path::to_owned) }.into()
         }
-        io::ErrorKind::InvalidInput | io::ErrorKind::InvalidFilename => unfit(&path, "can't be a path".to_owned()),
+        io::ErrorKind::InvalidInput | io::ErrorKind::InvalidFilename => unfit(&path, "is not a valid path".to_owned()),
         io::ErrorKind::PermissionDenied => WeightsError::Denied { path }.into(),
         _ => Error::system(format!("open {}", path.display()), error),
     }

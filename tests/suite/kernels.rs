@@ -10,7 +10,7 @@ use vmmfd::{
         code,
     },
     error::DeviceError,
-    internals::{self, CudaDriver, Kernels, Location, Stretch, Verbs},
+    internals::{self, CudaDriver, Kernels, Location, PatternSpan, Verbs},
     memory::{Allocation, Device, Mapping, Region, Selector},
 };
 use vmmfd_cli::check::pattern::{self, Engine, EngineChoice, Mismatch, Pattern, Verification};
@@ -197,7 +197,7 @@ fn a_fill_leaves_zeros_behind(subject: Subject) {
 
 fn inaccessible_range_runs_no_kernel(subject: Subject) {
     let memory = Mapped::new(&*subject.verbs, &EXPORTABLE, 2);
-    let stretch = Stretch { address: memory.address, start: 0, size: memory.size, salt: 1 };
+    let stretch = PatternSpan { address: memory.address, start: 0, size: memory.size, salt: 1 };
     kernels(&subject).fill(0, &stretch).unwrap();
     memory.allow(Some(ReadOnly));
     assert_eq!(code(kernels(&subject).fill(0, &stretch)), code::INVALID_VALUE);
@@ -213,16 +213,16 @@ fn inaccessible_range_runs_no_kernel(subject: Subject) {
 
 fn unmapped_range_is_refused(subject: Subject) {
     let memory = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
-    let good = Stretch { address: memory.address, start: 0, size: memory.size, salt: 1 };
+    let good = PatternSpan { address: memory.address, start: 0, size: memory.size, salt: 1 };
     for bad in [
-        Stretch { size: memory.size + 1, ..good },
-        Stretch { address: memory.address - 4, ..good },
-        Stretch { address: memory.address + 4, ..good },
-        Stretch { address: 0, ..good },
-        Stretch { size: u64::MAX, ..good },
-        Stretch { start: u64::MAX - 3, ..good },
-        Stretch { start: 1, size: 8, ..good },
-        Stretch { address: memory.address + 2, size: 8, ..good },
+        PatternSpan { size: memory.size + 1, ..good },
+        PatternSpan { address: memory.address - 4, ..good },
+        PatternSpan { address: memory.address + 4, ..good },
+        PatternSpan { address: 0, ..good },
+        PatternSpan { size: u64::MAX, ..good },
+        PatternSpan { start: u64::MAX - 3, ..good },
+        PatternSpan { start: 1, size: 8, ..good },
+        PatternSpan { address: memory.address + 2, size: 8, ..good },
     ] {
         assert_eq!(code(kernels(&subject).fill(0, &bad)), code::INVALID_VALUE, "{bad:?}");
         assert_eq!(code(kernels(&subject).verify(0, &bad)), code::INVALID_VALUE, "{bad:?}");
@@ -296,7 +296,7 @@ fn other_device_needs_own_access() {
     let driver: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
     let device = Device::find(&internals::driver(Arc::clone(&driver)), Selector::Ordinal(0)).unwrap();
     let mapping = Mapping::new(&Allocation::create(&device, 4096).unwrap(), ReadWrite).unwrap();
-    let stretch = Stretch { address: mapping.address(), start: 0, size: 4096, salt: 1 };
+    let stretch = PatternSpan { address: mapping.address(), start: 0, size: 4096, salt: 1 };
     let kernels = driver.kernels().unwrap();
     kernels.fill(0, &stretch).unwrap();
     assert_eq!(code(kernels.verify(1, &stretch)), code::INVALID_VALUE);

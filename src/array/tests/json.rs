@@ -27,7 +27,7 @@ fn dtype_names_round_trip() {
         let text = text.replace(r#","shape""#, r#","byte_order":"big","shape""#);
         if has_no_order(dtype) {
             let error = read(&text).unwrap_err().to_string();
-            assert!(error.starts_with(&format!("a byte_order of `big` has no meaning for {dtype}")), "{error}");
+            assert!(error.starts_with(&format!("a byte_order of `big` is invalid for {dtype}")), "{error}");
         } else {
             let made = ArrayDescriptor { dtype: element(&format!(">{dtype}")), ..made };
             assert_eq!(written(&made), text);

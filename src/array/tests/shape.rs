@@ -35,7 +35,7 @@ fn invalid_shapes_are_refused() {
         "2,", ",2", "2,,3", "2, 3", "2x3,4", "2,3x4", "(2)", "(2,3)", "2×3", "٣",
     ] {
         let error = parse_shape(text).unwrap_err().to_string();
-        assert!(error.contains("` is not a shape: write whole numbers with x or commas between"), "{text:?}: {error}");
+        assert!(error.contains("` is not a shape: write whole numbers separated by x or commas"), "{text:?}: {error}");
     }
     let long = parse_shape("2x18446744073709551616").unwrap_err().to_string();
     assert!(long.contains("is not a shape of lengths below 2⁶⁴: write smaller numbers"), "{long}");

@@ -77,7 +77,7 @@ impl Connection {
         poll(&mut polled, PollTimeout::ZERO).is_ok_and(|count| count > 0)
     }
 
-    /// Replaces the socket, resumes leases and puts, and restores lost versions. `incoming` is the right to make requests.
+    /// Replaces the socket, resumes leases and puts, and restores lost versions. Holding `incoming` is the right to make requests.
     pub(super) fn adopt(&self, dialled: Dialled, incoming: &mut Vec<u8>) -> Result<()> {
         let Dialled { socket, peer, instance } = dialled;
         self.socket.replace(&socket)?;
@@ -206,8 +206,8 @@ impl Connection {
             };
             // Another reader may have restored it first, and the broker may accept fewer leases than offered.
             let unknown = self.resume(&tokens, &[], incoming)?;
-            let problem =
-                problem.unwrap_or_else(|| "the broker gave this process no lease of the restored version".to_owned());
+            let problem = problem
+                .unwrap_or_else(|| "the broker granted this process no lease on the restored version".to_owned());
             outcomes.extend(leases.into_iter().map(|held| {
                 let why = unknown.contains(&held.token).then(|| problem.clone());
                 (held, why)

@@ -205,7 +205,7 @@ fn receive_all(socket: &OwnedFd, keeper: &Process, cancel: &Cancel) -> io::Resul
                 return Err(io::Error::other(format!("it sent {message:?} during the handover")));
             }
             // It still holds everything. This process drops its copies, and the next server takes over.
-            Arrival::End if !keeper.ends_within(HANDOVER_TIMEOUT) => {
+            Arrival::End if !keeper.exits_within(HANDOVER_TIMEOUT) => {
                 return Err(io::Error::other(
                     "it aborted the handover because this server did not read: start the server again",
                 ));

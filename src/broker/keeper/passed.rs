@@ -27,7 +27,7 @@ pub(super) struct Passed<'a> {
     pub(super) kept: Vec<(&'a str, BorrowedFd<'a>)>,
     pub(super) server: Option<BorrowedFd<'a>>,
     pub(super) listener: Option<BorrowedFd<'a>>,
-    pub(super) asker: Option<BorrowedFd<'a>>,
+    pub(super) requester: Option<BorrowedFd<'a>>,
     pub(super) last_report: &'a str,
 }
 
@@ -48,7 +48,7 @@ impl<'a> Passed<'a> {
         names: &'n [String],
         process: Option<BorrowedFd<'a>>,
     ) -> Vec<(&'n str, BorrowedFd<'a>)> {
-        let others = [(LINK, self.server), (LISTENER, self.listener), (ASKER, self.asker), (SERVER, process)];
+        let others = [(LINK, self.server), (LISTENER, self.listener), (ASKER, self.requester), (SERVER, process)];
         self.sorted(names, others)
     }
 
@@ -73,7 +73,7 @@ pub(super) struct Received {
     pub(super) kept: Vec<(String, OwnedFd)>,
     pub(super) server: Option<OwnedFd>,
     pub(super) listener: Option<OwnedFd>,
-    pub(super) asker: Option<OwnedFd>,
+    pub(super) requester: Option<OwnedFd>,
     /// The server's pidfd.
     pub(super) process: Option<OwnedFd>,
     pub(super) last_report: String,
@@ -92,7 +92,7 @@ impl Received {
             match name.as_str() {
                 LINK => received.server = Some(fd),
                 LISTENER => received.listener = Some(fd),
-                ASKER => received.asker = Some(fd),
+                ASKER => received.requester = Some(fd),
                 SERVER => received.process = Some(fd),
                 other => {
                     if let Some(kept) = other.strip_prefix(KEPT) {

@@ -44,7 +44,7 @@ impl Process {
     }
 
     /// Waits up to `wait` for the process to exit. A process without a pidfd counts as exited.
-    pub(in crate::broker) fn ends_within(&self, wait: Duration) -> bool {
+    pub(in crate::broker) fn exits_within(&self, wait: Duration) -> bool {
         self.pidfd.as_ref().is_none_or(|pidfd| ready(pidfd, PollFlags::POLLIN, wait))
     }
 
@@ -53,7 +53,7 @@ impl Process {
         let Some(pidfd) = &self.pidfd else { return false };
         // Fails if the process has exited.
         let _ = pidfd_send_signal(pidfd, Signal::TERM);
-        let has_ended = self.ends_within(wait);
+        let has_ended = self.exits_within(wait);
         if has_ended && self.is_child {
             let _ = waitpid(Pid::from_raw(self.pid), None);
         }

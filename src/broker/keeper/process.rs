@@ -91,7 +91,7 @@ impl KeeperProcess {
     }
 
     fn new(received: Received, role: Role, newcomers: Option<Newcomers>, service: Option<Service>) -> io::Result<Self> {
-        let Received { kept, server, asker, last_report, is_incomplete, .. } = received;
+        let Received { kept, server, requester, last_report, is_incomplete, .. } = received;
         let greeted = matches!(role, Role::Reloaded(_));
         let server = server.map(|socket| {
             let pid = service.as_ref().map_or_else(|| Peer::of(&socket).map_or(0, |peer| peer.pid), Service::pid);
@@ -107,9 +107,9 @@ impl KeeperProcess {
             service,
             reload: None,
         };
-        if let Some(asker) = asker {
-            tracing::info!("reloaded: executes {}", keeper.image.path.display());
-            answer(&asker, &Message::Welcome { version: VERSION, allowed: descriptor_limit() });
+        if let Some(requester) = requester {
+            tracing::info!("reloaded: now executing {}", keeper.image.path.display());
+            answer(&requester, &Message::Welcome { version: VERSION, allowed: descriptor_limit() });
         }
         Ok(keeper)
     }
@@ -151,7 +151,7 @@ impl KeeperProcess {
                 }
             }
             if self.service.as_mut().is_some_and(Service::has_ended) {
-                // Messages that it sent before it died.
+                // Read the messages that it sent before it died.
                 self.read_server(usize::MAX);
                 self.server = None;
                 if let Some(code) = self.service.as_mut().and_then(Service::after_end) {
@@ -159,9 +159,9 @@ impl KeeperProcess {
                 }
             }
             if self.is_settled()
-                && let Some(asker) = self.reload.take()
+                && let Some(requester) = self.reload.take()
             {
-                self.reload(asker)?;
+                self.reload(requester)?;
             }
         }
     }
@@ -324,7 +324,7 @@ impl KeeperProcess {
     }
 
     /// Executes the program at this program's path in place, with all descriptors, if it can take over.
-    fn reload(&mut self, asker: Option<OwnedFd>) -> Result<()> {
+    fn reload(&mut self, requester: Option<OwnedFd>) -> Result<()> {
         // The next program starts to count at 0.
         if let Some(server) = self.server.as_mut().filter(|server| server.received > 0) {
             let received = std::mem::take(&mut server.received) as u64;
@@ -335,15 +335,15 @@ impl KeeperProcess {
             kept: self.held.iter().collect(),
             server: self.server.as_ref().map(|server| server.socket.as_fd()),
             listener: self.newcomers.as_ref().map(Newcomers::listener),
-            asker: asker.as_ref().map(AsFd::as_fd),
+            requester: requester.as_ref().map(AsFd::as_fd),
             last_report: &self.held.last_report,
         };
         let file = match self.image.check(&passed) {
             Ok(file) => file,
             Err(why) => {
                 tracing::warn!("not reloaded: {why}; the current program keeps running");
-                if let Some(asker) = asker {
-                    answer(&asker, &Message::Refused(why));
+                if let Some(requester) = requester {
+                    answer(&requester, &Message::Refused(why));
                 }
                 return Ok(());
             }

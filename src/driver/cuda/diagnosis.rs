@@ -64,7 +64,7 @@ impl Core {
     pub(super) fn settle(&self) -> Result<()> {
         // SAFETY: no pointers.
         unsafe { self.functions.ctx_synchronize() }.inspect_err(|_| {
-            // SAFETY: null is the default stream, which all work uses. If it fails, it is with the same error.
+            // SAFETY: null is the default stream, which all work uses. A failure here repeats the same error.
             let _ = unsafe { self.functions.stream_synchronize(ptr::null_mut()) };
         })
     }
@@ -136,7 +136,7 @@ impl Diagnosis for Core {
             let begun = Instant::now();
             // SAFETY: no pointers. Both ranges stay mapped while the table is locked.
             let copied = unsafe { self.functions.memcpy_dtod(to, from, size as usize) };
-            // The copy may still be in progress, even after an error, and must not be when the table is unlocked.
+            // The copy may still be in progress, even after an error, and must finish before the table is unlocked.
             let done = self.settle();
             copied.and(done).map(|()| begun.elapsed())
         })
@@ -163,7 +163,7 @@ impl Diagnosis for Core {
                 // SAFETY: the arguments match the kernel, and are read before the call returns. It writes one word, whose address stays
                 // mapped while the table is locked. Null is the default stream.
                 let launched = unsafe { functions.launch_kernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, arguments, none) };
-                // The kernel may still run, and must not when the table is unlocked.
+                // The kernel may still be running, and must finish before the table is unlocked.
                 let done = self.settle();
                 launched.and(done)
             });

@@ -12,7 +12,7 @@ use cudarc::driver::sys::CUdevice_attribute as DeviceAttribute;
 use super::{
     super::{
         Access, code, failure,
-        kernels::{Counted, Kernels, Stretch},
+        kernels::{Counted, Kernels, PatternSpan},
     },
     Core, Functions,
 };
@@ -47,7 +47,7 @@ pub(super) struct Program {
     verify: Handle,
     begin: Handle,
     end: Handle,
-    /// Device memory with the number of wrong words and the index of the first.
+    /// The address of the result in device memory: the number of wrong words, and the index of the first.
     result: u64,
     multiprocessors: u32,
 }
@@ -84,7 +84,7 @@ impl Program {
         Ok(())
     }
 
-    /// Frees all loaded resources. Their context is current, and no kernel runs.
+    /// Frees all loaded resources. Their context is current, and no kernel is running.
     pub(super) fn unload(&self, functions: &Functions) {
         // SAFETY: non-null values were returned by the driver, and are released once.
         let released = unsafe {
@@ -100,10 +100,10 @@ impl Program {
         }
     }
 
-    /// Starts a kernel on a stretch, with at most `max_blocks` blocks, between the two events. It may still run on return, even
+    /// Starts a kernel on a span, with at most `max_blocks` blocks, between the two events. It may still run on return, even
     /// after an error.
-    fn launch(&self, functions: &Functions, kernel: Handle, max_blocks: u32, stretch: &Stretch) -> Result<()> {
-        let Stretch { mut address, mut start, mut size, mut salt } = *stretch;
+    fn launch(&self, functions: &Functions, kernel: Handle, max_blocks: u32, span: &PatternSpan) -> Result<()> {
+        let PatternSpan { mut address, mut start, mut size, mut salt } = *span;
         let mut result = self.result;
         // The kernel that writes does not use the last argument.
         let mut arguments: [*mut c_void; 5] = [
@@ -117,7 +117,7 @@ impl Program {
         let blocks = u32::try_from(wanted).unwrap_or(max_blocks).clamp(1, max_blocks);
         let (stream, none) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: null is the default stream. The events and the kernel are alive. The arguments match the kernel, and are read before the
-        // call returns. The caller promises the memory.
+        // call returns. The caller guarantees access to the memory.
         unsafe {
             functions.event_record(self.begin.0, stream)?;
             functions.launch_kernel(kernel.0, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments.as_mut_ptr(), none)?;
@@ -162,12 +162,12 @@ impl Core {
     fn run<T>(
         &self,
         ordinal: i32,
-        stretch: &Stretch,
+        span: &PatternSpan,
         access: Access,
         work: impl FnOnce(&Functions, &Program) -> Result<T>,
     ) -> Result<T> {
         self.origin.check()?;
-        let Stretch { address, start, size, .. } = *stretch;
+        let PatternSpan { address, start, size, .. } = *span;
         let slot = self.slot(ordinal);
         self.in_context(ordinal, || {
             let mut program = locked(&slot);
@@ -178,7 +178,7 @@ impl Core {
                 return Err(failure("cuLaunchKernel", code::INVALID_VALUE));
             }
             work(&self.functions, program).inspect_err(|_| {
-                // The kernel may still run, and must not when the table is unlocked. If this fails, it is with the same error.
+                // The kernel may still be running, and must finish before the table is unlocked. A failure here repeats the same error.
                 let _ = self.settle();
             })
         })
@@ -201,23 +201,23 @@ impl Kernels for Core {
         self.in_context(ordinal, || self.loaded(ordinal, &mut locked(&slot)).map(drop))
     }
 
-    fn fill(&self, ordinal: i32, stretch: &Stretch) -> Result<Duration> {
-        self.run(ordinal, stretch, Access::ReadWrite, |functions, program| {
-            program.launch(functions, program.fill, MAX_BLOCKS, stretch)?;
+    fn fill(&self, ordinal: i32, span: &PatternSpan) -> Result<Duration> {
+        self.run(ordinal, span, Access::ReadWrite, |functions, program| {
+            program.launch(functions, program.fill, MAX_BLOCKS, span)?;
             // SAFETY: null is the default stream.
             unsafe { functions.stream_synchronize(ptr::null_mut()) }?;
             program.took(functions)
         })
     }
 
-    fn verify(&self, ordinal: i32, stretch: &Stretch) -> Result<Counted> {
-        self.run(ordinal, stretch, Access::ReadOnly, |functions, program| {
+    fn verify(&self, ordinal: i32, span: &PatternSpan) -> Result<Counted> {
+        self.run(ordinal, span, Access::ReadOnly, |functions, program| {
             let mut result = NO_MISMATCH;
             // SAFETY: source and destination have room for the two numbers. The second copy uses the kernel's stream, and waits for it.
             unsafe {
                 functions.memcpy_htod(program.result, (&raw const result).cast(), size_of_val(&result))?;
                 let max_blocks = program.multiprocessors.saturating_mul(CHECK_BLOCKS);
-                program.launch(functions, program.verify, max_blocks, stretch)?;
+                program.launch(functions, program.verify, max_blocks, span)?;
                 functions.memcpy_dtoh((&raw mut result).cast(), program.result, size_of_val(&result))?;
             }
             let [mismatches, first] = result;

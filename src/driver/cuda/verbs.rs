@@ -257,7 +257,7 @@ unsafe impl Verbs for CudaDriver {
             // tests the GPU faulted, which destroys the context. So the transfer must be finished on return, even after an error.
             // SAFETY: null is the default stream, which the copy uses.
             unsafe { self.core.functions.stream_synchronize(ptr::null_mut()) }.inspect_err(|_| {
-                // SAFETY: no pointers. If it fails, it is with the same error.
+                // SAFETY: no pointers. A failure here repeats the same error.
                 let _ = unsafe { self.core.functions.ctx_synchronize() };
             })
         })

@@ -79,8 +79,8 @@ impl ServeReport {
 ///
 /// # Errors
 /// In the report: [`PeerError::NoConsumer`] if no consumer is connected and none connects within the timeout;
-/// [`Error::Interrupted`] if the service was cancelled, the only end of a service without a limit; errors of filling the buffer;
-/// [`Error::System`]. Errors of one consumer are in [`Served::error`].
+/// [`Error::Interrupted`] if the service was cancelled, which is the only way that a service without a limit ends; errors of filling the
+/// buffer; [`Error::System`]. Errors of one consumer are in [`Served::error`].
 pub fn serve(
     listener: Listener,
     buffer: &Buffer<'_>,
@@ -153,7 +153,7 @@ struct ServiceState {
     admitted: u64,
     /// The number of connected consumers.
     connected: u64,
-    /// When the time without a consumer started: after the first fill, and after each consumer.
+    /// When the time without a consumer started: at the end of the first fill, and of the last session.
     idle_since: Option<Instant>,
     served: Vec<Served>,
 }
@@ -274,7 +274,7 @@ impl<'a> Server<'a> {
         })
     }
 
-    /// Starts a session with a consumer, or refuses it if all expected consumers have come.
+    /// Starts a session with a consumer, or refuses it if all expected consumers were admitted.
     fn admit<'scope>(
         &'scope self,
         scope: &'scope Scope<'scope, '_>,

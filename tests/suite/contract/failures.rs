@@ -117,7 +117,7 @@ fn calls_of_parts(
     fd: BorrowedFd<'_>,
 ) -> Vec<Result<(), Error>> {
     let (legacy, pools, kernels, diagnosis) = *parts;
-    let stretch = Stretch { address, start: 0, size: 4, salt: 0 };
+    let stretch = PatternSpan { address, start: 0, size: 4, salt: 0 };
     let mut answers = Vec::new();
     answers.extend(legacy.into_iter().flat_map(|legacy| {
         let handle = [0; 64];

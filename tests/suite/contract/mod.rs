@@ -26,7 +26,7 @@ use vmmfd::{
     },
     error::{DeviceError, ErrorKind, MemoryError},
     internals::{
-        Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location, MadeFor, Pools, Properties, Stretch, Verbs,
+        Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location, MadeFor, PatternSpan, Pools, Properties, Verbs,
     },
     memory::{Allocation, Device, Mapping, Region, Reservation, Selector},
 };

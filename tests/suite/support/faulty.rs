@@ -16,7 +16,7 @@ use vmmfd::{
     driver::{Access, Attribute, Backend, DeviceUuid, MemoryInfo},
     internals::{
         Bare, Counted, Diagnosis, EventHandle, Granularity, Handle, Kernels, LegacyIpc, Live, Location, MadeFor,
-        PageLocked, PoolHandle, Pools, Properties, Stretch, Verbs, Window,
+        PageLocked, PatternSpan, PoolHandle, Pools, Properties, Verbs, Window,
     },
 };
 
@@ -443,12 +443,12 @@ impl Kernels for Faulty {
         self.inner.kernels()?.load(ordinal)
     }
 
-    fn fill(&self, ordinal: i32, stretch: &Stretch) -> Result<Duration> {
+    fn fill(&self, ordinal: i32, stretch: &PatternSpan) -> Result<Duration> {
         self.meet("kernels fill")?;
         self.inner.kernels()?.fill(ordinal, stretch)
     }
 
-    fn verify(&self, ordinal: i32, stretch: &Stretch) -> Result<Counted> {
+    fn verify(&self, ordinal: i32, stretch: &PatternSpan) -> Result<Counted> {
         self.meet("kernels verify")?;
         self.inner.kernels()?.verify(ordinal, stretch)
     }

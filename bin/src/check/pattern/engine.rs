@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use vmmfd::{
     driver::Access,
     error::{DeviceError, Error, MemoryError, ParseError, Result},
-    internals::{Counted, Kernels, Stretch, parse_error},
+    internals::{Counted, Kernels, PatternSpan, parse_error},
     memory::Region,
 };
 
@@ -153,8 +153,8 @@ impl EngineChoice {
         };
         let (mut all, mut elapsed) = (Verification::default(), Duration::ZERO);
         for part in slices(range.clone(), SPAN) {
-            let stretch = stretch(region, start, &part, pattern);
-            let counted = kernels.verify(region.device().ordinal(), &stretch)?;
+            let span = span(region, start, &part, pattern);
+            let counted = kernels.verify(region.device().ordinal(), &span)?;
             elapsed += counted.took;
             all.join(verification(region, start, &part, pattern, counted)?);
             progress(part.end - range.start)?;
@@ -215,9 +215,9 @@ impl Chosen<'_> {
 }
 
 /// A part of an object in memory that starts at the object's offset `start`.
-fn stretch(region: &dyn Region, start: u64, part: &Range<u64>, pattern: Pattern) -> Stretch {
+fn span(region: &dyn Region, start: u64, part: &Range<u64>, pattern: Pattern) -> PatternSpan {
     let address = region.address() + (part.start - start);
-    Stretch { address, start: part.start, size: part.end - part.start, salt: pattern.salt() }
+    PatternSpan { address, start: part.start, size: part.end - part.start, salt: pattern.salt() }
 }
 
 fn write_with(
@@ -233,7 +233,7 @@ fn write_with(
     }
     let mut elapsed = Duration::ZERO;
     for part in slices(range.clone(), SPAN) {
-        elapsed += kernels.fill(region.device().ordinal(), &stretch(region, start, &part, pattern))?;
+        elapsed += kernels.fill(region.device().ordinal(), &span(region, start, &part, pattern))?;
         progress(part.end - range.start)?;
     }
     Ok(elapsed)

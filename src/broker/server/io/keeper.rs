@@ -143,7 +143,7 @@ impl KeeperLink {
         // A keeper that lived long is replaced at once, the next after a delay. A keeper that is still alive has closed the connection
         // itself and would soon do so again.
         let lived = now.saturating_duration_since(next_attempt);
-        let lives = |keeper: &Process| !keeper.ends_within(EXIT_GRACE);
+        let lives = |keeper: &Process| !keeper.exits_within(EXIT_GRACE);
         let has_closed = !self.starts_keeper() && self.keeper.as_ref().is_some_and(lives);
         let max_delay = if self.starts_keeper() { MAX_DELAY } else { MAX_DELAY_BY_PATH };
         self.delay = match () {

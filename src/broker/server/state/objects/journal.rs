@@ -22,22 +22,22 @@ use crate::{
 };
 
 /// The number of events kept in memory.
-const EVENTS: usize = 16 * 1024;
+const MAX_EVENTS: usize = 16 * 1024;
 
 /// The number of events copied into a new log: watchers are rarely further behind.
-const EVENTS_KEPT: usize = 1024;
+const MAX_EVENTS_COPIED: usize = 1024;
 
 /// The number of remembered requests without a live version: deletes, and puts of versions that are gone.
-const ANSWERED: usize = 1024;
+const MAX_ANSWERED: usize = 1024;
 
 /// The number of deleted names remembered per user.
-const DELETED: usize = 1024;
+const MAX_DELETED: usize = 1024;
 
 /// The catalogue, the events, and everything else that the next server needs.
 #[derive(Debug)]
 pub(crate) struct Journal {
     log: Catalogue,
-    /// Which of the two names the log has in the keeper.
+    /// Whether the keeper holds the log under the second of its two names.
     second: bool,
     /// The memfd under the other name: the next log.
     spare: Option<OwnedFd>,
@@ -182,7 +182,7 @@ impl Journal {
         let Some(mut seen) = seen else { return };
         self.last += 1;
         seen.event.seq = self.last;
-        if self.events.len() >= EVENTS {
+        if self.events.len() >= MAX_EVENTS {
             self.events.pop_front();
         }
         self.events.push_back(seen);
@@ -190,7 +190,7 @@ impl Journal {
 
     /// Remembers a completed request without a live version: a delete, or the put of a version that is gone.
     pub(crate) fn note_answered(&mut self, answered: Answered) {
-        push_bounded(&mut self.answered, answered, ANSWERED);
+        push_bounded(&mut self.answered, answered, MAX_ANSWERED);
     }
 
     /// Remembers a deleted name, and the request that deleted it.
@@ -200,7 +200,7 @@ impl Journal {
             self.note_answered(Answered { request, name: Some(name.clone()), published: None });
         }
         if let Some(owner) = owner {
-            push_bounded(self.deleted.entry(*owner).or_default(), name.clone(), DELETED);
+            push_bounded(self.deleted.entry(*owner).or_default(), name.clone(), MAX_DELETED);
         }
     }
 
@@ -260,7 +260,7 @@ impl Journal {
         if !store.has_kept(self.spare_mark) {
             return Ok(None);
         }
-        let kept = self.events.len().saturating_sub(EVENTS_KEPT);
+        let kept = self.events.len().saturating_sub(MAX_EVENTS_COPIED);
         self.events.iter().skip(kept).try_for_each(|seen| rewrite.add(&Record::Seen(seen.clone())))?;
         self.answered.iter().try_for_each(|answered| rewrite.add(&Record::Answered(answered.clone())))?;
         rewrite.add(&Record::Whole { seq: self.last })?;
