@@ -48,7 +48,7 @@ pub enum Placement {
     /// Device memory.
     #[default]
     Device,
-    /// Host memory on the NUMA node next to the device. The CPU and the device both reach it.
+    /// Host memory on the NUMA node closest to the device. The CPU and the device both reach it.
     Host,
 }
 
@@ -127,7 +127,7 @@ pub enum Sharing {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Description {
-    /// The device that owns the memory; for host memory, the device next to it.
+    /// The device that owns the memory; for host memory, the device closest to it.
     pub device: DeviceIdentity,
     /// The mechanism and its data.
     pub sharing: Sharing,

@@ -42,7 +42,7 @@ impl Allocation {
         Self::create_at(device, Placement::Device, size)
     }
 
-    /// Like [`Allocation::create`], in device memory or in host memory on the NUMA node next to the device.
+    /// Like [`Allocation::create`], in device memory or in host memory on the NUMA node closest to the device.
     ///
     /// # Errors
     /// The errors of [`Allocation::create`]; [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) if the driver does not

@@ -1,4 +1,4 @@
-//! Replaces a mapped object by another version at the same addresses.
+//! Replaces a mapped object with another version at the same addresses.
 
 use std::{
     mem,

@@ -189,7 +189,7 @@ impl Server {
     /// refuses this server, or has the catalogue of a newer build; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
         // Inherited descriptors need room too.
-        reactor::make_room(cancel.as_fd(), reactor::raise_limit());
+        reactor::preallocate_descriptor_table(cancel.as_fd(), reactor::raise_limit());
         let taken = match (&config.started_by_keeper, &config.keeper) {
             (Some(_), _) => Takeover::of_parent(cancel)?,
             (None, Some(keeper)) => Takeover::of(keeper, path, cancel)?,

@@ -139,7 +139,7 @@ impl<'a> Session<'a> {
             return Err(mismatch(ErrorCode::Access, message));
         }
         let range = buffer.range(request.range)?;
-        let begun = Instant::now();
+        let started = Instant::now();
         let reply = replies && access == Access::ReadWrite;
         let check = buffer.content().check(&range, reply, &mut || self.link.busy())?;
         let offered = Offered { range, reply, check };
@@ -147,7 +147,7 @@ impl<'a> Session<'a> {
             buffer.invalidate();
         }
         self.hand_over(&offered, access)?;
-        observer(Event::Offered { peer: self.link.peer(), access, elapsed: begun.elapsed() });
+        observer(Event::Offered { peer: self.link.peer(), access, elapsed: started.elapsed() });
         self.conclude(&offered)
     }
 
@@ -223,7 +223,7 @@ impl<'a> Session<'a> {
     /// Receives the consumer's result, checks its reply, and answers.
     fn conclude(&mut self, offered: &Offered) -> Result<()> {
         let Context { buffer, observer, .. } = self.context;
-        let begun = Instant::now();
+        let started = Instant::now();
         let result: Verdict = match self.link.receive("for the consumer's result")? {
             (Message::Result(verdict), _) => verdict,
             (other, _) => return Err(unexpected(&other, "result")),
@@ -234,7 +234,7 @@ impl<'a> Session<'a> {
             self.record(&Verdict::unchecked(false));
         }
         accepted?;
-        observer(Event::Reported { peer: self.link.peer(), verdict: &result, elapsed: begun.elapsed() });
+        observer(Event::Reported { peer: self.link.peer(), verdict: &result, elapsed: started.elapsed() });
         self.record(&result);
         let busy = &mut || self.link.busy();
         let own = buffer.content().judge(buffer.shared(), offered, &result, busy)?;

@@ -45,7 +45,7 @@ pub enum Lifetime {
     Deleted,
     /// Until the connection that put it closes.
     Maker,
-    /// Until a time has passed since its last lease was released. Without leases, since it was put.
+    /// Until this time has passed since its last lease was released, or since it was put if there was no lease.
     Idle {
         /// The time, in milliseconds.
         ms: u64,
@@ -83,7 +83,7 @@ pub struct Put {
     /// Whether the name may exist. If it does, the put adds its next version.
     #[serde(default, deserialize_with = "or_default")]
     pub replace: bool,
-    /// Requires that the current version is this one.
+    /// Requires this version to be current.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub if_version: Option<u64>,
     /// The names of all parts of the version. Empty if this put has all parts.

@@ -54,7 +54,7 @@ const RESUME_TIMEOUT: Duration = Duration::from_secs(10);
 const TIMERS_PER_TURN: usize = 128;
 
 /// The descriptor table is preallocated for this many descriptors, at 8 bytes each.
-const MAX_ROOM: usize = 1 << 20;
+const MAX_PREALLOCATED: usize = 1 << 20;
 
 /// The event loop and everything it serves.
 pub(crate) struct Reactor {
@@ -409,8 +409,8 @@ impl Reactor {
 
 /// Makes the kernel allocate a descriptor table of this size (at most 8 MiB), by duplicating `fd`. In a multithreaded process, each growth
 /// of the table waits for an RCU grace period, which would stop the event loop for 10 to 20 ms.
-pub(crate) fn make_room(fd: BorrowedFd<'_>, descriptors: usize) {
-    let last = descriptors.min(MAX_ROOM).saturating_sub(1);
+pub(crate) fn preallocate_descriptor_table(fd: BorrowedFd<'_>, descriptors: usize) {
+    let last = descriptors.min(MAX_PREALLOCATED).saturating_sub(1);
     if let Err(error) = rustix::io::fcntl_dupfd_cloexec(fd, last as RawFd) {
         tracing::debug!(%error, descriptors, "cannot preallocate the descriptor table: it grows on demand");
     }

@@ -183,7 +183,7 @@ impl Reactor {
         true
     }
 
-    /// Fails if the next record may bring descriptors that can't be closed or exceed the limit. The kernel would close the latter in this
+    /// Fails if the next record may carry descriptors that can't be closed or exceed the limit. The kernel would close the latter in this
     /// thread.
     fn check_room_to_receive(&self, id: ConnectionId) -> Result<(), String> {
         let Some(connection) = self.connections.get(id) else { return Ok(()) };
