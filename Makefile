@@ -45,7 +45,7 @@ build-tests:
 	$(CARGO) test --locked --workspace --features launch --no-run
 
 test-suite: build-tests
-	scripts/without-leftovers $(CARGO) test --locked --workspace --features launch
+	scripts/without-leftovers $(CARGO) test --locked --workspace --features launch --no-fail-fast
 
 test-rights: build-tests
 	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
