@@ -1,7 +1,7 @@
 //! Copies of the emulated CUDA driver library.
 //!
-//! All state of the library is of one loaded copy, and the loader knows a file by its inode. So each test makes a copy of
-//! its own, and tests that run side by side do not see each other's devices, faults and counts.
+//! Each loaded copy of the library has its own state. The loader identifies a file by its inode, so each test copies the file. Concurrent
+//! tests then share no devices, faults or counts.
 
 #![allow(unsafe_code, reason = "functions of a loaded library")]
 
@@ -15,10 +15,9 @@ use std::{
 use libloading::os::unix::Library;
 use tempfile::TempDir;
 
-/// The device name that the library gives, in its bytes.
 const DEVICE_NAME: &str = "fakecuda: emulated, no GPU";
 
-/// A copy of the library in a folder of its own, not loaded yet.
+/// A copy of the library in its own folder, not loaded yet.
 pub(crate) struct Copy {
     folder: TempDir,
     bytes: Vec<u8>,
@@ -26,7 +25,7 @@ pub(crate) struct Copy {
 
 impl Copy {
     pub(crate) fn new() -> Self {
-        // Beside the test's own program: cargo puts it there, and so does whoever ships both to another machine.
+        // Cargo builds the library beside the test program. A bundle for another machine has the same layout.
         let library = env::current_exe().unwrap().with_file_name("libfakecuda.so");
         let mut bytes = fs::read(&library).unwrap_or_else(|error| panic!("{}: {error}", library.display()));
         // Debug information is most of the file and of no use to the loader.
@@ -34,14 +33,14 @@ impl Copy {
         Self { folder: tempfile::tempdir().unwrap(), bytes }
     }
 
-    /// Takes a function out of the library, by giving it another name of the same length.
+    /// Removes a function from the library: renames it to a name of the same length.
     pub(crate) fn without(mut self, function: &str) -> Self {
         let (name, other) = (format!("\0{function}\0"), format!("\0{}X\0", &function[..function.len() - 1]));
         self.replace(name.as_bytes(), other.as_bytes());
         self
     }
 
-    /// Gives the library's devices another name, cut or filled up to the length of the right one.
+    /// Renames the library's devices. The name is truncated or padded to the length of `DEVICE_NAME`.
     pub(crate) fn with_device_name(mut self, name: &str) -> Self {
         let name = format!("{name:width$.width$}", width = DEVICE_NAME.len());
         self.replace(DEVICE_NAME.as_bytes(), name.as_bytes());
@@ -56,19 +55,19 @@ impl Copy {
         }
     }
 
-    /// The folder that files are put into; it goes with the copy.
+    /// The folder for files of this copy. Dropping the copy deletes the folder.
     pub(crate) fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Writes it under a name, and returns the path.
+    /// Writes the library under `name` and returns the path.
     pub(crate) fn write(&self, name: &str) -> PathBuf {
         let path = self.folder().join(name);
         fs::write(&path, &self.bytes).unwrap();
         path
     }
 
-    /// Loads it. It has one device, also where the environment hides the GPUs of this machine.
+    /// Loads the library with one device, even if the environment hides the GPUs of this machine.
     pub(crate) fn load(&self) -> Fake {
         let fake = Fake::load(self.write("libfakecuda.so"));
         fake.set("FAKECUDA_DEVICES", "1");
@@ -76,7 +75,7 @@ impl Copy {
     }
 }
 
-/// Where the last loaded segment of an ELF file ends.
+/// Returns the offset at which the last loaded segment of an ELF file ends.
 fn loaded_length(elf: &[u8]) -> usize {
     const LOAD: u64 = 1;
     let number =
@@ -95,11 +94,11 @@ pub(crate) struct Fake {
 }
 
 impl Fake {
-    /// Loads a copy's file, which may be gone afterwards: the loader does not mind.
+    /// Loads the library from `path`. The file may be deleted afterwards.
     pub(crate) fn load(path: PathBuf) -> Self {
-        // SAFETY: loading it runs no code of its own.
+        // SAFETY: the library runs no code when it is loaded.
         let library = unsafe { Library::new(&path) }.unwrap();
-        // Drivers are never unloaded, so this one neither.
+        // Drivers are never unloaded.
         Self { path, library: Box::leak(Box::new(library)) }
     }
 
@@ -107,20 +106,18 @@ impl Fake {
         &self.path
     }
 
-    /// A function of the library.
-    ///
     /// # Safety
-    /// `F` must be its type.
+    /// `F` must be the function's type.
     pub(crate) unsafe fn function<F: 'static>(&self, name: &str) -> libloading::os::unix::Symbol<F> {
         const { assert!(size_of::<F>() == size_of::<usize>()) };
         // SAFETY: the caller's promise.
         unsafe { self.library.get(name.as_bytes()) }.unwrap()
     }
 
-    /// Changes a setting: see the library's own documentation for what there is.
+    /// Changes a setting. The library's documentation lists the settings.
     pub(crate) fn set(&self, name: &str, value: &str) {
         let (name, value) = (CString::new(name).unwrap(), CString::new(value).unwrap());
-        // SAFETY: the type is that of the function, which wants two C strings.
+        // SAFETY: the type is the function's, which expects two C strings.
         unsafe {
             self.function::<unsafe extern "C" fn(*const c_char, *const c_char)>("fakecuda_set")(
                 name.as_ptr(),
@@ -129,24 +126,23 @@ impl Fake {
         }
     }
 
-    /// How often a function was called; with an empty name, how many calls there were in all.
+    /// Returns the number of calls to a function; for an empty name, the number of all calls.
     pub(crate) fn calls(&self, name: &str) -> u64 {
         let name = CString::new(name).unwrap();
-        // SAFETY: the type is that of the function, which wants a C string.
+        // SAFETY: the type is the function's, which expects a C string.
         unsafe { self.function::<unsafe extern "C" fn(*const c_char) -> u64>("fakecuda_calls")(name.as_ptr()) }
     }
 
-    /// How many waits there were in this process for an event that some process had recorded.
+    /// Returns the number of waits in this process for recorded events, of any process.
     pub(crate) fn waited(&self) -> u64 {
-        // SAFETY: the type is that of the function.
+        // SAFETY: the type is the function's.
         unsafe { self.function::<unsafe extern "C" fn() -> u64>("fakecuda_waited")() }
     }
 
-    /// What is alive in it: handles, reservations, mappings, retained contexts, blocks, pools, page-locked pieces, events,
-    /// modules.
+    /// Counts live handles, reservations, mappings, retained contexts, blocks, pools, page-locked pieces, events and modules.
     pub(crate) fn live(&self) -> [u64; 9] {
         let mut counts = [u64::MAX; 9];
-        // SAFETY: the type is that of the function, which writes nine numbers.
+        // SAFETY: the type is the function's, which writes nine numbers.
         unsafe { self.function::<unsafe extern "C" fn(*mut [u64; 9])>("fakecuda_live")(&mut counts) };
         counts
     }

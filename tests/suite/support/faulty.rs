@@ -1,4 +1,4 @@
-//! A driver that fails on demand, and keeps a ledger of what was taken and given back.
+//! A driver that fails on demand and records each resource that is acquired and released.
 
 #![allow(unsafe_code, reason = "the verbs are an unsafe trait")]
 
@@ -22,20 +22,19 @@ use vmmfd::{
 
 use super::Inode;
 
-/// Which call is to fail.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fault {
-    /// The nth from now, of those that take something or work with it. What gives back does not count.
+    /// The nth call from now. Calls that release resources do not count.
     Nth(u64),
-    /// The nth from now of this verb: the same call in each run, also where several threads call the driver.
+    /// The nth call of this verb from now. This is the same call in each run, even if several threads call the driver.
     NthOf(&'static str, u64),
-    /// The nth of those that take something or work with it, and all such calls after it.
+    /// The nth call from now and all later calls, except calls that release resources.
     From(u64),
     /// Every call of this verb.
     Verb(&'static str),
 }
 
-/// Any driver, with faults.
+/// Wraps any driver and injects faults.
 #[derive(Debug)]
 pub(crate) struct Faulty {
     inner: Arc<dyn Verbs>,
@@ -45,9 +44,8 @@ pub(crate) struct Faulty {
 #[derive(Debug, Default)]
 struct Ledger {
     fault: Option<(Fault, u32)>,
-    /// A verb that takes long.
+    /// A verb that is slowed down, and the delay.
     slow: Option<(&'static str, Duration)>,
-    /// A verb that panics.
     panics: Option<&'static str>,
     failed: Option<&'static str>,
     verbs: Vec<&'static str>,
@@ -55,9 +53,9 @@ struct Ledger {
     reservations: BTreeSet<u64>,
     mappings: BTreeMap<u64, u64>,
     exported: Vec<Inode>,
-    /// What memory was made with.
+    /// The properties of created memory.
     created: Vec<Properties>,
-    /// How often each address of a legacy handle or a pool was taken.
+    /// How many times each address of a legacy handle or a pool was acquired.
     blocks: BTreeMap<u64, usize>,
     pools: BTreeSet<PoolHandle>,
     events: BTreeSet<EventHandle>,
@@ -79,62 +77,61 @@ impl Faulty {
         Self { inner, ledger: Mutex::default() }
     }
 
-    /// Makes a call fail with this code, without reaching the driver.
+    /// Makes a call fail with this code before it reaches the driver.
     pub(crate) fn fail(&self, fault: Fault, code: u32) {
         self.ledger().fault = Some((fault, code));
     }
 
-    /// Makes every call of this verb take so much longer.
+    /// Delays every call of this verb.
     pub(crate) fn slow_down(&self, verb: &'static str, by: Duration) {
         self.ledger().slow = Some((verb, by));
     }
 
-    /// Makes every call of this verb panic, or none.
+    /// Makes every call of this verb panic; `None` stops the panics.
     pub(crate) fn panic_in(&self, verb: Option<&'static str>) {
         self.ledger().panics = verb;
     }
 
-    /// Ends all faults, and returns which verb failed since the last time.
+    /// Clears all faults and returns the verb that failed since the last call of this function.
     pub(crate) fn mend(&self) -> Option<&'static str> {
         let mut ledger = self.ledger();
         ledger.fault = None;
         ledger.failed.take()
     }
 
-    /// The verbs that were called since the last time, each once, without those that give back.
+    /// Returns the verbs called since the last time, without duplicates and without verbs that release resources.
     pub(crate) fn take_kinds(&self) -> BTreeSet<&'static str> {
         self.take_verbs().into_iter().filter(|verb| !GIVE_BACK.contains(verb)).collect()
     }
 
-    /// What was called since the last time, in order.
+    /// Returns the verbs called since the last time, in order.
     pub(crate) fn take_verbs(&self) -> Vec<&'static str> {
         std::mem::take(&mut self.ledger().verbs)
     }
 
-    /// What memory was made with since the last time, in order.
+    /// Returns the properties of memory created since the last time, in order.
     pub(crate) fn take_created(&self) -> Vec<Properties> {
         std::mem::take(&mut self.ledger().created)
     }
 
-    /// What was taken and not given back.
+    /// Counts resources that were acquired and not released.
     pub(crate) fn live(&self) -> Live {
         let ledger = self.ledger();
         Live { handles: ledger.handles.len(), reservations: ledger.reservations.len(), mappings: ledger.mappings.len() }
     }
 
-    /// How many addresses of legacy handles and pools were taken and not given back, and how many pools and events.
+    /// Counts unreleased addresses of legacy handles and pools, unreleased pools, and unreleased events.
     pub(crate) fn taken(&self) -> (usize, usize, usize) {
         let ledger = self.ledger();
         (ledger.blocks.values().sum(), ledger.pools.len(), ledger.events.len())
     }
 
-    /// Gives back every handle that is left.
+    /// Releases all remaining handles.
     pub(crate) fn release_all(&self) {
         let handles = self.ledger().handles.clone();
         handles.into_iter().for_each(|handle| self.release(handle).unwrap());
     }
 
-    /// The files that were exported.
     pub(crate) fn exported(&self) -> Vec<Inode> {
         self.ledger().exported.clone()
     }
@@ -148,7 +145,7 @@ impl Faulty {
         address
     }
 
-    /// Strikes an address once for the time of the call that gives it back.
+    /// Removes an address once from the ledger while `call` releases it. If the call fails, the address is added again.
     fn give(&self, address: u64, call: impl FnOnce() -> Result<()>) -> Result<()> {
         let known = {
             let mut ledger = self.ledger();
@@ -198,7 +195,7 @@ impl Faulty {
     }
 }
 
-// SAFETY: it gives out what the driver under it gives out.
+// SAFETY: all results come from the wrapped driver.
 unsafe impl Verbs for Faulty {
     fn backend(&self) -> Backend {
         self.inner.backend()
@@ -253,7 +250,7 @@ unsafe impl Verbs for Faulty {
         Ok(handle)
     }
 
-    // What is given back leaves the ledger before the call: right after it another thread may be given the same again.
+    // A resource leaves the ledger before the call: right after the call another thread may receive the same handle or address.
 
     fn release(&self, handle: Handle) -> Result<()> {
         self.meet("release")?;
@@ -300,7 +297,7 @@ unsafe impl Verbs for Faulty {
         self.meet("replace")?;
         let known = self.ledger().mappings.remove(&address);
         let answer = self.inner.replace(address, size, handle);
-        // The host backend says which mappings there are: after a failure it may be this one or none.
+        // After a failure the mapping may or may not exist. The host backend can report it.
         if answer.is_ok() || self.inner.extent(0, address).is_ok() {
             self.ledger().mappings.extend(known.map(|size| (address, size)));
         }
@@ -364,7 +361,7 @@ unsafe impl Verbs for Faulty {
 
     unsafe fn copy_device(&self, ordinal: i32, ranges: &[(u64, u64, u64)]) -> Result<()> {
         self.meet("copy_device")?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract.
         unsafe { self.inner.copy_device(ordinal, ranges) }
     }
 

@@ -1,4 +1,4 @@
-//! A file system whose daemon is the test: it notes each request that the kernel sends, and answers only where it may.
+//! A file system with the test as its daemon. The daemon records each request of the kernel and can withhold its answers.
 
 use std::{
     ffi::OsString,
@@ -18,7 +18,7 @@ use std::{
 use nix::libc;
 use tempfile::TempDir;
 
-/// The kernel's requests, by the numbers of `linux/fuse.h`.
+/// Opcodes of `linux/fuse.h`.
 pub(crate) const GETATTR: u32 = 3;
 pub(crate) const FLUSH: u32 = 25;
 const LOOKUP: u32 = 1;
@@ -27,13 +27,13 @@ const OPEN: u32 = 14;
 const RELEASE: u32 = 18;
 const INIT: u32 = 26;
 
-/// The file's number.
+/// The node ID of the file.
 const FILE: u64 = 2;
 
-/// How long a test waits for a request that must come.
+/// The time limit for an expected request.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// A mounted file system with one file, which is unmounted when this is dropped. Needs root.
+/// A mounted file system that has a single file. Dropping it unmounts the file system. Needs root.
 pub(crate) struct Fuse {
     folder: TempDir,
     requests: Receiver<u32>,
@@ -41,11 +41,11 @@ pub(crate) struct Fuse {
 }
 
 impl Fuse {
-    /// With a file of so many bytes.
+    /// Mounts a file system whose file has `size` bytes.
     pub(crate) fn mount(size: u64) -> Self {
         let device = OpenOptions::new().read(true).write(true).custom_flags(libc::O_CLOEXEC).open("/dev/fuse").unwrap();
         let folder = tempfile::tempdir().unwrap();
-        // Without a helper: the daemon's descriptor is the command's standard input.
+        // `-i` skips the mount helper: the command's standard input is the daemon's descriptor.
         let mount = Command::new("mount")
             .args(["-i", "-t", "fuse", "-o", "fd=0,rootmode=40000,user_id=0,group_id=0", "vmmfd-test"])
             .arg(folder.path())
@@ -59,23 +59,22 @@ impl Fuse {
         Self { folder, requests, answering }
     }
 
-    /// The path of its file.
     pub(crate) fn file(&self) -> PathBuf {
         self.folder.path().join("file")
     }
 
-    /// From now on requests are not answered, or they are again, with those that wait.
+    /// Stops or resumes the answers. Resuming also answers the waiting requests.
     pub(crate) fn answer(&self, answering: bool) {
         *self.answering.0.lock().unwrap() = answering;
         self.answering.1.notify_all();
     }
 
-    /// The next request; waits for it.
+    /// Waits for the next request.
     pub(crate) fn next_request(&self) -> u32 {
         self.requests.recv_timeout(PATIENCE).unwrap()
     }
 
-    /// The requests that came.
+    /// Returns the requests received since the last call.
     pub(crate) fn requests(&self) -> Vec<u32> {
         self.requests.try_iter().collect()
     }
@@ -92,9 +91,9 @@ impl Drop for Fuse {
     }
 }
 
-/// Answers until the file system is unmounted.
+/// Answers requests until the file system is unmounted.
 fn serve(mut device: File, size: u64, answering: &(Mutex<bool>, Condvar), requests: &mpsc::Sender<u32>) {
-    // The kernel demands room for its longest request.
+    // The kernel requires space for its longest request.
     let mut buffer = vec![0; 1 << 20];
     while let Ok(length) = device.read(&mut buffer) {
         let number = |at: usize| u64::from_le_bytes(buffer[at..at + 8].try_into().unwrap());
@@ -103,7 +102,7 @@ fn serve(mut device: File, size: u64, answering: &(Mutex<bool>, Condvar), reques
         if opcode == FORGET {
             continue;
         }
-        // Fails once the test has ended.
+        // Fails after the end of the test.
         let _ = requests.send(opcode);
         let mut answers = answering.0.lock().unwrap();
         while !*answers {
@@ -111,9 +110,9 @@ fn serve(mut device: File, size: u64, answering: &(Mutex<bool>, Condvar), reques
         }
         let attributes = attributes(if opcode == LOOKUP { FILE } else { node }, size);
         let body = match opcode {
-            // Version 7.31, and nothing that is optional; at most 4 KiB are written at once.
+            // Version 7.31 without optional features; a write has at most 4 KiB.
             INIT => [&[7u32, 31, 0, 0, 0, 4096].map(u32::to_le_bytes).concat()[..], &[0; 40]].concat(),
-            // Nothing is valid for longer than this request.
+            // Attributes and entries expire immediately.
             LOOKUP => [&[FILE, 0, 0, 0, 0].map(u64::to_le_bytes).concat()[..], &attributes].concat(),
             GETATTR => [&[0; 16][..], &attributes].concat(),
             OPEN => vec![0; 16],
@@ -127,7 +126,7 @@ fn serve(mut device: File, size: u64, answering: &(Mutex<bool>, Condvar), reques
     }
 }
 
-/// `struct fuse_attr`: a folder, or a file of `size` bytes.
+/// `struct fuse_attr` of a directory, or of a file with `size` bytes.
 fn attributes(node: u64, size: u64) -> Vec<u8> {
     let mode: u32 = if node == FILE { libc::S_IFREG | 0o666 } else { libc::S_IFDIR | 0o777 };
     let long = [node, size, size.div_ceil(512), 0, 0, 0].map(u64::to_le_bytes).concat();
@@ -138,6 +137,6 @@ fn attributes(node: u64, size: u64) -> Vec<u8> {
 fn reply(device: &mut File, unique: u64, error: i32, body: &[u8]) {
     let length = 16 + body.len() as u32;
     let header = [&length.to_le_bytes()[..], &error.to_le_bytes(), &unique.to_le_bytes()].concat();
-    // Fails for a request that was interrupted.
+    // Fails for an interrupted request.
     let _ = device.write_all(&[&header, body].concat());
 }

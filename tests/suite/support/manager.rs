@@ -1,4 +1,4 @@
-//! A stand-in for an init: it starts a service, and starts it again at once whenever that has ended (`Restart=always`, `RestartSec=0`,
+//! A minimal init: starts a service and restarts it immediately after each exit (`Restart=always`, `RestartSec=0`,
 //! `StartLimitIntervalSec=0`).
 
 #![allow(unsafe_code, reason = "a child is asked to end with its parent")]
@@ -25,17 +25,16 @@ use rustix::{
     process::{PidfdFlags, pidfd_open},
 };
 
-/// After how long a wait fails its test.
+/// The time limit of a wait.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Default)]
 struct State {
-    /// The main process.
     main: Option<Pid>,
     starts: usize,
-    /// The exit codes, of those that ended with one.
+    /// The exit codes. A process killed by a signal has no exit code.
     codes: Vec<i32>,
-    /// Whether it stays away when it has ended.
+    /// If set, the service is not restarted.
     stopped: bool,
     ending: bool,
 }
@@ -52,7 +51,7 @@ impl Shared {
     }
 }
 
-/// The init of one service. The service is killed with it.
+/// An init for one service. Dropping it kills the service.
 #[derive(Debug)]
 pub(crate) struct Manager {
     shared: Arc<Shared>,
@@ -60,11 +59,11 @@ pub(crate) struct Manager {
 }
 
 impl Manager {
-    /// Starts a service, whose standard error is appended to a file.
+    /// Starts a service and appends its standard error to `log`.
     pub(crate) fn start(command: Vec<OsString>, log: File) -> Self {
         let shared = Arc::new(Shared::default());
         let state = Arc::clone(&shared);
-        // It starts the children: they are asked to end with this thread.
+        // PR_SET_PDEATHSIG refers to the parent thread: this thread starts the children, and they die with it.
         let thread = thread::spawn(move || run(&state, &command, &log));
         Self { shared, thread: Some(thread) }
     }
@@ -82,18 +81,17 @@ impl Manager {
         }
     }
 
-    /// The main process, as soon as there is one after so many starts.
+    /// Returns the main process, once the service has been started at least `starts` times.
     #[track_caller]
     pub(crate) fn main(&self, starts: usize) -> Pid {
         self.wait("the service does not start", |state| state.main.filter(|_| state.starts >= starts))
     }
 
-    /// How often it was started.
     pub(crate) fn starts(&self) -> usize {
         self.shared.lock().starts
     }
 
-    /// Sends the main process a signal after which it stays away, and waits for its end. Returns its exit code, if it has one.
+    /// Sends the main process a signal, disables the restart, and waits for the exit. Returns the exit code, if there is one.
     #[track_caller]
     pub(crate) fn stop(&self, signal: Signal) -> Option<i32> {
         let main = self.main(1);
@@ -106,7 +104,7 @@ impl Manager {
         self.wait("the service does not end", |state| state.main.is_none().then(|| state.codes.get(codes).copied()))
     }
 
-    /// Starts a service that was stopped.
+    /// Starts the service after `stop`.
     pub(crate) fn start_again(&self) {
         self.shared.lock().stopped = false;
         self.shared.changed.notify_all();
@@ -122,7 +120,7 @@ impl Drop for Manager {
         };
         self.shared.changed.notify_all();
         if let Some(main) = main {
-            // It has ended if this fails.
+            // Fails if the process has exited.
             let _ = kill(main, Signal::SIGKILL);
         }
         if let Some(thread) = self.thread.take() {
@@ -141,17 +139,17 @@ fn run(shared: &Shared, command: &[OsString], log: &File) {
         let mut next = Command::new(&command[0]);
         next.args(&command[1..]).env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC");
         next.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log.try_clone().unwrap());
-        // SAFETY: it makes one system call.
+        // SAFETY: prctl is a plain system call, safe between fork and exec.
         unsafe { next.pre_exec(|| prctl::set_pdeathsig(Signal::SIGKILL).map_err(Into::into)) };
         let mut child = next.spawn().unwrap();
         state.main = Some(Pid::from_raw(child.id().cast_signed()));
         state.starts += 1;
         shared.changed.notify_all();
         drop(state);
-        // wait(2) would take the stops of a process that a test traces, and its end is only known by this.
+        // wait(2) would consume the ptrace stops of a process that a test traces. A pidfd reports the exit only.
         let end = pidfd_open(rustix::process::Pid::from_child(&child), PidfdFlags::empty()).unwrap();
         while poll(&mut [PollFd::new(&end, PollFlags::IN)], None).is_err() {}
-        // The test may have taken its status.
+        // Fails if the test has already reaped the process.
         let status = child.wait();
         let mut state = shared.lock();
         state.codes.extend(status.ok().and_then(|status| status.code()));

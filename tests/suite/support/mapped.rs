@@ -5,7 +5,7 @@ use vmmfd::{
 
 const DEVICE: Location = Location::Device(0);
 
-/// Memory that is mapped, and that device 0 may read and write. A test gives it back itself, as that may fail too.
+/// Mapped memory that device 0 can read and write. A test unmaps and releases it explicitly, as these calls can fail too.
 pub(crate) struct Mapped<'a> {
     pub(crate) driver: &'a dyn Verbs,
     pub(crate) handle: Handle,
@@ -14,13 +14,13 @@ pub(crate) struct Mapped<'a> {
 }
 
 impl<'a> Mapped<'a> {
-    /// New memory of so many times its granularity.
+    /// Creates memory of `units` times the granularity.
     pub(crate) fn new(driver: &'a dyn Verbs, properties: &Properties, units: u64) -> Self {
         let size = units * driver.granularity(properties, Granularity::Minimum).unwrap();
         Self::of(driver, driver.create(size, properties).unwrap(), size)
     }
 
-    /// Memory that there is, of this size in bytes.
+    /// Maps existing memory of `size` bytes.
     pub(crate) fn of(driver: &'a dyn Verbs, handle: Handle, size: u64) -> Self {
         let address = driver.reserve(size, 0).unwrap();
         driver.map(address, size, 0, handle).unwrap();
@@ -29,12 +29,12 @@ impl<'a> Mapped<'a> {
         mapped
     }
 
-    /// What device 0 may do with it from now on.
+    /// Sets the access of device 0.
     pub(crate) fn allow(&self, access: Option<Access>) {
         self.driver.set_access(self.address, self.size, DEVICE, access).unwrap();
     }
 
-    /// The same, which another location may read and write as well.
+    /// Also allows another location to read and write.
     pub(crate) fn with_access(self, location: Location) -> Self {
         self.driver.set_access(self.address, self.size, location, Some(ReadWrite)).unwrap();
         self

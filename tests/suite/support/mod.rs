@@ -1,4 +1,4 @@
-//! What the tests stand on: a driver of each backend, one that fails on demand, processes with deadlines, open files.
+//! Test support: drivers of each backend, fault injection, processes with deadlines, and open files.
 
 mod fake;
 mod faulty;
@@ -32,7 +32,7 @@ use nix::{fcntl::OFlag, sys::stat::fstat};
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::Error;
 
-/// The code of a driver's answer, 0 if it went well. Any other error fails the test.
+/// Returns the driver's error code, or 0 for success. Any other error fails the test.
 #[track_caller]
 pub(crate) fn code<T>(answer: Result<T, Error>) -> u32 {
     match answer {
@@ -42,7 +42,7 @@ pub(crate) fn code<T>(answer: Result<T, Error>) -> u32 {
     }
 }
 
-/// What is logged as an error while something runs in this thread.
+/// Returns the errors that this thread logs during `run`.
 pub(crate) fn errors_logged(run: impl FnOnce()) -> String {
     let log = Arc::new(Mutex::new(Vec::new()));
     let writer = Arc::clone(&log);
@@ -70,7 +70,7 @@ impl io::Write for Log {
 
 /// The identity of an open file.
 ///
-/// Leaks are looked for by it, not by counting all descriptors: other tests open and close theirs meanwhile.
+/// Leak checks compare inodes: a count of all descriptors would include other tests' files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Inode {
     device: u64,
@@ -83,12 +83,12 @@ impl Inode {
         Self { device: stat.st_dev, number: stat.st_ino }
     }
 
-    /// How many descriptors of this process are of it.
+    /// Counts the descriptors of this file in this process.
     pub(crate) fn open_here(self) -> usize {
         self.numbers().len()
     }
 
-    /// Whether a program that this process starts would inherit none of them.
+    /// Reports whether every descriptor of this file is closed on exec.
     pub(crate) fn closes_on_exec(self) -> bool {
         self.numbers().iter().all(|number| {
             let info = fs::read_to_string(format!("/proc/self/fdinfo/{number}")).unwrap();
@@ -97,10 +97,10 @@ impl Inode {
         })
     }
 
-    /// Whether this process has any of it mapped.
+    /// Reports whether this process maps this file.
     pub(crate) fn mapped_here(self) -> bool {
         let maps = fs::read_to_string("/proc/self/maps").unwrap();
-        // Address, permissions, offset, device, inode, name: for what has no file, the inode is 0.
+        // The columns are address, permissions, offset, device, inode, name. Without a file the inode is 0.
         maps.lines()
             .any(|line| line.split_whitespace().nth(4) == Some(&self.number.to_string()) && line.contains("memfd:"))
     }

@@ -1,4 +1,4 @@
-//! Parts of a test in another process, never longer than a deadline.
+//! Runs parts of a test in another process, with a deadline.
 
 #![allow(unsafe_code, reason = "fork")]
 
@@ -24,14 +24,13 @@ use nix::{
     unistd::{ForkResult, alarm, dup2_stderr, fork},
 };
 
-/// An open file of a process.
 pub(crate) struct OpenFile {
-    /// Its path in `/proc`, which opens it again.
+    /// The path in `/proc`, which can be opened again.
     pub(crate) path: PathBuf,
     pub(crate) link: PathBuf,
 }
 
-/// The open files of a process, or of `self`, without files that are closed meanwhile.
+/// Lists the open files of a process, or of `self`. Files closed during the call are skipped.
 pub(crate) fn open_files(pid: impl Display) -> io::Result<Vec<OpenFile>> {
     let paths = fs::read_dir(format!("/proc/{pid}/fd"))?.filter_map(|entry| Some(entry.ok()?.path()));
     Ok(paths.filter_map(|path| Some(OpenFile { link: fs::read_link(&path).ok()?, path })).collect())
@@ -39,14 +38,13 @@ pub(crate) fn open_files(pid: impl Display) -> io::Result<Vec<OpenFile>> {
 
 const DEADLINE: Duration = Duration::from_secs(600);
 
-/// Where a child is to write what it found; only a child has it.
+/// The path of the child's answer file. Only a child has this variable.
 const ANSWER: &str = "VMMFD_TEST_ANSWER";
 
-/// Runs `body` in a new process of this test program, with an environment that `prepare` completes, and returns what
-/// `body` returned.
+/// Runs `body` in a new process of this test program and returns the result of `body`. `prepare` completes the environment.
 ///
-/// `test` is the full name of the calling test: the child runs that test again, as far as this call. What the calling
-/// test does before the call runs in the child too.
+/// `test` is the full name of the calling test. The child runs the same test up to this call, so code before the call runs in the child
+/// too.
 pub(crate) fn in_child(test: &str, prepare: impl FnOnce(&mut Command), body: impl FnOnce() -> String) -> String {
     if let Some(answer) = env::var_os(ANSWER) {
         fs::write(answer, body()).unwrap();
@@ -56,7 +54,7 @@ pub(crate) fn in_child(test: &str, prepare: impl FnOnce(&mut Command), body: imp
     let answer = folder.path().join("answer");
     let mut command = Command::new(env::current_exe().unwrap());
     command.args([test, "--exact", "--include-ignored", "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::null());
-    // What the child makes on its way to this call it never gives back: it goes with the folder.
+    // Resources that the child creates before this call are never freed: the folder's deletion removes them.
     prepare(command.env(ANSWER, &answer).env("TMPDIR", folder.path()));
     let mut child = command.spawn().unwrap();
     let started = Instant::now();
@@ -75,21 +73,21 @@ pub(crate) fn in_child(test: &str, prepare: impl FnOnce(&mut Command), body: imp
     fs::read_to_string(&answer).unwrap_or_else(|error| panic!("the child of {test} ran no such test: {error}"))
 }
 
-/// Runs `body` in a fork of this process, which ends right after it; true is success.
+/// Runs `body` in a fork of this process, which exits afterwards; true is success.
 ///
-/// Only the calling thread lives on there, so `body` must not wait for any other.
+/// Only the calling thread exists in the fork, so `body` must not wait for another thread.
 #[track_caller]
 pub(crate) fn in_fork(body: impl FnOnce() -> bool) {
     let status = forked(body);
     assert!(matches!(status, WaitStatus::Exited(_, 0)), "the fork ended otherwise: {status:?}");
 }
 
-/// Runs `body` in a fork of this process, which must abort, and returns what it wrote to stderr.
+/// Runs `body` in a fork of this process, which must abort, and returns its stderr.
 #[track_caller]
 pub(crate) fn aborts_in_fork(body: impl FnOnce()) -> String {
     let mut stderr = tempfile::tempfile().unwrap();
     let status = forked(|| {
-        // The end is expected: no core file of it.
+        // The abort is expected: write no core file.
         setrlimit(Resource::RLIMIT_CORE, 0, 0).unwrap();
         dup2_stderr(&stderr).unwrap();
         body();
@@ -103,13 +101,13 @@ pub(crate) fn aborts_in_fork(body: impl FnOnce()) -> String {
 }
 
 fn forked(body: impl FnOnce() -> bool) -> WaitStatus {
-    // SAFETY: the child does what `body` does, which is a few calls and drops, and ends by `_exit`. Should it get stuck on
-    // a lock that another thread held, the alarm ends it.
+    // SAFETY: the child runs `body`, which is a few calls and drops, and exits with `_exit`. If it deadlocks on a lock of another thread,
+    // the alarm kills it.
     match unsafe { fork() }.unwrap() {
         ForkResult::Child => {
             alarm::set(DEADLINE.as_secs() as libc::c_uint);
             let passed = panic::catch_unwind(AssertUnwindSafe(body)).unwrap_or(false);
-            // SAFETY: it ends the process; destructors and exit handlers of the parent must not run here.
+            // SAFETY: ends the process; the parent's destructors and exit handlers must not run here.
             unsafe { libc::_exit(i32::from(!passed)) }
         }
         ForkResult::Parent { child } => waitpid(child, None).unwrap(),

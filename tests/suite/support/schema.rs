@@ -1,8 +1,8 @@
-//! Holds JSON against a JSON Schema.
+//! Validates JSON against a JSON Schema.
 
 use serde_json::Value;
 
-/// The first thing in `value` that is not as the schema says, with its place.
+/// Returns the first violation of the schema in `value`, with its path.
 pub(crate) fn mismatch(schema: &Value, value: &Value) -> Option<String> {
     let validator = jsonschema::validator_for(schema).unwrap_or_else(|error| panic!("{error}: {schema}"));
     validator.iter_errors(value).next().map(|error| format!("{}: {error}", error.instance_path()))

@@ -1,4 +1,4 @@
-//! `vmmfd serve` with its keeper, to be killed: one that it starts, or `vmmfd keeper` as a service of its own.
+//! `vmmfd serve` with its keeper, for tests that kill them. The keeper is the server's own or a separate `vmmfd keeper` service.
 
 use std::{
     ffi::OsString,
@@ -22,27 +22,27 @@ use crate::{
     running::binary,
 };
 
-/// After how long a wait fails its test.
+/// The time limit of a wait.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Which process holds the descriptors.
+/// The process that holds the descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keeper {
-    /// The one that plain `vmmfd serve` is.
+    /// The keeper of plain `vmmfd serve`.
     Own,
-    /// `vmmfd keeper`: a stand-in for an init restarts it and the server.
+    /// `vmmfd keeper`: a minimal init restarts the keeper and the server.
     Apart,
 }
 
-/// A broker that may die.
+/// A broker that tests can kill and restart.
 pub(crate) struct Served {
     pub(crate) path: PathBuf,
     folder: TempDir,
-    /// Of its own: a test may remove the other one.
+    /// A separate folder: a test may delete the other folder.
     log_folder: TempDir,
     command: Vec<OsString>,
     supervisor: Option<Session>,
-    /// Of the server, and of the keeper.
+    /// Runs the server.
     pub(crate) manager: Option<Manager>,
     pub(crate) keeper: Option<Manager>,
 }
@@ -52,7 +52,7 @@ impl Served {
         Self::with(keeper, subject, &binary("vmmfd"), &[])
     }
 
-    /// The same, of another program and with these options.
+    /// Like [`Self::start`], with another program and more options.
     pub(crate) fn with(keeper: Keeper, subject: &Subject, program: &Path, options: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("broker.sock");
@@ -78,7 +78,7 @@ impl Served {
         served
     }
 
-    /// Where a keeper apart listens.
+    /// The socket of a separate keeper.
     pub(crate) fn keeper_path(&self) -> PathBuf {
         self.log_folder.path().join("keeper").join("keeper.sock")
     }
@@ -87,17 +87,17 @@ impl Served {
         fs::OpenOptions::new().create(true).append(true).open(self.log_folder.path().join("log")).unwrap()
     }
 
-    /// While this file is there, a server of the init stops before it executes its program.
+    /// While this file exists, a server started by the init stops before exec.
     pub(crate) fn stop_flag(&self) -> PathBuf {
         self.folder.path().join("stop")
     }
 
-    /// The same for a keeper of the init.
+    /// While this file exists, a keeper started by the init stops before exec.
     pub(crate) fn keeper_stop_flag(&self) -> PathBuf {
         self.folder.path().join("stop-keeper")
     }
 
-    /// Starts a supervisor, where there is none.
+    /// Starts a supervisor. None may be running.
     pub(crate) fn start_again(&mut self) {
         let mut child = Command::new(&self.command[0]);
         child.args(&self.command[1..]).stdin(Stdio::null()).stdout(Stdio::null());
@@ -108,12 +108,12 @@ impl Served {
         self.supervisor = Some(Session::start(&mut child).unwrap());
     }
 
-    /// What the supervisor and its servers have written on stderr.
+    /// Returns the stderr of the supervisor and its servers.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.log_folder.path().join("log")).unwrap_or_default()
     }
 
-    /// A connection over which hellos were exchanged, as soon as there can be one; and the server's pid.
+    /// Connects and exchanges hellos, as soon as a server accepts. Returns the connection and the server's pid.
     #[track_caller]
     pub(crate) fn greeted(&self) -> (Raw, Pid) {
         let begun = Instant::now();
@@ -133,13 +133,13 @@ impl Served {
         }
     }
 
-    /// The server that serves now.
+    /// Returns the current server.
     #[track_caller]
     pub(crate) fn server(&self) -> Pid {
         self.greeted().1
     }
 
-    /// The supervisor that lives now.
+    /// Returns the current supervisor.
     #[track_caller]
     pub(crate) fn supervisor(&self) -> Pid {
         if let Some(keeper) = &self.keeper {
@@ -151,7 +151,7 @@ impl Served {
         }
         let begun = Instant::now();
         loop {
-            // The one that the server started has the server for a parent; one that this one's server was started by is its parent.
+            // A supervisor started by the server is a child of the server. A supervisor that started the server is its parent.
             let server = self.server();
             if let Some(pid) =
                 children(server).into_iter().find(|&pid| is_alive(pid)).or_else(|| parent_that_serves(server))
@@ -163,7 +163,7 @@ impl Served {
         }
     }
 
-    /// Kills the server, and waits until another serves. Returns that one, and how long it took until its hello came.
+    /// Kills the server and waits for the next one. Returns its pid and the time until its hello.
     #[track_caller]
     pub(crate) fn kill_server(&self) -> (Pid, Duration) {
         let old = self.server();
@@ -172,7 +172,7 @@ impl Served {
         self.wait_for_another(old, begun)
     }
 
-    /// Waits until another server than this serves.
+    /// Waits for a server other than `old`.
     #[track_caller]
     pub(crate) fn wait_for_another(&self, old: Pid, begun: Instant) -> (Pid, Duration) {
         loop {
@@ -184,7 +184,7 @@ impl Served {
         }
     }
 
-    /// Kills the supervisor, and waits until the server's next one keeps as much. The server goes on.
+    /// Kills the supervisor. Waits until the server's next supervisor holds the same number of descriptors. The server keeps running.
     #[track_caller]
     pub(crate) fn kill_supervisor(&mut self) {
         let old = self.supervisor();
@@ -203,7 +203,7 @@ impl Served {
         }
     }
 
-    /// Takes the end of the first supervisor from the kernel, if it has ended.
+    /// Reaps the first supervisor if it has exited.
     pub(crate) fn reap(&mut self) {
         if let Some(child) = &mut self.supervisor {
             let pid = Pid::from_raw(child.id().cast_signed());
@@ -213,7 +213,7 @@ impl Served {
         }
     }
 
-    /// Asks the supervisor to end, and waits until it has. Returns its exit code, if it is the first one.
+    /// Stops the supervisor with SIGTERM and waits for the exit. Returns the exit code of the first supervisor, none for a later one.
     #[track_caller]
     pub(crate) fn stop(&mut self) -> Option<i32> {
         let supervisor = self.supervisor();
@@ -227,12 +227,12 @@ impl Served {
         child.and_then(|child| child.wait().unwrap().code())
     }
 
-    /// How many descriptors of memory the server and its keeper have: each as many as the other.
+    /// Counts the memory descriptors of the server and of its keeper. The two counts must match.
     pub(crate) fn kept(&self, server: Pid) -> (usize, usize) {
         (stored(server), stored(self.supervisor()))
     }
 
-    /// What the server has resident, in KiB.
+    /// Returns the resident memory of a process in KiB.
     pub(crate) fn resident(&self, pid: Pid) -> u64 {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -241,7 +241,6 @@ impl Served {
 }
 
 impl Drop for Served {
-    /// Ends all of them.
     fn drop(&mut self) {
         (self.manager, self.keeper, self.supervisor) = (None, None, None);
         if thread::panicking() {
@@ -252,13 +251,13 @@ impl Drop for Served {
     }
 }
 
-/// A command that stops before it executes its program, while a file is there.
+/// Wraps a command in a shell that stops before exec while the file exists.
 fn stoppable(command: Vec<OsString>, flag: &Path) -> Vec<OsString> {
     let stop = format!("[ ! -e {} ] || kill -STOP $$; exec \"$0\" \"$@\"", flag.display());
     ["/bin/sh".into(), "-c".into(), stop.into()].into_iter().chain(command).collect()
 }
 
-/// The processes that have this path on their command lines.
+/// Lists the processes with this path on their command line.
 pub(crate) fn with_argument(path: &Path) -> Vec<Pid> {
     let wanted = path.as_os_str().as_encoded_bytes();
     let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
@@ -269,19 +268,19 @@ pub(crate) fn with_argument(path: &Path) -> Vec<Pid> {
     pids.filter(serves).map(Pid::from_raw).collect()
 }
 
-/// Whether a process has been stopped.
+/// Reports whether a process is stopped.
 pub(crate) fn is_stopped(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['T', 't']))
 }
 
-/// Whether a process runs: a zombie does not.
+/// Reports whether a process is running. A zombie is not.
 pub(crate) fn is_alive(pid: Pid) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(['Z', 'X']))
 }
 
-/// The parent of a process, if it is a `vmmfd` too.
+/// Returns the parent of a process, if the parent is `vmmfd serve`.
 fn parent_that_serves(pid: Pid) -> Option<Pid> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let parent = stat.rsplit(") ").next()?.split_whitespace().nth(1)?.parse().ok()?;
@@ -289,16 +288,17 @@ fn parent_that_serves(pid: Pid) -> Option<Pid> {
     line.split(|&byte| byte == 0).any(|argument| argument == b"serve").then(|| Pid::from_raw(parent))
 }
 
-/// How many descriptors of memory and catalogues a process has. The history of crashes, which has one more after the first, does not count.
+/// Counts the descriptors of memory and catalogues of a process. The history of crashes does not count, as it grows by one entry after the
+/// first crash.
 pub(crate) fn stored(pid: Pid) -> usize {
     let files = open_files(pid).unwrap_or_default();
     files.iter().filter(|file| is_memory(&file.link.to_string_lossy())).count()
 }
 
-/// A copy of the program in a folder, to be replaced.
+/// Replaces the program at `to` with a copy.
 pub(crate) fn copied(from: &Path, to: &Path) {
     let beside = to.with_extension("new");
-    // By a process of its own: no child that another test forks meanwhile holds the copy open for writing (ETXTBSY).
+    // Copy in another process: a concurrently forked child of another test could keep the copy open for writing (ETXTBSY).
     assert!(Command::new("cp").arg(from).arg(&beside).status().unwrap().success());
     fs::rename(beside, to).unwrap();
 }

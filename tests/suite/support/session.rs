@@ -1,4 +1,4 @@
-//! A program with all processes that it starts.
+//! A program and all processes that it starts.
 
 #![allow(unsafe_code, reason = "a child makes a session of its own")]
 
@@ -16,11 +16,11 @@ use nix::{
     unistd::{Pid, setsid},
 };
 
-/// After how long processes that can't be killed fail their test.
+/// The time limit for killing the processes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A process that leads a session: whatever it starts belongs to the session from its first moment, and stays in it when its parent ends.
-/// Dropping this kills all of them.
+/// A process that leads a session. Every descendant belongs to the session from its first moment, even after its parent has exited.
+/// Dropping this kills the whole session.
 #[derive(Debug)]
 pub(crate) struct Session(Child);
 
@@ -50,26 +50,25 @@ impl Drop for Session {
     }
 }
 
-/// Has a program lead a session.
 pub(crate) fn lead(command: &mut Command) -> &mut Command {
-    // SAFETY: it makes one system call.
+    // SAFETY: setsid is a plain system call, safe between fork and exec.
     unsafe { command.pre_exec(|| setsid().map(drop).map_err(Into::into)) }
 }
 
-/// Kills the processes of the session that a child leads. A server that lives starts another keeper, and a keeper another server: so
-/// until there is none.
+/// Kills all processes of the session. A live server starts another keeper, and a live keeper another server, so this repeats until no
+/// process is left.
 pub(crate) fn end(leader: &mut Child) {
     let session = Pid::from_raw(leader.id().cast_signed());
     let (begun, mut looks) = (Instant::now(), 0);
-    // One look at /proc can miss a process that was just started.
+    // A single scan of /proc can miss a process that has just started.
     while looks < 3 {
         let left = living(session);
         looks = if left.is_empty() { looks + 1 } else { 0 };
         for pid in left {
-            // Fails if it has ended.
+            // Fails if the process has exited.
             let _ = kill(pid, Signal::SIGKILL);
         }
-        // Fails if a test has waited for it.
+        // Fails if a test has already reaped the leader.
         let _ = leader.try_wait();
         if begun.elapsed() > PATIENCE {
             assert!(thread::panicking(), "processes of the session {session} can't be killed");
@@ -79,12 +78,12 @@ pub(crate) fn end(leader: &mut Child) {
     }
 }
 
-/// The processes of a session that live.
+/// Lists the live processes of a session.
 fn living(session: Pid) -> Vec<Pid> {
     let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
     let lives = |pid: &i32| {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        // The command, in brackets, may have brackets itself. Behind it are state, parent, group and session.
+        // The command is in brackets and may contain brackets. The fields after it are state, parent, group and session.
         let mut fields = stat.rsplit(") ").next().unwrap_or_default().split(' ');
         !matches!(fields.next(), Some("Z" | "X") | None) && fields.nth(2) == Some(session.to_string().as_str())
     };
@@ -93,7 +92,7 @@ fn living(session: Pid) -> Vec<Pid> {
 
 #[test]
 fn orphans_end_with_their_session() {
-    // Each starts the next one and ends, as a server and its keeper do when they are killed in turn.
+    // Each process starts the next one and exits, like a server and its keeper that are killed in turn.
     let script = "again() { sleep 0.01; again & }; again & exec sleep 600";
     let mut session = Session::start(Command::new("sh").args(["-c", script])).unwrap();
     let leader = Pid::from_raw(session.id().cast_signed());

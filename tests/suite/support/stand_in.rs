@@ -1,4 +1,4 @@
-//! A stand-in for a broker, which answers as a test says.
+//! A fake broker with scripted answers.
 
 use std::{
     io,
@@ -12,14 +12,14 @@ use vmmfd::wire::broker::{Message, Refusal, RefusalCode, Resumed};
 
 use crate::broker_process::Raw;
 
-/// The UUID of what it holds.
+/// The UUID of the fake broker's instance.
 pub(crate) const INSTANCE: &str = "0b7e4d9a-6a3f-4f0e-9d5e-0a1b2c3d4e5f";
 
-/// It listens at a path and answers one connection after the other.
+/// Listens at a path and answers one connection after another.
 pub(crate) struct StandIn(JoinHandle<()>);
 
 impl StandIn {
-    /// Listens, and does each of these with a connection over which hellos were exchanged.
+    /// Listens, and calls the next closure for each connection after the hellos.
     pub(crate) fn start(path: &Path, connections: Vec<Box<dyn FnOnce(Raw) + Send>>) -> Self {
         let flags = SocketFlags::CLOEXEC;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
@@ -31,7 +31,7 @@ impl StandIn {
                 let raw = Raw(UnixStream::from(rustix::net::accept(&socket).unwrap()));
                 assert!(matches!(raw.receive().unwrap(), Some((Message::Hello(_), _))));
                 raw.send(&Raw::hello(), &[]).unwrap();
-                // A client asks at once what broker this is.
+                // A client asks for the broker's identity first.
                 assert!(matches!(raw.receive().unwrap(), Some((Message::Resume(_), _))));
                 let resumed = Resumed { instance: INSTANCE.to_owned(), lost: Vec::new() };
                 raw.send(&Message::Resumed(resumed), &[]).unwrap();
@@ -41,13 +41,13 @@ impl StandIn {
         }))
     }
 
-    /// Waits until it has answered all of its connections, and fails if an answer did.
+    /// Waits until all connections are answered. Fails if an answer failed.
     pub(crate) fn end(self) {
         self.0.join().unwrap();
     }
 }
 
-/// The next request.
+/// Receives the next request.
 #[track_caller]
 pub(crate) fn request(raw: &Raw) -> Message {
     match raw.receive() {
@@ -60,7 +60,6 @@ pub(crate) fn answer(raw: &Raw, message: Message) -> io::Result<()> {
     raw.send(&message, &[])
 }
 
-/// The answer to a `stop`.
 pub(crate) fn stopped() -> Message {
     Message::Refused(Refusal { code: RefusalCode::Stopped, message: "the client ended the wait".to_owned() })
 }

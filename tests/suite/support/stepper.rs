@@ -1,4 +1,4 @@
-//! A process that is killed before a system call: the only steps of it that others can see.
+//! Kills a process before a chosen system call. Other processes can observe nothing else of its progress.
 
 use std::{
     path::PathBuf,
@@ -18,32 +18,31 @@ use nix::{
     unistd::Pid,
 };
 
-/// For how long a process must wait for events, after the answer to a request, to be done with it.
+/// After the answer to a request: how long the process must wait for events to count as finished.
 const QUIET: Duration = Duration::from_millis(4);
 
-/// For how long a process must have done nothing at all to be done with it.
+/// How long a process must do nothing at all to count as finished.
 const ASLEEP: Duration = Duration::from_secs(1);
 
-/// After how long a process that does not come to a step fails its test.
+/// The time limit for reaching a step.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// A system call: its number, and what file its first argument is.
+/// A system call: its number, and the file of its first argument.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Call {
     pub(crate) number: libc::c_long,
     pub(crate) file: String,
 }
 
-/// What was seen of a process.
+/// The trace of a process.
 #[derive(Debug)]
 pub(crate) struct Traced {
-    /// The system calls of its main thread that others can see, up to the one before which it was killed.
+    /// The visible system calls of the main thread, up to the call before which the process was killed.
     pub(crate) calls: Vec<Call>,
-    /// When it was killed.
     pub(crate) killed: Option<Instant>,
 }
 
-/// Whether a process sleeps in this system call when it has nothing to do. One that was interrupted there goes on under another number.
+/// Reports whether an idle process sleeps in this system call. An interrupted call continues as `restart_syscall`.
 fn is_wait(number: libc::c_long) -> bool {
     #[cfg(target_arch = "x86_64")]
     let waits =
@@ -53,8 +52,8 @@ fn is_wait(number: libc::c_long) -> bool {
     waits.contains(&number)
 }
 
-/// Whether others can see that a system call was made: messages, bytes of a file, the end of a descriptor. Before one that is none of
-/// these a kill is the same as before the next one that is.
+/// Reports whether other processes can observe a system call: messages, bytes of a file, a closed descriptor, processes. A kill before any
+/// other call equals a kill before the next visible one.
 fn has_effect(number: libc::c_long) -> bool {
     let messages = [libc::SYS_sendmsg, libc::SYS_sendto, libc::SYS_recvmsg, libc::SYS_accept4, libc::SYS_shutdown];
     let bytes = [libc::SYS_write, libc::SYS_pwrite64, libc::SYS_ftruncate, libc::SYS_fallocate, libc::SYS_close];
@@ -62,7 +61,7 @@ fn has_effect(number: libc::c_long) -> bool {
     messages.contains(&number) || bytes.contains(&number) || processes.contains(&number)
 }
 
-/// The next stop of a traced process; `None` once it is gone, or if there is none yet and this is not to block.
+/// Returns the next stop of a traced process; `Err` once the process is gone, and `None` if `block` is false and there is no stop yet.
 fn next_stop(pid: Pid, block: bool) -> Result<Option<WaitStatus>, ()> {
     let flags = if block { WaitPidFlag::__WALL } else { WaitPidFlag::__WALL | WaitPidFlag::WNOHANG };
     loop {
@@ -76,41 +75,41 @@ fn next_stop(pid: Pid, block: bool) -> Result<Option<WaitStatus>, ()> {
     }
 }
 
-/// Lets a process go on from a stop to the next system call.
+/// Resumes a stopped process until the next system call.
 fn go_on(pid: Pid, status: WaitStatus) {
     let signal = match status {
         WaitStatus::Stopped(_, signal) if signal != Signal::SIGTRAP => Some(signal),
         _ => None,
     };
-    // It may have been killed meanwhile.
+    // Fails if the process has been killed.
     let _ = ptrace::syscall(pid, signal);
 }
 
-/// The system call that a process is about to make, if it is stopped before one.
+/// Returns the system call that the process is about to make, if it is stopped before one.
 fn entered(pid: Pid, status: WaitStatus) -> Option<Call> {
     const ENTRY: u8 = 1;
     let WaitStatus::PtraceSyscall(_) = status else { return None };
     let info = ptrace::syscall_info(pid).ok().filter(|info| info.op == ENTRY)?;
     #[allow(unsafe_code, reason = "the kernel says which of a union's fields it wrote")]
-    // SAFETY: `op` says that the kernel wrote this field, which is made of integers.
+    // SAFETY: `op` shows that the kernel wrote this field, which consists of integers.
     let (number, first) = unsafe { (info.u.entry.nr, info.u.entry.args[0]) };
     let file = std::fs::read_link(format!("/proc/{pid}/fd/{first}")).unwrap_or_default();
     Some(Call { number: number.cast_signed(), file: file.to_string_lossy().into_owned() })
 }
 
-/// Where a process is when it begins to be traced.
+/// The state of a process when tracing starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum From {
-    /// It waits for events, or soon does.
+    /// Waits for events, or soon will.
     Idle,
-    /// It has stopped itself.
+    /// Has stopped itself.
     Stopped,
 }
 
-/// Does something while a process that waits for events is traced, and kills it before the first system call of its main thread that
-/// others can see and that `kills` is true of. Returns what `run` returned.
+/// Runs `run` while a process that waits for events is traced. Kills the process before the first visible system call of its main thread
+/// for which `kills` returns true. Returns the result of `run`.
 ///
-/// The process is a descendant of this one, or this one may trace all.
+/// The process must be a descendant, or this process may trace all processes.
 pub(crate) fn while_traced<T: Send>(
     pid: Pid,
     kills: impl FnMut(&Call) -> bool,
@@ -119,7 +118,7 @@ pub(crate) fn while_traced<T: Send>(
     trace(pid, From::Idle, kills, run)
 }
 
-/// The same, from wherever the process is.
+/// Like [`while_traced`], from any state of the process.
 pub(crate) fn trace<T: Send>(
     pid: Pid,
     from: From,
@@ -129,7 +128,7 @@ pub(crate) fn trace<T: Send>(
     ptrace::seize(pid, Options::PTRACE_O_TRACESYSGOOD).unwrap_or_else(|errno| panic!("cannot trace {pid}: {errno}"));
     ptrace::interrupt(pid).unwrap();
     let mut status = next_stop(pid, true).unwrap().unwrap();
-    // To where it waits.
+    // Run the process until it waits for events.
     while from == From::Idle && !entered(pid, status).is_some_and(|call| is_wait(call.number)) {
         go_on(pid, status);
         status = next_stop(pid, true).unwrap().unwrap();
@@ -150,7 +149,7 @@ pub(crate) fn trace<T: Send>(
         let mut waits_since = None;
         loop {
             if begun.elapsed() > PATIENCE {
-                // Before the wait for what it is to answer.
+                // Kill the process before waiting for the thread that expects its answer.
                 eprintln!("nothing comes of it: {:#?}", traced.calls);
                 kill(pid, Signal::SIGKILL).unwrap();
                 panic!("nothing comes of it");
@@ -162,7 +161,7 @@ pub(crate) fn trace<T: Send>(
             let Some(stop) = stop else {
                 let quiet = match waits_since {
                     Some(since) => Instant::elapsed(&since) > QUIET,
-                    // It was never woken.
+                    // The process was never woken.
                     None => traced.calls.is_empty() && begun.elapsed() > ASLEEP,
                 };
                 if quiet && (done.load(Ordering::Acquire) || running.is_finished()) {
@@ -195,7 +194,7 @@ pub(crate) fn trace<T: Send>(
     (result, traced)
 }
 
-/// True of the `nth` system call, counted from 0.
+/// Matches the `nth` system call, counted from 0.
 pub(crate) fn at(nth: usize) -> impl FnMut(&Call) -> bool {
     let mut left = nth;
     move |_| {
@@ -205,7 +204,7 @@ pub(crate) fn at(nth: usize) -> impl FnMut(&Call) -> bool {
     }
 }
 
-/// The child processes that a process's threads have started.
+/// Lists the child processes of all threads of a process.
 pub(crate) fn children(pid: Pid) -> Vec<Pid> {
     let Ok(threads) = std::fs::read_dir(PathBuf::from(format!("/proc/{pid}/task"))) else { return Vec::new() };
     let of =

@@ -15,7 +15,7 @@ use vmmfd::{
 
 use super::{Copy, Fake, Fault, Faulty};
 
-/// Which driver.
+/// The backend of a subject.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// The host backend.
@@ -26,8 +26,8 @@ pub(crate) enum Kind {
     Cuda,
 }
 
-/// Held for reading by every test on the GPU, and for writing by one that must be alone there: one driver serves the whole
-/// process, and all that it exports is the same file.
+/// Tests on the GPU hold it for reading, and a test that needs the GPU exclusively holds it for writing. The whole process shares one
+/// driver, and all its exports are the same file.
 static GPU: RwLock<()> = RwLock::new(());
 
 enum Turn {
@@ -36,16 +36,16 @@ enum Turn {
     Free,
 }
 
-/// A driver under test. When it is dropped, all that was taken must have been given back.
+/// A driver under test. When it is dropped, all resources must have been released.
 pub(crate) struct Subject {
     pub(crate) kind: Kind,
-    /// The driver as the program sees it.
+    /// The driver with its public interface.
     pub(crate) driver: Driver,
-    /// Its verbs.
+    /// The driver's verbs.
     pub(crate) verbs: Arc<dyn Verbs>,
-    /// The same, to make it fail.
+    /// The same driver, for fault injection.
     pub(crate) faulty: Arc<Faulty>,
-    /// The emulated library under it, if it is of that kind.
+    /// The emulated library of a [`Kind::Fake`] subject.
     pub(crate) fake: Option<Fake>,
     host: Option<Arc<HostDriver>>,
     turn: Turn,
@@ -62,7 +62,7 @@ impl Subject {
         Self::of(copy.load())
     }
 
-    /// The CUDA backend on a copy of the emulated library that was prepared before.
+    /// The CUDA backend on a prepared copy of the emulated library.
     pub(crate) fn of(fake: Fake) -> Self {
         let driver = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
         Self::new(Kind::Fake, driver, None, Some(fake), Turn::Free)
@@ -80,16 +80,16 @@ impl Subject {
         Self { kind, driver: internals::driver(Arc::clone(&verbs)), verbs, faulty, fake, host, turn }
     }
 
-    /// Waits until no other test uses the same driver: for tests that count its files, or use addresses after freeing them.
+    /// Waits until no other test uses this driver. For tests that count the driver's files, or use addresses after freeing them.
     pub(crate) fn alone(&mut self) {
         if self.kind == Kind::Cuda {
-            // The guard for reading first: two of these would wait for each other.
+            // Release the read guard first: two callers would deadlock.
             self.turn = Turn::Free;
             self.turn = Turn::Alone { _guard: GPU.write().unwrap_or_else(PoisonError::into_inner) };
         }
     }
 
-    /// Ends the test without asking that all was given back. Other tests may then be alone.
+    /// Ends the test without the check for released resources. Other tests may then use the GPU exclusively.
     pub(crate) fn forget(mut self) {
         self.turn = Turn::Free;
         std::mem::forget(self);
@@ -99,12 +99,12 @@ impl Subject {
         Device::find(&self.driver, Selector::Ordinal(0)).unwrap()
     }
 
-    /// The granularity: what the tests measure in.
+    /// Returns the granularity, the unit of sizes in the tests.
     pub(crate) fn unit(&self) -> u64 {
         self.verbs.granularity(&EXPORTABLE, Granularity::Minimum).unwrap()
     }
 
-    /// What is alive, by the driver's own count where it has one.
+    /// Counts live resources, and compares the count with the driver's own where it has one.
     #[track_caller]
     pub(crate) fn live(&self) -> Live {
         let live = self.faulty.live();
@@ -118,21 +118,21 @@ impl Subject {
         live
     }
 
-    /// Fails unless nothing is alive.
+    /// Fails if any resource is live.
     #[track_caller]
     pub(crate) fn assert_empty(&self) {
         assert_eq!(self.live(), Live::default(), "something was not given back");
         assert_eq!(self.faulty.taken(), (0, 0, 0), "memory, a pool or an event was not given back");
         if let Some(fake) = &self.fake {
-            // The kernels of a device stay: a few bytes, two events and a module.
+            // A device's kernels stay loaded: a few bytes, two events and a module.
             let kernels = (0..2).filter(|&ordinal| self.verbs.kernels().unwrap().are_loaded(ordinal)).count() as u64;
             let expected = [kernels, 0, 0, 2 * kernels, kernels];
             assert_eq!(fake.live()[4..], expected, "the emulated driver counts otherwise");
         }
     }
 
-    /// Does work again and again, each time with another call of the driver failing. Each failure must be reported, and leave nothing.
-    /// Returns the verbs that failed.
+    /// Repeats `work`, each time with another failing driver call. Each failure must be reported and must leak nothing. Returns the verbs
+    /// that failed.
     pub(crate) fn fail_each_call(&self, work: impl Fn() -> Result<()>) -> Vec<&'static str> {
         self.faulty.take_verbs();
         work().unwrap();
@@ -154,7 +154,6 @@ impl Subject {
     }
 }
 
-/// The properties of shareable memory of the first device.
 pub(crate) const EXPORTABLE: Properties =
     Properties { location: Location::Device(0), exportable: true, immutable: false, gpu_direct_rdma: false };
 
