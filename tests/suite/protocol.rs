@@ -1,5 +1,5 @@
-//! The rules of the page that need more than one record: silence, floods, turns, lies about memory, and what a command prints of
-//! them.
+//! Protocol rules that need more than one record: silence, floods, turns, false descriptions of memory, and the errors that the commands
+//! print.
 
 use std::{
     os::{
@@ -39,7 +39,7 @@ use crate::{
     running::{Ended, Meeting, Running},
 };
 
-/// The next message that is an error.
+/// Returns the next message, which must be an error.
 fn failure(channel: &mut Channel) -> Failure {
     match answer(channel) {
         (Message::Error(failure), _) => failure,
@@ -47,7 +47,7 @@ fn failure(channel: &mut Channel) -> Failure {
     }
 }
 
-/// Says hello and asks for the buffer, as by hand, up to the acknowledgement.
+/// Requests the buffer and acknowledges its segments.
 fn take(channel: &mut Channel) -> Offer {
     channel.send(&request("default", None), &[]).unwrap();
     let (Message::Offer(offer), _) = answer(channel) else { panic!() };
@@ -81,7 +81,7 @@ mod producers {
         let failure = failure(&mut channel);
         assert_eq!(failure.code, ErrorCode::Timeout);
         assert!(failure.message.contains("waiting for another request"), "{}", failure.message);
-        // It has what it asked for all the same.
+        // The request was served nonetheless.
         producer.end().code(0);
     }
 
@@ -90,12 +90,12 @@ mod producers {
         let timeout = Duration::from_secs(15);
         let meeting = Meeting::host();
         let producer = meeting.listening(&["--timeout", "15s", "--size", "4"]);
-        // It stays connected, and says nothing.
+        // The consumer remains connected and silent.
         let mut stopped = greeted(&meeting);
         take(&mut stopped);
         let begun = Instant::now();
         producer.end().code(4).says("silent for 15s");
-        // A second wait would end after twice the timeout, which no machine is too slow to stay below.
+        // A second wait would take twice the timeout. Even a slow machine needs less.
         assert!(begun.elapsed() < 2 * timeout, "{:?}", begun.elapsed());
         assert_eq!(told(&mut stopped), ErrorCode::Timeout);
     }
@@ -135,7 +135,6 @@ mod producers {
         }
     }
 
-    /// Content that expects a reply.
     struct Replies;
 
     impl Content for Replies {
@@ -168,7 +167,7 @@ mod producers {
     #[test]
     fn violations_are_answered_with_a_rule() {
         let meeting = Meeting::host();
-        // A digest where none was offered.
+        // A digest, although the offer has none.
         let producer = meeting.listening(&["--size", "8"]);
         let mut channel = greeted(&meeting);
         take(&mut channel);
@@ -197,12 +196,12 @@ mod producers {
     #[test]
     fn waiting_consumer_receives_busy() {
         let meeting = Meeting::host();
-        // It is far more patient than its consumer.
+        // The producer's timeout is far longer than its consumer's.
         let producer = meeting.listening(&["--round-trip", "--consumers", "2", "--size", "4"]);
         let mut first = greeted(&meeting);
         take(&mut first);
         let second = meeting.consumer(&["--timeout", "3s"]).start();
-        // Three times as long as it waits through a silence.
+        // Three times the second consumer's timeout.
         for _ in 0..9 {
             thread::sleep(Duration::from_secs(1));
             first.send(&Message::Busy(Busy {}), &[]).unwrap();
@@ -217,7 +216,7 @@ mod producers {
 mod consumers {
     use super::*;
 
-    /// A listener that a `consumer` process meets, and what is said to it.
+    /// Runs a `consumer` process against a listener that `serve` controls.
     fn against(serve: impl FnOnce(&mut Channel), options: &[&str]) -> Ended {
         let meeting = Meeting::host();
         let (mut channel, consumer) = met(&meeting, options);
@@ -238,7 +237,7 @@ mod consumers {
         assert!(matches!(answer(channel), (Message::Request(Request { .. }), _)));
     }
 
-    /// What a host producer offers, with its descriptor.
+    /// Returns a host producer's offer, with its descriptor.
     fn offered(size: u64) -> (Offer, OwnedFd) {
         let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
         let shared = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(size)).unwrap();
@@ -258,7 +257,7 @@ mod consumers {
     fn give(channel: &mut Channel, offer: &Offer, fd: &OwnedFd) {
         channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
         let segments = Segments { first: 0, sizes: vec![offer.memory.mapped_size] };
-        // It may have seen enough.
+        // Fails if the consumer has already rejected the offer.
         let _ = channel.send(&Message::Segments(segments), &[fd.as_fd()]);
     }
 
@@ -269,7 +268,7 @@ mod consumers {
         let (mut stopped, consumer) = met(&meeting, &["--timeout", "15s"]);
         greet(&mut stopped, Backend::Host);
         consumer.end().code(4).says("silent for 15s while this side was waiting for the offer");
-        // A second wait would end after twice the timeout.
+        // A second wait would take twice the timeout.
         assert!(begun.elapsed() < Duration::from_secs(30), "{:?}", begun.elapsed());
         assert_eq!(told(&mut stopped), ErrorCode::Timeout);
     }
@@ -279,7 +278,7 @@ mod consumers {
         let (sound, fd) = offered(100);
         let most = (1 << 26) - 1;
         for (mapped_size, segments, code) in [
-            // Addresses could be reserved for both.
+            // Addresses could be reserved for the first two.
             (1 << 46, 1, ErrorCode::Failed),
             (most * GRANULARITY, most, ErrorCode::Failed),
             (1 << 47, 1, ErrorCode::Protocol),

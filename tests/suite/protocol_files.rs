@@ -1,4 +1,4 @@
-//! What lies beside the protocol's page is what the program does: the schema of each message, and the golden records.
+//! The files of the protocol documentation match the program: the schema of each message, and the golden records.
 
 use std::{
     collections::BTreeSet,
@@ -55,7 +55,7 @@ const KINDS: [&str; 14] = [
     "gone",
 ];
 
-/// The files are part of this program: it also runs where there is no repository.
+/// The files are compiled in: the tests also run without the repository.
 macro_rules! schemas {
     ($($name:literal)*) => {
         [$(($name, include_str!(concat!("../../docs/schemas/protocol/", $name, ".json"))),)*]
@@ -104,7 +104,7 @@ fn fits(kind: &str, body: &Value) {
     }
 }
 
-/// Checks a record as it was sent against the schema of its kind. Returns that.
+/// Validates a sent record against the schema of its kind. Returns the kind.
 #[track_caller]
 fn record_fits(record: &[u8]) -> &'static str {
     let kind = KINDS[usize::from(u16::from_le_bytes([record[6], record[7]])) - 1];
@@ -127,7 +127,7 @@ fn golden_records_round_trip_exactly() {
         assert_eq!((message.name(), message.fd_count()), (record["kind"].as_str().unwrap(), fds), "{name}");
         let body: Value = serde_json::from_slice(&bytes[HEADER_LENGTH..]).unwrap();
         assert_eq!(body, record["body"], "{name}");
-        // The order of the fields is this implementation's own.
+        // The order of the fields is specific to this implementation.
         let written = message.encode().unwrap();
         assert_eq!(String::from_utf8_lossy(&written), String::from_utf8_lossy(&bytes), "{name}");
         seen.insert(record_fits(&bytes));
@@ -253,7 +253,7 @@ fn schemas_refuse_what_the_program_refuses() {
     }
 }
 
-/// One record of a socket, with its descriptors; none at its end.
+/// Receives a record with its descriptors; `None` once the peer has closed the socket.
 fn receive(socket: &OwnedFd) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let (mut ancillary, mut record) = (RecvAncillaryBuffer::new(&mut space), vec![0; 1 << 17]);
@@ -268,7 +268,7 @@ fn receive(socket: &OwnedFd) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
     (received.bytes > 0).then_some((record, fds))
 }
 
-/// Passes records on between two sockets until both have ended, as `pass` has them: with whether they come from `other`.
+/// Forwards records between two sockets until both are closed. `pass` receives each record, and whether it comes from `other`.
 pub(crate) fn relay(
     one: &OwnedFd,
     other: &OwnedFd,
@@ -294,7 +294,7 @@ pub(crate) fn relay(
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
             let mut ancillary = SendAncillaryBuffer::new(&mut space);
             assert!(fds.is_empty() || ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
-            // It may have left.
+            // Fails if the peer has closed its socket.
             let _ = sendmsg(to, &[IoSlice::new(&record)], &mut ancillary, SendFlags::NOSIGNAL);
         }
     }
@@ -332,7 +332,7 @@ fn messages_match_the_schemas() {
         consumer.end().code(code);
         producer.end().code(code);
     }
-    // A stream of more buffers than are kept.
+    // A stream with more buffers than the consumer keeps.
     let ((publishing, left), (right, subscribing)) = (Channel::socket_pair().unwrap(), Channel::socket_pair().unwrap());
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
     thread::scope(|scope| {
@@ -357,7 +357,7 @@ fn messages_match_the_schemas() {
         publisher.withdraw(ids[1]).unwrap();
     });
     let kinds: BTreeSet<&str> = seen.into_inner().unwrap().iter().map(|record| record_fits(record)).collect();
-    // Which came depends on how fast this machine is for `busy`, and pools need a GPU.
+    // Whether `busy` is sent depends on the speed of this machine, and pools need a GPU.
     let expected: BTreeSet<&str> = KINDS.into_iter().filter(|kind| !["busy", "pool"].contains(kind)).collect();
     assert!(kinds.is_superset(&expected), "{kinds:?}");
 }

@@ -1,4 +1,4 @@
-//! What the public types promise by their types alone: which may go to another thread, and be used by several.
+//! The auto traits of the public types: which types are `Send`, and which are `Sync`.
 
 use vmmfd::{
     Error,

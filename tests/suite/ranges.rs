@@ -1,4 +1,4 @@
-//! Ranges that a caller may name by mistake: an error, never a panic and never an answer about other bytes.
+//! Ranges that are out of bounds: an error, never a panic, and never other bytes.
 
 use std::{fs, ops::Range};
 
@@ -26,7 +26,7 @@ fn assert_out_of_range<T: std::fmt::Debug>(answer: Result<T, Error>) {
     assert!(matches!(answer, Err(Error::Memory(MemoryError::OutOfRange { .. }))), "{answer:?}");
 }
 
-/// Where memory begins in an object, and bytes of the object that it does not have.
+/// Pairs of the memory's offset in an object, and a range of the object outside that memory.
 fn outside(size: u64) -> Vec<(u64, Range<u64>)> {
     #[allow(clippy::reversed_empty_ranges, reason = "what this is about")]
     let reversed = [(0, 5..2), (4, 5..4), (LAST, LAST..0)];
@@ -81,7 +81,7 @@ fn pattern_reaches_the_last_64_bit_offset() {
     let (pattern, done) = (Pattern::new(3), &mut |_| Ok(()));
     pattern::write(&mapping, LAST, LAST..LAST, pattern, done).unwrap();
     assert_eq!(pattern::verify(&mapping, LAST, LAST..LAST, pattern, done).unwrap().words, 0);
-    // The last word has no last byte.
+    // The last word lacks its last byte.
     let (start, range) = (LAST - 11, LAST - 11..LAST);
     pattern::write(&mapping, start, range.clone(), pattern, done).unwrap();
     let found = pattern::verify(&mapping, start, range.clone(), pattern, done).unwrap();

@@ -1,4 +1,4 @@
-//! Memory that RDMA can reach: made so where the device supports it, and refused elsewhere.
+//! Memory for GPUDirect RDMA: created where the device supports it, refused elsewhere.
 
 use vmmfd::{
     Error, Result,
@@ -38,12 +38,12 @@ mod commands {
     }
 }
 
-/// Whether the device claims it. Only a GPU of another machine may not.
+/// Reports whether the device supports GPUDirect RDMA. Some GPUs do not.
 fn supported(subject: &Subject) -> bool {
     subject.verbs.device_attribute(0, Attribute::GpuDirectRdma).unwrap() != 0
 }
 
-/// The feature that a device is said not to support.
+/// Returns the feature that the device does not support.
 #[track_caller]
 fn lacking<T>(result: Result<T>) -> &'static str {
     match result {
@@ -73,14 +73,14 @@ fn rdma_memory_has_the_flag(subject: Subject) {
     assert!(!Allocation::create(&device, 1).unwrap().properties().gpu_direct_rdma);
     let allocation = Allocation::create_gpu_direct_rdma(&device, unit + 1).unwrap();
     assert_eq!((allocation.properties(), allocation.size()), (FOR_RDMA, 2 * unit));
-    // An importer sees no flag that the maker did not ask for.
+    // An importer sees only flags that the maker requested.
     let import = |from: &Allocation| {
         let fd = from.export().unwrap().try_clone_to_owned().unwrap();
         Allocation::import(&device, fd, from.size()).unwrap()
     };
     assert!(!import(&Allocation::create(&device, 1).unwrap()).properties().gpu_direct_rdma);
     drop(import(&allocation));
-    // All chunks of a buffer are made so, and it is shared as any.
+    // All chunks of a buffer have the flag, and the buffer is shared like any other.
     subject.faulty.take_created();
     let shared = Shared::create(&device, Spec::vmm(3 * unit).chunk(unit).gpu_direct_rdma()).unwrap();
     assert_eq!(subject.faulty.take_created(), [FOR_RDMA; 3]);
@@ -115,9 +115,9 @@ fn failed_call_leaves_nothing(subject: Subject) {
 #[test]
 fn missing_support_is_an_error() {
     for (setting, value, word) in [
-        // The device says no.
+        // The device reports no support.
         ("FAKECUDA_ATTRIBUTE", "110:0", "gpuDirectRDMACapable"),
-        // The driver makes it without.
+        // The driver ignores the flag.
         ("FAKECUDA_RDMA", "0", "its driver ignored gpuDirectRDMACapable"),
     ] {
         let subject = Subject::fake();
@@ -128,7 +128,7 @@ fn missing_support_is_an_error() {
         assert!(feature.contains(word), "{feature}");
         create(Spec::vmm(1)).unwrap();
     }
-    // The driver refuses.
+    // The driver refuses the flag.
     let subject = Subject::fake();
     let device: Device = subject.device();
     subject.fake.as_ref().unwrap().set("FAKECUDA_FAIL", "cuMemCreate:1:801");

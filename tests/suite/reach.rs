@@ -1,4 +1,4 @@
-//! Memory that the CPU reaches: page-locked memory, windows on mappings, host memory of a NUMA node, and sealed memory.
+//! Memory that the CPU can access: page-locked memory, windows on mappings, host memory of a NUMA node, and sealed memory.
 
 use std::{os::fd::AsFd, sync::Arc};
 
@@ -36,7 +36,7 @@ cases! {
     ]
 }
 
-/// Another driver of the same kind, that shares nothing with the first where that can be.
+/// Returns another driver of the same kind. Where possible it shares no state with the first.
 fn another(subject: &Subject) -> (Arc<dyn Verbs>, Option<Fake>) {
     match subject.kind {
         Kind::Host => (Arc::new(HostDriver::new()), None),
@@ -161,7 +161,7 @@ fn numa_host_memory_is_shared(subject: Subject) {
     window.read(0, &mut bytes).unwrap();
     assert_eq!(&bytes, b"by the device");
     if subject.kind != Kind::Host {
-        // One place, one access: the host backend's CPU is its device.
+        // On the host backend the CPU is the device, so both have the same access.
         assert_eq!(code(driver.copy_in(0, address, b"no")), INVALID, "the device may only read there");
         window.write(0, b"by the CPU").unwrap();
         assert_eq!(&mapped.read(0), b"by the CPU");

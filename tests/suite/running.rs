@@ -1,4 +1,4 @@
-//! The two commands as processes of their own: started, watched and, whatever happens, ended.
+//! Runs the commands as processes: starts them, waits for them, and always kills them.
 
 #![allow(unsafe_code, reason = "a child asks the kernel to be killed with its parent")]
 
@@ -26,13 +26,13 @@ use tempfile::TempDir;
 
 use crate::support::{Copy, session};
 
-/// After how long a test takes a command for stuck, however slow the machine and whatever else runs on it.
+/// The time limit of every wait. It allows for a slow machine under load.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// An hour, for calls of the emulated driver that hang: longer than any test waits.
+/// One hour, for hanging calls of the emulated driver: longer than any test waits.
 pub(crate) const HANGS: &str = "3600000";
 
-/// Waits for something that another process does.
+/// Polls until another process has done something.
 #[track_caller]
 pub(crate) fn wait_for(what: &str, mut there: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
@@ -42,18 +42,16 @@ pub(crate) fn wait_for(what: &str, mut there: impl FnMut() -> bool) {
     }
 }
 
-/// The backend that a test's commands run on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum On {
-    /// Host memory.
     Host,
-    /// The CUDA backend, over the emulated driver.
+    /// The CUDA backend on the emulated driver.
     Fake,
-    /// The CUDA backend, over the driver of this machine.
+    /// The CUDA backend on this machine's driver.
     Cuda,
 }
 
-/// A place where two commands meet: a folder of its own, that goes with it.
+/// A folder with the socket of two commands. Dropping it deletes the folder.
 pub(crate) struct Meeting {
     on: On,
     folder: TempDir,
@@ -83,28 +81,26 @@ impl Meeting {
         Self::new(On::Cuda)
     }
 
-    /// Another place, on the same backend.
+    /// Returns another folder for the same backend.
     pub(crate) fn another(&self) -> Self {
         Self::new(self.on)
     }
 
-    /// Whether it is over the emulated driver.
     pub(crate) fn is_fake(&self) -> bool {
         self.on == On::Fake
     }
 
-    /// Puts the commands where every user can run them, from now on.
+    /// Copies the commands to a folder that every user can access. Later runs use the copies.
     pub(crate) fn copy_binaries(&mut self) {
         let folder = tempfile::tempdir().unwrap();
         fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
-        // By another process: what this one has open for writing, a child that another test starts just then has too, and a file
-        // that anyone has open so can't be run (ETXTBSY).
+        // Copy in another process: a concurrently forked child would inherit this process's write descriptor, and a program that is open
+        // for writing cannot be executed (ETXTBSY).
         let binaries = ["producer", "consumer", "vmmfd"].map(binary);
         assert!(Command::new("cp").arg("-p").args(binaries).arg(folder.path()).status().unwrap().success());
         self.binaries = Some(folder);
     }
 
-    /// The name of the backend.
     pub(crate) fn backend(&self) -> &'static str {
         if self.on == On::Host { "host" } else { "cuda" }
     }
@@ -113,7 +109,7 @@ impl Meeting {
         self.folder.path()
     }
 
-    /// Where the emulated driver is, if this place is over it.
+    /// Returns the folder of the emulated driver, if it is used.
     pub(crate) fn driver_folder(&self) -> Option<&Path> {
         self.driver.as_ref().map(Copy::folder)
     }
@@ -122,12 +118,12 @@ impl Meeting {
         self.folder().join("s.sock")
     }
 
-    /// `producer` on this place's backend and socket.
+    /// `producer` with this backend and socket.
     pub(crate) fn producer(&self, options: &[&str]) -> Run {
         self.command("producer", options)
     }
 
-    /// `producer` on this place's backend and socket, that listens already.
+    /// `producer` with this backend and socket, once it listens.
     #[track_caller]
     pub(crate) fn listening(&self, options: &[&str]) -> Running {
         let mut producer = self.producer(options).start();
@@ -135,12 +131,12 @@ impl Meeting {
         producer
     }
 
-    /// `consumer` on this place's backend and socket.
+    /// `consumer` with this backend and socket.
     pub(crate) fn consumer(&self, options: &[&str]) -> Run {
         self.command("consumer", options)
     }
 
-    /// `consumer` with these options alone, at another socket.
+    /// `consumer` with only these options, for another socket.
     pub(crate) fn bare_consumer(&self, options: &[&str]) -> Run {
         let mut run = self.bare("consumer");
         run.command.args(options);
@@ -153,7 +149,7 @@ impl Meeting {
         run
     }
 
-    /// A command with no options at all; of the environment only what finds this place's driver.
+    /// A command without options. Its environment selects this backend's driver.
     pub(crate) fn bare(&self, name: &'static str) -> Run {
         let mut run = Run::new(name, self.binaries.as_ref().map(|folder| folder.path().join(name)));
         match &self.driver {
@@ -164,7 +160,7 @@ impl Meeting {
         run
     }
 
-    /// The processes that have this place's folder in their environment.
+    /// Lists the processes whose environment contains this folder.
     pub(crate) fn processes(&self) -> Vec<PathBuf> {
         let folder = self.folder().to_str().unwrap().as_bytes();
         let entries = fs::read_dir("/proc").unwrap().filter_map(|entry| Some(entry.ok()?.path()));
@@ -177,14 +173,14 @@ impl Meeting {
         entries.filter(here).collect()
     }
 
-    /// What lies in the folder.
+    /// Lists the files in the folder.
     pub(crate) fn files(&self) -> Vec<String> {
         let entries = fs::read_dir(self.folder()).unwrap();
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
     }
 }
 
-/// A command about to be started.
+/// A command that is not started yet.
 pub(crate) struct Run {
     name: &'static str,
     pub(crate) command: Command,
@@ -205,7 +201,7 @@ impl Run {
         self
     }
 
-    /// Runs another program in its place, which runs it in turn.
+    /// Runs another program, which then runs the command.
     pub(crate) fn instead(mut self, mut command: Command) -> Self {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         self.command = command;
@@ -217,7 +213,7 @@ impl Run {
         self
     }
 
-    /// Lets it open so many files and no more.
+    /// Sets RLIMIT_NOFILE.
     pub(crate) fn with_files(mut self, limit: u64) -> Self {
         // SAFETY: setrlimit is a plain system call, safe between fork and exec.
         unsafe {
@@ -226,7 +222,7 @@ impl Run {
         self
     }
 
-    /// Lets it write files of so many bytes and no more.
+    /// Sets RLIMIT_FSIZE.
     pub(crate) fn with_file_size(mut self, limit: u64) -> Self {
         // SAFETY: setrlimit is a plain system call, safe between fork and exec.
         unsafe {
@@ -240,7 +236,7 @@ impl Run {
         unsafe {
             self.command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?));
         }
-        // A broker's server and keeper start each other.
+        // A broker's server and keeper restart each other.
         let is_broker = self.command.get_args().next().is_some_and(|first| first == "serve");
         if is_broker {
             session::lead(&mut self.command);
@@ -252,14 +248,13 @@ impl Run {
         Running { name: self.name, child, is_broker, stdout, stderr, started }
     }
 
-    /// Starts it and waits for its end.
     pub(crate) fn end(self) -> Ended {
         self.start().end()
     }
 }
 
-/// The path of a command: in `VMMFD_BIN`, beside the test program, or one folder up, where cargo puts it. Cargo keeps the programs of this
-/// package up to date, and `vmmfd-bench` only on request: an old one fails the test.
+/// Returns the path of a command: in `VMMFD_BIN`, beside the test program, or in its parent folder (cargo's layout). Cargo rebuilds the
+/// programs of this package, but `vmmfd-bench` only on request: a stale program fails the test.
 #[track_caller]
 pub(crate) fn binary(name: &str) -> PathBuf {
     let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
@@ -271,11 +266,11 @@ pub(crate) fn binary(name: &str) -> PathBuf {
     found
 }
 
-/// Whether cargo has built the library of a program's package again, and not the program. Where a bundle is, there is no library.
+/// Reports whether cargo has rebuilt the library of a program's package, but not the program. A bundle has no library.
 fn is_stale(program: &Path) -> bool {
     let modified = |path: &Path| fs::metadata(path).and_then(|file| file.modified()).ok();
     let library = format!("lib{}-", program.file_name().unwrap().to_string_lossy().replace('-', "_"));
-    // The library `vmmfd` is of another package than the program.
+    // The library `vmmfd` belongs to a different package than the program.
     if library == "libvmmfd-" {
         return false;
     }
@@ -309,7 +304,7 @@ fn old_program_is_stale() {
     assert!(!is_stale(&at("vmmfd", 100)));
 }
 
-/// What a process writes, as it writes it.
+/// Collects the output of a process while it runs.
 struct Lines {
     text: Arc<Mutex<String>>,
     reader: Option<JoinHandle<()>>,
@@ -334,7 +329,7 @@ impl Lines {
         self.text.lock().unwrap().clone()
     }
 
-    /// Whether all is read that the process and its children will print.
+    /// Reports whether the process and its children have closed the pipe.
     fn is_whole(&self) -> bool {
         self.reader.as_ref().is_none_or(JoinHandle::is_finished)
     }
@@ -347,11 +342,11 @@ impl Lines {
     }
 }
 
-/// A command that runs. Dropping it kills it.
+/// A running command. Dropping it kills the process.
 pub(crate) struct Running {
     name: &'static str,
     child: Child,
-    /// Whether it is a broker, which leads a session.
+    /// Whether the command is a broker, which leads a session.
     is_broker: bool,
     stdout: Lines,
     stderr: Lines,
@@ -367,7 +362,7 @@ impl Running {
         signal::kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
-    /// Waits until SIGTERM does not end it at once any more: it is blocked, or has a handler.
+    /// Waits until SIGTERM is blocked or has a handler.
     pub(crate) fn until_it_handles_signals(&self) {
         let handled = |line: &str| {
             let (name, mask) = line.split_once(":\t")?;
@@ -380,13 +375,13 @@ impl Running {
         });
     }
 
-    /// Waits until it has printed a line of this step.
+    /// Waits until the command has printed a line of this step.
     #[track_caller]
     pub(crate) fn until(&mut self, step: &str) {
         let deadline = Instant::now() + PATIENCE;
         let printed = |text: &str| text.lines().any(|line| line.split_whitespace().nth(1) == Some(step));
         while !printed(&self.stdout.so_far()) {
-            // What an ended process printed may not all be read yet.
+            // After the exit, the reader may still have output to read.
             let ended = self.child.try_wait().unwrap().is_some() && self.stdout.is_whole();
             let running = !ended || printed(&self.stdout.so_far());
             let never = || format!("{} never came to `{step}`: {}", self.name, self.so_far());
@@ -399,7 +394,6 @@ impl Running {
         format!("{}\n{}", self.stdout.so_far(), self.stderr.so_far())
     }
 
-    /// Waits for its end.
     pub(crate) fn end(mut self) -> Ended {
         let deadline = Instant::now() + PATIENCE;
         let status = loop {
@@ -419,13 +413,13 @@ impl Drop for Running {
         if self.is_broker {
             session::end(&mut self.child);
         }
-        // Both fail where it has ended, and was waited for: that is as it should be.
+        // Both calls fail if the process has exited and was reaped.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// A command that has ended.
+/// A command that has exited.
 pub(crate) struct Ended {
     name: &'static str,
     pub(crate) status: ExitStatus,
@@ -435,7 +429,7 @@ pub(crate) struct Ended {
 }
 
 impl Ended {
-    /// Asserts the exit code, and shows all that was printed if it is another.
+    /// Asserts the exit code. A failure prints the whole output.
     #[track_caller]
     pub(crate) fn code(&self, code: i32) -> &Self {
         let (name, stdout, stderr) = (self.name, &self.stdout, &self.stderr);
@@ -443,14 +437,14 @@ impl Ended {
         self
     }
 
-    /// The one JSON object that `--json` prints, and nothing else.
+    /// Returns the single JSON object of `--json`. Other output fails the test.
     #[track_caller]
     pub(crate) fn json(&self) -> Value {
         assert_eq!(self.stdout.lines().count(), 1, "{}", self.stdout);
         serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {}", self.stdout))
     }
 
-    /// Asserts that standard error says something.
+    /// Asserts that standard error contains `words`.
     #[track_caller]
     pub(crate) fn says(&self, words: &str) -> &Self {
         assert!(self.stderr.contains(words), "{} does not say `{words}`: {}", self.name, self.stderr);

@@ -1,5 +1,4 @@
-//! What a program gets from sessions: over a socket that it has already, with data and checks of its own, and with a peer that is
-//! less patient than itself.
+//! The session API for programs: over an existing socket, with custom content and checks, and with a peer that has a shorter timeout.
 
 use std::{
     fs::File,
@@ -47,7 +46,7 @@ fn within(milliseconds: u64) -> Config {
     Config::default().timeout(Duration::from_millis(milliseconds))
 }
 
-/// A producer and a consumer over a pair of sockets.
+/// Connects a producer and a consumer over a socket pair.
 fn meet<T: Send>(
     buffer: &Buffer<'_>,
     options: &ServeOptions,
@@ -62,13 +61,13 @@ fn meet<T: Send>(
     })
 }
 
-/// Content and check of a program's own: a sum of bytes, and a reply that counts. No pattern, no digest.
+/// Custom content and check: a sum of bytes, and a reply that is counted. No pattern, no digest.
 #[derive(Debug, Default)]
 struct Sum {
     fills: AtomicU64,
-    /// What is added to what the data adds up to.
+    /// Added to the sum of the data.
     off: u64,
-    /// How long filling takes.
+    /// The duration of each fill.
     slow: Duration,
 }
 
@@ -84,7 +83,7 @@ fn check(sum: u64) -> Check {
     Check::from_iter([("sum".to_owned(), sum.into())])
 }
 
-/// Works for a while.
+/// Sleeps for `time` and calls `tick` in between.
 fn work(time: Duration, tick: Tick<'_>) -> Result<()> {
     let begun = Instant::now();
     while begun.elapsed() < time {
@@ -126,7 +125,7 @@ impl Content for Sum {
 #[derive(Default)]
 struct SumVerifier {
     slow: Duration,
-    /// What is written as the reply.
+    /// The byte of the reply.
     reply: u8,
     answer: Option<Verdict>,
 }
@@ -148,7 +147,7 @@ impl Verifier for SumVerifier {
     }
 }
 
-/// A whole conversation at a path.
+/// Runs a whole session over a socket path.
 fn converse(buffer: &Buffer<'_>, options: &ServeOptions, verifier: &mut SumVerifier) -> (Served, bool) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
@@ -161,7 +160,7 @@ fn converse(buffer: &Buffer<'_>, options: &ServeOptions, verifier: &mut SumVerif
     })
 }
 
-/// A listener that another program made.
+/// A listener on a socket created outside the library.
 fn listener(path: &Path) -> Listener {
     Listener::from_fd(listening(path, 8)).unwrap()
 }
@@ -180,7 +179,7 @@ fn program_may_bring_content_and_check() {
         assert_eq!((both, served.mismatched(), served.error.is_none()), (verified, !verified, true), "{reply}");
         assert_eq!(verifier.answer, Some(Verdict::new(verified, checked)));
     }
-    // What the consumer finds wrong counts on both sides.
+    // Both sides report the consumer's mismatch.
     let wrong = Buffer::new(shared(SIZE), Sum { off: 1, ..Sum::default() }, None).unwrap();
     let (served, both) = converse(&wrong, &round_trip, &mut SumVerifier::default());
     assert_eq!((both, served.found), (false, Some(Verdict::new(false, Some(check(3 * SIZE))))));
@@ -202,7 +201,7 @@ fn buffer_is_refilled_after_a_reply() {
     }
 }
 
-/// Content that its caller keeps.
+/// Content borrowed from the caller.
 struct Borrowed<'a>(&'a Sum);
 
 impl Content for Borrowed<'_> {
@@ -225,7 +224,7 @@ impl Content for Borrowed<'_> {
 
 #[test]
 fn consumer_without_check_is_served() {
-    // Of the commands' own content, in a round trip too: it replies to nothing, and nothing of it is judged.
+    // With the commands' own content, also in a round trip: no reply, and no verdict on the check.
     for round_trip in [false, true] {
         for verified in [true, false] {
             let buffer = Buffer::new(shared(SIZE), Exercise::pattern(7, &|_| {}), None).unwrap();
@@ -246,7 +245,7 @@ fn consumer_without_check_is_served() {
             assert_eq!(served.found, Some(Verdict::unchecked(verified)));
         }
     }
-    // And the commands' verifier ignores the check of another program.
+    // The commands' verifier ignores the check of another program.
     let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
     let config = within(20_000);
     let (served, found) = meet(&buffer, &ServeOptions::default(), [&config, &config], |mut consumer| {
@@ -269,7 +268,7 @@ fn both_sides_send_busy_in_time() {
         answer
     };
     thread::scope(|scope| {
-        // The producer is busy, and the consumer waits for no more than three seconds.
+        // The producer is busy, and the consumer's timeout is three seconds.
         scope.spawn(|| {
             let buffer = Buffer::new(shared(SIZE), Sum { slow: long, ..Sum::default() }, None).unwrap();
             let options = ServeOptions::default();
@@ -277,14 +276,14 @@ fn both_sides_send_busy_in_time() {
                 meet(&buffer, &options, [&patient, &impatient], |consumer| turn(consumer, Duration::ZERO));
             assert!(found.unwrap().verified && served.unwrap().error.is_none());
         });
-        // The other way round.
+        // The consumer is busy.
         scope.spawn(|| {
             let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
             let options = ServeOptions::default();
             let (served, found) = meet(&buffer, &options, [&impatient, &patient], |consumer| turn(consumer, long));
             assert!(found.unwrap().verified && served.unwrap().error.is_none());
         });
-        // One consumer waits for another's turn to end.
+        // A consumer waits for another consumer's turn.
         scope.spawn(|| {
             let buffer = Buffer::new(shared(SIZE), Sum::default(), None).unwrap();
             let options = ServeOptions::default().round_trip(true);
@@ -294,7 +293,7 @@ fn both_sides_send_busy_in_time() {
                 thread::sleep(Duration::from_millis(200));
                 let (served, found) =
                     meet(&buffer, &options, [&patient, &impatient], |consumer| turn(consumer, Duration::ZERO));
-                // Neither has replied.
+                // No consumer has replied.
                 assert!(!found.unwrap().verified && served.unwrap().error.is_none());
                 assert!(slow.join().unwrap().0.unwrap().error.is_none());
             });
@@ -304,7 +303,7 @@ fn both_sides_send_busy_in_time() {
 
 #[test]
 fn slow_subscriber_sends_busy() {
-    // Of two devices none is made ready before the first buffer is opened.
+    // With two devices, no device is activated before the first buffer is opened.
     let fake = Copy::new().load();
     fake.set("FAKECUDA_DEVICES", "2");
     let subject = Subject::of(fake);
@@ -353,7 +352,7 @@ fn both_dialects_work_over_socketpairs() {
     let (config, options) = (Config::default(), ServeOptions::default().round_trip(true));
     let (served, verified) = meet(&buffer, &options, [&config, &config], |mut consumer| {
         let mut verifier = DataVerifier::new(&|_| {});
-        // Any number of requests.
+        // A consumer may send any number of requests.
         (0..2).all(|_| {
             let object = consumer.request(&Request::default().range(3..500)).unwrap();
             assert_eq!((object.range(), object.size(), object.is_whole()), (3..500, SIZE, false));
@@ -384,7 +383,7 @@ fn other_dialect_is_refused_by_both() {
             "{refused:?}"
         );
     });
-    // And one that leaves, or that says nothing.
+    // A consumer that leaves, and a silent consumer.
     for (leaves, timeout) in [(true, 20_000), (false, 50)] {
         let (ours, theirs) = Channel::socket_pair().unwrap();
         let theirs = Some(theirs).filter(|_| !leaves);
@@ -416,7 +415,7 @@ fn other_descriptors_are_no_sessions() {
             assert!(matches!(refused, Err(Error::Socket { .. })), "{refused:?}");
         }
     }
-    // Nor is a socket that does not listen a listener.
+    // A socket that does not listen is not a listener.
     let refused = Listener::from_fd(seqpacket());
     assert!(
         matches!(&refused, Err(Error::Socket(vmmfd::error::SocketError::Unfit { problem })) if problem.contains("listen")),

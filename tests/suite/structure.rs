@@ -1,4 +1,4 @@
-//! The structure of the library: which folder may use which, no circles, and bounds on files and functions.
+//! The structure of the library: allowed dependencies between folders, no cycles, and limits for files and functions.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -6,8 +6,8 @@ use std::{
     path::Path,
 };
 
-/// Each folder or file of `src/`, with those whose paths it may name. `lib.rs` declares them all, and `internals.rs` opens them to the
-/// project's own programs.
+/// Each folder or file of `src/`, with the folders and files whose paths it may name. `lib.rs` declares all of them, and `internals.rs`
+/// exports them to the project's own programs.
 const LAYERS: [(&str, &[&str]); 14] = [
     ("error", &[]),
     ("base", &["error"]),
@@ -25,7 +25,7 @@ const LAYERS: [(&str, &[&str]); 14] = [
     ("must_not_compile", &[]),
 ];
 
-/// What only `driver` itself may name: users of a driver do not know which backend they have.
+/// Only `driver` may name these paths: users of a driver do not know its backend.
 const BACKENDS: [&str; 2] = ["driver::cuda", "driver::host"];
 
 /// A source file without its comments and unit tests.
@@ -34,7 +34,7 @@ struct File {
     module: Vec<String>,
     lines: Vec<String>,
     reason: bool,
-    /// Each path of this crate that it names, with the line and the name that it has in this file.
+    /// Each path of this crate in the file, with its line and its local name.
     paths: Vec<(usize, Vec<String>, String)>,
 }
 
@@ -58,7 +58,7 @@ impl File {
         file
     }
 
-    /// Identifiers, `::` and other characters, each with its line.
+    /// Splits the source into identifiers, `::` and other characters, each with its line.
     fn tokens(&self) -> Vec<(usize, String)> {
         let mut tokens = Vec::new();
         for (number, line) in (1..).zip(&self.lines) {
@@ -73,7 +73,7 @@ impl File {
         tokens
     }
 
-    /// Reads a path, or each path of a group, behind `prefix`. Returns where the next token is.
+    /// Parses a path, or each path of a group, after `prefix`. Returns the index of the next token.
     fn take_path(&mut self, tokens: &[(usize, String)], mut at: usize, prefix: &[String]) -> usize {
         let (mut path, line) = (prefix.to_vec(), tokens[at].0);
         let token = |at: usize| tokens.get(at).map_or("", |token| token.1.as_str());
@@ -129,7 +129,7 @@ fn files() -> BTreeMap<Vec<String>, File> {
     files
 }
 
-/// The module in which the item of a path is, behind the names by which other modules export it.
+/// Returns the module that defines the item of a path, following re-exports.
 fn defined_in<'a>(files: &'a BTreeMap<Vec<String>, File>, path: &[String], depth: u8) -> Option<&'a File> {
     let length = (0..=path.len()).rev().find(|length| files.contains_key(&path[..*length]))?;
     let file = &files[&path[..length]];
@@ -169,7 +169,7 @@ fn files_use_only_lower_layers() {
     assert_none(&problems);
 }
 
-/// A folder's `mod.rs` and the files of the folder may name each other: it is their face.
+/// A folder's `mod.rs` and the folder's other files may name each other, as `mod.rs` is their interface.
 #[test]
 fn files_form_no_circles() {
     let files = files();
@@ -182,7 +182,7 @@ fn files_form_no_circles() {
     };
     let mut left: BTreeMap<&Vec<String>, BTreeSet<&Vec<String>>> =
         files.values().filter(|file| !file.is_face()).map(|file| (&file.module, uses(file))).collect();
-    // A file that uses no file that is left is in no circle; nor is a file that no file that is left uses.
+    // A file without a remaining dependency, or without a remaining user, is in no cycle.
     let mut before = usize::MAX;
     while left.len() < before {
         before = left.len();

@@ -1,4 +1,4 @@
-//! The commands on a terminal: a pty, and what its screen shows.
+//! The commands on a terminal: a pty and the content of its screen.
 
 use std::{
     fs::File,
@@ -19,10 +19,10 @@ use crate::{
     weights,
 };
 
-/// So slow is each copy of the emulated driver in the tests of long work, in milliseconds.
+/// The delay of each copy in the emulated driver for tests of long transfers, in milliseconds.
 const SLOW: &str = "cuMemcpyHtoD_v2:60";
 
-/// A command on a terminal of its own.
+/// A command with its own terminal.
 pub(crate) struct OnTerminal {
     child: Child,
     reader: JoinHandle<Vec<u8>>,
@@ -30,7 +30,7 @@ pub(crate) struct OnTerminal {
     size: (u16, u16),
 }
 
-/// What a command wrote to its terminal, and how it ended.
+/// The terminal output of a command, and its exit code.
 pub(crate) struct Shown {
     bytes: Vec<u8>,
     pub(crate) code: Option<i32>,
@@ -39,7 +39,7 @@ pub(crate) struct Shown {
 
 const ROWS: u16 = 200;
 
-/// Starts a command whose standard output and standard error are a terminal this wide.
+/// Starts a command with a terminal of this width as standard output and standard error.
 pub(crate) fn on_terminal(mut run: Run, columns: u16) -> OnTerminal {
     let size = Winsize { ws_row: ROWS, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
     let pty = openpty(Some(&size), None).unwrap();
@@ -61,14 +61,14 @@ pub(crate) fn on_terminal(mut run: Run, columns: u16) -> OnTerminal {
         }
     }
     let child = run.command.spawn().unwrap();
-    // The terminal ends when the last process closes it: the command's own copy alone is left.
+    // The reader sees EIO once the last process has closed the terminal: only the command may keep a copy.
     drop((run, pty.slave));
     let seen: std::sync::Arc<std::sync::Mutex<Vec<u8>>> = Default::default();
     let shared = seen.clone();
     let reader = thread::spawn(move || {
         let mut master = File::from(pty.master);
         let mut buffer = [0; 4096];
-        // EIO is the end of a terminal.
+        // EIO: all processes have closed the terminal.
         while let Ok(read @ 1..) = master.read(&mut buffer) {
             shared.lock().unwrap().extend_from_slice(&buffer[..read]);
         }
@@ -78,7 +78,7 @@ pub(crate) fn on_terminal(mut run: Run, columns: u16) -> OnTerminal {
 }
 
 impl OnTerminal {
-    /// Waits until it has written something.
+    /// Waits until the output contains `words`.
     fn until(&mut self, words: &str) {
         wait_for(words, || {
             let seen = String::from_utf8_lossy(&self.seen.lock().unwrap()).into_owned();
@@ -103,7 +103,7 @@ impl Shown {
         String::from_utf8_lossy(&self.bytes).into_owned()
     }
 
-    /// The rows of the screen at the end that are not empty.
+    /// Returns the non-empty rows of the final screen.
     pub(crate) fn screen(&self) -> Vec<String> {
         self.screen_after(self.bytes.len())
     }
@@ -115,7 +115,7 @@ impl Shown {
         rows.into_iter().filter(|row| !row.trim().is_empty()).collect()
     }
 
-    /// The texts of every bar that was drawn.
+    /// Returns the text of every bar that was drawn.
     fn bars(&self) -> Vec<String> {
         let text = self.text();
         let bars = text.split(['\r', '\n']).filter(|part| is_bar(part));
@@ -123,7 +123,7 @@ impl Shown {
     }
 }
 
-/// Whether a row is a bar's: the rate is in no other.
+/// Reports whether a row is a bar: only bars contain a rate.
 fn is_bar(row: &str) -> bool {
     row.contains("B/s ") || row.contains('█') || row.contains('░')
 }
@@ -138,7 +138,7 @@ fn short_transfer_shows_no_bar() {
             assert_eq!(shown.code, Some(0), "{}", shown.text());
             assert!(shown.bars().is_empty() && !shown.text().contains("0 B"), "{:?}", shown.text());
             assert!(shown.screen().concat().contains("verified"), "{:?}", shown.screen());
-            // Nothing but lines: no escape sequence is needed for any.
+            // Only lines are printed, and lines need no escape sequence.
             assert!(!shown.text().contains('\u{1b}'), "{:?}", shown.text());
         }
     }
@@ -162,20 +162,20 @@ fn long_transfer_shows_a_bar() {
         assert!(!bars.iter().any(|bar| bar.contains("0 B/0 B")), "{bars:?}");
         for bar in &bars {
             assert!(bar.contains("/96.00 MiB"), "{bar}");
-            // What the terminal echoes of Ctrl-C, `^C`, still fits beside it.
+            // The terminal's echo of Ctrl-C, `^C`, still fits beside the bar.
             assert!(
                 bar.trim_start_matches("\u{1b}[2K").trim_end().chars().count() + 2 <= usize::from(columns),
                 "{bar:?}"
             );
         }
-        // At no time are there two, as one would be whose row is longer than the terminal is wide.
+        // Two bars are never visible at once. A row wider than the terminal would leave a second bar.
         for length in (0..=shown.bytes.len()).step_by(7) {
             let rows = shown.screen_after(length).into_iter().filter(|row| is_bar(row)).count();
             assert!(rows <= 1, "{:?}", shown.screen_after(length));
         }
         let screen = shown.screen();
         assert!(!screen.iter().any(|row| is_bar(row)), "{screen:?}");
-        // Each step has a row of its own, with nothing before it.
+        // Each step has its own row, without a prefix.
         let steps = screen.iter().filter(|row| row.starts_with("producer  ")).count();
         assert_eq!(steps, 11, "{screen:?}");
     }
@@ -275,7 +275,7 @@ fn doctor_and_bench_show_progress() {
     let meeting = Meeting::fake();
     let mut bench = meeting.bare("vmmfd");
     bench.command.args(["bench", "handoff", "--count", "3", "--size", "2MiB"]).env("TMPDIR", meeting.folder());
-    // Slow enough to be drawn.
+    // Slow enough for a bar.
     let slow = |run: Run, call: &str| run.env("FAKECUDA_SLOW", format!("{call}:300"));
     let tools = [
         (slow(doctor(&meeting, &[]), "cuMemImportFromShareableHandle"), "device 0: round-trip"),
@@ -303,7 +303,7 @@ fn interrupted_doctor_clears_its_progress() {
     let run = doctor(&meeting, &[]).env("FAKECUDA_SLOW", "cuMemPoolCreate:60000");
     let mut doctor = on_terminal(run, 80);
     doctor.until("device 0: pool");
-    // The spinner turns while nothing else happens.
+    // The spinner turns while the command waits.
     let length = || doctor.seen.lock().unwrap().len();
     let drawn = length();
     wait_for("the next picture of the spinner", || length() > drawn);

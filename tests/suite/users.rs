@@ -1,4 +1,4 @@
-//! Sockets and folders of other users. Only root can become one: `make test` runs these as root, and says so otherwise.
+//! Sockets and folders of other users. Only root can change its user: `make test` runs these tests as root, or reports that it does not.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use std::{
 
 use crate::running::{Meeting, On, Run, wait_for};
 
-/// A user that nobody is.
+/// An unused user ID.
 const OTHER: u32 = 12345;
 
 mod root {
@@ -21,7 +21,7 @@ mod root {
         run
     }
 
-    /// A place that other users can enter, with commands that they can run.
+    /// A folder that other users can enter, with commands that they can execute.
     fn open_place() -> Meeting {
         assert!(nix::unistd::geteuid().is_root(), "these tests change users: run them as root");
         let mut meeting = Meeting::new(On::Host);
@@ -34,7 +34,7 @@ mod root {
     #[ignore = "needs root: make test runs it as root"]
     fn another_user_is_refused_unless_allowed() {
         let meeting = open_place();
-        // A producer that allows somebody else: its socket is open, and its door is not.
+        // A producer that allows another user: its socket file is accessible, but it refuses the connection.
         let allows = |uid: &str| meeting.producer(&["--allow-uid", uid, "--timeout", "10s"]).start();
         let producer = allows("54321");
         wait_for("the socket", || meeting.socket().exists());
@@ -45,7 +45,7 @@ mod root {
 
         let producer = allows("12345");
         wait_for("the socket", || meeting.socket().exists());
-        // Root is always allowed, also as the producer.
+        // Root is always allowed, also for a producer of another user.
         as_other(meeting.consumer(&[])).end().code(0);
         producer.end().code(0);
     }

@@ -1,4 +1,4 @@
-//! Weights from safetensors files: they are in memory as the files have them, and a file that lies takes no memory.
+//! Weights from safetensors files: memory has the bytes of the files, and a malformed file allocates no memory.
 
 use std::{
     collections::BTreeMap,
@@ -35,7 +35,7 @@ cases! {
     ]
 }
 
-/// What the header of a file is to say of a tensor, and its bytes.
+/// A tensor of a file: its entry in the header, and its bytes.
 pub(crate) struct Written {
     name: &'static str,
     dtype: &'static str,
@@ -49,7 +49,7 @@ pub(crate) fn tensor(name: &'static str, dtype: &'static str, shape: &[u64], siz
     Written { name, dtype, shape: shape.to_vec(), bytes }
 }
 
-/// Writes a file as any program would.
+/// Writes a file like any other program.
 pub(crate) fn write(path: &Path, tensors: &[Written], metadata: Value) {
     let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
     if !metadata.is_null() {
@@ -70,7 +70,7 @@ fn write_raw(path: &Path, header: &str, data: &[u8]) {
     file.write_all(data).unwrap();
 }
 
-/// A file of one tensor of so many bytes, most of which are a hole.
+/// A sparse file of one tensor with `size` bytes.
 pub(crate) fn large(path: &Path, size: u64) {
     write_raw(path, &json!({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).to_string(), &[]);
     let file = OpenOptions::new().write(true).open(path).unwrap();
@@ -82,7 +82,7 @@ fn threads(count: usize) -> LoadOptions {
     LoadOptions::new().threads(NonZero::new(count).unwrap())
 }
 
-/// Two files with tensors of many types, some of which cross the blocks that are read and the segments.
+/// Two files with tensors of many types. Some tensors cross the boundaries of read blocks and segments.
 fn two_files(folder: &Path) -> Vec<Written> {
     let first = vec![
         tensor("f32", "F32", &[3, 5], 60),
@@ -171,7 +171,7 @@ fn a_panic_ends_a_load(subject: Subject) {
         assert!(loaded.is_err(), "there was no panic");
         subject.assert_empty();
     };
-    // In a thread that reads, in this one while the others wait for memory, and in the caller's own code.
+    // A panic in a reader thread, in this thread while readers wait for memory, and in the caller's own code.
     for verb in ["page_lock", "copy_in", "create"] {
         subject.faulty.panic_in(Some(verb));
         load(&mut |_| Ok(()));
@@ -207,7 +207,7 @@ fn files_that_change_meanwhile_are_noticed(subject: Subject) {
     let shrink = |file: &File| file.set_len(1000).unwrap();
     let touch = |file: &File| file.set_modified(SystemTime::UNIX_EPOCH).unwrap();
     let write = |file: &File| {
-        // As if nothing had been written.
+        // Restore the modification time.
         let modified = file.metadata().unwrap().modified().unwrap();
         file.write_all_at(b"other", 30 << 20).unwrap();
         file.set_modified(modified).unwrap();
@@ -226,7 +226,7 @@ fn files_that_change_meanwhile_are_noticed(subject: Subject) {
         assert!(changed && matches!(&ended, Err(Error::Weights(WeightsError::Changed { .. }))), "{ended:?}");
         subject.assert_empty();
     }
-    // Before it is loaded, too.
+    // A change before the load is detected too.
     large(&path, 1 << 20);
     let checkpoint = Checkpoint::open([&path]).unwrap();
     OpenOptions::new().write(true).open(&path).unwrap().set_len(10).unwrap();
@@ -248,7 +248,7 @@ fn sealed_weights_are_read_only(subject: Subject) {
     assert_ne!(first, [9]);
 }
 
-/// The sentence that paths are refused with.
+/// Returns the error message for these paths.
 #[track_caller]
 fn refusal(paths: &[&Path]) -> String {
     let error = Checkpoint::open(paths).unwrap_err();
@@ -328,7 +328,7 @@ fn a_file_that_lies_is_refused() {
 fn wrong_header_length_allocates_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("w.safetensors");
-    // As large as it says, and all of it a hole.
+    // As large as the header claims, and entirely sparse.
     let mut file = File::create(&path).unwrap();
     file.write_all(&(1u64 << 40).to_le_bytes()).unwrap();
     file.seek(SeekFrom::Start((1 << 40) + 8)).unwrap();
@@ -336,7 +336,7 @@ fn wrong_header_length_allocates_nothing() {
     assert!(refusal(&[&path]).contains("at most 100000000"), "{}", refusal(&[&path]));
 }
 
-/// Each byte of a header changed, one at a time, to each of some others: it is read, or refused with a sentence.
+/// Changes each byte of a header to several other values: the file is read, or refused with a message.
 #[test]
 fn no_header_does_harm() {
     let folder = tempfile::tempdir().unwrap();
@@ -372,7 +372,7 @@ fn only_existing_regular_files_are_read() {
     assert!(matches!(Checkpoint::open([&absent]), Err(Error::Weights(WeightsError::Absent { named_by: None, .. }))));
     fs::create_dir(&folder_named_so).unwrap();
     assert!(refusal(&[&folder_named_so]).contains("no file whose name ends with .safetensors"));
-    // What is in a folder is treated no better.
+    // Files inside a folder are checked the same way.
     assert!(refusal(&[folder.path()]).contains("not a regular file"));
     fs::remove_file(&pipe).unwrap();
     assert!(refusal(&[folder.path()]).contains("not a regular file"));
@@ -390,7 +390,7 @@ fn only_existing_regular_files_are_read() {
     }
 }
 
-/// A folder of two shards and an index of their tensors.
+/// A folder of two shards with an index of their tensors.
 struct Shards {
     folder: TempDir,
 }
@@ -430,7 +430,7 @@ fn index_selects_the_files() {
     };
     let folder = shards.folder.path();
     assert_eq!(names(&[folder]), ["a", "b"]);
-    // Another file, and what a copy left.
+    // Another file, and a leftover of an interrupted copy.
     write(&shards.path("adapter.safetensors"), &[tensor("b", "U8", &[2], 2)], Value::Null);
     fs::write(shards.path("._m-1.safetensors"), b"junk").unwrap();
     let said = refusal(&[folder]);

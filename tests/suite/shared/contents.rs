@@ -30,7 +30,7 @@ fn typed_elements_are_copied(subject: Subject) {
     let shared = Shared::create(&subject.device(), spec(4096)).unwrap();
     shared.copy_in_slice(8, &[1.5f32, -2.0]).unwrap();
     assert_eq!(read(&shared, 8, 8), [1.5f32.to_ne_bytes(), (-2f32).to_ne_bytes()].concat());
-    // An offset that is not aligned for the elements, and pairs without padding.
+    // An unaligned offset, and pairs without padding.
     shared.copy_in_slice(13, &[[1u64, 2], [3, 4]]).unwrap();
     let mut pairs = [[0u64; 2]; 2];
     shared.copy_out_slice(13, &mut pairs).unwrap();
@@ -51,14 +51,14 @@ fn mirror_is_changed_and_written_back(subject: Subject) {
         let direct = mirror.is_direct();
         assert_eq!((mirror.size(), direct), (9, subject.kind == Kind::Host));
         assert_eq!(&seen(&mirror, 3), b"it wa");
-        // Another process may write: only a copy is a slice.
+        // Another process may write, so only a copy can be a slice.
         assert_eq!(mirror.bytes().is_some(), !direct);
         assert_eq!(mirror.bytes_mut().is_some(), !direct);
         mirror.write(0, b"AS").unwrap();
         assert_eq!(read(&shared, unit, 2), if direct { b"AS" } else { b"as" }, "before it is committed");
         mirror.commit().unwrap();
         assert_eq!(read(&shared, unit, 9), b"AS it was");
-        // What others write is seen when it is read again.
+        // A refresh shows writes of others.
         shared.copy_in(unit + 6, b"is").unwrap();
         mirror.refresh().unwrap();
         assert_eq!(&seen(&mirror, 0), b"AS it");
@@ -72,7 +72,7 @@ fn mirror_is_changed_and_written_back(subject: Subject) {
         drop(mirror);
         assert!(matches!(Mirror::of(&shared, 2 * unit, 1), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
         assert_eq!(Mirror::of(&shared, 5, 0).unwrap().bytes(), Some(&[][..]));
-        // One that is to be filled does not read, and is written as a whole.
+        // `to_fill` does not read the memory, and writes the whole mirror back.
         let mut fresh = Mirror::to_fill(&shared, unit, 9).unwrap();
         fresh.write(0, b"new").unwrap();
         drop(fresh);
@@ -105,7 +105,7 @@ fn mirror_turns_to_another_range(subject: Subject) {
     mirror.turn_to(1000, 500, true).unwrap();
     assert_eq!((seen(&mirror, 0), mirror.size()), ([2; 500], 500));
     assert_eq!(read(&shared, 0, 10), [9; 10], "what was changed is written before");
-    // More than the copy has room for.
+    // More than the current capacity of the copy.
     mirror.turn_to(500, 2000, true).unwrap();
     assert!(seen::<2000>(&mirror, 0)[..] == [vec![1; 500], vec![2; 1500]].concat());
     assert!(matches!(mirror.turn_to(shared.size() - 1, 2, true), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
@@ -199,7 +199,7 @@ fn elements_follow_the_descriptor(subject: Subject) {
 fn file_passes_through_all_memory(subject: Subject) {
     let (unit, folder) = (subject.unit(), tempfile::tempdir().unwrap());
     let path = folder.path().join("data");
-    // More than one slice, and cut.
+    // More than one slice, with a partial last slice.
     let data: Vec<u8> = (0..9_000_001u32).map(|at| (at ^ at >> 9) as u8).collect();
     File::create(&path).unwrap().write_all(&data).unwrap();
     let source = Source::open(&path).unwrap();
@@ -239,7 +239,7 @@ fn failed_write_back_is_reported(subject: Subject) {
     subject.faulty.fail(Fault::Verb("copy_in"), 4242);
     assert_eq!(code(mirror.commit()), 4242);
     subject.faulty.mend();
-    // Nothing is lost: it can be tried again.
+    // No data is lost: the commit can be retried.
     mirror.commit().unwrap();
     assert_eq!(read(&shared, 0, 6), b"failed");
     mirror.write(0, b"logged").unwrap();
@@ -259,7 +259,7 @@ fn device_copy_needs_an_own_end(subject: Subject) {
     });
     let driver = device.driver();
     let ranges = [(other.address(), one.address() + 8, 8), (other.address() + 100, one.address(), 1)];
-    // SAFETY: both are as long, and may be written.
+    // SAFETY: the ranges are within both buffers, and both are writable.
     unsafe { driver.copy_device(device.ordinal(), &ranges) }.unwrap();
     let found = read(&other, 0, size as usize);
     assert_eq!(
@@ -268,7 +268,7 @@ fn device_copy_needs_an_own_end(subject: Subject) {
     );
     assert_eq!(driver.device_of(one.address() + 1).unwrap(), device.ordinal());
     assert_eq!(code(driver.device_of(4096).map(drop)), code::INVALID_VALUE);
-    // SAFETY: none of it is done: no end is known, or it reaches further than the memory.
+    // SAFETY: no copy is made: the memory is unknown, or the range exceeds it.
     let refused = |ranges: &[(u64, u64, u64)]| code(unsafe { driver.copy_device(device.ordinal(), ranges) });
     assert_eq!(refused(&[(4096, 8192, 1)]), code::INVALID_VALUE);
     let end = one.address() + one.mapped_size();

@@ -18,7 +18,7 @@ fn too_large_pool_buffer_is_refused(subject: Subject) {
         matches!(refused, Error::Device(DeviceError::Unsupported { .. })) && refused.to_string().contains("5 GiB"),
         "{refused}"
     );
-    // Nor is it imported, whoever offers it.
+    // The importer refuses it too.
     let shared = Shared::create(&device, Spec::pool(1)).unwrap();
     let mut offered = shared.describe().unwrap();
     offered.mapped_size = (5 << 30) + 1;
@@ -34,7 +34,7 @@ fn pool_holds_many_buffers(subject: Subject) {
         buffer.copy_in(0, &vec![number as u8 + 1; buffer.size() as usize]).unwrap();
     }
     let descriptions = buffers.each_ref().map(|buffer| buffer.describe().unwrap());
-    // The pool goes once.
+    // The pool is sent only once.
     let imported =
         Imported::pool(&device, &descriptions[0], pool.export().unwrap().try_clone_to_owned().unwrap()).unwrap();
     let given = descriptions.each_ref().map(|description| Imported::of_pool(&imported, description, ReadOnly).unwrap());
@@ -43,14 +43,14 @@ fn pool_holds_many_buffers(subject: Subject) {
         assert!(read(memory, 0, size) == vec![number as u8 + 1; size]);
         assert!(matches!(memory.copy_in(0, b"x"), Err(Error::Memory(MemoryError::ReadOnly))), "by agreement");
     }
-    // More than the pointer's real extent.
+    // The range exceeds the pointer's allocation.
     for (size, offset) in [(5001, 0), (5000, 1), (5000, u64::MAX)] {
         let mut lie = descriptions[1].clone();
         let (pool, pointer) = (lie.pool().unwrap(), lie.pointer().unwrap());
         (lie.mapped_size, lie.sharing) = (size, Sharing::Pool { pool, pointer, offset });
         assert!(matches!(Imported::of_pool(&imported, &lie, ReadOnly), Err(Error::Peer(PeerError::Mismatch { .. }))));
     }
-    // Neither it nor what is of it can be passed on.
+    // An imported pool cannot be exported again.
     assert_eq!(code(imported.export()), code::INVALID_VALUE);
     drop((given, imported));
     assert_eq!(read(&buffers[1], 0, 4), [2; 4]);
@@ -93,7 +93,7 @@ fn legacy_handle_opens_in_another_process(subject: Subject) {
             let travels: ArrayHandle = serde_json::from_str(&text).unwrap();
             let array = travels.open(&subject.driver, None, Vec::new(), ReadWrite).unwrap();
             assert_eq!(read(&**array.memory(), 0, 8), b"interior");
-            // As Numba and CuPy do: the bare 64 bytes, and what is known of the array besides.
+            // Numba and CuPy pass the bare 64 bytes and the array's layout.
             let words = ArrayDescriptor::new(ElementType::U16, [4], Order::C).unwrap();
             let pointer = travels.memory.pointer().unwrap();
             let raw = Array::open_legacy(&device, &pointer, 4096, words.clone()).unwrap();

@@ -1,4 +1,4 @@
-//! Handles of shared memory: opened, passed on, sealed, false.
+//! Handles of shared memory: opened, forwarded, sealed, and forged.
 
 use super::*;
 
@@ -24,14 +24,14 @@ cases! {
     ]
 }
 
-/// Tries to map a file for writing, as whoever has the descriptor could.
+/// Tries to map a file for writing, as any holder of the descriptor can.
 fn writable(fd: &OwnedFd, length: u64) -> bool {
     let length = NonZeroUsize::new(length as usize).unwrap();
     let (protection, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED);
-    // SAFETY: new addresses that replace nothing, unmapped at once.
+    // SAFETY: the mapping replaces no other mapping, and is unmapped at once.
     match unsafe { mmap(None, length, protection, flags, fd, 0) } {
         Ok(address) => {
-            // SAFETY: it was mapped just now.
+            // SAFETY: the address was just mapped.
             unsafe { munmap(address, length.get()) }.unwrap();
             true
         }
@@ -39,7 +39,7 @@ fn writable(fd: &OwnedFd, length: u64) -> bool {
     }
 }
 
-/// Seals memory. A fork of another test may have it mapped for a while, which the kernel refuses.
+/// Seals memory. The kernel refuses while a concurrent fork of another test still has the memory mapped.
 fn seal(shared: &Shared) -> Result<()> {
     let begun = Instant::now();
     loop {
@@ -51,7 +51,7 @@ fn seal(shared: &Shared) -> Result<()> {
     }
 }
 
-/// All that a failure could interrupt.
+/// All operations that a failure could interrupt.
 fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> Result<()> {
     for &mechanism in mechanisms(subject) {
         let shared = match mechanism {
@@ -71,13 +71,13 @@ fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> R
 
 fn chunks_are_one_buffer_everywhere(subject: Subject) {
     let (device, unit) = (subject.device(), subject.unit());
-    // The last one is smaller, and the last bytes of it are no data.
+    // The last chunk is smaller, and its last bytes are padding.
     let size = 7 * unit - 5;
     let shared = Shared::create(&device, spec(size).chunk(2 * unit - 1)).unwrap();
     assert_eq!((shared.size(), shared.mapped_size()), (size, 7 * unit));
     let description = shared.describe().unwrap();
     assert_eq!((description.segments(), description.mapped_size), (4, 7 * unit));
-    // Across all boundaries at once.
+    // Write across all boundaries at once.
     let data: Vec<u8> = (0..size).map(|at| (at / 7) as u8).collect();
     shared.copy_in(0, &data).unwrap();
     let (handle, fds) = ArrayHandle::of(&shared, bytes(size)).unwrap();
@@ -88,7 +88,7 @@ fn chunks_are_one_buffer_everywhere(subject: Subject) {
     array.memory().copy_in(2 * unit - 2, b"over").unwrap();
     assert_eq!(read(&shared, 2 * unit - 2, 4), b"over");
     if subject.kind != Kind::Cuda {
-        // Each chunk is another file; the memory needs no handles, and the importer no descriptors.
+        // Each chunk has its own file. The mapped memory needs no handles, and the importer no descriptors.
         assert!(files.iter().all(|file| file.open_here() == 1), "{files:?}");
     }
     assert_eq!(subject.live().handles, 0);
@@ -122,7 +122,7 @@ fn padding_is_cleared_and_unreachable(subject: Subject) {
     let memory = Shared::create(&subject.device(), spec(unit + 1)).unwrap();
     assert_eq!((memory.size(), memory.mapped_size()), (unit + 1, 2 * unit));
     assert!(matches!(memory.copy_in(unit, b"xy"), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
-    // What was there before.
+    // Fill the padding with old data.
     let (handle, fds) = ArrayHandle::of(&memory, bytes(unit + 1)).unwrap();
     let allocations: Vec<_> = fds
         .iter()
@@ -162,7 +162,7 @@ fn openings_show_the_same_bytes(subject: Subject) {
             assert_eq!(read(&shared, 900, 100), [expected; 100], "{mechanism}");
         }
         assert_eq!(read(&shared, 0, 5), b"there");
-        // The importers let go first, in any order.
+        // The importers close the memory first, in any order.
         drop(openings);
     }
 }
@@ -172,7 +172,7 @@ fn forwarded_handle_outlives_all_others(subject: Subject) {
     let shared = Shared::create(&subject.device(), spec(2 * unit).chunk(unit)).unwrap();
     shared.copy_in(unit - 2, b"from A").unwrap();
     let (handle, fds) = ArrayHandle::of(&shared, bytes(2 * unit)).unwrap();
-    // What B passes on to C are the descriptors that it got: what it imported it can't export.
+    // B forwards the descriptors that it received: imported memory cannot be exported.
     let passed_on: Vec<OwnedFd> = fds.iter().map(|fd| fd.try_clone().unwrap()).collect();
     let b = handle.open(&subject.driver, None, fds, ReadWrite).unwrap();
     drop(shared);
@@ -209,7 +209,7 @@ fn false_description_leaves_nothing(subject: Subject) {
             change(&mut handle);
             lies.push(handle);
         };
-        // A hundred times as much as there is.
+        // A hundred times the real size.
         lie(&|handle| {
             handle.memory.mapped_size *= 100;
             handle.segments.iter_mut().for_each(|size| *size *= 100);
@@ -259,13 +259,13 @@ fn invalid_handles_are_refused_unparsed(subject: Subject) {
     let (handle, _) = ArrayHandle::of(&shared, bytes(1)).unwrap();
     let mut json = serde_json::to_value(&handle).unwrap();
     subject.faulty.take_verbs();
-    // Nor is anything accepted that this version does not know, or that misses what its mechanism needs.
+    // Unknown values are refused, and so is a handle that lacks a field of its mechanism.
     for (field, value) in [("mechanism", "of the future"), ("location", "of the future"), ("mechanism", "legacy")] {
         let mut json = json.clone();
         json["memory"][field] = value.into();
         assert!(serde_json::from_value::<ArrayHandle>(json).is_err(), "{field} {value}");
     }
-    // A pointer belongs to memory that has no segments.
+    // Only memory without segments has a pointer.
     (json["memory"]["mechanism"], json["memory"]["segments"]) = ("legacy".into(), 0.into());
     for (pointer, sound) in
         [("00".repeat(64), true), ("00".repeat(8), false), ("0".repeat(127), false), ("zz".repeat(64), false)]
@@ -304,10 +304,10 @@ fn sealed_memory_is_read_only(subject: Subject) {
         let shared = Shared::create(&subject.device(), spec).unwrap();
         shared.copy_in(unit - 2, b"final").unwrap();
         let address = shared.address();
-        // There are no descriptors yet.
+        // Unsealed memory has no descriptors yet.
         let early = ArrayHandle::of(&shared, bytes(1));
         assert!(matches!(early, Err(Error::Misuse { .. })), "{early:?}");
-        // While a mirror is open on the memory itself, nothing is changed.
+        // An open mirror of the memory itself prevents sealing.
         if subject.kind == Kind::Host {
             let mirror = Mirror::of(&shared, 0, 1).unwrap();
             assert_eq!(code(shared.seal()), code::INVALID_VALUE);
@@ -334,7 +334,7 @@ fn sealed_memory_is_read_only(subject: Subject) {
         }
         let array = handle.open(&subject.driver, None, fds, ReadOnly).unwrap();
         assert_eq!(read(&**array.memory(), unit - 2, 5), b"final");
-        // Only what nobody can change is a slice without a copy.
+        // Only immutable memory is a slice without a copy.
         let mirror = Mirror::of(&**array.memory(), unit, 3).unwrap();
         assert_eq!((mirror.bytes(), mirror.is_direct()), (Some(&b"nal"[..]), enforced));
     }
@@ -385,7 +385,7 @@ fn sealing_gpu_memory_is_an_agreement(subject: Subject) {
         shared.copy_in(0, b"final").unwrap();
         assert!(!shared.seal().unwrap());
         assert!(shared.copy_in(0, b"mine?").is_err(), "this side keeps to it");
-        // But the descriptor conveys full rights: nothing but the conversation stops a peer.
+        // The descriptor still conveys full rights: only the protocol stops a peer.
         open(&subject, &shared, ReadWrite).memory().copy_in(0, b"yours").unwrap();
         assert_eq!(read(&shared, 0, 5), b"yours");
     }

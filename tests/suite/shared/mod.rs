@@ -1,4 +1,4 @@
-//! Memory that is shared and memory that was given, whichever way it travels: the same cases on every backend.
+//! Shared and imported memory, by each mechanism: the same cases on every backend.
 
 #![allow(unsafe_code, reason = "mappings made by hand")]
 
@@ -41,7 +41,7 @@ mod handles;
 
 const MECHANISMS: [Mechanism; 2] = [Mechanism::Vmm, Mechanism::Pool];
 
-/// Those ways of sharing that the same process can be at both ends of.
+/// The mechanisms that support import into the exporting process.
 fn mechanisms(subject: &Subject) -> &'static [Mechanism] {
     if subject.kind == Kind::Host { &MECHANISMS[..1] } else { &MECHANISMS }
 }
@@ -50,7 +50,6 @@ fn spec(size: u64) -> VmmSpec {
     Spec::vmm(size)
 }
 
-/// Memory that is shared by a mechanism.
 fn by(mechanism: Mechanism, size: u64) -> Spec {
     match mechanism {
         Mechanism::Pool => Spec::pool(size),

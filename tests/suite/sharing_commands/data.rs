@@ -15,7 +15,7 @@ fn array_is_shown_with_first_values(meeting: Meeting) {
     let producer =
         meeting.listening(&["--dtype", "i16", "--shape", "3x5", "--order", "F", "--seed", "0", "--consumers", "2"]);
     let consumer = meeting.consumer(&[]).end();
-    // The classic pattern's words, as 16-bit numbers; down a column they lie side by side.
+    // The words of the classic pattern, as 16-bit numbers. Elements of a column are adjacent.
     let words = [1337u32 ^ 0xDEAD_BEEF, 1339 ^ 0xDEAD_BEEF, 1341 ^ 0xDEAD_BEEF, 1343 ^ 0xDEAD_BEEF];
     let halves: Vec<i16> = words.iter().flat_map(|word| [*word as i16, (word >> 16) as i16]).collect();
     let line = format!("array    int16 3x5, strides 2x6: {} {} ", halves[0], halves[3]);
@@ -85,7 +85,7 @@ fn unusual_numbers_are_shown_as_numbers(meeting: Meeting) {
         assert_eq!(meeting.consumer(&["--json"]).end().code(0).json()["array"], report);
         producer.end().code(0);
     }
-    // The pattern is the same bytes whatever the elements are.
+    // The pattern has the same bytes for every element type.
     let producer = meeting.listening(&["--dtype", "bfloat16", "--shape", "2,3", "--round-trip", "--seed", "0"]);
     let consumer = meeting.consumer(&[]).end();
     let first = f32::from_bits((1337u32 ^ 0xDEAD_BEEF) << 16);
@@ -111,13 +111,13 @@ fn file_arrives_unchanged(meeting: Meeting) {
         assert_eq!(fs::metadata(to).unwrap().permissions().mode() & 0o111, 0);
         let expected = format!("blake3:{}", blake3::hash(&data).to_hex());
         assert_eq!((&report["digest"], &report["verified"]), (&json!(expected), &json!(true)));
-        // Some of it, with a digest of its own.
+        // A part of the file has its own digest.
         meeting.consumer(&["--to", to, "--force", "--range", "2097000:7000000"]).end().code(0);
         assert!(fs::read(to).unwrap() == data[2_097_000..9_097_000], "{kind:?}");
         let report = producer.end().code(0).json();
         assert_eq!(report["digest"], json!(format!("blake3:{}", blake3::hash(&data[2_097_000..9_097_000]).to_hex())));
     }
-    // A pattern is written to a file as well.
+    // A pattern can be written to a file too.
     let producer = meeting.listening(&["--size", "1001", "--seed", "7"]);
     meeting.consumer(&["--to", to, "--force"]).end().code(0);
     let mut pattern = vec![0; 1001];
@@ -136,7 +136,7 @@ fn corrupted_file_does_not_appear(meeting: Meeting) {
     let report = consumer.code(1).json();
     assert_eq!((&report["verified"], &report["error"]["kind"]), (&json!(false), &json!("mismatch")));
     producer.end().code(1);
-    // Of a part too: its digest is the file's, and not that of what became of it.
+    // This also holds for a part: its digest is computed from the file, not from the corrupted memory.
     let producer = meeting.producer(&["--from", from.to_str().unwrap(), "--corrupt", "--json"]).start();
     let range = ["--to", to.to_str().unwrap(), "--range", "49000:2000"];
     meeting.consumer(&range).end().code(1);
@@ -175,14 +175,14 @@ fn unusable_files_are_refused() {
         (path(".."), true, 2, "exists and is not a regular file"),
     ] {
         let options = ["--to", &name, "--force"];
-        // Nobody has to be asked for that: there is no producer.
+        // No producer is needed: the consumer refuses before it connects.
         let refused = meeting.consumer(if force { &options } else { &options[..2] }).end();
         refused.code(code).says(words);
     }
     meeting.consumer(&["--force"]).end().code(2);
     assert_eq!(fs::read(path("full")).unwrap(), b"data");
 
-    // What a link leads to is replaced, not the link.
+    // The target of the link is replaced, not the link.
     let producer = meeting.listening(&["--from", &path("full"), "--consumers", "2"]);
     fs::write(path("copy"), "old").unwrap();
     fs::set_permissions(path("copy"), PermissionsExt::from_mode(0o600)).unwrap();
@@ -191,7 +191,7 @@ fn unusable_files_are_refused() {
     assert_eq!(fs::read(path("copy")).unwrap(), b"data");
     assert!(fs::symlink_metadata(path("to copy")).unwrap().is_symlink());
     assert_eq!(fs::metadata(path("copy")).unwrap().permissions().mode() & 0o777, 0o600, "as it was");
-    // One that leads nowhere is a name that is taken.
+    // A dangling link counts as an existing name.
     meeting.consumer(&["--to", &path("dangling")]).end();
     drop(producer);
     let left: Vec<String> =
@@ -260,7 +260,7 @@ fn file_changed_while_read_is_refused() {
     file.as_file().set_len(999).unwrap();
     let told = source.load(&memory, &mut |_| Ok(())).unwrap_err().to_string();
     assert!(told.contains("was changed since it was opened with 1000 bytes"), "{told}");
-    // Nor is half of what has grown, or of what was written anew, anybody's data.
+    // A file that has grown or was rewritten is refused too.
     file.as_file().set_len(2000).unwrap();
     assert!(source.load(&memory, &mut |_| Ok(())).is_err());
     file.as_file().set_len(1000).unwrap();
@@ -283,7 +283,7 @@ fn unfinished_file_leaves_nothing() {
         assert_eq!(code, 128 + signal as i32);
         drop(producer);
     }
-    // A limit of file sizes is an error like any other.
+    // A file size limit is an ordinary error.
     let producer = meeting.listening(&["--size", "3M"]);
     meeting.consumer(&["--to", to]).with_file_size(1 << 20).end().code(5).says("File too large");
     drop(producer);

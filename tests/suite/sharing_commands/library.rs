@@ -1,8 +1,8 @@
-//! The library beneath the commands, in one process.
+//! The library below the commands, in one process.
 
 use super::*;
 
-/// A producer of this process, and a consumer of it. Returns what `body` did and what was served.
+/// Runs a producer and a consumer in this process. Returns the result of `body` and the served consumers.
 fn meet<T>(buffer: &Buffer<'_>, options: &ServeOptions, body: impl FnOnce(Consumer<'_>) -> T) -> (T, Vec<Served>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
@@ -16,7 +16,7 @@ fn meet<T>(buffer: &Buffer<'_>, options: &ServeOptions, body: impl FnOnce(Consum
     })
 }
 
-/// A producer of this process, and a consumer by hand that has asked for its buffer.
+/// Runs a producer in this process, and a manual consumer that has requested the buffer.
 fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) -> (T, Vec<Served>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
@@ -30,7 +30,7 @@ fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) ->
         answer(&mut channel);
         channel.send(&request("default", None), &[]).unwrap();
         let result = body(&mut channel);
-        // The channel goes after that.
+        // The channel is closed after this expression.
         (result, serving.join().unwrap().into_result().unwrap())
     })
 }
@@ -49,7 +49,7 @@ fn producer_waits_until_pool_is_closed() {
     let buffer = Buffer::new(memory, Exercise::pattern(5, &|_| {}), None).unwrap();
     let (closed, served) = meet(&buffer, &ServeOptions::default(), |mut consumer| {
         let objects = [ask(&mut consumer), ask(&mut consumer)];
-        // The connection goes on without the consumer, for as long as the memory is open.
+        // The connection outlives the consumer while the memory is open.
         consumer.close();
         thread::sleep(Duration::from_millis(300));
         drop(objects);
@@ -57,7 +57,8 @@ fn producer_waits_until_pool_is_closed() {
     });
     assert!(closed.elapsed() < Config::default().timeout / 2, "the producer waits for that and no longer");
     assert!(served[0].error.is_none(), "{served:?}");
-    // Whoever never lets go is a failed peer, and can't hold the producer for ever: but the memory is not freed under it.
+    // A consumer that never closes the memory counts as failed and cannot block the producer for ever. The producer keeps the memory
+    // allocated.
     for spec in [Spec::pool(1000), Spec::legacy(1000)] {
         let subject = crate::support::Subject::fake();
         let memory = Shared::create(&subject.device(), spec).unwrap();
@@ -76,7 +77,7 @@ fn producer_waits_until_pool_is_closed() {
         assert!(told.contains("for the consumer to close the memory"), "{told}");
         drop(buffer);
         assert_eq!(subject.faulty.taken(), taken, "it is still there");
-        // It stays so to the end of the process.
+        // The memory remains allocated until the process exits.
         std::mem::forget(subject);
     }
 }

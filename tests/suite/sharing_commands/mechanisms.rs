@@ -1,4 +1,4 @@
-//! Each mechanism of the commands, with its options and devices.
+//! Each mechanism in the commands, with its options and devices.
 
 use super::*;
 
@@ -18,7 +18,6 @@ cases! {
     ]
 }
 
-/// The mechanisms that a backend has.
 fn mechanisms(meeting: &Meeting) -> &'static [&'static str] {
     if meeting.backend() == "host" { &["vmm"] } else { &["vmm", "pool", "legacy"] }
 }
@@ -75,7 +74,7 @@ fn every_mechanism_makes_round_trips(meeting: Meeting) {
         let ended = producer.end();
         let verified = ended.code(0).stdout.lines().filter(|line| line.contains(" verify ")).count();
         assert_eq!(verified, 2, "{}", ended.stdout);
-        // Seven bytes of three words: the rest was not touched.
+        // Seven bytes of three words: the other bytes are unchanged.
         assert!(ended.stdout.contains("verify   3 words, 0 wrong"), "{}", ended.stdout);
     }
 }
@@ -92,7 +91,7 @@ fn every_mechanism_finds_a_wrong_byte(meeting: Meeting) {
 fn range_takes_only_covering_chunks(meeting: Meeting) {
     let size = 9u64 << 20;
     let producer = meeting.listening(&["--size", "9MiB", "--chunk", "2MiB", "--consumers", "5", "--corrupt"]);
-    // The wrong byte is in the middle, at 4.5 MiB: in the third chunk.
+    // The wrong byte is in the middle, at 4.5 MiB, in the third chunk.
     for (range, fds, words, wrong) in [
         ("0:1", "fd ", 1, 0),
         ("2097151:2", "2 fds", 2, 0),
@@ -111,7 +110,7 @@ fn range_takes_only_covering_chunks(meeting: Meeting) {
         }
     }
     let ended = producer.end();
-    // The other side heard the same, and believed it.
+    // The producer reports the consumer's result.
     assert!(
         ended.code(1).stdout.contains("NOT VERIFIED: 524288 words, 1 wrong, the first at word 1179648"),
         "{}",
@@ -182,13 +181,13 @@ fn simultaneous_pairs_have_separate_buffers(meeting: Meeting) {
 }
 
 fn ten_thousand_chunks_work(meeting: Meeting) {
-    // Small chunks over the emulated driver: no 20 GB to allocate, and less to fill.
+    // Small chunks on the emulated driver: no 20 GB to allocate, and less data to fill.
     let unit: u64 = if meeting.is_fake() { 4096 } else { 2 << 20 };
     let run = |run: crate::running::Run| run.env("FAKECUDA_GRANULARITY", unit.to_string());
     let (size, chunk) = ((10_000 * unit).to_string(), unit.to_string());
     let mut producer =
         run(meeting.producer(&["--size", &size, "--chunk", &chunk, "--consumers", "2", "--timeout", "600s"])).start();
-    // Ten thousand exports may take longer than a consumer waits, where the driver has others to serve.
+    // Ten thousand exports can exceed the consumer's default timeout if the driver serves other processes too.
     producer.until("listen");
     let consumer = run(meeting.consumer(&["--json", "--timeout", "600s"])).end().code(0).json();
     assert_eq!((&consumer["segments"], &consumer["verified"]), (&json!(10_000), &json!(true)));

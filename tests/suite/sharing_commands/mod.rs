@@ -1,4 +1,4 @@
-//! Every way of sharing through the two commands: mechanisms, places, chunks, arrays, files, seals, other devices.
+//! Every way of sharing through the two commands: mechanisms, locations, chunks, arrays, files, seals, other devices.
 
 use std::{
     fs,

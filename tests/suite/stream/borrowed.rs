@@ -1,4 +1,4 @@
-//! Memory of a pool and legacy memory, which its owner frees last.
+//! Pool memory and legacy memory: the owner must free them last.
 
 use super::*;
 
@@ -12,7 +12,7 @@ cases! {
     ]
 }
 
-/// A stream of one buffer of a pool, which is the consumer's; nobody else has the memory.
+/// A stream of one pool buffer, which the consumer holds. The publisher owns the only reference to the memory.
 fn borrowing(subject: &Subject, place: &Place) -> (Publisher, Subscriber, Received) {
     let (mut publisher, mut subscriber) = place.meet(subject, 1);
     let memory = Arc::new(Shared::create(&subject.device(), Spec::pool(100)).unwrap());
@@ -32,7 +32,7 @@ fn buffers_of_a_pool_share_it(subject: Subject) {
         turn();
         subject.faulty.take_verbs().iter().filter(|verb| **verb == "pool import").count()
     };
-    // The third displaces the first, and the pool stays.
+    // The third buffer displaces the first, and the pool remains imported.
     for (round, index, pools) in [(0u8, 0, 1), (1, 1, 0), (2, 1, 0), (3, 2, 0), (4, 0, 0)] {
         memory[index].copy_in(0, &[round; 9]).unwrap();
         let imported = imports(&mut || {
@@ -43,7 +43,7 @@ fn buffers_of_a_pool_share_it(subject: Subject) {
         });
         assert_eq!((imported, subscriber.held().min(2)), (pools, subscriber.held()), "round {round}");
     }
-    // Without a buffer of it the pool goes too, and comes again.
+    // Without any of its buffers the pool is released, and later imported again.
     let (live, in_use) = (subject.faulty.taken(), hand_over(&mut publisher, &mut subscriber, ids[0]));
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -56,7 +56,7 @@ fn buffers_of_a_pool_share_it(subject: Subject) {
     assert_eq!((subject.faulty.taken().0, subject.faulty.taken().1), (live.0 - 2, live.1 - 1));
     assert_eq!(imports(&mut || turn(&mut publisher, &mut subscriber, ids[1])), 1);
 
-    // A pool that does not come, or another.
+    // The announced pool is missing, or has another number.
     let mut liar = Liar::new(&subject);
     let description = memory[1].describe().unwrap();
     let offer = Offer { memory: (&description).into(), part: None, ..liar.offer.clone() };
@@ -77,7 +77,7 @@ fn pool_returns_after_a_slow_withdrawal(subject: Subject) {
     let in_use = hand_over(&mut publisher, &mut subscriber, a);
     assert!(matches!(publisher.withdraw(a), Err(Error::Peer(PeerError::Timeout { .. }))), "it is in use");
     assert!(subscriber.try_receive().unwrap().is_none());
-    // The producer has not heard yet that it is gone.
+    // The producer has not yet received `gone`.
     subscriber.give_back(in_use).unwrap();
     assert_eq!(subscriber.held(), 0);
     let received = hand_over(&mut publisher, &mut subscriber, b);
@@ -89,7 +89,7 @@ fn pool_returns_after_a_slow_withdrawal(subject: Subject) {
 fn producer_waits_for_borrowed_memory(subject: Subject) {
     const A_WHILE: Duration = Duration::from_millis(100);
     let place = Place::new();
-    // Whoever waits for a buffer lets go at once, and the subscriber stays.
+    // A subscriber that waits for a buffer releases its memory at once, although it is not dropped.
     let (publisher, mut subscriber, received) = borrowing(&subject, &place);
     subscriber.give_back(received).unwrap();
     let begun = Instant::now();
@@ -99,7 +99,7 @@ fn producer_waits_for_borrowed_memory(subject: Subject) {
     });
     assert!(begun.elapsed() < PATIENCE / 2);
     subject.assert_empty();
-    // What is in use is waited for, also without the subscriber.
+    // The producer waits for a buffer in use, even after the subscriber was dropped.
     for ends in [true, false] {
         let (publisher, subscriber, received) = borrowing(&subject, &place);
         let subscriber = Some(subscriber).filter(|_| !ends);
@@ -125,7 +125,7 @@ fn unclosed_borrowed_memory_stays_allocated(subject: Subject) {
     assert!(begun.elapsed() >= place.config.timeout);
     assert_eq!(read(&received, 0), *b"there");
     drop((received, subscriber));
-    // It is there still: it goes with the process.
+    // The memory remains allocated until the process exits.
     let (blocks, pools, _) = subject.faulty.taken();
     assert_eq!((blocks, pools), (1, 1));
     subject.forget();
@@ -164,14 +164,14 @@ fn legacy_memory_is_streamed(subject: Subject) {
         let memory = [(); 2].map(|()| Arc::new(Shared::create(&subject.device(), Spec::legacy(100)).unwrap()));
         let ids = memory.each_ref().map(|memory| publisher.add(memory, None, ReadWrite).unwrap());
         for round in 0..ROUNDS {
-            // Each stays for two turns, and the bound is one.
+            // Each buffer has two turns in a row, and the bound is one buffer.
             let index = usize::from(round / 2) % 2;
             memory[index].copy_in(0, &[round]).unwrap();
             publisher.publish(ids[index]).unwrap();
             assert_eq!(publisher.take_back().unwrap(), ids[index]);
             assert_eq!(read(&*memory[index], 1), [!round]);
         }
-        // Nobody has to wait for a consumer that goes.
+        // The producer does not wait for a consumer that leaves.
         let begun = Instant::now();
         publisher.close();
         assert!(begun.elapsed() < PATIENCE / 2);

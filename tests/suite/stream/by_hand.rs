@@ -1,4 +1,4 @@
-//! Each end against a peer made by hand.
+//! Publisher and subscriber against a manual peer.
 
 use super::*;
 
@@ -61,7 +61,7 @@ fn received_descriptor_is_imported_at_once(subject: Subject) {
     subject.faulty.take_verbs();
     let received = liar.lend();
     let mut verbs = subject.faulty.take_verbs();
-    // Where there are several devices the right one is looked for, the first time.
+    // The first import looks for the right device, if there are several.
     verbs.retain(|verb| !verb.starts_with("device_") && !["activate", "granularity"].contains(verb));
     assert_eq!(verbs, ["import", "properties", "reserve", "map", "set_access"]);
     liar.subscriber.give_back(received).unwrap();
@@ -81,7 +81,7 @@ fn unopened_memory_is_not_acknowledged(subject: Subject) {
         assert_eq!((told(&mut liar.channel), liar.subscriber.held()), (ErrorCode::Failed, 0));
         refused(liar.subscriber.try_receive(), "the session has ended");
     }
-    // Nor where a single buffer was asked for.
+    // The same holds for a single buffer.
     let (Place { folder, listener, config, .. }, buffer) = (Place::new(), buffer(&subject));
     let path = folder.path().join("s");
     let served = thread::scope(|scope| {
@@ -101,7 +101,7 @@ fn unopened_memory_is_not_acknowledged(subject: Subject) {
 fn other_clients_do_not_delay_subscribers(subject: Subject) {
     let place = Place::new();
     let begun = Instant::now();
-    // Silent, and gone.
+    // Silent connections, and a closed connection.
     let silent: Vec<Channel> = (0..100).map(|_| dial(&place.path())).collect();
     drop(dial(&place.path()));
     let say = |messages: &[Message]| {
@@ -120,13 +120,13 @@ fn other_clients_do_not_delay_subscribers(subject: Subject) {
         (say(&[hello(&own, &["streams", ""]), subscribe(1)]), ErrorCode::Protocol),
     ];
     thread::scope(|scope| {
-        // The library's own consumer too.
+        // Include the library's own consumer.
         let consumer = scope.spawn(|| {
             let mut consumer = Consumer::connect(&subject.driver, None, &place.path(), &place.config, &|_| {}).unwrap();
             consumer.request(&handoff::Request::default()).map(drop)
         });
         let subscriber = scope.spawn(|| {
-            // Not before those have been heard.
+            // Wait until the other consumers are refused.
             let told = consumer.join().unwrap();
             let message = "there is no object `default` here: this producer has a stream";
             assert!(matches!(&told, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, message: of })) if of.contains(message)));
@@ -170,7 +170,7 @@ fn producer_without_stream_refuses_subscribers(subject: Subject) {
         let (Message::Error(failure), _) = answer(&mut channel) else { panic!() };
         assert_eq!(failure.code, ErrorCode::Object);
         assert!(failure.message.contains("no stream, only a buffer"));
-        // Neither counts as a consumer.
+        // Neither request counts as a consumer.
         let mut consumer = Consumer::connect(&subject.driver, None, &path, &config, &|_| {}).unwrap();
         let object = consumer.request(&handoff::Request::default()).unwrap();
         consumer.report(&object, &Verdict::unchecked(true)).unwrap();
@@ -180,13 +180,13 @@ fn producer_without_stream_refuses_subscribers(subject: Subject) {
     });
 }
 
-/// What a consumer made by hand says at a time when it may not.
+/// Messages that a consumer may not send at this time.
 fn lying_consumer_ends_the_session(subject: Subject) {
     let place = Place::new();
     let turn = |buffer, generation| BufferTurn { buffer, generation };
     let gone = |buffer| Message::Gone(BufferNumber { buffer });
-    // Of two buffers the first is out a second time, and the second was never published.
-    // The cases of `vmmfd conform` have the other rules.
+    // Of two buffers the first is out for the second time, and the second was never published. The cases of `vmmfd conform` cover the other
+    // rules.
     let lies = [
         Message::Done(turn(0, 1)),
         gone(1),
@@ -196,7 +196,7 @@ fn lying_consumer_ends_the_session(subject: Subject) {
     ];
     for lie in lies {
         for new in [false, true] {
-            // Where a new buffer is on its way this is what belongs there.
+            // While a new buffer is being sent, `received` is the right message.
             if new && matches!(lie, Message::Received(_)) {
                 continue;
             }
@@ -223,14 +223,14 @@ fn lying_consumer_ends_the_session(subject: Subject) {
             assert_eq!(told(&mut channel), ErrorCode::Protocol, "{lie:?}");
         }
     }
-    // So many segments did not come.
+    // The number of segments is wrong.
     for segments in [0, 2, u64::MAX] {
         let (mut publisher, mut channel) = place.by_hand(&subject);
         let id = buffers(&subject, &mut publisher, 1)[0].0;
         channel.send(&Message::Received(wire::Received { segments }), &[]).unwrap();
         assert!(matches!(publisher.publish(id), Err(Error::Peer(PeerError::Protocol(_)))));
     }
-    // Nor is anybody waited for without end.
+    // Waits for a silent peer are limited.
     let place = Place::with_timeout(Duration::from_secs(2));
     let (mut publisher, _silent) = place.by_hand(&subject);
     let id = buffers(&subject, &mut publisher, 1)[0].0;
@@ -241,7 +241,7 @@ fn lying_consumer_ends_the_session(subject: Subject) {
 fn lying_producer_ends_the_session(subject: Subject) {
     let turn = |buffer, generation| Message::Ready(Ready { buffer, generation, sizes: Vec::new() });
     let withdraw = |buffer| Message::Withdraw(BufferNumber { buffer });
-    // A buffer that is open and not in use. The cases of `vmmfd conform` have the other rules.
+    // A buffer that is open and not in use. The cases of `vmmfd conform` cover the other rules.
     for lie in [turn(4, 1), Message::Gone(BufferNumber { buffer: 4 }), greeting(&subject)] {
         let mut liar = Liar::new(&subject);
         let received = liar.lend();
@@ -249,7 +249,7 @@ fn lying_producer_ends_the_session(subject: Subject) {
         liar.channel.send(&lie, &[]).unwrap();
         liar.found_out(&format!("{lie:?}"));
     }
-    // One that is in use.
+    // A buffer that is in use.
     for lies in [&[turn(4, 2)][..], &[withdraw(4), withdraw(4)], &[withdraw(4), turn(4, 2)]] {
         let mut liar = Liar::new(&subject);
         let _received = liar.lend();
@@ -258,20 +258,20 @@ fn lying_producer_ends_the_session(subject: Subject) {
     }
     let mut liar = Liar::new(&subject);
     let mut offer = liar.offer.clone();
-    // All of an object that has more.
+    // The whole of an object, which has more segments.
     offer.memory.mapped_size *= 2;
     offer.memory.segments = 2;
     liar.offer(&offer);
     liar.ready(1);
     liar.found_out("a part of it");
-    // What follows it.
+    // Another message in place of the next segments.
     for follower in [turn(4, 2), withdraw(4), Message::Received(wire::Received { segments: 0 })] {
         let mut liar = Liar::of_two(&subject);
         liar.begin();
         liar.channel.send(&follower, &[]).unwrap();
         liar.found_out(&format!("{follower:?} where segments belong"));
     }
-    // And a producer that dies there.
+    // A producer that exits between segments.
     let mut liar = Liar::of_two(&subject);
     liar.begin();
     let Liar { channel, mut subscriber, .. } = liar;
@@ -286,7 +286,7 @@ fn turn_with_a_descriptor_is_refused(subject: Subject) {
     let received = liar.lend();
     liar.subscriber.give_back(received).unwrap();
     let record = Message::Ready(Ready { buffer: 4, generation: 2, sizes: Vec::new() }).encode().unwrap();
-    // The channel sends no such thing.
+    // The channel refuses to send this record.
     let socket = std::os::unix::net::UnixStream::from(liar.channel.as_fd().try_clone_to_owned().unwrap());
     socket.send_with_fd(&record, &[null.as_raw_fd()]).unwrap();
     liar.found_out("a descriptor with ready");

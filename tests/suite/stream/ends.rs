@@ -1,4 +1,4 @@
-//! Ends that leave, wait, fail or misuse a stream.
+//! Publishers and subscribers that leave, wait, fail or misuse a stream.
 
 use super::*;
 
@@ -15,9 +15,9 @@ cases! {
     ]
 }
 
-/// Both ends of a stream of two buffers and what a failure could interrupt there.
+/// Publisher and subscriber of a stream with two buffers, and all operations that a failure could interrupt.
 fn everything(subject: &Subject, device: &Device, place: &Place) -> Result<()> {
-    // An end that fails before it is connected would leave the other one to wait.
+    // If one side fails before the connection, cancel the other side's wait.
     let alone = |_: &Error| place.cancel.cancel(CancelReason::Program);
     let vmm = Spec::vmm(1).into();
     let specs = if subject.kind == Kind::Host { vec![vmm] } else { vec![vmm, Spec::pool(1)] };
@@ -68,7 +68,7 @@ fn buffer_in_use_survives_its_producer(subject: Subject) {
         if closed {
             publisher.close();
         } else {
-            // As a process does that is killed: with what was said to it unread.
+            // Like a killed process: its received messages are never read.
             drop(publisher);
         }
         drop(buffers);
@@ -103,12 +103,12 @@ fn producer_learns_that_consumer_left(subject: Subject) {
         refused(publisher.publish(id), "the session has ended");
         refused(publisher.withdraw(id), "the session has ended");
     }
-    // Also where nothing is read before.
+    // The same without a prior read.
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let id = publisher.add(&memory, None, ReadOnly).unwrap();
     turn(&mut publisher, &mut subscriber, id);
     drop(subscriber);
-    // A child of another test may have the socket for a moment, until it executes its program.
+    // A forked child of another test may keep the socket open until it calls exec.
     let told = publisher.publish(id).and_then(|_| publisher.take_back());
     assert!(matches!(told, Err(Error::Peer(PeerError::Gone { .. }))), "{told:?}");
 }
@@ -204,7 +204,7 @@ fn misuse_is_refused_and_changes_nothing(subject: Subject) {
     refused(publisher.publish(unknown), "buffer 2 belongs to another session");
     refused(publisher.withdraw(unknown), "buffer 2 belongs to another session");
     assert!(!publisher.is_out(unknown));
-    // Of the same number as one of this session, which is not published in its place.
+    // A foreign buffer whose number is also a number in this session.
     let foreign = buffers(&subject, &mut other_publisher, 1)[0].0;
     assert!(foreign.number() == id.number() && foreign != id);
     refused(publisher.publish(foreign), "buffer 0 belongs to another session");
@@ -215,7 +215,7 @@ fn misuse_is_refused_and_changes_nothing(subject: Subject) {
 
     let received = hand_over(&mut publisher, &mut subscriber, id);
     refused(publisher.publish(id), "is out");
-    // A buffer of the same number.
+    // A buffer with the same number.
     let theirs = buffers(&subject, &mut other_publisher, 1)[0].0;
     let of_theirs = hand_over(&mut other_publisher, &mut other, theirs);
     assert_ne!(received.id(), of_theirs.id());
@@ -224,7 +224,7 @@ fn misuse_is_refused_and_changes_nothing(subject: Subject) {
     assert!(other_publisher.try_take_back().unwrap().is_none());
     other.give_back(of_theirs).unwrap();
     assert!(matches!(third.receive(), Err(Error::Peer(PeerError::Gone { .. }))));
-    // It went back to its own session with that.
+    // The failed call returned the buffer to its own session.
     assert!(subscriber.try_receive().unwrap().is_none());
     assert_eq!(publisher.take_back().unwrap(), id);
     turn(&mut publisher, &mut subscriber, ids[0].0);

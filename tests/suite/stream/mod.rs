@@ -1,4 +1,4 @@
-//! Buffers that come again and again over one connection, and each end of it against a peer that dies, dawdles or lies.
+//! Streams that reuse buffers over one connection, and publishers and subscribers against peers that exit, stall or lie.
 
 use std::{
     env,
@@ -41,12 +41,12 @@ mod by_hand;
 mod ends;
 mod turns;
 
-/// A place to meet.
+/// A listener with its folder and configuration.
 struct Place {
     folder: TempDir,
     listener: Listener,
     config: Config,
-    /// Ends the waits of both ends.
+    /// Cancels the waits of publisher and subscriber.
     cancel: Cancel,
 }
 
@@ -74,7 +74,7 @@ impl Place {
         Publisher::accept(&self.listener, &subject.driver, &self.config)
     }
 
-    /// Both ends of a stream.
+    /// Connects a publisher and a subscriber.
     fn meet(&self, subject: &Subject, keep: usize) -> (Publisher, Subscriber) {
         thread::scope(|scope| {
             let subscriber = scope.spawn(|| self.subscribe(subject, keep));
@@ -82,7 +82,7 @@ impl Place {
         })
     }
 
-    /// A publisher, and its consumer made by hand.
+    /// Connects a publisher and a manual consumer.
     fn by_hand(&self, subject: &Subject) -> (Publisher, Channel) {
         let mut channel = dial(&self.path());
         channel.send(&greeting(subject), &[]).unwrap();
@@ -94,7 +94,7 @@ impl Place {
     }
 }
 
-/// A timeout that a test waits for: a GPU that other tests use too may take a while to do anything.
+/// A timeout that a test waits for. It is longer on a GPU, as other tests use the same GPU.
 fn moment(subject: &Subject, milliseconds: u64) -> Duration {
     Duration::from_millis(if subject.kind == Kind::Cuda { milliseconds + 2000 } else { milliseconds })
 }
@@ -112,25 +112,25 @@ fn memory(subject: &Subject, size: u64) -> Arc<Shared> {
     Arc::new(Shared::create(&subject.device(), Spec::vmm(size)).unwrap())
 }
 
-/// A buffer of a producer that has no stream.
+/// A buffer of a producer without a stream.
 fn buffer(subject: &Subject) -> Buffer<'static> {
     Buffer::new(Shared::create(&subject.device(), Spec::vmm(10)).unwrap(), Unchecked, None).unwrap()
 }
 
-/// So many buffers of a publisher, with their memory.
+/// Adds `count` buffers to a publisher, each with its memory.
 fn buffers(subject: &Subject, publisher: &mut Publisher, count: usize) -> Vec<(BufferId, Arc<Shared>)> {
     let mut add = |memory| (publisher.add(&memory, None, ReadWrite).unwrap(), memory);
     (0..count).map(|_| add(memory(subject, 100))).collect()
 }
 
-/// Both ends of a stream with so many buffers.
+/// Connects a publisher and a subscriber, and adds `count` buffers.
 fn stream(subject: &Subject, keep: usize, count: usize) -> (Publisher, Subscriber, Vec<BufferId>) {
     let (mut publisher, subscriber) = Place::new().meet(subject, keep);
     let ids = buffers(subject, &mut publisher, count).into_iter().map(|(id, _)| id).collect();
     (publisher, subscriber, ids)
 }
 
-/// Publishes at one end and receives at the other.
+/// Publishes a buffer and receives it.
 #[track_caller]
 fn hand_over(publisher: &mut Publisher, subscriber: &mut Subscriber, id: BufferId) -> Received {
     let (published, received) = thread::scope(|scope| {
@@ -143,7 +143,7 @@ fn hand_over(publisher: &mut Publisher, subscriber: &mut Subscriber, id: BufferI
     received
 }
 
-/// One turn of a buffer, from end to end.
+/// Runs one turn of a buffer.
 #[track_caller]
 fn turn(publisher: &mut Publisher, subscriber: &mut Subscriber, id: BufferId) {
     let received = hand_over(publisher, subscriber, id);
@@ -151,7 +151,7 @@ fn turn(publisher: &mut Publisher, subscriber: &mut Subscriber, id: BufferId) {
     assert_eq!(publisher.take_back().unwrap(), id);
 }
 
-/// What a consumer does that waits for nothing but the end of its buffers, until so many are left.
+/// Polls the consumer until it holds only `count` buffers.
 #[track_caller]
 fn until_held(subscriber: &mut Subscriber, count: usize) {
     let begun = Instant::now();
@@ -175,7 +175,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
     }
 }
 
-/// A producer made by hand and its subscriber, which is given one buffer, number 4.
+/// A manual producer and its subscriber, with a single buffer, number 4.
 struct Liar {
     channel: Channel,
     subscriber: Subscriber,
@@ -184,12 +184,12 @@ struct Liar {
 }
 
 impl Liar {
-    /// One whose memory is one segment.
+    /// The memory has one segment.
     fn new(subject: &Subject) -> Self {
         Self::with(subject, Spec::vmm(100).into())
     }
 
-    /// One whose memory is two segments, of which the first comes with the turn.
+    /// The memory has two segments. The first is sent with the turn.
     fn of_two(subject: &Subject) -> Self {
         let unit = subject.unit();
         Self::with(subject, Spec::vmm(unit + 100).chunk(unit).into())
@@ -225,14 +225,14 @@ impl Liar {
         self.channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
     }
 
-    /// Begins a turn of this generation, with the first segment.
+    /// Starts a turn of this generation, and sends the first segment.
     fn ready(&mut self, generation: u64) {
         let (_, chunks) = self.memory.chunks(0..1).unwrap().unwrap();
         let ready = Ready { buffer: 4, generation, sizes: vec![chunks[0].size()] };
         self.channel.send(&Message::Ready(ready), &[chunks[0].as_fd()]).unwrap();
     }
 
-    /// Offers the buffer and begins its first turn.
+    /// Offers the buffer and starts its first turn.
     fn begin(&mut self) {
         let offer = self.offer.clone();
         self.offer(&offer);
@@ -246,7 +246,7 @@ impl Liar {
         received
     }
 
-    /// The subscriber ends the session, and tells why.
+    /// Asserts that the subscriber rejects the message and reports the error to its peer.
     #[track_caller]
     fn found_out(mut self, what: &str) {
         let found = self.subscriber.receive();
@@ -258,7 +258,7 @@ impl Liar {
         refused(self.subscriber.receive(), "the session has ended");
         loop {
             match answer(&mut self.channel).0 {
-                // Of what was taken and given back before.
+                // Responses to earlier turns.
                 Message::Done(_) | Message::Gone(_) | Message::Received(_) => {}
                 Message::Error(failure) => break assert_eq!(failure.code, ErrorCode::Protocol, "{what}"),
                 other => panic!("{what}: {other:?}"),

@@ -1,4 +1,4 @@
-//! Buffers that a consumer uses again and again.
+//! Buffers that a consumer reuses.
 
 use super::*;
 
@@ -29,7 +29,7 @@ fn republished_buffer_is_not_mapped_again(subject: Subject) {
     assert_eq!((subject.live().mappings, subscriber.held()), (before.mappings + 1, 1));
     subscriber.give_back(first).unwrap();
     assert_eq!(publisher.take_back().unwrap(), id);
-    // Neither handle nor descriptor is left of what came.
+    // No handle and no descriptor remains open.
     assert_eq!(subject.live().handles, before.handles);
     let live = subject.live();
     subject.faulty.take_verbs();
@@ -41,7 +41,7 @@ fn republished_buffer_is_not_mapped_again(subject: Subject) {
         subscriber.give_back(received).unwrap();
         assert_eq!(publisher.take_back().unwrap(), id);
         assert!(!publisher.is_out(id));
-        // One at each end, and nothing else of the driver's.
+        // One call on each side, and no other driver call.
         assert_eq!(subject.faulty.take_verbs(), ["synchronize"; 2]);
     }
     assert_eq!(subject.live(), live);
@@ -93,7 +93,7 @@ fn buffers_return_in_any_order(subject: Subject) {
 fn buffers_of_many_segments_are_whole(subject: Subject) {
     let unit = subject.unit();
     let (mut publisher, mut subscriber) = Place::new().meet(&subject, 1);
-    // On a GPU that many would take long; more than one record all the same where it is cheap.
+    // More than one record, where this is cheap. Many segments would take long on a GPU.
     let count = if subject.kind == Kind::Cuda { 5 } else { MAX_FDS as u64 + 2 };
     let spec = Spec::vmm(count * unit).chunk(unit);
     let memory = Arc::new(Shared::create(&subject.device(), spec).unwrap());
@@ -104,7 +104,7 @@ fn buffers_of_many_segments_are_whole(subject: Subject) {
     let verbs = subject.faulty.take_verbs();
     let releases = |verbs: &[&str]| verbs.iter().filter(|verb| **verb == "release").count();
     let last = verbs.iter().rposition(|verb| *verb == "import").unwrap();
-    // Those of one record at most are open at a time.
+    // At most the handles of one record are open at a time.
     let expected = if count > MAX_FDS as u64 { MAX_FDS } else { 0 };
     assert_eq!((releases(&verbs[..last]), releases(&verbs)), (expected, expected));
     assert_eq!((received.size(), read(&received, (count - 1) * unit - 2)), (count * unit, *b"over"));
@@ -123,7 +123,7 @@ fn least_recently_used_buffer_makes_room(subject: Subject) {
         assert!(subscriber.held() <= 2 && subject.live().mappings - own == subscriber.held());
         let verbs = subject.faulty.take_verbs();
         let at = |verb| verbs.iter().position(|of| *of == verb);
-        // The bound is strict: room is made before anything is opened.
+        // The bound is strict: the old buffer is closed before the new one is opened.
         assert!(at("unmap").is_none_or(|unmap| unmap < at("import").unwrap()), "{verbs:?}");
         at("import").is_some()
     };
@@ -131,7 +131,7 @@ fn least_recently_used_buffer_makes_room(subject: Subject) {
     for index in [0, 1, 0, 2, 0, 1, 2, 2, 1] {
         turns.push(imports(&mut publisher, &mut subscriber, ids[index]));
     }
-    // 2 displaces 1, 1 displaces 2, 2 displaces 0.
+    // Buffer 2 displaces 1, 1 displaces 2, and 2 displaces 0.
     assert_eq!(turns, [true, true, false, true, false, true, true, false, false]);
 }
 
@@ -141,7 +141,7 @@ fn buffer_in_use_is_not_unmapped(subject: Subject) {
     let [a, b, c] = [0, 1, 2].map(|index| buffers[index].0);
     let in_use = hand_over(&mut publisher, &mut subscriber, a);
     turn(&mut publisher, &mut subscriber, b);
-    // The one in use was used longer ago.
+    // The buffer in use is the least recently used.
     turn(&mut publisher, &mut subscriber, c);
     buffers[0].1.copy_in(0, b"there").unwrap();
     assert_eq!(read(&in_use, 0), *b"there");
@@ -178,13 +178,13 @@ fn withdrawn_buffer_is_unmapped_after_use(subject: Subject) {
     let own = subject.live().mappings;
     turn(&mut publisher, &mut subscriber, a);
     let in_use = hand_over(&mut publisher, &mut subscriber, b);
-    // Given back, and not yet asked for.
+    // The buffer is returned, but the publisher has not taken it back.
     let unasked = hand_over(&mut publisher, &mut subscriber, c);
     subscriber.give_back(unasked).unwrap();
     let begun = Instant::now();
     thread::scope(|scope| {
         scope.spawn(|| {
-            // The consumer waits for a buffer all the while.
+            // The consumer waits for a buffer during the withdrawal.
             assert_eq!(subscriber.receive().unwrap().id().number(), d.number());
             assert_eq!(subscriber.held(), 2);
             subscriber.give_back(in_use).unwrap();
@@ -203,19 +203,19 @@ fn withdrawn_buffer_is_unmapped_after_use(subject: Subject) {
         refused(publisher.publish(id), "there is no buffer");
         refused(publisher.withdraw(id), "there is no buffer");
     }
-    // One that was dropped while this side waited for a buffer.
+    // A buffer that is dropped while the subscriber waits for another.
     let dropped = hand_over(&mut publisher, &mut subscriber, e);
     thread::scope(|scope| {
         let next = scope.spawn(|| subscriber.receive().unwrap().id());
         thread::sleep(Duration::from_millis(50));
         drop(dropped);
         publisher.withdraw(e).unwrap();
-        // It gave the other one back before it waited.
+        // Buffer `d` was returned before the wait.
         assert_eq!(publisher.take_back().unwrap(), d);
         publisher.publish(d).unwrap();
         assert_eq!(next.join().unwrap().number(), d.number());
     });
-    // Of what was withdrawn nothing comes back; the last one was dropped.
+    // Withdrawn buffers do not come back. The last buffer was dropped.
     assert!(matches!(subscriber.try_receive(), Ok(None)));
     assert_eq!(publisher.take_back().unwrap(), d);
     let never_published = publisher.add(&buffers[0].1, None, ReadOnly).unwrap();
@@ -226,7 +226,7 @@ fn withdrawn_buffer_is_unmapped_after_use(subject: Subject) {
 fn dropped_buffer_returns_with_next_call(subject: Subject) {
     let (mut publisher, mut subscriber, ids) = stream(&subject, 1, 2);
     for id in [ids[0], ids[0], ids[1], ids[0]] {
-        // The bound is one: without the return there would be no room.
+        // The bound is one: the next buffer needs the dropped one's place.
         drop(hand_over(&mut publisher, &mut subscriber, id));
         assert!(publisher.is_out(id));
         assert!(publisher.try_take_back().unwrap().is_none(), "before the next call");

@@ -288,8 +288,7 @@ fn parent_that_serves(pid: Pid) -> Option<Pid> {
     line.split(|&byte| byte == 0).any(|argument| argument == b"serve").then(|| Pid::from_raw(parent))
 }
 
-/// Counts the descriptors of memory and catalogues of a process. The history of crashes does not count, as it grows by one entry after the
-/// first crash.
+/// Counts the memory and catalogue descriptors of a process. The history of crashes does not count: the first crash adds a descriptor to it.
 pub(crate) fn stored(pid: Pid) -> usize {
     let files = open_files(pid).unwrap_or_default();
     files.iter().filter(|file| is_memory(&file.link.to_string_lossy())).count()
