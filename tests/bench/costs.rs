@@ -1,8 +1,8 @@
-//! What a record costs to write and to read, how fast shared memory is copied beside memcpy, and how fast the host fills and
-//! verifies: `cargo bench`.
+//! Micro-benchmarks for `cargo bench`: encoding and decoding a record, copies of shared memory compared with memcpy, and filling and
+//! verifying on the host.
 //!
-//! Divan: it prints bytes for each second, needs no reports of its own, and runs each of these once in `cargo test`, which
-//! shows that they still run. How fast they are is for people to look at: no test asks.
+//! Divan prints bytes per second and needs no custom reports. In `cargo test` it runs each benchmark once, so all of them keep working. No
+//! test checks the speed.
 
 #![allow(unsafe_code, reason = "copies of shared memory, beside memcpy")]
 
@@ -21,7 +21,7 @@ fn main() {
     divan::main();
 }
 
-/// The records that are on the way of a handoff.
+/// The records of a handoff.
 fn records() -> Vec<(&'static str, Message)> {
     let size = 64 << 20;
     let device = WireDevice {
@@ -80,7 +80,7 @@ fn decode(bencher: Bencher<'_, '_>, name: &str) {
     bencher.bench_local(|| Message::decode(black_box(&bytes), message.fd_count()));
 }
 
-/// Memory of the host backend: one thread's share, and all CPUs'.
+/// Sizes of host memory: one thread processes the first, and all CPUs the second.
 const SIZES: [u64; 2] = [2 << 20, 64 << 20];
 
 fn filled(size: u64) -> Mapping {
@@ -92,10 +92,10 @@ fn filled(size: u64) -> Mapping {
     mapping
 }
 
-/// From what a header takes to what no cache holds.
+/// From the size of a header to more than any cache holds.
 const COPIES: [usize; 4] = [64, 4 << 10, 1 << 20, 64 << 20];
 
-/// Times a copy between shared memory, at the address that it is given, and private memory.
+/// Measures `copy` between shared memory, at the given address, and private memory.
 fn copied(bencher: Bencher<'_, '_>, size: usize, copy: impl Fn(&Mapping, *mut u8, &mut [u8])) {
     let mapping = filled(size as u64);
     let shared = ptr::with_exposed_provenance_mut(mapping.address() as usize);
@@ -103,21 +103,21 @@ fn copied(bencher: Bencher<'_, '_>, size: usize, copy: impl Fn(&Mapping, *mut u8
     bencher.counter(BytesCount::new(size)).bench_local(|| copy(&mapping, black_box(shared), black_box(&mut private)));
 }
 
-/// Private memory into shared memory.
+/// Copies private memory into shared memory.
 mod copy_in {
     use super::*;
 
     #[divan::bench(args = COPIES)]
     fn memcpy(bencher: Bencher<'_, '_>, size: usize) {
         copied(bencher, size, |_, shared, private| {
-            // SAFETY: the memory is mapped, as large, and nothing else accesses it here.
+            // SAFETY: the memory is mapped, has the same length, and nothing else accesses it here.
             unsafe { ptr::copy_nonoverlapping(private.as_ptr(), shared, private.len()) }
         });
     }
 
     #[divan::bench(args = COPIES)]
     fn primitive(bencher: Bencher<'_, '_>, size: usize) {
-        // SAFETY: the memory is mapped, and as large.
+        // SAFETY: the memory is mapped and has the same length.
         copied(bencher, size, |_, shared, private| unsafe { copy::write(private, shared) });
     }
 
@@ -127,21 +127,21 @@ mod copy_in {
     }
 }
 
-/// Shared memory into private memory.
+/// Copies shared memory into private memory.
 mod copy_out {
     use super::*;
 
     #[divan::bench(args = COPIES)]
     fn memcpy(bencher: Bencher<'_, '_>, size: usize) {
         copied(bencher, size, |_, shared, private| {
-            // SAFETY: the memory is mapped, as large, and nothing else accesses it here.
+            // SAFETY: the memory is mapped, has the same length, and nothing else accesses it here.
             unsafe { ptr::copy_nonoverlapping(shared, private.as_mut_ptr(), private.len()) }
         });
     }
 
     #[divan::bench(args = COPIES)]
     fn primitive(bencher: Bencher<'_, '_>, size: usize) {
-        // SAFETY: the memory is mapped, and as large.
+        // SAFETY: the memory is mapped and has the same length.
         copied(bencher, size, |_, shared, private| unsafe { copy::read(shared, private) });
     }
 

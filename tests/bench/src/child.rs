@@ -1,4 +1,4 @@
-//! What a process of a bench does from its start to its end.
+//! The entry point of a bench process.
 
 use std::{
     io::{self, Write},
@@ -20,10 +20,10 @@ use vmmfd_cli::{
     line::{Line, typed},
 };
 
-/// Does the task of a child process.
+/// Runs the task of a child process.
 ///
 /// # Errors
-/// What can't be reported to the parent over the line.
+/// Errors that cannot be reported to the parent over the line.
 pub fn run_task(task: Value) -> Result<()> {
     let task: Task = typed(task)?;
     match &task.role {
@@ -48,14 +48,14 @@ pub fn run_task(task: Value) -> Result<()> {
             let line = line_to_parent()?;
             report(&line, broker::serve_client(&task, *driver, &line), broker::ClientResponse::Failed)
         }
-        // It ends with its parent.
+        // The parent kills this process.
         Role::GroupLeader => loop {
             thread::park();
         },
         Role::BareStart => {
             let (driver, device) = task.open()?;
             device.activate()?;
-            // As an ordinary program ends: the kernel frees what the driver holds.
+            // Skip the destructor, like an ordinary program: the kernel frees the driver's resources.
             std::mem::forget(driver);
             let written = writeln!(io::stdout(), "ready").and_then(|()| io::stdout().flush());
             written.map_err(|error| Error::system("write to standard output", error))?;
@@ -64,7 +64,7 @@ pub fn run_task(task: Value) -> Result<()> {
     }
 }
 
-/// Reports an error to the parent, unless the parent has gone.
+/// Reports an error to the parent, unless the parent has exited.
 fn report<T: Serialize>(line: &Line, result: Result<()>, record: impl FnOnce(Failure) -> T) -> Result<()> {
     match result {
         Err(error) if !matches!(error, Error::Peer(PeerError::Gone { .. })) => line.send(&record(error.into())),

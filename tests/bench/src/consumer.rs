@@ -1,4 +1,4 @@
-//! The process that opens the memory that the producer shares.
+//! The process that opens the producer's memory.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -25,7 +25,7 @@ use super::{
 use vmmfd_cli::line::Line;
 use vmmfd_cli::verbs::HasVerbs;
 
-/// How many buffers it keeps: one that is new in each handoff, and one that it holds.
+/// The number of kept buffers: a new buffer of each handoff, and a held buffer.
 const KEEP: usize = 2;
 
 struct Consumer<'a> {
@@ -34,27 +34,27 @@ struct Consumer<'a> {
     driver: Driver,
     device: Device,
     subscriber: Option<Subscriber>,
-    /// The memory opened last, until it is closed before the next request.
+    /// The memory opened last. It is closed before the next request.
     opened: Option<BareMapping>,
-    /// The same, of several segments.
+    /// Like `opened`, for memory of several segments.
     segments: Option<Segments>,
     sleeper: Option<Sleeper>,
     broker: Option<Client>,
-    /// The object that was got last, until the next request.
+    /// The object of the last get, until the next request.
     object: Option<Object>,
     pool: Option<PoolHandle>,
-    /// Two objects at the same addresses, until a request closes them.
+    /// Two objects at the same addresses, until a `Close` request.
     switching: Option<Switching>,
 }
 
-/// Memory of several segments that was opened by the driver's calls.
+/// Memory of several segments, opened by the driver's calls.
 struct Segments {
     address: u64,
     size: u64,
     handles: Vec<Handle>,
 }
 
-/// Answers the requests of the producer, until that ends the connection.
+/// Answers the requests of the producer until it disconnects.
 pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
     let (driver, device) = task.open()?;
     device.activate()?;
@@ -127,7 +127,7 @@ impl Consumer<'_> {
             ConsumerRequest::Get { name, array } => self.get(name, array.as_deref()),
             ConsumerRequest::Take => {
                 self.line.send(&ConsumerResponse::Ready)?;
-                // Longer than any description.
+                // Larger than any description.
                 self.line.receive_bare(&mut [0; 8192])?;
                 Ok(ConsumerResponse::Ready)
             }
@@ -139,7 +139,7 @@ impl Consumer<'_> {
                 };
                 Ok(ConsumerResponse::Got { us: switching.measure(*method)? })
             }
-            // All else is closed before each request.
+            // Everything else is closed before each request.
             ConsumerRequest::Close => {
                 self.switching.take().map_or(Ok(()), Switching::close)?;
                 self.sleeper.as_ref().map_or(Ok(()), |sleeper| sleeper.keep(&[]))?;
@@ -199,13 +199,13 @@ impl Consumer<'_> {
                 self.line.receive_bare(&mut [0; 2])?;
                 Ok(now())
             }
-            // Of the broker.
+            // The broker's methods.
             _ => not_prepared(),
         }
     }
 
-    /// Opens memory of one segment by the driver's calls, until the next request: other consumers may still be opening theirs, which closing
-    /// would disturb.
+    /// Opens memory of one segment by the driver's calls. It remains open until the next request: closing it would disturb consumers that
+    /// are still opening theirs.
     fn open_descriptor(&mut self, fd: &OwnedFd, size: u64) -> Result<u64> {
         let (opened, _) = self.driver.verbs().bare()?.open(self.device.ordinal(), fd.as_fd(), size)?;
         let at = now();
@@ -213,7 +213,7 @@ impl Consumer<'_> {
         Ok(at)
     }
 
-    /// Opens memory of several segments of one size by the driver's calls, side by side.
+    /// Opens several segments of equal size at adjacent addresses by the driver's calls.
     fn open_segments(&mut self, fds: Vec<OwnedFd>, size: u64) -> Result<u64> {
         let verbs = self.driver.verbs();
         let segment = size / fds.len().max(1) as u64;
@@ -237,7 +237,7 @@ impl Consumer<'_> {
         segments.handles.into_iter().try_for_each(|handle| verbs.release(handle))
     }
 
-    /// Wakes the sleeper, and opens what it sends until the next request.
+    /// Wakes the sleeper and opens its memory until the next request.
     fn wake(&mut self, size: u64) -> Result<ConsumerResponse> {
         let Some(sleeper) = &self.sleeper else { return not_prepared() };
         until_asleep();
@@ -250,7 +250,7 @@ impl Consumer<'_> {
         Ok(ConsumerResponse::Got { us: us(begun.elapsed()) })
     }
 
-    /// Gets an object of the broker, which stays open until the next request.
+    /// Gets an object from the broker. It remains open until the next request.
     fn get(&mut self, name: &str, array: Option<&str>) -> Result<ConsumerResponse> {
         let Some(client) = &self.broker else { return not_prepared() };
         until_asleep();

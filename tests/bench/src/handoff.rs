@@ -15,14 +15,14 @@ use super::{
 };
 use vmmfd_cli::{temporary::temporary_folder, units::about};
 
-/// One of the measurements that are compared.
+/// A measurement that is compared with others.
 struct Candidate {
     bench: Bench,
     name: &'static str,
     method: Method,
-    /// Whether no process of it may hold another exported descriptor.
+    /// Whether its processes must hold no other exported descriptor.
     alone: bool,
-    /// Whether it uses the memory that most candidates have in common.
+    /// Whether it uses the memory shared by most candidates.
     shares: bool,
 }
 
@@ -30,7 +30,7 @@ const fn candidate(bench: Bench, name: &'static str, method: Method, alone: bool
     Candidate { bench, name, method, alone, shares }
 }
 
-/// In this order memory is allocated for them, where there is not enough for all.
+/// Memory is allocated in this order, if it does not suffice for all candidates.
 const CANDIDATES: [Candidate; 9] = [
     candidate(Bench::Handoff, "floor", Method::Floor, false, true),
     candidate(Bench::Handoff, "vmmfd", Method::Fresh, false, true),
@@ -56,7 +56,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
         let several = consumers > 1;
         let wanted = |candidate: &&Candidate| {
             let only_cuda = candidate.alone || matches!(candidate.method, Method::Legacy | Method::Pool);
-            // With several consumers the question is what the session adds.
+            // With several consumers the bench measures only the overhead of the session.
             let compared =
                 !several || matches!(candidate.method, Method::Floor | Method::Fresh | Method::Hop | Method::Again);
             run.plan.benches.contains(&candidate.bench) && compared && (cuda || !only_cuda)
@@ -67,8 +67,8 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Measures the candidates in three rounds, each with processes of its own: those that must not run beside an exported
-/// descriptor, the other handoffs, and the repeats.
+/// Measures the candidates in three rounds, each with new processes: handoffs without other exported descriptors, the other handoffs, and
+/// the repeats.
 fn measure_all(run: &mut BenchRun<'_>, folder: &TempDir, consumers: usize, candidates: &[&Candidate]) -> Result<()> {
     let rounds = [(Bench::Handoff, true), (Bench::Handoff, false), (Bench::Repeat, false)];
     let suffix = if consumers > 1 { format!(", {consumers} at once") } else { String::new() };
@@ -104,7 +104,7 @@ fn measure_all(run: &mut BenchRun<'_>, folder: &TempDir, consumers: usize, candi
     Ok(())
 }
 
-/// The candidates for which there is enough memory, in order.
+/// Returns the candidates that fit into memory, in order.
 fn fitting<'a>(run: &mut BenchRun<'_>, usable: u64, size: u64, candidates: &[&'a Candidate]) -> Vec<&'a Candidate> {
     let mut needed: u64 = 0;
     let mut fitting: Vec<&Candidate> = Vec::new();
@@ -115,7 +115,7 @@ fn fitting<'a>(run: &mut BenchRun<'_>, usable: u64, size: u64, candidates: &[&'a
             run.leave_out(format!("{bench} {name} at {}: the driver can't import so much", about(size)));
             continue;
         }
-        // The common memory is counted once.
+        // The shared memory is counted once.
         let there = fitting.iter().any(|other| other.shares);
         let more = if *shares && there { 0 } else { size };
         if needed.saturating_add(more) > usable {
@@ -129,7 +129,7 @@ fn fitting<'a>(run: &mut BenchRun<'_>, usable: u64, size: u64, candidates: &[&'a
     fitting
 }
 
-/// The samples of each candidate, in order.
+/// Returns the samples of each candidate, in order.
 fn measure_size(
     run: &BenchRun<'_>,
     process: &BenchProcess,
@@ -140,7 +140,7 @@ fn measure_size(
     take_turns(run, process, &format!("handing over {}", about(size)), size, None, &methods)
 }
 
-/// The samples of each method, in order, of memory that is prepared for them together.
+/// Prepares memory for all methods together. Returns the samples of each method, in order.
 pub(super) fn take_turns(
     run: &BenchRun<'_>,
     process: &BenchProcess,
@@ -155,7 +155,7 @@ pub(super) fn take_turns(
     for round in 0..warm_up + count {
         run.tick(what, round, warm_up + count)?;
         for turn in 0..methods.len() {
-            // None is always first, or always after the same one.
+            // Rotate the order: no method is always first, or always after the same method.
             let number = (turn + round) % methods.len();
             match ask(process, &Request::Measure { method: methods[number] })? {
                 Response::Time { us } if round >= warm_up => samples[number].0.push(us),

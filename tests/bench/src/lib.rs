@@ -1,9 +1,9 @@
-//! What a handoff costs, compared with the driver's own calls: measured in one run.
+//! Measures handoffs and compares them with the driver's own calls in the same run.
 //!
-//! The processes are real: this program again, started for the run. The measuring process touches no memory itself. A producer,
-//! which it starts, shares memory with consumers of its own; a second producer does what must not run in a process that holds an
-//! exported descriptor (an export is far cheaper there). Measurements that are compared take turns, one sample of each after the
-//! other, so that a disturbance of the machine affects all of them.
+//! The bench uses real processes: this program again, started for the run. The measuring process touches no memory itself. It starts a
+//! producer, which shares memory with its consumers. A second producer runs the methods for which a process must hold no exported
+//! descriptor, as an open exported descriptor makes an export far cheaper. Compared methods take turns, one sample each, so that a
+//! disturbance of the machine affects all of them.
 
 #![allow(missing_docs, reason = "it is no interface")]
 
@@ -37,7 +37,7 @@ pub use self::{
     stats::Summary,
 };
 
-/// Runs the benches of a plan. Blocks while they run, each step for at most the plan's timeout.
+/// Runs the benches of a plan. Blocks until they finish. Each step is limited by the plan's timeout.
 ///
 /// The program that calls this must call [`run_task`] for its hidden subcommand.
 ///

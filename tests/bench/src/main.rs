@@ -1,4 +1,4 @@
-//! `vmmfd-bench`: what handing over memory costs beside the driver's own calls. `vmmfd bench` runs it.
+//! `vmmfd-bench`: measures handoffs and compares them with the driver's own calls. `vmmfd bench` runs it.
 
 use std::process::ExitCode;
 

@@ -111,7 +111,7 @@ impl Tool for BenchOptions {
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
         // This process has sockets and descriptors for each consumer.
         raise_file_limit();
-        // Before the measurements, which would be lost if it can't be written.
+        // Created before the measurements, which would be lost if the file cannot be written.
         let mut svg = self.svg.as_deref().map(|path| Target::create(path, true)).transpose()?;
         let plan = bench::BenchPlan {
             benches: match self.bench {

@@ -14,10 +14,10 @@ use vmmfd_cli::{check::pattern::Engine, units::about};
 const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
 const HOST_SIZES: [u64; 3] = [2 << 20, 64 << 20, 1 << 30];
 
-/// About how many bytes the host may copy for one series, at 5 GB/s.
+/// The approximate number of bytes that the host copies for one series, at 5 GB/s.
 const HOST_BYTES: u64 = 40 << 30;
 
-/// The least samples of the host.
+/// The minimum number of samples for the host.
 const HOST_COUNT: usize = 3;
 
 pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
@@ -138,7 +138,7 @@ pub(super) fn measure_stages(run: &mut BenchRun<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The stages that the host backend does not have.
+/// The stages that only the CUDA backend has.
 const CUDA_ONLY: [&str; 5] = ["import", "reserve", "set access", "address free", "release"];
 
 fn fits(run: &mut BenchRun<'_>, bench: Bench, size: u64, capacity: Capacity) -> bool {

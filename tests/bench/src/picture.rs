@@ -1,4 +1,4 @@
-//! The distributions as a picture: a panel for each bench and size, a row for each measurement.
+//! Draws the distributions: a panel for each bench and size, a row for each measurement.
 
 use std::error::Error as StdError;
 
@@ -21,15 +21,15 @@ use super::{
 use vmmfd_cli::units::about;
 
 const WIDTH: u32 = 960;
-/// The height of a panel's frame, and of each row in it.
+/// The height of a panel's frame, and of each row.
 const FRAME: u32 = 90;
 const ROW: u32 = 26;
 const LABELS: u32 = 250;
 
 const BOX: RGBColor = RGBColor(70, 110, 170);
 
-/// The report as SVG. Each row is from the smallest sample to the 99th percentile, its box from the 10th percentile to the 90th, and
-/// the red mark is the median; the scale is logarithmic.
+/// Draws the report as SVG. Each row extends from the smallest sample to the 99th percentile, the box from the 10th percentile to the 90th,
+/// and the red mark is the median. The scale is logarithmic.
 ///
 /// # Errors
 /// [`Error::System`] if nothing was measured, or the drawing fails.
@@ -72,7 +72,7 @@ struct Spread {
 }
 
 impl Spread {
-    /// As logarithms: plotters' own logarithmic scale has labels only at powers of ten.
+    /// Logarithms, since plotters' own logarithmic scale has labels only at powers of ten.
     fn of(series: &Series) -> Self {
         let sorted = sorted(&series.samples);
         let at = |part| quantile(&sorted, part).unwrap_or(0.0).max(0.01).log10();

@@ -1,4 +1,4 @@
-//! What to measure, and how far a run is.
+//! The plan of a run, and its progress.
 
 use std::{str::FromStr, time::Duration};
 
@@ -7,29 +7,29 @@ use serde::{Deserialize, Serialize};
 
 use vmmfd::{driver::Backend, error::Result, memory::Selector};
 
-/// Something to measure.
+/// A bench.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Bench {
-    /// Memory that the consumer does not hold, by each method.
+    /// Handoffs of memory that the consumer does not hold, by each method.
     Handoff,
-    /// Memory that the consumer holds.
+    /// Handoffs of memory that the consumer holds.
     Repeat,
     /// Filling and verifying, by the GPU and by the host.
     Verify,
     /// Each driver call.
     Stages,
-    /// From `exec` to ready, and the whole round trip.
+    /// From `exec` to ready, and a whole round trip.
     Startup,
-    /// Objects of the broker, beside a handoff.
+    /// Objects of the broker, compared with a handoff.
     Broker,
 }
 
 impl Bench {
-    /// All of them.
+    /// All benches.
     pub const ALL: [Self; 6] = [Self::Handoff, Self::Repeat, Self::Verify, Self::Stages, Self::Startup, Self::Broker];
 
-    /// Its name.
+    /// Returns the name of the bench.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Handoff => "handoff",
@@ -53,7 +53,7 @@ impl FromStr for Bench {
     }
 }
 
-/// What to measure, where, and how often.
+/// The benches, the device, and the number of samples.
 #[derive(Debug, Clone)]
 pub struct BenchPlan {
     /// The benches.
@@ -62,7 +62,7 @@ pub struct BenchPlan {
     pub backend: Backend,
     /// The device.
     pub device: Selector,
-    /// The sizes in bytes, rounded up to the granularity; the defaults of each bench if it is empty.
+    /// The sizes in bytes, rounded up to the granularity. If empty, each bench uses its defaults.
     pub sizes: Vec<u64>,
     /// The samples of each measurement; fewer of slow ones.
     pub count: usize,
@@ -74,14 +74,14 @@ pub struct BenchPlan {
     pub timeout: Duration,
 }
 
-/// How far a run is.
+/// The progress of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Progress<'a> {
     /// The current measurement.
     pub what: &'a str,
-    /// Its samples so far.
+    /// The samples measured so far.
     pub done: usize,
-    /// All of its samples.
+    /// The number of planned samples.
     pub all: usize,
 }
 

@@ -1,4 +1,4 @@
-//! A process of a bench, with the line to it.
+//! A bench process and the line to it.
 
 use std::{
     env,
@@ -19,11 +19,11 @@ use vmmfd_cli::{
     line::Line,
 };
 
-/// How much longer the measuring process waits than a producer does for its consumers: so the error is the producer's, which knows
-/// the process that is stuck.
+/// How much longer the measuring process waits than a producer. The producer's timeout then expires first, and its error names the consumer
+/// that is stuck.
 const HEAD_START: Duration = Duration::from_secs(1);
 
-/// A process with a line to it. Dropping it kills it, and the processes that it started.
+/// A process with a line to it. Dropping it kills the process and its children.
 #[derive(Debug)]
 pub(super) struct BenchProcess {
     process: Process,
@@ -38,7 +38,7 @@ impl BenchProcess {
         Self::launch(task, Group::Inherited, task.timeout, &Cancel::new()?, &[])
     }
 
-    /// Starts a process that leads a group, since it may start others, with more variables in its environment.
+    /// Starts a process that leads a group, since it may start others. `variables` are added to its environment.
     pub(super) fn leader(task: &Task, cancel: &Cancel, variables: &[(&str, &str)]) -> Result<Self> {
         Self::launch(task, Group::Own, task.timeout + HEAD_START, cancel, variables)
     }
@@ -51,7 +51,7 @@ impl BenchProcess {
         variables: &[(&str, &str)],
     ) -> Result<Self> {
         let on_parent_death = match task.role {
-            // The programs of its group do not end with this process.
+            // Programs in its group do not exit with this process.
             Role::GroupLeader => OnParentDeath::KillGroup { remove: None },
             _ => OnParentDeath::Killed,
         };
@@ -65,7 +65,7 @@ impl BenchProcess {
         self.process.name()
     }
 
-    /// The number of its group, if it leads one.
+    /// The ID of the process, and of its group if it leads one.
     pub(super) fn pid(&self) -> Pid {
         self.process.pid()
     }
@@ -78,7 +78,6 @@ impl BenchProcess {
         self.line.receive().map_err(|error| self.explain(error))
     }
 
-    /// An error of it.
     pub(super) fn failure(&self, message: String) -> Error {
         failure(self.process.name(), message)
     }
@@ -88,7 +87,7 @@ impl BenchProcess {
     }
 }
 
-/// A file beside this program, or where a build of the project has it.
+/// Finds a file beside this program, or in the build directory `built`.
 pub(super) fn beside(name: &str, built: Option<&str>) -> Option<PathBuf> {
     let program = env::current_exe().ok()?;
     let folder = program.parent()?;

@@ -1,4 +1,4 @@
-//! The process that shares memory, and measures the handoffs.
+//! The process that shares memory and measures the handoffs.
 
 use std::{
     io,
@@ -32,30 +32,30 @@ use super::{
 use vmmfd_cli::line::Line;
 use vmmfd_cli::verbs::HasVerbs;
 
-/// How long a consumer has to go to sleep on its socket, as it would between two handoffs.
+/// The time for a consumer to fall asleep on its socket, as between two real handoffs.
 const ASLEEP: Duration = Duration::from_micros(30);
 
-/// The memory that is prepared, all of one size.
+/// The prepared memory. All of it has the same size.
 #[derive(Default)]
 struct Prepared {
     size: u64,
-    /// For the floor and the session.
+    /// Memory for the floor and the session.
     shared: Option<Arc<Shared>>,
     /// The descriptors of its segments, for the floor.
     fds: Vec<OwnedFd>,
-    /// Memory that is exported each time.
+    /// Memory that is exported for each handoff.
     created: Option<Created>,
     legacy: Option<(Shared, Pointer)>,
     pool: Option<(Shared, Pointer)>,
 }
 
-/// A consumer process, and the session with it.
+/// A consumer process and the session to it.
 pub(super) struct ConsumerHandle {
     pub(super) process: BenchProcess,
     publisher: Option<Publisher>,
-    /// The buffer that it holds.
+    /// The buffer that the consumer holds.
     held: Option<BufferId>,
-    /// The buffer that is handed over now, and withdrawn afterwards.
+    /// The buffer of the current handoff, which is withdrawn afterwards.
     fresh: Option<BufferId>,
 }
 
@@ -69,7 +69,7 @@ struct Producer<'a> {
     maker: Option<Maker>,
 }
 
-/// Answers the requests of the measuring process, until that ends the connection.
+/// Answers the requests of the measuring process until it disconnects.
 pub(super) fn serve(task: &Task, folder: &Path, consumers: usize, line: &Line) -> Result<()> {
     let (driver, device) = task.open()?;
     device.activate()?;
@@ -79,7 +79,7 @@ pub(super) fn serve(task: &Task, folder: &Path, consumers: usize, line: &Line) -
         Ok(ConsumerHandle { process, publisher: None, held: None, fresh: None })
     });
     let consumers = consumers.collect::<Result<Vec<_>>>()?;
-    // They start their drivers at the same time.
+    // All consumers start their drivers concurrently.
     consumers.iter().try_for_each(ConsumerHandle::ready)?;
     line.send(&Response::started(&device)?)?;
     let mut producer = Producer { task, driver, device, folder, consumers, prepared: Prepared::default(), maker: None };
@@ -114,7 +114,7 @@ impl ConsumerHandle {
         }
     }
 
-    /// Waits until it has the memory, and returns when that was.
+    /// Waits until the consumer has the memory, and returns the time.
     fn usable(&self) -> Result<u64> {
         match self.process.receive()? {
             ConsumerResponse::Usable { at } => Ok(at),
@@ -129,9 +129,8 @@ impl ConsumerHandle {
         self.publisher.as_mut().ok_or(ProtocolError::Unexpected { got: "request", want: "a session" }.into())
     }
 
-    /// Withdraws a buffer from the session.
     fn withdraw(&mut self, buffer: BufferId) -> Result<()> {
-        // The consumer responds when it waits for the withdrawal, and again when it has released the buffer.
+        // The consumer responds twice: when it waits for the withdrawal, and when it has released the buffer.
         self.call(&ConsumerRequest::Release)?;
         self.publisher()?.withdraw(buffer)?;
         self.ready()
@@ -143,14 +142,14 @@ impl ConsumerHandle {
         Ok(())
     }
 
-    /// Announces a buffer that no GPU work is pending on, and returns when that began.
+    /// Announces a buffer without pending GPU work, and returns the start time.
     fn publish(&mut self, buffer: BufferId) -> Result<u64> {
         let begun = now();
         self.publisher()?.announce(buffer)?;
         Ok(begun)
     }
 
-    /// Waits until the buffer was usable, and until it is given back.
+    /// Waits until the buffer is usable and then returned. Returns the time when it became usable.
     fn end_of_turn(&mut self) -> Result<u64> {
         let at = self.usable()?;
         self.publisher()?.take_back()?;
@@ -209,7 +208,7 @@ impl Producer<'_> {
         }
     }
 
-    /// Memory that is shared by a handle of 64 bytes.
+    /// Creates memory that is shared by a handle of 64 bytes.
     fn with_pointer(&self, spec: Spec) -> Result<(Shared, Pointer)> {
         let shared = Shared::create(&self.device, spec)?;
         let pointer = shared.describe()?.pointer();
@@ -222,7 +221,7 @@ impl Producer<'_> {
         let created = bare.create(self.device.ordinal(), self.device.granularity()?)?;
         let seals = bare.export(&created).map(|fd| fcntl(&fd, FcntlArg::F_GET_SEALS));
         bare.release(created)?;
-        // A driver's descriptor is of a device, which has none.
+        // A real driver's descriptor is a device file, which has no seals.
         Ok(self.driver.backend() == Backend::Cuda && seals?.is_ok())
     }
 
@@ -232,7 +231,7 @@ impl Producer<'_> {
         self.consumers.iter().try_for_each(|consumer| consumer.call(&request))
     }
 
-    /// Opens a session with each consumer that has none.
+    /// Opens the missing sessions to consumers.
     fn connect(&mut self) -> Result<()> {
         let config = Config::default().timeout(self.task.timeout);
         let cancel = Cancel::new()?;
@@ -248,7 +247,7 @@ impl Producer<'_> {
         Ok(())
     }
 
-    /// Makes each consumer hold the buffer.
+    /// Adds the shared buffer to each session, so that each consumer holds it.
     fn hold(&mut self) -> Result<()> {
         let (shared, size) = self.shared()?;
         for consumer in &mut self.consumers {
@@ -266,7 +265,7 @@ impl Producer<'_> {
         Ok((shared, self.prepared.size))
     }
 
-    /// Hands over once to all consumers, and returns the time in microseconds until the last one has the memory.
+    /// Hands over once to all consumers. Returns the microseconds until the last consumer has the memory.
     fn measure(&mut self, method: Method) -> Result<f64> {
         if let (Some(maker), [consumer]) = (&self.maker, &self.consumers[..])
             && let Some(us) = maker.measure(method, consumer)?
@@ -337,13 +336,12 @@ impl Producer<'_> {
     }
 }
 
-/// When a handoff began, and the descriptor to close after it.
+/// The start time of a handoff, and the descriptor to close after it.
 struct Begun {
     at: u64,
     _fd: Option<OwnedFd>,
 }
 
-/// Hands over to one consumer.
 fn hand_over(method: Method, consumer: &mut ConsumerHandle, prepared: &Prepared, bare: &dyn Bare) -> Result<Begun> {
     let begun = now();
     let mut handoff = Begun { at: begun, _fd: None };
@@ -369,13 +367,13 @@ fn hand_over(method: Method, consumer: &mut ConsumerHandle, prepared: &Prepared,
         Method::Legacy => consumer.process.line.send_bare(&prepared.legacy.as_ref().ok_or(not_prepared())?.1.0, &[])?,
         Method::Pool => consumer.process.line.send_bare(&prepared.pool.as_ref().ok_or(not_prepared())?.1.0, &[])?,
         Method::Hop => consumer.process.line.send_bare(&[0], &[])?,
-        // Of the broker.
+        // The broker's methods.
         _ => return Err(not_prepared()),
     }
     Ok(handoff)
 }
 
-/// Gives another process the time to go to sleep on its socket.
+/// Spins until another process has had time to fall asleep on its socket.
 pub(super) fn until_asleep() {
     let begun = Instant::now();
     while begun.elapsed() < ASLEEP {

@@ -1,4 +1,4 @@
-//! The records that the processes of a bench send each other.
+//! The records between the processes of a bench.
 
 use std::path::PathBuf;
 
@@ -15,61 +15,61 @@ use vmmfd_cli::{
     error::{ToolError, hint},
 };
 
-/// A method of handing over memory that is measured.
+/// A measured method of handing over memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Method {
-    /// Driver calls and a socket: exported once, and the descriptor sent again.
+    /// Driver calls and a socket. The memory is exported once, and the same descriptor is sent each time.
     Floor,
-    /// The same, exported for each handoff.
+    /// Like `Floor`, with an export for each handoff.
     ExportEach,
-    /// A session of this library: a buffer that the consumer does not hold, and that was described to it before.
+    /// A session of this library. The consumer does not hold the buffer, but already has its description.
     Fresh,
-    /// The same, with the description sent each time.
+    /// Like `Fresh`, with the description sent each time.
     Described,
-    /// A session of this library: a buffer that the consumer holds.
+    /// A session of this library. The consumer holds the buffer.
     Again,
     /// A legacy handle, opened each time.
     Legacy,
-    /// A pointer of a pool that was imported before.
+    /// A pointer of a pool that is already imported.
     Pool,
     /// A record of one byte.
     Hop,
-    /// The driver calls and the socket of the floor, by a process that slept since its last handoff, from the request on.
+    /// Like `Floor`, by a process that has slept since its last handoff. The time includes the request.
     Sleeper,
-    /// A lease of an object of the broker, until the memory is usable.
+    /// A lease of an object of the broker, until its memory is usable.
     Get,
-    /// The same, of an object that has one array.
+    /// Like `Get`, for an object with one array.
     GetOneArray,
-    /// The same, of an object that has very many.
+    /// Like `Get`, for an object with very many arrays.
     GetManyArrays,
-    /// One record with a description and the descriptor, until it is sent.
+    /// A record with a description and the descriptor, until it is sent.
     Send,
-    /// The same, with the descriptors of several segments.
+    /// Like `Send`, with the descriptors of several segments.
     SendSegments,
     /// A new object of the broker, until it is published.
     Put,
-    /// The same, of memory in several segments.
+    /// Like `Put`, with memory of several segments.
     PutSegments,
-    /// Other memory at the same addresses, by the driver's calls.
+    /// A switch to other memory at the same addresses, by the driver's calls.
     SwitchBare,
-    /// The same, by an object of the broker.
+    /// Like `SwitchBare`, by an object of the broker.
     Switch,
 }
 
-/// From the measuring process to the producer, or to the single process.
+/// A request from the measuring process to the producer or to the single process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Request {
-    /// Prepare buffers of so many bytes for these methods, in segments of so many if that is given.
+    /// Prepare buffers of `size` bytes for these methods, in segments of `segment` bytes if it is set.
     Prepare { size: u64, segment: Option<u64>, methods: Vec<Method> },
-    /// Say whether the driver is the emulated one of the tests.
+    /// Report whether the driver is the emulated driver of the tests.
     IsEmulated,
     /// Connect to the broker at this socket.
     Connect { socket: PathBuf },
-    /// Hand over once, to all consumers at the same time.
+    /// Hand over once, to all consumers concurrently.
     Measure { method: Method },
-    /// Free what was prepared.
+    /// Free the prepared buffers.
     Clear,
     /// Fill and verify once with this engine, after `Prepare`.
     Pattern { engine: Engine },
@@ -83,7 +83,7 @@ pub(super) enum Request {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Response {
-    /// The driver is started.
+    /// The driver has started.
     Started {
         name: String,
         uuid: String,
@@ -93,11 +93,11 @@ pub(super) enum Response {
     },
     Done,
     IsEmulated(bool),
-    /// The time from before the export, or the send, until the memory is usable at the other end.
+    /// The time from before the export, or the send, until the memory is usable in the other process.
     Time {
         us: f64,
     },
-    /// The times of filling and verifying: of the kernels by events of the device, and of the whole calls.
+    /// The times of filling and verifying: of the kernels, measured by device events, and of the whole calls.
     Pattern {
         fill_us: f64,
         verify_us: f64,
@@ -115,7 +115,7 @@ pub(super) enum Response {
 }
 
 impl Response {
-    /// The description of a device whose driver is started.
+    /// Describes a device whose driver has started.
     pub(super) fn started(device: &Device) -> Result<Self, Error> {
         Ok(Self::Started {
             name: device.name().to_owned(),
@@ -126,13 +126,13 @@ impl Response {
         })
     }
 
-    /// A response, or the error in its place.
+    /// Converts a result to a response.
     pub(super) fn of(result: Result<Self, Error>) -> Self {
         result.unwrap_or_else(|error| Self::Failed(error.into()))
     }
 }
 
-/// An error that is reported to another process: as it is where that process branches on it, else as its message.
+/// An error reported to another process. Errors that the other process distinguishes have variants, others only a message.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Failure {
@@ -145,7 +145,7 @@ pub(super) enum Failure {
         wanted: String,
         available: String,
     },
-    /// Of a process that the reporting process had started.
+    /// An error of a process that the reporting process started.
     Child {
         process: String,
         message: String,
@@ -177,7 +177,7 @@ impl From<Error> for Failure {
 }
 
 impl Failure {
-    /// The error, as one of the reporting process.
+    /// Converts the failure to an error of the reporting process.
     pub(super) fn of(self, process: &str) -> Error {
         match self {
             Self::NoDriver { tried } => Error::Load(LoadError::NoLibrary { tried }),
@@ -195,31 +195,31 @@ impl Failure {
     }
 }
 
-/// From the producer to its consumers.
+/// A request from the producer to a consumer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum ConsumerRequest {
     /// Connect to the session at this socket.
     Connect { socket: PathBuf },
-    /// Import the pool whose descriptor comes with the next bare record.
+    /// Import the pool. Its descriptor is in the next bare record.
     Pool,
-    /// Open what is handed over next, of so many bytes, in so many segments.
+    /// Open the memory of the next handoff, of `size` bytes in `segments` segments.
     Open { method: Method, size: u64, segments: usize },
-    /// Let a sleeper keep the descriptors that come with the next bare record.
+    /// Start a sleeper that keeps the descriptors of the next bare record.
     Sleeper,
-    /// Wake the sleeper, and open what it hands over, of so many bytes.
+    /// Wake the sleeper and open its memory of `size` bytes.
     Wake { size: u64 },
     /// Connect to the broker at this socket.
     Broker { socket: PathBuf },
-    /// Get an object of the broker, and one of its arrays if one is named.
+    /// Get an object of the broker, and an array of the object if `array` is set.
     Get { name: String, array: Option<String> },
-    /// Put the other of two objects at the addresses of the one that is mapped there.
+    /// Switch to the other of two objects at the same addresses.
     Switch { method: Method },
-    /// Take a record, and close its descriptors.
+    /// Receive a record and close its descriptors.
     Take,
     /// Let the session withdraw a buffer.
     Release,
-    /// Close what was opened.
+    /// Close all opened memory.
     Close,
 }
 
@@ -228,7 +228,7 @@ pub(super) enum ConsumerRequest {
 #[serde(rename_all = "snake_case")]
 pub(super) enum ConsumerResponse {
     Ready,
-    /// When the memory was usable, by the clock that all processes share, in nanoseconds.
+    /// The time when the memory became usable (`CLOCK_MONOTONIC`, in nanoseconds).
     Usable {
         at: u64,
     },

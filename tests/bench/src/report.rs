@@ -11,24 +11,24 @@ use super::{plan::Bench, stats::Summary};
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct BenchReport {
     pub schema: u32,
-    /// The program that made it.
+    /// The program that created the report.
     pub tool: String,
-    /// When it was made: RFC 3339, in UTC, to the second.
+    /// The time of the report: RFC 3339, in UTC, to the second.
     pub made: String,
     /// The backend.
     #[schemars(with = "schema::Backend")]
     pub backend: Backend,
     /// The machine.
     pub machine: Machine,
-    /// The samples of each measurement, as planned.
+    /// The planned samples of each measurement.
     pub count: usize,
-    /// The samples before those, which do not count.
+    /// The warm-up samples before these, which do not count.
     pub warm_up: usize,
     /// The measurements.
     pub series: Vec<Series>,
-    /// What the measurements come to: rates, differences, what a process uses.
+    /// Derived values: rates, differences, and the resources of a process.
     pub figures: Vec<Figure>,
-    /// What was not measured, and why.
+    /// The omitted measurements, with reasons.
     pub left_out: Vec<String>,
 }
 
@@ -41,7 +41,7 @@ pub struct Machine {
     pub cpus: usize,
     /// The device's name.
     pub device: String,
-    /// Its identity.
+    /// The device's UUID.
     pub uuid: String,
     /// The version of NVIDIA's kernel module, if it is loaded.
     pub module: Option<String>,
@@ -61,7 +61,7 @@ pub struct Series {
     /// The statistics of the samples.
     #[serde(flatten)]
     pub summary: Summary,
-    /// Its median, divided by that of the floor of the same bench and size.
+    /// The median, divided by the floor's median in the same bench at the same size.
     pub ratio: Option<f64>,
     /// Bytes per second, if it moves bytes.
     pub rate: Option<f64>,
@@ -77,14 +77,14 @@ pub struct Figure {
     pub bench: Bench,
     /// Its name.
     pub name: String,
-    /// The size in bytes of what it is about; 0 if that has none.
+    /// The size in bytes; 0 if the figure has none.
     pub size: u64,
     /// The number.
     pub value: f64,
     /// Its unit.
     pub unit: &'static str,
-    /// What it is to be at most.
+    /// The upper limit of the value.
     pub at_most: Option<f64>,
-    /// What it is to be at least.
+    /// The lower limit of the value.
     pub at_least: Option<f64>,
 }

@@ -1,4 +1,4 @@
-//! A run of the benches: its processes, its sizes, and the report that it adds to.
+//! A run of the benches: its processes, its sizes, and its report.
 
 use std::{collections::BTreeMap, fs, thread, time::Duration};
 
@@ -18,10 +18,10 @@ use super::{
 };
 use vmmfd_cli::{schema::VERSION, stamp};
 
-/// What the names of the bench's folders begin with.
+/// The prefix of the bench's folder names.
 pub(super) const FOLDER: &str = "vmmfd-bench.";
 
-/// The largest part of the free memory that is used.
+/// The fraction of the free memory that is used.
 const USED: f64 = 0.95;
 
 /// A timeout that clocks and sockets can still represent.
@@ -78,7 +78,7 @@ impl<'a> BenchRun<'a> {
         self.plan.timeout.min(LONGEST_STEP)
     }
 
-    /// Starts a process, and waits until its driver is ready. Returns also the memory of its device.
+    /// Starts a process and waits until its driver is ready. Also returns the capacity of its device.
     pub(super) fn start(&mut self, role: Role, variables: &[(&str, &str)]) -> Result<(BenchProcess, Capacity)> {
         let process = BenchProcess::leader(&self.task(role), self.cancel, variables)?;
         match receive(&process)? {
@@ -91,7 +91,7 @@ impl<'a> BenchRun<'a> {
         }
     }
 
-    /// The sizes to measure at, each once.
+    /// Returns the sizes to measure, without duplicates.
     pub(super) fn sizes(&self, default: &[u64], capacity: Capacity) -> Vec<u64> {
         let mut sizes = Vec::new();
         for size in if self.plan.sizes.is_empty() { default } else { &self.plan.sizes } {
@@ -104,7 +104,7 @@ impl<'a> BenchRun<'a> {
         sizes
     }
 
-    /// Reports the progress, and fails if the run is cancelled.
+    /// Reports the progress. Fails if the run is cancelled.
     pub(super) fn tick(&self, what: &str, done: usize, all: usize) -> Result<()> {
         (self.observer)(Progress { what, done, all });
         self.cancel.check()
@@ -118,7 +118,7 @@ impl<'a> BenchRun<'a> {
         self.report.figures.push(figure);
     }
 
-    /// Adds and prints measurements, with their ratios to the one called `floor`.
+    /// Adds and prints measurements, with their ratios to the measurement named `floor`.
     pub(super) fn add(&mut self, bench: Bench, size: u64, measured: Vec<(String, Samples)>, floor: &str) {
         let summaries: BTreeMap<&String, Summary> =
             measured.iter().filter_map(|(name, samples)| Some((name, samples.summary()?))).collect();
@@ -139,12 +139,11 @@ impl<'a> BenchRun<'a> {
     }
 }
 
-/// How many samples come before those that count.
+/// Returns the number of warm-up samples.
 pub(super) fn warm_up(count: usize) -> usize {
     (count / 10).clamp(2, 20)
 }
 
-/// Sends a request, and returns the response.
 pub(super) fn ask(process: &BenchProcess, request: &Request) -> Result<Response> {
     process.send(request)?;
     receive(process)
@@ -157,7 +156,7 @@ pub(super) fn receive(process: &BenchProcess) -> Result<Response> {
     }
 }
 
-/// Sends a request that has no result.
+/// Sends a request without a result.
 pub(super) fn ask_done(process: &BenchProcess, request: &Request) -> Result<()> {
     match ask(process, request)? {
         Response::Done => Ok(()),
@@ -165,7 +164,7 @@ pub(super) fn ask_done(process: &BenchProcess, request: &Request) -> Result<()> 
     }
 }
 
-/// The error of a response that does not fit the request.
+/// The error for a response that does not match the request.
 pub(super) fn unexpected() -> Error {
     ProtocolError::Unexpected { got: "response", want: "that of the request" }.into()
 }

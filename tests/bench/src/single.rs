@@ -1,4 +1,4 @@
-//! The process that measures the pattern, and each driver call.
+//! The process that measures the pattern and each driver call.
 
 use std::{os::fd::AsFd, time::Instant};
 
@@ -19,12 +19,12 @@ use vmmfd_cli::{
     line::Line,
 };
 
-/// Answers the requests of the measuring process, until that ends the connection.
+/// Answers the requests of the measuring process until it disconnects.
 pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
     let (driver, device) = task.open()?;
     device.activate()?;
     line.send(&Response::started(&device)?)?;
-    // While this is open no export is the process's first.
+    // `Stages` exports it first and keeps the descriptor open, so that no measured export is the first of the process.
     let anchor = driver.verbs().bare()?.create(device.ordinal(), device.granularity()?)?;
     let mut held = None;
     let mut shared = None;

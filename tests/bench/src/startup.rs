@@ -1,4 +1,4 @@
-//! The bench `startup`: from `exec` to ready, of the commands and of a program that only starts the driver.
+//! The bench `startup`: from `exec` to ready, for the commands and for a program that only starts the driver.
 
 use std::{
     io::{BufRead, BufReader},
@@ -26,7 +26,7 @@ use vmmfd_cli::{
     temporary::temporary_folder,
 };
 
-/// The most samples, since each takes the driver a third of a second.
+/// The maximum number of samples: the driver takes a third of a second for each.
 const MOST: usize = 20;
 
 pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
@@ -38,7 +38,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
             run.leave_out(format!("startup of {name}: it is not beside this program"));
         }
     }
-    // It reports the device, and fails where there is none.
+    // The process reports the device, and fails if there is no device.
     drop(run.start(Role::Single, &[])?);
     let leader = BenchProcess::leader(&run.task(Role::GroupLeader), run.cancel, &[])?;
     let starter = Starter { run, folder: folder.path(), leader: &leader };
@@ -75,13 +75,13 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
 struct Starter<'a> {
     run: &'a BenchRun<'a>,
     folder: &'a Path,
-    /// It kills them if this process is killed, and keeps a terminal's signals from them.
+    /// Kills the programs if this process is killed, and shields them from the terminal's signals.
     leader: &'a BenchProcess,
 }
 
 impl Starter<'_> {
     fn start(&self, name: &'static str, command: &mut Command) -> Result<Process> {
-        // The demo creates files there, which a process that is killed can't remove.
+        // The demo creates files in TMPDIR and cannot delete them if it is killed.
         command.env("TMPDIR", self.folder);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Process::spawn(name, command, Group::Of(self.leader.pid()))
@@ -144,7 +144,7 @@ impl Starter<'_> {
         ["--backend".to_owned(), backend, "--device".to_owned(), self.run.plan.device.to_string()]
     }
 
-    /// Waits for a line of its output that has a word in it. The output is read no further.
+    /// Waits for a line of output that contains `word`. Later output is not read.
     fn wait_for_line(&self, process: &mut Process, word: &str) -> Result<()> {
         let Some(stdout) = process.take_stdout() else { return Ok(()) };
         let (mut stdout, deadline) = (BufReader::new(stdout), self.deadline());
@@ -156,7 +156,7 @@ impl Starter<'_> {
             if !there {
                 return Err(self.overdue(process, "did not become ready"));
             }
-            // The output comes line by line, so this does not block in the middle of one.
+            // The output is line-buffered, so this read does not block in the middle of a line.
             let read = stdout.read_line(&mut line).map_err(|error| Error::system("read a process's output", error))?;
             if read == 0 {
                 let (end, _) = self.wait_for_end(process)?;
@@ -167,7 +167,7 @@ impl Starter<'_> {
         Ok(())
     }
 
-    /// Waits for an end with code 0, and returns when that was.
+    /// Waits until the process has exited with code 0, and returns the time.
     fn wait_for_success(&self, mut process: Process) -> Result<Instant> {
         let (end, at) = self.wait_for_end(&process)?;
         if end.is_success() { Ok(at) } else { Err(failed(&mut process, end, "")) }
@@ -183,7 +183,7 @@ impl Starter<'_> {
     }
 }
 
-/// How a process ended, and the first line of its standard error.
+/// The error for a failed process, with the first line of its standard error.
 fn failed(process: &mut Process, end: ProcessEnd, when: &str) -> Error {
     let stderr = process.take_stderr().and_then(|stderr| StderrTail::read(stderr).ok());
     let line = stderr.and_then(|stderr| stderr.first_line());

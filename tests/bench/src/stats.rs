@@ -6,17 +6,17 @@ use rustix::time::{ClockId, clock_gettime};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The number of parts of a run whose medians are compared.
+/// A run is split into this many parts to compare their medians.
 const PARTS: usize = 5;
 
-/// How far apart those medians may be, relative to the median of the whole run, before the run is too noisy.
+/// The maximum spread of these medians, relative to the median of the whole run. A larger spread makes the run too noisy.
 const TOO_NOISY: f64 = 0.2;
 
-/// The samples of one measurement, in microseconds, in the order in which they were taken.
+/// The samples of one measurement, in microseconds, in the order of measurement.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Samples(pub(super) Vec<f64>);
 
-/// Their statistics, in microseconds.
+/// The statistics of samples, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Summary {
     /// The number of samples.
@@ -31,19 +31,19 @@ pub struct Summary {
     pub p99_us: f64,
     /// The largest.
     pub max_us: f64,
-    /// How far apart the medians of the run's fifths are, relative to its median; `None` for few samples.
+    /// The spread of the medians of the run's fifths, relative to its median; `None` for few samples.
     pub noise: Option<f64>,
 }
 
 impl Summary {
-    /// Whether the run is too noisy for conclusions from its median.
+    /// Reports whether the run is too noisy for conclusions from its median.
     pub fn is_too_noisy(&self) -> bool {
         self.noise.is_some_and(|noise| noise > TOO_NOISY)
     }
 }
 
 impl Samples {
-    /// Their statistics; `None` without samples.
+    /// Returns the statistics; `None` without samples.
     pub(super) fn summary(&self) -> Option<Summary> {
         let all = sorted(&self.0);
         let p50 = quantile(&all, 0.5)?;
@@ -65,13 +65,13 @@ impl Samples {
     }
 }
 
-/// The time in nanoseconds, by the clock that all processes of a machine share (`CLOCK_MONOTONIC`).
+/// Returns the time in nanoseconds on the clock that all processes of a machine share (`CLOCK_MONOTONIC`).
 pub(super) fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
 }
 
-/// Microseconds, the unit of samples.
+/// Converts to microseconds, the unit of samples.
 pub(super) fn us(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
@@ -82,7 +82,7 @@ pub(super) fn sorted(samples: &[f64]) -> Vec<f64> {
     sorted
 }
 
-/// The quantile of sorted samples, by nearest rank.
+/// Returns a quantile of sorted samples, by nearest rank.
 pub(super) fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
     let rank = (part * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.max(1) - 1).copied()

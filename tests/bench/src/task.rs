@@ -1,4 +1,4 @@
-//! What a process of a bench is to do, as data.
+//! The task of a bench process, as data.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -10,7 +10,6 @@ use vmmfd::{
     memory::{Device, Selector},
 };
 
-/// The task of one process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Task {
     pub(super) backend: Backend,
@@ -28,22 +27,22 @@ pub(super) enum Role {
     Producer { folder: PathBuf, consumers: usize },
     /// Opens the memory that the producer shares.
     Consumer,
-    /// Sends the memory of a consumer back when that wakes it.
+    /// Returns the consumer's memory when the consumer wakes it.
     Sleeper,
-    /// Measures what takes one process.
+    /// Measures the pattern and each driver call, without another process.
     Single,
     /// Starts the driver, prints `ready`, and exits.
     BareStart,
-    /// Serves objects at a socket, as `vmmfd serve` does.
+    /// Serves objects at a socket, like `vmmfd serve`.
     BrokerServer { socket: PathBuf, emulated: bool },
     /// Puts and gets objects, with a driver or without.
     BrokerClient { driver: bool },
-    /// Leads a group of programs that are not children of this harness, so that they end with the bench.
+    /// Leads a group of programs that are not children of this harness, so that the group is killed with the bench.
     GroupLeader,
 }
 
 impl Role {
-    /// Its name, for a person.
+    /// The name in messages.
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Producer { .. } => "the producer",
@@ -59,7 +58,7 @@ impl Role {
 }
 
 impl Task {
-    /// The same, for another role.
+    /// Returns the same task with another role.
     pub(super) fn with(&self, role: Role) -> Self {
         Self { role, ..self.clone() }
     }

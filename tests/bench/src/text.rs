@@ -10,17 +10,17 @@ use super::{
 };
 use vmmfd_cli::units::about;
 
-/// How long the longest bar is, in cells.
+/// The length of the longest bar, in cells.
 const BAR: usize = 24;
 
-/// The end of a report, below its tables: figures, noise, and measurements left out.
+/// The last part of a report, below its tables: figures, noise, and omitted measurements.
 pub fn end(report: &BenchReport) -> String {
     let mut text = if report.series.is_empty() { head(report) } else { String::new() };
     figures(&mut text, &report.figures);
     text + &foot(report)
 }
 
-/// The start of a report: the machine and the number of samples.
+/// The first part of a report: the machine and the number of samples.
 pub(super) fn head(report: &BenchReport) -> String {
     let machine = &report.machine;
     let driver = match (report.backend, &machine.module) {
@@ -40,7 +40,7 @@ pub(super) fn head(report: &BenchReport) -> String {
 
 /// A table of series that were measured in turns.
 pub(super) fn table(bench: Bench, size: u64, block: &[Series]) -> String {
-    // One unit for a table, so that its rows compare at a glance.
+    // One unit for the whole table makes its rows comparable at a glance.
     let shortest = block.iter().map(|series| series.summary.p50_us).fold(f64::INFINITY, f64::min);
     let (unit, scale) = if shortest >= 1e4 { ("ms", 1e3) } else { ("us", 1.0) };
     let title = match size {
@@ -81,7 +81,7 @@ pub(super) fn table(bench: Bench, size: u64, block: &[Series]) -> String {
     text
 }
 
-/// The figures, each with what it is to be.
+/// The figures, each with its limits.
 fn figures(text: &mut String, figures: &[Figure]) {
     if figures.is_empty() {
         return;
@@ -131,7 +131,7 @@ fn foot(report: &BenchReport) -> String {
     text
 }
 
-/// A time, with three significant digits.
+/// Formats a time with three significant digits.
 pub(super) fn figure(time: f64) -> String {
     match time.abs() {
         abs if abs < 10.0 => format!("{time:.2}"),
@@ -144,7 +144,7 @@ fn speed(rate: f64) -> String {
     if rate >= 1e12 { format!("{:.2} TB/s", rate / 1e12) } else { format!("{:.1} GB/s", rate / 1e9) }
 }
 
-/// A bar in eighths of a cell.
+/// Draws a bar in eighths of a cell.
 fn bar(value: f64, longest: f64) -> String {
     if longest <= 0.0 {
         return String::new();

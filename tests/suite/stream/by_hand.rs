@@ -258,7 +258,7 @@ fn lying_producer_ends_the_session(subject: Subject) {
     }
     let mut liar = Liar::new(&subject);
     let mut offer = liar.offer.clone();
-    // The whole of an object, which has more segments.
+    // The object has two segments, but the offered part has one.
     offer.memory.mapped_size *= 2;
     offer.memory.segments = 2;
     liar.offer(&offer);

@@ -106,6 +106,8 @@ impl Fake {
         &self.path
     }
 
+    /// Looks up a function of the library.
+    ///
     /// # Safety
     /// `F` must be the function's type.
     pub(crate) unsafe fn function<F: 'static>(&self, name: &str) -> libloading::os::unix::Symbol<F> {

@@ -1,4 +1,4 @@
-//! A process that puts and gets objects when it is asked to, and exports memory.
+//! A process that puts, gets and exports memory on request.
 
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -30,35 +30,34 @@ use crate::{
 use vmmfd_cli::line::Line;
 use vmmfd_cli::verbs::HasVerbs;
 
-/// The bytes of a memfd that is put as it is: a broker keeps no smaller ones.
+/// The size of a memfd that is put directly. The broker accepts no smaller memory.
 const PAGE: u64 = GRANULARITY;
 
-/// How many of the longest gets are reported.
 const LONGEST: usize = 100;
 
-/// From the measuring process.
+/// A request from the measuring process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum ClientRequest {
-    /// Open so many connections to the broker at this socket, in place of those before.
+    /// Replace all connections with this many connections to the broker at this socket.
     Connect { socket: PathBuf, connections: usize },
-    /// Make memory, put it under this name, and free it here.
+    /// Create memory, put it under this name, and free the local memory.
     Put { name: String, size: u64 },
-    /// Make a memfd, and put it under so many names, whose versions it replaces.
+    /// Create a memfd, and put it under this many names. Existing versions are replaced.
     PutPages { objects: usize },
-    /// Make a memfd, and put it under this name.
+    /// Create a memfd, and put it under this name.
     PutPage { name: String },
-    /// List all objects so many times.
+    /// List all objects this many times.
     List { times: usize },
-    /// Delete so many of the pages.
+    /// Delete this many of the pages.
     DeletePages { objects: usize },
-    /// Get an object again and again until it is deleted, and end each lease at once.
+    /// Get an object repeatedly until it is deleted. Each lease is released at once.
     GetUntilDeleted { name: String },
     /// Delete an object.
     Delete { name: String },
-    /// Get an object so many times, from that moment on (`CLOCK_MONOTONIC`, in nanoseconds), and end each lease at once.
+    /// Get an object `count` times, starting at `at` (`CLOCK_MONOTONIC`, in nanoseconds). Each lease is released at once.
     Get { name: String, count: usize, map: bool, at: u64 },
-    /// Create memory of so many bytes, export it, close the descriptor and release the memory.
+    /// Create memory of this size, export it, close the descriptor and release the memory.
     Export { size: u64 },
 }
 
@@ -67,13 +66,13 @@ pub(super) enum ClientRequest {
 #[serde(rename_all = "snake_case")]
 pub(crate) enum ClientResponse {
     Ready,
-    /// When the gets began and ended, and how long each was.
+    /// The times of the first and last get, and the duration of each get.
     Gets {
         begun: u64,
         ended: u64,
         us: Vec<f64>,
     },
-    /// The export, and all four.
+    /// The durations of the export, and of all four calls.
     Exported {
         export_us: f64,
         all_us: f64,
@@ -83,12 +82,12 @@ pub(crate) enum ClientResponse {
 
 struct BrokerClient<'a> {
     task: &'a Task,
-    /// What it was started with, if it was.
+    /// The driver and the device, if the process uses a driver.
     driver: Option<(Driver, Device)>,
     clients: Vec<Client>,
 }
 
-/// Answers the requests of the measuring process, until that ends the connection.
+/// Answers the requests of the measuring process until it disconnects.
 pub(crate) fn serve_client(task: &Task, driver: bool, line: &Line) -> Result<()> {
     let driver = driver.then(|| task.open()).transpose()?;
     if let Some((_, device)) = &driver {
@@ -143,7 +142,7 @@ impl BrokerClient<'_> {
         Ok(())
     }
 
-    /// Puts a memfd, as the host backend demands it, with nothing of a driver.
+    /// Puts a memfd in the format of the host backend, without driver calls.
     fn put_page(&self, memfd: BorrowedFd<'_>, name: String) -> Result<()> {
         let (device, size) = (self.driver()?.1.identity(), PAGE);
         let sharing = Sharing::Vmm { placement: Placement::Device, segments: 1 };
@@ -153,7 +152,7 @@ impl BrokerClient<'_> {
         self.client()?.put(&Put::new(name).condition(Condition::Any).part(part)).map(drop)
     }
 
-    /// Reports the longest gets alone: there may be very many.
+    /// Reports only the longest gets: a run can have very many.
     fn get_until_deleted(&self, name: &str) -> Result<ClientResponse> {
         let (client, get) = (self.client()?, Get::new(name));
         let (begun, mut longest) = (now(), Vec::new());
@@ -191,7 +190,7 @@ impl BrokerClient<'_> {
             }
         }
         let ended = now();
-        // In steps that a record of all has room for.
+        // Rounded, so that all durations fit into a record.
         let us = all.into_iter().map(|time| (us(time) * 10.0).round() / 10.0).collect();
         Ok(ClientResponse::Gets { begun, ended, us })
     }
@@ -222,7 +221,7 @@ fn page_name(number: usize) -> String {
     format!("bench/page-{number}")
 }
 
-/// A memfd that a broker takes for memory of the host backend.
+/// Creates a memfd that a broker accepts as memory of the host backend.
 fn page() -> nix::Result<OwnedFd> {
     let memfd = memfd_create(c"vmmfd-bench", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
     fallocate(memfd.as_fd(), FallocateFlags::empty(), 0, PAGE.cast_signed())?;

@@ -1,7 +1,7 @@
-//! Exports of a process that has nothing to do with the broker, while it holds memory and while it does not.
+//! Exports of an unrelated process, while the broker holds memory and while it does not.
 //!
-//! While no process has an exported descriptor open, an export costs far more. So no other process of the bench runs by now that
-//! could have one, and what the broker held is closed before the next sample.
+//! An export is far slower while no process has an exported descriptor open. Therefore no other process of the bench that could hold one
+//! runs at this point, and the broker closes its descriptors before the next sample.
 
 use std::path::Path;
 
@@ -14,10 +14,9 @@ use crate::{
     stats::Samples,
 };
 
-/// The name of the object.
 const NAME: &str = "bench/anchor";
 
-/// How often the broker gets memory, and loses it.
+/// How often the broker receives memory and deletes it.
 const TURNS: usize = 5;
 
 pub(super) fn measure(run: &mut BenchRun<'_>, folder: &Path, emulated: bool, capacity: Capacity) -> Result<()> {
@@ -32,7 +31,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>, folder: &Path, emulated: bool, cap
     let exporter = ClientProcess::launch(run, Backend::Cuda, true)?;
     exporter.ready()?;
     let idle = broker.descriptors()?;
-    // The export and all calls, with the broker's memory and without.
+    // The export alone and all calls, with the broker's memory and without.
     let mut samples: [Samples; 4] = Default::default();
     for turn in 0..TURNS {
         for held in [true, false] {

@@ -1,4 +1,4 @@
-//! Many clients at once, and many objects: how fast the broker serves, what CPU time a get takes it, and what memory it needs.
+//! Many concurrent clients and many objects: the rate of gets, the broker's CPU time for a get, and its memory.
 
 use std::path::Path;
 
@@ -15,38 +15,38 @@ use crate::{
 };
 use vmmfd_cli::units::about;
 
-/// The name of the object that all clients get.
+/// The object that all clients get.
 const NAME: &str = "bench/load";
 
-/// How many gets each client makes for each sample that is planned: one alone ends too soon to count CPU time.
+/// Gets of each client for each planned sample: a single get is too short to measure CPU time.
 const GETS: usize = 10;
 
-/// How many gets one client reports at most: as many as a record has room for.
+/// The maximum of reported gets for each client, the capacity of a record.
 const MOST_GETS: usize = 5000;
 
-/// What a process with a context of its own takes of a GPU's memory, at most.
+/// The maximum GPU memory of a process with a context.
 const CONTEXT: u64 = 640 << 20;
 
-/// How long the clients have to receive the request, in nanoseconds, and each of them.
+/// The delay before the first get, so that all clients have received the request: a constant and a part for each client, in nanoseconds.
 const HEAD_START: u64 = 20_000_000;
 const HEAD_START_EACH: u64 = 500_000;
 
-/// Clients without a GPU, and the gets a second of all of them.
+/// The number of clients without a GPU, and the minimum of their total gets per second.
 const HOST_CLIENTS: usize = 4;
 const HOST_AT_LEAST: f64 = 10_000.0;
 
-/// Objects and connections that a broker holds, and its resident memory then, in megabytes.
+/// The number of held objects and connections, and the broker's maximum resident memory for them, in megabytes.
 const HELD: usize = 1000;
 const HELD_AT_MOST: f64 = 30.0;
 
-/// How many objects a crowded broker holds, for each sample that is planned and at most.
+/// The number of objects for each planned sample, and its maximum.
 const CROWD_EACH: usize = 500;
 const CROWD: usize = 100_000;
 
-/// The longest get beside requests that concern very many objects, in milliseconds.
+/// The maximum latency of a get during requests for very many objects, in milliseconds.
 const CROWDED_AT_MOST: f64 = 5.0;
 
-/// How many descriptors a process needs for each connection, at most.
+/// The maximum number of descriptors for each connection.
 const FDS_EACH: u64 = 4;
 
 pub(super) fn measure(run: &mut BenchRun<'_>, folder: &Path, emulated: bool, capacity: Capacity) -> Result<()> {
@@ -64,7 +64,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>, folder: &Path, emulated: bool, cap
     crowded(run, folder)
 }
 
-/// Measures clients of the run's backend, which map what they get or do not.
+/// Measures clients of the run's backend. If `map` is set, they map the memory.
 fn many_clients(run: &mut BenchRun<'_>, folder: &Path, emulated: bool, clients: usize, map: bool) -> Result<()> {
     let backend = run.plan.backend;
     let broker = Broker::start(run, folder.join(if map { "mapped.sock" } else { "load.sock" }), emulated)?;
@@ -79,7 +79,7 @@ fn host_objects(run: &mut BenchRun<'_>, folder: &Path) -> Result<()> {
     burst(run, &broker, Backend::Host, HOST_CLIENTS, false, &what, Some(HOST_AT_LEAST))
 }
 
-/// Lets clients get one object again and again, all at the same time.
+/// Measures clients that concurrently get the same object.
 fn burst(
     run: &mut BenchRun<'_>,
     broker: &Broker,
@@ -92,7 +92,7 @@ fn burst(
     run.tick(what, 0, 2)?;
     let maker = ClientProcess::start(run, backend, true, broker)?;
     maker.call(&ClientRequest::Put { name: NAME.to_owned(), size: SMALL })?;
-    // Their drivers start at the same time.
+    // Start all drivers concurrently.
     let clients = (0..clients).map(|_| ClientProcess::launch(run, backend, map)).collect::<Result<Vec<_>>>()?;
     for client in &clients {
         client.ready()?;
@@ -127,7 +127,7 @@ fn burst(
     Ok(())
 }
 
-/// Returns the times of all gets of all clients, and how many seconds passed from the first to the last.
+/// Returns the durations of all clients' gets, and the seconds from the first get to the last.
 fn get(run: &BenchRun<'_>, clients: &[ClientProcess], count: usize, map: bool) -> Result<(Samples, f64)> {
     let at = now() + HEAD_START + HEAD_START_EACH * clients.len() as u64;
     for client in clients {
@@ -167,8 +167,8 @@ fn held(run: &mut BenchRun<'_>, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Measures the longest get of a client while another one puts, replaces, lists and deletes very many objects. The broker compacts its
-/// catalogue meanwhile.
+/// Measures the longest get of a client while another client puts, replaces, lists and deletes very many objects. The broker compacts its
+/// catalogue at the same time.
 fn crowded(run: &mut BenchRun<'_>, folder: &Path) -> Result<()> {
     let objects = run.plan.count.saturating_mul(CROWD_EACH).min(CROWD);
     let broker = Kept::start(folder.join("crowd.sock"), false)?;

@@ -1,4 +1,4 @@
-//! The maker of objects: the producer's side of the bench.
+//! The producer side of the bench: creates and puts objects.
 
 use std::{os::fd::AsFd, path::Path, sync::Arc, time::Instant};
 
@@ -19,25 +19,24 @@ use crate::{
     task::Task,
 };
 
-/// The names of objects.
 const PLAIN: &str = "bench/plain";
 const ONE_ARRAY: &str = "bench/one-array";
 const MANY_ARRAYS: &str = "bench/many-arrays";
 const NEW: &str = "bench/new";
 
-/// The part that all of them have.
+/// The name of every object's part.
 const PART: &str = "all";
 
-/// How many arrays an object of many has.
+/// The number of arrays in the object of many arrays.
 pub(super) const ARRAYS: u64 = 10_000;
 
-/// The bytes of each of them.
+/// The size of each array in bytes.
 const ARRAY: u64 = 200;
 
-/// How many segments memory has that is put in several.
+/// The number of segments for puts and sends of several segments.
 pub(super) const SEGMENTS: u64 = 65;
 
-/// A connection to the broker, and what was put over it.
+/// A connection to the broker, and the objects put over it.
 pub(crate) struct Maker {
     client: Client,
     objects: Vec<&'static str>,
@@ -52,7 +51,7 @@ impl Maker {
         Ok(Self { client: Client::connect(socket, &config)?, objects: Vec::new(), shared: None, segments: None })
     }
 
-    /// Puts the objects that the methods get, and makes the memory that they put.
+    /// Puts the objects for the get methods, and creates the memory for the put methods.
     pub(crate) fn prepare(&mut self, shared: &Arc<Shared>, methods: &[Method]) -> Result<()> {
         for &method in methods {
             let (name, arrays) = match method {
@@ -60,7 +59,7 @@ impl Maker {
                 Method::GetOneArray => (ONE_ARRAY, 1),
                 Method::GetManyArrays => (MANY_ARRAYS, ARRAYS),
                 Method::Switch => {
-                    // The second goes on in the broker alone.
+                    // Only the broker keeps the second object.
                     let other = Shared::create(shared.device(), Spec::vmm(shared.size()))?;
                     for (name, memory) in OBJECTS.into_iter().zip([&**shared, &other]) {
                         self.client.put(&Put::new(name).part(PutPart::of(PART, memory)?))?;
@@ -83,7 +82,7 @@ impl Maker {
         Ok(())
     }
 
-    /// Measures a method of the broker, or the send that is compared with one; `None` for any other method.
+    /// Measures a method of the broker, or a send for comparison; `None` for any other method.
     pub(crate) fn measure(&self, method: Method, consumer: &ConsumerHandle) -> Result<Option<f64>> {
         match method {
             Method::Sleeper => got(consumer, &ConsumerRequest::Wake { size: self.shared()?.size() }),
@@ -100,7 +99,7 @@ impl Maker {
         .map(Some)
     }
 
-    /// Deletes the objects, and frees the memory of several segments.
+    /// Deletes the objects and frees the memory.
     pub(crate) fn clear(&mut self) -> Result<()> {
         (self.shared, self.segments) = (None, None);
         self.objects.drain(..).try_for_each(|name| self.client.delete(name))
@@ -128,7 +127,7 @@ fn get(consumer: &ConsumerHandle, name: &str, array: Option<String>) -> Result<f
     got(consumer, &ConsumerRequest::Get { name: name.to_owned(), array })
 }
 
-/// The time that a request took the consumer.
+/// Sends a request to the consumer and returns the consumer's duration.
 fn got(consumer: &ConsumerHandle, request: &ConsumerRequest) -> Result<f64> {
     consumer.process.send(request)?;
     match consumer.process.receive()? {
@@ -138,7 +137,7 @@ fn got(consumer: &ConsumerHandle, request: &ConsumerRequest) -> Result<f64> {
     }
 }
 
-/// Describes memory, and sends the description and the descriptors in one record: what a producer does in a handoff.
+/// Sends the description and the descriptors of memory in one record, like a producer in a handoff.
 fn send(consumer: &ConsumerHandle, memory: &Shared) -> Result<f64> {
     consumer.call(&ConsumerRequest::Take)?;
     until_asleep();
@@ -154,7 +153,7 @@ fn send(consumer: &ConsumerHandle, memory: &Shared) -> Result<f64> {
     Ok(us)
 }
 
-/// One of many arrays, side by side.
+/// Describes array `number` of an object of many adjacent arrays.
 fn array(number: u64) -> Result<ArrayEntry> {
     let mut array = ArrayDescriptor::new(ElementType::F32, [ARRAY / 4], Order::C)?;
     array.offset = number * ARRAY;

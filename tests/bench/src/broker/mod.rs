@@ -1,7 +1,7 @@
-//! The bench `broker`: what an object under a name costs beside a handoff, and what the process that serves it uses.
+//! The bench `broker`: the cost of a named object compared with a handoff, and the resources of the broker process.
 //!
-//! The broker is a process of its own, started for the run. What is compared takes turns in one pair of processes, which exchange
-//! memory by the driver's calls alone, by a session of this library, and by the broker.
+//! The broker is a separate process, started for the run. The compared methods take turns in one pair of processes: driver calls only, a
+//! session of this library, and the broker.
 
 mod client;
 mod exports;
@@ -42,13 +42,13 @@ use vmmfd_cli::{temporary::temporary_folder, units::about};
 const GPU_SIZES: [u64; 4] = [2 << 20, 1 << 30, 8 << 30, 64 << 30];
 const HOST_SIZES: [u64; 2] = [2 << 20, 64 << 20];
 
-/// The size of what is measured at one size alone.
+/// The size for measurements at a single size.
 const SMALL: u64 = 2 << 20;
 
-/// How many segments the largest memory is measured in too.
+/// How many segments the largest memory is also split into.
 const MANY: u64 = 64;
 
-/// What is measured at each size: the floor first, then what a get is compared with, and the get last.
+/// The methods at each size: the floor first, then the comparisons, and the get last.
 const COMPARED: [(&str, Method); 5] = [
     ("floor", Method::Floor),
     ("handoff", Method::Fresh),
@@ -57,20 +57,20 @@ const COMPARED: [(&str, Method); 5] = [
     ("get", Method::Get),
 ];
 
-/// How much longer a get may be than a handoff by a busy sender and by an idle one, in microseconds.
+/// The maximum extra time of a get, compared with handoffs by a busy and by an idle sender, in microseconds.
 const GET_AT_MOST: f64 = 15.0;
 
-/// How much longer a get of very many arrays may be than one of one array, in milliseconds.
+/// The maximum extra time of a get with very many arrays, compared with a single array, in milliseconds.
 const ARRAYS_AT_MOST: f64 = 3.0;
 
-/// How much longer a put may be than a send, in microseconds, and for each further segment.
+/// The maximum extra time of a put compared with a send, and of each further segment, in microseconds.
 const PUT_AT_MOST: f64 = 60.0;
 const SEGMENT_AT_MOST: f64 = 5.0;
 
-/// Sizes of memory that other memory takes the addresses of.
+/// The sizes of memory for switches.
 const SWITCH_SIZES: [u64; 3] = [2 << 20, 1 << 30, 8 << 30];
 
-/// How much longer a switch may take than the driver's calls for it.
+/// The maximum duration of a switch, relative to the driver's calls.
 const SWITCH_AT_MOST: f64 = 1.2;
 
 pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
@@ -83,7 +83,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
     }
 }
 
-/// Measures what is compared with a handoff. Returns also whether the driver is the emulated one, and the memory of the device.
+/// Measures handoffs and gets in turns. Also returns whether the driver is emulated, and the capacity of the device.
 fn compare(run: &mut BenchRun<'_>, folder: &Path) -> Result<(bool, Capacity)> {
     run.tick("starting the processes", 0, 1)?;
     let role = Role::Producer { folder: folder.to_owned(), consumers: 1 };
@@ -100,7 +100,7 @@ fn compare(run: &mut BenchRun<'_>, folder: &Path) -> Result<(bool, Capacity)> {
     for size in run.sizes(default, capacity) {
         if fits(run, "get", size, capacity) {
             gets(run, &producer, size, None)?;
-            // The broker still closes the descriptors of what was deleted, and the next memory may need all there is.
+            // The broker closes the descriptors of deleted objects asynchronously, and the next size may need all memory.
             broker.wait_for_descriptors(run, idle)?;
             largest = largest.max(Some(size));
         }
@@ -204,19 +204,19 @@ fn figure(run: &mut BenchRun<'_>, name: String, size: u64, value: f64, unit: &'s
     run.figure(Figure { bench: Bench::Broker, name, size, value, unit, at_most, at_least: None });
 }
 
-/// A client's process, which responds to [`ClientRequest`]s.
+/// A client process, which responds to [`ClientRequest`]s.
 struct ClientProcess(BenchProcess);
 
 impl ClientProcess {
-    /// Starts one, and does not wait until it is ready.
+    /// Starts a client without waiting until it is ready.
     fn launch(run: &BenchRun<'_>, backend: Backend, driver: bool) -> Result<Self> {
         let task = run.task(Role::BrokerClient { driver });
-        // Host memory has one device.
+        // The host backend has a single device.
         let device = if backend == run.plan.backend { task.device.clone() } else { "0".to_owned() };
         BenchProcess::leader(&Task { backend, device, ..task }, run.cancel, &[]).map(Self)
     }
 
-    /// Starts one that is connected, once it is ready.
+    /// Starts a client, waits until it is ready, and connects it.
     fn start(run: &BenchRun<'_>, backend: Backend, driver: bool, broker: &Broker) -> Result<Self> {
         let process = Self::launch(run, backend, driver)?;
         process.ready()?;
@@ -228,7 +228,7 @@ impl ClientProcess {
         self.call(&ClientRequest::Connect { socket: broker.socket.clone(), connections })
     }
 
-    /// Sends a request that has no result, and waits until it is done.
+    /// Sends a request without a result and waits until it is done.
     fn call(&self, request: &ClientRequest) -> Result<()> {
         self.0.send(request)?;
         self.ready()

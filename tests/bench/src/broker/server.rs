@@ -1,4 +1,4 @@
-//! The process that serves objects, and what it uses.
+//! The broker process and its resource usage.
 
 use std::{
     fs,
@@ -28,13 +28,13 @@ use crate::{
 };
 use vmmfd_cli::line::Line;
 
-/// How many of the ticks in which `/proc` counts CPU time a second has: the kernel's `USER_HZ`, on every machine that has CUDA.
+/// CPU time ticks per second in `/proc`: the kernel's `USER_HZ` on every machine with CUDA.
 const TICKS: f64 = 100.0;
 
-/// Between two looks at its descriptors.
+/// The interval between checks of the broker's descriptors.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Serves until the process ends.
+/// Runs the broker until the process is killed.
 pub(crate) fn serve(task: &Task, socket: &Path, emulated: bool, line: &Line) -> Result<()> {
     let cancel = Cancel::new()?;
     let mut config = ServerConfig::default();
@@ -47,20 +47,20 @@ pub(crate) fn serve(task: &Task, socket: &Path, emulated: bool, line: &Line) -> 
     server.run().map(drop)
 }
 
-/// The process of a broker. Dropping it kills it.
+/// The process of a broker. Dropping it kills the process.
 pub(super) struct Broker {
     process: BenchProcess,
     pub(super) socket: PathBuf,
 }
 
-/// `vmmfd serve` as users run it: a server under its keeper. Dropping it ends both.
+/// `vmmfd serve` with its default keeper. Dropping it kills the keeper and the server.
 pub(super) struct Kept {
     keeper: Child,
     pub(super) socket: PathBuf,
 }
 
 impl Kept {
-    /// Starts it, and waits until it listens.
+    /// Starts the processes and waits until the broker listens.
     pub(super) fn start(socket: PathBuf, emulated: bool) -> Result<Self> {
         let failed = |error| Error::system("start vmmfd serve", error);
         let mut command =
@@ -68,7 +68,7 @@ impl Kept {
         command.args(["serve", "--quiet", "--socket"]).arg(&socket).args(emulated.then_some("--emulated"));
         let mut keeper = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
         let mut line = String::new();
-        // It ends with the process, which has a deadline of its own for what it waits for.
+        // The read returns if the process exits, and the process has its own deadline for its start.
         let read = keeper.stdout.take().map(|stdout| BufReader::new(stdout).read_line(&mut line));
         let started = Self { keeper, socket };
         match read {
@@ -90,11 +90,11 @@ impl Drop for Kept {
 /// The CPU time of a process, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct CpuTime {
-    /// All of it.
+    /// User and system time.
     pub(super) total_us: f64,
-    /// Of the process itself, in steps of 10 ms.
+    /// The user time, in steps of 10 ms.
     pub(super) user_us: f64,
-    /// Of the kernel for it, in steps of 10 ms.
+    /// The system time, in steps of 10 ms.
     pub(super) system_us: f64,
 }
 
@@ -109,11 +109,10 @@ impl Broker {
         }
     }
 
-    /// The CPU time that it has used.
     pub(super) fn cpu(&self) -> Result<CpuTime> {
         let stat = self.read("stat")?;
         let [user_us, system_us] = ticks(&stat).ok_or_else(|| self.odd("stat"))?.map(|ticks| ticks / TICKS * 1e6);
-        // It counts nanoseconds, where the kernel was built with it.
+        // `schedstat` counts nanoseconds, if the kernel has it.
         let total_us = self.scheduled_us().unwrap_or(user_us + system_us);
         Ok(CpuTime { total_us, user_us, system_us })
     }
@@ -124,12 +123,12 @@ impl Broker {
             let text = fs::read_to_string(thread.ok()?.path().join("schedstat")).ok()?;
             text.split(' ').next()?.parse::<f64>().ok()
         });
-        // A thread may have ended meanwhile, and all that may be missing.
+        // A thread may have exited, and the kernel may lack `schedstat`.
         let ns: f64 = times.sum::<Option<f64>>()?;
         (ns > 0.0).then_some(ns / 1e3)
     }
 
-    /// Its resident memory, in bytes.
+    /// Returns the resident memory in bytes.
     pub(super) fn resident(&self) -> Result<f64> {
         let status = self.read("status")?;
         let kib = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
@@ -137,13 +136,13 @@ impl Broker {
         Ok(kib * 1024.0)
     }
 
-    /// How many descriptors it has open.
+    /// Returns the number of open descriptors.
     pub(super) fn descriptors(&self) -> Result<usize> {
         let open = fs::read_dir(self.path("fd")).map_err(|error| self.unreadable("fd", error))?;
         Ok(open.count())
     }
 
-    /// Waits until it has no more descriptors open than that: it closes those of deleted objects in another thread.
+    /// Waits until at most `most` descriptors are open. The broker closes the descriptors of deleted objects in another thread.
     pub(super) fn wait_for_descriptors(&self, run: &BenchRun<'_>, most: usize) -> Result<()> {
         let deadline = Instant::now() + run.step();
         loop {
@@ -178,9 +177,9 @@ impl Broker {
     }
 }
 
-/// The ticks of the process itself and of the kernel for it, from the text of its `stat`: see proc_pid_stat(5).
+/// Returns the user and system ticks from the text of `/proc/PID/stat`: see proc_pid_stat(5).
 fn ticks(stat: &str) -> Option<[f64; 2]> {
-    // The name, in parentheses, may have anything in it.
+    // The name, in parentheses, may contain any characters.
     let (_, behind) = stat.rsplit_once(')')?;
     let mut fields = behind.split_ascii_whitespace().skip(11).map(|field| field.parse().ok());
     Some([fields.next()??, fields.next()??])

@@ -1,7 +1,7 @@
-//! A process that hands over memory when it is asked to, and sleeps otherwise: as idle a sender as the broker, without its work.
+//! A process that hands over memory on request and sleeps otherwise: a sender as idle as the broker, without the broker's work.
 //!
-//! A producer of the bench drives the measurement, so it never sleeps for long. A broker sleeps from one get to the next, and waking it
-//! takes the kernel longer, above all in a virtual machine.
+//! A producer of the bench drives the measurement, so it never sleeps for long. A broker sleeps between gets, and waking it takes the
+//! kernel longer, especially in a virtual machine.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -13,11 +13,11 @@ use crate::{
 };
 use vmmfd_cli::line::Line;
 
-/// The requests, each a record of one byte.
+/// Requests. Each is a record of one byte.
 const KEEP: u8 = 0;
 const HAND_OVER: u8 = 1;
 
-/// Keeps the descriptors that it receives, and sends them back when it is asked to, until the other process ends the connection.
+/// Keeps the received descriptors and sends them back on request, until the other process disconnects.
 pub(crate) fn serve_sleeper(line: &Line) -> Result<()> {
     let mut kept = Vec::new();
     loop {
@@ -32,7 +32,7 @@ pub(crate) fn serve_sleeper(line: &Line) -> Result<()> {
     }
 }
 
-/// The process, seen from the consumer that starts it.
+/// The sleeper process, as seen by the consumer that starts it.
 pub(crate) struct Sleeper(BenchProcess);
 
 impl Sleeper {
@@ -40,13 +40,13 @@ impl Sleeper {
         BenchProcess::start(&task.with(Role::Sleeper)).map(Self)
     }
 
-    /// Lets it keep these descriptors in place of those before.
+    /// Replaces the descriptors that the sleeper keeps.
     pub(crate) fn keep(&self, fds: &[OwnedFd]) -> Result<()> {
         let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
         self.call(KEEP, &fds).map(drop)
     }
 
-    /// Wakes it, and returns the descriptors that it sends.
+    /// Wakes the sleeper and returns its descriptors.
     pub(crate) fn hand_over(&self) -> Result<Vec<OwnedFd>> {
         self.call(HAND_OVER, &[])
     }

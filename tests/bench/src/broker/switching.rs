@@ -1,4 +1,4 @@
-//! A version at the addresses of the one before, beside the driver's own calls for it.
+//! Replaces a version of an object at the same addresses, compared with the driver's calls.
 
 use std::time::Instant;
 
@@ -13,26 +13,26 @@ use vmmfd::{
 use crate::{producer::not_prepared, protocol::Method, stats::us};
 use vmmfd_cli::verbs::HasVerbs;
 
-/// The objects that take turns at the same addresses.
+/// Two objects that take turns at the same addresses.
 pub(super) const OBJECTS: [&str; 2] = ["bench/switch-1", "bench/switch-2"];
 
-/// Both, at addresses of the library's and again at addresses of its own.
+/// Both objects, mapped by the library and again by the driver's calls.
 pub(crate) struct Switching {
     object: Object,
-    /// The one that is not mapped.
+    /// The object that is not mapped.
     next: Option<Prepared>,
     bare: Bare,
 }
 
-/// The same by the driver's calls.
+/// The same switch by the driver's calls.
 struct Bare {
     driver: Driver,
     device: Device,
     address: u64,
     size: u64,
-    /// The segments of both, with their sizes.
+    /// The segments of both objects, with their sizes.
     segments: [Vec<(Handle, u64)>; 2],
-    /// Which of them is mapped.
+    /// The index of the mapped object.
     mapped: usize,
 }
 
@@ -43,7 +43,7 @@ impl Switching {
         Ok(Self { object, next, bare: Bare::open(client, driver, device)? })
     }
 
-    /// Puts the other memory at the addresses, and returns how many microseconds that took.
+    /// Switches to the other object, and returns the duration in microseconds.
     pub(crate) fn measure(&mut self, method: Method) -> Result<f64> {
         if method == Method::SwitchBare {
             return self.bare.switch();
