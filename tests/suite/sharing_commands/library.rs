@@ -16,7 +16,7 @@ fn meet<T>(buffer: &Buffer<'_>, options: &ServeOptions, body: impl FnOnce(Consum
     })
 }
 
-/// Runs a producer in this process, and a manual consumer that has requested the buffer.
+/// Runs a producer in this process, and a scripted consumer that has requested the buffer.
 fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) -> (T, Vec<Served>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");

@@ -1,4 +1,4 @@
-//! Publisher and subscriber against a manual peer.
+//! Publisher and subscriber against a scripted peer.
 
 use super::*;
 
@@ -126,7 +126,7 @@ fn other_clients_do_not_delay_subscribers(subject: Subject) {
             consumer.request(&handoff::Request::default()).map(drop)
         });
         let subscriber = scope.spawn(|| {
-            // Wait until the other consumers are refused.
+            // Subscribe after the producer has handled the earlier clients.
             let told = consumer.join().unwrap();
             let message = "there is no object `default` here: this producer has a stream";
             assert!(matches!(&told, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, message: of })) if of.contains(message)));
@@ -196,7 +196,7 @@ fn lying_consumer_ends_the_session(subject: Subject) {
     ];
     for lie in lies {
         for new in [false, true] {
-            // While a new buffer is being sent, `received` is the right message.
+            // While a new buffer is being sent, `received` is the expected message.
             if new && matches!(lie, Message::Received(_)) {
                 continue;
             }
@@ -286,7 +286,7 @@ fn turn_with_a_descriptor_is_refused(subject: Subject) {
     let received = liar.lend();
     liar.subscriber.give_back(received).unwrap();
     let record = Message::Ready(Ready { buffer: 4, generation: 2, sizes: Vec::new() }).encode().unwrap();
-    // The channel refuses to send this record.
+    // The channel's API cannot send such a record.
     let socket = std::os::unix::net::UnixStream::from(liar.channel.as_fd().try_clone_to_owned().unwrap());
     socket.send_with_fd(&record, &[null.as_raw_fd()]).unwrap();
     liar.found_out("a descriptor with ready");

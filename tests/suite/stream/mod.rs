@@ -82,7 +82,7 @@ impl Place {
         })
     }
 
-    /// Connects a publisher and a manual consumer.
+    /// Connects a publisher and a scripted consumer.
     fn by_hand(&self, subject: &Subject) -> (Publisher, Channel) {
         let mut channel = dial(&self.path());
         channel.send(&greeting(subject), &[]).unwrap();
@@ -175,7 +175,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T>, why: &str) {
     }
 }
 
-/// A manual producer and its subscriber, with a single buffer, number 4.
+/// A scripted producer and its subscriber, with a single buffer, number 4.
 struct Liar {
     channel: Channel,
     subscriber: Subscriber,
