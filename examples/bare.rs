@@ -7,7 +7,7 @@
 //! Two processes see the same bytes of one GPU. The producer
 //!
 //! 1. allocates physical memory that can be exported (`cuMemCreate`), reserves a range of addresses (`cuMemAddressReserve`), maps
-//!    the one at the other (`cuMemMap`) and grants the GPU access to it (`cuMemSetAccess`);
+//!    the memory there (`cuMemMap`) and grants the GPU access to it (`cuMemSetAccess`);
 //! 2. writes, and waits until the GPU's work is done (`cuCtxSynchronize`);
 //! 3. exports the allocation as a file descriptor (`cuMemExportToShareableHandle`) and sends it over a Unix socket (`SCM_RIGHTS`),
 //!    with the size, which the descriptor does not carry.
@@ -48,7 +48,7 @@ const ANSWER: &[u8; 23] = b"written by the consumer";
 /// Makes a driver call. Any result but success is an error that names the call.
 macro_rules! cu {
     ($call:ident($($argument:expr),*)) => {
-        // SAFETY: the pointers are to variables that outlive the call; handles and addresses come from the calls before.
+        // SAFETY: the pointers point to variables that outlive the call; handles and addresses come from earlier calls.
         match unsafe { sys::$call($($argument),*) } {
             CUresult::CUDA_SUCCESS => {}
             error => return Err(format!("{} failed: {error:?}", stringify!($call)).into()),

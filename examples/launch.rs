@@ -58,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     stream.memcpy_htod(&words, &mut view)?;
     let (mut address, mut count, mut value) = (view.address(), words.len() as u32, 1000_u32);
     let mut arguments = [(&raw mut address).cast(), (&raw mut count).cast(), (&raw mut value).cast()];
-    // SAFETY: the arguments are the kernel's, and it stays within the `count` words at `address`.
+    // SAFETY: the arguments match the kernel's parameters, and it accesses only the `count` words at `address`.
     unsafe { result::launch_kernel(add, (4, 1, 1), (256, 1, 1), 0, stream.cu_stream(), &mut arguments)? };
     // cudarc does not track memory that a kernel gets by address: wait before notifying another process.
     memory.synchronize()?;

@@ -2,7 +2,7 @@
 
     python load_model.py MODEL_FOLDER NAME cuda|host
 
-The folder needs the model's config alone. Another process put the model: `broker.put(NAME, model)`.
+The folder needs only the model's config. First another process puts the model: `broker.put(NAME, model)`.
 """
 
 import sys, torch, vmmfd

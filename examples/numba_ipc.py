@@ -2,14 +2,14 @@
 
     python examples/numba_ipc.py [--elements N] [--device ORDINAL|UUID]
 
-With Numba it reads:
+The same with Numba (left) and vmmfd (right):
 
     array = cuda.to_device(numbers)             array = vmmfd.legacy.empty(...); array.copy_from(numbers)
     handle = array.get_ipc_handle()             handle = vmmfd.legacy.get_ipc_handle(array)
     with handle as array:                       with handle as array:
     with cuda.open_ipc_array(bytes, ...):       with vmmfd.legacy.open_ipc_array(bytes, ...):
 
-and the two meet: either side may be Numba. A handle can't be opened in the process that made it.
+The handles are compatible: either side may use Numba. A handle can't be opened in the process that made it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def config(small: bool) -> Any:
         # Scaled so that all layers affect the output, not only the last token.
         initializer_range=0.3 if small else 0.04,
         bos_token_id=1,
-        # Random weights never produce an end token.
+        # With random weights, no token means the end of a text.
         eos_token_id=None,
         pad_token_id=0,
         attn_implementation="eager",
@@ -87,7 +87,7 @@ def say(**what: Any) -> None:
 
 
 def make(options: argparse.Namespace) -> None:
-    """A maker: builds a model, puts its weights, and waits to be ended."""
+    """A maker: builds a model, puts its weights, and waits to be killed."""
     import torch
 
     import vmmfd
@@ -200,7 +200,7 @@ def run(options: argparse.Namespace, children: list[Child], folder: Path) -> Non
 
     given = os.environ.get("VMMFD_BIN")
     server_command = [given] if given else [sys.executable, "-m", "vmmfd._command"]
-    # Without a keeper, so that it stays down once killed.
+    # Without a keeper, nothing restarts the server after it is killed.
     server = Child("the server", [*server_command, "serve", "--socket", socket, "--no-keeper"], options.limit)
     children.append(server)
     server.line()
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--socket", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    # The time limit ends every wait.
+    # The timer interrupts every wait.
     signal.setitimer(signal.ITIMER_REAL, options.limit)
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,6 +1,6 @@
 """Shares a NumPy array with other processes, through a broker that listens at this path: `vmmfd serve --socket ...`.
 
-The lines from the second import on are all that a program needs. They put a new name: a second run finds that it exists.
+The lines from the second import on are all that a program needs. They put a new name: a second run fails, because the name exists.
 """
 
 import sys, vmmfd

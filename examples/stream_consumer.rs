@@ -26,7 +26,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let (mut frames, mut sum) = (0, 0);
     loop {
-        // A mapped region, which this side owns until it gives it back.
+        // A mapped region, which this side owns until it returns it.
         let frame = match subscriber.receive() {
             Ok(frame) => frame,
             // The producer has closed the connection: the stream is complete.

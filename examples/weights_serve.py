@@ -5,7 +5,7 @@
     python weights_serve.py --socket /tmp/broker.sock &             # Gets it, and serves until it is stopped.
     python weights_serve.py --socket /tmp/broker.sock --make 2      # The running server switches to it without loading anything.
 
-On a GPU a request is the replay of a CUDA graph, which is captured once: other versions come under the same pointers. Without a GPU it
+On a GPU a request is the replay of a CUDA graph, which is captured once: other versions are mapped at the same addresses. Without a GPU it
 runs on ordinary memory: `--backend host`.
 """
 

@@ -31,7 +31,7 @@ pub(crate) struct Array {
     descriptor: ArrayDescriptor,
     /// Whether read-only memory is exported as writable: the caller promised that nothing writes to it.
     promised: bool,
-    /// The export for readers of an array interface, which hold this array and no export of their own.
+    /// The shared export of all readers of an array interface: they hold this array, and no export.
     exported: OnceLock<Export>,
     /// The process that created this array.
     by: ProcessIdentity,

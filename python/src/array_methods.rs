@@ -249,7 +249,7 @@ impl Array {
         // SAFETY: it creates a bytes object of that size, or raises.
         let bytes =
             unsafe { Bound::from_owned_ptr_or_err(py, ffi::PyBytes_FromStringAndSize(ptr::null(), size as isize)) }?;
-        // SAFETY: its bytes, which are uninitialised and visible to nothing else.
+        // SAFETY: the pointer is to the `size` bytes of the new object, which nothing else refers to yet.
         let to = unsafe { slice::from_raw_parts_mut(ffi::PyBytes_AsString(bytes.as_ptr()).cast(), size) };
         signals::run(py, &[], || copy::read(&**self.memory(), self.descriptor(), to))?;
         // SAFETY: it is a bytes object.

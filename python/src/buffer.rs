@@ -58,7 +58,7 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
     if view.is_null() {
         return Err(PyBufferError::new_err("there is no view to fill").into());
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { (*view).obj = ptr::null_mut() };
     let this = array.get();
     let (memory, descriptor) = (this.memory(), this.descriptor());
@@ -100,7 +100,7 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
     let length = isize::try_from(bytes).map_err(|_| Failure::export("it has more bytes than a view can hold"))?;
     let mut filled = Box::new(View { shape, strides, format, _export: export });
     let address = memory.address() + descriptor.offset;
-    // SAFETY: the caller's promise. `release` frees the lists, and `obj` holds the array.
+    // SAFETY: guaranteed by the caller. `release` frees the lists, and `obj` holds the array.
     unsafe {
         let view = &mut *view;
         view.buf = ptr::with_exposed_provenance_mut::<c_void>(address as usize);
@@ -123,7 +123,7 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
 /// # Safety
 /// [`fill`] filled it, and it is released once.
 pub(crate) unsafe fn release(view: *mut ffi::Py_buffer) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let internal = std::mem::replace(&mut (*view).internal, ptr::null_mut());
         if !internal.is_null() {

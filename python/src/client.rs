@@ -412,7 +412,7 @@ impl Client {
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         for handlers in [&self.0.handlers.lost, &self.0.handlers.restored] {
-            // Only free or held by a thread that does not exist in this fork.
+            // Free, or in a fork held by a thread of the parent.
             if let Ok(handlers) = handlers.try_lock() {
                 handlers.iter().try_for_each(|handler| visit.call(handler))?;
             }

@@ -84,7 +84,7 @@ fn parse_attributes(array: &str, text: String) -> Outcome<Attached> {
     if attached.as_str().trim_start().starts_with('{') { Ok(attached) } else { Err(bad()) }
 }
 
-/// Parts whose memory is finished and can be sent: with the descriptors of all segments.
+/// Parts whose memory has no pending work, with the descriptors of all segments.
 pub(crate) struct FinishedParts<'a>(Vec<(&'a Part, Description, Vec<Arc<Chunk>>)>);
 
 impl<'a> FinishedParts<'a> {

@@ -119,7 +119,7 @@ impl Connections {
         }
     }
 
-    /// Interrupts the waits of other threads, and closes the connections that no lease needs. Does nothing in a fork, and when repeated.
+    /// Interrupts the waits of other threads, and closes the connections that no lease needs. Does nothing in a fork, or if already closed.
     pub(crate) fn close(&self, py: Python<'_>) {
         if !self.made_by.is_current() || self.closed.set() {
             return;
@@ -132,7 +132,7 @@ impl Connections {
             };
             drop(idle);
             for client in busy {
-                // If the broker does not answer, the wait ends by its own check.
+                // If the broker does not answer, the waiting call notices the flag itself.
                 let _ = client.stop();
             }
         });
@@ -269,7 +269,7 @@ impl Handlers {
         });
     }
 
-    /// Adds a handler to one of the lists.
+    /// Adds a handler to `with`.
     pub(crate) fn add(&self, with: &Mutex<Vec<Py<PyAny>>>, handler: Py<PyAny>) {
         with.lock().unwrap_or_else(PoisonError::into_inner).push(handler);
         self.any.store(true, Ordering::Release);

@@ -141,7 +141,7 @@ impl Source {
             while left > 0 {
                 let length = left.min(BATCH_BYTES);
                 memory.copy_out(at, &mut bytes[..length])?;
-                // SAFETY: the other library guarantees that the array is valid and keeps it as long as this lives; it is writable, and this
+                // SAFETY: the other library guarantees that the array is valid and keeps it while `self` exists; it is writable, and this
                 // function owns the bytes.
                 unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), pointer(to), length) };
                 (to, at, left) = (to + length as u64, at + length as u64, left - length);
@@ -167,7 +167,7 @@ impl Source {
                 device.wait_for_work()?;
             }
         } else if let Ok(other) = u32::try_from(theirs) {
-            // Its library ordered its work before later work on its own device, but this copy runs on another.
+            // The other library ordered its work only on its own device, but this copy runs on another device.
             Device::find(device.driver(), Selector::Ordinal(other))?.wait_for_work()?;
         }
         Ok(())
@@ -177,7 +177,7 @@ impl Source {
     fn read_run(&self, at: i64, size: u64, give: &mut dyn FnMut(&[u8]) -> Outcome<()>) -> Outcome<()> {
         let from = offset_by(self.address, at);
         let Keep::Ours(memory) = &self.keep else {
-            // SAFETY: its library guarantees that the array is valid, and keeps it as long as this lives.
+            // SAFETY: its library guarantees that the array is valid, and keeps it while `self` exists.
             return give(unsafe { slice::from_raw_parts(pointer(from), size as usize) });
         };
         let (mut offset, mut left) = (from - memory.address(), size);
@@ -212,7 +212,7 @@ fn on_device(memory: &dyn Memory, walk: &Walk, range: impl Fn(i64, i64) -> (u64,
     let device = memory.device();
     let mut ranges = Vec::new();
     let flush = |ranges: &mut Vec<(u64, u64, u64)>| {
-        // SAFETY: one end is in `memory`, which was checked and is kept. The other library guarantees that its array is valid, and keeps
+        // SAFETY: one side is in `memory`, which was checked and is kept. The other library guarantees that its array is valid, and keeps
         // it. The destination is writable and not owned by Rust.
         let result = unsafe { device.driver().copy_device(device.ordinal(), ranges) };
         ranges.clear();
@@ -226,7 +226,7 @@ fn on_device(memory: &dyn Memory, walk: &Walk, range: impl Fn(i64, i64) -> (u64,
     Ok(flush(&mut ranges)?)
 }
 
-/// Counts a use of memory to write to: it must stay mapped and writable. A switch, a park and a seal are refused in the meantime.
+/// Exports memory for a write. Until the export is dropped, a switch, a park and a seal are refused.
 ///
 /// # Errors
 /// [`MemoryError::ReadOnly`], also if another thread seals the memory now.

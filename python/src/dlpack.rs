@@ -233,7 +233,7 @@ unsafe extern "C" fn delete_versioned(managed: *mut Versioned) {
 /// # Safety
 /// `capsule` is a capsule.
 unsafe fn unclaimed<T>(capsule: *mut ffi::PyObject, name: &CStr) -> Option<NonNull<T>> {
-    // SAFETY: the caller's promise. Neither call raises for a valid capsule, so a pending exception is preserved.
+    // SAFETY: guaranteed by the caller. Neither call raises for a valid capsule, so a pending exception is preserved.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, name.as_ptr()) == 0 {
             return None;
@@ -289,7 +289,7 @@ impl ForeignTensor {
     fn renamed(capsule: &Bound<'_, PyAny>) -> Outcome<Self> {
         let bad = |problem: &str| Failure::export(format!("__dlpack__ returned {problem}"));
         let raw = capsule.as_ptr();
-        // SAFETY: `PyCapsule_IsValid` takes any object; a valid capsule's pointer is of its name's type.
+        // SAFETY: `PyCapsule_IsValid` takes any object; the name of a valid capsule determines the type of its pointer.
         unsafe {
             if let Some(managed) = unclaimed::<Versioned>(raw, NAME_VERSIONED) {
                 if managed.as_ref().major() > VERSION.0 {

@@ -196,7 +196,7 @@ fn of_object(named: &Bound<'_, PyAny>) -> Outcome<Option<ElementType>> {
     if let Some(known) = of_dtype(named)? {
         return Ok(known);
     }
-    // JAX's scalar types have a dtype. The dtype's own `dtype` is ignored: the chain might not end.
+    // JAX's scalar types have a dtype. The dtype's own `dtype` is not followed: the chain may be infinite.
     if let Some(dtype) = tolerant(py, named.getattr("dtype"))?
         && !named.hasattr("__mro__")?
     {
@@ -227,7 +227,7 @@ fn of_dtype(named: &Bound<'_, PyAny>) -> Outcome<Option<Option<ElementType>>> {
     if is_compound(named)? {
         return Ok(Some(None));
     }
-    // The typestr alone is not enough: ml_dtypes types, even of 4 bits, have that of raw bytes.
+    // The typestr alone is not enough: ml_dtypes types, even of 4 bits, have the typestr of raw bytes.
     let order = if typestr.starts_with('>') { ">" } else { "" };
     Ok(Some(ElementType::from_str(&format!("{order}{name}")).ok()))
 }

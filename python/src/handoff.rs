@@ -105,7 +105,7 @@ fn bytes(size: u64) -> Outcome<vmmfd::array::ArrayDescriptor> {
     Ok(ArrayDescriptor::new(ElementType::U8, [size], Order::C)?)
 }
 
-/// A timeout, which must be given.
+/// Parses a timeout, which must not be `None`.
 fn limit(given: &Bound<'_, PyAny>, name: &str) -> Outcome<Duration> {
     seconds(given, name)?
         .ok_or_else(|| Failure::invalid(format!("{name}=None is not a time: give seconds, or float(\"inf\")")))

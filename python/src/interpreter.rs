@@ -2,8 +2,8 @@
 
 use pyo3::{exceptions::PyImportError, ffi, prelude::*};
 
-/// Fails outside the main interpreter: this module's threads attach to that interpreter, and its classes belong to the first that imports
-/// them.
+/// Fails outside the main interpreter: this module's threads attach to that interpreter, and its classes belong to the first
+/// interpreter that imports them.
 ///
 /// # Errors
 /// `ImportError`.

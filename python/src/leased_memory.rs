@@ -35,7 +35,7 @@ pub(crate) struct Selection {
     pub(crate) arrays: Option<Vec<String>>,
 }
 
-/// A mapped object and its lease, until its last array is gone.
+/// A mapped object and its lease, kept until its last array is dropped.
 ///
 /// Arrays have its addresses and read under its lock, so that another version can be mapped while they live.
 pub(crate) struct Leased {
@@ -56,7 +56,7 @@ pub(crate) struct Leased {
 struct Mapped(Object);
 
 impl Drop for Mapped {
-    /// The reaper has waited for the first device only: waits for the others.
+    /// Waits for all devices but the first, for which the reaper has waited.
     fn drop(&mut self) {
         let mut pieces = self.0.parts().iter().flat_map(ObjectPart::pieces);
         let Some(first) = pieces.next() else { return };
@@ -342,8 +342,8 @@ impl Memory for LeasedPiece {
     }
 
     fn export(&self) -> Result<Export> {
-        // Not during a switch. The switching thread does not need the GIL, but others do. The check runs under the lock, under which a park
-        // counts the exports.
+        // Wait for a switch in progress, without the GIL, which other threads need. Check and count under the lock: a park reads the
+        // count under it.
         let counted = || self.check_mapped().map(|()| Export::counted(&self.leased.exports));
         let free = match self.leased.object.try_read() {
             Ok(object) => Some(object),

@@ -17,7 +17,7 @@ use crate::{
     reaper::Reaped,
 };
 
-/// OpenedHandle memory that can be closed while arrays of it exist: they then have no memory.
+/// Memory of an opened handle. It can be closed while arrays of it exist, which then have no memory.
 struct Closable {
     memory: RwLock<Option<Reaped<Arc<LegacyMemory>>>>,
     device: Device,
@@ -38,7 +38,8 @@ impl Closable {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes the handle; with exports only if `force`. Waits for copies and for the device. After an error the handle stays open.
+    /// Closes the handle. Fails if there are exports, unless `force`. Waits for copies and for the device. After an error the handle is
+    /// still open.
     fn close(&self, force: bool) -> Outcome<()> {
         {
             let mut state = self.state();

@@ -49,7 +49,7 @@ fn settle(py: Python<'_>, timeout: f64) -> bool {
     py.detach(|| reaper::settle(timeout))
 }
 
-// No lock here needs the GIL: a free-threaded Python keeps running without it.
+// Nothing here relies on the GIL, so importing this module into a free-threaded Python does not enable it.
 #[pymodule(name = "_native", gil_used = false)]
 fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;

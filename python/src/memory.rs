@@ -26,8 +26,8 @@ use crate::{
 
 /// The memory of arrays. Arrays, DLPack tensors and buffer protocol views hold it by `Arc<dyn Memory>`; the last of them releases it.
 ///
-/// An implementation that owns GPU memory keeps it in a [`Reaped`], as [`RegionMemory`] does: a view may be dropped on any thread, while kernels
-/// still use the memory.
+/// An implementation that owns GPU memory keeps it in a [`Reaped`], as [`RegionMemory`] does: a view may be dropped on any thread, while
+/// kernels still use the memory.
 pub(crate) trait Memory: Send + Sync {
     /// The device that uses it.
     fn device(&self) -> &Device;
@@ -46,7 +46,7 @@ pub(crate) trait Memory: Send + Sync {
         Ok(())
     }
 
-    /// Counts one export to another library until the result is dropped: meanwhile the mapping must not change without the caller's
+    /// Counts one export to another library until the result is dropped. Until then, the mapping must not change without the caller's
     /// promise. Check `is_read_only` after the export, because another thread may have sealed the memory in between. May block for a
     /// switch, without the GIL.
     ///
@@ -121,7 +121,7 @@ impl Export {
         Self(Some(Arc::clone(of)))
     }
 
-    /// Returns the number of live exports that `of` counts. It stays 0 under a lock that every export takes.
+    /// Returns the number of live exports that `of` counts. A result of 0 is stable under a lock that every export takes.
     pub(crate) fn count(of: &Arc<()>) -> usize {
         let count = Arc::strong_count(of) - 1;
         // Makes writes through dropped exports visible.

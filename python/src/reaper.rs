@@ -137,7 +137,7 @@ fn start() -> bool {
     }
     let mut all = MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: the first is filled before it is read; the second is written by the call. The new thread inherits the mask.
+    // SAFETY: `all` is filled before it is read, and `before` is only written. The new thread inherits the mask.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());

@@ -150,7 +150,7 @@ fn must_stop() -> bool {
     if is_set() || !CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.main)) {
         return is_set();
     }
-    // Not while borrowed: a handler may make calls, and close the object of this wait. During shutdown there are no handlers.
+    // Not while `CALL` is borrowed: a handler may make calls, and close the object of this wait. During shutdown there are no handlers.
     let Some(Err(raised)) = Python::try_attach(|py| py.check_signals()) else { return is_set() };
     CALL.with_borrow_mut(|call| {
         if let Some(call) = call {

@@ -39,7 +39,7 @@ pub(crate) enum Location {
 pub(crate) enum Keep {
     /// A vmmfd array: read through driver calls, not through its address.
     Ours(Arc<dyn Memory>),
-    /// Dropped with the GIL, or later.
+    /// A drop without the GIL is deferred by PyO3.
     Object(#[allow(dead_code, reason = "held")] Py<PyAny>),
     View(#[allow(dead_code, reason = "held")] PyUntypedBuffer),
     Tensor(#[allow(dead_code, reason = "held")] ForeignTensor),
@@ -106,7 +106,7 @@ impl Source {
         )))
     }
 
-    /// Counts a use of it, if it is a vmmfd array: see [`Memory::export`].
+    /// Exports the memory of a vmmfd array; other arrays are not counted: see [`Memory::export`].
     pub(crate) fn export(&self) -> Outcome<Export> {
         match &self.keep {
             Keep::Ours(memory) => Ok(memory.export()?),
@@ -114,7 +114,7 @@ impl Source {
         }
     }
 
-    /// Returns it if its layout is possible.
+    /// Checks the number of dimensions and the address range.
     fn checked(self) -> Outcome<Self> {
         if self.shape.len() > 64 {
             return Err(Failure::invalid(format!(
@@ -136,10 +136,10 @@ impl Source {
         Ok(self)
     }
 
-    /// Returns it with its elements at a byte offset in a buffer.
+    /// Places the elements at a byte offset in a buffer.
     ///
     /// # Errors
-    /// `ValueError` if they are not all inside.
+    /// `ValueError` if they exceed the buffer.
     fn inside(self, view: PyUntypedBuffer, offset: u64) -> Outcome<Self> {
         let (begin, size) = (view.buf_ptr() as u64, view.len_bytes() as u64);
         let address = begin.saturating_add(offset);

@@ -133,7 +133,7 @@ pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, PyMemory>, promi
     memory.make_read_only(py, promised)
 }
 
-/// Fails as [`make_read_only`] would for any of these, without a change.
+/// Fails if [`make_read_only`] would fail for any of these. Changes nothing.
 #[pyfunction]
 #[pyo3(signature = (memories, promised=false))]
 pub(crate) fn check_read_only(memories: Vec<Bound<'_, PyMemory>>, promised: bool) -> Outcome<()> {

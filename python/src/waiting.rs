@@ -1,7 +1,7 @@
 //! Waits of a handoff, which Ctrl-C interrupts as a whole.
 //!
-//! The check of [`signals`](crate::signals) is not enough: it cancels only one wait, and the next would be for the peer to leave. A peer
-//! that keeps reporting that it is busy, or a starting driver, has no wait in which to check.
+//! The check of [`signals`](crate::signals) is not enough: it cancels only one wait, and the next wait, for the peer to disconnect, would
+//! block again. While a peer keeps sending `busy`, or the driver starts, no wait checks for signals.
 
 use std::{
     sync::mpsc::{self, RecvTimeoutError},

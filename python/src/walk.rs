@@ -36,7 +36,7 @@ impl Walk {
         self.bytes == 0
     }
 
-    /// Calls a function for each run, in C order, with the run's offsets in both arrays from the element with all indices 0, and its bytes.
+    /// Calls a function for each run, in C order, with its offsets in both arrays from the element with all indices 0, and its length.
     /// Splits long runs. Stops when a signal handler raises.
     pub(crate) fn each_run(&self, mut call: impl FnMut(i64, i64, u64) -> Outcome<()>) -> Outcome<()> {
         let mut index = vec![0; self.outer.len()];

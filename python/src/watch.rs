@@ -27,7 +27,7 @@ type Open = (broker::Watch, Checkout);
 /// The events of names, on its own connection.
 #[pyclass(name = "Watch", module = "vmmfd._native", frozen, weakref)]
 pub(crate) struct Watch {
-    /// The watch, and its connection, which is returned to the pool after it.
+    /// The watch and its connection, which is returned to the pool when the watch is dropped.
     open: Mutex<Option<Open>>,
     closed: CloseFlag,
     connection_closed: CloseFlag,

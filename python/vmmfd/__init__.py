@@ -1,6 +1,6 @@
 """Share GPU memory between processes without copies: arrays, a broker, and model weights that are loaded once."""
 
-# First, because nothing else works in a sub-interpreter.
+# Checked first: nothing else works in a sub-interpreter.
 from ._native import _check_interpreter
 
 _check_interpreter()
@@ -106,7 +106,7 @@ __all__ = [
     "take",
 ]
 
-# Importing `typing` takes longer than this package may.
+# Not imported from `typing`, whose import takes longer than this package's.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from . import _native
 from . import _types as t
 from ._native import Array
 
-# Importing `typing` takes longer than this package may.
+# Not imported from `typing`, whose import takes longer than this package's.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NamedTuple

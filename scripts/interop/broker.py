@@ -312,7 +312,7 @@ class Client:
         self._channel.send(kind, body, fds)
 
     def answer(self, *kinds: str) -> protocol.Message:
-        """Receives the next message, which must have one of these kinds."""
+        """Receives the next message. Fails if its kind is not among these."""
         message = self._channel.receive(*kinds, "refused")
         if message.kind == "refused":
             raise Refused(message.body["code"], message.body["message"])
@@ -367,7 +367,7 @@ class Client:
         return self.answer("published").body
 
     def get_all(self, objects: Sequence[Body], wait: float | None = None) -> list[Lease]:
-        """Leases several objects, as the message names them: all or none."""
+        """Leases several objects, all or none. Takes the objects in the form of the message."""
         body: Body = {"objects": list(objects)}
         if wait is not None:
             body["wait_ms"] = int(wait * 1000)

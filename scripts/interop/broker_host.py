@@ -55,7 +55,7 @@ def done(meeting: Meeting, *arguments: str, code: int = 0) -> str:
 
 
 def memory(sizes: Sequence[int], size: int) -> protocol.Body:
-    """Returns the description of segments of the host device."""
+    """Describes segments of the host device."""
     name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").rstrip("\n")
     # V5 of the protocol.
     device = {"uuid": str(uuid.uuid5(uuid.UUID("8a4f2d0e-6c1b-4f0d-9a53-6d1e0c6f7b21"), name)), "name": "host memory"}
@@ -63,7 +63,7 @@ def memory(sizes: Sequence[int], size: int) -> protocol.Body:
 
 
 def bytes_of(lease: Lease, part: int = 0) -> bytes:
-    """Returns the bytes of all segments of a part, without padding."""
+    """Returns the bytes of a part's segments, without padding."""
     (run, segments), *others = lease.parts[part].runs
     expect("runs", others, [])
     expect("bytes of the run", sum(segment.size for segment in segments), run["size"])
@@ -184,7 +184,7 @@ def tables(meeting: Meeting) -> None:
 
 
 def versions(meeting: Meeting) -> None:
-    """a replacement is the next version, if its condition holds; the previous version stays while it is leased"""
+    """a replacement is the next version, if its condition holds; the previous version is kept while it is leased"""
     with serving(meeting), host.memfds([GRANULARITY] * 2, os.urandom(2 * GRANULARITY)) as (old, new):
         described = memory([GRANULARITY], 1000)
         with Client(meeting.path) as client:

@@ -40,7 +40,7 @@ def content(segment: protocol.Segment, immutable: bool = False) -> bytes:
 
 
 def bytes_of(offered: protocol.Offered) -> bytes:
-    """Returns the bytes of all segments of an offer."""
+    """Returns the bytes of an offer's segments."""
     return b"".join(content(segment, offered.memory.get("immutable", False)) for segment in offered.segments)
 
 

@@ -24,7 +24,7 @@ DEVICE = 0
 
 
 def words_at(address: int, size: int) -> cupy.ndarray:
-    """Wraps foreign memory as a CuPy array, which neither copies nor frees it."""
+    """Wraps foreign memory as a CuPy array, without a copy. CuPy never frees the memory."""
     memory = cupy.cuda.UnownedMemory(address, size, None, DEVICE)
     return cupy.ndarray((size // 4,), cupy.uint32, cupy.cuda.MemoryPointer(memory, 0))
 

@@ -48,7 +48,7 @@ def payload_of(buffer: Buffer) -> bytes:
 
 
 def descriptor(device: Device, stream: Any, payload: bytes, size: int) -> Any:
-    """Creates a descriptor of these 64 bytes as pickle would, with the constructor of an own descriptor."""
+    """Creates a descriptor from these 64 bytes, with the function that pickle takes from another descriptor."""
     with pool_buffer(device, stream, 4096) as (_, buffer):
         rebuild, _ = buffer.ipc_descriptor.__reduce__()
         return rebuild(payload, size)

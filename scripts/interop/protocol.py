@@ -9,7 +9,7 @@ sends the given ones.
         ...                                    # offered.memory, offered.segments, offered.pool_fd
         consumer.report(check(data, offered.check["salt"]))
 
-A consumer that does not know what offers say in `check` reports unchecked(True).
+A consumer that does not support an offer's `check` reports unchecked(True).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class VersionError(VmmfdError):
 
 
 class UnreadableError(ProtocolError):
-    """The peer ended the conversation with an unreadable `error`. It is not answered."""
+    """The peer sent an unreadable `error`, which is not answered."""
 
 
 class PeerGone(VmmfdError):
@@ -74,7 +74,7 @@ class PeerGone(VmmfdError):
 
 
 class PeerError(VmmfdError):
-    """The peer ended the conversation with an `error`."""
+    """The peer reported an `error`."""
 
     def __init__(self, code: str, message: str) -> None:
         # A peer's control characters never reach a terminal.
@@ -421,7 +421,7 @@ class Channel:
             raise PeerGone("the peer takes no more messages") from None
 
     def receive(self, *kinds: str, first: bool = False) -> Message:
-        """Returns the next answer, which must have one of these kinds. With `first`, the peer has no open request, and so may not send
+        """Returns the next answer. Fails if its kind is not among these. With `first`, the peer has no open request, and so may not send
         `busy`."""
         while True:
             message = self._receive()
@@ -451,7 +451,7 @@ class Channel:
             raise
 
     def _take(self) -> tuple[bytes, list[int], int]:
-        """Receives a record with its descriptors. The buffer holds the kernel's maximum, so that all are known."""
+        """Receives a record with its descriptors. The buffer has room for the kernel's maximum, so none is lost."""
         room = _HEADER.size + MAX_BODY, socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
         # ECONNRESET is reported once, before queued records.
         for last in (False, True):
@@ -716,7 +716,7 @@ def _check_offer(offer: Body, object: str, access: str | None) -> Body:
 
 
 def _check_possible(memory: Body, of_machine: bool) -> None:
-    """The limit for an honest offer: 4 TiB of a device, or this machine's memory and swap."""
+    """Refuses an impossible offer: more than 4 TiB of a device, or than this machine's memory and swap."""
     most = 1 << 42
     if of_machine:
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -90,7 +90,7 @@ def access_of(ordinal: int, access: str) -> driver.CUmemAccessDesc:
 
 
 def look(address: int, ordinal: int, reply_salt: int | None) -> protocol.Body:
-    """Verifies the memory with both libraries and writes the reply, half with each. No view outlives the call."""
+    """Verifies the memory with CuPy and PyTorch, and each writes half of the reply. No view outlives the call."""
     memory = cupy.cuda.UnownedMemory(address, SIZE, None, ordinal)
     array = cupy.ndarray(SHAPE, cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
     tensor = torch.from_dlpack(array)

@@ -145,7 +145,7 @@ impl Content for Exercise<'_> {
     }
 }
 
-/// A random salt that differs from another one.
+/// A random salt other than `salt`.
 fn other_salt(salt: u32) -> Result<u32> {
     random_salt().map(|fresh| if fresh == salt { !salt } else { fresh })
 }

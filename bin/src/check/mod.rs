@@ -39,7 +39,7 @@ pub enum Event<'a> {
         digest: &'a str,
         elapsed: Duration,
     },
-    /// A part of a long operation is done, in bytes.
+    /// Progress of a long operation, in bytes.
     Progress { done: u64, all: u64 },
     /// The consumer has read the array in the memory.
     Array {

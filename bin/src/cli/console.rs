@@ -48,7 +48,7 @@ pub struct Console {
 #[derive(Debug)]
 struct State {
     report: CommandReport,
-    /// The error of standard output, as of a full disk. A broken pipe is not an error.
+    /// An error of standard output, such as a full disk. A broken pipe is not an error.
     stdout: Option<io::Error>,
 }
 
@@ -141,7 +141,7 @@ impl Console {
         let state = self.state();
         let first = state.report.first_mismatch;
         let message = match state.report.mismatches {
-            // The peer found it and reported no counts.
+            // The peer found the mismatch and reported no counts.
             0 => "the data did not verify".to_owned(),
             words => format!("the data did not verify: {words} wrong{}", first_words(first)),
         };

@@ -85,7 +85,7 @@ impl Session for Consume {
             }
             console.event(event);
         };
-        // Before the connection: the producer then sends nothing that can't be written.
+        // Create the file before connecting: if it can't be written, the producer sends nothing.
         let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let opened = start(self.backend, cancel, &observer)?;
         leave_open(&opened.driver);

@@ -30,7 +30,7 @@ pub enum Exit {
     Signal(i32),
 }
 
-/// The exit codes of a command for `--help`: its meaning of 0 and, if it has them, of 1; then its other codes.
+/// The exit codes of a command for `--help`: the meaning of 0 and optionally of 1, then the other codes.
 #[macro_export]
 macro_rules! exit_codes {
     (@ 2) => { "\n  2    bad usage" };
@@ -60,7 +60,7 @@ impl Exit {
         }
     }
 
-    /// Reports that the output could not be written: then a success is a failure.
+    /// Reports that the output could not be written, which makes a success a failure.
     pub(super) fn unwritten(self, error: &io::Error) -> Self {
         complain(&format!("error: cannot write to standard output: {error}"));
         if self == Self::Verified { Self::System } else { self }

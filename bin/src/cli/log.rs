@@ -71,7 +71,7 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
     };
     // The first call decides the style of the process.
     let style = *STYLE.get_or_init(|| style);
-    // By default, a closed standard error is a panic.
+    // By default, failed writes are reported with `eprintln!`, which panics if standard error is closed.
     let log = fmt().with_max_level(level).log_internal_errors(false);
     // Fails only if the process already has a subscriber.
     let _ = match style {

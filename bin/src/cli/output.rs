@@ -51,7 +51,7 @@ impl Output {
         self.start_log_at(LevelFilter::WARN);
     }
 
-    /// As [`Output::start_log`]; the default level is that of a service.
+    /// As [`Output::start_log`], with a service's default level, INFO.
     pub(super) fn start_service_log(&self) {
         self.start_log_at(LevelFilter::INFO);
     }
@@ -149,7 +149,7 @@ pub(super) struct Wait(#[expect(dead_code, reason = "the drop ends the wait")] m
 /// The longest wait without a notice.
 const WAIT_NOTICE: Duration = Duration::from_secs(1);
 
-/// The width of the terminal. Progress lines are shorter: an echo of the terminal, as `^C`, must not wrap.
+/// The width of the terminal. Progress lines are shorter: an echo of the terminal, such as `^C`, must not wrap.
 fn width() -> usize {
     rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| usize::from(size.ws_col))
 }

@@ -94,7 +94,7 @@ const TAKES_OBJECTS: [&str; 7] = ["get", "ls", "put", "rm", "stat", "watch", "wh
 /// Lists the objects with a prefix. Fails after 200 ms if no broker listens.
 const LIST: &str = "vmmfd ls --quiet --timeout 200ms --";
 
-/// Adds completion of object names to a script, except for other shells.
+/// Adds completion of object names to a script for bash, zsh or fish. Leaves other scripts unchanged.
 fn complete_objects(shell: Shell, script: &mut String) {
     match shell {
         Shell::Bash => {

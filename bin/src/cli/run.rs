@@ -135,7 +135,7 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     ExitCode::from(ending.finish(result).code())
 }
 
-/// Prints an error from before the run of a tool, and returns the exit code of the process.
+/// Prints an error that occurred before a tool ran, and returns the exit code of the process.
 pub(super) fn fail<T: Tool>(error: &Error, json: bool) -> ExitCode {
     let (summary, exit) = (ErrorSummary::of(error), Exit::of(error));
     summary.complain();
@@ -167,7 +167,7 @@ fn watched<T>(
 /// Blocks the signals that stop a command, and returns them. Call it before any thread starts: only the signal thread then receives them.
 fn block_signals() -> Result<SigSet, Error> {
     let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
-    // A write that exceeds the limit of file sizes then fails with an error.
+    // With SIGXFSZ blocked, a write that exceeds the file size limit fails with an error.
     let masked = signals.thread_block().and_then(|()| SigSet::from(Signal::SIGXFSZ).thread_block());
     masked.map(|()| signals).map_err(|errno| Error::system("block signals", errno))
 }
@@ -233,7 +233,7 @@ fn watch(
         let (sender, receiver) = mpsc::channel();
         let print = move || {
             last_output(signal);
-            // Fails after the time limit.
+            // Fails if the receiver has timed out.
             let _ = sender.send(());
         };
         if thread::Builder::new().spawn(print).is_ok() {

@@ -90,7 +90,7 @@ pub(super) struct Schemas {
 }
 
 impl Schemas {
-    /// The command in another program.
+    /// The command for a program with these reports.
     pub(super) fn of(options: SchemaOptions, reports: &[Named]) -> Self {
         Self { options, reports: reports.to_vec() }
     }

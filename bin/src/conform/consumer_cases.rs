@@ -282,7 +282,7 @@ fn invalid_segments() -> impl Iterator<Item = Case> {
     )
 }
 
-/// Descriptors of other memory than was offered.
+/// Descriptors of memory that differs from the offer.
 fn invalid_descriptors() -> impl Iterator<Item = Case> {
     let flaws = [
         ("memory-that-can-shrink", "V2", Flaw::Unsealed),

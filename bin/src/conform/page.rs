@@ -14,7 +14,7 @@ pub fn rules() -> Vec<(&'static str, String)> {
     paragraphs.filter_map(rule).collect()
 }
 
-/// The rule of a number.
+/// The rule with this number.
 pub fn find(number: &str) -> Option<(&'static str, String)> {
     rules().into_iter().find(|(found, _)| *found == number)
 }

@@ -232,7 +232,7 @@ impl Peer {
         }
     }
 
-    /// The peer must report this error because of the rule, and shut down writing. Earlier messages are ignored.
+    /// By this rule, the peer must report this error and shut down writing. Earlier messages are ignored.
     pub(super) fn expect_error<M: WireMessage>(
         &mut self,
         rule: &'static str,
@@ -269,7 +269,7 @@ impl Peer {
         }
     }
 
-    /// The peer must shut down writing and send nothing more, not even an `error`. `when` completes the sentence.
+    /// The peer must shut down writing and send nothing more, not even an `error`. `when` completes the violation's text.
     pub(super) fn expect_close<M: WireMessage>(&mut self, rule: &'static str, when: &str) -> CaseResult {
         match self.receive::<M>()? {
             Incoming::Closed => Ok(()),
@@ -315,7 +315,7 @@ pub(super) fn check_hello(hello: Hello) -> CaseResult<Hello> {
     }
 }
 
-/// Skips a case that has to wait for the peer's timeout if that is too long.
+/// Skips a case that would wait too long for the peer's timeout.
 pub(super) fn skip_if_slow(hello: &Hello) -> CaseResult {
     match hello.timeout_ms {
         0..=MAX_WAITED_MS => Ok(()),

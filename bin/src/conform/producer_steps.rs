@@ -44,7 +44,7 @@ pub(super) fn send_offer(peer: &Peer, offer: &Offer, request: &Request) -> CaseR
     peer.send(&Message::Offer(Box::new(for_request(offer, request))))
 }
 
-/// The offer's body as JSON, to be changed.
+/// The offer's body as JSON, for a case to modify.
 pub(super) fn body_of(offer: &Offer) -> CaseResult<serde_json::Value> {
     let record = Message::Offer(Box::new(offer.clone())).encode().map_err(|error| CaseEnd::Internal(error.into()))?;
     Ok(serde_json::from_slice(&record[HEADER_LENGTH..]).unwrap_or_default())

@@ -208,7 +208,7 @@ fn end(peer: &mut Peer) -> CaseResult {
         match peer.receive::<Message>()? {
             Incoming::Closed => return Ok(()),
             Incoming::Timeout => return violation("S13", "did not close the stream after its subscriber did"),
-            // Sent before the publisher could know.
+            // Sent before the publisher noticed the shutdown.
             Incoming::Message(..) => {}
         }
     }

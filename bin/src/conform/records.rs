@@ -64,7 +64,7 @@ pub(super) fn invalid() -> Result<Vec<InvalidRecord>> {
     Ok(records)
 }
 
-/// Invalid records for a broker: its own, and those for handoffs whose kind both protocols have.
+/// Invalid records for a broker: from its own file, and the handoff records of kinds that both protocols have.
 pub(super) fn invalid_for_broker() -> Result<Vec<InvalidRecord>> {
     let mut records = read(protocols::BROKER_GOLDEN)?;
     records.extend(invalid()?.into_iter().filter(|invalid| {

@@ -34,7 +34,7 @@ use crate::{
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Task {
     pub(super) backend: Backend,
-    /// For sockets and files.
+    /// The folder for sockets and files.
     pub(super) folder: PathBuf,
     /// The timeout of a probe, or of a step.
     pub(super) timeout: Duration,
@@ -44,7 +44,7 @@ pub(super) struct Task {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Role {
-    /// Runs probes in order and sends each finding: on a device, with an owner's memory for a pair.
+    /// Runs probes in order and sends each finding. Probes of a pair use memory of the device `owner`.
     Probes { device: Option<i32>, owner: Option<i32>, names: Vec<String> },
     /// Answers requests as the peer of a probe.
     Peer { socket: PathBuf },

@@ -14,14 +14,14 @@ use super::{
 };
 use crate::{child::Process, line::Line};
 
-/// The fraction of a probe's timeout that one side waits for the other. It is shorter than the whole, so that the reason is reported.
+/// The fraction of a probe's timeout that one side waits for the other. Below 1, so that the peer's error arrives before the timeout.
 const PEER_SHARE: f64 = 0.75;
 
 /// A device, and access to a peer process.
 #[derive(Debug)]
 pub(super) struct ProbeContext {
     pub(super) device: Device,
-    /// For sockets and files.
+    /// The folder for sockets and files.
     pub(super) folder: PathBuf,
     timeout: Duration,
     /// The peer process, once a probe has started it.
@@ -48,7 +48,7 @@ impl ProbeContext {
         Endpoint { driver, socket, trust: Trust::default(), timeout: self.peer_timeout() }
     }
 
-    /// Calls `work` with the peer process, and starts it if necessary. Kills it unless the outcome is `ok`, so that the next probe gets a
+    /// Calls `work` with the peer process, which it starts if necessary. Kills it unless the outcome is `ok`, so that the next probe gets a
     /// new one.
     pub(super) fn with_peer(&mut self, work: impl FnOnce(&Endpoint, &Control, &Device) -> ProbeResult) -> ProbeResult {
         let peer = match self.peer.take() {

@@ -31,7 +31,7 @@ pub(super) enum ControlRecord {
         tool: String,
         backend: Backend,
         environment: Box<Environment>,
-        /// The finding of the `driver` probe at that side.
+        /// The sender's finding of the `driver` probe.
         #[serde(default)]
         driver: Option<Box<Finding>>,
     },
@@ -98,7 +98,7 @@ impl ControlRecord {
     }
 }
 
-/// The error of an unexpected record.
+/// The error for a record of another kind than `want`.
 pub(super) fn unexpected(got: &ControlRecord, want: &'static str) -> Error {
     ProtocolError::Unexpected { got: got.name(), want }.into()
 }
@@ -110,7 +110,7 @@ pub(super) struct Control {
 }
 
 impl Control {
-    /// Over the connection to a child process or to the parent.
+    /// Uses the connection to a child process or to the parent.
     pub(super) fn over(line: Line) -> Self {
         Self { line }
     }
@@ -145,7 +145,7 @@ impl Control {
         }
     }
 
-    /// Connects to the peer that listens on a path. Waits up to `timeout` for it.
+    /// Connects to the peer that listens on a path. Waits up to `timeout` for the peer to listen.
     pub(super) fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Self> {
         let (socket, _) = connect_socket(path, timeout, trust, cancel)?;
         Ok(Self::new(RecordSocket::new(socket, timeout, cancel)?))

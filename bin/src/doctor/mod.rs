@@ -1,7 +1,8 @@
 //! Tests whether this machine can share GPU memory between processes, and explains failures.
 //!
 //! Probes produce a [`DoctorReport`]. See [`report`] for its fields, [`rules`] for causes and remedies, and [`text`] for the output. The
-//! probes of each device run in a child process. If a probe hangs or crashes it, the rest runs in a new one: see [`run`].
+//! probes of each device run in a child process. If a probe hangs or crashes its process, the remaining probes run in a new process: see
+//! [`run`].
 
 mod child;
 mod context;

@@ -28,7 +28,7 @@ pub(super) struct PeerProcess {
     socket: PathBuf,
 }
 
-/// Starts a process that dies with this one. `name` is what users call it.
+/// Starts a process that dies with this one. `name` appears in error messages.
 pub(super) fn start(
     name: &'static str,
     folder: &Path,

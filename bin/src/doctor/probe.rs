@@ -104,7 +104,7 @@ impl Probe {
         }
     }
 
-    /// The finding of a probe that was interrupted by an error outside of it.
+    /// The finding of a probe that an external error interrupted.
     pub(super) fn cut_short(&self, us: Option<u64>, error: ErrorDetails) -> Finding {
         let outcome = ProbeOutcome::failed(self.meaning_of(&error)).with_error(error);
         self.finding(us, outcome)
@@ -126,7 +126,7 @@ impl Probe {
         self.finding(Some(micros(started.elapsed())), outcome)
     }
 
-    /// The outcome for an error of this side or the other.
+    /// The outcome for an error on either side.
     pub(super) fn outcome_of(&self, failure: ProbeFailure) -> ProbeOutcome {
         let ProbeFailure { error, figures } = failure;
         let outcome = match (self.is_unsupported(&error), self.required) {

@@ -136,7 +136,7 @@ def _stat(path: Path) -> list[int]:
 
 
 def _weight_files(model: Path) -> dict[str, Path]:
-    """Returns the weight files of a folder by name: the index's files, or all files of the first format found. For a file, the file."""
+    """Returns the weight files by name: a file itself, or of a folder the index's files, or all files of the first format found."""
     if model.is_file():
         return {model.name: model}
     if not model.is_dir():

@@ -78,7 +78,7 @@ def changes(before: State, after: State) -> list[list[Any]]:
 
 
 def is_changes(value: Any) -> bool:
-    """Returns whether a value has the form of a result of `changes`."""
+    """Returns whether a value has the form that `changes` returns."""
     return isinstance(value, list) and all(
         isinstance(row, list)
         and len(row) == 3

@@ -36,7 +36,7 @@ def check_methods(model: Any) -> None:
 
 
 def check_backends(name: str, theirs: dict[str, Any], ours: dict[str, int]) -> None:
-    """Raises `Differs` unless the model uses the same backends, which lay out weights, as the object's maker."""
+    """Raises `Differs` unless the model's backends, which determine the layout of weights, are those of the object's maker."""
     fields = [
         f"{backend} in {theirs.get(backend, 0)} layers of the object, {ours.get(backend, 0)} here"
         for backend in sorted(theirs.keys() | ours.keys())

@@ -34,7 +34,7 @@ class Exact:
         elsewhere = [item.name for item in items if item.kind == "parameter" and item.tensor.device.type != device.type]
         if elsewhere:
             raise Invalid(f"parameters that are not on {device.type} can't be shared:{_listed(elsewhere)}")
-        # An attribute that views a parameter stays a view of it.
+        # An attribute that views a parameter remains a view of it.
         own = {item.tensor.untyped_storage().data_ptr() for item in items if item.kind == "parameter"}
         copies: dict[int, Any] = {}
         self._items = [item if item.kind == "parameter" else _apart(item, own, copies, device) for item in items]

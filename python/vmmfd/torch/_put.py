@@ -68,12 +68,12 @@ def _plain(tensor: Any) -> Any:
     return tensor.resolve_conj().resolve_neg()
 
 
-# The size from which a tensor with wide gaps is put without them.
+# Tensors with wide gaps are compacted from this size in bytes.
 _GAPS = 64 << 10
 
 
 def _compact(storage: _Storage) -> None:
-    """Copies the only tensor of a storage out of it, if that is less than a quarter of the bytes to copy."""
+    """Makes the only tensor of a storage contiguous if that leaves less than a quarter of the bytes to copy."""
     if len(storage.items) == 1:
         tensor = storage.items[0].tensor
         begin, end = _span(tensor)

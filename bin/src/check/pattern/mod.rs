@@ -72,7 +72,7 @@ impl Pattern {
         self.write_words(if skip == 0 { first } else { first + 1 }, to);
     }
 
-    /// Whether the bytes at offset `start` match the pattern, by a fast comparison of whole words. Also false where that comparison is not
+    /// Whether the bytes at offset `start` match the pattern, by a fast comparison of whole words. Also false if that comparison is not
     /// possible.
     fn holds(self, start: u64, found: &[u8]) -> bool {
         let first = start / 4;

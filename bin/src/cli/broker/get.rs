@@ -267,7 +267,7 @@ impl GetOptions {
         })
     }
 
-    /// Reads all parts. The file gets its name if no part is wrong.
+    /// Reads all parts. The file gets its final name if no part is wrong.
     fn read_all(
         &self,
         object: &Object,
@@ -281,7 +281,7 @@ impl GetOptions {
             None => None,
             Some(target) => {
                 let file = target.file()?;
-                // A slow disk must not delay the reaction to a signal. Then the temporary file is removed.
+                // A slow disk must not delay the reaction to a signal, after which the temporary file is removed.
                 let sync = move || file.sync_all().map_err(|error| Error::system("sync a file", error));
                 interruptibly(&mut || cancel.check(), sync)?;
                 Some(target.finish()?)
@@ -302,7 +302,7 @@ impl Tool for GetOptions {
 
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
         raise_file_limit();
-        // Before the connection: a file that can't be written then costs no lease.
+        // Create the file before connecting: if it can't be written, no lease is taken.
         let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let client = self.meet.connect(cancel)?;
         let mut steps = Steps::default();

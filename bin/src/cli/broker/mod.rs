@@ -63,7 +63,7 @@ struct MeetBroker {
 }
 
 impl MeetBroker {
-    /// Connects to the broker. Waits for at most [`APPEARS`] for it to listen, and for the timeout if it listens without accepting.
+    /// Connects to the broker. Waits at most [`APPEARS`] for it to listen, and the timeout for it to accept.
     ///
     /// # Errors
     /// As [`Client::connect`].

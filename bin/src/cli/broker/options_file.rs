@@ -9,10 +9,10 @@ use std::{
 
 use nix::libc;
 
-/// The only variable. Another name is an error: the file would have no effect.
+/// The only accepted variable. Another name is an error, because the file would have no effect.
 const VARIABLE: &str = "VMMFD_OPTIONS";
 
-/// The longest file, in bytes.
+/// The maximum size of the file in bytes.
 const MOST: u64 = 64 << 10;
 
 /// The options in a file, as words. An absent file has none.

@@ -202,10 +202,10 @@ struct Allowance {
 }
 
 impl Allowance {
-    /// Asks the broker. Fails if the put would exceed the user's quota.
+    /// Queries the broker. Fails if the put would exceed the user's quota.
     fn ask(client: &Client, bytes: u64, replaces: bool) -> Result<Self> {
         let metrics = client.metrics()?;
-        // This connection gives the user a total. The uids are those of the broker's user namespace.
+        // This connection counts, so this user has a total. The uids are from the broker's user namespace.
         let own = match metrics.totals.as_slice() {
             [own] => Some(own),
             several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
@@ -250,7 +250,7 @@ impl PutOptions {
             Ok(info) => Some(info.version.summary),
             Err(Error::Broker(BrokerError { code: RefusalCode::Absent, .. })) => None,
             Err(Error::Broker(BrokerError { code: RefusalCode::Denied, .. })) => {
-                // Permission to replace does not need permission to read.
+                // A replacement does not require read permission.
                 return match self.condition() {
                     Condition::New => Err(self.not_writable("read")),
                     _ => Allowance::ask(client, bytes, true),
@@ -301,7 +301,7 @@ impl PutOptions {
         }
     }
 
-    /// Requests a claim of the next version, which needs permission to put it, and drops it.
+    /// Requests a claim of the next version, which requires permission to put it, and drops the claim.
     fn check_permission(&self, client: &Client, existing: Option<&Summary>) -> Result<()> {
         let next = existing.iter().fold(Get::new(&self.name), |get, found| get.newer_than(found.version));
         match client.get_or_claim(&next, &ClaimOf::whole()) {
@@ -328,7 +328,7 @@ impl PutOptions {
         Ok(Input::File { source, array })
     }
 
-    /// The metadata of the options and of the files.
+    /// Merges the metadata of the options and of the files.
     fn metadata(&self, input: &Input) -> Result<Option<Check>> {
         let mut metadata = self.meta.clone();
         if let Input::Weights(checkpoint) = input

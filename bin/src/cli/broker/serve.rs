@@ -121,7 +121,7 @@ pub(in super::super) struct ServeOptions {
     output: Output,
 }
 
-/// The time limit of a server's shutdown: 10 s for the keeper to receive everything, then closes.
+/// The time limit of a server's shutdown: 10 s for the keeper to receive everything, and the rest for closing descriptors.
 const END: Duration = Duration::from_secs(13);
 
 /// The largest catalogue in bytes: hundreds of bytes per version, twice during compaction.
@@ -173,7 +173,7 @@ impl ServeOptions {
         if self.check {
             return run_tool(self);
         }
-        // A stopped reader of standard error must not stop the broker.
+        // A stalled reader of standard error must not block the broker.
         if let Err(error) = stderr::never_block_on_stderr() {
             return fail::<Self>(&Error::system("start a thread", error), self.output.json);
         }
@@ -202,11 +202,11 @@ impl ServeOptions {
         }
     }
 
-    /// Checks the configuration without a start, and reports each problem.
+    /// Checks the configuration without starting the broker, and reports each problem.
     fn check(&self, cancel: &Cancel) -> anyhow::Result<ToolOutput> {
         let path = match &self.socket {
             Some(_) => self.path(),
-            // A start creates its folder.
+            // The folder may be absent: the broker creates it at start.
             None => default_broker_socket(),
         };
         let path = path.and_then(|path| check_socket(&path).map(|()| path));

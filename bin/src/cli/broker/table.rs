@@ -55,7 +55,7 @@ impl<const N: usize> Table<N> {
         self.rows.push(cells);
     }
 
-    /// The text, without as many optional columns as `width` requires.
+    /// The text. Omits optional columns until it fits `width`.
     pub(super) fn render(&self, width: Option<usize>) -> String {
         let length = |text: &str| text.chars().count();
         let widths: [usize; N] = std::array::from_fn(|at| {

@@ -59,7 +59,7 @@ pub(in super::super) struct WatchOptions {
 fn parse_place(text: &str) -> Result<WatchPlace, String> {
     let place = text.rsplit_once(':').and_then(|(instance, seq)| {
         let seq = seq.parse().ok()?;
-        // In the broker's form.
+        // Normalise the UUID to the broker's form.
         let instance = uuid::Uuid::from_str(instance).ok()?.to_string();
         Some(WatchPlace::new(instance, seq))
     });
@@ -211,12 +211,12 @@ fn print(line: &str, cancel: &Cancel) -> io::Result<bool> {
     }
 }
 
-/// Cancels after the last reader closes the output. A write may not happen for hours.
+/// Cancels after the last reader closes the output: the next write, which would fail, may be hours away.
 fn end_with_output(cancel: &Cancel) -> Result<(), Error> {
     let cancel = cancel.clone();
     let wait = move || {
         let stdout = io::stdout();
-        // Without events, it waits only for errors; for a file, forever.
+        // Without requested events, poll waits only for errors; on a file, forever.
         let mut fds = [PollFd::new(stdout.as_fd(), PollFlags::empty())];
         while poll(&mut fds, PollTimeout::NONE) == Err(nix::errno::Errno::EINTR) {}
         cancel.cancel(CancelReason::Program);

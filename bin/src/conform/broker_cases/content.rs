@@ -132,7 +132,7 @@ fn expect(context: &Context<'_>, broker: &mut Broker<'_>) -> CaseResult {
     Ok(())
 }
 
-/// A memfd with a text and these seals.
+/// A memfd with this text and these seals.
 fn text_memfd(text: &str, seals: SealFlag) -> CaseResult<OwnedFd> {
     let create = || -> io::Result<OwnedFd> {
         let fd = memfd_create(c"conform", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;

@@ -81,7 +81,7 @@ fn request_again(context: &Context<'_>, broker: &mut Broker<'_>) -> CaseResult {
     let delete = Message::Delete(Delete { name: name.clone(), request: Some(Token(random()?)) });
     broker.send(&delete)?;
     broker.next_message("Q4", "done")?;
-    // A new object of the name, which the repeated request must not delete.
+    // A new object with the same name, which the repeated request must not delete.
     let other = put_of(&name, &memory);
     broker.put(&other, &descriptors(&memory))?;
     broker.send(&delete)?;

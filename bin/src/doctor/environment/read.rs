@@ -178,7 +178,7 @@ fn nodes(root: &Path, folder: &str, wanted: impl Fn(&str) -> bool) -> Vec<Node> 
     entries(&root.join(folder), wanted).into_iter().filter_map(node).collect()
 }
 
-/// Whether the effective user has this access. The device list of a container counts too.
+/// Whether the effective user has this access. A container's device list applies too.
 fn allowed(path: &Path, access: AccessFlags) -> bool {
     faccessat(AT_FDCWD, path, access, AtFlags::AT_EACCESS).is_ok()
 }

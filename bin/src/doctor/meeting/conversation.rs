@@ -146,7 +146,7 @@ fn describe(device: &Device) -> DeviceReport {
 
 /// Answers the peer's requests and validates its reports: known devices and probes, each once.
 fn join(end: &Endpoint, control: &Control, report: &dyn Fn(MeetingEvent)) -> Result<()> {
-    // The time that the peer waits for its own thread.
+    // The peer's own limit for its conversation thread.
     let each_device = end.timeout.saturating_mul(super::STEPS * u32::try_from(TRIED.len()).unwrap_or(u32::MAX));
     let limit = Cell::new(each_device);
     let mut devices = BTreeSet::new();
@@ -253,8 +253,8 @@ fn both_directions(end: &Endpoint, control: &Control, device: &Device) -> ProbeR
         (_, Some(Err(error))) => {
             ProbeOutcome::failed("The peer's memory can't be used here.").with_error(ErrorDetails::of(&error))
         }
-        // Neither error is about the memory, so the probe does not fail: the peer's user may not create a socket in the folder, or
-        // does not see the device and reads the memory through another one.
+        // Neither error is about the memory, so the probe does not fail: the peer's user can't create a socket in the folder, or the peer
+        // does not see the device and reads the memory through another device.
         (Some(error), None) if error.call.as_deref() == Some(MemoryKind::BIND) => one_direction(outcome, &error),
         (Some(error), None) if error.is_unsupported() && outcome.figures.contains_key("through") => {
             one_direction(outcome, &error)

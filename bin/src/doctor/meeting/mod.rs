@@ -62,7 +62,7 @@ enum MeetingEvent {
     Found {
         device: i32,
         finding: Finding,
-        /// Whether the peer reported it. Then "the peer" in it means this one.
+        /// Whether the peer reported it. "The peer" in its text then means this side.
         theirs: bool,
     },
     /// The last event. With an error, findings are missing.
@@ -83,7 +83,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
     let required = vec!["driver".to_owned(), "round-trip".to_owned()];
     let mut report = DoctorReport::new(meeting.backend, Environment::read(None), required);
     let (sender, receiver) = mpsc::channel();
-    // A thread that hangs is abandoned. Its waits are cancelled with this one's.
+    // A thread that hangs is abandoned. Its waits are cancelled together with this thread's.
     let (own, cancelled) = (meeting.clone(), cancel.clone());
     let converse = move || conversation::converse(&own, &socket, &cancelled, &sender);
     let conversing = thread::Builder::new().name("meeting".to_owned()).spawn(converse);
@@ -201,7 +201,7 @@ fn collect(
     }
 }
 
-/// Makes the error of a missing peer name this command's options.
+/// Converts the error for a missing peer to one that names the missing command.
 fn absent(error: Error, path: &Path) -> Error {
     let missing = |which: &'static str, waited: Duration| {
         Error::from(ToolError::Absent { path: path.to_owned(), waited, missing: which })
@@ -235,7 +235,7 @@ fn complete(report: &mut DoctorReport, cut: Option<ErrorDetails>) {
     }
 }
 
-/// Explains the failures of the peer by its own environment.
+/// Explains the peer's failures by the peer's environment.
 fn explain_theirs(report: &mut DoctorReport, theirs: &BTreeSet<(i32, String)>) {
     let Some(peer) = report.peer.clone() else { return };
     let own = report.environment.clone();

@@ -1,4 +1,4 @@
-//! The probe of memory kept by a process without the driver, as by a broker.
+//! The probe of memory that a process without the driver keeps, as a broker does.
 
 use std::{
     fs,

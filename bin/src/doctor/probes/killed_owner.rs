@@ -48,7 +48,7 @@ fn orphan(context: &ProbeContext, broken: &str) -> Result<Result<Orphan, ProbeOu
     let mut verifier = DataVerifier::new(&|_| {});
     let before = consumer.verify(&memory, &mut verifier)?;
     peer.kill();
-    // The connection closed with its owner.
+    // The owner's end is closed; only the memory is still needed.
     drop(consumer);
     let after = Verifier::verify(&mut verifier, &memory, &mut || Ok(()))?;
     let checked = before.check.is_some() && after.check.is_some();

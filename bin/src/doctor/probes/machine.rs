@@ -33,7 +33,7 @@ pub(super) fn driver(backend: Backend) -> ProbeResult {
         }),
         Err(error) => {
             let failure = ProbeFailure::from(with_denied_nodes(ErrorDetails::of(&error)));
-            // Without a driver, find its file among the mapped files; it may be the wrong one.
+            // The driver did not start: report the library file that is mapped, which may be the wrong library.
             Err(match named(loaded(&fs::read("/proc/self/maps").unwrap_or_default())) {
                 Some(library) => failure.figure("library", library),
                 None => failure,

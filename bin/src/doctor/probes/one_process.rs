@@ -185,7 +185,7 @@ pub(super) fn read_only_store(context: &mut ProbeContext) -> ProbeResult {
     let allocation = Allocation::create(device, SIZE)?;
     let writable = Mapping::new(&allocation, Access::ReadWrite)?;
     let read_only = Mapping::new(&allocation, Access::ReadOnly)?;
-    // Otherwise a store that never happens would look like a refused one.
+    // Otherwise a store that never executes would look like a refused store.
     diagnosis.store(ordinal, writable.address(), VALUE)?;
     let mut word = [0; 4];
     read_only.copy_out(0, &mut word)?;

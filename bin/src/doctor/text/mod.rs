@@ -142,7 +142,7 @@ impl Page {
                 true => meaning,
                 false => format!("{meaning} ({})", figures.join(", ")),
             };
-            // The label and the column determine the indent.
+            // Wrapped lines are indented to the text column.
             self.item(&lead, &truncated(&finding.probe, MAX_COLUMN), column, &text);
             if finding.status == Status::Ok {
                 continue;
