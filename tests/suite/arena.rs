@@ -34,7 +34,7 @@ cases! {
     ]
 }
 
-/// How many arenas, closed arenas, units of memory, blocks, and units in blocks.
+/// The expected figures: arenas, closed arenas, units of memory, blocks, and units in blocks.
 #[track_caller]
 fn assert_figures(arenas: &Arenas, unit: u64, expected: [u64; 5]) {
     let ArenaFigures { arenas, closed, bytes, blocks, used, .. } = arenas.figures();
@@ -57,14 +57,14 @@ fn blocks_are_adjacent_and_reused(subject: Subject) {
     let third = arenas.allocate(5 * unit).unwrap();
     assert_eq!([second - first, third - first], [2 * unit, 3 * unit]);
     assert_figures(&arenas, unit, [1, 0, 8, 3, 8]);
-    // Full.
+    // This block fills the arena.
     let other = arenas.allocate(unit).unwrap();
     assert_figures(&arenas, unit, [2, 0, 16, 4, 9]);
-    // The room between two blocks is used before a new arena.
+    // A gap between two blocks is used before a new arena.
     assert!(arenas.free(second));
     arenas.allocate(7 * unit).unwrap();
     assert_eq!(arenas.allocate(unit).unwrap(), second);
-    // An address inside a block is found too; each block holds bytes of its own.
+    // An address inside a block is found too; blocks do not overlap.
     let (memory, offset) = arenas.find(third + 5).unwrap();
     assert_eq!((memory.address() + offset, memory.size()), (third + 5, 8 * unit));
     memory.copy_in(offset, b"third").unwrap();
@@ -79,7 +79,7 @@ fn arenas_grow_with_their_total(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 4 * unit).unwrap();
     (0..64).for_each(|_| assert!(arenas.allocate(unit).unwrap() > 0));
-    // 4, 4, 4, 4, 4, 5, 6, 7, 9, 11, 14.
+    // The arenas have 4, 4, 4, 4, 4, 5, 6, 7, 9, 11 and 14 units.
     assert_figures(&arenas, unit, [11, 0, 72, 64, 64]);
 }
 
@@ -93,7 +93,7 @@ fn expected_bytes_fill_arenas_exactly(subject: Subject) {
         arenas.allocate(block * unit).unwrap();
         assert_figures(&arenas, unit, figures);
     }
-    // More than is expected in one block.
+    // One block is larger than the expected remainder.
     arenas.expect(Some(unit)).unwrap();
     arenas.allocate(3 * unit).unwrap();
     assert_figures(&arenas, unit, [4, 0, 20, 5, 19]);
@@ -107,7 +107,7 @@ fn empty_arena_is_released(subject: Subject) {
     assert_figures(&arenas, unit, [2, 0, 8, 8, 8]);
     assert!(blocks[..4].iter().all(|&block| arenas.free(block)));
     assert_figures(&arenas, unit, [1, 0, 4, 4, 4]);
-    // A larger block than an arena has one of its own.
+    // A block larger than the arena size gets its own arena.
     let large = arenas.allocate(9 * unit).unwrap();
     assert_figures(&arenas, unit, [2, 0, 13, 5, 13]);
     assert!(arenas.free(large));
@@ -119,10 +119,10 @@ fn empty_arena_is_released(subject: Subject) {
 fn blocks_of_one_size_waste_nothing(subject: Subject) {
     let unit = subject.unit();
     let arenas = Arenas::new(&subject.device(), 16 * unit).unwrap();
-    // Five fit into sixteen three times: the arena has fifteen.
+    // Three blocks of five units fit into sixteen units, so the arena has fifteen.
     (0..6).for_each(|_| assert!(arenas.allocate(5 * unit).unwrap() > 0));
     assert_figures(&arenas, unit, [2, 0, 30, 6, 30]);
-    // Another size holds for later ones.
+    // A changed arena size applies to later arenas.
     arenas.set_arena_size(7 * unit + 1).unwrap();
     assert_eq!(arenas.arena_size(), 8 * unit);
     arenas.allocate(unit).unwrap();
@@ -139,13 +139,13 @@ fn closed_arena_is_never_reused(subject: Subject) {
     let reader = open(&subject, &memory, ReadOnly);
     drop(memory);
     assert!(arenas.close(published + unit - 1));
-    // There is room, and it is not used: neither what was free nor what becomes free.
+    // A closed arena accepts no blocks: not in its free space, and not in space that is freed later.
     let next = arenas.allocate(unit).unwrap();
     assert!(!(published..published + 4 * unit).contains(&next));
     assert_figures(&arenas, unit, [2, 1, 8, 2, 2]);
     assert!(arenas.free(published));
     assert_figures(&arenas, unit, [1, 0, 4, 1, 1]);
-    // It is gone here, and its reader has it.
+    // The arena is freed in this process, but the reader still maps it.
     for _ in 0..6 {
         let block = arenas.allocate(unit).unwrap();
         let (memory, offset) = arenas.find(block).unwrap();
@@ -165,7 +165,7 @@ fn read_only_arena_is_never_reused(subject: Subject) {
     let (memory, _) = arenas.find(first).unwrap();
     memory.make_read_only().unwrap();
     let range = memory.address()..memory.address() + memory.size();
-    // Neither from the room that was never cut nor from the block that was freed.
+    // Blocks come from other arenas: the read-only arena's unused space and its freed block are skipped.
     for _ in 0..4 {
         let block = arenas.allocate(unit).unwrap();
         assert!(!range.contains(&block));
@@ -195,21 +195,21 @@ fn freed_block_is_reused_after_the_device(subject: Subject) {
     let waits = || subject.faulty.take_verbs().iter().filter(|verb| **verb == "wait_for_work").count();
     let [first, second, third] = [(); 3].map(|()| arenas.allocate(unit).unwrap());
     assert_eq!(waits(), 0);
-    // Work that was queued before may use it: with `cudaFree` the driver would wait.
+    // Work queued before the free may still use the block. `cudaFree` would wait here.
     assert!(arenas.free(first));
     assert_eq!(waits(), 0);
     assert_eq!(arenas.allocate(unit).unwrap(), first);
     assert_eq!(waits(), 1);
-    // One wait is enough for all that was freed before it.
+    // One wait covers all blocks freed before it.
     assert!(arenas.free(second) && arenas.free(third));
     assert_eq!([(); 3].map(|()| arenas.allocate(unit).unwrap()), [second, third, third + unit]);
     assert_eq!(waits(), 1);
-    // Where nothing was freed there is nothing to wait for, although it is elsewhere.
+    // The allocator does not wait if it takes space where nothing was freed.
     let full = arenas.allocate(2 * unit).unwrap();
     assert!(arenas.free(first));
     assert_eq!(arenas.allocate(unit).unwrap(), full + 2 * unit);
     assert_eq!(waits(), 0);
-    // If the wait fails it is left alone.
+    // If the wait fails, the freed block is not reused.
     subject.faulty.fail(Fault::Verb("wait_for_work"), 900);
     let fresh = [(); 2].map(|()| arenas.allocate(unit).unwrap());
     subject.faulty.mend();
@@ -229,7 +229,7 @@ fn failed_release_of_an_arena_is_retried(subject: Subject) {
     assert!(arenas.free(blocks[1]));
     subject.faulty.mend();
     assert_figures(&arenas, unit, [3, 1, 3, 1, 1]);
-    // What is not closed can be used meanwhile.
+    // Open arenas remain usable.
     assert_eq!(arenas.allocate(unit).unwrap(), blocks[1]);
     assert!(arenas.free(blocks[2]));
     assert_figures(&arenas, unit, [1, 0, 1, 1, 1]);
@@ -246,7 +246,7 @@ fn block_without_a_whole_arena_is_allocated(subject: Subject) {
     subject.faulty.mend();
     block.unwrap();
     assert_figures(&arenas, unit, [1, 0, 1, 1, 1]);
-    // With arenas that hold nothing and could not be given back, it is their turn first.
+    // If an earlier release of empty arenas failed, they are released first.
     subject.faulty.fail(Fault::Verb("wait_for_work"), 900);
     let whole = arenas.allocate(4 * unit).unwrap();
     assert!(arenas.free(whole));
@@ -302,7 +302,7 @@ fn failed_call_leaves_nothing(subject: Subject) {
     let mut failed = Vec::new();
     for nth in 1.. {
         subject.faulty.fail(Fault::Nth(nth), 999);
-        // An arena that can't be made may be made smaller, or go later: not each failure is the caller's.
+        // A failed creation is retried with a smaller arena, and a failed release is retried later: the caller does not see every failure.
         let _ = everything();
         assert_eq!(subject.live(), before, "after failure {nth}");
         match subject.faulty.mend() {
@@ -326,13 +326,13 @@ fn read_only_memory_stays_writable_elsewhere(subject: Subject) {
         shared.make_read_only().unwrap();
     }
     assert!(matches!(shared.copy_in(0, b"x"), Err(Error::Memory(MemoryError::ReadOnly))));
-    // The driver keeps this process to it, whatever our own check says.
+    // The driver enforces read-only access even without our own check.
     if subject.kind != Kind::Host {
         subject.verbs.copy_in(0, address, b"x").unwrap_err();
     }
     assert!(Mirror::of(&shared, 0, 1).unwrap().write(0, b"x").is_err());
     assert_eq!((shared.address(), shared.access()), (address, ReadOnly));
-    // Others are told nothing of it, may write, and what they write is seen here.
+    // Read-only access is local: other processes are not informed, may write, and this process sees their writes.
     assert!(!shared.describe().unwrap().immutable);
     other.memory().copy_in(unit - 3, b"others").unwrap();
     let late = open(&subject, &shared, ReadWrite);
@@ -340,7 +340,7 @@ fn read_only_memory_stays_writable_elsewhere(subject: Subject) {
     let mut bytes = [0; 6];
     shared.copy_out(unit - 3, &mut bytes).unwrap();
     assert_eq!(&bytes, b"others");
-    // What is to be sealed says how.
+    // Memory created for sealing reports that it needs `seal` first.
     let sealed = Shared::create(&device, Spec::vmm(unit).sealed()).unwrap();
     assert!(matches!(sealed.make_read_only(), Err(Error::Misuse { .. })));
     sealed.seal().unwrap();

@@ -1,4 +1,4 @@
-//! `vmmfd bench` as a user runs it: what it prints, what it draws, and what becomes of it when something goes wrong.
+//! `vmmfd bench` as a user runs it: its output, its charts, and its behaviour on failures.
 
 use std::{fs, path::PathBuf, process::Command};
 
@@ -18,10 +18,10 @@ cases! {
     ]
 }
 
-/// A bench of this place's backend, with few samples of little memory.
+/// A bench on this test's backend, with few samples and little memory.
 fn bench(meeting: &Meeting, options: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd");
-    // The program that `vmmfd bench` executes.
+    // `vmmfd bench` executes this program.
     binary("vmmfd-bench");
     run.command.arg("bench").args(options).args(["--backend", meeting.backend()]);
     for (option, value) in [("--count", "5"), ("--size", "2MiB"), ("--clients", "2")] {
@@ -29,9 +29,9 @@ fn bench(meeting: &Meeting, options: &[&str]) -> Run {
             run.command.args([option, value]);
         }
     }
-    // Its processes are told from others by this place's folder.
+    // This test's folder in the environment identifies its processes.
     run.command.env("BENCH_OF", meeting.folder());
-    // Free memory of the whole machine would change by itself.
+    // Free memory of the whole machine would change between runs.
     if meeting.is_fake() { run.env("FAKECUDA_FREE", "1073741824") } else { run }
 }
 
@@ -58,7 +58,7 @@ const STARTUP: [&str; 5] = [
 ];
 const DEMO: &str = "demo, to its end";
 
-/// The rows that each bench has on a backend, but for the demo's, which is not beside every build of the program.
+/// The rows of each bench on a backend. The demo's row is omitted: not every build has the demo beside the program.
 fn rows(meeting: &Meeting) -> [(&'static str, Vec<&'static str>); 5] {
     let host = meeting.backend() == "host";
     let of = |all: &[&'static str], on_host: &[&'static str]| if host { on_host.to_vec() } else { all.to_vec() };
@@ -71,19 +71,19 @@ fn rows(meeting: &Meeting) -> [(&'static str, Vec<&'static str>); 5] {
     ]
 }
 
-/// The names in the tables: the lines that have figures behind a name.
+/// The names in the tables: rows with figures.
 fn names(table: &str) -> Vec<&str> {
     let row = |line: &'_ str| line.ends_with(['█', '▏', '▎', '▍', '▌', '▋', '▊', '▉']);
     table.lines().filter(|line| row(line)).filter_map(|line| line.split("  ").next()).collect()
 }
 
-/// That nothing runs any more.
+/// Asserts that no process is left.
 #[track_caller]
 fn assert_ended(meeting: &Meeting) {
     wait_for("the end of all processes", || meeting.processes().is_empty());
 }
 
-/// One sentence on standard error, after what a library of the emulated driver said for itself.
+/// The single sentence on standard error, after the messages of the emulated driver's libraries.
 #[track_caller]
 fn sentence(ended: &Ended) -> &str {
     let own: Vec<&str> = ended.stderr.lines().filter(|line| !line.starts_with("fakecuda: ")).collect();
@@ -196,7 +196,7 @@ fn sizes_that_do_not_fit_are_skipped(meeting: Meeting) {
     }
 }
 
-/// What is compared at each size.
+/// The rows at each size.
 const COMPARED: [&str; 5] = ["floor", "handoff", "handoff, with description", "handoff by a sleeper", "get"];
 const EXPORTS: [&str; 4] = [
     "export, the broker holds memory",
@@ -207,7 +207,7 @@ const EXPORTS: [&str; 4] = [
 
 const SWITCHED: [&str; 2] = ["unmap, map and set access", "switch"];
 
-/// Room for processes with a context of their own.
+/// Enough memory for several processes, each with a CUDA context.
 const ROOMY: &str = "8589934592";
 
 fn broker_is_measured_beside_handoff(meeting: Meeting) {
@@ -307,7 +307,7 @@ fn broker_figures_are_printed_with_targets(meeting: Meeting) {
     assert!(line("get, more than a handoff, 2 MiB ").contains(" us at most 15: "), "{}", ended.stdout);
     let rate = line("get of host memory by 4 clients at once, all together ");
     assert!(rate.contains(" /s at least 10000: "), "{rate}");
-    // A GPU's memory has no room for the contexts here.
+    // The emulated GPU has too little memory for the contexts.
     let left_out = "\nleft out: broker mapped by 2 clients at once: they need 1920 MiB, and there are 972.7 MiB\n";
     assert_eq!(ended.stdout.contains(left_out), meeting.is_fake(), "{}", ended.stdout);
     assert_eq!(ended.stdout.contains("\nget by 2 clients at once, mapped "), !meeting.is_fake(), "{}", ended.stdout);
@@ -317,7 +317,7 @@ fn broker_figures_are_printed_with_targets(meeting: Meeting) {
 fn dead_or_stopped_broker_ends_the_bench() {
     for signal in [Signal::SIGKILL, Signal::SIGSTOP] {
         let meeting = Meeting::fake();
-        // Slow enough that the broker is needed for longer than it takes to find it.
+        // Slow imports keep the broker in use for longer than the test needs to find it.
         let run = bench(&meeting, &["broker", "--count", "1000", "--timeout", "3s"]);
         let running = run.env("FAKECUDA_SLOW", "cuMemImportFromShareableHandle:50").start();
         let mut broker = None;
@@ -350,7 +350,7 @@ fn rows_without_memory_are_skipped_singly() {
         (1, vec![]),
     ] {
         let ended = bench(&meeting, &["handoff"]).env("FAKECUDA_FREE", ((free << 20) + (1 << 20)).to_string()).end();
-        // Where nothing is measured that is no success.
+        // A bench without results fails.
         let code = i32::from(expected.is_empty());
         assert_eq!(names(&ended.code(code).stdout), expected, "{}", ended.stdout);
         for name in HANDOFF.iter().filter(|name| !expected.contains(name)) {
@@ -442,10 +442,10 @@ fn failed_call_is_reported_with_its_process() {
     ] {
         let ended = bench(&meeting, &[name]).env("FAKECUDA_FAIL", format!("{call}:{nth}:999")).end();
         assert_eq!(sentence(ended.code(5)), format!("{who} failed: {call} failed: CUDA_ERROR_UNKNOWN (999)"));
-        // The kernels were loaded before: that row is printed.
+        // The kernels are loaded before the failing call, so `verify` prints their row.
         assert_eq!(ended.stdout.is_empty(), name != "verify", "{}", ended.stdout);
     }
-    // The floor and the three handoffs come before.
+    // The floor and the three handoffs precede the failing call.
     let ended = bench(&meeting, &["broker"]).env("FAKECUDA_FAIL", "cuMemImportFromShareableHandle:5:999").end();
     let said = sentence(ended.code(5));
     let call = "cuMemImportFromShareableHandle failed: CUDA_ERROR_UNKNOWN (999)";
@@ -466,7 +466,7 @@ fn dead_process_is_reported_with_its_status() {
         assert_eq!(sentence(ended.code(5)), format!("{who} was killed by SIGABRT"));
         assert_eq!(ended.stdout, "");
     }
-    // A bare start and the consumer make no such call.
+    // The bare start and the consumer do not call `cuMemMap`.
     let ended = bench(&meeting, &["startup"]).env("FAKECUDA_ABORT", "cuMemMap").end();
     let said = sentence(ended.code(5));
     assert!(said.starts_with("the producer was killed by SIGABRT before it was ready"), "{said}");
@@ -489,7 +489,7 @@ fn hanging_driver_is_reported_with_its_process() {
         let run = bench(&meeting, &[name, "--timeout", "3s"]).env("FAKECUDA_SLOW", format!("{call}:{HANGS}")).start();
         (meeting, run, who)
     });
-    // All wait at the same time.
+    // All benches wait concurrently.
     for (meeting, run, who) in hanging {
         let ended = run.end();
         assert_eq!(sentence(ended.code(5)), format!("{who} within 3s, the longest that a step may take"));
@@ -500,12 +500,12 @@ fn hanging_driver_is_reported_with_its_process() {
 #[test]
 fn waiting_pair_is_not_stuck() {
     let meeting = Meeting::fake();
-    // Longer in all than a step may take, and each step far shorter.
+    // Together the steps exceed the timeout, but each step is far shorter.
     let run = bench(&meeting, &["handoff", "--size", "2MiB,4MiB", "--timeout", "3s"]);
     run.env("FAKECUDA_SLOW", "cuIpcOpenMemHandle_v2:500").end().code(0);
 }
 
-/// The folder of a bench that runs, by the words of its processes.
+/// The folder of a running bench, from the command lines of its processes.
 fn folder_of(meeting: &Meeting) -> Option<PathBuf> {
     let words = meeting.processes().into_iter().filter_map(|process| fs::read_to_string(process.join("cmdline")).ok());
     let found = |words: String| {
@@ -547,7 +547,7 @@ fn startup_of_missing_commands_is_skipped() {
     let meeting = Meeting::host();
     let alone = tempfile::tempdir().unwrap();
     let run = bench(&meeting, &["startup"]);
-    // By another process: a program that some child of this one still has open for writing does not start.
+    // `cp` copies the files: a program that a child of this process still has open for writing can't be executed (`ETXTBSY`).
     let programs = ["vmmfd", "vmmfd-bench"].map(binary);
     assert!(Command::new("cp").args(programs).arg(alone.path()).status().unwrap().success());
     let mut command = Command::new(alone.path().join("vmmfd"));

@@ -1,4 +1,4 @@
-//! The broker: memory under names, over its own socket, with the server in a thread of the test.
+//! The broker: named memory over its own socket, with the server in a thread of the test.
 
 use std::{
     os::fd::AsFd,
@@ -59,7 +59,6 @@ pub(crate) struct Broker {
 }
 
 impl Broker {
-    /// A broker for this driver's memory.
     pub(crate) fn start(subject: &Subject) -> Self {
         Self::with(subject, ServerConfig::default())
     }
@@ -95,7 +94,7 @@ impl Drop for Broker {
     }
 }
 
-/// Memory of so many bytes that all have one value.
+/// Memory filled with one value.
 pub(crate) fn filled(driver: &Driver, size: u64, chunk: Option<u64>, value: u8) -> Shared {
     let device = Device::find(driver, Selector::default()).unwrap();
     let spec = Spec::vmm(size);
@@ -156,7 +155,7 @@ fn readers_keep_a_replaced_version(subject: Subject) {
     assert_eq!(put(&client, "a", &filled(&driver, MIB, None, 2), Condition::Version(1)).unwrap(), 2);
     assert_eq!(put(&client, "a", &filled(&driver, MIB, None, 3), Condition::Any).unwrap(), 3);
     assert_eq!(byte(&client, &driver, &Get::new("a")), 3);
-    // The first is held by its lease, the second by nothing.
+    // A lease holds the first version; nothing holds the second.
     assert_eq!(byte(&client, &driver, &Get::new("a").version(1)), 1);
     assert_eq!(refused(client.get(&Get::new("a").version(2))).0, RefusalCode::Absent);
     assert_eq!(client.stat("a", None).unwrap().version.versions, [1, 3]);
@@ -174,7 +173,7 @@ fn readers_keep_a_replaced_version(subject: Subject) {
     drop(object);
     let held = client.who("").unwrap();
     assert_eq!((held.leases.len(), held.totals[0].devices.len()), (0, 0));
-    // A name that comes back begins again.
+    // A name that is put again after its deletion starts at version 1.
     assert_eq!(put(&client, "a", &filled(&driver, MIB, None, 4), Condition::New).unwrap(), 1);
     assert_eq!(refused(client.delete("b")).0, RefusalCode::Absent);
 }
@@ -204,7 +203,7 @@ fn get_waits_for_put(subject: Subject) {
     assert_eq!((code, message.as_str()), (RefusalCode::Timeout, "there is no object `late`: waited 1 ms"));
     put(&client, "late", &filled(&driver, MIB, None, 9), Condition::New).unwrap();
     assert_eq!(waiting.join().unwrap(), 9);
-    // A version that is to come, and one that is newer.
+    // One wait for a future version, one for a newer version.
     let both = [Get::new("late").version(2), Get::new("other")];
     let (waiter, path) = (broker.client(), broker.path.clone());
     let waiting = thread::spawn(move || {
@@ -216,7 +215,7 @@ fn get_waits_for_put(subject: Subject) {
     assert_eq!(waiting.join().unwrap(), [2, 1]);
     assert_eq!(refused(client.get(&Get::new("late").newer_than(2))).0, RefusalCode::Absent);
     assert_eq!(client.get(&Get::new("late").newer_than(1)).unwrap().version(), 2);
-    // A wait that is ended by another thread.
+    // Another thread ends the wait.
     let waiter = Client::connect(&path, &Config::default()).unwrap();
     let stopping = waiter.clone();
     let waiting = thread::spawn(move || refused(waiter.get(&Get::new("never").wait(Duration::from_secs(600)))).0);
@@ -245,9 +244,9 @@ fn one_reader_claims_and_others_wait(subject: Subject) {
             })
         })
         .collect();
-    // Without a wait the claim of another is an object that is not there.
+    // Without a wait, a name that another client has claimed is absent.
     assert_eq!(refused(broker.client().get_or_claim(&Get::new("weights"), &ClaimOf::whole())).0, RefusalCode::Absent);
-    // It passes to one of the others, which makes it.
+    // The claim passes to one of the other clients, which makes the object.
     drop(claim);
     let mut made: Vec<(u64, bool)> = others.into_iter().map(|other| other.join().unwrap()).collect();
     made.sort_unstable();
@@ -297,7 +296,7 @@ fn incomplete_version_is_never_visible(subject: Subject) {
     let (code, message) = refused(client.put(&put));
     assert_eq!((code, message.contains("the parts two are missing")), (RefusalCode::Timeout, true), "{message}");
     assert!(client.list("").unwrap().is_empty());
-    // Nothing of it is left: the same can be put again.
+    // Nothing remains of the failed put: the same part can be put again.
     let put = Put::new("model").part(part());
     assert_eq!(client.put(&put).unwrap().version, 1);
 }
@@ -337,7 +336,7 @@ fn selected_arrays_send_only_their_segments(subject: Subject) {
     let (code, message) = refused(client.get(&Get::new("a").arrays(["first", "nothing"])));
     assert_eq!(code, RefusalCode::Differs);
     assert!(message.contains("there is no array nothing"), "{message}");
-    // And a range.
+    // Get a range.
     let lease = client.get(&Get::new("a").range(3 * MIB..5 * MIB)).unwrap();
     let object = lease.open(&driver, None).unwrap();
     let memory = object.parts()[0].memory().unwrap();
@@ -374,7 +373,7 @@ fn thousand_segments_are_one_object(mut subject: Subject) {
     subject.alone();
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let client = broker.client();
-    // The same few files again and again: the unit that is kept is the segment.
+    // The same few files are repeated: a segment is the unit of storage.
     let memory = filled(&driver, 8 * MIB, Some(2 * MIB), 3);
     let (_, chunks) = memory.chunks(0..8 * MIB).unwrap().unwrap();
     let mut description = memory.describe().unwrap();
@@ -387,7 +386,7 @@ fn thousand_segments_are_one_object(mut subject: Subject) {
     let part = PutPart::of_segments("all", driver.backend(), description, segments).unwrap();
     let file = Inode::of(&*chunks[0]);
     client.put(&Put::new("many").part(part)).unwrap();
-    // One more of each file, and none of the hundreds that came besides.
+    // The broker keeps one descriptor of each file and closes the hundreds of duplicates.
     until(|| file.open_here() <= before + 4);
     let lease = client.get(&Get::new("many")).unwrap();
     let object = lease.open(&driver, None).unwrap();
@@ -398,10 +397,10 @@ fn thousand_segments_are_one_object(mut subject: Subject) {
     assert_eq!(all.len(), 2);
 }
 
-/// How long what must happen may take on a machine that does much else.
+/// The time limit of each wait, generous for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// Waits for what another thread does.
+/// Waits until another thread makes the condition true.
 #[track_caller]
 pub(crate) fn until(done: impl Fn() -> bool) {
     let begun = Instant::now();
@@ -490,7 +489,7 @@ fn report_of_false_claim_keeps_the_version(subject: Subject) {
     let memory = filled(&subject.driver, 2 * MIB, None, 6);
     let (_, chunks) = memory.chunks(0..2 * MIB).unwrap().unwrap();
     let mut description = memory.describe().unwrap();
-    // What the broker can't check: it is the device's own.
+    // The broker can't check the placement: it is specific to the device.
     description.sharing = Sharing::Vmm { placement: Placement::Host, segments: 1 };
     let segments = chunks.iter().map(|chunk| (chunk.size(), chunk.as_fd()));
     let part = PutPart::of_segments("all", Backend::Cuda, description, segments).unwrap();
@@ -542,7 +541,7 @@ fn longest_descriptions_are_listed() {
     let (_, chunks) = shared.chunks(0..2 << 20).unwrap().unwrap();
     let part = |at: u8| {
         let mut description = shared.describe().unwrap();
-        // A broker can't check what a device is called.
+        // The broker can't check the name of a device.
         description.device = DeviceIdentity { uuid: DeviceUuid::from_bytes([at; 16]), name: "\"".repeat(255) };
         let segments = chunks.iter().map(|chunk| (chunk.size(), chunk.as_fd()));
         let name = format!("{at:0>255}");
@@ -559,7 +558,7 @@ fn longest_descriptions_are_listed() {
     let lease = client.get(&Get::new("before")).unwrap();
     let held = client.who("").unwrap();
     assert_eq!((held.leases.len(), held.totals.len()), (1, 1));
-    // All that is known of it may not fit a record: that is an answer, and the lease stays.
+    // The metadata may exceed a record: the broker answers with a refusal, and the lease stays valid.
     match client.stat("large", None) {
         Ok(info) => assert_eq!(info.version.parts.len(), 24),
         Err(refused) => assert!(matches!(refused, Error::Broker(_)), "{refused:?}"),

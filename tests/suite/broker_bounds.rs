@@ -1,4 +1,4 @@
-//! A hostile user's share of the broker: its memory is bounded, and others are served meanwhile.
+//! A hostile user's share of the broker: its memory is bounded, and other users are still served.
 
 use std::{
     fs,
@@ -27,10 +27,10 @@ use crate::{
     },
 };
 
-/// Connections of a hostile user.
+/// The connections of a hostile user.
 const HOSTILE: usize = 20;
 
-/// The most that a server may have resident under an attack, in KiB.
+/// The limit on a server's resident memory under attack, in KiB.
 const MOST: u64 = 64 << 10;
 
 fn serve(options: &[&str]) -> Served {
@@ -64,7 +64,7 @@ impl Maker {
     }
 }
 
-/// Asks for something that is answered with one record.
+/// Sends a request whose answer is one record.
 #[track_caller]
 fn ask(raw: &Raw, message: &Message) -> Message {
     raw.ask(message, &[]).unwrap().expect("the broker ended the connection").0
@@ -83,7 +83,7 @@ fn lease(raw: &Raw, name: &str) -> Token {
     }
 }
 
-/// A figure of a process's status, in KiB.
+/// A field of `/proc/PID/status`, in KiB.
 #[track_caller]
 fn status(pid: Pid, field: &str) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -98,14 +98,14 @@ fn assert_bounded(pid: Pid) {
     assert!(most <= MOST, "{most} KiB");
 }
 
-/// How long a process has run on a processor.
+/// The CPU time of a process, in nanoseconds.
 fn ran(pid: Pid) -> u64 {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let times = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("schedstat")).ok());
     times.map(|times| times.split(' ').next().unwrap().parse::<u64>().unwrap()).sum()
 }
 
-/// How long the server runs for what `work` does.
+/// The CPU time that the server spends on `work`.
 fn cost(pid: Pid, work: impl FnOnce()) -> u64 {
     let before = ran(pid);
     work();
@@ -134,7 +134,7 @@ mod memory {
         };
         let mut granted = 0;
         for (at, raw) in connections.iter().enumerate() {
-            // As many as are granted, or far too many.
+            // Claim until the broker refuses, up to far more claims than it should grant.
             let name = |number: usize| format!("{at:03}/{number:0>200}");
             let refusal = (0..10_000).map(|number| claim(raw, name(number))).find(|answer| {
                 granted += 1;
@@ -147,7 +147,7 @@ mod memory {
         }
         eprintln!("{granted} claims");
         assert_bounded(server);
-        // What has ended counts no more.
+        // Closed connections no longer count.
         drop(connections);
         let raw = served.greeted().0;
         raw.until_connections(1);
@@ -167,7 +167,7 @@ mod memory {
             for number in (at..100).step_by(HOSTILE) {
                 let token = lease(&raw, &number.to_string());
                 for _ in 0..16 {
-                    // Cut by hand: the library shortens what it sends.
+                    // Written by hand: the library shortens its messages.
                     let body = json!({"token": token, "message": "x".repeat(60_000)}).to_string();
                     raw.send_bytes(&record(48, &body), &[]).unwrap();
                 }
@@ -177,7 +177,7 @@ mod memory {
         assert_bounded(server);
     }
 
-    /// A record as a client writes it that has no library.
+    /// A record as a client without our library writes it.
     fn record(kind: u16, body: &str) -> Vec<u8> {
         let mut record = b"VMFD\x01\0".to_vec();
         record.extend(kind.to_le_bytes());
@@ -197,13 +197,13 @@ mod memory {
         let list = Message::List(List::default());
         for raw in &connections {
             raw.0.set_nonblocking(true).unwrap();
-            // Until the socket takes no more, or the broker has more to answer than it may keep.
+            // Until the socket is full, or the pending answers reach the broker's limit.
             let asked = (0..60).take_while(|_| raw.send(&list, &[]).is_ok()).count();
             assert!(asked > 4, "{asked}");
         }
-        // It has taken all requests that it takes once it has nothing to do.
+        // Once the server is idle, it has read every request that it accepts.
         until(|| cost(server, || thread::sleep(Duration::from_millis(100))) < 1_000_000);
-        // Others are served, and so is one that begins to read.
+        // Other clients are served, and so is a blocked client once it reads.
         let other = served.greeted().0;
         assert!(matches!(ask(&other, &list), Message::Objects(_)));
         assert_bounded(server);
@@ -218,7 +218,7 @@ mod memory {
     fn requests_that_wait_are_bounded() {
         let served = serve(&[]);
         let server = served.server();
-        // Each member of the list takes a hundred times its length when it was read.
+        // Each member of the list takes a hundred times its length once parsed.
         let expect = json!({"a": vec![json!({"": 0}); 9000]});
         let Value::Object(expect) = expect else { panic!() };
         let mut wait = get("absent");
@@ -231,14 +231,14 @@ mod memory {
         let raw = served.greeted().0;
         raw.measured();
         assert_bounded(server);
-        // The last one was refused, and can go on.
+        // The last request was refused, and its connection stays usable.
         let last = &connections[HOSTILE - 1];
         let answer = last.receive().unwrap().unwrap().0;
         let (code, message) = refused(&answer);
         assert_eq!(code, RefusalCode::Quota, "{message}");
         assert!(message.contains("16777216 bytes"), "{message}");
         assert!(matches!(ask(last, &Message::List(List::default())), Message::Objects(_)));
-        // A short one waits as before, once the others have ended.
+        // A short wait works again once the other connections are closed.
         drop(connections);
         raw.until_connections(1);
         let waits = Get { wait_ms: Some(1), ..get("absent") };
@@ -271,7 +271,7 @@ mod memory {
 #[test]
 fn puts_wait_for_closing_replaced_memory() {
     let served = serve(&[]);
-    // Work that the worker does step by step, and closes nothing in a step.
+    // The worker handles these tables step by step, and closes no descriptor between the steps.
     let entry = |at| format!(r#"{{ "name": "a{at}", "array": {{ "shape": [ 1 ], "dtype": "uint8" }} }}"#);
     let text = format!("[ {} ]", (0..100_000).map(entry).collect::<Vec<_>>().join(", "));
     let tables: Vec<OwnedFd> = (0..8).map(|_| memfd(&text)).collect();
@@ -317,7 +317,7 @@ fn kept_versions_count_as_objects() {
         assert_eq!(code, RefusalCode::Quota, "{message}");
         assert!(message.contains("has 10 objects") && message.contains("its quota is 10"), "{message}");
     }
-    // A replacement that keeps fewer makes room.
+    // A replacement that keeps fewer versions frees quota.
     maker.put.keep = Some(3);
     maker.publish("a");
     maker.publish("b");
@@ -328,7 +328,7 @@ fn kept_versions_count_as_objects() {
     assert_eq!(refused(&maker.put("d")).0, RefusalCode::Quota);
 }
 
-/// The ends of leases, each of another version of one name.
+/// Each lease holds another version of the same name.
 #[test]
 fn ending_leases_takes_linear_time() {
     let served = serve(&[]);
@@ -351,7 +351,7 @@ fn ending_leases_takes_linear_time() {
     assert!(many < 30 * few, "{few} ns for 500 leases, {many} ns for 6000");
 }
 
-/// What is seen of a connection's leases and names, by another one, while they end.
+/// Another client polls the leases and names of a closed connection while the server ends them.
 #[test]
 fn others_are_served_while_leases_end() {
     let served = serve(&[]);
@@ -368,7 +368,7 @@ fn others_are_served_while_leases_end() {
         assert!(other.measured().connections >= 2);
     }
     assert!(seen.iter().any(|leases| (1..5000).contains(leases)), "{seen:?}");
-    // Names that go with their maker.
+    // Names whose lifetime ends with their maker.
     maker.put.lifetime = Some(Lifetime::Maker);
     (0..3000).for_each(|number| maker.publish(&format!("{number}")));
     drop(maker);
@@ -379,7 +379,7 @@ fn others_are_served_while_leases_end() {
     assert!(seen.iter().any(|names| (2..3000).contains(names)), "{seen:?}");
 }
 
-/// How long a get takes where half of all take longer.
+/// The median time of a get.
 fn median_get(raw: &Raw, name: &str) -> Duration {
     let mut times: Vec<Duration> = (0..100)
         .map(|_| {
@@ -412,7 +412,7 @@ fn idle_watchers_delay_no_get() {
     let reader = served.greeted().0;
     let alone = median_get(&reader, "a");
     let _watchers = watchers(&served, "", 3000);
-    // Other programs may take the processor meanwhile: what the watchers cost, they cost each time.
+    // Other programs may use the CPU too. The minimum filters them out: the cost of the watchers is in every run.
     let watched = (0..10).map(|_| median_get(&reader, "a")).min().unwrap();
     eprintln!("{alone:?} alone, {watched:?} with 3000 watchers");
     assert!(watched < 25 * alone, "{alone:?} alone, {watched:?} with 3000 watchers");
@@ -439,7 +439,7 @@ mod root {
 
     const OTHER: u32 = 45671;
 
-    /// How long the server runs for 50 requests of a user who may read nothing.
+    /// The server's CPU time for 50 requests of a user without read access.
     fn cost_for_other(served: &Served, request: &Message) -> u64 {
         let server = served.server();
         cost(server, || {

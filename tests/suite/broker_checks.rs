@@ -1,4 +1,4 @@
-//! Requests that a broker refuses: contradictions, limits, and memory that no reader could map.
+//! Requests that a broker refuses: contradictions, exceeded limits, and memory that no reader could map.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -50,13 +50,13 @@ impl Scene {
         }
     }
 
-    /// Nothing that was refused can be had.
+    /// Asserts that no refused object is visible.
     fn assert_empty(&self) {
         assert!(self.server.client().list("").unwrap().is_empty());
     }
 }
 
-/// Memory of the host with all the seals that it needs, and not the one against writing.
+/// Host memory with all required seals except `F_SEAL_WRITE`.
 fn host_memory(size: u64) -> std::os::fd::OwnedFd {
     let file = memfd_create(c"memory", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
     nix::fcntl::fallocate(file.as_fd(), nix::fcntl::FallocateFlags::empty(), 0, size.cast_signed()).unwrap();
@@ -73,7 +73,7 @@ fn sizes_are_multiples_of_the_granularity() {
     (put.parts[0].memory.size, put.parts[0].memory.mapped_size, put.sizes[0]) = (5000, 5000, 5000);
     let (code, message) = scene.put(put, &[odd.as_fd()]).unwrap_err();
     assert_eq!((code, message.contains("5000 bytes of memory")), (invalid, true), "{message}");
-    // The sum is a multiple, and its segments are not.
+    // The sum is a multiple of the page size, but the segment sizes are not.
     let halves = [host_memory(MIB), host_memory(3 * MIB)];
     let mut put = scene.memory.put("a");
     (put.parts[0].memory.size, put.parts[0].memory.mapped_size) = (4 * MIB, 4 * MIB);
@@ -100,7 +100,7 @@ fn long_inline_tables_are_refused() {
     let long = broker::Put { metadata: Some(Table::Inline(text(MAX_INLINE + 1))), ..scene.memory.put("a") };
     let (code, message) = scene.put(long, &scene.memory.fds()).unwrap_err();
     assert_eq!((code, message.contains("4097 bytes in the record")), (RefusalCode::Invalid, true), "{message}");
-    // Each of them short enough, and together too long.
+    // Each array is short enough, but together they are too long.
     let name = "n".repeat(900);
     let array = json!([{"name": name, "array": {"dtype": "uint8", "shape": [1]},
         "attributes": {"x": "x".repeat(1000)}}]);
@@ -137,7 +137,7 @@ fn wrong_count_in_received_ends_connection() {
         assert_eq!(failure.code, ErrorCode::Protocol);
         assert!(failure.message.contains(&format!("{wrong} segments")), "{}", failure.message);
     }
-    // Each record's own count.
+    // The client confirms the count of each record.
     let raw = Raw::greeted(&scene.server.path).unwrap();
     assert!(matches!(raw.ask(&get_message("many"), &[]).unwrap(), Some((Message::Lease(_), _))));
     for so_far in [first, 2 * first] {
@@ -165,7 +165,7 @@ fn request_token_of_another_name_is_refused() {
     assert_eq!(scene.put(put("a", 1), &fds).unwrap(), first);
     assert_eq!(scene.put(put("b", 1), &fds).unwrap_err().0, RefusalCode::Invalid);
     assert_eq!(refused(client.get(&Get::new("b"))).0, RefusalCode::Absent);
-    // Also once its version is gone; and so of a delete.
+    // A repeated request returns its first answer even after its version is deleted. The same holds for a delete.
     delete("a", 2).unwrap();
     assert_eq!(scene.put(put("a", 1), &fds).unwrap(), first);
     assert_eq!(scene.put(put("b", 1), &fds).unwrap_err().0, RefusalCode::Invalid);
@@ -205,7 +205,7 @@ fn tables_count_towards_the_quota() {
     };
     assert_eq!(put(200_000), Err(RefusalCode::Quota));
     assert_eq!(put(90_000), Ok(()));
-    // It is given back with its version.
+    // Deleting the version frees its quota.
     server.client().delete("a").unwrap();
     assert_eq!(put(90_000), Ok(()));
 }
@@ -283,7 +283,7 @@ fn deleted_name_is_not_offered_back() {
     };
     assert_eq!(offer("a", 1), Ok(3));
     scene.server.client().delete("a").unwrap();
-    // The same version, and an older one of the name.
+    // An offer of the same version is denied, and so is an offer of an older version.
     assert_eq!(offer("a", 1), Err(RefusalCode::Denied));
     assert_eq!(offer("a", 2), Err(RefusalCode::Denied));
     assert_eq!(offer("b", 3), Ok(3));
@@ -304,7 +304,7 @@ fn get_expects_an_owner() {
         assert_eq!(refusal.0, RefusalCode::Differs);
         assert!(refusal.1.contains(&format!("its owner is uid {uid}, not {}", uid + 1)), "{}", refusal.1);
     }
-    // Nothing is held but what fits.
+    // Only the lease that fits remains.
     let leases = || client.who("").unwrap().leases.len();
     crate::broker::until(|| leases() == 1);
 }

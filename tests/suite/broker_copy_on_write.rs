@@ -16,7 +16,7 @@ use crate::{
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 4 * MIB;
 
-/// Puts a version of `a` whose bytes all have one value, in two segments.
+/// Puts a version of `a` filled with one value, in two segments.
 fn put(client: &Client, subject: &Subject, value: u8, seal: bool) {
     let device = Device::find(&subject.driver, Selector::default()).unwrap();
     let spec = Spec::vmm(SIZE).chunk(2 * MIB);
@@ -32,7 +32,7 @@ fn open(client: &Client, subject: &Subject) -> Object {
     client.get(&Get::new("a")).unwrap().open_copy_on_write(&subject.driver, None).unwrap()
 }
 
-/// The value that all bytes of an object have.
+/// The value of all bytes of an object.
 #[track_caller]
 fn value(object: &Object) -> u8 {
     let mut bytes = vec![0; SIZE as usize];
@@ -56,7 +56,7 @@ fn writes_stay_in_one_object() {
         let reader = client.get(&Get::new("a")).unwrap().open(&subject.driver, None).unwrap();
         let memory = object.parts()[0].memory().unwrap();
         assert_eq!(memory.access(), Access::ReadWrite);
-        // A slice of it would change under a write to it.
+        // A write to the memory would change a slice of it, so there is no slice.
         let mut mirror = Mirror::of(&**memory, 0, SIZE).unwrap();
         assert!(mirror.is_direct() && mirror.bytes().is_none());
         let sealed = Mirror::of(&**reader.parts()[0].memory().unwrap(), 0, SIZE).unwrap();
@@ -90,7 +90,7 @@ fn versions_replace_what_was_written() {
     object.park(true).unwrap();
     object.unpark(client.get(&Get::new("a")).unwrap()).unwrap();
     assert_eq!(value(&object), 2);
-    // It is still copy on write.
+    // After unpark the object is still copy-on-write.
     fill(&object, 9);
     assert_eq!((value(&object), value(&open(&client, &subject))), (9, 2));
 }
@@ -116,7 +116,7 @@ fn a_failed_call_leaves_nothing() {
         failed.push(verb);
     }
     assert_eq!(failed.iter().filter(|verb| **verb == "map_private").count(), 2, "{failed:?}");
-    // A switch that fails maps the old version again, for writing.
+    // A failed switch maps the old version again, writable.
     let mut object = open(&client, &subject);
     put(&client, &subject, 2, true);
     let next = object.prepare(client.get(&Get::new("a")).unwrap()).unwrap();

@@ -1,4 +1,5 @@
-//! The server and its supervisor, killed before each system call of each verb: what was acknowledged is there, and nothing half.
+//! The server and its supervisor, killed before each system call of each verb: every acknowledged change survives, and no partial change
+//! does.
 
 use std::{
     fs,
@@ -41,10 +42,10 @@ cases! {
     ]
 }
 
-/// What a request came to: its answer, unless the connection ended before.
+/// The answer to a request, or `None` if the connection closed first.
 type Answer = Option<(Message, Vec<OwnedFd>)>;
 
-/// A token that no other request has.
+/// A unique token.
 pub(crate) fn token() -> Token {
     use std::sync::atomic::{AtomicU64, Ordering};
     static LAST: AtomicU64 = AtomicU64::new(0);
@@ -54,7 +55,7 @@ pub(crate) fn token() -> Token {
     Token(bytes)
 }
 
-/// A request that may be cut off.
+/// Sends a request that a kill may interrupt.
 fn ask(raw: &Raw, message: &Message, fds: &[BorrowedFd<'_>]) -> Answer {
     raw.ask(message, fds).ok().flatten()
 }
@@ -68,7 +69,7 @@ fn resume(raw: &Raw, leases: &[Token]) -> Resumed {
     }
 }
 
-/// Memory to put, and how it is put.
+/// Memory for puts.
 struct Makings {
     small: Material,
     many: Material,
@@ -83,7 +84,6 @@ impl Makings {
         Self { small: Material::of(&shared), many: Material::of(&shared).repeated(MANY), table }
     }
 
-    /// A put of a few segments.
     fn put(&self, name: &str, request: Token, replace: bool) -> broker::Put {
         broker::Put { request: Some(request), replace, ..self.small.put(name) }
     }
@@ -92,14 +92,14 @@ impl Makings {
         ask(raw, &Message::Put(Box::new(put)), &self.small.fds())
     }
 
-    /// A put whose metadata come in a memfd.
+    /// A put with its metadata in a memfd.
     fn put_with_table(&self, raw: &Raw, put: broker::Put) -> Answer {
         let put = broker::Put { metadata: Some(Table::Length(self.table.1 as u64)), ..put };
         let fds: Vec<_> = [self.table.0.as_fd()].into_iter().chain(self.small.fds()).collect();
         ask(raw, &Message::Put(Box::new(put)), &fds)
     }
 
-    /// A put that takes several records.
+    /// A put of several records.
     fn put_many(&self, raw: &Raw, name: &str, request: Token) -> Answer {
         let put = broker::Put { request: Some(request), ..self.many.put(name) };
         let (fds, sizes) = (self.many.fds(), &self.many.segments);
@@ -116,7 +116,7 @@ impl Makings {
     }
 }
 
-/// Takes all records of a lease. Returns its token once the first has come.
+/// Receives all records of a lease. Returns its token after the first record, and whether the lease is complete.
 fn get_whole(raw: &Raw, name: &str, segments: usize) -> (Option<Token>, bool) {
     let Some((Message::Lease(lease), fds)) = ask(raw, &get_message(name), &[]) else { return (None, false) };
     let mut have = fds.len();
@@ -130,7 +130,7 @@ fn get_whole(raw: &Raw, name: &str, segments: usize) -> (Option<Token>, bool) {
     (Some(lease.token), true)
 }
 
-/// What is done while the server is traced.
+/// The request that the server handles while it is traced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verb {
     Put,
@@ -149,7 +149,7 @@ enum Verb {
     Who,
     Watch,
     Measure,
-    /// To close a connection that leases.
+    /// Closes a connection that has a lease.
     Close,
 }
 
@@ -173,20 +173,20 @@ const VERBS: [Verb; 17] = [
     Verb::Close,
 ];
 
-/// A broker that is killed, and what must be in it.
+/// A broker that the test kills, and its expected contents.
 struct Scene<'a> {
     served: Served,
     driver: &'a Driver,
-    /// What is put and taken away again: of other memory than what stays.
+    /// Put and deleted in each round. Its memory differs from the permanent objects.
     makings: Makings,
-    /// What that replaces.
+    /// Put before a replacement.
     before: Makings,
     instance: String,
     kills: usize,
     longest: Duration,
 }
 
-/// What is there from the start: name, version, value of the bytes.
+/// The names of the permanent objects.
 const ALWAYS: [&str; 2] = ["base", "many"];
 
 impl<'a> Scene<'a> {
@@ -206,18 +206,17 @@ impl<'a> Scene<'a> {
         Client::connect(&self.served.path, &Config::default()).unwrap()
     }
 
-    /// Names and versions.
     fn listed(&self) -> Vec<(String, u64)> {
         let (raw, _) = self.served.greeted();
         raw.list().into_iter().map(|of| (of.name, of.version)).collect()
     }
 
-    /// Does a verb, with the server killed before its `nth` system call from there on. Whether it came so far.
+    /// Runs a verb and kills the server before its `nth` system call. Returns whether the server reached this call.
     fn kill_in(&mut self, verb: Verb, nth: usize) -> bool {
         let (raw, server) = self.served.greeted();
         let request = token();
         let name = format!("made/{verb:?}");
-        // What is there before.
+        // The object to replace or delete.
         if matches!(verb, Verb::Replace | Verb::Delete) {
             let answer = self.before.put_small(&raw, self.before.put(&name, token(), false));
             assert!(matches!(answer, Some((Message::Published(_), _))), "{verb:?} {nth}: {answer:?}");
@@ -248,7 +247,7 @@ impl<'a> Scene<'a> {
             }
             Verb::Release | Verb::Report | Verb::Close => {
                 let token = held.unwrap();
-                // The server may be killed by then.
+                // The server may be dead already.
                 match verb {
                     Verb::Release => drop(raw.send(&Message::Release(Release { token }), &[])),
                     Verb::Report => {
@@ -287,17 +286,17 @@ impl<'a> Scene<'a> {
         }
         assert!(!matches!(answer, Some((Message::Refused(_) | Message::Error(_), _))), "{at}");
         let held = held.filter(|_| traced.killed.is_some());
-        // First: the server waits for 10 s.
+        // Check the lease first: the server waits 10 s for it.
         if let Some(token) = held {
             let lost = resume(&self.served.greeted().0, &[token]).lost;
-            // Those that were released ended, or no client has them.
+            // A released lease ended, or no client holds it.
             assert!(lost.is_empty() || matches!(verb, Verb::Release | Verb::Close), "{at}: a lease is lost");
         }
         self.check(verb, &name, request, &answer, &at);
         traced.killed.is_some()
     }
 
-    /// Checks what is there after a kill, and takes away what was made.
+    /// Checks the objects after a kill, and deletes the new one.
     fn check(&self, verb: Verb, name: &str, request: Token, answer: &Answer, at: &str) {
         let (raw, _) = self.served.greeted();
         assert_eq!(resume(&raw, &[]).instance, self.instance, "{at}");
@@ -315,7 +314,7 @@ impl<'a> Scene<'a> {
                 Some(other) => panic!("{at}: {other:?}"),
                 None => assert!(version.unwrap_or(0) == first || version == Some(first + 1), "{at}: {version:?}"),
             }
-            // Sent again it is done once.
+            // A repeated request is executed once.
             let again = match verb {
                 Verb::PutMany => self.makings.put_many(&raw, name, request),
                 Verb::PutWithTable => self.makings.put_with_table(&raw, self.makings.put(name, request, false)),
@@ -361,7 +360,7 @@ fn server_killed_in(subject: &Subject, keeper: Keeper) {
     }
     let (kills, longest) = (scene.kills, scene.longest);
     eprintln!("{keeper:?}: {kills} kills of the server ({}), the longest gap {longest:?}", each.join(", "));
-    // Three segments, kept once, and two catalogues.
+    // The server keeps three segments, each once, and two catalogues.
     let server = scene.served.server();
     until(|| scene.served.kept(server) == (CHUNKS + 2, CHUNKS + 2));
 }
@@ -376,7 +375,7 @@ fn verbs_survive_server_kill_with_keeper_service(mut subject: Subject) {
     server_killed_in(&subject, Keeper::Apart);
 }
 
-/// Of the program's start: what the loader does before comes with it.
+/// The trace starts at the program's entry: the dynamic loader is not part of the test.
 fn start_survives_server_kill(mut subject: Subject) {
     subject.alone();
     let scene = Scene::new(Keeper::Apart, &subject);
@@ -385,13 +384,13 @@ fn start_survives_server_kill(mut subject: Subject) {
     let (mut nth, mut killed) = (0, true);
     while killed {
         let (raw, server) = scene.served.greeted();
-        // Something to finish: a version that only a lease keeps, which no client takes up.
+        // The next server has cleanup to finish: only a lease holds this version, and no client reclaims it.
         let answer = scene.makings.put_small(&raw, scene.makings.put("gone", token(), false));
         assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
         get_whole(&raw, "gone", CHUNKS).0.unwrap();
         let delete = Message::Delete(Delete { name: "gone".to_owned(), request: None });
         assert!(matches!(ask(&raw, &delete, &[]), Some((Message::Done(_), _))));
-        // And a put that is under way.
+        // A put is in progress, too.
         let put = scene.before.put("half", token(), false);
         raw.send(&Message::Put(Box::new(put)), &scene.before.small.fds()).unwrap();
         fs::write(&flag, "").unwrap();
@@ -401,7 +400,7 @@ fn start_survives_server_kill(mut subject: Subject) {
         until(|| is_stopped(next));
         fs::remove_file(&flag).unwrap();
         let (_, traced) = trace(next, From::Stopped, at_call(nth), || {
-            // It serves, or another does.
+            // Either this server answers or its successor does.
             scene.served.greeted()
         });
         killed = traced.killed.is_some();
@@ -417,7 +416,7 @@ fn start_survives_server_kill(mut subject: Subject) {
     eprintln!("{} kills of the server while it starts", nth - 1);
     assert!(nth > 10);
     let server = scene.served.server();
-    // The leases end with the time to take them up.
+    // The leases end with the grace period.
     until(|| scene.served.kept(server) == (CHUNKS + 2, CHUNKS + 2));
     let (raw, _) = scene.served.greeted();
     assert_eq!(resume(&raw, &[]).instance, scene.instance);
@@ -441,11 +440,11 @@ fn puts_survive_supervisor_kill(mut subject: Subject) {
             let (answer, traced) = while_traced(supervisor, at_call(nth), || scene.makings.put_small(&raw, put));
             scene.served.reap();
             killed = traced.killed.is_some();
-            // The server goes on, and so do its connections.
+            // The server and its connections are unaffected.
             let Some((Message::Published(published), _)) = &answer else { panic!("{nth}: {answer:?}") };
             assert_eq!(published.version, 1 + u64::from(replace));
             assert_eq!(scene.served.server(), server);
-            // The next one keeps as much, and with it alone the next server has all.
+            // The next keeper holds the same descriptors, and the next server restores everything from it.
             until(|| scene.served.kept(server) == (2 * CHUNKS + 2, 2 * CHUNKS + 2));
             let (server, _) = scene.served.kill_server();
             assert_eq!(scene.listed(), [("base", 1), (name, 1 + u64::from(replace)), ("many", 1)].map(owned));
@@ -463,7 +462,7 @@ fn puts_survive_supervisor_kill(mut subject: Subject) {
     let (raw, _) = scene.served.greeted();
     assert_eq!(resume(&raw, &[]).instance, scene.instance);
     drop(raw);
-    // Also one that the server started is asked to end as the first one is.
+    // A keeper that the server started receives the same stop request as the first keeper.
     scene.served.stop();
 }
 
@@ -471,7 +470,7 @@ fn owned((name, version): (&str, u64)) -> (String, u64) {
     (name.to_owned(), version)
 }
 
-/// Who is killed, in which order.
+/// The processes to kill, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Order {
     ClientFirst,
@@ -538,9 +537,9 @@ fn acknowledged_requests_survive_client_and_server_kill(mut subject: Subject) {
     }
     eprintln!("{kills} kills of the server with a client, the longest gap {longest:?}");
     let client = scene.client();
-    // Of what the last ones leased the grace must end first.
+    // The last clients' leases end after the grace period.
     until(|| client.who("").unwrap().leases.is_empty());
     let server = scene.served.server();
-    // What `base` was replaced with has files of its own.
+    // The version that replaced `base` has its own files.
     until(|| scene.served.kept(server) == (2 * CHUNKS + 2, 2 * CHUNKS + 2));
 }

@@ -1,4 +1,4 @@
-//! Brokers that die again and again under load: nothing is lost, and nothing grows.
+//! Brokers that crash repeatedly under load: no object is lost, and no resource leaks.
 
 use std::{
     fs,
@@ -32,13 +32,13 @@ use crate::{
     },
 };
 
-/// How many cycles there are from one crash to the next.
+/// The number of cycles between two crashes.
 const CRASH_EVERY: u64 = 500;
 
-/// The longest catalogue: as long as what is in it twice, and 4 MiB of history; and what is written until that is seen.
+/// The limit on the catalogue: twice its live contents, 4 MiB of history, and the bytes written before the server notices.
 const CATALOGUE: u64 = 5 << 20;
 
-/// A client that connects again and asks again until it is answered.
+/// A client that reconnects and repeats its request until it gets an answer.
 struct Persistent<'a> {
     served: &'a Served,
     raw: Raw,
@@ -46,7 +46,7 @@ struct Persistent<'a> {
 }
 
 impl Persistent<'_> {
-    /// The answer to a request, sent as often as it takes.
+    /// Repeats the request until it is answered.
     fn ask(&mut self, message: &Message, fds: &[std::os::fd::OwnedFd]) -> Message {
         loop {
             let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
@@ -68,14 +68,14 @@ impl Persistent<'_> {
     }
 }
 
-/// The length of the longest catalogue of a process.
+/// The length of a process's longest catalogue.
 fn catalogue(pid: Pid) -> u64 {
     let mut catalogues = open_files(pid).unwrap();
     catalogues.retain(|file| file.link.to_string_lossy().starts_with("/memfd:vmmfd-catalogue"));
     catalogues.iter().filter_map(|file| Some(fs::metadata(&file.path).ok()?.len())).max().unwrap_or(0)
 }
 
-/// What is not to grow: descriptors of memory, KiB of the server and the supervisor, bytes of the catalogue.
+/// Sizes that must not grow: descriptors of memory, KiB of the server and the supervisor, bytes of the catalogue.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sizes {
     descriptors: usize,
@@ -84,7 +84,7 @@ struct Sizes {
     catalogue: u64,
 }
 
-/// 100,000 with VMMFD_TEST_CYCLES.
+/// `VMMFD_TEST_CYCLES=100000` for the long run.
 #[test]
 fn cycles_with_crashes_leak_nothing() {
     let cycles = number("VMMFD_TEST_CYCLES", 2000);
@@ -92,7 +92,7 @@ fn cycles_with_crashes_leak_nothing() {
     let served = Served::start(Keeper::Own, &subject);
     let template = Template::new();
     let mut client = Persistent { served: &served, raw: served.greeted().0, reconnects: 0 };
-    // What stays all the time.
+    // This object stays for the whole test.
     assert_eq!(client.put(&template, "base", 2, false), 1);
     let base = pages_of(2) as usize;
     let (mut crashes, mut early, mut late) = (0, Sizes::default(), Sizes::default());
@@ -100,7 +100,7 @@ fn cycles_with_crashes_leak_nothing() {
     for cycle in 1..=cycles {
         let killer = (cycle % CRASH_EVERY == 0).then(|| {
             let server = served.server();
-            // At some moment of the cycles that follow.
+            // The kill happens at a varying moment during the next cycles.
             thread::spawn(move || {
                 thread::sleep(Duration::from_micros(cycle * 7919 % 5000));
                 kill(server, Signal::SIGKILL).unwrap();
@@ -117,7 +117,7 @@ fn cycles_with_crashes_leak_nothing() {
             let killed = killer.join().unwrap();
             crashes += 1;
             let (server, _) = served.wait_for_another(killed, Instant::now());
-            // What the last cycle left is being closed.
+            // Wait until the server has closed the memory of the last cycle.
             until(|| served.kept(server) == (base + 2, base + 2));
             let supervisor = served.supervisor();
             let sizes = Sizes {
@@ -135,20 +135,19 @@ fn cycles_with_crashes_leak_nothing() {
     eprintln!(
         "{cycles} cycles with {crashes} crashes, {reconnects} reconnects: at half of them {early:?}, at the end {late:?}"
     );
-    // The last one may come after all is done.
+    // The last crash may happen after the last request.
     assert!(crashes >= 2 && reconnects + 1 >= crashes, "{crashes} crashes, {reconnects} reconnects");
     assert_eq!(early.descriptors, late.descriptors);
     assert!(longest <= CATALOGUE, "{longest} bytes of catalogue");
-    // A server begins anew with each crash, and reads a catalogue of up to some MiB.
+    // Each crash starts a new server, which reads a catalogue of up to a few MiB.
     assert!(late.server <= early.server + 16 * 1024, "{early:?} {late:?}");
     assert!(late.supervisor <= early.supervisor + 1024, "{early:?} {late:?}");
 }
 
-/// Clients that get, and those that put.
+/// Clients that get, and clients that put.
 const READERS: u64 = 90;
 const WRITERS: u64 = 10;
 
-/// A client's timeout.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
@@ -193,7 +192,7 @@ fn hundred_clients_see_whole_objects_over_restarts() {
                 let mut version = 1;
                 while !done.load(Ordering::Relaxed) {
                     let nonce = version * WRITERS + writer;
-                    // Each is done once: the next one replaces it, and no other.
+                    // Each put takes effect once: the next put replaces exactly this version.
                     let published = template.put(&client, &name, nonce, Condition::Version(version)).unwrap();
                     assert_eq!(published, version + 1);
                     version = published;
@@ -206,7 +205,7 @@ fn hundred_clients_see_whole_objects_over_restarts() {
             let (_, gap) = served.kill_server();
             let mut longest = longest.lock().unwrap();
             *longest = (*longest).max(gap);
-            // Some of each come through before the next.
+            // Some gets and puts succeed before the next restart.
             until(|| {
                 let enough = gets.load(Ordering::Relaxed) >= gets_before + READERS
                     && puts.load(Ordering::Relaxed) >= puts_before + WRITERS;

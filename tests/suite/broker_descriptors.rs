@@ -1,5 +1,4 @@
-//! A broker whose peers send it descriptors that can't be closed: TCP sockets with `SO_LINGER`, whose close(2) blocks until a peer
-//! reads that never does.
+//! Peers send the broker descriptors whose close(2) blocks: TCP sockets with `SO_LINGER` whose peer never reads.
 
 use std::{
     fs,
@@ -23,10 +22,10 @@ use crate::{
 
 const MIB: u64 = 1 << 20;
 
-/// Longer than any test waits.
+/// Longer than any wait in these tests.
 const LINGER: Duration = Duration::from_secs(600);
 
-/// Descriptors whose close blocks until this is dropped.
+/// Descriptors whose close blocks until this value is dropped.
 struct Lingering {
     files: Vec<OwnedFd>,
     _unread: TcpListener,
@@ -39,7 +38,7 @@ impl Lingering {
         sockopt::set_socket_recv_buffer_size(&listener, 4096).unwrap();
         let connect = |_| -> OwnedFd {
             let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            // More than the other end ever takes.
+            // More bytes than the receiver accepts.
             sockopt::set_socket_send_buffer_size(&stream, 1 << 16).unwrap();
             sockopt::set_socket_linger(&stream, Some(LINGER)).unwrap();
             stream.set_nonblocking(true).unwrap();
@@ -53,8 +52,7 @@ impl Lingering {
         self.files.iter().map(AsFd::as_fd).collect()
     }
 
-    /// Sends them behind each other, on connections whose server is stopped. They are closed here, which would block if no other
-    /// process had them.
+    /// Sends the descriptors while the server is stopped. The queued record keeps them open, so closing them here does not block.
     fn send(&mut self, raw: &Raw, record: &[u8]) {
         raw.send_bytes(record, &self.fds()).unwrap();
         self.files.clear();
@@ -73,19 +71,19 @@ fn bytes_of(message: &Message) -> Vec<u8> {
     record
 }
 
-/// A put whose memory is so many descriptors.
+/// A put that declares `count` descriptors.
 fn put_of(subject: &Subject, count: usize) -> Vec<u8> {
     let shared = filled(&subject.driver, 2 * MIB, None, 1);
     bytes_of(&Message::Put(Box::new(Material::of(&shared).repeated(count).put("hostile"))))
 }
 
-/// Queues a record that ends the connection, and behind it an empty record with descriptors.
+/// Queues a record that ends the connection, followed by an empty record with descriptors.
 fn end_before_queued(raw: &Raw, files: &mut Lingering) {
     raw.send_bytes(b"no record of the protocol", &[]).unwrap();
     files.send(raw, b"");
 }
 
-/// Runs a test as on a kernel before Linux 6.16, where each socket takes descriptors.
+/// Runs a test as on kernels before Linux 6.16, where every socket accepts descriptors.
 fn without_passrights(test: fn()) {
     let option = rule(libc::SYS_setsockopt, &[(2, require, libc::BPF_JEQ, 83)], libc::ENOPROTOOPT);
     let program: Vec<sock_filter> = option.into_iter().chain([ALLOW]).collect();
@@ -102,7 +100,7 @@ fn queued_descriptors_delay_no_other_user() {
     server.while_stopped(|| end_before_queued(&raw, &mut files));
     assert_eq!(raw.ending().unwrap().code, ErrorCode::Protocol);
     client.list("").unwrap();
-    // It counts as a connection until it is closed.
+    // The connection counts until it is closed.
     assert_eq!(client.who("").unwrap().totals[0].connections, 2);
     drop(files);
     server.wait_for_ends(&client);
@@ -121,7 +119,7 @@ fn a_server_stops_while_closes_block() {
     });
     put.receive().unwrap();
     ended.ending();
-    // What comes with the stop, and behind more records than a turn has.
+    // Records that arrive with the stop, behind more records than the server reads in one turn.
     let mut server_stops = || {
         (0..20).for_each(|_| raw_list(&late));
         files[2].send(&late, b"");
@@ -153,7 +151,7 @@ mod root {
     const HOSTILE: u32 = 24561;
     const OTHER: u32 = 24562;
 
-    /// A connection that another user made.
+    /// A connection made by another user.
     fn dial_as(uid: u32, server: &Process) -> Raw {
         let (ours, theirs) = UnixDatagram::pair().unwrap();
         in_fork(|| {
@@ -169,7 +167,7 @@ mod root {
         use std::os::fd::FromRawFd;
         let mut fds = [-1];
         assert_eq!(socket.recv_with_fd(&mut [0], &mut fds).unwrap(), (1, 1));
-        // SAFETY: the kernel has just made this descriptor, and no other place has its number.
+        // SAFETY: the kernel has just created this descriptor, and nothing else owns it.
         Raw::over(unsafe { OwnedFd::from_raw_fd(fds[0]) }).unwrap()
     }
 
@@ -206,7 +204,7 @@ mod root {
         let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|of| of.parse::<u32>().unwrap_or(0));
         let version = (numbers.next().unwrap(), numbers.next().unwrap());
         let server = start(&Subject::host(), &[OTHER]);
-        // The listening socket refuses descriptors once the server runs.
+        // The listening socket refuses descriptors only once the server runs.
         let _client = server.client();
         let file = fs::File::open("/dev/null").unwrap();
         let (raw, sent) = server.while_stopped(|| {
@@ -260,7 +258,7 @@ mod root {
         let (code, message) = refusal_of(HOSTILE, &server);
         assert_eq!(code, ErrorCode::Full);
         assert!(message.starts_with(why), "{message}");
-        // A connection that was there before ends with its next record.
+        // An existing connection ends with its next record.
         raw_list(&raws[2]);
         assert!(raws[2].ending().unwrap().message.starts_with(why));
         for uid in [OTHER, 0] {
@@ -307,7 +305,7 @@ mod root {
         });
     }
 
-    /// A put of so many segments of one memfd, of which one has come.
+    /// A put that declares many segments of one memfd and sends only the first.
     fn reserving(material: &Material) -> Message {
         let mut put = material.put("hostile");
         put.sizes.truncate(1);
@@ -339,11 +337,11 @@ mod root {
             refusal.starts_with("uid 24561 has ") && refusal.contains("asks for 202 more: its share is "),
             "{refusal}"
         );
-        // Another user puts as many, and they come whole.
+        // Another user puts as many segments, and the put succeeds.
         let other = greeted_as(OTHER, &server);
         let answer = other.ask(&Message::Put(Box::new(material.put("fair"))), &material.fds()).unwrap();
         assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
-        // What is given up is free again.
+        // Closed connections free their reservation.
         drop(held);
         until(|| {
             let raw = dial_as(HOSTILE, &server);
@@ -374,7 +372,7 @@ mod root {
         assert!(refusal.message.contains("its share is "), "{}", refusal.message);
         let other = greeted_as(OTHER, &server);
         assert!(matches!(put(&other, "fair"), Message::Published(_)));
-        // One memfd counts once, however often it is named.
+        // A memfd counts once, no matter how many objects name it.
         for name in ["hostile/0", "hostile/1", "hostile/2"] {
             let delete = Message::Delete(Delete { name: name.to_owned(), request: None });
             assert!(matches!(hostile.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));

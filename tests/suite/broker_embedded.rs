@@ -1,4 +1,4 @@
-//! A program that has the broker in it and names its keeper by path: `examples/embedded_broker.rs`.
+//! A program that embeds the broker and names its keeper by path: `examples/embedded_broker.rs`.
 
 #![allow(unsafe_code, reason = "a child asks to be traced")]
 
@@ -39,7 +39,7 @@ use crate::{
     },
 };
 
-/// After how long a wait fails its test.
+/// The time limit of each wait.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Copies of the embedding program and of `vmmfd`, and the processes that run them.
@@ -66,7 +66,7 @@ impl Place {
         command
     }
 
-    /// Starts the program, and waits until it serves. Then its file can't be executed a second time.
+    /// Starts the program and waits until it serves. Afterwards its file can't be executed again.
     fn start(&self) -> Child {
         self.allow_execution(true);
         let mut child = self.command(&self.vmmfd).spawn().unwrap();
@@ -81,7 +81,7 @@ impl Place {
         fs::set_permissions(&self.program, fs::Permissions::from_mode(if allowed { 0o700 } else { 0o600 })).unwrap();
     }
 
-    /// Runs a program that fails.
+    /// Runs a program that must fail, and returns its error.
     fn fail(&self, keeper: &Path) -> String {
         self.allow_execution(true);
         let Output { status, stderr, .. } = self.command(keeper).output().unwrap();
@@ -94,12 +94,12 @@ impl Place {
         self.folder.path().join("broker.sock.keeper")
     }
 
-    /// The keepers that live.
+    /// The running keepers.
     fn keepers(&self) -> Vec<Pid> {
         with_argument(&self.keeper_folder().join("keeper.sock"))
     }
 
-    /// The only keeper.
+    /// The only running keeper.
     #[track_caller]
     fn keeper(&self) -> Pid {
         let keepers = self.keepers();
@@ -139,7 +139,7 @@ fn end_by(mut child: Child, signal: Signal) {
     child.wait().unwrap();
 }
 
-/// Ends a program in order.
+/// Stops a program with an orderly shutdown.
 #[track_caller]
 fn stop(child: Child) {
     let output = child.wait_with_output().unwrap();
@@ -166,7 +166,7 @@ fn embedded_objects_survive_kills() {
     place.put(&subject, "object-4", 4);
     let second = place.keeper();
     assert_ne!(second, first);
-    // A request and an orderly end keep the objects too.
+    // An orderly shutdown keeps the objects too.
     stop(program);
     program = place.start();
     assert_eq!(place.keeper(), second);
@@ -197,7 +197,7 @@ fn keeper_outlives_closed_output() {
     let program = place.start();
     place.put(&subject, "object", 1);
     kill(Pid::from_raw(program.id().cast_signed()), Signal::SIGKILL).unwrap();
-    // The keeper does not hold the program's output open.
+    // The keeper does not hold the program's standard output open.
     program.wait_with_output().unwrap();
     place.keeper();
 }
@@ -215,7 +215,7 @@ fn unusable_keeper_programs_are_refused() {
     assert!(said.contains("start the keeper /bin/true") && said.contains("it died before"), "{said}");
     let said = place.fail(&place.program);
     assert!(said.contains("it is this program itself: give the path of the `vmmfd` program"), "{said}");
-    // A keeper that was started in vain ends.
+    // If the server fails to start, its keeper exits.
     fs::write(&place.socket, "no socket").unwrap();
     place.fail(&place.vmmfd);
     until(|| place.keepers().is_empty());
@@ -233,12 +233,12 @@ fn second_program_leaves_the_keeper() {
     end_by(program, Signal::SIGKILL);
 }
 
-/// Runs a command under a trace of itself and its descendants, and returns the command line of each program that they execute. `body`
-/// runs meanwhile in this thread, and is to see to the end of all of them.
+/// Runs a command with ptrace on it and its descendants, and returns the command line of each program that they execute. `body` runs
+/// concurrently in this thread and must end all of them.
 fn executed(mut command: Command, body: impl FnOnce(Child)) -> Vec<Vec<String>> {
     let (sender, receiver) = mpsc::channel();
     let tracer = thread::spawn(move || {
-        // SAFETY: it makes one system call.
+        // SAFETY: the closure makes a single system call, which is async-signal-safe.
         unsafe { command.pre_exec(|| ptrace::traceme().map_err(Into::into)) };
         let child = command.spawn().unwrap();
         let first = Pid::from_raw(child.id().cast_signed());
@@ -246,7 +246,7 @@ fn executed(mut command: Command, body: impl FnOnce(Child)) -> Vec<Vec<String>> 
         let mut executed = Vec::new();
         let begun = Instant::now();
         loop {
-            // Other threads have children too.
+            // `__WNOTHREAD`: other threads of this process have children too.
             let flags = WaitPidFlag::__WALL | WaitPidFlag::from_bits_retain(libc::__WNOTHREAD) | WaitPidFlag::WNOHANG;
             let (pid, signal) = match waitpid(None, Some(flags)) {
                 Ok(WaitStatus::StillAlive) => {
@@ -270,14 +270,14 @@ fn executed(mut command: Command, body: impl FnOnce(Child)) -> Vec<Vec<String>> 
                     executed.push(command_line(pid));
                     (pid, None)
                 }
-                // A new process or thread stops once.
+                // A new process or thread stops once with SIGSTOP.
                 Ok(WaitStatus::Stopped(pid, Signal::SIGSTOP)) => (pid, None),
                 Ok(WaitStatus::Stopped(pid, signal)) => (pid, Some(signal)),
                 Ok(WaitStatus::PtraceEvent(pid, ..)) => (pid, None),
                 Ok(_) => continue,
                 Err(_) => return executed,
             };
-            // Fails if it was killed meanwhile.
+            // The call fails if the process was killed in the meantime.
             let _ = ptrace::cont(pid, signal);
         }
     });

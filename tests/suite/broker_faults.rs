@@ -1,4 +1,4 @@
-//! Processes that are killed before, in and after each verb of a broker: what is left is what was acknowledged.
+//! Processes killed before, during and after each verb of a broker: exactly the acknowledged changes remain.
 
 use std::{
     fs,
@@ -35,26 +35,26 @@ cases! {
 
 const MIB: u64 = 1 << 20;
 
-/// Segments of the object whose put and lease take several records: three of a put and of a lease.
+/// The segments of the large object: its put and its lease take three records each.
 pub(crate) const MANY: usize = 600;
 
-/// Chunks that these are made of, again and again.
+/// The distinct chunks that the segments repeat.
 pub(crate) const CHUNKS: usize = 3;
 
 pub(crate) const CHUNK: u64 = 2 * MIB;
 
-/// Whether `made` exists after a child was killed.
+/// Whether `made` exists after a child is killed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Made {
-    /// It was acknowledged.
+    /// The put was acknowledged.
     Yes,
-    /// It was not sent whole.
+    /// The put was not sent completely.
     No,
-    /// It was sent whole, and not acknowledged: either is right.
+    /// The put was sent completely but not acknowledged: both outcomes are valid.
     Maybe,
 }
 
-/// Where a child is killed, and whether there is an object `made` of three chunks then. All find an object `base`.
+/// The steps at which a child is killed, and whether `made` (three chunks) exists then. Each child finds an object `base`.
 pub(crate) const STEPS: &[(&str, Made)] = &[
     ("connected", Made::No),
     ("hello-sent", Made::No),
@@ -96,7 +96,7 @@ pub(crate) const STEPS: &[(&str, Made)] = &[
     ("delete-done", Made::No),
 ];
 
-/// Memory, and what a put says of it.
+/// Memory and its description in a put.
 pub(crate) struct Material {
     pub(crate) memory: Memory,
     pub(crate) segments: Vec<(u64, Arc<Chunk>)>,
@@ -111,7 +111,7 @@ impl Material {
         Self { memory, segments, backend: shared.device().backend().to_string() }
     }
 
-    /// The same segments again and again, to so many.
+    /// Repeats the segments up to this count.
     pub(crate) fn repeated(mut self, count: usize) -> Self {
         self.segments = self.segments.into_iter().cycle().take(count).collect();
         let size = self.segments.iter().map(|(size, _)| size).sum();
@@ -119,7 +119,7 @@ impl Material {
         self
     }
 
-    /// A put of all of it, as far as its first record goes.
+    /// A put of the whole memory, with the sizes of its first record.
     pub(crate) fn put(&self, name: &str) -> broker::Put {
         let (memory, arrays, digest) = (self.memory.clone(), None, None);
         broker::Put {
@@ -145,7 +145,7 @@ impl Material {
         self.segments.iter().map(|(_, chunk)| chunk.as_fd()).collect()
     }
 
-    /// Sends some of the segments.
+    /// Sends a range of the segments.
     pub(crate) fn send(&self, raw: &Raw, from: usize, to: usize) {
         for at in (from..to).step_by(MAX_FDS) {
             let some = &self.segments[at..to.min(at + MAX_FDS)];
@@ -177,7 +177,7 @@ fn lease(answer: Option<(Message, Vec<std::os::fd::OwnedFd>)>) -> (Token, usize)
     }
 }
 
-/// What a child does: all up to the step, and no more. Memory and connections stay until it is killed.
+/// Runs a child up to the step. It keeps its memory and connections until it is killed.
 pub(crate) fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
     let config = Config::default();
     let shared = filled(driver, CHUNKS as u64 * CHUNK, Some(CHUNK), 7);
@@ -239,7 +239,7 @@ pub(crate) fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
             let group = Some("g".to_owned());
             put_first(broker::Put { announced, group, wait_ms: Some(600_000), ..small.put("made") });
         }
-        // Of a version that is not the current one: it is refused, and the object stays.
+        // The put is conditional on an old version: it is refused, and the object stays.
         "replace-sent" => put_first(broker::Put { if_version: Some(1_000_000), ..small.put("base") }),
         "replace-half-of-the-segments" => begin_many(true).send(&raw, MAX_FDS, MANY / 2),
         "replace-published" => {
@@ -315,7 +315,7 @@ pub(crate) fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
     Actor::stay("");
 }
 
-/// A sealed memfd with a text, as tables are.
+/// A sealed memfd with a text, the form of a table.
 pub(crate) fn memfd(text: &str) -> std::os::fd::OwnedFd {
     use nix::{
         fcntl::{FcntlArg, SealFlag, fcntl},
@@ -329,7 +329,7 @@ pub(crate) fn memfd(text: &str) -> std::os::fd::OwnedFd {
     file.into()
 }
 
-/// A table of arrays that takes long enough to read that its maker can be killed meanwhile.
+/// A table of arrays that takes long enough to parse that its maker can be killed during it.
 fn big_table() -> String {
     let entry = |at: u64| {
         let float = "float32".parse().unwrap();
@@ -339,7 +339,7 @@ fn big_table() -> String {
     Attached::of(&(0..20_000).map(entry).collect::<Vec<_>>()).unwrap().as_str().to_owned()
 }
 
-/// The full name of a test of a case.
+/// The full name of a case's test.
 pub(crate) fn name_of(subject: &Subject, file: &str, case: &str) -> String {
     let module = match subject.kind {
         Kind::Host => "host",
@@ -383,10 +383,10 @@ fn acknowledged_requests_survive_client_kill(mut subject: Subject) {
     client.put(&Put::new("many").part(whole)).unwrap();
     drop(many);
     client.put(&Put::new("victim").part(part())).unwrap();
-    // Each file is kept once, beside the catalogue; what came besides is closed elsewhere.
+    // The server keeps each file once, plus the catalogue. It closes duplicates in another thread.
     until(|| server.memory_files() == CHUNKS + 1);
     let files = server.files();
-    // What a first child leaves in the driver, it leaves once.
+    // The first child may leave one-time allocations in the driver, so the first step runs twice.
     let (mut free, mut version, mut kills) = (None, 1, 0);
     for (step, made) in std::iter::once(&STEPS[0]).chain(STEPS) {
         let mut actor = Actor::start(&test, step, &server.path);
@@ -396,7 +396,7 @@ fn acknowledged_requests_survive_client_kill(mut subject: Subject) {
         server.wait_for_ends(&client);
         version += u64::from(*step == "replace-published");
         if *step == "delete-sent" || *step == "delete-done" {
-            // Sent is not done, but there is no other way: the record was whole.
+            // A sent delete takes effect: the record was complete.
             until(|| client.list("victim").unwrap().is_empty());
             client.put(&Put::new("victim").part(part())).unwrap();
         }
@@ -418,14 +418,14 @@ fn acknowledged_requests_survive_client_kill(mut subject: Subject) {
             assert_eq!(value(&client, &driver, "made"), [7; 2], "{step}");
             client.delete("made").unwrap();
         }
-        // The claim of the dead passed on, and so did its part of a version.
+        // The dead child's claim and its part of a version are free again.
         let claimed = client.get_or_claim(&Get::new("made"), &ClaimOf::whole()).unwrap();
         assert!(matches!(claimed, Found::Claim(_)), "{step}");
         drop(claimed);
         let alone = Put::new("made").part(part()).together(["all", "other"], "g", Duration::from_millis(1));
         assert_eq!(refused(client.put(&alone)).0, RefusalCode::Timeout, "{step}");
         if *step == "report-sent" || *step == "replace-published" {
-            // As it was before.
+            // Restore the initial state.
             client.put(&Put::new("base").condition(Condition::Any).part(part())).unwrap();
             client.delete("base").unwrap();
             client.put(&Put::new("base").part(part())).unwrap();
@@ -436,7 +436,7 @@ fn acknowledged_requests_survive_client_kill(mut subject: Subject) {
             free = Some(subject.device().memory_info().unwrap().free);
         }
     }
-    // Other processes use the GPU meanwhile, for a while.
+    // Other processes may use the GPU temporarily.
     if let Some(before) = free {
         until(|| subject.device().memory_info().unwrap().free >= before);
     }
@@ -474,7 +474,7 @@ fn version_is_freed_with_its_killed_reader(mut subject: Subject) {
         assert_eq!(held.leases.len(), 2);
         assert!(held.leases.iter().all(|lease| (lease.version, lease.named) == (old, !deleted)), "{:?}", held.leases);
         until(|| server.memory_files() == before + CHUNKS);
-        // The last of the two takes it along.
+        // The last lease frees the memory.
         let last = actors.pop().unwrap();
         last.kill();
         until(|| client.who("").unwrap().leases.len() == 1);

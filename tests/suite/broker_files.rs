@@ -1,4 +1,4 @@
-//! What lies beside the page of the broker's protocol is what the program does: the schema of each message, and the golden records.
+//! The files beside the broker's protocol page match the implementation: the schema of each message, and the golden records.
 
 use std::collections::BTreeSet;
 
@@ -10,21 +10,21 @@ use vmmfd::wire::{
 
 use crate::support::schema::mismatch;
 
-/// The files are part of this program: it also runs where there is no repository.
+/// The files are compiled in: the tests also run without the repository.
 macro_rules! schemas {
     ($($name:literal)*) => {
         [$(($name, include_str!(concat!("../../docs/schemas/broker/", $name, ".json"))),)*]
     };
 }
 
-/// One for each message, and one for the table beside it.
+/// One schema for each message, and one for the table of arrays.
 const SCHEMAS: [(&str, &str); 30] = schemas!["hello" "segments" "received" "busy" "error" "put" "send" "published" "get" "lease"
     "claimed" "list" "objects" "stat" "version" "who" "leases" "delete" "done" "refused" "release" "report" "stop" "resume"
     "resumed" "watch" "events" "measure" "measured" "arrays"];
 
 const PAGE: &str = include_str!("../../docs/broker-protocol.md");
 
-/// That of what is shared.
+/// The page of the shared protocol.
 const PROTOCOL: &str = include_str!("../../docs/protocol.md");
 
 fn schema(name: &str) -> Value {
@@ -52,7 +52,7 @@ fn descriptors(record: &Value) -> usize {
     record["descriptors"].as_u64().unwrap().try_into().unwrap()
 }
 
-/// The name of a kind.
+/// The name of a message kind.
 pub(crate) fn name_of(kind: u16) -> &'static str {
     let names = "put send published get lease claimed list objects stat version who leases delete done refused release report stop resume \
                  resumed watch events measure measured";
@@ -66,7 +66,7 @@ pub(crate) fn name_of(kind: u16) -> &'static str {
     }
 }
 
-/// What of a body does not fit the schema of its kind.
+/// The mismatch between a body and the schema of its kind.
 pub(crate) fn misfit(kind: &str, body: &Value) -> Option<String> {
     mismatch(&schema(kind), body)
 }
@@ -81,7 +81,7 @@ fn golden_records_round_trip_exactly() {
         assert_eq!((message.name(), message.fd_count()), (record["kind"].as_str().unwrap(), fds), "{name}");
         let body: Value = serde_json::from_slice(&bytes[HEADER_LENGTH..]).unwrap();
         assert_eq!(body, record["body"], "{name}");
-        // The order of the fields is this implementation's own.
+        // The order of the fields is specific to this implementation.
         let mut written = Vec::new();
         message.encode_into(&mut written).unwrap();
         assert_eq!(String::from_utf8_lossy(&written), String::from_utf8_lossy(&bytes), "{name}");
@@ -115,9 +115,8 @@ fn golden_violations_are_refused() {
         assert!(decoded.is_err(), "{name}: {decoded:?}");
         let rule = format!("**{}** ", record["rule"].as_str().unwrap());
         assert!(PROTOCOL.contains(&rule), "{rule} is not on the page");
-        // What is wrong with a body, and not with the record around it, the schema of its kind refuses too; it can't say how long
-        // a text is in bytes, and the reader of JSON here takes the last of two fields of a name.
-        // To a schema 1.0 is an integer.
+        // The schema must reject invalid bodies too (not invalid headers). Exceptions: a schema can't limit the bytes of a text, and this
+        // JSON parser keeps the last of two equal fields. A schema accepts 1.0 as an integer.
         let about_bodies = ["R6", "R7", "M3", "M4", "R9"].contains(&record["rule"].as_str().unwrap())
             && record["name"] != "a version with a point";
         if about_bodies {
@@ -163,7 +162,7 @@ fn schemas_refuse_what_the_program_refuses() {
         let decoded = Message::decode(&record, fds);
         assert!(decoded.is_err(), "{kind}: {decoded:?}");
     }
-    // In what is named by several bodies.
+    // Definitions shared by several bodies.
     let golden = golden();
     let changed = |kind: &str, path: &str, value: Value| {
         let found = list(&golden, "records").iter().filter(|record| record["kind"] == kind);

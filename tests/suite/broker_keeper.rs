@@ -43,21 +43,20 @@ use crate::{
     },
 };
 
-/// After how long a wait fails its test.
+/// The time limit of each wait.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// How many segments an object has: two take several records of descriptors.
+/// The segments of an object: two objects take several records of descriptors.
 const SEGMENTS: usize = 200;
 
 fn client(served: &Served) -> Client {
     Client::connect(&served.path, &Config::default().timeout(PATIENCE)).unwrap()
 }
 
-/// Puts an object of many segments, all with this number.
 #[track_caller]
 fn put(served: &Served, name: &str, nonce: u8) {
     let template = Template::new();
-    // One memfd, opened often: each open file is a segment.
+    // One memfd, opened repeatedly: each open file is a segment.
     let memory = page(nonce.into());
     let opened = format!("/proc/self/fd/{}", memory.as_raw_fd());
     let pages: Vec<fs::File> =
@@ -66,7 +65,7 @@ fn put(served: &Served, name: &str, nonce: u8) {
     let part = broker::PutPart { name: "all".to_owned(), memory, arrays: None, digest: None };
     let (put, _) = template.raw_put(name, nonce.into(), false);
     let put = broker::Put { parts: vec![part], sizes: vec![PAGE; SEGMENTS], request: Some(token()), ..put };
-    // While server or keeper is away it is sent again, and done once.
+    // While the server or the keeper is down, the put is repeated. It takes effect once.
     let begun = Instant::now();
     loop {
         let fds: Vec<_> = pages.iter().map(AsFd::as_fd).collect();
@@ -78,7 +77,7 @@ fn put(served: &Served, name: &str, nonce: u8) {
     }
 }
 
-/// What is in all segments of an object.
+/// The nonce in all segments of an object.
 #[track_caller]
 fn value(client: &Client, name: &str) -> u8 {
     let lease = client.get(&Get::new(name)).unwrap();
@@ -97,7 +96,7 @@ fn value(client: &Client, name: &str) -> u8 {
     nonces.first().map(|nonce| *nonce as u8).unwrap()
 }
 
-/// A broker with some objects, each of which has its index as its bytes.
+/// A broker with `objects` objects, each filled with its index.
 fn broker(subject: &Subject, objects: u8) -> Served {
     let served = Served::start(Keeper::Apart, subject);
     (0..objects).for_each(|index| put(&served, &format!("object-{index}"), index));
@@ -112,7 +111,7 @@ fn check(served: &Served, objects: u8) {
     }
 }
 
-/// Waits until the keeper that runs has everything that the server has.
+/// Waits until the running keeper has everything that the server has.
 #[track_caller]
 fn settle(served: &Served) {
     let begun = Instant::now();
@@ -136,7 +135,6 @@ fn wait_for_log(served: &Served, text: &str, times: usize) {
     }
 }
 
-/// Runs a command of the broker's programs to its end.
 fn output(arguments: &[&str], paths: &[&Path]) -> Output {
     let mut command = Command::new(binary("vmmfd"));
     command.args(arguments).args(paths).env_remove("NOTIFY_SOCKET").stdin(Stdio::null());
@@ -157,7 +155,7 @@ fn kills_of_either_lose_nothing() {
                 assert_eq!(served.supervisor(), keeper);
             } else {
                 kill(keeper, Signal::SIGKILL).unwrap();
-                // A put waits until the next one has everything.
+                // The put waits until the next keeper has everything.
                 put(&served, &format!("object-{round}"), round);
                 assert_eq!(served.server(), server);
                 assert_ne!(served.supervisor(), keeper);
@@ -173,7 +171,7 @@ fn consecutive_restarts_lose_nothing() {
     let served = broker(&subject, 3);
     let (server, keeper) = (served.manager.as_ref().unwrap(), served.keeper.as_ref().unwrap());
     for _ in 0..3 {
-        // The server is asked to end before it has sent the new keeper everything, and sends it first.
+        // SIGTERM arrives before the server has sent the new keeper everything. The server sends the rest before it exits.
         assert_eq!(keeper.stop(Signal::SIGTERM), Some(0));
         keeper.start_again();
         assert_eq!(server.stop(Signal::SIGTERM), Some(0));
@@ -194,7 +192,7 @@ fn stopped_server_leaves_everything_to_keeper() {
     check(&served, 2);
     assert_eq!(server.stop(Signal::SIGTERM), Some(0));
     assert_eq!(served.keeper.as_ref().unwrap().stop(Signal::SIGTERM), Some(0));
-    // Who ends last reports how much is freed.
+    // The last process to exit reports the freed memory.
     wait_for_log(&served, "descriptors: 2 objects, 2 versions, ", 1);
 }
 
@@ -234,7 +232,7 @@ fn unreachable_keeper_is_an_error() {
     let said = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert_eq!(ended.status.code(), Some(5), "{said}");
     assert!(said.contains("reach the keeper at") && said.contains("vmmfd keeper"), "{said}");
-    // It never served, and so not without the objects.
+    // The server never listened, so no client saw it without the objects.
     assert!(!socket.exists());
 }
 
@@ -249,15 +247,15 @@ fn keeper_in_open_folder_is_refused() {
     assert!(said.contains("mode 750") && said.contains("700"), "{said}");
 }
 
-/// Sends the keeper at a path a record, and returns its answer.
+/// Sends a record to the keeper at a path, and returns its answer.
 fn ask(path: &Path, record: &[u8]) -> io::Result<String> {
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-    // The keeper may have refused it already.
+    // The keeper may have refused the connection already.
     let _ = rustix::net::send(&socket, record, SendFlags::NOSIGNAL);
     let mut answer = [0; 4096];
     let mut receive = || rustix::net::recv(&socket, &mut answer[..], RecvFlags::empty());
-    // A reset is reported once, ahead of the answer.
+    // A reset is reported once, before the answer.
     let (length, _) = receive().or_else(|_| receive())?;
     Ok(String::from_utf8_lossy(&answer[..length]).into_owned())
 }
@@ -269,7 +267,7 @@ fn other_protocol_versions_are_refused() {
     served.manager.as_ref().unwrap().stop(Signal::SIGTERM);
     let answer = ask(&served.keeper_path(), &[b'H', 9, 0, 0, 0, 0]).unwrap();
     assert!(answer.starts_with('X') && answer.contains("version 1") && answer.contains("version 9"), "{answer}");
-    // Records that are no messages end the connection, and nothing else.
+    // An invalid record only ends its connection.
     for record in [&b"?"[..], b"K\x01a", b"H", &[b'K', 200, 1]] {
         assert_eq!(ask(&served.keeper_path(), record).unwrap_or_default(), "");
     }
@@ -277,7 +275,7 @@ fn other_protocol_versions_are_refused() {
     check(&served, 1);
 }
 
-/// True of the `nth` of these system calls.
+/// Matches the `nth` of these system calls.
 fn at_call(nth: usize, numbers: &[libc::c_long]) -> impl FnMut(&Call) -> bool {
     let mut count = 0;
     move |call| {
@@ -287,11 +285,11 @@ fn at_call(nth: usize, numbers: &[libc::c_long]) -> impl FnMut(&Call) -> bool {
     }
 }
 
-/// Kills the server before each message of its resend to a new keeper. What it receives meanwhile depends on the keeper's pace, and would
-/// shift the steps.
+/// Kills the server before each message of its resend to a new keeper. Only sends are counted: the number of receives depends on the
+/// keeper's speed.
 #[test]
 fn interrupted_resend_names_each_lost_version() {
-    // Three records of descriptors.
+    // The objects take three records of descriptors.
     const OBJECTS: u8 = 3;
     let subject = Subject::host();
     let (mut nth, mut lost, mut whole, mut incomplete) = (0, 0, 0, 0);
@@ -322,7 +320,7 @@ fn interrupted_resend_names_each_lost_version() {
                 let is_named =
                     |log: &str| log.lines().any(|line| line.contains("a version is lost") && line.contains(name));
                 let all = ["everything is lost", "its objects are lost"];
-                // A thread of its own writes the log.
+                // The log is written by another thread.
                 let begun = Instant::now();
                 let (named, log) = loop {
                     let log = served.log();
@@ -338,7 +336,7 @@ fn interrupted_resend_names_each_lost_version() {
             }
         }
         whole += usize::from(there.len() == usize::from(OBJECTS));
-        // The successor's set is whole again.
+        // The next server sends the keeper a complete set.
         put(&served, "after", 7);
         settle(&served);
         nth += 1;
@@ -349,7 +347,7 @@ fn interrupted_resend_names_each_lost_version() {
     assert!(incomplete > 0 && lost > incomplete && whole > 0, "{lost} {incomplete} {whole}");
 }
 
-/// Kills the keeper before each message of the resend to it, and of the put that waits for that.
+/// Kills the keeper before each message of the resend, and of the put that waits for the resend.
 #[test]
 fn keeper_kill_during_resend_loses_nothing() {
     let subject = Subject::host();
@@ -399,7 +397,7 @@ fn reload_executes_new_program_in_place() {
         let ended = output(&["keeper", "--reload", "--socket"], &[&served.keeper_path()]);
         assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
         assert_eq!((served.supervisor(), image(keeper)), (keeper, fs::metadata(&program).unwrap().ino()));
-        // The connection with the server goes on.
+        // The connection to the server survives the upgrade.
         put(&served, &format!("object-{round}"), round);
         assert_eq!(served.server(), server);
     }
@@ -448,7 +446,7 @@ fn init_is_notified_of_ready_and_watchdog() {
         let length = heard.recv(&mut text).unwrap();
         said.push(String::from_utf8_lossy(&text[..length]).into_owned());
     }
-    // A stopped server says nothing, and the init replaces it.
+    // A stopped server sends no watchdog messages, so the init would replace it.
     kill(Pid::from_raw(server.id().cast_signed()), Signal::SIGSTOP).unwrap();
     heard.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
     let silent = (0..100).any(|_| heard.recv(&mut [0; 256]).is_err());
@@ -474,10 +472,10 @@ mod root {
         let folder = path.parent().unwrap().to_owned();
         in_fork(|| {
             become_user(OTHER, OTHER, &[]);
-            // The folder.
+            // The folder denies access.
             ask(&path, &[b'H', 1, 0, 0, 0, 0]).is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
         });
-        // Where an operator has opened folder and socket.
+        // Even if an operator opens the folder and the socket.
         for open in [folder.parent().unwrap(), &folder, &path] {
             fs::set_permissions(open, fs::Permissions::from_mode(0o777)).unwrap();
         }

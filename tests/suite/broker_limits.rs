@@ -1,4 +1,4 @@
-//! A broker at its limits: clients that do not read, descriptors in flight, no descriptors left, thousands of connections.
+//! A broker at its limits: clients that do not read, descriptors in flight, exhausted descriptors, thousands of connections.
 
 use std::{
     fs::File,
@@ -36,10 +36,10 @@ use crate::{
 
 const MIB: u64 = 1 << 20;
 
-/// How long a client may leave something unread here.
+/// The time limit for a client that does not read, in ms.
 const TIMEOUT_MS: u64 = 1000;
 
-/// Puts an object of so many segments, all of one file.
+/// Puts an object whose segments all share one file.
 pub(crate) fn put_segments(client: &Client, driver: &Driver, name: &str, segments: usize) {
     let shared = filled(driver, 2 * MIB, None, 1);
     let material = Material::of(&shared).repeated(segments);
@@ -59,14 +59,14 @@ fn unread_client_is_disconnected() {
     let server = Process::start(Setup { timeout_ms: TIMEOUT_MS, ..Setup::of(&subject) });
     let client = server.client();
     put_segments(&client, &subject.driver, "a", 3);
-    // One that does not read a lease.
+    // This client does not read its lease.
     let leased = Raw::greeted(&server.path).unwrap();
     leased.send(&Message::Get(Box::new(get("a"))), &[]).unwrap();
-    // Another is served meanwhile.
+    // Another client is served at the same time.
     for _ in 0..20 {
         client.get(&Get::new("a")).unwrap();
     }
-    // One that asks and asks, until its socket takes no more.
+    // This client sends requests until its socket is full.
     let asking = Raw::greeted(&server.path).unwrap();
     asking.0.set_nonblocking(true).unwrap();
     let list = Message::List(List::default());
@@ -95,7 +95,7 @@ fn descriptor_limit_refuses_puts_and_connections_early() {
     let server = Process::start(Setup { files, timeout_ms: 60_000, ..Setup::of(&subject) });
     let client = server.client();
     let keep = |name: &str| {
-        // Each a file of its own.
+        // Each part has its own file.
         let memory: Vec<_> = (0..40).map(|_| filled(&subject.driver, 2 * MIB, None, 1)).collect();
         let parts = memory.iter().zip(0..).map(|(memory, at)| PutPart::of(format!("p{at}"), memory).unwrap());
         client.put(&parts.fold(Put::new(name), Put::part))
@@ -103,7 +103,7 @@ fn descriptor_limit_refuses_puts_and_connections_early() {
     keep("one").unwrap();
     until(|| server.memory_files() == 41);
     let before = server.files();
-    // More than are left, in a put of which only the first record has come.
+    // The put needs more descriptors than are left. Only its first record is sent.
     let shared = filled(&subject.driver, 2 * MIB, None, 1);
     let material = Material::of(&shared).repeated(MAX_FDS + 1);
     let raw = Raw::greeted(&server.path).unwrap();
@@ -115,7 +115,7 @@ fn descriptor_limit_refuses_puts_and_connections_early() {
     assert!(refusal.message.contains("needs 256 more descriptors"), "{}", refusal.message);
     drop(raw);
     until(|| server.files() == before);
-    // As many as there is room for.
+    // Put objects until the broker is full.
     let mut kept = 1;
     let last = loop {
         match keep(&format!("more/{kept}")) {
@@ -125,7 +125,7 @@ fn descriptor_limit_refuses_puts_and_connections_early() {
     };
     assert_eq!(last.0, RefusalCode::Full, "{}", last.1);
     assert!((4..8).contains(&kept), "{kept} objects");
-    // And connections.
+    // Then open connections until the broker refuses one.
     let mut connections = Vec::new();
     let refusal = loop {
         match Client::connect(&server.path, &Config::default()) {
@@ -141,7 +141,7 @@ fn descriptor_limit_refuses_puts_and_connections_early() {
         other => panic!("{other:?}"),
     }
     assert!(!connections.is_empty());
-    // Those that are there are served on, with all the descriptors that a lease has.
+    // Existing connections still work, and each lease gets all its descriptors.
     for client in connections.iter().chain([&client]) {
         assert_eq!(client.get(&Get::new("one")).unwrap().parts().len(), 40);
     }
@@ -162,7 +162,7 @@ fn early_release_stops_remaining_segments() {
     let Ok(Some((Message::Lease(lease), _))) = raw.ask(&Message::Get(Box::new(get("a"))), &[]) else { panic!() };
     client.delete("a").unwrap();
     raw.send(&Message::Release(Release { token: lease.token }), &[]).unwrap();
-    // What would be in the place of the memory that is gone.
+    // A late acknowledgement must not send the memory that replaced the released memory.
     until(|| server.memory_files() == 1 || raw_has_ended(&raw));
     put_segments(&client, &subject.driver, "another", 1);
     let acknowledged = raw.send(&Message::Received(Received { segments: MAX_FDS as u64 }), &[]);
@@ -174,7 +174,7 @@ fn early_release_stops_remaining_segments() {
     assert_eq!(client.list("").unwrap().len(), 1);
 }
 
-/// Memory that has no name any more is not counted by quotas.
+/// Quotas do not count memory without a name.
 #[test]
 fn puts_wait_for_released_memory() {
     const SEGMENTS: u64 = 100;
@@ -193,7 +193,7 @@ fn puts_wait_for_released_memory() {
         other => panic!("{other:?}"),
     };
     let before = used(measures.ask(&measure, &[]).unwrap());
-    // The broker handles all of it in one turn of its event loop.
+    // The broker handles the delete and the puts in one turn of its event loop.
     server.while_stopped(|| {
         deletes.send(&Message::Delete(broker::Delete { name: "large".to_owned(), request: None }), &[]).unwrap();
         for (at, (raw, shared)) in puts.iter().enumerate() {
@@ -215,7 +215,7 @@ fn raw_has_ended(raw: &Raw) -> bool {
     poll::poll(&mut poll, PollTimeout::ZERO).unwrap() > 0
 }
 
-/// The metadata of an object that is deleted while the reply about it waits for a client that does not read.
+/// An object is deleted while the reply about its metadata waits for a client that does not read.
 #[test]
 fn delayed_stat_shows_the_state_requested() {
     let subject = Subject::host();
@@ -227,14 +227,14 @@ fn delayed_stat_shows_the_state_requested() {
         let put = Put::new("a").metadata(metadata.as_object().unwrap().clone());
         client.put(&put.part(PutPart::of("all", &memory).unwrap())).unwrap();
     };
-    // So many names that a page of them is a full record, and few of those fill a socket.
+    // A page of these names fills a record, and a few records fill a socket.
     for at in 0..150 {
         let put = Put::new(format!("many/{at:0200}")).part(PutPart::of("all", &memory).unwrap());
         client.put(&put).unwrap();
     }
     let list = Message::List(List { prefix: "many/".to_owned(), after: None });
     let mut of_before = 0;
-    // With one of these numbers of lists the socket is full when the answer about the object is to be sent.
+    // One of these counts fills the socket exactly before the reply about the object.
     for lists in 1..=8 {
         put('x');
         let raw = Raw::greeted(&server.path).unwrap();
@@ -242,7 +242,7 @@ fn delayed_stat_shows_the_state_requested() {
             raw.send(&list, &[]).unwrap();
         }
         raw.send(&Message::Stat(Stat { name: "a".to_owned(), version: None }), &[]).unwrap();
-        // Its request has been taken when one that came later is answered, unless the socket was full before.
+        // The broker handles the stat request before these later connections, unless the socket is full already.
         for _ in 0..3 {
             server.client();
         }
@@ -259,11 +259,11 @@ fn delayed_stat_shows_the_state_requested() {
         of_before += usize::from(text[9] == b'x');
         client.delete("a").unwrap();
     }
-    // It was not the socket's last room that was taken each time.
+    // Both cases occurred: the reply waited in some rounds and not in others.
     assert!((1..8).contains(&of_before), "{of_before}");
 }
 
-/// Connections, as many as this machine lets one process have: 10,000 of them if it does.
+/// 10,000 connections, or fewer if the descriptor limit of a process is lower.
 #[test]
 fn serves_ten_thousand_connections() {
     let told = in_child(
@@ -280,7 +280,7 @@ fn serves_ten_thousand_connections() {
             let connections: Vec<Raw> = (0..wanted).map(|_| Raw::greeted(&server.path).unwrap()).collect();
             let totals = client.who("").unwrap().totals;
             assert_eq!(totals[0].connections as usize, wanted + 1);
-            // Each of them, the last first.
+            // Each client gets a lease; the last connection asks first.
             for raw in connections.iter().rev() {
                 let answer = raw.ask(&Message::Get(Box::new(get("a"))), &[]).unwrap();
                 assert!(matches!(answer, Some((Message::Lease(_), _))), "{answer:?}");
@@ -288,7 +288,7 @@ fn serves_ten_thousand_connections() {
             assert_eq!(client.list("").unwrap()[0].leases as usize, wanted);
             assert_eq!(client.who("").unwrap().leases.len(), wanted);
             let resident = server.resident();
-            // All wait for one object, and get it.
+            // All clients wait for one object and get it.
             for raw in &connections {
                 let get = broker::Get { wait_ms: Some(600_000), ..get("b") };
                 raw.send(&Message::Get(Box::new(get)), &[]).unwrap();
@@ -326,7 +326,7 @@ fn waiting_parts_are_bounded_as_one_version() {
         raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
         raw
     };
-    // 16 MiB and 16 MiB wait, under two names: no more than 8 are left.
+    // Two names hold 16 MiB each in pending puts, so less than 8 MiB of the quota remains.
     let one = waiting("x", "a", 8);
     let two = waiting("y", "a", 8);
     until(|| server.memory_files() > 16);
@@ -335,7 +335,7 @@ fn waiting_parts_are_bounded_as_one_version() {
     assert_eq!(refusal.code, RefusalCode::Quota, "{}", refusal.message);
     assert!(refusal.message.contains("33554432 bytes"), "{}", refusal.message);
     assert!(refusal.message.contains("41943040"), "{}", refusal.message);
-    // What has gone counts no more.
+    // Closed connections no longer count.
     drop(two);
     server.wait_for_others(&client, 2);
     let more = waiting("x", "b", 5);
@@ -366,13 +366,13 @@ mod root {
     const HOSTILE: u32 = 23457;
     const OTHER: u32 = 23458;
 
-    /// The kernel's bound on descriptors in flight is on what the server's user has sent, and not on processes with rights.
+    /// The kernel limits descriptors in flight for each user, here the server's. Privileged processes are exempt.
     #[test]
     #[ignore = "needs root: make test runs it as root"]
     fn idle_clients_leave_descriptors_for_others() {
         let subject = Subject::host();
         let allow_uids = vec![HOSTILE, OTHER, 0];
-        // Long: so that the others are not saved by the end of those.
+        // A long timeout: the broker must not rescue the other users by ending the idle connections.
         let server =
             Process::start(Setup { files: 2000, user: SERVER, timeout_ms: 600_000, allow_uids, ..Setup::of(&subject) });
         let client = server.client();
@@ -397,9 +397,9 @@ mod root {
                 unread
             }
         });
-        // 6,000 descriptors, three times the bound.
+        // 6,000 descriptors, three times the kernel's limit.
         let unread = hostile.join().unwrap();
-        // Other users get theirs, again and again.
+        // Another user gets its descriptors each time.
         as_user(OTHER, &|| {
             let client = connect(&path, SERVER).unwrap();
             for _ in 0..20 {
@@ -409,11 +409,11 @@ mod root {
                 );
             }
         });
-        // A process of the same user hears why it gets none, and is served when those have gone.
+        // Another process of the same user gets a refusal with the reason. It is served once the idle connections are closed.
         let (code, message) = refused(client.get(&Get::new("a")));
         assert_eq!(code, RefusalCode::Full);
         assert!(message.contains("needs 200 descriptors, but only 0 more can be sent to uid 0"), "{message}");
-        // Once the server has seen that the other user's process ended, whose leases were 20.
+        // Wait until the server has noticed the end of the other user's process, which held 20 leases.
         until(|| client.who("").unwrap().leases.len() < 30);
         drop(unread);
         server.wait_for_ends(&client);
@@ -422,7 +422,7 @@ mod root {
         }
     }
 
-    /// The server has let go of connections whose peers keep what they were sent: that is in flight all the same.
+    /// Closed connections whose peers have not read their descriptors: those descriptors are still in flight.
     #[test]
     #[ignore = "needs root: make test runs it as root"]
     fn unread_descriptors_count_until_closed() {
@@ -439,7 +439,7 @@ mod root {
             unread.push(raw);
         }
         until(|| server.log().matches("that does not read its records").count() == 5);
-        // They count until they are closed.
+        // The unread descriptors count until the peers close them.
         server.wait_for_others(&client, 30);
         assert_eq!(refused(client.get(&Get::new("a"))).0, RefusalCode::Full);
         let path = server.path.clone();
@@ -483,7 +483,7 @@ fn wrong_segments_end_a_waiting_put() {
 #[test]
 fn name_expires_without_traffic() {
     let subject = Subject::host();
-    // Nothing else wakes it.
+    // No other timer wakes the server.
     let mut config = ServerConfig::default();
     config.timeout = Duration::from_secs(3600);
     let broker = Broker::with(&subject, config);
@@ -494,7 +494,7 @@ fn name_expires_without_traffic() {
     let client = broker.client();
     let part = PutPart::of("all", &shared).unwrap();
     client.put(&Put::new("a").lifetime(Lifetime::Idle { ms: 5000 }).part(part)).unwrap();
-    // Its time begins anew when the lease ends, before the first look at it; the look at who has read comes before that too.
+    // The idle time restarts when the lease ends, before the server's first expiry check. Its check for stalled readers is earlier too.
     thread::sleep(Duration::from_millis(1000));
     drop(client.get(&Get::new("a")).unwrap());
     until(|| file.open_here() == before);

@@ -1,4 +1,4 @@
-//! Kills, hangups and stops of the broker's two processes, in every order: nothing is lost.
+//! Kills, hangups and stops of the broker's two processes, in every order: no object is lost.
 
 use std::{
     collections::VecDeque,
@@ -34,10 +34,10 @@ use crate::{
     },
 };
 
-/// How many brokers run at once.
+/// The number of concurrent brokers.
 const TOGETHER: usize = 6;
 
-/// After how long a wait fails its test.
+/// The time limit of each wait.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,7 +50,7 @@ enum Process {
 enum Event {
     Kill(Process),
     HangUp(Process),
-    /// It continues after the next event.
+    /// The process continues after the next event.
     Stop(Process),
 }
 
@@ -73,7 +73,7 @@ impl Event {
         kill(if process == Process::Server { server } else { supervisor }, signal).unwrap();
     }
 
-    /// Whether another server follows, and another supervisor.
+    /// Whether the event replaces the server, and whether it replaces the supervisor.
     fn replaces(self) -> [bool; 2] {
         match self {
             Self::Kill(Process::Server) | Self::HangUp(_) => [true, false],
@@ -83,7 +83,7 @@ impl Event {
     }
 }
 
-/// A broker, and how many objects it has.
+/// A broker, and the number of its objects.
 struct Broker<'a> {
     subject: &'a Subject,
     served: Served,
@@ -104,7 +104,7 @@ impl Broker<'_> {
         }
     }
 
-    /// The server, if there is one that answers.
+    /// The server, if one answers.
     fn server(&self) -> Option<Pid> {
         let raw = Raw::dial(&self.served.path).ok()?;
         raw.send(&Raw::hello(), &[]).ok()?;
@@ -114,7 +114,7 @@ impl Broker<'_> {
         }
     }
 
-    /// The server and the supervisor, once there are these two processes and the supervisor has every descriptor.
+    /// The server and the supervisor, once only these two processes exist and the supervisor has every descriptor.
     #[track_caller]
     fn pair(&self) -> [Pid; 2] {
         self.until("a full pair of processes", || {
@@ -126,7 +126,7 @@ impl Broker<'_> {
         })
     }
 
-    /// Puts another object, and gets each one.
+    /// Puts another object, and gets each object.
     #[track_caller]
     fn check(&mut self) {
         let client = Client::connect(&self.served.path, &Config::default().timeout(DEADLINE)).unwrap();
@@ -140,10 +140,10 @@ impl Broker<'_> {
         }
     }
 
-    /// Sends these events one after the other. Stopped processes continue after the last one.
+    /// Sends these events in order. Stopped processes continue after the last event.
     #[track_caller]
     fn send(&mut self, events: &[Event]) {
-        // A process group that loses its parent while it is stopped is sent SIGHUP (setpgid(2)): its server ends a moment later.
+        // A stopped process group that becomes orphaned gets SIGHUP (setpgid(2)), so its server ends shortly afterwards.
         let before = self.until("a pair that stays", || {
             let pair = self.pair();
             thread::sleep(Duration::from_millis(100));
@@ -169,7 +169,7 @@ impl Broker<'_> {
     }
 }
 
-/// Runs a case of each of these, some of them at once.
+/// Runs the cases, several at a time.
 fn in_threads<T: Send>(cases: impl IntoIterator<Item = T>, run: impl Fn(T) + Sync) {
     let cases = Mutex::new(cases.into_iter().collect::<VecDeque<T>>());
     let next = || cases.lock().unwrap().pop_front();
@@ -213,7 +213,7 @@ fn stopped_supervisor_is_replaced() {
         let [server, supervisor] = broker.pair();
         broker.events.push(Event::Stop(Process::Keeper));
         kill(supervisor, Signal::SIGSTOP).unwrap();
-        // More than a socket's queue holds wherever `net.unix.max_dgram_qlen` is the kernel's own value of 10.
+        // More messages than a socket's queue holds at the default `net.unix.max_dgram_qlen` of 10.
         (0..8).for_each(|_| broker.check());
         broker.until("the end of the stopped supervisor", || {
             (!with_argument(&broker.served.path).contains(&supervisor)).then_some(())
@@ -224,7 +224,7 @@ fn stopped_supervisor_is_replaced() {
             let report = "the keeper has read nothing for 5s";
             (broker.served.log().matches(report).count() == reports).then_some(())
         });
-        // Also if the process that was stopped was to continue.
+        // The objects survive even if the stopped process was the next to take over.
         broker.send(&[Event::Kill(Process::Server)]);
     }
 }
@@ -310,7 +310,7 @@ fn full_environment_keeps_restarts_possible() {
     }
 }
 
-/// execve(2) takes a quarter of the stack limit for arguments and environment, and at least 128 KiB: this leaves 2 KiB of 256.
+/// execve(2) limits arguments and environment to a quarter of the stack limit, but at least 128 KiB: this leaves 2 KiB of 256.
 const FULL_ENVIRONMENT: &str = r#"#!/bin/sh
 ulimit -s 1024
 used=$(($(env | wc -c) + $(env | wc -l) * 8))
@@ -335,7 +335,7 @@ fn unread_stderr_blocks_nothing() {
         assert!(begun.elapsed() < DEADLINE, "it does not serve");
         thread::sleep(Duration::from_millis(10));
     }
-    // Some log lines each: more than the pipe and the queue hold.
+    // Each connection writes several log lines: together more than the pipe and the queue hold.
     for _ in 0..4000 {
         connect().unwrap();
     }
@@ -357,7 +357,7 @@ fn folder_lock_prevents_no_start() {
     let folder = served.path.parent().unwrap().to_owned();
     assert_eq!(served.stop(), Some(0));
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 0, "an end in order leaves no file");
-    // As any user can lock a folder that it can open.
+    // Any user can lock a folder that it can open.
     let locked = fs::File::open(&folder).unwrap();
     locked.lock().unwrap();
     served.start_again();

@@ -1,4 +1,4 @@
-//! Objects of a few pages of host memory, of which each says which put it is of.
+//! Objects of a few pages of host memory. Each page contains the number of its put.
 
 use std::{
     env,
@@ -26,15 +26,15 @@ use vmmfd::{
 
 use crate::support::Subject;
 
-/// The granularity of host memory: the broker keeps no smaller pieces.
+/// The granularity of host memory, and the smallest segment of the broker.
 pub(crate) const PAGE: u64 = vmmfd::driver::GRANULARITY;
 
-/// A number from the environment: more than a test does by default.
+/// A number from the environment, for longer runs than the default.
 pub(crate) fn number(name: &str, default: u64) -> u64 {
     env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// Sealed memory of the host backend, a page, that says which put it is of.
+/// A page of sealed host memory that contains the number of its put.
 pub(crate) fn page(nonce: u64) -> OwnedFd {
     let file = File::from(memfd_create(c"page", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap());
     file.set_len(PAGE).unwrap();
@@ -55,7 +55,7 @@ pub(crate) fn nonce_of(fd: &OwnedFd) -> u64 {
     u64::from_le_bytes(first)
 }
 
-/// What memory of so many pages is described as.
+/// The description of memory of a given number of pages.
 #[derive(Clone)]
 pub(crate) struct Template(Description);
 
@@ -85,7 +85,7 @@ impl Template {
             .map(|published| published.version)
     }
 
-    /// The same, as a record, with its descriptors.
+    /// The same put as a record, with its descriptors.
     pub(crate) fn raw_put(&self, name: &str, nonce: u64, replace: bool) -> (broker::Put, Vec<OwnedFd>) {
         let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
         let memory: Memory = (&self.of(pages.len() as u64)).into();
@@ -111,12 +111,12 @@ impl Template {
     }
 }
 
-/// How many segments a put has: by its number, so that a reader knows.
+/// The number of segments of a put: derived from its number, so that readers can check it.
 pub(crate) fn pages_of(nonce: u64) -> u64 {
     1 + nonce % 3
 }
 
-/// What a lease is of, if it is whole.
+/// The number of the put that a lease belongs to. Asserts that the object is complete.
 pub(crate) fn whole(lease: Lease) -> u64 {
     let nonce = lease.metadata().unwrap()["nonce"].as_u64().unwrap();
     let segments: Vec<(u64, OwnedFd)> =

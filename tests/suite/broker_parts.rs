@@ -1,4 +1,4 @@
-//! A version whose parts are on eight devices, each put by a process of its own.
+//! A version whose parts are on eight devices, each put by its own process.
 
 use std::{
     path::Path,
@@ -31,7 +31,7 @@ fn names() -> Vec<String> {
     (0..RANKS).map(|rank| format!("rank{rank}")).collect()
 }
 
-/// An emulated driver of eight devices.
+/// An emulated driver with eight devices.
 fn eight() -> Subject {
     let copy = Copy::new();
     let fake = copy.load();
@@ -46,7 +46,7 @@ fn memory(subject: &Subject, rank: u8, value: u8) -> Shared {
     shared
 }
 
-/// Puts one part of a version, of which each byte is the version's number.
+/// Puts one part of a version. Each byte is the version number.
 fn put(client: &Client, subject: &Subject, rank: u8, version: u8, wait: Duration) -> vmmfd::Result<u64> {
     let shared = memory(subject, rank, version);
     let part = PutPart::of(format!("rank{rank}"), &shared).unwrap();
@@ -60,7 +60,7 @@ fn put(client: &Client, subject: &Subject, rank: u8, version: u8, wait: Duration
 
 const LONG: Duration = Duration::from_secs(100);
 
-/// What a child does: `rank R` puts its part of each version, `dies R` sends its part and stays, waiting for the others.
+/// The child's program: `rank R` puts its part of each version; `dies R` sends its part and waits for the others.
 fn play(step: &str, path: &Path) -> ! {
     let subject = eight();
     let client = Client::connect(path, &Config::default()).unwrap();
@@ -76,7 +76,7 @@ fn play(step: &str, path: &Path) -> ! {
         "waits" => {
             thread::spawn({
                 let path = path.to_owned();
-                // Its part is there once a second put of it is refused, which says so.
+                // Once the broker has the part, a second put of it is refused.
                 move || {
                     let (client, subject) = (Client::connect(&path, &Config::default()).unwrap(), eight());
                     let second = || put(&client, &subject, rank, VERSIONS + 1, Duration::from_millis(1));
@@ -86,7 +86,7 @@ fn play(step: &str, path: &Path) -> ! {
                     Actor::stay("");
                 }
             });
-            // The second put may be the first to come: then this one is refused until the wait of that one is over.
+            // If the second put arrives first, this put is refused until the wait of the second put ends.
             let put = || put(&client, &subject, rank, VERSIONS + 1, LONG);
             while matches!(put(), Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Exists) {}
             panic!("its part was published");
@@ -96,7 +96,7 @@ fn play(step: &str, path: &Path) -> ! {
     Actor::stay("")
 }
 
-/// The version whose parts a reader gets, all of them.
+/// The version that a reader gets. Asserts that all its parts belong to it.
 fn read(client: &Client, subject: &Subject) -> u8 {
     let object = client.get(&Get::new("model").wait(LONG)).unwrap().open(&subject.driver, None).unwrap();
     assert_eq!(object.parts().iter().map(|part| part.name().to_owned()).collect::<Vec<_>>(), names());
@@ -144,7 +144,7 @@ fn eight_processes_put_one_version() {
             rank.until_there();
             rank
         });
-        // Killed when all is published: what they put stays.
+        // The makers are killed after the publication: their parts stay.
         let ranks: Vec<Actor> = finished.collect();
         ranks.into_iter().for_each(Actor::kill);
         done.store(true, Ordering::Relaxed);
@@ -157,19 +157,19 @@ fn eight_processes_put_one_version() {
     assert_eq!((stat.versions, stat.summary.devices.len()), (vec![u64::from(VERSIONS)], usize::from(RANKS)));
     let pids: std::collections::BTreeSet<i32> = stat.parts.iter().map(|part| part.maker.pid).collect();
     assert_eq!(pids.len(), usize::from(RANKS));
-    // Seven have put their part of the next version, and the eighth dies before its: nothing of it is left, nor of the one that dies
-    // in its wait.
+    // Seven processes have put their part of the next version, and the eighth dies before its put: nothing of this version remains,
+    // including the part of a process that dies during its wait.
     let kept = usize::from(RANKS) + 1;
     until(|| server.memory_files() == kept);
     let mut waiting: Vec<Actor> =
         (0..RANKS - 1).map(|rank| Actor::start(TEST, &format!("waits-{rank}"), &server.path)).collect();
     let mut last = Actor::start(TEST, &format!("connects-{}", RANKS - 1), &server.path);
     waiting.iter_mut().chain([&mut last]).for_each(|actor| drop(actor.until_there()));
-    // The descriptors of the second puts, which were refused, are closed a moment after the refusal.
+    // The descriptors of the refused second puts are closed shortly after the refusal.
     until(|| server.memory_files() == kept + 7);
     last.kill();
     assert_eq!(read(&client, &subject), VERSIONS);
-    // One of those who wait dies; its part goes, and the others' stay until they go.
+    // One waiting process dies: only its part is dropped, and the other parts stay until their processes die.
     waiting.pop().unwrap().kill();
     until(|| server.memory_files() == kept + 6);
     waiting.into_iter().for_each(Actor::kill);

@@ -1,4 +1,4 @@
-//! Which broker a client finds that is given no path.
+//! The broker that a client uses if no path is given.
 
 use std::{fs, os::unix::net::UnixListener, path::Path};
 
@@ -10,14 +10,14 @@ use crate::{
     running::{Meeting, Run, Running},
 };
 
-/// A command of a user whose runtime folder is the place's, on a machine whose system broker is at this path.
+/// A command whose `XDG_RUNTIME_DIR` is the test's folder, with this system socket.
 fn command(place: &Meeting, system: &Path, arguments: &[&str]) -> Run {
     let mut run = place.bare("vmmfd");
     run.command.args(arguments).env("XDG_RUNTIME_DIR", place.folder()).env("VMMFD_SYSTEM_SOCKET", system);
     run
 }
 
-/// A broker that has one object of this name.
+/// A broker with one object of this name.
 fn serve(place: &Meeting, socket: &Path, name: &str) -> Running {
     let socket = socket.to_str().unwrap();
     let mut server = command(place, Path::new("/nonexistent"), &["serve", "--socket", socket]).start();
@@ -47,7 +47,7 @@ fn client_finds_the_nearest_broker() {
     };
     let (own_path, system_path) = (own.to_str().unwrap(), system.to_str().unwrap());
     ls().code(4).says(&format!("no broker on {own_path} within 1s, and there is no {system_path}"));
-    // A client makes no folder for a broker that does not exist.
+    // A client creates no folder for a missing broker.
     assert!(user.files().is_empty(), "{:?}", user.files());
 
     let of_machine = serve(&machine, &system, "of-machine");
@@ -58,7 +58,7 @@ fn client_finds_the_nearest_broker() {
     let named = command(&user, &system, &["ls"]).env("VMMFD_BROKER_SOCKET", &system).end();
     assert_eq!(named.code(0).stdout, "of-machine\n");
     stop(of_user);
-    // The socket of a process that was killed: it is left behind, and no process listens on it.
+    // A stale socket, as a killed process leaves it: nothing listens on it.
     drop(UnixListener::bind(&own).unwrap());
     assert_eq!(names(), ["of-machine"]);
     stop(of_machine);
@@ -66,7 +66,7 @@ fn client_finds_the_nearest_broker() {
     ls().code(4).says(&format!("no broker on {system_path} within 1s, and no process listens on {own_path}"));
 }
 
-/// Tests of two users.
+/// Tests with two users.
 mod root {
     use std::os::unix::{
         fs::{PermissionsExt, chown},
@@ -110,13 +110,13 @@ mod root {
                 .says("no broker on")
                 .says(&format!("this user may not enter the folder of {}", socket.display()));
         }
-        // A socket of one user: the other side must admit this one.
+        // A socket for one user: the server must allow this user.
         let socket = place.folder().join("root.sock");
         let server = serve(&place, &socket, "a");
         let ended = as_other(&socket, &["ls"]);
         ended.code(4).says("does not let this user connect").says("must be started with --allow-uid");
         stop(server);
-        // A socket of a group: its members may connect.
+        // A socket for a group: its members may connect.
         let socket = place.folder().join("group.sock");
         let _listener = UnixListener::bind(&socket).unwrap();
         fs::set_permissions(&socket, PermissionsExt::from_mode(0o660)).unwrap();
@@ -161,7 +161,7 @@ mod root {
         ] {
             as_other(name, &[]).code(1).says(words).says(&format!("hint: {hint}"));
         }
-        // With the right to do it, the missing device is the error.
+        // With permission, the missing device is the error.
         for (name, options) in [("shared", &["--replace"][..]), ("own", &[])] {
             as_other(name, options).code(3).says("device 9");
         }

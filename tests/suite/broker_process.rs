@@ -1,4 +1,4 @@
-//! A broker as a process of its own, whose descriptors, memory and maps can be counted; and clients of it that speak by hand.
+//! A broker in its own process, so that its descriptors, memory and maps can be counted, and clients that write their records by hand.
 
 use std::{
     collections::BTreeMap,
@@ -45,23 +45,23 @@ use crate::{
     support::{Kind, Subject},
 };
 
-/// What the child that serves is to do; only that child has it.
+/// The setup of the serving child; only this child has the variable.
 const SETUP: &str = "VMMFD_TEST_BROKER";
 
-/// The test that a child runs to serve.
+/// The test that the child runs in order to serve.
 const SERVES: &str = "broker_process::the_server_maps_no_driver";
 
-/// A child that hangs ends after so many seconds.
+/// A hanging child ends after this many seconds.
 const DEADLINE: u32 = 600;
 
-/// How a broker in a process of its own serves.
+/// The setup of a broker process.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(crate) struct Setup {
-    /// Takes memfds for a GPU's memory.
+    /// Accept memfds as GPU memory.
     pub(crate) emulated: bool,
     /// [`ServerConfig::timeout`], unless 0.
     pub(crate) timeout_ms: u64,
-    /// The most descriptors of the process, unless 0.
+    /// The descriptor limit of the process, unless 0.
     pub(crate) files: u64,
     /// Its user and group, unless 0. Needs root.
     pub(crate) user: u32,
@@ -69,9 +69,9 @@ pub(crate) struct Setup {
     pub(crate) allow_gids: Vec<u32>,
     /// [`Quota`]: bytes, objects, leases, connections.
     pub(crate) quota: [Option<u64>; 4],
-    /// Whether a broker before it left its socket's file, as one that was killed does.
+    /// Whether a previous broker left its socket file, as after a kill.
     pub(crate) after_loss: bool,
-    /// Whether it runs in a user namespace that knows no other users.
+    /// Whether it runs in a user namespace that maps no other users.
     pub(crate) alone: bool,
     pub(crate) path: PathBuf,
 }
@@ -97,14 +97,14 @@ impl Setup {
     }
 }
 
-/// Whether a descriptor is of memory or of a catalogue, by the name that /proc has for it.
+/// Whether a descriptor is memory or a catalogue, by its name in /proc.
 pub(crate) fn is_memory(name: &str) -> bool {
-    // The history of crashes is there whatever the broker keeps.
+    // The history of crashes always exists, so it is excluded.
     let memfd = name.starts_with("/memfd:") && !name.contains("vmmfd-history");
     memfd || name.starts_with("/dev/nvidia")
 }
 
-/// A broker in a process of its own.
+/// A broker in its own process.
 pub(crate) struct Process {
     folder: TempDir,
     pub(crate) path: PathBuf,
@@ -112,20 +112,20 @@ pub(crate) struct Process {
     user: u32,
 }
 
-/// A client of a broker that runs as this process's user, or as another.
+/// Connects to a broker that runs as `user`.
 pub(crate) fn connect(path: &Path, user: u32) -> vmmfd::Result<Client> {
     Client::connect(path, &Config::default().trust(Trust { uids: vec![user] }))
 }
 
 impl Process {
-    /// Starts one, and waits until it serves.
+    /// Starts a broker, and waits until it serves.
     pub(crate) fn start(mut setup: Setup) -> Self {
         let folder = tempfile::tempdir().unwrap();
         fs::set_permissions(folder.path(), std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
         let path = folder.path().join("broker.sock");
         setup.path.clone_from(&path);
         if setup.after_loss {
-            // Its file stays.
+            // The socket file stays after the drop.
             drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
             std::os::unix::fs::chown(&path, Some(setup.user), None).unwrap();
         }
@@ -138,7 +138,7 @@ impl Process {
             Command::new(program)
         };
         command.args([SERVES, "--exact", "--nocapture"]).env(SETUP, serde_json::to_string(&setup).unwrap());
-        // It ends when its standard input does: with this process, too.
+        // The server ends when its standard input closes, so it also ends with this process.
         command.stdin(Stdio::piped()).stdout(Stdio::null()).current_dir("/");
         let child = command.spawn().unwrap();
         let process = Self { folder, path, child, user: setup.user };
@@ -150,7 +150,7 @@ impl Process {
         connect(&self.path, self.user).unwrap()
     }
 
-    /// Does something while the server does not run.
+    /// Runs `body` while the server is stopped.
     pub(crate) fn while_stopped<T>(&self, body: impl FnOnce() -> T) -> T {
         let child = Pid::from_raw(self.child.id().cast_signed());
         kill(child, Signal::SIGSTOP).unwrap();
@@ -161,12 +161,12 @@ impl Process {
         result
     }
 
-    /// Asks it to end.
+    /// Requests a shutdown.
     pub(crate) fn stop(&mut self) {
         self.child.stdin = None;
     }
 
-    /// Waits until it has ended.
+    /// Waits until the process exits.
     #[track_caller]
     pub(crate) fn wait_for_exit(&mut self) {
         let begun = std::time::Instant::now();
@@ -180,36 +180,36 @@ impl Process {
         PathBuf::from(format!("/proc/{}/{name}", self.child.id()))
     }
 
-    /// How many descriptors it has, by what they are of.
+    /// The number of descriptors by name.
     pub(crate) fn files(&self) -> BTreeMap<String, usize> {
         let mut files = BTreeMap::new();
         for entry in fs::read_dir(self.file("fd")).unwrap() {
             let Ok(link) = fs::read_link(entry.unwrap().path()) else { continue };
             let link = link.to_string_lossy().into_owned();
-            // Sockets and pipes have their inodes' numbers in their names.
+            // The names of sockets and pipes contain their inode numbers.
             *files.entry(link.split(":[").next().unwrap_or_default().to_owned()).or_default() += 1;
         }
         files
     }
 
-    /// How many descriptors it has of memory.
+    /// The number of memory descriptors.
     pub(crate) fn memory_files(&self) -> usize {
         self.files().iter().filter(|(name, _)| is_memory(name)).map(|(_, count)| count).sum()
     }
 
-    /// [`Process::files`] without those of memory.
+    /// [`Process::files`] without memory.
     pub(crate) fn other_files(&self) -> BTreeMap<String, usize> {
         self.files().into_iter().filter(|(name, _)| !is_memory(name)).collect()
     }
 
-    /// How long it has run on a processor, in clock ticks.
+    /// Its CPU time in clock ticks.
     pub(crate) fn processor_ticks(&self) -> u64 {
         let stat = fs::read_to_string(self.file("stat")).unwrap();
         let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
         fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
     }
 
-    /// What it has resident, in KiB.
+    /// Its resident memory in KiB.
     pub(crate) fn resident(&self) -> u64 {
         self.status("VmRSS:").strip_suffix(" kB").unwrap().parse().unwrap()
     }
@@ -224,22 +224,22 @@ impl Process {
         fs::read_to_string(self.file("maps")).unwrap()
     }
 
-    /// What it has logged, from DEBUG on.
+    /// Its log, from level DEBUG.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.folder.path().join("log")).unwrap()
     }
 
-    /// Waits until it has no connection but this client's.
+    /// Waits until this client has the only connection.
     #[track_caller]
     pub(crate) fn wait_for_ends(&self, client: &Client) {
         self.wait_for_others(client, 0);
     }
 
-    /// Waits until it has so many connections besides this client's.
+    /// Waits until the broker has `others` connections besides this client's.
     #[track_caller]
     pub(crate) fn wait_for_others(&self, client: &Client, others: u64) {
         until(|| {
-            // The leases are not listed, which may be very many.
+            // The prefix matches no name: the list of leases may be very long.
             let totals = client.who("no name begins so").unwrap().totals;
             totals.iter().map(|user| user.connections).sum::<u64>() == others + 1
         });
@@ -256,7 +256,7 @@ impl Drop for Process {
     }
 }
 
-/// Serves, if this process was started for it: then it does not return.
+/// Serves and does not return, if this process was started as a server.
 fn serve_if_asked() {
     let Ok(setup) = env::var(SETUP) else { return };
     let setup: Setup = serde_json::from_str(&setup).unwrap();
@@ -278,7 +278,7 @@ fn serve_if_asked() {
     std::process::exit(0);
 }
 
-/// Makes this process one of another user. Needs root.
+/// Changes this process's user. Needs root.
 pub(crate) fn become_user(uid: u32, gid: u32, groups: &[u32]) {
     let groups: Vec<Gid> = groups.iter().copied().map(Gid::from_raw).collect();
     setgroups(&groups).unwrap();
@@ -286,13 +286,13 @@ pub(crate) fn become_user(uid: u32, gid: u32, groups: &[u32]) {
     setuid(Uid::from_raw(uid)).unwrap();
 }
 
-/// What a child does that was started by [`Actor::start`]; only such a child has it.
+/// The step of a child that [`Actor::start`] started; only such a child has the variable.
 const STEP: &str = "VMMFD_TEST_STEP";
 
-/// Where it says that it has come there.
+/// The file in which the child reports that it has reached the step.
 const THERE: &str = "VMMFD_TEST_THERE";
 
-/// A process of this test program that does something up to a step, and stays there until it is killed.
+/// A process of this test program that runs up to a step, and stays there until it is killed.
 pub(crate) struct Actor {
     child: Child,
     there: PathBuf,
@@ -300,7 +300,7 @@ pub(crate) struct Actor {
 }
 
 impl Actor {
-    /// The step that this process is to go to and the socket of the broker, if it is such a child. `test` is the calling test.
+    /// The step and the broker's socket, if this process is such a child. `test` is the calling test.
     pub(crate) fn role() -> Option<(String, PathBuf)> {
         let step = env::var(STEP).ok()?;
         let (step, path) = step.split_once(' ').unwrap();
@@ -308,7 +308,7 @@ impl Actor {
         Some((step.to_owned(), PathBuf::from(path)))
     }
 
-    /// Starts a child that runs the test again, in which it asks for its role.
+    /// Starts a child that runs the same test, which then calls [`Actor::role`].
     pub(crate) fn start(test: &str, step: &str, path: &Path) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let there = folder.path().join("there");
@@ -318,7 +318,7 @@ impl Actor {
         Self { child: command.spawn().unwrap(), there, _folder: folder }
     }
 
-    /// In the child: says that it is there, with a word, and stays.
+    /// In the child: reports the step with a word, and waits to be killed.
     pub(crate) fn stay(word: &str) -> ! {
         let there = PathBuf::from(env::var_os(THERE).unwrap());
         let beside = there.with_extension("new");
@@ -329,7 +329,7 @@ impl Actor {
         }
     }
 
-    /// Waits until it is there, and returns its word.
+    /// Waits until the child has reached its step, and returns its word.
     #[track_caller]
     pub(crate) fn until_there(&mut self) -> String {
         let begun = std::time::Instant::now();
@@ -345,7 +345,6 @@ impl Actor {
         }
     }
 
-    /// Kills it, wherever it is.
     pub(crate) fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -359,19 +358,19 @@ impl Drop for Actor {
     }
 }
 
-/// A connection to a broker over which each record is made by hand.
+/// A connection to a broker, with every record written by hand.
 #[derive(Debug)]
 pub(crate) struct Raw(pub(crate) UnixStream);
 
 impl Raw {
-    /// A connection that has said nothing.
+    /// A connection without a hello.
     pub(crate) fn dial(path: &Path) -> io::Result<Self> {
         let socket = seqpacket();
         rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
         Self::over(socket)
     }
 
-    /// A connection that another process made.
+    /// A connection made by another process.
     pub(crate) fn over(socket: OwnedFd) -> io::Result<Self> {
         let socket = UnixStream::from(socket);
         socket.set_read_timeout(Some(PATIENCE))?;
@@ -384,7 +383,7 @@ impl Raw {
         Message::Hello(Hello { version: 1, capabilities, backend, pid: std::process::id(), timeout_ms: 20_000 })
     }
 
-    /// A connection over which hellos were exchanged.
+    /// A connection after the exchange of hellos.
     pub(crate) fn greeted(path: &Path) -> io::Result<Self> {
         let raw = Self::dial(path)?;
         raw.send(&Self::hello(), &[])?;
@@ -430,7 +429,6 @@ impl Raw {
         Ok(Some((message, fds)))
     }
 
-    /// The broker's figures.
     #[track_caller]
     pub(crate) fn measured(&self) -> Measured {
         match self.ask(&Message::Measure(Measure {}), &[]).unwrap() {
@@ -439,7 +437,7 @@ impl Raw {
         }
     }
 
-    /// Waits until the server has closed all connections but this many: it then has nothing to do.
+    /// Waits until the server has closed all but this many connections: it is then idle.
     #[track_caller]
     pub(crate) fn until_connections(&self, left: usize) {
         until(|| self.measured().connections == left as u64);
@@ -451,7 +449,7 @@ impl Raw {
         self.receive()
     }
 
-    /// All objects that this client may read, from as many pages as there are.
+    /// All objects that this client may read, across all pages.
     #[track_caller]
     pub(crate) fn list(&self) -> Vec<Summary> {
         let mut objects: Vec<Summary> = Vec::new();
@@ -470,14 +468,14 @@ impl Raw {
         }
     }
 
-    /// Reads until the connection ends, and returns the last error that came.
+    /// Reads until the connection ends, and returns the last error received.
     pub(crate) fn ending(&self) -> Option<vmmfd::wire::Failure> {
         let (mut failure, mut resets) = (None, 0);
         loop {
             match self.receive() {
                 Ok(Some((Message::Error(error), _))) => failure = Some(error),
                 Ok(Some(_)) => {}
-                // Reported once, ahead of what was sent before.
+                // A reset is reported once, before the records sent earlier.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset && resets == 0 => resets += 1,
                 Ok(None) | Err(_) => return failure,
             }
@@ -491,7 +489,7 @@ impl AsFd for Raw {
     }
 }
 
-/// Also what a child runs to serve: before it has loaded any driver.
+/// A child runs this test too, in order to serve: it must not load a driver first.
 #[test]
 fn the_server_maps_no_driver() {
     serve_if_asked();
@@ -505,7 +503,7 @@ fn the_server_maps_no_driver() {
         let part = vmmfd::broker::PutPart::of("all", &memory).unwrap();
         client.put(&vmmfd::broker::Put::new("a").part(part)).unwrap();
         let object = client.get(&vmmfd::broker::Get::new("a")).unwrap().open(driver, None).unwrap();
-        // This process has both mapped, so that the test can see it.
+        // This process maps both, which proves that the check can detect a driver.
         assert!(mapped(&fs::read_to_string("/proc/self/maps").unwrap()));
         assert!(!mapped(&server.maps()), "{}", server.maps());
         drop(object);
@@ -515,7 +513,7 @@ fn the_server_maps_no_driver() {
     until(|| server.memory_files() == 5);
 }
 
-/// The kernel stops a process with several threads for milliseconds each time that its table of descriptors grows.
+/// Each growth of the descriptor table stops a multithreaded process for milliseconds.
 #[test]
 fn descriptor_table_is_allocated_at_start() {
     let server = Process::start(Setup::of(&Subject::host()));

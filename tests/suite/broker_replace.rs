@@ -1,4 +1,4 @@
-//! A name that is replaced all the time, and its readers.
+//! A name that is replaced constantly, and its readers.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
@@ -14,11 +14,10 @@ use crate::{
     support::Subject,
 };
 
-/// Readers of a name that is replaced all the time.
 const READERS: usize = 20;
 
-/// The most descriptors of memory: three for each version that a reader leases, for the current one and for two that are being closed,
-/// and the catalogue's.
+/// The limit on memory descriptors: three for each version that a reader leases, for the current version and for two versions being closed,
+/// plus the catalogue's.
 const MOST: usize = (READERS + 8) * 3;
 
 #[test]
@@ -38,12 +37,12 @@ fn readers_see_whole_versions_during_replaces() {
                 scope.spawn(move || {
                     let mut last = 0;
                     while !done.load(Ordering::Relaxed) {
-                        // Each newer version that there is, or the current one if there is none.
+                        // Get the current version.
                         let lease = client.get(&Get::new("a")).unwrap();
                         let version = lease.version();
                         assert!(version >= last, "version {version} after {last}");
                         last = version;
-                        // The number of the put is its version, and says how many segments there are.
+                        // The version number equals the put's number, which determines the segment count.
                         assert_eq!(whole(lease), version);
                         reads.fetch_add(1, Ordering::Relaxed);
                     }
@@ -56,7 +55,7 @@ fn readers_see_whole_versions_during_replaces() {
                 break;
             }
             assert_eq!(template.put(&writer, "a", version, Condition::Version(version - 1)).unwrap(), version);
-            // Replaced versions are closed a moment after they were replaced: on a busy machine after many more.
+            // Replaced versions are closed shortly afterwards; on a busy machine many more replacements may happen first.
             until(|| server.memory_files() <= MOST);
             if version == replacements / 2 {
                 middle = server.resident();

@@ -1,4 +1,4 @@
-//! A broker that goes on after the death of its server, of its supervisor, and with a new program in its place.
+//! A broker that survives the death of its server or its supervisor, and an upgrade of its program.
 
 use std::{
     fs,
@@ -78,7 +78,7 @@ fn resume(raw: &Raw, leases: &[Token]) -> Resumed {
     }
 }
 
-/// The names, with their versions and leases.
+/// The names with their versions and leases.
 #[track_caller]
 fn listed(raw: &Raw) -> Vec<(String, u64, u64)> {
     raw.list().into_iter().map(|of| (of.name, of.version, of.leases)).collect()
@@ -97,7 +97,7 @@ fn killed_supervisors_are_replaced(mut subject: Subject) {
     let material = small(&subject, 1);
     let (raw, server) = served.greeted();
     put(&raw, &material, "a", false);
-    // Faster than the server starts them: it pauses then, and asks nothing of the store meanwhile.
+    // The supervisors are killed faster than the server starts them: the server pauses, and works without a keeper in the meantime.
     for _ in 0..8 {
         served.kill_supervisor();
     }
@@ -114,7 +114,7 @@ fn connections_during_a_restart_are_served(mut subject: Subject) {
     let (raw, server) = served.greeted();
     put(&raw, &material, "a", false);
     let supervisor = served.supervisor();
-    // No other is started meanwhile.
+    // A stopped supervisor starts no server.
     kill(supervisor, Signal::SIGSTOP).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
     until(|| !is_alive(server));
@@ -147,7 +147,7 @@ fn unclaimed_leases_end_after_a_restart(mut subject: Subject) {
     served.kill_server();
     drop((first, other));
     let (raw, _) = served.greeted();
-    // Another user has no say, whatever it knows.
+    // Another user can't resume these leases, even with the tokens.
     if nix::unistd::geteuid().is_root() {
         in_fork(|| {
             become_user(34561, 34561, &[]);
@@ -159,7 +159,7 @@ fn unclaimed_leases_end_after_a_restart(mut subject: Subject) {
     let (second, _) = served.greeted();
     assert!(resume(&second, &[others]).lost.is_empty());
     assert_eq!(leases(&raw), 3);
-    // The time that `left` has.
+    // The lease `left` ends with the grace period.
     until(|| leases(&raw) == 2);
     assert_eq!(resume(&raw, &[left]).lost, [left]);
     assert_eq!(listed(&raw), [("a".to_owned(), 1, 2)]);
@@ -178,14 +178,14 @@ fn resumed_lease_keeps_an_unnamed_version(mut subject: Subject) {
     let (deleted, _) = lease(&raw, "a");
     let delete = Message::Delete(Delete { name: "a".to_owned(), request: None });
     assert!(matches!(raw.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
-    // A connection that ends gives back what it took up: they stay until the server has died.
+    // The end of a connection releases its resumed leases, so these connections stay open until the server dies.
     let mut connections = vec![raw];
     for _ in 0..3 {
         let (server, _) = served.kill_server();
         let (raw, _) = served.greeted();
         assert!(resume(&raw, &[old, deleted]).lost.is_empty());
         assert!(listed(&raw).iter().all(|(name, ..)| name == "b"));
-        // What comes now gets other numbers.
+        // New segments get other numbers.
         put(&raw, &small(&subject, 3), "b", true);
         until(|| served.kept(server) == (8, 8));
         connections.push(raw);
@@ -194,12 +194,12 @@ fn resumed_lease_keeps_an_unnamed_version(mut subject: Subject) {
     let (raw, _) = served.greeted();
     assert!(resume(&raw, &[deleted]).lost.is_empty());
     raw.send(&Message::Release(Release { token: deleted }), &[]).unwrap();
-    // The other one ends with the time to take it up.
+    // The other lease ends with the grace period.
     until(|| served.kept(server) == (4, 4));
     assert_eq!(listed(&raw), [("b".to_owned(), 3, 0)]);
 }
 
-/// Found by the model: a client whose answer was lost asks again after another has done the next thing.
+/// A client that missed its answer repeats the request after another client's next request. The model search found this case.
 fn repeated_requests_are_done_once(mut subject: Subject) {
     subject.alone();
     let served = Served::start(Keeper::Own, &subject);
@@ -225,7 +225,7 @@ fn repeated_requests_are_done_once(mut subject: Subject) {
             served.kill_server();
         }
         let (raw, _) = served.greeted();
-        // As if their answers had not come.
+        // Repeat the requests as if their answers were lost.
         assert_eq!(send(&raw, "replaced", replaced), first);
         assert_eq!(send(&raw, "deleted", deleted), second);
         assert_eq!(listed(&raw), [("replaced".to_owned(), newest.version, 0)]);
@@ -256,7 +256,7 @@ fn events_go_on_across_a_restart(mut subject: Subject) {
             *at = Some((events.next, events.instance));
         }
     };
-    // That it watches, before anything happens.
+    // Wait for the subscription before the first event.
     let mut expected = 0;
     for round in 1..=5 {
         let raw = if round == 1 { Raw::greeted(&served.path).unwrap() } else { served.greeted().0 };
@@ -305,7 +305,7 @@ fn upgrade_loses_nothing(mut subject: Subject) {
         kill(supervisor, Signal::SIGHUP).unwrap();
         let (server, gap) = served.wait_for_another(before, Instant::now());
         eprintln!("an upgrade took {gap:?}");
-        // The same process, another program; and so its server.
+        // The process stays the same, but executes the new program. The new server does too.
         assert_eq!(served.supervisor(), supervisor);
         assert_eq!((image(supervisor).unwrap(), image(server).unwrap()), (new, new));
         let (raw, _) = served.greeted();
@@ -337,16 +337,16 @@ fn incompatible_program_is_refused(mut subject: Subject) {
         kill(supervisor, Signal::SIGHUP).unwrap();
         refusals += 1;
         until(|| served.log().matches("not reloaded").count() == refusals);
-        // On the connection that was there before.
+        // The existing connection still works.
         assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
         assert_eq!((served.server(), served.supervisor()), (server, supervisor));
     }
-    // One that was removed.
+    // A program that was removed.
     fs::remove_file(&program).unwrap();
     kill(supervisor, Signal::SIGHUP).unwrap();
     until(|| served.log().matches("not reloaded").count() == refusals + 1);
     assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
-    // And then one that can.
+    // A valid program afterwards.
     copied(&binary("vmmfd"), &program);
     kill(supervisor, Signal::SIGHUP).unwrap();
     served.wait_for_another(server, Instant::now());
@@ -393,12 +393,12 @@ fn death_of_both_starts_a_new_broker(mut subject: Subject) {
     kill(server, Signal::SIGKILL).unwrap();
     kill(supervisor, Signal::SIGKILL).unwrap();
     served.reap();
-    // All of it: the threads of a process end one after the other, and its descriptors with the last.
+    // A process's threads end one by one, and its descriptors close with the last thread.
     until(|| Raw::dial(&served.path).is_err());
     served.start_again();
     let (raw, _) = served.greeted();
     let report = "the previous broker, and its keeper if it had one, stopped";
-    // A thread of its own writes the log.
+    // The log is written by another thread.
     until(|| served.log().contains(report) && served.log().contains(&format!("pid={server}")));
     let resumed = resume(&raw, &[held]);
     assert_ne!(resumed.instance, instance);
@@ -425,7 +425,7 @@ fn reader_restores_lost_objects(mut subject: Subject) {
     served.reap();
     until(|| Raw::dial(&served.path).is_err());
     served.start_again();
-    // It makes no request: it connects again because it holds a lease.
+    // The client sends no request: it reconnects because it holds a lease.
     let (raw, server) = served.greeted();
     until(|| listed(&raw).len() == 1);
     assert_ne!(resume(&raw, &[]).instance, instance);

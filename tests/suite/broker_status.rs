@@ -1,4 +1,4 @@
-//! `vmmfd status`, the history of crashes, the options' file, and who may open the socket's file.
+//! `vmmfd status`, the history of crashes, the options file, and access to the socket file.
 
 use std::{
     fs,
@@ -38,7 +38,7 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// What `vmmfd status` reports of a broker.
+/// The report of `vmmfd status`.
 #[track_caller]
 fn status(path: &Path) -> Value {
     let output = Command::new(binary("vmmfd")).args(["status", "--json", "--socket", text(path)]).output().unwrap();
@@ -48,7 +48,7 @@ fn status(path: &Path) -> Value {
     value
 }
 
-/// The process, pid and losses of each crash that a broker reports.
+/// The process, pid and lost versions of each reported crash.
 fn crashes(path: &Path) -> Vec<Value> {
     let status = status(path);
     let crashes = status["crashes"].as_array().unwrap();
@@ -77,7 +77,7 @@ fn shows_processes_and_crashes(keeper: Keeper) {
     let both = [of("server", first), of("server", second)];
     assert_eq!(crashes(&served.path), both);
     served.kill_supervisor();
-    // The server notices the keeper's end, and the next keeper has the history too.
+    // The server notices the keeper's death, and the next keeper has the history too.
     let all = [&both[..], &[of("keeper", first_keeper)]].concat();
     assert_eq!(crashes(&served.path), all);
     served.kill_server();
@@ -108,7 +108,7 @@ fn requested_ends_are_no_crashes() {
     }
     let shown = status(&served.path);
     assert_eq!((&shown["crashes"], &shown["restarts"]), (&json!([]), &json!(3)), "{}", served.log());
-    // An upgrade of both in place.
+    // An upgrade of both processes in place.
     let served = Served::start(Keeper::Own, &subject);
     let server = served.server();
     kill(served.supervisor(), Signal::SIGHUP).unwrap();
@@ -153,7 +153,7 @@ fn second_broker_is_refused_with_a_pid() {
         second().code(5).says(&format!("already served by pid {}\n", served.server()));
         served.kill_server();
     }
-    // While the server is away, the keeper's socket still has its number.
+    // While no server runs, the keeper still holds the socket's lock.
     let old = served.server();
     fs::write(served.stop_flag(), "").unwrap();
     kill(old, Signal::SIGKILL).unwrap();
@@ -222,7 +222,7 @@ fn check_reports_each_problem() {
         assert_eq!(ended.stderr.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{}", ended.stderr);
         let failed = object(check(options, &["--json"]).code(2));
         fits("failure", &failed);
-        // A start fails alike.
+        // The server fails to start with the same error.
         vmmfd(&place, &["serve", "--socket", text(&socket), "--options-file", text(&file)]).end().code(2).says(words);
     }
     check("", &["--keeper", text(&keeper)]).code(5).says("no keeper listens there");
@@ -307,7 +307,7 @@ mod root {
         assert_eq!((socket.mode() & 0o777, socket.gid(), socket.uid()), (0o660, TEAM, 0));
         connects(34561, TEAM);
         refused(34561, 34561);
-        // A group that is no longer allowed: for the next server, the file and the broker agree again.
+        // A group is no longer allowed: the next server sets the mode of the socket file to match.
         allow("--allow-uid 34562");
         served.kill_server();
         assert_eq!(mode(&served.path), 0o666);

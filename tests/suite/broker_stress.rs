@@ -1,4 +1,4 @@
-//! Many clients of one broker at once: good ones, some that die, and some that break every rule. A plain map says what must be there.
+//! Many concurrent clients of one broker: some behave well, some die, and some violate every rule. A plain map predicts the contents.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -34,7 +34,7 @@ use crate::{
     support::Subject,
 };
 
-/// Numbers that look like chance, and are the same each time. See splitmix64.
+/// A deterministic pseudo-random generator (splitmix64).
 struct Dice(u64);
 
 impl Dice {
@@ -51,17 +51,17 @@ impl Dice {
     }
 }
 
-/// What must be there: version and number of the put, by name.
+/// The expected contents: the version and the number of the put, by name.
 type Model = BTreeMap<String, (u64, u64)>;
 
-/// Names that all clients replace, each version by one of them: the number of the put by name and version.
+/// Names that all clients replace. Each version belongs to one client: the number of the put, by name and version.
 type Races = Mutex<BTreeMap<(String, u64), u64>>;
 
 const CLIENTS: u64 = 50;
 const NAMES: u64 = 6;
 const SHARED: u64 = 3;
 
-/// What all clients have in common.
+/// The state shared by all clients.
 struct Field<'a> {
     path: &'a Path,
     template: Template,
@@ -75,7 +75,7 @@ struct Field<'a> {
 }
 
 impl Field<'_> {
-    /// Counts a request. Whether there are to be more.
+    /// Counts a request. Returns whether the test continues.
     fn count(&self) -> bool {
         self.requests.fetch_add(1, Ordering::Relaxed) < self.wanted && !self.failed.load(Ordering::Relaxed)
     }
@@ -86,7 +86,7 @@ struct Actor<'a> {
     number: u64,
     dice: Dice,
     model: Model,
-    /// The last number of a put.
+    /// The number of the last put.
     nonce: u64,
     lives: u64,
 }
@@ -113,7 +113,7 @@ impl Actor<'_> {
         self.number << 40 | self.nonce
     }
 
-    /// Requests as they should be. The model says what the answer is.
+    /// Sends valid requests. The model predicts the answers.
     fn behave(&mut self, client: &Client, held: &mut Vec<Lease>) {
         let name = self.own_name();
         let known = self.model.get(&name).copied();
@@ -166,7 +166,7 @@ impl Actor<'_> {
                 (result, known) => assert_eq!((code(result), known), (Some(RefusalCode::Absent), None)),
             },
             10 => {
-                // Of any client: there or not, but whole.
+                // An object of any client: it may be absent, but is always complete.
                 let other = format!("c{:02}/{}", self.dice.of(CLIENTS), self.dice.of(NAMES));
                 let get = Get::new(other).wait(Duration::from_millis(self.dice.of(3)));
                 match client.get(&get) {
@@ -205,7 +205,7 @@ impl Actor<'_> {
         }
     }
 
-    /// Replaces a name that all replace, if it is still at the version that it was.
+    /// Replaces a shared name if its version is unchanged.
     fn race(&mut self, client: &Client) {
         let name = format!("shared/{}", self.dice.of(SHARED));
         let nonce = self.next_nonce();
@@ -213,7 +213,7 @@ impl Actor<'_> {
             Ok(lease) => {
                 let version = lease.version();
                 let found = whole(lease);
-                // Whoever put it may not have written it down yet: then there is nothing to compare with.
+                // The client that put this version may not have recorded its number yet: then there is nothing to compare.
                 if let Some(known) = self.field.races.lock().unwrap().get(&(name.clone(), version)) {
                     assert_eq!(*known, found);
                 }
@@ -233,7 +233,7 @@ impl Actor<'_> {
         }
     }
 
-    /// Breaks a rule on a connection of its own, and sees that the broker ends that, or refuses.
+    /// Violates a rule on a separate connection. The broker must end the connection or refuse the request.
     fn misbehave(&mut self) {
         self.field.violations.fetch_add(1, Ordering::Relaxed);
         let raw = Raw::greeted(self.field.path).unwrap();
@@ -259,7 +259,7 @@ impl Actor<'_> {
                 ended(&raw);
             }
             1 => {
-                // The right beginning, and nonsense.
+                // A truncated record.
                 let mut bytes = encoded(&of(put));
                 let at = self.dice.of(bytes.len() as u64) as usize;
                 bytes.truncate(at.max(1));
@@ -282,7 +282,7 @@ impl Actor<'_> {
                 ended(&raw);
             }
             5 => {
-                // A size that the memory has not.
+                // A size larger than the memory.
                 let mut put = put;
                 put.sizes[0] += PAGE;
                 put.parts[0].memory.mapped_size += PAGE;
@@ -296,7 +296,7 @@ impl Actor<'_> {
                 assert_eq!(refused(&raw), RefusalCode::Invalid);
             }
             7 => {
-                // Memory that its maker can take away.
+                // Unsealed memory: its maker could truncate it.
                 let file =
                     File::from(memfd_create(c"open", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap());
                 file.set_len(PAGE).unwrap();
@@ -320,7 +320,7 @@ impl Actor<'_> {
                 assert_eq!(refused(&raw), RefusalCode::Memory);
             }
             11 => {
-                // Cut in the middle, by an end or by something else.
+                // The put is cut off by the end of the connection or by another record.
                 let mut put = put;
                 let total = 300;
                 put.parts[0].memory.segments = total;
@@ -355,14 +355,14 @@ impl Actor<'_> {
                 ended(&raw);
             }
             16 => {
-                // What no one has: nothing happens, and the connection goes on.
+                // An unknown token: the broker ignores it, and the connection stays usable.
                 raw.send(&Message::Release(Release { token: Token([7; 16]) }), &[]).unwrap();
                 raw.send(&Message::Stop(Stop {}), &[]).unwrap();
                 let answer = raw.ask(&Message::Who(Who { prefix: "absent".to_owned(), after: None }), &[]);
                 assert!(matches!(answer, Ok(Some((Message::Leases(_), _)))), "{answer:?}");
             }
             17 => {
-                // A table that is none.
+                // Memory that is not a table.
                 let mut put = put;
                 put.parts[0].arrays = Some(Table::Length(PAGE));
                 let fds: Vec<BorrowedFd<'_>> = std::iter::once(fds[0]).chain(fds.iter().copied()).collect();
@@ -370,20 +370,20 @@ impl Actor<'_> {
                 assert_eq!(refused(&raw), RefusalCode::Invalid);
             }
             18 => {
-                // A request before hello, on yet another connection.
+                // A request before the hello, on a new connection.
                 let raw = Raw::dial(self.field.path).unwrap();
                 raw.send(&Message::List(List::default()), &[]).unwrap();
                 ended(&raw);
             }
             _ => {
-                // What a broker says.
+                // A message that only a broker sends.
                 raw.send(&Message::Done(broker::Done {}), &[]).unwrap();
                 ended(&raw);
             }
         }
     }
 
-    /// Does not read what it asked for, and not what it did not ask for.
+    /// Does not read the answers, or reads them late.
     fn dawdle(&mut self) {
         self.field.dawdles.fetch_add(1, Ordering::Relaxed);
         let raw = Raw::greeted(self.field.path).unwrap();
@@ -391,7 +391,7 @@ impl Actor<'_> {
         let object = GetObject { name, ..GetObject::default() };
         let get = Message::Get(Box::new(broker::Get { objects: vec![object], wait_ms: None, claim: None }));
         match self.dice.of(3) {
-            // Asks again without having read, until the broker ends it.
+            // Sends requests without reading until the broker ends the connection.
             0 => {
                 raw.0.set_nonblocking(true).unwrap();
                 let list = Message::List(List { prefix: String::new(), after: None });
@@ -408,7 +408,7 @@ impl Actor<'_> {
                     }
                 }
             }
-            // Reads, holds the lease for a while, and goes.
+            // Reads, holds the lease for a while, and disconnects.
             _ => {
                 drop(raw.ask(&get, &[]).unwrap());
                 thread::sleep(Duration::from_millis(self.dice.of(5)));
@@ -416,8 +416,8 @@ impl Actor<'_> {
         }
     }
 
-    /// Sends a request whole and dies. What became of it is certain once the broker has ended the connection: then it has taken every
-    /// record that was sent.
+    /// Sends a complete request and dies. The result is final once the broker has ended the connection: the broker reads every record
+    /// before that.
     fn die(&mut self) {
         self.field.deaths.fetch_add(1, Ordering::Relaxed);
         self.lives += 1;
@@ -442,7 +442,7 @@ impl Actor<'_> {
                 Some((known.map_or(0, |(version, _)| version) + 1, nonce))
             }
             _ => {
-                // Not whole.
+                // An incomplete put.
                 let (mut put, pages) = self.field.template.raw_put(&name, nonce, true);
                 put.parts[0].memory.segments = 5;
                 (put.parts[0].memory.size, put.parts[0].memory.mapped_size) = (5 * PAGE, 5 * PAGE);
@@ -462,7 +462,7 @@ impl Actor<'_> {
     }
 
     fn run(mut self) -> Model {
-        // A third of them is bad, half of the time.
+        // A third of the clients misbehave, half of the time.
         let bad = self.number.is_multiple_of(3);
         let mut held = Vec::new();
         let mut client = self.client();
@@ -473,7 +473,7 @@ impl Actor<'_> {
                 8 => self.dawdle(),
                 9 | 10 => self.die(),
                 _ => {
-                    // Leaves with what it holds.
+                    // Disconnects while it holds leases.
                     client = self.client();
                     held = std::mem::take(&mut held).into_iter().filter(|_| self.dice.of(2) == 0).collect();
                 }
@@ -528,7 +528,7 @@ fn catalogue_matches_a_map_under_stress() {
     assert!(requests >= wanted && deaths > 0 && violations > 0 && dawdles > 0);
     server.wait_for_ends(&watcher);
 
-    // What the clients know, and what the broker has.
+    // Compare the clients' predictions with the broker's contents.
     let mut model: Model = models.into_iter().flatten().collect();
     let races = field.races.into_inner().unwrap();
     for name in races.keys().map(|(name, _)| name).collect::<BTreeSet<_>>() {

@@ -1,4 +1,4 @@
-//! Another version of an object at the same addresses, and addresses without memory.
+//! Switching an object to another version at the same addresses, and parking it.
 
 #![allow(unsafe_code, reason = "mapping over addresses that are reserved")]
 
@@ -55,7 +55,7 @@ cases! {
 
 const MIB: u64 = 1 << 20;
 
-/// The memory of each version: three segments.
+/// The size of each version: three segments.
 const SIZE: u64 = 6 * MIB;
 
 fn entry(name: &str, length: u64, offset: u64) -> ArrayEntry {
@@ -64,7 +64,7 @@ fn entry(name: &str, length: u64, offset: u64) -> ArrayEntry {
     ArrayEntry::new(name, array)
 }
 
-/// Puts a version of `a` whose bytes all have one value, in segments of 2 MiB.
+/// Puts a version of `a` filled with one value, in segments of 2 MiB.
 fn put(client: &Client, subject: &Subject, value: u8) {
     put_of(client, subject, SIZE, Some(2 * MIB), value, vec![entry("w", 16, 3 * MIB)]);
 }
@@ -80,7 +80,7 @@ fn open(client: &Client, subject: &Subject, get: &Get) -> Object {
     client.get(get).unwrap().open(&subject.driver, None).unwrap()
 }
 
-/// Version 1 of an object mapped, and version 2 there.
+/// Maps version 1 of an object, and puts version 2.
 fn one_and_two(subject: &Subject) -> (Broker, Client, Object) {
     let broker = Broker::start(subject);
     let client = broker.client();
@@ -94,12 +94,11 @@ fn newest() -> Get {
     Get::new("a")
 }
 
-/// The addresses of all pieces.
 fn addresses(object: &Object) -> Vec<u64> {
     object.parts().iter().flat_map(|part| part.pieces()).map(|piece| piece.address()).collect()
 }
 
-/// The value that all bytes of an object have, at the beginning and the end of each segment, and by the array.
+/// The value of all bytes of an object, read at both ends of each segment and through the array.
 #[track_caller]
 fn value(object: &Object) -> u8 {
     let mut values = object.array("w").unwrap().element(&[15]).unwrap();
@@ -132,7 +131,7 @@ fn switch_keeps_addresses_and_shows_new_version(subject: Subject) {
     assert_eq!((value(&object), object.version()), (1, 1));
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     assert_eq!((next.name(), next.version()), ("a", 2));
-    // The old one is in use meanwhile.
+    // The old version is still usable.
     assert_eq!(value(&object), 1);
     let old = object.switch(next).unwrap();
     assert_eq!((addresses(&object), value(&object)), (before, 2));
@@ -140,7 +139,7 @@ fn switch_keeps_addresses_and_shows_new_version(subject: Subject) {
     assert_eq!((object.id() != id, old.id()), (true, id.as_str()));
     assert_eq!((&object.metadata().unwrap()["value"], &old.metadata().unwrap()["value"]), (&json!(2), &json!(1)));
     assert_eq!(object.parts()[0].digest(), Some("sum:2"));
-    // The lease of the old one lasts as long as what was returned.
+    // The lease of the old version lasts as long as the returned value.
     let held = |client: &Client| client.who("").unwrap().leases.iter().map(|held| held.version).collect::<Vec<_>>();
     assert_eq!(held(&client), [1, 2]);
     drop(old);
@@ -179,7 +178,7 @@ fn each_segment_is_mapped_once(subject: Subject) {
         _ => assert_eq!(verbs, ["synchronize", "unmap", "map", "map", "map", "set_access"]),
     }
     drop(old);
-    // What takes no part in the exchange comes after it.
+    // The old version is released after the switch.
     assert_eq!(subject.faulty.take_verbs(), ["release"; 3]);
 }
 
@@ -209,7 +208,7 @@ fn parts_and_pieces_are_switched_together(subject: Subject) {
         assert_eq!((value(object), addresses(object)), (2, before));
         assert_eq!(object.array("end").unwrap().element(&[7]).unwrap(), [2]);
     }
-    // What fails in the last part is taken back in the first.
+    // If the switch fails in the last part, the first part is restored too.
     put(3);
     for nth in 1.. {
         let next = whole.prepare(client.get(&newest()).unwrap()).unwrap();
@@ -231,7 +230,7 @@ fn new_version_may_change_segments_and_arrays(subject: Subject) {
     put_of(&client, &subject, SIZE - 100, Some(2 * MIB), 1, vec![entry("w", 16, 0)]);
     let mut object = open(&client, &subject, &newest());
     let before = addresses(&object);
-    // From the first look for an array on it is known where they are in the table.
+    // The first array lookup caches positions in the table.
     assert_eq!(value(&object), 1);
     put_of(&client, &subject, SIZE, None, 2, vec![entry("new", 4, SIZE - 4), entry("w", 16, 0)]);
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
@@ -239,7 +238,7 @@ fn new_version_may_change_segments_and_arrays(subject: Subject) {
     assert_eq!((value(&object), addresses(&object)), (2, before));
     assert_eq!(object.parts()[0].memory().unwrap().size(), SIZE);
     assert_eq!(object.array("new").unwrap().element(&[3]).unwrap(), [2]);
-    // The old one has less than there is now.
+    // The old version is smaller than the current memory.
     let problem = misuse(object.switch(old));
     assert!(problem.contains("version 1 of `a` was prepared for a layout other than that"), "{problem}");
     assert_eq!(value(&object), 2);
@@ -288,7 +287,7 @@ fn mismatch_lists_every_difference(subject: Subject) {
     let (_, message) = refused(many.prepare(client.get(&newest()).unwrap()));
     assert!(message.ends_with("array `x7` is missing; and 12 more"), "{message}");
     drop(many);
-    // It is as it was.
+    // The object is unchanged.
     assert_eq!(value(&object), 1);
 }
 
@@ -327,7 +326,7 @@ fn version_of_another_layout_is_refused(subject: Subject) {
     let mut other = open(&client, &subject, &newest());
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     assert!(misuse(other.switch(next)).contains("prepared for a layout other than that"));
-    // Prepared for the first version, of which the second has the same layout, and the third more.
+    // Prepared for version 1: version 2 has the same layout, and version 3 has more arrays.
     let prepare = |object: &Object| object.prepare(client.get(&newest()).unwrap()).unwrap();
     let (first, second) = (prepare(&object), prepare(&object));
     drop(object.switch(first).unwrap());
@@ -403,7 +402,7 @@ fn failed_switch_keeps_the_old_version(subject: Subject) {
 fn unmappable_versions_leave_the_object_parked(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let before = addresses(&object);
-    // The first call waits for work.
+    // The first call waits for GPU work.
     for nth in 2.. {
         let (get, version) = (newest(), object.version());
         let next = object.prepare(client.get(&get).unwrap()).unwrap();
@@ -426,7 +425,7 @@ fn unmappable_versions_leave_the_object_parked(subject: Subject) {
         let live = subject.live();
         assert_eq!((live.handles, live.reservations, live.mappings), (0, 1, 0), "call {nth}");
         misuse(object.parts()[0].memory().map(drop));
-        // Its lease is held, so that the version is there.
+        // The object still holds its lease, so the version exists.
         assert_eq!(client.who("").unwrap().leases.iter().filter(|held| held.version == version).count(), 1);
         object.unpark(client.get(&Get::new("a").version(version)).unwrap()).unwrap();
         assert_eq!((u64::from(value(&object)), addresses(&object)), (version, before.clone()));
@@ -441,7 +440,7 @@ fn failed_unmap_changes_nothing(subject: Subject) {
     subject.faulty.fail(Fault::Verb("unmap"), 4242);
     let (switched, parked) = (object.switch(next).map(drop), object.park(false));
     subject.faulty.mend();
-    // On the host backend nothing need be unmapped to be replaced.
+    // The host backend replaces mappings without an unmap.
     assert_eq!(switched.is_ok(), subject.kind == Kind::Host, "{switched:?}");
     for failed in [switched, parked].into_iter().filter(Result::is_err) {
         let error = failed.unwrap_err();
@@ -462,7 +461,7 @@ fn unpark_restores_the_same_addresses(mut subject: Subject) {
         let live = subject.live();
         (live.handles, live.reservations, live.mappings)
     };
-    // The broker's.
+    // Only the broker holds the file.
     until(|| subject.kind == Kind::Cuda || file.open_here() == 1);
     let mut object = open(&client, &subject, &newest());
     let before = addresses(&object);
@@ -473,18 +472,18 @@ fn unpark_restores_the_same_addresses(mut subject: Subject) {
         assert_eq!((file.open_here(), file.mapped_here()), (1, false), "a descriptor or a mapping of it is left");
     }
     assert!(client.who("").unwrap().leases.is_empty());
-    // The same version: the name has it.
+    // Unpark the same version, which is still current.
     object.unpark(client.get(&newest()).unwrap()).unwrap();
     assert_eq!((value(&object), object.version(), addresses(&object)), (1, 1, before.clone()));
     assert_eq!((object.is_parked(), counts(&subject)), (false, (3, 1, 3)));
     object.park(false).unwrap();
     object.park(true).unwrap();
-    // The newest.
+    // Unpark the newest version.
     put(&client, &subject, 2);
     until(|| subject.kind == Kind::Cuda || file.open_here() == 0);
     object.unpark(client.get(&newest()).unwrap()).unwrap();
     assert_eq!((value(&object), object.version(), addresses(&object)), (2, 2, before.clone()));
-    // And on from there.
+    // The object can be switched afterwards.
     put(&client, &subject, 3);
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     drop(object.switch(next).unwrap());
@@ -508,7 +507,7 @@ fn parked_object_can_not_be_read(subject: Subject) {
     assert!(out_of_range(Mirror::of(&*piece, 0, 1).unwrap_err()));
     let array = entry("w", 16, 0).array;
     assert!(Array::new(piece, array).is_err());
-    // Neither is what was prepared before put there but by `unpark`.
+    // A version prepared earlier can't be switched in either: only `unpark` maps memory again.
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     assert!(misuse(object.switch(next)).contains("is parked"));
     assert!(object.is_parked());
@@ -522,7 +521,7 @@ fn kept_lease_keeps_its_version(subject: Subject) {
     object.unpark(client.get(&Get::new("a").version(object.version())).unwrap()).unwrap();
     assert_eq!((value(&object), object.version(), held(&client)), (1, 1, vec![1]));
     object.park(true).unwrap();
-    // It ends when it is parked again without.
+    // Parking again without the lease releases it.
     object.park(false).unwrap();
     assert_eq!((held(&client), client.stat("a", None).unwrap().version.versions), (vec![], vec![2]));
     assert_eq!(refused(client.get(&Get::new("a").version(1))).0, RefusalCode::Absent);
@@ -563,7 +562,7 @@ fn parked_addresses_stay_reserved(subject: Subject) {
     assert_eq!((value(&object), addresses(&object)[0]), (2, start));
 }
 
-/// Ends another thread, also when this one panics.
+/// Stops another thread, even if this thread panics.
 struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {
@@ -572,8 +571,8 @@ impl Drop for End<'_> {
     }
 }
 
-/// A thread that takes any of the addresses the moment they are free finds that they never are, in switches and while the object is
-/// parked.
+/// Another thread tries to map any of the addresses as soon as they are free. They never are: not during a switch, and not while the object
+/// is parked.
 #[test]
 fn the_addresses_are_never_free() {
     let subject = Subject::host();
@@ -586,11 +585,11 @@ fn the_addresses_are_never_free() {
             while !done.load(Ordering::Relaxed) {
                 for at in [start, start + 2 * MIB, start + SIZE - 4096] {
                     let at = NonZeroUsize::new(at as usize);
-                    // SAFETY: new anonymous memory that replaces nothing.
+                    // SAFETY: the call creates new anonymous memory and replaces no mapping.
                     match unsafe { mmap_anonymous(at, length, ProtFlags::PROT_NONE, flags) } {
                         Err(errno) => assert_eq!(errno, Errno::EEXIST),
                         Ok(found) => {
-                            // SAFETY: it was mapped just now, and nothing has it.
+                            // SAFETY: the page was mapped just now, and nothing uses it.
                             unsafe { munmap(found, 4096) }.unwrap();
                             panic!("{at:x?} was free");
                         }
@@ -602,7 +601,7 @@ fn the_addresses_are_never_free() {
         let end = End(&done);
         let mut other = object.prepare(client.get(&newest()).unwrap()).unwrap();
         let before = tries.load(Ordering::Relaxed);
-        // Until it has tried often, in each of the states.
+        // Continue until the thread has tried often, in each state.
         while tries.load(Ordering::Relaxed) < before + 50_000 && !thief.is_finished() {
             for _ in 0..20 {
                 other = object.switch(other).unwrap();
@@ -617,7 +616,7 @@ fn the_addresses_are_never_free() {
     assert_eq!(value(&object), 2);
 }
 
-/// What a thread reads meanwhile, by the address, is of one version or the other: the host backend has no moment without either.
+/// A thread that reads through the address sees the old or the new version: on the host backend one of them is always mapped.
 #[test]
 fn host_reader_sees_old_or_new_version() {
     let subject = Subject::host();
@@ -627,7 +626,7 @@ fn host_reader_sees_old_or_new_version() {
         let reader = scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
                 let mut byte = [0];
-                // SAFETY: it is mapped for reading as long as the object is not parked, which outlives this thread.
+                // SAFETY: the range is mapped for reading until the object is parked, and this thread ends before that.
                 unsafe { internals::copy::read((start + 3 * MIB) as *const u8, &mut byte) };
                 seen[usize::from(byte[0]) % 3].fetch_add(1, Ordering::Relaxed);
             }
@@ -645,7 +644,7 @@ fn host_reader_sees_old_or_new_version() {
 
 #[test]
 fn a_forgotten_mirror_refuses_the_switch() {
-    // A subject would find that not all is given back.
+    // Not a `Subject`: its leak check would fail, because the mirror is forgotten on purpose.
     let driver = internals::driver(Arc::new(HostDriver::new()));
     let broker = Broker::start(&Subject::host());
     let client = broker.client();
@@ -658,7 +657,7 @@ fn a_forgotten_mirror_refuses_the_switch() {
     put(1);
     let mut object = client.get(&newest()).unwrap().open(&driver, None).unwrap();
     put(2);
-    // As safe code may: its window stays open for good.
+    // Safe code may forget a mirror: its window then stays open forever.
     std::mem::forget(Mirror::of(&**object.part("last").unwrap().memory().unwrap(), 0, 1).unwrap());
     let unchanged = |object: &Object, error: Error| {
         assert!(matches!(&error, Error::Misuse { problem } if problem.contains("mirror")), "{error:?}");

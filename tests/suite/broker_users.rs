@@ -1,4 +1,4 @@
-//! A broker that several users share: modes, groups, quotas, admission. Only root can become them.
+//! A broker shared by several users: modes, groups, quotas, admission. Changing the user needs root.
 
 use std::{
     fs,
@@ -32,12 +32,12 @@ use crate::{
 const SERVER: u32 = 34560;
 const MAKER: u32 = 34561;
 const OTHER: u32 = 34562;
-/// A group of both, for one of them a supplementary one.
+/// A group of both users; for one of them it is supplementary.
 const TEAM: u32 = 34570;
 
 const MIB: u64 = 1 << 20;
 
-/// Does something as another user, in a fork of this process.
+/// Runs `body` as another user, in a fork of this process.
 #[track_caller]
 fn as_user(uid: u32, gid: u32, groups: &[u32], body: impl FnOnce()) {
     in_fork(|| {
@@ -55,7 +55,7 @@ fn connect(path: &Path) -> Client {
     try_connect(path).unwrap()
 }
 
-/// Memory that a fork, which may not call the driver, can put.
+/// Memory that a fork can put without calling the driver.
 struct Piece(Description, Arc<Chunk>);
 
 impl Piece {
@@ -105,7 +105,7 @@ mod root {
                 let put = Put::new(format!("m{mode:03o}")).mode(mode).part(memory.part());
                 client.put(&put).unwrap();
             }
-            // Without one it is the maker's alone.
+            // Without a mode, only the maker may access the object.
             put(&client, "none", &memory, Condition::New).unwrap();
             assert_eq!(client.stat("none", None).unwrap().version.summary.mode, 0o600);
         });
@@ -123,7 +123,7 @@ mod root {
                     assert_code(client.stat(&name, None), may_read, &what);
                     let may_write = if writes { None } else { denied };
                     assert_code(put(&client, &name, &memory, Condition::Any), may_write, &what);
-                    // Only those who may read it are told that it exists, except by a put of a new one.
+                    // Only users with read access learn that the name exists, except through a put with `Condition::New`.
                     assert_code(put(&client, &name, &memory, Condition::New), Some(RefusalCode::Exists), &what);
                     if reads {
                         readable.push(name.clone());
@@ -142,15 +142,15 @@ mod root {
                 assert_eq!(listed, readable, "as {uid}, {gid}, {groups:?}");
             });
         };
-        // Others; the group, by the main one and by a supplementary one among many; the owner.
+        // The class of other users; the group, as main and as supplementary group (one of many); the owner.
         sees(0, OTHER, OTHER, &[]);
         let many: Vec<u32> = (40_000..40_300).chain([TEAM]).collect();
         for (gid, groups) in [(TEAM, &[][..]), (OTHER, &[TEAM]), (OTHER, &many)] {
-            // What another has replaced is its maker's part.
+            // In a replaced version the maker of the part is the replacing user.
             sees(3, OTHER, gid, groups);
         }
         sees(6, MAKER, MAKER, &[]);
-        // The server's user and root may do everything, and owners may delete what they can't read.
+        // The server's user and root may do everything, and owners may delete objects that they can't read.
         for uid in [SERVER, 0] {
             as_user(uid, uid, &[], || {
                 let client = connect(&path);
@@ -164,7 +164,7 @@ mod root {
         }
         as_user(SERVER, SERVER, &[], || connect(&path).delete("m666").unwrap());
         as_user(MAKER, MAKER, &[], || connect(&path).delete("m000").unwrap());
-        // A mode that is asked for with a replacement, and is another.
+        // A replacement that requests another mode.
         as_user(MAKER, TEAM, &[], || {
             let put = Put::new("m600").condition(Condition::Any).mode(0o666).part(memory.part());
             let (code, message) = refused(connect(&path).put(&put));
@@ -201,7 +201,7 @@ mod root {
             assert_eq!(names, ["open"]);
             assert_eq!(held.totals.iter().map(|of| of.uid).collect::<Vec<_>>(), [OTHER]);
         });
-        // All users' for those who may do everything.
+        // Privileged users see the totals of all users.
         let totals: Vec<(u32, u64)> = root.who("").unwrap().totals.iter().map(|of| (of.uid, of.objects)).collect();
         assert!(totals.contains(&(MAKER, 2)), "{totals:?}");
     }
@@ -249,7 +249,7 @@ mod root {
                 assert_eq!(held.totals[0].devices[0].bytes, 4 * MIB);
             });
         }
-        // What a user has replaced of another's is on the quota of the one that put it.
+        // A version counts against the quota of the user who put it, even if the name belongs to another user.
         let root = server.client();
         let totals: Vec<(u32, u64)> = root.who("").unwrap().totals.iter().map(|of| (of.uid, of.objects)).collect();
         assert!(totals.contains(&(MAKER, 2)) && totals.contains(&(OTHER, 2)), "{totals:?}");
@@ -268,7 +268,7 @@ mod root {
             let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
             setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
             let client = connect(&path);
-            // The same memory under as many names as it gets.
+            // The same memory under as many names as the quota allows.
             for at in 0..most.objects.unwrap() {
                 put(&client, &format!("hostile/{at}"), &memory, Condition::New).unwrap();
             }
@@ -278,11 +278,11 @@ mod root {
             let name = "hostile/0".to_owned();
             let claimed = refused(client.get_or_claim(&Get::new("hostile/claim"), &ClaimOf::whole()));
             assert_eq!(claimed.0, RefusalCode::Quota, "{}", claimed.1);
-            // As many connections as it gets: a quota or its share of the descriptors ends them.
+            // Open connections until a quota or the user's share of the descriptors refuses one.
             let mut connections = Vec::new();
             let message = loop {
                 let raw = Raw::dial(&path).unwrap();
-                // A connection that is refused may end before this is sent.
+                // The broker may close a refused connection before this send.
                 let _ = raw.send(&Raw::hello(), &[]);
                 match raw.receive() {
                     Ok(Some((Message::Hello(_), _))) => connections.push(raw),
@@ -338,13 +338,13 @@ mod root {
         allowed_as(&by_gid.path, OTHER, TEAM, &[]);
         allowed_as(&by_gid.path, OTHER, OTHER, &[1, TEAM]);
         refused_as(&by_gid.path, OTHER, OTHER, &[1]);
-        // The refusal names a group that has a name.
+        // The refusal contains the group's name if it has one.
         let by_name = Process::start(Setup { allow_gids: vec![0, TEAM], ..allowing(&subject, &[]) });
         as_user(OTHER, OTHER, &[], || {
             let message = try_connect(&by_name.path).unwrap_err().in_full();
             assert!(message.contains(&format!("or add this user to the group root or {TEAM}")), "{message}");
         });
-        // Its own user and root come in always; if no other may, no other can even connect.
+        // The server's user and root are always admitted. If no other user is allowed, the socket file denies all others.
         let alone = Process::start(allowing(&subject, &[]));
         assert_eq!(fs::metadata(&alone.path).unwrap().mode() & 0o777, 0o600);
         for process in [&by_uid, &by_gid, &alone] {
@@ -353,7 +353,7 @@ mod root {
         }
         let path = alone.path.clone();
         as_user(OTHER, OTHER, &[], || {
-            // It waits as long as it may for the socket to become another.
+            // The client retries until its timeout: a new broker may replace the socket.
             let config = Config::default().timeout(Duration::from_millis(100));
             let error = Client::connect(&path, &config).unwrap_err();
             assert!(matches!(error, Error::Socket(_)), "{error:?}");
@@ -365,7 +365,7 @@ mod root {
     fn unmapped_user_owns_nothing() {
         let subject = Subject::host();
         let overflow: u32 = fs::read_to_string("/proc/sys/kernel/overflowuid").unwrap().trim().parse().unwrap();
-        // In the server's namespace there is no user but root: all others look alike.
+        // The server's namespace maps only root: all other users look alike.
         let server = Process::start(Setup { allow_uids: vec![overflow], alone: true, ..Setup::of(&subject) });
         let path = server.path.clone();
         let memory = Piece::new(&subject, MIB);
@@ -399,7 +399,7 @@ mod root {
         let offer = |name: &str, uid: u32, token: u8| {
             let restore = Restore {
                 version: 3,
-                // A version's own: one that is another's is refused.
+                // The id of this version: an id of another version is refused.
                 id: format!("0c2b6d3a-7f0e-4f3c-9d4b-0000000000{:02x}", name.as_bytes()[0]),
                 created_ms: 1_700_000_000_123,
                 owner: Owner { uid, gid: TEAM },
@@ -414,13 +414,13 @@ mod root {
             }
         };
         as_user(OTHER, OTHER, &[], || {
-            // Another's, as another's and as one's own.
+            // An object of another user, offered for this user and as the caller's own.
             assert_eq!(offer("a", MAKER, 1), Err(RefusalCode::Denied));
             assert_eq!(offer("b", OTHER, 1), Ok(3));
         });
         as_user(MAKER, TEAM, &[], || assert_eq!(offer("a", MAKER, 2), Ok(3)));
         as_user(OTHER, OTHER, &[], || {
-            // It is there: so are its leases for those who could have offered it, and for no others.
+            // The version exists: a user who could have offered it gets `Exists`, any other user gets `Denied`.
             assert_eq!(offer("a", OTHER, 3), Err(RefusalCode::Exists));
             assert_eq!(offer("a", MAKER, 3), Err(RefusalCode::Denied));
         });
@@ -431,7 +431,7 @@ mod root {
         });
     }
 
-    /// A put of some tables, each with its own memory.
+    /// A put of several tables, each with its own memory.
     fn put_of_tables(memory: &Material, name: &str, tables: &[OwnedFd], length: u64) -> broker::Put {
         let mut put = memory.put(name);
         let one = broker::PutPart { arrays: Some(broker::Table::Length(length)), ..put.parts[0].clone() };
@@ -442,7 +442,7 @@ mod root {
         put
     }
 
-    /// A table that takes long to read: of other JSON than this library writes.
+    /// A table that takes long to parse: JSON in a form that this library does not write.
     fn slow_table(arrays: usize) -> String {
         let entry = |at| format!(r#"{{ "name": "a{at}", "array": {{ "shape": [ 1 ], "dtype": "uint8" }} }}"#);
         format!("[ {} ]", (0..arrays).map(entry).collect::<Vec<_>>().join(", "))
@@ -470,7 +470,7 @@ mod root {
             let answer = raw.ask(&Message::Put(Box::new(put)), &fds).unwrap();
             assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
         });
-        // The larger work, which began before, is still under way.
+        // The larger put, which started earlier, is still in progress.
         hostile.0.set_nonblocking(true).unwrap();
         assert_eq!(hostile.receive().unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
     }
@@ -496,7 +496,7 @@ mod root {
                 other => panic!("{other:?}"),
             });
         };
-        // Whether a version exists is told to readers alone.
+        // Only readers learn whether a version exists.
         for get in [Get::new("secret").version(99), Get::new("secret").newer_than(0), Get::new("secret").newer_than(1)]
         {
             as_user(OTHER, OTHER, &[], || assert_code(connect(&path).get(&get), Some(RefusalCode::Denied), "get"));
@@ -535,7 +535,7 @@ mod root {
         }
         let root = server.client();
         assert_eq!(root.stat("models/x", None).unwrap().version.summary.owner.uid, MAKER);
-        // After that time a put waits for nothing.
+        // After the grace period a put does not wait.
         as_user(OTHER, OTHER, &[], || {
             let answer = Raw::greeted(&path).unwrap().ask(&Message::Put(Box::new(memory.put("y"))), &memory.fds());
             assert!(matches!(answer, Ok(Some((Message::Published(_), _)))), "{answer:?}");

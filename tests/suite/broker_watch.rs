@@ -1,4 +1,4 @@
-//! Following what happens to a broker's objects: in the library, and by `vmmfd watch`.
+//! Watching the events of a broker's objects, with the library and with `vmmfd watch`.
 
 use std::{
     sync::mpsc,
@@ -45,7 +45,7 @@ fn at(instance: &str, seq: u64) -> WatchPlace {
     WatchPlace::new(instance, seq)
 }
 
-/// Receives a subscription, and asserts where it begins.
+/// Receives a subscription, and asserts its start position.
 #[track_caller]
 fn subscribed(raw: &Raw, after: Option<(&str, u64)>) {
     let Message::Watch(Watch { prefix, after: seq, instance }) = request(raw) else { panic!("another request") };
@@ -79,12 +79,12 @@ fn waits_continue_where_the_last_ended() {
             answer(&raw, events(INSTANCE, false, vec![], 7)).unwrap();
             let two = vec![event(8, EventKind::Published), event(10, EventKind::Leased)];
             answer(&raw, events(INSTANCE, false, two, 12)).unwrap();
-            // What came before the broker saw the end is not lost.
+            // Events that arrive before the broker sees the end of the subscription are not lost.
             unsubscribed(&raw, Some(events(INSTANCE, false, vec![event(13, EventKind::Replaced)], 13)));
             subscribed(&raw, Some((INSTANCE, 13)));
             answer(&raw, events(INSTANCE, false, vec![], 15)).unwrap();
             unsubscribed(&raw, None);
-            // Another watch, that begins where this one was.
+            // A second watch continues from the first one's place.
             subscribed(&raw, Some((INSTANCE, 10)));
             answer(&raw, events(INSTANCE, false, vec![event(13, EventKind::Replaced)], 15)).unwrap();
             unsubscribed(&raw, None);
@@ -95,7 +95,7 @@ fn waits_continue_where_the_last_ended() {
     assert_eq!(watch.place(), &at(INSTANCE, 7));
     assert_eq!(watch.next(LONG).unwrap(), Some(Watched::Event(event(8, EventKind::Published))));
     assert_eq!(watch.place(), &at(INSTANCE, 8));
-    // These are here already, and take no request.
+    // This event is already here: it needs no request.
     assert_eq!(watch.next(Duration::ZERO).unwrap(), Some(Watched::Event(event(10, EventKind::Leased))));
     let place = watch.place().clone();
     assert_eq!(watch.next(LONG).unwrap(), Some(Watched::Event(event(13, EventKind::Replaced))));
@@ -116,7 +116,7 @@ fn lost_events_are_reported_first() {
             subscribed(&raw, Some((INSTANCE, 3)));
             answer(&raw, events(INSTANCE, true, vec![event(90, EventKind::Deleted)], 95)).unwrap();
             unsubscribed(&raw, None);
-            // Another store: its numbers begin anew.
+            // Another store: its numbering starts from 1.
             subscribed(&raw, Some((INSTANCE, 95)));
             answer(&raw, events(OTHER, false, vec![event(1, EventKind::Published)], 1)).unwrap();
             unsubscribed(&raw, Some(events(OTHER, true, vec![], 40)));
@@ -163,7 +163,7 @@ fn silent_broker_is_detected() {
     broker.end();
 }
 
-/// What happened since, of this kind of watch: kinds, names and versions.
+/// The kinds, names and versions of the next events of a watch.
 #[track_caller]
 fn happened(watch: &mut vmmfd::broker::Watch, count: usize) -> Vec<(EventKind, String, u64)> {
     let mut last = watch.place().seq;
@@ -217,13 +217,13 @@ fn watch_reports_its_prefix_in_order() {
     ];
     assert_eq!(happened(&mut watch, 6), all);
     assert_eq!(watch.next(Duration::ZERO).unwrap(), None);
-    // Another one, from where the first was.
+    // A second watch from the same place.
     let mut again = watcher.watch("models/", Some(&place)).unwrap();
     assert_eq!(happened(&mut again, 6), all);
-    // With another prefix, what is not seen is no loss.
+    // Events of other prefixes do not count as lost.
     let mut data = watcher.watch("data/", Some(&place)).unwrap();
     assert_eq!(happened(&mut data, 1), [(EventKind::Published, "data/a".to_owned(), 1)]);
-    // It wakes up for what happens while it waits.
+    // The watch wakes up when an event arrives.
     let waiting = thread::spawn(move || happened(&mut watch, 1));
     put("models/late", 1, Condition::New);
     assert_eq!(waiting.join().unwrap(), [(EventKind::Published, "models/late".to_owned(), 1)]);
@@ -239,7 +239,7 @@ fn watch_of_new_broker_reports_lost_events() {
     assert_ne!(watch.place().instance, INSTANCE);
     let (stopper, waiting) = (client.clone(), thread::spawn(move || watch.next(LONG)));
     let begun = Instant::now();
-    // A stop that comes before the request is none.
+    // A stop before the request has no effect, so it is repeated.
     while !waiting.is_finished() {
         assert!(begun.elapsed() < LONG, "the wait does not end");
         stopper.stop().unwrap();
@@ -247,11 +247,11 @@ fn watch_of_new_broker_reports_lost_events() {
     }
     let error = waiting.join().unwrap().unwrap_err();
     assert!(matches!(&error, Error::Broker(refusal) if refusal.code == RefusalCode::Stopped), "{error}");
-    // The connection is as before.
+    // The connection stays usable.
     assert_eq!(client.list("").unwrap(), []);
 }
 
-/// A broker and a watch of it as processes.
+/// A broker and a watch of it, as processes.
 struct Watching {
     place: Meeting,
     _server: Running,
@@ -298,7 +298,7 @@ fn each_event_is_printed_at_once() {
     let seen: Vec<(&str, Option<&str>)> =
         lines.iter().map(|line| (line["event"].as_str().unwrap(), line["name"].as_str())).collect();
     assert_eq!(seen, [("following", None), ("published", Some("models/a")), ("published", Some("models/b"))]);
-    // From the first event on, as text.
+    // The events after the first one, as text.
     let after = format!("{}:{}", lines[1]["instance"].as_str().unwrap(), lines[1]["seq"]);
     let again = vmmfd(&place, &["watch", "models/", "--after", &after]).start();
     wait_for("the event after", || again.so_far().contains("models/b version 1, uid "));
@@ -306,7 +306,7 @@ fn each_event_is_printed_at_once() {
     let again = again.end();
     assert_eq!(again.code(0).stdout.lines().count(), 1, "{}", again.stdout);
     assert!(again.stdout.starts_with("published  20"), "{}", again.stdout);
-    // From a broker that this one knows nothing of.
+    // A place from an unknown broker.
     let lost = vmmfd(&place, &["watch", "--quiet", "--after", &format!("{INSTANCE}:3")]).start();
     wait_for("the word", || lost.so_far().starts_with("lost       events before"));
     lost.signal(Signal::SIGHUP);
@@ -321,7 +321,7 @@ fn watch_ends_when_its_reader_closes() {
     let watch = vmmfd(&place, &["watch", "--json"]);
     let mut command = std::process::Command::new("sh");
     let program = watch.command.get_program().to_owned();
-    // `head` ends after the first line, and then the pipe has no reader.
+    // `head` exits after the first line, and then the pipe has no reader.
     command.args(["-c", "{ \"$0\" watch --json; echo \"ended with $?\" >&2; } | head -n 1"]).arg(program);
     let ended = watch.instead(command).env("VMMFD_BROKER_SOCKET", place.socket()).end();
     assert_eq!(ended.code(0).stderr, "ended with 0\n");
@@ -346,7 +346,7 @@ fn watch_survives_server_crash() {
     let (before, server) = (client.metrics().unwrap(), client.peer().pid);
     assert_eq!(before.restarts, 0);
     drop(client);
-    // The server alone: its keeper starts the next one.
+    // Kill only the server: its keeper starts the next one.
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(server), Signal::SIGKILL).unwrap();
     watching.put("after");
     wait_for("the event behind the crash", || watching.watch.so_far().contains("\"after\""));

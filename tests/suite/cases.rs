@@ -1,7 +1,7 @@
-//! Cases that hold on several backends, each a function of what it is to run on.
+//! Cases for several backends: each case is a function of its subject.
 
-/// Makes tests of cases, in the modules `host`, `fake` (the CUDA backend over the emulated driver) and `cuda` (over the driver
-/// of this machine's GPU). `$on` has a function of each of these names.
+/// Turns cases into tests in the modules `host`, `fake` (the CUDA backend on the emulated driver) and `cuda` (on this machine's GPU
+/// driver). `$on` has a constructor for each of these names.
 macro_rules! cases {
     (on $on:ty; every backend: [$($case:ident,)*]) => {
         cases! { on $on; every backend: [$($case,)*] gpus alone: [] }

@@ -1,4 +1,4 @@
-//! What all commands have in common: help, JSON, exit codes; and the small ones: devices, completions, man pages.
+//! Behaviour common to all commands: help, JSON, exit codes; and the small commands: devices, completions, man pages.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -34,7 +34,7 @@ fn produce_and_consume_match_the_programs() {
     consumer.command.arg("--socket").arg(meeting.socket());
     let (consumer, producer) = (consumer.end().code(0).json(), producer.end().code(0).json());
     assert_eq!((&producer["role"], &consumer["role"]), (&json!("producer"), &json!("consumer")));
-    // The same options in the same groups, but for the program's own version.
+    // Both have the same options in the same groups, except `--version`.
     for (alone, part) in [("producer", "produce"), ("consumer", "consume")] {
         let mut run = meeting.bare(alone);
         run.command.arg("--help");
@@ -129,7 +129,7 @@ fn unknown_commands_get_a_suggestion() {
     }
 }
 
-/// A JSON object, whole and alone on standard output.
+/// Asserts that standard output is exactly one JSON object, and returns it.
 #[track_caller]
 pub(crate) fn object(ended: &Ended) -> Value {
     let mut lines = ended.stdout.lines();
@@ -190,14 +190,14 @@ fn json_prints_one_object_whatever_happens() {
             assert_eq!(value["command"], arguments[0]);
         }
     }
-    // Where no driver loads.
+    // Commands without a loadable driver.
     for (arguments, code) in [
         (&["bench", "--json", "--backend", "cuda"][..], 3),
         (&["devices", "--json", "--backend", "cuda"], 3),
         (&["doctor", "--json"], 1),
         (&["produce", "--json", "--backend", "cuda", "--socket", socket], 3),
     ] {
-        // In the place where the loader looks first: a file that is no library, which the doctor takes for a broken driver.
+        // The loader looks here first and finds an invalid library, which the doctor treats as a broken driver.
         fs::write(none.path().join("libcuda.so.1"), "").unwrap();
         let ended = vmmfd(&meeting, arguments).env("LD_LIBRARY_PATH", none.path()).end();
         object(ended.code(code));
@@ -238,7 +238,7 @@ fn bad_names_and_files_are_one_sentence() {
     }
     vmmfd(&meeting, &["produce", "--from", ""]).end().code(2).says("an empty name");
     vmmfd(&meeting, &["produce", "--allow-uid", "root"]).end().code(2).says("`root` is not a user's number");
-    // A path can't change the colours of a terminal.
+    // A path can't send escape sequences to a terminal.
     let ended = vmmfd(&meeting, &["doctor", "--show", "no\u{1b}[31mthing"]).end();
     assert!(!ended.code(2).stderr.contains('\u{1b}'), "{:?}", ended.stderr);
 }
@@ -276,7 +276,7 @@ fn same_mistake_has_the_same_exit_code() {
             let arguments = [arguments, &["--backend", backend, "--device", "9"]].concat();
             let ended = vmmfd(&meeting, &arguments).end();
             ended.code(3).says("device 9");
-            // A hint of the host backend does not speak of CUDA.
+            // A hint for the host backend does not mention CUDA.
             assert!(backend == "cuda" || !ended.stderr.to_lowercase().contains("cuda"), "{}", ended.stderr);
         }
     }
@@ -310,12 +310,12 @@ fn devices_lists_sharing_support() {
             assert_eq!(device["sharing"][mechanism], json!({"works": true, "error": null}));
         }
     }
-    // It is tried, and not only claimed.
+    // The command tries the export instead of trusting the driver's attribute.
     let failing = run().env("FAKECUDA_FAIL", "cuMemExportToShareableHandle:1:304").end().code(0).json();
     let vmm = &failing["devices"][0]["sharing"]["vmm"];
     assert_eq!(vmm["works"], false);
     assert!(vmm["error"].as_str().unwrap().contains("cuMemExportToShareableHandle"), "{vmm}");
-    // A line of each device has its UUID whole, which other options accept, also cut short.
+    // The text output contains each device's full UUID. Other options accept it, also abbreviated.
     let text = vmmfd(&meeting, &["devices", "--backend", "cuda"]).end();
     let uuid = text.code(0).stdout.split_whitespace().nth(1).unwrap().to_owned();
     assert!(text.stdout.starts_with("0  GPU-") && text.stdout.contains("1 GiB free"), "{}", text.stdout);
@@ -354,7 +354,7 @@ fn completions_know_the_values_of_options() {
         }
         let file = meeting.folder().join(shell);
         fs::write(&file, &script).unwrap();
-        // Where the shell is there, it reads them.
+        // If the shell is installed, it checks the script's syntax.
         if let Ok(output) = Command::new(shell).arg("-n").arg(&file).output() {
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         }
@@ -394,7 +394,7 @@ fn every_command_has_a_man_page() {
 #[test]
 fn eight_gpus_are_listed_in_order() {
     let meeting = Meeting::fake();
-    // The second is measured last, when every device has been probed.
+    // `export-cost` runs last, after every device has been probed.
     let doctor = ["doctor", "--json", "--only", "memory,export-cost,peer"];
     let report = vmmfd(&meeting, &doctor).env("FAKECUDA_DEVICES", "8").end().code(0).json();
     let devices: Vec<u64> =
@@ -420,12 +420,11 @@ fn eight_gpus_are_listed_in_order() {
     assert!(report["verdict"].as_str().unwrap().contains("8 of 8"), "{}", report["verdict"]);
 }
 
-/// Runs `vmmfd schema`.
 fn schema(arguments: &[&str]) -> Ended {
     vmmfd(&Meeting::host(), &[&["schema"][..], arguments].concat()).end()
 }
 
-/// Holds a report against its schema, as `vmmfd schema` prints it.
+/// Checks a report against its schema from `vmmfd schema`.
 #[track_caller]
 pub(crate) fn fits(name: &str, value: &Value) {
     if let Some(what) = mismatch(&document(name), value) {
@@ -453,7 +452,7 @@ fn every_json_report_has_a_schema() {
     let commands = listed.lines().filter(|line| line.starts_with("  ") && !line.starts_with("   "));
     let commands: Vec<&str> = commands.filter_map(|line| line.split_whitespace().next()).collect();
     assert!(commands.len() > 15, "{help}");
-    // The keeper prints failures alone, and help is text.
+    // The keeper prints only failures, and help is text.
     for command in commands.into_iter().filter(|command| !["keeper", "help"].contains(command)) {
         assert!(names.contains(command), "{command} is not among {names:?}");
     }
@@ -563,6 +562,6 @@ fn install_respects_the_prefix() {
     }
     let version = Command::new(prefix.join("bin/vmmfd")).arg("--version").output().unwrap();
     assert_eq!(String::from_utf8_lossy(&version.stdout), concat!("vmmfd ", env!("CARGO_PKG_VERSION"), "\n"));
-    // Names that others have too are not installed.
+    // Programs with generic names are not installed.
     assert_eq!(fs::read_dir(prefix.join("bin")).unwrap().count(), 1);
 }

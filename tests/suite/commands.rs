@@ -220,7 +220,7 @@ fn the_salt_is_random_unless_given(meeting: Meeting) {
     assert_ne!(salt(&[]), salt(&[]));
 }
 
-/// A consumer large enough to be killed in the middle of its check.
+/// The size is large enough to kill the consumer in the middle of its check.
 const LARGE: &str = "256M";
 
 fn killed_consumer_is_a_failed_peer(meeting: Meeting) {
@@ -229,7 +229,7 @@ fn killed_consumer_is_a_failed_peer(meeting: Meeting) {
     consumer.until("map");
     consumer.signal(Signal::SIGKILL);
     drop(consumer.end());
-    // It harms nobody else.
+    // Other consumers are not affected.
     meeting.consumer(&[]).end().code(0);
     let report = producer.end().code(4).json();
     let outcomes: BTreeSet<&str> =
@@ -246,7 +246,7 @@ fn killed_producer_is_a_failed_peer(meeting: Meeting) {
     drop(producer.end());
     let report = consumer.end().code(4).json();
     assert_eq!(report["error"]["kind"], "peer");
-    // The socket it left is replaced.
+    // The next producer replaces the stale socket.
     assert!(meeting.socket().exists());
     let producer = meeting.listening(&[]);
     meeting.consumer(&[]).end().code(0);

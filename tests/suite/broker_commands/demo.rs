@@ -1,10 +1,10 @@
-//! What `make demo` ends with.
+//! The end of `make demo`.
 
 use super::*;
 
 fn run(place: &Meeting, options: &[&str]) -> Ended {
     let programs = PathBuf::from(place.bare("vmmfd").command.get_program());
-    // In a bundle it lies beside the programs.
+    // In a bundle the script is beside the programs.
     let bundled = programs.with_file_name("demo-broker");
     let script = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/demo-broker"));
     let script = if script.exists() { script } else { bundled };
@@ -12,7 +12,7 @@ fn run(place: &Meeting, options: &[&str]) -> Ended {
     demo.arg(programs.parent().unwrap()).args(["--backend", place.backend()]).args(options);
     demo.env("TMPDIR", place.folder());
     let ended = place.bare("vmmfd").instead(demo).end();
-    // It leaves neither a process nor a file.
+    // The demo leaves no process and no file.
     wait_for("the end of all processes", || place.processes().is_empty());
     assert_eq!(place.files(), <[String; 0]>::default());
     ended

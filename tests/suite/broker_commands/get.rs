@@ -16,7 +16,7 @@ cases! {
 }
 
 fn blake3(bytes: &[u8]) -> String {
-    // By the tool that checks files elsewhere: the digest of the loader itself is what is tested here.
+    // `check::files` computes the digest independently of the loader, whose own digest is under test here.
     let digest = vmmfd_cli::check::files::read(&memory(bytes), 0, 0..bytes.len() as u64, &mut |_| Ok(())).unwrap();
     digest.strip_prefix("blake3:").unwrap().to_owned()
 }
@@ -35,7 +35,7 @@ fn object_outlives_its_process(broker: Broker) {
     assert_eq!((&got["verified"], &got["to"]), (&json!(true), &json!(text(&copy))));
     assert_eq!((&got["id"], &got["metadata"]), (&put["id"], &json!({"engine": "x"})));
     assert_eq!((&got["parts"][0]["name"], &got["parts"][0]["expected"]), (&json!("all"), &json!(digest)));
-    // A file that exists is not replaced by accident.
+    // An existing file is replaced only with `--force`.
     assert!(broker.refusal(&["get", "models/tiny", "--to", text(&copy)], 2, "usage").contains("--force"));
     broker.end(&["get", "models/tiny", "--to", text(&copy), "--force"]).code(0);
 
@@ -77,7 +77,7 @@ fn get_waits_for_the_object(broker: Broker) {
     broker.refusal(&["get", "late", "--wait", "50ms"], 4, "peer");
     let copy = broker.place.folder().join("copy");
     let waiting = broker.run(&["get", "late", "--wait", "10m", "--to", text(&copy)]).start();
-    // Its temporary file is there before it asks.
+    // The command creates its temporary file before it sends the request.
     wait_for("the file", || broker.place.files().iter().any(|file| file.starts_with(".vmmfd-")));
     broker.put("late", &data(1000), &[]);
     waiting.end().code(0);
@@ -112,7 +112,7 @@ fn range_within_the_object_is_written(broker: Broker) {
     assert_eq!(fs::read(&copy).unwrap(), bytes[start..start + 100]);
     let part = &got["parts"][0];
     assert_eq!((&part["offset"], &part["length"], &part["segments"]), (&json!(start), &json!(100), &json!(3)));
-    // The digest is that of all.
+    // The digest covers the whole object, so a range can't be verified.
     assert_eq!((&got["verified"], &part["verified"]), (&json!(null), &json!(null)));
     assert_eq!(broker.json(&["get", "a", "--range", "0:5000003"])["verified"], true);
     let beyond = broker.refusal(&["get", "a", "--range", "5000000:4"], 1, "object");
@@ -136,13 +136,13 @@ fn bytes_of_wrong_digest_stay_unwritten(broker: Broker) {
     );
     ended.says("did not verify").says(&digest);
     assert!(!copy.exists());
-    // The maker sees it.
+    // The maker sees the report.
     wait_for("the report", || broker.json(&["stat", "wrong"])["reports"].as_array().unwrap().len() == 1);
     let report = &broker.json(&["stat", "wrong"])["reports"][0];
     assert!(report["message"].as_str().unwrap().contains(&format!("its maker gave {digest}")), "{report}");
     let plain = broker.end(&["get", "wrong", "--backend", "auto"]);
     assert!(plain.code(1).stdout.contains("which is WRONG"), "{}", plain.stdout);
-    // A digest of another kind can't be verified, which is no mismatch.
+    // A digest of an unknown kind can't be verified; this is no mismatch.
     let got = broker.json(&["get", "unknown", "--backend", "auto"]);
     assert_eq!((&got["verified"], &got["backend"]), (&json!(null), &json!("host")));
     assert_eq!(broker.json(&["stat", "unknown"])["reports"], json!([]));
@@ -185,7 +185,7 @@ fn one_array_is_written_alone(broker: Broker) {
         let array = arrays.iter().find(|array| array["name"] == name).unwrap();
         assert_eq!(part["offset"], array["array"]["offset"]);
     }
-    // Of four segments the first array is in one.
+    // The first array is in one of the four segments.
     let lease = broker.client().get(&Get::new("m").arrays(["a"])).unwrap();
     assert_eq!(lease.into_parts().remove(0).into_segments().unwrap().len(), 1);
     let none = broker.refusal(&["get", "m", "--array", "layer", "--to", text(&copy), "--force"], 1, "object");
@@ -194,7 +194,7 @@ fn one_array_is_written_alone(broker: Broker) {
     assert!(broker.refusal(&["get", "bytes", "--array", "a"], 1, "object").contains("it has no arrays"));
     assert!(broker.refusal(&["get", "m", "--array", "e"], 2, "usage").contains("is empty"));
     broker.refusal(&["get", "m", "--array", "a", "--range", "0:5"], 2, "usage");
-    // A column of a matrix has gaps.
+    // A column of a matrix is not contiguous.
     let memory = memory(&data(1000));
     let mut matrix = ArrayDescriptor::new("uint8".parse::<ElementType>().unwrap(), [10, 10], Order::C).unwrap();
     matrix.offset = 100;

@@ -1,4 +1,4 @@
-//! The broker's commands, as processes of their own: what they print, how they exit, and what is left behind.
+//! The broker's commands as separate processes: output, exit codes and leftover files.
 
 use std::{
     fs,
@@ -28,7 +28,7 @@ mod get;
 mod others;
 mod put;
 
-/// A broker as a process of its own, at a place's socket.
+/// A broker in its own process, on the socket of a `Meeting`.
 struct Broker {
     place: Meeting,
     server: Running,
@@ -47,7 +47,7 @@ impl Broker {
         Self::at(Meeting::cuda(), &[])
     }
 
-    /// Another, on the same backend, with these options.
+    /// Starts a second broker on the same backend with these options.
     fn another(&self, options: &[&str]) -> Self {
         Self::at(self.place.another(), options)
     }
@@ -58,7 +58,7 @@ impl Broker {
         Self { place, server }
     }
 
-    /// A client command at its socket.
+    /// A client command on this broker's socket.
     fn run(&self, arguments: &[&str]) -> Run {
         command(&self.place, arguments)
     }
@@ -67,7 +67,7 @@ impl Broker {
         self.run(arguments).end()
     }
 
-    /// The JSON of a command that succeeds, which is as its schema says.
+    /// The JSON of a successful command, checked against its schema.
     #[track_caller]
     fn json(&self, arguments: &[&str]) -> Value {
         let value = object(self.end(&[arguments, &["--json"]].concat()).code(0));
@@ -75,7 +75,7 @@ impl Broker {
         value
     }
 
-    /// The error in the JSON of a command that fails so. Standard error has the same sentence, and no other error.
+    /// The error in the JSON of a failing command. Standard error has the same sentence and no other error.
     #[track_caller]
     fn refusal(&self, arguments: &[&str], code: i32, kind: &str) -> String {
         let ended = self.end(&[arguments, &["--json"]].concat());
@@ -83,7 +83,7 @@ impl Broker {
         assert_eq!(value["error"]["kind"], kind, "{arguments:?}: {value}");
         let message = value["error"]["message"].as_str().unwrap().to_owned();
         assert!(!message.is_empty() && !message.contains('\n'), "{message:?}");
-        // What the parser of the command line refuses is in the object alone.
+        // Errors of the command-line parser are only in the object.
         if kind != "usage" || !ended.stderr.is_empty() {
             ended.says(&message);
             assert_eq!(ended.stderr.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{}", ended.stderr);
@@ -91,7 +91,6 @@ impl Broker {
         message
     }
 
-    /// Puts bytes under a name.
     #[track_caller]
     fn put(&self, name: &str, bytes: &[u8], options: &[&str]) -> Value {
         let file = self.file("input", bytes);
@@ -108,7 +107,7 @@ impl Broker {
         Client::connect(&self.place.socket(), &Config::default()).unwrap()
     }
 
-    /// A lease in this process, which maps nothing.
+    /// A lease in this process, without a mapping.
     fn lease(&self, name: &str) -> (Client, Lease) {
         let client = self.client();
         let lease = client.get(&Get::new(name)).unwrap();
@@ -141,12 +140,12 @@ pub(crate) fn serve(place: &Meeting, options: &[&str]) -> Run {
     vmmfd(place, &[&["serve"], emulated, options].concat())
 }
 
-/// Bytes that no two slices of have in common, of a length that is no multiple of anything.
+/// Bytes in which no two slices are equal. The length need not be aligned.
 fn data(length: usize) -> Vec<u8> {
     (0..length as u32).flat_map(|word| word.wrapping_mul(2_654_435_761).to_le_bytes()).take(length).collect()
 }
 
-/// Memory of this process with some bytes, on the host backend alone: the emulated driver of a test is another's.
+/// Memory of this process, on the host backend only: the emulated driver belongs to other processes.
 fn memory(bytes: &[u8]) -> Shared {
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
     let memory = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(bytes.len() as u64));

@@ -31,7 +31,7 @@ fn who_shows_holders_and_unnamed_versions(broker: Broker) {
     assert_eq!(&lease["size"], size);
     assert_eq!(shown["unnamed"], json!([]));
     assert_eq!(broker.json(&["ls", "held"])["objects"][0]["leases"], 1);
-    // Both versions are held once the name has another.
+    // After a replacement both versions are leased.
     broker.put("held", &data(200), &["--replace"]);
     let second = broker.lease("held");
     broker.end(&["rm", "held"]).code(0);
@@ -50,7 +50,7 @@ fn who_shows_holders_and_unnamed_versions(broker: Broker) {
     };
     assert_eq!(headings(&table), ["Leases:", "Versions without a name:", "Users:", "Devices:"]);
     assert!(table.stdout.contains(&std::process::id().to_string()), "{}", table.stdout);
-    // With a name, only about this name.
+    // With a name, only rows about this name are printed.
     assert_eq!(headings(&broker.end(&["who", "held"])), ["Leases:", "Versions without a name:"]);
     drop((first, second));
     wait_for("the end of the leases", || broker.json(&["who"])["leases"] == json!([]));
@@ -98,7 +98,7 @@ fn prefix_is_deleted_only_as_listed(broker: Broker) {
     {
         assert!(shown.code(0).stdout.contains(words), "no {words} in {}", shown.stdout);
     }
-    // Another object of the prefix, and another version of one: what was not listed is not deleted.
+    // If the prefix has another object, or an object has another version, the confirmation is refused.
     let confirmed = |code: &str| broker.refusal(&rm(&["--confirm", code]), 2, "usage");
     broker.put("models/c", &data(10), &[]);
     assert!(confirmed(first).contains("`models/` has 3 objects now"));
@@ -157,7 +157,7 @@ fn notices_name_the_prefix(broker: Broker) {
         assert_eq!((ended.code(0).stdout.as_str(), ended.stderr.as_str()), ("", notice), "{arguments:?}");
         assert_eq!(broker.end(&[arguments, &["-q"]].concat()).code(0).stderr, "");
     }
-    // A hint fits its command.
+    // The hint depends on the command.
     for arguments in [&["rm", "x"][..], &["stat", "x"], &["rm", "--prefix", "x/", "--dry-run"]] {
         let ended = broker.end(arguments);
         ended.code(1).says("hint: `vmmfd ls` lists");
@@ -220,7 +220,7 @@ fn bad_input_is_one_sentence(broker: Broker) {
     let other = broker.refusal(&["get", "owned", "--owner", &(owner + 1).to_string()], 1, "object");
     assert!(other.contains(&format!("its owner is uid {owner}, not {}", owner + 1)), "{other}");
     broker.end(&["rm", "owned"]).code(0);
-    // A device that is not there, and a backend that the object is not on.
+    // A missing device, and an object of another backend.
     let device = broker.refusal(&["put", "a", "--from", file, "--device", "9"], 3, "unsupported");
     assert!(device.contains("device 9"), "{device}");
     broker.put("a", &data(10), &[]);
@@ -240,10 +240,10 @@ fn tables_fit_the_terminal(broker: Broker) {
             assert_eq!(shown.code, Some(0), "{}", shown.text());
             let screen = &shown.screen()[heading..];
             assert!(screen[0].contains("VERSION") && screen[1].contains(row), "{screen:?}");
-            // A row of the screen for each of the table: the name is its end.
+            // The name is last, and no row of the table wraps.
             assert!(screen[0].trim_end().ends_with("NAME") && screen[1].trim_end().ends_with("llama3"), "{screen:?}");
             assert!(!shown.text().contains('\u{1b}'), "{:?}", shown.text());
-            // Where all fit, none is left out.
+            // If all columns fit, none is omitted.
             assert_eq!(screen[0].contains(optional), columns == 80, "{screen:?}");
         }
     }
@@ -252,7 +252,7 @@ fn tables_fit_the_terminal(broker: Broker) {
 fn signal_ends_the_broker_with_report(broker: Broker) {
     broker.put("a", &data(10), &[]);
     let held = broker.lease("a");
-    // Two can't serve one socket.
+    // Two servers can't share one socket.
     serve(&broker.place, &[]).end().code(5).says("already served");
     let socket = broker.place.socket();
     let Broker { place, server } = broker;
@@ -265,13 +265,13 @@ fn signal_ends_the_broker_with_report(broker: Broker) {
     );
     assert!(!socket.exists());
     drop(held);
-    // Nobody answers now, and that is known soon.
+    // Without a server the commands fail at once.
     let nobody = command(&place, &["ls"]).end();
     nobody.code(4).says("no broker on").says("hint: start one with `vmmfd serve`");
     let failed = object(command(&place, &["get", "a", "--json", "--wait", "10m"]).end().code(4));
     fits("failure", &failed);
 
-    // With --json the line that it listens is on standard error, and the object is alone on standard output.
+    // With `--json` the line `listening` is on standard error, and standard output has only the object.
     let server = serve(&place, &["--json"]).start();
     wait_for("the broker", || server.so_far().contains("listening"));
     command(&place, &["ls"]).end().code(0);

@@ -47,7 +47,7 @@ fn weights_are_arrays_of_the_object(broker: Broker) {
     let (copy, begin) = (fs::read(&copy).unwrap(), arrays[1]["array"]["offset"].as_u64().unwrap() as usize);
     assert_eq!(begin, 256);
     assert!(copy[begin..][..4 << 20] == written[1].bytes);
-    // Files by their names, in an order, and segments of another size; metadata of the same key is the caller's.
+    // Files in the given order, with another segment size; the caller's metadata overrides the same key.
     let files = ["2.safetensors", "1.safetensors"].map(|name| folder.join(name));
     let named = ["--safetensors", text(&files[0]), text(&files[1]), "--replace", "--chunk", "2MiB"];
     let put = broker.json(&[&["put", "m"][..], &named, &["--meta", r#"{"safetensors": 1}"#]].concat());
@@ -56,7 +56,7 @@ fn weights_are_arrays_of_the_object(broker: Broker) {
     assert_eq!(broker.json(&["get", "m"])["parts"][0]["arrays"][0]["name"], "c");
     let shown = broker.end(&["put", "m", "--safetensors", text(&folder), "--replace"]);
     assert!(shown.code(0).stdout.contains(" of 3 arrays, "), "{}", shown.stdout);
-    // Nothing of a file that lies reaches the broker, or a device.
+    // A file with an invalid header fails before the broker or a device is used.
     let lies = broker.file("lies.safetensors", b"\x02\0\0\0\0\0\0\0{}with more behind");
     for (arguments, words) in [
         (&["put", "x", "--safetensors", text(&lies), "--device", "9"][..], "its last 16 bytes belong to no tensor"),
@@ -84,14 +84,14 @@ fn replacement_needs_an_option(broker: Broker) {
     assert!(exists.contains("`a`"), "{exists}");
     broker.end(&["put", "a", "--from", file]).code(1).says("hint: replace it with --replace");
     assert_eq!(broker.put("a", &data(20), &["--replace"])["version"], 2);
-    // What is not there is put as well.
+    // `--replace` also creates a new name.
     assert_eq!(broker.put("new", &data(20), &["--replace"])["version"], 1);
     let other = broker.refusal(&["put", "a", "--from", file, "--if-version", "1"], 1, "object");
     assert!(other.contains('2') && other.contains('1'), "{other}");
     assert_eq!(broker.put("a", &data(30), &["--if-version", "2", "--keep", "1"])["version"], 3);
     let absent = broker.refusal(&["put", "none", "--from", file, "--if-version", "1"], 1, "object");
     assert!(absent.contains("none"), "{absent}");
-    // The one before is kept, and the one before that is not.
+    // Version 2 is kept, version 1 is not.
     let copy = broker.place.folder().join("copy");
     broker.json(&["get", "a", "--version", "2", "--to", text(&copy)]);
     assert_eq!(fs::read(&copy).unwrap(), data(20));
@@ -111,7 +111,7 @@ fn options_about_the_name_are_kept(broker: Broker) {
     let stat = broker.json(&["stat", "a"]);
     assert_eq!((&stat["object"]["mode"], &stat["keep"]), (&json!("0640"), &json!(2)));
     assert_eq!((&stat["lifetime"], &stat["versions"]), (&json!({"kind": "deleted"}), &json!([1, 2])));
-    // It goes when its time is over, and not while it is held.
+    // The object is deleted once its TTL expires and no lease holds it.
     broker.put("short", &data(10), &["--ttl", "1ms", "--mode", "666"]);
     wait_for("the end of the object", || broker.names() == ["a"]);
 }
@@ -120,7 +120,7 @@ fn refused_put_uses_no_device(broker: Broker) {
     let limited = broker.another(&["--quota", "objects=1,bytes=6MiB"]);
     let (small, large) = (limited.file("small", &data(3 << 20)), limited.file("large", &data(7 << 20)));
     let (small, large) = (text(&small), text(&large));
-    // There is no such device: a put that gets so far reports it.
+    // Device 9 does not exist: a put that reaches the device fails with this error.
     let refused = |arguments: &[&str], code: i32, kind: &str, words: &str| {
         let message = limited.refusal(&[&["put"], arguments, &["--device", "9"]].concat(), code, kind);
         assert!(message.contains(words), "{arguments:?}: no {words:?} in {message}");
@@ -144,23 +144,23 @@ fn refused_put_uses_no_device(broker: Broker) {
     refused(&["a", "--from", large, "--replace"], 4, "peer", "a replacement needs room for both versions");
     let tiny = limited.file("tiny", &data(10));
     refused(&["a", "--from", text(&tiny), "--replace", "--mode", "600"], 3, "unsupported", "device 9");
-    // The device is known only once it is open: then the broker is not asked either.
+    // A device quota can be checked only after the device is open. The put is still not sent to the broker.
     let by_device = broker.another(&["--quota", "device-bytes=6MiB"]);
     let message = by_device.refusal(&["put", "a", "--from", large], 4, "peer");
     assert!(message.contains("bytes (claimed) of the device") && message.contains("quota is 6291456"), "{message}");
     let answered = by_device.client().metrics().unwrap().requests;
     assert!(answered.iter().all(|request| request.verb != "put"), "{answered:?}");
-    // The check leaves no claim behind: another process gets it at once.
+    // The check leaves no claim behind: another process gets the claim at once.
     let found = limited.client().get_or_claim(&Get::new("a").newer_than(1), &ClaimOf::whole()).unwrap();
     assert!(matches!(found, Found::Claim(_)), "{found:?}");
-    // A put without the check is refused with the same words.
+    // A put without the check is refused with the same sentence.
     let memory = memory(&data(5 << 20));
     let put = Put::new("a").condition(Condition::Any).part(PutPart::of("all", &memory).unwrap());
     let refused = limited.client().put(&put).unwrap_err().in_full();
     assert!(refused.contains("a replacement needs room for both versions"), "{refused}");
 }
 
-/// A replacement through the library, as by another process: the version between the look and the put.
+/// The library replaces the object between the command's check and its put, as another process would.
 #[test]
 fn concurrent_replacement_is_not_overwritten() {
     let broker = Broker::host();

@@ -1,46 +1,45 @@
-//! What a search must notice.
+//! The flaws that the search must detect.
 
-/// An order or a check that is changed, which the search must notice.
+/// A changed order or a missing check that the search must detect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flaw {
     None,
     /// A put writes the catalogue before it sends the segments to the keeper.
     CatalogueBeforeStore,
-    /// A put is answered before it is written down.
+    /// A put is acknowledged before it is in the catalogue.
     AnswerBeforeCatalogue,
-    /// Segments are removed from the keeper before it is written down that their version is gone.
+    /// Segments are removed from the keeper before the catalogue records the end of their version.
     RemovalBeforeCatalogue,
-    /// The numbers of segments are given away again before their removal is sent.
+    /// Segment numbers are reused before their removal is sent.
     RemovalAfterReuse,
-    /// A request that was done is done again when it is repeated.
+    /// A repeated request is executed again.
     RequestsForgotten,
-    /// Compaction forgets which requests were done.
+    /// Compaction drops the executed requests.
     RequestsForgottenByCompaction,
     /// Compaction writes the header before the records.
     HeaderFirst,
-    /// A lease is taken up by its token alone.
+    /// A token alone is enough to resume a lease.
     TokenAlone,
-    /// Tokens are counted from the start of the server.
+    /// The tokens restart from zero with each server.
     TokensCounted,
-    /// A start leaves in the keeper what no version has.
+    /// A start leaves unreferenced segments in the keeper.
     NothingRemovedAtTheStart,
-    /// A start does not finish what a killed server began to give back.
+    /// A start does not finish the interrupted drops of a killed server.
     NothingDroppedAtTheStart,
-    /// A start trusts a set of segments that the server before it had not sent whole to a new keeper.
+    /// A start trusts an incomplete set of segments, which the previous server did not finish sending to a new keeper.
     IncompleteSetTrusted,
-    /// After the keeper's death the catalogues alone are sent to the next one.
+    /// After the keeper's death, only the catalogues are sent to the next keeper.
     SegmentsNotStoredAnew,
-    /// A lease is sent before it is written down.
+    /// A lease is sent before it is in the catalogue.
     LeaseBeforeCatalogue,
     /// Leases end with the server.
     NoGrace,
-    /// Leases that are not taken up stay.
+    /// Leases without a connection never end.
     EndlessGrace,
-    /// A segment that is in two versions is given back with the first.
+    /// A segment shared by two versions is freed with the first version.
     NoReferences,
 }
 
-/// All of them.
 pub(super) const FLAWS: [Flaw; 17] = [
     Flaw::CatalogueBeforeStore,
     Flaw::AnswerBeforeCatalogue,

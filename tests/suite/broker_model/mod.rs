@@ -1,8 +1,8 @@
-//! The broker as a model: its catalogue, its keeper and its leases, with a server that is killed at each step, searched through.
+//! A model of the broker: its catalogue, its keeper and its leases. The search kills the server at each step.
 //!
-//! `world` says what there is and what must hold, `steps` what can happen, `search` looks at all of it. Two names, three clients of
-//! two users, two kills of the server or its keeper, one of a client, one compaction. What is changed in order or left out
-//! (`Flaw`) must be found, or the search looks at nothing.
+//! `world` defines the state and its invariants, `steps` the transitions, and `search` visits every state. The bounds: two names, three
+//! clients of two users, two kills of the server or its keeper, one kill of a client, one compaction. Each `Flaw` (a changed order or a
+//! missing check) must be detected: otherwise the search proves nothing.
 
 mod flaws;
 mod replay;
@@ -20,20 +20,20 @@ use self::{
 };
 use crate::broker_pages::number;
 
-/// Requests, kills of server or keeper, compactions, kills of clients.
+/// The limits: requests, kills of the server or the keeper, compactions, kills of clients.
 type Bounds = (u8, u8, u8, u8);
 
 fn world((requests, crashes, compactions, deaths): Bounds) -> World {
     World::new(requests, crashes, compactions, deaths)
 }
 
-/// The name of a step or an action without what it is done to.
+/// The name of a step or an action, without its arguments.
 fn kind(of: &impl std::fmt::Debug) -> String {
     let text = format!("{of:?}");
     text.split('(').next().unwrap_or_default().to_owned()
 }
 
-/// Searches a model without a flaw. Returns before which steps the server was killed, and what else happened.
+/// Searches a model without a flaw. Returns the steps before which the server was killed, and the other actions.
 #[track_caller]
 fn sound(bounds: Bounds) -> (Searched, BTreeSet<String>, BTreeSet<String>) {
     let (mut killed, mut happened) = (BTreeSet::new(), BTreeSet::new());
@@ -57,7 +57,7 @@ fn set(of: &[&str]) -> BTreeSet<String> {
     of.iter().copied().map(str::to_owned).collect()
 }
 
-/// More with VMMFD_TEST_REQUESTS: each takes ten times as long.
+/// `VMMFD_TEST_REQUESTS` sets the number of requests: each additional request takes ten times as long.
 #[test]
 fn nothing_acknowledged_is_lost() {
     let requests = u8::try_from(number("VMMFD_TEST_REQUESTS", 3)).unwrap();

@@ -1,6 +1,5 @@
-//! The model's traces, on a real server: random walks through the model, in which the server is killed between two of its steps. The
-//! same requests go to a server, which is killed before the system call that the next step would have been; and what is there then is
-//! what the model says.
+//! Random walks through the model, replayed on a real server. The server receives the model's requests, and is killed before the system
+//! call that corresponds to the model's next step. Afterwards its state must equal the model's.
 
 use std::{
     collections::HashMap,
@@ -34,10 +33,9 @@ use crate::{
 
 const MODEL: Model = Model { flaw: Flaw::None };
 
-/// The names in the broker.
 const NAME: [&str; NAMES] = ["first", "second"];
 
-/// What others can see of a step: a record in the catalogue, a message to the keeper, one to the client.
+/// The visible effect of a step: a record in the catalogue, a message to the keeper, or a message to the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Seen {
     Catalogue,
@@ -54,7 +52,7 @@ fn seen_of(step: &Step) -> Option<Seen> {
     }
 }
 
-/// Tells system calls apart: the first socket that is read from is the client's.
+/// Classifies system calls: the first socket that the server reads is the client's.
 #[derive(Debug, Default)]
 struct Watcher {
     client: Option<String>,
@@ -76,7 +74,7 @@ impl Watcher {
     }
 }
 
-/// Numbers that look random, the same in each run.
+/// A deterministic pseudo-random generator.
 struct Random(u64);
 
 impl Random {
@@ -86,7 +84,7 @@ impl Random {
     }
 }
 
-/// A walk: the model's state, and the server that must be in the same.
+/// A walk: the model's state, and a server that must match it.
 struct Walk {
     world: World,
     served: Served,
@@ -94,7 +92,7 @@ struct Walk {
     template: Template,
     files: Vec<OwnedFd>,
     raws: Vec<Option<Raw>>,
-    /// What the requests are called, and which they are, as their versions say.
+    /// The token of each request, and the version number that it should produce.
     tokens: HashMap<Request, (Token, u64)>,
     last: u64,
     leases: HashMap<usize, Token>,
@@ -123,7 +121,7 @@ impl Walk {
         }
     }
 
-    /// What a request says, and its descriptors.
+    /// The message of a request, and its descriptors.
     fn message(&self, request: Request) -> (Message, Vec<OwnedFd>) {
         let asked = self.world.requests[request].as_ref().unwrap();
         let (name, (token, number)) = (NAME[asked.name].to_owned(), self.tokens[&request]);
@@ -151,8 +149,8 @@ impl Walk {
         }
     }
 
-    /// Goes on with the model to where it takes the next request. Perhaps the server is killed before: then this returns before which
-    /// of the steps that are seen. Also returns these steps.
+    /// Runs the model until it accepts the next request, or kills its server before a random visible step. Returns the visible steps and
+    /// the index of the kill.
     fn run_model(&mut self) -> (Vec<Seen>, Option<usize>) {
         let all = std::iter::successors(Some(self.world.clone()), |world| {
             let busy = world.server.as_ref().is_some_and(|server| !server.is_idle());
@@ -161,7 +159,7 @@ impl Walk {
         let worlds: Vec<World> = all.collect();
         let step = |world: &World| world.server.as_ref().and_then(|server| server.steps.front().cloned());
         let steps: Vec<Step> = worlds.iter().filter_map(step).collect();
-        // Several names go to the keeper in one record.
+        // Several segments go to the keeper in one record.
         let together = |at: usize| {
             let before = at.checked_sub(1).map(|before| &steps[before]);
             matches!(
@@ -183,12 +181,12 @@ impl Walk {
         (seen, None)
     }
 
-    /// Does something that the model has begun, and kills the server where the model says.
+    /// Runs an exchange that the model has started, and kills the server where the model did.
     fn exchange(&mut self, client: usize, run: impl FnOnce(&Raw) -> Option<Message> + Send) {
         let before = self.world.clone();
         let (expected, kill) = self.run_model();
         let (server, raw) = (self.served.server(), self.raws[client].take().unwrap());
-        // The end of an earlier connection would be traced too.
+        // Otherwise the trace would include the end of an earlier connection.
         raw.until_connections(1 + self.raws.iter().flatten().count());
         let (mut watcher, mut count) = (Watcher::default(), 0);
         let kills = |call: &Call| {
@@ -203,7 +201,7 @@ impl Walk {
         assert_eq!(seen, wanted, "{:#?}", self.trace);
         self.raws[client] = Some(raw);
         if let Some(Message::Lease(lease)) = &answer {
-            // The newest lease of this client: in the model too, unless it was killed before that was sent.
+            // The client's newest lease. The model has it too, unless its server was killed before it sent the lease.
             let own = &self.world.clients[client].leases;
             if let Some((model, _)) = own.iter().find(|lease| !before.clients[client].leases.contains(lease)) {
                 self.leases.insert(*model, lease.token);
@@ -214,7 +212,7 @@ impl Walk {
         }
     }
 
-    /// The server is dead: the next one starts.
+    /// Waits for the next server after a kill.
     fn after_kill(&mut self, server: nix::unistd::Pid, killed: Instant) {
         self.kills += 1;
         self.served.wait_for_another(server, killed);
@@ -225,7 +223,7 @@ impl Walk {
         }
     }
 
-    /// One action of the model's, and of the server's. Whether there was one.
+    /// Runs one action in the model and on the server. Returns whether an action was possible.
     fn go(&mut self) -> bool {
         let possible = |action: &Action| {
             !matches!(action, Action::EndGrace | Action::TakeForeign(..) | Action::Compact | Action::Step)
@@ -234,7 +232,7 @@ impl Walk {
         if actions.is_empty() {
             return false;
         }
-        // Requests first: there are more kinds of them than of all else.
+        // Prefer requests: they have more variants than all other actions.
         let requests: Vec<Action> =
             actions.iter().copied().filter(|action| matches!(action, Action::Ask(..) | Action::Reconnect(_))).collect();
         let from = if !requests.is_empty() && self.random.below(4) > 0 { &requests } else { &actions };
@@ -283,7 +281,7 @@ impl Walk {
                 for (model, _) in &before.clients[client].leases {
                     self.leases.remove(model);
                 }
-                // One that has no connection leaves nothing to be done.
+                // A client without a connection causes no work for the server.
                 if before.clients[client].connected {
                     self.exchange(client, |raw| {
                         rustix::net::shutdown(raw, rustix::net::Shutdown::Both).unwrap();
@@ -318,7 +316,7 @@ impl Walk {
         });
     }
 
-    /// Whether the server has what the model says.
+    /// Asserts that the server's state equals the model's.
     #[track_caller]
     fn compare(&self) {
         let (raw, server) = self.served.greeted();
@@ -345,13 +343,13 @@ impl Walk {
         let stored = self.world.store.len() + 2;
         let closed = || self.served.kept(server) == (stored, stored);
         if !closed() {
-            // What is closed elsewhere takes its time.
+            // The server closes memory in another thread, with a delay.
             until(closed);
         }
     }
 }
 
-/// Walks, each with at most two kills of the server or the supervisor; more with VMMFD_TEST_WALKS.
+/// Each walk has at most two kills of the server or the supervisor. `VMMFD_TEST_WALKS` sets the number of walks.
 #[test]
 fn server_follows_model_traces() {
     let walks = number("VMMFD_TEST_WALKS", 12);

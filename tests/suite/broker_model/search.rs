@@ -1,4 +1,4 @@
-//! The search: every state that can come about, breadth first, and so the shortest way to one that is wrong.
+//! The search visits every reachable state, breadth first, so it finds the shortest path to an invalid state.
 
 use std::{
     collections::{HashSet, VecDeque},
@@ -10,28 +10,28 @@ use super::{
     world::World,
 };
 
-/// What a search came to.
+/// The result of a search.
 #[derive(Debug)]
 pub(super) struct Searched {
     pub(super) states: usize,
-    /// How many actions it takes to come to the last of them.
+    /// The actions on the longest path.
     pub(super) depth: usize,
 }
 
-/// A state that is wrong, and how it came about.
+/// An invalid state, and the actions that lead to it.
 #[derive(Debug)]
 pub(super) struct Wrong {
     pub(super) what: String,
     pub(super) actions: Vec<Action>,
 }
 
-/// How a state was reached: from which, and by what.
+/// The predecessor of a state, and the action between them.
 struct Reached {
     from: usize,
     action: Action,
 }
 
-/// A hash that is fast without optimisation: a multiplication for each field.
+/// A hash that is fast without compiler optimisation: one multiplication per field.
 #[derive(Debug, Default)]
 struct Mixer(u64);
 
@@ -62,10 +62,10 @@ impl Hasher for Mixer {
     }
 }
 
-/// Looks at every state. Two of one hash of 64 bits pass for one.
+/// Visits every state. Two states with the same 64-bit hash count as one.
 ///
 /// # Errors
-/// The first that is wrong.
+/// The first invalid state.
 pub(super) fn search(model: Model, first: World, mut seen_by: impl FnMut(&World, &Action)) -> Result<Searched, Wrong> {
     let hasher = BuildHasherDefault::<Mixer>::default();
     let mut seen = HashSet::from([hasher.hash_one(&first)]);
@@ -94,7 +94,6 @@ pub(super) fn search(model: Model, first: World, mut seen_by: impl FnMut(&World,
     Ok(Searched { states: seen.len(), depth: deepest })
 }
 
-/// The actions that lead to a state.
 fn way(reached: &[Reached], mut number: usize) -> Vec<Action> {
     let mut actions = Vec::new();
     while let Some(Reached { from, action }) = number.checked_sub(1).map(|at| &reached[at]) {

@@ -1,4 +1,4 @@
-//! What can happen: requests, the server's steps, kills, and what comes after them.
+//! The transitions: requests, the server's steps, kills, and recovery.
 
 use super::{
     flaws::Flaw,
@@ -8,7 +8,6 @@ use super::{
     },
 };
 
-/// What happens next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     Ask(usize, Verb, usize),
@@ -17,20 +16,19 @@ pub(super) enum Action {
     Step,
     KillServer,
     KillKeeper,
-    /// A client is killed.
     KillClient(usize),
     Start,
     StoreAnew,
-    /// A client connects again, takes its leases up and repeats its request.
+    /// A client reconnects, resumes its leases and repeats its request.
     Reconnect(usize),
-    /// A client of another user names a token that it was not given.
+    /// A client of another user presents a token that was not issued to it.
     TakeForeign(usize, usize),
-    /// The time to take leases up is over.
+    /// The grace period for resuming leases ends.
     EndGrace,
     Compact,
 }
 
-/// Which model is searched.
+/// The model under search.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Model {
     pub(super) flaw: Flaw,
@@ -43,7 +41,7 @@ impl Model {
         self.flaw == flaw
     }
 
-    /// What can happen in a state.
+    /// The possible actions in a state.
     pub(super) fn actions(self, world: &World) -> Vec<Action> {
         let mut actions = Vec::new();
         if world.crashes > 0 && world.logs_stored {
@@ -62,7 +60,7 @@ impl Model {
             return actions;
         }
         if !server.stored {
-            // Before all else, but for a kill.
+            // The resend precedes every other action except a kill.
             actions.push(Action::StoreAnew);
             return actions;
         }
@@ -87,7 +85,7 @@ impl Model {
             actions.extend((0..LEASES).filter(foreign).map(|token| Action::TakeForeign(number, token)));
             if client.open.is_none() && world.left > 0 && self.in_order(world, number) {
                 for name in 0..NAMES {
-                    // The names are alike: the first request is of the first.
+                    // The names are symmetric: the first request uses the first name.
                     if name > 0 && world.is_untouched() {
                         continue;
                     }
@@ -104,15 +102,15 @@ impl Model {
         actions
     }
 
-    /// The first two clients are alike: the first of them asks first.
+    /// The first two clients are symmetric: client 0 sends the first request.
     fn in_order(self, world: &World, client: usize) -> bool {
         client != 1 || world.first_asked
     }
 
-    /// What becomes of a state.
+    /// The state after an action.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The violated invariant.
     pub(super) fn next(self, world: &World, action: Action) -> Result<World, String> {
         let mut next = world.clone();
         self.apply(&mut next, action)?;
@@ -154,7 +152,7 @@ impl Model {
                 match &mut world.server {
                     Some(server) => {
                         (server.stored, server.has_keeper) = (false, false);
-                        // Should it be storing anew, it begins again.
+                        // An interrupted resend starts again.
                         server.steps.retain(|step| !matches!(step, Step::SendCatalogues | Step::Complete));
                     }
                     None => world.excused = true,
@@ -165,7 +163,7 @@ impl Model {
                 let gone = std::mem::take(&mut world.clients[client]);
                 world.clients[client].dead = true;
                 if let Some(request) = gone.open {
-                    // It may still be done.
+                    // The request may still be executed.
                     world.asked_mut(request).answered = true;
                 }
                 if let Some(server) = &mut world.server {
@@ -182,7 +180,7 @@ impl Model {
                 server.has_keeper = true;
                 let segments = (0..SEGMENTS).filter(|&segment| server.kept[segment].is_some()).map(Step::Send);
                 let segments = segments.filter(|_| !self.has(Flaw::SegmentsNotStoredAnew));
-                // They are of now: what is put later is sent when it is put.
+                // These are the current segments: a later put sends its own.
                 server.steps = [Step::SendCatalogues].into_iter().chain(segments).chain([Step::Complete]).collect();
             }
             Action::Reconnect(client) => return self.reconnect(world, client),
@@ -192,7 +190,7 @@ impl Model {
                 }
             }
             Action::EndGrace => {
-                // Those who come now come too late.
+                // A client that reconnects later has lost its leases.
                 world.clients.iter_mut().filter(|client| !client.connected).for_each(|client| client.leases.clear());
                 let server = world.server_mut();
                 server.grace = false;
@@ -219,7 +217,7 @@ impl Model {
         world.server_mut().steps.extend(steps);
     }
 
-    /// Puts steps before those that are to come.
+    /// Inserts steps before the pending steps.
     fn push_front(self, world: &mut World, steps: impl IntoIterator<Item = Step>) {
         let server = world.server_mut();
         let rest = std::mem::take(&mut server.steps);
@@ -290,7 +288,8 @@ impl Model {
         Ok(())
     }
 
-    /// Sends a message to the keeper, which has it then, whatever becomes of the server. Without one everything is sent anew later.
+    /// Sends a message to the keeper, which keeps it even if the server dies. Without a keeper the message is dropped: a later resend
+    /// covers it.
     fn send(self, world: &mut World, message: &Message) {
         if world.server_mut().has_keeper {
             world.keep(message);
@@ -338,7 +337,7 @@ impl Model {
                         server.tokens += 1;
                         (server.tokens - 1) % LEASES
                     }
-                    // Random, and so another than those of all others.
+                    // Tokens are random, so they are unique.
                     false => world.free_token(),
                 };
                 let (write, hand) = (Step::Lease(request, version, token), Step::Hand(request, version, token));
@@ -356,7 +355,7 @@ impl Model {
         let at = server.waiting.iter().position(|(of, _)| *of == request).expect("a put that waits");
         let (_, segments) = server.waiting.remove(at);
         let before = server.content.current[name];
-        // Others may have come meanwhile.
+        // Another put may have created the name in the meantime.
         if verb == Verb::Put && before.is_some() {
             let removed = segments.into_iter().filter_map(|segment| self.release(server, segment)).map(Step::Remove);
             let steps: Vec<Step> = [Step::Refuse(request)].into_iter().chain(removed).collect();
@@ -391,7 +390,7 @@ impl Model {
         self.drop_if_unused(world, current);
     }
 
-    /// Gives a version back that has no name and no lease.
+    /// Drops a version without a name and without a lease.
     fn drop_if_unused(self, world: &mut World, version: Request) {
         let content = &world.server_mut().content;
         if content.versions[version].as_ref().is_some_and(|version| !version.named) && !content.leased(version) {
@@ -407,12 +406,12 @@ impl Model {
             gone.segments.into_iter().filter_map(|segment| self.release(server, segment)).collect();
         match self.has(Flaw::RemovalAfterReuse) {
             true => server.late.extend(removed),
-            // Once the request is answered.
+            // The removal happens after the answer.
             false => self.push(world, removed.into_iter().map(Step::Remove)),
         }
     }
 
-    /// Takes a reference away. Returns the segment with the last.
+    /// Removes a reference. Returns the segment if this was the last reference.
     fn release(self, server: &mut Server, segment: Segment) -> Option<Segment> {
         let kept = server.kept[segment].as_mut()?;
         kept.references -= 1;
@@ -497,7 +496,7 @@ impl Model {
 }
 
 impl Server {
-    /// The number of an open file that is kept, or a new one, and whether it is that.
+    /// The number of an open file, and whether the number is new.
     fn take(&mut self, file: File) -> (Segment, bool) {
         let known = self.kept.iter().position(|kept| kept.as_ref().is_some_and(|kept| kept.file == file));
         let segment = known.or_else(|| self.kept.iter().position(Option::is_none)).expect("a number");
@@ -515,14 +514,14 @@ impl World {
         self.requests.iter().all(Option::is_none) && self.visible == [None; NAMES]
     }
 
-    /// Appends to the catalogue, and does the same in memory.
+    /// Appends to the catalogue and updates the server's memory.
     fn record(&mut self, change: impl Fn(&mut Content)) {
         let server = self.server.as_mut().expect("a server");
         change(&mut server.content);
         change(&mut self.logs[server.log].content);
     }
 
-    /// The client has its answer.
+    /// Delivers the answer to the client.
     fn answer(&mut self, request: Request) {
         let client = self.asked(request).client;
         if self.clients[client].open == Some(request) {
@@ -540,7 +539,7 @@ impl World {
         (0..CLIENTS).filter(mortal)
     }
 
-    /// Where no lease waits to be taken up and no client comes back to take one up, time makes no difference.
+    /// If no lease and no client can still be resumed, the grace period makes no difference.
     fn settle_grace(&mut self) {
         let absent = self.clients.iter().any(|client| !client.connected && !client.leases.is_empty());
         let Some(server) = &mut self.server else { return };
@@ -554,7 +553,7 @@ impl World {
         (0..LEASES).find(|&token| server.content.leases[token].is_none() && !held(token)).expect("a token")
     }
 
-    /// Keeper and server ended before the keeper had all: versions that lack segments are lost.
+    /// Server and keeper died before the keeper was complete: versions with missing segments are lost.
     fn lose_incomplete(&mut self, log: usize) {
         for version in 0..REQUESTS {
             let content = &mut self.logs[log].content;
@@ -569,7 +568,7 @@ impl World {
                 *lease = None;
             }
             content.current.iter_mut().for_each(|current| *current = current.filter(|of| *of != version));
-            // It was done, and is undone.
+            // The request was executed, and its effect is lost.
             self.asked_mut(version).done = true;
             let name = self.asked(version).name;
             self.visible[name] = self.logs[log].content.current[name];
@@ -577,7 +576,7 @@ impl World {
         }
     }
 
-    /// Keeper and server are gone: what there was is forgotten.
+    /// Server and keeper are dead: everything is lost.
     fn lose_all(&mut self) {
         self.clients.iter_mut().for_each(|client| client.leases.clear());
         self.visible = [None; NAMES];

@@ -1,80 +1,76 @@
-//! What there is: the descriptors that the keeper holds, the catalogues, the server and its clients; and what must hold in every state.
+//! The state: the keeper's descriptors, the catalogues, the server and its clients; and the invariants of every state.
 
 use std::collections::VecDeque;
 
-/// How many names there are.
+/// The number of names.
 pub(super) const NAMES: usize = 2;
 
-/// How many clients there are. The last one is another user's.
+/// The number of clients. The last client belongs to another user.
 pub(super) const CLIENTS: usize = 3;
 
-/// How many requests are open or have a version that is there, at most.
+/// The limit on requests that are open or have a live version.
 pub(super) const REQUESTS: usize = 4;
 
-/// How many leases there are at most.
+/// The limit on leases.
 pub(super) const LEASES: usize = 5;
 
-/// How many segments there are at most: each client has an open file of its own, and all have one in common.
+/// The limit on segments: each client has its own open file, and all share one.
 pub(super) const SEGMENTS: usize = 4;
 
-/// An index of [`World::requests`]. A version has the number of the request that made it.
+/// An index of [`World::requests`]. A version has the number of its request.
 pub(super) type Request = usize;
 
-/// The number of a segment.
 pub(super) type Segment = usize;
 
 /// An open file.
 pub(super) type File = u8;
 
-/// The file that is a part of every put.
+/// The file that every put includes.
 pub(super) const COMMON: File = CLIENTS as File;
 
-/// What a client asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Verb {
-    /// A name that must be new.
+    /// The name must be new.
     Put,
-    /// A name that may exist.
+    /// The name may exist.
     Replace,
     Delete,
     Get,
 }
 
-/// A request of a client, which repeats it after a reconnect until it is answered.
+/// A client's request. After a reconnect the client repeats it until it is answered.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Asked {
     pub(super) verb: Verb,
     pub(super) name: usize,
     pub(super) client: usize,
-    /// Whether the clients could see it done.
+    /// Whether clients may have seen its effect.
     pub(super) done: bool,
-    /// Whether its client waits no more, or is dead.
+    /// Whether its client no longer waits, or is dead.
     pub(super) answered: bool,
-    /// Whether it was answered as done.
+    /// Whether the client received a success.
     pub(super) promised: bool,
 }
 
-/// A version in a catalogue.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Version {
     pub(super) segments: [Segment; 2],
     pub(super) named: bool,
 }
 
-/// A lease in a catalogue.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Lease {
     pub(super) version: Request,
     pub(super) uid: u8,
 }
 
-/// What the records of a catalogue come to.
+/// The contents of a catalogue after its last record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Content {
     pub(super) versions: [Option<Version>; REQUESTS],
     pub(super) current: [Option<Request>; NAMES],
     pub(super) leases: [Option<Lease>; LEASES],
-    /// The requests that were done, for those who ask again.
+    /// The executed requests, for repetitions.
     pub(super) remembered: [bool; REQUESTS],
 }
 
@@ -83,7 +79,7 @@ impl Content {
         self.leases.iter().flatten().any(|lease| lease.version == version)
     }
 
-    /// How often each segment is part of a version.
+    /// The number of references to each segment.
     pub(super) fn references(&self) -> [u8; SEGMENTS] {
         let mut count = [0; SEGMENTS];
         self.versions.iter().flatten().flat_map(|version| version.segments).for_each(|segment| count[segment] += 1);
@@ -91,57 +87,54 @@ impl Content {
     }
 }
 
-/// A catalogue's file: one of two.
+/// One of the two catalogue files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Log {
-    /// Counted up with each compaction; 0 where it has no header.
+    /// Incremented with each compaction; 0 without a header.
     pub(super) generation: u8,
     pub(super) content: Content,
 }
 
-/// A message to the keeper.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum Message {
     Keep(Segment, File),
     Remove(Segment),
 }
 
-/// What the server does at once: it may be killed between any two of them, and not within one.
+/// An atomic step of the server: it may be killed between two steps, but not within a step.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum Step {
-    /// Looks at a request.
+    /// Checks a request.
     Admit(Request),
-    /// Sends a segment to the keeper.
     Send(Segment),
-    /// Has a segment removed from the keeper.
+    /// Removes a segment from the keeper.
     Remove(Segment),
-    /// Writes down that a version is published.
+    /// Records the publication of a version.
     Publish(Request),
-    /// Writes down that a name is deleted.
+    /// Records the deletion of a name.
     Delete(Request),
-    /// Writes down that a version is given back, and takes its segments' numbers back.
+    /// Records the drop of a version, and frees its segment numbers.
     Drop(Request),
-    /// Writes down a lease.
+    /// Records a lease.
     Lease(Request, Request, usize),
-    /// Sends a lease.
     Hand(Request, Request, usize),
-    /// Writes down the end of a lease.
+    /// Records the end of a lease.
     End(usize),
     Answer(Request),
     Refuse(Request),
-    /// Writes all that there is into the other catalogue.
+    /// Copies the contents into the other catalogue.
     Copy,
-    /// Gives that a header, and uses it.
+    /// Writes a header to the copy, and switches to it.
     Switch,
-    /// Makes a catalogue one without a header.
+    /// Erases the header of a catalogue.
     Clear(usize),
     /// Sends the catalogues to a new keeper.
     SendCatalogues,
-    /// Tells it that it has everything.
+    /// Marks the keeper's set as complete.
     Complete,
 }
 
-/// A segment that the server has.
+/// A segment that the server holds.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Kept {
     pub(super) file: File,
@@ -152,70 +145,68 @@ pub(super) struct Kept {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Server {
     pub(super) content: Content,
-    /// Which catalogue it writes.
+    /// The index of the active catalogue.
     pub(super) log: usize,
     pub(super) kept: [Option<Kept>; SEGMENTS],
-    /// The connections that hold the leases. Those that no client took up since the start have none.
+    /// The connection that holds each lease; `None` if no client has resumed the lease since the start.
     pub(super) holders: [Option<usize>; LEASES],
     pub(super) steps: VecDeque<Step>,
-    /// Puts that are not published, and their segments.
+    /// Pending puts and their segments.
     pub(super) waiting: Vec<(Request, [Segment; 2])>,
-    /// Whether leases can still be taken up.
+    /// Whether the grace period for resuming leases is running.
     pub(super) grace: bool,
-    /// Whether the keeper has all that it should.
+    /// Whether the keeper's set is complete.
     pub(super) stored: bool,
-    /// Whether there is a keeper that reads what is sent.
+    /// Whether a keeper is alive.
     pub(super) has_keeper: bool,
-    /// The next token, where a flawed server counts them.
+    /// The next token, if a flaw counts tokens.
     pub(super) tokens: usize,
-    /// Removals that a flawed server sends later.
+    /// Removals that a flaw delays.
     pub(super) late: Vec<Segment>,
 }
 
 impl Server {
-    /// Whether it takes a request.
+    /// Whether the server can accept a request.
     pub(super) fn is_idle(&self) -> bool {
         self.steps.is_empty()
     }
 }
 
-/// A client.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Client {
     pub(super) connected: bool,
     pub(super) dead: bool,
     pub(super) open: Option<Request>,
-    /// Tokens, with the versions that came with them.
+    /// Tokens and their versions.
     pub(super) leases: Vec<(usize, Request)>,
 }
 
-/// All there is.
+/// The complete state.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct World {
     pub(super) requests: [Option<Asked>; REQUESTS],
     pub(super) clients: [Client; CLIENTS],
     pub(super) server: Option<Server>,
-    /// Which names are of which files, in order.
+    /// The keeper's segments and their files, in order.
     pub(super) store: Vec<(Segment, File)>,
     pub(super) logs: [Log; 2],
     /// Whether the keeper has the catalogues.
     pub(super) logs_stored: bool,
-    /// Whether the server died while the keeper had not all: then versions may be lost.
+    /// Whether the server died while the keeper was incomplete: then versions may be lost.
     pub(super) excused: bool,
-    /// What clients saw last under each name.
+    /// The version of each name that clients saw last.
     pub(super) visible: [Option<Request>; NAMES],
-    /// The request that deleted a name since then.
+    /// The request that has deleted a name since then.
     pub(super) deleted: Option<Request>,
-    /// How many requests there may still be.
+    /// The number of requests left.
     pub(super) left: u8,
-    /// Whether the first client has asked for something.
+    /// Whether the first client has sent a request.
     pub(super) first_asked: bool,
     pub(super) crashes: u8,
     pub(super) compactions: u8,
     pub(super) deaths: u8,
 }
 
-/// The user of a client.
 pub(super) fn uid(client: usize) -> u8 {
     u8::from(client == CLIENTS - 1)
 }
@@ -257,7 +248,7 @@ impl World {
         [self.asked(version).client as File, COMMON]
     }
 
-    /// What the keeper does with a message.
+    /// Applies a message to the keeper's segments.
     pub(super) fn keep(&mut self, message: &Message) {
         let (Message::Keep(segment, _) | Message::Remove(segment)) = *message;
         self.store.retain(|&(name, _)| name != segment);
@@ -267,10 +258,10 @@ impl World {
         }
     }
 
-    /// Notes what clients see now, and what follows of it.
+    /// Checks the visible state and updates the record of it.
     ///
     /// # Errors
-    /// What must never be seen.
+    /// The violated invariant.
     pub(super) fn look(&mut self) -> Result<(), String> {
         let Some(mut server) = self.server.take_if(|server| server.is_idle()) else {
             return Ok(());
@@ -290,7 +281,7 @@ impl World {
         Ok(())
     }
 
-    /// A name changes by whole requests, each once, between its coming and its answer.
+    /// A name changes only by whole requests, each once, between its arrival and its answer.
     fn names(&mut self, server: &Server) -> Result<(), String> {
         for name in 0..NAMES {
             let (was, is) = (self.visible[name], server.content.current[name]);
@@ -320,7 +311,7 @@ impl World {
         Ok(())
     }
 
-    /// What was answered as done is done.
+    /// An acknowledged request has its effect.
     fn promises(&self) -> Result<(), String> {
         let broken = |asked: &Option<Asked>| asked.as_ref().is_some_and(|asked| asked.promised && !asked.done);
         match self.requests.iter().position(broken) {
@@ -329,7 +320,7 @@ impl World {
         }
     }
 
-    /// All of a version is there, and it is its own.
+    /// Each version is complete and has its own files.
     fn versions(&self, server: &Server) -> Result<(), String> {
         for (number, version) in server.content.versions.iter().enumerate() {
             let Some(version) = version else { continue };
@@ -348,7 +339,7 @@ impl World {
         Ok(())
     }
 
-    /// Each client has the leases that it was given, and no other.
+    /// Each client holds exactly its leases.
     fn leases(&self, server: &Server) -> Result<(), String> {
         for (number, client) in self.clients.iter().enumerate().filter(|(_, client)| client.connected) {
             for &(token, version) in &client.leases {
@@ -373,7 +364,7 @@ impl World {
         Ok(())
     }
 
-    /// Nothing is kept that no version has.
+    /// The server and the keeper hold no unreferenced segment.
     fn leaks(&self, server: &Server) -> Result<(), String> {
         if !server.waiting.is_empty() || !server.stored || !server.late.is_empty() {
             return Ok(());
@@ -401,7 +392,7 @@ impl World {
         Ok(())
     }
 
-    /// Forgets requests that were answered and have left nothing: the same state follows from many of them.
+    /// Forgets answered requests without effects: many histories lead to the same state.
     fn forget(&mut self, server: &mut Server) {
         self.deleted = None;
         for request in 0..REQUESTS {
@@ -418,7 +409,7 @@ impl World {
                 self.requests[request] = None;
             }
         }
-        // No client asks again what it has no open request for.
+        // A client repeats only its open request.
         let requests = &self.requests;
         let asks = |request: usize| requests[request].as_ref().is_some_and(|asked| !asked.answered);
         for content in self.logs.iter_mut().map(|log| &mut log.content).chain([&mut server.content]) {

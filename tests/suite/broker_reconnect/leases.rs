@@ -1,8 +1,8 @@
-//! Leases of a client whose broker is restarted.
+//! Leases of a client whose broker restarts.
 
 use super::*;
 
-/// Another broker takes the place of the one that a reader is connected to.
+/// Replaces the broker that a reader is connected to.
 fn broker_dies(reader: &mut Reader, broker: &Scripted, instance: &str) -> Peer {
     reader.hang_up();
     broker.greet(instance)
@@ -18,10 +18,10 @@ fn idle_client_resumes_its_leases() {
         let peer = broker_dies(&mut reader, &broker, FIRST);
         let resume = peer.resume();
         assert_eq!(sorted(resume.leases), [token(1), token(2)]);
-        // Until the broker has answered.
+        // The leases are not held until the broker answers.
         assert!(!object.is_held() && !reader.leases[0].is_held());
         peer.resumed(FIRST, &[]);
-        // What the name's lifetime is, which the put left as it was, only the broker knows.
+        // The client also resumes the put: only the broker knows whether the name's lifetime depends on its maker.
         let puts = peer.resume();
         assert_eq!(puts.puts, [reader.put.request.unwrap()]);
         peer.resumed(FIRST, &[]);
@@ -32,10 +32,10 @@ fn idle_client_resumes_its_leases() {
         }
         assert!(object.is_held() && reader.leases[0].is_held());
     }
-    // They end as ever.
+    // The leases end as usual.
     drop(object);
     assert_eq!(reader.peer.next().0, Message::Release(Release { token: token(2) }));
-    // And with the connection, which the thread that watched it does not keep.
+    // The last lease ends with the connection, which the watching thread does not keep open.
     drop((reader.leases, reader.client));
     assert_eq!(reader.peer.next().0, Message::Release(Release { token: token(1) }));
     assert!(reader.peer.0.receive().unwrap().is_none());
@@ -46,11 +46,11 @@ fn lease_released_during_resume_ends() {
     let (broker, subject) = (Scripted::new(), Subject::host());
     let mut reader = Reader::new(&broker, &subject, 3, true);
     reader.hang_up();
-    // While there is no connection: it is forgotten.
+    // Without a connection, the client forgets a dropped lease.
     reader.leases.remove(0);
     let peer = broker.greet(FIRST);
     assert_eq!(sorted(peer.resume().leases), [token(2), token(3)]);
-    // While it is being taken up: the broker is told, at the latest when that is done.
+    // During the resume, the broker gets the release at the latest after the resume.
     reader.leases.remove(0);
     peer.resumed(FIRST, &[]);
     let release = Message::Release(Release { token: token(2) });
@@ -65,7 +65,7 @@ fn lease_released_during_resume_ends() {
             other => panic!("{other:?}"),
         }
     }
-    // Once by the thread that dropped it, and behind what was taken up, which that may have come before.
+    // The dropping thread may send a release before the resume takes effect, so the client sends another release afterwards.
     assert_eq!(peer.next().0, release);
     assert!(released <= 1);
     reader.restored();
@@ -77,7 +77,7 @@ fn release_does_not_wait_for_broker() {
     const LEASES: u8 = 120;
     let (broker, subject) = (Scripted::new(), Subject::host());
     let mut reader = Reader::new(&broker, &subject, LEASES, true);
-    // The kernel's least: room for a few records.
+    // The kernel's minimum: space for a few records.
     sockopt::set_socket_send_buffer_size(&reader.client, 1).unwrap();
     let release = |peer: &Peer| match peer.next().0 {
         Message::Release(release) => release.token,
@@ -87,10 +87,10 @@ fn release_does_not_wait_for_broker() {
     let begun = Instant::now();
     drop(reader.leases.split_off(usize::from(LEASES / 2)));
     assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
-    // They are told once it reads, with no request that would push them.
+    // The client sends the releases once the broker reads, even without another request.
     let told: Vec<Token> = (LEASES / 2..LEASES).map(|_| release(&reader.peer)).collect();
     assert_eq!(sorted(told), all[usize::from(LEASES / 2)..]);
-    // And no request comes before them.
+    // The releases precede the next request.
     reader.leases.clear();
     let listing = ask(&reader.client, move |client| client.list(""));
     let told: Vec<Token> = (0..LEASES / 2).map(|_| release(&reader.peer)).collect();
@@ -112,11 +112,11 @@ fn ended_lease_is_lost_for_good() {
     let [Ok(_), Err(lost)] = notices else { panic!("{notices:?}") };
     assert_eq!((lost.reason, lost.name.as_str(), lost.version), (LossReason::Ended, "a", 5));
     assert!(!object.is_held() && reader.leases[0].is_held());
-    // What is mapped stays.
+    // The mapping stays.
     let mut byte = [0];
     object.part("all").unwrap().memory().unwrap().copy_out(MIB, &mut byte).unwrap();
     assert_eq!(byte, [7]);
-    // Neither is asked for again.
+    // The client does not resume the released or the lost lease again.
     reader.peer = peer;
     let peer = broker_dies(&mut reader, &broker, OTHER);
     assert_eq!(peer.resume(), Resume { leases: vec![token(1)], puts: Vec::new() });
@@ -130,14 +130,14 @@ fn handlers_make_requests_with_their_client() {
     reader.client.on_lost(move |client, lost| drop(say.send((client.list(&lost.name), client.peer().pid))));
     let peer = broker_dies(&mut reader, &broker, FIRST);
     peer.take_up(FIRST, &[token(1)], true);
-    // Of the lease that was lost.
+    // The release of the lost lease.
     assert!(matches!(peer.next().0, Message::Release(_)));
     let asked = peer.next().0;
     assert!(matches!(&asked, Message::List(list) if list.prefix == "a"), "{asked:?}");
     peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
     let (listed, pid) = answers.recv_timeout(PATIENCE).unwrap();
     assert_eq!((listed.unwrap(), pid), (Vec::new(), std::process::id() as i32));
-    // The handler does not keep the connection: it ends, after the lease.
+    // The handler does not keep the connection open: it ends after the lease.
     drop(reader);
     while let Some((message, _)) = peer.0.receive().unwrap() {
         assert!(matches!(message, Message::Release(_)), "{message:?}");
@@ -155,7 +155,7 @@ fn lost_version_is_offered_back_once() {
     let restore = offer.restore.clone().unwrap();
     assert_eq!((restore.version, restore.id.as_str(), restore.created_ms), (5, FIRST, 1_700_000_000_123));
     assert_eq!((restore.owner, sorted(restore.leases)), (OWNER, vec![token(1), token(2), token(3)]));
-    // It is what was put, in each word.
+    // The offer equals the original put.
     let (was, is) = (&reader.put, &offer);
     assert_eq!((&was.parts, &was.metadata, &was.sizes), (&is.parts, &is.metadata, &is.sizes));
     assert_eq!((&was.name, &was.backend, fds.len()), (&is.name, &is.backend, was.sizes.len()));
@@ -163,7 +163,7 @@ fn lost_version_is_offered_back_once() {
     assert!(is.request.is_some() && is.request != was.request);
     assert!(!reader.leases[0].is_held());
     peer.published(FIRST);
-    // It need not have given all that were offered: over a quota, for one.
+    // The broker may refuse some of the offered leases, for example because of a quota.
     assert_eq!(sorted(peer.resume().leases), [token(1), token(2), token(3)]);
     peer.resumed(OTHER, &[token(3)]);
     let notices: Vec<_> = (0..3).map(|_| reader.notice()).collect();
@@ -171,7 +171,7 @@ fn lost_version_is_offered_back_once() {
     let not_given = |lost: &Lost| matches!(lost.reason, LossReason::NotRestored(_));
     assert_eq!(notices.iter().filter(|notice| notice.as_ref().is_err_and(not_given)).count(), 1);
     assert!(reader.leases[0].is_held());
-    // Now this one's word counts: what it ends is lost, and not offered.
+    // From now on this broker is authoritative: a lease that it ends is lost, and the client offers nothing.
     reader.peer = peer;
     let peer = broker_dies(&mut reader, &broker, OTHER);
     let resume = peer.resume();
@@ -250,7 +250,7 @@ fn fork_leaves_the_connection_alone() {
         let open = || std::fs::read_link(&path).ok();
         let before = open();
         drop((lease, client));
-        // One reference is the parent's variable, which the fork has too.
+        // The parent's variable is a second reference, and the fork has a copy of it.
         refused && open() == before
     });
     let mut only = Some(client);
@@ -265,7 +265,7 @@ fn fork_leaves_the_connection_alone() {
         drop(client);
         before.is_some() && open() != before
     });
-    // The parent's goes on.
+    // The parent's connection still works.
     let listing = meanwhile(move || only.take().unwrap().list("").unwrap());
     assert!(matches!(peer.next(), (Message::List(_), _)));
     peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));

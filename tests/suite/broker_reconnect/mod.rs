@@ -1,5 +1,4 @@
-//! Clients of a broker that is restarted: what they asked for and what they hold. In most of these tests the broker is played by the
-//! test, record by record.
+//! Clients of a broker that restarts: their requests and their leases. In most tests the test itself plays the broker, record by record.
 
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
@@ -55,14 +54,14 @@ mod servers;
 
 const MIB: u64 = 1 << 20;
 
-/// What the first broker of each test holds, and what another one does.
+/// The instance of the first broker in each test, and of a different broker.
 const FIRST: &str = "0c2b6d3a-7f0e-4f3c-9d4b-000000000001";
 const OTHER: &str = "0c2b6d3a-7f0e-4f3c-9d4b-000000000002";
 
-/// A timeout that a test waits for, and all else must be faster than: long enough for a machine that is busy with other things.
+/// A timeout that a test waits for. Everything else must be faster, even on a busy machine.
 const A_WHILE: Duration = Duration::from_secs(5);
 
-/// A broker whose answers the test gives.
+/// A broker whose answers the test scripts.
 struct Scripted {
     folder: TempDir,
     listener: OwnedFd,
@@ -77,18 +76,18 @@ impl Scripted {
 
     fn listen(folder: &TempDir) -> OwnedFd {
         let listener = listening(&folder.path().join("broker.sock"), 8);
-        // A client that does not come is an error, and no test without end.
+        // A missing client is an error, not a hang.
         sockopt::set_socket_timeout(&listener, Timeout::Recv, Some(PATIENCE)).unwrap();
         listener
     }
 
-    /// Nothing listens any more.
+    /// Removes the socket: nothing listens any longer.
     fn end(self) -> TempDir {
         std::fs::remove_file(self.path()).unwrap();
         self.folder
     }
 
-    /// Something listens again.
+    /// Listens again.
     fn again(folder: TempDir) -> Self {
         let listener = Self::listen(&folder);
         Self { folder, listener }
@@ -98,14 +97,14 @@ impl Scripted {
         self.folder.path().join("broker.sock")
     }
 
-    /// The next connection, which has said nothing.
+    /// The next connection, before the hellos.
     fn accept(&self) -> Peer {
         let socket = std::os::unix::net::UnixStream::from(accept(&self.listener).unwrap());
         socket.set_read_timeout(Some(PATIENCE)).unwrap();
         Peer(Raw(socket))
     }
 
-    /// The next connection, after the hellos and the question of what the broker holds.
+    /// The next connection, after the hellos and the first resume.
     fn greet(&self, instance: &str) -> Peer {
         let peer = self.accept();
         assert!(matches!(peer.next(), (Message::Hello(_), _)));
@@ -115,7 +114,7 @@ impl Scripted {
         peer
     }
 
-    /// A client that is connected, and the broker's end of it.
+    /// A connected client, and the broker's end of its connection.
     fn client(&self) -> (Client, Peer) {
         self.client_with(PATIENCE)
     }
@@ -128,11 +127,11 @@ impl Scripted {
     }
 }
 
-/// The broker's end of a connection. Dropping it is what the client sees of a broker that was killed.
+/// The broker's end of a connection. For the client, a drop looks like a killed broker.
 struct Peer(Raw);
 
 impl Drop for Peer {
-    /// Ends the connection, also where a fork of another test has its socket too.
+    /// Shuts the connection down: a fork of another test may hold a copy of the socket.
     fn drop(&mut self) {
         let _ = self.0.0.shutdown(std::net::Shutdown::Both);
     }
@@ -169,7 +168,7 @@ impl Peer {
         self.say(&Message::Resumed(Resumed { instance: instance.to_owned(), lost: lost.to_vec() }));
     }
 
-    /// Answers a client that comes back: what it has lost of its leases, and whether of its puts. Returns its leases and puts.
+    /// Answers a reconnecting client with its lost leases, and with all or none of its puts as lost. Returns its leases and puts.
     fn take_up(&self, instance: &str, lost: &[Token], puts_lost: bool) -> (Vec<Token>, Vec<Token>) {
         let leases = sorted(self.resume().leases);
         self.resumed(instance, lost);
@@ -187,7 +186,7 @@ impl Peer {
     }
 }
 
-/// Makes a request on a thread.
+/// Sends a request on another thread.
 fn ask<T: std::marker::Send + 'static>(
     client: &Client,
     request: impl FnOnce(Client) -> T + std::marker::Send + 'static,
@@ -196,7 +195,7 @@ fn ask<T: std::marker::Send + 'static>(
     thread::spawn(move || request(client))
 }
 
-/// Does something on a thread.
+/// Runs a closure on another thread.
 fn meanwhile<T: std::marker::Send + 'static>(what: impl FnOnce() -> T + std::marker::Send + 'static) -> JoinHandle<T> {
     thread::spawn(what)
 }
@@ -211,12 +210,12 @@ fn weights(memory: &Shared) -> Put<'_> {
 
 const OWNER: Owner = Owner { uid: 1234, gid: 99 };
 
-/// A token of which each byte has this value.
+/// A token with this value in each byte.
 fn token(value: u8) -> Token {
     Token([value; 16])
 }
 
-/// What a client hears of its leases.
+/// The notices that a client gets about its leases.
 fn notices(client: &Client) -> Receiver<Result<Restored, Lost>> {
     let (lost, notices) = mpsc::channel();
     let restored = lost.clone();
@@ -225,7 +224,7 @@ fn notices(client: &Client) -> Receiver<Result<Restored, Lost>> {
     notices
 }
 
-/// A lease of all of what was put.
+/// A lease of everything that was put.
 fn lease(put: &broker::Put, number: u8, whole: bool) -> LeaseHeader {
     let part = &put.parts[0];
     let run = Part { first: 0, segments: put.sizes.len() as u64, offset: 0, size: part.memory.mapped_size };
@@ -253,7 +252,7 @@ fn lease(put: &broker::Put, number: u8, whole: bool) -> LeaseHeader {
     }
 }
 
-/// A client with leases of all of one version, its connection at the broker's end, and what was put.
+/// A client with leases of one version, the broker's end of its connection, and the put.
 struct Reader {
     client: Client,
     leases: Vec<Lease>,
@@ -289,7 +288,6 @@ impl Reader {
         Self { client, leases: held, peer, put, notices }
     }
 
-    /// Ends the connection at the broker's end.
     fn hang_up(&mut self) {
         let (_, nowhere) = std::os::unix::net::UnixStream::pair().unwrap();
         drop(std::mem::replace(&mut self.peer, Peer(Raw(nowhere))));

@@ -1,4 +1,4 @@
-//! Requests that are under way when the broker is restarted.
+//! Requests that are pending while the broker restarts.
 
 use super::*;
 
@@ -50,7 +50,7 @@ fn repeated_requests_keep_their_identifier() {
     let (before, fds) = peer.put();
     assert!(before.request.is_some() && before.restore.is_none());
     let count = fds.len();
-    // It has published it, and dies before it says so.
+    // The broker publishes the version, and dies before it answers.
     drop((peer, fds));
     let peer = broker.greet(FIRST);
     let (after, fds) = peer.put();
@@ -63,7 +63,7 @@ fn repeated_requests_keep_their_identifier() {
     assert!(before.request.is_some());
     drop(peer);
     let peer = broker.greet(FIRST);
-    // Whether the name goes with its maker, only the broker knows.
+    // Only the broker knows whether the name's lifetime depends on its maker.
     assert_eq!(peer.resume().puts, [after.request.unwrap()]);
     peer.resumed(FIRST, &[]);
     assert_eq!(peer.next().0, Message::Delete(before.clone()));
@@ -84,7 +84,7 @@ fn put_of_several_records_starts_again() {
     let subject = Subject::host();
     let memory = filled(&subject.driver, MIB, None, 7);
     let putting = ask(&client, move |client| {
-        // A broker would refuse what this one is not asked to look at.
+        // A real broker would refuse these segments; the scripted broker does not check them.
         let (_, chunks) = memory.chunks(0..MIB).unwrap().unwrap();
         let segments = std::iter::repeat_n((chunks[0].size(), chunks[0].as_fd()), 600);
         let part = PutPart::of_segments("all", Backend::Host, memory.describe().unwrap(), segments).unwrap();
@@ -106,7 +106,7 @@ fn put_of_several_records_starts_again() {
         came += sizes.len();
     }
     drop(peer);
-    // The third broker finds that it was published.
+    // The third broker reports that the version was published.
     let peer = broker.greet(FIRST);
     assert_eq!(peer.put().0, before);
     peer.published(OTHER);
@@ -135,7 +135,7 @@ fn request_that_breaks_connections_ends() {
     });
     let error = listing.join().unwrap().unwrap_err();
     assert!(matches!(error, Error::Peer(PeerError::Gone { .. })), "{error:?}");
-    // The client goes on.
+    // The client stays usable.
     client.delete("a").unwrap();
     assert!(serving.join().unwrap() > 1);
 }
@@ -147,7 +147,7 @@ fn stop_ends_a_wait_without_broker() {
     let getting = ask(&client, move |client| client.get(&Get::new("a").wait(Duration::from_secs(1000))));
     peer.next();
     drop(peer);
-    // It has connected again, and waits for a hello.
+    // The client has reconnected, and waits for a hello.
     let peer = broker.accept();
     client.stop().unwrap();
     assert!(matches!(peer.next(), (Message::Hello(_), _)));

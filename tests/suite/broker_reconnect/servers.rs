@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A reader of the name `a`, and what it hears of its leases.
+/// A reader of the name `a`, and the notices about its leases.
 fn reader(path: &Path) -> (Client, Receiver<Result<Restored, Lost>>) {
     let client = Client::connect(path, &Config::default()).unwrap();
     let notices = notices(&client);
@@ -16,7 +16,7 @@ fn assert_bytes(object: &Object, byte: u8) {
     assert!(bytes.iter().all(|is| *is == byte));
 }
 
-/// The process that serves: who listened first, which `SO_PEERCRED` names, may be another one.
+/// The serving process. `SO_PEERCRED` names the process that called listen(2), which may be another one.
 fn server_of(path: &Path) -> Pid {
     let answer = Raw::dial(path).unwrap().ask(&Raw::hello(), &[]).unwrap().unwrap().0;
     let Message::Hello(hello) = answer else { panic!("{answer:?}") };
@@ -24,7 +24,7 @@ fn server_of(path: &Path) -> Pid {
     Pid::from_raw(hello.pid as i32)
 }
 
-/// The leases that there are: of which version, since when, and of which user.
+/// The leases: id, version, start and user.
 fn held(client: &Client) -> Vec<(String, u64, u64, u32)> {
     let leases = client.who("a").unwrap().leases;
     leases.into_iter().map(|lease| (lease.id, lease.version, lease.since_ms, lease.uid)).collect()
@@ -64,7 +64,7 @@ fn readers_restore_what_broker_lost() {
         }
         assert!(object.is_held() && lease.is_held());
         let mut after = one.stat("a", None).unwrap();
-        // The maker of each part is who offered it; here both are this process. Versions before it are gone.
+        // The maker of each part is the process that offered it: here always this process. Earlier versions are gone.
         assert_eq!(after.version.versions, [2]);
         after.version.versions.clone_from(&before.version.versions);
         assert_eq!(after, before);
@@ -111,7 +111,7 @@ fn requests_and_leases_survive_server_kill() {
     other.stat("mine", None).unwrap();
     other.put(&Put::new("later").part(PutPart::of("all", &memory).unwrap())).unwrap();
     assert_eq!(waiting.join().unwrap(), 1);
-    // It ends as ever, and what goes with its maker does.
+    // The leases end as usual, and objects tied to their maker end with it.
     drop((object, client));
     until(|| other.who("a").unwrap().leases.is_empty() && other.stat("mine", None).is_err());
     server.signal(Signal::SIGTERM);
