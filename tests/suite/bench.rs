@@ -71,7 +71,7 @@ fn rows(meeting: &Meeting) -> [(&'static str, Vec<&'static str>); 5] {
     ]
 }
 
-/// The names in the tables: rows with figures.
+/// The row names of the tables: each row ends with a bar.
 fn names(table: &str) -> Vec<&str> {
     let row = |line: &'_ str| line.ends_with(['█', '▏', '▎', '▍', '▌', '▋', '▊', '▉']);
     table.lines().filter(|line| row(line)).filter_map(|line| line.split("  ").next()).collect()

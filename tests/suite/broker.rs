@@ -94,7 +94,7 @@ impl Drop for Broker {
     }
 }
 
-/// Memory filled with one value.
+/// Memory whose bytes all have the same value.
 pub(crate) fn filled(driver: &Driver, size: u64, chunk: Option<u64>, value: u8) -> Shared {
     let device = Device::find(driver, Selector::default()).unwrap();
     let spec = Spec::vmm(size);
@@ -137,7 +137,7 @@ fn an_object_outlives_its_maker(subject: Subject) {
     assert_eq!((lease.name(), lease.version(), lease.backend()), ("models/tiny", 1, driver.backend().as_str()));
     assert_eq!(lease.part("all").unwrap().description().size, 3 * MIB);
     drop(lease);
-    // The server ends the lease before it answers.
+    // The server releases the lease before it answers.
     assert!(reader.who("").unwrap().leases.is_empty());
     let report = broker.stop();
     assert_eq!((report.objects, report.versions, report.leases, report.bytes), (1, 1, 0, 4 * MIB));
@@ -215,7 +215,7 @@ fn get_waits_for_put(subject: Subject) {
     assert_eq!(waiting.join().unwrap(), [2, 1]);
     assert_eq!(refused(client.get(&Get::new("late").newer_than(2))).0, RefusalCode::Absent);
     assert_eq!(client.get(&Get::new("late").newer_than(1)).unwrap().version(), 2);
-    // Another thread ends the wait.
+    // Another thread cancels the wait.
     let waiter = Client::connect(&path, &Config::default()).unwrap();
     let stopping = waiter.clone();
     let waiting = thread::spawn(move || refused(waiter.get(&Get::new("never").wait(Duration::from_secs(600)))).0);
@@ -246,7 +246,7 @@ fn one_reader_claims_and_others_wait(subject: Subject) {
         .collect();
     // Without a wait, a name that another client has claimed is absent.
     assert_eq!(refused(broker.client().get_or_claim(&Get::new("weights"), &ClaimOf::whole())).0, RefusalCode::Absent);
-    // The claim passes to one of the other clients, which makes the object.
+    // The claim passes to another waiting client, which makes the object.
     drop(claim);
     let mut made: Vec<(u64, bool)> = others.into_iter().map(|other| other.join().unwrap()).collect();
     made.sort_unstable();
@@ -558,7 +558,7 @@ fn longest_descriptions_are_listed() {
     let lease = client.get(&Get::new("before")).unwrap();
     let held = client.who("").unwrap();
     assert_eq!((held.leases.len(), held.totals.len()), (1, 1));
-    // The metadata may exceed a record: the broker answers with a refusal, and the lease stays valid.
+    // The metadata may exceed a record: the broker answers with a refusal, but the lease remains valid.
     match client.stat("large", None) {
         Ok(info) => assert_eq!(info.version.parts.len(), 24),
         Err(refused) => assert!(matches!(refused, Error::Broker(_)), "{refused:?}"),

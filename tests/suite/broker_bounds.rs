@@ -231,7 +231,7 @@ mod memory {
         let raw = served.greeted().0;
         raw.measured();
         assert_bounded(server);
-        // The last request was refused, and its connection stays usable.
+        // The last request was refused, and its connection remains usable.
         let last = &connections[HOSTILE - 1];
         let answer = last.receive().unwrap().unwrap().0;
         let (code, message) = refused(&answer);
@@ -271,7 +271,7 @@ mod memory {
 #[test]
 fn puts_wait_for_closing_replaced_memory() {
     let served = serve(&[]);
-    // The worker handles these tables step by step, and closes no descriptor between the steps.
+    // The worker parses these tables in steps, and closes no descriptor during a step.
     let entry = |at| format!(r#"{{ "name": "a{at}", "array": {{ "shape": [ 1 ], "dtype": "uint8" }} }}"#);
     let text = format!("[ {} ]", (0..100_000).map(entry).collect::<Vec<_>>().join(", "));
     let tables: Vec<OwnedFd> = (0..8).map(|_| memfd(&text)).collect();
@@ -351,7 +351,7 @@ fn ending_leases_takes_linear_time() {
     assert!(many < 30 * few, "{few} ns for 500 leases, {many} ns for 6000");
 }
 
-/// Another client polls the leases and names of a closed connection while the server ends them.
+/// Another client polls the leases and names of a closed connection while the server releases them.
 #[test]
 fn others_are_served_while_leases_end() {
     let served = serve(&[]);
@@ -368,7 +368,7 @@ fn others_are_served_while_leases_end() {
         assert!(other.measured().connections >= 2);
     }
     assert!(seen.iter().any(|leases| (1..5000).contains(leases)), "{seen:?}");
-    // Names whose lifetime ends with their maker.
+    // Names that are deleted with their maker.
     maker.put.lifetime = Some(Lifetime::Maker);
     (0..3000).for_each(|number| maker.publish(&format!("{number}")));
     drop(maker);

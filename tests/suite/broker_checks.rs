@@ -137,7 +137,7 @@ fn wrong_count_in_received_ends_connection() {
         assert_eq!(failure.code, ErrorCode::Protocol);
         assert!(failure.message.contains(&format!("{wrong} segments")), "{}", failure.message);
     }
-    // The client confirms the count of each record.
+    // A client may acknowledge each record with the number of segments received so far.
     let raw = Raw::greeted(&scene.server.path).unwrap();
     assert!(matches!(raw.ask(&get_message("many"), &[]).unwrap(), Some((Message::Lease(_), _))));
     for so_far in [first, 2 * first] {

@@ -16,7 +16,7 @@ use crate::{
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 4 * MIB;
 
-/// Puts a version of `a` filled with one value, in two segments.
+/// Puts a version of `a` in two segments. All bytes have the same value.
 fn put(client: &Client, subject: &Subject, value: u8, seal: bool) {
     let device = Device::find(&subject.driver, Selector::default()).unwrap();
     let spec = Spec::vmm(SIZE).chunk(2 * MIB);
@@ -32,7 +32,7 @@ fn open(client: &Client, subject: &Subject) -> Object {
     client.get(&Get::new("a")).unwrap().open_copy_on_write(&subject.driver, None).unwrap()
 }
 
-/// The value of all bytes of an object.
+/// The common value of an object's bytes.
 #[track_caller]
 fn value(object: &Object) -> u8 {
     let mut bytes = vec![0; SIZE as usize];

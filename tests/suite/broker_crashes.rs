@@ -177,7 +177,7 @@ const VERBS: [Verb; 17] = [
 struct Scene<'a> {
     served: Served,
     driver: &'a Driver,
-    /// Put and deleted in each round. Its memory differs from the permanent objects.
+    /// Put and deleted in each round. Its memory is not shared with the permanent objects.
     makings: Makings,
     /// Put before a replacement.
     before: Makings,
@@ -289,7 +289,7 @@ impl<'a> Scene<'a> {
         // Check the lease first: the server waits 10 s for it.
         if let Some(token) = held {
             let lost = resume(&self.served.greeted().0, &[token]).lost;
-            // A released lease ended, or no client holds it.
+            // Only a released lease, or a lease whose connection was closed, may be lost.
             assert!(lost.is_empty() || matches!(verb, Verb::Release | Verb::Close), "{at}: a lease is lost");
         }
         self.check(verb, &name, request, &answer, &at);
@@ -416,7 +416,7 @@ fn start_survives_server_kill(mut subject: Subject) {
     eprintln!("{} kills of the server while it starts", nth - 1);
     assert!(nth > 10);
     let server = scene.served.server();
-    // The leases end with the grace period.
+    // The leases expire with the grace period.
     until(|| scene.served.kept(server) == (CHUNKS + 2, CHUNKS + 2));
     let (raw, _) = scene.served.greeted();
     assert_eq!(resume(&raw, &[]).instance, scene.instance);
@@ -537,7 +537,7 @@ fn acknowledged_requests_survive_client_and_server_kill(mut subject: Subject) {
     }
     eprintln!("{kills} kills of the server with a client, the longest gap {longest:?}");
     let client = scene.client();
-    // The last clients' leases end after the grace period.
+    // The last clients' leases expire after the grace period.
     until(|| client.who("").unwrap().leases.is_empty());
     let server = scene.served.server();
     // The version that replaced `base` has its own files.

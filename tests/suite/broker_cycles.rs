@@ -92,7 +92,7 @@ fn cycles_with_crashes_leak_nothing() {
     let served = Served::start(Keeper::Own, &subject);
     let template = Template::new();
     let mut client = Persistent { served: &served, raw: served.greeted().0, reconnects: 0 };
-    // This object stays for the whole test.
+    // This object exists for the whole test.
     assert_eq!(client.put(&template, "base", 2, false), 1);
     let base = pages_of(2) as usize;
     let (mut crashes, mut early, mut late) = (0, Sizes::default(), Sizes::default());

@@ -77,7 +77,7 @@ fn put_of(subject: &Subject, count: usize) -> Vec<u8> {
     bytes_of(&Message::Put(Box::new(Material::of(&shared).repeated(count).put("hostile"))))
 }
 
-/// Queues a record that ends the connection, followed by an empty record with descriptors.
+/// Queues a record that makes the broker close the connection, followed by an empty record with descriptors.
 fn end_before_queued(raw: &Raw, files: &mut Lingering) {
     raw.send_bytes(b"no record of the protocol", &[]).unwrap();
     files.send(raw, b"");
@@ -258,7 +258,7 @@ mod root {
         let (code, message) = refusal_of(HOSTILE, &server);
         assert_eq!(code, ErrorCode::Full);
         assert!(message.starts_with(why), "{message}");
-        // An existing connection ends with its next record.
+        // An existing connection is closed at its next record.
         raw_list(&raws[2]);
         assert!(raws[2].ending().unwrap().message.starts_with(why));
         for uid in [OTHER, 0] {

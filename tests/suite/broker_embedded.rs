@@ -234,7 +234,7 @@ fn second_program_leaves_the_keeper() {
 }
 
 /// Runs a command with ptrace on it and its descendants, and returns the command line of each program that they execute. `body` runs
-/// concurrently in this thread and must end all of them.
+/// concurrently in this thread and must stop all of them.
 fn executed(mut command: Command, body: impl FnOnce(Child)) -> Vec<Vec<String>> {
     let (sender, receiver) = mpsc::channel();
     let tracer = thread::spawn(move || {

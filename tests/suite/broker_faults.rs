@@ -239,7 +239,7 @@ pub(crate) fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
             let group = Some("g".to_owned());
             put_first(broker::Put { announced, group, wait_ms: Some(600_000), ..small.put("made") });
         }
-        // The put is conditional on an old version: it is refused, and the object stays.
+        // The put is conditional on an old version: it is refused, and the object is unchanged.
         "replace-sent" => put_first(broker::Put { if_version: Some(1_000_000), ..small.put("base") }),
         "replace-half-of-the-segments" => begin_many(true).send(&raw, MAX_FDS, MANY / 2),
         "replace-published" => {

@@ -267,7 +267,7 @@ fn other_protocol_versions_are_refused() {
     served.manager.as_ref().unwrap().stop(Signal::SIGTERM);
     let answer = ask(&served.keeper_path(), &[b'H', 9, 0, 0, 0, 0]).unwrap();
     assert!(answer.starts_with('X') && answer.contains("version 1") && answer.contains("version 9"), "{answer}");
-    // An invalid record only ends its connection.
+    // An invalid record only closes its connection.
     for record in [&b"?"[..], b"K\x01a", b"H", &[b'K', 200, 1]] {
         assert_eq!(ask(&served.keeper_path(), record).unwrap_or_default(), "");
     }

@@ -234,7 +234,7 @@ fn delayed_stat_shows_the_state_requested() {
     }
     let list = Message::List(List { prefix: "many/".to_owned(), after: None });
     let mut of_before = 0;
-    // One of these counts fills the socket exactly before the reply about the object.
+    // With some of these counts the socket is full just before the reply about the object.
     for lists in 1..=8 {
         put('x');
         let raw = Raw::greeted(&server.path).unwrap();
@@ -326,7 +326,7 @@ fn waiting_parts_are_bounded_as_one_version() {
         raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
         raw
     };
-    // Two names hold 16 MiB each in pending puts, so less than 8 MiB of the quota remains.
+    // Pending puts under two names hold 16 MiB each: 8 MiB of the quota remain.
     let one = waiting("x", "a", 8);
     let two = waiting("y", "a", 8);
     until(|| server.memory_files() > 16);
@@ -413,7 +413,7 @@ mod root {
         let (code, message) = refused(client.get(&Get::new("a")));
         assert_eq!(code, RefusalCode::Full);
         assert!(message.contains("needs 200 descriptors, but only 0 more can be sent to uid 0"), "{message}");
-        // Wait until the server has noticed the end of the other user's process, which held 20 leases.
+        // Wait until the server has noticed the exit of the other user's process, which held 20 leases.
         until(|| client.who("").unwrap().leases.len() < 30);
         drop(unread);
         server.wait_for_ends(&client);
@@ -494,7 +494,8 @@ fn name_expires_without_traffic() {
     let client = broker.client();
     let part = PutPart::of("all", &shared).unwrap();
     client.put(&Put::new("a").lifetime(Lifetime::Idle { ms: 5000 }).part(part)).unwrap();
-    // The idle time restarts when the lease ends, before the server's first expiry check. Its check for stalled readers is earlier too.
+    // The idle time restarts when the lease is dropped, before the server's first expiry check. Its check for stalled readers is also
+    // earlier.
     thread::sleep(Duration::from_millis(1000));
     drop(client.get(&Get::new("a")).unwrap());
     until(|| file.open_here() == before);

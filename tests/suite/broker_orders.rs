@@ -140,10 +140,10 @@ impl Broker<'_> {
         }
     }
 
-    /// Sends these events in order. Stopped processes continue after the last event.
+    /// Sends these events in order. Resumes stopped processes after the last event.
     #[track_caller]
     fn send(&mut self, events: &[Event]) {
-        // A stopped process group that becomes orphaned gets SIGHUP (setpgid(2)), so its server ends shortly afterwards.
+        // A stopped process group that becomes orphaned gets SIGHUP (setpgid(2)), so its server exits shortly afterwards.
         let before = self.until("a pair that stays", || {
             let pair = self.pair();
             thread::sleep(Duration::from_millis(100));
@@ -224,7 +224,7 @@ fn stopped_supervisor_is_replaced() {
             let report = "the keeper has read nothing for 5s";
             (broker.served.log().matches(report).count() == reports).then_some(())
         });
-        // The objects survive even if the stopped process was the next to take over.
+        // A server kill loses nothing either, although the stopped process was to take over.
         broker.send(&[Event::Kill(Process::Server)]);
     }
 }

@@ -55,7 +55,7 @@ pub(crate) fn nonce_of(fd: &OwnedFd) -> u64 {
     u64::from_le_bytes(first)
 }
 
-/// The description of memory of a given number of pages.
+/// Describes memory with a given number of pages.
 #[derive(Clone)]
 pub(crate) struct Template(Description);
 
@@ -111,7 +111,7 @@ impl Template {
     }
 }
 
-/// The number of segments of a put: derived from its number, so that readers can check it.
+/// The segment count of a put: derived from its number, so that readers can check it.
 pub(crate) fn pages_of(nonce: u64) -> u64 {
     1 + nonce % 3
 }

@@ -86,7 +86,7 @@ fn play(step: &str, path: &Path) -> ! {
                     Actor::stay("");
                 }
             });
-            // If the second put arrives first, this put is refused until the wait of the second put ends.
+            // If the second put arrives first, this put is refused until the second put's wait times out.
             let put = || put(&client, &subject, rank, VERSIONS + 1, LONG);
             while matches!(put(), Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Exists) {}
             panic!("its part was published");
@@ -144,7 +144,7 @@ fn eight_processes_put_one_version() {
             rank.until_there();
             rank
         });
-        // The makers are killed after the publication: their parts stay.
+        // The makers are killed after the publication: their parts remain.
         let ranks: Vec<Actor> = finished.collect();
         ranks.into_iter().for_each(Actor::kill);
         done.store(true, Ordering::Relaxed);
@@ -169,7 +169,7 @@ fn eight_processes_put_one_version() {
     until(|| server.memory_files() == kept + 7);
     last.kill();
     assert_eq!(read(&client, &subject), VERSIONS);
-    // One waiting process dies: only its part is dropped, and the other parts stay until their processes die.
+    // One waiting process dies: only its part is dropped, and the other parts remain until their processes die.
     waiting.pop().unwrap().kill();
     until(|| server.memory_files() == kept + 6);
     waiting.into_iter().for_each(Actor::kill);

@@ -17,7 +17,7 @@ fn command(place: &Meeting, system: &Path, arguments: &[&str]) -> Run {
     run
 }
 
-/// A broker with one object of this name.
+/// A broker with a single object, which has this name.
 fn serve(place: &Meeting, socket: &Path, name: &str) -> Running {
     let socket = socket.to_str().unwrap();
     let mut server = command(place, Path::new("/nonexistent"), &["serve", "--socket", socket]).start();

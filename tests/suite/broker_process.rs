@@ -51,7 +51,7 @@ const SETUP: &str = "VMMFD_TEST_BROKER";
 /// The test that the child runs in order to serve.
 const SERVES: &str = "broker_process::the_server_maps_no_driver";
 
-/// A hanging child ends after this many seconds.
+/// A hanging child is killed by SIGALRM after this many seconds.
 const DEADLINE: u32 = 600;
 
 /// The setup of a broker process.
@@ -125,7 +125,7 @@ impl Process {
         let path = folder.path().join("broker.sock");
         setup.path.clone_from(&path);
         if setup.after_loss {
-            // The socket file stays after the drop.
+            // The drop leaves the socket file.
             drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
             std::os::unix::fs::chown(&path, Some(setup.user), None).unwrap();
         }
@@ -138,7 +138,7 @@ impl Process {
             Command::new(program)
         };
         command.args([SERVES, "--exact", "--nocapture"]).env(SETUP, serde_json::to_string(&setup).unwrap());
-        // The server ends when its standard input closes, so it also ends with this process.
+        // The server exits when its standard input closes, so it also exits if this process dies.
         command.stdin(Stdio::piped()).stdout(Stdio::null()).current_dir("/");
         let child = command.spawn().unwrap();
         let process = Self { folder, path, child, user: setup.user };
@@ -292,7 +292,7 @@ const STEP: &str = "VMMFD_TEST_STEP";
 /// The file in which the child reports that it has reached the step.
 const THERE: &str = "VMMFD_TEST_THERE";
 
-/// A process of this test program that runs up to a step, and stays there until it is killed.
+/// A process of this test program that runs up to a step, and waits there until it is killed.
 pub(crate) struct Actor {
     child: Child,
     there: PathBuf,
@@ -300,7 +300,7 @@ pub(crate) struct Actor {
 }
 
 impl Actor {
-    /// The step and the broker's socket, if this process is such a child. `test` is the calling test.
+    /// The step and the broker's socket, if this process is such a child.
     pub(crate) fn role() -> Option<(String, PathBuf)> {
         let step = env::var(STEP).ok()?;
         let (step, path) = step.split_once(' ').unwrap();
@@ -308,7 +308,7 @@ impl Actor {
         Some((step.to_owned(), PathBuf::from(path)))
     }
 
-    /// Starts a child that runs the same test, which then calls [`Actor::role`].
+    /// Starts a child that runs `test`, the calling test, again. There the test calls [`Actor::role`].
     pub(crate) fn start(test: &str, step: &str, path: &Path) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let there = folder.path().join("there");
@@ -409,7 +409,7 @@ impl Raw {
         Ok(())
     }
 
-    /// The next record, or `None` at the end of the connection.
+    /// The next record, or `None` if the connection is closed.
     pub(crate) fn receive(&self) -> io::Result<Option<(Message, Vec<OwnedFd>)>> {
         let mut record = vec![0; HEADER_LENGTH + MAX_BODY];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -468,7 +468,7 @@ impl Raw {
         }
     }
 
-    /// Reads until the connection ends, and returns the last error received.
+    /// Reads until the connection is closed, and returns the last error received.
     pub(crate) fn ending(&self) -> Option<vmmfd::wire::Failure> {
         let (mut failure, mut resets) = (None, 0);
         loop {

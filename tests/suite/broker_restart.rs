@@ -159,7 +159,7 @@ fn unclaimed_leases_end_after_a_restart(mut subject: Subject) {
     let (second, _) = served.greeted();
     assert!(resume(&second, &[others]).lost.is_empty());
     assert_eq!(leases(&raw), 3);
-    // The lease `left` ends with the grace period.
+    // The lease `left` expires with the grace period.
     until(|| leases(&raw) == 2);
     assert_eq!(resume(&raw, &[left]).lost, [left]);
     assert_eq!(listed(&raw), [("a".to_owned(), 1, 2)]);
@@ -178,7 +178,7 @@ fn resumed_lease_keeps_an_unnamed_version(mut subject: Subject) {
     let (deleted, _) = lease(&raw, "a");
     let delete = Message::Delete(Delete { name: "a".to_owned(), request: None });
     assert!(matches!(raw.ask(&delete, &[]).unwrap(), Some((Message::Done(_), _))));
-    // The end of a connection releases its resumed leases, so these connections stay open until the server dies.
+    // Closing a connection releases its resumed leases, so these connections are kept open until the server dies.
     let mut connections = vec![raw];
     for _ in 0..3 {
         let (server, _) = served.kill_server();
@@ -194,7 +194,7 @@ fn resumed_lease_keeps_an_unnamed_version(mut subject: Subject) {
     let (raw, _) = served.greeted();
     assert!(resume(&raw, &[deleted]).lost.is_empty());
     raw.send(&Message::Release(Release { token: deleted }), &[]).unwrap();
-    // The other lease ends with the grace period.
+    // The other lease expires with the grace period.
     until(|| served.kept(server) == (4, 4));
     assert_eq!(listed(&raw), [("b".to_owned(), 3, 0)]);
 }
@@ -262,7 +262,7 @@ fn events_go_on_across_a_restart(mut subject: Subject) {
         let raw = if round == 1 { Raw::greeted(&served.path).unwrap() } else { served.greeted().0 };
         if round == 1 {
             let begun = Instant::now();
-            // The answer that says from where on.
+            // The first answer contains the start position.
             let Some((Message::Events(events), _)) = watcher.receive().unwrap() else { panic!() };
             assert!(events.events.is_empty(), "{events:?} after {:?}", begun.elapsed());
             at = Some((events.next, events.instance));
@@ -305,7 +305,7 @@ fn upgrade_loses_nothing(mut subject: Subject) {
         kill(supervisor, Signal::SIGHUP).unwrap();
         let (server, gap) = served.wait_for_another(before, Instant::now());
         eprintln!("an upgrade took {gap:?}");
-        // The process stays the same, but executes the new program. The new server does too.
+        // The supervisor is the same process and executes the new program, as does the new server.
         assert_eq!(served.supervisor(), supervisor);
         assert_eq!((image(supervisor).unwrap(), image(server).unwrap()), (new, new));
         let (raw, _) = served.greeted();
@@ -393,7 +393,7 @@ fn death_of_both_starts_a_new_broker(mut subject: Subject) {
     kill(server, Signal::SIGKILL).unwrap();
     kill(supervisor, Signal::SIGKILL).unwrap();
     served.reap();
-    // A process's threads end one by one, and its descriptors close with the last thread.
+    // A process's threads exit one by one, and its descriptors close with the last thread.
     until(|| Raw::dial(&served.path).is_err());
     served.start_again();
     let (raw, _) = served.greeted();

@@ -233,7 +233,7 @@ impl Actor<'_> {
         }
     }
 
-    /// Violates a rule on a separate connection. The broker must end the connection or refuse the request.
+    /// Violates a rule on a separate connection. The broker must close the connection or refuse the request.
     fn misbehave(&mut self) {
         self.field.violations.fetch_add(1, Ordering::Relaxed);
         let raw = Raw::greeted(self.field.path).unwrap();
@@ -320,7 +320,7 @@ impl Actor<'_> {
                 assert_eq!(refused(&raw), RefusalCode::Memory);
             }
             11 => {
-                // The put is cut off by the end of the connection or by another record.
+                // The put is interrupted: the connection closes, or another record follows.
                 let mut put = put;
                 let total = 300;
                 put.parts[0].memory.segments = total;
@@ -355,7 +355,7 @@ impl Actor<'_> {
                 ended(&raw);
             }
             16 => {
-                // An unknown token: the broker ignores it, and the connection stays usable.
+                // An unknown token: the broker ignores it, and the connection remains usable.
                 raw.send(&Message::Release(Release { token: Token([7; 16]) }), &[]).unwrap();
                 raw.send(&Message::Stop(Stop {}), &[]).unwrap();
                 let answer = raw.ask(&Message::Who(Who { prefix: "absent".to_owned(), after: None }), &[]);
@@ -383,7 +383,7 @@ impl Actor<'_> {
         }
     }
 
-    /// Does not read the answers, or reads them late.
+    /// Reads no answers, or reads them late and holds a lease in the meantime.
     fn dawdle(&mut self) {
         self.field.dawdles.fetch_add(1, Ordering::Relaxed);
         let raw = Raw::greeted(self.field.path).unwrap();
@@ -391,7 +391,7 @@ impl Actor<'_> {
         let object = GetObject { name, ..GetObject::default() };
         let get = Message::Get(Box::new(broker::Get { objects: vec![object], wait_ms: None, claim: None }));
         match self.dice.of(3) {
-            // Sends requests without reading until the broker ends the connection.
+            // Sends requests without reading until the broker closes the connection.
             0 => {
                 raw.0.set_nonblocking(true).unwrap();
                 let list = Message::List(List { prefix: String::new(), after: None });
@@ -416,7 +416,7 @@ impl Actor<'_> {
         }
     }
 
-    /// Sends a complete request and dies. The result is final once the broker has ended the connection: the broker reads every record
+    /// Sends a complete request and dies. The result is final once the broker has closed the connection: the broker reads every record
     /// before that.
     fn die(&mut self) {
         self.field.deaths.fetch_add(1, Ordering::Relaxed);

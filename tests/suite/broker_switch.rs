@@ -64,7 +64,7 @@ fn entry(name: &str, length: u64, offset: u64) -> ArrayEntry {
     ArrayEntry::new(name, array)
 }
 
-/// Puts a version of `a` filled with one value, in segments of 2 MiB.
+/// Puts a version of `a` in segments of 2 MiB. All bytes have the same value.
 fn put(client: &Client, subject: &Subject, value: u8) {
     put_of(client, subject, SIZE, Some(2 * MIB), value, vec![entry("w", 16, 3 * MIB)]);
 }
@@ -98,7 +98,7 @@ fn addresses(object: &Object) -> Vec<u64> {
     object.parts().iter().flat_map(|part| part.pieces()).map(|piece| piece.address()).collect()
 }
 
-/// The value of all bytes of an object, read at both ends of each segment and through the array.
+/// The common value of an object's bytes, read in the first and last byte of each segment and through the array.
 #[track_caller]
 fn value(object: &Object) -> u8 {
     let mut values = object.array("w").unwrap().element(&[15]).unwrap();
@@ -238,7 +238,7 @@ fn new_version_may_change_segments_and_arrays(subject: Subject) {
     assert_eq!((value(&object), addresses(&object)), (2, before));
     assert_eq!(object.parts()[0].memory().unwrap().size(), SIZE);
     assert_eq!(object.array("new").unwrap().element(&[3]).unwrap(), [2]);
-    // The old version is smaller than the current memory.
+    // The old version has fewer arrays than the current layout.
     let problem = misuse(object.switch(old));
     assert!(problem.contains("version 1 of `a` was prepared for a layout other than that"), "{problem}");
     assert_eq!(value(&object), 2);
@@ -507,7 +507,7 @@ fn parked_object_can_not_be_read(subject: Subject) {
     assert!(out_of_range(Mirror::of(&*piece, 0, 1).unwrap_err()));
     let array = entry("w", 16, 0).array;
     assert!(Array::new(piece, array).is_err());
-    // A version prepared earlier can't be switched in either: only `unpark` maps memory again.
+    // A prepared version can't be switched in either: only `unpark` maps memory again.
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     assert!(misuse(object.switch(next)).contains("is parked"));
     assert!(object.is_parked());
@@ -616,7 +616,7 @@ fn the_addresses_are_never_free() {
     assert_eq!(value(&object), 2);
 }
 
-/// A thread that reads through the address sees the old or the new version: on the host backend one of them is always mapped.
+/// A thread that reads through the address sees the old or the new version: the host backend leaves no gap between them.
 #[test]
 fn host_reader_sees_old_or_new_version() {
     let subject = Subject::host();
@@ -626,7 +626,7 @@ fn host_reader_sees_old_or_new_version() {
         let reader = scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
                 let mut byte = [0];
-                // SAFETY: the range is mapped for reading until the object is parked, and this thread ends before that.
+                // SAFETY: the range is mapped for reading until the object is parked, and this thread exits before that.
                 unsafe { internals::copy::read((start + 3 * MIB) as *const u8, &mut byte) };
                 seen[usize::from(byte[0]) % 3].fetch_add(1, Ordering::Relaxed);
             }
@@ -657,7 +657,7 @@ fn a_forgotten_mirror_refuses_the_switch() {
     put(1);
     let mut object = client.get(&newest()).unwrap().open(&driver, None).unwrap();
     put(2);
-    // Safe code may forget a mirror: its window then stays open forever.
+    // Safe code may forget a mirror: its window then remains open forever.
     std::mem::forget(Mirror::of(&**object.part("last").unwrap().memory().unwrap(), 0, 1).unwrap());
     let unchanged = |object: &Object, error: Error| {
         assert!(matches!(&error, Error::Misuse { problem } if problem.contains("mirror")), "{error:?}");

@@ -32,7 +32,7 @@ use crate::{
 const SERVER: u32 = 34560;
 const MAKER: u32 = 34561;
 const OTHER: u32 = 34562;
-/// A group of both users; for one of them it is supplementary.
+/// A group of both users; it is supplementary for `OTHER` in some checks.
 const TEAM: u32 = 34570;
 
 const MIB: u64 = 1 << 20;
@@ -142,7 +142,7 @@ mod root {
                 assert_eq!(listed, readable, "as {uid}, {gid}, {groups:?}");
             });
         };
-        // The class of other users; the group, as main and as supplementary group (one of many); the owner.
+        // The class of other users; the group, as main and as supplementary group (among many); the owner.
         sees(0, OTHER, OTHER, &[]);
         let many: Vec<u32> = (40_000..40_300).chain([TEAM]).collect();
         for (gid, groups) in [(TEAM, &[][..]), (OTHER, &[TEAM]), (OTHER, &many)] {
@@ -414,7 +414,7 @@ mod root {
             }
         };
         as_user(OTHER, OTHER, &[], || {
-            // An object of another user, offered for this user and as the caller's own.
+            // A user can't restore an object that belongs to another user, but can restore its own.
             assert_eq!(offer("a", MAKER, 1), Err(RefusalCode::Denied));
             assert_eq!(offer("b", OTHER, 1), Ok(3));
         });

@@ -79,7 +79,7 @@ fn waits_continue_where_the_last_ended() {
             answer(&raw, events(INSTANCE, false, vec![], 7)).unwrap();
             let two = vec![event(8, EventKind::Published), event(10, EventKind::Leased)];
             answer(&raw, events(INSTANCE, false, two, 12)).unwrap();
-            // Events that arrive before the broker sees the end of the subscription are not lost.
+            // Events that arrive before the broker sees the unsubscription are not lost.
             unsubscribed(&raw, Some(events(INSTANCE, false, vec![event(13, EventKind::Replaced)], 13)));
             subscribed(&raw, Some((INSTANCE, 13)));
             answer(&raw, events(INSTANCE, false, vec![], 15)).unwrap();
@@ -247,7 +247,7 @@ fn watch_of_new_broker_reports_lost_events() {
     }
     let error = waiting.join().unwrap().unwrap_err();
     assert!(matches!(&error, Error::Broker(refusal) if refusal.code == RefusalCode::Stopped), "{error}");
-    // The connection stays usable.
+    // The connection remains usable.
     assert_eq!(client.list("").unwrap(), []);
 }
 

@@ -310,7 +310,7 @@ fn devices_lists_sharing_support() {
             assert_eq!(device["sharing"][mechanism], json!({"works": true, "error": null}));
         }
     }
-    // The command tries the export instead of trusting the driver's attribute.
+    // The command tests the export instead of trusting the driver's claim.
     let failing = run().env("FAKECUDA_FAIL", "cuMemExportToShareableHandle:1:304").end().code(0).json();
     let vmm = &failing["devices"][0]["sharing"]["vmm"];
     assert_eq!(vmm["works"], false);

@@ -1,4 +1,4 @@
-//! The end of `make demo`.
+//! The broker demo that `make demo` runs last.
 
 use super::*;
 

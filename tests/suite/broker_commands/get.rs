@@ -82,7 +82,7 @@ fn get_waits_for_the_object(broker: Broker) {
     broker.put("late", &data(1000), &[]);
     waiting.end().code(0);
     assert_eq!(fs::read(&copy).unwrap(), data(1000));
-    // A signal ends a wait.
+    // A signal cancels a wait.
     let waiting = broker.run(&["get", "never", "--wait", "10m"]).start();
     let notice = "notice: waiting for `never` to be put, for at most 600s\n";
     wait_for("the notice", || waiting.so_far().contains(notice));
@@ -142,7 +142,7 @@ fn bytes_of_wrong_digest_stay_unwritten(broker: Broker) {
     assert!(report["message"].as_str().unwrap().contains(&format!("its maker gave {digest}")), "{report}");
     let plain = broker.end(&["get", "wrong", "--backend", "auto"]);
     assert!(plain.code(1).stdout.contains("which is WRONG"), "{}", plain.stdout);
-    // A digest of an unknown kind can't be verified; this is no mismatch.
+    // A digest of an unknown kind can't be verified, which is not a mismatch.
     let got = broker.json(&["get", "unknown", "--backend", "auto"]);
     assert_eq!((&got["verified"], &got["backend"]), (&json!(null), &json!("host")));
     assert_eq!(broker.json(&["stat", "unknown"])["reports"], json!([]));
@@ -185,7 +185,7 @@ fn one_array_is_written_alone(broker: Broker) {
         let array = arrays.iter().find(|array| array["name"] == name).unwrap();
         assert_eq!(part["offset"], array["array"]["offset"]);
     }
-    // The first array is in one of the four segments.
+    // The first array is within a single segment of the four.
     let lease = broker.client().get(&Get::new("m").arrays(["a"])).unwrap();
     assert_eq!(lease.into_parts().remove(0).into_segments().unwrap().len(), 1);
     let none = broker.refusal(&["get", "m", "--array", "layer", "--to", text(&copy), "--force"], 1, "object");

@@ -8,7 +8,7 @@ pub(super) enum Flaw {
     CatalogueBeforeStore,
     /// A put is acknowledged before it is in the catalogue.
     AnswerBeforeCatalogue,
-    /// Segments are removed from the keeper before the catalogue records the end of their version.
+    /// Segments are removed from the keeper before the catalogue records that their version is dropped.
     RemovalBeforeCatalogue,
     /// Segment numbers are reused before their removal is sent.
     RemovalAfterReuse,
@@ -32,9 +32,9 @@ pub(super) enum Flaw {
     SegmentsNotStoredAnew,
     /// A lease is sent before it is in the catalogue.
     LeaseBeforeCatalogue,
-    /// Leases end with the server.
+    /// Leases are lost with the server.
     NoGrace,
-    /// Leases without a connection never end.
+    /// Leases without a connection never expire.
     EndlessGrace,
     /// A segment shared by two versions is freed with the first version.
     NoReferences,

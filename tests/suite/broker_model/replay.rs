@@ -92,7 +92,7 @@ struct Walk {
     template: Template,
     files: Vec<OwnedFd>,
     raws: Vec<Option<Raw>>,
-    /// The token of each request, and the version number that it should produce.
+    /// The token of each request, and the number by which its version is recognised.
     tokens: HashMap<Request, (Token, u64)>,
     last: u64,
     leases: HashMap<usize, Token>,
@@ -186,7 +186,7 @@ impl Walk {
         let before = self.world.clone();
         let (expected, kill) = self.run_model();
         let (server, raw) = (self.served.server(), self.raws[client].take().unwrap());
-        // Otherwise the trace would include the end of an earlier connection.
+        // Otherwise the trace would include the close of an earlier connection.
         raw.until_connections(1 + self.raws.iter().flatten().count());
         let (mut watcher, mut count) = (Watcher::default(), 0);
         let kills = |call: &Call| {

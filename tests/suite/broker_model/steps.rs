@@ -23,7 +23,7 @@ pub(super) enum Action {
     Reconnect(usize),
     /// A client of another user presents a token that was not issued to it.
     TakeForeign(usize, usize),
-    /// The grace period for resuming leases ends.
+    /// The grace period for resuming leases expires.
     EndGrace,
     Compact,
 }

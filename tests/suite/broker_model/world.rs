@@ -87,7 +87,7 @@ impl Content {
     }
 }
 
-/// One of the two catalogue files.
+/// A catalogue file; there are two.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Log {
     /// Incremented with each compaction; 0 without a header.
@@ -118,7 +118,7 @@ pub(super) enum Step {
     /// Records a lease.
     Lease(Request, Request, usize),
     Hand(Request, Request, usize),
-    /// Records the end of a lease.
+    /// Records that a lease is released.
     End(usize),
     Answer(Request),
     Refuse(Request),

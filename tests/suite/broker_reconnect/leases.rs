@@ -32,10 +32,10 @@ fn idle_client_resumes_its_leases() {
         }
         assert!(object.is_held() && reader.leases[0].is_held());
     }
-    // The leases end as usual.
+    // A drop releases the lease as usual.
     drop(object);
     assert_eq!(reader.peer.next().0, Message::Release(Release { token: token(2) }));
-    // The last lease ends with the connection, which the watching thread does not keep open.
+    // So does dropping the client, and its connection closes: the watching thread does not keep it open.
     drop((reader.leases, reader.client));
     assert_eq!(reader.peer.next().0, Message::Release(Release { token: token(1) }));
     assert!(reader.peer.0.receive().unwrap().is_none());
@@ -112,11 +112,11 @@ fn ended_lease_is_lost_for_good() {
     let [Ok(_), Err(lost)] = notices else { panic!("{notices:?}") };
     assert_eq!((lost.reason, lost.name.as_str(), lost.version), (LossReason::Ended, "a", 5));
     assert!(!object.is_held() && reader.leases[0].is_held());
-    // The mapping stays.
+    // The memory is still mapped.
     let mut byte = [0];
     object.part("all").unwrap().memory().unwrap().copy_out(MIB, &mut byte).unwrap();
     assert_eq!(byte, [7]);
-    // The client does not resume the released or the lost lease again.
+    // The client asks for neither the lost lease nor the lost put again.
     reader.peer = peer;
     let peer = broker_dies(&mut reader, &broker, OTHER);
     assert_eq!(peer.resume(), Resume { leases: vec![token(1)], puts: Vec::new() });
@@ -137,7 +137,7 @@ fn handlers_make_requests_with_their_client() {
     peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
     let (listed, pid) = answers.recv_timeout(PATIENCE).unwrap();
     assert_eq!((listed.unwrap(), pid), (Vec::new(), std::process::id() as i32));
-    // The handler does not keep the connection open: it ends after the lease.
+    // The handler does not keep the connection open: it closes after the lease is released.
     drop(reader);
     while let Some((message, _)) = peer.0.receive().unwrap() {
         assert!(matches!(message, Message::Release(_)), "{message:?}");
@@ -171,7 +171,7 @@ fn lost_version_is_offered_back_once() {
     let not_given = |lost: &Lost| matches!(lost.reason, LossReason::NotRestored(_));
     assert_eq!(notices.iter().filter(|notice| notice.as_ref().is_err_and(not_given)).count(), 1);
     assert!(reader.leases[0].is_held());
-    // From now on this broker is authoritative: a lease that it ends is lost, and the client offers nothing.
+    // From now on this broker is authoritative: a lease that it does not resume is lost, and the client offers nothing.
     reader.peer = peer;
     let peer = broker_dies(&mut reader, &broker, OTHER);
     let resume = peer.resume();

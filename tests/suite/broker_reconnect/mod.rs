@@ -114,7 +114,7 @@ impl Scripted {
         peer
     }
 
-    /// A connected client, and the broker's end of its connection.
+    /// A connected client, and the broker's side of its connection.
     fn client(&self) -> (Client, Peer) {
         self.client_with(PATIENCE)
     }
@@ -127,7 +127,7 @@ impl Scripted {
     }
 }
 
-/// The broker's end of a connection. For the client, a drop looks like a killed broker.
+/// The broker's side of a connection. For the client, a drop looks like a killed broker.
 struct Peer(Raw);
 
 impl Drop for Peer {
@@ -252,7 +252,7 @@ fn lease(put: &broker::Put, number: u8, whole: bool) -> LeaseHeader {
     }
 }
 
-/// A client with leases of one version, the broker's end of its connection, and the put.
+/// A client with leases of one version, the broker's side of its connection, and the put.
 struct Reader {
     client: Client,
     leases: Vec<Lease>,

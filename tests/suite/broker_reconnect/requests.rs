@@ -32,7 +32,7 @@ fn request_is_repeated_after_orderly_stop() {
     assert_eq!(peer.next().0, list);
     peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
     assert!(listing.join().unwrap().unwrap().is_empty());
-    // Any other error ends the request.
+    // Any other error fails the request.
     let getting = ask(&client, move |client| client.get_or_claim(&Get::new("a"), &ClaimOf::whole()));
     peer.next();
     peer.say(&Message::Error(Failure { code: ErrorCode::Protocol, message: "no".to_owned() }));
@@ -135,7 +135,7 @@ fn request_that_breaks_connections_ends() {
     });
     let error = listing.join().unwrap().unwrap_err();
     assert!(matches!(error, Error::Peer(PeerError::Gone { .. })), "{error:?}");
-    // The client stays usable.
+    // The client remains usable.
     client.delete("a").unwrap();
     assert!(serving.join().unwrap() > 1);
 }

@@ -111,7 +111,7 @@ fn requests_and_leases_survive_server_kill() {
     other.stat("mine", None).unwrap();
     other.put(&Put::new("later").part(PutPart::of("all", &memory).unwrap())).unwrap();
     assert_eq!(waiting.join().unwrap(), 1);
-    // The leases end as usual, and objects tied to their maker end with it.
+    // Dropping the client releases the lease, and deletes the object whose lifetime is tied to its maker.
     drop((object, client));
     until(|| other.who("a").unwrap().leases.is_empty() && other.stat("mine", None).is_err());
     server.signal(Signal::SIGTERM);
