@@ -153,7 +153,7 @@ fn second_broker_is_refused_with_a_pid() {
         second().code(5).says(&format!("already served by pid {}\n", served.server()));
         served.kill_server();
     }
-    // While no server runs, the keeper still holds the socket's lock.
+    // While no server runs, the keeper's socket still carries the dead server's pid, which the error must not name.
     let old = served.server();
     fs::write(served.stop_flag(), "").unwrap();
     kill(old, Signal::SIGKILL).unwrap();

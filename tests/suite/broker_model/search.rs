@@ -14,7 +14,7 @@ use super::{
 #[derive(Debug)]
 pub(super) struct Searched {
     pub(super) states: usize,
-    /// The actions on the longest path.
+    /// The number of actions to the deepest state.
     pub(super) depth: usize,
 }
 
