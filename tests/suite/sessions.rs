@@ -61,7 +61,7 @@ fn meet<T: Send>(
     })
 }
 
-/// Custom content and check: a sum of bytes, and a reply that is counted. No pattern, no digest.
+/// Custom content and check: a sum of bytes, and a reply that is verified. No pattern, no digest.
 #[derive(Debug, Default)]
 struct Sum {
     fills: AtomicU64,
@@ -83,7 +83,7 @@ fn check(sum: u64) -> Check {
     Check::from_iter([("sum".to_owned(), sum.into())])
 }
 
-/// Sleeps for `time` and calls `tick` in between.
+/// Sleeps for `time` and calls `tick` at short intervals.
 fn work(time: Duration, tick: Tick<'_>) -> Result<()> {
     let begun = Instant::now();
     while begun.elapsed() < time {

@@ -304,7 +304,7 @@ fn sealed_memory_is_read_only(subject: Subject) {
         let shared = Shared::create(&subject.device(), spec).unwrap();
         shared.copy_in(unit - 2, b"final").unwrap();
         let address = shared.address();
-        // Unsealed memory has no descriptors yet.
+        // Memory that will be sealed has no descriptors before the seal.
         let early = ArrayHandle::of(&shared, bytes(1));
         assert!(matches!(early, Err(Error::Misuse { .. })), "{early:?}");
         // An open mirror of the memory itself prevents sealing.
