@@ -52,7 +52,7 @@ pub(crate) struct Leased {
     pub(crate) made_by: ProcessIdentity,
 }
 
-/// An object, and all devices that use it.
+/// A mapped object whose drop waits for its devices, except the first.
 struct Mapped(Object);
 
 impl Drop for Mapped {

@@ -246,7 +246,7 @@ fn buffer(object: &Bound<'_, PyAny>) -> PyResult<Option<PyUntypedBuffer>> {
     if let Some(view) = tolerant(py, PyUntypedBuffer::get(object))? {
         return Ok(Some(view));
     }
-    // Arrays of ctypes have no strides; a memoryview of such an array has.
+    // Arrays of ctypes have no strides; a memoryview of such an array has them.
     let Some(view) = tolerant(py, PyMemoryView::from(object))? else { return Ok(None) };
     tolerant(py, PyUntypedBuffer::get(&view))
 }

@@ -172,7 +172,7 @@ fn block_signals() -> Result<SigSet, Error> {
     masked.map(|()| signals).map_err(|errno| Error::system("block signals", errno))
 }
 
-/// The library's error that a command failed with; any other as [`Error::Caller`], with the chain of its causes.
+/// Extracts the library's error. Wraps any other error in [`Error::Caller`], with the chain of its causes.
 fn library_error(error: anyhow::Error) -> Error {
     error.downcast().unwrap_or_else(|other| Error::Caller(other.into()))
 }

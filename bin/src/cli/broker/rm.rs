@@ -204,7 +204,7 @@ impl RmOptions {
         ToolOutput { text, exit }
     }
 
-    /// The leases that hold memory of deleted names. Empty if the broker does not answer: the deletion succeeded.
+    /// The leases that hold memory of deleted names. Empty if the broker does not answer, because the deletion has succeeded anyway.
     fn held(&self, client: &Client, deleted: &[String]) -> Vec<LeaseLine> {
         let prefix = match (deleted, &self.prefix) {
             ([], _) => return Vec::new(),

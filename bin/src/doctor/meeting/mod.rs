@@ -126,7 +126,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
     Ok(report)
 }
 
-/// Whether the mode of a socket allows this process to connect, by its effective user and groups, without root's privileges.
+/// Whether the socket's mode allows this process's effective user and groups to connect, ignoring root's privileges.
 fn modes_permit(socket: &Path) -> bool {
     let Ok(metadata) = fs::metadata(socket) else { return false };
     let groups = getgroups().unwrap_or_default();
