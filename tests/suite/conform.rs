@@ -1,4 +1,4 @@
-//! `vmmfd conform` against this crate's own ends, which keep every rule, and against ends made by hand that break one.
+//! `vmmfd conform` against this crate's own peers, which follow every rule, and against handwritten peers that break one rule.
 
 use std::{
     fs::File,
@@ -40,14 +40,13 @@ use crate::{
     running::{Ended, Meeting, Run},
 };
 
-/// `vmmfd conform` at the meeting's socket, as a role.
 fn conform(meeting: &Meeting, role: &str, options: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd");
     run.command.arg("conform").arg(meeting.socket()).args(["--as", role, "--json"]).args(options);
     run
 }
 
-/// All that was tried was kept, and nothing was left out but these.
+/// Asserts that every case is `kept` except `left_out`.
 #[track_caller]
 pub(crate) fn conforms(ended: &Ended, left_out: &[&str]) {
     let report = ended.code(0).json();
@@ -58,7 +57,7 @@ pub(crate) fn conforms(ended: &Ended, left_out: &[&str]) {
     assert!(cases.len() > 10);
 }
 
-/// The rule that was broken in the one case that was tried.
+/// Asserts that the report has exactly one broken rule.
 #[track_caller]
 pub(crate) fn breaks(ended: &Ended, rule: &str, found: &str) {
     let report = ended.code(1).json();
@@ -66,7 +65,7 @@ pub(crate) fn breaks(ended: &Ended, rule: &str, found: &str) {
     let broken = report["broken"].as_array().unwrap();
     assert_eq!((broken.len(), broken[0]["rule"].as_str()), (1, Some(rule)), "{report}");
     assert!(broken[0]["found"].as_str().unwrap().contains(found), "{report}");
-    // With the sentence of the page.
+    // The rule's sentence from the documentation.
     assert!(broken[0]["text"].as_str().unwrap().len() > 20, "{report}");
 }
 
@@ -121,7 +120,7 @@ fn this_publisher_conforms() {
     });
 }
 
-/// Serves one subscriber after the other with three buffers in rotation.
+/// Serves subscribers one at a time, with three buffers in rotation.
 fn publish(listener: &Listener, through: &AtomicBool) {
     let (driver, config) = (driver(), Config::default().timeout(Duration::from_secs(2)));
     let device = Device::find(&driver, Selector::default()).unwrap();
@@ -144,7 +143,7 @@ fn publish(listener: &Listener, through: &AtomicBool) {
         Ok(())
     };
     while !through.load(Ordering::Relaxed) {
-        // However it ends, the next one is served.
+        // A failed subscriber must not stop the publisher.
         let _ = serve();
     }
 }
@@ -160,7 +159,7 @@ fn this_subscriber_conforms() {
                 let mut subscriber = Subscriber::connect(&driver, None, &meeting.socket(), 2, &config)?;
                 loop {
                     match subscriber.receive() {
-                        // Silence is no error.
+                        // The subscriber waits through silence.
                         Err(Error::Peer(PeerError::Timeout { .. })) => {}
                         received => subscriber.give_back(received?)?,
                     }
@@ -184,7 +183,7 @@ fn missing_peer_finds_nothing() {
         assert_eq!((&report["conforms"], &report["cases"][0]["outcome"]), (&Value::Null, &"not_met".into()));
         assert!(report["incomplete"].as_str().unwrap().starts_with("0 of "), "{report}");
     }
-    // One that serves a single consumer.
+    // This producer serves a single consumer.
     let producer = meeting.listening(&["--size", "4"]);
     let report = conform(&meeting, "consumer", &["--wait", "50ms"]).end().code(4).json();
     assert_eq!(report["cases"][0]["outcome"], "kept", "{report}");
@@ -212,7 +211,7 @@ fn text_quotes_the_rule() {
     let meeting = Meeting::host();
     let listener = listening(&meeting.socket(), 1);
     thread::scope(|scope| {
-        // It is met twice, as it may only have stopped listening.
+        // The tool connects twice: after the first failure, the peer may only have stopped listening.
         scope.spawn(|| (0..2).for_each(|_| drop(accepted(&listener))));
         let mut run = meeting.bare("vmmfd");
         run.command.arg("conform").arg(meeting.socket()).args(["--as", "consumer", "--only", "handoff"]);
@@ -227,7 +226,7 @@ fn text_quotes_the_rule() {
     });
 }
 
-/// A channel to the tool, once it listens.
+/// Retries until the tool listens.
 fn connected(path: &PathBuf) -> Channel {
     loop {
         let socket = seqpacket();
@@ -238,13 +237,13 @@ fn connected(path: &PathBuf) -> Channel {
     }
 }
 
-/// The next message; `None` at the end or of a record that can't be read.
+/// `None` at the end of the connection and for an invalid record.
 fn heard(channel: &mut Channel) -> Option<(Message, Vec<OwnedFd>)> {
     channel.receive("for a test").ok()
 }
 
 fn say(channel: &mut Channel, message: &Message) {
-    // The tool may have seen enough.
+    // The tool may already have closed the connection.
     let _ = channel.send(message, &[]);
 }
 
@@ -252,7 +251,7 @@ fn error(code: ErrorCode) -> Message {
     Message::Error(Failure { code, message: "by hand".to_owned() })
 }
 
-/// The tool as a consumer in one case, against a producer made by hand.
+/// Runs the tool as a consumer in one case, against a handwritten producer.
 fn against_producer(case: &str, produce: impl FnOnce(&mut Channel) + Send) -> Ended {
     let meeting = Meeting::host();
     let listener = listening(&meeting.socket(), 1);
@@ -262,7 +261,7 @@ fn against_producer(case: &str, produce: impl FnOnce(&mut Channel) + Send) -> En
     })
 }
 
-/// The tool as a producer or publisher in one case, against a consumer made by hand.
+/// Runs the tool as a producer or publisher in one case, against a handwritten consumer.
 fn against_consumer(role: &str, case: &str, consume: impl FnOnce(&mut Channel) + Send) -> Ended {
     let meeting = Meeting::host();
     thread::scope(|scope| {
@@ -277,7 +276,7 @@ fn greet(channel: &mut Channel) {
     say(channel, &hello(Backend::Host));
 }
 
-/// What a sound producer offers, with its descriptor.
+/// A valid offer, with its descriptor.
 fn offered() -> (Offer, OwnedFd) {
     let driver = driver();
     let shared = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(100)).unwrap();
@@ -294,7 +293,7 @@ fn offered() -> (Offer, OwnedFd) {
     (offer, chunks[0].as_fd().try_clone_to_owned().unwrap())
 }
 
-/// Answers a request with an offer that a function changes, and this descriptor or the sound one.
+/// Answers a request with a changed offer, and with `fd` or a valid descriptor.
 fn offer(channel: &mut Channel, change: fn(&mut Offer), fd: Option<OwnedFd>) {
     greet(channel);
     heard(channel);
@@ -326,7 +325,7 @@ fn faulty_producer_is_detected() {
         &against_producer("handoff", |channel| {
             greet(channel);
             heard(channel);
-            // Neither an answer nor busy.
+            // Sends neither an answer nor `busy`.
             heard(channel);
         }),
         "H3",
@@ -335,7 +334,7 @@ fn faulty_producer_is_detected() {
     let other: fn(&mut Offer) = |offer| offer.object = "another".into();
     breaks(&against_producer("handoff", move |channel| offer(channel, other, None)), "C4", "offered object `another`");
     let no_part: fn(&mut Offer) = |offer| offer.part = None;
-    // It does nothing of what the one case is about, which says nothing for it.
+    // The offer lacks the feature under test, so the case has no outcome.
     let left_out = against_producer("handoff", move |channel| offer(channel, no_part, None)).code(4).json();
     assert_eq!((&left_out["conforms"], &left_out["cases"][0]["outcome"]), (&Value::Null, &"left_out".into()));
     let short: fn(&mut Offer) = |offer| offer.part.as_mut().unwrap().segments = 2;
@@ -354,7 +353,7 @@ fn faulty_producer_is_detected() {
     }
     let immutable: fn(&mut Offer) = |offer| offer.memory.immutable = true;
     breaks(&against_producer("handoff", move |channel| offer(channel, immutable, None)), "V4", "as immutable");
-    // It says no, with another code; it says nothing; it goes on after its error.
+    // Wrong error code, silence, and a message after the error.
     breaks(
         &against_producer("empty-range", |channel| {
             greet(channel);
@@ -401,7 +400,7 @@ fn forbidden_answer_is_detected() {
         say(channel, &Message::Result(Verdict::unchecked(true)));
         heard(channel);
     };
-    // A wait that `busy` prolongs, and a subscription that is refused as if it were the first message.
+    // A wait that `busy` prolongs, and a subscription that gets the error of a first message.
     breaks(
         &against_producer("busy-between-requests", |channel| {
             one(channel);
@@ -440,7 +439,7 @@ fn forbidden_answer_is_detected() {
         "C11",
         "answered verified: false and a check although no reply was written",
     );
-    // A consumer that checks the pattern, whatever else the check says.
+    // A consumer that verifies the pattern and ignores the rest of the check.
     for (case, rule) in [("salt-and-digest", "K1"), ("reply-salt-without-salt", "K1"), ("salt-twice", "R8")] {
         let checks = |channel: &mut Channel| {
             say(channel, &hello(Backend::Host));
@@ -465,7 +464,7 @@ fn forbidden_answer_is_detected() {
     }
 }
 
-/// A consumer that believes everything.
+/// A consumer that accepts every message.
 fn believe(channel: &mut Channel) {
     say(channel, &hello(Backend::Host));
     heard(channel);
@@ -499,7 +498,7 @@ fn faulty_consumer_is_detected() {
     ] {
         breaks(&against_consumer("producer", case, believe), rule, "expected error");
     }
-    // Records that its channel does not take end it without a word.
+    // The channel rejects these records and closes the connection without an error.
     for (case, rule) in [("array-for-a-part", "R4"), ("uuid-with-a-prefix", "M4"), ("record: a name twice", "R8")] {
         breaks(&against_consumer("producer", case, believe), rule, "but the peer closed the connection");
     }
@@ -539,7 +538,7 @@ fn faulty_subscriber_is_detected() {
         heard(channel);
         say(channel, &Message::Subscribe(Subscribe { keep }));
     };
-    // It opens everything, and gives it back at once.
+    // Opens every buffer, and returns each immediately.
     let believe = move |channel: &mut Channel| {
         subscribe(channel, 1);
         let mut open = Vec::new();
@@ -562,7 +561,7 @@ fn faulty_subscriber_is_detected() {
         ("withdraw-of-nothing", "S12", "but nothing arrived"),
         ("sparse-memory", "V3", "expected error `protocol`"),
     ] {
-        // To be silent where an answer belongs breaks the rule on silence.
+        // Silence in place of an answer breaks the rule on silence.
         let rule = if case == "turns" { "H3" } else { rule };
         breaks(&against_consumer("publisher", case, believe), rule, found);
     }

@@ -1,5 +1,5 @@
-//! `vmmfd conform` as a client: against this crate's own broker, which keeps every rule, and against one whose records are changed on
-//! the way so that one rule is broken. What the broker and its client say fits the schemas of their messages.
+//! `vmmfd conform` as a client: against this crate's own broker, which follows every rule, and against a relay that changes the broker's
+//! records to break one rule. The messages of broker and client match their schemas.
 
 use std::{
     collections::BTreeSet,
@@ -47,12 +47,12 @@ impl Serving {
     fn start() -> Self {
         let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
         let mut config = ServerConfig::default();
-        // As long as the tool tries a silence.
+        // The timeout of the tool's silence cases.
         config.timeout = Duration::from_secs(3);
         let server = Server::bind(&folder.path().join("broker"), config, &cancel).unwrap();
         let thread = Some(thread::spawn(move || {
             let report = server.run().unwrap();
-            // What is tried leaves nothing.
+            // The cases leave no objects behind.
             assert_eq!((report.objects, report.versions, report.leases, report.bytes), (0, 0, 0, 0));
         }));
         Self { folder, cancel, thread }
@@ -62,7 +62,7 @@ impl Serving {
         self.folder.path().join("broker")
     }
 
-    /// Ends it, once it has noticed that its clients have gone: what they left then is what stays.
+    /// Stops the broker after it has released the resources of disconnected clients.
     fn stop(mut self) {
         let client = Client::connect(&self.path(), &Config::default()).unwrap();
         until(|| client.list("").unwrap().is_empty() && client.who("").unwrap().leases.is_empty());
@@ -72,7 +72,6 @@ impl Serving {
     }
 }
 
-/// `vmmfd conform` against the broker at a path.
 fn conform(path: &Path, options: &[&str]) -> Ended {
     let mut run = Meeting::host().bare("vmmfd");
     run.command.arg("conform").arg(path).args(["--as", "client", "--json"]).args(options);
@@ -86,7 +85,7 @@ fn this_broker_conforms() {
     serving.stop();
 }
 
-/// What a broker says.
+/// A decoded record of the broker.
 struct Said {
     kind: u16,
     body: Value,
@@ -114,14 +113,14 @@ impl Said {
     }
 }
 
-/// Passes the connections at a new path on to a broker until `cancel` closes it, and what the broker says through `change`.
+/// Relays the connections at a new path to a broker, and passes each record through `pass`.
 fn between(
     serving: &Serving,
     pass: impl Fn(bool, Vec<u8>, Vec<OwnedFd>) -> Option<(Vec<u8>, Vec<OwnedFd>)> + Send + Sync + 'static,
 ) -> PathBuf {
     let (path, real, pass) = (serving.folder.path().join("between"), serving.path(), Arc::new(pass));
     let listener = listening(&path, 16);
-    // It ends with this program; each connection ends with its two sockets.
+    // This thread runs until the process exits; a connection's thread stops when both sockets close.
     thread::spawn(move || {
         while let Ok(theirs) = accept_with(&listener, SocketFlags::CLOEXEC) {
             let (real, pass) = (real.clone(), Arc::clone(&pass));
@@ -136,7 +135,7 @@ fn between(
     path
 }
 
-/// A memfd of a segment's size, of zeros.
+/// A memfd with the size of one segment, filled with zeros.
 fn zeros(seals: SealFlag) -> OwnedFd {
     let memfd = memfd_create(c"zeros", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
     ftruncate(&memfd, GRANULARITY as i64).unwrap();
@@ -145,7 +144,7 @@ fn zeros(seals: SealFlag) -> OwnedFd {
     memfd
 }
 
-/// What changes a record of the broker. One that it returns false for is not passed on.
+/// Changes a record of the broker. `false` drops the record.
 type Change = fn(&mut Said) -> bool;
 
 /// Sets a field of every record of a kind.
@@ -200,7 +199,7 @@ fn faulty_broker_is_detected() {
         ("who", "Q3", "no total", set!("leases", "/totals", [0; 0])),
         ("many-segments", "G5", "sent segment 7", set!("segments", "/first", 7)),
         ("range", "G3", "for 1 bytes at offset 0", |said| {
-            // The second of four in place of the first.
+            // Replace the first of four segments with the second.
             if said.is("lease") && said.fds.len() == 1 {
                 said.body["parts"][0]["runs"][0] =
                     json!({"first": 2, "segments": 1, "offset": 2 * GRANULARITY, "size": GRANULARITY});
@@ -232,7 +231,7 @@ fn faulty_broker_is_detected() {
     }
 }
 
-/// A segment with the bytes that conform's pattern has from an offset on.
+/// A segment with the contents of conform's pattern at an offset.
 fn pattern_at(offset: u64) -> OwnedFd {
     use std::os::unix::fs::FileExt;
     let mut bytes = vec![0; GRANULARITY as usize];
@@ -250,7 +249,7 @@ fn missing_broker_finds_nothing() {
     let ended = conform(&folder.path().join("none"), &["--wait", "50ms"]);
     let report = ended.code(4).json();
     assert_eq!((&report["conforms"], report["broken"].as_array().unwrap().len()), (&Value::Null, 0));
-    // A producer of buffers says what it is.
+    // A producer's hello names its role.
     let meeting = Meeting::host();
     let producer = meeting.listening(&["--consumers", "0", "--timeout", "1s"]);
     let report = conform(&meeting.socket(), &["--only", "hello"]).code(4).json();
@@ -307,7 +306,7 @@ fn messages_match_the_schemas() {
         assert_eq!(broker_files::misfit(name, &said.body), None, "{name}: {}", said.body);
         kinds.insert(name);
     }
-    // `report` needs memory that is not as claimed, and which of the others came depends on how fast this machine is.
+    // `report` needs memory that contradicts its claim. The order of the others depends on the speed of the machine.
     let all = "hello put send segments published get lease received claimed list objects stat version who leases delete done \
                refused release stop";
     let missing: Vec<&str> = all.split(' ').filter(|name| !kinds.contains(name)).collect();

@@ -22,7 +22,7 @@ cases! {
     ]
 }
 
-/// Addresses and handles to play with, given back at the end: for the cases about single calls.
+/// Reserved addresses and handles for single calls, released on drop.
 struct Ground<'a> {
     driver: &'a dyn Verbs,
     unit: u64,
@@ -48,7 +48,7 @@ impl<'a> Ground<'a> {
         address
     }
 
-    /// Maps new memory at an address, not accessible yet.
+    /// Maps new memory at an address, without access.
     fn map(&mut self, address: u64, units: u64) -> Handle {
         let handle = self.create(units);
         self.driver.map(address, units * self.unit, 0, handle).unwrap();
@@ -156,7 +156,7 @@ fn reserve_checks_sizes_and_keeps_alignments(subject: Subject) {
 }
 
 fn free_takes_a_whole_unmapped_reservation(mut subject: Subject) {
-    // Another test might be given the addresses that this one freed.
+    // A parallel test could reserve the freed addresses.
     subject.alone();
     let mut ground = Ground::new(&subject);
     let (driver, unit) = (&subject.verbs, ground.unit);
@@ -173,7 +173,7 @@ fn free_takes_a_whole_unmapped_reservation(mut subject: Subject) {
 }
 
 fn map_takes_empty_reserved_addresses(mut subject: Subject) {
-    // Another test might be given the addresses that this one freed.
+    // A parallel test could reserve the freed addresses.
     subject.alone();
     let mut ground = Ground::new(&subject);
     let (driver, unit) = (&subject.verbs, ground.unit);
@@ -200,7 +200,7 @@ fn map_takes_empty_reserved_addresses(mut subject: Subject) {
     }
     assert_eq!(code(driver.map(address + 2 * unit, 2 * unit, 0, two)), INVALID, "over the end of a mapping");
     assert_eq!(code(driver.map(address, 2 * unit, 0, two)), INVALID, "over the start of a mapping");
-    // Right before and right behind there is room.
+    // The addresses directly before and after the mapping are free.
     driver.map(address, unit, 0, one).unwrap();
     driver.map(address + 3 * unit, unit, 0, one).unwrap();
 }
@@ -260,7 +260,7 @@ fn unmap_takes_whole_mappings(subject: Subject) {
 fn copies_need_access_to_every_byte(subject: Subject) {
     let mut ground = Ground::new(&subject);
     let (driver, unit) = (&subject.verbs, ground.unit);
-    // unit: 0 nothing, 1 and 2 mapped and accessible, 3 mapped only, 4 nothing
+    // unit 0: unmapped; 1 and 2: mapped with access; 3: mapped without access; 4: unmapped
     let reserved = ground.reserve(5);
     let address = reserved + unit;
     for at in 0..3 {
@@ -294,7 +294,7 @@ fn copies_need_access_to_every_byte(subject: Subject) {
         driver.set_access(address, 2 * unit, Location::Device(0), access).unwrap();
         assert_eq!((ground.copy_in(address, b"some"), ground.copy_out(address, 4)), want, "{access:?}");
     }
-    // One byte of a read-only mapping is enough to refuse.
+    // A single read-only byte in the range fails the copy.
     driver.set_access(address + unit, unit, Location::Device(0), Some(ReadOnly)).unwrap();
     assert_eq!(ground.copy_in(seam, b"ACROSS"), INVALID);
     assert_eq!(&ground.read(seam), b"across");
@@ -347,7 +347,7 @@ fn released_handles_are_refused(subject: Subject) {
     let imported = driver.import(fd.as_fd(), unit).unwrap();
     for handle in [created, imported] {
         driver.release(handle).unwrap();
-        // NVIDIA's driver crashes on some of these: they must not reach it.
+        // NVIDIA's driver crashes on some of these calls, so the backend must reject them first.
         assert_eq!(code(driver.map(address, unit, 0, handle)), INVALID, "map");
         assert_eq!(code(driver.export(handle)), INVALID, "export");
         assert_eq!(code(driver.properties(handle)), INVALID, "properties");
@@ -392,7 +392,7 @@ fn descriptors_of_other_files_are_refused(subject: Subject) {
     let unit = subject.unit();
     for (what, fd) in wrong_descriptors(unit) {
         assert_eq!(code(subject.verbs.import(fd.as_fd(), unit)), code::UNKNOWN, "{what}");
-        // It stays the caller's.
+        // A failed import leaves the descriptor open.
         fcntl(&fd, FcntlArg::F_GETFD).unwrap();
     }
 }

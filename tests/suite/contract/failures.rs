@@ -1,4 +1,4 @@
-//! Calls that fail, and forks.
+//! Failed calls, and forks.
 
 use super::*;
 
@@ -11,7 +11,7 @@ cases! {
     ]
 }
 
-/// Everything that a handoff does, in one process.
+/// Runs every step of a handoff in one process.
 fn handoff(device: &Device) -> Result<(), Error> {
     let allocation = Allocation::create(device, 1)?;
     let fd = allocation.export()?.try_clone_to_owned().unwrap();
@@ -28,7 +28,7 @@ fn failure_at_any_call_leaves_nothing(mut subject: Subject) {
     const CODE: u32 = 4242;
     subject.alone();
     let device = subject.device();
-    // What the driver opens once stays.
+    // Warm up: the driver opens some files only once.
     handoff(&device).unwrap();
     let like = subject.faulty.exported()[0];
     let open = like.open_here();
@@ -63,7 +63,7 @@ fn failure_at_any_call_leaves_nothing(mut subject: Subject) {
 
 fn unexplained_out_of_memory_keeps_code(subject: Subject) {
     let device = subject.device();
-    // There is enough of it: the figures would say nothing.
+    // Enough memory is free, so sizes would not explain the failure.
     subject.faulty.fail(Fault::Verb("create"), code::OUT_OF_MEMORY);
     assert_eq!(code(Allocation::create(&device, 1)), code::OUT_OF_MEMORY);
     subject.faulty.mend();
@@ -88,7 +88,7 @@ fn failed_release_frees_the_rest(subject: Subject) {
         let live = subject.live();
         match verb {
             "unmap" => {
-                // What is still mapped keeps its addresses.
+                // The driver keeps the addresses of a mapping.
                 assert_eq!((live.handles, live.reservations, live.mappings), (0, 1, 1));
                 subject.verbs.unmap(address, unit).unwrap();
                 subject.verbs.free(address, unit).unwrap();
@@ -106,7 +106,7 @@ fn failed_release_frees_the_rest(subject: Subject) {
     }
 }
 
-/// The parts of a driver that not every backend has.
+/// The parts of a driver that only some backends have.
 type Parts<'a> = (Option<&'a dyn LegacyIpc>, Option<&'a dyn Pools>, Option<&'a dyn Kernels>, Option<&'a dyn Diagnosis>);
 
 fn calls_of_parts(
@@ -198,7 +198,7 @@ fn every_call_fails_in_a_fork(subject: Subject) {
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
     let driver = Arc::clone(&subject.verbs);
     let mut owners = Some((mapping, allocation));
-    // What was had before the fork.
+    // Resources created before the fork.
     let bare = driver.bare().unwrap();
     let (created, released) = (bare.create(0, unit).unwrap(), bare.create(0, unit).unwrap());
     let (opened, _) = bare.open(0, bare.export(&created).unwrap().as_fd(), unit).unwrap();

@@ -1,5 +1,5 @@
-//! What every backend promises: the same cases on the host backend, on the CUDA backend over the emulated driver, and
-//! on a GPU. What they expect is what an H200 was seen to do.
+//! The contract of every backend: the same cases run on the host backend, on the CUDA backend with the emulated driver, and on a GPU. The
+//! expected results were measured on an H200.
 
 #![allow(unsafe_code, reason = "descriptors as numbers")]
 
@@ -48,7 +48,7 @@ fn read(mapping: &Mapping, offset: u64, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// New memory, and a writable mapping of it.
+/// Allocates memory and maps it writable.
 fn mapped(subject: &Subject, size: u64) -> (Arc<Allocation>, Mapping) {
     let allocation = Allocation::create(&subject.device(), size).unwrap();
     let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
@@ -71,7 +71,7 @@ fn closes_on_exec(fd: BorrowedFd<'_>) -> bool {
     FdFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFD).unwrap()).contains(FdFlag::FD_CLOEXEC)
 }
 
-/// Descriptors that are no memory of any driver, each of a file of its own.
+/// Descriptors that are not memory of any driver, each for a separate file.
 fn wrong_descriptors(size: u64) -> Vec<(&'static str, OwnedFd)> {
     let memfd = memfd_create(c"unsealed", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
     ftruncate(&memfd, size as i64).unwrap();

@@ -1,4 +1,4 @@
-//! Devices, allocations, reservations and mappings, which own what the driver counts.
+//! Devices, allocations, reservations and mappings own the resources that the driver counts.
 
 use super::*;
 
@@ -109,7 +109,7 @@ fn read_only_mapping_refuses_writes(subject: Subject) {
     writable.copy_in(0, b"read me").unwrap();
     assert_eq!(mapping.access(), ReadOnly);
     assert!(matches!(mapping.copy_in(0, b"overwritten"), Err(Error::Memory(MemoryError::ReadOnly))));
-    // Nor does the driver.
+    // The driver refuses it too.
     assert_eq!(code(subject.verbs.copy_in(0, mapping.address(), b"overwritten")), INVALID);
     assert_eq!(read(&mapping, 0, 7), b"read me");
 }
@@ -117,7 +117,7 @@ fn read_only_mapping_refuses_writes(subject: Subject) {
 fn allocation_is_exported_once(mut subject: Subject) {
     subject.alone();
     let device = subject.device();
-    // The first export may open files that stay.
+    // The driver may open files for the first export and keep them open.
     Allocation::create(&device, 1).unwrap().export().unwrap();
     let allocation = Allocation::create(&device, 1).unwrap();
     subject.faulty.take_verbs();
@@ -126,7 +126,7 @@ fn allocation_is_exported_once(mut subject: Subject) {
     assert!(closes_on_exec(fd));
     assert_eq!(allocation.export().unwrap().as_raw_fd(), number);
     let inode = Inode::of(fd);
-    // What the driver itself holds of it: the host backend its memfd, NVIDIA's driver many.
+    // The driver's own descriptors: one memfd on the host backend, many in NVIDIA's driver.
     let open = inode.open_here();
     assert_eq!(allocation.export().unwrap().as_raw_fd(), number);
     assert_eq!(inode.open_here(), open);
@@ -154,14 +154,14 @@ fn import_closes_its_descriptor(mut subject: Subject) {
     let imported_size = imported.size();
     assert_eq!(imported_size, allocation.size());
     match subject.kind {
-        // This one keeps the memfd itself, by a descriptor of its own.
+        // The host backend and the emulated driver keep a duplicate of the memfd.
         Kind::Host | Kind::Fake => assert_eq!(inode.open_here(), open),
         Kind::Cuda => assert_eq!(inode.open_here(), open - 1),
     }
     assert_eq!(code(imported.export()), INVALID);
     let mapping = Mapping::new(&imported, ReadWrite).unwrap();
     assert_eq!(read(&mapping, 0, 5), b"hello");
-    // The exporter may go first.
+    // The exporter may release the memory first.
     drop((original, allocation));
     assert_eq!(read(&mapping, 0, 5), b"hello");
     drop((mapping, imported));
@@ -184,7 +184,7 @@ fn wrong_descriptor_is_closed(subject: Subject) {
             }
             other => panic!("{what}: {other:?}"),
         }
-        // The other end of the pipe is the same file, and other tests hold /dev/null.
+        // The write end of the pipe is the same file, and other tests hold /dev/null open.
         if !what.contains("device") {
             assert_eq!(inode.open_here(), usize::from(what == "a pipe to read"), "{what}");
         }
@@ -202,7 +202,7 @@ fn wrong_size_never_maps(subject: Subject) {
                 let reason = reason.to_string();
                 assert!(reason.contains(&claimed.to_string()) && reason.contains(&(2 * unit).to_string()), "{reason}");
             }
-            // A GPU's descriptor does not say its size: mapping it does.
+            // A GPU's descriptor does not carry its size, so the mismatch appears only at the map call.
             (Kind::Fake | Kind::Cuda, Ok(imported)) => {
                 assert_eq!(code(Mapping::new(&imported, ReadOnly)), UNSUPPORTED, "{claimed}");
             }
@@ -287,7 +287,7 @@ fn adjacent_allocations_are_one_buffer(subject: Subject) {
     for (mapping, start) in mappings.iter().zip(starts) {
         assert_eq!(read(mapping, 0, 64), bytes[start..start + 64]);
     }
-    // A hole ends it.
+    // A copy across a hole fails.
     mappings.remove(1);
     assert_eq!(code(subject.verbs.copy_out(0, reservation.address(), &mut back)), INVALID);
     assert_eq!(read(&mappings[1], 0, 64), bytes[starts[2]..starts[2] + 64]);

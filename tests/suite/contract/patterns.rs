@@ -1,4 +1,4 @@
-//! The test pattern in memory of each backend.
+//! The test pattern in the memory of each backend.
 
 use super::*;
 
@@ -10,7 +10,7 @@ cases! {
     ]
 }
 
-/// The documented formula, written a second time.
+/// A second implementation of the documented formula.
 fn by_the_formula(salt: u32, index: u64) -> u32 {
     assert!(index < 1 << 31);
     (index as u32 * 2 + 1337) ^ 0xDEAD_BEEF ^ salt
@@ -43,7 +43,7 @@ fn check_counts_wrong_words(subject: Subject) {
     fill(&mapping, size, salt);
     let other = Mapping::new(&allocation, ReadWrite).unwrap();
     let flip = |at: u64| other.copy_in(at, &[!read(&other, at, 1)[0]]).unwrap();
-    // Two bytes of word 3, one of word 700, the one byte that there is of word 1024, and one that is slack.
+    // Two bytes of word 3, one byte of word 700, the only byte of word 1024, and one byte of padding.
     for at in [4 * 3 + 2, 4 * 3 + 1, 4 * 700, 4096, 4097] {
         flip(at);
     }
@@ -62,7 +62,7 @@ fn check_counts_wrong_words(subject: Subject) {
 }
 
 fn work_goes_by_slices_until_stopped(subject: Subject) {
-    // So few that one thread does them, in their order.
+    // Small enough for a single thread, which processes the slices in order.
     let slice = pattern::SLICE as u64;
     let (_allocation, mapping) = mapped(&subject, 2 * slice + 1);
     let (whole, size) = (mapping.size(), 2 * slice + 1);
@@ -75,7 +75,7 @@ fn work_goes_by_slices_until_stopped(subject: Subject) {
     assert!(pattern::verify(&mapping, 0, 0..size, Pattern::new(1), &mut record).unwrap().passed());
     let filled = (1..=whole / slice).map(|slices| slices * slice);
     assert_eq!(done, filled.chain([slice, 2 * slice, size]).collect::<Vec<_>>());
-    // The last slice is mostly slack, and the one before it was all data.
+    // The last slice is mostly padding, and the slice before it is all data.
     assert!(read(&mapping, size, (whole - size) as usize).iter().all(|byte| *byte == 0), "slack that is not zero");
     mapping.copy_in(2 * slice, &[!read(&mapping, 2 * slice, 1)[0]]).unwrap();
     let found = verify(&mapping, size, 1);

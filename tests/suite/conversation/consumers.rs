@@ -1,8 +1,8 @@
-//! The consumer against a producer made by hand.
+//! The consumer against a handwritten producer.
 
 use super::*;
 
-/// A producer made by hand: one connection is served by a function.
+/// Runs a handwritten producer that serves one connection.
 fn against(serve: impl FnOnce(&mut Channel) + Send, check: impl FnOnce(Result<Findings, Error>)) {
     against_asking(serve, check, session::handoff::Request::default());
 }
@@ -38,7 +38,7 @@ fn against_within(
     });
 }
 
-/// Memory filled with a pattern, and the offer of it.
+/// Memory filled with a pattern, and its offer.
 fn memory(size: u64, salt: u32) -> (Offer, std::sync::Arc<Allocation>) {
     let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
     let device = Device::find(&driver, Selector::default()).unwrap();
@@ -74,11 +74,11 @@ fn greet(channel: &mut Channel) {
     assert!(matches!(answer(channel), (Message::Request(_), _)));
 }
 
-/// As [`lend`], up to where it may be refused.
+/// As [`lend`], but the consumer may refuse the offer.
 fn send(channel: &mut Channel, offer: &Offer, fd: BorrowedFd<'_>) {
     greet(channel);
     channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
-    // It may be gone already.
+    // The consumer may already have closed the connection.
     let sizes = vec![offer.memory.mapped_size];
     let _ = channel.send(&Message::Segments(Segments { first: 0, sizes }), &[fd]);
 }
@@ -88,28 +88,28 @@ fn lend(channel: &mut Channel, offer: &Offer, fd: BorrowedFd<'_>) {
     assert!(matches!(answer(channel), (Message::Received(Received { segments: 1 }), _)));
 }
 
-/// Changes what an offer's data can be checked against.
+/// Changes the claim in an offer's check.
 fn claims(offer: &mut Offer, change: fn(&mut Claim)) {
     let mut claim = claim(offer);
     change(&mut claim);
     offer.check = Some(claim.to_check());
 }
 
-/// Makes it an offer of memory of a pool, which the host backend lacks.
+/// Changes the offer to pool memory, which the host backend lacks.
 fn pool(offer: &mut Offer) {
     let (pool, pointer) = (Some(1), Some(Pointer([0; 64])));
     offer.memory = Memory { mechanism: Mechanism::Pool, pool, pointer, segments: 0, ..offer.memory.clone() };
     offer.part = None;
 }
 
-/// As [`pool`], of legacy memory.
+/// Changes the offer to legacy memory.
 fn legacy(offer: &mut Offer) {
     let pointer = Some(Pointer([0; 64]));
     offer.memory = Memory { mechanism: Mechanism::Legacy, pointer, segments: 0, ..offer.memory.clone() };
     offer.part = None;
 }
 
-/// Makes an offer a bad one, perhaps with another device.
+/// Makes an offer invalid; some changes name another device.
 type Change = fn(&mut Offer, DeviceUuid);
 
 #[test]
@@ -117,7 +117,7 @@ fn contradicting_offers_are_refused() {
     let (sound, memory) = memory(100, 3);
     let other = "00000000-1111-2222-3333-444444444444".parse().unwrap();
     let cases: &[(ErrorCode, Change)] = &[
-        // The cases of `vmmfd conform` have the other rules.
+        // The cases of `vmmfd conform` cover the other rules.
         (ErrorCode::Protocol, |offer, _| offer.memory.mapped_size = 99),
         (ErrorCode::Protocol, |offer, _| {
             offer.part = Some(Part { first: u64::MAX, segments: u64::MAX, offset: u64::MAX, size: u64::MAX });
@@ -163,7 +163,7 @@ fn contradicting_offers_are_refused() {
                 greet(channel);
                 channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
                 let sizes = vec![offer.memory.mapped_size];
-                // It may be gone already.
+                // The consumer may already have closed the connection.
                 let _ = channel.send(&Message::Segments(Segments { first: 0, sizes }), &[memory.export().unwrap()]);
                 assert_eq!(told(channel), code, "{offer:?}");
             },
@@ -261,7 +261,7 @@ fn lost_producer_ends_the_consumer() {
         Duration::from_secs(5),
         |channel| {
             greet(channel);
-            // Silent until the consumer gives up, and says so.
+            // Stay silent until the consumer reports a timeout.
             assert_eq!(told(channel), ErrorCode::Timeout);
         },
         |result| {
@@ -291,7 +291,7 @@ fn producers_disagreement_fails_the_round() {
     );
 }
 
-/// A listener that a `consumer` process can be pointed at, and its connection.
+/// Runs a `consumer` process against a handwritten producer.
 fn command_against(meeting: &Meeting, serve: impl FnOnce(&mut Channel)) -> crate::running::Ended {
     let listener = listening(&meeting.socket(), 1);
     let consumer = meeting.consumer(&["--json"]).start();
@@ -342,7 +342,7 @@ fn command_reports_truncated_descriptors() {
     let meeting = Meeting::new(On::Host);
     let listener = listening(&meeting.socket(), 1);
     let (offer, memory) = memory(100, 3);
-    // So few files that the descriptor does not fit.
+    // The limit is too low to receive the descriptor.
     let run = meeting.consumer(&[]).with_files(16);
     let consumer = run.start();
     let mut channel = accepted(&listener);

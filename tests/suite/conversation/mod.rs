@@ -1,4 +1,4 @@
-//! Each side against a peer made by hand: one that dies, dawdles, lies or speaks something else.
+//! Each side against a handwritten peer that dies, stalls, sends false data or speaks another protocol.
 
 #![allow(unsafe_code, reason = "descriptors as numbers")]
 
@@ -57,7 +57,7 @@ pub(crate) fn seqpacket() -> OwnedFd {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
 }
 
-/// A connection to whoever listens at a path, as any process can make it.
+/// A plain connection to the listener at a path.
 fn raw(path: &Path) -> UnixStream {
     let socket = seqpacket();
     connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -68,7 +68,7 @@ pub(crate) fn dial(path: &Path) -> Channel {
     Channel::new(raw(path).into(), PATIENCE, &Cancel::new().unwrap()).unwrap()
 }
 
-/// A socket at a path, with room for so many connections that were not accepted.
+/// A listening socket at a path, with this backlog.
 pub(crate) fn listening(path: &Path, backlog: i32) -> OwnedFd {
     let listener = seqpacket();
     bind(&listener, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -76,13 +76,13 @@ pub(crate) fn listening(path: &Path, backlog: i32) -> OwnedFd {
     listener
 }
 
-/// The next connection to such a socket.
+/// Accepts the next connection.
 pub(crate) fn accepted(listener: &OwnedFd) -> Channel {
     let socket = accept_with(listener, SocketFlags::CLOEXEC).unwrap();
     Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap()
 }
 
-/// A channel, and the naked other end of it.
+/// A channel, and the raw socket at its other end.
 fn channel_pair(timeout: Duration) -> (Channel, UnixStream) {
     let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     (Channel::new(a, timeout, &Cancel::new().unwrap()).unwrap(), UnixStream::from(b))
@@ -101,7 +101,7 @@ pub(crate) fn request(object: &str, access: Option<Access>) -> Message {
     Message::Request(Request { object: object.into(), access, range: None })
 }
 
-/// A result with figures.
+/// A result message with verification figures.
 fn result(verified: bool, words: u64, mismatches: u64, first_mismatch: Option<Mismatch>) -> Message {
     Message::Result(Figures { words, mismatches, first_mismatch, digest: None }.verdict(verified))
 }
@@ -114,7 +114,7 @@ fn claim(offer: &Offer) -> Claim {
     Claim::read(offer.check.as_ref()).unwrap()
 }
 
-/// The next message that is no sign of life.
+/// The next message other than `busy`.
 pub(crate) fn answer(channel: &mut Channel) -> (Message, Vec<OwnedFd>) {
     loop {
         match channel.receive("for an answer").unwrap() {
@@ -131,7 +131,7 @@ pub(crate) fn told(channel: &mut Channel) -> ErrorCode {
     }
 }
 
-/// How many descriptors of this process are of that file.
+/// The number of this process's descriptors for a file.
 pub(crate) fn open_descriptors(path: &Path) -> usize {
     open_files("self").unwrap().iter().filter(|file| file.link == path).count()
 }

@@ -1,8 +1,8 @@
-//! The producer against a consumer made by hand.
+//! The producer against a handwritten consumer.
 
 use super::*;
 
-/// A connection to the producer over which hellos were exchanged.
+/// Connects to the producer and exchanges hellos.
 fn greeted(meeting: &Meeting) -> Channel {
     let mut channel = dial(&meeting.socket());
     channel.send(&hello(Backend::Host), &[]).unwrap();
@@ -10,7 +10,7 @@ fn greeted(meeting: &Meeting) -> Channel {
     channel
 }
 
-/// A conversation up to the descriptor, which is closed; and the offer.
+/// Runs the conversation through `received`, closes the descriptor, and returns the offer.
 fn borrow(meeting: &Meeting) -> (Channel, Offer) {
     let mut channel = greeted(meeting);
     channel.send(&request("default", None), &[]).unwrap();
@@ -20,7 +20,7 @@ fn borrow(meeting: &Meeting) -> (Channel, Offer) {
     (channel, *offer)
 }
 
-/// Reports what the consumer found, and returns the producer's result.
+/// Reports the consumer's result, and returns the producer's.
 fn report(channel: &mut Channel, result: &Message) -> Verdict {
     channel.send(result, &[]).unwrap();
     let (Message::Result(theirs), _) = answer(channel) else { panic!() };
@@ -65,7 +65,7 @@ fn dead_consumer_is_one_failed_consumer() {
             channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
         }
         drop(channel);
-        // The next one finds the buffer filled again.
+        // The producer fills the buffer again for the next consumer.
         meeting.consumer(&[]).end().code(0);
         producer.end().code(4).says("hung up");
     }
@@ -108,7 +108,7 @@ fn queued_consumer_hears_busy_each_second() {
         assert!(matches!(second.receive("for busy"), Ok((Message::Busy(_), _))));
     }
     assert!((1..10).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
-    // When the first gives up, it is the second's turn.
+    // The second consumer is served when the first disconnects.
     drop(first);
     let (Message::Offer(next), _) = answer(&mut second) else { panic!() };
     assert_ne!(claim(&next).reply_salt, claim(&offer).reply_salt);
@@ -121,7 +121,7 @@ fn idle_connections_delay_no_consumer() {
     let meeting = Meeting::new(On::Host);
     let producer = meeting.listening(&[]);
     let socket = meeting.socket();
-    // Silent, gone, garbled, of another protocol, and hello without a request.
+    // Silent, disconnected, malformed, with another protocol version, and with a hello but no request.
     let _silent: Vec<UnixStream> = (0..10).map(|_| raw(&socket)).collect();
     drop(raw(&socket));
     let garbled = raw(&socket);
@@ -169,7 +169,7 @@ fn few_descriptors_leave_room_for_consumer() {
     let garbled: Vec<UnixStream> = (0..60)
         .map(|_| {
             let socket = raw(&meeting.socket());
-            // It may have been sent away already.
+            // The producer may already have closed the connection.
             let _ = rustix::net::send(&socket, b"GET / HTTP/1.1", SendFlags::NOSIGNAL);
             socket
         })
@@ -251,7 +251,7 @@ fn lingering_consumer_is_waited_for_once() {
     report(&mut channel, &good(1));
     let begun = Instant::now();
     producer.end().code(0);
-    // A second wait would end after twice the timeout.
+    // A second wait would take twice the timeout.
     assert!(begun.elapsed() < 2 * timeout, "{:?}", begun.elapsed());
 }
 
@@ -263,7 +263,7 @@ fn late_consumer_leaves_producer_at_timeout() {
         thread::sleep(Duration::from_millis(20 + delay));
         let address = SocketAddrUnix::new(meeting.socket()).unwrap();
         let socket = seqpacket();
-        // Each of these may come too late.
+        // The producer may exit before each of these calls.
         if connect(&socket, &address).is_ok() {
             for message in [hello(Backend::Host), request("default", None)] {
                 let _ = rustix::net::send(&socket, &message.encode().unwrap(), SendFlags::NOSIGNAL);
@@ -291,7 +291,7 @@ fn idle_connections_prolong_no_wait() {
     thread::scope(|scope| {
         scope.spawn(|| {
             let address = SocketAddrUnix::new(meeting.socket()).unwrap();
-            // Until the producer is gone, however it ends.
+            // Connect until the producer exits.
             while !matches!(
                 connect(seqpacket(), &address),
                 Err(rustix::io::Errno::CONNREFUSED | rustix::io::Errno::NOENT)

@@ -1,4 +1,4 @@
-//! Single records of a channel, and the sockets beneath it.
+//! Single records of a channel, and the underlying sockets.
 
 use super::*;
 
@@ -45,7 +45,7 @@ fn wrong_descriptor_counts_are_refused() {
         assert!(matches!(&refused, Error::Peer(PeerError::Protocol(error)) if *error == expected), "{refused}");
         assert_eq!(open_descriptors(&path), 1, "{sizes} {claimed} {sent}");
     }
-    // Those beside a message that has none are closed too.
+    // A message without descriptors: the unexpected descriptors are closed too.
     let (mut channel, peer) = channel_pair(PATIENCE);
     peer.send_with_fd(&Message::Busy(Busy {}).encode().unwrap(), &[file.as_raw_fd()]).unwrap();
     assert!(matches!(
@@ -135,7 +135,7 @@ fn another_thread_cancels_a_wait() {
 #[test]
 fn last_error_of_gone_peer_arrives() {
     let failure = Failure { code: ErrorCode::Failed, message: "the last words".into() };
-    // It closes with records of this side unread: the connection is reset.
+    // The peer closes with unread records from this side, so the kernel resets the connection.
     let (mut channel, peer) = channel_pair(PATIENCE);
     channel.send(&Message::Busy(Busy {}), &[]).unwrap();
     send_raw(&peer, &Message::Error(failure.clone()).encode().unwrap());
@@ -163,7 +163,7 @@ fn full_backlog_ends_at_the_deadline() {
     let timeout = Duration::from_millis(100);
     let refused = vmmfd::channel::connect(&path, timeout, &Trust::default(), &Cancel::new().unwrap());
     assert!(matches!(refused, Err(Error::Socket(SocketError::NotAccepted { .. }))));
-    // Nor does it look dead to another producer.
+    // Another producer does not mistake it for a stale socket.
     let taken = Listener::bind(&path, false, timeout, &Cancel::new().unwrap());
     assert!(matches!(taken, Err(Error::Socket(SocketError::AlreadyServed { .. }))));
 }

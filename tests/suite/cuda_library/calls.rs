@@ -1,8 +1,8 @@
-//! What reaches the driver, and what becomes of its answers.
+//! Calls that reach the driver, and the handling of their results.
 
 use super::*;
 
-/// Everything that a handoff does, in one process. Returns how often `symbol` was called before anything was given back.
+/// Runs every step of a handoff in one process. Returns the number of calls of `symbol` before the first release.
 fn handoff(fake: &Fake, symbol: &str) -> Result<u64, Error> {
     let before = fake.calls(symbol);
     let driver: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path())?);
@@ -100,7 +100,7 @@ fn unknown_addresses_never_reach_the_driver() {
     for at in wild.into_iter().chain([allocated, pooled + 1, pointer]) {
         assert_eq!(code(pools.export_pointer(0, at)), code::INVALID_VALUE, "{at:#x}");
     }
-    // What was taken on one device is not given back on another.
+    // Memory of one device cannot be freed on another.
     for answer in [legacy.deallocate(1, allocated), pools.free(1, pooled), pools.free(1, pointer)] {
         assert_eq!(code(answer), code::INVALID_VALUE);
     }
@@ -129,7 +129,7 @@ fn unknown_addresses_never_reach_the_driver() {
         assert_eq!(code(driver.extent(0, at)), code::INVALID_VALUE, "{at:#x}");
     }
     assert_eq!(code(driver.page_lock(0, 0)), code::INVALID_VALUE);
-    // What was allocated was freed once, which waits.
+    // A single free reached the driver. It allocates host memory because freeing that memory waits for all work.
     assert_eq!((fake.calls("cuMemGetAddressRange_v2"), fake.calls("cuMemHostAlloc")), (1, 1));
 }
 
@@ -157,16 +157,16 @@ fn partly_failed_call_frees_its_memory() {
     fake.set("FAKECUDA_FAIL", "cuMemGetAddressRange_v2:1:700");
     assert_eq!(code(pools.import_pointer(imported, 0, &data)), 700);
     assert_eq!(fake.live()[4], blocks, "after cuMemPoolImportPointer");
-    // But what was imported before stays.
+    // Earlier imports remain valid.
     let pointer = pools.import_pointer(imported, 0, &data).unwrap();
     fake.set("FAKECUDA_FAIL", "cuMemGetAddressRange_v2:1:700");
     assert_eq!(code(pools.import_pointer(imported, 0, &data)), 700);
     driver.copy_out(0, pointer, &mut [0]).unwrap();
-    // Freed is freed, whatever comes of waiting for it.
+    // The memory is freed even if the wait for it fails.
     fake.set("FAKECUDA_FAIL", "cuStreamSynchronize:1:700");
     assert_eq!(code(pools.free(0, pointer)), 700);
     assert_eq!(code(pools.free(0, pointer)), code::INVALID_VALUE);
-    // A failure to free changes nothing.
+    // A failed free changes nothing.
     let allocated = driver.legacy().unwrap().allocate(0, 1).unwrap();
     for fault in ["cuMemFreeHost:1:700", "cuMemFree_v2:1:700"] {
         fake.set("FAKECUDA_FAIL", fault);
@@ -283,7 +283,7 @@ fn out_of_memory_names_both_figures() {
     }
     drop(held);
     Allocation::create(&device, (2 << 20) + 1).unwrap();
-    // Of whatever kind it is.
+    // Legacy memory counts too.
     let legacy = subject.verbs.legacy().unwrap();
     let address = legacy.allocate(0, 4 << 20).unwrap();
     assert_eq!(code(legacy.allocate(0, 4 << 20)), code::OUT_OF_MEMORY);
@@ -305,7 +305,7 @@ fn imported_memory_has_the_importers_ordinal() {
     let fd = both.export(handle).unwrap();
     let imported = both.import(fd.as_fd(), 2 << 20).unwrap();
     assert_eq!(both.properties(imported).unwrap().location, Location::Device(1));
-    // Another process may not see the owner, and use its memory all the same.
+    // Another process may use the memory without seeing its device.
     let (_other, one) = loaded(Copy::new());
     let foreign = one.import(fd.as_fd(), 2 << 20).unwrap();
     assert_eq!(one.properties(foreign).unwrap().location, Location::Device(-2));

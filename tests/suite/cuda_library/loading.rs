@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Calls every verb at least once, all of them after a failure too, and returns what failed.
+/// Calls every verb at least once, continues after failures, and returns the errors.
 fn use_everything(driver: &dyn Verbs) -> Vec<Error> {
     let mut errors = Vec::new();
     let mut note = |answer: Result<(), Error>| errors.extend(answer.err());
@@ -50,7 +50,7 @@ fn use_legacy(driver: &dyn Verbs, legacy: &dyn LegacyIpc, note: &mut impl FnMut(
     let Ok(address) = legacy.allocate(0, 1).map_err(|error| note(Err(error))) else { return };
     note(driver.extent(0, address).map(drop));
     note(legacy.handle(0, address).map(drop));
-    // Where it is from it can't be opened.
+    // The exporting process can't open its own handle.
     note(legacy.open(0, &[0; 64]).map(drop).or_else(|error| match error {
         Error::Driver { code: code::INVALID_VALUE, .. } => Ok(()),
         other => Err(other),
@@ -98,7 +98,7 @@ fn use_diagnosis(driver: &dyn Verbs, diagnosis: &dyn Diagnosis, note: &mut impl 
             told.push(diagnosis.event_record(0, event));
             told.push(diagnosis.event_wait(0, event));
             let exported = diagnosis.event_export(0, event);
-            // Where it is from it can't be opened.
+            // The exporting process can't open its own handle.
             told.push(exported.and_then(|exported| match diagnosis.event_open(0, &exported) {
                 Err(Error::Driver { code: code::INVALID_CONTEXT, .. }) => Ok(()),
                 other => other.map(drop),
@@ -116,7 +116,7 @@ fn with_every_symbol_nothing_fails() {
     let errors = use_everything(&driver);
     assert!(errors.is_empty(), "{errors:?}");
     drop(driver);
-    // So no symbol of the table is missing in the loop below, and every context was released.
+    // Every symbol in the table is reachable for the test below, and every context was released.
     for symbol in SYMBOLS.split_whitespace() {
         assert!(fake.calls(symbol) > 0 || symbol == ELSEWHERE, "{symbol} is never called");
     }
@@ -249,7 +249,7 @@ fn unknown_code_is_shown_as_number() {
         assert_eq!(error.kind(), ErrorKind::System);
         assert!(error.source().is_none());
     }
-    // One that this crate has no name for, but the driver has.
+    // The driver has a name for this code, and this crate has none.
     fake.set("FAKECUDA_FAIL", "cuMemCreate:1:214");
     let error = driver.create(2 << 20, &EXPORTABLE).unwrap_err();
     assert_eq!(error.to_string(), "cuMemCreate failed: CUDA_ERROR_ECC_UNCORRECTABLE (214)");

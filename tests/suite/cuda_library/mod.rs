@@ -1,4 +1,4 @@
-//! Finding and loading the CUDA driver library, and living with what it may answer.
+//! Finding and loading the CUDA driver library, and handling its results.
 
 use std::{
     env,
@@ -31,7 +31,7 @@ mod search;
 
 const PEER_ACCESS_UNSUPPORTED: u32 = 217;
 
-/// Every symbol that the CUDA backend looks for, with what it is looked for as.
+/// Every symbol that the CUDA backend looks up, by its lookup name.
 const SYMBOLS: &str = "
     cuInit cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetUuid_v2 cuDeviceGetAttribute
     cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2 cuCtxPushCurrent_v2 cuCtxPopCurrent_v2 cuCtxSynchronize
@@ -46,13 +46,13 @@ const SYMBOLS: &str = "
     cuEventDestroy_v2 cuIpcGetEventHandle cuIpcOpenEventHandle
 ";
 
-/// What nobody can be told of: it is only called where things are given back.
+/// A failure of this call cannot be reported: only destructors make it.
 const UNHEARD: [&str; 1] = ["cuDevicePrimaryCtxRelease_v2"];
 
-/// What one process alone never comes to: a legacy handle is opened in another.
+/// No process opens its own legacy handle, so a single process never makes this call.
 const ELSEWHERE: &str = "cuIpcCloseMemHandle";
 
-/// A pool, an import of it, and the pointer of a buffer of it for the importer.
+/// A pool, an import of it, and the exported pointer of one of its buffers.
 fn exported_pointer(pools: &dyn Pools) -> (PoolHandle, PoolHandle, [u8; 64]) {
     let pool = pools.create(0).unwrap();
     let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
@@ -60,7 +60,6 @@ fn exported_pointer(pools: &dyn Pools) -> (PoolHandle, PoolHandle, [u8; 64]) {
     (pool, imported, pools.export_pointer(0, address).unwrap())
 }
 
-/// An emulated library, and the driver that it was loaded as.
 fn loaded(copy: Copy) -> (Fake, CudaDriver) {
     let fake = copy.load();
     let driver = CudaDriver::load_from(fake.path()).unwrap();

@@ -1,11 +1,11 @@
-//! The search of the loader, which reads LD_LIBRARY_PATH when a program starts: each test needs a process of its own.
+//! The loader's library search. The loader reads LD_LIBRARY_PATH at program start, so each test runs in a separate process.
 
 use super::*;
 
-/// What a child process finds when it opens a driver, with these files on its library path.
+/// The driver that a child process opens with this library path.
 fn opened(test: &str, choice: Choice, library_path: &Path, environment: &[(&str, &str)]) -> String {
     let prepare = |command: &mut Command| {
-        // Whatever this machine has, the child is to see what the test gives it.
+        // Hide this machine's driver settings from the child.
         let inherited = env::vars_os().map(|(name, _)| name);
         let steering = inherited.filter(|name| {
             let name = name.to_string_lossy();
@@ -50,7 +50,7 @@ fn versioned_name_is_tried_first() {
 fn unversioned_name_is_the_fallback() {
     let copy = Copy::new().with_device_name("the second");
     copy.write("libcuda.so");
-    // Found first, so that a driver of this machine is not.
+    // An invalid file under the first name hides this machine's driver.
     fs::write(copy.folder().join("libcuda.so.1"), "no library").unwrap();
     let found = opened("unversioned_name_is_the_fallback", CUDA, copy.folder(), &[]);
     assert_eq!(found, "cuda the second | no fallback");
