@@ -1,5 +1,4 @@
-//! The files of `scripts/deploy/`: they parse, the programs take the options in them, and the ends share what they must and no
-//! more.
+//! The files of `scripts/deploy/`: they parse, the programs accept their options, and producers and consumers share no more than they need.
 
 use std::{
     env, fs,
@@ -50,7 +49,7 @@ fn words(yaml: &Yaml) -> Vec<String> {
     list(yaml).iter().map(|word| word.as_str().unwrap().to_owned()).collect()
 }
 
-/// The pods of a file: those it has, and the template of a DaemonSet's.
+/// The pods of a file, including the pod template of a DaemonSet.
 fn pods(name: &str) -> Vec<Yaml> {
     let documents = documents(name);
     let sets = kind(&documents, "DaemonSet").into_iter().map(|set| set["spec"]["template"]["spec"].clone());
@@ -61,7 +60,7 @@ fn containers(pod: &Yaml) -> impl Iterator<Item = &Yaml> {
     list(&pod["initContainers"]).iter().chain(list(&pod["containers"]))
 }
 
-/// The ends of the compose file, without the merge that this parser leaves undone.
+/// The services of the compose file. This parser does not resolve the merge key.
 fn services() -> Vec<(Yaml, Vec<String>)> {
     let file = documents("compose.yaml").remove(0);
     let services = file["services"].as_hash().unwrap();
@@ -69,7 +68,7 @@ fn services() -> Vec<(Yaml, Vec<String>)> {
     services.values().map(|service| (service["<<"].clone(), words(&service["command"]))).collect()
 }
 
-/// A program of the image takes these arguments: with `--help` behind them it parses them and does nothing else.
+/// Asserts that a program accepts these arguments: with `--help` at the end it only parses them.
 #[track_caller]
 fn understood(program: &'static str, arguments: &[String]) {
     let meeting = Meeting::host();
@@ -95,7 +94,7 @@ fn image_requests_the_compute_libraries() {
     }
     assert!(file.contains("\nENV NVIDIA_DRIVER_CAPABILITIES=compute VMMFD_BROKER_SOCKET=/run/vmmfd/broker.sock\n"));
     assert!(file.contains("\nENTRYPOINT [\"vmmfd\"]\nCMD [\"doctor\"]\n") && !file.contains("alpine"));
-    // What is built is not left out of what is sent to the builder.
+    // The ignore file keeps every path that the build needs.
     let kept = text("Dockerfile.dockerignore");
     for needed in ["Cargo.toml", "Cargo.lock", "README.md", "bin", "docs", "src", "tests"] {
         assert!(kept.lines().any(|line| line == format!("!{needed}")), "{needed}");
@@ -171,7 +170,7 @@ fn pods_share_only_gpu_and_socket_folder() {
     }
 }
 
-/// The strictest of Kubernetes' pod security levels that a pod meets. What no file here has is refused.
+/// The strictest Kubernetes pod security level that a pod meets. Panics for a field that no file here uses.
 fn security_level(pod: &Yaml) -> &'static str {
     let fields: Vec<&str> = pod.as_hash().unwrap().keys().filter_map(Yaml::as_str).collect();
     for field in ["hostIPC", "hostPID", "hostNetwork", "hostUsers", "ephemeralContainers"] {
@@ -179,7 +178,7 @@ fn security_level(pod: &Yaml) -> &'static str {
     }
     let context = &pod["securityContext"];
     assert!(context["sysctls"].is_badvalue() && context["windowsOptions"].is_badvalue());
-    // The level alone may be set: baseline forbids a user and a role, and most types.
+    // Only the level may be set: baseline forbids a user, a role, and most types.
     for field in ["type", "user", "role"] {
         assert!(context["seLinuxOptions"][field].is_badvalue(), "{field}");
     }
@@ -223,7 +222,7 @@ fn page_lists_each_pods_security_level() {
             assert_eq!(row.split('|').nth(2).map(str::trim), Some(&*format!("`{level}`")), "{file}");
         }
     }
-    // But for the volume, a pod with a folder of the node meets the strictest level too.
+    // Except for the hostPath volume, these pods meet the strictest level too.
     for name in ["kubernetes/broker.yaml", "kubernetes/host-broker.yaml", "kubernetes/two-pods.yaml"] {
         for mut pod in pods(name) {
             pod.as_mut_hash().unwrap().remove(&Yaml::from_str("volumes"));
@@ -262,7 +261,7 @@ fn pods_have_no_host_privileges() {
     }
 }
 
-/// The script of the node check's container.
+/// The script of the container that checks the node.
 fn node_check() -> String {
     let pod = pods("kubernetes/node-check.yaml").remove(0);
     let [doctor] = list(&pod["initContainers"]) else { panic!("not one check") };
@@ -290,7 +289,7 @@ fn node_check_fails_on_broken_gpus() {
     assert!(none.stdout.ends_with("no GPU on this node: nothing to check\n"), "{}", none.stdout);
 }
 
-/// Ends a process, if the test does not.
+/// Sends SIGTERM to a process on drop.
 struct EndedAtLast(i32);
 
 impl Drop for EndedAtLast {
@@ -310,7 +309,7 @@ mod namespaces {
         let command = words(&checked["command"]);
         assert_eq!(command[..2], ["/bin/sh", "-c"]);
         let meeting = Meeting::host();
-        // A doctor whose driver does not answer.
+        // A doctor that hangs in the driver.
         let doctor = meeting.folder().join("vmmfd");
         fs::write(&doctor, "#!/bin/sh\nexec sleep infinity\n").unwrap();
         fs::set_permissions(&doctor, fs::Permissions::from_mode(0o755)).unwrap();
@@ -335,7 +334,7 @@ mod namespaces {
 mod root {
     use super::*;
 
-    /// A program with the rights that `broker.yaml` and `host-broker.yaml` give it: a user, groups, no capability, and none to be had.
+    /// Runs a program with the user and groups that `broker.yaml` and `host-broker.yaml` set, without capabilities.
     fn as_pod(meeting: &Meeting, user: u32, group: u32, arguments: &[&str]) -> Run {
         let run = meeting.bare("vmmfd");
         let mut command = Command::new("setpriv");
@@ -385,7 +384,7 @@ mod root {
     }
 }
 
-/// The group whose users the DaemonSet's broker serves.
+/// The group that the DaemonSet's broker serves.
 fn node_group() -> u32 {
     let pod = pods("kubernetes/broker.yaml").remove(0);
     let arguments = words(&list(&pod["containers"])[0]["args"]);
@@ -418,14 +417,14 @@ fn node_broker_needs_no_gpu() {
             understood("vmmfd", arguments);
         }
     }
-    // The figures are for the pod alone, unless a person decides otherwise.
+    // By default, only the pod can read the metrics.
     let exporter = &list(&pod["containers"])[1];
     assert!(words(&exporter["args"]).windows(2).any(|pair| pair == ["--listen", "127.0.0.1:9464"]));
     assert!(exporter["ports"].is_badvalue());
     for address in ["10.1.2.3:9464", "[fd00::1]:9464"] {
         understood("vmmfd", &["exporter", "--listen", address].map(str::to_owned));
     }
-    // What uses it, or a unit of the host in its place, has the folder, its own GPU, and another user, as a process of the broker's
+    // A client of this broker, or of a systemd unit in its place, has the folder, its own GPU, and another user: a process of the broker's
     // user can take the broker's descriptors.
     let reader = &pods("kubernetes/host-broker.yaml")[0];
     let [container] = list(&reader["containers"]) else { panic!("not one container") };
@@ -442,7 +441,7 @@ fn node_broker_needs_no_gpu() {
     assert_eq!(groups, [i64::from(node_group())]);
     assert!(text("kubernetes/host-broker.yaml").contains(&format!("--allow-gid {} --quota", node_group())));
     assert!(words(&broker["args"]).iter().any(|word| word == "--quota"));
-    // A node may have the units and this broker.
+    // A node may run the systemd units beside this broker.
     let path = |pod: &Yaml| list(&pod["volumes"])[0]["hostPath"]["path"].as_str().map(str::to_owned);
     assert_eq!(path(pod).as_deref(), Some("/run/vmmfd-broker"));
     assert_eq!(path(reader).as_deref(), Some("/run/vmmfd"));
@@ -450,7 +449,7 @@ fn node_broker_needs_no_gpu() {
     assert!(pods("kubernetes/two-pods.yaml").iter().all(|pod| path(pod).as_deref() == Some("/run/vmmfd-pods")));
 }
 
-/// The lines of a unit's section that set something, in order.
+/// The settings in a section of a unit, in order.
 fn section(unit: &str, name: &str) -> Vec<(String, String)> {
     let (_, after) = unit.split_once(&format!("\n[{name}]\n")).unwrap();
     let lines = after.lines().take_while(|line| !line.starts_with('[')).filter(|line| !line.starts_with('#'));
@@ -469,7 +468,7 @@ fn units_restart_independently_forever() {
         };
         let dependencies = section(&unit, "Unit");
         assert!(dependencies.contains(&("StartLimitIntervalSec".to_owned(), "0".to_owned())));
-        // systemd's restart of a crashed keeper would stop the server, which alone has everything then.
+        // With one of these, systemd's restart of a crashed keeper would stop the server, which then holds the only copy of the state.
         for absent in
             ["Requires", "Requisite", "BindsTo", "PartOf", "Upholds", "PropagatesStopTo", "StopPropagatedFrom"]
         {
@@ -488,7 +487,7 @@ fn units_restart_independently_forever() {
         ] {
             assert_eq!(value(key), wanted, "{key}");
         }
-        // In a user namespace or with a /proc of its own it would know no client.
+        // In a user namespace or with a private /proc, the broker could not identify clients.
         for absent in ["PrivateUsers", "ProtectProc", "PrivatePIDs", "User", "DynamicUser", "FileDescriptorStoreMax"] {
             assert!(!service.iter().any(|(key, _)| key == absent), "{absent}");
         }
@@ -496,7 +495,7 @@ fn units_restart_independently_forever() {
             service.iter().find(|(name, _)| name == key).map(|(_, command)| command.split(' ').map(str::to_owned))
         });
         for command in commands {
-            // The package's group need not exist here.
+            // The package's group may not exist here.
             let mut command: Vec<String> =
                 command.map(|word| if word == "vmmfd" { "0".to_owned() } else { word }).collect();
             if command.last().is_some_and(|last| last == "/etc/default/vmmfd") {

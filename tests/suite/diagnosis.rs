@@ -1,4 +1,4 @@
-//! What a driver is asked for a diagnosis: on the emulated driver, and on a GPU.
+//! The driver calls of a diagnosis: on the emulated driver, and on a GPU.
 
 use std::{
     fs::{self, File},
@@ -62,7 +62,7 @@ fn library_reports_its_file(subject: Subject) {
     }
 }
 
-// Memory made for something
+// Memory for fabric handles, RDMA and dma-bufs
 
 fn fabric_memory_is_exported_or_forbidden(subject: Subject) {
     let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
@@ -182,7 +182,7 @@ fn device_copy_needs_access_to_both(mut subject: Subject) {
     let (to, from) = (one.address, two.address);
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
     let (local, before) = (0u64, calls());
-    // Three units: the two mappings may lie side by side, and are all there is.
+    // Three units: the two mappings may be adjacent, and no other memory is mapped.
     for (what, to, from, size) in [
         ("to more than is mapped", to + 8, from, 3 * unit),
         ("from more than is mapped", to, from + 8, 3 * unit),
@@ -261,7 +261,7 @@ fn kernel_store_needs_mapped_words(mut subject: Subject) {
     assert_eq!(code(diagnosis.store(0, address, 1)), INVALID, "unmapped");
 }
 
-/// Stores where there is only that access, in another process, and returns what it and the calls that followed answered.
+/// Stores with this access in another process. Returns the results of the store and of the calls after it.
 fn store_with(subject: &Subject, test: &str, access: Option<Access>) -> String {
     in_child(
         &full_name(subject, test),
@@ -309,7 +309,7 @@ fn failed_store_leaves_nothing() {
     assert_eq!(code(diagnosis.store(0, mapped.address, 1)), 719);
     assert_eq!(fake.live()[8], 1, "what can't be unloaded is told");
     mapped.end();
-    // This module is the driver's for good.
+    // The driver keeps this module loaded for good.
     std::mem::forget(subject);
 }
 

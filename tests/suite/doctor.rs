@@ -1,4 +1,4 @@
-//! `vmmfd doctor` as a user runs it: the report is whole whatever fails, and its verdict is right.
+//! `vmmfd doctor` as a user runs it: the report is complete after any failure, and its verdict is correct.
 
 use std::{
     collections::BTreeSet,
@@ -25,10 +25,10 @@ cases! {
     ]
 }
 
-/// The probe that provokes a fault of the GPU, and so runs only when it is asked for.
+/// This probe causes a GPU fault, so it runs only on request.
 const FAULTING: &str = "read-only-store";
 
-/// Every other probe of a machine, and of a device, in order.
+/// The other probes of a machine and of a device, in order.
 const MACHINE: [&str; 4] = ["driver", "descriptors", "host-memory", "broker"];
 const DEVICE: [&str; 20] = [
     "attributes",
@@ -57,11 +57,11 @@ fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd");
     run.command.args(["doctor", "--backend", meeting.backend()]).args(options);
     run.command.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder());
-    // Free memory of the whole machine would change by itself.
+    // The free memory of the whole machine changes between runs.
     if meeting.is_fake() { run.env("FAKECUDA_FREE", "1073741824") } else { run }
 }
 
-/// Where the emulated driver logs its calls, a line of `pid name` for each.
+/// The calls in the emulated driver's log, which has the line `pid name` for each call.
 fn calls(log: &std::path::Path) -> Vec<(String, String)> {
     let log = fs::read_to_string(log).unwrap();
     log.lines().filter_map(|line| line.split_once(' ')).map(|(pid, name)| (pid.to_owned(), name.to_owned())).collect()
@@ -76,7 +76,7 @@ fn finding<'a>(findings: &'a Value, probe: &str) -> &'a Value {
     findings.as_array().unwrap().iter().find(|finding| finding["probe"] == probe).unwrap()
 }
 
-/// That nothing is left of it: no file, and no process that was started with this place's folder.
+/// Asserts that no file and no process of the doctor remains.
 #[track_caller]
 fn assert_gone(meeting: &Meeting, but: &[&str]) {
     wait_for("the end of all processes", || meeting.processes().is_empty());
@@ -84,7 +84,7 @@ fn assert_gone(meeting: &Meeting, but: &[&str]) {
     assert!(files.is_empty(), "{files:?}");
 }
 
-/// A report of one device, with every probe in it.
+/// Asserts that the report covers one device, with every probe.
 #[track_caller]
 fn assert_whole(report: &Value) {
     assert_eq!(report["schema"], 1);
@@ -127,7 +127,7 @@ fn clean_report_is_complete(meeting: Meeting) {
     assert!(report["verdict"].as_str().unwrap().starts_with("VMM fd sharing works on 1 of 1 "), "{report}");
     assert_gone(&meeting, &[]);
 
-    // The verdict is also the last line of what people read.
+    // The verdict is also the last line of the text report.
     let text = doctor(&meeting, &["--device", "0"]).end();
     assert!(text.code(0).stdout.lines().last().unwrap().contains("VMM fd sharing works on 1 of 1 "), "{}", text.stdout);
     let first = text.stdout.lines().next().unwrap();
@@ -139,7 +139,7 @@ fn chosen_probes_alone_are_run(meeting: Meeting) {
     let report = doctor(&meeting, &["--json", "--device", "0", "--only", "export,granularity"]).end().json();
     // In their own order.
     assert_eq!(probes(&report["devices"][0]["findings"]), ["granularity", "export"]);
-    // Without the driver there are no devices to speak of.
+    // Only the driver probe is needed to find the devices.
     assert_eq!(probes(&report["machine"]), ["driver"]);
     assert_eq!(report["required"], serde_json::json!(["driver", "granularity", "export"]), "what is named is required");
     assert!(report["verdict"].as_str().unwrap().starts_with("The required probes succeed on 1 of 1 "), "{report}");
@@ -168,7 +168,7 @@ fn chosen_probes_alone_are_run(meeting: Meeting) {
         assert_eq!(ended.code(2).stdout, "", "{options:?}");
         assert!(!ended.stderr.is_empty());
     }
-    // Another backend is never fallen back to, whatever the environment prefers.
+    // There is no fallback to another backend, even if the environment prefers one.
     let mut auto = meeting.bare("vmmfd").env("VMMFD_BACKEND", "host");
     auto.command.args(["doctor", "--json", "--only", "attributes", "--device", "0"]);
     assert_eq!(auto.end().json()["backend"], "cuda");
@@ -191,7 +191,7 @@ fn shown_report_prints_the_same(meeting: Meeting) {
     for probe in DEVICE {
         assert!(text.stdout.contains(probe), "{probe}");
     }
-    // What another version made is not guessed at, and what a terminal would heed is not printed.
+    // A report with another schema version is refused, and escape sequences are not printed.
     let changed = |from: &str, to: &str| fs::write(file, made.stdout.replacen(from, to, 1)).unwrap();
     changed("\"schema\":1", "\"schema\":2");
     show(&[]).code(2).says("schema 2");
@@ -251,7 +251,7 @@ fn dead_end_leaves_a_complete_report() {
     wait_for("the socket", || meeting.socket().exists());
     let slow =
         meet(&meeting, "join", &[]).env("FAKECUDA_SLOW", format!("cuMemImportFromShareableHandle:{HANGS}")).start();
-    // It has met the other one, and hangs in its driver.
+    // The other doctor has connected, and this one hangs in its driver.
     wait_for("the meeting", || !meeting.socket().exists());
     thread::sleep(Duration::from_millis(500));
     slow.signal(Signal::SIGKILL);
@@ -261,9 +261,9 @@ fn dead_end_leaves_a_complete_report() {
     assert_eq!(finding(&report["devices"][0]["findings"], "round-trip")["status"], "failed");
 }
 
-/// Calls that fail in one run, the probes that meet them, and the exit code.
+/// Failing calls for one run, the affected probes, and the exit code.
 const FAULTS: [(&str, &[&str], i32); 3] = [
-    // In every process of every probe.
+    // Fails in every process of every probe.
     ("cuMemGetAllocationGranularity:1:999", &["granularity"], 1),
     ("cuMemCreate:1:2", &["memory"], 1),
     (
@@ -360,11 +360,11 @@ fn descriptor_holder_makes_no_driver_call() {
     };
     let (maker, importer) = (by("cuMemExportToShareableHandle"), by("cuMemImportFromShareableHandle"));
     assert_ne!(maker, importer);
-    // The third is of the probe `driver`: none is of the process that held the descriptor.
+    // The third process belongs to the probe `driver`. The process that held the descriptor made no call.
     assert_eq!(calls.iter().map(|(pid, _)| pid).collect::<BTreeSet<_>>().len(), 3, "{calls:?}");
     assert!(!calls.iter().any(|(pid, name)| pid == maker && name == "cuMemRelease"), "it was killed with its memory");
     fs::remove_file(&log).unwrap();
-    // Where each process has the driver nothing is shown.
+    // The probe needs a process without the driver.
     let library = meeting.folder().join("libcuda.so.1");
     let copy = Copy::new();
     copy.write("libcuda.so.1");
@@ -375,8 +375,7 @@ fn descriptor_holder_makes_no_driver_call() {
     ended.code(1);
 }
 
-/// A call that each probe of a device makes, which fails, hangs or takes the process along: in a probe of two processes, at either
-/// end.
+/// A call that each probe of a device makes. The call fails, hangs or kills its process; in a probe of two processes, on either side.
 const CALLS: [(&str, &str, u32, u32); 19] = [
     ("granularity", "cuMemGetAllocationGranularity", 1, 999),
     ("memory", "cuMemCreate", 1, 2),
@@ -409,7 +408,7 @@ fn only_within(meeting: &Meeting, probe: &str, timeout: &str) -> Run {
     doctor(meeting, &options).env("FAKECUDA_FABRIC", "1")
 }
 
-/// What became of the one probe, which must not be well: nor may the command say so.
+/// The finding of the only probe. Asserts that the probe and the verdict report a failure.
 #[track_caller]
 fn of_one(meeting: &Meeting, ended: &Ended, probe: &str) -> Value {
     let report = ended.code(1).json();
@@ -421,7 +420,7 @@ fn of_one(meeting: &Meeting, ended: &Ended, probe: &str) -> Value {
     found
 }
 
-/// Further calls that probes make.
+/// Further calls of the probes.
 const MORE_CALLS: [(&str, &str, u32, u32); 8] = [
     ("memory", "cuMemAddressReserve", 1, 2),
     ("memory", "cuMemMap", 1, 999),
@@ -440,7 +439,7 @@ fn each_probe_fails_with_its_call() {
     for (probe, call, nth, code) in CALLS.into_iter().chain(MORE_CALLS) {
         let run = only(&meeting, probe).env("FAKECUDA_FAIL", format!("{call}:{nth}:{code}"));
         let found = of_one(&meeting, &run.end(), probe);
-        // What the other end could not do arrives as its sentence, which tells the code.
+        // A failure of the other process arrives as text that contains the code.
         let error = &found["error"];
         let told = error["message"].as_str().is_some_and(|message| message.contains(&format!("({code})")));
         assert!(error["code"] == code || told, "{found}");
@@ -455,7 +454,7 @@ fn each_hanging_probe_is_killed() {
             let run = only_within(&meeting, probe, "3s").env("FAKECUDA_SLOW", format!("{call}:{HANGS}")).start();
             (meeting, run, probe)
         });
-        // All wait at the same time.
+        // All probes wait in parallel.
         for (meeting, run, probe) in running.collect::<Vec<_>>() {
             of_one(&meeting, &run.end(), probe);
         }
@@ -504,7 +503,7 @@ fn nothing_to_test_is_no_failure() {
     assert!(none["verdict"].as_str().unwrap().contains("nothing here to test"), "{none}");
     let mut run = Meeting::host().bare("vmmfd");
     run.command.args(["doctor"]).env("LD_LIBRARY_PATH", "/nonexistent");
-    // Only where there is no driver of the machine's own.
+    // Only on a machine without a driver.
     if !fs::exists("/dev/nvidiactl").unwrap() {
         assert!(run.end().code(3).stdout.contains("nothing here to test"));
     }
@@ -559,7 +558,7 @@ fn each_ordered_device_pair_is_tried() {
         }
         assert!(report["verdict"].as_str().unwrap().starts_with("VMM fd sharing works on 2 of 2 GPUs"), "{report}");
     }
-    // A claim that turns out wrong is a failure, and named by the driver's own words.
+    // A wrong claim is a failure, reported with the driver's code.
     let run = doctor(&meeting, &["--json", "--only", "peer"]).env("FAKECUDA_DEVICES", "2");
     let report = run.env("FAKECUDA_FAIL", "cuMemSetAccess:2:217").end().json();
     assert_eq!(report["pairs"][0]["findings"][0]["status"], "failed", "{report}");
@@ -622,7 +621,7 @@ mod root {
         let serve = meet(&meeting, "serve", &["--json", "--allow-uid", "12345"]).start();
         wait_for("the socket", || meeting.socket().exists());
         let join = as_other(meet(&meeting, "join", &["--json"])).end();
-        // The other user's own socket is for that user alone, and root may use it.
+        // The socket of the other user admits only that user and root.
         assert_met(&serve.end(), &join);
 
         let serve = meet(&meeting, "serve", &["--json", "--allow-uid", "54321", "--wait", "3s"]).start();

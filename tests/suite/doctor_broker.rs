@@ -1,4 +1,4 @@
-//! What `vmmfd doctor` says of the broker at a user's default socket.
+//! The report of `vmmfd doctor` on the broker at a user's default socket.
 
 use std::{
     fs,
@@ -54,11 +54,11 @@ impl Runtime {
         doctor(&self.0, options)
     }
 
-    /// The finding of the probe alone.
+    /// The finding of the broker probe alone.
     fn finding(&self) -> Value {
         let report = self.doctor(&["--only", "broker"]).end().json();
         let finding = found(&report);
-        // What is named is required.
+        // A probe named in `--only` is required.
         assert_eq!(report["exit_code"], if finding["status"] == "ok" { 0 } else { 1 }, "{report}");
         finding
     }
@@ -67,7 +67,7 @@ impl Runtime {
         Listener::bind(&self.socket(), false, Duration::from_secs(5), &Cancel::new().unwrap()).unwrap()
     }
 
-    /// The finding where a process listens and does this with each connection.
+    /// The finding while a process listens and passes each connection to `answer`.
     fn finding_with(&self, answer: impl Fn(Channel) + Send + 'static) -> Value {
         let listener = self.listen();
         let (ended, end) = mpsc::channel::<()>();
@@ -79,7 +79,7 @@ impl Runtime {
                 answer(Channel::new(socket, Duration::from_secs(60), &Cancel::new().unwrap()).unwrap());
             }
         });
-        // A machine that does much else may keep that process from answering for as long as the doctor waits.
+        // On a busy machine, that process may answer too late for the doctor.
         let findings = std::iter::repeat_with(|| self.finding()).take(20);
         let finding = findings.into_iter().find(|finding| finding["figures"]["problem"] != "silent").unwrap();
         drop(ended);
@@ -122,7 +122,7 @@ fn missing_broker_is_no_failure() {
     assert_eq!((&finding["status"], &finding["error"]), (&"skipped".into(), &Value::Null), "{finding}");
     assert!(finding["meaning"].as_str().unwrap().contains("/vmmfd/broker.sock"), "{finding}");
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
-    // Also where another program's socket is in the folder already.
+    // Also if another program's file is already in the folder.
     let runtime = Runtime::new();
     fs::write(runtime.folder().join("vmmfd.sock"), "").unwrap();
     assert_eq!(runtime.finding()["status"], "skipped");
@@ -160,7 +160,7 @@ fn silent_listener_is_detected() {
     let listener = runtime.listen();
     let finding = runtime.finding();
     assert_broken(&finding, "silent", "broker-silent", "does not answer within 2s");
-    // Where it has no room for another connection.
+    // A full backlog.
     let mut connections = Vec::new();
     let full = loop {
         match connect(&runtime.socket(), Duration::ZERO, &Trust::default(), &Cancel::new().unwrap()) {
@@ -190,9 +190,9 @@ fn other_listener_is_no_broker() {
     let answers = "does not answer as a broker does";
     // A producer.
     other(&runtime.finding_with(|mut channel| hello(&mut channel, &["stream"])), answers);
-    // One that hangs up.
+    // A process that closes the connection.
     other(&runtime.finding_with(drop), answers);
-    // One that says something else.
+    // A process that sends an unexpected message.
     let noise = |mut channel: Channel| {
         let turn = wire::BufferNumber { buffer: 1 };
         channel.send(&Message::Gone(turn), &[]).unwrap();

@@ -1,4 +1,4 @@
-//! `vmmfd doctor serve` and `join` when the other end lies, leaves, or has no driver.
+//! `vmmfd doctor serve` and `join` when the other side sends false data, disconnects, or has no driver.
 
 use std::{os::unix::net::UnixStream, path::Path, thread, time::Duration};
 
@@ -46,7 +46,7 @@ fn hear(socket: &UnixStream) -> Value {
     serde_json::from_slice(&record[..length]).unwrap_or_default()
 }
 
-/// What an end that serves would say, after it was heard who came.
+/// Runs `join` against a serving side that sends these records after the hello.
 fn join_a_liar(records: &[Value]) -> Ended {
     let meeting = Meeting::host();
     let socket = seqpacket();
@@ -191,7 +191,7 @@ fn one_sided_device_is_reported() {
     assert_eq!(serve["devices"], join["devices"]);
     let finding = &serve["devices"][1]["findings"][0];
     assert_eq!(serve["devices"][0]["findings"][0]["figures"]["back"], "verified");
-    // It was read through the other device.
+    // Data was read through the other device.
     assert_eq!(finding["status"], "ok", "{finding}");
     assert!(finding["meaning"].as_str().unwrap().starts_with("one direction only: "), "{finding}");
     assert_eq!(finding["figures"]["through"], serve["devices"][0]["uuid"]);

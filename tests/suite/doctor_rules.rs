@@ -1,4 +1,4 @@
-//! The rules of `vmmfd doctor`, seen to speak: the emulated driver fails as each of them says, and the report explains it.
+//! The rules of `vmmfd doctor`: the emulated driver fails as each rule describes, and the report gives the rule's explanation.
 
 use std::{fs, path::Path, process::Command};
 
@@ -12,7 +12,7 @@ use crate::{
     support::Copy,
 };
 
-/// A failure that the driver's settings and the environment make.
+/// A failure caused by settings of the driver and the environment.
 struct Case {
     rule: &'static str,
     probe: &'static str,
@@ -35,10 +35,10 @@ const ABORT: &str = "FAKECUDA_ABORT";
 const ATTRIBUTE: &str = "FAKECUDA_ATTRIBUTE";
 const DEVICES: &str = "FAKECUDA_DEVICES";
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-/// By which systemd-nspawn and others say that they made a container.
+/// systemd-nspawn and others set this variable in their containers.
 const CONTAINER: (&str, &str) = ("container", "a-test");
 
-/// One failure of each kind, and of each probe that has rules of its own: the tests beside the rules have every rule.
+/// One failure of each kind, and one for each probe with its own rules. The tests beside the rules cover every rule.
 const CASES: &[Case] = &[
     case("fabric-manager", "driver", "failed", &[(FAIL, "cuInit:1:802")]),
     case("no-device-in-container", "driver", "failed", &[(DEVICES, "0"), CONTAINER]),
@@ -62,7 +62,7 @@ const CASES: &[Case] = &[
     case("crashed", "memory", "failed", &[(ABORT, "cuMemcpyDtoH_v2")]),
 ];
 
-/// The doctor with one probe, in an environment that says nothing of devices.
+/// The doctor with one probe, without device variables in the environment.
 fn doctor(meeting: &Meeting, probe: &str, settings: &[(&str, &str)]) -> Run {
     let mut run = meeting.bare("vmmfd");
     let slow = settings.iter().any(|(name, value)| *name == SLOW && !value.contains("cuMemcpyHtoD_v2"));
@@ -78,7 +78,7 @@ fn doctor(meeting: &Meeting, probe: &str, settings: &[(&str, &str)]) -> Run {
     run.env("FAKECUDA_FREE", "1073741824")
 }
 
-/// The finding of a probe, wherever it stands in the report.
+/// The finding of a probe, anywhere in the report.
 fn finding(report: &Value, probe: &str) -> Value {
     let inside = |part: &str| report[part].as_array().into_iter().flatten().filter_map(|of| of["findings"].as_array());
     let mut all = report["machine"].as_array().into_iter().chain(inside("devices")).chain(inside("pairs")).flatten();
@@ -94,7 +94,7 @@ fn assert_explained(report: &Value, probe: &str, status: &str, rule: &str) {
     assert!(report["verdict"].as_str().is_some_and(|verdict| !verdict.is_empty()));
 }
 
-/// Whether this machine has a driver of its own, which is found when the emulated one is not.
+/// Whether this machine has its own driver, which is loaded if the emulated driver is missing.
 pub(crate) fn has_driver() -> bool {
     fs::exists("/dev/nvidiactl").unwrap()
 }
@@ -115,7 +115,7 @@ fn library_that_fails_init_is_named() {
     let meeting = Meeting::fake();
     let stub = doctor(&meeting, "driver", &[(FAIL, "cuInit:1:34")]).end();
     assert_explained(&stub.code(1).json(), "driver", "failed", "stub-library");
-    // Also where the folder alone gives it away.
+    // Also if only the folder identifies a stub.
     let copy = Copy::new();
     let stubs = copy.folder().join("stubs");
     fs::create_dir(&stubs).unwrap();
@@ -125,7 +125,7 @@ fn library_that_fails_init_is_named() {
     assert_explained(&report, "driver", "failed", "stub-library");
     let library = &report["environment"]["library"];
     assert!(library["path"].as_str().unwrap().ends_with("/stubs/libcuda.so.1"), "{library}");
-    // One that hides nothing is named as well.
+    // The report also names the library without a stub.
     let report = doctor(&meeting, "driver", &[(FAIL, "cuInit:1:803")]).end().code(1).json();
     assert!(Path::new(report["environment"]["library"]["path"].as_str().unwrap()).is_file(), "{report}");
 }
@@ -155,7 +155,7 @@ fn persistence_mode_is_only_a_warning() {
         let ended = doctor(&meeting, "persistence", settings).env("LD_LIBRARY_PATH", copy.folder()).end();
         finding(&ended.json(), "persistence")
     };
-    // A container that has the driver and not NVML.
+    // A container that has the driver but lacks NVML.
     if !has_driver() {
         let found = probe(&[]);
         assert_eq!((&found["status"], &found["rule"]), (&"skipped".into(), &Value::Null), "{found}");
@@ -164,7 +164,7 @@ fn persistence_mode_is_only_a_warning() {
     copy.write("libnvidia-ml.so.1");
     let found = probe(&[]);
     assert_eq!((&found["status"], &found["figures"]["persistence_mode"]), (&"ok".into(), &1.into()), "{found}");
-    // Of an instance, it is the GPU's.
+    // A MIG instance reports the mode of its GPU.
     for settings in [&[("FAKECUDA_PERSISTENCE", "0")][..], &[("FAKECUDA_PERSISTENCE", "0"), ("FAKECUDA_MIG", "1")]] {
         let run = doctor(&meeting, "persistence", settings).env("LD_LIBRARY_PATH", copy.folder());
         let report = run.end().code(1).json();
@@ -186,7 +186,7 @@ fn persistence_mode_is_only_a_warning() {
     let ended = doctor(&meeting, "persistence", &[]).env("LD_LIBRARY_PATH", old.folder()).end();
     let found = finding(&ended.json(), "persistence");
     assert!(found["meaning"].as_str().unwrap().contains("has no nvmlDeviceGetPersistenceMode"), "{found}");
-    // Not asked for by name, it decides nothing.
+    // By default the probe is not required.
     let mut run = meeting.bare("vmmfd");
     run.command.args(["doctor", "--json", "--backend", "cuda", "--device", "0"]);
     run.command.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder());
@@ -229,7 +229,7 @@ fn unrelated_code_is_not_unsupported() {
         let found = finding(&report, probe);
         assert_eq!((&found["status"], &found["rule"]), (&"failed".into(), &Value::Null), "{fault}: {found}");
     }
-    // What ran out says nothing of what was to be tried.
+    // Running out of memory gives no result for the tested feature.
     let report = doctor(&meeting, "read-only-store", &[(FAIL, "cuMemCreate:1:2")]).end().code(1).json();
     let found = finding(&report, "read-only-store");
     assert!(found["meaning"].as_str().unwrap().starts_with("It could not be tested whether "), "{found}");
@@ -238,7 +238,7 @@ fn unrelated_code_is_not_unsupported() {
 mod namespaces {
     use super::*;
 
-    /// The same command where files of the kernel are others: `mounts` is done in a mount namespace of its own.
+    /// Runs the command in a mount namespace after `mounts`, to replace files of the kernel.
     fn elsewhere(run: Run, mounts: &str) -> Run {
         let mut command = Command::new("unshare");
         command
@@ -291,7 +291,7 @@ mod namespaces {
         };
         let report = refused("system_u:system_r:container_t:s0:c1,c2").code(1).json();
         assert_explained(&report, "round-trip", "failed", "selinux-categories");
-        // Without categories nothing is known but that it was refused.
+        // Without categories, the report can only state the refusal.
         let report = refused("docker-default (enforce)").code(1).json();
         assert_eq!(finding(&report, "round-trip")["rule"], Value::Null, "{report}");
     }

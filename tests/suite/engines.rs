@@ -1,4 +1,4 @@
-//! `--verify` of both commands: who writes and checks the pattern, and how that is told.
+//! `--verify` of both commands: the engine that writes and checks the pattern, and its report.
 
 use serde_json::{Value, json};
 
@@ -24,14 +24,13 @@ fn pair(meeting: &Meeting, producer: &[&str], consumer: &[&str]) -> (Ended, Ende
     (producer.end(), consumer)
 }
 
-/// The line of a step.
 #[track_caller]
 fn line<'a>(ended: &'a Ended, step: &str) -> &'a str {
     let line = ended.stdout.lines().find(|line| line.split_whitespace().nth(1) == Some(step));
     line.unwrap_or_else(|| panic!("no {step}: {}", ended.stdout))
 }
 
-/// Who did each step that was somebody's, by the report.
+/// The engine of each step that reports one.
 fn by(report: &Value) -> Vec<(&str, &str)> {
     let steps = report["steps"].as_array().unwrap().iter();
     steps.filter_map(|step| Some((step["name"].as_str()?, step.get("by")?.as_str()?))).collect()
@@ -79,7 +78,7 @@ fn forced_gpu_engine_is_reported(meeting: Meeting) {
 }
 
 fn engines_of_both_sides_may_differ(meeting: Meeting) {
-    // No whole number of words, so that the last one is in part.
+    // Not a multiple of the word size, so the last word is partial.
     let size = ["--round-trip", "--size", "1000003", "--json"];
     for (here, there) in [("gpu", "host"), ("host", "gpu")] {
         let (producer, consumer) =
@@ -89,7 +88,7 @@ fn engines_of_both_sides_may_differ(meeting: Meeting) {
         assert_eq!(by(&consumer), [("verify", there), ("fill", there)]);
         assert_eq!((&producer["verified"], &consumer["verified"]), (&json!(true), &json!(true)));
     }
-    // A part that begins where no word does is the host's, also if the kernels are there.
+    // The host checks the partial word at an unaligned start, even if the kernels are loaded.
     let (producer, consumer) =
         pair(&meeting, &["--size", "100000"], &["--range", "3:5000", "--verify", "gpu", "--json"]);
     producer.code(0);
@@ -123,7 +122,7 @@ fn gpu_engine_on_host_is_unsupported() {
     let report = consumer.code(3).json();
     assert_eq!(report["error"]["kind"], "unsupported", "{report}");
     assert!(report["error"]["message"].as_str().unwrap().contains("does not support kernels"), "{report}");
-    // The other side is told, and not left waiting.
+    // The other side receives the error and does not wait for the timeout.
     assert!(producer.end().code(4).json()["error"]["message"].as_str().unwrap().contains("kernels"));
 }
 
@@ -138,7 +137,7 @@ fn forced_kernels_fail_without_compiler() {
     let message = consumer.code(5).json()["error"]["message"].clone();
     assert!(message.as_str().unwrap().contains("(221)"), "{message}");
     producer.end().code(4);
-    // Whoever does not insist does not even ask for them.
+    // By default, the consumer does not load the kernels.
     let producer = meeting.producer(&["--json"]).start();
     let consumer = meeting.consumer(&["--json"]).env("FAKECUDA_FAIL", refusing).end();
     assert_eq!(by(&consumer.code(0).json()), [("verify", "host")]);

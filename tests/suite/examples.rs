@@ -1,4 +1,4 @@
-//! The examples as the programs that they are: each runs to its end, and prints what it says that it does.
+//! Runs each example as a program, and checks its output.
 
 use std::{
     env, fs,
@@ -21,14 +21,13 @@ cases! {
     ]
 }
 
-/// The folder of the examples: of the bundle, or where cargo puts them.
+/// The folder of the examples: in the bundle, or in cargo's target folder.
 pub(crate) fn folder() -> PathBuf {
     let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
     let found = [beside.join("examples"), beside.join("../examples")].into_iter().find(|folder| folder.is_dir());
     found.unwrap_or_else(|| panic!("no examples beside {}: cargo build --examples --features launch", beside.display()))
 }
 
-/// An example, on a meeting's backend.
 fn example(meeting: &Meeting, name: &str, arguments: &[&Path]) -> Run {
     let program = folder().join(name);
     assert!(program.is_file(), "no {}: cargo build --examples --features launch", program.display());
@@ -109,7 +108,7 @@ fn every_example_is_short_and_run() {
     };
     let mut names = Vec::new();
     for path in entries.map(|entry| entry.unwrap().path()) {
-        // Those in Python are run by the package's tests.
+        // The Python package's tests run the Python examples.
         if path.extension().is_some_and(|extension| extension == "py") {
             continue;
         }

@@ -26,13 +26,12 @@ use crate::{
     support::stand_in::{StandIn, answer, request},
 };
 
-/// An exporter, and where it listens.
 struct Exporter {
     running: Running,
     address: SocketAddr,
 }
 
-/// What came back.
+/// An HTTP response.
 struct Answer {
     status: String,
     head: String,
@@ -40,7 +39,6 @@ struct Answer {
 }
 
 impl Answer {
-    /// Reads to the end.
     fn read(mut stream: TcpStream) -> Self {
         let mut text = String::new();
         stream.read_to_string(&mut text).unwrap();
@@ -74,14 +72,14 @@ impl Exporter {
         stream
     }
 
-    /// Sends these bytes, and reads to the end.
+    /// Sends raw bytes, and returns the response.
     fn send(&self, request: &str) -> Answer {
         let mut stream = self.connect();
         stream.write_all(request.as_bytes()).unwrap();
         Answer::read(stream)
     }
 
-    /// Sends a request, and does not wait for the answer.
+    /// Sends a request without waiting for the response.
     fn ask(&self, path: &str) -> TcpStream {
         let mut stream = self.connect();
         write!(stream, "GET {path} HTTP/1.1\r\nHost: {}\r\n\r\n", self.address).unwrap();
@@ -98,7 +96,7 @@ impl Exporter {
     }
 }
 
-/// A metric's line.
+/// The value of a metric.
 #[track_caller]
 fn value(body: &str, metric: &str) -> f64 {
     let line = body.lines().find_map(|line| line.strip_prefix(metric)?.strip_prefix(' '));
@@ -158,14 +156,14 @@ fn measured() -> Metrics {
     }
 }
 
-/// The whole of what a broker with those figures is served as.
+/// The complete response for a broker with these figures.
 const PLAIN: &str = "\
 # HELP vmmfd_up Whether the broker answers
 # TYPE vmmfd_up gauge
 vmmfd_up 1
 ";
 
-/// A command that is passed a socket as systemd passes one.
+/// Runs the exporter with a socket passed as systemd passes it.
 fn with_socket(place: &Meeting, socket: OwnedFd) -> Run {
     let mut shell = Command::new("sh");
     shell.args(["-c", "LISTEN_PID=$$ LISTEN_FDS=1 exec \"$0\" exporter 3<&0 </dev/null"]).arg(binary("vmmfd"));
@@ -226,13 +224,13 @@ fn figures_use_the_requested_format() {
         ("vmmfd_max_stored_descriptors", 26_000.0),
         ("vmmfd_lost_versions", 1.0),
         ("vmmfd_build_info{version=\"0.1.0\"}", 1.0),
-        // Characters that would end the label early are replaced, a line's end as in every message.
+        // Characters that would close the label are replaced. Line breaks are replaced as in every message.
         ("vmmfd_store_info{kind=\"keeper_ \"}", 1.0),
         ("vmmfd_start_time_seconds", 1_700_000_000.5),
         ("vmmfd_restarts_total", 2.0),
         ("vmmfd_requests_total{verb=\"get\",outcome=\"ok\"}", 10.0),
         ("vmmfd_requests_total{verb=\"get\",outcome=\"absent\"}", 2.0),
-        // Each bucket counts those below it too.
+        // A bucket includes all smaller buckets.
         ("vmmfd_request_seconds_bucket{le=\"0.00001\",verb=\"get\"}", 1.0),
         ("vmmfd_request_seconds_bucket{le=\"0.0001\",verb=\"get\"}", 5.0),
         ("vmmfd_request_seconds_bucket{le=\"1.0\",verb=\"get\"}", 11.0),
@@ -242,7 +240,7 @@ fn figures_use_the_requested_format() {
     ] {
         assert_eq!(value(body, metric), want, "{metric}");
     }
-    // Each sample is of a metric that has a type of that name, and a help.
+    // Each sample belongs to a metric with a type and a help text.
     for line in body.lines().filter(|line| !line.starts_with('#')) {
         let name = line.split(['{', ' ']).next().unwrap();
         let family = ["_bucket", "_count", "_sum"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name);
@@ -265,13 +263,12 @@ fn figures_use_the_requested_format() {
     exporter.end().code(0);
 }
 
-/// The metrics that a text of queries names.
+/// The metrics in a text of queries.
 fn metrics_of(queries: &str) -> BTreeSet<&str> {
     let words = queries.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.starts_with("vmmfd_")).collect()
 }
 
-/// Fails unless the exporter serves each metric of the queries.
 #[track_caller]
 fn assert_served(queries: &str, body: &str) {
     let served = metrics_of(body);
@@ -289,7 +286,7 @@ fn deployed(name: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// What the exporter serves of a broker with those figures.
+/// The metrics that the exporter serves for a broker with these figures.
 fn served() -> String {
     let place = Meeting::host();
     let broker = StandIn::start(
@@ -345,7 +342,7 @@ fn dashboard_names_served_metrics() {
             assert_served(target["expr"].as_str().unwrap(), &body);
         }
     }
-    // Each metric of the page is on the dashboard, but for those that a person asks for by hand.
+    // The dashboard shows every metric of the page except the metrics for manual queries.
     let all = panels.iter().flat_map(|panel| panel["targets"].as_array().unwrap());
     let all: String = all.map(|target| target["expr"].as_str().unwrap().to_owned() + "\n").collect();
     for metric in
@@ -370,7 +367,7 @@ fn docs_page() -> String {
     fs::read_to_string(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join("docs/operate.md")).unwrap()
 }
 
-/// Prometheus's own reader of the format, where it is installed.
+/// Checks the format with Prometheus's own parser, if it is installed.
 fn checked_by_promtool(body: &str) {
     let tool = Command::new("promtool").args(["check", "metrics"]).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let Ok(mut tool) = tool else {
@@ -429,7 +426,7 @@ fn figures_match_what_the_broker_did() {
     let after = exporter.get("/metrics").body;
     assert_eq!(value(&after, "vmmfd_objects"), 2.0);
     assert_eq!(value(&after, "vmmfd_requests_total{verb=\"put\",outcome=\"ok\"}"), 2.0);
-    // Each put first asks for the claim of its name, with a get.
+    // Each put first reads the claim on its name with a get.
     assert_eq!(value(&after, "vmmfd_requests_total{verb=\"get\",outcome=\"ok\"}"), 3.0);
     assert_eq!(value(&after, "vmmfd_requests_total{verb=\"get\",outcome=\"absent\"}"), 1.0);
     assert_eq!(value(&after, "vmmfd_request_seconds_count{verb=\"put\"}"), 2.0);
@@ -463,7 +460,7 @@ fn other_requests_have_other_answers() {
     exporter.end().code(0);
 }
 
-/// Whether the exporter has closed a connection on which it sent nothing.
+/// Whether the exporter has closed a connection without a response.
 fn is_closed(mut stream: &TcpStream) -> bool {
     stream.set_nonblocking(true).unwrap();
     let read = stream.read(&mut [0; 16]);
@@ -483,7 +480,7 @@ fn new_connections_replace_slow_ones() {
     let mut server = vmmfd(&place, &["serve"]).start();
     server.until("listening");
     let exporter = Exporter::start(&place, &["--timeout", "60s"]);
-    // 32 more than the exporter holds, each with nothing or with half a request.
+    // 32 connections above the exporter's limit, each with no data or half a request.
     let slow: Vec<TcpStream> = (0..160)
         .map(|index| {
             let mut stream = exporter.connect();
@@ -496,7 +493,7 @@ fn new_connections_replace_slow_ones() {
     let closed: Vec<bool> = slow.iter().map(is_closed).collect();
     let count = closed.iter().filter(|closed| **closed).count();
     assert!(count == 33 && closed[..33].iter().all(|closed| *closed), "{count} closed: {closed:?}");
-    // A slow client that no other client replaces loses its connection in the end.
+    // Without newer connections, a slow client is closed at the timeout.
     assert!(matches!((&slow[159]).read(&mut [0; 16]), Ok(0) | Err(_)));
     exporter.end().code(0);
 }
@@ -511,14 +508,14 @@ fn waiting_requests_share_one_scrape() {
             assert!(matches!(request(&raw), Message::Measure(_)));
             released.recv().unwrap();
             answer(&raw, Message::Measured(Box::new(measured()))).unwrap();
-            // The exporter ends before another request.
+            // The exporter stops before another request.
             assert!(!matches!(raw.receive(), Ok(Some(_))));
         })],
     );
     let exporter = Exporter::start(&place, &["--timeout", "60s"]);
     let paths = ["/healthz", "/metrics"].repeat(20);
     let waiting: Vec<TcpStream> = paths.iter().map(|path| exporter.ask(path)).collect();
-    // Answered after all the others were read, without the broker.
+    // The exporter has read all other requests before this response, which needs no broker.
     assert_eq!(exporter.get("/").status, "404 Not Found");
     assert!(!waiting.iter().any(is_closed));
     release.send(()).unwrap();
@@ -536,7 +533,7 @@ fn stopped_broker_is_unavailable_to_all() {
     let place = Meeting::host();
     let mut server = vmmfd(&place, &["serve", "--no-keeper"]).start();
     server.until("listening");
-    // Over a connection of before, and over new ones.
+    // Over an existing connection, and over new ones.
     let exporter = Exporter::start(&place, &[]);
     assert_eq!(exporter.get("/healthz").status, "200 OK");
     server.signal(Signal::SIGSTOP);

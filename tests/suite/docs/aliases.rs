@@ -1,10 +1,10 @@
-//! A search of the documentation for a driver call finds the items that make it.
+//! A search of the documentation for a driver call finds the items that make the call.
 
 use std::fs;
 
 use super::root;
 
-/// The driver calls in the paragraph of a doc comment that begins with `Driver call`.
+/// The driver calls in the `Driver call` paragraph of a doc comment.
 fn driver_calls(doc: &str) -> Vec<&str> {
     let Some((_, calls)) = doc.split_once("Driver call") else { return Vec::new() };
     let paragraph = calls.split("\n\n").next().unwrap();

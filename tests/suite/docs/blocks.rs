@@ -1,17 +1,17 @@
-//! Every code block is compiled, run or compared: one that nothing checks is an error.
+//! Every code block is compiled, run or compared; an unchecked block is an error.
 //!
-//! A block is checked by its language, or by the mark in the line above it:
+//! The language of a block, or the mark in the line above it, selects the check:
 //!
-//! | Block | What checks it |
+//! | Block | Check |
 //! |---|---|
 //! | `rust` | a doctest: the page is included by `src/lib.rs` |
 //! | `sh`, `<!-- file: PATH -->`, `<!-- output -->` | `python/tests/test_pages.py` runs the page in order, in one folder |
 //! | `sh` with `<!-- needs: REASON -->` | each line: the options of our commands, make's targets, the files named |
 //! | `toml` | the lines of the README's dependencies, which `make check` builds |
 //! | `<!-- terminal: NAME -->`, `<!-- json: NAME -->`, `<!-- doctor -->` | a test beside this one compares it with what the command prints |
-//! | `<!-- exit codes -->` | is generated |
+//! | `<!-- exit codes -->` | generated |
 //! | `<!-- python: NAME -->` | `scripts/interop/host.py` runs it |
-//! | `<!-- excerpt: FILE -->` | it stands in that file, word for word |
+//! | `<!-- excerpt: FILE -->` | the file contains it, word for word |
 //! | `<!-- checked by: FILE::TEST -->` | that test, in Rust or Python |
 
 use std::path::Path;
@@ -22,12 +22,12 @@ use super::{Page, root, shell, source};
 pub(super) struct Block<'a> {
     pub(super) line: usize,
     pub(super) language: &'a str,
-    /// What the comment above it says.
+    /// The text of the comment above the block.
     pub(super) mark: Option<&'a str>,
     pub(super) lines: Vec<&'a str>,
 }
 
-/// Whether each line of a page is in a fenced block, and the blocks.
+/// Marks each line of a page that is in a fenced block, and returns the blocks.
 pub(super) fn read(text: &str) -> (Vec<bool>, Vec<Block<'_>>) {
     let (mut inside, mut blocks) = (Vec::new(), Vec::<Block<'_>>::new());
     let (mut open, mut before) = (None::<&str>, "");
@@ -58,7 +58,7 @@ pub(super) fn read(text: &str) -> (Vec<bool>, Vec<Block<'_>>) {
     (inside, blocks)
 }
 
-/// Checks a block, or says what is wrong with it.
+/// Checks a block, or returns the reason for the failure.
 fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
     let kind = block.mark.map(|mark| mark.split_once(": ").unwrap_or((mark, "")));
     match (block.language, kind) {
@@ -85,7 +85,7 @@ fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
         ("console", Some(("terminal", "producer" | "consumer")))
         | ("json", Some(("json", "producer" | "consumer")))
         | ("text", Some(("exit codes" | "doctor", ""))) => Ok(()),
-        // Of a run under systemd, which this test can't repeat.
+        // From a run under systemd, which this test can't repeat.
         ("text", Some(("journal", ""))) => Ok(()),
         ("python", Some(("python", name))) => {
             let run = source("scripts/interop/host.py").contains(&format!("<!-- python: {name} -->"));
@@ -95,7 +95,7 @@ fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
     }
 }
 
-/// Whether a test exists, named as `FILE::TEST` or `suite::FILE::TEST`.
+/// Whether the test `FILE::TEST` or `suite::FILE::TEST` exists.
 pub(super) fn exists(test: &str) -> Result<(), String> {
     let (file, name) = test.rsplit_once("::").ok_or_else(|| format!("`{test}` names no test"))?;
     let files = match file.strip_prefix("suite::") {
@@ -112,7 +112,7 @@ pub(super) fn exists(test: &str) -> Result<(), String> {
     found.then_some(()).ok_or_else(|| format!("{} has no test {name}", files[0]))
 }
 
-/// A line of a manifest: what it names is what `make check` builds, and what the manifest has.
+/// Checks a dependency line: `make check` builds this dependency, and the manifest has it.
 fn dependency(line: &str) -> Result<(), String> {
     if line == "[dependencies]" {
         return Ok(());

@@ -1,4 +1,4 @@
-//! What is written into the pages from the sources: the options of the commands, the rules of the doctor.
+//! The generated parts of the pages: the options of the commands, and the rules of the doctor.
 
 use vmmfd_cli::{
     cli::EXIT_CODES,
@@ -25,7 +25,7 @@ fn commands_page_has_exit_codes() {
     Page::has_generated("docs/commands.md", "exit codes", &want);
 }
 
-/// What a command prints with `-h`.
+/// The output of `COMMAND -h`.
 fn help(command: &str) -> String {
     let mut words = command.split(' ');
     let meeting = Meeting::host();
@@ -38,7 +38,7 @@ fn help(command: &str) -> String {
     ended.stdout
 }
 
-/// The subcommands that a help lists.
+/// The subcommands in a help text.
 fn subcommands(help: &str) -> Vec<String> {
     let Some((_, list)) = help.split_once("\nCommands:\n") else { return Vec::new() };
     list.lines()
@@ -50,7 +50,7 @@ fn subcommands(help: &str) -> Vec<String> {
         .collect()
 }
 
-/// The options that a help lists, without those of every command.
+/// The options in a help text, without the options that every command has.
 fn options(help: &str) -> Vec<&str> {
     let of_all = ["--json", "--log-format <FORMAT>", "-v, --verbose...", "-q, --quiet", "-h, --help", "-V, --version"];
     help.lines()

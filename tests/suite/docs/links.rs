@@ -1,4 +1,4 @@
-//! Links lead somewhere: to a file, and to a heading or an anchor of a page.
+//! Every link has a target: a file, or a heading or an anchor of a page.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,7 +8,7 @@ use std::{
 
 use super::{Page, blocks, root, source};
 
-/// The text outside of code blocks, without what stands in backticks.
+/// The text outside of code blocks and backticks.
 fn prose(text: &str) -> String {
     let (inside, _) = blocks::read(text);
     let lines = text.lines().zip(inside).filter(|(_, inside)| !inside).map(|(line, _)| line);
@@ -18,7 +18,7 @@ fn prose(text: &str) -> String {
             if at % 2 == 0 {
                 prose.push_str(part);
             } else {
-                // So that a link's text is not empty.
+                // Keeps a link's text from being empty.
                 prose.push('x');
             }
         }
@@ -27,7 +27,7 @@ fn prose(text: &str) -> String {
     prose
 }
 
-/// Where the links of a page lead.
+/// The targets of a page's links.
 fn targets(text: &str) -> Vec<String> {
     let prose = prose(text);
     let inline = prose.split("](").skip(1).filter_map(|rest| rest.split_once(')').map(|(target, _)| target));
@@ -36,7 +36,7 @@ fn targets(text: &str) -> Vec<String> {
     inline.chain(in_tags).map(|target| target.trim().to_owned()).collect()
 }
 
-/// The anchors of a page: its headings as GitHub names them, and the ids that it gives.
+/// The anchors of a page: its headings in GitHub's spelling, and explicit ids.
 fn anchors(text: &str) -> BTreeSet<String> {
     let (inside, _) = blocks::read(text);
     let mut anchors = BTreeSet::new();
@@ -63,7 +63,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
     anchors
 }
 
-/// A path without `.` and `..`, as far as it stays in the sources.
+/// Resolves `.` and `..` in a path; `None` if it leaves the repository.
 fn resolved(from: &str, to: &str) -> Option<PathBuf> {
     let mut path = PathBuf::from(from).parent()?.to_owned();
     for part in Path::new(to).components() {
@@ -77,7 +77,7 @@ fn resolved(from: &str, to: &str) -> Option<PathBuf> {
     Some(path)
 }
 
-/// What is wrong with a link of a page.
+/// Checks one link of a page.
 fn check(page: &str, text: &str, target: &str) -> Result<(), String> {
     if target.starts_with("https://") {
         return Ok(());
@@ -145,7 +145,7 @@ fn the_readme_is_short() {
     assert!(lines <= 150, "README.md has {lines} lines");
 }
 
-/// On docs.rs a page is found by its path in the package.
+/// docs.rs serves a page at its path in the package.
 #[test]
 fn reference_links_to_package_files() {
     const SHIPPED: &str = "https://docs.rs/crate/vmmfd/latest/source/";

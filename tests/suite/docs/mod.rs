@@ -1,6 +1,6 @@
-//! The README and the pages of `docs/` say what is so.
+//! The README and the pages of `docs/` match the code.
 //!
-//! `UPDATE_DOCS=1` rewrites what is generated, in place of comparing it: see `docs/CONTRIBUTING.md`.
+//! `UPDATE_DOCS=1` rewrites the generated parts instead of comparing them: see `docs/CONTRIBUTING.md`.
 
 mod aliases;
 mod blocks;
@@ -16,19 +16,18 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// The folder of the sources.
+/// The root of the repository.
 fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
 }
 
-/// A file of the sources.
 #[track_caller]
 fn source(path: &str) -> String {
     let full = root().join(path);
     fs::read_to_string(&full).unwrap_or_else(|error| panic!("{}: {error}", full.display()))
 }
 
-/// A page, with its path in the sources.
+/// A page, with its path in the repository.
 struct Page {
     path: String,
     text: String,
@@ -40,7 +39,6 @@ impl Page {
         Self { path: path.to_owned(), text: source(path) }
     }
 
-    /// Every page that there is.
     fn all() -> Vec<Self> {
         let mut paths = Vec::new();
         find(root(), &mut paths);
@@ -49,7 +47,7 @@ impl Page {
         paths.into_iter().map(|path| Self::read(path.strip_prefix(root()).unwrap().to_str().unwrap())).collect()
     }
 
-    /// The lines of the code block that follows a mark.
+    /// The lines of the code block after a mark.
     #[track_caller]
     fn block(&self, mark: &str) -> Vec<&str> {
         let (_, after) = self
@@ -61,7 +59,7 @@ impl Page {
         body.lines().collect()
     }
 
-    /// What stands between a mark and its end is this; or becomes it, if the pages are to be updated.
+    /// Compares the text between a mark and its end mark with `want`, or replaces it under `UPDATE_DOCS`.
     #[track_caller]
     fn has_generated(path: &str, mark: &str, want: &str) {
         // Two tests may update parts of one page.
@@ -88,7 +86,7 @@ impl Page {
     }
 }
 
-/// The pages below a folder, but for what was built and what is hidden.
+/// The pages below a folder, without build output and hidden folders.
 fn find(folder: &Path, into: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

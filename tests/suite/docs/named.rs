@@ -1,10 +1,10 @@
-//! What the pages name exists: tests, errors, versions, numbers.
+//! Names in the pages exist: tests, errors, versions, numbers.
 
 use std::fs;
 
 use super::{Page, blocks, root, source};
 
-/// What stands in backticks.
+/// The text in backticks.
 fn quoted(text: &str) -> Vec<&str> {
     text.split('`').skip(1).step_by(2).collect()
 }
@@ -26,7 +26,7 @@ fn each_guarantee_has_tests_that_exist() {
     assert!(seen > 30, "{seen}");
 }
 
-/// The text of every error of the library, the commands and the driver's codes.
+/// The error texts of the library and the commands, and the driver's error codes.
 fn texts_of_errors() -> Vec<String> {
     let mut texts = Vec::new();
     let mut folders = ["src", "bin/src"].map(|folder| root().join(folder)).to_vec();

@@ -1,6 +1,6 @@
-//! The output that the pages show is what the commands print, but for what differs from run to run and from device to device.
+//! The output in the pages matches the output of the commands, except for parts that differ between runs and devices.
 //!
-//! Output of a GPU is pasted into the pages: these tests compare its steps and words with those of the host backend.
+//! GPU output is pasted into the pages: these tests compare its steps and words with the output of the host backend.
 
 use std::collections::BTreeSet;
 
@@ -9,10 +9,10 @@ use serde_json::Value;
 use super::Page;
 use crate::running::{Meeting, On};
 
-/// The units of figures, which differ with their size.
+/// The units of figures, which depend on the size of the figure.
 const UNITS: [&str; 10] = ["ns", "us", "ms", "s", "B", "bytes", "KiB", "MiB", "GiB", "TiB"];
 
-/// A line with everything masked that differs from run to run and from device to device.
+/// A line without the parts that differ between runs and devices.
 fn masked(line: &str) -> String {
     let words = line.split_whitespace().filter(|word| !UNITS.contains(&word.trim_matches(['(', ')', ','])));
     words
@@ -27,7 +27,7 @@ fn figures_are_masked_with_their_units() {
     assert_ne!(masked("map  at 0x7f00, read-write (89 us)"), masked("map  at 0x7f00, read-only (89 us)"));
 }
 
-/// The steps of an output, less the two that name the backend and the device; in any order, for two sides work at once.
+/// The steps of an output, sorted because two sides work in parallel, without the steps that name the backend and the device.
 fn steps<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<String> {
     let own_words = |line: &&str| !matches!(line.split_whitespace().nth(1), Some("driver" | "device"));
     let mut steps: Vec<String> = lines.filter(own_words).map(masked).collect();

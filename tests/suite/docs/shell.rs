@@ -1,9 +1,9 @@
-//! Lines of a shell, as a page shows them.
+//! Shell lines in a page.
 
 use super::{root, source};
 use crate::running::Meeting;
 
-/// Programs of others, and of the shell: of these only the files are looked at that a line names.
+/// Third-party programs and shell builtins: only the file arguments of these lines are checked.
 const OTHERS: [&str; 14] = [
     ".",
     "docker",
@@ -21,7 +21,7 @@ const OTHERS: [&str; 14] = [
     "vllm",
 ];
 
-/// Checks a line: what it starts exists and has these options, and the files of the repository that it names exist.
+/// Checks that a line's program exists and takes these options, and that the repository files in the line exist.
 pub(super) fn check(line: &str) -> Result<(), String> {
     let line = line.split_once(" #").map_or(line, |(line, _)| line).trim();
     if line.starts_with('#') || line.is_empty() {
@@ -55,7 +55,7 @@ fn check_command(command: &str) -> Result<(), String> {
     }
 }
 
-/// Whether one of our commands takes these arguments: with `--help` behind them it parses them and does nothing else.
+/// Whether one of our commands accepts these arguments: with `--help` at the end it only parses them.
 fn understood(program: &str, arguments: &[String]) -> Result<(), String> {
     let meeting = Meeting::host();
     let name = ["producer", "consumer", "vmmfd"].into_iter().find(|name| *name == program).unwrap();
@@ -91,17 +91,17 @@ fn cargo(arguments: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// `NAME=value`.
+/// Whether a word is `NAME=value`.
 fn is_setting(word: &str) -> bool {
     word.split_once('=').is_some_and(|(name, _)| name.chars().all(|c| c.is_ascii_uppercase() || c == '_'))
 }
 
-/// A path below one of the folders at the top.
+/// Whether a path is below one of the top-level folders.
 fn in_repository(word: &str) -> bool {
     ["scripts/", "docs/", "examples/", "tests/", "src/", "bin/"].iter().any(|folder| word.starts_with(folder))
 }
 
-/// Words, of which some are in quotes.
+/// Splits a line at spaces outside quotes.
 fn split(command: &str) -> Vec<String> {
     let (mut words, mut quoted, mut word) = (Vec::new(), None, String::new());
     for c in command.chars() {
