@@ -125,7 +125,7 @@ fn library_that_fails_init_is_named() {
     assert_explained(&report, "driver", "failed", "stub-library");
     let library = &report["environment"]["library"];
     assert!(library["path"].as_str().unwrap().ends_with("/stubs/libcuda.so.1"), "{library}");
-    // The report also names the library without a stub.
+    // The report names a library that is not a stub, too.
     let report = doctor(&meeting, "driver", &[(FAIL, "cuInit:1:803")]).end().code(1).json();
     assert!(Path::new(report["environment"]["library"]["path"].as_str().unwrap()).is_file(), "{report}");
 }

@@ -88,7 +88,7 @@ fn engines_of_both_sides_may_differ(meeting: Meeting) {
         assert_eq!(by(&consumer), [("verify", there), ("fill", there)]);
         assert_eq!((&producer["verified"], &consumer["verified"]), (&json!(true), &json!(true)));
     }
-    // The host checks the partial word at an unaligned start, even if the kernels are loaded.
+    // A range may start inside a word.
     let (producer, consumer) =
         pair(&meeting, &["--size", "100000"], &["--range", "3:5000", "--verify", "gpu", "--json"]);
     producer.code(0);

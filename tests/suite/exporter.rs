@@ -342,7 +342,7 @@ fn dashboard_names_served_metrics() {
             assert_served(target["expr"].as_str().unwrap(), &body);
         }
     }
-    // The dashboard shows every metric of the page except the metrics for manual queries.
+    // The dashboard includes the main metrics.
     let all = panels.iter().flat_map(|panel| panel["targets"].as_array().unwrap());
     let all: String = all.map(|target| target["expr"].as_str().unwrap().to_owned() + "\n").collect();
     for metric in

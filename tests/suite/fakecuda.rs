@@ -1,4 +1,4 @@
-//! The emulated driver library itself, called as C calls it: it must be as strict as NVIDIA's, or it proves nothing.
+//! The emulated driver library, called as from C: it must be as strict as NVIDIA's, or it proves nothing.
 
 #![allow(unsafe_code, reason = "functions of a loaded library")]
 
@@ -42,11 +42,11 @@ const PLAIN: Properties = Properties {
     reserved: [0; 4],
 };
 
-/// A handle of an event, passed by value.
+/// An event handle, passed by value.
 #[repr(C)]
 struct Bytes([u8; 64]);
 
-/// The functions of a copy of the library that this file calls. All of them check what they are given, and refuse null.
+/// The functions of a loaded copy that this file calls. Each checks its arguments and rejects null.
 struct Calls {
     fake: Fake,
 }
@@ -56,7 +56,7 @@ macro_rules! calls {
         impl Calls {
             $(#[allow(clippy::too_many_arguments, reason = "the driver's own")]
             fn $method(&self, $($arg: $type),*) -> u32 {
-                // SAFETY: the type is that of the function of this name, and the tests pass good pointers or null.
+                // SAFETY: the type matches the function of this name, and the tests pass valid pointers or null.
                 unsafe { self.fake.function::<unsafe extern "C" fn($($type),*) -> c_uint>(stringify!($name))($($arg),*) }
             })*
         }
@@ -110,7 +110,7 @@ impl Calls {
         calls
     }
 
-    /// With the context of a device current.
+    /// Makes a device's context current.
     fn ready() -> Self {
         let calls = Self::new();
         calls.enter();
@@ -208,7 +208,7 @@ fn addresses_and_mappings_take_no_flags() {
     assert_eq!(calls.reserve(&mut address, UNIT, 0, 0, 0), 0);
     assert_eq!(calls.map(address, UNIT, 0, handle, 1), 1);
     assert_eq!(calls.map(address, UNIT, 0, handle, 0), 0);
-    // Kind of location, device, flags.
+    // Location type, device, flags.
     for (access, count, want) in [
         ([1, 0, 2], 1, 1),
         ([1, 0, 4], 1, 1),
@@ -233,7 +233,7 @@ fn export_and_import_need_descriptors() {
     }
     assert_eq!(calls.export(ptr::null_mut(), handle, 1, 0), 1);
     assert_eq!((fd, calls.export(&mut fd, handle, 1, 0)), (-1, 0));
-    // SAFETY: the call gave it out just now.
+    // SAFETY: the call returned this new descriptor.
     let _owned = unsafe { OwnedFd::from_raw_fd(fd) };
     let shareable = ptr::without_provenance_mut(fd as usize);
     let mut imported = 0;
@@ -289,13 +289,13 @@ fn unmapping_under_a_copy_aborts() {
     assert!(told.starts_with("fakecuda: cuMemUnmap under a copy to "), "{told}");
 }
 
-/// Fails if any of these is not refused with the code.
+/// Asserts that each call fails with this code.
 #[track_caller]
 fn refused<const COUNT: usize>(code: u32, answers: [u32; COUNT]) {
     assert_eq!(answers, [code; COUNT]);
 }
 
-/// A kernel that the library knows, with the least that it is known by.
+/// The shortest PTX by which the library recognizes this kernel.
 const KERNEL: &CStr = c"\
 .version 6.0
 .target sm_50
@@ -304,7 +304,7 @@ const KERNEL: &CStr = c"\
 { ret; }";
 
 impl Calls {
-    /// Memory of one unit, mapped with these flags of access.
+    /// One unit of memory, mapped with these access flags.
     fn mapped(&self, properties: &Properties, access: u32) -> u64 {
         let (mut handle, mut address) = (0, 0);
         assert_eq!(self.create(&mut handle, UNIT, properties, 0), 0);

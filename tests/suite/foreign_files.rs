@@ -1,4 +1,4 @@
-//! Descriptors of files whose daemon may never answer: what the broker's server does with one must not wait for it.
+//! Descriptors of files whose daemon may never answer: the broker's server must not block on them.
 
 use std::{
     fs::OpenOptions,
@@ -39,17 +39,17 @@ mod mounts {
             }
         };
         fuse.requests();
-        // While it answers, so that a request fails the test and does not stop it.
+        // While the daemon answers, so that a request fails the test instead of blocking it.
         refuse();
         assert_eq!(fuse.requests(), Vec::<u32>::new());
-        // A request is one that is seen here.
+        // Check that the daemon counts requests.
         assert_eq!(file.metadata().unwrap().size(), SIZE);
         assert!(fuse.requests().contains(&GETATTR));
 
         fuse.answer(false);
         refuse();
         let closing = thread::spawn(move || drop(file));
-        // To close it blocks, which is why such a file goes to a thread of its own.
+        // The close blocks, so the server closes such a file in a separate thread.
         assert_eq!(fuse.next_request(), FLUSH);
         assert!(!closing.is_finished());
         fuse.answer(true);

@@ -1,5 +1,5 @@
-//! Forks of a process with threads that are inside the library: each call there reports the fork or works, and none waits for a thread
-//! that the fork does not have.
+//! Forks of a process whose threads are inside the library: each call in the child reports the fork or works, and none waits for a thread
+//! that the child does not have.
 
 #![allow(unsafe_code, reason = "unshare")]
 
@@ -25,7 +25,7 @@ use crate::{
 
 const MIB: u64 = 1 << 20;
 
-/// As [`in_fork`], for calls that might hang there.
+/// As [`in_fork`], with an alarm for calls that might hang.
 fn in_short_fork(body: impl FnOnce() -> bool) {
     in_fork(|| {
         alarm::set(30);
@@ -33,14 +33,14 @@ fn in_short_fork(body: impl FnOnce() -> bool) {
     });
 }
 
-/// A CUDA driver over an emulated one, with nothing between them that has locks.
+/// A CUDA driver directly on an emulated library, without test layers that take locks.
 fn fake_driver() -> (Fake, Driver) {
     let fake = Copy::new().load();
     let driver = internals::driver(Arc::new(CudaDriver::load_from(fake.path()).unwrap()));
     (fake, driver)
 }
 
-/// Makes a driver call take 3 s, begins `work` in a thread, and runs `check` in a fork once the thread is in that call.
+/// Makes a driver call take 3 s, starts `work` in a thread, and runs `check` in a fork during the call.
 fn in_fork_during(fake: &Fake, call: &str, work: impl FnOnce() + Send, check: impl FnOnce() -> bool) {
     let before = fake.calls(call);
     fake.set("FAKECUDA_SLOW", &format!("{call}:3000"));
@@ -182,7 +182,7 @@ fn leases_report_the_fork() {
 mod namespaces {
     use super::*;
 
-    /// Makes a PID namespace for the forks that follow: by the rights of root, or in a user namespace.
+    /// Creates a PID namespace for later forks: as root, or in a user namespace.
     fn enter_pid_namespace() {
         let (uid, mut flags) = (getuid(), CloneFlags::CLONE_NEWPID);
         if !geteuid().is_root() {

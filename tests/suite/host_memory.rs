@@ -1,4 +1,4 @@
-//! What only the host backend promises: its memory is a memfd, and another process made the one that it imports.
+//! Properties of the host backend alone: its memory is a memfd, and another process creates the memfd that it imports.
 
 use std::{
     io::{Seek, SeekFrom, Write},
@@ -25,10 +25,10 @@ use vmmfd::{
 
 use crate::support::{Copy, EXPORTABLE, Inode, Subject, code, in_fork};
 
-/// What an importer asks for.
+/// The seals that an import requires.
 const SEALED: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_SEAL);
 
-/// A memfd as another process might have made it.
+/// A memfd as another process might create it.
 fn memfd(size: u64, seals: SealFlag) -> OwnedFd {
     let memfd = memfd_create(c"peer", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
     ftruncate(&memfd, size as i64).unwrap();
@@ -39,7 +39,7 @@ fn memfd(size: u64, seals: SealFlag) -> OwnedFd {
     memfd
 }
 
-/// The code and the reason that an import is refused with. Nothing is left of it.
+/// The error code and reason of a refused import. Asserts that the descriptor is closed.
 #[track_caller]
 fn refused(fd: OwnedFd, size: u64) -> (u32, String) {
     let subject = Subject::host();
@@ -105,7 +105,7 @@ fn sealable_memory_is_refused() {
 #[test]
 fn huge_pages_are_refused_before_mapping() {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING | MFdFlags::MFD_HUGETLB | MFdFlags::MFD_HUGE_2MB;
-    // None of them need be there for this.
+    // No huge pages need to be available.
     let huge = memfd_create(c"huge", flags).unwrap();
     ftruncate(&huge, GRANULARITY as i64).unwrap();
     fcntl(&huge, FcntlArg::F_ADD_SEALS(SEALED)).unwrap();
@@ -126,7 +126,7 @@ fn future_write_seal_allows_reading() {
     let mut bytes = [0; 6];
     mapping.copy_out(0, &mut bytes).unwrap();
     assert_eq!(&bytes, b"theirs");
-    // Whoever had it mapped before may go on writing.
+    // A process may still write through an older mapping.
     assert!(Mirror::of(&mapping, 0, 6).unwrap().bytes().is_none());
 }
 
@@ -147,7 +147,7 @@ fn false_size_is_refused_with_both() {
 
 #[test]
 fn sparse_file_is_refused() {
-    // More than this machine has; a page of many; and one that was punched into what was whole.
+    // A file larger than this machine's memory, a file with a single page, and a whole file with a punched hole.
     let sparse = |size: u64, holds: &[u8]| {
         let memfd = memfd_create(c"peer", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
         ftruncate(&memfd, size as i64).unwrap();
@@ -217,10 +217,10 @@ fn write_seal_allows_only_reading() {
     assert_eq!(code(Mapping::new(&imported, ReadWrite)), code::INVALID_VALUE);
     let mapping = Mapping::new(&imported, ReadOnly).unwrap();
     assert!(matches!(mapping.copy_in(0, b"no"), Err(Error::Memory(MemoryError::ReadOnly))));
-    // Its pages are no copies that this process could change.
+    // Its pages must not be private copies that this process could write.
     let (address, here) = (mapping.address(), Location::Device(0));
     assert_eq!(code(subject.verbs.set_access(address, GRANULARITY, here, Some(ReadWrite))), code::INVALID_VALUE);
-    // Nor shared, which kernels before 6.7 refuse of such memory.
+    // The mapping is private: kernels before 6.7 refuse a shared mapping of write-sealed memory.
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let line = maps.lines().find(|line| line.starts_with(&format!("{address:x}-"))).unwrap();
     assert_eq!(line.split_whitespace().nth(1), Some("r--p"), "{line}");
@@ -301,13 +301,13 @@ fn shared_memory_is_not_sealed() {
         assert_eq!(code(driver.seal(holder)), code::INVALID_VALUE);
         assert!(!driver.properties(holder).unwrap().immutable);
     }
-    // Nor by them: a consumer could lock its producer out.
+    // The fd refuses these seals too: a consumer could lock its producer out.
     for seal in [SealFlag::F_SEAL_WRITE, SealFlag::F_SEAL_FUTURE_WRITE] {
         fcntl(&fd, FcntlArg::F_ADD_SEALS(seal)).unwrap_err();
     }
     driver.release(handle).unwrap();
     driver.release(imported).unwrap();
-    // What a peer made is the peer's to seal.
+    // Only the peer can seal its own memory.
     let own = memfd(GRANULARITY, SEALED);
     let imported = driver.import(own.as_fd(), GRANULARITY).unwrap();
     assert_eq!(code(driver.seal(imported)), code::INVALID_VALUE);
@@ -335,7 +335,7 @@ fn memory_is_replaced_in_one_step() {
         let mut byte = [0];
         verbs.copy_out(0, address + unit, &mut byte).map(|()| byte[0])
     };
-    // What can't be read can't be read afterwards either.
+    // Replacing inaccessible memory grants no access.
     verbs.replace(address + unit, unit, two).unwrap();
     assert_eq!(code(byte()), code::INVALID_VALUE);
     verbs.set_access(address + unit, unit, Location::Device(0), Some(ReadOnly)).unwrap();
@@ -343,7 +343,7 @@ fn memory_is_replaced_in_one_step() {
     verbs.replace(address + unit, unit, one).unwrap();
     assert_eq!((byte().unwrap(), subject.live().mappings), (1, 1));
     assert_eq!(code(verbs.copy_in(0, address + unit, &[9])), code::INVALID_VALUE, "it is read-only");
-    // Only a whole mapping, by memory of its size, which is not in use.
+    // The range must be a whole mapping, and the new memory must be unused and of the same size.
     for (at, size, handle, expected) in [
         (address, unit, two, code::INVALID_VALUE),
         (address + unit, 2 * unit, large, code::INVALID_VALUE),
@@ -365,7 +365,7 @@ fn memory_is_replaced_in_one_step() {
     verbs.replace(address + unit, unit, two).unwrap();
     assert_eq!(byte().unwrap(), 4);
     verbs.replace(address + unit, unit, one).unwrap();
-    // Sealed memory takes no place that can be written.
+    // Sealed memory cannot replace a writable mapping.
     assert!(verbs.seal(two).unwrap());
     assert_eq!(code(verbs.replace(address + unit, unit, two)), code::INVALID_VALUE);
     verbs.set_access(address + unit, unit, Location::Device(0), Some(ReadOnly)).unwrap();
@@ -420,7 +420,7 @@ fn granularity_is_a_power_of_two() {
 
 #[test]
 fn excess_allocation_is_refused_early() {
-    // In a process that may make no large file, lest a driver that does not refuse fill this machine.
+    // The file size limit keeps a driver that fails this test from filling this machine's memory.
     in_fork(|| {
         setrlimit(Resource::RLIMIT_FSIZE, 64 << 20, 64 << 20).unwrap();
         let driver: Arc<dyn Verbs> = Arc::new(HostDriver::new());
@@ -455,7 +455,7 @@ fn forgotten_memory_is_freed() {
     one.map(address, GRANULARITY, 0, handle).unwrap();
     assert_eq!(one.live(), Live { handles: 1, reservations: 1, mappings: 1 });
     assert_eq!(two.live(), Live::default());
-    // What is another object's is nothing to this one.
+    // A driver object rejects another object's handles and addresses.
     assert_eq!(code(two.release(handle)), code::INVALID_VALUE);
     assert_eq!(code(two.unmap(address, GRANULARITY)), code::INVALID_VALUE);
     assert_eq!(code(two.free(address, GRANULARITY)), code::INVALID_VALUE);

@@ -1,4 +1,4 @@
-//! Which driver object something belongs to: what one gave out, no other takes.
+//! Every resource belongs to one driver object; other driver objects reject it.
 
 #![allow(unsafe_code, reason = "the verbs are reached by an unsafe function")]
 
@@ -13,7 +13,7 @@ use vmmfd::{
 
 use super::support::{Copy, EXPORTABLE, code, in_fork};
 
-/// Two drivers of each kind, which number what they give out alike.
+/// Pairs of drivers whose handles have equal numbers.
 fn pairs() -> Vec<[Arc<dyn Verbs>; 2]> {
     let host = || Arc::new(HostDriver::new()) as Arc<dyn Verbs>;
     let fake = || Arc::new(CudaDriver::load_from(Copy::new().load().path()).unwrap()) as Arc<dyn Verbs>;
@@ -36,7 +36,7 @@ fn foreign_handle_with_equal_number_is_refused() {
         assert_eq!(code(two.export(first)), 1);
         assert_eq!(code(two.properties(first)), 1);
         assert_eq!(code(two.map(address, SIZE, 0, first)), 1);
-        // Both are still there.
+        // Both handles are still valid.
         two.map(address, SIZE, 0, second).unwrap();
         two.unmap(address, SIZE).unwrap();
         two.free(address, SIZE).unwrap();
@@ -61,7 +61,7 @@ fn foreign_memory_is_not_mapped() {
             assert!(matches!(&refused, Err(Error::Misuse { .. })), "{refused:?}");
         }
         assert!(matches!(here.can_access(&there), Err(Error::Misuse { .. })));
-        // Each on its own is as good as before.
+        // Each pair still works with its own driver.
         for (allocation, addresses) in [(&own, &addresses), (&other, &elsewhere)] {
             let mapping = Mapping::at(addresses, 0, allocation, ReadWrite).unwrap();
             mapping.copy_in(0, b"own").unwrap();
@@ -75,7 +75,7 @@ fn backend_opens_once() {
     let (one, two) = (host(), host());
     assert_eq!(one, two);
     assert_ne!(one, internals::driver(Arc::new(HostDriver::new())));
-    // So memory of both can be mixed.
+    // Memory and addresses from both calls can be combined.
     let allocation = Allocation::create(&device(&one), 1).unwrap();
     let addresses = Reservation::new(&device(&two), allocation.size()).unwrap();
     Mapping::at(&addresses, 0, &allocation, ReadWrite).unwrap();

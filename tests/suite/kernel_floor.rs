@@ -1,5 +1,5 @@
-//! On Linux 4.18, the kernel of RHEL 8: a seccomp filter refuses every system call, seal, flag and option that is newer, with
-//! the error of a kernel that does not know it.
+//! On Linux 4.18, the kernel of RHEL 8: a seccomp filter refuses every newer system call, seal, flag and option with the error of an older
+//! kernel.
 
 #![allow(unsafe_code, reason = "the calls that are refused are made as the C library has them")]
 
@@ -12,17 +12,17 @@ use crate::{
     seccomp::{self, ALLOW, NUMBER, Test, load, refuse, require, rule, unless},
 };
 
-/// The first system call after those of Linux 4.18, on every architecture (Linux 5.1).
+/// The first system call after Linux 4.18, on every architecture (Linux 5.1).
 const FIRST_NEWER: u32 = libc::SYS_pidfd_send_signal as u32;
 
-/// The last option of prctl(2) that Linux 4.18 numbers in order, and one beyond them that is older.
+/// The last consecutive option of prctl(2) in Linux 4.18, and an older option with a larger number.
 const LAST_PRCTL: u32 = 53;
 const PR_SET_PTRACER: u32 = 0x5961_6d61;
 
 /// The last option of getsockopt(2) at `SOL_SOCKET` in Linux 4.18: SO_ZEROCOPY.
 const LAST_SOCKET_OPTION: u32 = 60;
 
-/// The last advice of madvise(2) in Linux 4.18, MADV_KEEPONFORK, and the first of those that a machine check uses.
+/// The last consecutive advice of madvise(2) in Linux 4.18, MADV_KEEPONFORK, and the first advice for memory failures.
 const LAST_ADVICE: u32 = 19;
 const FIRST_POISON: u32 = 100;
 
@@ -47,7 +47,6 @@ fn program() -> Vec<sock_filter> {
     newer.into_iter().chain(rules.into_iter().flatten()).chain([ALLOW]).collect()
 }
 
-/// Runs `test` under this filter.
 fn on_linux_4_18(test: impl FnOnce() + Send + 'static) {
     seccomp::under(program(), test);
 }
@@ -55,7 +54,7 @@ fn on_linux_4_18(test: impl FnOnce() + Send + 'static) {
 #[test]
 fn what_is_newer_is_refused() {
     on_linux_4_18(|| {
-        // SAFETY: none of these calls has a pointer to anything but a constant string, and each descriptor is of this test.
+        // SAFETY: the only pointers are to constant strings, and each descriptor belongs to this test.
         let (newer, older, seal, future) = unsafe {
             assert_eq!(libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0), -1);
             assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::ENOSYS));

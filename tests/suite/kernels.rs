@@ -1,4 +1,4 @@
-//! The two engines of the pattern: kernels on the device, and all CPUs of the host.
+//! The two engines of the pattern: kernels on the device, and threads on all CPUs of the host.
 
 use std::{ops::Range, sync::Arc};
 
@@ -64,7 +64,7 @@ fn verify(choice: EngineChoice, region: &dyn Region, start: u64, range: Range<u6
     found
 }
 
-/// Beginnings and ends around every edge of a 16-byte access, and a long stretch.
+/// Short ranges around every edge of a 16-byte access, and long ranges.
 fn ranges() -> impl Iterator<Item = Range<u64>> {
     let short = (0..20).flat_map(|start| (0..36).map(move |size| start..start + size));
     short.chain([3..1_000_003, 16..1_048_576, 5..70_000])
@@ -152,7 +152,7 @@ fn both_engines_find_the_same(subject: Subject) {
     let other = verify(GPU, &mapping, 0, whole.clone(), 6);
     assert_eq!(other.mismatches, other.words, "another salt differs in every word");
     assert_eq!(other, verify(host, &mapping, 0, whole, 6));
-    // One byte of a word, two of another, all of a third, and some where the ranges begin and end.
+    // One byte of a word, two bytes, a whole word, and bytes at the edges of the ranges.
     for (at, bytes) in [(1, 1), (6, 2), (16, 4), (30, 1), (34, 1), (51, 2), (69_997, 3), (1_000_002, 1), (1_048_572, 4)]
     {
         let inverted: Vec<u8> = read(&mapping, at..at + bytes).iter().map(|byte| !byte).collect();
@@ -166,7 +166,7 @@ fn both_engines_find_the_same(subject: Subject) {
 
 fn words_of_two_runs_differ(subject: Subject) {
     let mapping = mapping(&subject, 1 << 20);
-    // Memory that begins shortly before a word whose index is a multiple of 2^31, at every distance from a vector's edge.
+    // Ranges that start shortly before a word index that is a multiple of 2^31, at every distance from a vector's edge.
     for (run, before) in [(1, 400), (1, 404), (1, 408), (3, 412), (7, 16), (12, 20)] {
         let (start, length) = ((run << 33) - before, 4096);
         let range = start..start + length;
@@ -205,7 +205,7 @@ fn inaccessible_range_runs_no_kernel(subject: Subject) {
     memory.allow(None);
     assert_eq!(code(kernels(&subject).verify(0, &stretch)), code::INVALID_VALUE);
     memory.allow(Some(ReadWrite));
-    // The context was not ruined.
+    // The context still works.
     assert_eq!(kernels(&subject).verify(0, &stretch).unwrap().mismatches, 0);
     memory.end();
     assert_eq!(code(kernels(&subject).verify(0, &stretch)), code::INVALID_VALUE);
@@ -240,7 +240,7 @@ fn loaded_kernels_select_the_gpu(subject: Subject) {
         work.engine
     };
     if subject.kind == Kind::Fake {
-        // On a GPU another test may have loaded them.
+        // On a GPU, another test may have loaded the kernels.
         assert_eq!(auto(0, 0..8 << 20), Engine::Host, "compiling them takes longer than the work");
     }
     kernels(&subject).load(0).unwrap();

@@ -1,4 +1,4 @@
-//! A mapping as cudarc takes it, next to the same memory as this crate copies it.
+//! A mapping in cudarc's types, compared with this crate's own copies of the same memory.
 
 #![allow(unsafe_code, reason = "launching a kernel")]
 
@@ -19,7 +19,6 @@ use crate::{
     support::Subject,
 };
 
-/// Adds 1 to each of the first `n` words.
 const PTX: &str = r"
 .version 6.0
 .target sm_50
@@ -48,7 +47,7 @@ DONE:
 }
 ";
 
-/// Reads the first word of each of `n` pages of 4096 bytes.
+/// Reads the first word of each of `n` pages, which have 4096 bytes.
 const GATHER: &str = r"
 .version 6.0
 .target sm_50
@@ -80,7 +79,7 @@ DONE:
 }
 ";
 
-/// The memory of each version: three segments of 2 MiB.
+/// Each version has three segments of 2 MiB.
 const SIZE: u64 = 6 << 20;
 const PAGES: u32 = (SIZE / 4096) as u32;
 
@@ -106,8 +105,8 @@ mod cuda {
         let context = CudaContext::new(subject.device().ordinal() as usize).unwrap();
         let stream = context.new_stream().unwrap();
         let source = CString::new(GATHER).unwrap();
-        // SAFETY: the module and the memory outlive the graph; the kernel takes two pointers and a count, and both have as many words
-        // and pages.
+        // SAFETY: the module and the memory outlive the graph. The kernel takes two pointers and a count, and the ranges have that number
+        // of words and pages.
         let (module, found, graph) = unsafe {
             let module = result::module::load_data(source.as_ptr().cast()).unwrap();
             let kernel = result::module::get_function(module, CString::new("gather").unwrap()).unwrap();
@@ -123,10 +122,10 @@ mod cuda {
             result::launch_kernel(kernel, grid, (128, 1, 1), 0, stream.cu_stream(), &mut arguments).unwrap();
             (module, found, stream.end_capture(sys::CUgraphInstantiate_flags(0)).unwrap().unwrap())
         };
-        // What the graph finds in all pages: one value.
+        // Runs the graph and returns the word that all pages have in common.
         let replay = || {
             let mut words = vec![0u32; PAGES as usize];
-            // SAFETY: both have as many bytes, and nothing else uses them; the context is this thread's.
+            // SAFETY: both buffers have this size and no other user; the context is current on this thread.
             unsafe {
                 context.bind_to_thread().unwrap();
                 result::memset_d8_async(found, 0xEE, 4 * PAGES as usize, stream.cu_stream()).unwrap();
@@ -148,20 +147,19 @@ mod cuda {
         }
         drop(other);
         for value in 3..=5 {
-            // The work of the launch before need not be awaited: what is done to the addresses waits for it.
+            // No wait is needed for the previous launch: the changes of the mapping wait for it.
             graph.launch().unwrap();
             object.park(value % 2 == 0).unwrap();
             assert!(object.is_parked());
             put(value);
             object.unpark(newest()).unwrap();
             assert_eq!(replay(), [value; 4]);
-            // The same version again.
             object.park(true).unwrap();
             object.unpark(client.get(&Get::new("weights").version(object.version())).unwrap()).unwrap();
             assert_eq!((replay(), object.parts()[0].memory().unwrap().address()), ([value; 4], address));
         }
         drop(graph);
-        // SAFETY: the work is done, and nothing uses them any more.
+        // SAFETY: the work is finished, and the memory and the module have no other user.
         unsafe {
             result::free_sync(found).unwrap();
             result::module::unload(module).unwrap();
@@ -189,7 +187,7 @@ mod cuda {
 
         let kernel_arguments: (u64, u32) = (view.address(), 1000);
         let source = CString::new(PTX).unwrap();
-        // SAFETY: the module outlives the launch, the kernel takes a pointer and a count, and the mapping has as many words.
+        // SAFETY: the module outlives the launch, the kernel takes a pointer and a count, and the mapping has that number of words.
         unsafe {
             let module = result::module::load_data(source.as_ptr().cast()).unwrap();
             let kernel = result::module::get_function(module, CString::new("add_one").unwrap()).unwrap();

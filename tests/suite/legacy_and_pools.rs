@@ -1,5 +1,4 @@
-//! Legacy handles and memory pools, as the CUDA backend offers them: on the emulated driver, and on a GPU. What they expect
-//! is what an H200 was seen to do.
+//! Legacy handles and memory pools of the CUDA backend, on the emulated driver and on a GPU. The expected results were measured on an H200.
 
 #![allow(unsafe_code, reason = "descriptors as numbers")]
 
@@ -75,14 +74,14 @@ fn closes_on_exec(fd: impl AsFd) -> bool {
     FdFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFD).unwrap()).contains(FdFlag::FD_CLOEXEC)
 }
 
-/// Runs `owner` in another process and `here` in this one, each with a driver of its own and an end of a socket. The end of
-/// file that `here` reads at last says that the other process is gone.
+/// Runs `owner` in another process and `here` in this process, each with a separate driver and one side of a socket pair. `here` finally
+/// reads end-of-file, so the other process has exited.
 fn with_owner(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
     let module = if subject.kind == Kind::Cuda { "cuda" } else { "fake" };
     with_owner_in(subject, &format!("legacy_and_pools::{module}::{test}"), owner, here);
 }
 
-/// The same, for a test of this full name.
+/// As `with_owner`, with the full name of the test.
 pub(crate) fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
     let (near, far) = UnixStream::pair().unwrap();
     thread::scope(|scope| {
@@ -99,7 +98,7 @@ pub(crate) fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, W
     });
 }
 
-/// An end of a socket; nothing is waited for longer than a deadline.
+/// One side of a socket pair; reads have a timeout.
 pub(crate) struct Wire(UnixStream);
 
 impl Wire {
@@ -126,7 +125,7 @@ impl Wire {
 // Legacy handles
 
 fn legacy_memory_is_freed_once(mut subject: Subject) {
-    // Another test might be given the addresses that this one freed.
+    // A parallel test could reserve the freed addresses.
     subject.alone();
     let legacy = legacy(&subject);
     assert_eq!(code(legacy.allocate(0, 0)), INVALID);
@@ -168,7 +167,7 @@ fn copies_stay_inside_a_block(subject: Subject) {
 }
 
 fn legacy_handle_needs_whole_legacy_allocation(mut subject: Subject) {
-    // Another test might be given the addresses that this one freed.
+    // A parallel test could reserve the freed addresses.
     subject.alone();
     let (driver, legacy, unit) = (&subject.verbs, legacy(&subject), subject.unit());
     let [one, two] = [(); 2].map(|()| legacy.allocate(0, 4096).unwrap());
@@ -204,7 +203,7 @@ fn invalid_or_own_legacy_handle_is_refused(subject: Subject) {
     legacy.deallocate(0, address).unwrap();
 }
 
-/// Shares an allocation and does as it is told: `f` frees it, `w` writes to it, and anything ends it all.
+/// Shares an allocation and executes commands: `f` frees it, `w` writes to it, and any other command returns.
 fn legacy_owner(subject: &Subject, wire: Wire) {
     let legacy = legacy(subject);
     let address = legacy.allocate(0, 3000).unwrap();
@@ -256,7 +255,7 @@ fn legacy_opens_are_counted(mut subject: Subject) {
         legacy.close(0, address).unwrap();
         assert_eq!(&read(&subject, address), b"seen", "once is left");
         if let Some(fake) = &subject.fake {
-            // What can't be measured is closed again: that time does not count.
+            // The failed open closes the handle again and is not counted.
             fake.set("FAKECUDA_FAIL", "cuMemGetAddressRange_v2:1:700");
             assert_eq!((code(legacy.open(0, &handle)), fake.calls("cuIpcCloseMemHandle")), (700, 2));
         }
@@ -382,7 +381,7 @@ fn pool_descriptor_is_cloexec(subject: Subject) {
     let pool = pools.create(0).unwrap();
     let fds = [(); 2].map(|()| pools.export(pool).unwrap());
     assert!(fds.iter().all(closes_on_exec));
-    // It stays the caller's.
+    // The caller still owns the descriptor.
     let imported = pools.import(fds[0].as_fd()).unwrap();
     assert!(closes_on_exec(&fds[0]));
     pools.destroy(imported).unwrap();
@@ -501,7 +500,7 @@ fn imported_pool_memory_outlives_its_exporter(mut subject: Subject) {
         let pools = pools(&subject);
         let (mut data, mut fds) = ([0; 64], [-1]);
         assert_eq!(wire.0.recv_with_fd(&mut data, &mut fds).unwrap(), (64, 1));
-        // SAFETY: it was received just now, and nobody else has it.
+        // SAFETY: the descriptor was just received and has no other owner.
         let fd = unsafe { OwnedFd::from_raw_fd(fds[0]) };
         let pool = pools.import(fd.as_fd()).unwrap();
         drop(fd);

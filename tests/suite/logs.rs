@@ -22,7 +22,7 @@ use crate::{
     },
 };
 
-/// The lines that a broker logs with these options, while something is published and a second broker fails.
+/// The log lines of a broker with these options, during a publication and a failed start of a second broker.
 fn lines(options: &[&str], in_journal: bool) -> Vec<String> {
     let place = Meeting::host();
     let (log, bytes, socket) = (place.folder().join("log"), place.folder().join("bytes"), place.socket());
@@ -63,7 +63,7 @@ fn journal_lines_have_priorities() {
     let of =
         |words: &str| priority(lines.iter().find(|line| line.contains(words)).unwrap_or_else(|| panic!("{lines:?}")));
     assert_eq!((of("published"), of("serving"), of("error: "), of("hint: ")), (Some(7), Some(6), Some(3), Some(6)));
-    // The variable names another file than this log.
+    // JOURNAL_STREAM names a file other than this log.
     let other = self::lines(&[], false);
     assert!(!other.iter().any(|line| line.starts_with('<')), "{other:?}");
 }
@@ -81,7 +81,7 @@ fn default_log_is_brief() {
     let (old, keeper) = (served.server(), served.supervisor());
     kill(old, Signal::SIGTERM).unwrap();
     let (new, _) = served.wait_for_another(old, Instant::now());
-    // A server's last lines may go with it, and those of the next may come after its first answer.
+    // A killed server may lose its last lines, and the next server may log after its first answer.
     let lines_with = |words: &str| served.log().lines().filter(|line| line.contains(words)).count();
     until(|| lines_with("reactor: serving ") == 2);
     served.kill_server();
@@ -96,7 +96,7 @@ fn default_log_is_brief() {
     assert_eq!((count("closed a connection"), count("reactor: serving ")), (0, 3), "{log}");
     assert_eq!(count(&format!("stopping: the keeper has everything pid={keeper}")), 1, "{log}");
     assert_eq!(count(&crashed), 1, "{log}");
-    // Each line has its time once, the keeper's too.
+    // Each line has one timestamp, including the keeper's lines.
     for line in log.lines() {
         assert_eq!(line.matches("Z ").count(), 1, "{line}");
     }

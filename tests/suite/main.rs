@@ -1,4 +1,4 @@
-//! The tests that need more than one module: each file is about one thing and named for it.
+//! The tests that need more than one module: each file covers one subject and is named for it.
 
 #[macro_use]
 mod cases;

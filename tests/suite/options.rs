@@ -1,4 +1,4 @@
-//! What the commands make of options, environment and surroundings, on the host backend and the emulated driver.
+//! Options, environment and machine conditions of the commands, on the host backend and the emulated driver.
 
 #![allow(unsafe_code, reason = "limits that a child sets for itself")]
 
@@ -79,7 +79,7 @@ fn help_states_defaults_and_exit_codes() {
         let mut run = host().bare(name);
         run.command.arg("--help");
         let ended = run.end();
-        // Wrapped to the width of a terminal: breaks may fall anywhere.
+        // The help is wrapped to the terminal width, so a break may be at any space.
         let help = ended.code(0).stdout.split_whitespace().collect::<Vec<_>>().join(" ");
         for word in words {
             assert!(help.contains(word), "no `{word}` in {help}");
@@ -98,7 +98,7 @@ fn options_come_from_the_environment_too() {
     let run = |name| meeting.bare(name).env("VMMFD_SOCKET", meeting.socket()).env("VMMFD_BACKEND", "host");
     let producer = run("producer").start();
     let consumer = run("consumer").end();
-    // Named, not fallen back to: nothing to be told.
+    // The backend was selected explicitly, so no notice is printed.
     assert_eq!(consumer.code(0).stderr, "");
     producer.end().code(0);
 }
@@ -151,7 +151,7 @@ fn paths_without_a_socket_are_refused() {
         run.end().code(2).says(words);
     }
     assert_eq!(fs::read_to_string(&taken).unwrap(), "precious");
-    // Connecting to it is refused at once too, and not waited for.
+    // Connecting fails immediately too, without a wait.
     for path in [taken.to_str().unwrap(), meeting.folder().to_str().unwrap()] {
         let mut run = meeting.bare("consumer");
         run.command.args(["--backend", "host", "--timeout", "1h", "--socket", path]);
@@ -182,7 +182,7 @@ fn only_stale_sockets_are_replaced() {
     first.until("listen");
     let second = meeting.producer(&[]).end();
     second.code(5).says(&format!("already served by pid {}", first.pid()));
-    // The first goes on as if nothing had been.
+    // The first producer is not affected.
     meeting.consumer(&[]).end().code(0);
     meeting.consumer(&[]).end().code(0);
     first.end().code(0);
@@ -270,7 +270,7 @@ fn only_auto_falls_back_without_a_driver() {
         run.command.args(["--backend", backend, "--socket"]).arg(meeting.socket()).args(options);
         run
     };
-    // Neither a library that is none: whatever this machine has, these two names come first.
+    // Invalid libraries, which the loader finds before this machine's driver.
     for name in ["libcuda.so.1", "libcuda.so"] {
         fs::write(meeting.folder().join(name), "not a library").unwrap();
     }
@@ -300,7 +300,7 @@ fn only_missing_device_falls_back() {
         run.command.args(["--timeout", "100ms", "--socket"]).arg(meeting.socket());
         run.end()
     };
-    // Nobody comes: what counts is how far it got.
+    // No consumer connects: the error shows how far the producer got.
     auto("cuInit:1:100").code(4).says(NO_GPU);
     auto("cuInit:1:999").code(5).says("cuInit failed: CUDA_ERROR_UNKNOWN (999)");
     auto("cuInit:1:803").code(5).says("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH");
@@ -327,7 +327,7 @@ fn second_device_is_found_by_uuid() {
     let producer = two(meeting.producer(&["--device", "1", "--json", "--consumers", "2"])).start();
     let consumer = two(meeting.consumer(&["--json"])).end();
     assert_eq!(consumer.code(0).json()["device"]["ordinal"], 1);
-    // One that is told to use the other device reaches it from there.
+    // A consumer on the other device can use the same memory.
     let other = two(meeting.consumer(&["--device", "0", "--json"])).end();
     assert_eq!(other.code(0).json()["device"]["ordinal"], 0);
     let report = producer.end().code(0).json();
@@ -490,7 +490,7 @@ fn missing_runtime_folder_is_named() {
 #[test]
 fn failed_fill_reaches_waiting_consumers() {
     let meeting = Meeting::new(On::Fake);
-    // The consumer comes while the first slices are filled.
+    // The consumer connects while the producer fills the first slices.
     let producer = meeting
         .producer(&["--size", "32M"])
         .env("FAKECUDA_SLOW", "cuMemcpyHtoD_v2:300")
@@ -501,7 +501,7 @@ fn failed_fill_reaches_waiting_consumers() {
     producer.end().code(5).says("cuMemcpyHtoD_v2 failed");
 }
 
-/// Sixteen slow copies of 2 MiB make a step of 6 s, longer than the peer's patience; `busy` comes after a third of one's own.
+/// Sixteen slow copies of 2 MiB make a step of 6 s, which exceeds the peer's timeout. `busy` is sent after a third of the own timeout.
 const SLOW_STEP: [&str; 4] = ["--size", "32M", "--timeout", "4s"];
 
 fn a_slow_consumer_says_so(slow: &str) {
@@ -511,7 +511,7 @@ fn a_slow_consumer_says_so(slow: &str) {
     producer.end().code(0);
 }
 
-/// Its buffer is filled for the first consumer, and again for the second.
+/// The producer fills its buffer for the first consumer, and again for the second.
 fn a_slow_producer_says_so(slow: &str) {
     let meeting = Meeting::new(On::Fake);
     let producer = meeting.producer(&[&SLOW_STEP[..], &["--round-trip", "--consumers", "2"]].concat());
