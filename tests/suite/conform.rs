@@ -237,7 +237,7 @@ fn connected(path: &PathBuf) -> Channel {
     }
 }
 
-/// `None` at the end of the connection and for an invalid record.
+/// `None` after a close and for an invalid record.
 fn heard(channel: &mut Channel) -> Option<(Message, Vec<OwnedFd>)> {
     channel.receive("for a test").ok()
 }
@@ -325,7 +325,7 @@ fn faulty_producer_is_detected() {
         &against_producer("handoff", |channel| {
             greet(channel);
             heard(channel);
-            // Sends neither an answer nor `busy`.
+            // Sends no answer and no `busy`.
             heard(channel);
         }),
         "H3",

@@ -68,7 +68,7 @@ fn services() -> Vec<(Yaml, Vec<String>)> {
     services.values().map(|service| (service["<<"].clone(), words(&service["command"]))).collect()
 }
 
-/// Asserts that a program accepts these arguments: with `--help` at the end it only parses them.
+/// Asserts that a program accepts these arguments: a final `--help` makes it only parse them.
 #[track_caller]
 fn understood(program: &'static str, arguments: &[String]) {
     let meeting = Meeting::host();
@@ -468,7 +468,7 @@ fn units_restart_independently_forever() {
         };
         let dependencies = section(&unit, "Unit");
         assert!(dependencies.contains(&("StartLimitIntervalSec".to_owned(), "0".to_owned())));
-        // With one of these, systemd's restart of a crashed keeper would stop the server, which then holds the only copy of the state.
+        // These settings would stop the server when systemd restarts a crashed keeper. The server then holds the only copy of the state.
         for absent in
             ["Requires", "Requisite", "BindsTo", "PartOf", "Upholds", "PropagatesStopTo", "StopPropagatedFrom"]
         {

@@ -147,7 +147,7 @@ fn false_size_is_refused_with_both() {
 
 #[test]
 fn sparse_file_is_refused() {
-    // A file larger than this machine's memory, a file with a single page, and a whole file with a punched hole.
+    // A file larger than this machine's memory, a file without its last page, and a file with a punched page.
     let sparse = |size: u64, holds: &[u8]| {
         let memfd = memfd_create(c"peer", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
         ftruncate(&memfd, size as i64).unwrap();

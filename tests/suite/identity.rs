@@ -36,7 +36,7 @@ fn foreign_handle_with_equal_number_is_refused() {
         assert_eq!(code(two.export(first)), 1);
         assert_eq!(code(two.properties(first)), 1);
         assert_eq!(code(two.map(address, SIZE, 0, first)), 1);
-        // Both handles are still valid.
+        // The resources of both drivers are still valid.
         two.map(address, SIZE, 0, second).unwrap();
         two.unmap(address, SIZE).unwrap();
         two.free(address, SIZE).unwrap();

@@ -47,7 +47,7 @@ DONE:
 }
 ";
 
-/// Reads the first word of each of `n` pages, which have 4096 bytes.
+/// Reads the first word of `n` pages of 4096 bytes.
 const GATHER: &str = r"
 .version 6.0
 .target sm_50

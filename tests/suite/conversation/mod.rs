@@ -82,7 +82,7 @@ pub(crate) fn accepted(listener: &OwnedFd) -> Channel {
     Channel::new(socket, PATIENCE, &Cancel::new().unwrap()).unwrap()
 }
 
-/// A channel, and the raw socket at its other end.
+/// A channel, and the peer's raw socket.
 fn channel_pair(timeout: Duration) -> (Channel, UnixStream) {
     let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
     (Channel::new(a, timeout, &Cancel::new().unwrap()).unwrap(), UnixStream::from(b))

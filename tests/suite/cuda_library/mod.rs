@@ -52,7 +52,7 @@ const UNHEARD: [&str; 1] = ["cuDevicePrimaryCtxRelease_v2"];
 /// No process opens its own legacy handle, so a single process never makes this call.
 const ELSEWHERE: &str = "cuIpcCloseMemHandle";
 
-/// A pool, an import of it, and the exported pointer of one of its buffers.
+/// A pool, its import, and an exported pointer to a buffer.
 fn exported_pointer(pools: &dyn Pools) -> (PoolHandle, PoolHandle, [u8; 64]) {
     let pool = pools.create(0).unwrap();
     let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();

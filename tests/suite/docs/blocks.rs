@@ -8,7 +8,7 @@
 //! | `sh`, `<!-- file: PATH -->`, `<!-- output -->` | `python/tests/test_pages.py` runs the page in order, in one folder |
 //! | `sh` with `<!-- needs: REASON -->` | each line: the options of our commands, make's targets, the files named |
 //! | `toml` | the lines of the README's dependencies, which `make check` builds |
-//! | `<!-- terminal: NAME -->`, `<!-- json: NAME -->`, `<!-- doctor -->` | a test beside this one compares it with what the command prints |
+//! | `<!-- terminal: NAME -->`, `<!-- json: NAME -->`, `<!-- doctor -->` | a test in this folder compares it with the command's output |
 //! | `<!-- exit codes -->` | generated |
 //! | `<!-- python: NAME -->` | `scripts/interop/host.py` runs it |
 //! | `<!-- excerpt: FILE -->` | the file contains it, word for word |

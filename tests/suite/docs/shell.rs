@@ -55,7 +55,7 @@ fn check_command(command: &str) -> Result<(), String> {
     }
 }
 
-/// Whether one of our commands accepts these arguments: with `--help` at the end it only parses them.
+/// Whether a command accepts these arguments: a final `--help` makes it only parse them.
 fn understood(program: &str, arguments: &[String]) -> Result<(), String> {
     let meeting = Meeting::host();
     let name = ["producer", "consumer", "vmmfd"].into_iter().find(|name| *name == program).unwrap();
@@ -96,7 +96,7 @@ fn is_setting(word: &str) -> bool {
     word.split_once('=').is_some_and(|(name, _)| name.chars().all(|c| c.is_ascii_uppercase() || c == '_'))
 }
 
-/// Whether a path is below one of the top-level folders.
+/// Whether a path is below a top-level folder.
 fn in_repository(word: &str) -> bool {
     ["scripts/", "docs/", "examples/", "tests/", "src/", "bin/"].iter().any(|folder| word.starts_with(folder))
 }
