@@ -144,8 +144,8 @@ impl Client {
     /// Gets a lease of an object. Waits for the object as long as [`Get::wait`] allows.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `absent` if the object does not exist, `timeout` if it did not appear in time, `differs` if it does
-    /// not match the get's expectations; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Broker`](crate::error::Error::Broker) with the code `absent` if the object does not exist, `timeout` if it did not appear in
+    /// time, `differs` if it does not match the get's expectations; `Error::Peer`, `Error::System`, `Error::Interrupted`.
     pub fn get(&self, get: &Get) -> Result<Lease> {
         let mut leases = self.get_all(std::slice::from_ref(get), get.wait)?;
         leases.pop().ok_or_else(|| ProtocolError::Content("the answer has no lease".to_owned()).into())
