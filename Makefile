@@ -39,7 +39,7 @@ smoke: build ## check whether GPU memory can be shared here: vmmfd doctor, then 
 
 test: test-suite test-rights test-protocol test-python test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker, on the GPU if there is one
 
-# The parts of `make test`. They may run at the same time: `make -j2 --output-sync=target test`.
+# The parts of `make test`.
 build-tests:
 	$(CARGO) build --locked --workspace --features launch
 	$(CARGO) test --locked --workspace --features launch --no-run

@@ -556,7 +556,7 @@ def test_put_plans_are_checked(broker: vmmfd.Broker, name: str) -> None:
         ([], ("x", "uint8", [1], None, 0, 0, None), "has no memory"),
         ([memory], ("x", "uint8", [1], None, 1, 0, None), "in memory 1, but its part has 1"),
         ([memory], ("x", "uint7", [1], None, 0, 0, None), "uint7"),
-        ([memory], ("x", "uint8", [memory.mapped_size + 1], None, 0, 0, None), "not inside"),
+        ([memory], ("x", "uint8", [memory.mapped_size + 1], None, 0, 0, None), "exceed the size of"),
         ([memory], ("x", "uint8", [1], None, 0, 0, "[1]"), "not a JSON object"),
         ([memory], ("x", "uint8", [1], None, 0, 0, "{"), "not a JSON object"),
         ([memory], ("x\0y", "uint8", [1], None, 0, 0, None), "a null character in its name"),

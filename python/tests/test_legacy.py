@@ -84,7 +84,7 @@ def test_handle_opens_in_another_process(child: Any, driver: str) -> None:
     view = whole[20:40].reinterpret("int32", (2, 10))[:, ::2]
     child(OPENS, pickle.dumps(vmmfd.legacy.get_ipc_handle(view)).hex()).end()
     assert np.frombuffer(view.tobytes(), "i4").tolist() == [7] * 10
-    with pytest.raises(vmmfd.Invalid, match="the process that made it"):
+    with pytest.raises(vmmfd.Invalid, match="the process that created it"):
         vmmfd.legacy.get_ipc_handle(view).open()
     with pytest.raises(vmmfd.Error):
         vmmfd.legacy.open_ipc_array(bytes(64), 4, "float32")
