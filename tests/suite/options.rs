@@ -501,7 +501,7 @@ fn failed_fill_reaches_waiting_consumers() {
     producer.end().code(5).says("cuMemcpyHtoD_v2 failed");
 }
 
-/// Sixteen slow copies of 2 MiB make a step of 6 s, which exceeds the peer's timeout. `busy` is sent after a third of the own timeout.
+/// Sixteen slow copies of 2 MiB make a step of 6 s, which exceeds the peer's timeout. `busy` is sent after a third of the sender's timeout.
 const SLOW_STEP: [&str; 4] = ["--size", "32M", "--timeout", "4s"];
 
 fn a_slow_consumer_says_so(slow: &str) {
