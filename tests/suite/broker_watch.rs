@@ -308,7 +308,7 @@ fn each_event_is_printed_at_once() {
     assert!(again.stdout.starts_with("published  20"), "{}", again.stdout);
     // A place from an unknown broker.
     let lost = vmmfd(&place, &["watch", "--quiet", "--after", &format!("{INSTANCE}:3")]).start();
-    wait_for("the word", || lost.so_far().starts_with("lost       events before"));
+    wait_for("the word", || lost.so_far().starts_with("lost       the events before the next line are unknown"));
     lost.signal(Signal::SIGHUP);
     assert_eq!(lost.end().code(0).stderr, "");
 }
