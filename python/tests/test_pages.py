@@ -103,7 +103,8 @@ def test_page_runs_in_order(page: str) -> None:
                 pass
         output.seek(0)
         printed = output.read()
-    shutil.rmtree(folder)
+    # A broker that is stopping removes its own files at the same time.
+    shutil.rmtree(folder, ignore_errors=True)
     assert code == 0, printed
     for block in blocks(page):
         if block.mark == "output":
