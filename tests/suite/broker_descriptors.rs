@@ -17,7 +17,7 @@ use crate::{
     broker_faults::Material,
     broker_process::{Process, Raw, Setup},
     seccomp::{self, ALLOW, require, rule},
-    support::Subject,
+    support::{Subject, with_own_descriptors},
 };
 
 const MIB: u64 = 1 << 20;
@@ -87,46 +87,50 @@ fn end_before_queued(raw: &Raw, files: &mut Lingering) {
 fn without_passrights(test: fn()) {
     let option = rule(libc::SYS_setsockopt, &[(2, require, libc::BPF_JEQ, 83)], libc::ENOPROTOOPT);
     let program: Vec<sock_filter> = option.into_iter().chain([ALLOW]).collect();
-    seccomp::under(program, test);
+    seccomp::under(program, move || with_own_descriptors(test));
 }
 
 #[test]
 fn queued_descriptors_delay_no_other_user() {
-    let subject = Subject::host();
-    let server = Process::start(Setup::of(&subject));
-    let client = server.client();
-    let raw = Raw::greeted(&server.path).unwrap();
-    let mut files = Lingering::new(1);
-    server.while_stopped(|| end_before_queued(&raw, &mut files));
-    assert_eq!(raw.ending().unwrap().code, ErrorCode::Protocol);
-    client.list("").unwrap();
-    // The connection counts until it is closed.
-    assert_eq!(client.who("").unwrap().totals[0].connections, 2);
-    drop(files);
-    server.wait_for_ends(&client);
+    with_own_descriptors(|| {
+        let subject = Subject::host();
+        let server = Process::start(Setup::of(&subject));
+        let client = server.client();
+        let raw = Raw::greeted(&server.path).unwrap();
+        let mut files = Lingering::new(1);
+        server.while_stopped(|| end_before_queued(&raw, &mut files));
+        assert_eq!(raw.ending().unwrap().code, ErrorCode::Protocol);
+        client.list("").unwrap();
+        // The connection counts until it is closed.
+        assert_eq!(client.who("").unwrap().totals[0].connections, 2);
+        drop(files);
+        server.wait_for_ends(&client);
+    });
 }
 
 #[test]
 fn a_server_stops_while_closes_block() {
-    let subject = Subject::host();
-    let mut server = Process::start(Setup::of(&subject));
-    let [put, ended, late] = [(); 3].map(|()| Raw::greeted(&server.path).unwrap());
-    let mut files = [2, 2, 2].map(Lingering::new);
-    let record = put_of(&subject, 2);
-    server.while_stopped(|| {
-        files[0].send(&put, &record);
-        end_before_queued(&ended, &mut files[1]);
+    with_own_descriptors(|| {
+        let subject = Subject::host();
+        let mut server = Process::start(Setup::of(&subject));
+        let [put, ended, late] = [(); 3].map(|()| Raw::greeted(&server.path).unwrap());
+        let mut files = [2, 2, 2].map(Lingering::new);
+        let record = put_of(&subject, 2);
+        server.while_stopped(|| {
+            files[0].send(&put, &record);
+            end_before_queued(&ended, &mut files[1]);
+        });
+        put.receive().unwrap();
+        ended.ending();
+        // Records that arrive with the stop, behind more records than the server reads in one turn.
+        let mut server_stops = || {
+            (0..20).for_each(|_| raw_list(&late));
+            files[2].send(&late, b"");
+        };
+        server.while_stopped(&mut server_stops);
+        server.stop();
+        server.wait_for_exit();
     });
-    put.receive().unwrap();
-    ended.ending();
-    // Records that arrive with the stop, behind more records than the server reads in one turn.
-    let mut server_stops = || {
-        (0..20).for_each(|_| raw_list(&late));
-        files[2].send(&late, b"");
-    };
-    server.while_stopped(&mut server_stops);
-    server.stop();
-    server.wait_for_exit();
 }
 
 fn raw_list(raw: &Raw) {
@@ -245,30 +249,32 @@ mod root {
     #[test]
     #[ignore = "needs root: make test runs it as root"]
     fn blocked_closes_refuse_their_sender_alone() {
-        let subject = Subject::host();
-        let server = start(&subject, &[HOSTILE, OTHER, 0]);
-        let raws = [(); 3].map(|()| greeted_as(HOSTILE, &server));
-        let mut files = [150, 150].map(Lingering::new);
-        let record = put_of(&subject, 150);
-        for (raw, files) in raws.iter().zip(&mut files) {
-            server.while_stopped(|| files.send(raw, &record));
-            assert!(matches!(raw.receive().unwrap(), Some((Message::Refused(_), _))));
-        }
-        let why = "300 descriptors sent by uid 24561 are still being closed, and the limit is 256";
-        let (code, message) = refusal_of(HOSTILE, &server);
-        assert_eq!(code, ErrorCode::Full);
-        assert!(message.starts_with(why), "{message}");
-        // An existing connection is closed at its next record.
-        raw_list(&raws[2]);
-        assert!(raws[2].ending().unwrap().message.starts_with(why));
-        for uid in [OTHER, 0] {
-            assert_served(uid, &server);
-        }
-        drop(files);
-        until(|| {
-            dial_as(HOSTILE, &server)
-                .ask(&Raw::hello(), &[])
-                .is_ok_and(|answer| matches!(answer, Some((Message::Hello(_), _))))
+        with_own_descriptors(|| {
+            let subject = Subject::host();
+            let server = start(&subject, &[HOSTILE, OTHER, 0]);
+            let raws = [(); 3].map(|()| greeted_as(HOSTILE, &server));
+            let mut files = [150, 150].map(Lingering::new);
+            let record = put_of(&subject, 150);
+            for (raw, files) in raws.iter().zip(&mut files) {
+                server.while_stopped(|| files.send(raw, &record));
+                assert!(matches!(raw.receive().unwrap(), Some((Message::Refused(_), _))));
+            }
+            let why = "300 descriptors sent by uid 24561 are still being closed, and the limit is 256";
+            let (code, message) = refusal_of(HOSTILE, &server);
+            assert_eq!(code, ErrorCode::Full);
+            assert!(message.starts_with(why), "{message}");
+            // An existing connection is closed at its next record.
+            raw_list(&raws[2]);
+            assert!(raws[2].ending().unwrap().message.starts_with(why));
+            for uid in [OTHER, 0] {
+                assert_served(uid, &server);
+            }
+            drop(files);
+            until(|| {
+                dial_as(HOSTILE, &server)
+                    .ask(&Raw::hello(), &[])
+                    .is_ok_and(|answer| matches!(answer, Some((Message::Hello(_), _))))
+            });
         });
     }
 

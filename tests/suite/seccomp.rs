@@ -2,9 +2,11 @@
 
 #![allow(unsafe_code, reason = "a filter is installed with prctl(2)")]
 
-use std::{io, panic, thread};
+use std::io;
 
 use nix::libc::{self, sock_filter, sock_fprog};
+
+use crate::support::in_thread;
 
 /// Offsets into `seccomp_data`: the system call number, and the low half of an argument.
 pub(crate) const NUMBER: u32 = 0;
@@ -54,7 +56,7 @@ pub(crate) fn rule(call: libc::c_long, tests: &[Test], errno: i32) -> Vec<sock_f
 
 /// Runs `test` in a thread with this filter. Its child threads and processes inherit the filter.
 pub(crate) fn under(program: Vec<sock_filter>, test: impl FnOnce() + Send + 'static) {
-    let filtered = thread::spawn(move || {
+    in_thread(move || {
         let filter = sock_fprog { len: program.len() as u16, filter: program.as_ptr().cast_mut() };
         // SAFETY: the filter and its program live until the call returns, and the kernel copies them. The filter applies to this thread
         // only, and returns errors that the system calls define.
@@ -65,7 +67,4 @@ pub(crate) fn under(program: Vec<sock_filter>, test: impl FnOnce() + Send + 'sta
         assert_eq!(installed, 0, "{}", io::Error::last_os_error());
         test();
     });
-    if let Err(failure) = filtered.join() {
-        panic::resume_unwind(failure);
-    }
 }

@@ -1,6 +1,6 @@
 //! Runs parts of a test in another process, with a deadline.
 
-#![allow(unsafe_code, reason = "fork")]
+#![allow(unsafe_code, reason = "fork and close_range")]
 
 use std::{
     env,
@@ -34,6 +34,25 @@ pub(crate) struct OpenFile {
 pub(crate) fn open_files(pid: impl Display) -> io::Result<Vec<OpenFile>> {
     let paths = fs::read_dir(format!("/proc/{pid}/fd"))?.filter_map(|entry| Some(entry.ok()?.path()));
     Ok(paths.filter_map(|path| Some(OpenFile { link: fs::read_link(&path).ok()?, path })).collect())
+}
+
+/// Runs `body` in a thread and passes its panic on.
+pub(crate) fn in_thread(body: impl FnOnce() + Send + 'static) {
+    if let Err(failure) = thread::spawn(body).join() {
+        panic::resume_unwind(failure);
+    }
+}
+
+/// Runs `test` in a thread whose descriptor table is empty except for the standard streams and is not shared: forks of other tests can't
+/// inherit its descriptors, so the test knows which close(2) is the last.
+pub(crate) fn with_own_descriptors(test: impl FnOnce() + Send + 'static) {
+    in_thread(|| {
+        let (first, last) = (libc::STDERR_FILENO + 1, libc::c_uint::MAX);
+        // SAFETY: the thread owns no descriptor yet. The call closes only the copies in its new table.
+        let closed = unsafe { libc::syscall(libc::SYS_close_range, first, last, libc::CLOSE_RANGE_UNSHARE) };
+        assert_eq!(closed, 0, "{}", io::Error::last_os_error());
+        test();
+    });
 }
 
 const DEADLINE: Duration = Duration::from_secs(600);
