@@ -18,7 +18,7 @@ BENCH  ?=
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
-.PHONY: help build install demo smoke test build-tests test-suite test-rights test-protocol test-python test-demos test-gpu test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
+.PHONY: help build install demo smoke test build-all test-suite test-rights test-protocol test-python test-demos test-gpu test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,20 +40,19 @@ smoke: build ## check whether GPU memory can be shared here: vmmfd doctor, then 
 test: test-suite test-rights test-protocol test-python test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker, on the GPU if there is one
 
 # The parts of `make test`.
-build-tests:
+build-all:
 	$(CARGO) build --locked --workspace --features launch
-	$(CARGO) test --locked --workspace --features launch --no-run
 
-test-suite: build-tests
+test-suite: build-all
 	scripts/without-leftovers $(CARGO) test --locked --workspace --features launch --no-fail-fast
 
-test-rights: build-tests
+test-rights: build-all
 	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
 
-test-protocol: build-tests
+test-protocol: build-all
 	scripts/test-protocol $(BIN) $(STRICT)
 
-test-demos: build-tests
+test-demos: build-all
 	scripts/demo $(BIN) --backend auto
 	scripts/demo-broker $(BIN) --backend auto
 
@@ -61,7 +60,7 @@ test-gpu: ## every test that needs an NVIDIA GPU; fails without one
 	$(CARGO) build --locked --workspace --features launch --bins --examples
 	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
-test-python: build-tests ## the Python package: its wheel in a virtual environment, on host memory and on the emulated driver
+test-python: build-all ## the Python package: its wheel in a virtual environment, on host memory and on the emulated driver
 	scripts/test-python $(CARGO) $(BIN) $(STRICT)
 
 engines-pack: ## dist-engines/: vLLM and the wheels that a GPU machine without a network lacks, 46 MB, from PyPI

@@ -15,7 +15,7 @@ use nix::{
 use serde_json::Value;
 
 use crate::{
-    running::{HANGS, Meeting, Run, wait_for},
+    running::{HANGS, Meeting, Run, Running, wait_for},
     weights,
 };
 
@@ -181,19 +181,26 @@ fn long_transfer_shows_a_bar() {
     }
 }
 
+/// A command of the broker at the meeting's socket.
+fn vmmfd(meeting: &Meeting, arguments: &[&str]) -> Run {
+    let mut run = meeting.bare("vmmfd");
+    run.command.args(arguments).args(["--socket".as_ref(), meeting.socket().as_os_str()]);
+    run
+}
+
+fn serve(meeting: &Meeting) -> Running {
+    let mut server = vmmfd(meeting, &["serve", "--emulated"]).start();
+    server.until("listening");
+    server
+}
+
 #[test]
 fn loading_weights_shows_a_bar() {
     let meeting = Meeting::fake();
     let file = meeting.folder().join("w.safetensors");
     weights::large(&file, 96 << 20);
-    let broker = |arguments: &[&str]| {
-        let mut run = meeting.bare("vmmfd");
-        run.command.args(arguments).args(["--socket".as_ref(), meeting.socket().as_os_str()]);
-        run
-    };
-    let mut server = broker(&["serve", "--emulated"]).start();
-    server.until("listening");
-    let put = broker(&["put", "w", "--backend", "cuda", "--safetensors", file.to_str().unwrap()]);
+    let server = serve(&meeting);
+    let put = vmmfd(&meeting, &["put", "w", "--backend", "cuda", "--safetensors", file.to_str().unwrap()]);
     let shown = on_terminal(put.env("FAKECUDA_SLOW", SLOW), 80).end();
     assert_eq!(shown.code, Some(0), "{}", shown.text());
     let mut bars = shown.bars();
@@ -201,7 +208,7 @@ fn loading_weights_shows_a_bar() {
     assert!(bars.len() > 2 && bars.iter().all(|bar| bar.contains("/96.00 MiB")), "{bars:?}");
     let screen = shown.screen();
     assert!(screen[0].starts_with("put  ") && !screen.iter().any(|row| is_bar(row)), "{screen:?}");
-    let put = broker(&["put", "x", "--backend", "cuda", "--safetensors", file.to_str().unwrap()]);
+    let put = vmmfd(&meeting, &["put", "x", "--backend", "cuda", "--safetensors", file.to_str().unwrap()]);
     let mut slow = on_terminal(put.env("FAKECUDA_SLOW", "cuMemcpyHtoD_v2:300"), 80);
     slow.until("/96.00 MiB");
     slow.interrupt();
@@ -217,14 +224,8 @@ fn large_put_shows_its_bar_early() {
     let meeting = Meeting::fake();
     let file = meeting.folder().join("large");
     File::create(&file).unwrap().set_len(1 << 30).unwrap();
-    let broker = |arguments: &[&str]| {
-        let mut run = meeting.bare("vmmfd");
-        run.command.args(arguments).args(["--socket".as_ref(), meeting.socket().as_os_str()]);
-        run
-    };
-    let mut server = broker(&["serve", "--emulated"]).start();
-    server.until("listening");
-    let put = broker(&["put", "large", "--backend", "cuda", "--from", file.to_str().unwrap()]);
+    let server = serve(&meeting);
+    let put = vmmfd(&meeting, &["put", "large", "--backend", "cuda", "--from", file.to_str().unwrap()]);
     let mut put = on_terminal(put.env("FAKECUDA_SLOW", format!("cuMemcpyHtoD_v2:{HANGS}")), 80);
     put.until("0 B/1.00 GiB");
     put.interrupt();

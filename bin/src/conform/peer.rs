@@ -23,6 +23,7 @@ pub(super) trait WireMessage: Sized {
     const SILENCE: Option<&'static str>;
 
     fn decode(record: &[u8], fds: usize) -> Result<Self, ProtocolError>;
+    fn encode_into(&self, record: &mut Vec<u8>) -> Result<(), ProtocolError>;
     fn name(&self) -> &'static str;
     fn is_busy(&self) -> bool;
     fn as_error(&self) -> Option<&Failure>;
@@ -38,6 +39,10 @@ macro_rules! wire_message {
 
             fn decode(record: &[u8], fds: usize) -> Result<Self, ProtocolError> {
                 Self::decode(record, fds)
+            }
+
+            fn encode_into(&self, record: &mut Vec<u8>) -> Result<(), ProtocolError> {
+                self.encode_into(record)
             }
 
             fn name(&self) -> &'static str {
@@ -138,13 +143,14 @@ impl Peer {
         Hello { version: VERSION, capabilities, backend: "host".to_owned(), pid: process::id(), timeout_ms }
     }
 
-    pub(super) fn send(&self, message: &Message) -> CaseResult {
+    pub(super) fn send<M: WireMessage>(&self, message: &M) -> CaseResult {
         self.send_with(message, &[])
     }
 
     /// Sends a message with descriptors. Succeeds if the peer has closed the connection: the next receive reports it.
-    pub(super) fn send_with(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> CaseResult {
-        let record = message.encode().map_err(|error| CaseEnd::Internal(error.into()))?;
+    pub(super) fn send_with<M: WireMessage>(&self, message: &M, fds: &[BorrowedFd<'_>]) -> CaseResult {
+        let mut record = Vec::new();
+        message.encode_into(&mut record).map_err(|error| CaseEnd::Internal(error.into()))?;
         self.send_record(&record, fds)
     }
 
@@ -279,15 +285,15 @@ impl Peer {
     }
 
     /// Sends a message that the peer must answer with `error`.
-    pub(super) fn provoke(
+    pub(super) fn provoke<M: WireMessage>(
         &mut self,
-        message: &Message,
+        message: &M,
         rule: &'static str,
         code: ErrorCode,
         provoked_by: &str,
     ) -> CaseResult {
         self.send(message)?;
-        self.expect_error::<Message>(rule, code, provoked_by)
+        self.expect_error::<M>(rule, code, provoked_by)
     }
 
     /// Sends nothing until the peer reports a timeout.

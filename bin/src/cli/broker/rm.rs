@@ -187,16 +187,16 @@ impl RmOptions {
                 }
             }
         }
-        let held = self.held(client, &deleted);
         let exit = first.as_ref().map_or(Exit::Verified, Exit::of);
         let error = first.as_ref().map(ErrorSummary::of);
         let text = match (self.output.json, self.output.quiet) {
             (true, _) => {
-                let (tool, dry_run) = (stamp::tool(), None);
+                let (tool, dry_run, held) = (stamp::tool(), None, self.held(client, &deleted));
                 json_line(&RmReport { schema: VERSION, tool, deleted, held, failed, dry_run, error })
             }
             (false, true) => String::new(),
             (false, false) => {
+                let held = self.held(client, &deleted);
                 let deleted = deleted.iter().map(|name| format!("deleted  {name}\n"));
                 deleted.chain(held.iter().map(LeaseLine::held)).collect()
             }

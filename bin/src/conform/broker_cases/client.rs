@@ -65,13 +65,11 @@ impl<'a> Broker<'a> {
     }
 
     pub(super) fn send(&self, message: &Message) -> CaseResult {
-        self.send_with(message, &[])
+        self.peer.send(message)
     }
 
     pub(super) fn send_with(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> CaseResult {
-        let mut record = Vec::new();
-        message.encode_into(&mut record).map_err(|error| CaseEnd::Internal(error.into()))?;
-        self.peer.send_record(&record, fds)
+        self.peer.send_with(message, fds)
     }
 
     pub(super) fn receive(&mut self) -> CaseResult<Incoming<Message>> {
@@ -160,8 +158,7 @@ impl<'a> Broker<'a> {
         code: ErrorCode,
         provoked_by: &str,
     ) -> CaseResult {
-        self.send(message)?;
-        self.expect_error(rule, code, provoked_by)
+        self.peer.provoke(message, rule, code, provoked_by)
     }
 
     pub(super) fn expect_close(&mut self, rule: &'static str, when: &str) -> CaseResult {

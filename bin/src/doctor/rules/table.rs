@@ -1,4 +1,4 @@
-//! The table of the rules.
+//! The table of the rules. It exceeds 500 lines because it is one table: each entry is a rule's code, condition and sentence.
 
 use vmmfd::error::code;
 
