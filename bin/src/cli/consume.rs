@@ -31,7 +31,7 @@ use crate::check::{self, DataVerifier, files::Target, pattern::EngineChoice};
 /// Waits for the producer if it is started first.
 #[derive(Debug, Args)]
 pub struct Consume {
-    /// Range of bytes, with or without units, as 4MiB:1MiB; of a buffer in chunks, only the chunks of the range are sent and mapped
+    /// Range of bytes, with or without units, such as 4MiB:1MiB; of a buffer in chunks, only the chunks of the range are sent and mapped
     /// [default: all]
     #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range, help_heading = "Buffer")]
     range: Option<Range<u64>>,

@@ -43,7 +43,7 @@ impl Meet {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Buffer")]
 pub(super) struct Extent {
-    /// Size of the buffer: bytes, or with a binary unit, as 64MiB, 64M or 1.5GiB [default: 1MiB]
+    /// Size of the buffer: bytes, or with a binary unit, such as 64MiB, 64M or 1.5GiB [default: 1MiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "shape")]
     size: Option<u64>,
 
@@ -61,7 +61,7 @@ pub(super) struct Extent {
 #[command(next_help_heading = "Array")]
 pub(super) struct ArrayOptions {
     /// Element type, by its name in NumPy, ml_dtypes, PyTorch or Rust, as float32, f32, bfloat16, bf16, half or u8, or by a
-    /// typestr, as >i2 [default with --shape: uint32]
+    /// typestr, such as >i2 [default with --shape: uint32]
     #[arg(long, value_name = "TYPE", value_parser = ElementTypeParser, hide_possible_values = true)]
     dtype: Option<ElementType>,
 
@@ -206,7 +206,7 @@ pub(super) fn parse_uid(text: &str) -> Result<u32, String> {
 pub(super) fn parse_range(text: &str) -> Result<Range<u64>, String> {
     let parts = text.split_once(':').filter(|(offset, length)| !offset.is_empty() && !length.is_empty());
     let (offset, length) = parts.ok_or_else(|| {
-        format!("`{text}` is not a range of bytes: write its offset and length, as 4MiB:1MiB or 0:100")
+        format!("`{text}` is not a range of bytes: write its offset and length, such as 4MiB:1MiB or 0:100")
     })?;
     // 0 is a valid offset but not a valid size.
     let offset = if offset == "0" { 0 } else { parse_size(offset)? };
@@ -248,7 +248,11 @@ const UNITS: [(char, u32); 6] = [('k', 10), ('m', 20), ('g', 30), ('t', 40), ('p
 /// # Errors
 /// One sentence with the correct form, also for `64MB`, which could mean 64000000 or 67108864.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    let nonsense = || format!("`{text}` is not a size: write bytes as 1048576, or with a unit as 64MiB, 64M or 1.5GiB");
+    let nonsense = || {
+        format!(
+            "`{text}` is not a size: write bytes such as 1048576, or a number with a unit such as 64MiB, 64M or 1.5GiB"
+        )
+    };
     let lower = text.to_ascii_lowercase();
     let end = lower.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(lower.len());
     let (number, unit) = lower.split_at(end);

@@ -28,7 +28,7 @@ pub struct Output {
     #[arg(long)]
     pub json: bool,
 
-    /// Log to stderr; twice for more
+    /// Log to stderr; repeat for more
     #[arg(short, long, action = ArgAction::Count, conflicts_with = "quiet")]
     pub verbose: u8,
 

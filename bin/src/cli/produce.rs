@@ -59,7 +59,7 @@ pub struct Produce {
     #[arg(long, value_name = "LOCATION", value_parser = PLACEMENT, default_value = "device", help_heading = "Sharing")]
     location: Placement,
 
-    /// Size of the chunks, mapped side by side; rounded up like sizes [default: one allocation]
+    /// Size of the chunks, mapped side by side; rounded up to the granularity, as --size is [default: one allocation]
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
     chunk: Option<u64>,
 
@@ -75,7 +75,7 @@ pub struct Produce {
     #[command(flatten)]
     meet: Meet,
 
-    /// Number of consumers, served concurrently; 0: until a signal
+    /// Number of consumers, served concurrently; 0 means until a signal
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Meeting")]
     consumers: u64,
 

@@ -56,7 +56,7 @@ pub struct ServerConfig {
     /// Limits per user. `None` means the limit of [`Quota::user`], or no limit for the server's own user and root.
     pub quota: Quota,
     /// Limits for all users together. `None` means the limit of [`Quota::total`]. A user other than the server's own and root may use at
-    /// most half of the amount that other users leave.
+    /// most half of what other users leave free.
     pub total_quota: Quota,
     /// Time limit for a connection's hello, and for a client that does not read its records: 30 s by default.
     pub timeout: Duration,

@@ -71,7 +71,7 @@ pub(in super::super) struct GetOptions {
     #[arg(long, value_name = "PART", help_heading = "Object")]
     part: Option<String>,
 
-    /// Range of bytes, with or without units, as 4MiB:1MiB; of a part in chunks, only the chunks of the range are sent and mapped
+    /// Range of bytes, with or without units, such as 4MiB:1MiB; of a part in chunks, only the chunks of the range are sent and mapped
     /// [default: all]
     #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range, help_heading = "Buffer")]
     range: Option<Range<u64>>,

@@ -83,7 +83,7 @@ pub(in super::super) struct PutOptions {
     #[arg(long, value_name = "DURATION", value_parser = parse_ttl, help_heading = "Object")]
     ttl: Option<Lifetime>,
 
-    /// Permissions to read (get, list) and write (replace), as of a file; an existing object keeps its mode [default: 600]
+    /// Permissions to read (get, list) and write (replace), as a file's mode; an existing object keeps its mode [default: 600]
     #[arg(long, value_name = "OCTAL", value_parser = parse_mode, help_heading = "Object")]
     mode: Option<u16>,
 
@@ -102,7 +102,7 @@ pub(in super::super) struct PutOptions {
     )]
     from: Option<PathBuf>,
 
-    /// Safetensors files: each tensor becomes an array of its name. Give files, a folder with a model's files (those of its
+    /// Safetensors files: each tensor becomes an array with the same name. Give files, a folder with a model's files (those of its
     /// *.safetensors.index.json, if present), or an index. The files' own metadata is stored under `safetensors`
     #[arg(
         long,
@@ -126,7 +126,7 @@ pub(in super::super) struct PutOptions {
     #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
     device: Selector,
 
-    /// Size of the chunks, mapped side by side; rounded up like sizes [default: one allocation;
+    /// Size of the chunks, mapped side by side; rounded up to the granularity, as sizes are [default: one allocation;
     /// 1GiB with --safetensors]
     #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
     chunk: Option<u64>,

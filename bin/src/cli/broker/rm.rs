@@ -31,7 +31,7 @@ use crate::{
 /// Deletes objects
 ///
 /// Readers keep their leases, and the broker frees the memory after the last lease: the output lists the remaining leases. With several
-/// names, each deletion is tried, and the exit code is that of the first failure.
+/// names, each deletion is tried, and the exit code names the first failure.
 ///
 /// A prefix is deleted in two steps: --dry-run lists the objects and prints a code, and --confirm with this code deletes them. If an object
 /// was replaced, deleted or added in between, nothing is deleted.
