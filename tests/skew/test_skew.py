@@ -204,8 +204,9 @@ def test_plain_python(speaker: str, client: str, server: str, versions: Versions
     ended = subprocess.run(program, capture_output=True, text=True, timeout=5 * LIMIT)
     failed = [line for line in ended.stdout.splitlines() if line.startswith("FAILED")]
     if client != server:
-        # `vmmfd conform` of one version demands more than what was written beside the other one.
-        failed = [line for line in failed if "vmmfd conform: " not in line]
+        # `vmmfd conform` of one version checks more than the speaker of the other, and versions word their errors differently.
+        of_one_version = ("vmmfd conform: ", "the consumer tells why: ")
+        failed = [line for line in failed if not any(text in line for text in of_one_version)]
     assert failed == [] and ended.stdout.count("ok  ") > 5, ended.stdout[-4000:] + ended.stderr[-4000:]
 
 
@@ -355,7 +356,7 @@ def test_rollback_under_an_init_is_refused(versions: Versions, start: Start, tmp
     program.write_bytes(Path(versions[OLD].command()).read_bytes())
     program.chmod(0o755)
     refusal = versions[NEW].run("keeper", "--reload", "--socket", socket, code=5)
-    assert "can't go on" in refusal, refusal
+    assert "can't take over the keeper's descriptors" in refusal, refusal
     has_all(broker, versions, tmp_path, holders, before)
     # The older server knows no keeper, with the unit's options and without them.
     assert broker.child.end(signal.SIGTERM) == 0
