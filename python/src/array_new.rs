@@ -3,14 +3,14 @@
 use pyo3::prelude::*;
 use vmmfd::{
     array::{ArrayDescriptor, Order},
-    memory::Spec,
+    memory::{Rdma, Spec},
 };
 
 use crate::{
     array::{self, Array},
     device, driver, dtype,
     error::Outcome,
-    memory::Owned,
+    memory::{Owned, RdmaOption},
     signals, source,
 };
 
@@ -19,21 +19,23 @@ use crate::{
 /// `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
 /// of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
 /// `Device`; the first device by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver or no
-/// device.
+/// device. `rdma` is whether RDMA can reach the memory (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports
+/// support, never on WSL2; `True` requires it; `False` never.
 ///
 /// Blocks, with the GIL released, while the driver allocates, and on first use while it starts. Raises `Invalid`, also for types that
 /// readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
-/// device; `Unsupported`.
+/// device; `Unsupported`, also for `rdma=True` on a device without support, on WSL2 and on host memory.
 #[pyfunction]
-#[pyo3(signature = (shape, dtype, *, device=None, backend="auto"))]
+#[pyo3(signature = (shape, dtype, *, device=None, backend="auto", rdma=RdmaOption(Rdma::Auto)), text_signature = "(shape, dtype, *, device=None, backend='auto', rdma='auto')")]
 pub(crate) fn empty(
     py: Python<'_>,
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
+    rdma: RdmaOption,
 ) -> Outcome<Array> {
-    create(py, shape, dtype, device, backend, |size| Spec::vmm(size).into())
+    create(py, shape, dtype, device, backend, |size| Spec::vmm(size).rdma(rdma.0).into())
 }
 
 /// Creates an array in new memory. `spec` specifies an allocation of the given size, which is at least 1.
@@ -43,7 +45,7 @@ pub(crate) fn create(
     dtype: &Bound<'_, PyAny>,
     device: Option<&Bound<'_, PyAny>>,
     backend: &str,
-    spec: fn(u64) -> Spec,
+    spec: impl FnOnce(u64) -> Spec + Send,
 ) -> Outcome<Array> {
     let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, array::shape(shape)?, Order::C)?;
     let wanted = device.map(device::selector).transpose()?;

@@ -14,6 +14,7 @@ use serde::Serialize;
 use vmmfd::{
     broker::{ClaimOf, Condition, Found, Lifetime, Put},
     channel::{BrokerPath, Trust},
+    memory::Rdma,
     session::Config,
 };
 
@@ -25,7 +26,7 @@ use crate::{
     json,
     lease::{Claim, Lease, Prepared},
     leased_memory::Selection,
-    memory::{BrokerAddress, PickledAddress},
+    memory::{BrokerAddress, PickledAddress, RdmaOption},
     requests::{GetRequest, condition, lifetime, request, wait_time, with_wait},
     signals,
     time::seconds,
@@ -153,7 +154,7 @@ impl Client {
     }
 
     /// Copies arrays that are not in shared memory, and returns the part.
-    #[pyo3(signature = (values, part, *, device=None, copy=None))]
+    #[pyo3(signature = (values, part, *, device=None, copy=None, rdma=RdmaOption(Rdma::Auto)))]
     fn plan(
         &self,
         py: Python<'_>,
@@ -161,10 +162,11 @@ impl Client {
         part: String,
         device: Option<&Bound<'_, PyAny>>,
         copy: Option<bool>,
+        rdma: RdmaOption,
     ) -> Outcome<Plan> {
         self.0.check()?;
         let device = device.map(device::selector).transpose()?;
-        client_put::plan(py, &self.0.place.backend, values, part, device, copy)
+        client_put::plan(py, &self.0.place.backend, values, part, device, copy, rdma)
     }
 
     /// Leases an object, and maps it.

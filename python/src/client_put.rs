@@ -7,7 +7,7 @@ use vmmfd::{
     array::ArrayDescriptor,
     broker::{ArrayEntry, Attached, PutPart},
     driver::Access,
-    memory::{Chunk, Description, Device, Region, Selector, Sharing, Spec},
+    memory::{Chunk, Description, Device, Rdma, Region, Selector, Sharing, Spec},
 };
 
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     driver,
     error::{Failure, Outcome},
     json,
-    memory::Owned,
+    memory::{Owned, RdmaOption},
     shared::PyMemory,
     source::{self, Location, Source},
 };
@@ -189,6 +189,7 @@ pub(crate) fn plan(
     part: String,
     device: Option<Selector>,
     copy: Option<bool>,
+    RdmaOption(rdma): RdmaOption,
 ) -> Outcome<Plan> {
     if values.is_empty() {
         return Err(Failure::invalid("there is no array to put: give a mapping of names to arrays"));
@@ -213,7 +214,7 @@ pub(crate) fn plan(
         });
     }
     let named = &named;
-    let (memories, entries) = py.detach(|| lay_out(backend, named, device))?;
+    let (memories, entries) = py.detach(|| lay_out(backend, named, device, rdma))?;
     let memories = memories.into_iter().map(|memory| Py::new(py, PyMemory(memory))).collect::<PyResult<_>>()?;
     Ok((part, memories, entries, None))
 }
@@ -222,6 +223,7 @@ fn lay_out(
     backend: &str,
     named: &[(String, Value)],
     wanted: Option<Selector>,
+    rdma: Rdma,
 ) -> Outcome<(Vec<Arc<Owned>>, Vec<Entry>)> {
     let mut memories: Vec<Arc<Owned>> = Vec::new();
     let mut index = HashMap::new();
@@ -264,7 +266,7 @@ fn lay_out(
                 driver::device(&driver::driver(backend)?, on.map(Selector::Ordinal))?
             }
         };
-        let spec = Spec::vmm(room.max(1));
+        let spec = Spec::vmm(room.max(1)).rdma(rdma);
         let spec = if room > SEGMENT { spec.chunk(SEGMENT) } else { spec };
         // The kernel then stops every process with a descriptor from writing. A GPU driver has no such seal.
         let sealed = device.is_host();

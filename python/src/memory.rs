@@ -11,12 +11,12 @@ use std::{
     time::Duration,
 };
 
-use pyo3::Python;
+use pyo3::{prelude::*, types::PyBool};
 use vmmfd::{
     Error, Result,
     driver::Access,
     error::MemoryError,
-    memory::{Device, Region, Shared, Spec},
+    memory::{Device, Rdma, Region, Shared, Spec},
 };
 
 use crate::{
@@ -167,6 +167,23 @@ impl Memory for RegionMemory {
     }
 }
 
+/// The option `rdma`: `"auto"`, `True` or `False`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RdmaOption(pub(crate) Rdma);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for RdmaOption {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        match object.cast::<PyBool>() {
+            Ok(required) if required.is_true() => Ok(Self(Rdma::Required)),
+            Ok(_) => Ok(Self(Rdma::Never)),
+            Err(_) if object.extract::<&str>().is_ok_and(|text| text == "auto") => Ok(Self(Rdma::Auto)),
+            Err(_) => Err(Failure::invalid(format!("rdma={} is not \"auto\", True or False", object.repr()?)).into()),
+        }
+    }
+}
+
 /// The longest time that an allocation waits for dropped memory when memory is short.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -193,12 +210,12 @@ impl Owned {
         Arc::new(Self { memory: Reaped::new(&device, shared), exports: Mutex::default() })
     }
 
-    /// Allocates `size` bytes, at least 1, in one allocation. Blocks for the driver: release the GIL.
+    /// Allocates `size` bytes, at least 1, in one allocation, which RDMA can reach where the device supports it. Blocks for the driver: release the GIL.
     ///
     /// # Errors
     /// As [`Shared::create`].
     pub(crate) fn create(device: &Device, size: u64) -> Outcome<Arc<Self>> {
-        Self::make(device, Spec::vmm(size.max(1)).into())
+        Self::make(device, Spec::vmm(size.max(1)).rdma(Rdma::Auto).into())
     }
 
     /// Allocates memory as specified. If memory is short, waits for dropped memory to be released. Blocks.

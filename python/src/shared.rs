@@ -46,6 +46,12 @@ impl PyMemory {
         self.0.mapped_size()
     }
 
+    /// Whether RDMA can reach it, as the driver reported.
+    #[getter]
+    fn rdma(&self) -> bool {
+        self.0.is_gpu_direct_rdma()
+    }
+
     #[getter]
     fn device(&self) -> device::PyDevice {
         device::PyDevice(self.0.device().clone())

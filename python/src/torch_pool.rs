@@ -17,10 +17,15 @@ use pyo3::{prelude::*, types::PyDict};
 use vmmfd::{
     Error,
     fork::PerProcess,
-    memory::{Arenas, Selector},
+    memory::{Arenas, Rdma, Selector},
 };
 
-use crate::{driver, error::Outcome, memory::Owned, shared::PyMemory};
+use crate::{
+    driver,
+    error::Outcome,
+    memory::{Owned, RdmaOption},
+    shared::PyMemory,
+};
 
 /// Arenas by device ordinal, which PyTorch and the driver share. A fork has none: it allocates nothing and frees nothing.
 static ARENAS: PerProcess<Mutex<BTreeMap<c_int, Arc<Arenas>>>> = PerProcess::new(Mutex::default);
@@ -75,8 +80,14 @@ pub(crate) extern "C" fn vmmfd_torch_free(block: *mut c_void, _size: isize, devi
 
 /// Opens a CUDA device's arenas. New arenas have `arena` bytes; `size` bytes in total are expected.
 #[pyfunction]
-#[pyo3(signature = (device, arena, size=None))]
-pub(crate) fn torch_pool_open(py: Python<'_>, device: u32, arena: u64, size: Option<u64>) -> Outcome<()> {
+#[pyo3(signature = (device, arena, size=None, rdma=RdmaOption(Rdma::Auto)))]
+pub(crate) fn torch_pool_open(
+    py: Python<'_>,
+    device: u32,
+    arena: u64,
+    size: Option<u64>,
+    rdma: RdmaOption,
+) -> Outcome<()> {
     py.detach(|| {
         let ordinal = device as c_int;
         let arenas = match arenas(ordinal) {
@@ -87,6 +98,7 @@ pub(crate) fn torch_pool_open(py: Python<'_>, device: u32, arena: u64, size: Opt
                 Arc::clone(lock(ARENAS.get()).entry(ordinal).or_insert(made))
             }
         };
+        arenas.set_rdma(rdma.0)?;
         arenas.set_arena_size(arena)?;
         Ok(arenas.expect(size)?)
     })

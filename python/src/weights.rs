@@ -9,7 +9,7 @@ use pyo3::{
 use vmmfd::{
     Error,
     channel::CancelReason,
-    memory::Selector,
+    memory::{Rdma, Selector},
     weights::{Checkpoint, LoadOptions, Loaded, Tensor},
 };
 
@@ -17,7 +17,7 @@ use crate::{
     array::Array,
     device, driver,
     error::{Failure, Outcome},
-    memory::Owned,
+    memory::{Owned, RdmaOption},
     shared::PyMemory,
 };
 
@@ -91,7 +91,8 @@ impl Weights {
 /// Runs without the GIL, except that about 25 times per second it calls `progress(done, all)` and, in the main thread, signal handlers. An
 /// exception from either stops the work.
 #[pyfunction]
-#[pyo3(signature = (paths, *, backend="auto", device=None, digest=false, progress=None, threads=None))]
+#[pyo3(signature = (paths, *, backend="auto", device=None, digest=false, progress=None, threads=None, rdma=RdmaOption(Rdma::Auto)))]
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn load_safetensors(
     py: Python<'_>,
     paths: Vec<PathBuf>,
@@ -100,6 +101,7 @@ pub(crate) fn load_safetensors(
     digest: bool,
     progress: Option<Bound<'_, PyAny>>,
     threads: Option<i64>,
+    rdma: RdmaOption,
 ) -> Outcome<Weights> {
     let wanted: Option<Selector> = device.map(device::selector).transpose()?;
     let options = match threads {
@@ -109,6 +111,7 @@ pub(crate) fn load_safetensors(
             _ => return Err(Failure::invalid(format!("threads={threads} is not from 1 to {MAX_THREADS}"))),
         },
     };
+    let options = options.rdma(rdma.0);
     let options = if digest { options.digest() } else { options };
     if let Some(progress) = progress.as_ref().filter(|progress| !progress.is_callable()) {
         return Err(PyTypeError::new_err(format!("progress={} can't be called", progress.repr()?)).into());

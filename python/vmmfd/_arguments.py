@@ -89,6 +89,15 @@ def digest(value: t.Any) -> t.Digest | None:
     return text(value, "digest")
 
 
+def rdma(value: t.Any) -> t.Rdma:
+    """Returns whether RDMA must reach memory. Raises `Invalid` for another value than "auto", True and False."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    raise Invalid(f'rdma={value!r} is not "auto", True or False')
+
+
 def promised(exported: object) -> bool:
     """Returns whether the caller promises that no other library uses the memory."""
     if exported not in (None, "valid"):

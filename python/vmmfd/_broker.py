@@ -110,6 +110,7 @@ class Broker(Closing):
         digest: str | None = None,
         device: t.DeviceName | None = None,
         exported: t.Literal["valid"] | None = None,
+        rdma: t.Rdma = "auto",
     ) -> Published:
         """Publishes memory under a name. Once it returns, the object is published, and this process may drop the memory or exit.
 
@@ -132,12 +133,16 @@ class Broker(Closing):
         while other libraries have writable views of the memory, unless `exported="valid"` promises that none is used. Copies on the host
         backend are always sealed by the kernel.
 
+        `rdma` applies to the memory of copies, as in `vmmfd.empty`. Memory that is shared without a copy keeps its own setting; with
+        `rdma=True` RDMA must be able to reach it.
+
         Blocks until all work on the device is done and the broker has answered. It synchronises the device's primary context, which
         invalidates any CUDA graph capture in progress there in this process: put before or after a capture.
 
         Raises `Exists` if the name is taken, `Differs` if the current version is not the one to replace, `Denied` if another user owns the
         name, `ExportError` (a `BufferError`) if `copy=False` would need a copy or such views prevent `seal=True`, `Invalid` for an invalid
-        argument, `OutOfMemory`, `Timeout` if other parts are missing, and `Error` if a quota or the broker is full.
+        argument, `Unsupported` if RDMA can't reach memory and `rdma=True`, `OutOfMemory`, `Timeout` if other parts are missing, and `Error`
+        if a quota or the broker is full.
         """
         if wait is not None and parts is None:
             raise Invalid(f"wait={wait!r} is the time to wait for the other parts: give part, parts and group too, or omit wait")
@@ -147,9 +152,13 @@ class Broker(Closing):
         if digest is not None:
             _arguments.text(digest, "digest")
         # Imported here: most processes put nothing.
-        from ._parts import plan
+        from ._parts import check_rdma, plan
 
-        plans, additions, keep_alive = plan(self._native, value, part=part, device=device, copy=copy, seal=seal)
+        plans, additions, keep_alive = plan(
+            self._native, value, part=part, device=device, copy=copy, seal=seal, rdma=_arguments.rdma(rdma)
+        )
+        if rdma is True:
+            check_rdma(plans)
         if digest is not None:
             if len(plans) != 1:
                 raise Invalid(f"digest={digest!r} describes one part, but this value has {len(plans)}")

@@ -16,6 +16,7 @@ _Index = SupportsIndex | slice | EllipsisType
 _Path = str | os.PathLike[str]
 _Time = float | datetime.timedelta
 _DeviceName = int | str | Device
+_Rdma = bool | Literal["auto"]
 # A broker: path, backend, timeout in seconds, trusted user ids.
 _Place = tuple[str, str, float, list[int]]
 
@@ -216,24 +217,32 @@ class Memory:
     def mapped_size(self) -> int: ...
     @property
     def device(self) -> Device: ...
+    @property
+    def rdma(self) -> bool: ...
     def array(
         self, dtype: Any, shape: int | Sequence[int], strides: Sequence[int] | None = None, offset: int = 0
     ) -> Array:
         """Returns an array at a byte offset in it."""
 
 def empty(
-    shape: int | Sequence[int], dtype: Any, *, device: _DeviceName | None = None, backend: str = "auto"
+    shape: int | Sequence[int],
+    dtype: Any,
+    *,
+    device: _DeviceName | None = None,
+    backend: str = "auto",
+    rdma: _Rdma = "auto",
 ) -> Array:
     """Creates an `Array` in new shared memory. Contents are undefined.
 
     `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
     of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
     `Device`; the first device by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver or no
-    device.
+    device. `rdma` is whether RDMA can reach the memory (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports
+    support, never on WSL2; `True` requires it; `False` never.
 
     Blocks, with the GIL released, while the driver allocates, and on first use while it starts. Raises `Invalid`, also for types that
     readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
-    device; `Unsupported`."""
+    device; `Unsupported`, also for `rdma=True` on a device without support, on WSL2 and on host memory."""
 
 def asarray(object: Any, *, device: _DeviceName | None = None, backend: str = "auto") -> Array:
     """Copies an array of another library into new shared memory, in C order. Returns an `Array`.
@@ -347,6 +356,7 @@ class Client:
         *,
         device: _DeviceName | None = None,
         copy: bool | None = None,
+        rdma: _Rdma = ...,
     ) -> _PartPlan: ...
     def get(
         self,
@@ -505,7 +515,7 @@ def origin(array: Array) -> (
 
 # PyTorch
 
-def torch_pool_open(device: int, arena: int, size: int | None = None) -> None: ...
+def torch_pool_open(device: int, arena: int, size: int | None = None, rdma: _Rdma = ...) -> None: ...
 def torch_pool_find(address: int) -> tuple[Memory, int] | None: ...
 def torch_pool_close(address: int) -> bool: ...
 def torch_pool_figures(device: int) -> dict[str, int]: ...
@@ -539,4 +549,5 @@ def load_safetensors(
     digest: bool = False,
     progress: Callable[[int, int], object] | None = None,
     threads: int | None = None,
+    rdma: _Rdma = ...,
 ) -> Weights: ...

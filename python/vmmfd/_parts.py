@@ -7,19 +7,26 @@ from collections.abc import Mapping
 
 from . import _native
 from . import _types as t
-from ._errors import Invalid
+from ._errors import Invalid, Unsupported
 
 # The name of the only part.
 _PART = "all"
 
 
 def plan(
-    client: _native.Client, value: t.Any, *, part: str | None, device: t.DeviceName | None, copy: bool | None, seal: bool
+    client: _native.Client,
+    value: t.Any,
+    *,
+    part: str | None,
+    device: t.DeviceName | None,
+    copy: bool | None,
+    seal: bool,
+    rdma: t.Rdma,
 ) -> tuple[list[_native._PartPlan], dict[str, t.Any], object]:
     """Returns the parts of a value, the metadata to add, and the object that must live until the put is done."""
     own = getattr(type(value), "_plan", None)
     if own is not None and type(value).__module__.startswith("vmmfd."):
-        parts, additions, keep_alive = own(value, copy=copy, device=device)
+        parts, additions, keep_alive = own(value, copy=copy, device=device, rdma=rdma)
         if part is not None:
             parts = [(part, *parts[0][1:]), *parts[1:]]
         return parts, additions, keep_alive
@@ -27,7 +34,7 @@ def plan(
     if torch is not None and _is_torchs(torch, value):
         from .torch._put import _plan
 
-        return _plan(client, value, part=part or _PART, device=device, copy=copy, seal=seal)
+        return _plan(client, value, part=part or _PART, device=device, copy=copy, seal=seal, rdma=rdma)
     if not isinstance(value, Mapping):
         raise Invalid(f"value has type {type(value).__name__}: give a mapping of names to arrays, such as {{'x': array}}")
     arrays = []
@@ -35,7 +42,19 @@ def plan(
         if not isinstance(name, str):
             raise Invalid(f"value has the key {name!r}, of type {type(name).__name__}: array names must be str")
         arrays.append((name, array))
-    return [client.plan(arrays, part or _PART, device=device, copy=copy)], {}, arrays
+    return [client.plan(arrays, part or _PART, device=device, copy=copy, rdma=rdma)], {}, arrays
+
+
+def check_rdma(plans: list[_native._PartPlan]) -> None:
+    """Raises `Unsupported` if RDMA can't reach memory that a put shares without a copy."""
+    for part, memories, _, _ in plans:
+        for memory in memories:
+            if not memory.rdma:
+                raise Unsupported(
+                    f"rdma=True, but RDMA can't reach the memory of part {part!r} on {memory.device}: create it with rdma=True in "
+                    "vmmfd.empty, vmmfd.torch.pool or vmmfd.load_safetensors",
+                    kind="unsupported",
+                )
 
 
 def _is_torchs(torch: t.Any, value: t.Any) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     DeviceName: TypeAlias = int | str | Device
     Digest: TypeAlias = str | Mapping[str, str]
     Json: TypeAlias = Mapping[str, Any]
+    Rdma: TypeAlias = bool | Literal["auto"]
 else:
     _MODULES = {
         "Any": "typing",
@@ -41,7 +42,7 @@ else:
         import os
         from collections.abc import Mapping
         from datetime import timedelta
-        from typing import Any
+        from typing import Any, Literal
 
         from ._native import Device
 
@@ -50,6 +51,7 @@ else:
             "Digest": str | Mapping[str, str],
             "Json": Mapping[str, Any],
             "Path": str | os.PathLike[str],
+            "Rdma": bool | Literal["auto"],
             "Time": float | timedelta,
         }
 

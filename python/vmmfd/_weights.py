@@ -71,7 +71,7 @@ class Weights(Mapping[str, Array]):
         return f"<vmmfd.Weights: {len(self)} arrays, {self.nbytes} bytes on {self.device}>"
 
     def _plan(
-        self, *, copy: bool | None, device: t.DeviceName | None
+        self, *, copy: bool | None, device: t.DeviceName | None, rdma: t.Rdma
     ) -> tuple[list[_native._PartPlan], dict[str, t.Any], object]:
         """Returns the parts for a put, the metadata to add, and the object that must live until the put is done. Raises `Invalid` for
         `copy=True` and for another device."""
@@ -96,6 +96,7 @@ def load_safetensors(
     digest: bool = False,
     progress: Callable[[int, int], object] | None = None,
     threads: int | None = None,
+    rdma: t.Rdma = "auto",
 ) -> Weights:
     """Reads safetensors files into device memory that other processes can share.
 
@@ -106,20 +107,20 @@ def load_safetensors(
     `backend` is `"auto"` (CUDA, or ordinary memory if there is no GPU), `"cuda"` or `"host"`. `device` is an ordinal, a UUID or a `Device`:
     the first one by default. `digest` computes the memory's BLAKE3, for readers to verify. `progress(done, all)` is called in this thread
     about 25 times per second, with bytes. `threads` is the number of reader threads: by default one per processor, at most 8. Each thread
-    uses 4 MiB of page-locked memory during the call.
+    uses 4 MiB of page-locked memory during the call. `rdma` is as for `vmmfd.empty`.
 
     Blocks without the GIL. In the main thread Ctrl-C interrupts it, as does an exception from `progress`; the memory is then freed. On a
     GPU, no stream of this process may be in a graph capture: a copy invalidates the capture.
 
     Raises `NotFound` for a path that does not exist, `Denied` if it may not be read, `Invalid` for a file of another format, with wrong
     tensor offsets (overlapping, out of range, or with gaps), with duplicate tensors, or changed during the call, `OutOfMemory`, and
-    `Unsupported` if the device cannot share memory.
+    `Unsupported` if the device cannot share memory, or lacks the support that `rdma=True` requires.
     """
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     files = [os.fspath(path) for path in paths]
     return Weights(
         _native.load_safetensors(
-            files, backend=backend, device=device, digest=digest, progress=progress, threads=threads
+            files, backend=backend, device=device, digest=digest, progress=progress, threads=threads, rdma=rdma
         )
     )

@@ -1,10 +1,13 @@
 //! Detects WSL2, where the GPU's driver is the Windows driver.
 
-use std::fs;
+use std::{fs, sync::LazyLock};
 
-/// Whether the machine's kernel is WSL's. Reads `/proc/version`; `false` if that can't be read. Does not block.
+/// Whether the machine's kernel is WSL's. Reads `/proc/version` once; `false` if that can't be read. Does not block.
 pub fn is_here() -> bool {
-    fs::read("/proc/version").is_ok_and(|version| is_named_in(&String::from_utf8_lossy(&version)))
+    static HERE: LazyLock<bool> = LazyLock::new(|| {
+        fs::read("/proc/version").is_ok_and(|version| is_named_in(&String::from_utf8_lossy(&version)))
+    });
+    *HERE
 }
 
 /// Whether a text of `/proc/version` names WSL's kernel.

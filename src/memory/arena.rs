@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use super::{Device, Region, Shared, Spec, round_up};
+use super::{Device, Rdma, Region, Shared, Spec, round_up};
 use crate::{driver::Access, error::Result};
 
 /// Allocates blocks from arenas, which are pieces of shared memory. A library such as PyTorch can allocate through it, and its memory can
@@ -36,6 +36,7 @@ const MAX_GROWN: u64 = 1 << 30;
 
 #[derive(Debug, Default)]
 struct ArenaState {
+    rdma: Rdma,
     arenas: Vec<Arena>,
     /// Bytes announced by [`Arenas::expect`] and not in an arena yet.
     expected: Option<u64>,
@@ -77,9 +78,13 @@ impl Arena {
         address.checked_sub(self.memory.address()).is_some_and(|offset| offset < self.memory.size())
     }
 
-    /// The offset of the first free gap of `size` bytes, if blocks may be allocated from this arena.
-    fn gap(&self, size: u64) -> Option<u64> {
-        if self.closed || self.memory.access() != Access::ReadWrite {
+    /// The offset of the first free gap of `size` bytes, if such blocks may be allocated from this arena.
+    fn gap(&self, size: u64, rdma: Rdma) -> Option<u64> {
+        let differs = match rdma {
+            Rdma::Auto => false,
+            Rdma::Never | Rdma::Required => self.memory.is_gpu_direct_rdma() != (rdma == Rdma::Required),
+        };
+        if self.closed || differs || self.memory.access() != Access::ReadWrite {
             return None;
         }
         let mut start = 0;
@@ -93,8 +98,8 @@ impl Arena {
     }
 
     /// Allocates a block if there is a gap, and returns its address.
-    fn allocate(&mut self, size: u64) -> Option<u64> {
-        let offset = self.gap(size)?;
+    fn allocate(&mut self, size: u64, rdma: Rdma) -> Option<u64> {
+        let offset = self.gap(size, rdma)?;
         self.blocks.insert(offset, size);
         Some(self.memory.address() + offset)
     }
@@ -132,6 +137,20 @@ impl Arenas {
     /// [`MemoryError::InvalidSize`](crate::error::MemoryError::InvalidSize) if `arena` is 0.
     pub fn set_arena_size(&self, arena: u64) -> Result<()> {
         self.arena_size.store(round_up(arena, self.granularity)?, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Selects whether RDMA can reach later blocks; by default [`Rdma::Never`]. Existing blocks do not change, and no later block is
+    /// allocated from an arena that does not match.
+    ///
+    /// # Errors
+    /// With [`Rdma::Required`] the errors of [`Device::require_gpu_direct_rdma`]; [`Error::Forked`](crate::Error::Forked) in a fork of the
+    /// process that created the allocator.
+    pub fn set_rdma(&self, rdma: Rdma) -> Result<()> {
+        if rdma == Rdma::Required {
+            self.device.require_gpu_direct_rdma()?;
+        }
+        self.state()?.rdma = rdma;
         Ok(())
     }
 
@@ -184,10 +203,12 @@ impl Arenas {
         }
         // Not under the lock, which `free` and `find` need. Two threads may therefore create one arena too many.
         let bytes = self.next_arena(size)?;
-        let created = Shared::create(&self.device, Spec::vmm(bytes)).or_else(|error| match error {
+        let rdma = self.state()?.rdma;
+        let create = |bytes| Shared::create(&self.device, Spec::vmm(bytes).rdma(rdma));
+        let created = create(bytes).or_else(|error| match error {
             // Free arenas that could not be freed earlier, or create a smaller arena.
-            _ if self.free_empty_arenas() => Shared::create(&self.device, Spec::vmm(bytes)),
-            _ if bytes > size => Shared::create(&self.device, Spec::vmm(size)),
+            _ if self.free_empty_arenas() => create(bytes),
+            _ if bytes > size => create(size),
             error => Err(error),
         });
         let memory = Arc::new(created?);
@@ -204,7 +225,7 @@ impl Arenas {
         let freed = {
             let mut state = self.state()?;
             let block = state.allocate(size);
-            if block.is_some() || state.arenas.iter().all(|arena| arena.gap(size).is_none()) {
+            if block.is_some() || state.arenas.iter().all(|arena| arena.gap(size, state.rdma).is_none()) {
                 return Ok(block);
             }
             state.freed
@@ -305,8 +326,8 @@ impl Arenas {
 impl ArenaState {
     /// Allocates a block from an arena whose freed blocks are no longer in use by device work.
     fn allocate(&mut self, size: u64) -> Option<u64> {
-        let finished = self.finished;
-        self.arenas.iter_mut().filter(|arena| arena.freed <= finished).find_map(|arena| arena.allocate(size))
+        let (finished, rdma) = (self.finished, self.rdma);
+        self.arenas.iter_mut().filter(|arena| arena.freed <= finished).find_map(|arena| arena.allocate(size, rdma))
     }
 }
 

@@ -13,7 +13,7 @@ use std::{
 
 use nix::sys::resource::{Resource, getrlimit};
 
-use super::{Allocation, Device, Mapping, Part, Placement, Region, Reservation, check_range, round_up, timed};
+use super::{Allocation, Device, Mapping, Part, Placement, Rdma, Region, Reservation, check_range, round_up, timed};
 use crate::{
     driver::Access,
     error::{Error, MemoryError, Result},
@@ -24,6 +24,8 @@ use crate::{
 pub(super) struct Chunks {
     device: Device,
     placement: Placement,
+    /// Whether RDMA can reach all of it.
+    gpu_direct_rdma: bool,
     /// Bytes of data.
     size: u64,
     /// Number of allocations.
@@ -98,11 +100,11 @@ impl Chunks {
         size: u64,
         chunk: Option<u64>,
         placement: Placement,
-        gpu_direct_rdma: bool,
+        rdma: Rdma,
         export_after_seal: bool,
     ) -> Result<Self> {
         device.require_sharing()?;
-        let properties = device.shareable_for(placement, gpu_direct_rdma)?;
+        let properties = device.shareable_for(placement, rdma)?;
         let unit = device.granularity_of(&properties)?;
         let chunk = chunk.map(|chunk| round_up(chunk, unit)).transpose()?;
         let bytes = round_up(size, unit)?;
@@ -111,10 +113,11 @@ impl Chunks {
         let reservation = Reservation::new(device, bytes)?;
         let mut mapping = Mapping::empty(&reservation, 0, device, Access::ReadWrite)?;
         let (mut chunks, mut unsealed) = (Vec::new(), Vec::new());
-        let mut timings = Timings::default();
+        let (mut timings, mut gpu_direct_rdma) = (Timings::default(), properties.gpu_direct_rdma);
         while mapping.size() < bytes {
             let size = chunk.min(bytes - mapping.size());
-            let allocation = timed(&mut timings.create, || Allocation::create_with(device, &properties, size))?;
+            let allocation = timed(&mut timings.create, || Allocation::create_with(device, &properties, rdma, size))?;
+            gpu_direct_rdma &= allocation.properties().gpu_direct_rdma;
             timed(&mut timings.map, || mapping.push(&allocation))?;
             match export_after_seal {
                 true => unsealed.push(allocation),
@@ -129,6 +132,7 @@ impl Chunks {
         Ok(Self {
             device,
             placement,
+            gpu_direct_rdma,
             size,
             segments,
             export_after_seal,
@@ -250,6 +254,10 @@ impl Chunks {
 
     pub(super) fn placement(&self) -> Placement {
         self.placement
+    }
+
+    pub(super) fn is_gpu_direct_rdma(&self) -> bool {
+        self.gpu_direct_rdma
     }
 
     pub(super) fn address(&self) -> u64 {

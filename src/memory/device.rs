@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use super::{DeviceIdentity, Placement, Selector};
+use super::{DeviceIdentity, Placement, Rdma, Selector};
 use crate::{
     driver::{Attribute, Backend, DeviceUuid, Driver, Granularity, Location, MemoryInfo, Properties, Verbs, code, wsl},
     error::{DeviceError, Error, ErrorCode, MemoryError, PeerError, Result},
@@ -285,15 +285,18 @@ impl Device {
         self.verbs().can_access_peer(self.ordinal(), owner.ordinal())
     }
 
-    /// The properties of shareable memory. With `gpu_direct_rdma`, RDMA can reach the memory.
-    pub(super) fn shareable_for(&self, placement: Placement, gpu_direct_rdma: bool) -> Result<Properties> {
-        if gpu_direct_rdma {
-            if placement == Placement::Host && !self.is_host() {
+    /// The properties of shareable memory, with `gpuDirectRDMACapable` as `rdma` and the device determine it.
+    pub(super) fn shareable_for(&self, placement: Placement, rdma: Rdma) -> Result<Properties> {
+        let gpu_direct_rdma = match rdma {
+            Rdma::Never => false,
+            // An old driver does not know the attribute and fails.
+            Rdma::Auto => placement == Placement::Device && self.require_gpu_direct_rdma().is_ok(),
+            Rdma::Required if placement == Placement::Host && !self.is_host() => {
                 let feature = "host-NUMA memory that RDMA can reach (gpuDirectRDMACapable)";
                 return Err(Error::Device(DeviceError::Unsupported { device: self.to_string(), feature }));
             }
-            self.require_gpu_direct_rdma()?;
-        }
+            Rdma::Required => self.require_gpu_direct_rdma().map(|()| true)?,
+        };
         Ok(Properties { gpu_direct_rdma, ..self.shareable(placement)? })
     }
 

@@ -45,7 +45,7 @@ pub use self::{
     pool::{MOST as MOST_OF_A_POOL, Pool, PoolBuffer},
     selector::{Selector, UuidPrefix},
     shared::Shared,
-    spec::{Spec, VmmSpec},
+    spec::{Rdma, Spec, VmmSpec},
     vmm::{Allocation, Mapping, Reservation},
 };
 

@@ -64,8 +64,8 @@ impl Shared {
         let Spec { size, sealed, kind } = spec.into();
         let started = Instant::now();
         let mut shared = match kind {
-            Kind::Vmm { chunk, placement, gpu_direct_rdma } => {
-                let chunks = Chunks::create(device, size, chunk, placement, gpu_direct_rdma, sealed)?;
+            Kind::Vmm { chunk, placement, rdma } => {
+                let chunks = Chunks::create(device, size, chunk, placement, rdma, sealed)?;
                 return Ok(Self::of(device, SharedBacking::Vmm(chunks)));
             }
             Kind::Pool => Self::in_pool(&Pool::create(device)?, size)?,
@@ -111,6 +111,11 @@ impl Shared {
             SharedBacking::Pool { buffer } => mem::forget(Arc::clone(buffer)),
             SharedBacking::Legacy { memory, .. } => mem::forget(Arc::clone(memory)),
         }
+    }
+
+    /// Whether RDMA can reach the memory: the driver reported `gpuDirectRDMACapable` for each allocation when it was created.
+    pub fn is_gpu_direct_rdma(&self) -> bool {
+        matches!(&self.memory, SharedBacking::Vmm(chunks) if chunks.is_gpu_direct_rdma())
     }
 
     /// Seals the memory permanently against writing and exports it. Returns whether the kernel enforces the seal.

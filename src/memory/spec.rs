@@ -30,9 +30,22 @@ pub struct Spec {
 /// The options of each mechanism.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    Vmm { chunk: Option<u64>, placement: Placement, gpu_direct_rdma: bool },
+    Vmm { chunk: Option<u64>, placement: Placement, rdma: Rdma },
     Pool,
     Legacy,
+}
+
+/// Whether RDMA can reach memory: `gpuDirectRDMACapable`, which can't be changed after the allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Rdma {
+    /// The flag is not requested.
+    #[default]
+    Never,
+    /// The flag is requested for device memory where [`super::Device::require_gpu_direct_rdma`] succeeds. Memory without the flag is
+    /// created elsewhere, and if the driver refuses or ignores the flag.
+    Auto,
+    /// The allocation fails with [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) if the memory can't have the flag.
+    Required,
 }
 
 /// A [`Spec`] of memory that is shared by [`Mechanism::Vmm`].
@@ -41,14 +54,14 @@ pub struct VmmSpec {
     size: u64,
     chunk: Option<u64>,
     placement: Placement,
-    gpu_direct_rdma: bool,
+    rdma: Rdma,
     sealed: bool,
 }
 
 impl Spec {
     /// Memory of `size` bytes that is shared with one descriptor per allocation. The default is one allocation in device memory.
     pub fn vmm(size: u64) -> VmmSpec {
-        VmmSpec { size, chunk: None, placement: Placement::Device, gpu_direct_rdma: false, sealed: false }
+        VmmSpec { size, chunk: None, placement: Placement::Device, rdma: Rdma::Never, sealed: false }
     }
 
     /// Memory of `size` bytes in a new pool. For several buffers in one pool see [`super::Shared::in_pool`].
@@ -103,7 +116,12 @@ impl VmmSpec {
     /// Requires the device memory of a GPU with support for it, and is not available on WSL2. Otherwise the allocation fails with
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported). See [`super::Device::require_gpu_direct_rdma`].
     pub fn gpu_direct_rdma(self) -> Self {
-        Self { gpu_direct_rdma: true, ..self }
+        self.rdma(Rdma::Required)
+    }
+
+    /// Selects whether RDMA can reach the memory. [`super::Shared::is_gpu_direct_rdma`] reports the result.
+    pub fn rdma(self, rdma: Rdma) -> Self {
+        Self { rdma, ..self }
     }
 
     /// Allocates memory that is filled and then sealed. It can't be exported before it is sealed: see [`super::Shared::seal`].
@@ -113,7 +131,7 @@ impl VmmSpec {
 }
 
 impl From<VmmSpec> for Spec {
-    fn from(VmmSpec { size, chunk, placement, gpu_direct_rdma, sealed }: VmmSpec) -> Self {
-        Self { size, sealed, kind: Kind::Vmm { chunk, placement, gpu_direct_rdma } }
+    fn from(VmmSpec { size, chunk, placement, rdma, sealed }: VmmSpec) -> Self {
+        Self { size, sealed, kind: Kind::Vmm { chunk, placement, rdma } }
     }
 }

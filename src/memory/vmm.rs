@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    Device, Placement, Region, check_range,
+    Device, Placement, Rdma, Region, check_range,
     offered::{OpenError, Step},
     report, round_up,
 };
@@ -51,7 +51,7 @@ impl Allocation {
     /// Driver calls: those of [`Allocation::create`]; for host memory also `cuDeviceGetAttribute`.
     #[doc(alias = "cuDeviceGetAttribute")]
     pub fn create_at(device: &Device, placement: Placement, size: u64) -> Result<Arc<Self>> {
-        Self::create_with(device, &device.shareable(placement)?, size)
+        Self::create_with(device, &device.shareable(placement)?, Rdma::Never, size)
     }
 
     /// Like [`Allocation::create`], for memory that RDMA can reach: `gpuDirectRDMACapable`, which can't be changed later.
@@ -63,11 +63,12 @@ impl Allocation {
     /// Driver calls: `cuDeviceGetAttribute`, those of [`Allocation::create`], `cuMemGetAllocationPropertiesFromHandle`.
     #[doc(alias("cuDeviceGetAttribute", "cuMemGetAllocationPropertiesFromHandle"))]
     pub fn create_gpu_direct_rdma(device: &Device, size: u64) -> Result<Arc<Self>> {
-        Self::create_with(device, &device.shareable_for(Placement::Device, true)?, size)
+        let properties = device.shareable_for(Placement::Device, Rdma::Required)?;
+        Self::create_with(device, &properties, Rdma::Required, size)
     }
 
-    /// Like [`Allocation::create`], with properties from [`Device::shareable_for`].
-    pub(super) fn create_with(device: &Device, properties: &Properties, size: u64) -> Result<Arc<Self>> {
+    /// Like [`Allocation::create`], with properties from [`Device::shareable_for`] for the same `rdma`.
+    pub(super) fn create_with(device: &Device, properties: &Properties, rdma: Rdma, size: u64) -> Result<Arc<Self>> {
         let rounded = round_up(size, device.granularity_of(properties)?)?;
         match device.verbs().create(rounded, properties) {
             Ok(handle) => {
@@ -75,9 +76,16 @@ impl Allocation {
                 let mut created = Self::own(device, handle, rounded, *properties);
                 if properties.gpu_direct_rdma {
                     created.properties = device.verbs().properties(handle)?;
-                    created.require_gpu_direct_rdma()?;
+                    if rdma == Rdma::Required {
+                        created.require_gpu_direct_rdma()?;
+                    }
                 }
                 Ok(Arc::new(created))
+            }
+            Err(Error::Driver { code: code::NOT_SUPPORTED | code::INVALID_VALUE, .. })
+                if properties.gpu_direct_rdma && rdma == Rdma::Auto =>
+            {
+                Self::create_with(device, &Properties { gpu_direct_rdma: false, ..*properties }, Rdma::Never, size)
             }
             // The device's free memory is irrelevant for host memory.
             Err(error) if properties.location.host_node().is_some() => Err(error),

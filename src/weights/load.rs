@@ -17,7 +17,7 @@ use super::{Checkpoint, digest};
 use crate::{
     driver::PageLocked,
     error::{Error, Result},
-    memory::{Device, Region, Shared, Spec},
+    memory::{Device, Rdma, Region, Shared, Spec},
 };
 
 /// The default size of the memory's segments, in bytes.
@@ -45,12 +45,12 @@ pub struct LoadOptions {
     chunk: u64,
     digest: bool,
     sealed: bool,
-    gpu_direct_rdma: bool,
+    rdma: Rdma,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { threads: None, chunk: SEGMENT_SIZE, digest: false, sealed: false, gpu_direct_rdma: false }
+        Self { threads: None, chunk: SEGMENT_SIZE, digest: false, sealed: false, rdma: Rdma::Never }
     }
 }
 
@@ -82,7 +82,12 @@ impl LoadOptions {
 
     /// Makes the memory accessible to RDMA: see [`VmmSpec::gpu_direct_rdma`](crate::memory::VmmSpec::gpu_direct_rdma).
     pub fn gpu_direct_rdma(self) -> Self {
-        Self { gpu_direct_rdma: true, ..self }
+        self.rdma(Rdma::Required)
+    }
+
+    /// Selects whether RDMA can reach the memory.
+    pub fn rdma(self, rdma: Rdma) -> Self {
+        Self { rdma, ..self }
     }
 }
 
@@ -120,8 +125,7 @@ impl Checkpoint {
         let unit = device.granularity()?;
         let size = self.size().checked_next_multiple_of(unit).unwrap_or(self.size());
         let chunk = options.chunk.min(size);
-        let spec = Spec::vmm(size).chunk(chunk);
-        let spec = if options.gpu_direct_rdma { spec.gpu_direct_rdma() } else { spec };
+        let spec = Spec::vmm(size).chunk(chunk).rdma(options.rdma);
         let spec = if options.sealed { spec.sealed() } else { spec };
 
         let block = if device.is_host() { HOST_BLOCK } else { BLOCK };

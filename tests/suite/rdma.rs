@@ -6,7 +6,7 @@ use vmmfd::{
     driver::{Access, Attribute, code},
     error::DeviceError,
     internals::Properties,
-    memory::{Allocation, ArrayHandle, Device, Placement, Region, Shared, Spec},
+    memory::{Allocation, Arenas, ArrayHandle, Device, Placement, Rdma, Region, Shared, Spec},
 };
 
 use crate::{
@@ -20,6 +20,8 @@ cases! {
     on crate::support::Subject; every backend: [
     rdma_memory_has_the_flag,
     host_memory_is_refused_for_rdma,
+    auto_follows_the_device,
+    arenas_keep_flags_apart,
     failed_call_leaves_nothing,
     ]
 }
@@ -103,6 +105,37 @@ fn host_memory_is_refused_for_rdma(subject: Subject) {
     assert!(!subject.faulty.take_verbs().contains(&"create"), "it was tried");
 }
 
+fn auto_follows_the_device(subject: Subject) {
+    let device = subject.device();
+    let flagged = |spec: vmmfd::memory::VmmSpec| Shared::create(&device, spec).unwrap().is_gpu_direct_rdma();
+    assert_eq!(flagged(Spec::vmm(1).rdma(Rdma::Auto)), supported(&subject));
+    assert!(!flagged(Spec::vmm(1).rdma(Rdma::Never)) && !flagged(Spec::vmm(1)));
+    // Host-NUMA memory does not exist everywhere.
+    if subject.kind == Kind::Host {
+        assert!(!flagged(Spec::vmm(1).placement(Placement::Host).rdma(Rdma::Auto)));
+    }
+}
+
+fn arenas_keep_flags_apart(subject: Subject) {
+    let (device, unit) = (subject.device(), subject.unit());
+    let arenas = Arenas::new(&device, 8 * unit).unwrap();
+    let block = |rdma| {
+        arenas.set_rdma(rdma).unwrap();
+        arenas.find(arenas.allocate(unit).unwrap()).unwrap().0.is_gpu_direct_rdma()
+    };
+    assert!(!block(Rdma::Never));
+    if !supported(&subject) {
+        assert!(lacking(arenas.set_rdma(Rdma::Required)).contains("gpuDirectRDMACapable"));
+        assert!(!block(Rdma::Auto));
+        return;
+    }
+    assert!(block(Rdma::Required));
+    assert!(!block(Rdma::Never));
+    // Any arena.
+    block(Rdma::Auto);
+    assert_eq!(arenas.figures().arenas, 2);
+}
+
 fn failed_call_leaves_nothing(subject: Subject) {
     let device = subject.device();
     if supported(&subject) {
@@ -127,12 +160,15 @@ fn missing_support_is_an_error() {
         let feature = lacking(create(Spec::vmm(1).gpu_direct_rdma()));
         assert!(feature.contains(word), "{feature}");
         create(Spec::vmm(1)).unwrap();
+        assert!(!create(Spec::vmm(1).rdma(Rdma::Auto)).unwrap().is_gpu_direct_rdma());
     }
     // The driver refuses the flag.
     let subject = Subject::fake();
     let device: Device = subject.device();
     subject.fake.as_ref().unwrap().set("FAKECUDA_FAIL", "cuMemCreate:1:801");
     assert_eq!(code(Shared::create(&device, Spec::vmm(1).gpu_direct_rdma())), code::NOT_SUPPORTED);
+    subject.fake.as_ref().unwrap().set("FAKECUDA_FAIL", "cuMemCreate:1:801");
+    assert!(!Shared::create(&device, Spec::vmm(1).rdma(Rdma::Auto)).unwrap().is_gpu_direct_rdma());
     subject.fake.as_ref().unwrap().set("FAKECUDA_ATTRIBUTE", "110:0");
     assert_eq!(
         code(subject.verbs.create(subject.unit(), &FOR_RDMA)),

@@ -39,8 +39,8 @@ class Exact:
         copies: dict[int, Any] = {}
         self._items = [item if item.kind == "parameter" else _apart(item, own, copies, device) for item in items]
 
-    def _plan(self, copy: bool | None, device: Any) -> Any:
-        return _plan(self._client, self._items, copy=copy, device=device)
+    def _plan(self, copy: bool | None, device: Any, rdma: Any) -> Any:
+        return _plan(self._client, self._items, copy=copy, device=device, rdma=rdma)
 
 
 def _apart(item: _Item, own: set[int], copies: dict[int, Any], device: Any) -> _Item:

@@ -6,9 +6,9 @@ import ctypes
 import threading
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
-from .. import _native
+from .. import _arguments, _native
 from .._errors import Invalid, Unsupported
 from ._base import _torch
 
@@ -38,9 +38,10 @@ def _pluggable() -> Any:
 class Pool:
     """The result of `pool`: a context manager. Only one thread may be inside at a time."""
 
-    def __init__(self, arena: int, device: Any, size: int | None) -> None:
+    def __init__(self, arena: int, device: Any, size: int | None, rdma: Any) -> None:
         self._arena = arena
         self._size = size
+        self._rdma = rdma
         self._device = device
         self._ordinal = -1
         self._thread = 0
@@ -62,12 +63,21 @@ class Pool:
             device = torch.cuda.current_device() if device.index is None else int(device.index)
         # PyTorch's context first, so that PyTorch reports its errors.
         torch.cuda.init()
-        _native.torch_pool_open(device, self._arena, self._size)
         self._ordinal = device
         self._thread = threading.get_ident()
-        self._begin()
         with _lock:
+            # PyTorch does not say for which pool it allocates.
+            other = next((pool._rdma for pool in _active if pool._ordinal == device and pool._rdma != self._rdma), None)
+            if other is not None:
+                raise Invalid(f"rdma={self._rdma!r}, but a pool with rdma={other!r} is entered on device {device}: leave it first")
             _active.append(self)
+        try:
+            _native.torch_pool_open(device, self._arena, self._size, self._rdma)
+            self._begin()
+        except BaseException:
+            with _lock:
+                _active.remove(self)
+            raise
         return self
 
     def __exit__(
@@ -108,7 +118,7 @@ class Pool:
         )
 
 
-def pool(arena: int = 256 << 20, device: Any = None, *, size: int | None = None) -> Pool:
+def pool(arena: int = 256 << 20, device: Any = None, *, size: int | None = None, rdma: bool | Literal["auto"] = "auto") -> Pool:
     """A context manager: this thread's PyTorch allocations on a GPU use memory that other processes can map.
 
         with vmmfd.torch.pool():
@@ -118,7 +128,8 @@ def pool(arena: int = 256 << 20, device: Any = None, *, size: int | None = None)
     PyTorch's blocks are cut from arenas. Each arena is one driver allocation and one descriptor, and is freed when empty. `arena` is the
     smallest arena size in bytes. Arenas grow: each is a quarter of the total so far, up to 1 GiB, if that is more than `arena`. `size` is
     the expected total of all allocations in bytes: arenas of at most 1 GiB then add up to exactly `size`, and later arenas have `arena`
-    bytes. `device` is a `torch.device`, its name or its ordinal; by default PyTorch's current device. Needs PyTorch 2.6 or newer.
+    bytes. `device` is a `torch.device`, its name or its ordinal; by default PyTorch's current device. `rdma` is as
+    for `vmmfd.empty`; the pools that are entered on a device must agree on it. Needs PyTorch 2.6 or newer.
 
     Readers map whole arenas, including any other data beside the published tensors. Publishing closes arenas: nothing is allocated in them
     again, so published data is never overwritten, even if tensors are deleted. `torch.cuda.empty_cache()` frees the memory of deleted
@@ -126,13 +137,14 @@ def pool(arena: int = 256 << 20, device: Any = None, *, size: int | None = None)
 
     Threads started inside allocate as usual: enter a pool in each. Blocks while the driver starts, if needed.
 
-    Raises `vmmfd.Unsupported` (a `NotImplementedError`) without a GPU or with an older PyTorch; `vmmfd.Invalid` (a `ValueError`) for an
-    invalid size or device; `vmmfd.Error` in a fork of a process that opened the driver.
+    Raises `vmmfd.Unsupported` (a `NotImplementedError`) without a GPU, with an older PyTorch, or if `rdma=True` and the device lacks support;
+    `vmmfd.Invalid` (a `ValueError`) for an invalid size or device, and if the entered pools differ in `rdma`; `vmmfd.Error` in a fork of a
+    process that opened the driver.
     """
     for name, value in (("arena", arena), ("size", 1 if size is None else size)):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 47:
             raise Invalid(f"{name}={value!r} is not a memory size: give a number of bytes, such as 256 << 20")
-    return Pool(arena, device, size)
+    return Pool(arena, device, size, _arguments.rdma(rdma))
 
 
 def _close(addresses: Iterable[int], storages: Iterable[Any]) -> None:

@@ -129,8 +129,8 @@ def _checked(value: Any) -> list[_Item]:
 class _Placing:
     """Assigns memory to the storages of a value: shared in place, or copies."""
 
-    def __init__(self, client: Any, device: Any, copy: bool | None) -> None:
-        self._client, self._device, self._copy = client, device, copy
+    def __init__(self, client: Any, device: Any, copy: bool | None, rdma: Any) -> None:
+        self._client, self._device, self._copy, self._rdma = client, device, copy, rdma
         # Memory shared in place, by address.
         self.in_place: dict[int, _native.Memory] = {}
         # The storages in that memory.
@@ -178,7 +178,7 @@ class _Placing:
         target = self._device
         if target is None and where != "cpu" and self._client.backend != "host":
             target = int(where.rpartition(":")[2])
-        _, memories, placed, _ = self._client.plan(values, part, device=target, copy=True)
+        _, memories, placed, _ = self._client.plan(values, part, device=target, copy=True, rdma=self._rdma)
         for storage, (_, _, _, _, memory, offset, _) in zip(storages, placed, strict=True):
             storage.memory, storage.offset = first + memory, offset
         return list(memories)
@@ -192,6 +192,7 @@ def _plan(
     device: Any = None,
     copy: bool | None = None,
     seal: bool = False,
+    rdma: Any = "auto",
 ) -> tuple[list[PartPlan], dict[str, Any], object]:
     """Returns the parts of a module, of a mapping of names to tensors or of a list of items, one per device; the metadata to add; and the
     object that must live until the put is done. With `seal`, checks that this process may make the memory read-only.
@@ -208,7 +209,7 @@ def _plan(
         storage = item.tensor.untyped_storage()
         on = grouped.setdefault(str(item.tensor.device), {})
         on.setdefault(storage.data_ptr(), _Storage(storage)).items.append(item)
-    placing = _Placing(client, device, copy)
+    placing = _Placing(client, device, copy, rdma)
     placed = [(list(of.values()), placing.place(where, part, list(of.values()))) for where, of in (grouped or {"cpu": {}}).items()]
     if placing.elsewhere and copy is False:
         raise ExportError(
