@@ -12,7 +12,7 @@ use pyo3::{
 };
 use vmmfd::{
     array::{ArrayDescriptor, ElementType},
-    broker::{self, Object, ObjectPart},
+    broker::{self, ArrayEntry, Object, ObjectPart},
     driver::Backend,
     fork::ProcessIdentity,
     memory::Region,
@@ -21,6 +21,7 @@ use vmmfd::{
 use crate::{
     array::Array,
     buffer::contiguous,
+    client_put::Entry,
     connections::{Checkout, check_process},
     error::{Class, Failure, Outcome},
     json,
@@ -172,6 +173,26 @@ impl Lease {
             };
             object.parts().iter().map(part).collect()
         })
+    }
+
+    /// For each part: name, whether it has padding, digest, the sizes of its segments, and its arrays for a put, each with its end.
+    #[allow(clippy::type_complexity)]
+    fn layout(&self, py: Python<'_>) -> Outcome<Vec<(String, bool, Option<String>, Vec<u64>, Vec<(Entry, u64)>)>> {
+        self.with(py, |object| {
+            let entry = |entry: &ArrayEntry| {
+                let ArrayDescriptor { dtype, shape, strides, offset } = entry.array.clone();
+                let attributes = entry.attributes.as_ref().map(|attributes| attributes.as_str().to_owned());
+                let end = entry.array.span()?.end;
+                Ok(((entry.name.clone(), dtype.to_string(), shape, strides, 0, offset, attributes), end))
+            };
+            let part = |part: &ObjectPart| {
+                let of = part.description();
+                let entries = part.arrays().iter().map(entry).collect::<Outcome<_>>()?;
+                let digest = part.digest().map(str::to_owned);
+                Ok((part.name().to_owned(), of.size < of.mapped_size, digest, part.segments().collect(), entries))
+            };
+            object.parts().iter().map(part).collect()
+        })?
     }
 
     /// The unique names of the mapped arrays.

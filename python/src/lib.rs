@@ -87,6 +87,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(torch_pool::torch_pool_last_error, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::make_read_only, module)?)?;
     module.add_function(wrap_pyfunction!(torch_pool::check_read_only, module)?)?;
+    module.add_function(wrap_pyfunction!(shared::digest_of, module)?)?;
     // Weights
     module.add_class::<weights::Weights>()?;
     module.add_function(wrap_pyfunction!(weights::load_safetensors, module)?)?;

@@ -3,7 +3,11 @@
 use std::sync::Arc;
 
 use pyo3::prelude::*;
-use vmmfd::{array::ArrayDescriptor, memory::Selector};
+use vmmfd::{
+    array::ArrayDescriptor,
+    memory::{Region, Selector, Spec},
+    weights,
+};
 
 use crate::{
     array::{self, Array},
@@ -19,15 +23,31 @@ pub(crate) struct PyMemory(pub(crate) Arc<Owned>);
 
 #[pymethods]
 impl PyMemory {
-    /// Allocates `size` bytes.
+    /// Allocates `size` bytes, in segments of `segment` bytes if given. With `sealed`, it can be put once `seal` is called.
     #[new]
-    #[pyo3(signature = (size, *, device=None, backend="auto"))]
-    fn new(py: Python<'_>, size: u64, device: Option<&Bound<'_, PyAny>>, backend: &str) -> Outcome<Self> {
+    #[pyo3(signature = (size, *, device=None, backend="auto", segment=None, sealed=false))]
+    fn new(
+        py: Python<'_>,
+        size: u64,
+        device: Option<&Bound<'_, PyAny>>,
+        backend: &str,
+        segment: Option<u64>,
+        sealed: bool,
+    ) -> Outcome<Self> {
         let wanted: Option<Selector> = device.map(device::selector).transpose()?;
         py.detach(|| {
             let device = driver::device(&driver::driver(backend)?, wanted)?;
-            Owned::create(&device, size).map(Self)
+            let spec = Spec::vmm(size.max(1));
+            let spec = segment.into_iter().fold(spec, |spec, segment| spec.chunk(segment));
+            let spec = if sealed { spec.sealed() } else { spec };
+            Owned::make(&device, spec.into()).map(Self)
         })
+    }
+
+    /// Makes the memory read-only for this process, and on the host backend for every process.
+    fn seal(&self, py: Python<'_>) -> Outcome<()> {
+        py.detach(|| self.0.shared().seal())?;
+        Ok(())
     }
 
     #[getter]
@@ -73,4 +93,11 @@ impl PyMemory {
     fn __repr__(&self) -> String {
         format!("<vmmfd memory: {} bytes at {:#x} on {}>", self.0.size(), self.0.address(), self.0.device())
     }
+}
+
+/// Returns the BLAKE3 digest of adjacent memories, in the format of `load_safetensors`.
+#[pyfunction]
+pub(crate) fn digest_of(py: Python<'_>, memories: Vec<Py<PyMemory>>) -> Outcome<String> {
+    let memories: Vec<Arc<Owned>> = memories.iter().map(|memory| Arc::clone(&memory.get().0)).collect();
+    py.detach(|| Ok(weights::digest_of_memory(memories.iter().map(|memory| &**memory.shared() as &dyn Region))?))
 }

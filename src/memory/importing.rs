@@ -49,6 +49,11 @@ impl Remains {
     pub(super) fn allocations(&self) -> impl Iterator<Item = &Allocation> {
         self.0.iter().map(|(allocation, _)| allocation)
     }
+
+    /// The sizes of the segments, in order.
+    pub(crate) fn sizes(&self) -> impl Iterator<Item = u64> {
+        self.allocations().map(Allocation::size)
+    }
 }
 
 /// The owner of the memory, as visible to this process.

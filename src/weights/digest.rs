@@ -5,6 +5,29 @@ use blake3::{
     hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root},
 };
 
+use crate::{error::Result, memory::Region};
+
+/// Returns the BLAKE3 digest of adjacent memories, in the protocol's format, as [`LoadOptions::digest`](super::LoadOptions::digest) does.
+///
+/// Reads all bytes, and blocks until then. All work on the memory must be complete.
+///
+/// # Errors
+/// [`Error::Driver`](crate::Error::Driver). Driver calls: those of [`Region::copy_out`].
+pub fn digest_of_memory<'a>(memories: impl IntoIterator<Item = &'a dyn Region>) -> Result<String> {
+    let mut hasher = Hasher::new();
+    let mut buffer = vec![0; 4 << 20];
+    for memory in memories {
+        let mut offset = 0;
+        while offset < memory.size() {
+            let bytes = usize::try_from(memory.size() - offset).map_or(buffer.len(), |rest| rest.min(buffer.len()));
+            memory.copy_out(offset, &mut buffer[..bytes])?;
+            hasher.update(&buffer[..bytes]);
+            offset += bytes as u64;
+        }
+    }
+    Ok(text(hasher.finalize()))
+}
+
 /// Hashes one of several blocks. Blocks start at multiples of the block size, a power of two, and only the last may be shorter.
 pub(super) fn of_block(offset: u64, bytes: &[u8]) -> ChainingValue {
     let mut hasher = Hasher::new();

@@ -40,5 +40,6 @@ mod load;
 
 pub use self::{
     checkpoint::{ALIGNMENT, Checkpoint, Tensor},
+    digest::digest_of_memory,
     load::{LoadOptions, Loaded, SEGMENT_SIZE},
 };

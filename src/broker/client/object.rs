@@ -116,6 +116,11 @@ impl ObjectPart {
         &self.memory
     }
 
+    /// The sizes of the segments that are mapped, in order. Each is an allocation of its own, for libraries that register each allocation.
+    pub fn segments(&self) -> impl Iterator<Item = u64> {
+        self.remains.iter().flat_map(Remains::sizes)
+    }
+
     /// Returns an array by name.
     ///
     /// # Errors

@@ -1,0 +1,278 @@
+"""Objects of another node's broker, read by NIXL over TCP: two brokers, and a process for each node."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Child, Server
+
+import vmmfd
+from vmmfd import _copies
+
+MIB = 1 << 20
+# Seconds without a finished piece.
+STALL = 2.0
+
+PACKAGES = [name for name in ("nixl", "nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)]
+needs_nixl = pytest.mark.skipif(not PACKAGES, reason="NIXL is not installed (nixl, nixl_cu12 or nixl_cu13)")
+
+# UCX's and NIXL's messages go to stderr.
+ENVIRONMENT = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "PYTHONWARNINGS": "ignore:this machine has no RDMA"}
+
+# Two memories, the first with four segments, which one array spans. Commands on stdin: `flip` changes a byte, `offer` and `withdraw`.
+SOURCE = """
+    import json, sys, numpy, vmmfd, vmmfd.nodes
+    socket, folder, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    native, broker = vmmfd._native, vmmfd.connect(sys.argv[1], backend="host")
+    memories = [native.Memory(size, backend="host", segment=size // 4), native.Memory(2 << 20, backend="host")]
+    large = numpy.asarray(memories[0].array("uint8", (size,)))
+    large[:] = numpy.random.default_rng(7).integers(0, 256, size, "uint8")
+    small = numpy.asarray(memories[1].array("float32", (4, 8)))
+    small[:] = numpy.arange(32).reshape(4, 8)
+    entries = [
+        ("large", "uint8", [size], None, 0, 0, None),
+        ("small", "float32", [8, 4], [4, 32], 1, 0, json.dumps({"kind": "buffer"})),
+    ]
+    digest = native.digest_of(memories) if sys.argv[4] == "digest" else None
+    broker._native.put("model", [("all", memories, entries, digest)], metadata={"step": 3})
+    node = vmmfd.nodes.Node(broker, "first")
+    for command in sys.stdin:
+        if command == "flip\\n":
+            large[size // 2] ^= 1
+        if command == "offer\\n":
+            offer = node.offer("model")
+            open(folder + "/offer", "wb").write(offer)
+        if command == "withdraw\\n":
+            node.withdraw(offer)
+        print("done", flush=True)
+"""
+
+# Prints the result of a pull as JSON. While reads are in flight, it sends a signal to the source, if asked.
+READER = """
+    import json, os, sys, time, numpy, vmmfd, vmmfd.nodes
+    socket, folder, stall, number, source = sys.argv[1], sys.argv[2], *map(float, sys.argv[3:6])
+    broker = vmmfd.connect(socket, backend="host")
+    node = vmmfd.nodes.Node(broker, "second")
+    sleep = vmmfd.nodes.sleep
+
+    def interrupt(seconds):
+        global number
+        if number:
+            os.kill(int(source), int(number))
+            number = 0
+        sleep(seconds)
+
+    vmmfd.nodes.sleep = interrupt
+
+    def held():
+        vmmfd._native._settle(10)
+        return sum("memfd" in line for line in open("/proc/self/maps")), len(os.listdir("/proc/self/fd"))
+
+    before, began = held(), time.monotonic()
+    try:
+        pulled = node.pull(open(folder + "/offer", "rb").read(), stall=stall)
+        result = {"checked": pulled.checked, "origin": pulled.origin, "version": pulled.version}
+    except vmmfd.Error as error:
+        result = {"error": type(error).__name__, "text": str(error), "hint": error.hint}
+    result["seconds"] = time.monotonic() - began
+    result["held"] = [before[0], held()[0]]
+    result["names"] = [summary.name for summary in broker.list()]
+    result["leases"] = len(broker.who().leases)
+    if "model" in result["names"]:
+        with broker.get("model") as lease:
+            large = numpy.asarray(lease["large"])
+            result["large"] = bool((large == numpy.random.default_rng(7).integers(0, 256, large.size, "uint8")).all())
+            result["small"] = numpy.asarray(lease["small"]).tolist()
+            result["attributes"], result["metadata"] = lease.attributes("small"), lease.metadata
+            result["layout"] = [lease._native.layout()[0][number] for number in (2, 3)]
+            del large
+    node.close()
+    print(json.dumps(result), flush=True)
+"""
+
+
+@dataclass
+class Nodes:
+    """Two nodes: a server each, and a process with an offered object at the first."""
+
+    folder: Path
+    start: Callable[..., Child]
+    servers: list[Server] = field(default_factory=list)
+    source: Child | None = None
+
+    def offer(self, *, size: int = 32 * MIB, digest: bool = True) -> Child:
+        """Starts a source and makes an offer."""
+        code = "digest" if digest else "none"
+        self.source = self.start(SOURCE, self.servers[0].path, str(self.folder), str(size), code, env=ENVIRONMENT)
+        self.tell("offer")
+        return self.source
+
+    def tell(self, command: str) -> None:
+        assert self.source is not None and self.source.process.stdin is not None
+        self.source.process.stdin.write(f"{command}\n")
+        self.source.process.stdin.flush()
+        self.source.wait_for("done")
+
+    def pull(self, number: int = 0) -> dict[str, Any]:
+        """Pulls the offer. Sends a signal to the source when reads are in flight."""
+        assert self.source is not None
+        arguments = self.servers[1].path, str(self.folder), str(STALL), str(number), str(self.source.pid)
+        output, errors = self.start(READER, *arguments, env=ENVIRONMENT).process.communicate(timeout=120)
+        assert output, errors
+        return json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, child: Callable[..., Child]) -> Iterator[Nodes]:
+    made = Nodes(tmp_path, child)
+    try:
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            made.servers.append(Server(tmp_path / name))
+        yield made
+    finally:
+        if made.source is not None:
+            made.source.process.kill()
+        for server in made.servers:
+            server.end()
+
+
+def failed(result: dict[str, Any], *kinds: str) -> bool:
+    """Whether a pull failed with one of these errors, and left nothing."""
+    left = result["held"][0] != result["held"][1] or result["names"] or result["leases"]
+    return result.get("error") in kinds and not left
+
+
+@needs_nixl
+def test_pull_copies_whole_object(nodes: Nodes) -> None:
+    nodes.offer()
+    result = nodes.pull()
+    stat = vmmfd.connect(nodes.servers[0].path).stat("model")
+    assert "error" not in result, result
+    origin = {"id": stat.summary.id, "version": 1, "node": "first"}
+    assert (result["origin"], result["checked"]) == (origin, True), result
+    assert result["large"] and result["small"] == [[row * 8.0 + column for row in range(4)] for column in range(8)]
+    assert result["attributes"] == {"kind": "buffer"}
+    assert result["metadata"] == {"step": 3, "origin": origin}
+    assert result["layout"] == [stat.parts[0].digest, [8 * MIB] * 4 + [2 * MIB]]
+    assert (result["leases"], result["held"][0]) == (0, result["held"][1])
+
+
+@needs_nixl
+def test_missing_digest_is_reported(nodes: Nodes) -> None:
+    nodes.offer(digest=False)
+    result = nodes.pull()
+    assert result["checked"] is False and result["large"], result
+
+
+@needs_nixl
+def test_flipped_byte_differs(nodes: Nodes) -> None:
+    nodes.offer()
+    nodes.tell("flip")
+    result = nodes.pull()
+    assert failed(result, "Differs"), result
+
+
+@needs_nixl
+def test_withdrawn_offer_is_refused(nodes: Nodes) -> None:
+    source = nodes.offer()
+    nodes.tell("withdraw")
+    assert not vmmfd.connect(nodes.servers[0].path).who().leases
+    result = nodes.pull()
+    assert failed(result, "Disconnected"), result
+    assert source.process.poll() is None
+    nodes.tell("offer")
+    assert nodes.pull()["large"]
+
+
+@needs_nixl
+def test_killed_source_fails_pull(nodes: Nodes) -> None:
+    nodes.offer(size=256 * MIB)
+    result = nodes.pull(signal.SIGKILL)
+    assert failed(result, "Disconnected", "Timeout"), result
+    assert result["seconds"] < STALL + 1
+
+
+@needs_nixl
+def test_stopped_source_fails_pull(nodes: Nodes) -> None:
+    source = nodes.offer(size=256 * MIB)
+    result = nodes.pull(signal.SIGSTOP)
+    assert failed(result, "Timeout"), result
+    assert STALL <= result["seconds"] < STALL + 1 and f"{STALL:g} s" in result["text"]
+    source.signal(signal.SIGCONT)
+    # UCX may end a source whose reader went away while it was stopped.
+    try:
+        source.process.wait(2)
+    except Exception:
+        nodes.tell("offer")
+    else:
+        vmmfd.connect(nodes.servers[0].path).delete("model")
+        nodes.offer()
+    assert nodes.pull()["large"]
+
+
+@needs_nixl
+def test_taken_name_is_refused(nodes: Nodes) -> None:
+    nodes.offer()
+    assert "large" in nodes.pull()
+    result = nodes.pull(signal.SIGKILL)
+    assert result["error"] == "Exists"
+    # No read was in flight.
+    assert nodes.source is not None and nodes.source.process.poll() is None
+
+
+def test_import_needs_no_nixl(child: Callable[..., Child]) -> None:
+    code = """
+        import sys, vmmfd, vmmfd.nodes
+        assert not [name for name in sys.modules if name.startswith("nixl")]
+        sys.modules.update(dict.fromkeys(("nixl", "nixl_cu12", "nixl_cu13")))
+        try:
+            vmmfd.nodes.Node(None)
+        except vmmfd.Unsupported as error:
+            print(error.hint)
+    """
+    assert child(code).end() == "pip install 'vmmfd[nixl]'\n"
+
+
+@pytest.mark.parametrize("offer", [b"", b"{}", b"[]", b"\xff", b'{"vmmfd": 2}', b'{"vmmfd": 1, "name": "x", "origin": 3}'])
+def test_other_bytes_are_refused(offer: bytes) -> None:
+    with pytest.raises(vmmfd.Invalid, match="offer"):
+        _copies.Offer(offer)
+
+
+def test_spanned_segments_share_memory() -> None:
+    sizes = [4, 4, 4, 2, 4]
+    assert _copies._groups(sizes, []) == [(number, number + 1) for number in range(5)]
+    assert _copies._groups(sizes, [(0, 8), (8, 8), (9, 14)]) == [(0, 2), (2, 4), (4, 5)]
+    assert _copies._groups(sizes, [(0, 18)]) == [(0, 5)]
+
+
+def test_tcp_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vmmfd import nodes
+
+    monkeypatch.setattr("os.path.isdir", lambda path: False)
+    monkeypatch.setattr(nodes, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="no RDMA device") as warned:
+        nodes._warn_of_tcp("host")
+        nodes._warn_of_tcp("host")
+    assert len(warned) == 1
+
+
+def test_cuda_module_without_pidfd_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vmmfd import nodes
+
+    for contents in (b"...", b"..pidfd_getfd.."):
+        (tmp_path / "libuct_cuda.so").write_bytes(contents)
+        monkeypatch.setattr(nodes, "_warned", set())
+        monkeypatch.setattr(nodes, "_cuda_module", lambda: str(tmp_path / "libuct_cuda.so"))
+        with pytest.warns(RuntimeWarning) as warned:
+            nodes._warn_of_tcp("cuda")
+            nodes._warn_of_tcp("host")
+        assert sum("pidfd_getfd" in str(one.message) for one in warned) == (contents == b"...")
