@@ -210,7 +210,8 @@ impl Owned {
         Arc::new(Self { memory: Reaped::new(&device, shared), exports: Mutex::default() })
     }
 
-    /// Allocates `size` bytes, at least 1, in one allocation, which RDMA can reach where the device supports it. Blocks for the driver: release the GIL.
+    /// Allocates `size` bytes, at least 1, in one allocation, which RDMA can reach where the device supports it. Blocks for the driver:
+    /// release the GIL.
     ///
     /// # Errors
     /// As [`Shared::create`].
