@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -377,6 +378,12 @@ def test_parts_are_published_together(broker: vmmfd.Broker, name: str) -> None:
         broker.put(name + "/late", {"w": floats(1)}, part="a", parts=["a", "b"], group="g", wait=0.1)
     with pytest.raises(ValueError, match="give both"):
         broker.put(name + "/late", {"w": floats(1)}, parts=["a", "b"])
+
+
+def test_records_can_be_pickled(broker: vmmfd.Broker, name: str) -> None:
+    published = broker.put(name, {"x": np.arange(3)})
+    for record in (published, broker.stat(name), broker.who(name)):
+        assert pickle.loads(pickle.dumps(record)) == record
 
 
 def test_list_stat_and_who(broker: vmmfd.Broker, name: str) -> None:

@@ -24,9 +24,16 @@ class Record:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __reduce__(self) -> t.Any:
+        return _record, (type(self), {name: getattr(self, name) for name in self.__slots__})
+
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
         return f"{type(self).__name__}({fields})"
+
+
+def _record(kind: type[Record], fields: dict[str, t.Any]) -> Record:
+    return kind(**fields)
 
 
 class Published(Record):

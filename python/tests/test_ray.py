@@ -1,0 +1,366 @@
+"""Arrays between actors of two nodes: two raylets and two brokers on one machine, host memory, and NIXL over TCP."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import Server
+
+import vmmfd
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray==2.60.0")
+np = pytest.importorskip("numpy")
+
+import vmmfd._ray_agent as ray_agent  # noqa: E402
+import vmmfd.ray  # noqa: E402
+
+needs_nixl = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")),
+    reason="NIXL is not installed (nixl, nixl_cu12 or nixl_cu13)",
+)
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "share_ray.py"
+MIB = 1 << 20
+# Seconds for one answer, only for a call that hangs.
+LIMIT = 50
+LINGER = 8.0
+STALL = 5.0
+# UCX's and NIXL's messages go to stderr.
+QUIET = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class Reader:
+    """An actor. Its checks are of bytes that depend on the object."""
+
+    def nothing(self) -> None:
+        pass
+
+    def read(self, value: Any) -> tuple[int, bool, bool]:
+        array = value["x"]
+        return int(np.asarray(array).astype("u8").sum()), array.readonly, array.is_mapped
+
+    def total(self, name: str) -> int:
+        with vmmfd.connect(backend="host") as broker, broker.get(name) as lease:
+            return int(np.asarray(lease["x"]).astype("u8").sum())
+
+    def forward(self, name: str) -> Any:
+        return {"x": vmmfd.connect(backend="host").get(name)["x"]}
+
+    def put_tensor(self) -> list[Any]:
+        import torch
+
+        tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T
+        return [ray.put([tensor, torch.tensor(4.0), torch.empty(0, 2)], _tensor_transport="vmmfd_torch")]
+
+    def read_tensors(self, refs: list[Any]) -> list[Any]:
+        return [(tensor.tolist(), str(tensor.dtype), tuple(tensor.shape)) for tensor in ray.get(refs[0])]
+
+    def make(self, size: int, value: int) -> Any:
+        array = vmmfd.empty(size, "uint8", backend="host")
+        np.asarray(array)[:] = value
+        return {"x": array, "note": "in band"}
+
+
+class Rig:
+    """Two nodes, their brokers, and actors."""
+
+    def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.folder = Path(tempfile.mkdtemp(prefix="vmmfd-ray-"))
+        self.servers = []
+        self.before = dict(os.environ)
+        os.environ.update(QUIET)
+        self.cluster = Cluster()
+        for place in "ab":
+            (folder / place).mkdir()
+            self.servers.append(Server(folder / place))
+            # Ray fails if a socket's path is long.
+            options: dict[str, Any] = {"temp_dir": str(self.folder)} if place == "a" else {}
+            self.cluster.add_node(
+                num_cpus=20,
+                resources={place: 100},
+                object_store_memory=80 * MIB,
+                env_vars={"VMMFD_BROKER_SOCKET": self.servers[-1].path},
+                include_dashboard=False,
+                **options,
+            )
+        os.environ["VMMFD_BROKER_SOCKET"] = self.servers[0].path
+        vmmfd.ray.register(linger=LINGER, stall=STALL)
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        # The workers can't import this file.
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        self.brokers = [vmmfd.connect(server.path, backend="host") for server in self.servers]
+        self.ids = {place: node["NodeID"] for node in ray.nodes() for place in "ab" if place in node["Resources"]}
+        made = {"make": Reader.make, "forward": Reader.forward}
+        methods = {name: ray.method(tensor_transport="vmmfd")(method) for name, method in made.items()}
+        self.kind = ray.remote(num_cpus=0, enable_tensor_transport=True)(type("Actor", (Reader,), methods))
+        self.readers = [self.actor("b") for _ in range(16)]
+
+    def actor(self, place: str) -> Any:
+        return self.kind.options(resources={place: 0.01}).remote()
+
+    def pulled(self, place: str, origin: str | None = None) -> list[Any]:
+        """The transfers to a node."""
+        done = get(vmmfd.ray.agents()[self.ids[place]].pulled.remote())
+        return [each for each in done if origin in (None, each["origin"])]
+
+    def pid(self, place: str) -> int:
+        """The process of the node's agent."""
+        return int(get(vmmfd.ray.agents()[self.ids[place]].__ray_call__.remote(lambda self: os.getpid())))
+
+    def close(self) -> None:
+        for broker in (*self.brokers, *ray_agent._brokers.values()):
+            broker.close()
+        for agent in vmmfd.ray.agents().values():
+            ray.kill(agent)
+        ray.shutdown()
+        self.cluster.shutdown()
+        for server in self.servers:
+            server.end()
+        os.environ.clear()
+        os.environ.update(self.before)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def get(call: Any) -> Any:
+    return ray.get(call, timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    rig = Rig(tmp_path_factory.mktemp("ray"))
+    yield rig
+    rig.close()
+
+
+@pytest.fixture(scope="module")
+def source(rig: Rig) -> Any:
+    return rig.actor("a")
+
+
+def origin_of(ref: Any) -> str:
+    """Waits until an `ObjectRef`'s array is put, and returns the id of its object."""
+    meta = ray._private.worker.global_worker.rdt_manager.wait_for_tensor_transport_metadata(ref.hex(), LIMIT)
+    return str(meta.objects[0].origin)
+
+
+def test_same_node_maps(rig: Rig, source: Any) -> None:
+    ref = source.make.remote(MIB, 3)
+    assert get(rig.actor("a").read.remote(ref)) == (3 * MIB, True, True)
+    (summary,) = [each for each in rig.brokers[0].list("ray/")]
+    assert summary.segments == 1 and not rig.brokers[1].list("ray/")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+@pytest.mark.parametrize("place", ["a", pytest.param("b", marks=needs_nixl)])
+def test_tensors_are_equal(rig: Rig, source: Any, place: str) -> None:
+    found = get(rig.actor(place).read_tensors.remote(get(source.put_tensor.remote())))
+    assert found == [
+        ([[0, 3], [1, 4], [2, 5]], "torch.bfloat16", (3, 2)),
+        (4.0, "torch.float32", ()),
+        ([], "torch.float32", (0, 2)),
+    ]
+
+
+@needs_nixl
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_readers_share_one_transfer(rig: Rig, source: Any, count: int) -> None:
+    ref = source.make.remote(4 * MIB, count)
+    assert get([reader.read.remote(ref) for reader in rig.readers[:count]]) == [(4 * MIB * count, True, True)] * count
+    (transfer,) = rig.pulled("b", origin_of(ref))
+    assert transfer["source"] == rig.ids["a"] and rig.pulled("a") == []
+
+
+@needs_nixl
+def test_object_outlives_its_actor(rig: Rig) -> None:
+    maker = rig.actor("a")
+    ref = maker.make.remote(MIB, 5)
+    origin_of(ref)
+    ray.kill(maker)
+    assert get(rig.readers[0].read.remote(ref)) == (5 * MIB, True, True)
+
+
+@needs_nixl
+@pytest.mark.parametrize("place", ["a", "b"])
+def test_killed_agent_is_replaced(rig: Rig, source: Any, place: str) -> None:
+    os.kill(rig.pid(place), signal.SIGKILL)
+    ref = source.make.remote(MIB, 7)
+    assert get(rig.readers[0].read.remote(ref)) == (7 * MIB, True, True)
+
+
+@needs_nixl
+@pytest.mark.parametrize("place", ["a", "b"])
+def test_agent_killed_in_transfer(rig: Rig, source: Any, place: str) -> None:
+    """The bytes are right, or the error names the cause; no name has other bytes."""
+    ref = source.make.remote(128 * MIB, 9)
+    origin = origin_of(ref)
+    pid = rig.pid(place)
+    call = rig.readers[0].read.remote(ref)
+    while not any(ray_agent._ask([rig.ids["b"]], "is_pulling", origin)):
+        assert not ray.wait([call], timeout=0)[0], "it was read before the kill"
+    os.kill(pid, signal.SIGKILL)
+    try:
+        assert get(call)[0] == 9 * 128 * MIB
+    except (vmmfd.Disconnected, vmmfd.Timeout, vmmfd.NotFound) as error:
+        assert "ray/" in str(error)
+    for summary in rig.brokers[1].list(f"ray/{origin}"):
+        assert get(rig.readers[1].read.remote(ref))[0] == 9 * 128 * MIB, summary
+
+
+@needs_nixl
+def test_named_object_is_pulled(rig: Rig) -> None:
+    here, there = rig.brokers
+    here.put("weights", {"x": np.full(MIB, 2, "u1")}, metadata={"step": 1})
+    before = len(rig.pulled("b"))
+    for _ in range(2):
+        got = vmmfd.ray.pull("weights", stall=5)
+        assert got[rig.ids["b"]].name == "weights" and got[rig.ids["a"]].id == here.stat("weights").summary.id
+    assert there.stat("weights").metadata["step"] == 1
+    assert len(rig.pulled("b")) == before + 1
+    new = here.put("weights", {"x": np.full(MIB, 3, "u1")}, replace=True)
+    assert vmmfd.ray.pull("weights")[rig.ids["b"]].version == 2
+    assert there.stat("weights").metadata["origin"]["id"] == new.id
+    assert get(rig.readers[0].total.remote("weights")) == 3 * MIB
+    # An array of it is read from the node's own copy.
+    forwarded = rig.actor("a")
+    assert get(rig.readers[0].read.remote(forwarded.forward.remote("weights"))) == (3 * MIB, True, True)
+    assert len(rig.pulled("b")) == before + 2
+    for broker in rig.brokers:
+        broker.delete("weights")
+
+
+def test_missing_name_is_reported(rig: Rig) -> None:
+    with pytest.raises(vmmfd.NotFound, match="no node's broker has 'nowhere' version 3: put it on one"):
+        vmmfd.ray.pull("nowhere", version=3)
+
+
+def test_nothing_is_left(rig: Rig) -> None:
+    deadline = time.monotonic() + 3 * LINGER
+    while any(broker.list("ray/") or broker.who("ray/").leases for broker in rig.brokers):
+        assert time.monotonic() < deadline, [broker.list("ray/") for broker in rig.brokers]
+        time.sleep(0.2)
+
+
+@needs_nixl
+@pytest.mark.skipif(not EXAMPLE.exists(), reason="the examples are not beside the tests")
+def test_example(rig: Rig) -> None:
+    run = [sys.executable, str(EXAMPLE), *(server.path for server in rig.servers)]
+    # Ray finds a running cluster in its folder.
+    environment = {**os.environ, "RAY_TMPDIR": str(rig.folder / "example")}
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert f"read on the other node: {[(262144.0, 1)] * 4}\ntransfers: 1\n" in ended.stdout
+
+
+# The choice of a source, without a cluster.
+
+WANTED = ray_agent._Object("weights", 1, "id", "id", "one")
+
+
+class Wire:
+    """Stands for `vmmfd.nodes.Node`. Each pull has the next result."""
+
+    def __init__(self, *results: Exception | None) -> None:
+        self.results = list(results)
+        self.offers = 0
+        self.sources: list[bytes] = []
+
+    def offer(self, name: str, version: int | None = None) -> bytes:
+        self.offers += 1
+        return f"{name} {self.offers}".encode()
+
+    def withdraw(self, offer: bytes) -> None:
+        pass
+
+    def pull(self, offer: bytes, **options: Any) -> Any:
+        self.sources.append(offer)
+        result = self.results.pop(0)
+        if result:
+            raise result
+        return SimpleNamespace(name=options["name"], version=1, id="copy", checked=True)
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The agent of node `here`. The nodes `one`, `two` and `three` have the object."""
+
+    def ask(nodes: Any, method: str, *arguments: Any) -> list[Any]:
+        return [node if method == "has" else node.encode() for node in nodes]
+
+    killed: list[str] = []
+    fake = SimpleNamespace(end=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: None)))
+    names = ["here", "one", "two", "three"]
+    monkeypatch.setattr(ray_agent, "_ask", ask)
+    monkeypatch.setattr(ray_agent, "_agent", lambda node: SimpleNamespace(node=node, **vars(fake)))
+    monkeypatch.setattr(ray_agent, "list_named_actors", lambda _: [{"name": f"agent-{name}", "namespace": "vmmfd"} for name in names])
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": name, "Alive": True} for name in names])
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor.node))
+    monkeypatch.setattr(ray_agent, "_copy", lambda *_: None)
+    agent = ray_agent.Agent.__new__(ray_agent.Agent)
+    agent._here, agent._broker, agent._lock, agent._lent, agent._pulls = "here", None, threading.Lock(), {}, {}
+    agent._done = ray_agent.deque()
+    agent.killed, agent.names = killed, names
+    return agent
+
+
+def test_stalled_source_is_replaced(agent: Any) -> None:
+    agent._wire = Wire(vmmfd.Timeout("no piece"), None)
+    assert agent.pull(WANTED, "weights", 60.0, 1.0).id == "copy"
+    assert agent._wire.sources == [b"one", b"three"] and agent.killed == ["one"]
+    assert [each["source"] for each in agent.pulled()] == ["three"]
+
+
+def test_three_tries_in_all(agent: Any) -> None:
+    agent._wire = Wire(*[vmmfd.Timeout("no piece")] * 4)
+    with pytest.raises(vmmfd.Timeout, match="'weights' was not pulled: from node one: no piece; .*three: .*two: "):
+        agent.pull(WANTED, "weights", 60.0, 1.0)
+    assert len(agent._wire.sources) == 3
+
+
+def test_only_source_fails_at_once(agent: Any) -> None:
+    agent.names[:] = ["here", "one"]
+    agent._wire = Wire(vmmfd.Timeout("no piece"), None)
+    with pytest.raises(vmmfd.Timeout, match="from node one: no piece$"):
+        agent.pull(WANTED, "weights", 60.0, 1.0)
+
+
+def test_restarted_source_is_asked_again(agent: Any) -> None:
+    agent._wire = Wire(vmmfd.Disconnected("gone"), None)
+    assert agent.pull(WANTED, "weights", 60.0, 1.0).id == "copy"
+    assert agent._wire.sources == [b"one", b"one"] and agent.killed == []
+
+
+def test_other_bytes_are_refused_at_once(agent: Any) -> None:
+    agent._wire = Wire(vmmfd.Differs("other bytes"))
+    with pytest.raises(vmmfd.Differs):
+        agent.pull(WANTED, "weights", 60.0, 1.0)
+
+
+def test_source_serves_one_reader(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent._wire = Wire()
+    monkeypatch.setattr(ray_agent, "_copy", lambda *_: WANTED)
+    monkeypatch.setattr(ray_agent, "_ask", lambda *_: [True])
+    first = agent.offer(WANTED, "one", 10.0)
+    assert agent.offer(WANTED, "two", 10.0) is False and agent.offer(WANTED, "two", 0.0) is False
+    agent.end("id", first)
+    second = agent.offer(WANTED, "two", 10.0)
+    assert isinstance(second, bytes) and second != first
+    # The reader's agent was restarted: it does not pull.
+    monkeypatch.setattr(ray_agent, "_ask", lambda *_: [False])
+    assert isinstance(agent.offer(WANTED, "three", 0.0), bytes)
+    agent.end("id", second)
+    assert agent._lent["id"][0] == "three"

@@ -1,0 +1,244 @@
+"""The agent of each node: the Ray actor that offers the objects of its broker to other nodes and pulls theirs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util import list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from ._broker import Broker, connect
+from ._errors import Disconnected, Error, NotFound, Timeout
+from ._records import Published
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+# Ray's namespace of the agents, and the prefix of the transports' names in the broker.
+_NAMESPACE = "vmmfd"
+_PREFIX = "ray/"
+# Pulls of one object, each from another source or from a restarted one.
+_TRIES = 3
+# Seconds between questions to sources that all serve another reader.
+_BUSY = 0.1
+# Seconds that an agent may take to answer, also while Ray restarts it.
+_ANSWER = 5.0
+
+_brokers: dict[str, Broker] = {}
+_brokers_lock = threading.Lock()
+
+
+class _Object(NamedTuple):
+    """An object in the broker of `node`. `origin` is the id of the version that it is, or that it is a copy of."""
+
+    name: str
+    version: int
+    id: str
+    origin: str
+    node: str
+
+
+def _agent(node: str) -> Any:
+    # Sources answer while the node's own pulls wait.
+    groups = ray.remote(concurrency_groups={"source": 4, "pull": 16})
+    return groups(Agent).options(
+        name=f"agent-{node}",
+        namespace=_NAMESPACE,
+        get_if_exists=True,
+        lifetime="detached",
+        max_restarts=-1,
+        max_task_retries=_TRIES,
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    ).remote()
+
+
+class Agent:
+    """The actor of a node that offers its broker's objects to other nodes and pulls theirs. It owns leases and no memory: Ray restarts it
+    at any time. Internal, except `pulled`."""
+
+    def __init__(self) -> None:
+        from .nodes import Node
+
+        self._here = ray.get_runtime_context().get_node_id()
+        self._broker = _broker()
+        self._wire = Node(self._broker, self._here)
+        self._lock = threading.Lock()
+        # By origin: the node that reads the object now, since when, and the offer.
+        self._lent: dict[str, tuple[str, float, bytes]] = {}
+        self._pulls: dict[str, threading.Lock] = {}
+        self._done: deque[dict[str, Any]] = deque(maxlen=1000)
+
+    def pulled(self) -> list[dict[str, Any]]:
+        """Returns the last 1000 transfers to this node: the object's `name` and `origin` id, its `source` node,
+        the `seconds`, and whether a digest was `checked`."""
+        return list(self._done)
+
+    def find(self, name: str, version: int | None) -> _Object | None:
+        return _named(self._broker, name, version, self._here)
+
+    def has(self, wanted: _Object) -> str | None:
+        return self._here if _copy(self._broker, wanted) else None
+
+    def is_pulling(self, origin: str) -> bool:
+        lock = self._pulls.get(origin)
+        return lock is not None and lock.locked()
+
+    def offer(self, wanted: _Object, reader: str, stall: float) -> bytes | bool:
+        """Returns the offer, False while another node reads the object, or True if this node does not have it."""
+        own = _copy(self._broker, wanted)
+        if own is None:
+            return True
+        with self._lock:
+            other, since, offer = self._lent.get(wanted.origin, (reader, 0.0, b""))
+            # The agent of the reader may have died, and its successor does not report it.
+            if other != reader and (time.monotonic() - since < stall or any(_ask([other], "is_pulling", wanted.origin))):
+                return False
+            self._wire.withdraw(offer)
+            offer = self._wire.offer(own.name, own.version)
+            self._lent[wanted.origin] = (reader, time.monotonic(), offer)
+            return offer
+
+    def end(self, origin: str, offer: bytes) -> None:
+        with self._lock:
+            if origin in self._lent and self._lent[origin][2] == offer:
+                del self._lent[origin]
+        self._wire.withdraw(offer)
+
+    def pull(
+        self, wanted: _Object, name: str, limit: float, stall: float, device: str | None = None, lifetime: float | None = None
+    ) -> Published:
+        """Pulls the object under `name`, unless this node has it there."""
+        deadline = time.monotonic() + limit
+        with self._lock:
+            lock = self._pulls.setdefault(wanted.origin, threading.Lock())
+        # Another call may be pulling it.
+        if not lock.acquire(timeout=limit):
+            raise Timeout(f"{wanted.name!r} is still being pulled after {limit:g} s: give a longer timeout", kind="peer")
+        try:
+            own = _copy(self._broker, wanted, name)
+            if own is not None:
+                return Published(name=own.name, version=own.version, id=own.id)
+            return self._pull(wanted, name, deadline, stall, device=device, lifetime=lifetime)
+        finally:
+            lock.release()
+
+    def _pull(self, wanted: _Object, name: str, deadline: float, stall: float, **options: Any) -> Published:
+        failed: list[str] = []
+        error: Error = NotFound(f"no node has {wanted.name!r} of node {wanted.node} any more: put it again", kind="object")
+        excluded = {self._here}
+        while len(failed) < _TRIES:
+            left = deadline - time.monotonic()
+            source, offer = self._choose(wanted, excluded, stall)
+            if offer is True:
+                break
+            if offer is False:
+                if left < 0:
+                    raise Timeout(f"the nodes that have {wanted.name!r} still serve others: give a longer timeout", kind="peer")
+                time.sleep(_BUSY)
+                continue
+            began = time.monotonic()
+            try:
+                if offer is None:
+                    raise Disconnected(f"its agent did not answer in {_ANSWER:g} s", kind="peer")
+                pulled = self._wire.pull(offer, name=name, deadline=max(left, 0.1), stall=stall, replace=True, **options)
+            except (Timeout, Disconnected) as why:
+                error = why
+                failed.append(f"from node {source}: {why}")
+                if isinstance(why, Timeout):
+                    excluded.add(source)
+                    # A peer that died can block NIXL in the source's process, which owns nothing.
+                    ray.kill(_agent(source), no_restart=False)
+            else:
+                seconds = time.monotonic() - began
+                done = {"name": name, "origin": wanted.origin, "source": source, "seconds": seconds, "checked": pulled.checked}
+                self._done.append(done)
+                return Published(name=name, version=pulled.version, id=pulled.id)
+            finally:
+                if offer is not None:
+                    _agent(source).end.options(concurrency_group="source").remote(wanted.origin, offer)
+        if not failed:
+            raise error
+        raise type(error)(f"{wanted.name!r} was not pulled: {'; '.join(failed)}", kind="peer", hint=error.hint) from error
+
+    def _choose(self, wanted: _Object, excluded: set[str], stall: float) -> tuple[str, bytes | bool | None]:
+        """Returns a node and its offer. Without an offer: False if a node serves another reader now, None if it does not answer, True if no
+        other node has the object."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - excluded
+        with_agents = {each["name"].removeprefix("agent-") for each in list_named_actors(True) if each["namespace"] == _NAMESPACE}
+        chosen: tuple[str, bytes | bool | None] = (wanted.node, True)
+        # The other nodes are asked only if the object's own node can't serve.
+        for ask_others in (False, True):
+            others = alive & with_agents - {wanted.node}
+            for node in _ask(sorted(others), "has", wanted) if ask_others else alive & {wanted.node}:
+                if node is None:
+                    continue
+                answer = next(iter(_ask([node], "offer", wanted, self._here, stall)), None)
+                if isinstance(answer, bytes):
+                    return node, answer
+                if chosen[1] is not False and answer is not True:
+                    chosen = node, answer
+        return chosen
+
+
+def _broker(backend: str = "auto") -> Broker:
+    with _brokers_lock:
+        if backend not in _brokers or _brokers[backend].is_closed:
+            _brokers[backend] = connect(backend=backend)
+        return _brokers[backend]
+
+
+def _named(broker: Broker, name: str, version: int | None, node: str) -> _Object | None:
+    try:
+        stat = broker.stat(name, version)
+    except NotFound:
+        return None
+    made = stat.metadata.get("origin")
+    id = stat.summary.id
+    return _Object(name, stat.summary.version, id, made["id"] if isinstance(made, dict) and "id" in made else id, node)
+
+
+def _copy(broker: Broker, wanted: _Object, name: str | None = None) -> _Object | None:
+    """Returns this broker's object with the wanted bytes, under `name` only if it is given."""
+    for each in (wanted.name, _PREFIX + wanted.origin) if name is None else (name,):
+        found = _named(broker, each, None, wanted.node)
+        if found is not None and found.origin != wanted.origin and each == wanted.name:
+            # An older version, of this broker or another.
+            found = _named(broker, each, wanted.version, wanted.node)
+        if found is not None and found.origin == wanted.origin:
+            return found
+    return None
+
+
+def _ask(nodes: Iterable[str], method: str, *arguments: Any) -> list[Any]:
+    """Calls a method of the nodes' agents at once, and returns the answers that arrive in time."""
+    calls = [getattr(_agent(node), method).options(concurrency_group="source").remote(*arguments) for node in nodes]
+    answers = []
+    for call in ray.wait(calls, num_returns=len(calls), timeout=_ANSWER)[0] if calls else []:
+        with suppress(RayError):
+            answers.append(ray.get(call))
+    return answers
+
+
+def _answer(call: Any, wanted: _Object, limit: float) -> Published:
+    """Waits for an agent's pull. Raises the agent's error without Ray's wrapper."""
+    try:
+        published: Published = ray.get(call, timeout=limit)
+    except RayTaskError as error:
+        raise error.cause from None
+    except GetTimeoutError:
+        raise Timeout(f"{wanted.name!r} was not pulled within {limit:g} s: give a longer timeout or pull it by name", kind="peer") from None
+    except RayError as error:
+        raise Disconnected(f"the agent that pulls {wanted.name!r} failed: {error}", kind="peer") from error
+    return published
+
+
+def _seconds(value: float | timedelta) -> float:
+    return float(value) if isinstance(value, (int, float)) else value.total_seconds()
