@@ -133,7 +133,7 @@ class Value:
         self._copies = copies
 
     def _plan(
-        self, *, copy: bool | None, device: t.DeviceName | None
+        self, *, copy: bool | None, device: t.DeviceName | None, rdma: t.Rdma
     ) -> tuple[list[_native._PartPlan], dict[str, t.Any], object]:
         return [(of.name, of.memories, of.entries, of.digest) for of in self._copies], {}, self
 
