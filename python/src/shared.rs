@@ -5,7 +5,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use vmmfd::{
     array::ArrayDescriptor,
-    memory::{Region, Selector, Spec},
+    memory::{Rdma, Region, Selector, Spec},
     weights,
 };
 
@@ -37,7 +37,7 @@ impl PyMemory {
         let wanted: Option<Selector> = device.map(device::selector).transpose()?;
         py.detach(|| {
             let device = driver::device(&driver::driver(backend)?, wanted)?;
-            let spec = Spec::vmm(size.max(1));
+            let spec = Spec::vmm(size.max(1)).rdma(Rdma::Auto);
             let spec = segment.into_iter().fold(spec, |spec, segment| spec.chunk(segment));
             let spec = if sealed { spec.sealed() } else { spec };
             Owned::make(&device, spec.into()).map(Self)

@@ -59,7 +59,7 @@ def test_equal_wheel_passes(folder: Path) -> None:
         "register": "(name: str)",
     }
     same = compare(folder, SOURCE)
-    assert (same.returncode, same.stdout) == (0, "vLLM 9.1.0: 0 of 4 signatures differ from those of 9.1.0\n")
+    assert (same.returncode, same.stdout) == (0, "vllm 9.1.0: 0 of 4 signatures differ from those of 9.1.0\n")
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ class _Agent:
 
     def metadata(self, registration: t.Any) -> bytes:
         """Returns the address of this process and the keys of these segments only."""
-        return self._agent.get_partial_agent_metadata(registration, True, ["UCX"])
+        return bytes(self._agent.get_partial_agent_metadata(registration, True, ["UCX"]))
 
     def read(self, offer: Offer, copies: list[Copy], ends: float, stall: float) -> None:
         """Reads all segments. Leaves no registration and no connection; after an exception, the caller must close the agent."""
