@@ -79,7 +79,7 @@ class Node(Closing):
         agent = None
         try:
             agent = _Agent()
-            parts, nixl = [], []
+            parts, keys = [], []
             for part, padded, digest, sizes, arrays in lease._native.layout():
                 ((_, memory),) = lease.pieces(part)
                 device, segments, end = memory.device, [], memory.address
@@ -88,12 +88,12 @@ class Node(Closing):
                     end += size
                 _warn_of_tcp(device.backend)
                 registered = agent.register(device.backend, segments, device.ordinal)
-                nixl.append(b64encode(agent.metadata(registered)).decode())
+                keys.append(b64encode(agent.metadata(registered)).decode())
                 # The digest of padded memory does not say which bytes it covers.
                 described = {"digest": None if padded else digest, "segments": segments, "arrays": arrays}
                 parts.append({"name": part, "backend": device.backend, "device": device.ordinal, **described})
             origin = self._origins.get(lease.id) or {"id": lease.id, "version": lease.version, "node": self.name}
-            fields = {"vmmfd": FORMAT, "name": name, "origin": origin, "metadata": lease.metadata, "parts": parts, "nixl": nixl}
+            fields = {"vmmfd": FORMAT, "name": name, "origin": origin, "metadata": lease.metadata, "parts": parts, "nixl": keys}
             offer = json.dumps(fields).encode()
             with self._lock:
                 self._check_open()
