@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +28,17 @@ needs_nixl = pytest.mark.skipif(not PACKAGES, reason="NIXL is not installed (nix
 
 # UCX's and NIXL's messages go to stderr.
 ENVIRONMENT = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "PYTHONWARNINGS": "ignore:this machine has no RDMA"}
+
+# Enters a network namespace, if one is given, with a /sys that shows its devices: there UCX looks for them.
+ENTER = """
+    import ctypes, os
+    if namespace := os.environ.get("TEST_NAMESPACE"):
+        libc = ctypes.CDLL(None)
+        assert libc.setns(os.open(f"/run/netns/{namespace}", os.O_RDONLY), 0x40000000) == 0
+        assert libc.unshare(0x20000) == 0
+        assert libc.mount(b"none", b"/", None, ctypes.c_ulong(0x44000), None) == 0
+        assert libc.mount(b"none", b"/sys", b"sysfs", ctypes.c_ulong(0), None) == 0
+"""
 
 # Two memories, the first with four segments, which one array spans. Commands on stdin: `flip` changes a byte, `offer` and `withdraw`.
 SOURCE = """
@@ -54,19 +68,21 @@ SOURCE = """
         print("done", flush=True)
 """
 
-# Prints the result of a pull as JSON. While reads are in flight, it sends a signal to the source, if asked.
+# Prints the result of a pull as JSON. While reads are in flight, it sends a signal to the source or runs a command, if asked.
 READER = """
-    import json, os, sys, time, numpy, vmmfd, vmmfd.nodes
-    socket, folder, stall, number, source = sys.argv[1], sys.argv[2], *map(float, sys.argv[3:6])
+    import json, os, subprocess, sys, time, numpy, vmmfd, vmmfd.nodes
+    socket, folder, stall, event, source = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4], int(sys.argv[5])
     broker = vmmfd.connect(socket, backend="host")
     node = vmmfd.nodes.Node(broker, "second")
     sleep = vmmfd.nodes.sleep
 
     def interrupt(seconds):
-        global number
-        if number:
-            os.kill(int(source), int(number))
-            number = 0
+        global event
+        if event.isdecimal():
+            os.kill(source, int(event))
+        elif event:
+            subprocess.run(event, shell=True, check=True)
+        event = ""
         sleep(seconds)
 
     vmmfd.nodes.sleep = interrupt
@@ -106,11 +122,13 @@ class Nodes:
     start: Callable[..., Child]
     servers: list[Server] = field(default_factory=list)
     source: Child | None = None
+    # The environment of each node's processes.
+    environments: list[dict[str, str]] = field(default_factory=lambda: [ENVIRONMENT, ENVIRONMENT])
 
     def offer(self, *, size: int = 32 * MIB, digest: bool = True) -> Child:
         """Starts a source and makes an offer."""
         code = "digest" if digest else "none"
-        self.source = self.start(SOURCE, self.servers[0].path, str(self.folder), str(size), code, env=ENVIRONMENT)
+        self.source = self.start(ENTER + SOURCE, self.servers[0].path, str(self.folder), str(size), code, env=self.environments[0])
         self.tell("offer")
         return self.source
 
@@ -120,11 +138,12 @@ class Nodes:
         self.source.process.stdin.flush()
         self.source.wait_for("done")
 
-    def pull(self, number: int = 0) -> dict[str, Any]:
-        """Pulls the offer. Sends a signal to the source when reads are in flight."""
+    def pull(self, event: int | str = "") -> dict[str, Any]:
+        """Pulls the offer. When reads are in flight, sends a signal to the source or runs a command."""
         assert self.source is not None
-        arguments = self.servers[1].path, str(self.folder), str(STALL), str(number), str(self.source.pid)
-        output, errors = self.start(READER, *arguments, env=ENVIRONMENT).process.communicate(timeout=120)
+        event = str(int(event)) if isinstance(event, int) else event
+        arguments = self.servers[1].path, str(self.folder), str(STALL), event, str(self.source.pid)
+        output, errors = self.start(ENTER + READER, *arguments, env=self.environments[1]).process.communicate(timeout=120)
         assert output, errors
         return json.loads(output.splitlines()[-1])
 
@@ -142,6 +161,41 @@ def nodes(tmp_path: Path, child: Callable[..., Child]) -> Iterator[Nodes]:
             made.source.process.kill()
         for server in made.servers:
             server.end()
+
+
+@pytest.fixture
+def linked(nodes: Nodes) -> Iterator[Nodes]:
+    """Nodes whose only network is a link between them, with a namespace each."""
+    names = [f"vmmfd{os.getpid()}{letter}" for letter in "ab"]
+
+    def ip(*arguments: str, check: bool = True) -> None:
+        done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+        if check and done.returncode != 0:
+            pytest.skip(f"network namespaces can't be made here: ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "veth", "netns", names[0], "type", "veth", "peer", "name", "veth", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "address", "add", f"10.77.0.{number + 1}/24", "dev", "veth")
+            ip("-n", name, "link", "set", "veth", "up")
+            # NIXL's agent connects to itself.
+            ip("-n", name, "link", "set", "lo", "up")
+        nodes.environments = [ENVIRONMENT | {"TEST_NAMESPACE": name, "UCX_NET_DEVICES": "veth"} for name in names]
+        yield nodes
+    except FileNotFoundError:
+        pytest.skip("network namespaces can't be made here: there is no command ip")
+    finally:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                ip("netns", "delete", name, check=False)
+
+
+def received(namespace: str) -> int:
+    """The bytes that a namespace's link has received."""
+    done = subprocess.run(["ip", "-n", namespace, "-s", "-j", "link", "show", "veth"], capture_output=True, check=True)
+    return int(json.loads(done.stdout)[0]["stats64"]["rx"]["bytes"])
 
 
 def failed(result: dict[str, Any], *kinds: str) -> bool:
@@ -210,12 +264,30 @@ def test_stopped_source_fails_pull(nodes: Nodes) -> None:
     # UCX may end a source whose reader went away while it was stopped.
     try:
         source.process.wait(2)
-    except Exception:
+    except subprocess.TimeoutExpired:
         nodes.tell("offer")
     else:
         vmmfd.connect(nodes.servers[0].path).delete("model")
         nodes.offer()
     assert nodes.pull()["large"]
+
+
+@needs_nixl
+def test_link_carries_bytes_once(linked: Nodes) -> None:
+    linked.offer(size=64 * MIB)
+    namespace = linked.environments[1]["TEST_NAMESPACE"]
+    before = received(namespace)
+    assert linked.pull().get("checked")
+    carried = (received(namespace) - before) / (66 * MIB)
+    assert 1 <= carried < 1.05, carried
+
+
+@needs_nixl
+def test_cut_link_fails_pull(linked: Nodes) -> None:
+    linked.offer(size=256 * MIB)
+    result = linked.pull(f"ip -n {linked.environments[0]['TEST_NAMESPACE']} link set veth down")
+    assert failed(result, "Timeout"), result
+    assert STALL <= result["seconds"] < STALL + 1
 
 
 @needs_nixl
