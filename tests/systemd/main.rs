@@ -107,7 +107,7 @@ fn run(command: &str) -> Output {
 
 /// How often a new keeper was sent everything, as the journal says.
 fn resends() -> usize {
-    let output = run("journalctl -u vmmfd-keeper -o cat --no-pager | grep -c 'holds everything'");
+    let output = run("journalctl -u vmmfd-keeper -o cat --no-pager | grep -c 'descriptors of the server are held'");
     String::from_utf8_lossy(&output.stdout).trim().parse().unwrap_or(0)
 }
 
