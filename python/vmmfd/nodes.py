@@ -59,15 +59,15 @@ class Node(Closing):
         self._lock = threading.Lock()
         self._closed = False
         # Without a transfer or a registration.
-        self._readers = [_Agent()]
+        self._readers = [_Agent(progress=False)]
         self._offers: dict[bytes, tuple[_Agent, Lease]] = {}
         self._origins: dict[str, dict[str, t.Any]] = {}
 
     def offer(self, name: str, version: int | None = None) -> bytes:
         """Leases an object and registers its memory, each segment once, for reads by other machines. Returns the bytes that `pull` needs.
 
-        The object stays readable until `withdraw`, `close` or the end of this process. Each offer has its own port and thread. Blocks for
-        the broker and the registration.
+        The object stays readable until `withdraw`, `close` or the end of this process. Each offer has its own port, and a thread of NIXL that
+        polls and uses about one processor: withdraw it soon. Blocks for the broker and the registration.
 
         Raises as `Broker.get`; `Error` if NIXL can't register the memory; `Invalid` if the node is closed.
         """
@@ -78,7 +78,7 @@ class Node(Closing):
         # An agent of its own: over TCP, a read of memory that is unmapped ends this process, and only the agent's end prevents reads.
         agent = None
         try:
-            agent = _Agent()
+            agent = _Agent(progress=True)
             parts, keys = [], []
             for part, padded, digest, sizes, arrays in lease._native.layout():
                 ((_, memory),) = lease.pieces(part)
@@ -197,7 +197,7 @@ class Node(Closing):
         with self._lock:
             self._check_open()
             reader = self._readers.pop() if self._readers else None
-        reader = reader or _Agent()
+        reader = reader or _Agent(progress=False)
         try:
             reader.read(offer, copies, ends, stall)
         except BaseException as error:
@@ -217,13 +217,16 @@ class Node(Closing):
 
 
 class _Agent:
-    """A NIXL agent. All calls to NIXL are here. Not thread-safe."""
+    """A NIXL agent. All calls to NIXL are here. Not thread-safe.
 
-    def __init__(self) -> None:
+    With `progress`, a thread of NIXL answers other agents' reads. It never sleeps. Reads of this agent progress when their state is checked.
+    """
+
+    def __init__(self, *, progress: bool) -> None:
         import uuid
 
         nixl = _import_nixl()
-        agent = nixl.nixl_agent(uuid.uuid4().hex, nixl.nixl_agent_config(backends=["UCX"]))
+        agent = nixl.nixl_agent(uuid.uuid4().hex, nixl.nixl_agent_config(enable_prog_thread=progress, backends=["UCX"]))
         if "UCX" not in agent.backends:
             raise Unsupported(f"NIXL has no UCX plug-in, only {', '.join(agent.get_plugin_list())}: install nixl from PyPI")
         self._agent = agent
