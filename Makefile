@@ -12,13 +12,15 @@ PREFIX ?= /usr/local
 DESTDIR ?=
 # Groups of test-engines: tokens, large, failures.
 ENGINES ?=
+# Kills of each kind in test-nodes.
+KILLS ?= 200
 # Options of vmmfd bench.
 BENCH  ?=
 # The bundle's target; another machine than this gets a separate folder.
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
-.PHONY: help build install demo smoke test build-all test-suite test-rights test-protocol test-python test-demos test-gpu test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
+.PHONY: help build capi install demo smoke test build-all test-suite test-rights test-protocol test-python test-nodes test-capi test-demos test-gpu test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,9 +28,14 @@ help: ## list the targets
 build: ## build the commands into target/debug
 	$(CARGO) build --locked
 
-install: ## vmmfd with its man pages and completions, below DESTDIR and PREFIX (/usr/local)
-	$(CARGO) build --locked --release --bin vmmfd
+capi: ## dist/capi/: the C library libvmmfd with header, pkg-config and CMake files
+	$(CARGO) build --locked --release -p vmmfd-capi
+	STRIP=1 scripts/capi $(or $(CARGO_TARGET_DIR),target)/release/libvmmfd_capi.a $(DIST)/capi
+
+install: ## vmmfd with its man pages and completions, and the C library, below DESTDIR and PREFIX (/usr/local)
+	$(CARGO) build --locked --release -p vmmfd-cli --bin vmmfd -p vmmfd-capi
 	scripts/install $(or $(CARGO_TARGET_DIR),target)/release/vmmfd "$(DESTDIR)$(PREFIX)"
+	STRIP=1 ROOT="$(PREFIX)" scripts/capi $(or $(CARGO_TARGET_DIR),target)/release/libvmmfd_capi.a "$(DESTDIR)$(PREFIX)"
 
 demo: build ## a producer and a consumer, both ways, then a broker; on host memory without a GPU
 	scripts/demo $(BIN)
@@ -37,7 +44,7 @@ demo: build ## a producer and a consumer, both ways, then a broker; on host memo
 smoke: build ## check whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails without a GPU
 	scripts/smoke $(BIN)
 
-test: test-suite test-rights test-protocol test-python test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker, on the GPU if there is one
+test: test-suite test-rights test-protocol test-python test-capi test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker, on the GPU if there is one
 
 # The parts of `make test`.
 build-all:
@@ -63,11 +70,17 @@ test-gpu: ## every test that needs an NVIDIA GPU; fails without one
 test-python: build-all ## the Python package: its wheel in a virtual environment, on host memory and on the emulated driver
 	scripts/test-python $(CARGO) $(BIN) $(STRICT)
 
+test-nodes: build-all ## kill Ray's actors, agents and brokers in reads between nodes, KILLS (200) times each, half an hour; make test kills 3 times
+	VMMFD_TEST_KILLS=$(KILLS) scripts/test-python $(CARGO) $(BIN) $(STRICT) test_ray_kills.py
+
 engines-pack: ## dist-engines/: vLLM and the wheels that a GPU machine without a network lacks, 46 MB, from PyPI
 	python3 tests/engines/pack.py dist-engines
 
 test-engines: ## the load format vmmfd in the real vLLM, on a GPU, with the archives of engines-pack and the wheel; names those that are absent
 	python3 tests/engines/run.py $(STRICT) $(ENGINES)
+
+test-capi: build-all ## the C library: programs in C and C++ on host memory and on the emulated driver, with each compiler and checker that is installed
+	scripts/test-capi $(CARGO) $(BIN)
 
 bench: ## the cost of a handoff beside the driver's own calls: vmmfd bench, as a release build; for example BENCH="repeat --backend host"
 	$(CARGO) build --locked --release -p vmmfd-cli -p vmmfd-bench

@@ -113,7 +113,8 @@ impl Listener {
         let inode = inode_of(&folder, &temporary.name).map_err(|errno| failed("inspect", errno.into()))?;
         renameat(&folder, temporary.name.as_os_str(), &folder, name.as_os_str())
             .map_err(|errno| failed("rename the socket to", errno.into()))?;
-        std::mem::forget(temporary);
+        // Finds no file: the socket has its own name now.
+        drop(temporary);
         let marked = if marks { lock.mark(process::id()) } else { lock.unmark() };
         if let Err(error) = marked {
             tracing::warn!(%error, "can't mark the socket: a crash of this process will not be reported");

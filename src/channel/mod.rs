@@ -1,8 +1,7 @@
 //! Connections between two processes: records with descriptors, to a peer whose user is known.
 //!
-//! Descriptors are sent with `sendfd`, which does not pass `MSG_NOSIGNAL`. Rust programs ignore SIGPIPE by default; a program that does
-//! not must ignore it before it uses this module. Descriptors are received with rustix, which takes ownership of each at once, requests
-//! close-on-exec and reports truncation.
+//! A send to a peer that is gone returns an error and raises no SIGPIPE, whatever the program does with that signal. Received descriptors
+//! are owned at once and close-on-exec, and truncation is an error.
 
 mod attempt;
 mod cancel;

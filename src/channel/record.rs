@@ -8,7 +8,7 @@ use std::{
     mem::MaybeUninit,
     net::Shutdown,
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
     sync::Arc,
@@ -23,11 +23,10 @@ use nix::{
 use rustix::{
     io::Errno,
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, RecvMsg, ReturnFlags, SendFlags,
-        SocketType, sockopt,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, RecvMsg, ReturnFlags, SendAncillaryBuffer,
+        SendAncillaryMessage, SendFlags, SocketType, sockopt,
     },
 };
-use sendfd::SendWithFd;
 
 use super::{Cancel, deadline_after};
 use crate::{
@@ -60,7 +59,6 @@ pub enum Arrival {
 /// A connected socket with timeout and cancellation.
 #[derive(Debug)]
 pub struct RecordSocket {
-    /// A `UnixStream`, because `sendfd` accepts no other type. Only its descriptor is used.
     socket: Arc<UnixStream>,
     timeout: Duration,
     cancel: Cancel,
@@ -127,17 +125,11 @@ impl RecordSocket {
     /// # Errors
     /// [`PeerError::Gone`], [`PeerError::Timeout`], [`Error::Interrupted`]; [`Error::System`]. See sendmsg(2), unix(7).
     pub fn send(&self, what: &'static str, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
-        let fds: Vec<RawFd> = fds.iter().map(|fd| fd.as_raw_fd()).collect();
         let purpose = "to send";
         let deadline = deadline_after(self.timeout);
         loop {
-            let sent = if fds.is_empty() {
-                rustix::net::send(&*self.socket, record, SendFlags::NOSIGNAL).map_err(io::Error::from)
-            } else {
-                self.socket.send_with_fd(record, &fds)
-            };
-            match sent {
-                Ok(_) => return Ok(()),
+            match send_raw(&*self.socket, record, fds) {
+                Ok(()) => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     if !self.cancel.wait(self.as_fd(), PollFlags::POLLOUT, deadline)? {
@@ -266,6 +258,22 @@ impl AsFd for RecordSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
+}
+
+/// Sends a record with its descriptors. Never raises SIGPIPE, which ends programs that do not ignore it.
+///
+/// # Errors
+/// See sendmsg(2): `EINVAL` for more than [`MAX_FDS`] descriptors.
+pub(crate) fn send_raw(socket: impl AsFd, record: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    if fds.is_empty() {
+        return Ok(rustix::net::send(socket, record, SendFlags::NOSIGNAL).map(drop)?);
+    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(Errno::INVAL.into());
+    }
+    Ok(rustix::net::sendmsg(socket, &[io::IoSlice::new(record)], &mut ancillary, SendFlags::NOSIGNAL).map(drop)?)
 }
 
 /// The result of one system call, possibly truncated.

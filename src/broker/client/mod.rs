@@ -18,7 +18,7 @@ mod watcher;
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
@@ -131,6 +131,13 @@ impl Client {
     /// inherits the socket, so this may be its predecessor.
     pub fn peer(&self) -> Peer {
         *lock(&self.0.peer)
+    }
+
+    /// Whether the connection is up, as far as this process knows: false from the time that a request or the background thread finds it
+    /// broken until the reconnect is complete. Does not block, and may be called by the check of
+    /// [`Cancel::with_check`](crate::channel::Cancel::with_check) during a request, to learn why it waits.
+    pub fn is_connected(&self) -> bool {
+        self.0.connected.load(Ordering::Acquire)
     }
 
     /// Lists the objects whose names start with `prefix` and that this user may read, sorted by name.

@@ -4,26 +4,23 @@ use std::{
     collections::VecDeque,
     io,
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
     time::Instant,
 };
-
-use rustix::net::SendFlags;
-use sendfd::SendWithFd;
 
 use crate::{
     broker::server::{
         state::objects::Objects,
         verbs::effects::{Deadline, Outgoing},
     },
+    channel::record::send_raw,
     sys,
 };
 
 #[derive(Debug)]
 pub(super) struct Connection {
-    /// Only its descriptor is used: `sendfd` accepts no other type.
     pub(super) socket: UnixStream,
     pub(super) uid: u32,
     pub(super) pid: i32,
@@ -148,15 +145,10 @@ impl Connection {
     /// Sends queued records.
     pub(super) fn flush(&mut self, objects: &Objects) -> Sent {
         while let Some(next) = self.queue.front() {
-            let kept = next.fds.iter().map(|id| objects.segment(*id).as_raw_fd());
-            let fds: Vec<RawFd> = kept.chain(next.own.as_ref().map(AsRawFd::as_raw_fd)).collect();
-            let sent = if fds.is_empty() {
-                rustix::net::send(&self.socket, &next.bytes, SendFlags::NOSIGNAL).map_err(io::Error::from)
-            } else {
-                self.socket.send_with_fd(&next.bytes, &fds)
-            };
-            match sent {
-                Ok(_) => {
+            let kept = next.fds.iter().map(|id| objects.segment(*id));
+            let fds: Vec<BorrowedFd<'_>> = kept.chain(next.own.as_ref().map(AsFd::as_fd)).collect();
+            match send_raw(&self.socket, &next.bytes, &fds) {
+                Ok(()) => {
                     if !fds.is_empty() {
                         self.unread += fds.len();
                         self.unread_since.get_or_insert_with(Instant::now);

@@ -1,0 +1,384 @@
+//! Arrays: memory with element type, shape and strides; DLPack both ways.
+
+use std::{
+    any::Any,
+    ffi::{CString, c_char},
+    mem::MaybeUninit,
+    panic::{AssertUnwindSafe, catch_unwind},
+    ptr, slice,
+    sync::Arc,
+};
+
+use vmmfd::{
+    array::{ArrayDescriptor, Order},
+    driver::Access,
+    memory::{Region, Selector, Shared, Spec},
+};
+
+use crate::{
+    argument::{c_text, list, out, text},
+    device::{OpenDevice, vmmfd_device_t},
+    dlpack::{
+        self, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDataType, DLDevice, DLManagedTensorVersioned, DLTensor, Elements,
+        Foreign,
+    },
+    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    handle::{self, handle},
+    memory::{Memory, Source, vmmfd_memory_t},
+};
+
+/// An array in memory: type, shape, strides and offset. It keeps its memory. Any threads may use it at once.
+#[derive(Debug)]
+pub struct vmmfd_array_t {
+    _opaque: [u8; 0],
+}
+
+handle!(vmmfd_array_t, 3, "an array", Array);
+
+pub(crate) struct Array {
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) descriptor: ArrayDescriptor,
+    dtype: CString,
+    strides: Vec<i64>,
+}
+
+impl Array {
+    /// # Errors
+    /// If the array is not inside the memory.
+    pub(crate) fn new(memory: Arc<Memory>, descriptor: ArrayDescriptor) -> Outcome<Self> {
+        memory.with(|region| Ok(descriptor.check(region.size())?))?;
+        let (dtype, strides) = (c_text(descriptor.dtype.to_string()), descriptor.strides_in_bytes()?);
+        Ok(Self { memory, descriptor, dtype, strides })
+    }
+}
+
+/// The layout of an array: of a new one as an argument, or of an array as a result, whose pointers are valid until the array is freed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_layout_t {
+    /// The element type: a name of NumPy or ml_dtypes such as `float32`, `uint8`, `bfloat16`, or a typestr such as `<f4`.
+    pub dtype: *const c_char,
+    /// The number of dimensions, at most 64.
+    pub dimensions: usize,
+    /// The length of each dimension, in elements.
+    pub shape: *const u64,
+    /// The distance of neighbours along each dimension, in bytes. As an argument, NULL means contiguous in C order.
+    pub strides: *const i64,
+    /// The position of the first element in the memory, in bytes.
+    pub offset: u64,
+}
+
+/// Makes an array of memory. `layout` describes it, and its pointers are read during the call only.
+///
+/// The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the memory: the caller may free its
+/// handle. Does not block. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID` for an unknown type, and for an array that is not inside the memory; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_array_create(
+    memory: *const vmmfd_memory_t,
+    layout: Option<&vmmfd_layout_t>,
+    array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(array, "array", ptr::null_mut())?;
+        let memory = handle::get(memory)?;
+        let layout = layout.ok_or_else(|| Failure::invalid("layout is NULL: pass the type and the shape"))?;
+        let dtype = text(layout.dtype, "dtype")?;
+        let dtype = dtype.parse().map_err(|error| Failure::invalid(format!("dtype: {error}")))?;
+        let shape = list(layout.shape, layout.dimensions, "shape")?.to_vec();
+        let strides = match layout.strides.is_null() {
+            true => None,
+            false => Some(list(layout.strides, layout.dimensions, "strides")?.to_vec()),
+        };
+        let descriptor = ArrayDescriptor { dtype, shape, strides, offset: layout.offset };
+        place.write(handle::insert(Array::new(Arc::clone(&memory), descriptor)?));
+        Ok(())
+    })
+}
+
+/// Describes an array. Does not block. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID`, `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_array_info(
+    array: *const vmmfd_array_t,
+    layout: Option<&mut MaybeUninit<vmmfd_layout_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let none =
+            vmmfd_layout_t { dtype: ptr::null(), dimensions: 0, shape: ptr::null(), strides: ptr::null(), offset: 0 };
+        let layout = out(layout, "layout", none)?;
+        let array = handle::get(array)?;
+        layout.write(vmmfd_layout_t {
+            dtype: array.dtype.as_ptr(),
+            dimensions: array.descriptor.shape.len(),
+            shape: array.descriptor.shape.as_ptr(),
+            strides: array.strides.as_ptr(),
+            offset: array.descriptor.offset,
+        });
+        Ok(())
+    })
+}
+
+/// Returns the memory of an array, to read and write its bytes. The array starts at `offset` of `vmmfd_array_info`.
+///
+/// The caller frees `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Does not block. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID`, `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_array_memory(
+    array: *const vmmfd_array_t,
+    memory: Option<&mut MaybeUninit<*mut vmmfd_memory_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(memory, "memory", ptr::null_mut())?;
+        place.write(handle::insert(Arc::clone(&handle::get(array)?.memory)));
+        Ok(())
+    })
+}
+
+/// Frees a handle of an array. DLPack tensors of it remain valid. NULL is allowed. May block for the driver's calls if it was the last user
+/// of its memory. A handle that is not valid is reported in the log. Any thread may call it, once for each handle.
+#[unsafe(no_mangle)]
+pub extern "C" fn vmmfd_array_free(array: *mut vmmfd_array_t) {
+    run_logged(|| handle::remove(array));
+}
+
+/// The owner of an exported tensor's data.
+struct Context {
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    _memory: Arc<dyn Region>,
+    /// Keeps the lease.
+    _keep: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+/// Exports an array as a DLPack tensor of version 1, without a copy. `dlpack.h` has the struct.
+///
+/// The tensor's deleter frees it, on any thread, and may outlive the array. `*tensor` is NULL after a failure. A read-only array has the
+/// flag `DLPACK_FLAG_BITMASK_READ_ONLY`. While a tensor of a lease exists, the lease can't be switched or parked. Does not block, and waits
+/// for no stream: work of this process on the memory must be complete, or ordered before the reader's. Any thread may call it.
+///
+/// Errors: `VMMFD_UNSUPPORTED` for big-endian and raw elements, and for strides that are not a multiple of the element; `VMMFD_INVALID`,
+/// also for memory of a parked lease; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_array_export(
+    array: *const vmmfd_array_t,
+    tensor: Option<&mut MaybeUninit<*mut DLManagedTensorVersioned>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(tensor, "tensor", ptr::null_mut())?;
+        let array = handle::get(array)?;
+        place.write(export(&array)?);
+        Ok(())
+    })
+}
+
+fn unsupported(message: String) -> Failure {
+    Failure::Own(crate::error::vmmfd_code_t::VMMFD_UNSUPPORTED, message, Some("share it as an array of uint8"))
+}
+
+fn export(array: &Array) -> Outcome<*mut DLManagedTensorVersioned> {
+    let descriptor = &array.descriptor;
+    let dtype = descriptor.dtype;
+    let (code, bits) =
+        dlpack::code(dtype).ok_or_else(|| unsupported(format!("DLPack has no code for elements of type {dtype}")))?;
+    let size = dtype.size() as i64;
+    if let Some(stride) = array.strides.iter().find(|stride| **stride % size != 0) {
+        let problem = format!("DLPack counts strides in elements, and {stride} bytes are not a multiple of {dtype}");
+        return Err(unsupported(problem));
+    }
+    let region = array.memory.region()?;
+    let device = region.device();
+    let device = match device.is_host() {
+        true => DLDevice { kind: CPU, id: 0 },
+        false => DLDevice { kind: CUDA, id: device.ordinal() },
+    };
+    let data = region.address() + if descriptor.shape.contains(&0) { 0 } else { descriptor.offset };
+    let flags = if region.access() == Access::ReadOnly { dlpack::READ_ONLY } else { 0 };
+    let keep = match &array.memory.source {
+        Source::Leased(lease, _) => Some(Arc::clone(lease) as Arc<dyn Any + Send + Sync>),
+        _ => None,
+    };
+    let shape = descriptor.shape.iter().map(|length| i64::try_from(*length).unwrap_or(i64::MAX)).collect();
+    let strides = array.strides.iter().map(|stride| stride / size).collect();
+    let mut context = Box::new(Context { shape, strides, _memory: region, _keep: keep });
+    let tensor = DLTensor {
+        data: ptr::with_exposed_provenance_mut(data as usize),
+        device,
+        ndim: context.shape.len() as i32,
+        dtype: DLDataType { code, bits, lanes: 1 },
+        shape: context.shape.as_mut_ptr(),
+        strides: context.strides.as_mut_ptr(),
+        byte_offset: 0,
+    };
+    let ((major, minor), context) = (dlpack::VERSION, Box::into_raw(context).cast());
+    let deleter = Some(delete as unsafe extern "C" fn(_));
+    Ok(Box::into_raw(Box::new(DLManagedTensorVersioned { major, minor, context, deleter, flags, tensor })))
+}
+
+/// Frees an exported tensor.
+///
+/// # Safety
+/// Called once, with a tensor of [`export`].
+unsafe extern "C" fn delete(tensor: *mut DLManagedTensorVersioned) {
+    if tensor.is_null() {
+        return;
+    }
+    let free = || {
+        // SAFETY: both were boxes, and only this call takes them back.
+        let context = unsafe { Box::from_raw(tensor) }.context;
+        // SAFETY: as above.
+        drop(unsafe { Box::from_raw(context.cast::<Context>()) });
+    };
+    // The panic was printed.
+    let _ = catch_unwind(AssertUnwindSafe(free));
+}
+
+/// Copies a DLPack tensor of version 1 into new shareable memory of a device, as a contiguous array. `dlpack.h` has the struct.
+///
+/// The library takes the tensor and calls its deleter, on success and on failure. CPU memory and CUDA memory can be copied; CUDA memory
+/// only to a device of CUDA. The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. Blocks until the copy is
+/// complete; for CUDA memory also until all work in the primary context of the tensor's device is done. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID` for a malformed tensor; `VMMFD_UNSUPPORTED` for other devices; the errors of `vmmfd_memory_create`. Driver
+/// calls: `cuMemcpyHtoD` or `cuMemcpyDtoD`, `cuStreamSynchronize`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_array_import(
+    device: *const vmmfd_device_t,
+    tensor: *mut DLManagedTensorVersioned,
+    array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let foreign = Foreign::take(tensor);
+        let place = out(array, "array", ptr::null_mut())?;
+        let open = handle::get(device)?;
+        let foreign = foreign?;
+        place.write(handle::insert(import(&open, &foreign.elements()?)?));
+        Ok(())
+    })
+}
+
+fn import(open: &OpenDevice, from: &Elements) -> Outcome<Array> {
+    let packed = ArrayDescriptor::new(from.dtype, from.shape.clone(), Order::C)?;
+    // Anywhere in the address space: the shape and strides are checked for overflow.
+    let steps = match &from.strides {
+        Some(steps) => steps.clone(),
+        None => packed.strides_in_bytes()?,
+    };
+    let is_cuda = match from.device.kind {
+        CPU | CUDA_HOST => false,
+        CUDA | CUDA_MANAGED if !open.device.is_host() => true,
+        CUDA | CUDA_MANAGED => {
+            let problem = "the tensor is in CUDA memory, and the device is of the host backend: open a device of cuda";
+            return Err(Failure::Own(crate::error::vmmfd_code_t::VMMFD_UNSUPPORTED, problem.to_owned(), None));
+        }
+        other => {
+            let problem =
+                format!("the tensor is on a device of DLPack type {other}: copy it to the CPU or to CUDA first");
+            return Err(Failure::Own(crate::error::vmmfd_code_t::VMMFD_UNSUPPORTED, problem, None));
+        }
+    };
+    let size = packed.bytes()?;
+    let shared = Shared::create(&open.device, Spec::vmm(size.max(1)))?;
+    if size > 0 {
+        if is_cuda {
+            let theirs = open.device.driver().device_of(from.address)?;
+            let theirs = Selector::Ordinal(u32::try_from(theirs).unwrap_or_default());
+            vmmfd::memory::Device::find(open.device.driver(), theirs)?.wait_for_work()?;
+        }
+        let mut batch = Batch { shared: &shared, is_cuda, at: 0, bytes: Vec::new(), ranges: Vec::new() };
+        each_run(&from.shape, &steps, from.dtype.size(), |offset, length| {
+            batch.add(from.address.wrapping_add_signed(offset), length)
+        })?;
+        batch.flush()?;
+    }
+    Array::new(Memory::own(shared), packed)
+}
+
+/// Copies runs of bytes to consecutive places, many at a time.
+struct Batch<'a> {
+    shared: &'a Shared,
+    is_cuda: bool,
+    /// Where the gathered bytes go.
+    at: u64,
+    bytes: Vec<u8>,
+    ranges: Vec<(u64, u64, u64)>,
+}
+
+impl Batch<'_> {
+    /// The most gathered bytes, and the most ranges of one driver call.
+    const BYTES: usize = 4 << 20;
+    const RANGES: usize = 4096;
+
+    fn add(&mut self, from: u64, length: u64) -> Outcome<()> {
+        if self.is_cuda {
+            let end = self.ranges.last().map_or(self.shared.address(), |(to, _, length)| to + length);
+            let to = if self.ranges.is_empty() { self.shared.address() + self.at } else { end };
+            self.ranges.push((to, from, length));
+            return if self.ranges.len() == Self::RANGES { self.flush() } else { Ok(()) };
+        }
+        let (mut from, mut left) = (from, length as usize);
+        while left > 0 {
+            let some = left.min(Self::BYTES - self.bytes.len());
+            // SAFETY: the other library guarantees that the tensor's bytes are readable until its deleter runs.
+            let bytes = unsafe { slice::from_raw_parts(ptr::with_exposed_provenance(from as usize), some) };
+            self.bytes.extend_from_slice(bytes);
+            (from, left) = (from + some as u64, left - some);
+            if self.bytes.len() == Self::BYTES {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Outcome<()> {
+        if !self.ranges.is_empty() {
+            let device = self.shared.device();
+            // SAFETY: the destinations are in `shared`, which this process may write; the other library guarantees the sources.
+            unsafe { device.driver().copy_device(device.ordinal(), &self.ranges) }?;
+            self.at += self.ranges.iter().map(|(_, _, length)| length).sum::<u64>();
+            self.ranges.clear();
+        }
+        if !self.bytes.is_empty() {
+            self.shared.copy_in(self.at, &self.bytes)?;
+            self.at += self.bytes.len() as u64;
+            self.bytes.clear();
+        }
+        Ok(())
+    }
+}
+
+/// Calls a function for each contiguous run of bytes, in C order, with its offset from the first element and its length.
+fn each_run(shape: &[u64], steps: &[i64], item: u64, mut call: impl FnMut(i64, u64) -> Outcome<()>) -> Outcome<()> {
+    // The inner dimensions that are contiguous form one run.
+    let (mut length, mut outer) = (item, shape.len());
+    while outer > 0 && (shape[outer - 1] == 1 || steps[outer - 1] == length as i64) {
+        length *= shape[outer - 1];
+        outer -= 1;
+    }
+    let (mut index, mut offset) = (vec![0; outer], 0i64);
+    loop {
+        call(offset, length)?;
+        let mut axis = outer;
+        loop {
+            if axis == 0 {
+                return Ok(());
+            }
+            axis -= 1;
+            index[axis] += 1;
+            offset = offset.wrapping_add(steps[axis]);
+            if index[axis] < shape[axis] {
+                break;
+            }
+            offset = offset.wrapping_sub(steps[axis].wrapping_mul(shape[axis] as i64));
+            index[axis] = 0;
+        }
+    }
+}

@@ -1,0 +1,407 @@
+//! Connections to a broker, and its requests.
+
+use std::{
+    ffi::{c_char, c_int},
+    mem::MaybeUninit,
+    path::PathBuf,
+    ptr,
+    sync::Arc,
+    time::Duration,
+};
+
+use vmmfd::{
+    broker::{Client, Condition, Get, Lifetime, Put, PutPart},
+    channel::{BrokerPath, Trust},
+    session::Config,
+};
+
+use crate::{
+    argument::{config, json, list, optional_text, out, path, text},
+    array::vmmfd_array_t,
+    device::vmmfd_device_t,
+    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    handle::{self, handle},
+    lease::{Leased, vmmfd_lease_t},
+    listing::{Listing, vmmfd_listing_t},
+    put,
+    watch::{Watching, vmmfd_watch_t},
+};
+
+/// A connection to a broker. It carries one request at a time: a get that waits delays the requests of other threads, so connect once for
+/// each thread that waits.
+#[derive(Debug)]
+pub struct vmmfd_broker_t {
+    _opaque: [u8; 0],
+}
+
+handle!(vmmfd_broker_t, 4, "a broker", Broker);
+
+pub(crate) struct Broker {
+    pub(crate) client: Client,
+    path: PathBuf,
+    timeout: Duration,
+    trust: Vec<u32>,
+}
+
+impl Broker {
+    /// The path and the configuration of another connection to the same broker, which no descriptor stops.
+    pub(crate) fn address(&self) -> (PathBuf, Config) {
+        let config = Config::default().timeout(self.timeout).trust(Trust { uids: self.trust.clone() });
+        (self.path.clone(), config)
+    }
+}
+
+/// Options of a connection to a broker. All zeros are the defaults.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_broker_options_t {
+    /// The longest wait for a broker to listen, and for its answer, in milliseconds. 0: 30 s.
+    pub timeout_ms: u64,
+    /// Users beside this process's user and root that the broker may run as.
+    pub trust: *const u32,
+    /// The number of users in `trust`.
+    pub trust_count: usize,
+    /// A descriptor, such as an eventfd(2), that stops the waits of all requests within 50 ms after it becomes readable. 0: none. The
+    /// caller keeps it.
+    pub stop: c_int,
+}
+
+/// Connects to a broker. `path` is the socket's; NULL is `VMMFD_BROKER_SOCKET` of the environment, else this user's broker, else the
+/// system's.
+///
+/// The caller frees `*broker` with `vmmfd_broker_free`; it is NULL after a failure. If the broker restarts, the next request and a thread
+/// of the library connect again, and leases continue. The thread sleeps and blocks all signals. Blocks until a broker listens and answers,
+/// for at most `timeout_ms`. Any thread may call it.
+///
+/// Errors: `VMMFD_NOT_FOUND` if no broker listens in time; `VMMFD_DENIED`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
+/// `VMMFD_SYSTEM`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_broker_connect(
+    path: *const c_char,
+    options: Option<&vmmfd_broker_options_t>,
+    broker: Option<&mut MaybeUninit<*mut vmmfd_broker_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(broker, "broker", ptr::null_mut())?;
+        let (timeout_ms, trust, stop) = match options {
+            Some(given) => (given.timeout_ms, list(given.trust, given.trust_count, "trust")?, given.stop),
+            None => (0, &[][..], 0),
+        };
+        let environment = || std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(PathBuf::from);
+        let path = self::path(path).map(PathBuf::from).or_else(environment);
+        let found = BrokerPath::find(path.as_deref())?;
+        let (config, trust) = (config(timeout_ms, trust, stop)?, trust.to_vec());
+        let (path, timeout) = (found.path().to_owned(), config.timeout);
+        let client = Client::connect(&path, &config).map_err(|error| found.complete(error))?;
+        place.write(handle::insert(Broker { client, path, timeout, trust }));
+        Ok(())
+    })
+}
+
+/// An array to put, with its name in the object.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_named_array_t {
+    /// The name, unique in the object.
+    pub name: *const c_char,
+    /// The array, in memory that this process created.
+    pub array: *const vmmfd_array_t,
+}
+
+/// When a put succeeds.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum vmmfd_condition_t {
+    /// If the name does not exist.
+    VMMFD_PUT_NEW = 0,
+    /// Always: an existing object gets a new version.
+    VMMFD_PUT_ANY = 1,
+    /// If `version` of the options is the current version.
+    VMMFD_PUT_VERSION = 2,
+}
+
+/// When the broker deletes a name.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum vmmfd_lifetime_t {
+    /// For a new name, when it is deleted explicitly; an existing name keeps its lifetime.
+    VMMFD_UNTIL_DELETED = 0,
+    /// When the connection that put it closes.
+    VMMFD_WITH_MAKER = 1,
+    /// When the connection that put it has closed and no lease is held.
+    VMMFD_WHILE_LEASED = 2,
+    /// `idle_ms` after its last lease, or after the put.
+    VMMFD_UNTIL_IDLE = 3,
+}
+
+/// Options of a put. All zeros are the defaults.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_put_options_t {
+    /// A value of `vmmfd_condition_t`.
+    pub condition: u32,
+    /// A value of `vmmfd_lifetime_t`.
+    pub lifetime: u32,
+    /// The version to replace, with `VMMFD_PUT_VERSION`.
+    pub version: u64,
+    /// The time in milliseconds, with `VMMFD_UNTIL_IDLE`.
+    pub idle_ms: u64,
+    /// The permissions of a new name, like a file's, at most 0666. 0: 0600. `r` allows get and list, `w` allows replacement.
+    pub mode: u16,
+    /// How many earlier versions the broker keeps without a lease.
+    pub keep: u32,
+    /// Metadata: a JSON object of at most 1 MiB; NULL for none.
+    pub metadata: *const c_char,
+    /// A digest of the bytes, in any format that the readers know; NULL for none.
+    pub digest: *const c_char,
+}
+
+/// Publishes arrays under a name, as one part. The broker then holds the memory: this process may free it, or exit.
+///
+/// The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_import` on one device; several may share memory. `options` NULL means
+/// the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only; later writes of this
+/// process are visible to them. Blocks until all work in the device's primary context is done and the broker has answered, for at most
+/// the connection's timeout. Any thread may call it.
+///
+/// Errors: `VMMFD_EXISTS`; `VMMFD_DIFFERS` if the current version is another one; `VMMFD_DENIED`; `VMMFD_INVALID`; `VMMFD_DISCONNECTED`;
+/// `VMMFD_INTERRUPTED`; `VMMFD_DRIVER`; `VMMFD_SYSTEM`, also for a full broker and a quota; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_broker_put(
+    broker: *const vmmfd_broker_t,
+    name: *const c_char,
+    arrays: *const vmmfd_named_array_t,
+    count: usize,
+    options: Option<&vmmfd_put_options_t>,
+    version: Option<&mut MaybeUninit<u64>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let mut ignored = MaybeUninit::uninit();
+        let version = out(Some(version.unwrap_or(&mut ignored)), "version", 0)?;
+        let broker = handle::get(broker)?;
+        let mut put = Put::new(text(name, "name")?);
+        let mut digest = None;
+        if let Some(options) = options {
+            (put, digest) = with_options(put, options)?;
+        }
+        let mut named = Vec::with_capacity(count);
+        for item in list(arrays, count, "arrays")? {
+            named.push((text(item.name, "the name of an array")?, handle::get(item.array)?));
+        }
+        let finished = put::Finished::of(&named)?;
+        let part: PutPart<'_> = finished.part()?;
+        put = put.part(match digest {
+            Some(digest) => part.digest(digest),
+            None => part,
+        });
+        version.write(broker.client.put(&put)?.version);
+        Ok(())
+    })
+}
+
+fn with_options<'a>(mut put: Put<'a>, options: &vmmfd_put_options_t) -> Outcome<(Put<'a>, Option<String>)> {
+    let unknown = |name: &str, value| Failure::invalid(format!("{name} {value} is unknown: see vmmfd.h"));
+    put = put.condition(match options.condition {
+        0 => Condition::New,
+        1 => Condition::Any,
+        2 => Condition::Version(options.version),
+        other => return Err(unknown("condition", other)),
+    });
+    put = match options.lifetime {
+        0 => put,
+        1 => put.lifetime(Lifetime::Maker),
+        2 => put.lifetime(Lifetime::Leased),
+        3 => put.lifetime(Lifetime::Idle { ms: options.idle_ms }),
+        other => return Err(unknown("lifetime", other)),
+    };
+    if options.mode != 0 {
+        put = put.mode(options.mode);
+    }
+    if options.keep != 0 {
+        put = put.keep(options.keep);
+    }
+    if let Some(metadata) = json(options.metadata, "metadata")? {
+        put = put.metadata(metadata);
+    }
+    Ok((put, optional_text(options.digest, "digest")?.map(str::to_owned)))
+}
+
+/// Options of a get. All zeros are the defaults.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_get_options_t {
+    /// How long to wait for the object, in milliseconds. 0: not at all.
+    pub wait_ms: u64,
+    /// The version. 0: the current one.
+    pub version: u64,
+    /// Only a version that is newer than this. 0: any.
+    pub newer_than: u64,
+    /// Metadata fields that must have these values: a JSON object; NULL for none.
+    pub expect: *const c_char,
+    /// The user that must own the name, if `expect_owner` is set.
+    pub owner: u32,
+    /// Whether the name must belong to `owner`. Any user may put a name that does not exist.
+    pub expect_owner: bool,
+}
+
+/// Builds a get.
+pub(crate) fn build_get(name: &str, options: Option<&vmmfd_get_options_t>) -> Outcome<Get> {
+    let mut get = Get::new(name);
+    let Some(options) = options else { return Ok(get) };
+    if options.wait_ms > 0 {
+        get = get.wait(crate::argument::milliseconds(options.wait_ms, Duration::ZERO));
+    }
+    if options.version > 0 {
+        get = get.version(options.version);
+    }
+    if options.newer_than > 0 {
+        get = get.newer_than(options.newer_than);
+    }
+    if let Some(expect) = json(options.expect, "expect")? {
+        get = get.expect(expect);
+    }
+    Ok(if options.expect_owner { get.expect_owner(options.owner) } else { get })
+}
+
+/// Leases an object, and maps its memory read-only.
+///
+/// `device` is the device to map the memory for; NULL means the device that owns it, of the object's backend. `options` NULL means the
+/// current version, without a wait. The broker counts this process among the readers until the lease is freed. The caller frees `*lease`
+/// with `vmmfd_lease_free`; it is NULL after a failure. Blocks for `wait_ms`, for the broker's answer within the connection's timeout, and
+/// for the driver's calls; `vmmfd_broker_stop` ends the wait. Any thread may call it.
+///
+/// Errors: `VMMFD_NOT_FOUND`; `VMMFD_TIMEOUT` if the object did not appear in time; `VMMFD_DIFFERS` if it is not as expected;
+/// `VMMFD_DENIED`; `VMMFD_UNSUPPORTED` if this process has no device for it; `VMMFD_INTERRUPTED`; `VMMFD_DISCONNECTED`; `VMMFD_INVALID`;
+/// `VMMFD_DRIVER`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_broker_get(
+    broker: *const vmmfd_broker_t,
+    device: *const vmmfd_device_t,
+    name: *const c_char,
+    options: Option<&vmmfd_get_options_t>,
+    lease: Option<&mut MaybeUninit<*mut vmmfd_lease_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(lease, "lease", ptr::null_mut())?;
+        let (broker, device) = (handle::get(broker)?, handle::optional(device)?);
+        let lease = broker.client.get(&build_get(text(name, "name")?, options)?)?;
+        let object = match device {
+            Some(open) => lease.open(open.device.driver(), Some(open.selector()))?,
+            None => {
+                let (driver, _) = crate::device::driver(Some(lease.backend()))?;
+                lease.open(&driver, None)?
+            }
+        };
+        place.write(handle::insert(Arc::new(Leased::new(object, broker.client.clone()))));
+        Ok(())
+    })
+}
+
+/// Lists the objects whose names start with `prefix` and that this user may read, sorted by name. NULL is every name.
+///
+/// The caller frees `*listing` with `vmmfd_listing_free`; it is NULL after a failure. Blocks until the broker answers, for at most the
+/// connection's timeout. Any thread may call it.
+///
+/// Errors: `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_broker_list(
+    broker: *const vmmfd_broker_t,
+    prefix: *const c_char,
+    listing: Option<&mut MaybeUninit<*mut vmmfd_listing_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(listing, "listing", ptr::null_mut())?;
+        let broker = handle::get(broker)?;
+        let summaries = broker.client.list(optional_text(prefix, "prefix")?.unwrap_or_default())?;
+        let mut listing = Listing::default();
+        for summary in &summaries {
+            listing.add(summary, None);
+        }
+        place.write(listing.allocate());
+        Ok(())
+    })
+}
+
+/// Describes an object, as a listing of one: its current version, or `version` if it is not 0. Unlike in a list, the object has its
+/// metadata.
+///
+/// The caller frees `*listing` with `vmmfd_listing_free`; it is NULL after a failure. Blocks until the broker answers, for at most the
+/// connection's timeout. Any thread may call it.
+///
+/// Errors: `VMMFD_NOT_FOUND`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_broker_stat(
+    broker: *const vmmfd_broker_t,
+    name: *const c_char,
+    version: u64,
+    listing: Option<&mut MaybeUninit<*mut vmmfd_listing_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(listing, "listing", ptr::null_mut())?;
+        let broker = handle::get(broker)?;
+        let info = broker.client.stat(text(name, "name")?, (version > 0).then_some(version))?;
+        let mut listing = Listing::default();
+        listing.add(&info.version.summary, Some(serde_json::Value::Object(info.metadata).to_string()));
+        place.write(listing.allocate());
+        Ok(())
+    })
+}
+
+/// Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease ends. Blocks until the broker answers,
+/// for at most the connection's timeout. Any thread may call it.
+///
+/// Errors: `VMMFD_NOT_FOUND`; `VMMFD_DENIED` if another user owns the name; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
+/// `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_broker_delete(broker: *const vmmfd_broker_t, name: *const c_char) -> *mut vmmfd_error_t {
+    run(|| {
+        handle::get(broker)?.client.delete(text(name, "name")?)?;
+        Ok(())
+    })
+}
+
+/// Starts to watch the events of names that start with `prefix` and that this user may read; NULL is every name. The events start now.
+///
+/// The watch has a connection and a thread of its own, and does not delay requests. The caller frees `*watch` with `vmmfd_watch_free`; it is
+/// NULL after a failure. Blocks until the broker answers, for at most the connection's timeout. Any thread may call it.
+///
+/// Errors: those of `vmmfd_broker_connect`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_broker_watch(
+    broker: *const vmmfd_broker_t,
+    prefix: *const c_char,
+    watch: Option<&mut MaybeUninit<*mut vmmfd_watch_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(watch, "watch", ptr::null_mut())?;
+        let broker = handle::get(broker)?;
+        place.write(handle::insert(Watching::start(&broker, optional_text(prefix, "prefix")?.unwrap_or_default())?));
+        Ok(())
+    })
+}
+
+/// Ends the wait of another thread's get on this connection, which then fails with `VMMFD_INTERRUPTED`. Does nothing if none waits. Blocks
+/// only while the socket is full. Any thread may call it.
+///
+/// Errors: `VMMFD_DISCONNECTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_broker_stop(broker: *const vmmfd_broker_t) -> *mut vmmfd_error_t {
+    run(|| {
+        handle::get(broker)?.client.stop()?;
+        Ok(())
+    })
+}
+
+/// Frees a connection. It closes when its last lease is freed; then names with the lifetime `VMMFD_WITH_MAKER` end. NULL is allowed. Does
+/// not block. A handle that is not valid is reported in the log. Any thread may call it, once for each connection.
+#[unsafe(no_mangle)]
+pub extern "C" fn vmmfd_broker_free(broker: *mut vmmfd_broker_t) {
+    run_logged(|| handle::remove(broker));
+}

@@ -1,0 +1,292 @@
+//! Errors for C, and the boundary that no panic crosses.
+
+use std::{
+    any::Any,
+    error::Error as _,
+    ffi::{CString, c_char},
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    ptr,
+};
+
+use vmmfd::{
+    Error, ErrorKind,
+    error::{BrokerError, ErrorCode, LoadError, MemoryError, PeerError, RefusalCode, SocketError, code},
+};
+
+use crate::argument::c_text;
+
+/// The class of an error, to branch on.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum vmmfd_code_t {
+    /// An argument or handle is not valid, or the state of the object does not allow the call. Nothing was changed.
+    VMMFD_INVALID = 1,
+    /// The object, device, array, producer or broker does not exist.
+    VMMFD_NOT_FOUND = 2,
+    /// An object of that name exists.
+    VMMFD_EXISTS = 3,
+    /// The object differs from the caller's expectation.
+    VMMFD_DIFFERS = 4,
+    /// This user lacks the permission.
+    VMMFD_DENIED = 5,
+    /// The time that the caller allowed has passed.
+    VMMFD_TIMEOUT = 6,
+    /// The peer is gone or silent, or broke the protocol.
+    VMMFD_DISCONNECTED = 7,
+    /// The device or the machine has too little memory.
+    VMMFD_OUT_OF_MEMORY = 8,
+    /// This machine, driver or device does not support the operation.
+    VMMFD_UNSUPPORTED = 9,
+    /// The caller stopped the call.
+    VMMFD_INTERRUPTED = 10,
+    /// This process is a fork of the process that made the handle or initialised the driver.
+    VMMFD_FORKED = 11,
+    /// A driver call failed: `driver_code` is its code.
+    VMMFD_DRIVER = 12,
+    /// A system call failed, or the broker has reached a limit.
+    VMMFD_SYSTEM = 13,
+    /// A defect of this library. The objects of the call may be unusable.
+    VMMFD_INTERNAL = 14,
+}
+
+/// An error. The caller frees it with `vmmfd_error_free`, which also frees the texts.
+#[repr(C)]
+#[derive(Debug)]
+pub struct vmmfd_error_t {
+    /// The class of the error.
+    pub code: vmmfd_code_t,
+    /// The `CUresult` of the driver call that failed; 0 if no driver call failed.
+    pub driver_code: u32,
+    /// The problem in one sentence, with the values. UTF-8.
+    pub message: *const c_char,
+    /// The next step in one sentence; NULL if the library knows none. UTF-8.
+    pub hint: *const c_char,
+}
+
+/// The allocation of an error: the part that C sees, and the texts.
+#[repr(C)]
+struct Allocated {
+    shown: vmmfd_error_t,
+    message: CString,
+    hint: Option<CString>,
+}
+
+/// Frees an error. NULL is allowed. Does not block. Any thread may call it, once for each error.
+#[unsafe(no_mangle)]
+pub extern "C" fn vmmfd_error_free(error: *mut vmmfd_error_t) {
+    if !error.is_null() {
+        // SAFETY: every error comes from `Failure::allocate`, as the first field of its allocation, and the caller frees it once.
+        drop(unsafe { Box::from_raw(error.cast::<Allocated>()) });
+    }
+}
+
+/// The failure of a function.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    Library(Error),
+    /// The caller's mistake, or a panic: the class, the sentence and the hint.
+    Own(vmmfd_code_t, String, Option<&'static str>),
+}
+
+pub(crate) type Outcome<T> = Result<T, Failure>;
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Library(error)
+    }
+}
+
+impl Failure {
+    /// A bad argument or state.
+    pub(crate) fn invalid(message: impl Into<String>) -> Self {
+        Self::Own(vmmfd_code_t::VMMFD_INVALID, message.into(), None)
+    }
+
+    fn allocate(self) -> *mut vmmfd_error_t {
+        let (code, driver_code, message, hint) = match self {
+            Self::Own(code, message, hint) => (code, 0, message, hint.map(str::to_owned)),
+            Self::Library(error) => (code_of(&error), driver_code(&error), error.in_full(), hint(&error)),
+        };
+        let (message, hint) = (c_text(message), hint.map(c_text));
+        let shown = vmmfd_error_t {
+            code,
+            driver_code,
+            message: message.as_ptr(),
+            hint: hint.as_ref().map_or(ptr::null(), |hint| hint.as_ptr()),
+        };
+        Box::into_raw(Box::new(Allocated { shown, message, hint })).cast()
+    }
+}
+
+/// Runs the work of a function. Returns null, or the error.
+pub(crate) fn run(work: impl FnOnce() -> Outcome<()>) -> *mut vmmfd_error_t {
+    // A panic may leave an object half changed, but not its locks: later calls recover them.
+    let failure = match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(Ok(())) => return ptr::null_mut(),
+        Ok(Err(failure)) => failure,
+        Err(panic) => Failure::Own(
+            vmmfd_code_t::VMMFD_INTERNAL,
+            format!("the library panicked: {}", message_of(&*panic)),
+            Some("report this as a defect, with the sentence and the lines on stderr"),
+        ),
+    };
+    failure.allocate()
+}
+
+/// Runs the work of a function that returns no error, such as a free. Reports a failure in the log.
+pub(crate) fn run_logged(work: impl FnOnce() -> Outcome<()>) {
+    let error = run(work);
+    if error.is_null() {
+        return;
+    }
+    // SAFETY: `run` has just returned the error, and only this function has it.
+    let allocated = unsafe { Box::from_raw(error.cast::<Allocated>()) };
+    tracing::error!(error = %allocated.message.to_string_lossy(), "a handle was not freed");
+}
+
+fn message_of(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message")
+}
+
+fn code_of(error: &Error) -> vmmfd_code_t {
+    use vmmfd_code_t::*;
+    match error {
+        Error::Memory(MemoryError::NotExchanged { source, .. } | MemoryError::NotImported { source, .. }) => {
+            code_of(source)
+        }
+        Error::Driver { code: code::OUT_OF_MEMORY, .. } => VMMFD_OUT_OF_MEMORY,
+        Error::Driver { code: code::NOT_SUPPORTED | code::NOT_PERMITTED, .. } => VMMFD_UNSUPPORTED,
+        Error::Driver { .. } => VMMFD_DRIVER,
+        Error::Forked { .. } => VMMFD_FORKED,
+        Error::System { source, .. } if source.kind() == io::ErrorKind::OutOfMemory => VMMFD_OUT_OF_MEMORY,
+        Error::Broker(BrokerError { code, .. }) => match code {
+            RefusalCode::Absent => VMMFD_NOT_FOUND,
+            RefusalCode::Exists => VMMFD_EXISTS,
+            RefusalCode::Version | RefusalCode::Differs => VMMFD_DIFFERS,
+            RefusalCode::Denied => VMMFD_DENIED,
+            RefusalCode::Timeout => VMMFD_TIMEOUT,
+            RefusalCode::Invalid => VMMFD_INVALID,
+            RefusalCode::Stopped => VMMFD_INTERRUPTED,
+            _ => VMMFD_SYSTEM,
+        },
+        Error::Memory(MemoryError::OutOfMemory { .. }) => VMMFD_OUT_OF_MEMORY,
+        Error::Memory(MemoryError::TooManyDescriptors { .. }) => VMMFD_SYSTEM,
+        Error::Device(vmmfd::error::DeviceError::NotFound { .. }) => VMMFD_NOT_FOUND,
+        Error::Socket(SocketError::Denied { .. } | SocketError::ClosedFolder { .. }) => VMMFD_DENIED,
+        Error::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => VMMFD_NOT_FOUND,
+        Error::Peer(PeerError::NoConsumer { .. } | PeerError::Timeout { .. }) => VMMFD_TIMEOUT,
+        Error::Peer(PeerError::NotAllowed { .. }) => VMMFD_DENIED,
+        Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend | ErrorCode::Device, .. }) => VMMFD_UNSUPPORTED,
+        Error::Load(LoadError::MissingSymbol { .. }) => VMMFD_UNSUPPORTED,
+        _ => match error.kind() {
+            ErrorKind::Usage => VMMFD_INVALID,
+            ErrorKind::Unsupported => VMMFD_UNSUPPORTED,
+            ErrorKind::Peer => VMMFD_DISCONNECTED,
+            ErrorKind::Interrupted => VMMFD_INTERRUPTED,
+            _ => VMMFD_SYSTEM,
+        },
+    }
+}
+
+/// The driver's code of an error, or of the error that caused it.
+fn driver_code(error: &Error) -> u32 {
+    match error {
+        Error::Driver { code, .. } => *code,
+        Error::Memory(MemoryError::NotExchanged { source, .. } | MemoryError::NotImported { source, .. }) => {
+            driver_code(source)
+        }
+        error => error.source().and_then(|cause| cause.downcast_ref()).map_or(0, driver_code),
+    }
+}
+
+/// The next step after an error, if the library knows one.
+fn hint(error: &Error) -> Option<String> {
+    let hint = match error {
+        Error::Broker(BrokerError { code, .. }) => match code {
+            RefusalCode::Absent => {
+                "vmmfd_broker_list shows all names; set wait_ms of the options if the object may appear later"
+            }
+            RefusalCode::Exists => "replace it: condition VMMFD_PUT_ANY",
+            RefusalCode::Version => "another process has replaced it: vmmfd_broker_stat shows the current version",
+            RefusalCode::Denied => "its owner grants access: vmmfd_broker_stat shows owner and mode",
+            RefusalCode::Quota => "delete names that are no longer needed, or start the broker with a larger --quota",
+            RefusalCode::Full => {
+                "raise the broker's limit of open files (LimitNOFILE= of systemd, ulimit -Hn): each segment is one"
+            }
+            RefusalCode::Timeout => "wait longer, or check the names with vmmfd_broker_list",
+            _ => return None,
+        },
+        Error::Socket(SocketError::NoBroker { path, .. }) => {
+            return Some(format!(
+                "start one with `vmmfd serve --socket {}`, or connect to the path of a running broker",
+                path.display()
+            ));
+        }
+        Error::Socket(SocketError::Absent { .. }) => "start the producer, or give it more time: timeout_ms",
+        Error::Socket(SocketError::Denied { group: Some(_), .. }) => {
+            "add this user to that group and log in again, or start the server with `--allow-uid`"
+        }
+        Error::Socket(SocketError::Denied { .. }) => {
+            "start the server so that it admits this user: `vmmfd serve --allow-uid`, `--allow-gid`"
+        }
+        Error::Peer(PeerError::NotAllowed { uid, .. }) => {
+            return Some(format!("add uid {uid} to `trust` of the options to trust that user"));
+        }
+        Error::Peer(PeerError::Timeout { .. }) => {
+            "the process at the other end is stopped or overloaded, or timeout_ms is too short"
+        }
+        Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, .. }) => {
+            "open the device of the memory's backend, or pass NULL as the device"
+        }
+        Error::Memory(MemoryError::OutOfMemory { .. }) | Error::Driver { code: code::OUT_OF_MEMORY, .. } => {
+            "`vmmfd who` and nvidia-smi show the users of GPU memory; `ulimit -v` limits a process's address space"
+        }
+        Error::Memory(MemoryError::NotExchanged { source, .. }) => return hint(source),
+        Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise this process's limit of open files: ulimit -n",
+        Error::Load(_) => "without a GPU, open a device of the backend \"host\" for ordinary shared memory",
+        Error::Forked { .. } => FORK_HINT,
+        _ => return None,
+    };
+    Some(hint.to_owned())
+}
+
+/// The next step in a fork.
+pub(crate) const FORK_HINT: &str = "start the other process with exec, or use the library only after the fork";
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CStr;
+
+    use super::*;
+
+    fn taken(error: *mut vmmfd_error_t) -> (vmmfd_code_t, u32, String, bool) {
+        // SAFETY: `run` returned the error, which is freed below.
+        let shown = unsafe { error.as_ref() }.expect("an error");
+        // SAFETY: the text belongs to the error.
+        let message = unsafe { CStr::from_ptr(shown.message) }.to_str().unwrap().to_owned();
+        let found = (shown.code, shown.driver_code, message, shown.hint.is_null());
+        vmmfd_error_free(error);
+        found
+    }
+
+    #[test]
+    fn panics_become_errors() {
+        let (code, driver, message, no_hint) = taken(run(|| panic!("a defect with a \0")));
+        assert_eq!((code, driver, no_hint), (vmmfd_code_t::VMMFD_INTERNAL, 0, false));
+        assert_eq!(message, "the library panicked: a defect with a ?");
+        run_logged(|| panic!("in a free"));
+    }
+
+    #[test]
+    fn driver_codes_are_found_in_causes() {
+        let driver = |code| Error::Driver { call: "cuMemMap", code, name: "CUDA_ERROR_X".into(), source: None };
+        let error = Error::Memory(MemoryError::NotExchanged { back: None, source: Box::new(driver(719)) });
+        let (code, number, message, _) = taken(run(|| Err(error.into())));
+        assert_eq!((code, number), (vmmfd_code_t::VMMFD_DRIVER, 719));
+        assert!(message.contains("cuMemMap failed: CUDA_ERROR_X (719)"), "{message}");
+        assert_eq!(taken(run(|| Err(driver(2).into()))).0, vmmfd_code_t::VMMFD_OUT_OF_MEMORY);
+        assert!(run(|| Ok(())).is_null());
+    }
+}

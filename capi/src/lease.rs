@@ -1,0 +1,305 @@
+//! Leases: objects of a broker that this process has mapped.
+
+use std::{
+    ffi::{CString, c_char},
+    mem::MaybeUninit,
+    ptr,
+    sync::{Arc, Mutex, PoisonError, RwLock},
+    time::UNIX_EPOCH,
+};
+
+use vmmfd::{
+    broker::{Client, Object, Prepared},
+    memory::Imported,
+};
+
+use crate::{
+    argument::{c_text, out, text},
+    array::{Array, vmmfd_array_t},
+    broker::{build_get, vmmfd_get_options_t},
+    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    handle::{self, handle},
+    memory::Memory,
+};
+
+/// A lease: an object that this process has mapped read-only, and that the broker keeps. Any threads may use it at once.
+#[derive(Debug)]
+pub struct vmmfd_lease_t {
+    _opaque: [u8; 0],
+}
+
+handle!(vmmfd_lease_t, 5, "a lease", Arc<Leased>);
+
+/// A version that is imported and takes the addresses of a lease at the switch.
+#[derive(Debug)]
+pub struct vmmfd_prepared_t {
+    _opaque: [u8; 0],
+}
+
+handle!(vmmfd_prepared_t, 6, "a prepared version", Mutex<Option<Prepared>>);
+
+pub(crate) struct Leased {
+    /// Reads and writes of the memory share it; a switch has it alone.
+    object: RwLock<Object>,
+    client: Client,
+    /// The texts that the caller has seen last.
+    texts: Mutex<Option<Texts>>,
+}
+
+struct Texts {
+    name: CString,
+    id: CString,
+    metadata: CString,
+    _arrays: Vec<CString>,
+    arrays: Vec<Start>,
+}
+
+/// The start of a text of [`Texts`].
+#[repr(transparent)]
+struct Start(*const c_char);
+
+// SAFETY: the text lives in the same `Texts`, and is only read.
+unsafe impl Send for Start {}
+
+impl Texts {
+    fn of(object: &Object) -> Outcome<Self> {
+        let metadata = serde_json::Value::Object(object.metadata()?).to_string();
+        let entries = object.parts().iter().flat_map(|part| part.arrays());
+        let names: Vec<CString> = entries.map(|entry| c_text(entry.name.as_str())).collect();
+        let arrays = names.iter().map(|name| Start(name.as_ptr())).collect();
+        let (name, id) = (c_text(object.name()), c_text(object.id()));
+        Ok(Self { name, id, metadata: c_text(metadata), _arrays: names, arrays })
+    }
+}
+
+impl Leased {
+    pub(crate) fn new(object: Object, client: Client) -> Self {
+        Self { object: RwLock::new(object), client, texts: Mutex::default() }
+    }
+
+    fn read<T>(&self, work: impl FnOnce(&Object) -> Outcome<T>) -> Outcome<T> {
+        work(&self.object.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn change<T>(&self, work: impl FnOnce(&mut Object) -> vmmfd::Result<T>) -> Outcome<T> {
+        Ok(work(&mut self.object.write().unwrap_or_else(PoisonError::into_inner))?)
+    }
+
+    /// Passes the memory of a part to a function. The lease is not switched or parked during the call.
+    pub(crate) fn part<T>(&self, name: &str, work: impl FnOnce(&Arc<Imported>) -> T) -> Outcome<T> {
+        self.read(|object| {
+            let part = object.part(name);
+            let part = part.ok_or_else(|| Failure::invalid(format!("the lease has no part {name} any more")))?;
+            Ok(work(part.memory()?))
+        })
+    }
+
+    /// Leases a version of the same name.
+    fn next(&self, options: Option<&vmmfd_get_options_t>) -> Outcome<vmmfd::broker::Lease> {
+        let name = self.read(|object| Ok(object.name().to_owned()))?;
+        Ok(self.client.get(&build_get(&name, options)?)?)
+    }
+}
+
+/// Facts about a lease. The texts are valid until `vmmfd_lease_info` is called after a switch or an unpark, or the lease is freed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_lease_info_t {
+    /// The object's name.
+    pub name: *const c_char,
+    /// The version's UUID.
+    pub id: *const c_char,
+    /// The creator's metadata: a JSON object, empty if it gave none.
+    pub metadata: *const c_char,
+    /// The names of the arrays.
+    pub arrays: *const *const c_char,
+    /// The number of arrays.
+    pub array_count: usize,
+    /// The version's number, counted from 1.
+    pub version: u64,
+    /// The time of publication, in milliseconds since 1970.
+    pub created_ms: u64,
+    /// The user that owns the name.
+    pub owner: u32,
+    /// Whether the broker counts this process among the readers, as far as this process knows.
+    pub held: bool,
+    /// Whether nothing is mapped: see `vmmfd_lease_park`.
+    pub parked: bool,
+}
+
+/// Describes a lease. Does not block, except while the lease is switched. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID`; `VMMFD_DISCONNECTED` if the metadata is not a JSON object; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_lease_info(
+    lease: *const vmmfd_lease_t,
+    info: Option<&mut MaybeUninit<vmmfd_lease_info_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let none = vmmfd_lease_info_t {
+            name: ptr::null(),
+            id: ptr::null(),
+            metadata: ptr::null(),
+            arrays: ptr::null(),
+            array_count: 0,
+            version: 0,
+            created_ms: 0,
+            owner: 0,
+            held: false,
+            parked: false,
+        };
+        let info = out(info, "info", none)?;
+        let lease = handle::get(lease)?;
+        lease.read(|object| {
+            let mut texts = lease.texts.lock().unwrap_or_else(PoisonError::into_inner);
+            if texts.as_ref().is_none_or(|texts| texts.id.to_bytes() != object.id().as_bytes()) {
+                *texts = Some(Texts::of(object)?);
+            }
+            let Some(texts) = texts.as_ref() else { return Ok(()) };
+            let created = object.created().duration_since(UNIX_EPOCH).unwrap_or_default();
+            info.write(vmmfd_lease_info_t {
+                name: texts.name.as_ptr(),
+                id: texts.id.as_ptr(),
+                metadata: texts.metadata.as_ptr(),
+                arrays: texts.arrays.as_ptr().cast(),
+                array_count: texts.arrays.len(),
+                version: object.version(),
+                created_ms: u64::try_from(created.as_millis()).unwrap_or(u64::MAX),
+                owner: object.owner().uid,
+                held: object.is_held(),
+                parked: object.is_parked(),
+            });
+            Ok(())
+        })
+    })
+}
+
+/// Returns an array of a lease by name. After a switch, the same array shows the new version.
+///
+/// The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease ends when it and all
+/// its arrays are freed. Does not block, except while the lease is switched. Any thread may call it.
+///
+/// Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID`, also for a parked lease; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_lease_array(
+    lease: *const vmmfd_lease_t,
+    name: *const c_char,
+    array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(array, "array", ptr::null_mut())?;
+        let lease = handle::get(lease)?;
+        let name = text(name, "name")?;
+        let (part, descriptor) = lease.read(|object| {
+            let found = object.parts().iter().find_map(|part| {
+                let entry = part.arrays().iter().find(|entry| entry.name == name)?;
+                Some((part.name().to_owned(), entry.array.clone()))
+            });
+            // The library's own error for a missing name.
+            found.map_or_else(|| Err(object.array(name).err().map_or_else(|| absent(name), Failure::from)), Ok)
+        })?;
+        place.write(handle::insert(Array::new(Memory::leased(&lease, &part)?, descriptor)?));
+        Ok(())
+    })
+}
+
+fn absent(name: &str) -> Failure {
+    Failure::Own(crate::error::vmmfd_code_t::VMMFD_NOT_FOUND, format!("there is no array `{name}`"), None)
+}
+
+/// Leases another version of the object and imports it, ready to take the addresses of this lease. The old version remains in use, so the
+/// device holds both.
+///
+/// `options` select the version, for example `newer_than`; NULL is the current one. Its arrays must have the same names, layouts and
+/// offsets; it may have more. The caller frees `*prepared` with `vmmfd_prepared_free`; it is NULL after a failure. Blocks as
+/// `vmmfd_broker_get`. Any thread may call it.
+///
+/// Errors: those of `vmmfd_broker_get`; `VMMFD_DIFFERS` with the differences if the version does not fit.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_lease_prepare(
+    lease: *const vmmfd_lease_t,
+    options: Option<&vmmfd_get_options_t>,
+    prepared: Option<&mut MaybeUninit<*mut vmmfd_prepared_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(prepared, "prepared", ptr::null_mut())?;
+        let lease = handle::get(lease)?;
+        let next = lease.next(options)?;
+        let prepared = lease.read(|object| Ok(object.prepare(next)?))?;
+        place.write(handle::insert(Mutex::new(Some(prepared))));
+        Ok(())
+    })
+}
+
+/// Maps a prepared version at the addresses of the lease. Addresses, arrays and captured CUDA graphs remain valid and show the new version.
+/// `prepared` then holds the old version: switch back to it, or free it.
+///
+/// Nothing may use the memory by address during the call: on CUDA, a kernel that does ends the context, and on the host backend it sees old
+/// or new bytes. Copies of this library wait. Blocks without limit until all work in the device's primary context is done, then for the
+/// driver's calls. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID` if a DLPack tensor of the lease exists, the lease is parked, or the version was prepared for another lease;
+/// `VMMFD_DRIVER`, and then the old version is mapped, or the lease is parked. After an error `prepared` is used up: free it.
+/// `VMMFD_FORKED`. Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_lease_switch(
+    lease: *const vmmfd_lease_t,
+    prepared: *const vmmfd_prepared_t,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let (lease, prepared) = (handle::get(lease)?, handle::get(prepared)?);
+        let mut prepared = prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        let used = || Failure::invalid("an error has used up the prepared version: prepare another");
+        let next = prepared.take().ok_or_else(used)?;
+        *prepared = Some(lease.change(|object| object.switch(next))?);
+        Ok(())
+    })
+}
+
+/// Unmaps the memory of a lease and keeps its addresses reserved. With `keep`, the broker still counts this process among the readers, and
+/// keeps the version; otherwise the lease ends, and the device memory is free for others.
+///
+/// Nothing may use the memory by address from now on. Blocks as `vmmfd_lease_switch`. Any thread may call it.
+///
+/// Errors: those of `vmmfd_lease_switch`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_lease_park(lease: *const vmmfd_lease_t, keep: bool) -> *mut vmmfd_error_t {
+    run(|| handle::get(lease)?.change(|object| object.park(keep)))
+}
+
+/// Leases a version of the object and maps it at the addresses of a parked lease: `options` as for `vmmfd_lease_prepare`.
+///
+/// Blocks as `vmmfd_broker_get`. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID` if the lease is not parked; those of `vmmfd_lease_prepare`. The lease stays parked then.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_lease_unpark(
+    lease: *const vmmfd_lease_t,
+    options: Option<&vmmfd_get_options_t>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let lease = handle::get(lease)?;
+        let next = lease.next(options)?;
+        lease.change(|object| object.unpark(next))
+    })
+}
+
+/// Frees a lease. It ends, and its memory is unmapped, when all its arrays, memory and tensors are freed too. NULL is allowed. May block for
+/// the driver's calls. A handle that is not valid is reported in the log. Any thread may call it, once for each lease.
+#[unsafe(no_mangle)]
+pub extern "C" fn vmmfd_lease_free(lease: *mut vmmfd_lease_t) {
+    run_logged(|| handle::remove(lease));
+}
+
+/// Frees a prepared version, and ends its lease. NULL is allowed. May block for the driver's calls. A handle that is not valid is reported
+/// in the log. Any thread may call it, once for each prepared version.
+#[unsafe(no_mangle)]
+pub extern "C" fn vmmfd_prepared_free(prepared: *mut vmmfd_prepared_t) {
+    run_logged(|| handle::remove(prepared));
+}

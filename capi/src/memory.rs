@@ -1,0 +1,360 @@
+//! Memory: created here, imported from descriptors, taken from a producer or leased from a broker.
+
+use std::{
+    ffi::{CString, c_char, c_int},
+    mem::MaybeUninit,
+    os::fd::{AsFd, IntoRawFd},
+    ptr,
+    sync::Arc,
+};
+
+use vmmfd::{
+    Error,
+    driver::Access,
+    memory::{Allocation, Mapping, Placement, Rdma, Region, Reservation, Shared, Spec},
+};
+
+use crate::{
+    argument::{bytes, c_text, descriptor, list, out},
+    device::vmmfd_device_t,
+    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    handle::{self, handle},
+    lease::Leased,
+};
+
+/// Memory at addresses of this process. Any threads may use it at once; other processes may change its bytes at any time.
+#[derive(Debug)]
+pub struct vmmfd_memory_t {
+    _opaque: [u8; 0],
+}
+
+handle!(vmmfd_memory_t, 2, "memory", Arc<Memory>);
+
+pub(crate) struct Memory {
+    pub(crate) source: Source,
+    mapped_size: u64,
+    device: CString,
+}
+
+pub(crate) enum Source {
+    /// Created by this process.
+    Own(Arc<Shared>),
+    /// Opened by this process.
+    Opened(Arc<dyn Region>),
+    /// A part of a lease, which may be switched to another version or parked.
+    Leased(Arc<Leased>, String),
+}
+
+impl Memory {
+    pub(crate) fn own(shared: Shared) -> Arc<Self> {
+        let mapped_size = shared.mapped_size();
+        let device = c_text(shared.device().prefixed_uuid());
+        Arc::new(Self { source: Source::Own(Arc::new(shared)), mapped_size, device })
+    }
+
+    pub(crate) fn opened(region: Arc<dyn Region>, mapped_size: u64) -> Arc<Self> {
+        let device = c_text(region.device().prefixed_uuid());
+        Arc::new(Self { source: Source::Opened(region), mapped_size, device })
+    }
+
+    /// A part of a lease.
+    ///
+    /// # Errors
+    /// If there is no such part, or the lease is parked.
+    pub(crate) fn leased(lease: &Arc<Leased>, part: &str) -> Outcome<Arc<Self>> {
+        let (mapped_size, device) =
+            lease.part(part, |memory| (memory.mapped_size(), c_text(memory.device().prefixed_uuid())))?;
+        Ok(Arc::new(Self { source: Source::Leased(Arc::clone(lease), part.to_owned()), mapped_size, device }))
+    }
+
+    /// Passes the memory to a function. A lease is not switched or parked during the call.
+    pub(crate) fn with<T>(&self, work: impl FnOnce(&dyn Region) -> Outcome<T>) -> Outcome<T> {
+        match &self.source {
+            Source::Own(shared) => work(&**shared),
+            Source::Opened(region) => work(&**region),
+            Source::Leased(lease, part) => lease.part(part, |memory| work(&**memory))?,
+        }
+    }
+
+    /// The memory of an owner that keeps it mapped.
+    pub(crate) fn region(&self) -> Outcome<Arc<dyn Region>> {
+        match &self.source {
+            Source::Own(shared) => Ok(Arc::clone(shared) as Arc<dyn Region>),
+            Source::Opened(region) => Ok(Arc::clone(region)),
+            Source::Leased(lease, part) => lease.part(part, |memory| Arc::clone(memory) as Arc<dyn Region>),
+        }
+    }
+
+    /// The memory, if this process created it.
+    ///
+    /// # Errors
+    /// Otherwise; `purpose` completes the sentence "can ...".
+    pub(crate) fn shared(&self, purpose: &str) -> Outcome<&Arc<Shared>> {
+        match &self.source {
+            Source::Own(shared) => Ok(shared),
+            _ => Err(Failure::invalid(format!(
+                "another process created this memory: only its creator can {purpose}; copy it to memory of vmmfd_memory_create"
+            ))),
+        }
+    }
+}
+
+/// Where memory is.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum vmmfd_placement_t {
+    /// Device memory.
+    VMMFD_ON_DEVICE = 0,
+    /// Host memory on the NUMA node closest to the device, which the CPU and the device both reach.
+    VMMFD_ON_HOST = 1,
+}
+
+/// Whether network cards can reach memory (`gpuDirectRDMACapable`).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum vmmfd_rdma_t {
+    /// The flag is not requested.
+    VMMFD_RDMA_NEVER = 0,
+    /// Where the device supports it.
+    VMMFD_RDMA_AUTO = 1,
+    /// The allocation fails where the device does not support it.
+    VMMFD_RDMA_REQUIRED = 2,
+}
+
+/// Options of new memory. All zeros are the defaults.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_memory_options_t {
+    /// Splits the memory into allocations of this size in bytes, rounded up to the granularity. 0: one allocation.
+    pub chunk: u64,
+    /// A value of `vmmfd_placement_t`.
+    pub placement: u32,
+    /// A value of `vmmfd_rdma_t`.
+    pub rdma: u32,
+}
+
+/// Facts about memory. The text is valid until the memory is freed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_memory_info_t {
+    /// The address on the device, the `CUdeviceptr`; on the host backend an address of this process.
+    pub address: u64,
+    /// The size of the data in bytes.
+    pub size: u64,
+    /// The size of the mapping in bytes: the size, rounded up.
+    pub mapped_size: u64,
+    /// The number of allocations that `vmmfd_memory_export` exports; 0 for memory that another process created.
+    pub segments: u64,
+    /// The UUID of the device that the memory is mapped for, with its prefix.
+    pub device: *const c_char,
+    /// Whether this process may write to it. A kernel that writes to read-only memory ends its CUDA context.
+    pub writable: bool,
+}
+
+/// Allocates shareable memory of `size` bytes on a device, and maps it for reading and writing. The contents are undefined.
+///
+/// `options` NULL means the defaults. The caller frees `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Blocks while the
+/// driver allocates, and up to 100 ms while it creates the device's context. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID` for a size of 0 and unknown options; `VMMFD_OUT_OF_MEMORY`; `VMMFD_UNSUPPORTED`; `VMMFD_SYSTEM` if this process
+/// has too few descriptors, one for each chunk; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls: `cuMemCreate`, `cuMemAddressReserve`,
+/// `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_memory_create(
+    device: *const vmmfd_device_t,
+    size: u64,
+    options: Option<&vmmfd_memory_options_t>,
+    memory: Option<&mut MaybeUninit<*mut vmmfd_memory_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(memory, "memory", ptr::null_mut())?;
+        let open = handle::get(device)?;
+        let mut spec = Spec::vmm(size);
+        if let Some(options) = options {
+            let unknown = |name: &str, value| Err(Failure::invalid(format!("{name} {value} is unknown: see vmmfd.h")));
+            if options.chunk > 0 {
+                spec = spec.chunk(options.chunk);
+            }
+            spec = match options.placement {
+                0 => spec,
+                1 => spec.placement(Placement::Host),
+                other => return unknown("placement", other),
+            };
+            spec = match options.rdma {
+                0 => spec,
+                1 => spec.rdma(Rdma::Auto),
+                2 => spec.rdma(Rdma::Required),
+                other => return unknown("rdma", other),
+            };
+        }
+        place.write(handle::insert(Memory::own(Shared::create(&open.device, spec)?)));
+        Ok(())
+    })
+}
+
+/// Describes memory. Does not block, except while a lease is switched. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID`, also for memory of a parked lease; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_memory_info(
+    memory: *const vmmfd_memory_t,
+    info: Option<&mut MaybeUninit<vmmfd_memory_info_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let none = vmmfd_memory_info_t {
+            address: 0,
+            size: 0,
+            mapped_size: 0,
+            segments: 0,
+            device: ptr::null(),
+            writable: false,
+        };
+        let info = out(info, "info", none)?;
+        let memory = handle::get(memory)?;
+        let segments = match &memory.source {
+            Source::Own(shared) => shared.chunks(0..shared.size())?.map_or(0, |(_, chunks)| chunks.len() as u64),
+            _ => 0,
+        };
+        memory.with(|region| {
+            info.write(vmmfd_memory_info_t {
+                address: region.address(),
+                size: region.size(),
+                mapped_size: memory.mapped_size,
+                segments,
+                device: memory.device.as_ptr(),
+                writable: region.access() == Access::ReadWrite,
+            });
+            Ok(())
+        })
+    })
+}
+
+/// Copies `size` bytes of the caller into the memory, starting at `offset`. Blocks until the copy is complete, including earlier work on
+/// the default stream. Any threads may call it at once, and must agree who writes which bytes.
+///
+/// Errors: `VMMFD_INVALID` if the range exceeds the memory or the memory is read-only; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls:
+/// `cuMemcpyHtoD`, `cuStreamSynchronize`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_memory_copy_in(
+    memory: *const vmmfd_memory_t,
+    offset: u64,
+    from: *const std::ffi::c_void,
+    size: usize,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let memory = handle::get(memory)?;
+        let from: &[u8] = list(from.cast(), size, "from")?;
+        memory.with(|region| Ok(region.copy_in(offset, from)?))
+    })
+}
+
+/// Copies `size` bytes out of the memory, starting at `offset`, into a buffer of the caller. Blocks until the copy is complete, including
+/// earlier work on the default stream. Any threads may call it at once.
+///
+/// Errors: those of `vmmfd_memory_copy_in`. Driver call: `cuMemcpyDtoH`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_memory_copy_out(
+    memory: *const vmmfd_memory_t,
+    offset: u64,
+    to: *mut std::ffi::c_void,
+    size: usize,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let memory = handle::get(memory)?;
+        let to = bytes(to.cast(), size, "to")?;
+        memory.with(|region| Ok(region.copy_out(offset, to)?))
+    })
+}
+
+/// Waits until all work in the device's primary context has finished, which the CUDA runtime, PyTorch and others use. Call it after your
+/// kernels and before another process reads the memory. Blocks without limit. Any thread may call it.
+///
+/// Errors: `VMMFD_DRIVER`, also for an earlier asynchronous failure; `VMMFD_INVALID`; `VMMFD_FORKED`. Driver call: `cuCtxSynchronize`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_memory_synchronize(memory: *const vmmfd_memory_t) -> *mut vmmfd_error_t {
+    run(|| handle::get(memory)?.with(|region| Ok(region.synchronize()?)))
+}
+
+/// Duplicates the descriptor of an allocation of the memory, to send over the program's own socket (`SCM_RIGHTS`). `*size` is its size in
+/// bytes, which the receiver needs. `segment` counts from 0: see `segments` of `vmmfd_memory_info_t`.
+///
+/// The caller closes `*fd`, which is close-on-exec; it is -1 after a failure. A holder of the descriptor can read and write the memory, and
+/// keeps it allocated. Does not block. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID` for memory that another process created, and for a segment that does not exist; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_memory_export(
+    memory: *const vmmfd_memory_t,
+    segment: u64,
+    fd: Option<&mut MaybeUninit<c_int>>,
+    size: Option<&mut MaybeUninit<u64>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let (fd, size) = (out(fd, "fd", -1)?, out(size, "size", 0)?);
+        let memory = handle::get(memory)?;
+        let shared = memory.shared("export it")?;
+        let chunks = shared.chunks(0..shared.size())?.map(|(_, chunks)| chunks).unwrap_or_default();
+        let chunk = usize::try_from(segment).ok().and_then(|at| chunks.get(at)).ok_or_else(|| {
+            Failure::invalid(format!("segment {segment} does not exist: the memory has {}", chunks.len()))
+        })?;
+        let owned = chunk.as_fd().try_clone_to_owned();
+        let owned = owned.map_err(|error| Error::system("duplicate the descriptor of a segment", error))?;
+        size.write(chunk.size());
+        fd.write(owned.into_raw_fd());
+        Ok(())
+    })
+}
+
+/// Imports `count` allocations that another process exported, and maps them side by side for a device. `sizes` are the exporter's, in
+/// bytes: a descriptor does not carry its size.
+///
+/// The caller keeps its descriptors and may close them afterwards. `writable` asks for write access of this process. The caller frees
+/// `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Blocks for the driver's calls. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID` for a descriptor that is not open, no descriptor, or a size that is not a multiple of the granularity;
+/// `VMMFD_DRIVER` or `VMMFD_UNSUPPORTED` for a wrong size or a descriptor of something else; `VMMFD_SYSTEM`; `VMMFD_FORKED`. Driver calls:
+/// `cuMemImportFromShareableHandle`, `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_memory_import(
+    device: *const vmmfd_device_t,
+    fds: *const c_int,
+    sizes: *const u64,
+    count: usize,
+    writable: bool,
+    memory: Option<&mut MaybeUninit<*mut vmmfd_memory_t>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(memory, "memory", ptr::null_mut())?;
+        let open = handle::get(device)?;
+        let (fds, sizes) = (list(fds, count, "fds")?, list(sizes, count, "sizes")?);
+        if count == 0 {
+            return Err(Failure::invalid("count is 0: pass at least one descriptor"));
+        }
+        let total = sizes.iter().try_fold(0u64, |total, size| total.checked_add(*size));
+        let total = total.ok_or_else(|| Failure::invalid("the sizes together exceed 64 bits: pass the exporter's"))?;
+        let mut allocations = Vec::with_capacity(count);
+        for (fd, size) in fds.iter().zip(sizes) {
+            allocations.push(Allocation::import(&open.device, descriptor(*fd, "fds")?, *size)?);
+        }
+        let access = if writable { Access::ReadWrite } else { Access::ReadOnly };
+        let reservation = Reservation::new(&open.device, total)?;
+        let mapping = Mapping::side_by_side(&reservation, 0, &allocations, &open.device, access)?;
+        place.write(handle::insert(Memory::opened(Arc::new(mapping), total)));
+        Ok(())
+    })
+}
+
+/// Frees a handle of memory. The memory itself is released when no array, lease or DLPack tensor of this process uses it any more; other
+/// processes that have it open keep it. NULL is allowed. May block for the driver's calls. A handle that is not valid is reported in the
+/// log. Finish your own work on the memory first. Any thread may call it, once for each handle.
+#[unsafe(no_mangle)]
+pub extern "C" fn vmmfd_memory_free(memory: *mut vmmfd_memory_t) {
+    run_logged(|| handle::remove(memory));
+}

@@ -1,0 +1,317 @@
+//! Watches: events of names, with a descriptor to wait for.
+
+use std::{
+    collections::VecDeque,
+    ffi::{CString, c_char, c_int},
+    mem::MaybeUninit,
+    os::fd::{AsFd, AsRawFd},
+    ptr,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use nix::sys::{
+    eventfd::{EfdFlags, EventFd},
+    signal::{SigSet, SigmaskHow, Signal},
+};
+use vmmfd::{
+    Error,
+    broker::{Client, Event, EventKind, Watch, Watched},
+    channel::{Cancel, CancelReason},
+};
+
+use crate::{
+    argument::{c_text, milliseconds, out},
+    broker::Broker,
+    error::{Outcome, run, run_logged, vmmfd_error_t},
+    handle::{self, handle},
+};
+
+/// A watch of names. One thread may use it at a time.
+#[derive(Debug)]
+pub struct vmmfd_watch_t {
+    _opaque: [u8; 0],
+}
+
+handle!(vmmfd_watch_t, 7, "a watch", Watching);
+
+/// The kind of an event.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum vmmfd_event_kind_t {
+    /// A kind that this version of the library does not know.
+    VMMFD_EVENT_UNKNOWN = 0,
+    /// The first version of a name was published.
+    VMMFD_EVENT_PUBLISHED = 1,
+    /// The next version of a name was published.
+    VMMFD_EVENT_REPLACED = 2,
+    /// The name was deleted.
+    VMMFD_EVENT_DELETED = 3,
+    /// A reader reported that the version differs from its description.
+    VMMFD_EVENT_REPORTED = 4,
+    /// A lease was granted.
+    VMMFD_EVENT_LEASED = 5,
+    /// A lease ended.
+    VMMFD_EVENT_ENDED = 6,
+    /// Events are missing: the watch fell too far behind, or the broker lost its state. List the names to catch up.
+    VMMFD_EVENT_LOST = 7,
+}
+
+/// An event. The texts are valid until the next call of `vmmfd_watch_next` with the watch, or until it is freed.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_event_t {
+    /// The kind. The other fields of `VMMFD_EVENT_LOST` are 0 or NULL.
+    pub kind: vmmfd_event_kind_t,
+    /// The object's name.
+    pub name: *const c_char,
+    /// The version's UUID.
+    pub id: *const c_char,
+    /// The sentence of `VMMFD_EVENT_REPORTED`; NULL otherwise.
+    pub message: *const c_char,
+    /// The version's number.
+    pub version: u64,
+    /// The event's number in the broker's log.
+    pub sequence: u64,
+    /// The time, in milliseconds since 1970.
+    pub at_ms: u64,
+    /// The user of the process that caused it.
+    pub uid: u32,
+    /// The process that caused it, or 0.
+    pub pid: i32,
+}
+
+/// The most events that wait for the program. The broker then keeps the newest.
+const MOST: usize = 1024;
+
+/// The pause after a failure, before the thread asks the broker again.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// The longest single wait of the thread.
+const LONG: Duration = Duration::from_secs(3600);
+
+pub(crate) struct Watching {
+    shared: Arc<Queue>,
+    cancel: Cancel,
+    thread: Option<JoinHandle<()>>,
+    /// The texts of the last event.
+    texts: Mutex<Vec<CString>>,
+}
+
+struct Queue {
+    /// Readable while events wait.
+    ready: EventFd,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    waiting: VecDeque<vmmfd::Result<Watched>>,
+    ended: bool,
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds an event once there is room. Returns false if the watch has ended.
+    fn push(&self, event: vmmfd::Result<Watched>) -> bool {
+        let mut state = self.lock();
+        while state.waiting.len() >= MOST && !state.ended {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.ended {
+            return false;
+        }
+        state.waiting.push_back(event);
+        // Under the lock, so that the descriptor and the queue agree. Fails only if the counter is full, and then it is readable.
+        let _ = self.ready.write(1);
+        self.changed.notify_all();
+        true
+    }
+
+    /// Takes the next event, waiting for it until the deadline.
+    fn pop(&self, deadline: Instant) -> Option<vmmfd::Result<Watched>> {
+        let mut state = self.lock();
+        loop {
+            if let Some(event) = state.waiting.pop_front() {
+                if state.waiting.is_empty() {
+                    let _ = self.ready.read();
+                }
+                self.changed.notify_all();
+                return Some(event);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Watching {
+    pub(crate) fn start(broker: &Broker, prefix: &str) -> Outcome<Self> {
+        let (path, config) = broker.address();
+        let cancel = Cancel::new()?;
+        let client = Client::connect(&path, &config.cancel(&cancel))?;
+        let watch = client.watch(prefix, None)?;
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        let ready =
+            EventFd::from_value_and_flags(0, flags).map_err(|errno| Error::system("create an eventfd", errno))?;
+        let shared = Arc::new(Queue { ready, state: Mutex::default(), changed: Condvar::new() });
+        let queue = Arc::clone(&shared);
+        let thread = with_blocked_signals(|| {
+            thread::Builder::new().name("vmmfd-watch".to_owned()).spawn(move || follow(watch, &queue))
+        });
+        let thread = thread.map_err(|error| Error::system("start a thread", error))?;
+        Ok(Self { shared, cancel, thread: Some(thread), texts: Mutex::default() })
+    }
+
+    fn show(&self, watched: Watched) -> vmmfd_event_t {
+        let mut texts = self.texts.lock().unwrap_or_else(PoisonError::into_inner);
+        texts.clear();
+        let Watched::Event(event) = watched else {
+            return vmmfd_event_t { kind: vmmfd_event_kind_t::VMMFD_EVENT_LOST, ..NONE };
+        };
+        let Event { seq, at_ms, kind, name, version, id, uid, pid, message, .. } = event;
+        let mut keep = |text: String| {
+            let text = c_text(text);
+            // The text does not move with its owner.
+            let start = text.as_ptr();
+            texts.push(text);
+            start
+        };
+        vmmfd_event_t {
+            kind: match kind {
+                EventKind::Published => vmmfd_event_kind_t::VMMFD_EVENT_PUBLISHED,
+                EventKind::Replaced => vmmfd_event_kind_t::VMMFD_EVENT_REPLACED,
+                EventKind::Deleted => vmmfd_event_kind_t::VMMFD_EVENT_DELETED,
+                EventKind::Reported => vmmfd_event_kind_t::VMMFD_EVENT_REPORTED,
+                EventKind::Leased => vmmfd_event_kind_t::VMMFD_EVENT_LEASED,
+                EventKind::Ended => vmmfd_event_kind_t::VMMFD_EVENT_ENDED,
+                _ => vmmfd_event_kind_t::VMMFD_EVENT_UNKNOWN,
+            },
+            name: keep(name),
+            id: keep(id),
+            message: message.map_or(ptr::null(), keep),
+            version,
+            sequence: seq,
+            at_ms,
+            uid,
+            pid,
+        }
+    }
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        self.shared.lock().ended = true;
+        self.shared.changed.notify_all();
+        self.cancel.cancel(CancelReason::Program);
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread was printed, and its event queue is gone with it.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Moves the broker's events to the queue until the watch ends.
+fn follow(mut watch: Watch, queue: &Queue) {
+    loop {
+        let more = match watch.next(LONG) {
+            Ok(None) => !queue.lock().ended,
+            Ok(Some(event)) => queue.push(Ok(event)),
+            Err(Error::Interrupted { .. }) => false,
+            Err(error) => {
+                let more = queue.push(Err(error));
+                let state = queue.lock();
+                let pause = queue.changed.wait_timeout_while(state, PAUSE, |state| !state.ended);
+                more && !pause.unwrap_or_else(PoisonError::into_inner).0.ended
+            }
+        };
+        if !more {
+            return;
+        }
+    }
+}
+
+/// Starts a thread that blocks all signals except its own faults: signals are for the program's threads.
+fn with_blocked_signals<T>(start: impl FnOnce() -> T) -> T {
+    let mut signals = SigSet::all();
+    for fault in [Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGILL, Signal::SIGTRAP, Signal::SIGABRT] {
+        signals.remove(fault);
+    }
+    let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK);
+    let started = start();
+    if let Ok(before) = before {
+        // Restores the mask, which was valid before.
+        let _ = before.thread_set_mask();
+    }
+    started
+}
+
+const NONE: vmmfd_event_t = vmmfd_event_t {
+    kind: vmmfd_event_kind_t::VMMFD_EVENT_UNKNOWN,
+    name: ptr::null(),
+    id: ptr::null(),
+    message: ptr::null(),
+    version: 0,
+    sequence: 0,
+    at_ms: 0,
+    uid: 0,
+    pid: 0,
+};
+
+/// Returns a descriptor that is readable, in poll(2) and epoll(7), while events wait. Then call `vmmfd_watch_next` until it finds none.
+///
+/// The watch owns the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block. Any thread may call it.
+///
+/// Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_watch_descriptor(
+    watch: *const vmmfd_watch_t,
+    fd: Option<&mut MaybeUninit<c_int>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let fd = out(fd, "fd", -1)?;
+        fd.write(handle::get(watch)?.shared.ready.as_fd().as_raw_fd());
+        Ok(())
+    })
+}
+
+/// Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`: 0 only
+/// takes an event that waits. One thread at a time may call it.
+///
+/// Errors: `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues at
+/// its place, and the call may be repeated. `VMMFD_INVALID`; `VMMFD_FORKED`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_watch_next(
+    watch: *const vmmfd_watch_t,
+    timeout_ms: u64,
+    event: Option<&mut MaybeUninit<vmmfd_event_t>>,
+    found: Option<&mut MaybeUninit<bool>>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let (event, found) = (out(event, "event", NONE)?, out(found, "found", false)?);
+        let watch = handle::get(watch)?;
+        let deadline = Instant::now() + milliseconds(timeout_ms, Duration::ZERO);
+        if let Some(watched) = watch.shared.pop(deadline) {
+            event.write(watch.show(watched?));
+            found.write(true);
+        }
+        Ok(())
+    })
+}
+
+/// Frees a watch, and ends its thread. NULL is allowed. Blocks until the thread has ended, usually for less than a millisecond. A handle
+/// that is not valid is reported in the log. Any thread may call it, once for each watch.
+#[unsafe(no_mangle)]
+pub extern "C" fn vmmfd_watch_free(watch: *mut vmmfd_watch_t) {
+    run_logged(|| handle::remove(watch));
+}

@@ -1,0 +1,160 @@
+/* The broker's functions, on a running broker. */
+#define _GNU_SOURCE
+#include <poll.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include "parts.h"
+
+static const char *place;
+
+/* Puts two arrays, of 3 and 5 numbers, as a version. */
+static uint64_t put(const vmmfd_broker_t *broker, const vmmfd_device_t *device, const char *name, uint32_t first,
+                    const vmmfd_put_options_t *options) {
+    vmmfd_array_t *one = numbers(device, 3, first), *other = numbers(device, 5, first + 100);
+    vmmfd_named_array_t arrays[2] = {{"one", one}, {"other", other}};
+    uint64_t version;
+    CHECK(vmmfd_broker_put(broker, name, arrays, 2, options, &version));
+    FAILS(VMMFD_EXISTS, vmmfd_broker_put(broker, name, arrays, 2, NULL, NULL));
+    vmmfd_array_free(one);
+    vmmfd_array_free(other);
+    return version;
+}
+
+/* Waits with poll(2), as an event loop does, and returns the next event's kind. */
+static vmmfd_event_kind_t next(const vmmfd_watch_t *watch, const char *name, uint64_t version) {
+    struct pollfd ready = {.events = POLLIN};
+    vmmfd_event_t event;
+    bool found;
+    CHECK(vmmfd_watch_descriptor(watch, &ready.fd));
+    EXPECT(poll(&ready, 1, 20000) == 1);
+    CHECK(vmmfd_watch_next(watch, 0, &event, &found));
+    EXPECT(found && strcmp(event.name, name) == 0 && event.version == version && event.at_ms > 0);
+    return event.kind;
+}
+
+static void test_listing(const vmmfd_broker_t *broker, const char *name) {
+    vmmfd_listing_t *listing;
+    CHECK(vmmfd_broker_list(broker, name, &listing));
+    EXPECT(listing->count == 1 && strcmp(listing->objects[0].name, name) == 0 && listing->objects[0].metadata == NULL);
+    EXPECT(listing->objects[0].arrays == 2 && listing->objects[0].mode == 0600 && listing->objects[0].owner == getuid());
+    vmmfd_listing_free(listing);
+    CHECK(vmmfd_broker_stat(broker, name, 1, &listing));
+    EXPECT(listing->count == 1 && strcmp(listing->objects[0].metadata, "{\"step\":1}") == 0);
+    vmmfd_listing_free(listing);
+    FAILS(VMMFD_NOT_FOUND, vmmfd_broker_stat(broker, "every/none", 0, &listing));
+    EXPECT(listing == NULL);
+    vmmfd_listing_free(NULL);
+}
+
+static uint64_t address(const vmmfd_array_t *array) {
+    vmmfd_memory_t *memory;
+    vmmfd_memory_info_t info;
+    CHECK(vmmfd_array_memory(array, &memory));
+    CHECK(vmmfd_memory_info(memory, &info));
+    vmmfd_memory_free(memory);
+    EXPECT(!info.writable && info.segments == 0);
+    return info.address;
+}
+
+/* A lease shows version 1, then version 2 at the same addresses, and is parked in between. */
+static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *device, const char *name) {
+    vmmfd_lease_t *lease;
+    vmmfd_lease_info_t info;
+    vmmfd_array_t *array;
+    vmmfd_prepared_t *prepared;
+    vmmfd_get_options_t options = {.wait_ms = 20000, .expect = "{\"step\": 1}", .expect_owner = true, .owner = getuid()};
+    CHECK(vmmfd_broker_get(broker, device, name, &options, &lease));
+    CHECK(vmmfd_lease_info(lease, &info));
+    EXPECT(info.version == 1 && info.held && !info.parked && info.array_count == 2 && info.created_ms > 0);
+    EXPECT(strcmp(info.name, name) == 0 && strcmp(info.arrays[1], "other") == 0 && info.owner == getuid());
+    CHECK(vmmfd_lease_array(lease, "other", &array));
+    FAILS(VMMFD_NOT_FOUND, vmmfd_lease_array(lease, "third", &(vmmfd_array_t *){NULL}));
+    uint64_t at = address(array);
+    EXPECT(number(array, 4) == 104);
+    vmmfd_put_options_t replace = {.condition = VMMFD_PUT_VERSION, .version = 1};
+    EXPECT(put(broker, device, name, 20, &replace) == 2);
+    options = (vmmfd_get_options_t){.newer_than = 1, .wait_ms = 20000};
+    CHECK(vmmfd_lease_prepare(lease, &options, &prepared));
+    EXPECT(number(array, 4) == 104);
+    DLManagedTensorVersioned *tensor;
+    CHECK(vmmfd_lease_switch(lease, prepared));
+    EXPECT(number(array, 4) == 124 && address(array) == at);
+    CHECK(vmmfd_lease_info(lease, &info));
+    EXPECT(info.version == 2 && strcmp(info.metadata, "{}") == 0);
+    CHECK(vmmfd_lease_switch(lease, prepared));
+    EXPECT(number(array, 0) == 100);
+    CHECK(vmmfd_lease_switch(lease, prepared));
+    vmmfd_prepared_free(prepared);
+    FAILS(VMMFD_INVALID, vmmfd_lease_switch(lease, prepared));
+    FAILS(VMMFD_INVALID, vmmfd_lease_unpark(lease, NULL));
+    CHECK(vmmfd_lease_park(lease, false));
+    FAILS(VMMFD_INVALID, vmmfd_array_export(array, &tensor));
+    CHECK(vmmfd_lease_info(lease, &info));
+    EXPECT(info.parked && !info.held);
+    CHECK(vmmfd_lease_unpark(lease, NULL));
+    EXPECT(number(array, 4) == 124 && address(array) == at);
+    vmmfd_lease_free(lease);
+    /* The array keeps the lease. */
+    EXPECT(number(array, 0) == 120);
+    vmmfd_array_free(array);
+    FAILS(VMMFD_INVALID, vmmfd_lease_info(lease, &info));
+    options = (vmmfd_get_options_t){.expect = "{\"step\": 7}"};
+    FAILS(VMMFD_DIFFERS, vmmfd_broker_get(broker, device, name, &options, &lease));
+    options.expect = "[]";
+    FAILS(VMMFD_INVALID, vmmfd_broker_get(broker, device, name, &options, &lease));
+}
+
+static void *wait_for_ever(void *broker) {
+    vmmfd_get_options_t options = {.wait_ms = UINT64_MAX};
+    vmmfd_lease_t *lease;
+    FAILS(VMMFD_INTERRUPTED, vmmfd_broker_get(broker, NULL, "every/never", &options, &lease));
+    return NULL;
+}
+
+static void test_stop(void) {
+    vmmfd_broker_t *broker;
+    pthread_t thread;
+    CHECK(vmmfd_broker_connect(place, NULL, &broker));
+    EXPECT(pthread_create(&thread, NULL, wait_for_ever, broker) == 0);
+    /* Until the other thread waits. */
+    struct timespec pause = {.tv_nsec = 20 * 1000 * 1000};
+    do
+        CHECK(vmmfd_broker_stop(broker));
+    while (nanosleep(&pause, NULL) == 0 && pthread_tryjoin_np(thread, NULL) != 0);
+    vmmfd_broker_free(broker);
+}
+
+void test_broker(const vmmfd_device_t *device, const char *path) {
+    vmmfd_broker_t *broker, *none;
+    vmmfd_watch_t *watch;
+    vmmfd_broker_options_t options = {.timeout_ms = 20000};
+    char name[64];
+    place = path;
+    snprintf(name, sizeof name, "every/%d", (int)getpid());
+    CHECK(vmmfd_broker_connect(path, &options, &broker));
+    options.timeout_ms = 50;
+    FAILS(VMMFD_NOT_FOUND, vmmfd_broker_connect("/tmp/vmmfd-no-broker", &options, &none));
+    EXPECT(none == NULL);
+    CHECK(vmmfd_broker_watch(broker, name, &watch));
+    vmmfd_event_t event;
+    bool found;
+    CHECK(vmmfd_watch_next(watch, 0, &event, &found));
+    EXPECT(!found && event.kind == VMMFD_EVENT_UNKNOWN);
+    vmmfd_put_options_t with = {.metadata = "{\"step\": 1}", .digest = "test:1"};
+    EXPECT(put(broker, device, name, 0, &with) == 1);
+    EXPECT(next(watch, name, 1) == VMMFD_EVENT_PUBLISHED);
+    test_listing(broker, name);
+    test_lease(broker, device, name);
+    EXPECT(next(watch, name, 1) == VMMFD_EVENT_LEASED);
+    EXPECT(next(watch, name, 2) == VMMFD_EVENT_REPLACED);
+    CHECK(vmmfd_broker_delete(broker, name));
+    FAILS(VMMFD_NOT_FOUND, vmmfd_broker_delete(broker, name));
+    FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, name, NULL, 0, NULL, NULL));
+    FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, NULL));
+    FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, "\xff"));
+    test_stop();
+    vmmfd_watch_free(watch);
+    FAILS(VMMFD_INVALID, vmmfd_watch_next(watch, 0, &event, &found));
+    vmmfd_broker_free(broker);
+}
