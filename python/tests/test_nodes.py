@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Child, Server
-
 import vmmfd
-from vmmfd import _copies
+import vmmfd.nodes
+from vmmfd import _arguments, _copies
+
+from conftest import NIXL, Child, Server, needs_nixl
 
 MIB = 1 << 20
 # Seconds without a finished piece.
 STALL = 2.0
-
-PACKAGES = [name for name in ("nixl", "nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)]
-needs_nixl = pytest.mark.skipif(not PACKAGES, reason="NIXL is not installed (nixl, nixl_cu12 or nixl_cu13)")
 
 # UCX's and NIXL's messages go to stderr.
 ENVIRONMENT = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "PYTHONWARNINGS": "ignore:this machine has no RDMA"}
@@ -219,6 +218,53 @@ def test_pull_copies_whole_object(nodes: Nodes) -> None:
     assert (result["leases"], result["held"][0]) == (0, result["held"][1])
 
 
+# A process that starts after a pull: it offers the copy, and pulls it into the first broker.
+SUCCESSOR = """
+    import json, sys, vmmfd, vmmfd.nodes
+    first, second = (vmmfd.connect(path, backend="host") for path in sys.argv[1:])
+    with vmmfd.nodes.Node(second, "second") as source, vmmfd.nodes.Node(first, "third") as reader:
+        pulled = reader.pull(source.offer("model"), name="again")
+    print(json.dumps([pulled.origin, first.stat("again").metadata]))
+"""
+
+
+@needs_nixl
+def test_restarted_node_keeps_origin(nodes: Nodes) -> None:
+    nodes.offer()
+    made = nodes.pull()["origin"]
+    output, errors = nodes.start(SUCCESSOR, *(server.path for server in nodes.servers), env=ENVIRONMENT).process.communicate(timeout=120)
+    assert output, errors
+    assert json.loads(output) == [made, {"step": 3, "origin": made}] and made["node"] == "first"
+
+
+@needs_nixl
+def test_key_origin_is_kept(nodes: Nodes) -> None:
+    """An object whose maker uses the key `origin` otherwise is not offered: the copy would lose the maker's value."""
+    with vmmfd.connect(nodes.servers[0].path, backend="host") as broker, vmmfd.nodes.Node(broker, "first") as node:
+        for value in ("hub", {"id": "x", "node": "first"}, {"id": "x", "version": "1", "node": "first"}):
+            broker.put("model", {"x": vmmfd.empty(8, "uint8", backend="host")}, metadata={"origin": value}, replace=True)
+            with pytest.raises(vmmfd.Invalid, match="'model' has metadata.*: put it with another key"):
+                node.offer("model")
+        assert not broker.who().leases
+
+
+@pytest.mark.parametrize("value", ["5", b"5", None, True, float("nan"), 0, -1, 10**400, timedelta(0), timedelta])
+def test_other_limits_are_refused(value: Any) -> None:
+    with pytest.raises(vmmfd.Invalid, match="stall=.*: give seconds, .* or a timedelta"):
+        _arguments.limit(value, "stall")
+    if NIXL:
+        with vmmfd.nodes.Node(None) as node:  # type: ignore[arg-type]
+            for name in ("deadline", "stall"):
+                with pytest.raises(vmmfd.Invalid, match=f"{name}=.*: give seconds"):
+                    node.pull(b"", **{name: value})
+
+
+def test_limits_are_seconds() -> None:
+    assert [_arguments.limit(value, "stall") for value in (2, 0.5, timedelta(minutes=1))] == [2.0, 0.5, 60.0]
+    # A lock can wait that long.
+    assert threading.Lock().acquire(timeout=_arguments.limit(float("inf"), "stall"))
+
+
 @needs_nixl
 def test_missing_digest_is_reported(nodes: Nodes) -> None:
     nodes.offer(digest=False)
@@ -333,18 +379,24 @@ def test_tcp_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_warned", set())
     with pytest.warns(RuntimeWarning, match="no RDMA device") as warned:
         nodes._warn_of_tcp("host")
+        monkeypatch.setattr("os.path.isdir", lambda path: pytest.fail("it was read again"))
         nodes._warn_of_tcp("host")
+        # It has no GPU, and the same devices.
+        nodes._warn_of_tcp("cuda")
     assert len(warned) == 1
 
 
 def test_cuda_module_without_pidfd_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from vmmfd import nodes
 
+    reads = []
     for contents in (b"...", b"..pidfd_getfd.."):
         (tmp_path / "libuct_cuda.so").write_bytes(contents)
         monkeypatch.setattr(nodes, "_warned", set())
-        monkeypatch.setattr(nodes, "_cuda_module", lambda: str(tmp_path / "libuct_cuda.so"))
+        monkeypatch.setattr(nodes, "_cuda_module", lambda: reads.append(0) or str(tmp_path / "libuct_cuda.so"))
         with pytest.warns(RuntimeWarning) as warned:
+            nodes._warn_of_tcp("cuda")
             nodes._warn_of_tcp("cuda")
             nodes._warn_of_tcp("host")
         assert sum("pidfd_getfd" in str(one.message) for one in warned) == (contents == b"...")
+    assert len(reads) == 2

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import Server
-
 import vmmfd
+
+from conftest import needs_nixl
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray==2.60.0")
 np = pytest.importorskip("numpy")
@@ -28,116 +25,9 @@ np = pytest.importorskip("numpy")
 import vmmfd._ray_agent as ray_agent  # noqa: E402
 import vmmfd.ray  # noqa: E402
 
-needs_nixl = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")),
-    reason="NIXL is not installed (nixl, nixl_cu12 or nixl_cu13)",
-)
+from ray_rig import LIMIT, LINGER, MIB, Rig, get, origin_of  # noqa: E402
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "share_ray.py"
-MIB = 1 << 20
-# Seconds for one answer, only for a call that hangs.
-LIMIT = 50
-LINGER = 8.0
-STALL = 5.0
-# UCX's and NIXL's messages go to stderr.
-QUIET = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-class Reader:
-    """An actor. Its checks are of bytes that depend on the object."""
-
-    def nothing(self) -> None:
-        pass
-
-    def read(self, value: Any) -> tuple[int, bool, bool]:
-        array = value["x"]
-        return int(np.asarray(array).astype("u8").sum()), array.readonly, array.is_mapped
-
-    def total(self, name: str) -> int:
-        with vmmfd.connect(backend="host") as broker, broker.get(name) as lease:
-            return int(np.asarray(lease["x"]).astype("u8").sum())
-
-    def forward(self, name: str) -> Any:
-        return {"x": vmmfd.connect(backend="host").get(name)["x"]}
-
-    def put_tensor(self) -> list[Any]:
-        import torch
-
-        tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).T
-        return [ray.put([tensor, torch.tensor(4.0), torch.empty(0, 2)], _tensor_transport="vmmfd_torch")]
-
-    def read_tensors(self, refs: list[Any]) -> list[Any]:
-        return [(tensor.tolist(), str(tensor.dtype), tuple(tensor.shape)) for tensor in ray.get(refs[0])]
-
-    def make(self, size: int, value: int) -> Any:
-        array = vmmfd.empty(size, "uint8", backend="host")
-        np.asarray(array)[:] = value
-        return {"x": array, "note": "in band"}
-
-
-class Rig:
-    """Two nodes, their brokers, and actors."""
-
-    def __init__(self, folder: Path) -> None:
-        from ray.cluster_utils import Cluster
-
-        self.folder = Path(tempfile.mkdtemp(prefix="vmmfd-ray-"))
-        self.servers = []
-        self.before = dict(os.environ)
-        os.environ.update(QUIET)
-        self.cluster = Cluster()
-        for place in "ab":
-            (folder / place).mkdir()
-            self.servers.append(Server(folder / place))
-            # Ray fails if a socket's path is long.
-            options: dict[str, Any] = {"temp_dir": str(self.folder)} if place == "a" else {}
-            self.cluster.add_node(
-                num_cpus=20,
-                resources={place: 100},
-                object_store_memory=80 * MIB,
-                env_vars={"VMMFD_BROKER_SOCKET": self.servers[-1].path},
-                include_dashboard=False,
-                **options,
-            )
-        os.environ["VMMFD_BROKER_SOCKET"] = self.servers[0].path
-        vmmfd.ray.register(linger=LINGER, stall=STALL)
-        ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        # The workers can't import this file.
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-        self.brokers = [vmmfd.connect(server.path, backend="host") for server in self.servers]
-        self.ids = {place: node["NodeID"] for node in ray.nodes() for place in "ab" if place in node["Resources"]}
-        made = {"make": Reader.make, "forward": Reader.forward}
-        methods = {name: ray.method(tensor_transport="vmmfd")(method) for name, method in made.items()}
-        self.kind = ray.remote(num_cpus=0, enable_tensor_transport=True)(type("Actor", (Reader,), methods))
-        self.readers = [self.actor("b") for _ in range(16)]
-
-    def actor(self, place: str) -> Any:
-        return self.kind.options(resources={place: 0.01}).remote()
-
-    def pulled(self, place: str, origin: str | None = None) -> list[Any]:
-        """The transfers to a node."""
-        done = get(vmmfd.ray.agents()[self.ids[place]].pulled.remote())
-        return [each for each in done if origin in (None, each["origin"])]
-
-    def pid(self, place: str) -> int:
-        """The process of the node's agent."""
-        return int(get(vmmfd.ray.agents()[self.ids[place]].__ray_call__.remote(lambda self: os.getpid())))
-
-    def close(self) -> None:
-        for broker in (*self.brokers, *ray_agent._brokers.values()):
-            broker.close()
-        for agent in vmmfd.ray.agents().values():
-            ray.kill(agent)
-        ray.shutdown()
-        self.cluster.shutdown()
-        for server in self.servers:
-            server.end()
-        os.environ.clear()
-        os.environ.update(self.before)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def get(call: Any) -> Any:
-    return ray.get(call, timeout=LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +40,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 @pytest.fixture(scope="module")
 def source(rig: Rig) -> Any:
     return rig.actor("a")
-
-
-def origin_of(ref: Any) -> str:
-    """Waits until an `ObjectRef`'s array is put, and returns the id of its object."""
-    meta = ray._private.worker.global_worker.rdt_manager.wait_for_tensor_transport_metadata(ref.hex(), LIMIT)
-    return str(meta.objects[0].origin)
 
 
 def test_same_node_maps(rig: Rig, source: Any) -> None:
@@ -241,6 +125,22 @@ def test_named_object_is_pulled(rig: Rig) -> None:
     assert len(rig.pulled("b")) == before + 2
     for broker in rig.brokers:
         broker.delete("weights")
+
+
+@needs_nixl
+def test_error_of_source_is_raised(rig: Rig) -> None:
+    rig.brokers[0].put("taken", {"x": np.zeros(8, "u1")}, metadata={"origin": "hub"})
+    with pytest.raises(vmmfd.Invalid, match="'taken' has metadata.*'hub'.*: put it with another key"):
+        vmmfd.ray.pull("taken")
+    rig.brokers[0].delete("taken")
+
+
+@pytest.mark.parametrize("name", ["linger", "stall"])
+def test_other_limits_are_refused(name: str) -> None:
+    with pytest.raises(vmmfd.Invalid, match=f"{name}='5' is not a time"):
+        vmmfd.ray.register(**{name: "5"})
+    with pytest.raises(vmmfd.Invalid, match="timeout=True is not a time"):
+        vmmfd.ray.pull("nowhere", timeout=True)
 
 
 def test_missing_name_is_reported(rig: Rig) -> None:

@@ -24,6 +24,15 @@ Segment = tuple[int, int]
 Piece = tuple[str, int, int, int, int, int]
 
 
+def origin(metadata: t.Json) -> dict[str, t.Any] | None:
+    """Returns the origin in the metadata of a copy: the `id`, `version` and `node` of the first maker's object. None for other objects."""
+    made = metadata.get("origin")
+    form = {"id": str, "version": int, "node": str}
+    if isinstance(made, dict) and made.keys() == form.keys() and all(type(made[key]) is kind for key, kind in form.items()):
+        return made
+    return None
+
+
 class Offer:
     """The contents of an offer."""
 
@@ -44,7 +53,7 @@ class Offer:
             self.metadata: dict[str, t.Any] = dict(fields["metadata"])
             self.parts: list[dict[str, t.Any]] = list(fields["parts"])
             self.nixl = [b64decode(metadata) for metadata in fields["nixl"]]
-            self.node: str = self.origin["node"]
+            self.node = str(fields["node"])
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, Invalid):
                 raise

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -15,11 +15,9 @@ from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ._broker import Broker, connect
+from ._copies import origin
 from ._errors import Disconnected, Error, NotFound, Timeout
 from ._records import Published
-
-if TYPE_CHECKING:
-    from datetime import timedelta
 
 # Ray's namespace of the agents, and the prefix of the transports' names in the broker.
 _NAMESPACE = "vmmfd"
@@ -91,8 +89,8 @@ class Agent:
         lock = self._pulls.get(origin)
         return lock is not None and lock.locked()
 
-    def offer(self, wanted: _Object, reader: str, stall: float) -> bytes | bool:
-        """Returns the offer, False while another node reads the object, or True if this node does not have it."""
+    def offer(self, wanted: _Object, reader: str, stall: float) -> bytes | bool | Error:
+        """Returns the offer, False while another node reads the object, True if this node does not have it, or the error."""
         own = _copy(self._broker, wanted)
         if own is None:
             return True
@@ -101,8 +99,14 @@ class Agent:
             # The agent of the reader may have died, and its successor does not report it.
             if other != reader and (time.monotonic() - since < stall or any(_ask([other], "is_pulling", wanted.origin))):
                 return False
+            self._lent.pop(wanted.origin, None)
             self._wire.withdraw(offer)
-            offer = self._wire.offer(own.name, own.version)
+            try:
+                offer = self._wire.offer(own.name, own.version)
+            except NotFound:
+                return True
+            except Error as error:
+                return error
             self._lent[wanted.origin] = (reader, time.monotonic(), offer)
             return offer
 
@@ -146,6 +150,8 @@ class Agent:
                 continue
             began = time.monotonic()
             try:
+                if isinstance(offer, Error):
+                    raise offer
                 if offer is None:
                     raise Disconnected(f"its agent did not answer in {_ANSWER:g} s", kind="peer")
                 pulled = self._wire.pull(offer, name=name, deadline=max(left, 0.1), stall=stall, replace=True, **options)
@@ -162,18 +168,18 @@ class Agent:
                 self._done.append(done)
                 return Published(name=name, version=pulled.version, id=pulled.id)
             finally:
-                if offer is not None:
+                if isinstance(offer, bytes):
                     _agent(source).end.options(concurrency_group="source").remote(wanted.origin, offer)
         if not failed:
             raise error
         raise type(error)(f"{wanted.name!r} was not pulled: {'; '.join(failed)}", kind="peer", hint=error.hint) from error
 
-    def _choose(self, wanted: _Object, excluded: set[str], stall: float) -> tuple[str, bytes | bool | None]:
-        """Returns a node and its offer. Without an offer: False if a node serves another reader now, None if it does not answer, True if no
-        other node has the object."""
+    def _choose(self, wanted: _Object, excluded: set[str], stall: float) -> tuple[str, bytes | bool | Error | None]:
+        """Returns a node and its offer. Without an offer: False if a node serves another reader now, its error, None if it does not answer,
+        True if no other node has the object."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - excluded
         with_agents = {each["name"].removeprefix("agent-") for each in list_named_actors(True) if each["namespace"] == _NAMESPACE}
-        chosen: tuple[str, bytes | bool | None] = (wanted.node, True)
+        chosen: tuple[str, bytes | bool | Error | None] = (wanted.node, True)
         # The other nodes are asked only if the object's own node can't serve.
         for ask_others in (False, True):
             others = alive & with_agents - {wanted.node}
@@ -200,16 +206,15 @@ def _named(broker: Broker, name: str, version: int | None, node: str) -> _Object
         stat = broker.stat(name, version)
     except NotFound:
         return None
-    made = stat.metadata.get("origin")
     id = stat.summary.id
-    return _Object(name, stat.summary.version, id, made["id"] if isinstance(made, dict) and "id" in made else id, node)
+    return _Object(name, stat.summary.version, id, (origin(stat.metadata) or {"id": id})["id"], node)
 
 
 def _copy(broker: Broker, wanted: _Object, name: str | None = None) -> _Object | None:
     """Returns this broker's object with the wanted bytes, under `name` only if it is given."""
     for each in (wanted.name, _PREFIX + wanted.origin) if name is None else (name,):
         found = _named(broker, each, None, wanted.node)
-        if found is not None and found.origin != wanted.origin and each == wanted.name:
+        if found is not None and found.origin != wanted.origin and each == wanted.name and found.version != wanted.version:
             # An older version, of this broker or another.
             found = _named(broker, each, wanted.version, wanted.node)
         if found is not None and found.origin == wanted.origin:
@@ -240,5 +245,3 @@ def _answer(call: Any, wanted: _Object, limit: float) -> Published:
     return published
 
 
-def _seconds(value: float | timedelta) -> float:
-    return float(value) if isinstance(value, (int, float)) else value.total_seconds()

@@ -14,14 +14,14 @@ from . import _arguments
 from . import _types as t
 from ._broker import Broker
 from ._closing import Closing
-from ._copies import FORMAT, KINDS, Copy, Offer, Piece, Segment, Value
+from ._copies import FORMAT, KINDS, Copy, Offer, Piece, Segment, Value, origin
 from ._errors import Disconnected, Error, Exists, Invalid, NotFound, Timeout, Unsupported
 from ._lease import Lease
 from ._records import Record
 
 __all__ = ["Node", "Pulled"]
 
-# Several hide the time between pieces.
+# Several reads hide the time between pieces.
 _IN_FLIGHT = 4
 
 
@@ -61,7 +61,6 @@ class Node(Closing):
         # Without a transfer or a registration.
         self._readers = [_Agent(progress=False)]
         self._offers: dict[bytes, tuple[_Agent, Lease]] = {}
-        self._origins: dict[str, dict[str, t.Any]] = {}
 
     def offer(self, name: str, version: int | None = None) -> bytes:
         """Leases an object and registers its memory, each segment once, for reads by other machines. Returns the bytes that `pull` needs.
@@ -69,15 +68,17 @@ class Node(Closing):
         The object stays readable until `withdraw`, `close` or the end of this process. Each offer has its own port, and a thread of NIXL that
         polls and uses about one processor: withdraw it soon. Blocks for the broker and the registration.
 
-        Raises as `Broker.get`; `Error` if NIXL can't register the memory; `Invalid` if the node is closed.
+        Raises as `Broker.get`; `Error` if NIXL can't register the memory; `Invalid` if the node is closed, or if the object's metadata has
+        a key `origin` that is not a copy's: pulls would overwrite it.
         """
         import json
         from base64 import b64encode
 
         lease = self._broker.get(name, version=version)
-        # An agent of its own: over TCP, a read of memory that is unmapped ends this process, and only the agent's end prevents reads.
         agent = None
+        # An agent of its own: over TCP, a read of memory that is unmapped ends this process, and only the agent's end prevents reads.
         try:
+            made = self._origin(name, lease)
             agent = _Agent(progress=True)
             parts, keys = [], []
             for part, padded, digest, sizes, arrays in lease._native.layout():
@@ -92,9 +93,8 @@ class Node(Closing):
                 # The digest of padded memory does not say which bytes it covers.
                 described = {"digest": None if padded else digest, "segments": segments, "arrays": arrays}
                 parts.append({"name": part, "backend": device.backend, "device": device.ordinal, **described})
-            origin = self._origins.get(lease.id) or {"id": lease.id, "version": lease.version, "node": self.name}
-            fields = {"vmmfd": FORMAT, "name": name, "origin": origin, "metadata": lease.metadata, "parts": parts, "nixl": keys}
-            offer = json.dumps(fields).encode()
+            about = {"name": name, "node": self.name, "origin": made, "metadata": lease.metadata}
+            offer = json.dumps({"vmmfd": FORMAT, **about, "parts": parts, "nixl": keys}).encode()
             with self._lock:
                 self._check_open()
                 self._offers[offer] = (agent, lease)
@@ -119,7 +119,8 @@ class Node(Closing):
         device: t.DeviceName | None = None,
         deadline: t.Time = 600,
         stall: t.Time = 10,
-        replace: bool | int = False,
+        replace: bool = False,
+        replace_version: int | None = None,
         mode: int | None = None,
         lifetime: t.Literal["deleted", "maker", "leased"] | t.Time | None = None,
         keep: int | None = None,
@@ -136,12 +137,12 @@ class Node(Closing):
 
         Raises `Timeout` for both limits; `Disconnected` if the source is gone or has withdrawn the offer; `Differs` if the bytes do not
         have the maker's digest; `Exists` if the name is taken; `Unsupported` if this machine can't allocate segments of these sizes;
-        `Invalid` for bytes that are no offer; and as `Broker.put`.
+        `Invalid` for bytes that are no offer and for limits that are no times; and as `Broker.put`.
         """
+        ends, stall = monotonic() + _arguments.limit(deadline, "deadline"), _arguments.limit(stall, "stall")
         parsed = Offer(offer)
         name = parsed.name if name is None else name
-        ends, stall = monotonic() + _seconds(deadline, "deadline"), _seconds(stall, "stall")
-        if replace is False:
+        if replace is False and replace_version is None:
             self._check_free(name)
         copies: list[Copy] = []
         try:
@@ -155,6 +156,7 @@ class Node(Closing):
                 Value(copies),
                 metadata={**parsed.metadata, "origin": parsed.origin},
                 replace=replace,
+                replace_version=replace_version,
                 mode=mode,
                 lifetime=lifetime,
                 keep=keep,
@@ -163,7 +165,6 @@ class Node(Closing):
             # Not by the frames of an exception that the caller keeps.
             for copy in copies:
                 copy.memories.clear()
-        self._origins[published.id] = parsed.origin
         return Pulled(name=name, version=published.version, id=published.id, origin=parsed.origin, checked=all(checked))
 
     def close(self) -> None:
@@ -184,6 +185,15 @@ class Node(Closing):
     def _check_open(self) -> None:
         if self._closed:
             raise Invalid("the node is closed: create another")
+
+    def _origin(self, name: str, lease: Lease) -> dict[str, t.Any]:
+        found = origin(lease.metadata)
+        if found is None and "origin" in lease.metadata:
+            raise Invalid(
+                f"{name!r} has metadata['origin']={lease.metadata['origin']!r:.80}, where a pull writes the id, version and node of the first "
+                "maker's object: put it with another key"
+            )
+        return found or {"id": lease.id, "version": lease.version, "node": self.name}
 
     def _check_free(self, name: str) -> None:
         """Raises `Exists` before the transfer. The put has the final say."""
@@ -315,13 +325,6 @@ def _end(agent: _Agent | None, lease: Lease) -> None:
     lease.close()
 
 
-def _seconds(value: t.Time, what: str) -> float:
-    seconds = value if isinstance(value, (int, float)) else getattr(value, "total_seconds", lambda: 0)()
-    if not seconds > 0:
-        raise Invalid(f"{what}={value!r}: give seconds or a timedelta, more than 0")
-    return float(seconds)
-
-
 def _try(call: t.Any, *arguments: t.Any) -> None:
     """Cleans up. An error of NIXL here has no effect: the agent is closed after the first error."""
     try:
@@ -343,6 +346,7 @@ def _import_nixl() -> t.Any:
     raise Unsupported("NIXL is not installed, which vmmfd.nodes needs: pip install 'vmmfd[nixl]'", hint="pip install 'vmmfd[nixl]'")
 
 
+# The backends that were checked.
 _warned: set[str] = set()
 
 
@@ -351,8 +355,10 @@ def _warn_of_tcp(backend: str) -> None:
     import os
     import warnings
 
+    if backend in _warned:
+        return
     reasons = []
-    if not (os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband")):
+    if not _warned and not (os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband")):
         reasons.append(
             "this machine has no RDMA device (/sys/class/infiniband is empty), so NIXL reads from other machines over TCP, slower than a "
             "plain socket: Ray's own object store is faster here"
@@ -365,10 +371,9 @@ def _warn_of_tcp(backend: str) -> None:
                     f"{module} was built without pidfd_getfd, so UCX can't map this GPU memory in another process of its machine and copies "
                     "it over TCP: build UCX where sys/syscall.h declares SYS_pidfd_getfd, and set UCX_MODULE_DIR"
                 )
+    _warned.add(backend)
     for reason in reasons:
-        if reason not in _warned:
-            _warned.add(reason)
-            warnings.warn(reason, RuntimeWarning, stacklevel=3)
+        warnings.warn(reason, RuntimeWarning, stacklevel=3)
 
 
 def _cuda_module() -> str | None:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.experimental import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata, register_tensor_transport
 
-from . import _native
+from . import _arguments, _native
 from ._broker import Broker
 from ._errors import Differs, Invalid, NotFound
 from ._lease import Claim, Lease
 from ._native import Array
-from ._ray_agent import _ANSWER, _PREFIX, _agent, _answer, _ask, _broker, _copy, _named, _Object, _seconds
+from ._ray_agent import _ANSWER, _PREFIX, _agent, _answer, _ask, _broker, _copy, _named, _Object
 from ._records import Published
 
 if TYPE_CHECKING:
@@ -55,15 +55,16 @@ def register(*, linger: float | timedelta = 600, stall: float | timedelta = 10) 
 
     Does not block. A second call does nothing: the first call's values stay. Reads raise `vmmfd.NotFound` if no node has the object any
     more, `vmmfd.Timeout` or `vmmfd.Disconnected` after the last try, and `vmmfd.Differs` if the bytes that arrived have another digest.
+    Raises `Invalid` if a limit is not a time of more than 0.
     """
+    # Ray sends the class to the actors by value, with these limits.
+    limits = {"linger": _arguments.limit(linger, "linger"), "stall": _arguments.limit(stall, "stall"), "__module__": __name__}
     kinds: list[tuple[str, type, type]] = [("vmmfd", Arrays, Array)]
     with suppress(ImportError):
         import torch
 
         kinds.append(("vmmfd_torch", Tensors, torch.Tensor))
     for name, base, data_type in kinds:
-        # Ray sends the class to the actors by value, with these limits.
-        limits = {"linger": _seconds(linger), "stall": _seconds(stall), "__module__": __name__}
         # Ray raises ValueError if the name is registered, as it does itself in each actor.
         with suppress(ValueError):
             register_tensor_transport(name, ["cpu", "cuda"], type(base.__name__, (base,), limits), data_type)
@@ -84,9 +85,10 @@ def pull(
     becomes the name's new version. Nodes that received it are sources for the rest.
 
     Blocks until all nodes have it or one failed, at most `timeout`; `stall` is as for `register`. Raises `NotFound` if no node has it,
-    `Differs` if the caller's node has none and the others have different objects, and the first node's error. Other
-    nodes keep their copies.
+    `Differs` if the caller's node has none and the others have different objects, `Invalid` if a limit is not a time of more than 0, and
+    the first node's error. Other nodes keep their copies.
     """
+    limit, stall = _arguments.limit(timeout, "timeout"), _arguments.limit(stall, "stall")
     here = ray.get_runtime_context().get_node_id()
     wanted = _named(_broker(), name, version, here)
     if wanted is None:
@@ -97,9 +99,8 @@ def pull(
             places = ", ".join(each.node for each in found.values())
             raise Differs(f"the nodes {places} have different objects named {name!r}: call pull on the right node", kind="object")
         wanted = next(iter(found.values()))
-    limit = _seconds(timeout)
     started = agents(nodes)
-    calls = [agent.pull.options(concurrency_group="pull").remote(wanted, name, limit, _seconds(stall)) for agent in started.values()]
+    calls = [agent.pull.options(concurrency_group="pull").remote(wanted, name, limit, stall) for agent in started.values()]
     return {node: _answer(call, wanted, limit + _ANSWER) for node, call in zip(started, calls, strict=True)}
 
 
@@ -162,7 +163,10 @@ class Arrays(TensorTransportManager):  # type: ignore[misc]
             assert origin is not None, "an array of a lease has an origin"
             _, key, piece, view = origin
             if key not in objects:
-                own = _named(broker, key[0], key[1], here)
+                own = None
+                # This process's own object is not a copy.
+                if obj_id not in self._put or key[2] != self._put[obj_id].id:
+                    own = _named(broker, key[0], key[1], here)
                 # Another object may have the name now: then only the lease has this one.
                 objects[key] = own if own and own.id == key[2] else _Object(key[0], key[1], key[2], key[2], here)
             places.append((list(objects).index(key), piece, view))
@@ -211,7 +215,7 @@ class Arrays(TensorTransportManager):  # type: ignore[misc]
                     return lease
         with suppress(NotFound):
             return broker.get(name)._native
-        own = _copy(broker, wanted)
+        own = _copy(broker, wanted, wanted.name)
         lease = own and broker._native.shared(own.name, own.version, own.id, *piece)
         if lease is not None:
             return lease

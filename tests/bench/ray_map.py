@@ -16,7 +16,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python" / "tests"))
 
 import ray
-import test_ray
+import ray_rig
 
 import vmmfd
 
@@ -77,8 +77,8 @@ def measure(source, actors, mib):
 
 
 def main():
-    test_ray.STALL, test_ray.LINGER = 30, 100
-    rig = test_ray.Rig(pathlib.Path(tempfile.mkdtemp(prefix="vmmfd-ray-bench-")))
+    ray_rig.STALL, ray_rig.LINGER = 30, 100
+    rig = ray_rig.Rig(pathlib.Path(tempfile.mkdtemp(prefix="vmmfd-ray-bench-")))
     try:
         for reader in rig.readers:
             ray.kill(reader)

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""The time of a pull from another broker, beside NIXL's bare reads of the same bytes: into memory that is registered and was read into before,
+and into new memory, as a pull's is.
+
+    pull.py [MIB...]    needs nixl and numpy; 64, 256 and 1024 MiB by default
+
+Two brokers and a process for the source on this machine, host memory, UCX over TCP. The reads take turns. `ratio` is the median time
+of the first divided by the row's.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from base64 import b64decode
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python" / "tests"))
+os.environ.update({"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "PYTHONWARNINGS": "ignore"})
+
+import numpy as np
+from conftest import Server
+
+import vmmfd
+import vmmfd.nodes
+
+ROUNDS = 9
+
+
+def source(path, mib):
+    """Offers an object with a digest and one without."""
+    native, broker = vmmfd._native, vmmfd.connect(path, backend="host")
+    memory = native.Memory(mib << 20, backend="host")
+    array = memory.array("uint8", (mib << 20,))
+    np.asarray(array)[:] = 7
+    node = vmmfd.nodes.Node(broker)
+    for name, digest in ((f"plain-{mib}", None), (f"digest-{mib}", native.digest_of([memory]))):
+        broker._native.put(name, [("all", [memory], [("x", "uint8", [mib << 20], None, 0, 0, None)], digest)])
+        print(node.offer(name).decode(), flush=True)
+    sys.stdin.read()
+
+
+class Bare:
+    """NIXL's own calls: one read of each segment."""
+
+    def __init__(self, offer):
+        api = vmmfd.nodes._import_nixl()
+        self.agent = api.nixl_agent("bare", api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        fields = json.loads(offer)
+        (part,), (keys,) = fields["parts"], fields["nixl"]
+        self.theirs = part["segments"]
+        self.peer = self.agent.add_remote_agent(b64decode(keys))
+        self.memory = None
+        self.allocate()
+
+    def allocate(self):
+        if self.memory is not None:
+            self.agent.deregister_memory(self.registered)
+        sizes = [size for _, size in self.theirs]
+        self.memory = np.empty(sum(sizes), "u1")
+        self.ours = [(self.memory.ctypes.data + sum(sizes[:number]), size, 0) for number, size in enumerate(sizes)]
+        self.registered = self.agent.register_memory([(*each, "") for each in self.ours], "DRAM", backends=["UCX"])
+
+    def read_new(self):
+        start = time.perf_counter()
+        self.allocate()
+        return time.perf_counter() - start + self.read()
+
+    def read(self):
+        start = time.perf_counter()
+        ours, theirs = (self.agent.get_xfer_descs(each, "DRAM") for each in (self.ours, [(*each, 0) for each in self.theirs]))
+        handle = self.agent.initialize_xfer("READ", ours, theirs, self.peer, b"", ["UCX"])
+        self.agent.transfer(handle)
+        while (state := self.agent.check_xfer_state(handle)) != "DONE":
+            assert state == "PROC", state
+        took = time.perf_counter() - start
+        self.agent.release_xfer_handle(handle)
+        assert self.memory[-1] == 7
+        return took
+
+
+def pull(node, broker, offer):
+    start = time.perf_counter()
+    pulled = node.pull(offer)
+    took = time.perf_counter() - start
+    broker.delete(pulled.name)
+    return took
+
+
+def measure(servers, mib):
+    command = [sys.executable, __file__, "--source", servers[0].path, str(mib)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        plain, digest = child.stdout.readline().strip(), child.stdout.readline().strip()
+        with vmmfd.connect(servers[1].path, backend="host") as broker, vmmfd.nodes.Node(broker) as node:
+            bare = Bare(plain)
+            reads = {
+                "bare read": bare.read,
+                "into new memory": bare.read_new,
+                "pull": lambda: pull(node, broker, plain),
+                "pull, digest": lambda: pull(node, broker, digest),
+            }
+            times = {name: [] for name in reads}
+            for number in range(ROUNDS + 1):
+                for name, read in reads.items():
+                    took = read()
+                    # The first connects.
+                    times[name] += [took] * (number > 0)
+        print(f"{mib} MiB")
+        for name, each in times.items():
+            middle = statistics.median(each)
+            ratio = statistics.median(times["bare read"]) / middle
+            spread = f"{min(each) * 1e3:.0f} to {max(each) * 1e3:.0f}"
+            print(f"    {name:16}{middle * 1e3:8.0f} ms ({spread}){(mib << 20) / middle / 1e9:7.2f} GB/s   ratio {ratio:.2f}", flush=True)
+    finally:
+        child.stdin.close()
+        child.wait(30)
+
+
+def main():
+    folders = [pathlib.Path(tempfile.mkdtemp(prefix="vmmfd-pull-")) for _ in range(2)]
+    servers = [Server(folder) for folder in folders]
+    try:
+        for mib in [int(each) for each in sys.argv[1:]] or [64, 256, 1024]:
+            measure(servers, mib)
+    finally:
+        for server in servers:
+            server.end()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--source"]:
+        source(sys.argv[2], int(sys.argv[3]))
+    else:
+        main()
