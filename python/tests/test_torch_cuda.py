@@ -1,4 +1,7 @@
-"""PyTorch on a GPU: pools, puts without a copy, and version switches under captured graphs."""
+"""PyTorch on a GPU: pools, puts without a copy, and version switches under captured graphs.
+
+One file of more than 500 lines: all tests need PyTorch on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Writes to a module's mapped tensors: which are refused, and by which hooks."""
+"""Writes to a module's mapped tensors: which are refused, and by which hooks.
+
+It has more than 500 lines: its tests share the guard, its modules and their parameters.
+"""
 
 from __future__ import annotations
 
@@ -312,7 +315,7 @@ def test_guard_copies_buffers(broker: vmmfd.Broker, name: str, guard: vmmfd.torc
         newer = Counter()
         newer.count.add_(2)
         broker.put(name, parameters(newer), replace=True)
-        lease.switch(lease.prepare(), exported="valid").close()
+        lease.switch(lease.prepare(), exports_unused=True).close()
         module.tied, other.count = found["tied"], found["count"]
         assert module.tied.tolist() == other.count.tolist() == [2.0] * 4 and module.count.tolist() == [1.0] * 4
         # Buffers requested as mapped memory are mapped and guarded.

@@ -1,4 +1,6 @@
 //! `vmmfd bench` as a user runs it: its output, its charts, and its behaviour on failures.
+//!
+//! One file of more than 500 lines: all tests use its reader of tables.
 
 use std::{fs, path::PathBuf, process::Command};
 

@@ -1,4 +1,6 @@
 //! The broker: named memory over its own socket, with the server in a thread of the test.
+//!
+//! One file of more than 500 lines: the basic operations of one client.
 
 use std::{
     os::fd::AsFd,

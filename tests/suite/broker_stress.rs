@@ -1,4 +1,6 @@
 //! Many concurrent clients of one broker: some behave well, some die, and some violate every rule. A plain map predicts the contents.
+//!
+//! One file of more than 500 lines: one program of many clients.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,4 +1,6 @@
 //! Switching an object to another version at the same addresses, and parking it.
+//!
+//! One file of more than 500 lines: each test switches or parks the same kind of object.
 
 #![allow(unsafe_code, reason = "mapping over addresses that are reserved")]
 

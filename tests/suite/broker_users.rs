@@ -1,4 +1,6 @@
 //! A broker shared by several users: modes, groups, quotas, admission. Changing the user needs root.
+//!
+//! One file of more than 500 lines: all tests use its server and its users.
 
 use std::{
     fs,

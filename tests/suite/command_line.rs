@@ -1,4 +1,6 @@
 //! Behaviour common to all commands: help, JSON, exit codes; and the small commands: devices, completions, man pages.
+//!
+//! One file of more than 500 lines: each test runs all commands.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,4 +1,6 @@
 //! `vmmfd doctor` as a user runs it: the report is complete after any failure, and its verdict is correct.
+//!
+//! One file of more than 500 lines: its tests share the machines that they describe to the doctor.
 
 use std::{
     collections::BTreeSet,

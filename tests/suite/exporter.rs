@@ -1,4 +1,6 @@
 //! `vmmfd exporter`, asked over plain HTTP.
+//!
+//! One file of more than 500 lines: all tests use its HTTP client and its reader of figures.
 
 use std::{
     collections::BTreeSet,

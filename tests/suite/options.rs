@@ -1,4 +1,6 @@
 //! Options, environment and machine conditions of the commands, on the host backend and the emulated driver.
+//!
+//! One file of more than 500 lines: a test for each option.
 
 #![allow(unsafe_code, reason = "limits that a child sets for itself")]
 

@@ -1,4 +1,6 @@
 //! The driver's state and rules. The host backend provides the memory, and most rules.
+//!
+//! One file of more than 500 lines: all calls use its one table of allocations.
 
 use std::{
     cell::RefCell,

@@ -6,6 +6,8 @@
 //!
 //! Tests control it with the settings of `controls.rs`, as environment variables of a child process or with [`fakecuda_set`] in their
 //! own process. All state belongs to one loaded copy of the library.
+//!
+//! One file of more than 500 lines: a list of short functions, one for each call.
 
 mod controls;
 mod emulated;

@@ -1,4 +1,6 @@
 //! The transitions: requests, the server's steps, kills, and recovery.
+//!
+//! One file of more than 500 lines: one match over all transitions.
 
 use super::{
     flaws::Flaw,
