@@ -56,7 +56,7 @@ def main() -> None:
         path = os.path.join(folder, "pool.sock")
         process = multiprocessing.get_context("spawn").Process(target=child, args=(path, backend))
         process.start()
-        (served,) = vmmfd.serve(path, shared, timeout=LIMIT)
+        (served,) = vmmfd.serve(path, shared, wait=LIMIT)
         process.join(LIMIT)
         if process.exitcode is None:
             process.kill()

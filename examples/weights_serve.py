@@ -79,7 +79,7 @@ def serve(broker: vmmfd.Broker, until: int) -> None:
         service = Service(broker)
         print(f"version {service.loaded.version} answers {service.answer():.4f}", flush=True)
         while service.loaded.version < until:
-            event = events.next(timeout=1)
+            event = events.next(wait=1)
             stat = broker.stat(NAME).summary
             if stat.version > service.loaded.version:
                 service.take_newest()

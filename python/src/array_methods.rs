@@ -5,7 +5,7 @@
 use std::{ffi::c_int, ptr, slice};
 
 use pyo3::{
-    exceptions::{PyAttributeError, PyImportError, PyTypeError},
+    exceptions::{PyAttributeError, PyDeprecationWarning, PyImportError, PyTypeError},
     ffi,
     prelude::*,
     types::{PyBool, PyBytes, PyDict, PyTuple},
@@ -203,16 +203,45 @@ impl Array {
 
     /// The same array, exported as writable although this process may only read it.
     ///
-    /// For libraries without read-only arrays (DLPack consumers before version 1.0; PyTorch's `__cuda_array_interface__`). The argument is
-    /// the caller's promise that nothing writes to it: a store into memory that is mapped read-only destroys the CUDA context of this
-    /// process and everything in it (Xid 31), or on the host backend kills the process (SIGSEGV). `readonly` is unchanged.
-    fn writable(&self, by: &str) -> Outcome<Self> {
-        if by != "promise" {
-            let text = "call writable(\"promise\") to promise that nothing writes to it: a write destroys the CUDA context, or on the host \
-                        kills the process";
+    /// For libraries without read-only arrays (DLPack consumers before version 1.0; PyTorch's `__cuda_array_interface__`).
+    /// `never_written=True` (bool) is the caller's promise that nothing writes to it: a store into memory that is mapped read-only destroys
+    /// the CUDA context of this process and everything in it (Xid 31), or on the host backend kills the process (SIGSEGV). `readonly` is
+    /// unchanged. Raises `Invalid` without the promise.
+    #[pyo3(signature = (by=None, *, never_written=false))]
+    fn writable(&self, py: Python<'_>, by: Option<&str>, never_written: bool) -> Outcome<Self> {
+        if by == Some("promise") {
+            let message = c"writable(\"promise\") is deprecated: call writable(never_written=True)";
+            PyErr::warn(py, &py.get_type::<PyDeprecationWarning>(), message, 1)?;
+        } else if by.is_some() || !never_written {
+            let text = "call writable(never_written=True) to promise that nothing writes to it: a write destroys the CUDA context, or on the \
+                        host kills the process";
             return Err(Failure::invalid(text));
         }
         self.promised()
+    }
+
+    /// Returns a NumPy array of the same memory, without a copy; writable unless `readonly`. Raises `TypeError` for GPU memory, and without
+    /// ml_dtypes for its types; `ImportError` without NumPy.
+    fn numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.__array__(py, None, None)
+    }
+
+    /// Returns its elements as nested lists of Python numbers (bool, int, float, complex; bytes for void); for an array without
+    /// dimensions, the number itself. Blocks while it copies, also from a GPU. Raises `TypeError` for the 8-bit floats without ml_dtypes.
+    fn tolist<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("vmmfd._elements")?.call_method1("nested", (slf,))
+    }
+
+    /// Returns the only element as a Python number, as `tolist` does. Raises `Invalid` unless `size` is 1.
+    fn item<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let shape = &slf.get().descriptor().shape;
+        if shape.iter().any(|length| *length != 1) {
+            let text = format!(
+                "item() returns the only element, but the array has the shape {shape:?}: index it, or call tolist()"
+            );
+            return Err(Failure::invalid(text).into());
+        }
+        slf.py().import("vmmfd._elements")?.call_method1("only", (slf,))
     }
 
     /// Copies the elements of another array, of the same shape and type, into it. Accepts what `asarray` accepts.
@@ -301,7 +330,7 @@ impl Array {
             let harm = if self.is_host() { "kill the process" } else { "destroy this process's CUDA context" };
             return Err(Failure::export(format!(
                 "this process may only read the array, and a consumer older than DLPack 1.0 cannot know: if nothing will write to it, \
-                 pass the array that writable(\"promise\") returns; a write would {harm}"
+                 pass the array that writable(never_written=True) returns; a write would {harm}"
             )));
         }
         dlpack::capsule(

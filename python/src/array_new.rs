@@ -18,21 +18,21 @@ use crate::{
 ///
 /// `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
 /// of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
-/// `Device`; the first device by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver or no
-/// device. `rdma` is whether RDMA can reach the memory (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports
+/// `Device`; the first device by default. `backend` (str or None) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver
+/// or no device; by default the environment variable `VMMFD_BACKEND`, else `"auto"`. `rdma` is whether RDMA can reach the memory (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports
 /// support, never on WSL2; `True` requires it; `False` never.
 ///
 /// Blocks, with the GIL released, while the driver allocates, and on first use while it starts. Raises `Invalid`, also for types that
 /// readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
 /// device; `Unsupported`, also for `rdma=True` on a device without support, on WSL2 and on host memory.
 #[pyfunction]
-#[pyo3(signature = (shape, dtype, *, device=None, backend="auto", rdma=RdmaOption(Rdma::Auto)), text_signature = "(shape, dtype, *, device=None, backend='auto', rdma='auto')")]
+#[pyo3(signature = (shape, dtype, *, device=None, backend=None, rdma=RdmaOption(Rdma::Auto)), text_signature = "(shape, dtype, *, device=None, backend=None, rdma='auto')")]
 pub(crate) fn empty(
     py: Python<'_>,
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
     device: Option<&Bound<'_, PyAny>>,
-    backend: &str,
+    backend: Option<&str>,
     rdma: RdmaOption,
 ) -> Outcome<Array> {
     create(py, shape, dtype, device, backend, |size| Spec::vmm(size).rdma(rdma.0).into())
@@ -44,7 +44,7 @@ pub(crate) fn create(
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
     device: Option<&Bound<'_, PyAny>>,
-    backend: &str,
+    backend: Option<&str>,
     spec: impl FnOnce(u64) -> Spec + Send,
 ) -> Outcome<Array> {
     let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, array::shape(shape)?, Order::C)?;
@@ -59,16 +59,16 @@ pub(crate) fn create(
 /// Copies an array of another library into new shared memory, in C order. Returns an `Array`.
 ///
 /// `object` supports the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or it is a NumPy scalar, or an
-/// `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str) is as
-/// for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not an
+/// `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str or None)
+/// is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not an
 /// array, and for a GPU array with the host backend.
 #[pyfunction]
-#[pyo3(signature = (object, *, device=None, backend="auto"))]
+#[pyo3(signature = (object, *, device=None, backend=None))]
 pub(crate) fn asarray(
     py: Python<'_>,
     object: &Bound<'_, PyAny>,
     device: Option<&Bound<'_, PyAny>>,
-    backend: &str,
+    backend: Option<&str>,
 ) -> Outcome<Array> {
     let source = source::of(object)?;
     let wanted = device.map(device::selector).transpose()?;

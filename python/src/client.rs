@@ -21,14 +21,14 @@ use vmmfd::{
 use crate::{
     client_put::{self, Plan},
     connections::{Connections, Purpose},
-    device,
+    device, driver,
     error::{Failure, Outcome},
     json,
     lease::{Claim, Lease, Prepared},
     leased_memory::Selection,
     memory::{BrokerAddress, PickledAddress, RdmaOption},
     requests::{GetRequest, condition, lifetime, request, wait_time, with_wait},
-    signals,
+    signals::{self, Stop},
     time::seconds,
     watch::Watch,
 };
@@ -45,14 +45,11 @@ impl Client {
     fn new(
         py: Python<'_>,
         path: Option<PathBuf>,
-        backend: &str,
+        backend: Option<&str>,
         timeout: &Bound<'_, PyAny>,
         trust: Vec<u32>,
     ) -> Outcome<Self> {
-        let backend = match backend {
-            "auto" | "cuda" | "host" => backend.to_owned(),
-            other => return Err(Failure::invalid(format!("backend={other:?} is not one of auto, cuda, host"))),
-        };
+        let backend = driver::backend(backend)?.to_owned();
         let timeout = seconds(timeout, "timeout")?.filter(|timeout| !timeout.is_zero()).ok_or_else(|| {
             Failure::invalid("timeout=0 leaves the broker no time to answer: give a positive number of seconds")
         })?;
@@ -108,7 +105,7 @@ impl Client {
         &self,
         py: Python<'_>,
         name: String,
-        parts: Vec<Plan>,
+        parts: Vec<Plan<'_>>,
         replace: Option<&Bound<'_, PyAny>>,
         metadata: Option<&Bound<'_, PyAny>>,
         mode: Option<u16>,
@@ -155,15 +152,15 @@ impl Client {
 
     /// Copies arrays that are not in shared memory, and returns the part.
     #[pyo3(signature = (values, part, *, device=None, copy=None, rdma=RdmaOption(Rdma::Auto)))]
-    fn plan(
+    fn plan<'py>(
         &self,
-        py: Python<'_>,
-        values: Vec<(String, Bound<'_, PyAny>)>,
+        py: Python<'py>,
+        values: &Bound<'py, PyList>,
         part: String,
-        device: Option<&Bound<'_, PyAny>>,
+        device: Option<&Bound<'py, PyAny>>,
         copy: Option<bool>,
         rdma: RdmaOption,
-    ) -> Outcome<Plan> {
+    ) -> Outcome<Plan<'py>> {
         self.0.check()?;
         let device = device.map(device::selector).transpose()?;
         client_put::plan(py, &self.0.place.backend, values, part, device, copy, rdma)
@@ -171,7 +168,7 @@ impl Client {
 
     /// Leases an object, and maps it.
     #[pyo3(signature = (name, *, version=None, newer_than=None, parts=None, arrays=None, expect=None, expect_owner=None,
-                        digest=None, wait=None, device=None, copy_on_write=false))]
+                        digest=None, wait=None, device=None, copy_on_write=false, stop=None))]
     #[allow(clippy::too_many_arguments)]
     fn get(
         &self,
@@ -187,12 +184,14 @@ impl Client {
         wait: Option<&Bound<'_, PyAny>>,
         device: Option<&Bound<'_, PyAny>>,
         copy_on_write: bool,
+        stop: Option<&Bound<'_, Stop>>,
     ) -> Outcome<Lease> {
         let device = device.map(device::selector).transpose()?;
         let selection = Selection { parts, arrays };
         let get = request(name, version, newer_than, &selection, expect, expect_owner, digest)?;
         let get = with_wait(get, wait)?;
-        let leased = self.0.call(py, Purpose::Any, |client| {
+        let stop = stop.map(|stop| &stop.get().0);
+        let leased = self.0.call_with(py, Purpose::Any, stop, |client| {
             let lease = client.get(&get)?;
             self.0.open(lease, device, selection, copy_on_write)
         })?;
@@ -258,8 +257,10 @@ impl Client {
             }
         };
         let selection = Selection { parts, arrays };
-        let get = with_wait(request(name, None, None, &selection, expect, expect_owner, digest)?, wait)?;
-        let found = self.0.call_with(py, Purpose::Any, |client| {
+        let get = request(name, None, None, &selection, expect, expect_owner, digest)?;
+        // Also without a wait: a get without one is no claim.
+        let get = get.wait(wait_time(wait)?.unwrap_or_default());
+        let found = self.0.call_with(py, Purpose::Any, None, |client| {
             match client.get_or_claim(&get, &of)? {
                 Found::Lease(lease) => {
                     drop(client);
@@ -395,7 +396,7 @@ impl Client {
     /// Follows the events of names.
     #[pyo3(signature = (prefix, after=None))]
     fn watch(&self, py: Python<'_>, prefix: String, after: Option<(String, u64)>) -> Outcome<Watch> {
-        self.0.call_with(py, Purpose::Any, |client| Watch::new(client, &prefix, after))
+        self.0.call_with(py, Purpose::Any, None, |client| Watch::new(client, &prefix, after))
     }
 
     /// Calls `call` for each lost lease, with name, version, id, kind and reason.

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use pyo3::prelude::*;
+use pyo3::{prelude::*, types::PyList};
 use vmmfd::{
     array::ArrayDescriptor,
     broker::{ArrayEntry, Attached, PutPart},
@@ -17,6 +17,7 @@ use crate::{
     json,
     memory::{Owned, RdmaOption},
     shared::PyMemory,
+    signals::GilPause,
     source::{self, Location, Source},
 };
 
@@ -29,8 +30,8 @@ const ALIGNMENT: u64 = 256;
 /// An array: its name, type, shape, strides, the index of its memory, its offset there, and its attributes as JSON.
 pub(crate) type Entry = (String, String, Vec<u64>, Option<Vec<i64>>, usize, u64, Option<String>);
 
-/// A part to put: its name, its adjacent memories, their arrays, and a digest.
-pub(crate) type Plan = (String, Vec<Py<PyMemory>>, Vec<Entry>, Option<String>);
+/// A part to put: its name, its adjacent memories, their arrays as a list of [`Entry`], and a digest.
+pub(crate) type Plan<'py> = (String, Vec<Py<PyMemory>>, Bound<'py, PyList>, Option<String>);
 
 /// A [`Plan`], checked, without Python objects.
 pub(crate) struct Part {
@@ -43,7 +44,8 @@ pub(crate) struct Part {
 impl Part {
     /// # Errors
     /// `ValueError` for a part without memory, an array outside its memory, an unknown type, and attributes that are not a JSON object.
-    pub(crate) fn of((name, memories, entries, digest): Plan) -> Outcome<Self> {
+    pub(crate) fn of((name, memories, entries, digest): Plan<'_>) -> Outcome<Self> {
+        let mut pause = GilPause::new();
         let memories: Vec<Arc<Owned>> = memories.iter().map(|memory| Arc::clone(&memory.get().0)).collect();
         if memories.is_empty() {
             return Err(Failure::invalid(format!("part {name:?} has no memory")));
@@ -55,7 +57,9 @@ impl Part {
             end += memory.mapped_size();
         }
         let mut arrays = Vec::with_capacity(entries.len());
-        for (name, dtype, shape, strides, memory, offset, attributes) in entries {
+        for entry in entries.iter() {
+            pause.step(entry.py());
+            let (name, dtype, shape, strides, memory, offset, attributes): Entry = entry.extract()?;
             let (Some(start), Some(of)) = (starts.get(memory), memories.get(memory)) else {
                 let problem = format!("array {name:?} is in memory {memory}, but its part has {}", memories.len());
                 return Err(Failure::invalid(problem));
@@ -182,20 +186,23 @@ enum Value {
 /// # Errors
 /// `BufferError` for an array that needs a copy if `copy` is false; `ValueError` for arrays of several devices, and for an object that is
 /// not an array; driver errors.
-pub(crate) fn plan(
-    py: Python<'_>,
+pub(crate) fn plan<'py>(
+    py: Python<'py>,
     backend: &str,
-    values: Vec<(String, Bound<'_, PyAny>)>,
+    values: &Bound<'py, PyList>,
     part: String,
     device: Option<Selector>,
     copy: Option<bool>,
     RdmaOption(rdma): RdmaOption,
-) -> Outcome<Plan> {
+) -> Outcome<Plan<'py>> {
     if values.is_empty() {
         return Err(Failure::invalid("there is no array to put: give a mapping of names to arrays"));
     }
+    let mut pause = GilPause::new();
     let mut named = Vec::with_capacity(values.len());
-    for (name, value) in values {
+    for value in values.iter() {
+        pause.step(py);
+        let (name, value): (String, Bound<'_, PyAny>) = value.extract()?;
         named.push(match value.cast::<Array>().ok().map(|array| (array, array.get().owner())) {
             Some((array, Some(owner))) if copy != Some(true) => {
                 (name, Value::Shared(owner, array.get().descriptor().clone()))
@@ -213,10 +220,19 @@ pub(crate) fn plan(
             }
         });
     }
-    let named = &named;
-    let (memories, entries) = py.detach(|| lay_out(backend, named, device, rdma))?;
+    let laid_out = py.detach(|| lay_out(backend, &named, device, rdma));
+    for value in named {
+        drop(value);
+        pause.step(py);
+    }
+    let (memories, entries) = laid_out?;
     let memories = memories.into_iter().map(|memory| Py::new(py, PyMemory(memory))).collect::<PyResult<_>>()?;
-    Ok((part, memories, entries, None))
+    let listed = PyList::empty(py);
+    for entry in entries {
+        pause.step(py);
+        listed.append(entry)?;
+    }
+    Ok((part, memories, listed, None))
 }
 
 fn lay_out(

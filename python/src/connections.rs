@@ -7,6 +7,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 use pyo3::prelude::*;
@@ -22,7 +23,7 @@ use crate::{
     error::{Failure, Outcome},
     leased_memory::{Leased, Selection},
     memory::BrokerAddress,
-    signals::{self, CloseFlag},
+    signals::{self, CloseFlag, Observer},
 };
 
 /// The most idle connections to keep.
@@ -39,7 +40,15 @@ pub(crate) struct Connections {
     pub(crate) closed: CloseFlag,
     table: Mutex<Table>,
     pub(crate) handlers: Arc<Handlers>,
+    /// Whether the present outage of the broker was logged.
+    reported: AtomicBool,
 }
+
+/// The time without a broker after which a waiting call logs it.
+const OUTAGE: Duration = Duration::from_millis(500);
+
+/// The connection of a call: `None` until there is one.
+type InUse = Arc<Mutex<Option<broker::Client>>>;
 
 /// A version's id, a part, and a byte range of it.
 type SharedKey = (String, String, u64, u64);
@@ -71,6 +80,11 @@ pub(crate) struct Checkout {
 impl Checkout {
     pub(crate) fn closed(&self) -> &CloseFlag {
         &self.of.closed
+    }
+
+    /// Observes the waits of this connection's calls: see [`Connections::observer`].
+    pub(crate) fn observer(&self) -> Observer {
+        self.of.observer(Arc::new(Mutex::new(self.client.clone())))
     }
 }
 
@@ -116,7 +130,39 @@ impl Connections {
             closed: CloseFlag::default(),
             table: Mutex::default(),
             handlers: Arc::default(),
+            reported: AtomicBool::new(false),
         }
+    }
+
+    /// Returns an observer of waits, which logs once for each outage that no broker answers.
+    fn observer(self: &Arc<Self>, client: InUse) -> Observer {
+        let (of, since) = (Arc::downgrade(self), Mutex::new(None));
+        Arc::new(move || {
+            let Some(of) = of.upgrade() else { return };
+            let mut since = since.lock().unwrap_or_else(PoisonError::into_inner);
+            let connected = client
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .as_ref()
+                .is_some_and(broker::Client::is_connected);
+            if connected {
+                *since = None;
+                return;
+            }
+            let waited = since.get_or_insert_with(Instant::now).elapsed();
+            // A shorter timeout ends with its error as soon.
+            let is_due = waited >= OUTAGE && of.place.timeout > 2 * OUTAGE;
+            if is_due && !of.reported.swap(true, Ordering::AcqRel) {
+                // None during interpreter shutdown.
+                Python::try_attach(|py| {
+                    let report = py.import("vmmfd._outage").and_then(|module| module.getattr("report"));
+                    let (path, timeout) = (&of.place.path, of.place.timeout.as_secs_f64());
+                    if let Err(error) = report.and_then(|report| report.call1((path, waited.as_secs_f64(), timeout))) {
+                        error.write_unraisable(py, None);
+                    }
+                });
+            }
+        })
     }
 
     /// Interrupts the waits of other threads, and closes the connections that no lease needs. Does nothing in a fork, or if already closed.
@@ -170,18 +216,33 @@ impl Connections {
         purpose: Purpose,
         work: impl FnOnce(&Checkout) -> Outcome<T> + Send,
     ) -> Outcome<T> {
-        self.call_with(py, purpose, |client| work(&client))
+        self.call_with(py, purpose, None, |client| work(&client))
     }
 
-    /// As [`Connections::call`], for work that may keep the connection.
+    /// As [`Connections::call`], for work that may keep the connection. `stop` ends it.
     pub(crate) fn call_with<T: Send>(
         self: &Arc<Self>,
         py: Python<'_>,
         purpose: Purpose,
+        stop: Option<&CloseFlag>,
         work: impl FnOnce(Checkout) -> Outcome<T> + Send,
     ) -> Outcome<T> {
         self.check()?;
-        signals::run(py, &[&self.closed], || work(self.take(purpose)?))
+        let client = InUse::default();
+        let observer = self.observer(Arc::clone(&client));
+        let closed: Vec<&CloseFlag> = stop.into_iter().chain([&self.closed]).collect();
+        let done = signals::run_observed(py, &closed, Some(observer), || {
+            let checkout = self.take(purpose)?;
+            client.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&checkout.client);
+            let done = work(checkout);
+            // The last clone closes the connection: here, without the GIL.
+            client.lock().unwrap_or_else(PoisonError::into_inner).take();
+            done
+        });
+        if done.is_ok() {
+            self.reported.store(false, Ordering::Release);
+        }
+        done
     }
 
     /// Fails if it is closed, and in a fork.

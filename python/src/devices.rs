@@ -15,16 +15,16 @@ use crate::{
 
 /// Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.
 #[pyfunction]
-#[pyo3(signature = (backend="auto"))]
-pub(crate) fn devices(py: Python<'_>, backend: &str) -> Outcome<Vec<PyDevice>> {
+#[pyo3(signature = (backend=None))]
+pub(crate) fn devices(py: Python<'_>, backend: Option<&str>) -> Outcome<Vec<PyDevice>> {
     py.detach(|| Ok(Device::all(&driver::driver(backend)?)?.into_iter().map(PyDevice).collect()))
 }
 
 /// Returns the UUID (str) of a device, with its prefix, from its ordinal in this process (int). Raises `Error` if there is no such
 /// device.
 #[pyfunction]
-#[pyo3(signature = (ordinal=0, *, backend="auto"))]
-pub(crate) fn device_uuid(py: Python<'_>, ordinal: u32, backend: &str) -> Outcome<String> {
+#[pyo3(signature = (ordinal=0, *, backend=None))]
+pub(crate) fn device_uuid(py: Python<'_>, ordinal: u32, backend: Option<&str>) -> Outcome<String> {
     py.detach(|| Ok(driver::device(&driver::driver(backend)?, Some(Selector::Ordinal(ordinal)))?.prefixed_uuid()))
 }
 
@@ -58,7 +58,7 @@ fn digits(named: &Bound<'_, PyAny>) -> Outcome<String> {
         return Err(bad());
     }
     if let Ok(ordinal) = named.extract::<u32>() {
-        return Ok(plain(device_uuid(named.py(), ordinal, "auto")?.split_once('-').ok_or_else(bad)?.1.to_owned()));
+        return Ok(plain(device_uuid(named.py(), ordinal, None)?.split_once('-').ok_or_else(bad)?.1.to_owned()));
     }
     if let Ok(bytes) = named.extract::<[u8; 16]>() {
         return Ok(plain(DeviceUuid::from_bytes(bytes).to_string()));
@@ -67,7 +67,7 @@ fn digits(named: &Bound<'_, PyAny>) -> Outcome<String> {
     let text = named.str()?.to_string();
     if text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty() {
         let ordinal = text.parse().map_err(|_| bad())?;
-        return Ok(plain(device_uuid(named.py(), ordinal, "auto")?.split_once('-').ok_or_else(bad)?.1.to_owned()));
+        return Ok(plain(device_uuid(named.py(), ordinal, None)?.split_once('-').ok_or_else(bad)?.1.to_owned()));
     }
     match text.parse::<Selector>() {
         Ok(Selector::Uuid(uuid)) => Ok(plain(uuid.to_string())),

@@ -20,15 +20,43 @@ struct OpenDrivers {
     auto: Option<Driver>,
 }
 
-/// Returns the driver of a backend: `"auto"` (CUDA, or the host if there is no driver or no device), `"cuda"` or `"host"`.
-///
-/// On CUDA, the first call blocks for 50 to 95 ms: release the GIL.
+/// The environment's backend, as for the commands.
+const VARIABLE: &str = "VMMFD_BACKEND";
+
+/// Returns the chosen backend: without a choice, the environment's `VMMFD_BACKEND`, else `auto`.
 ///
 /// # Errors
-/// `ValueError` for another name; as [`open`].
-pub(crate) fn driver(backend: &str) -> Outcome<Driver> {
-    let choice: Choice =
-        backend.parse().map_err(|_| Failure::invalid(format!("backend={backend:?} is not one of auto, cuda, host")))?;
+/// `ValueError` for another name.
+pub(crate) fn choice(chosen: Option<&str>) -> Outcome<Choice> {
+    let set = std::env::var_os(VARIABLE).filter(|set| !set.is_empty());
+    let (name, from) = match (chosen, &set) {
+        (Some(chosen), _) => (chosen.into(), "backend"),
+        (None, Some(set)) => (set.to_string_lossy(), VARIABLE),
+        (None, None) => return Ok(Choice::Auto),
+    };
+    name.parse().map_err(|_| Failure::invalid(format!("{from}={name:?} is not one of auto, cuda, host")))
+}
+
+/// Returns the name of the chosen backend.
+///
+/// # Errors
+/// As [`choice`].
+pub(crate) fn backend(chosen: Option<&str>) -> Outcome<&'static str> {
+    Ok(match choice(chosen)? {
+        Choice::Auto => "auto",
+        Choice::Only(Backend::Cuda) => "cuda",
+        Choice::Only(Backend::Host) => "host",
+    })
+}
+
+/// Returns the driver of a backend: `"auto"` (CUDA, or the host if there is no driver or no device), `"cuda"` or `"host"`.
+///
+/// `None` is the choice of the environment, as for [`choice`]. On CUDA, the first call blocks for 50 to 95 ms: release the GIL.
+///
+/// # Errors
+/// As [`choice`] and [`open`].
+pub(crate) fn driver<'a>(backend: impl Into<Option<&'a str>>) -> Outcome<Driver> {
+    let choice = choice(backend.into())?;
     let mut opened = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
     let slot = match choice {
         Choice::Auto => &mut opened.auto,

@@ -28,15 +28,15 @@ type Served = (i32, u32, Option<String>);
 
 /// Serves an array in memory that this process created.
 #[pyfunction]
-#[pyo3(name = "_serve", signature = (path, array, consumers, timeout))]
+#[pyo3(name = "_serve", signature = (path, array, consumers, wait))]
 pub(crate) fn serve(
     py: Python<'_>,
     path: Option<PathBuf>,
     array: &Bound<'_, Array>,
     consumers: u64,
-    timeout: &Bound<'_, PyAny>,
+    wait: &Bound<'_, PyAny>,
 ) -> Outcome<Vec<Served>> {
-    let timeout = limit(timeout, "timeout")?;
+    let wait = limit(wait, "wait")?;
     let array = array.get();
     array.check()?;
     let owner = array.owner();
@@ -48,8 +48,8 @@ pub(crate) fn serve(
         // Finish the work that other libraries queued before a consumer reads.
         owner.device().wait_for_work()?;
         let buffer = handoff::Buffer::new(Arc::clone(owner.shared()), Unchecked, Some(descriptor))?;
-        let listener = Listener::bind(&path, false, timeout, cancel)?;
-        let config = Config::default().timeout(timeout).cancel(cancel);
+        let listener = Listener::bind(&path, false, wait, cancel)?;
+        let config = Config::default().timeout(wait).cancel(cancel);
         let options = ServeOptions::default().consumers(consumers);
         let served = handoff::serve(listener, &buffer, &options, &config, &|_| {}).into_result()?;
         Ok(served
@@ -69,7 +69,7 @@ pub(crate) fn take(
     py: Python<'_>,
     path: Option<PathBuf>,
     device: Option<&Bound<'_, PyAny>>,
-    backend: &str,
+    backend: Option<&str>,
     readonly: bool,
     wait: &Bound<'_, PyAny>,
 ) -> Outcome<Array> {

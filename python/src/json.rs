@@ -1,5 +1,7 @@
 //! Converts between JSON values and Python objects.
 
+use std::fmt;
+
 use pyo3::{
     IntoPyObjectExt,
     prelude::*,
@@ -7,7 +9,10 @@ use pyo3::{
 };
 use serde_json::{Map, Number, Value};
 
-use crate::error::{Failure, Outcome};
+use crate::{
+    error::{Failure, Outcome},
+    signals::GilPause,
+};
 
 /// The deepest nesting of lists and mappings.
 const DEEPEST: usize = 64;
@@ -45,13 +50,31 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, fields: &Map<String, Value>) -> PyRe
 /// # Errors
 /// `ValueError` for a value that JSON lacks, with its position.
 pub(crate) fn from_mapping(value: &Bound<'_, PyAny>, what: &str) -> Outcome<Map<String, Value>> {
-    match from_python(value, what, 0)? {
+    match from_python(value, &At::Root(what), 0, &mut GilPause::new())? {
         Value::Object(fields) => Ok(fields),
         _ => Err(Failure::invalid(format!("{what} has type {}: give a mapping", type_of(value)))),
     }
 }
 
-fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Value> {
+/// A position in a value. Formatted only for an error: there may be a million of them.
+enum At<'a> {
+    Root(&'a str),
+    Index(&'a At<'a>, usize),
+    Key(&'a At<'a>, &'a str),
+}
+
+impl fmt::Display for At<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Root(what) => f.write_str(what),
+            Self::Index(of, index) => write!(f, "{of}[{index}]"),
+            Self::Key(of, key) => write!(f, "{of}[{key:?}]"),
+        }
+    }
+}
+
+fn from_python(value: &Bound<'_, PyAny>, at: &At<'_>, depth: usize, pause: &mut GilPause) -> Outcome<Value> {
+    pause.step(value.py());
     if depth > DEEPEST {
         return Err(Failure::invalid(format!("{at} is nested more than {DEEPEST} levels deep: flatten it")));
     }
@@ -77,7 +100,7 @@ fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Valu
     if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
         let mut values = Vec::new();
         for (index, value) in value.try_iter()?.enumerate() {
-            values.push(from_python(&value?, &format!("{at}[{index}]"), depth + 1)?);
+            values.push(from_python(&value?, &At::Index(at, index), depth + 1, pause)?);
         }
         return Ok(Value::Array(values));
     }
@@ -92,7 +115,7 @@ fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Valu
                 )));
             }
             let key = text_of(&key, at)?;
-            let value = from_python(&value, &format!("{at}[{key:?}]"), depth + 1)?;
+            let value = from_python(&value, &At::Key(at, &key), depth + 1, pause)?;
             fields.insert(key, value);
         }
         return Ok(Value::Object(fields));
@@ -103,7 +126,7 @@ fn from_python(value: &Bound<'_, PyAny>, at: &str, depth: usize) -> Outcome<Valu
     )))
 }
 
-fn text_of(value: &Bound<'_, PyAny>, at: &str) -> Outcome<String> {
+fn text_of(value: &Bound<'_, PyAny>, at: &At<'_>) -> Outcome<String> {
     value
         .extract()
         .map_err(|_| Failure::invalid(format!("a str in {at} has an unpaired surrogate, which is not valid Unicode")))

@@ -136,7 +136,7 @@ impl Leased {
             _ if promised => Ok(()),
             count => Err(Failure::export(format!(
                 "other libraries hold {count} exports of its arrays and may use the memory during the call: drop them, or promise with \
-                 exported=\"valid\" that nothing uses them until {verb} returns"
+                 exports_unused=True that nothing uses them until {verb} returns"
             ))),
         }
     }

@@ -49,7 +49,7 @@ impl Closable {
             }
             if exports > 0 && !force {
                 return Err(Failure::export(format!(
-                    "other libraries have {exports} views of the array: drop them first, or give exported=\"valid\" if none is used any more"
+                    "other libraries have {exports} views of the array: drop them first, or give exports_unused=True if none is used any more"
                 )));
             }
             state.open = false;
@@ -149,7 +149,7 @@ pub(crate) fn empty(
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
     device: Option<&Bound<'_, PyAny>>,
-    backend: &str,
+    backend: Option<&str>,
 ) -> Outcome<Array> {
     array_new::create(py, shape, dtype, device, backend, Spec::legacy)
 }
@@ -186,7 +186,7 @@ pub(crate) fn open(
     strides: Option<Vec<i64>>,
     offset: u64,
     device: Option<&Bound<'_, PyAny>>,
-    backend: &str,
+    backend: Option<&str>,
 ) -> Outcome<OpenedHandle> {
     let pointer: [u8; 64] = handle
         .try_into()

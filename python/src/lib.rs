@@ -77,6 +77,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<lease::Prepared>()?;
     module.add_class::<lease::Claim>()?;
     module.add_class::<watch::Watch>()?;
+    module.add_class::<signals::Stop>()?;
     module.add_function(wrap_pyfunction!(lease::origin, module)?)?;
     module.add_function(wrap_pyfunction!(interpreter::check_interpreter, module)?)?;
     // PyTorch

@@ -255,7 +255,7 @@ impl Owned {
         }
         Err(Failure::export(format!(
             "other libraries have {views} writable views of the memory, and their writes would fault once it is read-only: drop the views \
-             first, or give exported=\"valid\" if nothing writes through them any more"
+             first, or give exports_unused=True if nothing writes through them any more"
         )))
     }
 

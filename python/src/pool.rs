@@ -55,7 +55,12 @@ impl PyPool {
 impl PyPool {
     #[new]
     #[pyo3(signature = (max_size, device, backend))]
-    fn new(py: Python<'_>, max_size: Option<u64>, device: Option<&Bound<'_, PyAny>>, backend: &str) -> Outcome<Self> {
+    fn new(
+        py: Python<'_>,
+        max_size: Option<u64>,
+        device: Option<&Bound<'_, PyAny>>,
+        backend: Option<&str>,
+    ) -> Outcome<Self> {
         let wanted = device.map(device::selector).transpose()?;
         py.detach(|| {
             let device = driver::device(&driver::driver(backend)?, wanted)?;

@@ -75,9 +75,9 @@ pub(crate) fn with_wait(get: Get, wait: Option<&Bound<'_, PyAny>>) -> Outcome<Ge
     Ok(wait_time(wait)?.into_iter().fold(get, Get::wait))
 }
 
-/// Converts a wait time; `None` does not wait.
+/// Converts a wait time. 0 does not wait, as `None`: a request without a wait fails with `absent`, not with `timeout`.
 pub(crate) fn wait_time(wait: Option<&Bound<'_, PyAny>>) -> Outcome<Option<Duration>> {
-    wait.map_or(Ok(None), |wait| seconds(wait, "wait"))
+    Ok(wait.map_or(Ok(None), |wait| seconds(wait, "wait"))?.filter(|wait| !wait.is_zero()))
 }
 
 /// Converts the condition of a put: `False`, `True`, or the version to replace.

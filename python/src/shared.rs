@@ -25,12 +25,12 @@ pub(crate) struct PyMemory(pub(crate) Arc<Owned>);
 impl PyMemory {
     /// Allocates `size` bytes, in segments of `segment` bytes if given. With `sealed`, it can be put once `seal` is called.
     #[new]
-    #[pyo3(signature = (size, *, device=None, backend="auto", segment=None, sealed=false))]
+    #[pyo3(signature = (size, *, device=None, backend=None, segment=None, sealed=false))]
     fn new(
         py: Python<'_>,
         size: u64,
         device: Option<&Bound<'_, PyAny>>,
-        backend: &str,
+        backend: Option<&str>,
         segment: Option<u64>,
         sealed: bool,
     ) -> Outcome<Self> {

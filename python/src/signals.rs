@@ -10,6 +10,7 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -33,9 +34,31 @@ impl CloseFlag {
     }
 }
 
+/// `_native.Stop`: ends the wait of a call in another thread.
+#[pyclass(name = "Stop", module = "vmmfd._native", frozen)]
+#[derive(Default)]
+pub(crate) struct Stop(pub(crate) CloseFlag);
+
+#[pymethods]
+impl Stop {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    /// Ends the call that got it, with `Interrupted`. Does not block: the call notices it within 40 ms.
+    fn set(&self) {
+        self.0.set();
+    }
+}
+
+/// Called during the waits of a call, about 40 times a second.
+pub(crate) type Observer = Arc<dyn Fn() + Send + Sync>;
+
 /// The call from Python that this thread runs.
 struct Call {
     closed: Vec<CloseFlag>,
+    observer: Option<Observer>,
     /// Whether Python runs signal handlers on this thread.
     main: bool,
     /// The exception that a handler raised.
@@ -67,6 +90,16 @@ pub(crate) fn run<T: Send>(
     closed: &[&CloseFlag],
     work: impl FnOnce() -> Outcome<T> + Send,
 ) -> Outcome<T> {
+    run_observed(py, closed, None, work)
+}
+
+/// As [`run`], and calls `observer` during the waits.
+pub(crate) fn run_observed<T: Send>(
+    py: Python<'_>,
+    closed: &[&CloseFlag],
+    observer: Option<Observer>,
+    work: impl FnOnce() -> Outcome<T> + Send,
+) -> Outcome<T> {
     /// Restores the enclosing call: a signal handler may make calls too.
     struct Outer(Option<Call>);
 
@@ -77,7 +110,7 @@ pub(crate) fn run<T: Send>(
     }
 
     let closed: Vec<CloseFlag> = closed.iter().map(|&closed| closed.clone()).collect();
-    let outer = Outer(CALL.replace(Some(Call { closed, main: is_main_thread(), raised: None })));
+    let outer = Outer(CALL.replace(Some(Call { closed, observer, main: is_main_thread(), raised: None })));
     let done = py.detach(work);
     let call = CALL.take();
     drop(outer);
@@ -144,6 +177,10 @@ impl SignalPoll {
 
 /// Whether this thread's call must stop.
 fn must_stop() -> bool {
+    // Not while `CALL` is borrowed: it may call Python.
+    if let Some(observer) = CALL.with_borrow(|call| call.as_ref().and_then(|call| call.observer.clone())) {
+        observer();
+    }
     // A thread of the library has no call.
     let is_set =
         || CALL.with_borrow(|call| call.as_ref().is_some_and(|call| call.closed.iter().any(CloseFlag::is_set)));
@@ -158,6 +195,34 @@ fn must_stop() -> bool {
         }
     });
     true
+}
+
+/// Lets other Python threads run during long work with the GIL held: Python itself switches between bytecodes only.
+pub(crate) struct GilPause {
+    next: Instant,
+    steps: u32,
+}
+
+impl GilPause {
+    /// The time between two pauses.
+    const INTERVAL: Duration = Duration::from_millis(4);
+
+    /// The length of a pause. Without a sleep this thread would take the GIL again before a waiting thread has woken up, and that thread
+    /// would never wait the 5 ms after which Python forces a switch.
+    const PAUSE: Duration = Duration::from_micros(50);
+
+    pub(crate) fn new() -> Self {
+        Self { next: Instant::now() + Self::INTERVAL, steps: 0 }
+    }
+
+    /// Records one step of at most some microseconds. Other threads may change mutable objects in the meantime.
+    pub(crate) fn step(&mut self, py: Python<'_>) {
+        self.steps += 1;
+        if self.steps.is_multiple_of(32) && Instant::now() >= self.next {
+            py.detach(|| thread::sleep(Self::PAUSE));
+            self.next = Instant::now() + Self::INTERVAL;
+        }
+    }
 }
 
 /// Whether this is the process's first thread, on which Python runs signal handlers.

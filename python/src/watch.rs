@@ -104,16 +104,17 @@ fn closed_error() -> Failure {
 #[pymethods]
 impl Watch {
     /// Returns the next event as a dict: kind, seq, at_ms, name, version, id, uid, pid, message. An event of kind `lost` only has its kind.
-    /// Returns None at the timeout.
-    fn next<'py>(&self, py: Python<'py>, timeout: &Bound<'_, PyAny>) -> Outcome<Option<Bound<'py, PyAny>>> {
+    /// Returns None if none arrives within `wait`.
+    fn next<'py>(&self, py: Python<'py>, wait: &Bound<'_, PyAny>) -> Outcome<Option<Bound<'py, PyAny>>> {
         self.check()?;
-        let timeout = seconds(timeout, "timeout")?;
-        let watched = signals::run(py, &[&self.closed, &self.connection_closed], || {
+        let wait = seconds(wait, "wait")?;
+        let observer = self.try_lock().and_then(|open| open.as_ref().map(|(_, client)| client.observer()));
+        let watched = signals::run_observed(py, &[&self.closed, &self.connection_closed], observer, || {
             let mut used = self.take()?;
             let watch = used.open()?;
             loop {
-                let watched = watch.next(timeout.unwrap_or(LONG))?;
-                if watched.is_some() || timeout.is_some() {
+                let watched = watch.next(wait.unwrap_or(LONG))?;
+                if watched.is_some() || wait.is_some() {
                     return Ok(watched);
                 }
             }

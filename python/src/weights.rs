@@ -91,12 +91,12 @@ impl Weights {
 /// Runs without the GIL, except that about 25 times per second it calls `progress(done, all)` and, in the main thread, signal handlers. An
 /// exception from either stops the work.
 #[pyfunction]
-#[pyo3(signature = (paths, *, backend="auto", device=None, digest=false, progress=None, threads=None, rdma=RdmaOption(Rdma::Auto)))]
+#[pyo3(signature = (paths, *, backend=None, device=None, digest=false, progress=None, threads=None, rdma=RdmaOption(Rdma::Auto)))]
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn load_safetensors(
     py: Python<'_>,
     paths: Vec<PathBuf>,
-    backend: &str,
+    backend: Option<&str>,
     device: Option<&Bound<'_, PyAny>>,
     digest: bool,
     progress: Option<Bound<'_, PyAny>>,

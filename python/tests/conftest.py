@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import signal
 import subprocess
@@ -14,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 import vmmfd
 
 # The limit for a child process in seconds, only for a child that hangs. Other timeouts in the tests are shorter.
 LIMIT = 300.0
+
+NIXL = [name for name in ("nixl", "nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)]
+needs_nixl = pytest.mark.skipif(not NIXL, reason="NIXL is not installed (nixl, nixl_cu12 or nixl_cu13)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,19 +58,20 @@ def command() -> list[str]:
 
 
 class Server:
-    """A broker server in a child process."""
+    """A broker server in a child process. With a keeper, the child is the keeper, and the server its child."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, with_keeper: bool = False) -> None:
         self.folder = folder
         self.path = str(folder / "broker.sock")
         # The server refuses the emulated driver's memory without this option: it is not NVIDIA's.
+        options = options if with_keeper else ("--no-keeper", *options)
         self.options = (*options, *(["--emulated"] if "FAKECUDA_DEVICES" in os.environ and "--emulated" not in options else []))
         self.process: subprocess.Popen[str] | None = None
         self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [*command(), "serve", "--socket", self.path, "--no-keeper", *self.options],
+            [*command(), "serve", "--socket", self.path, *self.options],
             stdout=subprocess.PIPE,
             stderr=(self.folder / "server.log").open("a"),
             text=True,

@@ -71,9 +71,9 @@ def test_switch_and_park_keep_addresses(broker: vmmfd.Broker, name: str, driver:
     broker.put(name, {"x": values(2)}, replace=True)
     capsule = array.__dlpack__(max_version=(1, 0))
     prepared = lease.prepare()
-    with pytest.raises(BufferError, match="exported"):
+    with pytest.raises(BufferError, match="exports_unused"):
         lease.switch(prepared)
-    old = lease.switch(prepared, exported="valid")
+    old = lease.switch(prepared, exports_unused=True)
     assert array.tobytes() == values(2).tobytes() and lease["x"].address == address
     del capsule
     gc.collect()
@@ -183,7 +183,7 @@ _, status = os.waitpid(pid, 0)
 assert status == 0, status
 assert lease.is_held and array.tobytes()[:4] == np.float32(1).tobytes()
 del capsule
-lease.switch(prepared, exported="valid").close()
+lease.switch(prepared, exports_unused=True).close()
 assert array.tobytes()[:4] == np.float32(2).tobytes()
 """,
         server.path,

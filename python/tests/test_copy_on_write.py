@@ -60,13 +60,13 @@ def test_switch_discards_writes(broker: vmmfd.Broker, name: str, put: Callable[[
     x = np.from_dlpack(lease["x"])
     x[:] = 5
     put(2)
-    old = lease.switch(lease.prepare(), exported="valid")
+    old = lease.switch(lease.prepare(), exports_unused=True)
     assert x.tolist() == [2.0] * COUNT
     x[:] = 6
-    lease.switch(old, exported="valid").close()
+    lease.switch(old, exports_unused=True).close()
     assert x.tolist() == [1.0] * COUNT
     x[:] = 7
-    lease.park(exported="valid")
+    lease.park(exports_unused=True)
     lease.unpark(version="newest")
     assert x.tolist() == [2.0] * COUNT
     x[:] = 8
@@ -89,7 +89,7 @@ def test_write_to_read_only_lease_crashes(
     program = """
         import ctypes, sys, vmmfd
         lease = vmmfd.connect(sys.argv[1], backend="host").get(sys.argv[2], copy_on_write=bool(sys.argv[3]))
-        x = lease["x"].writable("promise").__array_interface__["data"][0]
+        x = lease["x"].writable(never_written=True).__array_interface__["data"][0]
         ctypes.c_double.from_address(x).value = 5
         print(lease["x"].tobytes()[:8] == bytes(ctypes.c_double(5)))
         """

@@ -155,7 +155,7 @@ def test_expired_wait_is_timeout(broker: vmmfd.Broker, name: str, tmp_path: Path
         broker.get(name, wait=0.1)
     assert caught.value.errno == errno.ETIMEDOUT
     with pytest.raises(vmmfd.Timeout) as caught:
-        vmmfd.serve(tmp_path / "array.sock", np.ones(3), timeout=0.1, backend="host")
+        vmmfd.serve(tmp_path / "array.sock", np.ones(3), wait=0.1, backend="host")
     assert caught.value.errno == errno.ETIMEDOUT and "no consumer" in str(caught.value)
 
 

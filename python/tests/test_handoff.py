@@ -67,7 +67,7 @@ def test_array_reaches_another_process(tmp_path: Path, child: Any, on: str) -> N
         assert array.tobytes()[:4] == np.float32(7).tobytes()
         """
     )
-    (one,) = vmmfd.serve(path, array, timeout=20)
+    (one,) = vmmfd.serve(path, array, wait=20)
     assert one.pid == other.pid and one.uid == os.getuid() and one.error is None
     other.wait_for()
     assert np.frombuffer(array[0].tobytes(), "f4").tolist() == [7] * 12
@@ -106,7 +106,7 @@ def test_produce_and_consume_commands(tmp_path: Path, on: str) -> None:
         stdout=subprocess.PIPE,
         text=True,
     ) as consumer:
-        (one,) = vmmfd.serve(path, NUMBERS, backend=on, timeout=20)
+        (one,) = vmmfd.serve(path, NUMBERS, backend=on, wait=20)
         output, _ = consumer.communicate(timeout=30)
         assert one.error is None and consumer.returncode == 0, output
     assert (tmp_path / "bytes").read_bytes() == NUMBERS.tobytes()
@@ -149,7 +149,7 @@ def test_wait_times_out(tmp_path: Path) -> None:
         vmmfd.take(path, backend="host", wait=0.3)
     assert isinstance(raised.value, (FileNotFoundError, TimeoutError, ConnectionError)), raised
     with pytest.raises(vmmfd.Error):
-        vmmfd.serve(path, NUMBERS, backend="host", timeout=0.3)
+        vmmfd.serve(path, NUMBERS, backend="host", wait=0.3)
     assert not Path(path).exists()
 
 
@@ -157,8 +157,8 @@ def test_wait_times_out(tmp_path: Path) -> None:
 def test_invalid_time_is_refused(tmp_path: Path, wait: Any) -> None:
     with pytest.raises(vmmfd.Invalid, match="wait="):
         vmmfd.take(str(tmp_path / "x.sock"), backend="host", wait=wait)
-    with pytest.raises(vmmfd.Invalid, match="timeout="):
-        vmmfd.serve(str(tmp_path / "x.sock"), NUMBERS, backend="host", timeout=wait)
+    with pytest.raises(vmmfd.Invalid, match="wait="):
+        vmmfd.serve(str(tmp_path / "x.sock"), NUMBERS, backend="host", wait=wait)
 
 
 def test_path_in_use_is_refused(tmp_path: Path) -> None:
@@ -167,13 +167,13 @@ def test_path_in_use_is_refused(tmp_path: Path) -> None:
     while not Path(path).exists():
         time.sleep(0.01)
     with pytest.raises(vmmfd.Error, match="another process|already|serve"):
-        vmmfd.serve(path, NUMBERS, backend="host", timeout=1)
+        vmmfd.serve(path, NUMBERS, backend="host", wait=1)
     vmmfd.take(path, backend="host", wait=20)
     thread.join()
     assert result[0][0].error is None
 
 
-@pytest.mark.parametrize("call", ["vmmfd.take({path!r}, backend='host', wait=6000)", "vmmfd.serve({path!r}, b'x', backend='host', timeout=6000)"])
+@pytest.mark.parametrize("call", ["vmmfd.take({path!r}, backend='host', wait=6000)", "vmmfd.serve({path!r}, b'x', backend='host', wait=6000)"])
 def test_ctrl_c_interrupts_wait(tmp_path: Path, child: Any, call: str) -> None:
     path = str(tmp_path / "handoff.sock")
     other = child(
@@ -229,7 +229,7 @@ def say_busy(connection: sockets.socket) -> None:
 
 def test_ctrl_c_interrupts_serve(tmp_path: Path, child: Any) -> None:
     path = str(tmp_path / "handoff.sock")
-    other = child(INTERRUPTED.format(call=f"vmmfd.serve({path!r}, b'served', backend='host', consumers=4, timeout=6000)"))
+    other = child(INTERRUPTED.format(call=f"vmmfd.serve({path!r}, b'served', backend='host', consumers=4, wait=6000)"))
     assert vmmfd.take(path, backend="host", wait=60).tobytes() == b"served"
     with (
         sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET) as silent,
@@ -261,7 +261,7 @@ def test_waits_release_the_gil(tmp_path: Path, child: Any) -> None:
         thread = threading.Thread(target=take)
         thread.start()
         going.set()
-        vmmfd.serve(sys.argv[1], b"x", backend="host", timeout=6000)
+        vmmfd.serve(sys.argv[1], b"x", backend="host", wait=6000)
         thread.join()
         """,
         str(tmp_path / "handoff.sock"),

@@ -189,7 +189,7 @@ def test_switch_with_exports_needs_promise(broker: vmmfd.Broker, name: str) -> N
     view = np.from_dlpack(lease["x"])
     put(broker, name, 2)
     prepared = lease.prepare()
-    with pytest.raises(BufferError, match='1 exports .* exported="valid"'):
+    with pytest.raises(BufferError, match='1 exports .* exports_unused=True'):
         lease.switch(prepared)
     with pytest.raises(BufferError):
         lease.park()
@@ -197,12 +197,12 @@ def test_switch_with_exports_needs_promise(broker: vmmfd.Broker, name: str) -> N
         lease.switch(prepared, exported=True)  # type: ignore[arg-type]
     # It can be tried again.
     assert not prepared.is_closed and (view == 1).all()
-    lease.park(keep_lease=True, exported="valid")
+    lease.park(keep_lease=True, exports_unused=True)
     with pytest.raises(ValueError, match="is parked"):
-        lease.switch(prepared, exported="valid")
+        lease.switch(prepared, exports_unused=True)
     assert not prepared.is_closed
     lease.unpark(version=1)
-    old = lease.switch(prepared, exported="valid")
+    old = lease.switch(prepared, exports_unused=True)
     assert (view == 2).all() and lease.exports == 1
     with pytest.raises(BufferError):
         lease.switch(old)

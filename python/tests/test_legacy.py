@@ -61,7 +61,7 @@ handle.close()
 opened = vmmfd.legacy.open_ipc_array(handle.handle, 30, "int32")
 assert np.frombuffer(opened.array.tobytes(), "i4")[20] == 7
 kept = opened.array.__dlpack__()
-opened.close(exported="valid")
+opened.close(exports_unused=True)
 opened.close()
 for shape, offset in ((10**9, 0), (1, 1 << 40)):
     try:

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/ run as written: shell, files and output in one folder for each page, and the Python of two pages."""
+"""Both READMEs and the pages of docs/ run as written: shell, files and output in one folder for each page, and the Python of two pages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ import pytest
 from conftest import LIMIT, Server
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+WITH_PAGES = (ROOT / "README.md").exists()
+PAGES = ["README.md", "python/README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))] if WITH_PAGES else []
 
-pytestmark = pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="the pages are not beside the tests")
+pytestmark = pytest.mark.skipif(not WITH_PAGES, reason="the pages are not beside the tests")
 
 
 class Block(NamedTuple):
@@ -67,13 +68,20 @@ def left_out() -> list[str]:
     return found
 
 
+def test_bundled_tests_are_collected_without_pages(tmp_path: Path) -> None:
+    tests = shutil.copytree(ROOT / "python/tests", tmp_path / "bundle/python-tests", ignore=shutil.ignore_patterns("__pycache__"))
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "cuda"]
+    run = subprocess.run(collect, cwd=tests, capture_output=True, text=True, timeout=LIMIT)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the commands need Linux")
 @pytest.mark.parametrize("page", [page for page in PAGES if has_commands(page)])
 def test_page_runs_in_order(page: str) -> None:
     pytest.importorskip("numpy")
     target = Path(os.environ.get("CARGO_TARGET_DIR", "target"))
     # The same path each time, so that cargo builds the tutorial's program once.
-    folder = Path(tempfile.gettempdir(), f"vmmfd-pages-{os.getuid()}-{zlib.crc32(bytes(ROOT)):x}", Path(page).stem)
+    folder = Path(tempfile.gettempdir(), f"vmmfd-pages-{os.getuid()}-{zlib.crc32(bytes(ROOT)):x}", page.replace("/", "-"))
     shutil.rmtree(folder, ignore_errors=True)
     clone = folder / "vmmfd"
     clone.mkdir(mode=0o700, parents=True)

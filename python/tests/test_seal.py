@@ -56,7 +56,7 @@ def test_promise_allows_seal_with_view(broker: vmmfd.Broker) -> None:
     array = vmmfd.empty(8, "float32", backend="host")
     view = np.from_dlpack(array)
     view[:] = 5
-    broker.put("seal.promised", {"x": array}, seal=True, exported="valid")
+    broker.put("seal.promised", {"x": array}, seal=True, exports_unused=True)
     assert array.readonly and view[7] == 5
     with pytest.raises(vmmfd.Invalid, match="neither None"):
         broker.put("seal.promised", {"x": array}, seal=True, exported="yes", replace=True)  # type: ignore[arg-type]

@@ -175,7 +175,7 @@ def test_copy_on_write(broker: vmmfd.Broker, name: str) -> None:
 def test_parked_module_refuses_refresh(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, nn.BatchNorm1d(4))
     loaded = broker.load(name, nn.BatchNorm1d(4))
-    loaded.lease.park(exported="valid")
+    loaded.lease.park(exports_unused=True)
     with pytest.raises(vmmfd.Invalid, match="is parked and has no memory: unpark it first"):
         loaded.refresh()
     loaded.lease.unpark()
@@ -355,7 +355,7 @@ def test_switch_lists_replaced_tensors(broker: vmmfd.Broker, name: str) -> None:
         loaded.refresh()
     with pytest.raises(vmmfd.Invalid, match="moved='all' is neither"):
         loaded.switch(moved="all")  # type: ignore[arg-type]
-    loaded.switch(moved="ignore").close()
+    loaded.switch(ignore_moved=True).close()
     assert loaded.version == 2 and module[2].weight[0, 0] == 2 and module[0].weight[0, 0] == 1
     # Renamed and removed tensors are no error.
     module[0] = nn.Linear(2, 2)

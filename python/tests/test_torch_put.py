@@ -57,7 +57,7 @@ def test_column_is_put_without_gaps(broker: vmmfd.Broker, name: str) -> None:
         (lambda: {"x": torch.ones(2).to_sparse()}, "x has layout torch.sparse_coo"),
         (lambda: {"x": nn.parameter.UninitializedParameter()}, "x has no shape yet: run the module once"),
         (lambda: {"x": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, "x is quantised"),
-        (lambda: {"x": torch.ones(2), "y": [1.0]}, "tensors can only be put together with tensors"),
+        (lambda: {"x": torch.ones(2), "y": 1.0}, "tensors can only be put together with tensors"),
         (lambda: {"x": torch.ones(2), 3: torch.ones(2)}, "the name 3 is not a str"),
         (lambda: nn.ReLU(), "there is no tensor to put"),
         (lambda: {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x is a nested tensor"),

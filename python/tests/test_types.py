@@ -43,7 +43,7 @@ def use(broker: vmmfd.Broker) -> int:
         wrong: str = lease.version
     summaries: list[vmmfd.Summary] = broker.list()
     leases: list[vmmfd.Lease] = broker.get_all(["a"])
-    broker.put("a", {"x": array}, lifetime="maker", replace=3)
+    broker.put("a", {"x": array}, lifetime="maker", replace_version=3)
     broker.put("a", {"x": array}, lifetime="for ever")
     return len(summaries) + len(leases)
 """

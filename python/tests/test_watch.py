@@ -42,7 +42,7 @@ def test_events_in_order(broker: vmmfd.Broker, prefix: str) -> None:
     with broker.watch(prefix, after=place) as watch:
         assert watch.next(0).kind == "published"
         later = watch.place
-    with broker.watch(prefix, after=later, timeout=0) as watch:
+    with broker.watch(prefix, after=later, wait=0) as watch:
         assert [event.kind for event in watch] == kinds[1:]
     for wrong in ("5", ":5", "a:", "a:-1", "a:b", "a:" + "9" * 5000, 5, b"a:5"):
         with pytest.raises(vmmfd.Invalid, match="is not a place"):
@@ -75,7 +75,7 @@ def test_wait_times_out(broker: vmmfd.Broker, prefix: str) -> None:
         assert watch.next(0.1) is None
         assert time.monotonic() - began >= 0.1
         assert watch.next(0) is None
-        with pytest.raises(ValueError, match="timeout=-1"):
+        with pytest.raises(ValueError, match="wait=-1"):
             watch.next(-1)
 
 

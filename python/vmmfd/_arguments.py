@@ -11,6 +11,8 @@ from ._errors import Invalid
 # The protocol's limits: bytes in a name or digest, and parts or arrays in a get.
 _LONGEST = 255
 _MOST_NAMED = 1024
+# The longest time of the extension, which takes longer ones and `inf` for it.
+_FOREVER = float(2**32 - 1)
 
 
 def names(value: t.Any, what: str) -> list[str]:
@@ -98,11 +100,97 @@ def rdma(value: t.Any) -> t.Rdma:
     raise Invalid(f'rdma={value!r} is not "auto", True or False')
 
 
-def promised(exported: object) -> bool:
-    """Returns whether the caller promises that no other library uses the memory."""
-    if exported not in (None, "valid"):
-        raise Invalid(f'exported={exported!r} is neither None nor "valid"')
-    return exported is not None
+def wait(value: t.Any) -> t.Time:
+    """Returns the wait of a get or a put, where None is deprecated: it did not wait, and waits for ever elsewhere in Python."""
+    if value is None:
+        deprecated("wait=None is deprecated, and does not wait: give wait=0, or float('inf') to wait for ever")
+        return 0
+    given: t.Time = value
+    return given
+
+
+def endless(value: t.Time | None) -> t.Time:
+    """Returns a wait where None waits for ever."""
+    return float("inf") if value is None else value
+
+
+def seconds(value: t.Any, what: str = "wait") -> float:
+    """Returns a time in seconds, which is a number or a `timedelta`. Raises `Invalid` for anything else."""
+    try:
+        number = value.total_seconds() if hasattr(value, "total_seconds") else float(value)
+        if not isinstance(value, (bool, str, bytes, bytearray)) and number >= 0:
+            return float(number)
+    except (OverflowError, TypeError, ValueError):
+        pass
+    raise Invalid(f"{what}={value!r} is not a time: give seconds, at least 0, or a timedelta")
+
+
+def limit(value: t.Any, what: str) -> float:
+    """Returns a limit in seconds. Raises `Invalid` for 0, with which nothing would succeed, and for anything but a time."""
+    number = seconds(value, what)
+    if number == 0:
+        raise Invalid(f"{what}={value!r} allows no time: give seconds, more than 0, or a timedelta")
+    return min(number, _FOREVER)
+
+
+def renamed_timeout(wait: t.Any, timeout: t.Any) -> t.Any:
+    """Returns the wait, also by its old name."""
+    if timeout is None:
+        return wait
+    deprecated(f"timeout= is deprecated here: give wait={timeout!r}")
+    return timeout
+
+
+def unused(exports_unused: object, exported: object) -> bool:
+    """Returns whether the caller promises that nothing uses the exports, also in the old spelling."""
+    return _flag(exports_unused, "exports_unused", exported, "exported", "valid")
+
+
+def ignored(ignore_moved: object, moved: object) -> bool:
+    """Returns whether replaced tensors of a module are ignored, also in the old spelling."""
+    return _flag(ignore_moved, "ignore_moved", moved, "moved", "ignore")
+
+
+def _flag(flag: object, name: str, old: object, old_name: str, word: str) -> bool:
+    if not isinstance(flag, bool):
+        raise Invalid(f"{name}={flag!r} has type {type(flag).__name__}: give True or False")
+    if old is None:
+        return flag
+    if old != word:
+        raise Invalid(f'{old_name}={old!r} is neither None nor "{word}": give {name}=True, or omit it')
+    deprecated(f'{old_name}="{word}" is deprecated: give {name}=True')
+    return True
+
+
+def condition(replace: t.Any, replace_version: t.Any) -> bool | int:
+    """Returns the condition of a put: False for a new name, True for any version, or the only version to replace."""
+    if replace_version is not None:
+        if replace is not False and replace is not True:
+            raise Invalid(f"replace={replace!r} beside replace_version={replace_version!r}: give replace_version only")
+        number = whole(replace_version, "replace_version")
+        assert number is not None
+        return number
+    if isinstance(replace, bool):
+        return replace
+    if replace is None:
+        return False
+    try:
+        version = index(replace)
+    except TypeError:
+        raise Invalid(f"replace={replace!r} is neither True nor False: give replace_version= to replace only one version") from None
+    deprecated(f"replace={version} is deprecated: give replace_version={version}, or replace=True for any version")
+    return whole(version, "replace") or 0
+
+
+def deprecated(message: str) -> None:
+    """Warns the package's caller."""
+    import sys
+    import warnings
+
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("vmmfd."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, DeprecationWarning, stacklevel=level)
 
 
 # The options of `Broker.get_all` for each name.

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 from . import _arguments, _native, _records
 from . import _types as t
-from ._closing import Closing
 from ._errors import Invalid, NoArray
-from ._lease import Claim, Lease, Loaded, Prepared
+from ._gets import Gets
+from ._lease import Claim, Lease, Prepared
 from ._records import Holders, Lost, Published, Restored, Stat, Summary
 from ._watch import Watch
 
 
 def connect(
     path: t.Path | None = None,
-    backend: str = "auto",
+    backend: str | None = None,
     *,
     timeout: t.Time = 30,
     trust: Iterable[int] = (),
@@ -26,11 +26,12 @@ def connect(
     `path` defaults to the environment variable `VMMFD_BROKER_SOCKET`, else `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else
     `/tmp/vmmfd-UID/broker.sock`. If no broker listens there and `/run/vmmfd/broker.sock` exists, it is used instead. `backend` selects
     where memory is allocated and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`: `get` uses memory where it is, and `put`
-    copies to a GPU if there is one. The driver is loaded on first use of memory. `timeout`, in seconds or a `timedelta`, limits how long
+    copies to a GPU if there is one; by default the environment variable `VMMFD_BACKEND`, as for the commands, else `"auto"`. The driver is loaded on first use of memory. `timeout`, in seconds or a `timedelta`, limits how long
     the broker may be silent, and how long to wait for a broker, both now and when it restarts. `trust` lists the user ids that the broker
     may run as, besides root and this process's own.
 
-    Blocks until the broker answers. Ctrl-C interrupts it.
+    Blocks until the broker answers. Ctrl-C interrupts it. While a call waits for a broker, now or after the broker's death, the logger
+    `vmmfd` (see `logging`) gets one warning, within a second: the path, and how long the call waits.
 
     Raises `NotFound` if no broker listens within the timeout, `Denied` if this user may not connect or the broker runs as an untrusted
     user, `Disconnected` if the process at the other end is not a broker, `Invalid` for an invalid argument.
@@ -38,11 +39,12 @@ def connect(
     return Broker(path, backend, timeout=timeout, trust=trust)
 
 
-class Broker(Closing):
+class Broker(Gets):
     """A broker client: see `connect`. A context manager that closes it.
 
-    Thread-safe: each call in progress uses its own connection. Timeouts and times are in seconds or a `timedelta`; None does not wait,
-    `float("inf")` waits forever. Calls release the GIL. In the main thread, Ctrl-C interrupts any call; `close` interrupts the calls of all
+    Thread-safe: each call in progress uses its own connection. Times are in seconds or a `timedelta`. `wait` is how long a call waits for
+    an object, a part or an event that may come later: 0 does not wait, and None (where it is allowed) or `float("inf")` waits for ever; a
+    wait that expires raises `Timeout`. `timeout` is how long the broker may leave a request unanswered, and is set by `connect`. Calls release the GIL. In the main thread, Ctrl-C interrupts any call; `close` interrupts the calls of all
     threads. If the broker restarts, the client reconnects within the timeout, repeats interrupted calls safely, and keeps its leases.
 
     A client belongs to the process that created it: in a fork, every call fails. Connect in each process, or let `multiprocessing` do it
@@ -57,7 +59,7 @@ class Broker(Closing):
     def __init__(
         self,
         path: t.Path | None = None,
-        backend: str = "auto",
+        backend: str | None = None,
         *,
         timeout: t.Time = 30,
         trust: Iterable[int] = (),
@@ -71,7 +73,7 @@ class Broker(Closing):
 
     @property
     def backend(self) -> str:
-        """The `backend` argument: `"auto"`, `"cuda"` or `"host"`."""
+        """The chosen backend: `"auto"`, `"cuda"` or `"host"`."""
         return self._native.backend
 
     @property
@@ -97,20 +99,22 @@ class Broker(Closing):
         value: t.Any,
         *,
         metadata: t.Json | None = None,
-        replace: bool | int = False,
+        replace: bool = False,
+        replace_version: int | None = None,
         mode: int | None = None,
         lifetime: t.Literal["deleted", "maker", "leased"] | t.Time | None = None,
         keep: int | None = None,
         part: str | None = None,
         parts: Iterable[str] | None = None,
         group: str | None = None,
-        wait: t.Time | None = None,
+        wait: t.Time = 0,
         seal: bool = False,
         copy: bool | None = None,
         digest: str | None = None,
         device: t.DeviceName | None = None,
-        exported: t.Literal["valid"] | None = None,
+        exports_unused: bool = False,
         rdma: t.Rdma = "auto",
+        exported: t.Literal["valid"] | None = None,
     ) -> Published:
         """Publishes memory under a name. Once it returns, the object is published, and this process may drop the memory or exit.
 
@@ -119,19 +123,19 @@ class Broker(Closing):
         and `vmmfd.Weights`, are put without a copy where their memory can be shared. `copy=False` refuses values that need a copy.
         `copy=True` copies everything, and refuses `Weights`: put `dict(weights)`. Do not write to memory after putting it.
 
-        `metadata` is a mapping that JSON can express, of at most 1 MiB. `replace=True` adds a version to an existing name; a number
-        replaces only that version. `mode` sets the permissions of a new name, `0o600` by default and `0o666` at most: `r` allows get and
+        `metadata` is a mapping that JSON can express, of at most 1 MiB. `replace=True` adds a version to an existing name;
+        `replace_version=N` replaces only version N (an int; the old spelling `replace=N` is deprecated). `mode` sets the permissions of a new name, `0o600` by default and `0o666` at most: `r` allows get and
         list, `w` allows replace. `lifetime` is when the name is deleted: `"deleted"` (only explicitly; the default), `"maker"` (when this
         Broker is closed), `"leased"` (when this Broker is closed and no lease is held), or a number of seconds after the last lease. `keep`
         is the number of older versions to keep without a lease. `digest` identifies the bytes, in any format that the readers agree on, of
         at most 255 bytes.
 
         Several processes can put one version together: each gives its own `part`, the names of all `parts`, and a `group` unique to this
-        version, and waits up to `wait` for the other parts. One of them gives the metadata.
+        version, and waits up to `wait` (seconds or a `timedelta`) for the other parts. One of them gives the metadata.
 
         `seal=True` makes this process's own mapping read-only after the put. A write through an address then faults, so sealing is refused
-        while other libraries have writable views of the memory, unless `exported="valid"` promises that none is used. Copies on the host
-        backend are always sealed by the kernel.
+        while other libraries have writable views of the memory, unless `exports_unused=True` promises that none is used (the old
+        spelling `exported="valid"` is deprecated). Copies on the host backend are always sealed by the kernel.
 
         `rdma` applies to the memory of copies, as in `vmmfd.empty`. Memory that is shared without a copy keeps its own setting; with
         `rdma=True` RDMA must be able to reach it.
@@ -144,7 +148,8 @@ class Broker(Closing):
         argument, `Unsupported` if RDMA can't reach memory and `rdma=True`, `OutOfMemory`, `Timeout` if other parts are missing, and `Error`
         if a quota or the broker is full.
         """
-        if wait is not None and parts is None:
+        wait = _arguments.wait(wait)
+        if wait != 0 and parts is None:
             raise Invalid(f"wait={wait!r} is the time to wait for the other parts: give part, parts and group too, or omit wait")
         mode, keep = _arguments.mode(mode), _arguments.whole(keep, "keep", 32)
         if part is not None and _arguments.text(part, "part") == "":
@@ -167,13 +172,13 @@ class Broker(Closing):
         # Only one put of each version may give metadata.
         if additions and (listed is None or metadata is not None or listed[:1] == [part]):
             metadata = {**additions, **(metadata or {})}
-        promised = _arguments.promised(exported)
+        promised = _arguments.unused(exports_unused, exported)
         if seal:
             _native.check_read_only([memory for planned in plans for memory in planned[1]], promised)
         version, id = self._native.put(
             name,
             plans,
-            replace=replace,
+            replace=_arguments.condition(replace, replace_version),
             metadata=metadata,
             mode=mode,
             lifetime=lifetime,
@@ -189,70 +194,6 @@ class Broker(Closing):
         del keep_alive
         return Published(name=name, version=version, id=id)
 
-    def get(
-        self,
-        name: str,
-        *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        parts: Iterable[str] | None = None,
-        arrays: Iterable[str] | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time | None = None,
-        device: t.DeviceName | None = None,
-        copy_on_write: bool = False,
-    ) -> Lease:
-        """Leases an object and maps its memory: read-only, unless `copy_on_write` is true.
-
-        Returns the current version, unless `version` names another available version; `newer_than` requires a later one. `parts` and
-        `arrays` limit the mapping to the segments that contain them. `expect` gives metadata fields and the values they must have, compared
-        as JSON: 1 differs from 1.0, and a nested mapping must have the same fields. `expect_owner` is the user id that must own the name.
-        `digest` is the expected digest of the only part, or a mapping of parts to digests. `device` maps the memory on another device that
-        can access it. `wait` is how long to wait for the object.
-
-        With `copy_on_write=True` the arrays are writable and the writes private to this process, as with `torch.load(mmap=True)`: the
-        kernel copies each page at its first write. `switch` and `park` discard the writes. Host backend only.
-
-        Raises `NotFound` if there is no such object, `Timeout` if none appeared in time, `Differs` if it is not as expected, `Denied`,
-        `Invalid`, and `Unsupported` if no device of this process can access it, or for `copy_on_write` with GPU memory, which CUDA cannot
-        map this way.
-        """
-        return Lease(
-            self._native,
-            self._native.get(
-                name,
-                version=_arguments.whole(version, "version"),
-                newer_than=_arguments.whole(newer_than, "newer_than"),
-                parts=_arguments.chosen(parts, "parts"),
-                arrays=_arguments.chosen(arrays, "arrays"),
-                expect=expect,
-                expect_owner=_arguments.owner(expect_owner),
-                digest=_arguments.digest(digest),
-                wait=wait,
-                device=device,
-                copy_on_write=copy_on_write,
-            ),
-        )
-
-    def get_all(
-        self,
-        wanted: Iterable[str] | Mapping[str, Mapping[str, t.Any]],
-        *,
-        wait: t.Time | None = None,
-        device: t.DeviceName | None = None,
-        copy_on_write: bool = False,
-    ) -> List[Lease]:
-        """Leases several objects as of one moment, all or none. Returns the leases in the order of `wanted`.
-
-        `wanted` is a sequence of unique names, or a mapping of names to `get`'s options `version`, `newer_than`, `parts`, `arrays`,
-        `expect`, `expect_owner` and `digest`. Waits up to `wait` until all exist. `copy_on_write` applies to all of them. Raises as `get`.
-        """
-        requests = _arguments.requests(wanted)
-        leases = self._native.get_all(requests, wait=wait, device=device, copy_on_write=copy_on_write)
-        return [Lease(self._native, lease) for lease in leases]
-
     def claim(
         self,
         name: str,
@@ -264,7 +205,7 @@ class Broker(Closing):
         expect: t.Json | None = None,
         expect_owner: int | None = None,
         digest: t.Digest | None = None,
-        wait: t.Time | None = None,
+        wait: t.Time = 0,
         device: t.DeviceName | None = None,
         copy_on_write: bool = False,
     ) -> Lease | Claim:
@@ -283,7 +224,7 @@ class Broker(Closing):
             expect=expect,
             expect_owner=_arguments.owner(expect_owner),
             digest=_arguments.digest(digest),
-            wait=wait,
+            wait=_arguments.wait(wait),
             device=device,
             copy_on_write=copy_on_write,
         )
@@ -299,7 +240,7 @@ class Broker(Closing):
         expect: t.Json | None = None,
         expect_owner: int | None = None,
         digest: t.Digest | None = None,
-        wait: t.Time | None = None,
+        wait: t.Time = 0,
     ) -> Prepared:
         """As `Lease.prepare`."""
         return lease.prepare(
@@ -312,13 +253,13 @@ class Broker(Closing):
             wait=wait,
         )
 
-    def switch(self, lease: Lease, prepared: Prepared, *, exported: t.Literal["valid"] | None = None) -> Prepared:
+    def switch(self, lease: Lease, prepared: Prepared, *, exports_unused: bool = False, exported: t.Literal["valid"] | None = None) -> Prepared:
         """As `Lease.switch`."""
-        return lease.switch(prepared, exported=exported)
+        return lease.switch(prepared, exports_unused=exports_unused, exported=exported)
 
-    def park(self, lease: Lease, *, keep_lease: bool = False, exported: t.Literal["valid"] | None = None) -> None:
+    def park(self, lease: Lease, *, keep_lease: bool = False, exports_unused: bool = False, exported: t.Literal["valid"] | None = None) -> None:
         """As `Lease.park`."""
-        lease.park(keep_lease=keep_lease, exported=exported)
+        lease.park(keep_lease=keep_lease, exports_unused=exports_unused, exported=exported)
 
     def unpark(
         self,
@@ -329,93 +270,10 @@ class Broker(Closing):
         expect: t.Json | None = None,
         expect_owner: int | None = None,
         digest: t.Digest | None = None,
-        wait: t.Time | None = None,
+        wait: t.Time = 0,
     ) -> None:
         """As `Lease.unpark`."""
         lease.unpark(name, version=version, expect=expect, expect_owner=expect_owner, digest=digest, wait=wait)
-
-    def state_dict(
-        self,
-        name: str,
-        *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        parts: Iterable[str] | None = None,
-        arrays: Iterable[str] | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time | None = None,
-        device: t.DeviceName | None = None,
-        copy_on_write: bool = False,
-        writable_buffers: bool = True,
-        everything: bool = False,
-        module: t.Module | None = None,
-        private: Iterable[str] = (),
-    ) -> dict[str, t.Tensor]:
-        """Returns the object's tensors by name, as PyTorch tensors for `module.load_state_dict(..., assign=True)`. They hold the lease.
-
-        Parameters are mapped; all other tensors are private copies. Safetensors and plain state dicts do not say which tensors are
-        parameters, so all would be copied: use `load` for them, or give `module=`. A write to a mapped tensor kills the process. PyTorch
-        gives parameters the module's previous `requires_grad`, so call `module.requires_grad_(False)` before an optimizer step. On the host
-        backend `copy_on_write=True` makes all tensors writable without copies. See `Lease.state_dict`; the other arguments and errors are
-        those of `get`."""
-        with self.get(
-            name,
-            version=version,
-            newer_than=newer_than,
-            parts=parts,
-            arrays=arrays,
-            expect=expect,
-            expect_owner=expect_owner,
-            digest=digest,
-            wait=wait,
-            device=device,
-            copy_on_write=copy_on_write,
-        ) as lease:
-            return lease.state_dict(
-                writable_buffers=writable_buffers, everything=everything, module=module, private=private
-            )
-
-    def load(
-        self,
-        name: str,
-        into: t.Module,
-        *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        parts: Iterable[str] | None = None,
-        arrays: Iterable[str] | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time | None = None,
-        device: t.DeviceName | None = None,
-        copy_on_write: bool = False,
-        strict: bool = True,
-        writable_buffers: bool = True,
-        private: Iterable[str] = (),
-    ) -> Loaded:
-        """Installs an object's tensors as the parameters and buffers of a PyTorch module. Returns a `Loaded`, which can switch to another
-        version. The module holds the lease. See `Lease.load`; the other arguments and errors are those of `get`."""
-        lease = self.get(
-            name,
-            version=version,
-            newer_than=newer_than,
-            parts=parts,
-            arrays=arrays,
-            expect=expect,
-            expect_owner=expect_owner,
-            digest=digest,
-            wait=wait,
-            device=device,
-            copy_on_write=copy_on_write,
-        )
-        try:
-            return lease.load(into, strict=strict, writable_buffers=writable_buffers, private=private)
-        except BaseException:
-            lease.close()
-            raise
 
     def list(self, prefix: str = "") -> List[Summary]:
         """Returns the objects whose names start with `prefix` and that this user may read, ordered by name."""
@@ -441,15 +299,16 @@ class Broker(Closing):
         broker's user see all users, others only themselves."""
         return _records.holders(*self._native.who(prefix))
 
-    def watch(self, prefix: str = "", *, after: str | None = None, timeout: t.Time | None = None) -> Watch:
+    def watch(self, prefix: str = "", *, after: str | None = None, wait: t.Time | None = None, timeout: t.Time | None = None) -> Watch:
         """Follows events of names that start with `prefix` and that this user may read: from now on, or from `after`, the `Watch.place` of
         an earlier watch, possibly of another process. Iterate over it: each step waits for the next event. The iteration stops if no event
-        arrives within `timeout`; by default it waits forever.
+        arrives within `wait` seconds (or a `timedelta`); None, the default, waits for ever. `timeout` is the old name of `wait`.
 
         Raises `Invalid` if `after` is not a place, or is ahead of the broker.
         """
+        wait = _arguments.renamed_timeout(wait, timeout)
         if after is None:
-            return Watch(self._native.watch(prefix, None), timeout)
+            return Watch(self._native.watch(prefix, None), wait)
         instance, _, seq = after.rpartition(":") if isinstance(after, str) else ("", "", "")
         if not instance or not seq.isdecimal() or len(seq) > 20:
             raise Invalid(f"after={after!r} is not a place: give a Watch.place, INSTANCE:NUMBER")
@@ -461,7 +320,7 @@ class Broker(Closing):
             newest.close()
         if instance == now and int(seq) > last:
             raise Invalid(f"after={after!r} is ahead of the broker, which is at {last}: give a Watch.place of this broker")
-        return Watch(self._native.watch(prefix, (instance, min(int(seq), (1 << 64) - 1))), timeout)
+        return Watch(self._native.watch(prefix, (instance, min(int(seq), (1 << 64) - 1))), wait)
 
     def delete(self, name: str) -> None:
         """Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease ends. Raises `NotFound` if there

@@ -90,3 +90,10 @@ class Interrupted(Error, InterruptedError):
     """The connection was closed while the call waited."""
 
     _errno = EINTR
+
+
+# Tracebacks name the public module.
+for _class in list(globals().values()):
+    if isinstance(_class, type) and issubclass(_class, Error):
+        _class.__module__ = __name__.partition(".")[0]
+del _class

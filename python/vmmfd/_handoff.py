@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 
-from . import _native
+from . import _arguments, _native
 from . import _types as t
 from ._native import Array
 
@@ -35,9 +35,10 @@ def serve(
     array: t.Any,
     *,
     consumers: int = 1,
-    timeout: t.Time = 30.0,
+    wait: t.Time = 30.0,
     device: t.DeviceName | None = None,
-    backend: str = "auto",
+    backend: str | None = None,
+    timeout: t.Time | None = None,
 ) -> list[Served]:
     """Serves an array at a socket, to processes that `take` it, to `vmmfd consume` and to Rust programs.
 
@@ -47,15 +48,16 @@ def serve(
 
     `path` is the socket; `None` is this user's default. `array` is a `vmmfd.Array` in memory that this process created; any other array is
     copied into such memory, on `device` of `backend`, as by `vmmfd.asarray`. A consumer can access all of the memory that contains the
-    array, not only the array. `timeout`, in seconds, limits the wait for a consumer, and the silence of one.
+    array, not only the array. `wait`, in seconds or a `timedelta`, is how long to wait for a consumer and for each of its answers; `timeout` is
+    its old name.
 
     Returns the consumers, in the order in which they finished. Raises `Timeout` if no consumer connected, and `Error` if another process
     listens at the path.
     """
-    if isinstance(array, _native.Array):
-        return [Served(*one) for one in _native._serve(path, array, consumers, timeout)]
-    copied = _native.asarray(array, device=device, backend=backend)
-    return [Served(*one) for one in _native._serve(path, copied, consumers, timeout)]
+    wait = _arguments.renamed_timeout(wait, timeout)
+    if not isinstance(array, _native.Array):
+        array = _native.asarray(array, device=device, backend=backend)
+    return [Served(*one) for one in _native._serve(path, array, consumers, wait)]
 
 
 def take(
@@ -64,11 +66,11 @@ def take(
     device: t.DeviceName | None = None,
     readonly: bool = True,
     wait: t.Time = 30.0,
-    backend: str = "auto",
+    backend: str | None = None,
 ) -> Array:
     """Takes the array that another process serves at a socket: with `serve`, with `vmmfd produce`, or from Rust.
 
-    Blocks, with the GIL released, for at most `wait` seconds, until a producer listens and has handed the memory over. `path` is the
+    Blocks, with the GIL released, for at most `wait` (seconds or a `timedelta`), until a producer listens and has handed the memory over. `path` is the
     socket; `None` is this user's default. `device` is the device to use the memory on, by default the one that has it. `readonly=False`
     maps it writable: both processes then see each other's writes.
 

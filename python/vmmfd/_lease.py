@@ -61,6 +61,23 @@ class Lease(Closing, Mapping[str, Array]):
         """Returns the attributes that the maker gave an array, empty if none. Raises as `array`."""
         return self._native.attributes(name, part) or {}
 
+    def tree(self, convert: Callable[[Array], t.Any] | None = None, *, part: str | None = None) -> dict[str, t.Any]:
+        """Returns the value that was put, nested as it was: dicts, lists and tuples of arrays and of the str, int, float, bool and None among
+        them. For an object that was put flat, a dict of its arrays by name.
+
+        `convert` is called with each `Array`, for example `torch.from_dlpack`, `jax.dlpack.from_dlpack` or `vmmfd.Array.numpy`; without it,
+        the leaves are `Array`s. `part` selects the part if several have arrays of one name. If the lease has only some arrays, the others
+        are missing, and lists are shorter. Raises `Invalid` for names that several parts share, and after `close`, and as `convert`."""
+        from ._tree import restored
+
+        rows = ((of, name, array, attributes) for of, name, array, attributes, _ in self._native.arrays(part))
+        return restored(rows, convert or (lambda array: array))
+
+    def numpy(self, *, part: str | None = None) -> dict[str, t.Any]:
+        """Returns the arrays as NumPy arrays of the same memory, without a copy, nested as they were put: `tree(Array.numpy)`. They are
+        read-only, unless the lease was got with `copy_on_write`. Raises `TypeError` for GPU memory, and as `tree` and `Array.numpy`."""
+        return self.tree(Array.numpy, part=part)
+
     def memory(self, part: str | None = None) -> list[Array]:
         """Returns a part's memory as bytes (`uint8`): one array, or several if the requested arrays are not adjacent. `part` may be omitted
         if there is only one."""
@@ -139,7 +156,7 @@ class Lease(Closing, Mapping[str, Array]):
         expect: t.Json | None = None,
         expect_owner: int | None = None,
         digest: t.Digest | None = None,
-        wait: t.Time | None = None,
+        wait: t.Time = 0,
     ) -> Prepared:
         """Gets and imports a version for `switch`. The current version stays in use; the device holds both.
 
@@ -160,33 +177,37 @@ class Lease(Closing, Mapping[str, Array]):
             expect=expect,
             expect_owner=_arguments.owner(expect_owner),
             digest=_arguments.digest(digest),
-            wait=wait,
+            wait=_arguments.wait(wait),
         )
         return Prepared(prepared)
 
-    def switch(self, prepared: Prepared, *, exported: t.Literal["valid"] | None = None) -> Prepared:
+    def switch(
+        self, prepared: Prepared, *, exports_unused: bool = False, exported: t.Literal["valid"] | None = None
+    ) -> Prepared:
         """Maps a prepared version at this lease's addresses. Returns the previous version, which can be switched back to; close or drop it
         to end its lease and release its memory.
 
         Waits until all work in the devices' primary contexts is done. Arrays then read the new version, and so do tensors, pointers and
         captured graphs with these addresses. Writes to pages of a `copy_on_write` lease are lost. **Nothing may use the memory during the
-        call**: on a GPU, a kernel that does loses its context. While other libraries hold exports, `exported="valid"` is the caller's
-        promise that they do not use them. Private copies, which `state_dict` makes and modules get as buffers, keep the previous version's
+        call**: on a GPU, a kernel that does loses its context. While other libraries hold exports, `exports_unused=True` is the
+        caller's promise that they do not use them (the old spelling `exported="valid"` is deprecated). Private copies, which `state_dict` makes and modules get as buffers, keep the previous version's
         values; `Loaded.switch` refills its own.
 
         Raises `ExportError` (a `BufferError`) if there are exports and no promise; `Invalid` if the lease is parked, or the version was
         prepared for another layout; `Error` if the driver fails: then the previous version is mapped again, or the lease is parked.
         """
-        return Prepared(self._native.switch(prepared._native, _arguments.promised(exported)))
+        return Prepared(self._native.switch(prepared._native, _arguments.unused(exports_unused, exported)))
 
-    def park(self, *, keep_lease: bool = False, exported: t.Literal["valid"] | None = None) -> None:
+    def park(
+        self, *, keep_lease: bool = False, exports_unused: bool = False, exported: t.Literal["valid"] | None = None
+    ) -> None:
         """Unmaps the memory and keeps the addresses reserved for `unpark`. Until then its arrays cannot be read, and nothing may use their
         addresses.
 
-        With `keep_lease` the broker keeps this version for this process; otherwise the lease ends. Waits as `switch` does; `exported` is
-        the same promise, and holds until `unpark` returns. Raises as `switch`.
+        With `keep_lease` the broker keeps this version for this process; otherwise the lease ends. Waits as `switch` does; `exports_unused`
+        is the same promise, and holds until `unpark` returns. Raises as `switch`.
         """
-        self._native.park(keep_lease, _arguments.promised(exported))
+        self._native.park(keep_lease, _arguments.unused(exports_unused, exported))
 
     def unpark(
         self,
@@ -196,7 +217,7 @@ class Lease(Closing, Mapping[str, Array]):
         expect: t.Json | None = None,
         expect_owner: int | None = None,
         digest: t.Digest | None = None,
-        wait: t.Time | None = None,
+        wait: t.Time = 0,
     ) -> None:
         """Maps memory at the parked addresses: the parked version by default, another one, or the newest. It must fit as for `prepare`.
 
@@ -212,7 +233,7 @@ class Lease(Closing, Mapping[str, Array]):
             expect=expect,
             expect_owner=_arguments.owner(expect_owner),
             digest=_arguments.digest(digest),
-            wait=wait,
+            wait=_arguments.wait(wait),
         )
 
     def state_dict(
@@ -343,19 +364,21 @@ class Loaded:
         self.private: list[str] = filled.private
         self._filled = filled
 
-    def refresh(self, *, moved: t.Literal["ignore"] | None = None) -> None:
+    def refresh(self, *, ignore_moved: bool = False, moved: t.Literal["ignore"] | None = None) -> None:
         """Copies the current version's bytes into the private copies again, in place: caches and statistics that the module has written
         there are lost. Does not wait: the copies are ordered on PyTorch's current stream. If the module was loaded with `copy_on_write`,
         only the tensors named in `private` are refreshed; writes to its other tensors stay.
 
-        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` if tensors were replaced."""
+        Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` if tensors were replaced,
+        unless `ignore_moved=True` (the old spelling `moved="ignore"` is deprecated)."""
         if self.lease.is_closed:
             raise Invalid("the lease is closed: load the module again")
         if self.lease.is_parked:
             raise Invalid(f"the lease of {self.lease.name!r} is parked and has no memory: unpark it first")
         from .torch._module import _check_moved, _refresh
 
-        _check_moved(self._filled.installed, moved)
+        if not _arguments.ignored(ignore_moved, moved):
+            _check_moved(self._filled.installed)
         _refresh(self._filled.copies)
 
     @property
@@ -371,28 +394,31 @@ class Loaded:
         self,
         prepared: Prepared | None = None,
         *,
-        exported: t.Literal["valid"] | None = "valid",
+        exports_unused: bool = True,
         refresh: bool = True,
+        ignore_moved: bool = False,
+        exported: t.Literal["valid"] | None = None,
         moved: t.Literal["ignore"] | None = None,
     ) -> Prepared:
         """Maps another version at the module's addresses. Returns the previous version, to switch back to or to close.
 
         `prepared` is the result of `prepare`; without it, the newest version is prepared first. Waits for the device's work, then for the
         driver calls. Tensors, views and captured CUDA graphs then have the new version's values, and so do the private copies, unless
-        `refresh` is false. The caller promises that no other thread or stream uses the module during the call.
+        `refresh` is false. The caller promises that no other thread or stream uses the module during the call (`exports_unused`).
 
-        Raises as `lease.prepare` and `lease.switch`, and `vmmfd.Differs` for a version of another layout. Unless `moved="ignore"`, also
-        raises `vmmfd.Differs`, with a list, if the module has replaced loaded parameters or buffers, for example in `half()` or `to()`: the
+        Raises as `lease.prepare` and `lease.switch`, and `vmmfd.Differs` for a version of another layout. Unless `ignore_moved=True`,
+        also raises `vmmfd.Differs`, with a list, if the module has replaced loaded parameters or buffers, for example in `half()` or `to()`: the
         new version would not reach the replacements.
         """
         from .torch._module import _check_moved
 
-        _check_moved(self._filled.installed, moved)
+        if not _arguments.ignored(ignore_moved, moved):
+            _check_moved(self._filled.installed)
         if prepared is None:
             prepared = self.lease.prepare()
-        old = self.lease.switch(prepared, exported=exported)
+        old = self.lease.switch(prepared, exports_unused=exports_unused, exported=exported)
         if refresh:
-            self.refresh(moved="ignore")
+            self.refresh(ignore_moved=True)
         return old
 
     def __repr__(self) -> str:

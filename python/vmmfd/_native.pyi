@@ -141,12 +141,24 @@ class Array:
         Without `shape`, the last dimension grows or shrinks. `dtype` is a name, or a dtype of NumPy, ml_dtypes, JAX or PyTorch. Raises
         `Invalid` if the size does not fit, or the elements are not contiguous."""
 
-    def writable(self, by: Literal["promise"]) -> Array:
+    def writable(self, by: str | None = None, *, never_written: bool = False) -> Array:
         """The same array, exported as writable although this process may only read it.
+        
+        For libraries without read-only arrays (DLPack consumers before version 1.0; PyTorch's `__cuda_array_interface__`).
+        `never_written=True` (bool) is the caller's promise that nothing writes to it: a store into memory that is mapped read-only destroys
+        the CUDA context of this process and everything in it (Xid 31), or on the host backend kills the process (SIGSEGV). `readonly` is
+        unchanged. Raises `Invalid` without the promise."""
 
-        For libraries without read-only arrays (DLPack consumers before version 1.0; PyTorch's `__cuda_array_interface__`). The argument is
-        the caller's promise that nothing writes to it: a store into memory that is mapped read-only destroys the CUDA context of this
-        process and everything in it (Xid 31), or on the host backend kills the process (SIGSEGV). `readonly` is unchanged."""
+    def numpy(self) -> Any:
+        """Returns a NumPy array of the same memory, without a copy; writable unless `readonly`. Raises `TypeError` for GPU memory, and without
+        ml_dtypes for its types; `ImportError` without NumPy."""
+
+    def tolist(self) -> Any:
+        """Returns its elements as nested lists of Python numbers (bool, int, float, complex; bytes for void); for an array without
+        dimensions, the number itself. Blocks while it copies, also from a GPU. Raises `TypeError` for the 8-bit floats without ml_dtypes."""
+
+    def item(self) -> Any:
+        """Returns the only element as a Python number, as `tolist` does. Raises `Invalid` unless `size` is 1."""
 
     def copy_from(self, source: Any) -> None:
         """Copies the elements of another array, of the same shape and type, into it. Accepts what `asarray` accepts.
@@ -213,7 +225,7 @@ class Memory:
         size: int,
         *,
         device: _DeviceName | None = None,
-        backend: str = "auto",
+        backend: str | None = None,
         segment: int | None = None,
         sealed: bool = False,
     ) -> Memory: ...
@@ -238,33 +250,33 @@ def empty(
     dtype: Any,
     *,
     device: _DeviceName | None = None,
-    backend: str = "auto",
+    backend: str | None = None,
     rdma: _Rdma = "auto",
 ) -> Array:
     """Creates an `Array` in new shared memory. Contents are undefined.
 
     `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
     of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
-    `Device`; the first device by default. `backend` (str) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver or no
-    device. `rdma` is whether RDMA can reach the memory (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports
+    `Device`; the first device by default. `backend` (str or None) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver
+    or no device; by default the environment variable `VMMFD_BACKEND`, else `"auto"`. `rdma` is whether RDMA can reach the memory (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports
     support, never on WSL2; `True` requires it; `False` never.
 
     Blocks, with the GIL released, while the driver allocates, and on first use while it starts. Raises `Invalid`, also for types that
     readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
     device; `Unsupported`, also for `rdma=True` on a device without support, on WSL2 and on host memory."""
 
-def asarray(object: Any, *, device: _DeviceName | None = None, backend: str = "auto") -> Array:
+def asarray(object: Any, *, device: _DeviceName | None = None, backend: str | None = None) -> Array:
     """Copies an array of another library into new shared memory, in C order. Returns an `Array`.
 
     `object` supports the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or it is a NumPy scalar, or an
-    `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str) is as
-    for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not an
+    `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str or None)
+    is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not an
     array, and for a GPU array with the host backend."""
 
-def devices(backend: str = "auto") -> list[Device]:
+def devices(backend: str | None = None) -> list[Device]:
     """Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver."""
 
-def device_uuid(ordinal: int = 0, *, backend: str = "auto") -> str:
+def device_uuid(ordinal: int = 0, *, backend: str | None = None) -> str:
     """Returns the UUID (str) of a device, with its prefix, from its ordinal in this process (int). Raises `Error` if there is no such
     device."""
 
@@ -284,10 +296,10 @@ def _settle(timeout: float) -> bool:
     """Waits until dropped memory is released. Returns False after `timeout` seconds."""
 
 def _serve(
-    path: _Path | None, array: Array, consumers: int, timeout: _Time
+    path: _Path | None, array: Array, consumers: int, wait: _Time
 ) -> list[tuple[int, int, str | None]]: ...
 def _take(
-    path: _Path | None, device: _DeviceName | None, backend: str, readonly: bool, wait: _Time
+    path: _Path | None, device: _DeviceName | None, backend: str | None, readonly: bool, wait: _Time
 ) -> Array: ...
 
 @final
@@ -297,7 +309,7 @@ class _OpenedHandle:
     def close(self, force: bool) -> None: ...
 
 def _legacy_empty(
-    shape: int | Sequence[int], dtype: Any, device: _DeviceName | None, backend: str
+    shape: int | Sequence[int], dtype: Any, device: _DeviceName | None, backend: str | None
 ) -> Array: ...
 def _legacy_handle(array: Array) -> tuple[bytes, int]: ...
 def _legacy_open(
@@ -307,12 +319,12 @@ def _legacy_open(
     strides: Sequence[int] | None,
     offset: int,
     device: _DeviceName | None,
-    backend: str,
+    backend: str | None,
 ) -> _OpenedHandle: ...
 
 @final
 class _Pool:
-    def __new__(cls, max_size: int | None, device: _DeviceName | None, backend: str) -> _Pool: ...
+    def __new__(cls, max_size: int | None, device: _DeviceName | None, backend: str | None) -> _Pool: ...
     @property
     def max_size(self) -> int | None: ...
     @property
@@ -334,7 +346,7 @@ _Request = tuple[
 
 @final
 class Client:
-    def __new__(cls, path: _Path | None, backend: str, timeout: _Time, trust: list[int]) -> Client: ...
+    def __new__(cls, path: _Path | None, backend: str | None, timeout: _Time, trust: list[int]) -> Client: ...
     @property
     def path(self) -> os.PathLike[str]: ...
     @property
@@ -381,6 +393,7 @@ class Client:
         wait: _Time | None = None,
         device: _DeviceName | None = None,
         copy_on_write: bool = False,
+        stop: Stop | None = None,
     ) -> Lease: ...
     def get_all(
         self,
@@ -502,8 +515,13 @@ class Claim:
     def close(self) -> None: ...
 
 @final
+class Stop:
+    def __new__(cls) -> Stop: ...
+    def set(self) -> None: ...
+
+@final
 class Watch:
-    def next(self, timeout: _Time | None) -> dict[str, Any] | None: ...
+    def next(self, wait: _Time | None) -> dict[str, Any] | None: ...
     @property
     def place(self) -> tuple[str, int]: ...
     @property
@@ -555,7 +573,7 @@ class Weights:
 def load_safetensors(
     paths: Sequence[str],
     *,
-    backend: str = "auto",
+    backend: str | None = None,
     device: _DeviceName | None = None,
     digest: bool = False,
     progress: Callable[[int, int], object] | None = None,

@@ -30,6 +30,14 @@ def plan(
         if part is not None:
             parts = [(part, *parts[0][1:]), *parts[1:]]
         return parts, additions, keep_alive
+    if isinstance(value, Mapping) and _is_nested(value):
+        from ._tree import Flat
+
+        flat = Flat(value)
+        parts, additions, keep_alive = plan(
+            client, flat.arrays, part=part, device=device, copy=copy, seal=seal, rdma=rdma
+        )
+        return [_with_attributes(one, flat.attributes) for one in parts], additions, (keep_alive, flat)
     torch = sys.modules.get("torch")
     if torch is not None and _is_torchs(torch, value):
         from .torch._put import _plan
@@ -43,6 +51,23 @@ def plan(
             raise Invalid(f"value has the key {name!r}, of type {type(name).__name__}: array names must be str")
         arrays.append((name, array))
     return [client.plan(arrays, part or _PART, device=device, copy=copy, rdma=rdma)], {}, arrays
+
+
+def _is_nested(value: Mapping[object, t.Any]) -> bool:
+    """Returns whether a value of a mapping is a container itself. A state dict with extra state is not nested: `load` would lose it."""
+    nested = any(isinstance(of, (dict, list, tuple, Mapping)) for of in value.values())
+    return nested and not any(isinstance(name, str) and name.endswith("_extra_state") for name in value)
+
+
+def _with_attributes(part: _native._PartPlan, added: dict[str, dict[str, t.Any]]) -> _native._PartPlan:
+    """Returns the part with more attributes for each array."""
+    import json
+
+    name, memories, entries, digest = part
+    merged: list[_native._Entry] = [
+        (*entry[:6], json.dumps({**json.loads(entry[6] or "{}"), **added[entry[0]]})) for entry in entries
+    ]
+    return name, memories, merged, digest
 
 
 def check_rdma(plans: list[_native._PartPlan]) -> None:

@@ -203,7 +203,7 @@ class Event(Record):
 
     __slots__ = ("at", "id", "kind", "message", "name", "pid", "seq", "uid", "version")
 
-    kind: str
+    kind: t.Literal["published", "replaced", "deleted", "reported", "leased", "ended", "lost"]
     name: str | None
     version: int | None
     id: str | None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import Any as Any
     from typing import Literal as Literal
     from typing import Self as Self
-    from typing import TypeAlias
+    from typing import Protocol, TypeAlias, TypeVar
 
     from torch import Tensor as Tensor
     from torch.nn import Module as Module
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     Digest: TypeAlias = str | Mapping[str, str]
     Json: TypeAlias = Mapping[str, Any]
     Rdma: TypeAlias = bool | Literal["auto"]
+
+    class _Closable(Protocol):
+        def close(self) -> None: ...
+
+    Closable = TypeVar("Closable", bound=_Closable)
 else:
     _MODULES = {
         "Any": "typing",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from _thread import allocate_lock, start_new_thread
 from collections.abc import Iterator
 
-from . import _native, _records
+from . import _arguments, _native, _records
 from . import _types as t
 from ._closing import Closing
 from ._errors import Invalid
@@ -17,24 +19,42 @@ class Watch(Closing, Iterator[Event]):
     It has its own connection. Between calls it holds nothing in the broker and may fall behind: it then returns an event of kind `lost`.
     """
 
-    __slots__ = ("__weakref__", "_native", "_timeout")
+    __slots__ = ("__weakref__", "_native", "_polled", "_wait")
 
-    def __init__(self, watch: _native.Watch, timeout: t.Time | None) -> None:
+    def __init__(self, watch: _native.Watch, wait: t.Time | None) -> None:
         self._native = watch
-        self._timeout = timeout
+        self._wait = wait
+        self._polled: _Polled | None = None
 
-    def next(self, timeout: t.Time | None = None) -> Event | None:
-        """Returns the next event, or None if none arrives within `timeout`; None waits forever, and 0 does not wait. Raises `Invalid` if
-        the watch is closed or another thread waits in it."""
-        fields = self._native.next(timeout)
+    def next(self, wait: t.Time | None = None, *, timeout: t.Time | None = None) -> Event | None:
+        """Returns the next event, or None if none arrives within `wait` seconds (or a `timedelta`); None waits for ever, and 0 does not
+        wait. `timeout` is the old name of `wait`. Raises `Invalid` if the watch is closed or another thread waits in it, and as any call of
+        the `Broker`."""
+        wait = _arguments.renamed_timeout(wait, timeout)
+        if self._polled is not None:
+            return self._polled.next(wait)
+        fields = self._native.next(wait)
         return None if fields is None else _records.event(fields)
+
+    def fileno(self) -> int:
+        """Returns a descriptor for select(2), poll(2), epoll(7) and `loop.add_reader` of asyncio. It is readable while `next(0)` would return
+        an event or raise: an error, or the end because the watch is closed. Then call `next(0)` until it returns None.
+
+        The watch owns the descriptor, an eventfd(2), and closes it when it is dropped; `close` only makes it readable. Do not read it. From
+        the first call on, a thread waits for events, one ahead of `next`, and `next(0)` never waits for the broker. Raises `Invalid` if the
+        watch is closed, and in a fork."""
+        if self._polled is None:
+            if self._native.is_closed:
+                raise Invalid("the watch is closed: start another")
+            self._polled = _Polled(self._native)
+        return self._polled.descriptor
 
     def __iter__(self) -> Watch:
         return self
 
     def __next__(self) -> Event:
         try:
-            event = self.next(self._timeout)
+            event = self.next(self._wait)
         except Invalid:
             if self._native.is_closed:
                 raise StopIteration from None
@@ -46,9 +66,98 @@ class Watch(Closing, Iterator[Event]):
     @property
     def place(self) -> str:
         """The position after the last returned event. `Broker.watch(after=...)` continues from it."""
-        instance, seq = self._native.place
+        instance, seq = self._native.place if self._polled is None else self._polled.place
         return f"{instance}:{seq}"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the watch is closed."""
+        return self._native.is_closed
 
     def close(self) -> None:
         """Closes the watch. Iterations in other threads stop."""
         self._native.close()
+        if self._polled is not None:
+            self._polled.wake()
+
+    def __del__(self) -> None:
+        # Ends the thread of `fileno`, which has no reference to this object. An incomplete object has none.
+        polled = getattr(self, "_polled", None)
+        if polled is not None:
+            self._native.close()
+            polled.wake()
+
+
+class _Polled:
+    """A thread that waits for a watch's next event, and a descriptor that is readable while there is one."""
+
+    def __init__(self, watch: _native.Watch) -> None:
+        self._native = watch
+        self._process = os.getpid()
+        # Also raises in a fork.
+        self.place = watch.place
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # The event and the position after it, or the error, until `next` takes it. `_taken` then gets a token.
+        self._ready: tuple[t.Any, tuple[str, int]] | BaseException | None = None
+        self._lock = allocate_lock()
+        # Imported here: `threading` comes with it, and few programs poll.
+        from queue import SimpleQueue
+
+        self._taken: SimpleQueue[None] = SimpleQueue()
+        start_new_thread(self._run, ())
+
+    def next(self, wait: t.Time | None) -> Event | None:
+        if os.getpid() != self._process:
+            self._native.next(0)  # Raises.
+        if not self._wait(wait):
+            return None
+        with self._lock:
+            if self._native.is_closed:
+                raise Invalid("the watch is closed: start another")
+            ready, self._ready = self._ready, None
+            if ready is None:  # Another thread was faster.
+                return None
+            os.eventfd_read(self.descriptor)
+            if not isinstance(ready, BaseException):
+                event, self.place = ready
+        self._taken.put(None)
+        if isinstance(ready, BaseException):
+            raise ready
+        return _records.event(event)
+
+    def wake(self) -> None:
+        """Makes the descriptor readable for ever: the watch is closed."""
+        if os.getpid() == self._process:
+            # A `next` in progress reads the descriptor with the lock.
+            with self._lock:
+                os.eventfd_write(self.descriptor, 1)
+            self._taken.put(None)
+
+    def _wait(self, wait: t.Time | None) -> bool:
+        import select
+
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
+        milliseconds = 1000 * _arguments.seconds(_arguments.endless(wait))
+        # poll(2) takes 31 bits.
+        return bool(poll.poll(milliseconds if milliseconds < 2**31 else None))
+
+    def _run(self) -> None:
+        while True:
+            ready: tuple[t.Any, tuple[str, int]] | BaseException
+            try:
+                fields = self._native.next(None)
+                ready = (fields, self._native.place)
+            except BaseException as error:
+                ready = error
+            if self._native.is_closed:
+                return
+            with self._lock:
+                self._ready = ready
+                os.eventfd_write(self.descriptor, 1)
+            del ready
+            self._taken.get()
+
+    def __del__(self) -> None:
+        if os.getpid() == self._process:
+            os.close(self.descriptor)

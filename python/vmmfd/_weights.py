@@ -91,7 +91,7 @@ class Weights(Mapping[str, Array]):
 def load_safetensors(
     paths: t.Path | Iterable[t.Path],
     *,
-    backend: str = "auto",
+    backend: str | None = None,
     device: t.DeviceName | None = None,
     digest: bool = False,
     progress: Callable[[int, int], object] | None = None,
@@ -104,7 +104,8 @@ def load_safetensors(
     read, or all `*.safetensors` without an index. Everything is checked before memory is allocated. The memory consists of adjacent
     segments of at most 1 GiB, and each tensor starts at a multiple of 256 bytes.
 
-    `backend` is `"auto"` (CUDA, or ordinary memory if there is no GPU), `"cuda"` or `"host"`. `device` is an ordinal, a UUID or a `Device`:
+    `backend` is `"auto"` (CUDA, or ordinary memory if there is no GPU), `"cuda"` or `"host"`; by default the environment variable
+    `VMMFD_BACKEND`, else `"auto"`. `device` is an ordinal, a UUID or a `Device`:
     the first one by default. `digest` computes the memory's BLAKE3, for readers to verify. `progress(done, all)` is called in this thread
     about 25 times per second, with bytes. `threads` is the number of reader threads: by default one per processor, at most 8. Each thread
     uses 4 MiB of page-locked memory during the call. `rdma` is as for `vmmfd.empty`.

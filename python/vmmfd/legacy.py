@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import _native
+from . import _arguments, _native
 from . import _types as t
 from ._native import Array, Device
 
@@ -27,18 +27,14 @@ class OpenedArray:
         self._opened = opened
         self.array: Array = opened.array
 
-    def close(self, *, exported: t.Literal["valid"] | None = None) -> None:
+    def close(self, *, exports_unused: bool = False, exported: t.Literal["valid"] | None = None) -> None:
         """Waits for all work of the device, then closes the handle. Closing twice does nothing.
 
-        Raises `BufferError` while another library has a DLPack view of the array. `exported="valid"` closes it anyway, and is the caller's
-        promise that no such view is used any more. Views by `__cuda_array_interface__` are not counted, and must not be used afterwards.
-        Raises `Error` for a driver error.
+        Raises `BufferError` while another library has a DLPack view of the array. `exports_unused=True` closes it anyway, and is the
+        caller's promise that no such view is used any more (the old spelling `exported="valid"` is deprecated). Views by
+        `__cuda_array_interface__` are not counted, and must not be used afterwards. Raises `Error` for a driver error.
         """
-        if exported not in (None, "valid"):
-            from ._errors import Invalid
-
-            raise Invalid(f'exported={exported!r} is neither "valid" nor None')
-        self._opened.close(exported == "valid")
+        self._opened.close(_arguments.unused(exports_unused, exported))
 
     def __enter__(self) -> Array:
         return self.array
@@ -65,7 +61,7 @@ class IpcArrayHandle:
         """The byte offset of the array from the opened address."""
         self._opened: OpenedArray | None = None
 
-    def open(self, *, device: int | str | Device | None = None, backend: str = "auto") -> Array:
+    def open(self, *, device: int | str | Device | None = None, backend: str | None = None) -> Array:
         """Opens the array, in another process than its creator. Raises as `open_ipc_array`."""
         self._opened = open_ipc_array(
             self.handle, self.shape, self.dtype, self.strides, self.offset, device=device, backend=backend
@@ -95,7 +91,7 @@ class IpcArrayHandle:
 
 
 def empty(
-    shape: int | Sequence[int], dtype: t.Any, *, device: int | str | Device | None = None, backend: str = "auto"
+    shape: int | Sequence[int], dtype: t.Any, *, device: int | str | Device | None = None, backend: str | None = None
 ) -> Array:
     """Creates an array that is shared by a legacy handle (`cuMemAlloc`), in its own block of a multiple of 2 MiB.
 
@@ -121,7 +117,7 @@ def open_ipc_array(
     offset: int = 0,
     *,
     device: int | str | Device | None = None,
-    backend: str = "auto",
+    backend: str | None = None,
 ) -> OpenedArray:
     """Opens a legacy handle that another process created. Returns a context manager that yields a `vmmfd.Array`.
 

@@ -29,7 +29,7 @@ class Pool(Closing):
     """Whether another process created the pool: always False. Arrays from `vmmfd.take` report it as `Array.is_mapped`."""
 
     def __init__(
-        self, *, max_size: int | None = None, device: int | str | Device | None = None, backend: str = "auto"
+        self, *, max_size: int | None = None, device: int | str | Device | None = None, backend: str | None = None
     ) -> None:
         if max_size is not None and max_size <= 0:
             from ._errors import Invalid

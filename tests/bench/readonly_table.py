@@ -3,7 +3,7 @@
     python readonly_table.py [--backend auto|cuda|host] [--write]
 
 Each installed library runs in its own process, with each way in which it takes foreign memory: with an array that is mapped read-only, with
-the same array by promise (`writable("promise")`), and with a writable array. `--write` also tries, in further processes, a store into
+the same array by promise (`writable(never_written=True)`), and with a writable array. `--write` also tries, in further processes, a store into
 read-only memory.
 """
 
@@ -148,7 +148,7 @@ def in_child(name: str) -> None:
 
     rows = []
     for way, call in ways().items():
-        tried = [attempt(call, array) for array in (readonly, readonly.writable("promise"), own)]
+        tried = [attempt(call, array) for array in (readonly, readonly.writable(never_written=True), own)]
         rows.append([way, *tried])
     named = None
     for candidate in (distribution, "cupy-cuda13x", "cupy-cuda12x", "cuda-python"):
@@ -162,7 +162,7 @@ def in_child(name: str) -> None:
 
 def write(way: Callable[[Any], Any], readonly: vmmfd.Array) -> None:
     """Stores into read-only memory by promise, and then uses the device again."""
-    made = way(readonly.writable("promise"))
+    made = way(readonly.writable(never_written=True))
     try:
         made[0] = 1
         vmmfd_sync(made)
@@ -195,7 +195,7 @@ def run(name: str, way: str | None) -> subprocess.CompletedProcess[str]:
 
         def serve() -> None:
             try:
-                vmmfd.serve(path, array, timeout=60)
+                vmmfd.serve(path, array, wait=60)
             except vmmfd.Error as error:
                 print(f"{name}: {error}", file=sys.stderr)
 

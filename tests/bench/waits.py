@@ -25,7 +25,7 @@ WAITS = {
     "get": 'broker.get("none", wait=600)',
     "claim": 'broker.claim("taken", wait=600)',
     "watch": "watch.next()",
-    "serve": 'vmmfd.serve(socket + ".handoff", b"x", backend="host", timeout=600)',
+    "serve": 'vmmfd.serve(socket + ".handoff", b"x", backend="host", wait=600)',
     "take": 'vmmfd.take(socket + ".handoff", backend="host", wait=600)',
 }
 

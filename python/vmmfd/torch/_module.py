@@ -40,12 +40,8 @@ class _Filled(NamedTuple):
     installed: list[_Installed]
 
 
-def _check_moved(installed: list[_Installed], moved: object) -> None:
+def _check_moved(installed: list[_Installed]) -> None:
     """Raises `Differs` if installed tensors of a module were replaced."""
-    if moved not in (None, "ignore"):
-        raise Invalid(f'moved={moved!r} is neither None nor "ignore"')
-    if moved is not None:
-        return
     addresses = {each.address for each in installed}
     names = []
     for each in installed:
@@ -57,7 +53,7 @@ def _check_moved(installed: list[_Installed], moved: object) -> None:
     if names:
         raise Differs(
             "the module's tensors were replaced, as by half(), to() or an assignment, and a new version would not reach them: "
-            'load it again, or give moved="ignore". Replaced:' + _listed(names)
+            "load it again, or give ignore_moved=True. Replaced:" + _listed(names)
         )
 
 

@@ -1,0 +1,146 @@
+"""Following versions, asyncio, pollable watches, and the log of a broker's outage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import threading
+import time
+
+import numpy as np
+import pytest
+from conftest import Server
+
+import vmmfd
+
+
+def test_follow_yields_versions_in_place(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": np.full(3, 1.0)})
+    seen = []
+    for lease in broker.follow(name, wait=20):
+        x = lease.numpy()["x"]
+        seen.append((lease.version, x[0], lease["x"].address))
+        if len(seen) == 3:
+            break
+        broker.put(name, {"x": np.full(3, x[0] + 1)}, replace=True)
+    assert [(version, value) for version, value, _ in seen] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert len({address for *_, address in seen}) == 1
+
+
+def test_follow_survives_a_delete(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": np.zeros(3)})
+    following = broker.follow(name, wait=20)
+    first = next(following).id
+    broker.delete(name)
+    broker.put(name, {"x": np.ones(3)})
+    again = next(following)
+    assert again.id != first and again.version == 1 and again["x"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_follow_ends_after_its_wait(broker: vmmfd.Broker, name: str) -> None:
+    assert list(broker.follow(name, wait=0)) == []
+    broker.put(name, {"x": np.zeros(3)})
+    leases = list(broker.follow(name, wait=0.1))
+    assert len(leases) == 1 and leases[0].is_closed
+
+
+def test_follow_refuses_another_layout(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": np.zeros(3)})
+    following = broker.follow(name, wait=20)
+    next(following)
+    broker.put(name, {"x": np.zeros(4)}, replace=True)
+    with pytest.raises(vmmfd.Differs):
+        next(following)
+
+
+def test_async_get_waits(broker: vmmfd.Broker, name: str) -> None:
+    async def both() -> vmmfd.Lease:
+        task = asyncio.create_task(broker.get_async(name, wait=60))
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        broker.put(name, {"x": np.ones(2)})
+        return await task
+
+    with asyncio.run(both()) as lease:
+        assert lease["x"].tolist() == [1.0, 1.0]
+    with pytest.raises(vmmfd.NotFound):
+        asyncio.run(broker.get_async(name + "/missing"))
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_cancelled_get_leaves_no_lease(broker: vmmfd.Broker, name: str, is_there: bool) -> None:
+    async def cancelled() -> None:
+        for number in range(20):
+            task = asyncio.create_task(broker.get_async(name, wait=60))
+            # Also while the lease arrives.
+            await asyncio.sleep(0.002 * number if is_there else 0.01)
+            task.cancel()
+            try:
+                (await task).close()
+            except asyncio.CancelledError:
+                pass
+
+    if is_there:
+        broker.put(name, {"x": np.ones(2)})
+    asyncio.run(cancelled())
+    if not is_there:
+        broker.put(name, {"x": np.ones(2)})
+    deadline = time.monotonic() + 20
+    while (held := broker.who(name).leases) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not held
+    assert not [thread for thread in threading.enumerate() if thread.name == "vmmfd-async"]
+
+
+def test_watch_is_pollable(broker: vmmfd.Broker, name: str) -> None:
+    watch = broker.watch(name)
+    assert not select.select([watch], [], [], 0.1)[0] and watch.next(0) is None
+    for _ in range(2):
+        broker.put(name, {"x": np.zeros(2)}, replace=True)
+    for kind in ("published", "replaced"):
+        assert select.select([watch], [], [], 20)[0]
+        place = watch.place
+        event = watch.next(0)
+        assert event is not None and event.kind == kind and watch.place != place
+    assert not select.select([watch], [], [], 0.1)[0]
+    watch.close()
+    # The end is ready.
+    assert select.select([watch], [], [], 0)[0] and list(watch) == []
+    with pytest.raises(vmmfd.Invalid, match="the watch is closed"):
+        watch.next(0)
+    closed = broker.watch(name)
+    closed.close()
+    with pytest.raises(vmmfd.Invalid, match="the watch is closed"):
+        closed.fileno()
+
+
+def test_asyncio_reads_a_watch(broker: vmmfd.Broker, name: str) -> None:
+    async def first() -> str:
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+        with broker.watch(name) as watch:
+            loop.add_reader(watch, came.set)
+            broker.put(name, {"x": np.zeros(2)})
+            await asyncio.wait_for(came.wait(), 20)
+            loop.remove_reader(watch)
+            event = watch.next(0)
+            assert event is not None
+            return event.kind
+
+    assert asyncio.run(first()) == "published"
+
+
+def test_outage_is_logged_once(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    broker = vmmfd.connect(server.path, backend="host", timeout=3)
+    server.kill()
+    with caplog.at_level(logging.WARNING, "vmmfd"):
+        begun = time.monotonic()
+        thread = threading.Thread(target=lambda: pytest.raises(vmmfd.NotFound, broker.get, "x"))
+        thread.start()
+        while not caplog.records and time.monotonic() < begun + 20:
+            time.sleep(0.01)
+        thread.join()
+        pytest.raises(vmmfd.NotFound, broker.get, "x")
+    (record,) = caplog.records
+    assert server.path in record.getMessage() and "waits up to 3 s" in record.getMessage()
+    assert record.created and "vmmfd serve" in record.getMessage()
