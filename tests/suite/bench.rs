@@ -199,7 +199,8 @@ fn sizes_that_do_not_fit_are_skipped(meeting: Meeting) {
 }
 
 /// The rows at each size.
-const COMPARED: [&str; 5] = ["floor", "handoff", "handoff, with description", "handoff by a sleeper", "get"];
+const COMPARED: [&str; 6] =
+    ["floor", "handoff", "handoff, with description", "handoff by a sleeper", "get", "get through C"];
 const EXPORTS: [&str; 4] = [
     "export, the broker holds memory",
     "create to release, the broker holds memory",
@@ -268,6 +269,7 @@ fn broker_is_measured_beside_handoff(meeting: Meeting) {
         ("get, more than a handoff", 2 << 20, "us", json!(15.0)),
         ("get, more than a handoff with description", 2 << 20, "us", Value::Null),
         ("get, in segments of 2 MiB, more than a handoff", 8 << 20, "us", json!(15.0)),
+        ("get through C, of a get", 2 << 20, "x", json!(1.02)),
         ("switch, of the driver's unmap, map and set access", 2 << 20, "x", json!(1.2)),
         ("get of 10000 arrays, more than of one", 0, "ms", json!(3.0)),
         ("put, more than the send of a handoff", 0, "us", json!(60.0)),

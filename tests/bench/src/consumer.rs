@@ -16,7 +16,7 @@ use vmmfd::{
 };
 
 use super::{
-    broker::{Sleeper, Switching},
+    broker::{Sleeper, Switching, ThroughC, c_text},
     producer::until_asleep,
     protocol::{ConsumerRequest, ConsumerResponse, Method},
     stats::{now, us},
@@ -42,6 +42,7 @@ struct Consumer<'a> {
     broker: Option<Client>,
     /// The object of the last get, until the next request.
     object: Option<Object>,
+    through_c: Option<ThroughC>,
     pool: Option<PoolHandle>,
     /// Two objects at the same addresses, until a `Close` request.
     switching: Option<Switching>,
@@ -71,6 +72,7 @@ pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
         sleeper: None,
         broker: None,
         object: None,
+        through_c: None,
         switching: None,
     };
     loop {
@@ -89,6 +91,9 @@ impl Consumer<'_> {
             self.close_segments(segments)?;
         }
         self.object = None;
+        if let Some(through_c) = &mut self.through_c {
+            through_c.close();
+        }
         match request {
             ConsumerRequest::Connect { socket } => {
                 let config = Config::default().timeout(self.task.timeout);
@@ -122,9 +127,19 @@ impl Consumer<'_> {
             ConsumerRequest::Broker { socket } => {
                 let config = Config::default().timeout(self.task.timeout);
                 self.broker = Some(Client::connect(socket, &config)?);
+                self.through_c = Some(ThroughC::connect(self.task, socket)?);
                 Ok(ConsumerResponse::Ready)
             }
             ConsumerRequest::Get { name, array } => self.get(name, array.as_deref()),
+            ConsumerRequest::GetThroughC { name } => {
+                let (Some(through_c), name) = (&mut self.through_c, c_text(name.as_bytes())?) else {
+                    return not_prepared();
+                };
+                until_asleep();
+                let begun = Instant::now();
+                through_c.get(&name)?;
+                Ok(ConsumerResponse::Got { us: us(begun.elapsed()) })
+            }
             ConsumerRequest::Take => {
                 self.line.send(&ConsumerResponse::Ready)?;
                 // Larger than any description.
@@ -280,6 +295,6 @@ impl Consumer<'_> {
     }
 }
 
-fn not_prepared<T>() -> Result<T> {
+pub(super) fn not_prepared<T>() -> Result<T> {
     Err(Error::from(ProtocolError::Unexpected { got: "request", want: "one that prepares it" }))
 }

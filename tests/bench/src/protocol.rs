@@ -39,6 +39,8 @@ pub(super) enum Method {
     Sleeper,
     /// A lease of an object of the broker, until its memory is usable.
     Get,
+    /// Like `Get`, by the C library.
+    GetThroughC,
     /// Like `Get`, for an object with one array.
     GetOneArray,
     /// Like `Get`, for an object with very many arrays.
@@ -213,6 +215,8 @@ pub(super) enum ConsumerRequest {
     Broker { socket: PathBuf },
     /// Get an object of the broker, and an array of the object if `array` is set.
     Get { name: String, array: Option<String> },
+    /// Get an object of the broker by the C library.
+    GetThroughC { name: String },
     /// Switch to the other of two objects at the same addresses.
     Switch { method: Method },
     /// Receive a record and close its descriptors.

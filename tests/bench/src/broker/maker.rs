@@ -87,6 +87,7 @@ impl Maker {
         match method {
             Method::Sleeper => got(consumer, &ConsumerRequest::Wake { size: self.shared()?.size() }),
             Method::Get => get(consumer, PLAIN, None),
+            Method::GetThroughC => got(consumer, &ConsumerRequest::GetThroughC { name: PLAIN.to_owned() }),
             Method::GetOneArray => get(consumer, ONE_ARRAY, Some(array(0)?.name)),
             Method::GetManyArrays => get(consumer, MANY_ARRAYS, Some(array(ARRAYS - 1)?.name)),
             Method::Send => send(consumer, self.shared()?),

@@ -10,6 +10,7 @@ mod maker;
 mod server;
 mod sleeper;
 mod switching;
+mod through_c;
 
 use std::path::Path;
 
@@ -26,6 +27,7 @@ pub(super) use self::{
     server::serve,
     sleeper::{Sleeper, serve_sleeper},
     switching::Switching,
+    through_c::{ThroughC, c_text},
 };
 use super::{
     handoff::take_turns,
@@ -48,17 +50,21 @@ const SMALL: u64 = 2 << 20;
 /// How many segments the largest memory is also split into.
 const MANY: u64 = 64;
 
-/// The methods at each size: the floor first, then the comparisons, and the get last.
-const COMPARED: [(&str, Method); 5] = [
+/// The methods at each size: the floor first, then the comparisons, and the gets last.
+const COMPARED: [(&str, Method); 6] = [
     ("floor", Method::Floor),
     ("handoff", Method::Fresh),
     ("handoff, with description", Method::Described),
     ("handoff by a sleeper", Method::Sleeper),
     ("get", Method::Get),
+    ("get through C", Method::GetThroughC),
 ];
 
 /// The maximum extra time of a get, compared with handoffs by a busy and by an idle sender, in microseconds.
 const GET_AT_MOST: f64 = 15.0;
+
+/// The maximum duration of a get through the C library, relative to one through the Rust library.
+const C_AT_MOST: f64 = 1.02;
 
 /// The maximum extra time of a get with very many arrays, compared with a single array, in milliseconds.
 const ARRAYS_AT_MOST: f64 = 3.0;
@@ -147,7 +153,7 @@ fn gets(run: &mut BenchRun<'_>, producer: &BenchProcess, size: u64, segment: Opt
     let suffix = segment.map_or(String::new(), |segment| format!(", in segments of {}", about(segment)));
     let methods = COMPARED.map(|(_, method)| method);
     let samples = take_turns(run, producer, &format!("getting {}{suffix}", about(size)), size, segment, &methods)?;
-    let [_, handoff, described, sleeper, get] = [0, 1, 2, 3, 4].map(|number| median(&samples[number]));
+    let [_, handoff, described, sleeper, get, in_c] = [0, 1, 2, 3, 4, 5].map(|number| median(&samples[number]));
     for (name, other, at_most) in [
         ("a handoff", handoff, Some(GET_AT_MOST)),
         ("a handoff with description", described, None),
@@ -155,6 +161,7 @@ fn gets(run: &mut BenchRun<'_>, producer: &BenchProcess, size: u64, segment: Opt
     ] {
         figure(run, format!("get{suffix}, more than {name}"), size, get - other, "us", at_most);
     }
+    figure(run, format!("get through C{suffix}, of a get"), size, in_c / get, "x", Some(C_AT_MOST));
     let names = COMPARED.map(|(name, _)| format!("{name}{suffix}"));
     let floor = names[0].clone();
     run.add(Bench::Broker, size, names.into_iter().zip(samples).collect(), &floor);
