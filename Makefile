@@ -10,7 +10,7 @@ export RUST_TEST_THREADS ?= $(shell n=$$(nproc); echo $$((n < 6 ? 6 : n)))
 # The folder of `make install`; packages prefix it with DESTDIR.
 PREFIX ?= /usr/local
 DESTDIR ?=
-# Groups of test-engines: tokens, large, failures.
+# Groups of test-engines: tokens, large, failures, live.
 ENGINES ?=
 # Kills of each kind in test-nodes.
 KILLS ?= 200

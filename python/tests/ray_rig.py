@@ -70,7 +70,9 @@ class Rig:
         self.folder = Path(tempfile.mkdtemp(prefix="vmmfd-ray-"))
         self.servers = []
         self.before = dict(os.environ)
-        os.environ.update(QUIET)
+        # Ray writes the address of a cluster there, and does not create the folder.
+        (self.folder / "ray").mkdir()
+        os.environ.update(QUIET, RAY_TMPDIR=str(self.folder))
         self.cluster = Cluster()
         for place in places:
             (folder / place).mkdir()

@@ -112,9 +112,9 @@ def test_stub_has_recorded_signatures() -> None:
 
 def test_options_default() -> None:
     assert _options.read({}) == _options.read(None) == {
-        "broker": None, "trust": (), "owner": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"
+        "broker": None, "trust": (), "owner": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail", "wake": "own"
     }  # fmt: skip
-    given = {"broker": "/b", "trust": [5], "owner": 0, "name": "a/B.c_d-9", "on_missing": "fail", "wait": 0.5, "on_unsupported": "load"}
+    given = {"broker": "/b", "trust": [5], "owner": 0, "name": "a/B.c_d-9", "on_missing": "fail", "wait": 0.5, "on_unsupported": "load", "wake": "newest"}
     assert _options.read(given) == given
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from . import _native
 from . import _types as t
 from ._errors import Differs, Error, Invalid, Unsupported
+from ._lease import Lease
 
 # The format of offers. A reader of another format refuses them.
 FORMAT = 1
@@ -31,6 +32,21 @@ def origin(metadata: t.Json) -> dict[str, t.Any] | None:
     if isinstance(made, dict) and made.keys() == form.keys() and all(type(made[key]) is kind for key, kind in form.items()):
         return made
     return None
+
+
+def layouts(lease: Lease) -> Iterator[dict[str, t.Any]]:
+    """Returns the layout of each part of a lease, as `Copy` takes it. Padded memory has no digest: it does not say which bytes it covers."""
+    for part, padded, digest, sizes, arrays in lease._native.layout():
+        ((_, memory),) = lease.pieces(part)
+        segments, end = [], memory.address
+        for size in sizes:
+            segments.append((end, size))
+            end += size
+        device = memory.device
+        yield {
+            "name": part, "backend": device.backend, "device": device.ordinal, "digest": None if padded else digest,
+            "segments": segments, "arrays": arrays,
+        }  # fmt: skip
 
 
 class Offer:

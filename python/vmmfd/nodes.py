@@ -14,7 +14,7 @@ from . import _arguments
 from . import _types as t
 from ._broker import Broker
 from ._closing import Closing
-from ._copies import FORMAT, KINDS, Copy, Offer, Piece, Segment, Value, origin
+from ._copies import FORMAT, KINDS, Copy, Offer, Piece, Segment, Value, layouts, origin
 from ._errors import Disconnected, Error, Exists, Invalid, NotFound, Timeout, Unsupported
 from ._lease import Lease
 from ._records import Record
@@ -81,18 +81,11 @@ class Node(Closing):
             made = self._origin(name, lease)
             agent = _Agent(progress=True)
             parts, keys = [], []
-            for part, padded, digest, sizes, arrays in lease._native.layout():
-                ((_, memory),) = lease.pieces(part)
-                device, segments, end = memory.device, [], memory.address
-                for size in sizes:
-                    segments.append((end, size))
-                    end += size
-                _warn_of_tcp(device.backend)
-                registered = agent.register(device.backend, segments, device.ordinal)
+            for part in layouts(lease):
+                _warn_of_tcp(part["backend"])
+                registered = agent.register(part["backend"], part["segments"], part["device"])
                 keys.append(b64encode(agent.metadata(registered)).decode())
-                # The digest of padded memory does not say which bytes it covers.
-                described = {"digest": None if padded else digest, "segments": segments, "arrays": arrays}
-                parts.append({"name": part, "backend": device.backend, "device": device.ordinal, **described})
+                parts.append(part)
             about = {"name": name, "node": self.name, "origin": made, "metadata": lease.metadata}
             offer = json.dumps({"vmmfd": FORMAT, **about, "parts": parts, "nixl": keys}).encode()
             with self._lock:

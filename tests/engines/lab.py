@@ -117,9 +117,10 @@ class Broker(Process):
 
 
 class Engine(Process):
-    """tests/engines/engine.py: one vllm.LLM in its default process model. Imports at once; `start` constructs the engine."""
+    """tests/engines/engine.py: one vllm.LLM in its default process model, or another script. Imports at once; `start` constructs the
+    engine."""
 
-    def __init__(self, lab, name, model, extra=None, load_format=None, mode=0, environment=None, **options):
+    def __init__(self, lab, name, model, extra=None, load_format=None, mode=0, environment=None, script="engine.py", **options):
         self.report = lab.folder / f"{name}.report"
         self.trace_file = lab.folder / f"{name}.trace"
         self.asked = 0
@@ -130,7 +131,7 @@ class Engine(Process):
         elif load_format:
             options["load_format"] = load_format
         options = {key: value for key, value in options.items() if value is not None}
-        super().__init__(lab, name, [sys.executable, HERE / "engine.py", self.report, json.dumps(options)],
+        super().__init__(lab, name, [sys.executable, HERE / script, self.report, json.dumps(options)],
                          ENGINES_TRACE=str(self.trace_file), **(environment or {}))
 
     def reports(self, event):

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from engine import PROMPTS
+from live_rows import live
 from lab import ATTACHED, PUBLISHED, Broker, Failed, Process, Server, free_port, healthy, xids
 
 MIB = 1 << 20
@@ -421,4 +422,4 @@ def deaths(row, server, broker, maker, requests=200):
     row.require(row["objects_after_server"] == row["objects_after_supervisor"] == 1, "the broker lost the object")
 
 
-GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480)}
+GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 480)}

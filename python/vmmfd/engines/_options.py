@@ -7,7 +7,7 @@ from typing import Any
 
 from .._errors import Invalid
 
-_DEFAULTS: dict[str, Any] = {"broker": None, "trust": (), "owner": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail"}
+_DEFAULTS: dict[str, Any] = {"broker": None, "trust": (), "owner": None, "name": None, "on_missing": "load", "wait": 600, "on_unsupported": "fail", "wake": "own"}
 # A name in the broker, short enough to append the GPU and the ranks.
 _NAME = re.compile(r"(?!.*(?:^|/)\.\.?(?:/|$))[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 _LONGEST = 150
@@ -22,7 +22,7 @@ def read(given: Any) -> dict[str, Any]:
     if unknown:
         raise Invalid(f"--model-loader-extra-config has {unknown[0]!r}: load format vmmfd takes {', '.join(_DEFAULTS)}")
     options = _DEFAULTS | given
-    for field, values in (("on_missing", ("load", "fail")), ("on_unsupported", ("fail", "load"))):
+    for field, values in (("on_missing", ("load", "fail")), ("on_unsupported", ("fail", "load")), ("wake", ("own", "newest"))):
         if options[field] not in values:
             raise Invalid(f"--model-loader-extra-config has {field!r}: {options[field]!r}, which is not one of {', '.join(values)}")
     for field in ("broker", "name"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import time
 import weakref
@@ -20,11 +21,11 @@ import vmmfd
 
 from .._errors import Differs, Error, NotFound, Timeout, Unsupported
 from ..torch import _exact, pool
-from . import _state
+from . import _state, _vllm_live
 from ._contents import Contents
 from ._options import read
 from ._vllm_key import key_of, object_name
-from ._vllm_model import check_backends, check_methods, refuse_loading, unshareable, untied
+from ._vllm_model import changes_in_place, check_backends, check_methods, refuse_loading, unshareable, untied
 from ._vllm_object import Found, check_key, in_turn
 
 _logger = init_logger("vllm.vmmfd")
@@ -94,7 +95,15 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         if isinstance(found.held, vmmfd.Lease):
             return self._attach_or_load(found, arguments)
         with found.held:
-            return self._load(found, arguments)
+            model = self._load(found, arguments)
+        if not changes_in_place(vllm_config):
+            return model
+        # Only the broker's memory can change under its addresses: this engine attaches like any other.
+        del model
+        self._forget_model(vllm_config)
+        found.held = found.broker.get(found.name, expect_owner=self._owner())
+        found.recorded = check_key(found)
+        return self._attach(found, arguments)
 
     def _device(self, vllm_config: Any) -> Any:
         device = torch.device(self.load_config.device or vllm_config.device_config.device)
@@ -119,7 +128,8 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         broker = vmmfd.connect(options["broker"], backend=backend, trust=options["trust"])
         with in_turn():
             held = self._ask(broker, name)
-        found = Found(broker, name, held, key, contents, 0)
+        updates = getattr(vllm_config, "weight_transfer_config", None) is not None
+        found = Found(broker, name, held, key, contents, 0, updates)
         if isinstance(held, vmmfd.Lease):
             try:
                 found.recorded = check_key(found)
@@ -129,10 +139,14 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         found.seconds = time.perf_counter() - begin
         return found
 
+    def _owner(self) -> int:
+        owner: int = os.geteuid() if self.options["owner"] is None else self.options["owner"]
+        return owner
+
     def _ask(self, broker: Any, name: str) -> Any:
         """Returns a lease of the object, or the claim to create it."""
         ask = broker.get if self.options["on_missing"] == "fail" else broker.claim
-        owner = os.geteuid() if self.options["owner"] is None else self.options["owner"]
+        owner = self._owner()
         try:
             return ask(name, expect_owner=owner)
         except (NotFound, Timeout):
@@ -156,9 +170,14 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
                     kind="unsupported",
                 ) from error
             _logger.warning("vmmfd: %s can't be attached; loading from disk for this engine only: %s", found.name, error)
-        # The first model registered its layers here by name.
-        arguments["vllm_config"].compilation_config.static_forward_context.clear()
+        self._forget_model(arguments["vllm_config"])
         return self._from_disk().load_model(**arguments)
+
+    def _forget_model(self, vllm_config: Any) -> None:
+        """Frees a model that was built, and its registrations: another is built in its place."""
+        vllm_config.compilation_config.static_forward_context.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _attach(self, found: Found, arguments: dict[str, Any]) -> Any:
         """Builds the model on meta and installs the object's tensors."""
@@ -187,6 +206,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
                 raise Unsupported(f"processing did not create objects that the maker has: {', '.join(absent[:5])}", kind="unsupported")
             times.append(time.perf_counter())
         refuse_loading(model)
+        _vllm_live.add(model, _vllm_live.Live(found, attached.sources, self.options["wake"]))
         # The lease lasts as long as the model.
         weakref.finalize(model, found.held.close)
         build, bind, process = (end - begin for begin, end in zip(times, times[1:], strict=False))
@@ -223,7 +243,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
             times.append(time.perf_counter())
             published = found.held.put(value, metadata={"vllm": recorded})
         except (Error, RuntimeError) as error:
-            if isinstance(error, Unsupported) and loader.must_be_shareable:
+            if (isinstance(error, Unsupported) and loader.must_be_shareable) or changes_in_place(vllm_config):
                 raise
             # The model is loaded and correct: this engine serves it.
             _logger.warning("vmmfd: %s is loaded for this engine only, and not published: %s", found.name, error)

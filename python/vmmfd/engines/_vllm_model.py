@@ -13,12 +13,19 @@ def unshareable(vllm_config: Any) -> str | None:
     """Returns the reason why the weights of a configuration can't be shared, or None."""
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         return "EPLB moves experts between ranks at run time"
-    if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        return "weight transfer writes to the weights at run time"
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    if transfer is not None and transfer.backend != "vmmfd":
+        return f"the weight transfer engine {transfer.backend!r} writes to the weights at run time, unlike vmmfd"
     offload = getattr(vllm_config, "offload_config", None)
     if getattr(getattr(offload, "uva", None), "cpu_offload_gb", 0) or getattr(getattr(offload, "prefetch", None), "offload_group_size", 0):
         return "offloading moves weights from the GPU"
     return None
+
+
+def changes_in_place(vllm_config: Any) -> bool:
+    """Returns whether the engine changes the version of its weights or parks them, so that it must map the broker's memory."""
+    updates = getattr(vllm_config, "weight_transfer_config", None) is not None
+    return updates or getattr(vllm_config.model_config, "sleep_mode_backend", None) == "vmmfd"
 
 
 def check_methods(model: Any) -> None:

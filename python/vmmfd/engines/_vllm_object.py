@@ -24,13 +24,15 @@ class Found:
     key: dict[str, Any]
     contents: Contents
     seconds: float
+    # Whether the engine takes versions that a trainer has made.
+    takes_updates: bool = False
     # The maker's record in the object's metadata.
     recorded: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def record_of(found: Found) -> dict[str, Any]:
-    """Returns the maker's record in the metadata. Raises `Differs` if another kind of program made the object."""
-    recorded = found.held.metadata.get("vllm")
+def record_of(found: Found, metadata: Any) -> dict[str, Any]:
+    """Returns the maker's record in a version's metadata. Raises `Differs` if another kind of program made it."""
+    recorded = metadata.get("vllm")
     if (
         not isinstance(recorded, dict)
         or not isinstance(recorded.get("key"), dict)
@@ -38,6 +40,7 @@ def record_of(found: Found) -> dict[str, Any]:
         or not _state.is_changes(recorded.get("state"))
         or not isinstance(recorded.get("backends"), dict)
         or not isinstance(recorded.get("untied"), bool)
+        or not isinstance(recorded.get("updated", False), bool)
         or not all(isinstance(recorded.get(names), list) and all(isinstance(name, str) for name in recorded[names]) for names in _NAMES)
     ):
         raise Differs(f"{found.name!r} in the broker was not published by load format vmmfd: choose another name")
@@ -46,7 +49,7 @@ def record_of(found: Found) -> dict[str, Any]:
 
 def check_key(found: Found) -> dict[str, Any]:
     """Returns the maker's record. Raises `Differs` unless the leased object equals the model that this engine would load."""
-    recorded = record_of(found)
+    recorded = record_of(found, found.held.metadata)
     theirs, ours = flat(recorded["key"]), flat(found.key)
     fields = [
         f"{field}: {theirs.get(field)!r} in the object, {ours.get(field)!r} here"
@@ -56,6 +59,8 @@ def check_key(found: Found) -> dict[str, Any]:
     difference = found.contents.difference(recorded["contents"])
     if difference:
         fields.append(f"contents: {difference}")
+    if recorded.get("updated") and not found.takes_updates:
+        fields.append("contents: a trainer has changed them, and this engine was started without --weight-transfer-config")
     if fields:
         raise Differs(
             f"{found.name!r} in the broker, version {found.held.version}, does not fit this engine ({'; '.join(fields)}). "

@@ -11,6 +11,10 @@ vLLM finds `register` by the entry point `vllm.general_plugins`. `--model-loader
 - `on_missing`: if there is no object, `"load"` (the default) loads the model from disk and publishes it; `"fail"` fails.
 - `wait`: seconds to wait for the object while another engine loads it, or with `"fail"` for any object to appear; 600 by default.
 - `on_unsupported`: `"fail"` (the default) refuses a model that can't be shared; `"load"` loads it from disk for this engine only.
+- `wake`: the version that a sleeping engine wakes with: `"own"` (the default) or `"newest"`.
+
+With `--weight-transfer-config '{"backend": "vmmfd"}'`, `update_weights` changes to a version that a trainer has put (`next_version`), at the
+same addresses. `--sleep-mode-backend vmmfd` parks the weights instead of copying them to the host.
 
 An object is used only if its key equals the engine's: engine and version, types, quantisation, parallel sizes and rank, the backends that
 change the layout of weights, and the identity of the contents. Otherwise the engine fails with an error that names the fields.
@@ -19,22 +23,42 @@ change the layout of weights, and the identity of the contents. Otherwise the en
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .._broker import Broker
+    from ._next_version import NextVersion
 
 _FORMAT = "vmmfd"
 _registered = False
 
 
+def next_version(broker: Broker, name: str, *, version: int | None = None) -> NextVersion:
+    """Returns a writable copy of an object that engines serve, to put as its next version: a context manager that frees it.
+
+    `tensors` are its tensors by name, on the object's device, with the names, shapes and types of the engine's model after loading: fused
+    and sharded as there. Change their values in place, then call `put()`. `version` is the version to copy, by default the newest. Blocks
+    for the copy. Raises `Differs` if the object is not an engine's, and as `Broker.get`; needs PyTorch."""
+    from ._next_version import NextVersion
+
+    return NextVersion(broker, name, version)
+
+
 def register() -> None:
-    """Registers the load format with vLLM. Opens no driver and no connection. A second call does nothing."""
+    """Registers the load format, the weight transfer engine and the sleep backend with vLLM. Opens no driver and no connection. A second call does nothing."""
     global _registered
     if _registered:
         return
     try:
+        from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
         from vllm.model_executor.model_loader import register_model_loader
 
         from ._vllm_loader import VmmfdLoader
 
         register_model_loader(_FORMAT)(VmmfdLoader)
+        WeightTransferEngineFactory.register_engine(_FORMAT, "vmmfd.engines._vllm_update", "TransferEngine")
+        SleepModeBackendFactory.register_backend(_FORMAT, "vmmfd.engines._vllm_sleep", "SleepBackend")
     except Exception as error:
         # vLLM calls this at every start, even if no engine uses the load format.
         logging.getLogger("vllm.vmmfd").warning("vmmfd: this vLLM does not support the load format vmmfd: %r", error)

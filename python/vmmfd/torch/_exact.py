@@ -71,6 +71,8 @@ class Attached:
         self.arrays = 0
         # The size of the private copies in bytes.
         self.copied = 0
+        # The private copies, each with its mapped source.
+        self.sources: list[tuple[Any, Any]] = []
         # The replaced tensors, which other objects may hold too: by id, with their replacements.
         self._replaced: dict[int, tuple[Any, Any]] = {}
         # Tensors to install after the weights are processed.
@@ -164,6 +166,8 @@ def attach(lease: Any, module: Any, reshaped: set[str], is_late: Callable[[Any],
                     tensor = old.copy_(tensor)
                 if row.kind == "parameter":
                     tensor = torch.nn.Parameter(tensor, requires_grad=False) if old is None else _parameter(tensor, old)
+                elif row.name in private and tensor.numel():
+                    attached.sources.append((tensor, mapped.tensor(row, False)))
                 tied[key] = tensor
             made.append((owner, leaf, row.kind, tied[key], bool(row.attributes.get("persistent", True))))
     for each in made:

@@ -8,6 +8,7 @@ Each event is a line of JSON in the file that ENGINES_TRACE names: the event, th
 """
 import cProfile
 import functools
+import hashlib
 import importlib.abc
 import importlib.util
 import json
@@ -63,12 +64,21 @@ def trace(gpu_worker):
     for step in STEPS:
         wrap(gpu_worker.Worker, step, prepare=trace_loader if step == "load_model" else None)
     wrap(default_loader.DefaultModelLoader, "load_weights", after=pause)
+    for step in ("finish_weight_update", "wake_up"):
+        wrap(gpu_worker.Worker, step, record=addresses)
     every = int(os.environ.get("ENGINES_EMPTY_CACHE", "0"))
     if every:
         empty_caches(gpu_worker.Worker, every)
 
 
-def wrap(owner, name, prepare=None, after=None):
+def addresses(worker):
+    """Returns a digest of the addresses of the model's parameters."""
+    model = worker.model_runner.model
+    placed = sorted((name, parameter.data_ptr()) for name, parameter in model.named_parameters())
+    return {"parameters": len(placed), "addresses": hashlib.sha256(repr(placed).encode()).hexdigest()[:16]}
+
+
+def wrap(owner, name, prepare=None, after=None, record=None):
     original = getattr(owner, name)
     if getattr(original, "traced", False):
         return
@@ -83,7 +93,8 @@ def wrap(owner, name, prepare=None, after=None):
         try:
             return profile.runcall(original, self, *arguments, **named) if profile else original(self, *arguments, **named)
         finally:
-            emit(f"{owner.__name__}.{name}", begin, **({"top": most_expensive(profile)} if profile else {}))
+            emit(f"{owner.__name__}.{name}", begin, **({"top": most_expensive(profile)} if profile else {}),
+                 **(record(self) if record else {}))
             if after:
                 after()
 

@@ -28,4 +28,6 @@ def get_pcp_group() -> "GroupCoordinator":
 
 
 def get_world_group() -> "GroupCoordinator":
-    return SimpleNamespace(rank_in_group=world[0], world_size=world[1], barrier=lambda: barriers.append("barrier"))
+    return SimpleNamespace(
+        rank_in_group=world[0], world_size=world[1], barrier=lambda: barriers.append("barrier"), cpu_group=None
+    )

@@ -1,0 +1,75 @@
+"""A trainer's side: a writable copy of an engine's object, to put as its next version. Needs PyTorch, and not vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _native
+from .._closing import Closing
+from .._copies import Copy, Value, layouts
+from .._errors import Differs, Invalid
+from ..torch._base import _torch
+
+
+class NextVersion(Closing):
+    """A copy of an object that engines serve, on the same device: see `vmmfd.engines.vllm.next_version`."""
+
+    def __init__(self, broker: Any, name: str, version: int | None = None) -> None:
+        torch = _torch()
+        self._broker, self._copies = broker, []
+        self.tensors: dict[str, Any] = {}
+        with broker.get(name, version=version) as lease:
+            self.name, self._base, self._metadata = lease.name, lease.version, lease.metadata
+            if not isinstance(self._metadata.get("vllm"), dict):
+                raise Differs(f"{name!r} was not published by load format vmmfd: give the name of an engine's object")
+            for part in layouts(lease):
+                copy = Copy({**part, "digest": None}, part["device"])
+                self._copies.append(copy)
+                ((_, source),) = lease.pieces(part["name"])
+                bytes_of, begin = [], 0
+                for memory in copy.memories:
+                    piece = memory.array("uint8", min(memory.mapped_size, source.nbytes - begin))
+                    piece.copy_from(source[begin : begin + piece.nbytes])
+                    begin += piece.nbytes
+                    bytes_of.append(torch.from_dlpack(piece).untyped_storage())
+                for entry in copy.entries:
+                    self.tensors[entry[0]] = _tensor(torch, entry, bytes_of)
+
+    def put(self, **options: Any) -> Any:
+        """Puts the tensors' values as the next version, with the options of `Broker.put`, and closes. Waits for the device's work.
+
+        Drop all other references to the tensors first: on host memory they keep the put from sealing it (`BufferError`). Raises `Exists` if
+        another version was put since the copy was made, and as `Broker.put`.
+        """
+        if not self._copies:
+            raise Invalid("the next version is put or closed: make another with next_version")
+        self.tensors.clear()
+        for copy in self._copies:
+            copy.finish(self.name)
+        metadata = {**self._metadata, "vllm": {**self._metadata["vllm"], "updated": True}}
+        options.setdefault("replace_version", self._base)
+        published = self._broker.put(self.name, Value(self._copies), metadata=metadata, **options)
+        self.close()
+        return published
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was put or closed."""
+        return not self._copies
+
+    def close(self) -> None:
+        """Frees the copy. Closing twice does nothing."""
+        self.tensors.clear()
+        for copy in self._copies:
+            copy.memories.clear()
+        self._copies.clear()
+
+
+def _tensor(torch: Any, entry: _native._Entry, storages: list[Any]) -> Any:
+    import json
+
+    _, dtype, shape, strides, number, offset, attributes = entry
+    of = getattr(torch, str(json.loads(attributes or "{}").get("torch_dtype") or dtype))
+    tensor = torch.empty(0, dtype=of, device=storages[number].device)
+    elements = [stride // of.itemsize for stride in strides] if strides is not None else None
+    return tensor.set_(storages[number], offset // of.itemsize, tuple(shape), *([tuple(elements)] if elements is not None else []))

@@ -1,0 +1,180 @@
+"""The rows of the group `live`: new versions under load, sleep, and deaths of the broker's server meanwhile."""
+import os
+import re
+import signal
+import statistics
+import time
+
+from lab import Broker, Failed, Process, whole_lines
+
+MIB = 1 << 20
+HALF = 16000
+UPDATES = 50
+SWITCHED = re.compile(r"vmmfd: switched \S+ from version (\d+) to (\d+) in ([0-9.]+) s")
+PARKED = re.compile(r"vmmfd: (parked|unparked) \S+ version (\d+) in ([0-9.]+) s")
+
+
+class Trainer(Process):
+    def __init__(self, lab, broker, name):
+        import sys
+
+        self.report = lab.folder / f"trainer-{name}.report"
+        super().__init__(lab, f"trainer-{name}", [sys.executable, HERE / "trainer.py", self.report, broker.path, name])
+
+    def ask(self, line, seconds=60):
+        before = len(whole_lines(self.report))
+        self.child.stdin.write(line + "\n")
+        self.child.stdin.flush()
+        return self.wait_for(f"report of {line!r}", lambda: whole_lines(self.report)[before:], seconds)[0]
+
+
+def ask(engine, line, seconds=120):
+    """Sends a command. Raises for an error that it reports."""
+    result = engine.ask(line, seconds)
+    if "error" in result:
+        raise Failed(f"{engine.name}: {line}: {result['error']}")
+    return result
+
+
+def side(tokens):
+    """Returns the half of the vocabulary that all tokens come from, or None."""
+    low, high = min(tokens), max(tokens)
+    return "low" if high < HALF else "high" if low >= HALF else None
+
+
+def figures(engine, pattern):
+    return [(match[1], float(match[3])) for match in pattern.finditer(engine.text())]
+
+
+def milliseconds(row, name, values):
+    row[f"{name}_ms"] = round(statistics.median(values) * 1000, 2)
+    row[f"{name}_longest_ms"] = round(max(values) * 1000, 2)
+
+
+def live(lab):
+    lab.note("checkpoint")
+    (model,) = lab.checkpoints(("large", "plain"))
+    broker = Broker(lab, "live")
+    options = dict(script="live.py", weight_transfer_config={"backend": "vmmfd"}, enable_sleep_mode=True, sleep_mode_backend="vmmfd")
+    del_options = dict(disable_log_stats=True)
+    engine = lab.engine("live", model, broker, **options, **del_options)
+    newest = lab.engine("newest", model, broker, extra={"wake": "newest", "on_missing": "fail", "wait": 60}, **options)
+    trainer = Trainer(lab, broker, "model")
+    with lab.row("live-start") as row:
+        for each in (engine, newest):
+            each.imported()
+        engine.send("start")
+        row["llm_s"] = round(engine.started()["seconds"], 1)
+        newest.send("start")
+        trainer.wait_for("imports", lambda: whole_lines(trainer.report), 60)
+    with lab.row("live-update") as row:
+        made = trainer.ask("put low")
+        row["trainer_copy_ms"], row["trainer_put_ms"] = round(made["copy"] * 1000, 1), round(made["put"] * 1000, 1)
+        first = ask(engine, f"update {made['version']} wait")
+        row |= {key: round(first[key] * 1000, 2) for key in ("pause", "prepare", "finish")}
+        expected = {"low": ask(engine, "tokens")["tokens"]}
+        row.require(all(side(each) == "low" for each in expected["low"]), "the new version does not answer")
+        made = trainer.ask("put high")
+        ask(engine, f"update {made['version']} wait")
+        expected["high"] = ask(engine, "tokens")["tokens"]
+        row.require(all(side(each) == "high" for each in expected["high"]), "the second version does not answer")
+    updates(lab, engine, trainer, expected)
+    with lab.row("pause-between-tokens") as row:
+        gaps = []
+        for turn in range(5):
+            made = trainer.ask(f"put {'high' if turn % 2 else 'low'}")
+            result = ask(engine, f"stream {made['version']}")
+            gaps.append(result["gap_of_update"])
+            row["median_gap_ms"] = round(result["median_gap"] * 1000, 2)
+        milliseconds(row, "gap_of_update", gaps)
+    newest.started()
+    sleep(lab, engine, trainer, expected, newest)
+    deaths(lab, broker, engine, trainer, expected)
+
+
+def updates(lab, engine, trainer, expected):
+    """An engine under load changes its version, 50 times."""
+    with lab.row("updates-under-load") as row:
+        before = len(figures(engine, SWITCHED))
+        captures = engine.text().count("Graph capturing finished")
+        ask(engine, "load")
+        parts = {"pause": [], "prepare": [], "finish": []}
+        for turn in range(UPDATES):
+            made = trainer.ask(f"put {'high' if turn % 2 else 'low'}")
+            result = ask(engine, f"update {made['version']} wait")
+            for part, values in parts.items():
+                values.append(result[part])
+            time.sleep(0.05)
+        result = ask(engine, "rest")
+        answers = result["answers"]
+        mixed = [answer for answer in answers if side(answer[1:]) is None]
+        row["updates"], row["answers"], row["mixed"], row["failed"] = UPDATES, len(answers), len(mixed), len(result["failed"])
+        row["low"], row["high"] = (sum(side(answer[1:]) == half for answer in answers) for half in ("low", "high"))
+        for part, values in parts.items():
+            milliseconds(row, part, values)
+        switches = [seconds for _, seconds in figures(engine, SWITCHED)[before:]]
+        milliseconds(row, "switch", switches)
+        row["median_gap_ms"] = round(result["median_gap"] * 1000, 2)
+        places = {each["addresses"] for each in whole_lines(engine.trace_file) if each["event"] == "Worker.finish_weight_update"}
+        row["addresses"] = len(places)
+        row["captures"] = engine.text().count("Graph capturing finished")
+        row.require(not result["failed"], f"requests failed: {result['failed'][:1]}")
+        row.require(not mixed, f"answers of two versions: {mixed[:3]}")
+        row.require(row["low"] and row["high"], "the load saw one version only")
+        row.require(len(switches) == UPDATES and len(places) == 1, "other addresses, or fewer switches")
+        row.require(row["captures"] == captures, "graphs were captured again")
+        row.require(ask(engine, "tokens")["tokens"] == expected["high"], "other tokens than after the first update")
+
+
+def sleep(lab, engine, trainer, expected, newest):
+    made = trainer.ask("put low")
+    for each in (engine, newest):
+        ask(each, f"update {made['version']} wait")
+    ask(newest, "sleep 1")
+    for level in (1, 2):
+        with lab.row(f"sleep-level-{level}") as row:
+            used = lab.memory.settled()
+            ask(engine, f"sleep {level}")
+            row["freed_mib"] = round((used - lab.memory.settled()) / MIB)
+            ask(engine, "wake")
+            row |= {f"{what}_ms": round(seconds * 1000, 2) for what, seconds in figures(engine, PARKED)[-2:]}
+            row.require(ask(engine, "tokens")["tokens"] == expected["low"], "other tokens than before")
+            row.require(all(seconds <= 0.010 for _, seconds in figures(engine, PARKED)[-2:]), "our part takes more than 10 ms")
+    with lab.row("versions-while-asleep") as row:
+        ask(engine, "sleep 1")
+        trainer.ask("put high")
+        ask(engine, "wake")
+        ask(newest, "wake")
+        row["own"], row["newest"] = (side(ask(each, "tokens")["tokens"][0]) for each in (engine, newest))
+        row.require(row["own"] == "low" and ask(engine, "tokens")["tokens"] == expected["low"], "not its own version")
+        row.require(row["newest"] == "high" and ask(newest, "tokens")["tokens"] == expected["high"], "not the newest version")
+    with lab.row("memory-of-weights-while-asleep") as row:
+        # Only the sleeper's lease and the name hold the weights.
+        ask(engine, "update 0 wait")
+        used = lab.memory.settled()
+        for each in (engine, newest):
+            ask(each, "sleep 1")
+        asleep = lab.memory.settled()
+        row["freed_asleep_mib"] = round((used - asleep) / MIB)
+        ask(engine, "wake")
+        trainer.ask("delete")
+        ask(engine, "sleep 1")
+        row["own_keeps_mib"] = round((lab.memory.settled() - asleep) / MIB)
+        ask(engine, "wake")
+        row.require(ask(engine, "tokens")["tokens"] == expected["high"], "a deleted object's sleeper lost its version")
+        newest.end()
+
+
+def deaths(lab, broker, engine, trainer, expected):
+    """SIGKILL of the broker's server. The engine's version is no longer in the broker by name: it puts none."""
+    with lab.row("server-killed-while-asleep") as row:
+        ask(engine, "sleep 1")
+        members = broker.members()
+        os.kill(broker.server(), signal.SIGKILL)
+        broker.wait_for("new server", lambda: set(broker.members()) - set(members), 20)
+        ask(engine, "wake")
+        row["tokens_equal"] = ask(engine, "tokens")["tokens"] == expected["high"]
+        row.require(row["tokens_equal"], "other tokens after the server's death")
+
+
+HERE = __import__("pathlib").Path(__file__).resolve().parent
