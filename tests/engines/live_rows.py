@@ -3,9 +3,10 @@ import os
 import re
 import signal
 import statistics
+import sys
 import time
 
-from lab import Broker, Failed, Process, whole_lines
+from lab import HERE, Broker, Failed, Process, whole_lines
 
 MIB = 1 << 20
 HALF = 16000
@@ -16,8 +17,6 @@ PARKED = re.compile(r"vmmfd: (parked|unparked) \S+ version (\d+) in ([0-9.]+) s"
 
 class Trainer(Process):
     def __init__(self, lab, broker, name):
-        import sys
-
         self.report = lab.folder / f"trainer-{name}.report"
         super().__init__(lab, f"trainer-{name}", [sys.executable, HERE / "trainer.py", self.report, broker.path, name])
 
@@ -56,8 +55,7 @@ def live(lab):
     (model,) = lab.checkpoints(("large", "plain"))
     broker = Broker(lab, "live")
     options = dict(script="live.py", weight_transfer_config={"backend": "vmmfd"}, enable_sleep_mode=True, sleep_mode_backend="vmmfd")
-    del_options = dict(disable_log_stats=True)
-    engine = lab.engine("live", model, broker, **options, **del_options)
+    engine = lab.engine("live", model, broker, **options)
     newest = lab.engine("newest", model, broker, extra={"wake": "newest", "on_missing": "fail", "wait": 60}, **options)
     trainer = Trainer(lab, broker, "model")
     with lab.row("live-start") as row:
@@ -88,8 +86,8 @@ def live(lab):
             row["median_gap_ms"] = round(result["median_gap"] * 1000, 2)
         milliseconds(row, "gap_of_update", gaps)
     newest.started()
-    sleep(lab, engine, trainer, expected, newest)
     deaths(lab, broker, engine, trainer, expected)
+    sleep(lab, engine, trainer, expected, newest)
 
 
 def updates(lab, engine, trainer, expected):
@@ -166,15 +164,33 @@ def sleep(lab, engine, trainer, expected, newest):
 
 
 def deaths(lab, broker, engine, trainer, expected):
-    """SIGKILL of the broker's server. The engine's version is no longer in the broker by name: it puts none."""
-    with lab.row("server-killed-while-asleep") as row:
-        ask(engine, "sleep 1")
+    """SIGKILL of the broker's server, during an update and during sleep."""
+
+    def kill():
         members = broker.members()
         os.kill(broker.server(), signal.SIGKILL)
         broker.wait_for("new server", lambda: set(broker.members()) - set(members), 20)
+
+    with lab.row("server-killed-during-update") as row:
+        row["new"] = row["old"] = 0
+        for turn in range(10):
+            half = "high" if turn % 2 else "low"
+            made = trainer.ask(f"put {half}")
+            before = len(engine.reports("update"))
+            engine.send(f"update {made['version']} wait")
+            time.sleep(0.004 * turn)
+            kill()
+            (result,) = engine.wait_for("report of the update", lambda: engine.reports("update")[before:], 60)
+            tokens = ask(engine, "tokens")["tokens"]
+            new = "error" not in result
+            row["new" if new else "old"] += 1
+            row.require(tokens == expected[half if new else "low" if half == "high" else "high"], f"other tokens than version {half}: {result}")
+            if not new:
+                row["error"] = result["error"][:200]
+                ask(engine, f"update {made['version']} wait")
+    with lab.row("server-killed-while-asleep") as row:
+        ask(engine, "sleep 1")
+        kill()
         ask(engine, "wake")
         row["tokens_equal"] = ask(engine, "tokens")["tokens"] == expected["high"]
         row.require(row["tokens_equal"], "other tokens after the server's death")
-
-
-HERE = __import__("pathlib").Path(__file__).resolve().parent

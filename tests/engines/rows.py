@@ -422,4 +422,4 @@ def deaths(row, server, broker, maker, requests=200):
     row.require(row["objects_after_server"] == row["objects_after_supervisor"] == 1, "the broker lost the object")
 
 
-GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 480)}
+GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 420)}

@@ -27,6 +27,8 @@ class Live:
         # Whether sleep may have lost the contents of the private tensors.
         self._is_stale = False
         self._prepared: Any = None
+        # Whether all ranks are prepared.
+        self._is_prepared = False
 
     @property
     def _lease(self) -> Any:
@@ -38,10 +40,11 @@ class Live:
         if version is None:
             version = ranks.first(self._newest)
         ranks.together(lambda: self._prepare(version, wait), f"prepare version {version}", self.drop)
+        self._is_prepared = True
 
     def switch(self) -> None:
         """Maps the prepared version on all ranks, or leaves all on the present one. Nothing may use the model during the call."""
-        if self._prepared is None:
+        if not self._is_prepared:
             return
         before, begin = self._lease.version, time.perf_counter()
         # Also finds a rank that has ended since `prepare`.
@@ -55,6 +58,7 @@ class Live:
 
     def drop(self) -> None:
         """Ends the lease of a prepared version."""
+        self._is_prepared = False
         if self._prepared is not None:
             self._prepared.close()
             self._prepared = None
@@ -96,6 +100,8 @@ class Live:
         return version
 
     def _prepare(self, version: int, wait: float) -> None:
+        if version == self._lease.version:
+            return
         self._prepared = self._lease.prepare(version=version, wait=wait)
         try:
             self._check(self._prepared.metadata, version)
@@ -114,7 +120,8 @@ class Live:
             )
 
     def _exchange(self) -> None:
-        self._prepared = self._lease.switch(self._prepared, exports_unused=True)
+        if self._prepared is not None:
+            self._prepared = self._lease.switch(self._prepared, exports_unused=True)
 
     def _switch(self) -> None:
         self._exchange()
