@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,51 @@ def test_entered_pools_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     with _pool.pool():
         pass
     assert [options[3] for options in opened] == [True, True, "auto"] and _pool._active == []
+
+
+def test_pool_is_created_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch counts a pool's uses for each device: counted on another, its release fails an assertion of PyTorch."""
+    from vmmfd.torch import _pool
+
+    uses = [0, 0]
+    current = [0]
+
+    class MemPool:
+        id = (0, 1)
+
+        def __init__(self, allocator: object) -> None:
+            uses[current[0]] += 1
+
+    class Device:
+        def __init__(self, ordinal: int) -> None:
+            self.ordinal, self.before = ordinal, current[0]
+
+        def __enter__(self) -> None:
+            current[0] = self.ordinal
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    @contextlib.contextmanager
+    def use_mem_pool(pool: MemPool, ordinal: int) -> Iterator[None]:
+        uses[ordinal] += 1
+        yield
+        release(ordinal)
+
+    def release(ordinal: int, pool: object = None) -> None:
+        uses[ordinal] -= 1
+        assert uses[ordinal] >= 0
+
+    cuda = SimpleNamespace(
+        is_available=lambda: True, current_device=lambda: 0, init=lambda: None, MemPool=MemPool, use_mem_pool=use_mem_pool, device=Device
+    )
+    torch = SimpleNamespace(cuda=cuda, device=lambda ordinal: ordinal, _C=SimpleNamespace(_cuda_releasePool=release))
+    monkeypatch.setattr(_pool, "_torch", lambda: torch)
+    monkeypatch.setattr(_pool, "_pluggable", lambda: None)
+    monkeypatch.setattr(_pool._native, "torch_pool_open", lambda *options: None)
+    with _pool.pool(device=0), _pool.pool(device=1):
+        pass
+    assert uses == [0, 0] and current == [0]
 
 
 @pytest.mark.fake

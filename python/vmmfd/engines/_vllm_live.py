@@ -27,6 +27,8 @@ class Live:
         # Whether sleep may have lost the contents of the private tensors.
         self._is_stale = False
         self._prepared: Any = None
+        # The seconds of the last exchange.
+        self._switched = 0.0
         # Whether all ranks are prepared.
         self._is_prepared = False
 
@@ -50,10 +52,12 @@ class Live:
         # Also finds a rank that has ended since `prepare`.
         ranks.together(lambda: None, "begin the switch", self.drop)
         ranks.together(self._switch, "switch", self._switch_back)
+        switched = self._switched
         # The previous version.
         self.drop()
         _logger.info(
-            "vmmfd: switched %s from version %d to %d in %.4f s", self._found.name, before, self._lease.version, time.perf_counter() - begin
+            "vmmfd: switched %s from version %d to %d in %.4f s, %.4f s of it unmapped",
+            *(self._found.name, before, self._lease.version, time.perf_counter() - begin, switched),
         )
 
     def drop(self) -> None:
@@ -121,7 +125,9 @@ class Live:
 
     def _exchange(self) -> None:
         if self._prepared is not None:
+            begin = time.perf_counter()
             self._prepared = self._lease.switch(self._prepared, exports_unused=True)
+            self._switched = time.perf_counter() - begin
 
     def _switch(self) -> None:
         self._exchange()

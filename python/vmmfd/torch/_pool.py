@@ -94,7 +94,9 @@ class Pool:
 
     def _begin(self) -> None:
         torch = _torch()
-        mempool = torch.cuda.MemPool(_pluggable())
+        # PyTorch counts the pool's uses on the device that is current when it is created, and `_end` on this one.
+        with torch.cuda.device(self._ordinal):
+            mempool = torch.cuda.MemPool(_pluggable())
         # PyTorch 2.11 aborts the process if a pool is destroyed while another is in use in any thread, or while a graph is captured. So
         # pools are never destroyed: this object is a few bytes, and `_end` frees its memory.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mempool))
