@@ -8,12 +8,14 @@ OPTIONS is JSON for vllm.AsyncEngineArgs. The engine appends its reports to the 
     rest               ends the clients and reports the lowest and highest token of each answer, and the times between tokens
     update N MODE      changes to version N: pauses in vLLM's MODE (wait or keep), updates, resumes
     stream N           an update to version N during a request of 400 tokens, in mode keep: reports the times between tokens
+                       N may be a file instead, with the update of vLLM's engine `ipc`
     sleep LEVEL
     wake
     quit
 """
 import asyncio
 import json
+import pathlib
 import sys
 import time
 
@@ -85,12 +87,13 @@ class Driver:
     async def update(self, version, mode):
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        info = {"version": int(version)} if version.isdigit() else json.loads(pathlib.Path(version).read_text())
         times = [time.monotonic()]
         await self.engine.pause_generation(mode=mode, clear_cache=mode != "keep")
         times.append(time.monotonic())
         try:
             await self.engine.start_weight_update()
-            await self.engine.update_weights(WeightTransferUpdateRequest(update_info={"version": int(version)} if int(version) else {}))
+            await self.engine.update_weights(WeightTransferUpdateRequest(update_info=info))
             times.append(time.monotonic())
             await self.engine.finish_weight_update()
             times.append(time.monotonic())

@@ -58,12 +58,15 @@ def live(lab):
     engine = lab.engine("live", model, broker, **options)
     newest = lab.engine("newest", model, broker, extra={"wake": "newest", "on_missing": "fail", "wait": 60}, **options)
     trainer = Trainer(lab, broker, "model")
+    other = lab.engine("ipc", model, script="live.py", weight_transfer_config={"backend": "ipc"},
+                       environment={"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
     with lab.row("live-start") as row:
-        for each in (engine, newest):
+        for each in (engine, newest, other):
             each.imported()
         engine.send("start")
         row["llm_s"] = round(engine.started()["seconds"], 1)
         newest.send("start")
+        other.send("start")
         trainer.wait_for("imports", lambda: whole_lines(trainer.report), 60)
     with lab.row("live-update") as row:
         made = trainer.ask("put low")
@@ -78,13 +81,30 @@ def live(lab):
         row.require(all(side(each) == "high" for each in expected["high"]), "the second version does not answer")
     updates(lab, engine, trainer, expected)
     with lab.row("pause-between-tokens") as row:
-        gaps = []
+        gaps, parts = [], []
         for turn in range(5):
             made = trainer.ask(f"put {'high' if turn % 2 else 'low'}")
             result = ask(engine, f"stream {made['version']}")
             gaps.append(result["gap_of_update"])
+            parts.append(result["prepare"] + result["finish"])
             row["median_gap_ms"] = round(result["median_gap"] * 1000, 2)
         milliseconds(row, "gap_of_update", gaps)
+        milliseconds(row, "prepare_and_finish", parts)
+    with lab.row("pause-with-ipc-of-vllm") as row:
+        other.started()
+        file = lab.folder / "ipc.json"
+        trainer.ask(f"ipc {model} {file}")
+        before = ask(other, "tokens")["tokens"]
+        gaps, parts = [], []
+        for _ in range(3):
+            result = ask(other, f"stream {file}")
+            gaps.append(result["gap_of_update"])
+            parts.append(result["prepare"] + result["finish"])
+            row["median_gap_ms"] = round(result["median_gap"] * 1000, 2)
+        milliseconds(row, "gap_of_update", gaps)
+        milliseconds(row, "prepare_and_finish", parts)
+        row["tokens_equal"] = ask(other, "tokens")["tokens"] == before
+    other.end()
     newest.started()
     deaths(lab, broker, engine, trainer, expected)
     sleep(lab, engine, trainer, expected, newest)
