@@ -32,7 +32,7 @@ with vmmfd.Broker(socket) as broker:
     watch = subprocess.Popen([f"{programs}/subscriber", socket, os.path.join(folder, "nobody")], stderr=subprocess.DEVNULL)
     with broker.watch("camera") as events:
         while not broker.who("camera").leases:
-            assert events.next(timeout=20) is not None
+            assert events.next(wait=20) is not None
     watch.kill()
     watch.wait()
 
