@@ -4,9 +4,10 @@ The lines from the second import on are all that a program needs. They put a new
 """
 
 import sys, vmmfd
+from typing import Any
 
 
-def say(kind, error, traceback):
+def say(kind: Any, error: Any, traceback: Any) -> None:
     """Prints the error and the next step in one sentence, without a traceback: no broker listens, or `demo` exists already."""
     if issubclass(kind, vmmfd.Error):
         print(f"share_numpy: {error}: {error.hint}" if error.hint else f"share_numpy: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ On a real cluster, start a broker on each node before `ray start`, with VMMFD_BR
 import logging
 import os
 import sys
+from typing import Any
 
 import numpy as np
 import ray
@@ -20,27 +21,28 @@ vmmfd.ray.register()  # Before the decorators that name the transport.
 
 class Maker:
     @ray.method(tensor_transport="vmmfd")
-    def make(self):
+    def make(self) -> dict[str, Any]:
         array = vmmfd.empty((256, 1024), "float32", backend="host")
         np.from_dlpack(array)[:] = 1
         return {"x": array, "step": 1}
 
 
 class Reader:
-    def read(self, value):
+    def read(self, value: Any) -> tuple[float, int]:
         x = np.from_dlpack(value["x"])  # the shared memory itself, read-only
         return float(x.sum()), value["step"]
 
 
-def main():
+def main() -> None:
     cluster = Cluster()
     for number, path in enumerate(sys.argv[1:3]):
-        place = {"env_vars": {"VMMFD_BROKER_SOCKET": path}, "resources": {f"node{number}": 100}}
+        place: dict[str, Any] = {"env_vars": {"VMMFD_BROKER_SOCKET": path}, "resources": {f"node{number}": 100}}
         cluster.add_node(num_cpus=8, object_store_memory=80 << 20, include_dashboard=False, **place)
     os.environ["VMMFD_BROKER_SOCKET"] = sys.argv[1]
     ray.init(address=cluster.address, logging_level=logging.ERROR)
     try:
-        remote = ray.remote(num_cpus=0, enable_tensor_transport=True)
+        options: dict[str, Any] = {"num_cpus": 0, "enable_tensor_transport": True}
+        remote: Any = ray.remote(**options)
         maker = remote(Maker).options(resources={"node0": 1}).remote()
         readers = [remote(Reader).options(resources={"node1": 1}).remote() for _ in range(4)]
         ref = maker.make.remote()

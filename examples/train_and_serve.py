@@ -8,9 +8,10 @@ The trainer only scales one weight: put your own step there.
 import asyncio
 import multiprocessing
 import sys
+from typing import Any
 
 
-def train(socket, versions, rounds):
+def train(socket: str, versions: Any, rounds: Any) -> None:
     """The trainer's process: puts a version each time it is asked."""
     import torch
     import vmmfd
@@ -26,7 +27,7 @@ def train(socket, versions, rounds):
             versions.put(version.put().version)
 
 
-async def serve(model, socket, versions, rounds):
+async def serve(model: str, socket: str, versions: Any, rounds: Any) -> None:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,8 +41,8 @@ async def serve(model, socket, versions, rounds):
     engine = AsyncLLM.from_engine_args(options)
     for number in range(3):
         async for output in engine.generate("The capital of France is", SamplingParams(max_tokens=16), str(number)):
-            pass
-        print(output.outputs[0].text)
+            if output.finished:
+                print(output.outputs[0].text)
         rounds.put(True)
         version = await asyncio.to_thread(versions.get)
         await engine.pause_generation(mode="wait")
@@ -57,8 +58,10 @@ async def serve(model, socket, versions, rounds):
 
 if __name__ == "__main__":
     spawn = multiprocessing.get_context("spawn")
-    queues = spawn.Queue(), spawn.Queue()
-    trainer = spawn.Process(target=train, args=(sys.argv[2], *queues))
+    model, socket = sys.argv[1:]
+    versions: Any = spawn.Queue()
+    rounds: Any = spawn.Queue()
+    trainer = spawn.Process(target=train, args=(socket, versions, rounds))
     trainer.start()
-    asyncio.run(serve(*sys.argv[1:3], *queues))
+    asyncio.run(serve(model, socket, versions, rounds))
     trainer.join()

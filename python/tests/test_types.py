@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import vmmfd
 
 pytest.importorskip("mypy", reason="needs mypy")
 
@@ -18,6 +21,33 @@ def test_mypy_accepts_the_package(tmp_path: Path) -> None:
     options = ["--config-file", str(config), "--cache-dir=/dev/null", "-p", "vmmfd"]
     done = subprocess.run([sys.executable, "-m", "mypy", *options], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# What the examples import, and CI does not have.
+OTHERS = "torch.*,transformers.*,vllm.*,ray.*,numba.*"
+
+
+def test_mypy_accepts_the_examples(tmp_path: Path) -> None:
+    examples = Path(__file__).resolve().parents[2] / "examples"
+    if not examples.exists():
+        pytest.skip("the examples are not beside the tests")
+    config = tmp_path / "mypy.ini"
+    options = "strict = True\ndisallow_subclassing_any = False\ndisallow_untyped_calls = False\ndisallow_untyped_decorators = False\n"
+    config.write_text(f"[mypy]\n{options}[mypy-{OTHERS}]\nignore_missing_imports = True\nfollow_imports = skip\n")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--cache-dir=/dev/null", *map(str, examples.glob("*.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_public_types_are_complete(tmp_path: Path) -> None:
+    for needed in ("basedpyright", "ray"):
+        pytest.importorskip(needed, reason=f"needs {needed}")
+    package = Path(vmmfd.__file__).parent.parent
+    # Not by the interpreter: with it, the checker finds no package in a virtual environment.
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    command = [sys.executable, "-m", "basedpyright", "--verifytypes", "vmmfd", "--ignoreexternal"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert "Type completeness score: 100%" in done.stdout, done.stdout
 
 
 def test_stubtest_accepts_the_stubs(tmp_path: Path) -> None:

@@ -435,7 +435,7 @@ class Claim(Closing):
     def __init__(self, put: Callable[..., Published], name: str, claim: _native.Claim) -> None:
         self._put = put
         self._native = claim
-        self.name = name
+        self.name: str = name
 
     def put(self, value: t.Any, **options: t.Any) -> Published:
         """Puts the object with `Broker.put` and these options, and ends the claim. Raises `Invalid` if the claim is closed, and as

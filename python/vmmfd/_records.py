@@ -22,7 +22,7 @@ class Record:
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in self.__slots__)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__: t.ClassVar[None] = None  # type: ignore[assignment]
 
     def __reduce__(self) -> t.Any:
         return _record, (type(self), {name: getattr(self, name) for name in self.__slots__})

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from datetime import timedelta as timedelta
     from types import TracebackType as TracebackType
     from typing import Any as Any
+    from typing import ClassVar as ClassVar
     from typing import Literal as Literal
     from typing import Self as Self
     from typing import Protocol, TypeAlias, TypeVar
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 else:
     _MODULES = {
         "Any": "typing",
+        "ClassVar": "typing",
         "Literal": "typing",
         "Module": "torch.nn",
         "Self": "typing",

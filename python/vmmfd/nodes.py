@@ -55,7 +55,7 @@ class Node(Closing):
         import socket
 
         self._broker = broker
-        self.name = socket.gethostname() if name is None else _arguments.text(name, "name")
+        self.name: str = socket.gethostname() if name is None else _arguments.text(name, "name")
         self._lock = threading.Lock()
         self._closed = False
         # Without a transfer or a registration.

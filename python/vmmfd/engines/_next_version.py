@@ -19,7 +19,8 @@ class NextVersion(Closing):
         self._broker, self._copies = broker, []
         self.tensors: dict[str, Any] = {}
         with broker.get(name, version=version) as lease:
-            self.name, self._base, self._metadata = lease.name, lease.version, lease.metadata
+            self.name: str = lease.name
+            self._base, self._metadata = lease.version, lease.metadata
             if not isinstance(self._metadata.get("vllm"), dict):
                 raise Differs(f"{name!r} was not published by load format vmmfd: give the name of an engine's object")
             for part in layouts(lease):

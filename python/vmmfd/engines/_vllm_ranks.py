@@ -20,7 +20,8 @@ def first(work: Callable[[], T]) -> T:
     """Runs `work` on the first rank and returns its result on all ranks. Raises on all ranks if it fails, or a rank does not answer."""
     group = get_world_group()
     results = _exchange(group, _attempt(work) if group.rank_in_group == 0 else (None, None))
-    return _checked(group, results, results[:1])[0]
+    found: T = _checked(group, results, results[:1])[0]
+    return found
 
 
 def together(work: Callable[[], T], what: str, undo: Callable[[], object]) -> T:
@@ -32,7 +33,8 @@ def together(work: Callable[[], T], what: str, undo: Callable[[], object]) -> T:
         # Results stay in their process.
         results = _exchange(group, (None, mine[1]))
         results[group.rank_in_group] = mine
-        return _checked(group, results, results, what)[group.rank_in_group]
+        done: T = _checked(group, results, results, what)[group.rank_in_group]
+        return done
     except BaseException:
         if mine[1] is None:
             undo()
