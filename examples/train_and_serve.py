@@ -37,6 +37,7 @@ async def serve(model: str, socket: str, versions: Any, rounds: Any) -> None:
         load_format="vmmfd",
         model_loader_extra_config={"broker": socket, "name": "policy"},
         weight_transfer_config={"backend": "vmmfd"},
+        gpu_memory_utilization=0.5,  # The rest is the trainer's.
     )
     engine = AsyncLLM.from_engine_args(options)
     for number in range(3):
