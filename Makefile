@@ -71,7 +71,7 @@ test-python: build-all ## the Python package: its wheel in a virtual environment
 	scripts/test-python $(CARGO) $(BIN) $(STRICT)
 
 test-nodes: build-all ## kill Ray's actors, agents and brokers in reads between nodes, KILLS (200) times each, half an hour; make test kills 3 times
-	VMMFD_TEST_KILLS=$(KILLS) scripts/test-python $(CARGO) $(BIN) $(STRICT) test_ray_kills.py
+	VMMFD_TEST_KILLS=$(KILLS) scripts/test-python $(CARGO) $(BIN) $(STRICT) test_ray_kills.py -o faulthandler_timeout=$$((900 + 50 * $(KILLS)))
 
 engines-pack: ## dist-engines/: vLLM and the wheels that a GPU machine without a network lacks, 46 MB, from PyPI
 	python3 tests/engines/pack.py dist-engines
