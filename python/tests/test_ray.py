@@ -180,6 +180,7 @@ class Wire:
         self.results = list(results)
         self.offers = 0
         self.sources: list[bytes] = []
+        self.stalls: list[float] = []
 
     def offer(self, name: str, version: int | None = None) -> bytes:
         self.offers += 1
@@ -190,6 +191,7 @@ class Wire:
 
     def pull(self, offer: bytes, **options: Any) -> Any:
         self.sources.append(offer)
+        self.stalls.append(options["stall"])
         result = self.results.pop(0)
         if result:
             raise result
@@ -244,6 +246,35 @@ def test_restarted_source_is_asked_again(agent: Any) -> None:
     agent._wire = Wire(vmmfd.Disconnected("gone"), None)
     assert agent.pull(WANTED, "weights", 60.0, 1.0).id == "copy"
     assert agent._wire.sources == [b"one", b"one"] and agent.killed == []
+
+
+def test_waiting_reader_gets_the_failure(agent: Any) -> None:
+    agent.names[:] = ["here", "one"]
+    agent._wire = Wire(vmmfd.Timeout("no piece"), None)
+    for waited in (0.0, 60.0):
+        with pytest.raises(vmmfd.Timeout, match="from node one: no piece$"):
+            agent.pull(WANTED, "weights", 60.0, 1.0, waited)
+    assert agent.pull(WANTED, "weights", 60.0, 1.0).id == "copy"
+
+
+@pytest.mark.parametrize(("answers_after", "stall"), [(7.0, 5.0), (99.0, None)])
+def test_silent_source_has_one_limit(agent: Any, monkeypatch: pytest.MonkeyPatch, answers_after: float, stall: float | None) -> None:
+    clock = SimpleNamespace(now=0.0)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    def ask(nodes: Any, method: str, *arguments: Any) -> list[Any]:
+        sleep(3.0 if nodes else 0.0)
+        return [node.encode() for node in nodes if clock.now > answers_after]
+
+    agent.names[:] = ["here", "one"]
+    agent._wire = Wire(vmmfd.Timeout("no piece"))
+    monkeypatch.setattr(ray_agent, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(ray_agent, "_ask", ask)
+    with pytest.raises(vmmfd.Error, match="no piece$" if stall else "its agent did not answer in 12 s$"):
+        agent.pull(WANTED, "weights", 60.0, 10.0)
+    assert agent._wire.stalls == ([pytest.approx(stall, abs=0.5)] if stall else []) and clock.now < 15
 
 
 def test_other_bytes_are_refused_at_once(agent: Any) -> None:

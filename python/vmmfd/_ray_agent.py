@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -26,8 +26,10 @@ _PREFIX = "ray/"
 _TRIES = 3
 # Seconds between questions to sources that all serve another reader.
 _BUSY = 0.1
-# Seconds that an agent may take to answer, also while Ray restarts it.
-_ANSWER = 5.0
+# Seconds between questions to an agent that does not answer: Ray may be restarting it.
+_ANSWER = 3.0
+# Seconds beyond `stall` that a source may take in all, without an answer and without progress.
+_GRACE = 4.0
 
 _brokers: dict[str, Broker] = {}
 _brokers_lock = threading.Lock()
@@ -58,6 +60,14 @@ def _agent(node: str) -> Any:
     ).remote()
 
 
+class _Pulling:
+    """The pulls of one object to this node, one at a time, and the last failure."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.failed: tuple[float, Error] | None = None
+
+
 class Agent:
     """The actor of a node that offers its broker's objects to other nodes and pulls theirs. It owns leases and no memory: Ray restarts it
     at any time. Internal, except `pulled`."""
@@ -71,7 +81,7 @@ class Agent:
         self._lock = threading.Lock()
         # By origin: the node that reads the object now, since when, and the offer.
         self._lent: dict[str, tuple[str, float, bytes]] = {}
-        self._pulls: dict[str, threading.Lock] = {}
+        self._pulls: dict[str, _Pulling] = {}
         self._done: deque[dict[str, Any]] = deque(maxlen=1000)
 
     def pulled(self) -> list[dict[str, Any]]:
@@ -86,8 +96,8 @@ class Agent:
         return self._here if _copy(self._broker, wanted) else None
 
     def is_pulling(self, origin: str) -> bool:
-        lock = self._pulls.get(origin)
-        return lock is not None and lock.locked()
+        pulling = self._pulls.get(origin)
+        return pulling is not None and pulling.lock.locked()
 
     def offer(self, wanted: _Object, reader: str, stall: float) -> bytes | bool | Error:
         """Returns the offer, False while another node reads the object, True if this node does not have it, or the error."""
@@ -117,30 +127,48 @@ class Agent:
         self._wire.withdraw(offer)
 
     def pull(
-        self, wanted: _Object, name: str, limit: float, stall: float, device: str | None = None, lifetime: float | None = None
+        self,
+        wanted: _Object,
+        name: str,
+        limit: float,
+        stall: float,
+        waited: float = 0.0,
+        device: str | None = None,
+        lifetime: float | None = None,
     ) -> Published:
-        """Pulls the object under `name`, unless this node has it there."""
-        deadline = time.monotonic() + limit
+        """Pulls the object under `name`, unless this node has it there. A caller that has `waited` for a pull that failed gets its error:
+        callers that each try anew would wait for each other."""
+        asked = time.monotonic() - waited
         with self._lock:
-            lock = self._pulls.setdefault(wanted.origin, threading.Lock())
+            pulling = self._pulls.setdefault(wanted.origin, _Pulling())
         # Another call may be pulling it.
-        if not lock.acquire(timeout=limit):
+        if not pulling.lock.acquire(timeout=limit):
             raise Timeout(f"{wanted.name!r} is still being pulled after {limit:g} s: give a longer deadline", kind="peer")
         try:
             own = _copy(self._broker, wanted, name)
             if own is not None:
                 return Published(name=own.name, version=own.version, id=own.id)
-            return self._pull(wanted, name, deadline, stall, device=device, lifetime=lifetime)
+            if pulling.failed is not None and pulling.failed[0] > asked:
+                raise _again(pulling.failed[1])
+            try:
+                return self._pull(wanted, name, asked + waited + limit, stall, device=device, lifetime=lifetime)
+            except Error as error:
+                pulling.failed = time.monotonic(), _again(error)
+                raise
         finally:
-            lock.release()
+            pulling.lock.release()
 
     def _pull(self, wanted: _Object, name: str, deadline: float, stall: float, **options: Any) -> Published:
         failed: list[str] = []
         error: Error = NotFound(f"no node has {wanted.name!r} of node {wanted.node} any more: put it again", kind="object")
         excluded = {self._here}
+        # Seconds before an answer, by source.
+        silent: defaultdict[str, float] = defaultdict(float)
         while len(failed) < _TRIES:
-            left = deadline - time.monotonic()
+            asked = time.monotonic()
             source, offer = self._choose(wanted, excluded, stall)
+            began = time.monotonic()
+            left = deadline - began
             if offer is True:
                 break
             if offer is False:
@@ -148,13 +176,21 @@ class Agent:
                     raise Timeout(f"the nodes that have {wanted.name!r} still serve others: give a longer deadline", kind="peer")
                 time.sleep(_BUSY)
                 continue
-            began = time.monotonic()
+            silent[source] += began - asked
+            if offer is None:
+                # Ray's own errors arrive at once.
+                time.sleep(_BUSY)
+                silent[source] += _BUSY
+                if silent[source] > stall or left < 0:
+                    excluded.add(source)
+                    error = Disconnected(f"its agent did not answer in {silent[source]:.0f} s", kind="peer")
+                    failed.append(f"from node {source}: {error}")
+                continue
             try:
                 if isinstance(offer, Error):
                     raise offer
-                if offer is None:
-                    raise Disconnected(f"its agent did not answer in {_ANSWER:g} s", kind="peer")
-                pulled = self._wire.pull(offer, name=name, deadline=max(left, 0.1), stall=stall, replace=True, **options)
+                patience = min(stall, stall + _GRACE - silent[source])
+                pulled = self._wire.pull(offer, name=name, deadline=max(left, 0.1), stall=patience, replace=True, **options)
             except (Timeout, Disconnected) as why:
                 error = why
                 failed.append(f"from node {source}: {why}")
@@ -192,6 +228,11 @@ class Agent:
                 if chosen[1] is not False and answer is not True:
                     chosen = node, answer
         return chosen
+
+
+def _again(error: Error) -> Error:
+    """Returns the error without its traceback, whose frames have memory."""
+    return type(error)(str(error), kind=error.kind, hint=error.hint)
 
 
 def _broker(backend: str = "auto") -> Broker:

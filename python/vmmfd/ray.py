@@ -225,10 +225,11 @@ class Arrays(TensorTransportManager):  # type: ignore[misc]
         began = time.monotonic()
         with broker.claim(name, wait=limit) as claim:
             if isinstance(claim, Claim):
-                left = limit - (time.monotonic() - began)
+                waited = time.monotonic() - began
+                left = limit - waited
                 device = None if kind == "cpu" else _native.device_uuid(backend="cuda")
                 pull = _agent(here).pull.options(concurrency_group="pull")
-                _answer(pull.remote(wanted, name, left, self.stall, device, min(self.linger, _COPY_LINGER)), wanted, left)
+                _answer(pull.remote(wanted, name, left, self.stall, waited, device, min(self.linger, _COPY_LINGER)), wanted, left)
         return broker.get(name)._native
 
     @staticmethod
