@@ -6,7 +6,7 @@
 Two raylets and two brokers on this machine: node `a` has GPU 0, node `b` GPU 1, or GPU 0 if there is only one. Each actor sees both GPUs,
 as UCX can map only memory of GPUs that it sees. `--cpu` uses CPU memory. Prints a JSON line for each read: `extra_mib` is how much less
 memory of its GPU was free afterwards. The reader `after kill` is a new actor that reads when the source was killed. A read has a limit of
-40 s.
+25 s.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from ray.cluster_utils import Cluster
 import vmmfd.ray
 
 MIB = 1 << 20
-LIMIT = 40
-TRANSPORTS = ["vmmfd_torch", "nixl", "cuda_ipc"]
+LIMIT = 25
+TRANSPORTS = ["vmmfd_torch", "cuda_ipc", "nixl"]
 
 
 class Actor:
@@ -136,6 +136,7 @@ class Bench:
             self.seed += 1
             free = self.get(source.free.remote())
             ref = getattr(source, f"make_{transport}").remote(mib, self.seed)
+            ray.wait([ref], timeout=LIMIT, fetch_local=False)
             for name in list(actors):
                 if not self.read({"transport": transport, "mib": mib, "reader": name, "warm": mib != 4}, actors[name], ref):
                     # Ray may have killed it.
