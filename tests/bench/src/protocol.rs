@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use vmmfd::{
     driver::Backend,
-    error::{DeviceError, Error, LoadError},
+    error::{DeviceError, Error, LoadError, ProtocolError},
     internals::{Closing, Opening},
     memory::Device,
 };
@@ -241,4 +241,9 @@ pub(super) enum ConsumerResponse {
         us: f64,
     },
     Failed(Failure),
+}
+
+/// The error of a request whose preparation is missing.
+pub(super) fn not_prepared() -> Error {
+    ProtocolError::Unexpected { got: "request", want: "one that prepares it" }.into()
 }
