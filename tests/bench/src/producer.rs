@@ -22,7 +22,7 @@ use super::{
     broker::Maker,
     consumer_handle::{ConsumerHandle, until_asleep},
     process::BenchProcess,
-    protocol::{ConsumerRequest, Method, Request, Response, not_prepared},
+    protocol::{ConsumerRequest, Method, ProducerRequest, ProducerResponse, not_prepared},
     stats::now,
     task::{Role, Task},
 };
@@ -65,20 +65,20 @@ pub(super) fn serve(task: &Task, folder: &Path, consumers: usize, line: &Line) -
     let consumers = consumers.collect::<Result<Vec<_>>>()?;
     // All consumers start their drivers concurrently.
     consumers.iter().try_for_each(ConsumerHandle::ready)?;
-    line.send(&Response::started(&device)?)?;
+    line.send(&ProducerResponse::started(&device)?)?;
     let mut producer = Producer { task, driver, device, folder, consumers, prepared: Prepared::default(), maker: None };
     loop {
         let response = match line.receive()? {
-            Request::Prepare { size, segment, methods } => {
-                producer.prepare(size, segment, &methods).map(|()| Response::Done)
+            ProducerRequest::Prepare { size, segment, methods } => {
+                producer.prepare(size, segment, &methods).map(|()| ProducerResponse::Done)
             }
-            Request::IsEmulated => producer.is_emulated().map(Response::IsEmulated),
-            Request::Connect { socket } => producer.connect_to_broker(&socket).map(|()| Response::Done),
-            Request::Measure { method } => producer.measure(method).map(|us| Response::Time { us }),
-            Request::Clear => producer.clear().map(|()| Response::Done),
+            ProducerRequest::IsEmulated => producer.is_emulated().map(ProducerResponse::IsEmulated),
+            ProducerRequest::Connect { socket } => producer.connect_to_broker(&socket).map(|()| ProducerResponse::Done),
+            ProducerRequest::Measure { method } => producer.measure(method).map(|us| ProducerResponse::Time { us }),
+            ProducerRequest::Clear => producer.clear().map(|()| ProducerResponse::Done),
             _ => Err(ProtocolError::Unexpected { got: "request", want: "one for a producer" }.into()),
         };
-        line.send(&Response::of(response))?;
+        line.send(&ProducerResponse::of(response))?;
     }
 }
 
