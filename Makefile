@@ -46,9 +46,9 @@ smoke: build ## check whether GPU memory can be shared here: vmmfd doctor, then 
 
 test: test-suite test-rights test-protocol test-python test-capi test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker, on the GPU if there is one
 
-# The parts of `make test`.
+# The parts of `make test`. The tests' dependencies enable more features of shared packages: programs built without them would be built twice.
 build-all:
-	$(CARGO) build --locked --workspace --features launch
+	$(CARGO) build --locked --workspace --all-targets --features launch
 
 test-suite: build-all
 	scripts/without-leftovers $(CARGO) test --locked --workspace --features launch --no-fail-fast
@@ -86,12 +86,11 @@ bench: ## the cost of a handoff beside the driver's own calls: vmmfd bench, as a
 	$(CARGO) build --locked --release -p vmmfd-cli -p vmmfd-bench
 	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
-check: ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that use only the library
+check: build-all ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that use only the library
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --all --check --manifest-path python/Cargo.toml
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
 	PYO3_NO_PYTHON=1 CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target) $(CARGO) clippy --locked --manifest-path python/Cargo.toml -- -D warnings
-	$(CARGO) build --locked --workspace --features launch
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps -p vmmfd --features bindings,launch
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
 	scripts/check-package $(CARGO)

@@ -90,14 +90,6 @@ pub fn emulated(config: ServerConfig) -> ServerConfig {
     ServerConfig { emulated: true, ..config }
 }
 
-/// Reads the records in a log of the broker's server, as JSON. Drops an incomplete last record, which a killed server leaves.
-///
-/// # Errors
-/// One sentence that gives the reason.
-pub fn read_catalogue(log: OwnedFd) -> std::result::Result<Vec<serde_json::Value>, String> {
-    crate::broker::read_as_json(log)
-}
-
 /// Describes memory that is not immutable.
 pub fn describe(device: DeviceIdentity, sharing: Sharing, size: u64, mapped_size: u64) -> Description {
     Description { device, sharing, size, mapped_size, immutable: false }

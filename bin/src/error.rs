@@ -115,19 +115,7 @@ pub fn hint(error: &Error) -> Option<&str> {
         Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise ulimit -n, or use larger chunks",
         Error::Forked { .. } => "start the process with exec, or initialise the driver after the fork",
         Error::Memory(MemoryError::OutOfMemory { .. }) => "request less, or free memory first",
-        Error::Socket(SocketError::UnsafeFolder { .. }) | Error::Socket(SocketError::FolderLocked { .. }) => {
-            "name a socket in a folder of your own with --socket"
-        }
-        Error::Socket(SocketError::DefaultFolder { .. }) => "check XDG_RUNTIME_DIR, or name a socket with --socket",
-        Error::Socket(SocketError::NotAccepted { .. }) => {
-            "check the process that listens there: it may be stopped, or have too many connections"
-        }
-        Error::Socket(SocketError::Path { .. }) => "name another path with --socket",
-        Error::Socket(SocketError::AlreadyServed { .. }) => "stop that process, or use another --socket",
-        Error::Socket(SocketError::Absent { .. }) => {
-            "start a producer on the same --socket, or wait longer with --timeout"
-        }
-        Error::Socket(SocketError::NoBroker { .. }) => "start one with `vmmfd serve`, or name its socket with --socket",
+        Error::Socket(error) => return socket_hint(error),
         Error::Broker(BrokerError { code, .. }) => return refusal_hint(*code),
         Error::Peer(PeerError::NoConsumer { .. }) => {
             "start a consumer on the same --socket, or wait longer with --timeout"
@@ -140,17 +128,7 @@ pub fn hint(error: &Error) -> Option<&str> {
         Error::Peer(PeerError::NotAllowed { .. }) => {
             "to trust that user, give this command --allow-uid with its number"
         }
-        Error::Socket(SocketError::Denied { group: Some(_), .. }) => {
-            "add this user to that group and log in again, or start the process that listens there with --allow-uid and this user's number"
-        }
-        Error::Peer(PeerError::Reported { code: ErrorCode::Refused, .. })
-        | Error::Socket(SocketError::Denied { .. }) => {
-            "the process that listens there must be started with --allow-uid and this user's number; a broker also admits the members of \
-             a group with --allow-gid"
-        }
-        Error::Socket(SocketError::ClosedFolder { .. }) => {
-            "the folder's owner must let this user in: with chmod o+x, or with g+x for a group of this user"
-        }
+        Error::Peer(PeerError::Reported { code: ErrorCode::Refused, .. }) => NOT_ADMITTED,
         Error::Driver { code: code::OUT_OF_MEMORY, .. } => "free memory first, or request less",
         Error::Driver { code: code::SYSTEM_DRIVER_MISMATCH, .. } => {
             "the driver library and the kernel module differ in version: reboot, or rebuild the container"
@@ -158,6 +136,35 @@ pub fn hint(error: &Error) -> Option<&str> {
         Error::Driver { call: "cuInit", .. } => {
             "check nvidia-smi and the kernel log: the driver is installed but fails"
         }
+        _ => return None,
+    })
+}
+
+/// A hint for a peer that does not admit this user.
+const NOT_ADMITTED: &str = "the process that listens there must be started with --allow-uid and this user's number; a broker also admits \
+                            the members of a group with --allow-gid";
+
+/// A hint for the user about a socket, if there is a general one.
+fn socket_hint(error: &SocketError) -> Option<&'static str> {
+    Some(match error {
+        SocketError::UnsafeFolder { .. } | SocketError::FolderLocked { .. } => {
+            "name a socket in a folder of your own with --socket"
+        }
+        SocketError::DefaultFolder { .. } => "check XDG_RUNTIME_DIR, or name a socket with --socket",
+        SocketError::NotAccepted { .. } => {
+            "check the process that listens there: it may be stopped, or have too many connections"
+        }
+        SocketError::Path { .. } => "name another path with --socket",
+        SocketError::AlreadyServed { .. } => "stop that process, or use another --socket",
+        SocketError::Absent { .. } => "start a producer on the same --socket, or wait longer with --timeout",
+        SocketError::NoBroker { .. } => "start one with `vmmfd serve`, or name its socket with --socket",
+        SocketError::ClosedFolder { .. } => {
+            "the folder's owner must let this user in: with chmod o+x, or with g+x for a group of this user"
+        }
+        SocketError::Denied { group: Some(_), .. } => {
+            "add this user to that group and log in again, or start the process that listens there with --allow-uid and this user's number"
+        }
+        SocketError::Denied { .. } => NOT_ADMITTED,
         _ => return None,
     })
 }

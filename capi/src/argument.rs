@@ -1,7 +1,7 @@
 //! Reads the arguments of C callers.
 
 use std::{
-    ffi::{CStr, CString, c_char, c_int},
+    ffi::{CStr, c_char, c_int},
     mem::MaybeUninit,
     os::fd::{BorrowedFd, OwnedFd},
     path::Path,
@@ -153,11 +153,4 @@ fn is_readable(fd: &OwnedFd) -> bool {
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     let mut polled = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
     poll(&mut polled, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
-}
-
-/// A text for C. A null character, which C texts can't have, becomes a question mark.
-pub(crate) fn c_text(text: impl Into<Vec<u8>>) -> CString {
-    let mut bytes = text.into();
-    bytes.iter_mut().filter(|byte| **byte == 0).for_each(|byte| *byte = b'?');
-    CString::new(bytes).unwrap_or_default()
 }

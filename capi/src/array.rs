@@ -16,13 +16,13 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{c_text, list, out, text},
+    argument::{list, out, text},
     device::{OpenDevice, vmmfd_device_t},
     dlpack::{
         self, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDataType, DLDevice, DLManagedTensorVersioned, DLTensor, Elements,
         Foreign,
     },
-    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    error::{Failure, Outcome, c_text, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
     memory::{Memory, Source, vmmfd_memory_t},
 };

@@ -10,7 +10,7 @@ use std::{
 };
 
 use vmmfd::{
-    broker::{Client, Condition, Get, Lifetime, Put, PutPart},
+    broker::{Client, Condition, Lifetime, Put, PutPart},
     channel::{BrokerPath, Trust},
     session::Config,
 };
@@ -20,8 +20,10 @@ use crate::{
     array::vmmfd_array_t,
     device::vmmfd_device_t,
     error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    get::{build_get, vmmfd_get_options_t},
     handle::{self, handle},
-    lease::{Leased, vmmfd_lease_t},
+    lease::vmmfd_lease_t,
+    leased::Leased,
     listing::{Listing, vmmfd_listing_t},
     put,
     watch::{Watching, vmmfd_watch_t},
@@ -44,10 +46,9 @@ pub(crate) struct Broker {
 }
 
 impl Broker {
-    /// The path and the configuration of another connection to the same broker, which no descriptor stops.
-    pub(crate) fn address(&self) -> (PathBuf, Config) {
-        let config = Config::default().timeout(self.timeout).trust(Trust { uids: self.trust.clone() });
-        (self.path.clone(), config)
+    /// The configuration of another connection to the same broker, which no descriptor stops.
+    fn config(&self) -> Config {
+        Config::default().timeout(self.timeout).trust(Trust { uids: self.trust.clone() })
     }
 }
 
@@ -227,43 +228,6 @@ fn with_options<'a>(mut put: Put<'a>, options: &vmmfd_put_options_t) -> Outcome<
     Ok((put, optional_text(options.digest, "digest")?.map(str::to_owned)))
 }
 
-/// Options of a get. All zeros are the defaults.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct vmmfd_get_options_t {
-    /// How long to wait for the object, in milliseconds. 0: not at all.
-    pub wait_ms: u64,
-    /// The version. 0: the current one.
-    pub version: u64,
-    /// Only a version that is newer than this. 0: any.
-    pub newer_than: u64,
-    /// Metadata fields that must have these values: a JSON object; NULL for none.
-    pub expect: *const c_char,
-    /// The user that must own the name, if `expect_owner` is set.
-    pub owner: u32,
-    /// Whether the name must belong to `owner`. Any user may put a name that does not exist.
-    pub expect_owner: bool,
-}
-
-/// Builds a get.
-pub(crate) fn build_get(name: &str, options: Option<&vmmfd_get_options_t>) -> Outcome<Get> {
-    let mut get = Get::new(name);
-    let Some(options) = options else { return Ok(get) };
-    if options.wait_ms > 0 {
-        get = get.wait(crate::argument::milliseconds(options.wait_ms, Duration::ZERO));
-    }
-    if options.version > 0 {
-        get = get.version(options.version);
-    }
-    if options.newer_than > 0 {
-        get = get.newer_than(options.newer_than);
-    }
-    if let Some(expect) = json(options.expect, "expect")? {
-        get = get.expect(expect);
-    }
-    Ok(if options.expect_owner { get.expect_owner(options.owner) } else { get })
-}
-
 /// Leases an object, and maps its memory read-only.
 ///
 /// `device` is the device to map the memory for; NULL means the device that owns it, of the object's backend. `options` NULL means the
@@ -381,7 +345,8 @@ pub extern "C" fn vmmfd_broker_watch(
     run(|| {
         let place = out(watch, "watch", ptr::null_mut())?;
         let broker = handle::get(broker)?;
-        place.write(handle::insert(Watching::start(&broker, optional_text(prefix, "prefix")?.unwrap_or_default())?));
+        let prefix = optional_text(prefix, "prefix")?.unwrap_or_default();
+        place.write(handle::insert(Watching::start(&broker.path, &broker.config(), prefix)?));
         Ok(())
     })
 }

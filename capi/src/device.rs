@@ -14,8 +14,8 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{c_text, optional_text, out},
-    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    argument::{optional_text, out},
+    error::{Failure, Outcome, c_text, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
 };
 

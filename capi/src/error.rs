@@ -14,8 +14,6 @@ use vmmfd::{
     error::{BrokerError, ErrorCode, LoadError, MemoryError, PeerError, RefusalCode, SocketError, code},
 };
 
-use crate::argument::c_text;
-
 /// The class of an error, to branch on.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -254,6 +252,13 @@ fn hint(error: &Error) -> Option<String> {
 
 /// The next step in a fork.
 pub(crate) const FORK_HINT: &str = "start the other process with exec, or use the library only after the fork";
+
+/// A text for C. A null character, which C texts can't have, becomes a question mark.
+pub(crate) fn c_text(text: impl Into<Vec<u8>>) -> CString {
+    let mut bytes = text.into();
+    bytes.iter_mut().filter(|byte| **byte == 0).for_each(|byte| *byte = b'?');
+    CString::new(bytes).unwrap_or_default()
+}
 
 #[cfg(test)]
 mod tests {

@@ -1,24 +1,22 @@
 //! Leases: objects of a broker that this process has mapped.
 
 use std::{
-    ffi::{CString, c_char},
+    ffi::c_char,
     mem::MaybeUninit,
     ptr,
-    sync::{Arc, Mutex, PoisonError, RwLock},
+    sync::{Arc, Mutex, PoisonError},
     time::UNIX_EPOCH,
 };
 
-use vmmfd::{
-    broker::{Client, Object, Prepared},
-    memory::Imported,
-};
+use vmmfd::broker::{Lease, Prepared};
 
 use crate::{
-    argument::{c_text, out, text},
+    argument::{out, text},
     array::{Array, vmmfd_array_t},
-    broker::{build_get, vmmfd_get_options_t},
-    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    error::{Failure, Outcome, run, run_logged, vmmfd_code_t, vmmfd_error_t},
+    get::{build_get, vmmfd_get_options_t},
     handle::{self, handle},
+    leased::{Leased, Texts},
     memory::Memory,
 };
 
@@ -37,69 +35,6 @@ pub struct vmmfd_prepared_t {
 }
 
 handle!(vmmfd_prepared_t, 6, "a prepared version", Mutex<Option<Prepared>>);
-
-pub(crate) struct Leased {
-    /// Reads and writes of the memory share it; a switch has it alone.
-    object: RwLock<Object>,
-    client: Client,
-    /// The texts that the caller has seen last.
-    texts: Mutex<Option<Texts>>,
-}
-
-struct Texts {
-    name: CString,
-    id: CString,
-    metadata: CString,
-    _arrays: Vec<CString>,
-    arrays: Vec<Start>,
-}
-
-/// The start of a text of [`Texts`].
-#[repr(transparent)]
-struct Start(*const c_char);
-
-// SAFETY: the text lives in the same `Texts`, and is only read.
-unsafe impl Send for Start {}
-
-impl Texts {
-    fn of(object: &Object) -> Outcome<Self> {
-        let metadata = serde_json::Value::Object(object.metadata()?).to_string();
-        let entries = object.parts().iter().flat_map(|part| part.arrays());
-        let names: Vec<CString> = entries.map(|entry| c_text(entry.name.as_str())).collect();
-        let arrays = names.iter().map(|name| Start(name.as_ptr())).collect();
-        let (name, id) = (c_text(object.name()), c_text(object.id()));
-        Ok(Self { name, id, metadata: c_text(metadata), _arrays: names, arrays })
-    }
-}
-
-impl Leased {
-    pub(crate) fn new(object: Object, client: Client) -> Self {
-        Self { object: RwLock::new(object), client, texts: Mutex::default() }
-    }
-
-    fn read<T>(&self, work: impl FnOnce(&Object) -> Outcome<T>) -> Outcome<T> {
-        work(&self.object.read().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn change<T>(&self, work: impl FnOnce(&mut Object) -> vmmfd::Result<T>) -> Outcome<T> {
-        Ok(work(&mut self.object.write().unwrap_or_else(PoisonError::into_inner))?)
-    }
-
-    /// Passes the memory of a part to a function. The lease is not switched or parked during the call.
-    pub(crate) fn part<T>(&self, name: &str, work: impl FnOnce(&Arc<Imported>) -> T) -> Outcome<T> {
-        self.read(|object| {
-            let part = object.part(name);
-            let part = part.ok_or_else(|| Failure::invalid(format!("the lease has no part {name} any more")))?;
-            Ok(work(part.memory()?))
-        })
-    }
-
-    /// Leases a version of the same name.
-    fn next(&self, options: Option<&vmmfd_get_options_t>) -> Outcome<vmmfd::broker::Lease> {
-        let name = self.read(|object| Ok(object.name().to_owned()))?;
-        Ok(self.client.get(&build_get(&name, options)?)?)
-    }
-}
 
 /// Facts about a lease. The texts are valid until `vmmfd_lease_info` is called after a switch or an unpark, or the lease is freed.
 #[repr(C)]
@@ -206,7 +141,7 @@ pub extern "C" fn vmmfd_lease_array(
 }
 
 fn absent(name: &str) -> Failure {
-    Failure::Own(crate::error::vmmfd_code_t::VMMFD_NOT_FOUND, format!("there is no array `{name}`"), None)
+    Failure::Own(vmmfd_code_t::VMMFD_NOT_FOUND, format!("there is no array `{name}`"), None)
 }
 
 /// Leases another version of the object and imports it, ready to take the addresses of this lease. The old version remains in use, so the
@@ -227,11 +162,17 @@ pub extern "C" fn vmmfd_lease_prepare(
     run(|| {
         let place = out(prepared, "prepared", ptr::null_mut())?;
         let lease = handle::get(lease)?;
-        let next = lease.next(options)?;
+        let next = next(&lease, options)?;
         let prepared = lease.read(|object| Ok(object.prepare(next)?))?;
         place.write(handle::insert(Mutex::new(Some(prepared))));
         Ok(())
     })
+}
+
+/// Leases a version of the same name.
+fn next(lease: &Leased, options: Option<&vmmfd_get_options_t>) -> Outcome<Lease> {
+    let name = lease.read(|object| Ok(object.name().to_owned()))?;
+    Ok(lease.client.get(&build_get(&name, options)?)?)
 }
 
 /// Maps a prepared version at the addresses of the lease. Addresses, arrays and captured CUDA graphs remain valid and show the new version.
@@ -285,7 +226,7 @@ pub extern "C" fn vmmfd_lease_unpark(
 ) -> *mut vmmfd_error_t {
     run(|| {
         let lease = handle::get(lease)?;
-        let next = lease.next(options)?;
+        let next = next(&lease, options)?;
         lease.change(|object| object.unpark(next))
     })
 }

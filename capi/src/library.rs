@@ -17,10 +17,7 @@ use tracing::{
     span,
 };
 
-use crate::{
-    argument::c_text,
-    error::{Failure, run, vmmfd_error_t},
-};
+use crate::error::{Failure, c_text, run, vmmfd_error_t};
 
 const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
     Ok(version) => version,

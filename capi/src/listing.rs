@@ -7,7 +7,7 @@ use std::{
 
 use vmmfd::broker::Summary;
 
-use crate::argument::c_text;
+use crate::error::c_text;
 
 /// An object of the broker, at one version.
 #[repr(C)]

@@ -15,11 +15,11 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{bytes, c_text, descriptor, list, out},
+    argument::{bytes, descriptor, list, out},
     device::vmmfd_device_t,
-    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
+    error::{Failure, Outcome, c_text, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
-    lease::Leased,
+    leased::Leased,
 };
 
 /// Memory at addresses of this process. Any threads may use it at once; other processes may change its bytes at any time.

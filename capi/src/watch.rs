@@ -5,6 +5,7 @@ use std::{
     ffi::{CString, c_char, c_int},
     mem::MaybeUninit,
     os::fd::{AsFd, AsRawFd},
+    path::Path,
     ptr,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread::{self, JoinHandle},
@@ -19,12 +20,12 @@ use vmmfd::{
     Error,
     broker::{Client, Event, EventKind, Watch, Watched},
     channel::{Cancel, CancelReason},
+    session::Config,
 };
 
 use crate::{
-    argument::{c_text, milliseconds, out},
-    broker::Broker,
-    error::{Outcome, run, run_logged, vmmfd_error_t},
+    argument::{milliseconds, out},
+    error::{Outcome, c_text, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
 };
 
@@ -102,18 +103,18 @@ pub(crate) struct Watching {
 struct Queue {
     /// Readable while events wait.
     ready: EventFd,
-    state: Mutex<State>,
+    state: Mutex<Pending>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct Pending {
     waiting: VecDeque<vmmfd::Result<Watched>>,
     ended: bool,
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Pending> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -154,10 +155,10 @@ impl Queue {
 }
 
 impl Watching {
-    pub(crate) fn start(broker: &Broker, prefix: &str) -> Outcome<Self> {
-        let (path, config) = broker.address();
+    /// Watches over a connection of its own.
+    pub(crate) fn start(path: &Path, config: &Config, prefix: &str) -> Outcome<Self> {
         let cancel = Cancel::new()?;
-        let client = Client::connect(&path, &config.cancel(&cancel))?;
+        let client = Client::connect(path, &config.clone().cancel(&cancel))?;
         let watch = client.watch(prefix, None)?;
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
         let ready =

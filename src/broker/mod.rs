@@ -60,9 +60,9 @@ pub use self::client::{
     ObjectPart, Prepared, Put, PutPart, Restored, Watch, WatchPlace, Watched,
 };
 pub use self::keeper::KeeperPath;
+pub(crate) use self::server::inspect_and_classify;
 pub use self::server::{Quota, Server, ServerConfig, ServerReport};
 pub use self::table::read as read_table;
-pub(crate) use self::{catalogue::read_as_json, server::inspect_and_classify};
 pub use crate::wire::broker::{
     ArrayEntry, Attached, Crash, DeviceBytes, Durations, Event, EventKind, HeldLease, KeeperInfo, Lifetime, Limits,
     Maker, Measured as Metrics, Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary,

@@ -213,40 +213,52 @@ const SWITCHED: [&str; 2] = ["unmap, map and set access", "switch"];
 /// Enough memory for several processes, each with a CUDA context.
 const ROOMY: &str = "8589934592";
 
-fn broker_is_measured_beside_handoff(meeting: Meeting) {
-    let run = bench(&meeting, &["broker", "--size", "2MiB,8MiB,1PiB", "--clients", "3", "--json"]);
-    let report = if meeting.is_fake() { run.env("FAKECUDA_FREE", ROOMY) } else { run }.end().code(0).json();
-    let series = report["series"].as_array().unwrap();
-    let segmented = COMPARED.map(|name| format!("{name}, in segments of 2 MiB"));
-    let mut expected: Vec<(&str, u64)> = COMPARED.map(|name| (name, 2 << 20)).to_vec();
-    expected.extend(COMPARED.map(|name| (name, 8 << 20)));
-    expected.extend(segmented.iter().map(|name| (name.as_str(), 8 << 20)));
-    let others =
-        ["get of one array", "get of 10000 arrays", "send", "put", "send of 65 segments", "put of 65 segments"];
-    expected.extend(others.map(|name| (name, 0)));
-    let kept = [
+/// Requests of several clients at once, with their number.
+const BURSTS: [(&str, u64); 3] = [
+    ("get by 3 clients at once", 150),
+    ("get by 3 clients at once, mapped", 15),
+    ("get of host memory by 4 clients at once", 200),
+];
+
+/// The names and sizes of all series of `vmmfd bench broker`.
+fn broker_series(host: bool) -> Vec<(String, u64)> {
+    let sized = |size, names: &[&str]| names.iter().map(|name| ((*name).to_owned(), size)).collect::<Vec<_>>();
+    let segmented = COMPARED.map(|name| (format!("{name}, in segments of 2 MiB"), 8 << 20));
+    let others = [
+        "get of one array",
+        "get of 10000 arrays",
+        "send",
+        "put",
+        "send of 65 segments",
+        "put of 65 segments",
         "send, under a keeper",
         "put, under a keeper",
         "send of 65 segments, under a keeper",
         "put of 65 segments, under a keeper",
     ];
-    expected.extend(kept.map(|name| (name, 0)));
-    expected.extend([2 << 20, 8 << 20].into_iter().flat_map(|size| SWITCHED.map(|name| (name, size))));
-    let bursts = [
-        ("get by 3 clients at once", 150),
-        ("get by 3 clients at once, mapped", 15),
-        ("get of host memory by 4 clients at once", 200),
-    ];
-    expected.extend(bursts.map(|(name, _)| (name, 0)));
-    let host = meeting.backend() == "host";
-    expected.extend(EXPORTS.iter().filter(|_| !host).map(|name| (*name, 0)));
+    [
+        sized(2 << 20, &COMPARED),
+        sized(8 << 20, &COMPARED),
+        segmented.into(),
+        sized(0, &others),
+        sized(2 << 20, &SWITCHED),
+        sized(8 << 20, &SWITCHED),
+        sized(0, &BURSTS.map(|(name, _)| name)),
+        sized(0, if host { &[] } else { &EXPORTS }),
+    ]
+    .concat()
+}
+
+fn broker_is_measured_beside_handoff(meeting: Meeting) {
+    let run = bench(&meeting, &["broker", "--size", "2MiB,8MiB,1PiB", "--clients", "3", "--json"]);
+    let report = if meeting.is_fake() { run.env("FAKECUDA_FREE", ROOMY) } else { run }.end().code(0).json();
+    let series = report["series"].as_array().unwrap();
     let named = |series: &'_ Value| (series["name"].as_str().unwrap().to_owned(), series["size"].as_u64().unwrap());
     let found: Vec<(String, u64)> = series.iter().map(named).collect();
-    let expected: Vec<(String, u64)> = expected.into_iter().map(|(name, size)| (name.to_owned(), size)).collect();
-    assert_eq!(found, expected);
+    assert_eq!(found, broker_series(meeting.backend() == "host"));
     for series in series {
         let name = series["name"].as_str().unwrap();
-        let burst = bursts.iter().find(|(burst, _)| *burst == name);
+        let burst = BURSTS.iter().find(|(burst, _)| *burst == name);
         assert_eq!(series["count"], burst.map_or(5, |(_, count)| *count), "every sample of every client: {series}");
         assert_eq!((&series["bench"], &series["rate"]), (&json!("broker"), &Value::Null), "{series}");
         assert!(series["min_us"].as_f64().unwrap() > 0.0, "{series}");
@@ -278,7 +290,7 @@ fn broker_is_measured_beside_handoff(meeting: Meeting) {
         let figure = figure(name, size);
         assert_eq!((&figure["unit"], &figure["at_most"]), (&json!(unit), &at_most), "{figure}");
     }
-    for (what, _) in bursts {
+    for (what, _) in BURSTS {
         let rate = figure(&format!("{what}, all together"), 0);
         let at_least = if what.contains("host") { json!(10_000.0) } else { Value::Null };
         assert_eq!((&rate["unit"], &rate["at_least"]), (&json!("/s"), &at_least));

@@ -245,17 +245,14 @@ impl<'a> Scene<'a> {
                 held = get_whole(&raw, "many", MANY).0;
                 None
             }
-            Verb::Release | Verb::Report | Verb::Close => {
-                let token = held.unwrap();
-                // The server may be dead already.
-                match verb {
-                    Verb::Release => drop(raw.send(&Message::Release(Release { token }), &[])),
-                    Verb::Report => {
-                        let message = "it is not".to_owned();
-                        let _ = raw.send(&Message::Report(Report { token, message }), &[]);
-                    }
-                    _ => rustix::net::shutdown(&raw, rustix::net::Shutdown::Both).unwrap(),
-                }
+            // The server may be dead already.
+            Verb::Release => raw.send(&Message::Release(Release { token: held.unwrap() }), &[]).err().and(None),
+            Verb::Report => {
+                let report = Report { token: held.unwrap(), message: "it is not".to_owned() };
+                raw.send(&Message::Report(report), &[]).err().and(None)
+            }
+            Verb::Close => {
+                rustix::net::shutdown(&raw, rustix::net::Shutdown::Both).unwrap();
                 None
             }
             Verb::Claim => {

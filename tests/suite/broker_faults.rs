@@ -177,12 +177,16 @@ fn lease(answer: Option<(Message, Vec<std::os::fd::OwnedFd>)>) -> (Token, usize)
     }
 }
 
+/// A child of a test, with memory to put and a connection that has greeted the broker.
+struct Steps<'a> {
+    raw: Raw,
+    shared: &'a Shared,
+    small: Material,
+}
+
 /// Runs a child up to the step. It keeps its memory and connections until it is killed.
 pub(crate) fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
-    let config = Config::default();
     let shared = filled(driver, CHUNKS as u64 * CHUNK, Some(CHUNK), 7);
-    let small = Material::of(&shared);
-    let many = || Material::of(&shared).repeated(MANY);
     if step == "connected" {
         let _raw = Raw::dial(path).unwrap();
         Actor::stay("");
@@ -192,127 +196,163 @@ pub(crate) fn go_to(step: &str, path: &Path, driver: &Driver) -> ! {
         raw.send(&Raw::hello(), &[]).unwrap();
         Actor::stay("");
     }
-    let raw = Raw::greeted(path).unwrap();
-    let send = |message: Message| raw.send(&message, &[]).unwrap();
-    let ask = |message: Message| raw.ask(&message, &[]).unwrap();
-    let put_first = |put: broker::Put| {
-        let fds = small.fds();
-        raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
-    };
-    let begin_many = |replace: bool| {
-        let many = many();
+    if step == "lease-mapped" {
+        let client = Client::connect(path, &Config::default()).unwrap();
+        let _object = client.get(&Get::new("base")).unwrap().open(driver, None).unwrap();
+        Actor::stay("");
+    }
+    let steps = Steps { raw: Raw::greeted(path).unwrap(), shared: &shared, small: Material::of(&shared) };
+    match step.split('-').next().unwrap() {
+        "put" | "replace" => steps.put(step),
+        "claim" => steps.claim(step),
+        _ => steps.ask_for(step),
+    }
+    Actor::stay("");
+}
+
+fn assert_published(answer: Option<(Message, Vec<std::os::fd::OwnedFd>)>) {
+    assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
+}
+
+impl Steps<'_> {
+    fn send(&self, message: Message) {
+        self.raw.send(&message, &[]).unwrap();
+    }
+
+    fn ask(&self, message: Message) -> Option<(Message, Vec<std::os::fd::OwnedFd>)> {
+        self.raw.ask(&message, &[]).unwrap()
+    }
+
+    fn many(&self) -> Material {
+        Material::of(self.shared).repeated(MANY)
+    }
+
+    fn put_first(&self, put: broker::Put) {
+        self.raw.send(&Message::Put(Box::new(put)), &self.small.fds()).unwrap();
+    }
+
+    fn begin_many(&self, replace: bool) -> Material {
+        let many = self.many();
         let put = broker::Put { replace, ..many.put(if replace { "base" } else { "made" }) };
         let fds = many.fds();
-        let answer = raw.ask(&Message::Put(Box::new(put)), &fds[..MAX_FDS]).unwrap();
+        let answer = self.raw.ask(&Message::Put(Box::new(put)), &fds[..MAX_FDS]).unwrap();
         assert!(matches!(answer, Some((Message::Send(_), _))), "{answer:?}");
         many
-    };
-    let table = |text: &str| {
-        let file = memfd(text);
+    }
+
+    fn table(&self, text: &str) {
+        let (file, small) = (memfd(text), &self.small);
         let part =
             broker::PutPart { arrays: Some(Table::Length(text.len() as u64)), ..small.put("made").parts.remove(0) };
         let put = broker::Put { parts: vec![part], ..small.put("made") };
         let fds: Vec<BorrowedFd<'_>> = std::iter::once(file.as_fd()).chain(small.fds()).collect();
-        raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
-    };
-    let published =
-        |answer: Option<(Message, Vec<_>)>| assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
-    match step {
-        "greeted" => {}
-        "put-sent" => put_first(small.put("made")),
-        "put-many-sent" => {
-            let many = many();
-            raw.send(&Message::Put(Box::new(many.put("made"))), &many.fds()[..MAX_FDS]).unwrap();
-        }
-        "put-send-read" => drop(begin_many(false)),
-        "put-half-of-the-segments" => begin_many(false).send(&raw, MAX_FDS, MANY / 2),
-        "put-all-but-the-last-segment" => begin_many(false).send(&raw, MAX_FDS, MANY - 1),
-        "put-all-segments" => begin_many(false).send(&raw, MAX_FDS, MANY),
-        "put-with-a-table-sent" => table(&big_table()),
-        "put-refused-table-sent" => table(&"x".repeat(4 << 20)),
-        "put-published" => {
-            put_first(small.put("made"));
-            published(raw.receive().unwrap());
-        }
-        "put-waits-for-parts" => {
-            let announced = vec!["all".to_owned(), "other".to_owned()];
-            let group = Some("g".to_owned());
-            put_first(broker::Put { announced, group, wait_ms: Some(600_000), ..small.put("made") });
-        }
-        // The put is conditional on an old version: it is refused, and the object is unchanged.
-        "replace-sent" => put_first(broker::Put { if_version: Some(1_000_000), ..small.put("base") }),
-        "replace-half-of-the-segments" => begin_many(true).send(&raw, MAX_FDS, MANY / 2),
-        "replace-published" => {
-            put_first(broker::Put { replace: true, ..small.put("base") });
-            published(raw.receive().unwrap());
-        }
-        "get-sent" => send(get_message("base")),
-        "get-waits" => send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") }))),
-        "get-stopped" => {
-            send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") })));
-            send(Message::Stop(Stop {}));
-        }
-        "get-first-record-read" => assert_eq!(lease(ask(get_message("many"))).1, MAX_FDS),
-        "get-acknowledged" => {
-            lease(ask(get_message("many")));
-            send(Message::Received(Received { segments: MAX_FDS as u64 }));
-        }
-        "get-two-records-read" => {
-            lease(ask(get_message("many")));
-            let answer = ask(Message::Received(Received { segments: MAX_FDS as u64 }));
-            assert!(matches!(answer, Some((Message::Segments(_), _))), "{answer:?}");
-        }
-        "get-two-objects-first-read" => {
-            let mut both = get("base");
-            both.objects.push(both.objects[0].clone());
-            lease(ask(Message::Get(Box::new(both))));
-        }
-        "lease-held" => {
-            lease(ask(get_message("base")));
-        }
-        "lease-held-ten-times" => (0..10).for_each(|_| {
-            lease(ask(get_message("base")));
-        }),
-        "lease-mapped" => {
-            let client = Client::connect(path, &config).unwrap();
-            let _object = client.get(&Get::new("base")).unwrap().open(driver, None).unwrap();
-            Actor::stay("");
-        }
-        "release-sent" => {
-            let (token, _) = lease(ask(get_message("base")));
-            send(Message::Release(Release { token }));
-        }
-        "report-sent" => {
-            let (token, _) = lease(ask(get_message("base")));
-            send(Message::Report(Report { token, message: "it is not".to_owned() }));
-        }
-        "claim-sent" => send(claim_message("made")),
-        "claim-held" | "claim-held-and-put-half" | "claim-held-and-published" | "claim-released" => {
-            let Some((Message::Claimed(claimed), _)) = ask(claim_message("made")) else { panic!() };
-            match step {
-                "claim-held-and-put-half" => begin_many(false).send(&raw, MAX_FDS, MANY / 2),
-                "claim-held-and-published" => {
-                    put_first(small.put("made"));
-                    published(raw.receive().unwrap());
-                }
-                "claim-released" => send(Message::Release(Release { token: claimed.token })),
-                _ => {}
-            }
-        }
-        "list-sent" => send(Message::List(List::default())),
-        "stat-sent" => send(Message::Stat(Stat { name: "base".to_owned(), version: None })),
-        "who-sent" => send(Message::Who(Who::default())),
-        "delete-sent" => send(Message::Delete(Delete { name: "victim".to_owned(), request: None })),
-        "delete-done" => {
-            let answer = ask(Message::Delete(Delete { name: "victim".to_owned(), request: None }));
-            assert!(matches!(answer, Some((Message::Done(_), _))), "{answer:?}");
-        }
-        "holds-until-told" => {
-            lease(ask(get_message("base")));
-        }
-        other => panic!("no step {other}"),
+        self.raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
     }
-    Actor::stay("");
+
+    fn put(&self, step: &str) {
+        match step {
+            "put-sent" => self.put_first(self.small.put("made")),
+            "put-many-sent" => {
+                let many = self.many();
+                self.raw.send(&Message::Put(Box::new(many.put("made"))), &many.fds()[..MAX_FDS]).unwrap();
+            }
+            "put-send-read" => drop(self.begin_many(false)),
+            "put-half-of-the-segments" => self.begin_many(false).send(&self.raw, MAX_FDS, MANY / 2),
+            "put-all-but-the-last-segment" => self.begin_many(false).send(&self.raw, MAX_FDS, MANY - 1),
+            "put-all-segments" => self.begin_many(false).send(&self.raw, MAX_FDS, MANY),
+            "put-with-a-table-sent" => self.table(&big_table()),
+            "put-refused-table-sent" => self.table(&"x".repeat(4 << 20)),
+            "put-published" => {
+                self.put_first(self.small.put("made"));
+                assert_published(self.raw.receive().unwrap());
+            }
+            "put-waits-for-parts" => {
+                let announced = vec!["all".to_owned(), "other".to_owned()];
+                let group = Some("g".to_owned());
+                self.put_first(broker::Put { announced, group, wait_ms: Some(600_000), ..self.small.put("made") });
+            }
+            // The put is conditional on an old version: it is refused, and the object is unchanged.
+            "replace-sent" => self.put_first(broker::Put { if_version: Some(1_000_000), ..self.small.put("base") }),
+            "replace-half-of-the-segments" => self.begin_many(true).send(&self.raw, MAX_FDS, MANY / 2),
+            "replace-published" => {
+                self.put_first(broker::Put { replace: true, ..self.small.put("base") });
+                assert_published(self.raw.receive().unwrap());
+            }
+            other => panic!("no step {other}"),
+        }
+    }
+
+    fn claim(&self, step: &str) {
+        match step {
+            "claim-sent" => self.send(claim_message("made")),
+            "claim-held" | "claim-held-and-put-half" | "claim-held-and-published" | "claim-released" => {
+                let Some((Message::Claimed(claimed), _)) = self.ask(claim_message("made")) else { panic!() };
+                match step {
+                    "claim-held-and-put-half" => self.begin_many(false).send(&self.raw, MAX_FDS, MANY / 2),
+                    "claim-held-and-published" => {
+                        self.put_first(self.small.put("made"));
+                        assert_published(self.raw.receive().unwrap());
+                    }
+                    "claim-released" => self.send(Message::Release(Release { token: claimed.token })),
+                    _ => {}
+                }
+            }
+            other => panic!("no step {other}"),
+        }
+    }
+
+    fn ask_for(&self, step: &str) {
+        match step {
+            "greeted" => {}
+            "get-sent" => self.send(get_message("base")),
+            "get-waits" => self.send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") }))),
+            "get-stopped" => {
+                self.send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") })));
+                self.send(Message::Stop(Stop {}));
+            }
+            "get-first-record-read" => assert_eq!(lease(self.ask(get_message("many"))).1, MAX_FDS),
+            "get-acknowledged" => {
+                lease(self.ask(get_message("many")));
+                self.send(Message::Received(Received { segments: MAX_FDS as u64 }));
+            }
+            "get-two-records-read" => {
+                lease(self.ask(get_message("many")));
+                let answer = self.ask(Message::Received(Received { segments: MAX_FDS as u64 }));
+                assert!(matches!(answer, Some((Message::Segments(_), _))), "{answer:?}");
+            }
+            "get-two-objects-first-read" => {
+                let mut both = get("base");
+                both.objects.push(both.objects[0].clone());
+                lease(self.ask(Message::Get(Box::new(both))));
+            }
+            "lease-held" => {
+                lease(self.ask(get_message("base")));
+            }
+            "lease-held-ten-times" => (0..10).for_each(|_| {
+                lease(self.ask(get_message("base")));
+            }),
+            "release-sent" => {
+                let (token, _) = lease(self.ask(get_message("base")));
+                self.send(Message::Release(Release { token }));
+            }
+            "report-sent" => {
+                let (token, _) = lease(self.ask(get_message("base")));
+                self.send(Message::Report(Report { token, message: "it is not".to_owned() }));
+            }
+            "list-sent" => self.send(Message::List(List::default())),
+            "stat-sent" => self.send(Message::Stat(Stat { name: "base".to_owned(), version: None })),
+            "who-sent" => self.send(Message::Who(Who::default())),
+            "delete-sent" => self.send(Message::Delete(Delete { name: "victim".to_owned(), request: None })),
+            "delete-done" => {
+                let answer = self.ask(Message::Delete(Delete { name: "victim".to_owned(), request: None }));
+                assert!(matches!(answer, Some((Message::Done(_), _))), "{answer:?}");
+            }
+            "holds-until-told" => {
+                lease(self.ask(get_message("base")));
+            }
+            other => panic!("no step {other}"),
+        }
+    }
 }
 
 /// A sealed memfd with a text, the form of a table.
@@ -358,6 +398,21 @@ pub(crate) fn value(client: &Client, driver: &Driver, name: &str) -> [u8; 2] {
     [first[0], last[0]]
 }
 
+/// Checks the listing after a kill. Returns whether the object `made` exists.
+fn assert_listed(client: &Client, step: &str, made: Made, version: u64) -> bool {
+    let listed: Vec<(String, u64, u64)> =
+        client.list("").unwrap().into_iter().map(|of| (of.name, of.version, of.leases)).collect();
+    let exists = listed.iter().any(|(name, ..)| name == "made");
+    assert!(made == Made::Maybe || exists == (made == Made::Yes), "{step}: {listed:?}");
+    let names = ["base", "made", "many", "victim"].into_iter().filter(|name| exists || *name != "made");
+    let expected = names.map(|name| (name.to_owned(), if name == "base" { version } else { 1 }, 0));
+    assert_eq!(listed, expected.collect::<Vec<_>>(), "{step}");
+    let held = client.who("").unwrap();
+    assert!(held.leases.is_empty(), "{step}: {:?}", held.leases);
+    assert_eq!((held.totals.len(), held.totals[0].objects, held.totals[0].leases), (1, listed.len() as u64, 0));
+    exists
+}
+
 fn acknowledged_requests_survive_client_kill(mut subject: Subject) {
     subject.alone();
     let driver = subject.driver.clone();
@@ -400,16 +455,7 @@ fn acknowledged_requests_survive_client_kill(mut subject: Subject) {
             until(|| client.list("victim").unwrap().is_empty());
             client.put(&Put::new("victim").part(part())).unwrap();
         }
-        let listed: Vec<(String, u64, u64)> =
-            client.list("").unwrap().into_iter().map(|of| (of.name, of.version, of.leases)).collect();
-        let exists = listed.iter().any(|(name, ..)| name == "made");
-        assert!(*made == Made::Maybe || exists == (*made == Made::Yes), "{step}: {listed:?}");
-        let names = ["base", "made", "many", "victim"].into_iter().filter(|name| exists || *name != "made");
-        let expected = names.map(|name| (name.to_owned(), if name == "base" { version } else { 1 }, 0));
-        assert_eq!(listed, expected.collect::<Vec<_>>(), "{step}");
-        let held = client.who("").unwrap();
-        assert!(held.leases.is_empty(), "{step}: {:?}", held.leases);
-        assert_eq!((held.totals.len(), held.totals[0].objects, held.totals[0].leases), (1, listed.len() as u64, 0));
+        let exists = assert_listed(&client, step, *made, version);
         let base = client.stat("base", None).unwrap().version;
         assert_eq!((base.versions, base.summary.segments), (vec![version], CHUNKS as u64), "{step}");
         assert_eq!(base.reports.len(), usize::from(kills > 1 && *step == "report-sent"), "{step}");

@@ -101,6 +101,28 @@ fn code<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> Option<RefusalCode> {
     }
 }
 
+fn of(put: broker::Put) -> Message {
+    Message::Put(Box::new(put))
+}
+
+fn encoded(message: &Message) -> Vec<u8> {
+    let mut record = Vec::new();
+    message.encode_into(&mut record).unwrap();
+    record
+}
+
+/// Waits for an error, and the end of the connection.
+fn ended(raw: &Raw) {
+    assert!(raw.ending().is_some(), "an error, and the end");
+}
+
+fn refused(raw: &Raw) -> RefusalCode {
+    match raw.receive() {
+        Ok(Some((Message::Refused(refusal), _))) => refusal.code,
+        other => panic!("{other:?}"),
+    }
+}
+
 impl Actor<'_> {
     fn client(&self) -> Client {
         Client::connect(self.field.path, &Config::default()).unwrap()
@@ -167,18 +189,7 @@ impl Actor<'_> {
                 }
                 (result, known) => assert_eq!((code(result), known), (Some(RefusalCode::Absent), None)),
             },
-            10 => {
-                // An object of any client: it may be absent, but is always complete.
-                let other = format!("c{:02}/{}", self.dice.of(CLIENTS), self.dice.of(NAMES));
-                let get = Get::new(other).wait(Duration::from_millis(self.dice.of(3)));
-                match client.get(&get) {
-                    Ok(lease) => drop(whole(lease)),
-                    other => {
-                        let code = code(other);
-                        assert!(matches!(code, Some(RefusalCode::Absent | RefusalCode::Timeout)), "{code:?}");
-                    }
-                }
-            }
+            10 => self.get_any(client),
             11 => match client.stat(&name, None) {
                 Ok(info) => {
                     let (version, nonce) = known.unwrap();
@@ -204,6 +215,19 @@ impl Actor<'_> {
                 other => panic!("{other:?}"),
             },
             _ => self.race(client),
+        }
+    }
+
+    /// Gets an object of any client: it may be absent, but is always complete.
+    fn get_any(&mut self, client: &Client) {
+        let other = format!("c{:02}/{}", self.dice.of(CLIENTS), self.dice.of(NAMES));
+        let get = Get::new(other).wait(Duration::from_millis(self.dice.of(3)));
+        match client.get(&get) {
+            Ok(lease) => drop(whole(lease)),
+            other => {
+                let code = code(other);
+                assert!(matches!(code, Some(RefusalCode::Absent | RefusalCode::Timeout)), "{code:?}");
+            }
         }
     }
 
@@ -243,135 +267,145 @@ impl Actor<'_> {
         let nonce = self.next_nonce();
         let (put, pages) = self.field.template.raw_put(&name, nonce, true);
         let fds: Vec<BorrowedFd<'_>> = pages.iter().map(AsFd::as_fd).collect();
-        let of = |put: broker::Put| Message::Put(Box::new(put));
-        let encoded = |message: &Message| {
-            let mut record = Vec::new();
-            message.encode_into(&mut record).unwrap();
-            record
-        };
-        let ended = |raw: &Raw| assert!(raw.ending().is_some(), "an error, and the end");
-        let refused = |raw: &Raw| match raw.receive() {
-            Ok(Some((Message::Refused(refusal), _))) => refusal.code,
-            other => panic!("{other:?}"),
-        };
         match self.dice.of(20) {
+            0..=4 => self.send_broken_record(&raw, put, &fds),
+            5..=11 => self.put_wrong_memory(&raw, put, &fds),
+            _ => self.send_out_of_order(&raw, put, &fds),
+        }
+    }
+
+    /// Sends a record that is no message, or lacks its descriptors.
+    fn send_broken_record(&mut self, raw: &Raw, put: broker::Put, fds: &[BorrowedFd<'_>]) {
+        match self.dice.of(5) {
             0 => {
                 let bytes: Vec<u8> = (0..self.dice.of(300) + 1).map(|_| self.dice.next() as u8).collect();
-                raw.send_bytes(&bytes, &fds).unwrap();
-                ended(&raw);
+                raw.send_bytes(&bytes, fds).unwrap();
+                ended(raw);
             }
             1 => {
                 // A truncated record.
                 let mut bytes = encoded(&of(put));
                 let at = self.dice.of(bytes.len() as u64) as usize;
                 bytes.truncate(at.max(1));
-                raw.send_bytes(&bytes, &fds).unwrap();
-                ended(&raw);
+                raw.send_bytes(&bytes, fds).unwrap();
+                ended(raw);
             }
             2 => {
-                let more: Vec<BorrowedFd<'_>> = fds.iter().chain(&fds).copied().collect();
+                let more: Vec<BorrowedFd<'_>> = fds.iter().chain(fds).copied().collect();
                 raw.send_bytes(&encoded(&of(put)), &more).unwrap();
-                ended(&raw);
+                ended(raw);
             }
             3 => {
                 raw.send_bytes(&encoded(&of(put)), &[]).unwrap();
-                ended(&raw);
+                ended(raw);
             }
-            4 => {
+            _ => {
                 let mut bytes = encoded(&Message::List(List::default()));
                 bytes[6] = 99;
                 raw.send_bytes(&bytes, &[]).unwrap();
-                ended(&raw);
+                ended(raw);
             }
-            5 => {
+        }
+    }
+
+    /// Puts memory that no client may put.
+    fn put_wrong_memory(&mut self, raw: &Raw, put: broker::Put, fds: &[BorrowedFd<'_>]) {
+        match self.dice.of(7) {
+            0 => {
                 // A size larger than the memory.
                 let mut put = put;
                 put.sizes[0] += PAGE;
                 put.parts[0].memory.mapped_size += PAGE;
-                raw.send(&of(put), &fds).unwrap();
-                assert_eq!(refused(&raw), RefusalCode::Memory);
+                raw.send(&of(put), fds).unwrap();
+                assert_eq!(refused(raw), RefusalCode::Memory);
             }
-            6 => {
+            1 => {
                 let mut put = put;
                 put.parts[0].memory.mapped_size += PAGE;
-                raw.send(&of(put), &fds).unwrap();
-                assert_eq!(refused(&raw), RefusalCode::Invalid);
+                raw.send(&of(put), fds).unwrap();
+                assert_eq!(refused(raw), RefusalCode::Invalid);
             }
-            7 => {
+            2 => {
                 // Unsealed memory: its maker could truncate it.
                 let file =
                     File::from(memfd_create(c"open", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap());
                 file.set_len(PAGE).unwrap();
                 let foreign = vec![file.as_fd(); fds.len()];
                 raw.send(&of(put), &foreign).unwrap();
-                assert_eq!(refused(&raw), RefusalCode::Memory);
+                assert_eq!(refused(raw), RefusalCode::Memory);
             }
-            8 => {
+            3 => {
                 let (reader, _writer) = io::pipe().unwrap();
                 raw.send(&of(put), &vec![reader.as_fd(); fds.len()]).unwrap();
-                assert_eq!(refused(&raw), RefusalCode::Memory);
+                assert_eq!(refused(raw), RefusalCode::Memory);
             }
-            9 => {
+            4 => {
                 let null = File::open(["/dev/null", "/proc/self/maps", "/"][self.dice.of(3) as usize]).unwrap();
                 raw.send(&of(put), &vec![null.as_fd(); fds.len()]).unwrap();
-                assert_eq!(refused(&raw), RefusalCode::Memory);
+                assert_eq!(refused(raw), RefusalCode::Memory);
             }
-            10 => {
+            5 => {
                 // The broker's own socket.
                 raw.send(&of(put), &vec![raw.as_fd(); fds.len()]).unwrap();
-                assert_eq!(refused(&raw), RefusalCode::Memory);
+                assert_eq!(refused(raw), RefusalCode::Memory);
             }
-            11 => {
+            _ => {
+                // Memory that is not a table.
+                let mut put = put;
+                put.parts[0].arrays = Some(Table::Length(PAGE));
+                let fds: Vec<BorrowedFd<'_>> = std::iter::once(fds[0]).chain(fds.iter().copied()).collect();
+                raw.send(&of(put), &fds).unwrap();
+                assert_eq!(refused(raw), RefusalCode::Invalid);
+            }
+        }
+    }
+
+    /// Sends messages in the wrong order.
+    fn send_out_of_order(&mut self, raw: &Raw, put: broker::Put, fds: &[BorrowedFd<'_>]) {
+        match self.dice.of(8) {
+            0 => {
                 // The put is interrupted: the connection closes, or another record follows.
                 let mut put = put;
                 let total = 300;
                 put.parts[0].memory.segments = total;
                 (put.parts[0].memory.size, put.parts[0].memory.mapped_size) = (total * PAGE, total * PAGE);
-                raw.send(&of(put), &fds).unwrap();
+                raw.send(&of(put), fds).unwrap();
                 assert!(matches!(raw.receive(), Ok(Some((Message::Send(_), _)))));
                 let first = fds.len() as u64 + self.dice.of(2);
                 let sizes = vec![PAGE; fds.len()];
-                raw.send(&Message::Segments(Segments { first, sizes }), &fds).unwrap();
+                raw.send(&Message::Segments(Segments { first, sizes }), fds).unwrap();
                 if first > fds.len() as u64 {
-                    ended(&raw);
+                    ended(raw);
                 }
             }
-            12 => {
+            1 => {
                 raw.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
-                ended(&raw);
+                ended(raw);
             }
-            13 => {
+            2 => {
                 // A second request before the answer to the first, which waits.
                 let object = GetObject { name: "absent".to_owned(), ..GetObject::default() };
                 let get = broker::Get { objects: vec![object], wait_ms: Some(600_000), claim: None };
                 raw.send(&Message::Get(Box::new(get)), &[]).unwrap();
                 raw.send(&Message::List(List::default()), &[]).unwrap();
-                ended(&raw);
+                ended(raw);
             }
-            14 => {
-                raw.send(&Message::Segments(Segments { first: 0, sizes: vec![PAGE; fds.len()] }), &fds).unwrap();
-                ended(&raw);
+            3 => {
+                raw.send(&Message::Segments(Segments { first: 0, sizes: vec![PAGE; fds.len()] }), fds).unwrap();
+                ended(raw);
             }
-            15 => {
+            4 => {
                 raw.send(&Raw::hello(), &[]).unwrap();
-                ended(&raw);
+                ended(raw);
             }
-            16 => {
+            5 => {
                 // An unknown token: the broker ignores it, and the connection remains usable.
                 raw.send(&Message::Release(Release { token: Token([7; 16]) }), &[]).unwrap();
                 raw.send(&Message::Stop(Stop {}), &[]).unwrap();
                 let answer = raw.ask(&Message::Who(Who { prefix: "absent".to_owned(), after: None }), &[]);
                 assert!(matches!(answer, Ok(Some((Message::Leases(_), _)))), "{answer:?}");
             }
-            17 => {
-                // Memory that is not a table.
-                let mut put = put;
-                put.parts[0].arrays = Some(Table::Length(PAGE));
-                let fds: Vec<BorrowedFd<'_>> = std::iter::once(fds[0]).chain(fds.iter().copied()).collect();
-                raw.send(&of(put), &fds).unwrap();
-                assert_eq!(refused(&raw), RefusalCode::Invalid);
-            }
-            18 => {
+            6 => {
                 // A request before the hello, on a new connection.
                 let raw = Raw::dial(self.field.path).unwrap();
                 raw.send(&Message::List(List::default()), &[]).unwrap();
@@ -380,7 +414,7 @@ impl Actor<'_> {
             _ => {
                 // A message that only a broker sends.
                 raw.send(&Message::Done(broker::Done {}), &[]).unwrap();
-                ended(&raw);
+                ended(raw);
             }
         }
     }

@@ -40,13 +40,13 @@ const MAX_STEPS: usize = 1000;
 pub struct Console {
     output: Output,
     progress: Progress,
-    state: Mutex<State>,
+    state: Mutex<Collected>,
     /// Whether the result is printed. Locked while it is printed, so that a second caller waits.
     finished: Mutex<bool>,
 }
 
 #[derive(Debug)]
-struct State {
+struct Collected {
     report: CommandReport,
     /// An error of standard output, such as a full disk. A broken pipe is not an error.
     stdout: Option<io::Error>,
@@ -58,7 +58,7 @@ impl Console {
         Self {
             output: output.clone(),
             progress: output.progress(),
-            state: Mutex::new(State { report, stdout: None }),
+            state: Mutex::new(Collected { report, stdout: None }),
             finished: Mutex::new(false),
         }
     }
@@ -321,7 +321,7 @@ impl Console {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Collected> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -331,7 +331,7 @@ fn received(description: &Description, fds: &[i32]) -> String {
     format!("{} in {} mapped{}, {}", bytes(*size), bytes(*mapped_size), kind(description), numbers(fds))
 }
 
-impl State {
+impl Collected {
     fn print(&mut self, line: &str) {
         if let Err(error) = print_now(&format!("{line}\n")) {
             self.stdout = Some(error);

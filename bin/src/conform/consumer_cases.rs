@@ -30,7 +30,22 @@ const REPLY: u32 = !SALT;
 const NO_CHECKS: &str = "the consumer does not support the extension Pattern and digest";
 
 pub(super) fn cases() -> Vec<Case> {
-    let mut cases = vec![
+    let mut cases = correct_producers();
+    cases.extend(wrong_producers().into_iter().chain(wrong_memory()));
+    cases.extend(invalid_offers().chain(invalid_json_offers()).chain(invalid_checks()));
+    cases.extend(invalid_segments().chain(invalid_descriptors()));
+    for invalid in invalid().unwrap_or_default() {
+        cases.push(case(format!("record: {}", invalid.name), invalid.rule(), move |_, peer| {
+            greet(peer)?;
+            invalid.send::<Message>(peer)
+        }));
+    }
+    cases
+}
+
+/// Producers that follow the protocol, or end the connection.
+fn correct_producers() -> Vec<Case> {
+    vec![
         case("one-allocation", "H2 C7 C10 C12 K3 K4", |context, peer| correct(context, peer, 1)),
         case("three-allocations", "C6 C7", |context, peer| correct(context, peer, 3)),
         case("immutable", "M6 V4", |context, peer| correct_read_only(peer, TestMemory::filled(context, 1, true)?)),
@@ -67,6 +82,12 @@ pub(super) fn cases() -> Vec<Case> {
             receive_request(peer)?;
             peer.expect_timeout(&hello, "a producer that does not answer a request")
         }),
+    ]
+}
+
+/// Producers that send a wrong message.
+fn wrong_producers() -> Vec<Case> {
+    vec![
         case("old-version", "H1", |_, peer| {
             receive_hello(peer)?;
             let hello = Message::Hello(Hello { version: 0, ..peer.own_hello(&[]) });
@@ -100,6 +121,12 @@ pub(super) fn cases() -> Vec<Case> {
             let offer = Message::Offer(Box::new(offer));
             peer.provoke(&offer, "C4", ErrorCode::Protocol, "an offer of another access than was requested")
         }),
+    ]
+}
+
+/// Producers whose memory is not what they say.
+fn wrong_memory() -> Vec<Case> {
+    vec![
         case("wrong-order", "C6", |context, peer| {
             let memory = TestMemory::zeros(context, 3)?;
             let request = greet(peer)?;
@@ -136,16 +163,7 @@ pub(super) fn cases() -> Vec<Case> {
             let verdict = serve(peer, &memory, &request)?;
             check(verdict.verified, "C10", || "reported valid memory without a check as wrong".to_owned())
         }),
-    ];
-    cases.extend(invalid_offers().chain(invalid_json_offers()).chain(invalid_checks()));
-    cases.extend(invalid_segments().chain(invalid_descriptors()));
-    for invalid in invalid().unwrap_or_default() {
-        cases.push(case(format!("record: {}", invalid.name), invalid.rule(), move |_, peer| {
-            greet(peer)?;
-            invalid.send::<Message>(peer)
-        }));
-    }
-    cases
+    ]
 }
 
 /// Offers with a single invalid value.

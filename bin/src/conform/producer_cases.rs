@@ -22,87 +22,8 @@ use super::{
 use crate::check::{Figures, figures::Claim, pattern::words};
 
 pub(super) fn cases() -> Vec<Case> {
-    let mut cases = vec![
-        case("handoff", "H2 C4 C5 C6 V1 V2 V3 C11 C12", |_, peer| {
-            greet(peer)?;
-            hand_over(peer)?;
-            peer.shut_down_writing();
-            peer.expect_close::<Message>("C12", "after the consumer shut down writing")
-        }),
-        case("two-requests", "C1 C2", |_, peer| {
-            greet(peer)?;
-            hand_over(peer)?;
-            hand_over(peer)
-        }),
-        case("pattern", "K7 K1 C11", check_pattern),
-        case("mismatch", "C11 K4", |_, peer| {
-            greet(peer)?;
-            take(peer, request())?;
-            conclude(peer, Verdict::unchecked(false)).map(drop)
-        }),
-        case("range", "C5 C6", range),
-        case("unknown-fields", "R5 R6 H2", unknown_fields),
-        case("newer-version", "H1", |_, peer| {
-            greet_as(peer, Hello { version: u16::MAX, ..peer.own_hello(&[]) })?;
-            hand_over(peer)
-        }),
-        case("busy", "H4", |_, peer| {
-            greet(peer)?;
-            take(peer, request())?;
-            (0..5).try_for_each(|_| peer.send(&Message::Busy(Busy {})))?;
-            conclude(peer, Verdict::unchecked(true)).map(drop)
-        }),
-        case("read-only", "C4", |_, peer| {
-            greet(peer)?;
-            take(peer, Request { access: Some(Access::ReadOnly), ..request() })?;
-            conclude(peer, Verdict::unchecked(true)).map(drop)
-        }),
-        case("read-write", "C4 C3 M6", read_write),
-        case("empty-record", "T2", |_, peer| {
-            greet(peer)?;
-            peer.send_record(b"", &[])?;
-            peer.expect_close::<Message>("T2", "after an empty record")
-        }),
-        case("error", "H5", |_, peer| {
-            greet(peer)?;
-            peer.send(&Message::Error(Failure { code: ErrorCode::Failed, message: "an error of conform".to_owned() }))?;
-            peer.expect_close::<Message>("H5", "after an error")
-        }),
-        case("idle", "H6", |_, peer| {
-            let hello = greet(peer)?;
-            peer.expect_timeout(&hello, "a consumer that requests nothing")
-        }),
-        case("silent-between-requests", "H6", |_, peer| {
-            let hello = greet(peer)?;
-            hand_over(peer)?;
-            peer.expect_timeout(&hello, "a consumer that is silent after its result")
-        }),
-        case("busy-between-requests", "H4", |context, peer| {
-            greet(peer)?;
-            hand_over(peer)?;
-            peer.provoke(&Message::Busy(Busy {}), context.rule, ErrorCode::Protocol, "busy between two requests")
-        }),
-        case("subscribe-between-requests", "C13", |context, peer| {
-            greet(peer)?;
-            hand_over(peer)?;
-            let subscribe = Message::Subscribe(Subscribe { keep: 1 });
-            peer.provoke(&subscribe, context.rule, ErrorCode::Protocol, "a subscription after a handoff")
-        }),
-        case("round-trip-without-check", "C11", round_trip_without_check),
-        case("other-backend", "C2 H2", |_, peer| {
-            greet_as(peer, Hello { backend: "conform".to_owned(), ..peer.own_hello(&[]) })?;
-            peer.provoke(&Message::Request(request()), "C2", ErrorCode::Backend, "a request for another backend")
-        }),
-        case("old-version", "H1", |_, peer| {
-            let hello = Message::Hello(Hello { version: 0, ..peer.own_hello(&[]) });
-            peer.provoke(&hello, "H1", ErrorCode::Version, "a hello of version 0")
-        }),
-        case("result-before-received", "C7 R2", |_, peer| {
-            receive_segments(peer)?;
-            let result = Message::Result(Verdict::unchecked(true));
-            peer.provoke(&result, "C7", ErrorCode::Protocol, "a result instead of received")
-        }),
-    ];
+    let mut cases = correct_consumers();
+    cases.extend(early_endings());
     for (name, segments) in [("too-much-received", u64::MAX), ("nothing-received", 0)] {
         cases.push(case(name, "C7", move |_, peer| {
             receive_segments(peer)?;
@@ -150,6 +71,97 @@ pub(super) fn cases() -> Vec<Case> {
         }));
     }
     cases
+}
+
+/// Consumers that follow the protocol.
+fn correct_consumers() -> Vec<Case> {
+    vec![
+        case("handoff", "H2 C4 C5 C6 V1 V2 V3 C11 C12", |_, peer| {
+            greet(peer)?;
+            hand_over(peer)?;
+            peer.shut_down_writing();
+            peer.expect_close::<Message>("C12", "after the consumer shut down writing")
+        }),
+        case("two-requests", "C1 C2", |_, peer| {
+            greet(peer)?;
+            hand_over(peer)?;
+            hand_over(peer)
+        }),
+        case("pattern", "K7 K1 C11", check_pattern),
+        case("mismatch", "C11 K4", |_, peer| {
+            greet(peer)?;
+            take(peer, request())?;
+            conclude(peer, Verdict::unchecked(false)).map(drop)
+        }),
+        case("range", "C5 C6", range),
+        case("unknown-fields", "R5 R6 H2", unknown_fields),
+        case("newer-version", "H1", |_, peer| {
+            greet_as(peer, Hello { version: u16::MAX, ..peer.own_hello(&[]) })?;
+            hand_over(peer)
+        }),
+        case("busy", "H4", |_, peer| {
+            greet(peer)?;
+            take(peer, request())?;
+            (0..5).try_for_each(|_| peer.send(&Message::Busy(Busy {})))?;
+            conclude(peer, Verdict::unchecked(true)).map(drop)
+        }),
+        case("read-only", "C4", |_, peer| {
+            greet(peer)?;
+            take(peer, Request { access: Some(Access::ReadOnly), ..request() })?;
+            conclude(peer, Verdict::unchecked(true)).map(drop)
+        }),
+        case("read-write", "C4 C3 M6", read_write),
+    ]
+}
+
+/// Consumers that stop, or break a rule once.
+fn early_endings() -> Vec<Case> {
+    vec![
+        case("empty-record", "T2", |_, peer| {
+            greet(peer)?;
+            peer.send_record(b"", &[])?;
+            peer.expect_close::<Message>("T2", "after an empty record")
+        }),
+        case("error", "H5", |_, peer| {
+            greet(peer)?;
+            peer.send(&Message::Error(Failure { code: ErrorCode::Failed, message: "an error of conform".to_owned() }))?;
+            peer.expect_close::<Message>("H5", "after an error")
+        }),
+        case("idle", "H6", |_, peer| {
+            let hello = greet(peer)?;
+            peer.expect_timeout(&hello, "a consumer that requests nothing")
+        }),
+        case("silent-between-requests", "H6", |_, peer| {
+            let hello = greet(peer)?;
+            hand_over(peer)?;
+            peer.expect_timeout(&hello, "a consumer that is silent after its result")
+        }),
+        case("busy-between-requests", "H4", |context, peer| {
+            greet(peer)?;
+            hand_over(peer)?;
+            peer.provoke(&Message::Busy(Busy {}), context.rule, ErrorCode::Protocol, "busy between two requests")
+        }),
+        case("subscribe-between-requests", "C13", |context, peer| {
+            greet(peer)?;
+            hand_over(peer)?;
+            let subscribe = Message::Subscribe(Subscribe { keep: 1 });
+            peer.provoke(&subscribe, context.rule, ErrorCode::Protocol, "a subscription after a handoff")
+        }),
+        case("round-trip-without-check", "C11", round_trip_without_check),
+        case("other-backend", "C2 H2", |_, peer| {
+            greet_as(peer, Hello { backend: "conform".to_owned(), ..peer.own_hello(&[]) })?;
+            peer.provoke(&Message::Request(request()), "C2", ErrorCode::Backend, "a request for another backend")
+        }),
+        case("old-version", "H1", |_, peer| {
+            let hello = Message::Hello(Hello { version: 0, ..peer.own_hello(&[]) });
+            peer.provoke(&hello, "H1", ErrorCode::Version, "a hello of version 0")
+        }),
+        case("result-before-received", "C7 R2", |_, peer| {
+            receive_segments(peer)?;
+            let result = Message::Result(Verdict::unchecked(true));
+            peer.provoke(&result, "C7", ErrorCode::Protocol, "a result instead of received")
+        }),
+    ]
 }
 
 /// Results that contradict themselves or the offer. They need a producer with the extension "Pattern and digest".

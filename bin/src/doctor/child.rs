@@ -5,15 +5,13 @@ use std::{
     mem,
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
 };
 
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
     channel::Trust,
-    driver::{Backend, Choice, open},
+    driver::{Choice, open},
     error::Result,
     memory::{Device, Selector},
 };
@@ -22,37 +20,16 @@ use super::{
     Environment, ErrorDetails, Probe, Status,
     context::ProbeContext,
     control::{Control, ControlRecord},
+    endpoint::Endpoint,
     probes::{hold, make},
-    sharing::{Endpoint, serve_requests},
+    sharing::serve_requests,
+    task::{Role, Task},
 };
 use crate::verbs::HasVerbs;
 use crate::{
     child::line_to_parent,
     line::{Line, typed},
 };
-
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Task {
-    pub(super) backend: Backend,
-    /// The folder for sockets and files.
-    pub(super) folder: PathBuf,
-    /// The timeout of a probe, or of a step.
-    pub(super) timeout: Duration,
-    pub(super) role: Role,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Role {
-    /// Runs probes in order and sends each finding. Probes of a pair use memory of the device `owner`.
-    Probes { device: Option<i32>, owner: Option<i32>, names: Vec<String> },
-    /// Answers requests as the peer of a probe.
-    Peer { socket: PathBuf },
-    /// Creates memory with a pattern, and sends its descriptor.
-    Make { device: i32, pattern: u32 },
-    /// Holds a received descriptor without the driver.
-    Hold {},
-}
 
 /// Runs the task of a child process.
 ///

@@ -6,11 +6,11 @@ use vmmfd::{channel::Trust, error::Result, memory::Device};
 
 use super::{
     Status,
-    child::Role,
     control::Control,
+    endpoint::Endpoint,
     outcome::ProbeResult,
     peer_process::{PeerProcess, start},
-    sharing::Endpoint,
+    task::Role,
 };
 use crate::{child::Process, line::Line};
 

@@ -7,6 +7,7 @@
 mod child;
 mod context;
 mod control;
+mod endpoint;
 pub mod environment;
 mod error_details;
 mod meeting;
@@ -19,6 +20,7 @@ pub mod report;
 pub mod rules;
 mod runner;
 mod sharing;
+mod task;
 pub mod text;
 mod verdict;
 

@@ -12,8 +12,8 @@ use vmmfd::{channel::Cancel, driver::Backend, error::Result};
 
 use super::{
     Environment,
-    child::{Role, Task},
     control::Control,
+    task::{Role, Task},
 };
 use crate::{
     child::{Group, Launch, OnParentDeath, Process},

@@ -19,8 +19,8 @@ use vmmfd::{
 
 use super::{
     DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, PROBES, PairReport, Probe, Scope, Status,
-    child::{Role, Task},
     outcome::micros,
+    task::{Role, Task},
     verdict::conclude,
 };
 use crate::{

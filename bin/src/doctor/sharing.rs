@@ -3,20 +3,19 @@
 use std::{
     cell::Cell,
     io,
-    path::PathBuf,
     sync::{Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
 };
 
 use vmmfd::{
-    channel::{Cancel, CancelReason, Listener, Trust},
-    driver::{DeviceUuid, Driver},
+    channel::{Cancel, CancelReason, Listener},
+    driver::DeviceUuid,
     error::{Error, PeerError, ProtocolError, Result},
     internals::{Diagnosis, EventHandle},
     memory::{Device, Placement, Selector, Spec},
     session::{
-        self, Config,
+        self,
         handoff::{self, Buffer, Consumer, Request, ServeOptions},
     },
 };
@@ -25,6 +24,7 @@ use super::{
     ErrorDetails,
     context::ProbeContext,
     control::{Control, ControlRecord, OpenedMemory, unexpected},
+    endpoint::Endpoint,
     outcome::{ProbeOutcome, ProbeResult, micros, timed},
 };
 use crate::check::{DataVerifier, Exercise, pattern::random_salt};
@@ -72,23 +72,6 @@ impl MemoryKind {
     pub(super) fn named(probe: &str) -> Self {
         let kinds = [Self::POOL, Self::LEGACY, Self::HOST];
         kinds.into_iter().find(|kind| kind.probe == probe).unwrap_or(Self::ROUND_TRIP)
-    }
-}
-
-/// One side of an exchange, without the control connection.
-#[derive(Debug, Clone)]
-pub(super) struct Endpoint {
-    pub(super) driver: Driver,
-    /// The socket for handoffs.
-    pub(super) socket: PathBuf,
-    pub(super) trust: Trust,
-    /// The timeout of each wait for the peer.
-    pub(super) timeout: Duration,
-}
-
-impl Endpoint {
-    pub(super) fn config(&self, cancel: &Cancel) -> Config {
-        Config::default().timeout(self.timeout).trust(self.trust.clone()).cancel(cancel)
     }
 }
 

@@ -37,7 +37,7 @@ const CLIENT_TIMEOUT: Duration = Duration::from_secs(20);
 /// sends data.
 const LINGER: Duration = Duration::from_secs(1);
 
-pub(crate) struct Request {
+pub(crate) struct HttpRequest {
     /// Without the query.
     pub(crate) path: String,
     /// The `Accept` headers.
@@ -100,7 +100,7 @@ impl Response {
 /// Answers requests. No method blocks.
 pub(crate) trait Source {
     /// Answers a request. `None` if the request must wait.
-    fn answer(&mut self, request: &Request) -> Option<Response>;
+    fn answer(&mut self, request: &HttpRequest) -> Option<Response>;
 
     /// The longest wait of a request.
     fn timeout(&self) -> Duration;
@@ -112,14 +112,14 @@ pub(crate) trait Source {
     fn receive(&mut self) -> bool;
 
     /// Answers a waiting request, even after its timeout.
-    fn answer_waiting(&mut self, request: &Request) -> Response;
+    fn answer_waiting(&mut self, request: &HttpRequest) -> Response;
 }
 
 /// The state of parsing a request.
 enum Head {
     Partial,
     /// A request; the flag is set for HEAD.
-    Complete(Request, bool),
+    Complete(HttpRequest, bool),
     /// An invalid request, with its response.
     Invalid(Response),
 }
@@ -149,19 +149,19 @@ fn parse(bytes: &[u8]) -> Head {
     let path = target.split_once('?').map_or(target, |(path, _)| path).to_owned();
     let accept = request.headers.iter().filter(|header| header.name.eq_ignore_ascii_case("accept"));
     let accept: Vec<_> = accept.map(|header| String::from_utf8_lossy(header.value)).collect();
-    Head::Complete(Request { path, accept: accept.join(",") }, head_only)
+    Head::Complete(HttpRequest { path, accept: accept.join(",") }, head_only)
 }
 
 struct Connection {
     stream: TcpStream,
-    state: State,
+    state: Exchange,
     deadline: Instant,
 }
 
-enum State {
+enum Exchange {
     Reading(Vec<u8>),
     /// Waits for the source; the flag is set for HEAD.
-    Waiting(Request, bool),
+    Waiting(HttpRequest, bool),
     Writing(Vec<u8>, usize),
     Lingering,
 }
@@ -174,21 +174,21 @@ enum Next {
 impl Connection {
     fn interest(&self) -> PollFlags {
         match self.state {
-            State::Reading(_) | State::Lingering => PollFlags::POLLIN,
+            Exchange::Reading(_) | Exchange::Lingering => PollFlags::POLLIN,
             // poll(2) always reports a hangup.
-            State::Waiting(..) => PollFlags::empty(),
-            State::Writing(..) => PollFlags::POLLOUT,
+            Exchange::Waiting(..) => PollFlags::empty(),
+            Exchange::Writing(..) => PollFlags::POLLOUT,
         }
     }
 
     fn respond(&mut self, response: Response, head_only: bool) {
-        self.state = State::Writing(response.into_bytes(head_only), 0);
+        self.state = Exchange::Writing(response.into_bytes(head_only), 0);
         self.deadline = Instant::now() + CLIENT_TIMEOUT;
     }
 
     /// Answers the request if it waits. Returns whether it did.
     fn answer_waiting(&mut self, source: &mut dyn Source) -> bool {
-        let State::Waiting(request, head_only) = &self.state else { return false };
+        let Exchange::Waiting(request, head_only) = &self.state else { return false };
         let (response, head_only) = (source.answer_waiting(request), *head_only);
         self.respond(response, head_only);
         true
@@ -208,7 +208,7 @@ impl Connection {
         let mut chunk = [0; 1024];
         loop {
             match &mut self.state {
-                State::Reading(bytes) => {
+                Exchange::Reading(bytes) => {
                     match self.stream.read(&mut chunk)? {
                         0 => return Ok(Next::Close),
                         got => bytes.extend_from_slice(&chunk[..got]),
@@ -219,22 +219,22 @@ impl Connection {
                         Head::Complete(request, head_only) => match source.answer(&request) {
                             Some(response) => self.respond(response, head_only),
                             None => {
-                                self.state = State::Waiting(request, head_only);
+                                self.state = Exchange::Waiting(request, head_only);
                                 self.deadline = Instant::now() + source.timeout();
                             }
                         },
                     }
                 }
-                State::Waiting(..) => return Ok(Next::Wait),
-                State::Writing(bytes, done) => {
+                Exchange::Waiting(..) => return Ok(Next::Wait),
+                Exchange::Writing(bytes, done) => {
                     *done += self.stream.write(&bytes[*done..])?;
                     if *done == bytes.len() {
                         self.stream.shutdown(Shutdown::Write)?;
-                        self.state = State::Lingering;
+                        self.state = Exchange::Lingering;
                         self.deadline = Instant::now() + LINGER;
                     }
                 }
-                State::Lingering => match self.stream.read(&mut chunk)? {
+                Exchange::Lingering => match self.stream.read(&mut chunk)? {
                     0 => return Ok(Next::Close),
                     _ => return Ok(Next::Wait),
                 },
@@ -268,7 +268,7 @@ pub(crate) fn serve(listener: &TcpListener, cancel: &Cancel, source: &mut dyn So
         connections.retain_mut(|connection| match (ready.next(), &connection.state) {
             _ if connection.deadline <= now => connection.answer_waiting(source),
             // The client has disconnected.
-            (Some(true), State::Waiting(..)) => false,
+            (Some(true), Exchange::Waiting(..)) => false,
             (Some(true), _) => connection.advance(source),
             _ => true,
         });
@@ -284,7 +284,7 @@ fn accept(listener: &TcpListener, cancel: &Cancel, connections: &mut Vec<Connect
                 connections.remove(replaceable(connections));
             }
             let deadline = Instant::now() + CLIENT_TIMEOUT;
-            connections.push(Connection { stream, state: State::Reading(Vec::new()), deadline });
+            connections.push(Connection { stream, state: Exchange::Reading(Vec::new()), deadline });
         }
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -302,8 +302,8 @@ fn accept(listener: &TcpListener, cancel: &Cancel, connections: &mut Vec<Connect
 
 /// The connection that a new one replaces: the oldest without a complete request, else the oldest with a response, else the oldest.
 fn replaceable(connections: &[Connection]) -> usize {
-    let reading = |connection: &Connection| matches!(connection.state, State::Reading(_));
-    let answered = |connection: &Connection| !matches!(connection.state, State::Waiting(..));
+    let reading = |connection: &Connection| matches!(connection.state, Exchange::Reading(_));
+    let answered = |connection: &Connection| !matches!(connection.state, Exchange::Waiting(..));
     connections.iter().position(reading).or_else(|| connections.iter().position(answered)).unwrap_or(0)
 }
 

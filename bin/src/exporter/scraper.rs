@@ -18,7 +18,7 @@ use vmmfd::{
 };
 
 use super::{
-    http::{Request, Response, Source, Status},
+    http::{HttpRequest, Response, Source, Status},
     text::{Format, render},
 };
 
@@ -79,7 +79,7 @@ impl Scraper {
 }
 
 impl Source for Scraper {
-    fn answer(&mut self, request: &Request) -> Option<Response> {
+    fn answer(&mut self, request: &HttpRequest) -> Option<Response> {
         self.requests += 1;
         if !matches!(request.path.as_str(), "/metrics" | "/healthz") {
             return Some(Response::sentence(Status::NotFound, "the paths are /metrics and /healthz"));
@@ -109,7 +109,7 @@ impl Source for Scraper {
         true
     }
 
-    fn answer_waiting(&mut self, request: &Request) -> Response {
+    fn answer_waiting(&mut self, request: &HttpRequest) -> Response {
         self.unanswered += u64::from(self.latest.is_err());
         if request.path == "/metrics" {
             let format = Format::asked(&request.accept);

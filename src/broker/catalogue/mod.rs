@@ -27,7 +27,6 @@ use std::{
 
 use nix::sys::resource::{Resource, getrlimit};
 
-pub(crate) use self::read::read_as_json;
 pub(in crate::broker) use self::{
     read::{Records, Unreadable},
     record::Record,

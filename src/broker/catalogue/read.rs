@@ -69,17 +69,6 @@ impl Catalogue {
             tracing::info!(bytes, "the catalogue ends with an incomplete record");
         }
     }
-
-    /// Opens a log and returns all its records.
-    ///
-    /// # Errors
-    /// [`Unreadable`]; the log is unchanged.
-    pub(in crate::broker) fn open(fd: OwnedFd) -> Result<(Self, Vec<Record>), Unreadable> {
-        let (mut catalogue, mut records) = Self::load(fd)?;
-        let all = records.by_ref().collect::<Result<_, _>>()?;
-        catalogue.append_after(&records);
-        Ok((catalogue, all))
-    }
 }
 
 /// The records of a log, in order. Only a small part of the log is in memory at a time.
@@ -145,12 +134,6 @@ impl Iterator for Records {
     fn next(&mut self) -> Option<Self::Item> {
         self.read().transpose()
     }
-}
-
-/// The records of a log as JSON, for this project's tests. Ignores a trailing incomplete record.
-pub(crate) fn read_as_json(log: OwnedFd) -> Result<Vec<serde_json::Value>, String> {
-    let (_, records) = Catalogue::open(log).map_err(|error| error.to_string())?;
-    records.iter().map(|record| serde_json::to_value(record).map_err(|error| error.to_string())).collect()
 }
 
 /// Checks a header. Returns the generation.

@@ -31,7 +31,7 @@ struct Newcomer {
 
 /// The request of a new connection.
 #[derive(Debug)]
-pub(super) enum Request {
+pub(super) enum NewcomerRequest {
     /// A server wants to be served.
     Serve { socket: OwnedFd, pid: i32, version: u32, resends: bool },
     /// A command asks for a reload.
@@ -79,7 +79,7 @@ impl Newcomers {
     }
 
     /// Accepts connections of this user and reads their first messages. Does not block.
-    pub(super) fn requests(&mut self) -> Vec<Request> {
+    pub(super) fn requests(&mut self) -> Vec<NewcomerRequest> {
         self.accept();
         let mut requests = Vec::new();
         for newcomer in std::mem::take(&mut self.waiting) {
@@ -89,9 +89,9 @@ impl Newcomers {
                     self.waiting.push(Newcomer { socket, pid, deadline });
                 }
                 Ok(Arrival::Message(Message::Hello { version, resends }, _)) => {
-                    requests.push(Request::Serve { socket, pid, version, resends });
+                    requests.push(NewcomerRequest::Serve { socket, pid, version, resends });
                 }
-                Ok(Arrival::Message(Message::Reload, _)) => requests.push(Request::Reload(socket)),
+                Ok(Arrival::Message(Message::Reload, _)) => requests.push(NewcomerRequest::Reload(socket)),
                 // Close the connection: it timed out, closed or sent another message.
                 _ => {}
             }

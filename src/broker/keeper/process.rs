@@ -21,7 +21,7 @@ use super::{
     held::Held,
     image::Image,
     message::{Arrival, Message, receive, send},
-    newcomers::{Newcomers, Request, answer},
+    newcomers::{NewcomerRequest, Newcomers, answer},
     passed::{Passed, Received},
     peer::until,
     role::Role,
@@ -290,11 +290,13 @@ impl KeeperProcess {
         let requests = self.newcomers.as_mut().map(Newcomers::requests).unwrap_or_default();
         for request in requests {
             match request {
-                Request::Serve { socket, pid, version, resends } => self.replace_server(socket, pid, version, resends),
-                Request::Reload(socket) if matches!(self.reload, Some(Some(_))) => {
+                NewcomerRequest::Serve { socket, pid, version, resends } => {
+                    self.replace_server(socket, pid, version, resends)
+                }
+                NewcomerRequest::Reload(socket) if matches!(self.reload, Some(Some(_))) => {
                     answer(&socket, &Message::Refused("another reload is in progress".to_owned()));
                 }
-                Request::Reload(socket) => self.reload = Some(Some(socket)),
+                NewcomerRequest::Reload(socket) => self.reload = Some(Some(socket)),
             }
         }
     }

@@ -11,7 +11,7 @@ use vmmfd::error::{Error, PeerError, Result};
 
 use super::{
     broker, consumer, producer,
-    protocol::{ConsumerResponse, Failure, Response},
+    protocol::{ConsumerResponse, Failure, ProducerResponse},
     single,
     task::{Role, Task},
 };
@@ -29,7 +29,7 @@ pub fn run_task(task: Value) -> Result<()> {
     match &task.role {
         Role::Producer { folder, consumers } => {
             let line = line_to_parent()?;
-            report(&line, producer::serve(&task, folder, *consumers, &line), Response::Failed)
+            report(&line, producer::serve(&task, folder, *consumers, &line), ProducerResponse::Failed)
         }
         Role::Consumer => {
             let line = line_to_parent()?;
@@ -38,11 +38,11 @@ pub fn run_task(task: Value) -> Result<()> {
         Role::Sleeper => broker::serve_sleeper(&line_to_parent()?),
         Role::Single => {
             let line = line_to_parent()?;
-            report(&line, single::serve(&task, &line), Response::Failed)
+            report(&line, single::serve(&task, &line), ProducerResponse::Failed)
         }
         Role::BrokerServer { socket, emulated } => {
             let line = line_to_parent()?;
-            report(&line, broker::serve(&task, socket, *emulated, &line), Response::Failed)
+            report(&line, broker::serve(&task, socket, *emulated, &line), ProducerResponse::Failed)
         }
         Role::BrokerClient { driver } => {
             let line = line_to_parent()?;

@@ -17,8 +17,8 @@ use vmmfd::{
 
 use super::{
     broker::{Sleeper, Switching, ThroughC, c_text},
-    producer::until_asleep,
-    protocol::{ConsumerRequest, ConsumerResponse, Method},
+    consumer_handle::until_asleep,
+    protocol::{ConsumerRequest, ConsumerResponse, Method, not_prepared},
     stats::{now, us},
     task::Task,
 };
@@ -120,7 +120,7 @@ impl Consumer<'_> {
                 if self.sleeper.is_none() {
                     self.sleeper = Some(Sleeper::start(self.task)?);
                 }
-                self.sleeper.as_ref().map_or_else(not_prepared, |sleeper| sleeper.keep(&fds))?;
+                self.sleeper.as_ref().map_or_else(|| Err(not_prepared()), |sleeper| sleeper.keep(&fds))?;
                 Ok(ConsumerResponse::Ready)
             }
             ConsumerRequest::Wake { size } => self.wake(*size),
@@ -133,7 +133,7 @@ impl Consumer<'_> {
             ConsumerRequest::Get { name, array } => self.get(name, array.as_deref()),
             ConsumerRequest::GetThroughC { name } => {
                 let (Some(through_c), name) = (&mut self.through_c, c_text(name.as_bytes())?) else {
-                    return not_prepared();
+                    return Err(not_prepared());
                 };
                 until_asleep();
                 let begun = Instant::now();
@@ -150,7 +150,7 @@ impl Consumer<'_> {
                 let switching = match (&mut self.switching, &self.broker) {
                     (Some(switching), _) => switching,
                     (empty, Some(client)) => empty.insert(Switching::open(client, &self.driver, &self.device)?),
-                    (None, None) => return not_prepared(),
+                    (None, None) => return Err(not_prepared()),
                 };
                 Ok(ConsumerResponse::Got { us: switching.measure(*method)? })
             }
@@ -160,21 +160,24 @@ impl Consumer<'_> {
                 self.sleeper.as_ref().map_or(Ok(()), |sleeper| sleeper.keep(&[]))?;
                 Ok(ConsumerResponse::Ready)
             }
-            ConsumerRequest::Release => {
-                let Some(subscriber) = &mut self.subscriber else { return Ok(ConsumerResponse::Ready) };
-                self.line.send(&ConsumerResponse::Ready)?;
-                let before = subscriber.held();
-                let deadline = Instant::now() + self.task.timeout;
-                while subscriber.held() == before && subscriber.try_receive()?.is_none() {
-                    if Instant::now() > deadline {
-                        let purpose = "for the session to withdraw a buffer";
-                        return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.task.timeout }));
-                    }
-                    thread::yield_now();
-                }
-                Ok(ConsumerResponse::Ready)
-            }
+            ConsumerRequest::Release => self.release(),
         }
+    }
+
+    /// Waits until the session withdraws a buffer.
+    fn release(&mut self) -> Result<ConsumerResponse> {
+        let Some(subscriber) = &mut self.subscriber else { return Ok(ConsumerResponse::Ready) };
+        self.line.send(&ConsumerResponse::Ready)?;
+        let before = subscriber.held();
+        let deadline = Instant::now() + self.task.timeout;
+        while subscriber.held() == before && subscriber.try_receive()?.is_none() {
+            if Instant::now() > deadline {
+                let purpose = "for the session to withdraw a buffer";
+                return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.task.timeout }));
+            }
+            thread::yield_now();
+        }
+        Ok(ConsumerResponse::Ready)
     }
 
     /// Opens memory, reads the clock, and closes the memory, now or before the next request.
@@ -186,12 +189,12 @@ impl Consumer<'_> {
                 self.open_descriptor(&fd, size)
             }
             Method::Fresh | Method::Described | Method::Again => {
-                let Some(subscriber) = &mut self.subscriber else { return not_prepared() };
+                let Some(subscriber) = &mut self.subscriber else { return Err(not_prepared()) };
                 let received = subscriber.receive()?;
                 let since = u64::try_from(received.usable_since().elapsed().as_nanos()).unwrap_or(u64::MAX);
                 let at = now().saturating_sub(since);
                 if received.size() < size {
-                    return not_prepared();
+                    return Err(not_prepared());
                 }
                 subscriber.give_back(received)?;
                 Ok(at)
@@ -204,7 +207,7 @@ impl Consumer<'_> {
                 Ok(at)
             }
             Method::Pool => {
-                let (pools, Some(pool)) = (self.driver.verbs().pools()?, self.pool) else { return not_prepared() };
+                let (pools, Some(pool)) = (self.driver.verbs().pools()?, self.pool) else { return Err(not_prepared()) };
                 let address = pools.import_pointer(pool, ordinal, &self.bytes()?)?;
                 let at = now();
                 pools.free(ordinal, address)?;
@@ -215,7 +218,7 @@ impl Consumer<'_> {
                 Ok(now())
             }
             // The broker's methods.
-            _ => not_prepared(),
+            _ => Err(not_prepared()),
         }
     }
 
@@ -254,7 +257,7 @@ impl Consumer<'_> {
 
     /// Wakes the sleeper and opens its memory until the next request.
     fn wake(&mut self, size: u64) -> Result<ConsumerResponse> {
-        let Some(sleeper) = &self.sleeper else { return not_prepared() };
+        let Some(sleeper) = &self.sleeper else { return Err(not_prepared()) };
         until_asleep();
         let begun = Instant::now();
         let fds = sleeper.hand_over()?;
@@ -267,7 +270,7 @@ impl Consumer<'_> {
 
     /// Gets an object from the broker. It remains open until the next request.
     fn get(&mut self, name: &str, array: Option<&str>) -> Result<ConsumerResponse> {
-        let Some(client) = &self.broker else { return not_prepared() };
+        let Some(client) = &self.broker else { return Err(not_prepared()) };
         until_asleep();
         let begun = Instant::now();
         let object = client.get(&Get::new(name))?.open(&self.driver, None)?;
@@ -293,8 +296,4 @@ impl Consumer<'_> {
     fn destroy_pool(&mut self) -> Result<()> {
         self.pool.take().map_or(Ok(()), |pool| self.driver.verbs().pools()?.destroy(pool))
     }
-}
-
-pub(super) fn not_prepared<T>() -> Result<T> {
-    Err(Error::from(ProtocolError::Unexpected { got: "request", want: "one that prepares it" }))
 }

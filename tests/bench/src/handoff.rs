@@ -8,7 +8,7 @@ use vmmfd::{driver::Backend, error::Result, memory::MOST_OF_A_POOL};
 use super::{
     plan::Bench,
     process::BenchProcess,
-    protocol::{Method, Request, Response},
+    protocol::{Method, ProducerRequest, ProducerResponse},
     run::{BenchRun, FOLDER, ask, ask_done, unexpected, warm_up},
     stats::Samples,
     task::Role,
@@ -151,19 +151,19 @@ pub(super) fn take_turns(
 ) -> Result<Vec<Samples>> {
     let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
     let mut samples = vec![Samples::default(); methods.len()];
-    ask_done(process, &Request::Prepare { size, segment, methods: methods.to_vec() })?;
+    ask_done(process, &ProducerRequest::Prepare { size, segment, methods: methods.to_vec() })?;
     for round in 0..warm_up + count {
         run.tick(what, round, warm_up + count)?;
         for turn in 0..methods.len() {
             // Rotate the order: no method is always first, or always after the same method.
             let number = (turn + round) % methods.len();
-            match ask(process, &Request::Measure { method: methods[number] })? {
-                Response::Time { us } if round >= warm_up => samples[number].0.push(us),
-                Response::Time { .. } => {}
+            match ask(process, &ProducerRequest::Measure { method: methods[number] })? {
+                ProducerResponse::Time { us } if round >= warm_up => samples[number].0.push(us),
+                ProducerResponse::Time { .. } => {}
                 _ => return Err(unexpected()),
             }
         }
     }
-    ask_done(process, &Request::Clear)?;
+    ask_done(process, &ProducerRequest::Clear)?;
     Ok(samples)
 }

@@ -10,6 +10,7 @@
 mod broker;
 mod child;
 mod consumer;
+mod consumer_handle;
 mod handoff;
 mod options;
 mod pattern;

@@ -4,7 +4,7 @@ use vmmfd::{driver::Backend, error::Result};
 
 use super::{
     plan::Bench,
-    protocol::{Request, Response},
+    protocol::{ProducerRequest, ProducerResponse},
     run::{BenchRun, Capacity, ask, ask_done, unexpected, warm_up},
     stats::{Samples, us},
     task::Role,
@@ -31,7 +31,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
         if !fits(run, Bench::Verify, size, capacity) {
             continue;
         }
-        ask_done(&process, &Request::Prepare { size, segment: None, methods: Vec::new() })?;
+        ask_done(&process, &ProducerRequest::Prepare { size, segment: None, methods: Vec::new() })?;
         for &engine in engines {
             // Only on a GPU: the host backend is far faster.
             if cuda && engine == Engine::Host && size > HOST_BYTES / HOST_COUNT as u64 {
@@ -46,14 +46,14 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
             let warm_up = if engine == Engine::Gpu { warm_up(most) } else { 1 };
             for round in 0..warm_up + most {
                 run.tick(&format!("{engine} fills and verifies {}", about(size)), round, warm_up + most)?;
-                match ask(&process, &Request::Pattern { engine })? {
-                    Response::Pattern { fill_us, verify_us, fill_whole_us, verify_whole_us, mismatches: 0 } => {
+                match ask(&process, &ProducerRequest::Pattern { engine })? {
+                    ProducerResponse::Pattern { fill_us, verify_us, fill_whole_us, verify_whole_us, mismatches: 0 } => {
                         if round >= warm_up {
                             let all = [fill_us, verify_us, fill_whole_us, verify_whole_us];
                             samples.iter_mut().zip(all).for_each(|(samples, us)| samples.0.push(us));
                         }
                     }
-                    Response::Pattern { mismatches, .. } => {
+                    ProducerResponse::Pattern { mismatches, .. } => {
                         return Err(process.failure(format!("found {mismatches} wrong words that it had just written")));
                     }
                     _ => return Err(unexpected()),
@@ -62,7 +62,7 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
             add(run, engine, size, samples);
         }
     }
-    ask_done(&process, &Request::Clear)
+    ask_done(&process, &ProducerRequest::Clear)
 }
 
 fn add(run: &mut BenchRun<'_>, engine: Engine, size: u64, samples: [Samples; 4]) {
@@ -85,9 +85,9 @@ fn load(run: &mut BenchRun<'_>) -> Result<()> {
         for round in 0..warm_up + count {
             run.tick(name, round, warm_up + count)?;
             let (process, _) = run.start(Role::Single, &[("CUDA_CACHE_DISABLE", disabled)])?;
-            match ask(&process, &Request::Load)? {
-                Response::Time { us } if round >= warm_up => samples.0.push(us),
-                Response::Time { .. } => {}
+            match ask(&process, &ProducerRequest::Load)? {
+                ProducerResponse::Time { us } if round >= warm_up => samples.0.push(us),
+                ProducerResponse::Time { .. } => {}
                 _ => return Err(unexpected()),
             }
         }
@@ -109,8 +109,8 @@ pub(super) fn measure_stages(run: &mut BenchRun<'_>) -> Result<()> {
         let mut samples: [Samples; 9] = Default::default();
         for round in 0..warm_up + count {
             run.tick(&format!("each call on {}", about(size)), round, warm_up + count)?;
-            match ask(&process, &Request::Stages { size })? {
-                Response::Stages { create_us, export_us, opening, closing, .. } if round >= warm_up => {
+            match ask(&process, &ProducerRequest::Stages { size })? {
+                ProducerResponse::Stages { create_us, export_us, opening, closing, .. } if round >= warm_up => {
                     let all = [
                         create_us,
                         export_us,
@@ -124,7 +124,7 @@ pub(super) fn measure_stages(run: &mut BenchRun<'_>) -> Result<()> {
                     ];
                     samples.iter_mut().zip(all).for_each(|(samples, us)| samples.0.push(us));
                 }
-                Response::Stages { .. } => {}
+                ProducerResponse::Stages { .. } => {}
                 _ => return Err(unexpected()),
             }
         }

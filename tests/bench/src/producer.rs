@@ -6,7 +6,6 @@ use std::{
     path::Path,
     sync::{Arc, Barrier},
     thread,
-    time::{Duration, Instant},
 };
 
 use nix::fcntl::{FcntlArg, fcntl};
@@ -16,24 +15,19 @@ use vmmfd::{
     error::{Error, PeerError, ProtocolError, Result},
     internals::{Bare, Created},
     memory::{Device, Pointer, Shared, Spec},
-    session::{
-        Config,
-        stream::{BufferId, Publisher},
-    },
+    session::{Config, stream::Publisher},
 };
 
 use super::{
     broker::Maker,
+    consumer_handle::{ConsumerHandle, until_asleep},
     process::BenchProcess,
-    protocol::{ConsumerRequest, ConsumerResponse, Method, Request, Response},
+    protocol::{ConsumerRequest, Method, ProducerRequest, ProducerResponse, not_prepared},
     stats::now,
     task::{Role, Task},
 };
 use vmmfd_cli::line::Line;
 use vmmfd_cli::verbs::HasVerbs;
-
-/// The time for a consumer to fall asleep on its socket, as between two real handoffs.
-const ASLEEP: Duration = Duration::from_micros(30);
 
 /// The prepared memory. All of it has the same size.
 #[derive(Default)]
@@ -47,16 +41,6 @@ struct Prepared {
     created: Option<Created>,
     legacy: Option<(Shared, Pointer)>,
     pool: Option<(Shared, Pointer)>,
-}
-
-/// A consumer process and the session to it.
-pub(super) struct ConsumerHandle {
-    pub(super) process: BenchProcess,
-    publisher: Option<Publisher>,
-    /// The buffer that the consumer holds.
-    held: Option<BufferId>,
-    /// The buffer of the current handoff, which is withdrawn afterwards.
-    fresh: Option<BufferId>,
 }
 
 struct Producer<'a> {
@@ -81,79 +65,20 @@ pub(super) fn serve(task: &Task, folder: &Path, consumers: usize, line: &Line) -
     let consumers = consumers.collect::<Result<Vec<_>>>()?;
     // All consumers start their drivers concurrently.
     consumers.iter().try_for_each(ConsumerHandle::ready)?;
-    line.send(&Response::started(&device)?)?;
+    line.send(&ProducerResponse::started(&device)?)?;
     let mut producer = Producer { task, driver, device, folder, consumers, prepared: Prepared::default(), maker: None };
     loop {
         let response = match line.receive()? {
-            Request::Prepare { size, segment, methods } => {
-                producer.prepare(size, segment, &methods).map(|()| Response::Done)
+            ProducerRequest::Prepare { size, segment, methods } => {
+                producer.prepare(size, segment, &methods).map(|()| ProducerResponse::Done)
             }
-            Request::IsEmulated => producer.is_emulated().map(Response::IsEmulated),
-            Request::Connect { socket } => producer.connect_to_broker(&socket).map(|()| Response::Done),
-            Request::Measure { method } => producer.measure(method).map(|us| Response::Time { us }),
-            Request::Clear => producer.clear().map(|()| Response::Done),
+            ProducerRequest::IsEmulated => producer.is_emulated().map(ProducerResponse::IsEmulated),
+            ProducerRequest::Connect { socket } => producer.connect_to_broker(&socket).map(|()| ProducerResponse::Done),
+            ProducerRequest::Measure { method } => producer.measure(method).map(|us| ProducerResponse::Time { us }),
+            ProducerRequest::Clear => producer.clear().map(|()| ProducerResponse::Done),
             _ => Err(ProtocolError::Unexpected { got: "request", want: "one for a producer" }.into()),
         };
-        line.send(&Response::of(response))?;
-    }
-}
-
-impl ConsumerHandle {
-    pub(super) fn call(&self, request: &ConsumerRequest) -> Result<()> {
-        self.process.send(request)?;
-        self.ready()
-    }
-
-    pub(super) fn ready(&self) -> Result<()> {
-        match self.process.receive()? {
-            ConsumerResponse::Ready => Ok(()),
-            ConsumerResponse::Usable { .. } | ConsumerResponse::Got { .. } => {
-                Err(ProtocolError::Unexpected { got: "usable", want: "ready" }.into())
-            }
-            ConsumerResponse::Failed(failure) => Err(failure.of(self.process.name())),
-        }
-    }
-
-    /// Waits until the consumer has the memory, and returns the time.
-    fn usable(&self) -> Result<u64> {
-        match self.process.receive()? {
-            ConsumerResponse::Usable { at } => Ok(at),
-            ConsumerResponse::Ready | ConsumerResponse::Got { .. } => {
-                Err(ProtocolError::Unexpected { got: "ready", want: "usable" }.into())
-            }
-            ConsumerResponse::Failed(failure) => Err(failure.of(self.process.name())),
-        }
-    }
-
-    fn publisher(&mut self) -> Result<&mut Publisher> {
-        self.publisher.as_mut().ok_or(ProtocolError::Unexpected { got: "request", want: "a session" }.into())
-    }
-
-    fn withdraw(&mut self, buffer: BufferId) -> Result<()> {
-        // The consumer responds twice: when it waits for the withdrawal, and when it has released the buffer.
-        self.call(&ConsumerRequest::Release)?;
-        self.publisher()?.withdraw(buffer)?;
-        self.ready()
-    }
-
-    /// Adds memory to the session as a new buffer.
-    fn describe(&mut self, memory: &Arc<Shared>) -> Result<()> {
-        self.fresh = Some(self.publisher()?.add(memory, None, Access::ReadWrite)?);
-        Ok(())
-    }
-
-    /// Announces a buffer without pending GPU work, and returns the start time.
-    fn publish(&mut self, buffer: BufferId) -> Result<u64> {
-        let begun = now();
-        self.publisher()?.announce(buffer)?;
-        Ok(begun)
-    }
-
-    /// Waits until the buffer is usable and then returned. Returns the time when it became usable.
-    fn end_of_turn(&mut self) -> Result<u64> {
-        let at = self.usable()?;
-        self.publisher()?.take_back()?;
-        Ok(at)
+        line.send(&ProducerResponse::of(response))?;
     }
 }
 
@@ -371,16 +296,4 @@ fn hand_over(method: Method, consumer: &mut ConsumerHandle, prepared: &Prepared,
         _ => return Err(not_prepared()),
     }
     Ok(handoff)
-}
-
-/// Spins until another process has had time to fall asleep on its socket.
-pub(super) fn until_asleep() {
-    let begun = Instant::now();
-    while begun.elapsed() < ASLEEP {
-        std::hint::spin_loop();
-    }
-}
-
-pub(super) fn not_prepared() -> Error {
-    ProtocolError::Unexpected { got: "request", want: "one that prepares it" }.into()
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 use vmmfd::{
     driver::Backend,
-    error::{DeviceError, Error, LoadError},
+    error::{DeviceError, Error, LoadError, ProtocolError},
     internals::{Closing, Opening},
     memory::Device,
 };
@@ -62,7 +62,7 @@ pub(super) enum Method {
 /// A request from the measuring process to the producer or to the single process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Request {
+pub(super) enum ProducerRequest {
     /// Prepare buffers of `size` bytes for these methods, in segments of `segment` bytes if it is set.
     Prepare { size: u64, segment: Option<u64>, methods: Vec<Method> },
     /// Report whether the driver is the emulated driver of the tests.
@@ -81,10 +81,10 @@ pub(super) enum Request {
     Load,
 }
 
-/// The response to a [`Request`].
+/// The response to a [`ProducerRequest`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Response {
+pub(super) enum ProducerResponse {
     /// The driver has started.
     Started {
         name: String,
@@ -116,7 +116,7 @@ pub(super) enum Response {
     Failed(Failure),
 }
 
-impl Response {
+impl ProducerResponse {
     /// Describes a device whose driver has started.
     pub(super) fn started(device: &Device) -> Result<Self, Error> {
         Ok(Self::Started {
@@ -241,4 +241,9 @@ pub(super) enum ConsumerResponse {
         us: f64,
     },
     Failed(Failure),
+}
+
+/// The error of a request whose preparation is missing.
+pub(super) fn not_prepared() -> Error {
+    ProtocolError::Unexpected { got: "request", want: "one that prepares it" }.into()
 }

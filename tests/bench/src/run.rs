@@ -10,7 +10,7 @@ use vmmfd::{
 use super::{
     plan::{Bench, BenchPlan, Observer, Printer, Progress},
     process::BenchProcess,
-    protocol::{Request, Response},
+    protocol::{ProducerRequest, ProducerResponse},
     report::{BenchReport, Figure, Machine, Series},
     stats::{Samples, Summary},
     task::{Role, Task},
@@ -82,7 +82,7 @@ impl<'a> BenchRun<'a> {
     pub(super) fn start(&mut self, role: Role, variables: &[(&str, &str)]) -> Result<(BenchProcess, Capacity)> {
         let process = BenchProcess::leader(&self.task(role), self.cancel, variables)?;
         match receive(&process)? {
-            Response::Started { name, uuid, version, granularity, free } => {
+            ProducerResponse::Started { name, uuid, version, granularity, free } => {
                 let machine = &mut self.report.machine;
                 (machine.device, machine.uuid, machine.cuda) = (name, uuid, version);
                 Ok((process, Capacity { usable: (free as f64 * USED) as u64, granularity }))
@@ -144,22 +144,22 @@ pub(super) fn warm_up(count: usize) -> usize {
     (count / 10).clamp(2, 20)
 }
 
-pub(super) fn ask(process: &BenchProcess, request: &Request) -> Result<Response> {
+pub(super) fn ask(process: &BenchProcess, request: &ProducerRequest) -> Result<ProducerResponse> {
     process.send(request)?;
     receive(process)
 }
 
-pub(super) fn receive(process: &BenchProcess) -> Result<Response> {
+pub(super) fn receive(process: &BenchProcess) -> Result<ProducerResponse> {
     match process.receive()? {
-        Response::Failed(failure) => Err(failure.of(process.name())),
+        ProducerResponse::Failed(failure) => Err(failure.of(process.name())),
         answer => Ok(answer),
     }
 }
 
 /// Sends a request without a result.
-pub(super) fn ask_done(process: &BenchProcess, request: &Request) -> Result<()> {
+pub(super) fn ask_done(process: &BenchProcess, request: &ProducerRequest) -> Result<()> {
     match ask(process, request)? {
-        Response::Done => Ok(()),
+        ProducerResponse::Done => Ok(()),
         _ => Err(unexpected()),
     }
 }

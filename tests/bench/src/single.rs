@@ -9,7 +9,7 @@ use vmmfd::{
 };
 
 use super::{
-    protocol::{Request, Response},
+    protocol::{ProducerRequest, ProducerResponse},
     stats::us,
     task::Task,
 };
@@ -23,44 +23,44 @@ use vmmfd_cli::{
 pub(super) fn serve(task: &Task, line: &Line) -> Result<()> {
     let (driver, device) = task.open()?;
     device.activate()?;
-    line.send(&Response::started(&device)?)?;
+    line.send(&ProducerResponse::started(&device)?)?;
     // `Stages` exports it first and keeps the descriptor open, so that no measured export is the first of the process.
     let anchor = driver.verbs().bare()?.create(device.ordinal(), device.granularity()?)?;
     let mut held = None;
     let mut shared = None;
     loop {
         let response = match line.receive()? {
-            Request::Prepare { size, .. } => {
+            ProducerRequest::Prepare { size, .. } => {
                 drop(shared.take());
                 Shared::create(&device, Spec::vmm(size)).map(|memory| {
                     shared = Some(memory);
-                    Response::Done
+                    ProducerResponse::Done
                 })
             }
-            Request::Pattern { engine } => match &shared {
+            ProducerRequest::Pattern { engine } => match &shared {
                 Some(shared) => pattern(shared, engine),
                 None => Err(ProtocolError::Unexpected { got: "request", want: "one that prepares memory" }.into()),
             },
-            Request::Stages { size } => {
+            ProducerRequest::Stages { size } => {
                 if held.is_none() {
                     held = Some(driver.verbs().bare()?.export(&anchor)?);
                 }
                 stages(&driver, &device, size)
             }
-            Request::Load => load(&driver, &device),
-            Request::Clear => {
+            ProducerRequest::Load => load(&driver, &device),
+            ProducerRequest::Clear => {
                 drop(shared.take());
-                Ok(Response::Done)
+                Ok(ProducerResponse::Done)
             }
-            Request::Measure { .. } | Request::IsEmulated | Request::Connect { .. } => {
+            ProducerRequest::Measure { .. } | ProducerRequest::IsEmulated | ProducerRequest::Connect { .. } => {
                 Err(ProtocolError::Unexpected { got: "request", want: "one for a single process" }.into())
             }
         };
-        line.send(&Response::of(response))?;
+        line.send(&ProducerResponse::of(response))?;
     }
 }
 
-fn pattern(shared: &Shared, engine: Engine) -> Result<Response> {
+fn pattern(shared: &Shared, engine: Engine) -> Result<ProducerResponse> {
     let (choice, size) = (EngineChoice::Only(engine), shared.size());
     let pattern = Pattern::new(random_salt()?);
     let begun = Instant::now();
@@ -68,7 +68,7 @@ fn pattern(shared: &Shared, engine: Engine) -> Result<Response> {
     let fill_whole_us = us(begun.elapsed());
     let begun = Instant::now();
     let (found, verified) = choice.verify(shared, 0, 0..size, pattern, &mut |_| Ok(()))?;
-    Ok(Response::Pattern {
+    Ok(ProducerResponse::Pattern {
         fill_us: us(filled.elapsed),
         verify_us: us(verified.elapsed),
         fill_whole_us,
@@ -78,7 +78,7 @@ fn pattern(shared: &Shared, engine: Engine) -> Result<Response> {
 }
 
 /// Measures each call, on new memory.
-fn stages(driver: &Driver, device: &Device, size: u64) -> Result<Response> {
+fn stages(driver: &Driver, device: &Device, size: u64) -> Result<ProducerResponse> {
     let (bare, ordinal) = (driver.verbs().bare()?, device.ordinal());
     let mut last = Instant::now();
     let mut lap = || us(std::mem::replace(&mut last, Instant::now()).elapsed());
@@ -89,15 +89,15 @@ fn stages(driver: &Driver, device: &Device, size: u64) -> Result<Response> {
     let (opened, opening) = bare.open(ordinal, fd.as_fd(), size)?;
     let closing = bare.close(opened)?;
     bare.release(created)?;
-    Ok(Response::Stages { create_us, export_us, opening, closing })
+    Ok(ProducerResponse::Stages { create_us, export_us, opening, closing })
 }
 
-fn load(driver: &Driver, device: &Device) -> Result<Response> {
+fn load(driver: &Driver, device: &Device) -> Result<ProducerResponse> {
     let kernels = driver.verbs().kernels()?;
     if kernels.are_loaded(device.ordinal()) {
         return Err(Error::from(ProtocolError::Unexpected { got: "request", want: "kernels that are not loaded" }));
     }
     let begun = Instant::now();
     kernels.load(device.ordinal())?;
-    Ok(Response::Time { us: us(begun.elapsed()) })
+    Ok(ProducerResponse::Time { us: us(begun.elapsed()) })
 }

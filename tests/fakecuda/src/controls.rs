@@ -34,7 +34,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{Answer, emulated::MAX_DEVICES};
+use crate::{Answer, numbers::MAX_DEVICES};
 
 /// The settings, and the counts of calls.
 pub(crate) struct Settings {

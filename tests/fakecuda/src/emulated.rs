@@ -20,53 +20,21 @@ use std::{
 };
 
 use vmmfd::{
-    Error,
     driver::{Access, MemoryInfo},
-    internals::{Granularity, Handle, HostDriver, Location as Place, Properties, Verbs},
+    internals::{Granularity, Handle, HostDriver, Properties, Verbs},
 };
 
 use crate::{
     AccessDesc, AllocationProp, Answer, Location, controls,
     events::Events,
     ipc::{Ipc, NUMA, PEER_ACCESS_UNSUPPORTED, POOL, dup, mark, marked},
-    kernels::Modules,
+    modules::Modules,
+    numbers::{
+        CONTEXT_IS_DESTROYED, DEVICE, DMA_BUF, FABRIC, HERE, HOST_NUMA, ILLEGAL_ADDRESS, INVALID_CONTEXT,
+        INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NO_DEVICE, NOT_FOUND, NOT_INITIALIZED, NOT_PERMITTED,
+        NOT_SUPPORTED, NOT_VISIBLE, OUT_OF_MEMORY, PINNED, POSIX_FD, UNKNOWN, code,
+    },
 };
-
-pub(crate) const INVALID_VALUE: u32 = 1;
-pub(crate) const OUT_OF_MEMORY: u32 = 2;
-const NOT_INITIALIZED: u32 = 3;
-const NO_DEVICE: u32 = 100;
-pub(crate) const INVALID_DEVICE: u32 = 101;
-pub(crate) const INVALID_CONTEXT: u32 = 201;
-pub(crate) const INVALID_HANDLE: u32 = 400;
-const CONTEXT_IS_DESTROYED: u32 = 709;
-const NOT_PERMITTED: u32 = 800;
-pub(crate) const NOT_SUPPORTED: u32 = 801;
-pub(crate) const NOT_FOUND: u32 = 500;
-const ILLEGAL_ADDRESS: u32 = 700;
-pub(crate) const UNKNOWN: u32 = 999;
-
-/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
-pub(crate) const PINNED: c_uint = 1;
-/// `CU_MEM_LOCATION_TYPE_DEVICE`.
-pub(crate) const DEVICE: c_uint = 1;
-/// `CU_MEM_LOCATION_TYPE_HOST_NUMA`.
-const HOST_NUMA: c_uint = 3;
-/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
-pub(crate) const POSIX_FD: c_uint = 1;
-/// `CU_MEM_HANDLE_TYPE_FABRIC`.
-pub(crate) const FABRIC: c_uint = 8;
-/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
-const DMA_BUF: c_uint = 1;
-
-/// `location.id` of an imported allocation whose owner is not visible to this process.
-const NOT_VISIBLE: c_int = -2;
-
-/// The location of the host backend's memory.
-pub(crate) const HERE: Place = Place::Device(0);
-
-/// The number of devices that [`mark`] can distinguish.
-pub(crate) const MAX_DEVICES: u32 = 16;
 
 /// The attributes that vmmfd requests, with the values of an H200, which claims fabric handles and refuses them.
 const ATTRIBUTES: [(c_uint, c_int); 10] =
@@ -196,14 +164,6 @@ pub(crate) fn live() -> [u64; 9] {
 pub(crate) fn waited() -> u64 {
     let driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
     driver.as_ref().map_or(0, |driver| driver.events.waited)
-}
-
-/// The code of a host backend error.
-pub(crate) fn code(error: Error) -> u32 {
-    match error {
-        Error::Driver { code, .. } => code,
-        _ => UNKNOWN,
-    }
 }
 
 /// The devices.

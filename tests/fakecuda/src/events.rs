@@ -18,7 +18,7 @@ use std::{
 
 use crate::{
     Answer, controls,
-    emulated::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, UNKNOWN},
+    numbers::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, UNKNOWN},
 };
 
 const MAP_FAILED: u32 = 205;

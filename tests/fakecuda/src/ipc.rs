@@ -24,7 +24,7 @@ use vmmfd::{
 
 use crate::{
     AccessDesc, Answer, PoolProps,
-    emulated::{
+    numbers::{
         DEVICE, HERE, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_SUPPORTED, OUT_OF_MEMORY,
         PINNED, POSIX_FD, UNKNOWN, code,
     },

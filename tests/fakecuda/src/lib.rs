@@ -14,7 +14,9 @@ mod emulated;
 mod events;
 mod ipc;
 mod kernels;
+mod modules;
 mod names;
+mod numbers;
 
 use std::{
     cell::Cell,
@@ -25,8 +27,10 @@ use std::{
     slice,
 };
 
-use self::emulated::{Emulated, FABRIC, INVALID_HANDLE, INVALID_VALUE, initialise, initialised};
-use self::kernels::{Kernel, Stretch};
+use self::emulated::{Emulated, initialise, initialised};
+use self::kernels::Stretch;
+use self::modules::Kernel;
+use self::numbers::{FABRIC, INVALID_HANDLE, INVALID_VALUE};
 
 /// The result of a call. The error is a `CUresult`.
 type Answer<T = ()> = Result<T, c_uint>;

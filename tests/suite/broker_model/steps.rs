@@ -160,22 +160,7 @@ impl Model {
                     None => world.excused = true,
                 }
             }
-            Action::KillClient(client) => {
-                world.deaths -= 1;
-                let gone = std::mem::take(&mut world.clients[client]);
-                world.clients[client].dead = true;
-                if let Some(request) = gone.open {
-                    // The request may still be executed.
-                    world.asked_mut(request).answered = true;
-                }
-                if let Some(server) = &mut world.server {
-                    for (token, _) in gone.leases.into_iter().filter(|_| gone.connected) {
-                        server.holders[token] = None;
-                        server.steps.push_back(Step::End(token));
-                    }
-                    world.settle_grace();
-                }
-            }
+            Action::KillClient(client) => world.kill_client(client),
             Action::Start => return self.start(world),
             Action::StoreAnew => {
                 let server = world.server_mut();
@@ -539,6 +524,23 @@ impl World {
             self.deaths > 0 && (client.open.is_some() || !client.leases.is_empty())
         };
         (0..CLIENTS).filter(mortal)
+    }
+
+    fn kill_client(&mut self, client: usize) {
+        self.deaths -= 1;
+        let gone = std::mem::take(&mut self.clients[client]);
+        self.clients[client].dead = true;
+        if let Some(request) = gone.open {
+            // The request may still be executed.
+            self.asked_mut(request).answered = true;
+        }
+        if let Some(server) = &mut self.server {
+            for (token, _) in gone.leases.into_iter().filter(|_| gone.connected) {
+                server.holders[token] = None;
+                server.steps.push_back(Step::End(token));
+            }
+            self.settle_grace();
+        }
     }
 
     /// If no lease and no client can still be resumed, the grace period makes no difference.

@@ -35,7 +35,42 @@ fn greeted(
 }
 
 pub(super) fn cases() -> Vec<Case> {
-    let mut cases = vec![
+    let mut cases = hellos();
+    cases.extend(requests());
+    cases.extend(objects::cases());
+    cases.extend(content::cases().into_iter().chain(parts::cases()).chain(restart::cases()));
+    for (name, message) in [
+        ("request-before-hello", Message::List(List::default())),
+        ("release-before-hello", Message::Release(Release { token: Token([0; 16]) })),
+    ] {
+        cases.push(case(name, "R2 H2", move |_, peer| {
+            Broker { peer }.provoke(&message, "R2", ErrorCode::Protocol, "a first message other than hello")
+        }));
+    }
+    type Misplaced = (&'static str, &'static str, fn(&Broker<'_>) -> Message);
+    let misplaced: [Misplaced; 4] = [
+        ("second-hello", "H2 R2", |broker| Message::Hello(broker.own_hello())),
+        ("answer-as-request", "R2", |_| Message::Done(Done {})),
+        ("claimed-as-request", "R2", |_| Message::Claimed(Claimed { token: Token([0; 16]) })),
+        ("received-without-lease", "R2 G6", |_| Message::Received(Received { segments: 0 })),
+    ];
+    for (name, rules, message) in misplaced {
+        cases.push(greeted(name, rules, move |context, broker| {
+            let message = message(broker);
+            broker.provoke(&message, context.rule, ErrorCode::Protocol, "a message other than a request")
+        }));
+    }
+    for invalid in invalid_for_broker().unwrap_or_default() {
+        cases.push(case(format!("record: {}", invalid.name), invalid.rule(), move |_, peer| {
+            invalid.send::<Message>(Broker::greet(peer)?.peer)
+        }));
+    }
+    cases
+}
+
+/// The beginning of a connection, and its end.
+fn hellos() -> Vec<Case> {
+    vec![
         greeted("hello", "B2 H2", |_, _| Ok(())),
         case("unknown-fields", "R5 R6", unknown_fields),
         case("newer-version", "H1", |_, peer| {
@@ -70,6 +105,12 @@ pub(super) fn cases() -> Vec<Case> {
             thread::sleep(Duration::from_millis(hello.timeout_ms));
             Broker { peer: &mut silent }.expect_error("H6", ErrorCode::Timeout, "a client that sends no hello")
         }),
+    ]
+}
+
+/// Requests without objects.
+fn requests() -> Vec<Case> {
+    vec![
         greeted("nothing-there", "Q1 Q2 Q3 Q4 B9 B12", nothing_there),
         greeted("names", "N1", names),
         greeted("wait", "B12", |_, broker| {
@@ -102,36 +143,7 @@ pub(super) fn cases() -> Vec<Case> {
         greeted("empty-get", "B9", |_, broker| {
             broker.refuse(&get(Vec::new(), None), "B9", RefusalCode::Invalid, "a get without objects")
         }),
-    ];
-    cases.extend(objects::cases());
-    cases.extend(content::cases().into_iter().chain(parts::cases()).chain(restart::cases()));
-    for (name, message) in [
-        ("request-before-hello", Message::List(List::default())),
-        ("release-before-hello", Message::Release(Release { token: Token([0; 16]) })),
-    ] {
-        cases.push(case(name, "R2 H2", move |_, peer| {
-            Broker { peer }.provoke(&message, "R2", ErrorCode::Protocol, "a first message other than hello")
-        }));
-    }
-    type Misplaced = (&'static str, &'static str, fn(&Broker<'_>) -> Message);
-    let misplaced: [Misplaced; 4] = [
-        ("second-hello", "H2 R2", |broker| Message::Hello(broker.own_hello())),
-        ("answer-as-request", "R2", |_| Message::Done(Done {})),
-        ("claimed-as-request", "R2", |_| Message::Claimed(Claimed { token: Token([0; 16]) })),
-        ("received-without-lease", "R2 G6", |_| Message::Received(Received { segments: 0 })),
-    ];
-    for (name, rules, message) in misplaced {
-        cases.push(greeted(name, rules, move |context, broker| {
-            let message = message(broker);
-            broker.provoke(&message, context.rule, ErrorCode::Protocol, "a message other than a request")
-        }));
-    }
-    for invalid in invalid_for_broker().unwrap_or_default() {
-        cases.push(case(format!("record: {}", invalid.name), invalid.rule(), move |_, peer| {
-            invalid.send::<Message>(Broker::greet(peer)?.peer)
-        }));
-    }
-    cases
+    ]
 }
 
 fn unknown_fields(_: &Context<'_>, peer: &mut Peer) -> CaseResult {

@@ -21,8 +21,9 @@ use super::{Meeting, MeetingEvent, MeetingRole, TRIED};
 use crate::doctor::{
     DeviceReport, Environment, ErrorDetails, Finding, Probe, Status,
     control::{Control, ControlRecord, unexpected},
+    endpoint::Endpoint,
     outcome::{ProbeOutcome, ProbeResult},
-    sharing::{Endpoint, MemoryKind, open_shared, serve_requests_within, share, share_event},
+    sharing::{MemoryKind, open_shared, serve_requests_within, share, share_event},
 };
 
 /// The most devices that the peer may report.

@@ -22,9 +22,9 @@ use crate::{
     check::pattern::{Pattern, random_salt},
     doctor::{
         ErrorDetails, Status,
-        child::Role,
         context::ProbeContext,
         outcome::{ProbeOutcome, ProbeResult, timed},
+        task::Role,
     },
     line::Line,
 };

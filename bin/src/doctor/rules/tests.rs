@@ -120,28 +120,27 @@ fn no_library(answer: &str) -> Finding {
     failed("driver", LoadError::NoLibrary { tried: format!("{answer}; {answer}") })
 }
 
+fn timeout(probe: &'static str) -> Finding {
+    other(probe, "timeout", "no answer within 5s")
+}
+
 fn cases() -> Vec<Case> {
+    [library_cases(), limit_cases(), feature_cases(), result_cases(), broker_cases(), container_cases()]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+/// The driver, its library and the devices.
+fn library_cases() -> Vec<Case> {
     let gone = || no_library(GONE);
     let no_device = || failed("driver", LoadError::NoDevice);
     let library = || "libcuda.so.1".to_owned();
-    let timeout = |probe| other(probe, "timeout", "no answer within 5s");
-    let retain = |code| call("round-trip", "cuDevicePrimaryCtxRetain", code);
     let visible = || env(|env| env.visible_devices = Some("1".to_owned()));
     let wsl = || env(|env| env.wsl = true);
-    let gvisor = || env(|env| env.gvisor = true);
-    let confidential = || env(|env| env.confidential = Some("tdx".to_owned()));
-    let mig = || env(|env| env.mig = true);
     let denied_node = || env(|env| env.nodes[0].usable = false);
-    let no_channel = || env(|env| env.imex_channels.clear());
-    let denied_channel = || env(|env| env.imex_channels[0].usable = false);
-    let no_driver = || env(|env| env.library = None);
     let stub = || env(|env| env.library.as_mut().unwrap().stub = true);
-    let module = |version: &str| env(|env| env.module = Some(version.to_owned()));
-    let shm = |exists, writable| {
-        env(|env| env.shared_memory = Some(SharedMemory { exists, writable, size: None, free: None }))
-    };
-    let no_socket = |errno| failed("round-trip", Error::system("make a socket", io::Error::from_raw_os_error(errno)));
-    let mut cases = vec![
+    vec![
         case("stub-library", failed("driver", LoadError::Stub { library: library() }), init(999)),
         case("stub-library", (init(999), stub()), (timeout("import"), stub())),
         case("library-broken", (no_library("/lib/libcuda.so.1: file too short"), container()), (gone(), container())),
@@ -165,6 +164,18 @@ fn cases() -> Vec<Case> {
         case("other-proc", (init(304), env(|env| env.own_proc = Some(false))), init(304)),
         case("driver-broken", init(999), call("memory", "cuCtxSynchronize", 999)),
         case("driver-hangs", timeout("driver"), timeout("memory")),
+    ]
+}
+
+/// Limits of the process and of the kind of machine.
+fn limit_cases() -> Vec<Case> {
+    let retain = |code| call("round-trip", "cuDevicePrimaryCtxRetain", code);
+    let wsl = || env(|env| env.wsl = true);
+    let gvisor = || env(|env| env.gvisor = true);
+    let confidential = || env(|env| env.confidential = Some("tdx".to_owned()));
+    let mig = || env(|env| env.mig = true);
+    let no_socket = |errno| failed("round-trip", Error::system("make a socket", io::Error::from_raw_os_error(errno)));
+    vec![
         case("few-descriptors", without_error("descriptors"), without_error("host-memory")),
         case("few-descriptors", no_socket(24), no_socket(13)),
         case(
@@ -202,6 +213,20 @@ fn cases() -> Vec<Case> {
         case("mig", (unsupported("peer"), mig()), (unsupported("pool"), mig())),
         case("mig", (call("legacy", "cuIpcOpenMemHandle_v2", 801), mig()), (call("legacy", "cuMemAlloc_v2", 2), mig())),
         case("mig", (call("pool", "cuMemPoolCreate", 101), mig()), (call("event", "cuEventCreate", 101), mig())),
+    ]
+}
+
+/// Features that a device may lack.
+fn feature_cases() -> Vec<Case> {
+    let visible = || env(|env| env.visible_devices = Some("1".to_owned()));
+    let no_channel = || env(|env| env.imex_channels.clear());
+    let denied_channel = || env(|env| env.imex_channels[0].usable = false);
+    let no_driver = || env(|env| env.library = None);
+    let module = |version: &str| env(|env| env.module = Some(version.to_owned()));
+    let shm = |exists, writable| {
+        env(|env| env.shared_memory = Some(SharedMemory { exists, writable, size: None, free: None }))
+    };
+    vec![
         case(
             "fabric-no-channel",
             (call("fabric", "cuMemCreate", 800), no_channel()),
@@ -253,6 +278,13 @@ fn cases() -> Vec<Case> {
             (unsupported("dma-buf"), env(|env| env.module_open = Some(false))),
             unsupported("dma-buf"),
         ),
+    ]
+}
+
+/// Results of the remaining probes.
+fn result_cases() -> Vec<Case> {
+    let no_driver = || env(|env| env.library = None);
+    vec![
         case("pool-unsupported", unsupported("pool"), unsupported("legacy")),
         case("no-vmm", unsupported("export"), (unsupported("export"), no_driver())),
         case("no-vmm", unsupported("memory"), call("import", IMPORT, 801)),
@@ -277,20 +309,21 @@ fn cases() -> Vec<Case> {
         case("killed", killed("memory", "SIGKILL"), other("memory", "system", "SIGKILL failed")),
         case("crashed", killed("memory", "SIGSEGV"), killed("memory", "SIGKILL")),
         case("hangs", timeout("round-trip"), other("round-trip", "peer", "the peer closed the connection")),
-    ];
+    ]
+}
+
+fn broker_cases() -> Vec<Case> {
     let problem = |problem: &str| with_figure(without_error("broker"), "problem", problem);
-    for (rule, value, similar) in [
+    [
         ("broker-folder", "folder", "stale"),
         ("broker-stale", "stale", "silent"),
         ("broker-silent", "silent", "denied"),
         ("broker-denied", "denied", "refused"),
         ("broker-refused", "refused", "other-program"),
         ("broker-other-program", "other-program", ""),
-    ] {
-        cases.push(case(rule, problem(value), problem(similar)));
-    }
-    cases.extend(container_cases());
-    cases
+    ]
+    .map(|(rule, value, similar)| case(rule, problem(value), problem(similar)))
+    .into()
 }
 
 fn container_cases() -> Vec<Case> {

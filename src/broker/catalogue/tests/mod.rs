@@ -22,6 +22,16 @@ use crate::{
 /// JSON in a client's own formatting, which must be preserved.
 const SPACED: &str = "[ {\"name\":\n\t\"w\\u00e9\", \"shape\": [2, 3.10e0]} ]";
 
+impl Catalogue {
+    /// Opens a log and returns all its records.
+    fn open(fd: OwnedFd) -> Result<(Self, Vec<Record>), Unreadable> {
+        let (mut catalogue, mut records) = Self::load(fd)?;
+        let all = records.by_ref().collect::<Result<_, _>>()?;
+        catalogue.append_after(&records);
+        Ok((catalogue, all))
+    }
+}
+
 fn inline(value: &impl Serialize) -> Table {
     Table::Inline(Attached::of(value).unwrap())
 }

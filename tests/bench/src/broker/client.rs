@@ -22,8 +22,7 @@ use vmmfd::{
 };
 
 use crate::{
-    producer::not_prepared,
-    protocol::Failure,
+    protocol::{Failure, not_prepared},
     stats::{now, us},
     task::Task,
 };

@@ -13,8 +13,8 @@ use vmmfd::{
 
 use super::switching::OBJECTS;
 use crate::{
-    producer::{ConsumerHandle, not_prepared, until_asleep},
-    protocol::{ConsumerRequest, ConsumerResponse, Method},
+    consumer_handle::{ConsumerHandle, until_asleep},
+    protocol::{ConsumerRequest, ConsumerResponse, Method, not_prepared},
     stats::us,
     task::Task,
 };

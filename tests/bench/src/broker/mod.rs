@@ -33,7 +33,7 @@ use super::{
     handoff::take_turns,
     plan::Bench,
     process::BenchProcess,
-    protocol::{Method, Request, Response},
+    protocol::{Method, ProducerRequest, ProducerResponse},
     report::Figure,
     run::{BenchRun, Capacity, FOLDER, ask, ask_done, unexpected},
     stats::Samples,
@@ -94,9 +94,11 @@ fn compare(run: &mut BenchRun<'_>, folder: &Path) -> Result<(bool, Capacity)> {
     run.tick("starting the processes", 0, 1)?;
     let role = Role::Producer { folder: folder.to_owned(), consumers: 1 };
     let (producer, capacity) = run.start(role, &[])?;
-    let Response::IsEmulated(emulated) = ask(&producer, &Request::IsEmulated)? else { return Err(unexpected()) };
+    let ProducerResponse::IsEmulated(emulated) = ask(&producer, &ProducerRequest::IsEmulated)? else {
+        return Err(unexpected());
+    };
     let broker = Broker::start(run, folder.join("broker.sock"), emulated)?;
-    ask_done(&producer, &Request::Connect { socket: broker.socket.clone() })?;
+    ask_done(&producer, &ProducerRequest::Connect { socket: broker.socket.clone() })?;
     let idle = broker.descriptors()?;
     let default = match run.plan.backend {
         Backend::Cuda => &GPU_SIZES[..],
@@ -121,9 +123,9 @@ fn compare(run: &mut BenchRun<'_>, folder: &Path) -> Result<(bool, Capacity)> {
         arrays(run, &producer, small)?;
         puts(run, &producer, small, "")?;
         let kept = Kept::start(folder.join("kept.sock"), emulated)?;
-        ask_done(&producer, &Request::Connect { socket: kept.socket.clone() })?;
+        ask_done(&producer, &ProducerRequest::Connect { socket: kept.socket.clone() })?;
         puts(run, &producer, small, ", under a keeper")?;
-        ask_done(&producer, &Request::Connect { socket: broker.socket.clone() })?;
+        ask_done(&producer, &ProducerRequest::Connect { socket: broker.socket.clone() })?;
     }
     let default = match run.plan.backend {
         Backend::Cuda => &SWITCH_SIZES[..],

@@ -22,7 +22,7 @@ use vmmfd::{
 
 use crate::{
     process::{BenchProcess, beside},
-    protocol::Response,
+    protocol::ProducerResponse,
     run::{BenchRun, receive, unexpected},
     task::{Role, Task},
 };
@@ -43,7 +43,7 @@ pub(crate) fn serve(task: &Task, socket: &Path, emulated: bool, line: &Line) -> 
         config = internals::emulated(config);
     }
     let server = Server::bind(socket, config, &cancel)?;
-    line.send(&Response::Done)?;
+    line.send(&ProducerResponse::Done)?;
     server.run().map(drop)
 }
 
@@ -104,7 +104,7 @@ impl Broker {
         let role = Role::BrokerServer { socket: socket.clone(), emulated };
         let process = BenchProcess::leader(&run.task(role), run.cancel, &[])?;
         match receive(&process)? {
-            Response::Done => Ok(Self { process, socket }),
+            ProducerResponse::Done => Ok(Self { process, socket }),
             _ => Err(unexpected()),
         }
     }

@@ -10,7 +10,10 @@ use vmmfd::{
     memory::Device,
 };
 
-use crate::{producer::not_prepared, protocol::Method, stats::us};
+use crate::{
+    protocol::{Method, not_prepared},
+    stats::us,
+};
 use vmmfd_cli::verbs::HasVerbs;
 
 /// Two objects that take turns at the same addresses.

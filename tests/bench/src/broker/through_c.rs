@@ -18,7 +18,7 @@ use vmmfd_capi::{
 };
 use vmmfd_cli::error::ToolError;
 
-use crate::{consumer::not_prepared, task::Task};
+use crate::{protocol::not_prepared, task::Task};
 
 /// A device and a connection to the broker, as handles of the C library.
 pub(crate) struct ThroughC {
@@ -57,7 +57,7 @@ impl Drop for ThroughC {
 }
 
 pub(crate) fn c_text(text: &[u8]) -> Result<CString> {
-    CString::new(text).or_else(|_| not_prepared())
+    CString::new(text).map_err(|_| not_prepared())
 }
 
 /// Returns the handle that a function of the C library returns through its last parameter.

@@ -1,0 +1,47 @@
+//! The options of a get.
+
+use std::{ffi::c_char, time::Duration};
+
+use vmmfd::broker::Get;
+
+use crate::{
+    argument::{json, milliseconds},
+    error::Outcome,
+};
+
+/// Options of a get. All zeros are the defaults.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_get_options_t {
+    /// How long to wait for the object, in milliseconds. 0: not at all.
+    pub wait_ms: u64,
+    /// The version. 0: the current one.
+    pub version: u64,
+    /// Only a version that is newer than this. 0: any.
+    pub newer_than: u64,
+    /// Metadata fields that must have these values: a JSON object; NULL for none.
+    pub expect: *const c_char,
+    /// The user that must own the name, if `expect_owner` is set.
+    pub owner: u32,
+    /// Whether the name must belong to `owner`. Any user may put a name that does not exist.
+    pub expect_owner: bool,
+}
+
+/// Builds a get.
+pub(crate) fn build_get(name: &str, options: Option<&vmmfd_get_options_t>) -> Outcome<Get> {
+    let mut get = Get::new(name);
+    let Some(options) = options else { return Ok(get) };
+    if options.wait_ms > 0 {
+        get = get.wait(milliseconds(options.wait_ms, Duration::ZERO));
+    }
+    if options.version > 0 {
+        get = get.version(options.version);
+    }
+    if options.newer_than > 0 {
+        get = get.newer_than(options.newer_than);
+    }
+    if let Some(expect) = json(options.expect, "expect")? {
+        get = get.expect(expect);
+    }
+    Ok(if options.expect_owner { get.expect_owner(options.owner) } else { get })
+}
