@@ -139,8 +139,10 @@ def test_error_of_source_is_raised(rig: Rig) -> None:
 def test_other_limits_are_refused(name: str) -> None:
     with pytest.raises(vmmfd.Invalid, match=f"{name}='5' is not a time"):
         vmmfd.ray.register(**{name: "5"})
-    with pytest.raises(vmmfd.Invalid, match="timeout=True is not a time"):
-        vmmfd.ray.pull("nowhere", timeout=True)
+    with pytest.raises(vmmfd.Invalid, match=f"{name}=None is not a time"):
+        vmmfd.ray.register(**{name: None})
+    with pytest.raises(vmmfd.Invalid, match="deadline=True is not a time"):
+        vmmfd.ray.pull("nowhere", deadline=True)
 
 
 def test_missing_name_is_reported(rig: Rig) -> None:

@@ -126,7 +126,7 @@ def seconds(value: t.Any, what: str = "wait") -> float:
 
 
 def limit(value: t.Any, what: str) -> float:
-    """Returns a limit in seconds. Raises `Invalid` for 0, with which nothing would succeed, and for anything but a time."""
+    """Returns a limit in seconds. Raises `Invalid` for 0, with which nothing would succeed, and for anything but a time, also for None."""
     number = seconds(value, what)
     if number == 0:
         raise Invalid(f"{what}={value!r} allows no time: give seconds, more than 0, or a timedelta")

@@ -125,7 +125,7 @@ class Agent:
             lock = self._pulls.setdefault(wanted.origin, threading.Lock())
         # Another call may be pulling it.
         if not lock.acquire(timeout=limit):
-            raise Timeout(f"{wanted.name!r} is still being pulled after {limit:g} s: give a longer timeout", kind="peer")
+            raise Timeout(f"{wanted.name!r} is still being pulled after {limit:g} s: give a longer deadline", kind="peer")
         try:
             own = _copy(self._broker, wanted, name)
             if own is not None:
@@ -145,7 +145,7 @@ class Agent:
                 break
             if offer is False:
                 if left < 0:
-                    raise Timeout(f"the nodes that have {wanted.name!r} still serve others: give a longer timeout", kind="peer")
+                    raise Timeout(f"the nodes that have {wanted.name!r} still serve others: give a longer deadline", kind="peer")
                 time.sleep(_BUSY)
                 continue
             began = time.monotonic()
@@ -239,7 +239,7 @@ def _answer(call: Any, wanted: _Object, limit: float) -> Published:
     except RayTaskError as error:
         raise error.cause from None
     except GetTimeoutError:
-        raise Timeout(f"{wanted.name!r} was not pulled within {limit:g} s: give a longer timeout or pull it by name", kind="peer") from None
+        raise Timeout(f"{wanted.name!r} was not pulled within {limit:g} s: give a longer deadline or pull it by name", kind="peer") from None
     except RayError as error:
         raise Disconnected(f"the agent that pulls {wanted.name!r} failed: {error}", kind="peer") from error
     return published

@@ -75,7 +75,7 @@ def pull(
     nodes: Iterable[str] | None = None,
     *,
     version: int | None = None,
-    timeout: float | timedelta = 600,
+    deadline: float | timedelta = 600,
     stall: float | timedelta = 10,
 ) -> dict[str, Published]:
     """Brings a named object to nodes, under the same name. Returns each node's object by Ray's node id.
@@ -84,11 +84,12 @@ def pull(
     the caller's node, else of another node. A node that has it already moves nothing. On a node that has another object of this name, it
     becomes the name's new version. Nodes that received it are sources for the rest.
 
-    Blocks until all nodes have it or one failed, at most `timeout`; `stall` is as for `register`. Raises `NotFound` if no node has it,
+    Blocks until all nodes have it or one failed, at most `deadline`, in seconds or a `timedelta`; `stall` is as for `register`. Raises
+    `Timeout` at the deadline, `NotFound` if no node has it,
     `Differs` if the caller's node has none and the others have different objects, `Invalid` if a limit is not a time of more than 0, and
     the first node's error. Other nodes keep their copies.
     """
-    limit, stall = _arguments.limit(timeout, "timeout"), _arguments.limit(stall, "stall")
+    limit, stall = _arguments.limit(deadline, "deadline"), _arguments.limit(stall, "stall")
     here = ray.get_runtime_context().get_node_id()
     wanted = _named(_broker(), name, version, here)
     if wanted is None:
