@@ -104,7 +104,7 @@ check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from
 bundle: ## dist/: stripped programs and tests for a GPU node, glibc 2.28 or newer; TARGET=aarch64-unknown-linux-gnu for another
 	scripts/bundle $(CARGO) $(BUNDLE) $(TARGET)
 
-wheel: ## dist/: the Python package, for glibc 2.28 or newer, by maturin, and one for python3.14t; TARGET=aarch64-unknown-linux-gnu for another machine
+wheel: ## dist/: the Python package, for glibc 2.28 or newer, by maturin, one for python3.14t, and the sdist; TARGET=aarch64-unknown-linux-gnu for another machine
 	scripts/wheel $(CARGO) $(DIST) $(TARGET)
 
 deb: ## target/debian/: a Debian package with vmmfd, its units of systemd, man pages and completions; by cargo-deb

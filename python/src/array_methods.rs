@@ -117,7 +117,7 @@ impl Array {
         self.view(self.descriptor().transpose()?)
     }
 
-    /// The same elements with the axes in this order; without arguments, in reverse order. Raises `Invalid` unless each axis appears
+    /// The same elements with the `axes` (int) in this order; without arguments, in reverse order. Raises `Invalid` unless each axis appears
     /// once.
     #[pyo3(signature = (*axes))]
     fn transpose(&self, axes: &Bound<'_, PyTuple>) -> Outcome<Self> {
@@ -206,7 +206,7 @@ impl Array {
     /// For libraries without read-only arrays (DLPack consumers before version 1.0; PyTorch's `__cuda_array_interface__`).
     /// `never_written=True` (bool) is the caller's promise that nothing writes to it: a store into memory that is mapped read-only destroys
     /// the CUDA context of this process and everything in it (Xid 31), or on the host backend kills the process (SIGSEGV). `readonly` is
-    /// unchanged. Raises `Invalid` without the promise.
+    /// unchanged. Raises `Invalid` without the promise. `by="promise"` is its deprecated spelling.
     #[pyo3(signature = (by=None, *, never_written=false))]
     fn writable(&self, py: Python<'_>, by: Option<&str>, never_written: bool) -> Outcome<Self> {
         if by == Some("promise") {
@@ -244,7 +244,7 @@ impl Array {
         slf.py().import("vmmfd._elements")?.call_method1("only", (slf,))
     }
 
-    /// Copies the elements of another array, of the same shape and type, into it. Accepts what `asarray` accepts.
+    /// Copies the elements of another array, of the same shape and type, into it. `source` is any object that `asarray` accepts.
     ///
     /// Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
     /// shape or type, and for a copy between a GPU and the host; `Denied` or `Error` if it is read-only.
@@ -258,7 +258,7 @@ impl Array {
         signals::run(py, &[], || source.copy_into(&**self.memory(), self.descriptor()))
     }
 
-    /// Copies its elements into another array, which must be writable and of the same shape and type. Blocks, with the GIL released,
+    /// Copies its elements into another array, `destination`, which is writable and of the same shape and type. Blocks, with the GIL released,
     /// until the copy is complete. Raises as `copy_from`.
     fn copy_to(&self, py: Python<'_>, destination: &Bound<'_, PyAny>) -> Outcome<()> {
         self.check()?;

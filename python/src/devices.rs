@@ -14,14 +14,15 @@ use crate::{
 };
 
 /// Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.
+/// `backend` (str) is as for `empty`. Raises `Error` if the driver does not start, `Invalid` for another `backend`.
 #[pyfunction]
 #[pyo3(signature = (backend=None))]
 pub(crate) fn devices(py: Python<'_>, backend: Option<&str>) -> Outcome<Vec<PyDevice>> {
     py.detach(|| Ok(Device::all(&driver::driver(backend)?)?.into_iter().map(PyDevice).collect()))
 }
 
-/// Returns the UUID (str) of a device, with its prefix, from its ordinal in this process (int). Raises `Error` if there is no such
-/// device.
+/// Returns the UUID (str) of a device, with its prefix, from its `ordinal` in this process (int). `backend` (str) is as for `empty`.
+/// Raises `Error` if there is no such device.
 #[pyfunction]
 #[pyo3(signature = (ordinal=0, *, backend=None))]
 pub(crate) fn device_uuid(py: Python<'_>, ordinal: u32, backend: Option<&str>) -> Outcome<String> {
@@ -30,7 +31,8 @@ pub(crate) fn device_uuid(py: Python<'_>, ordinal: u32, backend: Option<&str>) -
 
 /// Returns whether two names identify the same device (bool).
 ///
-/// A name is a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose str is a UUID. A UUID
+/// The names `a` and `b` are each a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose
+/// str is a UUID. A UUID
 /// (str) may be in any case, with or without `GPU-` or `MIG-`, or shortened to its first characters as in `CUDA_VISIBLE_DEVICES`. Raises
 /// `Invalid` for an argument that names no device.
 #[pyfunction]

@@ -20,6 +20,9 @@ import vmmfd
 # The limit for a child process in seconds, only for a child that hangs. Other timeouts in the tests are shorter.
 LIMIT = 300.0
 
+# The start of a command that runs Python with this process's options, such as `-X dev -W error`. multiprocessing starts its children so.
+PYTHON: list[str] = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+
 NIXL = [name for name in ("nixl", "nixl_cu12", "nixl_cu13") if importlib.util.find_spec(name)]
 needs_nixl = pytest.mark.skipif(not NIXL, reason="NIXL is not installed (nixl, nixl_cu12 or nixl_cu13)")
 
@@ -54,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def command() -> list[str]:
     """Returns the `vmmfd` command: `VMMFD_BIN`, or the installed package's."""
     given = os.environ.get("VMMFD_BIN")
-    return [given] if given else [sys.executable, "-m", "vmmfd._command"]
+    return [given] if given else [*PYTHON, "-m", "vmmfd._command"]
 
 
 class Server:
@@ -70,12 +73,9 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [*command(), "serve", "--socket", self.path, *self.options],
-            stdout=subprocess.PIPE,
-            stderr=(self.folder / "server.log").open("a"),
-            text=True,
-        )
+        with (self.folder / "server.log").open("a") as log:
+            serve = [*command(), "serve", "--socket", self.path, *self.options]
+            self.process = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert "listening" in line, (line, (self.folder / "server.log").read_text())
@@ -102,15 +102,19 @@ class Server:
             process.wait(20)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        self._reap(process)
 
     def kill(self) -> None:
         assert self.process is not None
         process, self.process = self.process, None
         process.kill()
+        self._reap(process)
+
+    @staticmethod
+    def _reap(process: subprocess.Popen[str]) -> None:
         process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 @pytest.fixture
@@ -147,7 +151,7 @@ class Child:
 
     def __init__(self, code: str, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code), *arguments],
+            [*PYTHON, "-X", "faulthandler", "-c", textwrap.dedent(code), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -203,4 +207,5 @@ def child() -> Iterator[Callable[..., Child]]:
         one.limit.cancel()
         if one.process.poll() is None:
             one.process.kill()
-            one.process.communicate()
+        # Also closes its pipes.
+        one.process.communicate()

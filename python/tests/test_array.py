@@ -291,7 +291,8 @@ def test_import_loads_no_driver(child: Any) -> None:
         import vmmfd
         heavy = {"numpy", "torch", "dataclasses", "inspect", "asyncio", "datetime"} & (set(sys.modules) - before)
         assert not heavy, heavy
-        assert "libcuda" not in open("/proc/self/maps").read()
+        with open("/proc/self/maps") as maps:
+            assert "libcuda" not in maps.read()
         """
     ).end()
 

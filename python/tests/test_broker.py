@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import vmmfd
 
-from conftest import Server
+from conftest import PYTHON, Server
 
 TEN_LINES = """
 import numpy as np, vmmfd
@@ -41,7 +40,7 @@ def test_ten_line_example(server: Server, tmp_path: Path) -> None:
     def run(path: str) -> tuple[int, str]:
         program = tmp_path / "share_numpy.py"
         program.write_text(example.replace("/run/vmmfd/broker.sock", path))
-        ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60)
+        ended = subprocess.run([*PYTHON, str(program)], capture_output=True, text=True, timeout=60)
         return ended.returncode, ended.stderr
 
     assert run(server.path) == (0, "")

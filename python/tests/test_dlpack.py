@@ -9,6 +9,7 @@ import ctypes
 import gc
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -317,7 +318,8 @@ def test_reaper_releases_gpu_memory() -> None:
     del capsule, capsules
     gc.collect()
     assert _native._settle(10)
-    names = [line for line in open("/proc/self/maps") if int(line.split("-")[0], 16) in addresses and "rw" in line]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    names = [line for line in lines if int(line.split("-")[0], 16) in addresses and "rw" in line]
     assert not names
 
 

@@ -7,12 +7,13 @@ import json
 import os
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from conftest import PYTHON
 
 SCRIPTS = Path(__file__).parent.parent.parent / "tests" / "engines"
 
@@ -45,7 +46,7 @@ def test_only_hopper_code_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("options", "code"), [([], 0), (["--strict"], 1)])
 def test_absent_archives_are_named(tmp_path: Path, options: list[str], code: int) -> None:
-    command = [sys.executable, SCRIPTS / "run.py", "--packed", tmp_path / "nothing", *options]
+    command = [*PYTHON, SCRIPTS / "run.py", "--packed", tmp_path / "nothing", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code
     assert f"there are no archives of vLLM in {tmp_path / 'nothing'}: run make engines-pack" in done.stderr
@@ -58,7 +59,7 @@ def test_exited_process_is_reported(tmp_path: Path) -> None:
         folder, deadline, processes = tmp_path, float("inf"), []
 
     bench: Any = Bench()
-    process = lab.Process(bench, "one", [sys.executable, "-c", "print('out of memory'); raise SystemExit(3)"])
+    process = lab.Process(bench, "one", [*PYTHON, "-c", "print('out of memory'); raise SystemExit(3)"])
     with pytest.raises(lab.Failed, match="one ended with 3 before engine: out of memory"):
         process.wait_for("engine", lambda: None, 60)
     process.end()

@@ -80,7 +80,7 @@ def test_views_and_copies_are_served(tmp_path: Path) -> None:
     path = str(tmp_path / "handoff.sock")
     whole = vmmfd.asarray(NUMBERS, backend="host")
     for array, wanted in ((whole[1, :, ::2], NUMBERS[1, :, ::2]), (NUMBERS.T, NUMBERS.T), (b"bytes", np.frombuffer(b"bytes", "u1"))):
-        thread, result = served(path, array, backend="host", timeout=timedelta(seconds=20))
+        thread, result = served(path, array, backend="host", wait=timedelta(seconds=20))
         taken = vmmfd.take(path, backend="host", wait=timedelta(seconds=20))
         thread.join()
         assert result[0][0].error is None
@@ -92,7 +92,7 @@ def test_views_and_copies_are_served(tmp_path: Path) -> None:
 
 def test_concurrent_consumers(tmp_path: Path) -> None:
     path = str(tmp_path / "handoff.sock")
-    thread, result = served(path, NUMBERS, backend="host", consumers=3, timeout=20)
+    thread, result = served(path, NUMBERS, backend="host", consumers=3, wait=20)
     taken = [vmmfd.take(path, backend="host", wait=20) for _ in range(3)]
     thread.join()
     assert len(result[0]) == 3 and all(np.array_equal(np.asarray(array), NUMBERS) for array in taken)
@@ -163,7 +163,7 @@ def test_invalid_time_is_refused(tmp_path: Path, wait: Any) -> None:
 
 def test_path_in_use_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "handoff.sock")
-    thread, result = served(path, NUMBERS, backend="host", timeout=20)
+    thread, result = served(path, NUMBERS, backend="host", wait=20)
     while not Path(path).exists():
         time.sleep(0.01)
     with pytest.raises(vmmfd.Error, match="another process|already|serve"):

@@ -16,6 +16,8 @@ import vmmfd
 import vmmfd.legacy
 import vmmfd.pool
 
+from conftest import PYTHON
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -115,7 +117,7 @@ def test_pool_size_is_limited(driver: str) -> None:
 def test_examples_run(driver: str, name: str) -> None:
     if not EXAMPLES.exists():
         pytest.skip("the examples are not beside the tests")
-    ran = subprocess.run([sys.executable, EXAMPLES / name, "--elements", "1000"], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([*PYTHON, EXAMPLES / name, "--elements", "1000"], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran
     assert "first five" in ran.stdout, ran
 
@@ -125,7 +127,7 @@ def test_examples_skip_without_gpu(name: str) -> None:
     if not EXAMPLES.exists():
         pytest.skip("the examples are not beside the tests")
     ran = subprocess.run(
-        [sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=60, env={"PATH": "/usr/bin:/bin", "VMMFD_BACKEND": "host"}
+        [*PYTHON, EXAMPLES / name], capture_output=True, text=True, timeout=60, env={"PATH": "/usr/bin:/bin", "VMMFD_BACKEND": "host"}
     )
     assert ran.returncode == 0 and "not run" in ran.stdout, ran
 

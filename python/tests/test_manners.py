@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import LIMIT, Child, Server
+from conftest import LIMIT, PYTHON, Child, Server
 
 # The start of a child: `broker` is connected to the given path.
 BEGIN = """
@@ -98,7 +98,7 @@ def test_ctrl_c_with_stopped_server(server: Server, child: Callable[..., Child],
 
 def test_interrupt_delay_benchmark_runs() -> None:
     script = Path(__file__).resolve().parents[2] / "tests" / "bench" / "waits.py"
-    ended = subprocess.run([sys.executable, script, "--runs", "1"], capture_output=True, text=True, timeout=LIMIT)
+    ended = subprocess.run([*PYTHON, script, "--runs", "1"], capture_output=True, text=True, timeout=LIMIT)
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     heading, *rows = ended.stdout.splitlines()
     assert heading.split() == ["ms", "median", "slowest"] and len(rows) == 9

@@ -6,12 +6,13 @@ import ast
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import vmmfd.nodes
+
+from conftest import PYTHON
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "vllm-signatures"
 RECORD = Path(__file__).with_name("nixl_signatures.json")
@@ -72,5 +73,5 @@ def test_installed_nixl_has_the_signatures() -> None:
     if not SCRIPT.exists():
         pytest.skip("the scripts are not beside the tests")
     folder = Path(found.origin).parent.parent
-    done = subprocess.run([sys.executable, SCRIPT, folder, "--record", RECORD], capture_output=True, text=True, check=False)
+    done = subprocess.run([*PYTHON, SCRIPT, folder, "--record", RECORD], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

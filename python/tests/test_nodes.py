@@ -26,7 +26,7 @@ MIB = 1 << 20
 STALL = 2.0
 
 # UCX's and NIXL's messages go to stderr.
-ENVIRONMENT = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "PYTHONWARNINGS": "ignore:this machine has no RDMA"}
+ENVIRONMENT = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal"}
 
 # Enters a network namespace, if one is given, with a /sys that shows its devices: there UCX looks for them.
 ENTER = """
@@ -41,7 +41,8 @@ ENTER = """
 
 # Two memories, the first with four segments, which one array spans. Commands on stdin: `flip` changes a byte, `offer` and `withdraw`.
 SOURCE = """
-    import json, sys, numpy, vmmfd, vmmfd.nodes
+    import json, sys, numpy, pathlib, vmmfd, vmmfd.nodes, warnings
+    warnings.filterwarnings("ignore", "this machine has no RDMA device", RuntimeWarning)
     socket, folder, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
     native, broker = vmmfd._native, vmmfd.connect(sys.argv[1], backend="host")
     memories = [native.Memory(size, backend="host", segment=size // 4), native.Memory(2 << 20, backend="host")]
@@ -61,7 +62,7 @@ SOURCE = """
             large[size // 2] ^= 1
         if command == "offer\\n":
             offer = node.offer("model")
-            open(folder + "/offer", "wb").write(offer)
+            pathlib.Path(folder, "offer").write_bytes(offer)
         if command == "withdraw\\n":
             node.withdraw(offer)
         print("done", flush=True)
@@ -69,7 +70,8 @@ SOURCE = """
 
 # Prints the result of a pull as JSON. While reads are in flight, it sends a signal to the source or runs a command, if asked.
 READER = """
-    import json, os, subprocess, sys, time, numpy, vmmfd, vmmfd.nodes
+    import json, os, pathlib, subprocess, sys, time, numpy, vmmfd, vmmfd.nodes, warnings
+    warnings.filterwarnings("ignore", "this machine has no RDMA device", RuntimeWarning)
     socket, folder, stall, event, source = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4], int(sys.argv[5])
     broker = vmmfd.connect(socket, backend="host")
     node = vmmfd.nodes.Node(broker, "second")
@@ -88,11 +90,11 @@ READER = """
 
     def held():
         vmmfd._native._settle(10)
-        return sum("memfd" in line for line in open("/proc/self/maps")), len(os.listdir("/proc/self/fd"))
+        return pathlib.Path("/proc/self/maps").read_text().count("memfd"), len(os.listdir("/proc/self/fd"))
 
     before, began = held(), time.monotonic()
     try:
-        pulled = node.pull(open(folder + "/offer", "rb").read(), stall=stall)
+        pulled = node.pull(pathlib.Path(folder, "offer").read_bytes(), stall=stall)
         result = {"checked": pulled.checked, "origin": pulled.origin, "version": pulled.version}
     except vmmfd.Error as error:
         result = {"error": type(error).__name__, "text": str(error), "hint": error.hint}
@@ -220,7 +222,8 @@ def test_pull_copies_whole_object(nodes: Nodes) -> None:
 
 # A process that starts after a pull: it offers the copy, and pulls it into the first broker.
 SUCCESSOR = """
-    import json, sys, vmmfd, vmmfd.nodes
+    import json, sys, vmmfd, vmmfd.nodes, warnings
+    warnings.filterwarnings("ignore", "this machine has no RDMA device", RuntimeWarning)
     first, second = (vmmfd.connect(path, backend="host") for path in sys.argv[1:])
     with vmmfd.nodes.Node(second, "second") as source, vmmfd.nodes.Node(first, "third") as reader:
         pulled = reader.pull(source.offer("model"), name="again")

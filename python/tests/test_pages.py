@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WITH_PAGES = (ROOT / "README.md").exists()
 PAGES = ["README.md", "python/README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))] if WITH_PAGES else []
 
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+
 pytestmark = pytest.mark.skipif(not WITH_PAGES, reason="the pages are not beside the tests")
 
 
@@ -125,13 +127,13 @@ def test_block_is_left_out(block: str) -> None:
     pytest.skip(block)
 
 
-def run(page: str, needs_torch: bool, broker: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Runs the Python blocks that need PyTorch, or those that do not, in one namespace; returns how many."""
+def run(page: str, test: str, broker: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Runs the Python blocks that this test checks, in one namespace; returns how many."""
     monkeypatch.setenv("VMMFD_BROKER_SOCKET", broker)
     names: dict[str, Any] = {"__name__": "page"}
     ran = 0
     for block in blocks(page):
-        if block.language == "python" and block.mark.startswith("checked by") and ("import torch" in block.text) == needs_torch:
+        if block.mark == f"checked by: python/tests/test_pages.py::{test}":
             exec(compile("\n" * block.line + block.text, str(ROOT / page), "exec"), names)
             ran += 1
     return ran
@@ -139,15 +141,20 @@ def run(page: str, needs_torch: bool, broker: str, monkeypatch: pytest.MonkeyPat
 
 def test_readme_example(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numpy")
-    assert run("README.md", False, server.path, monkeypatch) == 1
+    assert run("README.md", "test_readme_example", server.path, monkeypatch) == 1
 
 
 def test_python_page(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numpy")
-    assert run("docs/python.md", False, server.path, monkeypatch) >= 5
+    assert run("docs/python.md", "test_python_page", server.path, monkeypatch) >= 5
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="there is no PyTorch")
+@needs_torch
 def test_python_page_with_torch(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run("docs/python.md", True, server.path, monkeypatch) >= 1
+    assert run("docs/python.md", "test_python_page_with_torch", server.path, monkeypatch) >= 1
+
+
+@needs_torch
+def test_python_page_with_torch_on_the_cpu(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("docs/python.md", "test_python_page_with_torch_on_the_cpu", server.path, monkeypatch) == 1

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import vmmfd
 
-from conftest import needs_nixl
+from conftest import PYTHON, needs_nixl
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray==2.60.0")
 np = pytest.importorskip("numpy")
@@ -160,7 +159,7 @@ def test_nothing_is_left(rig: Rig) -> None:
 @needs_nixl
 @pytest.mark.skipif(not EXAMPLE.exists(), reason="the examples are not beside the tests")
 def test_example(rig: Rig) -> None:
-    run = [sys.executable, str(EXAMPLE), *(server.path for server in rig.servers)]
+    run = [*PYTHON, str(EXAMPLE), *(server.path for server in rig.servers)]
     # Ray finds a running cluster in its folder.
     environment = {**os.environ, "RAY_TMPDIR": str(rig.folder / "example")}
     ended = subprocess.run(run, capture_output=True, text=True, timeout=LIMIT, env=environment)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT, Child
+from conftest import LIMIT, PYTHON, Child
 
 import vmmfd
 
@@ -66,7 +66,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 @pytest.mark.parametrize("example", ["share_torch.py", "weights_serve.py"])
 def test_examples_report_missing_broker(example: str, tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, str(EXAMPLES / example), "--socket", str(tmp_path / "none.sock"), "--backend", "host", "--timeout", "0.1"],
+        [*PYTHON, str(EXAMPLES / example), "--socket", str(tmp_path / "none.sock"), "--backend", "host", "--timeout", "0.1"],
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -76,7 +76,7 @@ def test_examples_report_missing_broker(example: str, tmp_path: Path) -> None:
 
 
 def run(*arguments: str) -> str:
-    ended = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=LIMIT)
+    ended = subprocess.run([*PYTHON, *arguments], capture_output=True, text=True, timeout=LIMIT)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
@@ -89,7 +89,7 @@ def test_share_torch_example(socket: str) -> None:
 def test_weights_serve_example(socket: str) -> None:
     program = [str(EXAMPLES / "weights_serve.py"), "--socket", socket, "--backend", "host"]
     assert run(*program, "--make", "1") == "put version 1\n"
-    serving = subprocess.Popen([sys.executable, *program, "--until", "2"], stdout=subprocess.PIPE, text=True)
+    serving = subprocess.Popen([*PYTHON, *program, "--until", "2"], stdout=subprocess.PIPE, text=True)
     try:
         assert serving.stdout is not None
         first = serving.stdout.readline()

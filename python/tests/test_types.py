@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,30 +24,45 @@ def test_mypy_accepts_the_package(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
 # What the examples import, and CI does not have.
 OTHERS = "torch.*,transformers.*,vllm.*,ray.*,numba.*"
 
 
 def test_mypy_accepts_the_examples(tmp_path: Path) -> None:
-    examples = Path(__file__).resolve().parents[2] / "examples"
-    if not examples.exists():
+    if not EXAMPLES.exists():
         pytest.skip("the examples are not beside the tests")
     config = tmp_path / "mypy.ini"
     options = "strict = True\ndisallow_subclassing_any = False\ndisallow_untyped_calls = False\ndisallow_untyped_decorators = False\n"
     config.write_text(f"[mypy]\n{options}[mypy-{OTHERS}]\nignore_missing_imports = True\nfollow_imports = skip\n")
-    command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--cache-dir=/dev/null", *map(str, examples.glob("*.py"))]
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--cache-dir=/dev/null", *map(str, EXAMPLES.glob("*.py"))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_public_types_are_complete(tmp_path: Path) -> None:
-    for needed in ("basedpyright", "ray"):
-        pytest.importorskip(needed, reason=f"needs {needed}")
-    package = Path(vmmfd.__file__).parent.parent
+def pyright(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("basedpyright", reason="needs basedpyright")
     # Not by the interpreter: with it, the checker finds no package in a virtual environment.
-    environment = {**os.environ, "PYTHONPATH": str(package)}
-    command = [sys.executable, "-m", "basedpyright", "--verifytypes", "vmmfd", "--ignoreexternal"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    environment = {**os.environ, "PYTHONPATH": str(Path(vmmfd.__file__).parent.parent)}
+    command = [sys.executable, "-m", "basedpyright", *options]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+def test_pyright_accepts_the_examples(tmp_path: Path) -> None:
+    if not EXAMPLES.exists():
+        pytest.skip("the examples are not beside the tests")
+    # pyright's own rules. An error of a missing import is about this machine.
+    missing = {"reportMissingImports": False, "reportMissingModuleSource": False}
+    config = {"include": [f"{EXAMPLES}/*.py"], "typeCheckingMode": "standard", **missing}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
+    done = pyright(tmp_path)
+    assert done.returncode == 0 and "0 errors" in done.stdout, done.stdout + done.stderr
+
+
+def test_public_types_are_complete(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    done = pyright(tmp_path, "--verifytypes", "vmmfd", "--ignoreexternal")
     assert "Type completeness score: 100%" in done.stdout, done.stdout
 
 

@@ -1,4 +1,6 @@
-"""vLLM's load format without vLLM and without PyTorch: registration, options, the key, the identity of contents, names."""
+"""vLLM's load format without vLLM and without PyTorch: registration, options, the key, the identity of contents, names.
+
+It has more than 500 lines: all its tests import the package beside the stand-in."""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ import pytest
 
 import vmmfd
 from vmmfd.engines import _contents, _options, _state, _vllm_key, _vllm_object
+
+from conftest import PYTHON
 from vllm_engine import STUB, configure
 
 DEVICE = "GPU-00000000-0000-0000-0000-000000000000"
@@ -41,7 +45,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def python(code: str, *arguments: str, **env: str) -> str:
     """Returns the output of a Python program without the stand-in."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+    done = subprocess.run([*PYTHON, "-c", code, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env})
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout
 

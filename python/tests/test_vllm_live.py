@@ -16,6 +16,7 @@ import vmmfd
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from conftest import PYTHON  # noqa: E402
 from torch_models import is_mapped  # noqa: E402
 from vllm_engine import STUB, configure  # noqa: E402
 from vllm_models import Model, describe, load, tensors  # noqa: E402
@@ -275,7 +276,7 @@ except Exception as error:
     ],
 )
 def test_ranks_agree(tmp_path: Path, case: str, expected: list[str]) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(RANKS), str(STUB)]
+    command = [*PYTHON, "-c", textwrap.dedent(RANKS), str(STUB)]
     running = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "store"), case], stdout=subprocess.PIPE, text=True) for rank in range(2)
     ]

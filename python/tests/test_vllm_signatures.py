@@ -6,11 +6,12 @@ import ast
 import importlib.util
 import json
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from conftest import PYTHON
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "scripts" / "vllm-signatures"
@@ -36,7 +37,7 @@ def wheel(folder: Path, source: str) -> Path:
 
 
 def compare(folder: Path, source: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, SCRIPT, wheel(folder, source), "--record", folder / "record.json", *options]
+    command = [*PYTHON, SCRIPT, wheel(folder, source), "--record", folder / "record.json", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -1,4 +1,6 @@
-"""vLLM's load format with PyTorch on the host backend, with a stand-in for vLLM: publishing, attaching and refusals."""
+"""vLLM's load format with PyTorch on the host backend, with a stand-in for vLLM: publishing, attaching and refusals.
+
+It has more than 500 lines: all its tests share its engines and their models."""
 
 from __future__ import annotations
 

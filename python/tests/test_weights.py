@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import vmmfd
-from conftest import Server, command
+from conftest import PYTHON, Server, command
 
 # Host memory everywhere, CUDA on the installed driver.
 BACKENDS = [
@@ -252,7 +252,7 @@ import vmmfd
 vmmfd.load_safetensors({str(tmp_path)!r}, backend="host", threads=1, progress=lambda *_: print("going", flush=True))
 print("whole")
 """
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen([*PYTHON, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "going\n"
     child.send_signal(signal.SIGINT)
@@ -270,7 +270,7 @@ def load():
 threading.Thread(target=load, daemon=True).start()
 time.sleep({after})
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 

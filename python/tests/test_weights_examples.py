@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import vmmfd
-from conftest import Server
+from conftest import PYTHON, Server
 from test_weights import FIRST, SECOND, write
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(not (EXAMPLES / "weights_put.py").exists(), reas
 def test_weights_put(server: Server, tmp_path: Path) -> None:
     write(tmp_path / "1.safetensors", FIRST)
     write(tmp_path / "2.safetensors", SECOND)
-    put = [sys.executable, str(EXAMPLES / "weights_put.py"), "m", str(tmp_path), "--socket", server.path, "--backend", "host"]
+    put = [*PYTHON, str(EXAMPLES / "weights_put.py"), "m", str(tmp_path), "--socket", server.path, "--backend", "host"]
     ended = subprocess.run([*put, "--digest"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and ended.stdout.startswith("m version 1: 6 tensors, "), ended
     assert ended.stderr == ""
@@ -39,7 +38,7 @@ def model(*options: str) -> None:
     for module in ("torch", "transformers"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"there is no {module}")
-    command = [sys.executable, str(EXAMPLES / "real_model.py"), "--limit", "240", *options]
+    command = [*PYTHON, str(EXAMPLES / "real_model.py"), "--limit", "240", *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0 and ended.stdout.endswith("all as it should be\n"), (ended.stdout, ended.stderr)
 

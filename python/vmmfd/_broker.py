@@ -211,8 +211,8 @@ class Broker(Gets):
     ) -> Lease | Claim:
         """Leases an object, or returns the right to create it.
 
-        If several processes claim a missing object at once, one gets a `Claim` and should put the object. The others wait, up to `wait`,
-        until it is put or the claim passes to one of them. A claim covers the whole object, or one `part` of the version with this `group`.
+        If several processes claim a missing object at once, one gets a `Claim` and should put the object. The others wait, up to `wait`
+        in seconds or a `timedelta`, until it is put or the claim passes to one of them. A claim covers the whole object, or one `part` of the version with this `group`.
         Raises as `get`.
         """
         found = self._native.claim(
@@ -276,7 +276,7 @@ class Broker(Gets):
         lease.unpark(name, version=version, expect=expect, expect_owner=expect_owner, digest=digest, wait=wait)
 
     def list(self, prefix: str = "") -> List[Summary]:
-        """Returns the objects whose names start with `prefix` and that this user may read, ordered by name."""
+        """Returns the objects whose names start with `prefix` and that this user may read, ordered by name. Raises as any call."""
         return [_records.summary(summary) for summary in self._native.list(prefix)]
 
     def stat(self, name: str, version: int | None = None) -> Stat:
@@ -296,7 +296,7 @@ class Broker(Gets):
 
     def who(self, prefix: str = "") -> Holders:
         """Returns the leases of objects whose names start with `prefix` and that this user may read, and each user's totals. Root and the
-        broker's user see all users, others only themselves."""
+        broker's user see all users, others only themselves. Raises as any call."""
         return _records.holders(*self._native.who(prefix))
 
     def watch(self, prefix: str = "", *, after: str | None = None, wait: t.Time | None = None, timeout: t.Time | None = None) -> Watch:
@@ -331,7 +331,7 @@ class Broker(Gets):
         """Calls `call` with a `Lost` for each lease that the broker no longer counts although this process has not closed it. Its mappings
         stay valid. Usable as a decorator.
 
-        The call runs on a connection's own thread, which handles nothing else until it returns: return soon. Exceptions go to
+        The call runs on a connection's own thread, which handles nothing else until it returns: return soon. Exceptions that it raises go to
         `sys.unraisablehook`. Not called during interpreter shutdown."""
         self._native.on_lost(
             lambda name, version, id, kind, reason: call(Lost(name=name, version=version, id=id, kind=kind, reason=reason))

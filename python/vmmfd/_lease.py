@@ -80,7 +80,7 @@ class Lease(Closing, Mapping[str, Array]):
 
     def memory(self, part: str | None = None) -> list[Array]:
         """Returns a part's memory as bytes (`uint8`): one array, or several if the requested arrays are not adjacent. `part` may be omitted
-        if there is only one."""
+        if there is only one. Raises `NoArray` if there is no such part, `Invalid` if the lease is parked or closed."""
         return [array for _, array in self._native.memory(part)]
 
     def pieces(self, part: str | None = None) -> list[tuple[int, Array]]:
@@ -162,7 +162,7 @@ class Lease(Closing, Mapping[str, Array]):
 
         By default any version newer than this one; `version` selects one, and `name` selects another object. It must have the same parts
         with at least the same size each, and every array that is mapped here with the same name, type, shape, strides and offset; it may
-        have more. Blocks for the driver calls.
+        have more. `wait` is how long to wait for the version, in seconds or a `timedelta`. Blocks for the driver calls too.
 
         Raises `Differs` with a list of the differences, and as `Broker.get`.
         """

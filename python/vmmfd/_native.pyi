@@ -125,7 +125,7 @@ class Array:
         """The same elements with the axes in reverse order."""
 
     def transpose(self, *axes: int | Sequence[int]) -> Array:
-        """The same elements with the axes in this order; without arguments, in reverse order. Raises `Invalid` unless each axis appears
+        """The same elements with the `axes` (int) in this order; without arguments, in reverse order. Raises `Invalid` unless each axis appears
         once."""
 
     def __len__(self, /) -> int: ...
@@ -147,7 +147,7 @@ class Array:
         For libraries without read-only arrays (DLPack consumers before version 1.0; PyTorch's `__cuda_array_interface__`).
         `never_written=True` (bool) is the caller's promise that nothing writes to it: a store into memory that is mapped read-only destroys
         the CUDA context of this process and everything in it (Xid 31), or on the host backend kills the process (SIGSEGV). `readonly` is
-        unchanged. Raises `Invalid` without the promise."""
+        unchanged. Raises `Invalid` without the promise. `by="promise"` is its deprecated spelling."""
 
     def numpy(self) -> Any:
         """Returns a NumPy array of the same memory, without a copy; writable unless `readonly`. Raises `TypeError` for GPU memory, and without
@@ -161,13 +161,13 @@ class Array:
         """Returns the only element as a Python number, as `tolist` does. Raises `Invalid` unless `size` is 1."""
 
     def copy_from(self, source: Any) -> None:
-        """Copies the elements of another array, of the same shape and type, into it. Accepts what `asarray` accepts.
+        """Copies the elements of another array, of the same shape and type, into it. `source` is any object that `asarray` accepts.
 
         Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
         shape or type, and for a copy between a GPU and the host; `Denied` or `Error` if it is read-only."""
 
     def copy_to(self, destination: Any) -> None:
-        """Copies its elements into another array, which must be writable and of the same shape and type. Blocks, with the GIL released,
+        """Copies its elements into another array, `destination`, which is writable and of the same shape and type. Blocks, with the GIL released,
         until the copy is complete. Raises as `copy_from`."""
 
     def tobytes(self) -> bytes:
@@ -274,18 +274,20 @@ def asarray(object: Any, *, device: _DeviceName | None = None, backend: str | No
     array, and for a GPU array with the host backend."""
 
 def devices(backend: str | None = None) -> list[Device]:
-    """Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver."""
+    """Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.
+    `backend` (str) is as for `empty`. Raises `Error` if the driver does not start, `Invalid` for another `backend`."""
 
 def device_uuid(ordinal: int = 0, *, backend: str | None = None) -> str:
-    """Returns the UUID (str) of a device, with its prefix, from its ordinal in this process (int). Raises `Error` if there is no such
-    device."""
+    """Returns the UUID (str) of a device, with its prefix, from its `ordinal` in this process (int). `backend` (str) is as for `empty`.
+    Raises `Error` if there is no such device."""
 
 def same_device(
     a: Device | Array | int | str | bytes | object, b: Device | Array | int | str | bytes | object
 ) -> bool:
     """Returns whether two names identify the same device (bool).
 
-    A name is a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose str is a UUID. A UUID
+    The names `a` and `b` are each a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose
+    str is a UUID. A UUID
     (str) may be in any case, with or without `GPU-` or `MIG-`, or shortened to its first characters as in `CUDA_VISIBLE_DEVICES`. Raises
     `Invalid` for an argument that names no device."""
 

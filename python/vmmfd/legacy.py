@@ -46,7 +46,8 @@ class OpenedArray:
 
 
 class IpcArrayHandle:
-    """The data another process needs to open an array: it can be pickled and sent. A context manager that opens the array."""
+    """The data another process needs to open an array: it can be pickled and sent. A context manager that opens the array. `strides` and
+    `offset` are in bytes."""
 
     def __init__(
         self, handle: bytes, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None, offset: int

@@ -98,7 +98,7 @@ class Node(Closing):
 
     def withdraw(self, offer: bytes) -> None:
         """Ends an offer: its registrations and its lease. A pull of it in progress fails. Does nothing if it is not an offer of this node,
-        or withdrawn."""
+        or withdrawn. Raises nothing."""
         with self._lock:
             found = self._offers.pop(offer, None)
         if found:

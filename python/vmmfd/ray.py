@@ -109,7 +109,8 @@ def agents(nodes: Iterable[str] | None = None) -> dict[str, Any]:
     """Starts the agents of nodes, by default of all alive ones, and returns their actor handles by Ray's node id.
 
     Reads start them when they need them, which takes seconds: call this once to save that time. An agent is a detached actor and outlives
-    the driver: `ray.kill(handle)` stops it. `handle.pulled.remote()` lists the transfers to its node. Does not block until they run.
+    the driver: `ray.kill(handle)` stops it. `handle.pulled.remote()` lists the transfers to its node. Does not block until they run. Raises
+    Ray's own errors.
     """
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     return {node: _agent(node) for node in (alive if nodes is None else nodes)}

@@ -111,7 +111,7 @@ def main() -> None:
                 print(f"{'Ctrl-C in ' + name:24} {shown(ends(wait, socket, runs))}", flush=True)
         finally:
             server.terminate()
-            server.wait()
+            server.communicate()
 
 
 if __name__ == "__main__":

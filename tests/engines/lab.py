@@ -66,6 +66,7 @@ class Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.child.pid, signal.SIGKILL)
         self.child.wait()
+        self.child.stdin.close()
 
     def end(self):
         self.kill()
