@@ -29,6 +29,13 @@ pub(crate) fn device_uuid(py: Python<'_>, ordinal: u32, backend: Option<&str>) -
     py.detach(|| Ok(driver::device(&driver::driver(backend)?, Some(Selector::Ordinal(ordinal)))?.prefixed_uuid()))
 }
 
+/// Makes the primary context of a CUDA device, by its ordinal, active until the process ends: UCX reads and writes only in an active one,
+/// and shared memory needs none. Raises `Error`.
+#[pyfunction]
+pub(crate) fn activate(py: Python<'_>, ordinal: u32) -> Outcome<()> {
+    py.detach(|| Ok(driver::device(&driver::driver("cuda")?, Some(Selector::Ordinal(ordinal)))?.activate()?))
+}
+
 /// Returns whether two names identify the same device (bool).
 ///
 /// The names `a` and `b` are each a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose

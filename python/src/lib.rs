@@ -60,6 +60,7 @@ fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(array_new::empty, module)?)?;
     module.add_function(wrap_pyfunction!(array_new::asarray, module)?)?;
     module.add_function(wrap_pyfunction!(devices::devices, module)?)?;
+    module.add_function(wrap_pyfunction!(devices::activate, module)?)?;
     module.add_function(wrap_pyfunction!(devices::device_uuid, module)?)?;
     module.add_function(wrap_pyfunction!(devices::same_device, module)?)?;
     module.add_function(wrap_pyfunction!(dtype::name, module)?)?;

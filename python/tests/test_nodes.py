@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -375,31 +376,34 @@ def test_spanned_segments_share_memory() -> None:
     assert _copies._groups(sizes, [(0, 18)]) == [(0, 5)]
 
 
-def test_tcp_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("backend", "calls"), [("cuda", ["activate 1", "register"]), ("host", ["register"])])
+def test_context_is_active_before_registration(monkeypatch: pytest.MonkeyPatch, backend: str, calls: list[str]) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(vmmfd._native, "activate", lambda device: seen.append(f"activate {device}"))
+    agent = vmmfd.nodes._Agent.__new__(vmmfd.nodes._Agent)
+    agent._agent = SimpleNamespace(register_memory=lambda *_, **__: seen.append("register"))
+    agent.register(backend, [(4096, 4096)], 1)
+    assert seen == calls
+
+
+@pytest.mark.parametrize(("backend", "advice"), [("host", "Ray's own object store"), ("cuda", "share one broker on each machine$")])
+def test_tcp_warns_once(monkeypatch: pytest.MonkeyPatch, backend: str, advice: str) -> None:
     from vmmfd import nodes
 
     monkeypatch.setattr("os.path.isdir", lambda path: False)
     monkeypatch.setattr(nodes, "_warned", set())
-    with pytest.warns(RuntimeWarning, match="no RDMA device") as warned:
-        nodes._warn_of_tcp("host")
+    with pytest.warns(RuntimeWarning, match=f"no RDMA device.*{advice}") as warned:
+        nodes._warn_of_tcp(backend)
         monkeypatch.setattr("os.path.isdir", lambda path: pytest.fail("it was read again"))
-        nodes._warn_of_tcp("host")
-        # It has no GPU, and the same devices.
-        nodes._warn_of_tcp("cuda")
+        nodes._warn_of_tcp(backend)
     assert len(warned) == 1
 
 
-def test_cuda_module_without_pidfd_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rdma_device_prevents_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from vmmfd import nodes
 
-    reads = []
-    for contents in (b"...", b"..pidfd_getfd.."):
-        (tmp_path / "libuct_cuda.so").write_bytes(contents)
-        monkeypatch.setattr(nodes, "_warned", set())
-        monkeypatch.setattr(nodes, "_cuda_module", lambda: reads.append(0) or str(tmp_path / "libuct_cuda.so"))
-        with pytest.warns(RuntimeWarning) as warned:
-            nodes._warn_of_tcp("cuda")
-            nodes._warn_of_tcp("cuda")
-            nodes._warn_of_tcp("host")
-        assert sum("pidfd_getfd" in str(one.message) for one in warned) == (contents == b"...")
-    assert len(reads) == 2
+    monkeypatch.setattr("os.path.isdir", lambda path: True)
+    monkeypatch.setattr("os.listdir", lambda path: ["mlx5_0"])
+    monkeypatch.setattr(nodes, "_warned", set())
+    nodes._warn_of_tcp("cuda")
+    assert nodes._warned == {"cuda"}

@@ -78,13 +78,15 @@ def children(pid: int) -> list[int]:
 
 def server_of(keeper: Server) -> int:
     """The process of the server, which its keeper starts."""
+    assert keeper.process is not None
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         if found := children(keeper.pid):
             assert len(found) == 1, found
             return found[0]
         time.sleep(0.01)
-    raise AssertionError("the keeper did not start the server again")
+    log = (keeper.folder / "server.log").read_text()[-2000:]
+    raise AssertionError(f"the keeper did not start the server again in {LIMIT} s: it ended with {keeper.process.poll()}\n{log}")
 
 
 def files_of(server: Server) -> list[int]:

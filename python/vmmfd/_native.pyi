@@ -277,6 +277,7 @@ def devices(backend: str | None = None) -> list[Device]:
     """Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.
     `backend` (str) is as for `empty`. Raises `Error` if the driver does not start, `Invalid` for another `backend`."""
 
+def activate(ordinal: int) -> None: ...
 def device_uuid(ordinal: int = 0, *, backend: str | None = None) -> str:
     """Returns the UUID (str) of a device, with its prefix, from its `ordinal` in this process (int). `backend` (str) is as for `empty`.
     Raises `Error` if there is no such device."""

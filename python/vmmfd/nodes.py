@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from time import monotonic, sleep
 
-from . import _arguments
+from . import _arguments, _native
 from . import _types as t
 from ._broker import Broker
 from ._closing import Closing
@@ -236,6 +236,8 @@ class _Agent:
 
     def register(self, backend: str, segments: list[Segment], device: int) -> t.Any:
         """Registers each segment by itself: UCX sees only the first allocation of a registration."""
+        if backend == "cuda":
+            _native.activate(device)
         described = [(address, size, device, "") for address, size in segments]
         try:
             return self._agent.register_memory(described, KINDS[backend], backends=["UCX"])
@@ -344,36 +346,19 @@ _warned: set[str] = set()
 
 
 def _warn_of_tcp(backend: str) -> None:
-    """Warns once for each reason for which UCX uses TCP."""
+    """Warns once for each backend that UCX reads over TCP."""
     import os
     import warnings
 
     if backend in _warned:
         return
-    reasons = []
-    if not _warned and not (os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband")):
-        reasons.append(
-            "this machine has no RDMA device (/sys/class/infiniband is empty), so NIXL reads from other machines over TCP, slower than a "
-            "plain socket: Ray's own object store is faster here"
-        )
-    module = _cuda_module() if backend == "cuda" else None
-    if module is not None:
-        with open(module, "rb") as file:
-            if b"pidfd" not in file.read():
-                reasons.append(
-                    f"{module} was built without pidfd_getfd, so UCX can't map this GPU memory in another process of its machine and copies "
-                    "it over TCP: build UCX where sys/syscall.h declares SYS_pidfd_getfd, and set UCX_MODULE_DIR"
-                )
     _warned.add(backend)
-    for reason in reasons:
-        warnings.warn(reason, RuntimeWarning, stacklevel=3)
-
-
-def _cuda_module() -> str | None:
-    """Returns the path of UCX's CUDA module, if it is loaded."""
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            path = line.split(maxsplit=5)[-1].strip()
-            if "libuct_cuda" in path:
-                return path
-    return None
+    if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
+        return
+    reason = "this machine has no RDMA device (/sys/class/infiniband is empty), so NIXL reads over TCP, slower than a plain socket: "
+    if backend == "cuda":
+        # Measured with a UCX that has pidfd_getfd.
+        reason += "CUDA does not export a broker's memory again, so UCX can't map it in another process: share one broker on each machine"
+    else:
+        reason += "Ray's own object store is faster here"
+    warnings.warn(reason, RuntimeWarning, stacklevel=3)
