@@ -201,7 +201,7 @@ class Wire:
 def agent(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The agent of node `here`. The nodes `one`, `two` and `three` have the object."""
 
-    def ask(nodes: Any, method: str, *arguments: Any) -> list[Any]:
+    def ask(nodes: Any, method: str, *arguments: Any, limit: float = 3.0) -> list[Any]:
         return [node if method == "has" else node.encode() for node in nodes]
 
     killed: list[str] = []
@@ -263,17 +263,17 @@ def test_silent_source_has_one_limit(agent: Any, monkeypatch: pytest.MonkeyPatch
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    def ask(nodes: Any, method: str, *arguments: Any) -> list[Any]:
-        sleep(3.0 if nodes else 0.0)
+    def ask(nodes: Any, method: str, *arguments: Any, limit: float = 3.0) -> list[Any]:
+        sleep(limit if nodes else 0.0)
         return [node.encode() for node in nodes if clock.now > answers_after]
 
     agent.names[:] = ["here", "one"]
     agent._wire = Wire(vmmfd.Timeout("no piece"))
     monkeypatch.setattr(ray_agent, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(ray_agent, "_ask", ask)
-    with pytest.raises(vmmfd.Error, match="no piece$" if stall else "its agent did not answer in 12 s$"):
+    with pytest.raises(vmmfd.Error, match="no piece$" if stall else "its agent did not answer in 10 s$"):
         agent.pull(WANTED, "weights", 60.0, 10.0)
-    assert agent._wire.stalls == ([pytest.approx(stall, abs=0.5)] if stall else []) and clock.now < 15
+    assert agent._wire.stalls == ([pytest.approx(stall, abs=0.5)] if stall else []) and clock.now < 11
 
 
 def test_other_bytes_are_refused_at_once(agent: Any) -> None:
@@ -285,7 +285,7 @@ def test_other_bytes_are_refused_at_once(agent: Any) -> None:
 def test_source_serves_one_reader(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     agent._wire = Wire()
     monkeypatch.setattr(ray_agent, "_copy", lambda *_: WANTED)
-    monkeypatch.setattr(ray_agent, "_ask", lambda *_: [True])
+    monkeypatch.setattr(ray_agent, "_ask", lambda *_, **__: [True])
     first = agent.offer(WANTED, "one", 10.0)
     assert agent.offer(WANTED, "two", 10.0) is False and agent.offer(WANTED, "two", 0.0) is False
     agent.end("id", first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -166,7 +166,7 @@ class Agent:
         silent: defaultdict[str, float] = defaultdict(float)
         while len(failed) < _TRIES:
             asked = time.monotonic()
-            source, offer = self._choose(wanted, excluded, stall)
+            source, offer = self._choose(wanted, excluded, stall, silent)
             began = time.monotonic()
             left = deadline - began
             if offer is True:
@@ -210,7 +210,9 @@ class Agent:
             raise error
         raise type(error)(f"{wanted.name!r} was not pulled: {'; '.join(failed)}", kind="peer", hint=error.hint) from error
 
-    def _choose(self, wanted: _Object, excluded: set[str], stall: float) -> tuple[str, bytes | bool | Error | None]:
+    def _choose(
+        self, wanted: _Object, excluded: set[str], stall: float, silent: Mapping[str, float]
+    ) -> tuple[str, bytes | bool | Error | None]:
         """Returns a node and its offer. Without an offer: False if a node serves another reader now, its error, None if it does not answer,
         True if no other node has the object."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - excluded
@@ -222,7 +224,8 @@ class Agent:
             for node in _ask(sorted(others), "has", wanted) if ask_others else alive & {wanted.node}:
                 if node is None:
                     continue
-                answer = next(iter(_ask([node], "offer", wanted, self._here, stall)), None)
+                limit = min(_ANSWER, max(stall - silent[node], _BUSY))
+                answer = next(iter(_ask([node], "offer", wanted, self._here, stall, limit=limit)), None)
                 if isinstance(answer, bytes):
                     return node, answer
                 if chosen[1] is not False and answer is not True:
@@ -263,11 +266,11 @@ def _copy(broker: Broker, wanted: _Object, name: str | None = None) -> _Object |
     return None
 
 
-def _ask(nodes: Iterable[str], method: str, *arguments: Any) -> list[Any]:
+def _ask(nodes: Iterable[str], method: str, *arguments: Any, limit: float = _ANSWER) -> list[Any]:
     """Calls a method of the nodes' agents at once, and returns the answers that arrive in time."""
     calls = [getattr(_agent(node), method).options(concurrency_group="source").remote(*arguments) for node in nodes]
     answers = []
-    for call in ray.wait(calls, num_returns=len(calls), timeout=_ANSWER)[0] if calls else []:
+    for call in ray.wait(calls, num_returns=len(calls), timeout=limit)[0] if calls else []:
         with suppress(RayError):
             answers.append(ray.get(call))
     return answers
