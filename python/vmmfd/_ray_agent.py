@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -165,7 +165,6 @@ class Agent:
         # Seconds before an answer, by source.
         silent: defaultdict[str, float] = defaultdict(float)
         while len(failed) < _TRIES:
-            asked = time.monotonic()
             source, offer = self._choose(wanted, excluded, stall, silent)
             began = time.monotonic()
             left = deadline - began
@@ -176,7 +175,6 @@ class Agent:
                     raise Timeout(f"the nodes that have {wanted.name!r} still serve others: give a longer deadline", kind="peer")
                 time.sleep(_BUSY)
                 continue
-            silent[source] += began - asked
             if offer is None:
                 # Ray's own errors arrive at once.
                 time.sleep(_BUSY)
@@ -211,10 +209,10 @@ class Agent:
         raise type(error)(f"{wanted.name!r} was not pulled: {'; '.join(failed)}", kind="peer", hint=error.hint) from error
 
     def _choose(
-        self, wanted: _Object, excluded: set[str], stall: float, silent: Mapping[str, float]
+        self, wanted: _Object, excluded: set[str], stall: float, silent: defaultdict[str, float]
     ) -> tuple[str, bytes | bool | Error | None]:
         """Returns a node and its offer. Without an offer: False if a node serves another reader now, its error, None if it does not answer,
-        True if no other node has the object."""
+        True if no other node has the object. Adds the time before each answer to `silent`."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - excluded
         with_agents = {each["name"].removeprefix("agent-") for each in list_named_actors(True) if each["namespace"] == _NAMESPACE}
         chosen: tuple[str, bytes | bool | Error | None] = (wanted.node, True)
@@ -225,7 +223,10 @@ class Agent:
                 if node is None:
                     continue
                 limit = min(_ANSWER, max(stall - silent[node], _BUSY))
+                asked = time.monotonic()
                 answer = next(iter(_ask([node], "offer", wanted, self._here, stall, limit=limit)), None)
+                if answer is not False:
+                    silent[node] += time.monotonic() - asked
                 if isinstance(answer, bytes):
                     return node, answer
                 if chosen[1] is not False and answer is not True:
