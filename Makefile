@@ -20,6 +20,9 @@ BENCH  ?=
 TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
+# Cargo would wait for the job slots of `make --jobs`.
+unexport MAKEFLAGS
+
 .PHONY: help build capi install demo smoke test build-all test-suite test-rights test-protocol test-python test-nodes test-capi test-demos test-gpu test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
 
 help: ## list the targets
