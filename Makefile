@@ -21,7 +21,7 @@ TARGET ?=
 BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 
 # Cargo would wait for the job slots of `make --jobs`.
-unexport MAKEFLAGS
+unexport MAKEFLAGS MFLAGS
 
 .PHONY: help build capi install demo smoke test build-all test-suite test-rights test-protocol test-python test-nodes test-capi test-demos test-gpu test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
 
@@ -84,6 +84,11 @@ test-engines: ## the load format vmmfd in the real vLLM, on a GPU, with the arch
 
 test-capi: build-all ## the C library: programs in C and C++ on host memory and on the emulated driver, with each compiler and checker that is installed
 	scripts/test-capi $(CARGO) $(BIN)
+
+# It uses the virtual environment of test-python, which deletes and creates it.
+ifneq ($(filter test test-python,$(MAKECMDGOALS)),)
+test-capi: | test-python
+endif
 
 bench: ## the cost of a handoff beside the driver's own calls: vmmfd bench, as a release build; for example BENCH="repeat --backend host"
 	$(CARGO) build --locked --release -p vmmfd-cli -p vmmfd-bench

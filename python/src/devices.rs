@@ -29,8 +29,8 @@ pub(crate) fn device_uuid(py: Python<'_>, ordinal: u32, backend: Option<&str>) -
     py.detach(|| Ok(driver::device(&driver::driver(backend)?, Some(Selector::Ordinal(ordinal)))?.prefixed_uuid()))
 }
 
-/// Makes the primary context of a CUDA device, by its ordinal, active until the process ends: UCX reads and writes only in an active one,
-/// and shared memory needs none. Raises `Error`.
+/// Retains the primary context of a CUDA device, by ordinal, until the process ends: UCX needs an active context to read and write GPU
+/// memory. Raises `Error`. Driver call: `cuDevicePrimaryCtxRetain`.
 #[pyfunction]
 pub(crate) fn activate(py: Python<'_>, ordinal: u32) -> Outcome<()> {
     py.detach(|| Ok(driver::device(&driver::driver("cuda")?, Some(Selector::Ordinal(ordinal)))?.activate()?))

@@ -21,7 +21,7 @@ MODULES = ["vmmfd", "vmmfd.engines.vllm", "vmmfd.legacy", "vmmfd.nodes", "vmmfd.
 REFERENCE = re.compile(r"(?:\bas|\bAs|\bsee|\bSee|\bof|\band) (?:the `\w+` of )?`([\w.]+)`")
 
 # The word that names a parameter's unit, by its name and annotation.
-UNITS = {r".*: .*\b(Time|timedelta)\b": "second", r"\w*(size|bytes|offset): .*\bint\b": "byte", r"(keep|consumers|threads): ": "number"}
+UNITS = {r".*: .*\b(Time|timedelta)\b": "seconds", r"\w*(size|bytes|offset): .*\bint\b": "bytes", r"(keep|consumers|threads): ": "number"}
 
 
 # The classes whose objects users create.
@@ -104,8 +104,8 @@ def faults(name: str, value: Any, near: type | None, module: ModuleType) -> Iter
         if not kind and not re.search(rf"`{parameter}\b", text):
             yield f"{parameter} has no type"
         for pattern, unit in UNITS.items():
-            if re.match(pattern, f"{parameter}: {kind}") and unit not in text:
-                yield f"{parameter} has no unit ({unit}s)"
+            if re.match(pattern, f"{parameter}: {kind}") and not re.search(rf"\b{unit}\b", text):
+                yield f"{parameter} has no unit ({unit})"
     if (given or not inspect.isclass(value) and raises(value)) and not re.search(r"\b[Rr]aise", text):
         yield "no errors"
 

@@ -253,6 +253,9 @@ def test_waiting_reader_gets_the_failure(agent: Any) -> None:
     for waited in (0.0, 60.0):
         with pytest.raises(vmmfd.Timeout, match="from node one: no piece$"):
             agent.pull(WANTED, "weights", 60.0, 1.0, waited)
+    # Other arguments, and a later question, are a pull of their own.
+    agent._wire.results = [None, None]
+    assert agent.pull(WANTED, "other", 60.0, 1.0, 60.0).id == "copy" and agent._pulls == {}
     assert agent.pull(WANTED, "weights", 60.0, 1.0).id == "copy"
 
 

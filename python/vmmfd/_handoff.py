@@ -42,7 +42,7 @@ def serve(
 ) -> list[Served]:
     """Serves an array at a socket, to processes that `take` it, to `vmmfd consume` and to Rust programs.
 
-    Blocks, with the GIL released, until this number of `consumers` was served; 0 serves until Ctrl-C. First waits for all work queued on the
+    Blocks, with the GIL released, until it has served this number of `consumers`; 0 serves until Ctrl-C. First waits for all work queued on the
     array's device. Each consumer maps the memory itself, and its mapping survives this process, except for memory of a pool and legacy
     memory, which consumers must close first.
 

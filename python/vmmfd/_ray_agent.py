@@ -61,11 +61,11 @@ def _agent(node: str) -> Any:
 
 
 class _Pulling:
-    """The pulls of one object to this node, one at a time, and the last failure."""
+    """The pulls of one object to this node, one at a time, and the last failure: its time, the pull's arguments, and the error."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.failed: tuple[float, Error] | None = None
+        self.failed: tuple[float, tuple[Any, ...], Error] | None = None
 
 
 class Agent:
@@ -148,13 +148,21 @@ class Agent:
             own = _copy(self._broker, wanted, name)
             if own is not None:
                 return Published(name=own.name, version=own.version, id=own.id)
-            if pulling.failed is not None and pulling.failed[0] > asked:
-                raise _again(pulling.failed[1])
+            what = name, stall, device
+            if pulling.failed is not None and pulling.failed[0] > asked and pulling.failed[1] == what:
+                raise _again(pulling.failed[2])
+            deadline = asked + waited + limit
             try:
-                return self._pull(wanted, name, asked + waited + limit, stall, device=device, lifetime=lifetime)
+                published = self._pull(wanted, name, deadline, stall, device=device, lifetime=lifetime)
             except Error as error:
-                pulling.failed = time.monotonic(), _again(error)
+                # Another caller may have a later deadline.
+                if time.monotonic() < deadline:
+                    pulling.failed = time.monotonic(), what, _again(error)
                 raise
+            # Callers that wait for the lock find the copy.
+            with self._lock:
+                self._pulls.pop(wanted.origin, None)
+            return published
         finally:
             pulling.lock.release()
 
@@ -187,7 +195,7 @@ class Agent:
             try:
                 if isinstance(offer, Error):
                     raise offer
-                patience = min(stall, stall + _GRACE - silent[source])
+                patience = min(stall, max(stall + _GRACE - silent[source], 1.0))
                 pulled = self._wire.pull(offer, name=name, deadline=max(left, 0.1), stall=patience, replace=True, **options)
             except (Timeout, Disconnected) as why:
                 error = why
@@ -277,10 +285,10 @@ def _ask(nodes: Iterable[str], method: str, *arguments: Any, limit: float = _ANS
     return answers
 
 
-def _answer(call: Any, wanted: _Object, limit: float) -> Published:
+def _answer(call: Any, wanted: _Object, limit: float, grace: float = 0.0) -> Published:
     """Waits for an agent's pull. Raises the agent's error without Ray's wrapper."""
     try:
-        published: Published = ray.get(call, timeout=limit)
+        published: Published = ray.get(call, timeout=limit + grace)
     except RayTaskError as error:
         raise error.cause from None
     except GetTimeoutError:

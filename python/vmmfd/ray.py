@@ -102,7 +102,7 @@ def pull(
         wanted = next(iter(found.values()))
     started = agents(nodes)
     calls = [agent.pull.options(concurrency_group="pull").remote(wanted, name, limit, stall) for agent in started.values()]
-    return {node: _answer(call, wanted, limit + _ANSWER) for node, call in zip(started, calls, strict=True)}
+    return {node: _answer(call, wanted, limit, _ANSWER) for node, call in zip(started, calls, strict=True)}
 
 
 def agents(nodes: Iterable[str] | None = None) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class Arrays(TensorTransportManager):  # type: ignore[misc]
         with broker.claim(name, wait=limit) as claim:
             if isinstance(claim, Claim):
                 waited = time.monotonic() - began
-                left = limit - waited
+                left = max(limit - waited, 0.1)
                 device = None if kind == "cpu" else _native.device_uuid(backend="cuda")
                 pull = _agent(here).pull.options(concurrency_group="pull")
                 _answer(pull.remote(wanted, name, left, self.stall, waited, device, min(self.linger, _COPY_LINGER)), wanted, left)

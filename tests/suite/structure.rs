@@ -253,7 +253,11 @@ fn functions_have_at_most_80_lines() {
         let lines: Vec<&str> = text.lines().collect();
         for (at, line) in lines.iter().enumerate() {
             let indent = &line[..line.len() - line.trim_start().len()];
-            let words: Vec<&str> = line.split_whitespace().take_while(|word| !word.contains('"')).collect();
+            let words: Vec<&str> = line
+                .split_whitespace()
+                .filter(|word| *word != "\"C\"")
+                .take_while(|word| !word.contains('"'))
+                .collect();
             // Not comments, and no function of a macro, which the macro's users write.
             let is_declared = !line.trim_start().starts_with("//") && !line.contains('$');
             let is_function = is_declared
