@@ -22,7 +22,7 @@ MIB = 1 << 20
 # Seconds for one answer, only for a call that hangs.
 LIMIT = 50
 LINGER = 8.0
-STALL = 5.0
+STALL = 8.0
 # UCX's and NIXL's messages go to stderr.
 QUIET = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "RAY_USAGE_STATS_ENABLED": "0"}
 

@@ -187,7 +187,7 @@ class Agent:
                 # Ray's own errors arrive at once.
                 time.sleep(_BUSY)
                 silent[source] += _BUSY
-                if silent[source] > stall or left < 0:
+                if silent[source] >= stall + _GRACE or left < 0:
                     excluded.add(source)
                     error = Disconnected(f"its agent did not answer in {silent[source]:.0f} s", kind="peer")
                     failed.append(f"from node {source}: {error}")
@@ -230,7 +230,7 @@ class Agent:
             for node in _ask(sorted(others), "has", wanted) if ask_others else alive & {wanted.node}:
                 if node is None:
                     continue
-                limit = min(_ANSWER, max(stall - silent[node], _BUSY))
+                limit = min(_ANSWER, max(stall + _GRACE - silent[node], _BUSY))
                 asked = time.monotonic()
                 answer = next(iter(_ask([node], "offer", wanted, self._here, stall, limit=limit)), None)
                 if answer is not False:
