@@ -165,8 +165,7 @@ class Load:
     def record(self, number: int, kind: str, outcome: str, seconds: float) -> None:
         if outcome[:4].isupper():
             self.wrong.append(f"round {number}, kill of the {kind}: {outcome}")
-        # Twice the time that a quiet machine takes.
-        elif not outcome.startswith("right bytes") and seconds > 2 * (STALL + 5):
+        elif not outcome.startswith("right bytes") and seconds > STALL + 5:
             self.wrong.append(f"round {number}, kill of the {kind}: {outcome} after {seconds:.1f} s")
         self.outcomes[kind][outcome[:40]] += 1
         self.longest[kind, outcome[:40]] = max(self.longest[kind, outcome[:40]], seconds)

@@ -55,7 +55,8 @@ def test_other_node_replaces_stopped_source(rig: Rig) -> None:
         os.kill(stopped, signal.SIGCONT)
     (transfer,) = rig.pulled("c")
     assert transfer["source"] == b and transfer["origin"] == made.id and transfer["checked"] is False
-    assert took < STALL + 5, took
+    # The stop may come before the source's answer, after which another node is asked.
+    assert ray_agent._ANSWER - 1 < took < STALL + 5, took
     assert get(reader.total.remote("weights")) == 3 * SIZE
     # The node whose agent was stopped is a source again.
     new = rig.brokers[0].put("weights", {"x": np.full(MIB, 4, "u1")}, replace=True)

@@ -138,7 +138,8 @@ class Agent:
     ) -> Published:
         """Pulls the object under `name`, unless this node has it there. A caller that has `waited` for a pull that failed gets its error:
         callers that each try anew would wait for each other."""
-        asked = time.monotonic() - waited
+        now = time.monotonic()
+        asked, deadline = now - waited, now + limit
         with self._lock:
             pulling = self._pulls.setdefault(wanted.origin, _Pulling())
         # Another call may be pulling it.
@@ -151,7 +152,6 @@ class Agent:
             what = name, stall, device
             if pulling.failed is not None and pulling.failed[0] > asked and pulling.failed[1] == what:
                 raise _again(pulling.failed[2])
-            deadline = asked + waited + limit
             try:
                 published = self._pull(wanted, name, deadline, stall, device=device, lifetime=lifetime)
             except Error as error:
