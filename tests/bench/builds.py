@@ -18,7 +18,7 @@ import sys
 BENCHES = ("handoff", "repeat", "broker")
 # The floors of rows that a report does not divide itself.
 FLOORS = {"put": "send", "put of 65 segments": "send of 65 segments", "get": "handoff"}
-# Rows that no longer measure the product.
+# Rows that do not measure the product.
 BARE = {"floor", "handoff", "unmap, map and set access"}
 DEADLINE = 300
 

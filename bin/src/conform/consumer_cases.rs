@@ -124,7 +124,7 @@ fn wrong_producers() -> Vec<Case> {
     ]
 }
 
-/// Producers whose memory is not what they say.
+/// Producers that describe their memory wrongly.
 fn wrong_memory() -> Vec<Case> {
     vec![
         case("wrong-order", "C6", |context, peer| {
