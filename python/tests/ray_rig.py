@@ -35,11 +35,11 @@ class Reader:
 
     def read(self, value: Any) -> tuple[int, bool, bool]:
         array = value["x"]
-        return int(np.asarray(array).astype("u8").sum()), array.readonly, array.is_mapped
+        return int(np.asarray(array).sum(dtype="u8")), array.readonly, array.is_mapped
 
     def total(self, name: str) -> int:
         with vmmfd.connect(backend="host") as broker, broker.get(name) as lease:
-            return int(np.asarray(lease["x"]).astype("u8").sum())
+            return int(np.asarray(lease["x"]).sum(dtype="u8"))
 
     def forward(self, name: str) -> Any:
         return {"x": vmmfd.connect(backend="host").get(name)["x"]}
@@ -85,6 +85,9 @@ class Rig:
                 object_store_memory=80 * MIB,
                 env_vars={"VMMFD_BROKER_SOCKET": self.servers[-1].path},
                 include_dashboard=False,
+                # Nothing here scales the cluster or reads the workers' logs.
+                no_monitor=True,
+                include_log_monitor=False,
                 **options,
             )
         os.environ["VMMFD_BROKER_SOCKET"] = self.servers[0].path
