@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,29 +16,41 @@ import vmmfd
 pytest.importorskip("mypy", reason="needs mypy")
 
 
-def test_mypy_accepts_the_package(tmp_path: Path) -> None:
-    # By module name: with a path, mypy would check everything installed beside it.
-    config = tmp_path / "mypy.ini"
-    config.write_text("[mypy]\nstrict = True\n[mypy-torch.*,vllm.*,ray.*]\nignore_missing_imports = True\nfollow_imports = skip\n")
-    options = ["--config-file", str(config), "--cache-dir=/dev/null", "-p", "vmmfd"]
-    done = subprocess.run([sys.executable, "-m", "mypy", *options], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+Mypy = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def mypy(tmp_path_factory: pytest.TempPathFactory) -> Mypy:
+    """Runs mypy, strict, with one cache: it reads the standard library's and NumPy's types once."""
+    folder = tmp_path_factory.mktemp("mypy")
+
+    def run(*arguments: str, exceptions: str = "") -> subprocess.CompletedProcess[str]:
+        config = folder / "mypy.ini"
+        config.write_text(f"[mypy]\nstrict = True\n[mypy-{OTHERS}]\nignore_missing_imports = True\nfollow_imports = skip\n{exceptions}")
+        command = [sys.executable, "-m", "mypy", "--config-file", str(config), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+    return run
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-# What the examples import, and CI does not have.
+# What the package and the examples import, and CI may not have.
 OTHERS = "torch.*,transformers.*,vllm.*,ray.*,numba.*"
 
 
-def test_mypy_accepts_the_examples(tmp_path: Path) -> None:
+def test_mypy_accepts_the_package(mypy: Mypy) -> None:
+    # By module name: with a path, mypy would check everything installed beside it.
+    done = mypy("-p", "vmmfd")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_mypy_accepts_the_examples(mypy: Mypy) -> None:
     if not EXAMPLES.exists():
         pytest.skip("the examples are not beside the tests")
-    config = tmp_path / "mypy.ini"
-    options = "strict = True\ndisallow_subclassing_any = False\ndisallow_untyped_calls = False\ndisallow_untyped_decorators = False\n"
-    config.write_text(f"[mypy]\n{options}[mypy-{OTHERS}]\nignore_missing_imports = True\nfollow_imports = skip\n")
-    command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--cache-dir=/dev/null", *map(str, EXAMPLES.glob("*.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    files = list(EXAMPLES.glob("*.py"))
+    untyped = "".join(f"disallow_{each} = False\n" for each in ("subclassing_any", "untyped_calls", "untyped_decorators"))
+    done = mypy(*map(str, files), exceptions=f"[mypy-{','.join(file.stem for file in files)}]\n{untyped}")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -74,7 +87,7 @@ def test_stubtest_accepts_the_stubs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_user_code_is_checked(tmp_path: Path) -> None:
+def test_user_code_is_checked(mypy: Mypy, tmp_path: Path) -> None:
     code = tmp_path / "program.py"
     code.write_text(
         """
@@ -94,6 +107,6 @@ def use(broker: vmmfd.Broker) -> int:
     return len(summaries) + len(leases)
 """
     )
-    done = subprocess.run([sys.executable, "-m", "mypy", "--strict", "--cache-dir=/dev/null", str(code)], capture_output=True, text=True)
+    done = mypy(str(code))
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert len(errors) == 2 and "[assignment]" in errors[0] and "[arg-type]" in errors[1], done.stdout
