@@ -187,7 +187,7 @@ fn export(array: &Array) -> Outcome<*mut DLManagedTensorVersioned> {
     let descriptor = &array.descriptor;
     let dtype = descriptor.dtype;
     let (code, bits) =
-        dlpack::code(dtype).ok_or_else(|| unsupported(format!("DLPack has no code for elements of type {dtype}")))?;
+        dtype.dlpack().ok_or_else(|| unsupported(format!("DLPack has no code for elements of type {dtype}")))?;
     let size = dtype.size() as i64;
     if let Some(stride) = array.strides.iter().find(|stride| **stride % size != 0) {
         let problem = format!("DLPack counts strides in elements, and {stride} bytes are not a multiple of {dtype}");

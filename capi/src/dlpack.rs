@@ -19,39 +19,6 @@ pub(crate) const READ_ONLY: u64 = 1;
 /// The version of exported tensors: 1.1 added the 8-bit floats.
 pub(crate) const VERSION: (u32, u32) = (1, 1);
 
-/// The type codes, `kDLInt` and so on.
-const CODES: [(ElementType, u8); 23] = [
-    (ElementType::I8, 0),
-    (ElementType::I16, 0),
-    (ElementType::I32, 0),
-    (ElementType::I64, 0),
-    (ElementType::U8, 1),
-    (ElementType::U16, 1),
-    (ElementType::U32, 1),
-    (ElementType::U64, 1),
-    (ElementType::F16, 2),
-    (ElementType::F32, 2),
-    (ElementType::F64, 2),
-    (ElementType::BF16, 4),
-    (ElementType::C64, 5),
-    (ElementType::C128, 5),
-    (ElementType::BOOL, 6),
-    (ElementType::F8E3M4, 7),
-    (ElementType::F8E4M3, 8),
-    (ElementType::F8E4M3B11FNUZ, 9),
-    (ElementType::F8E4M3FN, 10),
-    (ElementType::F8E4M3FNUZ, 11),
-    (ElementType::F8E5M2, 12),
-    (ElementType::F8E5M2FNUZ, 13),
-    (ElementType::F8E8M0FNU, 14),
-];
-
-/// The code and bits of a type; `None` for big-endian and raw elements.
-pub(crate) fn code(dtype: ElementType) -> Option<(u8, u8)> {
-    let (_, code) = CODES.iter().find(|(known, _)| *known == dtype)?;
-    Some((*code, (8 * dtype.size()) as u8))
-}
-
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DLDevice {
@@ -127,8 +94,8 @@ impl Foreign {
         let tensor = &unsafe { self.0.as_ref() }.tensor;
         let wrong = |what: String| Failure::invalid(format!("the DLPack tensor {what}"));
         let (code, bits, lanes) = (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
-        let known = CODES.iter().find(|(dtype, of)| *of == code && 8 * dtype.size() == u64::from(bits) && lanes == 1);
-        let (dtype, _) = known.ok_or_else(|| {
+        let known = ElementType::from_dlpack(code, bits).filter(|_| lanes == 1);
+        let dtype = known.ok_or_else(|| {
             wrong(format!("has elements of code {code} with {bits} bits and {lanes} lanes, which are not supported"))
         })?;
         let dimensions = usize::try_from(tensor.ndim).ok().filter(|dimensions| *dimensions <= 64);
@@ -149,7 +116,7 @@ impl Foreign {
         let strides =
             has_strides.then(|| read(tensor.strides).into_iter().map(|step| step.saturating_mul(size)).collect());
         let address = (tensor.data.expose_provenance() as u64).wrapping_add(tensor.byte_offset);
-        Ok(Elements { dtype: *dtype, shape, strides, address, device: tensor.device })
+        Ok(Elements { dtype, shape, strides, address, device: tensor.device })
     }
 }
 

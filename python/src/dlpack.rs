@@ -15,7 +15,6 @@ use pyo3::{ffi, prelude::*, sync::critical_section::with_critical_section};
 use vmmfd::{array::ArrayDescriptor, memory::Device};
 
 use crate::{
-    dtype,
     error::{Failure, Outcome},
     memory::{Export, Memory},
 };
@@ -161,7 +160,7 @@ pub(crate) fn capsule<'py>(
 }
 
 fn tensor(memory: &Arc<dyn Memory>, array: &ArrayDescriptor, export: Export) -> Outcome<(DlTensor, Box<Context>)> {
-    let Some((code, bits)) = dtype::code(array.dtype) else {
+    let Some((code, bits)) = array.dtype.dlpack() else {
         return Err(Failure::export(format!(
             "DLPack has no code for elements of type {}: use reinterpret(\"uint8\")",
             array.dtype

@@ -1,4 +1,4 @@
-//! Element types: from callers' names, as DLPack codes, and as formats of the buffer protocol.
+//! Element types: from callers' names, and as formats of the buffer protocol.
 
 use std::{borrow::Cow, str::FromStr};
 
@@ -10,48 +10,6 @@ use pyo3::{
 use vmmfd::array::ElementType;
 
 use crate::error::{Failure, Outcome, shown, tolerant};
-
-/// DLPack's type codes, `kDLInt` and so on, of our types.
-const CODES: [(ElementType, u8); 23] = [
-    (ElementType::I8, 0),
-    (ElementType::I16, 0),
-    (ElementType::I32, 0),
-    (ElementType::I64, 0),
-    (ElementType::U8, 1),
-    (ElementType::U16, 1),
-    (ElementType::U32, 1),
-    (ElementType::U64, 1),
-    (ElementType::F16, 2),
-    (ElementType::F32, 2),
-    (ElementType::F64, 2),
-    (ElementType::BF16, 4),
-    (ElementType::C64, 5),
-    (ElementType::C128, 5),
-    (ElementType::BOOL, 6),
-    (ElementType::F8E3M4, 7),
-    (ElementType::F8E4M3, 8),
-    (ElementType::F8E4M3B11FNUZ, 9),
-    (ElementType::F8E4M3FN, 10),
-    (ElementType::F8E4M3FNUZ, 11),
-    (ElementType::F8E5M2, 12),
-    (ElementType::F8E5M2FNUZ, 13),
-    (ElementType::F8E8M0FNU, 14),
-];
-
-/// Returns the DLPack code and bits of a type; `None` for big-endian and raw elements, which DLPack lacks.
-pub(crate) fn code(dtype: ElementType) -> Option<(u8, u8)> {
-    let (_, code) = CODES.iter().find(|(known, _)| *known == dtype)?;
-    Some((*code, (8 * dtype.size()) as u8))
-}
-
-/// Returns the type of a DLPack code.
-pub(crate) fn of_code(code: u8, bits: u8, lanes: u16) -> Option<ElementType> {
-    if lanes != 1 {
-        return None;
-    }
-    let fits = |(known, of): &&(ElementType, u8)| *of == code && 8 * known.size() == u64::from(bits);
-    CODES.iter().find(fits).map(|(known, _)| *known)
-}
 
 /// Returns the buffer protocol's format (PEP 3118); `None` for types without a format.
 pub(crate) fn format(dtype: ElementType) -> Option<String> {
@@ -126,7 +84,7 @@ pub(crate) fn parse(text: &str) -> Outcome<ElementType> {
 
 /// The spelling of `vmmfd.DType`: the name, or the typestr of big-endian and raw elements, whose names NumPy does not parse.
 pub(crate) fn spelling(dtype: ElementType) -> Cow<'static, str> {
-    match (code(dtype), dtype.typestr()) {
+    match (dtype.dlpack(), dtype.typestr()) {
         (None, Some(typestr)) => typestr.into(),
         _ => dtype.name(),
     }

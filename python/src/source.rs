@@ -373,7 +373,7 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     let (shape, steps) = taken.layout()?;
     let tensor = taken.tensor();
     let types = tensor.dtype;
-    let dtype = dtype::of_code(types.code, types.bits, types.lanes).ok_or_else(|| {
+    let dtype = ElementType::from_dlpack(types.code, types.bits).filter(|_| types.lanes == 1).ok_or_else(|| {
         let (code, bits, lanes) = (types.code, types.bits, types.lanes);
         Failure::invalid(format!("DLPack elements of code {code} with {bits} bits and {lanes} lanes are not supported"))
     })?;

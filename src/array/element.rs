@@ -195,6 +195,33 @@ impl ElementType {
         Some(format!("{order}{letter}{}", self.size))
     }
 
+    /// The code (`DLDataTypeCode`) and the bits of the type in DLPack 1.1. `None` for raw and big-endian elements, which DLPack lacks.
+    pub fn dlpack(self) -> Option<(u8, u8)> {
+        let code = match self.kind {
+            Kind::Signed => 0,
+            Kind::Unsigned => 1,
+            Kind::Float => 2,
+            Kind::BFloat => 4,
+            Kind::Complex => 5,
+            Kind::Bool => 6,
+            Kind::Float8(Float8::E3M4) => 7,
+            Kind::Float8(Float8::E4M3) => 8,
+            Kind::Float8(Float8::E4M3B11FnUz) => 9,
+            Kind::Float8(Float8::E4M3Fn) => 10,
+            Kind::Float8(Float8::E4M3FnUz) => 11,
+            Kind::Float8(Float8::E5M2) => 12,
+            Kind::Float8(Float8::E5M2FnUz) => 13,
+            Kind::Float8(Float8::E8M0FnU) => 14,
+            Kind::Raw => return None,
+        };
+        (!self.big_endian).then_some((code, (8 * self.size) as u8))
+    }
+
+    /// The type with this code and these bits in DLPack, and one lane. `None` for other codes and bits.
+    pub fn from_dlpack(code: u8, bits: u8) -> Option<Self> {
+        NAMES.iter().map(|(element, ..)| *element).find(|element| element.dlpack() == Some((code, bits)))
+    }
+
     /// All names of all types except raw bytes.
     pub(crate) fn names() -> impl Iterator<Item = &'static str> {
         NAMES.iter().flat_map(|(_, name, others)| [*name].into_iter().chain(others.iter().copied()))

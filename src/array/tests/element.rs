@@ -59,6 +59,20 @@ fn known_names_and_typestrs_parse() {
     assert_eq!([element("f32"), element("bf16"), element("f8e5m2")], [F4, ElementType::BF16, ElementType::F8E5M2]);
 }
 
+#[test]
+fn dlpack_codes_identify_types() {
+    let names = ["bool", "int64", "uint8", "float16", "bfloat16", "complex128", "float8_e4m3fn", "float8_e8m0fnu"];
+    let codes = [(6, 8), (0, 64), (1, 8), (2, 16), (4, 16), (5, 128), (10, 8), (14, 8)];
+    assert_eq!(names.map(|name| element(name).dlpack().unwrap()), codes);
+    for (known, name, _) in NAMES {
+        let (code, bits) = known.dlpack().unwrap();
+        assert_eq!((u64::from(bits), ElementType::from_dlpack(code, bits)), (8 * known.size(), Some(known)), "{name}");
+    }
+    assert_eq!([">int16", "void8"].map(|name| element(name).dlpack()), [None, None]);
+    // Opaque handles, complex numbers of two float16, and 4-bit integers.
+    assert_eq!([(3, 64), (5, 32), (0, 4)].map(|(code, bits)| ElementType::from_dlpack(code, bits)), [None; 3]);
+}
+
 /// Texts that are not types, separated by commas.
 const INVALID: &str = "\
     ,<,|,f4,f8,F32,Float32,BF16,float32 , float32,torch.float32,<f32,>bf16,|float32,=float32,\

@@ -10,12 +10,22 @@ use std::{
     ffi::{CString, c_char},
     fs,
     path::{Path, PathBuf},
+    sync::LazyLock,
 };
 
 use libloading::os::unix::Library;
+use memchr::memmem;
 use tempfile::TempDir;
 
 const DEVICE_NAME: &str = "fakecuda: emulated, no GPU";
+
+/// The library's file, without its debug information, which is most of it.
+static LIBRARY: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    // Cargo builds the library beside the test program. A bundle for another machine has the same layout.
+    let library = env::current_exe().unwrap().with_file_name("libfakecuda.so");
+    let bytes = fs::read(&library).unwrap_or_else(|error| panic!("{}: {error}", library.display()));
+    bytes[..loaded_length(&bytes)].to_vec()
+});
 
 /// A copy of the library in its own folder, not loaded yet.
 pub(crate) struct Copy {
@@ -25,12 +35,7 @@ pub(crate) struct Copy {
 
 impl Copy {
     pub(crate) fn new() -> Self {
-        // Cargo builds the library beside the test program. A bundle for another machine has the same layout.
-        let library = env::current_exe().unwrap().with_file_name("libfakecuda.so");
-        let mut bytes = fs::read(&library).unwrap_or_else(|error| panic!("{}: {error}", library.display()));
-        // Debug information is most of the file and of no use to the loader.
-        bytes.truncate(loaded_length(&bytes));
-        Self { folder: tempfile::tempdir().unwrap(), bytes }
+        Self { folder: tempfile::tempdir().unwrap(), bytes: LIBRARY.clone() }
     }
 
     /// Removes a function from the library: renames it to a name of the same length.
@@ -48,7 +53,7 @@ impl Copy {
     }
 
     fn replace(&mut self, from: &[u8], to: &[u8]) {
-        let found: Vec<usize> = (0..self.bytes.len()).filter(|&at| self.bytes[at..].starts_with(from)).collect();
+        let found: Vec<usize> = memmem::find_iter(&self.bytes, from).collect();
         assert!(!found.is_empty(), "the library has no {}", from.escape_ascii());
         for at in found {
             self.bytes[at..at + to.len()].copy_from_slice(to);
