@@ -55,6 +55,8 @@ impl Queue {
             Some((_, tasks)) => tasks.push_back(task),
             None => turns.users.push_back((user, VecDeque::from([task]))),
         }
+        // Otherwise the worker wakes and waits for the lock.
+        drop(turns);
         self.changed.notify_one();
     }
 
@@ -161,6 +163,7 @@ impl Worker {
         let mut waiting = self.closing.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let begins = waiting.is_empty();
         waiting.extend(fds);
+        drop(waiting);
         if begins {
             let closing = Arc::clone(&self.closing);
             self.queue.add(None, Task::Close(closing));
