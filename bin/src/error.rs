@@ -56,10 +56,6 @@ impl ToolError {
             _ => None,
         }
     }
-
-    pub fn is_file(error: &Error) -> bool {
-        matches!(Self::of(error), Some(Self::File { .. }))
-    }
 }
 
 impl From<ToolError> for Error {

@@ -25,8 +25,6 @@ from vmmfd.engines import vllm as engine  # noqa: E402
 from vllm.device_allocator import sleep_mode_backend  # noqa: E402
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
 
-OBJECT = "policy"
-
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:

@@ -10,7 +10,6 @@ use crate::error::{Error, MemoryError, Result};
 #[derive(Debug)]
 pub(crate) struct Spare {
     size: u64,
-    immutable: bool,
     node: Option<i32>,
     segments: Remains,
 }
@@ -22,7 +21,7 @@ impl Spare {
     /// [`Error::Driver`]; [`Error::Misuse`] for memory without segments. Driver calls: `cuMemUnmap`, `cuMemAddressFree`.
     pub(crate) fn of(mut memory: Imported, segments: Remains) -> Result<Self> {
         memory.mapping()?.unmap()?;
-        Ok(Self { size: memory.size(), immutable: memory.immutable, node: memory.node, segments })
+        Ok(Self { size: memory.size(), node: memory.node, segments })
     }
 
     fn map(&self, mapping: &mut Mapping) -> Result<()> {
@@ -74,7 +73,6 @@ impl<'a> Place<'a> {
         match self.next.as_deref_mut() {
             Some(next) => {
                 mem::swap(&mut self.memory.size, &mut next.size);
-                mem::swap(&mut self.memory.immutable, &mut next.immutable);
                 mem::swap(&mut self.memory.node, &mut next.node);
                 mem::swap(self.segments, &mut next.segments);
                 self.memory.parked = false;

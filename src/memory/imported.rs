@@ -21,7 +21,6 @@ pub struct Imported {
     /// Bytes of data.
     pub(super) size: u64,
     pub(super) access: Access,
-    pub(super) immutable: bool,
     /// The NUMA node of host memory, whose CPUs also get access. Needed again when other memory replaces this memory.
     pub(super) node: Option<i32>,
     /// Whether nothing is mapped and the addresses are only reserved.
@@ -85,11 +84,6 @@ impl Imported {
             ImportedBacking::Vmm(mapping) => mapping.room(),
             ImportedBacking::Opened { .. } => self.mapped_size(),
         }
-    }
-
-    /// Whether the owner declared the memory immutable: no process writes to it again.
-    pub fn is_immutable(&self) -> bool {
-        self.immutable
     }
 
     /// Whether the memory must be dropped before its owner frees it.

@@ -202,8 +202,8 @@ impl Importing {
         mapping.allow(node).map_err(|error| OpenError::at(Step::Allow)(error).explain(&device, &description))?;
         let access = mapping.access();
         let size = description.size.min(part.offset + part.size).saturating_sub(part.offset);
-        let (memory, start, immutable) = (ImportedBacking::Vmm(mapping), part.offset, description.immutable);
-        Ok((Imported { memory, start, size, access, immutable, node, parked: false }, remains))
+        let memory = ImportedBacking::Vmm(mapping);
+        Ok((Imported { memory, start: part.offset, size, access, node, parked: false }, remains))
     }
 }
 

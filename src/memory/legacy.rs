@@ -104,6 +104,10 @@ impl Region for LegacyMemory {
     fn access(&self) -> Access {
         Access::ReadWrite
     }
+
+    fn is_protected(&self) -> bool {
+        false
+    }
 }
 
 impl Drop for LegacyMemory {

@@ -90,7 +90,7 @@ impl Imported {
     }
 
     fn opened(region: Arc<dyn Region>, offset: u64, description: &Description, access: Access) -> Result<Self> {
-        let Description { size, mapped_size, immutable, .. } = *description;
+        let Description { size, mapped_size, .. } = *description;
         if size > mapped_size {
             return contradiction(format!("{size} bytes of data exceed {mapped_size} bytes of memory"));
         }
@@ -103,7 +103,7 @@ impl Imported {
             return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }));
         }
         let memory = ImportedBacking::Opened { region, offset, mapped_size };
-        Ok(Self { memory, start: 0, size, access, immutable, node: None, parked: false })
+        Ok(Self { memory, start: 0, size, access, node: None, parked: false })
     }
 }
 

@@ -215,6 +215,10 @@ impl Region for PoolBuffer {
     fn access(&self) -> Access {
         Access::ReadWrite
     }
+
+    fn is_protected(&self) -> bool {
+        false
+    }
 }
 
 impl Drop for PoolBuffer {

@@ -56,7 +56,7 @@ fn every_message() -> Vec<Message> {
     ]
 }
 
-fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
+pub(super) fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
     let mut record = b"VMFD\x01\x00".to_vec();
     record.extend(kind.to_le_bytes());
     record.extend((body.len() as u32).to_le_bytes());

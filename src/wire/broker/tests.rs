@@ -7,7 +7,9 @@ use super::*;
 use crate::{
     array::{ArrayDescriptor, Order},
     base::DeviceUuid,
-    wire::{ByteRange, Check, Device, HEADER_LENGTH, Location, MAX_BODY, MAX_NAME, Mechanism, Memory, Part},
+    wire::{
+        ByteRange, Check, Device, HEADER_LENGTH, Location, MAX_BODY, MAX_NAME, Mechanism, Memory, Part, tests::record,
+    },
 };
 
 fn memory() -> Memory {
@@ -264,15 +266,6 @@ fn every_message() -> Vec<(u16, Message)> {
 fn encoded(message: &Message) -> Vec<u8> {
     let mut record = b"earlier contents".to_vec();
     message.encode_into(&mut record).unwrap();
-    record
-}
-
-fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
-    let mut record = b"VMFD\x01\x00".to_vec();
-    record.extend(kind.to_le_bytes());
-    record.extend((body.len() as u32).to_le_bytes());
-    record.extend(fds.to_le_bytes());
-    record.extend(body.as_bytes());
     record
 }
 
