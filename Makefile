@@ -47,7 +47,7 @@ demo: build ## a producer and a consumer, both ways, then a broker; on host memo
 smoke: build ## check whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails without a GPU
 	scripts/smoke $(BIN)
 
-test: test-suite test-rights test-protocol test-python test-capi test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker, on the GPU if there is one
+test: test-suite test-python test-rights test-protocol test-capi test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker, on the GPU if there is one
 
 # The parts of `make test`. The tests' dependencies enable more features of shared packages: programs built without them would be built twice.
 build-all:

@@ -258,8 +258,8 @@ impl Array {
         signals::run(py, &[], || source.copy_into(&**self.memory(), self.descriptor()))
     }
 
-    /// Copies its elements into another array, `destination`, which is writable and of the same shape and type. Blocks, with the GIL released,
-    /// until the copy is complete. Raises as `copy_from`.
+    /// Copies its elements into another array, `destination`, which is writable and of the same shape and type. Blocks, with the GIL
+    /// released, until the copy is complete. Raises as `copy_from`.
     fn copy_to(&self, py: Python<'_>, destination: &Bound<'_, PyAny>) -> Outcome<()> {
         self.check()?;
         let destination = source::of(destination)?;

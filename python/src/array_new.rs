@@ -18,9 +18,10 @@ use crate::{
 ///
 /// `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
 /// of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
-/// `Device`; the first device by default. `backend` (str or None) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver
-/// or no device; by default the environment variable `VMMFD_BACKEND`, else `"auto"`. `rdma` is whether RDMA can reach the memory (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports
-/// support, never on WSL2; `True` requires it; `False` never.
+/// `Device`; the first device by default. `backend` (str or None) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no
+/// driver or no device; by default the environment variable `VMMFD_BACKEND`, else `"auto"`. `rdma` is whether RDMA can reach the memory
+/// (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports support, never on WSL2; `True` requires it; `False`
+/// never.
 ///
 /// Blocks, with the GIL released, while the driver allocates, and on first use while it starts. Raises `Invalid`, also for types that
 /// readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
@@ -60,8 +61,8 @@ pub(crate) fn create(
 ///
 /// `object` supports the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or it is a NumPy scalar, or an
 /// `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str or None)
-/// is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not an
-/// array, and for a GPU array with the host backend.
+/// is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not
+/// an array, and for a GPU array with the host backend.
 #[pyfunction]
 #[pyo3(signature = (object, *, device=None, backend=None))]
 pub(crate) fn asarray(

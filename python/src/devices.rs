@@ -38,10 +38,9 @@ pub(crate) fn activate(py: Python<'_>, ordinal: u32) -> Outcome<()> {
 
 /// Returns whether two names identify the same device (bool).
 ///
-/// The names `a` and `b` are each a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose
-/// str is a UUID. A UUID
-/// (str) may be in any case, with or without `GPU-` or `MIG-`, or shortened to its first characters as in `CUDA_VISIBLE_DEVICES`. Raises
-/// `Invalid` for an argument that names no device.
+/// The names `a` and `b` are each a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose str
+/// is a UUID. A UUID (str) may be in any case, with or without `GPU-` or `MIG-`, or shortened to its first characters as in
+/// `CUDA_VISIBLE_DEVICES`. Raises `Invalid` for an argument that names no device.
 #[pyfunction]
 pub(crate) fn same_device(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> Outcome<bool> {
     let (a, b) = (digits(a)?, digits(b)?);

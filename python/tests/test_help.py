@@ -23,7 +23,6 @@ REFERENCE = re.compile(r"(?:\bas|\bAs|\bsee|\bSee|\bof|\band) (?:the `\w+` of )?
 # The word that names a parameter's unit, by its name and annotation.
 UNITS = {r".*: .*\b(Time|timedelta)\b": "seconds", r"\w*(size|bytes|offset): .*\bint\b": "bytes", r"(keep|consumers|threads): ": "number"}
 
-
 # The classes whose objects users create.
 CREATED = ["vmmfd.nodes.Node", "vmmfd.pool.Pool"]
 

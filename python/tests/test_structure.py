@@ -1,4 +1,4 @@
-"""Dependencies between the package's files, and between the extension's, have no cycles."""
+"""Dependencies between the package's files, and between the extension's, have no cycles. Functions are short."""
 
 from __future__ import annotations
 
@@ -117,3 +117,24 @@ def test_cycle_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.rs").write_text("use crate::{\n    d,\n    b::{X, y::Z},\n};\n")
     (tmp_path / "b.rs").write_text("// crate::a\nfn f() { crate::a::g() }\n")
     assert cycle(rust_graph(tmp_path)) == ["a", "b", "a"]
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Returns the number of lines, without the documentation."""
+    assert function.end_lineno is not None
+    first = function.body[0]
+    documentation = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    lines = function.end_lineno - function.lineno + 1
+    return lines - (first.end_lineno or 0) + first.lineno - 1 if documentation else lines
+
+
+def test_functions_have_at_most_80_lines() -> None:
+    found = {
+        f"{path.name}:{node.lineno}": length(node)
+        for folder in (PACKAGE, Path(__file__).parent)
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert len(found) > 500
+    assert {place: lines for place, lines in found.items() if lines > 80} == {}

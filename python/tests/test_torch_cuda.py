@@ -226,8 +226,10 @@ def test_published_memory_is_not_overwritten(
         later += [make() for _ in range(5)]
     torch.cuda.synchronize()
     assert again() == expected
-    del later
-    # While another thread is in a pool that owns some of the blocks.
+
+
+def test_pool_of_another_thread_keeps_published_memory(broker: vmmfd.Broker, name: str) -> None:
+    # The thread is in a pool that owns some of the blocks.
     entered, leave, tensors = threading.Event(), threading.Event(), []
 
     def other_thread() -> None:
@@ -242,12 +244,12 @@ def test_published_memory_is_not_overwritten(
     thread = threading.Thread(target=other_thread)
     thread.start()
     assert entered.wait(60)
-    broker.put(f"{name}.thread", {"x": tensors[0]}, copy=False)
+    broker.put(name, {"x": tensors[0]}, copy=False)
     tensors.clear()
     gc.collect()
     leave.set()
     thread.join()
-    got = broker.state_dict(f"{name}.thread", writable_buffers=False)["x"]
+    got = broker.state_dict(name, writable_buffers=False)["x"]
     assert bool((got == 5.0).all())
 
 

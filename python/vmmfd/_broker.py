@@ -26,9 +26,9 @@ def connect(
     `path` defaults to the environment variable `VMMFD_BROKER_SOCKET`, else `$XDG_RUNTIME_DIR/vmmfd/broker.sock`, else
     `/tmp/vmmfd-UID/broker.sock`. If no broker listens there and `/run/vmmfd/broker.sock` exists, it is used instead. `backend` selects
     where memory is allocated and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`: `get` uses memory where it is, and `put`
-    copies to a GPU if there is one; by default the environment variable `VMMFD_BACKEND`, as for the commands, else `"auto"`. The driver is loaded on first use of memory. `timeout`, in seconds or a `timedelta`, limits how long
-    the broker may be silent, and how long to wait for a broker, both now and when it restarts. `trust` lists the user ids that the broker
-    may run as, besides root and this process's own.
+    copies to a GPU if there is one; by default the environment variable `VMMFD_BACKEND`, as for the commands, else `"auto"`. The driver is
+    loaded on first use of memory. `timeout`, in seconds or a `timedelta`, limits how long the broker may be silent, and how long to wait
+    for a broker, both now and when it restarts. `trust` lists the user ids that the broker may run as, besides root and this process's own.
 
     Blocks until the broker answers. Ctrl-C interrupts it. While a call waits for a broker, now or after the broker's death, the logger
     `vmmfd` (see `logging`) gets one warning, within a second: the path, and how long the call waits.
@@ -44,8 +44,9 @@ class Broker(Gets):
 
     Thread-safe: each call in progress uses its own connection. Times are in seconds or a `timedelta`. `wait` is how long a call waits for
     an object, a part or an event that may come later: 0 does not wait, and None (where it is allowed) or `float("inf")` waits for ever; a
-    wait that expires raises `Timeout`. `timeout` is how long the broker may leave a request unanswered, and is set by `connect`. Calls release the GIL. In the main thread, Ctrl-C interrupts any call; `close` interrupts the calls of all
-    threads. If the broker restarts, the client reconnects within the timeout, repeats interrupted calls safely, and keeps its leases.
+    wait that expires raises `Timeout`. `timeout` is how long the broker may leave a request unanswered, and is set by `connect`. Calls
+    release the GIL. In the main thread, Ctrl-C interrupts any call; `close` interrupts the calls of all threads. If the broker restarts,
+    the client reconnects within the timeout, repeats interrupted calls safely, and keeps its leases.
 
     A client belongs to the process that created it: in a fork, every call fails. Connect in each process, or let `multiprocessing` do it
     with `vmmfd.register_reducer`.
@@ -124,11 +125,11 @@ class Broker(Gets):
         `copy=True` copies everything, and refuses `Weights`: put `dict(weights)`. Do not write to memory after putting it.
 
         `metadata` is a mapping that JSON can express, of at most 1 MiB. `replace=True` adds a version to an existing name;
-        `replace_version=N` replaces only version N (an int; the old spelling `replace=N` is deprecated). `mode` sets the permissions of a new name, `0o600` by default and `0o666` at most: `r` allows get and
-        list, `w` allows replace. `lifetime` is when the name is deleted: `"deleted"` (only explicitly; the default), `"maker"` (when this
-        Broker is closed), `"leased"` (when this Broker is closed and no lease is held), or a number of seconds after the last lease. `keep`
-        is the number of older versions to keep without a lease. `digest` identifies the bytes, in any format that the readers agree on, of
-        at most 255 bytes.
+        `replace_version=N` replaces only version N (an int; the old spelling `replace=N` is deprecated). `mode` sets the permissions of a
+        new name, `0o600` by default and `0o666` at most: `r` allows get and list, `w` allows replace. `lifetime` is when the name is
+        deleted: `"deleted"` (only explicitly; the default), `"maker"` (when this Broker is closed), `"leased"` (when this Broker is closed
+        and no lease is held), or a number of seconds after the last lease. `keep` is the number of older versions to keep without a lease.
+        `digest` identifies the bytes, in any format that the readers agree on, of at most 255 bytes.
 
         Several processes can put one version together: each gives its own `part`, the names of all `parts`, and a `group` unique to this
         version, and waits up to `wait` (seconds or a `timedelta`) for the other parts. One of them gives the metadata.
@@ -211,9 +212,9 @@ class Broker(Gets):
     ) -> Lease | Claim:
         """Leases an object, or returns the right to create it.
 
-        If several processes claim a missing object at once, one gets a `Claim` and should put the object. The others wait, up to `wait`
-        in seconds or a `timedelta`, until it is put or the claim passes to one of them. A claim covers the whole object, or one `part` of the version with this `group`.
-        Raises as `get`.
+        If several processes claim a missing object at once, one gets a `Claim` and should put the object. The others wait, up to `wait` in
+        seconds or a `timedelta`, until it is put or the claim passes to one of them. A claim covers the whole object, or one `part` of the
+        version with this `group`. Raises as `get`.
         """
         found = self._native.claim(
             name,

@@ -43,8 +43,8 @@ class Gets(Closing):
         `arrays` limit the mapping to the segments that contain them. `expect` gives metadata fields and the values they must have, compared
         as JSON: 1 differs from 1.0, and a nested mapping must have the same fields. `expect_owner` is the user id that must own the name.
         `digest` is the expected digest of the only part, or a mapping of parts to digests. `device` maps the memory on another device that
-        can access it. `wait` is how long to wait for the object, in seconds or a `timedelta`:
-        0 does not wait, `float("inf")` waits for ever.
+        can access it. `wait` is how long to wait for the object, in seconds or a `timedelta`: 0 does not wait, `float("inf")` waits for
+        ever.
 
         With `copy_on_write=True` the arrays are writable and the writes private to this process, as with `torch.load(mmap=True)`: the
         kernel copies each page at its first write. `switch` and `park` discard the writes. Host backend only.
@@ -130,7 +130,8 @@ class Gets(Closing):
         """Leases several objects as of one moment, all or none. Returns the leases in the order of `wanted`.
 
         `wanted` is a sequence of unique names, or a mapping of names to `get`'s options `version`, `newer_than`, `parts`, `arrays`,
-        `expect`, `expect_owner` and `digest`. Waits up to `wait`, in seconds or a `timedelta`, until all exist. `copy_on_write` applies to all of them. Raises as `get`.
+        `expect`, `expect_owner` and `digest`. Waits up to `wait`, in seconds or a `timedelta`, until all exist. `copy_on_write` applies to
+        all of them. Raises as `get`.
         """
         requests = _arguments.requests(wanted)
         leases = self._native.get_all(requests, wait=_arguments.wait(wait), device=device, copy_on_write=copy_on_write)

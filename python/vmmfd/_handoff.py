@@ -42,14 +42,14 @@ def serve(
 ) -> list[Served]:
     """Serves an array at a socket, to processes that `take` it, to `vmmfd consume` and to Rust programs.
 
-    Blocks, with the GIL released, until it has served this number of `consumers`; 0 serves until Ctrl-C. First waits for all work queued on the
-    array's device. Each consumer maps the memory itself, and its mapping survives this process, except for memory of a pool and legacy
+    Blocks, with the GIL released, until it has served this number of `consumers`; 0 serves until Ctrl-C. First waits for all work queued on
+    the array's device. Each consumer maps the memory itself, and its mapping survives this process, except for memory of a pool and legacy
     memory, which consumers must close first.
 
     `path` is the socket; `None` is this user's default. `array` is a `vmmfd.Array` in memory that this process created; any other array is
     copied into such memory, on `device` of `backend`, as by `vmmfd.asarray`. A consumer can access all of the memory that contains the
-    array, not only the array. `wait`, in seconds or a `timedelta`, is how long to wait for a consumer and for each of its answers; `timeout` is
-    its old name.
+    array, not only the array. `wait`, in seconds or a `timedelta`, is how long to wait for a consumer and for each of its answers;
+    `timeout` is its old name.
 
     Returns the consumers, in the order in which they finished. Raises `Timeout` if no consumer connected, and `Error` if another process
     listens at the path.
@@ -70,9 +70,9 @@ def take(
 ) -> Array:
     """Takes the array that another process serves at a socket: with `serve`, with `vmmfd produce`, or from Rust.
 
-    Blocks, with the GIL released, for at most `wait` (seconds or a `timedelta`), until a producer listens and has handed the memory over. `path` is the
-    socket; `None` is this user's default. `device` is the device to use the memory on, by default the one that has it. `readonly=False`
-    maps it writable: both processes then see each other's writes.
+    Blocks, with the GIL released, for at most `wait` (seconds or a `timedelta`), until a producer listens and has handed the memory over.
+    `path` is the socket; `None` is this user's default. `device` is the device to use the memory on, by default the one that has it.
+    `readonly=False` maps it writable: both processes then see each other's writes.
 
     Memory without an array description arrives as `uint8`. Contents are not checked. Raises `NotFound` if no process serves there in time,
     `Disconnected` if it is silent or gone, `Denied`, `Invalid`.

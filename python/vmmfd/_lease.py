@@ -189,9 +189,9 @@ class Lease(Closing, Mapping[str, Array]):
 
         Waits until all work in the devices' primary contexts is done. Arrays then read the new version, and so do tensors, pointers and
         captured graphs with these addresses. Writes to pages of a `copy_on_write` lease are lost. **Nothing may use the memory during the
-        call**: on a GPU, a kernel that does loses its context. While other libraries hold exports, `exports_unused=True` is the
-        caller's promise that they do not use them (the old spelling `exported="valid"` is deprecated). Private copies, which `state_dict` makes and modules get as buffers, keep the previous version's
-        values; `Loaded.switch` refills its own.
+        call**: on a GPU, a kernel that does loses its context. While other libraries hold exports, `exports_unused=True` is the caller's
+        promise that they do not use them (the old spelling `exported="valid"` is deprecated). Private copies, which `state_dict` makes and
+        modules get as buffers, keep the previous version's values; `Loaded.switch` refills its own.
 
         Raises `ExportError` (a `BufferError`) if there are exports and no promise; `Invalid` if the lease is parked, or the version was
         prepared for another layout; `Error` if the driver fails: then the previous version is mapped again, or the lease is parked.
@@ -406,8 +406,8 @@ class Loaded:
         driver calls. Tensors, views and captured CUDA graphs then have the new version's values, and so do the private copies, unless
         `refresh` is false. The caller promises that no other thread or stream uses the module during the call (`exports_unused`).
 
-        Raises as `lease.prepare` and `lease.switch`, and `vmmfd.Differs` for a version of another layout. Unless `ignore_moved=True`,
-        also raises `vmmfd.Differs`, with a list, if the module has replaced loaded parameters or buffers, for example in `half()` or `to()`: the
+        Raises as `lease.prepare` and `lease.switch`, and `vmmfd.Differs` for a version of another layout. Unless `ignore_moved=True`, also
+        raises `vmmfd.Differs`, with a list, if the module has replaced loaded parameters or buffers, for example in `half()` or `to()`: the
         new version would not reach the replacements.
         """
         from .torch._module import _check_moved

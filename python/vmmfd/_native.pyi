@@ -167,8 +167,8 @@ class Array:
         shape or type, and for a copy between a GPU and the host; `Denied` or `Error` if it is read-only."""
 
     def copy_to(self, destination: Any) -> None:
-        """Copies its elements into another array, `destination`, which is writable and of the same shape and type. Blocks, with the GIL released,
-        until the copy is complete. Raises as `copy_from`."""
+        """Copies its elements into another array, `destination`, which is writable and of the same shape and type. Blocks, with the GIL
+        released, until the copy is complete. Raises as `copy_from`."""
 
     def tobytes(self) -> bytes:
         """Returns its elements as bytes, in C order. Blocks, with the GIL released."""
@@ -257,9 +257,10 @@ def empty(
 
     `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
     of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
-    `Device`; the first device by default. `backend` (str or None) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no driver
-    or no device; by default the environment variable `VMMFD_BACKEND`, else `"auto"`. `rdma` is whether RDMA can reach the memory (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports
-    support, never on WSL2; `True` requires it; `False` never.
+    `Device`; the first device by default. `backend` (str or None) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no
+    driver or no device; by default the environment variable `VMMFD_BACKEND`, else `"auto"`. `rdma` is whether RDMA can reach the memory
+    (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports support, never on WSL2; `True` requires it; `False`
+    never.
 
     Blocks, with the GIL released, while the driver allocates, and on first use while it starts. Raises `Invalid`, also for types that
     readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
@@ -270,8 +271,8 @@ def asarray(object: Any, *, device: _DeviceName | None = None, backend: str | No
 
     `object` supports the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or it is a NumPy scalar, or an
     `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str or None)
-    is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not an
-    array, and for a GPU array with the host backend."""
+    is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not
+    an array, and for a GPU array with the host backend."""
 
 def devices(backend: str | None = None) -> list[Device]:
     """Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.
@@ -287,10 +288,9 @@ def same_device(
 ) -> bool:
     """Returns whether two names identify the same device (bool).
 
-    The names `a` and `b` are each a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose
-    str is a UUID. A UUID
-    (str) may be in any case, with or without `GPU-` or `MIG-`, or shortened to its first characters as in `CUDA_VISIBLE_DEVICES`. Raises
-    `Invalid` for an argument that names no device."""
+    The names `a` and `b` are each a `Device`, an `Array`, an ordinal in this process (int), the 16 bytes of a UUID, or an object whose str
+    is a UUID. A UUID (str) may be in any case, with or without `GPU-` or `MIG-`, or shortened to its first characters as in
+    `CUDA_VISIBLE_DEVICES`. Raises `Invalid` for an argument that names no device."""
 
 def _dtype_name(object: Any, strict: bool) -> str | None:
     """Returns the spelling of an object's type. For an object that is not a type, raises `Invalid` if `strict`, else returns None."""

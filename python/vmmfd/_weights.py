@@ -105,10 +105,10 @@ def load_safetensors(
     segments of at most 1 GiB, and each tensor starts at a multiple of 256 bytes.
 
     `backend` is `"auto"` (CUDA, or ordinary memory if there is no GPU), `"cuda"` or `"host"`; by default the environment variable
-    `VMMFD_BACKEND`, else `"auto"`. `device` is an ordinal, a UUID or a `Device`:
-    the first one by default. `digest` computes the memory's BLAKE3, for readers to verify. `progress(done, all)` is called in this thread
-    about 25 times per second, with bytes. `threads` is the number of reader threads: by default one per processor, at most 8. Each thread
-    uses 4 MiB of page-locked memory during the call. `rdma` is as for `vmmfd.empty`.
+    `VMMFD_BACKEND`, else `"auto"`. `device` is an ordinal, a UUID or a `Device`: the first one by default. `digest` computes the memory's
+    BLAKE3, for readers to verify. `progress(done, all)` is called in this thread about 25 times per second, with bytes. `threads` is the
+    number of reader threads: by default one per processor, at most 8. Each thread uses 4 MiB of page-locked memory during the call. `rdma`
+    is as for `vmmfd.empty`.
 
     Blocks without the GIL. In the main thread Ctrl-C interrupts it, as does an exception from `progress`; the memory is then freed. On a
     GPU, no stream of this process may be in a graph capture: a copy invalidates the capture.

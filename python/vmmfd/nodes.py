@@ -65,8 +65,8 @@ class Node(Closing):
     def offer(self, name: str, version: int | None = None) -> bytes:
         """Leases an object and registers its memory, each segment once, for reads by other machines. Returns the bytes that `pull` needs.
 
-        The object stays readable until `withdraw`, `close` or the end of this process. Each offer has its own port, and a thread of NIXL that
-        polls and uses about one processor: withdraw it soon. Blocks for the broker and the registration.
+        The object stays readable until `withdraw`, `close` or the end of this process. Each offer has its own port, and a thread of NIXL
+        that polls and uses about one processor: withdraw it soon. Blocks for the broker and the registration.
 
         Raises as `Broker.get`; `Error` if NIXL can't register the memory; `Invalid` if the node is closed, or if the object's metadata has
         a key `origin` that is not a copy's: pulls would overwrite it.

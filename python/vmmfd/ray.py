@@ -85,9 +85,8 @@ def pull(
     becomes the name's new version. Nodes that received it are sources for the rest.
 
     Blocks until all nodes have it or one failed, at most `deadline`, in seconds or a `timedelta`; `stall` is as for `register`. Raises
-    `Timeout` at the deadline, `NotFound` if no node has it,
-    `Differs` if the caller's node has none and the others have different objects, `Invalid` if a limit is not a time of more than 0, and
-    the first node's error. Other nodes keep their copies.
+    `Timeout` at the deadline, `NotFound` if no node has it, `Differs` if the caller's node has none and the others have different objects,
+    `Invalid` if a limit is not a time of more than 0, and the first node's error. Other nodes keep their copies.
     """
     limit, stall = _arguments.limit(deadline, "deadline"), _arguments.limit(stall, "stall")
     here = ray.get_runtime_context().get_node_id()

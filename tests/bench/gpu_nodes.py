@@ -27,6 +27,7 @@ from contextlib import suppress
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python" / "tests"))
 
 import numpy as np
+from pull import read_once
 
 import vmmfd
 import vmmfd._copies
@@ -190,16 +191,7 @@ def reads(target, host, device, broker, size, ask):
     peer = api.add_remote_agent(b64decode(keys))
 
     def read():
-        start = time.perf_counter()
-        ours, theirs = api.get_xfer_descs([(memory.address, size, device)], kind), api.get_xfer_descs([(*segments[0], 0)], kind)
-        handle = api.initialize_xfer("READ", ours, theirs, peer, b"", ["UCX"])
-        api.transfer(handle)
-        while (state := api.check_xfer_state(handle)) != "DONE":
-            if state != "PROC":
-                raise OSError(f"the read ended with {state}")
-        took = time.perf_counter() - start
-        api.release_xfer_handle(handle)
-        return took
+        return read_once(api, peer, kind, [(memory.address, size, device)], [(*segments[0], 0)])
 
     yield "read", read, memory.is_right
     api.remove_remote_agent(peer)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The time of a pull from another broker, beside NIXL's bare reads of the same bytes: into memory that is registered and was read into before,
-and into new memory, as a pull's is.
+and into new memory of memfd_create(2), as a pull's is.
 
     pull.py [MIB...]    needs nixl and numpy; 64, 256 and 1024 MiB by default
 
@@ -9,6 +9,7 @@ of the first divided by the row's.
 """
 
 import json
+import mmap
 import os
 import pathlib
 import statistics
@@ -19,8 +20,6 @@ import time
 from base64 import b64decode
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python" / "tests"))
-os.environ.update({"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "PYTHONWARNINGS": "ignore"})
-
 import numpy as np
 from conftest import Server
 
@@ -28,6 +27,8 @@ import vmmfd
 import vmmfd.nodes
 
 ROUNDS = 9
+# NIXL refuses UCX without `cuda_copy` where there is a GPU.
+ENVIRONMENT = {"UCX_TLS": "tcp,cuda_copy", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal"}
 
 
 def source(path, mib):
@@ -41,6 +42,20 @@ def source(path, mib):
         broker._native.put(name, [("all", [memory], [("x", "uint8", [mib << 20], None, 0, 0, None)], digest)])
         print(node.offer(name).decode(), flush=True)
     sys.stdin.read()
+
+
+def read_once(api, peer, kind, ours, theirs):
+    """Reads segments of another process by NIXL's own calls. Returns the seconds."""
+    start = time.perf_counter()
+    here, there = (api.get_xfer_descs(each, kind) for each in (ours, theirs))
+    handle = api.initialize_xfer("READ", here, there, peer, b"", ["UCX"])
+    api.transfer(handle)
+    while (state := api.check_xfer_state(handle)) != "DONE":
+        if state != "PROC":
+            raise OSError(f"the read ended with {state}")
+    took = time.perf_counter() - start
+    api.release_xfer_handle(handle)
+    return took
 
 
 class Bare:
@@ -60,7 +75,10 @@ class Bare:
         if self.memory is not None:
             self.agent.deregister_memory(self.registered)
         sizes = [size for _, size in self.theirs]
-        self.memory = np.empty(sum(sizes), "u1")
+        memfd = os.memfd_create("bare")
+        os.posix_fallocate(memfd, 0, sum(sizes))
+        self.memory = np.frombuffer(mmap.mmap(memfd, sum(sizes)), "u1")
+        os.close(memfd)
         self.ours = [(self.memory.ctypes.data + sum(sizes[:number]), size, 0) for number, size in enumerate(sizes)]
         self.registered = self.agent.register_memory([(*each, "") for each in self.ours], "DRAM", backends=["UCX"])
 
@@ -70,14 +88,7 @@ class Bare:
         return time.perf_counter() - start + self.read()
 
     def read(self):
-        start = time.perf_counter()
-        ours, theirs = (self.agent.get_xfer_descs(each, "DRAM") for each in (self.ours, [(*each, 0) for each in self.theirs]))
-        handle = self.agent.initialize_xfer("READ", ours, theirs, self.peer, b"", ["UCX"])
-        self.agent.transfer(handle)
-        while (state := self.agent.check_xfer_state(handle)) != "DONE":
-            assert state == "PROC", state
-        took = time.perf_counter() - start
-        self.agent.release_xfer_handle(handle)
+        took = read_once(self.agent, self.peer, "DRAM", self.ours, [(*each, 0) for each in self.theirs])
         assert self.memory[-1] == 7
         return took
 
@@ -132,6 +143,7 @@ def main():
 
 
 if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
     if sys.argv[1:2] == ["--source"]:
         source(sys.argv[2], int(sys.argv[3]))
     else:

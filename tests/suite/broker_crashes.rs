@@ -55,6 +55,12 @@ pub(crate) fn token() -> Token {
     Token(bytes)
 }
 
+/// Sends a message without an answer. A kill may close the connection first.
+fn tell(raw: &Raw, message: &Message) -> Answer {
+    let _ = raw.send(message, &[]);
+    None
+}
+
 /// Sends a request that a kill may interrupt.
 fn ask(raw: &Raw, message: &Message, fds: &[BorrowedFd<'_>]) -> Answer {
     raw.ask(message, fds).ok().flatten()
@@ -245,11 +251,10 @@ impl<'a> Scene<'a> {
                 held = get_whole(&raw, "many", MANY).0;
                 None
             }
-            // The server may be dead already.
-            Verb::Release => raw.send(&Message::Release(Release { token: held.unwrap() }), &[]).err().and(None),
+            Verb::Release => tell(&raw, &Message::Release(Release { token: held.unwrap() })),
             Verb::Report => {
                 let report = Report { token: held.unwrap(), message: "it is not".to_owned() };
-                raw.send(&Message::Report(report), &[]).err().and(None)
+                tell(&raw, &Message::Report(report))
             }
             Verb::Close => {
                 rustix::net::shutdown(&raw, rustix::net::Shutdown::Both).unwrap();

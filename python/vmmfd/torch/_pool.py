@@ -139,9 +139,9 @@ def pool(arena: int = 256 << 20, device: Any = None, *, size: int | None = None,
 
     Threads started inside allocate as usual: enter a pool in each. Blocks while the driver starts, if needed.
 
-    Raises `vmmfd.Unsupported` (a `NotImplementedError`) without a GPU, with an older PyTorch, or if `rdma=True` and the device lacks support;
-    `vmmfd.Invalid` (a `ValueError`) for an invalid size or device, and if the entered pools differ in `rdma`; `vmmfd.Error` in a fork of a
-    process that opened the driver.
+    Raises `vmmfd.Unsupported` (a `NotImplementedError`) without a GPU, with an older PyTorch, or if `rdma=True` and the device lacks
+    support; `vmmfd.Invalid` (a `ValueError`) for an invalid size or device, and if the entered pools differ in `rdma`; `vmmfd.Error` in a
+    fork of a process that opened the driver.
     """
     for name, value in (("arena", arena), ("size", 1 if size is None else size)):
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 47:

@@ -120,7 +120,7 @@ impl Consumer<'_> {
                 if self.sleeper.is_none() {
                     self.sleeper = Some(Sleeper::start(self.task)?);
                 }
-                self.sleeper.as_ref().map_or_else(|| Err(not_prepared()), |sleeper| sleeper.keep(&fds))?;
+                self.sleeper.as_ref().ok_or_else(not_prepared)?.keep(&fds)?;
                 Ok(ConsumerResponse::Ready)
             }
             ConsumerRequest::Wake { size } => self.wake(*size),
@@ -189,7 +189,7 @@ impl Consumer<'_> {
                 self.open_descriptor(&fd, size)
             }
             Method::Fresh | Method::Described | Method::Again => {
-                let Some(subscriber) = &mut self.subscriber else { return Err(not_prepared()) };
+                let subscriber = self.subscriber.as_mut().ok_or_else(not_prepared)?;
                 let received = subscriber.receive()?;
                 let since = u64::try_from(received.usable_since().elapsed().as_nanos()).unwrap_or(u64::MAX);
                 let at = now().saturating_sub(since);
@@ -257,7 +257,7 @@ impl Consumer<'_> {
 
     /// Wakes the sleeper and opens its memory until the next request.
     fn wake(&mut self, size: u64) -> Result<ConsumerResponse> {
-        let Some(sleeper) = &self.sleeper else { return Err(not_prepared()) };
+        let sleeper = self.sleeper.as_ref().ok_or_else(not_prepared)?;
         until_asleep();
         let begun = Instant::now();
         let fds = sleeper.hand_over()?;
@@ -270,7 +270,7 @@ impl Consumer<'_> {
 
     /// Gets an object from the broker. It remains open until the next request.
     fn get(&mut self, name: &str, array: Option<&str>) -> Result<ConsumerResponse> {
-        let Some(client) = &self.broker else { return Err(not_prepared()) };
+        let client = self.broker.as_ref().ok_or_else(not_prepared)?;
         until_asleep();
         let begun = Instant::now();
         let object = client.get(&Get::new(name))?.open(&self.driver, None)?;
