@@ -27,7 +27,7 @@ use vmmfd::{
     session::Config,
 };
 
-use crate::support::{Inode, Kind, Subject};
+use crate::support::{Inode, Kind, Subject, pause};
 
 cases! {
     on crate::support::Subject; every backend: [
@@ -408,7 +408,7 @@ pub(crate) fn until(done: impl Fn() -> bool) {
     let begun = Instant::now();
     while !done() {
         assert!(begun.elapsed() < PATIENCE, "it does not happen");
-        thread::sleep(Duration::from_millis(1));
+        pause(begun);
     }
 }
 

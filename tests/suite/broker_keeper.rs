@@ -37,7 +37,7 @@ use crate::{
     broker_pages::{PAGE, Template, page},
     running::binary,
     support::{
-        Subject,
+        Subject, pause,
         served::{Keeper, Served, copied, is_alive, is_stopped, stored},
         stepper::{Call, From, trace},
     },
@@ -122,7 +122,7 @@ fn settle(served: &Served) {
             return;
         }
         assert!(begun.elapsed() < PATIENCE, "{counts:?} descriptors: {}", served.log());
-        thread::sleep(Duration::from_millis(1));
+        pause(begun);
     }
 }
 
@@ -131,7 +131,7 @@ fn wait_for_log(served: &Served, text: &str, times: usize) {
     let begun = Instant::now();
     while served.log().matches(text).count() < times {
         assert!(begun.elapsed() < PATIENCE, "no {text:?} in: {}", served.log());
-        thread::sleep(Duration::from_millis(5));
+        pause(begun);
     }
 }
 

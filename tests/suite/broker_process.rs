@@ -42,7 +42,7 @@ use vmmfd::{
 use crate::{
     broker::until,
     conversation::{PATIENCE, seqpacket},
-    support::{Kind, Subject},
+    support::{Kind, Subject, pause},
 };
 
 /// The setup of the serving child; only this child has the variable.
@@ -172,7 +172,7 @@ impl Process {
         let begun = std::time::Instant::now();
         while self.child.try_wait().unwrap().is_none() {
             assert!(begun.elapsed() < PATIENCE, "the server does not end");
-            thread::sleep(Duration::from_millis(1));
+            pause(begun);
         }
     }
 

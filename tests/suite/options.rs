@@ -243,6 +243,8 @@ fn late_consumer_is_refused() {
     meeting.consumer(&[]).end().code(4).says("all of them have come");
     let found = first.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
     first.report(&object, &found).unwrap();
+    // The producer waits for that.
+    first.close();
     producer.end().code(0);
 }
 

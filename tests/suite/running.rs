@@ -24,7 +24,7 @@ use nix::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::support::{Copy, session};
+use crate::support::{Copy, pause, session};
 
 /// The time limit of every wait. It allows for a slow machine under load.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -35,10 +35,10 @@ pub(crate) const HANGS: &str = "3600000";
 /// Polls until another process has done something.
 #[track_caller]
 pub(crate) fn wait_for(what: &str, mut there: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let begun = Instant::now();
     while !there() {
-        assert!(Instant::now() < deadline, "{what} never came");
-        thread::sleep(Duration::from_millis(1));
+        assert!(begun.elapsed() < PATIENCE, "{what} never came");
+        pause(begun);
     }
 }
 
@@ -378,15 +378,15 @@ impl Running {
     /// Waits until the command has printed a line of this step.
     #[track_caller]
     pub(crate) fn until(&mut self, step: &str) {
-        let deadline = Instant::now() + PATIENCE;
+        let begun = Instant::now();
         let printed = |text: &str| text.lines().any(|line| line.split_whitespace().nth(1) == Some(step));
         while !printed(&self.stdout.so_far()) {
             // After the exit, the reader may still have output to read.
             let ended = self.child.try_wait().unwrap().is_some() && self.stdout.is_whole();
             let running = !ended || printed(&self.stdout.so_far());
             let never = || format!("{} never came to `{step}`: {}", self.name, self.so_far());
-            assert!(running && Instant::now() < deadline, "{}", never());
-            thread::sleep(Duration::from_millis(1));
+            assert!(running && begun.elapsed() < PATIENCE, "{}", never());
+            pause(begun);
         }
     }
 
@@ -395,12 +395,12 @@ impl Running {
     }
 
     pub(crate) fn end(mut self) -> Ended {
-        let deadline = Instant::now() + PATIENCE;
+        let begun = Instant::now();
         let status = loop {
             match self.child.try_wait().unwrap() {
                 Some(status) => break status,
-                None if Instant::now() > deadline => panic!("{} does not end: {}", self.name, self.so_far()),
-                None => thread::sleep(Duration::from_millis(1)),
+                None if begun.elapsed() > PATIENCE => panic!("{} does not end: {}", self.name, self.so_far()),
+                None => pause(begun),
             }
         };
         let took = self.started.elapsed();

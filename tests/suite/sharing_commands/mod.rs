@@ -22,7 +22,7 @@ use vmmfd::{
 use vmmfd_cli::check::{DataVerifier, Exercise};
 
 use crate::{
-    conversation::{PATIENCE, answer, dial, hello, request},
+    conversation::{answer, dial, hello, request},
     running::{Meeting, On},
 };
 

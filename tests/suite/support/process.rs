@@ -36,6 +36,11 @@ pub(crate) fn open_files(pid: impl Display) -> io::Result<Vec<OpenFile>> {
     Ok(paths.filter_map(|path| Some(OpenFile { link: fs::read_link(&path).ok()?, path })).collect())
 }
 
+/// Sleeps before the next look at a condition, longer the longer it has not come true: other tests need the processors.
+pub(crate) fn pause(begun: Instant) {
+    thread::sleep((begun.elapsed() / 16).clamp(Duration::from_millis(1), Duration::from_millis(20)));
+}
+
 /// Runs `body` in a thread and passes its panic on.
 pub(crate) fn in_thread(body: impl FnOnce() + Send + 'static) {
     if let Err(failure) = thread::spawn(body).join() {
@@ -86,7 +91,7 @@ pub(crate) fn in_child(test: &str, prepare: impl FnOnce(&mut Command), body: imp
             child.wait().unwrap();
             panic!("the child of {test} did not end in {DEADLINE:?}");
         }
-        thread::sleep(Duration::from_millis(5));
+        pause(started);
     };
     assert!(status.success(), "the child of {test} ended with {status}");
     fs::read_to_string(&answer).unwrap_or_else(|error| panic!("the child of {test} ran no such test: {error}"))

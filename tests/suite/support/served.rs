@@ -16,7 +16,7 @@ use nix::{
 use tempfile::TempDir;
 use vmmfd::wire::broker::Message;
 
-use super::{Kind, Subject, manager::Manager, open_files, session::Session, stepper::children};
+use super::{Kind, Subject, manager::Manager, open_files, pause, session::Session, stepper::children};
 use crate::{
     broker_process::{Raw, is_memory},
     running::binary,
@@ -159,7 +159,7 @@ impl Served {
                 return pid;
             }
             assert!(begun.elapsed() < PATIENCE, "no supervisor: {}", self.log());
-            thread::sleep(Duration::from_millis(1));
+            pause(begun);
         }
     }
 
@@ -199,7 +199,7 @@ impl Served {
             }
             let counts = (count, stored(new));
             assert!(begun.elapsed() < PATIENCE, "{counts:?} descriptors of memory are stored anew: {}", self.log());
-            thread::sleep(Duration::from_millis(1));
+            pause(begun);
         }
     }
 
@@ -221,7 +221,7 @@ impl Served {
         let begun = Instant::now();
         while is_alive(supervisor) {
             assert!(begun.elapsed() < PATIENCE, "the supervisor does not end: {}", self.log());
-            thread::sleep(Duration::from_millis(1));
+            pause(begun);
         }
         let child = self.supervisor.as_mut().filter(|child| child.id().cast_signed() == supervisor.as_raw());
         child.and_then(|child| child.wait().unwrap().code())
