@@ -144,9 +144,7 @@ impl Class {
     fn of(error: &Error) -> Self {
         use vmmfd::ErrorKind;
         match error {
-            Error::Memory(MemoryError::NotExchanged { source, .. } | MemoryError::NotImported { source, .. }) => {
-                Self::of(source)
-            }
+            Error::Memory(MemoryError::NotExchanged { source, .. }) => Self::of(source),
             Error::Driver { code: code::OUT_OF_MEMORY, .. } => Self::OutOfMemory,
             Error::System { source, .. } if source.kind() == io::ErrorKind::OutOfMemory => Self::OutOfMemory,
             Error::Broker(BrokerError { code, .. }) => match code {

@@ -1,4 +1,4 @@
-"""Two nodes of Ray, each with a raylet, a broker and actors, on one machine."""
+"""Nodes of Ray on one machine, each with a raylet, a broker and actors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Rig:
                 object_store_memory=80 * MIB,
                 env_vars={"VMMFD_BROKER_SOCKET": self.servers[-1].path},
                 include_dashboard=False,
-                # Nothing here scales the cluster or reads the workers' logs.
+                # The tests neither scale the cluster nor read the workers' logs.
                 no_monitor=True,
                 include_log_monitor=False,
                 **options,

@@ -1,4 +1,4 @@
-"""Arrays between actors of three nodes: three raylets and three brokers on one machine, host memory, and NIXL over TCP."""
+"""Arrays between actors of three nodes on one machine, each with a raylet and a broker: host memory, NIXL over TCP."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_object_outlives_its_actor(rig: Rig) -> None:
 @needs_nixl
 @pytest.mark.parametrize("place", ["a", "b"])
 def test_agent_killed_in_transfer(rig: Rig, source: Any, place: str) -> None:
-    """The bytes are right, or the error names the cause; no name has other bytes. The agent is replaced."""
+    """The bytes are right, or the error names the cause; no name has other bytes. A dead agent is replaced."""
     ref = source.make.remote(128 * MIB, 9)
     origin = origin_of(ref)
     pid = rig.pid(place)
@@ -94,6 +94,8 @@ def test_agent_killed_in_transfer(rig: Rig, source: Any, place: str) -> None:
         assert "ray/" in str(error)
     for summary in rig.brokers[1].list(f"ray/{origin}"):
         assert get(rig.readers[1].read.remote(ref))[0] == 9 * 128 * MIB, summary
+    # An idle agent: the next read finds it dead.
+    os.kill(rig.pid(place), signal.SIGKILL)
     assert get(rig.readers[0].read.remote(source.make.remote(MIB, 7))) == (7 * MIB, True, True)
 
 
@@ -122,14 +124,16 @@ def test_named_object_is_pulled(rig: Rig) -> None:
 @needs_nixl
 def test_other_node_replaces_stopped_source(rig: Rig) -> None:
     size = 512 * MIB
-    made = rig.brokers[0].put("weights", {"x": np.full(size, 3, "u1")})
+    made = rig.brokers[0].put("large", {"x": np.full(size, 3, "u1")})
     a, b, c = (rig.ids[place] for place in "abc")
-    vmmfd.ray.pull("weights", [b])
+    vmmfd.ray.pull("large", [b])
     reader = rig.actor("c")
     get(reader.nothing.remote())
     stopped = rig.pid("a")
+    # Starts the agent, which takes seconds.
+    rig.pid("c")
     pull = vmmfd.ray.agents([c])[c].pull.options(concurrency_group="pull")
-    call = pull.remote(ray_agent._Object("weights", 1, made.id, made.id, a), "weights", 60.0, STALL)
+    call = pull.remote(ray_agent._Object("large", 1, made.id, made.id, a), "large", 60.0, STALL)
     while not any(ray_agent._ask([c], "is_pulling", made.id)):
         assert not ray.wait([call], timeout=0)[0], "it was pulled before the stop"
     os.kill(stopped, signal.SIGSTOP)
@@ -143,13 +147,13 @@ def test_other_node_replaces_stopped_source(rig: Rig) -> None:
     assert transfer["source"] == b and transfer["checked"] is False
     # The stop may come before the source's answer, after which another node is asked.
     assert ray_agent._ANSWER - 1 < took < STALL + 5, took
-    assert get(reader.total.remote("weights")) == 3 * size
+    assert get(reader.total.remote("large")) == 3 * size
     # The node whose agent was stopped is a source again.
-    new = rig.brokers[0].put("weights", {"x": np.full(MIB, 4, "u1")}, replace=True)
-    assert vmmfd.ray.pull("weights", [c], stall=STALL)[c].version == 2
+    new = rig.brokers[0].put("large", {"x": np.full(MIB, 4, "u1")}, replace=True)
+    assert vmmfd.ray.pull("large", [c], stall=STALL)[c].version == 2
     assert [each["source"] for each in rig.pulled("c", new.id)] == [a]
     for broker in rig.brokers:
-        broker.delete("weights")
+        broker.delete("large")
 
 
 @needs_nixl

@@ -1,4 +1,4 @@
-"""Dependencies between the package's files, and between the extension's, have no cycles. Functions are short."""
+"""Dependencies between the package's files, and between the extension's, have no cycles. Functions have at most 80 lines."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ def test_cycle_is_found(tmp_path: Path) -> None:
 
 
 def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Returns the number of lines, without the documentation."""
+    """Returns the function's number of lines, without its docstring."""
     assert function.end_lineno is not None
     first = function.body[0]
-    documentation = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     lines = function.end_lineno - function.lineno + 1
-    return lines - (first.end_lineno or 0) + first.lineno - 1 if documentation else lines
+    return lines - (first.end_lineno or 0) + first.lineno - 1 if docstring else lines
 
 
 def test_functions_have_at_most_80_lines() -> None:

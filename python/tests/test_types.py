@@ -21,7 +21,7 @@ Mypy = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def mypy(tmp_path_factory: pytest.TempPathFactory) -> Mypy:
-    """Runs mypy, strict, with one cache: it reads the standard library's and NumPy's types once."""
+    """Runs strict mypy with a shared cache: mypy reads the types of the standard library and NumPy once."""
     folder = tmp_path_factory.mktemp("mypy")
 
     def run(*arguments: str, exceptions: str = "") -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,7 @@ def mypy(tmp_path_factory: pytest.TempPathFactory) -> Mypy:
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-# What the package and the examples import, and CI may not have.
+# Packages that the package and the examples import, and that CI may lack.
 OTHERS = "torch.*,transformers.*,vllm.*,ray.*,numba.*"
 
 

@@ -195,7 +195,7 @@ impl ElementType {
         Some(format!("{order}{letter}{}", self.size))
     }
 
-    /// The code (`DLDataTypeCode`) and the bits of the type in DLPack 1.1. `None` for raw and big-endian elements, which DLPack lacks.
+    /// Returns the type's DLPack 1.1 code (`DLDataTypeCode`) and bits; `None` for raw and big-endian elements, which DLPack lacks.
     pub fn dlpack(self) -> Option<(u8, u8)> {
         let code = match self.kind {
             Kind::Signed => 0,
@@ -217,7 +217,7 @@ impl ElementType {
         (!self.big_endian).then_some((code, (8 * self.size) as u8))
     }
 
-    /// The type with this code and these bits in DLPack, and one lane. `None` for other codes and bits.
+    /// Returns the type of a DLPack code and bits, for one lane; `None` if no type has them.
     pub fn from_dlpack(code: u8, bits: u8) -> Option<Self> {
         NAMES.iter().map(|(element, ..)| *element).find(|element| element.dlpack() == Some((code, bits)))
     }

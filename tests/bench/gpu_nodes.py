@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The speed of NIXL's reads from GPU 0 to GPU 1, for memory of cuMemAlloc and of vmmfd, and of pulls. Both processes see both GPUs.
 
-    gpu_nodes.py [--host] [--ucx NAME=FOLDER]... [MIB...]    needs nixl and numpy; 64, 1024 and 4096 MiB by default
+    gpu_nodes.py [--host] [--ucx NAME=FOLDER]... [MIB...]    needs nixl, numpy and pytest; 64, 1024 and 4096 MiB by default
 
 `--ucx` measures all again with another NIXL, in FOLDER, for example with another CUDA module of UCX; its rows come before those of the
 installed NIXL. `--host` uses host memory. Prints a JSON line for each row: `ratio` is its GB/s divided by those of plain memory to plain

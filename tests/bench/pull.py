@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The time of a pull from another broker, beside NIXL's bare reads of the same bytes: into memory that is registered and was read into before,
-and into new memory of memfd_create(2), as a pull's is.
+and into new memory of memfd_create(2), which pulls use too.
 
-    pull.py [MIB...]    needs nixl and numpy; 64, 256 and 1024 MiB by default
+    pull.py [MIB...]    needs nixl, numpy and pytest; 64, 256 and 1024 MiB by default
 
 Two brokers and a process for the source on this machine, host memory, UCX over TCP. The reads take turns. `ratio` is the median time
 of the first divided by the row's.
@@ -20,14 +20,14 @@ import time
 from base64 import b64decode
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python" / "tests"))
+
 import numpy as np
-from conftest import Server
 
 import vmmfd
 import vmmfd.nodes
 
 ROUNDS = 9
-# NIXL refuses UCX without `cuda_copy` where there is a GPU.
+# On a machine with a GPU, NIXL refuses UCX without `cuda_copy`.
 ENVIRONMENT = {"UCX_TLS": "tcp,cuda_copy", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal"}
 
 
@@ -45,7 +45,7 @@ def source(path, mib):
 
 
 def read_once(api, peer, kind, ours, theirs):
-    """Reads segments of another process by NIXL's own calls. Returns the seconds."""
+    """Reads segments of another process with NIXL's own calls, and returns the seconds."""
     start = time.perf_counter()
     here, there = (api.get_xfer_descs(each, kind) for each in (ours, theirs))
     handle = api.initialize_xfer("READ", here, there, peer, b"", ["UCX"])
@@ -68,12 +68,9 @@ class Bare:
         (part,), (keys,) = fields["parts"], fields["nixl"]
         self.theirs = part["segments"]
         self.peer = self.agent.add_remote_agent(b64decode(keys))
-        self.memory = None
         self.allocate()
 
     def allocate(self):
-        if self.memory is not None:
-            self.agent.deregister_memory(self.registered)
         sizes = [size for _, size in self.theirs]
         memfd = os.memfd_create("bare")
         os.posix_fallocate(memfd, 0, sum(sizes))
@@ -83,6 +80,8 @@ class Bare:
         self.registered = self.agent.register_memory([(*each, "") for each in self.ours], "DRAM", backends=["UCX"])
 
     def read_new(self):
+        self.agent.deregister_memory(self.registered)
+        self.memory = None
         start = time.perf_counter()
         self.allocate()
         return time.perf_counter() - start + self.read()
@@ -132,6 +131,8 @@ def measure(servers, mib):
 
 
 def main():
+    from conftest import Server
+
     folders = [pathlib.Path(tempfile.mkdtemp(prefix="vmmfd-pull-")) for _ in range(2)]
     servers = [Server(folder) for folder in folders]
     try:

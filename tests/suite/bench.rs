@@ -416,7 +416,7 @@ fn bad_usage_is_one_sentence() {
 #[test]
 fn tables_are_printed_when_they_are_measured() {
     let meeting = Meeting::host();
-    let run = bench(&meeting, &["stages", "--size", "2MiB,64MiB,1GiB", "--count", "5000"]).start();
+    let run = bench(&meeting, &["stages", "--size", "2MiB,64MiB,1GiB", "--count", "300"]).start();
     wait_for("the first table", || run.so_far().contains("\nstages, 2 MiB "));
     run.signal(Signal::SIGINT);
     let ended = run.end();

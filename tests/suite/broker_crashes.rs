@@ -55,7 +55,7 @@ pub(crate) fn token() -> Token {
     Token(bytes)
 }
 
-/// Sends a message without an answer. A kill may close the connection first.
+/// Sends a message that has no answer. The send fails if the server was killed.
 fn tell(raw: &Raw, message: &Message) -> Answer {
     let _ = raw.send(message, &[]);
     None

@@ -243,7 +243,7 @@ fn late_consumer_is_refused() {
     meeting.consumer(&[]).end().code(4).says("all of them have come");
     let found = first.verify(&object, &mut DataVerifier::new(&|_| {})).unwrap();
     first.report(&object, &found).unwrap();
-    // The producer waits for that.
+    // The producer waits until the consumer closes the connection.
     first.close();
     producer.end().code(0);
 }

@@ -105,14 +105,16 @@ impl Shown {
 
     /// Returns the non-empty rows of the final screen.
     pub(crate) fn screen(&self) -> Vec<String> {
-        self.screen_after(self.bytes.len())
+        self.screens(self.bytes.len().max(1)).last().unwrap_or_default()
     }
 
-    fn screen_after(&self, length: usize) -> Vec<String> {
+    /// Returns the rows with text after each `step` bytes, and at the end.
+    fn screens(&self, step: usize) -> impl Iterator<Item = Vec<String>> {
         let mut terminal = vt100::Parser::new(dimension(self.size.0), dimension(self.size.1), 0);
-        terminal.process(&self.bytes[..length]);
-        let rows: Vec<String> = terminal.screen().rows(0, self.size.1).collect();
-        rows.into_iter().filter(|row| !row.trim().is_empty()).collect()
+        self.bytes.chunks(step).map(move |bytes| {
+            terminal.process(bytes);
+            terminal.screen().rows(0, self.size.1).filter(|row| !row.trim().is_empty()).collect()
+        })
     }
 
     /// Returns the text of every bar that was drawn.
@@ -169,9 +171,8 @@ fn long_transfer_shows_a_bar() {
             );
         }
         // Two bars are never visible at once. A row wider than the terminal would leave a second bar.
-        for length in (0..=shown.bytes.len()).step_by(7) {
-            let rows = shown.screen_after(length).into_iter().filter(|row| is_bar(row)).count();
-            assert!(rows <= 1, "{:?}", shown.screen_after(length));
+        for screen in shown.screens(7) {
+            assert!(screen.iter().filter(|row| is_bar(row)).count() <= 1, "{screen:?}");
         }
         let screen = shown.screen();
         assert!(!screen.iter().any(|row| is_bar(row)), "{screen:?}");

@@ -408,7 +408,9 @@ impl Emulated {
                 copy.start
             ))
         }
-        self.mappings.retain(|&start, _| start < address || start - address >= size);
+        while let Some((&start, _)) = self.mappings.range(address..address + size).next() {
+            self.mappings.remove(&start);
+        }
         Ok(())
     }
 
@@ -445,7 +447,8 @@ impl Emulated {
     /// The mappings that overlap a range.
     fn inside(&self, address: u64, size: u64) -> Answer<impl Iterator<Item = (&u64, &Mapping)>> {
         let end = address.checked_add(size).ok_or(INVALID_VALUE)?;
-        Ok(self.mappings.range(..end).filter(move |(start, mapping)| *start + mapping.size > address))
+        let first = self.mappings.range(..=address).next_back().map_or(address, |(start, _)| *start);
+        Ok(self.mappings.range(first..end).filter(move |(start, mapping)| *start + mapping.size > address))
     }
 
     /// The device that owns the memory at an address.

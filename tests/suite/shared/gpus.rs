@@ -29,6 +29,7 @@ fn too_large_pool_buffer_is_refused(subject: Subject) {
 fn pool_holds_many_buffers(subject: Subject) {
     let device = subject.device();
     let pool = Pool::create(&device).unwrap();
+    assert!(!PoolBuffer::allocate(&pool, 100).unwrap().is_protected());
     let buffers = [100, 5000, 3 << 20].map(|size| Shared::in_pool(&pool, size).unwrap());
     for (number, buffer) in buffers.iter().enumerate() {
         buffer.copy_in(0, &vec![number as u8 + 1; buffer.size() as usize]).unwrap();
@@ -75,6 +76,7 @@ fn legacy_handle_opens_in_another_process(subject: Subject) {
     let device = subject.device();
     let memory = LegacyMemory::allocate(&device, 5000).unwrap();
     assert_eq!(memory.size(), 2 << 20, "a block of its own");
+    assert!(!memory.is_protected());
     memory.copy_in(4096, b"interior").unwrap();
     let handle = memory.handle().unwrap();
     assert!(matches!(LegacyMemory::open(&device, &handle), Err(Error::Memory(MemoryError::OwnHandle))));

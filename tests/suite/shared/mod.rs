@@ -24,7 +24,7 @@ use vmmfd::{
     error::{DeviceError, ErrorCode, MemoryError, PeerError},
     memory::{
         Allocation, Array, ArrayHandle, Device, Imported, LegacyMemory, Mapping, Mechanism, Mirror, Placement, Pointer,
-        Pool, Region, Selector, Shared, Sharing, Spec, VmmSpec,
+        Pool, PoolBuffer, Region, Selector, Shared, Sharing, Spec, VmmSpec,
     },
     session::{
         Config, Verdict,

@@ -21,8 +21,8 @@ fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) ->
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let cancel = Cancel::new().unwrap();
-    // The producer waits for the whole timeout.
-    let config = Config::default().timeout(Duration::from_secs(5));
+    // The test takes this long twice: the producer waits for the whole timeout.
+    let config = Config::default().timeout(Duration::from_secs(8));
     let listener = Listener::bind(&path, false, config.timeout, &cancel).unwrap();
     thread::scope(|scope| {
         let serving = scope.spawn(|| serve(listener, buffer, &ServeOptions::default(), &config, &|_| {}));

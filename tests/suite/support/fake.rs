@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 const DEVICE_NAME: &str = "fakecuda: emulated, no GPU";
 
-/// The library's file, without its debug information, which is most of it.
+/// The library's file without debug information, which takes most of the file.
 static LIBRARY: LazyLock<Vec<u8>> = LazyLock::new(|| {
     // Cargo builds the library beside the test program. A bundle for another machine has the same layout.
     let library = env::current_exe().unwrap().with_file_name("libfakecuda.so");

@@ -36,7 +36,7 @@ pub(crate) fn open_files(pid: impl Display) -> io::Result<Vec<OpenFile>> {
     Ok(paths.filter_map(|path| Some(OpenFile { link: fs::read_link(&path).ok()?, path })).collect())
 }
 
-/// Sleeps before the next look at a condition, longer the longer it has not come true: other tests need the processors.
+/// Sleeps between two checks of a condition: a sixteenth of the time so far, 1 to 20 ms. Other tests need the CPUs.
 pub(crate) fn pause(begun: Instant) {
     thread::sleep((begun.elapsed() / 16).clamp(Duration::from_millis(1), Duration::from_millis(20)));
 }

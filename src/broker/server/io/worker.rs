@@ -55,7 +55,7 @@ impl Queue {
             Some((_, tasks)) => tasks.push_back(task),
             None => turns.users.push_back((user, VecDeque::from([task]))),
         }
-        // Otherwise the worker wakes and waits for the lock.
+        // If the lock is held during the notification, the worker wakes only to wait for the lock.
         drop(turns);
         self.changed.notify_one();
     }
