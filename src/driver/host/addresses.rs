@@ -81,14 +81,25 @@ impl Reserved {
     /// The mappings inside a range. `None` if another mapping is partly inside.
     pub(super) fn whole(&self, address: u64, size: u64) -> Option<Vec<u64>> {
         let end = address.checked_add(size)?;
-        let overlapping = self.mapped.iter().filter(|&(&start, mapped)| start < end && address < start + mapped.size);
-        overlapping.map(|(&start, mapped)| (address <= start && start + mapped.size <= end).then_some(start)).collect()
+        let inside = |start: u64, mapped: &Mapped| address <= start && start + mapped.size <= end;
+        self.overlapping(address, end).map(|(start, mapped)| inside(start, mapped).then_some(start)).collect()
+    }
+
+    /// The mappings that overlap a range, in the order of their addresses. Mappings do not overlap each other.
+    fn overlapping(&self, address: u64, end: u64) -> impl Iterator<Item = (u64, &Mapped)> {
+        let first = self.mapped.range(..=address).next_back().map_or(address, |(start, _)| *start);
+        let found = self.mapped.range(first..end).map(|(start, mapped)| (*start, mapped));
+        found.filter(move |(start, mapped)| address < start + mapped.size)
     }
 
     /// Whether mappings that `usable` accepts cover a range without a gap.
     pub(super) fn covers(&self, address: u64, size: u64, usable: impl Fn(&Mapped) -> bool) -> bool {
-        let usable = self.mapped.iter().filter(|(_, mapped)| usable(mapped));
-        cover(usable.map(|(&start, mapped)| (start, mapped.size)), address, size)
+        let overlapping = self.overlapping(address, address.saturating_add(size));
+        cover(
+            overlapping.filter(|(_, mapped)| usable(mapped)).map(|(start, mapped)| (start, mapped.size)),
+            address,
+            size,
+        )
     }
 
     /// Whether a range can be mapped: it is inside the reservation, and no part of it is mapped or lost.
