@@ -96,7 +96,15 @@ def test_agent_killed_in_transfer(rig: Rig, source: Any, place: str) -> None:
         assert get(rig.readers[1].read.remote(ref))[0] == 9 * 128 * MIB, summary
     # An idle agent: the next read finds it dead.
     os.kill(rig.pid(place), signal.SIGKILL)
-    assert get(rig.readers[0].read.remote(source.make.remote(MIB, 7))) == (7 * MIB, True, True)
+    ref = source.make.remote(MIB, 7)
+    deadline = time.monotonic() + LIMIT
+    while True:
+        try:
+            assert get(rig.readers[0].read.remote(ref)) == (7 * MIB, True, True)
+            break
+        except vmmfd.Disconnected:
+            # A busy machine starts another agent after the limit of a read.
+            assert time.monotonic() < deadline
 
 
 @needs_nixl
