@@ -101,6 +101,9 @@ class Load:
         self.rig = rig
         self.random = random.Random(SEED)
         self.files = [files_of(server) for server in rig.servers]
+        # Their first start takes seconds, and is no part of a read after a kill.
+        for place in "ab":
+            rig.pid(place)
         self.near = rig.actor("a")
         self.spare = [self.source() for _ in range(2)]
         # Outcomes of calls, and the longest time from the kill to an answer, by kind and outcome.
