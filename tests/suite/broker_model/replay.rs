@@ -198,7 +198,9 @@ impl Walk {
         let mut watcher = Watcher::default();
         let seen: Vec<Seen> = traced.calls.iter().filter_map(|call| watcher.seen(call)).collect();
         let wanted = &expected[..kill.unwrap_or(expected.len())];
-        assert_eq!(seen, wanted, "{:#?}", self.trace);
+        // On a busy machine the server may find unread messages at the keeper after a second, and then sends one more.
+        let is_one_more = |at: usize| seen[at] == Seen::Store && [&seen[..at], &seen[at + 1..]].concat() == wanted;
+        assert!(seen == wanted || (0..seen.len()).any(is_one_more), "{seen:?}, not {wanted:?}: {:#?}", self.trace);
         self.raws[client] = Some(raw);
         if let Some(Message::Lease(lease)) = &answer {
             // The client's newest lease. The model has it too, unless its server was killed before it sent the lease.
