@@ -101,7 +101,7 @@ class Load:
         self.rig = rig
         self.random = random.Random(SEED)
         self.files = [files_of(server) for server in rig.servers]
-        # Their first start takes seconds, and is no part of a read after a kill.
+        # Starts the agents: a read after a kill does not include these seconds.
         for place in "ab":
             rig.pid(place)
         self.near = rig.actor("a")

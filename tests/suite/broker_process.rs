@@ -341,7 +341,7 @@ impl Actor {
                 panic!("the child ended before: {status}");
             }
             assert!(begun.elapsed() < Duration::from_secs(DEADLINE.into()), "the child does not come there");
-            thread::sleep(Duration::from_millis(2));
+            pause(begun);
         }
     }
 

@@ -16,6 +16,8 @@ use nix::{
     unistd::{Pid, setsid},
 };
 
+use super::pause;
+
 /// The time limit for killing the processes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -74,7 +76,7 @@ pub(crate) fn end(leader: &mut Child) {
             assert!(thread::panicking(), "processes of the session {session} can't be killed");
             return;
         }
-        thread::sleep(Duration::from_millis(1));
+        pause(begun);
     }
 }
 
