@@ -102,8 +102,9 @@ class Rig:
         methods = {name: ray.method(tensor_transport="vmmfd")(method) for name, method in made.items()}
         self.kind = ray.remote(num_cpus=0, enable_tensor_transport=True)(type("Actor", (actor,), methods))
         self.readers = [self.actor("b") for _ in range(readers)]
-        # Each is a process that imports Ray: more than LIMIT on a small machine.
+        # Each is a process that imports Ray: more than LIMIT on a small machine. Agents end at once without NIXL.
         ray.get([reader.nothing.remote() for reader in self.readers], timeout=6 * LIMIT)
+        ray.wait([agent.pulled.remote() for agent in vmmfd.ray.agents().values()], num_returns=len(places), timeout=6 * LIMIT)
 
     def actor(self, place: str) -> Any:
         return self.kind.options(resources={place: 0.01}).remote()

@@ -101,9 +101,6 @@ class Load:
         self.rig = rig
         self.random = random.Random(SEED)
         self.files = [files_of(server) for server in rig.servers]
-        # Starts the agents: a read after a kill does not include these seconds.
-        for place in "ab":
-            rig.pid(place)
         self.near = rig.actor("a")
         self.spare = [self.source() for _ in range(2)]
         # Outcomes of calls, and the longest time from the kill to an answer, by kind and outcome.

@@ -28,8 +28,10 @@ _TRIES = 3
 _BUSY = 0.1
 # Seconds between questions to an agent that does not answer: Ray may be restarting it.
 _ANSWER = 3.0
-# Seconds beyond `stall` that a source may take in all, without an answer and without progress.
+# Seconds that a source may take beyond `stall`.
 _GRACE = 4.0
+# Seconds for a source's first answer to this node, at least: Ray may be starting its agent.
+_START = 30.0
 
 _brokers: dict[str, Broker] = {}
 _brokers_lock = threading.Lock()
@@ -43,6 +45,15 @@ class _Object(NamedTuple):
     id: str
     origin: str
     node: str
+
+
+class _Lent(NamedTuple):
+    """An offer, the node that reads the object now, the time of the offer, and the reader's `stall`."""
+
+    offer: bytes
+    reader: str
+    since: float
+    stall: float
 
 
 def _agent(node: str) -> Any:
@@ -79,10 +90,13 @@ class Agent:
         self._broker = _broker()
         self._wire = Node(self._broker, self._here)
         self._lock = threading.Lock()
-        # By origin: the node that reads the object now, since when, and the offer.
-        self._lent: dict[str, tuple[str, float, bytes]] = {}
+        # By origin.
+        self._lent: dict[str, _Lent] = {}
         self._pulls: dict[str, _Pulling] = {}
+        # The nodes whose agents have answered this one.
+        self._heard: set[str] = set()
         self._done: deque[dict[str, Any]] = deque(maxlen=1000)
+        threading.Thread(target=self._end_unread, daemon=True).start()
 
     def pulled(self) -> list[dict[str, Any]]:
         """Returns the last 1000 transfers to this node: the object's `name` and `origin` id, its `source` node,
@@ -105,26 +119,38 @@ class Agent:
         if own is None:
             return True
         with self._lock:
-            other, since, offer = self._lent.get(wanted.origin, (reader, 0.0, b""))
-            # The agent of the reader may have died, and its successor does not report it.
-            if other != reader and (time.monotonic() - since < stall or any(_ask([other], "is_pulling", wanted.origin))):
+            lent = self._lent.get(wanted.origin)
+            if lent and lent.reader != reader and _is_read(wanted.origin, lent):
                 return False
-            self._lent.pop(wanted.origin, None)
-            self._wire.withdraw(offer)
+            if lent:
+                del self._lent[wanted.origin]
+                self._wire.withdraw(lent.offer)
             try:
                 offer = self._wire.offer(own.name, own.version)
             except NotFound:
                 return True
             except Error as error:
                 return error
-            self._lent[wanted.origin] = (reader, time.monotonic(), offer)
+            self._lent[wanted.origin] = _Lent(offer, reader, time.monotonic(), stall)
             return offer
 
     def end(self, origin: str, offer: bytes) -> None:
         with self._lock:
-            if origin in self._lent and self._lent[origin][2] == offer:
+            if origin in self._lent and self._lent[origin].offer == offer:
                 del self._lent[origin]
         self._wire.withdraw(offer)
+
+    def _end_unread(self) -> None:
+        """Ends the offers of readers that are gone: an offer keeps the object, and its thread uses a processor."""
+        while True:
+            time.sleep(_ANSWER)
+            with self._lock:
+                offers = list(self._lent.items())
+            # Ray's control store may be restarting.
+            with suppress(Exception):
+                for origin, lent in offers:
+                    if not _is_read(origin, lent, limit=lent.stall):
+                        self.end(origin, lent.offer)
 
     def pull(
         self,
@@ -170,10 +196,11 @@ class Agent:
         failed: list[str] = []
         error: Error = NotFound(f"no node has {wanted.name!r} of node {wanted.node} any more: put it again", kind="object")
         excluded = {self._here}
-        # Seconds before an answer, by source.
+        # By source: the seconds before an answer, and the call that waits for one.
         silent: defaultdict[str, float] = defaultdict(float)
+        waiting: dict[str, Any] = {}
         while len(failed) < _TRIES:
-            source, offer = self._choose(wanted, excluded, stall, silent)
+            source, offer = self._choose(wanted, excluded, stall, silent, waiting)
             began = time.monotonic()
             left = deadline - began
             if offer is True:
@@ -187,7 +214,7 @@ class Agent:
                 # Ray's own errors arrive at once.
                 time.sleep(_BUSY)
                 silent[source] += _BUSY
-                if silent[source] >= stall + _GRACE or left < 0:
+                if silent[source] >= self._patience(source, stall) or left < 0:
                     excluded.add(source)
                     error = Disconnected(f"its agent did not answer in {silent[source]:.0f} s", kind="peer")
                     failed.append(f"from node {source}: {error}")
@@ -195,7 +222,7 @@ class Agent:
             try:
                 if isinstance(offer, Error):
                     raise offer
-                patience = min(stall, max(stall + _GRACE - silent[source], 1.0))
+                patience = min(stall, max(self._patience(source, stall) - silent[source], 1.0))
                 pulled = self._wire.pull(offer, name=name, deadline=max(left, 0.1), stall=patience, replace=True, **options)
             except (Timeout, Disconnected) as why:
                 error = why
@@ -217,12 +244,14 @@ class Agent:
         raise type(error)(f"{wanted.name!r} was not pulled: {'; '.join(failed)}", kind="peer", hint=error.hint) from error
 
     def _choose(
-        self, wanted: _Object, excluded: set[str], stall: float, silent: defaultdict[str, float]
+        self, wanted: _Object, excluded: set[str], stall: float, silent: defaultdict[str, float], waiting: dict[str, Any]
     ) -> tuple[str, bytes | bool | Error | None]:
         """Returns a node and its offer. Without an offer: False if a node serves another reader now, its error, None if it does not answer,
         True if no other node has the object. Adds the time before each answer to `silent`."""
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - excluded
         with_agents = {each["name"].removeprefix("agent-") for each in list_named_actors(True) if each["namespace"] == _NAMESPACE}
+        # Another may be started.
+        self._heard &= with_agents
         chosen: tuple[str, bytes | bool | Error | None] = (wanted.node, True)
         # The other nodes are asked only if the object's own node can't serve.
         for ask_others in (False, True):
@@ -230,16 +259,23 @@ class Agent:
             for node in _ask(sorted(others), "has", wanted) if ask_others else alive & {wanted.node}:
                 if node is None:
                     continue
-                limit = min(_ANSWER, max(stall + _GRACE - silent[node], _BUSY))
+                limit = min(_ANSWER, max(self._patience(node, stall) - silent[node], _BUSY))
                 asked = time.monotonic()
-                answer = next(iter(_ask([node], "offer", wanted, self._here, stall, limit=limit)), None)
-                if answer is not False:
+                answer = next(iter(_ask([node], "offer", wanted, self._here, stall, limit=limit, waiting=waiting)), None)
+                if answer is not None and node not in self._heard:
+                    self._heard.add(node)
+                    silent[node] = 0.0
+                elif answer is not False:
                     silent[node] += time.monotonic() - asked
                 if isinstance(answer, bytes):
                     return node, answer
                 if chosen[1] is not False and answer is not True:
                     chosen = node, answer
         return chosen
+
+    def _patience(self, source: str, stall: float) -> float:
+        """The seconds that a source may take in all, without an answer and without progress."""
+        return stall + _GRACE if source in self._heard else max(_START, stall + _GRACE)
 
 
 def _again(error: Error) -> Error:
@@ -275,14 +311,29 @@ def _copy(broker: Broker, wanted: _Object, name: str | None = None) -> _Object |
     return None
 
 
-def _ask(nodes: Iterable[str], method: str, *arguments: Any, limit: float = _ANSWER) -> list[Any]:
-    """Calls a method of the nodes' agents at once, and returns the answers that arrive in time."""
-    calls = [getattr(_agent(node), method).options(concurrency_group="source").remote(*arguments) for node in nodes]
+def _ask(nodes: Iterable[str], method: str, *arguments: Any, limit: float = _ANSWER, waiting: dict[str, Any] | None = None) -> list[Any]:
+    """Calls a method of the nodes' agents at once, and returns the answers that arrive in time. `waiting` keeps the other calls, by node:
+    the next question waits for them and makes no other."""
+    waiting = {} if waiting is None else waiting
+    calls = {}
+    for node in nodes:
+        call = waiting.pop(node, None)
+        if call is None:
+            call = getattr(_agent(node), method).options(concurrency_group="source").remote(*arguments)
+        calls[call] = node
+    done, rest = ray.wait(list(calls), num_returns=len(calls), timeout=limit) if calls else ([], [])
+    waiting.update((calls[call], call) for call in rest)
     answers = []
-    for call in ray.wait(calls, num_returns=len(calls), timeout=limit)[0] if calls else []:
+    for call in done:
         with suppress(RayError):
             answers.append(ray.get(call))
     return answers
+
+
+def _is_read(origin: str, lent: _Lent, limit: float = _ANSWER) -> bool:
+    """Whether an offer is younger than `stall` or its reader reports the pull. The agent of the reader may have died, and its successor does
+    not report it."""
+    return time.monotonic() - lent.since < lent.stall or any(_ask([lent.reader], "is_pulling", origin, limit=limit))
 
 
 def _answer(call: Any, wanted: _Object, limit: float, grace: float = 0.0) -> Published:
