@@ -1,31 +1,102 @@
 //! The BLAKE3 digest of memory whose blocks are hashed by several threads in any order.
 
+use std::{
+    num::NonZero,
+    panic,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+};
+
 use blake3::{
     Hasher,
     hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root},
 };
 
-use crate::{error::Result, memory::Region};
+use crate::{
+    error::{Error, Result},
+    memory::Region,
+};
+
+/// How many bytes a thread copies and hashes at a time: a power of two, as BLAKE3 requires.
+const BLOCK: u64 = 1 << 20;
+
+/// The copies share one path to the device: on an H200 with 16 processors, a load took a sixth more time with 16 threads than with 8.
+const MAX_THREADS: usize = 8;
+
+/// How many threads read memory if the caller does not say.
+pub(super) fn default_threads() -> usize {
+    thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS)
+}
 
 /// Returns the BLAKE3 digest of adjacent memories, in the protocol's format, as [`LoadOptions::digest`](super::LoadOptions::digest) does.
 ///
-/// Reads all bytes, and blocks until then. All work on the memory must be complete.
+/// Reads all bytes, with up to 8 threads, and blocks until then. All work on the memory must be complete.
 ///
 /// # Errors
 /// [`Error::Driver`](crate::Error::Driver). Driver calls: those of [`Region::copy_out`].
 pub fn digest_of_memory<'a>(memories: impl IntoIterator<Item = &'a dyn Region>) -> Result<String> {
-    let mut hasher = Hasher::new();
-    let mut buffer = vec![0; 4 << 20];
+    let mut all = Adjacent { memories: Vec::new(), size: 0 };
     for memory in memories {
-        let mut offset = 0;
-        while offset < memory.size() {
-            let bytes = usize::try_from(memory.size() - offset).map_or(buffer.len(), |rest| rest.min(buffer.len()));
-            memory.copy_out(offset, &mut buffer[..bytes])?;
-            hasher.update(&buffer[..bytes]);
-            offset += bytes as u64;
+        all.memories.push((all.size, memory));
+        all.size += memory.size();
+    }
+    if all.size <= BLOCK {
+        let mut bytes = vec![0; all.size as usize];
+        all.copy_out(0, &mut bytes)?;
+        return Ok(of_all(&bytes));
+    }
+    let next = AtomicU64::new(0);
+    let mut blocks = thread::scope(|scope| {
+        let hash = || all.hash(&next);
+        let spawn = |_| thread::Builder::new().name("vmmfd digest".to_owned()).spawn_scoped(scope, hash).ok();
+        // Fewer threads suffice.
+        let others: Vec<_> = (1..default_threads()).map_while(spawn).collect();
+        let mut blocks = hash()?;
+        for other in others {
+            blocks.extend(other.join().unwrap_or_else(|panic| panic::resume_unwind(panic))?);
+        }
+        Ok::<_, Error>(blocks)
+    })?;
+    blocks.sort_unstable_by_key(|(index, _)| *index);
+    Ok(of_blocks(&blocks.into_iter().map(|(_, hash)| hash).collect::<Vec<_>>()))
+}
+
+/// Memories and their starts.
+struct Adjacent<'a> {
+    memories: Vec<(u64, &'a dyn Region)>,
+    size: u64,
+}
+
+impl Adjacent<'_> {
+    /// Hashes blocks until none is left. Returns them with their indices.
+    fn hash(&self, next: &AtomicU64) -> Result<Vec<(u64, ChainingValue)>> {
+        let (mut blocks, mut buffer) = (Vec::new(), vec![0; BLOCK as usize]);
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let start = index * BLOCK;
+            if start >= self.size {
+                return Ok(blocks);
+            }
+            let bytes = &mut buffer[..BLOCK.min(self.size - start) as usize];
+            self.copy_out(start, bytes)?;
+            blocks.push((index, of_block(start, bytes)));
         }
     }
-    Ok(text(hasher.finalize()))
+
+    fn copy_out(&self, start: u64, mut bytes: &mut [u8]) -> Result<()> {
+        let mut offset = start;
+        let first = self.memories.partition_point(|(begin, memory)| begin + memory.size() <= start);
+        for (begin, memory) in &self.memories[first..] {
+            let size = (memory.size() - (offset - begin)).min(bytes.len() as u64);
+            let (part, rest) = bytes.split_at_mut(size as usize);
+            memory.copy_out(offset - begin, part)?;
+            (offset, bytes) = (offset + size, rest);
+            if bytes.is_empty() {
+                break;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Hashes one of several blocks. Blocks start at multiples of the block size, a power of two, and only the last may be shorter.
@@ -69,6 +140,10 @@ fn merge(blocks: &[ChainingValue]) -> ChainingValue {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        driver::{Backend, Choice, open},
+        memory::{Device, Selector, Shared, Spec},
+    };
 
     #[test]
     fn blocks_have_the_digest_of_the_whole() {
@@ -80,6 +155,23 @@ mod tests {
                 (0u64..).zip(bytes.chunks(BLOCK)).map(|(index, block)| of_block(index * BLOCK as u64, block)).collect();
             let digest = if blocks.len() == 1 { of_all(bytes) } else { of_blocks(&blocks) };
             assert_eq!(digest, format!("blake3:{}", blake3::hash(bytes).to_hex()), "{size} bytes");
+        }
+    }
+
+    #[test]
+    fn memories_have_the_digest_of_their_bytes() {
+        let device = Device::find(&open(Choice::Only(Backend::Host)).unwrap().driver, Selector::default()).unwrap();
+        for sizes in [&[4096][..], &[3 << 20], &[4096, 1 << 20, 5 << 20, 8192], &[]] {
+            let memories: Vec<Shared> =
+                sizes.iter().map(|size| Shared::create(&device, Spec::vmm(*size)).unwrap()).collect();
+            let mut all = Vec::new();
+            for (number, memory) in memories.iter().enumerate() {
+                let bytes: Vec<u8> = (0..memory.size()).map(|at| (at % 251) as u8 ^ number as u8).collect();
+                memory.copy_in(0, &bytes).unwrap();
+                all.extend(bytes);
+            }
+            let digest = digest_of_memory(memories.iter().map(|memory| memory as &dyn Region)).unwrap();
+            assert_eq!(digest, of_all(&all), "{sizes:?}");
         }
     }
 }

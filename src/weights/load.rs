@@ -30,10 +30,6 @@ const BLOCK: u64 = 4 << 20;
 /// The block size for host memory: the CPU copies it, so a block should fit its cache.
 const HOST_BLOCK: u64 = 1 << 20;
 
-/// The default thread limit. The copies share one path to the device: on an H200 with 16 processors, 16 threads took a sixth more time
-/// than 8.
-const MAX_DEFAULT_THREADS: usize = 8;
-
 /// How often progress is reported.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(40);
 
@@ -129,10 +125,7 @@ impl Checkpoint {
         let spec = if options.sealed { spec.sealed() } else { spec };
 
         let block = if device.is_host() { HOST_BLOCK } else { BLOCK };
-        let threads = options.threads.map_or_else(
-            || thread::available_parallelism().map_or(1, NonZero::get).min(MAX_DEFAULT_THREADS),
-            NonZero::get,
-        );
+        let threads = options.threads.map_or_else(digest::default_threads, NonZero::get);
         let threads = threads.min(size.div_ceil(block).try_into().unwrap_or(usize::MAX));
         let work = Work {
             checkpoint: self,
