@@ -20,6 +20,9 @@ import vmmfd
 # The limit for a child process in seconds, only for a child that hangs. Other timeouts in the tests are shorter.
 LIMIT = 300.0
 
+# Ray's limit for a read, which it takes from here when it is imported: also only for a read that hangs.
+os.environ["RAY_rdt_fetch_fail_timeout_milliseconds"] = str(int(LIMIT * 1000))
+
 # The start of a command that runs Python with this process's options, such as `-X dev -W error`. multiprocessing starts its children so.
 PYTHON: list[str] = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 

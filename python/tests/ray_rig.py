@@ -16,15 +16,20 @@ import vmmfd
 import vmmfd._ray_agent as ray_agent
 import vmmfd.ray
 
-from conftest import Server
+from conftest import LIMIT, Server
 
 MIB = 1 << 20
-# Seconds for one answer, only for a call that hangs.
-LIMIT = 50
 LINGER = 8.0
-STALL = 8.0
-# UCX's and NIXL's messages go to stderr.
-QUIET = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "fatal", "RAY_USAGE_STATS_ENABLED": "0"}
+# So that no answer is late.
+STALL = 100.0
+# UCX's and NIXL's messages go to stderr. Ray runs actors with niceness 15: they would hardly run beside other busy processes.
+OPTIONS = {
+    "UCX_TLS": "tcp",
+    "NIXL_LOG_LEVEL": "ERROR",
+    "UCX_LOG_LEVEL": "fatal",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+}
 
 
 class Reader:
@@ -40,6 +45,19 @@ class Reader:
     def total(self, name: str) -> int:
         with vmmfd.connect(backend="host") as broker, broker.get(name) as lease:
             return int(np.asarray(lease["x"]).sum(dtype="u8"))
+
+    def slow_manager(self) -> None:
+        """From here on, another thread can see that there is no manager while one is created."""
+        import time
+
+        import ray.experimental
+
+        class Slow(ray.experimental.RDTManager):  # type: ignore[misc]
+            def __init__(self) -> None:
+                time.sleep(1)
+                super().__init__()
+
+        ray.experimental.RDTManager = Slow
 
     def forward(self, name: str) -> Any:
         return {"x": vmmfd.connect(backend="host").get(name)["x"]}
@@ -63,7 +81,7 @@ class Rig:
     """Nodes, their brokers, and actors on the second node."""
 
     def __init__(
-        self, folder: Path, *, places: str = "ab", readers: int = 16, actor: type = Reader, with_keeper: bool = False
+        self, folder: Path, *, places: str = "ab", readers: int = 16, actor: type = Reader, with_keeper: bool = False, stall: float = STALL
     ) -> None:
         from ray.cluster_utils import Cluster
 
@@ -72,7 +90,7 @@ class Rig:
         self.before = dict(os.environ)
         # Ray writes the address of a cluster there, and does not create the folder.
         (self.folder / "ray").mkdir()
-        os.environ.update(QUIET, RAY_TMPDIR=str(self.folder))
+        os.environ.update(OPTIONS, RAY_TMPDIR=str(self.folder))
         self.cluster = Cluster()
         for place in places:
             (folder / place).mkdir()
@@ -91,7 +109,7 @@ class Rig:
                 **options,
             )
         os.environ["VMMFD_BROKER_SOCKET"] = self.servers[0].path
-        vmmfd.ray.register(linger=LINGER, stall=STALL)
+        vmmfd.ray.register(linger=LINGER, stall=stall)
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         # The workers can't import the tests.
         for name in {__name__, actor.__module__}:
@@ -102,9 +120,9 @@ class Rig:
         methods = {name: ray.method(tensor_transport="vmmfd")(method) for name, method in made.items()}
         self.kind = ray.remote(num_cpus=0, enable_tensor_transport=True)(type("Actor", (actor,), methods))
         self.readers = [self.actor("b") for _ in range(readers)]
-        # Each is a process that imports Ray: more than LIMIT on a small machine. Agents end at once without NIXL.
-        ray.get([reader.nothing.remote() for reader in self.readers], timeout=6 * LIMIT)
-        ray.wait([agent.pulled.remote() for agent in vmmfd.ray.agents().values()], num_returns=len(places), timeout=6 * LIMIT)
+        # Agents end at once without NIXL.
+        ray.get([reader.nothing.remote() for reader in self.readers], timeout=LIMIT)
+        ray.wait([agent.pulled.remote() for agent in vmmfd.ray.agents().values()], num_returns=len(places), timeout=LIMIT)
 
     def actor(self, place: str) -> Any:
         return self.kind.options(resources={place: 0.01}).remote()

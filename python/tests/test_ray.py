@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import vmmfd
 
-from conftest import PYTHON, needs_nixl
+from conftest import LIMIT, PYTHON, needs_nixl
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray==2.60.0")
 np = pytest.importorskip("numpy")
@@ -24,7 +24,7 @@ np = pytest.importorskip("numpy")
 import vmmfd._ray_agent as ray_agent  # noqa: E402
 import vmmfd.ray  # noqa: E402
 
-from ray_rig import LIMIT, LINGER, MIB, STALL, Rig, get, origin_of  # noqa: E402
+from ray_rig import MIB, STALL, Rig, get, origin_of  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "share_ray.py"
 
@@ -46,6 +46,12 @@ def test_same_node_maps(rig: Rig, source: Any) -> None:
     assert get(rig.actor("a").read.remote(ref)) == (3 * MIB, True, True)
     (summary,) = [each for each in rig.brokers[0].list("ray/")]
     assert summary.segments == 1 and not rig.brokers[1].list("ray/")
+
+
+def test_first_read_has_one_manager(rig: Rig, source: Any) -> None:
+    reader = rig.actor("a")
+    get(reader.slow_manager.remote())
+    assert get(reader.read.remote(source.make.remote(MIB, 2))) == (2 * MIB, True, True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
@@ -97,14 +103,7 @@ def test_agent_killed_in_transfer(rig: Rig, source: Any, place: str) -> None:
     # An idle agent: the next read finds it dead.
     os.kill(rig.pid(place), signal.SIGKILL)
     ref = source.make.remote(MIB, 7)
-    deadline = time.monotonic() + LIMIT
-    while True:
-        try:
-            assert get(rig.readers[0].read.remote(ref)) == (7 * MIB, True, True)
-            break
-        except vmmfd.Disconnected:
-            # A busy machine starts another agent after the limit of a read.
-            assert time.monotonic() < deadline
+    assert get(rig.readers[0].read.remote(ref)) == (7 * MIB, True, True)
 
 
 @needs_nixl
@@ -113,12 +112,12 @@ def test_named_object_is_pulled(rig: Rig) -> None:
     here.put("weights", {"x": np.full(MIB, 2, "u1")}, metadata={"step": 1})
     before = len(rig.pulled("b"))
     for _ in range(2):
-        got = vmmfd.ray.pull("weights", stall=5)
+        got = vmmfd.ray.pull("weights", stall=STALL)
         assert got[rig.ids["b"]].name == "weights" and got[rig.ids["a"]].id == here.stat("weights").summary.id
     assert there.stat("weights").metadata["step"] == 1
     assert len(rig.pulled("b")) == before + 1
     new = here.put("weights", {"x": np.full(MIB, 3, "u1")}, replace=True)
-    assert vmmfd.ray.pull("weights")[rig.ids["b"]].version == 2
+    assert vmmfd.ray.pull("weights", stall=STALL)[rig.ids["b"]].version == 2
     assert there.stat("weights").metadata["origin"]["id"] == new.id
     assert get(rig.readers[0].total.remote("weights")) == 3 * MIB
     # An array of it is read from the node's own copy.
@@ -134,25 +133,21 @@ def test_other_node_replaces_stopped_source(rig: Rig) -> None:
     size = 512 * MIB
     made = rig.brokers[0].put("large", {"x": np.full(size, 3, "u1")})
     a, b, c = (rig.ids[place] for place in "abc")
-    vmmfd.ray.pull("large", [b])
+    vmmfd.ray.pull("large", [b], stall=STALL)
     reader = rig.actor("c")
     get(reader.nothing.remote())
     stopped = rig.pid("a")
     pull = vmmfd.ray.agents([c])[c].pull.options(concurrency_group="pull")
-    call = pull.remote(ray_agent._Object("large", 1, made.id, made.id, a), "large", 60.0, STALL)
+    call = pull.remote(ray_agent._Object("large", 1, made.id, made.id, a), "large", LIMIT, 10.0)
     while not any(ray_agent._ask([c], "is_pulling", made.id)):
         assert not ray.wait([call], timeout=0)[0], "it was pulled before the stop"
     os.kill(stopped, signal.SIGSTOP)
     try:
-        began = time.monotonic()
         get(call)
-        took = time.monotonic() - began
     finally:
         os.kill(stopped, signal.SIGCONT)
     (transfer,) = rig.pulled("c", made.id)
     assert transfer["source"] == b and transfer["checked"] is False
-    # The stop may come before the source's answer, after which another node is asked.
-    assert ray_agent._ANSWER - 1 < took < STALL + 5, took
     assert get(reader.total.remote("large")) == 3 * size
     # The node whose agent was stopped is a source again.
     new = rig.brokers[0].put("large", {"x": np.full(MIB, 4, "u1")}, replace=True)
@@ -202,7 +197,7 @@ def test_missing_name_is_reported(rig: Rig) -> None:
 
 
 def test_nothing_is_left(rig: Rig) -> None:
-    deadline = time.monotonic() + 3 * LINGER
+    deadline = time.monotonic() + LIMIT
     while any(broker.list("ray/") or broker.who("ray/").leases for broker in rig.brokers):
         assert time.monotonic() < deadline, [broker.list("ray/") for broker in rig.brokers]
         time.sleep(0.2)

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["agents", "pull", "register"]
 
+# Ray creates its manager of transfers at the first use, without a lock. The two threads of an actor's first read could each create one:
+# the read then waited for an array that the other had. Actors import this module before their first read.
+_ = ray._private.worker.global_worker.rdt_manager
+
 # Seconds that a pulled array keeps its name after the last lease. It can be pulled again.
 _COPY_LINGER = 60.0
 

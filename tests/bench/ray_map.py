@@ -77,7 +77,7 @@ def measure(source, actors, mib):
 
 
 def main():
-    ray_rig.STALL, ray_rig.LINGER = 30, 100
+    ray_rig.LINGER = 100
     rig = ray_rig.Rig(pathlib.Path(tempfile.mkdtemp(prefix="vmmfd-ray-bench-")))
     try:
         for reader in rig.readers:
