@@ -91,7 +91,7 @@ def test_agent_killed_in_transfer(rig: Rig, source: Any, place: str) -> None:
     origin = origin_of(ref)
     pid = rig.pid(place)
     call = rig.readers[0].read.remote(ref)
-    while not any(ray_agent._ask([rig.ids["b"]], "is_pulling", origin)):
+    while origin not in ray_agent._pulled_by([rig.ids["b"]], 3.0):
         assert not ray.wait([call], timeout=0)[0], "it was read before the kill"
     os.kill(pid, signal.SIGKILL)
     try:
@@ -139,7 +139,7 @@ def test_other_node_replaces_stopped_source(rig: Rig) -> None:
     stopped = rig.pid("a")
     pull = vmmfd.ray.agents([c])[c].pull.options(concurrency_group="pull")
     call = pull.remote(ray_agent._Object("large", 1, made.id, made.id, a), "large", LIMIT, 10.0)
-    while not any(ray_agent._ask([c], "is_pulling", made.id)):
+    while made.id not in ray_agent._pulled_by([c], 3.0):
         assert not ray.wait([call], timeout=0)[0], "it was pulled before the stop"
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -159,13 +159,11 @@ def test_other_node_replaces_stopped_source(rig: Rig) -> None:
 
 @needs_nixl
 def test_unread_offer_ends(rig: Rig) -> None:
-    """The offer to a reader whose node died."""
     made = rig.brokers[0].put("offered", {"x": np.zeros(MIB, "u1")})
     a, b = (rig.ids[place] for place in "ab")
     wanted = ray_agent._Object("offered", 1, made.id, made.id, a)
     offer = vmmfd.ray.agents([a])[a].offer.options(concurrency_group="source")
     assert isinstance(get(offer.remote(wanted, b, 1.0)), bytes)
-    assert rig.brokers[0].who("offered").leases
     deadline = time.monotonic() + LIMIT
     while rig.brokers[0].who("offered").leases:
         assert time.monotonic() < deadline
@@ -311,7 +309,7 @@ def test_waiting_reader_gets_the_failure(agent: Any) -> None:
 def test_silent_source_has_one_limit(
     agent: Any, monkeypatch: pytest.MonkeyPatch, answers_after: float, stall: float | None, heard: bool
 ) -> None:
-    """A source that has answered before. The first answer may take longer, and does not shorten the transfer's limit."""
+    """The first answer of a source may take longer, and does not shorten the transfer's limit."""
     clock = SimpleNamespace(now=0.0)
 
     def sleep(seconds: float) -> None:
@@ -319,6 +317,9 @@ def test_silent_source_has_one_limit(
 
     def ask(nodes: Any, method: str, *arguments: Any, limit: float = 3.0, **options: Any) -> list[Any]:
         sleep(limit if nodes else 0.0)
+        if clock.now > 20:
+            # Another pull has its answer.
+            agent._heard.add("one")
         return [node.encode() for node in nodes if clock.now > answers_after]
 
     agent.names[:] = ["here", "one"]
@@ -335,6 +336,56 @@ def test_silent_source_has_one_limit(
     assert agent._wire.stalls == ([pytest.approx(stall, abs=0.5)] if stall else []) and clock.now < limit + 1
 
 
+def test_late_question_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    answered: list[str] = []
+
+    def offer(*arguments: Any) -> str:
+        calls.append(f"call {len(calls) + 1}")
+        return calls[-1]
+
+    method = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=offer))
+    monkeypatch.setattr(ray_agent, "_agent", lambda node: SimpleNamespace(offer=method))
+    monkeypatch.setattr(ray, "wait", lambda calls, **_: ([each for each in calls if each in answered], [*(set(calls) - set(answered))]))
+    monkeypatch.setattr(ray, "get", lambda call: f"answer of {call}")
+    search = ray_agent._Search(WANTED, "here", 10.0, set())
+    assert ray_agent._ask(["one"], "offer", waiting=search._offers) == []
+    assert ray_agent._ask(["one"], "offer", waiting=search._offers) == [] and calls == ["call 1"]
+    answered[:] = calls
+    assert ray_agent._ask(["one"], "offer", waiting=search._offers) == ["answer of call 1"]
+    # An answer that arrived during a transfer.
+    answered.clear()
+    assert ray_agent._ask(["one"], "offer", waiting=search._offers) == []
+    answered[:] = calls
+    search.forget_answers()
+    assert ray_agent._ask(["one"], "offer", waiting=search._offers) == [] and len(calls) == 3
+
+
+def test_each_pull_of_an_object_is_seen(agent: Any) -> None:
+    """Also one that waited for a pull to another name."""
+    first, waits = ray_agent._Pulling(), threading.Event()
+    lock = first.lock
+    lock.acquire()
+
+    def acquire(timeout: float) -> bool:
+        waits.set()
+        return lock.acquire(timeout=timeout)
+
+    first.lock = SimpleNamespace(acquire=acquire, release=lock.release)  # type: ignore[assignment]
+    agent._pulls["id"] = first
+    seen: list[list[str]] = []
+    agent._wire = Wire(None)
+    pull = agent._wire.pull
+    agent._wire.pull = lambda *arguments, **options: seen.append(agent.pulling()) or pull(*arguments, **options)
+    thread = threading.Thread(target=agent.pull, args=(WANTED, "other", 60.0, 1.0))
+    thread.start()
+    assert waits.wait(LIMIT)
+    del agent._pulls["id"]
+    lock.release()
+    thread.join()
+    assert seen == [["id"]] and agent._pulls == {}
+
+
 def test_other_bytes_are_refused_at_once(agent: Any) -> None:
     agent._wire = Wire(vmmfd.Differs("other bytes"))
     with pytest.raises(vmmfd.Differs):
@@ -344,14 +395,14 @@ def test_other_bytes_are_refused_at_once(agent: Any) -> None:
 def test_source_serves_one_reader(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     agent._wire = Wire()
     monkeypatch.setattr(ray_agent, "_copy", lambda *_: WANTED)
-    monkeypatch.setattr(ray_agent, "_ask", lambda *_, **__: [True])
+    monkeypatch.setattr(ray_agent, "_ask", lambda *_, **__: [["id"]])
     first = agent.offer(WANTED, "one", 0.0)
     assert agent.offer(WANTED, "two", 10.0) is False
     agent.end("id", first)
     second = agent.offer(WANTED, "two", 10.0)
     assert isinstance(second, bytes) and second != first
     # The reader's agent was restarted: it does not pull.
-    monkeypatch.setattr(ray_agent, "_ask", lambda *_, **__: [False])
+    monkeypatch.setattr(ray_agent, "_ask", lambda *_, **__: [[]])
     assert agent.offer(WANTED, "three", 0.0) is False
     agent._lent["id"] = agent._lent["id"]._replace(stall=0.0)
     assert isinstance(agent.offer(WANTED, "three", 0.0), bytes)

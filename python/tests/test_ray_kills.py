@@ -31,6 +31,8 @@ KILLS = int(os.environ.get("VMMFD_TEST_KILLS", "3"))
 SEED = int(os.environ.get("VMMFD_TEST_SEED", str(random.SystemRandom().randrange(1 << 32))))
 KINDS = ("source actor", "source's agent", "reader's agent", "source's server", "reader's server")
 STALL = 8.0
+# Seconds after a kill within which an error names the cause: a few of these kills run beside other tests, many run alone.
+LATE = STALL + (5 if KILLS >= 100 else 60)
 SIZES = (MIB, 8 * MIB, 64 * MIB, 160 * MIB)
 # Seconds until nothing is left.
 SETTLE = 60
@@ -133,24 +135,16 @@ class Load:
         os.kill(target, signal.SIGKILL)
         killed = time.monotonic()
         for call in done:
-            self.record(number, kind, self.outcome(call, kind) + " before the kill", 0.0, 0.0)
+            self.record(number, kind, self.outcome(call, kind) + " before the kill", 0.0)
         if kind == "source actor":
             self.spare.pop()
             self.spare.insert(0, self.source())
-        # How soon Ray starts an agent again depends on the machine: the limit of an answer counts from then.
-        starts = [agent.__ray_call__.remote(lambda self: None) for agent in vmmfd.ray.agents().values()]
-        ready = killed
         while waiting and time.monotonic() < killed + LIMIT:
-            for call in ray.wait([*waiting, *starts], timeout=1)[0]:
-                now = time.monotonic()
-                if call in starts:
-                    starts.remove(call)
-                    ready = now
-                else:
-                    waiting.remove(call)
-                    self.record(number, kind, self.outcome(call, kind), now - killed, now - ready)
+            done, waiting = ray.wait(waiting, timeout=1)
+            for call in done:
+                self.record(number, kind, self.outcome(call, kind), time.monotonic() - killed)
         for call in waiting:
-            self.record(number, kind, f"HANG {LIMIT} s", LIMIT, LIMIT)
+            self.record(number, kind, f"HANG {LIMIT} s", LIMIT)
         # Not the time in which Ray starts an agent again.
         self.usual += 0.2 * (min((killed if len(done) == len(calls) else time.monotonic()) - began, 1) - self.usual)
         self.check_names(number, kind)
@@ -173,13 +167,13 @@ class Load:
             name = type(cause).__name__
             return name if isinstance(cause, expected) and str(cause) else f"UNEXPECTED {name}: {cause}"
 
-    def record(self, number: int, kind: str, outcome: str, after_kill: float, after_start: float) -> None:
+    def record(self, number: int, kind: str, outcome: str, seconds: float) -> None:
         if outcome[:4].isupper():
             self.wrong.append(f"round {number}, kill of the {kind}: {outcome}")
-        elif not outcome.startswith("right bytes") and after_start > STALL + 5:
-            self.wrong.append(f"round {number}, kill of the {kind}: {outcome} after {after_start:.1f} s")
+        elif not outcome.startswith("right bytes") and seconds > LATE:
+            self.wrong.append(f"round {number}, kill of the {kind}: {outcome} after {seconds:.1f} s")
         self.outcomes[kind][outcome[:40]] += 1
-        self.longest[kind, outcome[:40]] = max(self.longest[kind, outcome[:40]], after_kill)
+        self.longest[kind, outcome[:40]] = max(self.longest[kind, outcome[:40]], seconds)
 
     def check_names(self, number: int, kind: str) -> None:
         """No name has other bytes. Gets each version once, and twice more after kills of a server: a lease in every round would keep the

@@ -26,7 +26,7 @@ _PREFIX = "ray/"
 _TRIES = 3
 # Seconds between questions to sources that all serve another reader.
 _BUSY = 0.1
-# Seconds between questions to an agent that does not answer: Ray may be restarting it.
+# Seconds to wait for an answer at a time, and between looks for offers that nobody reads.
 _ANSWER = 3.0
 # Seconds that a source may take beyond `stall`.
 _GRACE = 4.0
@@ -54,6 +54,9 @@ class _Lent(NamedTuple):
     reader: str
     since: float
     stall: float
+
+    def is_young(self) -> bool:
+        return time.monotonic() - self.since < self.stall
 
 
 def _agent(node: str) -> Any:
@@ -109,9 +112,9 @@ class Agent:
     def has(self, wanted: _Object) -> str | None:
         return self._here if _copy(self._broker, wanted) else None
 
-    def is_pulling(self, origin: str) -> bool:
-        pulling = self._pulls.get(origin)
-        return pulling is not None and pulling.lock.locked()
+    def pulling(self) -> list[str]:
+        """Returns the origins of the objects that are being pulled."""
+        return [origin for origin, each in list(self._pulls.items()) if each.lock.locked()]
 
     def offer(self, wanted: _Object, reader: str, stall: float) -> bytes | bool | Error:
         """Returns the offer, False while another node reads the object, True if this node does not have it, or the error."""
@@ -120,7 +123,8 @@ class Agent:
             return True
         with self._lock:
             lent = self._lent.get(wanted.origin)
-            if lent and lent.reader != reader and _is_read(wanted.origin, lent):
+            # The agent of the reader may have died, and its successor does not report the pull.
+            if lent and lent.reader != reader and (lent.is_young() or wanted.origin in _pulled_by([lent.reader], _ANSWER)):
                 return False
             if lent:
                 del self._lent[wanted.origin]
@@ -145,12 +149,13 @@ class Agent:
         while True:
             time.sleep(_ANSWER)
             with self._lock:
-                offers = list(self._lent.items())
+                offers = {origin: lent for origin, lent in self._lent.items() if not lent.is_young()}
             # Ray's control store may be restarting.
             with suppress(Exception):
-                for origin, lent in offers:
-                    if not _is_read(origin, lent, limit=lent.stall):
-                        self.end(origin, lent.offer)
+                limit = max((_ANSWER, *(lent.stall for lent in offers.values())))
+                pulled = _pulled_by({lent.reader for lent in offers.values()}, limit)
+                for origin in offers.keys() - pulled:
+                    self.end(origin, offers[origin].offer)
 
     def pull(
         self,
@@ -166,28 +171,33 @@ class Agent:
         callers that each try anew would wait for each other."""
         now = time.monotonic()
         asked, deadline = now - waited, now + limit
-        with self._lock:
-            pulling = self._pulls.setdefault(wanted.origin, _Pulling())
-        # Another call may be pulling it.
-        if not pulling.lock.acquire(timeout=limit):
-            raise Timeout(f"{wanted.name!r} is still being pulled after {limit:g} s: give a longer deadline", kind="peer")
+        while True:
+            with self._lock:
+                pulling = self._pulls.setdefault(wanted.origin, _Pulling())
+            # Another call may be pulling it.
+            if not pulling.lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+                raise Timeout(f"{wanted.name!r} is still being pulled after {limit:g} s: give a longer deadline", kind="peer")
+            # A call that waited for a pull that succeeded has a lock that no other call sees.
+            if self._pulls.get(wanted.origin) is pulling:
+                break
+            pulling.lock.release()
         try:
             own = _copy(self._broker, wanted, name)
             if own is not None:
-                return Published(name=own.name, version=own.version, id=own.id)
-            what = name, stall, device
-            if pulling.failed is not None and pulling.failed[0] > asked and pulling.failed[1] == what:
-                raise _again(pulling.failed[2])
-            try:
-                published = self._pull(wanted, name, deadline, stall, device=device, lifetime=lifetime)
-            except Error as error:
-                # Another caller may have a later deadline.
-                if time.monotonic() < deadline:
-                    pulling.failed = time.monotonic(), what, _again(error)
-                raise
-            # Callers that wait for the lock find the copy.
+                published = Published(name=own.name, version=own.version, id=own.id)
+            else:
+                what = name, stall, device
+                if pulling.failed is not None and pulling.failed[0] > asked and pulling.failed[1] == what:
+                    raise _again(pulling.failed[2])
+                try:
+                    published = self._pull(wanted, name, deadline, stall, device=device, lifetime=lifetime)
+                except Error as error:
+                    # Another caller may have a later deadline.
+                    if time.monotonic() < deadline:
+                        pulling.failed = time.monotonic(), what, _again(error)
+                    raise
             with self._lock:
-                self._pulls.pop(wanted.origin, None)
+                del self._pulls[wanted.origin]
             return published
         finally:
             pulling.lock.release()
@@ -195,14 +205,14 @@ class Agent:
     def _pull(self, wanted: _Object, name: str, deadline: float, stall: float, **options: Any) -> Published:
         failed: list[str] = []
         error: Error = NotFound(f"no node has {wanted.name!r} of node {wanted.node} any more: put it again", kind="object")
-        excluded = {self._here}
-        # By source: the seconds before an answer, and the call that waits for one.
-        silent: defaultdict[str, float] = defaultdict(float)
-        waiting: dict[str, Any] = {}
+        search = _Search(wanted, self._here, stall, self._heard)
         while len(failed) < _TRIES:
-            source, offer = self._choose(wanted, excluded, stall, silent, waiting)
+            asked = time.monotonic()
+            source, offer = search.choose()
             began = time.monotonic()
             left = deadline - began
+            if offer is not False:
+                search.silent[source] += began - asked
             if offer is True:
                 break
             if offer is False:
@@ -213,22 +223,23 @@ class Agent:
             if offer is None:
                 # Ray's own errors arrive at once.
                 time.sleep(_BUSY)
-                silent[source] += _BUSY
-                if silent[source] >= self._patience(source, stall) or left < 0:
-                    excluded.add(source)
-                    error = Disconnected(f"its agent did not answer in {silent[source]:.0f} s", kind="peer")
+                search.silent[source] += _BUSY
+                if search.left(source) <= 0 or left < 0:
+                    search.excluded.add(source)
+                    error = Disconnected(f"its agent did not answer in {search.silent[source]:.0f} s", kind="peer")
                     failed.append(f"from node {source}: {error}")
                 continue
             try:
                 if isinstance(offer, Error):
                     raise offer
-                patience = min(stall, max(self._patience(source, stall) - silent[source], 1.0))
+                patience = min(stall, max(search.left(source), 1.0))
                 pulled = self._wire.pull(offer, name=name, deadline=max(left, 0.1), stall=patience, replace=True, **options)
             except (Timeout, Disconnected) as why:
                 error = why
                 failed.append(f"from node {source}: {why}")
+                search.forget_answers()
                 if isinstance(why, Timeout):
-                    excluded.add(source)
+                    search.excluded.add(source)
                     # A peer that died can block NIXL in the source's process, which owns nothing.
                     ray.kill(_agent(source), no_restart=False)
             else:
@@ -243,39 +254,62 @@ class Agent:
             raise error
         raise type(error)(f"{wanted.name!r} was not pulled: {'; '.join(failed)}", kind="peer", hint=error.hint) from error
 
-    def _choose(
-        self, wanted: _Object, excluded: set[str], stall: float, silent: defaultdict[str, float], waiting: dict[str, Any]
-    ) -> tuple[str, bytes | bool | Error | None]:
+
+class _Search:
+    """The search for a source of one pull. Nodes in `excluded` are not asked. `silent` has the seconds before answers, by source.
+
+    `heard` are the nodes whose agents have answered any pull. Other agents may be starting: they may take longer for the first answer, and
+    that time is not counted."""
+
+    def __init__(self, wanted: _Object, here: str, stall: float, heard: set[str]) -> None:
+        self._wanted, self._here, self._stall = wanted, here, stall
+        self._heard_by_all, self._heard = heard, set(heard)
+        self.excluded = {here}
+        self.silent: defaultdict[str, float] = defaultdict(float)
+        # The calls that wait for an answer, by node.
+        self._offers: dict[str, Any] = {}
+        self._has: dict[str, Any] = {}
+
+    def left(self, source: str) -> float:
+        """The seconds that a source may still take, without an answer and without progress."""
+        limit = self._stall + _GRACE
+        return (limit if source in self._heard else max(_START, limit)) - self.silent[source]
+
+    def choose(self) -> tuple[str, bytes | bool | Error | None]:
         """Returns a node and its offer. Without an offer: False if a node serves another reader now, its error, None if it does not answer,
-        True if no other node has the object. Adds the time before each answer to `silent`."""
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - excluded
+        True if no other node has the object."""
+        wanted = self._wanted
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self.excluded
         with_agents = {each["name"].removeprefix("agent-") for each in list_named_actors(True) if each["namespace"] == _NAMESPACE}
-        # Another may be started.
+        # Agents that were stopped start again when they are asked.
         self._heard &= with_agents
+        self._heard_by_all &= with_agents
         chosen: tuple[str, bytes | bool | Error | None] = (wanted.node, True)
+        limit = min(_ANSWER, max(self.left(wanted.node), _BUSY))
         # The other nodes are asked only if the object's own node can't serve.
         for ask_others in (False, True):
-            others = alive & with_agents - {wanted.node}
-            for node in _ask(sorted(others), "has", wanted) if ask_others else alive & {wanted.node}:
+            others = sorted(alive & with_agents - {wanted.node})
+            for node in _ask(others, "has", wanted, limit=limit, waiting=self._has) if ask_others else alive & {wanted.node}:
                 if node is None:
                     continue
-                limit = min(_ANSWER, max(self._patience(node, stall) - silent[node], _BUSY))
-                asked = time.monotonic()
-                answer = next(iter(_ask([node], "offer", wanted, self._here, stall, limit=limit, waiting=waiting)), None)
-                if answer is not None and node not in self._heard:
+                limit = min(_ANSWER, max(self.left(node), _BUSY))
+                offer = next(iter(_ask([node], "offer", wanted, self._here, self._stall, limit=limit, waiting=self._offers)), None)
+                if offer is not None and node not in self._heard:
                     self._heard.add(node)
-                    silent[node] = 0.0
-                elif answer is not False:
-                    silent[node] += time.monotonic() - asked
-                if isinstance(answer, bytes):
-                    return node, answer
-                if chosen[1] is not False and answer is not True:
-                    chosen = node, answer
+                    self._heard_by_all.add(node)
+                    self.silent[node] = 0.0
+                if isinstance(offer, bytes):
+                    return node, offer
+                if chosen[1] is not False and offer is not True:
+                    chosen = node, offer
         return chosen
 
-    def _patience(self, source: str, stall: float) -> float:
-        """The seconds that a source may take in all, without an answer and without progress."""
-        return stall + _GRACE if source in self._heard else max(_START, stall + _GRACE)
+    def forget_answers(self) -> None:
+        """Drops answers that arrived during a transfer: they may no longer be true."""
+        for calls in (self._offers, self._has):
+            for node, call in list(calls.items()):
+                if ray.wait([call], timeout=0)[0]:
+                    del calls[node]
 
 
 def _again(error: Error) -> Error:
@@ -330,10 +364,9 @@ def _ask(nodes: Iterable[str], method: str, *arguments: Any, limit: float = _ANS
     return answers
 
 
-def _is_read(origin: str, lent: _Lent, limit: float = _ANSWER) -> bool:
-    """Whether an offer is younger than `stall` or its reader reports the pull. The agent of the reader may have died, and its successor does
-    not report it."""
-    return time.monotonic() - lent.since < lent.stall or any(_ask([lent.reader], "is_pulling", origin, limit=limit))
+def _pulled_by(nodes: Iterable[str], limit: float) -> set[str]:
+    """Returns the origins of the objects that nodes pull now, as far as they answer."""
+    return {origin for origins in _ask(nodes, "pulling", limit=limit) for origin in origins}
 
 
 def _answer(call: Any, wanted: _Object, limit: float, grace: float = 0.0) -> Published:

@@ -232,8 +232,9 @@ class Arrays(TensorTransportManager):  # type: ignore[misc]
                 waited = time.monotonic() - began
                 left = max(limit - waited, 0.1)
                 device = None if kind == "cpu" else _native.device_uuid(backend="cuda")
-                # Starts the agents of both nodes at once.
-                agents({wanted.node, here} & {node["NodeID"] for node in ray.nodes() if node["Alive"]})
+                # Starts both agents at once.
+                if any(node["NodeID"] == wanted.node and node["Alive"] for node in ray.nodes()):
+                    _agent(wanted.node)
                 pull = _agent(here).pull.options(concurrency_group="pull")
                 _answer(pull.remote(wanted, name, left, self.stall, waited, device, min(self.linger, _COPY_LINGER)), wanted, left)
         return broker.get(name)._native

@@ -23,7 +23,7 @@ const BLOCK: u64 = 1 << 20;
 /// The copies share one path to the device: on an H200 with 16 processors, a load took a sixth more time with 16 threads than with 8.
 const MAX_THREADS: usize = 8;
 
-/// How many threads read memory if the caller does not say.
+/// The default number of threads of a load or a digest.
 pub(super) fn default_threads() -> usize {
     thread::available_parallelism().map_or(1, NonZero::get).min(MAX_THREADS)
 }
@@ -50,7 +50,7 @@ pub fn digest_of_memory<'a>(memories: impl IntoIterator<Item = &'a dyn Region>) 
         let hash = || all.hash(&next);
         let spawn = |_| thread::Builder::new().name("vmmfd digest".to_owned()).spawn_scoped(scope, hash).ok();
         // Fewer threads suffice.
-        let others: Vec<_> = (1..default_threads()).map_while(spawn).collect();
+        let others: Vec<_> = (1..all.size.div_ceil(BLOCK).min(default_threads() as u64)).map_while(spawn).collect();
         let mut blocks = hash()?;
         for other in others {
             blocks.extend(other.join().unwrap_or_else(|panic| panic::resume_unwind(panic))?);
