@@ -323,7 +323,9 @@ mod namespaces {
                 let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
                 text.split_whitespace().next()?.parse().ok()
             };
-            let shell = || child(run.pid()).filter(|shell| child(*shell).is_some());
+            // Before it executes a program, the child has the shell's handler: a signal does not end it.
+            let sleeps = |pid| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "sleep\n");
+            let shell = || child(run.pid()).filter(|shell| child(*shell).is_some_and(sleeps));
             wait_for("the shell's child", || shell().is_some());
             kill(Pid::from_raw(shell().unwrap() as i32), Signal::SIGTERM).unwrap();
             run.end();
