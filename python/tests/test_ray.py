@@ -336,6 +336,28 @@ def test_silent_source_has_one_limit(
     assert agent._wire.stalls == ([pytest.approx(stall, abs=0.5)] if stall else []) and clock.now < limit + 1
 
 
+def test_silent_sources_are_counted_at_once(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    def ask(nodes: Any, method: str, *arguments: Any, limit: float = 3.0, waiting: Any = None) -> list[Any]:
+        if method == "has":
+            return list(nodes)
+        sleep(limit)
+        waiting[nodes[0]] = "a call"
+        return []
+
+    agent.names[:] = ["here", "one", "two"]
+    agent._heard |= {"one", "two"}
+    monkeypatch.setattr(ray_agent, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    monkeypatch.setattr(ray_agent, "_ask", ask)
+    with pytest.raises(vmmfd.Disconnected, match="two: its agent did not answer in 1. s; from node one: its agent did not answer in 1. s$"):
+        agent.pull(WANTED, "weights", 60.0, 10.0)
+    assert clock.now < 20
+
+
 def test_late_question_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     answered: list[str] = []

@@ -207,12 +207,9 @@ class Agent:
         error: Error = NotFound(f"no node has {wanted.name!r} of node {wanted.node} any more: put it again", kind="object")
         search = _Search(wanted, self._here, stall, self._heard)
         while len(failed) < _TRIES:
-            asked = time.monotonic()
             source, offer = search.choose()
             began = time.monotonic()
             left = deadline - began
-            if offer is not False:
-                search.silent[source] += began - asked
             if offer is True:
                 break
             if offer is False:
@@ -277,7 +274,14 @@ class _Search:
 
     def choose(self) -> tuple[str, bytes | bool | Error | None]:
         """Returns a node and its offer. Without an offer: False if a node serves another reader now, its error, None if it does not answer,
-        True if no other node has the object."""
+        True if no other node has the object. Adds the time to that of each source that has not answered."""
+        began = time.monotonic()
+        source, offer = self._ask_sources()
+        for node in {*self._offers, source} if offer is not False else self._offers:
+            self.silent[node] += time.monotonic() - began
+        return source, offer
+
+    def _ask_sources(self) -> tuple[str, bytes | bool | Error | None]:
         wanted = self._wanted
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self.excluded
         with_agents = {each["name"].removeprefix("agent-") for each in list_named_actors(True) if each["namespace"] == _NAMESPACE}
