@@ -40,13 +40,8 @@ pub fn digest_of_memory<'a>(memories: impl IntoIterator<Item = &'a dyn Region>) 
         all.memories.push((all.size, memory));
         all.size += memory.size();
     }
-    if all.size <= BLOCK {
-        let mut bytes = vec![0; all.size as usize];
-        all.copy_out(0, &mut bytes)?;
-        return Ok(of_all(&bytes));
-    }
     let next = AtomicU64::new(0);
-    let mut blocks = thread::scope(|scope| {
+    let blocks = thread::scope(|scope| {
         let hash = || all.hash(&next);
         let spawn = |_| thread::Builder::new().name("vmmfd digest".to_owned()).spawn_scoped(scope, hash).ok();
         // Fewer threads suffice.
@@ -57,8 +52,7 @@ pub fn digest_of_memory<'a>(memories: impl IntoIterator<Item = &'a dyn Region>) 
         }
         Ok::<_, Error>(blocks)
     })?;
-    blocks.sort_unstable_by_key(|(index, _)| *index);
-    Ok(of_blocks(&blocks.into_iter().map(|(_, hash)| hash).collect::<Vec<_>>()))
+    Ok(combine(blocks))
 }
 
 /// Memories and their starts.
@@ -69,8 +63,8 @@ struct Adjacent<'a> {
 
 impl Adjacent<'_> {
     /// Hashes blocks until none is left. Returns them with their indices.
-    fn hash(&self, next: &AtomicU64) -> Result<Vec<(u64, ChainingValue)>> {
-        let (mut blocks, mut buffer) = (Vec::new(), vec![0; BLOCK as usize]);
+    fn hash(&self, next: &AtomicU64) -> Result<Vec<(u64, Hash)>> {
+        let (mut blocks, mut buffer) = (Vec::new(), vec![0; BLOCK.min(self.size) as usize]);
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
             let start = index * BLOCK;
@@ -79,7 +73,7 @@ impl Adjacent<'_> {
             }
             let bytes = &mut buffer[..BLOCK.min(self.size - start) as usize];
             self.copy_out(start, bytes)?;
-            blocks.push((index, of_block(start, bytes)));
+            blocks.push((index, Hash::of(start, bytes, self.size)));
         }
     }
 
@@ -99,8 +93,42 @@ impl Adjacent<'_> {
     }
 }
 
-/// Hashes one of several blocks. Blocks start at multiples of the block size, a power of two, and only the last may be shorter.
-pub(super) fn of_block(offset: u64, bytes: &[u8]) -> ChainingValue {
+/// The hash of a block.
+#[derive(Debug)]
+pub(super) enum Hash {
+    Block(ChainingValue),
+    /// The digest of a single block.
+    All(String),
+}
+
+impl Hash {
+    /// Hashes a block of memory of `size` bytes. Blocks start at multiples of the block size, a power of two, and only the last may be
+    /// shorter.
+    pub(super) fn of(start: u64, bytes: &[u8], size: u64) -> Self {
+        match bytes.len() as u64 == size {
+            true => Self::All(of_all(bytes)),
+            false => Self::Block(of_block(start, bytes)),
+        }
+    }
+}
+
+/// Combines the hashes of blocks, which are in any order, to the digest of the whole.
+pub(super) fn combine(mut blocks: Vec<(u64, Hash)>) -> String {
+    blocks.sort_unstable_by_key(|(index, _)| *index);
+    match blocks.pop() {
+        None => of_all(&[]),
+        Some((_, Hash::All(digest))) => digest,
+        last => {
+            let hashes = blocks.into_iter().chain(last).filter_map(|(_, hash)| match hash {
+                Hash::Block(hash) => Some(hash),
+                Hash::All(_) => None,
+            });
+            of_blocks(&hashes.collect::<Vec<ChainingValue>>())
+        }
+    }
+}
+
+fn of_block(offset: u64, bytes: &[u8]) -> ChainingValue {
     let mut hasher = Hasher::new();
     hasher.set_input_offset(offset);
     hasher.update(bytes);
@@ -108,13 +136,13 @@ pub(super) fn of_block(offset: u64, bytes: &[u8]) -> ChainingValue {
 }
 
 /// The digest of at least two hashed blocks, in the protocol's format.
-pub(super) fn of_blocks(blocks: &[ChainingValue]) -> String {
+fn of_blocks(blocks: &[ChainingValue]) -> String {
     let (left, right) = split(blocks);
     text(merge_subtrees_root(&merge(left), &merge(right), Mode::Hash))
 }
 
 /// The digest of a single block.
-pub(super) fn of_all(bytes: &[u8]) -> String {
+fn of_all(bytes: &[u8]) -> String {
     text(blake3::hash(bytes))
 }
 

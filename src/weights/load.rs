@@ -11,9 +11,10 @@ use std::{
     time::Duration,
 };
 
-use blake3::hazmat::ChainingValue;
-
-use super::{Checkpoint, digest};
+use super::{
+    Checkpoint,
+    digest::{self, Hash},
+};
 use crate::{
     driver::PageLocked,
     error::{Error, Result},
@@ -179,31 +180,8 @@ impl Checkpoint {
         if options.sealed {
             memory.seal()?;
         }
-        Ok(Loaded { memory, digest: options.digest.then(|| digest_of(hashes)) })
+        Ok(Loaded { memory, digest: options.digest.then(|| digest::combine(hashes)) })
     }
-}
-
-/// Combines the hashes of blocks, which are in any order.
-fn digest_of(mut blocks: Vec<(u64, Hash)>) -> String {
-    blocks.sort_unstable_by_key(|(index, _)| *index);
-    match blocks.pop() {
-        Some((_, Hash::All(digest))) => digest,
-        last => {
-            let hashes = blocks.into_iter().chain(last).filter_map(|(_, hash)| match hash {
-                Hash::Block(hash) => Some(hash),
-                Hash::All(_) => None,
-            });
-            digest::of_blocks(&hashes.collect::<Vec<ChainingValue>>())
-        }
-    }
-}
-
-/// The hash of a block.
-#[derive(Debug)]
-enum Hash {
-    Block(ChainingValue),
-    /// The digest of a single block.
-    All(String),
 }
 
 /// The state that the threads share.
@@ -320,11 +298,7 @@ impl Work<'_> {
             let bytes = &mut buffer[..(range.end - range.start) as usize];
             self.fill(&range, bytes)?;
             if self.digests {
-                let hash = match bytes.len() as u64 == self.size {
-                    true => Hash::All(digest::of_all(bytes)),
-                    false => Hash::Block(digest::of_block(start, bytes)),
-                };
-                hashes.push((index, hash));
+                hashes.push((index, Hash::of(start, bytes, self.size)));
             }
             let Some(memory) = self.memory.wait() else { break };
             memory.copy_in(start, bytes)?;
