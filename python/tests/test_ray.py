@@ -91,7 +91,7 @@ def test_agent_killed_in_transfer(rig: Rig, source: Any, place: str) -> None:
     origin = origin_of(ref)
     pid = rig.pid(place)
     call = rig.readers[0].read.remote(ref)
-    while origin not in ray_agent._pulled_by([rig.ids["b"]], 3.0):
+    while origin not in ray_agent._pulled_by([rig.ids["b"]]):
         assert not ray.wait([call], timeout=0)[0], "it was read before the kill"
     os.kill(pid, signal.SIGKILL)
     try:
@@ -102,8 +102,7 @@ def test_agent_killed_in_transfer(rig: Rig, source: Any, place: str) -> None:
         assert get(rig.readers[1].read.remote(ref))[0] == 9 * 128 * MIB, summary
     # An idle agent: the next read finds it dead.
     os.kill(rig.pid(place), signal.SIGKILL)
-    ref = source.make.remote(MIB, 7)
-    assert get(rig.readers[0].read.remote(ref)) == (7 * MIB, True, True)
+    assert get(rig.readers[0].read.remote(source.make.remote(MIB, 7))) == (7 * MIB, True, True)
 
 
 @needs_nixl
@@ -139,7 +138,7 @@ def test_other_node_replaces_stopped_source(rig: Rig) -> None:
     stopped = rig.pid("a")
     pull = vmmfd.ray.agents([c])[c].pull.options(concurrency_group="pull")
     call = pull.remote(ray_agent._Object("large", 1, made.id, made.id, a), "large", LIMIT, 10.0)
-    while made.id not in ray_agent._pulled_by([c], 3.0):
+    while made.id not in ray_agent._pulled_by([c]):
         assert not ray.wait([call], timeout=0)[0], "it was pulled before the stop"
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -265,6 +264,19 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Any:
     return agent
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The agent's clock. Only sleeps take time."""
+    clock = SimpleNamespace(now=0.0)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    clock.monotonic, clock.sleep = (lambda: clock.now), sleep
+    monkeypatch.setattr(ray_agent, "time", clock)
+    return clock
+
+
 def test_stalled_source_is_replaced(agent: Any) -> None:
     agent._wire = Wire(vmmfd.Timeout("no piece"), None)
     assert agent.pull(WANTED, "weights", 60.0, 1.0).id == "copy"
@@ -307,16 +319,11 @@ def test_waiting_reader_gets_the_failure(agent: Any) -> None:
 @pytest.mark.parametrize("heard", [True, False])
 @pytest.mark.parametrize(("answers_after", "stall"), [(7.0, 5.0), (99.0, None)])
 def test_silent_source_has_one_limit(
-    agent: Any, monkeypatch: pytest.MonkeyPatch, answers_after: float, stall: float | None, heard: bool
+    agent: Any, clock: Any, monkeypatch: pytest.MonkeyPatch, answers_after: float, stall: float | None, heard: bool
 ) -> None:
     """The first answer of a source may take longer, and does not shorten the transfer's limit."""
-    clock = SimpleNamespace(now=0.0)
-
-    def sleep(seconds: float) -> None:
-        clock.now += seconds
-
     def ask(nodes: Any, method: str, *arguments: Any, limit: float = 3.0, **options: Any) -> list[Any]:
-        sleep(limit if nodes else 0.0)
+        clock.sleep(limit if nodes else 0.0)
         if clock.now > 20:
             # Another pull has its answer.
             agent._heard.add("one")
@@ -324,7 +331,6 @@ def test_silent_source_has_one_limit(
 
     agent.names[:] = ["here", "one"]
     agent._wire = Wire(vmmfd.Timeout("no piece"))
-    monkeypatch.setattr(ray_agent, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(ray_agent, "_ask", ask)
     limit = 14 if heard else 30
     if heard:
@@ -336,22 +342,16 @@ def test_silent_source_has_one_limit(
     assert agent._wire.stalls == ([pytest.approx(stall, abs=0.5)] if stall else []) and clock.now < limit + 1
 
 
-def test_silent_sources_are_counted_at_once(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-
-    def sleep(seconds: float) -> None:
-        clock.now += seconds
-
+def test_silent_sources_are_counted_at_once(agent: Any, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(nodes: Any, method: str, *arguments: Any, limit: float = 3.0, waiting: Any = None) -> list[Any]:
         if method == "has":
             return list(nodes)
-        sleep(limit)
+        clock.sleep(limit)
         waiting[nodes[0]] = "a call"
         return []
 
     agent.names[:] = ["here", "one", "two"]
     agent._heard |= {"one", "two"}
-    monkeypatch.setattr(ray_agent, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
     monkeypatch.setattr(ray_agent, "_ask", ask)
     with pytest.raises(vmmfd.Disconnected, match="two: its agent did not answer in 1. s; from node one: its agent did not answer in 1. s$"):
         agent.pull(WANTED, "weights", 60.0, 10.0)

@@ -124,7 +124,7 @@ class Agent:
         with self._lock:
             lent = self._lent.get(wanted.origin)
             # The agent of the reader may have died, and its successor does not report the pull.
-            if lent and lent.reader != reader and (lent.is_young() or wanted.origin in _pulled_by([lent.reader], _ANSWER)):
+            if lent and lent.reader != reader and (lent.is_young() or wanted.origin in _pulled_by([lent.reader])):
                 return False
             if lent:
                 del self._lent[wanted.origin]
@@ -283,7 +283,7 @@ class _Search:
 
     def _ask_sources(self) -> tuple[str, bytes | bool | Error | None]:
         wanted = self._wanted
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self.excluded
+        alive = {*_alive()} - self.excluded
         with_agents = {each["name"].removeprefix("agent-") for each in list_named_actors(True) if each["namespace"] == _NAMESPACE}
         # Agents that were stopped start again when they are asked.
         self._heard &= with_agents
@@ -314,6 +314,10 @@ class _Search:
             for node, call in list(calls.items()):
                 if ray.wait([call], timeout=0)[0]:
                     del calls[node]
+
+
+def _alive() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
 
 def _again(error: Error) -> Error:
@@ -368,7 +372,7 @@ def _ask(nodes: Iterable[str], method: str, *arguments: Any, limit: float = _ANS
     return answers
 
 
-def _pulled_by(nodes: Iterable[str], limit: float) -> set[str]:
+def _pulled_by(nodes: Iterable[str], limit: float = _ANSWER) -> set[str]:
     """Returns the origins of the objects that nodes pull now, as far as they answer."""
     return {origin for origins in _ask(nodes, "pulling", limit=limit) for origin in origins}
 

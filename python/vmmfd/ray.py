@@ -21,7 +21,7 @@ from ._broker import Broker
 from ._errors import Differs, Invalid, NotFound
 from ._lease import Claim, Lease
 from ._native import Array
-from ._ray_agent import _ANSWER, _PREFIX, _agent, _answer, _ask, _broker, _copy, _named, _Object
+from ._ray_agent import _ANSWER, _PREFIX, _agent, _alive, _answer, _ask, _broker, _copy, _named, _Object
 from ._records import Published
 
 if TYPE_CHECKING:
@@ -115,8 +115,7 @@ def agents(nodes: Iterable[str] | None = None) -> dict[str, Any]:
     the driver: `ray.kill(handle)` stops it. `handle.pulled.remote()` lists the transfers to its node. Does not block until they run. Raises
     Ray's own errors.
     """
-    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    return {node: _agent(node) for node in (alive if nodes is None else nodes)}
+    return {node: _agent(node) for node in (_alive() if nodes is None else nodes)}
 
 
 class Arrays(TensorTransportManager):  # type: ignore[misc]
@@ -233,7 +232,7 @@ class Arrays(TensorTransportManager):  # type: ignore[misc]
                 left = max(limit - waited, 0.1)
                 device = None if kind == "cpu" else _native.device_uuid(backend="cuda")
                 # Starts both agents at once.
-                if any(node["NodeID"] == wanted.node and node["Alive"] for node in ray.nodes()):
+                if wanted.node in _alive():
                     _agent(wanted.node)
                 pull = _agent(here).pull.options(concurrency_group="pull")
                 _answer(pull.remote(wanted, name, left, self.stall, waited, device, min(self.linger, _COPY_LINGER)), wanted, left)
