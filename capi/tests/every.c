@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -253,6 +254,22 @@ static void test_handoff(const vmmfd_device_t *device) {
     EXPECT(system(command) == 0);
 }
 
+/* A send to a peer that has died is an error, not a SIGPIPE, which this program does not ignore. */
+static void test_dead_peer(const vmmfd_device_t *device) {
+    int pair[2], status;
+    EXPECT(signal(SIGPIPE, SIG_DFL) == SIG_DFL);
+    EXPECT(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
+    pid_t peer = fork();
+    if (peer == 0) {
+        execlp("true", "true", NULL);
+        _exit(1);
+    }
+    EXPECT(peer > 0 && close(pair[0]) == 0 && waitpid(peer, &status, 0) == peer && status == 0);
+    vmmfd_handoff_options_t options = {.timeout_ms = 20000, .socket = pair[1]};
+    FAILS(VMMFD_DISCONNECTED, vmmfd_handoff_take(device, NULL, &options, &(vmmfd_array_t *){NULL}));
+    EXPECT(close(pair[1]) == 0);
+}
+
 /* Handles of the parent are an error in a fork, and the fork can open a device of the host backend for itself. */
 static void test_fork(vmmfd_device_t *device) {
     vmmfd_array_t *array = numbers(device, 4, 1);
@@ -285,6 +302,7 @@ int main(int argc, char **argv) {
     test_import(device);
     test_array(device);
     test_handoff(device);
+    test_dead_peer(device);
     test_fork(device);
     test_broker(device, argv[2]);
     vmmfd_device_free(device);

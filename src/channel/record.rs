@@ -8,7 +8,7 @@ use std::{
     mem::MaybeUninit,
     net::Shutdown,
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
     sync::Arc,
@@ -23,10 +23,11 @@ use nix::{
 use rustix::{
     io::Errno,
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, RecvMsg, ReturnFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, SocketType, sockopt,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, RecvMsg, ReturnFlags, SendFlags,
+        SocketType, sockopt,
     },
 };
+use sendfd::SendWithFd;
 
 use super::{Cancel, deadline_after};
 use crate::{
@@ -128,7 +129,7 @@ impl RecordSocket {
         let purpose = "to send";
         let deadline = deadline_after(self.timeout);
         loop {
-            match send_raw(&*self.socket, record, fds) {
+            match send_raw(&self.socket, record, fds) {
                 Ok(()) => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -260,20 +261,14 @@ impl AsFd for RecordSocket {
     }
 }
 
-/// Sends a record with its descriptors. Never raises SIGPIPE, which ends programs that do not ignore it.
+/// Sends a record with its descriptors. A socket of type `SOCK_SEQPACKET` never raises SIGPIPE, which ends programs that do not ignore it:
+/// see [`check_type`].
 ///
 /// # Errors
-/// See sendmsg(2): `EINVAL` for more than [`MAX_FDS`] descriptors.
-pub(crate) fn send_raw(socket: impl AsFd, record: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-    if fds.is_empty() {
-        return Ok(rustix::net::send(socket, record, SendFlags::NOSIGNAL).map(drop)?);
-    }
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    if !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
-        return Err(Errno::INVAL.into());
-    }
-    Ok(rustix::net::sendmsg(socket, &[io::IoSlice::new(record)], &mut ancillary, SendFlags::NOSIGNAL).map(drop)?)
+/// See sendmsg(2): `EINVAL` for more than [`MAX_FDS`] descriptors, `EPIPE` if the peer has closed the connection.
+pub(crate) fn send_raw(socket: &UnixStream, record: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let fds: Vec<_> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    socket.send_with_fd(record, &fds).map(drop)
 }
 
 /// The result of one system call, possibly truncated.
