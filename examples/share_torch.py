@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=10, help="how many seconds to wait for the broker [default: 10]")
     options = parser.parse_args()
     on_gpu = options.backend != "host" and torch.cuda.is_available()
-    with vmmfd.connect(options.socket, backend=options.backend, timeout=options.timeout) as broker:
+    with vmmfd.connect(options.socket, backend=options.backend, wait=options.timeout) as broker:
         if options.get:
             print(f"result {get(broker):.4f}")
             return

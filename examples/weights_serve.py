@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--until", type=int, default=1 << 62, metavar="VERSION", help="serve until this version answered")
     parser.add_argument("--timeout", type=float, default=10, help="how many seconds to wait for the broker [default: 10]")
     options = parser.parse_args()
-    with vmmfd.connect(options.socket, backend=options.backend, timeout=options.timeout) as broker:
+    with vmmfd.connect(options.socket, backend=options.backend, wait=options.timeout) as broker:
         if options.make is not None:
             make(broker, options.make)
         else:

@@ -27,8 +27,8 @@ pub use crate::driver::{
 };
 use crate::{
     array::ElementType,
-    broker::{Client, Server, ServerConfig},
-    channel::{Cancel, Config, Listener, Peer},
+    broker::{Server, ServerConfig},
+    channel::{Cancel, Listener, Peer},
     driver::{Backend, DeviceUuid, Driver},
     error::{BrokerError, ParseError, RefusalCode, Result},
     memory::{Description, DeviceIdentity, Mirror, Region, Selector, Shared, Sharing},
@@ -133,14 +133,6 @@ pub fn check_socket(path: &Path) -> Result<()> {
 /// [`Error::System`].
 pub fn peer_of(socket: &impl AsFd) -> Result<Peer> {
     Peer::of(socket)
-}
-
-/// Creates a client over a socket that is already connected to the path.
-///
-/// # Errors
-/// As for [`Client::connect`].
-pub fn client_over(socket: OwnedFd, path: &Path, config: &Config) -> Result<Client> {
-    Client::over_at(socket, path, config)
 }
 
 /// The configuration of a server that its keeper started. After `restart` is cancelled, the server exits as soon as the keeper confirms

@@ -318,9 +318,13 @@ typedef struct vmmfd_layout_t {
  */
 typedef struct vmmfd_broker_options_t {
     /*
-     The longest wait for a broker to listen, and for its answer, in milliseconds. 0: 30 s.
+     The longest wait for each answer of the broker, and for a broker after a restart, in milliseconds. 0: 30 s.
      */
     uint64_t timeout_ms;
+    /*
+     The longest wait of `vmmfd_broker_connect` for a broker to listen, in milliseconds. 0: 1 s, or `timeout_ms` if that is shorter.
+     */
+    uint64_t wait_ms;
     /*
      Users beside this process's user and root that the broker may run as.
      */
@@ -773,8 +777,8 @@ struct vmmfd_error_t *vmmfd_array_import(const struct vmmfd_device_t *device,
  system's.
 
  The caller frees `*broker` with `vmmfd_broker_free`; it is NULL after a failure. If the broker restarts, the next request and a thread
- of the library connect again, and leases continue. The thread sleeps and blocks all signals. Blocks until a broker listens and answers,
- for at most `timeout_ms`. Any thread may call it.
+ of the library connect again, and leases continue. The thread sleeps and blocks all signals. Blocks until a broker listens, for at most
+ `wait_ms`, and answers, for at most `timeout_ms`. Any thread may call it.
 
  Errors: `VMMFD_NOT_FOUND` if no broker listens in time; `VMMFD_DENIED`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
  `VMMFD_SYSTEM`.

@@ -16,7 +16,7 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{config, json, list, optional_text, out, path, text},
+    argument::{config, json, list, milliseconds, optional_text, out, path, text},
     array::vmmfd_array_t,
     device::vmmfd_device_t,
     error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
@@ -48,7 +48,7 @@ pub(crate) struct Broker {
 impl Broker {
     /// The configuration of another connection to the same broker, which no descriptor stops.
     fn config(&self) -> Config {
-        Config::default().timeout(self.timeout).trust(Trust { uids: self.trust.clone() })
+        Config::default().timeout(self.timeout).wait(self.timeout).trust(Trust { uids: self.trust.clone() })
     }
 }
 
@@ -56,8 +56,10 @@ impl Broker {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_broker_options_t {
-    /// The longest wait for a broker to listen, and for its answer, in milliseconds. 0: 30 s.
+    /// The longest wait for each answer of the broker, and for a broker after a restart, in milliseconds. 0: 30 s.
     pub timeout_ms: u64,
+    /// The longest wait of `vmmfd_broker_connect` for a broker to listen, in milliseconds. 0: 1 s, or `timeout_ms` if that is shorter.
+    pub wait_ms: u64,
     /// Users beside this process's user and root that the broker may run as.
     pub trust: *const u32,
     /// The number of users in `trust`.
@@ -71,8 +73,8 @@ pub struct vmmfd_broker_options_t {
 /// system's.
 ///
 /// The caller frees `*broker` with `vmmfd_broker_free`; it is NULL after a failure. If the broker restarts, the next request and a thread
-/// of the library connect again, and leases continue. The thread sleeps and blocks all signals. Blocks until a broker listens and answers,
-/// for at most `timeout_ms`. Any thread may call it.
+/// of the library connect again, and leases continue. The thread sleeps and blocks all signals. Blocks until a broker listens, for at most
+/// `wait_ms`, and answers, for at most `timeout_ms`. Any thread may call it.
 ///
 /// Errors: `VMMFD_NOT_FOUND` if no broker listens in time; `VMMFD_DENIED`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
 /// `VMMFD_SYSTEM`.
@@ -85,15 +87,18 @@ pub extern "C" fn vmmfd_broker_connect(
 ) -> *mut vmmfd_error_t {
     run(|| {
         let place = out(broker, "broker", ptr::null_mut())?;
-        let (timeout_ms, trust, stop) = match options {
-            Some(given) => (given.timeout_ms, list(given.trust, given.trust_count, "trust")?, given.stop),
-            None => (0, &[][..], 0),
+        let (timeout_ms, wait_ms, trust, stop) = match options {
+            Some(given) => {
+                (given.timeout_ms, given.wait_ms, list(given.trust, given.trust_count, "trust")?, given.stop)
+            }
+            None => (0, 0, &[][..], 0),
         };
         let environment = || std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(PathBuf::from);
         let path = self::path(path).map(PathBuf::from).or_else(environment);
         let found = BrokerPath::find(path.as_deref())?;
         let (config, trust) = (config(timeout_ms, trust, stop)?, trust.to_vec());
         let (path, timeout) = (found.path().to_owned(), config.timeout);
+        let config = if wait_ms == 0 { config } else { config.wait(milliseconds(wait_ms, timeout)) };
         let client = Client::connect(&path, &config).map_err(|error| found.complete(error))?;
         place.write(handle::insert(Broker { client, path, timeout, trust }));
         Ok(())

@@ -39,19 +39,23 @@ pub(crate) struct Client(Arc<Connections>);
 
 #[pymethods]
 impl Client {
-    /// Connects. Waits up to `timeout` seconds for a broker to listen.
+    /// Connects. Waits up to `wait` seconds for a broker to listen.
     #[new]
-    #[pyo3(signature = (path, backend, timeout, trust))]
+    #[pyo3(signature = (path, backend, timeout, wait, trust))]
     fn new(
         py: Python<'_>,
         path: Option<PathBuf>,
         backend: Option<&str>,
         timeout: &Bound<'_, PyAny>,
+        wait: &Bound<'_, PyAny>,
         trust: Vec<u32>,
     ) -> Outcome<Self> {
         let backend = driver::backend(backend)?.to_owned();
         let timeout = seconds(timeout, "timeout")?.filter(|timeout| !timeout.is_zero()).ok_or_else(|| {
             Failure::invalid("timeout=0 leaves the broker no time to answer: give a positive number of seconds")
+        })?;
+        let wait = seconds(wait, "wait")?.ok_or_else(|| {
+            Failure::invalid("wait=None is not a time: give seconds, or float('inf') to wait for ever")
         })?;
         let path =
             path.or_else(|| std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(Into::into));
@@ -62,7 +66,7 @@ impl Client {
         let path = found.path().to_owned();
         let config =
             Config::default().timeout(timeout).trust(Trust { uids: trust.clone() }).cancel(&signals::cancel()?);
-        let connections = Arc::new(Connections::new(BrokerAddress { path, backend, timeout, trust }, config));
+        let connections = Arc::new(Connections::new(BrokerAddress { path, backend, timeout, trust }, config, wait));
         connections.call(py, Purpose::Any, |_| Ok(())).map_err(|failure| match failure {
             Failure::Library(error) => Failure::Library(found.complete(error)),
             other => other,

@@ -32,7 +32,12 @@ const IDLE: usize = 8;
 /// The connections to a broker: each call in progress has its own, so that it never waits for another thread's call and can be interrupted.
 pub(crate) struct Connections {
     pub(crate) place: Arc<BrokerAddress>,
+    /// Has no wait: see [`Connections::limit`].
     config: Config,
+    /// How long the first connection waits for a broker to listen.
+    wait: Duration,
+    /// Whether a connection was made: later ones wait for the timeout, as the broker restarts.
+    reached: AtomicBool,
     /// Leases of received arrays.
     pub(crate) shared: Mutex<HashMap<SharedKey, Weak<Leased>>>,
     /// The process that created them.
@@ -121,10 +126,12 @@ impl Drop for Checkout {
 }
 
 impl Connections {
-    pub(crate) fn new(place: BrokerAddress, config: Config) -> Self {
+    pub(crate) fn new(place: BrokerAddress, config: Config, wait: Duration) -> Self {
         Self {
             place: Arc::new(place),
             config,
+            wait,
+            reached: AtomicBool::new(false),
             shared: Mutex::default(),
             made_by: ProcessIdentity::current(),
             closed: CloseFlag::default(),
@@ -132,6 +139,11 @@ impl Connections {
             handlers: Arc::default(),
             reported: AtomicBool::new(false),
         }
+    }
+
+    /// How long a new connection waits for a broker to listen.
+    fn limit(&self) -> Duration {
+        if self.reached.load(Ordering::Acquire) { self.place.timeout } else { self.wait }
     }
 
     /// Returns an observer of waits, which logs once for each outage that no broker answers.
@@ -150,14 +162,16 @@ impl Connections {
                 return;
             }
             let waited = since.get_or_insert_with(Instant::now).elapsed();
-            // A shorter timeout ends with its error as soon.
-            let is_due = waited >= OUTAGE && of.place.timeout > 2 * OUTAGE;
+            // After a longer wait, a broker listens, and the call waits for its answer.
+            let limit = if waited > of.limit() + OUTAGE { of.place.timeout } else { of.limit() };
+            // A shorter limit ends with its error as soon.
+            let is_due = waited >= OUTAGE && limit > 2 * OUTAGE;
             if is_due && !of.reported.swap(true, Ordering::AcqRel) {
                 // None during interpreter shutdown.
                 Python::try_attach(|py| {
                     let report = py.import("vmmfd._outage").and_then(|module| module.getattr("report"));
-                    let (path, timeout) = (&of.place.path, of.place.timeout.as_secs_f64());
-                    if let Err(error) = report.and_then(|report| report.call1((path, waited.as_secs_f64(), timeout))) {
+                    let (path, limit) = (&of.place.path, limit.as_secs_f64());
+                    if let Err(error) = report.and_then(|report| report.call1((path, waited.as_secs_f64(), limit))) {
                         error.write_unraisable(py, None);
                     }
                 });
@@ -194,7 +208,9 @@ impl Connections {
         let client = match idle {
             Some(client) => client,
             None => {
-                let client = broker::Client::connect(&self.place.path, &self.config)?;
+                let config = self.config.clone().wait(self.limit());
+                let client = broker::Client::connect(&self.place.path, &config)?;
+                self.reached.store(true, Ordering::Release);
                 let (lost, restored) = (Arc::clone(&self.handlers), Arc::clone(&self.handlers));
                 client.on_lost(move |_, what| lost.lost(what));
                 client.on_restored(move |_, what| restored.restored(what));

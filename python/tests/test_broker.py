@@ -381,16 +381,35 @@ def test_system_broker_is_found(
     absent = tmp_path / "absent.sock"
     monkeypatch.setenv("VMMFD_SYSTEM_SOCKET", str(absent))
     with pytest.raises(vmmfd.NotFound, match=f"no broker on {tmp_path}/vmmfd/broker.sock .* there is no {absent}"):
-        vmmfd.connect(backend="host", timeout=0.1)
+        vmmfd.connect(backend="host", wait=0.1)
 
 
 def test_missing_broker_has_a_hint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no broker on") as caught:
-        vmmfd.connect(tmp_path / "broker.sock", timeout=0.1)
+        vmmfd.connect(tmp_path / "broker.sock", wait=0)
     assert isinstance(caught.value, vmmfd.NotFound)
     assert f"vmmfd serve --socket {tmp_path}" in caught.value.hint and caught.value.hint in caught.value.__notes__
     with pytest.raises(ValueError, match="can't be used"):
-        vmmfd.connect("x" * 200, timeout=0.1)
+        vmmfd.connect("x" * 200)
+
+
+def test_connect_waits_a_second_unless_asked(server: Server) -> None:
+    server.kill()
+    waits: list[tuple[dict[str, Any], str]] = [
+        ({}, " within 1s"),
+        ({"wait": datetime.timedelta(seconds=0.05)}, " within 50ms"),
+        ({"wait": 0}, ""),
+    ]
+    for options, within in waits:
+        with pytest.raises(vmmfd.NotFound, match=f"^no broker on {server.path}{within}\n"):
+            vmmfd.connect(server.path, **options)
+    starting = threading.Timer(1.2, server.start)
+    starting.start()
+    with vmmfd.connect(server.path, timeout=20, wait=20) as broker:
+        assert broker.list() == []
+    starting.join()
+    with pytest.raises(ValueError, match="wait=None is not a time"):
+        vmmfd.connect(server.path, wait=None)  # type: ignore[arg-type]
 
 
 def test_path_from_environment(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:

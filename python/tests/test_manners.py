@@ -48,7 +48,7 @@ WAITS = {
     "put": 'put("half", part="a", parts=["a", "b"], group="g", wait=6000)',
     "prepare": 'lease.prepare(wait=6000)',
     "unpark": 'parked.unpark(version=77, wait=6000)',
-    "connect": 'vmmfd.connect(sys.argv[1] + ".none", timeout=6000)',
+    "connect": 'vmmfd.connect(sys.argv[1] + ".none", wait=6000)',
 }
 
 SETUP = """

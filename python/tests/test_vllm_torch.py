@@ -322,7 +322,7 @@ def test_mismatch_never_loads_from_disk(one: Callable[..., Any], broker: vmmfd.B
 
 
 def test_missing_broker_is_named(one: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vmmfd, "connect", functools.partial(vmmfd.connect, timeout=0.1))
+    monkeypatch.setattr(vmmfd, "connect", functools.partial(vmmfd.connect, wait=0.1))
     with refused(vmmfd.NotFound, re.escape(f"no broker on {tmp_path / 'absent'}")):
         load(one(broker=str(tmp_path / "absent"), on_unsupported="load"))
 

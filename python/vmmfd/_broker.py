@@ -19,6 +19,7 @@ def connect(
     backend: str | None = None,
     *,
     timeout: t.Time = 30,
+    wait: t.Time = 1,
     trust: Iterable[int] = (),
 ) -> Broker:
     """Connects to the broker that listens at `path`.
@@ -27,16 +28,17 @@ def connect(
     `/tmp/vmmfd-UID/broker.sock`. If no broker listens there and `/run/vmmfd/broker.sock` exists, it is used instead. `backend` selects
     where memory is allocated and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`: `get` uses memory where it is, and `put`
     copies to a GPU if there is one; by default the environment variable `VMMFD_BACKEND`, as for the commands, else `"auto"`. The driver is
-    loaded on first use of memory. `timeout`, in seconds or a `timedelta`, limits how long the broker may be silent, and how long to wait
-    for a broker, both now and when it restarts. `trust` lists the user ids that the broker may run as, besides root and this process's own.
+    loaded on first use of memory. Times are in seconds or a `timedelta`: `wait` is how long to wait now for a broker to listen, and `timeout`
+    limits how long the broker may be silent, and how long later calls wait for it while it restarts. `trust` lists the user ids that the
+    broker may run as, besides root and this process's own.
 
-    Blocks until the broker answers. Ctrl-C interrupts it. While a call waits for a broker, now or after the broker's death, the logger
-    `vmmfd` (see `logging`) gets one warning, within a second: the path, and how long the call waits.
+    Blocks until the broker answers. Ctrl-C interrupts it. While a call waits longer than a second for a broker, now or after the broker's
+    death, the logger `vmmfd` (see `logging`) gets one warning: the path, and how long the call waits.
 
-    Raises `NotFound` if no broker listens within the timeout, `Denied` if this user may not connect or the broker runs as an untrusted
+    Raises `NotFound` if no broker listens within `wait`, `Denied` if this user may not connect or the broker runs as an untrusted
     user, `Disconnected` if the process at the other end is not a broker, `Invalid` for an invalid argument.
     """
-    return Broker(path, backend, timeout=timeout, trust=trust)
+    return Broker(path, backend, timeout=timeout, wait=wait, trust=trust)
 
 
 class Broker(Gets):
@@ -63,9 +65,10 @@ class Broker(Gets):
         backend: str | None = None,
         *,
         timeout: t.Time = 30,
+        wait: t.Time = 1,
         trust: Iterable[int] = (),
     ) -> None:
-        self._native = _native.Client(path, backend, timeout, list(trust))
+        self._native = _native.Client(path, backend, timeout, wait, list(trust))
 
     @property
     def path(self) -> str:

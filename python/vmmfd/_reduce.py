@@ -60,7 +60,8 @@ def _broker(path: str, backend: str, timeout: float, trust: list[int]) -> Broker
     broker = _brokers.get((path, backend))
     if broker is not None and not broker.is_closed:
         return broker
-    made = connect(path, backend, timeout=timeout, trust=trust)
+    # The sender was connected, so a broker that does not listen is restarting.
+    made = connect(path, backend, timeout=timeout, wait=timeout, trust=trust)
     with _lock:
         # Another thread may have connected in between.
         broker = _brokers.get((path, backend))

@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::{Cancel, Trust};
 use crate::error::Result;
 
-/// How a session treats its peer: timeout, trusted users, and cancellation.
+/// How a session or a broker's client treats its peer: times, trusted users, and cancellation.
 ///
 /// ```
 /// use std::time::Duration;
@@ -22,9 +22,12 @@ use crate::error::Result;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Config {
-    /// Longest silence of the peer, and longest wait for a peer to appear. By default 30 s. The hello contains it, and a busy peer sends
-    /// `busy` often enough.
+    /// Longest silence of the peer, and longest wait for a session's peer to appear. By default 30 s. The hello contains it, and a busy
+    /// peer sends `busy` often enough.
     pub timeout: Duration,
+    /// Longest wait of [`Client::connect`](crate::broker::Client::connect) for a broker to listen. By default 1 s, or the timeout if that
+    /// is shorter.
+    pub wait: Option<Duration>,
     /// The users that the peer may run as: by default this process's user and root.
     pub trust: Trust,
     /// Cancels the session's waits with [`crate::Error::Interrupted`]. By default none.
@@ -33,7 +36,7 @@ pub struct Config {
 
 impl Default for Config {
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(30), trust: Trust::default(), cancel: None }
+        Self { timeout: Duration::from_secs(30), wait: None, trust: Trust::default(), cancel: None }
     }
 }
 
@@ -41,6 +44,11 @@ impl Config {
     /// Sets the timeout.
     pub fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
+    }
+
+    /// Sets the wait for a broker to listen.
+    pub fn wait(self, wait: Duration) -> Self {
+        Self { wait: Some(wait), ..self }
     }
 
     /// Sets the trusted users.

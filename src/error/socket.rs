@@ -61,8 +61,8 @@ pub enum SocketError {
     },
 
     /// No broker served the socket in time.
-    #[error("no broker on {path} within {waited:?}{}", otherwise.iter().map(|other| format!(", and {other}")).collect::<String>(),
-        path = path.display())]
+    #[error("no broker on {}{}{}", path.display(), within(*waited),
+        otherwise.iter().map(|other| format!(", and {other}")).collect::<String>())]
     NoBroker {
         /// The socket.
         path: PathBuf,
@@ -109,6 +109,11 @@ pub enum SocketError {
 
 fn only_group(name: Option<&str>) -> String {
     name.map(|name| format!(": the socket is for the group {name}")).unwrap_or_default()
+}
+
+/// Nothing if the caller did not wait.
+fn within(waited: Duration) -> String {
+    if waited.is_zero() { String::new() } else { format!(" within {waited:?}") }
 }
 
 fn process_name(pid: i32) -> String {

@@ -21,7 +21,7 @@ from pathlib import Path
 # Waits by name. `socket` is the broker's.
 WAITS = {
     "time.sleep": "time.sleep(600)",
-    "connect": 'vmmfd.connect(socket + ".none", timeout=600)',
+    "connect": 'vmmfd.connect(socket + ".none", wait=600)',
     "get": 'broker.get("none", wait=600)',
     "claim": 'broker.claim("taken", wait=600)',
     "watch": "watch.next()",

@@ -12,7 +12,7 @@ use std::{
 };
 
 use super::{
-    dial::{Dialled, Dialler},
+    dial::{Dialled, Dialler, no_broker},
     holdings::{Handlers, Held, Holdings},
     records::{buffer, is_broken, lock, receive_on, send_on},
     waker::Waker,
@@ -23,7 +23,7 @@ use crate::{
         record::{RecordSocket, check_type},
     },
     driver::Driver,
-    error::{Error, PeerError, Result},
+    error::{Error, PeerError, Result, SocketError},
     memory::{Device, DeviceIdentity},
     sys::fork::ProcessIdentity,
     wire::broker::{Message, Release, Stop, Token},
@@ -31,6 +31,9 @@ use crate::{
 
 /// How many puts are remembered for the next reconnect.
 const MAX_PUTS: usize = 4096;
+
+/// By default, the longest wait for a broker to listen, which may have just been started.
+const APPEARS: Duration = Duration::from_secs(1);
 
 /// A connection that completed the handshake.
 #[derive(Debug)]
@@ -69,23 +72,27 @@ pub(super) struct Exchange<'a> {
 }
 
 impl Connection {
-    /// Connects to the broker at a path. Waits up to the config's timeout for a broker to listen.
+    /// Connects to the broker at a path: see [`Client::connect`](super::Client::connect).
     pub(super) fn connect(path: &Path, config: &Config) -> Result<Self> {
         let (dialler, mut incoming) = (Dialler::new(path, config, config.cancellation()?), buffer());
-        let deadline = deadline_after(config.timeout);
-        let dialled = dialler.dial_until(deadline, 0, &mut incoming)?;
+        let mut dial =
+            |wait| dialler.dial_until(deadline_after(wait), 0, &mut incoming).map_err(|error| no_broker(error, wait));
+        let dialled = match dial(config.wait.unwrap_or(config.timeout.min(APPEARS))) {
+            // A broker listens, but has no room for another connection yet.
+            Err(Error::Socket(SocketError::NotAccepted { .. })) => dial(config.timeout)?,
+            dialled => dialled?,
+        };
         Ok(Self::new(dialled, incoming, Some(Arc::new(dialler))))
     }
 
-    /// Creates a connection on a connected socket. It can reconnect only with a path.
-    pub(super) fn over(socket: OwnedFd, path: Option<&Path>, config: &Config) -> Result<Self> {
+    /// Creates a connection on a connected socket. It can't reconnect.
+    pub(super) fn over(socket: OwnedFd, config: &Config) -> Result<Self> {
         check_type(&socket)?;
         let peer = Peer::of(&socket)?;
         config.trust.check(peer)?;
         let (cancel, mut incoming) = (config.cancellation()?, buffer());
         let dialled = Dialled::handshake(socket, peer, config.timeout, &cancel, &mut incoming)?;
-        let dialler = path.map(|path| Arc::new(Dialler::new(path, config, cancel)));
-        Ok(Self::new(dialled, incoming, dialler))
+        Ok(Self::new(dialled, incoming, None))
     }
 
     fn new(dialled: Dialled, incoming: Vec<u8>, dialler: Option<Arc<Dialler>>) -> Self {

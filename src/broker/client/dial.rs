@@ -46,8 +46,7 @@ impl Dialler {
     /// Connects and does the handshake. Waits until `deadline` for a listener, and up to the timeout for each of its answers.
     pub(super) fn dial(&self, deadline: Instant, incoming: &mut [u8]) -> Result<Dialled> {
         let left = deadline.saturating_duration_since(Instant::now());
-        let connected = connect_socket(&self.path, left, &self.trust, &self.cancel);
-        let (socket, peer) = connected.map_err(|error| no_broker(error, self.timeout))?;
+        let (socket, peer) = connect_socket(&self.path, left, &self.trust, &self.cancel)?;
         Dialled::handshake(socket, peer, self.timeout, &self.cancel, incoming)
     }
 
@@ -110,10 +109,10 @@ impl Dialled {
 }
 
 /// Turns the error of a socket without a listener into an error about a broker.
-fn no_broker(error: Error, timeout: Duration) -> Error {
+pub(super) fn no_broker(error: Error, waited: Duration) -> Error {
     match error {
         Error::Socket(SocketError::Absent { path, .. }) => {
-            Error::Socket(SocketError::NoBroker { path, waited: timeout, otherwise: None })
+            Error::Socket(SocketError::NoBroker { path, waited, otherwise: None })
         }
         other => other,
     }

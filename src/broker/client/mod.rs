@@ -87,7 +87,7 @@ pub struct ObjectInfo {
 }
 
 impl Client {
-    /// Connects to the broker at a path. Waits up to the config's timeout for a broker to listen there.
+    /// Connects to the broker at a path. Waits for a broker to listen there, up to [`Config::wait`], and for its answers, up to the timeout.
     ///
     /// # Errors
     /// [`Error::Socket`] if no broker listens in time or this user may not connect; [`Error::Peer`] if the broker refuses this user, or if
@@ -104,12 +104,7 @@ impl Client {
     /// # Errors
     /// As [`Client::connect`].
     pub fn over(socket: OwnedFd, config: &Config) -> Result<Self> {
-        Connection::over(socket, None, config).map(Arc::new).map(Self)
-    }
-
-    /// Like [`Client::over`], but reconnects at `path`.
-    pub(crate) fn over_at(socket: OwnedFd, path: &Path, config: &Config) -> Result<Self> {
-        Connection::over(socket, Some(path), config).map(Arc::new).map(Self)
+        Connection::over(socket, config).map(Arc::new).map(Self)
     }
 
     /// Adds a handler for lost leases: leases that the broker no longer counts, although this process has not dropped them. Mapped memory

@@ -13,7 +13,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::{
     Client,
     connection::Connection,
-    dial::Dialled,
+    dial::{Dialled, no_broker},
     holdings::{Held, LossReason, Notice},
     put,
     records::{is_broken, lock, unexpected},
@@ -53,7 +53,8 @@ impl Connection {
             dialler.pause(tries)?;
         }
         loop {
-            let dialled = dialler.dial_until(deadline, tries, incoming)?;
+            let dialled =
+                dialler.dial_until(deadline, tries, incoming).map_err(|error| no_broker(error, dialler.timeout))?;
             match self.adopt(dialled, incoming) {
                 Err(error) if is_broken(&error) && Instant::now() < deadline => {}
                 adopted => return adopted,

@@ -19,7 +19,7 @@ use nix::{
 
 use super::{
     connection::Connection,
-    dial::Dialler,
+    dial::{Dialler, no_broker},
     records::{buffer, lock, try_lock},
     waker::Waker,
 };
@@ -177,7 +177,7 @@ impl Watcher {
 
     /// Makes one attempt. Blocks requests only after a broker has answered, so that no request waits for a failing attempt.
     fn try_reconnect(&self, dialler: &Dialler) -> Result<()> {
-        let dialled = dialler.dial(Instant::now(), &mut buffer())?;
+        let dialled = dialler.dial(Instant::now(), &mut buffer()).map_err(|error| no_broker(error, Duration::ZERO))?;
         let Some(connection) = self.connection.upgrade() else { return Ok(()) };
         let Some(mut incoming) = try_lock(&connection.incoming) else { return Ok(()) };
         match connection.is_hung_up() {

@@ -161,6 +161,32 @@ fn stop_ends_a_wait_without_broker() {
 }
 
 #[test]
+fn connect_waits_a_second_unless_asked() {
+    let broker = Scripted::new();
+    let path = broker.path();
+    let folder = broker.end();
+    let begun = Instant::now();
+    let (second, short) = (Duration::from_secs(1), Duration::from_millis(50));
+    let config = Config::default().timeout(10 * PATIENCE);
+    for (config, wait) in [
+        (config.clone(), second),
+        (Config::default().timeout(short), short),
+        (config.clone().wait(short), short),
+        (config.clone().wait(Duration::ZERO), Duration::ZERO),
+    ] {
+        let error = Client::connect(&path, &config).unwrap_err();
+        let Error::Socket(SocketError::NoBroker { waited, .. }) = error else { panic!("{error:?}") };
+        assert_eq!(waited, wait);
+        assert_eq!(error.to_string().contains(" within "), !wait.is_zero(), "{error}");
+    }
+    assert!(begun.elapsed() < PATIENCE);
+    let connecting = thread::spawn(move || Client::connect(&path, &config.wait(PATIENCE)).map(drop));
+    thread::sleep(second + short);
+    let _peer = Scripted::again(folder).greet(FIRST);
+    connecting.join().unwrap().unwrap();
+}
+
+#[test]
 fn client_over_given_socket_never_reconnects() {
     let (ours, theirs) = vmmfd::channel::Channel::socket_pair().unwrap();
     let peer = Peer(Raw(theirs.into()));

@@ -24,8 +24,7 @@ use vmmfd::{
     broker::{Client, DeviceBytes},
     channel::{BrokerPath, Cancel, Trust},
     driver::{Backend, DEVICE_NAME},
-    error::{Error, Result, SocketError},
-    internals::{client_over, connect_socket},
+    error::Result,
     session::Config,
     wire,
 };
@@ -39,10 +38,6 @@ use super::{
     options::{parse_timeout, parse_uid},
     report::Step,
 };
-
-/// The longest wait for a broker to listen, in case it has just been started. Without a broker, a command fails after this time, not after
-/// its `--timeout`.
-const APPEARS: Duration = Duration::from_secs(1);
 
 /// Options of the connection to the broker.
 #[derive(Debug, Clone, Args)]
@@ -63,7 +58,7 @@ struct MeetBroker {
 }
 
 impl MeetBroker {
-    /// Connects to the broker. Waits at most [`APPEARS`] for it to listen, and the timeout for it to accept.
+    /// Connects to the broker.
     ///
     /// # Errors
     /// As [`Client::connect`].
@@ -77,16 +72,8 @@ impl MeetBroker {
         let path = found.path();
         let trust = Trust { uids: self.allow_uids.clone() };
         let config = Config::default().timeout(self.timeout).trust(trust).cancel(cancel);
-        let connect = |wait| connect_socket(path, wait, &config.trust, cancel);
-        let socket = match connect(self.timeout.min(APPEARS)) {
-            Err(Error::Socket(SocketError::Absent { path, waited })) => {
-                let absent = SocketError::NoBroker { path, waited, otherwise: None };
-                return Err(found.complete(Error::Socket(absent)));
-            }
-            Err(Error::Socket(SocketError::NotAccepted { .. })) => connect(self.timeout)?.0,
-            connected => connected?.0,
-        };
-        Ok((client_over(socket, path, &config)?, path.to_owned()))
+        let client = Client::connect(path, &config).map_err(|error| found.complete(error))?;
+        Ok((client, path.to_owned()))
     }
 }
 
