@@ -41,7 +41,7 @@ const CONTAINER: (&str, &str) = ("container", "a-test");
 /// One failure of each kind, and one for each probe with its own rules. The tests beside the rules cover every rule.
 const CASES: &[Case] = &[
     case("fabric-manager", "driver", "failed", &[(FAIL, "cuInit:1:802")]),
-    case("no-device-in-container", "driver", "failed", &[(DEVICES, "0"), CONTAINER]),
+    case("no-gpu-visible", "driver", "failed", &[(DEVICES, "0"), CONTAINER]),
     case("driver-hangs", "driver", "failed", &[(SLOW, "cuInit:3600000")]),
     case("mps", "driver", "failed", &[(FAIL, "cuInit:1:805"), ("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")]),
     case("out-of-memory", "memory", "failed", &[(FAIL, "cuMemCreate:1:2")]),
@@ -103,7 +103,7 @@ pub(crate) fn has_driver() -> bool {
 fn each_failure_has_its_rule() {
     let meeting = Meeting::fake();
     for Case { rule, probe, status, settings } in CASES {
-        if *rule == "no-device-in-container" && has_driver() {
+        if *rule == "no-gpu-visible" && has_driver() {
             continue;
         }
         assert_explained(&doctor(&meeting, probe, settings).end().json(), probe, status, rule);
@@ -138,7 +138,7 @@ fn unloadable_library_is_broken() {
     let driver = || doctor(&meeting, "driver", &[CONTAINER]).env("LD_LIBRARY_PATH", folder.path());
     if !has_driver() {
         let report = driver().end().code(3).json();
-        assert_explained(&report, "driver", "unsupported", "library-missing-container");
+        assert_explained(&report, "driver", "unsupported", "no-gpu-visible");
         for garbage in ["", "short", &"no library at all ".repeat(100)] {
             fs::write(&library, garbage).unwrap();
             assert_explained(&driver().end().code(1).json(), "driver", "failed", "library-broken");

@@ -43,6 +43,7 @@ impl Environment {
             ("label", self.label.clone().filter(|label| label != "unconfined")),
             ("/proc", owned((self.own_proc == Some(false)).then_some("of another PID namespace"))),
             ("confidential", self.confidential.as_ref().map(|kind| format!("a virtual machine of kind {kind}"))),
+            ("PCI GPUs", (!self.pci_gpus.is_empty()).then(|| self.pci_gpus.join(" "))),
             (
                 "module",
                 Some(self.module.as_ref().map_or_else(|| "none".to_owned(), |module| format!("{module}{open}"))),

@@ -34,6 +34,8 @@ pub struct Environment {
     pub own_proc: Option<bool>,
     /// The kind of confidential virtual machine, `tdx` or `sev-snp`, if recognised.
     pub confidential: Option<String>,
+    /// The PCI addresses of NVIDIA's GPUs. A container sees those of its host.
+    pub pci_gpus: Vec<String>,
     /// The version of NVIDIA's kernel module.
     pub module: Option<String>,
     /// Whether it is the open module; absent without a module.

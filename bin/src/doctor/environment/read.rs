@@ -55,6 +55,7 @@ impl Environment {
                 .ok()
                 .map(|link| link == Path::new(&std::process::id().to_string())),
             confidential: confidential(root),
+            pci_gpus: pci_gpus(&at("sys/bus/pci/devices")),
             module: module.as_deref().and_then(module_version),
             module_open: module.as_deref().map(|text| text.contains("Open Kernel Module")),
             mps: set("CUDA_MPS_PIPE_DIRECTORY")
@@ -153,6 +154,14 @@ fn module_version(text: &str) -> Option<String> {
 fn partitioned(root: &Path) -> bool {
     let gpus = entries(&root.join("proc/driver/nvidia/capabilities"), |name| name.starts_with("gpu"));
     gpus.iter().any(|gpu| !entries(&gpu.join("mig"), |name| name.starts_with("gi")).is_empty())
+}
+
+/// The addresses of the display controllers (class 3) of vendor NVIDIA. Its network cards and bridges are other classes.
+fn pci_gpus(folder: &Path) -> Vec<String> {
+    let starts = |file: PathBuf, with: &str| fs::read_to_string(file).is_ok_and(|text| text.starts_with(with));
+    let is_gpu = |device: &PathBuf| starts(device.join("vendor"), "0x10de") && starts(device.join("class"), "0x03");
+    let gpus = entries(folder, |_| true).into_iter().filter(is_gpu);
+    gpus.filter_map(|device| device.file_name()?.to_str().map(str::to_owned)).collect()
 }
 
 /// The entries of a folder, sorted by length and name, so that numbers are in order.

@@ -121,6 +121,27 @@ fn kernel_module_version_and_kind() {
 }
 
 #[test]
+fn pci_gpus_are_display_controllers() {
+    let device = |address: &str, vendor: &str, class: &str| {
+        let file = |name: &str, text: &str| (format!("sys/bus/pci/devices/{address}/{name}"), format!("{text}\n"));
+        [file("vendor", vendor), file("class", class)]
+    };
+    let files: Vec<(String, String)> = [
+        device("0000:1b:00.0", "0x10de", "0x030200"),
+        device("0000:01:00.0", "0x10de", "0x030000"),
+        device("0000:01:00.1", "0x10de", "0x040300"),
+        device("0000:02:00.0", "0x8086", "0x030000"),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    let files: Vec<(&str, &str)> = files.iter().map(|(path, text)| (&**path, &**text)).collect();
+    let seen = read(&files);
+    assert_eq!(seen.pci_gpus, ["0000:01:00.0", "0000:1b:00.0"]);
+    assert!(has_line(&seen, "PCI GPUs", "0000:01:00.0 0000:1b:00.0"));
+}
+
+#[test]
 fn mps_is_recognised() {
     assert_eq!(read_with(&[], &[("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")]).mps.as_deref(), Some("/run/mps"));
     assert_eq!(read(&[("tmp/nvidia-mps/control", "")]).mps.as_deref(), Some("/tmp/nvidia-mps"));

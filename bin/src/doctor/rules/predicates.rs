@@ -74,6 +74,11 @@ pub(super) fn no_device(finding: &Finding) -> bool {
     is_of(finding, &["driver"]) && error_code(finding) == Some(code::NO_DEVICE)
 }
 
+/// Whether nothing on this machine indicates an NVIDIA GPU.
+pub(super) fn no_gpu(environment: &Environment) -> bool {
+    environment.pci_gpus.is_empty() && environment.module.is_none() && environment.nodes.is_empty()
+}
+
 pub(super) fn cu_init_unknown(finding: &Finding) -> bool {
     is_of(finding, &["driver"]) && error_code(finding) == Some(code::UNKNOWN)
 }

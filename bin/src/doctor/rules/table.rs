@@ -6,7 +6,7 @@ use super::{
     Rule,
     predicates::{
         SHARING, VMM, categories, cu_init_unknown, device_hidden, error_code, error_kind, fabric_denied, has_error,
-        has_problem, has_reason, is_call, is_gpu, is_killed, is_of, no_device, no_library, other_categories,
+        has_problem, has_reason, is_call, is_gpu, is_killed, is_of, no_device, no_gpu, no_library, other_categories,
         unsupported,
     },
 };
@@ -19,6 +19,19 @@ use crate::doctor::{
 
 /// All rules, the most specific first.
 pub const RULES: &[Rule] = &[
+    Rule {
+        name: "no-gpu-visible",
+        symptom: "`no CUDA driver library loads` or `the CUDA driver finds no device`, without a PCI device, a kernel module \
+                  or a device node of NVIDIA",
+        cause: "No NVIDIA GPU is visible: either this machine has none, or this container or virtual machine was started \
+                without it.",
+        remedy: "If the machine has a GPU, start the container with it: `--gpus all` for Docker, a limit of nvidia.com/gpu \
+                 for Kubernetes, `--device nvidia.com/gpu=all` for podman; if not, try every command on host memory with \
+                 `--backend host` or VMMFD_BACKEND=host, as `make demo` does in the source tree.",
+        matches: |finding, environment, _| {
+            (has_reason(finding, Reason::LibraryMissing) || no_device(finding)) && no_gpu(environment)
+        },
+    },
     // Containers, and programs built for another C library.
     Rule {
         name: "musl",
@@ -47,8 +60,8 @@ pub const RULES: &[Rule] = &[
         name: "selinux-categories",
         symptom: "`does not let this user connect`, although the modes permit it, or `descriptors were cut off`, \
                   between processes of different SELinux categories",
-        cause: "SELinux gives each container its own categories, and prevents a process from connecting to a socket, \
-                or receiving a descriptor, of another container.",
+        cause: "SELinux, which usually gives each container its own categories, does not let this process connect to a \
+                socket, or receive a descriptor, of a process with another label.",
         remedy: "Give both containers the same label: one pod in Kubernetes, or the same \
                  seLinuxOptions.level; --security-opt label=level:s0:c100,c200 for Docker and Podman.",
         matches: |finding, environment, peer| {
@@ -62,8 +75,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "legacy-namespaces",
         symptom: "`legacy` fails between different PID or IPC namespaces",
-        cause: "The driver identifies the owner of a legacy handle by its pid: two processes that are both pid 1, each \
-                in its own PID namespace, look like one process to it.",
+        cause: "The processes are in different namespaces, and the driver identifies the owner of a legacy handle by its \
+                pid: two processes that are both pid 1 may look like one process to it.",
         remedy: "Share by file descriptor, which works across namespaces: --mechanism vmm, the default.",
         matches: |finding, environment, peer| {
             let apart = peer.is_some_and(|peer| {
@@ -87,7 +100,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "broker-stale",
         symptom: "`broker` fails: no process listens on its socket",
-        cause: "The broker that created the socket was killed before it could remove it.",
+        cause: "The socket's file exists without a listener: a broker that was killed, or a restart of the machine, \
+                leaves it.",
         remedy: "Start `vmmfd serve`, which replaces the socket, or remove the file if no broker is needed.",
         matches: |finding, _, _| has_problem(finding, problem::STALE),
     },
@@ -130,7 +144,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "stub-library",
         symptom: "`is the CUDA toolkit's stub library`",
-        cause: "A toolkit's stubs folder on the loader's path hides the driver.",
+        cause: "The loader found a CUDA toolkit's stub library, which serves only to link programs, and no driver \
+                before it.",
         remedy: "Remove the folder from LD_LIBRARY_PATH and from the loader's configuration (/etc/ld.so.conf.d).",
         matches: |finding, environment, _| {
             let stub = environment.library.as_ref().is_some_and(|library| library.stub);
@@ -157,17 +172,18 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "library-missing-wsl",
         symptom: "`no CUDA driver library loads`, on WSL2",
-        cause: "On WSL2 the driver library comes from Windows, in /usr/lib/wsl/lib, and is missing there.",
+        cause: "The loader finds no driver library, which on WSL2 comes from Windows, in /usr/lib/wsl/lib.",
         remedy: "Install NVIDIA's driver in Windows but not in Linux, then run `wsl --update` and `wsl --shutdown`.",
         matches: |finding, environment, _| no_library(finding) && environment.wsl,
     },
     Rule {
         name: "library-missing-container",
         symptom: "`no CUDA driver library loads`, in a container",
-        cause: "The container was started without the driver library, which comes from the host and not from the \
-                image.",
-        remedy: "Start it with the GPU: `--gpus all` for Docker, a limit of nvidia.com/gpu for Kubernetes, `--device \
-                 nvidia.com/gpu=all` for podman; NVIDIA_DRIVER_CAPABILITIES must include compute.",
+        cause: "The loader finds no driver library in this container, which gets it from the host and not from its \
+                image: either the container was started without the GPU, or the host has no driver.",
+        remedy: "Check `nvidia-smi` on the host, and start the container with the GPU: `--gpus all` for Docker, a limit of \
+                 nvidia.com/gpu for Kubernetes, `--device nvidia.com/gpu=all` for podman; NVIDIA_DRIVER_CAPABILITIES \
+                 must include compute.",
         matches: |finding, environment, _| no_library(finding) && environment.container.is_some(),
     },
     Rule {
@@ -188,9 +204,10 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "fabric-manager",
         symptom: "`CUDA_ERROR_SYSTEM_NOT_READY (802)`",
-        cause: "The machine has NVSwitches, and NVIDIA's Fabric Manager has not configured them.",
+        cause: "The driver waits for a service: usually for NVIDIA's Fabric Manager, on a machine with NVSwitches, or, \
+                with confidential computing, for the GPU to be set ready.",
         remedy: "Start nvidia-fabricmanager in exactly the driver's version, and check its log and `nvidia-smi -q` \
-                 (Fabric State must be Completed).",
+                 (Fabric State must be Completed); with confidential computing, run `nvidia-smi conf-compute -srs 1`.",
         matches: |finding, _, _| error_code(finding) == Some(802),
     },
     Rule {
@@ -227,7 +244,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "no-device-in-container",
         symptom: "`the CUDA driver finds no device`, in a container without `/dev/nvidia0`",
-        cause: "The container has the driver library but no GPU.",
+        cause: "The container has the driver library but no device node of a GPU.",
         remedy: "Start it with the GPU: `--gpus all` for Docker, a limit of nvidia.com/gpu for Kubernetes.",
         matches: |finding, environment, _| {
             no_device(finding) && environment.container.is_some() && !environment.nodes.iter().any(is_gpu)
@@ -264,8 +281,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "driver-broken",
         symptom: "`cuInit failed: CUDA_ERROR_UNKNOWN (999)`",
-        cause: "The driver is installed, but its kernel module is in a bad state, often after a suspend or a GPU \
-                error.",
+        cause: "The driver gives no reason: often its kernel module is in a bad state, after a suspend or a GPU error.",
         remedy: "Check `dmesg` for NVRM and Xid, then reload the module nvidia_uvm, reset the GPU or reboot.",
         matches: |finding, _, _| cu_init_unknown(finding),
     },
@@ -280,7 +296,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "few-descriptors",
         symptom: "`open files are needed`, `descriptors were cut off`, `Too many open files`",
-        cause: "The limit of open files is too low: each shared allocation needs a descriptor.",
+        cause: "The limit of open files is too low, as each shared allocation needs a descriptor; or, if descriptors \
+                were cut off, a security module may have refused them.",
         remedy: "Raise `ulimit -n` (LimitNOFILE of a systemd unit, --ulimit nofile of Docker), and close descriptors \
                  after importing them.",
         matches: |finding, _, _| {
@@ -362,17 +379,17 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "gvisor-export",
         symptom: "`cuMemExportToShareableHandle` fails, in gVisor",
-        cause: "gVisor forwards only driver requests that it knows, and does not know one that an export makes on \
-                machines with NVSwitches.",
+        cause: "gVisor forwards only driver requests that it knows: some versions do not know one that an export makes \
+                on machines with NVSwitches.",
         remedy: "Use a newer runsc, or another runtime for this container.",
         matches: |finding, environment, _| environment.gvisor && is_call(finding, "cuMemExportToShareableHandle"),
     },
     Rule {
         name: "confidential",
         symptom: "`CUDA_ERROR_NOT_SUPPORTED (801)`, on a confidential machine",
-        cause: "With confidential computing the GPU can't access the host's memory, and the driver refuses calls that \
-                need it.",
-        remedy: "Share device memory instead, or disable confidential computing.",
+        cause: "This is a confidential virtual machine: if its GPU is in confidential mode, it can't access the host's \
+                memory, and the driver refuses calls that need it.",
+        remedy: "Check `nvidia-smi conf-compute -f`; share device memory instead, or disable confidential computing.",
         matches: |finding, environment, _| {
             environment.confidential.is_some() && error_code(finding) == Some(code::NOT_SUPPORTED)
         },
@@ -461,7 +478,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "gpu-hidden-by-variable",
         symptom: "`CUDA_ERROR_INVALID_DEVICE (101)` at an import, with `CUDA_VISIBLE_DEVICES` set",
-        cause: "CUDA_VISIBLE_DEVICES hides the GPU that owns the memory from the importer.",
+        cause: "The importer does not see the GPU that owns the memory, probably because CUDA_VISIBLE_DEVICES hides it.",
         remedy: "Make that GPU visible to both processes, and compare UUIDs: ordinals count only visible devices.",
         matches: |finding, environment, _| device_hidden(finding) && environment.visible_devices.is_some(),
     },
@@ -487,8 +504,8 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "host-numa-filtered",
         symptom: "`cuMemCreate` of `host-numa` fails in a container, or under a seccomp filter",
-        cause: "The container's seccomp filter denies NUMA calls such as get_mempolicy, which the driver needs for \
-                host memory.",
+        cause: "Probably a seccomp filter denies NUMA calls such as get_mempolicy, as containers' filters do: the driver \
+                needs them for host memory.",
         remedy: "Give the container --cap-add SYS_NICE, or a seccomp profile that allows them.",
         matches: |finding, environment, _| {
             let filtered = environment.seccomp.map_or(environment.container.is_some(), |mode| mode == 2);
@@ -583,7 +600,7 @@ pub const RULES: &[Rule] = &[
     Rule {
         name: "crashed",
         symptom: "another signal kills a probe",
-        cause: "The driver crashed the probe's process.",
+        cause: "A signal ended the probe's process, usually because the driver crashed.",
         remedy: "Check `dmesg` for NVRM and Xid, update the driver, and report the crash with the output of `vmmfd \
                  doctor --json`.",
         matches: |finding, _, _| is_killed(finding).is_some(),

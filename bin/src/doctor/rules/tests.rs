@@ -73,6 +73,14 @@ fn container() -> Environment {
     env(|env| env.container = Some("docker".to_owned()))
 }
 
+/// A machine without a sign of a GPU.
+fn bare(change: impl FnOnce(&mut Environment)) -> Environment {
+    env(|env| {
+        env.nodes.clear();
+        change(env);
+    })
+}
+
 fn without_gpu_node(mut environment: Environment) -> Environment {
     environment.nodes.remove(0);
     environment
@@ -141,6 +149,18 @@ fn library_cases() -> Vec<Case> {
     let denied_node = || env(|env| env.nodes[0].usable = false);
     let stub = || env(|env| env.library.as_mut().unwrap().stub = true);
     vec![
+        case(
+            "no-gpu-visible",
+            (gone(), bare(|_| {})),
+            (gone(), bare(|env| env.pci_gpus = vec!["0000:01:00.0".to_owned()])),
+        ),
+        case(
+            "no-gpu-visible",
+            (no_device(), bare(|_| {})),
+            (no_device(), bare(|env| env.module = Some("580.1".to_owned()))),
+        ),
+        case("no-gpu-visible", (gone(), bare(|env| env.container = Some("docker".to_owned()))), (gone(), container())),
+        case("no-gpu-visible", (gone(), bare(|env| env.driver_capabilities = Some("utility".to_owned()))), init(999)),
         case("stub-library", failed("driver", LoadError::Stub { library: library() }), init(999)),
         case("stub-library", (init(999), stub()), (timeout("import"), stub())),
         case("library-broken", (no_library("/lib/libcuda.so.1: file too short"), container()), (gone(), container())),
