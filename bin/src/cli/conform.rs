@@ -18,10 +18,9 @@ use crate::{
     schema::{Named, VERSION, document},
 };
 
-/// Acts as the peer of an implementation of the protocol, and reports the rules of docs/protocol.md or, for a broker,
-/// of docs/broker-protocol.md that it breaks
+/// Tests an implementation of the protocol, as its peer
 ///
-/// The memory is on the host backend: no GPU is needed or tested. As a producer or a publisher, this command listens, and each connection
+/// Reports the rules of docs/protocol.md or, for a broker, of docs/broker-protocol.md that it breaks. The memory is on the host backend: no GPU is needed or tested. As a producer or a publisher, this command listens, and each connection
 /// is one case: restart the peer until this command exits. As a consumer, a subscriber or a client, it connects once per case: let the
 /// peer serve any number of connections. Most cases break a rule on purpose, and the peer must detect it.
 #[derive(Debug, Args)]

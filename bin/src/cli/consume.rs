@@ -26,7 +26,7 @@ use super::{
 };
 use crate::check::{self, DataVerifier, files::Target, pattern::EngineChoice};
 
-/// Imports a buffer from a producer, verifies it and reports the result.
+/// Imports a buffer from a producer and verifies it.
 ///
 /// Waits for the producer if it is started first.
 #[derive(Debug, Args)]

@@ -26,7 +26,7 @@ use crate::{
     units::about,
 };
 
-/// Lists the devices and tests each mechanism: allocates and exports one granule with it
+/// Lists the devices, and exports one granule with each mechanism
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("listed"; 2 3 5 130))]
 pub(super) struct DevicesOptions {

@@ -35,7 +35,7 @@ const CODES: &str = exit_codes!(
     "a required probe failed, or the installed driver does not start"; 2 3 4 5 130
 );
 
-/// Tests whether this machine can share GPU memory between processes, and reports the causes if it can't
+/// Tests whether this machine can share GPU memory, and why not
 #[derive(Debug, Args)]
 #[command(after_help = CODES, args_conflicts_with_subcommands = true)]
 pub(super) struct DoctorOptions {

@@ -5,7 +5,9 @@ use clap::Command;
 const EXAMPLES: [(&str, &str); 23] = [
     (
         "vmmfd",
-        "vmmfd doctor                       # can this machine share GPU memory?
+        "vmmfd doctor
+vmmfd produce &
+vmmfd consume
 vmmfd serve &
 vmmfd put models/tiny --from weights.bin --digest
 vmmfd get models/tiny --to copy.bin",
@@ -62,7 +64,7 @@ vmmfd stat models/tiny --version 1",
     (
         "vmmfd rm",
         "vmmfd rm models/tiny
-vmmfd rm --prefix models/old/ --dry-run      # prints a code for --confirm
+vmmfd rm --prefix models/old/ --dry-run
 vmmfd rm --prefix models/old/ --confirm 6e1e545acec5",
     ),
     (
@@ -127,16 +129,18 @@ pub(super) fn add(command: Command, path: &str, name: &str) -> Command {
     let Some(examples) = of(path) else { return command };
     let codes = command.get_after_help().map(|codes| format!("\n\n{codes}")).unwrap_or_default();
     let examples = examples.replace(path, name).replace('\n', "\n  ");
-    command.after_long_help(format!("Examples:\n  {examples}{codes}"))
+    let text = format!("Examples:\n  {examples}{codes}");
+    // The overview of the commands shows its examples also in short.
+    if path == "vmmfd" { command.after_help(text) } else { command.after_long_help(text) }
 }
 
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
 
-    /// The words of a line, without its comment and its redirection. A quoted word may have spaces.
+    /// The words of a line, without its redirection. A quoted word may have spaces.
     fn words(line: &str) -> Vec<String> {
-        let line = line.split(['#', '>', '&']).next().unwrap_or_default();
+        let line = line.split(['>', '&']).next().unwrap_or_default();
         let parts = line.split('\'').enumerate();
         let words = parts.flat_map(|(at, part)| match at % 2 {
             0 => part.split_whitespace().map(str::to_owned).collect(),

@@ -36,8 +36,8 @@ macro_rules! exit_codes {
     (@ 2) => { "\n  2    bad usage" };
     (@ 3) => { "\n  3    not supported here: no driver, no such device, no sharing by descriptor" };
     (@ 4) => { "\n  4    the peer failed: absent, gone, timed out, refused, or broke the protocol" };
-    (@ 5) => { "\n  5    the driver or the system failed: out of memory, unsafe folder, live socket" };
-    (@ 130) => { "\n  130  interrupted (SIGINT); 143 terminated (SIGTERM); 129 terminal closed (SIGHUP)" };
+    (@ 5) => { "\n  5    the driver or system failed: out of memory, unsafe folder, live socket" };
+    (@ 130) => { "\n  130  interrupted (SIGINT); 143 SIGTERM; 129 SIGHUP, as of a closed terminal" };
     ($ok:literal $(, $no:literal)?; $($code:tt)*) => {
         concat!("Exit codes:\n  0    ", $ok, $("\n  1    ", $no,)? $($crate::exit_codes!(@ $code)),*)
     };

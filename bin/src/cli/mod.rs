@@ -21,6 +21,7 @@ mod report;
 mod root;
 mod run;
 mod schema;
+mod suggest;
 mod values;
 
 pub use self::{

@@ -15,7 +15,9 @@ use super::{
 };
 use crate::schema::{Named, VERSION, document};
 
-/// Prints completions for a shell: of the options, and in bash, zsh and fish of the names of objects
+/// Prints completions for a shell
+///
+/// They complete commands and options, and in bash, zsh and fish the names of objects.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("printed"; 2 5))]
 pub(super) struct CompletionsOptions {

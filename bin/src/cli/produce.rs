@@ -21,7 +21,7 @@ use crate::check::{
     pattern::{EngineChoice, random_salt},
 };
 
-/// Fills a buffer with a pattern or a file, and shares it with consumers that verify it.
+/// Fills a buffer and shares it with consumers, which verify it.
 #[derive(Debug, Args)]
 pub struct Produce {
     #[command(flatten)]

@@ -5,10 +5,7 @@ use std::{
     process::ExitCode,
 };
 
-use clap::{
-    Args, CommandFactory, FromArgMatches, Parser, Subcommand,
-    error::{ContextKind, ContextValue},
-};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use serde_json::Value;
 use vmmfd::{Result, internals::keeper::Role};
 
@@ -26,10 +23,11 @@ use super::{
     pages::{CompletionsOptions, ManOptions, Pages},
     run::{Tool, one_line, run_session, run_tool, usage},
     schema::{SchemaOptions, Schemas},
+    suggest,
 };
 use crate::{child, cli::EXIT_CODES, doctor};
 
-/// Shares GPU memory between processes: hands it over, keeps it under names, tests the machine and measures.
+/// Hands GPU memory between processes, keeps it under names, tests the machine
 #[derive(Debug, Parser)]
 #[command(
     name = "vmmfd",
@@ -52,8 +50,6 @@ enum Command {
     #[command(disable_help_flag = true)]
     Serve(ServeOptions),
     #[command(disable_help_flag = true)]
-    Keeper(KeeperOptions),
-    #[command(disable_help_flag = true)]
     Status(StatusOptions),
     #[command(disable_help_flag = true)]
     Put(Box<PutOptions>),
@@ -70,18 +66,20 @@ enum Command {
     #[command(disable_help_flag = true)]
     Watch(WatchOptions),
     #[command(disable_help_flag = true)]
-    Exporter(ExporterOptions),
-    #[command(disable_help_flag = true)]
     Doctor(DoctorOptions),
     #[command(disable_help_flag = true)]
     Devices(DevicesOptions),
-    /// Measures handoffs between two real processes, compared with the driver's own calls
+    /// Measures handoffs between processes, and the driver's own calls
     #[command(disable_help_flag = true)]
     Bench {
         /// Options of vmmfd-bench: see --help
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTIONS")]
         options: Vec<OsString>,
     },
+    #[command(disable_help_flag = true)]
+    Keeper(KeeperOptions),
+    #[command(disable_help_flag = true)]
+    Exporter(ExporterOptions),
     #[command(disable_help_flag = true)]
     Conform(ConformOptions),
     #[command(disable_help_flag = true)]
@@ -101,53 +99,70 @@ enum Command {
     Child { task: String },
 }
 
-/// The commands, for the JSON object of bad usage.
-const NAMES: [&str; 21] = [
-    "produce",
-    "consume",
-    ServeOptions::NAME,
-    KeeperOptions::NAME,
-    StatusOptions::NAME,
-    PutOptions::NAME,
-    GetOptions::NAME,
-    LsOptions::NAME,
-    StatOptions::NAME,
-    RmOptions::NAME,
-    WhoOptions::NAME,
-    WatchOptions::NAME,
-    ExporterOptions::NAME,
-    DoctorOptions::NAME,
-    DevicesOptions::NAME,
-    BENCH,
-    ConformOptions::NAME,
-    Pages::<CompletionsOptions>::NAME,
-    Pages::<ManOptions>::NAME,
-    Schemas::NAME,
-    "help",
+/// The commands in the groups of `--help`.
+const GROUPS: suggest::Groups = [
+    ("Try", &["produce", "consume"]),
+    (
+        "Broker",
+        &[
+            ServeOptions::NAME,
+            StatusOptions::NAME,
+            PutOptions::NAME,
+            GetOptions::NAME,
+            LsOptions::NAME,
+            StatOptions::NAME,
+            RmOptions::NAME,
+            WhoOptions::NAME,
+            WatchOptions::NAME,
+        ],
+    ),
+    ("Diagnose", &[DoctorOptions::NAME, DevicesOptions::NAME, BENCH]),
+    (
+        "Advanced",
+        &[
+            KeeperOptions::NAME,
+            ExporterOptions::NAME,
+            ConformOptions::NAME,
+            Pages::<CompletionsOptions>::NAME,
+            Pages::<ManOptions>::NAME,
+            Schemas::NAME,
+            "help",
+        ],
+    ),
 ];
 
-/// Other names of the commands, for suggestions.
-const SYNONYMS: [(&str, &[&str]); 11] = [
-    (PutOptions::NAME, &["add", "create", "load", "publish", "store", "upload"]),
-    (GetOptions::NAME, &["cat", "download", "fetch", "pull", "read"]),
-    (LsOptions::NAME, &["list"]),
-    (StatOptions::NAME, &["describe", "info", "inspect", "show"]),
-    (RmOptions::NAME, &["del", "delete", "drop", "remove", "unlink"]),
-    (WhoOptions::NAME, &["holders", "leases", "ps", "users"]),
-    (WatchOptions::NAME, &["events", "follow", "monitor", "tail"]),
-    (ServeOptions::NAME, &["broker", "daemon", "run", "server", "start"]),
-    (ExporterOptions::NAME, &["metrics", "prometheus"]),
-    (DoctorOptions::NAME, &["check", "diagnose", "test"]),
-    (DevicesOptions::NAME, &["gpus"]),
-];
+fn names() -> impl Iterator<Item = &'static str> {
+    GROUPS.iter().flat_map(|(_, names)| *names).copied()
+}
 
 /// The parser of a program.
 fn parser(name: &str) -> clap::Command {
     match name {
         Produce::ROLE => examples::add(standalone::<Produce>(Produce::ROLE), "vmmfd produce", name),
         Consume::ROLE => examples::add(standalone::<Consume>(Consume::ROLE), "vmmfd consume", name),
-        _ => examples::add(Options::command(), "vmmfd", "vmmfd"),
+        _ => examples::add(grouped(Options::command()), "vmmfd", "vmmfd").max_term_width(COLUMNS),
     }
+}
+
+/// The widest help.
+const COLUMNS: usize = 80;
+
+/// Lists the commands in groups: clap has one list.
+fn grouped(command: clap::Command) -> clap::Command {
+    let (header, literal) = (command.get_styles().get_header(), command.get_styles().get_literal());
+    let mut list = String::new();
+    for (group, names) in GROUPS {
+        list += &format!("{header}{group}:{header:#}\n");
+        for name in names {
+            let about = command.find_subcommand(name).and_then(clap::Command::get_about).cloned().unwrap_or_default();
+            list += &format!("  {literal}{name:<11}{literal:#}  {about}\n");
+        }
+        list.push('\n');
+    }
+    let template = format!(
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{list}{header}Options:{header:#}\n{{options}}{{after-help}}"
+    );
+    command.help_template(template)
 }
 
 /// The parser of a command as a separate program.
@@ -156,24 +171,25 @@ fn standalone<A: Args>(name: &'static str) -> clap::Command {
         .version(env!("CARGO_PKG_VERSION"))
         .after_help(EXIT_CODES)
         .disable_help_flag(true)
-        .disable_version_flag(true);
+        .disable_version_flag(true)
+        .max_term_width(COLUMNS);
     let version = clap::Arg::new("version").short('V').long("version").action(clap::ArgAction::Version);
     A::augment_args(command).arg(version.help("Print the version").help_heading("Output"))
 }
 
-/// Parses a command line. The error of a synonym suggests the command.
+/// Parses a command line of `vmmfd`.
 fn parse_from(arguments: impl IntoIterator<Item = OsString>) -> Result<Options, clap::Error> {
-    let matches = parser("vmmfd").try_get_matches_from(arguments).map_err(|mut error| {
-        let unknown = match error.get(ContextKind::InvalidSubcommand) {
-            Some(ContextValue::String(word)) => word.as_str(),
-            _ => return error,
-        };
-        if let Some((command, _)) = SYNONYMS.iter().find(|(_, words)| words.contains(&unknown)) {
-            error.insert(ContextKind::SuggestedSubcommand, ContextValue::Strings(vec![(*command).to_owned()]));
-        }
-        error
-    })?;
-    Options::from_arg_matches(&matches)
+    Options::from_arg_matches(&matches_of(|| parser("vmmfd"), arguments)?)
+}
+
+/// Parses a command line. The error of an unknown word has a suggestion.
+fn matches_of(
+    parser: impl Fn() -> clap::Command,
+    arguments: impl IntoIterator<Item = OsString>,
+) -> Result<clap::ArgMatches, clap::Error> {
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    let matches = parser().try_get_matches_from(&arguments);
+    matches.map_err(|error| suggest::improve(error, parser(), &arguments, (&self::parser("vmmfd"), GROUPS)))
 }
 
 /// Parses the command line and, for `serve`, its options file. `help` becomes `--help` of its command.
@@ -229,14 +245,15 @@ pub fn main() -> ExitCode {
         },
         Err(error) => {
             let name = std::env::args_os().nth(1).and_then(|name| name.into_string().ok());
-            usage(&error, NAMES.into_iter().find(|known| name.as_deref() == Some(known)))
+            usage(&error, names().find(|known| name.as_deref() == Some(known)))
         }
     }
 }
 
 /// The `main` of a command as a separate program.
 pub fn main_of<S: Session + Args>() -> ExitCode {
-    let parsed = parser(S::ROLE).try_get_matches().and_then(|matches| S::from_arg_matches(&matches));
+    let matches = matches_of(|| parser(S::ROLE), std::env::args_os());
+    let parsed = matches.and_then(|matches| S::from_arg_matches(&matches));
     match parsed {
         Ok(session) => run_session(session),
         Err(error) => usage(&error, Some(S::ROLE)),
@@ -262,8 +279,8 @@ pub fn main_of_tool<T: Tool + Args>(program: &'static str, task: impl FnOnce(Val
         _ => {}
     }
     let path = format!("vmmfd {}", T::NAME);
-    let parser = examples::add(standalone::<T>(program), &path, &path).bin_name(path);
-    let parsed = parser.try_get_matches().and_then(|matches| T::from_arg_matches(&matches));
+    let parser = || examples::add(standalone::<T>(program), &path, &path).bin_name(&path);
+    let parsed = matches_of(parser, std::env::args_os()).and_then(|matches| T::from_arg_matches(&matches));
     match parsed {
         Ok(tool) => run_tool(tool),
         Err(error) => usage(&error, Some(T::NAME)),
@@ -284,11 +301,19 @@ mod tests {
         let parser = parser("vmmfd");
         let commands: Vec<&str> =
             parser.get_subcommands().filter(|sub| !sub.is_hide_set()).map(clap::Command::get_name).collect();
-        assert_eq!(commands, NAMES);
-        assert!(
-            SYNONYMS
-                .iter()
-                .all(|(command, words)| NAMES.contains(command) && words.iter().all(|word| !NAMES.contains(word)))
-        );
+        assert_eq!(commands, names().collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn suggested_names_exist() {
+        let all = parser("vmmfd");
+        for (name, words) in suggest::COMMANDS {
+            assert!(all.find_subcommand(name).is_some(), "{name}");
+            assert!(words.iter().all(|word| all.find_subcommand(word).is_none()), "{words:?}");
+        }
+        // Only vmmfd-bench, another package, has --count.
+        for (option, _) in suggest::OPTIONS.iter().filter(|(option, _)| !option.starts_with("--count")) {
+            assert!(all.get_subcommands().any(|command| suggest::has(command, option)), "{option}");
+        }
     }
 }

@@ -17,7 +17,7 @@ use vmmfd_cli::{
 
 use crate::{self as bench, Bench, BenchReport};
 
-/// Measures handoffs between two real processes, compared with the driver's own calls
+/// Measures handoffs between processes, and the driver's own calls
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("measured", "nothing could be measured: the report says why"; 2 3 5 130))]
 pub struct BenchOptions {

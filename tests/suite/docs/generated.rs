@@ -40,10 +40,10 @@ fn help(command: &str) -> String {
 
 /// The subcommands in a help text.
 fn subcommands(help: &str) -> Vec<String> {
-    let Some((_, list)) = help.split_once("\nCommands:\n") else { return Vec::new() };
+    let list = help.split("\nOptions:\n").next().unwrap_or_default();
     list.lines()
-        .take_while(|line| line.starts_with("  "))
-        .filter(|line| !line.starts_with("   "))
+        .filter_map(|line| line.strip_prefix("  "))
+        .filter(|line| line.starts_with(|first: char| first.is_ascii_lowercase()))
         .filter_map(|line| line.split_whitespace().next())
         .filter(|name| *name != "help")
         .map(str::to_owned)
@@ -81,7 +81,7 @@ fn commands_page_lists_every_option() {
 
 #[test]
 fn subcommands_are_read_from_a_help() {
-    let help = "Usage: x\n\nCommands:\n  one    Does\n         more\n  two\n  help   Print\n\nOptions:\n  -h  x\n";
+    let help = "Usage: x\n\nTry:\n  one    Does\n         more\n\nB:\n  two\n  help   Print\n\nOptions:\n  -h\n\nExamples:\n  x\n";
     assert_eq!(subcommands(help), ["one", "two"]);
     assert!(root().join("docs").is_dir());
 }

@@ -39,7 +39,7 @@ use crate::{
     units::bytes,
 };
 
-/// Maps an object of a broker read-only, verifies it and writes it to a file
+/// Maps an object read-only, verifies it and writes it to a file
 ///
 /// Verifies each part that has a digest and is read whole. Reports a wrong digest to the broker, and `vmmfd stat` shows the report. The
 /// lease ends with the command.

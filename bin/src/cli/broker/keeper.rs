@@ -19,9 +19,9 @@ use crate::cli::{
     run::{fail, raise_file_limit, run_tool},
 };
 
-/// Holds the descriptors, the listening socket and the catalogue of a broker's server while the server restarts
+/// Holds a broker's memory while its server restarts
 ///
-/// The server is `vmmfd serve --keeper PATH`. An init may restart keeper and server in any order, one at a time: a restart, stop or crash
+/// It holds the descriptors, the listening socket and the catalogue. The server is `vmmfd serve --keeper PATH`. An init may restart keeper and server in any order, one at a time: a restart, stop or crash
 /// of one process loses nothing. If neither process runs, the memory is freed. Plain `vmmfd serve` starts a keeper itself.
 ///
 /// The keeper runs until SIGTERM or SIGINT, and then exits with 0. SIGHUP, or --reload from another process, replaces it with the program

@@ -51,9 +51,9 @@ const ARRAY: &str = "array";
 /// The key of the files' metadata in the object's metadata.
 const SAFETENSORS: &str = "safetensors";
 
-/// Loads a file, or a model's weights, into GPU memory and hands the memory over to a broker, under a name
+/// Puts a file or a model's weights into a broker, under a name
 ///
-/// The memory stays with the broker after the command exits. Readers see the object whole or not at all.
+/// Loads it into GPU memory, which stays with the broker after the command exits. Readers see the object whole or not at all.
 #[derive(Debug, Args)]
 // The name precedes `--safetensors`, which takes all following words as files.
 #[command(override_usage = "vmmfd put [OPTIONS] <NAME> <--from <FILE>|--safetensors <FILE|DIR>...>")]

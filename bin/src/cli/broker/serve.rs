@@ -44,10 +44,10 @@ use crate::{
     units::bytes,
 };
 
-/// Runs the broker: keeps GPU memory under names, beyond the life of its creators
+/// Runs the broker, which keeps GPU memory under names
 ///
-/// The broker needs no GPU and no driver: it holds the descriptors of the memory and hands them out. An object lives until it is deleted,
-/// its lifetime expires, or the broker stops. The broker runs until SIGTERM or SIGINT, and then exits with 0.
+/// The broker needs no GPU and no driver: it holds the descriptors of the memory and hands them out. An object outlives its creator, until
+/// it is deleted, its lifetime expires, or the broker stops. The broker runs until SIGTERM or SIGINT, and then exits with 0.
 ///
 /// It has two processes: the server, and a keeper that also holds the server's descriptors. If one is killed, the other restarts it, and
 /// clients reconnect; nothing is lost unless both die at once, which frees the memory. SIGHUP to the keeper upgrades: it restarts with the

@@ -31,7 +31,7 @@ use crate::{
 /// The longest metadata that the text shows, in characters.
 const MOST_METADATA: usize = 2000;
 
-/// Shows an object: versions, metadata, parts, and reports of readers
+/// Shows an object: versions, metadata, parts, reports of readers
 ///
 /// Sizes and devices are claims of the makers: the broker has no driver to check them. If a reader's driver rejects a size, the reader
 /// reports it, and the report appears here.

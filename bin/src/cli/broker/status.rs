@@ -31,7 +31,7 @@ use crate::{
 /// The time limit of NVML for all devices: NVML itself has none.
 const NVML_WAIT: Duration = Duration::from_secs(5);
 
-/// Shows whether a broker runs, and its processes, limits and last crashes
+/// Shows a broker's processes, limits and last crashes
 ///
 /// The memory of a device is shown as claimed by the makers and, if NVML loads, as used by all processes. The broker's user and root see
 /// the memory of all users and the names of lost versions; other users see only their own memory.
