@@ -153,6 +153,7 @@ fn unknown_words_get_a_suggestion() {
         (&["doctor", "serv"], "exists: 'serve'"),
         (&["produce", "--once"], "use '--consumers 1'"),
         (&["produce", "--count", "3"], "use '--consumers'"),
+        (&["consume", "--once"], "'--consumers 1' is an option of 'vmmfd produce'"),
         (&["consume", "--count", "3"], "'--consumers' is an option of 'vmmfd produce'"),
         (&["consume", "--size", "1MiB"], "'--size' is an option of 'vmmfd produce'"),
         (&["put", "a", "file"], "use '--from file'"),

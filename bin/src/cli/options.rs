@@ -12,8 +12,7 @@ use vmmfd::{
 };
 
 use super::values::{ElementTypeParser, ORDER};
-use crate::check::files::Source;
-use crate::verbs::HasVerbs;
+use crate::{check::files::Source, units, verbs::HasVerbs};
 
 /// Options of the connection between two processes.
 #[derive(Debug, Clone, Args)]
@@ -158,7 +157,8 @@ impl ArrayOptions {
         let bytes = array.bytes()?;
         match size {
             Some(size) if bytes != size => {
-                let problem = format!("an array {array} has {bytes} bytes, and there are {size}");
+                let (bytes, size) = (units::bytes(bytes), units::bytes(size));
+                let problem = format!("an array {array} has {bytes}, but the data has {size}");
                 Err(Error::Memory(MemoryError::Array { problem }))
             }
             _ => Ok(Some(array)),

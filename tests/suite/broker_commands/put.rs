@@ -20,7 +20,7 @@ fn options_describe_the_array(broker: Broker) {
     assert_eq!(got["parts"][0]["arrays"][0]["array"], put["array"]);
     let file = broker.file("input", &data(25));
     let wrong = broker.refusal(&["put", "b", "--from", text(&file), "--dtype", "bf16", "--shape", "3x4"], 2, "usage");
-    assert!(wrong.contains("24 bytes, and there are 25"), "{wrong}");
+    assert!(wrong.contains("24 bytes, but the data has 25 bytes"), "{wrong}");
 }
 
 fn weights_are_arrays_of_the_object(broker: Broker) {

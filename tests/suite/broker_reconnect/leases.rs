@@ -227,8 +227,10 @@ fn absent_broker_is_reported_until_back() {
     let mut reader = Reader::with(&broker, &subject, 1, true, A_WHILE);
     let folder = broker.end();
     reader.hang_up();
+    let begun = Instant::now();
     let error = reader.client.stat("a", None).unwrap_err();
     // An existing client waits for its timeout, unlike a new one.
+    assert!(begun.elapsed() >= A_WHILE, "{:?}", begun.elapsed());
     assert!(matches!(error, Error::Socket(SocketError::NoBroker { waited: A_WHILE, .. })), "{error:?}");
     assert_eq!(reader.lost(), LossReason::Unreachable);
     assert!(!reader.leases[0].is_held());
