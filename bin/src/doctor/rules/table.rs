@@ -23,8 +23,8 @@ pub const RULES: &[Rule] = &[
         name: "no-gpu-visible",
         symptom: "`no CUDA driver library loads` or `the CUDA driver finds no device`, without a PCI device, a kernel module \
                   or a device node of NVIDIA",
-        cause: "No NVIDIA GPU is visible: either this machine has none, or this container or virtual machine was started \
-                without it.",
+        cause: "No NVIDIA GPU is visible, because this machine has none, or because this container or virtual machine was \
+                started without it.",
         remedy: "If the machine has a GPU, start the container with it: `--gpus all` for Docker, a limit of nvidia.com/gpu \
                  for Kubernetes, `--device nvidia.com/gpu=all` for podman; if not, try every command on host memory with \
                  `--backend host` or VMMFD_BACKEND=host, as `make demo` does in the source tree.",
