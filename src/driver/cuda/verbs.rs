@@ -129,6 +129,7 @@ unsafe impl Verbs for CudaDriver {
             return Err(failure("cuMemCreate", code::INVALID_VALUE));
         }
         let mut handle = 0;
+        tracing::debug!(size, "cuMemCreate");
         // SAFETY: both pointers are valid for the call.
         unsafe { self.core.functions.mem_create(&mut handle, size as usize, &raw_properties(properties), 0) }?;
         Ok(self.core.add_handle(handle))
@@ -140,6 +141,7 @@ unsafe impl Verbs for CudaDriver {
         if !handles.remove(&handle) {
             return Err(failure("cuMemRelease", code::INVALID_VALUE));
         }
+        tracing::debug!("cuMemRelease");
         // SAFETY: the handle was in the table, and no call with it is in progress.
         unsafe { self.core.functions.mem_release(handle.number) }
     }
@@ -149,6 +151,7 @@ unsafe impl Verbs for CudaDriver {
         let mut address = 0;
         // SAFETY: the pointer is valid for one write.
         unsafe { self.core.functions.mem_address_reserve(&mut address, size as usize, alignment as usize, 0, 0) }?;
+        tracing::debug!(size, address = format_args!("{address:#x}"), "cuMemAddressReserve");
         self.core.addresses_mut().reserved.insert(address, size);
         Ok(address)
     }
@@ -159,6 +162,7 @@ unsafe impl Verbs for CudaDriver {
         if addresses.reserved.get(&address) != Some(&size) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
+        tracing::debug!(address = format_args!("{address:#x}"), size, "{CALL}");
         // SAFETY: no pointers. It is a whole reservation, and the driver refuses reservations with mappings.
         unsafe { self.core.functions.mem_address_free(address, size as usize) }?;
         addresses.reserved.remove(&address);
@@ -169,6 +173,7 @@ unsafe impl Verbs for CudaDriver {
         const CALL: &str = "cuMemMap";
         let _held = self.core.hold_handle(CALL, handle)?;
         let mut addresses = self.lock_own(CALL, address, size)?;
+        tracing::debug!(address = format_args!("{address:#x}"), size, "{CALL}");
         // SAFETY: the handle is alive, the addresses are reserved, and the driver refuses mapped ranges.
         unsafe { self.core.functions.mem_map(address, size as usize, offset as usize, handle.number, 0) }?;
         addresses.mapped.insert(address, Mapped { size, host: None, devices: BTreeMap::new() });
@@ -189,6 +194,7 @@ unsafe impl Verbs for CudaDriver {
 
     fn unmap(&self, address: u64, size: u64) -> Result<()> {
         let mut addresses = self.lock_own("cuMemUnmap", address, size)?;
+        tracing::debug!(address = format_args!("{address:#x}"), size, "cuMemUnmap");
         // SAFETY: no pointers. No copy of this object is in progress, and the driver refuses partial unmapping.
         unsafe { self.core.functions.mem_unmap(address, size as usize) }?;
         addresses.mapped.retain(|&start, _| start < address || start - address >= size);
@@ -202,6 +208,13 @@ unsafe impl Verbs for CudaDriver {
     fn set_access(&self, address: u64, size: u64, location: Location, access: Option<Access>) -> Result<()> {
         let mut addresses = self.lock_own("cuMemSetAccess", address, size)?;
         let description = AccessDesc { location: location.into(), flags: flags_of(access) };
+        tracing::debug!(
+            address = format_args!("{address:#x}"),
+            size,
+            ?location,
+            access = access.map(tracing::field::display),
+            "cuMemSetAccess"
+        );
         // SAFETY: the pointer is valid for one description.
         unsafe { self.core.functions.mem_set_access(address, size as usize, &description, 1) }?;
         let inside = addresses.mapped.range_mut(address..).take_while(|(start, _)| **start - address < size);
@@ -221,6 +234,7 @@ unsafe impl Verbs for CudaDriver {
         let mut fd: RawFd = -1;
         // SAFETY: for this type the driver writes an int.
         unsafe { self.core.functions.mem_export((&raw mut fd).cast(), handle.number, HANDLE_TYPE_POSIX_FD, 0) }?;
+        tracing::debug!(fd, "{CALL}");
         // SAFETY: the driver opened it for the caller, who must close it.
         unsafe { adopt(CALL, fd) }
     }
@@ -228,6 +242,7 @@ unsafe impl Verbs for CudaDriver {
     fn import(&self, fd: BorrowedFd<'_>, _: u64) -> Result<Handle> {
         self.core.origin.check()?;
         let mut handle = 0;
+        tracing::debug!(fd = fd.as_raw_fd(), "cuMemImportFromShareableHandle");
         // SAFETY: the pointer is valid for one write. For this type, the descriptor itself is passed as the pointer.
         unsafe {
             self.core.functions.mem_import(

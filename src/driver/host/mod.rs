@@ -193,6 +193,7 @@ impl HostDriver {
         if !reserved.is_vacant(address, size) {
             return Err(invalid());
         }
+        tracing::debug!(address = format_args!("{address:#x}"), size, "mmap MAP_FIXED");
         reserved.map(address, size, &memory.memfd, pages(memory)).map_err(|errno| from_errno(call, errno))
     }
 

@@ -2,7 +2,7 @@
 
 use std::{
     num::NonZeroUsize,
-    os::fd::{BorrowedFd, OwnedFd},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -94,6 +94,7 @@ unsafe impl Verbs for HostDriver {
         if size > self.memory_info(0)?.free {
             return Err(from_errno(CALL, Errno::ENOMEM));
         }
+        tracing::debug!(size, "memfd_create, fallocate");
         let memfd = memfd::create(size).map_err(|errno| from_errno(CALL, errno))?;
         Ok(self.write().add(
             self.identity,
@@ -103,6 +104,7 @@ unsafe impl Verbs for HostDriver {
 
     fn release(&self, handle: Handle) -> Result<()> {
         self.origin.check()?;
+        tracing::debug!("close a memfd");
         let released = self.write().handles.remove(&handle);
         released.map(drop).ok_or_else(|| failure("host release", code::INVALID_VALUE))
     }
@@ -116,6 +118,7 @@ unsafe impl Verbs for HostDriver {
         let alignment = alignment.max(self.granularity);
         let reserved = Reserved::new(size, alignment).map_err(|errno| from_errno(CALL, errno))?;
         let address = reserved.address();
+        tracing::debug!(size, address = format_args!("{address:#x}"), "mmap PROT_NONE");
         self.write().reservations.insert(address, reserved);
         Ok(address)
     }
@@ -127,6 +130,7 @@ unsafe impl Verbs for HostDriver {
         let empty = |reserved: &&mut Reserved| reserved.size == size && reserved.mapped.is_empty();
         let reserved = state.reservations.get_mut(&address).filter(empty);
         let reserved = reserved.ok_or_else(|| failure(CALL, code::INVALID_VALUE))?;
+        tracing::debug!(address = format_args!("{address:#x}"), size, "munmap");
         // SAFETY: nothing in it is mapped that a thread could access.
         unsafe { reserved.free() }.map_err(|errno| from_errno(CALL, errno))?;
         state.reservations.remove(&address);
@@ -173,6 +177,7 @@ unsafe impl Verbs for HostDriver {
         if !self.aligned(size) || self.space.windows.overlap(address, size) {
             return Err(invalid());
         }
+        tracing::debug!(address = format_args!("{address:#x}"), size, "mmap PROT_NONE, MAP_FIXED");
         for start in reserved.whole(address, size).ok_or_else(invalid)? {
             // SAFETY: copies in all threads hold the lock for reading and look the mapping up under it, so none is in progress. No window
             // is open in the range, and none can be opened without the lock.
@@ -206,6 +211,12 @@ unsafe impl Verbs for HostDriver {
         {
             return Err(invalid());
         }
+        tracing::debug!(
+            address = format_args!("{address:#x}"),
+            size,
+            access = access.map(tracing::field::display),
+            "mprotect"
+        );
         // SAFETY: copies in all threads hold the lock for reading and look the access up under it. No window is open in the range, and so
         // no slice of it exists.
         unsafe { reserved.protect(&inside, access) }.map_err(|errno| from_errno(CALL, errno))
@@ -222,7 +233,9 @@ unsafe impl Verbs for HostDriver {
             memfd::add_seals(&memory.memfd, SealFlag::F_SEAL_SEAL).map_err(|errno| from_errno(CALL, errno))?;
             memory.closed = true;
         }
-        memory.memfd.try_clone().map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
+        let exported = memory.memfd.try_clone();
+        tracing::debug!(fd = exported.as_ref().map_or(-1, AsRawFd::as_raw_fd), "fcntl F_DUPFD");
+        exported.map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
     }
 
     fn import(&self, fd: BorrowedFd<'_>, size: u64) -> Result<Handle> {
@@ -233,6 +246,7 @@ unsafe impl Verbs for HostDriver {
         if !self.aligned(size) {
             return Err(failure(CALL, code::INVALID_VALUE));
         }
+        tracing::debug!(fd = fd.as_raw_fd(), size, "fstat, F_GET_SEALS, F_DUPFD");
         let memfd = fd.try_clone_to_owned().map_err(|error| fails((code::OPERATING_SYSTEM, error)))?;
         Ok(self.write().add(self.identity, PhysicalMemory { memfd, size, exportable: false, closed: true, immutable }))
     }
