@@ -120,7 +120,9 @@ pub fn hint(error: &Error) -> Option<&str> {
             "the peer may hang or be much slower: check it, or raise --timeout on both sides"
         }
         Error::Peer(PeerError::TurnTooLong { .. }) => "a turn lasts ten times --timeout: raise it on this side",
-        Error::Peer(PeerError::Gone { .. }) => "see the peer's own error",
+        Error::Peer(PeerError::Gone { .. }) => {
+            "it printed its own error, unless it was killed (for lack of memory: see dmesg)"
+        }
         Error::Peer(PeerError::NotAllowed { .. }) => {
             "to trust that user, give this command --allow-uid with its number"
         }

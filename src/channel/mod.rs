@@ -132,7 +132,9 @@ impl Channel {
                 self.sent = Instant::now();
                 Ok(())
             }
-            Err(gone @ Error::Peer(PeerError::Gone { .. })) => Err(self.last_error().unwrap_or(gone)),
+            Err(Error::Peer(PeerError::Gone { purpose, .. })) => {
+                Err(self.last_error().unwrap_or_else(|| self.gone(purpose)))
+            }
             Err(error) => Err(error),
         }
     }
@@ -163,6 +165,7 @@ impl Channel {
             Error::Peer(PeerError::Protocol(source)) if is_error(&self.incoming) => {
                 ProtocolError::UnreadableError { source: Box::new(source) }.into()
             }
+            Error::Peer(PeerError::Gone { purpose, .. }) => self.gone(purpose),
             error => error,
         })?;
         tracing::debug!(kind = message.name(), fds = record.fds.len(), pid = self.peer.pid, "received");
@@ -211,6 +214,10 @@ impl Channel {
     /// The socket, to shut it down from another thread.
     pub(crate) fn socket(&self) -> Arc<UnixStream> {
         self.socket.shared()
+    }
+
+    fn gone(&self, purpose: &'static str) -> Error {
+        Error::Peer(PeerError::Gone { pid: self.peer.pid, purpose })
     }
 
     /// The error that the peer may have sent before it closed the connection.

@@ -141,7 +141,7 @@ impl RecordSocket {
                 Err(error) if error.raw_os_error() == Some(nix::libc::ETOOMANYREFS) && Instant::now() < deadline => {
                     self.cancel.pause(IN_FLIGHT_PAUSE)?;
                 }
-                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
+                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { pid: 0, purpose })),
                 Err(error) => return Err(Error::system(format!("send {what} to the peer"), error)),
             }
         }
@@ -158,7 +158,9 @@ impl RecordSocket {
                 Ok(_) => return Ok(true),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose: "to send" })),
+                Err(error) if is_gone(&error) => {
+                    return Err(Error::Peer(PeerError::Gone { pid: 0, purpose: "to send" }));
+                }
                 Err(error) => return Err(Error::system(format!("send {what} to the peer"), error)),
             }
         }
@@ -193,7 +195,7 @@ impl RecordSocket {
                     return Err(own_limit().unwrap_or(cut.into()));
                 }
                 Ok(Arrival::Broken(error)) => return Err(error.into()),
-                Ok(Arrival::End) => return Err(Error::Peer(PeerError::Gone { purpose })),
+                Ok(Arrival::End) => return Err(Error::Peer(PeerError::Gone { pid: 0, purpose })),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let now = Instant::now();
@@ -206,7 +208,7 @@ impl RecordSocket {
                 }
                 // ECONNRESET is reported once, before queued records: keep reading.
                 Err(error) if is_gone(&error) && resets == 0 => resets += 1,
-                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { purpose })),
+                Err(error) if is_gone(&error) => return Err(Error::Peer(PeerError::Gone { pid: 0, purpose })),
                 Err(error) => return Err(Error::system("receive from the peer", error)),
             }
         }

@@ -31,9 +31,11 @@ pub enum PeerError {
         granted: Duration,
     },
 
-    /// The peer hung up or died.
-    #[error("the peer hung up while this side was waiting {purpose}")]
+    /// The peer ended, was killed, or closed the connection.
+    #[error("{} ended or closed the connection while this side was waiting {purpose}", process(*.pid))]
     Gone {
+        /// The peer's process ID, or 0 if it is not known.
+        pid: i32,
         /// The purpose of the wait: `for the offer`.
         purpose: &'static str,
     },
@@ -68,4 +70,8 @@ pub enum PeerError {
     /// The peer broke the protocol; the connection is closed.
     #[error("the peer broke the protocol")]
     Protocol(#[from] ProtocolError),
+}
+
+fn process(pid: i32) -> String {
+    if pid == 0 { "the peer".to_owned() } else { format!("pid {pid}") }
 }

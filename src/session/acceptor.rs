@@ -148,7 +148,7 @@ impl<'a> Acceptor<'a> {
         let deadline = deadline_after(self.config.timeout);
         loop {
             let Some(idle) = self.idle.first() else {
-                return Err(Error::Peer(PeerError::Gone { purpose: FOR_A_REQUEST }));
+                return Err(Error::Peer(PeerError::Gone { pid: 0, purpose: FOR_A_REQUEST }));
             };
             let request = match self.cancel.wait_readable([idle.link.channel.as_fd()].into_iter(), deadline)? {
                 Some(_) => self.read(0),

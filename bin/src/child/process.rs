@@ -233,7 +233,7 @@ mod tests {
     #[test]
     fn connection_errors_name_the_process() {
         let limit = Duration::from_millis(5);
-        let gone = || Error::Peer(PeerError::Gone { purpose: "for a test" });
+        let gone = || Error::Peer(PeerError::Gone { pid: 0, purpose: "for a test" });
         let dead = shell("exit 3", Group::Inherited);
         assert_eq!(dead.explain(gone(), limit).to_string(), "the shell exited with code 3");
         let stuck = shell("sleep 60", Group::Inherited);

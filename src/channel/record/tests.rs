@@ -36,8 +36,11 @@ fn records_before_a_reset_are_received() {
     drop(other);
     assert_eq!(receive(&socket).unwrap(), b"one");
     assert_eq!(receive(&socket).unwrap(), b"two");
-    assert!(matches!(receive(&socket), Err(Error::Peer(PeerError::Gone { purpose: "for a test" }))));
-    assert!(matches!(socket.send("a record", b"late", &[]), Err(Error::Peer(PeerError::Gone { purpose: "to send" }))));
+    assert!(matches!(receive(&socket), Err(Error::Peer(PeerError::Gone { purpose: "for a test", .. }))));
+    assert!(matches!(
+        socket.send("a record", b"late", &[]),
+        Err(Error::Peer(PeerError::Gone { purpose: "to send", .. }))
+    ));
 }
 
 #[test]

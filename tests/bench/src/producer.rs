@@ -223,9 +223,9 @@ impl Producer<'_> {
                         })
                         .collect();
                     let begun = threads.into_iter().map(|thread| {
-                        thread
-                            .join()
-                            .map_err(|_| Error::Peer(PeerError::Gone { purpose: "for a thread to hand over" }))?
+                        thread.join().map_err(|_| {
+                            Error::Peer(PeerError::Gone { pid: 0, purpose: "for a thread to hand over" })
+                        })?
                     });
                     begun.collect::<Result<Vec<_>>>()
                 })?;

@@ -95,7 +95,7 @@ fn unopened_memory_is_not_acknowledged(subject: Subject) {
     });
     let error = served[0].error.as_ref().unwrap();
     let purpose = "for the descriptors to be acknowledged";
-    assert!(matches!(error, Error::Peer(PeerError::Gone { purpose: of }) if *of == purpose), "{error}");
+    assert!(matches!(error, Error::Peer(PeerError::Gone { purpose: of, .. }) if *of == purpose), "{error}");
 }
 
 fn other_clients_do_not_delay_subscribers(subject: Subject) {
