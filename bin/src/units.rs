@@ -60,6 +60,15 @@ pub fn time(time: Duration) -> String {
     }
 }
 
+/// A time limit without decimals: `500 ms`, `90 s`, `2 min`.
+pub fn limit(time: Duration) -> String {
+    match time.as_millis() {
+        ms if ms.is_multiple_of(60_000) => format!("{} min", ms / 60_000),
+        ms if ms.is_multiple_of(1000) => format!("{} s", ms / 1000),
+        ms => format!("{ms} ms"),
+    }
+}
+
 /// A duration in microseconds, as [`time`].
 pub fn micros(us: u64) -> String {
     time(Duration::from_micros(us))
@@ -84,6 +93,13 @@ mod tests {
             (u64::MAX, "15.9 EiB (18446744073709551615 bytes)", "15.9 EiB"),
         ] {
             assert_eq!((bytes(size).as_str(), about(size).as_str()), (exact, short));
+        }
+    }
+
+    #[test]
+    fn limits_have_the_largest_unit() {
+        for (ms, text) in [(500, "500 ms"), (1500, "1500 ms"), (90_000, "90 s"), (120_000, "2 min")] {
+            assert_eq!(limit(Duration::from_millis(ms)), text);
         }
     }
 

@@ -108,6 +108,8 @@ pub enum Event<'a> {
         peer: Peer,
         /// The access offered.
         access: Access,
+        /// The number of bytes offered.
+        bytes: u64,
         /// Time since the request was processed.
         elapsed: Duration,
     },
@@ -115,6 +117,8 @@ pub enum Event<'a> {
     Received {
         /// The offered memory.
         description: &'a Description,
+        /// The number of bytes requested.
+        bytes: u64,
         /// The descriptors' numbers in this process. They are closed by now.
         fds: &'a [i32],
         /// Time from the request to the last descriptor, without the time for opening.

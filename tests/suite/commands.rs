@@ -1,17 +1,20 @@
 //! `producer` and `consumer` as a user runs them: two processes, their output and their exit codes.
 
-use std::{collections::BTreeSet, thread, time::Duration};
+use std::{collections::BTreeSet, os::unix::process::CommandExt, thread, time::Duration};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::running::{Meeting, Running};
+use crate::running::{Ended, Meeting, Running};
 
 cases! {
     on crate::running::Meeting; every backend: [
     handoff_works_in_either_start_order,
     json_object_has_every_field,
-    each_step_prints_its_figures,
+    default_output_is_three_lines,
+    verbose_output_has_steps_and_calls,
+    quiet_output_is_empty,
+    every_consumer_has_a_line,
     every_size_is_verified_to_the_end,
     a_round_trip_verifies_both_ways,
     read_only_consumer_joins_a_round_trip,
@@ -43,25 +46,54 @@ fn handoff_works_in_either_start_order(meeting: Meeting) {
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
 
     let mut consumer = meeting.consumer(&[]).start();
-    consumer.until("driver");
+    consumer.until("consumer");
     thread::sleep(Duration::from_millis(20));
     meeting.producer(&[]).end().code(0);
     consumer.end().code(0);
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
 }
 
+/// A command that was started as `bin/NAME` and has announced that it waits.
+fn waiting(meeting: &Meeting, name: &'static str, options: &[&str]) -> Running {
+    let mut run = meeting.bare(name);
+    run.command.arg0(format!("bin/{name}")).args(options);
+    let mut running = run.env("VMMFD_BACKEND", "host").env("VMMFD_SOCKET", meeting.socket()).start();
+    running.until("waiting");
+    running
+}
+
 #[test]
-fn consumer_reports_a_long_wait_once() {
+fn both_sides_announce_their_wait() {
     let meeting = Meeting::host();
-    let consumer = meeting.consumer(&[]).start();
-    let notice = format!("notice: waiting for a producer on {}, for at most 30s\n", meeting.socket().display());
-    crate::running::wait_for("the notice", || consumer.so_far().contains(&notice));
+    let socket = meeting.socket();
+    let socket = socket.to_str().unwrap();
+    let options = format!("--socket {socket} --backend host");
+    let consumer = waiting(&meeting, "consumer", &[]);
     let quiet = meeting.consumer(&["-q"]).start();
-    thread::sleep(Duration::from_millis(1200));
+    let line = format!(
+        "\nwaiting   up to 2 min for a producer at {socket}; in another terminal type:\n          bin/producer {options}\n"
+    );
+    assert!(consumer.so_far().contains(&line), "{}", consumer.so_far());
     let producer = meeting.producer(&["--consumers", "2"]).end();
     producer.code(0);
-    assert_eq!(consumer.end().code(0).stderr, notice);
-    assert_eq!(quiet.end().code(0).stderr, "");
+    assert_eq!(consumer.end().code(0).stdout.matches("waiting").count(), 1);
+    assert_eq!(quiet.end().code(0).stdout, "");
+
+    for (number, time, whom) in
+        [("1", "up to 90 s", "a consumer"), ("3", "up to 90 s", "3 consumers"), ("0", "until Ctrl-C", "consumers")]
+    {
+        let producer = waiting(&meeting, "producer", &["--timeout", "90s", "--consumers", number]);
+        let line =
+            format!("waiting   {time} for {whom}; in another terminal type:\n          bin/consumer {options}\n");
+        assert!(producer.so_far().contains(&line), "{}", producer.so_far());
+    }
+    // The producer waits again after each consumer but the last.
+    let mut producer = waiting(&meeting, "producer", &["--consumers", "2"]);
+    meeting.consumer(&[]).end().code(0);
+    crate::running::wait_for("the next wait", || producer.so_far().matches(" for a consumer; ").count() == 1);
+    meeting.consumer(&[]).end().code(0);
+    producer.until("verified");
+    producer.end().code(0);
 }
 
 fn json_object_has_every_field(meeting: Meeting) {
@@ -91,33 +123,94 @@ fn json_object_has_every_field(meeting: Meeting) {
     assert_eq!(consumer.get("consumers"), None);
 }
 
-fn each_step_prints_its_figures(meeting: Meeting) {
+/// The lines of a command, except that it waits.
+fn lines(ended: &Ended) -> Vec<&str> {
+    ended.code(0).stdout.lines().filter(|line| !line.starts_with("waiting ")).collect()
+}
+
+fn default_output_is_three_lines(meeting: Meeting) {
     let producer = meeting.listening(&["--size", "3MiB"]);
-    let consumer = meeting.consumer(&[]).end();
+    let consumer = meeting.consumer(&[]).start();
+    let pids = (producer.pid(), consumer.pid());
+    let (consumer, producer) = (consumer.end(), producer.end());
+    let verified = format!("verified  3 MiB, 0 of 786432 words wrong, pid {} to pid {}, ", pids.0, pids.1);
+    for (ended, role, pid, second) in [
+        (&producer, "producer", pids.0, format!("shared    3 MiB at {}", meeting.socket().display())),
+        (&consumer, "consumer", pids.1, format!("mapped    3 MiB of pid {}, read-only, without a copy", pids.0)),
+    ] {
+        let lines = lines(ended);
+        assert_eq!((lines.len(), lines[1]), (3, &*second), "{}", ended.stdout);
+        let device = lines[0].strip_prefix(&format!("{role}  pid {pid}, ")).unwrap_or_else(|| panic!("{lines:?}"));
+        let (name, uuid) = device.rsplit_once(' ').unwrap();
+        assert!(uuid.len() == 8 && uuid.chars().all(|digit| digit.is_ascii_hexdigit()), "{device}");
+        assert_eq!(name == "host memory", meeting.backend() == "host", "{device}");
+        assert!(lines[2].starts_with(&verified) && lines[2].ends_with('s') && lines[2].len() <= 80, "{}", lines[2]);
+    }
+}
+
+fn verbose_output_has_steps_and_calls(meeting: Meeting) {
+    let producer = meeting.listening(&["--size", "3MiB", "-v"]);
+    let consumer = meeting.consumer(&["-v"]).end();
     let producer = producer.end();
-    for (ended, role, figures) in [
+    for (ended, figures) in [
         (
             &producer,
-            "producer",
-            ["granularity", "4 MiB for 3 MiB asked for", "at 0x", "786432 words", "fd ", "verified"],
+            [
+                "4 MiB for 3 MiB asked for, granularity",
+                "map       at 0x",
+                "salt 0x",
+                "export    fd ",
+                "verified  3 MiB",
+            ],
         ),
-        (
-            &consumer,
-            "consumer",
-            ["granularity", "3 MiB in 4 MiB mapped", "at 0x", "786432 words, 0 wrong", "fd ", "verified"],
-        ),
+        (&consumer, ["3 MiB in 4 MiB mapped", "map       at 0x", "786432 words, 0 wrong", ", uid ", "verified  3 MiB"]),
     ] {
-        assert!(ended.stdout.lines().all(|line| line.starts_with(role)), "{}", ended.stdout);
         for figure in figures {
-            assert!(ended.stdout.contains(figure), "no `{figure}` in {}", ended.stdout);
+            assert!(ended.code(0).stdout.contains(figure), "no `{figure}` in {}", ended.stdout);
         }
         assert!(ended.stdout.contains(" us)") || ended.stdout.contains(" ms)"), "{}", ended.stdout);
     }
+    let (created, imported) = match meeting.backend() {
+        "host" => (["memfd_create", "mmap PROT_NONE", "mmap MAP_FIXED", "mprotect"], "F_GET_SEALS"),
+        _ => (["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"], "cuMemImportFromShareableHandle"),
+    };
+    for call in created {
+        producer.says(call);
+    }
+    for call in created[1..].iter().chain([&imported]) {
+        consumer.says(call);
+    }
+    assert_eq!(producer.stderr.contains("cuMem"), meeting.backend() != "host", "{}", producer.stderr);
+}
+
+fn quiet_output_is_empty(meeting: Meeting) {
     let quiet = meeting.producer(&["-q"]).start();
     let consumer = meeting.consumer(&["-q"]).end();
     assert_eq!((consumer.stdout.as_str(), consumer.stderr.as_str()), ("", ""));
     let quiet = quiet.end();
     assert_eq!((quiet.stdout.as_str(), quiet.stderr.as_str()), ("", ""));
+}
+
+fn every_consumer_has_a_line(meeting: Meeting) {
+    let producer = meeting.listening(&["--consumers", "3", "--size", "1M", "--seed", "7", "--round-trip"]);
+    for (options, code) in [(&["--access", "ro"][..], 0), (&["--range", "0:4K"], 0), (&["--range", "5M:1"], 4)] {
+        meeting.consumer(options).end().code(code);
+    }
+    let ended = producer.end();
+    let lines: Vec<&str> = ended.code(4).stdout.lines().filter(|line| !line.starts_with("waiting ")).collect();
+    assert!(lines[2].starts_with("verified  1 MiB, 0 of 262144 words wrong, pid "), "{lines:?}");
+    assert!(lines[3].starts_with("verified  4 KiB of 1 MiB, 0 of 1024 words wrong, pid "), "{lines:?}");
+    assert!(!lines[2].contains(" <-> ") && lines[3].contains(" <-> "), "{lines:?}");
+    assert!(lines[4].starts_with("failed    pid ") && lines[4].contains(": 1 bytes from byte 5242880 on"), "{lines:?}");
+    assert_eq!(lines.len(), 5, "{lines:?}");
+
+    let producer = meeting.listening(&["--corrupt"]);
+    let consumer = meeting.consumer(&[]).end();
+    for ended in [consumer, producer.end()] {
+        let line = ended.code(1).stdout.lines().last().unwrap();
+        assert!(line.starts_with("mismatch  1 MiB, 1 of 262144 words wrong, pid "), "{line}");
+        ended.says("error: the data did not verify: 1 wrong, the first at word 131072");
+    }
 }
 
 fn every_size_is_verified_to_the_end(meeting: Meeting) {
@@ -152,7 +245,7 @@ fn read_only_consumer_joins_a_round_trip(meeting: Meeting) {
         let consumer = meeting.consumer(&["--access", access]).end();
         consumer.code(0);
         assert_eq!(consumer.stdout.contains("read-only"), access == "ro");
-        assert_eq!(consumer.stdout.contains(" fill "), access == "rw");
+        assert_eq!(consumer.stdout.contains(" <-> "), access == "rw");
     }
     producer.end().code(0);
     let producer = meeting.listening(&[]);
@@ -207,7 +300,7 @@ fn flipped_byte_fails_both_sides(meeting: Meeting) {
 
 fn the_salt_is_random_unless_given(meeting: Meeting) {
     let salt = |options: &[&str]| {
-        let producer = meeting.listening(options);
+        let producer = meeting.listening(&[options, &["-v"]].concat());
         meeting.consumer(&[]).end().code(0);
         let stdout = producer.end().code(0).stdout.clone();
         let (_, salt) = stdout.split_once("salt 0x").unwrap();
@@ -224,7 +317,8 @@ const LARGE: &str = "256M";
 fn killed_consumer_is_a_failed_peer(meeting: Meeting) {
     let producer = meeting.producer(&["--json", "--size", LARGE, "--consumers", "2"]).start();
     let mut consumer = meeting.consumer(&[]).start();
-    consumer.until("map");
+    consumer.until("mapped");
+    let killed = format!("pid {} ended or closed the connection while ", consumer.pid());
     consumer.signal(Signal::SIGKILL);
     drop(consumer.end());
     // Other consumers are not affected.
@@ -234,10 +328,12 @@ fn killed_consumer_is_a_failed_peer(meeting: Meeting) {
         report["consumers"].as_array().unwrap().iter().map(|served| served["outcome"].as_str().unwrap()).collect();
     assert_eq!(outcomes, BTreeSet::from(["failed", "verified"]));
     assert_eq!(report["error"]["kind"], "peer");
+    assert!(report["error"]["message"].as_str().unwrap().starts_with(&killed), "{report}");
+    assert!(report["error"]["hint"].as_str().unwrap().contains("killed"), "{report}");
 }
 
 fn killed_producer_is_a_failed_peer(meeting: Meeting) {
-    let mut producer = meeting.listening(&["--size", LARGE]);
+    let mut producer = meeting.listening(&["-v", "--size", LARGE]);
     let consumer = meeting.consumer(&["--json"]).start();
     producer.until("offer");
     producer.signal(Signal::SIGKILL);
@@ -291,11 +387,11 @@ fn signals_end_both_sides_cleanly(meeting: Meeting) {
 }
 
 fn all_consumers_receive_the_descriptor(meeting: Meeting) {
-    let producer = meeting.listening(&["--consumers", "4"]);
+    let producer = meeting.listening(&["-v", "--consumers", "4"]);
     for _ in 0..4 {
         meeting.consumer(&[]).end().code(0);
     }
     let ended = producer.end();
-    let exports = ended.code(0).stdout.lines().filter(|line| line.split_whitespace().nth(1) == Some("export")).count();
+    let exports = ended.code(0).stdout.lines().filter(|line| line.split_whitespace().next() == Some("export")).count();
     assert_eq!(exports, 1);
 }

@@ -26,7 +26,7 @@ fn pair(meeting: &Meeting, producer: &[&str], consumer: &[&str]) -> (Ended, Ende
 
 #[track_caller]
 fn line<'a>(ended: &'a Ended, step: &str) -> &'a str {
-    let line = ended.stdout.lines().find(|line| line.split_whitespace().nth(1) == Some(step));
+    let line = ended.stdout.lines().find(|line| line.split_whitespace().next() == Some(step));
     line.unwrap_or_else(|| panic!("no {step}: {}", ended.stdout))
 }
 
@@ -37,7 +37,7 @@ fn by(report: &Value) -> Vec<(&str, &str)> {
 }
 
 fn forced_host_engine_is_reported(meeting: Meeting) {
-    let (producer, consumer) = pair(&meeting, &["--verify", "host"], &["--verify", "host"]);
+    let (producer, consumer) = pair(&meeting, &["--verify", "host", "-v"], &["--verify", "host", "-v"]);
     assert!(line(producer.code(0), "fill").contains(", on the CPU ("), "{}", producer.stdout);
     assert!(line(consumer.code(0), "verify").contains(" 0 wrong, on the CPU ("), "{}", consumer.stdout);
     let options = ["--verify", "host", "--round-trip", "--json"];
@@ -62,7 +62,7 @@ fn what_nothing_verifies_by_is_refused(meeting: Meeting) {
 }
 
 fn forced_gpu_engine_is_reported(meeting: Meeting) {
-    let (producer, consumer) = pair(&meeting, &["--verify", "gpu"], &["--verify", "gpu"]);
+    let (producer, consumer) = pair(&meeting, &["--verify", "gpu", "-v"], &["--verify", "gpu", "-v"]);
     for (ended, step) in [(&producer, "fill"), (&consumer, "verify")] {
         let line = line(ended.code(0), step);
         let (_, speed) = line.split_once(", on the GPU at ").unwrap_or_else(|| panic!("{line}"));

@@ -127,7 +127,7 @@ impl Meeting {
     #[track_caller]
     pub(crate) fn listening(&self, options: &[&str]) -> Running {
         let mut producer = self.producer(options).start();
-        producer.until("listen");
+        producer.until("shared");
         producer
     }
 
@@ -375,11 +375,11 @@ impl Running {
         });
     }
 
-    /// Waits until the command has printed a line of this step.
+    /// Waits until the command has printed a line whose first or second word is `step`.
     #[track_caller]
     pub(crate) fn until(&mut self, step: &str) {
         let begun = Instant::now();
-        let printed = |text: &str| text.lines().any(|line| line.split_whitespace().nth(1) == Some(step));
+        let printed = |text: &str| text.lines().any(|line| line.split_whitespace().take(2).any(|word| word == step));
         while !printed(&self.stdout.so_far()) {
             // After the exit, the reader may still have output to read.
             let ended = self.child.try_wait().unwrap().is_some() && self.stdout.is_whole();

@@ -134,8 +134,8 @@ fn is_bar(row: &str) -> bool {
 fn short_transfer_shows_no_bar() {
     for columns in [40, 80, 200] {
         let meeting = Meeting::host();
-        let producer = on_terminal(meeting.producer(&["--round-trip"]), columns);
-        let consumer = on_terminal(meeting.consumer(&[]), columns);
+        let producer = on_terminal(meeting.producer(&["--round-trip"]).env("NO_COLOR", "1"), columns);
+        let consumer = on_terminal(meeting.consumer(&[]).env("NO_COLOR", "1"), columns);
         for shown in [producer.end(), consumer.end()] {
             assert_eq!(shown.code, Some(0), "{}", shown.text());
             assert!(shown.bars().is_empty() && !shown.text().contains("0 B"), "{:?}", shown.text());
@@ -153,7 +153,7 @@ fn long_transfer_shows_a_bar() {
         let run =
             meeting.producer(&["--size", "96MiB", "--verify", "host", "--timeout", "60s"]).env("FAKECUDA_SLOW", SLOW);
         let mut producer = on_terminal(run, columns);
-        producer.until("listen");
+        producer.until("shared");
         let consumer = on_terminal(meeting.consumer(&["--verify", "host"]), columns);
         assert_eq!(consumer.end().code, Some(0));
         let shown = producer.end();
@@ -176,9 +176,10 @@ fn long_transfer_shows_a_bar() {
         }
         let screen = shown.screen();
         assert!(!screen.iter().any(|row| is_bar(row)), "{screen:?}");
-        // Each step has its own row, without a prefix.
-        let steps = screen.iter().filter(|row| row.starts_with("producer  ")).count();
-        assert_eq!(steps, 11, "{screen:?}");
+        // Each line starts a row.
+        for name in ["producer  pid ", "shared    96 MiB ", "verified  96 MiB, "] {
+            assert_eq!(screen.iter().filter(|row| row.starts_with(name)).count(), 1, "{name}: {screen:?}");
+        }
     }
 }
 
@@ -247,6 +248,37 @@ fn an_interrupt_leaves_no_bar() {
     let screen = shown.screen();
     assert!(!screen.iter().any(|row| is_bar(row)), "{screen:?}");
     assert!(screen.last().unwrap().starts_with("error: "), "{screen:?}");
+}
+
+#[test]
+fn slow_allocation_is_shown_and_interrupted() {
+    let meeting = Meeting::fake();
+    let run = meeting.producer(&["--size", "512MiB"]).env("FAKECUDA_SLOW", format!("cuMemCreate:{HANGS}"));
+    let mut producer = on_terminal(run, 80);
+    producer.until("allocating 512 MiB");
+    producer.interrupt();
+    let shown = producer.end();
+    assert_eq!(shown.code, Some(130), "{}", shown.text());
+    let screen = shown.screen();
+    assert!(screen[0].starts_with("producer  ") && screen[1].starts_with("error: interrupted"), "{screen:?}");
+    assert_eq!(screen.len(), 2, "{screen:?}");
+}
+
+#[test]
+fn results_are_coloured() {
+    let coloured = |options: &[&str], name: &str, value: &str| {
+        let meeting = Meeting::host();
+        let producer = meeting.listening(options);
+        let run = meeting.consumer(&[]);
+        let shown = on_terminal(if name.is_empty() { run } else { run.env(name, value) }, 80).end().text();
+        drop(producer.end());
+        (shown.contains("\u{1b}[32mverified\u{1b}[0m "), shown.contains("\u{1b}[31mmismatch\u{1b}[0m "))
+    };
+    assert_eq!(coloured(&[], "", ""), (true, false));
+    assert_eq!(coloured(&["--corrupt"], "", ""), (false, true));
+    for (name, value) in [("NO_COLOR", "1"), ("TERM", "dumb"), ("CLICOLOR", "0")] {
+        assert_eq!(coloured(&[], name, value), (false, false), "{name}");
+    }
 }
 
 #[test]

@@ -81,6 +81,10 @@ impl Source {
         Ok(Self { path: path.to_owned(), file, size: metadata.len(), modified: metadata.modified().ok() })
     }
 
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// The size in bytes at the time of opening.
     pub fn size(&self) -> u64 {
         self.size

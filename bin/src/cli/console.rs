@@ -1,16 +1,22 @@
-//! The output of `produce` and `consume`: one line per step, or one JSON object.
+//! The output of `produce` and `consume`: a few lines, with `-v` one more per step, or one JSON object.
 
 use std::{
+    collections::HashMap,
     fmt::Display,
     io, mem,
+    path::Path,
+    process,
     sync::{Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    thread::{self, ThreadId},
+    time::{Duration, Instant},
 };
 
+use clap::builder::styling::AnsiColor;
 use vmmfd::{
     array::ArrayDescriptor,
     driver::Backend,
     error::Error,
+    internals::clean,
     memory::{Description, Device},
     session::{
         Event, Verdict,
@@ -20,8 +26,8 @@ use vmmfd::{
 
 use super::{
     Exit,
-    describe::{described, findings, first_words, kind, numbers, spelled},
-    output::{Output, Progress, complain, print_now},
+    describe::{checked, described, device, findings, first_words, kind, numbers, process_named, spelled},
+    output::{Output, Progress, Wait, complain, fallback_reason, is_coloured, print_now},
     report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
 };
 use crate::{
@@ -29,7 +35,7 @@ use crate::{
         self, Figures,
         pattern::{Engine, Work},
     },
-    units::{bytes, time},
+    units::{about, bytes, limit, time},
 };
 
 /// The longest list of steps in the report: a service may run for months.
@@ -40,6 +46,7 @@ const MAX_STEPS: usize = 1000;
 pub struct Console {
     output: Output,
     progress: Progress,
+    coloured: bool,
     state: Mutex<Collected>,
     /// Whether the result is printed. Locked while it is printed, so that a second caller waits.
     finished: Mutex<bool>,
@@ -50,17 +57,88 @@ struct Collected {
     report: CommandReport,
     /// An error of standard output, such as a full disk. A broken pipe is not an error.
     stdout: Option<io::Error>,
+    /// The content of the producer's buffer, as a phrase after its size.
+    content: String,
+    /// The wait for the next peer, and its notice.
+    wait: Option<Wait>,
+    /// The time limit of that wait, and the command that starts the peer.
+    invitation: (Duration, String),
+    /// The number of consumers that a producer serves, 0 without a limit, and of those that have left.
+    consumers: (u64, u64),
+    /// The connected peers. The events of a session come from its thread.
+    visits: HashMap<ThreadId, Visit>,
+}
+
+/// A session with a peer.
+#[derive(Debug)]
+struct Visit {
+    pid: i32,
+    begun: Instant,
+    /// The time until the peer's result.
+    took: Option<Duration>,
+    /// The number of bytes offered to the peer, or requested from it.
+    bytes: u64,
+    /// Whether a reply was verified or written.
+    both_ways: bool,
 }
 
 impl Console {
     pub(super) fn new(role: &'static str, output: &Output) -> Self {
         let report = CommandReport::new(role);
+        let state = Collected {
+            report,
+            stdout: None,
+            content: String::new(),
+            wait: None,
+            invitation: (Duration::ZERO, String::new()),
+            consumers: (0, 0),
+            visits: HashMap::new(),
+        };
         Self {
             output: output.clone(),
             progress: output.progress(),
-            state: Mutex::new(Collected { report, stdout: None }),
+            coloured: is_coloured(&io::stdout()),
+            state: Mutex::new(state),
             finished: Mutex::new(false),
         }
+    }
+
+    /// Sets the time limit of the wait for a peer, and the command that starts it.
+    pub(super) fn invite(&self, limit: Duration, command: String) {
+        self.state().invitation = (limit, command);
+    }
+
+    /// Sets the content of the buffer, as a phrase after its size.
+    pub(super) fn content(&self, content: String) {
+        self.state().content = content;
+    }
+
+    /// Shows that the buffer is being allocated.
+    pub(super) fn allocating(&self, size: u64) {
+        self.progress.allocating(size);
+    }
+
+    /// Prints `whom` this side waits for if it waits long, and how to start the peer.
+    pub(super) fn wait_for(&self, whom: &str) {
+        if self.output.quiet || self.output.json {
+            return;
+        }
+        let mut state = self.state();
+        let (time, command) = &state.invitation;
+        let limit = match state.report.role {
+            "producer" if state.consumers.0 == 0 => "until Ctrl-C".to_owned(),
+            _ => format!("up to {}", limit(*time)),
+        };
+        let mut line = format!("{:<8}  {limit} for {whom}; in another terminal type:", "waiting");
+        clean(&mut line);
+        // The command stays whole, to be copied.
+        line += if line.len() + command.len() < 80 { " " } else { "\n          " };
+        line += command;
+        let progress = self.progress.clone();
+        state.wait = Some(Wait::before(move || {
+            // A later line reports the failure.
+            let _ = progress.suspend(|| print_now(&(line + "\n")));
+        }));
     }
 
     /// Prints the result of the command and returns its exit. Only the first call prints.
@@ -115,17 +193,25 @@ impl Console {
         }
     }
 
-    /// Adds the findings of a consumer and its producer to the report.
-    pub fn findings(&self, findings: &Findings) {
-        match &findings.producer {
+    /// Adds the findings of a consumer and its producer to the report, and prints the result.
+    pub(super) fn findings(&self, findings: &Findings) {
+        let decisive = match &findings.producer {
             Ok(producer) if findings.found.verified => {
                 self.found(producer);
                 // The producer verifies the reply, not the data.
                 if let Some(digest) = Figures::of(&findings.found).digest {
                     self.state().report.digest = Some(digest);
                 }
+                if producer.verified { &findings.found } else { producer }
             }
-            _ => self.found(&findings.found),
+            _ => {
+                self.found(&findings.found);
+                &findings.found
+            }
+        };
+        let visit = self.state().visits.remove(&thread::current().id());
+        if let Some(visit) = visit {
+            self.result(&visit, findings.verified(), &Figures::of(decisive));
         }
     }
 
@@ -150,14 +236,32 @@ impl Console {
         self.complain(ErrorSummary { kind: "mismatch", message, hint: Some(hint) });
     }
 
+    /// Prints the result of a session.
+    fn result(&self, visit: &Visit, verified: bool, figures: &Figures) {
+        let state = self.state();
+        let size = state.report.size.unwrap_or(visit.bytes);
+        let part = if visit.bytes < size { format!(" of {}", about(size)) } else { String::new() };
+        let (own, peer) = (process_named(process::id() as i32), process_named(visit.pid));
+        let (from, to) = if state.report.role == "producer" { (own, peer) } else { (peer, own) };
+        let way = if visit.both_ways { "<->" } else { "to" };
+        drop(state);
+        let name = match figures.words {
+            _ if !verified => "mismatch",
+            0 if figures.digest.is_none() => "received",
+            _ => "verified",
+        };
+        let took = time(visit.took.unwrap_or_else(|| visit.begun.elapsed()));
+        let (bytes, checked) = (about(visit.bytes), checked(verified, figures));
+        self.line(name, format!("{bytes}{part}, {checked}, {from} {way} {to}, {took}"));
+    }
+
     /// Prints a step of the session and adds it to the report.
     pub fn event(&self, event: Event<'_>) {
         match event {
             Event::Started { backend, fallback, elapsed } => {
-                let fallback = self.output.notice_fallback(fallback);
                 {
                     let report = &mut self.state().report;
-                    (report.backend, report.fallback) = (Some(backend), fallback);
+                    (report.backend, report.fallback) = (Some(backend), fallback.map(fallback_reason));
                 }
                 let what = match backend {
                     Backend::Cuda => "cuda: the NVIDIA driver of this machine",
@@ -167,20 +271,28 @@ impl Console {
             }
             Event::Device { device, granularity, elapsed } => {
                 self.device(device, granularity);
-                let line = format!("{}: {device}, granularity {}", device.ordinal(), bytes(granularity));
-                self.step("device", Some(elapsed), line);
+                self.step("device", Some(elapsed), format!("{}: {}", device.ordinal(), device.prefixed_uuid()));
             }
             Event::Created { description, elapsed } => {
+                self.progress.allocated();
                 self.memory(description);
                 let Description { size, mapped_size, .. } = description;
-                self.step(
-                    "create",
-                    Some(elapsed),
-                    format!("{} for {} asked for{}", bytes(*mapped_size), bytes(*size), kind(description)),
+                let granularity = self.state().report.granularity.unwrap_or_default();
+                let what = format!(
+                    "{} for {} asked for{}, granularity {}",
+                    bytes(*mapped_size),
+                    bytes(*size),
+                    kind(description),
+                    bytes(granularity)
                 );
+                self.step("create", Some(elapsed), what);
             }
             Event::Mapped { address, access, elapsed } => {
                 self.step("map", Some(elapsed), format!("at {address:#x}, {}", spelled(access)));
+                if let Some((pid, bytes)) = self.visit(|visit| (visit.pid, visit.bytes)) {
+                    let (bytes, owner) = (about(bytes), process_named(pid));
+                    self.line("mapped", format!("{bytes} of {owner}, {}, without a copy", spelled(access)));
+                }
             }
             Event::Exported { fds, elapsed } => self.step("export", Some(elapsed), numbers(fds)),
             Event::Sealed { enforced, elapsed } => {
@@ -190,26 +302,26 @@ impl Console {
                 };
                 self.step("seal", Some(elapsed), how);
             }
-            Event::Listening { path, consumers } => {
-                let expected = match consumers {
-                    0 => "any number of consumers".to_owned(),
-                    1 => "1 consumer".to_owned(),
-                    number => format!("{number} consumers"),
-                };
-                self.step("listen", None, format!("{} for {expected}", path.display()));
-            }
+            Event::Listening { path, consumers } => self.listening(path, consumers),
             Event::Connected { peer, elapsed } => {
+                self.arrived(peer.pid);
                 self.step("connect", Some(elapsed), format!("to pid {}, uid {}", peer.pid, peer.uid));
             }
-            Event::Requested { peer } => self.step("request", None, format!("from pid {}, uid {}", peer.pid, peer.uid)),
-            Event::Offered { peer, access, elapsed } => {
+            Event::Requested { peer } => {
+                self.arrived(peer.pid);
+                self.step("request", None, format!("from pid {}, uid {}", peer.pid, peer.uid));
+            }
+            Event::Offered { peer, access, bytes, elapsed } => {
+                self.visit(|visit| visit.bytes = bytes);
                 self.step("offer", Some(elapsed), format!("to pid {}, {}, received", peer.pid, spelled(access)));
             }
-            Event::Received { description, fds, elapsed } => {
+            Event::Received { description, bytes, fds, elapsed } => {
                 self.memory(description);
+                self.visit(|visit| visit.bytes = bytes);
                 self.step("offer", Some(elapsed), received(description, fds));
             }
             Event::Reported { peer, verdict, elapsed } => {
+                self.visit(|visit| visit.took = Some(visit.begun.elapsed()));
                 let figures = Figures::of(verdict);
                 let result = if verdict.verified { "verified" } else { "NOT VERIFIED" };
                 let checked = match (figures.words, &figures.digest) {
@@ -218,12 +330,61 @@ impl Console {
                 };
                 self.step("result", Some(elapsed), format!("pid {} reports {result}{checked}", peer.pid));
             }
-            Event::Ended { served } => {
-                let report = ConsumerReport::from(served);
-                let why = report.error.map(|error| format!(": {error}")).unwrap_or_default();
-                self.step("done", None, format!("pid {}: {}{why}", report.pid, report.outcome));
+            Event::Ended { served } => self.ended(served),
+            _ => {}
+        }
+    }
+
+    fn listening(&self, path: &Path, consumers: u64) {
+        let mut state = self.state();
+        state.consumers.0 = consumers;
+        let what = format!("{}{}", about(state.report.size.unwrap_or_default()), state.content);
+        drop(state);
+        self.line("shared", format!("{what} at {}", path.display()));
+        self.wait_for_consumers(consumers);
+    }
+
+    fn wait_for_consumers(&self, number: u64) {
+        match number {
+            0 => self.wait_for("consumers"),
+            1 => self.wait_for("a consumer"),
+            _ => self.wait_for(&format!("{number} consumers")),
+        }
+    }
+
+    /// Records that a peer is connected.
+    fn arrived(&self, pid: i32) {
+        let mut state = self.state();
+        state.wait = None;
+        let visit = Visit { pid, begun: Instant::now(), took: None, bytes: 0, both_ways: false };
+        state.visits.insert(thread::current().id(), visit);
+    }
+
+    /// Reads or changes the session of this thread, if it has one.
+    fn visit<T>(&self, change: impl FnOnce(&mut Visit) -> T) -> Option<T> {
+        self.state().visits.get_mut(&thread::current().id()).map(change)
+    }
+
+    /// Prints the result of a consumer.
+    fn ended(&self, served: &Served) {
+        let mut state = self.state();
+        let visit = state.visits.remove(&thread::current().id());
+        state.consumers.1 += 1;
+        let (all, ended) = state.consumers;
+        let idle = state.visits.is_empty();
+        drop(state);
+        match (&served.found, &served.error, visit) {
+            (Some(found), error, Some(visit)) if error.is_none() || !found.verified => {
+                self.result(&visit, found.verified, &Figures::of(found));
+            }
+            // The error of a single consumer is the error of the command.
+            (_, Some(error), _) if all != 1 => {
+                self.line("failed", format!("{}: {}", process_named(served.peer.pid), error.in_full()));
             }
             _ => {}
+        }
+        if idle && ended < all {
+            self.wait_for_consumers(all - ended);
         }
     }
 
@@ -231,6 +392,7 @@ impl Console {
     pub fn check(&self, event: check::Event<'_>) {
         match event {
             check::Event::Filled { words, salt, work, elapsed } => {
+                self.replied("consumer");
                 let what = format!("{words} words, salt {salt:#010x}");
                 self.work("fill", elapsed, what, words, Some(work));
             }
@@ -241,14 +403,23 @@ impl Console {
             check::Event::Progress { done, all } => self.progress.bytes(done, all),
             check::Event::Array { array, first } => {
                 self.state().report.array = Some(array.clone());
-                self.step("array", None, format!("{}: {}", described(array), first.join(" ")));
+                self.line("array", format!("{}: {}", described(array), first.join(" ")));
             }
             check::Event::Verified { verified, figures, work, elapsed } => {
+                self.replied("producer");
                 self.work("verify", elapsed, findings(verified, figures), figures.words, work);
             }
             check::Event::Saved { path, size, elapsed } => {
                 self.step("save", Some(elapsed), format!("{} in {}", bytes(size), path.display()));
+                self.line("saved", format!("{} in {}", about(size), path.display()));
             }
+        }
+    }
+
+    /// Records a reply: a consumer fills the memory only for a reply, and a producer verifies only replies.
+    fn replied(&self, role: &str) {
+        if self.state().report.role == role {
+            self.visit(|visit| visit.both_ways = true);
         }
     }
 
@@ -257,11 +428,16 @@ impl Console {
         self.state().report.array = array.cloned();
     }
 
-    fn device(&self, device: &Device, granularity: u64) {
-        let report = &mut self.state().report;
-        let (name, uuid) = (device.name().to_owned(), device.prefixed_uuid());
-        report.device = Some(UsedDevice { name, uuid, ordinal: device.ordinal() });
+    fn device(&self, used: &Device, granularity: u64) {
+        let mut state = self.state();
+        let report = &mut state.report;
+        let (name, uuid) = (used.name().to_owned(), used.prefixed_uuid());
+        report.device = Some(UsedDevice { name, uuid, ordinal: used.ordinal() });
         report.granularity = Some(granularity);
+        let (role, fallback) = (report.role, report.fallback.is_some());
+        drop(state);
+        let fallback = if fallback { " (no GPU: see vmmfd doctor)" } else { "" };
+        self.line(role, format!("pid {}, {}{fallback}", process::id(), device(used)));
     }
 
     fn memory(&self, description: &Description) {
@@ -307,10 +483,32 @@ impl Console {
             }
             None => String::new(),
         };
-        if !self.output.quiet && !self.output.json {
-            let line = format!("{:<8}  {name:<7}  {what}{time}", state.report.role);
-            self.progress.suspend(|| state.print(&line));
+        if self.output.verbose > 0 && !self.output.json {
+            self.print(&mut state, name, format!("{what}{time}"));
         }
+    }
+
+    /// Prints a line of the default output.
+    fn line(&self, name: &str, what: impl Display) {
+        if !self.output.quiet && !self.output.json {
+            self.print(&mut self.state(), name, what);
+        }
+    }
+
+    fn print(&self, state: &mut Collected, name: &str, what: impl Display) {
+        let mut line = format!("{name:<8}  {what}");
+        // Paths may contain escape sequences.
+        clean(&mut line);
+        let colour = match name {
+            "verified" => Some(AnsiColor::Green),
+            "mismatch" | "failed" => Some(AnsiColor::Red),
+            _ => None,
+        };
+        if let Some(colour) = colour.filter(|_| self.coloured) {
+            let style = colour.on_default();
+            line.replace_range(..name.len(), &format!("{style}{name}{style:#}"));
+        }
+        self.progress.suspend(|| state.print(&line));
     }
 
     fn print_json(&self) {

@@ -1,10 +1,6 @@
 //! `consume`: imports a buffer, verifies it and reports the result.
 
-use std::{
-    ops::Range,
-    path::PathBuf,
-    sync::{Mutex, PoisonError},
-};
+use std::{ops::Range, path::PathBuf};
 
 use clap::Args;
 use vmmfd::{
@@ -19,9 +15,7 @@ use vmmfd::{
 };
 
 use super::{
-    Console, Exit, Meet, Output, Session, leave_open,
-    output::Wait,
-    parse_range, parse_target,
+    Console, Exit, Meet, Output, Session, leave_open, parse_range, parse_target,
     values::{ACCESS, CHOICE, ENGINE},
 };
 use crate::check::{self, DataVerifier, files::Target, pattern::EngineChoice};
@@ -77,14 +71,7 @@ impl Session for Consume {
 
     fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit> {
         let path = socket_path(self.meet.socket.as_deref())?;
-        let wait = Mutex::new(None::<Wait>);
-        let wait_for = |to: Option<Wait>| *wait.lock().unwrap_or_else(PoisonError::into_inner) = to;
-        let observer = |event: Event<'_>| {
-            if let Event::Connected { .. } = event {
-                wait_for(None);
-            }
-            console.event(event);
-        };
+        let observer = |event: Event<'_>| console.event(event);
         // Create the file before connecting: if it can't be written, the producer sends nothing.
         let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
         let opened = start(self.backend, cancel, &observer)?;
@@ -94,9 +81,8 @@ impl Session for Consume {
         (request.access, request.range) = (self.access, self.range.clone());
         let steps = |event: check::Event<'_>| console.check(event);
         let mut verifier = DataVerifier::new(&steps).with_engine(self.verify).with_target(target);
-        let timeout = self.meet.timeout;
-        let notice = format!("waiting for a producer on {}, for at most {timeout:?}", path.display());
-        wait_for(Some(self.output.notice_wait(notice)));
+        console.invite(self.meet.timeout, self.meet.peer_command("producer", self.backend));
+        console.wait_for(&format!("a producer at {}", path.display()));
         let findings = handoff::fetch(&opened.driver, self.device, &path, &request, &mut verifier, &config, &observer)?;
         console.findings(&findings);
         Ok(if findings.verified() { Exit::Verified } else { Exit::Mismatch })

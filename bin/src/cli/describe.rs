@@ -2,8 +2,8 @@
 
 use vmmfd::{
     array::ArrayDescriptor,
-    driver::Access,
-    memory::{Description, Mechanism, Placement},
+    driver::{Access, Backend},
+    memory::{Description, Device, Mechanism, Placement},
 };
 
 use crate::check::{Figures, pattern::Mismatch};
@@ -23,6 +23,34 @@ pub(super) fn findings(verified: bool, figures: &Figures) -> String {
         None if *words == 0 => "nothing to check it against".to_owned(),
         None => format!("{words} words, {mismatches} wrong{}", first_words(*first_mismatch)),
     }
+}
+
+/// The result of a check in a few words.
+pub(super) fn checked(verified: bool, figures: &Figures) -> String {
+    let Figures { words, mismatches, digest, .. } = figures;
+    match digest {
+        Some(digest) => {
+            let digits = digest.split(':').next_back().unwrap_or_default();
+            let digits = digits.get(..8).unwrap_or(digits);
+            format!("digest {digits} {}", if verified { "as expected" } else { "is wrong" })
+        }
+        None if *words == 0 => if verified { "not checked" } else { "as the peer reports" }.to_owned(),
+        None => format!("{mismatches} of {words} words wrong"),
+    }
+}
+
+/// The name of a device with the first eight digits of its UUID.
+pub(super) fn device(device: &Device) -> String {
+    let name = match device.backend() {
+        Backend::Host => "host memory",
+        Backend::Cuda => device.name(),
+    };
+    format!("{name} {}", &device.uuid().to_string()[..8])
+}
+
+/// A process. The ID is 0 if it is not visible in this PID namespace.
+pub(super) fn process_named(pid: i32) -> String {
+    if pid == 0 { "another process".to_owned() } else { format!("pid {pid}") }
 }
 
 pub(super) fn described(array: &ArrayDescriptor) -> String {

@@ -2,7 +2,7 @@
 
 use std::{
     env,
-    io::{self, Write},
+    io::{self, IsTerminal, Write},
     sync::OnceLock,
 };
 
@@ -15,7 +15,7 @@ use nix::sys::stat::fstat;
 use serde_json::json;
 use tracing_subscriber::{
     filter::LevelFilter,
-    fmt::{MakeWriter, fmt},
+    fmt::{MakeWriter, fmt, writer::BoxMakeWriter},
 };
 use vmmfd::internals::stderr::Stderr;
 
@@ -31,9 +31,10 @@ pub(super) enum LogFormat {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Style {
-    Text,
-    /// Text with a coloured level.
-    Coloured,
+    Text {
+        /// Whether the level is coloured.
+        coloured: bool,
+    },
     Journal,
     Json,
 }
@@ -66,8 +67,7 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
     let style = match format {
         LogFormat::Json => Style::Json,
         LogFormat::Text if is_journal() => Style::Journal,
-        LogFormat::Text if AutoStream::choice(&io::stderr()) != ColorChoice::Never => Style::Coloured,
-        LogFormat::Text => Style::Text,
+        LogFormat::Text => Style::Text { coloured: AutoStream::choice(&io::stderr()) != ColorChoice::Never },
     };
     // The first call decides the style of the process.
     let style = *STYLE.get_or_init(|| style);
@@ -75,8 +75,12 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
     let log = fmt().with_max_level(level).log_internal_errors(false);
     // Fails only if the process already has a subscriber.
     let _ = match style {
-        Style::Text => log.with_writer(|| Stderr).with_ansi(false).try_init(),
-        Style::Coloured => log.with_writer(Coloured).with_ansi(false).try_init(),
+        Style::Text { coloured } => {
+            let writer = if coloured { BoxMakeWriter::new(Coloured) } else { BoxMakeWriter::new(|| Stderr) };
+            let log = log.with_writer(writer).with_ansi(false);
+            // Who reads along needs neither, and the lines are shorter.
+            if io::stderr().is_terminal() { log.without_time().with_target(false).try_init() } else { log.try_init() }
+        }
         // The journal records time and level itself.
         Style::Journal => log.with_writer(Journal).with_ansi(false).without_time().with_level(false).try_init(),
         Style::Json => log.with_writer(|| Stderr).json().flatten_event(true).try_init(),

@@ -1,12 +1,19 @@
 //! Options of several commands, and the parsers of their values. The error of a parser is one sentence with the correct form.
 
-use std::{ops::Range, path::PathBuf, time::Duration};
+use std::{
+    env,
+    ops::Range,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use clap::Args;
 use vmmfd::{
     array::{self, ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Trust},
+    driver::Choice,
     error::{DeviceError, Error, MemoryError, ParseError},
+    internals::clean,
     memory::{Device, Mechanism, Placement, Spec},
     session::Config,
 };
@@ -27,7 +34,7 @@ pub(super) struct Meet {
     pub(super) allow_uids: Vec<u32>,
 
     /// Longest wait for the peer, and for each step: 500ms, 30s, 2m
-    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = parse_timeout)]
+    #[arg(long, value_name = "DURATION", default_value = "2m", value_parser = parse_timeout)]
     pub(super) timeout: Duration,
 }
 
@@ -36,6 +43,34 @@ impl Meet {
         let trust = Trust { uids: self.allow_uids.clone() };
         Config::default().timeout(self.timeout).trust(trust).cancel(cancel)
     }
+
+    /// The command that starts the peer of this program, `producer` or `consumer`, as its user would type it.
+    pub(super) fn peer_command(&self, peer: &str, backend: Choice) -> String {
+        let own = PathBuf::from(env::args_os().next().unwrap_or_default());
+        let verb = match peer {
+            "consumer" => "consume",
+            _ => "produce",
+        };
+        let mut command = match own.file_name() {
+            Some(name) if name == "vmmfd" => format!("{} {verb}", quoted(&own)),
+            _ => quoted(&own.with_file_name(peer)),
+        };
+        if let Some(socket) = &self.socket {
+            command += &format!(" --socket {}", quoted(socket));
+        }
+        if let Choice::Only(backend) = backend {
+            command += &format!(" --backend {backend}");
+        }
+        command
+    }
+}
+
+/// A path as a word of a shell.
+fn quoted(path: &Path) -> String {
+    let mut path = path.to_string_lossy().into_owned();
+    clean(&mut path);
+    let plain = |c: char| c.is_alphanumeric() || "/._-+:@%,=".contains(c);
+    if path.chars().all(plain) { path } else { format!("'{}'", path.replace('\'', r"'\''")) }
 }
 
 /// Options of a buffer.

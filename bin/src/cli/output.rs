@@ -3,7 +3,7 @@
 use std::{
     env,
     io::{self, IsTerminal, Write},
-    sync::{Mutex, MutexGuard, PoisonError, mpsc},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -19,6 +19,7 @@ use vmmfd::{
 };
 
 use super::log::{self, LogFormat};
+use crate::units::about;
 
 /// Output options of every command.
 #[derive(Debug, Clone, Args)]
@@ -85,24 +86,15 @@ impl Output {
 
     /// Prints a notice if the driver is the host backend although the user did not choose it. Returns the reason.
     pub(super) fn notice_fallback(&self, reason: Option<&Error>) -> Option<String> {
-        let reason = reason?.in_full();
-        tracing::debug!(%reason, "no GPU: host memory is used");
+        let reason = fallback_reason(reason?);
         self.notice("no GPU found, using host memory (`vmmfd doctor` shows why)");
         Some(reason)
     }
 
-    /// Prints `text` as a notice after one second, unless the returned [`Wait`] is dropped before.
+    /// Prints `text` as a notice after [`WAIT_NOTICE`], unless the returned [`Wait`] is dropped before.
     pub(super) fn notice_wait(&self, text: String) -> Wait {
-        let (sender, receiver) = mpsc::channel();
         let output = self.clone();
-        let notice = move || {
-            if receiver.recv_timeout(WAIT_NOTICE) == Err(mpsc::RecvTimeoutError::Timeout) {
-                output.notice(&text);
-            }
-        };
-        // Without a thread there is no notice.
-        let _ = thread::Builder::new().name("notice".to_owned()).spawn(notice);
-        Wait(sender)
+        Wait::before(move || output.notice(&text))
     }
 
     /// Progress on standard error, if it is a terminal, without `--quiet` and `--json`.
@@ -110,6 +102,13 @@ impl Output {
         let dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
         Progress::new(!self.quiet && !self.json && !dumb && io::stderr().is_terminal())
     }
+}
+
+/// Logs why the driver is the host backend although the user did not choose it, and returns the reason.
+pub(super) fn fallback_reason(error: &Error) -> String {
+    let reason = error.in_full();
+    tracing::debug!(%reason, "no GPU: host memory is used");
+    reason
 }
 
 /// Whether to colour a stream: if it is a terminal, unless `NO_COLOR`, `CLICOLOR`, `CLICOLOR_FORCE` or `TERM=dumb` decides.
@@ -142,12 +141,27 @@ pub(super) fn complain(line: &str) {
     let _ = Stderr.write_all(log::line(&line).as_bytes());
 }
 
-/// A wait with a notice: see [`Output::notice_wait`].
+/// A wait of which the user hears if it is long.
 #[derive(Debug)]
 pub(super) struct Wait(#[expect(dead_code, reason = "the drop ends the wait")] mpsc::Sender<()>);
 
+impl Wait {
+    /// Calls `notice` after [`WAIT_NOTICE`], unless the wait is dropped before.
+    pub(super) fn before(notice: impl FnOnce() + Send + 'static) -> Self {
+        let (sender, receiver) = mpsc::channel::<()>();
+        let waiting = move || {
+            if receiver.recv_timeout(WAIT_NOTICE) == Err(mpsc::RecvTimeoutError::Timeout) {
+                notice();
+            }
+        };
+        // Without a thread there is no notice.
+        let _ = thread::Builder::new().name("notice".to_owned()).spawn(waiting);
+        Self(sender)
+    }
+}
+
 /// The longest wait without a notice.
-const WAIT_NOTICE: Duration = Duration::from_secs(1);
+const WAIT_NOTICE: Duration = Duration::from_millis(500);
 
 /// The width of the terminal. Progress lines are shorter: an echo of the terminal, such as `^C`, must not wrap.
 fn width() -> usize {
@@ -157,15 +171,15 @@ fn width() -> usize {
 /// A shorter transfer shows no bar.
 const BAR_DELAY: Duration = Duration::from_millis(300);
 
-/// Transfers from this size on show a bar at once.
-const LARGE: u64 = 1 << 30;
+/// Transfers and allocations from this size on show their progress at once.
+const LARGE: u64 = 256 << 20;
 
 /// How often a spinner is drawn.
 const TICK: Duration = Duration::from_millis(120);
 
 /// A line on a terminal with the progress of long work. The line disappears after the work.
-#[derive(Debug)]
-pub struct Progress(Option<Mutex<Line>>);
+#[derive(Debug, Clone)]
+pub struct Progress(Option<Arc<Mutex<Line>>>);
 
 #[derive(Debug, Default)]
 struct Line {
@@ -178,7 +192,7 @@ struct Line {
 
 impl Progress {
     fn new(shown: bool) -> Self {
-        Self(shown.then(Mutex::default))
+        Self(shown.then(Arc::default))
     }
 
     /// Shows the number of bytes transferred. Removes the bar after the last one.
@@ -195,6 +209,21 @@ impl Progress {
         if let Some(bar) = line.bar(template, delay) {
             bar.set_length(all);
             bar.set_position(done);
+        }
+    }
+
+    /// Shows that memory is being allocated, until [`Progress::allocated`].
+    pub(super) fn allocating(&self, size: u64) {
+        let Some(mut line) = self.line().filter(|_| size >= LARGE) else { return };
+        if let Some(bar) = line.bar(|| "{spinner} {msg}".to_owned(), Duration::ZERO) {
+            bar.set_message(format!("allocating {}", about(size)));
+            bar.enable_steady_tick(TICK);
+        }
+    }
+
+    pub(super) fn allocated(&self) {
+        if let Some(mut line) = self.line() {
+            line.clear();
         }
     }
 

@@ -98,6 +98,7 @@ impl Session for Produce {
         let observer = |event: Event<'_>| console.event(event);
         let (source, size, array) = self.extent.resolve(&self.array)?;
         console.array(array.as_ref());
+        console.invite(self.meet.timeout, self.meet.peer_command("consumer", self.backend));
         let path = socket_path(self.meet.socket.as_deref())?;
         Listener::check_free(&path)?;
         let config = self.meet.config(cancel);
@@ -106,12 +107,16 @@ impl Session for Produce {
         let device = Device::find(&opened.driver, self.device)?;
         let spec = sharing(&device, size, self.mechanism, self.location, self.chunk, self.rdma)?;
         let spec = if self.seal { spec.sealed() } else { spec };
+        let file = source.as_ref().map(|source| format!(" of {}", source.path().display()));
+        let typed = array.as_ref().map(|array| format!(", {array},"));
+        console.content(file.into_iter().chain(typed).collect());
         let steps = |event: check::Event<'_>| console.check(event);
         let content = match source {
             Some(source) => Exercise::file(source, &steps),
             None => Exercise::pattern(self.seed.map_or_else(random_salt, Ok)?, &steps),
         };
         let content = content.with_engine(self.verify).with_corruption(self.corrupt);
+        console.allocating(size);
         let buffer = Buffer::create(&device, spec, content, array, &config, &observer)?;
         let listener = Listener::bind(&path, !config.trust.uids.is_empty(), config.timeout, cancel)?;
         let options = ServeOptions::default().consumers(self.consumers).round_trip(self.round_trip);

@@ -19,7 +19,7 @@ use crate::{
     driver::Access,
     error::{ErrorCode, Result},
     memory::{Device, Region, Shared, Spec},
-    session::{Config, Event, Observer, activate, link::mismatch},
+    session::{Config, Event, Observer, activate, interruptibly, link::mismatch},
     wire::ByteRange,
 };
 
@@ -55,7 +55,7 @@ impl<'a> Buffer<'a> {
     }
 
     /// Activates the device, allocates and maps memory, and exports it unless `spec` seals it. Serving fills it, then seals and exports
-    /// sealed memory. Blocks until the driver has finished.
+    /// sealed memory. Blocks until the driver has finished; a cancellation interrupts the wait, and a thread then frees the memory.
     ///
     /// # Errors
     /// The errors of [`Shared::create`] and [`Buffer::new`]; [`Error::Interrupted`](crate::error::Error::Interrupted).
@@ -69,7 +69,8 @@ impl<'a> Buffer<'a> {
     ) -> Result<Self> {
         let (cancel, spec) = (config.cancellation()?, spec.into());
         activate(device, &mut || cancel.check(), observer)?;
-        let shared = Shared::create(device, spec)?;
+        let on = device.clone();
+        let shared = interruptibly(&mut || cancel.check(), move || Shared::create(&on, spec))?;
         let (description, timings) = (shared.describe()?, shared.timings());
         observer(Event::Created { description: &description, elapsed: timings.create });
         observer(Event::Mapped { address: shared.address(), access: shared.access(), elapsed: timings.map });

@@ -147,7 +147,8 @@ impl<'a> Session<'a> {
             buffer.invalidate();
         }
         self.hand_over(&offered, access)?;
-        observer(Event::Offered { peer: self.link.peer(), access, elapsed: started.elapsed() });
+        let bytes = offered.range.end - offered.range.start;
+        observer(Event::Offered { peer: self.link.peer(), access, bytes, elapsed: started.elapsed() });
         self.conclude(&offered)
     }
 

@@ -254,7 +254,7 @@ impl<'a> Consumer<'a> {
         self.pools.extend(opened.pool);
         let (memory, elapsed) = (opened.memory, begun.elapsed().saturating_sub(opened.opening));
         let description = &offer.memory;
-        (self.observer)(Event::Received { description, fds: &opened.fds, elapsed });
+        (self.observer)(Event::Received { description, bytes: range.end - range.start, fds: &opened.fds, elapsed });
         (self.observer)(Event::Mapped { address: memory.address(), access: offer.access, elapsed: opened.opening });
         let connection = memory.is_borrowed().then(|| Arc::clone(&self.connection));
         Ok(ImportedObject { offer, memory, range, _connection: connection })

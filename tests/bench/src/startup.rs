@@ -48,8 +48,8 @@ pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
         run.tick("starting the driver, and the commands", round, warm_up + count)?;
         let mut times = vec![
             starter.bare_ready()?,
-            starter.command_ready("the producer", commands[0].as_deref(), "listen")?,
-            starter.command_ready("the consumer", commands[1].as_deref(), "device")?,
+            starter.command_ready("the producer", commands[0].as_deref(), "shared")?,
+            starter.command_ready("the consumer", commands[1].as_deref(), "consumer")?,
         ];
         times.extend([starter.bare_whole(1)?, starter.bare_whole(2)?, starter.whole(demo.as_deref())?]);
         if round >= warm_up {

@@ -82,7 +82,7 @@ fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
         }
         ("sh", None) | ("text", Some(("output", ""))) => Ok(()),
         ("toml", None) => block.lines.iter().try_for_each(|line| dependency(line)),
-        ("console", Some(("terminal", "producer" | "consumer")))
+        ("console", Some(("terminal", "producer" | "consumer" | "producer -v" | "consumer -v")))
         | ("json", Some(("json", "producer" | "consumer")))
         | ("text", Some(("exit codes" | "doctor", ""))) => Ok(()),
         // From a run under systemd, which this test can't repeat.

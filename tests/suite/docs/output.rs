@@ -2,12 +2,12 @@
 //!
 //! GPU output is pasted into the pages: these tests compare its steps and words with the output of the host backend.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, os::unix::process::CommandExt};
 
 use serde_json::Value;
 
 use super::Page;
-use crate::running::{Meeting, On};
+use crate::running::{Ended, Meeting, On};
 
 /// The units of figures, which depend on the size of the figure.
 const UNITS: [&str; 10] = ["ns", "us", "ms", "s", "B", "bytes", "KiB", "MiB", "GiB", "TiB"];
@@ -29,23 +29,40 @@ fn figures_are_masked_with_their_units() {
 
 /// The steps of an output, sorted because two sides work in parallel, without the steps that name the backend and the device.
 fn steps<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let own_words = |line: &&str| !matches!(line.split_whitespace().nth(1), Some("driver" | "device"));
+    let own_words =
+        |line: &&str| !matches!(line.split_whitespace().next(), Some("producer" | "consumer" | "driver" | "device"));
     let mut steps: Vec<String> = lines.filter(own_words).map(masked).collect();
     steps.sort();
     steps
 }
 
+/// Runs both commands as typed without a path. The producer waits until it has announced that.
+fn run_as_typed(options: &[&str]) -> [Ended; 2] {
+    let meeting = Meeting::new(On::Host);
+    let run = |name: &str| {
+        let mut run = meeting.bare(if name == "producer" { "producer" } else { "consumer" });
+        run.command.arg0(name).args(options).env("XDG_RUNTIME_DIR", meeting.folder());
+        run
+    };
+    let mut producer = run("producer").start();
+    producer.until("waiting");
+    let consumer = run("consumer").end();
+    [producer.end(), consumer]
+}
+
 #[test]
 fn shown_output_is_printed_output() {
-    let meeting = Meeting::new(On::Host);
-    let producer = meeting.producer(&[]).start();
-    let consumer = meeting.consumer(&[]).end();
     let page = Page::read("docs/commands.md");
-    for (name, ended) in [("producer", producer.end()), ("consumer", consumer)] {
-        ended.code(0);
-        let shown = page.block(&format!("terminal: {name}"));
-        assert_eq!(shown[0], format!("$ {name}"));
-        assert_eq!(steps(shown[1..].iter().copied()), steps(ended.stdout.lines()), "{name}");
+    for options in [&[][..], &["-v"]] {
+        for (name, ended) in ["producer", "consumer"].into_iter().zip(run_as_typed(options)) {
+            ended.code(0);
+            let typed = [&[name], options].concat().join(" ");
+            let shown = page.block(&format!("terminal: {typed}"));
+            assert_eq!(shown[0], format!("$ {typed}"));
+            // On a terminal, the calls of the driver are between the steps.
+            let shown = shown[1..].iter().copied().filter(|line| !line.starts_with("DEBUG "));
+            assert_eq!(steps(shown), steps(ended.stdout.lines()), "{name}");
+        }
     }
 }
 

@@ -18,7 +18,7 @@ fn array_is_shown_with_first_values(meeting: Meeting) {
     // The words of the classic pattern, as 16-bit numbers. Elements of a column are adjacent.
     let words = [1337u32 ^ 0xDEAD_BEEF, 1339 ^ 0xDEAD_BEEF, 1341 ^ 0xDEAD_BEEF, 1343 ^ 0xDEAD_BEEF];
     let halves: Vec<i16> = words.iter().flat_map(|word| [*word as i16, (word >> 16) as i16]).collect();
-    let line = format!("array    int16 3x5, strides 2x6: {} {} ", halves[0], halves[3]);
+    let line = format!("array     int16 3x5, strides 2x6: {} {} ", halves[0], halves[3]);
     assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
     let report = meeting.consumer(&["--json"]).end().code(0).json();
     assert_eq!(report["array"], json!({"dtype": "int16", "shape": [3, 5], "strides": [2, 6], "offset": 0}));
@@ -78,7 +78,7 @@ fn unusual_numbers_are_shown_as_numbers(meeting: Meeting) {
         let options = ["--from", from, "--dtype", dtype, "--shape", shape, "--consumers", "2"];
         let producer = meeting.listening(&options);
         let consumer = meeting.consumer(&[]).end();
-        let line = format!("array    {line}\n");
+        let line = format!("array     {line}\n");
         assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
         let mut report = report;
         (report["strides"], report["offset"]) = (json!(null), json!(0));
@@ -89,7 +89,7 @@ fn unusual_numbers_are_shown_as_numbers(meeting: Meeting) {
     let producer = meeting.listening(&["--dtype", "bfloat16", "--shape", "2,3", "--round-trip", "--seed", "0"]);
     let consumer = meeting.consumer(&[]).end();
     let first = f32::from_bits((1337u32 ^ 0xDEAD_BEEF) << 16);
-    let line = format!("array    bfloat16 2x3, strides 6x2: {first:?} ");
+    let line = format!("array     bfloat16 2x3, strides 6x2: {first:?} ");
     assert!(consumer.code(0).stdout.contains(&line), "no `{line}` in {}", consumer.stdout);
     producer.end().code(0);
 }
@@ -117,6 +117,18 @@ fn file_arrives_unchanged(meeting: Meeting) {
         let report = producer.end().code(0).json();
         assert_eq!(report["digest"], json!(format!("blake3:{}", blake3::hash(&data[2_097_000..9_097_000]).to_hex())));
     }
+    let producer = meeting.listening(&["--from", from, "--dtype", "u8"]);
+    let consumer = meeting.consumer(&["--to", to, "--force"]).end();
+    let digest = format!(", digest {} as expected, pid ", &blake3::hash(&data).to_hex()[..8]);
+    assert!(consumer.code(0).stdout.contains(&digest), "{}", consumer.stdout);
+    assert!(consumer.stdout.contains(&format!("\nsaved     9 MiB in {to}\n")), "{}", consumer.stdout);
+    let ended = producer.end();
+    assert!(
+        ended.code(0).stdout.contains(&format!("shared    9 MiB of {from}, uint8 9437189, at ")),
+        "{}",
+        ended.stdout
+    );
+    assert!(ended.stdout.contains(&digest), "{}", ended.stdout);
     // A pattern can be written to a file too.
     let producer = meeting.listening(&["--size", "1001", "--seed", "7"]);
     meeting.consumer(&["--to", to, "--force"]).end().code(0);
@@ -246,7 +258,7 @@ fn conflicting_options_are_bad_usage() {
             .end()
             .code(0)
             .stdout
-            .contains("array    float32 2x3, strides 12x4: 0.0 0.0 0.0 0.0 0.0 0.0\n")
+            .contains("array     float32 2x3, strides 12x4: 0.0 0.0 0.0 0.0 0.0 0.0\n")
     );
     producer.end().code(0);
 }
@@ -276,7 +288,7 @@ fn unfinished_file_leaves_nothing() {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         let producer = meeting.listening(&["--size", "300M"]);
         let mut consumer = meeting.consumer(&["--to", to]).start();
-        consumer.until("map");
+        consumer.until("mapped");
         thread::sleep(Duration::from_millis(30));
         consumer.signal(signal);
         let code = consumer.end().status.code().unwrap();
@@ -295,7 +307,7 @@ fn large_raw_elements_are_cut() {
     let meeting = Meeting::new(On::Host);
     let producer = meeting.listening(&["--dtype", "|V1048576", "--shape", "3", "--seed", "0"]);
     let consumer = meeting.consumer(&[]).end();
-    let line = consumer.code(0).stdout.lines().find(|line| line.contains(" array ")).unwrap();
+    let line = consumer.code(0).stdout.lines().find(|line| line.starts_with("array ")).unwrap();
     assert!(line.len() < 300 && line.contains("void8388608 3, strides 1048576: 0xd6bbadde"), "{line}");
     producer.end().code(0);
 }
