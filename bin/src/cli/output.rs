@@ -3,6 +3,7 @@
 use std::{
     env,
     io::{self, IsTerminal, Write},
+    mem,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     thread,
     time::{Duration, Instant},
@@ -10,7 +11,7 @@ use std::{
 
 use anstream::{AutoStream, ColorChoice, stream::RawStream};
 use clap::{ArgAction, Args};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle, TermLike};
 use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
@@ -163,7 +164,7 @@ impl Wait {
 /// The longest wait without a notice.
 const WAIT_NOTICE: Duration = Duration::from_millis(500);
 
-/// The width of the terminal. Progress lines are shorter: an echo of the terminal, such as `^C`, must not wrap.
+/// The width of the terminal.
 fn width() -> usize {
     rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| usize::from(size.ws_col))
 }
@@ -202,6 +203,7 @@ impl Progress {
             return line.clear();
         }
         let template = || match width() {
+            ..40 => "{percent}%".to_owned(),
             ..60 => "{bar:5} {bytes}/{total_bytes} {eta}".to_owned(),
             wide => format!("{{bar:{}}} {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}", (wide - 50).clamp(5, 40)),
         };
@@ -216,8 +218,7 @@ impl Progress {
     pub(super) fn allocating(&self, size: u64) {
         let Some(mut line) = self.line().filter(|_| size >= LARGE) else { return };
         if let Some(bar) = line.bar(|| "{spinner} {msg}".to_owned(), Duration::ZERO) {
-            bar.set_message(format!("allocating {}", about(size)));
-            bar.enable_steady_tick(TICK);
+            spin(bar, &format!("allocating {}", about(size)));
         }
     }
 
@@ -233,8 +234,7 @@ impl Progress {
         if let Some(bar) = line.bar(|| "{spinner} {pos}/{len} {msg}".to_owned(), Duration::ZERO) {
             bar.set_length(all as u64);
             bar.set_position(done as u64);
-            bar.set_message(what.chars().take(width().saturating_sub(16)).collect::<String>());
-            bar.enable_steady_tick(TICK);
+            spin(bar, what);
         }
     }
 
@@ -260,6 +260,11 @@ impl Progress {
     }
 }
 
+fn spin(bar: &ProgressBar, what: &str) {
+    bar.set_message(what.chars().take(width().saturating_sub(16)).collect::<String>());
+    bar.enable_steady_tick(TICK);
+}
+
 impl Line {
     /// The bar, once the work has taken `delay`.
     fn bar(&mut self, template: impl FnOnce() -> String, delay: Duration) -> Option<&ProgressBar> {
@@ -269,7 +274,11 @@ impl Line {
         let begun = *self.begun.get_or_insert_with(Instant::now);
         if self.bar.is_none() && begun.elapsed() >= delay {
             let style = ProgressStyle::with_template(&template()).unwrap_or_else(|_| ProgressStyle::default_bar());
-            self.bar = Some(ProgressBar::new(1).with_elapsed(begun.elapsed()).with_style(style));
+            let bar = ProgressBar::with_draw_target(
+                Some(1),
+                ProgressDrawTarget::term_like_with_hz(Box::new(Row::default()), 20),
+            );
+            self.bar = Some(bar.with_elapsed(begun.elapsed()).with_style(style));
         }
         self.bar.as_ref()
     }
@@ -279,5 +288,61 @@ impl Line {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
         }
+    }
+}
+
+/// The row of a bar. A bar fills its row with spaces. This row ends before the terminal's, so that the echo of Ctrl-C, `^C`, stays in it and
+/// is cleared with it.
+#[derive(Debug, Default)]
+struct Row(Mutex<String>);
+
+impl Row {
+    fn add(&self, text: &str) -> io::Result<()> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push_str(text);
+        Ok(())
+    }
+
+    fn move_cursor(&self, cells: usize, direction: char) -> io::Result<()> {
+        if cells > 0 { self.add(&format!("\x1b[{cells}{direction}")) } else { Ok(()) }
+    }
+}
+
+impl TermLike for Row {
+    fn width(&self) -> u16 {
+        u16::try_from(width().saturating_sub(4)).unwrap_or(u16::MAX)
+    }
+
+    fn move_cursor_up(&self, cells: usize) -> io::Result<()> {
+        self.move_cursor(cells, 'A')
+    }
+
+    fn move_cursor_down(&self, cells: usize) -> io::Result<()> {
+        self.move_cursor(cells, 'B')
+    }
+
+    fn move_cursor_right(&self, cells: usize) -> io::Result<()> {
+        self.move_cursor(cells, 'C')
+    }
+
+    fn move_cursor_left(&self, cells: usize) -> io::Result<()> {
+        self.move_cursor(cells, 'D')
+    }
+
+    fn write_line(&self, text: &str) -> io::Result<()> {
+        self.add(text)?;
+        self.add("\r\n")
+    }
+
+    fn write_str(&self, text: &str) -> io::Result<()> {
+        self.add(text)
+    }
+
+    fn clear_line(&self) -> io::Result<()> {
+        self.add("\r\x1b[2K")
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let text = mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        Stderr.write_all(text.as_bytes())
     }
 }
