@@ -63,7 +63,7 @@ struct Collected {
     wait: Option<Wait>,
     /// The time limit of that wait, and the command that starts the peer.
     invitation: (Duration, String),
-    /// The number of consumers that a producer serves, 0 without a limit, and of those that have left.
+    /// The number of consumers to serve, 0 without a limit, and the number of sessions that have ended.
     consumers: (u64, u64),
     /// The connected peers. The events of a session come from its thread.
     visits: HashMap<ThreadId, Visit>,
@@ -131,7 +131,7 @@ impl Console {
         };
         let mut line = format!("{:<8}  {limit} for {whom}; in another terminal type:", "waiting");
         clean(&mut line);
-        // The command stays whole, to be copied.
+        // A broken command can't be pasted.
         line += if line.len() + command.len() < 80 { " " } else { "\n          " };
         line += command;
         let progress = self.progress.clone();

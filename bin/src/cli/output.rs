@@ -291,8 +291,8 @@ impl Line {
     }
 }
 
-/// The row of a bar. A bar fills its row with spaces. This row ends before the terminal's, so that the echo of Ctrl-C, `^C`, stays in it and
-/// is cleared with it.
+/// The row of a bar, which indicatif fills with spaces. It is shorter than the terminal's row: the echo of Ctrl-C, `^C`, must not start
+/// another row, because only the bar's row is cleared.
 #[derive(Debug, Default)]
 struct Row(Mutex<String>);
 
