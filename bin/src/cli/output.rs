@@ -204,7 +204,7 @@ impl Progress {
         }
         let template = || match width() {
             ..40 => "{percent}%".to_owned(),
-            ..60 => "{bar:5} {bytes}/{total_bytes} {eta}".to_owned(),
+            40..60 => "{bar:5} {bytes}/{total_bytes} {eta}".to_owned(),
             wide => format!("{{bar:{}}} {{bytes}}/{{total_bytes}} {{bytes_per_sec}} {{eta}}", (wide - 50).clamp(5, 40)),
         };
         let delay = if all < LARGE { BAR_DELAY } else { Duration::ZERO };
