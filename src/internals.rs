@@ -53,6 +53,11 @@ pub mod keeper {
     };
 }
 
+/// Sizes and counts as text.
+pub mod units {
+    pub use crate::error::units::{about, bytes, count};
+}
+
 /// Standard error that never blocks its process.
 pub mod stderr {
     pub use crate::sys::{Stderr, flush_stderr, never_block_on_stderr};

@@ -138,12 +138,9 @@ pub use self::{
     sys::fork,
 };
 
-/// Compiles and runs the code blocks of the README and the pages.
+/// Compiles and runs the code blocks of the pages.
 #[cfg(all(doctest, feature = "internals"))]
 mod pages {
-    #[doc = include_str!("../README.md")]
-    struct ReadMe;
-
     #[doc = include_str!("../docs/library.md")]
     struct Library;
 

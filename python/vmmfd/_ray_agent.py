@@ -328,7 +328,7 @@ def _again(error: Error) -> Error:
 def _broker(backend: str = "auto") -> Broker:
     with _brokers_lock:
         if backend not in _brokers or _brokers[backend].is_closed:
-            _brokers[backend] = connect(backend=backend, wait=30)
+            _brokers[backend] = connect(backend=backend)
         return _brokers[backend]
 
 

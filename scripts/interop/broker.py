@@ -105,7 +105,7 @@ _TOKENS = protocol._list_of(_token)
 _RESTORE = {"version": _U64, "id": protocol._uuid, "created_ms": _U64, "owner": _OWNER, "leases": _TOKENS}
 _EVENT = {
     "seq": _U64, "at_ms": _U64, "kind": _TEXT, "name": _NAME, "version": _U64, "id": protocol._uuid, "uid": _U32,
-    "pid": _i32, "message?": _TEXT,
+    "pid": _i32, "command?": _TEXT, "size?": _U64, "message?": _TEXT,
 }
 _ROOM = {"used": _U64, "allowed": _U64}
 _LIMITS = {"bytes?": _U64, "device_bytes?": _U64, "objects?": _U64, "leases?": _U64, "connections?": _U64}

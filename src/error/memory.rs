@@ -1,6 +1,9 @@
 //! Errors about memory.
 
-use super::Error;
+use super::{
+    Error,
+    units::{about, bytes},
+};
 
 /// Memory can't be allocated or opened, or a range, size or array does not fit it.
 #[derive(Debug, thiserror::Error)]
@@ -24,7 +27,7 @@ pub enum MemoryError {
     },
 
     /// The device has less free memory than requested.
-    #[error("{size} bytes were requested, but {device} has only {free} bytes free")]
+    #[error("{} were requested, but {device} has only {} free", bytes(*size), bytes(*free))]
     OutOfMemory {
         /// The device's name.
         device: String,
@@ -35,7 +38,7 @@ pub enum MemoryError {
     },
 
     /// The size is zero, or rounding it up exceeds 64 bits.
-    #[error("can't create a buffer of {size} bytes: the size must be between 1 and {max} bytes")]
+    #[error("can't create a buffer of {}: the size must be between 1 byte and {}", bytes(*size), about(*max))]
     InvalidSize {
         /// The requested bytes.
         size: u64,
@@ -44,7 +47,7 @@ pub enum MemoryError {
     },
 
     /// The size is zero or not a multiple of the granularity. Detected before any driver call.
-    #[error("size {size} is not a positive multiple of the granularity, {granularity} bytes")]
+    #[error("size {} is not a positive multiple of the granularity, {}", bytes(*size), bytes(*granularity))]
     Unaligned {
         /// The size, in bytes.
         size: u64,
@@ -62,7 +65,7 @@ pub enum MemoryError {
     },
 
     /// A range exceeds its memory, mapping or reservation.
-    #[error("{length} bytes at offset {offset} exceed the size of {size} bytes")]
+    #[error("{} at offset {offset} exceed the size of {}", bytes(*length), bytes(*size))]
     OutOfRange {
         /// First byte of the range.
         offset: u64,

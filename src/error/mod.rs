@@ -9,6 +9,7 @@ mod parse;
 mod peer;
 mod protocol;
 mod socket;
+pub(crate) mod units;
 #[cfg(feature = "weights")]
 mod weights;
 

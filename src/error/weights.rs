@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use super::units::bytes;
+
 /// A weight file can't be used. No memory was allocated for it, except after [`WeightsError::Changed`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -34,7 +36,7 @@ pub enum WeightsError {
     },
 
     /// The file was changed after it was opened.
-    #[error("{} was changed since it was opened with {size} bytes: load a copy that is not written to", path.display())]
+    #[error("{} was changed since it was opened with {}: load a copy that is not written to", path.display(), bytes(*size))]
     Changed {
         /// The file's path.
         path: PathBuf,

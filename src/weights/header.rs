@@ -8,7 +8,10 @@ use serde::{
     de::{Error, MapAccess, Visitor},
 };
 
-use crate::array::{ElementType, MAX_DIMENSIONS};
+use crate::{
+    array::{ElementType, MAX_DIMENSIONS},
+    error::units::bytes,
+};
 
 /// The size of the length field before the header, in bytes.
 pub(super) const LENGTH: u64 = 8;
@@ -43,9 +46,13 @@ pub(super) struct Entry {
 pub(super) fn size_of(first: [u8; 8], size: u64) -> Result<u64, String> {
     let length = u64::from_le_bytes(first);
     let room = size.saturating_sub(LENGTH);
-    if length > MAX_HEADER.min(room) {
+    if length > MAX_HEADER {
+        return Err("is not a safetensors file: it does not begin with the length of a header".to_owned());
+    }
+    if length > room {
+        let (length, room) = (bytes(length), bytes(room));
         return Err(format!(
-            "is not a safetensors file: its header claims {length} bytes, but only {room} follow (at most {MAX_HEADER} are allowed)"
+            "is not a safetensors file, or incomplete: its header claims {length}, but only {room} follow"
         ));
     }
     Ok(length)

@@ -559,6 +559,26 @@ fn stopped_or_killed_bench_leaves_nothing() {
 }
 
 #[test]
+fn missing_program_names_its_installation() {
+    let alone = tempfile::tempdir().unwrap();
+    assert!(Command::new("cp").arg(binary("vmmfd")).arg(alone.path()).status().unwrap().success());
+    let meeting = Meeting::host();
+    let run = |options: &[&str]| {
+        let mut command = Command::new(alone.path().join("vmmfd"));
+        command.env("PATH", alone.path()).arg("bench").args(options);
+        meeting.bare("vmmfd").instead(command).end()
+    };
+    let ended = run(&["handoff"]);
+    ended
+        .code(5)
+        .says(&format!("{}/ nor on PATH", alone.path().display()))
+        .says("cargo install --locked --path tests/bench");
+    assert_eq!(ended.stdout, "");
+    let report = crate::command_line::object(run(&["--json"]).code(5));
+    assert_eq!((&report["command"], &report["error"]["kind"]), (&"bench".into(), &"system".into()));
+}
+
+#[test]
 fn startup_of_missing_commands_is_skipped() {
     let meeting = Meeting::host();
     let alone = tempfile::tempdir().unwrap();

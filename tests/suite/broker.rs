@@ -448,10 +448,7 @@ fn quotas_are_refused_with_both_figures(subject: Subject) {
     put(&client, "b", &memory, Condition::New).unwrap();
     let (code, message) = refused(put(&client, "a", &memory, Condition::Any));
     assert_eq!(code, RefusalCode::Quota);
-    assert!(
-        message.contains("has 4194304 bytes (claimed) and asks for 2097152 more, but its quota is 5242880"),
-        "{message}"
-    );
+    assert!(message.contains("has 4 MiB (claimed) and asks for 2 MiB more, but its quota is 5 MiB"), "{message}");
     client.delete("b").unwrap();
     put(&client, "a", &memory, Condition::Any).unwrap();
     put(&client, "c", &memory, Condition::New).unwrap();

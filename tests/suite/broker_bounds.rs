@@ -236,7 +236,7 @@ mod memory {
         let answer = last.receive().unwrap().unwrap().0;
         let (code, message) = refused(&answer);
         assert_eq!(code, RefusalCode::Quota, "{message}");
-        assert!(message.contains("16777216 bytes"), "{message}");
+        assert!(message.contains("the limit is 16 MiB"), "{message}");
         assert!(matches!(ask(last, &Message::List(List::default())), Message::Objects(_)));
         // A short wait works again once the other connections are closed.
         drop(connections);
@@ -440,7 +440,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn hidden_names_cost_others_nothing() {
         let uid = OTHER.to_string();
         let served = serve(&["--allow-uid", &uid, "--quota", "connections=100"]);

@@ -202,7 +202,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn refused_user_can_not_send_descriptors() {
         let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
         let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|of| of.parse::<u32>().unwrap_or(0));
@@ -223,7 +223,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn refused_descriptors_delay_no_other_user() {
         without_passrights(|| {
             let server = start(&Subject::host(), &[OTHER]);
@@ -247,7 +247,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn blocked_closes_refuse_their_sender_alone() {
         with_own_descriptors(|| {
             let subject = Subject::host();
@@ -279,7 +279,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn unread_connections_count_until_closed() {
         let subject = Subject::host();
         let quota = [None, None, None, Some(5)];
@@ -319,7 +319,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn reservations_leave_other_users_their_share() {
         let subject = Subject::host();
         let allow_uids = vec![HOSTILE, OTHER, 0];
@@ -360,7 +360,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn kept_memory_leaves_others_their_share() {
         let subject = Subject::host();
         let allow_uids = vec![HOSTILE, OTHER, 0];

@@ -164,8 +164,9 @@ fn embedded_objects_survive_kills() {
     // A killed keeper is replaced by the same program.
     kill(first, Signal::SIGKILL).unwrap();
     place.put(&subject, "object-4", 4);
+    // The signal may end the keeper after the put.
+    until(|| matches!(place.keepers()[..], [keeper] if keeper != first));
     let second = place.keeper();
-    assert_ne!(second, first);
     // An orderly shutdown keeps the objects too.
     stop(program);
     program = place.start();

@@ -333,8 +333,8 @@ fn waiting_parts_are_bounded_as_one_version() {
     let more = waiting("x", "b", 5);
     let Ok(Some((Message::Refused(refusal), _))) = more.receive() else { panic!() };
     assert_eq!(refusal.code, RefusalCode::Quota, "{}", refusal.message);
-    assert!(refusal.message.contains("33554432 bytes"), "{}", refusal.message);
-    assert!(refusal.message.contains("41943040"), "{}", refusal.message);
+    assert!(refusal.message.contains("has 32 MiB (claimed)"), "{}", refusal.message);
+    assert!(refusal.message.contains("its quota is 40 MiB"), "{}", refusal.message);
     // Closed connections no longer count.
     drop(two);
     server.wait_for_others(&client, 2);
@@ -368,7 +368,7 @@ mod root {
 
     /// The kernel limits descriptors in flight for each user, here the server's. Privileged processes are exempt.
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn idle_clients_leave_descriptors_for_others() {
         let subject = Subject::host();
         let allow_uids = vec![HOSTILE, OTHER, 0];
@@ -424,7 +424,7 @@ mod root {
 
     /// Closed connections whose peers have not read their descriptors: those descriptors are still in flight.
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn unread_descriptors_count_until_closed() {
         let subject = Subject::host();
         let allow_uids = vec![OTHER, 0];

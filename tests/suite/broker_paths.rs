@@ -78,7 +78,7 @@ mod root {
     const OTHER: u32 = 54_321;
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn inaccessible_folder_is_named() {
         let mut place = Meeting::host();
         fs::set_permissions(place.folder(), PermissionsExt::from_mode(0o755)).unwrap();
@@ -128,7 +128,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn forbidden_put_opens_no_device() {
         let mut place = Meeting::host();
         fs::set_permissions(place.folder(), PermissionsExt::from_mode(0o755)).unwrap();

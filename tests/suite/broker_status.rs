@@ -278,7 +278,7 @@ mod root {
     const TEAM: u32 = 34570;
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn socket_is_for_the_allowed_group() {
         let subject = Subject::host();
         let folder = tempfile::tempdir().unwrap();
@@ -316,7 +316,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn status_of_foreign_broker_shows_own_objects() {
         let subject = Subject::host();
         let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--allow-uid", "34561"]);

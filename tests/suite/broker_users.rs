@@ -94,7 +94,7 @@ mod root {
     use super::*;
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn modes_decide_read_and_replace() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
@@ -175,7 +175,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn leases_are_shown_to_holders_and_readers() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
@@ -209,7 +209,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn quotas_are_each_user_s_own() {
         let subject = Subject::host();
         let quota = [Some(5 * MIB), Some(2), Some(1), Some(3)];
@@ -230,12 +230,12 @@ mod root {
                 );
                 let (code, message) = refused(put(&client, &name(0), &memory, Condition::Any));
                 assert_eq!(code, RefusalCode::Quota);
-                let figures = "has 4194304 bytes (claimed) and asks for 2097152 more, but its quota is 5242880";
+                let figures = "has 4 MiB (claimed) and asks for 2 MiB more, but its quota is 5 MiB";
                 assert!(message.contains(figures), "{message}");
                 let _held = client.get(&Get::new(name(0))).unwrap();
                 let (code, message) = refused(client.get(&Get::new(name(1))));
                 assert_eq!(code, RefusalCode::Quota);
-                assert!(message.contains("has 1 leases and asks for 1 more, but its quota is 1"), "{message}");
+                assert!(message.contains("has 1 lease and asks for 1 more, but its quota is 1"), "{message}");
                 let _others = [connect(&path), connect(&path)];
                 match try_connect(&path) {
                     Err(Error::Peer(PeerError::Reported { code: ErrorCode::Full, message })) => {
@@ -258,7 +258,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn default_limits_stop_one_user_alone() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
@@ -314,7 +314,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn only_allowed_users_and_groups_connect() {
         let subject = Subject::host();
         let refused_as = |path: &Path, uid: u32, gid: u32, groups: &[u32]| {
@@ -363,7 +363,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn unmapped_user_owns_nothing() {
         let subject = Subject::host();
         let overflow: u32 = fs::read_to_string("/proc/sys/kernel/overflowuid").unwrap().trim().parse().unwrap();
@@ -391,7 +391,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn only_owner_and_server_user_restore_a_version() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
@@ -451,7 +451,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn users_take_turns_at_tables() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
@@ -478,7 +478,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn claims_need_the_right_to_put() {
         let subject = Subject::host();
         let overflow: u32 = fs::read_to_string("/proc/sys/kernel/overflowuid").unwrap().trim().parse().unwrap();
@@ -511,7 +511,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn lost_names_wait_for_their_owners() {
         let subject = Subject::host();
         let server = Process::start(Setup { after_loss: true, ..allowing(&subject, &[MAKER, OTHER]) });
@@ -545,7 +545,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn false_devices_hide_no_other_user() {
         let subject = Subject::host();
         let server = Process::start(allowing(&subject, &[MAKER, OTHER]));

@@ -34,7 +34,7 @@ const LONG: Duration = Duration::from_secs(600);
 
 fn event(seq: u64, kind: EventKind) -> Event {
     let (name, id) = ("models/tiny".to_owned(), OTHER.to_owned());
-    Event { seq, at_ms: 1_000, kind, name, version: 1, id, uid: 7, pid: 9, message: None }
+    Event { seq, at_ms: 1_000, kind, name, version: 1, id, uid: 7, pid: 9, command: None, size: None, message: None }
 }
 
 fn events(instance: &str, lost: bool, events: Vec<Event>, next: u64) -> Message {
@@ -301,11 +301,12 @@ fn each_event_is_printed_at_once() {
     // The events after the first one, as text.
     let after = format!("{}:{}", lines[1]["instance"].as_str().unwrap(), lines[1]["seq"]);
     let again = vmmfd(&place, &["watch", "models/", "--after", &after]).start();
-    wait_for("the event after", || again.so_far().contains("models/b version 1, uid "));
+    assert_eq!((&lines[1]["command"], &lines[1]["size"]), (&"vmmfd".into(), &(2 << 20).into()));
+    wait_for("the event after", || again.so_far().contains("models/b version 1, 2 MiB, pid "));
     again.signal(Signal::SIGINT);
     let again = again.end();
     assert_eq!(again.code(0).stdout.lines().count(), 1, "{}", again.stdout);
-    assert!(again.stdout.starts_with("published  20"), "{}", again.stdout);
+    assert!(again.stdout.starts_with("published  20") && again.stdout.contains(" (vmmfd), uid "), "{}", again.stdout);
     // A place from an unknown broker.
     let lost = vmmfd(&place, &["watch", "--quiet", "--after", &format!("{INSTANCE}:3")]).start();
     wait_for("the word", || lost.so_far().starts_with("lost       the events before the next line are unknown"));

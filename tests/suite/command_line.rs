@@ -361,12 +361,17 @@ fn devices_lists_sharing_support() {
     let vmm = &failing["devices"][0]["sharing"]["vmm"];
     assert_eq!(vmm["works"], false);
     assert!(vmm["error"].as_str().unwrap().contains("cuMemExportToShareableHandle"), "{vmm}");
-    // The text output contains each device's full UUID. Other options accept it, also abbreviated.
-    let text = vmmfd(&meeting, &["devices", "--backend", "cuda"]).end();
-    let uuid = text.code(0).stdout.split_whitespace().nth(1).unwrap().to_owned();
-    assert!(text.stdout.starts_with("0  GPU-") && text.stdout.contains("1 GiB free"), "{}", text.stdout);
+    // The text output contains each device's UUID: eight digits, or with `-v` all. Options accept both.
+    let [text, verbose] = ["-q", "-v"].map(|option| vmmfd(&meeting, &["devices", "--backend", "cuda", option]).end());
+    let word = |text: &Ended| {
+        let mut words = text.code(0).stdout.split_whitespace();
+        words.find(|word| word.starts_with("GPU-")).unwrap_or_else(|| panic!("{}", text.stdout)).to_owned()
+    };
+    let (short, uuid) = (word(&text), word(&verbose));
+    assert_eq!(short, uuid[..12]);
+    assert!(text.stdout.starts_with("0  ") && text.stdout.contains("1 GiB free"), "{}", text.stdout);
     let socket = meeting.socket();
-    for named in [uuid.as_str(), &uuid[..8]] {
+    for named in [&uuid, &short] {
         let arguments = [
             "produce",
             "--backend",

@@ -302,7 +302,7 @@ mod namespaces {
     use super::*;
 
     #[test]
-    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
     fn node_check_ends_at_sigterm() {
         let pod = pods("kubernetes/node-check.yaml").remove(0);
         let [checked] = list(&pod["containers"]) else { panic!("not one container") };
@@ -348,7 +348,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn node_broker_serves_its_group() {
         let pod = pods("kubernetes/broker.yaml").remove(0);
         let number = |field: &str| pod["securityContext"][field].as_i64().unwrap() as u32;

@@ -588,7 +588,7 @@ mod namespaces {
     use super::*;
 
     #[test]
-    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
     fn ends_in_different_namespaces_meet() {
         for kinds in [&["--pid", "--fork", "--mount-proc"][..], &["--ipc", "--uts", "--net"]] {
             let meeting = Meeting::host();
@@ -610,7 +610,7 @@ mod root {
     const OTHER: u32 = 12345;
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn different_users_meet_if_both_allow() {
         assert!(nix::unistd::geteuid().is_root(), "these tests change users: run them as root");
         let mut meeting = Meeting::host();

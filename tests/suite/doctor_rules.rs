@@ -255,7 +255,7 @@ mod namespaces {
     }
 
     #[test]
-    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
     fn legacy_handles_between_namespaces_are_reported() {
         let meeting = Meeting::fake();
         let end = |part: &str| {
@@ -273,7 +273,7 @@ mod namespaces {
     }
 
     #[test]
-    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
     fn selinux_refusal_is_reported_with_label() {
         let refused = |label: &'static str| {
             let meeting = Meeting::host();
@@ -297,7 +297,7 @@ mod namespaces {
     }
 
     #[test]
-    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
     fn rdma_memory_is_refused_on_wsl() {
         let meeting = Meeting::fake();
         let file = meeting.folder().join("wsl");
@@ -309,7 +309,7 @@ mod namespaces {
     }
 
     #[test]
-    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
     fn rules_of_other_kernels_apply() {
         let meeting = Meeting::fake();
         let version = |text: &str, name: &str| {

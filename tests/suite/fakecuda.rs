@@ -401,7 +401,7 @@ mod root {
     use super::*;
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn foreign_users_event_is_not_mapped() {
         assert!(nix::unistd::geteuid().is_root(), "this test changes users: run it as root");
         let (owner, same, other) = (Calls::ready(), Calls::new(), Calls::new());

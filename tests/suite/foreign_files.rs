@@ -20,7 +20,7 @@ mod mounts {
     use super::*;
 
     #[test]
-    #[ignore = "mounts a file system: make test runs it where it may"]
+    #[ignore = "mounts a file system: make test-all runs it where it may"]
     fn unresponsive_fuse_file_is_refused() {
         let fuse = Fuse::mount(SIZE);
         let file = OpenOptions::new().read(true).write(true).open(fuse.file()).unwrap();

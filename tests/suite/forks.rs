@@ -195,7 +195,7 @@ mod namespaces {
     }
 
     #[test]
-    #[ignore = "needs the right to make namespaces: make test runs it where there is"]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
     fn init_forks_into_pid_namespace() {
         let subject = Subject::host();
         let broker = Broker::start(&subject);

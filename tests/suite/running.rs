@@ -192,6 +192,7 @@ impl Run {
         for variable in ["VMMFD_SOCKET", "VMMFD_BROKER_SOCKET", "VMMFD_BACKEND", "XDG_RUNTIME_DIR", "NO_COLOR"] {
             command.env_remove(variable);
         }
+        command.env("LC_ALL", "C.UTF-8");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         Self { name, command }
     }

@@ -123,6 +123,19 @@ impl Shown {
         })
     }
 
+    /// Returns the rows that the terminal broke, and not the command.
+    fn broken(&self) -> Vec<String> {
+        let mut terminal = vt100::Parser::new(dimension(self.size.0), dimension(self.size.1), 0);
+        terminal.process(&self.bytes);
+        let screen = terminal.screen();
+        screen
+            .rows(0, self.size.1)
+            .enumerate()
+            .filter(|(row, _)| screen.row_wrapped(*row as u16))
+            .map(|(_, row)| row)
+            .collect()
+    }
+
     /// Returns the text of every bar that was drawn.
     fn bars(&self) -> Vec<String> {
         let text = self.text();
@@ -402,6 +415,82 @@ fn logs_on_terminals_have_short_lines() {
     let screen = shown.screen();
     assert!(screen.iter().any(|row| row.starts_with("DEBUG received kind=")), "{screen:?}");
     assert!(screen.iter().all(|row| row.starts_with(|c: char| c.is_ascii_alphabetic())), "{screen:?}");
+}
+
+/// Runs each command on a terminal: the broker, its clients, and the tools.
+fn each_command(columns: u16, locale: &str) -> Vec<(String, Shown)> {
+    let meeting = Meeting::host();
+    let folder = meeting.folder();
+    std::fs::write(folder.join("file"), vec![7; 5_000_003]).unwrap();
+    let file = folder.join("file").to_str().unwrap().to_owned();
+    let mut shown = Vec::new();
+    let mut end = |run: Run, code: i32| {
+        let name = format!("{:?}", run.command.get_args().next());
+        let ended = on_terminal(run.env("LC_ALL", locale), columns).end();
+        assert_eq!(ended.code, Some(code), "{name}: {}", ended.text());
+        shown.push((name, ended));
+    };
+    let mut server = on_terminal(vmmfd(&meeting, &["serve"]).env("LC_ALL", locale), columns);
+    server.until("listening");
+    let client = |arguments: &[&str]| vmmfd(&meeting, arguments);
+    end(client(&["put", "models/llama/tokenizer", "--backend", "host", "--digest", "--from", &file]), 0);
+    end(client(&["put", "models/llama/weights", "--meta", r#"{"engine": "a long name"}"#, "--from", &file]), 0);
+    end(client(&["get", "models/llama/tokenizer", "-q"]), 0);
+    end(client(&["get", "models/llama/weights"]), 0);
+    for arguments in [&["ls"][..], &["ls", "-l"], &["who"], &["status"], &["stat", "models/llama/weights"]] {
+        end(client(arguments), 0);
+    }
+    end(client(&["rm", "--prefix", "models/llama/", "--dry-run"]), 0);
+    // Errors and their hints.
+    end(client(&["get", "models/another/name/that/nobody/put"]), 1);
+    end(client(&["put", "models/llama/weights", "--from", &file, "--chunk", "a-size-without-digits"]), 2);
+    let tool = |arguments: &[&str]| {
+        let mut run = meeting.bare("vmmfd");
+        run.command.args(arguments).env("TMPDIR", folder);
+        run
+    };
+    end(tool(&["devices", "--backend", "host"]), 0);
+    end(tool(&["doctor", "--backend", "host", "--only", "memory,dma-buf,attributes,persistence"]), 1);
+    end(tool(&["bench", "handoff", "--count", "25", "--size", "2MiB", "--backend", "host"]), 0);
+    server.interrupt();
+    shown.push(("serve".to_owned(), server.end()));
+    shown
+}
+
+#[test]
+fn no_command_breaks_words() {
+    for columns in [60, 80, 120] {
+        for (name, shown) in each_command(columns, "C.UTF-8") {
+            assert_eq!(shown.broken(), [""; 0], "{name} at {columns} columns: {:#?}", shown.screen());
+        }
+    }
+}
+
+#[test]
+fn other_locales_show_ascii() {
+    for (name, shown) in each_command(80, "C") {
+        assert!(shown.text().is_ascii(), "{name}: {}", shown.text());
+    }
+    let meeting = Meeting::fake();
+    let run = meeting.producer(&["--size", "64MiB", "--verify", "host"]);
+    let mut producer = on_terminal(run.env("LC_ALL", "C").env("FAKECUDA_SLOW", SLOW), 80);
+    producer.until("shared");
+    meeting.consumer(&[]).end().code(0);
+    let shown = producer.end();
+    assert!(shown.text().contains("##") && shown.text().is_ascii(), "{}", shown.text());
+}
+
+#[test]
+fn serve_prints_one_line() {
+    let meeting = Meeting::host();
+    let mut server = on_terminal(vmmfd(&meeting, &["serve"]), 120);
+    server.until("listening");
+    server.interrupt();
+    let shown = server.end();
+    assert_eq!(shown.code, Some(0), "{}", shown.text());
+    let screen = shown.screen();
+    assert!(screen[0].starts_with("broker    listening  ") && screen.len() == 2, "{screen:?}");
+    assert!(screen[1].contains("broker    ended      with 0 objects, 0 versions, 0 bytes"), "{screen:?}");
 }
 
 fn dimension(cells: u16) -> std::num::NonZero<u16> {

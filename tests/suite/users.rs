@@ -1,4 +1,4 @@
-//! Sockets and folders of other users. Only root can change its user: `make test` runs these tests as root, or reports that it does not.
+//! Sockets and folders of other users. Only root can change its user: `make test-all` runs these tests as root, or reports that it does not.
 
 use std::{
     fs,
@@ -31,7 +31,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn another_user_is_refused_unless_allowed() {
         let meeting = open_place();
         // A producer that allows another user: its socket file is accessible, but it refuses the connection.
@@ -51,7 +51,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn memory_of_another_user_is_refused() {
         let meeting = open_place();
         let serve = || {
@@ -72,7 +72,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn default_folder_of_another_user_is_refused() {
         let meeting = open_place();
         let folder = meeting.folder().join("vmmfd");
@@ -86,7 +86,7 @@ mod root {
     }
 
     #[test]
-    #[ignore = "needs root: make test runs it as root"]
+    #[ignore = "needs root: make test-all runs it as root"]
     fn without_permission_the_reason_is_said() {
         let meeting = open_place();
         let producer = meeting.producer(&[]).start();

@@ -21,6 +21,7 @@ use vmmfd::{
 use crate::{
     check::{check_range, pattern::slices},
     error::ToolError,
+    units::bytes,
 };
 
 /// The size of a slice in bytes, a multiple of 4.
@@ -167,7 +168,7 @@ impl Source {
 
     fn changed(&self) -> Error {
         let problem =
-            format!("was changed since it was opened with {} bytes: share a copy that is not written to", self.size);
+            format!("was changed since it was opened with {}: share a copy that is not written to", bytes(self.size));
         Error::from(ToolError::File { path: self.path.clone(), problem })
     }
 }

@@ -26,7 +26,8 @@ use vmmfd::{
 
 use super::{
     Exit,
-    describe::{checked, described, device, findings, first_words, kind, numbers, process_named, spelled},
+    describe::{checked, described, findings, first_words, kind, numbers, process_named, spelled},
+    layout,
     output::{Output, Progress, Wait, complain, fallback_reason, is_coloured, print_now},
     report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
 };
@@ -35,7 +36,7 @@ use crate::{
         self, Figures,
         pattern::{Engine, Work},
     },
-    units::{about, bytes, limit, time},
+    units::{self, about, bytes, limit, time},
 };
 
 /// The longest list of steps in the report: a service may run for months.
@@ -132,8 +133,11 @@ impl Console {
         let mut line = format!("{:<8}  {limit} for {whom}; in another terminal type:", "waiting");
         clean(&mut line);
         // A broken command can't be pasted.
-        line += if line.len() + command.len() < 80 { " " } else { "\n          " };
-        line += command;
+        if line.len() + command.len() < layout::stdout_width().unwrap_or(80) {
+            line = format!("{line} {command}");
+        } else {
+            line = format!("{}\n          {command}", layout::shown(&line, &io::stdout()));
+        }
         let progress = self.progress.clone();
         state.wait = Some(Wait::before(move || {
             // A later line reports the failure.
@@ -437,7 +441,10 @@ impl Console {
         let (role, fallback) = (report.role, report.fallback.is_some());
         drop(state);
         let fallback = if fallback { " (no GPU: see vmmfd doctor)" } else { "" };
-        self.line(role, format!("pid {}, {}{fallback}", process::id(), device(used)));
+        self.line(
+            role,
+            format!("pid {}, {}{fallback}", process::id(), units::device(used.name(), &used.prefixed_uuid(), false)),
+        );
     }
 
     fn memory(&self, description: &Description) {
@@ -508,7 +515,7 @@ impl Console {
             let style = colour.on_default();
             line.replace_range(..name.len(), &format!("{style}{name}{style:#}"));
         }
-        self.progress.suspend(|| state.print(&line));
+        self.progress.suspend(|| state.print(&layout::shown(&line, &io::stdout())));
     }
 
     fn print_json(&self) {

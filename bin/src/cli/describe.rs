@@ -2,8 +2,8 @@
 
 use vmmfd::{
     array::ArrayDescriptor,
-    driver::{Access, Backend},
-    memory::{Description, Device, Mechanism, Placement},
+    driver::Access,
+    memory::{Description, Mechanism, Placement},
 };
 
 use crate::check::{Figures, pattern::Mismatch};
@@ -37,15 +37,6 @@ pub(super) fn checked(verified: bool, figures: &Figures) -> String {
         None if *words == 0 => if verified { "not checked" } else { "as the peer reports" }.to_owned(),
         None => format!("{mismatches} of {words} words wrong"),
     }
-}
-
-/// The name of a device with the first eight digits of its UUID.
-pub(super) fn device(device: &Device) -> String {
-    let name = match device.backend() {
-        Backend::Host => "host memory",
-        Backend::Cuda => device.name(),
-    };
-    format!("{name} {}", &device.uuid().to_string()[..8])
 }
 
 /// A process. The ID is 0 if it is not visible in this PID namespace.

@@ -23,7 +23,7 @@ use crate::verbs::HasVerbs;
 use crate::{
     schema::{self, Named, VERSION, document},
     stamp,
-    units::about,
+    units::{self, about},
 };
 
 /// Lists the devices, and exports one granule with each mechanism
@@ -134,18 +134,18 @@ impl Tool for DevicesOptions {
             fallback: self.output.notice_fallback(opened.fallback.as_ref()),
             devices,
         };
-        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
         Ok(ToolOutput { text, exit: Exit::Verified })
     }
 }
 
-fn render(report: &DevicesReport) -> String {
+fn render(report: &DevicesReport, verbose: bool) -> String {
     let mut text = String::new();
     for device in &report.devices {
         let DeviceLine { ordinal, uuid, name, memory, free, granularity, sharing } = device;
         let size = |bytes: Option<u64>| bytes.map_or_else(|| "unknown".to_owned(), about);
         // Writing to a string can't fail.
-        let _ = writeln!(text, "{ordinal}  {uuid}  {name}");
+        let _ = writeln!(text, "{ordinal}  {}", units::device(name, uuid, verbose));
         let _ =
             writeln!(text, "   memory   {}, {} free, granularity {}", size(*memory), size(*free), size(*granularity));
         for (mechanism, tried) in [("vmm", &sharing.vmm), ("pool", &sharing.pool), ("legacy", &sharing.legacy)] {

@@ -23,10 +23,7 @@ use super::{
     values::BACKEND,
 };
 use crate::{
-    doctor::{
-        self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES, Probe,
-        text::{self, Style},
-    },
+    doctor::{self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES, Probe, text},
     schema::{Named, VERSION, document},
 };
 
@@ -232,7 +229,5 @@ fn rendered(report: &DoctorReport, json: bool) -> String {
     if json {
         return json_line(report);
     }
-    let stdout = io::stdout();
-    let width = rustix::termios::tcgetwinsize(&stdout).ok().map(|size| usize::from(size.ws_col));
-    text::render(report, Style { color: is_coloured(&stdout), width: width.filter(|&width| width > 0) })
+    text::render(report, is_coloured(&io::stdout()))
 }

@@ -3,12 +3,13 @@
 use std::{
     env,
     ffi::OsString,
-    io::{self, ErrorKind},
+    io::ErrorKind,
     os::unix::process::CommandExt,
     process::{Command, ExitCode},
 };
 
-use super::{Exit, output::complain};
+use super::run::fail_as;
+use crate::error::ToolError;
 
 pub(super) const BENCH: &str = "bench";
 
@@ -18,21 +19,23 @@ const PROGRAM: &str = "vmmfd-bench";
 ///
 /// See execve(2).
 pub(super) fn run(options: &[OsString]) -> ExitCode {
-    let beside = env::current_exe().ok().and_then(|program| Some(program.parent()?.join(PROGRAM)));
+    let beside = env::current_exe().unwrap_or_default().with_file_name(PROGRAM);
     let execute = |program: OsString| Command::new(program).args(options).exec();
-    let mut error = beside.map_or_else(|| io::Error::from(ErrorKind::NotFound), |program| execute(program.into()));
+    let mut error = execute(beside.clone().into());
     if error.kind() == ErrorKind::NotFound {
         error = execute(PROGRAM.into());
     }
-    let exit = if error.kind() == ErrorKind::NotFound {
-        complain(&format!(
-            "error: `{PROGRAM}` is neither beside this program nor on PATH: install the Debian package or the bundle for GPU nodes, \
-             or build it from source (`cargo build --release -p {PROGRAM}`)"
-        ));
-        Exit::Unsupported
-    } else {
-        complain(&format!("error: cannot execute `{PROGRAM}`: {error}"));
-        Exit::System
+    let absent = error.kind() == ErrorKind::NotFound;
+    let error = ToolError::Child {
+        process: PROGRAM.to_owned(),
+        message: if absent {
+            format!("is neither in {} nor on PATH", beside.with_file_name("").display())
+        } else {
+            format!("cannot be executed: {error}")
+        },
+        hint: absent.then(|| {
+            "install it with `cargo install --locked --path tests/bench` in a copy of the source, or with the Debian package".to_owned()
+        }),
     };
-    ExitCode::from(exit.code())
+    fail_as(BENCH, &error.into(), options.iter().any(|option| option == "--json"))
 }

@@ -15,10 +15,11 @@ use nix::sys::stat::fstat;
 use serde_json::json;
 use tracing_subscriber::{
     filter::LevelFilter,
-    fmt::{MakeWriter, fmt, writer::BoxMakeWriter},
+    fmt::{MakeWriter, fmt},
 };
 use vmmfd::internals::stderr::Stderr;
 
+use super::layout;
 use crate::stamp;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -31,10 +32,9 @@ pub(super) enum LogFormat {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Style {
-    Text {
-        /// Whether the level is coloured.
-        coloured: bool,
-    },
+    Text,
+    /// Text with a coloured level.
+    Coloured,
     Journal,
     Json,
 }
@@ -67,7 +67,8 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
     let style = match format {
         LogFormat::Json => Style::Json,
         LogFormat::Text if is_journal() => Style::Journal,
-        LogFormat::Text => Style::Text { coloured: AutoStream::choice(&io::stderr()) != ColorChoice::Never },
+        LogFormat::Text if AutoStream::choice(&io::stderr()) != ColorChoice::Never => Style::Coloured,
+        LogFormat::Text => Style::Text,
     };
     // The first call decides the style of the process.
     let style = *STYLE.get_or_init(|| style);
@@ -75,10 +76,9 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
     let log = fmt().with_max_level(level).log_internal_errors(false);
     // Fails only if the process already has a subscriber.
     let _ = match style {
-        Style::Text { coloured } => {
-            let writer = if coloured { BoxMakeWriter::new(Coloured) } else { BoxMakeWriter::new(|| Stderr) };
-            let log = log.with_writer(writer).with_ansi(false);
-            // Who reads along needs neither, and the lines are shorter.
+        Style::Text | Style::Coloured => {
+            let log = log.with_writer(Lines { coloured: style == Style::Coloured }).with_ansi(false);
+            // Who reads along needs no time, and the lines are shorter.
             if io::stderr().is_terminal() { log.without_time().with_target(false).try_init() } else { log.try_init() }
         }
         // The journal records time and level itself.
@@ -103,7 +103,7 @@ pub(super) fn line(text: &str) -> String {
             let level = if kind == "error" { "ERROR" } else { "INFO" };
             format!("{}\n", json!({"timestamp": stamp::now(), "level": level, "message": text}))
         }
-        _ => format!("{text}\n"),
+        _ => layout::shown(&format!("{text}\n"), &io::stderr()),
     }
 }
 
@@ -149,38 +149,42 @@ impl Write for Event {
     }
 }
 
-/// Colours the level of each event. The colours of tracing-subscriber need another package.
-#[derive(Debug)]
-struct Coloured;
+/// Lays events out for a terminal. Colours their levels itself: the colours of tracing-subscriber need another package.
+#[derive(Debug, Clone, Copy)]
+struct Lines {
+    coloured: bool,
+}
 
-struct ColouredEvent(tracing::Level);
+struct LinesEvent(Lines, tracing::Level);
 
-impl MakeWriter<'_> for Coloured {
-    type Writer = ColouredEvent;
+impl MakeWriter<'_> for Lines {
+    type Writer = LinesEvent;
 
-    fn make_writer(&self) -> ColouredEvent {
-        ColouredEvent(tracing::Level::INFO)
+    fn make_writer(&self) -> LinesEvent {
+        LinesEvent(*self, tracing::Level::INFO)
     }
 
-    fn make_writer_for(&self, event: &tracing::Metadata<'_>) -> ColouredEvent {
-        ColouredEvent(*event.level())
+    fn make_writer_for(&self, event: &tracing::Metadata<'_>) -> LinesEvent {
+        LinesEvent(*self, *event.level())
     }
 }
 
-impl Write for ColouredEvent {
+impl Write for LinesEvent {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        let colour = match self.0 {
+        let colour = match self.1 {
             tracing::Level::ERROR => AnsiColor::Red,
             tracing::Level::WARN => AnsiColor::Yellow,
             tracing::Level::INFO => AnsiColor::Green,
             tracing::Level::DEBUG => AnsiColor::Blue,
             tracing::Level::TRACE => AnsiColor::Magenta,
         };
-        let style = Color::from(colour).on_default();
-        let level = self.0.as_str();
-        // The time before the level has no letters except `T` and `Z`.
-        let line = String::from_utf8_lossy(text).replacen(level, &format!("{style}{level}{style:#}"), 1);
-        Stderr.write_all(line.as_bytes())?;
+        let (style, level) = (Color::from(colour).on_default(), self.1.as_str());
+        let mut line = String::from_utf8_lossy(text).into_owned();
+        if self.0.coloured {
+            // The time before the level has no letters except `T` and `Z`.
+            line = line.replacen(level, &format!("{style}{level}{style:#}"), 1);
+        }
+        Stderr.write_all(layout::shown(&line, &io::stderr()).as_bytes())?;
         Ok(text.len())
     }
 

@@ -12,6 +12,7 @@ mod doctor;
 mod examples;
 mod exit;
 mod laboratory;
+mod layout;
 mod log;
 mod options;
 mod output;
@@ -28,8 +29,9 @@ pub use self::{
     console::Console,
     consume::Consume,
     exit::{EXIT_CODES, Exit},
+    layout::{Column, Table, stdout_width},
     options::{parse_size, parse_target, parse_timeout},
-    output::{Output, Progress, json_line, print_now},
+    output::{Output, Progress, json_line, print_lines},
     produce::Produce,
     root::{main, main_of, main_of_tool},
     run::{Session, Tool, ToolOutput, raise_file_limit},

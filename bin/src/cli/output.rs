@@ -19,7 +19,10 @@ use vmmfd::{
     internals::{clean, stderr::Stderr},
 };
 
-use super::log::{self, LogFormat};
+use super::{
+    layout,
+    log::{self, LogFormat},
+};
 use crate::units::about;
 
 /// Output options of every command.
@@ -75,7 +78,7 @@ impl Output {
             return Ok(());
         }
         clean(&mut line);
-        print_now(&(line + "\n"))
+        print_lines(&(line + "\n"))
     }
 
     /// Prints a notice on standard error, unless `--quiet` or `--json` is given.
@@ -118,12 +121,17 @@ pub(super) fn is_coloured(stream: &impl RawStream) -> bool {
 }
 
 /// Writes to standard output at once. A broken pipe is not an error.
-pub fn print_now(text: &str) -> io::Result<()> {
+pub(super) fn print_now(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
         _ => Ok(()),
     }
+}
+
+/// As [`print_now`], for lines of text: laid out for a terminal.
+pub fn print_lines(text: &str) -> io::Result<()> {
+    print_now(&layout::shown(text, &io::stdout()))
 }
 
 /// A report as one line of JSON.
@@ -274,6 +282,7 @@ impl Line {
         let begun = *self.begun.get_or_insert_with(Instant::now);
         if self.bar.is_none() && begun.elapsed() >= delay {
             let style = ProgressStyle::with_template(&template()).unwrap_or_else(|_| ProgressStyle::default_bar());
+            let style = if layout::is_unicode() { style } else { style.progress_chars("#>-").tick_chars("|/-\\ ") };
             let bar = ProgressBar::with_draw_target(
                 Some(1),
                 ProgressDrawTarget::term_like_with_hz(Box::new(Row::default()), 20),

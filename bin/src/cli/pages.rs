@@ -68,6 +68,8 @@ pub(super) struct Pages<O> {
 impl Tool for Pages<CompletionsOptions> {
     const NAME: &'static str = "completions";
 
+    const IS_PROSE: bool = false;
+
     const REPORTS: &'static [Named] = &[("completions", document::<CompletionsReport>)];
 
     fn output(&self) -> &Output {

@@ -1,6 +1,7 @@
 //! Runs a command: signals, final output, exit code.
 
 use std::{
+    io::{self, Write},
     mem,
     os::fd::AsFd,
     process::ExitCode,
@@ -27,8 +28,8 @@ use vmmfd::{
 };
 
 use super::{
-    Console, Exit,
-    output::{Output, Progress, json_line, print_now},
+    Console, Exit, layout,
+    output::{Output, Progress, is_coloured, json_line, print_now},
     report::{CommandReport, ErrorSummary, Failure},
 };
 use crate::schema::Named;
@@ -66,6 +67,9 @@ pub(super) fn run_session<S: Session>(session: S) -> ExitCode {
 pub trait Tool {
     const NAME: &'static str;
 
+    /// Whether its text is for people, and is laid out for the terminal.
+    const IS_PROSE: bool = true;
+
     /// The reports of `--json`.
     const REPORTS: &'static [Named] = &[];
 
@@ -98,6 +102,8 @@ pub struct ToolOutput {
 struct Ending {
     name: &'static str,
     json: bool,
+    /// Whether its text is for people.
+    is_prose: bool,
     progress: Progress,
     /// Whether it is printed. Locked while it is printed, so that a second caller waits.
     finished: Mutex<bool>,
@@ -111,6 +117,7 @@ impl Ending {
         match result {
             Ok(ToolOutput { exit, .. }) if already => exit,
             Err(error) if already => Exit::of(&error),
+            Ok(ToolOutput { text, exit }) if self.is_prose => print(&layout::shown(&text, &io::stdout()), exit),
             Ok(ToolOutput { text, exit }) => print(&text, exit),
             Err(error) => {
                 let (summary, exit) = (ErrorSummary::of(&error), Exit::of(&error));
@@ -126,7 +133,8 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     let output = tool.output();
     output.start_log();
     let (progress, json) = (output.progress(), output.json);
-    let ending = Arc::new(Ending { name: T::NAME, json, progress, finished: Mutex::new(false) });
+    let ending =
+        Arc::new(Ending { name: T::NAME, json, is_prose: T::IS_PROSE && !json, progress, finished: Mutex::new(false) });
     let last = Arc::clone(&ending);
     let interrupted = move |signal| {
         last.finish(Err(Error::Interrupted { reason: CancelReason::Signal(signal) }));
@@ -137,9 +145,14 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
 
 /// Prints an error that occurred before a tool ran, and returns the exit code of the process.
 pub(super) fn fail<T: Tool>(error: &Error, json: bool) -> ExitCode {
+    fail_as(T::NAME, error, json)
+}
+
+/// As [`fail`], for a command that is a program of its own.
+pub(super) fn fail_as(name: &'static str, error: &Error, json: bool) -> ExitCode {
     let (summary, exit) = (ErrorSummary::of(error), Exit::of(error));
     summary.complain();
-    let exit = if json { print(&json_line(&Failure::new(Some(T::NAME), summary)), exit) } else { exit };
+    let exit = if json { print(&json_line(&Failure::new(Some(name), summary)), exit) } else { exit };
     ExitCode::from(exit.code())
 }
 
@@ -250,9 +263,15 @@ pub(super) fn usage(error: &clap::Error, command: Option<&'static str>) -> ExitC
     let helps = matches!(error.kind(), UsageKind::DisplayHelp | UsageKind::DisplayVersion);
     let wants_json = std::env::args_os().skip(1).take_while(|arg| arg != "--").any(|arg| arg == "--json");
     if helps || !wants_json {
-        // A closed standard output is not an error.
-        let _ = error.print();
-        return ExitCode::from(if helps { 0 } else { Exit::Usage.code() });
+        if helps {
+            // A closed standard output is not an error.
+            let _ = error.print();
+            return ExitCode::SUCCESS;
+        }
+        let text = error.render();
+        let text = if is_coloured(&io::stderr()) { text.ansi().to_string() } else { text.to_string() };
+        let _ = io::stderr().write_all(layout::shown(&text, &io::stderr()).as_bytes());
+        return ExitCode::from(Exit::Usage.code());
     }
     let hint = Some(match command {
         Some(name @ ("producer" | "consumer")) => format!("see {name} --help"),

@@ -112,6 +112,8 @@ impl From<SchemaOptions> for Schemas {
 impl Tool for Schemas {
     const NAME: &'static str = "schema";
 
+    const IS_PROSE: bool = false;
+
     const REPORTS: &'static [Named] = &[("schema", document::<SchemaReport>)];
 
     fn output(&self) -> &Output {

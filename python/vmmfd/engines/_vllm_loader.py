@@ -125,7 +125,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
         name = object_name(options, contents.source, uuid, key)
         if (options["broker"], name) in _found:
             return _found.pop((options["broker"], name))
-        broker = vmmfd.connect(options["broker"], backend=backend, wait=30, trust=options["trust"])
+        broker = vmmfd.connect(options["broker"], backend=backend, trust=options["trust"])
         with in_turn():
             held = self._ask(broker, name)
         updates = getattr(vllm_config, "weight_transfer_config", None) is not None

@@ -27,6 +27,8 @@ use std::{
 
 use nix::sys::resource::{Resource, getrlimit};
 
+use crate::error::units::bytes;
+
 pub(in crate::broker) use self::{
     read::{Records, Unreadable},
     record::Record,
@@ -60,7 +62,7 @@ pub(in crate::broker) enum CatalogueError {
 
     /// This process's limit on file sizes. Exceeding it would raise SIGXFSZ.
     #[error(
-        "the catalogue would have {needed} bytes, and this process may write files of {limit} bytes (RLIMIT_FSIZE)"
+        "the catalogue would have {}, and this process may write files of {} (RLIMIT_FSIZE)", bytes(*needed), bytes(*limit)
     )]
     Limit { needed: u64, limit: u64 },
 

@@ -84,6 +84,8 @@ pub(in crate::broker) struct Deleted {
     /// The user and process that deleted it.
     pub(in crate::broker) uid: u32,
     pub(in crate::broker) pid: i32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) command: Option<String>,
     /// The client's token for the request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) request: Option<Token>,
@@ -177,6 +179,8 @@ pub(in crate::broker) struct Lease {
     pub(in crate::broker) key: u64,
     pub(in crate::broker) uid: u32,
     pub(in crate::broker) pid: i32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(in crate::broker) command: Option<String>,
     /// The time of the grant, in milliseconds since 1970.
     pub(in crate::broker) since_ms: u64,
     /// How many bytes of the version it covers.

@@ -264,7 +264,8 @@ impl Message {
             Self::Events(events) => {
                 clean(&mut events.instance);
                 for event in &mut events.events {
-                    [&mut event.name, &mut event.id].into_iter().chain(&mut event.message).for_each(clean);
+                    let texts = [&mut event.name, &mut event.id].into_iter().chain(&mut event.command);
+                    texts.chain(&mut event.message).for_each(clean);
                 }
             }
             Self::Measured(measured) => {

@@ -52,6 +52,12 @@ pub struct Event {
     pub uid: u32,
     /// The process that caused the event, in the server's PID namespace, or 0.
     pub pid: i32,
+    /// The command of this process, if the server sees it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<String>,
+    /// Bytes of memory, as claimed: of the lease, for `leased` and `ended`, else of the version.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
     /// The reader's message, for `reported`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,

@@ -182,6 +182,8 @@ fn events() -> Events {
         id: summary().id,
         uid: 1000,
         pid: 4711,
+        command: Some("python3".into()),
+        size: Some(4 << 20),
         message: Some("one sentence".into()),
     };
     Events { instance: summary().id, lost: true, events: vec![event], next: 3 }

@@ -9,7 +9,7 @@ use vmmfd_cli::{
     check::files::Target,
     cli::{
         BACKEND, Exit, Output, Progress, Tool, ToolOutput, json_line, parse_size, parse_target, parse_timeout,
-        print_now, raise_file_limit,
+        print_lines, raise_file_limit,
     },
     exit_codes,
     schema::{Named, document},
@@ -131,7 +131,7 @@ impl Tool for BenchOptions {
         let failed = RefCell::new(None);
         let print = |text: &str| {
             if !self.output.json
-                && let Err(error) = progress.suspend(|| print_now(text))
+                && let Err(error) = progress.suspend(|| print_lines(text))
             {
                 failed.replace(Some(error));
             }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 const PARTS: usize = 5;
 
 /// The maximum spread of these medians, relative to the median of the whole run. A larger spread makes the run too noisy.
-const TOO_NOISY: f64 = 0.2;
+pub(super) const TOO_NOISY: f64 = 0.2;
 
 /// The samples of one measurement, in microseconds, in the order of measurement.
 #[derive(Debug, Clone, Default)]

@@ -7,11 +7,18 @@ use vmmfd::driver::Backend;
 use super::{
     plan::Bench,
     report::{BenchReport, Figure, Series},
+    stats::TOO_NOISY,
 };
-use vmmfd_cli::units::about;
+use vmmfd_cli::{
+    cli::{Column, Table, stdout_width},
+    units::{about, device},
+};
+
+/// The mark of a median that is too noisy.
+const NOISY: char = '~';
 
 /// The length of the longest bar, in cells.
-const BAR: usize = 24;
+const BAR: usize = 12;
 
 /// The last part of a report, below its tables: figures, noise, and omitted measurements.
 pub fn end(report: &BenchReport) -> String {
@@ -24,16 +31,18 @@ pub fn end(report: &BenchReport) -> String {
 pub(super) fn head(report: &BenchReport) -> String {
     let machine = &report.machine;
     let driver = match (report.backend, &machine.module) {
-        (Backend::Host, _) => "host memory: no GPU is measured".to_owned(),
+        (Backend::Host, _) => "no GPU is measured".to_owned(),
         (Backend::Cuda, module) => {
             let module = module.as_ref().map_or(String::new(), |module| format!("driver {module}, "));
             format!("{module}CUDA {}.{}", machine.cuda / 1000, machine.cuda % 1000 / 10)
         }
     };
-    let device =
-        if machine.device.is_empty() { String::new() } else { format!("{} {}, ", machine.device, machine.uuid) };
+    let device = match machine.device.as_str() {
+        "" => String::new(),
+        name => format!("{}, ", device(name, &machine.uuid, false)),
+    };
     format!(
-        "{} bench, {}, backend {}\n{device}{driver}, Linux {}, {} CPUs\n{} samples of each after {} that do not count, and fewer of slow measurements (column n)\n",
+        "{} bench, {}, backend {}\n{device}{driver}, Linux {}, {} CPUs\n{} samples of each (column n; fewer of slow ones), after {} that do not count\n",
         report.tool, report.made, report.backend, machine.kernel, machine.cpus, report.count, report.warm_up
     )
 }
@@ -47,7 +56,6 @@ pub(super) fn table(bench: Bench, size: u64, block: &[Series]) -> String {
         0 => format!("{} ({unit})", bench.as_str()),
         size => format!("{}, {} ({unit})", bench.as_str(), about(size)),
     };
-    let name = block.iter().map(|series| series.name.len()).chain([title.len()]).max().unwrap_or(0).max(24);
     let rated = block.iter().any(|series| series.rate.is_some());
     let compared = block.iter().any(|series| series.ratio.is_some());
     let last = if rated {
@@ -57,28 +65,31 @@ pub(super) fn table(bench: Bench, size: u64, block: &[Series]) -> String {
     } else {
         ""
     };
-    let head = format!("{title:name$}  {:>9} {:>9} {:>9} {:>9} {:>5} {last:>9}", "p50", "p90", "p99", "max", "n");
-    let mut text = format!("\n{}\n", head.trim_end());
+    let mut table = Table::new([
+        Column::left(&title),
+        Column::right("p50"),
+        Column::right("p90").optional(),
+        Column::right("p99").optional(),
+        Column::right("max").optional(),
+        Column::right("n").optional(),
+        Column::right(last),
+        Column::left("").optional(),
+    ]);
     let longest = block.iter().map(|series| series.summary.p50_us).fold(0.0, f64::max);
     for series in block {
         let summary = &series.summary;
         let [p50, p90, p99, max] =
             [summary.p50_us, summary.p90_us, summary.p99_us, summary.max_us].map(|us| figure(us / scale));
+        let p50 = if summary.is_too_noisy() { format!("{NOISY}{p50}") } else { p50 };
         let compared = match (series.rate, series.ratio) {
             (Some(rate), _) => speed(rate),
             (None, Some(ratio)) => format!("{ratio:.2}"),
             (None, None) => String::new(),
         };
-        let row = format!(
-            "{:name$}  {p50:>9} {p90:>9} {p99:>9} {max:>9} {:>5} {compared:>9}  {}",
-            series.name,
-            summary.count,
-            bar(summary.p50_us, longest)
-        );
-        // Writing to a string can't fail.
-        let _ = writeln!(text, "{}", row.trim_end());
+        let bar = bar(summary.p50_us, longest);
+        table.row([series.name.clone(), p50, p90, p99, max, summary.count.to_string(), compared, bar]);
     }
-    text
+    format!("\n{}", table.render(stdout_width()))
 }
 
 /// The figures, each with its limits.
@@ -108,21 +119,18 @@ fn foot(report: &BenchReport) -> String {
     let noises = || report.series.iter().filter_map(|series| series.summary.noise);
     let noise = match noises().max_by(f64::total_cmp) {
         Some(most) => {
-            format!("the medians of a run's fifths differ by at most {:.0} % of its median", most * 100.0)
+            format!("the medians of a run's fifths differ by at most {:.0} %", most * 100.0)
         }
         None => "unknown with so few samples".to_owned(),
     };
     let floor = report.series.iter().any(|series| series.ratio.is_some());
     let floor = if floor { "; the ratio is to the floor's median" } else { "" };
     let _ = writeln!(text, "noise: {noise}{floor}");
-    for series in report.series.iter().filter(|series| series.summary.is_too_noisy()) {
-        let size = if series.size == 0 { String::new() } else { format!(" at {}", about(series.size)) };
+    if report.series.iter().any(|series| series.summary.is_too_noisy()) {
+        let most = TOO_NOISY * 100.0;
         let _ = writeln!(
             text,
-            "too noisy for conclusions: {} {}{size}, whose fifths differ by {:.0} %; run it again on an idle machine",
-            series.bench.as_str(),
-            series.name,
-            series.summary.noise.unwrap_or_default() * 100.0
+            "{NOISY} is too noisy for conclusions: its fifths differ by more than {most:.0} %; run it again on an idle machine"
         );
     }
     for left_out in &report.left_out {
@@ -158,6 +166,7 @@ fn bar(value: f64, longest: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{report::Machine, stats::Summary};
 
     #[test]
     fn bars_are_as_long_as_their_values() {
@@ -165,6 +174,35 @@ mod tests {
         assert_eq!(bar(0.5, 1.0), "█".repeat(BAR / 2));
         assert_eq!((bar(0.0, 1.0).as_str(), bar(1.0, 8.0 * 24.0).as_str()), ("▏", "▏"));
         assert_eq!(bar(3.0, 0.0), "");
+    }
+
+    #[test]
+    fn noisy_rows_are_explained_once() {
+        let series = |name: &str, noise| {
+            let (p50, name) = (12.0, name.to_owned());
+            let summary =
+                Summary { count: 200, min_us: p50, p50_us: p50, p90_us: p50, p99_us: p50, max_us: p50, noise };
+            let (ratio, rate, samples) = (Some(1.0), None, Vec::new());
+            Series { bench: Bench::Handoff, name, size: 2 << 20, summary, ratio, rate, samples }
+        };
+        let all = [series("a", Some(0.5)), series("b", Some(0.1)), series("c", Some(0.3))];
+        let table = table(Bench::Handoff, 2 << 20, &all);
+        assert!(table.lines().all(|line| line.chars().count() <= 80), "{table}");
+        let noisy: Vec<bool> = table.lines().skip(2).map(|line| line.contains(" ~12.0 ")).collect();
+        assert_eq!(noisy, [true, false, true], "{table}");
+        let report = BenchReport {
+            schema: 1,
+            tool: String::new(),
+            made: String::new(),
+            backend: Backend::Host,
+            machine: Machine::default(),
+            count: 200,
+            warm_up: 20,
+            series: all.to_vec(),
+            figures: Vec::new(),
+            left_out: Vec::new(),
+        };
+        assert_eq!(end(&report).matches("too noisy").count(), 1, "{}", end(&report));
     }
 
     #[test]

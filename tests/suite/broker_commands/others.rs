@@ -7,6 +7,8 @@ cases! {
     who_shows_holders_and_unnamed_versions,
     names_are_deleted_one_by_one,
     prefix_is_deleted_only_as_listed,
+    dry_run_lists_names,
+    only_verbose_output_is_long,
     bad_input_is_one_sentence,
     rm_lists_leases_that_hold_memory,
     notices_name_the_prefix,
@@ -45,11 +47,13 @@ fn who_shows_holders_and_unnamed_versions(broker: Broker) {
     assert_eq!(sum, 3 * size.as_u64().unwrap());
     assert_eq!(broker.json(&["who", "free"])["leases"], json!([]));
     let table = broker.end(&["who"]);
+    let user = nix::unistd::User::from_uid(nix::unistd::geteuid()).unwrap().map(|user| user.name);
+    let row = format!("{} {} ", std::process::id(), user.unwrap());
     let headings = |table: &Ended| -> Vec<String> {
         table.code(0).stdout.lines().filter(|line| line.ends_with(':')).map(str::to_owned).collect()
     };
     assert_eq!(headings(&table), ["Leases:", "Versions without a name:", "Users:", "Devices:"]);
-    assert!(table.stdout.contains(&std::process::id().to_string()), "{}", table.stdout);
+    assert!(table.stdout.split_whitespace().collect::<Vec<_>>().join(" ").contains(&row), "{}", table.stdout);
     // With a name, only rows about this name are printed.
     assert_eq!(headings(&broker.end(&["who", "held"])), ["Leases:", "Versions without a name:"]);
     drop((first, second));
@@ -110,7 +114,6 @@ fn prefix_is_deleted_only_as_listed(broker: Broker) {
         (&["rm", "--prefix", "", "--dry-run"], "--prefix"),
         (&["rm", "--prefix", "models/", "--dry-run", "--confirm", first], "--confirm"),
         (&["rm", "other", "--prefix", "models/", "--dry-run"], "--prefix"),
-        (&["rm", "other", "--dry-run"], "--dry-run"),
         (&["rm", "other", "--confirm", first], "--confirm"),
     ] {
         let message = broker.refusal(options, 2, "usage");
@@ -121,9 +124,61 @@ fn prefix_is_deleted_only_as_listed(broker: Broker) {
     let listed = broker.json(&rm(&["--dry-run"]));
     let second = listed["dry_run"]["confirm"].as_str().unwrap();
     assert_ne!(first, second);
-    let deleted = broker.json(&rm(&["--confirm", second]));
-    assert_eq!((&deleted["deleted"], &deleted["dry_run"]), (&json!(["models/a", "models/b"]), &json!(null)));
+    // The last line is a command for a shell.
+    let shown = broker.end(&rm(&["--dry-run"]));
+    let mut pasted = Command::new("sh");
+    pasted.args(["-c", shown.code(0).stdout.lines().last().unwrap()]);
+    let deleted = broker.run(&["rm"]).instead(pasted).env("VMMFD_BROKER_SOCKET", broker.place.socket()).end();
+    assert_eq!(deleted.code(0).stdout, "deleted  models/a\ndeleted  models/b\n");
     assert_eq!(broker.names(), ["models", "other"]);
+}
+
+fn dry_run_lists_names(broker: Broker) {
+    broker.put("a", &data(10), &[]);
+    broker.put("b", &data(10), &[]);
+    let ended = broker.end(&["rm", "b", "x", "a", "--dry-run"]);
+    ended.code(1).says("there is no object `x`");
+    let listed: Vec<&str> = ended.stdout.lines().filter_map(|line| line.split(':').next()).collect();
+    assert_eq!(listed, ["listed     b version 1", "listed     a version 1"]);
+    let report = broker.json(&["rm", "a", "--dry-run"]);
+    assert_eq!((&report["dry_run"]["objects"][0]["name"], &report["dry_run"]["confirm"]), (&json!("a"), &json!(null)));
+    assert_eq!((&report["deleted"], broker.names()), (&json!([]), vec!["a".to_owned(), "b".to_owned()]));
+}
+
+/// Each line names the device briefly; only `-v` shows the owner, the whole UUID and the whole digest.
+fn only_verbose_output_is_long(broker: Broker) {
+    let put = broker.put("a", &data(10), &["--digest"]);
+    let (uuid, digest) = (put["device"]["uuid"].as_str().unwrap(), put["digest"].as_str().unwrap());
+    let name = put["device"]["name"].as_str().unwrap().trim_end_matches(" (no GPU)");
+    let device = format!("{name} {}", uuid[..uuid.len() - 28].trim_start_matches("HOST-"));
+    let owner = format!("owner      uid {}, gid", nix::unistd::geteuid());
+    let verified = format!("10 bytes, {device}, {}, verified\n", &digest[.."blake3:".len() + 8]);
+    let file = broker.file("input", &data(10));
+    for (arguments, words) in [
+        (&["get", "a"][..], verified.as_str()),
+        (&["put", "a", "--replace", "--digest", "--from", text(&file)], &device),
+        (&["stat", "a"], &device),
+        (&["status"], &device),
+        (&["who"], &device),
+    ] {
+        let (short, long) = (broker.end(arguments), broker.end(&[arguments, &["-v"]].concat()));
+        assert!(short.code(0).stdout.contains(words) && !short.stdout.contains(uuid), "{}", short.stdout);
+        assert!(long.code(0).stdout.contains(&format!("{name} {uuid}")), "{}", long.stdout);
+        assert!(!short.stdout.contains(digest), "{}", short.stdout);
+        if arguments[0] == "get" {
+            assert!(!short.stdout.contains("owner") && long.stdout.contains(&owner), "{}", long.stdout);
+            assert!(long.stdout.contains(digest), "{}", long.stdout);
+        }
+    }
+    broker.put("plain", &data(10), &[]);
+    let unverified = broker.end(&["get", "plain"]);
+    assert!(
+        unverified.code(0).stdout.ends_with(", not verified: it was put without --digest\n"),
+        "{}",
+        unverified.stdout
+    );
+    let status = broker.end(&["status"]);
+    assert!(status.code(0).stdout.contains("\nrestarts   none\n"), "{}", status.stdout);
 }
 
 fn rm_lists_leases_that_hold_memory(broker: Broker) {
@@ -176,6 +231,7 @@ fn bad_input_is_one_sentence(broker: Broker) {
         (&["put", "a", "--from", empty][..], "is empty"),
         (&["put", "a", "--from", "/nonexistent/x"], "/nonexistent/x"),
         (&["put", "a", "--from", "-"], "standard input"),
+        (&["put", "a", "--from", "/tmp"], "/tmp is a folder: put a model's files in it with `--safetensors /tmp`"),
         (&["put", "a//b", "--from", file], "a component is empty"),
         (&["put", "", "--from", file], "it is empty"),
         (&["put", "../a", "--from", file], "`..`"),
@@ -215,7 +271,7 @@ fn bad_input_is_one_sentence(broker: Broker) {
     assert_eq!(broker.names(), <[String; 0]>::default());
     broker.put("owned", &data(10), &[]);
     let owner = nix::unistd::geteuid().as_raw();
-    let got = broker.end(&["get", "owned", "--owner", &owner.to_string()]);
+    let got = broker.end(&["get", "owned", "-v", "--owner", &owner.to_string()]);
     assert!(got.code(0).stdout.contains(&format!("uid {owner}")), "{}", got.stdout);
     let other = broker.refusal(&["get", "owned", "--owner", &(owner + 1).to_string()], 1, "object");
     assert!(other.contains(&format!("its owner is uid {owner}, not {}", owner + 1)), "{other}");
@@ -232,9 +288,9 @@ fn bad_input_is_one_sentence(broker: Broker) {
 fn tables_fit_the_terminal(broker: Broker) {
     broker.put("models/llama3", &data(5_000_003), &[]);
     let _held = broker.lease("models/llama3");
-    for columns in [40, 80] {
+    for columns in [60, 80] {
         for (arguments, heading, row, optional) in
-            [(&["ls", "-l"][..], 0, "4.7 MiB", "MEMORY"), (&["who"], 1, "models/llama3", "COMMAND")]
+            [(&["ls", "-l"][..], 0, "4.7 MiB", "DEVICE"), (&["who"], 1, "models/llama3", "SINCE")]
         {
             let shown = on_terminal(broker.run(arguments), columns).end();
             assert_eq!(shown.code, Some(0), "{}", shown.text());

@@ -126,10 +126,10 @@ fn refused_put_uses_no_device(broker: Broker) {
         assert!(message.contains(words), "{arguments:?}: no {words:?} in {message}");
     };
     refused(&["a", "--from", small], 3, "unsupported", "device 9");
-    refused(&["a", "--from", large], 4, "peer", "but its quota is 6291456");
+    refused(&["a", "--from", large], 4, "peer", "but its quota is 6 MiB");
     refused(&["a", "--from", small, "--if-version", "1"], 1, "object", "does not exist");
     limited.json(&["put", "a", "--from", small]);
-    refused(&["b", "--from", small], 4, "peer", "objects and asks for 1 more, but its quota is 1");
+    refused(&["b", "--from", small], 4, "peer", "has 1 object and asks for 1 more, but its quota is 1");
     limited.end(&["put", "b", "--from", small]).code(4).says("hint: delete what is not needed");
     assert_eq!(limited.names(), ["a"]);
     refused(&["a", "--from", small], 1, "object", "`a` exists");
@@ -147,7 +147,7 @@ fn refused_put_uses_no_device(broker: Broker) {
     // A device quota can be checked only after the device is open. The put is still not sent to the broker.
     let by_device = broker.another(&["--quota", "device-bytes=6MiB"]);
     let message = by_device.refusal(&["put", "a", "--from", large], 4, "peer");
-    assert!(message.contains("bytes (claimed) of the device") && message.contains("quota is 6291456"), "{message}");
+    assert!(message.contains("has 0 bytes (claimed) of the device") && message.contains("quota is 6 MiB"), "{message}");
     let answered = by_device.client().metrics().unwrap().requests;
     assert!(answered.iter().all(|request| request.verb != "put"), "{answered:?}");
     // The check leaves no claim behind: another process gets the claim at once.

@@ -226,7 +226,7 @@ fn conflicting_options_are_bad_usage() {
         (&["--from", file, "--round-trip"], "cannot be used with"),
         (&["--seal", "--round-trip"], "cannot be used with"),
         (&["--elements", "5", "--dtype", "f32"], "cannot be used with"),
-        (&["--shape", "0x5"], "between 1 and"),
+        (&["--shape", "0x5"], "between 1 byte and 15.9 EiB"),
         (&["--shape", "2x"], "`2x` is not a shape: write whole numbers separated by x or commas"),
         (&["--shape", "2,3x4"], "`2,3x4` is not a shape"),
         (&["--shape", "18446744073709551615x2"], "64 bits"),

@@ -19,7 +19,7 @@ use vmmfd::{
 
 use super::{
     DeviceSize, MeetBroker, Steps,
-    table::{field, time},
+    fields::{field, time},
     values::parse_object,
 };
 use crate::{
@@ -36,7 +36,7 @@ use crate::{
     },
     schema::{self, Named, VERSION, document},
     stamp,
-    units::bytes,
+    units::{self, bytes},
 };
 
 /// Maps an object read-only, verifies it and writes it to a file
@@ -348,7 +348,7 @@ impl Tool for GetOptions {
             error,
         };
         let exit = if report.error.is_some() { Exit::Mismatch } else { Exit::Verified };
-        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
         Ok(ToolOutput { text, exit })
     }
 }
@@ -370,18 +370,22 @@ fn mismatch(object: &str, part: &PartReport) -> ErrorSummary {
     }
 }
 
-fn render(report: &GetReport) -> String {
-    let GetReport { name, version, owner, backend, parts, to, .. } = report;
-    let mut text = field("owner", format!("uid {}, gid {}", owner.uid, owner.gid));
+fn render(report: &GetReport, verbose: bool) -> String {
+    let GetReport { name, version, owner, parts, to, .. } = report;
+    let mut text = String::new();
+    if verbose {
+        text += &field("owner", format!("uid {}, gid {}", owner.uid, owner.gid));
+    }
     for part in parts {
         let found = match part.verified {
-            Some(true) => "as expected",
+            Some(true) => "verified",
             Some(false) => "which is WRONG",
+            None if part.expected.is_none() => "not verified: it was put without --digest",
             None => "not verified",
         };
-        let PartReport { name: of, device: DeviceSize { name: device, uuid, .. }, length, digest, .. } = part;
-        let what = format!("{name} version {version} part {of}: {}, {backend}: {device} {uuid}", bytes(*length));
-        text += &field("got", format!("{what}, {digest}, {found}"));
+        let (size, device) = (bytes(part.length), part.device.shown(verbose));
+        let (of, digest) = (&part.name, units::digest(&part.digest, verbose));
+        text += &field("got", format!("{name} version {version} part {of}: {size}, {device}, {digest}, {found}"));
     }
     to.iter().fold(text, |text, path| text + &field("saved", path))
 }

@@ -10,14 +10,15 @@ use vmmfd::{
 
 use super::{
     DeviceSize, MeetBroker, devices_in_short,
-    table::{Column, Table, age, time, width},
+    fields::{age, time},
     total,
 };
 use crate::{
     cli::{
-        Exit, Output, Tool, ToolOutput,
+        Column, Exit, Output, Table, Tool, ToolOutput,
         exit::exit_codes,
         output::{Progress, json_line},
+        stdout_width,
     },
     schema::{self, Named, VERSION, document},
     stamp,
@@ -124,7 +125,7 @@ impl Tool for LsOptions {
                 self.output.notice(&no_match(&self.prefix));
                 String::new()
             }
-            (false, true) => table(&objects).render(width()),
+            (false, true) => table(&objects).render(stdout_width()),
             (false, false) => objects.iter().map(|object| format!("{}\n", object.name)).collect(),
         };
         Ok(ToolOutput { text, exit: Exit::Verified })
@@ -139,7 +140,7 @@ pub(super) fn no_match(prefix: &str) -> String {
     }
 }
 
-fn table(objects: &[ObjectLine]) -> Table<9> {
+fn table(objects: &[ObjectLine]) -> Table<'static, 9> {
     let mut table = Table::new([
         Column::left("MODE").optional(),
         Column::right("UID").optional(),

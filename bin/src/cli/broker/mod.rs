@@ -1,6 +1,7 @@
 //! The commands of the broker and of its clients.
 
 mod exporter;
+mod fields;
 mod get;
 mod keeper;
 mod ls;
@@ -10,7 +11,6 @@ mod rm;
 mod serve;
 mod stat;
 mod status;
-mod table;
 mod values;
 mod watch;
 mod who;
@@ -38,6 +38,7 @@ use super::{
     options::{parse_timeout, parse_uid},
     report::Step,
 };
+use crate::units::{self, count};
 
 /// Options of the connection to the broker.
 #[derive(Debug, Clone, Args)]
@@ -106,9 +107,9 @@ impl DeviceSize {
         Self { uuid: device.uuid.prefixed(backend), name: device.name.clone(), size }
     }
 
-    /// The UUID, abbreviated to a form that options accept.
-    fn short(&self) -> &str {
-        self.uuid.get(..self.uuid.len() - 28).unwrap_or(&self.uuid)
+    /// Its text: see [`units::device`].
+    fn shown(&self, verbose: bool) -> String {
+        units::device(&self.name, &self.uuid, verbose)
     }
 }
 
@@ -127,12 +128,7 @@ fn total(devices: &[DeviceSize]) -> u64 {
 fn devices_in_short(devices: &[DeviceSize]) -> String {
     match devices {
         [] => "-".to_owned(),
-        [one] => one.short().to_owned(),
+        [one] => units::short(&one.uuid).to_owned(),
         several => format!("{} devices", several.len()),
     }
-}
-
-/// A number and its noun.
-fn count(number: u64, noun: &str) -> String {
-    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }

@@ -23,7 +23,7 @@ use vmmfd::{
 
 use super::{
     DeviceSize, MeetBroker, Steps,
-    table::field,
+    fields::field,
     values::{parse_mode, parse_object, parse_ttl},
 };
 use crate::{
@@ -41,7 +41,7 @@ use crate::{
     error::ToolError,
     schema::{self, Named, VERSION, document},
     stamp,
-    units::bytes,
+    units::{self, bytes, count},
 };
 
 /// The names of the part and of its array.
@@ -203,18 +203,20 @@ struct Allowance {
 
 impl Allowance {
     /// Queries the broker. Fails if the put would exceed the user's quota.
-    fn ask(client: &Client, bytes: u64, replaces: bool) -> Result<Self> {
+    fn ask(client: &Client, size: u64, replaces: bool) -> Result<Self> {
         let metrics = client.metrics()?;
         // This connection counts, so this user has a total. The uids are from the broker's user namespace.
         let own = match metrics.totals.as_slice() {
             [own] => Some(own),
             several => several.iter().find(|total| total.uid == nix::unistd::geteuid().as_raw()),
         };
-        let allowance = Self { user: own.cloned().zip(metrics.quota), bytes, replaces };
+        let allowance = Self { user: own.cloned().zip(metrics.quota), bytes: size, replaces };
         let Some((own, quota)) = &allowance.user else { return Ok(allowance) };
-        allowance.check(own.uid, "objects", own.objects, u64::from(!replaces), quota.objects)?;
+        let (objects, more) = (count(own.objects, "object"), u64::from(!replaces));
+        allowance.check((own.uid, objects), u64::to_string, (own.objects, more, quota.objects))?;
         let has = own.devices.iter().fold(0, |sum: u64, of| sum.saturating_add(of.bytes));
-        allowance.check(own.uid, "bytes (claimed)", has, bytes, quota.bytes)?;
+        let text = format!("{} (claimed)", bytes(has));
+        allowance.check((own.uid, text), |size| bytes(*size), (has, size, quota.bytes))?;
         Ok(allowance)
     }
 
@@ -223,14 +225,21 @@ impl Allowance {
         let Some((own, quota)) = &self.user else { return Ok(()) };
         let of_device = own.devices.iter().filter(|of| of.device.uuid == device.uuid());
         let has = of_device.fold(0, |sum: u64, of| sum.saturating_add(of.bytes));
-        let what = format!("bytes (claimed) of the device {}", device.uuid());
-        self.check(own.uid, &what, has, self.bytes, quota.device_bytes)
+        let text = format!("{} (claimed) of the device {}", bytes(has), device.prefixed_uuid());
+        self.check((own.uid, text), |size| bytes(*size), (has, self.bytes, quota.device_bytes))
     }
 
-    fn check(&self, uid: u32, what: &str, has: u64, more: u64, most: Option<u64>) -> Result<()> {
+    /// `text` describes the amount that the user has.
+    fn check(
+        &self,
+        (uid, text): (u32, String),
+        amount: fn(&u64) -> String,
+        (has, more, most): (u64, u64, Option<u64>),
+    ) -> Result<()> {
         let Some(most) = most.filter(|most| more > 0 && has.saturating_add(more) > *most) else { return Ok(()) };
         let both = if self.replaces { format!("; {NEEDS_BOTH}") } else { String::new() };
-        let message = format!("uid {uid} has {has} {what} and asks for {more} more, but its quota is {most}{both}");
+        let (more, most) = (amount(&more), amount(&most));
+        let message = format!("uid {uid} has {text} and asks for {more} more, but its quota is {most}{both}");
         Err(refusal(RefusalCode::Quota, message).into())
     }
 }
@@ -323,6 +332,11 @@ impl PutOptions {
             }
             return Ok(Input::Weights(Box::new(checkpoint)));
         };
+        if from.is_dir() {
+            let problem =
+                format!("{0} is a folder: put a model's files in it with `--safetensors {0}`", from.display());
+            return Err(Error::Misuse { problem });
+        }
         let source = Source::open(from)?;
         let array = self.array.resolve(Some(source.size()))?;
         Ok(Input::File { source, array })
@@ -340,7 +354,8 @@ impl PutOptions {
         let length =
             metadata.as_ref().and_then(|fields| serde_json::to_string(fields).ok()).map_or(0, |text| text.len());
         if length as u64 > MAX_METADATA {
-            let message = format!("the metadata has {length} bytes, and at most {MAX_METADATA} are allowed");
+            let (length, most) = (bytes(length as u64), bytes(MAX_METADATA));
+            let message = format!("the metadata has {length}, and at most {most} are allowed");
             return Err(refusal(RefusalCode::Invalid, message).into());
         }
         Ok(metadata)
@@ -472,19 +487,18 @@ impl Tool for PutOptions {
             digest,
             steps: steps.0,
         };
-        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
         Ok(ToolOutput { text, exit: Exit::Verified })
     }
 }
 
-fn render(report: &PutReport) -> String {
-    let PutReport {
-        name, version, size, backend, arrays, device: DeviceSize { name: device, uuid, .. }, digest, ..
-    } = report;
-    let digest = digest.as_ref().map_or_else(String::new, |digest| format!(", {digest}"));
+fn render(report: &PutReport, verbose: bool) -> String {
+    let PutReport { name, version, size, arrays, device, digest, .. } = report;
+    let digest = digest.as_ref().map_or_else(String::new, |digest| format!(", {}", units::digest(digest, verbose)));
     let arrays = match arrays {
         0 | 1 => String::new(),
         several => format!(" of {several} arrays"),
     };
-    field("put", format!("{name} version {version}: {}{arrays}, {backend}: {device} {uuid}{digest}", bytes(*size)))
+    let (size, device) = (bytes(*size), device.shown(verbose));
+    field("put", format!("{name} version {version}: {size}{arrays}, {device}{digest}"))
 }

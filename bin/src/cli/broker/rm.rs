@@ -1,5 +1,7 @@
 //! `rm`: deletes objects.
 
+use std::{env, ffi::OsString};
+
 use clap::{ArgGroup, Args, builder::NonEmptyStringValueParser};
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -12,14 +14,15 @@ use vmmfd::{
 
 use super::{
     MeetBroker, count,
+    fields::field,
     ls::{ObjectLine, no_match},
-    table::field,
     who::LeaseLine,
 };
 use crate::{
     cli::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
+        layout,
         output::{Progress, json_line},
         report::ErrorSummary,
     },
@@ -33,8 +36,8 @@ use crate::{
 /// Readers keep their leases, and the broker frees the memory after the last lease: the output lists the remaining leases. With several
 /// names, each deletion is tried, and the exit code names the first failure.
 ///
-/// A prefix is deleted in two steps: --dry-run lists the objects and prints a code, and --confirm with this code deletes them. If an object
-/// was replaced, deleted or added in between, nothing is deleted.
+/// A prefix is deleted in two steps: --dry-run lists the objects and prints the command that deletes them, with a code in --confirm. If an
+/// object was replaced, deleted or added in between, nothing is deleted.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("deleted, or listed by --dry-run", "no object has the name or the prefix"; 2 4 5 130))]
 #[command(group = ArgGroup::new("step").args(["dry_run", "confirm"]))]
@@ -48,11 +51,11 @@ pub(in super::super) struct RmOptions {
         requires = "step", help_heading = "Prefix")]
     prefix: Option<String>,
 
-    // clap ignores a `requires` on a conflict, so each option declares the conflict.
-    /// List the objects with the prefix and print the code for --confirm; delete nothing
-    #[arg(long, requires = "prefix", conflicts_with = "names", help_heading = "Prefix")]
+    /// List the objects and delete nothing; with --prefix, print the command that deletes them
+    #[arg(long, help_heading = "Object")]
     dry_run: bool,
 
+    // clap ignores a `requires` on a conflict.
     /// Delete the objects that --dry-run listed with this code
     #[arg(long, value_name = "CODE", requires = "prefix", conflicts_with = "names", help_heading = "Prefix")]
     confirm: Option<String>,
@@ -77,13 +80,20 @@ struct RmReport {
     error: Option<ErrorSummary>,
 }
 
-/// The objects with a prefix.
+impl RmReport {
+    fn new() -> Self {
+        let (deleted, held, failed) = (Vec::new(), Vec::new(), Vec::new());
+        Self { schema: VERSION, tool: stamp::tool(), deleted, held, failed, dry_run: None, error: None }
+    }
+}
+
+/// The objects that would be deleted.
 #[derive(Debug, Serialize, JsonSchema)]
 struct Listed {
     objects: Vec<ObjectLine>,
-    /// The code for --confirm, of exactly these versions.
+    /// The code for --confirm, of exactly these versions; null without a prefix.
     #[schemars(regex(pattern = "^[0-9a-f]{12}$"))]
-    confirm: String,
+    confirm: Option<String>,
 }
 
 impl Listed {
@@ -98,7 +108,7 @@ impl Listed {
             digest.update(format!("{}\0{}\0", object.name, object.id).as_bytes());
         }
         let confirm = digest.finalize().to_hex()[..12].to_owned();
-        Ok(Self { objects, confirm })
+        Ok(Self { objects, confirm: Some(confirm) })
     }
 
     fn render(&self) -> String {
@@ -107,8 +117,20 @@ impl Listed {
             let leases = count(*leases, "lease");
             field("listed", format!("{name} version {version}: {}, {leases}, uid {}", about(*size), owner.uid))
         };
-        self.objects.iter().map(line).chain([field("confirm", &self.confirm)]).collect()
+        let confirm = self.confirm.iter().map(|code| field("confirm", "with this command:") + &confirming(code));
+        self.objects.iter().map(line).chain(confirm).collect()
     }
+}
+
+/// This command with `--confirm` in the place of `--dry-run`, to paste into a shell.
+fn confirming(code: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-=:,@%+".contains(c);
+    let word = |word: OsString| match word.to_string_lossy().into_owned() {
+        word if word == "--dry-run" => format!("--confirm {code}"),
+        word if !word.is_empty() && word.chars().all(plain) => word,
+        word => format!("'{}'", word.replace('\'', r"'\''")),
+    };
+    layout::command(env::args_os().map(word), layout::stdout_width())
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -128,40 +150,34 @@ impl Tool for RmOptions {
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let client = self.meet.connect(cancel)?;
-        let names = match &self.prefix {
-            None => self.names.clone(),
-            Some(prefix) => {
-                let listed = Listed::of(&client, prefix)?;
-                if self.dry_run {
-                    return Ok(self.dry_run(listed));
-                }
-                self.check_confirmed(prefix, &listed)?;
-                listed.objects.into_iter().map(|object| object.name).collect()
-            }
-        };
-        Ok(self.delete(&client, names))
+        let Some(prefix) = &self.prefix else { return Ok(self.each(&client, self.names.clone())) };
+        let listed = Listed::of(&client, prefix)?;
+        if self.dry_run {
+            return Ok(self.printed(&RmReport { dry_run: Some(listed), ..RmReport::new() }, Exit::Verified));
+        }
+        self.check_confirmed(prefix, &listed)?;
+        Ok(self.each(&client, listed.objects.into_iter().map(|object| object.name).collect()))
     }
 }
 
 impl RmOptions {
-    fn dry_run(&self, listed: Listed) -> ToolOutput {
-        let text = match self.output.json {
-            false => listed.render(),
-            true => json_line(&RmReport {
-                schema: VERSION,
-                tool: stamp::tool(),
-                deleted: Vec::new(),
-                held: Vec::new(),
-                failed: Vec::new(),
-                dry_run: Some(listed),
-                error: None,
-            }),
+    fn printed(&self, report: &RmReport, exit: Exit) -> ToolOutput {
+        let RmReport { deleted, held, dry_run, .. } = report;
+        let text = match (self.output.json, self.output.quiet) {
+            (true, _) => json_line(report),
+            (false, true) if dry_run.is_none() => String::new(),
+            _ => {
+                let deleted = deleted.iter().map(|name| format!("deleted  {name}\n"));
+                deleted.chain(held.iter().map(LeaseLine::held)).chain(dry_run.iter().map(Listed::render)).collect()
+            }
         };
-        ToolOutput { text, exit: Exit::Verified }
+        ToolOutput { text, exit }
     }
 
     fn check_confirmed(&self, prefix: &str, listed: &Listed) -> Result<()> {
-        let Some(code) = self.confirm.as_ref().filter(|code| **code != listed.confirm) else { return Ok(()) };
+        let Some(code) = self.confirm.as_ref().filter(|code| listed.confirm.as_ref() != Some(*code)) else {
+            return Ok(());
+        };
         let objects = count(listed.objects.len() as u64, "object");
         let problem = format!(
             "`{prefix}` has {objects} now, not those of --confirm {code}: nothing is deleted; list them again with --dry-run"
@@ -169,39 +185,30 @@ impl RmOptions {
         Err(Error::Misuse { problem })
     }
 
-    fn delete(&self, client: &Client, names: Vec<String>) -> ToolOutput {
-        let (mut deleted, mut failed, mut first) = (Vec::new(), Vec::new(), None::<Error>);
+    /// Deletes the objects, or lists them with `--dry-run`.
+    fn each(&self, client: &Client, names: Vec<String>) -> ToolOutput {
+        let (mut report, mut objects, mut first) = (RmReport::new(), Vec::new(), None::<Error>);
         for name in names {
-            match client.delete(&name) {
-                Ok(()) => deleted.push(name),
-                Err(error) => {
-                    let summary = ErrorSummary::of(&error);
-                    summary.complain();
-                    failed.push(Failed { name, error: summary });
-                    // Any other error breaks the connection.
-                    let connected = matches!(error, Error::Broker(_));
-                    first.get_or_insert(error);
-                    if !connected {
-                        break;
-                    }
+            let done = match self.dry_run {
+                true => client.stat(&name, None).map(|info| objects.push(ObjectLine::from(&info.version.summary))),
+                false => client.delete(&name).map(|()| report.deleted.push(name.clone())),
+            };
+            if let Err(error) = done {
+                let summary = ErrorSummary::of(&error);
+                summary.complain();
+                report.failed.push(Failed { name, error: summary });
+                // Any other error breaks the connection.
+                let connected = matches!(error, Error::Broker(_));
+                first.get_or_insert(error);
+                if !connected {
+                    break;
                 }
             }
         }
-        let exit = first.as_ref().map_or(Exit::Verified, Exit::of);
-        let error = first.as_ref().map(ErrorSummary::of);
-        let text = match (self.output.json, self.output.quiet) {
-            (true, _) => {
-                let (tool, dry_run, held) = (stamp::tool(), None, self.held(client, &deleted));
-                json_line(&RmReport { schema: VERSION, tool, deleted, held, failed, dry_run, error })
-            }
-            (false, true) => String::new(),
-            (false, false) => {
-                let held = self.held(client, &deleted);
-                let deleted = deleted.iter().map(|name| format!("deleted  {name}\n"));
-                deleted.chain(held.iter().map(LeaseLine::held)).collect()
-            }
-        };
-        ToolOutput { text, exit }
+        report.dry_run = self.dry_run.then_some(Listed { objects, confirm: None });
+        report.held = self.held(client, &report.deleted);
+        report.error = first.as_ref().map(ErrorSummary::of);
+        self.printed(&report, first.as_ref().map_or(Exit::Verified, Exit::of))
     }
 
     /// The leases that hold memory of deleted names. Empty if the broker does not answer, because the deletion has succeeded anyway.

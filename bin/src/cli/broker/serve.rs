@@ -1,7 +1,7 @@
 //! `serve`: the broker.
 
 use std::{
-    io,
+    io::{self, IsTerminal},
     path::PathBuf,
     process::{self, ExitCode},
     time::Duration,
@@ -137,8 +137,10 @@ fn require_file_size() -> vmmfd::Result<()> {
     }
     if hard < CATALOGUE {
         let reason = format!(
-            "this process may write files of {hard} bytes (RLIMIT_FSIZE), and the catalogue may need {CATALOGUE}: \
-             use `ulimit -f unlimited`, or LimitFSIZE=infinity in the unit"
+            "this process may write files of {} (RLIMIT_FSIZE), and the catalogue may need {}: use `ulimit -f unlimited`, or \
+             LimitFSIZE=infinity in the unit",
+            bytes(hard),
+            bytes(CATALOGUE)
         );
         return Err(Error::system("serve", io::Error::other(reason)));
     }
@@ -177,7 +179,11 @@ impl ServeOptions {
         if let Err(error) = stderr::never_block_on_stderr() {
             return fail::<Self>(&Error::system("start a thread", error), self.output.json);
         }
-        self.output.start_service_log();
+        // On a terminal, the line `listening` and warnings suffice.
+        match io::stderr().is_terminal() {
+            true => self.output.start_log(),
+            false => self.output.start_service_log(),
+        }
         if let Some(path) = self.options_file.as_ref().filter(|path| !path.exists()) {
             tracing::info!(path = %path.display(), "there is no options file");
         }

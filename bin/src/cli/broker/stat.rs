@@ -8,13 +8,14 @@ use serde::Serialize;
 use vmmfd::{
     broker::{Lifetime, Maker, ObjectInfo, PartInfo, ReportInfo},
     channel::Cancel,
+    driver::DEVICE_NAME,
     wire::{self, Check},
 };
 
 use super::{
     DeviceSize, MeetBroker, count,
+    fields::{age, field, time},
     ls::ObjectLine,
-    table::{age, field, time},
     total,
 };
 use crate::{
@@ -25,7 +26,7 @@ use crate::{
     },
     schema::{self, Named, VERSION, document},
     stamp,
-    units::bytes,
+    units::{self, bytes},
 };
 
 /// The longest metadata that the text shows, in characters.
@@ -146,12 +147,12 @@ impl Tool for StatOptions {
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let info = self.meet.connect(cancel)?.stat(&self.name, self.version)?;
         let report = StatReport::from(&info);
-        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
         Ok(ToolOutput { text, exit: Exit::Verified })
     }
 }
 
-fn render(report: &StatReport) -> String {
+fn render(report: &StatReport, verbose: bool) -> String {
     let StatReport { object, versions, lifetime, keep, metadata, parts, reports, .. } = report;
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
     let mut text = field("name", &object.name);
@@ -172,7 +173,7 @@ fn render(report: &StatReport) -> String {
         text += &field("metadata", shortened(&serde_json::Value::from(metadata.clone()).to_string()));
     }
     for part in parts {
-        text += &part_line(part);
+        text += &part_line(part, verbose);
     }
     for ReportLine { reader, at, message } in reports {
         text += &field("report", format!("{at} by {}: {message}", process(reader)));
@@ -180,10 +181,10 @@ fn render(report: &StatReport) -> String {
     text
 }
 
-fn part_line(part: &PartLine) -> String {
+fn part_line(part: &PartLine, verbose: bool) -> String {
     let PartLine { name, device, location, size, segments, arrays, digest, maker, .. } = part;
-    let mut line = format!("{name}: {} on {} {}", bytes(*size), device.uuid, device.name);
-    if *location == wire::Location::Host {
+    let mut line = format!("{name}: {} on {}", bytes(*size), device.shown(verbose));
+    if *location == wire::Location::Host && device.name != DEVICE_NAME {
         line += ", host memory";
     }
     if *segments > 1 {
@@ -193,7 +194,7 @@ fn part_line(part: &PartLine) -> String {
         line += &format!(", {}", count(*arrays, "array"));
     }
     if let Some(digest) = digest {
-        line += &format!(", {digest}");
+        line += &format!(", {}", units::digest(digest, verbose));
     }
     field("part", format!("{line}; put by {}", process(maker)))
 }

@@ -15,7 +15,7 @@ use vmmfd::{
 
 use super::{
     DeviceSize, MeetBroker, count,
-    table::{age, field, time},
+    fields::{age, field, time},
 };
 use crate::{
     cli::{
@@ -240,12 +240,12 @@ impl Tool for StatusOptions {
         if let Some(reason) = unknown {
             self.output.notice(&format!("the devices do not report their memory: {reason}"));
         }
-        let text = if self.output.json { json_line(&report) } else { render(&report) };
+        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
         Ok(ToolOutput { text, exit: Exit::Verified })
     }
 }
 
-fn render(report: &StatusReport) -> String {
+fn render(report: &StatusReport, verbose: bool) -> String {
     let StatusReport { server, keeper, .. } = report;
     let pid = |pid: Option<u32>| pid.map_or_else(|| "pid unknown".to_owned(), |pid| format!("pid {pid}"));
     let room = |room: &Room| format!("{} of {} descriptors", room.used, room.allowed);
@@ -280,12 +280,14 @@ fn render(report: &StatusReport) -> String {
     for DeviceLine { claimed, used, total, .. } in &report.devices {
         let reported =
             used.zip(*total).map(|(used, total)| format!("; it reports {} of {} used", about(used), about(total)));
-        let reported = reported.unwrap_or_default();
-        text +=
-            &field("device", format!("{} {}: {} claimed{reported}", claimed.uuid, claimed.name, about(claimed.size)));
+        let (device, size) = (claimed.shown(verbose), about(claimed.size));
+        text += &field("device", format!("{device}: {size} claimed{}", reported.unwrap_or_default()));
     }
     let lost = report.lost_versions.map(|lost| format!("; {} lost at the last one", count(lost, "version")));
-    text += &field("restarts", format!("{}{}", report.restarts, lost.unwrap_or_default()));
+    text += &match report.restarts {
+        0 => field("restarts", "none"),
+        restarts => field("restarts", format!("{restarts}{}", lost.unwrap_or_default())),
+    };
     if let Some([]) = report.crashes.as_deref() {
         text += &field("crashes", "none");
     }

@@ -19,13 +19,17 @@ use vmmfd::{
     internals::{clean, deadline_after, wait},
 };
 
-use super::{MeetBroker, table::time};
+use super::{MeetBroker, fields::time};
 use crate::cli::{
     Exit, Output, Tool, ToolOutput,
     exit::exit_codes,
+    layout,
     output::{Progress, complain, json_line},
 };
-use crate::schema::{self, Named, VERSION, document};
+use crate::{
+    schema::{self, Named, VERSION, document},
+    units::about,
+};
 
 /// The length of each wait for events; the user does not notice it.
 const WAIT: Duration = Duration::from_secs(3600);
@@ -96,6 +100,9 @@ struct Details<'a> {
     id: &'a str,
     uid: u32,
     pid: i32,
+    command: Option<&'a str>,
+    /// Bytes of memory, as claimed: of the lease, for `leased` and `ended`, else of the version.
+    size: Option<u64>,
     message: Option<&'a str>,
 }
 
@@ -139,15 +146,18 @@ impl WatchOptions {
 
 impl<'a> Details<'a> {
     fn of(event: &'a Event) -> Self {
-        let Event { at_ms, name, version, id, uid, pid, message, .. } = event;
-        Self { at: time(*at_ms), name, version: *version, id, uid: *uid, pid: *pid, message: message.as_deref() }
+        let Event { at_ms, name, version, id, uid, pid, command, size, message, .. } = event;
+        let (at, command, message) = (time(*at_ms), command.as_deref(), message.as_deref());
+        Self { at, name, version: *version, id, uid: *uid, pid: *pid, command, size: *size, message }
     }
 }
 
 fn text(event: &Event, word: &str) -> String {
-    let Event { at_ms, name, version, uid, pid, message, .. } = event;
+    let Event { at_ms, name, version, uid, pid, command, size, message, .. } = event;
+    let size = size.map(|size| format!(", {}", about(size))).unwrap_or_default();
+    let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
     let message = message.as_ref().map(|message| format!(": {message}")).unwrap_or_default();
-    format!("{word:<9}  {}  {name} version {version}, uid {uid} pid {pid}{message}", time(*at_ms))
+    format!("{word:<9}  {}  {name} version {version}{size}, pid {pid}{command}, uid {uid}{message}", time(*at_ms))
 }
 
 impl Tool for WatchOptions {
@@ -174,7 +184,9 @@ impl Tool for WatchOptions {
         loop {
             match watch.next(WAIT) {
                 Ok(Some(watched)) => {
-                    if !print(&self.line(Some(&watched), watch.place()), cancel)? {
+                    let line = self.line(Some(&watched), watch.place());
+                    let line = if self.output.json { line } else { layout::shown(&line, &io::stdout()) };
+                    if !print(&line, cancel)? {
                         return Ok(ended());
                     }
                 }
@@ -250,10 +262,15 @@ mod tests {
             id: String::new(),
             uid: 7,
             pid: 9,
+            command: Some("cat".to_owned()),
+            size: Some(2 << 20),
             message: Some("wrong\npublished".to_owned()),
         };
         let mut line = text(&event, kind_name(event.kind));
         clean(&mut line);
-        assert_eq!(line, "reported   1970-01-01T00:00:01.000Z  models/tiny version 2, uid 7 pid 9: wrong published");
+        assert_eq!(
+            line,
+            "reported   1970-01-01T00:00:01.000Z  models/tiny version 2, 2 MiB, pid 9 (cat), uid 7: wrong published"
+        );
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use clap::Args;
+use nix::unistd::{Uid, User};
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
@@ -13,15 +14,16 @@ use vmmfd::{
 
 use super::{
     DeviceSize, MeetBroker,
+    fields::{age, time},
     ls::no_match,
-    table::{Column, Table, age, time, width},
     total,
 };
 use crate::{
     cli::{
-        Exit, Output, Tool, ToolOutput,
+        Column, Exit, Output, Table, Tool, ToolOutput,
         exit::exit_codes,
         output::{Progress, json_line},
+        stdout_width,
     },
     schema::{self, Named, VERSION, document},
     stamp,
@@ -202,18 +204,23 @@ impl Tool for WhoOptions {
             self.output.notice(&notice);
         }
         let totals = self.prefix.is_empty();
-        let text = render(&report, totals, width());
+        let text = render(&report, totals, self.output.verbose > 0, stdout_width());
         Ok(ToolOutput { text, exit: Exit::Verified })
     }
 }
 
 /// The tables with their headings; users and devices only with `totals`.
-fn render(report: &WhoReport, totals: bool, width: Option<usize>) -> String {
-    let mut tables = Vec::new();
+fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>) -> String {
+    let (mut tables, mut users) = (Vec::new(), BTreeMap::new());
+    // Each lookup may ask a server of the network.
+    let mut user_name = |uid: u32| {
+        let user = || User::from_uid(Uid::from_raw(uid)).ok().flatten();
+        users.entry(uid).or_insert_with(|| user().map_or_else(|| uid.to_string(), |user| user.name)).clone()
+    };
     if !report.leases.is_empty() {
         let mut table = Table::new([
             Column::right("PID"),
-            Column::right("UID").optional(),
+            Column::left("USER").optional(),
             Column::left("COMMAND").optional(),
             Column::right("SIZE"),
             Column::right("SINCE").optional(),
@@ -223,7 +230,7 @@ fn render(report: &WhoReport, totals: bool, width: Option<usize>) -> String {
         for lease in &report.leases {
             table.row([
                 lease.pid.to_string(),
-                lease.uid.to_string(),
+                user_name(lease.uid),
                 lease.command.clone().unwrap_or_else(|| "-".to_owned()),
                 about(lease.size),
                 age(lease.since_ms),
@@ -248,7 +255,7 @@ fn render(report: &WhoReport, totals: bool, width: Option<usize>) -> String {
     }
     if totals && !report.users.is_empty() {
         let mut table = Table::new([
-            Column::right("USER"),
+            Column::left("USER"),
             Column::right("OBJECTS"),
             Column::right("SIZE"),
             Column::right("LEASES"),
@@ -256,16 +263,15 @@ fn render(report: &WhoReport, totals: bool, width: Option<usize>) -> String {
         ]);
         for user in &report.users {
             let UserLine { uid, objects, size, leases, connections, .. } = user;
-            let counts = [uid.to_string(), objects.to_string(), about(*size), leases.to_string()];
-            let [uid, objects, size, leases] = counts;
-            table.row([uid, objects, size, leases, connections.to_string()]);
+            let [objects, leases, connections] = [objects, leases, connections].map(u64::to_string);
+            table.row([user_name(*uid), objects, about(*size), leases, connections]);
         }
         tables.push(format!("Users:\n{}", table.render(width)));
     }
     if totals && !report.devices.is_empty() {
-        let mut table = Table::new([Column::right("SIZE"), Column::left("NAME").optional(), Column::left("DEVICE")]);
-        for DeviceSize { uuid, name, size } in &report.devices {
-            table.row([about(*size), name.clone(), uuid.clone()]);
+        let mut table = Table::new([Column::right("SIZE"), Column::left("DEVICE")]);
+        for device in &report.devices {
+            table.row([about(device.size), device.shown(verbose)]);
         }
         tables.push(format!("Devices:\n{}", table.render(width)));
     }

@@ -18,6 +18,7 @@ use crate::{
         control::{ControlRecord, unexpected},
         outcome::{ProbeFailure, ProbeOutcome, ProbeResult, micros},
     },
+    units::about,
 };
 
 /// Memory whose owner was killed.
@@ -101,7 +102,8 @@ pub(super) fn memory_returned(context: &mut ProbeContext) -> ProbeResult {
             return Ok(measured(ProbeOutcome::ok(meaning)));
         }
         if started.elapsed() > FREE_TIMEOUT {
-            let meaning = format!("{missing} bytes are still in use after the last process has released them.");
+            let missing = about(missing);
+            let meaning = format!("{missing} are still in use after the last process has released them.");
             return Ok(measured(ProbeOutcome::failed(meaning)));
         }
         thread::sleep(Duration::from_millis(5));

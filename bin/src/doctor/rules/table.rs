@@ -336,7 +336,7 @@ pub const RULES: &[Rule] = &[
     },
     Rule {
         name: "out-of-memory",
-        symptom: "`CUDA_ERROR_OUT_OF_MEMORY (2)`, `bytes were requested`",
+        symptom: "`CUDA_ERROR_OUT_OF_MEMORY (2)`, `were requested, but`",
         cause: "The GPU has less free memory than requested, or the driver reports another exhausted resource the same \
                 way.",
         remedy: "Check in `nvidia-smi` which processes hold memory, and free some; if there is enough, raise `ulimit \

@@ -1,7 +1,5 @@
 //! The report as text. Control characters are removed: the report may come from another machine.
 
-use std::fmt::Write;
-
 use serde_json::Value;
 use vmmfd::{driver::Backend, internals::clean};
 
@@ -20,21 +18,9 @@ const MAX_TEXT: usize = 500;
 /// The longest printed list beside a label, such as all nodes or all figures, in characters.
 const MAX_ITEM: usize = 4000;
 
-/// The minimum width of the text column.
-const MIN_TEXT: usize = 24;
-
-/// The style of the text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Style {
-    /// Whether to use colour. The caller checks for a terminal and `NO_COLOR`.
-    pub color: bool,
-    /// The width for wrapping in characters; `None` for no limit.
-    pub width: Option<usize>,
-}
-
-/// Renders the report. The last line is the verdict and is not wrapped.
-pub fn render(report: &DoctorReport, style: Style) -> String {
-    let mut page = Page { text: String::new(), style };
+/// Renders the report. The last line is the verdict. The caller decides on colour, and wraps the lines.
+pub fn render(report: &DoctorReport, color: bool) -> String {
+    let mut page = Page { text: String::new(), color };
     let (tool, made) = (truncated(&report.tool, MAX_NAME), truncated(&report.made, MAX_NAME));
     let what = match report.backend {
         Backend::Cuda => "backend cuda: the NVIDIA driver",
@@ -56,7 +42,7 @@ pub fn render(report: &DoctorReport, style: Style) -> String {
     }
     for device in &report.devices {
         let (name, uuid) = (truncated(&device.name, MAX_NAME), device.uuid.prefixed(report.backend));
-        page.section(&format!("device {}: {name} {uuid}", device.ordinal));
+        page.section(&format!("device {}: {}", device.ordinal, units::device(&name, &uuid, false)));
         page.findings(&device.findings, column);
     }
     for pair in &report.pairs {
@@ -85,7 +71,7 @@ enum Color {
 
 struct Page {
     text: String,
-    style: Style,
+    color: bool,
 }
 
 impl Page {
@@ -95,7 +81,7 @@ impl Page {
     }
 
     fn colored(&self, text: &str, color: Color) -> String {
-        if !self.style.color || text.is_empty() {
+        if !self.color || text.is_empty() {
             return text.to_owned();
         }
         let code = match color {
@@ -142,7 +128,6 @@ impl Page {
                 true => meaning,
                 false => format!("{meaning} ({})", figures.join(", ")),
             };
-            // Wrapped lines are indented to the text column.
             self.item(&lead, &truncated(&finding.probe, MAX_COLUMN), column, &text);
             if finding.status == Status::Ok {
                 continue;
@@ -158,21 +143,10 @@ impl Page {
         }
     }
 
-    /// Adds a label, padded to its column, and wrapped text beside it.
+    /// Adds a label, padded to its column, and the text beside it.
     fn item(&mut self, lead: &str, label: &str, column: usize, text: &str) {
-        let mut line = format!("{lead}{label:<column$}");
-        let indent = visible(&line) + 2;
-        let room = self.style.width.map_or(usize::MAX, |width| width.saturating_sub(indent).max(MIN_TEXT));
-        for (number, part) in wrapped(&truncated(text, MAX_ITEM), room).iter().enumerate() {
-            if number == 0 {
-                line += "  ";
-                line += part;
-            } else {
-                let _ = write!(line, "\n{:indent$}{part}", "");
-            }
-        }
-        let line = line.trim_end().to_owned();
-        self.line(&line);
+        let line = format!("{lead}{label:<column$}  {}", truncated(text, MAX_ITEM));
+        self.line(line.trim_end());
     }
 }
 
@@ -200,38 +174,6 @@ fn truncated(text: &str, most: usize) -> String {
 /// The column width for these names.
 fn column<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     names.map(|name| truncated(name, MAX_COLUMN).chars().count()).max().unwrap_or(0)
-}
-
-/// The number of visible characters, without colour codes.
-fn visible(line: &str) -> usize {
-    line.split('\x1b')
-        .enumerate()
-        .map(|(number, part)| match part.split_once('m') {
-            Some((_, shown)) if number > 0 => shown.chars().count(),
-            _ => part.chars().count(),
-        })
-        .sum()
-}
-
-/// Wraps text to lines of at most `room` characters. A longer word gets its own line.
-fn wrapped(text: &str, room: usize) -> Vec<String> {
-    let mut lines: Vec<String> = Vec::new();
-    let mut used = 0;
-    for word in text.split(' ').filter(|word| !word.is_empty()) {
-        let length = word.chars().count();
-        match lines.last_mut() {
-            Some(line) if used + 1 + length <= room => {
-                line.push(' ');
-                line.push_str(word);
-                used += 1 + length;
-            }
-            _ => {
-                lines.push(word.to_owned());
-                used = length;
-            }
-        }
-    }
-    lines
 }
 
 /// The figures with units, and the duration. Lists and objects appear only in the JSON.

@@ -85,7 +85,15 @@ fn token(byte: u8) -> Token {
 }
 
 fn lease(byte: u8) -> Record {
-    Record::Leased(Lease { token: token(byte), key: 1, uid: 1000, pid: 7, since_ms: 1, size: 4 << 20 })
+    Record::Leased(Lease {
+        token: token(byte),
+        key: 1,
+        uid: 1000,
+        pid: 7,
+        command: Some("python3".to_owned()),
+        since_ms: 1,
+        size: 4 << 20,
+    })
 }
 
 /// One record of each kind, and a minimal version.
@@ -100,6 +108,8 @@ fn each_kind() -> Vec<Record> {
         id: version(1).id,
         uid: 1000,
         pid: 7,
+        command: None,
+        size: Some(4 << 20),
         message: None,
     };
     vec![
@@ -124,7 +134,15 @@ fn each_kind() -> Vec<Record> {
 }
 
 fn deleted(name: &str) -> Record {
-    Record::Deleted(Deleted { name: name.to_owned(), at_ms: 6, uid: 1000, pid: 7, request: None, owner: Some(1000) })
+    Record::Deleted(Deleted {
+        name: name.to_owned(),
+        at_ms: 6,
+        uid: 1000,
+        pid: 7,
+        command: None,
+        request: None,
+        owner: Some(1000),
+    })
 }
 
 /// A log without records.

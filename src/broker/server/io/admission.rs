@@ -12,7 +12,7 @@ use nix::{
 use rustix::net::SendFlags;
 
 use crate::{
-    broker::server::state::caller::{Caller, ConnectionId, is_superuser},
+    broker::server::state::caller::{Caller, ConnectionId, command_of, is_superuser},
     channel::Listener,
     error::{Error, ErrorCode, Result},
     sys,
@@ -63,7 +63,7 @@ impl Admission {
                 .inspect_err(|error| tracing::warn!(%error, "cannot read a peer's groups"))
                 .unwrap_or_default(),
         };
-        Ok(Caller { connection: self.last, pid, uid, gid, groups: Arc::from(groups) })
+        Ok(Caller { connection: self.last, pid, uid, gid, groups: Arc::from(groups), command: command_of(pid) })
     }
 
     /// Refuses disallowed users.

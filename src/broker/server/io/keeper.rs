@@ -19,7 +19,10 @@ use crate::{
         },
     },
     channel::{Cancel, CancelReason, Listener},
-    error::Error,
+    error::{
+        Error,
+        units::{about, count},
+    },
 };
 
 /// The keeper's connection in the event loop.
@@ -287,13 +290,14 @@ impl KeeperLink {
     pub(super) fn report_end(&self, context: &mut LoopContext<'_>, total: Total) {
         const FREED: &str = "the memory is freed, except where clients have it mapped";
         let Total { counts: Counts { objects, versions, .. }, bytes } = total;
-        let held = format!("{objects} objects, {versions} versions, {bytes} bytes as claimed");
+        let (objects, versions) = (count(objects, "object"), count(versions, "version"));
+        let held = format!("{objects}, {versions}, {} as claimed", about(bytes));
         match &self.keeper {
             _ if context.state.objects.store().keeper() == Keeper::None => {
-                return tracing::info!(held, "stopping: {FREED}");
+                return tracing::info!("stopping: {FREED}");
             }
             Some(keeper) if self.is_handed_over(context) => {
-                tracing::info!(pid = keeper.pid, held, "stopping: the keeper has everything")
+                tracing::info!(pid = keeper.pid, "stopping: the keeper has everything")
             }
             _ if self.keeper_stays() => {
                 tracing::error!(
@@ -303,7 +307,7 @@ impl KeeperLink {
                 context.state.objects.log_lost_versions();
             }
             _ if stopped_by_sighup(context.cancel) => {}
-            _ => tracing::info!(held, "stopping server and keeper: {FREED}"),
+            _ => tracing::info!("stopping server and keeper: {FREED}"),
         }
         context.state.history.end(context.state.objects.store_mut());
         if context.cancel.check().is_err() && (self.keeper_stays() || !stopped_by_sighup(context.cancel)) {

@@ -34,7 +34,7 @@ use crate::{
         },
     },
     channel::Cancel,
-    error::{Error, ErrorCode, Result},
+    error::{Error, ErrorCode, Result, units::about},
     sys,
     wire::{HEADER_LENGTH, MAX_BODY},
 };
@@ -133,7 +133,7 @@ impl Reactor {
             objects = total.counts.objects,
             versions = total.counts.versions,
             leases = total.counts.leases,
-            bytes = total.bytes,
+            size = about(total.bytes),
             restarts = self.state.objects.journal().restarts(),
             "serving"
         );

@@ -36,6 +36,8 @@ pub(crate) struct Caller {
     pub(crate) gid: u32,
     /// Supplementary groups; empty for a superuser, whose groups do not matter.
     pub(crate) groups: Arc<[u32]>,
+    /// The command of the process, if it is visible in this PID namespace.
+    pub(crate) command: Option<String>,
 }
 
 impl Caller {
@@ -86,9 +88,9 @@ impl Caller {
         )
     }
 
-    /// Describes the caller, as the maker or a reader of a version. Reads `/proc`, which does not block.
+    /// Describes the caller, as the maker or a reader of a version.
     pub(crate) fn describe(&self) -> Maker {
-        Maker { pid: self.pid, uid: self.uid, command: command_of(self.pid) }
+        Maker { pid: self.pid, uid: self.uid, command: self.command.clone() }
     }
 }
 
@@ -125,7 +127,7 @@ fn mode_bits(uid: u32, owner: Owner, mode: u16, is_of_group: impl FnOnce() -> bo
     }
 }
 
-/// The command of a process, if the process is visible in this PID namespace.
+/// The command of a process, if the process is visible in this PID namespace. Reads `/proc`, which does not block.
 pub(crate) fn command_of(pid: i32) -> Option<String> {
     let mut command = (pid > 0).then(|| std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()).flatten()?;
     crate::wire::clean(&mut command);

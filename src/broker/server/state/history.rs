@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::time::Time;
 use crate::{
     broker::keeper::{Keeper, Name, Store},
+    error::units::count,
     sys::memfd,
     wire::{broker::Crash, shorten},
 };
@@ -122,7 +123,7 @@ impl History {
 
     fn push(&mut self, process: &str, pid: Option<u32>, lost: Option<LostVersions>) {
         let (lost_versions, names) = lost.map(|lost| (lost.versions, lost.names)).unzip();
-        let lost = lost_versions.map_or_else(|| "everything".to_owned(), |lost: u64| format!("{lost} versions"));
+        let lost = lost_versions.map_or_else(|| "everything".to_owned(), |lost: u64| count(lost, "version"));
         tracing::warn!(
             pid,
             lost,

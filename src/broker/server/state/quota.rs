@@ -2,7 +2,7 @@
 
 use super::{caller::is_superuser, refuse};
 use crate::{
-    error::{BrokerError, RefusalCode},
+    error::{BrokerError, RefusalCode, units::bytes},
     wire::broker::Limits,
 };
 
@@ -69,19 +69,24 @@ impl Quota {
     }
 }
 
-/// A limited resource: its key in the options, and its limit in a quota.
+/// A limited resource: its key in the options, its limit in a quota, and the text of an amount.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Counted {
     key: &'static str,
     of: fn(&Quota) -> Option<u64>,
+    amount: fn(u64) -> String,
 }
 
 impl Counted {
-    pub(crate) const BYTES: Self = Self { key: "bytes", of: |quota| quota.bytes };
-    pub(crate) const DEVICE_BYTES: Self = Self { key: "device-bytes", of: |quota| quota.device_bytes };
-    pub(crate) const OBJECTS: Self = Self { key: "objects", of: |quota| quota.objects };
-    pub(crate) const LEASES: Self = Self { key: "leases", of: |quota| quota.leases };
-    pub(crate) const CONNECTIONS: Self = Self { key: "connections", of: |quota| quota.connections };
+    pub(crate) const BYTES: Self = Self { key: "bytes", of: |quota| quota.bytes, amount: bytes };
+    pub(crate) const DEVICE_BYTES: Self = Self { key: "device-bytes", of: |quota| quota.device_bytes, amount: bytes };
+    pub(crate) const OBJECTS: Self = Self { key: "objects", of: |quota| quota.objects, amount: number };
+    pub(crate) const LEASES: Self = Self { key: "leases", of: |quota| quota.leases, amount: number };
+    pub(crate) const CONNECTIONS: Self = Self { key: "connections", of: |quota| quota.connections, amount: number };
+}
+
+fn number(number: u64) -> String {
+    number.to_string()
 }
 
 /// The limits in force. Configured limits apply to every user, default limits not to the server's own user and root.
@@ -102,25 +107,27 @@ impl Rules {
         (self.user.or(Quota::user()).limits(), self.total.or(Quota::total()).limits())
     }
 
-    /// Refuses a request that exceeds a limit. `has` is the user's current amount, `all` the total of all users.
+    /// Refuses a request that exceeds a limit. `has` is the user's current amount, `all` the total of all users, `text` writes the amount.
     pub(crate) fn check(
         &self,
         uid: u32,
         counted: Counted,
-        what: &str,
+        text: impl Fn(u64) -> String,
         (has, all): (u64, u64),
         more: u64,
     ) -> Result<(), BrokerError> {
+        let amount = counted.amount;
         let is_superuser = is_superuser(uid);
         let limit = |given: Quota, default: Quota| {
             let default = if is_superuser { Quota::default() } else { default };
             (counted.of)(&given.or(default))
         };
         let refuse = |limit: String| {
-            refuse(RefusalCode::Quota, format!("uid {uid} has {has} {what} and asks for {more} more, but {limit}"))
+            let (has, more) = (text(has), amount(more));
+            refuse(RefusalCode::Quota, format!("uid {uid} has {has} and asks for {more} more, but {limit}"))
         };
         if let Some(max) = limit(self.user, Quota::user()).filter(|max| has.saturating_add(more) > *max) {
-            return refuse(format!("its quota is {max}"));
+            return refuse(format!("its quota is {}", amount(max)));
         }
         let Some(total) = limit(self.total, Quota::total()) else { return Ok(()) };
         let left = total.saturating_sub(all - has);
@@ -129,6 +136,7 @@ impl Rules {
             return Ok(());
         }
         let (half, key) = (if is_superuser { "" } else { "half of " }, counted.key);
+        let (share, left, total) = (amount(share), amount(left), amount(total));
         refuse(format!(
             "its share is {share}: {half}the {left} that other users leave of {total}; raise --total-quota {key}="
         ))
@@ -138,11 +146,14 @@ impl Rules {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::units::count;
 
     const USER_UID: u32 = 34_560;
 
     fn check(rules: &Rules, uid: u32, has: u64, all: u64, more: u64) -> Result<(), String> {
-        rules.check(uid, Counted::OBJECTS, "objects", (has, all), more).map_err(|refusal| refusal.message)
+        rules
+            .check(uid, Counted::OBJECTS, |has| count(has, "object"), (has, all), more)
+            .map_err(|refusal| refusal.message)
     }
 
     #[test]

@@ -55,7 +55,7 @@ impl Fixture {
     fn client(&mut self) -> ConnectionId {
         self.last += 1;
         let connection = ConnectionId(self.last);
-        let caller = Caller { connection, pid: 1, uid: USER_UID, gid: USER_UID, groups: Arc::from([]) };
+        let caller = Caller { connection, pid: 1, uid: USER_UID, gid: USER_UID, groups: Arc::from([]), command: None };
         connected(&mut self.state, &mut Effects::default(), caller);
         let hello = Hello {
             version: VERSION,

@@ -76,7 +76,7 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
         let visible = seen.event.name.starts_with(&watching.prefix)
             && reader.as_ref().is_some_and(|reader| reader.may_read(seen.owner, seen.mode));
         if visible {
-            length += 240 + seen.event.name.len() + seen.event.message.as_ref().map_or(0, |text| 2 * text.len());
+            length += 320 + seen.event.name.len() + seen.event.message.as_ref().map_or(0, |text| 2 * text.len());
             page.push(seen.event.clone());
         }
     }

@@ -122,7 +122,7 @@ impl Objects {
 fn version_records(version: &Version) -> impl Iterator<Item = Record> {
     let unnamed = (!version.named).then(|| {
         let name = version.record.name.clone();
-        Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner: None })
+        Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, command: None, request: None, owner: None })
     });
     let reports = version.reports.iter().cloned().map(Record::Reported);
     std::iter::once(Record::Published(Box::new(version.record.clone()))).chain(unnamed).chain(reports)

@@ -13,12 +13,12 @@ use crate::{
     broker::{
         catalogue::{
             self, Catalogue, CatalogueError, Record, Records, Rewrite, Unreadable,
-            record::{Answered, Deleted, Seen, Version},
+            record::{self, Answered, Deleted, Seen, Version},
         },
         keeper::{Keeper, Mark, Name, Store},
     },
     error::{Error, Result},
-    wire::broker::{Event, EventKind, Token},
+    wire::broker::{Event, EventKind, Maker, Token},
 };
 
 /// The number of events kept in memory.
@@ -244,7 +244,15 @@ impl Journal {
         for (owner, names) in &self.deleted {
             for name in names {
                 let (name, owner) = (name.clone(), Some(*owner));
-                rewrite.add(&Record::Deleted(Deleted { name, at_ms: 0, uid: 0, pid: 0, request: None, owner }))?;
+                rewrite.add(&Record::Deleted(Deleted {
+                    name,
+                    at_ms: 0,
+                    uid: 0,
+                    pid: 0,
+                    command: None,
+                    request: None,
+                    owner,
+                }))?;
             }
         }
         Ok(rewrite)
@@ -307,10 +315,19 @@ fn push_bounded<T>(entries: &mut VecDeque<T>, entry: T, max: usize) {
 }
 
 /// An event of a version. It is numbered when it is published.
-pub(crate) fn event(kind: EventKind, of: &Version, at_ms: u64, uid: u32, pid: i32, message: Option<String>) -> Seen {
-    let (name, id) = (of.name.clone(), of.id.clone());
-    let event = Event { seq: 0, at_ms, kind, name, version: of.version, id, uid, pid, message };
+pub(crate) fn event(kind: EventKind, of: &Version, at_ms: u64, by: Maker) -> Seen {
+    let (name, id, Maker { pid, uid, command }) = (of.name.clone(), of.id.clone(), by);
+    let size = Some(of.parts.iter().map(|part| part.memory.mapped_size).sum());
+    let event = Event { seq: 0, at_ms, kind, name, version: of.version, id, uid, pid, command, size, message: None };
     Seen { event, owner: of.owner, mode: of.mode }
+}
+
+/// The event of a lease.
+pub(crate) fn event_of_lease(kind: EventKind, of: &Version, at_ms: u64, lease: &record::Lease) -> Seen {
+    let by = Maker { pid: lease.pid, uid: lease.uid, command: lease.command.clone() };
+    let mut seen = event(kind, of, at_ms, by);
+    seen.event.size = Some(lease.size);
+    seen
 }
 
 /// The catalogue can't be used, so the server can't start.

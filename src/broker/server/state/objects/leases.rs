@@ -13,7 +13,7 @@ use crate::{
     },
     error::BrokerError,
     wire::{
-        broker::{Lifetime, Resume, Token},
+        broker::{Lifetime, Maker, Resume, Token},
         shorten,
     },
 };
@@ -51,7 +51,8 @@ impl Objects {
 
     fn log_lease(&mut self, caller: &Caller, token: Token, key: u64, size: u64) -> Result<(), BrokerError> {
         self.users.check_lease(caller.uid)?;
-        let record = record::Lease { token, key, uid: caller.uid, pid: caller.pid, since_ms: self.now.ms, size };
+        let Maker { pid, uid, command } = caller.describe();
+        let record = record::Lease { token, key, uid, pid, command, since_ms: self.now.ms, size };
         self.write(&Record::Leased(record.clone())).map_err(write_failed)?;
         self.add_lease(record, Some(caller.connection));
         Ok(())

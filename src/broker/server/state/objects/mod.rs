@@ -28,7 +28,11 @@ use std::{
 };
 
 use self::{
-    compaction::Compaction, journal::event, leases::ClosedConnection, readers::Readers, remove::segments_of,
+    compaction::Compaction,
+    journal::{event, event_of_lease},
+    leases::ClosedConnection,
+    readers::Readers,
+    remove::segments_of,
     usage::Users,
 };
 pub(crate) use self::{
@@ -44,13 +48,13 @@ use crate::{
     broker::{
         catalogue::{
             CatalogueError, Record, SegmentId,
-            record::{self, Seen},
+            record::{self, Deleted, Seen},
         },
         keeper::{Flushed, Store},
         server::state::caller::ConnectionId,
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::{EventKind, Lifetime, Owner, Token},
+    wire::broker::{EventKind, Lifetime, Maker, Owner, Token},
 };
 
 /// Work per turn of the event loop: leases and names of closed connections, and released segments.
@@ -212,23 +216,26 @@ impl Objects {
             Record::Published(record) => {
                 let replaces = self.names.contains_key(record.name.as_str());
                 let kind = if replaces { EventKind::Replaced } else { EventKind::Published };
-                let (uid, pid) = record.parts.first().map_or((record.owner.uid, 0), |of| (of.maker.uid, of.maker.pid));
-                Some(event(kind, record, record.created_ms, uid, pid, None))
+                let server = || Maker { pid: 0, uid: record.owner.uid, command: None };
+                let by = record.parts.first().map_or_else(server, |part| part.maker.clone());
+                Some(event(kind, record, record.created_ms, by))
             }
-            Record::Deleted(deleted) => {
-                let current = self.current(self.names.get(deleted.name.as_str())?);
-                Some(event(EventKind::Deleted, &current.record, deleted.at_ms, deleted.uid, deleted.pid, None))
+            Record::Deleted(Deleted { name, at_ms, uid, pid, command, .. }) => {
+                let current = self.current(self.names.get(name.as_str())?);
+                let by = Maker { pid: *pid, uid: *uid, command: command.clone() };
+                Some(event(EventKind::Deleted, &current.record, *at_ms, by))
             }
             Record::Leased(lease) => {
-                Some(event(EventKind::Leased, version(&lease.key)?, lease.since_ms, lease.uid, lease.pid, None))
+                Some(event_of_lease(EventKind::Leased, version(&lease.key)?, lease.since_ms, lease))
             }
             Record::Ended { token, at_ms } => {
                 let lease = &self.leases.get(token)?.record;
-                Some(event(EventKind::Ended, version(&lease.key)?, *at_ms, lease.uid, lease.pid, None))
+                Some(event_of_lease(EventKind::Ended, version(&lease.key)?, *at_ms, lease))
             }
             Record::Reported(report) => {
-                let (reader, message) = (&report.reader, Some(report.message.clone()));
-                Some(event(EventKind::Reported, version(&report.key)?, report.at_ms, reader.uid, reader.pid, message))
+                let mut seen = event(EventKind::Reported, version(&report.key)?, report.at_ms, report.reader.clone());
+                seen.event.message = Some(report.message.clone());
+                Some(seen)
             }
             _ => None,
         }

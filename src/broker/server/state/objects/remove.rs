@@ -13,7 +13,7 @@ use crate::{
         server::state::{caller::Caller, refuse},
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::{Published, Token},
+    wire::broker::{Maker, Published, Token},
 };
 
 impl Objects {
@@ -33,15 +33,16 @@ impl Objects {
                 format!("uid {} may not delete `{name}`: its owner is uid {owner}", caller.uid),
             );
         }
-        let (uid, pid) = (caller.uid, caller.pid);
-        let deleted = Deleted { name: name.to_owned(), at_ms: self.now.ms, uid, pid, request, owner: Some(owner) };
+        let (Maker { pid, uid, command }, name, at_ms) = (caller.describe(), name.to_owned(), self.now.ms);
+        let deleted = Deleted { name, at_ms, uid, pid, command, request, owner: Some(owner) };
         self.log_and_remove(deleted, "deleted")
     }
 
     /// Removes a name that no client asked to delete.
     pub(crate) fn remove(&mut self, name: &str, why: &'static str) -> Result<(), BrokerError> {
         let (uid, pid) = (geteuid().as_raw(), std::process::id().cast_signed());
-        let deleted = Deleted { name: name.to_owned(), at_ms: self.now.ms, uid, pid, request: None, owner: None };
+        let (name, at_ms) = (name.to_owned(), self.now.ms);
+        let deleted = Deleted { name, at_ms, uid, pid, command: None, request: None, owner: None };
         self.log_and_remove(deleted, why)
     }
 

@@ -19,7 +19,7 @@ use crate::{
         },
         table,
     },
-    error::{BrokerError, RefusalCode},
+    error::{BrokerError, RefusalCode, units},
     wire::{
         Check, Part as Run,
         broker::{Attached, GetObject, LeaseHeader, LeasePart, MAX_METADATA, MAX_TABLE, Token, read_arrays},
@@ -208,8 +208,11 @@ impl Objects {
                         let bytes = range.within(size).ok_or_else(|| {
                             let (offset, length) = (range.offset, range.length);
                             let message = format!(
-                                "{length} bytes at offset {offset} exceed part `{}` of `{}`, which has {size} bytes",
-                                part.name, object.name
+                                "{} at offset {offset} exceed part `{}` of `{}`, which has {}",
+                                units::bytes(length),
+                                part.name,
+                                object.name,
+                                units::bytes(size)
                             );
                             BrokerError::new(RefusalCode::Differs, message)
                         })?;

@@ -12,7 +12,10 @@ use crate::{
         },
     },
     driver::DeviceUuid,
-    error::{BrokerError, RefusalCode},
+    error::{
+        BrokerError, RefusalCode,
+        units::{bytes, count},
+    },
     wire::{
         Memory,
         broker::{DeviceBytes, UserTotal},
@@ -109,11 +112,11 @@ impl Users {
         if self.all.bytes.saturating_add(more) > MAX {
             return refuse(
                 RefusalCode::Quota,
-                format!("{} bytes are claimed: {more} more would overflow the counter", self.all.bytes),
+                format!("{} are claimed: {} more would overflow the counter", bytes(self.all.bytes), bytes(more)),
             );
         }
         let has = self.of(uid).map_or(0, |usage| usage.bytes + usage.waiting);
-        self.rules.check(uid, Counted::BYTES, "bytes (claimed)", (has, self.all.bytes), more)
+        self.rules.check(uid, Counted::BYTES, |has| format!("{} (claimed)", bytes(has)), (has, self.all.bytes), more)
     }
 
     /// Refuses memory of too many devices, or more memory of a device than the quota allows.
@@ -141,8 +144,8 @@ impl Users {
         more.into_iter().try_for_each(|(uuid, more)| {
             let has = known.iter().find(|of| of.device.uuid == uuid).map_or(0, |of| of.bytes);
             let all = self.all.devices.get(&uuid).copied().unwrap_or(0);
-            let what = format!("bytes (claimed) of the device {uuid}");
-            self.rules.check(uid, Counted::DEVICE_BYTES, &what, (has, all), more)
+            let text = |has| format!("{} (claimed) of the device {uuid}", bytes(has));
+            self.rules.check(uid, Counted::DEVICE_BYTES, text, (has, all), more)
         })
     }
 
@@ -152,8 +155,9 @@ impl Users {
             return Ok(());
         }
         let (has_names, has_kept) = self.of(uid).map_or((0, 0), |usage| (usage.objects, usage.kept));
-        let what = if has_kept + kept == 0 { "objects" } else { "objects (including kept earlier versions)" };
-        self.rules.check(uid, Counted::OBJECTS, what, (has_names + has_kept, self.all.objects), names + kept)?;
+        let kinds = if has_kept + kept == 0 { "" } else { " (including kept earlier versions)" };
+        let text = |has| count(has, "object") + kinds;
+        self.rules.check(uid, Counted::OBJECTS, text, (has_names + has_kept, self.all.objects), names + kept)?;
         if kept > 0 && has_kept + kept > MAX_KEPT_VERSIONS {
             return refuse(
                 RefusalCode::Quota,
@@ -168,12 +172,12 @@ impl Users {
 
     pub(crate) fn check_lease(&self, uid: u32) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.leases);
-        self.rules.check(uid, Counted::LEASES, "leases", (has, self.all.leases), 1)
+        self.rules.check(uid, Counted::LEASES, |has| count(has, "lease"), (has, self.all.leases), 1)
     }
 
     pub(crate) fn check_connection(&self, uid: u32) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.connections);
-        self.rules.check(uid, Counted::CONNECTIONS, "connections", (has, self.all.connections), 1)
+        self.rules.check(uid, Counted::CONNECTIONS, |has| count(has, "connection"), (has, self.all.connections), 1)
     }
 
     /// Counts bytes of parts in incomplete drafts.
@@ -308,18 +312,21 @@ impl Users {
     ///
     /// # Errors
     /// [`RefusalCode::Quota`] if the user's requests would take too much memory. The request is not counted then.
-    pub(crate) fn add_request(&mut self, uid: u32, bytes: u64) -> Result<(), BrokerError> {
+    pub(crate) fn add_request(&mut self, uid: u32, more: u64) -> Result<(), BrokerError> {
         let has = self.of(uid).map_or(0, |usage| usage.requested);
-        if bytes > 0 && has + bytes > MAX_REQUESTED {
+        if more > 0 && has + more > MAX_REQUESTED {
             return refuse(
                 RefusalCode::Quota,
                 format!(
-                    "the pending requests of uid {uid} take {has} bytes and this one {bytes}, and the limit is {MAX_REQUESTED} bytes: \
-                wait in fewer connections, or expect fewer fields"
+                    "the pending requests of uid {uid} take {} and this one {}, and the limit is {}: wait in fewer connections, or expect \
+                    fewer fields",
+                    bytes(has),
+                    bytes(more),
+                    bytes(MAX_REQUESTED)
                 ),
             );
         }
-        self.change(uid, |usage| usage.requested += bytes);
+        self.change(uid, |usage| usage.requested += more);
         Ok(())
     }
 

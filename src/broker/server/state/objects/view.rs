@@ -1,9 +1,6 @@
 //! Listings of objects and leases.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    ops::Bound,
-};
+use std::{collections::BTreeMap, ops::Bound};
 
 use super::{Name, Objects, Version};
 use crate::{
@@ -12,7 +9,7 @@ use crate::{
             SegmentId,
             record::{self, Table},
         },
-        server::state::caller::{Caller, Right, command_of},
+        server::state::caller::{Caller, Right},
     },
     error::{BrokerError, RefusalCode},
     wire::{
@@ -154,7 +151,6 @@ impl Objects {
     /// A page of leases that the caller may see. The last page includes the totals: of all users for a superuser, else of the caller.
     pub(crate) fn who(&self, caller: &Caller, who: &Who) -> LeasePage {
         let (mut leases, mut length) = (Vec::new(), 0);
-        let mut commands = HashMap::<i32, Option<String>>::new();
         let from = who.after.map_or(0, |after| after.saturating_add(1));
         for (scanned, (number, token)) in self.readers.leases(caller, from).enumerate() {
             let Some(held) = self.leases.get(&token) else { continue };
@@ -178,7 +174,7 @@ impl Objects {
                 named: version.named,
                 pid: held.record.pid,
                 uid: held.record.uid,
-                command: commands.entry(held.record.pid).or_insert_with_key(|pid| command_of(*pid)).clone(),
+                command: held.record.command.clone(),
                 since_ms: held.record.since_ms,
                 size: held.record.size,
             });
