@@ -1,4 +1,4 @@
-# The targets for users and checks: see `make help`.
+# `make help` lists the targets. The variables come first.
 
 CARGO ?= cargo
 BIN   := $(or $(CARGO_TARGET_DIR),target)/debug
@@ -23,78 +23,66 @@ BUNDLE := $(DIST)$(if $(TARGET),-$(TARGET))
 # Cargo would wait for the job slots of `make --jobs`.
 unexport MAKEFLAGS MFLAGS
 
-.PHONY: help build capi install demo smoke test build-all test-suite test-rights test-protocol test-python test-nodes test-capi test-demos test-gpu test-engines engines-pack bench check check-ptx bundle wheel deb test-deb test-systemd test-skew clean
+# These targets need no Rust. For the others, one sentence names what is missing, in place of cargo's or the shell's error.
+ifneq ($(filter-out help check-ptx engines-pack test-engines clean,$(MAKECMDGOALS)),)
+RUST := $(shell sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+ifeq ($(shell command -v $(firstword $(CARGO)) 2>/dev/null),)
+$(error cargo was not found: install Rust $(RUST) or newer from https://rustup.rs, then run make again)
+endif
+ifneq ($(shell { echo $(RUST); $(CARGO) --version | cut -d ' ' -f 2; } | sort -CV || echo old),)
+$(error $(CARGO) is older than Rust $(RUST): run rustup update, or install Rust from https://rustup.rs, then run make again)
+endif
+# Rust links with it.
+ifneq ($(shell $(CC) -include stdio.h -fsyntax-only -x c /dev/null 2>/dev/null || echo none),)
+$(error $(CC) is no C compiler with a C library: install one, as with apt install gcc libc6-dev, then run make again)
+endif
+endif
 
-help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+.PHONY: help build demo smoke bench test test-all test-python test-capi test-gpu check install capi wheel deb bundle \
+    test-nodes test-engines engines-pack test-deb test-systemd test-skew check-ptx clean \
+    build-all test-suite test-c test-rights test-protocol test-demos
+
+help:
+	@awk -F ':.*## ' '/^##@ / { printf "%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  %-12s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+##@ Try
 
 build: ## build the commands into target/debug
 	$(CARGO) build --locked
 
-capi: ## dist/capi/: the C library libvmmfd with header, pkg-config and CMake files
-	$(CARGO) build --locked --release -p vmmfd-capi
-	STRIP=1 scripts/capi $(or $(CARGO_TARGET_DIR),target)/release/libvmmfd_capi.a $(DIST)/capi
-
-install: ## vmmfd with its man pages and completions, and the C library, below DESTDIR and PREFIX (/usr/local)
-	$(CARGO) build --locked --release -p vmmfd-cli --bin vmmfd -p vmmfd-capi
-	scripts/install $(or $(CARGO_TARGET_DIR),target)/release/vmmfd "$(DESTDIR)$(PREFIX)"
-	STRIP=1 ROOT="$(PREFIX)" scripts/capi $(or $(CARGO_TARGET_DIR),target)/release/libvmmfd_capi.a "$(DESTDIR)$(PREFIX)"
-
-demo: build ## a producer and a consumer, both ways, then a broker; on host memory without a GPU
+demo: build ## a handoff in both directions, then a broker; without a GPU too
 	scripts/demo $(BIN)
 	scripts/demo-broker $(BIN)
 
-smoke: build ## check whether GPU memory can be shared here: vmmfd doctor, then the round trip; fails without a GPU
+smoke: build ## can GPU memory be shared here? vmmfd doctor, then a handoff
 	scripts/smoke $(BIN)
 
-test: test-suite test-python test-rights test-protocol test-capi test-demos ## every test that needs no GPU, then the round trip of the two commands and the broker, on the GPU if there is one
+bench: ## measure a handoff: vmmfd bench, BENCH="repeat --backend host"
+	$(CARGO) build --locked --release -p vmmfd-cli -p vmmfd-bench
+	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
 
-# The parts of `make test`. The tests' dependencies enable more features of shared packages: programs built without them would be built twice.
-build-all:
-	$(CARGO) build --locked --workspace --all-targets --features launch
+##@ Test
 
-test-suite: build-all
-	scripts/without-leftovers $(CARGO) test --locked --workspace --features launch --no-fail-fast
+test: test-suite test-c test-demos ## every test that needs only Rust, a C compiler and make
 
-test-rights: build-all
-	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
+test-all: test test-python test-rights test-protocol test-capi ## make test, and the tests with Python, Ray, clang, valgrind, root
 
-test-protocol: build-all
-	scripts/test-protocol $(BIN) $(STRICT)
+test-python: build-all ## the Python package, in a virtual environment; uses PyPI
+	scripts/test-python $(CARGO) $(BIN) $(STRICT)
 
-test-demos: build-all
-	scripts/demo $(BIN) --backend auto
-	scripts/demo-broker $(BIN) --backend auto
+test-capi: test-c ## the C library with each installed compiler and checker
+	scripts/test-capi $(BIN) --all
+
+# It uses the virtual environment of test-python, which deletes and creates it.
+ifneq ($(filter test-all test-python,$(MAKECMDGOALS)),)
+test-capi: | test-python
+endif
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails without one
 	$(CARGO) build --locked --workspace --features launch --bins --examples
 	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
 
-test-python: build-all ## the Python package: its wheel in a virtual environment, on host memory and on the emulated driver
-	scripts/test-python $(CARGO) $(BIN) $(STRICT)
-
-test-nodes: build-all ## kill Ray's actors, agents and brokers in reads between nodes, KILLS (200) times each, half an hour; make test kills 3 times
-	VMMFD_TEST_KILLS=$(KILLS) scripts/test-python $(CARGO) $(BIN) $(STRICT) test_ray_kills.py -o faulthandler_timeout=$$((900 + 50 * $(KILLS)))
-
-engines-pack: ## dist-engines/: vLLM and the wheels that a GPU machine without a network lacks, 46 MB, from PyPI
-	python3 tests/engines/pack.py dist-engines
-
-test-engines: ## the load format vmmfd in the real vLLM, on a GPU, with the archives of engines-pack and the wheel; names those that are absent
-	python3 tests/engines/run.py $(STRICT) $(ENGINES)
-
-test-capi: build-all ## the C library: programs in C and C++ on host memory and on the emulated driver, with each compiler and checker that is installed
-	scripts/test-capi $(CARGO) $(BIN)
-
-# It uses the virtual environment of test-python, which deletes and creates it.
-ifneq ($(filter test test-python,$(MAKECMDGOALS)),)
-test-capi: | test-python
-endif
-
-bench: ## the cost of a handoff beside the driver's own calls: vmmfd bench, as a release build; for example BENCH="repeat --backend host"
-	$(CARGO) build --locked --release -p vmmfd-cli -p vmmfd-bench
-	$(or $(CARGO_TARGET_DIR),target)/release/vmmfd bench $(BENCH)
-
-check: build-all ## format, lints, documentation and dependencies, warnings as errors; the package; aarch64; programs that use only the library
+check: build-all ## format, lints, documentation, dependencies, aarch64
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --all --check --manifest-path python/Cargo.toml
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
@@ -106,28 +94,71 @@ check: build-all ## format, lints, documentation and dependencies, warnings as e
 	scripts/check-deploy $(STRICT)
 	scripts/check-aarch64 $(CARGO) $(STRICT)
 
-check-ptx: ## assemble the GPU's kernels for every architecture, with ptxas from PyPI
-	scripts/check-ptx
+# The parts of `make test` and `make test-all`. The tests' dependencies enable more features of shared packages: programs built without them
+# would be built twice. Not --all-targets: as benchmarks it would link the programs a second time.
+build-all:
+	$(CARGO) build --locked --workspace --lib --bins --examples --tests --features launch
 
-bundle: ## dist/: stripped programs and tests for a GPU node, glibc 2.28 or newer; TARGET=aarch64-unknown-linux-gnu for another
-	scripts/bundle $(CARGO) $(BUNDLE) $(TARGET)
+test-suite: build-all
+	scripts/without-leftovers $(CARGO) test --locked --workspace --features launch --no-fail-fast
 
-wheel: ## dist/: the Python package, for glibc 2.28 or newer, by maturin, one for python3.14t, and the sdist; TARGET=aarch64-unknown-linux-gnu for another machine
+test-c: build-all
+	scripts/test-capi $(BIN)
+
+test-rights: build-all
+	scripts/test-rights $(CARGO) $(BIN) $(STRICT)
+
+test-protocol: build-all
+	scripts/test-protocol $(BIN) $(STRICT)
+
+test-demos: build-all
+	scripts/demo $(BIN) --backend auto
+	scripts/demo-broker $(BIN) --backend auto
+
+##@ Package
+
+install: ## vmmfd, its man pages and the C library into DESTDIR and PREFIX
+	$(CARGO) build --locked --release -p vmmfd-cli --bin vmmfd -p vmmfd-capi
+	scripts/install $(or $(CARGO_TARGET_DIR),target)/release/vmmfd "$(DESTDIR)$(PREFIX)"
+	STRIP=1 ROOT="$(PREFIX)" scripts/capi $(or $(CARGO_TARGET_DIR),target)/release/libvmmfd_capi.a "$(DESTDIR)$(PREFIX)"
+
+capi: ## the C library, header, pkg-config and CMake files: dist/capi/
+	$(CARGO) build --locked --release -p vmmfd-capi
+	STRIP=1 scripts/capi $(or $(CARGO_TARGET_DIR),target)/release/libvmmfd_capi.a $(DIST)/capi
+
+wheel: ## the Python package and its sdist, by maturin: dist/
 	scripts/wheel $(CARGO) $(DIST) $(TARGET)
 
-deb: ## target/debian/: a Debian package with vmmfd, its units of systemd, man pages and completions; by cargo-deb
+deb: ## the Debian packages, by cargo-deb: target/debian/
 	scripts/deb $(CARGO)
 
-test-systemd: deb ## boot systemd 257 and 252 as root, and kill, restart and upgrade the broker's units under load; not in CI
+bundle: ## programs and tests for a GPU node, glibc 2.28 or newer: dist/
+	scripts/bundle $(CARGO) $(BUNDLE) $(TARGET)
+
+##@ Maintainers
+
+test-nodes: build-all ## kill Ray's actors, agents and brokers, KILLS=200 of each
+	VMMFD_TEST_KILLS=$(KILLS) scripts/test-python $(CARGO) $(BIN) $(STRICT) test_ray_kills.py -o faulthandler_timeout=$$((900 + 50 * $(KILLS)))
+
+engines-pack: ## vLLM's wheels for a GPU machine without a network, from PyPI
+	python3 tests/engines/pack.py dist-engines
+
+test-engines: ## the load format of vLLM, on a GPU; needs engines-pack, wheel
+	python3 tests/engines/run.py $(STRICT) $(ENGINES)
+
+test-deb: deb ## install the Debian package in a root folder, and remove it
+	scripts/test-deb target/debian/vmmfd_*.deb
+
+test-systemd: deb ## kill, restart and upgrade the units of a booted systemd
 	$(CARGO) build --locked --release --bin vmmfd --test systemd
 	VMMFD_TEST_PACKAGE="$$(ls target/debian/vmmfd_*.deb)" scripts/test-systemd $(or $(CARGO_TARGET_DIR),target)/release
 
-test-skew: ## test the commands and the Python package against an older version, built once from git, in both directions; not in CI
+test-skew: ## this version against an older one, which it builds from git
 	$(CARGO) build --locked --workspace
 	scripts/test-skew $(CARGO) $(BIN) $(STRICT)
 
-test-deb: deb ## install the package into a separate root folder, run it there, and remove it
-	scripts/test-deb target/debian/vmmfd_*.deb
+check-ptx: ## assemble the GPU's kernels for each architecture, by ptxas
+	scripts/check-ptx
 
 clean: ## remove the build
 	rm -rf target $(DIST) $(DIST)-*
