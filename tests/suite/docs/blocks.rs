@@ -7,8 +7,8 @@
 //! | `rust` | a doctest: the page is included by `src/lib.rs` |
 //! | `sh`, `<!-- file: PATH -->`, `<!-- output -->` | `python/tests/test_pages.py` runs the page in order, in one folder |
 //! | `sh` with `<!-- needs: REASON -->` | each line: the options of our commands, make's targets, the files named |
-//! | `toml` | the lines of the README's dependencies, which `make check` builds |
-//! | `<!-- terminal: NAME -->`, `<!-- json: NAME -->`, `<!-- doctor -->` | a test in this folder compares it with the command's output |
+//! | `toml` | the lines of a user's dependencies, which `make check` builds |
+//! | `<!-- terminal: NAME -->`, `<!-- terminals -->`, `<!-- json: NAME -->`, `<!-- doctor -->`, `<!-- journal -->` | a test in this folder compares it with the command's output |
 //! | `<!-- exit codes -->` | generated |
 //! | `<!-- python: NAME -->` | `scripts/interop/host.py` runs it |
 //! | `<!-- excerpt: FILE -->` | the file contains it, word for word |
@@ -61,6 +61,11 @@ pub(super) fn read(text: &str) -> (Vec<bool>, Vec<Block<'_>>) {
 /// Checks a block, or returns the reason for the failure.
 fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
     let kind = block.mark.map(|mark| mark.split_once(": ").unwrap_or((mark, "")));
+    // At a prompt, zsh passes a comment as arguments. The page for contributors lists targets to choose from.
+    let is_pasted = block.language == "sh" && page != "docs/CONTRIBUTING.md";
+    if let Some(line) = block.lines.iter().find(|line| is_pasted && format!(" {line}").contains(" #")) {
+        return Err(format!("`{line}` has a comment"));
+    }
     match (block.language, kind) {
         (_, Some(("excerpt", file))) => {
             let text = format!("{}\n", block.lines.join("\n"));
@@ -84,9 +89,7 @@ fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
         ("toml", None) => block.lines.iter().try_for_each(|line| dependency(line)),
         ("console", Some(("terminal", "producer" | "consumer" | "producer -v" | "consumer -v")))
         | ("json", Some(("json", "producer" | "consumer")))
-        | ("text", Some(("exit codes" | "doctor", ""))) => Ok(()),
-        // From a run under systemd, which this test can't repeat.
-        ("text", Some(("journal", ""))) => Ok(()),
+        | ("text", Some(("exit codes" | "doctor" | "journal" | "terminals", ""))) => Ok(()),
         ("python", Some(("python", name))) => {
             let run = source("scripts/interop/host.py").contains(&format!("<!-- python: {name} -->"));
             run.then_some(()).ok_or_else(|| "scripts/interop/host.py does not run it".to_owned())
@@ -160,6 +163,7 @@ fn unchecked_block_is_detected() {
         ("```rust,ignore\nx\n```\n", "not compiled"),
         ("```rust\nx\n```\n", "does not include"),
         ("<!-- needs: root -->\n```sh\nproducer --no-such-option\n```\n", "no-such-option"),
+        ("```sh\nvmmfd ls # all\n```\n", "has a comment"),
         ("<!-- needs: root -->\n```sh\nmake nothing-of-the-kind\n```\n", "nothing-of-the-kind"),
         ("<!-- needs: root -->\n```sh\nscripts/none here\n```\n", "scripts/none"),
         ("```toml\nvmmfd = { version = \"9.9\", default-features = false }\n```\n", "the version is"),

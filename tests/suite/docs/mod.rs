@@ -79,7 +79,7 @@ impl Page {
         assert!(
             found == want,
             "{path} is out of date after `{mark}`:\n  it has   {}\n  and not  {}\n\
-             UPDATE_DOCS=1 cargo test -p vmmfd-cli --test suite -- docs",
+             UPDATE_DOCS=1 cargo test --workspace --test suite -- docs",
             differs.unwrap_or(ends).0,
             differs.unwrap_or(ends).1
         );

@@ -2,52 +2,77 @@
 //!
 //! GPU output is pasted into the pages: these tests compare its steps and words with the output of the host backend.
 
-use std::{collections::BTreeSet, os::unix::process::CommandExt};
+use std::{collections::BTreeSet, fs, os::unix::process::CommandExt, path::Path};
 
+use nix::sys::signal::Signal;
 use serde_json::Value;
+use vmmfd::{
+    broker::{Client, Put, PutPart},
+    session::Config,
+};
 
 use super::Page;
-use crate::running::{Ended, Meeting, On};
+use crate::{
+    broker::{filled, until},
+    running::{Ended, Meeting, On, Run},
+    support::{
+        Subject,
+        served::{Keeper, Served},
+    },
+};
 
 /// The units of figures, which depend on the size of the figure.
-const UNITS: [&str; 10] = ["ns", "us", "ms", "s", "B", "bytes", "KiB", "MiB", "GiB", "TiB"];
+const UNITS: [&str; 11] = ["ns", "us", "ms", "s", "min", "B", "bytes", "KiB", "MiB", "GiB", "TiB"];
 
 /// A line without the parts that differ between runs and devices.
 fn masked(line: &str) -> String {
     let words = line.split_whitespace().filter(|word| !UNITS.contains(&word.trim_matches(['(', ')', ','])));
-    words
-        .map(|word| if word.contains(|c: char| c.is_ascii_digit() || c == '/') { "#" } else { word })
-        .collect::<Vec<_>>()
-        .join(" ")
+    let mask = |word: &str| {
+        let differs = word.contains(|c: char| c.is_ascii_digit() || c == '/');
+        match word.split_once('=') {
+            Some((field, _)) if differs => format!("{field}=#"),
+            _ if differs => "#".to_owned(),
+            _ => word.to_owned(),
+        }
+    };
+    words.map(mask).collect::<Vec<_>>().join(" ")
 }
 
 #[test]
 fn figures_are_masked_with_their_units() {
     assert_eq!(masked("map  at 0x7f00, read-write (89 us)"), masked("map  at 0x1, read-write (1.5 ms)"));
     assert_ne!(masked("map  at 0x7f00, read-write (89 us)"), masked("map  at 0x7f00, read-only (89 us)"));
+    assert_ne!(masked("serving versions=1"), masked("serving objects=1"));
 }
 
-/// The steps of an output, sorted because two sides work in parallel, without the steps that name the backend and the device.
+/// The steps of an output, sorted because two sides work in parallel.
 fn steps<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let own_words =
-        |line: &&str| !matches!(line.split_whitespace().next(), Some("producer" | "consumer" | "driver" | "device"));
-    let mut steps: Vec<String> = lines.filter(own_words).map(masked).collect();
+    let mut steps: Vec<String> = lines.map(masked).collect();
     steps.sort();
     steps
 }
 
-/// Runs both commands as typed without a path. The producer waits until it has announced that.
+/// Runs both commands as typed without a path, on a machine without a driver. The producer waits until it has announced that.
 fn run_as_typed(options: &[&str]) -> [Ended; 2] {
     let meeting = Meeting::new(On::Host);
+    let folder = meeting.folder();
+    hide_driver(folder);
     let run = |name: &str| {
         let mut run = meeting.bare(if name == "producer" { "producer" } else { "consumer" });
-        run.command.arg0(name).args(options).env("XDG_RUNTIME_DIR", meeting.folder());
+        run.command.arg0(name).args(options).env("XDG_RUNTIME_DIR", folder).env("LD_LIBRARY_PATH", folder);
         run
     };
     let mut producer = run("producer").start();
     producer.until("waiting");
     let consumer = run("consumer").end();
     [producer.end(), consumer]
+}
+
+/// Writes files into a folder that hide this machine's driver if the loader searches the folder first.
+fn hide_driver(folder: &Path) {
+    for name in ["libcuda.so.1", "libcuda.so"] {
+        fs::write(folder.join(name), "no library").unwrap();
+    }
 }
 
 #[test]
@@ -63,6 +88,34 @@ fn shown_output_is_printed_output() {
             let shown = shown[1..].iter().copied().filter(|line| !line.starts_with("DEBUG "));
             assert_eq!(steps(shown), steps(ended.stdout.lines()), "{name}");
         }
+    }
+}
+
+/// The lines of the README's two terminals, which are side by side: a row that starts with a space continues the line above it.
+fn terminals(rows: &[&str]) -> [Vec<String>; 2] {
+    let mut lines = [Vec::<String>::new(), Vec::new()];
+    for row in rows {
+        let (left, right) = row.split_once('│').unwrap_or((row, ""));
+        // After the line between the terminals there is one more space.
+        for (lines, cell) in lines.iter_mut().zip([left, right.strip_prefix(' ').unwrap_or(right)]) {
+            match cell.starts_with(' ') {
+                _ if cell.trim().is_empty() => {}
+                true => *lines.last_mut().unwrap() += cell,
+                false => lines.push(cell.to_owned()),
+            }
+        }
+    }
+    lines
+}
+
+#[test]
+fn readme_terminals_are_printed() {
+    let page = Page::read("README.md");
+    let shown = terminals(&page.block("terminals"));
+    for ((name, ended), shown) in ["producer", "consumer"].into_iter().zip(run_as_typed(&[])).zip(shown) {
+        ended.code(0);
+        assert_eq!(shown[0].trim(), format!("$ {name}"));
+        assert_eq!(steps(shown[1..].iter().map(String::as_str)), steps(ended.stdout.lines()), "{name}");
     }
 }
 
@@ -90,6 +143,95 @@ fn shown_json_has_printed_fields() {
         shape("", &ended.json(), &mut want);
         shape("", &shown, &mut got);
         assert_eq!(got, want, "{name}");
+    }
+}
+
+#[test]
+fn journal_sample_is_logged() {
+    let subject = Subject::host();
+    let served = Served::start(Keeper::Apart, &subject);
+    let client = Client::connect(&served.path, &Config::default()).unwrap();
+    let memory = filled(&subject.driver, 6 << 20, None, 1);
+    client.put(&Put::new("models/a").part(PutPart::of("all", &memory).unwrap())).unwrap();
+    served.kill_server();
+    // The last line of the next server's start.
+    until(|| served.log().contains(" restarts=1"));
+    // A line starts with its time and its level, or in the journal with its time and its process.
+    let event = |line: &str| masked(line).split_once(' ').unwrap().1.split_once(' ').unwrap().1.to_owned();
+    let logged: Vec<String> = served.log().lines().map(event).collect();
+    let page = Page::read("docs/deploy.md");
+    let shown = page.block("journal");
+    assert!(shown.len() >= 4, "{shown:?}");
+    for line in shown {
+        assert!(logged.contains(&event(line)), "no process logs `{line}`: {logged:#?}");
+    }
+}
+
+/// The errors in the first column of the page's table.
+fn errors_of_the_first_hour(page: &Page) -> Vec<&str> {
+    let (_, section) = page.text.split_once("\n## The first hour\n").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let cells = section.lines().filter_map(|line| Some(line.strip_prefix("| `")?.split_once("` |")?.0));
+    cells.map(|cell| cell.trim_matches(['`', ' '])).collect()
+}
+
+#[test]
+fn first_errors_are_printed() {
+    let place = Meeting::fake();
+    let folder = place.folder();
+    hide_driver(folder);
+    fs::write(folder.join("weights.bin"), vec![1; 8 << 20]).unwrap();
+    let command = |program: &'static str, arguments: &[&str]| {
+        let run = place.bare(program).env("XDG_RUNTIME_DIR", folder).env("VMMFD_SYSTEM_SOCKET", folder.join("none"));
+        let mut run = run.env("VMMFD_BACKEND", "host");
+        run.command.current_dir(folder).args(arguments);
+        run
+    };
+    let vmmfd = |arguments: &[&str]| command("vmmfd", arguments);
+    let mut printed = String::new();
+    let mut fail = |run: Run, code: i32| {
+        let ended = run.end();
+        ended.code(code);
+        printed += &[ended.stdout, ended.stderr].concat();
+    };
+    fail(command("producer", &["--timeout", "1s"]), 4);
+    fail(command("consumer", &["--timeout", "1s"]), 4);
+    fail(command("consumer", &["--backend", "cuda"]).env("LD_LIBRARY_PATH", folder), 3);
+    fail(command("producer", &["--backend", "cuda"]).env("FAKECUDA_DEVICES", "0"), 3);
+    fail(vmmfd(&["ls"]), 4);
+    let mut server = vmmfd(&["serve"]).start();
+    server.until("listening");
+    let put = ["put", "models/demo", "--from", "weights.bin"];
+    let get = ["get", "models/demo", "--to", "copy.bin"];
+    vmmfd(&put).end().code(0);
+    vmmfd(&get).end().code(0);
+    fail(vmmfd(&["serve"]), 5);
+    fail(vmmfd(&put), 1);
+    fail(vmmfd(&get), 2);
+    fail(vmmfd(&["get", "models/dmeo"]), 1);
+    fail(vmmfd(&["put", "a", "--from", "weights.bin", "--chunk", "2MiB"]).with_files(24), 5);
+    server.signal(Signal::SIGTERM);
+    server.end().code(0);
+    // The other rows: errors of other programs, and an error that takes another user.
+    let others = [
+        "error: failed",
+        "error: linker",
+        "error: externally",
+        "The virtual",
+        "ERROR: ",
+        "zsh: ",
+        "error: the process",
+    ];
+    let page = Page::read("docs/diagnose.md");
+    let errors = errors_of_the_first_hour(&page);
+    let (ours, of_others): (Vec<&str>, Vec<&str>) =
+        errors.into_iter().partition(|error| !others.iter().any(|begin| error.starts_with(begin)));
+    assert_eq!((ours.len(), of_others.len()), (11, others.len()));
+    // A command to paste has its own line if it is long.
+    let printed: Vec<String> = printed.replace("type:\n", "type:").lines().map(masked).collect();
+    for error in ours {
+        let begin = masked(error);
+        assert!(printed.iter().any(|line| line.starts_with(&begin)), "no command prints `{begin}`: {printed:#?}");
     }
 }
 

@@ -77,11 +77,11 @@ fn cargo(arguments: &[String]) -> Result<(), String> {
             "--example" => root().join(format!("examples/{}.rs", named()?)).exists(),
             "--bin" | "--test" | "--bench" => manifest.contains(&format!("name = \"{}\"", named()?)),
             "--features" => manifest.contains(&format!("\n{} = [", named()?)),
-            "--path" => named()? == "bin",
+            "--path" => ["bin", "tests/bench"].contains(&named()?.as_str()),
             "-p" => manifest.contains(&format!("name = \"{}\"", named()?)),
             word => {
-                let known = ["run", "test", "bench", "doc", "install", "build", "vmmfd", "--open", "--locked"];
-                known.contains(&word)
+                let mut known = "run test bench doc install build vmmfd --open --locked --workspace".split(' ');
+                known.any(|known| known == word)
             }
         };
         if !found {
