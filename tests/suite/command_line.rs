@@ -388,7 +388,11 @@ fn devices_lists_sharing_support() {
         assert_eq!(report["device"]["uuid"], uuid);
     }
     let host = vmmfd(&meeting, &["devices", "--backend", "host"]).end();
-    assert!(host.code(0).stdout.contains("HOST-") && host.stdout.contains("pool     no: "), "{}", host.stdout);
+    assert!(
+        host.code(0).stdout.starts_with("0  host memory ") && host.stdout.contains("pool     no: "),
+        "{}",
+        host.stdout
+    );
 }
 
 #[test]

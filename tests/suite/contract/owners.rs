@@ -72,7 +72,7 @@ fn impossible_sizes_are_refused(subject: Subject) {
         match Allocation::create(&device, size) {
             Err(error @ Error::Memory(MemoryError::InvalidSize { .. })) => {
                 assert_eq!(error.kind(), ErrorKind::Usage);
-                assert!(error.to_string().contains(&largest.to_string()), "{error}");
+                assert!(error.to_string().ends_with("must be between 1 byte and 15.9 EiB"), "{error}");
             }
             other => panic!("{size}: {other:?}"),
         }

@@ -143,7 +143,7 @@ fn host_report_names_no_gpu() {
     report.backend = Backend::Host;
     let text = text(&report);
     assert!(text.lines().next().unwrap().ends_with("backend host: ordinary memory, NO GPU IS BEING TESTED"));
-    assert!(text.contains(" HOST-679ee1d3") && !text.contains("GPU-"));
+    assert!(text.contains(" 679ee1d3") && !text.contains("GPU-"));
 }
 
 #[test]
