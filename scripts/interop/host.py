@@ -333,9 +333,9 @@ def serves_typed(meeting: Meeting) -> None:
     device = host_device(meeting)
     with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments:
         for array, shown in [
-            ({"dtype": "bfloat16", "shape": [2, 3]}, "array    bfloat16 2x3, strides 6x2: "),
-            ({"dtype": "float32", "byte_order": "big", "shape": [5]}, "array    >float32 5, strides 4: "),
-            ({"dtype": "float8_e5m2", "byte_order": None, "shape": [5]}, "array    float8_e5m2 5, strides 1: "),
+            ({"dtype": "bfloat16", "shape": [2, 3]}, "array     bfloat16 2x3, strides 6x2: "),
+            ({"dtype": "float32", "byte_order": "big", "shape": [5]}, "array     >float32 5, strides 4: "),
+            ({"dtype": "float8_e5m2", "byte_order": None, "shape": [5]}, "array     float8_e5m2 5, strides 1: "),
         ]:
             with meeting.produce() as producer, meeting.consumer() as consumer:
                 producer.serve(shared(device, segments, array=array))
