@@ -78,6 +78,16 @@ fn wrapped_line(line: &str, width: usize) -> String {
     text + end
 }
 
+/// A text as one word of a shell.
+pub(super) fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "/._-+:@%,=".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
 /// A command to paste: a backslash continues each broken line.
 pub(super) fn command(words: impl Iterator<Item = String>, width: Option<usize>) -> String {
     let (mut text, mut used) = (String::new(), 0);

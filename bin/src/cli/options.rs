@@ -18,7 +18,10 @@ use vmmfd::{
     session::Config,
 };
 
-use super::values::{ElementTypeParser, ORDER};
+use super::{
+    layout,
+    values::{ElementTypeParser, ORDER},
+};
 use crate::{check::files::Source, units, verbs::HasVerbs};
 
 /// Options of the connection between two processes.
@@ -65,12 +68,10 @@ impl Meet {
     }
 }
 
-/// A path as a word of a shell.
 fn quoted(path: &Path) -> String {
     let mut path = path.to_string_lossy().into_owned();
     clean(&mut path);
-    let plain = |c: char| c.is_alphanumeric() || "/._-+:@%,=".contains(c);
-    if path.chars().all(plain) { path } else { format!("'{}'", path.replace('\'', r"'\''")) }
+    layout::quoted(&path)
 }
 
 /// Options of a buffer.

@@ -124,11 +124,9 @@ impl Listed {
 
 /// This command with `--confirm` in the place of `--dry-run`, to paste into a shell.
 fn confirming(code: &str) -> String {
-    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-=:,@%+".contains(c);
-    let word = |word: OsString| match word.to_string_lossy().into_owned() {
-        word if word == "--dry-run" => format!("--confirm {code}"),
-        word if !word.is_empty() && word.chars().all(plain) => word,
-        word => format!("'{}'", word.replace('\'', r"'\''")),
+    let word = |word: OsString| match word.to_string_lossy().as_ref() {
+        "--dry-run" => format!("--confirm {code}"),
+        word => layout::quoted(word),
     };
     layout::command(env::args_os().map(word), layout::stdout_width())
 }
