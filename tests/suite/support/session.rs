@@ -12,7 +12,7 @@ use std::{
 };
 
 use nix::{
-    sys::signal::{Signal, kill},
+    sys::signal::{Signal, kill, killpg},
     unistd::{Pid, setsid},
 };
 
@@ -61,6 +61,8 @@ pub(crate) fn lead(command: &mut Command) -> &mut Command {
 /// process is left.
 pub(crate) fn end(leader: &mut Child) {
     let session = Pid::from_raw(leader.id().cast_signed());
+    // Scans miss processes that start and exit quickly. No fork of the leader's group escapes this. Fails if the group is empty.
+    let _ = killpg(session, Signal::SIGKILL);
     let (begun, mut looks) = (Instant::now(), 0);
     // A single scan of /proc can miss a process that has just started.
     while looks < 3 {
