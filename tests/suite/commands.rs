@@ -123,9 +123,9 @@ fn json_object_has_every_field(meeting: Meeting) {
     assert_eq!(consumer.get("consumers"), None);
 }
 
-/// The lines of a command, except that it waits.
-fn lines(ended: &Ended) -> Vec<&str> {
-    ended.code(0).stdout.lines().filter(|line| !line.starts_with("waiting ")).collect()
+/// The lines of a command, except that it waits, and the command to type, which may have its own row.
+fn lines(ended: &Ended, code: i32) -> Vec<&str> {
+    ended.code(code).stdout.lines().filter(|line| !line.starts_with("waiting ") && !line.starts_with(' ')).collect()
 }
 
 fn default_output_is_three_lines(meeting: Meeting) {
@@ -138,7 +138,7 @@ fn default_output_is_three_lines(meeting: Meeting) {
         (&producer, "producer", pids.0, format!("shared    3 MiB at {}", meeting.socket().display())),
         (&consumer, "consumer", pids.1, format!("mapped    3 MiB of pid {}, read-only, without a copy", pids.0)),
     ] {
-        let lines = lines(ended);
+        let lines = lines(ended, 0);
         assert_eq!((lines.len(), lines[1]), (3, &*second), "{}", ended.stdout);
         let device = lines[0].strip_prefix(&format!("{role}  pid {pid}, ")).unwrap_or_else(|| panic!("{lines:?}"));
         let (name, uuid) = device.rsplit_once(' ').unwrap();
@@ -198,7 +198,7 @@ fn every_consumer_has_a_line(meeting: Meeting) {
         meeting.consumer(options).end().code(code);
     }
     let ended = producer.end();
-    let lines: Vec<&str> = ended.code(4).stdout.lines().filter(|line| !line.starts_with("waiting ")).collect();
+    let lines = lines(&ended, 4);
     assert!(lines[2].starts_with("verified  1 MiB, 0 of 262144 words wrong, pid "), "{lines:?}");
     assert!(lines[3].starts_with("verified  4 KiB of 1 MiB, 0 of 1024 words wrong, pid "), "{lines:?}");
     assert!(!lines[2].contains(" <-> ") && lines[3].contains(" <-> "), "{lines:?}");

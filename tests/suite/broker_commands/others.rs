@@ -286,11 +286,11 @@ fn bad_input_is_one_sentence(broker: Broker) {
 }
 
 fn tables_fit_the_terminal(broker: Broker) {
-    broker.put("models/llama3", &data(5_000_003), &[]);
-    let _held = broker.lease("models/llama3");
+    broker.put("models/meta/llama3", &data(5_000_003), &[]);
+    let _held = broker.lease("models/meta/llama3");
     for columns in [60, 80] {
         for (arguments, heading, row, optional) in
-            [(&["ls", "-l"][..], 0, "4.7 MiB", "DEVICE"), (&["who"], 1, "models/llama3", "SINCE")]
+            [(&["ls", "-l"][..], 0, "4.7 MiB", "DEVICE"), (&["who"], 1, "models/meta/llama3", "SINCE")]
         {
             let shown = on_terminal(broker.run(arguments), columns).end();
             assert_eq!(shown.code, Some(0), "{}", shown.text());
