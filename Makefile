@@ -39,7 +39,7 @@ endif
 endif
 
 .PHONY: help build demo smoke bench test test-all test-python test-capi test-gpu check install capi wheel deb bundle \
-    test-nodes test-engines engines-pack test-deb test-systemd test-skew check-ptx clean \
+    test-nodes test-engines engines-pack test-deb test-systemd check-ptx clean \
     build-all test-suite test-c test-rights test-protocol test-demos
 
 help:
@@ -152,10 +152,6 @@ test-deb: deb ## install the Debian package in a root folder, and remove it
 test-systemd: deb ## kill, restart and upgrade the units of a booted systemd
 	$(CARGO) build --locked --release --bin vmmfd --test systemd
 	VMMFD_TEST_PACKAGE="$$(ls target/debian/vmmfd_*.deb)" scripts/test-systemd $(or $(CARGO_TARGET_DIR),target)/release
-
-test-skew: ## this version against an older one, which it builds from git
-	$(CARGO) build --locked --workspace
-	scripts/test-skew $(CARGO) $(BIN) $(STRICT)
 
 check-ptx: ## assemble the GPU's kernels for each architecture, by ptxas
 	scripts/check-ptx

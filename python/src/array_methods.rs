@@ -5,7 +5,7 @@
 use std::{ffi::c_int, ptr, slice};
 
 use pyo3::{
-    exceptions::{PyAttributeError, PyDeprecationWarning, PyImportError, PyTypeError},
+    exceptions::{PyAttributeError, PyImportError, PyTypeError},
     ffi,
     prelude::*,
     types::{PyBool, PyBytes, PyDict, PyTuple},
@@ -206,13 +206,10 @@ impl Array {
     /// For libraries without read-only arrays (DLPack consumers before version 1.0; PyTorch's `__cuda_array_interface__`).
     /// `never_written=True` (bool) is the caller's promise that nothing writes to it: a store into memory that is mapped read-only destroys
     /// the CUDA context of this process and everything in it (Xid 31), or on the host backend kills the process (SIGSEGV). `readonly` is
-    /// unchanged. Raises `Invalid` without the promise. `by="promise"` is its deprecated spelling.
-    #[pyo3(signature = (by=None, *, never_written=false))]
-    fn writable(&self, py: Python<'_>, by: Option<&str>, never_written: bool) -> Outcome<Self> {
-        if by == Some("promise") {
-            let message = c"writable(\"promise\") is deprecated: call writable(never_written=True)";
-            PyErr::warn(py, &py.get_type::<PyDeprecationWarning>(), message, 1)?;
-        } else if by.is_some() || !never_written {
+    /// unchanged. Raises `Invalid` without the promise.
+    #[pyo3(signature = (*, never_written=false))]
+    fn writable(&self, never_written: bool) -> Outcome<Self> {
+        if !never_written {
             let text = "call writable(never_written=True) to promise that nothing writes to it: a write destroys the CUDA context, or on the \
                         host kills the process";
             return Err(Failure::invalid(text));

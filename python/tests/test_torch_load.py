@@ -353,8 +353,8 @@ def test_switch_lists_replaced_tensors(broker: vmmfd.Broker, name: str) -> None:
     assert loaded.version == 1 and module[2].weight[0, 0] == 1
     with pytest.raises(vmmfd.Differs, match="0.weight"):
         loaded.refresh()
-    with pytest.raises(vmmfd.Invalid, match="moved='all' is neither"):
-        loaded.switch(moved="all")  # type: ignore[arg-type]
+    with pytest.raises(vmmfd.Invalid, match="ignore_moved='all' has type str"):
+        loaded.switch(ignore_moved="all")  # type: ignore[arg-type]
     loaded.switch(ignore_moved=True).close()
     assert loaded.version == 2 and module[2].weight[0, 0] == 2 and module[0].weight[0, 0] == 1
     # Renamed and removed tensors are no error.

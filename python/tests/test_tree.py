@@ -1,10 +1,9 @@
-"""Nested values, conversions to NumPy and Python, and old spellings of arguments."""
+"""Nested values, and conversions to NumPy and Python."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,26 +74,6 @@ def test_items_are_numbers() -> None:
     assert vmmfd.asarray(np.array([16256, 49152], "u2"), backend="host").reinterpret("bfloat16").tolist() == [1.0, -2.0]
     with pytest.raises(vmmfd.Invalid, match="item.. returns the only element"):
         vmmfd.asarray(np.ones(2), backend="host").item()
-
-
-def old_spellings(broker: vmmfd.Broker, name: str) -> list[tuple[str, Callable[[], object]]]:
-    lease = broker.get(name)
-    return [
-        ("give wait=0", lambda: broker.get(name, wait=None)),  # type: ignore[arg-type]
-        ("give replace_version=1", lambda: broker.put(name, {"x": np.ones(2)}, replace=1)),  # type: ignore[arg-type]
-        ("call writable.never_written=True.", lambda: lease["x"].writable("promise")),
-        ("give exports_unused=True", lambda: lease.park(exported="valid")),
-        ("give wait=0", lambda: broker.watch(name).next(timeout=0)),
-        ("give wait=0", lambda: list(broker.watch(name, timeout=0))),
-    ]
-
-
-def test_old_spelling_warns(broker: vmmfd.Broker, name: str) -> None:
-    broker.put(name, {"x": np.ones(2)})
-    for remedy, call in old_spellings(broker, name):
-        with pytest.warns(DeprecationWarning, match=remedy) as caught:
-            call()
-        assert caught[0].filename == __file__
 
 
 def test_environment_selects_the_backend(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:

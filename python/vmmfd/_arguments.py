@@ -100,15 +100,6 @@ def rdma(value: t.Any) -> t.Rdma:
     raise Invalid(f'rdma={value!r} is not "auto", True or False')
 
 
-def wait(value: t.Any) -> t.Time:
-    """Returns the wait of a get or a put, where None is deprecated: it did not wait, and waits for ever elsewhere in Python."""
-    if value is None:
-        deprecated("wait=None is deprecated, and does not wait: give wait=0, or float('inf') to wait for ever")
-        return 0
-    given: t.Time = value
-    return given
-
-
 def endless(value: t.Time | None) -> t.Time:
     """Returns a wait where None waits for ever."""
     return float("inf") if value is None else value
@@ -133,33 +124,11 @@ def limit(value: t.Any, what: str) -> float:
     return min(number, _FOREVER)
 
 
-def renamed_timeout(wait: t.Any, timeout: t.Any) -> t.Any:
-    """Returns the wait, also by its old name."""
-    if timeout is None:
-        return wait
-    deprecated(f"timeout= is deprecated here: give wait={timeout!r}")
-    return timeout
-
-
-def unused(exports_unused: object, exported: object) -> bool:
-    """Returns whether the caller promises that nothing uses the exports, also in the old spelling."""
-    return _flag(exports_unused, "exports_unused", exported, "exported", "valid")
-
-
-def ignored(ignore_moved: object, moved: object) -> bool:
-    """Returns whether replaced tensors of a module are ignored, also in the old spelling."""
-    return _flag(ignore_moved, "ignore_moved", moved, "moved", "ignore")
-
-
-def _flag(flag: object, name: str, old: object, old_name: str, word: str) -> bool:
-    if not isinstance(flag, bool):
-        raise Invalid(f"{name}={flag!r} has type {type(flag).__name__}: give True or False")
-    if old is None:
-        return flag
-    if old != word:
-        raise Invalid(f'{old_name}={old!r} is neither None nor "{word}": give {name}=True, or omit it')
-    deprecated(f'{old_name}="{word}" is deprecated: give {name}=True')
-    return True
+def flag(value: object, what: str) -> bool:
+    """Returns a flag. Raises `Invalid` for anything but a bool."""
+    if not isinstance(value, bool):
+        raise Invalid(f"{what}={value!r} has type {type(value).__name__}: give True or False")
+    return value
 
 
 def condition(replace: t.Any, replace_version: t.Any) -> bool | int:
@@ -170,27 +139,9 @@ def condition(replace: t.Any, replace_version: t.Any) -> bool | int:
         number = whole(replace_version, "replace_version")
         assert number is not None
         return number
-    if isinstance(replace, bool):
-        return replace
-    if replace is None:
-        return False
-    try:
-        version = index(replace)
-    except TypeError:
-        raise Invalid(f"replace={replace!r} is neither True nor False: give replace_version= to replace only one version") from None
-    deprecated(f"replace={version} is deprecated: give replace_version={version}, or replace=True for any version")
-    return whole(version, "replace") or 0
-
-
-def deprecated(message: str) -> None:
-    """Warns the package's caller."""
-    import sys
-    import warnings
-
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("vmmfd."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, DeprecationWarning, stacklevel=level)
+    if replace is not None and not isinstance(replace, bool):
+        raise Invalid(f"replace={replace!r} is neither True nor False: give replace_version= to replace only one version")
+    return bool(replace)
 
 
 # The options of `Broker.get_all` for each name.

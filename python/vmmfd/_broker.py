@@ -118,7 +118,6 @@ class Broker(Gets):
         device: t.DeviceName | None = None,
         exports_unused: bool = False,
         rdma: t.Rdma = "auto",
-        exported: t.Literal["valid"] | None = None,
     ) -> Published:
         """Publishes memory under a name. Once it returns, the object is published, and this process may drop the memory or exit.
 
@@ -128,7 +127,7 @@ class Broker(Gets):
         `copy=True` copies everything, and refuses `Weights`: put `dict(weights)`. Do not write to memory after putting it.
 
         `metadata` is a mapping that JSON can express, of at most 1 MiB. `replace=True` adds a version to an existing name;
-        `replace_version=N` replaces only version N (an int; the old spelling `replace=N` is deprecated). `mode` sets the permissions of a
+        `replace_version=N` replaces only version N. `mode` sets the permissions of a
         new name, `0o600` by default and `0o666` at most: `r` allows get and list, `w` allows replace. `lifetime` is when the name is
         deleted: `"deleted"` (only explicitly; the default), `"maker"` (when this Broker is closed), `"leased"` (when this Broker is closed
         and no lease is held), or a number of seconds after the last lease. `keep` is the number of older versions to keep without a lease.
@@ -138,8 +137,7 @@ class Broker(Gets):
         version, and waits up to `wait` (seconds or a `timedelta`) for the other parts. One of them gives the metadata.
 
         `seal=True` makes this process's own mapping read-only after the put. A write through an address then faults, so sealing is refused
-        while other libraries have writable views of the memory, unless `exports_unused=True` promises that none is used (the old
-        spelling `exported="valid"` is deprecated). Copies on the host backend are always sealed by the kernel.
+        while other libraries have writable views of the memory, unless `exports_unused=True` promises that none is used. Copies on the host backend are always sealed by the kernel.
 
         `rdma` applies to the memory of copies, as in `vmmfd.empty`. Memory that is shared without a copy keeps its own setting; with
         `rdma=True` RDMA must be able to reach it.
@@ -152,7 +150,6 @@ class Broker(Gets):
         argument, `Unsupported` if RDMA can't reach memory and `rdma=True`, `OutOfMemory`, `Timeout` if other parts are missing, and `Error`
         if a quota or the broker is full.
         """
-        wait = _arguments.wait(wait)
         if wait != 0 and parts is None:
             raise Invalid(f"wait={wait!r} is the time to wait for the other parts: give part, parts and group too, or omit wait")
         mode, keep = _arguments.mode(mode), _arguments.whole(keep, "keep", 32)
@@ -176,7 +173,7 @@ class Broker(Gets):
         # Only one put of each version may give metadata.
         if additions and (listed is None or metadata is not None or listed[:1] == [part]):
             metadata = {**additions, **(metadata or {})}
-        promised = _arguments.unused(exports_unused, exported)
+        promised = _arguments.flag(exports_unused, "exports_unused")
         if seal:
             _native.check_read_only([memory for planned in plans for memory in planned[1]], promised)
         version, id = self._native.put(
@@ -228,7 +225,7 @@ class Broker(Gets):
             expect=expect,
             expect_owner=_arguments.owner(expect_owner),
             digest=_arguments.digest(digest),
-            wait=_arguments.wait(wait),
+            wait=wait,
             device=device,
             copy_on_write=copy_on_write,
         )
@@ -257,13 +254,13 @@ class Broker(Gets):
             wait=wait,
         )
 
-    def switch(self, lease: Lease, prepared: Prepared, *, exports_unused: bool = False, exported: t.Literal["valid"] | None = None) -> Prepared:
+    def switch(self, lease: Lease, prepared: Prepared, *, exports_unused: bool = False) -> Prepared:
         """As `Lease.switch`."""
-        return lease.switch(prepared, exports_unused=exports_unused, exported=exported)
+        return lease.switch(prepared, exports_unused=exports_unused)
 
-    def park(self, lease: Lease, *, keep_lease: bool = False, exports_unused: bool = False, exported: t.Literal["valid"] | None = None) -> None:
+    def park(self, lease: Lease, *, keep_lease: bool = False, exports_unused: bool = False) -> None:
         """As `Lease.park`."""
-        lease.park(keep_lease=keep_lease, exports_unused=exports_unused, exported=exported)
+        lease.park(keep_lease=keep_lease, exports_unused=exports_unused)
 
     def unpark(
         self,
@@ -303,14 +300,13 @@ class Broker(Gets):
         broker's user see all users, others only themselves. Raises as any call."""
         return _records.holders(*self._native.who(prefix))
 
-    def watch(self, prefix: str = "", *, after: str | None = None, wait: t.Time | None = None, timeout: t.Time | None = None) -> Watch:
+    def watch(self, prefix: str = "", *, after: str | None = None, wait: t.Time | None = None) -> Watch:
         """Follows events of names that start with `prefix` and that this user may read: from now on, or from `after`, the `Watch.place` of
         an earlier watch, possibly of another process. Iterate over it: each step waits for the next event. The iteration stops if no event
-        arrives within `wait` seconds (or a `timedelta`); None, the default, waits for ever. `timeout` is the old name of `wait`.
+        arrives within `wait` seconds (or a `timedelta`); None, the default, waits for ever.
 
         Raises `Invalid` if `after` is not a place, or is ahead of the broker.
         """
-        wait = _arguments.renamed_timeout(wait, timeout)
         if after is None:
             return Watch(self._native.watch(prefix, None), wait)
         instance, _, seq = after.rpartition(":") if isinstance(after, str) else ("", "", "")

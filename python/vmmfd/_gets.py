@@ -116,7 +116,6 @@ class Gets(Closing):
         options["arrays"] = _arguments.chosen(options["arrays"], "arrays")
         options["expect_owner"] = _arguments.owner(options["expect_owner"])
         options["digest"] = _arguments.digest(options["digest"])
-        options["wait"] = _arguments.wait(options["wait"])
         return Lease(self._native, self._native.get(name, stop=stop, **options))
 
     def get_all(
@@ -134,7 +133,7 @@ class Gets(Closing):
         all of them. Raises as `get`.
         """
         requests = _arguments.requests(wanted)
-        leases = self._native.get_all(requests, wait=_arguments.wait(wait), device=device, copy_on_write=copy_on_write)
+        leases = self._native.get_all(requests, wait=wait, device=device, copy_on_write=copy_on_write)
         return [Lease(self._native, lease) for lease in leases]
 
     def follow(

@@ -38,7 +38,6 @@ def serve(
     wait: t.Time = 30.0,
     device: t.DeviceName | None = None,
     backend: str | None = None,
-    timeout: t.Time | None = None,
 ) -> list[Served]:
     """Serves an array at a socket, to processes that `take` it, to `vmmfd consume` and to Rust programs.
 
@@ -48,13 +47,11 @@ def serve(
 
     `path` is the socket; `None` is this user's default. `array` is a `vmmfd.Array` in memory that this process created; any other array is
     copied into such memory, on `device` of `backend`, as by `vmmfd.asarray`. A consumer can access all of the memory that contains the
-    array, not only the array. `wait`, in seconds or a `timedelta`, is how long to wait for a consumer and for each of its answers;
-    `timeout` is its old name.
+    array, not only the array. `wait`, in seconds or a `timedelta`, is how long to wait for a consumer and for each of its answers.
 
     Returns the consumers, in the order in which they finished. Raises `Timeout` if no consumer connected, and `Error` if another process
     listens at the path.
     """
-    wait = _arguments.renamed_timeout(wait, timeout)
     if not isinstance(array, _native.Array):
         array = _native.asarray(array, device=device, backend=backend)
     return [Served(*one) for one in _native._serve(path, array, consumers, wait)]

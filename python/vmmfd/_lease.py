@@ -177,37 +177,33 @@ class Lease(Closing, Mapping[str, Array]):
             expect=expect,
             expect_owner=_arguments.owner(expect_owner),
             digest=_arguments.digest(digest),
-            wait=_arguments.wait(wait),
+            wait=wait,
         )
         return Prepared(prepared)
 
-    def switch(
-        self, prepared: Prepared, *, exports_unused: bool = False, exported: t.Literal["valid"] | None = None
-    ) -> Prepared:
+    def switch(self, prepared: Prepared, *, exports_unused: bool = False) -> Prepared:
         """Maps a prepared version at this lease's addresses. Returns the previous version, which can be switched back to; close or drop it
         to end its lease and release its memory.
 
         Waits until all work in the devices' primary contexts is done. Arrays then read the new version, and so do tensors, pointers and
         captured graphs with these addresses. Writes to pages of a `copy_on_write` lease are lost. **Nothing may use the memory during the
         call**: on a GPU, a kernel that does loses its context. While other libraries hold exports, `exports_unused=True` is the caller's
-        promise that they do not use them (the old spelling `exported="valid"` is deprecated). Private copies, which `state_dict` makes and
+        promise that they do not use them. Private copies, which `state_dict` makes and
         modules get as buffers, keep the previous version's values; `Loaded.switch` refills its own.
 
         Raises `ExportError` (a `BufferError`) if there are exports and no promise; `Invalid` if the lease is parked, or the version was
         prepared for another layout; `Error` if the driver fails: then the previous version is mapped again, or the lease is parked.
         """
-        return Prepared(self._native.switch(prepared._native, _arguments.unused(exports_unused, exported)))
+        return Prepared(self._native.switch(prepared._native, _arguments.flag(exports_unused, "exports_unused")))
 
-    def park(
-        self, *, keep_lease: bool = False, exports_unused: bool = False, exported: t.Literal["valid"] | None = None
-    ) -> None:
+    def park(self, *, keep_lease: bool = False, exports_unused: bool = False) -> None:
         """Unmaps the memory and keeps the addresses reserved for `unpark`. Until then its arrays cannot be read, and nothing may use their
         addresses.
 
         With `keep_lease` the broker keeps this version for this process; otherwise the lease ends. Waits as `switch` does; `exports_unused`
         is the same promise, and holds until `unpark` returns. Raises as `switch`.
         """
-        self._native.park(keep_lease, _arguments.unused(exports_unused, exported))
+        self._native.park(keep_lease, _arguments.flag(exports_unused, "exports_unused"))
 
     def unpark(
         self,
@@ -233,7 +229,7 @@ class Lease(Closing, Mapping[str, Array]):
             expect=expect,
             expect_owner=_arguments.owner(expect_owner),
             digest=_arguments.digest(digest),
-            wait=_arguments.wait(wait),
+            wait=wait,
         )
 
     def state_dict(
@@ -364,20 +360,20 @@ class Loaded:
         self.private: list[str] = filled.private
         self._filled = filled
 
-    def refresh(self, *, ignore_moved: bool = False, moved: t.Literal["ignore"] | None = None) -> None:
+    def refresh(self, *, ignore_moved: bool = False) -> None:
         """Copies the current version's bytes into the private copies again, in place: caches and statistics that the module has written
         there are lost. Does not wait: the copies are ordered on PyTorch's current stream. If the module was loaded with `copy_on_write`,
         only the tensors named in `private` are refreshed; writes to its other tensors stay.
 
         Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` if tensors were replaced,
-        unless `ignore_moved=True` (the old spelling `moved="ignore"` is deprecated)."""
+        unless `ignore_moved=True`."""
         if self.lease.is_closed:
             raise Invalid("the lease is closed: load the module again")
         if self.lease.is_parked:
             raise Invalid(f"the lease of {self.lease.name!r} is parked and has no memory: unpark it first")
         from .torch._module import _check_moved, _refresh
 
-        if not _arguments.ignored(ignore_moved, moved):
+        if not _arguments.flag(ignore_moved, "ignore_moved"):
             _check_moved(self._filled.installed)
         _refresh(self._filled.copies)
 
@@ -397,8 +393,6 @@ class Loaded:
         exports_unused: bool = True,
         refresh: bool = True,
         ignore_moved: bool = False,
-        exported: t.Literal["valid"] | None = None,
-        moved: t.Literal["ignore"] | None = None,
     ) -> Prepared:
         """Maps another version at the module's addresses. Returns the previous version, to switch back to or to close.
 
@@ -412,11 +406,11 @@ class Loaded:
         """
         from .torch._module import _check_moved
 
-        if not _arguments.ignored(ignore_moved, moved):
+        if not _arguments.flag(ignore_moved, "ignore_moved"):
             _check_moved(self._filled.installed)
         if prepared is None:
             prepared = self.lease.prepare()
-        old = self.lease.switch(prepared, exports_unused=exports_unused, exported=exported)
+        old = self.lease.switch(prepared, exports_unused=exports_unused)
         if refresh:
             self.refresh(ignore_moved=True)
         return old

@@ -141,13 +141,13 @@ class Array:
         Without `shape`, the last dimension grows or shrinks. `dtype` is a name, or a dtype of NumPy, ml_dtypes, JAX or PyTorch. Raises
         `Invalid` if the size does not fit, or the elements are not contiguous."""
 
-    def writable(self, by: str | None = None, *, never_written: bool = False) -> Array:
+    def writable(self, *, never_written: bool = False) -> Array:
         """The same array, exported as writable although this process may only read it.
         
         For libraries without read-only arrays (DLPack consumers before version 1.0; PyTorch's `__cuda_array_interface__`).
         `never_written=True` (bool) is the caller's promise that nothing writes to it: a store into memory that is mapped read-only destroys
         the CUDA context of this process and everything in it (Xid 31), or on the host backend kills the process (SIGSEGV). `readonly` is
-        unchanged. Raises `Invalid` without the promise. `by="promise"` is its deprecated spelling."""
+        unchanged. Raises `Invalid` without the promise."""
 
     def numpy(self) -> Any:
         """Returns a NumPy array of the same memory, without a copy; writable unless `readonly`. Raises `TypeError` for GPU memory, and without

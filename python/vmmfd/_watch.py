@@ -26,11 +26,10 @@ class Watch(Closing, Iterator[Event]):
         self._wait = wait
         self._polled: _Polled | None = None
 
-    def next(self, wait: t.Time | None = None, *, timeout: t.Time | None = None) -> Event | None:
+    def next(self, wait: t.Time | None = None) -> Event | None:
         """Returns the next event, or None if none arrives within `wait` seconds (or a `timedelta`); None waits for ever, and 0 does not
-        wait. `timeout` is the old name of `wait`. Raises `Invalid` if the watch is closed or another thread waits in it, and as any call of
+        wait. Raises `Invalid` if the watch is closed or another thread waits in it, and as any call of
         the `Broker`."""
-        wait = _arguments.renamed_timeout(wait, timeout)
         if self._polled is not None:
             return self._polled.next(wait)
         fields = self._native.next(wait)

@@ -27,14 +27,14 @@ class OpenedArray:
         self._opened = opened
         self.array: Array = opened.array
 
-    def close(self, *, exports_unused: bool = False, exported: t.Literal["valid"] | None = None) -> None:
+    def close(self, *, exports_unused: bool = False) -> None:
         """Waits for all work of the device, then closes the handle. Closing twice does nothing.
 
         Raises `BufferError` while another library has a DLPack view of the array. `exports_unused=True` closes it anyway, and is the
-        caller's promise that no such view is used any more (the old spelling `exported="valid"` is deprecated). Views by
+        caller's promise that no such view is used any more. Views by
         `__cuda_array_interface__` are not counted, and must not be used afterwards. Raises `Error` for a driver error.
         """
-        self._opened.close(_arguments.unused(exports_unused, exported))
+        self._opened.close(_arguments.flag(exports_unused, "exports_unused"))
 
     def __enter__(self) -> Array:
         return self.array

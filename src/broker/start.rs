@@ -3,7 +3,7 @@
 use std::{os::fd::OwnedFd, path::Path};
 
 use super::{
-    keeper::{Inherited, KeeperProcess, Role, answer_check, replace_supervisor},
+    keeper::{Inherited, KeeperProcess, Role, answer_check},
     server::check_catalogues,
 };
 use crate::{channel::Cancel, error::Result};
@@ -30,10 +30,9 @@ pub fn begin_service(
     name_process(role);
     match role {
         Role::Server => Ok(ServiceProcess::Server(Some(Cancel::new()?))),
-        Role::UnderSupervisor => Err(replace_supervisor()),
         Role::Check => check().map(|()| ServiceProcess::Ended(0)),
         Role::First if !starts_server => Ok(ServiceProcess::Server(None)),
-        Role::First | Role::Reloaded(_) | Role::Another(_) | Role::AfterSupervisor(_) => {
+        Role::First | Role::Reloaded(_) | Role::Another(_) => {
             KeeperProcess::of_service(&socket()?, role)?.run().map(ServiceProcess::Ended)
         }
     }

@@ -60,19 +60,11 @@ pub(in crate::broker) struct Seen {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Answered {
     pub(in crate::broker) request: Token,
-    /// The name that was put or deleted. Older builds did not write it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(in crate::broker) name: Option<String>,
+    /// The name that was put or deleted.
+    pub(in crate::broker) name: String,
     /// The result of a put.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in crate::broker) published: Option<Published>,
-}
-
-impl Answered {
-    /// Whether the request was about this name.
-    pub(in crate::broker) fn is_of(&self, name: &str) -> bool {
-        self.name.as_deref().is_none_or(|of| of == name)
-    }
 }
 
 /// A deleted name.

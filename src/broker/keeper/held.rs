@@ -32,8 +32,8 @@ pub(super) struct Held {
 }
 
 impl Held {
-    pub(super) fn new(kept: Vec<(String, OwnedFd)>, is_whole: bool, last_report: String) -> Self {
-        Self { descriptors: kept.into_iter().collect(), unsent: BTreeSet::new(), is_whole, last_report }
+    pub(super) fn new(kept: Vec<(String, OwnedFd)>, last_report: String) -> Self {
+        Self { descriptors: kept.into_iter().collect(), unsent: BTreeSet::new(), is_whole: true, last_report }
     }
 
     pub(super) fn len(&self) -> usize {

@@ -16,7 +16,6 @@
 //! | `peer`, `dial`, `link` | finds or starts a server's keeper, and takes over its descriptors |
 //! | `store` | the server's end of the connection |
 //! | `process`, `held`, `newcomers`, `service` | the keeper: its loop, its descriptors, new connections, the server that it starts |
-//! | `supervisor` | takes over from an older build |
 //! | `message`, `name` | the records, and the names of descriptors |
 //!
 //! | Message | From | Meaning |
@@ -59,7 +58,6 @@ mod process;
 mod role;
 mod service;
 mod store;
-mod supervisor;
 #[cfg(test)]
 mod tests;
 
@@ -75,7 +73,6 @@ pub(super) use self::{
     peer::Process,
     process::KeeperProcess,
     store::{Flushed, Keeper, Mark, Store},
-    supervisor::replace_supervisor,
 };
 
 /// The version of the messages, and of the state passed to a program that is executed in place.

@@ -5,11 +5,7 @@ use std::{
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
 };
 
-use super::{
-    peer::Process,
-    role::{self, Role},
-    supervisor::{self, Supervised},
-};
+use super::{peer::Process, role};
 use crate::sys;
 
 /// Names of passed descriptors. A kept descriptor's own name follows the prefix `KEPT`.
@@ -77,16 +73,10 @@ pub(super) struct Received {
     /// The server's pidfd.
     pub(super) process: Option<OwnedFd>,
     pub(super) last_report: String,
-    /// Whether the server has descriptors that are missing in `kept`.
-    pub(super) is_incomplete: bool,
 }
 
 impl Received {
-    pub(super) fn take(role: Role) -> io::Result<Self> {
-        if let Role::AfterSupervisor(server) = role {
-            let Supervised { kept, is_whole } = supervisor::take_over(server)?;
-            return Ok(Self { kept, is_incomplete: !is_whole, ..Self::default() });
-        }
+    pub(super) fn take() -> io::Result<Self> {
         let mut received = Self { last_report: role::last_report(), ..Self::default() };
         for (name, fd) in sys::take_passed()? {
             match name.as_str() {
@@ -125,7 +115,6 @@ pub(super) fn passed_by_keeper() -> io::Result<(OwnedFd, Process)> {
 #[derive(Default)]
 pub(super) struct PassedForCheck {
     pub(super) kept: Vec<(String, OwnedFd)>,
-    /// For the answer; `None` from a supervisor.
     pub(super) answer: Option<OwnedFd>,
 }
 
@@ -136,7 +125,7 @@ impl PassedForCheck {
             match name.strip_prefix(KEPT) {
                 Some(own) => passed.kept.push((own.to_owned(), fd)),
                 None if name == ANSWER => passed.answer = Some(fd),
-                None => passed.kept.push((supervisor::name(&name), fd)),
+                None => {}
             }
         }
         Ok(passed)

@@ -73,7 +73,7 @@ impl KeeperProcess {
             // Another broker may already serve this path.
             Listener::check_free(socket)?;
         }
-        let mut received = Received::take(role).map_err(failed)?;
+        let mut received = Received::take().map_err(failed)?;
         let service = Service::new(socket, role, received.process.take());
         Self::new(received, role, None, Some(service)).map_err(failed)
     }
@@ -85,13 +85,13 @@ impl KeeperProcess {
     /// [`Error::System`].
     pub(in crate::broker) fn at(path: &Path, role: Role, cancel: &Cancel) -> Result<Self> {
         let failed = |error| Error::system("start the keeper", error);
-        let mut received = Received::take(role).map_err(failed)?;
+        let mut received = Received::take().map_err(failed)?;
         let newcomers = Newcomers::at(path, received.listener.take(), cancel)?;
         Self::new(received, role, Some(newcomers), None).map_err(failed)
     }
 
     fn new(received: Received, role: Role, newcomers: Option<Newcomers>, service: Option<Service>) -> io::Result<Self> {
-        let Received { kept, server, requester, last_report, is_incomplete, .. } = received;
+        let Received { kept, server, requester, last_report, .. } = received;
         let greeted = matches!(role, Role::Reloaded(_));
         let server = server.map(|socket| {
             let pid = service.as_ref().map_or_else(|| Peer::of(&socket).map_or(0, |peer| peer.pid), Service::pid);
@@ -99,7 +99,7 @@ impl KeeperProcess {
         });
         let keeper = Self {
             image: Image::of_this_process()?,
-            held: Held::new(kept, !is_incomplete, last_report),
+            held: Held::new(kept, last_report),
             server,
             // A server that starts its keeper is not an init, and the server's own init waits for the server's report.
             notifies: service.is_none() && !matches!(role, Role::Another(_)),

@@ -8,9 +8,6 @@ use std::{
 /// The variable of the [`Role`].
 const ROLE: &str = "VMMFD_ROLE";
 
-/// The variable in which the supervisor of an older build passed the role. It must be cleared for an older program under check.
-const SUPERVISOR_ROLE: &str = "VMMFD_SERVE_ROLE";
-
 /// The variable of the program's path: /proc/self/exe changes when the file is replaced.
 const PROGRAM: &str = "VMMFD_PROGRAM";
 
@@ -26,24 +23,16 @@ pub enum Role {
     Server,
     /// Checks whether this build can take over the keeper's descriptors.
     Check,
-    /// A keeper executed in place of an older build. The pid of the server that the older keeper started, or 0.
+    /// A keeper executed in place of another. The pid of the server that the other keeper started, or 0.
     Reloaded(i32),
     /// The keeper that the server with this pid started.
     Another(i32),
-    /// A keeper executed in place of an older build's supervisor, whose server has this pid.
-    AfterSupervisor(i32),
-    /// A server that such a supervisor started.
-    UnderSupervisor,
 }
 
 impl Role {
     /// The role of this process.
     pub fn of_this_process() -> Self {
-        let variable = |name| std::env::var(name).ok();
-        match variable(ROLE) {
-            Some(role) => Self::parse(&role),
-            None => variable(SUPERVISOR_ROLE).and_then(|role| Self::parse_supervisor(&role)).unwrap_or(Self::First),
-        }
+        std::env::var(ROLE).map_or(Self::First, |role| Self::parse(&role))
     }
 
     fn parse(text: &str) -> Self {
@@ -58,17 +47,6 @@ impl Role {
         }
     }
 
-    fn parse_supervisor(text: &str) -> Option<Self> {
-        match text {
-            "server" => Some(Self::UnderSupervisor),
-            "check" => Some(Self::Check),
-            other => {
-                let pid = other.strip_prefix("upgraded:").or_else(|| other.strip_prefix("another:"))?;
-                pid.parse().ok().map(Self::AfterSupervisor)
-            }
-        }
-    }
-
     /// Whether a user or an init started this process.
     pub fn is_first(self) -> bool {
         self == Self::First
@@ -76,24 +54,19 @@ impl Role {
 
     /// Whether this is a keeper that replaces another while a server runs.
     pub fn replaces_a_keeper(self) -> bool {
-        matches!(self, Self::Reloaded(_) | Self::Another(_) | Self::AfterSupervisor(_))
+        matches!(self, Self::Reloaded(_) | Self::Another(_))
     }
 
     /// The environment variables for a program executed in this role.
-    pub(super) fn variables(self, program: &Path, last_report: &str) -> [(&'static str, OsString); 4] {
+    pub(super) fn variables(self, program: &Path, last_report: &str) -> [(&'static str, OsString); 3] {
         let role = match self {
-            Self::First | Self::AfterSupervisor(_) | Self::UnderSupervisor => String::new(),
+            Self::First => String::new(),
             Self::Server => "server".to_owned(),
             Self::Check => "check".to_owned(),
             Self::Reloaded(pid) => format!("reloaded:{pid}"),
             Self::Another(pid) => format!("another:{pid}"),
         };
-        [
-            (ROLE, role.into()),
-            (PROGRAM, program.into()),
-            (LAST_REPORT, last_report.into()),
-            (SUPERVISOR_ROLE, OsString::new()),
-        ]
+        [(ROLE, role.into()), (PROGRAM, program.into()), (LAST_REPORT, last_report.into())]
     }
 }
 
@@ -118,8 +91,5 @@ mod tests {
             assert_eq!(Role::parse(text.to_str().unwrap()), role);
         }
         assert_eq!(["", "another:x", "other"].map(Role::parse), [Role::First; 3]);
-        let of_supervisor = ["server", "check", "upgraded:7", "another:8", "other"].map(Role::parse_supervisor);
-        let after = |pid| Some(Role::AfterSupervisor(pid));
-        assert_eq!(of_supervisor, [Some(Role::UnderSupervisor), Some(Role::Check), after(7), after(8), None]);
     }
 }

@@ -49,7 +49,7 @@ pub(super) struct Service {
     /// Whether the running server is ready, and whether it exits on request.
     ready: bool,
     stopping: bool,
-    /// Whether the running server belongs to an older build and must be replaced.
+    /// Whether the running server executes the program from before a reload and must be replaced.
     outdated: bool,
     /// How many servers in a row exited before they became ready.
     failures: u32,

@@ -103,13 +103,6 @@ fn messages_round_trip() {
 }
 
 #[test]
-fn supervisor_names_are_converted() {
-    let names = ["SOCK", "CAT0", "CAT1", "D00", "D0F", "0", "1z"].map(supervisor::name);
-    assert_eq!(names, [".SOCK", ".CAT0", ".CAT1", ".DEV0", ".DEV15", "0", "1z"]);
-    assert!(names.iter().all(|name| Name::parse(name).is_some()));
-}
-
-#[test]
 fn malformed_records_are_errors() {
     let (ours, theirs) = pair().unwrap();
     let long = [&[b'K', 33][..], &[b'a'; 33]].concat();

@@ -102,7 +102,7 @@ pub(in super::super) struct ServeOptions {
     keeper: Option<PathBuf>,
 
     /// Run without a keeper: all objects are lost if the server is killed
-    #[arg(long, alias = "no-supervisor", help_heading = "Meeting")]
+    #[arg(long, help_heading = "Meeting")]
     no_keeper: bool,
 
     /// Hold /dev/nvidia0 etc. open: the driver then keeps the memory even if persistence is off

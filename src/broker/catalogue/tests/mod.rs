@@ -115,7 +115,7 @@ fn each_kind() -> Vec<Record> {
     vec![
         Record::Begin { instance: version(1).id, starts: 3 },
         Record::Seen(Seen { event, owner: version(1).owner, mode: 0o640 }),
-        Record::Answered(Answered { request: token(9), name: Some("a".to_owned()), published: None }),
+        Record::Answered(Answered { request: token(9), name: "a".to_owned(), published: None }),
         Record::Whole { seq: 4 },
         Record::Started,
         Record::Published(Box::new(version(1))),
@@ -213,10 +213,10 @@ fn records_have_the_documented_json() {
     assert_eq!(bytes_of(catalogue.as_fd()), [&header[..], &framed(ended), &framed(deleted)].concat());
 }
 
-/// The file has records that earlier builds wrote: add lines, never change any. If a record is read differently or not at all, `FORMAT`
-/// must change, and a broker then refuses to upgrade in place.
+/// The file has a record of each kind. If one is read or written differently, `FORMAT` must change: a broker then refuses to upgrade in
+/// place.
 #[test]
-fn records_of_older_builds_are_read() {
+fn records_of_this_format_are_unchanged() {
     let lines: Vec<&str> = include_str!("records.jsonl").lines().collect();
     let framed: Vec<Vec<u8>> = lines.iter().map(|line| framed(line.as_bytes())).collect();
     let log = [header(1).to_vec(), framed.concat()].concat();

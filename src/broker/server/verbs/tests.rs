@@ -53,19 +53,20 @@ impl Fixture {
 
     /// Connects a client that has sent its hello.
     fn client(&mut self) -> ConnectionId {
+        let (connection, seen) = self.greet(VERSION);
+        assert!(matches!(seen.message(connection), Message::Hello(_)));
+        connection
+    }
+
+    /// Connects a client that sends a hello of this protocol version.
+    fn greet(&mut self, version: u16) -> (ConnectionId, Seen) {
         self.last += 1;
         let connection = ConnectionId(self.last);
         let caller = Caller { connection, pid: 1, uid: USER_UID, gid: USER_UID, groups: Arc::from([]), command: None };
         connected(&mut self.state, &mut Effects::default(), caller);
-        let hello = Hello {
-            version: VERSION,
-            capabilities: vec![BROKER.to_owned()],
-            backend: "none".to_owned(),
-            pid: 1,
-            timeout_ms: 1000,
-        };
-        assert!(matches!(self.ask(connection, Message::Hello(hello)).message(connection), Message::Hello(_)));
-        connection
+        let capabilities = vec![BROKER.to_owned()];
+        let hello = Hello { version, capabilities, backend: "none".to_owned(), pid: 1, timeout_ms: 1000 };
+        (connection, self.ask(connection, Message::Hello(hello)))
     }
 
     /// Sends a message, and executes the effects on the state.
@@ -195,6 +196,20 @@ fn memory() -> OwnedFd {
     let memfd = memfd::create(GRANULARITY).unwrap();
     memfd::add_seals(&memfd, nix::fcntl::SealFlag::F_SEAL_SEAL).unwrap();
     memfd
+}
+
+#[test]
+fn foreign_version_changes_nothing() {
+    let mut test = Fixture::new();
+    let client = test.client();
+    test.put(client, "a", "");
+    let (foreign, Seen(effects)) = test.greet(VERSION - 1);
+    let [Effect::End { client: ended, code: ErrorCode::Version, message, .. }] = &effects[..] else {
+        panic!("{} effects", effects.len())
+    };
+    assert_eq!(*ended, foreign);
+    assert_eq!(message, "the hello is for protocol version 0, but this broker speaks version 1");
+    test.get(client, "a", "").lease(client);
 }
 
 #[test]

@@ -197,7 +197,7 @@ impl Journal {
     pub(crate) fn note_deleted(&mut self, deleted: &Deleted) {
         let Deleted { name, request, owner, .. } = deleted;
         if let Some(request) = *request {
-            self.note_answered(Answered { request, name: Some(name.clone()), published: None });
+            self.note_answered(Answered { request, name: name.clone(), published: None });
         }
         if let Some(owner) = owner {
             push_bounded(self.deleted.entry(*owner).or_default(), name.clone(), MAX_DELETED);

@@ -239,10 +239,8 @@ impl Objects {
     }
 
     /// Adds a report that the log contains.
-    pub(crate) fn add_report(&mut self, mut report: record::Report) {
+    pub(crate) fn add_report(&mut self, report: record::Report) {
         let Some(version) = self.versions.get_mut(&report.key) else { return };
-        // Older servers accepted longer reports.
-        shorten(&mut report.message, MAX_REPORT);
         // A rewritten log may contain it twice.
         if version.reports.contains(&report) {
             return;

@@ -317,7 +317,7 @@ impl Objects {
         let Some(version) = self.requests.get(&request).and_then(|key| self.versions.get(key)) else {
             return match self.journal.answered(request) {
                 None => Ok(None),
-                Some(answered) if answered.is_of(name) && answered.published.is_some() => {
+                Some(answered) if answered.name == name && answered.published.is_some() => {
                     Ok(answered.published.clone())
                 }
                 Some(_) => Err(token_reused()),

@@ -21,7 +21,7 @@ impl Objects {
     pub(crate) fn delete(&mut self, caller: &Caller, name: &str, request: Option<Token>) -> Result<(), BrokerError> {
         let answered = request.and_then(|request| self.journal.answered(request));
         if let Some(answered) = answered {
-            return if answered.is_of(name) && answered.published.is_none() { Ok(()) } else { Err(token_reused()) };
+            return if answered.name == name && answered.published.is_none() { Ok(()) } else { Err(token_reused()) };
         }
         let Some(existing) = self.names.get(name) else {
             return refuse(RefusalCode::Absent, format!("there is no object `{name}`"));
@@ -127,7 +127,7 @@ impl Objects {
             if self.requests.get(request) == Some(&key) {
                 self.requests.remove(request);
                 let published = Published { version: version.record.version, id: version.record.id.clone() };
-                let name = Some(version.record.name.clone());
+                let name = version.record.name.clone();
                 self.journal.note_answered(Answered { request: *request, name, published: Some(published) });
             }
         }
