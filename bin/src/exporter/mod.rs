@@ -1,5 +1,89 @@
-//! The parts of `vmmfd exporter`: an HTTP server, scrapes of the broker, and the text formats of Prometheus.
+//! The HTTP server of `vmmfd exporter`: GET and HEAD, with a thread for each connection and one request on it.
 
-pub(super) mod http;
-pub(super) mod scraper;
-pub(super) mod text;
+pub(super) mod metrics;
+
+use std::{
+    io::{self, Read, Write},
+    net::{Shutdown, TcpListener, TcpStream},
+    os::fd::AsFd,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::poll::PollFlags;
+use vmmfd::{
+    channel::Cancel,
+    error::{Error, Result},
+    internals::{pause, wait},
+};
+
+/// The longest request head, in bytes.
+const MAX_HEAD: usize = 8192;
+
+/// Status, content type and body.
+pub(crate) struct Response(pub(crate) &'static str, pub(crate) &'static str, pub(crate) String);
+
+impl Response {
+    pub(crate) fn sentence(status: &'static str, sentence: &str) -> Self {
+        Self(status, "text/plain; charset=utf-8", format!("{sentence}\n"))
+    }
+}
+
+/// Answers requests by their path. A client may be silent for `limit`. Exchanges in progress end with the process.
+///
+/// # Errors
+/// [`Error::Interrupted`] when cancelled; [`Error::System`] if the listening socket fails.
+pub(crate) fn serve(
+    listener: &TcpListener,
+    cancel: &Cancel,
+    limit: Duration,
+    answer: &Arc<dyn Fn(&str) -> Response + Send + Sync>,
+) -> Result<()> {
+    listener.set_nonblocking(true).map_err(|error| Error::system("listen without blocking", error))?;
+    loop {
+        wait(cancel, listener.as_fd(), PollFlags::POLLIN, Instant::now() + Duration::from_secs(3600))?;
+        let started = listener.accept().and_then(|(stream, _)| {
+            let answer = Arc::clone(answer);
+            // A broken connection is not an error of the server.
+            thread::Builder::new().name("http".to_owned()).spawn(move || exchange(stream, limit, &*answer).ok())
+        });
+        if let Err(error) = started {
+            tracing::debug!(%error, "cannot serve a connection");
+            // It may be pending still: without free descriptors, it can't be accepted.
+            pause(cancel, Duration::from_millis(100))?;
+        }
+    }
+}
+
+fn exchange(mut stream: TcpStream, limit: Duration, answer: &dyn Fn(&str) -> Response) -> io::Result<()> {
+    stream.set_read_timeout(Some(limit))?;
+    stream.set_write_timeout(Some(limit))?;
+    let (mut head, mut chunk) = (Vec::new(), [0; 1024]);
+    let (Response(status, content_type, body), head_only) = loop {
+        match stream.read(&mut chunk)? {
+            0 => return Ok(()),
+            read => head.extend_from_slice(&chunk[..read]),
+        }
+        let mut headers = [httparse::EMPTY_HEADER; 64];
+        let mut request = httparse::Request::new(&mut headers);
+        break match (request.parse(&head), request.method) {
+            (Ok(httparse::Status::Complete(_)), Some(method @ ("GET" | "HEAD"))) => {
+                let path = request.path.and_then(|path| path.split('?').next()).unwrap_or_default();
+                (answer(path), method == "HEAD")
+            }
+            (Ok(httparse::Status::Partial), _) if head.len() < MAX_HEAD => continue,
+            _ => (Response::sentence("400 Bad Request", "only GET and HEAD of a short path are answered"), false),
+        };
+    };
+    let length = body.len();
+    write!(
+        stream,
+        "HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\nCache-Control: no-store\r\n\
+         Connection: close\r\n\r\n{}",
+        if head_only { "" } else { &body }
+    )?;
+    stream.shutdown(Shutdown::Write)?;
+    // If the socket closed with unread bytes, the kernel would discard the response.
+    stream.take(1 << 20).read_to_end(&mut head).map(drop)
+}

@@ -3,16 +3,14 @@
 use std::{
     io,
     net::{SocketAddr, TcpListener},
-    path::PathBuf,
-    thread,
-    time::Duration,
+    sync::Arc,
 };
 
 use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{Client, Metrics},
+    broker::Metrics,
     channel::{BrokerPath, Cancel},
     error::{Error, Result},
     internals::take_passed,
@@ -23,13 +21,18 @@ use crate::{
     cli::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
-        options::{parse_timeout, parse_uid},
         output::{Progress, json_line},
     },
-    exporter::{http::serve, scraper::Scraper},
+    exporter::{
+        Response,
+        metrics::{CONTENT_TYPE, render},
+        serve,
+    },
     schema::{Named, VERSION, document},
     stamp,
 };
+
+const TIMEOUT: &str = "Longest silence of the broker, and of an HTTP client: 500ms, 30s, 2m";
 
 /// Serves broker metrics over HTTP, for Prometheus
 ///
@@ -40,23 +43,14 @@ use crate::{
 /// When it accepts connections, it prints one line, `exporter  listening  http://ADDRESS/metrics`, on stdout, or with --json on stderr.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("stopped by a signal"; 2 5))]
+#[command(mut_arg("timeout", |timeout| timeout.default_value("2s").help(TIMEOUT)))]
 pub(in super::super) struct ExporterOptions {
     /// Address to listen on; port 0 selects a free port
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:9464", help_heading = "HTTP")]
     listen: SocketAddr,
 
-    /// Unix socket of the broker [default: $XDG_RUNTIME_DIR/vmmfd/broker.sock, else /tmp/vmmfd-UID/broker.sock; if no broker listens
-    /// there, /run/vmmfd/broker.sock if it exists]
-    #[arg(long, value_name = "PATH", env = "VMMFD_BROKER_SOCKET", help_heading = "Meeting")]
-    socket: Option<PathBuf>,
-
-    /// Other user that the broker may run as, besides this user and root; repeatable
-    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
-    allow_uids: Vec<u32>,
-
-    /// Longest wait for an answer of the broker: 500ms, 30s, 2m
-    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = parse_timeout, help_heading = "Meeting")]
-    timeout: Duration,
+    #[command(flatten)]
+    meet: MeetBroker,
 
     #[command(flatten)]
     output: Output,
@@ -68,44 +62,6 @@ struct ExporterReport {
     tool: String,
     listen: String,
     socket: String,
-    /// HTTP requests answered, and how many of them without an answer of the broker.
-    requests: u64,
-    unanswered: u64,
-}
-
-/// The connection to the broker, opened on demand.
-struct Connected<'a> {
-    meet: MeetBroker,
-    cancel: &'a Cancel,
-    client: Option<Client>,
-}
-
-impl Connected<'_> {
-    /// Requests the metrics, over a new connection if the old one is closed.
-    fn ask(&mut self) -> Result<Metrics> {
-        if let Some(client) = &self.client {
-            match client.metrics() {
-                Ok(metrics) => return Ok(metrics),
-                Err(error) => {
-                    self.client = None;
-                    // The timeout is used up.
-                    let waited = matches!(
-                        error,
-                        Error::Peer(vmmfd::error::PeerError::Timeout { .. })
-                            | Error::Socket(vmmfd::error::SocketError::NoBroker { .. })
-                            | Error::Interrupted { .. }
-                    );
-                    if waited {
-                        return Err(error);
-                    }
-                }
-            }
-        }
-        let client = self.meet.connect(self.cancel)?;
-        let metrics = client.metrics()?;
-        self.client = Some(client);
-        Ok(metrics)
-    }
 }
 
 impl Tool for ExporterOptions {
@@ -119,29 +75,36 @@ impl Tool for ExporterOptions {
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         // The path may change: each request looks for a broker of this user, then for the system's.
-        let path = BrokerPath::find(self.socket.as_deref())?;
+        let path = BrokerPath::find(self.meet.socket.as_deref())?;
         let (listener, address) = self.listener()?;
         self.output.announce(format!("exporter  listening  http://{address}/metrics"))?;
-        let meet =
-            MeetBroker { socket: self.socket.clone(), allow_uids: self.allow_uids.clone(), timeout: self.timeout };
-        let mut broker = Connected { meet, cancel, client: None };
-        let (requests, unanswered) = thread::scope(|scope| {
-            let mut scraper = Scraper::start(scope, self.timeout, move || broker.ask())?;
-            match serve(&listener, cancel, &mut scraper) {
-                Ok(()) | Err(Error::Interrupted { .. }) => Ok(scraper.counts()),
-                Err(error) => Err(error),
-            }
-        })?;
+        let (meet, asked) = (self.meet.clone(), cancel.clone());
+        let answer: Arc<dyn Fn(&str) -> Response + Send + Sync> =
+            Arc::new(move |path| answer(path, || meet.connect(&asked).and_then(|client| client.metrics())));
+        match serve(&listener, cancel, self.meet.timeout, &answer) {
+            Ok(()) | Err(Error::Interrupted { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
         let report = ExporterReport {
             schema: VERSION,
             tool: stamp::tool(),
             listen: address.to_string(),
-            socket: BrokerPath::find(self.socket.as_deref()).unwrap_or(path).path().display().to_string(),
-            requests,
-            unanswered,
+            socket: BrokerPath::find(self.meet.socket.as_deref()).unwrap_or(path).path().display().to_string(),
         };
         let text = if self.output.json { json_line(&report) } else { String::new() };
         Ok(ToolOutput { text, exit: Exit::Verified })
+    }
+}
+
+fn answer(path: &str, scrape: impl FnOnce() -> Result<Metrics>) -> Response {
+    if !matches!(path, "/metrics" | "/healthz") {
+        return Response::sentence("404 Not Found", "the paths are /metrics and /healthz");
+    }
+    let metrics = scrape().map_err(|error| error.in_full());
+    match metrics.inspect_err(|error| tracing::warn!(error, "the broker does not answer")) {
+        metrics if path == "/metrics" => Response("200 OK", CONTENT_TYPE, render(metrics.ok())),
+        Ok(_) => Response::sentence("200 OK", "the broker answers"),
+        Err(error) => Response::sentence("503 Service Unavailable", &format!("the broker does not answer: {error}")),
     }
 }
 
@@ -151,21 +114,15 @@ impl ExporterOptions {
         let passed = |error| Error::system("use the listening socket of LISTEN_FDS", error);
         let bound = |error| Error::system(format!("listen on {}", self.listen), error);
         let mut sockets = take_passed().map_err(passed)?;
-        match (sockets.pop(), sockets.len()) {
-            (None, _) => {
-                let listener = TcpListener::bind(self.listen).map_err(bound)?;
-                let address = listener.local_addr().map_err(bound)?;
-                Ok((listener, address))
-            }
-            (Some((_, socket)), 0) => {
-                let listener = TcpListener::from(socket);
-                let address = listener.local_addr().map_err(passed)?;
-                Ok((listener, address))
-            }
-            (Some(_), others) => {
-                let reason = format!("systemd passed {} sockets: pass one", others + 1);
-                Err(passed(io::Error::new(io::ErrorKind::InvalidInput, reason)))
-            }
+        if sockets.len() > 1 {
+            let reason = format!("systemd passed {} sockets: pass one", sockets.len());
+            return Err(passed(io::Error::new(io::ErrorKind::InvalidInput, reason)));
         }
+        let listener = match sockets.pop() {
+            Some((_, socket)) => TcpListener::from(socket),
+            None => TcpListener::bind(self.listen).map_err(bound)?,
+        };
+        let address = listener.local_addr().map_err(passed)?;
+        Ok((listener, address))
     }
 }

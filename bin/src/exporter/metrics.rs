@@ -1,0 +1,145 @@
+//! The broker's metrics in the text format of Prometheus.
+
+use std::fmt;
+
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeLabelSet, NoLabelSet, prometheus_text::encode},
+    metrics::MetricType,
+    registry::Registry,
+};
+use vmmfd::{
+    broker::{Limits, Metrics, UserTotal},
+    driver::{Backend, DEVICE_NAME},
+};
+
+pub(crate) use prometheus_client::encoding::prometheus_text::CONTENT_TYPE;
+
+const NO_LABELS: [(&str, &str); 0] = [];
+
+/// The metrics of a broker, or of a broker that does not answer.
+pub(crate) fn render(metrics: Option<Metrics>) -> String {
+    let (mut registry, mut text) = (Registry::default(), String::new());
+    registry.register_collector(Box::new(Scrape(metrics)));
+    // Writing to a string can't fail.
+    let _ = encode(&mut text, &registry);
+    text
+}
+
+#[derive(Debug)]
+struct Scrape(Option<Metrics>);
+
+impl Collector for Scrape {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut text = Text(encoder);
+        text.numbers(&[("vmmfd_up", "Whether the broker answers", Some(self.0.is_some().into()))])?;
+        let Some(metrics) = &self.0 else { return Ok(()) };
+        let (open, store) = (metrics.descriptors, &metrics.store);
+        text.numbers(&[
+            ("vmmfd_objects", "Names that the broker has", Some(metrics.objects)),
+            ("vmmfd_versions", "Versions that the broker keeps, also without a name", Some(metrics.versions)),
+            ("vmmfd_leases", "Leases that are held", Some(metrics.leases)),
+            ("vmmfd_connections", "Connections to the broker, the exporter's own included", Some(metrics.connections)),
+            ("vmmfd_watchers", "Connections that wait for events", Some(metrics.watchers)),
+            ("vmmfd_open_descriptors", "Open descriptors of the broker", Some(open.used)),
+            ("vmmfd_max_descriptors", "The most descriptors that the broker may have open", Some(open.allowed)),
+            ("vmmfd_stored_descriptors", "Descriptors that the keeper holds", Some(store.used)),
+            ("vmmfd_max_stored_descriptors", "The most descriptors that the keeper may hold", Some(store.allowed)),
+            ("vmmfd_lost_versions", "Versions that this server lost when it took over", metrics.lost_versions),
+        ])?;
+        let infos = [
+            ("vmmfd_build_info", "The version of the broker's program", "version", metrics.version.as_deref()),
+            ("vmmfd_store_info", "Which process holds the broker's descriptors", "kind", Some(&*store.kind)),
+        ];
+        for (name, help, label, value) in infos {
+            text.gauge(name, help, value.map(|value| ([(label, value)], 1_u64)))?;
+        }
+        let start = metrics.started_ms as f64 / 1e3;
+        text.gauge("vmmfd_start_time_seconds", "When the broker's process started, since 1970", [(NO_LABELS, start)])?;
+        text.users(&metrics.totals)?;
+        text.limits("vmmfd_quota", "each user", metrics.quota.unwrap_or_default())?;
+        text.limits("vmmfd_total_quota", "all users together", metrics.total_quota.unwrap_or_default())?;
+        text.requests(metrics)
+    }
+}
+
+struct Text<'a>(DescriptorEncoder<'a>);
+
+impl Text<'_> {
+    fn gauge<L: EncodeLabelSet, V: EncodeGaugeValue>(
+        &mut self,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (L, V)>,
+    ) -> fmt::Result {
+        let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        samples.into_iter().try_for_each(|(labels, value)| metric.encode_family(&labels)?.encode_gauge(&value))
+    }
+
+    fn counter<L: EncodeLabelSet>(
+        &mut self,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (L, u64)>,
+    ) -> fmt::Result {
+        let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
+        samples.into_iter().try_for_each(|(labels, value)| {
+            metric.encode_family(&labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None)
+        })
+    }
+
+    /// A gauge without labels for each value that exists.
+    fn numbers(&mut self, gauges: &[(&str, &str, Option<u64>)]) -> fmt::Result {
+        let known = gauges.iter().filter_map(|(name, help, value)| Some((name, help, (*value)?)));
+        known.into_iter().try_for_each(|(name, help, value)| self.gauge(name, help, [(NO_LABELS, value)]))
+    }
+
+    fn users(&mut self, totals: &[UserTotal]) -> fmt::Result {
+        let claimed = totals.iter().flat_map(|total| total.devices.iter().map(move |of| (total.uid, of)));
+        let claimed = claimed.map(|(uid, of)| {
+            let backend = if of.device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda };
+            ([("device", of.device.uuid.prefixed(backend)), ("uid", uid.to_string())], of.bytes)
+        });
+        self.gauge("vmmfd_claimed_bytes", "Memory as its makers claim it, by device and user", claimed)?;
+        let objects = totals.iter().map(|of| ([("uid", of.uid)], of.objects));
+        self.gauge("vmmfd_user_objects", "Names that are a user's", objects)?;
+        let leases = totals.iter().map(|of| ([("uid", of.uid)], of.leases));
+        self.gauge("vmmfd_user_leases", "Leases that a user's processes hold", leases)?;
+        let connections = totals.iter().map(|of| ([("uid", of.uid)], of.connections));
+        self.gauge("vmmfd_user_connections", "Connections of a user's processes", connections)
+    }
+
+    /// The limits that are set.
+    fn limits(&mut self, prefix: &str, whose: &str, limits: Limits) -> fmt::Result {
+        for (key, what, limit) in [
+            ("bytes", "Memory and tables, as claimed", limits.bytes),
+            ("device_bytes", "Memory of a device, as claimed", limits.device_bytes),
+            ("objects", "Names and earlier versions", limits.objects),
+            ("leases", "Leases", limits.leases),
+            ("connections", "Connections", limits.connections),
+        ] {
+            self.numbers(&[(&format!("{prefix}_{key}"), &format!("{what}, that {whose} may have"), limit)])?;
+        }
+        Ok(())
+    }
+
+    fn requests(&mut self, metrics: &Metrics) -> fmt::Result {
+        self.counter(
+            "vmmfd_restarts",
+            "Starts of a server with what another one had held",
+            [(NO_LABELS, metrics.restarts)],
+        )?;
+        let requests = metrics.requests.iter().map(|of| ([("verb", &*of.verb), ("outcome", &*of.outcome)], of.count));
+        self.counter("vmmfd_requests", "Requests that this server has answered", requests)?;
+        let help = "How long the broker took to answer, requested waits included";
+        let mut seconds = self.0.encode_descriptor("vmmfd_request_seconds", help, None, MetricType::Histogram)?;
+        for of in &metrics.durations {
+            let bounds = of.bounds_us.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
+            let buckets: Vec<(f64, u64)> = bounds.zip(of.counts.iter().copied()).collect();
+            let (sum, count) = (of.sum_us as f64 / 1e6, of.counts.iter().sum());
+            let labels = [("verb", &*of.verb)];
+            seconds.encode_family(&labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)?;
+        }
+        Ok(())
+    }
+}
