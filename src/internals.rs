@@ -34,7 +34,7 @@ use crate::{
     memory::{Description, DeviceIdentity, Mirror, Region, Selector, Shared, Sharing},
 };
 pub use crate::{
-    broker::{notify::notify, read_table},
+    broker::notify::notify,
     channel::{
         connect_socket, deadline_after, default_broker_socket, eventfd,
         record::{Record, RecordSocket},
@@ -42,7 +42,7 @@ pub use crate::{
     memory::first_elements,
     session::interruptibly,
     sys::take_passed,
-    wire::{broker::NEEDS_BOTH, clean, is_error, shorten, strict::optional_object},
+    wire::{broker::NEEDS_BOTH, clean, shorten, strict::optional_object},
 };
 
 /// Starting and running the processes of the commands `serve` and `keeper`.
@@ -61,18 +61,6 @@ pub mod units {
 /// Standard error that never blocks its process.
 pub mod stderr {
     pub use crate::sys::{Stderr, flush_stderr, never_block_on_stderr};
-}
-
-/// The pages that specify the two protocols, and the golden records.
-pub mod protocols {
-    /// `docs/protocol.md`.
-    pub const PAGE: &str = include_str!("../docs/protocol.md");
-    /// `docs/broker-protocol.md`.
-    pub const BROKER_PAGE: &str = include_str!("../docs/broker-protocol.md");
-    /// `docs/golden.json`.
-    pub const GOLDEN: &str = include_str!("../docs/golden.json");
-    /// `docs/broker-golden.json`.
-    pub const BROKER_GOLDEN: &str = include_str!("../docs/broker-golden.json");
 }
 
 /// Copies to and from memory that other processes may access at the same time.

@@ -8,7 +8,6 @@
 pub mod check;
 pub mod child;
 pub mod cli;
-pub mod conform;
 pub mod doctor;
 pub mod error;
 mod exporter;

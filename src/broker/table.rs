@@ -32,7 +32,7 @@ pub(super) fn sealed(text: &str) -> io::Result<OwnedFd> {
 ///
 /// # Errors
 /// One sentence that describes the problem.
-pub fn read(fd: BorrowedFd<'_>, length: u64, max: u64) -> Result<String, String> {
+pub(super) fn read(fd: BorrowedFd<'_>, length: u64, max: u64) -> Result<String, String> {
     if length > max {
         return Err(format!("a table of {length} bytes is too long: at most {max} are allowed"));
     }

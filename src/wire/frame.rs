@@ -100,7 +100,7 @@ pub(super) fn read(record: &[u8]) -> Result<Head<'_>, ProtocolError> {
 }
 
 /// Whether a record is an `error`, judging by its header alone: the body may be invalid.
-pub fn is_error(record: &[u8]) -> bool {
+pub(crate) fn is_error(record: &[u8]) -> bool {
     const ERROR: u16 = 8;
     let header = [&MAGIC[..], &VERSION.to_le_bytes(), &ERROR.to_le_bytes()].concat();
     record.starts_with(&header)

@@ -10,7 +10,7 @@ pub(crate) mod strict;
 #[cfg(test)]
 mod tests;
 
-pub use self::frame::is_error;
+pub(crate) use self::frame::is_error;
 use self::frame::{Head, parse};
 pub use self::messages::{
     BufferNumber, BufferTurn, Busy, ByteRange, Check, Device, Failure, Hello, Location, Mechanism, Memory, Offer, Part,

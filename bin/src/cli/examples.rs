@@ -2,7 +2,7 @@
 
 use clap::Command;
 
-const EXAMPLES: [(&str, &str); 23] = [
+const EXAMPLES: [(&str, &str); 22] = [
     (
         "vmmfd",
         "vmmfd doctor
@@ -96,11 +96,6 @@ vmmfd devices --backend host",
         "vmmfd bench",
         "vmmfd bench handoff --size 64MiB,1GiB
 vmmfd bench broker --count 50 --svg broker.svg",
-    ),
-    (
-        "vmmfd conform",
-        "vmmfd conform --as consumer /run/user/1000/producer.sock
-vmmfd conform --as client --list",
     ),
     (
         "vmmfd completions",

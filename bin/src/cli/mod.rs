@@ -3,7 +3,6 @@
 //! Not a stable interface for other programs.
 
 mod broker;
-mod conform;
 mod console;
 mod consume;
 mod describe;

@@ -15,7 +15,6 @@ use super::{
         ExporterOptions, GetOptions, KeeperOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions,
         StatusOptions, WatchOptions, WhoOptions, read_options_file,
     },
-    conform::ConformOptions,
     devices::DevicesOptions,
     doctor::DoctorOptions,
     examples,
@@ -81,8 +80,6 @@ enum Command {
     #[command(disable_help_flag = true)]
     Exporter(ExporterOptions),
     #[command(disable_help_flag = true)]
-    Conform(ConformOptions),
-    #[command(disable_help_flag = true)]
     Completions(CompletionsOptions),
     #[command(disable_help_flag = true)]
     Man(ManOptions),
@@ -122,7 +119,6 @@ const GROUPS: suggest::Groups = [
         &[
             KeeperOptions::NAME,
             ExporterOptions::NAME,
-            ConformOptions::NAME,
             Pages::<CompletionsOptions>::NAME,
             Pages::<ManOptions>::NAME,
             Schemas::NAME,
@@ -232,7 +228,6 @@ pub fn main() -> ExitCode {
             Command::Doctor(doctor) => run_tool(doctor),
             Command::Devices(devices) => run_tool(devices),
             Command::Bench { options } => laboratory::run(&options),
-            Command::Conform(conform) => run_tool(conform),
             Command::Completions(options) => run_tool(Pages { options, parser }),
             Command::Man(options) => run_tool(Pages { options, parser }),
             Command::Schema(options) if options.is_of_laboratory() => {

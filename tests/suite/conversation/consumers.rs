@@ -117,7 +117,7 @@ fn contradicting_offers_are_refused() {
     let (sound, memory) = memory(100, 3);
     let other = "00000000-1111-2222-3333-444444444444".parse().unwrap();
     let cases: &[(ErrorCode, Change)] = &[
-        // The cases of `vmmfd conform` cover the other rules.
+        // `violations.rs` covers the other rules.
         (ErrorCode::Protocol, |offer, _| offer.memory.mapped_size = 99),
         (ErrorCode::Protocol, |offer, _| {
             offer.part = Some(Part { first: u64::MAX, segments: u64::MAX, offset: u64::MAX, size: u64::MAX });

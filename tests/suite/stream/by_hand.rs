@@ -185,11 +185,14 @@ fn lying_consumer_ends_the_session(subject: Subject) {
     let place = Place::new();
     let turn = |buffer, generation| BufferTurn { buffer, generation };
     let gone = |buffer| Message::Gone(BufferNumber { buffer });
-    // Of two buffers the first is out for the second time, and the second was never published. The cases of `vmmfd conform` cover the other
-    // rules.
+    // Of two buffers the first is out for the second time, and the second was never published.
     let lies = [
         Message::Done(turn(0, 1)),
+        Message::Done(turn(0, 3)),
+        Message::Done(turn(9, 1)),
+        gone(0),
         gone(1),
+        Message::Subscribe(Subscribe { keep: 1 }),
         Message::Received(wire::Received { segments: 1 }),
         Message::Withdraw(BufferNumber { buffer: 0 }),
         greeting(&subject),
@@ -241,8 +244,17 @@ fn lying_consumer_ends_the_session(subject: Subject) {
 fn lying_producer_ends_the_session(subject: Subject) {
     let turn = |buffer, generation| Message::Ready(Ready { buffer, generation, sizes: Vec::new() });
     let withdraw = |buffer| Message::Withdraw(BufferNumber { buffer });
-    // A buffer that is open and not in use. The cases of `vmmfd conform` cover the other rules.
-    for lie in [turn(4, 1), Message::Gone(BufferNumber { buffer: 4 }), greeting(&subject)] {
+    // A buffer that is open and not in use.
+    let subscribe = Message::Subscribe(Subscribe { keep: 1 });
+    for lie in [
+        turn(4, 1),
+        turn(4, 3),
+        turn(5, 1),
+        withdraw(5),
+        Message::Gone(BufferNumber { buffer: 4 }),
+        subscribe,
+        greeting(&subject),
+    ] {
         let mut liar = Liar::new(&subject);
         let received = liar.lend();
         liar.subscriber.give_back(received).unwrap();
