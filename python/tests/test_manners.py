@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from conftest import LIMIT, PYTHON, Child, Server
+from conftest import Child, Server
 
 # The start of a child: `broker` is connected to the given path.
 BEGIN = """
@@ -60,7 +58,7 @@ put("other"); parked = broker.get("other"); parked.park()
 
 
 def interrupt(child: Child) -> None:
-    """Interrupts each of its waits. tests/bench/waits.py measures the delay."""
+    """Interrupts each of its waits."""
     for _ in range(3):
         child.wait_for("ready")
         time.sleep(0.15)
@@ -94,15 +92,6 @@ def test_ctrl_c_with_stopped_server(server: Server, child: Callable[..., Child],
     interrupt(started)
     server.go_on()
     started.end()
-
-
-def test_interrupt_delay_benchmark_runs() -> None:
-    script = Path(__file__).resolve().parents[2] / "tests" / "bench" / "waits.py"
-    ended = subprocess.run([*PYTHON, script, "--runs", "1"], capture_output=True, text=True, timeout=LIMIT)
-    assert (ended.returncode, ended.stderr) == (0, ""), ended
-    heading, *rows = ended.stdout.splitlines()
-    assert heading.split() == ["ms", "median", "slowest"] and len(rows) == 9
-    assert all(0 < float(row.split()[-2]) <= float(row.split()[-1]) for row in rows), rows
 
 
 def test_signal_on_another_thread_interrupts(server: Server, child: Callable[..., Child]) -> None:

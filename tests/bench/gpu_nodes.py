@@ -27,7 +27,6 @@ from contextlib import suppress
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "python" / "tests"))
 
 import numpy as np
-from pull import read_once
 
 import vmmfd
 import vmmfd._copies
@@ -40,6 +39,20 @@ ROUNDS = 7
 SLOW = 20
 # Source and target of each process pair.
 PAIRS = [("plain", "plain"), ("vmmfd", "plain"), ("vmmfd", "vmmfd"), ("broker", "pull")]
+
+
+def read_once(api, peer, kind, ours, theirs):
+    """Reads segments of another process with NIXL's own calls, and returns the seconds."""
+    start = time.perf_counter()
+    here, there = (api.get_xfer_descs(each, kind) for each in (ours, theirs))
+    handle = api.initialize_xfer("READ", here, there, peer, b"", ["UCX"])
+    api.transfer(handle)
+    while (state := api.check_xfer_state(handle)) != "DONE":
+        if state != "PROC":
+            raise OSError(f"the read ended with {state}")
+    took = time.perf_counter() - start
+    api.release_xfer_handle(handle)
+    return took
 
 
 class Memory:

@@ -31,7 +31,6 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 WARM_UP = 10
-BAR_CELLS = 30
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 GRANULARITY = 2 << 20
 
@@ -452,10 +451,11 @@ def measure(key: str, sizes: list[int], count: int, timeout: float, series: list
 
 
 def series_of(peer: Peer, version: str, size: int, variant: str, times: list[float]) -> Series:
-    figures = {f"p{percent}_us": round(percentile(times, percent), 3) for percent in (50, 90, 99)}
+    figures = {"min": min(times), "median": percentile(times, 50), "p99": percentile(times, 99)}
+    figures = {name: round(time, 3) for name, time in figures.items()}
     how = f"{peer.how}; {VARIANTS[variant]}"
     named = {"name": peer.name, "version": version, "variant": variant, "how": how, "size": size}
-    return {**named, **figures, "max_us": round(max(times), 3), "count": len(times)}
+    return {**named, "unit": "us", **figures, "count": len(times)}
 
 
 def percentile(times: list[float], percent: int) -> float:
@@ -477,15 +477,9 @@ def text_of_time(microseconds: float) -> str:
     return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
 
 
-def bar(value: float, largest: float) -> str:
-    """Returns a bar, with a resolution of an eighth of a block."""
-    eighths = max(1, round(value / largest * BAR_CELLS * 8)) if largest > 0 else 0
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
 def table(series: list[Series], vmmfd: list[Series], sizes: list[int]) -> Iterator[str]:
     """Returns the output lines, one block per size, with the rows of `vmmfd bench handoff --json` first."""
-    ours = [{**row, "variant": row["bench"]} for row in vmmfd]
+    ours = [{**row, "variant": row["group"]} for row in vmmfd]
     rows = [row for row in ours + series if row["size"] in sizes]
     names = max([len(row["name"]) for row in rows], default=0)
     variants = max([len(row["variant"]) for row in rows], default=0)
@@ -493,17 +487,15 @@ def table(series: list[Series], vmmfd: list[Series], sizes: list[int]) -> Iterat
         block = [row for row in rows if row["size"] == size]
         if not block:
             continue
-        floor = [row["p50_us"] for row in block if (row["name"], row["variant"]) == ("floor", "handoff")]
-        reference = floor[0] if floor else min(row["p50_us"] for row in block)
-        largest = max(row["p50_us"] for row in block)
-        yield f"{text_of_size(size)}: microseconds, and p50 as a multiple of {'the floor' if floor else 'the fastest'}"
-        heads = "".join(f"{head:>9}" for head in ("p50", "p90", "p99", "max", "ratio"))
+        floor = [row["median"] for row in block if (row["name"], row["variant"]) == ("floor", "handoff")]
+        reference = floor[0] if floor else min(row["median"] for row in block)
+        yield f"{text_of_size(size)}: microseconds, and the median as a multiple of {'the floor' if floor else 'the fastest'}"
+        heads = "".join(f"{head:>9}" for head in ("min", "median", "p99", "ratio"))
         yield f"  {'name':{names}}  {'variant':{variants}}{heads}"
         for row in block:
-            times = "".join(f"{text_of_time(row[f'{figure}_us']):>9}" for figure in ("p50", "p90", "p99", "max"))
-            ratio = f"{row['p50_us'] / reference:.2f}" if reference > 0 else "-"
-            figures = f"{times}{ratio:>9}  {bar(row['p50_us'], largest)}"
-            yield f"  {row['name']:{names}}  {row['variant']:{variants}}{figures}"
+            times = "".join(f"{text_of_time(row[figure]):>9}" for figure in ("min", "median", "p99"))
+            ratio = f"{row['median'] / reference:.2f}" if reference > 0 else "-"
+            yield f"  {row['name']:{names}}  {row['variant']:{variants}}{times}{ratio:>9}"
         yield ""
     for variant, meaning in VARIANTS.items():
         if any(row["variant"] == variant for row in series):
@@ -515,7 +507,7 @@ def table(series: list[Series], vmmfd: list[Series], sizes: list[int]) -> Iterat
 
 
 def show(text: str) -> None:
-    """Prints in UTF-8, even if the locale lacks the bar characters. A closed pipe is not an error."""
+    """Prints in UTF-8, even if the locale lacks a character. A closed pipe is not an error."""
     try:
         sys.stdout.buffer.write(f"{text}\n".encode())
         sys.stdout.flush()
@@ -589,22 +581,20 @@ def positive(text: str) -> int:
 
 
 def vmmfd_from(path: str) -> list[Series]:
-    """Returns the series of a `vmmfd bench --json` file that pass memory to one consumer."""
-    needed: dict[str, Any] = {"bench": str, "name": str, "size": int}
-    needed.update(dict.fromkeys(("p50_us", "p90_us", "p99_us", "max_us"), (int, float)))
+    """Returns the rows of a `vmmfd bench --json` file that pass memory to one consumer."""
+    needed: dict[str, Any] = {"group": str, "name": str, "size": int, "consumers": int, "median": (int, float)}
     try:
         with open(path, encoding="utf-8") as file:
-            series = json.load(file)["series"]
+            series = json.load(file)["rows"]
         if not all(isinstance(row[field], kind) for row in series for field, kind in needed.items()):
             raise TypeError
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise argparse.ArgumentTypeError(f"{path} is not what vmmfd bench handoff --json prints") from None
-    handed = [row for row in series if row["bench"] == "handoff" and "at once" not in row["name"]]
-    # Its floor is a record without memory, which no other library sends.
-    again = [row for row in series if row["bench"] == "repeat" and row["name"] == "vmmfd again"]
-    return handed + again
+    # No other library sends a record without memory.
+    groups = [row for row in series if row["group"] in ("handoff", "repeat") and row["name"] != "record"]
+    return [row for row in groups if row["consumers"] == 1]
 
 
 class Parser(argparse.ArgumentParser):

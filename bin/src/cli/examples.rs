@@ -95,7 +95,7 @@ vmmfd devices --backend host",
     (
         "vmmfd bench",
         "vmmfd bench handoff --size 64MiB,1GiB
-vmmfd bench broker --count 50 --svg broker.svg",
+vmmfd bench broker --count 50 --json",
     ),
     (
         "vmmfd completions",

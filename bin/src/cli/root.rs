@@ -1,12 +1,8 @@
 //! The program `vmmfd`, and the programs that are one command.
 
-use std::{
-    ffi::{OsStr, OsString},
-    process::ExitCode,
-};
+use std::{ffi::OsString, process::ExitCode};
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use serde_json::Value;
 use vmmfd::{Result, internals::keeper::Role};
 
 use super::{
@@ -255,23 +251,14 @@ pub fn main_of<S: Session + Args>() -> ExitCode {
     }
 }
 
-/// The `main` of a separate program that users run as a command of `vmmfd`. Its child processes run `task`.
-pub fn main_of_tool<T: Tool + Args>(program: &'static str, task: impl FnOnce(Value) -> Result<()>) -> ExitCode {
-    let mut arguments = std::env::args_os().skip(1);
-    match arguments.next().as_deref().and_then(OsStr::to_str) {
-        Some(child::SUBCOMMAND) => {
-            if let Some(of) = arguments.next().and_then(|of| of.into_string().ok()) {
-                child::run(&of, task);
-            }
-        }
-        Some(Schemas::NAME) => {
-            let parsed = standalone::<SchemaOptions>(Schemas::NAME).try_get_matches_from(std::env::args_os().skip(1));
-            return match parsed.and_then(|matches| SchemaOptions::from_arg_matches(&matches)) {
-                Ok(options) => run_tool(Schemas::of(options, T::REPORTS)),
-                Err(error) => usage(&error, Some(Schemas::NAME)),
-            };
-        }
-        _ => {}
+/// The `main` of a separate program that users run as a command of `vmmfd`.
+pub fn main_of_tool<T: Tool + Args>(program: &'static str) -> ExitCode {
+    if std::env::args_os().nth(1).is_some_and(|first| first == Schemas::NAME) {
+        let parsed = standalone::<SchemaOptions>(Schemas::NAME).try_get_matches_from(std::env::args_os().skip(1));
+        return match parsed.and_then(|matches| SchemaOptions::from_arg_matches(&matches)) {
+            Ok(options) => run_tool(Schemas::of(options, T::REPORTS)),
+            Err(error) => usage(&error, Some(Schemas::NAME)),
+        };
     }
     let path = format!("vmmfd {}", T::NAME);
     let parser = || examples::add(standalone::<T>(program), &path, &path).bin_name(&path);

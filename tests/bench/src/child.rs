@@ -1,73 +1,371 @@
-//! The entry point of a bench process.
+//! The other side: a process that takes memory, or is a client of a broker.
 
 use std::{
     io::{self, Write},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::process::CommandExt,
+    },
+    process::{Command, ExitCode},
     thread,
+    time::{Duration, Instant},
 };
 
-use serde::Serialize;
-use serde_json::Value;
-use vmmfd::error::{Error, PeerError, Result};
-
-use super::{
-    broker, consumer, producer,
-    protocol::{ConsumerResponse, Failure, ProducerResponse},
-    single,
-    task::{Role, Task},
+use nix::{
+    sys::{prctl::set_pdeathsig, signal::Signal},
+    unistd::getppid,
 };
-use vmmfd_cli::{
-    child::line_to_parent,
-    line::{Line, typed},
+use vmmfd::{
+    broker::{Client, Get, Object},
+    channel::Cancel,
+    driver::{Access, Backend, Driver},
+    error::{Error, PeerError, ProtocolError, RefusalCode, Result},
+    internals::{BareMapping, Handle, Location, PoolHandle, RecordSocket},
+    memory::Device,
+    session::{Config, stream::Subscriber},
+};
+use vmmfd_cli::{error::hint, verbs::HasVerbs};
+
+use crate::{
+    process::{Line, Peer, Reply, Request, Role, Task, borrowed},
+    report::Machine,
+    run::{now, open_device, until_asleep, us},
+    switching::Switching,
 };
 
-/// Runs the task of a child process.
-///
-/// # Errors
-/// Errors that cannot be reported to the parent over the line.
-pub fn run_task(task: Value) -> Result<()> {
-    let task: Task = typed(task)?;
-    match &task.role {
-        Role::Producer { folder, consumers } => {
-            let line = line_to_parent()?;
-            report(&line, producer::serve(&task, folder, *consumers, &line), ProducerResponse::Failed)
+/// The number of buffers that a subscriber keeps: a new one, and a held one.
+const KEEP: usize = 2;
+
+/// The number of longest durations that `GetUntilDeleted` reports.
+const LONGEST: usize = 100;
+
+/// The `main` of another process of the bench.
+pub(crate) fn main(task: &str) -> ExitCode {
+    let Ok(Task { parent, role }) = serde_json::from_str(task) else { return ExitCode::from(2) };
+    let signal = if matches!(role, Role::Program { .. }) { Signal::SIGTERM } else { Signal::SIGKILL };
+    if set_pdeathsig(signal).is_err() || getppid().as_raw() != parent {
+        return ExitCode::FAILURE;
+    }
+    let result = match role {
+        Role::Peer { backend, device, timeout, driver } => serve(backend, &device, timeout, driver),
+        Role::Sleeper => sleep(),
+        Role::BareStart { backend, device } => {
+            open_device(backend, &device).and_then(|opened| {
+                // Skip the destructor, like an ordinary program: the kernel frees the driver's resources.
+                std::mem::forget(opened);
+                let written = writeln!(io::stdout(), "ready").and_then(|()| io::stdout().flush());
+                written.map_err(|error| Error::system("write to standard output", error))
+            })
         }
-        Role::Consumer => {
-            let line = line_to_parent()?;
-            report(&line, consumer::serve(&task, &line), ConsumerResponse::Failed)
-        }
-        Role::Sleeper => broker::serve_sleeper(&line_to_parent()?),
-        Role::Single => {
-            let line = line_to_parent()?;
-            report(&line, single::serve(&task, &line), ProducerResponse::Failed)
-        }
-        Role::BrokerServer { socket, emulated } => {
-            let line = line_to_parent()?;
-            report(&line, broker::serve(&task, socket, *emulated, &line), ProducerResponse::Failed)
-        }
-        Role::BrokerClient { driver } => {
-            let line = line_to_parent()?;
-            report(&line, broker::serve_client(&task, *driver, &line), broker::ClientResponse::Failed)
-        }
-        // The parent kills this process.
-        Role::GroupLeader => loop {
-            thread::park();
-        },
-        Role::BareStart => {
-            let (driver, device) = task.open()?;
-            device.activate()?;
-            // Skip the destructor, like an ordinary program: the kernel frees the driver's resources.
-            std::mem::forget(driver);
-            let written = writeln!(io::stdout(), "ready").and_then(|()| io::stdout().flush());
-            written.map_err(|error| Error::system("write to standard output", error))?;
-            std::process::exit(0)
+        Role::Program { path, arguments } => Err(Error::system("run vmmfd", Command::new(path).args(arguments).exec())),
+    };
+    match result {
+        Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Fails if standard error is closed.
+            let _ = writeln!(io::stderr(), "error: {}", error.in_full());
+            ExitCode::FAILURE
         }
     }
 }
 
-/// Reports an error to the parent, unless the parent has exited.
-fn report<T: Serialize>(line: &Line, result: Result<()>, record: impl FnOnce(Failure) -> T) -> Result<()> {
-    match result {
-        Err(error) if !matches!(error, Error::Peer(PeerError::Gone { .. })) => line.send(&record(error.into())),
-        result => result,
+/// The connection to the parent. It has no timeout: this process dies with its parent.
+fn line() -> Result<Line> {
+    let stdin = io::stdin().as_fd().try_clone_to_owned();
+    let stdin = stdin.map_err(|error| Error::system("duplicate standard input", error))?;
+    Ok(Line(RecordSocket::blocking(stdin, &Cancel::new()?)))
+}
+
+/// A sender as idle as a broker: it keeps the descriptors of a record, and sends them back when a record without descriptors wakes it.
+fn sleep() -> Result<()> {
+    let (line, mut kept) = (line()?, Vec::new());
+    loop {
+        let record = line.receive_bare(&mut [0; 2])?;
+        if record.fds.is_empty() {
+            line.send_bare(&[0], &borrowed(&kept))?;
+        } else {
+            kept = record.fds;
+        }
     }
+}
+
+/// A process that answers [`Request`]s.
+pub(crate) struct Taker {
+    pub(crate) line: Line,
+    selector: String,
+    config: Config,
+    driver: Option<(Driver, Device)>,
+    pub(crate) subscriber: Option<Subscriber>,
+    pub(crate) pool: Option<PoolHandle>,
+    sleeper: Option<Peer>,
+    client: Option<Client>,
+    /// Memory and object of the last request, until the next request.
+    opened: Option<BareMapping>,
+    segments: Option<Segments>,
+    object: Option<Object>,
+    /// Two objects at the same addresses, until `Close`.
+    switching: Option<Switching>,
+}
+
+/// Memory of several segments, mapped by the driver's calls.
+struct Segments {
+    address: u64,
+    size: u64,
+    handles: Vec<Handle>,
+}
+
+fn serve(backend: Backend, device: &str, timeout: Duration, driver: bool) -> Result<()> {
+    let line = line()?;
+    let failed = |error: Error| Reply::Failed { message: error.in_full(), hint: hint(&error).map(str::to_owned) };
+    let opened = if driver { open_device(backend, device).map(Some) } else { Ok(None) };
+    let driver =
+        match opened.and_then(|driver| Ok((driver.as_ref().map(|(_, device)| machine(device)).transpose()?, driver))) {
+            Ok((machine, driver)) => {
+                line.send(&Reply::Ready(machine), &[])?;
+                driver
+            }
+            Err(error) => return line.send(&failed(error), &[]),
+        };
+    let mut taker = Taker {
+        line,
+        selector: device.to_owned(),
+        config: Config::default().timeout(timeout),
+        driver,
+        subscriber: None,
+        pool: None,
+        sleeper: None,
+        client: None,
+        opened: None,
+        segments: None,
+        object: None,
+        switching: None,
+    };
+    loop {
+        let (request, fds) = taker.line.receive()?;
+        let reply = taker.answer(request, fds).unwrap_or_else(failed);
+        taker.line.send(&reply, &[])?;
+    }
+}
+
+fn machine(device: &Device) -> Result<Machine> {
+    let text = |path: &str| std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+    Ok(Machine {
+        kernel: text("/proc/sys/kernel/osrelease").unwrap_or_default(),
+        cpus: thread::available_parallelism().map_or(0, usize::from),
+        device: device.name().to_owned(),
+        uuid: device.prefixed_uuid(),
+        module: text("/sys/module/nvidia/version"),
+        cuda: device.driver().version()?,
+    })
+}
+
+impl Taker {
+    fn answer(&mut self, request: Request, mut fds: Vec<OwnedFd>) -> Result<Reply> {
+        self.close_last()?;
+        match request {
+            Request::Session => {
+                let (driver, socket) = (self.driver()?.0, fds.pop().ok_or_else(not_prepared)?);
+                let device = Some(self.selector.parse().unwrap_or_default());
+                self.subscriber = Some(Subscriber::over(socket, driver, device, KEEP, &self.config)?);
+            }
+            Request::Pool => {
+                self.destroy_pool()?;
+                let fd = fds.pop().ok_or_else(not_prepared)?;
+                self.pool = Some(self.driver()?.0.verbs().pools()?.import(fd.as_fd())?);
+            }
+            Request::Take { way, size } => {
+                self.line.send(&Reply::Ready(None), &[])?;
+                return way.take(self, size).map(|at| Reply::Usable { at });
+            }
+            Request::Release => self.release()?,
+            Request::Sleeper => {
+                if self.sleeper.is_none() {
+                    let cancel = Cancel::new()?;
+                    self.sleeper = Some(Peer::with(self.config.timeout, &cancel, "the sleeper", &Role::Sleeper, &[])?);
+                }
+                self.sleeper()?.send_bare(&[0], &borrowed(&fds))?;
+            }
+            Request::Wake { size } => return self.wake(size),
+            Request::Receive => {
+                self.line.send(&Reply::Ready(None), &[])?;
+                // Longer than any description.
+                self.line.receive_bare(&mut [0; 8192])?;
+            }
+            Request::Connect { socket } => self.client = Some(Client::connect(&socket, &self.config)?),
+            Request::Get { name, array } => return self.get(name, array.as_deref()),
+            Request::Switch { bare } => return self.switch(bare),
+            Request::Close => {
+                self.switching.take().map_or(Ok(()), Switching::close)?;
+                self.destroy_pool()?;
+                // Ends the sleeper, which holds descriptors.
+                self.sleeper = None;
+            }
+            Request::Gets { name, count, map, at } => return self.gets(name, count, map, at),
+            Request::GetUntilDeleted { name } => return self.get_until_deleted(name),
+            Request::LoadKernels => {
+                let (kernels, ordinal) = (self.driver()?.0.verbs().kernels()?, self.driver()?.1.ordinal());
+                let begun = Instant::now();
+                kernels.load(ordinal)?;
+                return Ok(Reply::Took { us: us(begun.elapsed()) });
+            }
+        }
+        Ok(Reply::Ready(None))
+    }
+
+    pub(crate) fn driver(&self) -> Result<(&Driver, &Device)> {
+        self.driver.as_ref().map(|(driver, device)| (driver, device)).ok_or_else(not_prepared)
+    }
+
+    fn client(&self) -> Result<&Client> {
+        self.client.as_ref().ok_or_else(not_prepared)
+    }
+
+    fn sleeper(&self) -> Result<&Line> {
+        Ok(&self.sleeper.as_ref().ok_or_else(not_prepared)?.line)
+    }
+
+    /// Closes the memory of the last request. Closing it earlier would disturb consumers that still map theirs.
+    fn close_last(&mut self) -> Result<()> {
+        self.object = None;
+        if let Some(opened) = self.opened.take() {
+            self.driver()?.0.verbs().bare()?.close(opened)?;
+        }
+        let Some(Segments { address, size, handles }) = self.segments.take() else { return Ok(()) };
+        let verbs = self.driver()?.0.verbs();
+        verbs.unmap(address, size)?;
+        verbs.free(address, size)?;
+        handles.into_iter().try_for_each(|handle| verbs.release(handle))
+    }
+
+    /// Maps memory by the driver's calls until the next request, and returns the time at which it was usable.
+    pub(crate) fn map(&mut self, fds: &[OwnedFd], size: u64) -> Result<u64> {
+        let (verbs, ordinal) = (self.driver()?.0.verbs(), self.driver()?.1.ordinal());
+        if let [fd] = fds {
+            let (opened, _) = verbs.bare()?.open(ordinal, fd.as_fd(), size)?;
+            let at = now();
+            self.opened = Some(opened);
+            return Ok(at);
+        }
+        let segment = size / fds.len().max(1) as u64;
+        let address = verbs.reserve(size, 0)?;
+        let mut handles = Vec::with_capacity(fds.len());
+        for (number, fd) in (0..).zip(fds) {
+            let handle = verbs.import(fd.as_fd(), segment)?;
+            verbs.map(address + number * segment, segment, 0, handle)?;
+            handles.push(handle);
+        }
+        verbs.set_access(address, size, Location::Device(ordinal), Some(Access::ReadWrite))?;
+        let at = now();
+        self.segments = Some(Segments { address, size, handles });
+        Ok(at)
+    }
+
+    /// Takes a turn of the stream.
+    pub(crate) fn take_turn(&mut self, size: u64) -> Result<u64> {
+        let subscriber = self.subscriber.as_mut().ok_or_else(not_prepared)?;
+        let received = subscriber.receive()?;
+        let since = u64::try_from(received.usable_since().elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let at = now().saturating_sub(since);
+        if received.mapped_size() < size {
+            return Err(not_prepared());
+        }
+        subscriber.give_back(received)?;
+        Ok(at)
+    }
+
+    /// Waits until the session withdraws a buffer.
+    fn release(&mut self) -> Result<()> {
+        self.line.send(&Reply::Ready(None), &[])?;
+        let subscriber = self.subscriber.as_mut().ok_or_else(not_prepared)?;
+        let (before, deadline) = (subscriber.held(), Instant::now() + self.config.timeout);
+        while subscriber.held() == before && subscriber.try_receive()?.is_none() {
+            if Instant::now() > deadline {
+                let purpose = "for the session to withdraw a buffer";
+                return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.config.timeout }));
+            }
+            thread::yield_now();
+        }
+        Ok(())
+    }
+
+    fn wake(&mut self, size: u64) -> Result<Reply> {
+        until_asleep();
+        let begun = now();
+        let sleeper = self.sleeper()?;
+        sleeper.send_bare(&[0], &[])?;
+        let fds = sleeper.receive_bare(&mut [0; 2])?.fds;
+        let at = self.map(&fds, size)?;
+        Ok(Reply::Took { us: at.saturating_sub(begun) as f64 / 1e3 })
+    }
+
+    fn get(&mut self, name: String, array: Option<&str>) -> Result<Reply> {
+        let client = self.client()?;
+        until_asleep();
+        let begun = Instant::now();
+        let object = client.get(&Get::new(name))?.open(self.driver()?.0, None)?;
+        let array = array.map(|array| object.array(array)).transpose()?;
+        let us = us(begun.elapsed());
+        drop(array);
+        self.object = Some(object);
+        Ok(Reply::Took { us })
+    }
+
+    fn switch(&mut self, bare: bool) -> Result<Reply> {
+        let mut switching = match self.switching.take() {
+            Some(switching) => switching,
+            None => Switching::open(self.client()?, self.driver()?.1)?,
+        };
+        let us = switching.switch(bare)?;
+        self.switching = Some(switching);
+        Ok(Reply::Took { us })
+    }
+
+    fn gets(&self, name: String, count: usize, map: bool, at: u64) -> Result<Reply> {
+        let (client, get) = (self.client()?, Get::new(name));
+        let driver = map.then(|| self.driver()).transpose()?;
+        let mut all = Vec::with_capacity(count);
+        thread::sleep(Duration::from_nanos(at.saturating_sub(now())));
+        let begun = now();
+        for _ in 0..count {
+            let since = Instant::now();
+            let lease = client.get(&get)?;
+            let object = match driver {
+                Some((driver, _)) => Ok(lease.open(driver, None)?),
+                None => Err(lease),
+            };
+            all.push(since.elapsed());
+            drop(object);
+        }
+        // Rounded, so that all durations fit into a record.
+        let us = all.into_iter().map(|time| (us(time) * 10.0).round() / 10.0).collect();
+        Ok(Reply::Gets { begun, ended: now(), us })
+    }
+
+    /// Reports only the longest gets: there can be very many.
+    fn get_until_deleted(&self, name: String) -> Result<Reply> {
+        let (client, get) = (self.client()?, Get::new(name));
+        let (begun, mut longest) = (now(), Vec::new());
+        loop {
+            let since = Instant::now();
+            match client.get(&get) {
+                Ok(_) => longest.push(us(since.elapsed())),
+                Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Absent => break,
+                Err(error) => return Err(error),
+            }
+            if longest.len() >= 2 * LONGEST {
+                longest.sort_by(|some: &f64, other| other.total_cmp(some));
+                longest.truncate(LONGEST);
+            }
+        }
+        Ok(Reply::Gets { begun, ended: now(), us: longest })
+    }
+
+    fn destroy_pool(&mut self) -> Result<()> {
+        self.pool.take().map_or(Ok(()), |pool| self.driver()?.0.verbs().pools()?.destroy(pool))
+    }
+}
+
+/// The error of a request whose preparation is missing.
+pub(crate) fn not_prepared() -> Error {
+    ProtocolError::Unexpected { got: "request", want: "its preparation" }.into()
 }

@@ -1,169 +1,361 @@
-//! The benches `handoff` and `repeat`: each method in turn, at each size, with each number of consumers.
+//! The groups `handoff` and `repeat`: each way to hand over memory, at each size, to each number of consumers.
 
-use std::collections::BTreeMap;
-
-use tempfile::TempDir;
-use vmmfd::{driver::Backend, error::Result, memory::MOST_OF_A_POOL};
-
-use super::{
-    plan::Bench,
-    process::BenchProcess,
-    protocol::{Method, ProducerRequest, ProducerResponse},
-    run::{BenchRun, FOLDER, ask, ask_done, unexpected, warm_up},
-    stats::Samples,
-    task::Role,
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, Barrier},
+    thread,
 };
-use vmmfd_cli::{temporary::temporary_folder, units::about};
 
-/// A measurement that is compared with others.
-struct Candidate {
-    bench: Bench,
-    name: &'static str,
-    method: Method,
-    /// Whether its processes must hold no other exported descriptor.
-    alone: bool,
-    /// Whether it uses the memory shared by most candidates.
-    shares: bool,
+use serde::{Deserialize, Serialize};
+use vmmfd::{
+    channel::Channel,
+    driver::{Access, Driver},
+    error::{Error, Result},
+    internals::Created,
+    memory::{Device, MOST_OF_A_POOL, Pointer, Shared, Spec},
+    session::stream::{BufferId, Publisher},
+};
+use vmmfd_cli::{units::about, verbs::HasVerbs};
+
+use crate::{
+    child::{Taker, not_prepared},
+    process::{Peer, Request, Role, borrowed},
+    run::{About, Named, Run, nothing, now, until_asleep, usable},
+};
+
+/// A way to hand over memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Way {
+    /// The driver's calls and a socket. The same descriptors are sent each time.
+    Floor,
+    /// A stream of this library. The consumer has the description, but not the buffer.
+    Fresh,
+    /// Like `Fresh`, with the description sent each time.
+    Described,
+    /// A stream of this library. The consumer holds the buffer.
+    Again,
+    /// Like `Floor`, with an export each time.
+    Export,
+    Legacy,
+    Pool,
+    /// A record of one byte.
+    Record,
 }
 
-const fn candidate(bench: Bench, name: &'static str, method: Method, alone: bool, shares: bool) -> Candidate {
-    Candidate { bench, name, method, alone, shares }
+impl Way {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Floor => "floor",
+            Self::Fresh => "vmmfd",
+            Self::Described => "vmmfd, with description",
+            Self::Again => "vmmfd again",
+            Self::Export => "export each, anchor",
+            Self::Legacy => "legacy",
+            Self::Pool => "pool",
+            Self::Record => "record",
+        }
+    }
+
+    fn is_stream(self) -> bool {
+        matches!(self, Self::Fresh | Self::Described | Self::Again)
+    }
+
+    /// The producer's half. Returns the time at which it began.
+    fn give(self, memory: &Memory, to: &mut Consumer) -> Result<u64> {
+        let begun = now();
+        match self {
+            Self::Floor => to.peer.line.send_bare(&[0], &borrowed(&memory.fds))?,
+            Self::Export => {
+                let created = memory.unshared.as_ref().ok_or_else(not_prepared)?;
+                let fd = memory.device.driver().verbs().bare()?.export(created)?;
+                to.peer.line.send_bare(&[0], &[fd.as_fd()])?;
+            }
+            Self::Legacy | Self::Pool => to.peer.line.send_bare(&memory.pointer(self)?.0, &[])?,
+            Self::Record => to.peer.line.send_bare(&[0], &[])?,
+            Self::Described => {
+                to.describe(memory)?;
+                to.publisher.announce(to.fresh.ok_or_else(not_prepared)?)?;
+            }
+            Self::Fresh | Self::Again => {
+                to.publisher.announce(to.fresh.or(to.held).ok_or_else(not_prepared)?)?;
+            }
+        }
+        Ok(begun)
+    }
+
+    /// The consumer's half, in another process. Returns the time at which the memory was usable.
+    pub(crate) fn take(self, taker: &mut Taker, size: u64) -> Result<u64> {
+        if self.is_stream() {
+            return taker.take_turn(size);
+        }
+        let mut bytes = [0; 65];
+        let fds = taker.line.receive_bare(&mut bytes)?.fds;
+        let handle = bytes.first_chunk().ok_or_else(not_prepared)?;
+        let (driver, device) = taker.driver()?;
+        let (verbs, ordinal) = (driver.verbs(), device.ordinal());
+        match self {
+            Self::Legacy => {
+                let address = verbs.legacy()?.open(ordinal, handle)?;
+                let at = now();
+                verbs.legacy()?.close(ordinal, address).map(|()| at)
+            }
+            Self::Pool => {
+                let address = verbs.pools()?.import_pointer(taker.pool.ok_or_else(not_prepared)?, ordinal, handle)?;
+                let at = now();
+                verbs.pools()?.free(ordinal, address).map(|()| at)
+            }
+            Self::Record => Ok(now()),
+            _ => taker.map(&fds, size),
+        }
+    }
 }
 
-/// Memory is allocated in this order, if it does not suffice for all candidates.
-const CANDIDATES: [Candidate; 9] = [
-    candidate(Bench::Handoff, "floor", Method::Floor, false, true),
-    candidate(Bench::Handoff, "vmmfd", Method::Fresh, false, true),
-    candidate(Bench::Handoff, "vmmfd, with description", Method::Described, false, true),
-    candidate(Bench::Repeat, "floor", Method::Hop, false, true),
-    candidate(Bench::Repeat, "vmmfd again", Method::Again, false, true),
-    candidate(Bench::Handoff, "export each, anchor", Method::ExportEach, false, false),
-    candidate(Bench::Handoff, "export each, no anchor", Method::ExportEach, true, false),
-    candidate(Bench::Handoff, "legacy", Method::Legacy, false, false),
-    candidate(Bench::Handoff, "pool", Method::Pool, false, false),
-];
+/// Memory at the producer, of one size.
+struct Memory {
+    device: Device,
+    shared: Option<Arc<Shared>>,
+    /// The descriptors of its segments.
+    fds: Vec<OwnedFd>,
+    unshared: Option<Created>,
+    /// Legacy memory and memory of a pool, with their handles.
+    pointers: Vec<(Way, Shared, Pointer)>,
+}
 
-const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
-const HOST_SIZES: [u64; 2] = [2 << 20, 64 << 20];
+impl Memory {
+    fn pointer(&self, way: Way) -> Result<&Pointer> {
+        let found = self.pointers.iter().find(|(other, ..)| *other == way);
+        found.map(|(.., pointer)| pointer).ok_or_else(not_prepared)
+    }
+}
 
-pub(super) fn measure(run: &mut BenchRun<'_>) -> Result<()> {
-    let folder = temporary_folder(FOLDER)?;
-    let cuda = run.plan.backend == Backend::Cuda;
-    let mut numbers = run.plan.consumers.clone();
+/// A consumer process and the stream to it.
+pub(crate) struct Consumer {
+    pub(crate) peer: Peer,
+    publisher: Publisher,
+    /// The buffer of this handoff, which is withdrawn afterwards.
+    fresh: Option<BufferId>,
+    /// The buffer that the consumer holds.
+    held: Option<BufferId>,
+}
+
+impl Consumer {
+    fn describe(&mut self, memory: &Memory) -> Result<()> {
+        let shared = memory.shared.as_ref().ok_or_else(not_prepared)?;
+        self.fresh = Some(self.publisher.add(shared, None, Access::ReadWrite)?);
+        Ok(())
+    }
+
+    fn withdraw(&mut self, buffer: Option<BufferId>) -> Result<()> {
+        let Some(buffer) = buffer else { return Ok(()) };
+        self.peer.call(&Request::Release, &[])?;
+        self.publisher.withdraw(buffer)?;
+        self.peer.ready()
+    }
+}
+
+/// The producer and its consumers.
+pub(crate) struct Pair {
+    pub(crate) driver: Driver,
+    pub(crate) device: Device,
+    pub(crate) consumers: Vec<Consumer>,
+    memory: Memory,
+    size: u64,
+}
+
+impl Pair {
+    pub(crate) fn start(run: &Run<'_>, consumers: u16) -> Result<Self> {
+        run.tick("starting the processes", 0, 1)?;
+        // All processes start their drivers at once.
+        let start = |_| Peer::start(run, "a consumer", &Role::of(run.options), &[]);
+        let peers = (0..consumers).map(start).collect::<Result<Vec<_>>>()?;
+        let (driver, device) = run.device()?;
+        let connect = |peer: Peer| {
+            peer.ready()?;
+            let (own, other) = Channel::socket_pair()?;
+            peer.send(&Request::Session, &[other.as_fd()])?;
+            let publisher = Publisher::over(own, &driver, &run.config());
+            // The consumer's own error is better than a closed connection.
+            peer.ready()?;
+            Ok(Consumer { peer, publisher: publisher?, fresh: None, held: None })
+        };
+        let consumers = peers.into_iter().map(connect).collect::<Result<Vec<_>>>()?;
+        let memory =
+            Memory { device: device.clone(), shared: None, fds: Vec::new(), unshared: None, pointers: Vec::new() };
+        Ok(Self { driver, device, consumers, memory, size: 0 })
+    }
+
+    /// Creates memory for these ways.
+    pub(crate) fn prepare(&mut self, size: u64, segments: u64, ways: &[Way]) -> Result<()> {
+        self.size = size;
+        let memory = &mut self.memory;
+        for &way in ways {
+            match way {
+                Way::Export => {
+                    let bare = self.driver.verbs().bare()?;
+                    memory.unshared = Some(bare.create(self.device.ordinal(), size)?);
+                }
+                Way::Legacy | Way::Pool => {
+                    let spec = if way == Way::Pool { Spec::pool(size) } else { Spec::legacy(size) };
+                    let shared = Shared::create(&self.device, spec)?;
+                    if let Some(pool) = shared.pool() {
+                        let pool = [pool.export()?];
+                        self.consumers.iter().try_for_each(|to| to.peer.call(&Request::Pool, &pool))?;
+                    }
+                    let pointer = shared.describe()?.pointer().ok_or_else(not_prepared)?;
+                    memory.pointers.push((way, shared, pointer));
+                }
+                _ if memory.shared.is_some() => {}
+                _ => {
+                    let spec = Spec::vmm(size);
+                    let spec = if segments > 1 { spec.chunk(size / segments) } else { spec };
+                    let shared = Shared::create(&self.device, spec)?;
+                    let chunks = shared.chunks(0..size)?.map_or(Vec::new(), |(_, chunks)| chunks);
+                    let fds = chunks.iter().map(|chunk| chunk.as_fd().try_clone_to_owned()).collect::<io::Result<_>>();
+                    memory.fds = fds.map_err(|error| Error::system("duplicate a descriptor", error))?;
+                    memory.shared = Some(Arc::new(shared));
+                }
+            }
+        }
+        if ways.contains(&Way::Again) {
+            for consumer in &mut self.consumers {
+                consumer.describe(&self.memory)?;
+                consumer.held = consumer.fresh.take();
+            }
+            self.hand_over(Way::Again)?;
+        }
+        Ok(())
+    }
+
+    /// Frees the memory, at the consumers too.
+    pub(crate) fn clear(&mut self) -> Result<()> {
+        for consumer in &mut self.consumers {
+            consumer.peer.call(&Request::Close, &[])?;
+            let held = consumer.held.take();
+            consumer.withdraw(held)?;
+        }
+        let memory = &mut self.memory;
+        memory.shared = None;
+        memory.fds.clear();
+        memory.pointers.clear();
+        memory.unshared.take().map_or(Ok(()), |created| self.driver.verbs().bare()?.release(created))
+    }
+
+    pub(crate) fn shared(&self) -> Result<&Shared> {
+        self.memory.shared.as_deref().ok_or_else(not_prepared)
+    }
+
+    /// The descriptors of the shared memory.
+    pub(crate) fn fds(&self) -> &[OwnedFd] {
+        &self.memory.fds
+    }
+
+    /// Hands over to all consumers at once. Returns the microseconds until the last has the memory.
+    pub(crate) fn hand_over(&mut self, way: Way) -> Result<f64> {
+        let memory = &self.memory;
+        for consumer in &mut self.consumers {
+            if way == Way::Fresh {
+                consumer.describe(memory)?;
+            }
+            consumer.peer.call(&Request::Take { way, size: self.size }, &[])?;
+        }
+        until_asleep();
+        let begun = match &mut self.consumers[..] {
+            [consumer] => way.give(memory, consumer)?,
+            consumers => at_once(way, memory, consumers)?,
+        };
+        let mut last = 0;
+        for consumer in &mut self.consumers {
+            last = last.max(consumer.peer.usable()?);
+            if way.is_stream() {
+                consumer.publisher.take_back()?;
+            }
+        }
+        for consumer in &mut self.consumers {
+            let fresh = consumer.fresh.take();
+            consumer.withdraw(fresh)?;
+        }
+        Ok(last.saturating_sub(begun) as f64 / 1e3)
+    }
+
+    /// Measures ways in turns.
+    fn measure(&mut self, run: &Run<'_>, size: u64, ways: &[Way]) -> Result<Vec<Named>> {
+        self.prepare(size, 1, ways)?;
+        let names: Vec<&str> = ways.iter().map(|way| way.name()).collect();
+        let what = format!("handing over {}", about(size));
+        let rows = run.turns(&what, &names, usize::MAX, |row| self.hand_over(ways[row]))?;
+        self.clear().map(|()| rows)
+    }
+}
+
+/// Hands over in a thread for each consumer. Returns the time at which the first began.
+fn at_once(way: Way, memory: &Memory, consumers: &mut [Consumer]) -> Result<u64> {
+    let barrier = Barrier::new(consumers.len());
+    let give = |consumer| {
+        barrier.wait();
+        way.give(memory, consumer)
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = consumers.iter_mut().map(|consumer| scope.spawn(|| give(consumer))).collect();
+        let begun = threads.into_iter().map(|thread| thread.join().map_err(|_| not_prepared())?);
+        Ok(begun.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0))
+    })
+}
+
+pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
+    each_number(run, |run, pair, consumers, size| {
+        // First: while another exported descriptor is open, an export is far faster.
+        let mut alone = Vec::new();
+        if run.is_cuda() && consumers == 1 {
+            alone = pair.measure(run, size, &[Way::Export])?;
+            alone[0].0 = "export each, no anchor".to_owned();
+        }
+        let ways = fitting(run, &pair.device, size, consumers)?;
+        let mut rows = pair.measure(run, size, &ways)?;
+        rows.append(&mut alone);
+        run.add(About { consumers, ..About::size(size) }, rows, Some("floor"), nothing)
+    })
+}
+
+pub(crate) fn measure_again(run: &mut Run<'_>) -> Result<()> {
+    each_number(run, |run, pair, consumers, size| {
+        let rows = pair.measure(run, size, &[Way::Record, Way::Again])?;
+        run.add(About { consumers, ..About::size(size) }, rows, Some("record"), nothing)
+    })
+}
+
+/// Measures with each number of consumers, at each size.
+fn each_number(run: &mut Run<'_>, measure: impl Fn(&mut Run<'_>, &mut Pair, u16, u64) -> Result<()>) -> Result<()> {
+    let mut numbers = run.options.consumers.clone();
     numbers.sort_unstable();
     numbers.dedup();
-    for consumers in numbers {
-        let several = consumers > 1;
-        let wanted = |candidate: &&Candidate| {
-            let only_cuda = candidate.alone || matches!(candidate.method, Method::Legacy | Method::Pool);
-            // With several consumers the bench measures only the overhead of the session.
-            let compared =
-                !several || matches!(candidate.method, Method::Floor | Method::Fresh | Method::Hop | Method::Again);
-            run.plan.benches.contains(&candidate.bench) && compared && (cuda || !only_cuda)
-        };
-        let candidates: Vec<&Candidate> = CANDIDATES.iter().filter(wanted).collect();
-        measure_all(run, &folder, consumers, &candidates)?;
-    }
-    Ok(())
-}
-
-/// Measures the candidates in three rounds, each with new processes: handoffs without other exported descriptors, the other handoffs, and
-/// the repeats.
-fn measure_all(run: &mut BenchRun<'_>, folder: &TempDir, consumers: usize, candidates: &[&Candidate]) -> Result<()> {
-    let rounds = [(Bench::Handoff, true), (Bench::Handoff, false), (Bench::Repeat, false)];
-    let suffix = if consumers > 1 { format!(", {consumers} at once") } else { String::new() };
-    let mut measured: BTreeMap<(u64, &str, Bench), Samples> = BTreeMap::new();
-    for (bench, alone) in rounds {
-        let here = candidates.iter().filter(|candidate| (candidate.bench, candidate.alone) == (bench, alone));
-        let here: Vec<&Candidate> = here.copied().collect();
-        if here.is_empty() {
-            continue;
-        }
-        run.tick("starting the processes", 0, 1)?;
-        let role = Role::Producer { folder: folder.path().to_owned(), consumers: if alone { 1 } else { consumers } };
-        let (process, capacity) = run.start(role, &[])?;
-        let default = match run.plan.backend {
-            Backend::Cuda => &GPU_SIZES[..],
-            Backend::Host => &HOST_SIZES[..],
-        };
-        for size in run.sizes(default, capacity) {
-            let fitting = fitting(run, capacity.usable, size, &here);
-            let samples = measure_size(run, &process, size, &fitting)?;
-            let named = fitting.iter().zip(samples);
-            measured.extend(named.map(|(candidate, samples)| ((size, candidate.name, bench), samples)));
-            if alone {
-                continue;
-            }
-            let series = candidates.iter().filter(|candidate| candidate.bench == bench).filter_map(|candidate| {
-                let samples = measured.remove(&(size, candidate.name, bench))?;
-                Some((format!("{}{suffix}", candidate.name), samples))
-            });
-            run.add(bench, size, series.collect(), &format!("floor{suffix}"));
+    for number in numbers {
+        let mut pair = Pair::start(run, number)?;
+        for size in run.sizes(&pair.device, 1)? {
+            measure(run, &mut pair, number, size)?;
         }
     }
     Ok(())
 }
 
-/// Returns the candidates that fit into memory, in order.
-fn fitting<'a>(run: &mut BenchRun<'_>, usable: u64, size: u64, candidates: &[&'a Candidate]) -> Vec<&'a Candidate> {
-    let mut needed: u64 = 0;
-    let mut fitting: Vec<&Candidate> = Vec::new();
-    for &candidate in candidates {
-        let Candidate { bench, name, method, shares, .. } = candidate;
-        let bench = bench.as_str();
-        if *method == Method::Pool && size > MOST_OF_A_POOL {
-            run.leave_out(format!("{bench} {name} at {}: the driver can't import so much", about(size)));
-            continue;
-        }
-        // The shared memory is counted once.
-        let there = fitting.iter().any(|other| other.shares);
-        let more = if *shares && there { 0 } else { size };
-        if needed.saturating_add(more) > usable {
-            let (size, usable) = (about(size), about(usable));
-            run.leave_out(format!("{bench} {name} at {size}: there are {usable} for all candidates together"));
-            continue;
-        }
-        needed += more;
-        fitting.push(candidate);
+/// The ways whose memory fits. Several consumers take only the floor and the library's own handoff.
+fn fitting(run: &mut Run<'_>, device: &Device, size: u64, consumers: u16) -> Result<Vec<Way>> {
+    let mut ways = vec![Way::Floor, Way::Fresh];
+    if consumers > 1 {
+        return Ok(ways);
     }
-    fitting
-}
-
-/// Returns the samples of each candidate, in order.
-fn measure_size(
-    run: &BenchRun<'_>,
-    process: &BenchProcess,
-    size: u64,
-    candidates: &[&Candidate],
-) -> Result<Vec<Samples>> {
-    let methods: Vec<Method> = candidates.iter().map(|candidate| candidate.method).collect();
-    take_turns(run, process, &format!("handing over {}", about(size)), size, None, &methods)
-}
-
-/// Prepares memory for all methods together. Returns the samples of each method, in order.
-pub(super) fn take_turns(
-    run: &BenchRun<'_>,
-    process: &BenchProcess,
-    what: &str,
-    size: u64,
-    segment: Option<u64>,
-    methods: &[Method],
-) -> Result<Vec<Samples>> {
-    let (count, warm_up) = (run.plan.count, warm_up(run.plan.count));
-    let mut samples = vec![Samples::default(); methods.len()];
-    ask_done(process, &ProducerRequest::Prepare { size, segment, methods: methods.to_vec() })?;
-    for round in 0..warm_up + count {
-        run.tick(what, round, warm_up + count)?;
-        for turn in 0..methods.len() {
-            // Rotate the order: no method is always first, or always after the same method.
-            let number = (turn + round) % methods.len();
-            match ask(process, &ProducerRequest::Measure { method: methods[number] })? {
-                ProducerResponse::Time { us } if round >= warm_up => samples[number].0.push(us),
-                ProducerResponse::Time { .. } => {}
-                _ => return Err(unexpected()),
-            }
+    ways.push(Way::Described);
+    let free = usable(device)?;
+    let others = [Way::Export, Way::Legacy, Way::Pool];
+    // The first three have the same memory.
+    for (copies, way) in (2..).zip(others).take(if run.is_cuda() { 3 } else { 1 }) {
+        if way == Way::Pool && size > MOST_OF_A_POOL {
+            run.leave_out(format!("{} at {}: the driver can't import so much", way.name(), about(size)));
+        } else if size.saturating_mul(copies) > free {
+            run.leave_out(format!("{} at {}: {} are free for all rows", way.name(), about(size), about(free)));
+        } else {
+            ways.push(way);
         }
     }
-    ask_done(process, &ProducerRequest::Clear)?;
-    Ok(samples)
+    Ok(ways)
 }

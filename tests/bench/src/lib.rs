@@ -1,73 +1,35 @@
 //! Measures handoffs and compares them with the driver's own calls in the same run.
 //!
-//! The bench uses real processes: this program again, started for the run. The measuring process touches no memory itself. It starts a
-//! producer, which shares memory with its consumers. A second producer runs the methods for which a process must hold no exported
-//! descriptor, as an open exported descriptor makes an export far cheaper. Compared methods take turns, one sample each, so that a
-//! disturbance of the machine affects all of them.
+//! This process is the producer and the clock. The consumer, and each client of a broker, is this program again ([`process`]). Compared rows
+//! take turns, one sample each, so that a disturbance of the machine affects all of them.
+//!
+//! The statistics are own code: criterion compiles for longer than the whole package, and measures closures of one process.
 
 #![allow(missing_docs, reason = "it is no interface")]
 
 mod broker;
+mod calls;
 mod child;
-mod consumer;
-mod consumer_handle;
 mod handoff;
+mod load;
 mod options;
-mod pattern;
-pub mod picture;
-mod plan;
 mod process;
-mod producer;
-mod protocol;
 mod report;
 mod run;
-mod single;
 mod startup;
-mod stats;
-mod task;
-pub mod text;
+mod switching;
 
-use vmmfd::{channel::Cancel, error::Result};
+use std::process::ExitCode;
 
-use self::run::BenchRun;
-pub use self::{
-    child::run_task,
-    options::BenchOptions,
-    plan::{Bench, BenchPlan, Observer, Printer, Progress},
-    report::{BenchReport, Figure, Machine, Series},
-    stats::Summary,
-};
+use vmmfd_cli::cli;
 
-/// Runs the benches of a plan. Blocks until they finish. Each step is limited by the plan's timeout.
-///
-/// The program that calls this must call [`run_task`] for its hidden subcommand.
-///
-/// # Errors
-/// [`LoadError`], [`DeviceError::NotFound`]; [`ToolError::Child`] if a process of the bench fails otherwise, hangs or dies;
-/// [`Error::Interrupted`]; [`Error::System`].
-///
-/// [`LoadError`]: vmmfd::error::LoadError
-/// [`DeviceError::NotFound`]: vmmfd::error::DeviceError::NotFound
-/// [`ToolError::Child`]: vmmfd_cli::error::ToolError::Child
-/// [`Error::Interrupted`]: vmmfd::Error::Interrupted
-/// [`Error::System`]: vmmfd::Error::System
-pub fn run(plan: &BenchPlan, cancel: &Cancel, observer: Observer<'_>, print: Printer<'_>) -> Result<BenchReport> {
-    let mut run = BenchRun::new(plan, cancel, observer, print);
-    let wants = |bench: Bench| plan.benches.contains(&bench);
-    if wants(Bench::Handoff) || wants(Bench::Repeat) {
-        handoff::measure(&mut run)?;
+/// The hidden subcommand of a process of the bench.
+const CHILD: &str = "child";
+
+pub fn main() -> ExitCode {
+    let mut arguments = std::env::args().skip(1);
+    match (arguments.next().as_deref(), arguments.next()) {
+        (Some(CHILD), Some(task)) => child::main(&task),
+        _ => cli::main_of_tool::<options::BenchOptions>("vmmfd-bench"),
     }
-    if wants(Bench::Verify) {
-        pattern::measure(&mut run)?;
-    }
-    if wants(Bench::Stages) {
-        pattern::measure_stages(&mut run)?;
-    }
-    if wants(Bench::Startup) {
-        startup::measure(&mut run)?;
-    }
-    if wants(Bench::Broker) {
-        broker::measure(&mut run)?;
-    }
-    Ok(run.report)
 }

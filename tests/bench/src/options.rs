@@ -1,108 +1,110 @@
-//! `bench`: measures handoffs between two real processes, and the broker.
+//! The options of `bench`, and its groups of rows.
 
-use std::{cell::RefCell, path::PathBuf, time::Duration};
+use std::time::Duration;
 
-use clap::{Args, ValueEnum, builder::PossibleValue};
-use vmmfd::{channel::Cancel, driver::Backend, error::Error, memory::Selector};
-
+use clap::{Args, ValueEnum};
+use schemars::JsonSchema;
+use serde::Serialize;
+use vmmfd::{channel::Cancel, driver::Backend, error::Result, memory::Selector};
 use vmmfd_cli::{
-    check::files::Target,
-    cli::{
-        BACKEND, Exit, Output, Progress, Tool, ToolOutput, json_line, parse_size, parse_target, parse_timeout,
-        print_lines, raise_file_limit,
-    },
+    cli::{BACKEND, Exit, Output, Progress, Tool, ToolOutput, json_line, parse_size, parse_timeout, raise_file_limit},
     exit_codes,
     schema::{Named, document},
 };
 
-use crate::{self as bench, Bench, BenchReport};
+use crate::{broker, calls, handoff, report::Report, run::Run, startup};
 
 /// Measures handoffs between processes, and the driver's own calls
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("measured", "nothing could be measured: the report says why"; 2 3 5 130))]
-pub struct BenchOptions {
+pub(crate) struct BenchOptions {
     /// What to measure
-    #[arg(value_name = "BENCH", default_value = "all")]
-    bench: BenchArg,
+    #[arg(value_name = "GROUP", default_value = "all")]
+    pub(crate) group: Group,
 
-    /// Sizes, separated by commas [default: 2MiB,64MiB,1GiB,8GiB, and for broker 2MiB,1GiB,8GiB,64GiB; on the host backend 2MiB,64MiB, and 1GiB for verify and stages]
+    /// Sizes, separated by commas [default: 2MiB,64MiB,1GiB,8GiB, and for broker 2MiB,1GiB,8GiB,64GiB; on the host backend 2MiB,64MiB]
     #[arg(long, value_name = "SIZE,...", value_delimiter = ',', value_parser = parse_size, help_heading = "Buffer")]
-    size: Vec<u64>,
+    pub(crate) size: Vec<u64>,
 
-    /// Samples of each measurement; fewer of slow ones
+    /// Samples of each row; fewer of slow ones
     #[arg(long, value_name = "N", default_value = "200", value_parser = clap::value_parser!(u32).range(1..=1_000_000),
         help_heading = "Buffer")]
-    count: u32,
+    pub(crate) count: u32,
 
     /// Where the memory is: host measures no GPU. VMMFD_BACKEND is ignored, and there is no fallback
     #[arg(long, value_name = "BACKEND", value_parser = BACKEND, default_value = "cuda", help_heading = "Sharing")]
-    backend: Backend,
+    pub(crate) backend: Backend,
 
     /// Device to measure; a UUID may be abbreviated
     #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
-    device: Selector,
+    pub(crate) device: Selector,
 
-    /// Numbers of concurrent consumers, separated by commas
+    /// Numbers of concurrent consumers of a handoff, separated by commas
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1",
         value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Meeting")]
-    consumers: Vec<u16>,
+    pub(crate) consumers: Vec<u16>,
 
     /// Clients that get an object of the broker at once
     #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u16).range(1..=1024),
         help_heading = "Meeting")]
-    clients: u16,
+    pub(crate) clients: u16,
 
-    /// How long one step may take
+    /// How long another process may take for one step
     #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = parse_timeout, help_heading = "Meeting")]
-    timeout: Duration,
+    pub(crate) timeout: Duration,
 
-    /// Draw the distributions into an SVG file
-    #[arg(long, value_name = "FILE", value_parser = parse_target, help_heading = "Output")]
-    svg: Option<PathBuf>,
+    /// Let the broker accept host memory as GPU memory: for tests with the emulated driver
+    #[arg(long, hide = true, help_heading = "Meeting")]
+    pub(crate) emulated: bool,
 
     #[command(flatten)]
     output: Output,
 }
 
-/// All benches, or one.
-#[derive(Debug, Clone, Copy)]
-enum BenchArg {
+/// A group of rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Group {
+    /// From exec to ready, and a whole round trip
+    Startup,
+    /// Memory that the consumer does not hold
+    Handoff,
+    /// Memory that the consumer holds already
+    Repeat,
+    /// Filling and verifying, by the GPU and by the CPUs
+    Verify,
+    /// Each driver call
+    Stages,
+    /// Copies of shared memory, beside memcpy
+    Copies,
+    /// Objects of a broker, beside a handoff; many clients and objects
+    Broker,
+    /// All of these
     All,
-    One(Bench),
 }
 
-impl ValueEnum for BenchArg {
-    fn value_variants<'a>() -> &'a [Self] {
-        const ALL: [BenchArg; 7] = [
-            BenchArg::One(Bench::Handoff),
-            BenchArg::One(Bench::Repeat),
-            BenchArg::One(Bench::Verify),
-            BenchArg::One(Bench::Stages),
-            BenchArg::One(Bench::Startup),
-            BenchArg::One(Bench::Broker),
-            BenchArg::All,
-        ];
-        &ALL
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(match self {
-            Self::All => PossibleValue::new("all").help("all of these"),
-            Self::One(bench) => PossibleValue::new(bench.as_str()).help(match bench {
-                Bench::Handoff => "memory that the consumer does not hold",
-                Bench::Repeat => "memory that the consumer holds already",
-                Bench::Verify => "filling and verifying, by the GPU and by the CPUs",
-                Bench::Stages => "each driver call",
-                Bench::Startup => "from exec to ready, and a whole round trip",
-                Bench::Broker => "objects of a broker, beside a handoff; many clients and objects",
-            }),
-        })
+impl Group {
+    pub(crate) fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
     }
 }
+
+type Measure = fn(&mut Run<'_>) -> Result<()>;
+
+/// The groups in the order of a run. `startup` is first: this process has not started the driver then.
+const GROUPS: [(Group, Measure); 7] = [
+    (Group::Startup, startup::measure),
+    (Group::Handoff, handoff::measure),
+    (Group::Repeat, handoff::measure_again),
+    (Group::Verify, calls::verify),
+    (Group::Stages, calls::stages),
+    (Group::Copies, calls::copies),
+    (Group::Broker, broker::measure),
+];
 
 impl Tool for BenchOptions {
     const NAME: &'static str = "bench";
-    const REPORTS: &'static [Named] = &[("bench", document::<BenchReport>)];
+    const REPORTS: &'static [Named] = &[("bench", document::<Report>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -111,40 +113,15 @@ impl Tool for BenchOptions {
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
         // This process has sockets and descriptors for each consumer.
         raise_file_limit();
-        // Created before the measurements, which would be lost if the file cannot be written.
-        let mut svg = self.svg.as_deref().map(|path| Target::create(path, true)).transpose()?;
-        let plan = bench::BenchPlan {
-            benches: match self.bench {
-                BenchArg::All => Bench::ALL.to_vec(),
-                BenchArg::One(bench) => vec![bench],
-            },
-            backend: self.backend,
-            device: self.device,
-            sizes: self.size.clone(),
-            count: self.count as usize,
-            consumers: self.consumers.iter().map(|&consumers| consumers.into()).collect(),
-            clients: self.clients.into(),
-            timeout: self.timeout,
-        };
-        progress.step("starting", 0, plan.benches.len());
-        let observer = |step: bench::Progress<'_>| progress.step(step.what, step.done, step.all);
-        let failed = RefCell::new(None);
-        let print = |text: &str| {
-            if !self.output.json
-                && let Err(error) = progress.suspend(|| print_lines(text))
-            {
-                failed.replace(Some(error));
+        let mut run = Run::start(self, cancel, progress, !self.output.json)?;
+        for (group, measure) in GROUPS {
+            if self.group == group || self.group == Group::All {
+                run.group = group;
+                measure(&mut run)?;
             }
-        };
-        let report = bench::run(&plan, cancel, &observer, &print)?;
-        if let Some(error) = failed.take() {
-            return Err(Error::system("write to standard output", error).into());
         }
-        if let Some(mut svg) = svg.take() {
-            svg.write(bench::picture::draw(&report)?.as_bytes())?;
-            svg.finish()?;
-        }
-        let text = if self.output.json { json_line(&report) } else { bench::text::end(&report) };
-        Ok(ToolOutput { text, exit: if report.series.is_empty() { Exit::Mismatch } else { Exit::Verified } })
+        let report = run.report;
+        let text = if self.output.json { json_line(&report) } else { report.end() };
+        Ok(ToolOutput { text, exit: if report.rows.is_empty() { Exit::Mismatch } else { Exit::Verified } })
     }
 }

@@ -1,96 +1,323 @@
-//! A bench process and the line to it.
+//! The other processes of a run, and the records between them.
 
 use std::{
     env,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::process::{CommandExt, ExitStatusExt},
+    },
     path::{Path, PathBuf},
-    time::Duration,
+    process::{Child, Command, ExitStatus, Stdio},
+    thread,
+    time::{Duration, Instant},
 };
 
-use nix::unistd::Pid;
-use serde::{Serialize, de::DeserializeOwned};
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::{Pid, getpid},
+};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use vmmfd::{
-    channel::Cancel,
-    error::{Error, Result},
+    channel::{Cancel, Channel},
+    driver::Backend,
+    error::{Error, PeerError, ProtocolError, Result},
+    internals::{Record, RecordSocket},
 };
+use vmmfd_cli::error::ToolError;
 
-use super::task::{Role, Task};
-use vmmfd_cli::{
-    child::{Group, Launch, OnParentDeath, Process, failure},
-    line::Line,
-};
+use crate::{CHILD, handoff::Way, options::BenchOptions, report::Machine, run::Run};
 
-/// How much longer the measuring process waits than a producer. The producer's timeout then expires first, and its error names the consumer
-/// that is stuck.
-const HEAD_START: Duration = Duration::from_secs(1);
+/// The longest record in bytes.
+const LONGEST: usize = 128 << 10;
 
-/// A process with a line to it. Dropping it kills the process and its children.
-#[derive(Debug)]
-pub(super) struct BenchProcess {
-    process: Process,
-    pub(super) line: Line,
-    /// How long one step may take.
-    limit: Duration,
+/// How long a process may take to exit. The driver's exit handlers may hang.
+const EXIT: Duration = Duration::from_secs(5);
+
+/// The interval between two checks for an exit.
+const POLL: Duration = Duration::from_micros(100);
+
+/// The argument of a process.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Task {
+    /// The pid of its parent. If it has another parent, its parent has died.
+    pub(crate) parent: i32,
+    pub(crate) role: Role,
 }
 
-impl BenchProcess {
-    /// Starts a process in this one's group.
-    pub(super) fn start(task: &Task) -> Result<Self> {
-        Self::launch(task, Group::Inherited, task.timeout, &Cancel::new()?, &[])
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum Role {
+    /// Starts the driver if `driver` is set, reports the machine, and answers [`Request`]s.
+    Peer { backend: Backend, device: String, timeout: Duration, driver: bool },
+    /// Sends the descriptors of the last record back when it is woken.
+    Sleeper,
+    /// Starts the driver, prints `ready`, and exits.
+    BareStart { backend: Backend, device: String },
+    /// Becomes another program, which is stopped when this process dies.
+    Program { path: PathBuf, arguments: Vec<String> },
+}
+
+impl Role {
+    /// A peer with a driver.
+    pub(crate) fn of(options: &BenchOptions) -> Self {
+        let BenchOptions { backend, device, timeout, .. } = options;
+        Self::Peer { backend: *backend, device: device.to_string(), timeout: *timeout, driver: true }
+    }
+}
+
+/// A request to a peer.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum Request {
+    /// Subscribe to the session over the record's descriptor.
+    Session,
+    /// Import the pool of the record's descriptor.
+    Pool,
+    /// Answer, then take the next handoff.
+    Take { way: Way, size: u64 },
+    /// Answer, then let the session withdraw a buffer.
+    Release,
+    /// Give the record's descriptors to a process that sleeps.
+    Sleeper,
+    /// Wake this process and map its memory of `size` bytes.
+    Wake { size: u64 },
+    /// Answer, then receive a record and close its descriptors.
+    Receive,
+    /// Connect to the broker at this socket.
+    Connect { socket: PathBuf },
+    /// Get an object and map it, and an array of it if `array` is set.
+    Get { name: String, array: Option<String> },
+    /// Switch to the other of two objects at the same addresses, by the driver's calls if `bare` is set.
+    Switch { bare: bool },
+    /// Close all memory.
+    Close,
+    /// Get an object `count` times from `at` on, and release it at once.
+    Gets { name: String, count: usize, map: bool, at: u64 },
+    /// Get an object until it is deleted, and release it at once.
+    GetUntilDeleted { name: String },
+    /// Compile or load the kernels.
+    LoadKernels,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum Reply {
+    /// Done. The first reply has the machine if the process has a driver.
+    Ready(Option<Machine>),
+    /// The time at which memory became usable.
+    Usable {
+        at: u64,
+    },
+    /// The duration of a step.
+    Took {
+        us: f64,
+    },
+    /// The times of the first and last get, and the durations.
+    Gets {
+        begun: u64,
+        ended: u64,
+        us: Vec<f64>,
+    },
+    Failed {
+        message: String,
+        hint: Option<String>,
+    },
+}
+
+/// A connection for JSON records, and for raw records between them.
+#[derive(Debug)]
+pub(crate) struct Line(pub(crate) RecordSocket);
+
+const PURPOSE: &str = "for another process of this tool";
+
+impl Line {
+    pub(crate) fn send(&self, record: &impl Serialize, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let record = serde_json::to_vec(record).map_err(|error| ProtocolError::Content(error.to_string()))?;
+        self.send_bare(&record, fds)
     }
 
-    /// Starts a process that leads a group, since it may start others. `variables` are added to its environment.
-    pub(super) fn leader(task: &Task, cancel: &Cancel, variables: &[(&str, &str)]) -> Result<Self> {
-        Self::launch(task, Group::Own, task.timeout + HEAD_START, cancel, variables)
+    pub(crate) fn receive<T: DeserializeOwned>(&self) -> Result<(T, Vec<OwnedFd>)> {
+        let mut bytes = vec![0; LONGEST];
+        let record = self.receive_bare(&mut bytes)?;
+        let read = serde_json::from_slice(&bytes[..record.length]);
+        Ok((read.map_err(|error| ProtocolError::Content(error.to_string()))?, record.fds))
     }
 
-    fn launch(
-        task: &Task,
-        group: Group,
+    pub(crate) fn send_bare(&self, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        self.0.send("a record", record, fds)
+    }
+
+    /// The buffer is one byte longer than the longest record.
+    pub(crate) fn receive_bare(&self, record: &mut [u8]) -> Result<Record> {
+        self.0.receive(record, PURPOSE)
+    }
+}
+
+/// Another process of the run, connected. Dropping it ends the process.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) program: Program,
+    pub(crate) line: Line,
+}
+
+impl Peer {
+    pub(crate) fn start(run: &Run<'_>, name: &'static str, role: &Role, variables: &[(&str, &str)]) -> Result<Self> {
+        Self::with(run.options.timeout, run.cancel, name, role, variables)
+    }
+
+    pub(crate) fn with(
         timeout: Duration,
         cancel: &Cancel,
+        name: &'static str,
+        role: &Role,
         variables: &[(&str, &str)],
     ) -> Result<Self> {
-        let on_parent_death = match task.role {
-            // Programs in its group do not exit with this process.
-            Role::GroupLeader => OnParentDeath::KillGroup { remove: None },
-            _ => OnParentDeath::Killed,
-        };
-        let (name, keep_stderr) = (task.role.name(), false);
-        let launch = Launch { name, on_parent_death, group, variables, keep_stderr, timeout, cancel };
-        let (process, line) = launch.start(task)?;
-        Ok(Self { process, line, limit: task.timeout })
+        let (own, other) = Channel::socket_pair()?;
+        let mut command = this_program(role)?;
+        command.stdin(other).stdout(Stdio::null()).envs(variables.iter().copied());
+        let program = Program::start(name, &mut command)?;
+        Ok(Self { program, line: Line(RecordSocket::new(own, timeout, cancel)?) })
     }
 
-    pub(super) fn name(&self) -> &'static str {
-        self.process.name()
+    pub(crate) fn send(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        self.line.send(request, fds).map_err(|error| self.explain(error))
     }
 
-    /// The ID of the process, and of its group if it leads one.
-    pub(super) fn pid(&self) -> Pid {
-        self.process.pid()
+    pub(crate) fn receive(&self) -> Result<Reply> {
+        match self.line.receive().map_err(|error| self.explain(error))?.0 {
+            Reply::Failed { message, hint } => {
+                let process = self.program.name.to_owned();
+                Err(ToolError::Child { process, message: format!("failed: {message}"), hint }.into())
+            }
+            reply => Ok(reply),
+        }
     }
 
-    pub(super) fn send(&self, record: &impl Serialize) -> Result<()> {
-        self.line.send(record).map_err(|error| self.explain(error))
+    pub(crate) fn call(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        self.send(request, fds)?;
+        self.ready()
     }
 
-    pub(super) fn receive<T: DeserializeOwned>(&self) -> Result<T> {
-        self.line.receive().map_err(|error| self.explain(error))
+    pub(crate) fn ready(&self) -> Result<()> {
+        match self.receive()? {
+            Reply::Ready(_) => Ok(()),
+            _ => Err(self.unexpected()),
+        }
     }
 
-    pub(super) fn failure(&self, message: String) -> Error {
-        failure(self.process.name(), message)
+    /// Waits until memory is usable, and returns the time.
+    pub(crate) fn usable(&self) -> Result<u64> {
+        match self.receive()? {
+            Reply::Usable { at } => Ok(at),
+            _ => Err(self.unexpected()),
+        }
     }
 
+    /// Lets the process take a step, and returns the duration that it measured.
+    pub(crate) fn took(&self, request: &Request) -> Result<f64> {
+        self.send(request, &[])?;
+        match self.receive()? {
+            Reply::Took { us } => Ok(us),
+            _ => Err(self.unexpected()),
+        }
+    }
+
+    pub(crate) fn unexpected(&self) -> Error {
+        self.program.failure("sent the reply of another request".to_owned())
+    }
+
+    /// Replaces an error of the connection by its reason: the process exited, or hangs.
     fn explain(&self, error: Error) -> Error {
-        self.process.explain(error, self.limit)
+        match error {
+            Error::Peer(PeerError::Timeout { waited, .. }) => {
+                self.program.failure(format!("did not respond within {waited:?}"))
+            }
+            Error::Peer(PeerError::Gone { .. }) => match self.program.end_of_dead() {
+                Some(end) => self.program.failure(end),
+                None => error,
+            },
+            error => error,
+        }
     }
 }
 
-/// Finds a file beside this program, or in the build directory `built`.
-pub(super) fn beside(name: &str, built: Option<&str>) -> Option<PathBuf> {
-    let program = env::current_exe().ok()?;
-    let folder = program.parent()?;
-    let others = built.map(|built| folder.join(built));
-    [Some(folder.join(name)), others].into_iter().flatten().find(|path: &PathBuf| Path::is_file(path))
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // The process exits at the end of the connection.
+        let _ = self.line.0.shared().shutdown(std::net::Shutdown::Both);
+        self.program.end(None);
+    }
+}
+
+/// A child process in a group of its own: signals of the terminal do not reach it. Dropping it kills the group.
+#[derive(Debug)]
+pub(crate) struct Program {
+    pub(crate) name: &'static str,
+    pub(crate) child: std::cell::RefCell<Child>,
+}
+
+impl Program {
+    pub(crate) fn start(name: &'static str, command: &mut Command) -> Result<Self> {
+        let child = command.process_group(0).spawn();
+        let child = child.map_err(|error| Error::system(format!("start {name}"), error))?;
+        Ok(Self { name, child: child.into() })
+    }
+
+    pub(crate) fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.borrow().id().cast_signed())
+    }
+
+    pub(crate) fn failure(&self, message: String) -> Error {
+        ToolError::Child { process: self.name.to_owned(), message, hint: None }.into()
+    }
+
+    /// The status, when the process has exited; `None` after `limit`.
+    pub(crate) fn wait(&self, limit: Duration) -> Option<ExitStatus> {
+        let begun = Instant::now();
+        loop {
+            match self.child.borrow_mut().try_wait() {
+                Ok(Some(status)) => return Some(status),
+                Ok(None) if begun.elapsed() < limit => thread::sleep(POLL),
+                _ => return None,
+            }
+        }
+    }
+
+    /// How a process ended that has closed its connection, as the rest of a sentence.
+    pub(crate) fn end_of_dead(&self) -> Option<String> {
+        let status = self.wait(EXIT)?;
+        Some(match status.signal().map(Signal::try_from) {
+            Some(Ok(signal)) => format!("was killed by {signal}"),
+            _ => format!("exited with code {}", status.code().unwrap_or(-1)),
+        })
+    }
+
+    /// Sends a signal to the group and waits until the process has exited. If it hangs, it is killed.
+    pub(crate) fn end(&self, signal: Option<Signal>) {
+        let exited = self.wait(Duration::ZERO).is_some() || {
+            // Fails if the process has just exited.
+            let _ = signal.map(|signal| killpg(self.pid(), signal));
+            self.wait(EXIT).is_some()
+        };
+        if !exited {
+            let _ = killpg(self.pid(), Signal::SIGKILL);
+            let _ = self.child.borrow_mut().wait();
+        }
+    }
+}
+
+/// The command of this program with a role.
+pub(crate) fn this_program(role: &Role) -> Result<Command> {
+    let task = serde_json::to_string(&Task { parent: getpid().as_raw(), role: role.clone() });
+    let mut command = Command::new("/proc/self/exe");
+    command.arg(CHILD).arg(task.map_err(|error| Error::system("describe a process", error))?);
+    Ok(command)
+}
+
+/// A program beside this one.
+pub(crate) fn beside(name: &str) -> Option<PathBuf> {
+    let path = env::current_exe().ok()?.with_file_name(name);
+    Path::is_file(&path).then_some(path)
+}
+
+/// Borrows descriptors.
+pub(crate) fn borrowed(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
+    fds.iter().map(AsFd::as_fd).collect()
 }

@@ -1,90 +1,226 @@
-//! The report of a run, as data.
+//! The report: rows of numbers, as text and as JSON.
+
+use std::fmt::Write;
 
 use schemars::JsonSchema;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use vmmfd::driver::Backend;
-use vmmfd_cli::schema;
+use vmmfd_cli::{schema, units::about};
 
-use super::{plan::Bench, stats::Summary};
+use crate::options::Group;
+
+/// A row is noisy if the medians of its fifths differ by more than this part of its median.
+const NOISY: f64 = 0.2;
 
 /// The measurements of a run.
 #[derive(Debug, Serialize, JsonSchema)]
-pub struct BenchReport {
-    pub schema: u32,
+pub(crate) struct Report {
+    pub(crate) schema: u32,
     /// The program that created the report.
-    pub tool: String,
+    pub(crate) tool: String,
     /// The time of the report: RFC 3339, in UTC, to the second.
-    pub made: String,
-    /// The backend.
+    pub(crate) made: String,
     #[schemars(with = "schema::Backend")]
-    pub backend: Backend,
-    /// The machine.
-    pub machine: Machine,
-    /// The planned samples of each measurement.
-    pub count: usize,
-    /// The warm-up samples before these, which do not count.
-    pub warm_up: usize,
-    /// The measurements.
-    pub series: Vec<Series>,
-    /// Derived values: rates, differences, and the resources of a process.
-    pub figures: Vec<Figure>,
-    /// The omitted measurements, with reasons.
-    pub left_out: Vec<String>,
+    pub(crate) backend: Backend,
+    pub(crate) machine: Machine,
+    pub(crate) rows: Vec<Row>,
+    /// The omitted rows, with reasons.
+    pub(crate) left_out: Vec<String>,
 }
 
 /// The machine of a run.
-#[derive(Debug, Clone, Default, Serialize, JsonSchema)]
-pub struct Machine {
+#[derive(Debug, Clone, Serialize, Deserialize, JsonSchema)]
+pub(crate) struct Machine {
     /// The kernel's release.
-    pub kernel: String,
+    pub(crate) kernel: String,
     /// The CPUs that this process may use.
-    pub cpus: usize,
+    pub(crate) cpus: usize,
     /// The device's name.
-    pub device: String,
+    pub(crate) device: String,
     /// The device's UUID.
-    pub uuid: String,
+    pub(crate) uuid: String,
     /// The version of NVIDIA's kernel module, if it is loaded.
-    pub module: Option<String>,
+    pub(crate) module: Option<String>,
     /// The newest CUDA that the driver supports, as 1000 * major + 10 * minor; 0 on the host backend.
-    pub cuda: i32,
+    pub(crate) cuda: i32,
 }
 
-/// The samples of one measurement at one size.
+/// A measured or derived number.
 #[derive(Debug, Clone, Serialize, JsonSchema)]
-pub struct Series {
-    /// Its bench.
-    pub bench: Bench,
-    /// Its name.
-    pub name: String,
+pub(crate) struct Row {
+    pub(crate) group: Group,
+    pub(crate) name: String,
     /// The size in bytes; 0 if it has none.
-    pub size: u64,
-    /// The statistics of the samples.
-    #[serde(flatten)]
-    pub summary: Summary,
-    /// The median, divided by the floor's median in the same bench at the same size.
-    pub ratio: Option<f64>,
-    /// Bytes per second, if it moves bytes.
-    pub rate: Option<f64>,
-    /// The samples, in microseconds.
-    #[serde(skip)]
-    pub samples: Vec<f64>,
+    pub(crate) size: u64,
+    /// The number of segments of this memory.
+    pub(crate) segments: u64,
+    /// The number of consumers at once.
+    pub(crate) consumers: u16,
+    /// The unit of the numbers.
+    pub(crate) unit: &'static str,
+    /// The number of samples; 0 of a derived number, which is the median.
+    pub(crate) count: usize,
+    pub(crate) min: Option<f64>,
+    pub(crate) median: f64,
+    pub(crate) p99: Option<f64>,
+    /// The median, divided by the floor's.
+    pub(crate) ratio: Option<f64>,
+    /// Whether the medians of the run's fifths differ by over 20 %. Needs at least 20 samples.
+    pub(crate) noisy: bool,
 }
 
-/// A number that is no distribution.
-#[derive(Debug, Clone, Serialize, JsonSchema)]
-pub struct Figure {
-    /// Its bench.
-    pub bench: Bench,
-    /// Its name.
-    pub name: String,
-    /// The size in bytes; 0 if the figure has none.
-    pub size: u64,
-    /// The number.
-    pub value: f64,
-    /// Its unit.
-    pub unit: &'static str,
-    /// The upper limit of the value.
-    pub at_most: Option<f64>,
-    /// The lower limit of the value.
-    pub at_least: Option<f64>,
+impl Row {
+    /// Sets the statistics of at least one sample.
+    pub(crate) fn with_samples(self, samples: &[f64]) -> Self {
+        let all = sorted(samples);
+        let median = quantile(&all, 0.5);
+        let fifth = samples.len() / 5;
+        let medians = samples.chunks_exact(fifth.max(1)).take(5).map(|part| quantile(&sorted(part), 0.5));
+        let (low, high) = medians.fold((f64::MAX, f64::MIN), |(low, high), median| (low.min(median), high.max(median)));
+        let noisy = fifth >= 4 && high - low > NOISY * median;
+        let (min, p99) = (Some(quantile(&all, 0.0)), Some(quantile(&all, 0.99)));
+        Self { count: all.len(), min, median, p99, noisy, ..self }
+    }
+}
+
+fn sorted(samples: &[f64]) -> Vec<f64> {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted
+}
+
+/// The quantile of sorted samples, by nearest rank.
+fn quantile(sorted: &[f64], part: f64) -> f64 {
+    let rank = (part * sorted.len() as f64).ceil() as usize;
+    sorted.get(rank.max(1) - 1).copied().unwrap_or(f64::NAN)
+}
+
+impl Report {
+    /// The machine.
+    pub(crate) fn head(&self) -> String {
+        let Machine { kernel, cpus, device, uuid, module, cuda } = &self.machine;
+        let driver = match (self.backend, module) {
+            (Backend::Host, _) => "host memory: no GPU is measured".to_owned(),
+            (Backend::Cuda, None) => format!("CUDA {}.{}", cuda / 1000, cuda % 1000 / 10),
+            (Backend::Cuda, Some(module)) => format!("driver {module}, CUDA {}.{}", cuda / 1000, cuda % 1000 / 10),
+        };
+        let (tool, made) = (&self.tool, &self.made);
+        format!("{tool} bench, {made}\n{device} {uuid}\n{driver}, Linux {kernel}, {cpus} CPUs\n")
+    }
+
+    /// The explanations below the tables.
+    pub(crate) fn end(&self) -> String {
+        let mut text = if self.rows.is_empty() { self.head() } else { String::new() };
+        let explained = [
+            (
+                self.rows.iter().any(|row| row.noisy),
+                "~ the medians of the row's fifths differ by over 20 %: run it again on an idle machine",
+            ),
+            (self.rows.iter().any(|row| row.ratio.is_some()), "ratio: the median, divided by that of the first row"),
+        ];
+        for (_, explanation) in explained.iter().filter(|(there, _)| *there) {
+            let _ = write!(text, "\n{explanation}");
+        }
+        for left_out in &self.left_out {
+            let _ = write!(text, "\nleft out: {left_out}");
+        }
+        text + "\n"
+    }
+}
+
+/// A table of rows that were measured in turns, and of the numbers derived from them. At most 80 columns wide.
+pub(crate) fn table(rows: &[Row]) -> String {
+    let Some(first) = rows.first() else { return String::new() };
+    let mut title = first.group.name();
+    if first.size > 0 {
+        title += &format!(", {}", about(first.size));
+    }
+    if first.segments > 1 {
+        title += &format!(" in {} segments", first.segments);
+    }
+    if first.consumers > 1 {
+        title += &format!(", {} at once", first.consumers);
+    }
+    let mut text = String::from("\n");
+    let (measured, derived): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| row.count > 0);
+    let last = if measured.iter().any(|row| row.ratio.is_some()) { "ratio" } else { "" };
+    let head = match measured.first() {
+        Some(row) => format!(
+            "{:37}{:>9}{:>10} {:>9}{:>6}{last:>8}",
+            format!("{title} ({})", row.unit),
+            "min",
+            "median",
+            "p99",
+            "n"
+        ),
+        None => title,
+    };
+    let _ = writeln!(text, "{}", head.trim_end());
+    for row in measured {
+        let [min, p99] = [row.min, row.p99].map(|number| number.map(digits).unwrap_or_default());
+        let ratio = row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default();
+        let mark = if row.noisy { '~' } else { ' ' };
+        let line = format!("{:37}{min:>9}{:>10}{mark}{p99:>9}{:>6}{ratio:>8}", row.name, digits(row.median), row.count);
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+    for row in derived {
+        let _ = writeln!(text, "{:62}{:>9} {}", row.name, digits(row.median), row.unit);
+    }
+    text
+}
+
+/// Three significant digits.
+fn digits(number: f64) -> String {
+    match number.abs() {
+        abs if abs < 10.0 => format!("{number:.2}"),
+        abs if abs < 100.0 => format!("{number:.1}"),
+        _ => format!("{number:.0}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(name: &str) -> Row {
+        Row {
+            group: Group::Handoff,
+            name: name.to_owned(),
+            size: 2 << 20,
+            segments: 1,
+            consumers: 1,
+            unit: "us",
+            count: 0,
+            min: None,
+            median: 2.346,
+            p99: None,
+            ratio: None,
+            noisy: false,
+        }
+    }
+
+    #[test]
+    fn statistics_are_samples_by_rank() {
+        let samples: Vec<f64> = (0..200).map(|at| f64::from(at * 7 % 200 + 1)).collect();
+        let Row { count, min, median, p99, noisy, .. } = row("floor").with_samples(&samples);
+        assert_eq!((count, min, median, p99, noisy), (200, Some(1.0), 100.0, Some(198.0), false));
+        let drifting: Vec<f64> = (0..100).map(|at| 10.0 + f64::from(at) / 10.0).collect();
+        assert!(row("floor").with_samples(&drifting).noisy);
+        assert!(!row("floor").with_samples(&[1.0, 100.0, 1.0]).noisy, "too few samples");
+    }
+
+    #[test]
+    fn table_fits_80_columns() {
+        let rows = [
+            Row { ratio: Some(1.0), noisy: true, ..row("floor").with_samples(&[1_234_567.0; 2]) },
+            row("get of host memory by 4 clients: broker's CPU in the program"),
+        ];
+        let want = "
+handoff, 2 MiB (us)                        min    median       p99     n   ratio
+floor                                  1234567   1234567~  1234567     2    1.00
+get of host memory by 4 clients: broker's CPU in the program       2.35 us
+";
+        assert_eq!(table(&rows), want);
+        assert!(want.lines().all(|line| line.len() <= 80));
+    }
 }

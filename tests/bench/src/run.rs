@@ -1,170 +1,239 @@
-//! A run of the benches: its processes, its sizes, and its report.
+//! A run: its sizes, its turns, and its report.
 
-use std::{collections::BTreeMap, fs, thread, time::Duration};
+use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
 use vmmfd::{
     channel::Cancel,
-    error::{Error, ProtocolError, Result},
+    driver::{Backend, Choice, Driver, open},
+    error::{Error, Result},
+    memory::Device,
+    session::Config,
+};
+use vmmfd_cli::{
+    cli::{Progress, print_now},
+    schema::VERSION,
+    stamp,
+    units::about,
 };
 
-use super::{
-    plan::{Bench, BenchPlan, Observer, Printer, Progress},
-    process::BenchProcess,
-    protocol::{ProducerRequest, ProducerResponse},
-    report::{BenchReport, Figure, Machine, Series},
-    stats::{Samples, Summary},
-    task::{Role, Task},
-    text,
+use crate::{
+    options::{BenchOptions, Group},
+    process::{Peer, Reply, Role},
+    report::{Report, Row, table},
 };
-use vmmfd_cli::{schema::VERSION, stamp};
-
-/// The prefix of the bench's folder names.
-pub(super) const FOLDER: &str = "vmmfd-bench.";
 
 /// The fraction of the free memory that is used.
 const USED: f64 = 0.95;
 
-/// A timeout that clocks and sockets can still represent.
-const LONGEST_STEP: Duration = Duration::from_secs(24 * 3600);
+/// The time for a process to fall asleep on its socket, as between two real handoffs.
+const ASLEEP: Duration = Duration::from_micros(30);
 
-/// The memory of a device.
+/// The sizes of a group without `--size`.
+const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
+const BROKER_SIZES: [u64; 4] = [2 << 20, 1 << 30, 8 << 30, 64 << 30];
+const HOST_SIZES: [u64; 2] = [2 << 20, 64 << 20];
+
+/// A run of the groups.
+pub(crate) struct Run<'a> {
+    pub(crate) options: &'a BenchOptions,
+    pub(crate) cancel: &'a Cancel,
+    progress: &'a Progress,
+    prints: bool,
+    pub(crate) group: Group,
+    pub(crate) report: Report,
+}
+
+/// What rows have in common.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Capacity {
-    /// The bytes that may be used.
-    pub(super) usable: u64,
-    pub(super) granularity: u64,
+pub(crate) struct About {
+    pub(crate) size: u64,
+    pub(crate) segments: u64,
+    pub(crate) consumers: u16,
+    pub(crate) unit: &'static str,
 }
 
-/// A run of the benches.
-pub(super) struct BenchRun<'a> {
-    pub(super) plan: &'a BenchPlan,
-    pub(super) cancel: &'a Cancel,
-    observer: Observer<'a>,
-    print: Printer<'a>,
-    pub(super) report: BenchReport,
+impl About {
+    pub(crate) fn size(size: u64) -> Self {
+        Self { size, segments: 1, consumers: 1, unit: "us" }
+    }
 }
 
-impl<'a> BenchRun<'a> {
-    pub(super) fn new(plan: &'a BenchPlan, cancel: &'a Cancel, observer: Observer<'a>, print: Printer<'a>) -> Self {
-        let text = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
-        let machine = Machine {
-            kernel: text("/proc/sys/kernel/osrelease").unwrap_or_default(),
-            cpus: thread::available_parallelism().map_or(0, usize::from),
-            module: text("/sys/module/nvidia/version"),
-            ..Machine::default()
-        };
-        let report = BenchReport {
-            schema: VERSION,
-            tool: stamp::tool(),
-            made: stamp::now(),
-            backend: plan.backend,
-            machine,
-            count: plan.count,
-            warm_up: warm_up(plan.count),
-            series: Vec::new(),
-            figures: Vec::new(),
-            left_out: Vec::new(),
-        };
-        Self { plan, cancel, observer, print, report }
-    }
+/// The name and the samples of a row.
+pub(crate) type Named = (String, Vec<f64>);
 
-    pub(super) fn task(&self, role: Role) -> Task {
-        let BenchPlan { backend, device, .. } = self.plan;
-        Task { backend: *backend, device: device.to_string(), timeout: self.step(), role }
-    }
-
-    /// How long one step may take.
-    pub(super) fn step(&self) -> Duration {
-        self.plan.timeout.min(LONGEST_STEP)
-    }
-
-    /// Starts a process and waits until its driver is ready. Also returns the capacity of its device.
-    pub(super) fn start(&mut self, role: Role, variables: &[(&str, &str)]) -> Result<(BenchProcess, Capacity)> {
-        let process = BenchProcess::leader(&self.task(role), self.cancel, variables)?;
-        match receive(&process)? {
-            ProducerResponse::Started { name, uuid, version, granularity, free } => {
-                let machine = &mut self.report.machine;
-                (machine.device, machine.uuid, machine.cuda) = (name, uuid, version);
-                Ok((process, Capacity { usable: (free as f64 * USED) as u64, granularity }))
+impl<'a> Run<'a> {
+    /// Another process reports the machine, so that this process starts the driver only for the rows that need it.
+    pub(crate) fn start(
+        options: &'a BenchOptions,
+        cancel: &'a Cancel,
+        progress: &'a Progress,
+        prints: bool,
+    ) -> Result<Self> {
+        progress.step("starting", 0, 1);
+        let peer = Peer::with(options.timeout, cancel, "the first process", &Role::of(options), &[])?;
+        let machine = match peer.receive() {
+            Ok(Reply::Ready(Some(machine))) => machine,
+            // This process's own error has the class and the hint.
+            Err(error @ Error::Caller(_)) => {
+                return Err(open_device(options.backend, &options.device.to_string()).err().unwrap_or(error));
             }
-            _ => Err(unexpected()),
-        }
+            Err(error) => return Err(error),
+            Ok(_) => return Err(peer.unexpected()),
+        };
+        let (tool, made, backend) = (stamp::tool(), stamp::now(), options.backend);
+        let report = Report { schema: VERSION, tool, made, backend, machine, rows: Vec::new(), left_out: Vec::new() };
+        Ok(Self { options, cancel, progress, prints, group: Group::All, report })
     }
 
-    /// Returns the sizes to measure, without duplicates.
-    pub(super) fn sizes(&self, default: &[u64], capacity: Capacity) -> Vec<u64> {
+    pub(crate) fn is_cuda(&self) -> bool {
+        self.options.backend == Backend::Cuda
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.options.count as usize
+    }
+
+    pub(crate) fn config(&self) -> Config {
+        Config::default().timeout(self.options.timeout)
+    }
+
+    pub(crate) fn device(&self) -> Result<(Driver, Device)> {
+        open_device(self.options.backend, &self.options.device.to_string())
+    }
+
+    /// The sizes to measure that fit `copies` times into the free memory, rounded up, without duplicates.
+    pub(crate) fn sizes(&mut self, device: &Device, copies: u64) -> Result<Vec<u64>> {
+        let (granularity, usable) = (device.granularity()?, usable(device)?);
+        let default = match (self.options.backend, self.group) {
+            (Backend::Host, _) => &HOST_SIZES[..],
+            (Backend::Cuda, Group::Broker) => &BROKER_SIZES,
+            (Backend::Cuda, _) => &GPU_SIZES,
+        };
         let mut sizes = Vec::new();
-        for size in if self.plan.sizes.is_empty() { default } else { &self.plan.sizes } {
-            let largest = u64::MAX - u64::MAX % capacity.granularity;
-            let size = size.checked_next_multiple_of(capacity.granularity).unwrap_or(largest);
-            if !sizes.contains(&size) {
-                sizes.push(size);
+        for &size in if self.options.size.is_empty() { default } else { &self.options.size } {
+            let rounded =
+                size.checked_next_multiple_of(granularity).filter(|size| size.saturating_mul(copies) <= usable);
+            match rounded {
+                Some(size) if !sizes.contains(&size) => sizes.push(size),
+                Some(_) => {}
+                None => self.leave_out(format!("{}: {} are free", about(size), about(usable))),
             }
         }
-        sizes
+        Ok(sizes)
+    }
+
+    pub(crate) fn leave_out(&mut self, what: String) {
+        self.report.left_out.push(format!("{}, {what}", self.group.name()));
     }
 
     /// Reports the progress. Fails if the run is cancelled.
-    pub(super) fn tick(&self, what: &str, done: usize, all: usize) -> Result<()> {
-        (self.observer)(Progress { what, done, all });
+    pub(crate) fn tick(&self, what: &str, done: usize, all: usize) -> Result<()> {
+        self.progress.step(what, done, all);
         self.cancel.check()
     }
 
-    pub(super) fn leave_out(&mut self, what: String) {
-        self.report.left_out.push(what);
-    }
-
-    pub(super) fn figure(&mut self, figure: Figure) {
-        self.report.figures.push(figure);
-    }
-
-    /// Adds and prints measurements, with their ratios to the measurement named `floor`.
-    pub(super) fn add(&mut self, bench: Bench, size: u64, measured: Vec<(String, Samples)>, floor: &str) {
-        let summaries: BTreeMap<&String, Summary> =
-            measured.iter().filter_map(|(name, samples)| Some((name, samples.summary()?))).collect();
-        let floor = summaries.get(&floor.to_owned()).map(|floor| floor.p50_us);
-        let before = self.report.series.len();
-        for (name, samples) in &measured {
-            let Some(&summary) = summaries.get(name) else { continue };
-            let rate = (bench == Bench::Verify && size > 0).then(|| size as f64 / (summary.p50_us / 1e6));
-            let ratio = floor.filter(|floor| *floor > 0.0).map(|floor| summary.p50_us / floor);
-            let (name, samples) = (name.clone(), samples.0.clone());
-            self.report.series.push(Series { bench, name, size, summary, ratio, rate, samples });
+    /// Measures rows in turns, at most `most` samples of each after a warm-up. `measure` gets the number of the row and returns a sample.
+    pub(crate) fn turns(
+        &self,
+        what: &str,
+        names: &[&str],
+        most: usize,
+        mut measure: impl FnMut(usize) -> Result<f64>,
+    ) -> Result<Vec<Named>> {
+        let count = self.count().min(most);
+        let warm_up = (count / 10).clamp(1, 20);
+        let mut measured: Vec<Named> =
+            names.iter().map(|name| ((*name).to_owned(), Vec::with_capacity(count))).collect();
+        for round in 0..warm_up + count {
+            self.tick(what, round, warm_up + count)?;
+            for turn in 0..names.len() {
+                // Rotate the order: no row is always first, or always after the same row.
+                let row = (turn + round) % names.len();
+                let sample = measure(row)?;
+                if round >= warm_up {
+                    measured[row].1.push(sample);
+                }
+            }
         }
-        let added = &self.report.series[before..];
-        if !added.is_empty() {
-            let head = if before == 0 { text::head(&self.report) } else { String::new() };
-            (self.print)(&(head + &text::table(bench, size, added)));
+        Ok(measured)
+    }
+
+    /// Adds rows and derived numbers (with their units), and prints them. The ratios are to the row `floor`. Returns the medians.
+    pub(crate) fn add(
+        &mut self,
+        of: About,
+        measured: Vec<Named>,
+        floor: Option<&str>,
+        derive: impl FnOnce(&[f64]) -> Vec<(String, f64, &'static str)>,
+    ) -> Result<()> {
+        let About { size, segments, consumers, unit } = of;
+        let row = |name: String, unit| Row {
+            group: self.group,
+            name,
+            size,
+            segments,
+            consumers,
+            unit,
+            count: 0,
+            min: None,
+            median: 0.0,
+            p99: None,
+            ratio: None,
+            noisy: false,
+        };
+        let mut rows: Vec<Row> = measured
+            .into_iter()
+            .filter(|(_, samples)| !samples.is_empty())
+            .map(|(name, samples)| row(name, unit).with_samples(&samples))
+            .collect();
+        let base = rows.iter().find(|row| Some(&*row.name) == floor).map(|row| row.median);
+        rows.iter_mut().for_each(|row| row.ratio = base.map(|base| row.median / base));
+        let medians: Vec<f64> = rows.iter().map(|row| row.median).collect();
+        let derived = derive(&medians).into_iter().map(|(name, median, unit)| Row { median, ..row(name, unit) });
+        rows.extend(derived.collect::<Vec<_>>());
+        let head = if self.report.rows.is_empty() { self.report.head() } else { String::new() };
+        let text = head + &table(&rows);
+        self.report.rows.append(&mut rows);
+        if !self.prints {
+            return Ok(());
         }
+        let printed = self.progress.suspend(|| print_now(&text));
+        printed.map_err(|error| Error::system("write to standard output", error))
     }
 }
 
-/// Returns the number of warm-up samples.
-pub(super) fn warm_up(count: usize) -> usize {
-    (count / 10).clamp(2, 20)
+/// Derives nothing.
+pub(crate) fn nothing(_: &[f64]) -> Vec<(String, f64, &'static str)> {
+    Vec::new()
 }
 
-pub(super) fn ask(process: &BenchProcess, request: &ProducerRequest) -> Result<ProducerResponse> {
-    process.send(request)?;
-    receive(process)
+pub(crate) fn open_device(backend: Backend, device: &str) -> Result<(Driver, Device)> {
+    let driver = open(Choice::Only(backend))?.driver;
+    let device = Device::find(&driver, device.parse().unwrap_or_default())?;
+    device.activate()?;
+    Ok((driver, device))
 }
 
-pub(super) fn receive(process: &BenchProcess) -> Result<ProducerResponse> {
-    match process.receive()? {
-        ProducerResponse::Failed(failure) => Err(failure.of(process.name())),
-        answer => Ok(answer),
+/// The bytes of a device that may be used.
+pub(crate) fn usable(device: &Device) -> Result<u64> {
+    Ok((device.memory_info()?.free as f64 * USED) as u64)
+}
+
+/// The time in nanoseconds on the clock that all processes of a machine share.
+pub(crate) fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
+}
+
+pub(crate) fn us(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+/// Spins until another process has had time to fall asleep on its socket.
+pub(crate) fn until_asleep() {
+    let begun = Instant::now();
+    while begun.elapsed() < ASLEEP {
+        std::hint::spin_loop();
     }
-}
-
-/// Sends a request without a result.
-pub(super) fn ask_done(process: &BenchProcess, request: &ProducerRequest) -> Result<()> {
-    match ask(process, request)? {
-        ProducerResponse::Done => Ok(()),
-        _ => Err(unexpected()),
-    }
-}
-
-/// The error for a response that does not match the request.
-pub(super) fn unexpected() -> Error {
-    ProtocolError::Unexpected { got: "response", want: "that of the request" }.into()
 }

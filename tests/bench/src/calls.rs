@@ -1,0 +1,162 @@
+//! The groups of this process alone: `verify`, `stages` and `copies`.
+#![allow(unsafe_code, reason = "copies of shared memory, beside memcpy")]
+
+use std::{hint::black_box, os::fd::AsFd, ptr, time::Instant};
+
+use vmmfd::{
+    driver::Backend,
+    error::{Error, Result},
+    internals::copy,
+    memory::{Region, Shared, Spec},
+};
+use vmmfd_cli::{
+    check::pattern::{Engine, EngineChoice, Pattern, random_salt},
+    units::about,
+    verbs::HasVerbs,
+};
+
+use crate::{
+    process::{Peer, Request, Role},
+    run::{About, Named, Run, nothing, open_device, us},
+};
+
+/// The bytes that the CPUs check for one row of a GPU, at 5 GB/s, and the fewest samples.
+const HOST_BYTES: u64 = 40 << 30;
+const HOST_COUNT: u64 = 3;
+
+pub(crate) fn verify(run: &mut Run<'_>) -> Result<()> {
+    if run.is_cuda() {
+        load_kernels(run)?;
+    }
+    let (_, device) = run.device()?;
+    for size in run.sizes(&device, 1)? {
+        let memory = Shared::create(&device, Spec::vmm(size))?;
+        let mut rows = Vec::new();
+        if run.is_cuda() {
+            rows = check(run, &memory, Engine::Gpu, usize::MAX)?;
+        }
+        // Only beside a GPU: the host backend is far faster.
+        if run.is_cuda() && size > HOST_BYTES / HOST_COUNT {
+            run.leave_out(format!("host fill and verify at {}: they take too long", about(size)));
+        } else {
+            rows.extend(check(run, &memory, Engine::Host, (HOST_BYTES / size).max(HOST_COUNT) as usize)?);
+        }
+        rows.retain(|(name, _)| !name.is_empty());
+        run.add(About { unit: "GB/s", ..About::size(size) }, rows, None, nothing)?;
+    }
+    Ok(())
+}
+
+/// Fills and verifies. Returns the rates of the kernels, and those from a call to its return.
+fn check(run: &Run<'_>, memory: &Shared, engine: Engine, most: usize) -> Result<Vec<Named>> {
+    let names = match engine {
+        Engine::Gpu => ["gpu fill, kernel", "gpu fill", "gpu verify, kernel", "gpu verify"],
+        Engine::Host => ["host fill", "", "host verify", ""],
+    };
+    let (choice, size, mut rates) = (EngineChoice::Only(engine), memory.size(), [0.0; 4]);
+    run.turns(&format!("{engine} fills and verifies {}", about(size)), &names, most, |row| {
+        if rates[row] == 0.0 {
+            let pattern = Pattern::new(random_salt()?);
+            let begun = Instant::now();
+            let filled = choice.fill(memory, 0..size, pattern, &mut |_| Ok(()))?;
+            let fill = begun.elapsed();
+            let begun = Instant::now();
+            let (found, verified) = choice.verify(memory, 0, 0..size, pattern, &mut |_| Ok(()))?;
+            if found.mismatches > 0 {
+                return Err(Error::Misuse {
+                    problem: format!("{} words differ from the pattern just written", found.mismatches),
+                });
+            }
+            let times = [filled.elapsed, fill, verified.elapsed, begun.elapsed()];
+            rates = times.map(|time| size as f64 / time.as_secs_f64() / 1e9);
+        }
+        // One sample of each row in a round.
+        Ok(std::mem::take(&mut rates[row]))
+    })
+}
+
+/// Loads the kernels in new processes: compiled, and from the driver's cache, which the first of them fills.
+fn load_kernels(run: &mut Run<'_>) -> Result<()> {
+    let rows = run.turns("loading the kernels", &["load kernels, compiled", "load kernels, cached"], 5, |row| {
+        let disabled = [("CUDA_CACHE_DISABLE", ["1", "0"][row])];
+        let peer = Peer::start(run, "a process", &Role::of(run.options), &disabled)?;
+        peer.ready()?;
+        peer.took(&Request::LoadKernels)
+    })?;
+    run.add(About::size(0), rows, None, nothing)
+}
+
+/// Each driver call, on new memory, while another exported descriptor is open.
+pub(crate) fn stages(run: &mut Run<'_>) -> Result<()> {
+    const NAMES: [&str; 9] =
+        ["create", "export, anchor", "map", "unmap", "import", "reserve", "set access", "address free", "release"];
+    let (driver, device) = run.device()?;
+    let (bare, ordinal) = (driver.verbs().bare()?, device.ordinal());
+    let anchor = bare.create(ordinal, device.granularity()?)?;
+    let _held = bare.export(&anchor)?;
+    // The host backend has only the first four.
+    let names = if run.is_cuda() { &NAMES[..] } else { &NAMES[..4] };
+    for size in run.sizes(&device, 1)? {
+        let mut times = [0.0; 9];
+        let rows = run.turns(&format!("each call on {}", about(size)), names, usize::MAX, |row| {
+            // One sample of each row in a round.
+            if names.iter().enumerate().all(|(at, _)| times[at] == 0.0) {
+                let mut last = Instant::now();
+                let mut lap = || us(std::mem::replace(&mut last, Instant::now()).elapsed());
+                let created = bare.create(ordinal, size)?;
+                let create = lap();
+                let fd = bare.export(&created)?;
+                let export = lap();
+                let (opened, opening) = bare.open(ordinal, fd.as_fd(), size)?;
+                let closing = bare.close(opened)?;
+                bare.release(created)?;
+                let others = [
+                    opening.map,
+                    closing.unmap,
+                    opening.import,
+                    opening.reserve,
+                    opening.set_access,
+                    closing.free,
+                    closing.release,
+                ];
+                times[..2].copy_from_slice(&[create, export]);
+                times[2..].copy_from_slice(&others.map(us));
+            }
+            Ok(std::mem::take(&mut times[row]))
+        })?;
+        run.add(About::size(size), rows, None, nothing)?;
+    }
+    bare.release(anchor)
+}
+
+/// Copies between shared memory of the host and private memory: memcpy, and the library's copy.
+pub(crate) fn copies(run: &mut Run<'_>) -> Result<()> {
+    let (_, device) = open_device(Backend::Host, "0")?;
+    for (size, unit) in [(64, "ns"), (4 << 10, "ns"), (1 << 20, "us"), (64 << 20, "us")] {
+        let memory = Shared::create(&device, Spec::vmm(size))?;
+        let shared: *mut u8 = ptr::with_exposed_provenance_mut(memory.address() as usize);
+        let mut private = vec![1_u8; size as usize];
+        // Enough copies for the clock.
+        let times = ((1 << 20) / size).clamp(1, 4096);
+        let names = ["in, memcpy", "in", "out, memcpy", "out"];
+        let rows = run.turns(&format!("copying {}", about(size)), &names, 100, |row| {
+            let (shared, private) = (black_box(shared), black_box(&mut private[..]));
+            let begun = Instant::now();
+            for _ in 0..times {
+                // SAFETY: both sides have `size` bytes and do not overlap, and only this thread accesses them.
+                unsafe {
+                    match row {
+                        0 => ptr::copy_nonoverlapping(private.as_ptr(), shared, private.len()),
+                        1 => copy::write(private, shared),
+                        2 => ptr::copy_nonoverlapping(shared, private.as_mut_ptr(), private.len()),
+                        _ => copy::read(shared, private),
+                    }
+                }
+                black_box(&private);
+            }
+            Ok(us(begun.elapsed()) / times as f64 * if unit == "ns" { 1e3 } else { 1.0 })
+        })?;
+        run.add(About { unit, ..About::size(size) }, rows, None, nothing)?;
+    }
+    Ok(())
+}

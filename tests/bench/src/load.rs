@@ -1,0 +1,219 @@
+//! Many clients and many objects: the rate of gets, the broker's CPU time and memory, and exports beside it.
+
+use std::{os::fd::AsFd, path::Path, time::Instant};
+
+use nix::{
+    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+};
+use vmmfd::{
+    broker::{Client, Condition, Put, PutPart},
+    driver::{Backend, GRANULARITY},
+    error::{Error, Result},
+    internals::describe,
+    memory::{Device, Placement, Shared, Sharing, Spec},
+};
+use vmmfd_cli::{units::about, verbs::HasVerbs};
+
+use crate::{
+    broker::{Broker, SMALL, put},
+    process::{Peer, Reply, Request, Role},
+    run::{About, Run, nothing, now, open_device, us, usable},
+};
+
+const NAME: &str = "bench/load";
+const PAGE: &str = "bench/page";
+
+/// Gets of each client for each sample of other rows: one is too short for the CPU time. A record reports at most 5000.
+const GETS: usize = 10;
+const MOST_GETS: usize = 5000;
+
+/// The most GPU memory of a process with a context.
+const CONTEXT: u64 = 640 << 20;
+
+/// The time until the first get, and for each client, in nanoseconds: all clients have received the request.
+const HEAD_START: u64 = 20_000_000;
+const HEAD_START_EACH: u64 = 500_000;
+
+/// The clients of host memory.
+const HOST_CLIENTS: u16 = 4;
+
+/// The objects and the connections of a broker whose memory is measured.
+const HELD: usize = 1000;
+
+/// The objects of a crowd for each sample of other rows, and the most.
+const CROWD_EACH: usize = 500;
+const CROWD: usize = 100_000;
+
+/// How often the broker gets and loses memory between exports.
+const TURNS: usize = 5;
+
+pub(crate) fn measure(run: &mut Run<'_>, folder: &Path) -> Result<()> {
+    let (backend, clients) = (run.options.backend, run.options.clients);
+    let (_, device) = run.device()?;
+    let (_, host) = open_device(Backend::Host, "0")?;
+    gets_at_once(run, folder, &device, clients, false, &format!("get by {clients} clients at once"))?;
+    let (needed, free) = ((u64::from(clients) + 1) * CONTEXT, usable(&device)?);
+    let what = format!("get by {clients} clients at once, mapped");
+    if backend == Backend::Cuda && needed > free {
+        run.leave_out(format!("{what}: they need {}, and {} are free", about(needed), about(free)));
+    } else {
+        gets_at_once(run, folder, &device, clients, true, &what)?;
+    }
+    gets_at_once(run, folder, &host, HOST_CLIENTS, false, "get of host memory by 4 clients")?;
+    held(run, folder, &host)?;
+    crowd(run, folder, &host)?;
+    if backend == Backend::Cuda { exports(run, folder, &device) } else { Ok(()) }
+}
+
+fn connect(peer: &Peer, broker: &Broker) -> Result<()> {
+    peer.ready()?;
+    peer.call(&Request::Connect { socket: broker.socket.clone() }, &[])
+}
+
+/// Clients get one object at the same time. If `map` is set, they map it.
+fn gets_at_once(run: &mut Run<'_>, folder: &Path, device: &Device, clients: u16, map: bool, what: &str) -> Result<()> {
+    run.tick(what, 0, 2)?;
+    let broker = Broker::start(run, folder, false)?;
+    let memory = Shared::create(device, Spec::vmm(SMALL.next_multiple_of(device.granularity()?)))?;
+    put(&broker.connect(run)?, NAME, &memory, 0)?;
+    let role = Role::Peer {
+        backend: device.backend(),
+        device: device.ordinal().to_string(),
+        timeout: run.options.timeout,
+        driver: map,
+    };
+    // All processes start their drivers at once.
+    let start = |_| Peer::start(run, "a client of the broker", &role, &[]);
+    let clients = (0..clients).map(start).collect::<Result<Vec<_>>>()?;
+    clients.iter().try_for_each(|client| connect(client, &broker))?;
+    let count = if map { run.count() } else { run.count().saturating_mul(GETS) }.min(MOST_GETS);
+    gets(run, &clients, count.div_ceil(10), map)?;
+    run.tick(what, 1, 2)?;
+    let before = broker.cpu()?;
+    let (samples, seconds) = gets(run, &clients, count, map)?;
+    let [user, system] = broker.cpu()?;
+    let (number, user, system) = (samples.len() as f64, user - before[0], system - before[1]);
+    run.add(About::size(0), vec![(what.to_owned(), samples)], None, |_| {
+        [
+            ("all together", number / seconds, "/s"),
+            ("broker's CPU in the program", user / number, "us"),
+            ("broker's CPU in the kernel", system / number, "us"),
+            ("broker's use of a CPU", (user + system) / seconds / 1e4, "%"),
+        ]
+        .map(|(name, value, unit)| (format!("{what}: {name}"), value, unit))
+        .into()
+    })
+}
+
+/// The durations of all clients' gets, and the seconds from the first get to the last.
+fn gets(run: &Run<'_>, clients: &[Peer], count: usize, map: bool) -> Result<(Vec<f64>, f64)> {
+    let at = now() + HEAD_START + HEAD_START_EACH * clients.len() as u64;
+    let request = Request::Gets { name: NAME.to_owned(), count, map, at };
+    clients.iter().try_for_each(|client| client.send(&request, &[]))?;
+    let (mut samples, mut first, mut last) = (Vec::new(), u64::MAX, 0);
+    for client in clients {
+        run.cancel.check()?;
+        let Reply::Gets { begun, ended, us } = client.receive()? else { return Err(client.unexpected()) };
+        samples.extend(us);
+        (first, last) = (first.min(begun), last.max(ended));
+    }
+    Ok((samples, last.saturating_sub(first) as f64 / 1e9))
+}
+
+/// The memory of a broker with many objects and connections.
+fn held(run: &mut Run<'_>, folder: &Path, host: &Device) -> Result<()> {
+    run.tick("objects and connections", 0, 1)?;
+    let broker = Broker::start(run, folder, false)?;
+    let idle = broker.resident()?;
+    let clients = (0..HELD).map(|_| broker.connect(run)).collect::<Result<Vec<_>>>()?;
+    put_pages(&clients[0], host, PAGE, HELD)?;
+    let resident = broker.resident()?;
+    run.add(About::size(0), Vec::new(), None, |_| {
+        let all = [("idle", idle), ("1000 objects and 1000 connections", resident)];
+        all.map(|(what, value)| (format!("broker's resident memory, {what}"), value, "MB")).into()
+    })
+}
+
+/// The longest get of a client while another puts, replaces, lists and deletes very many objects.
+fn crowd(run: &mut Run<'_>, folder: &Path, host: &Device) -> Result<()> {
+    const PHASES: [&str; 4] = ["puts", "replaces", "lists", "deletes"];
+    let objects = run.count().saturating_mul(CROWD_EACH).min(CROWD);
+    let broker = Broker::start(run, folder, true)?;
+    let client = broker.connect(run)?;
+    let role =
+        Role::Peer { backend: Backend::Host, device: String::new(), timeout: run.options.timeout, driver: false };
+    let reader = Peer::start(run, "a client of the broker", &role, &[])?;
+    connect(&reader, &broker)?;
+    let mut longest = Vec::new();
+    for (number, what) in PHASES.into_iter().enumerate() {
+        run.tick("gets beside very many objects", number, PHASES.len())?;
+        put_pages(&client, host, what, 1)?;
+        reader.send(&Request::GetUntilDeleted { name: page_name(what, 0) }, &[])?;
+        match what {
+            "lists" => drop(client.list("")?),
+            "deletes" => (0..objects).try_for_each(|number| client.delete(&page_name(PAGE, number)))?,
+            _ => put_pages(&client, host, PAGE, objects)?,
+        }
+        client.delete(&page_name(what, 0))?;
+        let Reply::Gets { us, .. } = reader.receive()? else { return Err(reader.unexpected()) };
+        let most = us.into_iter().fold(0.0, f64::max) / 1e3;
+        longest.push((format!("longest get while another client {what} {objects} objects"), most, "ms"));
+    }
+    run.add(About::size(0), Vec::new(), None, |_| longest)
+}
+
+/// Exports while the broker holds memory, and while no process holds any. No other process of the bench runs.
+fn exports(run: &mut Run<'_>, folder: &Path, device: &Device) -> Result<()> {
+    let (bare, size) = (device.verbs().bare()?, SMALL.next_multiple_of(device.granularity()?));
+    let broker = Broker::start(run, folder, false)?;
+    let client = broker.connect(run)?;
+    let idle = broker.descriptors()?;
+    let mut rows =
+        ["export, the broker holds memory", "export, no process holds any"].map(|name| (name.to_owned(), Vec::new()));
+    for turn in 0..TURNS {
+        run.tick("exports beside a broker", turn, TURNS)?;
+        for (row, (_, samples)) in rows.iter_mut().enumerate() {
+            if row == 0 {
+                put(&client, NAME, &Shared::create(device, Spec::vmm(size))?, 0)?;
+            }
+            // The first is the warm-up.
+            for number in 0..=run.count().div_ceil(TURNS) {
+                let created = bare.create(device.ordinal(), size)?;
+                let begun = Instant::now();
+                let fd = bare.export(&created)?;
+                let took = begun.elapsed();
+                drop(fd);
+                bare.release(created)?;
+                samples.extend((number > 0).then(|| us(took)));
+            }
+            if row == 0 {
+                client.delete(NAME)?;
+                broker.wait_for_descriptors(run, idle)?;
+            }
+        }
+    }
+    run.add(About::size(0), rows.into(), None, nothing)
+}
+
+fn page_name(prefix: &str, number: usize) -> String {
+    format!("{prefix}-{number}")
+}
+
+/// Puts a page under many names, in the format of the host backend and without its calls. Replaces existing versions.
+fn put_pages(client: &Client, host: &Device, prefix: &str, objects: usize) -> Result<()> {
+    let page = || {
+        let memfd = memfd_create(c"vmmfd-bench", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
+        fallocate(memfd.as_fd(), FallocateFlags::empty(), 0, GRANULARITY.cast_signed())?;
+        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+        fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals)).map(|_| memfd)
+    };
+    let memfd = page().map_err(|errno| Error::system("create a memfd", errno))?;
+    for number in 0..objects {
+        let sharing = Sharing::Vmm { placement: Placement::Device, segments: 1 };
+        let description = describe(host.identity(), sharing, GRANULARITY, GRANULARITY);
+        let part = PutPart::of_segments("all", host.backend(), description, [(GRANULARITY, memfd.as_fd())])?;
+        client.put(&Put::new(page_name(prefix, number)).condition(Condition::Any).part(part))?;
+    }
+    Ok(())
+}
