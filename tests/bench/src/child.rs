@@ -19,7 +19,7 @@ use vmmfd::{
     broker::{Client, Get, Object},
     channel::Cancel,
     driver::{Access, Backend, Driver},
-    error::{Error, PeerError, ProtocolError, RefusalCode, Result},
+    error::{Error, PeerError, RefusalCode, Result},
     internals::{BareMapping, Handle, Location, PoolHandle, RecordSocket},
     memory::Device,
     session::{Config, stream::Subscriber},
@@ -27,9 +27,9 @@ use vmmfd::{
 use vmmfd_cli::{error::hint, verbs::HasVerbs};
 
 use crate::{
-    process::{Line, Peer, Reply, Request, Role, Task, borrowed},
+    base::{borrowed, not_prepared, now, open_device, until_asleep, us},
+    process::{Line, Reply, Request, Role, Task, Way},
     report::Machine,
-    run::{now, open_device, until_asleep, us},
     switching::Switching,
 };
 
@@ -90,14 +90,14 @@ fn sleep() -> Result<()> {
 }
 
 /// A process that answers [`Request`]s.
-pub(crate) struct Taker {
-    pub(crate) line: Line,
+struct Taker {
+    line: Line,
     selector: String,
     config: Config,
     driver: Option<(Driver, Device)>,
-    pub(crate) subscriber: Option<Subscriber>,
-    pub(crate) pool: Option<PoolHandle>,
-    sleeper: Option<Peer>,
+    subscriber: Option<Subscriber>,
+    pool: Option<PoolHandle>,
+    sleeper: Option<Line>,
     client: Option<Client>,
     /// Memory and object of the last request, until the next request.
     opened: Option<BareMapping>,
@@ -175,15 +175,12 @@ impl Taker {
             }
             Request::Take { way, size } => {
                 self.line.send(&Reply::Ready(None), &[])?;
-                return way.take(self, size).map(|at| Reply::Usable { at });
+                return self.take(way, size).map(Reply::Time);
             }
             Request::Release => self.release()?,
             Request::Sleeper => {
-                if self.sleeper.is_none() {
-                    let cancel = Cancel::new()?;
-                    self.sleeper = Some(Peer::with(self.config.timeout, &cancel, "the sleeper", &Role::Sleeper, &[])?);
-                }
-                self.sleeper()?.send_bare(&[0], &borrowed(&fds))?;
+                let socket = fds.pop().ok_or_else(not_prepared)?;
+                self.sleeper = Some(Line(RecordSocket::new(socket, self.config.timeout, &Cancel::new()?)?));
             }
             Request::Wake { size } => return self.wake(size),
             Request::Receive => {
@@ -197,31 +194,25 @@ impl Taker {
             Request::Close => {
                 self.switching.take().map_or(Ok(()), Switching::close)?;
                 self.destroy_pool()?;
-                // Ends the sleeper, which holds descriptors.
-                self.sleeper = None;
             }
             Request::Gets { name, count, map, at } => return self.gets(name, count, map, at),
             Request::GetUntilDeleted { name } => return self.get_until_deleted(name),
             Request::LoadKernels => {
                 let (kernels, ordinal) = (self.driver()?.0.verbs().kernels()?, self.driver()?.1.ordinal());
-                let begun = Instant::now();
+                let begun = now();
                 kernels.load(ordinal)?;
-                return Ok(Reply::Took { us: us(begun.elapsed()) });
+                return Ok(Reply::Time(now() - begun));
             }
         }
         Ok(Reply::Ready(None))
     }
 
-    pub(crate) fn driver(&self) -> Result<(&Driver, &Device)> {
+    fn driver(&self) -> Result<(&Driver, &Device)> {
         self.driver.as_ref().map(|(driver, device)| (driver, device)).ok_or_else(not_prepared)
     }
 
     fn client(&self) -> Result<&Client> {
         self.client.as_ref().ok_or_else(not_prepared)
-    }
-
-    fn sleeper(&self) -> Result<&Line> {
-        Ok(&self.sleeper.as_ref().ok_or_else(not_prepared)?.line)
     }
 
     /// Closes the memory of the last request. Closing it earlier would disturb consumers that still map theirs.
@@ -237,8 +228,34 @@ impl Taker {
         handles.into_iter().try_for_each(|handle| verbs.release(handle))
     }
 
+    /// The consumer's half, in another process. Returns the time at which the memory was usable.
+    fn take(&mut self, way: Way, size: u64) -> Result<u64> {
+        if way.is_stream() {
+            return self.take_turn(size);
+        }
+        let mut bytes = [0; 65];
+        let fds = self.line.receive_bare(&mut bytes)?.fds;
+        let handle = bytes.first_chunk().ok_or_else(not_prepared)?;
+        let (driver, device) = self.driver()?;
+        let (verbs, ordinal) = (driver.verbs(), device.ordinal());
+        match way {
+            Way::Legacy => {
+                let address = verbs.legacy()?.open(ordinal, handle)?;
+                let at = now();
+                verbs.legacy()?.close(ordinal, address).map(|()| at)
+            }
+            Way::Pool => {
+                let address = verbs.pools()?.import_pointer(self.pool.ok_or_else(not_prepared)?, ordinal, handle)?;
+                let at = now();
+                verbs.pools()?.free(ordinal, address).map(|()| at)
+            }
+            Way::Record => Ok(now()),
+            _ => self.map(&fds, size),
+        }
+    }
+
     /// Maps memory by the driver's calls until the next request, and returns the time at which it was usable.
-    pub(crate) fn map(&mut self, fds: &[OwnedFd], size: u64) -> Result<u64> {
+    fn map(&mut self, fds: &[OwnedFd], size: u64) -> Result<u64> {
         let (verbs, ordinal) = (self.driver()?.0.verbs(), self.driver()?.1.ordinal());
         if let [fd] = fds {
             let (opened, _) = verbs.bare()?.open(ordinal, fd.as_fd(), size)?;
@@ -261,7 +278,7 @@ impl Taker {
     }
 
     /// Takes a turn of the stream.
-    pub(crate) fn take_turn(&mut self, size: u64) -> Result<u64> {
+    fn take_turn(&mut self, size: u64) -> Result<u64> {
         let subscriber = self.subscriber.as_mut().ok_or_else(not_prepared)?;
         let received = subscriber.receive()?;
         let since = u64::try_from(received.usable_since().elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -291,23 +308,23 @@ impl Taker {
     fn wake(&mut self, size: u64) -> Result<Reply> {
         until_asleep();
         let begun = now();
-        let sleeper = self.sleeper()?;
+        let sleeper = self.sleeper.as_ref().ok_or_else(not_prepared)?;
         sleeper.send_bare(&[0], &[])?;
         let fds = sleeper.receive_bare(&mut [0; 2])?.fds;
         let at = self.map(&fds, size)?;
-        Ok(Reply::Took { us: at.saturating_sub(begun) as f64 / 1e3 })
+        Ok(Reply::Time(at.saturating_sub(begun)))
     }
 
     fn get(&mut self, name: String, array: Option<&str>) -> Result<Reply> {
         let client = self.client()?;
         until_asleep();
-        let begun = Instant::now();
+        let begun = now();
         let object = client.get(&Get::new(name))?.open(self.driver()?.0, None)?;
         let array = array.map(|array| object.array(array)).transpose()?;
-        let us = us(begun.elapsed());
+        let took = now() - begun;
         drop(array);
         self.object = Some(object);
-        Ok(Reply::Took { us })
+        Ok(Reply::Time(took))
     }
 
     fn switch(&mut self, bare: bool) -> Result<Reply> {
@@ -315,9 +332,9 @@ impl Taker {
             Some(switching) => switching,
             None => Switching::open(self.client()?, self.driver()?.1)?,
         };
-        let us = switching.switch(bare)?;
+        let took = switching.switch(bare)?;
         self.switching = Some(switching);
-        Ok(Reply::Took { us })
+        Ok(Reply::Time(took))
     }
 
     fn gets(&self, name: String, count: usize, map: bool, at: u64) -> Result<Reply> {
@@ -363,9 +380,4 @@ impl Taker {
     fn destroy_pool(&mut self) -> Result<()> {
         self.pool.take().map_or(Ok(()), |pool| self.driver()?.0.verbs().pools()?.destroy(pool))
     }
-}
-
-/// The error of a request whose preparation is missing.
-pub(crate) fn not_prepared() -> Error {
-    ProtocolError::Unexpected { got: "request", want: "its preparation" }.into()
 }

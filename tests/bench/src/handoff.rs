@@ -7,7 +7,6 @@ use std::{
     thread,
 };
 
-use serde::{Deserialize, Serialize};
 use vmmfd::{
     channel::Channel,
     driver::{Access, Driver},
@@ -19,96 +18,32 @@ use vmmfd::{
 use vmmfd_cli::{units::about, verbs::HasVerbs};
 
 use crate::{
-    child::{Taker, not_prepared},
-    process::{Peer, Request, Role, borrowed},
-    run::{About, Named, Run, nothing, now, until_asleep, usable},
+    base::{borrowed, not_prepared, now, until_asleep, usable},
+    process::{Peer, Request, Role, Way},
+    run::{About, Named, Run, nothing},
 };
 
-/// A way to hand over memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Way {
-    /// The driver's calls and a socket. The same descriptors are sent each time.
-    Floor,
-    /// A stream of this library. The consumer has the description, but not the buffer.
-    Fresh,
-    /// Like `Fresh`, with the description sent each time.
-    Described,
-    /// A stream of this library. The consumer holds the buffer.
-    Again,
-    /// Like `Floor`, with an export each time.
-    Export,
-    Legacy,
-    Pool,
-    /// A record of one byte.
-    Record,
-}
-
-impl Way {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Floor => "floor",
-            Self::Fresh => "vmmfd",
-            Self::Described => "vmmfd, with description",
-            Self::Again => "vmmfd again",
-            Self::Export => "export each, anchor",
-            Self::Legacy => "legacy",
-            Self::Pool => "pool",
-            Self::Record => "record",
+/// The producer's half. Returns the time at which it began.
+fn give(way: Way, memory: &Memory, to: &mut Consumer) -> Result<u64> {
+    let begun = now();
+    match way {
+        Way::Floor => to.peer.line.send_bare(&[0], &borrowed(&memory.fds))?,
+        Way::Export => {
+            let created = memory.unshared.as_ref().ok_or_else(not_prepared)?;
+            let fd = memory.device.driver().verbs().bare()?.export(created)?;
+            to.peer.line.send_bare(&[0], &[fd.as_fd()])?;
+        }
+        Way::Legacy | Way::Pool => to.peer.line.send_bare(&memory.pointer(way)?.0, &[])?,
+        Way::Record => to.peer.line.send_bare(&[0], &[])?,
+        Way::Described => {
+            to.describe(memory)?;
+            to.publisher.announce(to.fresh.ok_or_else(not_prepared)?)?;
+        }
+        Way::Fresh | Way::Again => {
+            to.publisher.announce(to.fresh.or(to.held).ok_or_else(not_prepared)?)?;
         }
     }
-
-    fn is_stream(self) -> bool {
-        matches!(self, Self::Fresh | Self::Described | Self::Again)
-    }
-
-    /// The producer's half. Returns the time at which it began.
-    fn give(self, memory: &Memory, to: &mut Consumer) -> Result<u64> {
-        let begun = now();
-        match self {
-            Self::Floor => to.peer.line.send_bare(&[0], &borrowed(&memory.fds))?,
-            Self::Export => {
-                let created = memory.unshared.as_ref().ok_or_else(not_prepared)?;
-                let fd = memory.device.driver().verbs().bare()?.export(created)?;
-                to.peer.line.send_bare(&[0], &[fd.as_fd()])?;
-            }
-            Self::Legacy | Self::Pool => to.peer.line.send_bare(&memory.pointer(self)?.0, &[])?,
-            Self::Record => to.peer.line.send_bare(&[0], &[])?,
-            Self::Described => {
-                to.describe(memory)?;
-                to.publisher.announce(to.fresh.ok_or_else(not_prepared)?)?;
-            }
-            Self::Fresh | Self::Again => {
-                to.publisher.announce(to.fresh.or(to.held).ok_or_else(not_prepared)?)?;
-            }
-        }
-        Ok(begun)
-    }
-
-    /// The consumer's half, in another process. Returns the time at which the memory was usable.
-    pub(crate) fn take(self, taker: &mut Taker, size: u64) -> Result<u64> {
-        if self.is_stream() {
-            return taker.take_turn(size);
-        }
-        let mut bytes = [0; 65];
-        let fds = taker.line.receive_bare(&mut bytes)?.fds;
-        let handle = bytes.first_chunk().ok_or_else(not_prepared)?;
-        let (driver, device) = taker.driver()?;
-        let (verbs, ordinal) = (driver.verbs(), device.ordinal());
-        match self {
-            Self::Legacy => {
-                let address = verbs.legacy()?.open(ordinal, handle)?;
-                let at = now();
-                verbs.legacy()?.close(ordinal, address).map(|()| at)
-            }
-            Self::Pool => {
-                let address = verbs.pools()?.import_pointer(taker.pool.ok_or_else(not_prepared)?, ordinal, handle)?;
-                let at = now();
-                verbs.pools()?.free(ordinal, address).map(|()| at)
-            }
-            Self::Record => Ok(now()),
-            _ => taker.map(&fds, size),
-        }
-    }
+    Ok(begun)
 }
 
 /// Memory at the producer, of one size.
@@ -167,7 +102,7 @@ impl Pair {
     pub(crate) fn start(run: &Run<'_>, consumers: u16) -> Result<Self> {
         run.tick("starting the processes", 0, 1)?;
         // All processes start their drivers at once.
-        let start = |_| Peer::start(run, "a consumer", &Role::of(run.options), &[]);
+        let start = |_| run.peer("a consumer", &Role::of(run.options));
         let peers = (0..consumers).map(start).collect::<Result<Vec<_>>>()?;
         let (driver, device) = run.device()?;
         let connect = |peer: Peer| {
@@ -261,12 +196,12 @@ impl Pair {
         }
         until_asleep();
         let begun = match &mut self.consumers[..] {
-            [consumer] => way.give(memory, consumer)?,
+            [consumer] => give(way, memory, consumer)?,
             consumers => at_once(way, memory, consumers)?,
         };
         let mut last = 0;
         for consumer in &mut self.consumers {
-            last = last.max(consumer.peer.usable()?);
+            last = last.max(consumer.peer.time()?);
             if way.is_stream() {
                 consumer.publisher.take_back()?;
             }
@@ -291,12 +226,12 @@ impl Pair {
 /// Hands over in a thread for each consumer. Returns the time at which the first began.
 fn at_once(way: Way, memory: &Memory, consumers: &mut [Consumer]) -> Result<u64> {
     let barrier = Barrier::new(consumers.len());
-    let give = |consumer| {
+    let hand = |consumer| {
         barrier.wait();
-        way.give(memory, consumer)
+        give(way, memory, consumer)
     };
     thread::scope(|scope| {
-        let threads: Vec<_> = consumers.iter_mut().map(|consumer| scope.spawn(|| give(consumer))).collect();
+        let threads: Vec<_> = consumers.iter_mut().map(|consumer| scope.spawn(|| hand(consumer))).collect();
         let begun = threads.into_iter().map(|thread| thread.join().map_err(|_| not_prepared())?);
         Ok(begun.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0))
     })

@@ -7,6 +7,7 @@
 
 #![allow(missing_docs, reason = "it is no interface")]
 
+mod base;
 mod broker;
 mod calls;
 mod child;
@@ -16,20 +17,66 @@ mod options;
 mod process;
 mod report;
 mod run;
+mod server;
 mod startup;
 mod switching;
 
 use std::process::ExitCode;
 
-use vmmfd_cli::cli;
+use vmmfd::{channel::Cancel, error::Result};
+use vmmfd_cli::{
+    cli::{Exit, Output, Progress, Tool, ToolOutput, json_line, main_of_tool, raise_file_limit},
+    schema::{Named, document},
+};
 
-/// The hidden subcommand of a process of the bench.
-const CHILD: &str = "child";
+use self::{
+    options::BenchOptions,
+    process::CHILD,
+    report::{Group, Report},
+    run::Run,
+};
 
 pub fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1);
     match (arguments.next().as_deref(), arguments.next()) {
         (Some(CHILD), Some(task)) => child::main(&task),
-        _ => cli::main_of_tool::<options::BenchOptions>("vmmfd-bench"),
+        _ => main_of_tool::<BenchOptions>("vmmfd-bench"),
+    }
+}
+
+type Measure = fn(&mut Run<'_>) -> Result<()>;
+
+/// The groups in the order of a run. `startup` is first: this process has not started the driver then.
+const GROUPS: [(Group, Measure); 7] = [
+    (Group::Startup, startup::measure),
+    (Group::Handoff, handoff::measure),
+    (Group::Repeat, handoff::measure_again),
+    (Group::Verify, calls::verify),
+    (Group::Stages, calls::stages),
+    (Group::Copies, calls::copies),
+    (Group::Broker, broker::measure),
+];
+
+impl Tool for BenchOptions {
+    const NAME: &'static str = "bench";
+    const REPORTS: &'static [Named] = &[("bench", document::<Report>)];
+
+    fn output(&self) -> &Output {
+        &self.output
+    }
+
+    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+        // This process has sockets and descriptors for each consumer.
+        raise_file_limit();
+        let mut run = Run::start(self, cancel, progress, !self.output.json)?;
+        for (group, measure) in GROUPS {
+            if self.group == group || self.group == Group::All {
+                run.group = group;
+                measure(&mut run)?;
+            }
+        }
+        let report = run.report;
+        let text = if self.output.json { json_line(&report) } else { report.end() };
+        Ok(ToolOutput { text, exit: if report.rows.is_empty() { Exit::Mismatch } else { Exit::Verified } })
     }
 }

@@ -16,9 +16,10 @@ use vmmfd::{
 use vmmfd_cli::{units::about, verbs::HasVerbs};
 
 use crate::{
-    broker::{Broker, SMALL, put},
+    base::{now, open_device, us, usable},
     process::{Peer, Reply, Request, Role},
-    run::{About, Run, nothing, now, open_device, us, usable},
+    run::{About, Run, nothing},
+    server::{Broker, SMALL, put},
 };
 
 const NAME: &str = "bench/load";
@@ -84,7 +85,7 @@ fn gets_at_once(run: &mut Run<'_>, folder: &Path, device: &Device, clients: u16,
         driver: map,
     };
     // All processes start their drivers at once.
-    let start = |_| Peer::start(run, "a client of the broker", &role, &[]);
+    let start = |_| run.peer("a client of the broker", &role);
     let clients = (0..clients).map(start).collect::<Result<Vec<_>>>()?;
     clients.iter().try_for_each(|client| connect(client, &broker))?;
     let count = if map { run.count() } else { run.count().saturating_mul(GETS) }.min(MOST_GETS);
@@ -143,7 +144,7 @@ fn crowd(run: &mut Run<'_>, folder: &Path, host: &Device) -> Result<()> {
     let client = broker.connect(run)?;
     let role =
         Role::Peer { backend: Backend::Host, device: String::new(), timeout: run.options.timeout, driver: false };
-    let reader = Peer::start(run, "a client of the broker", &role, &[])?;
+    let reader = run.peer("a client of the broker", &role)?;
     connect(&reader, &broker)?;
     let mut longest = Vec::new();
     for (number, what) in PHASES.into_iter().enumerate() {

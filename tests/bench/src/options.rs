@@ -1,18 +1,15 @@
-//! The options of `bench`, and its groups of rows.
+//! The options of `bench`.
 
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
-use schemars::JsonSchema;
-use serde::Serialize;
-use vmmfd::{channel::Cancel, driver::Backend, error::Result, memory::Selector};
+use clap::Args;
+use vmmfd::{driver::Backend, memory::Selector};
 use vmmfd_cli::{
-    cli::{BACKEND, Exit, Output, Progress, Tool, ToolOutput, json_line, parse_size, parse_timeout, raise_file_limit},
+    cli::{BACKEND, Output, parse_size, parse_timeout},
     exit_codes,
-    schema::{Named, document},
 };
 
-use crate::{broker, calls, handoff, report::Report, run::Run, startup};
+use crate::report::Group;
 
 /// Measures handoffs between processes, and the driver's own calls
 #[derive(Debug, Args)]
@@ -58,70 +55,5 @@ pub(crate) struct BenchOptions {
     pub(crate) emulated: bool,
 
     #[command(flatten)]
-    output: Output,
-}
-
-/// A group of rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Group {
-    /// From exec to ready, and a whole round trip
-    Startup,
-    /// Memory that the consumer does not hold
-    Handoff,
-    /// Memory that the consumer holds already
-    Repeat,
-    /// Filling and verifying, by the GPU and by the CPUs
-    Verify,
-    /// Each driver call
-    Stages,
-    /// Copies of shared memory, beside memcpy
-    Copies,
-    /// Objects of a broker, beside a handoff; many clients and objects
-    Broker,
-    /// All of these
-    All,
-}
-
-impl Group {
-    pub(crate) fn name(self) -> String {
-        format!("{self:?}").to_lowercase()
-    }
-}
-
-type Measure = fn(&mut Run<'_>) -> Result<()>;
-
-/// The groups in the order of a run. `startup` is first: this process has not started the driver then.
-const GROUPS: [(Group, Measure); 7] = [
-    (Group::Startup, startup::measure),
-    (Group::Handoff, handoff::measure),
-    (Group::Repeat, handoff::measure_again),
-    (Group::Verify, calls::verify),
-    (Group::Stages, calls::stages),
-    (Group::Copies, calls::copies),
-    (Group::Broker, broker::measure),
-];
-
-impl Tool for BenchOptions {
-    const NAME: &'static str = "bench";
-    const REPORTS: &'static [Named] = &[("bench", document::<Report>)];
-
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
-        // This process has sockets and descriptors for each consumer.
-        raise_file_limit();
-        let mut run = Run::start(self, cancel, progress, !self.output.json)?;
-        for (group, measure) in GROUPS {
-            if self.group == group || self.group == Group::All {
-                run.group = group;
-                measure(&mut run)?;
-            }
-        }
-        let report = run.report;
-        let text = if self.output.json { json_line(&report) } else { report.end() };
-        Ok(ToolOutput { text, exit: if report.rows.is_empty() { Exit::Mismatch } else { Exit::Verified } })
-    }
+    pub(crate) output: Output,
 }

@@ -3,7 +3,7 @@
 use std::{
     env,
     os::{
-        fd::{AsFd, BorrowedFd, OwnedFd},
+        fd::{BorrowedFd, OwnedFd},
         unix::process::{CommandExt, ExitStatusExt},
     },
     path::{Path, PathBuf},
@@ -25,13 +25,16 @@ use vmmfd::{
 };
 use vmmfd_cli::error::ToolError;
 
-use crate::{CHILD, handoff::Way, options::BenchOptions, report::Machine, run::Run};
+use crate::{options::BenchOptions, report::Machine};
+
+/// The hidden subcommand of a process of the bench.
+pub(crate) const CHILD: &str = "child";
 
 /// The longest record in bytes.
 const LONGEST: usize = 128 << 10;
 
 /// How long a process may take to exit. The driver's exit handlers may hang.
-const EXIT: Duration = Duration::from_secs(5);
+const EXIT: Duration = Duration::from_secs(1);
 
 /// The interval between two checks for an exit.
 const POLL: Duration = Duration::from_micros(100);
@@ -64,6 +67,44 @@ impl Role {
     }
 }
 
+/// A way to hand over memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Way {
+    /// The driver's calls and a socket. The same descriptors are sent each time.
+    Floor,
+    /// A stream of this library. The consumer has the description, but not the buffer.
+    Fresh,
+    /// Like `Fresh`, with the description sent each time.
+    Described,
+    /// A stream of this library. The consumer holds the buffer.
+    Again,
+    /// Like `Floor`, with an export each time.
+    Export,
+    Legacy,
+    Pool,
+    /// A record of one byte.
+    Record,
+}
+
+impl Way {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Floor => "floor",
+            Self::Fresh => "vmmfd",
+            Self::Described => "vmmfd, with description",
+            Self::Again => "vmmfd again",
+            Self::Export => "export each, anchor",
+            Self::Legacy => "legacy",
+            Self::Pool => "pool",
+            Self::Record => "record",
+        }
+    }
+
+    pub(crate) fn is_stream(self) -> bool {
+        matches!(self, Self::Fresh | Self::Described | Self::Again)
+    }
+}
+
 /// A request to a peer.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Request {
@@ -75,9 +116,9 @@ pub(crate) enum Request {
     Take { way: Way, size: u64 },
     /// Answer, then let the session withdraw a buffer.
     Release,
-    /// Give the record's descriptors to a process that sleeps.
+    /// Use the sleeper at the record's descriptor.
     Sleeper,
-    /// Wake this process and map its memory of `size` bytes.
+    /// Wake the sleeper and map its memory of `size` bytes.
     Wake { size: u64 },
     /// Answer, then receive a record and close its descriptors.
     Receive,
@@ -101,14 +142,8 @@ pub(crate) enum Request {
 pub(crate) enum Reply {
     /// Done. The first reply has the machine if the process has a driver.
     Ready(Option<Machine>),
-    /// The time at which memory became usable.
-    Usable {
-        at: u64,
-    },
-    /// The duration of a step.
-    Took {
-        us: f64,
-    },
+    /// The time at which memory became usable, or the duration of a step, in nanoseconds.
+    Time(u64),
     /// The times of the first and last get, and the durations.
     Gets {
         begun: u64,
@@ -158,12 +193,8 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    pub(crate) fn start(run: &Run<'_>, name: &'static str, role: &Role, variables: &[(&str, &str)]) -> Result<Self> {
-        Self::with(run.options.timeout, run.cancel, name, role, variables)
-    }
-
-    pub(crate) fn with(
-        timeout: Duration,
+    pub(crate) fn start(
+        options: &BenchOptions,
         cancel: &Cancel,
         name: &'static str,
         role: &Role,
@@ -173,7 +204,7 @@ impl Peer {
         let mut command = this_program(role)?;
         command.stdin(other).stdout(Stdio::null()).envs(variables.iter().copied());
         let program = Program::start(name, &mut command)?;
-        Ok(Self { program, line: Line(RecordSocket::new(own, timeout, cancel)?) })
+        Ok(Self { program, line: Line(RecordSocket::new(own, options.timeout, cancel)?) })
     }
 
     pub(crate) fn send(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
@@ -203,20 +234,17 @@ impl Peer {
     }
 
     /// Waits until memory is usable, and returns the time.
-    pub(crate) fn usable(&self) -> Result<u64> {
+    pub(crate) fn time(&self) -> Result<u64> {
         match self.receive()? {
-            Reply::Usable { at } => Ok(at),
+            Reply::Time(time) => Ok(time),
             _ => Err(self.unexpected()),
         }
     }
 
-    /// Lets the process take a step, and returns the duration that it measured.
+    /// Lets the process take a step, and returns the microseconds that it measured.
     pub(crate) fn took(&self, request: &Request) -> Result<f64> {
         self.send(request, &[])?;
-        match self.receive()? {
-            Reply::Took { us } => Ok(us),
-            _ => Err(self.unexpected()),
-        }
+        Ok(self.time()? as f64 / 1e3)
     }
 
     pub(crate) fn unexpected(&self) -> Error {
@@ -242,11 +270,11 @@ impl Drop for Peer {
     fn drop(&mut self) {
         // The process exits at the end of the connection.
         let _ = self.line.0.shared().shutdown(std::net::Shutdown::Both);
-        self.program.end(None);
+        self.program.wait(EXIT);
     }
 }
 
-/// A child process in a group of its own: signals of the terminal do not reach it. Dropping it kills the group.
+/// A child process in a group of its own: signals of the terminal do not reach it. Dropping it ends the group.
 #[derive(Debug)]
 pub(crate) struct Program {
     pub(crate) name: &'static str,
@@ -288,15 +316,15 @@ impl Program {
             _ => format!("exited with code {}", status.code().unwrap_or(-1)),
         })
     }
+}
 
-    /// Sends a signal to the group and waits until the process has exited. If it hangs, it is killed.
-    pub(crate) fn end(&self, signal: Option<Signal>) {
-        let exited = self.wait(Duration::ZERO).is_some() || {
+impl Drop for Program {
+    fn drop(&mut self) {
+        if self.wait(Duration::ZERO).is_none() {
             // Fails if the process has just exited.
-            let _ = signal.map(|signal| killpg(self.pid(), signal));
-            self.wait(EXIT).is_some()
-        };
-        if !exited {
+            let _ = killpg(self.pid(), Signal::SIGTERM);
+        }
+        if self.wait(EXIT).is_none() {
             let _ = killpg(self.pid(), Signal::SIGKILL);
             let _ = self.child.borrow_mut().wait();
         }
@@ -315,9 +343,4 @@ pub(crate) fn this_program(role: &Role) -> Result<Command> {
 pub(crate) fn beside(name: &str) -> Option<PathBuf> {
     let path = env::current_exe().ok()?.with_file_name(name);
     Path::is_file(&path).then_some(path)
-}
-
-/// Borrows descriptors.
-pub(crate) fn borrowed(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
-    fds.iter().map(AsFd::as_fd).collect()
 }

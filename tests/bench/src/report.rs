@@ -2,15 +2,42 @@
 
 use std::fmt::Write;
 
+use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use vmmfd::driver::Backend;
 use vmmfd_cli::{schema, units::about};
 
-use crate::options::Group;
-
 /// A row is noisy if the medians of its fifths differ by more than this part of its median.
 const NOISY: f64 = 0.2;
+
+/// A group of rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, JsonSchema, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Group {
+    /// From exec to ready, and a whole round trip
+    Startup,
+    /// Memory that the consumer does not hold
+    Handoff,
+    /// Memory that the consumer holds already
+    Repeat,
+    /// Filling and verifying, by the GPU and by the CPUs
+    Verify,
+    /// Each driver call
+    Stages,
+    /// Copies of shared memory, beside memcpy
+    Copies,
+    /// Objects of a broker, beside a handoff; many clients and objects
+    Broker,
+    /// All of these
+    All,
+}
+
+impl Group {
+    pub(crate) fn name(self) -> String {
+        format!("{self:?}").to_lowercase()
+    }
+}
 
 /// The measurements of a run.
 #[derive(Debug, Serialize, JsonSchema)]

@@ -1,11 +1,8 @@
 //! A run: its sizes, its turns, and its report.
 
-use std::time::{Duration, Instant};
-
-use rustix::time::{ClockId, clock_gettime};
 use vmmfd::{
     channel::Cancel,
-    driver::{Backend, Choice, Driver, open},
+    driver::{Backend, Driver},
     error::{Error, Result},
     memory::Device,
     session::Config,
@@ -18,16 +15,11 @@ use vmmfd_cli::{
 };
 
 use crate::{
-    options::{BenchOptions, Group},
+    base::{open_device, usable},
+    options::BenchOptions,
     process::{Peer, Reply, Role},
-    report::{Report, Row, table},
+    report::{Group, Report, Row, table},
 };
-
-/// The fraction of the free memory that is used.
-const USED: f64 = 0.95;
-
-/// The time for a process to fall asleep on its socket, as between two real handoffs.
-const ASLEEP: Duration = Duration::from_micros(30);
 
 /// The sizes of a group without `--size`.
 const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
@@ -71,7 +63,7 @@ impl<'a> Run<'a> {
         prints: bool,
     ) -> Result<Self> {
         progress.step("starting", 0, 1);
-        let peer = Peer::with(options.timeout, cancel, "the first process", &Role::of(options), &[])?;
+        let peer = Peer::start(options, cancel, "the first process", &Role::of(options), &[])?;
         let machine = match peer.receive() {
             Ok(Reply::Ready(Some(machine))) => machine,
             // This process's own error has the class and the hint.
@@ -84,6 +76,10 @@ impl<'a> Run<'a> {
         let (tool, made, backend) = (stamp::tool(), stamp::now(), options.backend);
         let report = Report { schema: VERSION, tool, made, backend, machine, rows: Vec::new(), left_out: Vec::new() };
         Ok(Self { options, cancel, progress, prints, group: Group::All, report })
+    }
+
+    pub(crate) fn peer(&self, name: &'static str, role: &Role) -> Result<Peer> {
+        Peer::start(self.options, self.cancel, name, role, &[])
     }
 
     pub(crate) fn is_cuda(&self) -> bool {
@@ -206,34 +202,4 @@ impl<'a> Run<'a> {
 /// Derives nothing.
 pub(crate) fn nothing(_: &[f64]) -> Vec<(String, f64, &'static str)> {
     Vec::new()
-}
-
-pub(crate) fn open_device(backend: Backend, device: &str) -> Result<(Driver, Device)> {
-    let driver = open(Choice::Only(backend))?.driver;
-    let device = Device::find(&driver, device.parse().unwrap_or_default())?;
-    device.activate()?;
-    Ok((driver, device))
-}
-
-/// The bytes of a device that may be used.
-pub(crate) fn usable(device: &Device) -> Result<u64> {
-    Ok((device.memory_info()?.free as f64 * USED) as u64)
-}
-
-/// The time in nanoseconds on the clock that all processes of a machine share.
-pub(crate) fn now() -> u64 {
-    let time = clock_gettime(ClockId::Monotonic);
-    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
-}
-
-pub(crate) fn us(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e6
-}
-
-/// Spins until another process has had time to fall asleep on its socket.
-pub(crate) fn until_asleep() {
-    let begun = Instant::now();
-    while begun.elapsed() < ASLEEP {
-        std::hint::spin_loop();
-    }
 }

@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use nix::{poll::PollFlags, sys::signal::Signal};
+use nix::poll::PollFlags;
 use vmmfd::{
     error::{Error, Result},
     internals::wait,
@@ -16,8 +16,9 @@ use vmmfd::{
 use vmmfd_cli::temporary::temporary_folder;
 
 use crate::{
+    base::us,
     process::{Program, Role, beside, this_program},
-    run::{About, Run, nothing, us},
+    run::{About, Run, nothing},
 };
 
 /// The most samples: the driver takes a third of a second for each.
@@ -66,9 +67,7 @@ pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
                 let mut command = Command::new(program);
                 // Its last line is about the signal that ends it.
                 command.stderr(Stdio::null()).arg("--socket").arg(folder.path().join("ready.sock")).args(options(run));
-                let (took, program) = ready(run, command, word)?;
-                program.end(Some(Signal::SIGTERM));
-                Ok(took)
+                ready(run, command, word).map(|(took, _)| took)
             }
         }
     })?;

@@ -1,6 +1,6 @@
 //! Replaces a version of an object at the same addresses, by the library and by the driver's calls.
 
-use std::{os::fd::AsFd, time::Instant};
+use std::os::fd::AsFd;
 
 use vmmfd::{
     broker::{Client, Get, Object, Prepared},
@@ -11,7 +11,7 @@ use vmmfd::{
 };
 use vmmfd_cli::verbs::HasVerbs;
 
-use crate::{child::not_prepared, run::us};
+use crate::base::{not_prepared, now};
 
 /// Two objects that take turns at the same addresses.
 pub(crate) const OBJECTS: [&str; 2] = ["bench/switch-1", "bench/switch-2"];
@@ -54,21 +54,21 @@ impl Switching {
         verbs.set_access(self.address, self.size, location, Some(Access::ReadOnly))
     }
 
-    /// Switches to the other object, and returns the duration in microseconds.
-    pub(crate) fn switch(&mut self, bare: bool) -> Result<f64> {
+    /// Switches to the other object, and returns the duration in nanoseconds.
+    pub(crate) fn switch(&mut self, bare: bool) -> Result<u64> {
         let next = self.next.take().ok_or_else(not_prepared)?;
-        let begun = Instant::now();
+        let begun = now();
         if bare {
             self.segments.reverse();
             self.device.verbs().unmap(self.address, self.size)?;
             self.map()?;
             self.next = Some(next);
-            return Ok(us(begun.elapsed()));
+            return Ok(now() - begun);
         }
         let old = self.object.switch(next)?;
-        let us = us(begun.elapsed());
+        let took = now() - begun;
         self.next = Some(old);
-        Ok(us)
+        Ok(took)
     }
 
     pub(crate) fn close(self) -> Result<()> {
