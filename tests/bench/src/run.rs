@@ -8,7 +8,7 @@ use vmmfd::{
     session::Config,
 };
 use vmmfd_cli::{
-    cli::{Progress, print_now},
+    cli::{Progress, print_lines},
     schema::VERSION,
     stamp,
     units::about,
@@ -194,7 +194,7 @@ impl<'a> Run<'a> {
         if !self.prints {
             return Ok(());
         }
-        let printed = self.progress.suspend(|| print_now(&text));
+        let printed = self.progress.suspend(|| print_lines(&text));
         printed.map_err(|error| Error::system("write to standard output", error))
     }
 }
