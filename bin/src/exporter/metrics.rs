@@ -134,7 +134,7 @@ impl Text<'_> {
         let help = "How long the broker took to answer, requested waits included";
         let mut seconds = self.0.encode_descriptor("vmmfd_request_seconds", help, None, MetricType::Histogram)?;
         for of in &metrics.durations {
-            let bounds = of.bounds_us.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
+            let bounds = of.bounds_us.iter().map(|us| *us as f64 / 1e6);
             let buckets: Vec<(f64, u64)> = bounds.zip(of.counts.iter().copied()).collect();
             let (sum, count) = (of.sum_us as f64 / 1e6, of.counts.iter().sum());
             let labels = [("verb", &*of.verb)];
