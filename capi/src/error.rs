@@ -2,16 +2,16 @@
 
 use std::{
     any::Any,
+    borrow::Cow,
     error::Error as _,
     ffi::{CString, c_char},
-    io,
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
 };
 
 use vmmfd::{
-    Error, ErrorKind,
-    error::{BrokerError, ErrorCode, LoadError, MemoryError, PeerError, RefusalCode, SocketError, code},
+    Error,
+    error::{ErrorClass, MemoryError},
 };
 
 /// The class of an error, to branch on.
@@ -104,7 +104,9 @@ impl Failure {
     fn allocate(self) -> *mut vmmfd_error_t {
         let (code, driver_code, message, hint) = match self {
             Self::Own(code, message, hint) => (code, 0, message, hint.map(str::to_owned)),
-            Self::Library(error) => (code_of(&error), driver_code(&error), error.in_full(), hint(&error)),
+            Self::Library(error) => {
+                (code_of(&error), driver_code(&error), error.in_full(), error.hint().map(Cow::into_owned))
+            }
         };
         let (message, hint) = (c_text(message), hint.map(c_text));
         let shown = vmmfd_error_t {
@@ -150,41 +152,20 @@ fn message_of(panic: &(dyn Any + Send)) -> &str {
 
 fn code_of(error: &Error) -> vmmfd_code_t {
     use vmmfd_code_t::*;
-    match error {
-        Error::Memory(MemoryError::NotExchanged { source, .. } | MemoryError::NotImported { source, .. }) => {
-            code_of(source)
-        }
-        Error::Driver { code: code::OUT_OF_MEMORY, .. } => VMMFD_OUT_OF_MEMORY,
-        Error::Driver { code: code::NOT_SUPPORTED | code::NOT_PERMITTED, .. } => VMMFD_UNSUPPORTED,
-        Error::Driver { .. } => VMMFD_DRIVER,
-        Error::Forked { .. } => VMMFD_FORKED,
-        Error::System { source, .. } if source.kind() == io::ErrorKind::OutOfMemory => VMMFD_OUT_OF_MEMORY,
-        Error::Broker(BrokerError { code, .. }) => match code {
-            RefusalCode::Absent => VMMFD_NOT_FOUND,
-            RefusalCode::Exists => VMMFD_EXISTS,
-            RefusalCode::Version | RefusalCode::Differs => VMMFD_DIFFERS,
-            RefusalCode::Denied => VMMFD_DENIED,
-            RefusalCode::Timeout => VMMFD_TIMEOUT,
-            RefusalCode::Invalid => VMMFD_INVALID,
-            RefusalCode::Stopped => VMMFD_INTERRUPTED,
-            _ => VMMFD_SYSTEM,
-        },
-        Error::Memory(MemoryError::OutOfMemory { .. }) => VMMFD_OUT_OF_MEMORY,
-        Error::Memory(MemoryError::TooManyDescriptors { .. }) => VMMFD_SYSTEM,
-        Error::Device(vmmfd::error::DeviceError::NotFound { .. }) => VMMFD_NOT_FOUND,
-        Error::Socket(SocketError::Denied { .. } | SocketError::ClosedFolder { .. }) => VMMFD_DENIED,
-        Error::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => VMMFD_NOT_FOUND,
-        Error::Peer(PeerError::NoConsumer { .. } | PeerError::Timeout { .. }) => VMMFD_TIMEOUT,
-        Error::Peer(PeerError::NotAllowed { .. }) => VMMFD_DENIED,
-        Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend | ErrorCode::Device, .. }) => VMMFD_UNSUPPORTED,
-        Error::Load(LoadError::MissingSymbol { .. }) => VMMFD_UNSUPPORTED,
-        _ => match error.kind() {
-            ErrorKind::Usage => VMMFD_INVALID,
-            ErrorKind::Unsupported => VMMFD_UNSUPPORTED,
-            ErrorKind::Peer => VMMFD_DISCONNECTED,
-            ErrorKind::Interrupted => VMMFD_INTERRUPTED,
-            _ => VMMFD_SYSTEM,
-        },
+    match error.class() {
+        ErrorClass::Invalid => VMMFD_INVALID,
+        ErrorClass::NotFound => VMMFD_NOT_FOUND,
+        ErrorClass::Exists => VMMFD_EXISTS,
+        ErrorClass::Differs => VMMFD_DIFFERS,
+        ErrorClass::Denied => VMMFD_DENIED,
+        ErrorClass::Timeout => VMMFD_TIMEOUT,
+        ErrorClass::Disconnected => VMMFD_DISCONNECTED,
+        ErrorClass::OutOfMemory => VMMFD_OUT_OF_MEMORY,
+        ErrorClass::Unsupported => VMMFD_UNSUPPORTED,
+        ErrorClass::Interrupted => VMMFD_INTERRUPTED,
+        ErrorClass::Forked => VMMFD_FORKED,
+        ErrorClass::Driver => VMMFD_DRIVER,
+        _ => VMMFD_SYSTEM,
     }
 }
 
@@ -197,57 +178,6 @@ fn driver_code(error: &Error) -> u32 {
         }
         error => error.source().and_then(|cause| cause.downcast_ref()).map_or(0, driver_code),
     }
-}
-
-/// The next step after an error, if the library knows one.
-fn hint(error: &Error) -> Option<String> {
-    let hint = match error {
-        Error::Broker(BrokerError { code, .. }) => match code {
-            RefusalCode::Absent => {
-                "vmmfd_broker_list shows all names; set wait_ms of the options if the object may appear later"
-            }
-            RefusalCode::Exists => "replace it: condition VMMFD_PUT_ANY",
-            RefusalCode::Version => "another process has replaced it: vmmfd_broker_stat shows the current version",
-            RefusalCode::Denied => "its owner grants access: vmmfd_broker_stat shows owner and mode",
-            RefusalCode::Quota => "delete names that are no longer needed, or start the broker with a larger --quota",
-            RefusalCode::Full => {
-                "raise the broker's limit of open files (LimitNOFILE= of systemd, ulimit -Hn): each segment is one"
-            }
-            RefusalCode::Timeout => "wait longer, or check the names with vmmfd_broker_list",
-            _ => return None,
-        },
-        Error::Socket(SocketError::NoBroker { path, .. }) => {
-            return Some(format!(
-                "start one with `vmmfd serve --socket {}`, or connect to the path of a running broker",
-                path.display()
-            ));
-        }
-        Error::Socket(SocketError::Absent { .. }) => "start the producer, or give it more time: timeout_ms",
-        Error::Socket(SocketError::Denied { group: Some(_), .. }) => {
-            "add this user to that group and log in again, or start the server with `--allow-uid`"
-        }
-        Error::Socket(SocketError::Denied { .. }) => {
-            "start the server so that it admits this user: `vmmfd serve --allow-uid`, `--allow-gid`"
-        }
-        Error::Peer(PeerError::NotAllowed { uid, .. }) => {
-            return Some(format!("add uid {uid} to `trust` of the options to trust that user"));
-        }
-        Error::Peer(PeerError::Timeout { .. }) => {
-            "the process at the other end is stopped or overloaded, or timeout_ms is too short"
-        }
-        Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, .. }) => {
-            "open the device of the memory's backend, or pass NULL as the device"
-        }
-        Error::Memory(MemoryError::OutOfMemory { .. }) | Error::Driver { code: code::OUT_OF_MEMORY, .. } => {
-            "`vmmfd who` and nvidia-smi show the users of GPU memory; `ulimit -v` limits a process's address space"
-        }
-        Error::Memory(MemoryError::NotExchanged { source, .. }) => return hint(source),
-        Error::Memory(MemoryError::TooManyDescriptors { .. }) => "raise this process's limit of open files: ulimit -n",
-        Error::Load(_) => "without a GPU, open a device of the backend \"host\" for ordinary shared memory",
-        Error::Forked { .. } => FORK_HINT,
-        _ => return None,
-    };
-    Some(hint.to_owned())
 }
 
 /// The next step in a fork.

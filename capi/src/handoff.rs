@@ -152,7 +152,7 @@ fn mismatch(message: &str) -> Error {
 /// Blocks until the producer listens and it is this consumer's turn, at most `timeout_ms` without a sign of the producer. Any thread may
 /// call it.
 ///
-/// Errors: `VMMFD_NOT_FOUND` if no process listens in time; `VMMFD_TIMEOUT`; `VMMFD_DISCONNECTED`; `VMMFD_DENIED` for a user that is not
+/// Errors: `VMMFD_NOT_FOUND` if no process listens in time; `VMMFD_DISCONNECTED`; `VMMFD_DENIED` for a user that is not
 /// trusted; `VMMFD_UNSUPPORTED` if this process has no device for the memory; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_DRIVER`;
 /// `VMMFD_SYSTEM`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]

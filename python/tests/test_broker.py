@@ -45,9 +45,9 @@ def test_ten_line_example(server: Server, tmp_path: Path) -> None:
 
     assert run(server.path) == (0, "")
     code, says = run(server.path)
-    assert code == 1 and says.count("\n") == 1 and "demo" in says and "replace it with replace=True" in says, says
+    assert code == 1 and says.count("\n") == 1 and "demo" in says and "replace the object" in says, says
     code, says = run(str(tmp_path / "none.sock"))
-    assert code == 1 and says.count("\n") == 1 and "start one with `vmmfd serve --socket" in says, says
+    assert code == 1 and says.count("\n") == 1 and "start `vmmfd serve` at " in says, says
 
 
 def test_put_and_get_round_trip(broker: vmmfd.Broker, name: str) -> None:
@@ -143,7 +143,7 @@ def test_replace_and_versions(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"x": floats(1)})
     with pytest.raises(FileExistsError, match="exists") as caught:
         broker.put(name, {"x": floats(2)})
-    assert caught.value.kind == "object" and "replace=True" in caught.value.hint
+    assert caught.value.kind == "object" and "replace the object" in caught.value.hint
     assert broker.put(name, {"x": floats(2)}, replace=True).version == 2
     assert broker.put(name, {"x": floats(3)}, replace_version=2).version == 3
     with pytest.raises(vmmfd.Differs):
@@ -388,7 +388,7 @@ def test_missing_broker_has_a_hint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no broker on") as caught:
         vmmfd.connect(tmp_path / "broker.sock", wait=0)
     assert isinstance(caught.value, vmmfd.NotFound)
-    assert f"vmmfd serve --socket {tmp_path}" in caught.value.hint and caught.value.hint in caught.value.__notes__
+    assert f"start `vmmfd serve` at {tmp_path}" in caught.value.hint and caught.value.hint in caught.value.__notes__
     with pytest.raises(ValueError, match="can't be used"):
         vmmfd.connect("x" * 200)
 

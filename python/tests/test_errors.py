@@ -115,7 +115,7 @@ def test_quota_error_has_a_hint(tmp_path: Path) -> None:
             broker.put("one", {"x": np.ones(3)})
             with pytest.raises(vmmfd.Error, match="quota|objects") as caught:
                 broker.put("two", {"x": np.ones(3)})
-            assert type(caught.value) is vmmfd.Error and "--quota" in (caught.value.hint or "")
+            assert type(caught.value) is vmmfd.Error and "quota" in (caught.value.hint or "")
     finally:
         server.end()
 

@@ -1,6 +1,7 @@
 //! One error type for the crate: callers branch on its variants, and the fields hold the facts to show to a user.
 
 mod broker;
+mod class;
 pub mod code;
 mod device;
 mod load;
@@ -18,6 +19,7 @@ use std::{borrow::Cow, fmt, io};
 use nix::sys::signal::Signal;
 
 pub use self::broker::{BrokerError, RefusalCode};
+pub use self::class::ErrorClass;
 pub use self::protocol::{BodyCause, BodyFault, ErrorCode, ProtocolError, UnknownCode};
 #[cfg(feature = "weights")]
 pub use self::weights::WeightsError;

@@ -1,5 +1,7 @@
 //! The JSON objects of `produce`, `consume` and of failures.
 
+use std::borrow::Cow;
+
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{array::ArrayDescriptor, driver::Backend, error::Error, session::handoff::Served};
@@ -105,7 +107,7 @@ pub(super) struct ErrorSummary {
 
 impl ErrorSummary {
     pub(super) fn of(error: &Error) -> Self {
-        Self { kind: kind_of(error).as_str(), message: error.in_full(), hint: hint(error).map(str::to_owned) }
+        Self { kind: kind_of(error).as_str(), message: error.in_full(), hint: hint(error).map(Cow::into_owned) }
     }
 
     /// Prints the error on standard error.
