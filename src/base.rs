@@ -37,6 +37,7 @@ impl fmt::Display for Backend {
 ///
 /// It restricts only this process: every process that holds the descriptor can map the memory with either access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub enum Access {
     /// Read only: `CU_MEM_ACCESS_FLAGS_PROT_READ`.
     #[serde(rename = "ro")]

@@ -19,6 +19,11 @@ use crate::error::{Error, MemoryError, Result};
 /// the same elements (a broadcast), so an array may have far more elements than its memory has bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "PlainArray", into = "PlainArray")]
+#[cfg_attr(
+    feature = "schema",
+    derive(schemars::JsonSchema),
+    schemars(description = "Describes an n-dimensional array in memory.")
+)]
 pub struct ArrayDescriptor {
     /// The type of each element.
     pub dtype: ElementType,

@@ -12,11 +12,16 @@ use crate::error::ParseError;
 
 /// The fields of an [`ArrayDescriptor`] on the wire.
 #[derive(Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub(super) struct PlainArray {
+    /// The name of the elements' type in NumPy or ml_dtypes.
+    #[cfg_attr(feature = "schema", schemars(with = "String"))]
     dtype: Dtype,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<String>", extend("enum" = ["little", "big", null])))]
     byte_order: Option<ByteOrder>,
     #[serde(deserialize_with = "dimensions")]
+    #[cfg_attr(feature = "schema", schemars(length(max = 64)))]
     shape: Vec<u64>,
     #[serde(default, deserialize_with = "optional_dimensions")]
     strides: Option<Vec<i64>>,

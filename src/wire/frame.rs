@@ -42,6 +42,12 @@ macro_rules! messages {
                     got => Err(ProtocolError::Kind { got }),
                 }
             }
+
+            /// A JSON Schema, whose `$defs` has the body of each message under the message's name.
+            #[cfg(feature = "schema")]
+            pub fn schema() -> serde_json::Value {
+                $crate::wire::schema::document(|generator| vec![$(($kind, $name, generator.subschema_for::<$body>()),)*])
+            }
         }
     };
 }

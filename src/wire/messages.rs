@@ -13,6 +13,7 @@ use crate::{
 
 /// The first message of each peer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Hello {
     /// The newest version that the sender supports.
     pub version: u16,
@@ -23,11 +24,13 @@ pub struct Hello {
     /// The sender's process, in its own PID namespace. Only informative: it is not verified.
     pub pid: u32,
     /// The longest time that the sender waits for a message, in milliseconds: at least 1.
+    #[cfg_attr(feature = "schema", schemars(range(min = 1)))]
     pub timeout_ms: u64,
 }
 
 /// Requests an object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Request {
     /// The object's name.
     pub object: String,
@@ -41,6 +44,7 @@ pub struct Request {
 
 /// A byte range of an object's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ByteRange {
     /// The offset of the first byte.
     pub offset: u64,
@@ -58,9 +62,14 @@ impl ByteRange {
 
 /// A device, as both peers can identify it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Device {
     /// The device's UUID.
     #[serde(deserialize_with = "strict::uuid")]
+    #[cfg_attr(
+        feature = "schema",
+        schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"))
+    )]
     pub uuid: DeviceUuid,
     /// The device's name. Only informative.
     pub name: String,
@@ -68,6 +77,7 @@ pub struct Device {
 
 /// The mechanism that shares memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Mechanism {
@@ -81,6 +91,7 @@ pub enum Mechanism {
 
 /// Where memory is: on a device, or on the host near it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Location {
@@ -92,11 +103,17 @@ pub enum Location {
 
 /// The 64 bytes that open a pool's buffer or a legacy allocation, encoded as hexadecimal digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
-pub struct Pointer(#[serde(with = "hex::serde")] pub [u8; 64]);
+pub struct Pointer(
+    #[serde(with = "hex::serde")]
+    #[cfg_attr(feature = "schema", schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{128}$")))]
+    pub [u8; 64],
+);
 
 /// Shared memory. The mechanism determines which optional fields are present.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Memory {
     /// The mechanism.
     pub mechanism: Mechanism,
@@ -119,14 +136,17 @@ pub struct Memory {
     pub pointer: Option<Pointer>,
     /// Offset of the data from `pointer`, in bytes.
     #[serde(default, deserialize_with = "or_default")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<u64>"))]
     pub offset: u64,
     /// Whether the memory is never written again.
     #[serde(default, deserialize_with = "or_default")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
     pub immutable: bool,
 }
 
 /// The segments that follow an offer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Part {
     /// The index of the first segment.
     pub first: u64,
@@ -140,6 +160,7 @@ pub struct Part {
 
 /// Describes a buffer. Its segments follow.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Offer {
     /// The object's name.
     pub object: String,
@@ -164,6 +185,7 @@ pub struct Offer {
 
 /// A memory pool. The record carries its descriptor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PoolNumber {
     /// The number of the pool in this connection's offers.
     pub pool: u64,
@@ -171,15 +193,18 @@ pub struct PoolNumber {
 
 /// Segments. The record carries a descriptor for each.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Segments {
     /// The index of the first segment.
     pub first: u64,
     /// The exact size of each allocation, in bytes.
+    #[cfg_attr(feature = "schema", schemars(length(min = 1, max = 253)))]
     pub sizes: Vec<u64>,
 }
 
 /// Acknowledges segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Received {
     /// The number of segments received so far for the current offer.
     pub segments: u64,
@@ -190,6 +215,7 @@ pub type Check = serde_json::Map<String, serde_json::Value>;
 
 /// A peer's result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct Verdict {
     /// Whether the data was right, as far as the sender knows.
@@ -213,12 +239,15 @@ impl Verdict {
 
 /// The sender is still working: restarts the receiver's timeout.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Busy {}
 
 /// The error that closes the session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Failure {
     /// The class of the error.
+    #[cfg_attr(feature = "schema", schemars(with = "String", regex(pattern = "^[A-Za-z0-9_-]{1,32}$")))]
     pub code: ErrorCode,
     /// A human-readable sentence of at most [`super::MAX_MESSAGE`] bytes.
     pub message: String,
@@ -226,6 +255,7 @@ pub struct Failure {
 
 /// Subscribes to all buffers of a stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Subscribe {
     /// The largest number of buffers that the consumer keeps open.
     pub keep: u64,
@@ -233,6 +263,7 @@ pub struct Subscribe {
 
 /// Publishes a buffer of a stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Ready {
     /// The buffer's number.
     pub buffer: u64,
@@ -240,11 +271,13 @@ pub struct Ready {
     pub generation: u64,
     /// The exact sizes of the first segments in bytes, if the consumer does not have the buffer open. The record carries their descriptors.
     #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<u64>>"))]
     pub sizes: Vec<u64>,
 }
 
 /// Gives a stream's buffer back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct BufferTurn {
     /// The buffer's number.
     pub buffer: u64,
@@ -254,6 +287,7 @@ pub struct BufferTurn {
 
 /// Identifies a stream's buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct BufferNumber {
     /// The buffer's number.
     pub buffer: u64,

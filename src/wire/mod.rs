@@ -6,6 +6,8 @@ mod frame;
 pub mod broker;
 mod fault;
 mod messages;
+#[cfg(feature = "schema")]
+pub(crate) mod schema;
 pub(crate) mod strict;
 #[cfg(test)]
 mod tests;

@@ -509,7 +509,10 @@ fn every_json_report_has_a_schema() {
     }
     for name in &names {
         let document = document(name);
-        assert_eq!(document["properties"]["schema"]["const"], 1, "{name}");
+        // The messages of a protocol have no number.
+        if !["protocol", "broker"].contains(name) {
+            assert_eq!(document["properties"]["schema"]["const"], 1, "{name}");
+        }
         let report = object(schema(&[name, "--json"]).code(0));
         fits("schema", &report);
         assert_eq!((&report["document"], report["names"].as_array().unwrap().len()), (&document, names.len()));

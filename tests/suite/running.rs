@@ -136,13 +136,6 @@ impl Meeting {
         self.command("consumer", options)
     }
 
-    /// `consumer` with only these options, for another socket.
-    pub(crate) fn bare_consumer(&self, options: &[&str]) -> Run {
-        let mut run = self.bare("consumer");
-        run.command.args(options);
-        run
-    }
-
     fn command(&self, name: &'static str, options: &[&str]) -> Run {
         let mut run = self.bare(name);
         run.command.arg("--socket").arg(self.socket()).args(["--backend", self.backend()]).args(options);

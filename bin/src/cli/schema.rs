@@ -4,7 +4,7 @@ use clap::{Args, builder::PossibleValuesParser};
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::Value;
-use vmmfd::{channel::Cancel, error::Error};
+use vmmfd::{channel::Cancel, error::Error, wire};
 
 use super::{
     Exit, Output, Tool, ToolOutput,
@@ -22,9 +22,10 @@ use super::{
 };
 use crate::schema::{Named, VERSION, document};
 
-/// Prints the JSON Schema of a command's --json output
+/// Prints the JSON Schema of a command's --json output, or of the messages of a protocol
 ///
-/// `failure` is the object of a failed command, except produce and consume. `watch` is a line of its output.
+/// `failure` is the object of a failed command, except produce and consume. `watch` is a line of its output. `protocol` and `broker` have the
+/// body of each message in `$defs`.
 #[derive(Debug, Args)]
 #[command(after_help = exit_codes!("printed"; 2 5))]
 pub(super) struct SchemaOptions {
@@ -42,6 +43,8 @@ fn reports() -> Vec<Named> {
         ("produce", document::<CommandReport>),
         ("consume", document::<CommandReport>),
         ("failure", document::<Failure>),
+        ("protocol", wire::Message::schema),
+        ("broker", wire::broker::Message::schema),
     ];
     [
         SHARED,

@@ -7,6 +7,7 @@ use crate::wire::{Device, Memory, strict};
 
 /// Lists objects.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct List {
     /// The prefix of the names.
     pub prefix: String,
@@ -17,6 +18,7 @@ pub struct List {
 
 /// Objects that the client may read, in the order of their names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Objects {
     /// The objects.
     #[serde(deserialize_with = "strict::objects")]
@@ -27,6 +29,7 @@ pub struct Objects {
 
 /// A summary of a name's current version. Sizes are as claimed in the put.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Summary {
     /// The name.
     pub name: String,
@@ -60,6 +63,7 @@ pub struct Summary {
 
 /// Memory of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct DeviceBytes {
     /// The device.
     #[serde(deserialize_with = "strict::object")]
@@ -70,6 +74,7 @@ pub struct DeviceBytes {
 
 /// Requests all information about an object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Stat {
     /// The object's name.
     pub name: String,
@@ -80,6 +85,7 @@ pub struct Stat {
 
 /// All information about a version. Carries a descriptor if the metadata is in a memfd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct VersionInfo {
     /// The summary.
     #[serde(deserialize_with = "strict::object")]
@@ -104,6 +110,7 @@ pub struct VersionInfo {
 
 /// A part in the answer to [`Stat`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PartInfo {
     /// The part's name.
     pub name: String,
@@ -122,6 +129,7 @@ pub struct PartInfo {
 
 /// A reader's report on a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct ReportInfo {
     /// The reader.
     #[serde(deserialize_with = "strict::object")]
@@ -134,6 +142,7 @@ pub struct ReportInfo {
 
 /// Lists leases.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Who {
     /// The prefix of the names.
     pub prefix: String,
@@ -144,6 +153,7 @@ pub struct Who {
 
 /// Leases of objects that the client may read, in the order in which they were granted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Leases {
     /// The leases.
     #[serde(deserialize_with = "strict::objects")]
@@ -157,6 +167,7 @@ pub struct Leases {
 
 /// A lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct HeldLease {
     /// The lease's number, from 1.
     pub number: u64,
@@ -183,6 +194,7 @@ pub struct HeldLease {
 
 /// A user's totals in the broker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct UserTotal {
     /// The user.
     pub uid: u32,

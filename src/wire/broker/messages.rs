@@ -15,8 +15,13 @@ use crate::{
 
 /// 128 random bits that identify a lease or a claim, as 32 hexadecimal digits. Only its holder knows them.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
-pub struct Token(#[serde(with = "hex::serde")] pub [u8; 16]);
+pub struct Token(
+    #[serde(with = "hex::serde")]
+    #[cfg_attr(feature = "schema", schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{32}$")))]
+    pub [u8; 16],
+);
 
 impl fmt::Debug for Token {
     /// Hides the secret, which must not be logged.
@@ -27,16 +32,18 @@ impl fmt::Debug for Token {
 
 /// JSON of a message: in the message, or in a memfd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Table {
     /// In the message.
-    Inline(Attached),
+    Inline(#[cfg_attr(feature = "schema", schemars(with = "serde_json::Value"))] Attached),
     /// In a sealed memfd of this many bytes. The message carries its descriptor.
     Length(u64),
 }
 
 /// The lifetime of a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase", tag = "kind")]
 #[non_exhaustive]
 pub enum Lifetime {
@@ -56,6 +63,7 @@ pub enum Lifetime {
 
 /// A user and a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Owner {
     /// The user's ID.
     pub uid: u32,
@@ -65,6 +73,7 @@ pub struct Owner {
 
 /// The process that put a part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Maker {
     /// The process ID in the server's PID namespace, or 0.
     pub pid: i32,
@@ -77,17 +86,20 @@ pub struct Maker {
 
 /// Puts memory under a name. Carries descriptors: for the tables in field order, then for the first segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Put {
     /// The object's name.
     pub name: String,
     /// Whether the name may exist. If it does, the put adds its next version.
     #[serde(default, deserialize_with = "or_default")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
     pub replace: bool,
     /// Requires this version to be current.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub if_version: Option<u64>,
     /// The names of all parts of the version. Empty if this put has all parts.
     #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<String>>"))]
     pub announced: Vec<String>,
     /// Identifies the puts that together make one version, if there are several.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -124,6 +136,7 @@ pub struct Put {
 
 /// The properties of a lost version that a client restores.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Restore {
     /// The version's number.
     pub version: u64,
@@ -140,6 +153,7 @@ pub struct Restore {
 
 /// A part of a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PutPart {
     /// The part's name.
     pub name: String,
@@ -156,10 +170,12 @@ pub struct PutPart {
 
 /// The server has checked a put and has room for it. The client sends the remaining segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Send {}
 
 /// A version is published.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Published {
     /// The version's number.
     pub version: u64,
@@ -169,6 +185,7 @@ pub struct Published {
 
 /// Requests leases of one or more objects: all or none.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Get {
     /// The objects.
     #[serde(deserialize_with = "strict::objects")]
@@ -183,6 +200,7 @@ pub struct Get {
 
 /// The requested content of an object.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct GetObject {
     /// The object's name.
     pub name: String,
@@ -211,6 +229,7 @@ pub struct GetObject {
 
 /// Requests the exclusive right to create an object.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Claim {
     /// The part to create. `None` claims the whole object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -222,6 +241,7 @@ pub struct Claim {
 
 /// Grants a claim.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Claimed {
     /// Identifies the claim.
     pub token: Token,
@@ -229,6 +249,7 @@ pub struct Claimed {
 
 /// A lease. Carries descriptors: for the tables in field order, then for the first segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LeaseHeader {
     /// Identifies the lease.
     pub token: Token,
@@ -259,6 +280,7 @@ pub struct LeaseHeader {
     pub keep: Option<u32>,
     /// Whether the lease covers the whole version, so that the client can restore it.
     #[serde(default, deserialize_with = "or_default", skip_serializing_if = "std::ops::Not::not")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
     pub whole: bool,
     /// The requested parts.
     #[serde(deserialize_with = "strict::objects")]
@@ -269,6 +291,7 @@ pub struct LeaseHeader {
 
 /// A part of a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct LeasePart {
     /// The part's name.
     pub name: String,
@@ -288,6 +311,7 @@ pub struct LeasePart {
 
 /// A named array in a part.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct ArrayEntry {
     /// The array's name.
@@ -297,6 +321,7 @@ pub struct ArrayEntry {
     pub array: crate::array::ArrayDescriptor,
     /// The array's attributes: a JSON object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<Check>"))]
     pub attributes: Option<Attached>,
 }
 
@@ -314,6 +339,7 @@ impl ArrayEntry {
 
 /// Deletes a name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Delete {
     /// The object's name.
     pub name: String,
@@ -324,12 +350,15 @@ pub struct Delete {
 
 /// Confirms a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Done {}
 
 /// Refuses a request. The session continues.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Refusal {
     /// The class of the refusal.
+    #[cfg_attr(feature = "schema", schemars(with = "String", regex(pattern = "^[A-Za-z0-9_-]{1,32}$")))]
     pub code: RefusalCode,
     /// A human-readable sentence of at most [`crate::wire::MAX_MESSAGE`] bytes.
     pub message: String,
@@ -337,6 +366,7 @@ pub struct Refusal {
 
 /// Releases a lease or a claim.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Release {
     /// The token of the lease or claim.
     pub token: Token,
@@ -344,6 +374,7 @@ pub struct Release {
 
 /// A reader's report that leased memory differs from its description.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Report {
     /// The token of the lease.
     pub token: Token,
@@ -353,21 +384,26 @@ pub struct Report {
 
 /// Stops the wait of the unanswered request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Stop {}
 
 /// Takes over the leases and puts of a closed connection.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Resume {
     /// The leases.
     #[serde(default, deserialize_with = "or_default")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<Token>>"))]
     pub leases: Vec<Token>,
     /// The puts, by request. Names that end with their connection then depend on this one.
     #[serde(default, deserialize_with = "or_default")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<Token>>"))]
     pub puts: Vec<Token>,
 }
 
 /// The result of a [`Resume`], and the broker's identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Resumed {
     /// The UUID of the broker's state. It changes if the broker has lost its objects.
     pub instance: String,

@@ -7,6 +7,7 @@ use crate::wire::strict::{self, or_default};
 
 /// Requests the events of names, starting now or after an earlier event.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Watch {
     /// The prefix of the names.
     pub prefix: String,
@@ -20,11 +21,13 @@ pub struct Watch {
 
 /// Events of versions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Events {
     /// The UUID of the broker's state.
     pub instance: String,
     /// Whether the server has dropped events before these.
     #[serde(default, deserialize_with = "or_default")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
     pub lost: bool,
     /// The events in order.
     #[serde(deserialize_with = "strict::objects")]
@@ -35,12 +38,14 @@ pub struct Events {
 
 /// An event of a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Event {
     /// The event's number, from 1.
     pub seq: u64,
     /// The event's time, in milliseconds since 1970.
     pub at_ms: u64,
     /// The kind of event.
+    #[cfg_attr(feature = "schema", schemars(with = "String"))]
     pub kind: EventKind,
     /// The version's name, even if it no longer has one.
     pub name: String,
@@ -87,10 +92,12 @@ pub enum EventKind {
 
 /// Requests measurements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Measure {}
 
 /// The broker's measurements.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Measured {
     /// The UUID of the broker's state.
     pub instance: String,
@@ -148,6 +155,7 @@ pub struct Measured {
 
 /// The process of a keeper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct KeeperInfo {
     /// The process ID, in the server's PID namespace.
     pub pid: u32,
@@ -158,6 +166,7 @@ pub struct KeeperInfo {
 
 /// A crash of the server or its keeper: an exit that was not requested.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Crash {
     /// When it was noticed, in milliseconds since 1970.
     pub at_ms: u64,
@@ -170,11 +179,13 @@ pub struct Crash {
     pub lost_versions: Option<u64>,
     /// Some of the lost versions. Only the server's user and root receive them.
     #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
+    #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<String>>"))]
     pub names: Vec<String>,
 }
 
 /// Limits of a user. `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Limits {
     /// Bytes of memory and of tables, as claimed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -195,6 +206,7 @@ pub struct Limits {
 
 /// The usage of a resource, and its limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Room {
     /// Used.
     pub used: u64,
@@ -204,6 +216,7 @@ pub struct Room {
 
 /// The store of descriptors.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct StoreRoom {
     /// `none` or `keeper`.
     pub kind: String,
@@ -215,6 +228,7 @@ pub struct StoreRoom {
 
 /// The number of requests with the same name and outcome.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct RequestCount {
     /// The request's name: `put`, `get`, ...
     pub verb: String,
@@ -226,6 +240,7 @@ pub struct RequestCount {
 
 /// A histogram of request durations.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Durations {
     /// The request's name.
     pub verb: String,

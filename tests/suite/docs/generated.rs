@@ -1,11 +1,13 @@
 //! The generated parts of the pages: the options of the commands, and the rules of the doctor.
 
+use std::{env, fs};
+
 use vmmfd_cli::{
     cli::EXIT_CODES,
     doctor::rules::{RULES, Rule},
 };
 
-use super::{Page, root};
+use super::{Page, root, source};
 use crate::running::Meeting;
 
 #[test]
@@ -23,6 +25,24 @@ fn diagnose_page_has_doctor_rules() {
 fn commands_page_has_exit_codes() {
     let want = format!("```text\n{EXIT_CODES}\n```\n");
     Page::has_generated("docs/commands.md", "exit codes", &want);
+}
+
+#[test]
+fn schema_files_match_the_wire() {
+    for (path, document) in [
+        ("docs/protocol-schema.json", vmmfd::wire::Message::schema()),
+        ("docs/broker-schema.json", vmmfd::wire::broker::Message::schema()),
+    ] {
+        let want = serde_json::to_string_pretty(&document).unwrap() + "\n";
+        if env::var_os("UPDATE_DOCS").is_some() {
+            fs::write(root().join(path), want).unwrap();
+        } else {
+            assert!(
+                source(path) == want,
+                "{path} is out of date: UPDATE_DOCS=1 cargo test --workspace --test suite -- docs"
+            );
+        }
+    }
 }
 
 /// The output of `COMMAND -h`.
