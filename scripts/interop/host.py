@@ -411,68 +411,6 @@ def refuses(meeting: Meeting) -> None:
         expect("the consumer tells why", "rw was asked for" in consumer.ends(4), True)
 
 
-# Against all rules of the page
-
-
-def conform(meeting: Meeting, role: str, left_out: list[str]) -> None:
-    """Asserts that the tested side keeps every rule, and that only these cases are left out."""
-    ended = subprocess.run(
-        [meeting.command("vmmfd"), "conform", meeting.path, "--as", role, "--json", "--timeout", "10s", "--wait", "20s"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )
-    expect("what the tool says on stderr", ended.stderr, "")
-    report = json.loads(ended.stdout)
-    expect("broken rules", [(rule["rule"], rule["case"], rule["found"]) for rule in report["broken"]], [])
-    found = [(case["name"], case["outcome"]) for case in report["cases"] if case["outcome"] != "kept"]
-    expect("cases that were not tried", found, [(name, "left_out") for name in left_out])
-    expect("exit code", ended.returncode, 0)
-
-
-def producer_conforms(meeting: Meeting) -> None:
-    """this side's producer keeps every rule of the page: vmmfd conform"""
-    device, through = host_device(meeting), threading.Event()
-    with memfds(SIZES, protocol.pattern_bytes(SALT, 0, DATA_SIZE)) as segments, ThreadPoolExecutor(1) as pool:
-        offering = shared(device, segments)
-        with protocol.Producer(meeting.path, "host", 3.0) as producer:
-
-            def serve() -> None:
-                while not through.is_set():
-                    with contextlib.suppress(protocol.VmmfdError, OSError):
-                        producer.serve(offering)
-
-            served = pool.submit(serve)
-            try:
-                conform(meeting, "consumer", ["round-trip-without-check"])
-            finally:
-                through.set()
-            served.result(10)
-
-
-def consumer_conforms(meeting: Meeting) -> None:
-    """this side's consumer keeps every rule of the page: vmmfd conform"""
-    through = threading.Event()
-
-    def consume() -> None:
-        while not through.is_set():
-            with contextlib.suppress(protocol.VmmfdError, OSError), protocol.Consumer(meeting.path, "host", 3.0) as consumer:
-                with consumer.request(access="ro") as offered:
-                    with consumer.working():
-                        data, salt = asked_of(offered), offered.check.get("salt")
-                        found = protocol.unchecked(True) if salt is None else protocol.check(data, salt)
-                    answer = consumer.report(found)
-                    figures = answer.get("check") or {}
-                    if answer["verified"] and figures.get("mismatches"):
-                        raise protocol.ProtocolError("a result is verified, and has mismatches")
-
-    with ThreadPoolExecutor(1) as pool:
-        served = pool.submit(consume)
-        try:
-            conform(meeting, "producer", ["round-trip", "immutable-to-be-written"])
-        finally:
-            through.set()
-        served.result(10)
-
-
 def golden(_: Meeting) -> None:
     """this side produces the page's golden records and values"""
     path = Path(__file__).resolve().parents[2] / "docs/golden.json"
@@ -634,8 +572,6 @@ CHECKS = [
     impatient,
     lies,
     refuses,
-    producer_conforms,
-    consumer_conforms,
 ]
 
 if __name__ == "__main__":
