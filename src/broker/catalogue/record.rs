@@ -25,7 +25,7 @@ pub(in crate::broker) enum Record {
     /// An event from before this log.
     Seen(Seen),
     /// A request that was completed before this log and left no other record: a delete, or a put with its result.
-    Answered(Answered),
+    Completed(Completed),
     /// The end of a compacted log. `seq` is the number of the last event before it.
     Whole { seq: u64 },
     /// A server has started with this log.
@@ -58,7 +58,7 @@ pub(in crate::broker) struct Seen {
 
 /// A completed request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::broker) struct Answered {
+pub(in crate::broker) struct Completed {
     pub(in crate::broker) request: Token,
     /// The name that was put or deleted.
     pub(in crate::broker) name: String,

@@ -34,7 +34,7 @@ use crate::{
 };
 
 /// The running program, even if the file at its path has been replaced: only a reload executes the new file, after a check.
-const THIS: &str = "/proc/self/exe";
+const OWN_IMAGE: &str = "/proc/self/exe";
 
 /// The answer of a program that can take over.
 pub(super) const PROOF: &str = "vmmfd: keeper 1, catalogue readable\n";
@@ -53,7 +53,7 @@ impl Image {
     /// The program of this process. Only for programs of this project: no other program expects to be executed a second time.
     pub(super) fn of_this_process() -> io::Result<Self> {
         let path = role::program().map_or_else(std::env::current_exe, Ok)?;
-        Ok(Self { path, file: THIS.into(), arguments: std::env::args_os().collect() })
+        Ok(Self { path, file: OWN_IMAGE.into(), arguments: std::env::args_os().collect() })
     }
 
     /// The keeper's program at `path`, listening at `socket`.
@@ -153,7 +153,7 @@ impl Image {
         let fds = passed.for_successor(&names, process);
         sys::flush_stderr();
         match self.program(&executable(file), role, passed.last_report, &fds) {
-            Ok(program) => program.execute(OsStr::from_bytes(THIS.as_bytes())),
+            Ok(program) => program.execute(OsStr::from_bytes(OWN_IMAGE.as_bytes())),
             Err(error) => error,
         }
     }

@@ -12,7 +12,7 @@ use crate::sys;
 const KEPT: &str = "=";
 pub(super) const LINK: &str = "LINK";
 const LISTENER: &str = "LISTENER";
-const ASKER: &str = "ASKER";
+const REQUESTER: &str = "REQUESTER";
 pub(super) const SERVER: &str = "SERVER";
 pub(super) const KEEPER: &str = "KEEPER";
 pub(super) const ANSWER: &str = "ANSWER";
@@ -44,7 +44,7 @@ impl<'a> Passed<'a> {
         names: &'n [String],
         process: Option<BorrowedFd<'a>>,
     ) -> Vec<(&'n str, BorrowedFd<'a>)> {
-        let others = [(LINK, self.server), (LISTENER, self.listener), (ASKER, self.requester), (SERVER, process)];
+        let others = [(LINK, self.server), (LISTENER, self.listener), (REQUESTER, self.requester), (SERVER, process)];
         self.sorted(names, others)
     }
 
@@ -82,7 +82,7 @@ impl Received {
             match name.as_str() {
                 LINK => received.server = Some(fd),
                 LISTENER => received.listener = Some(fd),
-                ASKER => received.requester = Some(fd),
+                REQUESTER => received.requester = Some(fd),
                 SERVER => received.process = Some(fd),
                 other => {
                     if let Some(kept) = other.strip_prefix(KEPT) {

@@ -12,7 +12,7 @@ const ROLE: &str = "VMMFD_ROLE";
 const PROGRAM: &str = "VMMFD_PROGRAM";
 
 /// The variable of the last server's report, which the keeper logs when it frees the descriptors.
-const LAST_REPORT: &str = "VMMFD_LAST_WORDS";
+const LAST_REPORT: &str = "VMMFD_LAST_REPORT";
 
 /// The role of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use serde_json::json;
 
 use super::{
     read::Unreadable,
-    record::{Answered, Deleted, Lease, Part, Report, Seen, Table, Version},
+    record::{Completed, Deleted, Lease, Part, Report, Seen, Table, Version},
     *,
 };
 use crate::{
@@ -115,7 +115,7 @@ fn each_kind() -> Vec<Record> {
     vec![
         Record::Begin { instance: version(1).id, starts: 3 },
         Record::Seen(Seen { event, owner: version(1).owner, mode: 0o640 }),
-        Record::Answered(Answered { request: token(9), name: "a".to_owned(), published: None }),
+        Record::Completed(Completed { request: token(9), name: "a".to_owned(), published: None }),
         Record::Whole { seq: 4 },
         Record::Started,
         Record::Published(Box::new(version(1))),

@@ -13,7 +13,7 @@ use crate::{
     broker::{
         catalogue::{
             self, Catalogue, CatalogueError, Record, Records, Rewrite, Unreadable,
-            record::{self, Answered, Deleted, Seen, Version},
+            record::{self, Completed, Deleted, Seen, Version},
         },
         keeper::{Keeper, Mark, Name, Store},
     },
@@ -28,7 +28,7 @@ const MAX_EVENTS: usize = 16 * 1024;
 const MAX_EVENTS_COPIED: usize = 1024;
 
 /// The number of remembered requests without a live version: deletes, and puts of versions that are gone.
-const MAX_ANSWERED: usize = 1024;
+const MAX_COMPLETED: usize = 1024;
 
 /// The number of deleted names remembered per user.
 const MAX_DELETED: usize = 1024;
@@ -47,7 +47,7 @@ pub(crate) struct Journal {
     starts: u64,
     events: VecDeque<Seen>,
     last: u64,
-    answered: VecDeque<Answered>,
+    completed: VecDeque<Completed>,
     /// Names that their owners deleted while this instance was running, by owner. Clients may still hold versions of them.
     deleted: HashMap<u32, VecDeque<String>>,
 }
@@ -63,7 +63,7 @@ impl Journal {
             starts: 0,
             events: VecDeque::new(),
             last: 0,
-            answered: VecDeque::new(),
+            completed: VecDeque::new(),
             deleted: HashMap::new(),
         }
     }
@@ -113,10 +113,10 @@ impl Journal {
         match record {
             Record::Begin { instance, starts } => (self.instance, self.starts) = (instance.clone(), *starts),
             Record::Seen(seen) => self.events.push_back(seen.clone()),
-            Record::Answered(answered) => {
+            Record::Completed(completed) => {
                 // Earlier records may already have added it.
-                self.answered.retain(|known| known.request != answered.request);
-                self.note_answered(answered.clone());
+                self.completed.retain(|known| known.request != completed.request);
+                self.note_completed(completed.clone());
             }
             Record::Whole { seq } => self.last = *seq,
             Record::Started => self.starts += 1,
@@ -189,15 +189,15 @@ impl Journal {
     }
 
     /// Remembers a completed request without a live version: a delete, or the put of a version that is gone.
-    pub(crate) fn note_answered(&mut self, answered: Answered) {
-        push_bounded(&mut self.answered, answered, MAX_ANSWERED);
+    pub(crate) fn note_completed(&mut self, completed: Completed) {
+        push_bounded(&mut self.completed, completed, MAX_COMPLETED);
     }
 
     /// Remembers a deleted name, and the request that deleted it.
     pub(crate) fn note_deleted(&mut self, deleted: &Deleted) {
         let Deleted { name, request, owner, .. } = deleted;
         if let Some(request) = *request {
-            self.note_answered(Answered { request, name: name.clone(), published: None });
+            self.note_completed(Completed { request, name: name.clone(), published: None });
         }
         if let Some(owner) = owner {
             push_bounded(self.deleted.entry(*owner).or_default(), name.clone(), MAX_DELETED);
@@ -210,8 +210,8 @@ impl Journal {
     }
 
     /// A completed request without a live version.
-    pub(crate) fn answered(&self, request: Token) -> Option<&Answered> {
-        self.answered.iter().find(|answered| answered.request == request)
+    pub(crate) fn completed(&self, request: Token) -> Option<&Completed> {
+        self.completed.iter().find(|completed| completed.request == request)
     }
 
     /// Whether the log should and can be rewritten: the keeper must have the next log first.
@@ -270,7 +270,7 @@ impl Journal {
         }
         let kept = self.events.len().saturating_sub(MAX_EVENTS_COPIED);
         self.events.iter().skip(kept).try_for_each(|seen| rewrite.add(&Record::Seen(seen.clone())))?;
-        self.answered.iter().try_for_each(|answered| rewrite.add(&Record::Answered(answered.clone())))?;
+        self.completed.iter().try_for_each(|completed| rewrite.add(&Record::Completed(completed.clone())))?;
         rewrite.add(&Record::Whole { seq: self.last })?;
         let old = rewrite.finish(&mut self.log)?;
         // The keeper already has the new log, which is valid from now on. The old log's name becomes the spare's.

@@ -315,7 +315,7 @@ impl Objects {
         request: Token,
     ) -> Result<Option<Published>, BrokerError> {
         let Some(version) = self.requests.get(&request).and_then(|key| self.versions.get(key)) else {
-            return match self.journal.answered(request) {
+            return match self.journal.completed(request) {
                 None => Ok(None),
                 Some(answered) if answered.name == name && answered.published.is_some() => {
                     Ok(answered.published.clone())

@@ -7,7 +7,7 @@ use crate::{
     broker::{
         catalogue::{
             Record, SegmentId,
-            record::{self, Answered, Deleted, Table},
+            record::{self, Completed, Deleted, Table},
         },
         keeper::Name as StoredName,
         server::state::{caller::Caller, refuse},
@@ -19,9 +19,9 @@ use crate::{
 impl Objects {
     /// Deletes a name at a caller's request.
     pub(crate) fn delete(&mut self, caller: &Caller, name: &str, request: Option<Token>) -> Result<(), BrokerError> {
-        let answered = request.and_then(|request| self.journal.answered(request));
-        if let Some(answered) = answered {
-            return if answered.name == name && answered.published.is_none() { Ok(()) } else { Err(token_reused()) };
+        let completed = request.and_then(|request| self.journal.completed(request));
+        if let Some(completed) = completed {
+            return if completed.name == name && completed.published.is_none() { Ok(()) } else { Err(token_reused()) };
         }
         let Some(existing) = self.names.get(name) else {
             return refuse(RefusalCode::Absent, format!("there is no object `{name}`"));
@@ -128,7 +128,7 @@ impl Objects {
                 self.requests.remove(request);
                 let published = Published { version: version.record.version, id: version.record.id.clone() };
                 let name = version.record.name.clone();
-                self.journal.note_answered(Answered { request: *request, name, published: Some(published) });
+                self.journal.note_completed(Completed { request: *request, name, published: Some(published) });
             }
         }
         Some(version)

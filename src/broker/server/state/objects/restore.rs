@@ -91,7 +91,7 @@ impl Objects {
                     self.forget_lease(token);
                 }
                 Record::Reported(report) => self.add_report(report),
-                Record::Begin { .. } | Record::Seen(_) | Record::Answered(_) | Record::Started => {}
+                Record::Begin { .. } | Record::Seen(_) | Record::Completed(_) | Record::Started => {}
             }
         }
         self.journal.append_after(&records);
