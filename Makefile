@@ -80,7 +80,7 @@ endif
 
 test-gpu: ## every test that needs an NVIDIA GPU; fails without one
 	$(CARGO) build --locked --workspace --features launch --bins --examples
-	scripts/test-gpu $(STRICT) --bin $(BIN) $(CARGO) test --locked --workspace --features launch --test suite --
+	scripts/test-gpu $(STRICT) $(CARGO) test --locked --workspace --features launch --test suite --
 
 check: build-all ## format, lints, documentation, dependencies, aarch64
 	$(CARGO) fmt --all --check

@@ -151,3 +151,28 @@ def test_numba_opens_our_handle(child: Any) -> None:
         str(handle.offset),
     ).end(expected=0)
     assert np.frombuffer(array.tobytes(), "f4").tolist() == [5] * 10
+
+
+@pytest.mark.cuda
+def test_cupy_handle_opens(child: Any) -> None:
+    cupy = pytest.importorskip("cupy")
+    runtime, size = cupy.cuda.runtime, 2 << 20
+    # From the runtime: blocks of CuPy's pool hold other arrays too.
+    block = runtime.malloc(size)
+    try:
+        memory = cupy.cuda.UnownedMemory(block, size, None, cupy.cuda.Device().id)
+        numbers = cupy.ndarray((size // 4,), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
+        numbers[:] = cupy.arange(size // 4, dtype="f4")
+        cupy.cuda.Device().synchronize()
+        child(
+            """
+            import sys, numpy as np, vmmfd.legacy
+            with vmmfd.legacy.open_ipc_array(bytes.fromhex(sys.argv[1]), 10, "float32", offset=40) as array:
+                assert np.frombuffer(array.tobytes(), "f4").tolist() == list(range(10, 20))
+                array.copy_from(np.full(10, 5, "f4"))
+            """,
+            runtime.ipcGetMemHandle(block).hex(),
+        ).end(expected=0)
+        assert cupy.asnumpy(numbers[9:21]).tolist() == [9] + [5] * 10 + [20]
+    finally:
+        runtime.free(block)

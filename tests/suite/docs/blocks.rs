@@ -10,7 +10,7 @@
 //! | `toml` | the lines of a user's dependencies, which `make check` builds |
 //! | `<!-- terminal: NAME -->`, `<!-- terminals -->`, `<!-- json: NAME -->`, `<!-- doctor -->`, `<!-- journal -->` | a test in this folder compares it with the command's output |
 //! | `<!-- exit codes -->` | generated |
-//! | `<!-- python: NAME -->` | `scripts/interop/host.py` runs it |
+//! | `<!-- python: NAME -->` | `scripts/protocol/check.py` runs it |
 //! | `<!-- excerpt: FILE -->` | the file contains it, word for word |
 //! | `<!-- checked by: FILE::TEST -->` | that test, in Rust or Python |
 
@@ -91,8 +91,8 @@ fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
         | ("json", Some(("json", "producer" | "consumer")))
         | ("text", Some(("exit codes" | "doctor" | "journal" | "terminals", ""))) => Ok(()),
         ("python", Some(("python", name))) => {
-            let run = source("scripts/interop/host.py").contains(&format!("<!-- python: {name} -->"));
-            run.then_some(()).ok_or_else(|| "scripts/interop/host.py does not run it".to_owned())
+            let run = source("scripts/protocol/check.py").contains(&format!("<!-- python: {name} -->"));
+            run.then_some(()).ok_or_else(|| "scripts/protocol/check.py does not run it".to_owned())
         }
         (language, mark) => Err(format!("nothing checks a block of `{language}` with the mark {mark:?}")),
     }
