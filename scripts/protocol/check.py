@@ -29,12 +29,12 @@ class Place:
     """A socket and files in a folder of their own, and the commands."""
 
     def __init__(self, commands: Path, folder: str) -> None:
-        self.commands, self.path, self.file, self.log = commands, f"{folder}/socket", f"{folder}/file", f"{folder}/log"
+        self.vmmfd, self.path, self.file, self.log = str(commands / "vmmfd"), f"{folder}/socket", f"{folder}/file", f"{folder}/log"
 
     @contextlib.contextmanager
     def running(self, command: str, *options: str, code: int | None = 0) -> Iterator[None]:
         """Runs a command, which must exit with this code after the block. `None`: it is stopped there."""
-        arguments = [self.commands / "vmmfd", command, "--socket", self.path, *options]
+        arguments = [self.vmmfd, command, "--socket", self.path, *options]
         with open(self.log, "a", encoding="utf-8") as log:
             child = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True)
         try:
@@ -56,7 +56,7 @@ class Place:
 
     def run(self, *arguments: str) -> str:
         with open(self.log, "a", encoding="utf-8") as log:
-            command = [self.commands / "vmmfd", *arguments, "--socket", self.path]
+            command = [self.vmmfd, *arguments, "--socket", self.path]
             return subprocess.check_output(command, stderr=log, text=True, timeout=LIMIT)
 
 

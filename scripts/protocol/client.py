@@ -173,7 +173,8 @@ class Memory(contextlib.AbstractContextManager):
     def __init__(self, segments: list[tuple[int, int]], size: int = 0) -> None:
         self.segments, self.size, self.start, self.is_immutable = segments, size, 0, False
         # Of an offer or a lease.
-        self.check, self.metadata = {}, None
+        self.check: Body = {}
+        self.metadata: Any = None
 
     @classmethod
     def create(cls, data: bytes, sizes: Sequence[int] = (GRANULARITY,)) -> Memory:
@@ -244,13 +245,12 @@ class Connection(contextlib.AbstractContextManager):
     """A conversation. Reports a failure of its block to the peer."""
 
     def __init__(self, peer: str | socket.socket, kinds: dict[int, str], timeout: float, backend: str, *capabilities: str) -> None:
-        self.kinds, self.timeout, self.backend = kinds, timeout, backend
-        is_client = isinstance(peer, str)
+        self.kinds, self.timeout, self.backend, is_client = kinds, timeout, backend, isinstance(peer, str)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) if isinstance(peer, str) else peer
         self.socket.settimeout(timeout)
         own = {"version": VERSION, "capabilities": capabilities, "backend": backend, "pid": os.getpid(), "timeout_ms": int(timeout * 1000)}
         try:
-            if is_client:
+            if isinstance(peer, str):
                 self.socket.connect(peer)
                 self.send("hello", own)
             self.hello = self.receive("hello", may_be_busy=is_client)[1]
