@@ -116,7 +116,8 @@ struct Segments {
 
 fn serve(backend: Backend, device: &str, timeout: Duration, driver: bool) -> Result<()> {
     let line = line()?;
-    let failed = |error: Error| Reply::Failed { message: error.in_full(), hint: hint(&error).map(std::borrow::Cow::into_owned) };
+    let failed =
+        |error: Error| Reply::Failed { message: error.in_full(), hint: hint(&error).map(std::borrow::Cow::into_owned) };
     let opened = if driver { open_device(backend, device).map(Some) } else { Ok(None) };
     let driver =
         match opened.and_then(|driver| Ok((driver.as_ref().map(|(_, device)| machine(device)).transpose()?, driver))) {
