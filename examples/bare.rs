@@ -72,7 +72,9 @@ fn produce() -> Result {
     };
     // Sizes are multiples of the granularity, usually 2 MiB.
     let minimum = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-    let (mut size, mut handle, mut fd) = (0, 0, -1);
+    let mut size = 0;
+    let mut handle = 0;
+    let mut fd = -1;
     cu!(cuMemGetAllocationGranularity(&mut size, &wanted, minimum));
     cu!(cuMemCreate(&mut handle, size, &wanted, 0));
     let address = map(handle, size, device)?;

@@ -56,7 +56,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let words: Vec<u32> = (0..1024).collect();
     let mut view = ViewMut::<u32>::new(&memory, &stream, words.len())?;
     stream.memcpy_htod(&words, &mut view)?;
-    let (mut address, mut count, mut value) = (view.address(), words.len() as u32, 1000_u32);
+    let mut address = view.address();
+    let mut count = words.len() as u32;
+    let mut value = 1000_u32;
     let mut arguments = [(&raw mut address).cast(), (&raw mut count).cast(), (&raw mut value).cast()];
     // SAFETY: the arguments match the kernel's parameters, and it accesses only the `count` words at `address`.
     unsafe { result::launch_kernel(add, (4, 1, 1), (256, 1, 1), 0, stream.cu_stream(), &mut arguments)? };

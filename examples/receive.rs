@@ -19,7 +19,8 @@ use vmmfd::{
 fn main() -> Result<(), Box<dyn Error>> {
     let given = env::args_os().nth(1).map(PathBuf::from);
     let choice: Choice = env::var("VMMFD_BACKEND").as_deref().unwrap_or("auto").parse()?;
-    let (driver, config) = (open(choice)?.driver, Config::default());
+    let driver = open(choice)?.driver;
+    let config = Config::default();
 
     // Finds the memory's device by its UUID.
     let mut consumer = Consumer::connect(&driver, None, &socket_path(given.as_deref())?, &config, &|_| {})?;

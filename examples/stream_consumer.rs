@@ -21,7 +21,8 @@ const KEEP: usize = 4;
 fn main() -> Result<(), Box<dyn Error>> {
     let given = env::args_os().nth(1).map(PathBuf::from);
     let choice: Choice = env::var("VMMFD_BACKEND").as_deref().unwrap_or("auto").parse()?;
-    let (driver, config) = (open(choice)?.driver, Config::default());
+    let driver = open(choice)?.driver;
+    let config = Config::default();
     let mut subscriber = Subscriber::connect(&driver, None, &socket_path(given.as_deref())?, KEEP, &config)?;
 
     let (mut frames, mut sum) = (0, 0);

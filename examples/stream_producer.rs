@@ -21,7 +21,8 @@ const FRAMES: u32 = 100;
 fn main() -> Result<(), Box<dyn Error>> {
     let given = env::args_os().nth(1).map(PathBuf::from);
     let choice: Choice = env::var("VMMFD_BACKEND").as_deref().unwrap_or("auto").parse()?;
-    let (driver, config) = (open(choice)?.driver, Config::default());
+    let driver = open(choice)?.driver;
+    let config = Config::default();
     let device = Device::find(&driver, Selector::default())?;
     let path = socket_path(given.as_deref())?;
     let listener = Listener::bind(&path, false, config.timeout, &Cancel::new()?)?;

@@ -47,7 +47,8 @@ impl Array {
     /// If the array is not inside the memory.
     pub(crate) fn new(memory: Arc<Memory>, descriptor: ArrayDescriptor) -> Outcome<Self> {
         memory.with(|region| Ok(descriptor.check(region.size())?))?;
-        let (dtype, strides) = (c_text(descriptor.dtype.to_string()), descriptor.strides_in_bytes()?);
+        let dtype = c_text(descriptor.dtype.to_string());
+        let strides = descriptor.strides_in_bytes()?;
         Ok(Self { memory, descriptor, dtype, strides })
     }
 }

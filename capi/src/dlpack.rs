@@ -93,7 +93,9 @@ impl Foreign {
         // SAFETY: the tensor is valid until its deleter runs, in `drop`.
         let tensor = &unsafe { self.0.as_ref() }.tensor;
         let wrong = |what: String| Failure::invalid(format!("the DLPack tensor {what}"));
-        let (code, bits, lanes) = (tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes);
+        let code = tensor.dtype.code;
+        let bits = tensor.dtype.bits;
+        let lanes = tensor.dtype.lanes;
         let known = ElementType::from_dlpack(code, bits).filter(|_| lanes == 1);
         let dtype = known.ok_or_else(|| {
             wrong(format!("has elements of code {code} with {bits} bits and {lanes} lanes, which are not supported"))

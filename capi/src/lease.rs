@@ -192,7 +192,8 @@ pub extern "C" fn vmmfd_lease_switch(
     prepared: *const vmmfd_prepared_t,
 ) -> *mut vmmfd_error_t {
     run(|| {
-        let (lease, prepared) = (handle::get(lease)?, handle::get(prepared)?);
+        let lease = handle::get(lease)?;
+        let prepared = handle::get(prepared)?;
         let mut prepared = prepared.lock().unwrap_or_else(PoisonError::into_inner);
         let used = || Failure::invalid("an error has used up the prepared version: prepare another");
         let next = prepared.take().ok_or_else(used)?;

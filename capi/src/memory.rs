@@ -296,7 +296,8 @@ pub extern "C" fn vmmfd_memory_export(
     size: Option<&mut MaybeUninit<u64>>,
 ) -> *mut vmmfd_error_t {
     run(|| {
-        let (fd, size) = (out(fd, "fd", -1)?, out(size, "size", 0)?);
+        let fd = out(fd, "fd", -1)?;
+        let size = out(size, "size", 0)?;
         let memory = handle::get(memory)?;
         let shared = memory.shared("export it")?;
         let chunks = shared.chunks(0..shared.size())?.map(|(_, chunks)| chunks).unwrap_or_default();
@@ -333,7 +334,8 @@ pub extern "C" fn vmmfd_memory_import(
     run(|| {
         let place = out(memory, "memory", ptr::null_mut())?;
         let open = handle::get(device)?;
-        let (fds, sizes) = (list(fds, count, "fds")?, list(sizes, count, "sizes")?);
+        let fds = list(fds, count, "fds")?;
+        let sizes = list(sizes, count, "sizes")?;
         if count == 0 {
             return Err(Failure::invalid("count is 0: pass at least one descriptor"));
         }

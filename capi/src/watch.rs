@@ -299,7 +299,8 @@ pub extern "C" fn vmmfd_watch_next(
     found: Option<&mut MaybeUninit<bool>>,
 ) -> *mut vmmfd_error_t {
     run(|| {
-        let (event, found) = (out(event, "event", NONE)?, out(found, "found", false)?);
+        let event = out(event, "event", NONE)?;
+        let found = out(found, "found", false)?;
         let watch = handle::get(watch)?;
         let deadline = Instant::now() + milliseconds(timeout_ms, Duration::ZERO);
         if let Some(watched) = watch.shared.pop(deadline) {

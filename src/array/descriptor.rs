@@ -156,7 +156,8 @@ impl ArrayDescriptor {
         if range.start > range.end || range.end > length {
             return Err(problem(format!("{range:?} is not a range in dimension {axis} of length {length}")));
         }
-        let (mut shape, mut steps) = (self.shape.clone(), self.steps()?);
+        let mut shape = self.shape.clone();
+        let mut steps = self.steps()?;
         shape[axis] = (range.end - range.start).div_ceil(step.unsigned_abs());
         let first = if step > 0 { range.start } else { range.end.saturating_sub(1) };
         let offset = self.first_at(first, steps[axis], &shape)?;
@@ -175,7 +176,8 @@ impl ArrayDescriptor {
     pub fn index(&self, axis: usize, at: u64) -> Result<Self> {
         self.span()?;
         self.inside(axis, at)?;
-        let (mut shape, mut steps) = (self.shape.clone(), self.steps()?);
+        let mut shape = self.shape.clone();
+        let mut steps = self.steps()?;
         shape.remove(axis);
         let offset = self.first_at(at, steps.remove(axis), &shape)?;
         self.with(offset, shape, steps)

@@ -110,7 +110,8 @@ enum Specials {
 impl Layout {
     fn value(self, code: u32) -> f32 {
         let largest = (1 << self.exponent) - 1;
-        let (exponent, mantissa) = (code >> self.mantissa & largest, code & ((1 << self.mantissa) - 1));
+        let exponent = code >> self.mantissa & largest;
+        let mantissa = code & ((1 << self.mantissa) - 1);
         let negative = code >> (self.exponent + self.mantissa) == 1;
         let full = mantissa == (1 << self.mantissa) - 1;
         let magnitude = match self.specials {

@@ -49,7 +49,8 @@ impl Device {
     }
 
     fn open(driver: &Driver, ordinal: i32) -> Result<Self> {
-        let (name, uuid) = (driver.verbs().device_name(ordinal)?, driver.verbs().device_uuid(ordinal)?);
+        let name = driver.verbs().device_name(ordinal)?;
+        let uuid = driver.verbs().device_uuid(ordinal)?;
         let granularity = OnceLock::new();
         Ok(Self(Arc::new(DeviceParts { driver: driver.clone(), ordinal, name, uuid, granularity })))
     }

@@ -66,7 +66,8 @@ impl<'a> Mirror<'a> {
     }
 
     fn make(region: &'a dyn Region, offset: u64, length: u64, room: u64) -> Result<Self> {
-        let (device, address) = (region.device(), locate(region, offset, length)?);
+        let device = region.device();
+        let address = locate(region, offset, length)?;
         let window = if length > 0 { device.verbs().window(address, length).map(Some) } else { Ok(None) };
         let memory = match window {
             Ok(Some(window)) => MirrorBacking::Direct(window),

@@ -105,7 +105,8 @@ struct Greeting {
 
 impl<'a> Acceptor<'a> {
     pub(super) fn new(kind: SessionKind, backend: Backend, config: &'a Config, sessions: &Cancel) -> Result<Self> {
-        let (cancel, sessions) = (config.cancellation()?, sessions.clone());
+        let cancel = config.cancellation()?;
+        let sessions = sessions.clone();
         Ok(Self { kind, backend, config, cancel, sessions, idle: Vec::new(), expected: 0 })
     }
 
@@ -120,7 +121,8 @@ impl<'a> Acceptor<'a> {
             self.expire();
             let until = self.idle.iter().map(|idle| idle.deadline).fold(deadline, Instant::min);
             let links = self.idle.iter().map(|idle| idle.link.channel.as_fd());
-            let (links, first) = (wake.into_iter().chain(links).chain([listener.as_fd()]), usize::from(wake.is_some()));
+            let links = wake.into_iter().chain(links).chain([listener.as_fd()]);
+            let first = usize::from(wake.is_some());
             match self.cancel.wait_readable(links, until)? {
                 Some(0) if wake.is_some() => return Ok(Next::Woken),
                 Some(index) if index - first == self.idle.len() => self.accept(listener)?,

@@ -73,7 +73,9 @@ impl Checkpoint {
     }
 
     fn of(found: Vec<Found>) -> Result<Self> {
-        let (mut files, mut entries, mut metadata) = (Vec::new(), Vec::new(), BTreeMap::new());
+        let mut files = Vec::new();
+        let mut entries = Vec::new();
+        let mut metadata = BTreeMap::new();
         let mut names: HashMap<String, usize> = HashMap::new();
         for Found { path, named_by, expected } in found {
             let file = WeightsFile::open(&path, named_by.as_deref())?;

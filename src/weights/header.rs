@@ -95,7 +95,9 @@ pub(super) fn read(header: &[u8], size: u64) -> Result<Header, String> {
         }
         let bits = tensor.shape.iter().try_fold(tensor.dtype.bitsize(), |bits, length| bits.checked_mul(*length));
         if bits.is_none_or(|bits| bits as u64 != 8 * (last - first)) {
-            let (bytes, shape, dtype) = (last - first, &tensor.shape, tensor.dtype);
+            let bytes = last - first;
+            let shape = &tensor.shape;
+            let dtype = tensor.dtype;
             return Err(format!(
                 "is corrupt: tensor {name:?} has {bytes} bytes, which do not match {dtype:?} {shape:?}"
             ));

@@ -291,7 +291,8 @@ fn failed_call_leaves_nothing(subject: Subject) {
     let (device, unit) = (subject.device(), subject.unit());
     let everything = || -> vmmfd::Result<()> {
         let arenas = Arenas::new(&device, 2 * unit)?;
-        let (first, second) = (arenas.allocate(unit)?, arenas.allocate(3 * unit)?);
+        let first = arenas.allocate(unit)?;
+        let second = arenas.allocate(3 * unit)?;
         let (memory, _) = arenas.find(first).unwrap();
         memory.make_read_only()?;
         assert!(arenas.free(second));

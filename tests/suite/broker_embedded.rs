@@ -54,7 +54,9 @@ impl Place {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        let (socket, program, vmmfd) = (at("broker.sock"), at("program"), at("vmmfd"));
+        let socket = at("broker.sock");
+        let program = at("program");
+        let vmmfd = at("vmmfd");
         copied(&examples::folder().join("embedded_broker"), &program);
         copied(&binary("vmmfd"), &vmmfd);
         Self { folder, socket, program, vmmfd }

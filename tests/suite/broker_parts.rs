@@ -78,7 +78,8 @@ fn play(step: &str, path: &Path) -> ! {
                 let path = path.to_owned();
                 // Once the broker has the part, a second put of it is refused.
                 move || {
-                    let (client, subject) = (Client::connect(&path, &Config::default()).unwrap(), eight());
+                    let client = Client::connect(&path, &Config::default()).unwrap();
+                    let subject = eight();
                     let second = || put(&client, &subject, rank, VERSIONS + 1, Duration::from_millis(1));
                     while !matches!(refused(second()).0, RefusalCode::Exists) {
                         thread::sleep(Duration::from_millis(1));
@@ -128,7 +129,9 @@ fn eight_processes_put_one_version() {
     let seen = thread::scope(|scope| {
         let readers: Vec<_> = (0..3)
             .map(|_| {
-                let (client, subject, done) = (server.client(), &subject, &done);
+                let client = server.client();
+                let subject = &subject;
+                let done = &done;
                 scope.spawn(move || {
                     let (mut last, mut reads) = (0, 0);
                     while !done.load(Ordering::Relaxed) || reads == 0 {

@@ -188,8 +188,8 @@ fn parts_and_pieces_are_switched_together(subject: Subject) {
     let broker = Broker::start(&subject);
     let client = broker.client();
     let put = |value: u8| {
-        let (left, right) =
-            (filled(&subject.driver, 4 * MIB, None, value), filled(&subject.driver, 8 * MIB, Some(2 * MIB), value));
+        let left = filled(&subject.driver, 4 * MIB, None, value);
+        let right = filled(&subject.driver, 8 * MIB, Some(2 * MIB), value);
         let right = PutPart::of("right", &right).unwrap().arrays([
             entry("w", 16, 0),
             entry("middle", 8, 3 * MIB),
@@ -553,7 +553,8 @@ fn failed_unpark_leaves_the_object_parked(subject: Subject) {
 
 fn parked_addresses_stay_reserved(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
-    let (start, device) = (addresses(&object)[0], Device::find(&subject.driver, Selector::default()).unwrap());
+    let start = addresses(&object)[0];
+    let device = Device::find(&subject.driver, Selector::default()).unwrap();
     object.park(false).unwrap();
     let others: Vec<Shared> = (0..32).map(|_| Shared::create(&device, Spec::vmm(2 * MIB)).unwrap()).collect();
     for other in &others {
@@ -579,7 +580,9 @@ impl Drop for End<'_> {
 fn the_addresses_are_never_free() {
     let subject = Subject::host();
     let (_broker, client, mut object) = one_and_two(&subject);
-    let (start, done, tries) = (addresses(&object)[0], AtomicBool::new(false), AtomicU64::new(0));
+    let start = addresses(&object)[0];
+    let done = AtomicBool::new(false);
+    let tries = AtomicU64::new(0);
     thread::scope(|scope| {
         let thief = scope.spawn(|| {
             let length = NonZeroUsize::new(4096).unwrap();
@@ -623,7 +626,9 @@ fn the_addresses_are_never_free() {
 fn host_reader_sees_old_or_new_version() {
     let subject = Subject::host();
     let (_broker, client, mut object) = one_and_two(&subject);
-    let (start, done, seen) = (addresses(&object)[0], AtomicBool::new(false), [const { AtomicU64::new(0) }; 3]);
+    let start = addresses(&object)[0];
+    let done = AtomicBool::new(false);
+    let seen = [const { AtomicU64::new(0) }; 3];
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {

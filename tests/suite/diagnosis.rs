@@ -65,7 +65,9 @@ fn library_reports_its_file(subject: Subject) {
 // Memory for fabric handles, RDMA and dma-bufs
 
 fn fabric_memory_is_exported_or_forbidden(subject: Subject) {
-    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
+    let driver = &subject.verbs;
+    let diagnosis = diagnosis(&subject);
+    let unit = subject.unit();
     assert_eq!(code(diagnosis.create_with(99, unit, MadeFor::Fabric)), code::INVALID_DEVICE);
     let ordinary = driver.create(unit, &EXPORTABLE).unwrap();
     let refused = code(diagnosis.export_fabric(ordinary));
@@ -93,7 +95,9 @@ fn fabric_memory_is_exported_or_forbidden(subject: Subject) {
 }
 
 fn rdma_memory_works_like_other_memory(subject: Subject) {
-    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
+    let driver = &subject.verbs;
+    let diagnosis = diagnosis(&subject);
+    let unit = subject.unit();
     assert_eq!(code(diagnosis.create_with(99, unit, MadeFor::Rdma)), code::INVALID_DEVICE);
     for size in [0, unit + 1] {
         assert_eq!(code(diagnosis.create_with(0, size, MadeFor::Rdma)), INVALID, "{size}");
@@ -101,7 +105,8 @@ fn rdma_memory_works_like_other_memory(subject: Subject) {
     let handle = diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap();
     assert_eq!(driver.properties(handle).unwrap(), Properties { gpu_direct_rdma: true, ..EXPORTABLE });
     let fd = driver.export(handle).unwrap();
-    let (mapped, imported) = (Mapped::of(&*subject.verbs, handle, unit), driver.import(fd.as_fd(), unit).unwrap());
+    let mapped = Mapped::of(&*subject.verbs, handle, unit);
+    let imported = driver.import(fd.as_fd(), unit).unwrap();
     let other = Mapped::of(&*subject.verbs, imported, unit);
     mapped.write(5, b"the same");
     assert_eq!(&other.read(5), b"the same");
@@ -122,7 +127,9 @@ fn dma_buf_has_range_size_and_cloexec(subject: Subject) {
 
 fn dma_buf_needs_mapped_memory(mut subject: Subject) {
     subject.alone();
-    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
+    let driver = &subject.verbs;
+    let diagnosis = diagnosis(&subject);
+    let unit = subject.unit();
     let mapped = Mapped::of(&*subject.verbs, diagnosis.create_with(0, unit, MadeFor::Rdma).unwrap(), unit);
     let block = driver.legacy().unwrap().allocate(0, unit).unwrap();
     let beside = driver.reserve(unit, 0).unwrap();
@@ -155,7 +162,9 @@ fn dma_buf_needs_mapped_memory(mut subject: Subject) {
 // Copies
 
 fn device_copy_reports_its_time(subject: Subject) {
-    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
+    let driver = &subject.verbs;
+    let diagnosis = diagnosis(&subject);
+    let unit = subject.unit();
     let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.verbs, &EXPORTABLE, 3));
     one.write(0, &[0; 200]);
     one.write(0, b"the first");
@@ -209,7 +218,8 @@ fn device_copy_needs_access_to_both(mut subject: Subject) {
 #[test]
 fn failed_device_copy_is_awaited() {
     let subject = Subject::fake();
-    let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
+    let fake = subject.fake.as_ref().unwrap();
+    let diagnosis = diagnosis(&subject);
     let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     let copy = || diagnosis.copy_within(0, mapped.address, mapped.address + 8, 8);
     for (fault, want) in [("cuMemcpyDtoD_v2:1:700", 700), ("cuCtxSynchronize:1:719", 719)] {
@@ -237,7 +247,9 @@ fn a_kernel_stores_one_word(subject: Subject) {
 
 fn kernel_store_needs_mapped_words(mut subject: Subject) {
     subject.alone();
-    let (driver, diagnosis, unit) = (&subject.verbs, diagnosis(&subject), subject.unit());
+    let driver = &subject.verbs;
+    let diagnosis = diagnosis(&subject);
+    let unit = subject.unit();
     let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     let beside = driver.reserve(unit, 0).unwrap();
     let (address, local) = (mapped.address, 0u32);
@@ -295,7 +307,8 @@ fn store_without_access_destroys_the_context(subject: Subject) {
 #[test]
 fn failed_store_leaves_nothing() {
     let subject = Subject::fake();
-    let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
+    let fake = subject.fake.as_ref().unwrap();
+    let diagnosis = diagnosis(&subject);
     let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
     for (symbol, waited) in
         [("cuModuleLoadData", 0), ("cuModuleGetFunction", 0), ("cuLaunchKernel", 1), ("cuCtxSynchronize", 1)]
@@ -393,7 +406,8 @@ fn foreign_handle_is_no_event() {
     };
     let subject = Subject::fake();
     with_owner_in(&subject, "diagnosis::foreign_handle_is_no_event", share, |wire| {
-        let (fake, diagnosis) = (subject.fake.as_ref().unwrap(), diagnosis(&subject));
+        let fake = subject.fake.as_ref().unwrap();
+        let diagnosis = diagnosis(&subject);
         let handle: [u8; 64] = wire.hear();
         let mut damaged = handle;
         damaged[0] ^= 0xFF;
@@ -444,8 +458,8 @@ fn copies_and_events_use_the_named_device() {
 fn each_diagnostic_call_can_fail() {
     let subject = Subject::fake();
     let diagnosis = diagnosis(&subject);
-    let (handle, event) =
-        (subject.verbs.create(subject.unit(), &EXPORTABLE).unwrap(), diagnosis.event_create(0).unwrap());
+    let handle = subject.verbs.create(subject.unit(), &EXPORTABLE).unwrap();
+    let event = diagnosis.event_create(0).unwrap();
     type Verb<'a> = &'a dyn Fn() -> vmmfd::Result<()>;
     let verbs: [(&str, Verb<'_>); 12] = [
         ("diagnosis library", &|| diagnosis.library().map(drop)),

@@ -132,7 +132,10 @@ impl Calls {
 #[test]
 fn only_the_version_precedes_init() {
     let calls = Calls::new();
-    let (mut version, mut count, mut handle, mut name) = (0, 0, 0, ptr::null());
+    let mut version = 0;
+    let mut count = 0;
+    let mut handle = 0;
+    let mut name = ptr::null();
     assert_eq!(calls.version(&mut version), 0);
     assert_eq!(calls.error_name(1, &mut name), 0);
     assert_eq!(calls.count(&mut count), 3);
@@ -376,7 +379,10 @@ fn faulting_store_ruins_the_context() {
         assert_eq!((calls.init(0), calls.retain(&mut contexts[0], 0), calls.push(contexts[0])), (0, 0, 0));
         let (address, function) = (calls.mapped(&PLAIN, access), calls.kernel());
         assert_eq!(calls.store(function, address + offset, 5), 0, "too early to tell");
-        let (mut free, mut total, mut byte, mut number) = (0, 0, 0u8, 0);
+        let mut free = 0;
+        let mut total = 0;
+        let mut byte = 0u8;
+        let mut number = 0;
         refused(
             700,
             [
@@ -404,7 +410,9 @@ mod root {
     #[ignore = "needs root: make test-all runs it as root"]
     fn foreign_users_event_is_not_mapped() {
         assert!(nix::unistd::geteuid().is_root(), "this test changes users: run it as root");
-        let (owner, same, other) = (Calls::ready(), Calls::new(), Calls::new());
+        let owner = Calls::ready();
+        let same = Calls::new();
+        let other = Calls::new();
         let (mut event, mut handle) = (0, [0; 64]);
         assert_eq!((owner.event_create(&mut event, 6), owner.event_get(&mut handle, event)), (0, 0));
         let opened = |calls: &Calls| {

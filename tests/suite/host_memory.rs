@@ -478,7 +478,8 @@ fn foreign_handles_are_not_touched() {
         .activate()
         .unwrap();
     let host: Arc<dyn Verbs> = Arc::new(HostDriver::new());
-    let (cuda, host) = (cuda.bare().unwrap(), host.bare().unwrap());
+    let cuda = cuda.bare().unwrap();
+    let host = host.bare().unwrap();
     for (here, there) in [(cuda, host), (host, cuda)] {
         let create = || here.create(0, GRANULARITY).unwrap();
         let (one, other) = (create(), create());

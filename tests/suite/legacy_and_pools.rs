@@ -169,7 +169,9 @@ fn copies_stay_inside_a_block(subject: Subject) {
 fn legacy_handle_needs_whole_legacy_allocation(mut subject: Subject) {
     // A parallel test could reserve the freed addresses.
     subject.alone();
-    let (driver, legacy, unit) = (&subject.verbs, legacy(&subject), subject.unit());
+    let driver = &subject.verbs;
+    let legacy = legacy(&subject);
+    let unit = subject.unit();
     let [one, two] = [(); 2].map(|()| legacy.allocate(0, 4096).unwrap());
     let handle = legacy.handle(0, one).unwrap();
     assert_eq!(legacy.handle(0, one + 4095).unwrap(), handle, "of the middle");
@@ -316,7 +318,9 @@ fn legacy_memory_needs_peer_access() {
         legacy(subject).deallocate(1, address).unwrap();
     };
     with_owner_in(&subject, "legacy_and_pools::legacy_memory_needs_peer_access", share, |wire| {
-        let (driver, legacy, fake) = (&subject.verbs, legacy(&subject), subject.fake.as_ref().unwrap());
+        let driver = &subject.verbs;
+        let legacy = legacy(&subject);
+        let fake = subject.fake.as_ref().unwrap();
         let handle: [u8; 64] = wire.hear();
         fake.set("FAKECUDA_PEERS", "0");
         assert_eq!(code(legacy.open(0, &handle)), PEER_ACCESS_UNSUPPORTED);
@@ -389,7 +393,9 @@ fn pool_descriptor_is_cloexec(subject: Subject) {
 }
 
 fn other_descriptors_are_refused(subject: Subject) {
-    let (driver, pools, unit) = (&subject.verbs, pools(&subject), subject.unit());
+    let driver = &subject.verbs;
+    let pools = pools(&subject);
+    let unit = subject.unit();
     let null = File::open("/dev/null").unwrap();
     let memfd = memfd_create(c"no pool", MFdFlags::MFD_CLOEXEC).unwrap();
     for (what, fd) in [("a device", null.as_fd()), ("a memfd", memfd.as_fd())] {

@@ -25,9 +25,12 @@ use crate::{
 /// The log lines of a broker with these options, during a publication and a failed start of a second broker.
 fn lines(options: &[&str], in_journal: bool) -> Vec<String> {
     let place = Meeting::host();
-    let (log, bytes, socket) = (place.folder().join("log"), place.folder().join("bytes"), place.socket());
+    let log = place.folder().join("log");
+    let bytes = place.folder().join("bytes");
+    let socket = place.socket();
     fs::write(&bytes, "bytes").unwrap();
-    let (bytes, socket) = (bytes.to_str().unwrap(), socket.to_str().unwrap());
+    let bytes = bytes.to_str().unwrap();
+    let socket = socket.to_str().unwrap();
     let file = File::create(&log).unwrap();
     let about = file.metadata().unwrap();
     let logged = |arguments: &[&str]| {

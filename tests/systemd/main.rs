@@ -196,7 +196,8 @@ fn repeat(load: &Load, label: &str, times: usize, command: impl Fn(usize) -> Str
         }
         load.settle(label);
     }
-    let (longest, puts) = (load.longest_us.load(Ordering::Acquire) as f64 / 1e3, load.puts() - before);
+    let longest = load.longest_us.load(Ordering::Acquire) as f64 / 1e3;
+    let puts = load.puts() - before;
     println!(
         "{label}: {times} times in {:.1} s, {puts} puts, the longest {longest:.1} ms",
         begun.elapsed().as_secs_f64()

@@ -74,6 +74,7 @@ fn check_range(region: &dyn Region, start: u64, range: &Range<u64>) -> Result<()
     if inside {
         return Ok(());
     }
-    let (offset, length) = (range.start.saturating_sub(start), range.end.saturating_sub(range.start));
+    let offset = range.start.saturating_sub(start);
+    let length = range.end.saturating_sub(range.start);
     Err(Error::Memory(MemoryError::OutOfRange { offset, length, size }))
 }

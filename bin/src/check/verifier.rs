@@ -108,7 +108,8 @@ impl Verifier for DataVerifier<'_> {
     }
 
     fn verify(&mut self, object: &ImportedObject, tick: Tick<'_>) -> Result<Verdict> {
-        let (started, claim) = (Instant::now(), Claim::read(object.check())?);
+        let started = Instant::now();
+        let claim = Claim::read(object.check())?;
         let Some(mut target) = self.target.take() else { return self.check(object, &claim, None, tick) };
         let verdict = self.check(object, &claim, Some(&mut target), tick)?;
         if verdict.verified {

@@ -80,7 +80,8 @@ fn all_16_bit_floats_match_ieee_754() {
     for code in 0..=u16::MAX {
         for (found, exponent_bits, bias) in [(float16(code), 5, 15), (bfloat16(code), 8, 127)] {
             let mantissa_bits = 15 - exponent_bits;
-            let (magnitude, infinity) = (code & 0x7fff, ((1u16 << exponent_bits) - 1) << mantissa_bits);
+            let magnitude = code & 0x7fff;
+            let infinity = ((1u16 << exponent_bits) - 1) << mantissa_bits;
             let expected = match magnitude {
                 _ if magnitude > infinity => f64::NAN,
                 _ if magnitude == infinity => f64::INFINITY.copysign(if code >> 15 == 1 { -1.0 } else { 1.0 }),

@@ -60,7 +60,9 @@ fn large_and_valid() -> impl Strategy<Value = ArrayDescriptor> {
     let dimensions = vec((signed_edges(), edges()), 1..5);
     (any_element(), dimensions, edges()).prop_map(|(dtype, dimensions, place)| {
         let mut room = u64::MAX - dtype.size();
-        let (mut below, mut shape, mut strides) = (0, vec![], vec![]);
+        let mut below = 0;
+        let mut shape = vec![];
+        let mut strides = vec![];
         for (stride, wish) in dimensions {
             let most = room.checked_div(stride.unsigned_abs()).unwrap_or(u64::MAX - 1);
             let last = if wish <= most { wish.min(u64::MAX - 1) } else { wish % (most + 1) };
@@ -226,7 +228,8 @@ proptest! {
                 prop_assert!(made.offsets().is_err() && made.check(u64::MAX).is_err());
             }
             (Some(low), Some(high)) => {
-                let (low, high) = (u64::try_from(*low).unwrap(), u64::try_from(high).unwrap());
+                let low = u64::try_from(*low).unwrap();
+                let high = u64::try_from(high).unwrap();
                 prop_assert_eq!(made.span().unwrap(), low..high);
                 prop_assert!(made.check(high).is_ok() && made.check(high - 1).is_err());
             }

@@ -106,7 +106,9 @@ impl Catalogue {
         memfd: OwnedFd,
         records: impl IntoIterator<Item = Record>,
     ) -> Result<Self, CatalogueError> {
-        let (length, limit, buffer) = (HEADER as u64, file_limit()?, Vec::new());
+        let length = HEADER as u64;
+        let limit = file_limit()?;
+        let buffer = Vec::new();
         let mut log = Self { file: File::from(memfd), generation: 0, length, torn: false, base: 0, limit, buffer };
         let mut rewrite = log.rewrite(log.file.try_clone().map_err(CatalogueError::system("duplicate"))?.into())?;
         records.into_iter().try_for_each(|record| rewrite.add(&record))?;

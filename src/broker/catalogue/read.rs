@@ -52,7 +52,8 @@ impl Catalogue {
         let written = file.metadata().map_err(CatalogueError::system("examine"))?.len();
         let mut bytes = vec![0; usize::try_from(written).unwrap_or(usize::MAX).min(HEADER)];
         file.read_exact_at(&mut bytes, 0).map_err(CatalogueError::system("read"))?;
-        let (generation, length) = (read_header(&bytes)?, HEADER as u64);
+        let generation = read_header(&bytes)?;
+        let length = HEADER as u64;
         let again = file.try_clone().map_err(CatalogueError::system("read"))?;
         let records = Records { file: again, written, at: length, base: 0, buffer: Vec::new(), consumed: 0 };
         let catalogue =
@@ -96,7 +97,8 @@ impl Records {
             }
             self.buffer.drain(..self.consumed);
             self.consumed = 0;
-            let (have, more) = (self.buffer.len(), length.max(CHUNK).min(usize::try_from(left).unwrap_or(usize::MAX)));
+            let have = self.buffer.len();
+            let more = length.max(CHUNK).min(usize::try_from(left).unwrap_or(usize::MAX));
             // Release the memory of an earlier long record.
             self.buffer.shrink_to(more);
             self.buffer.resize(more, 0);

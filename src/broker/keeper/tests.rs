@@ -117,7 +117,9 @@ fn descriptors_are_sent_in_windows() {
     let mut ends = Ends::new(10_000);
     (0..2000).for_each(|index| ends.store.keep(id(index)));
     let mark = ends.store.mark();
-    let (mut names, mut records, mut full) = (Vec::new(), 0, 0);
+    let mut names = Vec::new();
+    let mut records = 0;
+    let mut full = 0;
     while ends.flush() == Flushed::Full {
         assert!(!ends.store.has_kept(mark));
         full += 1;

@@ -159,7 +159,9 @@ impl Diagnosis for Core {
             let stored = found.and_then(|()| {
                 let (mut to, mut value) = (address, value);
                 let mut arguments = [(&raw mut to).cast(), (&raw mut value).cast()];
-                let (arguments, stream, none) = (arguments.as_mut_ptr(), ptr::null_mut(), ptr::null_mut());
+                let arguments = arguments.as_mut_ptr();
+                let stream = ptr::null_mut();
+                let none = ptr::null_mut();
                 // SAFETY: the arguments match the kernel, and are read before the call returns. It writes one word, whose address stays
                 // mapped while the table is locked. Null is the default stream.
                 let launched = unsafe { functions.launch_kernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, arguments, none) };

@@ -67,11 +67,13 @@ impl<'a> Buffer<'a> {
         config: &Config,
         observer: Observer<'_>,
     ) -> Result<Self> {
-        let (cancel, spec) = (config.cancellation()?, spec.into());
+        let cancel = config.cancellation()?;
+        let spec = spec.into();
         activate(device, &mut || cancel.check(), observer)?;
         let on = device.clone();
         let shared = interruptibly(&mut || cancel.check(), move || Shared::create(&on, spec))?;
-        let (description, timings) = (shared.describe()?, shared.timings());
+        let description = shared.describe()?;
+        let timings = shared.timings();
         observer(Event::Created { description: &description, elapsed: timings.create });
         observer(Event::Mapped { address: shared.address(), access: shared.access(), elapsed: timings.map });
         let buffer = Self { seal_after_fill: spec.is_sealed(), ..Self::new(shared, content, array)? };

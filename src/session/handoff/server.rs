@@ -178,7 +178,8 @@ impl<'a> Server<'a> {
         config: &'a Config,
         observer: Observer<'a>,
     ) -> Result<Self> {
-        let (stop, wake) = (Cancel::new()?, eventfd()?);
+        let stop = Cancel::new()?;
+        let wake = eventfd()?;
         Ok(Self { buffer, options, config, observer, stop, wake, state: Mutex::default() })
     }
 

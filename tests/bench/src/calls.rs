@@ -54,7 +54,9 @@ fn check(run: &Run<'_>, memory: &Shared, engine: Engine, most: usize) -> Result<
         Engine::Gpu => ["gpu fill, kernel", "gpu fill", "gpu verify, kernel", "gpu verify"],
         Engine::Host => ["host fill", "", "host verify", ""],
     };
-    let (choice, size, mut rates) = (EngineChoice::Only(engine), memory.size(), [0.0; 4]);
+    let choice = EngineChoice::Only(engine);
+    let size = memory.size();
+    let mut rates = [0.0; 4];
     run.turns(&format!("{engine} fills and verifies {}", about(size)), &names, most, |row| {
         if rates[row] == 0.0 {
             let pattern = Pattern::new(random_salt()?);
@@ -92,7 +94,8 @@ pub(crate) fn stages(run: &mut Run<'_>) -> Result<()> {
     const NAMES: [&str; 9] =
         ["create", "export, anchor", "map", "unmap", "import", "reserve", "set access", "address free", "release"];
     let (driver, device) = run.device()?;
-    let (bare, ordinal) = (driver.verbs().bare()?, device.ordinal());
+    let bare = driver.verbs().bare()?;
+    let ordinal = device.ordinal();
     let anchor = bare.create(ordinal, device.granularity()?)?;
     let _held = bare.export(&anchor)?;
     // The host backend has only the first four.

@@ -54,7 +54,8 @@ pub(crate) fn measure(run: &mut Run<'_>, folder: &Path) -> Result<()> {
     let (_, device) = run.device()?;
     let (_, host) = open_device(Backend::Host, "0")?;
     gets_at_once(run, folder, &device, clients, false, &format!("get by {clients} clients at once"))?;
-    let (needed, free) = ((u64::from(clients) + 1) * CONTEXT, usable(&device)?);
+    let needed = (u64::from(clients) + 1) * CONTEXT;
+    let free = usable(&device)?;
     let what = format!("get by {clients} clients at once, mapped");
     if backend == Backend::Cuda && needed > free {
         run.leave_out(format!("{what}: they need {}, and {} are free", about(needed), about(free)));
@@ -94,7 +95,9 @@ fn gets_at_once(run: &mut Run<'_>, folder: &Path, device: &Device, clients: u16,
     let before = broker.cpu()?;
     let (samples, seconds) = gets(run, &clients, count, map)?;
     let [user, system] = broker.cpu()?;
-    let (number, user, system) = (samples.len() as f64, user - before[0], system - before[1]);
+    let number = samples.len() as f64;
+    let user = user - before[0];
+    let system = system - before[1];
     run.add(About::size(0), vec![(what.to_owned(), samples)], None, |_| {
         [
             ("all together", number / seconds, "/s"),
@@ -112,7 +115,9 @@ fn gets(run: &Run<'_>, clients: &[Peer], count: usize, map: bool) -> Result<(Vec
     let at = now() + HEAD_START + HEAD_START_EACH * clients.len() as u64;
     let request = Request::Gets { name: NAME.to_owned(), count, map, at };
     clients.iter().try_for_each(|client| client.send(&request, &[]))?;
-    let (mut samples, mut first, mut last) = (Vec::new(), u64::MAX, 0);
+    let mut samples = Vec::new();
+    let mut first = u64::MAX;
+    let mut last = 0;
     for client in clients {
         run.cancel.check()?;
         let Reply::Gets { begun, ended, us } = client.receive()? else { return Err(client.unexpected()) };
@@ -166,7 +171,8 @@ fn crowd(run: &mut Run<'_>, folder: &Path, host: &Device) -> Result<()> {
 
 /// Exports while the broker holds memory, and while no process holds any. No other process of the bench runs.
 fn exports(run: &mut Run<'_>, folder: &Path, device: &Device) -> Result<()> {
-    let (bare, size) = (device.verbs().bare()?, SMALL.next_multiple_of(device.granularity()?));
+    let bare = device.verbs().bare()?;
+    let size = SMALL.next_multiple_of(device.granularity()?);
     let broker = Broker::start(run, folder, false)?;
     let client = broker.connect(run)?;
     let idle = broker.descriptors()?;

@@ -73,7 +73,9 @@ impl<'a> Run<'a> {
             Err(error) => return Err(error),
             Ok(_) => return Err(peer.unexpected()),
         };
-        let (tool, made, backend) = (stamp::tool(), stamp::now(), options.backend);
+        let tool = stamp::tool();
+        let made = stamp::now();
+        let backend = options.backend;
         let report = Report { schema: VERSION, tool, made, backend, machine, rows: Vec::new(), left_out: Vec::new() };
         Ok(Self { options, cancel, progress, prints, group: Group::All, report })
     }
@@ -100,7 +102,8 @@ impl<'a> Run<'a> {
 
     /// The sizes to measure that fit `copies` times into the free memory, rounded up, without duplicates.
     pub(crate) fn sizes(&mut self, device: &Device, copies: u64) -> Result<Vec<u64>> {
-        let (granularity, usable) = (device.granularity()?, usable(device)?);
+        let granularity = device.granularity()?;
+        let usable = usable(device)?;
         let default = match (self.options.backend, self.group) {
             (Backend::Host, _) => &HOST_SIZES[..],
             (Backend::Cuda, Group::Broker) => &BROKER_SIZES,

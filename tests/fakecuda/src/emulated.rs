@@ -591,7 +591,9 @@ impl Emulated {
     }
 
     pub(crate) fn open(&mut self, handle: &[u8; 64], flags: c_uint) -> Answer<u64> {
-        let (current, devices, peers) = (self.current()?, self.devices, controls::settings().peers);
+        let current = self.current()?;
+        let devices = self.devices;
+        let peers = controls::settings().peers;
         self.ipc.open(handle, flags, |owner| match owner {
             _ if owner >= devices => Err(INVALID_DEVICE),
             _ if owner != current as u32 && !peers => Err(PEER_ACCESS_UNSUPPORTED),

@@ -183,7 +183,8 @@ impl Events {
             let event = self.named(event)?;
             event.recorded.filter(|_| event.timed).ok_or(INVALID_HANDLE)
         };
-        let (begin, end) = (at(begin)?, at(end)?);
+        let begin = at(begin)?;
+        let end = at(end)?;
         Ok(end.saturating_duration_since(begin).as_secs_f32() * 1000.0)
     }
 

@@ -295,7 +295,10 @@ impl Ipc {
         let arena = &self.arenas[&block.arena];
         let offset = start - block.arena;
         let fd = arena.memfd.as_raw_fd() as u32;
-        let (inode, secret, slot, size) = (arena.inode, block.secret, offset / STEP, block.size);
+        let inode = arena.inode;
+        let secret = block.secret;
+        let slot = offset / STEP;
+        let size = block.size;
         Ok(Ticket { pid: process::id(), fd, inode, pool, slot, secret, offset, size }.bytes())
     }
 

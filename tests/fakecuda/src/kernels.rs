@@ -20,7 +20,9 @@ const PIECE: u64 = 1 << 20;
 impl Stretch {
     /// Splits the stretch into pieces: address, offset in the object, and length. No word is in two pieces.
     fn pieces(&self) -> impl Iterator<Item = (u64, u64, usize)> {
-        let (address, start, size) = (self.address, self.start, self.size);
+        let address = self.address;
+        let start = self.start;
+        let size = self.size;
         let mut done = 0;
         std::iter::from_fn(move || {
             let at = start + done;

@@ -283,7 +283,8 @@ mod exports {
 
         fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
             initialised(|driver| {
-                let (free, total) = (place(free)?, place(total)?);
+                let free = place(free)?;
+                let total = place(total)?;
                 let info = driver.memory_info(driver.current()?)?;
                 unsafe {
                     free.write(info.free as usize);

@@ -327,7 +327,8 @@ impl Model {
                     // Tokens are random, so they are unique.
                     false => world.free_token(),
                 };
-                let (write, hand) = (Step::Lease(request, version, token), Step::Hand(request, version, token));
+                let write = Step::Lease(request, version, token);
+                let hand = Step::Hand(request, version, token);
                 match self.has(Flaw::LeaseBeforeCatalogue) {
                     true => self.push(world, [hand, write]),
                     false => self.push(world, [write, hand]),

@@ -36,7 +36,8 @@ fn readers_restore_what_broker_lost() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("broker.sock");
         let start = || {
-            let (cancel, mut config) = (Cancel::new().unwrap(), ServerConfig::default());
+            let cancel = Cancel::new().unwrap();
+            let mut config = ServerConfig::default();
             if subject.kind == Kind::Fake {
                 config = internals::emulated(config);
             }

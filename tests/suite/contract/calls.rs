@@ -289,7 +289,9 @@ fn copies_need_access_to_every_byte(subject: Subject) {
     assert_eq!(ground.copy_in(seam, b"across"), OK);
     assert_eq!(&ground.read(seam), b"across");
     assert_eq!(&ground.read(address + unit), b"oss");
-    let (read, none, write) = ((INVALID, OK), (INVALID, INVALID), (OK, OK));
+    let read = (INVALID, OK);
+    let none = (INVALID, INVALID);
+    let write = (OK, OK);
     for (access, want) in [(Some(ReadOnly), read), (None, none), (Some(ReadOnly), read), (Some(ReadWrite), write)] {
         driver.set_access(address, 2 * unit, Location::Device(0), access).unwrap();
         assert_eq!((ground.copy_in(address, b"some"), ground.copy_out(address, 4)), want, "{access:?}");

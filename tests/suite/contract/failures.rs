@@ -200,7 +200,8 @@ fn every_call_fails_in_a_fork(subject: Subject) {
     let mut owners = Some((mapping, allocation));
     // Resources created before the fork.
     let bare = driver.bare().unwrap();
-    let (created, released) = (bare.create(0, unit).unwrap(), bare.create(0, unit).unwrap());
+    let created = bare.create(0, unit).unwrap();
+    let released = bare.create(0, unit).unwrap();
     let (opened, _) = bare.open(0, bare.export(&created).unwrap().as_fd(), unit).unwrap();
     let (mut released, mut opened) = (Some(released), Some(opened));
     let parts = (driver.legacy().ok(), driver.pools().ok(), driver.kernels().ok(), driver.diagnosis().ok());

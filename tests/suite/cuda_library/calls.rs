@@ -70,7 +70,8 @@ fn invalid_handles_never_reach_the_driver() {
 #[test]
 fn unknown_addresses_never_reach_the_driver() {
     let (fake, driver) = two_devices();
-    let (legacy, pools) = (driver.legacy().unwrap(), driver.pools().unwrap());
+    let legacy = driver.legacy().unwrap();
+    let pools = driver.pools().unwrap();
     let allocated = legacy.allocate(0, 4096).unwrap();
     let pool = pools.create(0).unwrap();
     let pooled = pools.allocate(pool, 0, 4096).unwrap();

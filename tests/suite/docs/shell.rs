@@ -103,7 +103,9 @@ fn in_repository(word: &str) -> bool {
 
 /// Splits a line at spaces outside quotes.
 fn split(command: &str) -> Vec<String> {
-    let (mut words, mut quoted, mut word) = (Vec::new(), None, String::new());
+    let mut words = Vec::new();
+    let mut quoted = None;
+    let mut word = String::new();
     for c in command.chars() {
         match (quoted, c) {
             (None, '"' | '\'') => quoted = Some(c),

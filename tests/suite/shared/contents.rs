@@ -117,8 +117,8 @@ fn cpu_and_device_share_host_memory(subject: Subject) {
         let spec = spec(2 * unit).placement(Placement::Host);
         let shared = Shared::create(&subject.device(), chunk.map_or(spec, |chunk| spec.chunk(chunk))).unwrap();
         let array = open(&subject, &shared, ReadWrite);
-        let (mut here, mut there) =
-            (Mirror::of(&shared, unit - 4, 8).unwrap(), Mirror::of(&**array.memory(), unit - 4, 8).unwrap());
+        let mut here = Mirror::of(&shared, unit - 4, 8).unwrap();
+        let mut there = Mirror::of(&**array.memory(), unit - 4, 8).unwrap();
         assert!(here.is_direct() && there.is_direct());
         here.write(0, b"by CPU A").unwrap();
         assert_eq!(&seen(&there, 0), b"by CPU A");
@@ -197,7 +197,8 @@ fn elements_follow_the_descriptor(subject: Subject) {
 }
 
 fn file_passes_through_all_memory(subject: Subject) {
-    let (unit, folder) = (subject.unit(), tempfile::tempdir().unwrap());
+    let unit = subject.unit();
+    let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("data");
     // More than one slice, with a partial last slice.
     let data: Vec<u8> = (0..9_000_001u32).map(|at| (at ^ at >> 9) as u8).collect();

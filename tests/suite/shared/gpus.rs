@@ -47,7 +47,8 @@ fn pool_holds_many_buffers(subject: Subject) {
     // The range exceeds the pointer's allocation.
     for (size, offset) in [(5001, 0), (5000, 1), (5000, u64::MAX)] {
         let mut lie = descriptions[1].clone();
-        let (pool, pointer) = (lie.pool().unwrap(), lie.pointer().unwrap());
+        let pool = lie.pool().unwrap();
+        let pointer = lie.pointer().unwrap();
         (lie.mapped_size, lie.sharing) = (size, Sharing::Pool { pool, pointer, offset });
         assert!(matches!(Imported::of_pool(&imported, &lie, ReadOnly), Err(Error::Peer(PeerError::Mismatch { .. }))));
     }

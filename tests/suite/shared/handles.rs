@@ -237,7 +237,8 @@ fn false_description_leaves_nothing(subject: Subject) {
         for handle in lies {
             let (_, fds) = ArrayHandle::of(&shared, bytes(1)).unwrap();
             let files: Vec<(Inode, usize)> = fds.iter().map(|fd| (Inode::of(fd), Inode::of(fd).open_here())).collect();
-            let (before, refused) = (subject.live(), handle.open(&subject.driver, None, fds, ReadOnly));
+            let before = subject.live();
+            let refused = handle.open(&subject.driver, None, fds, ReadOnly);
             assert!(refused.is_err(), "{handle:?}");
             assert_eq!(subject.live(), before, "{handle:?}");
             if subject.kind != Kind::Cuda {
@@ -360,7 +361,9 @@ fn debug_output_is_short(subject: Subject) {
 }
 
 fn failure_at_any_call_leaves_nothing(subject: Subject) {
-    let (device, unit, folder) = (subject.device(), subject.unit(), tempfile::tempdir().unwrap());
+    let device = subject.device();
+    let unit = subject.unit();
+    let folder = tempfile::tempdir().unwrap();
     File::create(folder.path().join("data")).unwrap().write_all(b"data").unwrap();
     everything(&subject, &device, unit, folder.path()).unwrap();
     let failed = subject.fail_each_call(|| everything(&subject, &device, unit, folder.path()));

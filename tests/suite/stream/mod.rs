@@ -56,7 +56,8 @@ impl Place {
     }
 
     fn with_timeout(timeout: Duration) -> Self {
-        let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
+        let folder = tempfile::tempdir().unwrap();
+        let cancel = Cancel::new().unwrap();
         let config = Config::default().timeout(timeout).cancel(&cancel);
         let listener = Listener::bind(&folder.path().join("s"), false, PATIENCE, &Cancel::new().unwrap()).unwrap();
         Self { folder, listener, config, cancel }

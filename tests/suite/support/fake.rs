@@ -40,7 +40,8 @@ impl Copy {
 
     /// Removes a function from the library: renames it to a name of the same length.
     pub(crate) fn without(mut self, function: &str) -> Self {
-        let (name, other) = (format!("\0{function}\0"), format!("\0{}X\0", &function[..function.len() - 1]));
+        let name = format!("\0{function}\0");
+        let other = format!("\0{}X\0", &function[..function.len() - 1]);
         self.replace(name.as_bytes(), other.as_bytes());
         self
     }
@@ -86,7 +87,9 @@ fn loaded_length(elf: &[u8]) -> usize {
     let number =
         |at: usize, length: usize| elf[at..at + length].iter().rev().fold(0, |n, &byte| n << 8 | u64::from(byte));
     assert!(elf.starts_with(b"\x7FELF\x02\x01"), "a 64-bit little-endian ELF file");
-    let (table, entry_size, count) = (number(32, 8), number(54, 2), number(56, 2));
+    let table = number(32, 8);
+    let entry_size = number(54, 2);
+    let count = number(56, 2);
     let entries = (0..count).map(|index| (table + index * entry_size) as usize);
     let loaded = entries.filter(|&at| number(at, 4) == LOAD);
     loaded.map(|at| (number(at + 8, 8) + number(at + 32, 8)) as usize).max().unwrap()
@@ -123,7 +126,8 @@ impl Fake {
 
     /// Changes a setting. The library's documentation lists the settings.
     pub(crate) fn set(&self, name: &str, value: &str) {
-        let (name, value) = (CString::new(name).unwrap(), CString::new(value).unwrap());
+        let name = CString::new(name).unwrap();
+        let value = CString::new(value).unwrap();
         // SAFETY: the type is the function's, which expects two C strings.
         unsafe {
             self.function::<unsafe extern "C" fn(*const c_char, *const c_char)>("fakecuda_set")(

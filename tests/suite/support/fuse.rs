@@ -97,7 +97,9 @@ fn serve(mut device: File, size: u64, answering: &(Mutex<bool>, Condvar), reques
     let mut buffer = vec![0; 1 << 20];
     while let Ok(length) = device.read(&mut buffer) {
         let number = |at: usize| u64::from_le_bytes(buffer[at..at + 8].try_into().unwrap());
-        let (opcode, unique, node) = ((number(0) >> 32) as u32, number(8), number(16));
+        let opcode = (number(0) >> 32) as u32;
+        let unique = number(8);
+        let node = number(16);
         assert!(length >= 40);
         if opcode == FORGET {
             continue;

@@ -256,7 +256,8 @@ fn verification(
             region.copy_out(inside.start - start, &mut found[..length])?;
             pattern.write(inside.start, &mut expected[..length]);
             let skip = (inside.start % 4) as usize;
-            let (found, expected) = (word(skip, &found[..length]), word(skip, &expected[..length]));
+            let found = word(skip, &found[..length]);
+            let expected = word(skip, &expected[..length]);
             // Another process may have corrected the word since the kernel read it.
             (found != expected).then_some(Mismatch { index, expected, found })
         }

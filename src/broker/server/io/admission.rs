@@ -56,7 +56,9 @@ impl Admission {
         rustix::io::ioctl_fionbio(socket, true).map_err(|errno| Error::system("make a socket non-blocking", errno))?;
         let credentials = getsockopt(&socket.as_fd(), PeerCredentials)
             .map_err(|errno| Error::system("read the peer's credentials", errno))?;
-        let (pid, uid, gid) = (credentials.pid(), credentials.uid(), credentials.gid());
+        let pid = credentials.pid();
+        let uid = credentials.uid();
+        let gid = credentials.gid();
         let groups = match is_superuser(uid) {
             true => Vec::new(),
             false => sys::peer_groups(socket.as_fd())

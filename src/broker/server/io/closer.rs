@@ -108,8 +108,11 @@ impl Closers {
             && let Some(of) = self.turns.pop_front()
         {
             let Some(queue) = self.queues.get_mut(&of) else { continue };
-            let (fds, connections) = (std::mem::take(&mut queue.waiting), std::mem::take(&mut queue.connections));
-            let (count, done, waker) = (fds.len(), self.done.clone(), Arc::clone(&self.waker));
+            let fds = std::mem::take(&mut queue.waiting);
+            let connections = std::mem::take(&mut queue.connections);
+            let count = fds.len();
+            let done = self.done.clone();
+            let waker = Arc::clone(&self.waker);
             // Shared, so that a failed spawn does not close them here.
             let fds = Arc::new(Mutex::new(fds));
             let to_close = Arc::clone(&fds);

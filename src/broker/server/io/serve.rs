@@ -92,7 +92,9 @@ impl Reactor {
                 return Err(error);
             }
         };
-        let (id, uid, pid) = (caller.connection, caller.uid, caller.pid);
+        let id = caller.connection;
+        let uid = caller.uid;
+        let pid = caller.pid;
         if let Err(rejected) = self.admission.check(&caller) {
             self.reject_connection(&caller, &socket, rejected);
             self.close_refused(socket, None);
@@ -331,7 +333,9 @@ impl Reactor {
         let Some(connection) = self.connections.get_mut(id) else { return };
         connection.wants_room_since = None;
         let sent = connection.flush(&self.state.objects);
-        let (is_unread, unread, is_done) = (connection.unread_since.is_some(), connection.unread, connection.is_done());
+        let is_unread = connection.unread_since.is_some();
+        let unread = connection.unread;
+        let is_done = connection.is_done();
         if is_unread {
             self.connections.note_unread(id);
             if unread > 0 {

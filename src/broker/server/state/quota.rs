@@ -136,7 +136,9 @@ impl Rules {
             return Ok(());
         }
         let (half, key) = (if is_superuser { "" } else { "half of " }, counted.key);
-        let (share, left, total) = (amount(share), amount(left), amount(total));
+        let share = amount(share);
+        let left = amount(left);
+        let total = amount(total);
         refuse(format!(
             "its share is {share}: {half}the {left} that other users leave of {total}; raise --total-quota {key}="
         ))

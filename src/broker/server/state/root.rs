@@ -60,7 +60,8 @@ pub(crate) struct PendingVersion {
 
 impl State {
     pub(crate) fn new(objects: Objects, timeout: Duration, emulated: bool) -> Self {
-        let (watchers, metrics) = (Watchers::new(objects.journal().last_event()), Metrics::new(objects.now.ms));
+        let watchers = Watchers::new(objects.journal().last_event());
+        let metrics = Metrics::new(objects.now.ms);
         Self {
             objects,
             clients: HashMap::new(),

@@ -203,7 +203,8 @@ pub(crate) fn end_claims(state: &mut State, effects: &mut Effects, id: Connectio
 fn send_leases(state: &mut State, effects: &mut Effects, id: ConnectionId, selections: &[Selection]) {
     state.waits.remove(id);
     let Some(caller) = state.caller(id).cloned() else { return };
-    let (mut tokens, mut records) = (Vec::with_capacity(selections.len()), Vec::with_capacity(selections.len()));
+    let mut tokens = Vec::with_capacity(selections.len());
+    let mut records = Vec::with_capacity(selections.len());
     let given = selections.iter().try_for_each(|selection| {
         let token = state.objects.lease(&caller, selection.key, selection.bytes)?;
         tokens.push(token);

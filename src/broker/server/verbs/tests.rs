@@ -332,7 +332,9 @@ fn watch_gets_events_of_prefix() {
 #[test]
 fn resume_moves_leases() {
     let mut test = Fixture::new();
-    let (maker, before, after) = (test.client(), test.client(), test.client());
+    let maker = test.client();
+    let before = test.client();
+    let after = test.client();
     test.put(maker, "a", "");
     let (token, _) = test.get(before, "a", "").lease(before);
     let resume = serde_json::json!({ "leases": [token, Token([1; 16])], "puts": [] });
@@ -348,7 +350,9 @@ fn resume_moves_leases() {
 #[test]
 fn group_parts_are_published_together() {
     let mut test = Fixture::new();
-    let (first, second, third) = (test.client(), test.client(), test.client());
+    let first = test.client();
+    let second = test.client();
+    let third = test.client();
     let group = r#", "announced": ["x", "y"], "group": "g", "wait_ms": 1000"#;
     let seen = test.put(first, "a", &format!("x|{group}"));
     assert!(seen.messages(first).is_empty() && seen.sets_deadline());

@@ -65,7 +65,10 @@ fn send_page(state: &mut State, effects: &mut Effects, id: ConnectionId, skip: u
     let journal = state.objects.journal();
     let (forgotten, events) = journal.events_after(watching.after);
     let lost = watching.lost || forgotten;
-    let (mut page, mut length, mut next, mut work) = (Vec::<Event>::new(), 0, journal.last_event(), 1);
+    let mut page = Vec::<Event>::new();
+    let mut length = 0;
+    let mut next = journal.last_event();
+    let mut work = 1;
     let reader = state.watchers.reader(id);
     for seen in events {
         if length > PAGE_BYTES || work > EVENTS_PER_RECORD {

@@ -48,7 +48,9 @@ impl Objects {
         }
         match self.journal.begin_compaction(&mut self.store) {
             Ok(rewrite) => {
-                let (last_key, last_lease, next) = (self.last_key, self.last_lease, Next::Versions(0));
+                let last_key = self.last_key;
+                let last_lease = self.last_lease;
+                let next = Next::Versions(0);
                 self.compaction = Some(Compaction { rewrite, last_key, last_lease, next });
             }
             Err(error) => self.postpone_compaction(&error),

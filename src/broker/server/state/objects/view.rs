@@ -140,7 +140,8 @@ impl Objects {
         let entry = self.names.get(name).ok_or_else(|| absent(format!("there is no object `{name}`")))?;
         caller.require(Right::Read, name, entry.owner, entry.mode)?;
         let Some(key) = self.find(name, version, None) else {
-            let (wanted, current) = (version.unwrap_or_default(), self.current(entry).record.version);
+            let wanted = version.unwrap_or_default();
+            let current = self.current(entry).record.version;
             return Err(absent(format!(
                 "`{name}` has no version {wanted} (it may have been dropped): its current version is {current}"
             )));
@@ -199,7 +200,9 @@ impl Objects {
     }
 
     pub(crate) fn counts(&self) -> Counts {
-        let (objects, versions, leases) = (self.names.len(), self.versions.len(), self.leases.len());
+        let objects = self.names.len();
+        let versions = self.versions.len();
+        let leases = self.leases.len();
         Counts { objects: objects as u64, versions: versions as u64, leases: leases as u64 }
     }
 }
