@@ -9,6 +9,7 @@ use crate::error::{ParseError, Result};
 
 /// The kind of memory behind a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
     /// Memory of an NVIDIA GPU, through the CUDA driver.

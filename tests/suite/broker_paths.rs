@@ -5,10 +5,7 @@ use std::{fs, os::unix::net::UnixListener, path::Path};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::{
-    command_line::object,
-    running::{Meeting, Run, Running},
-};
+use crate::running::{Meeting, Run, Running};
 
 /// A command whose `XDG_RUNTIME_DIR` is the test's folder, with this system socket.
 fn command(place: &Meeting, system: &Path, arguments: &[&str]) -> Run {
@@ -41,7 +38,7 @@ fn client_finds_the_nearest_broker() {
     let (system, own) = (machine.folder().join("system.sock"), user.folder().join("vmmfd/broker.sock"));
     let ls = || command(&user, &system, &["ls", "--json"]).end();
     let names = || -> Vec<String> {
-        let listed = object(ls().code(0));
+        let listed = ls().code(0).json();
         let objects = listed["objects"].as_array().unwrap();
         objects.iter().map(|object: &Value| object["name"].as_str().unwrap().to_owned()).collect()
     };

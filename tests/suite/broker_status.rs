@@ -19,7 +19,7 @@ use vmmfd::{
 
 use crate::{
     broker::until,
-    command_line::{fits, object},
+    command_line::fits,
     doctor_rules::has_driver,
     running::{Ended, Meeting, Run, binary},
     support::{
@@ -60,16 +60,12 @@ fn shows_processes_and_crashes(keeper: Keeper) {
     let mut served = Served::start(keeper, &subject);
     let (first, first_keeper) = (served.server(), served.supervisor());
     let shown = status(&served.path);
-    assert_eq!(
-        (&shown["server"]["pid"], &shown["keeper"]["pid"]),
-        (&first.as_raw().into(), &first_keeper.as_raw().into())
-    );
+    assert_eq!((&shown["pid"], &shown["keeper"]["pid"]), (&first.as_raw().into(), &first_keeper.as_raw().into()));
     assert_eq!((&shown["crashes"], &shown["restarts"], &shown["lost_versions"]), (&json!([]), &json!(0), &json!(0)));
     assert_eq!(shown["socket"], text(&served.path));
-    let (used, started) = (&shown["keeper"]["descriptors"]["used"], shown["keeper"]["started"].as_str().unwrap());
-    assert!(used.as_u64() > Some(0) && started.ends_with('Z'), "{shown}");
-    let server_started = shown["server"]["started"].as_str().unwrap();
-    assert!(started <= server_started && server_started.len() == started.len(), "the keeper starts first: {shown}");
+    let started = |of: &Value| of["started_ms"].as_u64().unwrap();
+    assert!(shown["store"]["used"].as_u64() > Some(0), "{shown}");
+    assert!(started(&shown["keeper"]) <= started(&shown), "the keeper starts first: {shown}");
 
     let (second, _) = served.kill_server();
     let (third, _) = served.kill_server();
@@ -126,8 +122,8 @@ fn total_crash_is_reported_at_next_start() {
         server
     };
     let first = serve();
-    let pid = status(&socket)["server"]["pid"].clone();
-    assert_eq!((&status(&socket)["keeper"], crashes(&socket)), (&Value::Null, vec![]));
+    let pid = status(&socket)["pid"].clone();
+    assert_eq!((&status(&socket)["store"]["kind"], crashes(&socket)), (&json!("none"), vec![]));
     first.signal(Signal::SIGKILL);
     drop(first.end());
     let second = serve();
@@ -176,11 +172,7 @@ fn devices_report_their_memory_by_nvml() {
         run.command.env("LD_LIBRARY_PATH", copy.folder()).args(json.then_some("--json"));
         run.end()
     };
-    let device = |ended: &Ended| {
-        let value = object(ended.code(0));
-        fits("status", &value);
-        value["devices"][0].clone()
-    };
+    let device = |ended: &Ended| ended.code(0).json()["devices"][0].clone();
     if !has_driver() {
         let shown = device(&status(true));
         assert!(shown["unknown"].as_str().unwrap().contains("libnvidia-ml.so.1"), "{shown}");
@@ -188,7 +180,7 @@ fn devices_report_their_memory_by_nvml() {
     }
     copy.write("libnvidia-ml.so.1");
     let shown = device(&status(true));
-    let [size, used, total] = ["size", "used", "total"].map(|key| shown[key].as_u64().unwrap_or_default());
+    let [size, used, total] = ["bytes", "used", "total"].map(|key| shown[key].as_u64().unwrap_or_default());
     assert!(size == 2 << 20 && used < total && shown["unknown"] == Value::Null, "{shown}");
     let ended = status(false);
     assert!(ended.code(0).stdout.contains("2 MiB claimed; it reports "), "{}", ended.stdout);
@@ -208,7 +200,7 @@ fn check_reports_each_problem() {
         "# all of them\nVMMFD_OPTIONS=\"--allow-uid root --allow-gid 7 --total-quota objects=5 -v\"\n",
         &["--json"],
     );
-    fits("serve-check", &object(good.code(0)));
+    good.code(0).json();
     assert!(check("", &[]).code(0).stdout.contains("the options are good"));
     for (options, words) in [
         ("VMMFD_OPTION=\"--allow-uid 7\"", "options, line 1: `VMMFD_OPTION` is not read from this file"),
@@ -220,8 +212,7 @@ fn check_reports_each_problem() {
         let ended = check(options, &[]);
         ended.code(2).says(words).says(text(&file));
         assert_eq!(ended.stderr.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{}", ended.stderr);
-        let failed = object(check(options, &["--json"]).code(2));
-        fits("failure", &failed);
+        check(options, &["--json"]).code(2).json();
         // The server fails to start with the same error.
         vmmfd(&place, &["serve", "--socket", text(&socket), "--options-file", text(&file)]).end().code(2).says(words);
     }

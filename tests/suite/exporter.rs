@@ -15,10 +15,7 @@ use nix::{sys::signal::Signal, unistd::geteuid};
 use serde_json::Value;
 use yaml_rust2::YamlLoader;
 
-use crate::{
-    command_line::{fits, object},
-    running::{Meeting, Run, Running, binary, wait_for},
-};
+use crate::running::{Meeting, Run, Running, binary, wait_for};
 
 /// The response without a broker.
 const DOWN: &str = "# HELP vmmfd_up Whether the broker answers\n# TYPE vmmfd_up gauge\nvmmfd_up 0\n";
@@ -223,5 +220,5 @@ fn other_requests_have_other_answers() {
     let other = exporter.address.to_string();
     vmmfd(&place, &["exporter", "--listen", &other]).end().code(5).says(&format!("listen on {other}"));
     vmmfd(&place, &["exporter", "--listen", "localhost"]).end().code(2);
-    fits("exporter", &object(exporter.end().code(0)));
+    exporter.end().code(0).json();
 }

@@ -24,7 +24,10 @@ use nix::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::support::{Copy, pause, session};
+use crate::{
+    command_line::fits,
+    support::{Copy, pause, session},
+};
 
 /// The time limit of every wait. It allows for a slow machine under load.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -225,6 +228,18 @@ impl Run {
         self
     }
 
+    /// The name of the schema of the command's report, unless another program runs the command.
+    fn report(&self) -> Option<String> {
+        let arguments: Vec<&str> = self.command.get_args().filter_map(|argument| argument.to_str()).collect();
+        match (self.name, *arguments.first()?) {
+            ("producer", _) => Some("produce".to_owned()),
+            ("consumer", _) => Some("consume".to_owned()),
+            (_, "doctor") if arguments.contains(&"--list") => Some("doctor-list".to_owned()),
+            (_, "serve") if arguments.contains(&"--check") => Some("serve-check".to_owned()),
+            (_, command) => (!command.starts_with('-')).then(|| command.to_owned()),
+        }
+    }
+
     pub(crate) fn start(mut self) -> Running {
         // SAFETY: prctl is a plain system call, safe between fork and exec.
         unsafe {
@@ -235,11 +250,11 @@ impl Run {
         if is_broker {
             session::lead(&mut self.command);
         }
-        let started = Instant::now();
+        let (report, started) = (self.report(), Instant::now());
         let mut child = self.command.spawn().unwrap_or_else(|error| panic!("{}: {error}", self.name));
         let stdout = Lines::of(child.stdout.take());
         let stderr = Lines::of(child.stderr.take());
-        Running { name: self.name, child, is_broker, stdout, stderr, started }
+        Running { name: self.name, report, child, is_broker, stdout, stderr, started }
     }
 
     pub(crate) fn end(self) -> Ended {
@@ -339,6 +354,7 @@ impl Lines {
 /// A running command. Dropping it kills the process.
 pub(crate) struct Running {
     name: &'static str,
+    report: Option<String>,
     child: Child,
     /// Whether the command is a broker, which leads a session.
     is_broker: bool,
@@ -398,7 +414,14 @@ impl Running {
             }
         };
         let took = self.started.elapsed();
-        Ended { name: self.name, status, stdout: self.stdout.all(), stderr: self.stderr.all(), took }
+        Ended {
+            name: self.name,
+            report: self.report.clone(),
+            status,
+            stdout: self.stdout.all(),
+            stderr: self.stderr.all(),
+            took,
+        }
     }
 }
 
@@ -416,6 +439,7 @@ impl Drop for Running {
 /// A command that has exited.
 pub(crate) struct Ended {
     name: &'static str,
+    report: Option<String>,
     pub(crate) status: ExitStatus,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
@@ -431,11 +455,18 @@ impl Ended {
         self
     }
 
-    /// Returns the single JSON object of `--json`. Other output fails the test.
+    /// Returns the single JSON object of `--json`. Other output fails the test, and so does an object that differs from its schema.
     #[track_caller]
     pub(crate) fn json(&self) -> Value {
-        assert_eq!(self.stdout.lines().count(), 1, "{}", self.stdout);
-        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {}", self.stdout))
+        assert_eq!(self.stdout.lines().count(), 1, "{} {}", self.stdout, self.stderr);
+        let value: Value =
+            serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {}", self.stdout));
+        match &self.report {
+            _ if value.get("command").is_some() => fits("failure", &value),
+            Some(report) => fits(report, &value),
+            None => assert!(value["schema"].is_u64(), "{value}"),
+        }
+        value
     }
 
     /// Asserts that standard error contains `words`.

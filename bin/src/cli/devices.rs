@@ -21,7 +21,7 @@ use super::{
 };
 use crate::verbs::HasVerbs;
 use crate::{
-    schema::{self, Named, VERSION, document},
+    schema::{Named, VERSION, document},
     stamp,
     units::{self, about},
 };
@@ -43,7 +43,6 @@ pub(super) struct DevicesOptions {
 struct DevicesReport {
     schema: u32,
     tool: String,
-    #[schemars(with = "schema::Backend")]
     backend: Backend,
     /// The reason why it is the host backend, if the user did not choose it.
     fallback: Option<String>,

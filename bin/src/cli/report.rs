@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use schemars::JsonSchema;
 use serde::Serialize;
-use vmmfd::{array::ArrayDescriptor, driver::Backend, error::Error, session::handoff::Served};
+use vmmfd::{array::ArrayDescriptor, driver::Backend, error::Error, session::handoff::Served, wire};
 
 use super::output::complain;
 use crate::{
@@ -20,7 +20,6 @@ pub(super) struct CommandReport {
     pub(super) schema: u32,
     #[schemars(extend("enum" = ["producer", "consumer"]))]
     pub(super) role: &'static str,
-    #[schemars(with = "Option<schema::Backend>")]
     pub(super) backend: Option<Backend>,
     /// The reason why it is the host backend, if the user did not choose it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -29,12 +28,11 @@ pub(super) struct CommandReport {
     pub(super) size: Option<u64>,
     pub(super) mapped_size: Option<u64>,
     pub(super) granularity: Option<u64>,
-    #[schemars(with = "Option<schema::Mechanism>")]
+    #[schemars(with = "Option<wire::Mechanism>")]
     pub(super) mechanism: Option<String>,
-    #[schemars(with = "Option<schema::Location>")]
+    #[schemars(with = "Option<wire::Location>")]
     pub(super) location: Option<String>,
     pub(super) segments: Option<u64>,
-    #[schemars(with = "Option<schema::Array>")]
     pub(super) array: Option<ArrayDescriptor>,
     pub(super) verified: Option<bool>,
     pub(super) mismatches: u64,

@@ -22,7 +22,7 @@ use super::{
 };
 use crate::schema::{Named, VERSION, document};
 
-/// Prints the JSON Schema of --json output or of messages
+/// Prints the JSON Schema of a --json output, or of a protocol
 ///
 /// `failure` is the object of a failed command, except produce and consume. `watch` is a line of its output. `protocol` and `broker` have the
 /// body of each message in `$defs`.

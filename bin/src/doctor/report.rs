@@ -22,7 +22,6 @@ pub struct DoctorReport {
     /// The time of creation in UTC (RFC 3339, seconds).
     pub made: String,
     /// The backend under test.
-    #[schemars(with = "schema::Backend")]
     pub backend: Backend,
     /// The environment of this side.
     pub environment: Environment,

@@ -67,7 +67,7 @@ use crate::{
 pub struct Client(Arc<Connection>);
 
 /// The result of [`Client::who`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Holders {
     /// The current leases.
@@ -77,10 +77,12 @@ pub struct Holders {
 }
 
 /// The result of [`Client::stat`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[non_exhaustive]
 pub struct ObjectInfo {
-    /// The version's details.
+    /// The version's details, without its metadata.
+    #[serde(flatten)]
     pub version: VersionInfo,
     /// The creator's metadata; empty if it gave none.
     pub metadata: Check,
@@ -169,14 +171,14 @@ impl Client {
         check_name(name)?;
         let wrong = |message: String| Error::from(ProtocolError::Content(message));
         match self.ask(&Message::Stat(Stat { name: name.to_owned(), version }))? {
-            (Message::Version(version), fds) => {
-                let metadata = match &version.metadata {
+            (Message::Version(mut version), fds) => {
+                let metadata = match version.metadata.take() {
                     None => Ok(Check::new()),
                     Some(Table::Inline(text)) => text.read(),
                     Some(Table::Length(length)) => {
                         let fd =
                             fds.first().ok_or_else(|| wrong("the descriptor of the metadata is missing".to_owned()))?;
-                        let text = super::table::read(fd.as_fd(), *length, MAX_METADATA).map_err(wrong)?;
+                        let text = super::table::read(fd.as_fd(), length, MAX_METADATA).map_err(wrong)?;
                         serde_json::from_str(&text)
                     }
                 };

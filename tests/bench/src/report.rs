@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use vmmfd::driver::Backend;
-use vmmfd_cli::{schema, units::about};
+use vmmfd_cli::units::about;
 
 /// A row is noisy if the medians of its fifths differ by more than this part of its median.
 const NOISY: f64 = 0.2;
@@ -47,7 +47,6 @@ pub(crate) struct Report {
     pub(crate) tool: String,
     /// The time of the report: RFC 3339, in UTC, to the second.
     pub(crate) made: String,
-    #[schemars(with = "schema::Backend")]
     pub(crate) backend: Backend,
     pub(crate) machine: Machine,
     pub(crate) rows: Vec<Row>,

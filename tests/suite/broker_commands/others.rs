@@ -29,7 +29,7 @@ fn who_shows_holders_and_unnamed_versions(broker: Broker) {
     assert_eq!((&lease["pid"], &lease["uid"]), (&json!(std::process::id()), &json!(nix::unistd::geteuid().as_raw())));
     let comm = fs::read_to_string("/proc/self/comm").unwrap();
     assert_eq!(lease["command"], comm.trim_end());
-    let size = &broker.json(&["ls", "held"])["objects"][0]["devices"][0]["size"];
+    let size = &broker.json(&["ls", "held"])["objects"][0]["devices"][0]["bytes"];
     assert_eq!(&lease["size"], size);
     assert_eq!(shown["unnamed"], json!([]));
     assert_eq!(broker.json(&["ls", "held"])["objects"][0]["leases"], 1);
@@ -43,7 +43,7 @@ fn who_shows_holders_and_unnamed_versions(broker: Broker) {
     assert_eq!(unnamed, [(&json!(1), &json!(1)), (&json!(2), &json!(1))]);
     assert_eq!(shown["leases"].as_array().unwrap().iter().filter(|lease| lease["named"] == false).count(), 2);
     assert_eq!((&shown["users"][0]["objects"], &shown["users"][0]["leases"]), (&json!(1), &json!(2)));
-    let sum: u64 = shown["devices"].as_array().unwrap().iter().map(|device| device["size"].as_u64().unwrap()).sum();
+    let sum: u64 = shown["devices"].as_array().unwrap().iter().map(|device| device["bytes"].as_u64().unwrap()).sum();
     assert_eq!(sum, 3 * size.as_u64().unwrap());
     assert_eq!(broker.json(&["who", "free"])["leases"], json!([]));
     let table = broker.end(&["who"]);
@@ -66,8 +66,7 @@ fn names_are_deleted_one_by_one(broker: Broker) {
         broker.put(name, &data(10), &[]);
     }
     let ended = broker.end(&["rm", "a", "x", "bad//name", "c", "--json"]);
-    let report = object(ended.code(1));
-    fits("rm", &report);
+    let report = ended.code(1).json();
     assert_eq!(report["deleted"], json!(["a", "c"]));
     let failed: Vec<_> =
         report["failed"].as_array().unwrap().iter().map(|one| (&one["name"], &one["error"]["kind"])).collect();
@@ -148,8 +147,10 @@ fn dry_run_lists_names(broker: Broker) {
 /// Each line names the device briefly; only `-v` shows the owner, the whole UUID and the whole digest.
 fn only_verbose_output_is_long(broker: Broker) {
     let put = broker.put("a", &data(10), &["--digest"]);
-    let (uuid, digest) = (put["device"]["uuid"].as_str().unwrap(), put["digest"].as_str().unwrap());
-    let name = put["device"]["name"].as_str().unwrap().trim_end_matches(" (no GPU)");
+    let (device, digest) = (&put["device"]["device"], put["digest"].as_str().unwrap());
+    let name = device["name"].as_str().unwrap().trim_end_matches(" (no GPU)");
+    let prefix = if put["backend"] == "host" { "HOST-" } else { "GPU-" };
+    let uuid = &format!("{prefix}{}", device["uuid"].as_str().unwrap());
     let device = format!("{name} {}", uuid[..uuid.len() - 28].trim_start_matches("HOST-"));
     let owner = format!("owner      uid {}, gid", nix::unistd::geteuid());
     let verified = format!("10 bytes, {device}, {}, verified\n", &digest[.."blake3:".len() + 8]);
@@ -324,8 +325,7 @@ fn signal_ends_the_broker_with_report(broker: Broker) {
     // Without a server the commands fail at once.
     let nobody = command(&place, &["ls"]).end();
     nobody.code(4).says("no broker on").says("hint: start one with `vmmfd serve`");
-    let failed = object(command(&place, &["get", "a", "--json", "--wait", "10m"]).end().code(4));
-    fits("failure", &failed);
+    command(&place, &["get", "a", "--json", "--wait", "10m"]).end().code(4).json();
 
     // With `--json` the line `listening` is on standard error, and standard output has only the object.
     let server = serve(&place, &["--json"]).start();
@@ -333,8 +333,7 @@ fn signal_ends_the_broker_with_report(broker: Broker) {
     command(&place, &["ls"]).end().code(0);
     server.signal(Signal::SIGINT);
     let ended = server.end();
-    let report = object(ended.code(0));
-    fits("serve", &report);
+    let report = ended.code(0).json();
     assert_eq!((&report["objects"], &report["size"]), (&json!(0), &json!(0)));
     ended.says("broker    listening  ");
 }

@@ -96,20 +96,20 @@ fn replacement_needs_an_option(broker: Broker) {
     broker.json(&["get", "a", "--version", "2", "--to", text(&copy)]);
     assert_eq!(fs::read(&copy).unwrap(), data(20));
     broker.refusal(&["get", "a", "--version", "1"], 1, "object");
-    assert_eq!(broker.json(&["stat", "a", "--version", "2"])["object"]["size"], 20);
+    assert_eq!(broker.json(&["stat", "a", "--version", "2"])["summary"]["size"], 20);
     assert_eq!(broker.json(&["get", "a"])["version"], 3);
 }
 
 fn options_about_the_name_are_kept(broker: Broker) {
     broker.put("a", &data(10), &["--mode", "640", "--ttl", "2h", "--keep", "2"]);
     let stat = broker.json(&["stat", "a"]);
-    assert_eq!((&stat["object"]["mode"], &stat["keep"]), (&json!("0640"), &json!(2)));
+    assert_eq!((&stat["summary"]["mode"], &stat["keep"]), (&json!(0o640), &json!(2)));
     assert_eq!(stat["lifetime"], json!({"kind": "idle", "ms": 7_200_000}));
     let shown = broker.end(&["stat", "a"]);
     assert!(shown.code(0).stdout.contains("2h after its last lease"), "{}", shown.stdout);
     broker.put("a", &data(10), &["--replace", "--ttl", "never"]);
     let stat = broker.json(&["stat", "a"]);
-    assert_eq!((&stat["object"]["mode"], &stat["keep"]), (&json!("0640"), &json!(2)));
+    assert_eq!((&stat["summary"]["mode"], &stat["keep"]), (&json!(0o640), &json!(2)));
     assert_eq!((&stat["lifetime"], &stat["versions"]), (&json!({"kind": "deleted"}), &json!([1, 2])));
     // The object is deleted once its TTL expires and no lease holds it.
     broker.put("short", &data(10), &["--ttl", "1ms", "--mode", "666"]);
@@ -171,5 +171,5 @@ fn concurrent_replacement_is_not_overwritten() {
     client.put(&put().condition(Condition::Version(1))).unwrap();
     let file = broker.file("input", &data(30));
     broker.refusal(&["put", "a", "--from", text(&file), "--if-version", "1"], 1, "object");
-    assert_eq!(broker.json(&["stat", "a"])["object"]["size"], 20);
+    assert_eq!(broker.json(&["stat", "a"])["summary"]["size"], 20);
 }

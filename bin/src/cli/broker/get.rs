@@ -6,22 +6,17 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    array::ArrayDescriptor,
-    broker::{ArrayEntry, Get, Lease, Object, ObjectPart, Owner},
+    broker::{ArrayEntry, DeviceBytes, Get, Lease, Object, ObjectPart, Owner},
     channel::Cancel,
     driver::{Backend, Choice},
     error::{Error, ProtocolError, Result},
     internals::interruptibly,
-    memory::{Imported, Region, Selector},
+    memory::{Imported, Selector},
     session::start,
     wire::Check,
 };
 
-use super::{
-    DeviceSize, MeetBroker, Steps,
-    fields::{field, time},
-    values::parse_object,
-};
+use super::{MeetBroker, Steps, fields::field, memory_on, shown, values::parse_object};
 use crate::{
     check::files::{self, Target},
     cli::values::CHOICE,
@@ -120,12 +115,9 @@ struct GetReport {
     version: u64,
     #[schemars(with = "schema::Id")]
     id: String,
-    #[schemars(with = "schema::Time")]
-    created: String,
-    #[schemars(with = "schema::Owner")]
+    created_ms: u64,
     owner: Owner,
     metadata: Check,
-    #[schemars(with = "schema::Backend")]
     backend: Backend,
     parts: Vec<PartReport>,
     /// Whether all parts verified; null if a part could not be checked.
@@ -140,36 +132,19 @@ struct GetReport {
 struct PartReport {
     name: String,
     /// The device, with the bytes of memory on it.
-    device: DeviceSize,
+    device: DeviceBytes,
     /// Bytes of data in the whole part.
     size: u64,
     segments: u64,
     /// The range that was read.
     offset: u64,
     length: u64,
-    arrays: Vec<ArrayLine>,
+    arrays: Vec<ArrayEntry>,
     /// The digest that the maker gave.
     expected: Option<String>,
     /// The digest of the bytes that were read.
     digest: String,
     verified: Option<bool>,
-}
-
-#[derive(Debug, Serialize, JsonSchema)]
-struct ArrayLine {
-    name: String,
-    #[schemars(with = "schema::Array")]
-    array: ArrayDescriptor,
-    #[schemars(with = "Option<Check>")]
-    attributes: Option<serde_json::Value>,
-}
-
-impl From<&ArrayEntry> for ArrayLine {
-    fn from(of: &ArrayEntry) -> Self {
-        // Attributes from a client are valid JSON.
-        let attributes = of.attributes.as_ref().and_then(|attributes| attributes.read().ok());
-        Self { name: of.name.clone(), array: of.array.clone(), attributes }
-    }
 }
 
 impl GetOptions {
@@ -251,16 +226,12 @@ impl GetOptions {
         let verified = comparable.map(|expected| *expected == digest);
         Ok(PartReport {
             name: part.name().to_owned(),
-            device: DeviceSize {
-                uuid: description.device.uuid.prefixed(memory.device().backend()),
-                name: description.device.name.clone(),
-                size: description.mapped_size,
-            },
+            device: memory_on(&description.device, description.mapped_size),
             size: description.size,
             segments: description.segments(),
             offset: range.start,
             length: all,
-            arrays: part.arrays().iter().map(ArrayLine::from).collect(),
+            arrays: part.arrays().to_vec(),
             expected,
             digest,
             verified,
@@ -337,7 +308,7 @@ impl Tool for GetOptions {
             name: object.name().to_owned(),
             version: object.version(),
             id: object.id().to_owned(),
-            created: time(milliseconds(object.created())),
+            created_ms: milliseconds(object.created()),
             owner: object.owner(),
             metadata: object.metadata()?,
             backend: opened.driver.backend(),
@@ -383,7 +354,7 @@ fn render(report: &GetReport, verbose: bool) -> String {
             None if part.expected.is_none() => "not verified: it was put without --digest",
             None => "not verified",
         };
-        let (size, device) = (bytes(part.length), part.device.shown(verbose));
+        let (size, device) = (bytes(part.length), shown(&part.device.device, verbose));
         let (of, digest) = (&part.name, units::digest(&part.digest, verbose));
         text += &field("got", format!("{name} version {version} part {of}: {size}, {device}, {digest}, {found}"));
     }

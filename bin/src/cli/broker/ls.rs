@@ -3,16 +3,9 @@
 use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
-use vmmfd::{
-    broker::{Owner, Summary},
-    channel::Cancel,
-};
+use vmmfd::{broker::Summary, channel::Cancel};
 
-use super::{
-    DeviceSize, MeetBroker, devices_in_short,
-    fields::{age, time},
-    total,
-};
+use super::{MeetBroker, devices_in_short, fields::age, total};
 use crate::{
     cli::{
         Column, Exit, Output, Table, Tool, ToolOutput,
@@ -20,7 +13,7 @@ use crate::{
         output::{Progress, json_line},
         stdout_width,
     },
-    schema::{self, Named, VERSION, document},
+    schema::{Named, VERSION, document},
     stamp,
     units::about,
 };
@@ -48,63 +41,7 @@ pub(in super::super) struct LsOptions {
 struct LsReport {
     schema: u32,
     tool: String,
-    objects: Vec<ObjectLine>,
-}
-
-/// An object in the JSON of `ls` and `stat`. Sizes are in bytes, as claimed.
-#[derive(Debug, Serialize, JsonSchema)]
-pub(super) struct ObjectLine {
-    pub(super) name: String,
-    #[schemars(range(min = 1))]
-    pub(super) version: u64,
-    #[schemars(with = "schema::Id")]
-    pub(super) id: String,
-    pub(super) size: u64,
-    /// The UUID of the device, unless there are several.
-    pub(super) device: Option<String>,
-    /// The memory on each device.
-    pub(super) devices: Vec<DeviceSize>,
-    pub(super) backend: String,
-    pub(super) parts: u64,
-    pub(super) segments: u64,
-    pub(super) arrays: u64,
-    pub(super) leases: u64,
-    #[schemars(with = "schema::Owner")]
-    pub(super) owner: Owner,
-    /// In octal digits.
-    #[schemars(regex(pattern = "^[0-7]{4}$"))]
-    pub(super) mode: String,
-    #[schemars(with = "schema::Time")]
-    pub(super) created: String,
-    #[serde(skip)]
-    pub(super) created_ms: u64,
-}
-
-impl From<&Summary> for ObjectLine {
-    fn from(of: &Summary) -> Self {
-        let devices: Vec<DeviceSize> = of.devices.iter().map(DeviceSize::from).collect();
-        let device = match devices.as_slice() {
-            [one] => Some(one.uuid.clone()),
-            _ => None,
-        };
-        Self {
-            name: of.name.clone(),
-            version: of.version,
-            id: of.id.clone(),
-            size: of.size,
-            device,
-            devices,
-            backend: of.backend.clone(),
-            parts: of.parts,
-            segments: of.segments,
-            arrays: of.arrays,
-            leases: of.leases,
-            owner: of.owner,
-            mode: format!("{:04o}", of.mode),
-            created: time(of.created_ms),
-            created_ms: of.created_ms,
-        }
-    }
+    objects: Vec<Summary>,
 }
 
 impl Tool for LsOptions {
@@ -118,7 +55,6 @@ impl Tool for LsOptions {
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let objects = self.meet.connect(cancel)?.list(&self.prefix)?;
-        let objects: Vec<ObjectLine> = objects.iter().map(ObjectLine::from).collect();
         let text = match (self.output.json, self.long) {
             (true, _) => json_line(&LsReport { schema: VERSION, tool: stamp::tool(), objects }),
             (false, _) if objects.is_empty() => {
@@ -132,6 +68,11 @@ impl Tool for LsOptions {
     }
 }
 
+/// The permissions in octal digits, as of a file.
+pub(super) fn mode(object: &Summary) -> String {
+    format!("{:04o}", object.mode)
+}
+
 /// The notice that no object matches a prefix.
 pub(super) fn no_match(prefix: &str) -> String {
     match prefix {
@@ -140,7 +81,7 @@ pub(super) fn no_match(prefix: &str) -> String {
     }
 }
 
-fn table(objects: &[ObjectLine]) -> Table<'static, 9> {
+fn table(objects: &[Summary]) -> Table<'static, 9> {
     let mut table = Table::new([
         Column::left("MODE").optional(),
         Column::right("UID").optional(),
@@ -154,7 +95,7 @@ fn table(objects: &[ObjectLine]) -> Table<'static, 9> {
     ]);
     for object in objects {
         table.row([
-            object.mode.clone(),
+            mode(object),
             object.owner.uid.to_string(),
             object.version.to_string(),
             about(object.size),

@@ -18,13 +18,12 @@ mod who;
 use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     broker::{Client, DeviceBytes},
     channel::{BrokerPath, Cancel, Trust},
     driver::{Backend, DEVICE_NAME},
     error::Result,
+    memory::DeviceIdentity,
     session::Config,
     wire,
 };
@@ -92,43 +91,32 @@ impl Steps {
     }
 }
 
-/// The claimed memory of a device, in JSON.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, JsonSchema)]
-struct DeviceSize {
-    uuid: String,
-    name: String,
-    size: u64,
+/// The memory on a device, in JSON.
+fn memory_on(device: &DeviceIdentity, bytes: u64) -> DeviceBytes {
+    DeviceBytes { device: wire::Device { uuid: device.uuid, name: device.name.clone() }, bytes }
 }
 
-impl DeviceSize {
-    fn of(device: &wire::Device, size: u64) -> Self {
-        // The broker's totals name no backend, but only the host backend has a device of this name.
-        let backend = if device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda };
-        Self { uuid: device.uuid.prefixed(backend), name: device.name.clone(), size }
-    }
-
-    /// Its text: see [`units::device`].
-    fn shown(&self, verbose: bool) -> String {
-        units::device(&self.name, &self.uuid, verbose)
-    }
+/// The UUID with the prefix that CUDA gives it.
+fn prefixed(device: &wire::Device) -> String {
+    // The broker names no backend here, but only the host backend has a device of this name.
+    device.uuid.prefixed(if device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda })
 }
 
-impl From<&DeviceBytes> for DeviceSize {
-    fn from(bytes: &DeviceBytes) -> Self {
-        Self::of(&bytes.device, bytes.bytes)
-    }
+/// Its text: see [`units::device`].
+fn shown(device: &wire::Device, verbose: bool) -> String {
+    units::device(&device.name, &prefixed(device), verbose)
 }
 
 /// The memory on all devices.
-fn total(devices: &[DeviceSize]) -> u64 {
-    devices.iter().fold(0, |sum, device| sum.saturating_add(device.size))
+fn total(devices: &[DeviceBytes]) -> u64 {
+    devices.iter().fold(0, |sum, of| sum.saturating_add(of.bytes))
 }
 
 /// The device, or the number of devices.
-fn devices_in_short(devices: &[DeviceSize]) -> String {
+fn devices_in_short(devices: &[DeviceBytes]) -> String {
     match devices {
         [] => "-".to_owned(),
-        [one] => units::short(&one.uuid).to_owned(),
+        [one] => units::short(&prefixed(&one.device)).to_owned(),
         several => format!("{} devices", several.len()),
     }
 }

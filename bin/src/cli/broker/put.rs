@@ -7,7 +7,9 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     array::ArrayDescriptor,
-    broker::{ArrayEntry, ClaimOf, Client, Condition, Get, Lifetime, Limits, Put, PutPart, Summary, UserTotal},
+    broker::{
+        ArrayEntry, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Limits, Put, PutPart, Summary, UserTotal,
+    },
     channel::Cancel,
     driver::{Backend, Choice},
     error::{BrokerError, Error, RefusalCode, Result},
@@ -22,8 +24,9 @@ use vmmfd::{
 };
 
 use super::{
-    DeviceSize, MeetBroker, Steps,
+    MeetBroker, Steps,
     fields::field,
+    memory_on, shown,
     values::{parse_mode, parse_object, parse_ttl},
 };
 use crate::{
@@ -151,16 +154,14 @@ struct PutReport {
     version: u64,
     #[schemars(with = "schema::Id")]
     id: String,
-    #[schemars(with = "schema::Backend")]
     backend: Backend,
     /// The reason why it is the host backend, if the user did not choose it.
     fallback: Option<String>,
     /// The device, with the bytes of memory on it.
-    device: DeviceSize,
+    device: DeviceBytes,
     /// Bytes of data.
     size: u64,
     segments: u64,
-    #[schemars(with = "Option<schema::Array>")]
     array: Option<ArrayDescriptor>,
     /// The number of arrays.
     arrays: usize,
@@ -472,11 +473,7 @@ impl Tool for PutOptions {
             id: published.id,
             backend: opened.driver.backend(),
             fallback,
-            device: DeviceSize {
-                uuid: device.prefixed_uuid(),
-                name: device.name().to_owned(),
-                size: description.mapped_size,
-            },
+            device: memory_on(&description.device, description.mapped_size),
             size: description.size,
             segments: description.segments(),
             array: match input {
@@ -499,6 +496,6 @@ fn render(report: &PutReport, verbose: bool) -> String {
         0 | 1 => String::new(),
         several => format!(" of {several} arrays"),
     };
-    let (size, device) = (bytes(*size), device.shown(verbose));
+    let (size, device) = (bytes(*size), shown(&device.device, verbose));
     field("put", format!("{name} version {version}: {size}{arrays}, {device}{digest}"))
 }

@@ -6,18 +6,13 @@ use clap::{ArgGroup, Args, builder::NonEmptyStringValueParser};
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::Client,
+    broker::{Client, HeldLease, Summary},
     channel::Cancel,
     error::{Error, RefusalCode, Result},
     internals::refusal,
 };
 
-use super::{
-    MeetBroker, count,
-    fields::field,
-    ls::{ObjectLine, no_match},
-    who::LeaseLine,
-};
+use super::{MeetBroker, count, fields::field, ls::no_match, who::held};
 use crate::{
     cli::{
         Exit, Output, Tool, ToolOutput,
@@ -73,7 +68,7 @@ struct RmReport {
     tool: String,
     deleted: Vec<String>,
     /// The leases that still hold memory of the deleted names.
-    held: Vec<LeaseLine>,
+    held: Vec<HeldLease>,
     failed: Vec<Failed>,
     dry_run: Option<Listed>,
     /// The error that the command exits with.
@@ -90,7 +85,7 @@ impl RmReport {
 /// The objects that would be deleted.
 #[derive(Debug, Serialize, JsonSchema)]
 struct Listed {
-    objects: Vec<ObjectLine>,
+    objects: Vec<Summary>,
     /// The code for --confirm, of exactly these versions; null without a prefix.
     #[schemars(regex(pattern = "^[0-9a-f]{12}$"))]
     confirm: Option<String>,
@@ -98,7 +93,7 @@ struct Listed {
 
 impl Listed {
     fn of(client: &Client, prefix: &str) -> Result<Self> {
-        let objects: Vec<ObjectLine> = client.list(prefix)?.iter().map(ObjectLine::from).collect();
+        let objects = client.list(prefix)?;
         if objects.is_empty() {
             return Err(refusal(RefusalCode::Absent, no_match(prefix)).into());
         }
@@ -112,8 +107,8 @@ impl Listed {
     }
 
     fn render(&self) -> String {
-        let line = |object: &ObjectLine| {
-            let ObjectLine { name, version, size, leases, owner, .. } = object;
+        let line = |object: &Summary| {
+            let Summary { name, version, size, leases, owner, .. } = object;
             let leases = count(*leases, "lease");
             field("listed", format!("{name} version {version}: {}, {leases}, uid {}", about(*size), owner.uid))
         };
@@ -166,7 +161,7 @@ impl RmOptions {
             (false, true) if dry_run.is_none() => String::new(),
             _ => {
                 let deleted = deleted.iter().map(|name| format!("deleted  {name}\n"));
-                deleted.chain(held.iter().map(LeaseLine::held)).chain(dry_run.iter().map(Listed::render)).collect()
+                deleted.chain(held.iter().map(self::held)).chain(dry_run.iter().map(Listed::render)).collect()
             }
         };
         ToolOutput { text, exit }
@@ -188,7 +183,7 @@ impl RmOptions {
         let (mut report, mut objects, mut first) = (RmReport::new(), Vec::new(), None::<Error>);
         for name in names {
             let done = match self.dry_run {
-                true => client.stat(&name, None).map(|info| objects.push(ObjectLine::from(&info.version.summary))),
+                true => client.stat(&name, None).map(|info| objects.push(info.version.summary)),
                 false => client.delete(&name).map(|()| report.deleted.push(name.clone())),
             };
             if let Err(error) = done {
@@ -210,7 +205,7 @@ impl RmOptions {
     }
 
     /// The leases that hold memory of deleted names. Empty if the broker does not answer, because the deletion has succeeded anyway.
-    fn held(&self, client: &Client, deleted: &[String]) -> Vec<LeaseLine> {
+    fn held(&self, client: &Client, deleted: &[String]) -> Vec<HeldLease> {
         let prefix = match (deleted, &self.prefix) {
             ([], _) => return Vec::new(),
             (_, Some(prefix)) => prefix,
@@ -221,6 +216,6 @@ impl RmOptions {
             tracing::warn!(error = error.in_full(), "cannot list the leases of the deleted objects");
             Vec::new()
         });
-        leases.iter().filter(|lease| !lease.named && deleted.contains(&lease.name)).map(LeaseLine::from).collect()
+        leases.into_iter().filter(|lease| !lease.named && deleted.contains(&lease.name)).collect()
     }
 }

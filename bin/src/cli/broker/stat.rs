@@ -6,17 +6,17 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{Lifetime, Maker, ObjectInfo, PartInfo, ReportInfo},
+    broker::{Lifetime, Maker, ObjectInfo, PartInfo, ReportInfo, VersionInfo},
     channel::Cancel,
     driver::DEVICE_NAME,
-    wire::{self, Check},
+    wire,
 };
 
 use super::{
-    DeviceSize, MeetBroker, count,
+    MeetBroker, count,
     fields::{age, field, time},
-    ls::ObjectLine,
-    total,
+    ls::mode,
+    shown, total,
 };
 use crate::{
     cli::{
@@ -24,7 +24,7 @@ use crate::{
         exit::exit_codes,
         output::{Progress, json_line},
     },
-    schema::{self, Named, VERSION, document},
+    schema::{Named, VERSION, document},
     stamp,
     units::{self, bytes},
 };
@@ -58,81 +58,8 @@ pub(in super::super) struct StatOptions {
 struct StatReport {
     schema: u32,
     tool: String,
-    object: ObjectLine,
-    /// Versions that `get --version` accepts.
-    versions: Vec<u64>,
-    #[schemars(with = "schema::Lifetime")]
-    lifetime: Lifetime,
-    /// The number of earlier versions that are kept.
-    keep: u32,
-    metadata: Check,
-    parts: Vec<PartLine>,
-    reports: Vec<ReportLine>,
-}
-
-#[derive(Debug, Serialize, JsonSchema)]
-struct PartLine {
-    name: String,
-    device: DeviceSize,
-    #[schemars(with = "schema::Location")]
-    location: wire::Location,
-    /// Bytes of data, as claimed; `device` has the bytes of memory.
-    size: u64,
-    segments: u64,
-    immutable: bool,
-    arrays: u64,
-    digest: Option<String>,
-    #[schemars(with = "schema::Process")]
-    maker: Maker,
-}
-
-#[derive(Debug, Serialize, JsonSchema)]
-struct ReportLine {
-    #[schemars(with = "schema::Process")]
-    reader: Maker,
-    #[schemars(with = "schema::Time")]
-    at: String,
-    message: String,
-}
-
-impl From<&PartInfo> for PartLine {
-    fn from(of: &PartInfo) -> Self {
-        let memory = &of.memory;
-        Self {
-            name: of.name.clone(),
-            device: DeviceSize::of(&memory.device, memory.mapped_size),
-            location: memory.location,
-            size: memory.size,
-            segments: memory.segments,
-            immutable: memory.immutable,
-            arrays: of.arrays,
-            digest: of.digest.clone(),
-            maker: of.maker.clone(),
-        }
-    }
-}
-
-impl From<&ReportInfo> for ReportLine {
-    fn from(of: &ReportInfo) -> Self {
-        Self { reader: of.reader.clone(), at: time(of.at_ms), message: of.message.clone() }
-    }
-}
-
-impl From<&ObjectInfo> for StatReport {
-    fn from(of: &ObjectInfo) -> Self {
-        let version = &of.version;
-        Self {
-            schema: VERSION,
-            tool: stamp::tool(),
-            object: ObjectLine::from(&version.summary),
-            versions: version.versions.clone(),
-            lifetime: version.lifetime,
-            keep: version.keep,
-            metadata: of.metadata.clone(),
-            parts: version.parts.iter().map(PartLine::from).collect(),
-            reports: version.reports.iter().map(ReportLine::from).collect(),
-        }
-    }
+    #[serde(flatten)]
+    info: ObjectInfo,
 }
 
 impl Tool for StatOptions {
@@ -146,14 +73,15 @@ impl Tool for StatOptions {
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let info = self.meet.connect(cancel)?.stat(&self.name, self.version)?;
-        let report = StatReport::from(&info);
-        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
+        let report = StatReport { schema: VERSION, tool: stamp::tool(), info };
+        let text = if self.output.json { json_line(&report) } else { render(&report.info, self.output.verbose > 0) };
         Ok(ToolOutput { text, exit: Exit::Verified })
     }
 }
 
-fn render(report: &StatReport, verbose: bool) -> String {
-    let StatReport { object, versions, lifetime, keep, metadata, parts, reports, .. } = report;
+fn render(info: &ObjectInfo, verbose: bool) -> String {
+    let ObjectInfo { version, metadata, .. } = info;
+    let VersionInfo { summary: object, versions, lifetime, keep, parts, reports, .. } = version;
     let versions: Vec<String> = versions.iter().map(u64::to_string).collect();
     let mut text = field("name", &object.name);
     text += &field("version", format!("{}, id {}; available: {}", object.version, object.id, versions.join(", ")));
@@ -162,8 +90,8 @@ fn render(report: &StatReport, verbose: bool) -> String {
         format!("{} of data in {} of memory, as claimed", bytes(object.size), bytes(total(&object.devices))),
     );
     text += &field("backend", &object.backend);
-    text += &field("owner", format!("uid {}, gid {}, mode {}", object.owner.uid, object.owner.gid, object.mode));
-    text += &field("created", format!("{}, {} ago", object.created, age(object.created_ms)));
+    text += &field("owner", format!("uid {}, gid {}, mode {}", object.owner.uid, object.owner.gid, mode(object)));
+    text += &field("created", format!("{}, {} ago", time(object.created_ms), age(object.created_ms)));
     text += &field("lifetime", described(*lifetime));
     if *keep > 0 {
         text += &field("keep", format!("{} before the current one", count(u64::from(*keep), "version")));
@@ -175,15 +103,16 @@ fn render(report: &StatReport, verbose: bool) -> String {
     for part in parts {
         text += &part_line(part, verbose);
     }
-    for ReportLine { reader, at, message } in reports {
-        text += &field("report", format!("{at} by {}: {message}", process(reader)));
+    for ReportInfo { reader, at_ms, message } in reports {
+        text += &field("report", format!("{} by {}: {message}", time(*at_ms), process(reader)));
     }
     text
 }
 
-fn part_line(part: &PartLine, verbose: bool) -> String {
-    let PartLine { name, device, location, size, segments, arrays, digest, maker, .. } = part;
-    let mut line = format!("{name}: {} on {}", bytes(*size), device.shown(verbose));
+fn part_line(part: &PartInfo, verbose: bool) -> String {
+    let PartInfo { name, memory, arrays, digest, maker } = part;
+    let wire::Memory { device, location, size, segments, .. } = memory;
+    let mut line = format!("{name}: {} on {}", bytes(*size), shown(device, verbose));
     if *location == wire::Location::Host && device.name != DEVICE_NAME {
         line += ", host memory";
     }

@@ -6,16 +6,17 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{Crash, Limits, Metrics, Room},
+    broker::{Crash, DeviceBytes, KeeperInfo, Limits, Metrics},
     channel::Cancel,
     driver::{DEVICE_NAME, DeviceUuid},
     internals::nvml,
-    wire::Device,
 };
 
 use super::{
-    DeviceSize, MeetBroker, count,
+    MeetBroker, count,
     fields::{age, field, time},
+    shown,
+    who::by_device,
 };
 use crate::{
     cli::{
@@ -23,7 +24,7 @@ use crate::{
         exit::exit_codes,
         output::{Progress, json_line},
     },
-    schema::{self, Named, VERSION, document},
+    schema::{Named, VERSION, document},
     stamp,
     units::{about, bytes},
 };
@@ -50,79 +51,16 @@ struct StatusReport {
     schema: u32,
     tool: String,
     socket: String,
-    server: ServerLine,
-    /// Null without a keeper.
-    keeper: Option<KeeperLine>,
-    /// The number of times that a server took over from another.
-    restarts: u64,
-    /// Versions that this server could not take over.
-    lost_versions: Option<u64>,
-    /// Oldest first; null if the broker does not report crashes.
-    crashes: Option<Vec<CrashLine>>,
-    objects: u64,
-    versions: u64,
-    leases: u64,
-    connections: u64,
-    watchers: u64,
-    /// Limits of each user, and of all together; null is unlimited.
-    quota: QuotaLine,
-    total_quota: QuotaLine,
+    #[serde(flatten)]
+    metrics: Metrics,
     devices: Vec<DeviceLine>,
-}
-
-#[derive(Debug, Serialize, JsonSchema)]
-struct ServerLine {
-    pid: Option<u32>,
-    version: Option<String>,
-    #[schemars(with = "schema::Time")]
-    started: String,
-    #[schemars(with = "schema::Room")]
-    descriptors: Room,
-    #[serde(skip)]
-    started_ms: u64,
-}
-
-#[derive(Debug, Serialize, JsonSchema)]
-struct KeeperLine {
-    pid: Option<u32>,
-    #[schemars(with = "Option<schema::Time>")]
-    started: Option<String>,
-    #[schemars(with = "schema::Room")]
-    descriptors: Room,
-    #[serde(skip)]
-    started_ms: Option<u64>,
-}
-
-#[derive(Debug, Serialize, JsonSchema)]
-struct CrashLine {
-    /// When the crash was noticed.
-    #[schemars(with = "schema::Time")]
-    at: String,
-    /// `server`, `keeper` or `both`.
-    process: String,
-    pid: u32,
-    /// Null if everything was lost.
-    lost_versions: Option<u64>,
-    /// Names and numbers of some lost versions.
-    names: Vec<String>,
-    #[serde(skip)]
-    at_ms: u64,
-}
-
-#[derive(Debug, Default, Serialize, JsonSchema)]
-struct QuotaLine {
-    bytes: Option<u64>,
-    device_bytes: Option<u64>,
-    objects: Option<u64>,
-    leases: Option<u64>,
-    connections: Option<u64>,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct DeviceLine {
     /// As claimed.
     #[serde(flatten)]
-    claimed: DeviceSize,
+    claimed: DeviceBytes,
     /// Used and total bytes of the device's memory, as NVML reports them.
     used: Option<u64>,
     total: Option<u64>,
@@ -130,82 +68,21 @@ struct DeviceLine {
     unknown: Option<String>,
 }
 
-impl From<Option<Limits>> for QuotaLine {
-    fn from(limits: Option<Limits>) -> Self {
-        let Limits { bytes, device_bytes, objects, leases, connections } = limits.unwrap_or_default();
-        Self { bytes, device_bytes, objects, leases, connections }
-    }
-}
-
-impl From<&Crash> for CrashLine {
-    fn from(crash: &Crash) -> Self {
-        let Crash { at_ms, process, pid, lost_versions, names } = crash.clone();
-        Self { at: time(at_ms), process, pid, lost_versions, names, at_ms }
-    }
-}
-
-impl StatusReport {
-    fn of(metrics: &Metrics, socket: String) -> Self {
-        let store = &metrics.store;
-        let keeper = (store.kind != "none").then(|| {
-            let started_ms = metrics.keeper.and_then(|keeper| keeper.started_ms);
-            KeeperLine {
-                pid: metrics.keeper.map(|keeper| keeper.pid),
-                started: started_ms.map(time),
-                descriptors: Room { used: store.used, allowed: store.allowed },
-                started_ms,
-            }
-        });
-        Self {
-            schema: VERSION,
-            tool: stamp::tool(),
-            socket,
-            server: ServerLine {
-                pid: metrics.pid,
-                version: metrics.version.clone(),
-                started: time(metrics.started_ms),
-                descriptors: metrics.descriptors,
-                started_ms: metrics.started_ms,
-            },
-            keeper,
-            restarts: metrics.restarts,
-            lost_versions: metrics.lost_versions,
-            crashes: metrics.crashes.as_ref().map(|crashes| crashes.iter().map(CrashLine::from).collect()),
-            objects: metrics.objects,
-            versions: metrics.versions,
-            leases: metrics.leases,
-            connections: metrics.connections,
-            watchers: metrics.watchers,
-            quota: metrics.quota.into(),
-            total_quota: metrics.total_quota.into(),
-            devices: devices(metrics),
-        }
-    }
-}
-
 /// The devices with claimed memory, and NVML's figures for the GPUs.
 fn devices(metrics: &Metrics) -> Vec<DeviceLine> {
-    let mut claimed: Vec<(Device, u64)> = Vec::new();
-    for of in metrics.totals.iter().flat_map(|total| &total.devices) {
-        match claimed.iter_mut().find(|(device, _)| device.uuid == of.device.uuid) {
-            Some((_, bytes)) => *bytes = bytes.saturating_add(of.bytes),
-            None => claimed.push((of.device.clone(), of.bytes)),
-        }
-    }
-    claimed.sort_by_key(|(device, _)| device.uuid.to_string());
-    let is_gpu = |device: &Device| device.name != DEVICE_NAME;
-    let gpus = claimed.iter().filter(|(device, _)| is_gpu(device)).map(|(device, _)| device.uuid);
+    let claimed = by_device(metrics.totals.iter().flat_map(|total| &total.devices));
+    let is_gpu = |of: &DeviceBytes| of.device.name != DEVICE_NAME;
+    let gpus = claimed.iter().filter(|of| is_gpu(of)).map(|of| of.device.uuid);
     let mut reported = reported(gpus.collect()).into_iter();
-    let line = |(device, bytes): &(Device, u64)| {
-        let reported = if is_gpu(device) { reported.next() } else { None };
-        let (used, total, unknown) = match reported {
+    let line = |claimed: DeviceBytes| {
+        let (used, total, unknown) = match is_gpu(&claimed).then(|| reported.next()).flatten() {
             Some(Ok((used, total))) => (Some(used), Some(total), None),
             Some(Err(reason)) => (None, None, Some(reason)),
             None => (None, None, None),
         };
-        DeviceLine { claimed: DeviceSize::of(device, *bytes), used, total, unknown }
+        DeviceLine { claimed, used, total, unknown }
     };
-    claimed.iter().map(line).collect()
+    claimed.into_iter().map(line).collect()
 }
 
 /// The used and total bytes of each device from NVML, or the reason why there are none.
@@ -235,7 +112,9 @@ impl Tool for StatusOptions {
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let (client, path) = self.meet.connect_at(cancel)?;
-        let report = StatusReport::of(&client.metrics()?, path.display().to_string());
+        let metrics = client.metrics()?;
+        let (socket, devices) = (path.display().to_string(), devices(&metrics));
+        let report = StatusReport { schema: VERSION, tool: stamp::tool(), socket, metrics, devices };
         let unknown = report.devices.iter().find_map(|device| device.unknown.as_ref());
         if let Some(reason) = unknown {
             self.output.notice(&format!("the devices do not report their memory: {reason}"));
@@ -246,52 +125,54 @@ impl Tool for StatusOptions {
 }
 
 fn render(report: &StatusReport, verbose: bool) -> String {
-    let StatusReport { server, keeper, .. } = report;
+    let StatusReport { metrics, socket, devices, .. } = report;
+    let Metrics { store, keeper, .. } = metrics;
     let pid = |pid: Option<u32>| pid.map_or_else(|| "pid unknown".to_owned(), |pid| format!("pid {pid}"));
-    let room = |room: &Room| format!("{} of {} descriptors", room.used, room.allowed);
-    let version = server.version.as_deref().unwrap_or("unknown");
-    let up = age(server.started_ms);
-    let mut text = field("server", format!("{}, up {up}, vmmfd {version}, {}", pid(server.pid), report.socket));
+    let room = |used, allowed| format!("{used} of {allowed} descriptors");
+    let (version, up) = (metrics.version.as_deref().unwrap_or("unknown"), age(metrics.started_ms));
+    let mut text = field("server", format!("{}, up {up}, vmmfd {version}, {socket}", pid(metrics.pid)));
     text += &match keeper {
+        _ if store.kind == "none" => field("keeper", "none: the memory is freed when the server ends"),
         // A server that reports its own pid also reports the keeper's.
-        Some(KeeperLine { pid: None, .. }) if server.pid.is_some() => {
+        None if metrics.pid.is_some() => {
             field("keeper", "out of sync: puts wait, and only the server holds all memory")
         }
-        Some(keeper) => {
-            let up = keeper.started_ms.map(|ms| format!(", up {}", age(ms))).unwrap_or_default();
-            field("keeper", format!("{}{up}, holds {}", pid(keeper.pid), room(&keeper.descriptors)))
+        keeper => {
+            let started = keeper.and_then(|KeeperInfo { started_ms, .. }| started_ms);
+            let up = started.map(|ms| format!(", up {}", age(ms))).unwrap_or_default();
+            let (pid, room) = (pid(keeper.map(|keeper| keeper.pid)), room(store.used, store.allowed));
+            field("keeper", format!("{pid}{up}, holds {room}"))
         }
-        None => field("keeper", "none: the memory is freed when the server ends"),
     };
-    text +=
-        &field("limits", format!("{} of the server, one for each segment and connection", room(&server.descriptors)));
-    text += &field("each user", quota(&report.quota));
-    text += &field("all users", quota(&report.total_quota));
+    let own = room(metrics.descriptors.used, metrics.descriptors.allowed);
+    text += &field("limits", format!("{own} of the server, one for each segment and connection"));
+    text += &field("each user", quota(metrics.quota));
+    text += &field("all users", quota(metrics.total_quota));
     let [objects, versions] =
-        [(report.objects, "object"), (report.versions, "version")].map(|(of, noun)| count(of, noun));
+        [(metrics.objects, "object"), (metrics.versions, "version")].map(|(of, noun)| count(of, noun));
     text += &field(
         "holds",
         format!(
             "{objects}, {versions}, {}, {}",
-            count(report.leases, "lease"),
-            count(report.connections, "connection")
+            count(metrics.leases, "lease"),
+            count(metrics.connections, "connection")
         ),
     );
-    for DeviceLine { claimed, used, total, .. } in &report.devices {
+    for DeviceLine { claimed, used, total, .. } in devices {
         let reported =
             used.zip(*total).map(|(used, total)| format!("; it reports {} of {} used", about(used), about(total)));
-        let (device, size) = (claimed.shown(verbose), about(claimed.size));
+        let (device, size) = (shown(&claimed.device, verbose), about(claimed.bytes));
         text += &field("device", format!("{device}: {size} claimed{}", reported.unwrap_or_default()));
     }
-    let lost = report.lost_versions.map(|lost| format!("; {} lost at the last one", count(lost, "version")));
-    text += &match report.restarts {
+    let lost = metrics.lost_versions.map(|lost| format!("; {} lost at the last one", count(lost, "version")));
+    text += &match metrics.restarts {
         0 => field("restarts", "none"),
         restarts => field("restarts", format!("{restarts}{}", lost.unwrap_or_default())),
     };
-    if let Some([]) = report.crashes.as_deref() {
+    if let Some([]) = metrics.crashes.as_deref() {
         text += &field("crashes", "none");
     }
-    for CrashLine { at, at_ms, process, pid, lost_versions, names } in report.crashes.iter().flatten() {
+    for Crash { at_ms, process, pid, lost_versions, names } in metrics.crashes.iter().flatten() {
         let process = match process.as_str() {
             "both" => "server and keeper, pid",
             "keeper" => "keeper, pid",
@@ -302,7 +183,7 @@ fn render(report: &StatusReport, verbose: bool) -> String {
             Some(0) => "nothing was lost".to_owned(),
             Some(lost) => format!("lost {}: {}", count(*lost, "version"), named(names, *lost)),
         };
-        text += &field("crash", format!("{at}, {} ago: {process} {pid}; {lost}", age(*at_ms)));
+        text += &field("crash", format!("{}, {} ago: {process} {pid}; {lost}", time(*at_ms), age(*at_ms)));
     }
     text
 }
@@ -315,7 +196,8 @@ fn named(names: &[String], lost: u64) -> String {
     names.iter().cloned().chain(more).collect::<Vec<_>>().join(", ")
 }
 
-fn quota(of: &QuotaLine) -> String {
+fn quota(of: Option<Limits>) -> String {
+    let of = of.unwrap_or_default();
     let size = |of: Option<u64>, what: &str| of.map(|of| format!("{}{what}", bytes(of)));
     let number = |of: Option<u64>, noun: &str| of.map(|of| count(of, noun));
     let limits = [

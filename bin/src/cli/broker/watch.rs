@@ -80,30 +80,12 @@ const PIECE: usize = 512;
 struct Line<'a> {
     schema: u32,
     /// `following`, `lost`, or the kind of the event.
-    event: &'a str,
+    kind: &'a str,
     /// With `seq`, the place after this line.
     #[schemars(with = "schema::Id")]
     instance: &'a str,
     seq: u64,
-    #[serde(flatten)]
-    of: Option<Details<'a>>,
-}
-
-#[derive(Debug, Serialize, JsonSchema)]
-struct Details<'a> {
-    #[schemars(with = "schema::Time")]
-    at: String,
-    name: &'a str,
-    #[schemars(range(min = 1))]
-    version: u64,
-    #[schemars(with = "schema::Id")]
-    id: &'a str,
-    uid: u32,
-    pid: i32,
-    command: Option<&'a str>,
-    /// Bytes of memory, as claimed: of the lease, for `leased` and `ended`, else of the version.
-    size: Option<u64>,
-    message: Option<&'a str>,
+    event: Option<&'a Event>,
 }
 
 fn kind_name(kind: EventKind) -> &'static str {
@@ -132,8 +114,7 @@ impl WatchOptions {
         };
         if self.output.json {
             let WatchPlace { instance, seq, .. } = place;
-            let line = Line { schema: VERSION, event: word, instance, seq: *seq, of: event.map(Details::of) };
-            return json_line(&line);
+            return json_line(&Line { schema: VERSION, kind: word, instance, seq: *seq, event });
         }
         let mut line = match event {
             Some(event) => text(event, word),
@@ -141,14 +122,6 @@ impl WatchOptions {
         };
         clean(&mut line);
         line + "\n"
-    }
-}
-
-impl<'a> Details<'a> {
-    fn of(event: &'a Event) -> Self {
-        let Event { at_ms, name, version, id, uid, pid, command, size, message, .. } = event;
-        let (at, command, message) = (time(*at_ms), command.as_deref(), message.as_deref());
-        Self { at, name, version: *version, id, uid: *uid, pid: *pid, command, size: *size, message }
     }
 }
 

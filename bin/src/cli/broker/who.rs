@@ -7,17 +7,12 @@ use nix::unistd::{Uid, User};
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{HeldLease, Holders, UserTotal},
+    broker::{DeviceBytes, HeldLease, Holders, UserTotal},
     channel::Cancel,
     internals::clean,
 };
 
-use super::{
-    DeviceSize, MeetBroker,
-    fields::{age, time},
-    ls::no_match,
-    total,
-};
+use super::{MeetBroker, fields::age, ls::no_match, shown, total};
 use crate::{
     cli::{
         Column, Exit, Output, Table, Tool, ToolOutput,
@@ -52,30 +47,11 @@ pub(in super::super) struct WhoOptions {
 struct WhoReport {
     schema: u32,
     tool: String,
-    leases: Vec<LeaseLine>,
+    leases: Vec<HeldLease>,
     unnamed: Vec<Unnamed>,
-    users: Vec<UserLine>,
-    devices: Vec<DeviceSize>,
-}
-
-#[derive(Debug, Serialize, JsonSchema)]
-pub(super) struct LeaseLine {
-    number: u64,
-    name: String,
-    #[schemars(range(min = 1))]
-    version: u64,
-    #[schemars(with = "schema::Id")]
-    id: String,
-    /// Whether the name still refers to the version.
-    named: bool,
-    pid: i32,
-    uid: u32,
-    command: Option<String>,
-    #[schemars(with = "schema::Time")]
-    since: String,
-    size: u64,
-    #[serde(skip)]
-    since_ms: u64,
+    users: Vec<UserTotal>,
+    /// The memory of all users on each device.
+    devices: Vec<DeviceBytes>,
 }
 
 /// A version that was deleted or replaced.
@@ -91,65 +67,19 @@ struct Unnamed {
     size: u64,
 }
 
-#[derive(Debug, Serialize, JsonSchema)]
-struct UserLine {
-    uid: u32,
-    objects: u64,
-    size: u64,
-    devices: Vec<DeviceSize>,
-    leases: u64,
-    connections: u64,
-}
-
-impl LeaseLine {
-    /// A line of `rm`.
-    pub(super) fn held(&self) -> String {
-        let Self { name, version, pid, uid, command, size, .. } = self;
-        let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
-        let mut line =
-            format!("held     {} of {name} version {version} by pid {pid}{command}, uid {uid}", about(*size));
-        clean(&mut line);
-        line + "\n"
-    }
-}
-
-impl From<&HeldLease> for LeaseLine {
-    fn from(of: &HeldLease) -> Self {
-        Self {
-            number: of.number,
-            name: of.name.clone(),
-            version: of.version,
-            id: of.id.clone(),
-            named: of.named,
-            pid: of.pid,
-            uid: of.uid,
-            command: of.command.clone(),
-            since: time(of.since_ms),
-            size: of.size,
-            since_ms: of.since_ms,
-        }
-    }
-}
-
-impl From<&UserTotal> for UserLine {
-    fn from(of: &UserTotal) -> Self {
-        let devices: Vec<DeviceSize> = of.devices.iter().map(DeviceSize::from).collect();
-        let size = total(&devices);
-        Self { uid: of.uid, objects: of.objects, size, devices, leases: of.leases, connections: of.connections }
-    }
+/// A line of `rm`.
+pub(super) fn held(lease: &HeldLease) -> String {
+    let HeldLease { name, version, pid, uid, command, size, .. } = lease;
+    let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
+    let mut line = format!("held     {} of {name} version {version} by pid {pid}{command}, uid {uid}", about(*size));
+    clean(&mut line);
+    line + "\n"
 }
 
 impl WhoReport {
-    fn of(holders: &Holders) -> Self {
-        let users: Vec<UserLine> = holders.totals.iter().map(UserLine::from).collect();
-        Self {
-            schema: VERSION,
-            tool: stamp::tool(),
-            leases: holders.leases.iter().map(LeaseLine::from).collect(),
-            unnamed: unnamed(&holders.leases),
-            devices: by_device(users.iter().flat_map(|user| &user.devices)),
-            users,
-        }
+    fn of(Holders { leases, totals, .. }: Holders) -> Self {
+        let (unnamed, devices) = (unnamed(&leases), by_device(totals.iter().flat_map(|user| &user.devices)));
+        Self { schema: VERSION, tool: stamp::tool(), leases, unnamed, users: totals, devices }
     }
 }
 
@@ -171,11 +101,11 @@ fn unnamed(leases: &[HeldLease]) -> Vec<Unnamed> {
 }
 
 /// The memory of all users on each device.
-fn by_device<'a>(devices: impl Iterator<Item = &'a DeviceSize>) -> Vec<DeviceSize> {
-    let mut sums = BTreeMap::<&str, DeviceSize>::new();
-    for device in devices {
-        let sum = sums.entry(&device.uuid).or_insert_with(|| DeviceSize { size: 0, ..device.clone() });
-        sum.size = sum.size.saturating_add(device.size);
+pub(super) fn by_device<'a>(devices: impl Iterator<Item = &'a DeviceBytes>) -> Vec<DeviceBytes> {
+    let mut sums = BTreeMap::<String, DeviceBytes>::new();
+    for of in devices {
+        let sum = sums.entry(of.device.uuid.to_string()).or_insert_with(|| DeviceBytes { bytes: 0, ..of.clone() });
+        sum.bytes = sum.bytes.saturating_add(of.bytes);
     }
     sums.into_values().collect()
 }
@@ -191,7 +121,7 @@ impl Tool for WhoOptions {
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let client = self.meet.connect(cancel)?;
-        let report = WhoReport::of(&client.who(&self.prefix)?);
+        let report = WhoReport::of(client.who(&self.prefix)?);
         if self.output.json {
             return Ok(ToolOutput { text: json_line(&report), exit: Exit::Verified });
         }
@@ -262,16 +192,16 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
             Column::right("CONNECTIONS").optional(),
         ]);
         for user in &report.users {
-            let UserLine { uid, objects, size, leases, connections, .. } = user;
+            let UserTotal { uid, objects, leases, connections, devices } = user;
             let [objects, leases, connections] = [objects, leases, connections].map(u64::to_string);
-            table.row([user_name(*uid), objects, about(*size), leases, connections]);
+            table.row([user_name(*uid), objects, about(total(devices)), leases, connections]);
         }
         tables.push(format!("Users:\n{}", table.render(width)));
     }
     if totals && !report.devices.is_empty() {
         let mut table = Table::new([Column::right("SIZE"), Column::left("DEVICE")]);
-        for device in &report.devices {
-            table.row([about(device.size), device.shown(verbose)]);
+        for of in &report.devices {
+            table.row([about(of.bytes), shown(&of.device, verbose)]);
         }
         tables.push(format!("Devices:\n{}", table.render(width)));
     }
@@ -280,6 +210,8 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
 
 #[cfg(test)]
 mod tests {
+    use vmmfd::{driver::DeviceUuid, wire::Device};
+
     use super::*;
 
     fn lease(number: u64, name: &str, id: &str, named: bool, size: u64) -> HeldLease {
@@ -297,8 +229,11 @@ mod tests {
 
     #[test]
     fn devices_are_summed_over_users() {
-        let of = |uuid: &str, size| DeviceSize { uuid: uuid.to_owned(), name: String::new(), size };
-        let sums = by_device([of("b", 1), of("a", 2), of("b", u64::MAX)].iter());
-        assert_eq!(sums, [of("a", 2), of("b", u64::MAX)]);
+        let of = |byte, bytes| {
+            let device = Device { uuid: DeviceUuid::from_bytes([byte; 16]), name: String::new() };
+            DeviceBytes { device, bytes }
+        };
+        let sums = by_device([of(2, 1), of(1, 2), of(2, u64::MAX)].iter());
+        assert_eq!(sums, [of(1, 2), of(2, u64::MAX)]);
     }
 }
