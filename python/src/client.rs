@@ -5,14 +5,10 @@ use std::{
     sync::{Arc, PoisonError, Weak},
 };
 
-use pyo3::{
-    PyTraverseError, PyVisit,
-    prelude::*,
-    types::{PyDict, PyList},
-};
+use pyo3::{PyTraverseError, PyVisit, prelude::*, types::PyList};
 use serde::Serialize;
 use vmmfd::{
-    broker::{ClaimOf, Condition, Found, Lifetime, Put},
+    broker::{self, ClaimOf, Condition, Found, Get, Lifetime, Put},
     channel::{BrokerPath, Trust},
     memory::Rdma,
     session::Config,
@@ -27,7 +23,7 @@ use crate::{
     lease::{Claim, Lease, Prepared},
     leased_memory::Selection,
     memory::{BrokerAddress, PickledAddress, RdmaOption},
-    requests::{GetRequest, condition, lifetime, request, wait_time, with_wait},
+    requests::{GetOptions, condition, lifetime, wait_time},
     signals::{self, Stop},
     time::seconds,
     watch::Watch,
@@ -171,30 +167,17 @@ impl Client {
     }
 
     /// Leases an object, and maps it.
-    #[pyo3(signature = (name, *, version=None, newer_than=None, parts=None, arrays=None, expect=None, expect_owner=None,
-                        digest=None, wait=None, device=None, copy_on_write=false, stop=None))]
-    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (name, options, stop=None))]
     fn get(
         &self,
         py: Python<'_>,
         name: &str,
-        version: Option<u64>,
-        newer_than: Option<u64>,
-        parts: Option<Vec<String>>,
-        arrays: Option<Vec<String>>,
-        expect: Option<&Bound<'_, PyAny>>,
-        expect_owner: Option<u32>,
-        digest: Option<&Bound<'_, PyAny>>,
-        wait: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-        copy_on_write: bool,
+        mut options: GetOptions<'_>,
         stop: Option<&Bound<'_, Stop>>,
     ) -> Outcome<Lease> {
-        let device = device.map(device::selector).transpose()?;
-        let selection = Selection { parts, arrays };
-        let get = request(name, version, newer_than, &selection, expect, expect_owner, digest)?;
-        let get = with_wait(get, wait)?;
-        let stop = stop.map(|stop| &stop.get().0);
+        let (device, selection) = (options.device()?, options.selection());
+        let get = options.request(name, &selection)?;
+        let (stop, copy_on_write) = (stop.map(|stop| &stop.get().0), options.copy_on_write == Some(true));
         let leased = self.0.call_with(py, Purpose::Any, stop, |client| {
             let lease = client.get(&get)?;
             self.0.open(lease, device, selection, copy_on_write)
@@ -202,24 +185,19 @@ impl Client {
         Ok(Lease::new(leased))
     }
 
-    /// Leases several objects as of one moment. Each request is a tuple of name, version, newer_than, parts, arrays, expect, expect_owner,
-    /// digest.
-    #[pyo3(signature = (requests, *, wait=None, device=None, copy_on_write=false))]
+    /// Leases several objects as of one moment. The wait, the device and `copy_on_write` are those of `options`.
     fn get_all(
         &self,
         py: Python<'_>,
-        requests: Vec<GetRequest<'_>>,
-        wait: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-        copy_on_write: bool,
+        requests: Vec<(String, GetOptions<'_>)>,
+        options: GetOptions<'_>,
     ) -> Outcome<Vec<Lease>> {
-        let device = device.map(device::selector).transpose()?;
-        let wait = wait_time(wait)?;
+        let (device, wait, copy_on_write) = (options.device()?, options.wait()?, options.copy_on_write == Some(true));
         let mut gets = Vec::with_capacity(requests.len());
         let mut selections = Vec::with_capacity(requests.len());
-        for (name, version, newer_than, parts, arrays, expect, expect_owner, digest) in requests {
-            let selection = Selection { parts, arrays };
-            gets.push(request(&name, version, newer_than, &selection, expect.as_ref(), expect_owner, digest.as_ref())?);
+        for (name, mut options) in requests {
+            let selection = options.selection();
+            gets.push(options.request(&name, &selection)?);
             selections.push(selection);
         }
         let leased = self.0.call(py, Purpose::Any, |client| {
@@ -232,25 +210,14 @@ impl Client {
     }
 
     /// Leases an object, or returns the claim to create it.
-    #[pyo3(signature = (name, *, part=None, group=None, expect=None, expect_owner=None, digest=None, parts=None, arrays=None,
-                        wait=None, device=None, copy_on_write=false))]
-    #[allow(clippy::too_many_arguments)]
     fn claim<'py>(
         &self,
         py: Python<'py>,
         name: &str,
         part: Option<String>,
         group: Option<String>,
-        expect: Option<&Bound<'_, PyAny>>,
-        expect_owner: Option<u32>,
-        digest: Option<&Bound<'_, PyAny>>,
-        parts: Option<Vec<String>>,
-        arrays: Option<Vec<String>>,
-        wait: Option<&Bound<'_, PyAny>>,
-        device: Option<&Bound<'_, PyAny>>,
-        copy_on_write: bool,
+        mut options: GetOptions<'_>,
     ) -> Outcome<Bound<'py, PyAny>> {
-        let device = device.map(device::selector).transpose()?;
         let of = match (part, group) {
             (None, None) => ClaimOf::whole(),
             (Some(part), Some(group)) => ClaimOf::part(part, group),
@@ -260,10 +227,10 @@ impl Client {
                 ));
             }
         };
-        let selection = Selection { parts, arrays };
-        let get = request(name, None, None, &selection, expect, expect_owner, digest)?;
+        let (device, selection, copy_on_write) =
+            (options.device()?, options.selection(), options.copy_on_write == Some(true));
         // Also without a wait: a get without one is no claim.
-        let get = get.wait(wait_time(wait)?.unwrap_or_default());
+        let get = options.request(name, &selection)?.wait(options.wait()?.unwrap_or_default());
         let found = self.0.call_with(py, Purpose::Any, None, |client| {
             match client.get_or_claim(&get, &of)? {
                 Found::Lease(lease) => {
@@ -284,47 +251,24 @@ impl Client {
     }
 
     /// Gets and imports a version that fits the addresses of a lease.
-    #[pyo3(signature = (lease, name=None, *, version=None, newer_than=None, expect=None, expect_owner=None, digest=None,
-                        wait=None))]
-    #[allow(clippy::too_many_arguments)]
     fn prepare(
         &self,
         py: Python<'_>,
         lease: &Lease,
         name: Option<String>,
-        version: Option<u64>,
-        newer_than: Option<u64>,
-        expect: Option<&Bound<'_, PyAny>>,
-        expect_owner: Option<u32>,
-        digest: Option<&Bound<'_, PyAny>>,
-        wait: Option<&Bound<'_, PyAny>>,
+        options: GetOptions<'_>,
     ) -> Outcome<Prepared> {
         let leased = lease.leased()?;
-        let name = name.unwrap_or_else(|| leased.name(py));
-        let get =
-            with_wait(request(&name, version, newer_than, &leased.selection, expect, expect_owner, digest)?, wait)?;
+        let get = options.request(&name.unwrap_or_else(|| leased.name(py)), &leased.selection)?;
         let prepared = self.0.call(py, Purpose::Any, |client| leased.prepare(client.get(&get)?))?;
         Ok(Prepared::new(prepared))
     }
 
     /// Gets a version and maps it at the addresses of a parked lease.
-    #[pyo3(signature = (lease, name=None, *, version=None, expect=None, expect_owner=None, digest=None, wait=None))]
-    #[allow(clippy::too_many_arguments)]
-    fn unpark(
-        &self,
-        py: Python<'_>,
-        lease: &Lease,
-        name: Option<String>,
-        version: Option<u64>,
-        expect: Option<&Bound<'_, PyAny>>,
-        expect_owner: Option<u32>,
-        digest: Option<&Bound<'_, PyAny>>,
-        wait: Option<&Bound<'_, PyAny>>,
-    ) -> Outcome<()> {
+    fn unpark(&self, py: Python<'_>, lease: &Lease, name: Option<String>, options: GetOptions<'_>) -> Outcome<()> {
         let leased = lease.leased()?;
         leased.check_parked()?;
-        let name = name.unwrap_or_else(|| leased.name(py));
-        let get = with_wait(request(&name, version, None, &leased.selection, expect, expect_owner, digest)?, wait)?;
+        let get = options.request(&name.unwrap_or_else(|| leased.name(py)), &leased.selection)?;
         self.0.call(py, Purpose::Any, |client| leased.unpark(client.get(&get)?))
     }
 
@@ -349,8 +293,8 @@ impl Client {
             return Ok(Some(Lease::of(leased)));
         }
         let selection = Selection { parts: Some(vec![key.1.clone()]), arrays: None };
-        let get = request(name, Some(version), None, &selection, None, None, None)?
-            .range(start..start.saturating_add(length));
+        let end = start.saturating_add(length);
+        let get = Get::new(name).version(version).parts([&key.1]).range(start..end);
         let leased = self.0.call(py, Purpose::Any, |client| {
             let lease = client.get(&get)?;
             if lease.id() != key.0 {
@@ -366,30 +310,19 @@ impl Client {
     }
 
     /// Returns the objects whose names start with `prefix`, as dicts.
-    fn list<'py>(&self, py: Python<'py>, prefix: String) -> Outcome<Bound<'py, PyList>> {
-        let objects = self.0.call(py, Purpose::Any, |client| values(client.list(&prefix)?))?;
-        dicts(py, &objects)
+    fn list<'py>(&self, py: Python<'py>, prefix: String) -> Outcome<Bound<'py, PyAny>> {
+        self.report(py, |client| client.list(&prefix))
     }
 
     /// Describes a version as a dict.
     #[pyo3(signature = (name, version=None))]
-    fn stat<'py>(&self, py: Python<'py>, name: String, version: Option<u64>) -> Outcome<Bound<'py, PyDict>> {
-        let (info, metadata) = self.0.call(py, Purpose::Any, |client| {
-            let info = client.stat(&name, version)?;
-            Ok((value(&info.version)?, info.metadata))
-        })?;
-        let dict = json::to_python(py, &info)?.cast_into::<PyDict>().map_err(PyErr::from)?;
-        dict.set_item("metadata", json::to_dict(py, &metadata)?)?;
-        Ok(dict)
+    fn stat<'py>(&self, py: Python<'py>, name: String, version: Option<u64>) -> Outcome<Bound<'py, PyAny>> {
+        self.report(py, |client| client.stat(&name, version))
     }
 
-    /// Returns the leases and the users' totals, as two lists of dicts.
-    fn who<'py>(&self, py: Python<'py>, prefix: String) -> Outcome<(Bound<'py, PyList>, Bound<'py, PyList>)> {
-        let (leases, totals) = self.0.call(py, Purpose::Any, |client| {
-            let holders = client.who(&prefix)?;
-            Ok((values(holders.leases)?, values(holders.totals)?))
-        })?;
-        Ok((dicts(py, &leases)?, dicts(py, &totals)?))
+    /// Returns the leases and the users' totals as a dict.
+    fn who<'py>(&self, py: Python<'py>, prefix: String) -> Outcome<Bound<'py, PyAny>> {
+        self.report(py, |client| client.who(&prefix))
     }
 
     /// Deletes a name.
@@ -435,16 +368,14 @@ impl Client {
     }
 }
 
-fn value(of: &impl Serialize) -> Outcome<serde_json::Value> {
-    serde_json::to_value(of)
-        .map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))
-}
-
-fn values<T: Serialize>(of: Vec<T>) -> Outcome<Vec<serde_json::Value>> {
-    of.iter().map(value).collect()
-}
-
-fn dicts<'py>(py: Python<'py>, values: &[serde_json::Value]) -> Outcome<Bound<'py, PyList>> {
-    let dicts: PyResult<Vec<_>> = values.iter().map(|value| json::to_python(py, value)).collect();
-    Ok(PyList::new(py, dicts?)?)
+impl Client {
+    /// Asks the broker, and converts its answer to Python's types.
+    fn report<'py, T: Serialize + Send>(
+        &self,
+        py: Python<'py>,
+        ask: impl FnOnce(&broker::Client) -> vmmfd::Result<T> + Send,
+    ) -> Outcome<Bound<'py, PyAny>> {
+        let answer = self.0.call(py, Purpose::Any, |client| Ok(ask(client)?))?;
+        json::serialized(py, &answer)
+    }
 }

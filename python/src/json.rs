@@ -7,6 +7,7 @@ use pyo3::{
     prelude::*,
     types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyMapping, PyString, PyTuple},
 };
+use serde::Serialize;
 use serde_json::{Map, Number, Value};
 
 use crate::{
@@ -34,6 +35,13 @@ pub(crate) fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'
         }
         Value::Object(fields) => to_dict(py, fields).map(Bound::into_any),
     }
+}
+
+/// Converts the JSON form of a report.
+pub(crate) fn serialized<'py>(py: Python<'py>, of: &impl Serialize) -> Outcome<Bound<'py, PyAny>> {
+    let value = serde_json::to_value(of)
+        .map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))?;
+    Ok(to_python(py, &value)?)
 }
 
 /// Converts an object to a dict.

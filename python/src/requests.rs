@@ -6,9 +6,13 @@ use pyo3::{
     prelude::*,
     types::{PyBool, PyString},
 };
-use vmmfd::broker::{Condition, Get, Lifetime};
+use vmmfd::{
+    broker::{Condition, Get, Lifetime},
+    memory::Selector,
+};
 
 use crate::{
+    device,
     error::{Failure, Outcome, shown, tolerant},
     json,
     leased_memory::Selection,
@@ -18,42 +22,49 @@ use crate::{
 /// The default name of a part.
 pub(crate) const PART: &str = "all";
 
-/// One object of a `get_all`.
-pub(crate) type GetRequest<'py> = (
-    String,
-    Option<u64>,
-    Option<u64>,
-    Option<Vec<String>>,
-    Option<Vec<String>>,
-    Option<Bound<'py, PyAny>>,
-    Option<u32>,
-    Option<Bound<'py, PyAny>>,
-);
-
-/// Builds a request.
-pub(crate) fn request(
-    name: &str,
+/// The options of a get: a dict that `vmmfd._arguments` has checked.
+#[derive(FromPyObject)]
+#[pyo3(from_item_all)]
+pub(crate) struct GetOptions<'py> {
     version: Option<u64>,
     newer_than: Option<u64>,
-    selection: &Selection,
-    expect: Option<&Bound<'_, PyAny>>,
+    parts: Option<Vec<String>>,
+    arrays: Option<Vec<String>>,
+    expect: Option<Bound<'py, PyAny>>,
     expect_owner: Option<u32>,
-    digest: Option<&Bound<'_, PyAny>>,
-) -> Outcome<Get> {
-    let mut get = Get::new(name);
-    get = version.into_iter().fold(get, Get::version);
-    get = newer_than.into_iter().fold(get, Get::newer_than);
-    if let Some(parts) = &selection.parts {
-        get = get.parts(parts);
+    digest: Option<Bound<'py, PyAny>>,
+    wait: Option<Bound<'py, PyAny>>,
+    device: Option<Bound<'py, PyAny>>,
+    pub(crate) copy_on_write: Option<bool>,
+}
+
+impl GetOptions<'_> {
+    /// The parts and arrays to get.
+    pub(crate) fn selection(&mut self) -> Selection {
+        Selection { parts: self.parts.take(), arrays: self.arrays.take() }
     }
-    if let Some(arrays) = &selection.arrays {
-        get = get.arrays(arrays);
+
+    pub(crate) fn device(&self) -> Outcome<Option<Selector>> {
+        self.device.as_ref().map(device::selector).transpose()
     }
-    if let Some(expect) = expect {
-        get = get.expect(json::from_mapping(expect, "expect")?);
+
+    pub(crate) fn wait(&self) -> Outcome<Option<Duration>> {
+        wait_time(self.wait.as_ref())
     }
-    get = expect_owner.into_iter().fold(get, Get::expect_owner);
-    if let Some(digest) = digest {
+
+    /// Builds the request for a selection.
+    pub(crate) fn request(&self, name: &str, selection: &Selection) -> Outcome<Get> {
+        let mut get = Get::new(name);
+        get = self.version.into_iter().fold(get, Get::version);
+        get = self.newer_than.into_iter().fold(get, Get::newer_than);
+        get = selection.parts.iter().fold(get, Get::parts);
+        get = selection.arrays.iter().fold(get, Get::arrays);
+        if let Some(expect) = &self.expect {
+            get = get.expect(json::from_mapping(expect, "expect")?);
+        }
+        get = self.expect_owner.into_iter().fold(get, Get::expect_owner);
+        get = self.wait()?.into_iter().fold(get, Get::wait);
+        let Some(digest) = &self.digest else { return Ok(get) };
         if digest.is_instance_of::<PyString>() {
             let part = match selection.parts.as_deref() {
                 Some([part]) => part,
@@ -61,18 +72,9 @@ pub(crate) fn request(
             };
             return Ok(get.digest(part, digest.extract::<String>()?));
         }
-        let digests: Option<HashMap<String, String>> = tolerant(digest.py(), digest.extract())?;
-        let digests = digests.ok_or_else(|| {
-            let given = json::type_of(digest);
-            Failure::invalid(format!("digest has type {given}: give a str, or a mapping of parts to their digests"))
-        })?;
-        get = digests.into_iter().fold(get, |get, (part, digest)| get.digest(part, digest));
+        let digests: HashMap<String, String> = digest.extract()?;
+        Ok(digests.into_iter().fold(get, |get, (part, digest)| get.digest(part, digest)))
     }
-    Ok(get)
-}
-
-pub(crate) fn with_wait(get: Get, wait: Option<&Bound<'_, PyAny>>) -> Outcome<Get> {
-    Ok(wait_time(wait)?.into_iter().fold(get, Get::wait))
 }
 
 /// Converts a wait time. 0 does not wait, as `None`: a request without a wait fails with `absent`, not with `timeout`.

@@ -7,7 +7,7 @@ use std::{
 
 use pyo3::prelude::*;
 use vmmfd::{
-    broker::{self, Event, WatchPlace, Watched},
+    broker::{self, WatchPlace, Watched},
     fork::ProcessIdentity,
 };
 
@@ -126,8 +126,8 @@ impl Watch {
         };
         match watched {
             None => Ok(None),
-            Some(Watched::Event(event)) => shown(py, &event).map(Some),
-            Some(_) => Ok(Some(json::to_python(py, &serde_json::json!({"kind": "lost"}))?)),
+            Some(Watched::Event(event)) => json::serialized(py, &event).map(Some),
+            Some(_) => json::serialized(py, &serde_json::json!({"kind": "lost"})).map(Some),
         }
     }
 
@@ -155,10 +155,4 @@ impl Watch {
         self.closed.set();
         py.detach(|| self.release_if_closed());
     }
-}
-
-fn shown<'py>(py: Python<'py>, event: &Event) -> Outcome<Bound<'py, PyAny>> {
-    let value = serde_json::to_value(event);
-    let value = value.map_err(|error| Failure::unusable(format!("the broker's event can't be converted: {error}")))?;
-    Ok(json::to_python(py, &value)?)
 }

@@ -173,7 +173,7 @@ def test_invalid_file_is_refused(tmp_path: Path) -> None:
         ({"threads": 1 << 40}, vmmfd.Invalid, "1 to 256"),
         ({"backend": "gpu"}, vmmfd.Invalid, "gpu"),
         ({"device": "x"}, vmmfd.Invalid, "device='x'"),
-        ({"device": 7}, vmmfd.Unsupported, "7"),
+        ({"device": 7}, vmmfd.NotFound, "7"),
         ({"progress": 3}, TypeError, "progress=3 can't be called"),
         ({"paths": []}, vmmfd.Invalid, "a file or a folder"),
         ({"paths": 3}, TypeError, None),

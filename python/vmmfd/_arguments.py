@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import index
 
 from . import _types as t
@@ -37,11 +37,6 @@ def chosen(value: t.Any, what: str) -> list[str] | None:
     if len(unique) > _MOST_NAMED:
         raise Invalid(f"{what} has {len(unique)} names, and a get takes at most {_MOST_NAMED}: request all, or use several gets")
     return unique
-
-
-def owner(value: t.Any) -> int | None:
-    """Returns a user id."""
-    return whole(value, "expect_owner", 32)
 
 
 def whole(value: t.Any, what: str, bits: int = 64) -> int | None:
@@ -145,10 +140,29 @@ def condition(replace: t.Any, replace_version: t.Any) -> bool | int:
 
 
 # The options of `Broker.get_all` for each name.
-_OPTIONS = ("version", "newer_than", "parts", "arrays", "expect", "expect_owner", "digest")
+_EACH = ("version", "newer_than", "parts", "arrays", "expect", "expect_owner", "digest")
+_ALL = (*_EACH, "wait", "device", "copy_on_write")
+
+# The extension checks the other options.
+_CHECKS: dict[str, Callable[[t.Any], t.Any]] = {
+    "version": lambda value: whole(value, "version"),
+    "newer_than": lambda value: whole(value, "newer_than"),
+    "parts": lambda value: chosen(value, "parts"),
+    "arrays": lambda value: chosen(value, "arrays"),
+    "expect_owner": lambda value: whole(value, "expect_owner", 32),
+    "digest": digest,
+}
 
 
-def requests(wanted: Iterable[str] | Mapping[str, Mapping[str, t.Any]]) -> list[t.Any]:
+def options(given: Mapping[str, t.Any], *without: str) -> dict[str, t.Any]:
+    """Returns all options of a get, checked. Raises `TypeError` for an unknown option, and for those in `without`."""
+    for name in given:
+        if name in without or name not in _ALL:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+    return {name: _CHECKS[name](given.get(name)) if name in _CHECKS else given.get(name) for name in _ALL}
+
+
+def requests(wanted: Iterable[str] | Mapping[str, Mapping[str, t.Any]]) -> list[tuple[str, dict[str, t.Any]]]:
     """Returns the requests of `Broker.get_all`. Raises `Invalid` for a duplicate name and for an unknown option."""
     named: Mapping[str, Mapping[str, t.Any]]
     if isinstance(wanted, Mapping):
@@ -160,19 +174,7 @@ def requests(wanted: Iterable[str] | Mapping[str, Mapping[str, t.Any]]) -> list[
             twice = next(name for name in named if listed.count(name) > 1)
             raise Invalid(f"wanted has {twice!r} twice: name each object once")
     for name, given in named.items():
-        unknown = [option for option in given if option not in _OPTIONS]
+        unknown = [option for option in given if option not in _EACH]
         if unknown:
-            raise Invalid(f"{name!r} has the option {unknown[0]!r}, which is not one of {', '.join(_OPTIONS)}")
-    return [
-        (
-            name,
-            whole(given.get("version"), "version"),
-            whole(given.get("newer_than"), "newer_than"),
-            chosen(given.get("parts"), "parts"),
-            chosen(given.get("arrays"), "arrays"),
-            given.get("expect"),
-            owner(given.get("expect_owner")),
-            digest(given.get("digest")),
-        )
-        for name, given in named.items()
-    ]
+            raise Invalid(f"{name!r} has the option {unknown[0]!r}, which is not one of {', '.join(_EACH)}")
+    return [(name, options(given)) for name, given in named.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from builtins import list as List
 from collections.abc import Callable, Iterable, Mapping
 
-from . import _arguments, _native, _records
+from . import _arguments, _native
 from . import _types as t
 from ._errors import Invalid, NoArray
 from ._gets import Gets
@@ -193,7 +193,7 @@ class Broker(Gets):
                 for memory in planned[1]:
                     _native.make_read_only(memory, promised)
         del keep_alive
-        return Published(name=name, version=version, id=id)
+        return Published(name, version, id)
 
     def claim(
         self,
@@ -201,58 +201,25 @@ class Broker(Gets):
         *,
         part: str | None = None,
         group: str | None = None,
-        parts: Iterable[str] | None = None,
-        arrays: Iterable[str] | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time = 0,
-        device: t.DeviceName | None = None,
-        copy_on_write: bool = False,
+        **options: t.Unpack[t.ClaimOptions],
     ) -> Lease | Claim:
         """Leases an object, or returns the right to create it.
 
         If several processes claim a missing object at once, one gets a `Claim` and should put the object. The others wait, up to `wait` in
         seconds or a `timedelta`, until it is put or the claim passes to one of them. A claim covers the whole object, or one `part` of the
-        version with this `group`. Raises as `get`.
+        version with this `group`. The other arguments are those of `get`. Raises as `get`.
         """
-        found = self._native.claim(
-            name,
-            part=part,
-            group=group,
-            parts=_arguments.chosen(parts, "parts"),
-            arrays=_arguments.chosen(arrays, "arrays"),
-            expect=expect,
-            expect_owner=_arguments.owner(expect_owner),
-            digest=_arguments.digest(digest),
-            wait=wait,
-            device=device,
-            copy_on_write=copy_on_write,
-        )
+        found = self._native.claim(name, part, group, _arguments.options(options, "version", "newer_than"))
         return Claim(self.put, name, found) if isinstance(found, _native.Claim) else Lease(self._native, found)
 
     def prepare(
         self,
         lease: Lease,
         name: str | None = None,
-        *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time = 0,
+        **options: t.Unpack[t.PrepareOptions],
     ) -> Prepared:
         """As `Lease.prepare`."""
-        return lease.prepare(
-            name,
-            version=version,
-            newer_than=newer_than,
-            expect=expect,
-            expect_owner=expect_owner,
-            digest=digest,
-            wait=wait,
-        )
+        return lease.prepare(name, **options)
 
     def switch(self, lease: Lease, prepared: Prepared, *, exports_unused: bool = False) -> Prepared:
         """As `Lease.switch`."""
@@ -266,24 +233,19 @@ class Broker(Gets):
         self,
         lease: Lease,
         name: str | None = None,
-        *,
-        version: int | t.Literal["newest"] | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time = 0,
+        **options: t.Unpack[t.UnparkOptions],
     ) -> None:
         """As `Lease.unpark`."""
-        lease.unpark(name, version=version, expect=expect, expect_owner=expect_owner, digest=digest, wait=wait)
+        lease.unpark(name, **options)
 
     def list(self, prefix: str = "") -> List[Summary]:
         """Returns the objects whose names start with `prefix` and that this user may read, ordered by name. Raises as any call."""
-        return [_records.summary(summary) for summary in self._native.list(prefix)]
+        return [Summary._of(fields) for fields in self._native.list(prefix)]
 
     def stat(self, name: str, version: int | None = None) -> Stat:
         """Describes a version of an object, by default the current one. Maps nothing: `stat(name).parts[0].mapped_size` is the memory that
         a part needs. Raises `NotFound` if there is no such object or version."""
-        return _records.stat(self._native.stat(name, _arguments.whole(version, "version")))
+        return Stat._of(self._native.stat(name, _arguments.whole(version, "version")))
 
     def bytes_of(self, name: str, version: int | None = None, *, parts: Iterable[str] | None = None) -> int:
         """Returns the bytes of memory that a get of the object, or only of `parts`, maps. Maps nothing. Raises `NotFound` if there is no
@@ -298,7 +260,7 @@ class Broker(Gets):
     def who(self, prefix: str = "") -> Holders:
         """Returns the leases of objects whose names start with `prefix` and that this user may read, and each user's totals. Root and the
         broker's user see all users, others only themselves. Raises as any call."""
-        return _records.holders(*self._native.who(prefix))
+        return Holders._of(self._native.who(prefix))
 
     def watch(self, prefix: str = "", *, after: str | None = None, wait: t.Time | None = None) -> Watch:
         """Follows events of names that start with `prefix` and that this user may read: from now on, or from `after`, the `Watch.place` of
@@ -333,14 +295,10 @@ class Broker(Gets):
 
         The call runs on a connection's own thread, which handles nothing else until it returns: return soon. Exceptions that it raises go to
         `sys.unraisablehook`. Not called during interpreter shutdown."""
-        self._native.on_lost(
-            lambda name, version, id, kind, reason: call(Lost(name=name, version=version, id=id, kind=kind, reason=reason))
-        )
+        self._native.on_lost(lambda *fields: call(Lost(*fields)))
         return call
 
     def on_restored(self, call: Callable[[Restored], object]) -> Callable[[Restored], object]:
         """Calls `call` with a `Restored` for each lease that the broker counts again after a broken connection. Runs as `on_lost` does."""
-        self._native.on_restored(
-            lambda name, version, id, rebuilt: call(Restored(name=name, version=version, id=id, rebuilt=rebuilt))
-        )
+        self._native.on_restored(lambda *fields: call(Restored(*fields)))
         return call

@@ -53,35 +53,21 @@ class Gets(Closing):
         `Invalid`, and `Unsupported` if no device of this process can access it, or for `copy_on_write` with GPU memory, which CUDA cannot
         map this way.
         """
-        return self._got(
-            name,
-            version=version,
-            newer_than=newer_than,
-            parts=parts,
-            arrays=arrays,
-            expect=expect,
-            expect_owner=expect_owner,
-            digest=digest,
-            wait=wait,
-            device=device,
-            copy_on_write=copy_on_write,
-        )
+        options = {
+            "version": version,
+            "newer_than": newer_than,
+            "parts": parts,
+            "arrays": arrays,
+            "expect": expect,
+            "expect_owner": expect_owner,
+            "digest": digest,
+            "wait": wait,
+            "device": device,
+            "copy_on_write": copy_on_write,
+        }
+        return self._got(name, options)
 
-    async def get_async(
-        self,
-        name: str,
-        *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        parts: Iterable[str] | None = None,
-        arrays: Iterable[str] | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time = 0,
-        device: t.DeviceName | None = None,
-        copy_on_write: bool = False,
-    ) -> Lease:
+    async def get_async(self, name: str, **options: t.Unpack[t.GetOptions]) -> Lease:
         """As `get`, for asyncio: the event loop runs other tasks meanwhile. Each call in progress has a thread and a connection of its own.
 
         If the task is cancelled, no lease is left: the wait ends within 40 ms, and a lease that arrives anyway is closed. Raises as `get`,
@@ -90,33 +76,10 @@ class Gets(Closing):
         from ._async import in_thread
 
         stop = Stop()
+        return await in_thread(lambda: self._got(name, options, stop), stop)
 
-        def get() -> Lease:
-            return self._got(
-                name,
-                stop=stop,
-                version=version,
-                newer_than=newer_than,
-                parts=parts,
-                arrays=arrays,
-                expect=expect,
-                expect_owner=expect_owner,
-                digest=digest,
-                wait=wait,
-                device=device,
-                copy_on_write=copy_on_write,
-            )
-
-        return await in_thread(get, stop)
-
-    def _got(self, name: str, *, stop: Stop | None = None, **options: t.Any) -> Lease:
-        options["version"] = _arguments.whole(options["version"], "version")
-        options["newer_than"] = _arguments.whole(options["newer_than"], "newer_than")
-        options["parts"] = _arguments.chosen(options["parts"], "parts")
-        options["arrays"] = _arguments.chosen(options["arrays"], "arrays")
-        options["expect_owner"] = _arguments.owner(options["expect_owner"])
-        options["digest"] = _arguments.digest(options["digest"])
-        return Lease(self._native, self._native.get(name, stop=stop, **options))
+    def _got(self, name: str, options: Mapping[str, t.Any], stop: Stop | None = None) -> Lease:
+        return Lease(self._native, self._native.get(name, _arguments.options(options), stop))
 
     def get_all(
         self,
@@ -133,7 +96,8 @@ class Gets(Closing):
         all of them. Raises as `get`.
         """
         requests = _arguments.requests(wanted)
-        leases = self._native.get_all(requests, wait=wait, device=device, copy_on_write=copy_on_write)
+        options = _arguments.options({"wait": wait, "device": device, "copy_on_write": copy_on_write})
+        leases = self._native.get_all(requests, options)
         return [Lease(self._native, lease) for lease in leases]
 
     def follow(
@@ -199,20 +163,11 @@ class Gets(Closing):
         self,
         name: str,
         *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        parts: Iterable[str] | None = None,
-        arrays: Iterable[str] | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time = 0,
-        device: t.DeviceName | None = None,
-        copy_on_write: bool = False,
         writable_buffers: bool = True,
         everything: bool = False,
         module: t.Module | None = None,
         private: Iterable[str] = (),
+        **options: t.Unpack[t.GetOptions],
     ) -> dict[str, t.Tensor]:
         """Returns the object's tensors by name, as PyTorch tensors for `module.load_state_dict(..., assign=True)`. They hold the lease.
 
@@ -221,19 +176,7 @@ class Gets(Closing):
         gives parameters the module's previous `requires_grad`, so call `module.requires_grad_(False)` before an optimizer step. On the host
         backend `copy_on_write=True` makes all tensors writable without copies. See `Lease.state_dict`; the other arguments and errors are
         those of `get`."""
-        with self.get(
-            name,
-            version=version,
-            newer_than=newer_than,
-            parts=parts,
-            arrays=arrays,
-            expect=expect,
-            expect_owner=expect_owner,
-            digest=digest,
-            wait=wait,
-            device=device,
-            copy_on_write=copy_on_write,
-        ) as lease:
+        with self.get(name, **options) as lease:
             return lease.state_dict(
                 writable_buffers=writable_buffers, everything=everything, module=module, private=private
             )
@@ -243,35 +186,14 @@ class Gets(Closing):
         name: str,
         into: t.Module,
         *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        parts: Iterable[str] | None = None,
-        arrays: Iterable[str] | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time = 0,
-        device: t.DeviceName | None = None,
-        copy_on_write: bool = False,
         strict: bool = True,
         writable_buffers: bool = True,
         private: Iterable[str] = (),
+        **options: t.Unpack[t.GetOptions],
     ) -> Loaded:
         """Installs an object's tensors as the parameters and buffers of a PyTorch module. Returns a `Loaded`, which can switch to another
         version. The module holds the lease. See `Lease.load`; the other arguments and errors are those of `get`."""
-        lease = self.get(
-            name,
-            version=version,
-            newer_than=newer_than,
-            parts=parts,
-            arrays=arrays,
-            expect=expect,
-            expect_owner=expect_owner,
-            digest=digest,
-            wait=wait,
-            device=device,
-            copy_on_write=copy_on_write,
-        )
+        lease = self.get(name, **options)
         try:
             return lease.load(into, strict=strict, writable_buffers=writable_buffers, private=private)
         except BaseException:

@@ -110,8 +110,7 @@ class Lease(Closing, Mapping[str, Array]):
     @property
     def owner(self) -> Owner:
         """The user and group that own the name."""
-        uid, gid = self._native.owner
-        return Owner(uid=uid, gid=gid)
+        return Owner(*self._native.owner)
 
     @property
     def metadata(self) -> dict[str, t.Any]:
@@ -121,10 +120,7 @@ class Lease(Closing, Mapping[str, Array]):
     @property
     def parts(self) -> tuple[LeasedPart, ...]:
         """The requested parts."""
-        return tuple(
-            LeasedPart(name=name, size=size, mapped_size=mapped, digest=digest, device=device, arrays=arrays)
-            for name, size, mapped, digest, device, arrays in self._native.parts
-        )
+        return tuple(LeasedPart(*fields) for fields in self._native.parts)
 
     @property
     def is_held(self) -> bool:
@@ -150,36 +146,21 @@ class Lease(Closing, Mapping[str, Array]):
     def prepare(
         self,
         name: str | None = None,
-        *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time = 0,
+        **options: t.Unpack[t.PrepareOptions],
     ) -> Prepared:
         """Gets and imports a version for `switch`. The current version stays in use; the device holds both.
 
         By default any version newer than this one; `version` selects one, and `name` selects another object. It must have the same parts
         with at least the same size each, and every array that is mapped here with the same name, type, shape, strides and offset; it may
-        have more. `wait` is how long to wait for the version, in seconds or a `timedelta`. Blocks for the driver calls too.
+        have more. `wait` is how long to wait for the version, in seconds or a `timedelta`; the other options are those of `Broker.get`. Blocks
+        for the driver calls too.
 
         Raises `Differs` with a list of the differences, and as `Broker.get`.
         """
-        if version is None and newer_than is None and name is None:
-            newer_than = self.version
-        version, newer_than = _arguments.whole(version, "version"), _arguments.whole(newer_than, "newer_than")
-        prepared = self._client.prepare(
-            self._native,
-            name,
-            version=version,
-            newer_than=newer_than,
-            expect=expect,
-            expect_owner=_arguments.owner(expect_owner),
-            digest=_arguments.digest(digest),
-            wait=wait,
-        )
-        return Prepared(prepared)
+        if options.get("version") is None and options.get("newer_than") is None and name is None:
+            options["newer_than"] = self.version
+        given = _arguments.options(options, "parts", "arrays", "device", "copy_on_write")
+        return Prepared(self._client.prepare(self._native, name, given))
 
     def switch(self, prepared: Prepared, *, exports_unused: bool = False) -> Prepared:
         """Maps a prepared version at this lease's addresses. Returns the previous version, which can be switched back to; close or drop it
@@ -208,29 +189,19 @@ class Lease(Closing, Mapping[str, Array]):
     def unpark(
         self,
         name: str | None = None,
-        *,
-        version: int | t.Literal["newest"] | None = None,
-        expect: t.Json | None = None,
-        expect_owner: int | None = None,
-        digest: t.Digest | None = None,
-        wait: t.Time = 0,
+        **options: t.Unpack[t.UnparkOptions],
     ) -> None:
-        """Maps memory at the parked addresses: the parked version by default, another one, or the newest. It must fit as for `prepare`.
+        """Maps memory at the parked addresses: the parked version by default, another `version` (int), or the `"newest"`. It must fit as for
+        `prepare`, whose other options are allowed.
 
         Raises `Invalid` if the lease is not parked, and as `prepare`. After an error the lease stays parked, and the call can be repeated.
         """
-        if version is None and name is None:
-            version = self.version
-        number = None if version == "newest" else _arguments.whole(version, "version")
-        self._client.unpark(
-            self._native,
-            name,
-            version=number,
-            expect=expect,
-            expect_owner=_arguments.owner(expect_owner),
-            digest=_arguments.digest(digest),
-            wait=wait,
-        )
+        if options.get("version") is None and name is None:
+            options["version"] = self.version
+        if options.get("version") == "newest":
+            options["version"] = None
+        given = _arguments.options(options, "newer_than", "parts", "arrays", "device", "copy_on_write")
+        self._client.unpark(self._native, name, given)
 
     def state_dict(
         self,

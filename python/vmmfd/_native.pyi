@@ -339,13 +339,10 @@ class _Pool:
 
 # Broker
 
-_Expected = Mapping[str, Any]
-_Digest = str | Mapping[str, str]
 _Entry = tuple[str, str, list[int], list[int] | None, int, int, str | None]
 _PartPlan = tuple[str, list[Memory], list[_Entry], str | None]
-_Request = tuple[
-    str, int | None, int | None, list[str] | None, list[str] | None, _Expected | None, int | None, _Digest | None
-]
+# All options of a get: see `vmmfd._arguments.options`.
+_Options = dict[str, Any]
 
 @final
 class Client:
@@ -382,74 +379,17 @@ class Client:
         copy: bool | None = None,
         rdma: _Rdma = ...,
     ) -> _PartPlan: ...
-    def get(
-        self,
-        name: str,
-        *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        parts: list[str] | None = None,
-        arrays: list[str] | None = None,
-        expect: _Expected | None = None,
-        expect_owner: int | None = None,
-        digest: _Digest | None = None,
-        wait: _Time | None = None,
-        device: _DeviceName | None = None,
-        copy_on_write: bool = False,
-        stop: Stop | None = None,
-    ) -> Lease: ...
-    def get_all(
-        self,
-        requests: list[_Request],
-        *,
-        wait: _Time | None = None,
-        device: _DeviceName | None = None,
-        copy_on_write: bool = False,
-    ) -> list[Lease]: ...
-    def claim(
-        self,
-        name: str,
-        *,
-        part: str | None = None,
-        group: str | None = None,
-        expect: _Expected | None = None,
-        expect_owner: int | None = None,
-        digest: _Digest | None = None,
-        parts: list[str] | None = None,
-        arrays: list[str] | None = None,
-        wait: _Time | None = None,
-        device: _DeviceName | None = None,
-        copy_on_write: bool = False,
-    ) -> Lease | Claim: ...
-    def prepare(
-        self,
-        lease: Lease,
-        name: str | None = None,
-        *,
-        version: int | None = None,
-        newer_than: int | None = None,
-        expect: _Expected | None = None,
-        expect_owner: int | None = None,
-        digest: _Digest | None = None,
-        wait: _Time | None = None,
-    ) -> Prepared: ...
-    def unpark(
-        self,
-        lease: Lease,
-        name: str | None = None,
-        *,
-        version: int | None = None,
-        expect: _Expected | None = None,
-        expect_owner: int | None = None,
-        digest: _Digest | None = None,
-        wait: _Time | None = None,
-    ) -> None: ...
+    def get(self, name: str, options: _Options, stop: Stop | None = None) -> Lease: ...
+    def get_all(self, requests: list[tuple[str, _Options]], options: _Options) -> list[Lease]: ...
+    def claim(self, name: str, part: str | None, group: str | None, options: _Options) -> Lease | Claim: ...
+    def prepare(self, lease: Lease, name: str | None, options: _Options) -> Prepared: ...
+    def unpark(self, lease: Lease, name: str | None, options: _Options) -> None: ...
     def shared(
         self, name: str, version: int, id: str, part: str, start: int, length: int
     ) -> Lease | None: ...
     def list(self, prefix: str) -> List[dict[str, Any]]: ...
     def stat(self, name: str, version: int | None = None) -> dict[str, Any]: ...
-    def who(self, prefix: str) -> tuple[List[dict[str, Any]], List[dict[str, Any]]]: ...
+    def who(self, prefix: str) -> dict[str, Any]: ...
     def delete(self, name: str) -> None: ...
     def watch(self, prefix: str, after: tuple[str, int] | None = None) -> Watch: ...
     def on_lost(self, call: Callable[[str, int, str, str, str], object]) -> None: ...

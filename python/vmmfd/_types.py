@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from typing import Literal as Literal
     from typing import Self as Self
     from typing import Protocol, TypeAlias, TypeVar
+    from typing import Unpack as Unpack
 
     from torch import Tensor as Tensor
     from torch.nn import Module as Module
 
     from ._native import Device
+    from ._options import ClaimOptions as ClaimOptions
+    from ._options import GetOptions as GetOptions
+    from ._options import PrepareOptions as PrepareOptions
+    from ._options import UnparkOptions as UnparkOptions
 
     Path: TypeAlias = str | os.PathLike[str]
     Time: TypeAlias = float | timedelta
@@ -35,12 +40,17 @@ if TYPE_CHECKING:
 else:
     _MODULES = {
         "Any": "typing",
+        "ClaimOptions": "vmmfd._options",
         "ClassVar": "typing",
+        "GetOptions": "vmmfd._options",
         "Literal": "typing",
         "Module": "torch.nn",
+        "PrepareOptions": "vmmfd._options",
         "Self": "typing",
         "Tensor": "torch",
         "TracebackType": "types",
+        "Unpack": "typing",
+        "UnparkOptions": "vmmfd._options",
         "datetime": "datetime",
         "timedelta": "datetime",
     }

@@ -6,7 +6,7 @@ import os
 from _thread import allocate_lock, start_new_thread
 from collections.abc import Iterator
 
-from . import _arguments, _native, _records
+from . import _arguments, _native
 from . import _types as t
 from ._closing import Closing
 from ._errors import Invalid
@@ -33,7 +33,7 @@ class Watch(Closing, Iterator[Event]):
         if self._polled is not None:
             return self._polled.next(wait)
         fields = self._native.next(wait)
-        return None if fields is None else _records.event(fields)
+        return None if fields is None else Event._of(fields)
 
     def fileno(self) -> int:
         """Returns a descriptor for select(2), poll(2), epoll(7) and `loop.add_reader` of asyncio. It is readable while `next(0)` would return
@@ -122,7 +122,7 @@ class _Polled:
         self._taken.put(None)
         if isinstance(ready, BaseException):
             raise ready
-        return _records.event(event)
+        return Event._of(event)
 
     def wake(self) -> None:
         """Makes the descriptor readable for ever: the watch is closed."""

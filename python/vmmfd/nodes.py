@@ -30,8 +30,6 @@ class Pulled(Record):
     the `id`, `version` and `node` that it came from; and `checked`, whether the maker's digest was compared for all parts. It is False if
     the maker gave no BLAKE3 digest."""
 
-    __slots__ = ("checked", "id", "name", "origin", "version")
-
     name: str
     version: int
     id: str
