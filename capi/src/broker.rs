@@ -195,12 +195,7 @@ pub extern "C" fn vmmfd_broker_put(
         for item in list(arrays, count, "arrays")? {
             named.push((text(item.name, "the name of an array")?, handle::get(item.array)?));
         }
-        let finished = put::Finished::of(&named)?;
-        let part: PutPart<'_> = finished.part()?;
-        put = put.part(match digest {
-            Some(digest) => part.digest(digest),
-            None => part,
-        });
+        put = put.part(digest.into_iter().fold(put::part(&named)?, PutPart::digest));
         version.write(broker.client.put(&put)?.version);
         Ok(())
     })

@@ -133,10 +133,9 @@ impl Client {
         }
         let parts: Vec<client_put::Part> = parts.into_iter().map(client_put::Part::of).collect::<Outcome<_>>()?;
         let published = self.0.call(py, purpose, |client| {
-            let parts = client_put::FinishedParts::of(&parts)?;
             let mut put = Put::new(name).condition(condition);
-            for part in parts.parts()? {
-                put = put.part(part);
+            for part in &parts {
+                put = put.part(part.finish()?);
             }
             if let (Some(announced), Some(group)) = (announced, group) {
                 put = put.together(announced, group, wait.unwrap_or_default());

@@ -7,7 +7,7 @@ use vmmfd::{
     array::ArrayDescriptor,
     broker::{ArrayEntry, Attached, PutPart},
     driver::Access,
-    memory::{Chunk, Description, Device, Rdma, Region, Selector, Sharing, Spec},
+    memory::{Rdma, Region, Selector, Spec},
 };
 
 use crate::{
@@ -80,95 +80,22 @@ impl Part {
         }
         Ok(Self { name, memories, arrays, digest })
     }
+
+    /// Describes the part. Waits until all work in the device's primary context is done.
+    ///
+    /// # Errors
+    /// As [`PutPart::of_several`].
+    pub(crate) fn finish(&self) -> Outcome<PutPart<'static>> {
+        let memories = self.memories.iter().map(|memory| &**memory.shared());
+        let part = PutPart::of_several(&self.name, memories)?.arrays(self.arrays.iter().cloned());
+        Ok(self.digest.iter().fold(part, PutPart::digest))
+    }
 }
 
 fn parse_attributes(array: &str, text: String) -> Outcome<Attached> {
     let bad = || Failure::invalid(format!("the attributes of array {array:?} are not a JSON object"));
     let attached = Attached::from_text(text).map_err(|_| bad())?;
     if attached.as_str().trim_start().starts_with('{') { Ok(attached) } else { Err(bad()) }
-}
-
-/// Parts whose memory has no pending work, with the descriptors of all segments.
-pub(crate) struct FinishedParts<'a>(Vec<(&'a Part, Description, Vec<Arc<Chunk>>)>);
-
-impl<'a> FinishedParts<'a> {
-    /// Waits until all work in the devices' primary contexts is done.
-    ///
-    /// # Errors
-    /// `ValueError` for a part on several devices, and for memory of a pool or a legacy handle; [`vmmfd::Error::Driver`].
-    pub(crate) fn of(parts: &'a [Part]) -> Outcome<Self> {
-        let mut done: Vec<Device> = Vec::new();
-        let mut handed = Vec::with_capacity(parts.len());
-        for part in parts {
-            let mut whole: Option<Description> = None;
-            let mut chunks = Vec::new();
-            for memory in &part.memories {
-                let device = memory.shared().device();
-                if !done.iter().any(|done| done.uuid() == device.uuid() && done.backend() == device.backend()) {
-                    Region::synchronize(&**memory.shared())?;
-                    done.push(device.clone());
-                }
-                let mut one = memory.describe()?;
-                let Some((_, of)) = memory.chunks(0..Region::size(&**memory.shared()))? else {
-                    return Err(Failure::invalid(format!(
-                        "part {:?} is shared by {}: pools and legacy handles die with their creator, so a broker can't keep them; \
-                         create it with vmmfd.empty",
-                        part.name,
-                        one.mechanism()
-                    )));
-                };
-                chunks.extend(of);
-                one.size = one.mapped_size;
-                whole = Some(match whole {
-                    None => one,
-                    Some(whole) => join_memory(&part.name, whole, one)?,
-                });
-            }
-            let Some(whole) = whole else { continue };
-            handed.push((part, whole, chunks));
-        }
-        Ok(Self(handed))
-    }
-
-    /// Returns the parts as the library sends them.
-    pub(crate) fn parts(&'a self) -> Outcome<Vec<PutPart<'a>>> {
-        use std::os::fd::AsFd;
-        let mut parts = Vec::with_capacity(self.0.len());
-        for (part, description, chunks) in &self.0 {
-            let backend = part.memories[0].shared().device().backend();
-            let segments = chunks.iter().map(|chunk| (chunk.size(), chunk.as_fd()));
-            let mut sent = PutPart::of_segments(&part.name, backend, description.clone(), segments)?;
-            sent = sent.arrays(part.arrays.iter().cloned());
-            parts.push(part.digest.iter().fold(sent, |sent, digest| sent.digest(digest)));
-        }
-        Ok(parts)
-    }
-}
-
-/// Joins two memories of a part.
-fn join_memory(part: &str, mut one: Description, other: Description) -> Outcome<Description> {
-    if one.device != other.device {
-        let (one, other) = (one.device, other.device);
-        return Err(Failure::invalid(format!(
-            "part {part:?} has memory on {one} and on {other}: put one part per device, with part=, parts= and group="
-        )));
-    }
-    match (&mut one.sharing, other.sharing) {
-        (Sharing::Vmm { placement, segments }, Sharing::Vmm { placement: of_other, segments: more })
-            if *placement == of_other =>
-        {
-            *segments += more
-        }
-        _ => {
-            return Err(Failure::invalid(format!(
-                "part {part:?} has memory of a device and of its host: put two parts"
-            )));
-        }
-    }
-    one.size += other.size;
-    one.mapped_size += other.mapped_size;
-    one.immutable &= other.immutable;
-    Ok(one)
 }
 
 /// An array to put.

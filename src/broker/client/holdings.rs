@@ -97,13 +97,19 @@ pub(super) struct RestoreData {
     pub(super) parts: Vec<RestorePart>,
 }
 
-/// A part's properties, shared by [`LeasedPart`](super::LeasedPart) and [`ObjectPart`](super::ObjectPart).
+/// A part's properties: of a [`PutPart`](super::PutPart), a [`LeasedPart`](super::LeasedPart) or an [`ObjectPart`](super::ObjectPart).
 #[derive(Debug, Clone)]
 pub(super) struct PartHeader {
     pub(super) name: String,
     pub(super) description: Description,
     pub(super) digest: Option<String>,
     pub(super) arrays: Arc<Vec<ArrayEntry>>,
+}
+
+impl PartHeader {
+    pub(super) fn new(name: String, description: Description) -> Self {
+        Self { name, description, digest: None, arrays: Arc::default() }
+    }
 }
 
 /// A part of a version to restore.

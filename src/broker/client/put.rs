@@ -9,7 +9,7 @@ use std::{
 use super::{
     Client,
     connection::Exchange,
-    holdings::{Held, RestoreData},
+    holdings::{Held, PartHeader, RestoreData},
     records::unexpected,
 };
 use crate::{
@@ -123,12 +123,9 @@ impl<'a> Put<'a> {
 #[derive(Debug)]
 #[must_use]
 pub struct PutPart<'a> {
-    name: String,
     backend: Backend,
-    description: Description,
+    header: PartHeader,
     segments: Vec<(u64, Segment<'a>)>,
-    arrays: Vec<ArrayEntry>,
-    digest: Option<String>,
 }
 
 #[derive(Debug)]
@@ -146,7 +143,7 @@ impl AsFd for Segment<'_> {
     }
 }
 
-impl<'a> PutPart<'a> {
+impl PutPart<'static> {
     /// Describes all of `memory`. Blocks until all work in the device's primary context is done.
     ///
     /// # Errors
@@ -154,18 +151,57 @@ impl<'a> PutPart<'a> {
     ///
     /// Driver call: `cuCtxSynchronize`.
     #[doc(alias = "cuCtxSynchronize")]
-    pub fn of(name: impl Into<String>, memory: &'a Shared) -> Result<Self> {
-        let name = name.into();
-        let description = memory.describe()?;
+    pub fn of(name: impl Into<String>, memory: &Shared) -> Result<Self> {
+        let (name, description) = (name.into(), memory.describe()?);
         let Some((_, chunks)) = memory.chunks(0..memory.size())? else {
-            return Err(not_shareable(&name, &description).into());
+            return Err(not_shareable(&name, &description));
         };
         memory.synchronize()?;
         let segments = chunks.into_iter().map(|chunk| (chunk.size(), Segment::Chunk(chunk))).collect();
-        let backend = memory.device().backend();
-        Ok(Self { name, backend, description, segments, arrays: Vec::new(), digest: None })
+        Ok(Self { backend: memory.device().backend(), header: PartHeader::new(name, description), segments })
     }
 
+    /// Describes memories as one part, each after the [mapped size](Region::mapped_size) of those before it. Blocks as [`PutPart::of`].
+    ///
+    /// # Errors
+    /// As [`PutPart::of`]; [`Error::Broker`] for no memory, and for memory of several devices, or of a device and its host.
+    pub fn of_several<'m>(name: &str, memories: impl IntoIterator<Item = &'m Shared>) -> Result<Self> {
+        let mut whole: Option<Self> = None;
+        for memory in memories {
+            let mut part = Self::of(name, memory)?;
+            part.header.description.size = part.header.description.mapped_size;
+            whole = Some(match whole {
+                None => part,
+                Some(whole) => whole.join(part)?,
+            });
+        }
+        whole.ok_or_else(|| invalid(format!("part `{name}` has no memory")))
+    }
+
+    fn join(mut self, other: Self) -> Result<Self> {
+        let PartHeader { name, description: one, .. } = &mut self.header;
+        let more = other.header.description;
+        if self.backend != other.backend || one.device != more.device {
+            let (one, other) = (&one.device, more.device);
+            return Err(invalid(format!("part `{name}` has memory on {one} and on {other}: put one part per device")));
+        }
+        match (&mut one.sharing, more.sharing) {
+            (Sharing::Vmm { placement, segments }, Sharing::Vmm { placement: of_other, segments: more })
+                if *placement == of_other =>
+            {
+                *segments += more;
+            }
+            _ => return Err(invalid(format!("part `{name}` has memory of a device and of its host: put two parts"))),
+        }
+        one.size += more.size;
+        one.mapped_size += more.mapped_size;
+        one.immutable &= more.immutable;
+        self.segments.extend(other.segments);
+        Ok(self)
+    }
+}
+
+impl<'a> PutPart<'a> {
     /// Describes memory by its segments: each one's exact size in bytes and its descriptor, in order. The caller must have completed
     /// all work on the memory.
     ///
@@ -179,32 +215,30 @@ impl<'a> PutPart<'a> {
     ) -> Result<Self> {
         let name = name.into();
         if !matches!(description.sharing, Sharing::Vmm { .. }) {
-            return Err(not_shareable(&name, &description).into());
+            return Err(not_shareable(&name, &description));
         }
         let segments = segments.into_iter().map(|(size, fd)| (size, Segment::Borrowed(fd))).collect();
-        Ok(Self { name, backend, description, segments, arrays: Vec::new(), digest: None })
+        Ok(Self { backend, header: PartHeader::new(name, description), segments })
     }
 
     /// Sets the arrays in the memory.
-    pub fn arrays(self, arrays: impl IntoIterator<Item = ArrayEntry>) -> Self {
-        Self { arrays: arrays.into_iter().collect(), ..self }
+    pub fn arrays(mut self, arrays: impl IntoIterator<Item = ArrayEntry>) -> Self {
+        self.header.arrays = Arc::new(arrays.into_iter().collect());
+        self
     }
 
     /// Sets the digest of the part's bytes, in any format that its readers know, such as `blake3:` and 64 hexadecimal digits.
-    pub fn digest(self, digest: impl Into<String>) -> Self {
-        Self { digest: Some(digest.into()), ..self }
+    pub fn digest(mut self, digest: impl Into<String>) -> Self {
+        self.header.digest = Some(digest.into());
+        self
     }
 }
 
-fn not_shareable(name: &str, description: &Description) -> BrokerError {
+fn not_shareable(name: &str, description: &Description) -> Error {
     let mechanism = description.mechanism();
-    BrokerError::new(
-        RefusalCode::Invalid,
-        format!(
-            "part `{name}` is shared by {mechanism}: pools and legacy handles end with their process, so a broker can't keep them; \
-             make it with Spec::vmm"
-        ),
-    )
+    invalid(format!(
+        "part `{name}` is shared by {mechanism}: pools and legacy handles end with their process, so a broker can't keep them"
+    ))
 }
 
 fn invalid(message: String) -> Error {
@@ -252,16 +286,8 @@ pub(super) fn restore(
     let mut put = Put::new(held.name.as_str());
     (put.mode, put.lifetime, put.keep) = (data.mode, data.lifetime, data.keep);
     for (part, fds) in data.parts.iter().zip(segments) {
-        let segments =
-            part.segments.iter().map(|(size, _)| *size).zip(fds.iter().map(|fd| Segment::Borrowed(fd.as_fd())));
-        put.parts.push(PutPart {
-            name: part.header.name.clone(),
-            backend,
-            description: part.header.description.clone(),
-            segments: segments.collect(),
-            arrays: part.header.arrays.to_vec(),
-            digest: part.header.digest.clone(),
-        });
+        let segments = part.segments.iter().zip(fds).map(|((size, _), fd)| (*size, Segment::Borrowed(fd.as_fd())));
+        put.parts.push(PutPart { backend, header: part.header.clone(), segments: segments.collect() });
     }
     check(&put)?;
     let mut upload = Upload::of(&put, data.metadata.clone())?;
@@ -292,13 +318,13 @@ impl<'a> Upload<'a> {
         }
         let metadata = metadata.map(|text| tables.add(text)).transpose()?;
         let mut parts = Vec::with_capacity(put.parts.len());
-        for part in &put.parts {
-            let arrays = match part.arrays.as_slice() {
+        for PutPart { header: PartHeader { name, description, digest, arrays }, .. } in &put.parts {
+            let arrays = match arrays.as_slice() {
                 [] => None,
                 arrays => Some(tables.add(Attached::of(arrays).map_err(unwritable)?)?),
             };
-            let (name, digest) = (part.name.clone(), part.digest.clone());
-            parts.push(broker::PutPart { name, memory: (&part.description).into(), arrays, digest });
+            let (name, digest) = (name.clone(), digest.clone());
+            parts.push(broker::PutPart { name, memory: description.into(), arrays, digest });
         }
         let tables = tables.attached;
         let of_part = |part: &'a PutPart<'_>| part.segments.iter().map(|(size, segment)| (*size, segment));
@@ -382,20 +408,19 @@ fn check(put: &Put<'_>) -> Result<()> {
         )));
     }
     let backend = put.parts[0].backend;
-    for part in &put.parts {
-        check_component("part", &part.name)?;
-        if part.backend != backend {
-            let (one, other) = (backend, part.backend);
+    for PutPart { backend: other, header: PartHeader { name, description, arrays, .. }, .. } in &put.parts {
+        check_component("part", name)?;
+        if *other != backend {
             return Err(invalid(format!(
-                "all parts of an object must be on one backend, but these are on {one} and {other}"
+                "all parts of an object must be on one backend, but these are on {backend} and {other}"
             )));
         }
-        if part.arrays.len() > MAX_ARRAYS {
-            let got = part.arrays.len();
+        if arrays.len() > MAX_ARRAYS {
+            let got = arrays.len();
             return Err(invalid(format!("{got} arrays are too many: a part has at most {MAX_ARRAYS}")));
         }
-        for entry in &part.arrays {
-            entry.array.check(part.description.size)?;
+        for entry in arrays.iter() {
+            entry.array.check(description.size)?;
             let length = entry.attributes.as_ref().map_or(0, |attributes| attributes.as_str().len());
             if length > MAX_ATTRIBUTES {
                 return Err(invalid(format!(
