@@ -19,9 +19,8 @@ use vmmfd::{
 
 use crate::{
     broker::until,
-    command_line::fits,
     doctor_rules::has_driver,
-    running::{Ended, Meeting, Run, binary},
+    running::{Ended, Meeting, Run, binary, fits},
     support::{
         Copy, Subject,
         served::{Keeper, Served, is_alive},

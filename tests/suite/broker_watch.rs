@@ -19,8 +19,7 @@ use vmmfd::{
 use crate::{
     broker_pages::Template,
     broker_process::{Process, Raw, Setup},
-    command_line::fits,
-    running::{Meeting, Running, wait_for},
+    running::{Meeting, Running, fits, wait_for},
     support::{
         Subject,
         stand_in::{INSTANCE, StandIn, answer, request, stopped},

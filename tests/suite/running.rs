@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "a child asks the kernel to be killed with its parent")]
 
 use std::{
+    collections::BTreeMap,
     env, fs,
     io::{self, Read},
     os::unix::{fs::PermissionsExt, process::CommandExt},
@@ -24,10 +25,7 @@ use nix::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::{
-    command_line::fits,
-    support::{Copy, pause, session},
-};
+use crate::support::{Copy, pause, schema::mismatch, session};
 
 /// The time limit of every wait. It allows for a slow machine under load.
 const PATIENCE: Duration = Duration::from_secs(600);
@@ -434,6 +432,27 @@ impl Drop for Running {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Checks a report against its schema.
+#[track_caller]
+pub(crate) fn fits(name: &str, value: &Value) {
+    if let Some(what) = mismatch(&schema_of(name), value) {
+        panic!("{name}: {what}: {value}");
+    }
+}
+
+/// The schema that `vmmfd schema` prints.
+#[track_caller]
+pub(crate) fn schema_of(name: &str) -> Value {
+    static SCHEMAS: Mutex<BTreeMap<String, Value>> = Mutex::new(BTreeMap::new());
+    let known = SCHEMAS.lock().unwrap().get(name).cloned();
+    known.unwrap_or_else(|| {
+        let printed = Command::new(binary("vmmfd")).args(["schema", name]).output().unwrap();
+        let schema: Value = serde_json::from_slice(&printed.stdout).unwrap_or_else(|error| panic!("{name}: {error}"));
+        SCHEMAS.lock().unwrap().insert(name.to_owned(), schema.clone());
+        schema
+    })
 }
 
 /// A command that has exited.
