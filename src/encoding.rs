@@ -5,7 +5,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use crate::{
     array::ArrayDescriptor,
     error::{Error, ProtocolError, Result},
-    memory::{ArrayHandle, Description, DeviceIdentity, Part, Placement, Pointer, Sharing},
+    memory::{ArrayHandle, Description, DeviceIdentity, Placement, Pointer, Run, Sharing},
     wire,
 };
 
@@ -82,14 +82,14 @@ impl TryFrom<wire::Memory> for Description {
     }
 }
 
-impl From<Part> for wire::Part {
-    fn from(Part { first, segments, offset, size }: Part) -> Self {
+impl From<Run> for wire::Run {
+    fn from(Run { first, segments, offset, size }: Run) -> Self {
         Self { first, segments, offset, size }
     }
 }
 
-impl From<wire::Part> for Part {
-    fn from(wire::Part { first, segments, offset, size }: wire::Part) -> Self {
+impl From<wire::Run> for Run {
+    fn from(wire::Run { first, segments, offset, size }: wire::Run) -> Self {
         Self { first, segments, offset, size }
     }
 }

@@ -34,14 +34,14 @@ pub(crate) type Entry = (String, String, Vec<u64>, Option<Vec<i64>>, usize, u64,
 pub(crate) type Plan<'py> = (String, Vec<Py<PyMemory>>, Bound<'py, PyList>, Option<String>);
 
 /// A [`Plan`], checked, without Python objects.
-pub(crate) struct Part {
+pub(crate) struct PlannedPart {
     name: String,
     memories: Vec<Arc<Owned>>,
     arrays: Vec<ArrayEntry>,
     digest: Option<String>,
 }
 
-impl Part {
+impl PlannedPart {
     /// # Errors
     /// `ValueError` for a part without memory, an array outside its memory, an unknown type, and attributes that are not a JSON object.
     pub(crate) fn of((name, memories, entries, digest): Plan<'_>) -> Outcome<Self> {

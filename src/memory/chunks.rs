@@ -13,7 +13,7 @@ use std::{
 
 use nix::sys::resource::{Resource, getrlimit};
 
-use super::{Allocation, Device, Mapping, Part, Placement, Rdma, Region, Reservation, check_range, round_up, timed};
+use super::{Allocation, Device, Mapping, Placement, Rdma, Region, Reservation, Run, check_range, round_up, timed};
 use crate::{
     driver::Access,
     error::{Error, MemoryError, Result},
@@ -212,18 +212,18 @@ impl Chunks {
     }
 
     /// See [`super::Shared::chunks`].
-    pub(super) fn part(&self, range: Range<u64>) -> Result<(Part, Vec<Arc<Chunk>>)> {
+    pub(super) fn part(&self, range: Range<u64>) -> Result<(Run, Vec<Arc<Chunk>>)> {
         let length = range.end.checked_sub(range.start);
         let length =
             length.ok_or(Error::Memory(MemoryError::OutOfRange { offset: range.start, length: 0, size: self.size }))?;
         check_range(range.start, length, self.size)?;
         let chunks = self.exported.get().map_or(&[][..], Vec::as_slice);
-        let (mut chosen, mut part, mut offset) = (Vec::new(), Part::default(), 0);
+        let (mut chosen, mut part, mut offset) = (Vec::new(), Run::default(), 0);
         for (index, chunk) in (0..).zip(chunks) {
             let end = offset + chunk.size;
             if length > 0 && end > range.start && offset < range.end {
                 if chosen.is_empty() {
-                    part = Part { first: index, offset, ..part };
+                    part = Run { first: index, offset, ..part };
                 }
                 part.size += chunk.size;
                 part.segments += 1;

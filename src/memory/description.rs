@@ -185,7 +185,7 @@ impl Description {
 /// A run of consecutive segments of memory that is shared by [`Mechanism::Vmm`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub struct Part {
+pub struct Run {
     /// Index of the first segment.
     pub first: u64,
     /// Number of segments.
@@ -197,7 +197,7 @@ pub struct Part {
 }
 
 /// `3 segments from segment 1 on, 6291456 bytes from byte 2097152 on`.
-impl fmt::Display for Part {
+impl fmt::Display for Run {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { first, segments, offset, size } = self;
         write!(f, "{segments} segments from segment {first} on, {size} bytes from byte {offset} on")

@@ -8,7 +8,7 @@ use std::{
 use nix::sys::sysinfo::sysinfo;
 
 use super::{
-    Allocation, Description, Device, Mapping, Part, Placement, Region, Reservation, Sharing,
+    Allocation, Description, Device, Mapping, Placement, Region, Reservation, Run, Sharing,
     imported::{Imported, ImportedBacking},
     offered::{OpenError, Step, contradiction},
 };
@@ -25,7 +25,7 @@ use crate::{
 pub(crate) struct Importing {
     device: Device,
     description: Description,
-    part: Part,
+    part: Run,
     access: Access,
     /// Whether the pages are copy-on-write.
     private: bool,
@@ -69,7 +69,7 @@ impl Importing {
     ///
     /// # Errors
     /// The errors of [`Imported::open`].
-    pub(crate) fn begin(device: &Device, description: &Description, part: &Part, access: Access) -> Result<Self> {
+    pub(crate) fn begin(device: &Device, description: &Description, part: &Run, access: Access) -> Result<Self> {
         let placement = check(device, description, part)?;
         if part.size == 0 {
             return contradiction(format!("a part has no memory: {part}"));
@@ -214,7 +214,7 @@ const ADDRESSES: u64 = 1 << 47;
 const DEVICE_LIMIT: u64 = 1 << 42;
 
 /// Checks a description and a part before they are used. Returns the location of the memory.
-fn check(device: &Device, description: &Description, part: &Part) -> Result<Placement> {
+fn check(device: &Device, description: &Description, part: &Run) -> Result<Placement> {
     let Sharing::Vmm { placement, segments } = description.sharing else {
         return contradiction("received segments for memory without segments".to_owned());
     };

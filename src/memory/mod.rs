@@ -36,7 +36,7 @@ mod vmm;
 pub use self::{
     arena::{ArenaFigures, Arenas},
     chunks::{Chunk, Timings},
-    description::{Description, DeviceIdentity, Mechanism, Part, Placement, Pointer, Sharing},
+    description::{Description, DeviceIdentity, Mechanism, Placement, Pointer, Run, Sharing},
     device::Device,
     handle::{Array, ArrayHandle},
     imported::Imported,

@@ -3,7 +3,7 @@
 use std::{os::fd::OwnedFd, sync::Arc};
 
 use super::{
-    Description, Device, LegacyMemory, Part, Pointer, Pool, PoolBuffer, Region, Sharing, check_range,
+    Description, Device, LegacyMemory, Pointer, Pool, PoolBuffer, Region, Run, Sharing, check_range,
     imported::{Imported, ImportedBacking},
     importing::Importing,
     offered::contradiction,
@@ -43,7 +43,7 @@ impl Imported {
         match description.sharing {
             Sharing::Vmm { .. } => {
                 let count = segments.len() as u64;
-                let part = Part { first: 0, segments: count, offset: 0, size: description.mapped_size };
+                let part = Run { first: 0, segments: count, offset: 0, size: description.mapped_size };
                 let mut importing = Importing::begin(device, description, &part, access)?;
                 importing.take(segments, fds)?;
                 importing.finish().map(|(imported, _)| imported)

@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::{
-    Chunk, Description, Device, LegacyMemory, Part, Pool, PoolBuffer, Region, Sharing, Spec, Timings, check_range,
+    Chunk, Description, Device, LegacyMemory, Pool, PoolBuffer, Region, Run, Sharing, Spec, Timings, check_range,
     chunks::Chunks, clear, spec::Kind,
 };
 use crate::{
@@ -216,7 +216,7 @@ impl Shared {
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`](crate::error::MemoryError::OutOfRange) if the range exceeds the data, or its start exceeds its end.
-    pub fn chunks(&self, range: Range<u64>) -> Result<Option<(Part, Vec<Arc<Chunk>>)>> {
+    pub fn chunks(&self, range: Range<u64>) -> Result<Option<(Run, Vec<Arc<Chunk>>)>> {
         match &self.memory {
             SharedBacking::Vmm(chunks) => chunks.part(range).map(Some),
             _ => Ok(None),

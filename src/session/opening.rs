@@ -20,7 +20,7 @@ use crate::{
     channel::{Cancel, Channel},
     driver::{Access, Backend, DeviceUuid, Driver},
     error::Result,
-    memory::{Description, Device, DeviceIdentity, Imported, Importing, Part, Pool, Remains, Selector, Sharing, timed},
+    memory::{Description, Device, DeviceIdentity, Imported, Importing, Pool, Remains, Run, Selector, Sharing, timed},
     wire::{self, Check, Message, Received},
 };
 
@@ -31,7 +31,7 @@ pub(super) struct Offer {
     pub(super) memory: Description,
     pub(super) array: Option<ArrayDescriptor>,
     pub(super) access: Access,
-    pub(super) part: Option<Part>,
+    pub(super) part: Option<Run>,
     pub(super) check: Option<Check>,
     /// The buffer's number, in a stream.
     pub(super) buffer: Option<u64>,
@@ -66,7 +66,7 @@ impl Offer {
     }
 
     /// Returns the part of the memory whose segments follow the offer. It must cover `range`. `None` if the mechanism has no segments.
-    pub(super) fn part(&self, range: &Range<u64>) -> Result<Option<Part>> {
+    pub(super) fn part(&self, range: &Range<u64>) -> Result<Option<Run>> {
         match (&self.memory.sharing, self.part) {
             (Sharing::Vmm { .. }, None) => Err(violation("the offer does not name the segments that follow")),
             (Sharing::Vmm { .. }, Some(part)) => {

@@ -147,7 +147,7 @@ pub struct Memory {
 /// The segments that follow an offer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Part {
+pub struct Run {
     /// The index of the first segment.
     pub first: u64,
     /// The number of segments.
@@ -174,7 +174,7 @@ pub struct Offer {
     pub access: Access,
     /// The segments that follow. `None` unless the mechanism is [`Mechanism::Vmm`].
     #[serde(default, deserialize_with = "strict::optional_object")]
-    pub part: Option<Part>,
+    pub part: Option<Run>,
     /// A check of the data, defined by an extension. Consumers without the extension ignore it.
     #[serde(default, deserialize_with = "strict::optional_check", skip_serializing_if = "Option::is_none")]
     pub check: Option<Check>,

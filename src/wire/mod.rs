@@ -15,8 +15,8 @@ mod tests;
 pub(crate) use self::frame::is_error;
 use self::frame::{Head, parse};
 pub use self::messages::{
-    BufferNumber, BufferTurn, Busy, ByteRange, Check, Device, Failure, Hello, Location, Mechanism, Memory, Offer, Part,
-    Pointer, PoolNumber, Ready, Received, Request, Segments, Subscribe, Verdict,
+    BufferNumber, BufferTurn, Busy, ByteRange, Check, Device, Failure, Hello, Location, Mechanism, Memory, Offer,
+    Pointer, PoolNumber, Ready, Received, Request, Run, Segments, Subscribe, Verdict,
 };
 pub use crate::error::{ErrorCode, ProtocolError, UnknownCode};
 

@@ -38,7 +38,7 @@ fn every_message() -> Vec<Message> {
             },
             array: Some(ArrayDescriptor::new("<f4".parse().unwrap(), vec![5, 7], Order::F).unwrap()),
             access: Access::ReadWrite,
-            part: Some(Part { first: 1, segments: 2, offset: 3, size: 4 }),
+            part: Some(Run { first: 1, segments: 2, offset: 3, size: 4 }),
             check: Some(check(r#"{"salt":4294967295,"of another":[1,{"x":null}]}"#)),
             buffer: Some(4),
         })),

@@ -40,7 +40,7 @@ fn serve(options: &[&str]) -> Served {
 /// Puts many versions of one page.
 struct Maker {
     raw: Raw,
-    put: broker::Put,
+    put: broker::PutHeader,
     page: OwnedFd,
 }
 
@@ -276,8 +276,8 @@ fn puts_wait_for_closing_replaced_memory() {
     let text = format!("[ {} ]", (0..100_000).map(entry).collect::<Vec<_>>().join(", "));
     let tables: Vec<OwnedFd> = (0..8).map(|_| memfd(&text)).collect();
     let (mut put, _) = Template::new().raw_put("tables", 0, true);
-    let part = broker::PutPart { arrays: Some(Table::Length(text.len() as u64)), ..put.parts[0].clone() };
-    put.parts = (0..tables.len()).map(|at| broker::PutPart { name: format!("{at}"), ..part.clone() }).collect();
+    let part = broker::PutPartHeader { arrays: Some(Table::Length(text.len() as u64)), ..put.parts[0].clone() };
+    put.parts = (0..tables.len()).map(|at| broker::PutPartHeader { name: format!("{at}"), ..part.clone() }).collect();
     put.sizes = vec![PAGE; tables.len()];
     let memory = page(0);
     let pages = std::iter::repeat_n(memory.as_fd(), tables.len());

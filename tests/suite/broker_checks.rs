@@ -42,7 +42,7 @@ impl Scene {
         Self { subject, server, raw, memory }
     }
 
-    fn put(&self, put: broker::Put, fds: &[BorrowedFd<'_>]) -> Result<Published, (RefusalCode, String)> {
+    fn put(&self, put: broker::PutHeader, fds: &[BorrowedFd<'_>]) -> Result<Published, (RefusalCode, String)> {
         match self.raw.ask(&Message::Put(Box::new(put)), fds).unwrap().unwrap().0 {
             Message::Published(published) => Ok(published),
             Message::Refused(refusal) => Err((refusal.code, refusal.message)),
@@ -86,7 +86,7 @@ fn sizes_are_multiples_of_the_granularity() {
 #[test]
 fn put_without_a_segment_is_refused() {
     let scene = Scene::new();
-    let put = broker::Put { sizes: Vec::new(), ..scene.memory.put("a") };
+    let put = broker::PutHeader { sizes: Vec::new(), ..scene.memory.put("a") };
     let (code, message) = scene.put(put, &[]).unwrap_err();
     assert_eq!((code, message.contains("1 to 1 are allowed")), (RefusalCode::Invalid, true), "{message}");
     scene.assert_empty();
@@ -97,7 +97,7 @@ fn long_inline_tables_are_refused() {
     let scene = Scene::new();
     let text = |length: usize| Attached::of(&json!({"x": "x".repeat(length - 8)})).unwrap();
     assert_eq!(text(MAX_INLINE).as_str().len(), MAX_INLINE);
-    let long = broker::Put { metadata: Some(Table::Inline(text(MAX_INLINE + 1))), ..scene.memory.put("a") };
+    let long = broker::PutHeader { metadata: Some(Table::Inline(text(MAX_INLINE + 1))), ..scene.memory.put("a") };
     let (code, message) = scene.put(long, &scene.memory.fds()).unwrap_err();
     assert_eq!((code, message.contains("4097 bytes in the record")), (RefusalCode::Invalid, true), "{message}");
     // Each array is short enough, but together they are too long.
@@ -108,9 +108,12 @@ fn long_inline_tables_are_refused() {
     let parts = 1 + MAX_INLINE_TOGETHER / arrays.as_str().len();
     let memory = Material::of(&filled(&scene.subject.driver, 2 * MIB, None, 1)).repeated(parts);
     let mut put = memory.put("a");
-    let one = broker::PutPart { memory: scene.memory.memory.clone(), ..put.parts[0].clone() };
-    let part =
-        |at| broker::PutPart { name: format!("p{at}"), arrays: Some(Table::Inline(arrays.clone())), ..one.clone() };
+    let one = broker::PutPartHeader { memory: scene.memory.memory.clone(), ..put.parts[0].clone() };
+    let part = |at| broker::PutPartHeader {
+        name: format!("p{at}"),
+        arrays: Some(Table::Inline(arrays.clone())),
+        ..one.clone()
+    };
     put.parts = (0..parts).map(part).collect();
     let (code, message) = scene.put(put.clone(), &memory.fds()).unwrap_err();
     assert_eq!((code, message.contains("in total")), (RefusalCode::Invalid, true), "{message}");
@@ -152,7 +155,7 @@ fn request_token_of_another_name_is_refused() {
     let client = scene.server.client();
     let fds = scene.memory.fds();
     let request = |of: u8| Some(Token([of; 16]));
-    let put = |name: &str, of: u8| broker::Put { request: request(of), ..scene.memory.put(name) };
+    let put = |name: &str, of: u8| broker::PutHeader { request: request(of), ..scene.memory.put(name) };
     let delete = |name: &str, of: u8| {
         let answer = scene.raw.ask(&Message::Delete(Delete { name: name.to_owned(), request: request(of) }), &[]);
         match answer.unwrap().unwrap().0 {
@@ -196,7 +199,7 @@ fn tables_count_towards_the_quota() {
     let put = |length: usize| {
         let text = json!({"x": "x".repeat(length)}).to_string();
         let table = memfd(&text);
-        let put = broker::Put { metadata: Some(Table::Length(text.len() as u64)), ..memory.put("a") };
+        let put = broker::PutHeader { metadata: Some(Table::Length(text.len() as u64)), ..memory.put("a") };
         match raw.ask(&Message::Put(Box::new(put)), &[table.as_fd(), memory.fds()[0]]).unwrap().unwrap().0 {
             Message::Published(_) => Ok(()),
             Message::Refused(refusal) => Err(refusal.code),
@@ -223,7 +226,7 @@ fn shared_table_is_read_once() {
     let put = |name: &str, tables: usize| {
         let mut put = memory.put(name);
         let one = put.parts[0].clone();
-        put.parts = (0..parts).map(|at| broker::PutPart { name: format!("p{at}"), ..one.clone() }).collect();
+        put.parts = (0..parts).map(|at| broker::PutPartHeader { name: format!("p{at}"), ..one.clone() }).collect();
         for (at, part) in put.parts.iter_mut().enumerate() {
             (part.memory.size, part.memory.mapped_size, part.memory.segments) = (2 * MIB, 2 * MIB, 1);
             part.arrays = (at < tables).then_some(Table::Length(text.len() as u64));
@@ -254,7 +257,7 @@ fn shared_table_fits_the_smallest_part() {
         .into_iter()
         .zip(["large", "small"])
         .map(|(segments, name)| {
-            let mut part = broker::PutPart { name: name.to_owned(), ..one.clone() };
+            let mut part = broker::PutPartHeader { name: name.to_owned(), ..one.clone() };
             let size = segments * 2 * MIB;
             (part.memory.size, part.memory.mapped_size, part.memory.segments) = (size, size, segments);
             part.arrays = Some(Table::Length(text.len() as u64));
@@ -278,7 +281,7 @@ fn deleted_name_is_not_offered_back() {
             owner: broker::Owner { uid, gid: uid },
             leases: vec![Token([id; 16])],
         };
-        let put = broker::Put { restore: Some(restore), mode: Some(0o644), ..scene.memory.put(name) };
+        let put = broker::PutHeader { restore: Some(restore), mode: Some(0o644), ..scene.memory.put(name) };
         scene.put(put, &fds).map(|published| published.version).map_err(|(code, _)| code)
     };
     assert_eq!(offer("a", 1), Ok(3));

@@ -90,24 +90,24 @@ impl Makings {
         Self { small: Material::of(&shared), many: Material::of(&shared).repeated(MANY), table }
     }
 
-    fn put(&self, name: &str, request: Token, replace: bool) -> broker::Put {
-        broker::Put { request: Some(request), replace, ..self.small.put(name) }
+    fn put(&self, name: &str, request: Token, replace: bool) -> broker::PutHeader {
+        broker::PutHeader { request: Some(request), replace, ..self.small.put(name) }
     }
 
-    fn put_small(&self, raw: &Raw, put: broker::Put) -> Answer {
+    fn put_small(&self, raw: &Raw, put: broker::PutHeader) -> Answer {
         ask(raw, &Message::Put(Box::new(put)), &self.small.fds())
     }
 
     /// A put with its metadata in a memfd.
-    fn put_with_table(&self, raw: &Raw, put: broker::Put) -> Answer {
-        let put = broker::Put { metadata: Some(Table::Length(self.table.1 as u64)), ..put };
+    fn put_with_table(&self, raw: &Raw, put: broker::PutHeader) -> Answer {
+        let put = broker::PutHeader { metadata: Some(Table::Length(self.table.1 as u64)), ..put };
         let fds: Vec<_> = [self.table.0.as_fd()].into_iter().chain(self.small.fds()).collect();
         ask(raw, &Message::Put(Box::new(put)), &fds)
     }
 
     /// A put of several records.
     fn put_many(&self, raw: &Raw, name: &str, request: Token) -> Answer {
-        let put = broker::Put { request: Some(request), ..self.many.put(name) };
+        let put = broker::PutHeader { request: Some(request), ..self.many.put(name) };
         let (fds, sizes) = (self.many.fds(), &self.many.segments);
         match ask(raw, &Message::Put(Box::new(put)), &fds[..MAX_FDS]) {
             Some((Message::Send(_), _)) => {}

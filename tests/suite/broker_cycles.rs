@@ -60,7 +60,7 @@ impl Persistent<'_> {
 
     fn put(&mut self, template: &Template, name: &str, nonce: u64, replace: bool) -> u64 {
         let (put, pages) = template.raw_put(name, nonce, replace);
-        let put = broker::Put { request: Some(token()), ..put };
+        let put = broker::PutHeader { request: Some(token()), ..put };
         match self.ask(&Message::Put(Box::new(put)), &pages) {
             Message::Published(published) => published.version,
             other => panic!("{other:?}"),

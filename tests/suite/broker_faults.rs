@@ -120,9 +120,9 @@ impl Material {
     }
 
     /// A put of the whole memory, with the sizes of its first record.
-    pub(crate) fn put(&self, name: &str) -> broker::Put {
+    pub(crate) fn put(&self, name: &str) -> broker::PutHeader {
         let (memory, arrays, digest) = (self.memory.clone(), None, None);
-        broker::Put {
+        broker::PutHeader {
             name: name.to_owned(),
             replace: false,
             if_version: None,
@@ -130,7 +130,7 @@ impl Material {
             group: None,
             wait_ms: None,
             backend: self.backend.clone(),
-            parts: vec![broker::PutPart { name: "all".to_owned(), memory, arrays, digest }],
+            parts: vec![broker::PutPartHeader { name: "all".to_owned(), memory, arrays, digest }],
             metadata: None,
             mode: None,
             lifetime: None,
@@ -227,13 +227,13 @@ impl Steps<'_> {
         Material::of(self.shared).repeated(MANY)
     }
 
-    fn put_first(&self, put: broker::Put) {
+    fn put_first(&self, put: broker::PutHeader) {
         self.raw.send(&Message::Put(Box::new(put)), &self.small.fds()).unwrap();
     }
 
     fn begin_many(&self, replace: bool) -> Material {
         let many = self.many();
-        let put = broker::Put { replace, ..many.put(if replace { "base" } else { "made" }) };
+        let put = broker::PutHeader { replace, ..many.put(if replace { "base" } else { "made" }) };
         let fds = many.fds();
         let answer = self.raw.ask(&Message::Put(Box::new(put)), &fds[..MAX_FDS]).unwrap();
         assert!(matches!(answer, Some((Message::Send(_), _))), "{answer:?}");
@@ -242,9 +242,11 @@ impl Steps<'_> {
 
     fn table(&self, text: &str) {
         let (file, small) = (memfd(text), &self.small);
-        let part =
-            broker::PutPart { arrays: Some(Table::Length(text.len() as u64)), ..small.put("made").parts.remove(0) };
-        let put = broker::Put { parts: vec![part], ..small.put("made") };
+        let part = broker::PutPartHeader {
+            arrays: Some(Table::Length(text.len() as u64)),
+            ..small.put("made").parts.remove(0)
+        };
+        let put = broker::PutHeader { parts: vec![part], ..small.put("made") };
         let fds: Vec<BorrowedFd<'_>> = std::iter::once(file.as_fd()).chain(small.fds()).collect();
         self.raw.send(&Message::Put(Box::new(put)), &fds).unwrap();
     }
@@ -269,13 +271,20 @@ impl Steps<'_> {
             "put-waits-for-parts" => {
                 let announced = vec!["all".to_owned(), "other".to_owned()];
                 let group = Some("g".to_owned());
-                self.put_first(broker::Put { announced, group, wait_ms: Some(600_000), ..self.small.put("made") });
+                self.put_first(broker::PutHeader {
+                    announced,
+                    group,
+                    wait_ms: Some(600_000),
+                    ..self.small.put("made")
+                });
             }
             // The put is conditional on an old version: it is refused, and the object is unchanged.
-            "replace-sent" => self.put_first(broker::Put { if_version: Some(1_000_000), ..self.small.put("base") }),
+            "replace-sent" => {
+                self.put_first(broker::PutHeader { if_version: Some(1_000_000), ..self.small.put("base") })
+            }
             "replace-half-of-the-segments" => self.begin_many(true).send(&self.raw, MAX_FDS, MANY / 2),
             "replace-published" => {
-                self.put_first(broker::Put { replace: true, ..self.small.put("base") });
+                self.put_first(broker::PutHeader { replace: true, ..self.small.put("base") });
                 assert_published(self.raw.receive().unwrap());
             }
             other => panic!("no step {other}"),

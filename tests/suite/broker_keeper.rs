@@ -62,9 +62,9 @@ fn put(served: &Served, name: &str, nonce: u8) {
     let pages: Vec<fs::File> =
         (0..SEGMENTS).map(|_| fs::OpenOptions::new().read(true).write(true).open(&opened).unwrap()).collect();
     let memory: Memory = (&template.of(SEGMENTS as u64)).into();
-    let part = broker::PutPart { name: "all".to_owned(), memory, arrays: None, digest: None };
+    let part = broker::PutPartHeader { name: "all".to_owned(), memory, arrays: None, digest: None };
     let (put, _) = template.raw_put(name, nonce.into(), false);
-    let put = broker::Put { parts: vec![part], sizes: vec![PAGE; SEGMENTS], request: Some(token()), ..put };
+    let put = broker::PutHeader { parts: vec![part], sizes: vec![PAGE; SEGMENTS], request: Some(token()), ..put };
     // While the server or the keeper is down, the put is repeated. It takes effect once.
     let begun = Instant::now();
     loop {

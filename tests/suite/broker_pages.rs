@@ -86,11 +86,11 @@ impl Template {
     }
 
     /// The same put as a record, with its descriptors.
-    pub(crate) fn raw_put(&self, name: &str, nonce: u64, replace: bool) -> (broker::Put, Vec<OwnedFd>) {
+    pub(crate) fn raw_put(&self, name: &str, nonce: u64, replace: bool) -> (broker::PutHeader, Vec<OwnedFd>) {
         let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
         let memory: Memory = (&self.of(pages.len() as u64)).into();
         let metadata = broker::Attached::of(&json!({"nonce": nonce})).unwrap();
-        let put = broker::Put {
+        let put = broker::PutHeader {
             name: name.to_owned(),
             replace,
             if_version: None,
@@ -98,7 +98,7 @@ impl Template {
             group: None,
             wait_ms: None,
             backend: "host".to_owned(),
-            parts: vec![broker::PutPart { name: "all".to_owned(), memory, arrays: None, digest: None }],
+            parts: vec![broker::PutPartHeader { name: "all".to_owned(), memory, arrays: None, digest: None }],
             metadata: Some(Table::Inline(metadata)),
             mode: None,
             lifetime: None,

@@ -55,7 +55,7 @@ fn small(subject: &Subject, value: u8) -> Material {
 
 #[track_caller]
 fn put(raw: &Raw, material: &Material, name: &str, replace: bool) -> Published {
-    let put = broker::Put { replace, request: Some(token()), ..material.put(name) };
+    let put = broker::PutHeader { replace, request: Some(token()), ..material.put(name) };
     match raw.ask(&Message::Put(Box::new(put)), &material.fds()).unwrap() {
         Some((Message::Published(published), _)) => published,
         other => panic!("{other:?}"),
@@ -205,7 +205,7 @@ fn repeated_requests_are_done_once(mut subject: Subject) {
     let served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 1);
     let send = |raw: &Raw, name: &str, request: Token| {
-        let put = broker::Put { replace: true, request: Some(request), ..material.put(name) };
+        let put = broker::PutHeader { replace: true, request: Some(request), ..material.put(name) };
         match raw.ask(&Message::Put(Box::new(put)), &material.fds()).unwrap() {
             Some((Message::Published(published), _)) => published,
             other => panic!("{other:?}"),

@@ -101,7 +101,7 @@ fn code<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> Option<RefusalCode> {
     }
 }
 
-fn of(put: broker::Put) -> Message {
+fn of(put: broker::PutHeader) -> Message {
     Message::Put(Box::new(put))
 }
 
@@ -275,7 +275,7 @@ impl Actor<'_> {
     }
 
     /// Sends a record that is no message, or lacks its descriptors.
-    fn send_broken_record(&mut self, raw: &Raw, put: broker::Put, fds: &[BorrowedFd<'_>]) {
+    fn send_broken_record(&mut self, raw: &Raw, put: broker::PutHeader, fds: &[BorrowedFd<'_>]) {
         match self.dice.of(5) {
             0 => {
                 let bytes: Vec<u8> = (0..self.dice.of(300) + 1).map(|_| self.dice.next() as u8).collect();
@@ -309,7 +309,7 @@ impl Actor<'_> {
     }
 
     /// Puts memory that no client may put.
-    fn put_wrong_memory(&mut self, raw: &Raw, put: broker::Put, fds: &[BorrowedFd<'_>]) {
+    fn put_wrong_memory(&mut self, raw: &Raw, put: broker::PutHeader, fds: &[BorrowedFd<'_>]) {
         match self.dice.of(7) {
             0 => {
                 // A size larger than the memory.
@@ -361,7 +361,7 @@ impl Actor<'_> {
     }
 
     /// Sends messages in the wrong order.
-    fn send_out_of_order(&mut self, raw: &Raw, put: broker::Put, fds: &[BorrowedFd<'_>]) {
+    fn send_out_of_order(&mut self, raw: &Raw, put: broker::PutHeader, fds: &[BorrowedFd<'_>]) {
         match self.dice.of(8) {
             0 => {
                 // The put is interrupted: the connection closes, or another record follows.

@@ -407,7 +407,7 @@ mod root {
                 owner: Owner { uid, gid: TEAM },
                 leases: vec![Token([token; 16])],
             };
-            let put = broker::Put { restore: Some(restore), mode: Some(0o644), ..memory.put(name) };
+            let put = broker::PutHeader { restore: Some(restore), mode: Some(0o644), ..memory.put(name) };
             let answer = Raw::greeted(&path).unwrap().ask(&Message::Put(Box::new(put)), &memory.fds()).unwrap();
             match answer.unwrap().0 {
                 Message::Published(published) => Ok(published.version),
@@ -434,10 +434,11 @@ mod root {
     }
 
     /// A put of several tables, each with its own memory.
-    fn put_of_tables(memory: &Material, name: &str, tables: &[OwnedFd], length: u64) -> broker::Put {
+    fn put_of_tables(memory: &Material, name: &str, tables: &[OwnedFd], length: u64) -> broker::PutHeader {
         let mut put = memory.put(name);
-        let one = broker::PutPart { arrays: Some(broker::Table::Length(length)), ..put.parts[0].clone() };
-        put.parts = (0..tables.len()).map(|at| broker::PutPart { name: format!("p{at}"), ..one.clone() }).collect();
+        let one = broker::PutPartHeader { arrays: Some(broker::Table::Length(length)), ..put.parts[0].clone() };
+        put.parts =
+            (0..tables.len()).map(|at| broker::PutPartHeader { name: format!("p{at}"), ..one.clone() }).collect();
         for part in &mut put.parts {
             (part.memory.size, part.memory.mapped_size, part.memory.segments) = (2 * MIB, 2 * MIB, 1);
         }
@@ -527,7 +528,7 @@ mod root {
                 owner: Owner { uid: MAKER, gid: TEAM },
                 leases: vec![Token([1; 16])],
             };
-            let put = broker::Put { restore: Some(restore), ..memory.put("models/x") };
+            let put = broker::PutHeader { restore: Some(restore), ..memory.put("models/x") };
             let answer = Raw::greeted(&path).unwrap().ask(&Message::Put(Box::new(put)), &memory.fds()).unwrap();
             assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
         });
@@ -554,12 +555,13 @@ mod root {
         let put_many = |raw: &Raw, name: &str, from: u64| {
             let parts = memory.put("").parts;
             let part = |at: u64| {
-                let mut part = broker::PutPart { name: format!("p{at}"), ..parts[0].clone() };
+                let mut part = broker::PutPartHeader { name: format!("p{at}"), ..parts[0].clone() };
                 part.memory.device.uuid = format!("00000000-0000-0000-0000-{:012x}", from + at).parse().unwrap();
                 part.memory.device.name = "x".repeat(255);
                 part
             };
-            let put = broker::Put { parts: (0..50).map(part).collect(), sizes: vec![2 * MIB; 50], ..memory.put(name) };
+            let put =
+                broker::PutHeader { parts: (0..50).map(part).collect(), sizes: vec![2 * MIB; 50], ..memory.put(name) };
             let fds = vec![memory.fds()[0]; 50];
             match raw.ask(&Message::Put(Box::new(put)), &fds).unwrap().unwrap().0 {
                 Message::Published(_) => Ok(()),

@@ -30,7 +30,7 @@ use vmmfd::{
         handoff::{Buffer, Content, ServeOptions, serve_connection},
         stream::Subscriber,
     },
-    wire::{Busy, Check, ErrorCode, Failure, Hello, Message, Offer, Part, Received, Request, Segments},
+    wire::{Busy, Check, ErrorCode, Failure, Hello, Message, Offer, Received, Request, Run, Segments},
 };
 use vmmfd_cli::check::Figures;
 
@@ -286,7 +286,7 @@ mod consumers {
         ] {
             let mut offer = sound.clone();
             (offer.memory.mapped_size, offer.memory.segments) = (mapped_size, segments);
-            offer.part = Some(Part { segments, size: mapped_size, ..offer.part.unwrap() });
+            offer.part = Some(Run { segments, size: mapped_size, ..offer.part.unwrap() });
             let ended = against(
                 |channel| {
                     greet(channel, Backend::Host);

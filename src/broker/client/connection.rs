@@ -13,7 +13,7 @@ use std::{
 
 use super::{
     dial::{Dialled, Dialler, no_broker},
-    holdings::{Handlers, Held, Holdings},
+    holdings::{Handlers, Holdings, OwnLease},
     records::{buffer, is_broken, lock, receive_on, send_on},
     waker::Waker,
 };
@@ -168,7 +168,7 @@ impl Connection {
     }
 
     /// Adds a lease, so that a reconnect resumes it.
-    pub(super) fn add_lease(self: &Arc<Self>, held: &Arc<Held>) {
+    pub(super) fn add_lease(self: &Arc<Self>, held: &Arc<OwnLease>) {
         lock(&self.holdings).leases.insert(held.token, Arc::clone(held));
         self.start_watcher();
         self.wake_if_broken();
@@ -257,7 +257,7 @@ impl Connection {
     }
 
     /// Whether the broker counts the lease, as far as this process knows.
-    pub(super) fn counts(&self, held: &Held) -> bool {
+    pub(super) fn counts(&self, held: &OwnLease) -> bool {
         self.is_own() && self.connected.load(Ordering::Acquire) && held.is_counted()
     }
 

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::SystemTime};
 
-use super::{connection::Connection, holdings::Held};
+use super::{connection::Connection, holdings::OwnLease};
 use crate::{
     error::{Error, code},
     wire::broker::{Attached, Message, Owner, Report},
@@ -92,7 +92,7 @@ pub(super) use part_accessors;
 #[derive(Debug)]
 pub(super) struct Hold {
     pub(super) connection: Arc<Connection>,
-    pub(super) held: Arc<Held>,
+    pub(super) held: Arc<OwnLease>,
 }
 
 impl Drop for Hold {

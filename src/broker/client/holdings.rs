@@ -21,7 +21,7 @@ use crate::{
 pub(super) struct Holdings {
     /// The UUID of the broker's state, from the last handshake.
     pub(super) instance: String,
-    pub(super) leases: HashMap<Token, Arc<Held>>,
+    pub(super) leases: HashMap<Token, Arc<OwnLease>>,
     /// The last put of each name that may be deleted together with this connection.
     pub(super) puts: HashMap<String, Token>,
     /// Releases that did not fit the socket yet.
@@ -36,7 +36,7 @@ impl Holdings {
 
 /// A lease held by this process.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct OwnLease {
     pub(super) token: Token,
     pub(super) name: String,
     pub(super) version: u64,
@@ -49,7 +49,7 @@ pub(super) struct Held {
     restore_failed: AtomicBool,
 }
 
-impl Held {
+impl OwnLease {
     pub(super) fn new(token: Token, name: String, version: u64, id: String, restore: Option<RestoreData>) -> Self {
         Self {
             token,
@@ -180,13 +180,13 @@ pub(super) enum Notice {
 }
 
 impl Notice {
-    pub(super) fn lost(held: &Held, reason: LossReason) -> Self {
-        let Held { name, version, id, .. } = held;
+    pub(super) fn lost(held: &OwnLease, reason: LossReason) -> Self {
+        let OwnLease { name, version, id, .. } = held;
         Self::Lost(Lost { name: name.clone(), version: *version, id: id.clone(), reason })
     }
 
-    pub(super) fn restored(held: &Held, rebuilt: bool) -> Self {
-        let Held { name, version, id, .. } = held;
+    pub(super) fn restored(held: &OwnLease, rebuilt: bool) -> Self {
+        let OwnLease { name, version, id, .. } = held;
         Self::Restored(Restored { name: name.clone(), version: *version, id: id.clone(), rebuilt })
     }
 }

@@ -11,7 +11,7 @@ use std::{
 use super::{
     connection::Connection,
     hold::{Header, Hold, part_accessors, version_accessors},
-    holdings::{Held, PartHeader, RestoreData, RestorePart},
+    holdings::{OwnLease, PartHeader, RestoreData, RestorePart},
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
@@ -19,7 +19,7 @@ use crate::{
     channel::deadline_after,
     driver::{Access, Driver},
     error::{DeviceError, Error, ErrorCode, PeerError, ProtocolError, Result},
-    memory::{Description, Device, Imported, Importing, Part, Remains, Selector},
+    memory::{Description, Device, Imported, Importing, Remains, Run, Selector},
     wire::{
         Check,
         broker::{ArrayEntry, Attached, LeaseHeader, MAX_ARRAYS, MAX_METADATA, MAX_TABLE, Owner, Table, read_arrays},
@@ -45,13 +45,13 @@ pub struct Lease {
 #[derive(Debug)]
 pub struct LeasedPart {
     pub(super) header: PartHeader,
-    pub(super) runs: Vec<Run>,
+    pub(super) runs: Vec<LeasedRun>,
 }
 
 /// Contiguous segments.
 #[derive(Debug)]
-pub(super) struct Run {
-    pub(super) part: Part,
+pub(super) struct LeasedRun {
+    pub(super) run: Run,
     /// Each segment's size and descriptor. A restore borrows the descriptor.
     pub(super) segments: Vec<(u64, Arc<OwnedFd>)>,
 }
@@ -77,7 +77,7 @@ impl Lease {
             let arrays = arrays.map(|text| parse_arrays(&text, description.size)).transpose()?.unwrap_or_default();
             let runs = part.runs.into_iter().map(|run| {
                 let segments = segments.by_ref().take(usize::try_from(run.segments).unwrap_or(usize::MAX)).collect();
-                Run { part: run.into(), segments }
+                LeasedRun { run: run.into(), segments }
             });
             let (runs, arrays) = (runs.collect(), Arc::new(arrays));
             let header = PartHeader { name: part.name, description, digest: part.digest, arrays };
@@ -93,7 +93,7 @@ impl Lease {
             keep: header.keep,
             parts: parts.iter().map(LeasedPart::restore_part).collect(),
         });
-        let held = Arc::new(Held::new(header.token, name.clone(), version, id.clone(), restore));
+        let held = Arc::new(OwnLease::new(header.token, name.clone(), version, id.clone(), restore));
         connection.add_lease(&held);
         let hold = Hold { connection: Arc::clone(connection), held };
         let created = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(created_ms));
@@ -215,7 +215,7 @@ impl LeasedPart {
     }
 }
 
-impl Run {
+impl LeasedRun {
     /// Maps the run at addresses of the driver's choice. Also returns its handles and descriptors.
     pub(super) fn map(
         self,
@@ -223,7 +223,7 @@ impl Run {
         description: &Description,
         copy_on_write: bool,
     ) -> Result<(Imported, Remains)> {
-        let mut importing = Importing::begin(device, description, &self.part, Access::ReadOnly)?;
+        let mut importing = Importing::begin(device, description, &self.run, Access::ReadOnly)?;
         if copy_on_write {
             importing = importing.copy_on_write();
         }

@@ -9,7 +9,7 @@ use std::{
 use super::{
     Client,
     connection::Exchange,
-    holdings::{Held, PartHeader, RestoreData},
+    holdings::{OwnLease, PartHeader, RestoreData},
     records::unexpected,
 };
 use crate::{
@@ -274,7 +274,7 @@ impl Client {
 
 /// Prepares to restore a version with its leases, and lets `send` upload it.
 pub(super) fn restore(
-    held: &Held,
+    held: &OwnLease,
     data: &RestoreData,
     segments: &[Vec<Arc<OwnedFd>>],
     leases: &[Token],
@@ -304,7 +304,7 @@ pub(super) fn restore(
 
 /// A put, ready to send.
 pub(super) struct Upload<'a> {
-    message: Box<broker::Put>,
+    message: Box<broker::PutHeader>,
     tables: Vec<OwnedFd>,
     /// The segments of all parts.
     segments: Vec<(u64, &'a Segment<'a>)>,
@@ -324,7 +324,7 @@ impl<'a> Upload<'a> {
                 arrays => Some(tables.add(Attached::of(arrays).map_err(unwritable)?)?),
             };
             let (name, digest) = (name.clone(), digest.clone());
-            parts.push(broker::PutPart { name, memory: description.into(), arrays, digest });
+            parts.push(broker::PutPartHeader { name, memory: description.into(), arrays, digest });
         }
         let tables = tables.attached;
         let of_part = |part: &'a PutPart<'_>| part.segments.iter().map(|(size, segment)| (*size, segment));
@@ -335,7 +335,7 @@ impl<'a> Upload<'a> {
             Condition::Any => (true, None),
             Condition::Version(version) => (true, Some(version)),
         };
-        let message = Box::new(broker::Put {
+        let message = Box::new(broker::PutHeader {
             name: put.name.clone(),
             replace,
             if_version,

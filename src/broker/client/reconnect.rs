@@ -14,7 +14,7 @@ use super::{
     Client,
     connection::Connection,
     dial::{Dialled, no_broker},
-    holdings::{Held, LossReason, Notice},
+    holdings::{LossReason, Notice, OwnLease},
     put,
     records::{is_broken, lock, unexpected},
 };
@@ -101,13 +101,13 @@ impl Connection {
             let mut holdings = lock(&self.holdings);
             // Pending releases end with the old connection: their leases are not resumed.
             holdings.pending_releases.clear();
-            let leases: Vec<Arc<Held>> = holdings.leases.values().cloned().collect();
+            let leases: Vec<Arc<OwnLease>> = holdings.leases.values().cloned().collect();
             (holdings.instance != instance, leases, holdings.puts.values().copied().collect::<Vec<Token>>())
         };
         let unknown = self.resume(&leases.iter().map(|held| held.token).collect::<Vec<_>>(), &puts, incoming)?;
         let (lost, taken): (Vec<_>, Vec<_>) = leases.iter().cloned().partition(|held| unknown.contains(&held.token));
         let mut notices: Vec<Notice> = Vec::new();
-        let mut gone: Vec<Arc<Held>> = Vec::new();
+        let mut gone: Vec<Arc<OwnLease>> = Vec::new();
         for held in taken {
             held.set_counted(true);
             notices.push(Notice::restored(&held, false));
@@ -169,9 +169,13 @@ impl Connection {
     }
 
     /// Restores each lost version once. Returns, for each lease, why it is still lost, or `None`.
-    fn restore_lost(&self, lost: Vec<Arc<Held>>, incoming: &mut Vec<u8>) -> Result<Vec<(Arc<Held>, Option<String>)>> {
+    fn restore_lost(
+        &self,
+        lost: Vec<Arc<OwnLease>>,
+        incoming: &mut Vec<u8>,
+    ) -> Result<Vec<(Arc<OwnLease>, Option<String>)>> {
         // Older versions of a name first: the broker refuses them after a newer one.
-        let mut versions: BTreeMap<(String, u64, String), Vec<Arc<Held>>> = BTreeMap::new();
+        let mut versions: BTreeMap<(String, u64, String), Vec<Arc<OwnLease>>> = BTreeMap::new();
         for held in lost {
             versions.entry((held.name.clone(), held.version, held.id.clone())).or_default().push(held);
         }
@@ -220,7 +224,7 @@ impl Connection {
     /// Marks all leases as lost. `forever`: no later attempt can resume them.
     pub(super) fn report_unreachable(&self, forever: bool) {
         self.connected.store(false, Ordering::Release);
-        let held: Vec<Arc<Held>> = {
+        let held: Vec<Arc<OwnLease>> = {
             let mut holdings = lock(&self.holdings);
             let held = holdings.leases.values().cloned().collect();
             if forever {

@@ -9,7 +9,7 @@ use std::{
 use super::{
     hold::{Header, Hold, version_accessors},
     holdings::PartHeader,
-    lease::{Lease, LeasedPart, Run, check_backend},
+    lease::{Lease, LeasedPart, LeasedRun, check_backend},
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
@@ -337,8 +337,8 @@ impl<'a> Shape<'a> {
     }
 
     fn of_leased(part: &'a LeasedPart) -> Self {
-        let piece = |run: &Run| {
-            let (start, room) = (run.part.offset, run.part.size);
+        let piece = |run: &LeasedRun| {
+            let (start, room) = (run.run.offset, run.run.size);
             Piece {
                 start,
                 size: part.header.description.size.min(start.saturating_add(room)).saturating_sub(start),

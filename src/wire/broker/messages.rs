@@ -8,7 +8,7 @@ use super::table::Attached;
 use crate::{
     error::RefusalCode,
     wire::{
-        ByteRange, Check, Memory, Part,
+        ByteRange, Check, Memory, Run,
         strict::{self, or_default},
     },
 };
@@ -87,7 +87,7 @@ pub struct Maker {
 /// Puts memory under a name. Carries descriptors: for the tables in field order, then for the first segments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Put {
+pub struct PutHeader {
     /// The object's name.
     pub name: String,
     /// Whether the name may exist. If it does, the put adds its next version.
@@ -111,7 +111,7 @@ pub struct Put {
     pub backend: String,
     /// The parts in this put.
     #[serde(deserialize_with = "strict::objects")]
-    pub parts: Vec<PutPart>,
+    pub parts: Vec<PutPartHeader>,
     /// The version's metadata: a JSON object.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<Table>,
@@ -154,7 +154,7 @@ pub struct Restore {
 /// A part of a version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct PutPart {
+pub struct PutPartHeader {
     /// The part's name.
     pub name: String,
     /// The part's memory.
@@ -284,7 +284,7 @@ pub struct LeaseHeader {
     pub whole: bool,
     /// The requested parts.
     #[serde(deserialize_with = "strict::objects")]
-    pub parts: Vec<LeasePart>,
+    pub parts: Vec<LeasePartHeader>,
     /// The exact sizes of the first segments of all runs in bytes, run after run.
     pub sizes: Vec<u64>,
 }
@@ -292,7 +292,7 @@ pub struct LeaseHeader {
 /// A part of a lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct LeasePart {
+pub struct LeasePartHeader {
     /// The part's name.
     pub name: String,
     /// The part's memory. The sizes are as claimed in the put.
@@ -300,7 +300,7 @@ pub struct LeasePart {
     pub memory: Memory,
     /// The segments that follow, in runs of adjacent segments.
     #[serde(deserialize_with = "strict::objects")]
-    pub runs: Vec<Part>,
+    pub runs: Vec<Run>,
     /// The arrays in the part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arrays: Option<Table>,

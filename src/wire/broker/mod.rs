@@ -14,8 +14,9 @@ pub use self::{
         DeviceBytes, HeldLease, Leases, List, Objects, PartInfo, ReportInfo, Stat, Summary, UserTotal, VersionInfo, Who,
     },
     messages::{
-        ArrayEntry, Claim, Claimed, Delete, Done, Get, GetObject, LeaseHeader, LeasePart, Lifetime, Maker, Owner,
-        Published, Put, PutPart, Refusal, Release, Report, Restore, Resume, Resumed, Send, Stop, Table, Token,
+        ArrayEntry, Claim, Claimed, Delete, Done, Get, GetObject, LeaseHeader, LeasePartHeader, Lifetime, Maker, Owner,
+        Published, PutHeader, PutPartHeader, Refusal, Release, Report, Restore, Resume, Resumed, Send, Stop, Table,
+        Token,
     },
     monitoring::{
         Crash, Durations, Event, EventKind, Events, KeeperInfo, Limits, Measure, Measured, RequestCount, Room,
@@ -87,7 +88,7 @@ messages! {
     7 "busy" Busy(Busy),
     #[doc = "As in a handoff."]
     8 "error" Error(Failure),
-    32 "put" Put(Box<Put>),
+    32 "put" Put(Box<PutHeader>),
     33 "send" Send(Send),
     34 "published" Published(Published),
     35 "get" Get(Box<Get>),

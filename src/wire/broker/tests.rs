@@ -8,7 +8,7 @@ use crate::{
     array::{ArrayDescriptor, Order},
     base::DeviceUuid,
     wire::{
-        ByteRange, Check, Device, HEADER_LENGTH, Location, MAX_BODY, MAX_NAME, Mechanism, Memory, Part, tests::record,
+        ByteRange, Check, Device, HEADER_LENGTH, Location, MAX_BODY, MAX_NAME, Mechanism, Memory, Run, tests::record,
     },
 };
 
@@ -31,15 +31,19 @@ fn attached(text: &str) -> Attached {
     Attached::from_text(text.to_owned()).unwrap()
 }
 
-fn put() -> Put {
-    let part =
-        |name: &str, arrays| PutPart { name: name.into(), memory: memory(), arrays, digest: Some("blake3:00".into()) };
+fn put() -> PutHeader {
+    let part = |name: &str, arrays| PutPartHeader {
+        name: name.into(),
+        memory: memory(),
+        arrays,
+        digest: Some("blake3:00".into()),
+    };
     let entry = ArrayEntry {
         name: "w".into(),
         array: ArrayDescriptor::new("<f4".parse().unwrap(), vec![5, 7], Order::C).unwrap(),
         attributes: Some(attached(r#"{"kind":"weight"}"#)),
     };
-    Put {
+    PutHeader {
         name: "models/llama".into(),
         replace: true,
         if_version: Some(u64::MAX),
@@ -81,10 +85,10 @@ fn lease() -> LeaseHeader {
         lifetime: Some(Lifetime::Deleted),
         keep: Some(2),
         whole: true,
-        parts: vec![LeasePart {
+        parts: vec![LeasePartHeader {
             name: "rank0".into(),
             memory: memory(),
-            runs: vec![Part { first: 1, segments: 2, offset: 2 << 20, size: 4 << 20 }],
+            runs: vec![Run { first: 1, segments: 2, offset: 2 << 20, size: 4 << 20 }],
             arrays: Some(Table::Length(70_000)),
             digest: None,
         }],
@@ -447,9 +451,9 @@ fn descriptor_counts_must_match() {
     assert_eq!(count(&Message::Version(Box::new(version()))), 1);
     // The limit applies to tables and segments together.
     for (sizes, sound) in [(MAX_FDS - 2, true), (MAX_FDS - 1, false)] {
-        let message = Message::Put(Box::new(Put { sizes: vec![2 << 20; sizes], ..put() }));
+        let message = Message::Put(Box::new(PutHeader { sizes: vec![2 << 20; sizes], ..put() }));
         assert_eq!(message.encode_into(&mut Vec::new()).is_ok(), sound, "{sizes}");
-        let body = serde_json::to_value(Put { sizes: vec![2 << 20; sizes], ..put() }).unwrap();
+        let body = serde_json::to_value(PutHeader { sizes: vec![2 << 20; sizes], ..put() }).unwrap();
         let decoded = decode(32, &body, sizes + 2);
         assert_eq!(decoded.is_ok(), sound, "{sizes}");
         assert!(sound || matches!(decoded, Err(ProtocolError::Content(_))));
@@ -460,7 +464,7 @@ fn descriptor_counts_must_match() {
 type Case = (&'static str, usize, Box<dyn Fn(usize) -> Message>);
 
 fn limits_of_a_put() -> Vec<Case> {
-    let with = |change: fn(&mut Put, usize), length| {
+    let with = |change: fn(&mut PutHeader, usize), length| {
         let mut put = put();
         change(&mut put, length);
         Message::Put(Box::new(put))
@@ -478,9 +482,9 @@ fn limits_of_a_put() -> Vec<Case> {
             "parts",
             MAX_PARTS,
             Box::new(move |n| {
-                let inline = PutPart { arrays: None, ..put().parts[0].clone() };
+                let inline = PutPartHeader { arrays: None, ..put().parts[0].clone() };
                 let parts = vec![inline; n];
-                Message::Put(Box::new(Put { parts, ..put() }))
+                Message::Put(Box::new(PutHeader { parts, ..put() }))
             }),
         ),
     ]
@@ -586,7 +590,7 @@ fn unchecked(message: &Message) -> (u16, Value) {
 #[test]
 fn too_long_messages_are_not_sent() {
     let long = attached(&format!("\"{}\"", "x".repeat(MAX_BODY)));
-    let message = Message::Put(Box::new(Put { metadata: Some(Table::Inline(long)), ..put() }));
+    let message = Message::Put(Box::new(PutHeader { metadata: Some(Table::Inline(long)), ..put() }));
     let most = HEADER_LENGTH + MAX_BODY;
     assert_eq!(message.encode_into(&mut Vec::new()), Err(ProtocolError::LongRecord { most }));
 }

@@ -11,7 +11,9 @@ use nix::libc;
 use serde_json::json;
 use vmmfd::wire::{
     Memory,
-    broker::{self, Attached, Delete, Get, GetObject, Message, PutPart, Release, Resume, Stat, Table, Token, Who},
+    broker::{
+        self, Attached, Delete, Get, GetObject, Message, PutPartHeader, Release, Resume, Stat, Table, Token, Who,
+    },
 };
 
 use super::{
@@ -130,11 +132,11 @@ impl Walk {
                 let files = [&self.files[asked.client], &self.files[usize::from(COMMON)]];
                 let memory: Memory = (&self.template.of(2)).into();
                 let metadata = Attached::of(&json!({"request": number})).unwrap();
-                let put = broker::Put {
+                let put = broker::PutHeader {
                     name,
                     replace: asked.verb == Verb::Replace,
                     request: Some(token),
-                    parts: vec![PutPart { name: "all".to_owned(), memory, arrays: None, digest: None }],
+                    parts: vec![PutPartHeader { name: "all".to_owned(), memory, arrays: None, digest: None }],
                     metadata: Some(Table::Inline(metadata)),
                     sizes: vec![PAGE; 2],
                     ..self.template.raw_put("", 0, false).0

@@ -32,10 +32,10 @@ use vmmfd::{
     memory::{Region, Shared},
     session::Config,
     wire::{
-        Failure, Part, Segments,
+        Failure, Run, Segments,
         broker::{
-            self, Done, LeaseHeader, LeasePart, Message, Objects, Published, Refusal, Release, Resume, Resumed, Send,
-            Token,
+            self, Done, LeaseHeader, LeasePartHeader, Message, Objects, Published, Refusal, Release, Resume, Resumed,
+            Send, Token,
         },
     },
 };
@@ -149,7 +149,7 @@ impl Peer {
     }
 
     #[track_caller]
-    fn put(&self) -> (Box<broker::Put>, Vec<OwnedFd>) {
+    fn put(&self) -> (Box<broker::PutHeader>, Vec<OwnedFd>) {
         match self.next() {
             (Message::Put(put), fds) => (put, fds),
             (other, _) => panic!("{other:?}"),
@@ -225,9 +225,9 @@ fn notices(client: &Client) -> Receiver<Result<Restored, Lost>> {
 }
 
 /// A lease of everything that was put.
-fn lease(put: &broker::Put, number: u8, whole: bool) -> LeaseHeader {
+fn lease(put: &broker::PutHeader, number: u8, whole: bool) -> LeaseHeader {
     let part = &put.parts[0];
-    let run = Part { first: 0, segments: put.sizes.len() as u64, offset: 0, size: part.memory.mapped_size };
+    let run = Run { first: 0, segments: put.sizes.len() as u64, offset: 0, size: part.memory.mapped_size };
     LeaseHeader {
         token: token(number),
         name: "a".to_owned(),
@@ -241,7 +241,7 @@ fn lease(put: &broker::Put, number: u8, whole: bool) -> LeaseHeader {
         lifetime: Some(Lifetime::Leased),
         keep: Some(3),
         whole,
-        parts: vec![LeasePart {
+        parts: vec![LeasePartHeader {
             name: part.name.clone(),
             memory: part.memory.clone(),
             runs: vec![run],
@@ -257,7 +257,7 @@ struct Reader {
     client: Client,
     leases: Vec<Lease>,
     peer: Peer,
-    put: Box<broker::Put>,
+    put: Box<broker::PutHeader>,
     notices: Receiver<Result<Restored, Lost>>,
 }
 

@@ -61,7 +61,7 @@ fn memory(size: u64, salt: u32) -> (Offer, std::sync::Arc<Allocation>) {
         },
         array: None,
         access: Access::ReadOnly,
-        part: Some(Part { first: 0, segments: 1, offset: 0, size: memory.size() }),
+        part: Some(Run { first: 0, segments: 1, offset: 0, size: memory.size() }),
         check: Some(Claim { salt: Some(salt), ..Claim::default() }.to_check()),
         buffer: None,
     };
@@ -120,7 +120,7 @@ fn contradicting_offers_are_refused() {
         // `violations.rs` covers the other rules.
         (ErrorCode::Protocol, |offer, _| offer.memory.mapped_size = 99),
         (ErrorCode::Protocol, |offer, _| {
-            offer.part = Some(Part { first: u64::MAX, segments: u64::MAX, offset: u64::MAX, size: u64::MAX });
+            offer.part = Some(Run { first: u64::MAX, segments: u64::MAX, offset: u64::MAX, size: u64::MAX });
         }),
         (ErrorCode::Protocol, |offer, _| offer.memory.pointer = Some(Pointer([0; 64]))),
         (ErrorCode::Protocol, |offer, _| offer.memory.mechanism = Mechanism::Pool),
@@ -141,7 +141,7 @@ fn contradicting_offers_are_refused() {
         }),
         (ErrorCode::Protocol, |offer, _| {
             legacy(offer);
-            offer.part = Some(Part { first: 0, segments: 0, offset: 0, size: 0 });
+            offer.part = Some(Run { first: 0, segments: 0, offset: 0, size: 0 });
         }),
         (ErrorCode::Failed, |offer, _| {
             claims(offer, |claim| *claim = Claim { digest: Some("sha256:00".into()), ..Claim::default() })
@@ -190,7 +190,7 @@ fn wrong_size_of_memory_is_refused() {
         let (mut offer, memory) = memory(3 << 20, 3);
         let size = factor * (8 << 20);
         offer.memory = Memory { size: 100, mapped_size: size, ..offer.memory };
-        offer.part = Some(Part { size, ..offer.part.unwrap() });
+        offer.part = Some(Run { size, ..offer.part.unwrap() });
         against(
             |channel| {
                 send(channel, &offer, memory.export().unwrap());
@@ -314,7 +314,7 @@ fn command_reports_lying_producer_as_peer() {
     ] {
         let mut offer = sound.clone();
         offer.memory.mapped_size = mapped_size;
-        offer.part = Some(Part { size: mapped_size, ..offer.part.unwrap() });
+        offer.part = Some(Run { size: mapped_size, ..offer.part.unwrap() });
         let ended = command_against(&meeting, |channel| {
             send(channel, &offer, fd);
             told(channel);

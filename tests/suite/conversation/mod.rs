@@ -32,8 +32,8 @@ use vmmfd::{
         handoff::{Findings, fetch},
     },
     wire::{
-        Busy, ErrorCode, Failure, Hello, Location, MAX_FDS, Mechanism, Memory, Message, Offer, Part, Pointer,
-        ProtocolError, Received, Request, Segments,
+        Busy, ErrorCode, Failure, Hello, Location, MAX_FDS, Mechanism, Memory, Message, Offer, Pointer, ProtocolError,
+        Received, Request, Run, Segments,
     },
 };
 use vmmfd_cli::check::{

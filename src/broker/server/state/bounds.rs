@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::wire::broker::{Get, GetObject, Message, Put, Table, Watch};
+use crate::wire::broker::{Get, GetObject, Message, PutHeader, Table, Watch};
 
 /// Overhead of an allocation, and of a vector or string.
 const ALLOCATION: usize = 16;
@@ -41,12 +41,12 @@ fn get_bytes(get: &Get) -> usize {
     get.objects.iter().map(object).sum()
 }
 
-fn put_bytes(put: &Put) -> usize {
+fn put_bytes(put: &PutHeader) -> usize {
     let table = |table: &Option<Table>| match table {
         Some(Table::Inline(attached)) => text_bytes(attached.as_str()),
         _ => 0,
     };
-    let part = |part: &crate::wire::broker::PutPart| {
+    let part = |part: &crate::wire::broker::PutPartHeader| {
         size_of_val(part)
             + table(&part.arrays)
             + text_bytes(&part.name)

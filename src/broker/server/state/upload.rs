@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use super::objects::Terms;
-use crate::wire::broker::Put;
+use crate::wire::broker::PutHeader;
 
 /// Uploads with more segments are examined by the worker, not on the event loop.
 const MAX_SMALL: usize = 128;
@@ -12,7 +12,7 @@ const MAX_SMALL: usize = 128;
 #[derive(Debug)]
 pub(crate) struct Upload {
     pub(crate) uid: u32,
-    pub(crate) put: Put,
+    pub(crate) put: PutHeader,
     pub(crate) terms: Terms,
     /// Segments of the complete put.
     pub(crate) total: usize,

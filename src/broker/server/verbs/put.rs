@@ -18,7 +18,7 @@ use crate::{
     error::BrokerError,
     wire::{
         Segments,
-        broker::{Message, Published, Put, Resume, Send},
+        broker::{Message, Published, PutHeader, Resume, Send},
     },
 };
 
@@ -28,7 +28,7 @@ pub(crate) fn put(
     effects: &mut Effects,
     room: &Room,
     id: ConnectionId,
-    put: Put,
+    put: PutHeader,
     mut fds: Vec<OwnedFd>,
 ) {
     let Some(uid) = state.caller(id).map(|caller| caller.uid) else { return effects.close_fds(None, fds) };
@@ -56,7 +56,7 @@ pub(crate) fn put(
 }
 
 /// The version that this put, or another reader's restore, has already published. A client repeats a put if it did not receive the answer.
-fn published_before(state: &mut State, id: ConnectionId, put: &Put) -> Result<Option<Published>, BrokerError> {
+fn published_before(state: &mut State, id: ConnectionId, put: &PutHeader) -> Result<Option<Published>, BrokerError> {
     if let Some(restore) = &put.restore {
         return Ok(restored_version(state, id, &put.name, restore));
     }
@@ -71,7 +71,7 @@ fn published_before(state: &mut State, id: ConnectionId, put: &Put) -> Result<Op
 }
 
 /// Checks a put before the rest of it is received.
-fn admit(state: &State, room: &Room, id: ConnectionId, put: &Put) -> Result<Checked, BrokerError> {
+fn admit(state: &State, room: &Room, id: ConnectionId, put: &PutHeader) -> Result<Checked, BrokerError> {
     let checked = check(put)?;
     let Some(caller) = state.caller(id) else { return invalid("the connection is closed") };
     state.objects.check_put(caller, &checked.terms, checked.bytes)?;

@@ -21,8 +21,8 @@ use crate::{
     },
     error::{BrokerError, RefusalCode, units},
     wire::{
-        Check, Part as Run,
-        broker::{Attached, GetObject, LeaseHeader, LeasePart, MAX_METADATA, MAX_TABLE, Token, read_arrays},
+        Check, Run,
+        broker::{Attached, GetObject, LeaseHeader, LeasePartHeader, MAX_METADATA, MAX_TABLE, Token, read_arrays},
     },
 };
 
@@ -297,7 +297,7 @@ impl Objects {
                 let (first, count) = (run.first as usize, run.segments as usize);
                 segments.extend_from_slice(&part.segments[first..first + count]);
             }
-            parts.push(LeasePart {
+            parts.push(LeasePartHeader {
                 name: part.name.clone(),
                 memory: part.memory.clone(),
                 runs: runs.clone(),

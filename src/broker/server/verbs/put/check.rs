@@ -24,7 +24,7 @@ use crate::{
         Check, Mechanism,
         broker::{
             MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS, MAX_TABLE, Maker,
-            Put, PutPart, Table, read_arrays,
+            PutHeader, PutPartHeader, Table, read_arrays,
         },
     },
 };
@@ -55,7 +55,7 @@ pub(super) fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
 const ADDRESSES: u64 = 1 << 47;
 
 /// Checks a put without looking at its memory.
-pub(super) fn check(put: &Put) -> Result<Checked, BrokerError> {
+pub(super) fn check(put: &PutHeader) -> Result<Checked, BrokerError> {
     check_name(&put.name)?;
     put.group.iter().try_for_each(|group| check_component("group", group))?;
     let backends = [Backend::Cuda, Backend::Host];
@@ -120,8 +120,8 @@ pub(super) fn check(put: &Put) -> Result<Checked, BrokerError> {
 }
 
 /// Checks the claims about a part's memory.
-fn check_memory(part: &PutPart) -> Result<(), BrokerError> {
-    let PutPart { name, memory, .. } = part;
+fn check_memory(part: &PutPartHeader) -> Result<(), BrokerError> {
+    let PutPartHeader { name, memory, .. } = part;
     if memory.mechanism != Mechanism::Vmm {
         return invalid(format!(
             "part `{name}` is not shared by vmm: pools and legacy handles end with their process, so a broker can't keep them"
@@ -149,7 +149,7 @@ fn check_memory(part: &PutPart) -> Result<(), BrokerError> {
 }
 
 /// Checks the claimed lengths of a put's tables. Returns their sum.
-fn check_lengths(put: &Put) -> Result<u64, BrokerError> {
+fn check_lengths(put: &PutHeader) -> Result<u64, BrokerError> {
     let arrays = put.parts.iter().filter_map(|part| {
         let table = part.arrays.as_ref()?;
         Some((format!("the table of part `{}`", part.name), table, MAX_TABLE))
@@ -320,7 +320,7 @@ impl Examination {
 }
 
 /// Checks an array table. Returns the number of arrays.
-fn check_arrays(part: &PutPart, text: &str) -> Result<u64, BrokerError> {
+fn check_arrays(part: &PutPartHeader, text: &str) -> Result<u64, BrokerError> {
     let (part, size) = (&part.name, part.memory.size);
     let arrays = match read_arrays(text) {
         Ok(arrays) => arrays,
