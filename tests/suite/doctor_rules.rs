@@ -7,27 +7,11 @@ use serde_json::Value;
 use vmmfd_cli::doctor::rules::RULES;
 
 use crate::{
+    doctor::finding,
     running::{Meeting, Run, wait_for},
     seccomp,
     support::Copy,
 };
-
-/// A failure caused by settings of the driver and the environment.
-struct Case {
-    rule: &'static str,
-    probe: &'static str,
-    status: &'static str,
-    settings: &'static [(&'static str, &'static str)],
-}
-
-const fn case(
-    rule: &'static str,
-    probe: &'static str,
-    status: &'static str,
-    settings: &'static [(&'static str, &'static str)],
-) -> Case {
-    Case { rule, probe, status, settings }
-}
 
 const FAIL: &str = "FAKECUDA_FAIL";
 const SLOW: &str = "FAKECUDA_SLOW";
@@ -38,58 +22,43 @@ const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// systemd-nspawn and others set this variable in their containers.
 const CONTAINER: (&str, &str) = ("container", "a-test");
 
+/// A rule, a probe, its status, and the settings of the driver and the environment that cause it.
+type Case = (&'static str, &'static str, &'static str, &'static [(&'static str, &'static str)]);
+
 /// One failure of each kind, and one for each probe with its own rules. The tests beside the rules cover every rule.
+#[rustfmt::skip]
 const CASES: &[Case] = &[
-    case("fabric-manager", "driver", "failed", &[(FAIL, "cuInit:1:802")]),
-    case("no-gpu-visible", "driver", "failed", &[(DEVICES, "0"), CONTAINER]),
-    case("driver-hangs", "driver", "failed", &[(SLOW, "cuInit:3600000")]),
-    case("mps", "driver", "failed", &[(FAIL, "cuInit:1:805"), ("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")]),
-    case("out-of-memory", "memory", "failed", &[(FAIL, "cuMemCreate:1:2")]),
-    case("exclusive", "memory", "failed", &[(FAIL, "cuDevicePrimaryCtxRetain:1:46")]),
-    case("mig", "peer", "unsupported", &[("FAKECUDA_PEERS", "0"), (DEVICES, "2"), (VISIBLE, "MIG-1")]),
-    case("fabric-unsupported", "fabric", "unsupported", &[(FAIL, "cuMemCreate:1:801")]),
-    case(
-        "gpu-hidden-by-variable",
-        "import",
-        "failed",
-        &[(FAIL, "cuMemImportFromShareableHandle:1:101"), (VISIBLE, "1")],
-    ),
-    case("host-numa-unsupported", "host-numa", "unsupported", &[(ATTRIBUTE, "141:0")]),
-    case("event-not-shared", "event", "failed", &[("FAKECUDA_EVENTS_FAIL", "1")]),
-    case("pool-unsupported", "pool", "unsupported", &[(FAIL, "cuMemPoolCreate:1:801")]),
-    case("no-vmm", "round-trip", "unsupported", &[(ATTRIBUTE, "102:0")]),
-    case("descriptor-not-kept", "held-descriptor", "failed", &[(FAIL, "cuMemImportFromShareableHandle:1:999")]),
-    case("crashed", "memory", "failed", &[(ABORT, "cuMemcpyDtoH_v2")]),
+    ("fabric-manager", "driver", "failed", &[(FAIL, "cuInit:1:802")]),
+    ("no-gpu-visible", "driver", "failed", &[(DEVICES, "0"), CONTAINER]),
+    ("driver-hangs", "driver", "failed", &[(SLOW, "cuInit:3600000")]),
+    ("stub-library", "driver", "failed", &[(FAIL, "cuInit:1:34")]),
+    ("mps", "driver", "failed", &[(FAIL, "cuInit:1:805"), ("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")]),
+    ("out-of-memory", "memory", "failed", &[(FAIL, "cuMemCreate:1:2")]),
+    ("exclusive", "memory", "failed", &[(FAIL, "cuDevicePrimaryCtxRetain:1:46")]),
+    ("mig", "peer", "unsupported", &[("FAKECUDA_PEERS", "0"), (DEVICES, "2"), (VISIBLE, "MIG-1")]),
+    ("fabric-unsupported", "fabric", "unsupported", &[(FAIL, "cuMemCreate:1:801")]),
+    ("gpu-hidden-by-variable", "import", "failed", &[(FAIL, "cuMemImportFromShareableHandle:1:101"), (VISIBLE, "1")]),
+    ("host-numa-unsupported", "host-numa", "unsupported", &[(ATTRIBUTE, "141:0")]),
+    ("event-not-shared", "event", "failed", &[("FAKECUDA_EVENTS_FAIL", "1")]),
+    ("pool-unsupported", "pool", "unsupported", &[(FAIL, "cuMemPoolCreate:1:801")]),
+    ("no-vmm", "round-trip", "unsupported", &[(ATTRIBUTE, "102:0")]),
+    ("descriptor-not-kept", "held-descriptor", "failed", &[(FAIL, "cuMemImportFromShareableHandle:1:999")]),
+    ("crashed", "memory", "failed", &[(ABORT, "cuMemcpyDtoH_v2")]),
 ];
 
 /// The doctor with one probe, without device variables in the environment.
 fn doctor(meeting: &Meeting, probe: &str, settings: &[(&str, &str)]) -> Run {
-    let mut run = meeting.bare("vmmfd");
-    let slow = settings.iter().any(|(name, value)| *name == SLOW && !value.contains("cuMemcpyHtoD_v2"));
-    let timeout = if slow { "1s" } else { "20s" };
-    run.command.args(["doctor", "--json", "--backend", "cuda", "--only", probe, "--timeout", timeout]);
-    if probe == "read-only-store" {
-        run.command.arg("--faults");
-    }
-    for variable in [VISIBLE, "CUDA_MPS_PIPE_DIRECTORY"] {
-        run.command.env_remove(variable);
-    }
-    run.command.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder()).envs(settings.iter().copied());
-    run.env("FAKECUDA_FREE", "1073741824")
-}
-
-/// The finding of a probe, anywhere in the report.
-fn finding(report: &Value, probe: &str) -> Value {
-    let inside = |part: &str| report[part].as_array().into_iter().flatten().filter_map(|of| of["findings"].as_array());
-    let mut all = report["machine"].as_array().into_iter().chain(inside("devices")).chain(inside("pairs")).flatten();
-    all.find(|finding| finding["probe"] == probe).unwrap_or_else(|| panic!("no {probe}: {report}")).clone()
+    let timeout = if settings.contains(&(SLOW, "cuInit:3600000")) { "700ms" } else { "20s" };
+    let mut run = crate::doctor::doctor(meeting, &["--json", "--only", probe, "--timeout", timeout]);
+    run.command.env_remove(VISIBLE).env_remove("CUDA_MPS_PIPE_DIRECTORY").envs(settings.iter().copied());
+    run
 }
 
 #[track_caller]
 fn assert_explained(report: &Value, probe: &str, status: &str, rule: &str) {
     let found = finding(report, probe);
     assert_eq!((&found["status"], &found["rule"]), (&status.into(), &rule.into()), "{rule}: {found}");
-    let known = RULES.iter().find(|known| known.name == rule).unwrap();
+    let known = RULES.iter().find(|known| known.name == rule).unwrap().sentences().unwrap();
     assert_eq!((&found["cause"], &found["remedy"]), (&known.cause.into(), &known.remedy.into()));
     assert!(report["verdict"].as_str().is_some_and(|verdict| !verdict.is_empty()));
 }
@@ -102,7 +71,7 @@ pub(crate) fn has_driver() -> bool {
 #[test]
 fn each_failure_has_its_rule() {
     let meeting = Meeting::fake();
-    for Case { rule, probe, status, settings } in CASES {
+    for (rule, probe, status, settings) in CASES {
         if *rule == "no-gpu-visible" && has_driver() {
             continue;
         }
@@ -113,9 +82,7 @@ fn each_failure_has_its_rule() {
 #[test]
 fn library_that_fails_init_is_named() {
     let meeting = Meeting::fake();
-    let stub = doctor(&meeting, "driver", &[(FAIL, "cuInit:1:34")]).end();
-    assert_explained(&stub.code(1).json(), "driver", "failed", "stub-library");
-    // Also if only the folder identifies a stub.
+    // Only the folder identifies a stub.
     let copy = Copy::new();
     let stubs = copy.folder().join("stubs");
     fs::create_dir(&stubs).unwrap();
@@ -134,14 +101,14 @@ fn library_that_fails_init_is_named() {
 fn unloadable_library_is_broken() {
     let meeting = Meeting::fake();
     let folder = tempfile::tempdir().unwrap();
-    let library = folder.path().join("libcuda.so.1");
-    let driver = || doctor(&meeting, "driver", &[CONTAINER]).env("LD_LIBRARY_PATH", folder.path());
+    let driver = || doctor(&meeting, "driver", &[CONTAINER]).env("LD_LIBRARY_PATH", folder.path()).end();
     if !has_driver() {
-        let report = driver().end().code(3).json();
-        assert_explained(&report, "driver", "unsupported", "no-gpu-visible");
-        for garbage in ["", "short", &"no library at all ".repeat(100)] {
-            fs::write(&library, garbage).unwrap();
-            assert_explained(&driver().end().code(1).json(), "driver", "failed", "library-broken");
+        assert_explained(&driver().code(3).json(), "driver", "unsupported", "no-gpu-visible");
+    }
+    for garbage in ["", "short", &"no library at all ".repeat(100)] {
+        fs::write(folder.path().join("libcuda.so.1"), garbage).unwrap();
+        if !has_driver() {
+            assert_explained(&driver().code(1).json(), "driver", "failed", "library-broken");
         }
     }
 }
@@ -149,25 +116,25 @@ fn unloadable_library_is_broken() {
 #[test]
 fn persistence_mode_is_only_a_warning() {
     let meeting = Meeting::fake();
+    let report = |copy: &Copy, settings: &[(&str, &str)]| {
+        doctor(&meeting, "persistence", settings).env("LD_LIBRARY_PATH", copy.folder()).end().json()
+    };
+    let assert_skipped = |report: &Value, words: &str| {
+        let found = finding(report, "persistence");
+        assert!(found["status"] == "skipped" && found["meaning"].as_str().unwrap().contains(words), "{found}");
+    };
     let copy = Copy::new();
     copy.write("libcuda.so.1");
-    let probe = |settings: &[(&str, &str)]| {
-        let ended = doctor(&meeting, "persistence", settings).env("LD_LIBRARY_PATH", copy.folder()).end();
-        finding(&ended.json(), "persistence")
-    };
     // A container that has the driver but lacks NVML.
     if !has_driver() {
-        let found = probe(&[]);
-        assert_eq!((&found["status"], &found["rule"]), (&"skipped".into(), &Value::Null), "{found}");
-        assert!(found["meaning"].as_str().unwrap().contains("libnvidia-ml.so.1: cannot open"), "{found}");
+        assert_skipped(&report(&copy, &[]), "libnvidia-ml.so.1: cannot open");
     }
     copy.write("libnvidia-ml.so.1");
-    let found = probe(&[]);
+    let found = finding(&report(&copy, &[]), "persistence");
     assert_eq!((&found["status"], &found["figures"]["persistence_mode"]), (&"ok".into(), &1.into()), "{found}");
     // A MIG instance reports the mode of its GPU.
     for settings in [&[("FAKECUDA_PERSISTENCE", "0")][..], &[("FAKECUDA_PERSISTENCE", "0"), ("FAKECUDA_MIG", "1")]] {
-        let run = doctor(&meeting, "persistence", settings).env("LD_LIBRARY_PATH", copy.folder());
-        let report = run.end().code(1).json();
+        let report = report(&copy, settings);
         assert_explained(&report, "persistence", "unsupported", "persistence-off");
         assert_eq!(finding(&report, "persistence")["figures"]["persistence_mode"], 0);
     }
@@ -176,22 +143,15 @@ fn persistence_mode_is_only_a_warning() {
         ("nvmlDeviceGetHandleByUUID:1:15", "nvmlDeviceGetHandleByUUID failed: Unknown Error (15)"),
         ("nvmlDeviceGetPersistenceMode:1:3", "nvmlDeviceGetPersistenceMode failed: Unknown Error (3)"),
     ] {
-        let found = probe(&[(FAIL, fault)]);
-        assert_eq!(found["status"], "skipped", "{found}");
-        assert!(found["meaning"].as_str().unwrap().contains(words), "{found}");
+        assert_skipped(&report(&copy, &[(FAIL, fault)]), words);
     }
     let old = Copy::new().without("nvmlDeviceGetPersistenceMode");
     old.write("libcuda.so.1");
     old.write("libnvidia-ml.so.1");
-    let ended = doctor(&meeting, "persistence", &[]).env("LD_LIBRARY_PATH", old.folder()).end();
-    let found = finding(&ended.json(), "persistence");
-    assert!(found["meaning"].as_str().unwrap().contains("has no nvmlDeviceGetPersistenceMode"), "{found}");
+    assert_skipped(&report(&old, &[]), "has no nvmlDeviceGetPersistenceMode");
     // By default the probe is not required.
-    let mut run = meeting.bare("vmmfd");
-    run.command.args(["doctor", "--json", "--backend", "cuda", "--device", "0"]);
-    run.command.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder());
-    let run = run.env("LD_LIBRARY_PATH", copy.folder()).env("FAKECUDA_PERSISTENCE", "0");
-    let report = run.end().code(0).json();
+    let run = crate::doctor::doctor(&meeting, &["--json"]).env("LD_LIBRARY_PATH", copy.folder());
+    let report = run.env("FAKECUDA_PERSISTENCE", "0").end().code(0).json();
     assert_eq!(finding(&report, "persistence")["status"], "unsupported");
 }
 
@@ -214,25 +174,6 @@ fn killed_probe_is_reported_as_killed() {
     wait_for("the call that hangs", || hangs().is_some());
     nix::sys::signal::kill(Pid::from_raw(hangs().unwrap()), Signal::SIGKILL).unwrap();
     assert_explained(&running.end().code(1).json(), "memory", "failed", "killed");
-}
-
-#[test]
-fn unrelated_code_is_not_unsupported() {
-    let meeting = Meeting::fake();
-    for (fault, probe) in [
-        ("cuMemCreate:1:800", "memory"),
-        ("cuMemExportToShareableHandle:1:801", "round-trip"),
-        ("cuMemImportFromShareableHandle:1:801", "import"),
-        ("cuInit:1:3", "driver"),
-    ] {
-        let report = doctor(&meeting, probe, &[(FAIL, fault)]).end().code(1).json();
-        let found = finding(&report, probe);
-        assert_eq!((&found["status"], &found["rule"]), (&"failed".into(), &Value::Null), "{fault}: {found}");
-    }
-    // Running out of memory gives no result for the tested feature.
-    let report = doctor(&meeting, "read-only-store", &[(FAIL, "cuMemCreate:1:2")]).end().code(1).json();
-    let found = finding(&report, "read-only-store");
-    assert!(found["meaning"].as_str().unwrap().starts_with("It could not be tested whether "), "{found}");
 }
 
 mod namespaces {
@@ -323,23 +264,16 @@ mod namespaces {
         let closed = "mount -t tmpfs none /proc/driver; mkdir /proc/driver/nvidia; \
                       echo 'NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.154.05' > /proc/driver/nvidia/version";
         let other_proc = "exec unshare --pid --fork \"$@\"";
-        let cases = [
-            (other_proc, case("other-proc", "driver", "failed", &[(FAIL, "cuInit:1:304")])),
-            (&*wsl, case("wsl-rdma", "dma-buf", "failed", &[(FAIL, "cuMemSetAccess:1:999")])),
-            (&*wsl, case("wsl-sharing", "export", "failed", &[(FAIL, "cuMemExportToShareableHandle:1:1")])),
-            (&*gvisor, case("gvisor-export", "export", "failed", &[(FAIL, "cuMemExportToShareableHandle:1:1")])),
-            (no_shm, case("event-without-shm", "event", "failed", &[("FAKECUDA_EVENTS_FAIL", "1")])),
-            (
-                closed,
-                case(
-                    "dma-buf-closed-module",
-                    "dma-buf",
-                    "unsupported",
-                    &[(FAIL, "cuMemGetHandleForAddressRange:1:801")],
-                ),
-            ),
+        #[rustfmt::skip]
+        let cases: [(&str, Case); 6] = [
+            (other_proc, ("other-proc", "driver", "failed", &[(FAIL, "cuInit:1:304")])),
+            (&wsl, ("wsl-rdma", "dma-buf", "failed", &[(FAIL, "cuMemSetAccess:1:999")])),
+            (&wsl, ("wsl-sharing", "export", "failed", &[(FAIL, "cuMemExportToShareableHandle:1:1")])),
+            (&gvisor, ("gvisor-export", "export", "failed", &[(FAIL, "cuMemExportToShareableHandle:1:1")])),
+            (no_shm, ("event-without-shm", "event", "failed", &[("FAKECUDA_EVENTS_FAIL", "1")])),
+            (closed, ("dma-buf-closed-module", "dma-buf", "unsupported", &[(FAIL, "cuMemGetHandleForAddressRange:1:801")])),
         ];
-        for (mounts, Case { rule, probe, status, settings }) in cases {
+        for (mounts, (rule, probe, status, settings)) in cases {
             assert_explained(&elsewhere(doctor(&meeting, probe, settings), mounts).end().json(), probe, status, rule);
         }
     }

@@ -23,7 +23,7 @@ use super::{
     values::BACKEND,
 };
 use crate::{
-    doctor::{self, DoctorPlan, DoctorReport, Meeting, MeetingRole, PROBES, Probe, text},
+    doctor::{self, DoctorPlan, DoctorReport, Flag, Meeting, MeetingRole, PROBES, Probe, text},
     schema::{Named, VERSION, document},
 };
 
@@ -144,15 +144,19 @@ struct ListedProbe {
 
 impl ListReport {
     fn new() -> Self {
-        let probe =
-            |&Probe { name, about, required, faults, .. }: &Probe| ListedProbe { name, about, required, faults };
+        let probe = |probe: &Probe| ListedProbe {
+            name: probe.name,
+            about: probe.about,
+            required: probe.is(Flag::Required),
+            faults: probe.is(Flag::Faults),
+        };
         Self { schema: VERSION, probes: PROBES.iter().map(probe).collect() }
     }
 }
 
 fn list() -> String {
     let line = |probe: &Probe| {
-        let note = match (probe.required, probe.faults) {
+        let note = match (probe.is(Flag::Required), probe.is(Flag::Faults)) {
             (true, _) => " (required)",
             (_, true) => " (only with --faults)",
             _ => "",
@@ -175,7 +179,7 @@ impl Tool for DoctorOptions {
     }
 
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
-        let faulting = |name: &&String| Probe::named(name).is_some_and(|probe| probe.faults);
+        let faulting = |name: &&String| Probe::named(name).is_some_and(|probe| probe.is(Flag::Faults));
         if let Some(name) = self.only.iter().find(faulting).filter(|_| !self.faults) {
             let problem = format!("the probe {name} provokes a GPU fault: add --faults to run it");
             return Err(Error::Misuse { problem }.into());

@@ -1,106 +1,70 @@
 //! The records that the two sides of a probe exchange: JSON over a separate socket.
 
-use std::{os::fd::AsFd, path::Path, time::Duration};
+use std::time::Duration;
 
-use nix::poll::PollFlags;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use vmmfd::{
-    channel::{Cancel, Listener, Trust},
+    channel::Cancel,
     driver::{Backend, DeviceUuid},
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
-    internals::{RecordSocket, accept, connect_socket, deadline_after, peer_of, wait},
+    internals::RecordSocket,
 };
 
-use super::{Environment, ErrorDetails, Finding, read::clean_all, report::DeviceReport};
-use crate::{
-    line::{Line, typed},
-    stamp,
-};
+use super::{DeviceReport, Environment, ErrorDetails, Finding, report::clean_all};
+use crate::line::{Line, typed};
 
 /// The version of these records. Sides of different versions reject each other.
-pub(super) const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// A record. Unknown fields are ignored; an unknown kind is an error.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub(super) enum ControlRecord {
-    /// The first record of both sides.
-    Hello {
-        version: u32,
-        tool: String,
-        backend: Backend,
-        environment: Box<Environment>,
-        /// The sender's finding of the `driver` probe.
-        #[serde(default)]
-        driver: Option<Box<Finding>>,
-    },
+    /// The first record of both sides, with the finding of the `driver` probe.
+    Hello { version: u32, backend: Backend, environment: Box<Environment>, driver: Option<Box<Finding>> },
     /// Memory is offered at the socket. The answer is `done`.
     Begin { probe: String },
-    /// The result of opening memory or an event. Times are in microseconds.
-    Done {
-        open_us: Option<u64>,
-        #[serde(default)]
-        wait_us: Option<u64>,
-        bytes: Option<u64>,
-        /// The device on which the memory was opened.
-        #[serde(default)]
-        through: Option<DeviceUuid>,
-        error: Option<ErrorDetails>,
-    },
-    /// Asks the peer to share memory of a device. The answer is `begin`, or `lent` with an error.
-    #[serde(rename = "lend")]
+    /// Memory or an event was opened.
+    Done(Opened),
+    /// Asks the peer to share memory of a device. The answer is `begin`, then `shared`; or `failed`.
     Share { probe: String, device: DeviceUuid },
-    /// The result of sharing.
-    #[serde(rename = "lent")]
-    Shared { error: Option<ErrorDetails> },
-    /// A CUDA event for the peer to wait for.
+    /// The peer has opened what this side shared.
+    Shared {},
+    /// The request failed, or the connection is rejected.
+    Failed { error: ErrorDetails },
+    /// A CUDA event for the peer to wait for. The answer is `done`.
     Event { device: DeviceUuid, handle: String },
-    /// A device under test, for the peer's report. All devices are sent before the first finding.
+    /// The findings about a device, for the peer's report.
     Device(DeviceReport),
-    /// A finding about a device, for the peer's report.
-    Found { device: i32, finding: Finding },
     /// Closes the meeting.
     Bye {},
 }
 
-/// Opened memory.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct OpenedMemory {
-    /// The duration in microseconds.
+/// Opened memory, or an event. Times are in microseconds.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub(super) struct Opened {
     pub(super) open_us: u64,
+    /// The size of the memory.
     pub(super) bytes: u64,
-    /// The device on which it was opened, possibly not the owner.
+    /// The device on which the memory was opened, possibly not the owner.
     pub(super) through: Option<DeviceUuid>,
+    /// How long the wait for the event took.
+    pub(super) wait_us: u64,
 }
 
 impl ControlRecord {
-    pub(super) fn done(opened: &Result<OpenedMemory>) -> Self {
-        let (open_us, bytes, through) = match opened {
-            Ok(opened) => (Some(opened.open_us), Some(opened.bytes), opened.through),
-            Err(_) => (None, None, None),
-        };
-        Self::Done { open_us, wait_us: None, bytes, through, error: opened.as_ref().err().map(ErrorDetails::of) }
+    /// The answer to a request.
+    pub(super) fn answer<T>(result: std::result::Result<T, ErrorDetails>, record: impl FnOnce(T) -> Self) -> Self {
+        result.map_or_else(|error| Self::Failed { error }, record)
     }
 
-    fn name(&self) -> &'static str {
+    /// The error for a record of another kind than `want`; the peer's, if it reports one.
+    pub(super) fn unexpected(self, want: &'static str) -> ErrorDetails {
         match self {
-            Self::Hello { .. } => "hello",
-            Self::Begin { .. } => "begin",
-            Self::Done { .. } => "done",
-            Self::Share { .. } => "lend",
-            Self::Shared { .. } => "lent",
-            Self::Event { .. } => "event",
-            Self::Device(_) => "device",
-            Self::Found { .. } => "found",
-            Self::Bye {} => "bye",
+            Self::Failed { error } => error.of_other_end(),
+            _ => ErrorDetails::of(&ProtocolError::Unexpected { got: "another record", want }.into()),
         }
     }
-}
-
-/// The error for a record of another kind than `want`.
-pub(super) fn unexpected(got: &ControlRecord, want: &'static str) -> Error {
-    ProtocolError::Unexpected { got: got.name(), want }.into()
 }
 
 /// The connection to the peer.
@@ -115,40 +79,8 @@ impl Control {
         Self { line }
     }
 
-    fn new(socket: RecordSocket) -> Self {
+    pub(super) fn new(socket: RecordSocket) -> Self {
         Self::over(Line::new(socket, "for the peer of the probes"))
-    }
-
-    /// Waits up to `timeout` for a connection.
-    ///
-    /// # Errors
-    /// [`PeerError::NoConsumer`]; [`Error::Interrupted`], [`Error::System`].
-    pub(super) fn accept(listener: &Listener, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Self> {
-        let deadline = deadline_after(timeout);
-        loop {
-            if !wait(cancel, listener.as_fd(), PollFlags::POLLIN, deadline)? {
-                return Err(Error::Peer(PeerError::NoConsumer { waited: timeout }));
-            }
-            let Some(socket) = accept(listener)? else { continue };
-            let allowed = trust.check(peer_of(&socket)?);
-            let control = Self::new(RecordSocket::new(socket, timeout, cancel)?);
-            match allowed {
-                Ok(()) => return Ok(control),
-                // Reject the peer and keep listening.
-                Err(error) => {
-                    let error = Some(ErrorDetails::of(&error));
-                    if let Err(unsent) = control.send(&ControlRecord::Shared { error }) {
-                        tracing::debug!(%unsent, "the rejection can't be sent");
-                    }
-                }
-            }
-        }
-    }
-
-    /// Connects to the peer that listens on a path. Waits up to `timeout` for the peer to listen.
-    pub(super) fn connect(path: &Path, timeout: Duration, trust: &Trust, cancel: &Cancel) -> Result<Self> {
-        let (socket, _) = connect_socket(path, timeout, trust, cancel)?;
-        Ok(Self::new(RecordSocket::new(socket, timeout, cancel)?))
     }
 
     pub(super) fn cancel(&self) -> &Cancel {
@@ -167,30 +99,23 @@ impl Control {
         environment: &Environment,
         driver: Option<&Finding>,
     ) -> Result<(Environment, Option<Finding>)> {
-        let (tool, driver) = (stamp::tool(), driver.cloned().map(Box::new));
-        let hello = ControlRecord::Hello {
-            version: VERSION,
-            tool,
-            backend,
-            environment: Box::new(environment.clone()),
-            driver,
-        };
+        let (environment, driver) = (Box::new(environment.clone()), driver.cloned().map(Box::new));
         // A rejected peer can't send, but still receives the reason.
-        let sent = self.send(&hello);
+        let sent = self.send(&ControlRecord::Hello { version: VERSION, backend, environment, driver });
+        let mismatch = |code, message| Err(Error::Peer(PeerError::Mismatch { code, message }));
         match self.receive().map_err(|error| sent.err().unwrap_or(error))? {
-            ControlRecord::Hello { version, .. } if version != VERSION => {
-                let message = format!("the peer uses version {version} of the doctor's records, this side {VERSION}");
-                Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Version, message }))
-            }
+            ControlRecord::Hello { version, .. } if version != VERSION => mismatch(
+                ErrorCode::Version,
+                format!("the peer uses version {version} of the doctor's records, this side {VERSION}"),
+            ),
             ControlRecord::Hello { backend: theirs, .. } if theirs != backend => {
-                let message = format!("this side tests {backend}, and the peer {theirs}");
-                Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Backend, message }))
+                mismatch(ErrorCode::Backend, format!("this side tests {backend}, and the peer {theirs}"))
             }
             ControlRecord::Hello { environment, driver, .. } => Ok((*environment, driver.map(|driver| *driver))),
-            ControlRecord::Shared { error: Some(error) } => {
+            ControlRecord::Failed { error } => {
                 Err(Error::Peer(PeerError::Reported { code: ErrorCode::Refused, message: error.message }))
             }
-            other => Err(unexpected(&other, "hello")),
+            _ => Err(ProtocolError::Unexpected { got: "another record", want: "hello" }.into()),
         }
     }
 
@@ -203,27 +128,8 @@ impl Control {
     }
 
     pub(super) fn receive_within(&self, timeout: Duration) -> Result<ControlRecord> {
-        decode(self.line.receive_value_within(timeout)?)
-    }
-}
-
-fn decode(mut value: Value) -> Result<ControlRecord> {
-    clean_all(&mut value);
-    typed(value)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::line::parse;
-
-    #[test]
-    fn records_are_validated_and_sanitized() {
-        for record in ["", "[]", "{}", r#"{"kind":"new"}"#, r#"{"kind":"begin"}"#, "\u{0}"] {
-            let decoded = parse(record.as_bytes()).and_then(decode);
-            assert!(matches!(decoded, Err(Error::Peer(PeerError::Protocol(_)))), "{record:?}");
-        }
-        let record = parse(br#"{"kind":"begin","probe":"a\u001b[31mb","new":1}"#).and_then(decode);
-        assert!(matches!(record, Ok(ControlRecord::Begin { probe }) if probe == "a [31mb"));
+        let mut value = self.line.receive_value_within(timeout)?;
+        clean_all(&mut value);
+        typed(value)
     }
 }

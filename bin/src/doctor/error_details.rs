@@ -146,6 +146,12 @@ impl ErrorDetails {
     }
 }
 
+impl From<Error> for ErrorDetails {
+    fn from(error: Error) -> Self {
+        Self::of(&error)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

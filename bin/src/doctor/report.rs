@@ -1,14 +1,25 @@
 //! The report as data. Parsed from JSON, it prints the same text.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::Read,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use vmmfd::driver::{Backend, DeviceUuid};
+use vmmfd::{
+    driver::{Backend, DeviceUuid},
+    error::{Error, Result},
+    internals::clean,
+};
 
 use super::{Environment, ErrorDetails};
 use crate::{
+    error::ToolError,
     schema::{self, VERSION},
     stamp,
 };
@@ -84,6 +95,9 @@ pub struct PairReport {
     pub findings: Vec<Finding>,
 }
 
+/// Measured values by name.
+pub(super) type Figures = BTreeMap<String, Value>;
+
 /// The result of one probe.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Finding {
@@ -95,7 +109,7 @@ pub struct Finding {
     pub us: Option<u64>,
     /// The measured values by name.
     #[serde(default)]
-    pub figures: BTreeMap<String, Value>,
+    pub figures: Figures,
     /// The error of the driver or the system.
     #[serde(default)]
     pub error: Option<ErrorDetails>,
@@ -118,7 +132,7 @@ impl Finding {
             probe: probe.to_owned(),
             status,
             us: None,
-            figures: BTreeMap::new(),
+            figures: Figures::new(),
             error: None,
             meaning: meaning.into(),
             cause: None,
@@ -126,6 +140,51 @@ impl Finding {
             rule: None,
         }
     }
+
+    /// Adds a measured value.
+    pub(super) fn figure(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.figures.insert(name.to_owned(), value.into());
+        self
+    }
+
+    pub(super) fn with_error(self, error: ErrorDetails) -> Self {
+        Self { error: Some(error), ..self }
+    }
+
+    pub(super) fn timed_out(&self) -> bool {
+        self.error.as_ref().is_some_and(|error| error.kind == "timeout")
+    }
+}
+
+/// A finding of a probe that still lacks its name.
+pub(super) fn ok(meaning: impl Into<String>) -> Finding {
+    Finding::new("", Status::Ok, meaning)
+}
+
+pub(super) fn failed(meaning: impl Into<String>) -> Finding {
+    Finding::new("", Status::Failed, meaning)
+}
+
+pub(super) fn unsupported(meaning: impl Into<String>) -> Finding {
+    Finding::new("", Status::Unsupported, meaning)
+}
+
+pub(super) fn skipped(meaning: impl Into<String>) -> Finding {
+    Finding::new("", Status::Skipped, meaning)
+}
+
+/// The finding, or an error whose meaning depends on the probe.
+pub(super) type ProbeResult = std::result::Result<Finding, ErrorDetails>;
+
+/// Runs a step and returns its duration in microseconds.
+pub(super) fn timed<T>(step: impl FnOnce() -> Result<T>) -> Result<(T, u64)> {
+    let started = Instant::now();
+    let result = step()?;
+    Ok((result, micros(started.elapsed())))
+}
+
+pub(super) fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
@@ -138,4 +197,41 @@ pub enum Status {
     Unsupported,
     /// Not tested; `meaning` has the reason.
     Skipped,
+}
+
+/// Reads a report from a file, and removes control characters from its texts. Blocks on file I/O.
+///
+/// # Errors
+/// [`ToolError::File`] if the file can't be read, is not a report, or has another schema version.
+pub fn read(path: &Path) -> Result<DoctorReport> {
+    /// In bytes.
+    const LARGEST: u64 = 16 << 20;
+    let invalid = |problem: String| Error::from(ToolError::File { path: path.to_owned(), problem });
+    let no_report = |why: &dyn std::fmt::Display| invalid(format!("is not a report: {why}"));
+    let mut text = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut text));
+    read.map_err(|error| invalid(format!("can't be read: {error}")))?;
+    if text.len() as u64 > LARGEST {
+        return Err(no_report(&format_args!("it has more than {LARGEST} bytes")));
+    }
+    let mut value: Value = serde_json::from_slice(&text).map_err(|error| no_report(&error))?;
+    match value.get("schema").and_then(Value::as_u64) {
+        Some(schema) if schema == u64::from(VERSION) => {}
+        Some(schema) => {
+            return Err(invalid(format!("is a report of schema {schema}, and this program reads {VERSION}")));
+        }
+        None => return Err(no_report(&"it has no schema")),
+    }
+    clean_all(&mut value);
+    serde_json::from_value(value).map_err(|error| no_report(&error))
+}
+
+/// Replaces control characters in every string of a JSON value, for printing to a terminal.
+pub(super) fn clean_all(value: &mut Value) {
+    match value {
+        Value::String(text) => clean(text),
+        Value::Array(values) => values.iter_mut().for_each(clean_all),
+        Value::Object(fields) => fields.values_mut().for_each(clean_all),
+        _ => {}
+    }
 }

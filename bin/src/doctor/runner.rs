@@ -13,18 +13,18 @@ use vmmfd::{
     channel::Cancel,
     driver::{Backend, DeviceUuid},
     error::{Error, PeerError, Result},
-    internals::{choose_device, clean},
+    internals::choose_device,
     memory::Selector,
 };
 
 use super::{
-    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, PROBES, PairReport, Probe, Scope, Status,
-    outcome::micros,
-    task::{Role, Task},
+    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Flag, PROBES, PairReport, Probe, Scope, Status,
+    context::{Role, Task},
+    report::micros,
     verdict::conclude,
 };
 use crate::{
-    child::{Group, Launch, OnParentDeath, Process, ProcessEnd, StderrTail},
+    child::{Process, ProcessEnd, start},
     line::Line,
     temporary::{PREFIX, temporary_folder},
 };
@@ -45,7 +45,7 @@ pub struct DoctorPlan {
 
 impl DoctorPlan {
     fn wants(&self, probe: &Probe) -> bool {
-        match probe.faults {
+        match probe.is(Flag::Faults) {
             true => self.faults,
             false => self.only.is_empty() || self.only.iter().any(|name| name == probe.name),
         }
@@ -54,7 +54,7 @@ impl DoctorPlan {
     /// The required probes: `driver`, and the named probes, or by default the probes of sharing by descriptor.
     fn required(&self) -> Vec<String> {
         let required = |probe: &&Probe| match self.only.is_empty() {
-            true => probe.required,
+            true => probe.is(Flag::Required),
             false => probe.name == "driver" || self.only.iter().any(|name| name == probe.name),
         };
         PROBES.iter().filter(required).map(|probe| probe.name.to_owned()).collect()
@@ -104,16 +104,17 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     let folder = temporary_folder(PREFIX)?;
     let steps = Mutex::new((0, 0));
     let runner = Runner { plan, cancel, folder: folder.path(), observer, steps };
-    let machine_probes = runner.machine_probes();
+    // The probe `driver` lists the devices.
+    let wanted = |probe: &&Probe| probe.scope() == Scope::Machine && (plan.wants(probe) || probe.name == "driver");
+    let machine_probes: Vec<&Probe> = PROBES.iter().filter(wanted).collect();
     runner.add_total(machine_probes.len());
     let machine = runner.run(&machine_probes, None, None)?;
-    let driver = machine.iter().position(|finding| finding.probe == "driver");
-    let driver = driver.map(|at| machine[at].clone());
-    let library = driver.as_ref().and_then(|driver| driver.figures.get("library")?.as_str()).map(Path::new);
-    let environment = Environment::read(library);
-    let listed = driver.as_ref().and_then(|driver| driver.figures.get("devices")).cloned();
-    let listed: Vec<Listed> = listed.and_then(|listed| serde_json::from_value(listed).ok()).unwrap_or_default();
-    let chosen = runner.choose(&listed, driver.as_ref())?;
+    let driver = machine.iter().find(|finding| finding.probe == "driver");
+    let figure = |name: &str| driver.and_then(|driver| driver.figures.get(name));
+    let environment = Environment::read(figure("library").and_then(|library| library.as_str()).map(Path::new));
+    let listed = figure("devices").and_then(|listed| serde_json::from_value(listed.clone()).ok());
+    let listed: Vec<Listed> = listed.unwrap_or_default();
+    let chosen = runner.choose(&listed, driver)?;
 
     let mut report = DoctorReport::new(plan.backend, environment, plan.required());
     report.machine = machine;
@@ -144,14 +145,6 @@ const MAX_PARALLEL: usize = 16;
 const MAX_TIMEOUTS: usize = 3;
 
 impl Runner<'_> {
-    /// The selected machine probes, and `driver`, which lists the devices.
-    fn machine_probes(&self) -> Vec<&'static Probe> {
-        PROBES
-            .iter()
-            .filter(|probe| probe.scope() == Scope::Machine && (self.plan.wants(probe) || probe.name == "driver"))
-            .collect()
-    }
-
     fn choose(&self, listed: &[Listed], driver: Option<&Finding>) -> Result<Vec<Listed>> {
         let Some(selector) = self.plan.device else { return Ok(listed.to_vec()) };
         // Without a device, the finding of `driver` has the reason.
@@ -178,50 +171,32 @@ impl Runner<'_> {
         (self.observer)(Progress { what: &what, done, all });
     }
 
-    /// Skips a probe because too many others have timed out on its device.
-    fn skip_after_timeouts(&self, probe: &Probe) -> Finding {
-        self.count_done();
-        probe.skipped("Not tested: too many probes of this device have timed out.")
-    }
-
-    fn count_done(&self) {
-        self.steps.lock().unwrap_or_else(PoisonError::into_inner).0 += 1;
-    }
-
     /// Probes devices in parallel.
-    fn devices(&self, chosen: &[Listed], probes: &[&'static Probe]) -> Result<Vec<DeviceReport>> {
+    fn devices(&self, chosen: &[Listed], probes: &[&Probe]) -> Result<Vec<DeviceReport>> {
         // One device's probe would disturb another's measurement.
-        let alone = |probe: &&'static Probe| chosen.len() > 1 && probe.machine_wide;
-        let (later, together): (Vec<&'static Probe>, Vec<&'static Probe>) = probes.iter().copied().partition(alone);
+        let alone = |probe: &&Probe| chosen.len() > 1 && probe.is(Flag::MachineWide);
+        let (later, together): (Vec<&Probe>, Vec<&Probe>) = probes.iter().copied().partition(alone);
         let mut reports: Vec<DeviceReport> = in_parallel(chosen, |device| {
             let Listed { ordinal, name, uuid } = device.clone();
             Ok(DeviceReport { ordinal, name, uuid, findings: self.run(&together, Some(ordinal), None)? })
         })?;
-        for report in &mut reports {
-            let timed_out = |finding: &&Finding| finding.error.as_ref().is_some_and(|error| error.kind == "timeout");
-            let more = match report.findings.iter().filter(timed_out).count() {
-                MAX_TIMEOUTS.. => later.iter().map(|probe| self.skip_after_timeouts(probe)).collect(),
-                _ => self.run(&later, Some(report.ordinal), None)?,
-            };
-            report.findings.extend(more);
-            let place = |finding: &Finding| probes.iter().position(|probe| probe.name == finding.probe);
-            report.findings.sort_by_key(place);
+        for DeviceReport { ordinal, findings, .. } in &mut reports {
+            self.run_more(&later, Some(*ordinal), None, findings)?;
+            findings.sort_by_key(|finding| probes.iter().position(|probe| probe.name == finding.probe));
         }
         Ok(reports)
     }
 
     /// Probes each selected device with the memory of every other one, in rounds in which each device is reader and owner once.
-    fn pairs(&self, chosen: &[Listed], listed: &[Listed], probes: &[&'static Probe]) -> Result<Vec<PairReport>> {
+    fn pairs(&self, chosen: &[Listed], listed: &[Listed], probes: &[&Probe]) -> Result<Vec<PairReport>> {
         let mut reports = Vec::new();
         for round in 1..listed.len() {
-            let round: Vec<(i32, i32)> = chosen
-                .iter()
-                .filter_map(|device| {
-                    let at = listed.iter().position(|listed| listed.ordinal == device.ordinal)?;
-                    Some((device.ordinal, listed[(at + round) % listed.len()].ordinal))
-                })
-                .collect();
-            reports.extend(in_parallel(&round, |&(device, owner)| {
+            let pair = |device: &Listed| {
+                let at = listed.iter().position(|listed| listed.ordinal == device.ordinal)?;
+                Some((device.ordinal, listed[(at + round) % listed.len()].ordinal))
+            };
+            let pairs: Vec<(i32, i32)> = chosen.iter().filter_map(pair).collect();
+            reports.extend(in_parallel(&pairs, |&(device, owner)| {
                 Ok(PairReport { device, owner, findings: self.run(probes, Some(device), Some(owner))? })
             })?);
         }
@@ -229,52 +204,47 @@ impl Runner<'_> {
         Ok(reports)
     }
 
-    /// Runs probes in order, in as many child processes as necessary.
-    fn run(&self, probes: &[&'static Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
+    fn run(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
         let mut findings = Vec::new();
-        let mut timeouts = 0;
-        let mut remaining = probes;
-        while let Some(first) = remaining.first() {
-            if timeouts >= MAX_TIMEOUTS {
-                findings.push(self.skip_after_timeouts(first));
-                remaining = &remaining[1..];
-                continue;
-            }
-            let together = match first.alone {
-                true => 1,
-                false => remaining.iter().take_while(|probe| !probe.alone).count(),
-            };
-            let mut worker = Worker::start(self, &remaining[..together], device, owner)?;
-            let mut done = 0;
-            for probe in &remaining[..together] {
-                self.report_start(probe, device, owner);
-                match worker.finding(probe, self)? {
-                    ProbeEnd::Finding(finding) => {
-                        findings.push(*finding);
-                        self.count_done();
-                        done += 1;
-                    }
-                    // The remaining probes need another process.
-                    ProbeEnd::Exited if done > 0 => break,
-                    ProbeEnd::Exited => {
-                        let error = worker.error("exit", "the probe's process exited".to_owned());
-                        findings.push(probe.cut_short(None, error));
-                        self.count_done();
-                        done += 1;
-                        break;
-                    }
-                    ProbeEnd::Killed(finding) => {
-                        timeouts += usize::from(finding.error.as_ref().is_some_and(|error| error.kind == "timeout"));
-                        findings.push(*finding);
-                        self.count_done();
-                        done += 1;
-                        break;
-                    }
-                }
-            }
-            remaining = &remaining[done..];
-        }
+        self.run_more(probes, device, owner, &mut findings)?;
         Ok(findings)
+    }
+
+    /// Runs probes in order, in as many child processes as necessary, and adds their findings.
+    fn run_more(
+        &self,
+        probes: &[&Probe],
+        device: Option<i32>,
+        owner: Option<i32>,
+        findings: &mut Vec<Finding>,
+    ) -> Result<()> {
+        let mut worker: Option<Worker> = None;
+        let mut remaining = probes;
+        while let Some((probe, later)) = remaining.split_first() {
+            let finding = if findings.iter().filter(|finding| finding.timed_out()).count() >= MAX_TIMEOUTS {
+                probe.skipped("Not tested: too many probes of this device have timed out.")
+            } else {
+                let fresh = worker.is_none();
+                let mut running = match worker.take() {
+                    Some(worker) => worker,
+                    None => Worker::start(self, remaining, device, owner)?,
+                };
+                self.report_start(probe, device, owner);
+                match running.finding(probe, self)? {
+                    Ok(finding) => {
+                        worker = Some(running);
+                        finding
+                    }
+                    // It has run other probes, and leaves this one to another process.
+                    Err(error) if error.kind == "exit" && !fresh => continue,
+                    Err(error) => probe.cut_short(running.us(), error),
+                }
+            };
+            findings.push(finding);
+            self.steps.lock().unwrap_or_else(PoisonError::into_inner).0 += 1;
+            remaining = later;
+        }
+        Ok(())
     }
 }
 
@@ -297,79 +267,66 @@ fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + S
     Ok(results)
 }
 
-/// The result of waiting for a probe.
-enum ProbeEnd {
-    Finding(Box<Finding>),
-    /// The process exited before it ran the probe.
-    Exited,
-    /// The process was killed, by the probe or at the deadline.
-    Killed(Box<Finding>),
-}
-
 /// A child process that runs probes. Drop kills it and its children.
 struct Worker {
     process: Process,
     line: Line,
-    stderr: Option<StderrTail>,
+    /// The start of the current probe.
+    started: Instant,
 }
 
 impl Worker {
     fn start(runner: &Runner<'_>, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Self> {
         let names = probes.iter().map(|probe| probe.name.to_owned()).collect();
-        let Runner { plan, cancel, folder, .. } = runner;
-        let launch = Launch {
-            name: "the process of the probes",
-            on_parent_death: OnParentDeath::KillGroup { remove: Some(folder.to_path_buf()) },
-            // So that its children are killed too.
-            group: Group::Own,
-            variables: &[],
-            keep_stderr: true,
-            timeout: plan.timeout,
-            cancel,
-        };
+        let Runner { plan, folder, .. } = runner;
         let role = Role::Probes { device, owner, names };
         let task = Task { backend: plan.backend, folder: folder.to_path_buf(), timeout: plan.timeout, role };
-        let (mut process, line) = launch.start(&task)?;
-        let stderr = process.take_stderr().map(StderrTail::read).transpose()?;
-        Ok(Self { process, line, stderr })
+        let (process, line) = start("the process of the probes", Some(folder), &task, plan.timeout, runner.cancel)?;
+        Ok(Self { process, line, started: Instant::now() })
     }
 
-    /// Waits for the finding of a probe until its timeout.
-    fn finding(&mut self, probe: &Probe, runner: &Runner<'_>) -> Result<ProbeEnd> {
-        let (started, limit) = (Instant::now(), runner.plan.timeout);
-        let us = || Some(micros(started.elapsed()));
+    /// How long the current probe has run, in microseconds.
+    fn us(&self) -> Option<u64> {
+        Some(micros(self.started.elapsed()))
+    }
+
+    /// Waits for the finding of a probe until its timeout. Returns an error of kind `exit`, `signal` or `timeout` if it does not arrive.
+    fn finding(&mut self, probe: &Probe, runner: &Runner<'_>) -> Result<std::result::Result<Finding, ErrorDetails>> {
+        self.started = Instant::now();
+        let deadline = self.started + runner.plan.timeout;
         loop {
-            let left = limit.saturating_sub(started.elapsed());
+            let left = deadline.saturating_duration_since(Instant::now());
             match self.line.receive_within::<Finding>(left) {
-                Ok(finding) if finding.probe == probe.name => return Ok(ProbeEnd::Finding(Box::new(finding))),
+                Ok(finding) if finding.probe == probe.name => return Ok(Ok(finding)),
                 Ok(_) | Err(Error::Peer(PeerError::Protocol(_))) if !left.is_zero() => {}
-                Err(Error::Peer(PeerError::Gone { .. })) => match self.process.wait(started + limit, runner.cancel)? {
-                    Some((ProcessEnd::Exited(_), _)) => return Ok(ProbeEnd::Exited),
-                    Some((end @ ProcessEnd::Killed(signal), _)) => {
-                        let name = signal.map(|signal| signal.as_str().to_owned());
-                        let error = ErrorDetails { name, ..self.error("signal", format!("its process {end}")) };
-                        return Ok(ProbeEnd::Killed(Box::new(probe.cut_short(us(), error))));
-                    }
-                    None => return Ok(self.overdue(probe, us(), limit)),
-                },
                 Err(error @ (Error::Interrupted { .. } | Error::System { .. })) => return Err(error),
-                Ok(_) | Err(_) => return Ok(self.overdue(probe, us(), limit)),
+                Err(Error::Peer(PeerError::Gone { .. })) => break,
+                Ok(_) | Err(_) => return Ok(Err(self.overdue(runner.plan.timeout))),
             }
         }
+        Ok(Err(match self.process.wait(deadline, runner.cancel)? {
+            Some(ProcessEnd::Exited(_)) => self.error("exit", "the probe's process exited".to_owned()),
+            Some(end @ ProcessEnd::Killed(signal)) => {
+                let name = signal.map(|signal| signal.as_str().to_owned());
+                ErrorDetails { name, ..self.error("signal", format!("its process {end}")) }
+            }
+            None => self.overdue(runner.plan.timeout),
+        }))
     }
 
-    fn overdue(&mut self, probe: &Probe, us: Option<u64>, limit: Duration) -> ProbeEnd {
+    fn overdue(&mut self, limit: Duration) -> ErrorDetails {
         self.process.kill();
-        let error = self.error("timeout", format!("it did not finish within {limit:?}, and was killed"));
-        ProbeEnd::Killed(Box::new(probe.cut_short(us, error)))
+        self.error("timeout", format!("it did not finish within {limit:?}, and was killed"))
     }
 
     /// An error of the process, with the last line on its standard error.
-    fn error(&self, kind: &str, mut message: String) -> ErrorDetails {
-        if let Some(last) = self.stderr.as_ref().and_then(StderrTail::last_line) {
-            message = format!("{message}: {last}");
-            clean(&mut message);
-        }
-        ErrorDetails::new(kind, message)
+    fn error(&self, kind: &str, message: String) -> ErrorDetails {
+        ErrorDetails::new(
+            kind,
+            match self.process.last_error_line() {
+                Some(last) => format!("{message}: {last}"),
+                None => message,
+            },
+        )
     }
 }

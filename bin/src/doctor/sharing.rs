@@ -1,7 +1,6 @@
 //! Sharing of memory or an event between two processes: one shares, the other opens.
 
 use std::{
-    cell::Cell,
     io,
     sync::{Mutex, PoisonError},
     thread,
@@ -21,34 +20,48 @@ use vmmfd::{
 };
 
 use super::{
-    ErrorDetails,
-    context::ProbeContext,
-    control::{Control, ControlRecord, OpenedMemory, unexpected},
-    endpoint::Endpoint,
-    outcome::{ProbeOutcome, ProbeResult, micros, timed},
+    ErrorDetails, Status,
+    context::{Endpoint, ProbeContext},
+    control::{Control, ControlRecord, Opened},
+    report::{ProbeResult, failed, micros, ok, timed},
 };
-use crate::check::{DataVerifier, Exercise, pattern::random_salt};
-use crate::verbs::HasVerbs;
+use crate::{
+    check::{DataVerifier, Exercise, pattern::random_salt},
+    verbs::HasVerbs,
+};
 
 /// The size of the shared memory: more than one granule, and not a whole number of words, to test unaligned sizes.
 const SIZE: u64 = (4 << 20) + 13;
 
-/// The minimum timeout for the next record: the peer may have to run other probes first.
-const MIN_PAUSE: Duration = Duration::from_secs(3600);
-
 /// The kind of memory that a probe shares.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MemoryKind {
-    pub(super) probe: &'static str,
+    probe: &'static str,
     spec: fn(u64) -> Spec,
+    meaning: &'static str,
 }
 
 impl MemoryKind {
-    pub(super) const ROUND_TRIP: Self = Self { probe: "round-trip", spec: |size| Spec::vmm(size).into() };
-    pub(super) const POOL: Self = Self { probe: "pool", spec: Spec::pool };
-    pub(super) const LEGACY: Self = Self { probe: "legacy", spec: Spec::legacy };
-    pub(super) const HOST: Self =
-        Self { probe: "host-numa", spec: |size| Spec::vmm(size).placement(Placement::Host).into() };
+    pub(super) const ROUND_TRIP: Self = Self {
+        probe: "round-trip",
+        spec: |size| Spec::vmm(size).into(),
+        meaning: "Two processes share memory over a socket, and each sees what the other writes.",
+    };
+    pub(super) const POOL: Self = Self {
+        probe: "pool",
+        spec: Spec::pool,
+        meaning: "Two processes share memory of a pool, and see each other's bytes.",
+    };
+    pub(super) const LEGACY: Self = Self {
+        probe: "legacy",
+        spec: Spec::legacy,
+        meaning: "Two processes share memory by a legacy handle, and see each other's bytes.",
+    };
+    pub(super) const HOST: Self = Self {
+        probe: "host-numa",
+        spec: |size| Spec::vmm(size).placement(Placement::Host).into(),
+        meaning: "Two processes share the host's memory, for the device and the CPU, and see each other's bytes.",
+    };
 
     /// The call in the error of a socket that can't be created.
     pub(super) const BIND: &str = "bind";
@@ -86,8 +99,7 @@ pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: Me
         Err(error @ Error::Interrupted { .. }) => return Err(error.into()),
         // Not an error of the memory. The caller recognises it by the call.
         Err(error) => {
-            let call = Some(MemoryKind::BIND.to_owned());
-            return Err(ErrorDetails { call, ..ErrorDetails::of(&error) }.into());
+            return Err(ErrorDetails { call: Some(MemoryKind::BIND.to_owned()), ..ErrorDetails::of(&error) });
         }
     };
     control.send(&ControlRecord::Begin { probe: kind.probe.to_owned() })?;
@@ -96,40 +108,32 @@ pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: Me
         let serving = scope.spawn(|| handoff::serve(listener, &buffer, &options, &config, &|_| {}));
         let done = control.receive();
         // Otherwise the server would wait until its timeout for a peer that failed before it connected.
-        if !matches!(done, Ok(ControlRecord::Done { error: None, .. })) {
+        if !matches!(done, Ok(ControlRecord::Done(_))) {
             cancel.cancel(CancelReason::Program);
         }
         (done, serving.join())
     });
-    let (open_us, bytes, through) = match done? {
-        ControlRecord::Done { error: None, open_us, bytes, through, .. } => (open_us, bytes, through),
-        ControlRecord::Done { error: Some(error), .. } => return Err(error.of_other_end().into()),
-        other => return Err(unexpected(&other, "done").into()),
+    let opened = match done? {
+        ControlRecord::Done(opened) => opened,
+        other => return Err(other.unexpected("done")),
     };
     let report = served.map_err(|_| Error::system("serve the memory", io::Error::other("its thread panicked")))?;
     let served = report.into_result()?.pop().ok_or(Error::Peer(PeerError::NoConsumer { waited: end.timeout }))?;
     if served.mismatched() {
-        return Ok(ProbeOutcome::failed("One process does not see what the other wrote."));
+        return Ok(failed("One process does not see what the other wrote."));
     }
     if let Some(error) = served.error {
         return Err(error.into());
     }
-    let outcome = ProbeOutcome::ok(match kind.probe {
-        "pool" => "Two processes share memory of a pool, and see each other's bytes.",
-        "legacy" => "Two processes share memory by a legacy handle, and see each other's bytes.",
-        "host-numa" => "Two processes share the host's memory, for the device and the CPU, and see each other's bytes.",
-        _ => "Two processes share memory over a socket, and each sees what the other writes.",
-    });
-    let outcome = outcome.figure("bytes", bytes);
-    let outcome = match through {
-        Some(through) if through != device.uuid() => outcome.figure("through", through.to_string()),
-        _ => outcome,
-    };
-    Ok(outcome.figure("open_us", open_us))
+    let finding = ok(kind.meaning).figure("bytes", opened.bytes).figure("open_us", opened.open_us);
+    Ok(match opened.through.filter(|through| *through != device.uuid()) {
+        Some(through) => finding.figure("through", through.to_string()),
+        None => finding,
+    })
 }
 
 /// Opens the memory that the peer shares, checks it and replies.
-pub(super) fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Selector>) -> Result<OpenedMemory> {
+pub(super) fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Selector>) -> Result<Opened> {
     let opened = Mutex::new(Duration::ZERO);
     let observer = |event: session::Event<'_>| {
         if let session::Event::Mapped { elapsed, .. } = event {
@@ -151,7 +155,7 @@ pub(super) fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Select
     drop(object);
     consumer.close();
     let open_us = micros(*opened.lock().unwrap_or_else(PoisonError::into_inner));
-    Ok(OpenedMemory { open_us, bytes, through })
+    Ok(Opened { open_us, bytes, through, wait_us: 0 })
 }
 
 /// A CUDA event. Drop destroys it.
@@ -183,17 +187,16 @@ pub(super) fn share_event(control: &Control, device: &Device) -> ProbeResult {
     let ((), record_us) = timed(|| diagnosis.event_record(ordinal, event.handle))?;
     control.send(&ControlRecord::Event { device: device.uuid(), handle: hex::encode(handle) })?;
     match control.receive()? {
-        ControlRecord::Done { error: None, open_us, wait_us, .. } => {
-            let outcome = ProbeOutcome::ok("One process can wait on the device for work of another.");
-            Ok(outcome.figure("record_us", record_us).figure("open_us", open_us).figure("wait_us", wait_us))
+        ControlRecord::Done(Opened { open_us, wait_us, .. }) => {
+            let finding = ok("One process can wait on the device for work of another.");
+            Ok(finding.figure("record_us", record_us).figure("open_us", open_us).figure("wait_us", wait_us))
         }
-        ControlRecord::Done { error: Some(error), .. } => Err(error.of_other_end().into()),
-        other => Err(unexpected(&other, "done").into()),
+        other => Err(other.unexpected("done")),
     }
 }
 
-/// Opens the peer's event and waits for it. Returns both durations in microseconds.
-fn wait_for_event(end: &Endpoint, device: DeviceUuid, handle: &str) -> Result<(u64, u64)> {
+/// Opens the peer's event and waits for it.
+fn wait_for_event(end: &Endpoint, device: DeviceUuid, handle: &str) -> Result<Opened> {
     let device = Device::find(&end.driver, Selector::Uuid(device))?;
     let mut bytes = [0; 64];
     hex::decode_to_slice(handle, &mut bytes).map_err(|error| ProtocolError::Content(format!("an event: {error}")))?;
@@ -201,65 +204,43 @@ fn wait_for_event(end: &Endpoint, device: DeviceUuid, handle: &str) -> Result<(u
     let (handle, open_us) = timed(|| diagnosis.event_open(ordinal, &bytes))?;
     let event = Event { diagnosis, ordinal, handle };
     let ((), wait_us) = timed(|| diagnosis.event_wait(ordinal, event.handle))?;
-    Ok((open_us, wait_us))
+    Ok(Opened { open_us, wait_us, ..Opened::default() })
 }
 
-/// Answers the peer's requests until it closes the meeting.
-pub(super) fn serve_requests(end: &Endpoint, control: &Control) -> Result<()> {
-    let pause = MIN_PAUSE.max(end.timeout);
-    answer(end, control, &mut || pause, &mut |_| Ok(()))
-}
-
-/// As [`serve_requests`], with a limit on the total time, which `each` may raise. `each` receives all other records; its error aborts.
-pub(super) fn serve_requests_within(
-    end: &Endpoint,
-    control: &Control,
-    limit: &Cell<Duration>,
-    each: &mut dyn FnMut(ControlRecord) -> Result<()>,
-) -> Result<()> {
+/// Answers the peer's requests until another record arrives, which it returns. `each` receives the probe of each request.
+///
+/// # Errors
+/// [`PeerError::Timeout`] if no other record arrives within `limit`; errors of the connection.
+pub(super) fn answer(end: &Endpoint, control: &Control, limit: Duration, each: &dyn Fn(&str)) -> Result<ControlRecord> {
     let started = Instant::now();
-    answer(end, control, &mut || limit.get().saturating_sub(started.elapsed()), each)
-}
-
-fn answer(
-    end: &Endpoint,
-    control: &Control,
-    left: &mut dyn FnMut() -> Duration,
-    each: &mut dyn FnMut(ControlRecord) -> Result<()>,
-) -> Result<()> {
     loop {
-        let left = left();
+        let left = limit.saturating_sub(started.elapsed());
         if left.is_zero() {
             return Err(Error::Peer(PeerError::Timeout { purpose: "for the peer of the probes", waited: end.timeout }));
         }
-        match control.receive_within(left)? {
-            ControlRecord::Begin { .. } => {
+        let answer = match control.receive_within(left)? {
+            ControlRecord::Begin { probe } => {
+                each(&probe);
                 let opened = open_shared(end, control.cancel(), None);
-                control.send(&ControlRecord::done(&opened))?;
+                ControlRecord::answer(opened.map_err(ErrorDetails::from), ControlRecord::Done)
             }
             ControlRecord::Share { probe, device } => {
-                let shared = match Device::find(&end.driver, Selector::Uuid(device)) {
-                    Ok(device) => share(end, control, &device, MemoryKind::named(&probe)),
-                    Err(error) => Err(error.into()),
-                };
-                let error = match shared {
-                    Ok(outcome) => outcome.into_error(),
-                    Err(failure) => Some(*failure.error),
-                };
-                control.send(&ControlRecord::Shared { error })?;
+                each(&probe);
+                let device = Device::find(&end.driver, Selector::Uuid(device)).map_err(ErrorDetails::from);
+                let shared = device.and_then(|device| share(end, control, &device, MemoryKind::named(&probe)));
+                let shared = shared.and_then(|finding| match finding.status {
+                    Status::Ok => Ok(()),
+                    _ => Err(finding.error.unwrap_or_else(|| ErrorDetails::new("mismatch", finding.meaning))),
+                });
+                ControlRecord::answer(shared, |()| ControlRecord::Shared {})
             }
             ControlRecord::Event { device, handle } => {
-                let waited = wait_for_event(end, device, &handle);
-                control.send(&ControlRecord::Done {
-                    open_us: waited.as_ref().ok().map(|(open_us, _)| *open_us),
-                    wait_us: waited.as_ref().ok().map(|(_, wait_us)| *wait_us),
-                    bytes: None,
-                    through: None,
-                    error: waited.as_ref().err().map(ErrorDetails::of),
-                })?;
+                each("event");
+                let waited = wait_for_event(end, device, &handle).map_err(ErrorDetails::from);
+                ControlRecord::answer(waited, ControlRecord::Done)
             }
-            bye @ ControlRecord::Bye {} => return each(bye),
-            other => each(other)?,
-        }
+            other => return Ok(other),
+        };
+        control.send(&answer)?;
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use vmmfd::driver::Backend;
 
-use super::{DoctorReport, Finding, PROBES, Scope, Status, rules};
+use super::{DoctorReport, Finding, PROBES, Scope, Status, rules::explain};
 
 /// Explains the findings that are not `ok`, and sets the verdict.
 pub(super) fn conclude(report: &mut DoctorReport) {
@@ -21,9 +21,7 @@ pub(super) fn conclude(report: &mut DoctorReport) {
         .iter_mut()
         .chain(devices.iter_mut().flat_map(|device| &mut device.findings))
         .chain(pairs.iter_mut().flat_map(|pair| &mut pair.findings));
-    for finding in findings.filter(|finding| finding.status != Status::Ok) {
-        rules::explain(finding, environment, peer.as_ref());
-    }
+    findings.for_each(|finding| explain(finding, environment, peer.as_ref()));
     (report.verdict, report.exit_code) = verdict(report);
 }
 

@@ -4,7 +4,7 @@ use std::{env, fs};
 
 use vmmfd_cli::{
     cli::EXIT_CODES,
-    doctor::rules::{RULES, Rule},
+    doctor::rules::{RULES, Rule, Sentences},
 };
 
 use super::{Page, root, source};
@@ -13,7 +13,8 @@ use crate::running::Meeting;
 #[test]
 fn diagnose_page_has_doctor_rules() {
     let row = |rule: &Rule| {
-        let Rule { name, symptom, cause, remedy, .. } = rule;
+        let Sentences { symptom, cause, remedy } = rule.sentences().unwrap();
+        let name = rule.name;
         format!("| <a id=\"{name}\"></a>`{name}` | {symptom} | {cause} | {remedy} |\n")
     };
     let rows: String = RULES.iter().map(row).collect();

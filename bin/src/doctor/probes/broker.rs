@@ -15,42 +15,27 @@ use vmmfd::{
 };
 
 use crate::doctor::{
-    ErrorDetails, Status,
-    outcome::{ProbeFailure, ProbeOutcome, ProbeResult, micros},
+    ErrorDetails,
+    report::{Figures, ProbeResult, failed, micros, ok, skipped},
 };
 
 /// The timeout for a connection, and again for the answer: the broker's event loop never blocks.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Values of the figure `problem`, which the rules use.
-pub(in crate::doctor) mod problem {
-    /// Clients refuse its folder.
-    pub(in crate::doctor) const FOLDER: &str = "folder";
-    /// No process listens on it.
-    pub(in crate::doctor) const STALE: &str = "stale";
-    /// The listening process does not answer.
-    pub(in crate::doctor) const SILENT: &str = "silent";
-    pub(in crate::doctor) const DENIED: &str = "denied";
-    /// The socket belongs to something other than this user's broker.
-    pub(in crate::doctor) const OTHER: &str = "other-program";
-    pub(in crate::doctor) const REFUSED: &str = "refused";
-}
-
-pub(super) fn broker(_: Backend) -> ProbeResult {
-    let path = default_broker_socket();
-    let socket = match path {
+pub(super) fn broker(_: Backend, figures: &mut Figures) -> ProbeResult {
+    let socket = match default_broker_socket() {
         Ok(path) => path,
-        Err(error) => return Ok(broken(problem::FOLDER, error.in_full())),
+        Err(error) => return Ok(failed(error.in_full()).figure("problem", "folder")),
     };
     let shown = socket.display().to_string();
-    let outcome = match fs::symlink_metadata(&socket) {
+    figures.insert("socket".to_owned(), shown.clone().into());
+    match fs::symlink_metadata(&socket) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            ProbeOutcome::new(Status::Skipped, format!("No broker of this user runs: there is no {shown}."))
+            Ok(skipped(format!("No broker of this user runs: there is no {shown}.")))
         }
-        Err(error) => return Err(failure(&Error::system(format!("inspect {shown}"), error), &shown)),
-        Ok(_) => connect(&socket, &shown)?,
-    };
-    Ok(outcome.figure("socket", shown))
+        Err(error) => Err(Error::system(format!("inspect {shown}"), error).into()),
+        Ok(_) => connect(&socket, &shown),
+    }
 }
 
 /// Sends hello to the process at a socket.
@@ -59,47 +44,37 @@ fn connect(socket: &Path, shown: &str) -> ProbeResult {
     let error = match Client::connect(socket, &Config::default().timeout(TIMEOUT)) {
         Ok(client) => {
             let meaning = format!("A broker answers, with pid {}.", client.peer().pid);
-            return Ok(ProbeOutcome::ok(meaning).figure("answer_us", micros(started.elapsed())));
+            return Ok(ok(meaning).figure("answer_us", micros(started.elapsed())));
         }
         Err(error) => error,
     };
     let (problem, meaning) = match &error {
         Error::Socket(SocketError::NoBroker { .. } | SocketError::Absent { .. }) => {
-            (problem::STALE, format!("No process listens on {shown}."))
+            ("stale", format!("No process listens on {shown}."))
         }
         Error::Socket(SocketError::NotAccepted { .. }) => {
-            (problem::SILENT, format!("The process that listens on {shown} accepts no connection within {TIMEOUT:?}."))
+            ("silent", format!("The process that listens on {shown} accepts no connection within {TIMEOUT:?}."))
         }
         Error::Peer(PeerError::Timeout { .. }) => {
-            (problem::SILENT, format!("The process that listens on {shown} does not answer within {TIMEOUT:?}."))
+            ("silent", format!("The process that listens on {shown} does not answer within {TIMEOUT:?}."))
         }
-        Error::Socket(SocketError::Denied { .. }) => {
-            (problem::DENIED, format!("This user may not connect to {shown}."))
-        }
+        Error::Socket(SocketError::Denied { .. }) => ("denied", format!("This user may not connect to {shown}.")),
         Error::Socket(SocketError::ClosedFolder { folder, .. }) => {
-            (problem::DENIED, format!("This user may not enter {}, the folder of {shown}.", folder.display()))
+            ("denied", format!("This user may not enter {}, the folder of {shown}.", folder.display()))
         }
         Error::Peer(PeerError::NotAllowed { pid, uid }) => {
-            (problem::OTHER, format!("Process {pid} of another user, uid {uid}, listens on {shown}."))
+            ("other-program", format!("Process {pid} of another user, uid {uid}, listens on {shown}."))
         }
         Error::Peer(PeerError::Reported { message, .. }) => {
-            (problem::REFUSED, format!("The broker refuses this connection: {message}."))
+            ("refused", format!("The broker refuses this connection: {message}."))
         }
         Error::Socket(SocketError::Path { reason, .. }) => {
-            (problem::OTHER, format!("There is no broker at {shown}: {reason}."))
+            ("other-program", format!("There is no broker at {shown}: {reason}."))
         }
         Error::Peer(PeerError::Gone { .. } | PeerError::Protocol(_) | PeerError::Mismatch { .. }) => {
-            (problem::OTHER, format!("The process that listens on {shown} does not answer as a broker does."))
+            ("other-program", format!("The process that listens on {shown} does not answer as a broker does."))
         }
-        _ => return Err(failure(&error, shown)),
+        _ => return Err(error.into()),
     };
-    Ok(broken(problem, meaning).with_error(ErrorDetails::of(&error)))
-}
-
-fn broken(problem: &'static str, meaning: String) -> ProbeOutcome {
-    ProbeOutcome::failed(meaning).figure("problem", problem)
-}
-
-fn failure(error: &Error, socket: &str) -> ProbeFailure {
-    ProbeFailure::from(ErrorDetails::of(error)).figure("socket", socket)
+    Ok(failed(meaning).figure("problem", problem).with_error(ErrorDetails::of(&error)))
 }

@@ -5,7 +5,6 @@ use std::{
     os::fd::{AsFd, OwnedFd},
 };
 
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use vmmfd::{
     driver::Access,
@@ -17,62 +16,39 @@ use super::{
     machine::loaded,
     one_process::{matches_pattern, write},
 };
-use crate::verbs::HasVerbs;
 use crate::{
     check::pattern::{Pattern, random_salt},
     doctor::{
-        ErrorDetails, Status,
-        context::ProbeContext,
-        outcome::{ProbeOutcome, ProbeResult, timed},
-        task::Role,
+        ErrorDetails,
+        context::{ProbeContext, Role},
+        report::{ProbeResult, failed, ok, skipped, timed},
     },
     line::Line,
+    verbs::HasVerbs,
 };
-
-/// The reports of the two processes.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "snake_case")]
-enum Report {
-    /// The memory holds the pattern. Its descriptor follows.
-    Made {
-        size: u64,
-    },
-    /// The descriptor has arrived. `library` is a driver library that the process has mapped.
-    Held {
-        library: Option<String>,
-    },
-    Failed {
-        error: ErrorDetails,
-    },
-}
 
 /// The record that carries a descriptor.
 const DESCRIPTOR: &[u8] = b"descriptor";
+
+/// The size of the memory that a process made, or its error.
+type Made = std::result::Result<u64, ErrorDetails>;
 
 pub(super) fn held_descriptor(context: &mut ProbeContext) -> ProbeResult {
     let pattern = random_salt()?;
     let (mut maker, made) = context
         .start_child("the process that makes the memory", Role::Make { device: context.device.ordinal(), pattern })?;
-    let (mut holder, held) = context.start_child("the process that holds the descriptor", Role::Hold {})?;
-    let explain = |error| maker.explain(error, context.peer_timeout());
-    let size = match made.receive().map_err(explain)? {
-        Report::Made { size } => size,
-        Report::Failed { error } => return Err(error.of_other_end().into()),
-        Report::Held { .. } => return Err(unexpected("made").into()),
-    };
+    let (mut holder, held) = context.start_child("the process that holds the descriptor", Role::Hold)?;
+    let explain = |error| maker.explain(error, context.peer_timeout);
+    let size = made.receive::<Made>().map_err(explain)?.map_err(ErrorDetails::of_other_end)?;
     let fd = receive_descriptor(&made).map_err(explain)?;
     // This process has the driver, so it must not keep the memory alive itself.
     held.send_bare(DESCRIPTOR, &[fd.as_fd()])?;
     drop(fd);
-    let explain = |error| holder.explain(error, context.peer_timeout());
-    match held.receive().map_err(explain)? {
-        Report::Held { library: None } => {}
-        Report::Held { library: Some(library) } => {
-            let meaning = format!("Every process here has {library} mapped, so none can hold a descriptor without it.");
-            return Ok(ProbeOutcome::new(Status::Skipped, meaning));
-        }
-        Report::Failed { error } => return Err(error.of_other_end().into()),
-        Report::Made { .. } => return Err(unexpected("held").into()),
+    let explain = |error| holder.explain(error, context.peer_timeout);
+    // The descriptor has arrived. The answer is a driver library that the process has mapped.
+    if let Some(library) = held.receive::<Option<String>>().map_err(explain)? {
+        let meaning = format!("Every process here has {library} mapped, so none can hold a descriptor without it.");
+        return Ok(skipped(meaning));
     }
     maker.kill();
     // The process returns the descriptor and closes its own.
@@ -82,15 +58,11 @@ pub(super) fn held_descriptor(context: &mut ProbeContext) -> ProbeResult {
     let (imported, import_us) = timed(|| Allocation::import(&context.device, fd, size))?;
     let mapping = Mapping::new(&imported, Access::ReadOnly)?;
     if !matches_pattern(&mapping, Pattern::new(pattern))? {
-        return Ok(ProbeOutcome::failed("The bytes changed while a descriptor alone held the memory."));
+        return Ok(failed("The bytes changed while a descriptor alone held the memory."));
     }
     let meaning =
         "A descriptor in a process without the driver keeps memory, with its bytes, when its maker is killed.";
-    Ok(ProbeOutcome::ok(meaning).figure("bytes", size).figure("import_us", import_us))
-}
-
-fn unexpected(want: &'static str) -> Error {
-    ProtocolError::Unexpected { got: "another report", want }.into()
+    Ok(ok(meaning).figure("bytes", size).figure("import_us", import_us))
 }
 
 fn receive_descriptor(line: &Line) -> Result<OwnedFd> {
@@ -116,10 +88,10 @@ pub(in crate::doctor) fn make(device: Result<Device>, pattern: u32, line: &Line)
     });
     match &made {
         Ok((allocation, _)) => {
-            line.send(&Report::Made { size: allocation.size() })?;
+            line.send(&Made::Ok(allocation.size()))?;
             line.send_bare(DESCRIPTOR, &[allocation.export()?])?;
         }
-        Err(error) => line.send(&Report::Failed { error: ErrorDetails::of(error) })?,
+        Err(error) => line.send(&Made::Err(ErrorDetails::of(error)))?,
     }
     wait_for_parent(line)
 }
@@ -128,7 +100,7 @@ pub(in crate::doctor) fn make(device: Result<Device>, pattern: u32, line: &Line)
 pub(in crate::doctor) fn hold(line: &Line) -> Result<()> {
     let fd = receive_descriptor(line)?;
     let library = loaded(&fs::read("/proc/self/maps").unwrap_or_default()).map(|path| path.display().to_string());
-    line.send(&Report::Held { library })?;
+    line.send(&library)?;
     let _: Value = line.receive()?;
     line.send_bare(DESCRIPTOR, &[fd.as_fd()])?;
     drop(fd);

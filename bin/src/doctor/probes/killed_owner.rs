@@ -13,10 +13,10 @@ use vmmfd::{
 use crate::{
     check::DataVerifier,
     doctor::{
-        Status,
-        context::ProbeContext,
-        control::{ControlRecord, unexpected},
-        outcome::{ProbeFailure, ProbeOutcome, ProbeResult, micros},
+        ErrorDetails, Finding,
+        context::{PeerProcess, ProbeContext},
+        control::ControlRecord,
+        report::{ProbeResult, failed, micros, ok, skipped},
     },
     units::about,
 };
@@ -29,18 +29,15 @@ struct Orphan {
 }
 
 /// Opens memory of another process and kills that process. `broken` is the meaning if that process can't share memory.
-fn orphan(context: &ProbeContext, broken: &str) -> Result<Result<Orphan, ProbeOutcome>, ProbeFailure> {
+fn orphan(context: &ProbeContext, broken: &str) -> Result<Result<Orphan, Finding>, ErrorDetails> {
     let mut peer = context.start_peer()?;
-    let end = context.endpoint(&peer);
     let (probe, device) = ("exporter-killed".to_owned(), context.device.uuid());
-    let control = peer.control();
+    let PeerProcess { control, end, .. } = &peer;
     control.send(&ControlRecord::Share { probe, device })?;
     match control.receive()? {
         ControlRecord::Begin { .. } => {}
-        ControlRecord::Shared { error: Some(error) } => {
-            return Ok(Err(ProbeOutcome::failed(broken).with_error(error)));
-        }
-        other => return Err(unexpected(&other, "begin").into()),
+        ControlRecord::Failed { error } => return Ok(Err(failed(broken).with_error(error))),
+        other => return Err(other.unexpected("begin")),
     }
     let config = end.config(control.cancel());
     let here = Some(Selector::Uuid(device));
@@ -58,13 +55,11 @@ fn orphan(context: &ProbeContext, broken: &str) -> Result<Result<Orphan, ProbeOu
 
 pub(super) fn exporter_killed(context: &mut ProbeContext) -> ProbeResult {
     Ok(match orphan(context, "The process that was to be killed could not share its memory.")? {
-        Err(outcome) => outcome,
-        Ok(Orphan { intact: false, .. }) => {
-            ProbeOutcome::failed("The bytes changed when the process that exported them was killed.")
-        }
+        Err(finding) => finding,
+        Ok(Orphan { intact: false, .. }) => failed("The bytes changed when the process that exported them was killed."),
         Ok(Orphan { memory, intact: true }) => {
             let meaning = "Imported memory stays readable, with its bytes, when its exporter is killed.";
-            ProbeOutcome::ok(meaning).figure("bytes", memory.mapped_size())
+            ok(meaning).figure("bytes", memory.mapped_size())
         }
     })
 }
@@ -75,12 +70,12 @@ const FREE_TIMEOUT: Duration = Duration::from_secs(3);
 pub(super) fn memory_returned(context: &mut ProbeContext) -> ProbeResult {
     if context.device.is_host() {
         let why = "The free memory of the whole machine changes all the time, and says nothing about one buffer.";
-        return Ok(ProbeOutcome::new(Status::Skipped, why));
+        return Ok(skipped(why));
     }
     let before = context.device.memory_info()?.free;
     let memory = match orphan(context, "There was no memory to free.")? {
         Ok(orphan) => orphan.memory,
-        Err(outcome) => return Ok(outcome),
+        Err(finding) => return Ok(finding),
     };
     let size = memory.mapped_size();
     let held = context.device.memory_info()?.free;
@@ -89,8 +84,8 @@ pub(super) fn memory_returned(context: &mut ProbeContext) -> ProbeResult {
     loop {
         let after = context.device.memory_info()?.free;
         let missing = before.saturating_sub(after);
-        let measured = |outcome: ProbeOutcome| {
-            outcome
+        let measured = |finding: Finding| {
+            finding
                 .figure("before_bytes", before)
                 .figure("held_bytes", held)
                 .figure("after_bytes", after)
@@ -99,12 +94,12 @@ pub(super) fn memory_returned(context: &mut ProbeContext) -> ProbeResult {
         // Other processes use the device too: a smaller difference may be theirs.
         if missing < size / 2 {
             let meaning = "All memory of a killed process is free again once its importer has released it.";
-            return Ok(measured(ProbeOutcome::ok(meaning)));
+            return Ok(measured(ok(meaning)));
         }
         if started.elapsed() > FREE_TIMEOUT {
             let missing = about(missing);
             let meaning = format!("{missing} are still in use after the last process has released them.");
-            return Ok(measured(ProbeOutcome::failed(meaning)));
+            return Ok(measured(failed(meaning)));
         }
         thread::sleep(Duration::from_millis(5));
     }

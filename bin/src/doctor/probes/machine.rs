@@ -18,28 +18,21 @@ use vmmfd::{
 use crate::doctor::{
     Environment, ErrorDetails,
     error_details::Reason,
-    outcome::{ProbeFailure, ProbeOutcome, ProbeResult},
+    report::{Figures, Finding, ProbeResult, failed, ok},
 };
 use crate::verbs::HasVerbs;
 
-pub(super) fn driver(backend: Backend) -> ProbeResult {
-    let named = |library: Option<PathBuf>| {
-        library.filter(|_| backend == Backend::Cuda).map(|library| library.display().to_string())
-    };
-    match start(backend) {
-        Ok((outcome, library)) => Ok(match named(library) {
-            Some(library) => outcome.figure("library", library),
-            None => outcome,
-        }),
-        Err(error) => {
-            let failure = ProbeFailure::from(with_denied_nodes(ErrorDetails::of(&error)));
-            // The driver did not start: report the library file that is mapped, which may be the wrong library.
-            Err(match named(loaded(&fs::read("/proc/self/maps").unwrap_or_default())) {
-                Some(library) => failure.figure("library", library),
-                None => failure,
-            })
-        }
+pub(super) fn driver(backend: Backend, figures: &mut Figures) -> ProbeResult {
+    let opened = start(backend, figures);
+    if backend == Backend::Cuda {
+        // If the driver did not start: the library file that is mapped, which may be the wrong library.
+        let library = match &opened {
+            Ok((_, library)) => library.clone(),
+            Err(_) => loaded(&fs::read("/proc/self/maps").unwrap_or_default()),
+        };
+        figures.extend(library.map(|library| ("library".to_owned(), library.display().to_string().into())));
     }
+    opened.map(|(finding, _)| finding).map_err(|error| with_denied_nodes(error.into()))
 }
 
 /// Adds the device nodes that this process can't open if the driver finds no device.
@@ -65,7 +58,7 @@ pub(super) fn loaded(maps: &[u8]) -> Option<PathBuf> {
 }
 
 /// Starts the driver. Also returns the file of its library.
-fn start(backend: Backend) -> Result<(ProbeOutcome, Option<PathBuf>)> {
+fn start(backend: Backend, figures: &mut Figures) -> Result<(Finding, Option<PathBuf>)> {
     let driver: Driver = open(Choice::Only(backend))?.driver;
     let version = driver.version()?;
     let devices = Device::all(&driver)?;
@@ -85,33 +78,33 @@ fn start(backend: Backend) -> Result<(ProbeOutcome, Option<PathBuf>)> {
             }
         ),
     };
-    let outcome = ProbeOutcome::ok(meaning).figure("devices", listed);
+    figures.insert("devices".to_owned(), listed.into());
     // The host backend has no library and no version.
-    let outcome = if backend == Backend::Cuda { outcome.figure("version", version) } else { outcome };
-    Ok((outcome, driver.verbs().diagnosis().and_then(|diagnosis| diagnosis.library()).ok()))
+    if backend == Backend::Cuda {
+        figures.insert("version".to_owned(), version.into());
+    }
+    Ok((ok(meaning), driver.verbs().diagnosis().and_then(|diagnosis| diagnosis.library()).ok()))
 }
 
-pub(super) fn descriptors(_: Backend) -> ProbeResult {
+pub(super) fn descriptors(_: Backend, _: &mut Figures) -> ProbeResult {
     /// Required for a buffer of 2 GiB in chunks of 2 MiB.
     const PLENTY: u64 = 1024;
     let limit = getrlimit(Resource::RLIMIT_NOFILE);
     let (soft, hard) = limit.map_err(|errno| Error::system("read the limit of open files", errno))?;
-    let outcome = match hard {
-        0..PLENTY => ProbeOutcome::failed(format!(
-            "A process may hold only {hard} descriptors: a buffer of many chunks needs one for each."
-        )),
-        // The commands raise the soft limit to the hard one.
-        _ => {
-            ProbeOutcome::ok(format!("A process may hold {hard} descriptors: one for each allocation that it shares."))
+    let finding = match hard {
+        0..PLENTY => {
+            failed(format!("A process may hold only {hard} descriptors: a buffer of many chunks needs one for each."))
         }
+        // The commands raise the soft limit to the hard one.
+        _ => ok(format!("A process may hold {hard} descriptors: one for each allocation that it shares.")),
     };
-    Ok(outcome.figure("soft", soft).figure("hard", hard))
+    Ok(finding.figure("soft", soft).figure("hard", hard))
 }
 
-pub(super) fn host_memory(_: Backend) -> ProbeResult {
+pub(super) fn host_memory(_: Backend, _: &mut Figures) -> ProbeResult {
     let info = open(Choice::Only(Backend::Host))?.driver.verbs().memory_info(0)?;
     let meaning = "The memory that the machine, or the control group of this process, has left.";
-    Ok(ProbeOutcome::ok(meaning).figure("free_bytes", info.free).figure("total_bytes", info.total))
+    Ok(ok(meaning).figure("free_bytes", info.free).figure("total_bytes", info.total))
 }
 
 #[cfg(test)]

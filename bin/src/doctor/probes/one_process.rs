@@ -11,21 +11,21 @@ use std::{
 
 use nix::sys::stat::fstat;
 use vmmfd::{
-    driver::{Access, Attribute},
+    driver::{Access, Attribute, Backend},
     error::{Error, Result},
-    internals::{Granularity, Handle, Location, MadeFor, Properties, Verbs},
+    internals::{Granularity, Handle, Location, MadeFor, Properties, Verbs, nvml},
     memory::{Allocation, Mapping, Region},
 };
 
-use crate::verbs::HasVerbs;
 use crate::{
     check::pattern::{self, Pattern, random_salt},
     doctor::{
-        ErrorDetails, Status,
+        ErrorDetails,
         context::ProbeContext,
-        outcome::{ProbeOutcome, ProbeResult, micros, timed},
+        report::{ProbeResult, failed, micros, ok, skipped, timed, unsupported},
     },
     units::bytes,
+    verbs::HasVerbs,
 };
 
 /// The allocation size of most probes in bytes, before rounding up.
@@ -45,18 +45,18 @@ const ATTRIBUTES: [(&str, Attribute); 9] = [
 ];
 
 pub(super) fn attributes(context: &mut ProbeContext) -> ProbeResult {
-    let mut outcome = ProbeOutcome::ok("The attributes that the device claims; the other probes test them.");
+    let mut finding = ok("The attributes that the device claims; the other probes test them.");
     let mut first = None;
     for (name, attribute) in ATTRIBUTES {
         match context.device.attribute(attribute) {
-            Ok(value) => outcome = outcome.figure(name, value),
+            Ok(value) => finding = finding.figure(name, value),
             // An old driver does not know the newest attributes.
             Err(error) => first = first.or(Some(error)),
         }
     }
     match first {
-        Some(error) if outcome.figures.is_empty() => Err(error.into()),
-        _ => Ok(outcome),
+        Some(error) if finding.figures.is_empty() => Err(error.into()),
+        _ => Ok(finding),
     }
 }
 
@@ -67,7 +67,7 @@ pub(super) fn granularity(context: &mut ProbeContext) -> ProbeResult {
     let minimum = device.verbs().granularity(&properties, Granularity::Minimum)?;
     let recommended = device.verbs().granularity(&properties, Granularity::Recommended)?;
     let meaning = format!("Shared memory comes in multiples of {}.", bytes(minimum));
-    Ok(ProbeOutcome::ok(meaning).figure("minimum_bytes", minimum).figure("recommended_bytes", recommended))
+    Ok(ok(meaning).figure("minimum_bytes", minimum).figure("recommended_bytes", recommended))
 }
 
 pub(super) fn memory(context: &mut ProbeContext) -> ProbeResult {
@@ -78,16 +78,16 @@ pub(super) fn memory(context: &mut ProbeContext) -> ProbeResult {
     let started = Instant::now();
     let good = keeps_pattern(&mapping, pattern)?;
     if !good {
-        return Ok(ProbeOutcome::failed("Memory does not hold the bytes that were copied into it."));
+        return Ok(failed("Memory does not hold the bytes that were copied into it."));
     }
-    let outcome = ProbeOutcome::ok("Memory of the device can be allocated, mapped, written and read.")
+    let finding = ok("Memory of the device can be allocated, mapped, written and read.")
         .figure("create_us", create_us)
         .figure("map_us", map_us)
         .figure("copy_us", micros(started.elapsed()))
         .figure("bytes", allocation.size());
     Ok(match device.memory_info() {
-        Ok(info) => outcome.figure("free_bytes", info.free).figure("total_bytes", info.total),
-        Err(_) => outcome,
+        Ok(info) => finding.figure("free_bytes", info.free).figure("total_bytes", info.total),
+        Err(_) => finding,
     })
 }
 
@@ -110,14 +110,14 @@ pub(super) fn export(context: &mut ProbeContext) -> ProbeResult {
     let (fd, export_us) = timed(|| allocation.export())?;
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
     let target = fs::read_link(path).map(|target| target.display().to_string());
-    let outcome = ProbeOutcome::ok("Memory can be exported as a descriptor.").figure("export_us", export_us);
-    let outcome = match target {
-        Ok(target) => outcome.figure("descriptor", target),
-        Err(error) => outcome.figure("descriptor", format!("unknown: {error}")),
+    let finding = ok("Memory can be exported as a descriptor.").figure("export_us", export_us);
+    let finding = match target {
+        Ok(target) => finding.figure("descriptor", target),
+        Err(error) => finding.figure("descriptor", format!("unknown: {error}")),
     };
     Ok(match fstat(fd) {
-        Ok(stat) => outcome.figure("mode", format!("{:o}", stat.st_mode)).figure("size_bytes", stat.st_size),
-        Err(_) => outcome,
+        Ok(stat) => finding.figure("mode", format!("{:o}", stat.st_mode)).figure("size_bytes", stat.st_size),
+        Err(_) => finding,
     })
 }
 
@@ -134,10 +134,10 @@ pub(super) fn import(context: &mut ProbeContext) -> ProbeResult {
     let (imported, import_us) = timed(|| Allocation::import(&context.device, fd, allocation.size()))?;
     let (mapping, map_us) = timed(|| Mapping::new(&imported, Access::ReadOnly))?;
     if !matches_pattern(&mapping, pattern)? {
-        return Ok(ProbeOutcome::failed("Imported memory does not show what was written before the export."));
+        return Ok(failed("Imported memory does not show what was written before the export."));
     }
-    let outcome = ProbeOutcome::ok("An exported descriptor can be imported, as the same memory.");
-    Ok(outcome.figure("import_us", import_us).figure("map_us", map_us))
+    let finding = ok("An exported descriptor can be imported, as the same memory.");
+    Ok(finding.figure("import_us", import_us).figure("map_us", map_us))
 }
 
 pub(super) fn aliases(context: &mut ProbeContext) -> ProbeResult {
@@ -148,12 +148,10 @@ pub(super) fn aliases(context: &mut ProbeContext) -> ProbeResult {
         let pattern = Pattern::new(random_salt()?);
         write(writer, pattern)?;
         if !matches_pattern(reader, pattern)? {
-            return Ok(ProbeOutcome::failed(
-                "Bytes written through one mapping do not show in another mapping of the same memory.",
-            ));
+            return Ok(failed("Bytes written through one mapping do not show in another mapping of the same memory."));
         }
     }
-    Ok(ProbeOutcome::ok("Two mappings of one allocation show the same bytes."))
+    Ok(ok("Two mappings of one allocation show the same bytes."))
 }
 
 pub(super) fn read_only_copy(context: &mut ProbeContext) -> ProbeResult {
@@ -165,12 +163,11 @@ pub(super) fn read_only_copy(context: &mut ProbeContext) -> ProbeResult {
     mapping.copy_out(0, &mut bytes)?;
     // Call the driver directly: the library would reject the copy itself.
     match context.device.verbs().copy_in(context.device.ordinal(), mapping.address(), &[!bytes[0]]) {
-        Ok(()) => Ok(ProbeOutcome::failed("A copy into a read-only mapping succeeded.")),
+        Ok(()) => Ok(failed("A copy into a read-only mapping succeeded.")),
         Err(error) if matches_pattern(&mapping, Pattern::new(1))? => {
-            Ok(ProbeOutcome::ok("The driver refuses a copy into a read-only mapping.")
-                .figure("refused", error.in_full()))
+            Ok(ok("The driver refuses a copy into a read-only mapping.").figure("refused", error.in_full()))
         }
-        Err(_) => Ok(ProbeOutcome::failed("A copy into a read-only mapping was refused and still changed the bytes.")),
+        Err(_) => Ok(failed("A copy into a read-only mapping was refused and still changed the bytes.")),
     }
 }
 
@@ -190,13 +187,12 @@ pub(super) fn read_only_store(context: &mut ProbeContext) -> ProbeResult {
     let mut word = [0; 4];
     read_only.copy_out(0, &mut word)?;
     if word != VALUE.to_le_bytes() {
-        return Ok(ProbeOutcome::failed("A kernel's store into a writable mapping does not show in another mapping."));
+        return Ok(failed("A kernel's store into a writable mapping does not show in another mapping."));
     }
     match diagnosis.store(ordinal, read_only.address(), !VALUE) {
-        Ok(()) => Ok(ProbeOutcome::failed("A kernel's store into a read-only mapping succeeded.")),
+        Ok(()) => Ok(failed("A kernel's store into a read-only mapping succeeded.")),
         Err(Error::Driver { code, name, .. }) if FAULTS.contains(&code) => {
-            Ok(ProbeOutcome::ok("A kernel's store into a read-only mapping faults.")
-                .figure("fault", format!("{name} ({code})")))
+            Ok(ok("A kernel's store into a read-only mapping faults.").figure("fault", format!("{name} ({code})")))
         }
         Err(error) => Err(error.into()),
     }
@@ -212,17 +208,17 @@ pub(super) fn wrong_descriptor(context: &mut ProbeContext) -> ProbeResult {
     let mut refusals = Vec::new();
     for (what, fd) in [("/dev/null", null()?), ("a pipe", pipe()?), ("a file", file()?)] {
         match Allocation::import(device, fd, size) {
-            Ok(_) => return Ok(ProbeOutcome::failed(format!("{what} was imported as if it were memory."))),
+            Ok(_) => return Ok(failed(format!("{what} was imported as if it were memory."))),
             Err(error) => refusals.push(format!("{what}: {}", ErrorDetails::of(&error).message)),
         }
     }
     // The process and its context must still work.
     let allocation = Allocation::create(device, SIZE)?;
     if !keeps_pattern(&Mapping::new(&allocation, Access::ReadWrite)?, Pattern::new(2))? {
-        return Ok(ProbeOutcome::failed("After a wrong descriptor was refused, memory no longer holds its bytes."));
+        return Ok(failed("After a wrong descriptor was refused, memory no longer holds its bytes."));
     }
-    let outcome = ProbeOutcome::ok("A descriptor that is not memory is refused, without side effects.");
-    Ok(outcome.figure("refused", refusals))
+    let finding = ok("A descriptor that is not memory is refused, without side effects.");
+    Ok(finding.figure("refused", refusals))
 }
 
 /// The number of measurements; the median is reported.
@@ -248,7 +244,7 @@ pub(super) fn export_cost(context: &mut ProbeContext) -> ProbeResult {
         true => "An export is far cheaper while the process holds another exported descriptor open: keep one.",
         false => "An export costs the same whether or not another exported descriptor is held open.",
     };
-    Ok(ProbeOutcome::ok(meaning).figure("alone_us", alone_us).figure("held_us", held_us))
+    Ok(ok(meaning).figure("alone_us", alone_us).figure("held_us", held_us))
 }
 
 /// Memory of a kind that [`Allocation`] does not support. Drop frees it.
@@ -294,8 +290,8 @@ pub(super) fn dma_buf(context: &mut ProbeContext) -> ProbeResult {
     let address = memory.map(ordinal)?;
     let (fd, export_us) = timed(|| memory.driver.diagnosis()?.export_dma_buf(ordinal, address, memory.size))?;
     let stat = fstat(&fd).map_err(|errno| Error::system("inspect a dma-buf", errno))?;
-    let outcome = ProbeOutcome::ok("Memory can be exported as a dma-buf, for devices of other vendors.");
-    Ok(outcome.figure("export_us", export_us).figure("size_bytes", stat.st_size))
+    let finding = ok("Memory can be exported as a dma-buf, for devices of other vendors.");
+    Ok(finding.figure("export_us", export_us).figure("size_bytes", stat.st_size))
 }
 
 pub(super) fn fabric(context: &mut ProbeContext) -> ProbeResult {
@@ -305,10 +301,33 @@ pub(super) fn fabric(context: &mut ProbeContext) -> ProbeResult {
                 && context.device.attribute(Attribute::FabricHandle).is_ok_and(|on| on != 0) =>
         {
             let meaning = "The device claims fabric handles, and the driver creates none: attributes are claims.";
-            return Ok(ProbeOutcome::new(Status::Unsupported, meaning).with_error(ErrorDetails::of(&error)));
+            return Ok(unsupported(meaning).with_error(ErrorDetails::of(&error)));
         }
         memory => memory?,
     };
     let (_, export_us) = timed(|| memory.driver.diagnosis()?.export_fabric(memory.handle))?;
-    Ok(ProbeOutcome::ok("Memory can be exported to other machines of the fabric.").figure("export_us", export_us))
+    Ok(ok("Memory can be exported to other machines of the fabric.").figure("export_us", export_us))
+}
+
+/// Queries the mode without changing it. A real test would require every process that uses the device to exit.
+pub(super) fn persistence(context: &mut ProbeContext) -> ProbeResult {
+    if context.device.backend() == Backend::Host {
+        let meaning = "Host memory needs no driver: a descriptor keeps it until the machine restarts.";
+        return Ok(skipped(meaning));
+    }
+    Ok(match nvml::persistence(context.device.uuid()) {
+        Ok(true) => ok(
+            "Persistence mode is on: memory that only descriptors hold stays while no process uses the device. It goes with a \
+             reset of the device, a reload of the driver's module, or a restart of the machine.",
+        )
+        .figure("persistence_mode", 1),
+        Ok(false) => unsupported("Memory that only descriptors hold goes when the last process that uses the device ends.",
+        )
+        .figure("persistence_mode", 0)
+        .with_error(ErrorDetails::new("unsupported", "persistence mode is off".to_owned())),
+        Err(why) => {
+            let meaning = format!("NVML, which knows whether persistence mode is on, can't be asked: {why}.");
+            skipped(meaning)
+        }
+    })
 }

@@ -9,14 +9,14 @@ use vmmfd::{
 };
 
 use super::one_process::{SIZE, matches_pattern, write};
-use crate::verbs::HasVerbs;
 use crate::{
     check::pattern::{Pattern, random_salt},
     doctor::{
-        ErrorDetails, Status,
+        ErrorDetails,
         context::ProbeContext,
-        outcome::{ProbeOutcome, ProbeResult},
+        report::{ProbeResult, failed, ok, unsupported},
     },
+    verbs::HasVerbs,
 };
 
 pub(super) fn peer(context: &mut ProbeContext, owner: &Device) -> ProbeResult {
@@ -30,8 +30,8 @@ pub(super) fn peer(context: &mut ProbeContext, owner: &Device) -> ProbeResult {
         Ok(mapping) => mapping,
         Err(error) if !claimed => {
             let meaning = "This device can't access that one's memory, and does not claim to.";
-            let outcome = ProbeOutcome::new(Status::Unsupported, meaning);
-            return Ok(outcome.with_error(ErrorDetails::of(&error)).figure("claimed", false));
+            let finding = unsupported(meaning);
+            return Ok(finding.with_error(ErrorDetails::of(&error)).figure("claimed", false));
         }
         Err(error) => return Err(error.into()),
     };
@@ -40,18 +40,18 @@ pub(super) fn peer(context: &mut ProbeContext, owner: &Device) -> ProbeResult {
         write(writer, pattern)?;
         writer.synchronize()?;
         if !matches_pattern(reader, pattern)? {
-            return Ok(ProbeOutcome::failed("One device does not see what the other wrote.").figure("claimed", claimed));
+            return Ok(failed("One device does not see what the other wrote.").figure("claimed", claimed));
         }
     }
-    let outcome = ProbeOutcome::ok("This device reads and writes that one's memory.").figure("claimed", claimed);
+    let finding = ok("This device reads and writes that one's memory.").figure("claimed", claimed);
     drop((ours, theirs));
     match speed(device, owner) {
-        Ok(speed) => Ok(outcome.figure("read_gb_per_s", speed).figure("copied_bytes", COPY)),
+        Ok(speed) => Ok(finding.figure("read_gb_per_s", speed).figure("copied_bytes", COPY)),
         Err(error) => {
             let error = ErrorDetails::of(&error);
             // Sharing works, but an old driver or too little memory prevents the measurement.
             let unmeasured = error.is_unsupported() || error.code == Some(code::OUT_OF_MEMORY);
-            if unmeasured { Ok(outcome) } else { Err(error.into()) }
+            if unmeasured { Ok(finding) } else { Err(error) }
         }
     }
 }

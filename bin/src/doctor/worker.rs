@@ -1,10 +1,10 @@
-//! The doctor's child processes.
+//! The doctor's child processes: the probes, and the other processes of a probe.
 
 use std::{
     io::{self, Write},
     mem,
-    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use serde_json::Value;
@@ -17,18 +17,16 @@ use vmmfd::{
 };
 
 use super::{
-    Environment, ErrorDetails, Probe, Status,
-    context::ProbeContext,
+    Environment, ErrorDetails, Flag, Probe, Status,
+    context::{Endpoint, ProbeContext, Role, Task},
     control::{Control, ControlRecord},
-    endpoint::Endpoint,
     probes::{hold, make},
-    sharing::serve_requests,
-    task::{Role, Task},
+    sharing::answer,
 };
-use crate::verbs::HasVerbs;
 use crate::{
     child::line_to_parent,
     line::{Line, typed},
+    verbs::HasVerbs,
 };
 
 /// Runs the task of a child process.
@@ -40,36 +38,34 @@ pub fn run_task(task: Value) -> Result<()> {
     let line = line_to_parent()?;
     match &task.role {
         Role::Probes { device, owner, names } => task.probe(*device, *owner, names, &line),
-        Role::Peer { socket } => task.peer(socket.clone(), line),
+        Role::Peer { socket } => {
+            let control = Control::over(line);
+            let driver = match open(Choice::Only(task.backend)) {
+                Ok(opened) => opened.driver,
+                Err(error) => return control.send(&ControlRecord::Failed { error: ErrorDetails::of(&error) }),
+            };
+            control.greet(task.backend, &Environment::default(), None)?;
+            let (socket, timeout) = (socket.clone(), task.timeout);
+            let end = Endpoint { driver, socket, trust: Trust::default(), timeout };
+            // The parent may run many probes without this process. Its end ends this process too.
+            answer(&end, &control, Duration::MAX, &|_| {}).map(drop)
+        }
         Role::Make { device, pattern } => make(task.device(*device), *pattern, &line),
-        Role::Hold {} => hold(&line),
+        Role::Hold => hold(&line),
     }
 }
 
 impl Task {
     fn device(&self, ordinal: i32) -> Result<Device> {
         let driver = open(Choice::Only(self.backend))?.driver;
-        Device::find(&driver, Selector::Ordinal(u32::try_from(ordinal).unwrap_or(u32::MAX)))
+        Device::find(&driver, Selector::Ordinal(ordinal.unsigned_abs()))
     }
 
-    fn peer(&self, socket: PathBuf, line: Line) -> Result<()> {
-        let control = Control::over(line);
-        let driver = match open(Choice::Only(self.backend)) {
-            Ok(opened) => opened.driver,
-            Err(error) => return control.send(&ControlRecord::Shared { error: Some(ErrorDetails::of(&error)) }),
-        };
-        control.greet(self.backend, &Environment::default(), None)?;
-        let end = Endpoint { driver, socket, trust: Trust::default(), timeout: self.timeout };
-        serve_requests(&end, &control)
-    }
-
+    /// Runs probes, until one corrupts the context or needs another process. The parent starts that process.
     fn probe(&self, device: Option<i32>, owner: Option<i32>, names: &[String], line: &Line) -> Result<()> {
         let mut probes = names.iter().filter_map(|name| Probe::named(name));
         let Some(ordinal) = device else {
-            return probes.try_for_each(|probe| match probe.run_machine(self.backend) {
-                Some(finding) => line.send(&finding),
-                None => Ok(()),
-            });
+            return probes.filter_map(|probe| probe.run_machine(self.backend)).try_for_each(|found| line.send(&found));
         };
         let opened = self.device(ordinal).and_then(|device| {
             let owner = owner.map(|owner| Device::find(device.driver(), Selector::Ordinal(owner.unsigned_abs())));
@@ -83,20 +79,23 @@ impl Task {
             }
         };
         let log = Log::start();
-        let mut context = ProbeContext::new(device, self.folder.clone(), self.timeout);
-        for probe in probes {
+        let mut context = ProbeContext::new(device, &self.folder, self.timeout);
+        for (at, probe) in probes.enumerate() {
+            if probe.is(Flag::Alone) && at > 0 {
+                break;
+            }
             let Some(mut finding) = probe.run_device(&mut context, owner.as_ref()) else { continue };
             let logged = log.take();
-            if finding.status == Status::Ok && !logged.is_empty() && !probe.alone {
+            if finding.status == Status::Ok && !logged.is_empty() && !probe.is(Flag::Alone) {
                 // A destructor can only log its errors.
                 finding.status = Status::Failed;
                 finding.meaning = "It works, but its resources can't be freed.".to_owned();
                 finding.error = Some(ErrorDetails::new("teardown", logged));
             }
             line.send(&finding)?;
-            // Later probes would fail in the corrupted context: they run in another process.
             let device = &context.device;
-            if finding.status == Status::Failed && device.verbs().synchronize(device.ordinal()).is_err() {
+            let broken = finding.status == Status::Failed && device.verbs().synchronize(device.ordinal()).is_err();
+            if broken || probe.is(Flag::Alone) {
                 break;
             }
         }
