@@ -125,7 +125,7 @@ fn missing_results_are_failures() {
         assert_eq!(finding(&join_a_liar(&records, 1), "round-trip")["status"], "failed");
     }
     // The meeting failed after every result of this device.
-    let report = join_a_liar(&[whole.clone()], 1);
+    let report = join_a_liar(std::slice::from_ref(&whole), 1);
     assert_eq!(probes(&report["machine"]), ["driver", "round-trip"], "{report}");
     let report = join_a_liar(&[whole, device(1, &["event"]), bye], 1);
     assert_eq!(probes(&report["devices"][1]["findings"])[1], "round-trip", "{report}");
