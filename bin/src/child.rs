@@ -322,21 +322,21 @@ mod tests {
     #[test]
     fn kill_reaches_the_group() {
         let mut leader = shell("sleep 60 & echo $! >&2; wait", true);
-        let member = loop {
-            if let Some(pid) = leader.last_error_line() {
-                break pid;
+        let until = |done: &dyn Fn() -> bool| {
+            let deadline = Instant::now() + Duration::from_secs(60);
+            while !done() {
+                assert!(Instant::now() < deadline);
+                thread::sleep(POLL_INTERVAL);
             }
-            thread::sleep(Duration::from_millis(1));
         };
+        until(&|| leader.last_error_line().is_some());
+        let member = leader.last_error_line().unwrap();
         leader.kill();
         // A zombie, until init reaps it.
-        let lives = || {
+        until(&|| {
             let status = fs::read_to_string(format!("/proc/{member}/stat")).unwrap_or_default();
-            !status.is_empty() && !status.contains(") Z ")
-        };
-        while lives() {
-            thread::sleep(Duration::from_millis(1));
-        }
+            status.is_empty() || status.contains(") Z ")
+        });
     }
 
     #[test]

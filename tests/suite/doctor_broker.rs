@@ -26,7 +26,8 @@ use vmmfd::{
 };
 
 use crate::{
-    running::{Meeting, Run},
+    doctor::{doctor, finding},
+    running::Meeting,
     seccomp,
 };
 
@@ -50,14 +51,10 @@ impl Runtime {
         self.folder().join("broker.sock")
     }
 
-    fn doctor(&self, options: &[&str]) -> Run {
-        doctor(&self.0, options)
-    }
-
     /// The finding of the broker probe alone.
     fn finding(&self) -> Value {
-        let report = self.doctor(&["--only", "broker"]).end().json();
-        let finding = found(&report);
+        let report = doctor(&self.0, &["--json", "--only", "broker"]).end().json();
+        let finding = finding(&report, "broker");
         // A probe named in `--only` is required.
         assert_eq!(report["exit_code"], if finding["status"] == "ok" { 0 } else { 1 }, "{report}");
         finding
@@ -88,17 +85,6 @@ impl Runtime {
     }
 }
 
-fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
-    let mut run = meeting.bare("vmmfd");
-    run.command.args(["doctor", "--backend", "host", "--json"]).args(options);
-    run.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder())
-}
-
-fn found(report: &Value) -> Value {
-    let machine = report["machine"].as_array().unwrap();
-    machine.iter().find(|finding| finding["probe"] == "broker").unwrap_or_else(|| panic!("{report}")).clone()
-}
-
 #[track_caller]
 fn assert_broken(finding: &Value, problem: &str, rule: &str, words: &str) {
     let seen = (&finding["status"], &finding["figures"]["problem"], &finding["rule"]);
@@ -117,8 +103,8 @@ fn hello(channel: &mut Channel, capabilities: &[&str]) {
 #[test]
 fn missing_broker_is_no_failure() {
     let meeting = Meeting::host();
-    let report = doctor(&meeting, &[]).end().code(0).json();
-    let finding = found(&report);
+    let report = doctor(&meeting, &["--json"]).end().code(0).json();
+    let finding = finding(&report, "broker");
     assert_eq!((&finding["status"], &finding["error"]), (&"skipped".into(), &Value::Null), "{finding}");
     assert!(finding["meaning"].as_str().unwrap().contains("/vmmfd/broker.sock"), "{finding}");
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
@@ -149,8 +135,8 @@ fn dead_socket_keeps_the_verdict() {
     let runtime = Runtime::new();
     drop(UnixListener::bind(runtime.socket()).unwrap());
     assert_broken(&runtime.finding(), "stale", "broker-stale", "No process listens on ");
-    let report = runtime.doctor(&["--device", "0"]).end().code(0).json();
-    assert_eq!(found(&report)["status"], "failed");
+    let report = doctor(&runtime.0, &["--json", "--device", "0"]).end().code(0).json();
+    assert_eq!(finding(&report, "broker")["status"], "failed");
     assert!(runtime.socket().exists(), "it is not the doctor's to remove");
 }
 
@@ -226,6 +212,6 @@ fn folder_writable_by_others_is_distrusted() {
     fs::set_permissions(runtime.folder(), PermissionsExt::from_mode(0o700)).unwrap();
     let linked = Meeting::host();
     symlink(runtime.folder(), linked.folder().join("vmmfd")).unwrap();
-    let finding = found(&doctor(&linked, &["--only", "broker"]).end().json());
-    assert_broken(&finding, "folder", "broker-folder", "symbolic link");
+    let report = doctor(&linked, &["--json", "--only", "broker"]).end().json();
+    assert_broken(&finding(&report, "broker"), "folder", "broker-folder", "symbolic link");
 }

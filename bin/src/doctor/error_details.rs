@@ -157,6 +157,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn reasons_of_errors() {
+        let io = |number| Error::system("make a socket", io::Error::from_raw_os_error(number));
+        let missing = LoadError::MissingSymbol { library: "libcuda.so.1".to_owned(), symbol: "cuMemCreate" };
+        for (error, reason) in [
+            (Error::Load(missing), Some(Reason::MissingFunction)),
+            (MemoryError::TooManyDescriptors { needed: 512, limit: 256 }.into(), Some(Reason::FileLimit)),
+            (io(libc::EMFILE), Some(Reason::FileLimit)),
+            (io(libc::EACCES), None),
+            (ProtocolError::FdsTruncated { most: 128 }.into(), Some(Reason::DescriptorsLost)),
+            (ProtocolError::LongRecord { most: 128 }.into(), None),
+            (SocketError::Denied { path: "s".into(), group: None }.into(), Some(Reason::ConnectDenied)),
+        ] {
+            assert_eq!(ErrorDetails::of(&error).reason, reason, "{error}");
+        }
+    }
+
+    #[test]
     fn denied_nodes_are_a_failure() {
         let mut none = ErrorDetails::of(&Error::Load(LoadError::NoDevice));
         assert!(none.is_nothing_to_test());

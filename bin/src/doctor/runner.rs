@@ -107,7 +107,7 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     // The probe `driver` lists the devices.
     let wanted = |probe: &&Probe| probe.scope() == Scope::Machine && (plan.wants(probe) || probe.name == "driver");
     let machine_probes: Vec<&Probe> = PROBES.iter().filter(wanted).collect();
-    runner.add_total(machine_probes.len());
+    runner.count(0, machine_probes.len());
     let machine = runner.run(&machine_probes, None, None)?;
     let driver = machine.iter().find(|finding| finding.probe == "driver");
     let figure = |name: &str| driver.and_then(|driver| driver.figures.get(name));
@@ -120,7 +120,7 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     report.machine = machine;
     let (probes, pair_probes) = (plan.probes(Scope::Device), plan.probes(Scope::Pair));
     let pairs = chosen.len() * listed.len().saturating_sub(1);
-    runner.add_total(chosen.len() * probes.len() + pairs * pair_probes.len());
+    runner.count(0, chosen.len() * probes.len() + pairs * pair_probes.len());
     report.devices = runner.devices(&chosen, &probes)?;
     if !pair_probes.is_empty() {
         report.pairs = runner.pairs(&chosen, &listed, &pair_probes)?;
@@ -157,8 +157,11 @@ impl Runner<'_> {
         choose_device(selector, self.plan.backend, listed, identity).map(|device| vec![device.clone()])
     }
 
-    fn add_total(&self, more: usize) {
-        self.steps.lock().unwrap_or_else(PoisonError::into_inner).1 += more;
+    /// Adds to the numbers of finished probes and of all probes, and returns both.
+    fn count(&self, finished: usize, more: usize) -> (usize, usize) {
+        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        *steps = (steps.0 + finished, steps.1 + more);
+        *steps
     }
 
     fn report_start(&self, probe: &Probe, device: Option<i32>, owner: Option<i32>) {
@@ -167,7 +170,7 @@ impl Runner<'_> {
             (Some(device), None) => format!("device {device}: {}", probe.name),
             _ => probe.name.to_owned(),
         };
-        let (done, all) = *self.steps.lock().unwrap_or_else(PoisonError::into_inner);
+        let (done, all) = self.count(0, 0);
         (self.observer)(Progress { what: &what, done, all });
     }
 
@@ -241,7 +244,7 @@ impl Runner<'_> {
                 }
             };
             findings.push(finding);
-            self.steps.lock().unwrap_or_else(PoisonError::into_inner).0 += 1;
+            self.count(1, 0);
             remaining = later;
         }
         Ok(())
@@ -250,19 +253,14 @@ impl Runner<'_> {
 
 /// Processes items in parallel threads, [`MAX_PARALLEL`] at a time, and returns the results in order.
 fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
-    if let [only] = items {
-        return Ok(vec![work(only)?]);
-    }
+    let panicked = || Error::system("probe a device", io::Error::other("its thread panicked"));
     let mut results = Vec::new();
     for some in items.chunks(MAX_PARALLEL) {
-        let done: Vec<Result<R>> = thread::scope(|scope| {
+        results.extend(thread::scope(|scope| {
             let threads: Vec<_> = some.iter().map(|item| scope.spawn(|| work(item))).collect();
-            let panicked = || Error::system("probe a device", io::Error::other("its thread panicked"));
-            threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect()
-        });
-        for result in done {
-            results.push(result?);
-        }
+            let done = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked())));
+            done.collect::<Result<Vec<R>>>()
+        })?);
     }
     Ok(results)
 }

@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 
 use vmmfd::driver::Backend;
 
-use super::{DoctorReport, Finding, PROBES, Scope, Status, rules::explain};
+use super::{DeviceReport, DoctorReport, Finding, PROBES, PairReport, Scope, Status, rules::explain};
 
 /// Explains the findings that are not `ok`, and sets the verdict.
 pub(super) fn conclude(report: &mut DoctorReport) {
-    let DoctorReport { environment, peer, machine, devices, pairs, .. } = report;
+    let DoctorReport { environment, machine, devices, pairs, .. } = report;
     // A device's compute mode explains its other errors.
     for device in devices.iter_mut() {
         let mode = device.findings.iter().find_map(|finding| finding.figures.get("compute_mode")).cloned();
@@ -17,11 +17,9 @@ pub(super) fn conclude(report: &mut DoctorReport) {
             finding.figures.insert("compute_mode".to_owned(), mode.clone());
         }
     }
-    let findings = machine
-        .iter_mut()
-        .chain(devices.iter_mut().flat_map(|device| &mut device.findings))
-        .chain(pairs.iter_mut().flat_map(|pair| &mut pair.findings));
-    findings.for_each(|finding| explain(finding, environment, peer.as_ref()));
+    let devices = devices.iter_mut().flat_map(|device| &mut device.findings);
+    let findings = machine.iter_mut().chain(devices).chain(pairs.iter_mut().flat_map(|pair| &mut pair.findings));
+    findings.for_each(|finding| explain(finding, environment, None));
     (report.verdict, report.exit_code) = verdict(report);
 }
 
@@ -30,10 +28,11 @@ pub(super) fn verdict(report: &DoctorReport) -> (String, u8) {
     let driver = report.machine.iter().find(|finding| finding.probe == "driver");
     if let Some(driver) = driver.filter(|driver| driver.status != Status::Ok) {
         let error = driver.error.as_ref();
-        let why = driver.cause.clone().or_else(|| error.map(|error| error.message.clone())).unwrap_or_default();
+        let why = driver.cause.as_ref().or(error.map(|error| &error.message)).map_or("", String::as_str);
+        let why = why.trim_end_matches('.');
         return match error.is_some_and(|error| error.is_nothing_to_test()) {
-            true => (format!("There is nothing here to test: {}.", why.trim_end_matches('.')), 3),
-            false => (format!("The driver can't be used: {}.", why.trim_end_matches('.')), 1),
+            true => (format!("There is nothing here to test: {why}."), 3),
+            false => (format!("The driver can't be used: {why}."), 1),
         };
     }
     let mut failures = Vec::new();
@@ -53,25 +52,23 @@ pub(super) fn verdict(report: &DoctorReport) -> (String, u8) {
         passed -= usize::from(failed.is_some());
         failures.extend(failed);
     }
-    for pair in &report.pairs {
+    for PairReport { device, owner, findings } in &report.pairs {
         for name in required(report, Scope::Pair) {
-            let (device, owner) = (pair.device, pair.owner);
-            let why = failure_of(&pair.findings, name);
+            let why = failure_of(findings, name);
             failures.extend(why.map(|why| format!("device {device} fails at {name} with device {owner}{why}")));
         }
     }
-    if report.pairs.is_empty() && required(report, Scope::Pair).next().is_some() {
+    let asked = |scope: Scope| required(report, scope).next().is_some();
+    if report.pairs.is_empty() && asked(Scope::Pair) {
         failures.push("no pair of devices was tried".to_owned());
     }
-    if report.devices.is_empty() && required(report, Scope::Device).next().is_some() {
+    if report.devices.is_empty() && asked(Scope::Device) {
         failures.push("no device was tried".to_owned());
     }
-
     let mut sentence = subject(report, passed);
-    for failure in &failures {
-        sentence += &format!("; {failure}");
+    for part in failures.iter().chain(&remarks(report)) {
+        sentence += &format!("; {part}");
     }
-    sentence += &remarks(report);
     (sentence + ".", u8::from(!failures.is_empty()))
 }
 
@@ -99,45 +96,38 @@ fn subject(report: &DoctorReport, passed: usize) -> String {
 }
 
 /// The additions to the verdict: missing features that users ask for most, and other failures.
-fn remarks(report: &DoctorReport) -> String {
+fn remarks(report: &DoctorReport) -> Vec<String> {
     const FEATURES: [(&str, &str); 3] =
         [("fabric", "fabric handles do not"), ("pool", "memory pools do not"), ("legacy", "legacy handles do not")];
-    let of_devices =
-        report.devices.iter().flat_map(|device| device.findings.iter().map(|found| (device.ordinal, found)));
-    let of_devices: Vec<(i32, &Finding)> =
-        of_devices.filter(|(_, finding)| !report.required.contains(&finding.probe)).collect();
-    let mut text = String::new();
+    let optional = |finding: &&Finding| !report.required.contains(&finding.probe);
+    let mut remarks = Vec::new();
     for (probe, feature) in FEATURES {
-        let failure_of = |(_, finding): &&(i32, &Finding)| {
-            finding.probe == probe && [Status::Failed, Status::Unsupported].contains(&finding.status)
+        let lacks = |finding: &&Finding| {
+            finding.probe == probe && matches!(finding.status, Status::Failed | Status::Unsupported)
         };
-        let without: Vec<&(i32, &Finding)> = of_devices.iter().filter(failure_of).collect();
+        let of_device = |device: &'_ DeviceReport| device.findings.iter().filter(optional).find(lacks).cloned();
+        let without: Vec<(String, Finding)> =
+            report.devices.iter().filter_map(|device| Some((device.ordinal.to_string(), of_device(device)?))).collect();
         if report.backend == Backend::Cuda
             && let Some((_, first)) = without.first()
         {
+            let ordinals: Vec<&str> = without.iter().map(|(ordinal, _)| ordinal.as_str()).collect();
             let which = match without.len() == report.devices.len() {
                 true => String::new(),
-                false => format!(" on {}", devices(without.iter().map(|(ordinal, _)| *ordinal))),
+                false => format!(" on device {}", ordinals.join(", ")),
             };
-            text += &format!("; {feature}{which}{}", reason(first));
+            remarks.push(format!("{feature}{which}{}", reason(first)));
         }
     }
-    let others = of_devices.iter().filter(|(_, finding)| {
-        finding.status == Status::Failed && !FEATURES.iter().any(|(probe, _)| finding.probe == *probe)
-    });
-    let pairs = report.pairs.iter().flat_map(|pair| &pair.findings);
-    let pairs = pairs.filter(|finding| finding.status == Status::Failed && !report.required.contains(&finding.probe));
-    let also: BTreeSet<&str> =
-        others.map(|(_, finding)| finding.probe.as_str()).chain(pairs.map(|finding| finding.probe.as_str())).collect();
+    let devices = report.devices.iter().flat_map(|device| &device.findings);
+    let others = devices.filter(|finding| !FEATURES.iter().any(|(probe, _)| finding.probe == *probe));
+    let all = others.chain(report.pairs.iter().flat_map(|pair| &pair.findings)).filter(optional);
+    let failed = all.filter(|finding| finding.status == Status::Failed).map(|finding| finding.probe.as_str());
+    let also: BTreeSet<&str> = failed.collect();
     if !also.is_empty() {
-        text += &format!("; also failed: {}", also.into_iter().collect::<Vec<_>>().join(", "));
+        remarks.push(format!("also failed: {}", also.into_iter().collect::<Vec<_>>().join(", ")));
     }
-    text
-}
-
-fn devices(ordinals: impl Iterator<Item = i32>) -> String {
-    let ordinals: Vec<String> = ordinals.map(|ordinal| ordinal.to_string()).collect();
-    format!("device {}", ordinals.join(", "))
+    remarks
 }
 
 /// The reason why a probe did not succeed; `None` if it did.
