@@ -30,7 +30,7 @@ use vmmfd::{
 use crate::support::{Inode, Kind, Subject, pause};
 
 cases! {
-    on crate::support::Subject; every backend: [
+    on crate::support::Subject; host and cuda: [
     an_object_outlives_its_maker,
     readers_keep_a_replaced_version,
     name_may_keep_last_versions,

@@ -27,7 +27,7 @@ use crate::{
 };
 
 cases! {
-    on crate::support::Subject; every backend: [
+    on crate::support::Subject; host and cuda: [
     acknowledged_requests_survive_client_kill,
     version_is_freed_with_its_killed_reader,
     ]

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::running::{Ended, Meeting, Running};
 
 cases! {
-    on crate::running::Meeting; every backend: [
+    on crate::running::Meeting; host and cuda: [
     handoff_works_in_either_start_order,
     json_object_has_every_field,
     default_output_is_three_lines,

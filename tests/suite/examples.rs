@@ -9,7 +9,7 @@ use std::{
 use crate::running::{Ended, Meeting, Run};
 
 cases! {
-    on crate::running::Meeting; every backend: [
+    on crate::running::Meeting; host and cuda: [
     a_buffer_is_shared_and_received,
     consumer_receives_each_frame,
     array_arrives_with_type_and_views,

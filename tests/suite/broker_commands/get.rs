@@ -3,7 +3,7 @@
 use super::*;
 
 cases! {
-    on crate::broker_commands::Broker; every backend: [
+    on crate::broker_commands::Broker; host and cuda: [
     object_outlives_its_process,
     absent_objects_exit_with_1,
     get_waits_for_the_object,

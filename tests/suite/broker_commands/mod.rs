@@ -38,10 +38,6 @@ impl Broker {
         Self::at(Meeting::host(), &[])
     }
 
-    fn fake() -> Self {
-        Self::at(Meeting::fake(), &[])
-    }
-
     fn cuda() -> Self {
         Self::at(Meeting::cuda(), &[])
     }

@@ -3,7 +3,7 @@
 use super::*;
 
 cases! {
-    on crate::broker_commands::Broker; every backend: [
+    on crate::broker_commands::Broker; host and cuda: [
     options_describe_the_array,
     weights_are_arrays_of_the_object,
     replacement_needs_an_option,

@@ -3,7 +3,7 @@
 use super::*;
 
 cases! {
-    on crate::running::Meeting; every backend: [
+    on crate::running::Meeting; host and cuda: [
     array_is_shown_with_first_values,
     unusual_numbers_are_shown_as_numbers,
     file_arrives_unchanged,

@@ -7,8 +7,10 @@ cases! {
     mechanisms_combine_with_all_options,
     every_mechanism_makes_round_trips,
     every_mechanism_finds_a_wrong_byte,
-    range_takes_only_covering_chunks,
     sealed_buffer_is_lent_read_only,
+    ]
+    host and cuda: [
+    range_takes_only_covering_chunks,
     killed_consumer_harms_nobody,
     many_consumers_share_at_once,
     simultaneous_pairs_have_separate_buffers,
