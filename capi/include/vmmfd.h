@@ -868,10 +868,10 @@ struct vmmfd_error_t *vmmfd_broker_delete(const struct vmmfd_broker_t *broker,
 /*
  Starts to watch the events of names that start with `prefix` and that this user may read; NULL is every name. The events start now.
 
- The watch has a connection and a thread of its own, and does not delay requests. The caller frees `*watch` with `vmmfd_watch_free`; it is
+ The watch has its own connection and thread, and does not delay requests. The caller frees `*watch` with `vmmfd_watch_free`; it is
  NULL after a failure. Blocks until the broker answers, for at most the connection's timeout. Any thread may call it.
 
- Errors: those of `vmmfd_broker_connect`; `VMMFD_FORKED`.
+ Errors: as for `vmmfd_broker_connect`; `VMMFD_FORKED`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_broker_watch(const struct vmmfd_broker_t *broker,
@@ -912,7 +912,7 @@ struct vmmfd_error_t *vmmfd_device_count(const char *backend,
  The caller frees `*device` with `vmmfd_device_free`; it is NULL after a failure. Blocks while the driver starts on first use, for up to
  about 100 ms, and creates the device's context only when memory needs it. Any thread may call it.
 
- Errors: those of `vmmfd_device_count`; `VMMFD_NOT_FOUND` if there is no such device; `VMMFD_INVALID` if several match.
+ Errors: as for `vmmfd_device_count`; `VMMFD_NOT_FOUND` if there is no such device; `VMMFD_INVALID` if several match.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_device_open(const char *backend,
@@ -1012,7 +1012,7 @@ struct vmmfd_error_t *vmmfd_lease_array(const struct vmmfd_lease_t *lease,
  offsets; it may have more. The caller frees `*prepared` with `vmmfd_prepared_free`; it is NULL after a failure. Blocks as
  `vmmfd_broker_get`. Any thread may call it.
 
- Errors: those of `vmmfd_broker_get`; `VMMFD_DIFFERS` with the differences if the version does not fit.
+ Errors: as for `vmmfd_broker_get`; `VMMFD_DIFFERS` with the differences if the version does not fit.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_lease_prepare(const struct vmmfd_lease_t *lease,
@@ -1041,7 +1041,7 @@ struct vmmfd_error_t *vmmfd_lease_switch(const struct vmmfd_lease_t *lease,
 
  Nothing may use the memory by address from now on. Blocks as `vmmfd_lease_switch`. Any thread may call it.
 
- Errors: those of `vmmfd_lease_switch`.
+ Errors: as for `vmmfd_lease_switch`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_lease_park(const struct vmmfd_lease_t *lease,
@@ -1052,7 +1052,7 @@ struct vmmfd_error_t *vmmfd_lease_park(const struct vmmfd_lease_t *lease,
 
  Blocks as `vmmfd_broker_get`. Any thread may call it.
 
- Errors: `VMMFD_INVALID` if the lease is not parked; those of `vmmfd_lease_prepare`. The lease stays parked then.
+ Errors: `VMMFD_INVALID` if the lease is not parked; as for `vmmfd_lease_prepare`. The lease stays parked then.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_lease_unpark(const struct vmmfd_lease_t *lease,
@@ -1137,7 +1137,7 @@ struct vmmfd_error_t *vmmfd_memory_copy_in(const struct vmmfd_memory_t *memory,
  Copies `size` bytes out of the memory, starting at `offset`, into a buffer of the caller. Blocks until the copy is complete, including
  earlier work on the default stream. Any threads may call it at once.
 
- Errors: those of `vmmfd_memory_copy_in`. Driver call: `cuMemcpyDtoH`.
+ Errors: as for `vmmfd_memory_copy_in`. Driver call: `cuMemcpyDtoH`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_memory_copy_out(const struct vmmfd_memory_t *memory,

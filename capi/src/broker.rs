@@ -331,10 +331,10 @@ pub extern "C" fn vmmfd_broker_delete(broker: *const vmmfd_broker_t, name: *cons
 
 /// Starts to watch the events of names that start with `prefix` and that this user may read; NULL is every name. The events start now.
 ///
-/// The watch has a connection and a thread of its own, and does not delay requests. The caller frees `*watch` with `vmmfd_watch_free`; it is
+/// The watch has its own connection and thread, and does not delay requests. The caller frees `*watch` with `vmmfd_watch_free`; it is
 /// NULL after a failure. Blocks until the broker answers, for at most the connection's timeout. Any thread may call it.
 ///
-/// Errors: those of `vmmfd_broker_connect`; `VMMFD_FORKED`.
+/// Errors: as for `vmmfd_broker_connect`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_broker_watch(

@@ -105,7 +105,7 @@ pub extern "C" fn vmmfd_device_count(
 /// The caller frees `*device` with `vmmfd_device_free`; it is NULL after a failure. Blocks while the driver starts on first use, for up to
 /// about 100 ms, and creates the device's context only when memory needs it. Any thread may call it.
 ///
-/// Errors: those of `vmmfd_device_count`; `VMMFD_NOT_FOUND` if there is no such device; `VMMFD_INVALID` if several match.
+/// Errors: as for `vmmfd_device_count`; `VMMFD_NOT_FOUND` if there is no such device; `VMMFD_INVALID` if several match.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_device_open(

@@ -151,7 +151,7 @@ fn absent(name: &str) -> Failure {
 /// offsets; it may have more. The caller frees `*prepared` with `vmmfd_prepared_free`; it is NULL after a failure. Blocks as
 /// `vmmfd_broker_get`. Any thread may call it.
 ///
-/// Errors: those of `vmmfd_broker_get`; `VMMFD_DIFFERS` with the differences if the version does not fit.
+/// Errors: as for `vmmfd_broker_get`; `VMMFD_DIFFERS` with the differences if the version does not fit.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_lease_prepare(
@@ -207,7 +207,7 @@ pub extern "C" fn vmmfd_lease_switch(
 ///
 /// Nothing may use the memory by address from now on. Blocks as `vmmfd_lease_switch`. Any thread may call it.
 ///
-/// Errors: those of `vmmfd_lease_switch`.
+/// Errors: as for `vmmfd_lease_switch`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_lease_park(lease: *const vmmfd_lease_t, keep: bool) -> *mut vmmfd_error_t {
@@ -218,7 +218,7 @@ pub extern "C" fn vmmfd_lease_park(lease: *const vmmfd_lease_t, keep: bool) -> *
 ///
 /// Blocks as `vmmfd_broker_get`. Any thread may call it.
 ///
-/// Errors: `VMMFD_INVALID` if the lease is not parked; those of `vmmfd_lease_prepare`. The lease stays parked then.
+/// Errors: `VMMFD_INVALID` if the lease is not parked; as for `vmmfd_lease_prepare`. The lease stays parked then.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_lease_unpark(

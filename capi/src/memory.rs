@@ -254,7 +254,7 @@ pub extern "C" fn vmmfd_memory_copy_in(
 /// Copies `size` bytes out of the memory, starting at `offset`, into a buffer of the caller. Blocks until the copy is complete, including
 /// earlier work on the default stream. Any threads may call it at once.
 ///
-/// Errors: those of `vmmfd_memory_copy_in`. Driver call: `cuMemcpyDtoH`.
+/// Errors: as for `vmmfd_memory_copy_in`. Driver call: `cuMemcpyDtoH`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_memory_copy_out(
