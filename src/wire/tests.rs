@@ -1,59 +1,65 @@
-//! Encoding and decoding of all messages, and protocol violations.
+//! Encoding and decoding of the messages of both protocols, and protocol violations. The golden records are the messages.
+
+use serde_json::{Value, json};
 
 use super::*;
-use crate::{
-    array::{ArrayDescriptor, Order},
-    base::{Access, DeviceUuid},
-};
+use crate::wire::broker;
 
-fn every_message() -> Vec<Message> {
-    let uuid = DeviceUuid::from_bytes(*b"0123456789abcdef");
-    let check = |text: &str| serde_json::from_str::<Check>(text).unwrap();
-    vec![
-        Message::Hello(Hello {
-            version: 1,
-            capabilities: vec!["x".into()],
-            backend: "cuda".into(),
-            pid: 7,
-            timeout_ms: u64::MAX,
-        }),
-        Message::Request(Request {
-            object: DEFAULT_OBJECT.into(),
-            access: Some(Access::ReadOnly),
-            range: Some(ByteRange { offset: 1, length: u64::MAX }),
-        }),
-        Message::Offer(Box::new(Offer {
-            object: "weights".into(),
-            memory: Memory {
-                mechanism: Mechanism::Pool,
-                device: Device { uuid, name: "a device".into() },
-                location: Location::Host,
-                size: 5,
-                mapped_size: 2 << 20,
-                segments: 1,
-                pool: Some(2),
-                pointer: Some(Pointer([0xA5; 64])),
-                offset: 4096,
-                immutable: true,
-            },
-            array: Some(ArrayDescriptor::new("<f4".parse().unwrap(), vec![5, 7], Order::F).unwrap()),
-            access: Access::ReadWrite,
-            part: Some(Run { first: 1, segments: 2, offset: 3, size: 4 }),
-            check: Some(check(r#"{"salt":4294967295,"of another":[1,{"x":null}]}"#)),
-            buffer: Some(4),
-        })),
-        Message::Segments(Segments { first: 0, sizes: vec![2 << 20, 4 << 20] }),
-        Message::Received(Received { segments: 2 }),
-        Message::Result(Verdict { verified: false, check: Some(check(r#"{"words":9}"#)) }),
-        Message::Busy(Busy {}),
-        Message::Error(Failure { code: ErrorCode::Refused, message: "no".into() }),
-        Message::Pool(PoolNumber { pool: 7 }),
-        Message::Subscribe(Subscribe { keep: 4 }),
-        Message::Ready(Ready { buffer: 2, generation: 9, sizes: vec![2 << 20, 1] }),
-        Message::Done(BufferTurn { buffer: u64::MAX, generation: 1 }),
-        Message::Withdraw(BufferNumber { buffer: 2 }),
-        Message::Gone(BufferNumber { buffer: 0 }),
-    ]
+/// A golden record.
+pub(super) struct Golden {
+    pub(super) name: String,
+    pub(super) kind: u16,
+    pub(super) bytes: Vec<u8>,
+    pub(super) fds: usize,
+}
+
+impl Golden {
+    /// The text of the body.
+    pub(super) fn text(&self) -> &str {
+        str::from_utf8(&self.bytes[HEADER_LENGTH..]).unwrap()
+    }
+
+    pub(super) fn body(&self) -> Value {
+        serde_json::from_str(self.text()).unwrap()
+    }
+}
+
+/// The golden records of a protocol's page.
+pub(super) fn golden(text: &str) -> Vec<Golden> {
+    let golden: Value = serde_json::from_str(text).unwrap();
+    let read = |record: &Value| {
+        let bytes = hex::decode(record["hex"].as_str().unwrap()).unwrap();
+        Golden {
+            name: record["name"].as_str().unwrap().to_owned(),
+            kind: u16::from_le_bytes([bytes[6], bytes[7]]),
+            bytes,
+            fds: record["descriptors"].as_u64().unwrap() as usize,
+        }
+    };
+    golden["records"].as_array().unwrap().iter().map(read).collect()
+}
+
+/// Decodes a record, and encodes its message.
+type Decode = fn(&[u8], usize) -> Result<Vec<u8>, ProtocolError>;
+
+fn decode_peers(record: &[u8], fds: usize) -> Result<Vec<u8>, ProtocolError> {
+    let message = Message::decode(record, fds)?;
+    // Accepted messages can be encoded.
+    Ok(message.encode().unwrap())
+}
+
+fn decode_broker(record: &[u8], fds: usize) -> Result<Vec<u8>, ProtocolError> {
+    let message = broker::Message::decode(record, fds)?;
+    let mut written = Vec::new();
+    message.encode_into(&mut written).unwrap();
+    Ok(written)
+}
+
+/// The golden records of both protocols, each with its decoder.
+fn all() -> impl Iterator<Item = (Golden, Decode)> {
+    let peers = golden(include_str!("../../docs/golden.json")).into_iter();
+    let broker = golden(include_str!("../../docs/broker-golden.json")).into_iter();
+    peers.map(|record| (record, decode_peers as Decode)).chain(broker.map(|record| (record, decode_broker as Decode)))
 }
 
 pub(super) fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
@@ -65,65 +71,163 @@ pub(super) fn record(kind: u16, body: &str, fds: u32) -> Vec<u8> {
     record
 }
 
+/// The body of an offer of a pool's memory.
+fn offer() -> Value {
+    let records = golden(include_str!("../../docs/golden.json"));
+    records.into_iter().find(|record| record.name == "memory of a pool").unwrap().body()
+}
+
 #[test]
-fn messages_round_trip() {
-    for message in every_message() {
-        let bytes = message.encode().unwrap();
-        assert_eq!(Message::decode(&bytes, message.fd_count()), Ok(message));
+fn unknown_kinds_are_rejected() {
+    let known: Vec<(u16, Decode)> = all().map(|(record, decode)| (record.kind, decode)).collect();
+    for decode in [decode_peers as Decode, decode_broker] {
+        for kind in 0..=u16::MAX {
+            let unknown = decode(&record(kind, "{}", 0), 0) == Err(ProtocolError::Kind { got: kind });
+            let is_known = known.iter().any(|&(known, of)| known == kind && std::ptr::fn_addr_eq(of, decode));
+            assert_eq!(unknown, !is_known, "kind {kind}");
+        }
     }
 }
 
 #[test]
 fn truncated_records_are_rejected() {
-    for message in every_message() {
-        let bytes = message.encode().unwrap();
+    for (Golden { name, bytes, fds, .. }, decode) in all() {
         for length in 0..bytes.len() {
-            assert!(Message::decode(&bytes[..length], message.fd_count()).is_err(), "{message:?} cut to {length}");
+            assert!(decode(&bytes[..length], fds).is_err(), "{name} cut to {length}");
         }
         let longer = [bytes, b" ".to_vec()].concat();
-        assert!(matches!(Message::decode(&longer, 0), Err(ProtocolError::BodyLength { .. })));
+        assert!(matches!(decode(&longer, fds), Err(ProtocolError::BodyLength { .. })));
     }
 }
 
 #[test]
 fn corrupted_records_do_not_panic() {
-    for message in every_message() {
-        let bytes = message.encode().unwrap();
+    for (Golden { bytes, fds, .. }, decode) in all() {
         for index in 0..bytes.len() {
-            for value in [0, 1, 0x22, 0x7f, 0xff] {
+            for value in [0, 1, b'"', b'[', b'{', b'-', b'9', 0x7f, 0xff] {
                 let mut changed = bytes.clone();
                 changed[index] = value;
-                let _ = Message::decode(&changed, message.fd_count());
+                let _ = decode(&changed, fds);
             }
         }
     }
 }
 
+/// All bodies with one value, at any depth, replaced.
+fn changed(value: &Value, with: &Value) -> Vec<Value> {
+    let mut all = vec![with.clone()];
+    match value {
+        Value::Object(object) => {
+            for (name, inner) in object {
+                all.extend(changed(inner, with).into_iter().map(|inner| {
+                    let mut object = object.clone();
+                    object.insert(name.clone(), inner);
+                    Value::Object(object)
+                }));
+            }
+        }
+        Value::Array(values) => {
+            for (at, inner) in values.iter().enumerate() {
+                all.extend(changed(inner, with).into_iter().map(|inner| {
+                    let mut values = values.clone();
+                    values[at] = inner;
+                    Value::Array(values)
+                }));
+            }
+        }
+        _ => {}
+    }
+    all
+}
+
+#[test]
+fn replaced_values_do_not_panic() {
+    let mut refused = 0;
+    for (golden, decode) in all() {
+        for with in [json!(null), json!(-1), json!(1.5), json!("x"), json!([]), json!({}), json!(true)] {
+            for body in changed(&golden.body(), &with) {
+                let decoded = decode(&record(golden.kind, &body.to_string(), golden.fds as u32), golden.fds);
+                refused += usize::from(decoded.is_err());
+            }
+        }
+    }
+    assert!(refused > 1000, "{refused}");
+}
+
 #[test]
 fn descriptor_counts_must_match() {
-    for message in every_message() {
-        let (bytes, want) = (message.encode().unwrap(), message.fd_count());
-        for fds in [0, 1, want + 1, MAX_FDS] {
-            let decoded = Message::decode(&bytes, fds);
-            let refused = matches!(decoded, Err(ProtocolError::FdCount { got, .. }) if got == fds);
-            assert_eq!(refused, fds != want, "{message:?} with {fds}");
+    for (golden, decode) in all() {
+        for fds in [0, 1, golden.fds + 1, MAX_FDS] {
+            let refused = matches!(decode(&golden.bytes, fds), Err(ProtocolError::FdCount { got, .. }) if got == fds);
+            assert_eq!(refused, fds != golden.fds, "{} with {fds}", golden.name);
         }
     }
     let lying = record(4, r#"{"first":0,"sizes":[1]}"#, 2);
     assert!(matches!(Message::decode(&lying, 1), Err(ProtocolError::FdCount { claimed: 2, .. })));
 }
 
+/// The paths of all objects in a body, except the contents of fields that users define.
+fn objects(value: &Value, path: &str, found: &mut Vec<String>) {
+    match value {
+        Value::Object(object) => {
+            found.push(path.to_owned());
+            for (name, value) in object {
+                if !["check", "expect", "digests", "inline", "attributes"].contains(&name.as_str()) {
+                    objects(value, &format!("{path}/{name}"), found);
+                }
+            }
+        }
+        Value::Array(values) => {
+            values.iter().enumerate().for_each(|(at, value)| objects(value, &format!("{path}/{at}"), found));
+        }
+        _ => {}
+    }
+}
+
+#[test]
+fn arrays_are_not_objects() {
+    let mut count = 0;
+    for (golden, decode) in all() {
+        let body = golden.body();
+        let mut paths = Vec::new();
+        objects(&body, "", &mut paths);
+        for path in paths {
+            let mut changed = body.clone();
+            let nested = changed.pointer_mut(&path).unwrap();
+            // All values in the fields' order, which is the order in the text.
+            let mut fields: Vec<(String, Value)> = nested.as_object().unwrap().clone().into_iter().collect();
+            fields.sort_by_key(|(name, value)| golden.text().find(&format!("\"{name}\":{value}")));
+            *nested = fields.into_iter().map(|(_, value)| value).collect();
+            let decoded = decode(&record(golden.kind, &changed.to_string(), golden.fds as u32), golden.fds);
+            assert!(matches!(decoded, Err(ProtocolError::Body { .. })), "{} {path}: {decoded:?}", golden.name);
+            count += 1;
+        }
+    }
+    assert!(count > 80, "{count}");
+}
+
+#[test]
+fn pages_list_every_kind() {
+    let peers = include_str!("../../docs/protocol.md");
+    let broker = include_str!("../../docs/broker-protocol.md");
+    for (golden, _) in all() {
+        let row = format!("| {} | `", golden.kind);
+        assert!(peers.contains(&row) || broker.contains(&row), "{}", golden.kind);
+    }
+}
+
 #[test]
 fn body_faults_have_codes() {
     use crate::error::{BodyCause::*, BodyFault};
-    let offers: Vec<Message> = every_message().into_iter().filter(|one| matches!(one, Message::Offer(_))).collect();
-    let offer = offers[0].encode().unwrap();
-    let offer = str::from_utf8(&offer[HEADER_LENGTH..]).unwrap();
+    let mut offer = offer();
+    let uuid = offer["memory"]["device"]["uuid"].as_str().unwrap().to_owned();
+    offer["memory"]["pointer"] = json!("a5".repeat(64));
+    offer["check"] = json!({"of another": [1, {"x": null}]});
+    let offer = offer.to_string();
     let changed = |from: &str, to: &str| {
         assert!(offer.contains(from), "{from} is not in {offer}");
         offer.replacen(from, to, 1)
     };
-    let uuid = format!("{}", DeviceUuid::from_bytes(*b"0123456789abcdef"));
     let cases = [
         (2, "[]".to_owned(), None, Type),
         (2, r#"{"object":"#.to_owned(), None, Syntax),
@@ -180,13 +284,10 @@ fn invalid_records_have_specific_errors() {
     // `timeout_ms` is required.
     let hello = r#"{"version":1,"backend":"host","pid":1}"#;
     assert!(matches!(decode(&record(1, hello, 0)), ProtocolError::Body { kind: "hello", .. }));
-    let mut offers = every_message();
-    offers.retain(|message| matches!(message, Message::Offer(_)));
-    for mut message in offers {
-        let Message::Offer(offer) = &mut message else { continue };
-        offer.memory.device.name = long.clone();
-        assert!(matches!(message.encode(), Err(ProtocolError::Content(_))));
-    }
+    let bytes = record(3, &offer().to_string(), 0);
+    let Ok(Message::Offer(mut offer)) = Message::decode(&bytes, 0) else { panic!() };
+    offer.memory.device.name = long;
+    assert!(matches!(Message::Offer(offer).encode(), Err(ProtocolError::Content(_))));
 }
 
 #[test]
@@ -194,7 +295,7 @@ fn unknown_fields_and_codes_are_ignored() {
     let request = Message::decode(&record(2, r#"{"object":"x","colour":"red"}"#, 0), 0);
     assert_eq!(request, Ok(Message::Request(Request { object: "x".into(), access: None, range: None })));
     let code_of = |name: &str| {
-        let body = serde_json::json!({"code": name, "message": "y"}).to_string();
+        let body = json!({"code": name, "message": "y"}).to_string();
         let Ok(Message::Error(failure)) = Message::decode(&record(8, &body, 0), 0) else { panic!("{body}") };
         (failure.code, failure.code.to_string())
     };
@@ -203,26 +304,6 @@ fn unknown_fields_and_codes_are_ignored() {
     let long = "\u{1b}[31m é".to_owned() + &"x".repeat(99);
     assert_eq!(code_of(&long).1, format!("??31m???{}", "x".repeat(24)));
     assert_eq!(serde_json::to_value(code_of("too_warm").0).unwrap(), "too_warm");
-}
-
-#[test]
-fn arrays_are_not_objects() {
-    let offer = every_message().into_iter().find(|message| matches!(message, Message::Offer(_))).unwrap();
-    let body = offer.encode().unwrap();
-    let body: serde_json::Value = serde_json::from_slice(&body[HEADER_LENGTH..]).unwrap();
-    let refused = |kind, body: &serde_json::Value| match Message::decode(&record(kind, &body.to_string(), 0), 0) {
-        Err(ProtocolError::Body { reason, .. }) => assert!(reason.contains("expected a JSON object"), "{reason}"),
-        other => panic!("{body}: {other:?}"),
-    };
-    assert!(Message::decode(&record(3, &body.to_string(), 0), 0).is_ok());
-    for path in ["/memory", "/memory/device", "/array", "/part"] {
-        let mut changed = body.clone();
-        let nested = changed.pointer_mut(path).unwrap();
-        // All values in the fields' order.
-        *nested = nested.as_object().unwrap().values().cloned().collect();
-        refused(3, &changed);
-    }
-    refused(2, &serde_json::json!({"object": "default", "range": [0, 4]}));
 }
 
 #[test]
@@ -245,7 +326,7 @@ fn lenient_json_is_rejected() {
     // `capabilities` is required.
     refused(1, br#"{"version":1,"backend":"host","pid":1,"timeout_ms":1}"#);
     let hello = |timeout: u64, capabilities: Vec<String>| {
-        let body = serde_json::json!({"version": 1, "capabilities": capabilities, "backend": "host", "pid": 1,
+        let body = json!({"version": 1, "capabilities": capabilities, "backend": "host", "pid": 1,
             "timeout_ms": timeout});
         Message::decode(&record(1, &body.to_string(), 0), 0)
     };
@@ -259,7 +340,7 @@ fn lenient_json_is_rejected() {
 
 #[test]
 fn uuids_have_one_form() {
-    let device = |uuid: &str| serde_json::from_value::<Device>(serde_json::json!({"uuid": uuid, "name": ""}));
+    let device = |uuid: &str| serde_json::from_value::<Device>(json!({"uuid": uuid, "name": ""}));
     let bare = "53e9a7d2-1f0c-5b7e-9c55-0123456789ab";
     for sound in [bare.to_owned(), bare.to_uppercase()] {
         assert_eq!(device(&sound).unwrap().uuid, bare.parse().unwrap());
@@ -280,7 +361,7 @@ fn peer_texts_are_shortened() {
     let Ok(Message::Error(Failure { message, .. })) = Message::decode(&bytes, 0) else { panic!() };
     assert!(message.len() > MAX_MESSAGE - 5 && message.len() <= MAX_MESSAGE && message.ends_with("é..."));
     // The peer did not shorten it.
-    let body = serde_json::json!({"code": "failed", "message": "x".repeat(60_000)}).to_string();
+    let body = json!({"code": "failed", "message": "x".repeat(60_000)}).to_string();
     let Ok(Message::Error(Failure { message, .. })) = Message::decode(&record(8, &body, 0), 0) else { panic!() };
     assert_eq!(message.len(), MAX_MESSAGE);
 }
@@ -289,17 +370,24 @@ fn peer_texts_are_shortened() {
 fn optional_fields_may_be_null() {
     let ready = Message::decode(&record(11, r#"{"buffer":1,"generation":2,"sizes":null}"#, 0), 0);
     assert_eq!(ready, Ok(Message::Ready(Ready { buffer: 1, generation: 2, sizes: Vec::new() })));
-    for message in every_message() {
-        let Message::Offer(_) = &message else { continue };
-        let record = message.encode().unwrap();
-        let mut body: serde_json::Value = serde_json::from_slice(&record[HEADER_LENGTH..]).unwrap();
-        let optional = ["array", "part", "check", "buffer"];
-        optional.iter().for_each(|field| body[field] = serde_json::Value::Null);
-        let optional = ["pool", "pointer", "offset", "immutable"];
-        optional.iter().for_each(|field| body["memory"][field] = serde_json::Value::Null);
-        let body = body.to_string();
-        assert!(matches!(Message::decode(&self::record(3, &body, 0), 0), Ok(Message::Offer(_))), "{body}");
+    let mut body = offer();
+    for path in [
+        "/array",
+        "/part",
+        "/check",
+        "/buffer",
+        "/memory/pool",
+        "/memory/pointer",
+        "/memory/offset",
+        "/memory/immutable",
+    ] {
+        let (parent, name) = path.rsplit_once('/').unwrap();
+        body.pointer_mut(parent).unwrap()[name] = Value::Null;
     }
+    // Pool memory needs its pool and pointer.
+    body["memory"]["mechanism"] = json!("vmm");
+    let decoded = Message::decode(&record(3, &body.to_string(), 0), 0);
+    assert!(matches!(decoded, Ok(Message::Offer(_))), "{body}: {decoded:?}");
 }
 
 #[test]
@@ -317,17 +405,8 @@ fn unknown_mechanisms_and_locations_are_rejected() {
 }
 
 #[test]
-fn docs_list_every_kind() {
-    let page = include_str!("../../docs/protocol.md");
-    for message in every_message() {
-        let kind = u16::from_le_bytes([message.encode().unwrap()[6], message.encode().unwrap()[7]]);
-        assert!(page.contains(&format!("| {kind} | `{}` |", message.name())), "{kind} {}", message.name());
-    }
-}
-
-#[test]
 fn too_long_messages_are_not_sent() {
-    let check = serde_json::from_value(serde_json::json!({"x": "x".repeat(MAX_BODY)})).unwrap();
+    let check = serde_json::from_value(json!({"x": "x".repeat(MAX_BODY)})).unwrap();
     let message = Message::Result(Verdict { verified: true, check: Some(check) });
     assert_eq!(message.encode(), Err(ProtocolError::LongRecord { most: HEADER_LENGTH + MAX_BODY }));
 }

@@ -136,6 +136,32 @@ fn pages_list_every_code() {
     check_codes(BROKER_PAGE, "## Refusals", 3, is_code, all);
 }
 
+/// The names of all fields in a schema.
+fn fields<'a>(schema: &'a Value, into: &mut BTreeSet<&'a str>) {
+    match schema {
+        Value::Object(object) => {
+            if let Some(Value::Object(properties)) = object.get("properties") {
+                into.extend(properties.keys().map(String::as_str));
+            }
+            object.values().for_each(|inner| fields(inner, into));
+        }
+        Value::Array(values) => values.iter().for_each(|inner| fields(inner, into)),
+        _ => {}
+    }
+}
+
+#[test]
+fn pages_name_every_field() {
+    let schemas = [Message::schema(), broker::Message::schema()];
+    let mut names = BTreeSet::new();
+    schemas.iter().for_each(|schema| fields(schema, &mut names));
+    assert!(names.len() > 100, "{names:?}");
+    for name in names {
+        let quoted = format!("`{name}`");
+        assert!(PAGE.contains(&quoted) || BROKER_PAGE.contains(&quoted), "no page has {quoted}");
+    }
+}
+
 #[test]
 fn rule_numbers_are_unique() {
     let numbers = |page: &'static str| {

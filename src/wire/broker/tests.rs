@@ -1,5 +1,4 @@
-//! Encoding and decoding of all broker messages, and protocol violations. One file of more than 500 lines, because all tests use the same
-//! table of messages.
+//! Encoding and decoding of the broker's messages, and protocol violations that the shared tests of `wire` do not cover.
 
 use serde_json::{Value, json};
 
@@ -8,9 +7,13 @@ use crate::{
     array::{ArrayDescriptor, Order},
     base::DeviceUuid,
     wire::{
-        ByteRange, Check, Device, HEADER_LENGTH, Location, MAX_BODY, MAX_NAME, Mechanism, Memory, Run, tests::record,
+        Device, HEADER_LENGTH, Location, MAX_BODY, MAX_NAME, Mechanism, Memory,
+        tests::{self, Golden, record},
     },
 };
+
+const RECORDS: &str = include_str!("../../../docs/broker-golden.json");
+const LEASE: &str = "a lease of two runs, the table of arrays beside it";
 
 fn memory() -> Memory {
     Memory {
@@ -71,202 +74,9 @@ fn put() -> PutHeader {
     }
 }
 
-fn lease() -> LeaseHeader {
-    LeaseHeader {
-        token: Token([0xA5; 16]),
-        name: "models/llama".into(),
-        version: 7,
-        id: "53e9a7d2-1f0c-4b7e-9c55-0123456789ab".into(),
-        created_ms: 1_800_000_000_000,
-        owner: Owner { uid: 1000, gid: 100 },
-        backend: "host".into(),
-        metadata: Some(Table::Inline(attached(r#"{"engine":"x"}"#))),
-        mode: Some(0o640),
-        lifetime: Some(Lifetime::Deleted),
-        keep: Some(2),
-        whole: true,
-        parts: vec![LeasePartHeader {
-            name: "rank0".into(),
-            memory: memory(),
-            runs: vec![Run { first: 1, segments: 2, offset: 2 << 20, size: 4 << 20 }],
-            arrays: Some(Table::Length(70_000)),
-            digest: None,
-        }],
-        sizes: vec![2 << 20, 2 << 20],
-    }
-}
-
-fn summary() -> Summary {
-    Summary {
-        name: "models/llama".into(),
-        version: 7,
-        id: "53e9a7d2-1f0c-4b7e-9c55-0123456789ab".into(),
-        size: 5 << 20,
-        devices: vec![DeviceBytes { device: memory().device, bytes: 6 << 20 }],
-        backend: "cuda".into(),
-        parts: 1,
-        segments: 3,
-        arrays: 2,
-        leases: 4,
-        owner: Owner { uid: 1000, gid: 100 },
-        mode: 0o600,
-        created_ms: 1_800_000_000_000,
-    }
-}
-
-fn maker() -> Maker {
-    Maker { pid: 4242, uid: 1000, command: Some("python3".into()) }
-}
-
-fn version() -> VersionInfo {
-    VersionInfo {
-        summary: summary(),
-        versions: vec![6, 7],
-        lifetime: Lifetime::Leased,
-        keep: 1,
-        parts: vec![PartInfo {
-            name: "rank0".into(),
-            memory: memory(),
-            arrays: 2,
-            digest: Some("blake3:00".into()),
-            maker: maker(),
-        }],
-        metadata: Some(Table::Length(5000)),
-        reports: vec![ReportInfo { reader: maker(), at_ms: 9, message: "not as claimed".into() }],
-    }
-}
-
-fn leases() -> Leases {
-    Leases {
-        leases: vec![HeldLease {
-            number: 3,
-            name: "models/llama".into(),
-            version: 7,
-            id: "53e9a7d2-1f0c-4b7e-9c55-0123456789ab".into(),
-            named: false,
-            pid: 0,
-            uid: 1000,
-            command: Some("vmmfd".into()),
-            since_ms: 1,
-            size: 6 << 20,
-        }],
-        more: false,
-        totals: vec![UserTotal { uid: 1000, objects: 1, devices: summary().devices, leases: 1, connections: 2 }],
-    }
-}
-
-fn get() -> Get {
-    let check = |value: Value| serde_json::from_value::<Check>(value).unwrap();
-    Get {
-        objects: vec![
-            GetObject {
-                name: "models/llama".into(),
-                version: Some(7),
-                newer_than: Some(6),
-                parts: Some(vec!["rank0".into()]),
-                range: Some(ByteRange { offset: 1, length: u64::MAX }),
-                arrays: Some(vec!["w".into()]),
-                expect: Some(check(json!({"engine": "x", "layout": [1, null]}))),
-                digests: Some([("rank0".to_owned(), "blake3:00".to_owned())].into()),
-            },
-            GetObject { name: "x".into(), ..GetObject::default() },
-        ],
-        wait_ms: Some(0),
-        claim: Some(Claim { part: Some("rank0".into()), group: Some("epoch-3".into()) }),
-    }
-}
-
-fn events() -> Events {
-    let event = Event {
-        seq: 3,
-        at_ms: 1_800_000_000_000,
-        kind: EventKind::Reported,
-        name: "models/llama".into(),
-        version: 7,
-        id: summary().id,
-        uid: 1000,
-        pid: 4711,
-        command: Some("python3".into()),
-        size: Some(4 << 20),
-        message: Some("one sentence".into()),
-    };
-    Events { instance: summary().id, lost: true, events: vec![event], next: 3 }
-}
-
-fn measured() -> Measured {
-    Measured {
-        instance: summary().id,
-        started_ms: 1_800_000_000_000,
-        restarts: 1,
-        objects: 2,
-        versions: 3,
-        leases: 4,
-        connections: 5,
-        watchers: 1,
-        descriptors: Room { used: 20, allowed: 1 << 20 },
-        store: StoreRoom { kind: "keeper".into(), used: 7, allowed: 1000 },
-        requests: vec![RequestCount { verb: "get".into(), outcome: "absent".into(), count: 9 }],
-        durations: vec![Durations { verb: "get".into(), bounds_us: vec![100], counts: vec![8, 1], sum_us: 700 }],
-        totals: leases().totals,
-        version: Some("0.1.0".into()),
-        lost_versions: Some(1),
-        quota: Some(Limits { bytes: Some(1 << 40), leases: Some(3), ..Limits::default() }),
-        total_quota: Some(Limits { device_bytes: Some(1 << 41), ..Limits::default() }),
-        pid: Some(4711),
-        keeper: Some(KeeperInfo { pid: 4710, started_ms: Some(1_800_000_000_000) }),
-        crashes: Some(vec![Crash {
-            at_ms: 1_800_000_000_000,
-            process: "server".into(),
-            pid: 4700,
-            lost_versions: Some(1),
-            names: vec!["models/llama 7".into()],
-        }]),
-    }
-}
-
-/// All messages with their kinds.
-fn every_message() -> Vec<(u16, Message)> {
-    let (token, message) = (Token([7; 16]), "one sentence".to_owned());
-    vec![
-        (
-            1,
-            Message::Hello(Hello {
-                version: 1,
-                capabilities: vec![BROKER.into()],
-                backend: NO_BACKEND.into(),
-                pid: 7,
-                timeout_ms: 30_000,
-            }),
-        ),
-        (4, Message::Segments(Segments { first: 4, sizes: vec![2 << 20, 4 << 20] })),
-        (5, Message::Received(Received { segments: 2 })),
-        (7, Message::Busy(Busy {})),
-        (8, Message::Error(Failure { code: crate::error::ErrorCode::Protocol, message: message.clone() })),
-        (32, Message::Put(Box::new(put()))),
-        (33, Message::Send(Send {})),
-        (34, Message::Published(Published { version: 1, id: summary().id })),
-        (35, Message::Get(Box::new(get()))),
-        (36, Message::Lease(Box::new(lease()))),
-        (37, Message::Claimed(Claimed { token })),
-        (38, Message::List(List { prefix: "models/".into(), after: Some("models/a".into()) })),
-        (39, Message::Objects(Objects { objects: vec![summary()], more: true })),
-        (40, Message::Stat(Stat { name: "models/llama".into(), version: Some(6) })),
-        (41, Message::Version(Box::new(version()))),
-        (42, Message::Who(Who { prefix: String::new(), after: Some(2) })),
-        (43, Message::Leases(leases())),
-        (44, Message::Delete(Delete { name: "models/llama".into(), request: Some(token) })),
-        (45, Message::Done(Done {})),
-        (46, Message::Refused(Refusal { code: RefusalCode::Absent, message: message.clone() })),
-        (47, Message::Release(Release { token })),
-        (48, Message::Report(Report { token, message })),
-        (49, Message::Stop(Stop {})),
-        (50, Message::Resume(Resume { leases: vec![token], puts: vec![Token([8; 16])] })),
-        (51, Message::Resumed(Resumed { instance: summary().id, lost: vec![token] })),
-        (52, Message::Watch(Watch { prefix: "models/".into(), after: Some(3), instance: Some(summary().id) })),
-        (53, Message::Events(events())),
-        (54, Message::Measure(Measure {})),
-        (55, Message::Measured(Box::new(measured()))),
-    ]
+/// The golden record with this name.
+fn golden(name: &str) -> Golden {
+    tests::golden(RECORDS).into_iter().find(|record| record.name == name).unwrap_or_else(|| panic!("{name}"))
 }
 
 fn encoded(message: &Message) -> Vec<u8> {
@@ -282,58 +92,6 @@ fn body_of(message: &Message) -> Value {
 /// Decodes a body with `fds` descriptors.
 fn decode(kind: u16, body: &Value, fds: usize) -> Result<Message, ProtocolError> {
     Message::decode(&record(kind, &body.to_string(), fds as u32), fds)
-}
-
-#[test]
-fn messages_round_trip() {
-    for (kind, message) in every_message() {
-        let bytes = encoded(&message);
-        assert_eq!(u16::from_le_bytes([bytes[6], bytes[7]]), kind, "{message:?}");
-        assert_eq!(Message::decode(&bytes, message.fd_count()), Ok(message));
-    }
-}
-
-#[test]
-fn unknown_kinds_are_rejected() {
-    let known: Vec<u16> = every_message().iter().map(|(kind, _)| *kind).collect();
-    for kind in 0..=u16::MAX {
-        let unknown = Message::decode(&record(kind, "{}", 0), 0) == Err(ProtocolError::Kind { got: kind });
-        assert_eq!(unknown, !known.contains(&kind), "kind {kind}");
-    }
-}
-
-#[test]
-fn docs_list_every_kind() {
-    let page = include_str!("../../../docs/broker-protocol.md");
-    for (kind, message) in every_message() {
-        assert!(page.contains(&format!("| {kind} | `{}` |", message.name())), "{kind} {}", message.name());
-    }
-}
-
-#[test]
-fn docs_name_every_field() {
-    fn fields(value: &Value, into: &mut Vec<String>) {
-        match value {
-            // Users define the contents of these fields.
-            Value::Object(object) => {
-                for (name, value) in object {
-                    into.push(name.clone());
-                    if !["expect", "digests", "inline"].contains(&name.as_str()) {
-                        fields(value, into);
-                    }
-                }
-            }
-            Value::Array(values) => values.iter().for_each(|value| fields(value, into)),
-            _ => {}
-        }
-    }
-    let page = concat!(include_str!("../../../docs/broker-protocol.md"), include_str!("../../../docs/protocol.md"));
-    let mut names = Vec::new();
-    every_message().iter().for_each(|(_, message)| fields(&body_of(message), &mut names));
-    assert!(names.len() > 100, "{names:?}");
-    for name in names {
-        assert!(page.contains(&format!("`{name}`")), "the page has no `{name}`");
-    }
 }
 
 #[test]
@@ -364,91 +122,8 @@ fn docs_list_the_limits() {
 }
 
 #[test]
-fn truncated_records_are_rejected() {
-    for (_, message) in every_message() {
-        let bytes = encoded(&message);
-        for length in 0..bytes.len() {
-            assert!(Message::decode(&bytes[..length], message.fd_count()).is_err(), "{message:?} cut to {length}");
-        }
-        let longer = [bytes, b" ".to_vec()].concat();
-        assert!(matches!(Message::decode(&longer, message.fd_count()), Err(ProtocolError::BodyLength { .. })));
-    }
-}
-
-#[test]
-fn corrupted_records_do_not_panic() {
-    for (_, message) in every_message() {
-        let bytes = encoded(&message);
-        for index in 0..bytes.len() {
-            for value in [0, 1, b'"', b'[', b'{', b'-', b'9', 0x7f, 0xff] {
-                let mut changed = bytes.clone();
-                changed[index] = value;
-                if let Ok(read) = Message::decode(&changed, message.fd_count()) {
-                    // Accepted messages can be encoded.
-                    read.encode_into(&mut Vec::new()).unwrap();
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn replaced_values_do_not_panic() {
-    /// All bodies with one value, at any depth, replaced.
-    fn changed(value: &Value, with: &Value) -> Vec<Value> {
-        let mut all = vec![with.clone()];
-        match value {
-            Value::Object(object) => {
-                for (name, inner) in object {
-                    all.extend(changed(inner, with).into_iter().map(|inner| {
-                        let mut object = object.clone();
-                        object.insert(name.clone(), inner);
-                        Value::Object(object)
-                    }));
-                }
-            }
-            Value::Array(values) => {
-                for (at, inner) in values.iter().enumerate() {
-                    all.extend(changed(inner, with).into_iter().map(|inner| {
-                        let mut values = values.clone();
-                        values[at] = inner;
-                        Value::Array(values)
-                    }));
-                }
-            }
-            _ => {}
-        }
-        all
-    }
-    let mut refused = 0;
-    for (kind, message) in every_message() {
-        let body = body_of(&message);
-        for with in [json!(null), json!(-1), json!(1.5), json!("x"), json!([]), json!({}), json!(true)] {
-            for body in changed(&body, &with) {
-                match decode(kind, &body, message.fd_count()) {
-                    Ok(read) => read.encode_into(&mut Vec::new()).unwrap(),
-                    Err(_) => refused += 1,
-                }
-            }
-        }
-    }
-    assert!(refused > 1000, "{refused}");
-}
-
-#[test]
-fn descriptor_counts_must_match() {
-    for (_, message) in every_message() {
-        let (bytes, want) = (encoded(&message), message.fd_count());
-        for fds in [0, 1, want + 1, MAX_FDS] {
-            let decoded = Message::decode(&bytes, fds);
-            let refused = matches!(decoded, Err(ProtocolError::FdCount { got, .. }) if got == fds);
-            assert_eq!(refused, fds != want, "{message:?} with {fds}");
-        }
-    }
-    let count = |message: &Message| message.fd_count();
-    assert_eq!(count(&Message::Put(Box::new(put()))), 2 + 4, "two attached tables and four segments");
-    assert_eq!(count(&Message::Lease(Box::new(lease()))), 1 + 2);
-    assert_eq!(count(&Message::Version(Box::new(version()))), 1);
+fn tables_and_segments_share_a_limit() {
+    assert_eq!(Message::Put(Box::new(put())).fd_count(), 2 + 4, "two attached tables and four segments");
     // The limit applies to tables and segments together.
     for (sizes, sound) in [(MAX_FDS - 2, true), (MAX_FDS - 1, false)] {
         let message = Message::Put(Box::new(PutHeader { sizes: vec![2 << 20; sizes], ..put() }));
@@ -524,7 +199,7 @@ fn limits_of_other_messages() -> Vec<Case> {
             MAX_NAME,
             Box::new(move |n| {
                 let claim = Some(Claim { part: Some(name(n)), group: None });
-                Message::Get(Box::new(Get { claim, ..get() }))
+                Message::Get(Box::new(Get { objects: vec![GetObject::default()], wait_ms: None, claim }))
             }),
         ),
         (
@@ -532,7 +207,7 @@ fn limits_of_other_messages() -> Vec<Case> {
             MAX_NAME,
             Box::new(move |n| {
                 let claim = Some(Claim { part: None, group: Some(name(n)) });
-                Message::Get(Box::new(Get { claim, ..get() }))
+                Message::Get(Box::new(Get { objects: vec![GetObject::default()], wait_ms: None, claim }))
             }),
         ),
         ("prefix of a list", MAX_NAME, Box::new(move |n| Message::List(List { prefix: name(n), after: None }))),
@@ -593,52 +268,6 @@ fn too_long_messages_are_not_sent() {
     let message = Message::Put(Box::new(PutHeader { metadata: Some(Table::Inline(long)), ..put() }));
     let most = HEADER_LENGTH + MAX_BODY;
     assert_eq!(message.encode_into(&mut Vec::new()), Err(ProtocolError::LongRecord { most }));
-}
-
-#[test]
-fn arrays_are_not_objects() {
-    let paths: [(u16, Message, &[&str]); 6] = [
-        (
-            32,
-            Message::Put(Box::new(put())),
-            &["", "/parts/0", "/parts/0/memory", "/parts/0/memory/device", "/lifetime"],
-        ),
-        (35, Message::Get(Box::new(get())), &["/objects/0", "/objects/0/range", "/claim"]),
-        (36, Message::Lease(Box::new(lease())), &["/owner", "/parts/0", "/parts/0/memory", "/parts/0/runs/0"]),
-        (
-            39,
-            Message::Objects(Objects { objects: vec![summary()], more: false }),
-            &["/objects/0", "/objects/0/owner", "/objects/0/devices/0", "/objects/0/devices/0/device"],
-        ),
-        (
-            41,
-            Message::Version(Box::new(version())),
-            &[
-                "/summary",
-                "/summary/owner",
-                "/lifetime",
-                "/parts/0",
-                "/parts/0/maker",
-                "/reports/0",
-                "/reports/0/reader",
-            ],
-        ),
-        (43, Message::Leases(leases()), &["/leases/0", "/totals/0", "/totals/0/devices/0"]),
-    ];
-    for (kind, message, paths) in paths {
-        let (body, text) = (body_of(&message), String::from_utf8(encoded(&message)[HEADER_LENGTH..].to_vec()).unwrap());
-        assert!(decode(kind, &body, message.fd_count()).is_ok());
-        for path in paths {
-            let mut changed = body.clone();
-            let nested = changed.pointer_mut(path).unwrap();
-            // All values in the fields' order, which is the order in the text.
-            let mut fields: Vec<(String, Value)> = nested.as_object().unwrap().clone().into_iter().collect();
-            fields.sort_by_key(|(name, value)| text.find(&format!("\"{name}\":{value}")));
-            *nested = fields.into_iter().map(|(_, value)| value).collect();
-            let decoded = decode(kind, &changed, message.fd_count());
-            assert!(matches!(decoded, Err(ProtocolError::Body { .. })), "{kind} {path}: {decoded:?}");
-        }
-    }
 }
 
 #[test]
@@ -708,8 +337,7 @@ fn tables_are_inline_or_attached() {
 
 #[test]
 fn optional_fields_may_be_null() {
-    let optional = |message: &Message, fields: &[&str]| {
-        let mut body = body_of(message);
+    let optional = |mut body: Value, fields: &[&str]| {
         for field in fields {
             let (parent, name) = field.rsplit_once('/').unwrap();
             body.pointer_mut(parent).unwrap()[name] = Value::Null;
@@ -719,17 +347,17 @@ fn optional_fields_may_be_null() {
     let all =
         ["/replace", "/if_version", "/announced", "/group", "/wait_ms", "/metadata", "/mode", "/lifetime", "/keep"];
     let all = [&all[..], &["/parts/0/arrays", "/parts/0/digest", "/parts/1/arrays"]].concat();
-    let body = optional(&Message::Put(Box::new(put())), &all);
+    let body = optional(serde_json::to_value(put()).unwrap(), &all);
     let Ok(Message::Put(read)) = decode(32, &body, put().sizes.len()) else { panic!("{body}") };
     assert_eq!((read.replace, read.announced, read.lifetime), (false, Vec::new(), None));
     let all =
         ["version", "newer_than", "parts", "range", "arrays", "expect", "digests"].map(|f| format!("/objects/0/{f}"));
     let all: Vec<&str> = all.iter().map(String::as_str).chain(["/wait_ms", "/claim"]).collect();
-    let body = optional(&Message::Get(Box::new(get())), &all);
+    let body = optional(golden("bytes of one part of version 1, if they are as expected").body(), &all);
     let Ok(Message::Get(read)) = decode(35, &body, 0) else { panic!("{body}") };
     assert_eq!(read.objects[0], GetObject { name: "models/llama".into(), ..GetObject::default() });
     assert!(decode(35, &json!({"objects": [], "claim": {"part": null, "group": null}}), 0).is_ok());
-    let body = optional(&Message::Lease(Box::new(lease())), &["/metadata", "/parts/0/arrays", "/parts/0/digest"]);
+    let body = optional(golden(LEASE).body(), &["/metadata", "/parts/0/arrays", "/parts/0/digest"]);
     assert!(decode(36, &body, 2).is_ok());
     assert!(decode(38, &json!({"prefix": "", "after": null}), 0).is_ok());
     assert!(decode(42, &json!({"prefix": "", "after": null}), 0).is_ok());
@@ -737,11 +365,12 @@ fn optional_fields_may_be_null() {
 
 #[test]
 fn unknown_fields_and_codes_are_ignored() {
-    let mut body = body_of(&Message::Lease(Box::new(lease())));
+    let golden = golden(LEASE);
+    let mut body = golden.body();
     body["colour"] = json!("red");
     body["owner"]["name"] = json!("ada");
     body["parts"][0]["runs"][0]["colour"] = json!([1]);
-    assert_eq!(decode(36, &body, lease().sizes.len() + 1), Ok(Message::Lease(Box::new(lease()))));
+    assert_eq!(decode(36, &body, golden.fds), Message::decode(&golden.bytes, golden.fds));
     let Ok(Message::Refused(refusal)) = decode(46, &json!({"code": "too_warm", "message": "x"}), 0) else { panic!() };
     assert!(matches!(refusal.code, RefusalCode::Unknown(_)));
     assert_eq!(serde_json::to_value(refusal.code).unwrap(), "too_warm", "the name is kept");
@@ -791,17 +420,17 @@ fn texts(value: &mut Value, change: &mut impl FnMut(&mut String)) {
 
 #[test]
 fn control_characters_are_removed() {
-    for (kind, message) in every_message() {
-        let mut body = body_of(&message);
+    for golden in tests::golden(RECORDS) {
+        let mut body = golden.body();
         texts(&mut body, &mut |text| *text = "\u{1b}[31m\u{202e}\n".to_owned());
-        let read = decode(kind, &body, message.fd_count()).unwrap_or_else(|error| panic!("{kind}: {error}"));
+        let read = decode(golden.kind, &body, golden.fds).unwrap_or_else(|error| panic!("{}: {error}", golden.name));
         // The server checks the names in requests itself, and only the server prints them.
-        if matches!(message.name(), "get" | "list" | "stat" | "who" | "delete" | "hello" | "watch") {
+        if matches!(read.name(), "get" | "list" | "stat" | "who" | "delete" | "hello" | "watch") {
             continue;
         }
         let mut body = body_of(&read);
         texts(&mut body, &mut |text| {
-            assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{}: {text:?}", message.name());
+            assert!(!text.contains(|c: char| c.is_control() || c == '\u{202e}'), "{}: {text:?}", read.name());
         });
     }
 }
