@@ -346,7 +346,6 @@ impl Handlers {
         });
     }
 
-    /// Adds a handler to `with`.
     pub(crate) fn add(&self, with: &Mutex<Vec<Py<PyAny>>>, handler: Py<PyAny>) {
         with.lock().unwrap_or_else(PoisonError::into_inner).push(handler);
         self.any.store(true, Ordering::Release);

@@ -109,7 +109,6 @@ pub(crate) fn device(device: &Device) -> DlDevice {
     if device.is_host() { DlDevice { kind: CPU, id: 0 } } else { DlDevice { kind: CUDA, id: device.ordinal() } }
 }
 
-/// The options of a capsule.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CapsuleOptions {
     /// Whether the consumer supports version 1, whose flags include read-only.

@@ -166,7 +166,6 @@ struct Index {
     weight_map: Strings<BTreeMap<String, String>>,
 }
 
-/// Finds the files of a path.
 fn find(path: &Path, files: &mut Vec<Found>) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let metadata = fs::metadata(path).map_err(|error| unopened(path, None, error))?;
@@ -180,7 +179,6 @@ fn find(path: &Path, files: &mut Vec<Found>) -> Result<()> {
     Ok(())
 }
 
-/// Finds the files of a folder.
 fn find_in(folder: &Path, files: &mut Vec<Found>) -> Result<()> {
     let unreadable = |error| unopened(folder, None, error);
     let (mut indexes, mut found) = (Vec::new(), Vec::new());
@@ -268,7 +266,6 @@ fn compare<'a>(
     Err(file.unfit(format!("has no tensor {missing:?}, which {} lists in this file", index.display())))
 }
 
-/// Merges the files' metadata.
 fn merge(metadata: BTreeMap<String, Vec<(usize, String)>>, files: &[WeightsFile]) -> Check {
     let of_all = |values: Vec<(usize, String)>| match values.as_slice() {
         [(_, first), others @ ..] if others.iter().all(|(_, value)| value == first) => first.clone().into(),

@@ -120,7 +120,6 @@ pub(super) fn check_fds(kind: &'static str, want: usize, claimed: u32, got: usiz
     Ok(())
 }
 
-/// Parses a body.
 pub(super) fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Result<T, ProtocolError> {
     let invalid = |reason: &str, cause| ProtocolError::Body {
         kind,

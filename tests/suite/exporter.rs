@@ -159,7 +159,6 @@ fn figures_match_what_the_broker_did() {
     exporter.end().code(0);
 }
 
-/// The metrics in a text.
 fn metrics_of(text: &str) -> BTreeSet<&str> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.starts_with("vmmfd_")).collect()

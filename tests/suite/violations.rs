@@ -181,7 +181,6 @@ fn producer_refuses_each_violation() {
     }
 }
 
-/// Changes the value at a path of a body.
 fn changed(body: &Value, path: &str, value: Value) -> Value {
     let mut body = body.clone();
     match body.pointer_mut(path) {

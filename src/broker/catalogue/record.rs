@@ -163,7 +163,6 @@ impl Table {
     }
 }
 
-/// A lease.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::broker) struct Lease {
     pub(in crate::broker) token: Token,

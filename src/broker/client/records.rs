@@ -16,7 +16,6 @@ use crate::{
 /// would cost a second wake-up.
 pub(super) const SPIN: Duration = Duration::from_micros(150);
 
-/// Sends a record.
 pub(super) fn send_on(socket: &RecordSocket, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
     let (kind, want, got) = (message.name(), message.fd_count(), fds.len());
     if want != got {

@@ -47,7 +47,6 @@ struct Connection {
     received: usize,
 }
 
-/// The keeper.
 #[derive(Debug)]
 pub(in crate::broker) struct KeeperProcess {
     image: Image,

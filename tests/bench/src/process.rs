@@ -331,7 +331,6 @@ impl Drop for Program {
     }
 }
 
-/// The command of this program with a role.
 pub(crate) fn this_program(role: &Role) -> Result<Command> {
     let task = serde_json::to_string(&Task { parent: getpid().as_raw(), role: role.clone() });
     let mut command = Command::new("/proc/self/exe");

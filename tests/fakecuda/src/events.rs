@@ -27,7 +27,6 @@ const MAP_FAILED: u32 = 205;
 const DISABLE_TIMING: c_uint = 2;
 /// `CU_EVENT_INTERPROCESS`.
 const INTERPROCESS: c_uint = 4;
-/// All flags.
 const FLAGS: c_uint = 7;
 
 const NAME: &CStr = c"fakecuda event";
@@ -83,7 +82,6 @@ impl Ticket {
     }
 }
 
-/// The user of a process.
 fn user(process: &str) -> Answer<u32> {
     fs::metadata(format!("/proc/{process}")).map(|metadata| metadata.uid()).map_err(|_| INVALID_HANDLE)
 }

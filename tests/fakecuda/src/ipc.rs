@@ -566,7 +566,6 @@ pub(crate) const PEER_ACCESS_UNSUPPORTED: u32 = 217;
 
 /// The owner is not device 0: the read and write bits of group and others encode its number.
 const OWNED: u32 = 0o1000;
-/// A pool.
 pub(crate) const POOL: u32 = 0o2000;
 /// Host memory of a NUMA node.
 pub(crate) const NUMA: u32 = 0o4000;

@@ -34,7 +34,6 @@ pub(crate) struct Draft {
     pub(crate) requests: Vec<(ConnectionId, Token)>,
 }
 
-/// One put of a draft.
 #[derive(Debug)]
 pub(crate) struct DraftPut {
     pub(crate) announced: Vec<String>,

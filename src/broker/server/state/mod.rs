@@ -34,7 +34,6 @@ pub(super) mod upload;
 pub(super) mod waits;
 pub(super) mod watchers;
 
-/// A refusal.
 pub(crate) fn refuse<T>(code: RefusalCode, message: impl Into<String>) -> Result<T, BrokerError> {
     Err(BrokerError::new(code, message))
 }

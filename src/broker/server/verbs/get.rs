@@ -224,7 +224,6 @@ fn send_leases(state: &mut State, effects: &mut Effects, id: ConnectionId, selec
     }
 }
 
-/// The records of a lease.
 fn lease_records(objects: &Objects, token: Token, selection: &Selection) -> Result<Vec<Outgoing>, BrokerError> {
     let gone = || BrokerError::new(RefusalCode::Absent, "the version is gone");
     let LeaseParts { mut header, tables, segments } = objects.describe_lease(token, selection).ok_or_else(gone)?;

@@ -322,7 +322,6 @@ pub(crate) fn event(kind: EventKind, of: &Version, at_ms: u64, by: Maker) -> See
     Seen { event, owner: of.owner, mode: of.mode }
 }
 
-/// The event of a lease.
 pub(crate) fn event_of_lease(kind: EventKind, of: &Version, at_ms: u64, lease: &record::Lease) -> Seen {
     let by = Maker { pid: lease.pid, uid: lease.uid, command: lease.command.clone() };
     let mut seen = event(kind, of, at_ms, by);
