@@ -344,6 +344,7 @@ mod tests {
         let process = shell("head -c 65530 /dev/zero | tr '\\0' 'x' >&2; echo >&2; echo last >&2; echo lost >&2", true);
         end_of(&process);
         assert_eq!(process.last_error_line().as_deref(), Some("last"));
+        assert_eq!(process.stderr.as_ref().unwrap().metadata().unwrap().len(), MAX_KEPT as u64);
     }
 
     #[test]

@@ -127,19 +127,8 @@ fn chosen_probes_alone_are_run(meeting: Meeting) {
     let listed = doctor(&meeting, &["--list", "--json"]).end().code(0).json();
     let faulting = listed["probes"].as_array().unwrap().iter().filter(|probe| probe["faults"] == true);
     assert!(faulting.map(|probe| &probe["name"]).eq([FAULTING]), "{listed}");
-    doctor(&meeting, &["--device", "99"]).end().code(3).says("device 99");
-    let wrong: [&[&str]; 6] = [
-        &["--only", "everything"],
-        &["--device", "none"],
-        &["--timeout", "5"],
-        &["--show", "/nonexistent"],
-        &["--show", "/proc/version"],
-        &["serve"],
-    ];
-    for options in wrong {
-        let ended = doctor(&meeting, options).end();
-        assert_eq!(ended.code(2).stdout, "", "{options:?}");
-        assert!(!ended.stderr.is_empty());
+    for wrong in [["--device", "none"], ["--timeout", "5"]] {
+        assert_eq!(doctor(&meeting, &wrong).end().code(2).stdout, "", "{wrong:?}");
     }
     // There is no fallback to another backend, even if the environment prefers one.
     let mut auto = meeting.bare("vmmfd").env("VMMFD_BACKEND", "host");
@@ -166,8 +155,8 @@ fn shown_report_prints_the_same(meeting: Meeting) {
     let evil = made.stdout.replacen("\"verdict\":\"", "\"verdict\":\"\\u001b[31m", 1);
     assert!(!show(&evil, &[]).code(0).stdout.contains("\u{1b}[31mVMM"));
     fs::File::create(&file).unwrap().set_len(17 << 20).unwrap();
-    for large in [file.to_str().unwrap(), "/dev/zero"] {
-        doctor(&meeting, &["--show", large]).end().code(2).says("is not a report");
+    for wrong in [file.to_str().unwrap(), "/dev/zero", "/proc/version"] {
+        doctor(&meeting, &["--show", wrong]).end().code(2).says("is not a report");
     }
 }
 

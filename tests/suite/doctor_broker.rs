@@ -16,18 +16,17 @@ use std::{
 };
 
 use nix::{libc, poll};
-use rustix::net::SendFlags;
 use serde_json::Value;
 use vmmfd::{
     Error,
     channel::{Cancel, Channel, Listener, Trust, connect},
     error::{ErrorCode, SocketError},
-    wire::{self, Failure, Hello, Message, broker::Resumed},
+    wire::{self, Failure, Hello, Message},
 };
 
 use crate::{
     doctor::{doctor, finding},
-    running::Meeting,
+    running::{Meeting, wait_for},
     seccomp,
 };
 
@@ -85,19 +84,19 @@ impl Runtime {
     }
 }
 
+/// Answers the doctor's hello.
+fn send(mut channel: Channel, message: &Message) {
+    assert!(matches!(channel.receive("for the doctor's hello").unwrap().0, Message::Hello(_)));
+    channel.send(message, &[]).unwrap();
+    channel.finish(Duration::from_secs(5));
+}
+
 #[track_caller]
 fn assert_broken(finding: &Value, problem: &str, rule: &str, words: &str) {
     let seen = (&finding["status"], &finding["figures"]["problem"], &finding["rule"]);
     assert_eq!(seen, (&"failed".into(), &problem.into(), &rule.into()), "{finding}");
     assert!(finding["meaning"].as_str().unwrap().contains(words), "{finding}");
     assert!(!finding["remedy"].as_str().unwrap().is_empty());
-}
-
-fn hello(channel: &mut Channel, capabilities: &[&str]) {
-    assert!(matches!(channel.receive("for the doctor's hello").unwrap().0, Message::Hello(_)));
-    let capabilities = capabilities.iter().map(ToString::to_string).collect();
-    let hello = Hello { version: wire::VERSION, capabilities, backend: "none".to_owned(), pid: 7, timeout_ms: 30_000 };
-    channel.send(&Message::Hello(hello), &[]).unwrap();
 }
 
 #[test]
@@ -115,18 +114,15 @@ fn missing_broker_is_no_failure() {
 }
 
 #[test]
-fn a_broker_that_answers_is_named() {
-    let finding = Runtime::new().finding_with(|mut channel| {
-        hello(&mut channel, &["broker"]);
-        let mut record = Vec::new();
-        let resumed = Resumed { instance: "00000000-0000-4000-8000-000000000000".to_owned(), lost: Vec::new() };
-        wire::broker::Message::Resumed(resumed).encode_into(&mut record).unwrap();
-        rustix::net::send(&channel, &record, SendFlags::NOSIGNAL).unwrap();
-        channel.finish(Duration::from_secs(5));
-    });
+fn broker_that_answers_is_named() {
+    let runtime = Runtime::new();
+    let mut serve = runtime.0.bare("vmmfd").env("XDG_RUNTIME_DIR", runtime.0.folder());
+    serve.command.arg("serve");
+    let _serve = serve.start();
+    wait_for("the broker", || runtime.socket().exists());
+    let finding = runtime.finding();
     assert_eq!((&finding["status"], &finding["rule"]), (&"ok".into(), &Value::Null), "{finding}");
-    let pid = format!("pid {}.", std::process::id());
-    assert!(finding["meaning"].as_str().unwrap().ends_with(&pid), "{finding}");
+    assert!(finding["meaning"].as_str().unwrap().starts_with("A broker answers, with pid "), "{finding}");
     assert!(finding["figures"]["answer_us"].as_u64().unwrap() > 0);
 }
 
@@ -175,32 +171,30 @@ fn other_listener_is_no_broker() {
     let runtime = Runtime::new();
     let answers = "does not answer as a broker does";
     // A producer.
-    other(&runtime.finding_with(|mut channel| hello(&mut channel, &["stream"])), answers);
+    let hello = Hello {
+        version: wire::VERSION,
+        capabilities: vec!["stream".to_owned()],
+        backend: "none".to_owned(),
+        pid: 7,
+        timeout_ms: 30_000,
+    };
+    other(&runtime.finding_with(move |channel| send(channel, &Message::Hello(hello.clone()))), answers);
     // A process that closes the connection.
     other(&runtime.finding_with(drop), answers);
     // A process that sends an unexpected message.
-    let noise = |mut channel: Channel| {
-        let turn = wire::BufferNumber { buffer: 1 };
-        channel.send(&Message::Gone(turn), &[]).unwrap();
-        channel.finish(Duration::from_secs(5));
-    };
-    other(&runtime.finding_with(noise), answers);
+    let gone = Message::Gone(wire::BufferNumber { buffer: 1 });
+    other(&runtime.finding_with(move |channel| send(channel, &gone)), answers);
     let stream = UnixListener::bind(runtime.socket()).unwrap();
     other(&runtime.finding(), "another type of socket");
     drop(stream);
     fs::remove_file(runtime.socket()).unwrap();
     fs::write(runtime.socket(), "").unwrap();
     other(&runtime.finding(), "is not a socket");
-}
-
-#[test]
-fn refusal_is_quoted() {
-    let finding = Runtime::new().finding_with(|mut channel| {
-        let message = "3 connections are the most of uid 0".to_owned();
-        channel.send(&Message::Error(Failure { code: ErrorCode::Refused, message }), &[]).unwrap();
-        channel.finish(Duration::from_secs(5));
-    });
-    assert_broken(&finding, "refused", "broker-refused", "3 connections are the most of uid 0");
+    // A broker's answer is quoted.
+    let message = "3 connections are the most of uid 0";
+    let refusal = Message::Error(Failure { code: ErrorCode::Refused, message: message.to_owned() });
+    let finding = Runtime::new().finding_with(move |channel| send(channel, &refusal));
+    assert_broken(&finding, "refused", "broker-refused", message);
 }
 
 #[test]
