@@ -235,7 +235,9 @@ impl Runner<'_> {
                 self.report_start(probe, device, owner);
                 match running.finding(probe, self)? {
                     Ok(finding) => {
-                        worker = Some(running);
+                        let alone =
+                            [*probe].into_iter().chain(later.first().copied()).any(|probe| probe.is(Flag::Alone));
+                        worker = (!alone).then_some(running);
                         finding
                     }
                     // It has run other probes, and leaves this one to another process.
