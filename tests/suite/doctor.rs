@@ -194,7 +194,7 @@ fn report_is_whole_after_any_failure() {
     ];
     let runs = runs.map(|((variable, value), broken, kind, code)| {
         let meeting = Meeting::fake();
-        let timeout = if kind == "timeout" { "2s" } else { "20s" };
+        let timeout = if kind == "timeout" { "5s" } else { "20s" };
         let run = doctor(&meeting, &["--json", "--timeout", timeout]).env(variable, &value).start();
         (meeting, run, value, broken, kind, code)
     });
