@@ -34,7 +34,7 @@ use crate::{
     memory::{Description, DeviceIdentity, Mirror, Region, Selector, Shared, Sharing},
 };
 pub use crate::{
-    broker::notify::notify,
+    broker::{notify::notify, server::limits::TimeLimits},
     channel::{
         connect_socket, deadline_after, default_broker_socket, eventfd,
         record::{Record, RecordSocket},
@@ -81,6 +81,11 @@ pub fn inspect_descriptor(
 /// The configuration of a broker that accepts the emulated driver's memfds as GPU memory.
 pub fn emulated(config: ServerConfig) -> ServerConfig {
     ServerConfig { emulated: true, ..config }
+}
+
+/// The configuration of a broker with other time limits.
+pub fn with_limits(config: ServerConfig, limits: TimeLimits) -> ServerConfig {
+    ServerConfig { limits, ..config }
 }
 
 /// Describes memory that is not immutable.

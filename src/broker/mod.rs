@@ -51,7 +51,7 @@ mod client;
 pub(crate) mod keeper;
 mod name;
 pub(crate) mod notify;
-mod server;
+pub(crate) mod server;
 pub(crate) mod start;
 mod table;
 

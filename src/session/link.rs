@@ -231,3 +231,24 @@ pub(super) fn check_backend(producer: &str, consumer: &str) -> Result<()> {
     let message = format!("the producer's memory is on backend {producer}, and the consumer uses {consumer}");
     Err(mismatch(ErrorCode::Backend, message))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, thread};
+
+    use super::*;
+
+    #[test]
+    fn silent_peer_is_awaited_once() {
+        let (ours, _theirs) = Channel::socket_pair().unwrap();
+        let config = Config::default().timeout(Duration::from_secs(3600));
+        let mut link = Link::over(ours, &config, &Cancel::new().unwrap()).unwrap();
+        let (ended, end) = mpsc::channel();
+        thread::spawn(move || {
+            let result = link.receive_within(Duration::from_millis(1), "for an answer");
+            let _ = ended.send(link.end(&result, false));
+        });
+        // A second wait would take an hour.
+        assert_eq!(end.recv_timeout(Duration::from_secs(60)), Ok(false), "the peer has not closed");
+    }
+}

@@ -53,6 +53,7 @@ const ROWS: [(&str, &[&str], &[&str]); 7] = [
 ];
 
 fn every_group_has_its_rows(meeting: Meeting) {
+    let _turn = crate::support::cpu_turn();
     let report = bench(&meeting, &["--json"]).end().code(0).json();
     assert_eq!((&report["schema"], &report["backend"]), (&1.into(), &meeting.backend().into()));
     let rows = report["rows"].as_array().unwrap();

@@ -331,6 +331,7 @@ fn kept_versions_count_as_objects() {
 /// Each lease holds another version of the same name.
 #[test]
 fn ending_leases_takes_linear_time() {
+    let _turn = crate::support::cpu_turn();
     let served = serve(&[]);
     let server = served.server();
     let mut maker = Maker::new(&served);
@@ -346,14 +347,15 @@ fn ending_leases_takes_linear_time() {
             until(|| other.measured().leases == 0);
         })
     };
-    let (few, many) = (end(500), end(6000));
-    eprintln!("{few} ns for 500, {many} ns for 6000");
-    assert!(many < 30 * few, "{few} ns for 500 leases, {many} ns for 6000");
+    let (few, many) = (end(250), end(3000));
+    eprintln!("{few} ns for 250, {many} ns for 3000");
+    assert!(many < 30 * few, "{few} ns for 250 leases, {many} ns for 3000");
 }
 
 /// Another client polls the leases and names of a closed connection while the server releases them.
 #[test]
 fn others_are_served_while_leases_end() {
+    let _turn = crate::support::cpu_turn();
     let served = serve(&[]);
     let mut maker = Maker::new(&served);
     maker.publish("a");
@@ -389,30 +391,31 @@ fn watchers(served: &Served, prefix: &str, count: usize) -> Vec<Raw> {
     (0..count).map(start).collect()
 }
 
-/// With 3000 watchers of the prefix, a get takes less than `factor` times the server's CPU time.
+/// With 1000 watchers of the prefix, a get takes less than `factor` times the server's CPU time.
 #[track_caller]
 fn assert_watchers_cost(prefix: &str, factor: u64) {
+    let _turn = crate::support::cpu_turn();
     let served = serve(&["--timeout", "600s"]);
     let server = served.server();
     Maker::new(&served).publish("a");
     let reader = served.greeted().0;
     let gets = || {
-        for _ in 0..500 {
+        for _ in 0..200 {
             let token = lease(&reader, "a");
             reader.send(&Message::Release(Release { token }), &[]).unwrap();
         }
     };
     let alone = cost(server, gets);
-    let _watchers = watchers(&served, prefix, 3000);
+    let _watchers = watchers(&served, prefix, 1000);
     let watched = cost(server, gets);
-    eprintln!("{alone} ns alone, {watched} ns with 3000 watchers");
-    assert!(watched < factor * alone, "{alone} ns alone, {watched} ns with 3000 watchers");
+    eprintln!("{alone} ns alone, {watched} ns with 1000 watchers");
+    assert!(watched < factor * alone, "{alone} ns alone, {watched} ns with 1000 watchers");
 }
 
 #[test]
 fn idle_watchers_delay_no_get() {
-    // About 1 µs for each watcher, in a debug build.
-    assert_watchers_cost("", 50);
+    // A few µs for each watcher, in a debug build.
+    assert_watchers_cost("", 60);
 }
 
 #[test]

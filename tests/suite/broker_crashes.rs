@@ -25,6 +25,7 @@ use crate::{
     broker::{filled, until},
     broker_faults::{CHUNK, CHUNKS, MANY, Made, Material, STEPS, get, get_message, go_to, memfd, name_of, value},
     broker_process::{Actor, Raw},
+    running::binary,
     support::{
         Subject,
         served::{Keeper, Served, is_stopped},
@@ -33,7 +34,7 @@ use crate::{
 };
 
 cases! {
-    on crate::support::Subject; every backend: [
+    on crate::support::Subject; host and cuda: [
     verbs_survive_server_kill,
     verbs_survive_server_kill_with_keeper_service,
     start_survives_server_kill,
@@ -197,7 +198,7 @@ const ALWAYS: [&str; 2] = ["base", "many"];
 
 impl<'a> Scene<'a> {
     fn new(keeper: Keeper, subject: &'a Subject) -> Self {
-        let served = Served::start(keeper, subject);
+        let served = Served::with(keeper, subject, &binary("vmmfd"), &["--time-limit", "resume=3s"]);
         let stays = Makings::new(&subject.driver);
         let (raw, _) = served.greeted();
         let published = |answer: Answer| assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
@@ -288,7 +289,7 @@ impl<'a> Scene<'a> {
         }
         assert!(!matches!(answer, Some((Message::Refused(_) | Message::Error(_), _))), "{at}");
         let held = held.filter(|_| traced.killed.is_some());
-        // Check the lease first: the server waits 10 s for it.
+        // Check the lease first: the server waits 3 s for it.
         if let Some(token) = held {
             let lost = resume(&self.served.greeted().0, &[token]).lost;
             // Only a released lease, or a lease whose connection was closed, may be lost.

@@ -87,6 +87,7 @@ struct Sizes {
 /// `VMMFD_TEST_CYCLES=100000` for the long run.
 #[test]
 fn cycles_with_crashes_leak_nothing() {
+    let _turn = crate::support::cpu_turn();
     let cycles = number("VMMFD_TEST_CYCLES", 2000);
     let subject = Subject::host();
     let served = Served::start(Keeper::Own, &subject);
@@ -152,6 +153,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
 fn hundred_clients_see_whole_objects_over_restarts() {
+    let _turn = crate::support::cpu_turn();
     let restarts = number("VMMFD_TEST_RESTARTS", 10);
     let subject = Subject::host();
     let served = Served::start(Keeper::Own, &subject);

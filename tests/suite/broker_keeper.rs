@@ -98,7 +98,12 @@ fn value(client: &Client, name: &str) -> u8 {
 
 /// A broker with `objects` objects, each filled with its index.
 fn broker(subject: &Subject, objects: u8) -> Served {
-    let served = Served::start(Keeper::Apart, subject);
+    with_limits(subject, objects, &[])
+}
+
+/// Like [`broker`], with time limits of the server.
+fn with_limits(subject: &Subject, objects: u8, options: &[&str]) -> Served {
+    let served = Served::with(Keeper::Apart, subject, &binary("vmmfd"), options);
     (0..objects).for_each(|index| put(&served, &format!("object-{index}"), index));
     served
 }
@@ -199,13 +204,11 @@ fn stopped_server_leaves_everything_to_keeper() {
 #[test]
 fn server_without_keeper_names_lost_objects() {
     let subject = Subject::host();
-    let served = broker(&subject, 2);
+    let served = with_limits(&subject, 2, &["--time-limit", "keeper=1s"]);
     assert_eq!(served.keeper.as_ref().unwrap().stop(Signal::SIGTERM), Some(0));
-    let begun = Instant::now();
     assert_eq!(served.manager.as_ref().unwrap().stop(Signal::SIGTERM), Some(0));
-    assert!(begun.elapsed() > Duration::from_secs(5), "it waits for a keeper");
     let log = served.log();
-    for text in ["freeing the rest", "object-0", "object-1"] {
+    for text in ["no keeper has confirmed everything after 1s: freeing the rest", "object-0", "object-1"] {
         assert!(log.contains(text), "no {text:?} in: {log}");
     }
 }
@@ -228,7 +231,8 @@ fn second_server_is_refused_with_first_pid() {
 fn unreachable_keeper_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let (keeper, socket) = (folder.path().join("keeper.sock"), folder.path().join("broker.sock"));
-    let ended = output(&["serve", "--keeper"], &[&keeper, Path::new("--socket"), &socket]);
+    let ended =
+        output(&["serve", "--time-limit", "keeper=50ms", "--keeper"], &[&keeper, Path::new("--socket"), &socket]);
     let said = String::from_utf8_lossy(&ended.stderr).into_owned();
     assert_eq!(ended.status.code(), Some(5), "{said}");
     assert!(said.contains("reach the keeper at") && said.contains("vmmfd keeper"), "{said}");
@@ -418,11 +422,11 @@ fn reload_executes_new_program_in_place() {
 #[test]
 fn stopped_keeper_is_replaced() {
     let subject = Subject::host();
-    let served = broker(&subject, 1);
+    let served = with_limits(&subject, 1, &["--time-limit", "silence=1s"]);
     let keeper = served.supervisor();
     kill(keeper, Signal::SIGSTOP).unwrap();
     put(&served, "object-1", 1);
-    wait_for_log(&served, "the keeper has read nothing for 5s", 1);
+    wait_for_log(&served, "the keeper has read nothing for 1s", 1);
     until(|| served.supervisor() != keeper);
     put(&served, "object-2", 2);
     settle(&served);
@@ -448,7 +452,7 @@ fn init_is_notified_of_ready_and_watchdog() {
     }
     // A stopped server sends no watchdog messages, so the init would replace it.
     kill(Pid::from_raw(server.id().cast_signed()), Signal::SIGSTOP).unwrap();
-    heard.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+    heard.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
     let silent = (0..100).any(|_| heard.recv(&mut [0; 256]).is_err());
     server.kill().unwrap();
     server.wait().unwrap();

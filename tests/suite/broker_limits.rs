@@ -266,6 +266,7 @@ fn delayed_stat_shows_the_state_requested() {
 /// 10,000 connections, or fewer if the descriptor limit of a process is lower.
 #[test]
 fn serves_ten_thousand_connections() {
+    let _turn = crate::support::cpu_turn();
     let told = in_child(
         "broker_limits::serves_ten_thousand_connections",
         |_| {},

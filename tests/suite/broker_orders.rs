@@ -206,7 +206,7 @@ fn every_order_of_ends_loses_nothing() {
 #[test]
 fn stopped_supervisor_is_replaced() {
     let subject = Subject::host();
-    let served = Served::start(Keeper::Own, &subject);
+    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--time-limit", "silence=1s"]);
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
     for reports in 1..=2 {
@@ -221,7 +221,7 @@ fn stopped_supervisor_is_replaced() {
         let after = broker.pair();
         assert_eq!(after[0], server);
         broker.until("its report in the log", || {
-            let report = "the keeper has read nothing for 5s";
+            let report = "the keeper has read nothing for 1s";
             (broker.served.log().matches(report).count() == reports).then_some(())
         });
         // A server kill loses nothing either, although the stopped process was to take over.

@@ -31,7 +31,7 @@ use crate::{
 };
 
 cases! {
-    on crate::support::Subject; every backend: [
+    on crate::support::Subject; host and cuda: [
     connections_during_a_restart_are_served,
     killed_supervisors_are_replaced,
     unclaimed_leases_end_after_a_restart,
@@ -136,7 +136,12 @@ fn connections_during_a_restart_are_served(mut subject: Subject) {
 
 fn unclaimed_leases_end_after_a_restart(mut subject: Subject) {
     subject.alone();
-    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--allow-uid", "34561", "--no-quota"]);
+    let served = Served::with(
+        Keeper::Own,
+        &subject,
+        &binary("vmmfd"),
+        &["--allow-uid", "34561", "--no-quota", "--time-limit", "resume=3s"],
+    );
     fs::set_permissions(served.path.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
     let (first, _) = served.greeted();
     put(&first, &small(&subject, 1), "a", false);
@@ -170,7 +175,7 @@ fn unclaimed_leases_end_after_a_restart(mut subject: Subject) {
 
 fn resumed_lease_keeps_an_unnamed_version(mut subject: Subject) {
     subject.alone();
-    let served = Served::start(Keeper::Own, &subject);
+    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--time-limit", "resume=3s"]);
     let (raw, _) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
     let (old, _) = lease(&raw, "a");

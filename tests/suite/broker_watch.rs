@@ -153,7 +153,7 @@ fn silent_broker_is_detected() {
             let _ = end.recv();
         })],
     );
-    let client = Client::connect(&meeting.socket(), &Config::default().timeout(Duration::from_secs(5))).unwrap();
+    let client = Client::connect(&meeting.socket(), &Config::default().timeout(Duration::from_secs(1))).unwrap();
     let mut watch = client.watch("models/", None).unwrap();
     let error = watch.next(LONG).unwrap_err();
     assert!(matches!(error, Error::Peer(PeerError::Timeout { .. })), "{error}");

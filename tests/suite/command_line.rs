@@ -428,14 +428,14 @@ fn every_command_has_a_man_page() {
 }
 
 #[test]
-fn eight_gpus_are_listed_in_order() {
+fn gpus_are_listed_in_order() {
     let meeting = Meeting::fake();
     // `export-cost` runs last, after every device has been probed.
     let doctor = ["doctor", "--json", "--only", "memory,export-cost,peer"];
-    let report = vmmfd(&meeting, &doctor).env("FAKECUDA_DEVICES", "8").end().code(0).json();
+    let report = vmmfd(&meeting, &doctor).env("FAKECUDA_DEVICES", "3").end().code(0).json();
     let devices: Vec<u64> =
         report["devices"].as_array().unwrap().iter().map(|d| d["ordinal"].as_u64().unwrap()).collect();
-    assert_eq!(devices, (0..8).collect::<Vec<u64>>());
+    assert_eq!(devices, (0..3).collect::<Vec<u64>>());
     let names = |findings: &Value| -> Vec<String> {
         findings.as_array().unwrap().iter().map(|finding| finding["probe"].as_str().unwrap().to_owned()).collect()
     };
@@ -451,9 +451,9 @@ fn eight_gpus_are_listed_in_order() {
             (pair["device"].as_u64().unwrap(), pair["owner"].as_u64().unwrap())
         })
         .collect();
-    let all: Vec<(u64, u64)> = (0..8).flat_map(|a| (0..8).filter(move |b| *b != a).map(move |b| (a, b))).collect();
+    let all: Vec<(u64, u64)> = (0..3).flat_map(|a| (0..3).filter(move |b| *b != a).map(move |b| (a, b))).collect();
     assert_eq!(pairs, all);
-    assert!(report["verdict"].as_str().unwrap().contains("8 of 8"), "{}", report["verdict"]);
+    assert!(report["verdict"].as_str().unwrap().contains("3 of 3"), "{}", report["verdict"]);
 }
 
 fn schema(arguments: &[&str]) -> Ended {

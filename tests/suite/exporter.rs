@@ -104,13 +104,13 @@ fn passed_socket_is_served() {
 #[test]
 fn next_broker_is_found() {
     let place = Meeting::host();
-    let exporter = Exporter::start(&place, &["--timeout", "1s"]);
+    let exporter = Exporter::start(&place, &["--timeout", "500ms"]);
     for _ in 0..2 {
         assert_eq!((exporter.metrics().as_str(), exporter.is_healthy()), (DOWN, false));
         let mut server = vmmfd(&place, &["serve", "--no-keeper"]).start();
         server.until("listening");
         wait_for("the broker's figures", || value(&exporter.metrics(), "vmmfd_up") == 1.0);
-        assert!(exporter.is_healthy());
+        wait_for("the health", || exporter.is_healthy());
         server.signal(Signal::SIGSTOP);
         assert_eq!((exporter.metrics().as_str(), exporter.is_healthy()), (DOWN, false));
         server.signal(Signal::SIGCONT);

@@ -3,7 +3,7 @@
 
 #![allow(unsafe_code, reason = "unshare")]
 
-use std::{fs, process, sync::Arc, thread};
+use std::{fs, path::PathBuf, process, sync::Arc, thread};
 
 use nix::{
     sched::{CloneFlags, unshare},
@@ -19,7 +19,7 @@ use vmmfd::{
 
 use crate::{
     broker::{Broker, filled},
-    running::wait_for,
+    running::{HANGS, wait_for},
     support::{Copy, Fake, Subject, in_child, in_fork},
 };
 
@@ -40,10 +40,10 @@ fn fake_driver() -> (Fake, Driver) {
     (fake, driver)
 }
 
-/// Makes a driver call take 3 s, starts `work` in a thread, and runs `check` in a fork during the call.
+/// Makes a driver call hang, starts `work` in a thread, runs `check` in a fork, and then ends the call.
 fn in_fork_during(fake: &Fake, call: &str, work: impl FnOnce() + Send, check: impl FnOnce() -> bool) {
     let before = fake.calls(call);
-    fake.set("FAKECUDA_SLOW", &format!("{call}:3000"));
+    fake.set("FAKECUDA_SLOW", &format!("{call}:{HANGS}"));
     thread::scope(|scope| {
         scope.spawn(work);
         wait_for(call, || fake.calls(call) > before);
@@ -63,10 +63,11 @@ fn opening_reports_the_fork() {
     let log = copy.folder().join("log");
     let prepare = |command: &mut process::Command| {
         command.env_remove("CUDA_VISIBLE_DEVICES").env("LD_LIBRARY_PATH", copy.folder());
-        command.env("FAKECUDA_SLOW", "cuInit:3000").env("FAKECUDA_LOG", &log).env("FAKECUDA_DEVICES", "1");
+        command.env("FAKECUDA_SLOW", format!("cuInit:{HANGS}")).env("FAKECUDA_LOG", &log).env("FAKECUDA_DEVICES", "1");
     };
     let found = in_child("forks::opening_reports_the_fork", prepare, || {
-        let log = std::env::var_os("FAKECUDA_LOG").unwrap();
+        let log = PathBuf::from(std::env::var_os("FAKECUDA_LOG").unwrap());
+        let fake = Fake::load(log.with_file_name("libcuda.so.1"));
         let opening = thread::spawn(|| driver::open(Choice::Only(Backend::Cuda)).map(drop));
         wait_for("cuInit", || fs::read_to_string(&log).is_ok_and(|log| log.contains("cuInit")));
         in_short_fork(|| {
@@ -75,6 +76,7 @@ fn opening_reports_the_fork() {
                 && is_forked(&driver::open(Choice::Auto))
                 && driver::open(Choice::Only(Backend::Host)).is_ok()
         });
+        fake.set("FAKECUDA_SLOW", "");
         format!("{:?}", opening.join().unwrap())
     });
     assert_eq!(found, "Ok(())");

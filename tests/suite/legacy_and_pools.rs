@@ -1,12 +1,11 @@
 //! Legacy handles and memory pools of the CUDA backend, on the emulated driver and on a GPU. The expected results were measured on an H200.
 
-#![allow(unsafe_code, reason = "descriptors as numbers")]
-
 use std::{
     fs::File,
-    io::{self, Read, Write},
+    io::{self, IoSliceMut, Read, Write},
+    mem::MaybeUninit,
     os::{
-        fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+        fd::{AsFd, AsRawFd, OwnedFd},
         unix::net::UnixStream,
     },
     process::Command,
@@ -19,7 +18,8 @@ use nix::{
     sys::memfd::{MFdFlags, memfd_create},
     unistd::dup,
 };
-use sendfd::{RecvWithFd, SendWithFd};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use sendfd::SendWithFd;
 use vmmfd::{
     driver::{Access::ReadWrite, code},
     internals::{CudaDriver, LegacyIpc, Location, Pools, Verbs},
@@ -504,12 +504,13 @@ fn imported_pool_memory_outlives_its_exporter(mut subject: Subject) {
     };
     with_owner(&subject, "imported_pool_memory_outlives_its_exporter", share, |wire| {
         let pools = pools(&subject);
-        let (mut data, mut fds) = ([0; 64], [-1]);
-        assert_eq!(wire.0.recv_with_fd(&mut data, &mut fds).unwrap(), (64, 1));
-        // SAFETY: the descriptor was just received and has no other owner.
-        let fd = unsafe { OwnedFd::from_raw_fd(fds[0]) };
-        let pool = pools.import(fd.as_fd()).unwrap();
-        drop(fd);
+        let (mut data, mut space) = ([0; 64], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))]);
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        // Another test may start a program at any time, which must not inherit the descriptor.
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        assert_eq!(recvmsg(&wire.0, &mut [IoSliceMut::new(&mut data)], &mut control, flags).unwrap().bytes, 64);
+        let Some(RecvAncillaryMessage::ScmRights(mut fds)) = control.drain().next() else { panic!("no descriptor") };
+        let pool = pools.import(fds.next().unwrap().as_fd()).unwrap();
         let address = pools.import_pointer(pool, 0, &data).unwrap();
         assert_eq!(subject.verbs.extent(0, address).unwrap(), (address, 3000));
         assert_eq!(&read(&subject, address), b"from its owner");

@@ -204,7 +204,7 @@ fn only_stale_sockets_are_replaced() {
 #[test]
 fn only_ones_own_socket_is_removed() {
     let meeting = host();
-    let producer = meeting.listening(&["--timeout", "5s"]);
+    let producer = meeting.listening(&["--timeout", "1s"]);
     fs::remove_file(meeting.socket()).unwrap();
     fs::write(meeting.socket(), "somebody else's").unwrap();
     producer.end().code(4);
@@ -505,13 +505,13 @@ fn failed_fill_reaches_waiting_consumers() {
     producer.end().code(5).says("cuMemcpyHtoD_v2 failed");
 }
 
-/// Sixteen slow copies of 2 MiB make a step of 6 s, which exceeds the peer's timeout. `busy` is sent after a third of the sender's timeout.
-const SLOW_STEP: [&str; 4] = ["--size", "32M", "--timeout", "4s"];
+/// Sixteen slow copies of 2 MiB make a step of 3 s, which exceeds the peer's timeout. `busy` is sent after a third of the sender's timeout.
+const SLOW_STEP: [&str; 4] = ["--size", "32M", "--timeout", "2s"];
 
 fn a_slow_consumer_says_so(slow: &str) {
     let meeting = Meeting::new(On::Fake);
     let producer = meeting.listening(&[&SLOW_STEP[..], &["--round-trip"]].concat());
-    meeting.consumer(&["--timeout", "4s"]).env("FAKECUDA_SLOW", slow).end().code(0);
+    meeting.consumer(&["--timeout", "2s"]).env("FAKECUDA_SLOW", slow).end().code(0);
     producer.end().code(0);
 }
 
@@ -521,37 +521,37 @@ fn a_slow_producer_says_so(slow: &str) {
     let producer = meeting.producer(&[&SLOW_STEP[..], &["--round-trip", "--consumers", "2"]].concat());
     let producer = producer.env("FAKECUDA_SLOW", slow).start();
     for _ in 0..2 {
-        meeting.consumer(&["--timeout", "4s"]).end().code(0);
+        meeting.consumer(&["--timeout", "2s"]).end().code(0);
     }
     producer.end().code(0);
 }
 
 #[test]
 fn slow_consumer_check_sends_busy() {
-    a_slow_consumer_says_so("cuMemcpyDtoH_v2:400");
+    a_slow_consumer_says_so("cuMemcpyDtoH_v2:200");
 }
 
 #[test]
 fn slow_consumer_reply_sends_busy() {
-    a_slow_consumer_says_so("cuMemcpyHtoD_v2:400");
+    a_slow_consumer_says_so("cuMemcpyHtoD_v2:200");
 }
 
 #[test]
 fn slow_producer_check_sends_busy() {
-    a_slow_producer_says_so("cuMemcpyDtoH_v2:400");
+    a_slow_producer_says_so("cuMemcpyDtoH_v2:200");
 }
 
 #[test]
 fn slow_fill_sends_busy() {
-    a_slow_producer_says_so("cuMemcpyHtoD_v2:400");
+    a_slow_producer_says_so("cuMemcpyHtoD_v2:200");
 }
 
 #[test]
 fn slow_device_start_is_awaited() {
     let meeting = Meeting::new(On::Fake);
-    let producer = meeting.producer(&["--timeout", "4s"]).env("FAKECUDA_DEVICES", "2").start();
+    let producer = meeting.producer(&["--timeout", "2s"]).env("FAKECUDA_DEVICES", "2").start();
     let consumer =
-        meeting.consumer(&[]).env("FAKECUDA_DEVICES", "2").env("FAKECUDA_SLOW", "cuDevicePrimaryCtxRetain:6000");
+        meeting.consumer(&[]).env("FAKECUDA_DEVICES", "2").env("FAKECUDA_SLOW", "cuDevicePrimaryCtxRetain:3000");
     consumer.end().code(0);
     producer.end().code(0);
 }

@@ -259,7 +259,7 @@ fn consumer_without_check_is_served() {
 
 #[test]
 fn both_sides_send_busy_in_time() {
-    let (patient, impatient, long) = (within(30_000), within(3000), Duration::from_secs(7));
+    let (patient, impatient, long) = (within(30_000), within(1000), Duration::from_secs(3));
     let turn = |mut consumer: Consumer<'_>, slow| {
         let object = consumer.request(&Request::default())?;
         let found = consumer.verify(&object, &mut SumVerifier { slow, ..SumVerifier::default() })?;
@@ -268,7 +268,7 @@ fn both_sides_send_busy_in_time() {
         answer
     };
     thread::scope(|scope| {
-        // The producer is busy, and the consumer's timeout is three seconds.
+        // The producer is busy for three times the consumer's timeout.
         scope.spawn(|| {
             let buffer = Buffer::new(shared(SIZE), Sum { slow: long, ..Sum::default() }, None).unwrap();
             let options = ServeOptions::default();
@@ -309,14 +309,14 @@ fn slow_subscriber_sends_busy() {
     let subject = Subject::of(fake);
     let (ours, theirs) = Channel::socket_pair().unwrap();
     let memory = Arc::new(Shared::create(&subject.device(), Spec::vmm(100)).unwrap());
-    subject.faulty.slow_down("activate", Duration::from_secs(7));
+    subject.faulty.slow_down("activate", Duration::from_secs(3));
     thread::scope(|scope| {
         let subscriber = scope.spawn(|| {
             let mut subscriber = Subscriber::over(theirs, &subject.driver, None, 1, &within(30_000)).unwrap();
             let received = subscriber.receive().unwrap();
             subscriber.give_back(received).unwrap();
         });
-        let mut publisher = Publisher::over(ours, &subject.driver, &within(3000)).unwrap();
+        let mut publisher = Publisher::over(ours, &subject.driver, &within(1000)).unwrap();
         let id = publisher.add(&memory, None, Access::ReadOnly).unwrap();
         publisher.announce(id).unwrap();
         subscriber.join().unwrap();

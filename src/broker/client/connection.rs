@@ -112,6 +112,10 @@ impl Connection {
         }
     }
 
+    pub(super) fn timeout(&self) -> Duration {
+        self.socket.timeout()
+    }
+
     /// Makes a request: `request` sends it and receives the whole answer, within the timeout plus `wait`. Blocks while another thread's
     /// request is in progress.
     ///

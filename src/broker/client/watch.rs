@@ -12,7 +12,7 @@ use crate::{
     wire::broker::{self, Event, Events, Message, Stop},
 };
 
-/// The longest time between two requests: the next request detects a broker that no longer answers.
+/// The longest time between two requests, if the config's timeout is not shorter: the next request detects a broker that no longer answers.
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A position in a broker's event log, after the event `seq`.
@@ -101,7 +101,7 @@ impl Watch {
                 return Ok(Some(watched));
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            self.fetch(left.min(POLL_INTERVAL))?;
+            self.fetch(left.min(POLL_INTERVAL.min(self.client.0.timeout())))?;
             if self.queue.is_empty() && stops != self.client.0.stops() {
                 // Without this check, a stop that arrives while the subscription ends would be lost.
                 return Err(BrokerError::new(RefusalCode::Stopped, "the watch was stopped").into());

@@ -99,15 +99,15 @@ pub(in crate::broker) struct Takeover {
 }
 
 impl Takeover {
-    /// Takes over from the keeper of the broker at a path.
+    /// Takes over from the keeper of the broker at a path. Waits up to `wait` for a separate keeper to listen.
     ///
     /// # Errors
     /// [`Error::System`] if the keeper can't be reached or started, refuses this server or does not answer: without its descriptors, the
     /// server would start without objects.
-    pub(in crate::broker) fn of(keeper: &KeeperPath, broker: &Path, cancel: &Cancel) -> Result<Self> {
+    pub(in crate::broker) fn of(keeper: &KeeperPath, broker: &Path, wait: Duration, cancel: &Cancel) -> Result<Self> {
         match keeper {
             KeeperPath::Socket(path) => {
-                let (socket, keeper) = dial(path, HANDOVER_TIMEOUT, cancel)?;
+                let (socket, keeper) = dial(path, wait, cancel)?;
                 take_over(socket, keeper, Link::Path(path.clone()), cancel).map_err(|error| unreachable(path, error))
             }
             KeeperPath::Program(path) => Self::of_program(path, broker, cancel),

@@ -7,6 +7,7 @@
 //! | `state/` | the server's data |
 
 mod io;
+pub(crate) mod limits;
 mod state;
 mod verbs;
 
@@ -31,6 +32,7 @@ use self::{
         keeper::KeeperLink,
         reactor::{self, Reactor},
     },
+    limits::TimeLimits,
     state::{
         history::History,
         objects::{self, Counts, Objects, Total},
@@ -69,6 +71,7 @@ pub struct ServerConfig {
     pub(crate) started_by_keeper: Option<Cancel>,
     /// Accepts memfds as GPU memory, for the project's emulated driver in tests.
     pub(crate) emulated: bool,
+    pub(crate) limits: TimeLimits,
 }
 
 impl Default for ServerConfig {
@@ -76,7 +79,19 @@ impl Default for ServerConfig {
         let (allow_uids, allow_gids, timeout) = (Vec::new(), Vec::new(), Duration::from_secs(30));
         let (quota, total_quota) = (Quota::default(), Quota::default());
         let (hold_devices, emulated, keeper, started_by_keeper) = (false, false, None, None);
-        Self { allow_uids, allow_gids, quota, total_quota, timeout, hold_devices, keeper, started_by_keeper, emulated }
+        let limits = TimeLimits::default();
+        Self {
+            allow_uids,
+            allow_gids,
+            quota,
+            total_quota,
+            timeout,
+            hold_devices,
+            keeper,
+            started_by_keeper,
+            emulated,
+            limits,
+        }
     }
 }
 
@@ -192,7 +207,7 @@ impl Server {
         reactor::preallocate_descriptor_table(cancel.as_fd(), reactor::raise_limit());
         let taken = match (&config.started_by_keeper, &config.keeper) {
             (Some(_), _) => Takeover::of_parent(cancel)?,
-            (None, Some(keeper)) => Takeover::of(keeper, path, cancel)?,
+            (None, Some(keeper)) => Takeover::of(keeper, path, config.limits.keeper, cancel)?,
             (None, None) => return Self::bind_alone(path, config, cancel),
         };
         let started = taken.keeper.clone_of_child();
@@ -340,7 +355,8 @@ fn build_reactor(
     let mut state = State::new(objects, config.timeout, config.emulated);
     state.history = history;
     state.pending_versions.reserves_names = reserves_names;
-    Reactor::new(state, Admission::new(listener, config.allow_uids, config.allow_gids), keeper_link, cancel)
+    let admission = Admission::new(listener, config.allow_uids, config.allow_gids);
+    Reactor::new(state, admission, keeper_link, config.limits, cancel)
 }
 
 /// Drops a reactor in a thread, because peers can block the close of descriptors that they sent. The process exits without waiting for

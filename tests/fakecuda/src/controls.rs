@@ -3,7 +3,7 @@
 //! | Setting | Meaning |
 //! |---|---|
 //! | `FAKECUDA_FAIL=cuMemMap:2:801,cuInit:1:999` | the second call of `cuMemMap` from now on fails with 801 and has no effect |
-//! | `FAKECUDA_SLOW=cuInit:500` | every call of `cuInit` takes 500 ms longer |
+//! | `FAKECUDA_SLOW=cuInit:500` | every call of `cuInit` takes 500 ms longer, or until the setting is removed |
 //! | `FAKECUDA_ABORT=cuMemMap` | a call of `cuMemMap` aborts the process, like a fault in NVIDIA's driver |
 //! | `FAKECUDA_ATTRIBUTE=102:0` | the device attribute 102 has the value 0 |
 //! | `FAKECUDA_DEVICES=2` | the number of devices, from `cuInit` on; at most 16 |
@@ -29,8 +29,7 @@ use std::{
     io::Write,
     process,
     str::FromStr,
-    sync::{LazyLock, Mutex, MutexGuard, PoisonError},
-    thread,
+    sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -54,6 +53,9 @@ pub(crate) struct Settings {
     pub(crate) rdma: bool,
     pub(crate) events_fail: bool,
 }
+
+/// Signals each change of a setting.
+static CHANGED: Condvar = Condvar::new();
 
 struct Fault {
     name: String,
@@ -116,16 +118,16 @@ pub(crate) fn before(name: &'static str) -> Answer {
         }
         fault.left > 0
     });
-    let slow = settings.slow.get(name).copied();
-    drop(settings);
-    if let Some(pause) = slow {
-        thread::sleep(pause);
+    if let Some(pause) = settings.slow.get(name).copied() {
+        // Removing the setting ends the wait.
+        let _ = CHANGED.wait_timeout_while(settings, pause, |settings| settings.slow.contains_key(name));
     }
     fails.map_or(Ok(()), Err)
 }
 
 pub(crate) fn set(name: &str, value: &str) {
     settings().set(name, value);
+    CHANGED.notify_all();
 }
 
 pub(crate) fn calls(name: &str) -> u64 {

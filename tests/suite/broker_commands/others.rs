@@ -258,6 +258,7 @@ fn bad_input_is_one_sentence(broker: Broker) {
         (&["rm", "."], "`.`"),
         (&["ls", "--timeout", "5"], "has no unit"),
         (&["serve", "--quota", "users=1"], "not a limit"),
+        (&["serve", "--time-limit", "patience=1s"], "there is no time limit `patience`"),
         (&["serve", "--quota", "bytes=1GB"], "1GiB"),
         (&["serve", "--allow-gid", "no such group"], "is not a group of this machine"),
         (&["serve", "--allow-uid", "-5"], "unexpected argument"),

@@ -60,6 +60,7 @@ fn set(of: &[&str]) -> BTreeSet<String> {
 /// `VMMFD_TEST_REQUESTS` sets the number of requests: each additional request takes ten times as long.
 #[test]
 fn nothing_acknowledged_is_lost() {
+    let _turn = crate::support::cpu_turn();
     let requests = u8::try_from(number("VMMFD_TEST_REQUESTS", 3)).unwrap();
     let (searched, ..) = sound((requests, 2, 0, 0));
     assert!(searched.states > 100_000, "{searched:?}");
@@ -79,6 +80,7 @@ fn compaction_and_cleanup_survive_server_kill() {
 
 #[test]
 fn changed_orders_are_detected() {
+    let _turn = crate::support::cpu_turn();
     let (small, large) = ((2, 2, 1, 1), (3, 2, 0, 0));
     let flaws: &[(Flaw, Bounds, &str)] = &[
         (Flaw::CatalogueBeforeStore, small, "of version 0 is None"),

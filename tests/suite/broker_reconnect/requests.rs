@@ -165,7 +165,6 @@ fn connect_waits_a_second_unless_asked() {
     let broker = Scripted::new();
     let path = broker.path();
     let folder = broker.end();
-    let begun = Instant::now();
     let (second, short) = (Duration::from_secs(1), Duration::from_millis(50));
     let config = Config::default().timeout(10 * PATIENCE);
     for (config, wait) in [
@@ -179,7 +178,6 @@ fn connect_waits_a_second_unless_asked() {
         assert_eq!(waited, wait);
         assert_eq!(error.to_string().contains(" within "), !wait.is_zero(), "{error}");
     }
-    assert!(begun.elapsed() < PATIENCE);
     let connecting = thread::spawn(move || Client::connect(&path, &config.wait(PATIENCE)).map(drop));
     thread::sleep(second + short);
     let _peer = Scripted::again(folder).greet(FIRST);

@@ -258,7 +258,7 @@ fn lost_producer_ends_the_consumer() {
         );
     }
     against_within(
-        Duration::from_secs(5),
+        Duration::from_secs(1),
         |channel| {
             greet(channel);
             // Stay silent until the consumer reports a timeout.

@@ -4,7 +4,7 @@ use std::{
     fs,
     os::unix::fs::{PermissionsExt, symlink},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use nix::sys::signal::Signal;

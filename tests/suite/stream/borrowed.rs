@@ -69,7 +69,7 @@ fn buffers_of_a_pool_share_it(subject: Subject) {
 }
 
 fn pool_returns_after_a_slow_withdrawal(subject: Subject) {
-    let place = Place::with_timeout(moment(&subject, 2000));
+    let place = Place::with_timeout(moment(&subject, 1000));
     let pool = Pool::create(&subject.device()).unwrap();
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let memory = [100, 200].map(|size| Arc::new(Shared::in_pool(&pool, size).unwrap()));
@@ -111,14 +111,14 @@ fn producer_waits_for_borrowed_memory(subject: Subject) {
                 drop((received, subscriber));
             });
             publisher.close();
-            assert!((A_WHILE..PATIENCE / 2).contains(&begun.elapsed()), "{:?}", begun.elapsed());
+            assert!(begun.elapsed() >= A_WHILE, "{:?}", begun.elapsed());
         });
         subject.assert_empty();
     }
 }
 
 fn unclosed_borrowed_memory_stays_allocated(subject: Subject) {
-    let place = Place::with_timeout(moment(&subject, 2000));
+    let place = Place::with_timeout(moment(&subject, 1000));
     let (publisher, subscriber, received) = borrowing(&subject, &place);
     let begun = Instant::now();
     publisher.close();

@@ -114,7 +114,7 @@ fn producer_learns_that_consumer_left(subject: Subject) {
 }
 
 fn busy_producer_does_not_prolong_receive(subject: Subject) {
-    let place = Place::with_timeout(moment(&subject, 2000));
+    let place = Place::with_timeout(moment(&subject, 500));
     let (publisher, mut subscriber) = place.meet(&subject, 1);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -139,18 +139,17 @@ fn busy_producer_does_not_prolong_receive(subject: Subject) {
 }
 
 fn timeouts_do_not_end_the_session(subject: Subject) {
-    let place = Place::with_timeout(moment(&subject, 1500));
+    let place = Place::with_timeout(moment(&subject, 600));
     assert!(matches!(place.accept(&subject), Err(Error::Peer(PeerError::NoConsumer { .. }))));
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let id = buffers(&subject, &mut publisher, 1)[0].0;
     for generation in 1..3 {
-        for _ in 0..2 {
-            assert!(matches!(
-                subscriber.receive(),
-                Err(Error::Peer(PeerError::Timeout { purpose: "for a buffer", .. }))
-            ));
-            assert!(matches!(publisher.take_back(), Err(Error::Peer(PeerError::Timeout { .. }))));
-        }
+        thread::scope(|scope| {
+            let taken = scope.spawn(|| publisher.take_back());
+            let received = subscriber.receive();
+            assert!(matches!(received, Err(Error::Peer(PeerError::Timeout { purpose: "for a buffer", .. }))));
+            assert!(matches!(taken.join().unwrap(), Err(Error::Peer(PeerError::Timeout { .. }))));
+        });
         let received = hand_over(&mut publisher, &mut subscriber, id);
         assert_eq!(received.generation(), generation);
         assert!(matches!(publisher.take_back(), Err(Error::Peer(PeerError::Timeout { .. }))));
@@ -175,7 +174,6 @@ fn nonblocking_calls_return_none(subject: Subject) {
         let mut fds = [nix::poll::PollFd::new(fd, nix::poll::PollFlags::POLLIN)];
         nix::poll::poll(&mut fds, nix::poll::PollTimeout::ZERO).unwrap() == 1
     };
-    let begun = Instant::now();
     assert!(subscriber.try_receive().unwrap().is_none() && publisher.try_take_back().unwrap().is_none());
     turn(&mut publisher, &mut subscriber, id);
     assert!(!readable(subscriber.as_fd()) && !readable(publisher.as_fd()));
@@ -185,7 +183,6 @@ fn nonblocking_calls_return_none(subject: Subject) {
     subscriber.give_back(received).unwrap();
     assert!(!readable(subscriber.as_fd()) && readable(publisher.as_fd()));
     assert_eq!(publisher.try_take_back().unwrap(), Some(id));
-    assert!(begun.elapsed() < PATIENCE / 2);
 }
 
 fn misuse_is_refused_and_changes_nothing(subject: Subject) {

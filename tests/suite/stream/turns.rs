@@ -181,7 +181,6 @@ fn withdrawn_buffer_is_unmapped_after_use(subject: Subject) {
     // The buffer is returned, but the publisher has not taken it back.
     let unasked = hand_over(&mut publisher, &mut subscriber, c);
     subscriber.give_back(unasked).unwrap();
-    let begun = Instant::now();
     thread::scope(|scope| {
         scope.spawn(|| {
             // The consumer waits for a buffer during the withdrawal.
@@ -198,7 +197,6 @@ fn withdrawn_buffer_is_unmapped_after_use(subject: Subject) {
         publisher.withdraw(b).unwrap();
         assert_eq!(subject.live().mappings, own + 1);
     });
-    assert!(begun.elapsed() < PATIENCE / 2);
     for id in [a, b, c] {
         refused(publisher.publish(id), "there is no buffer");
         refused(publisher.withdraw(id), "there is no buffer");

@@ -25,12 +25,18 @@ use std::{
     fs, io,
     os::{fd::AsFd, unix::fs::MetadataExt},
     path::Path,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use nix::{fcntl::OFlag, sys::stat::fstat};
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::Error;
+
+/// Takes the turn of a test that keeps a CPU busy for seconds. Such tests run one after another, beside the many that wait.
+pub(crate) fn cpu_turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Returns the driver's error code, or 0 for success. Any other error fails the test.
 #[track_caller]

@@ -20,9 +20,9 @@ use vmmfd::{
     channel::{Cancel, broker_socket_path},
     error::Error,
     internals::{
-        check_socket, default_broker_socket, emulated, is_restarted,
+        TimeLimits, check_socket, default_broker_socket, emulated, is_restarted,
         keeper::{self, Role, ServiceProcess},
-        notify, started_by_keeper, stderr,
+        notify, started_by_keeper, stderr, with_limits,
     },
 };
 
@@ -113,6 +113,10 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, hide = true, help_heading = "Meeting")]
     emulated: bool,
 
+    /// A time limit other than the server's own: for tests that wait for it
+    #[arg(long, hide = true, value_name = "NAME=DURATION", value_parser = parse_time_limit, help_heading = "Meeting")]
+    time_limit: Vec<(String, Duration)>,
+
     /// Cancelled by SIGHUP, if a keeper restarts this server.
     #[arg(skip)]
     restart: Option<Cancel>,
@@ -123,6 +127,15 @@ pub(in super::super) struct ServeOptions {
 
 /// The time limit of a server's shutdown: 10 s for the keeper to receive everything, and the rest for closing descriptors.
 const END: Duration = Duration::from_secs(13);
+
+fn parse_time_limit(text: &str) -> Result<(String, Duration), String> {
+    let (name, limit) = text.split_once('=').ok_or("write NAME=DURATION")?;
+    let limit = parse_timeout(limit)?;
+    match TimeLimits::default().set(name, limit) {
+        true => Ok((name.to_owned(), limit)),
+        false => Err(format!("there is no time limit `{name}`")),
+    }
+}
 
 /// The largest catalogue in bytes: hundreds of bytes per version, twice during compaction.
 const CATALOGUE: u64 = 1 << 30;
@@ -274,6 +287,11 @@ impl Tool for ServeOptions {
         if self.emulated {
             config = emulated(config);
         }
+        let mut limits = TimeLimits::default();
+        for (name, limit) in &self.time_limit {
+            limits.set(name, *limit);
+        }
+        config = with_limits(config, limits);
         config.keeper = self.keeper.clone().map(KeeperPath::Socket);
         if let Some(restart) = &self.restart {
             config = started_by_keeper(config, restart.clone());

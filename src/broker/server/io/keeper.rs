@@ -13,9 +13,12 @@ use super::timers::{Timer, Timers};
 use crate::{
     broker::{
         keeper::{Flushed, Keeper, Link, Mark, Name, Process},
-        server::state::{
-            objects::{Counts, Total},
-            root::State,
+        server::{
+            limits::TimeLimits,
+            state::{
+                objects::{Counts, Total},
+                root::State,
+            },
         },
     },
     channel::{Cancel, CancelReason, Listener},
@@ -37,15 +40,8 @@ const MIN_DELAY: Duration = Duration::from_millis(5);
 const MAX_DELAY: Duration = Duration::from_secs(5);
 const MAX_DELAY_BY_PATH: Duration = Duration::from_millis(200);
 
-/// How often to check whether the keeper reads its messages, and when a keeper that does not read is replaced.
-const CHECK_INTERVAL: Duration = Duration::from_secs(1);
-const SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
-
 /// A terminating process closes its sockets up to this long before its pidfd becomes readable.
 const EXIT_GRACE: Duration = Duration::from_millis(50);
-
-/// How long a stopping server waits for the keeper to confirm everything.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The keeper of this server.
 #[derive(Debug, Default)]
@@ -75,6 +71,7 @@ pub(super) struct LoopContext<'a> {
     pub(super) timers: &'a mut Timers,
     pub(super) registry: &'a Registry,
     pub(super) listener: &'a Listener,
+    pub(super) limits: &'a TimeLimits,
     pub(super) cancel: &'a Cancel,
 }
 
@@ -231,7 +228,7 @@ impl KeeperLink {
     fn check_later(&self, context: &mut LoopContext<'_>) {
         let store = context.state.objects.store();
         if store.connection().is_some() && store.sent() != self.read {
-            context.timers.set_once(CHECK_INTERVAL, Timer::Keeper);
+            context.timers.set_once(context.limits.silence / 5, Timer::Keeper);
         }
     }
 
@@ -246,8 +243,9 @@ impl KeeperLink {
             None => {
                 self.confirmation = Some((context.state.objects.store_mut().sync(), Instant::now()));
             }
-            Some((_, since)) if since.elapsed() > SILENCE_TIMEOUT => {
-                tracing::error!("the keeper has read nothing for {SILENCE_TIMEOUT:?}: killing and replacing it");
+            Some((_, since)) if since.elapsed() > context.limits.silence => {
+                let silence = context.limits.silence;
+                tracing::error!("the keeper has read nothing for {silence:?}: killing and replacing it");
                 context.state.objects.store_mut().disconnect();
                 self.note_crash(context);
                 self.end_keeper();
@@ -278,10 +276,10 @@ impl KeeperLink {
         }
         // This exit frees nothing: it waits until a keeper has everything.
         let now = Instant::now();
-        let deadline = *self.shutdown_deadline.get_or_insert_with(|| now + SHUTDOWN_TIMEOUT);
+        let deadline = *self.shutdown_deadline.get_or_insert_with(|| now + context.limits.keeper);
         if self.shutdown_mark.is_none() {
             self.start_shutdown(context);
-            context.timers.set(SHUTDOWN_TIMEOUT, Timer::Store);
+            context.timers.set(context.limits.keeper, Timer::Store);
         }
         self.is_handed_over(context) || now >= deadline
     }
@@ -300,10 +298,8 @@ impl KeeperLink {
                 tracing::info!(pid = keeper.pid, "stopping: the keeper has everything")
             }
             _ if self.keeper_stays() => {
-                tracing::error!(
-                    held,
-                    "no keeper has confirmed everything after {SHUTDOWN_TIMEOUT:?}: freeing the rest"
-                );
+                let limit = context.limits.keeper;
+                tracing::error!(held, "no keeper has confirmed everything after {limit:?}: freeing the rest");
                 context.state.objects.log_lost_versions();
             }
             _ if stopped_by_sighup(context.cancel) => {}

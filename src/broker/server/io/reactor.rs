@@ -29,6 +29,7 @@ use crate::{
         keeper::Keeper,
         notify,
         server::{
+            limits::TimeLimits,
             state::{caller::ConnectionId, objects::Total, repeats, root::State, time::Time},
             verbs::{connection, effects::Effects, list, publish, watch},
         },
@@ -46,9 +47,6 @@ const RESTART: Key = Key(4);
 
 /// How often to check for clients that do not read.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
-
-/// How long clients can resume leases of the previous server.
-const RESUME_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Timers run per turn.
 const TIMERS_PER_TURN: usize = 128;
@@ -69,13 +67,20 @@ pub(crate) struct Reactor {
     pub(super) keeper_link: KeeperLink,
     pub(super) worker: Worker,
     pub(super) closers: Closers,
+    limits: TimeLimits,
     finished: Receiver<Finished>,
     /// The receive buffer.
     pub(super) incoming: Vec<u8>,
 }
 
 impl Reactor {
-    pub(crate) fn new(state: State, admission: Admission, keeper_link: KeeperLink, cancel: &Cancel) -> Result<Self> {
+    pub(crate) fn new(
+        state: State,
+        admission: Admission,
+        keeper_link: KeeperLink,
+        limits: TimeLimits,
+        cancel: &Cancel,
+    ) -> Result<Self> {
         let failed = |action: &'static str| move |error: io::Error| Error::system(action, error);
         let poll = Poll::new().map_err(failed("create an epoll instance"))?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("create an eventfd"))?);
@@ -104,12 +109,13 @@ impl Reactor {
             keeper_link,
             worker,
             closers: Closers::new(done, waker),
+            limits,
             finished,
             incoming: vec![0; HEADER_LENGTH + MAX_BODY + 1],
         };
         reactor.feed_watchdog();
         if reactor.state.objects.journal().restarts() > 0 || reactor.state.pending_versions.reserves_names {
-            reactor.timers.set(RESUME_TIMEOUT, Timer::Unresumed);
+            reactor.timers.set(limits.resume, Timer::Unresumed);
         }
         Ok(reactor)
     }
@@ -216,8 +222,9 @@ impl Reactor {
 
     /// The keeper, and the parts of the event loop that it uses.
     pub(super) fn keeper_link(&mut self) -> (&mut KeeperLink, LoopContext<'_>) {
-        let Self { keeper_link, state, timers, poll, admission, cancel, .. } = self;
-        (keeper_link, LoopContext { state, timers, registry: poll.registry(), listener: &admission.listener, cancel })
+        let Self { keeper_link, state, timers, poll, admission, limits, cancel, .. } = self;
+        let (registry, listener) = (poll.registry(), &admission.listener);
+        (keeper_link, LoopContext { state, timers, registry, listener, limits, cancel })
     }
 
     fn should_stop(&mut self) -> bool {
