@@ -1,8 +1,9 @@
-//! Types that all layers share: the backend, the access of a mapping, and a device's UUID.
+//! Types that all layers share: the backend, the access of a mapping, a device's identity, and facts about shared memory that messages have
+//! too.
 
 use std::{fmt, str::FromStr};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, de};
 use uuid::Uuid;
 
 use crate::error::{ParseError, Result};
@@ -138,6 +139,143 @@ impl TryFrom<String> for DeviceUuid {
 impl From<DeviceUuid> for String {
     fn from(uuid: DeviceUuid) -> Self {
         uuid.to_string()
+    }
+}
+
+/// Deserializes a UUID with hyphens and without a prefix. Command lines accept more forms.
+///
+/// # Errors
+/// The deserializer's errors.
+fn uuid_of_one_form<'de, D: Deserializer<'de>>(from: D) -> Result<DeviceUuid, D::Error> {
+    let text = String::deserialize(from)?;
+    let hyphens = text.bytes().enumerate().all(|(at, byte)| (byte == b'-') == [8, 13, 18, 23].contains(&at));
+    match text.parse() {
+        Ok(uuid) if text.len() == 36 && hyphens => Ok(uuid),
+        _ => Err(de::Error::custom("a device's UUID is not 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12")),
+    }
+}
+
+/// A mechanism for sharing memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Mechanism {
+    /// Virtual memory management: one descriptor per allocation.
+    Vmm,
+    /// A memory pool: one descriptor, and 64 bytes per buffer.
+    Pool,
+    /// `cuIpcMemHandle`: 64 bytes, without a descriptor.
+    Legacy,
+}
+
+impl fmt::Display for Mechanism {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Vmm => "vmm",
+            Self::Pool => "pool",
+            Self::Legacy => "legacy",
+        })
+    }
+}
+
+impl FromStr for Mechanism {
+    type Err = ParseError;
+
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        match text {
+            "vmm" => Ok(Self::Vmm),
+            "pool" => Ok(Self::Pool),
+            "legacy" => Ok(Self::Legacy),
+            _ => Err(ParseError::new(text, "a mechanism", "vmm, pool or legacy")),
+        }
+    }
+}
+
+/// The location of memory: on the device or on the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Placement {
+    /// Device memory.
+    #[default]
+    Device,
+    /// Host memory on the NUMA node closest to the device. The CPU and the device both reach it.
+    Host,
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Device => "device",
+            Self::Host => "host",
+        })
+    }
+}
+
+impl FromStr for Placement {
+    type Err = ParseError;
+
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        match text {
+            "device" => Ok(Self::Device),
+            "host" => Ok(Self::Host),
+            _ => Err(ParseError::new(text, "a location", "device or host")),
+        }
+    }
+}
+
+/// Identifies a device across processes. Ordinals differ between processes; UUIDs do not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct DeviceIdentity {
+    /// The device's UUID.
+    #[serde(deserialize_with = "uuid_of_one_form")]
+    #[cfg_attr(
+        feature = "schema",
+        schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"))
+    )]
+    pub uuid: DeviceUuid,
+    /// The device's name. Only informative.
+    pub name: String,
+}
+
+impl fmt::Display for DeviceIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name, self.uuid)
+    }
+}
+
+/// The opaque 64 bytes that open a pool buffer (`CUmemPoolPtrExportData`) or a legacy allocation (`CUipcMemHandle`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(transparent)]
+pub struct Pointer(
+    #[serde(with = "hex::serde")]
+    #[cfg_attr(feature = "schema", schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{128}$")))]
+    pub [u8; 64],
+);
+
+/// A run of consecutive segments of memory that is shared by [`Mechanism::Vmm`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+pub struct Run {
+    /// Index of the first segment.
+    pub first: u64,
+    /// Number of segments.
+    pub segments: u64,
+    /// Offset of the first segment in the memory, in bytes.
+    pub offset: u64,
+    /// Total size of the segments, in bytes.
+    pub size: u64,
+}
+
+/// `3 segments from segment 1 on, 6291456 bytes from byte 2097152 on`.
+impl fmt::Display for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { first, segments, offset, size } = self;
+        write!(f, "{segments} segments from segment {first} on, {size} bytes from byte {offset} on")
     }
 }
 

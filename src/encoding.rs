@@ -5,7 +5,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use crate::{
     array::ArrayDescriptor,
     error::{Error, ProtocolError, Result},
-    memory::{ArrayHandle, Description, DeviceIdentity, Placement, Pointer, Run, Sharing},
+    memory::{ArrayHandle, Description, Mechanism, Placement, Sharing},
     wire,
 };
 
@@ -13,9 +13,9 @@ impl From<&Description> for wire::Memory {
     fn from(description: &Description) -> Self {
         let Description { device, sharing, size, mapped_size, immutable } = description;
         let memory = Self {
-            mechanism: wire::Mechanism::Vmm,
-            device: wire::Device { uuid: device.uuid, name: device.name.clone() },
-            location: wire::Location::Device,
+            mechanism: Mechanism::Vmm,
+            device: device.clone(),
+            location: Placement::Device,
             size: *size,
             mapped_size: *mapped_size,
             segments: 0,
@@ -25,22 +25,12 @@ impl From<&Description> for wire::Memory {
             immutable: *immutable,
         };
         match *sharing {
-            Sharing::Vmm { placement, segments } => {
-                let location = match placement {
-                    Placement::Device => wire::Location::Device,
-                    Placement::Host => wire::Location::Host,
-                };
-                Self { location, segments, ..memory }
+            Sharing::Vmm { placement: location, segments } => Self { location, segments, ..memory },
+            Sharing::Pool { pool, pointer, offset } => {
+                Self { mechanism: Mechanism::Pool, pool: Some(pool), pointer: Some(pointer), offset, ..memory }
             }
-            Sharing::Pool { pool, pointer, offset } => Self {
-                mechanism: wire::Mechanism::Pool,
-                pool: Some(pool),
-                pointer: Some(wire::Pointer(pointer.0)),
-                offset,
-                ..memory
-            },
             Sharing::Legacy { pointer, offset } => {
-                Self { mechanism: wire::Mechanism::Legacy, pointer: Some(wire::Pointer(pointer.0)), offset, ..memory }
+                Self { mechanism: Mechanism::Legacy, pointer: Some(pointer), offset, ..memory }
             }
         }
     }
@@ -55,42 +45,25 @@ impl TryFrom<wire::Memory> for Description {
         let wrong = |what: &str| Err(ProtocolError::Content(what.to_owned()).into());
         let wire::Memory { mechanism, device, location, size, mapped_size, segments, pool, pointer, offset, immutable } =
             memory;
-        let wire::Device { uuid, name } = device;
-        let of = |sharing| Ok(Self { device: DeviceIdentity { uuid, name }, sharing, size, mapped_size, immutable });
-        let placement = match location {
-            wire::Location::Device => Placement::Device,
-            wire::Location::Host => Placement::Host,
-        };
-        if mechanism == wire::Mechanism::Vmm {
+        let of = |sharing| Ok(Self { device, sharing, size, mapped_size, immutable });
+        if mechanism == Mechanism::Vmm {
             return match (pool, pointer, offset) {
-                (None, None, 0) => of(Sharing::Vmm { placement, segments }),
+                (None, None, 0) => of(Sharing::Vmm { placement: location, segments }),
                 _ => wrong("memory shared by vmm has a pool, a pointer or an offset"),
             };
         }
-        if placement == Placement::Host || segments > 0 {
+        if location == Placement::Host || segments > 0 {
             return wrong("pool or legacy memory is host memory or has segments");
         }
-        let Some(pointer) = pointer.map(|pointer| Pointer(pointer.0)) else {
+        let Some(pointer) = pointer else {
             return wrong("the memory lacks the 64 bytes that open it");
         };
         match (mechanism, pool) {
-            (wire::Mechanism::Pool, Some(pool)) => of(Sharing::Pool { pool, pointer, offset }),
-            (wire::Mechanism::Pool, None) => wrong("pool memory lacks the pool's number"),
+            (Mechanism::Pool, Some(pool)) => of(Sharing::Pool { pool, pointer, offset }),
+            (Mechanism::Pool, None) => wrong("pool memory lacks the pool's number"),
             (_, Some(_)) => wrong("legacy memory has a pool"),
             (_, None) => of(Sharing::Legacy { pointer, offset }),
         }
-    }
-}
-
-impl From<Run> for wire::Run {
-    fn from(Run { first, segments, offset, size }: Run) -> Self {
-        Self { first, segments, offset, size }
-    }
-}
-
-impl From<wire::Run> for Run {
-    fn from(wire::Run { first, segments, offset, size }: wire::Run) -> Self {
-        Self { first, segments, offset, size }
     }
 }
 

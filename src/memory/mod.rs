@@ -36,7 +36,7 @@ mod vmm;
 pub use self::{
     arena::{ArenaFigures, Arenas},
     chunks::{Chunk, Timings},
-    description::{Description, DeviceIdentity, Mechanism, Placement, Pointer, Run, Sharing},
+    description::{Description, Sharing},
     device::Device,
     handle::{Array, ArrayHandle},
     imported::Imported,
@@ -52,6 +52,8 @@ pub use self::{
 pub(crate) use self::exchange::{Place, Spare, exchange};
 pub use self::handle::first_elements;
 pub(crate) use self::importing::{Importing, Remains};
+
+pub use crate::base::{DeviceIdentity, Mechanism, Placement, Pointer, Run};
 
 use std::{
     fmt,

@@ -40,7 +40,7 @@ pub(super) struct Offer {
 impl From<&Offer> for wire::Offer {
     fn from(offer: &Offer) -> Self {
         let Offer { object, memory, array, access, part, check, buffer } = offer.clone();
-        Self { object, memory: (&memory).into(), array, access, part: part.map(Into::into), check, buffer }
+        Self { object, memory: (&memory).into(), array, access, part, check, buffer }
     }
 }
 
@@ -62,7 +62,7 @@ impl Offer {
         if memory.immutable && access == Access::ReadWrite {
             return Err(violation("immutable memory is offered with access rw"));
         }
-        Ok(Self { object, memory, array, access, part: part.map(Into::into), check, buffer })
+        Ok(Self { object, memory, array, access, part, check, buffer })
     }
 
     /// Returns the part of the memory whose segments follow the offer. It must cover `range`. `None` if the mechanism has no segments.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::strict::{self, or_default};
 use crate::{
     array::ArrayDescriptor,
-    base::{Access, DeviceUuid},
+    base::{Access, DeviceIdentity, Mechanism, Placement, Pointer, Run},
     error::ErrorCode,
 };
 
@@ -60,57 +60,6 @@ impl ByteRange {
     }
 }
 
-/// A device, as both peers can identify it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Device {
-    /// The device's UUID.
-    #[serde(deserialize_with = "strict::uuid")]
-    #[cfg_attr(
-        feature = "schema",
-        schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"))
-    )]
-    pub uuid: DeviceUuid,
-    /// The device's name. Only informative.
-    pub name: String,
-}
-
-/// The mechanism that shares memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Mechanism {
-    /// Virtual memory management.
-    Vmm,
-    /// A memory pool.
-    Pool,
-    /// A legacy handle.
-    Legacy,
-}
-
-/// Where memory is: on a device, or on the host near it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Location {
-    /// Device memory.
-    Device,
-    /// Host memory near the device.
-    Host,
-}
-
-/// The 64 bytes that open a pool's buffer or a legacy allocation, encoded as hexadecimal digits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(transparent)]
-pub struct Pointer(
-    #[serde(with = "hex::serde")]
-    #[cfg_attr(feature = "schema", schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{128}$")))]
-    pub [u8; 64],
-);
-
 /// Shared memory. The mechanism determines which optional fields are present.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -119,9 +68,9 @@ pub struct Memory {
     pub mechanism: Mechanism,
     /// The device that owns the memory. For host memory, the device near it.
     #[serde(deserialize_with = "strict::object")]
-    pub device: Device,
+    pub device: DeviceIdentity,
     /// Where the memory is.
-    pub location: Location,
+    pub location: Placement,
     /// Size of the data, in bytes.
     pub size: u64,
     /// Size of the memory, in bytes. With [`Mechanism::Vmm`], the sum of the segments.
@@ -142,20 +91,6 @@ pub struct Memory {
     #[serde(default, deserialize_with = "or_default")]
     #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
     pub immutable: bool,
-}
-
-/// The segments that follow an offer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Run {
-    /// The index of the first segment.
-    pub first: u64,
-    /// The number of segments.
-    pub segments: u64,
-    /// Offset of the first segment in the object, in bytes.
-    pub offset: u64,
-    /// Total size of the segments, in bytes.
-    pub size: u64,
 }
 
 /// Describes a buffer. Its segments follow.

@@ -15,9 +15,10 @@ mod tests;
 pub(crate) use self::frame::is_error;
 use self::frame::{Head, parse};
 pub use self::messages::{
-    BufferNumber, BufferTurn, Busy, ByteRange, Check, Device, Failure, Hello, Location, Mechanism, Memory, Offer,
-    Pointer, PoolNumber, Ready, Received, Request, Run, Segments, Subscribe, Verdict,
+    BufferNumber, BufferTurn, Busy, ByteRange, Check, Failure, Hello, Memory, Offer, PoolNumber, Ready, Received,
+    Request, Segments, Subscribe, Verdict,
 };
+pub use crate::base::{DeviceIdentity, Mechanism, Placement, Pointer, Run};
 pub use crate::error::{ErrorCode, ProtocolError, UnknownCode};
 
 /// The protocol version of this build.

@@ -1,4 +1,4 @@
-//! Deserializers stricter than serde's: objects must be JSON objects, and UUIDs have one form.
+//! Deserializers stricter than serde's: objects must be JSON objects.
 
 use std::{fmt, marker::PhantomData};
 
@@ -7,8 +7,6 @@ use serde::{
     de::{Error, MapAccess, SeqAccess, Visitor, value::MapAccessDeserializer},
 };
 use serde_json::{Map, Value};
-
-use crate::base::DeviceUuid;
 
 /// Deserializes a struct from a JSON object. A derived implementation would also accept an array of the fields' values.
 ///
@@ -55,19 +53,6 @@ pub(crate) fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Defaul
 /// The deserializer's errors.
 pub fn optional_object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
     Ok(Option::<Object<T>>::deserialize(from)?.map(|Object(value)| value))
-}
-
-/// Deserializes a UUID with hyphens and without a prefix. Command lines accept more forms.
-///
-/// # Errors
-/// The deserializer's errors.
-pub(super) fn uuid<'de, D: Deserializer<'de>>(from: D) -> Result<DeviceUuid, D::Error> {
-    let text = String::deserialize(from)?;
-    let hyphens = text.bytes().enumerate().all(|(at, byte)| (byte == b'-') == [8, 13, 18, 23].contains(&at));
-    match text.parse() {
-        Ok(uuid) if text.len() == 36 && hyphens => Ok(uuid),
-        _ => Err(Error::custom("a device's UUID is not 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12")),
-    }
 }
 
 /// [`object`] for an array of objects.

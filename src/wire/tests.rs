@@ -340,7 +340,7 @@ fn lenient_json_is_rejected() {
 
 #[test]
 fn uuids_have_one_form() {
-    let device = |uuid: &str| serde_json::from_value::<Device>(json!({"uuid": uuid, "name": ""}));
+    let device = |uuid: &str| serde_json::from_value::<DeviceIdentity>(json!({"uuid": uuid, "name": ""}));
     let bare = "53e9a7d2-1f0c-5b7e-9c55-0123456789ab";
     for sound in [bare.to_owned(), bare.to_uppercase()] {
         assert_eq!(device(&sound).unwrap().uuid, bare.parse().unwrap());
@@ -401,7 +401,7 @@ fn control_characters_are_removed() {
 fn unknown_mechanisms_and_locations_are_rejected() {
     assert_eq!(serde_json::from_str::<Mechanism>(r#""legacy""#).unwrap(), Mechanism::Legacy);
     serde_json::from_str::<Mechanism>(r#""fabric""#).unwrap_err();
-    serde_json::from_str::<Location>(r#""moon""#).unwrap_err();
+    serde_json::from_str::<Placement>(r#""moon""#).unwrap_err();
 }
 
 #[test]

@@ -243,7 +243,7 @@ mod consumers {
             memory: (&shared.describe().unwrap()).into(),
             array: None,
             access: Access::ReadOnly,
-            part: Some(part.into()),
+            part: Some(part),
             check: None,
             buffer: None,
         };

@@ -16,7 +16,7 @@ const LAYERS: [(&str, &[&str]); 14] = [
     ("wire", &["array", "base", "error"]),
     ("driver", &["base", "error", "sys"]),
     ("channel", &["error", "sys", "wire"]),
-    ("memory", &["array", "driver", "error", "sys"]),
+    ("memory", &["array", "base", "driver", "error", "sys"]),
     ("encoding", &["array", "error", "memory", "wire"]),
     ("session", &["array", "channel", "driver", "error", "memory", "wire"]),
     ("weights", &["array", "driver", "error", "memory", "wire"]),

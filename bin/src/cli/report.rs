@@ -30,7 +30,7 @@ pub(super) struct CommandReport {
     pub(super) granularity: Option<u64>,
     #[schemars(with = "Option<wire::Mechanism>")]
     pub(super) mechanism: Option<String>,
-    #[schemars(with = "Option<wire::Location>")]
+    #[schemars(with = "Option<wire::Placement>")]
     pub(super) location: Option<String>,
     pub(super) segments: Option<u64>,
     pub(super) array: Option<ArrayDescriptor>,

@@ -77,7 +77,7 @@ impl Lease {
             let arrays = arrays.map(|text| parse_arrays(&text, description.size)).transpose()?.unwrap_or_default();
             let runs = part.runs.into_iter().map(|run| {
                 let segments = segments.by_ref().take(usize::try_from(run.segments).unwrap_or(usize::MAX)).collect();
-                LeasedRun { run: run.into(), segments }
+                LeasedRun { run, segments }
             });
             let (runs, arrays) = (runs.collect(), Arc::new(arrays));
             let header = PartHeader { name: part.name, description, digest: part.digest, arrays };

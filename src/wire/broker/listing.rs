@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::messages::{Lifetime, Maker, Owner, Table};
-use crate::wire::{Device, Memory, strict};
+use crate::wire::{DeviceIdentity, Memory, strict};
 
 /// Lists objects.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -67,7 +67,7 @@ pub struct Summary {
 pub struct DeviceBytes {
     /// The device.
     #[serde(deserialize_with = "strict::object")]
-    pub device: Device,
+    pub device: DeviceIdentity,
     /// Size of the memory, in bytes.
     pub bytes: u64,
 }

@@ -7,7 +7,7 @@ use crate::{
     array::{ArrayDescriptor, Order},
     base::DeviceUuid,
     wire::{
-        Device, HEADER_LENGTH, Location, MAX_BODY, MAX_NAME, Mechanism, Memory,
+        DeviceIdentity, HEADER_LENGTH, MAX_BODY, MAX_NAME, Mechanism, Memory, Placement,
         tests::{self, Golden, record},
     },
 };
@@ -18,8 +18,8 @@ const LEASE: &str = "a lease of two runs, the table of arrays beside it";
 fn memory() -> Memory {
     Memory {
         mechanism: Mechanism::Vmm,
-        device: Device { uuid: DeviceUuid::from_bytes(*b"0123456789abcdef"), name: "a device".into() },
-        location: Location::Device,
+        device: DeviceIdentity { uuid: DeviceUuid::from_bytes(*b"0123456789abcdef"), name: "a device".into() },
+        location: Placement::Device,
         size: 5 << 20,
         mapped_size: 6 << 20,
         segments: 3,

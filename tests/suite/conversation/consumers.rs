@@ -49,8 +49,8 @@ fn memory(size: u64, salt: u32) -> (Offer, std::sync::Arc<Allocation>) {
         object: "default".into(),
         memory: Memory {
             mechanism: Mechanism::Vmm,
-            device: vmmfd::wire::Device { uuid: device.uuid(), name: "by hand".into() },
-            location: Location::Device,
+            device: vmmfd::wire::DeviceIdentity { uuid: device.uuid(), name: "by hand".into() },
+            location: Placement::Device,
             size,
             mapped_size: memory.size(),
             segments: 1,
@@ -129,7 +129,7 @@ fn contradicting_offers_are_refused() {
         (ErrorCode::Failed, |offer, _| legacy(offer)),
         (ErrorCode::Protocol, |offer, _| {
             pool(offer);
-            offer.memory.location = Location::Host;
+            offer.memory.location = Placement::Host;
         }),
         (ErrorCode::Protocol, |offer, _| {
             legacy(offer);

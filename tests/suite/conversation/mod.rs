@@ -32,7 +32,7 @@ use vmmfd::{
         handoff::{Findings, fetch},
     },
     wire::{
-        Busy, ErrorCode, Failure, Hello, Location, MAX_FDS, Mechanism, Memory, Message, Offer, Pointer, ProtocolError,
+        Busy, ErrorCode, Failure, Hello, MAX_FDS, Mechanism, Memory, Message, Offer, Placement, Pointer, ProtocolError,
         Received, Request, Run, Segments,
     },
 };

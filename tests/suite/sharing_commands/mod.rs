@@ -17,7 +17,7 @@ use vmmfd::{
         Config, Verdict,
         handoff::{self, Buffer, Consumer, ServeOptions, Served, Unchecked, serve},
     },
-    wire::{self, Message, Received},
+    wire::{Message, Received},
 };
 use vmmfd_cli::check::{DataVerifier, Exercise};
 

@@ -214,7 +214,7 @@ impl Liar {
                 memory: (&memory.describe().unwrap()).into(),
                 array: None,
                 access: ReadOnly,
-                part: memory.chunks(0..memory.size()).unwrap().map(|(part, _)| part.into()),
+                part: memory.chunks(0..memory.size()).unwrap().map(|(part, _)| part),
                 check: None,
                 buffer: Some(4),
             };

@@ -16,7 +16,7 @@ use vmmfd::{
     wire::Check,
 };
 
-use super::{MeetBroker, Steps, fields::field, memory_on, shown, values::parse_object};
+use super::{MeetBroker, Steps, fields::field, shown, values::parse_object};
 use crate::{
     check::files::{self, Target},
     cli::values::CHOICE,
@@ -226,7 +226,7 @@ impl GetOptions {
         let verified = comparable.map(|expected| *expected == digest);
         Ok(PartReport {
             name: part.name().to_owned(),
-            device: memory_on(&description.device, description.mapped_size),
+            device: DeviceBytes { device: description.device.clone(), bytes: description.mapped_size },
             size: description.size,
             segments: description.segments(),
             offset: range.start,

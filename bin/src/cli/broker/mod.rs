@@ -25,7 +25,6 @@ use vmmfd::{
     error::Result,
     memory::DeviceIdentity,
     session::Config,
-    wire,
 };
 
 pub(super) use self::options_file::read as read_options_file;
@@ -91,19 +90,14 @@ impl Steps {
     }
 }
 
-/// The memory on a device, in JSON.
-fn memory_on(device: &DeviceIdentity, bytes: u64) -> DeviceBytes {
-    DeviceBytes { device: wire::Device { uuid: device.uuid, name: device.name.clone() }, bytes }
-}
-
 /// The UUID with the prefix that CUDA gives it.
-fn prefixed(device: &wire::Device) -> String {
+fn prefixed(device: &DeviceIdentity) -> String {
     // The broker names no backend here, but only the host backend has a device of this name.
     device.uuid.prefixed(if device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda })
 }
 
 /// Its text: see [`units::device`].
-fn shown(device: &wire::Device, verbose: bool) -> String {
+fn shown(device: &DeviceIdentity, verbose: bool) -> String {
     units::device(&device.name, &prefixed(device), verbose)
 }
 

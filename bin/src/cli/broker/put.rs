@@ -26,7 +26,7 @@ use vmmfd::{
 use super::{
     MeetBroker, Steps,
     fields::field,
-    memory_on, shown,
+    shown,
     values::{parse_mode, parse_object, parse_ttl},
 };
 use crate::{
@@ -473,7 +473,7 @@ impl Tool for PutOptions {
             id: published.id,
             backend: opened.driver.backend(),
             fallback,
-            device: memory_on(&description.device, description.mapped_size),
+            device: DeviceBytes { device: description.device.clone(), bytes: description.mapped_size },
             size: description.size,
             segments: description.segments(),
             array: match input {

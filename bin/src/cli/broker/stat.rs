@@ -113,7 +113,7 @@ fn part_line(part: &PartInfo, verbose: bool) -> String {
     let PartInfo { name, memory, arrays, digest, maker } = part;
     let wire::Memory { device, location, size, segments, .. } = memory;
     let mut line = format!("{name}: {} on {}", bytes(*size), shown(device, verbose));
-    if *location == wire::Location::Host && device.name != DEVICE_NAME {
+    if *location == wire::Placement::Host && device.name != DEVICE_NAME {
         line += ", host memory";
     }
     if *segments > 1 {

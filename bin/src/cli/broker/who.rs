@@ -210,7 +210,7 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
 
 #[cfg(test)]
 mod tests {
-    use vmmfd::{driver::DeviceUuid, wire::Device};
+    use vmmfd::{driver::DeviceUuid, memory::DeviceIdentity};
 
     use super::*;
 
@@ -230,7 +230,7 @@ mod tests {
     #[test]
     fn devices_are_summed_over_users() {
         let of = |byte, bytes| {
-            let device = Device { uuid: DeviceUuid::from_bytes([byte; 16]), name: String::new() };
+            let device = DeviceIdentity { uuid: DeviceUuid::from_bytes([byte; 16]), name: String::new() };
             DeviceBytes { device, bytes }
         };
         let sums = by_device([of(2, 1), of(1, 2), of(2, u64::MAX)].iter());

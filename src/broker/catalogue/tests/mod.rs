@@ -14,7 +14,7 @@ use super::{
 use crate::{
     driver::{Backend, DeviceUuid},
     wire::{
-        Device, Location, Mechanism, Memory,
+        DeviceIdentity, Mechanism, Memory, Placement,
         broker::{Attached, Event, EventKind, Lifetime, Maker, Owner, Token},
     },
 };
@@ -39,8 +39,8 @@ fn inline(value: &impl Serialize) -> Table {
 fn version(key: u64) -> Version {
     let memory = Memory {
         mechanism: Mechanism::Vmm,
-        device: Device { uuid: DeviceUuid::from_bytes([7; 16]), name: "a device".to_owned() },
-        location: Location::Device,
+        device: DeviceIdentity { uuid: DeviceUuid::from_bytes([7; 16]), name: "a device".to_owned() },
+        location: Placement::Device,
         size: 3 << 20,
         mapped_size: 4 << 20,
         segments: 2,
