@@ -165,14 +165,14 @@ def test_switch_keeps_addresses(broker: vmmfd.Broker, name: str) -> None:
     with pytest.raises(ValueError, match="prepare it again"):
         lease.switch(prepared)
     # And back.
-    new = broker.switch(lease, old)
+    new = lease.switch(old)
     assert lease.version == 1 and array.tobytes()[:4] == np.float32(1).tobytes()
     new.close()
     new.close()
     assert settled(broker, name, [1])
     with pytest.raises(ValueError, match="closed"):
         new.version
-    with broker.prepare(lease, version=2) as prepared:
+    with lease.prepare(version=2) as prepared:
         assert prepared.version == 2
     assert prepared.is_closed and settled(broker, name, [1])
     put(broker, name, 3, more=np.zeros(3))
@@ -247,9 +247,9 @@ def test_unpark_keeps_addresses(broker: vmmfd.Broker, name: str) -> None:
     put(broker, name, 2)
     lease.unpark()
     assert lease.version == 1 and array.tobytes()[:4] == np.float32(1).tobytes()
-    broker.park(lease)
+    lease.park()
     assert not lease.is_held and held(broker, name) == []
-    broker.unpark(lease, version="newest")
+    lease.unpark(version="newest")
     assert (lease.version, lease["x"].address) == (2, address) and array.tobytes()[:4] == np.float32(2).tobytes()
     lease.park()
     put(broker, name, 3)

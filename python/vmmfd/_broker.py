@@ -9,7 +9,7 @@ from . import _arguments, _native
 from . import _types as t
 from ._errors import Invalid, NoArray
 from ._gets import Gets
-from ._lease import Claim, Lease, Prepared
+from ._lease import Claim, Lease
 from ._records import Holders, Lost, Published, Restored, Stat, Summary
 from ._watch import Watch
 
@@ -211,32 +211,6 @@ class Broker(Gets):
         """
         found = self._native.claim(name, part, group, _arguments.options(options, "version", "newer_than"))
         return Claim(self.put, name, found) if isinstance(found, _native.Claim) else Lease(self._native, found)
-
-    def prepare(
-        self,
-        lease: Lease,
-        name: str | None = None,
-        **options: t.Unpack[t.PrepareOptions],
-    ) -> Prepared:
-        """As `Lease.prepare`."""
-        return lease.prepare(name, **options)
-
-    def switch(self, lease: Lease, prepared: Prepared, *, exports_unused: bool = False) -> Prepared:
-        """As `Lease.switch`."""
-        return lease.switch(prepared, exports_unused=exports_unused)
-
-    def park(self, lease: Lease, *, keep_lease: bool = False, exports_unused: bool = False) -> None:
-        """As `Lease.park`."""
-        lease.park(keep_lease=keep_lease, exports_unused=exports_unused)
-
-    def unpark(
-        self,
-        lease: Lease,
-        name: str | None = None,
-        **options: t.Unpack[t.UnparkOptions],
-    ) -> None:
-        """As `Lease.unpark`."""
-        lease.unpark(name, **options)
 
     def list(self, prefix: str = "") -> List[Summary]:
         """Returns the objects whose names start with `prefix` and that this user may read, ordered by name. Raises as any call."""
