@@ -145,7 +145,7 @@ pub(in crate::broker) fn bytes_of(metadata: Option<&Table>, parts: &[Part]) -> u
 pub(in crate::broker) enum Table {
     Inline(Attached),
     /// The text in a sealed memfd, kept like a segment.
-    Kept {
+    Held {
         /// The memfd's segment number.
         segment: SegmentId,
         /// The text's length in bytes.
@@ -158,7 +158,7 @@ impl Table {
     fn length(&self) -> u64 {
         match self {
             Self::Inline(text) => text.as_str().len() as u64,
-            Self::Kept { length, .. } => *length,
+            Self::Held { length, .. } => *length,
         }
     }
 }

@@ -237,7 +237,7 @@ impl<'a> PutPart<'a> {
 fn not_shareable(name: &str, description: &Description) -> Error {
     let mechanism = description.mechanism();
     invalid(format!(
-        "part `{name}` is shared by {mechanism}: pools and legacy handles end with their process, so a broker can't keep them"
+        "part `{name}` is shared by {mechanism}: pools and legacy handles end with their process, so a broker can't hold them"
     ))
 }
 

@@ -32,8 +32,8 @@ pub(super) struct Held {
 }
 
 impl Held {
-    pub(super) fn new(kept: Vec<(String, OwnedFd)>, last_report: String) -> Self {
-        Self { descriptors: kept.into_iter().collect(), unsent: BTreeSet::new(), is_whole: true, last_report }
+    pub(super) fn new(held: Vec<(String, OwnedFd)>, last_report: String) -> Self {
+        Self { descriptors: held.into_iter().collect(), unsent: BTreeSet::new(), is_whole: true, last_report }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -44,7 +44,7 @@ impl Held {
         self.descriptors.iter().map(|(name, fd)| (name.as_str(), fd.as_fd()))
     }
 
-    pub(super) fn keep(&mut self, name: String, fd: OwnedFd) {
+    pub(super) fn hold(&mut self, name: String, fd: OwnedFd) {
         self.unsent.remove(&name);
         self.descriptors.insert(name, fd);
     }
@@ -78,7 +78,7 @@ impl Held {
             while in_flight + some.len() > WINDOW {
                 in_flight -= received(socket)?.min(in_flight);
             }
-            let message = Message::Keep(some.iter().map(|(name, _)| (*name).clone()).collect());
+            let message = Message::Hold(some.iter().map(|(name, _)| (*name).clone()).collect());
             let fds: Vec<BorrowedFd<'_>> = some.iter().map(|(_, fd)| fd.as_fd()).collect();
             send_when_possible(socket, &message, &fds)?;
             in_flight += some.len();

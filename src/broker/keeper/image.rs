@@ -107,7 +107,7 @@ impl Image {
         let path = self.path.display();
         // Open it once: the checked file is the executed file, even if the path is replaced in between. Its number is above the descriptors
         // passed to the next program.
-        let above = i32::try_from(passed.kept.len() as u64 + OWN_DESCRIPTORS).unwrap_or(i32::MAX);
+        let above = i32::try_from(passed.held.len() as u64 + OWN_DESCRIPTORS).unwrap_or(i32::MAX);
         let opened = rustix::fs::open(&self.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())
             .and_then(|file| rustix::io::fcntl_dupfd_cloexec(&file, above));
         let file = opened.map_err(|errno| format!("{path} can't be opened: {errno}"))?;
@@ -166,7 +166,7 @@ impl Image {
 pub(in crate::broker) fn answer_check(check: impl FnOnce(Vec<(String, OwnedFd)>) -> Result<()>) -> Result<()> {
     let passed = PassedForCheck::take();
     let passed = passed.map_err(|error| Error::system("receive the passed descriptors", error))?;
-    check(passed.kept)?;
+    check(passed.held)?;
     let Some(answer) = passed.answer else { return Ok(()) };
     let written = nix::unistd::write(&answer, PROOF.as_bytes());
     written.map(drop).map_err(|errno| Error::system("answer the keeper", errno))

@@ -186,7 +186,7 @@ fn receive_all(socket: &OwnedFd, keeper: &Process, cancel: &Cancel) -> io::Resul
     loop {
         match receive(socket)? {
             Arrival::Message(Message::Welcome { allowed: limit, .. }, _) => allowed = limit,
-            Arrival::Message(Message::Keep(names), fds) => {
+            Arrival::Message(Message::Hold(names), fds) => {
                 received += names.len();
                 unacknowledged += names.len();
                 names.into_iter().zip(fds).for_each(|(name, fd)| inherited.add(name, fd));

@@ -24,13 +24,13 @@ const MAX_RECORD: usize = 16 << 10;
 
 const _: () = assert!(MAX_TOGETHER * (MAX_NAME + 1) < MAX_RECORD && MAX_TEXT < MAX_RECORD);
 
-/// One record. `Keep` carries a descriptor for each name, in order.
+/// One record. `Hold` carries a descriptor for each name, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
     Hello { version: u32, resends: bool },
     Welcome { version: u32, allowed: u64 },
     Refused(String),
-    Keep(Vec<String>),
+    Hold(Vec<String>),
     Remove(Vec<String>),
     Complete(bool),
     Received(u64),
@@ -52,7 +52,7 @@ impl Message {
             Self::Hello { version, resends } => with(b'H', &[&version.to_le_bytes(), &[u8::from(*resends)]]),
             Self::Welcome { version, allowed } => with(b'W', &[&version.to_le_bytes(), &allowed.to_le_bytes()]),
             Self::Refused(why) => with(b'X', &[&text(why)]),
-            Self::Keep(of) => with(b'K', &[&names(of)]),
+            Self::Hold(of) => with(b'K', &[&names(of)]),
             Self::Remove(of) => with(b'R', &[&names(of)]),
             Self::Complete(whole) => with(b'C', &[&[u8::from(*whole)]]),
             Self::Received(count) => with(b'A', &[&count.to_le_bytes()]),
@@ -80,7 +80,7 @@ impl Message {
                 Self::Welcome { version: u32::from_le_bytes(*version), allowed: number(allowed)? }
             }
             b'X' => Self::Refused(text(rest)),
-            b'K' => Self::Keep(decode_names(rest)?),
+            b'K' => Self::Hold(decode_names(rest)?),
             b'R' => Self::Remove(decode_names(rest)?),
             b'C' => Self::Complete(*rest.first()? != 0),
             b'A' => Self::Received(number(rest)?),
@@ -107,7 +107,7 @@ fn decode_names(mut rest: &[u8]) -> Option<Vec<String>> {
     Some(names)
 }
 
-/// Sends a message, with the descriptors of a `Keep`. Does not block.
+/// Sends a message, with the descriptors of a `Hold`. Does not block.
 ///
 /// # Errors
 /// See sendmsg(2): `EAGAIN` if the socket is full, `ETOOMANYREFS` if too many descriptors are in flight.
@@ -166,7 +166,7 @@ pub(super) fn receive(socket: impl AsFd) -> io::Result<Arrival> {
     }
     let message = Message::decode(&record[..raw.bytes]).filter(|_| !raw.flags.contains(ReturnFlags::TRUNC));
     let fits = |message: &Message| match message {
-        Message::Keep(names) => names.len() == raw.fds.len(),
+        Message::Hold(names) => names.len() == raw.fds.len(),
         _ => raw.fds.is_empty(),
     };
     match message.filter(fits) {

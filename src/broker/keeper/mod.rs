@@ -23,7 +23,7 @@
 //! | `Hello` | server | its version, and whether it will send its descriptors (`resends`) or wants the keeper's |
 //! | `Welcome` | keeper | its version, and the most descriptors that it may hold |
 //! | `Refused` | keeper | why it closes this connection |
-//! | `Keep` | both | names, and a descriptor for each |
+//! | `Hold` | both | names, and a descriptor for each |
 //! | `Remove` | server | names to drop |
 //! | `Complete` | both | everything was sent; from the keeper also whether its set is complete |
 //! | `Received` | both | how many more descriptors were received: at most [`WINDOW`] are in flight |

@@ -1,10 +1,10 @@
-//! The names of kept descriptors.
+//! The names of held descriptors.
 
 use std::{collections::HashMap, fmt, os::fd::OwnedFd};
 
 use crate::broker::catalogue::SegmentId;
 
-/// The name of a kept descriptor. The text of a catalogue's name sorts first, so the catalogue is handed over first.
+/// The name of a held descriptor. The text of a catalogue's name sorts first, so the catalogue is handed over first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(in crate::broker) enum Name {
     /// One of the two catalogues: `true` is the second.

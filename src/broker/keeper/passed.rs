@@ -8,8 +8,8 @@ use std::{
 use super::{peer::Process, role};
 use crate::sys;
 
-/// Names of passed descriptors. A kept descriptor's own name follows the prefix `KEPT`.
-const KEPT: &str = "=";
+/// Names of passed descriptors. A held descriptor's own name follows the prefix `HELD`.
+const HELD: &str = "=";
 pub(super) const LINK: &str = "LINK";
 const LISTENER: &str = "LISTENER";
 const REQUESTER: &str = "REQUESTER";
@@ -20,7 +20,7 @@ pub(super) const ANSWER: &str = "ANSWER";
 /// A keeper's descriptors, for the program that it executes in place or checks.
 #[derive(Debug, Default)]
 pub(super) struct Passed<'a> {
-    pub(super) kept: Vec<(&'a str, BorrowedFd<'a>)>,
+    pub(super) held: Vec<(&'a str, BorrowedFd<'a>)>,
     pub(super) server: Option<BorrowedFd<'a>>,
     pub(super) listener: Option<BorrowedFd<'a>>,
     pub(super) requester: Option<BorrowedFd<'a>>,
@@ -28,12 +28,12 @@ pub(super) struct Passed<'a> {
 }
 
 impl<'a> Passed<'a> {
-    /// The names for the kept descriptors.
+    /// The names for the held descriptors.
     pub(super) fn names(&self) -> Vec<String> {
-        self.kept.iter().map(|(name, _)| format!("{KEPT}{name}")).collect()
+        self.held.iter().map(|(name, _)| format!("{HELD}{name}")).collect()
     }
 
-    /// The kept descriptors, and a pipe for the answer of a check.
+    /// The held descriptors, and a pipe for the answer of a check.
     pub(super) fn for_check<'n>(&self, names: &'n [String], answer: BorrowedFd<'a>) -> Vec<(&'n str, BorrowedFd<'a>)> {
         self.sorted(names, [(ANSWER, Some(answer))])
     }
@@ -48,16 +48,16 @@ impl<'a> Passed<'a> {
         self.sorted(names, others)
     }
 
-    /// Kept and other descriptors, sorted by number: renumbering then never has to move a descriptor out of the way, which would fail at
+    /// Held and other descriptors, sorted by number: renumbering then never has to move a descriptor out of the way, which would fail at
     /// the open-file limit.
     fn sorted<'n>(
         &self,
         names: &'n [String],
         others: impl IntoIterator<Item = (&'n str, Option<BorrowedFd<'a>>)>,
     ) -> Vec<(&'n str, BorrowedFd<'a>)> {
-        let kept = names.iter().map(String::as_str).zip(self.kept.iter().map(|(_, fd)| *fd));
+        let held = names.iter().map(String::as_str).zip(self.held.iter().map(|(_, fd)| *fd));
         let others = others.into_iter().filter_map(|(name, fd)| Some((name, fd?)));
-        let mut fds: Vec<_> = kept.chain(others).collect();
+        let mut fds: Vec<_> = held.chain(others).collect();
         fds.sort_by_key(|(_, fd)| fd.as_raw_fd());
         fds
     }
@@ -66,7 +66,7 @@ impl<'a> Passed<'a> {
 /// The descriptors passed to a keeper.
 #[derive(Debug, Default)]
 pub(super) struct Received {
-    pub(super) kept: Vec<(String, OwnedFd)>,
+    pub(super) held: Vec<(String, OwnedFd)>,
     pub(super) server: Option<OwnedFd>,
     pub(super) listener: Option<OwnedFd>,
     pub(super) requester: Option<OwnedFd>,
@@ -85,8 +85,8 @@ impl Received {
                 REQUESTER => received.requester = Some(fd),
                 SERVER => received.process = Some(fd),
                 other => {
-                    if let Some(kept) = other.strip_prefix(KEPT) {
-                        received.kept.push((kept.to_owned(), fd));
+                    if let Some(held) = other.strip_prefix(HELD) {
+                        received.held.push((held.to_owned(), fd));
                     }
                 }
             }
@@ -114,7 +114,7 @@ pub(super) fn passed_by_keeper() -> io::Result<(OwnedFd, Process)> {
 /// The descriptors passed to a program under check.
 #[derive(Default)]
 pub(super) struct PassedForCheck {
-    pub(super) kept: Vec<(String, OwnedFd)>,
+    pub(super) held: Vec<(String, OwnedFd)>,
     pub(super) answer: Option<OwnedFd>,
 }
 
@@ -122,8 +122,8 @@ impl PassedForCheck {
     pub(super) fn take() -> io::Result<Self> {
         let mut passed = Self::default();
         for (name, fd) in sys::take_passed()? {
-            match name.strip_prefix(KEPT) {
-                Some(own) => passed.kept.push((own.to_owned(), fd)),
+            match name.strip_prefix(HELD) {
+                Some(own) => passed.held.push((own.to_owned(), fd)),
                 None if name == ANSWER => passed.answer = Some(fd),
                 None => {}
             }

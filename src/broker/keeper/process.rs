@@ -90,7 +90,7 @@ impl KeeperProcess {
     }
 
     fn new(received: Received, role: Role, newcomers: Option<Newcomers>, service: Option<Service>) -> io::Result<Self> {
-        let Received { kept, server, requester, last_report, .. } = received;
+        let Received { held, server, requester, last_report, .. } = received;
         let greeted = matches!(role, Role::Reloaded(_));
         let server = server.map(|socket| {
             let pid = service.as_ref().map_or_else(|| Peer::of(&socket).map_or(0, |peer| peer.pid), Service::pid);
@@ -98,7 +98,7 @@ impl KeeperProcess {
         });
         let keeper = Self {
             image: Image::of_this_process()?,
-            held: Held::new(kept, last_report),
+            held: Held::new(held, last_report),
             server,
             // A server that starts its keeper is not an init, and the server's own init waits for the server's report.
             notifies: service.is_none() && !matches!(role, Role::Another(_)),
@@ -230,10 +230,10 @@ impl KeeperProcess {
             return Err(io::Error::other("its first message was not a hello"));
         }
         match message {
-            Message::Keep(names) => {
+            Message::Hold(names) => {
                 server.received += names.len();
                 for (name, fd) in names.into_iter().zip(fds) {
-                    self.held.keep(name, fd);
+                    self.held.hold(name, fd);
                 }
                 if server.received >= RECEIVED_EACH {
                     let received = std::mem::take(&mut server.received) as u64;
@@ -333,7 +333,7 @@ impl KeeperProcess {
             let _ = send(&server.socket, &Message::Received(received), &[]);
         }
         let passed = Passed {
-            kept: self.held.iter().collect(),
+            held: self.held.iter().collect(),
             server: self.server.as_ref().map(|server| server.socket.as_fd()),
             listener: self.newcomers.as_ref().map(Newcomers::listener),
             requester: requester.as_ref().map(AsFd::as_fd),

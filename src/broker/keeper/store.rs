@@ -33,14 +33,14 @@ impl Keeper {
     }
 }
 
-/// A point in the message queue: [`Store::has_kept`] returns whether everything before it is kept.
+/// A point in the message queue: [`Store::holds`] returns whether everything before it is held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(in crate::broker) struct Mark(u64);
 
 /// A queued message.
 #[derive(Debug)]
 enum Item {
-    Keep(Name, Source),
+    Hold(Name, Source),
     Remove(String),
     Complete,
     Sync(u64),
@@ -93,7 +93,7 @@ pub(in crate::broker) struct Store {
 }
 
 impl Store {
-    /// A store without a keeper: everything counts as kept.
+    /// A store without a keeper: everything counts as held.
     pub(in crate::broker) fn none() -> Self {
         Self::default()
     }
@@ -135,9 +135,9 @@ impl Store {
     }
 
     /// Sends a segment.
-    pub(in crate::broker) fn keep(&mut self, id: SegmentId) {
+    pub(in crate::broker) fn hold(&mut self, id: SegmentId) {
         self.used += 1;
-        self.push(Item::Keep(Name::Segment(id), Source::Segment(id)));
+        self.push(Item::Hold(Name::Segment(id), Source::Segment(id)));
     }
 
     /// Sends any other descriptor.
@@ -148,7 +148,7 @@ impl Store {
 
     /// Sends a descriptor that replaces the one with the same name.
     pub(in crate::broker) fn replace(&mut self, name: Name, fd: OwnedFd) {
-        self.push(Item::Keep(name, Source::Own(fd)));
+        self.push(Item::Hold(name, Source::Own(fd)));
     }
 
     /// Removes a descriptor.
@@ -196,9 +196,9 @@ impl Store {
         Mark(self.queued)
     }
 
-    /// Whether everything before a mark is kept: sent to a keeper that accepted the connection. That keeper reads all sent messages, even
+    /// Whether everything before a mark is held: sent to a keeper that accepted the connection. That keeper reads all sent messages, even
     /// if this process dies.
-    pub(in crate::broker) fn has_kept(&self, mark: Mark) -> bool {
+    pub(in crate::broker) fn holds(&self, mark: Mark) -> bool {
         self.keeper == Keeper::None || self.greeted && self.sent >= mark.0
     }
 
@@ -230,7 +230,7 @@ impl Store {
     /// The segments not yet sent to this keeper; `None` means all.
     pub(in crate::broker) fn unsent(&self) -> Option<HashSet<SegmentId>> {
         let waiting = |item: &Item| match item {
-            Item::Keep(_, Source::Segment(id)) => Some(*id),
+            Item::Hold(_, Source::Segment(id)) => Some(*id),
             _ => None,
         };
         self.greeted.then(|| self.queue.iter().filter_map(waiting).collect())
@@ -245,14 +245,14 @@ impl Store {
         while let Some(first) = self.queue.front() {
             let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
             let (message, items) = match first {
-                Item::Keep(..) => {
+                Item::Hold(..) => {
                     let room = MAX_TOGETHER.min(WINDOW.saturating_sub(self.in_flight));
                     if room == 0 {
                         return Flushed::Full;
                     }
                     let (mut names, mut items) = (Vec::new(), 0);
                     for item in self.queue.iter().take(room) {
-                        let Item::Keep(name, source) = item else { break };
+                        let Item::Hold(name, source) = item else { break };
                         let fd = match source {
                             Source::Segment(id) => segment(*id),
                             Source::Own(fd) => Some(fd.as_fd()),
@@ -263,7 +263,7 @@ impl Store {
                         }
                         items += 1;
                     }
-                    (Message::Keep(names), items)
+                    (Message::Hold(names), items)
                 }
                 Item::Remove(_) => {
                     let name = |item: &Item| match item {
@@ -279,7 +279,7 @@ impl Store {
                 Item::Serving => (Message::Serving, 1),
                 Item::Stopping(held) => (Message::Stopping(held.clone()), 1),
             };
-            if !matches!(&message, Message::Keep(names) if names.is_empty())
+            if !matches!(&message, Message::Hold(names) if names.is_empty())
                 && let Err(error) = send(connection, &message, &fds)
             {
                 return match error.raw_os_error() {
@@ -344,7 +344,7 @@ impl Store {
         Ok(())
     }
 
-    /// Drops the connection. Nothing counts as kept until another keeper has everything.
+    /// Drops the connection. Nothing counts as held until another keeper has everything.
     pub(in crate::broker) fn disconnect(&mut self) {
         self.keeper_crashed |= self.greeted && !self.keeper_stops;
         (self.connection, self.greeted) = (None, false);

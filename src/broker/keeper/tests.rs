@@ -32,7 +32,7 @@ impl Ends {
     fn next(&self) -> Option<Message> {
         match receive(&self.keeper).unwrap() {
             Arrival::Message(message, fds) => {
-                if let Message::Keep(names) = &message {
+                if let Message::Hold(names) = &message {
                     assert_eq!(names.len(), fds.len());
                 }
                 Some(message)
@@ -55,8 +55,8 @@ fn id(index: usize) -> SegmentId {
     SegmentId::at(index).unwrap()
 }
 
-fn keep(names: &[&str]) -> Message {
-    Message::Keep(names.iter().map(|name| (*name).to_owned()).collect())
+fn hold(names: &[&str]) -> Message {
+    Message::Hold(names.iter().map(|name| (*name).to_owned()).collect())
 }
 
 fn remove(names: &[&str]) -> Message {
@@ -72,7 +72,7 @@ fn messages_round_trip() {
         (Message::Hello { version: 7, resends: true }, b"H\x07\0\0\0\x01"),
         (Message::Welcome { version: 8, allowed: 1 << 40 }, b"W\x08\0\0\0\0\0\0\0\0\x01\0\0"),
         (Message::Refused("why".to_owned()), b"Xwhy"),
-        (keep(&["1z", ".CAT0"]), b"K\x021z\x05.CAT0"),
+        (hold(&["1z", ".CAT0"]), b"K\x021z\x05.CAT0"),
         (remove(&["a"]), b"R\x01a"),
         (Message::Complete(true), b"C\x01"),
         (Message::Complete(false), b"C\0"),
@@ -85,7 +85,7 @@ fn messages_round_trip() {
     ];
     for (message, bytes) in messages {
         let fds: Vec<BorrowedFd<'_>> = match &message {
-            Message::Keep(names) => names.iter().map(|_| file.as_fd()).collect(),
+            Message::Hold(names) => names.iter().map(|_| file.as_fd()).collect(),
             _ => Vec::new(),
         };
         send(&ours, &message, &fds).unwrap();
@@ -115,19 +115,19 @@ fn malformed_records_are_errors() {
 #[test]
 fn descriptors_are_sent_in_windows() {
     let mut ends = Ends::new(10_000);
-    (0..2000).for_each(|index| ends.store.keep(id(index)));
+    (0..2000).for_each(|index| ends.store.hold(id(index)));
     let mark = ends.store.mark();
     let mut names = Vec::new();
     let mut records = 0;
     let mut full = 0;
     while ends.flush() == Flushed::Full {
-        assert!(!ends.store.has_kept(mark));
+        assert!(!ends.store.holds(mark));
         full += 1;
         let came: Vec<String> = ends
             .all()
             .into_iter()
             .flat_map(|message| match message {
-                Message::Keep(names) => names,
+                Message::Hold(names) => names,
                 other => panic!("{other:?}"),
             })
             .collect();
@@ -138,10 +138,10 @@ fn descriptors_are_sent_in_windows() {
         records += 1;
     }
     names.extend(ends.all().into_iter().flat_map(|message| match message {
-        Message::Keep(names) => names,
+        Message::Hold(names) => names,
         other => panic!("{other:?}"),
     }));
-    assert!(ends.store.has_kept(mark) && full >= 3, "{full} windows");
+    assert!(ends.store.holds(mark) && full >= 3, "{full} windows");
     assert!(records < 20, "{records}");
     assert_eq!(names, (0..2000).map(|index| id(index).name()).collect::<Vec<_>>());
 }
@@ -149,28 +149,28 @@ fn descriptors_are_sent_in_windows() {
 #[test]
 fn order_is_kept_without_dropped_segments() {
     let mut ends = Ends::new(100);
-    ends.store.keep(id(1));
+    ends.store.hold(id(1));
     ends.flush();
-    ends.store.keep(id(2));
-    ends.store.keep(id(3));
+    ends.store.hold(id(2));
+    ends.store.hold(id(3));
     [1, 2].into_iter().for_each(|index| ends.store.remove(Name::Segment(id(index))));
     // The number is reused at once.
-    ends.store.keep(id(2));
+    ends.store.hold(id(2));
     let mark = ends.store.mark();
     let file = File::open("/dev/null").unwrap();
     // Another segment now has the number 2, and none has 3.
     assert_eq!(ends.store.flush(|of| (of != id(3)).then(|| file.as_fd())), Flushed::All);
-    assert_eq!(ends.all(), [keep(&["1"]), keep(&["2"]), remove(&["1", "2"]), keep(&["2"])]);
-    assert!(ends.store.has_kept(mark));
+    assert_eq!(ends.all(), [hold(&["1"]), hold(&["2"]), remove(&["1", "2"]), hold(&["2"])]);
+    assert!(ends.store.holds(mark));
 }
 
 #[test]
 fn only_a_synced_mark_is_confirmed() {
     let mut ends = Ends::new(100);
-    ends.store.keep(id(1));
+    ends.store.hold(id(1));
     let mark = ends.store.sync();
     assert_eq!(ends.flush(), Flushed::All);
-    assert!(ends.store.has_kept(mark) && !ends.store.is_confirmed(mark));
+    assert!(ends.store.holds(mark) && !ends.store.is_confirmed(mark));
     let Some(Message::Sync(number)) = ends.all().pop() else { panic!("no sync") };
     ends.answer(&Message::Synced(number));
     assert!(ends.store.is_confirmed(mark));
@@ -181,7 +181,7 @@ fn only_a_synced_mark_is_confirmed() {
 #[test]
 fn descriptors_beyond_the_limit_are_refused() {
     let mut ends = Ends::new(10);
-    (0..8).for_each(|index| ends.store.keep(id(index)));
+    (0..8).for_each(|index| ends.store.hold(id(index)));
     assert!(ends.store.require_room(2).is_ok());
     let refusal = ends.store.require_room(3).unwrap_err();
     assert_eq!(refusal.code, RefusalCode::Full);
@@ -194,27 +194,27 @@ fn descriptors_beyond_the_limit_are_refused() {
 #[test]
 fn next_keeper_counts_after_its_welcome() {
     let mut ends = Ends::new(100);
-    ends.store.keep(id(1));
+    ends.store.hold(id(1));
     ends.flush();
     let (ours, keeper) = pair().unwrap();
     ends.keeper = keeper;
     ends.store.read();
-    // Without a connection nothing counts as kept.
+    // Without a connection nothing counts as held.
     assert_eq!(ends.flush(), Flushed::Gone);
-    ends.store.keep(id(2));
-    assert!(!ends.store.has_kept(ends.store.mark()));
+    ends.store.hold(id(2));
+    assert!(!ends.store.holds(ends.store.mark()));
     ends.store.start_over(ours).unwrap();
     assert_eq!(ends.store.room().0, 0);
-    [1, 2].into_iter().for_each(|index| ends.store.keep(id(index)));
+    [1, 2].into_iter().for_each(|index| ends.store.hold(id(index)));
     ends.store.complete();
     let mark = ends.store.mark();
     assert_eq!(ends.flush(), Flushed::All);
     let hello = Message::Hello { version: VERSION, resends: true };
-    assert_eq!(ends.all(), [hello, keep(&["1", "2"]), Message::Complete(true)]);
+    assert_eq!(ends.all(), [hello, hold(&["1", "2"]), Message::Complete(true)]);
     // The keeper may still refuse this server.
-    assert!(!ends.store.has_kept(mark) && ends.store.unsent().is_none());
+    assert!(!ends.store.holds(mark) && ends.store.unsent().is_none());
     ends.answer(&Message::Welcome { version: VERSION, allowed: 7 });
-    assert!(ends.store.has_kept(mark) && ends.store.unsent().is_some_and(|unsent| unsent.is_empty()));
+    assert!(ends.store.holds(mark) && ends.store.unsent().is_some_and(|unsent| unsent.is_empty()));
     assert_eq!(ends.store.room(), (2, 7));
 }
 
@@ -224,7 +224,7 @@ fn only_a_dead_keeper_leaves_partial_handover() {
     let part_of_a_handover = |keeper: &std::process::Child| {
         let (ours, theirs) = pair().unwrap();
         let file = File::open("/dev/null").unwrap();
-        send(&theirs, &keep(&[".CAT0"]), &[file.as_fd()]).unwrap();
+        send(&theirs, &hold(&[".CAT0"]), &[file.as_fd()]).unwrap();
         nix::sys::socket::shutdown(theirs.as_raw_fd(), nix::sys::socket::Shutdown::Write).unwrap();
         take_over(
             ours,
@@ -248,20 +248,20 @@ fn refusal_keeps_nothing() {
     let (ours, keeper) = pair().unwrap();
     ends.keeper = keeper;
     ends.store.start_over(ours).unwrap();
-    ends.store.keep(id(1));
+    ends.store.hold(id(1));
     let mark = ends.store.mark();
     ends.answer(&Message::Refused("another server".to_owned()));
-    assert!(!ends.store.has_kept(mark));
+    assert!(!ends.store.holds(mark));
     assert_eq!(ends.flush(), Flushed::Gone);
 }
 
 #[test]
-fn everything_counts_as_kept_without_keeper() {
+fn everything_counts_as_held_without_keeper() {
     let mut store = Store::none();
-    store.keep(id(1));
+    store.hold(id(1));
     store.keep_own(Name::Socket, File::open("/dev/null").unwrap().into());
     store.remove(Name::Segment(id(1)));
-    assert!(store.has_kept(store.mark()) && store.require_room(usize::MAX / 8).is_ok());
+    assert!(store.holds(store.mark()) && store.require_room(usize::MAX / 8).is_ok());
     assert_eq!(store.flush(|_| unreachable!("no descriptor is asked for")), Flushed::All);
 }
 

@@ -274,7 +274,7 @@ impl Server {
                     let Some(socket) = without_file else { return Err(error) };
                     tracing::error!(
                         error = error.in_full(),
-                        "clients can't connect, but objects are kept: recreate the socket's folder and send SIGHUP"
+                        "clients can't connect, but objects are held: recreate the socket's folder and send SIGHUP"
                     );
                     Listener::inherited(socket, path)?
                 }

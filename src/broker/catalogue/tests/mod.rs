@@ -74,7 +74,7 @@ fn version(key: u64) -> Version {
         metadata: Some(inline(&json!({"engine": "x", "layers": [1, 2.5, null], "nested": {"a": true}}))),
         parts: vec![
             part("rank0", Some(Table::Inline(Attached::from_text(SPACED.to_owned()).unwrap()))),
-            part("rank1", Some(Table::Kept { segment: segment(1_000_000), length: 700_000 })),
+            part("rank1", Some(Table::Held { segment: segment(1_000_000), length: 700_000 })),
             part("rank2", None),
         ],
     }

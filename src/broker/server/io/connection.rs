@@ -145,8 +145,8 @@ impl Connection {
     /// Sends queued records.
     pub(super) fn flush(&mut self, objects: &Objects) -> Sent {
         while let Some(next) = self.queue.front() {
-            let kept = next.fds.iter().map(|id| objects.segment(*id));
-            let fds: Vec<BorrowedFd<'_>> = kept.chain(next.own.as_ref().map(AsFd::as_fd)).collect();
+            let held = next.fds.iter().map(|id| objects.segment(*id));
+            let fds: Vec<BorrowedFd<'_>> = held.chain(next.own.as_ref().map(AsFd::as_fd)).collect();
             match send_raw(&self.socket, &next.bytes, &fds) {
                 Ok(()) => {
                     if !fds.is_empty() {

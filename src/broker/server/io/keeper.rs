@@ -205,7 +205,7 @@ impl KeeperLink {
         context.state.objects.resend_catalogue().map_err(io::Error::other)?;
         let socket = context.listener.as_fd().try_clone_to_owned()?;
         context.state.objects.store_mut().keep_own(Name::Socket, socket);
-        context.state.history.keep(context.state.objects.store_mut())?;
+        context.state.history.hand_to(context.state.objects.store_mut())?;
         for (number, fd) in &self.devices {
             context.state.objects.store_mut().keep_own(Name::Device(*number), fd.try_clone()?);
         }

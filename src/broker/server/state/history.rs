@@ -114,7 +114,7 @@ impl History {
     }
 
     /// Gives the history to a new keeper.
-    pub(crate) fn keep(&self, store: &mut Store) -> io::Result<()> {
+    pub(crate) fn hand_to(&self, store: &mut Store) -> io::Result<()> {
         if let Some(file) = &self.file {
             store.keep_own(Name::History, file.try_clone()?);
         }

@@ -15,7 +15,7 @@ use crate::{broker::catalogue::SegmentId, sys};
 
 /// A descriptor that was not kept. The caller closes it.
 #[derive(Debug)]
-pub(crate) struct NotKept {
+pub(crate) struct NotHeld {
     pub(crate) fd: OwnedFd,
     pub(crate) reason: Reason,
 }
@@ -24,16 +24,16 @@ pub(crate) struct NotKept {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Reason {
     /// The same open file is kept with another size: one claim is wrong.
-    #[error("{claimed} bytes are claimed, but this memory is already kept as {kept} bytes")]
+    #[error("{claimed} bytes are claimed, but this memory is already held as {held} bytes")]
     SizeMismatch {
         /// The size claimed now, in bytes.
         claimed: u64,
         /// The size claimed when it was first added.
-        kept: u64,
+        held: u64,
     },
 
     /// No segment number is free.
-    #[error("{max} segments are kept, which is the limit: delete objects", max = SegmentId::COUNT)]
+    #[error("{max} segments are held, which is the limit: delete objects", max = SegmentId::COUNT)]
     Full,
 
     /// statx(2) failed.
@@ -70,25 +70,25 @@ enum Place {
 }
 
 impl Segments {
-    /// Keeps a descriptor of `size` bytes of inspected memory. If the same open file is already kept, adds a reference and returns the
+    /// Holds a descriptor of `size` bytes of inspected memory. If the same open file is already held, adds a reference and returns the
     /// duplicate for the caller to close. Does not block: one statx(2), and O(log n) kcmp(2) for n kept descriptors of the inode.
     ///
     /// If the kernel does not let this process compare open files, each descriptor becomes a separate segment.
     ///
     /// # Errors
-    /// [`NotKept`], which holds the descriptor.
-    pub(crate) fn add(&mut self, fd: OwnedFd, size: u64) -> Result<(SegmentId, Option<OwnedFd>), NotKept> {
+    /// [`NotHeld`], which holds the descriptor.
+    pub(crate) fn add(&mut self, fd: OwnedFd, size: u64) -> Result<(SegmentId, Option<OwnedFd>), NotHeld> {
         let inode = match inode(fd.as_fd()) {
             Ok(inode) => inode,
-            Err(error) => return Err(NotKept { fd, reason: Reason::System(error) }),
+            Err(error) => return Err(NotHeld { fd, reason: Reason::System(error) }),
         };
         let place = self.place(fd.as_fd(), inode);
         if let Place::Known { id, .. } = place
             && let Some(segment) = self.slots[id.index()].as_mut()
         {
             if segment.size != size {
-                let reason = Reason::SizeMismatch { claimed: size, kept: segment.size };
-                return Err(NotKept { fd, reason });
+                let reason = Reason::SizeMismatch { claimed: size, held: segment.size };
+                return Err(NotHeld { fd, reason });
             }
             segment.references += 1;
             return Ok((id, Some(fd)));
@@ -100,7 +100,7 @@ impl Segments {
                     self.slots.push(None);
                     id
                 }
-                None => return Err(NotKept { fd, reason: Reason::Full }),
+                None => return Err(NotHeld { fd, reason: Reason::Full }),
             },
         };
         let ordered = match place {
@@ -199,19 +199,19 @@ impl Segments {
     /// All segments with their sizes, by number.
     #[cfg(test)]
     pub(crate) fn iter<'a>(&'a self) -> impl Iterator<Item = (SegmentId, BorrowedFd<'a>, u64)> {
-        let kept = |(index, slot): (usize, &'a Option<Segment>)| {
+        let held = |(index, slot): (usize, &'a Option<Segment>)| {
             let segment = slot.as_ref()?;
             Some((SegmentId::at(index)?, segment.fd.as_fd(), segment.size))
         };
-        self.slots.iter().enumerate().filter_map(kept)
+        self.slots.iter().enumerate().filter_map(held)
     }
 
     fn segment(&self, id: SegmentId) -> &Segment {
-        self.slots.get(id.index()).and_then(Option::as_ref).expect("the segment is kept")
+        self.slots.get(id.index()).and_then(Option::as_ref).expect("the segment is held")
     }
 
     fn segment_mut(&mut self, id: SegmentId) -> &mut Segment {
-        self.slots.get_mut(id.index()).and_then(Option::as_mut).expect("the segment is kept")
+        self.slots.get_mut(id.index()).and_then(Option::as_mut).expect("the segment is held")
     }
 
     fn place(&self, fd: BorrowedFd<'_>, inode: Inode) -> Place {
@@ -224,7 +224,7 @@ impl Segments {
                 Ok(Ordering::Less) => low = middle + 1,
                 Ok(Ordering::Greater) => high = middle,
                 Err(error) => {
-                    tracing::debug!(%error, "open files can't be compared: a duplicate is kept as a separate segment");
+                    tracing::debug!(%error, "open files can't be compared: a duplicate is held as a separate segment");
                     return Place::Unknown;
                 }
             }

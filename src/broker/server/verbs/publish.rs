@@ -50,7 +50,7 @@ pub(crate) fn store(
 pub(crate) fn publish_confirmed(state: &mut State, effects: &mut Effects) -> bool {
     let mut any = false;
     while let Some(version) = state.pending_versions.queue.pop_front() {
-        if !state.objects.store().has_kept(version.staged.mark) {
+        if !state.objects.store().holds(version.staged.mark) {
             state.pending_versions.queue.push_front(version);
             break;
         }

@@ -75,7 +75,7 @@ impl Journal {
         let memfd = catalogue::memfd().map_err(|error| Error::system("create a memfd for the catalogue", error))?;
         let log = Catalogue::create(memfd, records).map_err(catalogue_error)?;
         let mut journal = Self { instance, starts: 1, ..Self::new(log, false) };
-        journal.keep(store)?;
+        journal.hand_to(store)?;
         Ok(journal)
     }
 
@@ -144,8 +144,8 @@ impl Journal {
     }
 
     /// Gives the log and its spare to the keeper.
-    pub(crate) fn keep(&mut self, store: &mut Store) -> Result<()> {
-        let failed = |error| Error::system("keep the catalogue", error);
+    pub(crate) fn hand_to(&mut self, store: &mut Store) -> Result<()> {
+        let failed = |error| Error::system("hand the catalogue to the keeper", error);
         store.keep_own(Name::Catalogue(self.second), self.log.as_fd().try_clone_to_owned().map_err(failed)?);
         match &self.spare {
             Some(spare) => {
@@ -216,7 +216,7 @@ impl Journal {
 
     /// Whether the log should and can be rewritten: the keeper must have the next log first.
     pub(crate) fn should_compact(&self, store: &Store) -> bool {
-        self.log.should_compact() && store.has_kept(self.spare_mark)
+        self.log.should_compact() && store.holds(self.spare_mark)
     }
 
     pub(super) fn postpone(&mut self) {
@@ -265,7 +265,7 @@ impl Journal {
         store: &mut Store,
         mut rewrite: Rewrite,
     ) -> Result<Option<OwnedFd>, CatalogueError> {
-        if !store.has_kept(self.spare_mark) {
+        if !store.holds(self.spare_mark) {
             return Ok(None);
         }
         let kept = self.events.len().saturating_sub(MAX_EVENTS_COPIED);

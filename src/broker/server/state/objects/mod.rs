@@ -266,12 +266,12 @@ impl Objects {
 
     /// Sends the catalogue to a new keeper. It comes first: if the keeper's set is incomplete, the catalogue reveals the missing versions.
     pub(crate) fn resend_catalogue(&mut self) -> crate::error::Result<()> {
-        self.journal.keep(&mut self.store)
+        self.journal.hand_to(&mut self.store)
     }
 
     /// Sends all segments to a new keeper.
     pub(crate) fn resend_segments(&mut self) {
-        self.segments.ids().for_each(|id| self.store.keep(id));
+        self.segments.ids().for_each(|id| self.store.hold(id));
     }
 
     /// Logs each version of which the keeper lacks some memory.

@@ -16,7 +16,7 @@ use crate::{
             caller::{Caller, Right},
             random::random,
             refuse,
-            segments::NotKept,
+            segments::NotHeld,
         },
     },
     driver::Backend,
@@ -84,7 +84,7 @@ pub(crate) struct Staged {
     uid: u32,
     metadata: Option<Table>,
     parts: Vec<record::Part>,
-    kept: Vec<SegmentId>,
+    held: Vec<SegmentId>,
     /// The version can be published once the keeper has everything up to this mark.
     pub(crate) mark: Mark,
 }
@@ -191,11 +191,11 @@ impl Objects {
             self.discard(metadata, parts);
             return Err(refusal);
         }
-        let mut kept = Vec::new();
-        match self.keep(uid, metadata, parts, &mut kept) {
-            Ok((metadata, parts)) => Ok(Staged { uid, metadata, parts, kept, mark: self.store.mark() }),
+        let mut held = Vec::new();
+        match self.hold(uid, metadata, parts, &mut held) {
+            Ok((metadata, parts)) => Ok(Staged { uid, metadata, parts, held, mark: self.store.mark() }),
             Err(refusal) => {
-                self.forget(uid, kept);
+                self.forget(uid, held);
                 Err(refusal)
             }
         }
@@ -203,18 +203,18 @@ impl Objects {
 
     /// Undoes [`Objects::stage`].
     pub(crate) fn unstage(&mut self, staged: Staged) {
-        self.forget(staged.uid, staged.kept);
+        self.forget(staged.uid, staged.held);
     }
 
     /// Publishes a staged version. On failure, nothing is kept.
     pub(crate) fn publish(&mut self, caller: &Caller, terms: &Terms, staged: Staged) -> Result<Published, BrokerError> {
-        let Staged { uid, metadata, parts, kept, .. } = staged;
+        let Staged { uid, metadata, parts, held, .. } = staged;
         let bytes = record::bytes_of(metadata.as_ref(), &parts);
         let checked = self.check_put(caller, terms, bytes);
         if let Err(refusal) =
             checked.and_then(|()| self.check_devices(caller, &terms.name, parts.iter().map(|part| &part.memory)))
         {
-            self.forget(uid, kept);
+            self.forget(uid, held);
             return Err(refusal);
         }
         let existing = self.names.get(terms.name.as_str());
@@ -249,7 +249,7 @@ impl Objects {
         let published = Published { version: record.version, id: record.id.clone() };
         let entry = Record::Published(Box::new(record));
         if let Err(error) = self.write(&entry) {
-            self.forget(uid, kept);
+            self.forget(uid, held);
             return Err(write_failed(error));
         }
         let Record::Published(record) = entry else { unreachable!("the entry was built above") };
@@ -399,12 +399,12 @@ impl Objects {
     }
 
     /// Keeps the descriptors of parts. `kept` lists them, also after a failure.
-    fn keep(
+    fn hold(
         &mut self,
         uid: u32,
         metadata: Option<NewTable>,
         parts: Vec<NewPart>,
-        kept: &mut Vec<SegmentId>,
+        held: &mut Vec<SegmentId>,
     ) -> Result<(Option<Table>, Vec<record::Part>), BrokerError> {
         // The first failure. Later descriptors are closed.
         let mut failed = None;
@@ -412,13 +412,13 @@ impl Objects {
             Ok((id, duplicate)) => {
                 match duplicate {
                     Some(duplicate) => self.garbage.push(duplicate),
-                    None => self.store.keep(id),
+                    None => self.store.hold(id),
                 }
                 self.users.add_segment(uid, id);
-                kept.push(id);
+                held.push(id);
                 Some(id)
             }
-            Err(NotKept { fd, reason }) => {
+            Err(NotHeld { fd, reason }) => {
                 self.garbage.push(fd);
                 failed.get_or_insert(reason);
                 None
@@ -426,7 +426,7 @@ impl Objects {
         };
         let table = |table: NewTable, add: &mut dyn FnMut(OwnedFd, u64) -> Option<SegmentId>| match table {
             NewTable::Inline(text) => Some(Table::Inline(text)),
-            NewTable::Memfd { fd, length } => add(fd, length).map(|segment| Table::Kept { segment, length }),
+            NewTable::Memfd { fd, length } => add(fd, length).map(|segment| Table::Held { segment, length }),
         };
         let metadata = metadata.and_then(|metadata| table(metadata, &mut add));
         let mut records = Vec::with_capacity(parts.len());
@@ -443,8 +443,8 @@ impl Objects {
     }
 
     /// Releases the descriptors of a failed put.
-    fn forget(&mut self, uid: u32, kept: Vec<SegmentId>) {
-        kept.into_iter().for_each(|id| self.release(uid, id));
+    fn forget(&mut self, uid: u32, held: Vec<SegmentId>) {
+        held.into_iter().for_each(|id| self.release(uid, id));
     }
 
     /// Queues the descriptors of an unpublished version for closing.

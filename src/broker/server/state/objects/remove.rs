@@ -167,7 +167,7 @@ pub(crate) fn segments_of(record: &record::Version) -> impl Iterator<Item = Segm
 pub(crate) fn sized_segments_of(record: &record::Version) -> impl Iterator<Item = (SegmentId, u64)> {
     let tables = record.metadata.iter().chain(record.parts.iter().flat_map(|part| &part.arrays));
     let tables = tables.filter_map(|table| match table {
-        Table::Kept { segment, length } => Some((*segment, *length)),
+        Table::Held { segment, length } => Some((*segment, *length)),
         Table::Inline(_) => None,
     });
     tables.chain(record.parts.iter().flat_map(|part| part.segments.iter().copied()))

@@ -246,7 +246,7 @@ impl Objects {
     ) -> Result<TableQuery, BrokerError> {
         let source = |table: &Table, max: u64| match table {
             Table::Inline(text) => Ok(Source::Inline(text.clone())),
-            Table::Kept { segment, length } => {
+            Table::Held { segment, length } => {
                 let fd = self.segments.get(*segment).try_clone_to_owned();
                 let fd = fd.map_err(|error| {
                     let message = format!("the broker has no free descriptor to read a table: {error}");

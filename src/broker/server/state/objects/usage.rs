@@ -54,7 +54,7 @@ struct Usage {
     unread: u64,
     /// Descriptors of unpublished puts, received or announced.
     reserved: usize,
-    /// Kept descriptors, with the number of references from the user's versions.
+    /// Held descriptors, with the number of references from the user's versions.
     segments: BTreeMap<SegmentId, u64>,
     devices: Vec<DeviceBytes>,
 }
@@ -154,15 +154,15 @@ impl Users {
         if names + kept == 0 {
             return Ok(());
         }
-        let (has_names, has_kept) = self.of(uid).map_or((0, 0), |usage| (usage.objects, usage.kept));
-        let kinds = if has_kept + kept == 0 { "" } else { " (including kept earlier versions)" };
+        let (has_names, holds) = self.of(uid).map_or((0, 0), |usage| (usage.objects, usage.kept));
+        let kinds = if holds + kept == 0 { "" } else { " (including kept earlier versions)" };
         let text = |has| count(has, "object") + kinds;
-        self.rules.check(uid, Counted::OBJECTS, text, (has_names + has_kept, self.all.objects), names + kept)?;
-        if kept > 0 && has_kept + kept > MAX_KEPT_VERSIONS {
+        self.rules.check(uid, Counted::OBJECTS, text, (has_names + holds, self.all.objects), names + kept)?;
+        if kept > 0 && holds + kept > MAX_KEPT_VERSIONS {
             return refuse(
                 RefusalCode::Quota,
                 format!(
-                    "the names of uid {uid} keep {has_kept} earlier versions, and the limit is {MAX_KEPT_VERSIONS}: put with a smaller \
+                    "the names of uid {uid} keep {holds} earlier versions, and the limit is {MAX_KEPT_VERSIONS}: put with a smaller \
                 `keep`, or delete names"
                 ),
             );

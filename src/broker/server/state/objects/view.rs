@@ -218,6 +218,6 @@ fn last_numbers(versions: &BTreeMap<u64, u64>) -> Vec<u64> {
 pub(crate) fn to_wire(table: &Table) -> (wire::broker::Table, Option<SegmentId>) {
     match table {
         Table::Inline(text) => (wire::broker::Table::Inline(text.clone()), None),
-        Table::Kept { segment, length } => (wire::broker::Table::Length(*length), Some(*segment)),
+        Table::Held { segment, length } => (wire::broker::Table::Length(*length), Some(*segment)),
     }
 }

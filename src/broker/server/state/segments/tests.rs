@@ -99,9 +99,9 @@ fn size_mismatch_is_refused() {
     let (id, _) = segments.add(duplicate(&device), 2 << 20).unwrap();
     let added = duplicate(&device);
     let number = added.as_raw_fd();
-    let NotKept { fd, reason } = segments.add(added, 4 << 20).unwrap_err();
+    let NotHeld { fd, reason } = segments.add(added, 4 << 20).unwrap_err();
     assert_eq!(fd.as_raw_fd(), number);
-    assert_eq!(reason.to_string(), "4194304 bytes are claimed, but this memory is already kept as 2097152 bytes");
+    assert_eq!(reason.to_string(), "4194304 bytes are claimed, but this memory is already held as 2097152 bytes");
     assert_eq!((segments.len(), segments.size(id)), (1, 2 << 20));
     // The failed add took no reference.
     assert!(segments.release(id).is_some());

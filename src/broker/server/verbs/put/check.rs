@@ -124,7 +124,7 @@ fn check_memory(part: &PutPartHeader) -> Result<(), BrokerError> {
     let PutPartHeader { name, memory, .. } = part;
     if memory.mechanism != Mechanism::Vmm {
         return invalid(format!(
-            "part `{name}` is not shared by vmm: pools and legacy handles end with their process, so a broker can't keep them"
+            "part `{name}` is not shared by vmm: pools and legacy handles end with their process, so a broker can't hold them"
         ));
     }
     if memory.pool.is_some() || memory.pointer.is_some() || memory.offset != 0 {
@@ -256,7 +256,7 @@ impl Examination {
                 ));
             }
             if let Err(unfit) = inspect(fd.as_fd(), terms.backend, *size, memory.immutable, self.emulated) {
-                return refuse(RefusalCode::Memory, format!("segment {at} of part `{name}` can't be kept: {unfit}"));
+                return refuse(RefusalCode::Memory, format!("segment {at} of part `{name}` can't be held: {unfit}"));
             }
             sum = sum.saturating_add(*size);
         }
