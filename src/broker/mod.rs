@@ -61,9 +61,9 @@ pub use self::client::{
 };
 pub use self::keeper::KeeperPath;
 pub(crate) use self::server::inspect_and_classify;
-pub use self::server::{Quota, Server, ServerConfig, ServerReport};
+pub use self::server::{Server, ServerConfig, ServerReport};
 pub use crate::wire::broker::{
-    ArrayEntry, Attached, Crash, DeviceBytes, Durations, Event, EventKind, HeldLease, KeeperInfo, Lifetime, Limits,
-    Maker, Measured as Metrics, Owner, PartInfo, Published, ReportInfo, RequestCount, Room, StoreRoom, Summary,
+    ArrayEntry, Attached, Crash, DeviceBytes, Durations, Event, EventKind, HeldLease, KeeperInfo, Lifetime, Maker,
+    Measured as Metrics, Owner, PartInfo, Published, Quota, ReportInfo, RequestCount, Room, StoreRoom, Summary,
     UserTotal, VersionInfo,
 };

@@ -9,7 +9,7 @@ use prometheus_client::{
     registry::Registry,
 };
 use vmmfd::{
-    broker::{Limits, Metrics, UserTotal},
+    broker::{Metrics, Quota, UserTotal},
     driver::{Backend, DEVICE_NAME},
 };
 
@@ -110,7 +110,7 @@ impl Text<'_> {
     }
 
     /// The limits that are set.
-    fn limits(&mut self, prefix: &str, whose: &str, limits: Limits) -> fmt::Result {
+    fn limits(&mut self, prefix: &str, whose: &str, limits: Quota) -> fmt::Result {
         for (key, what, limit) in [
             ("bytes", "Memory and tables, as claimed", limits.bytes),
             ("device_bytes", "Memory of a device, as claimed", limits.device_bytes),

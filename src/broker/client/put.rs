@@ -24,7 +24,7 @@ use crate::{
         Check, MAX_FDS, Segments,
         broker::{
             self, ArrayEntry, Attached, Lifetime, MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER,
-            MAX_METADATA, MAX_PARTS, MAX_SEGMENTS, Message, Published, Restore, Table, Token,
+            MAX_METADATA, MAX_PARTS, MAX_SEGMENTS, Message, Published, PutHeader, Restore, Table, Token,
         },
     },
 };
@@ -46,33 +46,17 @@ pub enum Condition {
 #[derive(Debug)]
 #[must_use]
 pub struct Put<'a> {
-    name: String,
-    condition: Condition,
+    /// Without the parts and the metadata.
+    header: PutHeader,
     parts: Vec<PutPart<'a>>,
-    announced: Vec<String>,
-    group: Option<String>,
-    wait: Duration,
     metadata: Option<Check>,
-    mode: Option<u16>,
-    lifetime: Option<Lifetime>,
-    keep: Option<u32>,
 }
 
 impl<'a> Put<'a> {
     /// Describes a put of a new object, without parts.
     pub fn new(name: impl Into<String>) -> Self {
-        Self {
-            name: name.into(),
-            condition: Condition::New,
-            parts: Vec::new(),
-            announced: Vec::new(),
-            group: None,
-            wait: Duration::ZERO,
-            metadata: None,
-            mode: None,
-            lifetime: None,
-            keep: None,
-        }
+        let header = PutHeader { name: name.into(), ..PutHeader::default() };
+        Self { header, parts: Vec::new(), metadata: None }
     }
 
     /// Adds a part.
@@ -82,20 +66,27 @@ impl<'a> Put<'a> {
     }
 
     /// Sets when the put succeeds; by default, if the name does not exist.
-    pub fn condition(self, condition: Condition) -> Self {
-        Self { condition, ..self }
+    pub fn condition(mut self, condition: Condition) -> Self {
+        (self.header.replace, self.header.if_version) = match condition {
+            Condition::New => (false, None),
+            Condition::Any => (true, None),
+            Condition::Version(version) => (true, Some(version)),
+        };
+        self
     }
 
     /// Makes this put contribute to a version that several processes put together. `parts` names all its parts, including those of this
     /// put. All puts of the version share a `group`, which no other version uses. The put waits up to `wait` for the other parts.
     pub fn together(
-        self,
+        mut self,
         parts: impl IntoIterator<Item = impl Into<String>>,
         group: impl Into<String>,
         wait: Duration,
     ) -> Self {
-        let announced = parts.into_iter().map(Into::into).collect();
-        Self { announced, group: Some(group.into()), wait, ..self }
+        self.header.announced = parts.into_iter().map(Into::into).collect();
+        self.header.group = Some(group.into());
+        self.header.wait_ms = (!wait.is_zero()).then(|| super::milliseconds(wait));
+        self
     }
 
     /// Sets the metadata: at most 1 MiB as JSON.
@@ -104,18 +95,21 @@ impl<'a> Put<'a> {
     }
 
     /// Sets the permissions of a new name, like a file's; by default `0o600`. `r` allows get, list and watch; `w` allows replacement.
-    pub fn mode(self, mode: u16) -> Self {
-        Self { mode: Some(mode), ..self }
+    pub fn mode(mut self, mode: u16) -> Self {
+        self.header.mode = Some(mode);
+        self
     }
 
     /// Sets the lifetime of the name; by default, until it is deleted.
-    pub fn lifetime(self, lifetime: Lifetime) -> Self {
-        Self { lifetime: Some(lifetime), ..self }
+    pub fn lifetime(mut self, lifetime: Lifetime) -> Self {
+        self.header.lifetime = Some(lifetime);
+        self
     }
 
     /// Sets how many earlier versions the broker keeps without a lease; by default none.
-    pub fn keep(self, versions: u32) -> Self {
-        Self { keep: Some(versions), ..self }
+    pub fn keep(mut self, versions: u32) -> Self {
+        self.header.keep = Some(versions);
+        self
     }
 }
 
@@ -258,14 +252,15 @@ impl Client {
         // Makes the put idempotent: it may be sent again after a reconnect.
         let request = super::new_token()?;
         upload.message.request = Some(request);
-        self.0.request(put.wait, |exchange, left| {
+        let PutHeader { name, replace, wait_ms, lifetime, .. } = &put.header;
+        self.0.request(Duration::from_millis(wait_ms.unwrap_or(0)), |exchange, left| {
             let published = upload.send(exchange, left)?;
             // Inside the exchange, so that no reconnect can miss this put.
-            match put.lifetime {
-                Some(Lifetime::Maker | Lifetime::Leased) => self.0.remember_put(&put.name, request),
+            match lifetime {
+                Some(Lifetime::Maker | Lifetime::Leased) => self.0.remember_put(name, request),
                 // The existing name keeps its lifetime, which this process does not know.
-                None if put.condition != Condition::New => self.0.remember_put(&put.name, request),
-                _ => self.0.forget_put(&put.name),
+                None if *replace => self.0.remember_put(name, request),
+                _ => self.0.forget_put(name),
             }
             Ok(published)
         })
@@ -284,7 +279,8 @@ pub(super) fn restore(
     let backends = [Backend::Cuda, Backend::Host];
     let backend = backends.into_iter().find(|known| known.as_str() == data.backend).ok_or_else(unknown)?;
     let mut put = Put::new(held.name.as_str());
-    (put.mode, put.lifetime, put.keep) = (data.mode, data.lifetime, data.keep);
+    let RestoreData { mode, lifetime, keep, .. } = *data;
+    put.header = PutHeader { mode, lifetime, keep, ..put.header };
     for (part, fds) in data.parts.iter().zip(segments) {
         let segments = part.segments.iter().zip(fds).map(|((size, _), fd)| (*size, Segment::Borrowed(fd.as_fd())));
         put.parts.push(PutPart { backend, header: part.header.clone(), segments: segments.collect() });
@@ -304,7 +300,7 @@ pub(super) fn restore(
 
 /// A put, ready to send.
 pub(super) struct Upload<'a> {
-    message: Box<broker::PutHeader>,
+    message: Box<PutHeader>,
     tables: Vec<OwnedFd>,
     /// The segments of all parts.
     segments: Vec<(u64, &'a Segment<'a>)>,
@@ -330,27 +326,12 @@ impl<'a> Upload<'a> {
         let of_part = |part: &'a PutPart<'_>| part.segments.iter().map(|(size, segment)| (*size, segment));
         let segments: Vec<(u64, &Segment<'_>)> = put.parts.iter().flat_map(of_part).collect();
         let first = segments.len().min(MAX_FDS - tables.len());
-        let (replace, if_version) = match put.condition {
-            Condition::New => (false, None),
-            Condition::Any => (true, None),
-            Condition::Version(version) => (true, Some(version)),
-        };
-        let message = Box::new(broker::PutHeader {
-            name: put.name.clone(),
-            replace,
-            if_version,
-            announced: put.announced.clone(),
-            group: put.group.clone(),
-            wait_ms: (!put.wait.is_zero()).then(|| super::milliseconds(put.wait)),
+        let message = Box::new(PutHeader {
             backend: put.parts.first().map_or(broker::NO_BACKEND, |part| part.backend.as_str()).to_owned(),
             parts,
             metadata,
-            mode: put.mode,
-            lifetime: put.lifetime,
-            keep: put.keep,
-            request: None,
-            restore: None,
             sizes: segments[..first].iter().map(|(size, _)| *size).collect(),
+            ..put.header.clone()
         });
         Ok(Self { message, tables, segments })
     }
@@ -386,15 +367,16 @@ impl<'a> Upload<'a> {
 
 /// Checks a put before anything is sent.
 fn check(put: &Put<'_>) -> Result<()> {
-    check_name(&put.name)?;
-    put.group.iter().try_for_each(|group| check_component("group", group))?;
-    put.announced.iter().try_for_each(|part| check_component("part", part))?;
+    let PutHeader { name, announced, group, mode, .. } = &put.header;
+    check_name(name)?;
+    group.iter().try_for_each(|group| check_component("group", group))?;
+    announced.iter().try_for_each(|part| check_component("part", part))?;
     if put.parts.is_empty() {
-        return Err(invalid(format!("a put of `{}` has no part", put.name)));
+        return Err(invalid(format!("a put of `{name}` has no part")));
     }
     let (parts, segments) = (put.parts.len(), put.parts.iter().map(|part| part.segments.len()).sum::<usize>());
-    if parts > MAX_PARTS || put.announced.len() > MAX_PARTS {
-        let got = parts.max(put.announced.len());
+    if parts > MAX_PARTS || announced.len() > MAX_PARTS {
+        let got = parts.max(announced.len());
         return Err(invalid(format!("{got} parts are too many: an object has at most {MAX_PARTS}")));
     }
     if segments > MAX_SEGMENTS {
@@ -402,7 +384,7 @@ fn check(put: &Put<'_>) -> Result<()> {
             "{segments} segments are too many: an object has at most {MAX_SEGMENTS}; use larger chunks"
         )));
     }
-    if let Some(mode) = put.mode.filter(|mode| mode & !0o666 != 0) {
+    if let Some(mode) = mode.filter(|mode| mode & !0o666 != 0) {
         return Err(invalid(format!(
             "mode {mode:o} is not valid: only the bits for read and write are allowed, at most 666"
         )));

@@ -24,7 +24,6 @@ use std::{
 };
 
 pub(crate) use self::state::inspect::inspect_and_classify;
-pub use self::state::quota::Quota;
 use self::{
     io::{
         admission::Admission,
@@ -45,6 +44,7 @@ use super::keeper::{Inherited, KeeperPath, Name, Store, Takeover};
 use crate::{
     channel::{Cancel, Listener, SocketName},
     error::{Error, Result},
+    wire::broker::Quota,
 };
 
 /// Configuration of a broker.

@@ -85,7 +85,7 @@ pub struct Maker {
 }
 
 /// Puts memory under a name. Carries descriptors: for the tables in field order, then for the first segments.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct PutHeader {
     /// The object's name.

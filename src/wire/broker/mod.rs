@@ -19,7 +19,7 @@ pub use self::{
         Token,
     },
     monitoring::{
-        Crash, Durations, Event, EventKind, Events, KeeperInfo, Limits, Measure, Measured, RequestCount, Room,
+        Crash, Durations, Event, EventKind, Events, KeeperInfo, Measure, Measured, Quota, RequestCount, Room,
         StoreRoom, Watch,
     },
     table::Attached,

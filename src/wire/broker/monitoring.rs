@@ -138,10 +138,10 @@ pub struct Measured {
     pub lost_versions: Option<u64>,
     /// The limits for each user.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
-    pub quota: Option<Limits>,
+    pub quota: Option<Quota>,
     /// The limits for all users together.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
-    pub total_quota: Option<Limits>,
+    pub total_quota: Option<Quota>,
     /// The server's process ID, in its PID namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
@@ -183,17 +183,18 @@ pub struct Crash {
     pub names: Vec<String>,
 }
 
-/// Limits of a user. `None` means unlimited.
+/// Limits on the resources of one user, or of all users together. `None` means unlimited, or the default in a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Limits {
-    /// Bytes of memory and of tables, as claimed.
+#[non_exhaustive]
+pub struct Quota {
+    /// Bytes of memory and of tables as claimed, including versions without a name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
     /// Bytes of memory of one device, as claimed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_bytes: Option<u64>,
-    /// Names, plus the earlier versions that they keep.
+    /// Names, and the earlier versions that they keep.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub objects: Option<u64>,
     /// Leases.

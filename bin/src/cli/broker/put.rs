@@ -8,7 +8,7 @@ use serde::Serialize;
 use vmmfd::{
     array::ArrayDescriptor,
     broker::{
-        ArrayEntry, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Limits, Put, PutPart, Summary, UserTotal,
+        ArrayEntry, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Put, PutPart, Quota, Summary, UserTotal,
     },
     channel::Cancel,
     driver::{Backend, Choice},
@@ -197,7 +197,7 @@ impl Input {
 /// The usage and quota of this user, and the size of the put.
 struct Allowance {
     /// Absent if the broker does not report it.
-    user: Option<(UserTotal, Limits)>,
+    user: Option<(UserTotal, Quota)>,
     bytes: u64,
     replaces: bool,
 }

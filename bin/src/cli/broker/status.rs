@@ -6,7 +6,7 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{Crash, DeviceBytes, KeeperInfo, Limits, Metrics},
+    broker::{Crash, DeviceBytes, KeeperInfo, Metrics, Quota},
     channel::Cancel,
     driver::{DEVICE_NAME, DeviceUuid},
     internals::nvml,
@@ -196,7 +196,7 @@ fn named(names: &[String], lost: u64) -> String {
     names.iter().cloned().chain(more).collect::<Vec<_>>().join(", ")
 }
 
-fn quota(of: Option<Limits>) -> String {
+fn quota(of: Option<Quota>) -> String {
     let of = of.unwrap_or_default();
     let size = |of: Option<u64>, what: &str| of.map(|of| format!("{}{what}", bytes(of)));
     let number = |of: Option<u64>, noun: &str| of.map(|of| count(of, noun));

@@ -3,24 +3,8 @@
 use super::{caller::is_superuser, refuse};
 use crate::{
     error::{BrokerError, RefusalCode, units::bytes},
-    wire::broker::Limits,
+    wire::broker::Quota,
 };
-
-/// Limits on the resources of one user, or of all users together.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Quota {
-    /// Bytes of memory as claimed, including versions without a name.
-    pub bytes: Option<u64>,
-    /// Bytes of memory per device, as claimed.
-    pub device_bytes: Option<u64>,
-    /// Names, and the earlier versions that they keep.
-    pub objects: Option<u64>,
-    /// Leases.
-    pub leases: Option<u64>,
-    /// Connections.
-    pub connections: Option<u64>,
-}
 
 impl Quota {
     /// Default limits per user, except the server's own user and root.
@@ -45,26 +29,14 @@ impl Quota {
         Self { bytes: max, device_bytes: max, objects: max, leases: max, connections: max }
     }
 
-    /// Fills missing limits from `other`.
-    fn or(self, other: Self) -> Self {
+    /// Combines each limit with the limit of `other`.
+    fn with(self, other: Self, each: fn(Option<u64>, Option<u64>) -> Option<u64>) -> Self {
         Self {
-            bytes: self.bytes.or(other.bytes),
-            device_bytes: self.device_bytes.or(other.device_bytes),
-            objects: self.objects.or(other.objects),
-            leases: self.leases.or(other.leases),
-            connections: self.connections.or(other.connections),
-        }
-    }
-
-    fn limits(self) -> Limits {
-        // The largest number means no limit.
-        let limit = |of: Option<u64>| of.filter(|&max| max < u64::MAX);
-        Limits {
-            bytes: limit(self.bytes),
-            device_bytes: limit(self.device_bytes),
-            objects: limit(self.objects),
-            leases: limit(self.leases),
-            connections: limit(self.connections),
+            bytes: each(self.bytes, other.bytes),
+            device_bytes: each(self.device_bytes, other.device_bytes),
+            objects: each(self.objects, other.objects),
+            leases: each(self.leases, other.leases),
+            connections: each(self.connections, other.connections),
         }
     }
 }
@@ -103,8 +75,11 @@ impl Rules {
     }
 
     /// The limits per user (except the server's own user and root) and in total.
-    pub(crate) fn limits(&self) -> (Limits, Limits) {
-        (self.user.or(Quota::user()).limits(), self.total.or(Quota::total()).limits())
+    pub(crate) fn limits(&self) -> (Quota, Quota) {
+        let (user, total) = (self.user.with(Quota::user(), Option::or), self.total.with(Quota::total(), Option::or));
+        // The largest number means no limit.
+        let shown = |quota: Quota| quota.with(quota, |limit, _| limit.filter(|&max| max < u64::MAX));
+        (shown(user), shown(total))
     }
 
     /// Refuses a request that exceeds a limit. `has` is the user's current amount, `all` the total of all users, `text` writes the amount.
@@ -120,7 +95,7 @@ impl Rules {
         let is_superuser = is_superuser(uid);
         let limit = |given: Quota, default: Quota| {
             let default = if is_superuser { Quota::default() } else { default };
-            (counted.of)(&given.or(default))
+            (counted.of)(&given.with(default, Option::or))
         };
         let refuse = |limit: String| {
             let (has, more) = (text(has), amount(more));
