@@ -131,7 +131,8 @@ impl Client {
                 "parts names all parts of the version, and group identifies its puts: give both",
             ));
         }
-        let parts: Vec<client_put::PlannedPart> = parts.into_iter().map(client_put::PlannedPart::of).collect::<Outcome<_>>()?;
+        let parts: Vec<client_put::PlannedPart> =
+            parts.into_iter().map(client_put::PlannedPart::of).collect::<Outcome<_>>()?;
         let published = self.0.call(py, purpose, |client| {
             let mut put = Put::new(name).condition(condition);
             for part in &parts {
