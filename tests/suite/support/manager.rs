@@ -25,6 +25,8 @@ use rustix::{
     process::{PidfdFlags, pidfd_open},
 };
 
+use super::session::inherit_only_streams;
+
 /// The time limit of a wait.
 const PATIENCE: Duration = Duration::from_secs(600);
 
@@ -139,8 +141,13 @@ fn run(shared: &Shared, command: &[OsString], log: &File) {
         let mut next = Command::new(&command[0]);
         next.args(&command[1..]).env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC");
         next.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log.try_clone().unwrap());
-        // SAFETY: prctl is a plain system call, safe between fork and exec.
-        unsafe { next.pre_exec(|| prctl::set_pdeathsig(Signal::SIGKILL).map_err(Into::into)) };
+        // SAFETY: both are plain system calls, safe between fork and exec.
+        unsafe {
+            next.pre_exec(|| {
+                inherit_only_streams()?;
+                prctl::set_pdeathsig(Signal::SIGKILL).map_err(Into::into)
+            })
+        };
         let mut child = next.spawn().unwrap();
         state.main = Some(Pid::from_raw(child.id().cast_signed()));
         state.starts += 1;

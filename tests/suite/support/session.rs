@@ -12,6 +12,7 @@ use std::{
 };
 
 use nix::{
+    libc,
     sys::signal::{Signal, kill, killpg},
     unistd::{Pid, setsid},
 };
@@ -53,8 +54,22 @@ impl Drop for Session {
 }
 
 pub(crate) fn lead(command: &mut Command) -> &mut Command {
-    // SAFETY: setsid is a plain system call, safe between fork and exec.
-    unsafe { command.pre_exec(|| setsid().map(drop).map_err(Into::into)) }
+    // SAFETY: both are plain system calls, safe between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            inherit_only_streams()?;
+            setsid().map(drop).map_err(Into::into)
+        })
+    }
+}
+
+/// Closes all descriptors except the standard streams on exec. Some functions return descriptors that are closed on exec only a moment
+/// later, and tests count the memory that a server has open.
+pub(crate) fn inherit_only_streams() -> io::Result<()> {
+    let (first, last) = (libc::STDERR_FILENO + 1, libc::c_uint::MAX);
+    // SAFETY: the call only sets flags of descriptors.
+    let closed = unsafe { libc::syscall(libc::SYS_close_range, first, last, libc::CLOSE_RANGE_CLOEXEC) };
+    if closed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Kills all processes of the session. A live server starts another keeper, and a live keeper another server, so this repeats until no
