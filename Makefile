@@ -5,8 +5,8 @@ BIN   := $(or $(CARGO_TARGET_DIR),target)/debug
 DIST  := dist
 # --strict: skipped tests are failures.
 STRICT ?=
-# Most tests wait for other processes: run more of them at once than a small machine has CPUs.
-export RUST_TEST_THREADS ?= $(shell n=$$(nproc); echo $$((n < 6 ? 6 : n)))
+# Most tests wait for other processes or for a timer: run many at once. The few that need a CPU take turns.
+export RUST_TEST_THREADS ?= $(shell n=$$(nproc); echo $$((n < 16 ? 16 : n)))
 # The folder of `make install`; packages prefix it with DESTDIR.
 PREFIX ?= /usr/local
 DESTDIR ?=
