@@ -5,7 +5,6 @@ use std::{
     io::{Read, Write},
     process::{Child, Stdio},
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
 };
 
 use nix::{
@@ -274,15 +273,17 @@ fn slow_allocation_is_shown_and_interrupted() {
         let run = meeting.producer(&["--size", "512MiB"]).env("FAKECUDA_SLOW", format!("cuMemCreate:{HANGS}"));
         let mut producer = on_terminal(run, 80);
         producer.until("allocating 512 MiB");
-        let begun = Instant::now();
         producer.interrupt();
         let shown = producer.end();
         assert_eq!(shown.code, Some(130), "{}", shown.text());
         let screen = shown.screen();
-        assert!(screen[0].starts_with("producer  ") && screen[1].starts_with("error: interrupted"), "{screen:?}");
-        assert_eq!(screen.len(), 2, "{screen:?}");
-        // Two seconds after a signal, a process that still waits is ended.
-        begun.elapsed() < Duration::from_secs(2)
+        let (error, lines) = screen.split_last().unwrap();
+        assert!(error.starts_with("error: interrupted"), "{screen:?}");
+        // The kernel may echo Ctrl-C after the program has cleared the row.
+        let is_ours = |line: &String| line.trim_start_matches("^C").starts_with("producer  ");
+        assert!(lines.len() < 2 && lines.iter().all(is_ours), "{screen:?}");
+        // Two seconds after a signal, a process that still waits is ended, and prints only the error.
+        lines.len() == 1
     };
     assert!((0..5).any(|_| interrupted_at_once()), "no attempt ended before the process was forced to");
 }

@@ -16,7 +16,10 @@ use serde::Serialize;
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
     error::Error,
-    internals::{clean, stderr::Stderr},
+    internals::{
+        clean,
+        stderr::{Stderr, flush_stderr},
+    },
 };
 
 use super::{
@@ -250,7 +253,10 @@ impl Progress {
     pub fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
         let line = self.line();
         match line.as_ref().and_then(|line| line.bar.as_ref()) {
-            Some(bar) => bar.suspend(print),
+            Some(bar) => bar.suspend(|| {
+                flush_stderr();
+                print()
+            }),
             None => print(),
         }
     }
@@ -296,6 +302,8 @@ impl Line {
         self.begun = None;
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
+            // Another thread writes the row's removal. A line of standard output must not come first.
+            flush_stderr();
         }
     }
 }
