@@ -1,8 +1,12 @@
 //! A request that cancels the waits of this crate.
 
 use std::{
-    array, fmt,
+    array,
+    cell::Cell,
+    fmt,
     os::fd::{AsFd, BorrowedFd},
+    panic::{self, AssertUnwindSafe},
+    process,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -17,7 +21,10 @@ use nix::{
 };
 
 pub use crate::error::CancelReason;
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    sys::fork::ProcessIdentity,
+};
 
 /// Creates an unsignalled eventfd, close-on-exec and non-blocking. See eventfd(2).
 pub fn eventfd() -> Result<EventFd> {
@@ -25,7 +32,8 @@ pub fn eventfd() -> Result<EventFd> {
         .map_err(|errno| Error::system("create an eventfd", errno))
 }
 
-/// Cancels the calls that it was passed to: their waits fail with [`Error::Interrupted`]. Clones share the request.
+/// Cancels the calls that it was passed to: their waits fail with [`Error::Interrupted`]. Clones share the request. A fork has its own
+/// copy: it cancels only its own waits, at most 40 ms later, and not a broker's server, which refuses such a copy.
 #[derive(Clone)]
 pub struct Cancel {
     inner: Arc<Inner>,
@@ -37,7 +45,9 @@ type Check = Arc<dyn Fn() -> bool + Send + Sync>;
 
 #[derive(Debug)]
 struct Inner {
+    /// Forks share it, so only the creator writes and polls it.
     event: EventFd,
+    creator: ProcessIdentity,
     /// [`NOT_CANCELLED`], [`BY_PROGRAM`], or [`BY_SIGNAL`] with the signal number in the lower half.
     reason: AtomicU64,
 }
@@ -46,7 +56,17 @@ const NOT_CANCELLED: u64 = 0;
 const BY_PROGRAM: u64 = 1;
 const BY_SIGNAL: u64 = 1 << 32;
 
-/// The interval of the program's check during a wait.
+thread_local! {
+    /// Set on this library's own threads: a panic of the program's check must not end them.
+    static PANICS_ARE_LOGGED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Logs panics of the program's checks on this thread, instead of passing them on.
+pub(crate) fn log_panics_of_checks() {
+    PANICS_ARE_LOGGED.set(true);
+}
+
+/// The interval of the program's check during a wait, and of a fork's look at the request.
 const CHECK_INTERVAL: Duration = Duration::from_millis(25);
 
 /// The number of descriptors that a wait supports without an allocation, including the request's own.
@@ -58,8 +78,8 @@ impl Cancel {
     /// # Errors
     /// [`Error::System`]. See eventfd(2).
     pub fn new() -> Result<Self> {
-        let inner = Arc::new(Inner { event: eventfd()?, reason: AtomicU64::new(NOT_CANCELLED) });
-        Ok(Self { inner, check: None })
+        let (event, creator) = (eventfd()?, ProcessIdentity::current());
+        Ok(Self { inner: Arc::new(Inner { event, creator, reason: AtomicU64::new(NOT_CANCELLED) }), check: None })
     }
 
     /// Returns the same request with a check for all waits that it or a clone of it is passed to. The waiting thread calls the check at the
@@ -67,7 +87,8 @@ impl Cancel {
     /// with [`Error::Interrupted`] and [`CancelReason::Program`]: the request is not made.
     ///
     /// Use it in programs whose signal handlers only set a flag that a thread must check, such as interpreters. The check should return
-    /// soon. It runs while the wait's connection is in use: it must not wait for another request on the same connection.
+    /// soon. It runs while the wait's connection is in use: on that connection a request of the same thread fails with [`Error::Misuse`].
+    /// It also runs on the threads with which clients resume leases; there a panic is logged and counts as false.
     #[must_use]
     pub fn with_check(self, check: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self { check: Some(Arc::new(check)), ..self }
@@ -80,7 +101,7 @@ impl Cancel {
             CancelReason::Signal(number) => BY_SIGNAL | u64::from(number.cast_unsigned()),
         };
         let first = self.inner.reason.compare_exchange(NOT_CANCELLED, bits, Ordering::AcqRel, Ordering::Acquire);
-        if first.is_ok() && self.inner.event.write(1).is_err() {
+        if first.is_ok() && self.inner.creator.is_current() && self.inner.event.write(1).is_err() {
             tracing::error!("can't write to an eventfd: a wait may last until its deadline");
         }
     }
@@ -94,6 +115,23 @@ impl Cancel {
             NOT_CANCELLED => Ok(()),
             BY_PROGRAM => Err(Error::Interrupted { reason: CancelReason::Program }),
             bits => Err(Error::Interrupted { reason: CancelReason::Signal((bits as u32).cast_signed()) }),
+        }
+    }
+
+    /// Checks that this process created the request: a fork can't wake a wait outside of this type.
+    ///
+    /// # Errors
+    /// [`Error::Misuse`] if another process did.
+    pub(crate) fn check_fork(&self) -> Result<()> {
+        match self.inner.creator.is_current() {
+            true => Ok(()),
+            false => Err(Error::Misuse {
+                problem: format!(
+                    "process {} created the `Cancel` of this call, and process {} is a fork of it: create another",
+                    self.inner.creator.pid(),
+                    process::id()
+                ),
+            }),
         }
     }
 
@@ -143,16 +181,30 @@ impl Cancel {
 
     /// This request for poll(2).
     fn polled(&self) -> PollFd<'_> {
-        PollFd::new(self.inner.event.as_fd(), PollFlags::POLLIN)
+        let events = if self.inner.creator.is_current() { PollFlags::POLLIN } else { PollFlags::empty() };
+        PollFd::new(self.inner.event.as_fd(), events)
+    }
+
+    /// Whether the program's check returns true.
+    fn is_cancelled_by_check(&self) -> bool {
+        let Some(check) = &self.check else { return false };
+        if !PANICS_ARE_LOGGED.get() {
+            return check();
+        }
+        panic::catch_unwind(AssertUnwindSafe(|| check())).unwrap_or_else(|_| {
+            tracing::error!("a check of Cancel::with_check panicked");
+            false
+        })
     }
 
     /// Waits for any of `fds`. The last one is this request.
     fn wait_for(&self, fds: &mut [PollFd<'_>], deadline: Instant) -> Result<Option<usize>> {
         let others = fds.len() - 1;
-        let longest = if self.check.is_some() { CHECK_INTERVAL } else { Duration::from_secs(3600) };
+        let polls = self.check.is_some() || !self.inner.creator.is_current();
+        let longest = if polls { CHECK_INTERVAL } else { Duration::from_secs(3600) };
         loop {
             self.check()?;
-            if self.check.as_ref().is_some_and(|check| check()) {
+            if self.is_cancelled_by_check() {
                 return Err(Error::Interrupted { reason: CancelReason::Program });
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -186,7 +238,7 @@ impl fmt::Debug for Cancel {
 }
 
 impl AsFd for Cancel {
-    /// Readable once the request has been made.
+    /// Readable once the request has been made, by the process that created it.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.inner.event.as_fd()
     }

@@ -27,6 +27,7 @@ use std::{
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 pub use self::cancel::eventfd;
+pub(crate) use self::cancel::log_panics_of_checks;
 pub use self::connect::connect_socket;
 pub(crate) use self::listener::SocketName;
 pub use self::path::{BrokerPath, broker_socket_path};

@@ -3,15 +3,25 @@
 
 #![allow(unsafe_code, reason = "unshare")]
 
-use std::{fs, path::PathBuf, process, sync::Arc, thread};
+use std::{
+    fs,
+    io::{self, Read, Write},
+    path::{Path, PathBuf},
+    process,
+    sync::Arc,
+    thread,
+    time::Duration,
+};
 
 use nix::{
     sched::{CloneFlags, unshare},
     unistd::{alarm, geteuid, getuid},
 };
+use rustix::time::{ClockId, clock_gettime};
 use vmmfd::{
     Error,
-    broker::{Get, Put, PutPart},
+    broker::{Get, Put, PutPart, Server, ServerConfig},
+    channel::{Cancel, CancelReason, Trust, connect},
     driver::{self, Access, Backend, Choice, Driver},
     internals::{self, CudaDriver},
     memory::{Arenas, Device, Region, Selector, Shared, Spec},
@@ -179,6 +189,68 @@ fn leases_report_the_fork() {
         matches!(ours.take().unwrap().open(&driver, None), Err(Error::Misuse { .. }))
     });
     drop(ours.unwrap().open(&driver, None).unwrap());
+}
+
+mod cancel {
+    use super::*;
+
+    /// Waits for a listener that never comes. Returns the result, and the CPU time of this thread.
+    fn wait(cancel: &Cancel, limit: Duration) -> (vmmfd::Result<()>, Duration) {
+        let used = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap();
+        let before = used();
+        let waited = connect(Path::new("/nonexistent/vmmfd.sock"), limit, &Trust::default(), cancel).map(drop);
+        (waited, used() - before)
+    }
+
+    fn waits_idly(cancel: &Cancel) -> bool {
+        let limit = Duration::from_millis(500);
+        let (waited, cpu) = wait(cancel, limit);
+        matches!(waited, Err(Error::Socket(_))) && cpu < limit / 4
+    }
+
+    #[test]
+    fn fork_cancels_only_its_waits() {
+        let cancel = Cancel::new().unwrap();
+        in_short_fork(|| {
+            let waiting = thread::spawn({
+                let cancel = cancel.clone();
+                move || wait(&cancel, Duration::from_secs(60)).0
+            });
+            thread::sleep(Duration::from_millis(50));
+            cancel.cancel(CancelReason::Program);
+            matches!(waiting.join().unwrap(), Err(Error::Interrupted { .. }))
+        });
+        assert!(waits_idly(&cancel));
+        cancel.cancel(CancelReason::Program);
+        assert!(matches!(wait(&cancel, Duration::from_secs(60)).0, Err(Error::Interrupted { .. })));
+    }
+
+    #[test]
+    fn parent_cancels_only_its_waits() {
+        let cancel = Cancel::new().unwrap();
+        let ((mut forked, mut in_child), (mut cancelled, mut in_parent)) = (io::pipe().unwrap(), io::pipe().unwrap());
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                in_short_fork(|| {
+                    in_child.write_all(&[0]).unwrap();
+                    cancelled.read_exact(&mut [0]).unwrap();
+                    cancel.check().is_ok() && waits_idly(&cancel)
+                });
+            });
+            forked.read_exact(&mut [0]).unwrap();
+            cancel.cancel(CancelReason::Program);
+            in_parent.write_all(&[0]).unwrap();
+        });
+    }
+
+    #[test]
+    fn server_refuses_parents_cancel() {
+        let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
+        in_short_fork(|| {
+            let server = Server::bind(&folder.path().join("vmmfd.sock"), ServerConfig::default(), &cancel).unwrap();
+            matches!(server.run(), Err(Error::Misuse { .. }))
+        });
+    }
 }
 
 mod namespaces {

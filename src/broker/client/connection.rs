@@ -3,10 +3,10 @@
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
-    process,
+    process, ptr,
     sync::{
         Arc, Mutex, OnceLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -49,6 +49,8 @@ pub(super) struct Connection {
     devices: Mutex<Vec<Device>>,
     /// Receive buffer. Its lock is the right to make a request, held until the whole answer has arrived and during a reconnect.
     pub(super) incoming: Mutex<Vec<u8>>,
+    /// The thread that holds `incoming` while it waits: its program's check must not wait for the same lock. 0 if there is none.
+    requester: AtomicUsize,
     pub(super) holdings: Mutex<Holdings>,
     pub(super) handlers: Mutex<Handlers>,
     /// False from a break until the reconnect has completed.
@@ -57,6 +59,21 @@ pub(super) struct Connection {
     stops: AtomicU64,
     /// The background thread; `None` before the first lease, or if no thread could be started.
     pub(super) watcher: OnceLock<Waker>,
+}
+
+/// Marks the calling thread as the requester until it is dropped.
+pub(super) struct Requesting<'a>(&'a AtomicUsize);
+
+impl Drop for Requesting<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+}
+
+/// A nonzero number of the calling thread.
+fn this_thread() -> usize {
+    thread_local!(static MARK: u8 = const { 0 });
+    MARK.with(|mark| ptr::from_ref(mark).addr())
 }
 
 /// A request in progress.
@@ -104,6 +121,7 @@ impl Connection {
             dialler,
             devices: Mutex::default(),
             incoming: Mutex::new(incoming),
+            requester: AtomicUsize::new(0),
             holdings: Mutex::new(Holdings { instance, ..Holdings::default() }),
             handlers: Mutex::default(),
             connected: AtomicBool::new(true),
@@ -128,7 +146,12 @@ impl Connection {
         mut request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
     ) -> Result<T> {
         self.check_fork()?;
+        if self.requester.load(Ordering::Relaxed) == this_thread() {
+            let problem = "a check of `Cancel::with_check` used the connection to the broker whose request it checks";
+            return Err(Error::Misuse { problem: problem.to_owned() });
+        }
         let mut incoming = lock(&self.incoming);
+        let _requesting = self.requesting();
         let started = Instant::now();
         let before = self.stops.load(Ordering::Acquire);
         let (mut left, mut stops, mut tries) = (wait, None, 0);
@@ -149,6 +172,12 @@ impl Connection {
             left = wait.saturating_sub(started.elapsed());
             stops = Some(before);
         }
+    }
+
+    /// Called with `incoming` locked.
+    pub(super) fn requesting(&self) -> Requesting<'_> {
+        self.requester.store(this_thread(), Ordering::Relaxed);
+        Requesting(&self.requester)
     }
 
     pub(super) fn stops(&self) -> u64 {

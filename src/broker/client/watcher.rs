@@ -24,7 +24,7 @@ use super::{
     waker::Waker,
 };
 use crate::{
-    channel::eventfd,
+    channel::{eventfd, log_panics_of_checks},
     error::{Error, Result},
 };
 
@@ -101,6 +101,7 @@ enum Next {
 
 impl Watcher {
     fn run(self) {
+        log_panics_of_checks();
         let mut next = Next::HangUp { pending_releases: false };
         // When the connection broke, whether the handlers were called, and the pause before the next attempt.
         let (mut since, mut reported, mut pause) = (None, false, PAUSES[0]);
@@ -180,6 +181,7 @@ impl Watcher {
         let dialled = dialler.dial(Instant::now(), &mut buffer()).map_err(|error| no_broker(error, Duration::ZERO))?;
         let Some(connection) = self.connection.upgrade() else { return Ok(()) };
         let Some(mut incoming) = try_lock(&connection.incoming) else { return Ok(()) };
+        let _requesting = connection.requesting();
         match connection.is_hung_up() {
             true => connection.adopt(dialled, &mut incoming),
             false => Ok(()),

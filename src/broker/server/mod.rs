@@ -328,7 +328,7 @@ impl Server {
     /// after the keeper has everything, or after 10 s.
     ///
     /// # Errors
-    /// [`Error::System`] if the event loop fails.
+    /// [`Error::Misuse`] if a parent of this process created the `Cancel`; [`Error::System`] if the event loop fails.
     pub fn run(mut self) -> Result<ServerReport> {
         let result = self.reactor.run();
         let is_unused = matches!(&result, Ok(total) if total.counts.versions == 0) && self.reactor.end_unused_keeper();

@@ -42,6 +42,36 @@ fn idle_client_resumes_its_leases() {
 }
 
 #[test]
+fn panicking_check_keeps_resuming() {
+    let (broker, subject) = (Scripted::new(), Subject::host());
+    let checks_of_resume = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&checks_of_resume);
+    let cancel = Cancel::new().unwrap().with_check(move || {
+        if thread::current().name() == Some("vmmfd-broker") {
+            counted.fetch_add(1, Ordering::Relaxed);
+            panic!("this check is only for the program's threads");
+        }
+        false
+    });
+    let config = Config::default().timeout(PATIENCE).cancel(&cancel);
+    let mut reader = Reader::with(&broker, &subject, 1, true, config);
+    let wait_for_check = || {
+        let before = checks_of_resume.load(Ordering::Relaxed);
+        until(|| checks_of_resume.load(Ordering::Relaxed) > before);
+    };
+    for _ in 0..2 {
+        reader.hang_up();
+        wait_for_check();
+        let peer = broker.greet(FIRST);
+        wait_for_check();
+        peer.take_up(FIRST, &[], false);
+        reader.peer = peer;
+        reader.restored();
+        assert!(reader.leases[0].is_held());
+    }
+}
+
+#[test]
 fn lease_released_during_resume_ends() {
     let (broker, subject) = (Scripted::new(), Subject::host());
     let mut reader = Reader::new(&broker, &subject, 3, true);
@@ -222,7 +252,7 @@ fn refused_offer_loses_unless_another_restored() {
 #[test]
 fn absent_broker_is_reported_until_back() {
     let (broker, subject) = (Scripted::new(), Subject::host());
-    let mut reader = Reader::with(&broker, &subject, 1, true, A_WHILE);
+    let mut reader = Reader::with(&broker, &subject, 1, true, Config::default().timeout(A_WHILE));
     let folder = broker.end();
     reader.hang_up();
     let error = reader.client.stat("a", None).unwrap_err();

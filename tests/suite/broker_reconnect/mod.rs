@@ -3,7 +3,11 @@
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
-    sync::mpsc::{self, Receiver},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+        mpsc::{self, Receiver},
+    },
     thread::{self, JoinHandle},
     time::Duration,
 };
@@ -116,12 +120,12 @@ impl Scripted {
 
     /// A connected client, and the broker's side of its connection.
     fn client(&self) -> (Client, Peer) {
-        self.client_with(PATIENCE)
+        self.client_with(Config::default().timeout(PATIENCE))
     }
 
-    fn client_with(&self, timeout: Duration) -> (Client, Peer) {
+    fn client_with(&self, config: Config) -> (Client, Peer) {
         let path = self.path();
-        let connecting = thread::spawn(move || Client::connect(&path, &Config::default().timeout(timeout)).unwrap());
+        let connecting = thread::spawn(move || Client::connect(&path, &config).unwrap());
         let peer = self.greet(FIRST);
         (connecting.join().unwrap(), peer)
     }
@@ -263,11 +267,11 @@ struct Reader {
 
 impl Reader {
     fn new(broker: &Scripted, subject: &Subject, leases: u8, whole: bool) -> Self {
-        Self::with(broker, subject, leases, whole, PATIENCE)
+        Self::with(broker, subject, leases, whole, Config::default().timeout(PATIENCE))
     }
 
-    fn with(broker: &Scripted, subject: &Subject, leases: u8, whole: bool, timeout: Duration) -> Self {
-        let (client, peer) = broker.client_with(timeout);
+    fn with(broker: &Scripted, subject: &Subject, leases: u8, whole: bool, config: Config) -> Self {
+        let (client, peer) = broker.client_with(config);
         let notices = notices(&client);
         let memory = filled(&subject.driver, 2 * MIB, Some(MIB), 7);
         let putting = ask(&client, move |client| client.put(&weights(&memory)).unwrap());

@@ -116,7 +116,7 @@ fn put_of_several_records_starts_again() {
 #[test]
 fn request_that_breaks_connections_ends() {
     let broker = Scripted::new();
-    let (client, peer) = broker.client_with(A_WHILE);
+    let (client, peer) = broker.client_with(Config::default().timeout(A_WHILE));
     let listing = ask(&client, move |client| client.list(""));
     let mut peer = Some(peer);
     let serving = meanwhile(move || {
@@ -199,4 +199,32 @@ fn client_over_given_socket_never_reconnects() {
     greeting.join().unwrap();
     let error = client.list("").unwrap_err();
     assert!(matches!(error, Error::Peer(PeerError::Gone { .. })), "{error:?}");
+}
+
+#[test]
+fn check_cannot_request_on_its_connection() {
+    let broker = Scripted::new();
+    let (tell, told) = mpsc::channel();
+    let client: Arc<Mutex<Option<Client>>> = Arc::default();
+    let of_check = Arc::clone(&client);
+    let cancel = Cancel::new().unwrap().with_check(move || {
+        if let Some(client) = of_check.lock().unwrap().take() {
+            tell.send(client.list("")).unwrap();
+        }
+        false
+    });
+    let (asking, peer) = broker.client_with(Config::default().timeout(PATIENCE).cancel(&cancel));
+    client.lock().unwrap().replace(asking.clone());
+    let listing = ask(&asking, |client| client.list(""));
+    assert!(matches!(told.recv_timeout(A_WHILE).unwrap(), Err(Error::Misuse { .. })));
+    assert!(matches!(peer.next().0, Message::List(_)));
+    peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
+    listing.join().unwrap().unwrap();
+    // Outside of the check, the same thread may ask again.
+    let listing = ask(&asking, |client| client.list("").and(client.list("")));
+    for _ in 0..2 {
+        assert!(matches!(peer.next().0, Message::List(_)));
+        peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
+    }
+    listing.join().unwrap().unwrap();
 }

@@ -130,8 +130,9 @@ impl Reactor {
         self.keeper_link.end_unused()
     }
 
-    /// Serves until cancelled. Returns the totals at that time.
+    /// Serves until cancelled. Returns the totals at that time. A fork's request to cancel could not wake the event loop.
     pub(crate) fn run(&mut self) -> Result<Total> {
+        self.cancel.check_fork()?;
         let total = self.state.objects.total();
         tracing::info!(
             path = %self.admission.listener.path().display(),
