@@ -186,6 +186,7 @@ pub struct Opened {
 /// - [`LoadError::MissingSymbol`]: the library is not a driver, or too old.
 /// - [`Error::Forked`]: this process is a fork of a process that initialized the driver.
 /// - [`Error::Driver`]: the driver fails.
+/// - [`Error::System`]: the host backend can't read the machine's boot ID.
 ///
 /// With [`Choice::Auto`], [`LoadError::NoLibrary`] and [`LoadError::NoDevice`] select the host backend. Any other failure of the driver
 /// is returned: it never causes a fallback.
@@ -195,12 +196,12 @@ pub struct Opened {
 pub fn open(choice: Choice) -> Result<Opened> {
     let cuda = |driver| Opened { driver, fallback: None };
     match choice {
-        Choice::Only(Backend::Host) => Ok(Opened { driver: open_host(), fallback: None }),
+        Choice::Only(Backend::Host) => Ok(Opened { driver: open_host()?, fallback: None }),
         Choice::Only(Backend::Cuda) => open_cuda().map(cuda),
         Choice::Auto => match open_cuda() {
             Ok(driver) => Ok(cuda(driver)),
             Err(reason @ (Error::Load(LoadError::NoLibrary { .. }) | Error::Load(LoadError::NoDevice))) => {
-                Ok(Opened { driver: open_host(), fallback: Some(reason) })
+                Ok(Opened { driver: open_host()?, fallback: Some(reason) })
             }
             Err(error) => Err(error),
         },
@@ -210,15 +211,15 @@ pub fn open(choice: Choice) -> Result<Opened> {
 /// The open driver object of a backend in this process.
 type Open<T> = PerProcess<Mutex<Weak<T>>>;
 
-fn open_host() -> Driver {
+fn open_host() -> Result<Driver> {
     static OPEN: Open<host::HostDriver> = PerProcess::new(Mutex::default);
     let mut open = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(driver) = open.upgrade() {
-        return Driver::of(driver);
+        return Ok(Driver::of(driver));
     }
-    let driver = Arc::new(host::HostDriver::new());
+    let driver = Arc::new(host::HostDriver::new()?);
     *open = Arc::downgrade(&driver);
-    Driver::of(driver)
+    Ok(Driver::of(driver))
 }
 
 fn open_cuda() -> Result<Driver> {

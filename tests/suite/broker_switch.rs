@@ -652,7 +652,7 @@ fn host_reader_sees_old_or_new_version() {
 #[test]
 fn a_forgotten_mirror_refuses_the_switch() {
     // Not a `Subject`: its leak check would fail, because the mirror is forgotten on purpose.
-    let driver = internals::driver(Arc::new(HostDriver::new()));
+    let driver = internals::driver(Arc::new(HostDriver::new().unwrap()));
     let broker = Broker::start(&Subject::host());
     let client = broker.client();
     let put = |value| {

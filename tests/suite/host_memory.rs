@@ -2,15 +2,17 @@
 
 use std::{
     io::{Seek, SeekFrom, Write},
+    iter,
     os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
 };
 
 use nix::{
     fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
+    libc,
     sys::{
         memfd::{MFdFlags, memfd_create},
-        resource::{Resource, setrlimit},
+        resource::{Resource, getrlimit, setrlimit},
         stat::fstat,
     },
     unistd::ftruncate,
@@ -381,7 +383,7 @@ fn memory_is_replaced_in_one_step() {
 
 #[test]
 fn last_window_unmaps_its_memory() {
-    let driver = HostDriver::new();
+    let driver = HostDriver::new().unwrap();
     let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
     let inode = Inode::of(driver.export(handle).unwrap());
     let address = driver.reserve(GRANULARITY, 0).unwrap();
@@ -419,11 +421,34 @@ fn granularity_is_a_power_of_two() {
 }
 
 #[test]
+fn descriptor_limit_is_no_driver_error() {
+    in_fork(|| {
+        let (driver, uuid) = (HostDriver::new().unwrap(), HostDriver::new().unwrap().device_uuid(0).unwrap());
+        let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
+        let exported = driver.export(handle).unwrap();
+        let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, 64, hard).unwrap();
+        let all: Vec<_> = iter::from_fn(|| exported.try_clone().ok()).collect();
+        let errors = [
+            HostDriver::new().map(drop).unwrap_err(),
+            driver.create(GRANULARITY, &EXPORTABLE).unwrap_err(),
+            driver.export(handle).unwrap_err(),
+            driver.import(exported.as_fd(), GRANULARITY).unwrap_err(),
+        ];
+        drop(all);
+        setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+        let is_limit = |error: &Error| matches!(error, Error::System { source, .. } if source.raw_os_error() == Some(libc::EMFILE));
+        assert!(errors.iter().all(is_limit), "{errors:?}");
+        HostDriver::new().unwrap().device_uuid(0).unwrap() == uuid
+    });
+}
+
+#[test]
 fn excess_allocation_is_refused_early() {
     // The file size limit keeps a driver that fails this test from filling this machine's memory.
     in_fork(|| {
         setrlimit(Resource::RLIMIT_FSIZE, 64 << 20, 64 << 20).unwrap();
-        let driver: Arc<dyn Verbs> = Arc::new(HostDriver::new());
+        let driver: Arc<dyn Verbs> = Arc::new(HostDriver::new().unwrap());
         let device = Device::all(&internals::driver(driver)).unwrap().remove(0);
         let size = (device.memory_info().unwrap().free + (4 << 30)).next_multiple_of(GRANULARITY);
         matches!(
@@ -435,7 +460,7 @@ fn excess_allocation_is_refused_early() {
 
 #[test]
 fn there_is_one_device() {
-    let driver = HostDriver::new();
+    let driver = HostDriver::new().unwrap();
     assert_eq!(driver.device_count().unwrap(), 1);
     assert_eq!(code(driver.device_name(1)), code::INVALID_DEVICE);
     assert_eq!(
@@ -446,7 +471,7 @@ fn there_is_one_device() {
 
 #[test]
 fn forgotten_memory_is_freed() {
-    let (one, two) = (HostDriver::new(), HostDriver::new());
+    let (one, two) = (HostDriver::new().unwrap(), HostDriver::new().unwrap());
     assert_eq!(one.device_uuid(0).unwrap(), two.device_uuid(0).unwrap());
     let handle = one.create(GRANULARITY, &EXPORTABLE).unwrap();
     let fd = one.export(handle).unwrap();
@@ -477,7 +502,7 @@ fn foreign_handles_are_not_touched() {
         .unwrap()
         .activate()
         .unwrap();
-    let host: Arc<dyn Verbs> = Arc::new(HostDriver::new());
+    let host: Arc<dyn Verbs> = Arc::new(HostDriver::new().unwrap());
     let cuda = cuda.bare().unwrap();
     let host = host.bare().unwrap();
     for (here, there) in [(cuda, host), (host, cuda)] {

@@ -15,7 +15,7 @@ use super::support::{Copy, EXPORTABLE, code, in_fork};
 
 /// Pairs of drivers whose handles have equal numbers.
 fn pairs() -> Vec<[Arc<dyn Verbs>; 2]> {
-    let host = || Arc::new(HostDriver::new()) as Arc<dyn Verbs>;
+    let host = || Arc::new(HostDriver::new().unwrap()) as Arc<dyn Verbs>;
     let fake = || Arc::new(CudaDriver::load_from(Copy::new().load().path()).unwrap()) as Arc<dyn Verbs>;
     let same = Copy::new().load();
     let again = || Arc::new(CudaDriver::load_from(same.path()).unwrap()) as Arc<dyn Verbs>;
@@ -74,7 +74,7 @@ fn backend_opens_once() {
     let host = || open(Choice::Only(Backend::Host)).unwrap().driver;
     let (one, two) = (host(), host());
     assert_eq!(one, two);
-    assert_ne!(one, internals::driver(Arc::new(HostDriver::new())));
+    assert_ne!(one, internals::driver(Arc::new(HostDriver::new().unwrap())));
     // Memory and addresses from both calls can be combined.
     let allocation = Allocation::create(&device(&one), 1).unwrap();
     let addresses = Reservation::new(&device(&two), allocation.size()).unwrap();

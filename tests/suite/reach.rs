@@ -39,7 +39,7 @@ cases! {
 /// Returns another driver of the same kind. Where possible it shares no state with the first.
 fn another(subject: &Subject) -> (Arc<dyn Verbs>, Option<Fake>) {
     match subject.kind {
-        Kind::Host => (Arc::new(HostDriver::new()), None),
+        Kind::Host => (Arc::new(HostDriver::new().unwrap()), None),
         Kind::Fake => {
             let fake = Copy::new().load();
             (Arc::new(CudaDriver::load_from(fake.path()).unwrap()), Some(fake))

@@ -15,8 +15,9 @@ mod verbs;
 
 use std::{
     collections::BTreeMap,
-    fs,
+    fs, io,
     os::fd::OwnedFd,
+    path::Path,
     ptr::NonNull,
     sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
     time::Duration,
@@ -99,7 +100,10 @@ pub struct Live {
 
 impl HostDriver {
     /// Creates a host backend. Only the calling process can use it.
-    pub fn new() -> Self {
+    ///
+    /// # Errors
+    /// [`Error::System`] if the boot ID can't be read: the device would have another UUID than in other processes.
+    pub fn new() -> Result<Self> {
         Self::of(GRANULARITY)
     }
 
@@ -107,26 +111,23 @@ impl HostDriver {
     /// same granularity.
     ///
     /// # Errors
-    /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if `bytes` is not a power of two, or not a multiple of the page size.
+    /// [`Error::Driver`] with `CUDA_ERROR_INVALID_VALUE` if `bytes` is not a power of two, or not a multiple of the page size; the errors
+    /// of [`HostDriver::new`].
     pub fn with_granularity(bytes: u64) -> Result<Self> {
         // SAFETY: no pointers.
         let page = u64::try_from(unsafe { nix::libc::sysconf(nix::libc::_SC_PAGESIZE) }).unwrap_or(4096);
         if !bytes.is_power_of_two() || !bytes.is_multiple_of(page) {
             return Err(failure("host with_granularity", code::INVALID_VALUE));
         }
-        Ok(Self::of(bytes))
+        Self::of(bytes)
     }
 
-    fn of(granularity: u64) -> Self {
-        // Processes of one boot must have the same device UUID, and processes of different boots different ones.
-        let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_else(|error| {
-            tracing::warn!(%error, "can't read the boot ID: the host device has the same UUID on every such machine");
-            String::new()
-        });
+    fn of(granularity: u64) -> Result<Self> {
+        let boot_id = boot_id(Path::new("/"))?;
         let origin = ProcessIdentity::current();
         let space = Arc::new(Space { origin, state: RwLock::default(), windows: Arc::default() });
         let (identity, uuid) = (Identity::new(), Self::uuid_of(boot_id.trim()));
-        Self { origin, identity, uuid, granularity, space }
+        Ok(Self { origin, identity, uuid, granularity, space })
     }
 
     /// The device's UUID on a machine with this boot ID (without a newline).
@@ -209,12 +210,6 @@ impl PhysicalMemory {
     }
 }
 
-impl Default for HostDriver {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Drop for Space {
     fn drop(&mut self) {
         if self.origin.check().is_err() {
@@ -248,6 +243,17 @@ impl Resources {
         self.handles.insert(handle, memory);
         handle
     }
+}
+
+/// Processes of one boot must have the same device UUID, and processes of different boots different ones. No source other than `/proc` is
+/// the same in all containers of a machine: `/etc/machine-id` differs, and the time of boot changes with the clock.
+fn boot_id(root: &Path) -> Result<String> {
+    fs::read_to_string(root.join("proc/sys/kernel/random/boot_id")).map_err(|error| {
+        let hidden = ": mount /proc, without `subset=pid` (systemd: ProcSubset=all)";
+        let remedy = if error.kind() == io::ErrorKind::NotFound { hidden } else { "" };
+        let action = format!("read /proc/sys/kernel/random/boot_id, which identifies this machine's memory{remedy}");
+        Error::system(action, error)
+    })
 }
 
 /// The reservation that contains a range.
@@ -286,4 +292,16 @@ fn from_errno(call: &'static str, errno: Errno) -> Error {
         _ => code::OPERATING_SYSTEM,
     };
     failure_with(call, code, Some(errno.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hidden_boot_id_is_an_error() {
+        let root = tempfile::tempdir().unwrap();
+        let error = boot_id(root.path()).unwrap_err().in_full();
+        assert!(error.contains("boot_id") && error.contains("ProcSubset=all"), "{error}");
+    }
 }

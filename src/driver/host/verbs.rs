@@ -68,9 +68,8 @@ unsafe impl Verbs for HostDriver {
     }
 
     fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
-        const CALL: &str = "host memory_info";
-        self.device(CALL, ordinal)?;
-        available::memory().map_err(|error| failure_with(CALL, code::OPERATING_SYSTEM, Some(error)))
+        self.device("host memory_info", ordinal)?;
+        available::memory()
     }
 
     fn activate(&self, ordinal: i32) -> Result<()> {

@@ -32,7 +32,7 @@ use crate::{
     numbers::{
         CONTEXT_IS_DESTROYED, DEVICE, DMA_BUF, FABRIC, HERE, HOST_NUMA, ILLEGAL_ADDRESS, INVALID_CONTEXT,
         INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NO_DEVICE, NOT_FOUND, NOT_INITIALIZED, NOT_PERMITTED,
-        NOT_SUPPORTED, NOT_VISIBLE, OUT_OF_MEMORY, PINNED, POSIX_FD, UNKNOWN, code,
+        NOT_SUPPORTED, NOT_VISIBLE, OPERATING_SYSTEM, OUT_OF_MEMORY, PINNED, POSIX_FD, UNKNOWN, code,
     },
 };
 
@@ -121,6 +121,7 @@ pub(crate) fn initialise() -> Answer {
         return Err(NO_DEVICE);
     }
     let host = HostDriver::with_granularity(granularity).map_err(code)?;
+    let ipc = Ipc::new().map_err(code)?;
     let mut driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
     driver.get_or_insert_with(|| Emulated {
         host,
@@ -131,7 +132,7 @@ pub(crate) fn initialise() -> Answer {
         arriving: Vec::new(),
         retained: BTreeMap::new(),
         ruined: BTreeSet::new(),
-        ipc: Ipc::new(),
+        ipc,
         events: Events::new(),
         modules: Modules::new(),
     });
@@ -184,7 +185,7 @@ impl Emulated {
     /// The same in all processes of one boot, and different from the host backend's.
     pub(crate) fn device_uuid(&self, device: c_int) -> Answer<[u8; 16]> {
         self.check_device(device)?;
-        let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(|_| OPERATING_SYSTEM)?;
         let digits: String = boot_id.chars().filter(char::is_ascii_hexdigit).collect();
         let number = u128::from_str_radix(&digits, 16).unwrap_or(0) ^ u128::from_be_bytes(*b"fakecuda, no GPU");
         Ok((number ^ device as u128).to_be_bytes())

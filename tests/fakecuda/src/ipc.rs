@@ -164,15 +164,15 @@ fn random() -> u64 {
 }
 
 impl Ipc {
-    pub(crate) fn new() -> Self {
-        Self {
-            host: HostDriver::new(),
+    pub(crate) fn new() -> vmmfd::Result<Self> {
+        Ok(Self {
+            host: HostDriver::new()?,
             arenas: BTreeMap::new(),
             blocks: BTreeMap::new(),
             pools: BTreeMap::new(),
             pools_made: 0,
             page_locked: BTreeMap::new(),
-        }
+        })
     }
 
     /// The numbers of blocks, pools and page-locked allocations.

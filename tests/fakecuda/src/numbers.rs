@@ -18,6 +18,9 @@ pub(crate) const NOT_FOUND: u32 = 500;
 pub(crate) const ILLEGAL_ADDRESS: u32 = 700;
 pub(crate) const UNKNOWN: u32 = 999;
 
+/// `CUDA_ERROR_OPERATING_SYSTEM`.
+pub(crate) const OPERATING_SYSTEM: u32 = 304;
+
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.
 pub(crate) const PINNED: c_uint = 1;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
@@ -44,6 +47,7 @@ pub(crate) const MAX_DEVICES: u32 = 16;
 pub(crate) fn code(error: Error) -> u32 {
     match error {
         Error::Driver { code, .. } => code,
+        Error::System { .. } => OPERATING_SYSTEM,
         _ => UNKNOWN,
     }
 }

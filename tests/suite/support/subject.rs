@@ -53,7 +53,7 @@ pub(crate) struct Subject {
 
 impl Subject {
     pub(crate) fn host() -> Self {
-        let host = Arc::new(HostDriver::new());
+        let host = Arc::new(HostDriver::new().unwrap());
         Self::new(Kind::Host, Arc::clone(&host) as Arc<dyn Verbs>, Some(host), None, Turn::Free)
     }
 
