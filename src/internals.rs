@@ -34,7 +34,7 @@ use crate::{
     memory::{Description, DeviceIdentity, Mirror, Region, Selector, Shared, Sharing},
 };
 pub use crate::{
-    broker::{notify::notify, server::limits::TimeLimits},
+    broker::{MIN_FILE_LIMIT, notify::notify, server::limits::TimeLimits},
     channel::{
         connect_socket, deadline_after, default_broker_socket, eventfd,
         record::{Record, RecordSocket},
@@ -42,7 +42,7 @@ pub use crate::{
     memory::first_elements,
     session::interruptibly,
     sys::take_passed,
-    wire::{broker::NEEDS_BOTH, clean, shorten, strict::optional_object},
+    wire::{broker::NEEDS_BOTH, clean, is_unsafe_on_terminals, shorten, strict::optional_object},
 };
 
 /// Starting and running the processes of the commands `serve` and `keeper`.

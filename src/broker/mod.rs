@@ -60,6 +60,9 @@ pub use self::client::{
     ObjectPart, Prepared, Put, PutPart, Restored, Watch, WatchPlace, Watched,
 };
 pub use self::keeper::KeeperPath;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub use self::server::MIN_FILE_LIMIT;
 pub(crate) use self::server::inspect_and_classify;
 pub use self::server::{Server, ServerConfig, ServerReport};
 pub use crate::wire::broker::{

@@ -177,14 +177,16 @@ pub fn shorten(text: &mut String, most: usize) {
     }
 }
 
+/// Whether a character must not reach a terminal: a control character, or a format character (Unicode category Cf) that reorders or hides
+/// text.
+pub fn is_unsafe_on_terminals(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{00AD}' | '\u{061C}' | '\u{180E}' | '\u{200B}'..='\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2060}'..='\u{206F}' | '\u{FEFF}')
+}
+
 /// Replaces characters that must not reach a terminal with spaces.
 pub fn clean(text: &mut String) {
-    // Control characters, and format characters (Unicode category Cf) that reorder or hide text on terminals.
-    let unsafe_character = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{00AD}' | '\u{061C}' | '\u{180E}' | '\u{200B}'..='\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2060}'..='\u{206F}' | '\u{FEFF}')
-    };
-    if text.contains(unsafe_character) {
-        *text = text.replace(unsafe_character, " ");
+    if text.contains(is_unsafe_on_terminals) {
+        *text = text.replace(is_unsafe_on_terminals, " ");
     }
 }

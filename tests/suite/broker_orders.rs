@@ -272,11 +272,11 @@ fn removed_folder_keeps_the_objects() {
     broker.check();
 }
 
-#[test]
-fn short_file_limit_is_refused() {
+/// What `serve` reports under a limit with which it can't hold an object.
+fn refusal_under(limit: &str) -> String {
     let folder = tempfile::tempdir().unwrap();
     let mut command = Command::new("sh");
-    command.args(["-c", "ulimit -f 64; exec \"$0\" serve --socket \"$1\""]);
+    command.args(["-c", &format!("ulimit {limit}; exec \"$0\" serve --socket \"$1\"")]);
     let mut child =
         command.arg(binary("vmmfd")).arg(folder.path().join("socket")).stderr(Stdio::piped()).spawn().unwrap();
     let begun = Instant::now();
@@ -287,8 +287,17 @@ fn short_file_limit_is_refused() {
         }
         thread::sleep(Duration::from_millis(10));
     }
-    let text = io::read_to_string(child.stderr.take().unwrap()).unwrap();
-    assert!(text.contains("RLIMIT_FSIZE") && text.contains("ulimit -f unlimited"), "{text}");
+    io::read_to_string(child.stderr.take().unwrap()).unwrap()
+}
+
+#[test]
+fn short_limits_are_refused() {
+    for (limit, name, remedy) in
+        [("-f 64", "RLIMIT_FSIZE", "ulimit -f unlimited"), ("-n 256", "RLIMIT_NOFILE", "ulimit -n")]
+    {
+        let text = refusal_under(limit);
+        assert!(text.contains(name) && text.contains(remedy), "{limit}: {text}");
+    }
 }
 
 #[test]

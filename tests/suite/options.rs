@@ -106,6 +106,24 @@ fn options_come_from_the_environment_too() {
 }
 
 #[test]
+fn empty_variables_are_unset() {
+    let meeting = host();
+    let run = |name, arguments: &[&str]| {
+        let mut run = meeting.bare(name).env("XDG_RUNTIME_DIR", meeting.folder());
+        for variable in ["VMMFD_SOCKET", "VMMFD_BROKER_SOCKET", "VMMFD_BACKEND"] {
+            run = run.env(variable, "");
+        }
+        run.command.args(arguments);
+        run
+    };
+    let producer = run("producer", &[]).start();
+    run("consumer", &[]).end().code(0);
+    producer.end().code(0);
+    let own = meeting.folder().join("vmmfd/broker.sock");
+    run("vmmfd", &["ls"]).end().code(4).says(own.to_str().unwrap());
+}
+
+#[test]
 fn default_socket_folder_is_private() {
     let meeting = host();
     let run = |name| {

@@ -28,7 +28,7 @@ use super::{
     Exit,
     describe::{checked, described, findings, first_words, kind, numbers, process_named, spelled},
     layout,
-    output::{Output, Progress, Wait, complain, fallback_reason, is_coloured, print_now},
+    output::{Output, Progress, Wait, complain, fallback_reason, is_coloured, json_line, print_now},
     report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
 };
 use crate::{
@@ -520,10 +520,8 @@ impl Console {
 
     fn print_json(&self) {
         let mut state = self.state();
-        match serde_json::to_string(&state.report) {
-            Ok(json) => state.print(&json),
-            Err(error) => state.stdout = Some(error.into()),
-        }
+        let line = json_line(&state.report);
+        state.print(line.trim_end());
     }
 
     fn state(&self) -> MutexGuard<'_, Collected> {

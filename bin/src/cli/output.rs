@@ -17,7 +17,7 @@ use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
     error::Error,
     internals::{
-        clean,
+        clean, is_unsafe_on_terminals,
         stderr::{Stderr, flush_stderr},
     },
 };
@@ -137,10 +137,20 @@ pub fn print_lines(text: &str) -> io::Result<()> {
     print_now(&layout::shown(text, &io::stdout()))
 }
 
-/// A report as one line of JSON.
+/// A report as one line of JSON. serde_json escapes only the control characters of ASCII, but others and marks that reorder text act on
+/// terminals too. All of them are in strings.
 pub fn json_line(report: &impl Serialize) -> String {
     match serde_json::to_string(report) {
-        Ok(text) => text + "\n",
+        Ok(text) => {
+            let mut line = String::with_capacity(text.len() + 1);
+            for c in text.chars() {
+                match is_unsafe_on_terminals(c) {
+                    true => line.push_str(&format!("\\u{:04x}", u32::from(c))),
+                    false => line.push(c),
+                }
+            }
+            line + "\n"
+        }
         Err(error) => format!("{{\"schema\":1,\"error\":{{\"kind\":\"system\",\"message\":\"{error}\"}}}}\n"),
     }
 }
@@ -361,5 +371,22 @@ impl TermLike for Row {
     fn flush(&self) -> io::Result<()> {
         let text = mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
         Stderr.write_all(text.as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::value::RawValue;
+
+    use super::*;
+
+    #[test]
+    fn json_has_no_terminal_controls() {
+        let text = "C1 \u{9B}31m, override \u{202E}, mark \u{200F}, é 漢\n";
+        let line = json_line(&text);
+        assert_eq!(line, "\"C1 \\u009b31m, override \\u202e, mark \\u200f, é 漢\\n\"\n");
+        assert_eq!(serde_json::from_str::<String>(&line).unwrap(), text);
+        let number = RawValue::from_string("1.10e400".to_owned()).unwrap();
+        assert_eq!(json_line(&number), "1.10e400\n");
     }
 }

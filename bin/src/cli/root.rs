@@ -180,8 +180,15 @@ fn matches_of(
     arguments: impl IntoIterator<Item = OsString>,
 ) -> Result<clap::ArgMatches, clap::Error> {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
-    let matches = parser().try_get_matches_from(&arguments);
+    let matches = without_empty_variables(parser()).try_get_matches_from(&arguments);
     matches.map_err(|error| suggest::improve(error, parser(), &arguments, (&self::parser("vmmfd"), GROUPS)))
+}
+
+/// Makes an empty environment variable count as unset.
+fn without_empty_variables(command: clap::Command) -> clap::Command {
+    let is_empty = |arg: &clap::Arg| arg.get_env().and_then(std::env::var_os).is_some_and(|value| value.is_empty());
+    let command = command.mut_args(|arg| if is_empty(&arg) { arg.env(None::<&str>) } else { arg });
+    command.mut_subcommands(without_empty_variables)
 }
 
 /// Parses the command line and, for `serve`, its options file. `help` becomes `--help` of its command.

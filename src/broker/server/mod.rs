@@ -24,6 +24,8 @@ use std::{
 };
 
 pub(crate) use self::state::inspect::inspect_and_classify;
+#[cfg(feature = "internals")]
+pub use self::state::room::MIN_FILE_LIMIT;
 use self::{
     io::{
         admission::Admission,

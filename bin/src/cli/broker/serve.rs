@@ -20,7 +20,7 @@ use vmmfd::{
     channel::{Cancel, broker_socket_path},
     error::Error,
     internals::{
-        TimeLimits, check_socket, default_broker_socket, emulated, is_restarted,
+        MIN_FILE_LIMIT, TimeLimits, check_socket, default_broker_socket, emulated, is_restarted,
         keeper::{self, Role, ServiceProcess},
         notify, started_by_keeper, stderr, with_limits,
     },
@@ -160,6 +160,21 @@ fn require_file_size() -> vmmfd::Result<()> {
     Ok(())
 }
 
+/// Raises the open-file limit. Fails if the broker could hold no object.
+fn require_files() -> vmmfd::Result<()> {
+    raise_file_limit();
+    let (limit, _) =
+        getrlimit(Resource::RLIMIT_NOFILE).map_err(|errno| Error::system("read the limit of open files", errno))?;
+    if limit < MIN_FILE_LIMIT as u64 {
+        let reason = format!(
+            "this process may open {limit} files (RLIMIT_NOFILE), and a broker that holds an object needs {MIN_FILE_LIMIT}: use \
+             `ulimit -n 65536`, or LimitNOFILE=65536 in the unit"
+        );
+        return Err(Error::system("serve", io::Error::other(reason)));
+    }
+    Ok(())
+}
+
 #[derive(Debug, Serialize, JsonSchema)]
 struct ServeReport {
     schema: u32,
@@ -207,7 +222,7 @@ impl ServeOptions {
 
     fn run_role(self) -> ExitCode {
         if Role::of_this_process().is_first()
-            && let Err(error) = require_file_size()
+            && let Err(error) = require_file_size().and_then(|()| require_files())
         {
             return fail::<Self>(&error, self.output.json);
         }
@@ -230,7 +245,8 @@ impl ServeOptions {
         };
         let path = path.and_then(|path| check_socket(&path).map(|()| path));
         let keeper = self.keeper.iter().try_for_each(|path| keeper::check_reachable(path, cancel));
-        let mut problems: Vec<Error> = [require_file_size().err(), keeper.err()].into_iter().flatten().collect();
+        let mut problems: Vec<Error> =
+            [require_file_size().err(), require_files().err(), keeper.err()].into_iter().flatten().collect();
         let path = path.map_err(|problem| problems.push(problem)).unwrap_or_default();
         let Some(last) = problems.pop() else {
             let report = CheckReport { schema: VERSION, tool: stamp::tool(), socket: path.display().to_string() };

@@ -9,6 +9,10 @@ use crate::{
 /// Descriptors reserved for the server and for a record being received.
 pub(crate) const SPARE: usize = MAX_FDS + 64;
 
+/// The least open-file limit with which a server and its keeper can hold an object: some descriptors of their own, connections, a segment.
+#[cfg(feature = "internals")]
+pub const MIN_FILE_LIMIT: usize = SPARE + 32;
+
 /// The process's descriptors when a request arrives.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Room {
