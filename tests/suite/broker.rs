@@ -247,7 +247,14 @@ fn one_reader_claims_and_others_wait(subject: Subject) {
         })
         .collect();
     // Without a wait, a name that another client has claimed is absent.
-    assert_eq!(refused(broker.client().get_or_claim(&Get::new("weights"), &ClaimOf::whole())).0, RefusalCode::Absent);
+    let (code, message) = refused(broker.client().get_or_claim(&Get::new("weights"), &ClaimOf::whole()));
+    assert_eq!(code, RefusalCode::Absent);
+    let holder = format!("pid {} of uid {} has claimed it", std::process::id(), nix::unistd::getuid());
+    assert!(message.ends_with(&holder), "{message}");
+    let waited = Get::new("weights").wait(Duration::from_millis(1));
+    let (code, message) = refused(broker.client().get_or_claim(&waited, &ClaimOf::whole()));
+    assert_eq!(code, RefusalCode::Timeout);
+    assert!(message.contains(&holder), "{message}");
     // The claim passes to another waiting client, which makes the object.
     drop(claim);
     let mut made: Vec<(u64, bool)> = others.into_iter().map(|other| other.join().unwrap()).collect();

@@ -29,6 +29,7 @@ pub(crate) struct Claims {
 #[derive(Debug)]
 struct Holder {
     connection: ConnectionId,
+    pid: i32,
     uid: u32,
     token: Token,
     claim: Claim,
@@ -50,7 +51,7 @@ impl Claims {
         if !self.names.get(name).is_none_or(|holders| holders.iter().all(is_compatible)) {
             return Ok(None);
         }
-        let Caller { connection, uid, .. } = *caller;
+        let Caller { connection, pid, uid, .. } = *caller;
         let of_connection = self.held.get(&connection).map_or(0, HashMap::len);
         let of_user = self.users.get(&uid).copied().unwrap_or(0);
         if of_connection >= MAX_CLAIMS || of_user >= MAX_CLAIMS_OF_USER {
@@ -63,11 +64,16 @@ impl Claims {
             );
         }
         let token = Token(random());
-        let holder = Holder { connection, uid, token, claim: claim.clone() };
+        let holder = Holder { connection, pid, uid, token, claim: claim.clone() };
         self.names.entry(name.to_owned()).or_default().push(holder);
         self.held.entry(connection).or_default().insert(token, name.to_owned());
         *self.users.entry(uid).or_default() += 1;
         Ok(Some(token))
+    }
+
+    /// The process, in the server's PID namespace, and the user of the oldest claim on a name.
+    pub(crate) fn holder(&self, name: &str) -> Option<(i32, u32)> {
+        self.names.get(name)?.first().map(|holder| (holder.pid, holder.uid))
     }
 
     /// Releases a claim. Returns its object's name.

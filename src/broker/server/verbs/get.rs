@@ -14,6 +14,7 @@ use crate::{
         name::{check_component, check_name},
         server::state::{
             caller::ConnectionId,
+            claims::Claims,
             client::PendingRequest,
             objects::{LeaseParts, Objects, Selected, Selection, TableQuery},
             root::State,
@@ -130,7 +131,7 @@ fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waitin
         }
     }
     let Some(wait) = waiting.get.wait_ms else {
-        let refusal = BrokerError::new(RefusalCode::Absent, why_absent(&waiting, name));
+        let refusal = BrokerError::new(RefusalCode::Absent, why_absent(&state.claims, &waiting, name));
         return refuse(state, effects, id, refusal);
     };
     state.waits.add(id, &waiting.get);
@@ -140,13 +141,18 @@ fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waitin
     effects.deadline(id, deadline);
 }
 
-fn why_absent(waiting: &PendingGet, name: &str) -> String {
+/// Names the holder of a claim, for which the caller may have waited: another user may hold it for long.
+fn why_absent(claims: &Claims, waiting: &PendingGet, name: &str) -> String {
     let object = waiting.get.objects.iter().find(|object| object.name == name);
-    match object.map(|object| (object.version, object.newer_than)) {
+    let mut why = match object.map(|object| (object.version, object.newer_than)) {
         Some((Some(version), _)) => format!("there is no version {version} of `{name}`"),
         Some((None, Some(older))) => format!("there is no version of `{name}` after {older}"),
         _ => format!("there is no object `{name}`"),
+    };
+    if let Some((pid, uid)) = claims.holder(name) {
+        why += &format!(", and pid {pid} of uid {uid} has claimed it");
     }
+    why
 }
 
 pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionId, code: RefusalCode) {
@@ -156,7 +162,7 @@ pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionI
     let missing =
         objects.iter().find(|object| state.objects.find(&object.name, object.version, object.newer_than).is_none());
     let name = missing.or(objects.first()).map_or("", |object| object.name.as_str());
-    let why = why_absent(&waiting, name);
+    let why = why_absent(&state.claims, &waiting, name);
     let waited = waiting.get.wait_ms.unwrap_or(0);
     let message = match code {
         RefusalCode::Timeout => format!("{why}: waited {waited} ms"),
