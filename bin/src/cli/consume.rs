@@ -15,7 +15,9 @@ use vmmfd::{
 };
 
 use super::{
-    Console, Exit, Meet, Output, Session, leave_open, parse_range, parse_target,
+    Console, Exit, Meet, Output, Session, leave_open,
+    options::target_parser,
+    parse_range,
     values::{ACCESS, CHOICE, ENGINE},
 };
 use crate::check::{self, DataVerifier, files::Target, pattern::EngineChoice};
@@ -31,7 +33,7 @@ pub struct Consume {
     range: Option<Range<u64>>,
 
     /// File for the bytes, created only after they are verified
-    #[arg(long, value_name = "FILE", value_parser = parse_target, help_heading = "Buffer")]
+    #[arg(long, value_name = "FILE", value_parser = target_parser(), help_heading = "Buffer")]
     to: Option<PathBuf>,
 
     /// Replace the file if it exists

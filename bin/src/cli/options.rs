@@ -7,7 +7,10 @@ use std::{
     time::Duration,
 };
 
-use clap::Args;
+use clap::{
+    Args,
+    builder::{OsStringValueParser, TypedValueParser},
+};
 use vmmfd::{
     array::{self, ArrayDescriptor, ElementType, Order},
     channel::{Cancel, Trust},
@@ -87,7 +90,7 @@ pub(super) struct Extent {
     elements: Option<u64>,
 
     /// File to share instead of a pattern
-    #[arg(long, value_name = "FILE", value_parser = parse_source, conflicts_with_all = ["size", "elements", "seed", "round_trip"])]
+    #[arg(long, value_name = "FILE", value_parser = source_parser(), conflicts_with_all = ["size", "elements", "seed", "round_trip"])]
     from: Option<PathBuf>,
 }
 
@@ -202,25 +205,22 @@ impl ArrayOptions {
     }
 }
 
-/// Parses the path of a file to read.
-pub(super) fn parse_source(text: &str) -> Result<PathBuf, String> {
-    path(text, "the size of a buffer must be known before it is filled: save standard input to a file")
+/// The path of a file to read.
+pub(super) fn source_parser() -> impl TypedValueParser<Value = PathBuf> {
+    path_parser("the size of a buffer must be known before it is filled: save standard input to a file")
 }
 
-/// Parses the path of a file to write.
-///
-/// # Errors
-/// One sentence for an empty path, and for `-`: standard output is not supported.
-pub fn parse_target(text: &str) -> Result<PathBuf, String> {
-    path(text, "the file appears only after it is complete and verified, unlike standard output: name a file")
+/// The path of a file to write.
+pub(super) fn target_parser() -> impl TypedValueParser<Value = PathBuf> {
+    path_parser("the file appears only after it is complete and verified, unlike standard output: name a file")
 }
 
-fn path(text: &str, why_no_stream: &str) -> Result<PathBuf, String> {
-    match text {
-        "" => Err("an empty name: name a file".to_owned()),
-        "-" => Err(format!("`-` is not supported: {why_no_stream} (for a file named -, write ./-)")),
+fn path_parser(why_no_stream: &'static str) -> impl TypedValueParser<Value = PathBuf> {
+    OsStringValueParser::new().try_map(move |text| match text.as_encoded_bytes() {
+        b"" => Err("an empty name: name a file".to_owned()),
+        b"-" => Err(format!("`-` is not supported: {why_no_stream} (for a file named -, write ./-)")),
         _ => Ok(PathBuf::from(text)),
-    }
+    })
 }
 
 /// Parses a number of 32-bit words and returns bytes.

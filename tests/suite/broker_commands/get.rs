@@ -1,5 +1,7 @@
 //! `vmmfd get`.
 
+use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+
 use super::*;
 
 cases! {
@@ -203,4 +205,24 @@ fn one_array_is_written_alone(broker: Broker) {
     let gaps = broker.refusal(&["get", "matrix", "--array", "column", "--backend", "auto"], 2, "usage");
     assert!(gaps.contains("--range 102:91"), "{gaps}");
     assert!(fs::read(&copy).unwrap() == written[1].bytes);
+}
+
+#[test]
+fn file_names_need_no_utf8() {
+    let broker = Broker::host();
+    let named = |name: &[u8]| broker.place.folder().join(OsStr::from_bytes(name));
+    let with = |arguments: &[&str], file: &Path| {
+        let mut run = broker.run(arguments);
+        run.command.arg(file);
+        run.end().code(0);
+    };
+    let (from, to, weights) = (named(b"from\xff"), named(b"to\xff"), named(b"weights\xff.safetensors"));
+    fs::write(&from, b"bytes").unwrap();
+    with(&["put", "a", "--from"], &from);
+    with(&["get", "a", "--to"], &to);
+    assert_eq!(fs::read(&to).unwrap(), b"bytes");
+    let header = br#"{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
+    fs::write(&weights, [&(header.len() as u64).to_le_bytes()[..], header, b"x"].concat()).unwrap();
+    with(&["put", "b", "--safetensors"], &weights);
+    assert_eq!(broker.names(), ["a", "b"]);
 }

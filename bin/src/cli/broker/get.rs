@@ -24,7 +24,7 @@ use crate::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
         leave_open,
-        options::{parse_range, parse_target, parse_timeout, parse_uid},
+        options::{parse_range, parse_timeout, parse_uid, target_parser},
         output::{Progress, json_line},
         raise_file_limit,
         report::{ErrorSummary, Step},
@@ -76,7 +76,7 @@ pub(in super::super) struct GetOptions {
     array: Option<String>,
 
     /// File for the bytes, created only after they are verified
-    #[arg(long, value_name = "FILE", value_parser = parse_target, help_heading = "Buffer")]
+    #[arg(long, value_name = "FILE", value_parser = target_parser(), help_heading = "Buffer")]
     to: Option<PathBuf>,
 
     /// Replace the file if it exists

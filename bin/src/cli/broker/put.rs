@@ -36,7 +36,7 @@ use crate::{
         ArrayOptions, Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
         leave_open,
-        options::parse_source,
+        options::source_parser,
         output::{Progress, json_line},
         parse_size, raise_file_limit,
         report::Step,
@@ -98,7 +98,7 @@ pub(in super::super) struct PutOptions {
     #[arg(
         long,
         value_name = "FILE",
-        value_parser = parse_source,
+        value_parser = source_parser(),
         required_unless_present = "safetensors",
         conflicts_with = "safetensors",
         help_heading = "Buffer"
@@ -111,7 +111,7 @@ pub(in super::super) struct PutOptions {
         long,
         value_name = "FILE|DIR",
         num_args = 1..,
-        value_parser = parse_source,
+        value_parser = source_parser(),
         conflicts_with_all = ["dtype", "shape", "order"],
         help_heading = "Buffer"
     )]
