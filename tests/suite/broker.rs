@@ -249,7 +249,7 @@ fn one_reader_claims_and_others_wait(subject: Subject) {
     // Without a wait, a name that another client has claimed is absent.
     let (code, message) = refused(broker.client().get_or_claim(&Get::new("weights"), &ClaimOf::whole()));
     assert_eq!(code, RefusalCode::Absent);
-    let holder = format!("pid {} of uid {} has claimed it", std::process::id(), nix::unistd::getuid());
+    let holder = format!("pid {} of uid {} has claimed it", process::id(), nix::unistd::getuid());
     assert!(message.ends_with(&holder), "{message}");
     let waited = Get::new("weights").wait(Duration::from_millis(1));
     let (code, message) = refused(broker.client().get_or_claim(&waited, &ClaimOf::whole()));
