@@ -8,6 +8,7 @@ use std::{
     os::unix::net::UnixListener,
     path::Path,
     process::Command,
+    thread,
     time::Duration,
 };
 
@@ -117,6 +118,20 @@ fn next_broker_is_found() {
         server.signal(Signal::SIGTERM);
         server.end().code(0);
     }
+    exporter.end().code(0);
+}
+
+#[test]
+fn trickling_client_is_disconnected() {
+    let place = Meeting::host();
+    let exporter = Exporter::start(&place, &["--timeout", "300ms"]);
+    let mut client = TcpStream::connect(exporter.address).unwrap();
+    // Each byte comes in time, and the request does not.
+    let is_refused = (0..200).any(|_| {
+        thread::sleep(Duration::from_millis(100));
+        client.write_all(b"G").is_err()
+    });
+    assert!(is_refused);
     exporter.end().code(0);
 }
 

@@ -253,6 +253,9 @@ pub(super) fn parse_range(text: &str) -> Result<Range<u64>, String> {
     }
 }
 
+/// The longest duration: the sum of this and a point in time does not overflow.
+const LONGEST: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
 /// Parses a duration with its unit.
 ///
 /// # Errors
@@ -263,6 +266,7 @@ pub fn parse_timeout(text: &str) -> Result<Duration, String> {
     }
     match humantime::parse_duration(text) {
         Ok(time) if time.is_zero() => Err(format!("`{text}` is no time: write more than zero")),
+        Ok(time) if time > LONGEST => Err(format!("`{text}` is too long: write at most 36500 days")),
         Ok(time) => Ok(time),
         Err(_) => Err(format!("`{text}` is not a duration: write it as 500ms, 30s or 2m")),
     }
@@ -419,6 +423,8 @@ mod tests {
         assert_eq!(parse_timeout("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(parse_timeout("1m 30s"), Ok(Duration::from_secs(90)));
         assert!(parse_timeout("30").unwrap_err().contains("30s"));
+        assert_eq!(parse_timeout("36500days"), Ok(LONGEST));
+        assert!(parse_timeout("18446744073709551615s").unwrap_err().contains("too long"));
         for text in ["", "0s", "-5s", "soon", "inf", "NaN", "1e99", "99999999999999999999s", "1.5"] {
             assert!(parse_timeout(text).is_err(), "{text}");
         }

@@ -21,6 +21,9 @@ use vmmfd::{
 /// The longest request head, in bytes.
 const MAX_HEAD: usize = 8192;
 
+/// The longest body that a client may send, in bytes: it is ignored.
+const MAX_BODY: usize = 1 << 20;
+
 /// Status, content type and body.
 pub(crate) struct Response(pub(crate) &'static str, pub(crate) &'static str, pub(crate) String);
 
@@ -30,7 +33,8 @@ impl Response {
     }
 }
 
-/// Answers requests by their path. A client may be silent for `limit`. Exchanges in progress end with the process.
+/// Answers requests by their path. A client has `limit` to send its request, and again to read the answer. Exchanges in progress end with
+/// the process.
 ///
 /// # Errors
 /// [`Error::Interrupted`] when cancelled; [`Error::System`] if the listening socket fails.
@@ -56,12 +60,21 @@ pub(crate) fn serve(
     }
 }
 
+/// Reads more bytes before the deadline. Returns their number, which is 0 at the end of the stream.
+fn read(mut stream: &TcpStream, chunk: &mut [u8], deadline: Instant) -> io::Result<usize> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    // A timeout of 0 would be none.
+    stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { stream.read(chunk) }
+}
+
 fn exchange(mut stream: TcpStream, limit: Duration, answer: &dyn Fn(&str) -> Response) -> io::Result<()> {
-    stream.set_read_timeout(Some(limit))?;
     stream.set_write_timeout(Some(limit))?;
-    let (mut head, mut chunk) = (Vec::new(), [0; 1024]);
+    let deadline = Instant::now() + limit;
+    let mut head = Vec::new();
+    let mut chunk = [0; 1024];
     let (Response(status, content_type, body), head_only) = loop {
-        match stream.read(&mut chunk)? {
+        match read(&stream, &mut chunk, deadline)? {
             0 => return Ok(()),
             read => head.extend_from_slice(&chunk[..read]),
         }
@@ -73,7 +86,7 @@ fn exchange(mut stream: TcpStream, limit: Duration, answer: &dyn Fn(&str) -> Res
                 (answer(path), method == "HEAD")
             }
             (Ok(httparse::Status::Partial), _) if head.len() < MAX_HEAD => continue,
-            _ => (Response::sentence("400 Bad Request", "only GET and HEAD of a short path are answered"), false),
+            _ => (Response::sentence("400 Bad Request", "only GET and HEAD with a short head are answered"), false),
         };
     };
     let length = body.len();
@@ -85,5 +98,13 @@ fn exchange(mut stream: TcpStream, limit: Duration, answer: &dyn Fn(&str) -> Res
     )?;
     stream.shutdown(Shutdown::Write)?;
     // If the socket closed with unread bytes, the kernel would discard the response.
-    stream.take(1 << 20).read_to_end(&mut head).map(drop)
+    let deadline = Instant::now() + limit;
+    let mut ignored = 0;
+    while ignored < MAX_BODY {
+        match read(&stream, &mut chunk, deadline)? {
+            0 => break,
+            read => ignored += read,
+        }
+    }
+    Ok(())
 }

@@ -140,7 +140,7 @@ impl Report {
         let explained = [
             (
                 self.rows.iter().any(|row| row.noisy),
-                "~ the medians of the row's fifths differ by over 20 %: run it again on an idle machine",
+                "~ noisy: its fifths differ by over 20 %; run it again on an idle machine",
             ),
             (self.rows.iter().any(|row| row.ratio.is_some()), "ratio: the median, divided by that of the first row"),
         ];

@@ -22,6 +22,7 @@ use crate::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
         output::{Progress, json_line},
+        run::raise_file_limit,
     },
     exporter::{
         Response,
@@ -32,7 +33,7 @@ use crate::{
     stamp,
 };
 
-const TIMEOUT: &str = "Longest silence of the broker, and of an HTTP client: 500ms, 30s, 2m";
+const TIMEOUT: &str = "Longest silence of the broker, and time of an HTTP client to send its request: 500ms, 30s, 2m";
 
 /// Serves broker metrics over HTTP, for Prometheus
 ///
@@ -74,6 +75,8 @@ impl Tool for ExporterOptions {
     }
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+        // Each connection has a descriptor.
+        raise_file_limit();
         // The path may change: each request looks for a broker of this user, then for the system's.
         let path = BrokerPath::find(self.meet.socket.as_deref())?;
         let (listener, address) = self.listener()?;
