@@ -114,7 +114,8 @@ fn stdin() -> io::Result<OwnedFd> {
 
 /// Starts a thread that ends this process, and its group if it leads one, when the parent closes its side of the connection, also by dying.
 fn end_with_parent(remove: Option<PathBuf>) -> io::Result<()> {
-    let (stdin, cancel) = (stdin()?, Cancel::new().map_err(io::Error::other)?);
+    let stdin = stdin()?;
+    let cancel = Cancel::new().map_err(io::Error::other)?;
     let watch = move || {
         // POLLHUP only: the task's thread reads the records.
         let never = || Instant::now() + Duration::from_secs(24 * 3600);

@@ -96,7 +96,8 @@ pub extern "C" fn vmmfd_broker_connect(
         let environment = || std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(PathBuf::from);
         let path = self::path(path).map(PathBuf::from).or_else(environment);
         let found = BrokerPath::find(path.as_deref())?;
-        let (config, trust) = (config(timeout_ms, trust, stop)?, trust.to_vec());
+        let config = config(timeout_ms, trust, stop)?;
+        let trust = trust.to_vec();
         let (path, timeout) = (found.path().to_owned(), config.timeout);
         let config = if wait_ms == 0 { config } else { config.wait(milliseconds(wait_ms, timeout)) };
         let client = Client::connect(&path, &config).map_err(|error| found.complete(error))?;
@@ -249,7 +250,8 @@ pub extern "C" fn vmmfd_broker_get(
 ) -> *mut vmmfd_error_t {
     run(|| {
         let place = out(lease, "lease", ptr::null_mut())?;
-        let (broker, device) = (handle::get(broker)?, handle::optional(device)?);
+        let broker = handle::get(broker)?;
+        let device = handle::optional(device)?;
         let lease = broker.client.get(&build_get(text(name, "name")?, options)?)?;
         let object = match device {
             Some(open) => lease.open(open.device.driver(), Some(open.selector()))?,

@@ -33,7 +33,9 @@ pub(crate) fn select(whole: &ArrayDescriptor, index: &Bound<'_, PyAny>) -> PyRes
             axis += dimensions - named;
         } else if let Ok(slice) = item.cast::<PySlice>() {
             let found = slice.indices(isize::try_from(array.shape[axis]).unwrap_or(isize::MAX))?;
-            let (start, step, count) = (found.start as i64, found.step as i64, found.slicelength as i64);
+            let start = found.start as i64;
+            let step = found.step as i64;
+            let count = found.slicelength as i64;
             let range = match count {
                 0 => 0..0,
                 _ if step > 0 => start as u64..(start + (count - 1) * step + 1) as u64,

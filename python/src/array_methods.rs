@@ -165,7 +165,8 @@ impl Array {
     /// `Invalid` if the size does not fit, or the elements are not contiguous.
     #[pyo3(signature = (dtype, shape=None))]
     fn reinterpret(&self, dtype: &Bound<'_, PyAny>, shape: Option<&Bound<'_, PyAny>>) -> Outcome<Self> {
-        let (from, to) = (self.descriptor(), dtype::extract(dtype)?);
+        let from = self.descriptor();
+        let to = dtype::extract(dtype)?;
         let shape = shape.map(array::shape).transpose()?;
         if shape.is_none() && from.dtype.size() == to.size() {
             return self.view(ArrayDescriptor { dtype: to, ..from.clone() });

@@ -175,9 +175,11 @@ impl Client {
         mut options: GetOptions<'_>,
         stop: Option<&Bound<'_, Stop>>,
     ) -> Outcome<Lease> {
-        let (device, selection) = (options.device()?, options.selection());
+        let device = options.device()?;
+        let selection = options.selection();
         let get = options.request(name, &selection)?;
-        let (stop, copy_on_write) = (stop.map(|stop| &stop.get().0), options.copy_on_write == Some(true));
+        let stop = stop.map(|stop| &stop.get().0);
+        let copy_on_write = options.copy_on_write == Some(true);
         let leased = self.0.call_with(py, Purpose::Any, stop, |client| {
             let lease = client.get(&get)?;
             self.0.open(lease, device, selection, copy_on_write)
@@ -192,7 +194,9 @@ impl Client {
         requests: Vec<(String, GetOptions<'_>)>,
         options: GetOptions<'_>,
     ) -> Outcome<Vec<Lease>> {
-        let (device, wait, copy_on_write) = (options.device()?, options.wait()?, options.copy_on_write == Some(true));
+        let device = options.device()?;
+        let wait = options.wait()?;
+        let copy_on_write = options.copy_on_write == Some(true);
         let mut gets = Vec::with_capacity(requests.len());
         let mut selections = Vec::with_capacity(requests.len());
         for (name, mut options) in requests {
@@ -227,8 +231,9 @@ impl Client {
                 ));
             }
         };
-        let (device, selection, copy_on_write) =
-            (options.device()?, options.selection(), options.copy_on_write == Some(true));
+        let device = options.device()?;
+        let selection = options.selection();
+        let copy_on_write = options.copy_on_write == Some(true);
         // Also without a wait: a get without one is no claim.
         let get = options.request(name, &selection)?.wait(options.wait()?.unwrap_or_default());
         let found = self.0.call_with(py, Purpose::Any, None, |client| {

@@ -47,7 +47,8 @@ impl Source {
             return Err(Error::Memory(MemoryError::ReadOnly).into());
         }
         to.check(memory.size())?;
-        let (steps, target) = (self.steps()?, to.strides_in_bytes()?);
+        let steps = self.steps()?;
+        let target = to.strides_in_bytes()?;
         check_destination(&to.shape, &target)?;
         let walk = Walk::new(&self.shape, self.dtype.size(), &steps, &target);
         if walk.is_empty() {
@@ -108,7 +109,8 @@ impl Source {
         if self.read_only {
             return Err(Failure::invalid("the other array is read-only"));
         }
-        let (steps, source) = (self.steps()?, from.strides_in_bytes()?);
+        let steps = self.steps()?;
+        let source = from.strides_in_bytes()?;
         check_destination(&self.shape, &steps)?;
         let walk = Walk::new(&self.shape, self.dtype.size(), &steps, &source);
         if walk.is_empty() {
@@ -137,7 +139,9 @@ impl Source {
         // The other array may be a view of shared memory: `&mut` would not be exclusive.
         let mut bytes = vec![0; walk.bytes.min(BATCH_BYTES as u64) as usize];
         walk.each_run(|a, b, size| {
-            let (mut to, mut at, mut left) = (offset_by(self.address, a), offset_by(from.offset, b), size as usize);
+            let mut to = offset_by(self.address, a);
+            let mut at = offset_by(from.offset, b);
+            let mut left = size as usize;
             while left > 0 {
                 let length = left.min(BATCH_BYTES);
                 memory.copy_out(at, &mut bytes[..length])?;
@@ -242,7 +246,8 @@ fn copy_between(from: &dyn Memory, source: &ArrayDescriptor, to: &dyn Memory, ta
     }
     source.check(from.size())?;
     target.check(to.size())?;
-    let (a, b) = (source.strides_in_bytes()?, target.strides_in_bytes()?);
+    let a = source.strides_in_bytes()?;
+    let b = target.strides_in_bytes()?;
     check_destination(&target.shape, &b)?;
     let walk = Walk::new(&source.shape, source.dtype.size(), &a, &b);
     if walk.is_empty() {
@@ -265,7 +270,9 @@ fn copy_between(from: &dyn Memory, source: &ArrayDescriptor, to: &dyn Memory, ta
     }
     let mut bytes = vec![0; walk.bytes.min(BATCH_BYTES as u64) as usize];
     walk.each_run(|a, b, size| {
-        let (mut at, mut to_at, mut left) = (offset_by(source.offset, a), offset_by(target.offset, b), size);
+        let mut at = offset_by(source.offset, a);
+        let mut to_at = offset_by(target.offset, b);
+        let mut left = size;
         while left > 0 {
             let part = &mut bytes[..left.min(BATCH_BYTES as u64) as usize];
             from.copy_out(at, part)?;

@@ -43,7 +43,8 @@ pub(crate) fn activate(py: Python<'_>, ordinal: u32) -> Outcome<()> {
 /// `CUDA_VISIBLE_DEVICES`. Raises `Invalid` for an argument that names no device.
 #[pyfunction]
 pub(crate) fn same_device(a: &Bound<'_, PyAny>, b: &Bound<'_, PyAny>) -> Outcome<bool> {
-    let (a, b) = (digits(a)?, digits(b)?);
+    let a = digits(a)?;
+    let b = digits(b)?;
     Ok(a.starts_with(&b) || b.starts_with(&a))
 }
 

@@ -86,7 +86,8 @@ impl PyMemory {
         strides: Option<Vec<i64>>,
         offset: u64,
     ) -> Outcome<Array> {
-        let (dtype, shape) = (dtype::extract(dtype)?, array::shape(shape)?);
+        let dtype = dtype::extract(dtype)?;
+        let shape = array::shape(shape)?;
         Array::new(Arc::clone(&self.0) as Arc<dyn Memory>, ArrayDescriptor { dtype, shape, strides, offset })
     }
 

@@ -374,7 +374,9 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     let tensor = taken.tensor();
     let types = tensor.dtype;
     let dtype = ElementType::from_dlpack(types.code, types.bits).filter(|_| types.lanes == 1).ok_or_else(|| {
-        let (code, bits, lanes) = (types.code, types.bits, types.lanes);
+        let code = types.code;
+        let bits = types.bits;
+        let lanes = types.lanes;
         Failure::invalid(format!("DLPack elements of code {code} with {bits} bits and {lanes} lanes are not supported"))
     })?;
     let size = dtype.size() as i64;
@@ -388,7 +390,8 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
         );
         return Err(Failure::export(text));
     }
-    let (location, read_only) = (location(id)?, taken.is_read_only());
+    let location = location(id)?;
+    let read_only = taken.is_read_only();
     Ok(Source { dtype, shape, strides, address, location, read_only, wait: false, keep: Keep::Tensor(taken) })
 }
 

@@ -78,7 +78,8 @@ impl Cancel {
     /// # Errors
     /// [`Error::System`]. See eventfd(2).
     pub fn new() -> Result<Self> {
-        let (event, creator) = (eventfd()?, ProcessIdentity::current());
+        let event = eventfd()?;
+        let creator = ProcessIdentity::current();
         Ok(Self { inner: Arc::new(Inner { event, creator, reason: AtomicU64::new(NOT_CANCELLED) }), check: None })
     }
 

@@ -122,7 +122,9 @@ impl Channel {
     ///
     /// See sendmsg(2), unix(7).
     pub fn send(&mut self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        let (kind, want, got) = (message.name(), message.fd_count(), fds.len());
+        let kind = message.name();
+        let want = message.fd_count();
+        let got = fds.len();
         if want != got {
             return Err(ProtocolError::FdCount { kind, want, claimed: want as u32, got }.into());
         }

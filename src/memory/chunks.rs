@@ -128,7 +128,9 @@ impl Chunks {
         let segments = (chunks.len() + unsealed.len()) as u64;
         let state = Mutex::new(SealState { mapping: Some(mapping), unsealed, sealed: None });
         let exported = if export_after_seal { OnceLock::new() } else { OnceLock::from(chunks) };
-        let (device, usable, export_time) = (device.clone(), AtomicBool::new(true), OnceLock::new());
+        let device = device.clone();
+        let usable = AtomicBool::new(true);
+        let export_time = OnceLock::new();
         Ok(Self {
             device,
             placement,
@@ -172,7 +174,9 @@ impl Chunks {
     fn map_sealed(&self, unsealed: Vec<Arc<Allocation>>) -> Result<(Mapping, bool)> {
         let mut mapping = Mapping::empty(&self.reservation, 0, &self.device, Access::ReadOnly)?;
         let node = unsealed.first().and_then(|first| first.properties().location.host_node());
-        let (mut chunks, mut enforced, mut time) = (Vec::with_capacity(unsealed.len()), true, Duration::ZERO);
+        let mut chunks = Vec::with_capacity(unsealed.len());
+        let mut enforced = true;
+        let mut time = Duration::ZERO;
         for allocation in unsealed {
             enforced &= allocation.seal()?;
             mapping.push(&allocation)?;
@@ -218,7 +222,9 @@ impl Chunks {
             length.ok_or(Error::Memory(MemoryError::OutOfRange { offset: range.start, length: 0, size: self.size }))?;
         check_range(range.start, length, self.size)?;
         let chunks = self.exported.get().map_or(&[][..], Vec::as_slice);
-        let (mut chosen, mut part, mut offset) = (Vec::new(), Run::default(), 0);
+        let mut chosen = Vec::new();
+        let mut part = Run::default();
+        let mut offset = 0;
         for (index, chunk) in (0..).zip(chunks) {
             let end = offset + chunk.size;
             if length > 0 && end > range.start && offset < range.end {

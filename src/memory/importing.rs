@@ -83,7 +83,9 @@ impl Importing {
                 None => Owner::NotVisible,
             },
         };
-        let (device, description, part) = (device.clone(), description.clone(), *part);
+        let device = device.clone();
+        let description = description.clone();
+        let part = *part;
         Ok(Self {
             device,
             description,

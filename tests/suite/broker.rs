@@ -269,7 +269,9 @@ fn parts_of_processes_are_published_together(subject: Subject) {
     let names: Vec<String> = (0..8).map(|rank| format!("rank{rank}")).collect();
     let makers: Vec<_> = (0..8u8)
         .map(|rank| {
-            let (client, names, driver) = (broker.client(), names.clone(), subject.driver.clone());
+            let client = broker.client();
+            let names = names.clone();
+            let driver = subject.driver.clone();
             thread::spawn(move || {
                 let part = ClaimOf::part(&names[usize::from(rank)], "launch-1");
                 let get = Get::new("model").wait(Duration::from_secs(600));
@@ -460,7 +462,8 @@ fn quotas_are_refused_with_both_figures(subject: Subject) {
     put(&client, "a", &memory, Condition::Any).unwrap();
     put(&client, "c", &memory, Condition::New).unwrap();
     assert_eq!(refused(put(&client, "d", &memory, Condition::New)).0, RefusalCode::Quota);
-    let (one, _two) = (client.get(&Get::new("a")).unwrap(), client.get(&Get::new("a")).unwrap());
+    let one = client.get(&Get::new("a")).unwrap();
+    let _two = client.get(&Get::new("a")).unwrap();
     assert_eq!(refused(client.get(&Get::new("a"))).0, RefusalCode::Quota);
     drop(one);
     client.get(&Get::new("a")).unwrap();

@@ -195,7 +195,8 @@ fn tables_count_towards_the_quota() {
     let subject = Subject::host();
     let quota = [Some(2 * MIB + 100_000), None, None, None];
     let server = Process::start(Setup { quota, ..Setup::of(&subject) });
-    let (raw, memory) = (Raw::greeted(&server.path).unwrap(), Material::of(&filled(&subject.driver, MIB, None, 1)));
+    let raw = Raw::greeted(&server.path).unwrap();
+    let memory = Material::of(&filled(&subject.driver, MIB, None, 1));
     let put = |length: usize| {
         let text = json!({"x": "x".repeat(length)}).to_string();
         let table = memfd(&text);
@@ -238,7 +239,8 @@ fn shared_table_is_read_once() {
         server.processor_ticks() - before
     };
     put("warm", 1);
-    let (one, many) = ((0..5).map(|at| put(&format!("one/{at}"), 1)).sum::<u64>() / 5, put("many", parts));
+    let one = (0..5).map(|at| put(&format!("one/{at}"), 1)).sum::<u64>() / 5;
+    let many = put("many", parts);
     eprintln!("{one} ticks for one part with the table, {many} for {parts}");
     assert!(many < 5 * (one + 2), "{many} ticks for {parts} parts, {one} for one");
     let found = server.client().stat("many", None).unwrap().version;

@@ -96,7 +96,9 @@ fn cycles_with_crashes_leak_nothing() {
     // This object exists for the whole test.
     assert_eq!(client.put(&template, "base", 2, false), 1);
     let base = pages_of(2) as usize;
-    let (mut crashes, mut early, mut late) = (0, Sizes::default(), Sizes::default());
+    let mut crashes = 0;
+    let mut early = Sizes::default();
+    let mut late = Sizes::default();
     let mut longest = 0;
     for cycle in 1..=cycles {
         let killer = (cycle % CRASH_EVERY == 0).then(|| {
@@ -163,12 +165,17 @@ fn hundred_clients_see_whole_objects_over_restarts() {
     for writer in 0..WRITERS {
         template.put(&first, &format!("n{writer}"), writer, Condition::New).unwrap();
     }
-    let (done, gets, puts) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let done = AtomicBool::new(false);
+    let gets = AtomicU64::new(0);
+    let puts = AtomicU64::new(0);
     let (slowest, longest) = (Mutex::new(Duration::ZERO), Mutex::new(Duration::ZERO));
     thread::scope(|scope| {
         let mut clients = Vec::new();
         for reader in 0..READERS {
-            let (done, gets, slowest, connect) = (&done, &gets, &slowest, &connect);
+            let done = &done;
+            let gets = &gets;
+            let slowest = &slowest;
+            let connect = &connect;
             clients.push(scope.spawn(move || {
                 let client = connect();
                 let name = format!("n{}", reader % WRITERS);
@@ -187,7 +194,10 @@ fn hundred_clients_see_whole_objects_over_restarts() {
             }));
         }
         for writer in 0..WRITERS {
-            let (done, puts, template, connect) = (&done, &puts, &template, &connect);
+            let done = &done;
+            let puts = &puts;
+            let template = &template;
+            let connect = &connect;
             clients.push(scope.spawn(move || {
                 let client = connect();
                 let name = format!("n{writer}");
@@ -203,7 +213,8 @@ fn hundred_clients_see_whole_objects_over_restarts() {
             }));
         }
         for _ in 0..restarts {
-            let (gets_before, puts_before) = (gets.load(Ordering::Relaxed), puts.load(Ordering::Relaxed));
+            let gets_before = gets.load(Ordering::Relaxed);
+            let puts_before = puts.load(Ordering::Relaxed);
             let (_, gap) = served.kill_server();
             let mut longest = longest.lock().unwrap();
             *longest = (*longest).max(gap);
@@ -220,7 +231,8 @@ fn hundred_clients_see_whole_objects_over_restarts() {
         done.store(true, Ordering::Relaxed);
         clients.into_iter().for_each(|client| client.join().unwrap());
     });
-    let (slowest, longest) = (slowest.into_inner().unwrap(), longest.into_inner().unwrap());
+    let slowest = slowest.into_inner().unwrap();
+    let longest = longest.into_inner().unwrap();
     eprintln!(
         "{} gets and {} puts of 100 clients through {restarts} restarts: the slowest get {slowest:?}, the longest gap {longest:?}",
         gets.into_inner(),

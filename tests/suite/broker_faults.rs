@@ -121,7 +121,9 @@ impl Material {
 
     /// A put of the whole memory, with the sizes of its first record.
     pub(crate) fn put(&self, name: &str) -> broker::PutHeader {
-        let (memory, arrays, digest) = (self.memory.clone(), None, None);
+        let memory = self.memory.clone();
+        let arrays = None;
+        let digest = None;
         broker::PutHeader {
             name: name.to_owned(),
             replace: false,
@@ -451,7 +453,9 @@ fn acknowledged_requests_survive_client_kill(mut subject: Subject) {
     until(|| server.memory_files() == CHUNKS + 1);
     let files = server.files();
     // The first child may leave one-time allocations in the driver, so the first step runs twice.
-    let (mut free, mut version, mut kills) = (None, 1, 0);
+    let mut free = None;
+    let mut version = 1;
+    let mut kills = 0;
     for (step, made) in std::iter::once(&STEPS[0]).chain(STEPS) {
         let mut actor = Actor::start(&test, step, &server.path);
         actor.until_there();
@@ -520,7 +524,8 @@ fn version_is_freed_with_its_killed_reader(mut subject: Subject) {
         let mut actors: Vec<Actor> =
             ["holds-until-told", "lease-mapped"].map(|step| Actor::start(&test, step, &server.path)).into();
         actors.iter_mut().for_each(|actor| drop(actor.until_there()));
-        let (old, new) = (client.stat("base", None).unwrap().version.summary.version, put(2));
+        let old = client.stat("base", None).unwrap().version.summary.version;
+        let new = put(2);
         if deleted {
             client.delete("base").unwrap();
             put(3);

@@ -174,7 +174,8 @@ fn kills_of_either_lose_nothing() {
 fn consecutive_restarts_lose_nothing() {
     let subject = Subject::host();
     let served = broker(&subject, 3);
-    let (server, keeper) = (served.manager.as_ref().unwrap(), served.keeper.as_ref().unwrap());
+    let server = served.manager.as_ref().unwrap();
+    let keeper = served.keeper.as_ref().unwrap();
     for _ in 0..3 {
         // SIGTERM arrives before the server has sent the new keeper everything. The server sends the rest before it exits.
         assert_eq!(keeper.stop(Signal::SIGTERM), Some(0));
@@ -217,7 +218,8 @@ fn server_without_keeper_names_lost_objects() {
 fn second_server_is_refused_with_first_pid() {
     let subject = Subject::host();
     let served = broker(&subject, 1);
-    let (first, folder) = (served.server(), tempfile::tempdir().unwrap());
+    let first = served.server();
+    let folder = tempfile::tempdir().unwrap();
     let other = folder.path().join("other.sock");
     let ended = output(&["serve", "--keeper"], &[&served.keeper_path(), Path::new("--socket"), &other]);
     let said = String::from_utf8_lossy(&ended.stderr).into_owned();
@@ -296,11 +298,15 @@ fn interrupted_resend_names_each_lost_version() {
     // The objects take three records of descriptors.
     const OBJECTS: u8 = 3;
     let subject = Subject::host();
-    let (mut nth, mut lost, mut whole, mut incomplete) = (0, 0, 0, 0);
+    let mut nth = 0;
+    let mut lost = 0;
+    let mut whole = 0;
+    let mut incomplete = 0;
     loop {
         let served = broker(&subject, OBJECTS);
         let keeper = served.keeper.as_ref().unwrap();
-        let (server, starts) = (served.server(), served.manager.as_ref().unwrap().starts());
+        let server = served.server();
+        let starts = served.manager.as_ref().unwrap().starts();
         keeper.stop(Signal::SIGKILL);
         let all_sent = || served.log().matches("of the server are held").count();
         let before = all_sent();

@@ -35,14 +35,16 @@ fn stop(server: Running) {
 #[test]
 fn client_finds_the_nearest_broker() {
     let (user, machine) = (Meeting::host(), Meeting::host());
-    let (system, own) = (machine.folder().join("system.sock"), user.folder().join("vmmfd/broker.sock"));
+    let system = machine.folder().join("system.sock");
+    let own = user.folder().join("vmmfd/broker.sock");
     let ls = || command(&user, &system, &["ls", "--json"]).end();
     let names = || -> Vec<String> {
         let listed = ls().code(0).json();
         let objects = listed["objects"].as_array().unwrap();
         objects.iter().map(|object: &Value| object["name"].as_str().unwrap().to_owned()).collect()
     };
-    let (own_path, system_path) = (own.to_str().unwrap(), system.to_str().unwrap());
+    let own_path = own.to_str().unwrap();
+    let system_path = system.to_str().unwrap();
     ls().code(4).says(&format!("no broker on {own_path} within 1s, and there is no {system_path}"));
     // A client creates no folder for a missing broker.
     assert!(user.files().is_empty(), "{:?}", user.files());
@@ -132,7 +134,8 @@ mod root {
         place.copy_binaries();
         let (socket, file) = (place.folder().join("broker.sock"), place.folder().join("bytes"));
         fs::write(&file, "bytes").unwrap();
-        let (path, file) = (socket.to_str().unwrap(), file.to_str().unwrap());
+        let path = socket.to_str().unwrap();
+        let file = file.to_str().unwrap();
         let other = OTHER.to_string();
         let serve = ["serve", "--socket", path, "--allow-uid", &other, "--quota", "objects=100"];
         let mut server = command(&place, &socket, &serve).start();

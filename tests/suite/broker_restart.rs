@@ -252,7 +252,9 @@ fn events_go_on_across_a_restart(mut subject: Subject) {
         raw.send(&Message::Watch(Watch { prefix: String::new(), after, instance }), &[]).unwrap();
         raw
     };
-    let (mut watcher, mut seen, mut at) = (watch(None), Vec::new(), None);
+    let mut watcher = watch(None);
+    let mut seen = Vec::new();
+    let mut at = None;
     let mut read = |watcher: &Raw, count: usize, at: &mut Option<(u64, String)>| {
         while seen.len() < count {
             let Some((Message::Events(events), _)) = watcher.receive().unwrap() else { panic!() };

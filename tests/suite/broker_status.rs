@@ -189,7 +189,9 @@ fn devices_report_their_memory_by_nvml() {
 #[test]
 fn check_reports_each_problem() {
     let place = Meeting::host();
-    let (socket, file, keeper) = (place.socket(), place.folder().join("options"), place.folder().join("k/keeper.sock"));
+    let socket = place.socket();
+    let file = place.folder().join("options");
+    let keeper = place.folder().join("k/keeper.sock");
     let check = |options: &str, more: &[&str]| {
         fs::write(&file, options).unwrap();
         let arguments = ["serve", "--check", "--socket", text(&socket), "--options-file", text(&file)];

@@ -117,7 +117,8 @@ mod root {
                 let client = connect(&path);
                 let mut readable = Vec::new();
                 for mode in modes {
-                    let (name, what) = (format!("m{mode:03o}"), format!("mode {mode:03o} as {uid}, {gid}, {groups:?}"));
+                    let name = format!("m{mode:03o}");
+                    let what = format!("mode {mode:03o} as {uid}, {gid}, {groups:?}");
                     let bits = u32::from(mode) >> class;
                     let (reads, writes) = (bits & 4 != 0, bits & 2 != 0);
                     let may_read = if reads { None } else { denied };

@@ -343,7 +343,8 @@ fn watch_survives_server_crash() {
     watching.put("before");
     wait_for("the first event", || watching.watch.so_far().contains("\"before\""));
     let client = connect(&watching.place);
-    let (before, server) = (client.metrics().unwrap(), client.peer().pid);
+    let before = client.metrics().unwrap();
+    let server = client.peer().pid;
     assert_eq!(before.restarts, 0);
     drop(client);
     // Kill only the server: its keeper starts the next one.

@@ -103,7 +103,8 @@ fn json_object_has_every_field(meeting: Meeting) {
         assert_eq!(report["role"], role);
         assert_eq!(report["backend"], meeting.backend());
         assert_eq!(report["size"], 1_000_001);
-        let (mapped, granularity) = (report["mapped_size"].as_u64().unwrap(), report["granularity"].as_u64().unwrap());
+        let mapped = report["mapped_size"].as_u64().unwrap();
+        let granularity = report["granularity"].as_u64().unwrap();
         assert!(mapped >= 1_000_001 && mapped % granularity == 0 && mapped < 1_000_001 + granularity);
         assert_eq!(report["verified"], true);
         assert_eq!(report["mismatches"], 0);

@@ -245,7 +245,8 @@ mod cancel {
 
     #[test]
     fn server_refuses_parents_cancel() {
-        let (folder, cancel) = (tempfile::tempdir().unwrap(), Cancel::new().unwrap());
+        let folder = tempfile::tempdir().unwrap();
+        let cancel = Cancel::new().unwrap();
         in_short_fork(|| {
             let server = Server::bind(&folder.path().join("vmmfd.sock"), ServerConfig::default(), &cancel).unwrap();
             matches!(server.run(), Err(Error::Misuse { .. }))

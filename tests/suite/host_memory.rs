@@ -423,7 +423,8 @@ fn granularity_is_a_power_of_two() {
 #[test]
 fn descriptor_limit_is_no_driver_error() {
     in_fork(|| {
-        let (driver, uuid) = (HostDriver::new().unwrap(), HostDriver::new().unwrap().device_uuid(0).unwrap());
+        let driver = HostDriver::new().unwrap();
+        let uuid = HostDriver::new().unwrap().device_uuid(0).unwrap();
         let handle = driver.create(GRANULARITY, &EXPORTABLE).unwrap();
         let exported = driver.export(handle).unwrap();
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
@@ -471,7 +472,8 @@ fn there_is_one_device() {
 
 #[test]
 fn forgotten_memory_is_freed() {
-    let (one, two) = (HostDriver::new().unwrap(), HostDriver::new().unwrap());
+    let one = HostDriver::new().unwrap();
+    let two = HostDriver::new().unwrap();
     assert_eq!(one.device_uuid(0).unwrap(), two.device_uuid(0).unwrap());
     let handle = one.create(GRANULARITY, &EXPORTABLE).unwrap();
     let fd = one.export(handle).unwrap();

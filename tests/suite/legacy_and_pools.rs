@@ -504,7 +504,8 @@ fn imported_pool_memory_outlives_its_exporter(mut subject: Subject) {
     };
     with_owner(&subject, "imported_pool_memory_outlives_its_exporter", share, |wire| {
         let pools = pools(&subject);
-        let (mut data, mut space) = ([0; 64], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))]);
+        let mut data = [0; 64];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         // Another test may start a program at any time, which must not inherit the descriptor.
         let flags = RecvFlags::CMSG_CLOEXEC;

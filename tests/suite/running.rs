@@ -469,7 +469,9 @@ impl Ended {
     /// Asserts the exit code. A failure prints the whole output.
     #[track_caller]
     pub(crate) fn code(&self, code: i32) -> &Self {
-        let (name, stdout, stderr) = (self.name, &self.stdout, &self.stderr);
+        let name = self.name;
+        let stdout = &self.stdout;
+        let stderr = &self.stderr;
         assert_eq!(self.status.code(), Some(code), "{name}: {:?}\n{stdout}\n{stderr}", self.status);
         self
     }

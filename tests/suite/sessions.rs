@@ -133,7 +133,8 @@ struct SumVerifier {
 impl Verifier for SumVerifier {
     fn verify(&mut self, object: &ImportedObject, tick: Tick<'_>) -> Result<Verdict> {
         work(self.slow, tick)?;
-        let (found, claimed) = (sum(object)?, object.check().unwrap()["sum"].as_u64().unwrap());
+        let found = sum(object)?;
+        let claimed = object.check().unwrap()["sum"].as_u64().unwrap();
         Ok(Verdict::new(found == claimed, Some(check(found))))
     }
 
@@ -259,7 +260,9 @@ fn consumer_without_check_is_served() {
 
 #[test]
 fn both_sides_send_busy_in_time() {
-    let (patient, impatient, long) = (within(30_000), within(1000), Duration::from_secs(3));
+    let patient = within(30_000);
+    let impatient = within(1000);
+    let long = Duration::from_secs(3);
     let turn = |mut consumer: Consumer<'_>, slow| {
         let object = consumer.request(&Request::default())?;
         let found = consumer.verify(&object, &mut SumVerifier { slow, ..SumVerifier::default() })?;

@@ -62,7 +62,9 @@ fn wrapped_line(line: &str, width: usize) -> String {
     }
     let end = if line.ends_with('\n') { "\n" } else { "" };
     let indent = indent(line, width);
-    let (mut text, mut used, mut blanks) = (String::new(), 0, 0);
+    let mut text = String::new();
+    let mut used = 0;
+    let mut blanks = 0;
     for (at, word) in line.trim_end().split(' ').enumerate() {
         blanks += usize::from(at > 0);
         if word.is_empty() {

@@ -141,7 +141,8 @@ const COLUMNS: usize = 80;
 
 /// Lists the commands in groups: clap has one list.
 fn grouped(command: clap::Command) -> clap::Command {
-    let (header, literal) = (command.get_styles().get_header(), command.get_styles().get_literal());
+    let header = command.get_styles().get_header();
+    let literal = command.get_styles().get_literal();
     let mut list = String::new();
     for (group, names) in GROUPS {
         list += &format!("{header}{group}:{header:#}\n");

@@ -72,7 +72,9 @@ pub(super) fn improve(
     };
     let is_unknown = |word: &str| word == unknown || unknown.starts_with('-') && word.starts_with(&unknown);
     let words = arguments.iter().skip(1).filter_map(|word| word.to_str());
-    let (program, mut command, mut path) = (parser.get_name().to_owned(), &mut parser, Vec::new());
+    let program = parser.get_name().to_owned();
+    let mut command = &mut parser;
+    let mut path = Vec::new();
     for word in words.take_while(|word| !is_unknown(word)) {
         if command.find_subcommand(word).is_some() {
             command = command.find_subcommand_mut(word).expect("just found");

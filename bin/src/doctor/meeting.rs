@@ -121,7 +121,9 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
     let required = vec!["driver".to_owned(), "round-trip".to_owned()];
     let report = DoctorReport::new(meeting.backend, Environment::read(None), required);
     let shared = Shared(Arc::new(Mutex::new(State { report, step, since: Instant::now(), done: 0 })));
-    let (own, cancelled, state) = (meeting.clone(), cancel.clone(), shared.clone());
+    let own = meeting.clone();
+    let cancelled = cancel.clone();
+    let state = shared.clone();
     let conversing = thread::Builder::new()
         .name("meeting".to_owned())
         .spawn(move || converse(&own, &socket, &cancelled, &state))
@@ -327,7 +329,9 @@ fn connect(
 }
 
 fn describe(device: &Device) -> DeviceReport {
-    let (ordinal, name, uuid) = (device.ordinal(), device.name().to_owned(), device.uuid());
+    let ordinal = device.ordinal();
+    let name = device.name().to_owned();
+    let uuid = device.uuid();
     DeviceReport { ordinal, name, uuid, findings: Vec::new() }
 }
 

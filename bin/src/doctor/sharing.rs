@@ -181,7 +181,8 @@ pub(super) fn event(context: &mut ProbeContext) -> ProbeResult {
 
 /// Creates an event, records it, and lets the peer wait for it.
 pub(super) fn share_event(control: &Control, device: &Device) -> ProbeResult {
-    let (diagnosis, ordinal) = (device.verbs().diagnosis()?, device.ordinal());
+    let diagnosis = device.verbs().diagnosis()?;
+    let ordinal = device.ordinal();
     let event = Event { diagnosis, ordinal, handle: diagnosis.event_create(ordinal)? };
     let handle = diagnosis.event_export(ordinal, event.handle)?;
     let ((), record_us) = timed(|| diagnosis.event_record(ordinal, event.handle))?;
@@ -200,7 +201,8 @@ fn wait_for_event(end: &Endpoint, device: DeviceUuid, handle: &str) -> Result<Op
     let device = Device::find(&end.driver, Selector::Uuid(device))?;
     let mut bytes = [0; 64];
     hex::decode_to_slice(handle, &mut bytes).map_err(|error| ProtocolError::Content(format!("an event: {error}")))?;
-    let (diagnosis, ordinal) = (end.driver.verbs().diagnosis()?, device.ordinal());
+    let diagnosis = end.driver.verbs().diagnosis()?;
+    let ordinal = device.ordinal();
     let (handle, open_us) = timed(|| diagnosis.event_open(ordinal, &bytes))?;
     let event = Event { diagnosis, ordinal, handle };
     let ((), wait_us) = timed(|| diagnosis.event_wait(ordinal, event.handle))?;

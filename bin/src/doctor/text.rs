@@ -40,7 +40,8 @@ pub fn render(report: &DoctorReport, color: bool) -> String {
         page.section("machine", &report.machine, column);
     }
     for device in &report.devices {
-        let (name, uuid) = (truncated(&device.name, MAX_NAME), device.uuid.prefixed(report.backend));
+        let name = truncated(&device.name, MAX_NAME);
+        let uuid = device.uuid.prefixed(report.backend);
         let title = format!("device {}: {}", device.ordinal, units::device(&name, &uuid, false));
         page.section(&title, &device.findings, column);
     }

@@ -91,7 +91,8 @@ pub(super) struct Exchange<'a> {
 impl Connection {
     /// Connects to the broker at a path: see [`Client::connect`](super::Client::connect).
     pub(super) fn connect(path: &Path, config: &Config) -> Result<Self> {
-        let (dialler, mut incoming) = (Dialler::new(path, config, config.cancellation()?), buffer());
+        let dialler = Dialler::new(path, config, config.cancellation()?);
+        let mut incoming = buffer();
         let mut dial =
             |wait| dialler.dial_until(deadline_after(wait), 0, &mut incoming).map_err(|error| no_broker(error, wait));
         let dialled = match dial(config.wait.unwrap_or(config.timeout.min(APPEARS))) {
@@ -107,7 +108,8 @@ impl Connection {
         check_type(&socket)?;
         let peer = Peer::of(&socket)?;
         config.trust.check(peer)?;
-        let (cancel, mut incoming) = (config.cancellation()?, buffer());
+        let cancel = config.cancellation()?;
+        let mut incoming = buffer();
         let dialled = Dialled::handshake(socket, peer, config.timeout, &cancel, &mut incoming)?;
         Ok(Self::new(dialled, incoming, None))
     }
@@ -154,7 +156,9 @@ impl Connection {
         let _requesting = self.requesting();
         let started = Instant::now();
         let before = self.stops.load(Ordering::Acquire);
-        let (mut left, mut stops, mut tries) = (wait, None, 0);
+        let mut left = wait;
+        let mut stops = None;
+        let mut tries = 0;
         loop {
             let answer_timeout = self.socket.timeout().saturating_add(left);
             let mut exchange =

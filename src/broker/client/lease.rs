@@ -205,7 +205,8 @@ impl LeasedPart {
             return Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
         }
         let Self { header, runs } = self;
-        let (mut memory, mut remains) = (Vec::with_capacity(runs.len()), Vec::with_capacity(runs.len()));
+        let mut memory = Vec::with_capacity(runs.len());
+        let mut remains = Vec::with_capacity(runs.len());
         for run in runs {
             let (imported, rest) = run.map(device, &header.description, copy_on_write)?;
             memory.push(Arc::new(imported));

@@ -146,7 +146,8 @@ impl PutPart<'static> {
     /// Driver call: `cuCtxSynchronize`.
     #[doc(alias = "cuCtxSynchronize")]
     pub fn of(name: impl Into<String>, memory: &Shared) -> Result<Self> {
-        let (name, description) = (name.into(), memory.describe()?);
+        let name = name.into();
+        let description = memory.describe()?;
         let Some((_, chunks)) = memory.chunks(0..memory.size())? else {
             return Err(not_shareable(&name, &description));
         };

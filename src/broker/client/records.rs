@@ -17,7 +17,9 @@ use crate::{
 pub(super) const SPIN: Duration = Duration::from_micros(150);
 
 pub(super) fn send_on(socket: &RecordSocket, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-    let (kind, want, got) = (message.name(), message.fd_count(), fds.len());
+    let kind = message.name();
+    let want = message.fd_count();
+    let got = fds.len();
     if want != got {
         return Err(ProtocolError::FdCount { kind, want, claimed: want as u32, got }.into());
     }

@@ -104,7 +104,9 @@ impl Watcher {
         log_panics_of_checks();
         let mut next = Next::HangUp { pending_releases: false };
         // When the connection broke, whether the handlers were called, and the pause before the next attempt.
-        let (mut since, mut reported, mut pause) = (None, false, PAUSES[0]);
+        let mut since = None;
+        let mut reported = false;
+        let mut pause = PAUSES[0];
         loop {
             if let Err(error) = self.wait(&next) {
                 tracing::warn!(%error, "cannot wait for the broker: leases end with the connection unless a request reconnects in time");

@@ -177,7 +177,10 @@ struct Handover {
 }
 
 fn receive_all(socket: &OwnedFd, keeper: &Process, cancel: &Cancel) -> io::Result<Handover> {
-    let (mut inherited, mut allowed, mut received, mut unacknowledged) = (Inherited::default(), 0, 0, 0);
+    let mut inherited = Inherited::default();
+    let mut allowed = 0;
+    let mut received = 0;
+    let mut unacknowledged = 0;
     match send(socket, &Message::Hello { version: VERSION, resends: false }, &[]) {
         // The keeper has exited: the next receive reports it.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}

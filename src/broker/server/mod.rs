@@ -78,9 +78,14 @@ pub struct ServerConfig {
 
 impl Default for ServerConfig {
     fn default() -> Self {
-        let (allow_uids, allow_gids, timeout) = (Vec::new(), Vec::new(), Duration::from_secs(30));
+        let allow_uids = Vec::new();
+        let allow_gids = Vec::new();
+        let timeout = Duration::from_secs(30);
         let (quota, total_quota) = (Quota::default(), Quota::default());
-        let (hold_devices, emulated, keeper, started_by_keeper) = (false, false, None, None);
+        let hold_devices = false;
+        let emulated = false;
+        let keeper = None;
+        let started_by_keeper = None;
         let limits = TimeLimits::default();
         Self {
             allow_uids,

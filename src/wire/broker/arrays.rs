@@ -136,7 +136,9 @@ impl<'a> Reader<'a> {
 
     /// The text of an object. Its syntax is checked when it is parsed.
     fn object(&mut self) -> Option<&'a str> {
-        let (mut depth, mut quoted, mut escaped) = (0usize, false, false);
+        let mut depth = 0usize;
+        let mut quoted = false;
+        let mut escaped = false;
         for (at, byte) in self.0.bytes().enumerate() {
             match byte {
                 _ if escaped => escaped = false,

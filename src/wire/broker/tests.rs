@@ -182,7 +182,8 @@ fn limits_of_other_messages() -> Vec<Case> {
             "parts and arrays of a get",
             MAX_NAMED,
             Box::new(move |n| {
-                let (parts, arrays) = (vec![String::new(); n / 2], vec!["x".to_owned(); n - n / 2]);
+                let parts = vec![String::new(); n / 2];
+                let arrays = vec!["x".to_owned(); n - n / 2];
                 object(GetObject { parts: Some(parts), arrays: Some(arrays), ..GetObject::default() })
             }),
         ),
@@ -390,7 +391,8 @@ fn both_peers_shorten_sentences() {
         Message::Error(Failure { code: crate::error::ErrorCode::Failed, message: long.clone() }),
     ] {
         let sent = body_of(&message);
-        let (sent, kind) = (sent["message"].as_str().unwrap().to_owned(), encoded(&message)[6].into());
+        let sent = sent["message"].as_str().unwrap().to_owned();
+        let kind = encoded(&message)[6].into();
         assert!(sent.len() <= MAX_MESSAGE && sent.ends_with("é..."), "{} bytes", sent.len());
         let mut body = body_of(&message);
         body["message"] = json!(long);

@@ -78,7 +78,8 @@ fn line() -> Result<Line> {
 
 /// A sender as idle as a broker: it keeps the descriptors of a record, and sends them back when a record without descriptors wakes it.
 fn sleep() -> Result<()> {
-    let (line, mut kept) = (line()?, Vec::new());
+    let line = line()?;
+    let mut kept = Vec::new();
     loop {
         let record = line.receive_bare(&mut [0; 2])?;
         if record.fds.is_empty() {
@@ -165,7 +166,8 @@ impl Taker {
         self.close_last()?;
         match request {
             Request::Session => {
-                let (driver, socket) = (self.driver()?.0, fds.pop().ok_or_else(not_prepared)?);
+                let driver = self.driver()?.0;
+                let socket = fds.pop().ok_or_else(not_prepared)?;
                 let device = Some(self.selector.parse().unwrap_or_default());
                 self.subscriber = Some(Subscriber::over(socket, driver, device, KEEP, &self.config)?);
             }
@@ -199,7 +201,8 @@ impl Taker {
             Request::Gets { name, count, map, at } => return self.gets(name, count, map, at),
             Request::GetUntilDeleted { name } => return self.get_until_deleted(name),
             Request::LoadKernels => {
-                let (kernels, ordinal) = (self.driver()?.0.verbs().kernels()?, self.driver()?.1.ordinal());
+                let kernels = self.driver()?.0.verbs().kernels()?;
+                let ordinal = self.driver()?.1.ordinal();
                 let begun = now();
                 kernels.load(ordinal)?;
                 return Ok(Reply::Time(now() - begun));
@@ -257,7 +260,8 @@ impl Taker {
 
     /// Maps memory by the driver's calls until the next request, and returns the time at which it was usable.
     fn map(&mut self, fds: &[OwnedFd], size: u64) -> Result<u64> {
-        let (verbs, ordinal) = (self.driver()?.0.verbs(), self.driver()?.1.ordinal());
+        let verbs = self.driver()?.0.verbs();
+        let ordinal = self.driver()?.1.ordinal();
         if let [fd] = fds {
             let (opened, _) = verbs.bare()?.open(ordinal, fd.as_fd(), size)?;
             let at = now();
@@ -339,7 +343,8 @@ impl Taker {
     }
 
     fn gets(&self, name: String, count: usize, map: bool, at: u64) -> Result<Reply> {
-        let (client, get) = (self.client()?, Get::new(name));
+        let client = self.client()?;
+        let get = Get::new(name);
         let driver = map.then(|| self.driver()).transpose()?;
         let mut all = Vec::with_capacity(count);
         thread::sleep(Duration::from_nanos(at.saturating_sub(now())));
@@ -361,7 +366,8 @@ impl Taker {
 
     /// Reports only the longest gets: there can be very many.
     fn get_until_deleted(&self, name: String) -> Result<Reply> {
-        let (client, get) = (self.client()?, Get::new(name));
+        let client = self.client()?;
+        let get = Get::new(name);
         let (begun, mut longest) = (now(), Vec::new());
         loop {
             let since = Instant::now();

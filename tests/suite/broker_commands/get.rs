@@ -216,7 +216,9 @@ fn file_names_need_no_utf8() {
         run.command.arg(file);
         run.end().code(0);
     };
-    let (from, to, weights) = (named(b"from\xff"), named(b"to\xff"), named(b"weights\xff.safetensors"));
+    let from = named(b"from\xff");
+    let to = named(b"to\xff");
+    let weights = named(b"weights\xff.safetensors");
     fs::write(&from, b"bytes").unwrap();
     with(&["put", "a", "--from"], &from);
     with(&["get", "a", "--to"], &to);

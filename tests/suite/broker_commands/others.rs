@@ -147,7 +147,8 @@ fn dry_run_lists_names(broker: Broker) {
 /// Each line names the device briefly; only `-v` shows the owner, the whole UUID and the whole digest.
 fn only_verbose_output_is_long(broker: Broker) {
     let put = broker.put("a", &data(10), &["--digest"]);
-    let (device, digest) = (&put["device"]["device"], put["digest"].as_str().unwrap());
+    let device = &put["device"]["device"];
+    let digest = put["digest"].as_str().unwrap();
     let name = device["name"].as_str().unwrap().trim_end_matches(" (no GPU)");
     let prefix = if put["backend"] == "host" { "HOST-" } else { "GPU-" };
     let uuid = &format!("{prefix}{}", device["uuid"].as_str().unwrap());

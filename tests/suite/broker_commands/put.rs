@@ -44,7 +44,8 @@ fn weights_are_arrays_of_the_object(broker: Broker) {
         (&arrays[1]["array"]["dtype"], &arrays[1]["array"]["shape"]),
         (&json!("bfloat16"), &json!([1 << 20, 2]))
     );
-    let (copy, begin) = (fs::read(&copy).unwrap(), arrays[1]["array"]["offset"].as_u64().unwrap() as usize);
+    let copy = fs::read(&copy).unwrap();
+    let begin = arrays[1]["array"]["offset"].as_u64().unwrap() as usize;
     assert_eq!(begin, 256);
     assert!(copy[begin..][..4 << 20] == written[1].bytes);
     // Files in the given order, with another segment size; the caller's metadata overrides the same key.
@@ -118,7 +119,8 @@ fn options_about_the_name_are_kept(broker: Broker) {
 
 fn refused_put_uses_no_device(broker: Broker) {
     let limited = broker.another(&["--quota", "objects=1,bytes=6MiB"]);
-    let (small, large) = (limited.file("small", &data(3 << 20)), limited.file("large", &data(7 << 20)));
+    let small = limited.file("small", &data(3 << 20));
+    let large = limited.file("large", &data(7 << 20));
     let (small, large) = (text(&small), text(&large));
     // Device 9 does not exist: a put that reaches the device fails with this error.
     let refused = |arguments: &[&str], code: i32, kind: &str, words: &str| {

@@ -187,7 +187,8 @@ impl Walk {
     fn exchange(&mut self, client: usize, run: impl FnOnce(&Raw) -> Option<Message> + Send) {
         let before = self.world.clone();
         let (expected, kill) = self.run_model();
-        let (server, raw) = (self.served.server(), self.raws[client].take().unwrap());
+        let server = self.served.server();
+        let raw = self.raws[client].take().unwrap();
         // Otherwise the trace would include the close of an earlier connection.
         raw.until_connections(1 + self.raws.iter().flatten().count());
         let (mut watcher, mut count) = (Watcher::default(), 0);
@@ -358,7 +359,9 @@ impl Walk {
 fn server_follows_model_traces() {
     let walks = number("VMMFD_TEST_WALKS", 12);
     let subject = Subject::host();
-    let (mut actions, mut kills, mut steps) = (0, 0, 0);
+    let mut actions = 0;
+    let mut kills = 0;
+    let mut steps = 0;
     for seed in 1..=walks {
         let mut walk = Walk::new(seed * 7919, &subject);
         while actions < 100_000 && walk.trace.len() < 40 && walk.go() {

@@ -99,7 +99,8 @@ fn file_arrives_unchanged(meeting: Meeting) {
     let (from, to) = (folder.path().join("from"), folder.path().join("to"));
     let data: Vec<u8> = (0..9_437_189u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     fs::write(&from, &data).unwrap();
-    let (from, to) = (from.to_str().unwrap(), to.to_str().unwrap());
+    let from = from.to_str().unwrap();
+    let to = to.to_str().unwrap();
     let mut kinds: Vec<&[&str]> = vec![&[], &["--chunk", "2MiB"], &["--location", "host"], &["--seal"]];
     if meeting.backend() != "host" {
         kinds.extend([&["--mechanism", "pool"][..], &["--mechanism", "legacy", "--seal"]]);

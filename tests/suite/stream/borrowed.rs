@@ -44,7 +44,8 @@ fn buffers_of_a_pool_share_it(subject: Subject) {
         assert_eq!((imported, subscriber.held().min(2)), (pools, subscriber.held()), "round {round}");
     }
     // Without any of its buffers the pool is released, and later imported again.
-    let (live, in_use) = (subject.faulty.taken(), hand_over(&mut publisher, &mut subscriber, ids[0]));
+    let live = subject.faulty.taken();
+    let in_use = hand_over(&mut publisher, &mut subscriber, ids[0]);
     thread::scope(|scope| {
         scope.spawn(|| {
             subscriber.give_back(in_use).unwrap();

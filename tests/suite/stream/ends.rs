@@ -38,7 +38,8 @@ fn everything(subject: &Subject, device: &Device, place: &Place) -> Result<()> {
         let mut publisher = place.accept(subject).inspect_err(alone)?;
         let mut last = None;
         for &spec in &specs {
-            let (one, two) = (memory(spec)?, memory(spec)?);
+            let one = memory(spec)?;
+            let two = memory(spec)?;
             let ids = [publisher.add(&one, None, ReadWrite)?, publisher.add(&two, None, ReadWrite)?];
             for id in [ids[0], ids[0], ids[1]] {
                 publisher.publish(id)?;

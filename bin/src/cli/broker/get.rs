@@ -171,7 +171,8 @@ impl GetOptions {
             ProtocolError::Content(format!("part `{}` came for array `{name}`, which it does not have", part.name()))
         })?;
         let span = array.span()?;
-        let (length, bytes) = (span.end - span.start, array.bytes()?);
+        let length = span.end - span.start;
+        let bytes = array.bytes()?;
         if length != bytes {
             let problem = format!(
                 "array `{name}` has {bytes} bytes with gaps between them: write the {length} bytes that it lies in with --range {}:{length}",
@@ -189,7 +190,9 @@ impl GetOptions {
     fn check_parts(&self, lease: &Lease) -> Result<()> {
         let several = |verb: &str| {
             let names: Vec<&str> = lease.parts().iter().take(8).map(|part| part.name()).collect();
-            let (name, all, more) = (&self.name, lease.parts().len(), lease.parts().len() > names.len());
+            let name = &self.name;
+            let all = lease.parts().len();
+            let more = lease.parts().len() > names.len();
             let names = format!("{}{}", names.join(", "), if more { ", ..." } else { "" });
             let problem = format!("`{name}` has {all} parts ({names}), and {verb} one: name it with --part");
             Err(Error::Misuse { problem })
@@ -212,7 +215,9 @@ impl GetOptions {
         progress: &Progress,
     ) -> Result<PartReport> {
         let ((memory, range), description) = (self.selected(part)?, part.description());
-        let (mut target, all, mut done) = (target, range.end - range.start, 0);
+        let mut target = target;
+        let all = range.end - range.start;
+        let mut done = 0;
         let digest = files::read(&**memory, memory.start(), range.clone(), &mut |bytes| {
             if let Some(target) = &mut target {
                 target.write(bytes)?;

@@ -77,7 +77,9 @@ struct RmReport {
 
 impl RmReport {
     fn new() -> Self {
-        let (deleted, held, failed) = (Vec::new(), Vec::new(), Vec::new());
+        let deleted = Vec::new();
+        let held = Vec::new();
+        let failed = Vec::new();
         Self { schema: VERSION, tool: stamp::tool(), deleted, held, failed, dry_run: None, error: None }
     }
 }
@@ -180,7 +182,9 @@ impl RmOptions {
 
     /// Deletes the objects, or lists them with `--dry-run`.
     fn each(&self, client: &Client, names: Vec<String>) -> ToolOutput {
-        let (mut report, mut objects, mut first) = (RmReport::new(), Vec::new(), None::<Error>);
+        let mut report = RmReport::new();
+        let mut objects = Vec::new();
+        let mut first = None::<Error>;
         for name in names {
             let done = match self.dry_run {
                 true => client.stat(&name, None).map(|info| objects.push(info.version.summary)),

@@ -140,7 +140,8 @@ fn render(report: &StatusReport, verbose: bool) -> String {
         keeper => {
             let started = keeper.and_then(|KeeperInfo { started_ms, .. }| started_ms);
             let up = started.map(|ms| format!(", up {}", age(ms))).unwrap_or_default();
-            let (pid, room) = (pid(keeper.map(|keeper| keeper.pid)), room(store.used, store.allowed));
+            let pid = pid(keeper.map(|keeper| keeper.pid));
+            let room = room(store.used, store.allowed);
             field("keeper", format!("{pid}{up}, holds {room}"))
         }
     };

@@ -78,7 +78,8 @@ pub(super) fn held(lease: &HeldLease) -> String {
 
 impl WhoReport {
     fn of(Holders { leases, totals, .. }: Holders) -> Self {
-        let (unnamed, devices) = (unnamed(&leases), by_device(totals.iter().flat_map(|user| &user.devices)));
+        let unnamed = unnamed(&leases);
+        let devices = by_device(totals.iter().flat_map(|user| &user.devices));
         Self { schema: VERSION, tool: stamp::tool(), leases, unnamed, users: totals, devices }
     }
 }

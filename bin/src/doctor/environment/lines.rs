@@ -69,7 +69,8 @@ impl Environment {
     }
 
     fn user(&self) -> Option<String> {
-        let (uid, euid) = (self.uid?, self.euid?);
+        let uid = self.uid?;
+        let euid = self.euid?;
         let mut user = format!("uid {uid}");
         if euid != uid {
             user += &format!(", effective {euid}");

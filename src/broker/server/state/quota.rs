@@ -76,7 +76,8 @@ impl Rules {
 
     /// The limits per user (except the server's own user and root) and in total.
     pub(crate) fn limits(&self) -> (Quota, Quota) {
-        let (user, total) = (self.user.with(Quota::user(), Option::or), self.total.with(Quota::total(), Option::or));
+        let user = self.user.with(Quota::user(), Option::or);
+        let total = self.total.with(Quota::total(), Option::or);
         // The largest number means no limit.
         let shown = |quota: Quota| quota.with(quota, |limit, _| limit.filter(|&max| max < u64::MAX));
         (shown(user), shown(total))

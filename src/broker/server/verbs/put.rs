@@ -95,7 +95,10 @@ pub(crate) fn segments(
         effects.close_fds(of, fds);
         return effects.protocol_error(id, "segments arrived, but no put waits for segments");
     };
-    let (first, have, more, total) = (segments.first, upload.segments.len(), segments.sizes.len(), upload.total);
+    let first = segments.first;
+    let have = upload.segments.len();
+    let more = segments.sizes.len();
+    let total = upload.total;
     if first != have as u64 || have + more > total {
         effects.close_fds(of, fds);
         let end = first.saturating_add(more as u64);
@@ -118,7 +121,9 @@ pub(crate) fn end_upload(state: &mut State, effects: &mut Effects, upload: Uploa
 
 /// Starts the examination of a completely received put.
 fn uploaded(state: &mut State, effects: &mut Effects, id: ConnectionId, upload: Upload) {
-    let (uid, reserved, small) = (upload.uid, upload.descriptors(), upload.is_small());
+    let uid = upload.uid;
+    let reserved = upload.descriptors();
+    let small = upload.is_small();
     let Some(client) = state.clients.get_mut(&id) else { return end_upload(state, effects, upload) };
     let examination = Examination::new(upload, client.caller.describe(), state.emulated);
     client.request = PendingRequest::Worker { stopped: false };

@@ -75,7 +75,9 @@ pub(super) fn check(put: &PutHeader) -> Result<Checked, BrokerError> {
             return invalid(format!("part `{name}` is announced twice"));
         }
     }
-    let (mut total, mut bytes, mut names) = (0u64, 0u64, HashSet::new());
+    let mut total = 0u64;
+    let mut bytes = 0u64;
+    let mut names = HashSet::new();
     for part in &put.parts {
         let name = &part.name;
         check_component("part", name)?;
@@ -307,7 +309,10 @@ impl Examination {
         for (part, array_count) in put.parts.into_iter().zip(counts) {
             let arrays = part.arrays.and_then(&mut take);
             let segments = segments.by_ref().take(part.memory.segments as usize).collect();
-            let (name, memory, digest, maker) = (part.name, part.memory, part.digest, maker.clone());
+            let name = part.name;
+            let memory = part.memory;
+            let digest = part.digest;
+            let maker = maker.clone();
             parts.push(NewPart { name, memory, arrays, array_count, digest, maker, segments });
         }
         let wait = Duration::from_millis(put.wait_ms.unwrap_or(0));
