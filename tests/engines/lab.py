@@ -82,11 +82,11 @@ class Broker(Process):
         self.wait_for("line that it listens", lambda: "listening" in self.text(), 20)
 
     def has_ended(self):
-        """If the supervisor, a child, is killed, the server replaces it."""
+        """If the keeper, a child, is killed, the server replaces it."""
         return self.child.poll() is not None and not self.members()
 
     def members(self):
-        """Returns the pids of server and supervisor, by command line, with the pid of each parent."""
+        """Returns the pids of server and keeper, by command line, with the pid of each parent."""
         found = {}
         for entry in pathlib.Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):

@@ -383,7 +383,7 @@ def failures(lab):
 
 
 def deaths(row, server, broker, maker, requests=200):
-    """Eight threads send requests; meanwhile SIGKILL hits the broker's server, its supervisor and the maker."""
+    """Eight threads send requests; meanwhile SIGKILL hits the broker's server, its keeper and the maker."""
     done, lock = [0], threading.Lock()
 
     def one(index):
@@ -411,15 +411,15 @@ def deaths(row, server, broker, maker, requests=200):
         kill(requests // 5, "server", first)
         replaced = broker.wait_for("new server", lambda: set(broker.members()) - set(members), 20)
         row["objects_after_server"] = len(broker.ask("ls")["objects"])
-        (supervisor,) = set(members) - {first}
-        kill(requests // 2, "supervisor", supervisor)
-        broker.wait_for("new supervisor", lambda: set(broker.members()) - set(members) - replaced, 20)
-        row["objects_after_supervisor"] = len(broker.ask("ls")["objects"])
+        (keeper,) = set(members) - {first}
+        kill(requests // 2, "keeper", keeper)
+        broker.wait_for("new keeper", lambda: set(broker.members()) - set(members) - replaced, 20)
+        row["objects_after_keeper"] = len(broker.ask("ls")["objects"])
         kill(requests * 4 // 5, "maker", None)
         failed = [str(answer.exception())[:200] for answer in answers if answer.exception()]
     row["requests"], row["failed"] = requests, len(failed)
     row.require(not failed, f"{len(failed)} requests failed: {failed[:2]}")
-    row.require(row["objects_after_server"] == row["objects_after_supervisor"] == 1, "the broker lost the object")
+    row.require(row["objects_after_server"] == row["objects_after_keeper"] == 1, "the broker lost the object")
 
 
 GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 420)}

@@ -1,4 +1,4 @@
-//! The server and its supervisor, killed before each system call of each verb: every acknowledged change survives, and no partial change
+//! The server and its keeper, killed before each system call of each verb: every acknowledged change survives, and no partial change
 //! does.
 
 use std::{
@@ -38,7 +38,7 @@ cases! {
     verbs_survive_server_kill,
     verbs_survive_server_kill_with_keeper_service,
     start_survives_server_kill,
-    puts_survive_supervisor_kill,
+    puts_survive_keeper_kill,
     acknowledged_requests_survive_client_and_server_kill,
     ]
 }
@@ -425,7 +425,7 @@ fn start_survives_server_kill(mut subject: Subject) {
     assert_eq!(resume(&raw, &[]).instance, scene.instance);
 }
 
-fn puts_survive_supervisor_kill(mut subject: Subject) {
+fn puts_survive_keeper_kill(mut subject: Subject) {
     subject.alone();
     let mut scene = Scene::new(Keeper::Own, &subject);
     let mut kills = 0;
@@ -434,13 +434,13 @@ fn puts_survive_supervisor_kill(mut subject: Subject) {
         while killed {
             let name = "made/it";
             let (raw, server) = scene.served.greeted();
-            let supervisor = scene.served.supervisor();
+            let keeper = scene.served.keeper();
             if replace {
                 let answer = scene.before.put_small(&raw, scene.before.put(name, token(), false));
                 assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
             }
             let put = scene.makings.put(name, token(), replace);
-            let (answer, traced) = while_traced(supervisor, at_call(nth), || scene.makings.put_small(&raw, put));
+            let (answer, traced) = while_traced(keeper, at_call(nth), || scene.makings.put_small(&raw, put));
             scene.served.reap();
             killed = traced.killed.is_some();
             // The server and its connections are unaffected.
@@ -459,7 +459,7 @@ fn puts_survive_supervisor_kill(mut subject: Subject) {
             (nth, kills) = (nth + 1, kills + usize::from(killed));
         }
     }
-    eprintln!("{kills} kills of the supervisor");
+    eprintln!("{kills} kills of the keeper");
     // On a busy machine the keeper receives several messages in one call: at least two kills in each round.
     assert!(kills >= 4);
     let (raw, _) = scene.served.greeted();

@@ -75,12 +75,12 @@ fn catalogue(pid: Pid) -> u64 {
     catalogues.iter().filter_map(|file| Some(fs::metadata(&file.path).ok()?.len())).max().unwrap_or(0)
 }
 
-/// Sizes that must not grow: descriptors of memory, KiB of the server and the supervisor, bytes of the catalogue.
+/// Sizes that must not grow: descriptors of memory, KiB of the server and the keeper, bytes of the catalogue.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sizes {
     descriptors: usize,
     server: u64,
-    supervisor: u64,
+    keeper: u64,
     catalogue: u64,
 }
 
@@ -122,11 +122,11 @@ fn cycles_with_crashes_leak_nothing() {
             let (server, _) = served.wait_for_another(killed, Instant::now());
             // Wait until the server has closed the memory of the last cycle.
             until(|| served.kept(server) == (base + 2, base + 2));
-            let supervisor = served.supervisor();
+            let keeper = served.keeper();
             let sizes = Sizes {
-                descriptors: stored(server) + stored(supervisor),
+                descriptors: stored(server) + stored(keeper),
                 server: served.resident(server),
-                supervisor: served.resident(supervisor),
+                keeper: served.resident(keeper),
                 catalogue: catalogue(server),
             };
             longest = longest.max(sizes.catalogue);
@@ -144,7 +144,7 @@ fn cycles_with_crashes_leak_nothing() {
     assert!(longest <= CATALOGUE, "{longest} bytes of catalogue");
     // Each crash starts a new server, which reads a catalogue of up to a few MiB.
     assert!(late.server <= early.server + 16 * 1024, "{early:?} {late:?}");
-    assert!(late.supervisor <= early.supervisor + 1024, "{early:?} {late:?}");
+    assert!(late.keeper <= early.keeper + 1024, "{early:?} {late:?}");
 }
 
 /// Clients that get, and clients that put.

@@ -121,7 +121,7 @@ fn check(served: &Served, objects: u8) {
 fn settle(served: &Served) {
     let begun = Instant::now();
     loop {
-        let (server, keeper) = (served.server(), served.supervisor());
+        let (server, keeper) = (served.server(), served.keeper());
         let counts = (stored(server), stored(keeper));
         if counts.0 == counts.1 && counts.0 > 0 {
             return;
@@ -153,17 +153,17 @@ fn kills_of_either_lose_nothing() {
     for round in 1..6 {
         for process in ["server", "keeper"] {
             settle(&served);
-            let (server, keeper) = (served.server(), served.supervisor());
+            let (server, keeper) = (served.server(), served.keeper());
             if process == "server" {
                 kill(server, Signal::SIGKILL).unwrap();
                 served.wait_for_another(server, Instant::now());
-                assert_eq!(served.supervisor(), keeper);
+                assert_eq!(served.keeper(), keeper);
             } else {
                 kill(keeper, Signal::SIGKILL).unwrap();
                 put(&served, &format!("object-{round}"), round);
                 assert_eq!(served.server(), server);
                 // The signal may end the keeper after the put.
-                until(|| served.supervisor() != keeper);
+                until(|| served.keeper() != keeper);
             }
         }
         check(&served, round + 1);
@@ -193,7 +193,7 @@ fn stopped_server_leaves_everything_to_keeper() {
     let served = broker(&subject, 2);
     let server = served.manager.as_ref().unwrap();
     assert_eq!(server.stop(Signal::SIGTERM), Some(0));
-    assert!(stored(served.supervisor()) > 2 * SEGMENTS);
+    assert!(stored(served.keeper()) > 2 * SEGMENTS);
     server.start_again();
     check(&served, 2);
     assert_eq!(server.stop(Signal::SIGTERM), Some(0));
@@ -368,7 +368,7 @@ fn keeper_kill_during_resend_loses_nothing() {
         settle(&served);
         let starts = keeper.starts();
         fs::write(served.keeper_stop_flag(), "").unwrap();
-        kill(served.supervisor(), Signal::SIGKILL).unwrap();
+        kill(served.keeper(), Signal::SIGKILL).unwrap();
         let next = keeper.main(starts + 1);
         until(|| is_stopped(next));
         fs::remove_file(served.keeper_stop_flag()).unwrap();
@@ -400,13 +400,13 @@ fn reload_executes_new_program_in_place() {
     copied(&binary("vmmfd"), &program);
     let served = Served::with(Keeper::Apart, &subject, &program, &[]);
     put(&served, "object-0", 0);
-    let (server, keeper) = (served.server(), served.supervisor());
+    let (server, keeper) = (served.server(), served.keeper());
     let image = |pid: Pid| fs::metadata(format!("/proc/{pid}/exe")).unwrap().ino();
     for round in 1..4 {
         copied(&binary("vmmfd"), &program);
         let ended = output(&["keeper", "--reload", "--socket"], &[&served.keeper_path()]);
         assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
-        assert_eq!((served.supervisor(), image(keeper)), (keeper, fs::metadata(&program).unwrap().ino()));
+        assert_eq!((served.keeper(), image(keeper)), (keeper, fs::metadata(&program).unwrap().ino()));
         // The connection to the server survives the upgrade.
         put(&served, &format!("object-{round}"), round);
         assert_eq!(served.server(), server);
@@ -418,7 +418,7 @@ fn reload_executes_new_program_in_place() {
         let said = String::from_utf8_lossy(&ended.stderr).into_owned();
         assert_eq!(ended.status.code(), Some(5), "{said}");
         assert!(said.contains(&program.display().to_string()), "{said}");
-        assert_eq!((served.supervisor(), image(keeper)), (keeper, before));
+        assert_eq!((served.keeper(), image(keeper)), (keeper, before));
     }
     copied(&binary("vmmfd"), &program);
     served.kill_server();
@@ -429,11 +429,11 @@ fn reload_executes_new_program_in_place() {
 fn stopped_keeper_is_replaced() {
     let subject = Subject::host();
     let served = with_limits(&subject, 1, &["--time-limit", "silence=1s"]);
-    let keeper = served.supervisor();
+    let keeper = served.keeper();
     kill(keeper, Signal::SIGSTOP).unwrap();
     put(&served, "object-1", 1);
     wait_for_log(&served, "the keeper has read nothing for 1s", 1);
-    until(|| served.supervisor() != keeper);
+    until(|| served.keeper() != keeper);
     put(&served, "object-2", 2);
     settle(&served);
     served.kill_server();

@@ -64,16 +64,16 @@ const EVENTS: [Event; 6] = [
 ];
 
 impl Event {
-    fn send(self, [server, supervisor]: [Pid; 2]) {
+    fn send(self, [server, keeper]: [Pid; 2]) {
         let (process, signal) = match self {
             Self::Kill(process) => (process, Signal::SIGKILL),
             Self::HangUp(process) => (process, Signal::SIGHUP),
             Self::Stop(process) => (process, Signal::SIGSTOP),
         };
-        kill(if process == Process::Server { server } else { supervisor }, signal).unwrap();
+        kill(if process == Process::Server { server } else { keeper }, signal).unwrap();
     }
 
-    /// Whether the event replaces the server, and whether it replaces the supervisor.
+    /// Whether the event replaces the server, and whether it replaces the keeper.
     fn replaces(self) -> [bool; 2] {
         match self {
             Self::Kill(Process::Server) | Self::HangUp(_) => [true, false],
@@ -114,15 +114,15 @@ impl Broker<'_> {
         }
     }
 
-    /// The server and the supervisor, once only these two processes exist and the supervisor has every descriptor.
+    /// The server and the keeper, once only these two processes exist and the keeper has every descriptor.
     #[track_caller]
     fn pair(&self) -> [Pid; 2] {
         self.until("a full pair of processes", || {
             let [first, second] = with_argument(&self.served.path)[..] else { return None };
             let server = self.server()?;
-            let supervisor = if server == first { second } else { first };
+            let keeper = if server == first { second } else { first };
             let count = stored(server);
-            (count > usize::from(self.objects) && stored(supervisor) == count).then_some([server, supervisor])
+            (count > usize::from(self.objects) && stored(keeper) == count).then_some([server, keeper])
         })
     }
 
@@ -204,19 +204,19 @@ fn every_order_of_ends_loses_nothing() {
 }
 
 #[test]
-fn stopped_supervisor_is_replaced() {
+fn stopped_keeper_is_replaced() {
     let subject = Subject::host();
     let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--time-limit", "silence=1s"]);
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
     for reports in 1..=2 {
-        let [server, supervisor] = broker.pair();
+        let [server, keeper] = broker.pair();
         broker.events.push(Event::Stop(Process::Keeper));
-        kill(supervisor, Signal::SIGSTOP).unwrap();
+        kill(keeper, Signal::SIGSTOP).unwrap();
         // More messages than a socket's queue holds at the default `net.unix.max_dgram_qlen` of 10.
         (0..8).for_each(|_| broker.check());
-        broker.until("the end of the stopped supervisor", || {
-            (!with_argument(&broker.served.path).contains(&supervisor)).then_some(())
+        broker.until("the end of the stopped keeper", || {
+            (!with_argument(&broker.served.path).contains(&keeper)).then_some(())
         });
         let after = broker.pair();
         assert_eq!(after[0], server);
@@ -262,12 +262,12 @@ fn removed_folder_keeps_the_objects() {
     let folder = served.path.parent().unwrap().to_owned();
     let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
     broker.check();
-    let [server, supervisor] = broker.pair();
+    let [server, keeper] = broker.pair();
     fs::remove_dir_all(&folder).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
     broker.until("a server without a file", || broker.served.log().contains("clients can't connect").then_some(()));
     fs::create_dir(&folder).unwrap();
-    kill(supervisor, Signal::SIGHUP).unwrap();
+    kill(keeper, Signal::SIGHUP).unwrap();
     broker.pair();
     broker.check();
 }

@@ -1,4 +1,4 @@
-//! A broker that survives the death of its server or its supervisor, and an upgrade of its program.
+//! A broker that survives the death of its server or its keeper, and an upgrade of its program.
 
 use std::{
     fs,
@@ -33,7 +33,7 @@ use crate::{
 cases! {
     on crate::support::Subject; host and cuda: [
     connections_during_a_restart_are_served,
-    killed_supervisors_are_replaced,
+    killed_keepers_are_replaced,
     unclaimed_leases_end_after_a_restart,
     resumed_lease_keeps_an_unnamed_version,
     repeated_requests_are_done_once,
@@ -91,15 +91,15 @@ fn leases(raw: &Raw) -> usize {
     }
 }
 
-fn killed_supervisors_are_replaced(mut subject: Subject) {
+fn killed_keepers_are_replaced(mut subject: Subject) {
     subject.alone();
     let mut served = Served::start(Keeper::Own, &subject);
     let material = small(&subject, 1);
     let (raw, server) = served.greeted();
     put(&raw, &material, "a", false);
-    // The supervisors are killed faster than the server starts them: the server pauses, and works without a keeper in the meantime.
+    // The keepers are killed faster than the server starts them: the server pauses, and works without a keeper in the meantime.
     for _ in 0..8 {
-        served.kill_supervisor();
+        served.kill_keeper();
     }
     assert_eq!(served.server(), server);
     let (next, _) = served.kill_server();
@@ -113,9 +113,9 @@ fn connections_during_a_restart_are_served(mut subject: Subject) {
     let material = small(&subject, 1);
     let (raw, server) = served.greeted();
     put(&raw, &material, "a", false);
-    let supervisor = served.supervisor();
-    // A stopped supervisor starts no server.
-    kill(supervisor, Signal::SIGSTOP).unwrap();
+    let keeper = served.keeper();
+    // A stopped keeper starts no server.
+    kill(keeper, Signal::SIGSTOP).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
     until(|| !is_alive(server));
     let waiting: Vec<Raw> = (0..100)
@@ -126,7 +126,7 @@ fn connections_during_a_restart_are_served(mut subject: Subject) {
             raw
         })
         .collect();
-    kill(supervisor, Signal::SIGCONT).unwrap();
+    kill(keeper, Signal::SIGCONT).unwrap();
     for raw in waiting {
         assert!(matches!(raw.receive().unwrap(), Some((Message::Hello(_), _))));
         let Some((Message::Lease(lease), fds)) = raw.receive().unwrap() else { panic!() };
@@ -302,19 +302,19 @@ fn upgrade_loses_nothing(mut subject: Subject) {
     let (held, files) = lease(&raw, "a");
     let instance = resume(&raw, &[]).instance;
     let mut connections = vec![raw];
-    let supervisor = served.supervisor();
+    let keeper = served.keeper();
     let image =
         |pid: Pid| fs::metadata(format!("/proc/{pid}/exe")).map(|file| std::os::unix::fs::MetadataExt::ino(&file));
     for _ in 0..3 {
         let before = served.server();
         copied(&binary("vmmfd"), &program);
         let new = fs::metadata(&program).map(|file| std::os::unix::fs::MetadataExt::ino(&file)).unwrap();
-        kill(supervisor, Signal::SIGHUP).unwrap();
+        kill(keeper, Signal::SIGHUP).unwrap();
         let (server, gap) = served.wait_for_another(before, Instant::now());
         eprintln!("an upgrade took {gap:?}");
-        // The supervisor is the same process and executes the new program, as does the new server.
-        assert_eq!(served.supervisor(), supervisor);
-        assert_eq!((image(supervisor).unwrap(), image(server).unwrap()), (new, new));
+        // The keeper is the same process and executes the new program, as does the new server.
+        assert_eq!(served.keeper(), keeper);
+        assert_eq!((image(keeper).unwrap(), image(server).unwrap()), (new, new));
         let (raw, _) = served.greeted();
         assert_eq!(resume(&raw, &[held]), Resumed { instance: instance.clone(), lost: Vec::new() });
         assert_eq!(lease(&raw, "a").1, files);
@@ -334,28 +334,28 @@ fn incompatible_program_is_refused(mut subject: Subject) {
     let served = Served::with(Keeper::Own, &subject, &program, &[]);
     let (raw, server) = served.greeted();
     put(&raw, &small(&subject, 1), "a", false);
-    let supervisor = served.supervisor();
+    let keeper = served.keeper();
     let mut refusals = 0;
     for (text, mode) in [("#!/bin/sh\nexit 3\n", 0o755), ("no program\n", 0o755), ("#!/bin/sh\nexit 0\n", 0o644)] {
         let beside = folder.path().join("other");
         fs::File::create(&beside).unwrap().write_all(text.as_bytes()).unwrap();
         fs::set_permissions(&beside, fs::Permissions::from_mode(mode)).unwrap();
         fs::rename(&beside, &program).unwrap();
-        kill(supervisor, Signal::SIGHUP).unwrap();
+        kill(keeper, Signal::SIGHUP).unwrap();
         refusals += 1;
         until(|| served.log().matches("not reloaded").count() == refusals);
         // The existing connection still works.
         assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
-        assert_eq!((served.server(), served.supervisor()), (server, supervisor));
+        assert_eq!((served.server(), served.keeper()), (server, keeper));
     }
     // A program that was removed.
     fs::remove_file(&program).unwrap();
-    kill(supervisor, Signal::SIGHUP).unwrap();
+    kill(keeper, Signal::SIGHUP).unwrap();
     until(|| served.log().matches("not reloaded").count() == refusals + 1);
     assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
     // A valid program afterwards.
     copied(&binary("vmmfd"), &program);
-    kill(supervisor, Signal::SIGHUP).unwrap();
+    kill(keeper, Signal::SIGHUP).unwrap();
     served.wait_for_another(server, Instant::now());
     assert_eq!(listed(&served.greeted().0), [("a".to_owned(), 1, 0)]);
 }
@@ -377,13 +377,13 @@ fn newer_catalogue_is_refused(mut subject: Subject) {
     assert_eq!((catalogues.len(), used.len()), (2, 1));
     let format = header(used[0]).unwrap()[8..].to_vec();
     used[0].write_all_at(&4711u32.to_le_bytes(), 8).unwrap();
-    kill(served.supervisor(), Signal::SIGHUP).unwrap();
+    kill(served.keeper(), Signal::SIGHUP).unwrap();
     until(|| served.log().contains("not reloaded") && served.log().contains("4711"));
     assert_eq!(listed(&raw), [("a".to_owned(), 1, 0)]);
     assert_eq!(served.server(), server);
     used[0].write_all_at(&format, 8).unwrap();
     put(&raw, &small(&subject, 2), "a", true);
-    kill(served.supervisor(), Signal::SIGHUP).unwrap();
+    kill(served.keeper(), Signal::SIGHUP).unwrap();
     served.wait_for_another(server, Instant::now());
     assert_eq!(listed(&served.greeted().0), [("a".to_owned(), 2, 0)]);
 }
@@ -395,10 +395,10 @@ fn death_of_both_starts_a_new_broker(mut subject: Subject) {
     put(&raw, &small(&subject, 1), "a", false);
     let (held, _) = lease(&raw, "a");
     let instance = resume(&raw, &[]).instance;
-    let supervisor = served.supervisor();
-    kill(supervisor, Signal::SIGSTOP).unwrap();
+    let keeper = served.keeper();
+    kill(keeper, Signal::SIGSTOP).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
-    kill(supervisor, Signal::SIGKILL).unwrap();
+    kill(keeper, Signal::SIGKILL).unwrap();
     served.reap();
     // A process's threads exit one by one, and its descriptors close with the last thread.
     until(|| Raw::dial(&served.path).is_err());
@@ -425,10 +425,10 @@ fn reader_restores_lost_objects(mut subject: Subject) {
     let instance = resume(&raw, &[]).instance;
     let client = Client::connect(&served.path, &Config::default()).unwrap();
     let lease = client.get(&Get::new("a")).unwrap();
-    let supervisor = served.supervisor();
-    kill(supervisor, Signal::SIGSTOP).unwrap();
+    let keeper = served.keeper();
+    kill(keeper, Signal::SIGSTOP).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
-    kill(supervisor, Signal::SIGKILL).unwrap();
+    kill(keeper, Signal::SIGKILL).unwrap();
     served.reap();
     until(|| Raw::dial(&served.path).is_err());
     served.start_again();

@@ -57,7 +57,7 @@ fn crashes(path: &Path) -> Vec<Value> {
 fn shows_processes_and_crashes(keeper: Keeper) {
     let subject = Subject::host();
     let mut served = Served::start(keeper, &subject);
-    let (first, first_keeper) = (served.server(), served.supervisor());
+    let (first, first_keeper) = (served.server(), served.keeper());
     let shown = status(&served.path);
     assert_eq!((&shown["pid"], &shown["keeper"]["pid"]), (&first.as_raw().into(), &first_keeper.as_raw().into()));
     assert_eq!((&shown["crashes"], &shown["restarts"], &shown["lost_versions"]), (&json!([]), &json!(0), &json!(0)));
@@ -71,7 +71,7 @@ fn shows_processes_and_crashes(keeper: Keeper) {
     let of = |process: &str, pid: Pid| json!([process, pid.as_raw(), 0]);
     let both = [of("server", first), of("server", second)];
     assert_eq!(crashes(&served.path), both);
-    served.kill_supervisor();
+    served.kill_keeper();
     // The server notices the keeper's death, and the next keeper has the history too.
     let all = [&both[..], &[of("keeper", first_keeper)]].concat();
     assert_eq!(crashes(&served.path), all);
@@ -97,16 +97,16 @@ fn requested_ends_are_no_crashes() {
         let server = served.server();
         kill(server, signal).unwrap();
         served.wait_for_another(server, std::time::Instant::now());
-        let keeper = served.supervisor();
+        let keeper = served.keeper();
         kill(keeper, if signal == Signal::SIGHUP { Signal::SIGTERM } else { signal }).unwrap();
-        until(|| !is_alive(keeper) && status(&served.path)["keeper"]["pid"] == served.supervisor().as_raw());
+        until(|| !is_alive(keeper) && status(&served.path)["keeper"]["pid"] == served.keeper().as_raw());
     }
     let shown = status(&served.path);
     assert_eq!((&shown["crashes"], &shown["restarts"]), (&json!([]), &json!(3)), "{}", served.log());
     // An upgrade of both processes in place.
     let served = Served::start(Keeper::Own, &subject);
     let server = served.server();
-    kill(served.supervisor(), Signal::SIGHUP).unwrap();
+    kill(served.keeper(), Signal::SIGHUP).unwrap();
     served.wait_for_another(server, std::time::Instant::now());
     assert_eq!(crashes(&served.path), [Value::Null; 0], "{}", served.log());
 }
@@ -246,7 +246,7 @@ fn socket_follows_the_options(keeper: Keeper, signal: Signal) {
     {
         fs::write(&file, format!("VMMFD_OPTIONS=\"{options}\"\n")).unwrap();
         let server = served.server();
-        let asked = if signal == Signal::SIGHUP { served.supervisor() } else { server };
+        let asked = if signal == Signal::SIGHUP { served.keeper() } else { server };
         kill(asked, signal).unwrap();
         served.wait_for_another(server, std::time::Instant::now());
         assert_eq!(mode(&served.path), wanted, "{options}: {}", served.log());

@@ -81,7 +81,7 @@ fn default_log_is_brief() {
         let put = Put::new(format!("name-{at}")).part(PutPart::of("all", &memory).unwrap());
         client.put(&put).unwrap_err();
     }
-    let (old, keeper) = (served.server(), served.supervisor());
+    let (old, keeper) = (served.server(), served.keeper());
     kill(old, Signal::SIGTERM).unwrap();
     let (new, _) = served.wait_for_another(old, Instant::now());
     // A killed server may lose its last lines, and the next server may log after its first answer.

@@ -251,7 +251,7 @@ impl Walk {
                 self.after_kill(server, Instant::now());
             }
             Action::KillKeeper => {
-                self.served.kill_supervisor();
+                self.served.kill_keeper();
                 for action in [Action::KillKeeper, Action::StoreAnew] {
                     self.world = MODEL.next(&self.world, action).unwrap();
                 }
@@ -354,7 +354,7 @@ impl Walk {
     }
 }
 
-/// Each walk has at most two kills of the server or the supervisor. `VMMFD_TEST_WALKS` sets the number of walks.
+/// Each walk has at most two kills of the server or the keeper. `VMMFD_TEST_WALKS` sets the number of walks.
 #[test]
 fn server_follows_model_traces() {
     let walks = number("VMMFD_TEST_WALKS", 12);

@@ -41,7 +41,7 @@ pub(crate) struct Served {
     /// A separate folder: a test may delete the other folder.
     log_folder: TempDir,
     command: Vec<OsString>,
-    supervisor: Option<Session>,
+    first: Option<Session>,
     /// Runs the server.
     pub(crate) manager: Option<Manager>,
     pub(crate) keeper: Option<Manager>,
@@ -63,7 +63,7 @@ impl Served {
         }
         let log_folder = tempfile::tempdir().unwrap();
         let mut served =
-            Self { path, folder, log_folder, command: command.clone(), supervisor: None, manager: None, keeper: None };
+            Self { path, folder, log_folder, command: command.clone(), first: None, manager: None, keeper: None };
         match keeper {
             Keeper::Own => served.start_again(),
             Keeper::Apart => {
@@ -97,7 +97,7 @@ impl Served {
         self.folder.path().join("stop-keeper")
     }
 
-    /// Starts a supervisor. None may be running.
+    /// Starts a keeper. None may be running.
     pub(crate) fn start_again(&mut self) {
         let mut child = Command::new(&self.command[0]);
         child.args(&self.command[1..]).stdin(Stdio::null()).stdout(Stdio::null());
@@ -105,10 +105,10 @@ impl Served {
             child.env_remove(name);
         }
         child.stderr(fs::File::create(self.log_folder.path().join("log")).unwrap());
-        self.supervisor = Some(Session::start(&mut child).unwrap());
+        self.first = Some(Session::start(&mut child).unwrap());
     }
 
-    /// Returns the stderr of the supervisor and its servers.
+    /// Returns the stderr of the keeper and its servers.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.log_folder.path().join("log")).unwrap_or_default()
     }
@@ -139,26 +139,26 @@ impl Served {
         self.greeted().1
     }
 
-    /// Returns the current supervisor.
+    /// Returns the current keeper.
     #[track_caller]
-    pub(crate) fn supervisor(&self) -> Pid {
+    pub(crate) fn keeper(&self) -> Pid {
         if let Some(keeper) = &self.keeper {
             return keeper.main(1);
         }
-        let first = self.supervisor.as_ref().map(|child| Pid::from_raw(child.id().cast_signed())).unwrap();
+        let first = self.first.as_ref().map(|child| Pid::from_raw(child.id().cast_signed())).unwrap();
         if is_alive(first) {
             return first;
         }
         let begun = Instant::now();
         loop {
-            // A supervisor started by the server is a child of the server. A supervisor that started the server is its parent.
+            // A keeper started by the server is a child of the server. A keeper that started the server is its parent.
             let server = self.server();
             if let Some(pid) =
                 children(server).into_iter().find(|&pid| is_alive(pid)).or_else(|| parent_that_serves(server))
             {
                 return pid;
             }
-            assert!(begun.elapsed() < PATIENCE, "no supervisor: {}", self.log());
+            assert!(begun.elapsed() < PATIENCE, "no keeper: {}", self.log());
             pause(begun);
         }
     }
@@ -184,16 +184,16 @@ impl Served {
         }
     }
 
-    /// Kills the supervisor. Waits until the server's next supervisor holds the same number of descriptors. The server keeps running.
+    /// Kills the keeper. Waits until the server's next keeper holds the same number of descriptors. The server keeps running.
     #[track_caller]
-    pub(crate) fn kill_supervisor(&mut self) {
-        let old = self.supervisor();
+    pub(crate) fn kill_keeper(&mut self) {
+        let old = self.keeper();
         let count = stored(old);
         kill(old, Signal::SIGKILL).unwrap();
         self.reap();
         let begun = Instant::now();
         loop {
-            let new = self.supervisor();
+            let new = self.keeper();
             if new != old && stored(new) >= count {
                 return;
             }
@@ -203,9 +203,9 @@ impl Served {
         }
     }
 
-    /// Reaps the first supervisor if it has exited.
+    /// Reaps the first keeper if it has exited.
     pub(crate) fn reap(&mut self) {
-        if let Some(child) = &mut self.supervisor {
+        if let Some(child) = &mut self.first {
             let pid = Pid::from_raw(child.id().cast_signed());
             if !is_alive(pid) {
                 let _ = child.wait();
@@ -213,23 +213,23 @@ impl Served {
         }
     }
 
-    /// Stops the supervisor with SIGTERM and waits for the exit. Returns the exit code of the first supervisor, none for a later one.
+    /// Stops the keeper with SIGTERM and waits for the exit. Returns the exit code of the first keeper, none for a later one.
     #[track_caller]
     pub(crate) fn stop(&mut self) -> Option<i32> {
-        let supervisor = self.supervisor();
-        kill(supervisor, Signal::SIGTERM).unwrap();
+        let keeper = self.keeper();
+        kill(keeper, Signal::SIGTERM).unwrap();
         let begun = Instant::now();
-        while is_alive(supervisor) {
-            assert!(begun.elapsed() < PATIENCE, "the supervisor does not end: {}", self.log());
+        while is_alive(keeper) {
+            assert!(begun.elapsed() < PATIENCE, "the keeper does not end: {}", self.log());
             pause(begun);
         }
-        let child = self.supervisor.as_mut().filter(|child| child.id().cast_signed() == supervisor.as_raw());
+        let child = self.first.as_mut().filter(|child| child.id().cast_signed() == keeper.as_raw());
         child.and_then(|child| child.wait().unwrap().code())
     }
 
     /// Counts the memory descriptors of the server and of its keeper. The two counts must match.
     pub(crate) fn kept(&self, server: Pid) -> (usize, usize) {
-        (stored(server), stored(self.supervisor()))
+        (stored(server), stored(self.keeper()))
     }
 
     /// Returns the resident memory of a process in KiB.
@@ -242,7 +242,9 @@ impl Served {
 
 impl Drop for Served {
     fn drop(&mut self) {
-        (self.manager, self.keeper, self.supervisor) = (None, None, None);
+        self.manager = None;
+        self.keeper = None;
+        self.first = None;
         if thread::panicking() {
             eprintln!("{}", self.log());
         }
