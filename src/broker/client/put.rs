@@ -156,7 +156,7 @@ impl PutPart<'static> {
         Ok(Self { backend: memory.device().backend(), header: PartHeader::new(name, description), segments })
     }
 
-    /// Describes memories as one part, each after the [mapped size](Region::mapped_size) of those before it. Blocks as [`PutPart::of`].
+    /// Describes memories as one part, each after the [mapped size](crate::memory::Shared::mapped_size) of those before it. Blocks as [`PutPart::of`].
     ///
     /// # Errors
     /// As [`PutPart::of`]; [`Error::Broker`] for no memory, and for memory of several devices, or of a device and its host.
