@@ -36,6 +36,7 @@ use crate::{
     support::{
         Subject,
         served::{copied, is_alive, with_argument},
+        session::spawn_alone,
     },
 };
 
@@ -71,7 +72,7 @@ impl Place {
     /// Starts the program and waits until it serves. Afterwards its file can't be executed again.
     fn start(&self) -> Child {
         self.allow_execution(true);
-        let mut child = self.command(&self.vmmfd).spawn().unwrap();
+        let mut child = spawn_alone(&mut self.command(&self.vmmfd));
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         assert!(line.starts_with("embedded_broker: listens on "), "{line:?}");

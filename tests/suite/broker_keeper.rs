@@ -39,6 +39,7 @@ use crate::{
     support::{
         Subject, pause,
         served::{Keeper, Served, copied, is_alive, is_stopped, stored},
+        session::spawn_alone,
         stepper::{Call, From, trace},
     },
 };
@@ -449,7 +450,7 @@ fn init_is_notified_of_ready_and_watchdog() {
     let mut command = Command::new(binary("vmmfd"));
     command.args(["serve", "--no-keeper", "--socket"]).arg(&socket).env("NOTIFY_SOCKET", &notify);
     command.env("WATCHDOG_USEC", "300000").env_remove("WATCHDOG_PID").stdout(Stdio::null());
-    let mut server = command.spawn().unwrap();
+    let mut server = spawn_alone(&mut command);
     let mut said = Vec::new();
     while said.iter().filter(|text| *text == "WATCHDOG=1").count() < 4 || !said.contains(&"READY=1".to_owned()) {
         let mut text = [0; 256];

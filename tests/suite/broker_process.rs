@@ -42,7 +42,7 @@ use vmmfd::{
 use crate::{
     broker::until,
     conversation::{PATIENCE, seqpacket},
-    support::{Kind, Subject, pause},
+    support::{Kind, Subject, pause, session::spawn_alone},
 };
 
 /// The setup of the serving child; only this child has the variable.
@@ -140,7 +140,7 @@ impl Process {
         command.args([SERVES, "--exact", "--nocapture"]).env(SETUP, serde_json::to_string(&setup).unwrap());
         // The server exits when its standard input closes, so it also exits if this process dies.
         command.stdin(Stdio::piped()).stdout(Stdio::null()).current_dir("/");
-        let child = command.spawn().unwrap();
+        let child = spawn_alone(&mut command);
         let process = Self { folder, path, child, user: setup.user };
         until(|| Raw::dial(&process.path).is_ok());
         process
@@ -315,7 +315,7 @@ impl Actor {
         let mut command = Command::new(env::current_exe().unwrap());
         command.args([test, "--exact", "--include-ignored", "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::null());
         command.env(STEP, format!("{step} {}", path.display())).env(THERE, &there).env("TMPDIR", folder.path());
-        Self { child: command.spawn().unwrap(), there, _folder: folder }
+        Self { child: spawn_alone(&mut command), there, _folder: folder }
     }
 
     /// In the child: reports the step with a word, and waits to be killed.

@@ -63,6 +63,13 @@ pub(crate) fn lead(command: &mut Command) -> &mut Command {
     }
 }
 
+/// Starts a program that inherits only the standard streams.
+pub(crate) fn spawn_alone(command: &mut Command) -> Child {
+    // SAFETY: the call is a plain system call, safe between fork and exec.
+    unsafe { command.pre_exec(inherit_only_streams) };
+    command.spawn().unwrap()
+}
+
 /// Closes all descriptors except the standard streams on exec. Some functions return descriptors that are closed on exec only a moment
 /// later, and tests count the memory that a server has open.
 pub(crate) fn inherit_only_streams() -> io::Result<()> {
