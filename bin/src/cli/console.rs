@@ -6,7 +6,7 @@ use std::{
     io, mem,
     path::Path,
     process,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread::{self, ThreadId},
     time::{Duration, Instant},
 };
@@ -50,7 +50,7 @@ pub struct Console {
     coloured: bool,
     state: Mutex<Collected>,
     /// Whether the result is printed. Locked while it is printed, so that a second caller waits.
-    finished: Mutex<bool>,
+    finished: Arc<Mutex<bool>>,
 }
 
 #[derive(Debug)]
@@ -100,7 +100,7 @@ impl Console {
             progress: output.progress(),
             coloured: is_coloured(&io::stdout()),
             state: Mutex::new(state),
-            finished: Mutex::new(false),
+            finished: Arc::default(),
         }
     }
 
@@ -139,9 +139,13 @@ impl Console {
             line = format!("{}\n          {command}", layout::shown(&line, &io::stdout()));
         }
         let progress = self.progress.clone();
+        let finished = Arc::clone(&self.finished);
         state.wait = Some(Wait::before(move || {
-            // A later line reports the failure.
-            let _ = progress.suspend(|| print_now(&(line + "\n")));
+            let finished = finished.lock().unwrap_or_else(PoisonError::into_inner);
+            if !*finished {
+                // A later line reports the failure.
+                let _ = progress.suspend(|| print_now(&(line + "\n")));
+            }
         }));
     }
 
