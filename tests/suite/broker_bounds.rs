@@ -422,8 +422,8 @@ fn assert_watchers_cost(prefix: &str, factor: u64) {
 
 #[test]
 fn idle_watchers_delay_no_get() {
-    // A few µs for each watcher, in a debug build.
-    assert_watchers_cost("", 60);
+    // A few µs for each watcher, in a debug build: 61 times were measured on a busy machine. An event to each watcher would cost far more.
+    assert_watchers_cost("", 200);
 }
 
 #[test]
