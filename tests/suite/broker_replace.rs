@@ -23,7 +23,7 @@ const MOST: usize = (READERS + 8) * 3;
 #[test]
 fn readers_see_whole_versions_during_replaces() {
     let _turn = crate::support::cpu_turn();
-    let replacements = number("VMMFD_TEST_REPLACEMENTS", 500);
+    let replacements = number("VMMFD_TEST_REPLACEMENTS", 1000);
     let subject = Subject::host();
     let server = Process::start(Setup::of(&subject));
     let template = Template::new();
