@@ -369,7 +369,9 @@ fn others_are_served_while_leases_end() {
         drop(reader);
         let mut seen = Vec::new();
         while seen.last() != Some(&0) {
-            seen.push(other.measured().leases);
+            let measured = other.measured();
+            seen.push(measured.leases);
+            assert!(measured.connections >= 2);
         }
         seen.iter().any(|leases| (1..5000).contains(leases))
     };
@@ -399,7 +401,7 @@ fn watchers(served: &Served, prefix: &str, count: usize) -> Vec<Raw> {
     (0..count).map(start).collect()
 }
 
-/// With 1000 watchers of the prefix, a get takes less than `factor` times the server's CPU time.
+/// With 3000 watchers of the prefix, a get takes less than `factor` times the server's CPU time.
 #[track_caller]
 fn assert_watchers_cost(prefix: &str, factor: u64) {
     let _turn = crate::support::cpu_turn();
@@ -408,22 +410,22 @@ fn assert_watchers_cost(prefix: &str, factor: u64) {
     Maker::new(&served).publish("a");
     let reader = served.greeted().0;
     let gets = || {
-        for _ in 0..200 {
+        for _ in 0..500 {
             let token = lease(&reader, "a");
             reader.send(&Message::Release(Release { token }), &[]).unwrap();
         }
     };
     let alone = cost(server, gets);
-    let _watchers = watchers(&served, prefix, 1000);
+    let _watchers = watchers(&served, prefix, 3000);
     let watched = cost(server, gets);
-    eprintln!("{alone} ns alone, {watched} ns with 1000 watchers");
-    assert!(watched < factor * alone, "{alone} ns alone, {watched} ns with 1000 watchers");
+    eprintln!("{alone} ns alone, {watched} ns with 3000 watchers");
+    assert!(watched < factor * alone, "{alone} ns alone, {watched} ns with 3000 watchers");
 }
 
 #[test]
 fn idle_watchers_delay_no_get() {
-    // A few µs for each watcher, in a debug build: 61 times were measured on a busy machine. An event to each watcher would cost far more.
-    assert_watchers_cost("", 200);
+    // About 1 µs for each watcher, in a debug build.
+    assert_watchers_cost("", 50);
 }
 
 #[test]
