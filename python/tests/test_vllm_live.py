@@ -1,10 +1,7 @@
-"""New versions and sleep of a served model, with PyTorch on the host backend and a stand-in for vLLM; agreement of ranks over gloo."""
+"""New versions and sleep of a served model, with PyTorch on the host backend and a stand-in for vLLM."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +13,8 @@ import vmmfd
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from conftest import PYTHON  # noqa: E402
 from torch_models import is_mapped  # noqa: E402
-from vllm_engine import STUB, configure  # noqa: E402
+from vllm_engine import configure  # noqa: E402
 from vllm_models import Model, describe, load, tensors  # noqa: E402
 from vmmfd.engines import _vllm_live, _vllm_loader  # noqa: E402
 from vmmfd.engines import vllm as engine  # noqa: E402
@@ -153,6 +149,55 @@ def test_trainers_do_not_overwrite_each_other(start: Callable[..., Any], broker:
         engine.next_version(broker, f"{name}/plain")
 
 
+def test_ranks_get_one_version(start: Callable[..., Any], broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.distributed
+
+    models, objects = [], [f"{object_of(name)}/tp{rank}of2" for rank in range(2)]
+    for rank in range(2):
+        monkeypatch.setattr(vllm.distributed, "tensor", [rank, 2])
+        models.append(start().model)
+    with pytest.raises(vmmfd.NotFound, match="no engine has published objects under"):
+        engine.next_versions(broker, f"{name}/other")
+    with engine.next_versions(broker, name) as versions:
+        # The first rank's is put last.
+        assert list(versions.objects) == objects[::-1]
+        for copy in versions.objects.values():
+            copy.tensors["embed.weight"].add_(1)
+        assert versions.put() == 2 and versions.is_closed
+    versions, other = engine.next_versions(broker, name), engine.next_version(broker, objects[0])
+    other.put()
+    # The last rank's object has version 3, and the first rank's had it already.
+    with pytest.raises(vmmfd.Error, match="version"):
+        versions.put()
+    versions.close()
+    assert [broker.stat(each).summary.version for each in objects] == [3, 3]
+    engine.next_version(broker, objects[1]).put()
+    with pytest.raises(vmmfd.Differs, match="newest versions differ .*remove the objects and restart"):
+        engine.next_versions(broker, name)
+
+
+def test_failed_put_of_a_rank_is_repeated(start: Callable[..., Any], broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.distributed
+
+    for rank in range(2):
+        monkeypatch.setattr(vllm.distributed, "tensor", [rank, 2])
+        start()
+    with engine.next_versions(broker, name) as versions:
+        put, first = vmmfd.Broker.put, f"{object_of(name)}/tp0of2"
+
+        def fail(self: Any, key: str, *arguments: Any, **named: Any) -> Any:
+            if key == first:
+                raise vmmfd.Disconnected("the broker is gone")
+            return put(self, key, *arguments, **named)
+
+        monkeypatch.setattr(vmmfd.Broker, "put", fail)
+        with pytest.raises(vmmfd.Disconnected):
+            versions.put()
+        assert broker.stat(first).summary.version == 1
+        monkeypatch.setattr(vmmfd.Broker, "put", put)
+        assert versions.put() == 2 and broker.stat(first).summary.version == 2
+
+
 def test_next_version_equals_object(start: Callable[..., Any], broker: vmmfd.Broker, name: str) -> None:
     model = start().model
     with engine.next_version(broker, object_of(name)) as version:
@@ -232,60 +277,3 @@ def test_transfer_needs_the_load_format(start: Callable[..., Any]) -> None:
     config = SimpleNamespace(backend="vmmfd")
     with pytest.raises(vmmfd.Unsupported, match="--load-format vmmfd"):
         WeightTransferEngineFactory.create_engine(config, SimpleNamespace(), torch.device("cpu"), torch.nn.Linear(1, 1))
-
-
-RANKS = """
-import datetime, os, signal, sys
-from types import SimpleNamespace
-sys.path.insert(0, sys.argv[1])
-import torch
-import vllm.distributed
-rank, store, case = int(sys.argv[2]), sys.argv[3], sys.argv[4]
-torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-group = SimpleNamespace(rank_in_group=rank, world_size=2, cpu_group=torch.distributed.group.WORLD)
-vllm.distributed.get_world_group = lambda: group
-from vmmfd.engines import _vllm_ranks as ranks
-ranks._PATIENCE = datetime.timedelta(seconds=3)
-undone = []
-
-def work():
-    if case == "fails" and rank == 1:
-        raise ValueError("too little memory")
-    if case == "killed" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if case == "stopped" and rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return rank
-
-try:
-    print(rank, ranks.first(lambda: 5 + rank), ranks.together(work, "switch", lambda: undone.append(1)), undone)
-except Exception as error:
-    print(rank, type(error).__name__, str(error).splitlines()[0], undone)
-"""
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("works", ["0 5 0 []", "1 5 1 []"]),
-        ("fails", ["0 Error rank 1 could not switch, so no rank changes its weights: too little memory [1]", "1 ValueError too little memory []"]),
-        ("killed", ["0 Error a rank of the engine does not answer, so no rank changes its weights: ", ""]),
-        ("stopped", ["0 Error a rank of the engine does not answer, so no rank changes its weights: ", ""]),
-    ],
-)
-def test_ranks_agree(tmp_path: Path, case: str, expected: list[str]) -> None:
-    command = [*PYTHON, "-c", textwrap.dedent(RANKS), str(STUB)]
-    running = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), case], stdout=subprocess.PIPE, text=True) for rank in range(2)
-    ]
-    try:
-        for rank, process in enumerate(running):
-            if case == "stopped" and rank == 1:
-                process.kill()
-            output = process.communicate(timeout=60)[0].strip()
-            assert output.startswith(expected[rank]) and (not expected[rank]) == (not output), output
-            assert case in ("works", "fails") or rank == 1 or output.endswith("[1]")
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()

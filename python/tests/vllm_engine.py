@@ -49,7 +49,7 @@ def configure(model: object, extra: dict[str, Any], make: Callable[[], Any] | No
         ),
         device_config=SimpleNamespace(device="cpu"),
         cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[]),
-        parallel_config=SimpleNamespace(enable_expert_parallel=False, expert_placement_strategy="linear", enable_eplb=False),
+        parallel_config=SimpleNamespace(enable_expert_parallel=False, expert_placement_strategy="linear", enable_eplb=False, world_size=1),
         kernel_config=SimpleNamespace(moe_backend="auto", linear_backend="auto", linear_backend_per_quant=None),
         attention_config=SimpleNamespace(backend=None),
         offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0), prefetch=SimpleNamespace(offload_group_size=0)),

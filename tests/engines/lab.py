@@ -66,7 +66,8 @@ class Process:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.child.pid, signal.SIGKILL)
         self.child.wait()
-        self.child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.child.stdin.close()
 
     def end(self):
         self.kill()
@@ -101,6 +102,12 @@ class Broker(Process):
         members = self.members()
         alive = [pid for pid in named if pid in members]
         return alive[-1] if alive else next((pid for pid, parent in members.items() if parent in members), None)
+
+    def kill_server(self):
+        """Kills the server and waits for the next one."""
+        members = self.members()
+        os.kill(self.server(), signal.SIGKILL)
+        self.wait_for("new server", lambda: set(self.members()) - set(members), 20)
 
     def ask(self, *command):
         command = [*command, "--socket", str(self.path), "--json"]
@@ -234,6 +241,7 @@ class Memory:
         import pynvml
 
         pynvml.nvmlInit()
+        self.gpus = pynvml.nvmlDeviceGetCount()
         self.handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         self.read = lambda: pynvml.nvmlDeviceGetMemoryInfo(self.handle).used
         self.name = pynvml.nvmlDeviceGetName(self.handle)

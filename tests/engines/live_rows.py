@@ -1,7 +1,5 @@
 """The rows of the group `live`: new versions under load, sleep, and deaths of the broker's server meanwhile."""
-import os
 import re
-import signal
 import statistics
 import sys
 import time
@@ -181,11 +179,7 @@ def sleep(lab, engine, trainer, expected, newest):
 
 def deaths(lab, broker, engine, trainer, expected):
     """SIGKILL of the broker's server, during an update and during sleep."""
-
-    def kill():
-        members = broker.members()
-        os.kill(broker.server(), signal.SIGKILL)
-        broker.wait_for("new server", lambda: set(broker.members()) - set(members), 20)
+    kill = broker.kill_server
 
     with lab.row("server-killed-during-update") as row:
         row["new"] = row["old"] = 0

@@ -1,4 +1,4 @@
-"""The rows with the real engine, in three groups. `run` calls them on a GPU machine; each group has its own broker and deadline."""
+"""The rows with the real engine, in groups. `run` calls them on a GPU machine; each group has its own broker and deadline."""
 import contextlib
 import os
 import re
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from engine import PROMPTS
 from live_rows import live
+from parallel_rows import parallel
 from lab import ATTACHED, PUBLISHED, Broker, Failed, Process, Server, free_port, healthy, xids
 
 MIB = 1 << 20
@@ -422,4 +423,4 @@ def deaths(row, server, broker, maker, requests=200):
     row.require(row["objects_after_server"] == row["objects_after_keeper"] == 1, "the broker lost the object")
 
 
-GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 420)}
+GROUPS = {"tokens": (tokens, 480), "large": (large, 500), "failures": (failures, 480), "live": (live, 420), "parallel": (parallel, 420)}

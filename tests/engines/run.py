@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Runs vmmfd's load format in the real vLLM on a GPU machine that needs no network: run.py [--strict] [GROUP...].
 
-The groups are `tokens`, `large`, `failures` and `live`, each of at most 8 minutes. It uses the archives of `make engines-pack` in
-dist-engines/packed and the wheel of `make wheel` in dist, and names those that are absent. Each row is a line of output; all figures are in
-one JSON file per group.
+The groups are `tokens`, `large`, `failures` and `live` on one GPU, which run by default, and `parallel` on all GPUs of a machine with
+several. Each takes at most 8 minutes. It uses the archives of `make engines-pack` in dist-engines/packed and the wheel of `make wheel` in
+dist, and names those that are absent. Each row is a line of output; all figures are in one JSON file per group.
 """
 import argparse
 import importlib.metadata
@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-GROUPS = ("tokens", "large", "failures", "live")
+DEFAULT = ("tokens", "large", "failures", "live")
+GROUPS = (*DEFAULT, "parallel")
 ENVIRONMENT = dict(
     HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_HOST_IP="127.0.0.1", GLOO_SOCKET_IFNAME="lo",
     VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_USE_DEEP_GEMM="0", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1",
@@ -116,7 +117,7 @@ def run_group(group, work, command, out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"groups to run (default: {' '.join(GROUPS)})")
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"groups to run (default: {' '.join(DEFAULT)})")
     parser.add_argument("--strict", action="store_true", help="fail if something is absent, instead of a message")
     parser.add_argument("--packed", type=pathlib.Path, default=ROOT / "dist-engines" / "packed", help="the archives (default: %(default)s)")
     parser.add_argument("--wheel", type=pathlib.Path, default=newest_wheel(), help="the wheel of vmmfd (default: the newest in dist)")
@@ -124,7 +125,7 @@ def main():
                         help="a folder for what is unpacked and for logs, which later runs use again (default: %(default)s)")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "dist-engines" / "results", help="the results (default: %(default)s)")
     options = parser.parse_args()
-    groups = options.groups or GROUPS
+    groups = options.groups or DEFAULT
     unknown = [group for group in groups if group not in GROUPS]
     if unknown:
         parser.error(f"no group {unknown[0]}: the groups are {', '.join(GROUPS)}")

@@ -1,7 +1,9 @@
 """A trainer in a process of its own, driven by lines on stdin: trainer.py REPORT BROKER NAME.
 
-    put low | put high    puts the next version of the object: its head can only choose tokens of the lower, or of the upper half
-    delete                deletes the object
+    put low | put high    puts the next version of all ranks' objects: their head can only choose tokens of the lower, or of the upper half
+    part low | part high  the same for the last rank only
+    rest                  for the remaining ranks
+    delete                deletes the objects
     ipc FOLDER FILE       loads a checkpoint, and writes the update for vLLM's own engine `ipc`, which copies it
 """
 import json
@@ -17,8 +19,7 @@ import vmmfd.engines.vllm as engine
 def main():
     path, socket, name = sys.argv[1:]
     broker = vmmfd.connect(socket)
-    name = f"{name}/{vmmfd.device_uuid(0)}"
-    head = None
+    heads, versions = {}, None
 
     def report(**values):
         with open(path, "a") as file:
@@ -29,26 +30,35 @@ def main():
         command, *arguments = line.split()
         begin = time.monotonic()
         if command == "delete":
-            broker.delete(name)
+            for each in broker.list(f"{name}/"):
+                broker.delete(each.name)
             report(event=command)
             continue
         if command == "ipc":
             kept = ipc(*arguments)
             report(event=command, tensors=len(kept))
             continue
-        with engine.next_version(broker, name) as version:
-            tensor = version.tensors["lm_head.weight"]
-            if head is None:
-                head = tensor.clone()
-            tensor.copy_(head)
-            half = len(tensor) // 2
-            (tensor[half:] if arguments[0] == "low" else tensor[:half]).zero_()
-            torch.cuda.synchronize()
-            copied = time.monotonic()
-            # A tensor keeps its memory.
-            del tensor
-            number = version.put().version
-            report(event=command, version=number, copy=copied - begin, put=time.monotonic() - copied)
+        if command != "rest":
+            versions = engine.next_versions(broker, name)
+            for place, version in enumerate(reversed(versions.objects.values())):
+                change(version.tensors["lm_head.weight"], heads, place, len(versions.objects), arguments[0])
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+        copied = time.monotonic()
+        if command == "part":
+            number = next(iter(versions.objects.values())).put().version
+        else:
+            number = versions.put()
+        report(event=command, version=number, copy=copied - begin, put=time.monotonic() - copied)
+
+
+def change(tensor, heads, rank, size, half):
+    """Zeroes the rows of this rank's part of the head that lie in the other half of the vocabulary."""
+    rows = len(tensor)
+    heads.setdefault(rank, tensor.clone())
+    tensor.copy_(heads[rank])
+    middle = min(max(size * rows // 2 - rank * rows, 0), rows)
+    (tensor[middle:] if half == "low" else tensor[:middle]).zero_()
 
 
 def ipc(folder, file):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .. import _native
 from .._closing import Closing
 from .._copies import Copy, Value, layouts
-from .._errors import Differs, Invalid
+from .._errors import Differs, Invalid, NotFound
 from ..torch._base import _torch
+
+# The GPU and the ranks, which an engine appends to the name of its object.
+_SUFFIX = re.compile(r"[^/]+((?:/[a-z]+\d+of\d+)*)")
 
 
 class NextVersion(Closing):
@@ -17,6 +21,8 @@ class NextVersion(Closing):
     def __init__(self, broker: Any, name: str, version: int | None = None) -> None:
         torch = _torch()
         self._broker, self._copies = broker, []
+        # The version that `put` made.
+        self.number: int | None = None
         self.tensors: dict[str, Any] = {}
         with broker.get(name, version=version) as lease:
             self.name: str = lease.name
@@ -50,6 +56,7 @@ class NextVersion(Closing):
         metadata = {**self._metadata, "vllm": {**self._metadata["vllm"], "updated": True}}
         options.setdefault("replace_version", self._base)
         published = self._broker.put(self.name, Value(self._copies), metadata=metadata, **options)
+        self.number = published.version
         self.close()
         return published
 
@@ -64,6 +71,53 @@ class NextVersion(Closing):
         for copy in self._copies:
             copy.memories.clear()
         self._copies.clear()
+
+
+class NextVersions(Closing):
+    """Copies of the objects of all ranks: see `vmmfd.engines.vllm.next_versions`."""
+
+    def __init__(self, broker: Any, name: str) -> None:
+        suffixes = {line.name: _SUFFIX.fullmatch(line.name, len(name) + 1) for line in broker.list(f"{name}/")}
+        ranks = {each: [int(number) for number in re.findall(r"(\d+)of", found[1])] for each, found in suffixes.items() if found}
+        if not ranks:
+            raise NotFound(f"no engine has published objects under {name!r}: give the option \"name\" of its load format")
+        self.objects: dict[str, NextVersion] = {}
+        try:
+            # An engine's first rank finds the newest version, so the first rank's object gets it last.
+            for each in sorted(ranks, key=lambda each: (ranks[each], each), reverse=True):
+                self.objects[each] = NextVersion(broker, each)
+            _require_one_number({each: version._base for each, version in self.objects.items()})
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, **options: Any) -> int:
+        """Puts the next version of each object as `NextVersion.put` does, and returns its number.
+
+        If a put fails, engines continue to find the old version as the newest, and another call puts the remaining objects. Raises
+        `Differs` if another program has put a version of some of the objects meanwhile."""
+        for version in self.objects.values():
+            if version.number is None:
+                version.put(**options)
+        return _require_one_number({name: version.number for name, version in self.objects.items()})
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all were put or closed."""
+        return all(version.is_closed for version in self.objects.values())
+
+    def close(self) -> None:
+        """Frees the copies. Closing twice does nothing."""
+        for version in self.objects.values():
+            version.close()
+
+
+def _require_one_number(versions: dict[str, Any]) -> int:
+    if len(set(versions.values())) > 1:
+        newest = ", ".join(f"{name} version {version}" for name, version in versions.items())
+        raise Differs(f"the ranks' newest versions differ ({newest}), and engines need one number: remove the objects and restart the engines")
+    number: int = next(iter(versions.values()))
+    return number
 
 
 def _tensor(torch: Any, entry: _native._Entry, storages: list[Any]) -> Any:

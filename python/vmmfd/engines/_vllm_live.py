@@ -87,6 +87,13 @@ class Live:
         if was_parked:
             _logger.info("vmmfd: unparked %s version %d in %.4f s", self._found.name, self._lease.version, time.perf_counter() - begin)
 
+    def remap(self) -> None:
+        """Maps the parked version again, on this rank alone."""
+        if self._lease.is_parked:
+            self._lease.unpark(version=self._lease.version)
+        if self._is_stale:
+            self.refill()
+
     def lose(self) -> None:
         """Records that the private tensors lose their contents: `unpark` fills them."""
         self._is_stale = True

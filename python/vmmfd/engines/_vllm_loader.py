@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader import BaseModelLoader, utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 import vmmfd
@@ -22,6 +23,7 @@ import vmmfd
 from .._errors import Differs, Error, NotFound, Timeout, Unsupported
 from ..torch import _exact, pool
 from . import _state, _vllm_live
+from . import _vllm_ranks as ranks
 from ._contents import Contents
 from ._options import read
 from ._vllm_key import key_of, object_name
@@ -91,6 +93,7 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
                 )
             _logger.warning("vmmfd: loading from disk for this engine only: %s", reason)
             return self._from_disk().load_model(**arguments)
+        _agree_on_failures(vllm_config)
         found = self._find(vllm_config, model_config)
         if isinstance(found.held, vmmfd.Lease):
             return self._attach_or_load(found, arguments)
@@ -260,6 +263,15 @@ class VmmfdLoader(BaseModelLoader):  # type: ignore[misc]
     def _pool(self, device: Any, found: Found) -> Any:
         if device.type != "cuda":
             return contextlib.nullcontext()
-        ranks = found.key["tensor_parallel"][1] * found.key["pipeline_parallel"][1]
+        count = found.key["tensor_parallel"][1] * found.key["pipeline_parallel"][1]
         # Nearly all weights in one go, the rest in pieces as small as PyTorch's: a partly used piece wastes memory.
-        return pool(20 << 20, device, size=max(found.contents.nbytes * 24 // 25 // ranks, 1))
+        return pool(20 << 20, device, size=max(found.contents.nbytes * 24 // 25 // count, 1))
+
+
+def _agree_on_failures(vllm_config: Any) -> None:
+    """With several ranks, makes the worker report a failure as vLLM's executor reads it."""
+    parallel = vllm_config.parallel_config
+    if parallel.world_size > 1:
+        # With this executor, each rank's process reads its own response.
+        size = 1 if parallel.distributed_executor_backend == "external_launcher" else parallel.world_size
+        ranks.report_once(resolve_obj_by_qualname(parallel.worker_cls), size)

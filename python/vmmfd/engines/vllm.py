@@ -13,8 +13,8 @@ vLLM finds `register` by the entry point `vllm.general_plugins`. `--model-loader
 - `on_unsupported`: `"fail"` (the default) refuses a model that can't be shared; `"load"` loads it from disk for this engine only.
 - `wake`: the version that a sleeping engine wakes with: `"own"` (the default) or `"newest"`.
 
-With `--weight-transfer-config '{"backend": "vmmfd"}'`, `update_weights` changes to a version that a trainer has put (`next_version`), at the
-same addresses. `--sleep-mode-backend vmmfd` parks the weights instead of copying them to the host.
+With `--weight-transfer-config '{"backend": "vmmfd"}'`, `update_weights` changes to a version that a trainer has put (`next_version`, or for
+several ranks `next_versions`), at the same addresses. `--sleep-mode-backend vmmfd` parks the weights instead of copying them to the host.
 
 An object is used only if its key equals the engine's: engine and version, types, quantisation, parallel sizes and rank, the backends that
 change the layout of weights, and the identity of the contents. Otherwise the engine fails with an error that names the fields.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .._broker import Broker
-    from ._next_version import NextVersion
+    from ._next_version import NextVersion, NextVersions
 
 _FORMAT = "vmmfd"
 _registered = False
@@ -42,6 +42,18 @@ def next_version(broker: Broker, name: str, *, version: int | None = None) -> Ne
     from ._next_version import NextVersion
 
     return NextVersion(broker, name, version)
+
+
+def next_versions(broker: Broker, name: str) -> NextVersions:
+    """Returns writable copies of the objects of all of an engine's ranks, to put as their next version: a context manager that frees them.
+
+    `name` is the option `name` of the load format. `objects` are the copies by the objects' names (`NAME/GPU/tp1of2`), each as from
+    `next_version` and on its rank's device, the first rank last. `put()` gives all the same number. If several engines use the name on
+    other GPUs, their objects are among them. Raises `NotFound` if there is none, `Differs` if their newest versions differ, and as
+    `next_version`."""
+    from ._next_version import NextVersions
+
+    return NextVersions(broker, name)
 
 
 def register() -> None:

@@ -93,7 +93,7 @@ def wrap(owner, name, prepare=None, after=None, record=None):
         try:
             return profile.runcall(original, self, *arguments, **named) if profile else original(self, *arguments, **named)
         finally:
-            emit(f"{owner.__name__}.{name}", begin, **({"top": most_expensive(profile)} if profile else {}),
+            emit(f"{owner.__name__}.{name}", begin, rank=getattr(self, "rank", None), **({"top": most_expensive(profile)} if profile else {}),
                  **(record(self) if record else {}))
             if after:
                 after()
