@@ -87,7 +87,7 @@ check: build-all ## format, lints, documentation, dependencies, aarch64
 	$(CARGO) fmt --all --check --manifest-path python/Cargo.toml
 	$(CARGO) clippy --locked --workspace --all-targets --features launch -- -D warnings
 	PYO3_NO_PYTHON=1 CARGO_TARGET_DIR=$(or $(CARGO_TARGET_DIR),target) $(CARGO) clippy --locked --manifest-path python/Cargo.toml -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps -p vmmfd --features bindings,launch
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --no-deps -p vmmfd --features bindings
 	scripts/test-users $(CARGO) $(BIN)/libfakecuda.so
 	scripts/check-package $(CARGO)
 	scripts/check-deny $(STRICT)

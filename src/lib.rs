@@ -48,21 +48,18 @@
 //!
 //! # Cargo
 //!
-//! A program selects the CUDA version of cudarc's bindings. It may differ from the driver's version:
-//!
-//! ```toml
-//! vmmfd = "0.1"
-//! cudarc = { version = "0.19", default-features = false, features = ["std", "driver", "dynamic-loading", "cuda-13000"] }
-//! ```
-//!
-//! Without a version, cudarc's build fails with `Must specify one of the following features: [cuda-version-from-build-system,
-//! cuda-13040, ...]`.
-//!
 //! | Feature | Effect |
 //! |---|---|
 //! | `weights` (default) | adds [`weights`] |
 //! | `launch` | adds `vmmfd::launch`: memory as cudarc's `DevicePtr` |
-//! | `bindings` | selects a CUDA version, for builds of this library alone |
+//! | `bindings` | `launch`, with a CUDA version for builds of this library alone |
+//!
+//! A program that uses `launch` selects the CUDA version of cudarc's bindings, which may differ from the driver's version:
+//!
+//! ```toml
+//! vmmfd = { version = "0.1", features = ["launch"] }
+//! cudarc = { version = "0.19", default-features = false, features = ["std", "driver", "dynamic-loading", "cuda-13000"] }
+//! ```
 //!
 //! # Memory
 //!

@@ -2,8 +2,8 @@
 //!
 //! cudarc's bindings of the functions are not used: its `CUresult` is a closed enum, so a code of a newer driver would be undefined
 //! behaviour. Its loader panics on a missing library or symbol, and tries `libcuda.so` first, so that a toolkit's stub on the path is
-//! preferred to the driver. Its types and constants are used, and the layouts below are checked against them at compile time, for every
-//! supported version of CUDA.
+//! preferred to the driver. Nor are its types and numbers, so that a program with its own cudarc, for any version of CUDA, can use this
+//! library. With the feature `launch` the compiler compares layouts and numbers with cudarc's.
 
 use std::{
     borrow::Cow,
@@ -11,7 +11,6 @@ use std::{
     mem, ptr,
 };
 
-use cudarc::driver::sys;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use crate::{
@@ -27,8 +26,8 @@ pub(super) struct Location {
     pub id: c_int,
 }
 
-const LOCATION_DEVICE: c_uint = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as c_uint;
-/// Bindings older than CUDA 12.2 don't name it.
+/// `CUmemLocationType`.
+const LOCATION_DEVICE: c_uint = 1;
 const LOCATION_HOST_NUMA: c_uint = 3;
 
 impl From<crate::driver::Location> for Location {
@@ -51,7 +50,8 @@ impl From<Location> for crate::driver::Location {
     }
 }
 
-const PINNED: c_uint = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as c_uint;
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
+const PINNED: c_uint = 1;
 
 /// `CUmemAllocationProp`.
 #[repr(C)]
@@ -120,13 +120,72 @@ impl PoolProps {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Opaque(pub [u8; 64]);
 
-pub(super) const HANDLE_TYPE_POSIX_FD: c_uint =
-    sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0;
-/// Bindings older than CUDA 12.4 don't name it.
+/// `CUmemAllocationHandleType`.
+pub(super) const HANDLE_TYPE_POSIX_FD: c_uint = 1;
 pub(super) const HANDLE_TYPE_FABRIC: c_uint = 8;
 
+/// `CUmemAccess_flags`.
+pub(super) const PROT_NONE: c_uint = 0;
+pub(super) const PROT_READ: c_uint = 1;
+pub(super) const PROT_READWRITE: c_uint = 3;
+
+/// `CUmemAllocationGranularity_flags`.
+pub(super) const GRANULARITY_MINIMUM: c_uint = 0;
+pub(super) const GRANULARITY_RECOMMENDED: c_uint = 1;
+
+/// `CU_MEMHOSTALLOC_PORTABLE`.
+pub(super) const HOST_ALLOC_PORTABLE: c_uint = 1;
+
+/// `CUdevice_attribute`.
+pub(super) mod attribute {
+    use std::ffi::c_uint;
+
+    pub(in super::super) const MULTIPROCESSOR_COUNT: c_uint = 16;
+    pub(in super::super) const COMPUTE_MODE: c_uint = 20;
+    pub(in super::super) const VIRTUAL_MEMORY_MANAGEMENT: c_uint = 102;
+    pub(in super::super) const POSIX_FILE_DESCRIPTOR: c_uint = 103;
+    pub(in super::super) const GPU_DIRECT_RDMA: c_uint = 110;
+    pub(in super::super) const MEMORY_POOLS: c_uint = 115;
+    pub(in super::super) const POOL_HANDLE_TYPES: c_uint = 119;
+    pub(in super::super) const FABRIC_HANDLE: c_uint = 128;
+    pub(in super::super) const HOST_NUMA_ID: c_uint = 134;
+    pub(in super::super) const HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT: c_uint = 141;
+}
+
+// Bindings older than CUDA 12.4 don't have the other numbers.
+#[cfg(feature = "launch")]
 const _: () = {
     use std::mem::{align_of, offset_of, size_of};
+
+    use cudarc::driver::sys::{
+        self, CUdevice_attribute as Attribute, CUmemAccess_flags as Access,
+        CUmemAllocationGranularity_flags as Granularity,
+    };
+
+    assert!(LOCATION_DEVICE == sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as c_uint);
+    assert!(PINNED == sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as c_uint);
+    assert!(HANDLE_TYPE_POSIX_FD == sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0);
+    assert!(PROT_NONE == Access::CU_MEM_ACCESS_FLAGS_PROT_NONE as c_uint);
+    assert!(PROT_READ == Access::CU_MEM_ACCESS_FLAGS_PROT_READ as c_uint);
+    assert!(PROT_READWRITE == Access::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as c_uint);
+    assert!(GRANULARITY_MINIMUM == Granularity::CU_MEM_ALLOC_GRANULARITY_MINIMUM as c_uint);
+    assert!(GRANULARITY_RECOMMENDED == Granularity::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED as c_uint);
+    assert!(HOST_ALLOC_PORTABLE == sys::CU_MEMHOSTALLOC_PORTABLE);
+    assert!(attribute::MULTIPROCESSOR_COUNT == Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as c_uint);
+    assert!(attribute::COMPUTE_MODE == Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE as c_uint);
+    assert!(
+        attribute::VIRTUAL_MEMORY_MANAGEMENT
+            == Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED as c_uint
+    );
+    assert!(
+        attribute::POSIX_FILE_DESCRIPTOR
+            == Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED as c_uint
+    );
+    assert!(
+        attribute::GPU_DIRECT_RDMA == Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as c_uint
+    );
+    assert!(attribute::MEMORY_POOLS == Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED as c_uint);
+    assert!(attribute::POOL_HANDLE_TYPES == Attribute::CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES as c_uint);
     assert!(size_of::<Location>() == size_of::<sys::CUmemLocation>());
     assert!(size_of::<AllocationProp>() == size_of::<sys::CUmemAllocationProp>());
     assert!(align_of::<AllocationProp>() == align_of::<sys::CUmemAllocationProp>());

@@ -1,13 +1,11 @@
 //! The kernels that write and check the pattern. Loaded once for each device.
 
 use std::{
-    ffi::{CStr, c_uint, c_void},
+    ffi::{CStr, c_void},
     ptr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
-
-use cudarc::driver::sys::CUdevice_attribute as DeviceAttribute;
 
 use super::{
     super::{
@@ -15,6 +13,7 @@ use super::{
         kernels::{Counted, Kernels, PatternSpan},
     },
     Core, Functions,
+    ffi::attribute::MULTIPROCESSOR_COUNT,
 };
 use crate::error::Result;
 
@@ -144,10 +143,9 @@ impl Core {
     fn loaded<'a>(&self, ordinal: i32, program: &'a mut Option<Program>) -> Result<&'a Program> {
         if program.is_none() {
             let mut multiprocessors = 0;
-            let number = DeviceAttribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as c_uint;
             let device = self.device(ordinal)?;
             // SAFETY: the pointer is valid for one write.
-            unsafe { self.functions.device_get_attribute(&mut multiprocessors, number, device) }?;
+            unsafe { self.functions.device_get_attribute(&mut multiprocessors, MULTIPROCESSOR_COUNT, device) }?;
             let mut fresh = Program::default();
             if let Err(error) = fresh.load(&self.functions, multiprocessors.unsigned_abs()) {
                 fresh.unload(&self.functions);

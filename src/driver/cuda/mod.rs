@@ -31,13 +31,12 @@ use std::{
     },
 };
 
-use cudarc::driver::sys::{self};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 
 use self::kernels::Slot;
 use self::{
     addresses::Addresses,
-    ffi::{AllocationProp, Functions, HANDLE_TYPE_POSIX_FD},
+    ffi::{AllocationProp, Functions, HANDLE_TYPE_POSIX_FD, PROT_NONE, PROT_READ, PROT_READWRITE},
 };
 use super::EventHandle;
 use super::{
@@ -368,12 +367,11 @@ pub fn exit_at_once(code: i32) -> ! {
 }
 
 fn flags_of(access: Option<Access>) -> c_uint {
-    let flags = match access {
-        None => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_NONE,
-        Some(Access::ReadOnly) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READ,
-        Some(Access::ReadWrite) => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-    };
-    flags as c_uint
+    match access {
+        None => PROT_NONE,
+        Some(Access::ReadOnly) => PROT_READ,
+        Some(Access::ReadWrite) => PROT_READWRITE,
+    }
 }
 
 fn raw_properties(properties: &Properties) -> AllocationProp {

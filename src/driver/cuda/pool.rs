@@ -7,14 +7,12 @@ use std::{
     sync::{PoisonError, RwLockReadGuard, RwLockWriteGuard},
 };
 
-use cudarc::driver::sys::CUmemAccess_flags;
-
 use super::{
     super::{Location, PoolHandle, Pools, code, failure},
     Core, KnownPool, PoolTable,
     addresses::Source,
     adopt, close_on_exec,
-    ffi::{AccessDesc, HANDLE_TYPE_POSIX_FD, Opaque, PoolProps},
+    ffi::{AccessDesc, HANDLE_TYPE_POSIX_FD, Opaque, PROT_READWRITE, PoolProps},
 };
 use crate::error::Result;
 
@@ -96,8 +94,7 @@ impl Pools for Core {
 
     fn allow(&self, pool: PoolHandle, ordinal: i32) -> Result<()> {
         let _held = self.hold_pool("cuMemPoolSetAccess", pool)?;
-        let flags = CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-        let access = AccessDesc { location: Location::Device(ordinal).into(), flags: flags as u32 };
+        let access = AccessDesc { location: Location::Device(ordinal).into(), flags: PROT_READWRITE };
         // SAFETY: the pool is alive. The pointer is valid for one description.
         unsafe { self.functions.mem_pool_set_access(pointer(pool), &access, 1) }
     }

@@ -8,13 +8,14 @@ use std::{
     sync::{Arc, PoisonError},
 };
 
-use cudarc::driver::sys::{self, CUdevice_attribute as DeviceAttribute};
-
 use super::{
     CudaDriver,
     addresses::Mapped,
     adopt,
-    ffi::{AccessDesc, AllocationProp, HANDLE_TYPE_POSIX_FD},
+    ffi::{
+        AccessDesc, AllocationProp, GRANULARITY_MINIMUM, GRANULARITY_RECOMMENDED, HANDLE_TYPE_POSIX_FD,
+        HOST_ALLOC_PORTABLE, attribute,
+    },
     flags_of, raw_properties,
 };
 use crate::{
@@ -65,26 +66,18 @@ unsafe impl Verbs for CudaDriver {
         Ok(DeviceUuid::from_bytes(uuid))
     }
 
-    fn device_attribute(&self, ordinal: i32, attribute: Attribute) -> Result<i32> {
+    fn device_attribute(&self, ordinal: i32, which: Attribute) -> Result<i32> {
         let device = self.core.device(ordinal)?;
-        let number = match attribute {
-            Attribute::VirtualMemoryManagement => {
-                DeviceAttribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED as c_uint
-            }
-            Attribute::PosixFileDescriptor => {
-                DeviceAttribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED as c_uint
-            }
-            // Bindings older than CUDA 12.4 don't name it.
-            Attribute::FabricHandle => 128,
-            Attribute::GpuDirectRdma => {
-                DeviceAttribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED as c_uint
-            }
-            Attribute::ComputeMode => DeviceAttribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE as c_uint,
-            Attribute::MemoryPools => DeviceAttribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED as c_uint,
-            Attribute::PoolHandleTypes => DeviceAttribute::CU_DEVICE_ATTRIBUTE_MEMPOOL_SUPPORTED_HANDLE_TYPES as c_uint,
-            // CUDA 12.2 and later.
-            Attribute::HostNumaId => 134,
-            Attribute::HostNumaVirtualMemoryManagement => 141,
+        let number = match which {
+            Attribute::VirtualMemoryManagement => attribute::VIRTUAL_MEMORY_MANAGEMENT,
+            Attribute::PosixFileDescriptor => attribute::POSIX_FILE_DESCRIPTOR,
+            Attribute::FabricHandle => attribute::FABRIC_HANDLE,
+            Attribute::GpuDirectRdma => attribute::GPU_DIRECT_RDMA,
+            Attribute::ComputeMode => attribute::COMPUTE_MODE,
+            Attribute::MemoryPools => attribute::MEMORY_POOLS,
+            Attribute::PoolHandleTypes => attribute::POOL_HANDLE_TYPES,
+            Attribute::HostNumaId => attribute::HOST_NUMA_ID,
+            Attribute::HostNumaVirtualMemoryManagement => attribute::HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT,
         };
         let mut value = 0;
         // SAFETY: the pointer is valid for one write.
@@ -108,17 +101,13 @@ unsafe impl Verbs for CudaDriver {
     fn granularity(&self, properties: &Properties, which: Granularity) -> Result<u64> {
         self.check_location(properties.location)?;
         let option = match which {
-            Granularity::Minimum => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
-            Granularity::Recommended => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+            Granularity::Minimum => GRANULARITY_MINIMUM,
+            Granularity::Recommended => GRANULARITY_RECOMMENDED,
         };
         let mut granularity = 0;
         // SAFETY: both pointers are valid for the call.
         unsafe {
-            self.core.functions.mem_get_allocation_granularity(
-                &mut granularity,
-                &raw_properties(properties),
-                option as c_uint,
-            )
+            self.core.functions.mem_get_allocation_granularity(&mut granularity, &raw_properties(properties), option)
         }?;
         Ok(granularity as u64)
     }
@@ -363,7 +352,7 @@ unsafe impl Verbs for CudaDriver {
         let start = self.core.in_context(ordinal, || {
             let mut start = ptr::null_mut();
             // SAFETY: the pointer is valid for one write.
-            unsafe { self.core.functions.mem_host_alloc(&mut start, size as usize, sys::CU_MEMHOSTALLOC_PORTABLE) }?;
+            unsafe { self.core.functions.mem_host_alloc(&mut start, size as usize, HOST_ALLOC_PORTABLE) }?;
             NonNull::new(start).ok_or_else(|| failure(CALL, code::UNKNOWN))
         })?;
         // SAFETY: the driver allocated it for this caller alone, and `unlock` frees it.
