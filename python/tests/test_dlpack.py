@@ -592,7 +592,7 @@ def test_drops_and_exports_in_threads(array: vmmfd.Array) -> None:
 
     def work() -> None:
         try:
-            for _ in range(300):
+            for _ in range(100):
                 own = vmmfd.asarray(b"x" * 100, backend="host")
                 views = [np.from_dlpack(own[1:]), memoryview(own), np.asarray(own), np.from_dlpack(array)]
                 del own

@@ -121,9 +121,9 @@ def test_quota_error_has_a_hint(tmp_path: Path) -> None:
 
 
 def test_silent_server_is_disconnected(server: Server) -> None:
-    broker = vmmfd.connect(server.path, backend="host", timeout=5)
+    broker = vmmfd.connect(server.path, backend="host", timeout=0.5)
     server.pause()
-    for call in (broker.list, lambda: vmmfd.connect(server.path, timeout=5)):
+    for call in (broker.list, lambda: vmmfd.connect(server.path, timeout=0.5)):
         with pytest.raises(ConnectionError) as caught:
             call()
         assert isinstance(caught.value, vmmfd.Disconnected) and caught.value.errno == errno.ECONNRESET

@@ -122,7 +122,7 @@ def test_endless_dtype(child: Any) -> None:
     ).end()
 
 
-N = 3_000_000
+N = 300_000
 
 
 def test_overlapping_copies() -> None:
