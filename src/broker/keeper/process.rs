@@ -13,6 +13,7 @@ use nix::{
     sys::{
         signal::{SigSet, Signal},
         signalfd::{SfdFlags, SignalFd},
+        wait::{Id, WaitPidFlag, WaitStatus, waitid, waitpid},
     },
 };
 
@@ -124,7 +125,12 @@ impl KeeperProcess {
     }
 
     fn serve(&mut self) -> Result<i32> {
-        let signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+        let mut signals = SigSet::from_iter([Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP]);
+        // Process 1 of a container is the parent of all orphans.
+        let is_init = std::process::id() == 1;
+        if is_init {
+            signals.add(Signal::SIGCHLD);
+        }
         let failed = |errno: Errno| Error::system("wait for signals", errno);
         signals.thread_block().map_err(failed)?;
         let signals = SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK).map_err(failed)?;
@@ -145,6 +151,7 @@ impl KeeperProcess {
             while let Ok(Some(signal)) = signals.read_signal() {
                 match Signal::try_from(signal.ssi_signo.cast_signed()) {
                     Ok(Signal::SIGHUP) => self.reload = self.reload.take().or(Some(None)),
+                    Ok(Signal::SIGCHLD) => {}
                     Ok(signal) => return Ok(self.end(signal)),
                     Err(_) => {}
                 }
@@ -157,11 +164,26 @@ impl KeeperProcess {
                     return Ok(code);
                 }
             }
+            if is_init {
+                self.reap_orphans();
+            }
             if self.is_settled()
                 && let Some(requester) = self.reload.take()
             {
                 self.reload(requester)?;
             }
+        }
+    }
+
+    /// Waits for children that this process did not start, so that they do not remain zombies.
+    fn reap_orphans(&self) {
+        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        while let Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) = waitid(Id::All, flags) {
+            // The next turn handles the server's end.
+            if self.service.as_ref().is_some_and(|service| service.pid() == pid.as_raw()) {
+                return;
+            }
+            let _ = waitpid(pid, None);
         }
     }
 
