@@ -1,11 +1,14 @@
 //! Types that all layers share: the backend, the access of a mapping, a device's identity, and facts about shared memory that messages have
 //! too.
 
+pub(crate) mod strict;
+
 use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Deserializer, Serialize, de};
 use uuid::Uuid;
 
+use self::strict::objects;
 use crate::error::{ParseError, Result};
 
 /// The kind of memory behind a device.
@@ -226,19 +229,19 @@ impl FromStr for Placement {
     }
 }
 
-/// Identifies a device across processes. Ordinals differ between processes; UUIDs do not.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct DeviceIdentity {
-    /// The device's UUID.
-    #[serde(deserialize_with = "uuid_of_one_form")]
-    #[cfg_attr(
-        feature = "schema",
-        schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"))
-    )]
-    pub uuid: DeviceUuid,
-    /// The device's name. Only informative.
-    pub name: String,
+objects! {
+    /// Identifies a device across processes. Ordinals differ between processes; UUIDs do not.
+    pub struct DeviceIdentity {
+        /// The device's UUID.
+        #[serde(deserialize_with = "uuid_of_one_form")]
+        #[cfg_attr(
+            feature = "schema",
+            schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"))
+        )]
+        pub uuid: DeviceUuid,
+        /// The device's name. Only informative.
+        pub name: String,
+    }
 }
 
 impl fmt::Display for DeviceIdentity {
@@ -257,18 +260,19 @@ pub struct Pointer(
     pub [u8; 64],
 );
 
-/// A run of consecutive segments of memory that is shared by [`Mechanism::Vmm`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Run {
-    /// Index of the first segment.
-    pub first: u64,
-    /// Number of segments.
-    pub segments: u64,
-    /// Offset of the first segment in the memory, in bytes.
-    pub offset: u64,
-    /// Total size of the segments, in bytes.
-    pub size: u64,
+objects! {
+    /// A run of consecutive segments of memory that is shared by [`Mechanism::Vmm`].
+    #[derive(Copy, Default)]
+    pub struct Run {
+        /// Index of the first segment.
+        pub first: u64,
+        /// Number of segments.
+        pub segments: u64,
+        /// Offset of the first segment in the memory, in bytes.
+        pub offset: u64,
+        /// Total size of the segments, in bytes.
+        pub size: u64,
+    }
 }
 
 /// `3 segments from segment 1 on, 6291456 bytes from byte 2097152 on`.

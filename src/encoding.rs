@@ -70,7 +70,6 @@ impl TryFrom<wire::Memory> for Description {
 /// The serialised form of [`ArrayHandle`].
 #[derive(Serialize, Deserialize)]
 struct HandleData {
-    #[serde(deserialize_with = "wire::strict::object")]
     memory: wire::Memory,
     #[serde(default)]
     segments: Vec<u64>,

@@ -42,7 +42,7 @@ pub use crate::{
     memory::first_elements,
     session::interruptibly,
     sys::take_passed,
-    wire::{broker::NEEDS_BOTH, clean, is_unsafe_on_terminals, shorten, strict::optional_object},
+    wire::{broker::NEEDS_BOTH, clean, is_unsafe_on_terminals, shorten},
 };
 
 /// Starting and running the processes of the commands `serve` and `keeper`.

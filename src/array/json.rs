@@ -8,31 +8,33 @@ use serde::{
 };
 
 use super::{ArrayDescriptor, ElementType, MAX_DIMENSIONS};
-use crate::error::ParseError;
+use crate::{
+    base::strict::{never, objects},
+    error::ParseError,
+};
 
-/// The fields of an [`ArrayDescriptor`] on the wire.
-#[derive(Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub(super) struct PlainArray {
-    /// The name of the elements' type in NumPy or ml_dtypes.
-    #[cfg_attr(feature = "schema", schemars(with = "String"))]
-    dtype: Dtype,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "schema", schemars(with = "Option<String>", extend("enum" = ["little", "big", null])))]
-    byte_order: Option<ByteOrder>,
-    #[serde(deserialize_with = "dimensions")]
-    #[cfg_attr(feature = "schema", schemars(length(max = 64)))]
-    shape: Vec<u64>,
-    #[serde(default, deserialize_with = "optional_dimensions")]
-    strides: Option<Vec<i64>>,
-    #[serde(default)]
-    offset: Option<u64>,
+objects! {
+    /// The fields of an [`ArrayDescriptor`] on the wire.
+    pub(super) struct PlainArray {
+        /// The name of the elements' type in NumPy or ml_dtypes.
+        #[cfg_attr(feature = "schema", schemars(with = "String"))]
+        dtype: Dtype,
+        #[cfg_attr(feature = "schema", schemars(with = "Option<String>", extend("enum" = ["little", "big", null])))]
+        byte_order: Option<ByteOrder>,
+        #[serde(deserialize_with = "dimensions")]
+        #[cfg_attr(feature = "schema", schemars(length(max = 64)))]
+        shape: Vec<u64>,
+        #[serde(default, deserialize_with = "optional_dimensions")]
+        strides: Option<Vec<i64>> => never,
+        offset: Option<u64>,
+    }
 }
 
 /// A type that is serialised as its name in NumPy or ml_dtypes.
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Dtype(ElementType);
 
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ByteOrder {
     Little,
     Big,

@@ -1,43 +1,12 @@
-//! Deserializers stricter than serde's: objects must be JSON objects.
+//! Deserializers of fields that may be null, and of checks.
 
-use std::{fmt, marker::PhantomData};
+use std::fmt;
 
 use serde::{
     Deserialize, Deserializer,
-    de::{Error, MapAccess, SeqAccess, Visitor, value::MapAccessDeserializer},
+    de::{Error, MapAccess, SeqAccess, Visitor},
 };
 use serde_json::{Map, Value};
-
-/// Deserializes a struct from a JSON object. A derived implementation would also accept an array of the fields' values.
-///
-/// # Errors
-/// The deserializer's errors.
-pub(crate) fn object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<T, D::Error> {
-    struct Fields<T>(PhantomData<T>);
-
-    impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
-        type Value = T;
-
-        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("a JSON object")
-        }
-
-        fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<T, A::Error> {
-            T::deserialize(MapAccessDeserializer::new(map))
-        }
-    }
-
-    from.deserialize_map(Fields(PhantomData))
-}
-
-/// A value deserialized with [`object`].
-struct Object<T>(T);
-
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
-    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        object(from).map(Self)
-    }
-}
 
 /// A field that may be null, like an absent field.
 ///
@@ -45,33 +14,6 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
 /// The deserializer's errors.
 pub(crate) fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(from: D) -> Result<T, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or_default())
-}
-
-/// Deserializes a JSON object, or null, like an absent field.
-///
-/// # Errors
-/// The deserializer's errors.
-pub fn optional_object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
-    Ok(Option::<Object<T>>::deserialize(from)?.map(|Object(value)| value))
-}
-
-/// [`object`] for an array of objects.
-///
-/// # Errors
-/// The deserializer's errors.
-pub(crate) fn objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Vec<T>, D::Error> {
-    Ok(Vec::<Object<T>>::deserialize(from)?.into_iter().map(|Object(value)| value).collect())
-}
-
-/// [`objects`] for a field that may be null.
-///
-/// # Errors
-/// The deserializer's errors.
-pub(crate) fn optional_objects<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
-    from: D,
-) -> Result<Option<Vec<T>>, D::Error> {
-    let objects = Option::<Vec<Object<T>>>::deserialize(from)?;
-    Ok(objects.map(|objects| objects.into_iter().map(|Object(value)| value).collect()))
 }
 
 /// Deserializes a JSON object or null, without duplicate names at any depth. serde_json itself keeps the last duplicate.

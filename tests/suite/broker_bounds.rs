@@ -12,7 +12,10 @@ use nix::unistd::Pid;
 use serde_json::{Value, json};
 use vmmfd::{
     error::RefusalCode,
-    wire::broker::{self, Attached, Claim, Get, GetObject, Lifetime, List, Message, Release, Table, Token, Watch, Who},
+    wire::broker::{
+        self, Attached, ClaimHeader, GetHeader, GetObject, Lifetime, List, Message, Release, Table, Token, WatchHeader,
+        Who,
+    },
 };
 
 use crate::{
@@ -70,9 +73,9 @@ fn ask(raw: &Raw, message: &Message) -> Message {
     raw.ask(message, &[]).unwrap().expect("the broker ended the connection").0
 }
 
-fn get(name: &str) -> Get {
+fn get(name: &str) -> GetHeader {
     let object = GetObject { name: name.to_owned(), ..GetObject::default() };
-    Get { objects: vec![object], wait_ms: None, claim: None }
+    GetHeader { objects: vec![object], wait_ms: None, claim: None }
 }
 
 #[track_caller]
@@ -129,7 +132,7 @@ mod memory {
         let server = served.server();
         let connections: Vec<Raw> = (0..HOSTILE).map(|_| served.greeted().0).collect();
         let claim = |raw: &Raw, name: String| {
-            let get = Get { claim: Some(Claim { part: None, group: None }), ..get(&name) };
+            let get = GetHeader { claim: Some(ClaimHeader { part: None, group: None }), ..get(&name) };
             ask(raw, &Message::Get(Box::new(get)))
         };
         let mut granted = 0;
@@ -241,7 +244,7 @@ mod memory {
         // A short wait works again once the other connections are closed.
         drop(connections);
         raw.until_connections(1);
-        let waits = Get { wait_ms: Some(1), ..get("absent") };
+        let waits = GetHeader { wait_ms: Some(1), ..get("absent") };
         let answer = ask(&raw, &Message::Get(Box::new(waits)));
         assert_eq!(refused(&answer).0, RefusalCode::Timeout);
     }
@@ -392,7 +395,7 @@ fn others_are_served_while_leases_end() {
 }
 
 fn watchers(served: &Served, prefix: &str, count: usize) -> Vec<Raw> {
-    let watch = Message::Watch(Watch { prefix: prefix.to_owned(), ..Watch::default() });
+    let watch = Message::Watch(WatchHeader { prefix: prefix.to_owned(), ..WatchHeader::default() });
     let start = |_| {
         let raw = served.greeted().0;
         assert!(matches!(ask(&raw, &watch), Message::Events(_)));

@@ -15,8 +15,8 @@ use vmmfd::{
     wire::{
         MAX_FDS, Received, Segments,
         broker::{
-            self, Claim, Delete, List, Measure, Message, Release, Report, Resume, Resumed, Stat, Table, Token, Watch,
-            Who,
+            self, ClaimHeader, Delete, List, Measure, Message, Release, ReportHeader, Resume, Resumed, Stat, Table,
+            Token, WatchHeader, Who,
         },
     },
 };
@@ -254,7 +254,7 @@ impl<'a> Scene<'a> {
             }
             Verb::Release => tell(&raw, &Message::Release(Release { token: held.unwrap() })),
             Verb::Report => {
-                let report = Report { token: held.unwrap(), message: "it is not".to_owned() };
+                let report = ReportHeader { token: held.unwrap(), message: "it is not".to_owned() };
                 tell(&raw, &Message::Report(report))
             }
             Verb::Close => {
@@ -262,7 +262,7 @@ impl<'a> Scene<'a> {
                 None
             }
             Verb::Claim => {
-                let claim = broker::Get { claim: Some(Claim::default()), ..get(&name) };
+                let claim = broker::GetHeader { claim: Some(ClaimHeader::default()), ..get(&name) };
                 ask(&raw, &Message::Get(Box::new(claim)), &[])
             }
             Verb::Resume => {
@@ -273,7 +273,8 @@ impl<'a> Scene<'a> {
             Verb::Stat => ask(&raw, &Message::Stat(Stat { name: "base".to_owned(), version: None }), &[]),
             Verb::Who => ask(&raw, &Message::Who(Who::default()), &[]),
             Verb::Watch => {
-                let watch = Watch { prefix: String::new(), after: Some(0), instance: Some(self.instance.clone()) };
+                let watch =
+                    WatchHeader { prefix: String::new(), after: Some(0), instance: Some(self.instance.clone()) };
                 ask(&raw, &Message::Watch(watch), &[])
             }
             Verb::Measure => ask(&raw, &Message::Measure(Measure {}), &[]),

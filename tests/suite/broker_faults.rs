@@ -16,7 +16,9 @@ use vmmfd::{
     session::Config,
     wire::{
         MAX_FDS, Memory, Received, Segments,
-        broker::{self, Claim, Delete, GetObject, List, Message, Release, Report, Stat, Stop, Table, Token, Who},
+        broker::{
+            self, ClaimHeader, Delete, GetObject, List, Message, Release, ReportHeader, Stat, Stop, Table, Token, Who,
+        },
     },
 };
 
@@ -158,9 +160,9 @@ impl Material {
     }
 }
 
-pub(crate) fn get(name: &str) -> broker::Get {
+pub(crate) fn get(name: &str) -> broker::GetHeader {
     let object = GetObject { name: name.to_owned(), ..GetObject::default() };
-    broker::Get { objects: vec![object], wait_ms: None, claim: None }
+    broker::GetHeader { objects: vec![object], wait_ms: None, claim: None }
 }
 
 pub(crate) fn get_message(name: &str) -> Message {
@@ -168,7 +170,7 @@ pub(crate) fn get_message(name: &str) -> Message {
 }
 
 fn claim_message(name: &str) -> Message {
-    Message::Get(Box::new(broker::Get { claim: Some(Claim::default()), ..get(name) }))
+    Message::Get(Box::new(broker::GetHeader { claim: Some(ClaimHeader::default()), ..get(name) }))
 }
 
 #[track_caller]
@@ -316,9 +318,11 @@ impl Steps<'_> {
         match step {
             "greeted" => {}
             "get-sent" => self.send(get_message("base")),
-            "get-waits" => self.send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") }))),
+            "get-waits" => {
+                self.send(Message::Get(Box::new(broker::GetHeader { wait_ms: Some(600_000), ..get("absent") })))
+            }
             "get-stopped" => {
-                self.send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") })));
+                self.send(Message::Get(Box::new(broker::GetHeader { wait_ms: Some(600_000), ..get("absent") })));
                 self.send(Message::Stop(Stop {}));
             }
             "get-first-record-read" => assert_eq!(lease(self.ask(get_message("many"))).1, MAX_FDS),
@@ -348,7 +352,7 @@ impl Steps<'_> {
             }
             "report-sent" => {
                 let (token, _) = lease(self.ask(get_message("base")));
-                self.send(Message::Report(Report { token, message: "it is not".to_owned() }));
+                self.send(Message::Report(ReportHeader { token, message: "it is not".to_owned() }));
             }
             "list-sent" => self.send(Message::List(List::default())),
             "stat-sent" => self.send(Message::Stat(Stat { name: "base".to_owned(), version: None })),

@@ -291,7 +291,7 @@ fn serves_ten_thousand_connections() {
             let resident = server.resident();
             // All clients wait for one object and get it.
             for raw in &connections {
-                let get = broker::Get { wait_ms: Some(600_000), ..get("b") };
+                let get = broker::GetHeader { wait_ms: Some(600_000), ..get("b") };
                 raw.send(&Message::Get(Box::new(get)), &[]).unwrap();
             }
             put_segments(&client, &subject.driver, "b", 1);

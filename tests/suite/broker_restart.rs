@@ -15,7 +15,7 @@ use nix::{
 use vmmfd::{
     broker::{Client, Get},
     session::Config,
-    wire::broker::{self, Delete, Message, Published, Release, Resume, Resumed, Token, Watch, Who},
+    wire::broker::{self, Delete, Message, Published, Release, Resume, Resumed, Token, WatchHeader, Who},
 };
 
 use crate::{
@@ -249,7 +249,7 @@ fn events_go_on_across_a_restart(mut subject: Subject) {
     let watch = |after: Option<(u64, String)>| {
         let (after, instance) = after.map_or((None, None), |(after, instance)| (Some(after), Some(instance)));
         let (raw, _) = served.greeted();
-        raw.send(&Message::Watch(Watch { prefix: String::new(), after, instance }), &[]).unwrap();
+        raw.send(&Message::Watch(WatchHeader { prefix: String::new(), after, instance }), &[]).unwrap();
         raw
     };
     let mut watcher = watch(None);
@@ -411,7 +411,7 @@ fn death_of_both_starts_a_new_broker(mut subject: Subject) {
     assert_ne!(resumed.instance, instance);
     assert_eq!(resumed.lost, [held]);
     assert!(listed(&raw).is_empty());
-    let object = broker::Get { wait_ms: None, ..get("a") };
+    let object = broker::GetHeader { wait_ms: None, ..get("a") };
     assert!(matches!(raw.ask(&Message::Get(Box::new(object)), &[]).unwrap(), Some((Message::Refused(_), _))));
 }
 

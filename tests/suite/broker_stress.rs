@@ -385,7 +385,7 @@ impl Actor<'_> {
             2 => {
                 // A second request before the answer to the first, which waits.
                 let object = GetObject { name: "absent".to_owned(), ..GetObject::default() };
-                let get = broker::Get { objects: vec![object], wait_ms: Some(600_000), claim: None };
+                let get = broker::GetHeader { objects: vec![object], wait_ms: Some(600_000), claim: None };
                 raw.send(&Message::Get(Box::new(get)), &[]).unwrap();
                 raw.send(&Message::List(List::default()), &[]).unwrap();
                 ended(raw);
@@ -425,7 +425,7 @@ impl Actor<'_> {
         let raw = Raw::greeted(self.field.path).unwrap();
         let name = format!("shared/{}", self.dice.of(SHARED));
         let object = GetObject { name, ..GetObject::default() };
-        let get = Message::Get(Box::new(broker::Get { objects: vec![object], wait_ms: None, claim: None }));
+        let get = Message::Get(Box::new(broker::GetHeader { objects: vec![object], wait_ms: None, claim: None }));
         match self.dice.of(3) {
             // Sends requests without reading until the broker closes the connection.
             0 => {
@@ -462,7 +462,8 @@ impl Actor<'_> {
         let tomb = format!("tombs/{}/{}", self.number, self.lives);
         let raw = Raw::greeted(self.field.path).unwrap();
         let object = GetObject { name: tomb.clone(), ..GetObject::default() };
-        let claim = broker::Get { objects: vec![object], wait_ms: None, claim: Some(broker::Claim::default()) };
+        let claim =
+            broker::GetHeader { objects: vec![object], wait_ms: None, claim: Some(broker::ClaimHeader::default()) };
         let answer = raw.ask(&Message::Get(Box::new(claim)), &[]).unwrap();
         assert!(matches!(answer, Some((Message::Claimed(_), _))), "{answer:?}");
         let nonce = self.next_nonce();

@@ -11,7 +11,7 @@ use std::{
 const LAYERS: [(&str, &[&str]); 14] = [
     ("error", &[]),
     ("base", &["error"]),
-    ("array", &["error"]),
+    ("array", &["base", "error"]),
     ("sys", &["error"]),
     ("wire", &["array", "base", "error"]),
     ("driver", &["base", "error", "sys"]),

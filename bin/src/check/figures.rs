@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{DeserializeOwned, Error as _},
+};
 use vmmfd::{
     driver::Access,
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
@@ -83,11 +86,17 @@ pub struct Figures {
     /// The number of wrong words.
     pub mismatches: u64,
     /// The first wrong word.
-    #[serde(default, deserialize_with = "vmmfd::internals::optional_object")]
+    #[serde(default, deserialize_with = "optional_object")]
     pub first_mismatch: Option<Mismatch>,
     /// The computed digest, if the offer has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
+}
+
+/// Not an array of the fields' values, which serde's derived code accepts too.
+fn optional_object<'de, D: Deserializer<'de>>(input: D) -> std::result::Result<Option<Mismatch>, D::Error> {
+    let fields = Option::<Check>::deserialize(input)?;
+    fields.map(|fields| Mismatch::deserialize(fields).map_err(D::Error::custom)).transpose()
 }
 
 impl From<&Verification> for Figures {

@@ -98,7 +98,7 @@ impl Get {
 #[derive(Debug, Clone, Default)]
 #[must_use]
 pub struct ClaimOf {
-    claim: broker::Claim,
+    claim: broker::ClaimHeader,
 }
 
 impl ClaimOf {
@@ -109,7 +109,7 @@ impl ClaimOf {
 
     /// A single part. All claims and puts for one version share a `group`, which no other version uses.
     pub fn part(part: impl Into<String>, group: impl Into<String>) -> Self {
-        Self { claim: broker::Claim { part: Some(part.into()), group: Some(group.into()) } }
+        Self { claim: broker::ClaimHeader { part: Some(part.into()), group: Some(group.into()) } }
     }
 }
 
@@ -212,7 +212,7 @@ fn build_request(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) 
             return invalid("a get can request a range or arrays, not both");
         }
     }
-    Ok(Message::Get(Box::new(broker::Get {
+    Ok(Message::Get(Box::new(broker::GetHeader {
         objects: gets.iter().map(|get| get.object.clone()).collect(),
         wait_ms: wait.map(super::milliseconds),
         claim: claim.map(|claim| claim.claim.clone()),

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::SystemTime};
 use super::{connection::Connection, holdings::OwnLease};
 use crate::{
     error::{Error, code},
-    wire::broker::{Attached, Message, Owner, Report},
+    wire::broker::{Attached, Message, Owner, ReportHeader},
 };
 
 /// The version's properties that [`Lease`](super::Lease), [`Object`](super::Object) and [`Prepared`](super::Prepared) share.
@@ -117,7 +117,7 @@ impl Hold {
     }
 
     pub(super) fn send_report(&self, message: String) {
-        let report = Report { token: self.held.token, message };
+        let report = ReportHeader { token: self.held.token, message };
         // Best effort: a lost report has no effect on this process.
         let _ = self.connection.send(&Message::Report(report), &[]);
     }

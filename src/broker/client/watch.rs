@@ -141,7 +141,7 @@ impl Watch {
     }
 
     fn subscribe(&mut self, exchange: &mut Exchange<'_>, until: Instant) -> Result<()> {
-        let request = Message::Watch(broker::Watch {
+        let request = Message::Watch(broker::WatchHeader {
             prefix: self.prefix.clone(),
             after: self.seen.as_ref().map(|seen| seen.seq),
             instance: self.seen.as_ref().map(|seen| seen.instance.clone()),

@@ -2,15 +2,13 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 
 use super::table::Attached;
 use crate::{
+    base::strict::objects,
     error::RefusalCode,
-    wire::{
-        ByteRange, Check, Memory, Run,
-        strict::{self, or_default},
-    },
+    wire::{ByteRange, Check, Memory, Run, strict::or_default},
 };
 
 /// 128 random bits that identify a lease or a claim, as 32 hexadecimal digits. Only its holder knows them.
@@ -44,7 +42,7 @@ pub enum Table {
 /// The lifetime of a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[serde(rename_all = "lowercase", tag = "kind")]
+#[serde(rename_all = "lowercase", tag = "kind", remote = "Self")]
 #[non_exhaustive]
 pub enum Lifetime {
     /// Until it is deleted.
@@ -61,268 +59,215 @@ pub enum Lifetime {
     Leased,
 }
 
-/// A user and a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Owner {
-    /// The user's ID.
-    pub uid: u32,
-    /// The group's ID.
-    pub gid: u32,
+objects!(@deserialize Lifetime);
+
+impl Serialize for Lifetime {
+    fn serialize<S: Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
+        Self::serialize(self, output)
+    }
 }
 
-/// The process that put a part.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Maker {
-    /// The process ID in the server's PID namespace, or 0.
-    pub pid: i32,
-    /// The process's user.
-    pub uid: u32,
-    /// The process's command (`/proc/PID/comm`), if the server can read it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub command: Option<String>,
-}
+objects! {
+    /// A user and a group.
+    #[derive(Copy)]
+    pub struct Owner {
+        /// The user's ID.
+        pub uid: u32,
+        /// The group's ID.
+        pub gid: u32,
+    }
 
-/// Puts memory under a name. Carries descriptors: for the tables in field order, then for the first segments.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct PutHeader {
-    /// The object's name.
-    pub name: String,
-    /// Whether the name may exist. If it does, the put adds its next version.
-    #[serde(default, deserialize_with = "or_default")]
-    #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
-    pub replace: bool,
-    /// Requires this version to be current.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub if_version: Option<u64>,
-    /// The names of all parts of the version. Empty if this put has all parts.
-    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
-    #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<String>>"))]
-    pub announced: Vec<String>,
-    /// Identifies the puts that together make one version, if there are several.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub group: Option<String>,
-    /// How long to wait for the parts of other puts, in milliseconds.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub wait_ms: Option<u64>,
-    /// The backend of the memory.
-    pub backend: String,
-    /// The parts in this put.
-    #[serde(deserialize_with = "strict::objects")]
-    pub parts: Vec<PutPartHeader>,
-    /// The version's metadata: a JSON object.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub metadata: Option<Table>,
-    /// The permissions of a new name, as a file mode without `x`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mode: Option<u16>,
-    /// The lifetime of the name. `None` keeps the current lifetime.
-    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
-    pub lifetime: Option<Lifetime>,
-    /// The number of earlier versions to keep. `None` keeps the current number.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub keep: Option<u32>,
-    /// Identifies the request. If it is repeated, the server answers with the version that it published before.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub request: Option<Token>,
-    /// Restores a version that the server has lost.
-    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
-    pub restore: Option<Restore>,
-    /// The exact sizes of the first segments of all parts in bytes, part after part.
-    pub sizes: Vec<u64>,
-}
+    /// The process that put a part.
+    pub struct Maker {
+        /// The process ID in the server's PID namespace, or 0.
+        pub pid: i32,
+        /// The process's user.
+        pub uid: u32,
+        /// The process's command (`/proc/PID/comm`), if the server can read it.
+        pub command: Option<String>,
+    }
 
-/// The properties of a lost version that a client restores.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Restore {
-    /// The version's number.
-    pub version: u64,
-    /// The version's UUID.
-    pub id: String,
-    /// When it was published, in milliseconds since 1970.
-    pub created_ms: u64,
-    /// The owner of the name.
-    #[serde(deserialize_with = "strict::object")]
-    pub owner: Owner,
-    /// The client's leases of the version.
-    pub leases: Vec<Token>,
-}
+    /// Puts memory under a name. Carries descriptors: for the tables in field order, then for the first segments.
+    #[derive(Default)]
+    pub struct PutHeader {
+        /// The object's name.
+        pub name: String,
+        /// Whether the name may exist. If it does, the put adds its next version.
+        #[serde(default, deserialize_with = "or_default")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
+        pub replace: bool,
+        /// Requires this version to be current.
+        pub if_version: Option<u64>,
+        /// The names of all parts of the version. Empty if this put has all parts.
+        #[serde(default, deserialize_with = "or_default")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<String>>"))]
+        pub announced: Vec<String> => Vec::is_empty,
+        /// Identifies the puts that together make one version, if there are several.
+        pub group: Option<String>,
+        /// How long to wait for the parts of other puts, in milliseconds.
+        pub wait_ms: Option<u64>,
+        /// The backend of the memory.
+        pub backend: String,
+        /// The parts in this put.
+        pub parts: Vec<PutPartHeader>,
+        /// The version's metadata: a JSON object.
+        pub metadata: Option<Table>,
+        /// The permissions of a new name, as a file mode without `x`.
+        pub mode: Option<u16>,
+        /// The lifetime of the name. `None` keeps the current lifetime.
+        pub lifetime: Option<Lifetime>,
+        /// The number of earlier versions to keep. `None` keeps the current number.
+        pub keep: Option<u32>,
+        /// Identifies the request. If it is repeated, the server answers with the version that it published before.
+        pub request: Option<Token>,
+        /// Restores a version that the server has lost.
+        pub restore: Option<Restore>,
+        /// The exact sizes of the first segments of all parts in bytes, part after part.
+        pub sizes: Vec<u64>,
+    }
 
-/// A part of a version.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct PutPartHeader {
-    /// The part's name.
-    pub name: String,
-    /// The part's memory.
-    #[serde(deserialize_with = "strict::object")]
-    pub memory: Memory,
-    /// The arrays in the part: a JSON array of [`ArrayEntry`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub arrays: Option<Table>,
-    /// The digest of the part's bytes, in a form that the putting client defines: `blake3:...`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub digest: Option<String>,
-}
+    /// The properties of a lost version that a client restores.
+    pub struct Restore {
+        /// The version's number.
+        pub version: u64,
+        /// The version's UUID.
+        pub id: String,
+        /// When it was published, in milliseconds since 1970.
+        pub created_ms: u64,
+        /// The owner of the name.
+        pub owner: Owner,
+        /// The client's leases of the version.
+        pub leases: Vec<Token>,
+    }
 
-/// The server has checked a put and has room for it. The client sends the remaining segments.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Send {}
+    /// A part of a version.
+    pub struct PutPartHeader {
+        /// The part's name.
+        pub name: String,
+        /// The part's memory.
+        pub memory: Memory,
+        /// The arrays in the part: a JSON array of [`ArrayEntry`].
+        pub arrays: Option<Table>,
+        /// The digest of the part's bytes, in a form that the putting client defines: `blake3:...`.
+        pub digest: Option<String>,
+    }
 
-/// A version is published.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Published {
-    /// The version's number.
-    pub version: u64,
-    /// The version's UUID.
-    pub id: String,
-}
+    /// The server has checked a put and has room for it. The client sends the remaining segments.
+    pub struct Send {}
 
-/// Requests leases of one or more objects: all or none.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Get {
-    /// The objects.
-    #[serde(deserialize_with = "strict::objects")]
-    pub objects: Vec<GetObject>,
-    /// How long to wait for them to exist, in milliseconds. `None` does not wait.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub wait_ms: Option<u64>,
-    /// If the object does not exist, requests the claim to create it.
-    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
-    pub claim: Option<Claim>,
-}
+    /// A version is published.
+    pub struct Published {
+        /// The version's number.
+        pub version: u64,
+        /// The version's UUID.
+        pub id: String,
+    }
 
-/// The requested content of an object.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct GetObject {
-    /// The object's name.
-    pub name: String,
-    /// The version. `None` requests the current one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub version: Option<u64>,
-    /// Requests the current version only if it is newer than this one.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub newer_than: Option<u64>,
-    /// The parts. `None` requests all.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub parts: Option<Vec<String>>,
-    /// Requests only the segments with these bytes, of a single part.
-    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
-    pub range: Option<ByteRange>,
-    /// Requests only the segments with these arrays, and only the parts that contain them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub arrays: Option<Vec<String>>,
-    /// Fields that the metadata must contain with equal values.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub expect: Option<Check>,
-    /// The required digest of each named part.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub digests: Option<BTreeMap<String, String>>,
-}
+    /// Requests leases of one or more objects: all or none.
+    pub struct GetHeader {
+        /// The objects.
+        pub objects: Vec<GetObject>,
+        /// How long to wait for them to exist, in milliseconds. `None` does not wait.
+        pub wait_ms: Option<u64>,
+        /// If the object does not exist, requests the claim to create it.
+        pub claim: Option<ClaimHeader>,
+    }
 
-/// Requests the exclusive right to create an object.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Claim {
-    /// The part to create. `None` claims the whole object.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub part: Option<String>,
-    /// Identifies the claims for one version, if there are several.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub group: Option<String>,
-}
+    /// The requested content of an object.
+    #[derive(Default)]
+    pub struct GetObject {
+        /// The object's name.
+        pub name: String,
+        /// The version. `None` requests the current one.
+        pub version: Option<u64>,
+        /// Requests the current version only if it is newer than this one.
+        pub newer_than: Option<u64>,
+        /// The parts. `None` requests all.
+        pub parts: Option<Vec<String>>,
+        /// Requests only the segments with these bytes, of a single part.
+        pub range: Option<ByteRange>,
+        /// Requests only the segments with these arrays, and only the parts that contain them.
+        pub arrays: Option<Vec<String>>,
+        /// Fields that the metadata must contain with equal values.
+        pub expect: Option<Check>,
+        /// The required digest of each named part.
+        pub digests: Option<BTreeMap<String, String>>,
+    }
 
-/// Grants a claim.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Claimed {
-    /// Identifies the claim.
-    pub token: Token,
-}
+    /// Requests the exclusive right to create an object.
+    #[derive(Default)]
+    pub struct ClaimHeader {
+        /// The part to create. `None` claims the whole object.
+        pub part: Option<String>,
+        /// Identifies the claims for one version, if there are several.
+        pub group: Option<String>,
+    }
 
-/// A lease. Carries descriptors: for the tables in field order, then for the first segments.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct LeaseHeader {
-    /// Identifies the lease.
-    pub token: Token,
-    /// The object's name.
-    pub name: String,
-    /// The version.
-    pub version: u64,
-    /// The version's UUID.
-    pub id: String,
-    /// When the version was published, in milliseconds since 1970.
-    pub created_ms: u64,
-    /// The owner of the name.
-    #[serde(deserialize_with = "strict::object")]
-    pub owner: Owner,
-    /// The backend of the memory.
-    pub backend: String,
-    /// The version's metadata.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub metadata: Option<Table>,
-    /// The permissions of the name.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub mode: Option<u16>,
-    /// The lifetime of the name.
-    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "strict::optional_object")]
-    pub lifetime: Option<Lifetime>,
-    /// The number of earlier versions that the name keeps.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub keep: Option<u32>,
-    /// Whether the lease covers the whole version, so that the client can restore it.
-    #[serde(default, deserialize_with = "or_default", skip_serializing_if = "std::ops::Not::not")]
-    #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
-    pub whole: bool,
-    /// The requested parts.
-    #[serde(deserialize_with = "strict::objects")]
-    pub parts: Vec<LeasePartHeader>,
-    /// The exact sizes of the first segments of all runs in bytes, run after run.
-    pub sizes: Vec<u64>,
-}
+    /// Grants a claim.
+    pub struct Claimed {
+        /// Identifies the claim.
+        pub token: Token,
+    }
 
-/// A part of a lease.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct LeasePartHeader {
-    /// The part's name.
-    pub name: String,
-    /// The part's memory. The sizes are as claimed in the put.
-    #[serde(deserialize_with = "strict::object")]
-    pub memory: Memory,
-    /// The segments that follow, in runs of adjacent segments.
-    #[serde(deserialize_with = "strict::objects")]
-    pub runs: Vec<Run>,
-    /// The arrays in the part.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub arrays: Option<Table>,
-    /// The digest of the part's bytes, in a form that the putting client defines.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub digest: Option<String>,
-}
+    /// A lease. Carries descriptors: for the tables in field order, then for the first segments.
+    pub struct LeaseHeader {
+        /// Identifies the lease.
+        pub token: Token,
+        /// The object's name.
+        pub name: String,
+        /// The version.
+        pub version: u64,
+        /// The version's UUID.
+        pub id: String,
+        /// When the version was published, in milliseconds since 1970.
+        pub created_ms: u64,
+        /// The owner of the name.
+        pub owner: Owner,
+        /// The backend of the memory.
+        pub backend: String,
+        /// The version's metadata.
+        pub metadata: Option<Table>,
+        /// The permissions of the name.
+        pub mode: Option<u16>,
+        /// The lifetime of the name.
+        pub lifetime: Option<Lifetime>,
+        /// The number of earlier versions that the name keeps.
+        pub keep: Option<u32>,
+        /// Whether the lease covers the whole version, so that the client can restore it.
+        #[serde(default, deserialize_with = "or_default")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
+        pub whole: bool => std::ops::Not::not,
+        /// The requested parts.
+        pub parts: Vec<LeasePartHeader>,
+        /// The exact sizes of the first segments of all runs in bytes, run after run.
+        pub sizes: Vec<u64>,
+    }
 
-/// A named array in a part.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-#[non_exhaustive]
-pub struct ArrayEntry {
-    /// The array's name.
-    pub name: String,
-    /// The array's layout and offset.
-    #[serde(deserialize_with = "strict::object")]
-    pub array: crate::array::ArrayDescriptor,
-    /// The array's attributes: a JSON object.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[cfg_attr(feature = "schema", schemars(with = "Option<Check>"))]
-    pub attributes: Option<Attached>,
+    /// A part of a lease.
+    pub struct LeasePartHeader {
+        /// The part's name.
+        pub name: String,
+        /// The part's memory. The sizes are as claimed in the put.
+        pub memory: Memory,
+        /// The segments that follow, in runs of adjacent segments.
+        pub runs: Vec<Run>,
+        /// The arrays in the part.
+        pub arrays: Option<Table>,
+        /// The digest of the part's bytes, in a form that the putting client defines.
+        pub digest: Option<String>,
+    }
+
+    /// A named array in a part.
+    #[non_exhaustive]
+    pub struct ArrayEntry {
+        /// The array's name.
+        pub name: String,
+        /// The array's layout and offset.
+        pub array: crate::array::ArrayDescriptor,
+        /// The array's attributes: a JSON object.
+        #[cfg_attr(feature = "schema", schemars(with = "Option<Check>"))]
+        pub attributes: Option<Attached>,
+    }
 }
 
 impl ArrayEntry {
@@ -337,76 +282,62 @@ impl ArrayEntry {
     }
 }
 
-/// Deletes a name.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Delete {
-    /// The object's name.
-    pub name: String,
-    /// Identifies the request. If it is repeated, the server repeats the first answer, and deletes nothing.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub request: Option<Token>,
-}
+objects! {
+    /// Deletes a name.
+    pub struct Delete {
+        /// The object's name.
+        pub name: String,
+        /// Identifies the request. If it is repeated, the server repeats the first answer, and deletes nothing.
+        pub request: Option<Token>,
+    }
 
-/// Confirms a request.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Done {}
+    /// Confirms a request.
+    pub struct Done {}
 
-/// Refuses a request. The session continues.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Refusal {
-    /// The class of the refusal.
-    #[cfg_attr(feature = "schema", schemars(with = "String", regex(pattern = "^[A-Za-z0-9_-]{1,32}$")))]
-    pub code: RefusalCode,
-    /// A human-readable sentence of at most [`crate::wire::MAX_MESSAGE`] bytes.
-    pub message: String,
-}
+    /// Refuses a request. The session continues.
+    pub struct Refusal {
+        /// The class of the refusal.
+        #[cfg_attr(feature = "schema", schemars(with = "String", regex(pattern = "^[A-Za-z0-9_-]{1,32}$")))]
+        pub code: RefusalCode,
+        /// A human-readable sentence of at most [`crate::wire::MAX_MESSAGE`] bytes.
+        pub message: String,
+    }
 
-/// Releases a lease or a claim.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Release {
-    /// The token of the lease or claim.
-    pub token: Token,
-}
+    /// Releases a lease or a claim.
+    pub struct Release {
+        /// The token of the lease or claim.
+        pub token: Token,
+    }
 
-/// A reader's report that leased memory differs from its description.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Report {
-    /// The token of the lease.
-    pub token: Token,
-    /// The fault: one sentence.
-    pub message: String,
-}
+    /// A reader's report that leased memory differs from its description.
+    pub struct ReportHeader {
+        /// The token of the lease.
+        pub token: Token,
+        /// The fault: one sentence.
+        pub message: String,
+    }
 
-/// Stops the wait of the unanswered request.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Stop {}
+    /// Stops the wait of the unanswered request.
+    pub struct Stop {}
 
-/// Takes over the leases and puts of a closed connection.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Resume {
-    /// The leases.
-    #[serde(default, deserialize_with = "or_default")]
-    #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<Token>>"))]
-    pub leases: Vec<Token>,
-    /// The puts, by request. Names that end with their connection then depend on this one.
-    #[serde(default, deserialize_with = "or_default")]
-    #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<Token>>"))]
-    pub puts: Vec<Token>,
-}
+    /// Takes over the leases and puts of a closed connection.
+    #[derive(Default)]
+    pub struct Resume {
+        /// The leases.
+        #[serde(default, deserialize_with = "or_default")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<Token>>"))]
+        pub leases: Vec<Token>,
+        /// The puts, by request. Names that end with their connection then depend on this one.
+        #[serde(default, deserialize_with = "or_default")]
+        #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<Token>>"))]
+        pub puts: Vec<Token>,
+    }
 
-/// The result of a [`Resume`], and the broker's identity.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-pub struct Resumed {
-    /// The UUID of the broker's state. It changes if the broker has lost its objects.
-    pub instance: String,
-    /// Tokens that the broker does not know, or that belong to another user.
-    pub lost: Vec<Token>,
+    /// The result of a [`Resume`], and the broker's identity.
+    pub struct Resumed {
+        /// The UUID of the broker's state. It changes if the broker has lost its objects.
+        pub instance: String,
+        /// Tokens that the broker does not know, or that belong to another user.
+        pub lost: Vec<Token>,
+    }
 }

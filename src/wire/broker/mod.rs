@@ -14,13 +14,13 @@ pub use self::{
         DeviceBytes, HeldLease, Leases, List, Objects, PartInfo, ReportInfo, Stat, Summary, UserTotal, VersionInfo, Who,
     },
     messages::{
-        ArrayEntry, Claim, Claimed, Delete, Done, Get, GetObject, LeaseHeader, LeasePartHeader, Lifetime, Maker, Owner,
-        Published, PutHeader, PutPartHeader, Refusal, Release, Report, Restore, Resume, Resumed, Send, Stop, Table,
-        Token,
+        ArrayEntry, ClaimHeader, Claimed, Delete, Done, GetHeader, GetObject, LeaseHeader, LeasePartHeader, Lifetime,
+        Maker, Owner, Published, PutHeader, PutPartHeader, Refusal, Release, ReportHeader, Restore, Resume, Resumed,
+        Send, Stop, Table, Token,
     },
     monitoring::{
         Crash, Durations, Event, EventKind, Events, KeeperInfo, Measure, Measured, Quota, RequestCount, Room,
-        StoreRoom, Watch,
+        StoreRoom, WatchHeader,
     },
     table::Attached,
 };
@@ -91,7 +91,7 @@ messages! {
     32 "put" Put(Box<PutHeader>),
     33 "send" Send(Send),
     34 "published" Published(Published),
-    35 "get" Get(Box<Get>),
+    35 "get" Get(Box<GetHeader>),
     36 "lease" Lease(Box<LeaseHeader>),
     37 "claimed" Claimed(Claimed),
     38 "list" List(List),
@@ -104,11 +104,11 @@ messages! {
     45 "done" Done(Done),
     46 "refused" Refused(Refusal),
     47 "release" Release(Release),
-    48 "report" Report(Report),
+    48 "report" Report(ReportHeader),
     49 "stop" Stop(Stop),
     50 "resume" Resume(Resume),
     51 "resumed" Resumed(Resumed),
-    52 "watch" Watch(Watch),
+    52 "watch" Watch(WatchHeader),
     53 "events" Events(Events),
     54 "measure" Measure(Measure),
     55 "measured" Measured(Box<Measured>),
@@ -152,7 +152,7 @@ impl Message {
         match self {
             Self::Error(Failure { message, .. })
             | Self::Refused(Refusal { message, .. })
-            | Self::Report(Report { message, .. }) => Some(message),
+            | Self::Report(ReportHeader { message, .. }) => Some(message),
             _ => None,
         }
     }
@@ -214,9 +214,9 @@ impl Message {
             Self::Resume(Resume { leases, puts }) => {
                 most("leases and puts in a resume", leases.len() + puts.len(), MAX_RESUMED)
             }
-            Self::List(List { prefix, .. }) | Self::Who(Who { prefix, .. }) | Self::Watch(Watch { prefix, .. }) => {
-                bounded(prefix)
-            }
+            Self::List(List { prefix, .. })
+            | Self::Who(Who { prefix, .. })
+            | Self::Watch(WatchHeader { prefix, .. }) => bounded(prefix),
             Self::Stat(Stat { name, .. }) | Self::Delete(Delete { name, .. }) => bounded(name),
             _ => Ok(()),
         }

@@ -167,7 +167,8 @@ fn limits_of_a_put() -> Vec<Case> {
 
 fn limits_of_other_messages() -> Vec<Case> {
     let name = |length: usize| "n".repeat(length);
-    let object = |object: GetObject| Message::Get(Box::new(Get { objects: vec![object], wait_ms: None, claim: None }));
+    let object =
+        |object: GetObject| Message::Get(Box::new(GetHeader { objects: vec![object], wait_ms: None, claim: None }));
     vec![
         ("name of a get", MAX_NAME, Box::new(move |n| object(GetObject { name: name(n), ..GetObject::default() }))),
         (
@@ -175,7 +176,7 @@ fn limits_of_other_messages() -> Vec<Case> {
             MAX_OBJECTS,
             Box::new(|n| {
                 let objects = vec![GetObject::default(); n];
-                Message::Get(Box::new(Get { objects, wait_ms: None, claim: None }))
+                Message::Get(Box::new(GetHeader { objects, wait_ms: None, claim: None }))
             }),
         ),
         (
@@ -199,16 +200,16 @@ fn limits_of_other_messages() -> Vec<Case> {
             "part of a claim",
             MAX_NAME,
             Box::new(move |n| {
-                let claim = Some(Claim { part: Some(name(n)), group: None });
-                Message::Get(Box::new(Get { objects: vec![GetObject::default()], wait_ms: None, claim }))
+                let claim = Some(ClaimHeader { part: Some(name(n)), group: None });
+                Message::Get(Box::new(GetHeader { objects: vec![GetObject::default()], wait_ms: None, claim }))
             }),
         ),
         (
             "group of a claim",
             MAX_NAME,
             Box::new(move |n| {
-                let claim = Some(Claim { part: None, group: Some(name(n)) });
-                Message::Get(Box::new(Get { objects: vec![GetObject::default()], wait_ms: None, claim }))
+                let claim = Some(ClaimHeader { part: None, group: Some(name(n)) });
+                Message::Get(Box::new(GetHeader { objects: vec![GetObject::default()], wait_ms: None, claim }))
             }),
         ),
         ("prefix of a list", MAX_NAME, Box::new(move |n| Message::List(List { prefix: name(n), after: None }))),
@@ -387,7 +388,7 @@ fn both_peers_shorten_sentences() {
     let token = Token([0; 16]);
     for message in [
         Message::Refused(Refusal { code: RefusalCode::Failed, message: long.clone() }),
-        Message::Report(Report { token, message: long.clone() }),
+        Message::Report(ReportHeader { token, message: long.clone() }),
         Message::Error(Failure { code: crate::error::ErrorCode::Failed, message: long.clone() }),
     ] {
         let sent = body_of(&message);

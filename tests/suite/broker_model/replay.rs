@@ -12,7 +12,7 @@ use serde_json::json;
 use vmmfd::wire::{
     Memory,
     broker::{
-        self, Attached, Delete, Get, GetObject, Message, PutPartHeader, Release, Resume, Stat, Table, Token, Who,
+        self, Attached, Delete, GetHeader, GetObject, Message, PutPartHeader, Release, Resume, Stat, Table, Token, Who,
     },
 };
 
@@ -146,7 +146,7 @@ impl Walk {
             Verb::Delete => (Message::Delete(Delete { name, request: Some(token) }), Vec::new()),
             Verb::Get => {
                 let objects = vec![GetObject { name, ..GetObject::default() }];
-                (Message::Get(Box::new(Get { objects, wait_ms: None, claim: None })), Vec::new())
+                (Message::Get(Box::new(GetHeader { objects, wait_ms: None, claim: None })), Vec::new())
             }
         }
     }

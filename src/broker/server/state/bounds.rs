@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::wire::broker::{Get, GetObject, Message, PutHeader, Table, Watch};
+use crate::wire::broker::{GetHeader, GetObject, Message, PutHeader, Table, WatchHeader};
 
 /// Overhead of an allocation, and of a vector or string.
 const ALLOCATION: usize = 16;
@@ -16,7 +16,7 @@ pub(crate) fn memory_of(request: &Message) -> u64 {
     let bytes = match request {
         Message::Get(get) => REQUEST + get_bytes(get),
         Message::Put(put) => REQUEST + put_bytes(put),
-        Message::Watch(Watch { prefix, .. }) => REQUEST + 2 * text_bytes(prefix),
+        Message::Watch(WatchHeader { prefix, .. }) => REQUEST + 2 * text_bytes(prefix),
         _ => 0,
     };
     bytes as u64
@@ -26,7 +26,7 @@ fn text_bytes(text: &str) -> usize {
     HEAD + ALLOCATION + text.len()
 }
 
-fn get_bytes(get: &Get) -> usize {
+fn get_bytes(get: &GetHeader) -> usize {
     let object = |object: &GetObject| {
         let lists = [&object.parts, &object.arrays].into_iter().flatten().flatten();
         let digests = object.digests.iter().flatten().map(|(part, digest)| text_bytes(part) + text_bytes(digest));

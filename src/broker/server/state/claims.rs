@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     error::{BrokerError, RefusalCode},
-    wire::broker::{Claim, Token},
+    wire::broker::{ClaimHeader, Token},
 };
 
 /// The most claims per connection, and per user.
@@ -32,7 +32,7 @@ struct Holder {
     pid: i32,
     uid: u32,
     token: Token,
-    claim: Claim,
+    claim: ClaimHeader,
 }
 
 impl Claims {
@@ -40,7 +40,12 @@ impl Claims {
     ///
     /// # Errors
     /// [`RefusalCode::Quota`] if the caller holds too many claims.
-    pub(crate) fn grant(&mut self, name: &str, caller: &Caller, claim: &Claim) -> Result<Option<Token>, BrokerError> {
+    pub(crate) fn grant(
+        &mut self,
+        name: &str,
+        caller: &Caller,
+        claim: &ClaimHeader,
+    ) -> Result<Option<Token>, BrokerError> {
         // Different parts of one group's version.
         let is_compatible = |holder: &Holder| {
             let parts = (&holder.claim.part, &claim.part);

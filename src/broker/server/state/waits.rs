@@ -6,12 +6,12 @@ use std::{
 };
 
 use super::{caller::ConnectionId, objects::Answer};
-use crate::wire::broker::Get;
+use crate::wire::broker::GetHeader;
 
 /// An unanswered get.
 #[derive(Debug)]
 pub(crate) struct PendingGet {
-    pub(crate) get: Get,
+    pub(crate) get: GetHeader,
     /// Results of table queries, by index in the get.
     pub(crate) answers: HashMap<usize, Answer>,
     /// `None` before the wait starts.
@@ -27,7 +27,7 @@ pub(crate) struct Waits {
 }
 
 impl Waits {
-    pub(crate) fn add(&mut self, id: ConnectionId, get: &Get) {
+    pub(crate) fn add(&mut self, id: ConnectionId, get: &GetHeader) {
         if self.clients.contains_key(&id) {
             return;
         }

@@ -24,12 +24,12 @@ use crate::{
     error::{BrokerError, RefusalCode},
     wire::{
         MAX_FDS, Segments,
-        broker::{Claim, Claimed, Get, Message, Token},
+        broker::{ClaimHeader, Claimed, GetHeader, Message, Token},
     },
 };
 
 /// Starts a get.
-pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, get: Get) {
+pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, get: GetHeader) {
     match check(&get) {
         Ok(()) => try_get(state, effects, id, PendingGet { get, answers: HashMap::new(), deadline: None }),
         Err(refusal) => refuse(state, effects, id, refusal),
@@ -251,7 +251,7 @@ fn lease_records(objects: &Objects, token: Token, selection: &Selection) -> Resu
     Ok(records)
 }
 
-fn check(get: &Get) -> Result<(), BrokerError> {
+fn check(get: &GetHeader) -> Result<(), BrokerError> {
     let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message));
     if get.objects.is_empty() {
         return invalid("a get must name at least one object");
@@ -265,7 +265,7 @@ fn check(get: &Get) -> Result<(), BrokerError> {
             return invalid("a get must request at least one part and one array of an object, or omit the list");
         }
     }
-    if let Some(Claim { part, group }) = &get.claim {
+    if let Some(ClaimHeader { part, group }) = &get.claim {
         if get.objects.len() > 1 {
             return invalid("a claim requires exactly one object");
         }

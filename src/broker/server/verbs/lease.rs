@@ -4,7 +4,7 @@ use super::{effects::Effects, get, parts, reply::refuse};
 use crate::{
     broker::server::state::{caller::ConnectionId, client::PendingRequest, root::State},
     error::{BrokerError, RefusalCode},
-    wire::broker::{Report, Token},
+    wire::broker::{ReportHeader, Token},
 };
 
 /// Ends a lease or a claim.
@@ -20,7 +20,7 @@ pub(crate) fn release(state: &mut State, effects: &mut Effects, id: ConnectionId
 }
 
 /// Keeps a report about a leased version.
-pub(crate) fn report(state: &mut State, id: ConnectionId, report: Report) {
+pub(crate) fn report(state: &mut State, id: ConnectionId, report: ReportHeader) {
     let Some(client) = state.clients.get(&id).filter(|client| client.leases.contains(&report.token)) else { return };
     let should_log = state.repeats.should_log(client.caller.uid, "a reader reports that memory differs from its claim");
     state.objects.report(&client.caller, report.token, report.message, should_log);

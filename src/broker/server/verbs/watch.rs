@@ -3,7 +3,7 @@
 use super::effects::{Effect, Effects, Outgoing};
 use crate::{
     broker::server::state::{caller::ConnectionId, client::PendingRequest, root::State, watchers::WatchState},
-    wire::broker::{Event, Events, Message, Watch},
+    wire::broker::{Event, Events, Message, WatchHeader},
 };
 
 /// The most events compared per record. The rest follow after the record is sent.
@@ -17,7 +17,7 @@ const RECORD_COST: usize = 64;
 const PAGE_BYTES: usize = 48 * 1024;
 
 /// Starts a watch.
-pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: Watch) {
+pub(crate) fn watch(state: &mut State, id: ConnectionId, watch: WatchHeader) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     let journal = state.objects.journal();
     let other = watch.instance.as_ref().is_some_and(|instance| instance != journal.instance());
