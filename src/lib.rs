@@ -103,6 +103,9 @@ pub mod array;
 #[cfg(target_os = "linux")]
 mod base;
 #[cfg(target_os = "linux")]
+#[doc(hidden)]
+pub mod bindings;
+#[cfg(target_os = "linux")]
 pub mod broker;
 #[cfg(target_os = "linux")]
 pub mod channel;

@@ -12,20 +12,29 @@ use std::{
 use serde_json::{Map, Value};
 use vmmfd::{Error, channel::Cancel, channel::Trust, session::Config};
 
-use crate::error::{Failure, Outcome};
+use crate::error::{Failure, Outcome, run, vmmfd_error_t};
 
-/// Writes a result. Writes `none` first, so that the caller finds a value after a failure too.
+/// The place of a result. Zeros it, so that the caller finds 0 and NULL after a failure.
 ///
 /// # Errors
 /// If the pointer is null.
-pub(crate) fn out<'a, T>(
-    pointer: Option<&'a mut MaybeUninit<T>>,
-    name: &str,
-    none: T,
-) -> Outcome<&'a mut MaybeUninit<T>> {
+pub(crate) fn out<'a, T>(pointer: Option<&'a mut MaybeUninit<T>>, name: &str) -> Outcome<&'a mut MaybeUninit<T>> {
     let place = pointer.ok_or_else(|| Failure::invalid(format!("{name} is NULL: pass the address of a variable")))?;
-    place.write(none);
+    *place = MaybeUninit::zeroed();
     Ok(place)
+}
+
+/// Runs the work of a function with one result.
+pub(crate) fn run_out<T>(
+    pointer: Option<&mut MaybeUninit<T>>,
+    name: &str,
+    work: impl FnOnce() -> Outcome<T>,
+) -> *mut vmmfd_error_t {
+    run(|| {
+        let place = out(pointer, name)?;
+        place.write(work()?);
+        Ok(())
+    })
 }
 
 /// A text of the caller; `None` for null.

@@ -1,27 +1,29 @@
 //! Arrays: memory with element type, shape and strides; DLPack both ways.
 
 use std::{
-    any::Any,
     ffi::{CString, c_char},
     mem::MaybeUninit,
-    panic::{AssertUnwindSafe, catch_unwind},
-    ptr, slice,
+    ptr::{self, NonNull},
+    slice,
     sync::Arc,
 };
 
 use vmmfd::{
     array::{ArrayDescriptor, Order},
+    bindings::{
+        Walk,
+        dlpack::{
+            self, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDevice, DLManagedTensorVersioned, Elements, Exported, Foreign,
+            Unusable,
+        },
+    },
     driver::Access,
     memory::{Region, Selector, Shared, Spec},
 };
 
 use crate::{
-    argument::{list, out, text},
+    argument::{list, out, run_out, text},
     device::{OpenDevice, vmmfd_device_t},
-    dlpack::{
-        self, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, DLDataType, DLDevice, DLManagedTensorVersioned, DLTensor, Elements,
-        Foreign,
-    },
     error::{Failure, Outcome, c_text, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
     memory::{Memory, Source, vmmfd_memory_t},
@@ -82,8 +84,7 @@ pub extern "C" fn vmmfd_array_create(
     layout: Option<&vmmfd_layout_t>,
     array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(array, "array", ptr::null_mut())?;
+    run_out(array, "array", || {
         let memory = handle::get(memory)?;
         let layout = layout.ok_or_else(|| Failure::invalid("layout is NULL: pass the type and the shape"))?;
         let dtype = text(layout.dtype, "dtype")?;
@@ -94,8 +95,7 @@ pub extern "C" fn vmmfd_array_create(
             false => Some(list(layout.strides, layout.dimensions, "strides")?.to_vec()),
         };
         let descriptor = ArrayDescriptor { dtype, shape, strides, offset: layout.offset };
-        place.write(handle::insert(Array::new(Arc::clone(&memory), descriptor)?));
-        Ok(())
+        Ok(handle::insert(Array::new(Arc::clone(&memory), descriptor)?))
     })
 }
 
@@ -108,19 +108,15 @@ pub extern "C" fn vmmfd_array_info(
     array: *const vmmfd_array_t,
     layout: Option<&mut MaybeUninit<vmmfd_layout_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let none =
-            vmmfd_layout_t { dtype: ptr::null(), dimensions: 0, shape: ptr::null(), strides: ptr::null(), offset: 0 };
-        let layout = out(layout, "layout", none)?;
+    run_out(layout, "layout", || {
         let array = handle::get(array)?;
-        layout.write(vmmfd_layout_t {
+        Ok(vmmfd_layout_t {
             dtype: array.dtype.as_ptr(),
             dimensions: array.descriptor.shape.len(),
             shape: array.descriptor.shape.as_ptr(),
             strides: array.strides.as_ptr(),
             offset: array.descriptor.offset,
-        });
-        Ok(())
+        })
     })
 }
 
@@ -135,11 +131,7 @@ pub extern "C" fn vmmfd_array_memory(
     array: *const vmmfd_array_t,
     memory: Option<&mut MaybeUninit<*mut vmmfd_memory_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(memory, "memory", ptr::null_mut())?;
-        place.write(handle::insert(Arc::clone(&handle::get(array)?.memory)));
-        Ok(())
-    })
+    run_out(memory, "memory", || Ok(handle::insert(Arc::clone(&handle::get(array)?.memory))))
 }
 
 /// Frees a handle of an array. DLPack tensors of it remain valid. NULL is allowed. May block for the driver's calls if it was the last user
@@ -147,15 +139,6 @@ pub extern "C" fn vmmfd_array_memory(
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_array_free(array: *mut vmmfd_array_t) {
     run_logged(|| handle::remove(array));
-}
-
-/// The owner of an exported tensor's data.
-struct Context {
-    shape: Vec<i64>,
-    strides: Vec<i64>,
-    _memory: Arc<dyn Region>,
-    /// Keeps the lease.
-    _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 /// Exports an array as a DLPack tensor of version 1, without a copy. `dlpack.h` has the struct.
@@ -172,73 +155,24 @@ pub extern "C" fn vmmfd_array_export(
     array: *const vmmfd_array_t,
     tensor: Option<&mut MaybeUninit<*mut DLManagedTensorVersioned>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(tensor, "tensor", ptr::null_mut())?;
+    run_out(tensor, "tensor", || {
         let array = handle::get(array)?;
-        place.write(export(&array)?);
-        Ok(())
+        Ok(export(&array)?)
     })
 }
 
-fn unsupported(message: String) -> Failure {
-    Failure::Own(crate::error::vmmfd_code_t::VMMFD_UNSUPPORTED, message, Some("share it as an array of uint8"))
-}
-
 fn export(array: &Array) -> Outcome<*mut DLManagedTensorVersioned> {
-    let descriptor = &array.descriptor;
-    let dtype = descriptor.dtype;
-    let (code, bits) =
-        dtype.dlpack().ok_or_else(|| unsupported(format!("DLPack has no code for elements of type {dtype}")))?;
-    let size = dtype.size() as i64;
-    if let Some(stride) = array.strides.iter().find(|stride| **stride % size != 0) {
-        let problem = format!("DLPack counts strides in elements, and {stride} bytes are not a multiple of {dtype}");
-        return Err(unsupported(problem));
-    }
     let region = array.memory.region()?;
-    let device = region.device();
-    let device = match device.is_host() {
-        true => DLDevice { kind: CPU, id: 0 },
-        false => DLDevice { kind: CUDA, id: device.ordinal() },
-    };
-    let data = region.address() + if descriptor.shape.contains(&0) { 0 } else { descriptor.offset };
     let flags = if region.access() == Access::ReadOnly { dlpack::READ_ONLY } else { 0 };
+    // Keeps the lease.
     let keep = match &array.memory.source {
-        Source::Leased(lease, _) => Some(Arc::clone(lease) as Arc<dyn Any + Send + Sync>),
+        Source::Leased(lease, _) => Some(Arc::clone(lease)),
         _ => None,
     };
-    let shape = descriptor.shape.iter().map(|length| i64::try_from(*length).unwrap_or(i64::MAX)).collect();
-    let strides = array.strides.iter().map(|stride| stride / size).collect();
-    let mut context = Box::new(Context { shape, strides, _memory: region, _keep: keep });
-    let tensor = DLTensor {
-        data: ptr::with_exposed_provenance_mut(data as usize),
-        device,
-        ndim: context.shape.len() as i32,
-        dtype: DLDataType { code, bits, lanes: 1 },
-        shape: context.shape.as_mut_ptr(),
-        strides: context.strides.as_mut_ptr(),
-        byte_offset: 0,
-    };
-    let ((major, minor), context) = (dlpack::VERSION, Box::into_raw(context).cast());
-    let deleter = Some(delete as unsafe extern "C" fn(_));
-    Ok(Box::into_raw(Box::new(DLManagedTensorVersioned { major, minor, context, deleter, flags, tensor })))
-}
-
-/// Frees an exported tensor.
-///
-/// # Safety
-/// Called once, with a tensor of [`export`].
-unsafe extern "C" fn delete(tensor: *mut DLManagedTensorVersioned) {
-    if tensor.is_null() {
-        return;
-    }
-    let free = || {
-        // SAFETY: both were boxes, and only this call takes them back.
-        let context = unsafe { Box::from_raw(tensor) }.context;
-        // SAFETY: as above.
-        drop(unsafe { Box::from_raw(context.cast::<Context>()) });
-    };
-    // The panic was printed.
-    let _ = catch_unwind(AssertUnwindSafe(free));
+    let device = DLDevice::new(region.device().is_host(), region.device().ordinal());
+    let exported = Exported::new(&array.descriptor, region.address(), device, (region, keep));
+    let hint = Some("share it as an array of uint8");
+    Ok(exported.map_err(|problem| Failure::unsupported(problem, hint))?.versioned(flags))
 }
 
 /// Copies a DLPack tensor of version 1 into new shareable memory of a device, as a contiguous array. `dlpack.h` has the struct.
@@ -257,13 +191,20 @@ pub extern "C" fn vmmfd_array_import(
     array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
 ) -> *mut vmmfd_error_t {
     run(|| {
-        let foreign = Foreign::take(tensor);
-        let place = out(array, "array", ptr::null_mut())?;
+        let tensor = NonNull::new(tensor).ok_or_else(|| Failure::invalid("tensor is NULL: pass a DLPack tensor"));
+        // SAFETY: the caller passes a valid tensor.
+        let foreign = tensor.map(|tensor| unsafe { Foreign::versioned(tensor) });
+        let place = out(array, "array")?;
         let open = handle::get(device)?;
-        let foreign = foreign?;
-        place.write(handle::insert(import(&open, &foreign.elements()?)?));
+        let foreign = foreign?.map_err(unusable)?;
+        place.write(handle::insert(import(&open, &foreign.elements().map_err(unusable)?)?));
         Ok(())
     })
+}
+
+fn unusable(problem: Unusable) -> Failure {
+    let (Unusable::Malformed(text) | Unusable::Unsupported(text)) = problem;
+    Failure::invalid(format!("the DLPack tensor {text}"))
 }
 
 fn import(open: &OpenDevice, from: &Elements) -> Outcome<Array> {
@@ -278,12 +219,12 @@ fn import(open: &OpenDevice, from: &Elements) -> Outcome<Array> {
         CUDA | CUDA_MANAGED if !open.device.is_host() => true,
         CUDA | CUDA_MANAGED => {
             let problem = "the tensor is in CUDA memory, and the device is of the host backend: open a device of cuda";
-            return Err(Failure::Own(crate::error::vmmfd_code_t::VMMFD_UNSUPPORTED, problem.to_owned(), None));
+            return Err(Failure::unsupported(problem, None));
         }
         other => {
             let problem =
                 format!("the tensor is on a device of DLPack type {other}: copy it to the CPU or to CUDA first");
-            return Err(Failure::Own(crate::error::vmmfd_code_t::VMMFD_UNSUPPORTED, problem, None));
+            return Err(Failure::unsupported(problem, None));
         }
     };
     let size = packed.bytes()?;
@@ -295,9 +236,8 @@ fn import(open: &OpenDevice, from: &Elements) -> Outcome<Array> {
             vmmfd::memory::Device::find(open.device.driver(), theirs)?.wait_for_work()?;
         }
         let mut batch = Batch { shared: &shared, is_cuda, at: 0, bytes: Vec::new(), ranges: Vec::new() };
-        each_run(&from.shape, &steps, from.dtype.size(), |offset, length| {
-            batch.add(from.address.wrapping_add_signed(offset), length)
-        })?;
+        let walk = Walk::new(&from.shape, from.dtype.size(), &steps, &packed.strides_in_bytes()?);
+        walk.each_run(|offset, to| batch.add(from.address.wrapping_add_signed(offset), to as u64, walk.bytes))?;
         batch.flush()?;
     }
     Array::new(Memory::own(shared), packed)
@@ -318,11 +258,9 @@ impl Batch<'_> {
     const BYTES: usize = 4 << 20;
     const RANGES: usize = 4096;
 
-    fn add(&mut self, from: u64, length: u64) -> Outcome<()> {
+    fn add(&mut self, from: u64, to: u64, length: u64) -> Outcome<()> {
         if self.is_cuda {
-            let end = self.ranges.last().map_or(self.shared.address(), |(to, _, length)| to + length);
-            let to = if self.ranges.is_empty() { self.shared.address() + self.at } else { end };
-            self.ranges.push((to, from, length));
+            self.ranges.push((self.shared.address() + to, from, length));
             return if self.ranges.len() == Self::RANGES { self.flush() } else { Ok(()) };
         }
         let (mut from, mut left) = (from, length as usize);
@@ -344,7 +282,6 @@ impl Batch<'_> {
             let device = self.shared.device();
             // SAFETY: the destinations are in `shared`, which this process may write; the other library guarantees the sources.
             unsafe { device.driver().copy_device(device.ordinal(), &self.ranges) }?;
-            self.at += self.ranges.iter().map(|(_, _, length)| length).sum::<u64>();
             self.ranges.clear();
         }
         if !self.bytes.is_empty() {
@@ -353,33 +290,5 @@ impl Batch<'_> {
             self.bytes.clear();
         }
         Ok(())
-    }
-}
-
-/// Calls a function for each contiguous run of bytes, in C order, with its offset from the first element and its length.
-fn each_run(shape: &[u64], steps: &[i64], item: u64, mut call: impl FnMut(i64, u64) -> Outcome<()>) -> Outcome<()> {
-    // The inner dimensions that are contiguous form one run.
-    let (mut length, mut outer) = (item, shape.len());
-    while outer > 0 && (shape[outer - 1] == 1 || steps[outer - 1] == length as i64) {
-        length *= shape[outer - 1];
-        outer -= 1;
-    }
-    let (mut index, mut offset) = (vec![0; outer], 0i64);
-    loop {
-        call(offset, length)?;
-        let mut axis = outer;
-        loop {
-            if axis == 0 {
-                return Ok(());
-            }
-            axis -= 1;
-            index[axis] += 1;
-            offset = offset.wrapping_add(steps[axis]);
-            if index[axis] < shape[axis] {
-                break;
-            }
-            offset = offset.wrapping_sub(steps[axis].wrapping_mul(shape[axis] as i64));
-            index[axis] = 0;
-        }
     }
 }

@@ -4,7 +4,6 @@ use std::{
     ffi::{c_char, c_int},
     mem::MaybeUninit,
     path::PathBuf,
-    ptr,
     sync::Arc,
     time::Duration,
 };
@@ -16,7 +15,7 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{config, json, list, milliseconds, optional_text, out, path, text},
+    argument::{config, json, list, milliseconds, optional_text, out, path, run_out, text},
     array::vmmfd_array_t,
     device::vmmfd_device_t,
     error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
@@ -85,8 +84,7 @@ pub extern "C" fn vmmfd_broker_connect(
     options: Option<&vmmfd_broker_options_t>,
     broker: Option<&mut MaybeUninit<*mut vmmfd_broker_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(broker, "broker", ptr::null_mut())?;
+    run_out(broker, "broker", || {
         let (timeout_ms, wait_ms, trust, stop) = match options {
             Some(given) => {
                 (given.timeout_ms, given.wait_ms, list(given.trust, given.trust_count, "trust")?, given.stop)
@@ -101,8 +99,7 @@ pub extern "C" fn vmmfd_broker_connect(
         let (path, timeout) = (found.path().to_owned(), config.timeout);
         let config = if wait_ms == 0 { config } else { config.wait(milliseconds(wait_ms, timeout)) };
         let client = Client::connect(&path, &config).map_err(|error| found.complete(error))?;
-        place.write(handle::insert(Broker { client, path, timeout, trust }));
-        Ok(())
+        Ok(handle::insert(Broker { client, path, timeout, trust }))
     })
 }
 
@@ -185,7 +182,7 @@ pub extern "C" fn vmmfd_broker_put(
 ) -> *mut vmmfd_error_t {
     run(|| {
         let mut ignored = MaybeUninit::uninit();
-        let version = out(Some(version.unwrap_or(&mut ignored)), "version", 0)?;
+        let version = out(Some(version.unwrap_or(&mut ignored)), "version")?;
         let broker = handle::get(broker)?;
         let mut put = Put::new(text(name, "name")?);
         let mut digest = None;
@@ -248,8 +245,7 @@ pub extern "C" fn vmmfd_broker_get(
     options: Option<&vmmfd_get_options_t>,
     lease: Option<&mut MaybeUninit<*mut vmmfd_lease_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(lease, "lease", ptr::null_mut())?;
+    run_out(lease, "lease", || {
         let broker = handle::get(broker)?;
         let device = handle::optional(device)?;
         let lease = broker.client.get(&build_get(text(name, "name")?, options)?)?;
@@ -260,8 +256,7 @@ pub extern "C" fn vmmfd_broker_get(
                 lease.open(&driver, None)?
             }
         };
-        place.write(handle::insert(Arc::new(Leased::new(object, broker.client.clone()))));
-        Ok(())
+        Ok(handle::insert(Arc::new(Leased::new(object, broker.client.clone()))))
     })
 }
 
@@ -278,16 +273,14 @@ pub extern "C" fn vmmfd_broker_list(
     prefix: *const c_char,
     listing: Option<&mut MaybeUninit<*mut vmmfd_listing_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(listing, "listing", ptr::null_mut())?;
+    run_out(listing, "listing", || {
         let broker = handle::get(broker)?;
         let summaries = broker.client.list(optional_text(prefix, "prefix")?.unwrap_or_default())?;
         let mut listing = Listing::default();
         for summary in &summaries {
             listing.add(summary, None);
         }
-        place.write(listing.allocate());
-        Ok(())
+        Ok(listing.allocate())
     })
 }
 
@@ -306,14 +299,12 @@ pub extern "C" fn vmmfd_broker_stat(
     version: u64,
     listing: Option<&mut MaybeUninit<*mut vmmfd_listing_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(listing, "listing", ptr::null_mut())?;
+    run_out(listing, "listing", || {
         let broker = handle::get(broker)?;
         let info = broker.client.stat(text(name, "name")?, (version > 0).then_some(version))?;
         let mut listing = Listing::default();
         listing.add(&info.version.summary, Some(serde_json::Value::Object(info.metadata).to_string()));
-        place.write(listing.allocate());
-        Ok(())
+        Ok(listing.allocate())
     })
 }
 
@@ -344,12 +335,10 @@ pub extern "C" fn vmmfd_broker_watch(
     prefix: *const c_char,
     watch: Option<&mut MaybeUninit<*mut vmmfd_watch_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(watch, "watch", ptr::null_mut())?;
+    run_out(watch, "watch", || {
         let broker = handle::get(broker)?;
         let prefix = optional_text(prefix, "prefix")?.unwrap_or_default();
-        place.write(handle::insert(Watching::start(&broker.path, &broker.config(), prefix)?));
-        Ok(())
+        Ok(handle::insert(Watching::start(&broker.path, &broker.config(), prefix)?))
     })
 }
 

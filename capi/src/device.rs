@@ -4,18 +4,17 @@ use std::{
     ffi::{CString, c_char},
     mem::MaybeUninit,
     ptr,
-    sync::{Mutex, PoisonError},
 };
 
 use vmmfd::{
-    driver::{Backend, Choice, Driver, open},
-    fork::PerProcess,
+    bindings,
+    driver::{Backend, Driver},
     memory::{Device, Selector},
 };
 
 use crate::{
-    argument::{optional_text, out},
-    error::{Failure, Outcome, c_text, run, run_logged, vmmfd_error_t},
+    argument::{optional_text, run_out},
+    error::{Failure, Outcome, c_text, run_logged, vmmfd_error_t},
     handle::{self, handle},
 };
 
@@ -58,25 +57,12 @@ pub struct vmmfd_device_info_t {
     pub granularity: u64,
 }
 
-/// The open drivers of this process, which are never closed: a driver takes tens of milliseconds to start. A fork opens its own, or fails.
-static OPEN: PerProcess<Mutex<Vec<OpenDriver>>> = PerProcess::new(Mutex::default);
-
-/// The choice, its driver, and the reason for a fallback to the host.
-type OpenDriver = (Choice, Driver, Option<String>);
-
 /// Returns the driver of a backend, and the reason for a fallback to the host.
 pub(crate) fn driver(backend: Option<&str>) -> Outcome<(Driver, Option<String>)> {
-    let choice: Choice = backend.unwrap_or("auto").parse().map_err(|_| {
-        Failure::invalid(format!("backend {:?} is not one of auto, cuda, host", backend.unwrap_or_default()))
-    })?;
-    let mut opened = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((_, driver, fallback)) = opened.iter().find(|(known, ..)| *known == choice) {
-        return Ok((driver.clone(), fallback.clone()));
-    }
-    let new = open(choice)?;
-    let fallback = new.fallback.map(|error| error.in_full());
-    opened.push((choice, new.driver.clone(), fallback.clone()));
-    Ok((new.driver, fallback))
+    let backend = backend.unwrap_or("auto");
+    let choice = backend.parse();
+    let choice = choice.map_err(|_| Failure::invalid(format!("backend {backend:?} is not one of auto, cuda, host")))?;
+    Ok(bindings::driver(choice)?)
 }
 
 /// Counts the devices of a backend: `cuda`, `host`, or `auto` (also NULL), which is CUDA, or the host if there is no driver or no device.
@@ -91,11 +77,9 @@ pub extern "C" fn vmmfd_device_count(
     backend: *const c_char,
     count: Option<&mut MaybeUninit<u32>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let count = out(count, "count", 0)?;
+    run_out(count, "count", || {
         let (driver, _) = driver(optional_text(backend, "backend")?)?;
-        count.write(Device::all(&driver)?.len() as u32);
-        Ok(())
+        Ok(Device::all(&driver)?.len() as u32)
     })
 }
 
@@ -113,8 +97,7 @@ pub extern "C" fn vmmfd_device_open(
     selector: *const c_char,
     device: Option<&mut MaybeUninit<*mut vmmfd_device_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(device, "device", ptr::null_mut())?;
+    run_out(device, "device", || {
         let selector = match optional_text(selector, "selector")? {
             None => Selector::default(),
             Some(text) => text.parse().map_err(|error| Failure::invalid(format!("selector: {error}")))?,
@@ -122,8 +105,7 @@ pub extern "C" fn vmmfd_device_open(
         let (driver, fallback) = driver(optional_text(backend, "backend")?)?;
         let device = Device::find(&driver, selector)?;
         let (name, uuid) = (c_text(device.name()), c_text(device.prefixed_uuid()));
-        place.write(handle::insert(OpenDevice { device, name, uuid, fallback: fallback.map(c_text) }));
-        Ok(())
+        Ok(handle::insert(OpenDevice { device, name, uuid, fallback: fallback.map(c_text) }))
     })
 }
 
@@ -136,25 +118,20 @@ pub extern "C" fn vmmfd_device_info(
     device: *const vmmfd_device_t,
     info: Option<&mut MaybeUninit<vmmfd_device_info_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let null = ptr::null();
-        let none =
-            vmmfd_device_info_t { backend: null, name: null, uuid: null, fallback: null, ordinal: 0, granularity: 0 };
-        let info = out(info, "info", none)?;
+    run_out(info, "info", || {
         let open = handle::get(device)?;
         let backend = match open.device.backend() {
             Backend::Cuda => c"cuda",
             Backend::Host => c"host",
         };
-        info.write(vmmfd_device_info_t {
+        Ok(vmmfd_device_info_t {
             backend: backend.as_ptr(),
             name: open.name.as_ptr(),
             uuid: open.uuid.as_ptr(),
-            fallback: open.fallback.as_ref().map_or(null, |text| text.as_ptr()),
+            fallback: open.fallback.as_ref().map_or(ptr::null(), |text| text.as_ptr()),
             ordinal: open.device.ordinal(),
             granularity: open.device.granularity()?,
-        });
-        Ok(())
+        })
     })
 }
 

@@ -96,6 +96,11 @@ impl From<Error> for Failure {
 }
 
 impl Failure {
+    /// An operation that this library or device lacks.
+    pub(crate) fn unsupported(message: impl Into<String>, hint: Option<&'static str>) -> Self {
+        Self::Own(vmmfd_code_t::VMMFD_UNSUPPORTED, message.into(), hint)
+    }
+
     /// A bad argument or state.
     pub(crate) fn invalid(message: impl Into<String>) -> Self {
         Self::Own(vmmfd_code_t::VMMFD_INVALID, message.into(), None)
@@ -188,6 +193,14 @@ pub(crate) fn c_text(text: impl Into<Vec<u8>>) -> CString {
     let mut bytes = text.into();
     bytes.iter_mut().filter(|byte| **byte == 0).for_each(|byte| *byte = b'?');
     CString::new(bytes).unwrap_or_default()
+}
+
+/// Adds a text to a list, and returns its start, which does not move with its owner.
+pub(crate) fn kept(texts: &mut Vec<CString>, text: impl Into<Vec<u8>>) -> *const c_char {
+    let text = c_text(text);
+    let start = text.as_ptr();
+    texts.push(text);
+    start
 }
 
 #[cfg(test)]

@@ -3,25 +3,22 @@
 use std::{
     ffi::{c_char, c_int},
     mem::MaybeUninit,
-    ptr,
     sync::Arc,
 };
 
 use vmmfd::{
-    Error,
-    array::{ArrayDescriptor, ElementType, Order},
+    Error, bindings,
     channel::{Cancel, Listener, socket_path},
     driver::Access,
-    error::{ErrorCode, PeerError},
     memory::Region,
     session::{
-        Config, Verdict,
-        handoff::{self, Consumer, Request, ServeOptions, Served, Unchecked},
+        Config,
+        handoff::{self, Consumer, ServeOptions, Served, Unchecked},
     },
 };
 
 use crate::{
-    argument::{config, descriptor, list, out, path},
+    argument::{config, descriptor, list, out, path, run_out},
     array::{Array, vmmfd_array_t},
     device::{driver, vmmfd_device_t},
     error::{Outcome, run, vmmfd_error_t},
@@ -100,7 +97,7 @@ pub extern "C" fn vmmfd_handoff_serve(
 ) -> *mut vmmfd_error_t {
     run(|| {
         let mut ignored = MaybeUninit::uninit();
-        let served = out(Some(served.unwrap_or(&mut ignored)), "served", 0)?;
+        let served = out(Some(served.unwrap_or(&mut ignored)), "served")?;
         let array = handle::get(array)?;
         let Options { config, consumers, socket, .. } = Options::of(options)?;
         let shared = array.memory.shared("serve it")?;
@@ -125,20 +122,13 @@ pub extern "C" fn vmmfd_handoff_serve(
             }
         };
         served.write(took(&report));
-        let failed = report.into_iter().find_map(|one| {
-            let wrong = one.mismatched();
-            one.error.or_else(|| wrong.then(|| mismatch("the consumer reports that the data is wrong")))
-        });
+        let failed = report.into_iter().find_map(bindings::failure);
         failed.map_or(Ok(()), |error| Err(error.into()))
     })
 }
 
 fn took(served: &[Served]) -> u64 {
     served.iter().filter(|one| one.error.is_none() && !one.mismatched()).count() as u64
-}
-
-fn mismatch(message: &str) -> Error {
-    Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message: message.to_owned() })
 }
 
 /// Takes the array that another process serves: with `vmmfd_handoff_serve`, `vmmfd.serve` in Python or the program `producer`. Memory
@@ -163,30 +153,19 @@ pub extern "C" fn vmmfd_handoff_take(
     options: Option<&vmmfd_handoff_options_t>,
     array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(array, "array", ptr::null_mut())?;
+    run_out(array, "array", || {
         let Options { config, socket, writable, .. } = Options::of(options)?;
         let (driver, selector) = match handle::optional(device)? {
             Some(open) => (open.device.driver().clone(), Some(open.selector())),
             None => (driver(None)?.0, None),
         };
-        let mut consumer = match socket {
+        let consumer = match socket {
             Some(socket) => Consumer::over(socket, &driver, selector, &config, &|_| {})?,
             None => Consumer::connect(&driver, selector, &socket_path(self::path(path))?, &config, &|_| {})?,
         };
-        let access = if writable { Access::ReadWrite } else { Access::ReadOnly };
-        let object = consumer.request(&Request::default().access(access))?;
-        let answer = consumer.report(&object, &Verdict::unchecked(true))?;
-        if !answer.verified {
-            return Err(mismatch("the producer reports that its data is wrong").into());
-        }
-        consumer.close();
-        let (size, mapped_size) = (object.size(), object.mapped_size());
-        let descriptor = match object.array().cloned() {
-            Some(descriptor) => descriptor,
-            None => ArrayDescriptor::new(ElementType::U8, [size], Order::C)?,
-        };
-        place.write(handle::insert(Array::new(Memory::opened(Arc::new(object), mapped_size), descriptor)?));
-        Ok(())
+        let (object, descriptor) =
+            bindings::take(consumer, if writable { Access::ReadWrite } else { Access::ReadOnly })?;
+        let mapped_size = object.mapped_size();
+        Ok(handle::insert(Array::new(Memory::opened(Arc::new(object), mapped_size), descriptor)?))
     })
 }

@@ -3,7 +3,6 @@
 use std::{
     ffi::c_char,
     mem::MaybeUninit,
-    ptr,
     sync::{Arc, Mutex, PoisonError},
     time::UNIX_EPOCH,
 };
@@ -11,7 +10,7 @@ use std::{
 use vmmfd::broker::{Lease, Prepared};
 
 use crate::{
-    argument::{out, text},
+    argument::{run_out, text},
     array::{Array, vmmfd_array_t},
     error::{Failure, Outcome, run, run_logged, vmmfd_code_t, vmmfd_error_t},
     get::{build_get, vmmfd_get_options_t},
@@ -71,29 +70,16 @@ pub extern "C" fn vmmfd_lease_info(
     lease: *const vmmfd_lease_t,
     info: Option<&mut MaybeUninit<vmmfd_lease_info_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let none = vmmfd_lease_info_t {
-            name: ptr::null(),
-            id: ptr::null(),
-            metadata: ptr::null(),
-            arrays: ptr::null(),
-            array_count: 0,
-            version: 0,
-            created_ms: 0,
-            owner: 0,
-            held: false,
-            parked: false,
-        };
-        let info = out(info, "info", none)?;
+    run_out(info, "info", || {
         let lease = handle::get(lease)?;
         lease.read(|object| {
             let mut texts = lease.texts.lock().unwrap_or_else(PoisonError::into_inner);
-            if texts.as_ref().is_none_or(|texts| texts.id.to_bytes() != object.id().as_bytes()) {
-                *texts = Some(Texts::of(object)?);
-            }
-            let Some(texts) = texts.as_ref() else { return Ok(()) };
+            let texts = match texts.take() {
+                Some(known) if known.id.to_bytes() == object.id().as_bytes() => texts.insert(known),
+                _ => texts.insert(Texts::of(object)?),
+            };
             let created = object.created().duration_since(UNIX_EPOCH).unwrap_or_default();
-            info.write(vmmfd_lease_info_t {
+            Ok(vmmfd_lease_info_t {
                 name: texts.name.as_ptr(),
                 id: texts.id.as_ptr(),
                 metadata: texts.metadata.as_ptr(),
@@ -104,8 +90,7 @@ pub extern "C" fn vmmfd_lease_info(
                 owner: object.owner().uid,
                 held: object.is_held(),
                 parked: object.is_parked(),
-            });
-            Ok(())
+            })
         })
     })
 }
@@ -123,8 +108,7 @@ pub extern "C" fn vmmfd_lease_array(
     name: *const c_char,
     array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(array, "array", ptr::null_mut())?;
+    run_out(array, "array", || {
         let lease = handle::get(lease)?;
         let name = text(name, "name")?;
         let (part, descriptor) = lease.read(|object| {
@@ -135,8 +119,7 @@ pub extern "C" fn vmmfd_lease_array(
             // The library's own error for a missing name.
             found.map_or_else(|| Err(object.array(name).err().map_or_else(|| absent(name), Failure::from)), Ok)
         })?;
-        place.write(handle::insert(Array::new(Memory::leased(&lease, &part)?, descriptor)?));
-        Ok(())
+        Ok(handle::insert(Array::new(Memory::leased(&lease, &part)?, descriptor)?))
     })
 }
 
@@ -159,13 +142,11 @@ pub extern "C" fn vmmfd_lease_prepare(
     options: Option<&vmmfd_get_options_t>,
     prepared: Option<&mut MaybeUninit<*mut vmmfd_prepared_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(prepared, "prepared", ptr::null_mut())?;
+    run_out(prepared, "prepared", || {
         let lease = handle::get(lease)?;
         let next = next(&lease, options)?;
         let prepared = lease.read(|object| Ok(object.prepare(next)?))?;
-        place.write(handle::insert(Mutex::new(Some(prepared))));
-        Ok(())
+        Ok(handle::insert(Mutex::new(Some(prepared))))
     })
 }
 

@@ -18,7 +18,6 @@ mod argument;
 pub mod array;
 pub mod broker;
 pub mod device;
-mod dlpack;
 pub mod error;
 pub mod get;
 mod handle;

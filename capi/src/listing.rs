@@ -7,7 +7,7 @@ use std::{
 
 use vmmfd::broker::Summary;
 
-use crate::error::c_text;
+use crate::error::kept;
 
 /// An object of the broker, at one version.
 #[repr(C)]
@@ -65,13 +65,7 @@ pub(crate) struct Listing {
 
 impl Listing {
     pub(crate) fn add(&mut self, summary: &Summary, metadata: Option<String>) {
-        let mut keep = |text: &str| {
-            let text = c_text(text);
-            // The text does not move with its owner.
-            let start = text.as_ptr();
-            self.texts.push(text);
-            start
-        };
+        let mut keep = |text: &str| kept(&mut self.texts, text);
         let object = vmmfd_object_t {
             name: keep(&summary.name),
             id: keep(&summary.id),

@@ -4,7 +4,6 @@ use std::{
     ffi::{CString, c_char, c_int},
     mem::MaybeUninit,
     os::fd::{AsFd, IntoRawFd},
-    ptr,
     sync::Arc,
 };
 
@@ -15,7 +14,7 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{bytes, descriptor, list, out},
+    argument::{bytes, descriptor, list, out, run_out},
     device::vmmfd_device_t,
     error::{Failure, Outcome, c_text, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
@@ -167,8 +166,7 @@ pub extern "C" fn vmmfd_memory_create(
     options: Option<&vmmfd_memory_options_t>,
     memory: Option<&mut MaybeUninit<*mut vmmfd_memory_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(memory, "memory", ptr::null_mut())?;
+    run_out(memory, "memory", || {
         let open = handle::get(device)?;
         let mut spec = Spec::vmm(size);
         if let Some(options) = options {
@@ -188,8 +186,7 @@ pub extern "C" fn vmmfd_memory_create(
                 other => return unknown("rdma", other),
             };
         }
-        place.write(handle::insert(Memory::own(Shared::create(&open.device, spec)?)));
-        Ok(())
+        Ok(handle::insert(Memory::own(Shared::create(&open.device, spec)?)))
     })
 }
 
@@ -202,31 +199,21 @@ pub extern "C" fn vmmfd_memory_info(
     memory: *const vmmfd_memory_t,
     info: Option<&mut MaybeUninit<vmmfd_memory_info_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let none = vmmfd_memory_info_t {
-            address: 0,
-            size: 0,
-            mapped_size: 0,
-            segments: 0,
-            device: ptr::null(),
-            writable: false,
-        };
-        let info = out(info, "info", none)?;
+    run_out(info, "info", || {
         let memory = handle::get(memory)?;
         let segments = match &memory.source {
             Source::Own(shared) => shared.chunks(0..shared.size())?.map_or(0, |(_, chunks)| chunks.len() as u64),
             _ => 0,
         };
         memory.with(|region| {
-            info.write(vmmfd_memory_info_t {
+            Ok(vmmfd_memory_info_t {
                 address: region.address(),
                 size: region.size(),
                 mapped_size: memory.mapped_size,
                 segments,
                 device: memory.device.as_ptr(),
                 writable: region.access() == Access::ReadWrite,
-            });
-            Ok(())
+            })
         })
     })
 }
@@ -296,8 +283,9 @@ pub extern "C" fn vmmfd_memory_export(
     size: Option<&mut MaybeUninit<u64>>,
 ) -> *mut vmmfd_error_t {
     run(|| {
-        let fd = out(fd, "fd", -1)?;
-        let size = out(size, "size", 0)?;
+        let fd = out(fd, "fd")?;
+        fd.write(-1);
+        let size = out(size, "size")?;
         let memory = handle::get(memory)?;
         let shared = memory.shared("export it")?;
         let chunks = shared.chunks(0..shared.size())?.map(|(_, chunks)| chunks).unwrap_or_default();
@@ -331,8 +319,7 @@ pub extern "C" fn vmmfd_memory_import(
     writable: bool,
     memory: Option<&mut MaybeUninit<*mut vmmfd_memory_t>>,
 ) -> *mut vmmfd_error_t {
-    run(|| {
-        let place = out(memory, "memory", ptr::null_mut())?;
+    run_out(memory, "memory", || {
         let open = handle::get(device)?;
         let fds = list(fds, count, "fds")?;
         let sizes = list(sizes, count, "sizes")?;
@@ -348,8 +335,7 @@ pub extern "C" fn vmmfd_memory_import(
         let access = if writable { Access::ReadWrite } else { Access::ReadOnly };
         let reservation = Reservation::new(&open.device, total)?;
         let mapping = Mapping::side_by_side(&reservation, 0, &allocations, &open.device, access)?;
-        place.write(handle::insert(Memory::opened(Arc::new(mapping), total)));
-        Ok(())
+        Ok(handle::insert(Memory::opened(Arc::new(mapping), total)))
     })
 }
 

@@ -8,16 +8,13 @@ use std::{
     path::Path,
     ptr,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use nix::sys::{
-    eventfd::{EfdFlags, EventFd},
-    signal::{SigSet, SigmaskHow, Signal},
-};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use vmmfd::{
-    Error,
+    Error, bindings,
     broker::{Client, Event, EventKind, Watch, Watched},
     channel::{Cancel, CancelReason},
     session::Config,
@@ -25,7 +22,7 @@ use vmmfd::{
 
 use crate::{
     argument::{milliseconds, out},
-    error::{Outcome, c_text, run, run_logged, vmmfd_error_t},
+    error::{Outcome, kept, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
 };
 
@@ -165,9 +162,7 @@ impl Watching {
             EventFd::from_value_and_flags(0, flags).map_err(|errno| Error::system("create an eventfd", errno))?;
         let shared = Arc::new(Queue { ready, state: Mutex::default(), changed: Condvar::new() });
         let queue = Arc::clone(&shared);
-        let thread = with_blocked_signals(|| {
-            thread::Builder::new().name("vmmfd-watch".to_owned()).spawn(move || follow(watch, &queue))
-        });
+        let thread = bindings::spawn("vmmfd-watch", move || follow(watch, &queue));
         let thread = thread.map_err(|error| Error::system("start a thread", error))?;
         Ok(Self { shared, cancel, thread: Some(thread), texts: Mutex::default() })
     }
@@ -179,13 +174,7 @@ impl Watching {
             return vmmfd_event_t { kind: vmmfd_event_kind_t::VMMFD_EVENT_LOST, ..NONE };
         };
         let Event { seq, at_ms, kind, name, version, id, uid, pid, message, .. } = event;
-        let mut keep = |text: String| {
-            let text = c_text(text);
-            // The text does not move with its owner.
-            let start = text.as_ptr();
-            texts.push(text);
-            start
-        };
+        let mut keep = |text: String| kept(&mut texts, text);
         vmmfd_event_t {
             kind: match kind {
                 EventKind::Published => vmmfd_event_kind_t::VMMFD_EVENT_PUBLISHED,
@@ -240,21 +229,7 @@ fn follow(mut watch: Watch, queue: &Queue) {
     }
 }
 
-/// Starts a thread that blocks all signals except its own faults: signals are for the program's threads.
-fn with_blocked_signals<T>(start: impl FnOnce() -> T) -> T {
-    let mut signals = SigSet::all();
-    for fault in [Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGILL, Signal::SIGTRAP, Signal::SIGABRT] {
-        signals.remove(fault);
-    }
-    let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK);
-    let started = start();
-    if let Ok(before) = before {
-        // Restores the mask, which was valid before.
-        let _ = before.thread_set_mask();
-    }
-    started
-}
-
+/// An event without a kind.
 const NONE: vmmfd_event_t = vmmfd_event_t {
     kind: vmmfd_event_kind_t::VMMFD_EVENT_UNKNOWN,
     name: ptr::null(),
@@ -279,7 +254,8 @@ pub extern "C" fn vmmfd_watch_descriptor(
     fd: Option<&mut MaybeUninit<c_int>>,
 ) -> *mut vmmfd_error_t {
     run(|| {
-        let fd = out(fd, "fd", -1)?;
+        let fd = out(fd, "fd")?;
+        fd.write(-1);
         fd.write(handle::get(watch)?.shared.ready.as_fd().as_raw_fd());
         Ok(())
     })
@@ -299,8 +275,8 @@ pub extern "C" fn vmmfd_watch_next(
     found: Option<&mut MaybeUninit<bool>>,
 ) -> *mut vmmfd_error_t {
     run(|| {
-        let event = out(event, "event", NONE)?;
-        let found = out(found, "found", false)?;
+        let event = out(event, "event")?;
+        let found = out(found, "found")?;
         let watch = handle::get(watch)?;
         let deadline = Instant::now() + milliseconds(timeout_ms, Duration::ZERO);
         if let Some(watched) = watch.shared.pop(deadline) {

@@ -25,6 +25,7 @@ mod offsets;
 mod shape;
 #[cfg(test)]
 mod tests;
+pub(crate) mod walk;
 
 pub use descriptor::ArrayDescriptor;
 pub use element::ElementType;

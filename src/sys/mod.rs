@@ -2,12 +2,14 @@
 #![allow(unsafe_code)]
 
 mod descriptor;
+pub mod dlpack;
 mod file;
 pub mod fork;
 pub(crate) mod memfd;
 mod process;
 mod socket;
 mod stderr;
+pub(crate) mod thread;
 
 #[cfg(test)]
 pub(crate) use self::file::tests::without_kcmp;

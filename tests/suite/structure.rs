@@ -8,11 +8,11 @@ use std::{
 
 /// Each folder or file of `src/`, with the folders and files whose paths it may name. `lib.rs` declares all of them, and `internals.rs`
 /// exports them to the project's own programs.
-const LAYERS: [(&str, &[&str]); 14] = [
+const LAYERS: [(&str, &[&str]); 15] = [
     ("error", &[]),
     ("base", &["error"]),
     ("array", &["base", "error"]),
-    ("sys", &["error"]),
+    ("sys", &["array", "error"]),
     ("wire", &["array", "base", "error"]),
     ("driver", &["base", "error", "sys"]),
     ("channel", &["error", "sys", "wire"]),
@@ -21,6 +21,7 @@ const LAYERS: [(&str, &[&str]); 14] = [
     ("session", &["array", "channel", "driver", "error", "memory", "wire"]),
     ("weights", &["array", "driver", "error", "memory", "wire"]),
     ("broker", &["array", "channel", "driver", "error", "memory", "sys", "wire"]),
+    ("bindings", &["array", "driver", "error", "memory", "session", "sys"]),
     ("launch", &["driver", "error", "memory"]),
     ("must_not_compile", &[]),
 ];

@@ -5,16 +5,12 @@ use std::{
     os::fd::AsFd,
     os::unix::net::UnixStream,
     sync::{Arc, Weak},
-    thread,
     time::{Duration, Instant},
 };
 
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::{
-        eventfd::EventFd,
-        signal::{SigSet, SigmaskHow, Signal},
-    },
+    sys::eventfd::EventFd,
 };
 
 use super::{
@@ -26,6 +22,7 @@ use super::{
 use crate::{
     channel::{eventfd, log_panics_of_checks},
     error::{Error, Result},
+    sys,
 };
 
 /// How often to check whether another thread's request has finished reconnecting.
@@ -66,17 +63,8 @@ fn start(connection: &Arc<Connection>) -> Result<Waker> {
         socket: connection.socket.shared(),
         wake: Arc::clone(&wake),
     };
-    // Signals are for the program's own threads, but a thread must receive its own faults.
-    let mut signals = SigSet::all();
-    for fault in [Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGILL, Signal::SIGTRAP, Signal::SIGABRT] {
-        signals.remove(fault);
-    }
-    let before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK);
-    let started = thread::Builder::new().name("vmmfd-broker".to_owned()).spawn(move || watcher.run());
-    if let Ok(before) = before {
-        let _ = before.thread_set_mask();
-    }
-    started.map_err(|error| Error::system("start a thread", error))?;
+    sys::thread::spawn("vmmfd-broker", move || watcher.run())
+        .map_err(|error| Error::system("start a thread", error))?;
     Ok(Waker::new(wake))
 }
 

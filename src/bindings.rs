@@ -1,0 +1,65 @@
+//! Code that the bindings for C and Python share. Not a public API: it may change at any time.
+
+use std::sync::{Mutex, PoisonError};
+
+pub use crate::{
+    array::walk::Walk,
+    sys::{dlpack, thread::spawn},
+};
+use crate::{
+    array::{ArrayDescriptor, ElementType, Order},
+    driver::{Access, Choice, Driver, open},
+    error::{Error, ErrorCode, PeerError, Result},
+    fork::PerProcess,
+    memory::Region,
+    session::{
+        Verdict,
+        handoff::{Consumer, ImportedObject, Request, Served},
+    },
+};
+
+/// The open drivers of this process, each with the reason for a fallback to the host. They are never closed: a driver takes tens of
+/// milliseconds to start. A fork opens its own, or fails.
+static OPEN: PerProcess<Mutex<Vec<(Choice, Driver, Option<String>)>>> = PerProcess::new(Mutex::default);
+
+/// Returns the driver of a choice, and the reason for a fallback to the host. The first call opens it.
+///
+/// # Errors
+/// As [`open`].
+pub fn driver(choice: Choice) -> Result<(Driver, Option<String>)> {
+    let mut opened = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, driver, fallback)) = opened.iter().find(|(known, ..)| *known == choice) {
+        return Ok((driver.clone(), fallback.clone()));
+    }
+    let new = open(choice)?;
+    let fallback = new.fallback.map(|error| error.in_full());
+    opened.push((choice, new.driver.clone(), fallback.clone()));
+    Ok((new.driver, fallback))
+}
+
+/// Takes the producer's object without a check of its data, and ends the session. Memory without a type is described as bytes.
+///
+/// # Errors
+/// The errors of [`Consumer::request`] and [`Consumer::report`]; [`PeerError::Mismatch`] if the producer found wrong data.
+pub fn take(mut consumer: Consumer<'_>, access: Access) -> Result<(ImportedObject, ArrayDescriptor)> {
+    let object = consumer.request(&Request::default().access(access))?;
+    if !consumer.report(&object, &Verdict::unchecked(true))?.verified {
+        return Err(mismatch("the producer reports that its data is wrong"));
+    }
+    consumer.close();
+    let array = match object.array() {
+        Some(array) => array.clone(),
+        None => ArrayDescriptor::new(ElementType::U8, [object.size()], Order::C)?,
+    };
+    Ok((object, array))
+}
+
+/// The error of a consumer that was served, also if it found wrong data.
+pub fn failure(served: Served) -> Option<Error> {
+    let wrong = served.mismatched();
+    served.error.or_else(|| wrong.then(|| mismatch("the consumer reports that the data is wrong")))
+}
+
+fn mismatch(message: &str) -> Error {
+    Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message: message.to_owned() })
+}
