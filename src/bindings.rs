@@ -1,10 +1,10 @@
 //! Code that the bindings for C and Python share. Not a public API: it may change at any time.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 pub use crate::{
     array::walk::Walk,
-    sys::{dlpack, thread::spawn},
+    sys::{dlpack, lock, thread::spawn, try_lock},
 };
 use crate::{
     array::{ArrayDescriptor, ElementType, Order},
@@ -27,7 +27,7 @@ static OPEN: PerProcess<Mutex<Vec<(Choice, Driver, Option<String>)>>> = PerProce
 /// # Errors
 /// As [`open`].
 pub fn driver(choice: Choice) -> Result<(Driver, Option<String>)> {
-    let mut opened = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
+    let mut opened = lock(OPEN.get());
     if let Some((_, driver, fallback)) = opened.iter().find(|(known, ..)| *known == choice) {
         return Ok((driver.clone(), fallback.clone()));
     }

@@ -148,7 +148,7 @@ typedef enum vmmfd_event_kind_t {
      */
     VMMFD_EVENT_LEASED = 5,
     /*
-     A lease ended.
+     A lease was released.
      */
     VMMFD_EVENT_ENDED = 6,
     /*
@@ -604,7 +604,8 @@ typedef struct vmmfd_lease_info_t {
 /*
  Receives one line of the log, without a line break. `message` is valid during the call. `context` is the program's own.
 
- Any thread calls it, also threads of the library, and several at once. It must return soon, and must not call this library, throw or jump.
+ Any thread calls it, also threads of the library, and several at once. It must return soon, and must not call this library, throw or
+ jump.
  */
 typedef void (*vmmfd_log_hook_t)(enum vmmfd_level_t level,
                                  const char *message,
@@ -653,7 +654,7 @@ typedef struct vmmfd_memory_info_t {
      */
     const char *device;
     /*
-     Whether this process may write to it. A kernel that writes to read-only memory ends its CUDA context.
+     Whether this process may write to it. A kernel that writes to read-only memory destroys its CUDA context.
      */
     bool writable;
 } vmmfd_memory_info_t;
@@ -813,7 +814,7 @@ struct vmmfd_error_t *vmmfd_broker_put(const struct vmmfd_broker_t *broker,
  `device` is the device to map the memory for; NULL means the device that owns it, of the object's backend. `options` NULL means the
  current version, without a wait. The broker counts this process among the readers until the lease is freed. The caller frees `*lease`
  with `vmmfd_lease_free`; it is NULL after a failure. Blocks for `wait_ms`, for the broker's answer within the connection's timeout, and
- for the driver's calls; `vmmfd_broker_stop` ends the wait. Any thread may call it.
+ for the driver's calls; `vmmfd_broker_stop` interrupts the wait. Any thread may call it.
 
  Errors: `VMMFD_NOT_FOUND`; `VMMFD_TIMEOUT` if the object did not appear in time; `VMMFD_DIFFERS` if it is not as expected;
  `VMMFD_DENIED`; `VMMFD_UNSUPPORTED` if this process has no device for it; `VMMFD_INTERRUPTED`; `VMMFD_DISCONNECTED`; `VMMFD_INVALID`;
@@ -855,8 +856,8 @@ struct vmmfd_error_t *vmmfd_broker_stat(const struct vmmfd_broker_t *broker,
                                         struct vmmfd_listing_t **listing);
 
 /*
- Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease ends. Blocks until the broker answers,
- for at most the connection's timeout. Any thread may call it.
+ Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease is released. Blocks until the broker
+ answers, for at most the connection's timeout. Any thread may call it.
 
  Errors: `VMMFD_NOT_FOUND`; `VMMFD_DENIED` if another user owns the name; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
  `VMMFD_SYSTEM`; `VMMFD_FORKED`.
@@ -888,8 +889,8 @@ VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_broker_stop(const struct vmmfd_broker_t *broker);
 
 /*
- Frees a connection. It closes when its last lease is freed; then names with the lifetime `VMMFD_WITH_MAKER` end. NULL is allowed. Does
- not block. A handle that is not valid is reported in the log. Any thread may call it, once for each connection.
+ Frees a connection. It closes when its last lease is freed; names with the lifetime `VMMFD_WITH_MAKER` are then deleted. NULL is
+ allowed. Does not block. A handle that is not valid is reported in the log. Any thread may call it, once for each connection.
  */
 void vmmfd_broker_free(struct vmmfd_broker_t *broker);
 
@@ -994,8 +995,8 @@ struct vmmfd_error_t *vmmfd_lease_info(const struct vmmfd_lease_t *lease,
 /*
  Returns an array of a lease by name. After a switch, the same array shows the new version.
 
- The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease ends when it and all
- its arrays are freed. Does not block, except while the lease is switched. Any thread may call it.
+ The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease is released when it
+ and all its arrays are freed. Does not block, except while the lease is switched. Any thread may call it.
 
  Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID`, also for a parked lease; `VMMFD_FORKED`.
  */
@@ -1023,8 +1024,8 @@ struct vmmfd_error_t *vmmfd_lease_prepare(const struct vmmfd_lease_t *lease,
  Maps a prepared version at the addresses of the lease. Addresses, arrays and captured CUDA graphs remain valid and show the new version.
  `prepared` then holds the old version: switch back to it, or free it.
 
- Nothing may use the memory by address during the call: on CUDA, a kernel that does ends the context, and on the host backend it sees old
- or new bytes. Copies of this library wait. Blocks without limit until all work in the device's primary context is done, then for the
+ Nothing may use the memory by address during the call: on CUDA, a kernel that does destroys the context, and on the host backend it sees
+ old or new bytes. Copies of this library wait. Blocks without limit until all work in the device's primary context is done, then for the
  driver's calls. Any thread may call it.
 
  Errors: `VMMFD_INVALID` if a DLPack tensor of the lease exists, the lease is parked, or the version was prepared for another lease;
@@ -1037,7 +1038,7 @@ struct vmmfd_error_t *vmmfd_lease_switch(const struct vmmfd_lease_t *lease,
 
 /*
  Unmaps the memory of a lease and keeps its addresses reserved. With `keep`, the broker still counts this process among the readers, and
- keeps the version; otherwise the lease ends, and the device memory is free for others.
+ keeps the version; otherwise the lease is released, and the device memory is free for others.
 
  Nothing may use the memory by address from now on. Blocks as `vmmfd_lease_switch`. Any thread may call it.
 
@@ -1052,21 +1053,21 @@ struct vmmfd_error_t *vmmfd_lease_park(const struct vmmfd_lease_t *lease,
 
  Blocks as `vmmfd_broker_get`. Any thread may call it.
 
- Errors: `VMMFD_INVALID` if the lease is not parked; as for `vmmfd_lease_prepare`. The lease stays parked then.
+ Errors: `VMMFD_INVALID` if the lease is not parked; as for `vmmfd_lease_prepare`. The lease remains parked then.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_lease_unpark(const struct vmmfd_lease_t *lease,
                                          const struct vmmfd_get_options_t *options);
 
 /*
- Frees a lease. It ends, and its memory is unmapped, when all its arrays, memory and tensors are freed too. NULL is allowed. May block for
- the driver's calls. A handle that is not valid is reported in the log. Any thread may call it, once for each lease.
+ Frees a lease. It is released, and its memory is unmapped, when all its arrays, memory and tensors are freed too. NULL is allowed. May
+ block for the driver's calls. A handle that is not valid is reported in the log. Any thread may call it, once for each lease.
  */
 void vmmfd_lease_free(struct vmmfd_lease_t *lease);
 
 /*
- Frees a prepared version, and ends its lease. NULL is allowed. May block for the driver's calls. A handle that is not valid is reported
- in the log. Any thread may call it, once for each prepared version.
+ Frees a prepared version, and releases its lease. NULL is allowed. May block for the driver's calls. A handle that is not valid is
+ reported in the log. Any thread may call it, once for each prepared version.
  */
 void vmmfd_prepared_free(struct vmmfd_prepared_t *prepared);
 
@@ -1079,11 +1080,11 @@ const char *vmmfd_library_version(void);
 /*
  Passes the library's log to a function of the program: lines up to `level`, one of `vmmfd_level_t`. By default there is no log.
 
- `hook` NULL or level `VMMFD_LOG_OFF` ends the log. The library keeps `context` and does not use it. Another thread may still be in the
+ `hook` NULL or level `VMMFD_LOG_OFF` stops the log. The library keeps `context` and does not use it. Another thread may still be in the
  previous hook when this returns, so its context must remain valid. Does not block. Any thread may call it; each call allocates some
  bytes for the rest of the process.
 
- Errors: `VMMFD_INVALID` for an unknown level, or if the program is in Rust and has a `tracing` subscriber of its own.
+ Errors: `VMMFD_INVALID` for an unknown level, or if the program is in Rust and has its own `tracing` subscriber.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_log_set(uint32_t level,
@@ -1155,7 +1156,7 @@ VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_memory_synchronize(const struct vmmfd_memory_t *memory);
 
 /*
- Duplicates the descriptor of an allocation of the memory, to send over the program's own socket (`SCM_RIGHTS`). `*size` is its size in
+ Duplicates the descriptor of one allocation, to send over the program's own socket (`SCM_RIGHTS`). `*size` is its size in
  bytes, which the receiver needs. `segment` counts from 0: see `segments` of `vmmfd_memory_info_t`.
 
  The caller closes `*fd`, which is close-on-exec; it is -1 after a failure. A holder of the descriptor can read and write the memory, and
@@ -1220,7 +1221,7 @@ struct vmmfd_error_t *vmmfd_watch_next(const struct vmmfd_watch_t *watch,
                                        bool *found);
 
 /*
- Frees a watch, and ends its thread. NULL is allowed. Blocks until the thread has ended, usually for less than a millisecond. A handle
+ Frees a watch, and stops its thread. NULL is allowed. Blocks until the thread has exited, usually for less than a millisecond. A handle
  that is not valid is reported in the log. Any thread may call it, once for each watch.
  */
 void vmmfd_watch_free(struct vmmfd_watch_t *watch);

@@ -24,7 +24,7 @@ pub(crate) fn out<'a, T>(pointer: Option<&'a mut MaybeUninit<T>>, name: &str) ->
     Ok(place)
 }
 
-/// Runs the work of a function with one result.
+/// Runs the work of a function, and writes its result.
 pub(crate) fn run_out<T>(
     pointer: Option<&mut MaybeUninit<T>>,
     name: &str,
@@ -45,7 +45,7 @@ pub(crate) fn optional_text<'a>(pointer: *const c_char, name: &str) -> Outcome<O
     if pointer.is_null() {
         return Ok(None);
     }
-    // SAFETY: the caller passes a text that ends with a null character and does not change during the call.
+    // SAFETY: the caller passes a null-terminated text and does not change during the call.
     let text = unsafe { CStr::from_ptr(pointer) };
     let text = text.to_str();
     text.map(Some).map_err(|_| Failure::invalid(format!("{name} is not UTF-8: pass it in that encoding")))
@@ -115,7 +115,7 @@ fn check_list<T>(is_null: bool, count: usize, name: &str) -> Outcome<()> {
     }
 }
 
-/// A duplicate of a descriptor of the caller, close-on-exec.
+/// Duplicates a caller's descriptor, close-on-exec.
 ///
 /// # Errors
 /// If it is not open; if no descriptor is free.
@@ -131,7 +131,7 @@ pub(crate) fn descriptor(fd: c_int, name: &str) -> Outcome<OwnedFd> {
     })
 }
 
-/// Milliseconds; 0 is `default`, and the largest number a time without end.
+/// A time in milliseconds; 0 is `default`, and the largest number is infinite.
 pub(crate) fn milliseconds(time: u64, default: Duration) -> Duration {
     match time {
         0 => default,

@@ -172,7 +172,7 @@ fn export(array: &Array) -> Outcome<*mut DLManagedTensorVersioned> {
     let device = DLDevice::new(region.device().is_host(), region.device().ordinal());
     let exported = Exported::new(&array.descriptor, region.address(), device, (region, keep));
     let hint = Some("share it as an array of uint8");
-    Ok(exported.map_err(|problem| Failure::unsupported(problem, hint))?.versioned(flags))
+    Ok(exported.map_err(|problem| Failure::unsupported(problem, hint))?.versioned(flags).as_ptr())
 }
 
 /// Copies a DLPack tensor of version 1 into new shareable memory of a device, as a contiguous array. `dlpack.h` has the struct.
@@ -263,7 +263,8 @@ impl Batch<'_> {
             self.ranges.push((self.shared.address() + to, from, length));
             return if self.ranges.len() == Self::RANGES { self.flush() } else { Ok(()) };
         }
-        let (mut from, mut left) = (from, length as usize);
+        let mut from = from;
+        let mut left = length as usize;
         while left > 0 {
             let some = left.min(Self::BYTES - self.bytes.len());
             // SAFETY: the other library guarantees that the tensor's bytes are readable until its deleter runs.

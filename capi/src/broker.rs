@@ -96,7 +96,8 @@ pub extern "C" fn vmmfd_broker_connect(
         let found = BrokerPath::find(path.as_deref())?;
         let config = config(timeout_ms, trust, stop)?;
         let trust = trust.to_vec();
-        let (path, timeout) = (found.path().to_owned(), config.timeout);
+        let path = found.path().to_owned();
+        let timeout = config.timeout;
         let config = if wait_ms == 0 { config } else { config.wait(milliseconds(wait_ms, timeout)) };
         let client = Client::connect(&path, &config).map_err(|error| found.complete(error))?;
         Ok(handle::insert(Broker { client, path, timeout, trust }))
@@ -231,7 +232,7 @@ fn with_options<'a>(mut put: Put<'a>, options: &vmmfd_put_options_t) -> Outcome<
 /// `device` is the device to map the memory for; NULL means the device that owns it, of the object's backend. `options` NULL means the
 /// current version, without a wait. The broker counts this process among the readers until the lease is freed. The caller frees `*lease`
 /// with `vmmfd_lease_free`; it is NULL after a failure. Blocks for `wait_ms`, for the broker's answer within the connection's timeout, and
-/// for the driver's calls; `vmmfd_broker_stop` ends the wait. Any thread may call it.
+/// for the driver's calls; `vmmfd_broker_stop` interrupts the wait. Any thread may call it.
 ///
 /// Errors: `VMMFD_NOT_FOUND`; `VMMFD_TIMEOUT` if the object did not appear in time; `VMMFD_DIFFERS` if it is not as expected;
 /// `VMMFD_DENIED`; `VMMFD_UNSUPPORTED` if this process has no device for it; `VMMFD_INTERRUPTED`; `VMMFD_DISCONNECTED`; `VMMFD_INVALID`;
@@ -308,8 +309,8 @@ pub extern "C" fn vmmfd_broker_stat(
     })
 }
 
-/// Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease ends. Blocks until the broker answers,
-/// for at most the connection's timeout. Any thread may call it.
+/// Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease is released. Blocks until the broker
+/// answers, for at most the connection's timeout. Any thread may call it.
 ///
 /// Errors: `VMMFD_NOT_FOUND`; `VMMFD_DENIED` if another user owns the name; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
 /// `VMMFD_SYSTEM`; `VMMFD_FORKED`.
@@ -355,8 +356,8 @@ pub extern "C" fn vmmfd_broker_stop(broker: *const vmmfd_broker_t) -> *mut vmmfd
     })
 }
 
-/// Frees a connection. It closes when its last lease is freed; then names with the lifetime `VMMFD_WITH_MAKER` end. NULL is allowed. Does
-/// not block. A handle that is not valid is reported in the log. Any thread may call it, once for each connection.
+/// Frees a connection. It closes when its last lease is freed; names with the lifetime `VMMFD_WITH_MAKER` are then deleted. NULL is
+/// allowed. Does not block. A handle that is not valid is reported in the log. Any thread may call it, once for each connection.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_broker_free(broker: *mut vmmfd_broker_t) {
     run_logged(|| handle::remove(broker));

@@ -104,7 +104,8 @@ pub extern "C" fn vmmfd_device_open(
         };
         let (driver, fallback) = driver(optional_text(backend, "backend")?)?;
         let device = Device::find(&driver, selector)?;
-        let (name, uuid) = (c_text(device.name()), c_text(device.prefixed_uuid()));
+        let name = c_text(device.name());
+        let uuid = c_text(device.prefixed_uuid());
         Ok(handle::insert(OpenDevice { device, name, uuid, fallback: fallback.map(c_text) }))
     })
 }

@@ -113,7 +113,8 @@ impl Failure {
                 (code_of(&error), driver_code(&error), error.in_full(), error.hint().map(Cow::into_owned))
             }
         };
-        let (message, hint) = (c_text(message), hint.map(c_text));
+        let message = c_text(message);
+        let hint = hint.map(c_text);
         let shown = vmmfd_error_t {
             code,
             driver_code,

@@ -39,7 +39,7 @@ pub(crate) use handle;
 /// The objects of this process. A fork has its own table, and does not drop its parent's objects.
 static TABLE: PerProcess<Table> = PerProcess::new(Table::new);
 
-/// The number of tables of this process and its ancestors.
+/// How many tables this process and its ancestors have created.
 static TABLES: AtomicU16 = AtomicU16::new(0);
 
 struct Table {

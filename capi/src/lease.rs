@@ -3,11 +3,14 @@
 use std::{
     ffi::c_char,
     mem::MaybeUninit,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::UNIX_EPOCH,
 };
 
-use vmmfd::broker::{Lease, Prepared};
+use vmmfd::{
+    bindings::lock,
+    broker::{Lease, Prepared},
+};
 
 use crate::{
     argument::{run_out, text},
@@ -73,7 +76,7 @@ pub extern "C" fn vmmfd_lease_info(
     run_out(info, "info", || {
         let lease = handle::get(lease)?;
         lease.read(|object| {
-            let mut texts = lease.texts.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut texts = lock(&lease.texts);
             let texts = match texts.take() {
                 Some(known) if known.id.to_bytes() == object.id().as_bytes() => texts.insert(known),
                 _ => texts.insert(Texts::of(object)?),
@@ -97,8 +100,8 @@ pub extern "C" fn vmmfd_lease_info(
 
 /// Returns an array of a lease by name. After a switch, the same array shows the new version.
 ///
-/// The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease ends when it and all
-/// its arrays are freed. Does not block, except while the lease is switched. Any thread may call it.
+/// The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease is released when it
+/// and all its arrays are freed. Does not block, except while the lease is switched. Any thread may call it.
 ///
 /// Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID`, also for a parked lease; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -159,8 +162,8 @@ fn next(lease: &Leased, options: Option<&vmmfd_get_options_t>) -> Outcome<Lease>
 /// Maps a prepared version at the addresses of the lease. Addresses, arrays and captured CUDA graphs remain valid and show the new version.
 /// `prepared` then holds the old version: switch back to it, or free it.
 ///
-/// Nothing may use the memory by address during the call: on CUDA, a kernel that does ends the context, and on the host backend it sees old
-/// or new bytes. Copies of this library wait. Blocks without limit until all work in the device's primary context is done, then for the
+/// Nothing may use the memory by address during the call: on CUDA, a kernel that does destroys the context, and on the host backend it sees
+/// old or new bytes. Copies of this library wait. Blocks without limit until all work in the device's primary context is done, then for the
 /// driver's calls. Any thread may call it.
 ///
 /// Errors: `VMMFD_INVALID` if a DLPack tensor of the lease exists, the lease is parked, or the version was prepared for another lease;
@@ -175,7 +178,7 @@ pub extern "C" fn vmmfd_lease_switch(
     run(|| {
         let lease = handle::get(lease)?;
         let prepared = handle::get(prepared)?;
-        let mut prepared = prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut prepared = lock(&prepared);
         let used = || Failure::invalid("an error has used up the prepared version: prepare another");
         let next = prepared.take().ok_or_else(used)?;
         *prepared = Some(lease.change(|object| object.switch(next))?);
@@ -184,7 +187,7 @@ pub extern "C" fn vmmfd_lease_switch(
 }
 
 /// Unmaps the memory of a lease and keeps its addresses reserved. With `keep`, the broker still counts this process among the readers, and
-/// keeps the version; otherwise the lease ends, and the device memory is free for others.
+/// keeps the version; otherwise the lease is released, and the device memory is free for others.
 ///
 /// Nothing may use the memory by address from now on. Blocks as `vmmfd_lease_switch`. Any thread may call it.
 ///
@@ -199,7 +202,7 @@ pub extern "C" fn vmmfd_lease_park(lease: *const vmmfd_lease_t, keep: bool) -> *
 ///
 /// Blocks as `vmmfd_broker_get`. Any thread may call it.
 ///
-/// Errors: `VMMFD_INVALID` if the lease is not parked; as for `vmmfd_lease_prepare`. The lease stays parked then.
+/// Errors: `VMMFD_INVALID` if the lease is not parked; as for `vmmfd_lease_prepare`. The lease remains parked then.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_lease_unpark(
@@ -213,15 +216,15 @@ pub extern "C" fn vmmfd_lease_unpark(
     })
 }
 
-/// Frees a lease. It ends, and its memory is unmapped, when all its arrays, memory and tensors are freed too. NULL is allowed. May block for
-/// the driver's calls. A handle that is not valid is reported in the log. Any thread may call it, once for each lease.
+/// Frees a lease. It is released, and its memory is unmapped, when all its arrays, memory and tensors are freed too. NULL is allowed. May
+/// block for the driver's calls. A handle that is not valid is reported in the log. Any thread may call it, once for each lease.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_lease_free(lease: *mut vmmfd_lease_t) {
     run_logged(|| handle::remove(lease));
 }
 
-/// Frees a prepared version, and ends its lease. NULL is allowed. May block for the driver's calls. A handle that is not valid is reported
-/// in the log. Any thread may call it, once for each prepared version.
+/// Frees a prepared version, and releases its lease. NULL is allowed. May block for the driver's calls. A handle that is not valid is
+/// reported in the log. Any thread may call it, once for each prepared version.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_prepared_free(prepared: *mut vmmfd_prepared_t) {
     run_logged(|| handle::remove(prepared));

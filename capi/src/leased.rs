@@ -41,7 +41,8 @@ impl Texts {
         let entries = object.parts().iter().flat_map(|part| part.arrays());
         let names: Vec<CString> = entries.map(|entry| c_text(entry.name.as_str())).collect();
         let arrays = names.iter().map(|name| Start(name.as_ptr())).collect();
-        let (name, id) = (c_text(object.name()), c_text(object.id()));
+        let name = c_text(object.name());
+        let id = c_text(object.id());
         Ok(Self { name, id, metadata: c_text(metadata), _arrays: names, arrays })
     }
 }

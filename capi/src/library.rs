@@ -5,7 +5,7 @@ use std::{
     fmt::{self, Write as _},
     ptr,
     sync::{
-        Mutex, Once, PoisonError,
+        Mutex, Once,
         atomic::{AtomicPtr, Ordering},
     },
 };
@@ -16,6 +16,8 @@ use tracing::{
     level_filters::LevelFilter,
     span,
 };
+
+use vmmfd::bindings::lock;
 
 use crate::error::{Failure, c_text, run, vmmfd_error_t};
 
@@ -51,10 +53,11 @@ pub enum vmmfd_level_t {
 
 /// Receives one line of the log, without a line break. `message` is valid during the call. `context` is the program's own.
 ///
-/// Any thread calls it, also threads of the library, and several at once. It must return soon, and must not call this library, throw or jump.
+/// Any thread calls it, also threads of the library, and several at once. It must return soon, and must not call this library, throw or
+/// jump.
 pub type vmmfd_log_hook_t = Option<extern "C" fn(level: vmmfd_level_t, message: *const c_char, context: *mut c_void)>;
 
-// SAFETY: the library only passes the context on, and the header says that any thread may call the hook.
+// SAFETY: the library only passes the context on, and the header documents that any thread may call the hook.
 unsafe impl Sync for Hook {}
 
 /// The program's hook.
@@ -72,11 +75,11 @@ static HOOK: AtomicPtr<Hook> = AtomicPtr::new(ptr::null_mut());
 
 /// Passes the library's log to a function of the program: lines up to `level`, one of `vmmfd_level_t`. By default there is no log.
 ///
-/// `hook` NULL or level `VMMFD_LOG_OFF` ends the log. The library keeps `context` and does not use it. Another thread may still be in the
+/// `hook` NULL or level `VMMFD_LOG_OFF` stops the log. The library keeps `context` and does not use it. Another thread may still be in the
 /// previous hook when this returns, so its context must remain valid. Does not block. Any thread may call it; each call allocates some
 /// bytes for the rest of the process.
 ///
-/// Errors: `VMMFD_INVALID` for an unknown level, or if the program is in Rust and has a `tracing` subscriber of its own.
+/// Errors: `VMMFD_INVALID` for an unknown level, or if the program is in Rust and has its own `tracing` subscriber.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_log_set(level: u32, hook: vmmfd_log_hook_t, context: *mut c_void) -> *mut vmmfd_error_t {
@@ -95,7 +98,7 @@ pub extern "C" fn vmmfd_log_set(level: u32, hook: vmmfd_log_hook_t, context: *mu
             return Err(Failure::invalid("this program has a tracing subscriber of its own: it receives the log"));
         }
         let hook: &'static Hook = Box::leak(Box::new(Hook { level, call, context }));
-        HOOKS.lock().unwrap_or_else(PoisonError::into_inner).push(hook);
+        lock(&HOOKS).push(hook);
         HOOK.store(ptr::from_ref(hook).cast_mut(), Ordering::Release);
         tracing::callsite::rebuild_interest_cache();
         Ok(())

@@ -146,7 +146,7 @@ pub struct vmmfd_memory_info_t {
     pub segments: u64,
     /// The UUID of the device that the memory is mapped for, with its prefix.
     pub device: *const c_char,
-    /// Whether this process may write to it. A kernel that writes to read-only memory ends its CUDA context.
+    /// Whether this process may write to it. A kernel that writes to read-only memory destroys its CUDA context.
     pub writable: bool,
 }
 
@@ -267,7 +267,7 @@ pub extern "C" fn vmmfd_memory_synchronize(memory: *const vmmfd_memory_t) -> *mu
     run(|| handle::get(memory)?.with(|region| Ok(region.synchronize()?)))
 }
 
-/// Duplicates the descriptor of an allocation of the memory, to send over the program's own socket (`SCM_RIGHTS`). `*size` is its size in
+/// Duplicates the descriptor of one allocation, to send over the program's own socket (`SCM_RIGHTS`). `*size` is its size in
 /// bytes, which the receiver needs. `segment` counts from 0: see `segments` of `vmmfd_memory_info_t`.
 ///
 /// The caller closes `*fd`, which is close-on-exec; it is -1 after a failure. A holder of the descriptor can read and write the memory, and

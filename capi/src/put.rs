@@ -21,7 +21,8 @@ const PART: &str = "all";
 /// For no array, for memory that another process created, and for memory of several devices.
 pub(crate) fn part(named: &[(&str, Arc<Array>)]) -> Outcome<PutPart<'static>> {
     let mut memories: Vec<(&Arc<Shared>, u64)> = Vec::new();
-    let (mut end, mut entries) = (0, Vec::with_capacity(named.len()));
+    let mut end = 0;
+    let mut entries = Vec::with_capacity(named.len());
     for (name, array) in named {
         let shared = array.memory.shared("put it")?;
         let known = memories.iter().find(|(memory, _)| Arc::ptr_eq(memory, shared)).map(|(_, start)| *start);

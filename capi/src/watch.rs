@@ -7,14 +7,15 @@ use std::{
     os::fd::{AsFd, AsRawFd},
     path::Path,
     ptr,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, PoisonError},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use vmmfd::{
-    Error, bindings,
+    Error,
+    bindings::{lock, spawn},
     broker::{Client, Event, EventKind, Watch, Watched},
     channel::{Cancel, CancelReason},
     session::Config,
@@ -50,7 +51,7 @@ pub enum vmmfd_event_kind_t {
     VMMFD_EVENT_REPORTED = 4,
     /// A lease was granted.
     VMMFD_EVENT_LEASED = 5,
-    /// A lease ended.
+    /// A lease was released.
     VMMFD_EVENT_ENDED = 6,
     /// Events are missing: the watch fell too far behind, or the broker lost its state. List the names to catch up.
     VMMFD_EVENT_LOST = 7,
@@ -111,13 +112,9 @@ struct Pending {
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, Pending> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Adds an event once there is room. Returns false if the watch has ended.
+    /// Adds an event once there is room. Returns false if the watch was freed.
     fn push(&self, event: vmmfd::Result<Watched>) -> bool {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         while state.waiting.len() >= MOST && !state.ended {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
@@ -133,7 +130,7 @@ impl Queue {
 
     /// Takes the next event, waiting for it until the deadline.
     fn pop(&self, deadline: Instant) -> Option<vmmfd::Result<Watched>> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         loop {
             if let Some(event) = state.waiting.pop_front() {
                 if state.waiting.is_empty() {
@@ -152,7 +149,7 @@ impl Queue {
 }
 
 impl Watching {
-    /// Watches over a connection of its own.
+    /// Opens a connection and watches.
     pub(crate) fn start(path: &Path, config: &Config, prefix: &str) -> Outcome<Self> {
         let cancel = Cancel::new()?;
         let client = Client::connect(path, &config.clone().cancel(&cancel))?;
@@ -162,13 +159,13 @@ impl Watching {
             EventFd::from_value_and_flags(0, flags).map_err(|errno| Error::system("create an eventfd", errno))?;
         let shared = Arc::new(Queue { ready, state: Mutex::default(), changed: Condvar::new() });
         let queue = Arc::clone(&shared);
-        let thread = bindings::spawn("vmmfd-watch", move || follow(watch, &queue));
+        let thread = spawn("vmmfd-watch", move || follow(watch, &queue));
         let thread = thread.map_err(|error| Error::system("start a thread", error))?;
         Ok(Self { shared, cancel, thread: Some(thread), texts: Mutex::default() })
     }
 
     fn show(&self, watched: Watched) -> vmmfd_event_t {
-        let mut texts = self.texts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut texts = lock(&self.texts);
         texts.clear();
         let Watched::Event(event) = watched else {
             return vmmfd_event_t { kind: vmmfd_event_kind_t::VMMFD_EVENT_LOST, ..NONE };
@@ -199,26 +196,26 @@ impl Watching {
 
 impl Drop for Watching {
     fn drop(&mut self) {
-        self.shared.lock().ended = true;
+        lock(&self.shared.state).ended = true;
         self.shared.changed.notify_all();
         self.cancel.cancel(CancelReason::Program);
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread was printed, and its event queue is gone with it.
+            // A panic of the thread was printed.
             let _ = thread.join();
         }
     }
 }
 
-/// Moves the broker's events to the queue until the watch ends.
+/// Moves the broker's events to the queue until the watch is freed.
 fn follow(mut watch: Watch, queue: &Queue) {
     loop {
         let more = match watch.next(LONG) {
-            Ok(None) => !queue.lock().ended,
+            Ok(None) => !lock(&queue.state).ended,
             Ok(Some(event)) => queue.push(Ok(event)),
             Err(Error::Interrupted { .. }) => false,
             Err(error) => {
                 let more = queue.push(Err(error));
-                let state = queue.lock();
+                let state = lock(&queue.state);
                 let pause = queue.changed.wait_timeout_while(state, PAUSE, |state| !state.ended);
                 more && !pause.unwrap_or_else(PoisonError::into_inner).0.ended
             }
@@ -287,7 +284,7 @@ pub extern "C" fn vmmfd_watch_next(
     })
 }
 
-/// Frees a watch, and ends its thread. NULL is allowed. Blocks until the thread has ended, usually for less than a millisecond. A handle
+/// Frees a watch, and stops its thread. NULL is allowed. Blocks until the thread has exited, usually for less than a millisecond. A handle
 /// that is not valid is reported in the log. Any thread may call it, once for each watch.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_watch_free(watch: *mut vmmfd_watch_t) {

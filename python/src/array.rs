@@ -16,8 +16,8 @@ use crate::{
 
 /// A typed, strided view of memory that is shared between processes.
 ///
-/// The memory stays mapped while an `Array` of it, or an object that another library made from one, exists. Other libraries use it without
-/// a copy through `torch.from_dlpack`, `cupy.from_dlpack`, `jax.dlpack.from_dlpack`, `numpy.from_dlpack` (on the host backend),
+/// The memory remains mapped while an `Array` of it, or an object that another library made from one, exists. Other libraries use it
+/// without a copy through `torch.from_dlpack`, `cupy.from_dlpack`, `jax.dlpack.from_dlpack`, `numpy.from_dlpack` (on the host backend),
 /// `__cuda_array_interface__` and, on the host backend, `__array_interface__` and the buffer protocol.
 ///
 /// Copies made by its methods are complete when the methods return. The caller must order work that other libraries queue on the memory.
@@ -31,7 +31,7 @@ pub(crate) struct Array {
     descriptor: ArrayDescriptor,
     /// Whether read-only memory is exported as writable: the caller promised that nothing writes to it.
     promised: bool,
-    /// The shared export of all readers of an array interface: they hold this array, and no export.
+    /// The export that all readers of the array interface share: they hold this array, and no export.
     exported: OnceLock<Export>,
     /// The process that created this array.
     by: ProcessIdentity,

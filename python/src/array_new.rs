@@ -8,7 +8,8 @@ use vmmfd::{
 
 use crate::{
     array::{self, Array},
-    device, driver, dtype,
+    device::Wanted,
+    driver, dtype,
     error::Outcome,
     memory::{Owned, RdmaOption},
     signals, source,
@@ -27,12 +28,13 @@ use crate::{
 /// readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
 /// device; `Unsupported`, also for `rdma=True` on a device without support, on WSL2 and on host memory.
 #[pyfunction]
-#[pyo3(signature = (shape, dtype, *, device=None, backend=None, rdma=RdmaOption(Rdma::Auto)), text_signature = "(shape, dtype, *, device=None, backend=None, rdma='auto')")]
+#[pyo3(signature = (shape, dtype, *, device=None, backend=None, rdma=RdmaOption(Rdma::Auto)), text_signature = "(shape, dtype, *,
+#device=None, backend=None, rdma='auto')")]
 pub(crate) fn empty(
     py: Python<'_>,
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
-    device: Option<&Bound<'_, PyAny>>,
+    device: Option<Wanted>,
     backend: Option<&str>,
     rdma: RdmaOption,
 ) -> Outcome<Array> {
@@ -44,17 +46,13 @@ pub(crate) fn create(
     py: Python<'_>,
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
-    device: Option<&Bound<'_, PyAny>>,
+    device: Option<Wanted>,
     backend: Option<&str>,
     spec: impl FnOnce(u64) -> Spec + Send,
 ) -> Outcome<Array> {
     let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, array::shape(shape)?, Order::C)?;
-    let wanted = device.map(device::selector).transpose()?;
     let size = descriptor.bytes()?.max(1);
-    py.detach(|| {
-        let device = driver::device(&driver::driver(backend)?, wanted)?;
-        Array::new(Owned::make(&device, spec(size))?, descriptor)
-    })
+    py.detach(|| Array::new(Owned::make(&driver::open_device(backend, device)?, spec(size))?, descriptor))
 }
 
 /// Copies an array of another library into new shared memory, in C order. Returns an `Array`.
@@ -68,14 +66,13 @@ pub(crate) fn create(
 pub(crate) fn asarray(
     py: Python<'_>,
     object: &Bound<'_, PyAny>,
-    device: Option<&Bound<'_, PyAny>>,
+    device: Option<Wanted>,
     backend: Option<&str>,
 ) -> Outcome<Array> {
     let source = source::of(object)?;
-    let wanted = device.map(device::selector).transpose()?;
     let made = signals::run(py, &[], || {
         let driver = driver::driver(backend)?;
-        let wanted = wanted.or(source.selector(&driver));
+        let wanted = device.map(|Wanted(selector)| selector).or(source.selector(&driver));
         let descriptor = source.descriptor()?;
         let memory = Owned::create(&driver::device(&driver, wanted)?, descriptor.bytes()?)?;
         source.copy_into(&*memory, &descriptor)?;

@@ -61,7 +61,8 @@ pub(crate) unsafe fn fill(array: &Bound<'_, Array>, view: *mut ffi::Py_buffer, f
     // SAFETY: guaranteed by the caller.
     unsafe { (*view).obj = ptr::null_mut() };
     let this = array.get();
-    let (memory, descriptor) = (this.memory(), this.descriptor());
+    let memory = this.memory();
+    let descriptor = this.descriptor();
     this.check()?;
     if !memory.device().is_host() {
         let text = format!(

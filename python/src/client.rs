@@ -2,12 +2,13 @@
 
 use std::{
     path::PathBuf,
-    sync::{Arc, PoisonError, Weak},
+    sync::{Arc, Weak},
 };
 
 use pyo3::{PyTraverseError, PyVisit, prelude::*, types::PyList};
 use serde::Serialize;
 use vmmfd::{
+    bindings::lock,
     broker::{self, ClaimOf, Condition, Found, Get, Lifetime, Put},
     channel::{BrokerPath, Trust},
     memory::Rdma,
@@ -17,11 +18,12 @@ use vmmfd::{
 use crate::{
     client_put::{self, Plan},
     connections::{Connections, Purpose},
-    device, driver,
+    device::Wanted,
+    driver,
     error::{Failure, Outcome},
     json,
     lease::{Claim, Lease, Prepared},
-    leased_memory::Selection,
+    leased_memory::{Opening, Selection},
     memory::{BrokerAddress, PickledAddress, RdmaOption},
     requests::{GetOptions, condition, lifetime, wait_time},
     signals::{self, Stop},
@@ -92,7 +94,7 @@ impl Client {
         self.0.closed.is_set()
     }
 
-    /// Interrupts the waits of other threads. Leases stay valid.
+    /// Interrupts the waits of other threads. Leases remain valid.
     fn close(&self, py: Python<'_>) {
         self.0.close(py);
     }
@@ -157,12 +159,11 @@ impl Client {
         py: Python<'py>,
         values: &Bound<'py, PyList>,
         part: String,
-        device: Option<&Bound<'py, PyAny>>,
+        device: Option<Wanted>,
         copy: Option<bool>,
         rdma: RdmaOption,
     ) -> Outcome<Plan<'py>> {
         self.0.check()?;
-        let device = device.map(device::selector).transpose()?;
         client_put::plan(py, &self.0.place.backend, values, part, device, copy, rdma)
     }
 
@@ -175,40 +176,32 @@ impl Client {
         mut options: GetOptions<'_>,
         stop: Option<&Bound<'_, Stop>>,
     ) -> Outcome<Lease> {
-        let device = options.device()?;
-        let selection = options.selection();
-        let get = options.request(name, &selection)?;
+        let opening = options.opening()?;
+        let get = options.request(name, &opening.selection)?;
         let stop = stop.map(|stop| &stop.get().0);
-        let copy_on_write = options.copy_on_write == Some(true);
-        let leased = self.0.call_with(py, Purpose::Any, stop, |client| {
-            let lease = client.get(&get)?;
-            self.0.open(lease, device, selection, copy_on_write)
-        })?;
+        let leased = self.0.call_with(py, Purpose::Any, stop, |client| self.0.open(client.get(&get)?, opening))?;
         Ok(Lease::new(leased))
     }
 
-    /// Leases several objects as of one moment. The wait, the device and `copy_on_write` are those of `options`.
+    /// Leases several objects as of one moment. `options` have the wait, the device and `copy_on_write`.
     fn get_all(
         &self,
         py: Python<'_>,
         requests: Vec<(String, GetOptions<'_>)>,
-        options: GetOptions<'_>,
+        mut options: GetOptions<'_>,
     ) -> Outcome<Vec<Lease>> {
-        let device = options.device()?;
+        let Opening { device, copy_on_write, .. } = options.opening()?;
         let wait = options.wait()?;
-        let copy_on_write = options.copy_on_write == Some(true);
         let mut gets = Vec::with_capacity(requests.len());
-        let mut selections = Vec::with_capacity(requests.len());
+        let mut openings = Vec::with_capacity(requests.len());
         for (name, mut options) in requests {
-            let selection = options.selection();
-            gets.push(options.request(&name, &selection)?);
-            selections.push(selection);
+            let opening = Opening { device, copy_on_write, ..options.opening()? };
+            gets.push(options.request(&name, &opening.selection)?);
+            openings.push(opening);
         }
         let leased = self.0.call(py, Purpose::Any, |client| {
-            let leases = client.get_all(&gets, wait)?.into_iter().zip(selections);
-            leases
-                .map(|(lease, selection)| self.0.open(lease, device, selection, copy_on_write))
-                .collect::<Outcome<Vec<_>>>()
+            let leases = client.get_all(&gets, wait)?.into_iter().zip(openings);
+            leases.map(|(lease, opening)| self.0.open(lease, opening)).collect::<Outcome<Vec<_>>>()
         })?;
         Ok(leased.into_iter().map(Lease::new).collect())
     }
@@ -231,18 +224,16 @@ impl Client {
                 ));
             }
         };
-        let device = options.device()?;
-        let selection = options.selection();
-        let copy_on_write = options.copy_on_write == Some(true);
-        // Also without a wait: a get without one is no claim.
-        let get = options.request(name, &selection)?.wait(options.wait()?.unwrap_or_default());
+        let opening = options.opening()?;
+        // Also without a wait: a get that has no wait is no claim.
+        let get = options.request(name, &opening.selection)?.wait(options.wait()?.unwrap_or_default());
         let found = self.0.call_with(py, Purpose::Any, None, |client| {
             match client.get_or_claim(&get, &of)? {
                 Found::Lease(lease) => {
                     drop(client);
-                    self.0.open(lease, device, selection, copy_on_write).map(Ok)
+                    self.0.open(lease, opening).map(Ok)
                 }
-                // The claim keeps the connection: cancelling another wait on it would end the claim.
+                // The claim keeps the connection: cancelling another wait on it would release the claim.
                 Found::Claim(claim) => Ok(Err(Claim::new(claim, client))),
                 _ => Err(Failure::unusable(
                     "the library returned an unknown result: install library and package of one release",
@@ -291,13 +282,14 @@ impl Client {
         length: u64,
     ) -> Outcome<Option<Lease>> {
         let key = (id, part, start, length);
-        let shared = || self.0.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let shared = || lock(&self.0.shared);
         self.0.check()?;
         let known = shared().get(&key).and_then(Weak::upgrade);
         if let Some(leased) = known {
             return Ok(Some(Lease::of(leased)));
         }
         let selection = Selection { parts: Some(vec![key.1.clone()]), arrays: None };
+        let opening = Opening { selection, ..Opening::default() };
         let end = start.saturating_add(length);
         let get = Get::new(name).version(version).parts([&key.1]).range(start..end);
         let leased = self.0.call(py, Purpose::Any, |client| {
@@ -305,7 +297,7 @@ impl Client {
             if lease.id() != key.0 {
                 return Ok(None);
             }
-            self.0.open(lease, None, selection, false).map(Arc::new).map(Some)
+            self.0.open(lease, opening).map(Arc::new).map(Some)
         })?;
         let Some(leased) = leased else { return Ok(None) };
         let mut shared = shared();
@@ -367,7 +359,7 @@ impl Client {
 
     fn __clear__(&self) {
         for handlers in [&self.0.handlers.lost, &self.0.handlers.restored] {
-            let gone = std::mem::take(&mut *handlers.lock().unwrap_or_else(PoisonError::into_inner));
+            let gone = std::mem::take(&mut *lock(&handlers));
             drop(gone);
         }
     }

@@ -12,6 +12,7 @@ use vmmfd::{
 
 use crate::{
     array::Array,
+    device::Wanted,
     driver,
     error::{Failure, Outcome},
     json,
@@ -118,7 +119,7 @@ pub(crate) fn plan<'py>(
     backend: &str,
     values: &Bound<'py, PyList>,
     part: String,
-    device: Option<Selector>,
+    device: Option<Wanted>,
     copy: Option<bool>,
     RdmaOption(rdma): RdmaOption,
 ) -> Outcome<Plan<'py>> {
@@ -165,7 +166,7 @@ pub(crate) fn plan<'py>(
 fn lay_out(
     backend: &str,
     named: &[(String, Value)],
-    wanted: Option<Selector>,
+    wanted: Option<Wanted>,
     rdma: Rdma,
 ) -> Outcome<(Vec<Arc<Owned>>, Vec<Entry>)> {
     let mut memories: Vec<Arc<Owned>> = Vec::new();
@@ -182,7 +183,8 @@ fn lay_out(
                 (descriptor.clone(), Some(at))
             }
             Value::Other(source) => {
-                let (dtype, shape) = (source.dtype, source.shape.clone());
+                let dtype = source.dtype;
+                let shape = source.shape.clone();
                 let array = ArrayDescriptor { dtype, shape, strides: None, offset: room };
                 let bytes = array.bytes()?;
                 let end = room.checked_add(bytes).and_then(|end| end.checked_next_multiple_of(ALIGNMENT));
@@ -200,13 +202,13 @@ fn lay_out(
     if others.clone().next().is_some() {
         let device = match (wanted, memories.first()) {
             (None, Some(memory)) => memory.shared().device().clone(),
-            (wanted @ Some(_), _) => driver::device(&driver::driver(backend)?, wanted)?,
+            (wanted @ Some(_), _) => driver::open_device(backend, wanted)?,
             (None, None) => {
                 let on = others.clone().find_map(|source| match source.location {
                     Location::Cuda(ordinal) => u32::try_from(ordinal).ok(),
                     Location::Host => None,
                 });
-                driver::device(&driver::driver(backend)?, on.map(Selector::Ordinal))?
+                driver::open_device(backend, on.map(|ordinal| Wanted(Selector::Ordinal(ordinal))))?
             }
         };
         let spec = Spec::vmm(room.max(1)).rdma(rdma);

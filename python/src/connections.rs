@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     process,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Mutex, Weak,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -12,16 +12,16 @@ use std::{
 
 use pyo3::prelude::*;
 use vmmfd::{
+    bindings::lock,
     broker::{self, LossReason, Lost, Restored},
     fork::ProcessIdentity,
-    memory::Selector,
     session::Config,
 };
 
 use crate::{
     driver,
     error::{Failure, Outcome},
-    leased_memory::{Leased, Selection},
+    leased_memory::{Leased, Opening},
     memory::BrokerAddress,
     signals::{self, CloseFlag, Observer},
 };
@@ -107,7 +107,7 @@ impl Drop for Checkout {
         // In a fork, a thread of the parent may have held the lock.
         if self.of.made_by.is_current() {
             let unused = {
-                let mut table = self.of.table();
+                let mut table = lock(&self.of.table);
                 let busy = table.busy.remove(&self.number);
                 let idle = &mut table.idle[self.purpose as usize];
                 match client {
@@ -148,15 +148,12 @@ impl Connections {
 
     /// Returns an observer of waits, which logs once for each outage that no broker answers.
     fn observer(self: &Arc<Self>, client: InUse) -> Observer {
-        let (of, since) = (Arc::downgrade(self), Mutex::new(None));
+        let of = Arc::downgrade(self);
+        let since = Mutex::new(None);
         Arc::new(move || {
             let Some(of) = of.upgrade() else { return };
-            let mut since = since.lock().unwrap_or_else(PoisonError::into_inner);
-            let connected = client
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .as_ref()
-                .is_some_and(broker::Client::is_connected);
+            let mut since = lock(&since);
+            let connected = lock(&client).as_ref().is_some_and(broker::Client::is_connected);
             if connected {
                 *since = None;
                 return;
@@ -164,13 +161,14 @@ impl Connections {
             let waited = since.get_or_insert_with(Instant::now).elapsed();
             // After a longer wait, a broker listens, and the call waits for its answer.
             let limit = if waited > of.limit() + OUTAGE { of.place.timeout } else { of.limit() };
-            // A shorter limit ends with its error as soon.
+            // A shorter limit expires with its error as soon.
             let is_due = waited >= OUTAGE && limit > 2 * OUTAGE;
             if is_due && !of.reported.swap(true, Ordering::AcqRel) {
                 // None during interpreter shutdown.
                 Python::try_attach(|py| {
                     let report = py.import("vmmfd._outage").and_then(|module| module.getattr("report"));
-                    let (path, limit) = (&of.place.path, limit.as_secs_f64());
+                    let path = &of.place.path;
+                    let limit = limit.as_secs_f64();
                     if let Err(error) = report.and_then(|report| report.call1((path, waited.as_secs_f64(), limit))) {
                         error.write_unraisable(py, None);
                     }
@@ -186,7 +184,7 @@ impl Connections {
         }
         py.detach(|| {
             let (idle, busy) = {
-                let mut table = self.table();
+                let mut table = lock(&self.table);
                 let busy: Vec<broker::Client> = table.busy.values().cloned().collect();
                 (std::mem::take(&mut table.idle), busy)
             };
@@ -198,26 +196,23 @@ impl Connections {
         });
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes an unused connection. Blocks while a new one connects.
     fn take(self: &Arc<Self>, purpose: Purpose) -> Outcome<Checkout> {
-        let idle = self.table().idle[purpose as usize].pop();
+        let idle = lock(&self.table).idle[purpose as usize].pop();
         let client = match idle {
             Some(client) => client,
             None => {
                 let config = self.config.clone().wait(self.limit());
                 let client = broker::Client::connect(&self.place.path, &config)?;
                 self.reached.store(true, Ordering::Release);
-                let (lost, restored) = (Arc::clone(&self.handlers), Arc::clone(&self.handlers));
+                let lost = Arc::clone(&self.handlers);
+                let restored = Arc::clone(&self.handlers);
                 client.on_lost(move |_, what| lost.lost(what));
                 client.on_restored(move |_, what| restored.restored(what));
                 client
             }
         };
-        let mut table = self.table();
+        let mut table = lock(&self.table);
         let number = table.next;
         table.next += 1;
         table.busy.insert(number, client.clone());
@@ -249,10 +244,10 @@ impl Connections {
         let closed: Vec<&CloseFlag> = stop.into_iter().chain([&self.closed]).collect();
         let done = signals::run_observed(py, &closed, Some(observer), || {
             let checkout = self.take(purpose)?;
-            client.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&checkout.client);
+            lock(&client).clone_from(&checkout.client);
             let done = work(checkout);
             // The last clone closes the connection: here, without the GIL.
-            client.lock().unwrap_or_else(PoisonError::into_inner).take();
+            lock(&client).take();
             done
         });
         if done.is_ok() {
@@ -274,9 +269,7 @@ impl Connections {
     pub(crate) fn open(
         &self,
         lease: broker::Lease,
-        device: Option<Selector>,
-        selection: Selection,
-        copy_on_write: bool,
+        Opening { device, selection, copy_on_write }: Opening,
     ) -> Outcome<Leased> {
         // With "auto", the object's backend decides: a broker may have memory of both.
         let backend = if self.place.backend == "auto" { lease.backend() } else { &self.place.backend };
@@ -294,7 +287,8 @@ pub(crate) fn check_process(made_by: ProcessIdentity, made: &str, remedy: &str) 
     if made_by.is_current() {
         return Ok(());
     }
-    let (parent, fork) = (made_by.pid(), process::id());
+    let parent = made_by.pid();
+    let fork = process::id();
     Err(Failure::unusable(format!("process {parent} {made}, and process {fork} is a fork of it: {remedy}")))
 }
 
@@ -335,7 +329,7 @@ impl Handlers {
         }
         Python::try_attach(|py| {
             let handlers: Vec<Py<PyAny>> = {
-                let handlers = handlers.lock().unwrap_or_else(PoisonError::into_inner);
+                let handlers = lock(&handlers);
                 handlers.iter().map(|handler| handler.clone_ref(py)).collect()
             };
             for handler in handlers {
@@ -347,7 +341,7 @@ impl Handlers {
     }
 
     pub(crate) fn add(&self, with: &Mutex<Vec<Py<PyAny>>>, handler: Py<PyAny>) {
-        with.lock().unwrap_or_else(PoisonError::into_inner).push(handler);
+        lock(&with).push(handler);
         self.any.store(true, Ordering::Release);
     }
 }

@@ -45,7 +45,8 @@ impl PyDevice {
 
     fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
         other.cast::<Self>().is_ok_and(|other| {
-            let (this, other) = (&self.0, &other.get().0);
+            let this = &self.0;
+            let other = &other.get().0;
             this.backend() == other.backend() && this.uuid() == other.uuid()
         })
     }
@@ -62,6 +63,17 @@ impl PyDevice {
 
     fn __repr__(&self) -> String {
         format!("<vmmfd.Device {}: {}>", self.0.ordinal(), self.0)
+    }
+}
+
+/// The option `device` of a caller.
+pub(crate) struct Wanted(pub(crate) Selector);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Wanted {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(selector(&object)?))
     }
 }
 

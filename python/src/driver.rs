@@ -1,24 +1,15 @@
 //! The drivers of this process: each is opened on first use, and never closed.
 
-use std::sync::{Mutex, PoisonError};
-
 use vmmfd::{
-    driver::{Backend, Choice, Driver, open},
-    fork::PerProcess,
+    bindings,
+    driver::{Backend, Choice, Driver},
     memory::{Device, Selector},
 };
 
-use crate::error::{Failure, Outcome};
-
-/// The open drivers. A fork opens its own, or fails; it does not close its parent's.
-static OPEN: PerProcess<Mutex<OpenDrivers>> = PerProcess::new(Mutex::default);
-
-#[derive(Default)]
-struct OpenDrivers {
-    cuda: Option<Driver>,
-    host: Option<Driver>,
-    auto: Option<Driver>,
-}
+use crate::{
+    device::Wanted,
+    error::{Failure, Outcome},
+};
 
 /// The environment's backend, as for the commands.
 const VARIABLE: &str = "VMMFD_BACKEND";
@@ -54,21 +45,17 @@ pub(crate) fn backend(chosen: Option<&str>) -> Outcome<&'static str> {
 /// `None` is the choice of the environment, as for [`choice`]. On CUDA, the first call blocks for 50 to 95 ms: release the GIL.
 ///
 /// # Errors
-/// As [`choice`] and [`open`].
+/// As [`choice`] and [`vmmfd::driver::open`].
 pub(crate) fn driver<'a>(backend: impl Into<Option<&'a str>>) -> Outcome<Driver> {
-    let choice = choice(backend.into())?;
-    let mut opened = OPEN.get().lock().unwrap_or_else(PoisonError::into_inner);
-    let slot = match choice {
-        Choice::Auto => &mut opened.auto,
-        Choice::Only(Backend::Cuda) => &mut opened.cuda,
-        Choice::Only(Backend::Host) => &mut opened.host,
-    };
-    if let Some(driver) = slot {
-        return Ok(driver.clone());
-    }
-    let driver = open(choice)?.driver;
-    *slot = Some(driver.clone());
-    Ok(driver)
+    Ok(bindings::driver(choice(backend.into())?)?.0)
+}
+
+/// Opens a caller's device of a backend: `None` is the first device. Blocks as [`driver`].
+///
+/// # Errors
+/// As [`driver`] and [`Device::find`].
+pub(crate) fn open_device<'a>(backend: impl Into<Option<&'a str>>, wanted: Option<Wanted>) -> Outcome<Device> {
+    device(&driver(backend)?, wanted.map(|Wanted(selector)| selector))
 }
 
 /// Returns the named device; `None` is the first device.

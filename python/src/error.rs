@@ -20,8 +20,8 @@ use vmmfd::{
 #[derive(Debug)]
 pub(crate) enum Failure {
     Library(Error),
-    /// The caller's error as a sentence, with its class.
-    Caller(Class, String),
+    /// The caller's error: the name of its class in `vmmfd._errors`, and a sentence.
+    Caller(&'static str, String),
     Python(PyErr),
 }
 
@@ -43,12 +43,12 @@ impl From<PyErr> for Failure {
 impl Failure {
     /// A bad argument: `ValueError`.
     pub(crate) fn invalid(message: impl Into<String>) -> Self {
-        Self::Caller(Class::Invalid, message.into())
+        Self::Caller("Invalid", message.into())
     }
 
     /// An object whose state forbids the call: `ValueError`.
     pub(crate) fn unusable(message: impl Into<String>) -> Self {
-        Self::Caller(Class::Invalid, message.into())
+        Self::Caller("Invalid", message.into())
     }
 
     /// Adds a subject to the message.
@@ -59,9 +59,14 @@ impl Failure {
         }
     }
 
+    /// No such array or part: `KeyError`.
+    pub(crate) fn no_array(message: impl Into<String>) -> Self {
+        Self::Caller("NoArray", message.into())
+    }
+
     /// A refused export: `BufferError`.
     pub(crate) fn export(message: impl Into<String>) -> Self {
-        Self::Caller(Class::Export, message.into())
+        Self::Caller("ExportError", message.into())
     }
 }
 
@@ -103,57 +108,11 @@ pub(crate) fn shown(given: &Bound<'_, PyAny>) -> PyResult<String> {
     }
 }
 
-/// A class of `vmmfd._errors`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Class {
-    Error,
-    Invalid,
-    NotFound,
-    NoArray,
-    Exists,
-    Differs,
-    Denied,
-    Timeout,
-    Disconnected,
-    OutOfMemory,
-    Unsupported,
-    Export,
-    Interrupted,
-}
-
-impl Class {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Error => "Error",
-            Self::Invalid => "Invalid",
-            Self::NotFound => "NotFound",
-            Self::NoArray => "NoArray",
-            Self::Exists => "Exists",
-            Self::Differs => "Differs",
-            Self::Denied => "Denied",
-            Self::Timeout => "Timeout",
-            Self::Disconnected => "Disconnected",
-            Self::OutOfMemory => "OutOfMemory",
-            Self::Unsupported => "Unsupported",
-            Self::Export => "ExportError",
-            Self::Interrupted => "Interrupted",
-        }
-    }
-
-    fn of(error: &Error) -> Self {
-        match error.class() {
-            ErrorClass::Invalid => Self::Invalid,
-            ErrorClass::NotFound => Self::NotFound,
-            ErrorClass::Exists => Self::Exists,
-            ErrorClass::Differs => Self::Differs,
-            ErrorClass::Denied => Self::Denied,
-            ErrorClass::Timeout => Self::Timeout,
-            ErrorClass::Disconnected => Self::Disconnected,
-            ErrorClass::OutOfMemory => Self::OutOfMemory,
-            ErrorClass::Unsupported => Self::Unsupported,
-            ErrorClass::Interrupted => Self::Interrupted,
-            _ => Self::Error,
-        }
+/// The class of `vmmfd._errors` for an error of the library: its name there, or the base class.
+fn class_of(error: &Error) -> String {
+    match error.class() {
+        ErrorClass::Forked | ErrorClass::Driver | ErrorClass::System => "Error".to_owned(),
+        class => format!("{class:?}"),
     }
 }
 
@@ -171,23 +130,17 @@ impl From<Failure> for PyErr {
     fn from(failure: Failure) -> Self {
         let (class, message, kind, hint) = match failure {
             Failure::Python(error) => return error,
-            Failure::Caller(class, message) => (class, message, "usage", None),
-            Failure::Library(error) => (Class::of(&error), sentence(&error), error.kind().as_str(), error.hint()),
+            Failure::Caller(class, message) => (class.to_owned(), message, "usage", None),
+            Failure::Library(error) => (class_of(&error), sentence(&error), error.kind().as_str(), error.hint()),
         };
-        Python::attach(|py| raise(py, class, message, kind, hint).unwrap_or_else(|error| error))
+        Python::attach(|py| raise(py, &class, message, kind, hint).unwrap_or_else(|error| error))
     }
 }
 
-fn raise(
-    py: Python<'_>,
-    class: Class,
-    message: String,
-    kind: &str,
-    hint: Option<Cow<'static, str>>,
-) -> PyResult<PyErr> {
+fn raise(py: Python<'_>, class: &str, message: String, kind: &str, hint: Option<Cow<'static, str>>) -> PyResult<PyErr> {
     static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     let errors = ERRORS.get_or_try_init(py, || py.import("vmmfd._errors").map(Bound::unbind))?;
-    let class = errors.bind(py).getattr(class.name())?;
+    let class = errors.bind(py).getattr(class)?;
     let class = class.cast::<PyType>().map_err(|_| PyRuntimeError::new_err("vmmfd._errors is damaged"))?;
     let options = PyDict::new(py);
     options.set_item("kind", kind)?;

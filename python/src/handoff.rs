@@ -4,19 +4,19 @@ use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use pyo3::prelude::*;
 use vmmfd::{
+    bindings,
     channel::{Listener, socket_path},
     driver::Access,
-    error::Error,
-    memory::Region,
     session::{
-        Config, Verdict,
-        handoff::{self, Consumer, Request, ServeOptions, Unchecked},
+        Config,
+        handoff::{self, Consumer, ServeOptions, Unchecked},
     },
 };
 
 use crate::{
     array::Array,
-    device, driver,
+    device::Wanted,
+    driver,
     error::{Failure, Outcome},
     memory::{Memory, RegionMemory},
     time::seconds,
@@ -52,13 +52,11 @@ pub(crate) fn serve(
         let config = Config::default().timeout(wait).cancel(cancel);
         let options = ServeOptions::default().consumers(consumers);
         let served = handoff::serve(listener, &buffer, &options, &config, &|_| {}).into_result()?;
-        Ok(served
-            .into_iter()
-            .map(|one| {
-                let wrong = one.mismatched().then(|| "it found wrong data".to_owned());
-                (one.peer.pid, one.peer.uid, one.error.map(|error| error.in_full()).or(wrong))
-            })
-            .collect())
+        let outcome = |one: handoff::Served| {
+            let peer = one.peer;
+            (peer.pid, peer.uid, bindings::failure(one).map(|error| error.in_full()))
+        };
+        Ok(served.into_iter().map(outcome).collect())
     })
 }
 
@@ -68,41 +66,21 @@ pub(crate) fn serve(
 pub(crate) fn take(
     py: Python<'_>,
     path: Option<PathBuf>,
-    device: Option<&Bound<'_, PyAny>>,
+    device: Option<Wanted>,
     backend: Option<&str>,
     readonly: bool,
     wait: &Bound<'_, PyAny>,
 ) -> Outcome<Array> {
     let wait = limit(wait, "wait")?;
-    let device = device.map(device::selector).transpose()?;
     interruptibly(py, |cancel| {
         let path = socket_path(path.as_deref())?;
         let driver = driver::driver(backend)?;
         let config = Config::default().timeout(wait).cancel(cancel);
-        let mut consumer = Consumer::connect(&driver, device, &path, &config, &|_| {})?;
+        let consumer = Consumer::connect(&driver, device.map(|Wanted(selector)| selector), &path, &config, &|_| {})?;
         let access = if readonly { Access::ReadOnly } else { Access::ReadWrite };
-        let object = consumer.request(&Request::default().access(access))?;
-        let answer = consumer.report(&object, &Verdict::unchecked(true))?;
-        if !answer.verified {
-            return Err(Failure::Library(Error::Peer(vmmfd::error::PeerError::Mismatch {
-                code: vmmfd::error::ErrorCode::Failed,
-                message: "the producer reports that its data is wrong".to_owned(),
-            })));
-        }
-        consumer.close();
-        let size = object.size();
-        let (region, descriptor): (Arc<dyn Region>, _) = match object.array().cloned() {
-            Some(descriptor) => (Arc::new(object), descriptor),
-            None => (Arc::new(object), bytes(size)?),
-        };
-        Array::new(RegionMemory::new(region) as Arc<dyn Memory>, descriptor)
+        let (object, descriptor) = bindings::take(consumer, access)?;
+        Array::new(RegionMemory::new(Arc::new(object)) as Arc<dyn Memory>, descriptor)
     })
-}
-
-/// Describes memory without a type as bytes.
-fn bytes(size: u64) -> Outcome<vmmfd::array::ArrayDescriptor> {
-    use vmmfd::array::{ArrayDescriptor, ElementType, Order};
-    Ok(ArrayDescriptor::new(ElementType::U8, [size], Order::C)?)
 }
 
 /// Parses a timeout, which must not be `None`.

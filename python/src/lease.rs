@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
     time::UNIX_EPOCH,
 };
 
@@ -12,6 +12,7 @@ use pyo3::{
 };
 use vmmfd::{
     array::{ArrayDescriptor, ElementType},
+    bindings::lock,
     broker::{self, ArrayEntry, Object, ObjectPart},
     driver::Backend,
     fork::ProcessIdentity,
@@ -23,7 +24,7 @@ use crate::{
     buffer::contiguous,
     client_put::Entry,
     connections::{Checkout, check_process},
-    error::{Class, Failure, Outcome},
+    error::{Failure, Outcome},
     json,
     leased_memory::{Leased, LeasedPiece, attributes_of, mapped, place},
     memory::{Memory, Origin, PickledAddress},
@@ -40,18 +41,14 @@ impl<T: Send> UntilClosed<T> {
         Self { value: Mutex::new(Some(value)), made_by }
     }
 
-    fn value(&self) -> MutexGuard<'_, Option<T>> {
-        self.value.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn is_closed(&self) -> bool {
-        self.value().is_none()
+        lock(&self.value).is_none()
     }
 
     /// Drops the value with the GIL released. Does nothing in a fork.
     fn close(&self, py: Python<'_>) {
         if self.made_by.is_current() {
-            let value = self.value().take();
+            let value = lock(&self.value).take();
             py.detach(|| drop(value));
         }
     }
@@ -76,7 +73,7 @@ impl Lease {
     /// `ValueError` if it is closed, and in a fork.
     pub(crate) fn leased(&self) -> Outcome<Arc<Leased>> {
         check_process(self.0.made_by, "got this lease", "connect and get it again")?;
-        self.0.value().clone().ok_or_else(|| Failure::unusable("the lease is closed: get the object again"))
+        lock(&self.0.value).clone().ok_or_else(|| Failure::unusable("the lease is closed: get the object again"))
     }
 
     fn with<T: Send>(&self, py: Python<'_>, look: impl FnOnce(&Object) -> T + Send) -> Outcome<T> {
@@ -175,7 +172,7 @@ impl Lease {
         })
     }
 
-    /// For each part: name, whether it has padding, digest, the sizes of its segments, and its arrays for a put, each with its end.
+    /// For each part: name, whether it has padding, digest, the sizes of its segments, and its arrays for a put, each with its last offset.
     #[allow(clippy::type_complexity)]
     fn layout(&self, py: Python<'_>) -> Outcome<Vec<(String, bool, Option<String>, Vec<u64>, Vec<(Entry, u64)>)>> {
         self.with(py, |object| {
@@ -210,7 +207,7 @@ impl Lease {
         let leased = self.leased()?;
         Ok(leased.read(py, |object| match leased.find(object, name, None) {
             Ok(_) => true,
-            Err(Failure::Caller(Class::NoArray, _)) => false,
+            Err(Failure::Caller("NoArray", _)) => false,
             // The name is in several parts.
             Err(_) => true,
         }))
@@ -281,10 +278,7 @@ impl Lease {
                     return Err(Failure::invalid(format!("the object has the parts {}: give part=", names.join(", "))));
                 }
                 (Some(part), parts) => parts.iter().position(|of| of.name() == part).ok_or_else(|| {
-                    Failure::Caller(
-                        Class::NoArray,
-                        format!("{:?} has no part {part:?}, or it was not requested", object.name()),
-                    )
+                    Failure::no_array(format!("{:?} has no part {part:?}, or it was not requested", object.name()))
                 })?,
             };
             let pieces = object.parts()[number].pieces().iter().enumerate();
@@ -314,10 +308,10 @@ impl Lease {
         let found = leased.read(py, |object| {
             leased.check_mapped(object)?;
             let number = object.parts().iter().position(|of| of.name() == part);
-            let number = number.ok_or_else(|| Failure::Caller(Class::NoArray, format!("there is no part {part:?}")))?;
+            let number = number.ok_or_else(|| Failure::no_array(format!("there is no part {part:?}")))?;
             let pieces = object.parts()[number].pieces();
             let at = place(pieces, &array)?;
-            let at = at.ok_or_else(|| Failure::Caller(Class::NoArray, format!("{array} is not mapped")))?;
+            let at = at.ok_or_else(|| Failure::no_array(format!("{array} is not mapped")))?;
             let array = ArrayDescriptor { offset: array.offset - pieces[at].start(), ..array.clone() };
             Ok((leased.whole_piece(object, number, at), array))
         });
@@ -338,7 +332,7 @@ impl Lease {
 
     /// Closes the lease, now or when its last array is gone.
     fn close(&self, py: Python<'_>) {
-        let leased = self.0.value().take();
+        let leased = lock(&self.0.value).take();
         py.detach(|| {
             if let Some(leased) = leased.and_then(Arc::into_inner) {
                 leased.release_now();
@@ -358,7 +352,8 @@ pub(crate) fn origin(py: Python<'_>, array: &Bound<'_, Array>) -> Option<Sent> {
     let memory = array.memory();
     let Origin { broker, name, version, id, part, start, length } = py.detach(|| memory.origin())?;
     let ArrayDescriptor { dtype, shape, strides, offset } = array.descriptor().clone();
-    let (dtype, offset) = (dtype.to_string(), offset + start);
+    let dtype = dtype.to_string();
+    let offset = offset + start;
     Some((broker.sent(), (name, version, id), (part, start, length), (dtype, shape, strides, offset)))
 }
 
@@ -377,12 +372,12 @@ impl Prepared {
 
     fn take(&self) -> Outcome<broker::Prepared> {
         self.check()?;
-        self.0.value().take().ok_or_else(used)
+        lock(&self.0.value).take().ok_or_else(used)
     }
 
     fn with<T>(&self, look: impl FnOnce(&broker::Prepared) -> T) -> Outcome<T> {
         self.check()?;
-        self.0.value().as_ref().map(look).ok_or_else(used)
+        lock(&self.0.value).as_ref().map(look).ok_or_else(used)
     }
 }
 

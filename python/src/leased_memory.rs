@@ -13,14 +13,15 @@ use serde_json::{Map, Value};
 use vmmfd::{
     Error, Result,
     array::ArrayDescriptor,
+    bindings::lock,
     broker::{self, ArrayEntry, Object, ObjectPart},
     driver::Access,
     fork::ProcessIdentity,
-    memory::{Device, Region},
+    memory::{Device, Region, Selector},
 };
 
 use crate::{
-    error::{Class, Failure, Outcome},
+    error::{Failure, Outcome},
     memory::{BrokerAddress, Export, Memory, Origin},
     reaper::Reaped,
 };
@@ -33,6 +34,14 @@ const LINEAR_SEARCH_MAX: usize = 8;
 pub(crate) struct Selection {
     pub(crate) parts: Option<Vec<String>>,
     pub(crate) arrays: Option<Vec<String>>,
+}
+
+/// How a lease is mapped.
+#[derive(Debug, Default)]
+pub(crate) struct Opening {
+    pub(crate) device: Option<Selector>,
+    pub(crate) selection: Selection,
+    pub(crate) copy_on_write: bool,
 }
 
 /// A mapped object and its lease, kept until its last array is dropped.
@@ -181,12 +190,12 @@ impl Leased {
     /// Updates the state after a change. Call with the lock held.
     fn state_changed(&self, object: &Object) {
         self.parked.store(object.is_parked(), Ordering::Release);
-        *self.index.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&self.index) = None;
     }
 
     /// Returns the index of the mapped arrays. Call with the lock held.
     fn index(&self, object: &Object) -> Arc<Index> {
-        let mut index = self.index.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut index = lock(&self.index);
         let made = || {
             let mut made = Index::new();
             for (part, at, entry) in mapped(object) {
@@ -215,10 +224,7 @@ impl Leased {
         let here = || format!("version {} of {:?}", object.version(), object.name());
         if let Some(part) = part {
             if object.part(part).is_none() {
-                return Err(Failure::Caller(
-                    Class::NoArray,
-                    format!("{} has no part {part:?}, or it was not requested", here()),
-                ));
+                return Err(Failure::no_array(format!("{} has no part {part:?}, or it was not requested", here())));
             }
             found.retain(|(at, _)| object.parts()[*at].name() == part);
         }
@@ -230,7 +236,7 @@ impl Leased {
                     true => format!("array {name:?} of {} was not requested: get it too", here()),
                     false => format!("{} has no array {name:?}{}", here(), available_arrays(object)),
                 };
-                Err(Failure::Caller(Class::NoArray, problem))
+                Err(Failure::no_array(problem))
             }
             ref several => {
                 let parts: Vec<&str> = several.iter().map(|(part, _)| object.parts()[*part].name()).collect();
@@ -260,9 +266,8 @@ impl Leased {
     ) -> Outcome<(Arc<LeasedPiece>, ArrayDescriptor)> {
         let mut array = entry.array.clone();
         let pieces = object.parts()[part].pieces();
-        let at = place(pieces, &array)?.ok_or_else(|| {
-            Failure::Caller(Class::NoArray, format!("array {:?} was not requested: get it too", entry.name))
-        })?;
+        let at = place(pieces, &array)?
+            .ok_or_else(|| Failure::no_array(format!("array {:?} was not requested: get it too", entry.name)))?;
         array.offset -= pieces[at].start();
         Ok((self.whole_piece(object, part, at), array))
     }
@@ -316,16 +321,8 @@ pub(crate) struct LeasedPiece {
 }
 
 impl Memory for LeasedPiece {
-    fn device(&self) -> &Device {
-        &self.device
-    }
-
-    fn address(&self) -> u64 {
-        self.address
-    }
-
-    fn size(&self) -> u64 {
-        self.size
+    fn extent(&self) -> (&Device, u64, u64) {
+        (&self.device, self.address, self.size)
     }
 
     fn is_read_only(&self) -> bool {
@@ -360,16 +357,10 @@ impl Memory for LeasedPiece {
         Python::try_attach(|py| py.detach(wait)).unwrap_or_else(wait)
     }
 
-    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+    fn with(&self, work: &mut dyn FnMut(&dyn Region) -> Result<()>) -> Result<()> {
         let object = self.leased.object();
         self.check_mapped()?;
-        object.0.parts()[self.part].pieces()[self.piece].copy_out(offset, to)
-    }
-
-    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
-        let object = self.leased.object();
-        self.check_mapped()?;
-        object.0.parts()[self.part].pieces()[self.piece].copy_in(offset, from)
+        work(&*object.0.parts()[self.part].pieces()[self.piece])
     }
 
     fn origin(&self) -> Option<Origin> {

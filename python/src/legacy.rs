@@ -1,17 +1,20 @@
 //! Arrays by legacy handles (`CUipcMemHandle`), as in Numba's `get_ipc_handle` and `open_ipc_array`.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use pyo3::prelude::*;
 use vmmfd::{
     Error, Result,
     array::ArrayDescriptor,
+    bindings::lock,
     memory::{Device, LegacyMemory, Pointer, Region, Sharing, Spec},
 };
 
 use crate::{
     array::{self, Array},
-    array_new, device, driver, dtype,
+    array_new,
+    device::Wanted,
+    driver, dtype,
     error::{Failure, Outcome},
     memory::{Export, Memory},
     reaper::Reaped,
@@ -34,15 +37,11 @@ struct OpenState {
 }
 
 impl Closable {
-    fn state(&self) -> MutexGuard<'_, OpenState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Closes the handle. Fails if there are exports, unless `force`. Waits for copies and for the device. After an error the handle is
     /// still open.
     fn close(&self, force: bool) -> Outcome<()> {
         {
-            let mut state = self.state();
+            let mut state = lock(&self.state);
             let exports = Export::count(&state.exports);
             if !state.open {
                 return Ok(());
@@ -58,7 +57,7 @@ impl Closable {
         // The owner may free the memory as soon as this returns.
         if let Err(error) = self.device.wait_for_work() {
             drop(held);
-            self.state().open = true;
+            lock(&self.state).open = true;
             return Err(error.into());
         }
         let memory = held.take();
@@ -68,14 +67,6 @@ impl Closable {
         }
         Ok(())
     }
-
-    fn with<T>(&self, call: impl FnOnce(&LegacyMemory) -> Result<T>) -> Result<T> {
-        let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
-        match memory.as_ref() {
-            Some(memory) => call(memory),
-            None => Err(closed()),
-        }
-    }
 }
 
 fn closed() -> Error {
@@ -83,16 +74,8 @@ fn closed() -> Error {
 }
 
 impl Memory for Closable {
-    fn device(&self) -> &Device {
-        &self.device
-    }
-
-    fn address(&self) -> u64 {
-        self.address
-    }
-
-    fn size(&self) -> u64 {
-        self.size
+    fn extent(&self) -> (&Device, u64, u64) {
+        (&self.device, self.address, self.size)
     }
 
     fn is_read_only(&self) -> bool {
@@ -100,11 +83,11 @@ impl Memory for Closable {
     }
 
     fn check_mapped(&self) -> Result<()> {
-        if self.state().open { Ok(()) } else { Err(closed()) }
+        if lock(&self.state).open { Ok(()) } else { Err(closed()) }
     }
 
     fn export(&self) -> Result<Export> {
-        let state = self.state();
+        let state = lock(&self.state);
         if state.open { Ok(Export::counted(&state.exports)) } else { Err(closed()) }
     }
 
@@ -113,12 +96,9 @@ impl Memory for Closable {
         Ok(Export::default())
     }
 
-    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
-        self.with(|memory| memory.copy_out(offset, to))
-    }
-
-    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.with(|memory| memory.copy_in(offset, from))
+    fn with(&self, work: &mut dyn FnMut(&dyn Region) -> Result<()>) -> Result<()> {
+        let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
+        work(&***memory.as_ref().ok_or_else(closed)?)
     }
 }
 
@@ -144,20 +124,20 @@ impl OpenedHandle {
 /// Creates an array in memory that is shared by a legacy handle.
 #[pyfunction]
 #[pyo3(name = "_legacy_empty", signature = (shape, dtype, device, backend))]
-pub(crate) fn empty(
+pub(crate) fn legacy_empty(
     py: Python<'_>,
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
-    device: Option<&Bound<'_, PyAny>>,
+    device: Option<Wanted>,
     backend: Option<&str>,
 ) -> Outcome<Array> {
     array_new::create(py, shape, dtype, device, backend, Spec::legacy)
 }
 
-/// Returns the handle of an array that [`empty`] created, and the array's offset from the opened address.
+/// Returns the handle of an array that [`legacy_empty`] created, and the array's offset from the opened address.
 #[pyfunction]
 #[pyo3(name = "_legacy_handle")]
-pub(crate) fn handle(py: Python<'_>, array: &Bound<'_, Array>) -> Outcome<([u8; 64], u64)> {
+pub(crate) fn legacy_handle(py: Python<'_>, array: &Bound<'_, Array>) -> Outcome<([u8; 64], u64)> {
     let array = array.get();
     array.check()?;
     let wrong = || {
@@ -178,25 +158,25 @@ pub(crate) fn handle(py: Python<'_>, array: &Bound<'_, Array>) -> Outcome<([u8; 
 #[pyfunction]
 #[pyo3(name = "_legacy_open", signature = (handle, shape, dtype, strides, offset, device, backend))]
 #[allow(clippy::too_many_arguments, reason = "as Numba's has them")]
-pub(crate) fn open(
+pub(crate) fn legacy_open(
     py: Python<'_>,
     handle: &[u8],
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
     strides: Option<Vec<i64>>,
     offset: u64,
-    device: Option<&Bound<'_, PyAny>>,
+    device: Option<Wanted>,
     backend: Option<&str>,
 ) -> Outcome<OpenedHandle> {
     let pointer: [u8; 64] = handle
         .try_into()
         .map_err(|_| Failure::invalid(format!("a legacy handle has 64 bytes, and this has {}", handle.len())))?;
     let descriptor = ArrayDescriptor { dtype: dtype::extract(dtype)?, shape: array::shape(shape)?, strides, offset };
-    let wanted = device.map(device::selector).transpose()?;
     py.detach(|| {
-        let device = driver::device(&driver::driver(backend)?, wanted)?;
+        let device = driver::open_device(backend, device)?;
         let memory = LegacyMemory::open(&device, &Pointer(pointer))?;
-        let (address, size) = (memory.address(), memory.size());
+        let address = memory.address();
+        let size = memory.size();
         let kept = Reaped::new(&device, memory);
         descriptor.check(size)?;
         let state = Mutex::new(OpenState { open: true, exports: Arc::default() });

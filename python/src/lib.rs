@@ -51,47 +51,32 @@ fn settle(py: Python<'_>, timeout: f64) -> bool {
 
 // Nothing here relies on the GIL, so importing this module into a free-threaded Python does not enable it.
 #[pymodule(name = "_native", gil_used = false)]
-fn native(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    // Arrays
-    module.add_class::<array::Array>()?;
-    module.add_class::<device::PyDevice>()?;
-    module.add_class::<shared::PyMemory>()?;
-    module.add_function(wrap_pyfunction!(array_new::empty, module)?)?;
-    module.add_function(wrap_pyfunction!(array_new::asarray, module)?)?;
-    module.add_function(wrap_pyfunction!(devices::devices, module)?)?;
-    module.add_function(wrap_pyfunction!(devices::activate, module)?)?;
-    module.add_function(wrap_pyfunction!(devices::device_uuid, module)?)?;
-    module.add_function(wrap_pyfunction!(devices::same_device, module)?)?;
-    module.add_function(wrap_pyfunction!(dtype::name, module)?)?;
-    module.add_function(wrap_pyfunction!(settle, module)?)?;
-    module.add_function(wrap_pyfunction!(handoff::serve, module)?)?;
-    module.add_function(wrap_pyfunction!(handoff::take, module)?)?;
-    module.add_function(wrap_pyfunction!(legacy::empty, module)?)?;
-    module.add_function(wrap_pyfunction!(legacy::handle, module)?)?;
-    module.add_function(wrap_pyfunction!(legacy::open, module)?)?;
-    module.add_class::<legacy::OpenedHandle>()?;
-    module.add_class::<pool::PyPool>()?;
-    // Broker
-    module.add_class::<client::Client>()?;
-    module.add_class::<lease::Lease>()?;
-    module.add_class::<lease::Prepared>()?;
-    module.add_class::<lease::Claim>()?;
-    module.add_class::<watch::Watch>()?;
-    module.add_class::<signals::Stop>()?;
-    module.add_function(wrap_pyfunction!(lease::origin, module)?)?;
-    module.add_function(wrap_pyfunction!(interpreter::check_interpreter, module)?)?;
-    // PyTorch
-    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_open, module)?)?;
-    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_find, module)?)?;
-    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_close, module)?)?;
-    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_figures, module)?)?;
-    module.add_function(wrap_pyfunction!(torch_pool::torch_pool_last_error, module)?)?;
-    module.add_function(wrap_pyfunction!(torch_pool::make_read_only, module)?)?;
-    module.add_function(wrap_pyfunction!(torch_pool::check_read_only, module)?)?;
-    module.add_function(wrap_pyfunction!(shared::digest_of, module)?)?;
-    // Weights
-    module.add_class::<weights::Weights>()?;
-    module.add_function(wrap_pyfunction!(weights::load_safetensors, module)?)?;
-    Ok(())
+mod native {
+    #[pymodule_export]
+    use crate::{
+        array::Array,
+        array_new::{asarray, empty},
+        client::Client,
+        device::PyDevice,
+        devices::{activate, device_uuid, devices, same_device},
+        dtype::name,
+        handoff::{serve, take},
+        interpreter::check_interpreter,
+        lease::{Claim, Lease, Prepared, origin},
+        legacy::{OpenedHandle, legacy_empty, legacy_handle, legacy_open},
+        pool::PyPool,
+        settle,
+        shared::{PyMemory, digest_of},
+        signals::Stop,
+        torch_pool::{
+            check_read_only, make_read_only, torch_pool_close, torch_pool_figures, torch_pool_find,
+            torch_pool_last_error, torch_pool_open,
+        },
+        watch::Watch,
+        weights::{Weights, load_safetensors},
+    };
+
+    #[pymodule_export]
+    #[allow(non_upper_case_globals, reason = "Python's name")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
 }

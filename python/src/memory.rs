@@ -5,7 +5,7 @@ use std::{
     ops::Deref,
     path::PathBuf,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{Ordering, fence},
     },
     time::Duration,
@@ -14,6 +14,7 @@ use std::{
 use pyo3::{prelude::*, types::PyBool};
 use vmmfd::{
     Error, Result,
+    bindings::lock,
     driver::Access,
     error::MemoryError,
     memory::{Device, Rdma, Region, Shared, Spec},
@@ -29,14 +30,20 @@ use crate::{
 /// An implementation that owns GPU memory keeps it in a [`Reaped`], as [`RegionMemory`] does: a view may be dropped on any thread, while
 /// kernels still use the memory.
 pub(crate) trait Memory: Send + Sync {
-    /// The device that uses it.
-    fn device(&self) -> &Device;
+    /// The device that uses it, its first address, which never changes, and its size in bytes.
+    fn extent(&self) -> (&Device, u64, u64);
 
-    /// Its first address, which never changes.
-    fn address(&self) -> u64;
+    fn device(&self) -> &Device {
+        self.extent().0
+    }
 
-    /// Its size in bytes.
-    fn size(&self) -> u64;
+    fn address(&self) -> u64 {
+        self.extent().1
+    }
+
+    fn size(&self) -> u64 {
+        self.extent().2
+    }
 
     /// Whether this process may only read it. A write destroys the CUDA context, or on host memory faults.
     fn is_read_only(&self) -> bool;
@@ -62,11 +69,16 @@ pub(crate) trait Memory: Send + Sync {
         self.export()
     }
 
-    /// Copies bytes out of the memory.
-    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()>;
+    /// Passes the mapped memory to a function, and keeps it mapped during the call.
+    fn with(&self, work: &mut dyn FnMut(&dyn Region) -> Result<()>) -> Result<()>;
 
-    /// Copies bytes into the memory.
-    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()>;
+    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
+        self.with(&mut |region| region.copy_out(offset, to))
+    }
+
+    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.with(&mut |region| region.copy_in(offset, from))
+    }
 
     /// Returns this memory, if this process created it and can publish it.
     fn owner(self: Arc<Self>) -> Option<Arc<Owned>> {
@@ -142,28 +154,16 @@ impl RegionMemory {
 }
 
 impl Memory for RegionMemory {
-    fn device(&self) -> &Device {
-        self.0.device()
-    }
-
-    fn address(&self) -> u64 {
-        self.0.address()
-    }
-
-    fn size(&self) -> u64 {
-        self.0.size()
+    fn extent(&self) -> (&Device, u64, u64) {
+        (self.0.device(), self.0.address(), self.0.size())
     }
 
     fn is_read_only(&self) -> bool {
         self.0.access() == Access::ReadOnly
     }
 
-    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
-        self.0.copy_out(offset, to)
-    }
-
-    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.0.copy_in(offset, from)
+    fn with(&self, work: &mut dyn FnMut(&dyn Region) -> Result<()>) -> Result<()> {
+        work(&**self.0)
     }
 }
 
@@ -236,16 +236,12 @@ impl Owned {
         &self.memory
     }
 
-    fn exports(&self) -> MutexGuard<'_, Exports> {
-        self.exports.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Checks that the memory can become read-only: no other library has a writable view, or the caller promised that none is used.
     ///
     /// # Errors
     /// `BufferError`.
     pub(crate) fn check_views(&self, promised: bool) -> Outcome<()> {
-        self.check(&self.exports(), promised)
+        self.check(&lock(&self.exports), promised)
     }
 
     fn check(&self, exports: &Exports, promised: bool) -> Outcome<()> {
@@ -265,12 +261,12 @@ impl Owned {
     /// As both.
     pub(crate) fn make_read_only(&self, py: Python<'_>, promised: bool) -> Outcome<()> {
         {
-            let mut exports = self.exports();
+            let mut exports = lock(&self.exports);
             self.check(&exports, promised)?;
             exports.sealing += 1;
         }
         let made = py.detach(|| self.memory.make_read_only());
-        Ok(made.inspect_err(|_| self.exports().sealing -= 1)?)
+        Ok(made.inspect_err(|_| lock(&self.exports).sealing -= 1)?)
     }
 }
 
@@ -283,33 +279,21 @@ impl Deref for Owned {
 }
 
 impl Memory for Owned {
-    fn device(&self) -> &Device {
-        self.memory.device()
-    }
-
-    fn address(&self) -> u64 {
-        self.memory.address()
-    }
-
-    fn size(&self) -> u64 {
-        self.memory.size()
+    fn extent(&self) -> (&Device, u64, u64) {
+        (self.memory.device(), self.memory.address(), self.memory.size())
     }
 
     fn is_read_only(&self) -> bool {
-        self.exports().sealing > 0 || self.memory.access() == Access::ReadOnly
+        lock(&self.exports).sealing > 0 || self.memory.access() == Access::ReadOnly
     }
 
     fn export(&self) -> Result<Export> {
         // Read-only exports count too: if `make_read_only` fails, the memory is writable again.
-        Ok(Export::counted(&self.exports().alive))
+        Ok(Export::counted(&lock(&self.exports).alive))
     }
 
-    fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<()> {
-        self.memory.copy_out(offset, to)
-    }
-
-    fn copy_in(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.memory.copy_in(offset, from)
+    fn with(&self, work: &mut dyn FnMut(&dyn Region) -> Result<()>) -> Result<()> {
+        work(&**self.memory)
     }
 
     fn owner(self: Arc<Self>) -> Option<Arc<Owned>> {

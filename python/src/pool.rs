@@ -1,18 +1,19 @@
 //! Memory pools that can be shared, as cuda.core's `DeviceMemoryResource`.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use pyo3::prelude::*;
 use vmmfd::{
     Error,
     array::{ArrayDescriptor, Order},
+    bindings::lock,
     error::MemoryError,
     memory::{Device, Pool, Region, Shared},
 };
 
 use crate::{
     array::{self, Array},
-    device::{self, PyDevice},
+    device::{PyDevice, Wanted},
     driver, dtype,
     error::{Failure, Outcome},
     memory::Owned,
@@ -45,25 +46,15 @@ impl Buffers {
     }
 }
 
-impl PyPool {
-    fn buffers(&self) -> MutexGuard<'_, Buffers> {
-        self.buffers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+impl PyPool {}
 
 #[pymethods]
 impl PyPool {
     #[new]
     #[pyo3(signature = (max_size, device, backend))]
-    fn new(
-        py: Python<'_>,
-        max_size: Option<u64>,
-        device: Option<&Bound<'_, PyAny>>,
-        backend: Option<&str>,
-    ) -> Outcome<Self> {
-        let wanted = device.map(device::selector).transpose()?;
+    fn new(py: Python<'_>, max_size: Option<u64>, device: Option<Wanted>, backend: Option<&str>) -> Outcome<Self> {
         py.detach(|| {
-            let device = driver::device(&driver::driver(backend)?, wanted)?;
+            let device = driver::open_device(backend, device)?;
             let pool = Reaped::new(&device, Pool::create(&device)?);
             Ok(Self { pool: Mutex::new(Some(pool)), device, max_size, buffers: Mutex::default() })
         })
@@ -76,7 +67,7 @@ impl PyPool {
 
     #[getter]
     fn used(&self) -> u64 {
-        self.buffers().bytes()
+        lock(&self.buffers).bytes()
     }
 
     #[getter]
@@ -89,12 +80,12 @@ impl PyPool {
         let size = descriptor.bytes()?.max(1);
         py.detach(|| {
             let pool = {
-                let pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner);
+                let pool = lock(&self.pool);
                 let closed = || Failure::invalid("the pool is closed");
                 Arc::clone(&**pool.as_ref().ok_or_else(closed)?)
             };
             {
-                let mut buffers = self.buffers();
+                let mut buffers = lock(&self.buffers);
                 let free = self.max_size.map_or(u64::MAX, |most| most.saturating_sub(buffers.bytes()));
                 if size > free {
                     let device =
@@ -104,7 +95,7 @@ impl PyPool {
                 buffers.coming += size;
             }
             let made = Shared::in_pool(&pool, size).map(|shared| Owned::new(Arc::new(shared)));
-            let mut buffers = self.buffers();
+            let mut buffers = lock(&self.buffers);
             buffers.coming -= size;
             let memory = made?;
             buffers.made.push(Arc::downgrade(&memory));
@@ -115,7 +106,7 @@ impl PyPool {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| {
-            let pool = self.pool.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let pool = lock(&self.pool).take();
             drop(pool);
         });
     }

@@ -12,7 +12,7 @@
 use std::{
     any::Any,
     collections::VecDeque,
-    mem::{self, ManuallyDrop, MaybeUninit},
+    mem::{self, ManuallyDrop},
     ops::Deref,
     ptr,
     sync::{
@@ -25,6 +25,7 @@ use std::{
 
 use vmmfd::{
     Error,
+    bindings::{lock, spawn},
     fork::{PerProcess, ProcessIdentity},
     memory::Device,
 };
@@ -106,7 +107,7 @@ fn is_exiting() -> bool {
 }
 
 fn pending() -> MutexGuard<'static, Pending> {
-    PENDING.get().0.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&PENDING.get().0)
 }
 
 fn changed() -> &'static Condvar {
@@ -128,24 +129,14 @@ fn release_later(device: Device, value: impl Send + 'static) {
     changed().notify_all();
 }
 
-/// Starts the thread, with all signals blocked.
+/// Starts the thread.
 fn start() -> bool {
     static REGISTERED: AtomicBool = AtomicBool::new(false);
     if !REGISTERED.swap(true, Ordering::AcqRel) {
         // SAFETY: the function takes no arguments and does not unwind. Registered after the driver was loaded, it runs before the driver's.
         unsafe { libc::atexit(at_exit) };
     }
-    let mut all = MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: `all` is filled before it is read, and `before` is only written. The new thread inherits the mask.
-    unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
-    }
-    let started = thread::Builder::new().name("vmmfd-reaper".to_owned()).spawn(run).is_ok();
-    // SAFETY: the call above wrote it.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
-    started
+    spawn("vmmfd-reaper", run).is_ok()
 }
 
 fn run() {

@@ -6,16 +6,13 @@ use pyo3::{
     prelude::*,
     types::{PyBool, PyString},
 };
-use vmmfd::{
-    broker::{Condition, Get, Lifetime},
-    memory::Selector,
-};
+use vmmfd::broker::{Condition, Get, Lifetime};
 
 use crate::{
     device,
     error::{Failure, Outcome, shown, tolerant},
     json,
-    leased_memory::Selection,
+    leased_memory::{Opening, Selection},
     time::seconds,
 };
 
@@ -34,18 +31,19 @@ pub(crate) struct GetOptions<'py> {
     expect_owner: Option<u32>,
     digest: Option<Bound<'py, PyAny>>,
     wait: Option<Bound<'py, PyAny>>,
+    // Converted later: the derived code would replace the error.
     device: Option<Bound<'py, PyAny>>,
-    pub(crate) copy_on_write: Option<bool>,
+    copy_on_write: Option<bool>,
 }
 
 impl GetOptions<'_> {
-    /// The parts and arrays to get.
-    pub(crate) fn selection(&mut self) -> Selection {
-        Selection { parts: self.parts.take(), arrays: self.arrays.take() }
-    }
-
-    pub(crate) fn device(&self) -> Outcome<Option<Selector>> {
-        self.device.as_ref().map(device::selector).transpose()
+    /// Takes the options for the mapping of a lease.
+    pub(crate) fn opening(&mut self) -> Outcome<Opening> {
+        Ok(Opening {
+            device: self.device.as_ref().map(device::selector).transpose()?,
+            selection: Selection { parts: self.parts.take(), arrays: self.arrays.take() },
+            copy_on_write: self.copy_on_write == Some(true),
+        })
     }
 
     pub(crate) fn wait(&self) -> Outcome<Option<Duration>> {

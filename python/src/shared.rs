@@ -5,13 +5,14 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use vmmfd::{
     array::ArrayDescriptor,
-    memory::{Rdma, Region, Selector, Spec},
+    memory::{Rdma, Region, Spec},
     weights,
 };
 
 use crate::{
     array::{self, Array},
-    device, driver, dtype,
+    device::{PyDevice, Wanted},
+    driver, dtype,
     error::Outcome,
     memory::{Memory, Owned},
 };
@@ -29,14 +30,13 @@ impl PyMemory {
     fn new(
         py: Python<'_>,
         size: u64,
-        device: Option<&Bound<'_, PyAny>>,
+        device: Option<Wanted>,
         backend: Option<&str>,
         segment: Option<u64>,
         sealed: bool,
     ) -> Outcome<Self> {
-        let wanted: Option<Selector> = device.map(device::selector).transpose()?;
         py.detach(|| {
-            let device = driver::device(&driver::driver(backend)?, wanted)?;
+            let device = driver::open_device(backend, device)?;
             let spec = Spec::vmm(size.max(1)).rdma(Rdma::Auto);
             let spec = segment.into_iter().fold(spec, |spec, segment| spec.chunk(segment));
             let spec = if sealed { spec.sealed() } else { spec };
@@ -73,8 +73,8 @@ impl PyMemory {
     }
 
     #[getter]
-    fn device(&self) -> device::PyDevice {
-        device::PyDevice(self.0.device().clone())
+    fn device(&self) -> PyDevice {
+        PyDevice(self.0.device().clone())
     }
 
     /// Returns an array at a byte offset in it.

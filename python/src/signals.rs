@@ -17,9 +17,9 @@ use std::{
 use pyo3::prelude::*;
 use vmmfd::{Error, channel::Cancel};
 
-use crate::error::{Class, Failure, Outcome};
+use crate::error::{Failure, Outcome};
 
-/// Whether an object was closed, by any thread: its waits then end.
+/// Whether an object was closed, by any thread: its waits are then interrupted.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct CloseFlag(Arc<AtomicBool>);
 
@@ -34,7 +34,7 @@ impl CloseFlag {
     }
 }
 
-/// `_native.Stop`: ends the wait of a call in another thread.
+/// `_native.Stop`: interrupts a call in another thread.
 #[pyclass(name = "Stop", module = "vmmfd._native", frozen)]
 #[derive(Default)]
 pub(crate) struct Stop(pub(crate) CloseFlag);
@@ -132,7 +132,7 @@ pub(crate) fn run_observed<T: Send>(
 
 /// The error of calls whose object is closed.
 pub(crate) fn closed_error() -> Failure {
-    Failure::Caller(Class::Interrupted, "the connection is closed: connect again".to_owned())
+    Failure::Caller("Interrupted", "the connection is closed: connect again".to_owned())
 }
 
 /// Whether an error is the result of a cancelled wait.

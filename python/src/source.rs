@@ -13,16 +13,16 @@ use pyo3::{
 };
 use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
+    bindings::dlpack::{CPU, CUDA, CUDA_HOST, CUDA_MANAGED, Elements, Foreign, VERSION},
     driver::{Backend, Driver},
     memory::Selector,
 };
 
 use crate::{
     array::Array,
-    dlpack::{self, ForeignTensor},
-    dtype,
+    dlpack, dtype,
     error::{Failure, Outcome, tolerant},
-    memory::{Export, Memory},
+    memory::Memory,
     walk::span,
 };
 
@@ -42,7 +42,7 @@ pub(crate) enum Keep {
     /// A drop without the GIL is deferred by PyO3.
     Object(#[allow(dead_code, reason = "held")] Py<PyAny>),
     View(#[allow(dead_code, reason = "held")] PyUntypedBuffer),
-    Tensor(#[allow(dead_code, reason = "held")] ForeignTensor),
+    Tensor(#[allow(dead_code, reason = "held")] Foreign),
 }
 
 /// An array of another library or of vmmfd: from the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface. It keeps
@@ -64,14 +64,6 @@ pub(crate) struct Source {
 }
 
 impl Source {
-    /// The total size of its elements in bytes, which is the size of a copy.
-    ///
-    /// # Errors
-    /// [`vmmfd::error::MemoryError::Array`] if the size overflows 64 bits.
-    pub(crate) fn bytes(&self) -> Outcome<u64> {
-        Ok(self.descriptor()?.bytes()?)
-    }
-
     /// Returns a contiguous array of its type and shape, at offset 0.
     ///
     /// # Errors
@@ -106,14 +98,6 @@ impl Source {
         )))
     }
 
-    /// Exports the memory of a vmmfd array; other arrays are not counted: see [`Memory::export`].
-    pub(crate) fn export(&self) -> Outcome<Export> {
-        match &self.keep {
-            Keep::Ours(memory) => Ok(memory.export()?),
-            _ => Ok(Export::default()),
-        }
-    }
-
     /// Checks the number of dimensions and the address range.
     fn checked(self) -> Outcome<Self> {
         if self.shape.len() > 64 {
@@ -141,7 +125,8 @@ impl Source {
     /// # Errors
     /// `ValueError` if they exceed the buffer.
     fn inside(self, view: PyUntypedBuffer, offset: u64) -> Outcome<Self> {
-        let (begin, size) = (view.buf_ptr() as u64, view.len_bytes() as u64);
+        let begin = view.buf_ptr() as u64;
+        let size = view.len_bytes() as u64;
         let address = begin.saturating_add(offset);
         let whole = i128::from(begin)..=i128::from(begin) + i128::from(size);
         let span = span(address, &self.shape, &self.steps()?, self.dtype.size());
@@ -226,7 +211,8 @@ fn optional<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Boun
 
 fn ours(array: &Array) -> Outcome<Source> {
     array.check()?;
-    let (memory, descriptor) = (array.memory(), array.descriptor());
+    let memory = array.memory();
+    let descriptor = array.descriptor();
     let device = memory.device();
     Ok(Source {
         dtype: descriptor.dtype,
@@ -350,8 +336,8 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     let py = object.py();
     let (kind, id): (c_int, i32) = object.call_method0("__dlpack_device__")?.extract()?;
     let location = |id: i32| match kind {
-        dlpack::CPU | dlpack::CUDA_HOST => Ok(Location::Host),
-        dlpack::CUDA | dlpack::CUDA_MANAGED => Ok(Location::Cuda(id)),
+        CPU | CUDA_HOST => Ok(Location::Host),
+        CUDA | CUDA_MANAGED => Ok(Location::Cuda(id)),
         _ => Err(Failure::invalid(format!("the array is on a device of DLPack type {kind}, which vmmfd can't share"))),
     };
     let options = PyDict::new(py);
@@ -359,7 +345,7 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
         // The legacy default stream, on which the copy runs.
         options.set_item("stream", 1)?;
     }
-    options.set_item("max_version", dlpack::VERSION)?;
+    options.set_item("max_version", VERSION)?;
     let method = object.getattr("__dlpack__")?;
     let capsule = match method.call((), Some(&options)) {
         Err(error) if error.is_instance_of::<PyTypeError>(py) && !takes(&method, &options)? => {
@@ -369,29 +355,16 @@ fn of_dlpack(object: &Bound<'_, PyAny>) -> Outcome<Source> {
         }
         capsule => capsule?,
     };
-    let taken = ForeignTensor::from(&capsule)?;
-    let (shape, steps) = taken.layout()?;
-    let tensor = taken.tensor();
-    let types = tensor.dtype;
-    let dtype = ElementType::from_dlpack(types.code, types.bits).filter(|_| types.lanes == 1).ok_or_else(|| {
-        let code = types.code;
-        let bits = types.bits;
-        let lanes = types.lanes;
-        Failure::invalid(format!("DLPack elements of code {code} with {bits} bits and {lanes} lanes are not supported"))
-    })?;
-    let size = dtype.size() as i64;
-    let strides = steps.map(|steps| steps.into_iter().map(|step| step.saturating_mul(size)).collect());
-    let address = (tensor.data as u64).wrapping_add(tensor.byte_offset);
-    let device = tensor.device;
-    if device.kind != kind || (matches!(location(id)?, Location::Cuda(_)) && device.id != id) {
+    let (taken, elements) = dlpack::take(&capsule)?;
+    let Elements { dtype, shape, strides, address, device, read_only } = elements;
+    let location = location(id)?;
+    if device.kind != kind || (matches!(location, Location::Cuda(_)) && device.id != id) {
         let text = format!(
             "__dlpack__ returned a tensor on device ({}, {}), but __dlpack_device__ returned ({kind}, {id})",
             device.kind, device.id
         );
         return Err(Failure::export(text));
     }
-    let location = location(id)?;
-    let read_only = taken.is_read_only();
     Ok(Source { dtype, shape, strides, address, location, read_only, wait: false, keep: Keep::Tensor(taken) })
 }
 

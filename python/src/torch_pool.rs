@@ -10,12 +10,13 @@ use std::{
     ffi::{c_int, c_void},
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use pyo3::{prelude::*, types::PyDict};
 use vmmfd::{
     Error,
+    bindings::lock,
     fork::PerProcess,
     memory::{Arenas, Rdma, Selector},
 };
@@ -32,10 +33,6 @@ static ARENAS: PerProcess<Mutex<BTreeMap<c_int, Arc<Arenas>>>> = PerProcess::new
 
 /// The error of the last failed allocation, because PyTorch reports only that memory ran out.
 static LAST_ERROR: PerProcess<Mutex<Option<String>>> = PerProcess::new(Mutex::default);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Returns the arenas of a device, if they are open.
 fn arenas(device: c_int) -> Option<Arc<Arenas>> {

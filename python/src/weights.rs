@@ -9,13 +9,15 @@ use pyo3::{
 use vmmfd::{
     Error,
     channel::CancelReason,
-    memory::{Rdma, Selector},
+    memory::Rdma,
     weights::{Checkpoint, LoadOptions, Loaded, Tensor},
 };
 
 use crate::{
     array::Array,
-    device, driver,
+    client_put::Entry,
+    device::Wanted,
+    driver,
     error::{Failure, Outcome},
     memory::{Owned, RdmaOption},
     shared::PyMemory,
@@ -31,9 +33,6 @@ pub(crate) struct Weights {
     files: Vec<OsString>,
     digest: Option<String>,
 }
-
-/// An array for a put: name, type, shape, strides, index of its memory, offset there, and attributes.
-type Entry = (String, String, Vec<u64>, Option<Vec<i64>>, usize, u64, Option<String>);
 
 #[pymethods]
 impl Weights {
@@ -97,13 +96,12 @@ pub(crate) fn load_safetensors(
     py: Python<'_>,
     paths: Vec<PathBuf>,
     backend: Option<&str>,
-    device: Option<&Bound<'_, PyAny>>,
+    device: Option<Wanted>,
     digest: bool,
     progress: Option<Bound<'_, PyAny>>,
     threads: Option<i64>,
     rdma: RdmaOption,
 ) -> Outcome<Weights> {
-    let wanted: Option<Selector> = device.map(device::selector).transpose()?;
     let options = match threads {
         None => LoadOptions::new(),
         Some(threads) => match usize::try_from(threads).ok().and_then(NonZero::new) {
@@ -119,7 +117,7 @@ pub(crate) fn load_safetensors(
     let progress = progress.map(Bound::unbind);
     py.detach(move || {
         let checkpoint = Checkpoint::open(&paths)?;
-        let device = driver::device(&driver::driver(backend)?, wanted)?;
+        let device = driver::open_device(backend, device)?;
         let mut raised = None;
         let mut tick = |done: u64| {
             // None during interpreter shutdown: nothing needs the weights.

@@ -1,4 +1,4 @@
-"""Blocking calls for asyncio, each in a thread of its own: the default executor's few threads would wait for each other."""
+"""Blocking calls for asyncio, each in its own thread: the default executor's few threads would wait for each other."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def connect(
     `/tmp/vmmfd-UID/broker.sock`. If no broker listens there and `/run/vmmfd/broker.sock` exists, it is used instead. `backend` selects
     where memory is allocated and mapped: `"cuda"`, `"host"` (ordinary shared memory), or `"auto"`: `get` uses memory where it is, and `put`
     copies to a GPU if there is one; by default the environment variable `VMMFD_BACKEND`, as for the commands, else `"auto"`. The driver is
-    loaded on first use of memory. Times are in seconds or a `timedelta`: `wait` is how long to wait now for a broker to listen, and `timeout`
-    limits how long the broker may be silent, and how long later calls wait for it while it restarts. `trust` lists the user ids that the
-    broker may run as, besides root and this process's own.
+    loaded on first use of memory. Times are in seconds or a `timedelta`: `wait` is how long to wait now for a broker to listen, and
+    `timeout` limits how long the broker may be silent, and how long later calls wait for it while it restarts. `trust` lists the user ids
+    that the broker may run as, besides root and this process's own.
 
     Blocks until the broker answers. Ctrl-C interrupts it. While a call waits longer than a second for a broker, now or after the broker's
     death, the logger `vmmfd` (see `logging`) gets one warning: the path, and how long the call waits.
@@ -137,7 +137,8 @@ class Broker(Gets):
         version, and waits up to `wait` (seconds or a `timedelta`) for the other parts. One of them gives the metadata.
 
         `seal=True` makes this process's own mapping read-only after the put. A write through an address then faults, so sealing is refused
-        while other libraries have writable views of the memory, unless `exports_unused=True` promises that none is used. Copies on the host backend are always sealed by the kernel.
+        while other libraries have writable views of the memory, unless `exports_unused=True` promises that none is used. Copies on the host
+        backend are always sealed by the kernel.
 
         `rdma` applies to the memory of copies, as in `vmmfd.empty`. Memory that is shared without a copy keeps its own setting; with
         `rdma=True` RDMA must be able to reach it.
@@ -207,7 +208,7 @@ class Broker(Gets):
 
         If several processes claim a missing object at once, one gets a `Claim` and should put the object. The others wait, up to `wait` in
         seconds or a `timedelta`, until it is put or the claim passes to one of them. A claim covers the whole object, or one `part` of the
-        version with this `group`. The other arguments are those of `get`. Raises as `get`.
+        version with this `group`. The other arguments are as for `get`. Raises as `get`.
         """
         found = self._native.claim(name, part, group, _arguments.options(options, "version", "newer_than"))
         return Claim(self.put, name, found) if isinstance(found, _native.Claim) else Lease(self._native, found)
@@ -259,16 +260,16 @@ class Broker(Gets):
         return Watch(self._native.watch(prefix, (instance, min(int(seq), (1 << 64) - 1))), wait)
 
     def delete(self, name: str) -> None:
-        """Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease ends. Raises `NotFound` if there
-        is no such name, `Denied` if another user owns it."""
+        """Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease is released. Raises `NotFound` if
+        there is no such name, `Denied` if another user owns it."""
         self._native.delete(name)
 
     def on_lost(self, call: Callable[[Lost], object]) -> Callable[[Lost], object]:
         """Calls `call` with a `Lost` for each lease that the broker no longer counts although this process has not closed it. Its mappings
-        stay valid. Usable as a decorator.
+        remain valid. Usable as a decorator.
 
-        The call runs on a connection's own thread, which handles nothing else until it returns: return soon. Exceptions that it raises go to
-        `sys.unraisablehook`. Not called during interpreter shutdown."""
+        The call runs on a connection's own thread, which handles nothing else until it returns: return soon. Exceptions that it raises go
+        to `sys.unraisablehook`. Not called during interpreter shutdown."""
         self._native.on_lost(lambda *fields: call(Lost(*fields)))
         return call
 

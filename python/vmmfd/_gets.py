@@ -68,7 +68,7 @@ class Gets(Closing):
         return self._got(name, options)
 
     async def get_async(self, name: str, **options: t.Unpack[t.GetOptions]) -> Lease:
-        """As `get`, for asyncio: the event loop runs other tasks meanwhile. Each call in progress has a thread and a connection of its own.
+        """As `get`, for asyncio: the event loop runs other tasks meanwhile. Each call in progress has its own thread and connection.
 
         If the task is cancelled, no lease is left: the wait ends within 40 ms, and a lease that arrives anyway is closed. Raises as `get`,
         and `RuntimeError` without a running event loop.
@@ -112,15 +112,15 @@ class Gets(Closing):
         device: t.DeviceName | None = None,
     ) -> Iterator[Lease]:
         """Yields a lease of each new version of an object, for `for lease in broker.follow(name)`: the current version first, or the first
-        one that is put.
+        version that is put.
 
         It is the same lease each time, switched to the new version in place (`Lease.switch`): arrays, and the views that other libraries
         made of them, keep their addresses and read the new version. So finish all work on them before the next step: **asking for the next
         version is the promise that nothing uses them until it is there.** If versions are put faster than the loop runs, it skips to the
-        newest. An object that is deleted and put again is followed too. The end of the loop closes the lease.
+        newest. An object that is deleted and put again is followed too. The lease is closed after the loop.
 
-        Blocks until there is a version, for at most `wait` seconds each time; None waits for ever. The iteration ends when the wait expires.
-        The other arguments are those of `get`.
+        Blocks until there is a version, for at most `wait` seconds each time; None waits for ever. The iteration stops when the wait
+        expires. The other arguments are as for `get`.
 
         Raises `Differs` if a new version has another layout: leave the loop and follow again. Raises as `get` and `Lease.prepare`.
         """
@@ -192,7 +192,7 @@ class Gets(Closing):
         **options: t.Unpack[t.GetOptions],
     ) -> Loaded:
         """Installs an object's tensors as the parameters and buffers of a PyTorch module. Returns a `Loaded`, which can switch to another
-        version. The module holds the lease. See `Lease.load`; the other arguments and errors are those of `get`."""
+        version. The module holds the lease. See `Lease.load`; the other arguments and errors are as for `get`."""
         lease = self.get(name, **options)
         try:
             return lease.load(into, strict=strict, writable_buffers=writable_buffers, private=private)

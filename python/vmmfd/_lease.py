@@ -18,8 +18,8 @@ from ._records import LeasedPart, Owner, Published
 class Lease(Closing, Mapping[str, Array]):
     """A lease of an object's version, with its memory mapped: a mapping of names to `Array`s. Returned by `Broker.get`.
 
-    A context manager that closes it. The memory stays mapped until the last array of it, in any library, is gone: arrays and the views that
-    other libraries made of them stay valid after `close`. Until then the broker counts this process as a reader.
+    A context manager that closes it. The memory remains mapped until the last array of it, in any library, is gone: arrays and the views
+    that other libraries made of them remain valid after `close`. Until then the broker counts this process as a reader.
 
     `prepare`, `switch`, `park` and `unpark` map another version at the same addresses.
 
@@ -62,8 +62,8 @@ class Lease(Closing, Mapping[str, Array]):
         return self._native.attributes(name, part) or {}
 
     def tree(self, convert: Callable[[Array], t.Any] | None = None, *, part: str | None = None) -> dict[str, t.Any]:
-        """Returns the value that was put, nested as it was: dicts, lists and tuples of arrays and of the str, int, float, bool and None among
-        them. For an object that was put flat, a dict of its arrays by name.
+        """Returns the value that was put, nested as it was: dicts, lists and tuples of arrays and of the str, int, float, bool and None
+        among them. For an object that was put flat, a dict of its arrays by name.
 
         `convert` is called with each `Array`, for example `torch.from_dlpack`, `jax.dlpack.from_dlpack` or `vmmfd.Array.numpy`; without it,
         the leaves are `Array`s. `part` selects the part if several have arrays of one name. If the lease has only some arrays, the others
@@ -148,12 +148,12 @@ class Lease(Closing, Mapping[str, Array]):
         name: str | None = None,
         **options: t.Unpack[t.PrepareOptions],
     ) -> Prepared:
-        """Gets and imports a version for `switch`. The current version stays in use; the device holds both.
+        """Gets and imports a version for `switch`. The current version remains in use; the device holds both.
 
         By default any version newer than this one; `version` selects one, and `name` selects another object. It must have the same parts
         with at least the same size each, and every array that is mapped here with the same name, type, shape, strides and offset; it may
-        have more. `wait` is how long to wait for the version, in seconds or a `timedelta`; the other options are those of `Broker.get`. Blocks
-        for the driver calls too.
+        have more. `wait` is how long to wait for the version, in seconds or a `timedelta`; the other options are as for `Broker.get`.
+        Blocks for the driver calls too.
 
         Raises `Differs` with a list of the differences, and as `Broker.get`.
         """
@@ -164,7 +164,7 @@ class Lease(Closing, Mapping[str, Array]):
 
     def switch(self, prepared: Prepared, *, exports_unused: bool = False) -> Prepared:
         """Maps a prepared version at this lease's addresses. Returns the previous version, which can be switched back to; close or drop it
-        to end its lease and release its memory.
+        to release its lease and its memory.
 
         Waits until all work in the devices' primary contexts is done. Arrays then read the new version, and so do tensors, pointers and
         captured graphs with these addresses. Writes to pages of a `copy_on_write` lease are lost. **Nothing may use the memory during the
@@ -181,8 +181,8 @@ class Lease(Closing, Mapping[str, Array]):
         """Unmaps the memory and keeps the addresses reserved for `unpark`. Until then its arrays cannot be read, and nothing may use their
         addresses.
 
-        With `keep_lease` the broker keeps this version for this process; otherwise the lease ends. Waits as `switch` does; `exports_unused`
-        is the same promise, and holds until `unpark` returns. Raises as `switch`.
+        With `keep_lease` the broker keeps this version for this process; otherwise the lease is released. Waits as `switch` does;
+        `exports_unused` is the same promise, and holds until `unpark` returns. Raises as `switch`.
         """
         self._native.park(keep_lease, _arguments.flag(exports_unused, "exports_unused"))
 
@@ -191,10 +191,11 @@ class Lease(Closing, Mapping[str, Array]):
         name: str | None = None,
         **options: t.Unpack[t.UnparkOptions],
     ) -> None:
-        """Maps memory at the parked addresses: the parked version by default, another `version` (int), or the `"newest"`. It must fit as for
-        `prepare`, whose other options are allowed.
+        """Maps memory at the parked addresses: the parked version by default, another `version` (int), or the `"newest"`. It must fit as
+        for `prepare`, whose other options are allowed.
 
-        Raises `Invalid` if the lease is not parked, and as `prepare`. After an error the lease stays parked, and the call can be repeated.
+        Raises `Invalid` if the lease is not parked, and as `prepare`. After an error the lease remains parked, and the call can be
+        repeated.
         """
         if options.get("version") is None and name is None:
             options["version"] = self.version
@@ -250,7 +251,7 @@ class Lease(Closing, Mapping[str, Array]):
         tensors are the memory itself and writable.
 
         Raises `Differs` with a list of all mismatched names, types and shapes; the module is then unchanged. `strict=False` ignores names
-        that only one side has, except those that would stay on the meta device."""
+        that only one side has, except attributes that would remain on the meta device."""
         from .torch._module import _load
 
         return Loaded(self, into, _load(self, into, strict=strict, writable_buffers=writable_buffers, private=private))
@@ -334,7 +335,7 @@ class Loaded:
     def refresh(self, *, ignore_moved: bool = False) -> None:
         """Copies the current version's bytes into the private copies again, in place: caches and statistics that the module has written
         there are lost. Does not wait: the copies are ordered on PyTorch's current stream. If the module was loaded with `copy_on_write`,
-        only the tensors named in `private` are refreshed; writes to its other tensors stay.
+        only the tensors named in `private` are refreshed; writes to its other tensors are kept.
 
         Raises `vmmfd.Invalid` if the lease is closed or parked, and `vmmfd.Differs` as `switch` if tensors were replaced,
         unless `ignore_moved=True`."""
@@ -354,7 +355,7 @@ class Loaded:
         return self.lease.version
 
     def prepare(self, name: str | None = None, **options: t.Any) -> Prepared:
-        """Gets and imports a version for `switch`. The current version stays in use: see `Lease.prepare`."""
+        """Gets and imports a version for `switch`. The current version remains in use: see `Lease.prepare`."""
         return self.lease.prepare(name, **options)
 
     def switch(
@@ -391,7 +392,7 @@ class Loaded:
 
 
 class Claim(Closing):
-    """The right to create an object, or a part of it, while other claimants wait: `Broker.claim`. Putting the object ends the claim.
+    """The right to create an object, or a part of it, while other claimants wait: `Broker.claim`. Putting the object releases the claim.
     Closing or dropping it, or the exit of this process or the broker, passes it to the next waiting claimant. A context manager that closes
     it."""
 
@@ -403,8 +404,8 @@ class Claim(Closing):
         self.name: str = name
 
     def put(self, value: t.Any, **options: t.Any) -> Published:
-        """Puts the object with `Broker.put` and these options, and ends the claim. Raises `Invalid` if the claim is closed, and as
-        `Broker.put`; the claim then stays open."""
+        """Puts the object with `Broker.put` and these options, and releases the claim. Raises `Invalid` if the claim is closed, and as
+        `Broker.put`; the claim then remains open."""
         if self.is_closed:
             raise Invalid(f"the claim of {self.name!r} has ended, and another process may have it: claim it again")
         published = self._put(self.name, value, **options)

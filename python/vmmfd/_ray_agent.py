@@ -168,7 +168,7 @@ class Agent:
         lifetime: float | None = None,
     ) -> Published:
         """Pulls the object under `name`, unless this node has it there. A caller that has `waited` for a pull that failed gets its error:
-        callers that each try anew would wait for each other."""
+        callers that all try again would wait for each other."""
         now = time.monotonic()
         asked, deadline = now - waited, now + limit
         while True:

@@ -232,7 +232,7 @@ class Event(Record):
 
 class Lost(Record):
     """A lease that the broker no longer counts: the object's `name`, `version` and `id`, the `kind` of loss (`unreachable`, which may be
-    restored later, `ended` or `not-restored`), and the `reason` as a sentence. Its mappings stay valid."""
+    restored later, `ended` or `not-restored`), and the `reason` as a sentence. Its mappings remain valid."""
 
     name: str
     version: int

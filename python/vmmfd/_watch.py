@@ -36,8 +36,8 @@ class Watch(Closing, Iterator[Event]):
         return None if fields is None else Event._of(fields)
 
     def fileno(self) -> int:
-        """Returns a descriptor for select(2), poll(2), epoll(7) and `loop.add_reader` of asyncio. It is readable while `next(0)` would return
-        an event or raise: an error, or the end because the watch is closed. Then call `next(0)` until it returns None.
+        """Returns a descriptor for select(2), poll(2), epoll(7) and `loop.add_reader` of asyncio. It is readable while `next(0)` would
+        return an event or raise: an error, or the end because the watch is closed. Then call `next(0)` until it returns None.
 
         The watch owns the descriptor, an eventfd(2), and closes it when it is dropped; `close` only makes it readable. Do not read it. From
         the first call on, a thread waits for events, one ahead of `next`, and `next(0)` never waits for the broker. Raises `Invalid` if the
@@ -99,7 +99,7 @@ class _Polled:
         # The event and the position after it, or the error, until `next` takes it. `_taken` then gets a token.
         self._ready: tuple[t.Any, tuple[str, int]] | BaseException | None = None
         self._lock = allocate_lock()
-        # Imported here: `threading` comes with it, and few programs poll.
+        # Imported here because few programs poll, and it imports `threading`.
         from queue import SimpleQueue
 
         self._taken: SimpleQueue[None] = SimpleQueue()

@@ -63,7 +63,7 @@ class Node(Closing):
     def offer(self, name: str, version: int | None = None) -> bytes:
         """Leases an object and registers its memory, each segment once, for reads by other machines. Returns the bytes that `pull` needs.
 
-        The object stays readable until `withdraw`, `close` or the end of this process. Each offer has its own port, and a thread of NIXL
+        The object remains readable until `withdraw`, `close` or the end of this process. Each offer has its own port, and a thread of NIXL
         that polls and uses about one processor: withdraw it soon. Blocks for the broker and the registration.
 
         Raises as `Broker.get`; `Error` if NIXL can't register the memory; `Invalid` if the node is closed, or if the object's metadata has
@@ -74,7 +74,7 @@ class Node(Closing):
 
         lease = self._broker.get(name, version=version)
         agent = None
-        # An agent of its own: over TCP, a read of memory that is unmapped ends this process, and only the agent's end prevents reads.
+        # Each offer needs its own agent: over TCP, a read of unmapped memory kills this process, and only closing the agent prevents reads.
         try:
             made = self._origin(name, lease)
             agent = _Agent(progress=True)
@@ -120,7 +120,7 @@ class Node(Closing):
 
         The memory is private until the put: the object appears whole or not at all. It has the segments, arrays, attributes and digests of
         the original, and its metadata, where `origin` holds the original's `id`, `version` and `node`. `name` is the original's by default;
-        `device` has the memory, if it is on a GPU. The other options are those of `Broker.put`.
+        `device` has the memory, if it is on a GPU. The other options are as for `Broker.put`.
 
         Blocks until the object is put: at most `deadline` seconds for the transfer, and `stall` seconds without a finished piece of 64 MiB,
         of which four are read at a time. Several threads can pull at once. NIXL reports nothing about a source that is stopped or cut off,
@@ -159,7 +159,7 @@ class Node(Closing):
         return Pulled(name=name, version=published.version, id=published.id, origin=parsed.origin, checked=all(checked))
 
     def close(self) -> None:
-        """Withdraws all offers. Pulls of them that are in progress fail. Closing twice does nothing. The broker client stays open."""
+        """Withdraws all offers. Pulls of them that are in progress fail. Closing twice does nothing. The broker client remains open."""
         with self._lock:
             self._closed = True
             offers, readers = list(self._offers.values()), self._readers[:]
@@ -220,7 +220,8 @@ class Node(Closing):
 class _Agent:
     """A NIXL agent. All calls to NIXL are here. Not thread-safe.
 
-    With `progress`, a thread of NIXL answers other agents' reads. It never sleeps. Reads of this agent progress when their state is checked.
+    With `progress`, a thread of NIXL answers other agents' reads. It never sleeps. Reads of this agent progress when their state is
+    checked.
     """
 
     def __init__(self, *, progress: bool) -> None:

@@ -57,7 +57,7 @@ def register(*, linger: float | timedelta = 600, stall: float | timedelta = 10) 
     lease. A pull without progress for `stall` fails and is tried with another node that has the object, three tries in all. Ray limits
     a read to `RAY_rdt_fetch_fail_timeout_milliseconds`, 60 s by default: `pull` larger objects by name first.
 
-    Does not block. A second call does nothing: the first call's values stay. Reads raise `vmmfd.NotFound` if no node has the object any
+    Does not block. A second call does nothing: the first call's values remain. Reads raise `vmmfd.NotFound` if no node has the object any
     more, `vmmfd.Timeout` or `vmmfd.Disconnected` after the last try, and `vmmfd.Differs` if the bytes that arrived have another digest.
     Raises `Invalid` if a limit is not a time of more than 0.
     """

@@ -130,7 +130,8 @@ impl ArrayDescriptor {
     pub fn offset_of(&self, index: &[u64]) -> Result<u64> {
         self.span()?;
         if index.len() != self.shape.len() {
-            let (given, dimensions) = (index.len(), self.shape.len());
+            let given = index.len();
+            let dimensions = self.shape.len();
             return Err(problem(format!(
                 "an index of {given} numbers does not fit an array of {dimensions} dimensions"
             )));

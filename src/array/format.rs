@@ -27,7 +27,8 @@ impl ElementType {
             Kind::Float8(layout) => Some(format!("{:?}", layout.value(self.bits(bytes) as u8))),
             Kind::Complex => {
                 let (real, imaginary) = bytes.split_at(bytes.len() / 2);
-                let (real, imaginary) = (self.float(real), self.float(imaginary));
+                let real = self.float(real);
+                let imaginary = self.float(imaginary);
                 let plus = if imaginary.starts_with('-') { "" } else { "+" };
                 Some(format!("{real}{plus}{imaginary}j"))
             }

@@ -28,6 +28,11 @@ impl Walk {
         Self { bytes, outer }
     }
 
+    /// Whether all elements are one run.
+    pub fn is_one_run(&self) -> bool {
+        self.outer.is_empty()
+    }
+
     /// Calls a function for each run, in C order, with its offsets in both arrays from the element with all indices 0, until an error.
     ///
     /// # Errors

@@ -77,13 +77,15 @@ impl RecordSocket {
     pub fn new(socket: OwnedFd, timeout: Duration, cancel: &Cancel) -> Result<Self> {
         let socket = UnixStream::from(socket);
         socket.set_nonblocking(true).map_err(|error| Error::system("make the socket non-blocking", error))?;
-        let (socket, cancel) = (Arc::new(socket), cancel.clone());
+        let socket = Arc::new(socket);
+        let cancel = cancel.clone();
         Ok(Self { socket, timeout, cancel, spin: Duration::ZERO, blocking: false })
     }
 
     /// Keeps a socket blocking: receiving is one system call without a deadline.
     pub fn blocking(socket: OwnedFd, cancel: &Cancel) -> Self {
-        let (socket, cancel) = (Arc::new(UnixStream::from(socket)), cancel.clone());
+        let socket = Arc::new(UnixStream::from(socket));
+        let cancel = cancel.clone();
         Self { socket, timeout: Duration::MAX, cancel, spin: Duration::ZERO, blocking: true }
     }
 

@@ -123,7 +123,8 @@ mod assembly {
     unsafe fn few(from: *const u8, to: *mut u8, length: usize) {
         // The offsets of the vectors: the first two at 0 and `second`, the last two at the same distance from the last byte.
         let second = if length > 32 { 16 } else { 0 };
-        let (third, fourth) = (length - 16 - second, length - 16);
+        let third = length - 16 - second;
+        let fourth = length - 16;
         // SAFETY: upheld by the caller; each vector lies in the `length` bytes.
         #[cfg(target_arch = "x86_64")]
         unsafe {

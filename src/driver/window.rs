@@ -189,7 +189,8 @@ impl Window {
     /// The address of `length` bytes at `offset`. Fails in a fork, where the memory may not exist.
     fn pointer(&self, offset: u64, length: usize) -> Result<*mut u8> {
         self.origin.check()?;
-        let (length, size) = (length as u64, self.view.size);
+        let length = length as u64;
+        let size = self.view.size;
         match offset.checked_add(length) {
             Some(end) if end <= size => Ok(ptr::with_exposed_provenance_mut((self.view.address + offset) as usize)),
             _ => Err(Error::Memory(MemoryError::OutOfRange { offset, length, size })),

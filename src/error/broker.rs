@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::{UnknownCode, protocol::named_codes};
 
-/// A broker refused a request. The connection stays open.
+/// A broker refused a request. The connection remains open.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct BrokerError {

@@ -153,7 +153,7 @@ fn device_hint(error: &DeviceError) -> &'static str {
         DeviceError::NotFound { backend: "host", .. } => "the host backend has one device, 0",
         DeviceError::NotFound { .. } => "ordinals count only the devices that CUDA_VISIBLE_DEVICES allows",
         DeviceError::Ambiguous { .. } => "write more digits of the UUID",
-        DeviceError::Unsupported { .. } => "`vmmfd devices` lists what can be shared of each device",
+        DeviceError::Unsupported { .. } => "`vmmfd devices` lists how each device can share memory",
         DeviceError::NoPeerAccess { .. } => {
             "choose a device of the same NVLink or PCIe group; nvidia-smi topo -p2p r shows which can"
         }
@@ -187,7 +187,9 @@ fn refusal_hint(code: RefusalCode) -> Option<&'static str> {
         RefusalCode::Exists => "replace the object, or use another name",
         RefusalCode::Version => "another process has replaced it: look up the current version before the next try",
         RefusalCode::Differs => "compare its sizes, metadata and digests with the request",
-        RefusalCode::Denied => "its owner and the broker's user may delete it; its mode says who reads and replaces it",
+        RefusalCode::Denied => {
+            "its owner and the broker's user may delete it; its mode decides who reads and replaces it"
+        }
         RefusalCode::Quota => "delete names that are no longer needed, or raise the broker's quota",
         RefusalCode::Full => {
             "raise the broker's limit of open files (LimitNOFILE= of systemd, ulimit -Hn), or use larger chunks: each segment is one"

@@ -72,7 +72,7 @@ pub enum Error {
     #[error(transparent)]
     Peer(#[from] PeerError),
 
-    /// A broker refused a request. The connection stays open.
+    /// A broker refused a request. The connection remains open.
     #[error(transparent)]
     Broker(#[from] BrokerError),
 

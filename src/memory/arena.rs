@@ -326,7 +326,8 @@ impl Arenas {
 impl ArenaState {
     /// Allocates a block from an arena whose freed blocks are no longer in use by device work.
     fn allocate(&mut self, size: u64) -> Option<u64> {
-        let (finished, rdma) = (self.finished, self.rdma);
+        let finished = self.finished;
+        let rdma = self.rdma;
         self.arenas.iter_mut().filter(|arena| arena.freed <= finished).find_map(|arena| arena.allocate(size, rdma))
     }
 }

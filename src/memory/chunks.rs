@@ -112,8 +112,10 @@ impl Chunks {
         let chunk = chunk.unwrap_or(bytes);
         let reservation = Reservation::new(device, bytes)?;
         let mut mapping = Mapping::empty(&reservation, 0, device, Access::ReadWrite)?;
-        let (mut chunks, mut unsealed) = (Vec::new(), Vec::new());
-        let (mut timings, mut gpu_direct_rdma) = (Timings::default(), properties.gpu_direct_rdma);
+        let mut chunks = Vec::new();
+        let mut unsealed = Vec::new();
+        let mut timings = Timings::default();
+        let mut gpu_direct_rdma = properties.gpu_direct_rdma;
         while mapping.size() < bytes {
             let size = chunk.min(bytes - mapping.size());
             let allocation = timed(&mut timings.create, || Allocation::create_with(device, &properties, rdma, size))?;

@@ -208,7 +208,8 @@ impl Device {
         };
         match (wanted, visible) {
             (Some(wanted), Some(visible)) if !wanted.can_access(&visible)? => {
-                let (device, owner) = (wanted.to_string(), visible.to_string());
+                let device = wanted.to_string();
+                let owner = visible.to_string();
                 Err(Error::Device(DeviceError::NoPeerAccess { device, owner, source: None }))
             }
             (Some(wanted), _) => Ok(wanted.clone()),

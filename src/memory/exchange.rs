@@ -62,7 +62,8 @@ impl<'a> Place<'a> {
 
     /// Maps the old memory again.
     fn restore(&mut self) -> Result<()> {
-        let (parked, node) = (self.memory.parked, self.memory.node);
+        let parked = self.memory.parked;
+        let node = self.memory.node;
         let mapping = self.memory.mapping()?;
         mapping.unmap()?;
         if parked { Ok(()) } else { map(mapping, self.segments, node) }

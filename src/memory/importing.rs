@@ -166,7 +166,8 @@ impl Importing {
         if fits {
             return Ok(());
         }
-        let (described, device) = (self.description.placement(), &self.description.device);
+        let described = self.description.placement();
+        let device = &self.description.device;
         let found = match location {
             Location::Device(ordinal @ 0..) => format!("device {ordinal} of this process"),
             Location::Device(_) => "a device that this process does not see".to_owned(),

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::{
-    Device, Pointer, Region,
+    Device, Pointer,
     offered::{OpenError, Step},
-    report, round_up,
+    region, report, round_up,
 };
 use crate::{
     driver::{Access, code},
@@ -62,7 +62,8 @@ impl LegacyMemory {
 
     /// Like [`LegacyMemory::open`], but the error contains the failed step.
     pub(super) fn open_offered(device: &Device, handle: &Pointer) -> Result<Arc<Self>, OpenError> {
-        let (driver, ordinal) = (device.verbs(), device.ordinal());
+        let driver = device.verbs();
+        let ordinal = device.ordinal();
         let address = driver.legacy()?.open(ordinal, &handle.0).map_err(|error| match error {
             Error::Driver { code: code::INVALID_CONTEXT, .. } => Error::Memory(MemoryError::OwnHandle).into(),
             error => OpenError::at(Step::Open)(error),
@@ -86,33 +87,12 @@ impl LegacyMemory {
     }
 }
 
-impl super::sealed::Sealed for LegacyMemory {}
-
-impl Region for LegacyMemory {
-    fn device(&self) -> &Device {
-        &self.device
-    }
-
-    fn address(&self) -> u64 {
-        self.address
-    }
-
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn access(&self) -> Access {
-        Access::ReadWrite
-    }
-
-    fn is_protected(&self) -> bool {
-        false
-    }
-}
+region!(LegacyMemory, |this| &this.device, this.address, this.size, Access::ReadWrite, false);
 
 impl Drop for LegacyMemory {
     fn drop(&mut self) {
-        let (ordinal, address) = (self.device.ordinal(), self.address);
+        let ordinal = self.device.ordinal();
+        let address = self.address;
         let result = self.device.verbs().legacy().and_then(|legacy| match self.opened {
             true => legacy.close(ordinal, address),
             false => legacy.deallocate(ordinal, address),

@@ -74,6 +74,43 @@ pub(crate) mod sealed {
     pub trait Sealed {}
 }
 
+/// Implements [`Region`] for a type of this crate, from the fields that have its properties: `|this| device, address, size, access, protected`.
+macro_rules! region {
+    ($type:ty, |$this:ident| $device:expr, $address:expr, $size:expr, $access:expr, $is_protected:expr) => {
+        impl $crate::memory::sealed::Sealed for $type {}
+
+        #[allow(unused_variables, reason = "properties that are the same for all values")]
+        impl $crate::memory::Region for $type {
+            fn device(&self) -> &$crate::memory::Device {
+                let $this = self;
+                $device
+            }
+
+            fn address(&self) -> u64 {
+                let $this = self;
+                $address
+            }
+
+            fn size(&self) -> u64 {
+                let $this = self;
+                $size
+            }
+
+            fn access(&self) -> $crate::driver::Access {
+                let $this = self;
+                $access
+            }
+
+            fn is_protected(&self) -> bool {
+                let $this = self;
+                $is_protected
+            }
+        }
+    };
+}
+
+pub(crate) use region;
+
 /// Memory at addresses that a device of this process can use. The trait is sealed.
 ///
 /// Other processes may share the memory and write to it at any time.

@@ -69,7 +69,8 @@ impl OpenError {
         let is_owner = device.uuid() == description.device.uuid;
         let out_of_reach = [code::INVALID_DEVICE, code::PEER_ACCESS_UNSUPPORTED].contains(&code);
         if !is_owner && (out_of_reach || (step == Some(Step::Allow) && code == code::INVALID_VALUE)) {
-            let (device, owner) = (device.to_string(), description.device.to_string());
+            let device = device.to_string();
+            let owner = description.device.to_string();
             return Error::Device(DeviceError::NoPeerAccess { device, owner, source: Some(Box::new(error)) });
         }
         if !peer_at_fault {

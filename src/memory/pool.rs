@@ -9,9 +9,9 @@ use std::{
 };
 
 use super::{
-    Device, Pointer, Region,
+    Device, Pointer,
     offered::{OpenError, Step},
-    report,
+    region, report,
 };
 use crate::{
     driver::{Access, PoolHandle},
@@ -167,7 +167,8 @@ impl PoolBuffer {
 
     /// Like [`PoolBuffer::import`], but the error contains the failed step.
     pub(super) fn import_offered(pool: &Arc<Pool>, pointer: &Pointer) -> Result<Arc<Self>, OpenError> {
-        let (driver, ordinal) = (pool.device.verbs(), pool.device.ordinal());
+        let driver = pool.device.verbs();
+        let ordinal = pool.device.ordinal();
         let imported = driver.pools()?.import_pointer(pool.handle, ordinal, &pointer.0);
         let address = imported.map_err(OpenError::at(Step::Open))?;
         // From here on, dropping `buffer` releases it.
@@ -197,29 +198,7 @@ impl PoolBuffer {
     }
 }
 
-impl super::sealed::Sealed for PoolBuffer {}
-
-impl Region for PoolBuffer {
-    fn device(&self) -> &Device {
-        &self.pool.device
-    }
-
-    fn address(&self) -> u64 {
-        self.address
-    }
-
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn access(&self) -> Access {
-        Access::ReadWrite
-    }
-
-    fn is_protected(&self) -> bool {
-        false
-    }
-}
+region!(PoolBuffer, |this| &this.pool.device, this.address, this.size, Access::ReadWrite, false);
 
 impl Drop for PoolBuffer {
     fn drop(&mut self) {

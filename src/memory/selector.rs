@@ -33,7 +33,8 @@ pub struct UuidPrefix {
 impl UuidPrefix {
     fn parse(text: &str) -> Option<Self> {
         let bare = DeviceUuid::strip_prefix(text);
-        let (mut digits, mut count) = (0u128, 0);
+        let mut digits = 0u128;
+        let mut count = 0;
         for (at, character) in bare.char_indices() {
             match character.to_digit(16) {
                 Some(digit) if count < 31 => (digits, count) = (digits << 4 | u128::from(digit), count + 1),

@@ -99,7 +99,8 @@ impl Shared {
     }
 
     fn of(device: &Device, memory: SharedBacking) -> Self {
-        let (sealed, read_only) = (AtomicBool::new(false), AtomicBool::new(false));
+        let sealed = AtomicBool::new(false);
+        let read_only = AtomicBool::new(false);
         Self { device: device.clone(), memory, sealed, read_only, timings: Timings::default() }
     }
 

@@ -6,9 +6,9 @@ use std::{
 };
 
 use super::{
-    Device, Placement, Rdma, Region, check_range,
+    Device, Placement, Rdma, check_range,
     offered::{OpenError, Step},
-    report, round_up,
+    region, report, round_up,
 };
 use crate::{
     driver::{Access, Handle, Location, Properties, code},
@@ -343,7 +343,8 @@ impl Mapping {
         self.device.check_driver(&allocation.device)?;
         let offset = self.address - self.reservation.address + self.size;
         check_range(offset, allocation.size, self.reservation.size)?;
-        let (verbs, address) = (self.device.verbs(), self.address + self.size);
+        let verbs = self.device.verbs();
+        let address = self.address + self.size;
         if self.private {
             verbs.map_private(address, allocation.size, allocation.handle)?;
         } else {
@@ -417,25 +418,7 @@ impl Mapping {
     }
 }
 
-impl super::sealed::Sealed for Mapping {}
-
-impl Region for Mapping {
-    fn device(&self) -> &Device {
-        &self.device
-    }
-
-    fn address(&self) -> u64 {
-        self.address
-    }
-
-    fn size(&self) -> u64 {
-        self.size
-    }
-
-    fn access(&self) -> Access {
-        self.access
-    }
-}
+region!(Mapping, |this| &this.device, this.address, this.size, this.access, true);
 
 impl Drop for Mapping {
     fn drop(&mut self) {

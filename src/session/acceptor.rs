@@ -214,7 +214,8 @@ impl<'a> Acceptor<'a> {
 
     /// Reads one record of a connection. An error concerns only this connection, whose peer has received it.
     fn read(&mut self, index: usize) -> Result<Option<Arrival>> {
-        let (kind, backend) = (self.kind, self.backend);
+        let kind = self.kind;
+        let backend = self.backend;
         let idle = &mut self.idle[index];
         if let Stage::Refused(left) = &mut idle.stage {
             if idle.link.channel.discard() || *left == 0 {
@@ -248,7 +249,8 @@ impl<'a> Acceptor<'a> {
 
     /// Refuses connections that sent no request within the timeout, and closes refused connections after [`REFUSAL_GRACE`].
     fn expire(&mut self) {
-        let (now, waited) = (Instant::now(), self.config.timeout);
+        let now = Instant::now();
+        let waited = self.config.timeout;
         self.idle.retain_mut(|idle| {
             if idle.deadline > now {
                 return true;

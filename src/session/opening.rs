@@ -51,7 +51,8 @@ impl Offer {
         if object != requested {
             return Err(violation(format!("object `{object}` is offered, but `{requested}` was requested")));
         }
-        let (size, mapped_size) = (memory.size, memory.mapped_size);
+        let size = memory.size;
+        let mapped_size = memory.mapped_size;
         if size == 0 || size > mapped_size {
             return Err(violation(format!("{size} bytes of data are offered in {mapped_size} bytes of memory")));
         }

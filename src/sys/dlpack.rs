@@ -163,17 +163,18 @@ impl Exported {
     }
 
     /// Makes the struct for a reader, which calls its deleter.
-    pub fn versioned(self, flags: u64) -> *mut DLManagedTensorVersioned {
+    pub fn versioned(self, flags: u64) -> NonNull<DLManagedTensorVersioned> {
         let (major, minor) = VERSION;
         let context = Box::into_raw(self.context).cast();
         let deleter = Some(delete as unsafe extern "C" fn(_));
-        Box::into_raw(Box::new(DLManagedTensorVersioned { major, minor, context, deleter, flags, tensor: self.tensor }))
+        let tensor = self.tensor;
+        Box::leak(Box::new(DLManagedTensorVersioned { major, minor, context, deleter, flags, tensor })).into()
     }
 
     /// Makes the struct for a reader older than version 1, which calls its deleter.
-    pub fn unversioned(self) -> *mut DLManagedTensor {
+    pub fn unversioned(self) -> NonNull<DLManagedTensor> {
         let context = Box::into_raw(self.context).cast();
-        Box::into_raw(Box::new(DLManagedTensor { tensor: self.tensor, context, deleter: Some(delete) }))
+        Box::leak(Box::new(DLManagedTensor { tensor: self.tensor, context, deleter: Some(delete) })).into()
     }
 }
 

@@ -5,6 +5,7 @@ mod descriptor;
 pub mod dlpack;
 mod file;
 pub mod fork;
+mod lock;
 pub(crate) mod memfd;
 mod process;
 mod socket;
@@ -13,6 +14,7 @@ pub(crate) mod thread;
 
 #[cfg(test)]
 pub(crate) use self::file::tests::without_kcmp;
+pub use self::lock::{lock, try_lock};
 pub use self::process::take_passed;
 pub use self::stderr::{Stderr, flush_stderr, never_block_on_stderr};
 pub(crate) use self::{

@@ -84,7 +84,8 @@ impl Checkpoint {
             for tensor in &tensors {
                 if let Some(&other) = names.get(&tensor.name) {
                     let other: &WeightsFile = files.get(other).unwrap_or(&file);
-                    let (name, other) = (&tensor.name, other.path.display());
+                    let name = &tensor.name;
+                    let other = other.path.display();
                     return Err(
                         file.unfit(format!("has a tensor {name:?}, and so does {other}: tensor names must be unique"))
                     );
@@ -100,7 +101,8 @@ impl Checkpoint {
             entries.extend(tensors.into_iter().map(|tensor| (index, tensor)));
             files.push(file);
         }
-        let (mut layout, mut tensors) = (Layout::default(), Vec::with_capacity(entries.len()));
+        let mut layout = Layout::default();
+        let mut tensors = Vec::with_capacity(entries.len());
         for (file, entry) in entries {
             let offset = match entry.bytes {
                 0 => Some(0),
@@ -181,7 +183,8 @@ fn find(path: &Path, files: &mut Vec<Found>) -> Result<()> {
 
 fn find_in(folder: &Path, files: &mut Vec<Found>) -> Result<()> {
     let unreadable = |error| unopened(folder, None, error);
-    let (mut indexes, mut found) = (Vec::new(), Vec::new());
+    let mut indexes = Vec::new();
+    let mut found = Vec::new();
     for entry in fs::read_dir(folder).map_err(unreadable)? {
         let name = entry.map_err(unreadable)?.file_name();
         let text = name.to_string_lossy();

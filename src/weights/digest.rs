@@ -64,7 +64,8 @@ struct Adjacent<'a> {
 impl Adjacent<'_> {
     /// Hashes blocks until none is left. Returns them with their indices.
     fn hash(&self, next: &AtomicU64) -> Result<Vec<(u64, Hash)>> {
-        let (mut blocks, mut buffer) = (Vec::new(), vec![0; BLOCK.min(self.size) as usize]);
+        let mut blocks = Vec::new();
+        let mut buffer = vec![0; BLOCK.min(self.size) as usize];
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
             let start = index * BLOCK;

@@ -50,7 +50,8 @@ pub(super) fn size_of(first: [u8; 8], size: u64) -> Result<u64, String> {
         return Err("is not a safetensors file: it does not begin with the length of a header".to_owned());
     }
     if length > room {
-        let (length, room) = (bytes(length), bytes(room));
+        let length = bytes(length);
+        let room = bytes(room);
         return Err(format!(
             "is not a safetensors file, or incomplete: its header claims {length}, but only {room} follow"
         ));
@@ -70,7 +71,8 @@ pub(super) fn read(header: &[u8], size: u64) -> Result<Header, String> {
     let room = size - start;
     let mut end = 0;
     for (index, (name, tensor)) in tensors.iter().enumerate() {
-        let (first, last) = (tensor.data_offsets.0 as u64, tensor.data_offsets.1 as u64);
+        let first = tensor.data_offsets.0 as u64;
+        let last = tensor.data_offsets.1 as u64;
         let name = name.as_str();
         if last < first {
             return Err(format!("is corrupt: tensor {name:?} ends at byte {last}, before its start at {first}"));
@@ -168,7 +170,8 @@ impl<'de> Deserialize<'de> for Table {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Table, A::Error> {
-                let (mut metadata, mut tensors) = (None, HashMap::new());
+                let mut metadata = None;
+                let mut tensors = HashMap::new();
                 while let Some(name) = map.next_key::<String>()? {
                     let twice = match name.as_str() {
                         "__metadata__" => {

@@ -41,7 +41,7 @@ def together(work: Callable[[], T], what: str, undo: Callable[[], object]) -> T:
     group = get_world_group()
     mine = _attempt(work)
     try:
-        # Results stay in their process.
+        # Results remain in their process.
         results = _exchange(group, (None, mine[1]))
         results[group.rank_in_group] = mine
         done: T = _checked(group, results, results, what)[group.rank_in_group]

@@ -9,7 +9,7 @@ from . import _vllm_ranks as ranks
 
 
 class SleepBackend(CuMemBackend):  # type: ignore[misc]
-    """The weights stay in the broker: neither level copies them to the host."""
+    """The weights remain in the broker: neither level copies them to the host."""
 
     def suspend(self, level: int = 1) -> None:
         ranks.together(lambda: self._suspend(level), "sleep", self._stay_awake)

@@ -106,7 +106,8 @@ impl Cut {
         Some(match self {
             Self::Slice { axis, ends: (one, other), step } => {
                 let axis = axis % axes;
-                let (one, other) = (into(one, shape[axis]), into(other, shape[axis]));
+                let one = into(one, shape[axis]);
+                let other = into(other, shape[axis]);
                 let step = if step == 0 { 1 } else { step };
                 Self::Slice { axis, ends: (one.min(other), one.max(other)), step }
             }
@@ -221,7 +222,8 @@ proptest! {
     fn span_covers_all_elements(made in small()) {
         let places = all_offsets(&made);
         let size = i128::from(made.dtype.size());
-        let (low, high) = (places.iter().min(), places.iter().max().map(|last| last + size));
+        let low = places.iter().min();
+        let high = places.iter().max().map(|last| last + size);
         match (low, high) {
             (Some(low), Some(_)) if *low < 0 => {
                 refused(made.span(), "before its memory");

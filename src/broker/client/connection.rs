@@ -14,7 +14,7 @@ use std::{
 use super::{
     dial::{Dialled, Dialler, no_broker},
     holdings::{Handlers, Holdings, OwnLease},
-    records::{buffer, is_broken, lock, receive_on, send_on},
+    records::{buffer, is_broken, receive_on, send_on},
     waker::Waker,
 };
 use crate::{
@@ -25,7 +25,7 @@ use crate::{
     driver::Driver,
     error::{Error, PeerError, Result, SocketError},
     memory::{Device, DeviceIdentity},
-    sys::fork::ProcessIdentity,
+    sys::{fork::ProcessIdentity, lock},
     wire::broker::{Message, Release, Stop, Token},
 };
 

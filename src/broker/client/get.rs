@@ -88,7 +88,8 @@ impl Get {
 
     fn check_owner(&self, lease: &Lease) -> Result<()> {
         let Some(wanted) = self.owner.filter(|wanted| *wanted != lease.owner().uid) else { return Ok(()) };
-        let (name, owner) = (lease.name(), lease.owner().uid);
+        let name = lease.name();
+        let owner = lease.owner().uid;
         let message = format!("`{name}` is not as expected: its owner is uid {owner}, not {wanted}");
         Err(BrokerError::new(RefusalCode::Differs, message).into())
     }
@@ -238,7 +239,8 @@ fn receive_lease(
     let wrong = |message: String| Err(ProtocolError::Content(message).into());
     let mut sizes = std::mem::take(&mut header.sizes);
     let segments = fds.split_off(fds.len() - sizes.len());
-    let (tables, mut segments) = (fds, segments);
+    let tables = fds;
+    let mut segments = segments;
     let want: u64 =
         header.parts.iter().flat_map(|part| &part.runs).map(|run| run.segments).fold(0, u64::saturating_add);
     while (sizes.len() as u64) < want {

@@ -1,11 +1,11 @@
 //! The hold on a version, shared by [`Lease`](super::Lease) and [`Object`](super::Object).
 
-use std::{sync::Arc, time::SystemTime};
+use std::sync::Arc;
 
 use super::{connection::Connection, holdings::OwnLease};
 use crate::{
     error::{Error, code},
-    wire::broker::{Attached, Message, Owner, ReportHeader},
+    wire::broker::{Attached, Lifetime, Message, Owner, ReportHeader},
 };
 
 /// The version's properties that [`Lease`](super::Lease), [`Object`](super::Object) and [`Prepared`](super::Prepared) share.
@@ -14,9 +14,13 @@ pub(super) struct Header {
     pub(super) name: String,
     pub(super) version: u64,
     pub(super) id: String,
-    pub(super) created: SystemTime,
+    pub(super) created_ms: u64,
     pub(super) owner: Owner,
+    pub(super) backend: String,
     pub(super) metadata: Option<Attached>,
+    pub(super) mode: Option<u16>,
+    pub(super) lifetime: Option<Lifetime>,
+    pub(super) keep: Option<u32>,
 }
 
 /// The public accessors that a lease and an opened object share.
@@ -39,7 +43,8 @@ macro_rules! version_accessors {
 
         /// The time of publication.
         pub fn created(&self) -> SystemTime {
-            self.header.created
+            let since = std::time::Duration::from_millis(self.header.created_ms);
+            SystemTime::UNIX_EPOCH.checked_add(since).unwrap_or(SystemTime::UNIX_EPOCH)
         }
 
         /// The owner of the object's name.

@@ -10,10 +10,10 @@ use std::{
     },
 };
 
-use super::Client;
+use super::{Client, hold::Header};
 use crate::{
     memory::Description,
-    wire::broker::{ArrayEntry, Attached, Lifetime, Owner, Token},
+    wire::broker::{ArrayEntry, Token},
 };
 
 /// State that a reconnect resumes.
@@ -38,11 +38,9 @@ impl Holdings {
 #[derive(Debug)]
 pub(super) struct OwnLease {
     pub(super) token: Token,
-    pub(super) name: String,
-    pub(super) version: u64,
-    pub(super) id: String,
-    /// The data to restore the version, if this process got all of it.
-    pub(super) restore: Option<RestoreData>,
+    pub(super) header: Arc<Header>,
+    /// The parts to restore the version, if this process got all of it.
+    restore: Option<Vec<RestorePart>>,
     /// Whether the broker counts the lease, as far as this process knows.
     counted: AtomicBool,
     /// Set once a restore failed for a permanent reason.
@@ -50,16 +48,8 @@ pub(super) struct OwnLease {
 }
 
 impl OwnLease {
-    pub(super) fn new(token: Token, name: String, version: u64, id: String, restore: Option<RestoreData>) -> Self {
-        Self {
-            token,
-            name,
-            version,
-            id,
-            restore,
-            counted: AtomicBool::new(true),
-            restore_failed: AtomicBool::new(false),
-        }
+    pub(super) fn new(token: Token, header: Arc<Header>, restore: Option<Vec<RestorePart>>) -> Self {
+        Self { token, header, restore, counted: AtomicBool::new(true), restore_failed: AtomicBool::new(false) }
     }
 
     pub(super) fn is_counted(&self) -> bool {
@@ -71,30 +61,17 @@ impl OwnLease {
         self.counted.swap(counted, Ordering::AcqRel)
     }
 
-    /// The version's data and descriptors, unless a restore is impossible.
-    pub(super) fn restorable(&self) -> Option<(&RestoreData, Vec<Vec<Arc<OwnedFd>>>)> {
-        let restore = self.restore.as_ref().filter(|_| !self.restore_failed.load(Ordering::Acquire))?;
-        let part = |part: &RestorePart| part.segments.iter().map(|(_, fd)| fd.upgrade()).collect();
-        Some((restore, restore.parts.iter().map(part).collect::<Option<_>>()?))
+    /// The version's parts and their descriptors, unless a restore is impossible.
+    pub(super) fn restorable(&self) -> Option<Vec<(&RestorePart, Vec<Arc<OwnedFd>>)>> {
+        let parts = self.restore.as_ref().filter(|_| !self.restore_failed.load(Ordering::Acquire))?;
+        let held = |part| Some((part, RestorePart::descriptors(part)?));
+        parts.iter().map(held).collect()
     }
 
     /// Prevents further restores.
     pub(super) fn forbid_restore(&self) {
         self.restore_failed.store(true, Ordering::Release);
     }
-}
-
-/// Everything that a broker needs to restore a version.
-#[derive(Debug)]
-pub(super) struct RestoreData {
-    pub(super) backend: String,
-    pub(super) created_ms: u64,
-    pub(super) owner: Owner,
-    pub(super) metadata: Option<Attached>,
-    pub(super) mode: Option<u16>,
-    pub(super) lifetime: Option<Lifetime>,
-    pub(super) keep: Option<u32>,
-    pub(super) parts: Vec<RestorePart>,
 }
 
 /// A part's properties: of a [`PutPart`](super::PutPart), a [`LeasedPart`](super::LeasedPart) or an [`ObjectPart`](super::ObjectPart).
@@ -118,6 +95,12 @@ pub(super) struct RestorePart {
     pub(super) header: PartHeader,
     /// The lease, or the object opened with it, owns the descriptors. Parked memory has no descriptors.
     pub(super) segments: Vec<(u64, Weak<OwnedFd>)>,
+}
+
+impl RestorePart {
+    fn descriptors(&self) -> Option<Vec<Arc<OwnedFd>>> {
+        self.segments.iter().map(|(_, fd)| fd.upgrade()).collect()
+    }
 }
 
 /// A lease that the broker no longer counts, although this process has not dropped it: see [`Client::on_lost`](super::Client::on_lost).
@@ -181,12 +164,12 @@ pub(super) enum Notice {
 
 impl Notice {
     pub(super) fn lost(held: &OwnLease, reason: LossReason) -> Self {
-        let OwnLease { name, version, id, .. } = held;
+        let Header { name, version, id, .. } = &*held.header;
         Self::Lost(Lost { name: name.clone(), version: *version, id: id.clone(), reason })
     }
 
     pub(super) fn restored(held: &OwnLease, rebuilt: bool) -> Self {
-        let OwnLease { name, version, id, .. } = held;
+        let Header { name, version, id, .. } = &*held.header;
         Self::Restored(Restored { name: name.clone(), version: *version, id: id.clone(), rebuilt })
     }
 }

@@ -11,7 +11,7 @@ use std::{
 use super::{
     connection::Connection,
     hold::{Header, Hold, part_accessors, version_accessors},
-    holdings::{OwnLease, PartHeader, RestoreData, RestorePart},
+    holdings::{OwnLease, PartHeader, RestorePart},
     object::{Layout, Object, ObjectPart},
 };
 use crate::{
@@ -36,8 +36,7 @@ const RESTORE_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Lease {
     pub(super) hold: Hold,
-    pub(super) header: Header,
-    pub(super) backend: String,
+    pub(super) header: Arc<Header>,
     pub(super) parts: Vec<LeasedPart>,
 }
 
@@ -59,19 +58,18 @@ pub(super) struct LeasedRun {
 impl Lease {
     pub(super) fn new(
         connection: &Arc<Connection>,
-        header: LeaseHeader,
+        mut header: LeaseHeader,
         tables: Vec<OwnedFd>,
         segments: Vec<(u64, OwnedFd)>,
     ) -> Result<Self> {
-        let LeaseHeader { name, version, id, created_ms, owner, backend, metadata, .. } = header;
         let mut tables = tables.into_iter();
-        let metadata = metadata.map(|table| read_text(table, &mut tables, MAX_METADATA)).transpose()?;
+        let metadata = header.metadata.take().map(|table| read_text(table, &mut tables, MAX_METADATA)).transpose()?;
         let metadata = metadata.map(Attached::from_text).transpose();
         let metadata =
             metadata.map_err(|error| ProtocolError::Content(format!("the metadata is not JSON: {error}")))?;
-        let segments = segments.into_iter().map(|(size, fd)| (size, Arc::new(fd)));
-        let (mut parts, mut segments) = (Vec::with_capacity(header.parts.len()), segments);
-        for part in header.parts {
+        let mut segments = segments.into_iter().map(|(size, fd)| (size, Arc::new(fd)));
+        let mut parts = Vec::with_capacity(header.parts.len());
+        for part in std::mem::take(&mut header.parts) {
             let description: Description = part.memory.try_into()?;
             let arrays = part.arrays.map(|table| read_text(table, &mut tables, MAX_TABLE)).transpose()?;
             let arrays = arrays.map(|text| parse_arrays(&text, description.size)).transpose()?.unwrap_or_default();
@@ -79,27 +77,18 @@ impl Lease {
                 let segments = segments.by_ref().take(usize::try_from(run.segments).unwrap_or(usize::MAX)).collect();
                 LeasedRun { run, segments }
             });
-            let (runs, arrays) = (runs.collect(), Arc::new(arrays));
-            let header = PartHeader { name: part.name, description, digest: part.digest, arrays };
+            let runs = runs.collect();
+            let header = PartHeader { name: part.name, description, digest: part.digest, arrays: Arc::new(arrays) };
             parts.push(LeasedPart { header, runs });
         }
-        let restore = header.whole.then(|| RestoreData {
-            backend: backend.clone(),
-            created_ms,
-            owner,
-            metadata: metadata.clone(),
-            mode: header.mode,
-            lifetime: header.lifetime,
-            keep: header.keep,
-            parts: parts.iter().map(LeasedPart::restore_part).collect(),
-        });
-        let held = Arc::new(OwnLease::new(header.token, name.clone(), version, id.clone(), restore));
+        let LeaseHeader { token, name, version, id, created_ms, owner, backend, mode, lifetime, keep, whole, .. } =
+            header;
+        let header = Arc::new(Header { name, version, id, created_ms, owner, backend, metadata, mode, lifetime, keep });
+        let restore = whole.then(|| parts.iter().map(LeasedPart::restore_part).collect());
+        let held = Arc::new(OwnLease::new(token, Arc::clone(&header), restore));
         connection.add_lease(&held);
         let hold = Hold { connection: Arc::clone(connection), held };
-        let created = SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(created_ms));
-        let created = created.unwrap_or(SystemTime::UNIX_EPOCH);
-        let header = Header { name, version, id, created, owner, metadata };
-        Ok(Self { hold, header, backend, parts })
+        Ok(Self { hold, header, parts })
     }
 
     version_accessors!();
@@ -112,7 +101,7 @@ impl Lease {
 
     /// The memory's backend: `cuda` or `host`.
     pub fn backend(&self) -> &str {
-        &self.backend
+        &self.header.backend
     }
 
     /// The requested parts.
@@ -157,7 +146,7 @@ impl Lease {
     fn open_with(self, driver: &Driver, device: Option<Selector>, copy_on_write: bool) -> Result<Object> {
         self.hold.connection.check_fork()?;
         let wanted = device.map(|device| Device::find(driver, device)).transpose()?;
-        check_backend(&self.header.name, &self.backend, driver)?;
+        check_backend(&self.header.name, &self.header.backend, driver)?;
         let Self { hold, header, parts, .. } = self;
         let mut opened = Vec::with_capacity(parts.len());
         for part in parts {

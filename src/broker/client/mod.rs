@@ -22,10 +22,7 @@ use std::{
     time::Duration,
 };
 
-use self::{
-    connection::Connection,
-    records::{lock, unexpected},
-};
+use self::{connection::Connection, records::unexpected};
 pub use self::{
     get::{Claim, ClaimOf, Found, Get},
     holdings::{LossReason, Lost, Restored},
@@ -39,6 +36,7 @@ use super::name::check_name;
 use crate::{
     channel::{Config, Peer},
     error::{Error, ProtocolError, Result},
+    sys::lock,
     wire::{
         Check,
         broker::{
@@ -144,17 +142,12 @@ impl Client {
     /// # Errors
     /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn list(&self, prefix: &str) -> Result<Vec<Summary>> {
-        let (mut all, mut after) = (Vec::<Summary>::new(), None);
+        let mut all = Vec::<Summary>::new();
         loop {
-            let list = Message::List(List { prefix: prefix.to_owned(), after });
-            match self.ask(&list)? {
-                (Message::Objects(objects), _) if objects.objects.is_empty() && objects.more => {
-                    return Err(empty_page());
-                }
-                (Message::Objects(objects), _) => {
-                    all.extend(objects.objects);
-                    after = all.last().map(|last| last.name.clone());
-                    if !objects.more || after.is_none() {
+            let after = all.last().map(|last| last.name.clone());
+            match self.ask(&Message::List(List { prefix: prefix.to_owned(), after }))? {
+                (Message::Objects(page), _) => {
+                    if is_last_page(&mut all, page.objects, page.more)? {
                         return Ok(all);
                     }
                 }
@@ -195,15 +188,13 @@ impl Client {
     /// # Errors
     /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn who(&self, prefix: &str) -> Result<Holders> {
-        let (mut all, mut after) = (Vec::<HeldLease>::new(), None);
+        let mut leases = Vec::<HeldLease>::new();
         loop {
+            let after = leases.last().map(|last| last.number);
             match self.ask(&Message::Who(Who { prefix: prefix.to_owned(), after }))? {
-                (Message::Leases(leases), _) if leases.leases.is_empty() && leases.more => return Err(empty_page()),
-                (Message::Leases(leases), _) => {
-                    all.extend(leases.leases);
-                    after = all.last().map(|last| last.number);
-                    if !leases.more || after.is_none() {
-                        return Ok(Holders { leases: all, totals: leases.totals });
+                (Message::Leases(page), _) => {
+                    if is_last_page(&mut leases, page.leases, page.more)? {
+                        return Ok(Holders { leases, totals: page.totals });
                     }
                 }
                 (other, _) => return Err(unexpected(&other, "leases")),
@@ -265,8 +256,13 @@ impl AsFd for Client {
     }
 }
 
-fn empty_page() -> Error {
-    ProtocolError::Content("a page without entries announces more pages".to_owned()).into()
+/// Adds a page to the entries. Returns whether no other follows.
+fn is_last_page<T>(all: &mut Vec<T>, page: Vec<T>, more: bool) -> Result<bool> {
+    if page.is_empty() && more {
+        return Err(ProtocolError::Content("a page without entries announces more pages".to_owned()).into());
+    }
+    all.extend(page);
+    Ok(!more)
 }
 
 /// The random token that makes a request idempotent.

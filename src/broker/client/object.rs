@@ -36,7 +36,7 @@ impl Layout {
 #[derive(Debug)]
 pub struct Object {
     pub(super) parts: Vec<ObjectPart>,
-    pub(super) header: Header,
+    pub(super) header: Arc<Header>,
     /// `None` while parked without a lease.
     pub(super) hold: Option<Hold>,
     pub(super) layout: Layout,
@@ -135,7 +135,8 @@ impl ObjectPart {
             start <= span.start && span.end <= start + piece.size()
         };
         let Some(piece) = self.memory.iter().find(inside) else {
-            let (offset, length) = (span.start, span.end - span.start);
+            let offset = span.start;
+            let length = span.end - span.start;
             let size = self.memory.iter().map(|piece| piece.size()).sum();
             return Err(Error::Memory(MemoryError::OutOfRange { offset, length, size }));
         };

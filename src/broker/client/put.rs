@@ -9,7 +9,8 @@ use std::{
 use super::{
     Client,
     connection::Exchange,
-    holdings::{OwnLease, PartHeader, RestoreData},
+    hold::Header,
+    holdings::{PartHeader, RestorePart},
     records::unexpected,
 };
 use crate::{
@@ -177,7 +178,8 @@ impl PutPart<'static> {
         let PartHeader { name, description: one, .. } = &mut self.header;
         let more = other.header.description;
         if self.backend != other.backend || one.device != more.device {
-            let (one, other) = (&one.device, more.device);
+            let one = &one.device;
+            let other = more.device;
             return Err(invalid(format!("part `{name}` has memory on {one} and on {other}: put one part per device")));
         }
         match (&mut one.sharing, more.sharing) {
@@ -270,32 +272,26 @@ impl Client {
 
 /// Prepares to restore a version with its leases, and lets `send` upload it.
 pub(super) fn restore(
-    held: &OwnLease,
-    data: &RestoreData,
-    segments: &[Vec<Arc<OwnedFd>>],
+    header: &Header,
+    parts: &[(&RestorePart, Vec<Arc<OwnedFd>>)],
     leases: &[Token],
     send: impl FnOnce(&mut Upload<'_>) -> Result<Published>,
 ) -> Result<Published> {
-    let unknown = || invalid(format!("the backend `{}` is unknown to this build", data.backend));
+    let Header { version, created_ms, owner, mode, lifetime, keep, .. } = *header;
+    let unknown = || invalid(format!("the backend `{}` is unknown to this build", header.backend));
     let backends = [Backend::Cuda, Backend::Host];
-    let backend = backends.into_iter().find(|known| known.as_str() == data.backend).ok_or_else(unknown)?;
-    let mut put = Put::new(held.name.as_str());
-    let RestoreData { mode, lifetime, keep, .. } = *data;
+    let backend = backends.into_iter().find(|known| known.as_str() == header.backend).ok_or_else(unknown)?;
+    let mut put = Put::new(header.name.as_str());
     put.header = PutHeader { mode, lifetime, keep, ..put.header };
-    for (part, fds) in data.parts.iter().zip(segments) {
+    for (part, fds) in parts {
         let segments = part.segments.iter().zip(fds).map(|((size, _), fd)| (*size, Segment::Borrowed(fd.as_fd())));
         put.parts.push(PutPart { backend, header: part.header.clone(), segments: segments.collect() });
     }
     check(&put)?;
-    let mut upload = Upload::of(&put, data.metadata.clone())?;
+    let mut upload = Upload::of(&put, header.metadata.clone())?;
     upload.message.request = Some(super::new_token()?);
-    upload.message.restore = Some(Restore {
-        version: held.version,
-        id: held.id.clone(),
-        created_ms: data.created_ms,
-        owner: data.owner,
-        leases: leases.to_vec(),
-    });
+    let id = header.id.clone();
+    upload.message.restore = Some(Restore { version, id, created_ms, owner, leases: leases.to_vec() });
     send(&mut upload)
 }
 
@@ -320,7 +316,8 @@ impl<'a> Upload<'a> {
                 [] => None,
                 arrays => Some(tables.add(Attached::of(arrays).map_err(unwritable)?)?),
             };
-            let (name, digest) = (name.clone(), digest.clone());
+            let name = name.clone();
+            let digest = digest.clone();
             parts.push(broker::PutPartHeader { name, memory: description.into(), arrays, digest });
         }
         let tables = tables.attached;
@@ -375,7 +372,8 @@ fn check(put: &Put<'_>) -> Result<()> {
     if put.parts.is_empty() {
         return Err(invalid(format!("a put of `{name}` has no part")));
     }
-    let (parts, segments) = (put.parts.len(), put.parts.iter().map(|part| part.segments.len()).sum::<usize>());
+    let parts = put.parts.len();
+    let segments = put.parts.iter().map(|part| part.segments.len()).sum::<usize>();
     if parts > MAX_PARTS || announced.len() > MAX_PARTS {
         let got = parts.max(announced.len());
         return Err(invalid(format!("{got} parts are too many: an object has at most {MAX_PARTS}")));

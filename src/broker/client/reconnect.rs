@@ -14,13 +14,15 @@ use super::{
     Client,
     connection::Connection,
     dial::{Dialled, no_broker},
+    hold::Header,
     holdings::{LossReason, Notice, OwnLease},
     put,
-    records::{is_broken, lock, unexpected},
+    records::{is_broken, unexpected},
 };
 use crate::{
     channel::deadline_after,
     error::{Error, PeerError, Result},
+    sys::lock,
     wire::broker::{MAX_RESUMED, Message, Release, Resume, Token},
 };
 
@@ -177,17 +179,18 @@ impl Connection {
         // Older versions of a name first: the broker refuses them after a newer one.
         let mut versions: BTreeMap<(String, u64, String), Vec<Arc<OwnLease>>> = BTreeMap::new();
         for held in lost {
-            versions.entry((held.name.clone(), held.version, held.id.clone())).or_default().push(held);
+            let Header { name, version, id, .. } = &*held.header;
+            versions.entry((name.clone(), *version, id.clone())).or_default().push(held);
         }
         let mut outcomes = Vec::new();
         for leases in versions.into_values() {
             let tokens: Vec<Token> = leases.iter().map(|held| held.token).collect();
             let problem = match leases.iter().find_map(|held| Some((held, held.restorable()?))) {
                 None => Some("this process does not hold the whole version".to_owned()),
-                Some((held, (whole, segments))) => {
+                Some((held, parts)) => {
                     let mut problem = None;
                     for tokens in tokens.chunks(MAX_LEASES_PER_RESTORE) {
-                        let offered = put::restore(held, whole, &segments, tokens, |upload| {
+                        let offered = put::restore(&held.header, &parts, tokens, |upload| {
                             let mut exchange = self.exchange(incoming, self.socket.timeout());
                             let published = upload.send(&mut exchange, Duration::ZERO)?;
                             exchange.finish();
@@ -197,7 +200,7 @@ impl Connection {
                             Ok(_) => {}
                             Err(error) if is_connection_error(&error) => return Err(error),
                             Err(error) => {
-                                tracing::debug!(%error, name = held.name, "the broker did not accept a restored version");
+                                tracing::debug!(%error, name = held.header.name, "the broker did not accept a restored version");
                                 if !matches!(error, Error::Broker(_)) {
                                     held.forbid_restore();
                                 }

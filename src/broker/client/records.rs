@@ -2,7 +2,6 @@
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
-    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
     time::{Duration, Instant},
 };
 
@@ -66,18 +65,4 @@ pub(super) fn is_broken(error: &Error) -> bool {
 /// The error for an unexpected answer.
 pub(super) fn unexpected(got: &Message, want: &'static str) -> Error {
     ProtocolError::Unexpected { got: got.name(), want }.into()
-}
-
-/// Locks a mutex even if another thread panicked while it held the lock: no critical section leaves inconsistent data.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Like [`lock`], but returns `None` while another thread holds the lock.
-pub(super) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
-    match mutex.try_lock() {
-        Err(TryLockError::WouldBlock) => None,
-        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-        Ok(guard) => Some(guard),
-    }
 }

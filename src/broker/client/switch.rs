@@ -29,7 +29,7 @@ const LISTED: usize = 8;
 /// It owns the version's lease and the handles and descriptors of its segments. Dropping it releases them.
 #[derive(Debug)]
 pub struct Prepared {
-    header: Header,
+    header: Arc<Header>,
     parts: Vec<PreparedPart>,
     hold: Option<Hold>,
     /// The layout of the object for which this version was prepared.
@@ -132,10 +132,11 @@ impl Object {
     /// Driver calls, for each piece: as for [`Imported::open`](crate::memory::Imported::open), `cuMemUnmap`, `cuMemAddressFree`.
     #[doc(alias("cuMemUnmap", "cuMemAddressFree"))]
     pub fn prepare(&self, lease: Lease) -> Result<Prepared> {
-        let Lease { hold, header, mut parts, backend } = lease;
-        let (name, version) = (&header.name, header.version);
+        let Lease { hold, header, mut parts } = lease;
+        let name = &header.name;
+        let version = header.version;
         if let Some(piece) = self.parts.iter().find_map(|part| part.memory.first()) {
-            check_backend(name, &backend, piece.device().driver())?;
+            check_backend(name, &header.backend, piece.device().driver())?;
         }
         let problems = |problems: Vec<String>| {
             let more = problems.len().saturating_sub(LISTED);
@@ -171,7 +172,8 @@ impl Object {
             });
             prepared.push(part?);
         }
-        let (hold, fits) = (Some(hold), self.layout.clone());
+        let hold = Some(hold);
+        let fits = self.layout.clone();
         Ok(Prepared { header, parts: prepared, hold, fits, layout })
     }
 
@@ -304,7 +306,8 @@ impl PreparedPart {
         let LeasedPart { header, runs } = next;
         let mut spares = Vec::with_capacity(runs.len());
         for (run, piece) in runs.into_iter().zip(&part.memory) {
-            let (driver, device) = (piece.device().driver(), piece.device());
+            let driver = piece.device().driver();
+            let device = piece.device();
             let device = Device::for_memory_of(driver, &header.description.device, Some(device))?;
             let (memory, segments) = run.map(&device, &header.description, false)?;
             spares.push(Spare::of(memory, segments)?);
@@ -338,7 +341,8 @@ impl<'a> Shape<'a> {
 
     fn of_leased(part: &'a LeasedPart) -> Self {
         let piece = |run: &LeasedRun| {
-            let (start, room) = (run.run.offset, run.run.size);
+            let start = run.run.offset;
+            let room = run.run.size;
             Piece {
                 start,
                 size: part.header.description.size.min(start.saturating_add(room)).saturating_sub(start),
@@ -389,7 +393,8 @@ fn mismatches(old: &[Shape<'_>], new: &[Shape<'_>]) -> Vec<String> {
             match others.get(name.as_str()) {
                 Some(other) if other.array == *array => {}
                 Some(ArrayEntry { array: other, .. }) => {
-                    let (at, before) = (other.offset, array.offset);
+                    let at = other.offset;
+                    let before = array.offset;
                     found.push(format!("array `{name}` is {other} at byte {at}, not {array} at byte {before}"));
                 }
                 None => found.push(format!("array `{name}` is missing")),

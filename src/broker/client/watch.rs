@@ -136,7 +136,8 @@ impl Watch {
     /// Subscribes at `seen`, waits for events and unsubscribes, so that the connection is free afterwards. If the connection breaks, it
     /// subscribes again at the new position.
     fn fetch(&mut self, wait: Duration) -> Result<()> {
-        let (client, until) = (self.client.clone(), deadline_after(wait));
+        let client = self.client.clone();
+        let until = deadline_after(wait);
         client.0.request(wait, |exchange, _| self.subscribe(exchange, until))
     }
 

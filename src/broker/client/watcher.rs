@@ -16,13 +16,13 @@ use nix::{
 use super::{
     connection::Connection,
     dial::{Dialler, no_broker},
-    records::{buffer, lock, try_lock},
+    records::buffer,
     waker::Waker,
 };
 use crate::{
     channel::{eventfd, log_panics_of_checks},
     error::{Error, Result},
-    sys,
+    sys::{self, lock, try_lock},
 };
 
 /// How often to check whether another thread's request has finished reconnecting.

@@ -48,8 +48,10 @@ impl Bare for Core {
         self.origin.check()?;
         let access =
             AccessDesc { location: Location::Device(ordinal).into(), flags: flags_of(Some(Access::ReadWrite)) };
-        let (mut opening, mut last) = (Opening::default(), Instant::now());
-        let (mut handle, mut address) = (0, 0);
+        let mut opening = Opening::default();
+        let mut last = Instant::now();
+        let mut handle = 0;
+        let mut address = 0;
         let shareable = ptr::without_provenance_mut(fd.as_raw_fd() as usize);
         // SAFETY: all pointers are valid for the calls. For this type, the descriptor itself is passed as the pointer. The mapped handle
         // was just imported, and its addresses just reserved.
@@ -69,7 +71,8 @@ impl Bare for Core {
     fn close(&self, opened: BareMapping) -> Result<Closing> {
         self.origin.check()?;
         check("cuMemUnmap", opened.by, self.identity)?;
-        let (mut closing, mut last) = (Closing::default(), Instant::now());
+        let mut closing = Closing::default();
+        let mut last = Instant::now();
         // SAFETY: the mapping is whole. No table contains it, so no thread starts a copy from or to it, and `opened`, its only name, is
         // consumed.
         unsafe {

@@ -151,13 +151,15 @@ impl Diagnosis for Core {
         }
         self.in_context(ordinal, || {
             let functions = &self.functions;
-            let (mut module, mut kernel) = (ptr::null_mut(), ptr::null_mut());
+            let mut module = ptr::null_mut();
+            let mut kernel = ptr::null_mut();
             // SAFETY: the pointer is valid for one write. The text is null-terminated.
             unsafe { functions.module_load_data(&mut module, STORE.as_ptr().cast()) }?;
             // SAFETY: the pointers are valid for the call. The module is loaded.
             let found = unsafe { functions.module_get_function(&mut kernel, module, STORE_NAME.as_ptr()) };
             let stored = found.and_then(|()| {
-                let (mut to, mut value) = (address, value);
+                let mut to = address;
+                let mut value = value;
                 let mut arguments = [(&raw mut to).cast(), (&raw mut value).cast()];
                 let arguments = arguments.as_mut_ptr();
                 let stream = ptr::null_mut();

@@ -114,7 +114,8 @@ impl Program {
         ];
         let wanted = (size / VECTOR).div_ceil(THREADS.into());
         let blocks = u32::try_from(wanted).unwrap_or(max_blocks).clamp(1, max_blocks);
-        let (stream, none) = (ptr::null_mut(), ptr::null_mut());
+        let stream = ptr::null_mut();
+        let none = ptr::null_mut();
         // SAFETY: null is the default stream. The events and the kernel are alive. The arguments match the kernel, and are read before the
         // call returns. The caller guarantees access to the memory.
         unsafe {

@@ -307,7 +307,8 @@ impl Core {
 
     /// The start and size of the allocation that contains an address. Its context is current.
     fn extent(&self, address: u64) -> Result<(u64, u64)> {
-        let (mut base, mut size) = (0, 0);
+        let mut base = 0;
+        let mut size = 0;
         // SAFETY: both pointers are valid for one write; the driver looks the address up.
         unsafe { self.functions.mem_get_address_range(&mut base, &mut size, address) }?;
         Ok((base, size as u64))

@@ -87,7 +87,8 @@ unsafe impl Verbs for CudaDriver {
 
     fn memory_info(&self, ordinal: i32) -> Result<MemoryInfo> {
         self.core.in_context(ordinal, || {
-            let (mut free, mut total) = (0, 0);
+            let mut free = 0;
+            let mut total = 0;
             // SAFETY: both pointers are valid for one write.
             unsafe { self.core.functions.mem_get_info(&mut free, &mut total) }?;
             Ok(MemoryInfo { free: free as u64, total: total as u64 })
@@ -315,7 +316,8 @@ unsafe impl Verbs for CudaDriver {
     }
 
     fn can_access_peer(&self, ordinal: i32, peer: i32) -> Result<bool> {
-        let (device, peer_device) = (self.core.device(ordinal)?, self.core.device(peer)?);
+        let device = self.core.device(ordinal)?;
+        let peer_device = self.core.device(peer)?;
         // The driver reports false for a device and itself.
         if ordinal == peer {
             return Ok(true);

@@ -244,7 +244,8 @@ fn replace(
     size: u64,
     over: impl FnOnce(NonZeroUsize, NonZeroUsize) -> nix::Result<NonNull<c_void>>,
 ) -> Replaced {
-    let (start, length) = (nonzero(address), nonzero(size));
+    let start = nonzero(address);
+    let length = nonzero(size);
     let Err(errno) = over(start, length) else { return Replaced::Done };
     // Without `MAP_FIXED` nothing is replaced: it fails where anything is mapped, even the old mapping.
     // SAFETY: new anonymous addresses that replace nothing.
@@ -362,7 +363,8 @@ mod tests {
     #[test]
     fn lost_range_is_left_alone() {
         let mut reserved = Reserved::new(3 * UNIT, UNIT).unwrap();
-        let (start, middle) = (reserved.address(), reserved.address() + UNIT);
+        let start = reserved.address();
+        let middle = reserved.address() + UNIT;
         let taken = |at, length| {
             let writable = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
             // SAFETY: the addresses belong to the test, and nothing accesses them.

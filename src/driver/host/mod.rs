@@ -126,7 +126,8 @@ impl HostDriver {
         let boot_id = boot_id(Path::new("/"))?;
         let origin = ProcessIdentity::current();
         let space = Arc::new(Space { origin, state: RwLock::default(), windows: Arc::default() });
-        let (identity, uuid) = (Identity::new(), Self::uuid_of(boot_id.trim()));
+        let identity = Identity::new();
+        let uuid = Self::uuid_of(boot_id.trim());
         Ok(Self { origin, identity, uuid, granularity, space })
     }
 

@@ -50,7 +50,8 @@ impl<'a> Buffer<'a> {
         if let Some(array) = &array {
             array.check(shared.size())?;
         }
-        let (content, filled) = (BoxedContent(Box::new(content)), AtomicBool::new(false));
+        let content = BoxedContent(Box::new(content));
+        let filled = AtomicBool::new(false);
         Ok(Self { shared, content, array, seal_after_fill: false, filled, gate: Gate::default() })
     }
 

@@ -155,7 +155,8 @@ impl<'a> Session<'a> {
     /// Waits for a turn on the filled buffer: exclusive in a round trip, else shared.
     fn turn(&mut self) -> Result<Entered<'a>> {
         let Context { buffer, options, observer, failure } = self.context;
-        let (interval, link) = (self.link.tick_interval(), &mut self.link);
+        let interval = self.link.tick_interval();
+        let link = &mut self.link;
         let kind = if options.round_trip { Turn::Exclusive } else { Turn::Shared };
         let mut turn = buffer.turn(kind, interval, &mut || link.busy())?;
         // A loop: between the two turns, a reply to another service may invalidate the buffer again.

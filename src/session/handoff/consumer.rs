@@ -252,7 +252,8 @@ impl<'a> Consumer<'a> {
             acknowledge(&mut self.link, segments)?;
         }
         self.pools.extend(opened.pool);
-        let (memory, elapsed) = (opened.memory, begun.elapsed().saturating_sub(opened.opening));
+        let memory = opened.memory;
+        let elapsed = begun.elapsed().saturating_sub(opened.opening);
         let description = &offer.memory;
         (self.observer)(Event::Received { description, bytes: range.end - range.start, fds: &opened.fds, elapsed });
         (self.observer)(Event::Mapped { address: memory.address(), access: offer.access, elapsed: opened.opening });

@@ -125,7 +125,8 @@ mod tests {
 
     #[test]
     fn exclusive_turns_do_not_overlap() {
-        let (gate, inside) = (Gate::default(), AtomicUsize::new(0));
+        let gate = Gate::default();
+        let inside = AtomicUsize::new(0);
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {

@@ -4,9 +4,8 @@ use std::{ops::Range, sync::Arc};
 
 use crate::{
     array::ArrayDescriptor,
-    driver::Access,
     error::Result,
-    memory::{Array, Description, Device, Imported, Region},
+    memory::{Array, Description, Imported, region},
     session::{
         Check,
         opening::{Connection, Offer},
@@ -15,8 +14,8 @@ use crate::{
 
 /// A producer's buffer, or a part of it, open in this process.
 ///
-/// [`Region::size`] is the size of the data in bytes, [`ImportedObject::mapped_size`] the size of the mapping. An object shared with
-/// [`crate::memory::Mechanism::Vmm`] stays valid until it is dropped, even after the producer exits. Memory of a pool and legacy memory
+/// [`Region::size`](crate::memory::Region::size) is the size of the data in bytes, [`ImportedObject::mapped_size`] the size of the mapping.
+/// An object shared with [`crate::memory::Mechanism::Vmm`] stays valid until it is dropped, even after the producer exits. Memory of a pool and legacy memory
 /// belong to the producer, which frees them when the connection closes. The connection therefore remains open until all such objects are
 /// dropped, even if the [`Consumer`](super::Consumer) is dropped first.
 #[derive(Debug)]
@@ -54,7 +53,7 @@ impl ImportedObject {
         self.memory.start()
     }
 
-    /// Size of the mapping in bytes, at least [`Region::size`]. The bytes after the data are padding.
+    /// Size of the mapping in bytes, at least [`Region::size`](crate::memory::Region::size). The bytes after the data are padding.
     pub fn mapped_size(&self) -> u64 {
         self.memory.mapped_size()
     }
@@ -76,26 +75,11 @@ impl ImportedObject {
     }
 }
 
-impl crate::memory::sealed::Sealed for ImportedObject {}
-
-impl Region for ImportedObject {
-    fn device(&self) -> &Device {
-        self.memory.device()
-    }
-
-    fn address(&self) -> u64 {
-        self.memory.address()
-    }
-
-    fn size(&self) -> u64 {
-        self.memory.size()
-    }
-
-    fn access(&self) -> Access {
-        self.memory.access()
-    }
-
-    fn is_protected(&self) -> bool {
-        self.memory.is_protected()
-    }
-}
+region!(
+    ImportedObject,
+    |this| this.memory.device(),
+    this.memory.address(),
+    this.memory.size(),
+    this.memory.access(),
+    this.memory.is_protected()
+);

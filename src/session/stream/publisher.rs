@@ -180,7 +180,8 @@ impl Publisher {
         self.guard(sent)?;
         let (first, behind) = chunks.split_at(chunks.len().min(MAX_FDS));
         let records = records(behind, first.len() as u64);
-        let (memory, first) = (Arc::clone(memory), first.to_vec());
+        let memory = Arc::clone(memory);
+        let first = first.to_vec();
         let buffer = Buffer { memory, first, records, generation: 0, held: false, out: false, withdrawn: false };
         self.next += 1;
         self.buffers.insert(number, buffer);
@@ -214,7 +215,8 @@ impl Publisher {
     pub fn announce(&mut self, id: BufferId) -> Result<u64> {
         let number = id.number;
         let buffer = self.idle(id)?;
-        let (generation, held) = (buffer.generation + 1, buffer.held);
+        let generation = buffer.generation + 1;
+        let held = buffer.held;
         let sent = match held {
             true => self.link.send(&ready(number, generation, &[]), &[]),
             false => self.send_new(number, generation),

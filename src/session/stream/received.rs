@@ -5,9 +5,8 @@ use std::{fmt, sync::Arc, time::Instant};
 use super::BufferId;
 use crate::{
     array::ArrayDescriptor,
-    driver::Access,
     error::Result,
-    memory::{Array, Device, Imported, Pool, Region},
+    memory::{Array, Imported, Pool, Region, region},
     session::opening::Connection,
 };
 
@@ -72,29 +71,14 @@ impl Received {
     }
 }
 
-impl crate::memory::sealed::Sealed for Received {}
-
-impl Region for Received {
-    fn device(&self) -> &Device {
-        self.held.memory.device()
-    }
-
-    fn address(&self) -> u64 {
-        self.held.memory.address()
-    }
-
-    fn size(&self) -> u64 {
-        self.held.memory.size()
-    }
-
-    fn access(&self) -> Access {
-        self.held.memory.access()
-    }
-
-    fn is_protected(&self) -> bool {
-        self.held.memory.is_protected()
-    }
-}
+region!(
+    Received,
+    |this| this.held.memory.device(),
+    this.held.memory.address(),
+    this.held.memory.size(),
+    this.held.memory.access(),
+    this.held.memory.is_protected()
+);
 
 impl fmt::Debug for Received {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -285,7 +285,8 @@ impl Subscriber {
         self.remains = Some(opened.remains);
         let usable_since = Instant::now();
         acknowledge(&mut self.link, opened.unacknowledged.unwrap_or(0))?;
-        let (memory, pool) = (opened.memory, opened.pool);
+        let memory = opened.memory;
+        let pool = opened.pool;
         let connection = self.connection.clone().filter(|_| memory.is_borrowed());
         let id = BufferId { session: self.session, number };
         let held = Arc::new(Held { id, memory, array: offer.array.clone(), pool, _connection: connection });
@@ -394,7 +395,8 @@ impl Subscriber {
         open.held.memory.synchronize()?;
         self.uses += 1;
         (open.in_use, open.last_use) = (false, self.uses);
-        let (generation, withdrawn) = (open.generation, open.withdrawn);
+        let generation = open.generation;
+        let withdrawn = open.withdrawn;
         let done = self.link.send(&Message::Done(BufferTurn { buffer: number, generation }), &[]);
         let sent = match withdrawn {
             true => done.and_then(|()| self.discard(number)),

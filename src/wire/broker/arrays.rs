@@ -201,7 +201,8 @@ mod tests {
             if text.is_char_boundary(at) && text.is_char_boundary(at + 1) {
                 text.replace_range(at..=at, &byte);
             }
-            let (ours, theirs) = (fast(&text), serde_json::from_str::<Vec<ArrayEntry>>(&text));
+            let ours = fast(&text);
+            let theirs = serde_json::from_str::<Vec<ArrayEntry>>(&text);
             if let Some(ours) = ours {
                 prop_assert_eq!(ours, theirs.unwrap());
             }
