@@ -8,8 +8,32 @@ use std::{fmt, str::FromStr};
 use serde::{Deserialize, Deserializer, Serialize, de};
 use uuid::Uuid;
 
-use self::strict::objects;
+use self::strict::{no_texts, objects};
 use crate::error::{ParseError, Result};
+
+/// Implements `Display` and `FromStr` for an enum whose variants are words.
+macro_rules! words {
+    ($type:ty, $what:literal, $expected:literal, [$($variant:ident $word:literal),*]) => {
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(match self {
+                    $(Self::$variant => $word,)*
+                })
+            }
+        }
+
+        impl FromStr for $type {
+            type Err = ParseError;
+
+            fn from_str(text: &str) -> Result<Self, ParseError> {
+                match text {
+                    $($word => Ok(Self::$variant),)*
+                    _ => Err(ParseError::new(text, $what, $expected)),
+                }
+            }
+        }
+    };
+}
 
 /// The kind of memory behind a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -52,26 +76,7 @@ pub enum Access {
     ReadWrite,
 }
 
-impl fmt::Display for Access {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::ReadOnly => "ro",
-            Self::ReadWrite => "rw",
-        })
-    }
-}
-
-impl FromStr for Access {
-    type Err = ParseError;
-
-    fn from_str(text: &str) -> Result<Self, ParseError> {
-        match text {
-            "ro" => Ok(Self::ReadOnly),
-            "rw" => Ok(Self::ReadWrite),
-            _ => Err(ParseError::new(text, "an access", "ro or rw")),
-        }
-    }
-}
+words!(Access, "an access", "ro or rw", [ReadOnly "ro", ReadWrite "rw"]);
 
 /// A device's UUID. Unlike the ordinal, it identifies the same device in every process.
 ///
@@ -172,28 +177,7 @@ pub enum Mechanism {
     Legacy,
 }
 
-impl fmt::Display for Mechanism {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Vmm => "vmm",
-            Self::Pool => "pool",
-            Self::Legacy => "legacy",
-        })
-    }
-}
-
-impl FromStr for Mechanism {
-    type Err = ParseError;
-
-    fn from_str(text: &str) -> Result<Self, ParseError> {
-        match text {
-            "vmm" => Ok(Self::Vmm),
-            "pool" => Ok(Self::Pool),
-            "legacy" => Ok(Self::Legacy),
-            _ => Err(ParseError::new(text, "a mechanism", "vmm, pool or legacy")),
-        }
-    }
-}
+words!(Mechanism, "a mechanism", "vmm, pool or legacy", [Vmm "vmm", Pool "pool", Legacy "legacy"]);
 
 /// The location of memory: on the device or on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -208,29 +192,10 @@ pub enum Placement {
     Host,
 }
 
-impl fmt::Display for Placement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Device => "device",
-            Self::Host => "host",
-        })
-    }
-}
-
-impl FromStr for Placement {
-    type Err = ParseError;
-
-    fn from_str(text: &str) -> Result<Self, ParseError> {
-        match text {
-            "device" => Ok(Self::Device),
-            "host" => Ok(Self::Host),
-            _ => Err(ParseError::new(text, "a location", "device or host")),
-        }
-    }
-}
+words!(Placement, "a location", "device or host", [Device "device", Host "host"]);
 
 objects! {
-    /// Identifies a device across processes. Ordinals differ between processes; UUIDs do not.
+/// Identifies a device across processes. Ordinals differ between processes; UUIDs do not.
     pub struct DeviceIdentity {
         /// The device's UUID.
         #[serde(deserialize_with = "uuid_of_one_form")]
@@ -243,6 +208,8 @@ objects! {
         pub name: String,
     }
 }
+
+no_texts!(DeviceUuid);
 
 impl fmt::Display for DeviceIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -9,7 +9,7 @@ use serde::{
 
 use super::{ArrayDescriptor, ElementType, MAX_DIMENSIONS};
 use crate::{
-    base::strict::{never, objects},
+    base::strict::{never, no_texts, objects},
     error::ParseError,
 };
 
@@ -39,6 +39,8 @@ enum ByteOrder {
     Little,
     Big,
 }
+
+no_texts!(Dtype, ByteOrder);
 
 impl From<ArrayDescriptor> for PlainArray {
     fn from(array: ArrayDescriptor) -> Self {

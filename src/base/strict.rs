@@ -32,6 +32,12 @@ macro_rules! objects {
                 serde::ser::SerializeMap::end(fields)
             }
         }
+
+        impl $crate::base::strict::Clean for $name {
+            fn clean(&mut self) {
+                $($crate::base::strict::Clean::clean(&mut self.$field);)*
+            }
+        }
     )*};
     (@absent $field:expr) => { Field($field).is_absent() };
     (@absent $field:expr, $is_absent:expr) => { $is_absent($field) };
@@ -77,6 +83,56 @@ pub(crate) trait IsAbsent {
 }
 
 impl<T> IsAbsent for Field<'_, T> {}
+
+/// Texts of a peer that may reach a terminal.
+pub(crate) trait Clean {
+    /// Replaces characters that must not reach a terminal with spaces. By default, there is no such text.
+    fn clean(&mut self) {}
+}
+
+impl Clean for String {
+    fn clean(&mut self) {
+        if self.contains(is_unsafe_on_terminals) {
+            *self = self.replace(is_unsafe_on_terminals, " ");
+        }
+    }
+}
+
+impl<T: Clean> Clean for Option<T> {
+    fn clean(&mut self) {
+        self.iter_mut().for_each(Clean::clean);
+    }
+}
+
+impl<T: Clean> Clean for Vec<T> {
+    fn clean(&mut self) {
+        self.iter_mut().for_each(Clean::clean);
+    }
+}
+
+impl<T: Clean> Clean for Box<T> {
+    fn clean(&mut self) {
+        (**self).clean();
+    }
+}
+
+/// Implements [`Clean`] for types without texts.
+macro_rules! no_texts {
+    ($($type:ty),*) => {
+        $(impl $crate::base::strict::Clean for $type {})*
+    };
+}
+
+pub(crate) use no_texts;
+
+no_texts!(bool, i32, i64, u16, u32, u64);
+
+/// Whether a character must not reach a terminal: a control character, or a format character (Unicode category Cf) that reorders or hides
+/// text.
+pub fn is_unsafe_on_terminals(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{00AD}' | '\u{061C}' | '\u{180E}' | '\u{200B}'..='\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2060}'..='\u{206F}' | '\u{FEFF}')
+}
 
 /// For a field that is written as null.
 pub(crate) fn never<T>(_: &T) -> bool {

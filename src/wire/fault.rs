@@ -14,8 +14,11 @@ use serde::{
 };
 use serde_json::value::RawValue;
 
-use super::{MAX_REASON, clean, shorten};
-use crate::error::{BodyCause, BodyFault};
+use super::{MAX_REASON, shorten};
+use crate::{
+    base::strict::Clean,
+    error::{BodyCause, BodyFault},
+};
 
 /// serde_json's limit.
 const MAX_DEPTH: usize = 128;
@@ -31,7 +34,7 @@ pub(super) fn of<T: DeserializeOwned>(body: &str) -> BodyFault {
     };
     if let Some(field) = &mut fault.field {
         shorten(field, MAX_REASON);
-        clean(field);
+        field.clean();
     }
     fault
 }

@@ -2,8 +2,11 @@
 
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::{HEADER_LENGTH, MAX_BODY, MAX_REASON, VERSION, clean, fault, shorten};
-use crate::error::{BodyCause, BodyFault, ProtocolError};
+use super::{HEADER_LENGTH, MAX_BODY, MAX_REASON, VERSION, fault, shorten};
+use crate::{
+    base::strict::Clean,
+    error::{BodyCause, BodyFault, ProtocolError},
+};
 
 const MAGIC: [u8; 4] = *b"VMFD";
 
@@ -40,6 +43,13 @@ macro_rules! messages {
                 match kind {
                     $($kind => parse($name, body).map(Self::$variant),)*
                     got => Err(ProtocolError::Kind { got }),
+                }
+            }
+
+            /// Cleans the texts that may reach a terminal.
+            fn clean(&mut self) {
+                match self {
+                    $(Self::$variant(body) => $crate::base::strict::Clean::clean(body),)*
                 }
             }
 
@@ -137,7 +147,7 @@ pub(super) fn parse<T: DeserializeOwned>(kind: &'static str, body: &[u8]) -> Res
     serde_json::from_str(body).map_err(|error| {
         let mut reason = error.to_string();
         shorten(&mut reason, MAX_REASON);
-        clean(&mut reason);
+        reason.clean();
         ProtocolError::Body { kind, fault: fault::of::<T>(body), reason }
     })
 }

@@ -18,8 +18,16 @@ pub use self::messages::{
     BufferNumber, BufferTurn, Busy, ByteRange, Check, Failure, Hello, Memory, Offer, PoolNumber, Ready, Received,
     Request, Segments, Subscribe, Verdict,
 };
+pub use crate::base::strict::is_unsafe_on_terminals;
 pub use crate::base::{DeviceIdentity, Mechanism, Placement, Pointer, Run};
 pub use crate::error::{ErrorCode, ProtocolError, UnknownCode};
+use crate::{
+    array::ArrayDescriptor,
+    base::{
+        Access,
+        strict::{Clean, no_texts},
+    },
+};
 
 /// The protocol version of this build.
 pub const VERSION: u16 = 1;
@@ -71,6 +79,8 @@ messages! {
     14 "gone" Gone(BufferNumber),
 }
 
+no_texts!(Access, ArrayDescriptor, Check, ErrorCode, Mechanism, Placement, Pointer);
+
 impl Message {
     /// The number of descriptors that the message carries. No other code knows which messages carry descriptors.
     pub fn fd_count(&self) -> usize {
@@ -118,16 +128,10 @@ impl Message {
         let mut message = Self::parse(kind, body)?;
         message.check()?;
         frame::check_fds(message.name(), message.fd_count(), claimed, fds)?;
-        match &mut message {
-            Self::Hello(hello) => clean(&mut hello.backend),
-            Self::Request(request) => clean(&mut request.object),
-            Self::Offer(offer) => [&mut offer.object, &mut offer.memory.device.name].into_iter().for_each(clean),
-            Self::Error(failure) => {
-                shorten(&mut failure.message, MAX_MESSAGE);
-                clean(&mut failure.message);
-            }
-            _ => {}
+        if let Self::Error(failure) = &mut message {
+            shorten(&mut failure.message, MAX_MESSAGE);
         }
+        message.clean();
         Ok(message)
     }
 
@@ -177,16 +181,7 @@ pub fn shorten(text: &mut String, most: usize) {
     }
 }
 
-/// Whether a character must not reach a terminal: a control character, or a format character (Unicode category Cf) that reorders or hides
-/// text.
-pub fn is_unsafe_on_terminals(c: char) -> bool {
-    c.is_control()
-        || matches!(c, '\u{00AD}' | '\u{061C}' | '\u{180E}' | '\u{200B}'..='\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2060}'..='\u{206F}' | '\u{FEFF}')
-}
-
 /// Replaces characters that must not reach a terminal with spaces.
 pub fn clean(text: &mut String) {
-    if text.contains(is_unsafe_on_terminals) {
-        *text = text.replace(is_unsafe_on_terminals, " ");
-    }
+    text.clean();
 }

@@ -307,24 +307,7 @@ fn unknown_fields_and_codes_are_ignored() {
 }
 
 #[test]
-fn lenient_json_is_rejected() {
-    let refused = |kind, body: &[u8]| {
-        let mut sent = record(kind, "", 0);
-        sent[8..12].copy_from_slice(&(body.len() as u32).to_le_bytes());
-        sent.extend(body);
-        let refused = Message::decode(&sent, 0).unwrap_err();
-        assert!(matches!(refused, ProtocolError::Body { .. } | ProtocolError::Content(_)), "{body:?} {refused}");
-        refused.to_string()
-    };
-    assert!(refused(7, b"{\"unknown\":\"\xff\"}").contains("not UTF-8"));
-    for number in ["4.0", "4e0", "-0", "-1", "18446744073709551616", "\"4\"", "true"] {
-        refused(5, format!("{{\"segments\":{number}}}").as_bytes());
-    }
-    refused(5, b"{\"segments\":4,\"segments\":4}");
-    refused(6, br#"{"verified":true,"check":{"words":1,"mismatches":0,"words":1}}"#);
-    refused(6, br#"{"verified":true,"check":{"x":[{"y":1,"y":1}]}}"#);
-    // `capabilities` is required.
-    refused(1, br#"{"version":1,"backend":"host","pid":1,"timeout_ms":1}"#);
+fn hellos_have_limits() {
     let hello = |timeout: u64, capabilities: Vec<String>| {
         let body = json!({"version": 1, "capabilities": capabilities, "backend": "host", "pid": 1,
             "timeout_ms": timeout});

@@ -25,12 +25,12 @@ pub use self::{
     table::Attached,
 };
 use super::{
-    Busy, Failure, Hello, MAX_CAPABILITIES, MAX_FDS, MAX_MESSAGE, Received, Segments, bounded, clean,
+    Busy, Failure, Hello, MAX_CAPABILITIES, MAX_FDS, MAX_MESSAGE, Received, Segments, bounded,
     frame::{self, Head, parse},
     shorten,
 };
-use crate::error::ProtocolError;
 pub use crate::error::RefusalCode;
+use crate::{base::strict::no_texts, error::ProtocolError};
 
 /// The capability of brokers and their clients.
 pub const BROKER: &str = "broker";
@@ -114,6 +114,8 @@ messages! {
     55 "measured" Measured(Box<Measured>),
 }
 
+no_texts!(Attached, EventKind, Lifetime, RefusalCode, Table, Token, std::collections::BTreeMap<String, String>);
+
 impl Message {
     /// The number of descriptors that the message carries. No other code knows which messages carry descriptors.
     pub fn fd_count(&self) -> usize {
@@ -166,7 +168,16 @@ impl Message {
         let mut message = Self::parse(kind, body)?;
         message.check()?;
         frame::check_fds(message.name(), message.fd_count(), claimed, fds)?;
-        message.clean();
+        if let Some(sentence) = message.sentence() {
+            shorten(sentence, MAX_MESSAGE);
+        }
+        // The server checks the names in requests itself, and prints none that it does not know.
+        if !matches!(
+            message,
+            Self::Get(_) | Self::List(_) | Self::Stat(_) | Self::Who(_) | Self::Delete(_) | Self::Watch(_)
+        ) {
+            message.clean();
+        }
         Ok(message)
     }
 
@@ -220,80 +231,5 @@ impl Message {
             Self::Stat(Stat { name, .. }) | Self::Delete(Delete { name, .. }) => bounded(name),
             _ => Ok(()),
         }
-    }
-
-    /// Cleans the texts that may reach a terminal.
-    fn clean(&mut self) {
-        if let Some(sentence) = self.sentence() {
-            shorten(sentence, MAX_MESSAGE);
-            clean(sentence);
-        }
-        match self {
-            Self::Hello(hello) => clean(&mut hello.backend),
-            Self::Put(put) => {
-                [&mut put.name, &mut put.backend].into_iter().chain(&mut put.group).for_each(clean);
-                put.announced.iter_mut().chain(put.restore.as_mut().map(|of| &mut of.id)).for_each(clean);
-                for part in &mut put.parts {
-                    [&mut part.name, &mut part.memory.device.name].into_iter().chain(&mut part.digest).for_each(clean);
-                }
-            }
-            Self::Published(published) => clean(&mut published.id),
-            Self::Lease(lease) => {
-                [&mut lease.name, &mut lease.id, &mut lease.backend].into_iter().for_each(clean);
-                for part in &mut lease.parts {
-                    [&mut part.name, &mut part.memory.device.name].into_iter().chain(&mut part.digest).for_each(clean);
-                }
-            }
-            Self::Objects(objects) => objects.objects.iter_mut().for_each(Summary::clean),
-            Self::Version(version) => {
-                version.summary.clean();
-                for part in &mut version.parts {
-                    [&mut part.name, &mut part.memory.device.name].into_iter().chain(&mut part.digest).for_each(clean);
-                    part.maker.command.iter_mut().for_each(clean);
-                }
-                for report in &mut version.reports {
-                    [&mut report.message].into_iter().chain(&mut report.reader.command).for_each(clean);
-                }
-            }
-            Self::Leases(leases) => {
-                for lease in &mut leases.leases {
-                    [&mut lease.name, &mut lease.id].into_iter().chain(&mut lease.command).for_each(clean);
-                }
-                clean_totals(&mut leases.totals);
-            }
-            Self::Resumed(resumed) => clean(&mut resumed.instance),
-            Self::Events(events) => {
-                clean(&mut events.instance);
-                for event in &mut events.events {
-                    let texts = [&mut event.name, &mut event.id].into_iter().chain(&mut event.command);
-                    texts.chain(&mut event.message).for_each(clean);
-                }
-            }
-            Self::Measured(measured) => {
-                [&mut measured.instance, &mut measured.store.kind]
-                    .into_iter()
-                    .chain(&mut measured.version)
-                    .for_each(clean);
-                measured.requests.iter_mut().flat_map(|of| [&mut of.verb, &mut of.outcome]).for_each(clean);
-                measured.durations.iter_mut().for_each(|of| clean(&mut of.verb));
-                for crash in measured.crashes.iter_mut().flatten() {
-                    clean(&mut crash.process);
-                    crash.names.iter_mut().for_each(clean);
-                }
-                clean_totals(&mut measured.totals);
-            }
-            _ => {}
-        }
-    }
-}
-
-fn clean_totals(totals: &mut [UserTotal]) {
-    totals.iter_mut().flat_map(|total| &mut total.devices).for_each(|bytes| clean(&mut bytes.device.name));
-}
-
-impl Summary {
-    fn clean(&mut self) {
-        [&mut self.name, &mut self.id, &mut self.backend].into_iter().for_each(clean);
-        self.devices.iter_mut().for_each(|bytes| clean(&mut bytes.device.name));
     }
 }

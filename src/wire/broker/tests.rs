@@ -273,20 +273,7 @@ fn too_long_messages_are_not_sent() {
 }
 
 #[test]
-fn lenient_json_is_rejected() {
-    for body in [
-        r#"{"name":"x","name":"x"}"#,
-        r#"{"name":"x","version":1.0}"#,
-        r#"{"name":"x","version":-0}"#,
-        r#"{"name":"x","version":"1"}"#,
-        r#"{"name":"x","version":18446744073709551616}"#,
-        r#"{"version":1}"#,
-        r#"["x",1]"#,
-        "",
-    ] {
-        let decoded = Message::decode(&record(40, body, 0), 0);
-        assert!(matches!(decoded, Err(ProtocolError::Body { kind: "stat", .. })), "{body}: {decoded:?}");
-    }
+fn hello_needs_a_timeout() {
     let hello = json!({"version": 1, "capabilities": [BROKER], "backend": NO_BACKEND, "pid": 1, "timeout_ms": 0});
     assert!(matches!(decode(1, &hello, 0), Err(ProtocolError::Content(_))));
 }
