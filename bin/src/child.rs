@@ -11,7 +11,7 @@ use std::{
         unix::{fs::FileExt, process::CommandExt},
     },
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Child, ChildStdout, Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -46,8 +46,8 @@ pub const SUBCOMMAND: &str = "child";
 /// How long a process may take to exit after it closed its connection.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The interval between two checks of a process.
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// The interval between two checks of a process. The benchmarks measure when a process ends.
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// The most bytes kept of standard error: the first ones.
 const MAX_KEPT: usize = 64 << 10;
@@ -60,28 +60,32 @@ struct Assignment {
     task: Value,
 }
 
-/// Starts a child that users call `name`. Its standard output is discarded.
+/// The command that runs a task in another process of this program. `remove` is a folder to remove when the parent dies.
 ///
-/// A child that removes a folder on its parent's death leads a process group, for the processes that it starts, and its standard error is
-/// kept for [`Process::last_error_line`]. Another child inherits group and standard error.
+/// # Errors
+/// [`Error::System`] if the task can't be written as JSON.
+pub fn command(remove: Option<&Path>, task: &impl Serialize) -> Result<Command> {
+    let failed = |error: serde_json::Error| Error::system("describe a task", io::Error::from(error));
+    let assignment =
+        Assignment { remove: remove.map(Path::to_owned), task: serde_json::to_value(task).map_err(failed)? };
+    let mut command = Command::new(PROGRAM);
+    command.arg0("vmmfd").arg(SUBCOMMAND).arg(serde_json::to_string(&assignment).map_err(failed)?);
+    Ok(command)
+}
+
+/// Starts a child that users call `name`, with a connection. Its standard output is discarded. If it leads, see [`Process::spawn`].
 ///
 /// # Errors
 /// [`Error::System`] if it can't be started.
 pub fn start(
     name: &'static str,
-    remove: Option<&Path>,
-    task: &impl Serialize,
+    command: &mut Command,
+    leads: bool,
     timeout: Duration,
     cancel: &Cancel,
 ) -> Result<(Process, Line)> {
-    let failed = |error| Error::system(format!("start {name}"), error);
     let (line, other) = Line::pair(timeout, cancel, "for another process of this tool")?;
-    let task = serde_json::to_value(task).map_err(|error| failed(error.into()))?;
-    let assignment = Assignment { remove: remove.map(Path::to_owned), task };
-    let text = serde_json::to_string(&assignment).map_err(|error| failed(error.into()))?;
-    let mut command = Command::new(PROGRAM);
-    command.arg0("vmmfd").arg(SUBCOMMAND).arg(text).stdin(Stdio::from(other)).stdout(Stdio::null());
-    Ok((Process::spawn(name, &mut command, remove.is_some()).map_err(failed)?, line))
+    Ok((Process::spawn(name, command.stdin(other).stdout(Stdio::null()), leads)?, line))
 }
 
 /// Runs the task of a child process and exits. It ends with its parent. An error is written to standard error unless the parent is gone.
@@ -91,7 +95,12 @@ pub fn run(text: &str, work: impl FnOnce(Value) -> Result<()>) -> ! {
         exit_at_once(1);
     }
     let code = match work(task) {
-        Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => 0,
+        Ok(()) => 0,
+        Err(Error::Peer(PeerError::Gone { .. })) => {
+            // The thread that watches the parent sees its end too. It cleans up first, and ends this process.
+            thread::sleep(EXIT_TIMEOUT);
+            0
+        }
         Err(error) => {
             // Fails if standard error is closed.
             let _ = writeln!(io::stderr(), "{}", error.in_full());
@@ -164,15 +173,31 @@ pub struct Process {
 }
 
 impl Process {
-    fn spawn(name: &'static str, command: &mut Command, leads: bool) -> io::Result<Self> {
-        let stderr = leads.then(kept_stderr).transpose()?;
-        if let Some(stderr) = &stderr {
-            command.process_group(0).stderr(Stdio::from(stderr.try_clone()?));
-        }
-        Ok(Self { child: command.spawn()?, name, stderr, reaped: false })
+    /// Starts a process that users call `name`.
+    ///
+    /// If it leads, it has a process group of its own, for the processes that it starts, and its standard error is kept for
+    /// [`Process::last_error_line`].
+    ///
+    /// # Errors
+    /// [`Error::System`] if it can't be started.
+    pub fn spawn(name: &'static str, command: &mut Command, leads: bool) -> Result<Self> {
+        let mut spawn = || -> io::Result<_> {
+            let stderr = leads.then(kept_stderr).transpose()?;
+            if let Some(stderr) = &stderr {
+                command.process_group(0).stderr(Stdio::from(stderr.try_clone()?));
+            }
+            Ok((command.spawn()?, stderr))
+        };
+        let (child, stderr) = spawn().map_err(|error| Error::system(format!("start {name}"), error))?;
+        Ok(Self { child, name, stderr, reaped: false })
     }
 
-    fn pid(&self) -> Pid {
+    /// The standard output, if it is a pipe.
+    pub fn stdout(&mut self) -> Option<&mut ChildStdout> {
+        self.child.stdout.as_mut()
+    }
+
+    pub fn pid(&self) -> Pid {
         Pid::from_raw(self.child.id().cast_signed())
     }
 
@@ -221,10 +246,12 @@ impl Process {
             }
             _ => None,
         };
-        match message {
-            Some(message) => ToolError::Child { process: self.name.to_owned(), message, hint: None }.into(),
-            None => error,
-        }
+        message.map_or(error, |message| self.failure(message, None))
+    }
+
+    /// An error of this process. `message` is the event, as the rest of a sentence.
+    pub fn failure(&self, message: String, hint: Option<String>) -> Error {
+        ToolError::Child { process: self.name.to_owned(), message, hint }.into()
     }
 
     /// The last line on standard error, if this is kept.

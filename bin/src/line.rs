@@ -55,11 +55,16 @@ impl Line {
     /// [`PeerError::Protocol`](vmmfd::error::PeerError::Protocol) if the record is too long (nothing is sent); [`PeerError::Gone`],
     /// [`PeerError::Timeout`], [`Error::Interrupted`], [`Error::System`].
     pub fn send(&self, record: &impl Serialize) -> Result<()> {
+        self.send_with(record, &[])
+    }
+
+    /// As [`Line::send`], with descriptors.
+    pub fn send_with(&self, record: &impl Serialize, fds: &[BorrowedFd<'_>]) -> Result<()> {
         let record = serde_json::to_vec(record).map_err(|error| ProtocolError::Content(error.to_string()))?;
         if record.len() > MAX_RECORD {
             return Err(ProtocolError::LongRecord { most: MAX_RECORD }.into());
         }
-        self.send_bare(&record, &[])
+        self.send_bare(&record, fds)
     }
 
     /// Receives a JSON record. Blocks up to the timeout.
@@ -71,17 +76,21 @@ impl Line {
         self.receive_within(self.timeout())
     }
 
-    /// As [`Line::receive`], with another timeout.
-    pub fn receive_within<T: DeserializeOwned>(&self, timeout: Duration) -> Result<T> {
-        typed(self.receive_value_within(timeout)?)
+    /// As [`Line::receive`], with the record's descriptors.
+    pub fn receive_with<T: DeserializeOwned>(&self) -> Result<(T, Vec<OwnedFd>)> {
+        self.receive_all(self.timeout())
     }
 
-    /// As [`Line::receive_within`], for any JSON value.
-    pub fn receive_value_within(&self, timeout: Duration) -> Result<Value> {
+    /// As [`Line::receive`], with another timeout. Unexpected descriptors are closed.
+    pub fn receive_within<T: DeserializeOwned>(&self, timeout: Duration) -> Result<T> {
+        self.receive_all(timeout).map(|(record, _)| record)
+    }
+
+    fn receive_all<T: DeserializeOwned>(&self, timeout: Duration) -> Result<(T, Vec<OwnedFd>)> {
         let mut bytes = vec![0; MAX_RECORD + 1];
-        // Unexpected descriptors are closed.
         let record = self.socket.receive_by(&mut bytes, deadline_after(timeout), self.purpose)?;
-        parse(&bytes[..record.length])
+        let read = serde_json::from_slice(&bytes[..record.length]).map_err(|error| invalid(&error))?;
+        Ok((read, record.fds))
     }
 
     /// Sends raw bytes with descriptors in one system call.
@@ -100,10 +109,6 @@ impl AsFd for Line {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
-}
-
-pub fn parse(record: &[u8]) -> Result<Value> {
-    serde_json::from_slice(record).map_err(|error| invalid(&error))
 }
 
 pub fn typed<T: DeserializeOwned>(value: Value) -> Result<T> {

@@ -2,6 +2,7 @@
 
 use std::process::Command;
 
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::running::{Meeting, Run, binary, wait_for};
@@ -110,14 +111,18 @@ fn failures_are_one_sentence() {
 }
 
 #[test]
-fn killed_bench_leaves_no_process() {
-    let meeting = Meeting::fake();
-    let run = bench(&meeting, &["broker"]).env("FAKECUDA_SLOW", "cuMemImportFromShareableHandle:100").start();
-    // The bench, the consumer, the broker and the sleeper.
-    wait_for("the processes", || meeting.processes().len() > 3);
-    run.signal(nix::sys::signal::Signal::SIGKILL);
-    run.end();
-    wait_for("the end of all processes", || meeting.processes().is_empty());
+fn stopped_bench_leaves_nothing() {
+    for signal in [Signal::SIGKILL, Signal::SIGTERM, Signal::SIGINT] {
+        let meeting = Meeting::fake();
+        let run = bench(&meeting, &["broker"]).env("FAKECUDA_SLOW", "cuMemImportFromShareableHandle:100").start();
+        // The bench, its first process, the consumer, the broker and the sleeper.
+        wait_for("the processes", || meeting.processes().len() > 4);
+        run.signal(signal);
+        run.end();
+        wait_for("the end of all processes", || meeting.processes().is_empty());
+        let left = || meeting.files().into_iter().filter(|file| file.starts_with("vmmfd-")).count();
+        wait_for("the removal of the folder", || left() == 0);
+    }
 }
 
 #[test]

@@ -104,7 +104,7 @@ fn join_a_liar(records: &[Value], code: i32) -> Value {
 
 /// A report on a device: each probe works.
 fn device(ordinal: i32, probes: &[&str]) -> Value {
-    let uuid = format!("00000000-0000-0000-0000-{ordinal:012}");
+    let uuid = format!("HOST-00000000-0000-0000-0000-{ordinal:012}");
     let finding = |probe: &&str| json!({ "probe": probe, "status": "ok", "meaning": "It works." });
     let findings: Vec<Value> = probes.iter().map(finding).collect();
     json!({ "kind": "device", "ordinal": ordinal, "name": "a liar's", "uuid": uuid, "findings": findings })
@@ -175,6 +175,25 @@ fn lost_peer_leaves_a_complete_report() {
     wait_for("the import", || fs::read_to_string(&log).unwrap_or_default().contains("cuMemImportFrom"));
     slow.signal(Signal::SIGKILL);
     assert_failed(serve, 1);
+}
+
+#[test]
+fn lost_peer_is_named_with_its_probe() {
+    let meeting = Meeting::fake();
+    let serve = serving(&meeting, meet(&meeting, "serve", &[]));
+    let log = meeting.folder().join("log");
+    let slow = meet(&meeting, "join", &[]).env("FAKECUDA_SLOW", format!("cuIpcOpenMemHandle_v2:{HANGS}"));
+    let slow = slow.env("FAKECUDA_LOG", &log).start();
+    wait_for("the handle", || fs::read_to_string(&log).unwrap_or_default().contains("cuIpcOpenMemHandle_v2"));
+    slow.signal(Signal::SIGKILL);
+    let report = serve.end().code(1).json();
+    assert_eq!(probes(&report["machine"]), ["driver", "legacy"], "{report}");
+    let findings = report["devices"][0]["findings"].as_array().unwrap();
+    let statuses: Vec<&Value> = findings.iter().map(|finding| &finding["status"]).collect();
+    assert_eq!(statuses, ["ok", "ok", "ok", "failed", "failed"], "{report}");
+    let verdict = report["verdict"].as_str().unwrap();
+    assert!(verdict.contains("; legacy was cut short: the peer disconnected"), "{verdict}");
+    assert!(!verdict.contains("round-trip"), "{verdict}");
 }
 
 #[test]

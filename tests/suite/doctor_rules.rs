@@ -80,6 +80,17 @@ fn each_failure_has_its_rule() {
 }
 
 #[test]
+fn short_time_limit_is_the_cause() {
+    let meeting = Meeting::host();
+    let report = crate::doctor::doctor(&meeting, &["--json", "--timeout", "1ms"]).end().code(1).json();
+    let machine = report["machine"].as_array().unwrap();
+    for found in machine.iter().filter(|found| found["error"]["kind"] == "timeout") {
+        assert!(found["cause"].as_str().unwrap().contains("within --timeout"), "{found}");
+    }
+    assert_eq!(finding(&report, "descriptors")["rule"], "hangs", "{report}");
+}
+
+#[test]
 fn library_that_fails_init_is_named() {
     let meeting = Meeting::fake();
     // Only the folder identifies a stub.

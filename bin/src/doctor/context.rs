@@ -19,7 +19,7 @@ use vmmfd::{
 
 use super::{Environment, Finding, Status, control::Control, report::ProbeResult};
 use crate::{
-    child::{Process, start},
+    child::{Process, command, start},
     line::Line,
 };
 
@@ -106,7 +106,7 @@ impl ProbeContext {
     pub(super) fn start_child(&self, name: &'static str, role: Role) -> Result<(Process, Line)> {
         let (backend, timeout) = (self.device.backend(), self.peer_timeout);
         let task = Task { backend, folder: self.folder.clone(), timeout, role };
-        start(name, None, &task, timeout, &Cancel::new()?)
+        start(name, &mut command(None, &task)?, false, timeout, &Cancel::new()?)
     }
 
     /// Starts a peer that creates its socket in the folder, and waits until its driver is ready.

@@ -1,13 +1,17 @@
 //! The records that the two sides of a probe exchange: JSON over a separate socket.
 
-use std::time::Duration;
+use std::{
+    os::fd::AsFd,
+    time::{Duration, Instant},
+};
 
+use nix::poll::PollFlags;
 use serde::{Deserialize, Serialize};
 use vmmfd::{
     channel::Cancel,
     driver::{Backend, DeviceUuid},
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
-    internals::RecordSocket,
+    internals::{RecordSocket, wait},
 };
 
 use super::{DeviceReport, Environment, ErrorDetails, Finding, report::clean_all};
@@ -127,8 +131,16 @@ impl Control {
         self.receive_within(self.line.timeout())
     }
 
+    /// Fails if the peer has closed the connection. Then it also drops records that were not received.
+    pub(super) fn check_connected(&self) -> Result<()> {
+        while wait(self.cancel(), self.line.as_fd(), PollFlags::empty(), Instant::now())? {
+            self.receive()?;
+        }
+        Ok(())
+    }
+
     pub(super) fn receive_within(&self, timeout: Duration) -> Result<ControlRecord> {
-        let mut value = self.line.receive_value_within(timeout)?;
+        let mut value = self.line.receive_within(timeout)?;
         clean_all(&mut value);
         typed(value)
     }

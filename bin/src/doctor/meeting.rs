@@ -78,6 +78,8 @@ struct State {
     /// The step that started last, and when.
     step: String,
     since: Instant,
+    /// The probe that started last.
+    probe: Option<&'static Probe>,
     /// The number of probes that started.
     done: usize,
 }
@@ -98,10 +100,12 @@ impl Shared {
         state.since = Instant::now();
     }
 
-    /// Names the probe that starts.
-    fn start(&self, probe: &str) {
+    /// Names the probe that starts, and its device if that is known.
+    fn start(&self, probe: &str, device: Option<i32>) {
         let mut state = self.lock();
-        (state.step, state.since) = (probe.to_owned(), Instant::now());
+        state.step = device.map(|ordinal| format!("device {ordinal}: ")).unwrap_or_default() + probe;
+        state.probe = Probe::named(probe);
+        state.since = Instant::now();
         state.done += 1;
     }
 }
@@ -120,7 +124,8 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
     }
     let required = vec!["driver".to_owned(), "round-trip".to_owned()];
     let report = DoctorReport::new(meeting.backend, Environment::read(None), required);
-    let shared = Shared(Arc::new(Mutex::new(State { report, step, since: Instant::now(), done: 0 })));
+    let state = State { report, step, since: Instant::now(), probe: None, done: 0 };
+    let shared = Shared(Arc::new(Mutex::new(state)));
     let own = meeting.clone();
     let cancelled = cancel.clone();
     let state = shared.clone();
@@ -148,12 +153,15 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
             conversing.join().map_err(|_| Error::system("meet the peer", io::Error::other("its thread panicked")))?
         }
     };
-    let mut report = shared.lock().report.clone();
+    let state = shared.lock();
+    let last = state.probe.filter(|probe| TRIED.contains(&probe.name));
+    let mut report = state.report.clone();
+    drop(state);
     let permitted = matches!(&result, Err(Error::Socket(SocketError::Denied { .. })))
         && report.environment.label.is_some()
         && modes_permit(&meeting.socket);
     let cut = result.or_else(|error| failure(error, meeting, &report, permitted).map(Some))?;
-    complete(&mut report, cut, permitted);
+    complete(&mut report, cut, permitted, last);
     (report.verdict, report.exit_code) = verdict(&report);
     Ok(report)
 }
@@ -200,8 +208,9 @@ fn modes_permit(socket: &Path) -> bool {
     metadata.mode() >> shift & 0o2 != 0
 }
 
-/// Adds a failure for each probe without a finding, with the conversation's error: a missing result never counts as `ok`.
-fn complete(report: &mut DoctorReport, cut: Option<ErrorDetails>, permitted: bool) {
+/// Adds a failure for each probe without a finding, with the conversation's error: a missing result never counts as `ok`. `last` is the
+/// probe that started last.
+fn complete(report: &mut DoctorReport, cut: Option<ErrorDetails>, permitted: bool, last: Option<&Probe>) {
     let why = cut.clone().unwrap_or_else(|| {
         ErrorDetails::new("peer", "the peer closed the meeting without reporting this result".to_owned())
     });
@@ -214,19 +223,20 @@ fn complete(report: &mut DoctorReport, cut: Option<ErrorDetails>, permitted: boo
         explain(&mut finding, environment, peer.as_ref());
         finding
     };
-    let mut lacking = false;
     machine.iter_mut().for_each(|finding| explain(finding, environment, peer.as_ref()));
     for device in devices.iter_mut() {
         for probe in TRIED.iter().filter_map(|name| Probe::named(name)) {
             if !device.findings.iter().any(|finding| finding.probe == probe.name) {
-                lacking |= probe.is(Flag::Required);
                 device.findings.push(missing(probe));
             }
         }
     }
-    // Without a device, or after every required finding, report a failure of the whole meeting.
-    if devices.is_empty() || (cut.is_some() && !lacking) {
-        machine.extend(Probe::named("round-trip").map(missing));
+    // Without a device, or if no required probe failed, report that the meeting itself was cut short.
+    let required = |finding: &Finding| Probe::named(&finding.probe).is_some_and(|probe| probe.is(Flag::Required));
+    let mut findings = devices.iter().flat_map(|device| &device.findings);
+    let failed = findings.any(|finding| finding.status != Status::Ok && required(finding));
+    if devices.is_empty() || (cut.is_some() && !failed) {
+        machine.extend(last.or(Probe::named("round-trip")).map(missing));
     }
 }
 
@@ -331,7 +341,7 @@ fn connect(
 fn describe(device: &Device) -> DeviceReport {
     let ordinal = device.ordinal();
     let name = device.name().to_owned();
-    let uuid = device.uuid();
+    let uuid = device.prefixed_uuid();
     DeviceReport { ordinal, name, uuid, findings: Vec::new() }
 }
 
@@ -349,7 +359,7 @@ fn join(end: &Endpoint, control: &Control, shared: &Shared) -> Result<()> {
     let limit = end.timeout.saturating_mul(STEPS * u32::try_from(TRIED.len()).unwrap_or(u32::MAX));
     let mut devices = BTreeSet::new();
     loop {
-        match answer(end, control, limit, &|probe| shared.start(probe))? {
+        match answer(end, control, limit, &|probe| shared.start(probe, None))? {
             ControlRecord::Device(device) => {
                 check_length(&device)?;
                 let names: BTreeSet<&str> = device.findings.iter().map(|finding| finding.probe.as_str()).collect();
@@ -372,7 +382,7 @@ fn serve(end: &Endpoint, control: &Control, shared: &Shared) -> Result<()> {
     shared.report(|report| report.devices = devices.iter().map(describe).collect());
     for (at, device) in devices.iter().enumerate() {
         for probe in TRIED.iter().filter_map(|name| Probe::named(name)) {
-            shared.start(&format!("device {}: {}", device.ordinal(), probe.name));
+            shared.start(probe.name, Some(device.ordinal()));
             let mut finding = probe.examine(|| match probe.name {
                 "round-trip" => both_directions(end, control, device),
                 "event" => share_event(control, device),
@@ -386,6 +396,8 @@ fn serve(end: &Endpoint, control: &Control, shared: &Shared) -> Result<()> {
                 explain(&mut finding, &report.environment, report.peer.as_ref());
                 report.devices[at].findings.push(finding);
             });
+            // Otherwise each further probe would fail, and the last of them would be named as the cause.
+            control.check_connected()?;
         }
         let device = shared.lock().report.devices[at].clone();
         control.send(&ControlRecord::Device(device))?;

@@ -12,17 +12,13 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use vmmfd::{
-    driver::{Backend, DeviceUuid},
+    driver::Backend,
     error::{Error, Result},
     internals::clean,
 };
 
 use super::{Environment, ErrorDetails};
-use crate::{
-    error::ToolError,
-    schema::{self, VERSION},
-    stamp,
-};
+use crate::{error::ToolError, schema::VERSION, stamp};
 
 /// The report on a machine, or on both sides of a meeting.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -78,8 +74,8 @@ pub struct DeviceReport {
     /// The ordinal in the process that created the report.
     pub ordinal: i32,
     pub name: String,
-    #[schemars(with = "schema::Id")]
-    pub uuid: DeviceUuid,
+    /// The UUID, with the backend's prefix.
+    pub uuid: String,
     /// The findings in the order of the probes.
     pub findings: Vec<Finding>,
 }

@@ -24,7 +24,7 @@ use super::{
     verdict::conclude,
 };
 use crate::{
-    child::{Process, ProcessEnd, start},
+    child::{Process, ProcessEnd, command, start},
     line::Line,
     temporary::{PREFIX, temporary_folder},
 };
@@ -181,6 +181,7 @@ impl Runner<'_> {
         let (later, together): (Vec<&Probe>, Vec<&Probe>) = probes.iter().copied().partition(alone);
         let mut reports: Vec<DeviceReport> = in_parallel(chosen, |device| {
             let Listed { ordinal, name, uuid } = device.clone();
+            let uuid = uuid.prefixed(self.plan.backend);
             Ok(DeviceReport { ordinal, name, uuid, findings: self.run(&together, Some(ordinal), None)? })
         })?;
         for DeviceReport { ordinal, findings, .. } in &mut reports {
@@ -281,7 +282,8 @@ impl Worker {
         let Runner { plan, folder, .. } = runner;
         let role = Role::Probes { device, owner, names };
         let task = Task { backend: plan.backend, folder: folder.to_path_buf(), timeout: plan.timeout, role };
-        let (process, line) = start("the process of the probes", Some(folder), &task, plan.timeout, runner.cancel)?;
+        let mut command = command(Some(folder), &task)?;
+        let (process, line) = start("the process of the probes", &mut command, true, plan.timeout, runner.cancel)?;
         Ok(Self { process, line, started: Instant::now() })
     }
 

@@ -127,7 +127,7 @@ pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: Me
     }
     let finding = ok(kind.meaning).figure("bytes", opened.bytes).figure("open_us", opened.open_us);
     Ok(match opened.through.filter(|through| *through != device.uuid()) {
-        Some(through) => finding.figure("through", through.to_string()),
+        Some(through) => finding.figure("through", through.prefixed(device.backend())),
         None => finding,
     })
 }

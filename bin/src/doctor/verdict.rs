@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use vmmfd::driver::Backend;
 
-use super::{DeviceReport, DoctorReport, Finding, PROBES, PairReport, Scope, Status, rules::explain};
+use super::{DeviceReport, DoctorReport, Finding, PROBES, PairReport, Probe, Scope, Status, rules::explain};
 
 /// Explains the findings that are not `ok`, and sets the verdict.
 pub(super) fn conclude(report: &mut DoctorReport) {
@@ -39,11 +39,10 @@ pub(super) fn verdict(report: &DoctorReport) -> (String, u8) {
     for name in required(report, Scope::Machine) {
         failures.extend(failure_of(&report.machine, name).map(|why| format!("the machine fails at {name}{why}")));
     }
-    // A meeting that fails before its first device reports that as a finding about the machine.
-    for name in required(report, Scope::Device) {
-        let broken = report.machine.iter().find(|finding| finding.probe == *name && finding.status != Status::Ok);
-        failures.extend(broken.map(|finding| format!("{name} was cut short{}", reason(finding))));
-    }
+    // A meeting that was cut short reports that as a finding about the machine, with the probe that ran then.
+    let of_device = |name: &str| Probe::named(name).is_some_and(|probe| probe.scope() == Scope::Device);
+    let cut = report.machine.iter().filter(|finding| finding.status != Status::Ok && of_device(&finding.probe));
+    failures.extend(cut.map(|finding| format!("{} was cut short{}", finding.probe, reason(finding))));
     let mut passed = report.devices.len();
     for device in &report.devices {
         let failed = required(report, Scope::Device).find_map(|name| {

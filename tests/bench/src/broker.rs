@@ -1,6 +1,6 @@
 //! The group `broker`: the cost of a named object compared with a handoff, in the same pair of processes.
 
-use std::{os::fd::AsFd, path::Path, time::Instant};
+use std::{os::fd::AsFd, time::Instant};
 
 use vmmfd::{
     broker::Client,
@@ -8,13 +8,13 @@ use vmmfd::{
     memory::{Region, Shared, Spec},
     wire,
 };
-use vmmfd_cli::{temporary::temporary_folder, units::about};
+use vmmfd_cli::units::about;
 
 use crate::{
     base::{borrowed, until_asleep, us},
     handoff::Pair,
     load,
-    process::{Peer, Request, Role, Way},
+    process::{Request, Role, Way},
     run::{About, Run},
     server::{Broker, SMALL, array, put},
     switching::OBJECTS,
@@ -31,14 +31,13 @@ const SEGMENTS: u64 = 65;
 const ARRAYS: u64 = 10_000;
 
 pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
-    let folder = temporary_folder("vmmfd-bench.")?;
-    compare(run, folder.path())?;
-    load::measure(run, folder.path())
+    compare(run)?;
+    load::measure(run)
 }
 
-fn compare(run: &mut Run<'_>, folder: &Path) -> Result<()> {
+fn compare(run: &mut Run<'_>) -> Result<()> {
     let mut pair = Pair::start(run, 1)?;
-    let broker = Broker::start(run, folder, false)?;
+    let broker = Broker::start(run, false)?;
     pair.consumers[0].peer.call(&Request::Connect { socket: broker.socket.clone() }, &[])?;
     let client = broker.connect(run)?;
     let idle = broker.descriptors()?;
@@ -52,7 +51,7 @@ fn compare(run: &mut Run<'_>, folder: &Path) -> Result<()> {
     }
     arrays(run, &mut pair, &client)?;
     puts(run, &pair, &client, "")?;
-    let kept = Broker::start(run, folder, true)?;
+    let kept = Broker::start(run, true)?;
     puts(run, &pair, &kept.connect(run)?, ", under a keeper")?;
     // A switch needs two objects of the size.
     for size in run.sizes(&pair.device, 2)? {
@@ -66,9 +65,9 @@ fn gets(run: &mut Run<'_>, pair: &mut Pair, client: &Client, size: u64, segments
     pair.prepare(size, segments, &[Way::Floor])?;
     put(client, PLAIN, pair.shared()?, 0)?;
     // The consumer gets this process's end of the connection.
-    let sleeper = Peer::start(run.options, run.cancel, "the sleeper", &Role::Sleeper, &[])?;
+    let sleeper = run.peer("the sleeper", &Role::Sleeper)?;
     sleeper.line.send_bare(&[0], &borrowed(pair.fds()))?;
-    pair.consumers[0].peer.call(&Request::Sleeper, &[sleeper.line.0.shared().as_fd()])?;
+    pair.consumers[0].peer.call(&Request::Sleeper, &[sleeper.line.as_fd()])?;
     let names = ["floor", "handoff", "handoff, with description", "handoff by a sleeper", "get"];
     let rows = run.turns(&format!("getting {}", about(size)), &names, usize::MAX, |row| match row {
         0..3 => pair.hand_over([Way::Floor, Way::Fresh, Way::Described][row]),
@@ -135,7 +134,7 @@ fn send(pair: &Pair, memory: &Shared) -> Result<f64> {
     let description = wire::Memory::from(&memory.describe()?);
     let chunks = memory.chunks(0..memory.size())?.map_or(Vec::new(), |(_, chunks)| chunks);
     let fds: Vec<_> = chunks.iter().map(|chunk| chunk.as_fd()).collect();
-    peer.line.send(&description, &fds)?;
+    peer.line.send_with(&description, &fds)?;
     let took = us(begun.elapsed());
     peer.ready().map(|()| took)
 }

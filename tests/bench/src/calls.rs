@@ -17,7 +17,7 @@ use vmmfd_cli::{
 
 use crate::{
     base::{open_device, us},
-    process::{Peer, Request, Role},
+    process::{Request, Role},
     run::{About, Named, Run, nothing},
 };
 
@@ -82,7 +82,7 @@ fn check(run: &Run<'_>, memory: &Shared, engine: Engine, most: usize) -> Result<
 fn load_kernels(run: &mut Run<'_>) -> Result<()> {
     let rows = run.turns("loading the kernels", &["load kernels, compiled", "load kernels, cached"], 5, |row| {
         let disabled = [("CUDA_CACHE_DISABLE", ["1", "0"][row])];
-        let peer = Peer::start(run.options, run.cancel, "a process", &Role::of(run.options), &disabled)?;
+        let peer = run.peer_with("a process", &Role::of(run.options), &disabled)?;
         peer.ready()?;
         peer.took(&Request::LoadKernels)
     })?;

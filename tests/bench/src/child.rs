@@ -1,20 +1,14 @@
 //! The other side: a process that takes memory, or is a client of a broker.
 
 use std::{
+    borrow::Cow,
     io::{self, Write},
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::process::CommandExt,
-    },
-    process::{Command, ExitCode},
-    thread,
+    os::fd::{AsFd, OwnedFd},
+    process, thread,
     time::{Duration, Instant},
 };
 
-use nix::{
-    sys::{prctl::set_pdeathsig, signal::Signal},
-    unistd::getppid,
-};
+use serde_json::Value;
 use vmmfd::{
     broker::{Client, Get, Object},
     channel::Cancel,
@@ -24,11 +18,16 @@ use vmmfd::{
     memory::Device,
     session::{Config, stream::Subscriber},
 };
-use vmmfd_cli::{error::hint, verbs::HasVerbs};
+use vmmfd_cli::{
+    child::line_to_parent,
+    error::hint,
+    line::{Line, typed},
+    verbs::HasVerbs,
+};
 
 use crate::{
     base::{borrowed, not_prepared, now, open_device, until_asleep, us},
-    process::{Line, Reply, Request, Role, Task, Way},
+    process::{Reply, Request, Role, Way},
     report::Machine,
     switching::Switching,
 };
@@ -39,46 +38,24 @@ const KEEP: usize = 2;
 /// The number of longest durations that `GetUntilDeleted` reports.
 const LONGEST: usize = 100;
 
-/// The `main` of another process of the bench.
-pub(crate) fn main(task: &str) -> ExitCode {
-    let Ok(Task { parent, role }) = serde_json::from_str(task) else { return ExitCode::from(2) };
-    let signal = if matches!(role, Role::Program { .. }) { Signal::SIGTERM } else { Signal::SIGKILL };
-    if set_pdeathsig(signal).is_err() || getppid().as_raw() != parent {
-        return ExitCode::FAILURE;
-    }
-    let result = match role {
+/// Runs the task of another process of the bench.
+pub(crate) fn run_task(task: Value) -> Result<()> {
+    match typed(task)? {
         Role::Peer { backend, device, timeout, driver } => serve(backend, &device, timeout, driver),
         Role::Sleeper => sleep(),
         Role::BareStart { backend, device } => {
-            open_device(backend, &device).and_then(|opened| {
-                // Skip the destructor, like an ordinary program: the kernel frees the driver's resources.
-                std::mem::forget(opened);
-                let written = writeln!(io::stdout(), "ready").and_then(|()| io::stdout().flush());
-                written.map_err(|error| Error::system("write to standard output", error))
-            })
-        }
-        Role::Program { path, arguments } => Err(Error::system("run vmmfd", Command::new(path).args(arguments).exec())),
-    };
-    match result {
-        Ok(()) | Err(Error::Peer(PeerError::Gone { .. })) => ExitCode::SUCCESS,
-        Err(error) => {
-            // Fails if standard error is closed.
-            let _ = writeln!(io::stderr(), "error: {}", error.in_full());
-            ExitCode::FAILURE
+            // Skip the destructor and run the exit handlers, like an ordinary program: the kernel frees the driver's resources.
+            std::mem::forget(open_device(backend, &device)?);
+            let written = writeln!(io::stdout(), "ready").and_then(|()| io::stdout().flush());
+            written.map_err(|error| Error::system("write to standard output", error))?;
+            process::exit(0)
         }
     }
-}
-
-/// The connection to the parent. It has no timeout: this process dies with its parent.
-fn line() -> Result<Line> {
-    let stdin = io::stdin().as_fd().try_clone_to_owned();
-    let stdin = stdin.map_err(|error| Error::system("duplicate standard input", error))?;
-    Ok(Line(RecordSocket::blocking(stdin, &Cancel::new()?)))
 }
 
 /// A sender as idle as a broker: it keeps the descriptors of a record, and sends them back when a record without descriptors wakes it.
 fn sleep() -> Result<()> {
-    let line = line()?;
+    let line = line_to_parent()?;
     let mut kept = Vec::new();
     loop {
         let record = line.receive_bare(&mut [0; 2])?;
@@ -96,56 +73,51 @@ struct Taker {
     selector: String,
     config: Config,
     driver: Option<(Driver, Device)>,
+    has: Has,
+}
+
+/// What the process has from earlier requests.
+#[derive(Default)]
+struct Has {
     subscriber: Option<Subscriber>,
     pool: Option<PoolHandle>,
     sleeper: Option<Line>,
     client: Option<Client>,
-    /// Memory and object of the last request, until the next request.
+    /// Memory of the last request, until the next request.
     opened: Option<BareMapping>,
-    segments: Option<Segments>,
+    mapped: Option<Mapped>,
+    /// An object of the last request, until the next request.
     object: Option<Object>,
     /// Two objects at the same addresses, until `Close`.
     switching: Option<Switching>,
 }
 
-/// Memory of several segments, mapped by the driver's calls.
-struct Segments {
+/// Memory of several segments that is mapped by the driver's calls.
+struct Mapped {
     address: u64,
     size: u64,
     handles: Vec<Handle>,
 }
 
 fn serve(backend: Backend, device: &str, timeout: Duration, driver: bool) -> Result<()> {
-    let line = line()?;
-    let failed =
-        |error: Error| Reply::Failed { message: error.in_full(), hint: hint(&error).map(std::borrow::Cow::into_owned) };
-    let opened = if driver { open_device(backend, device).map(Some) } else { Ok(None) };
-    let driver =
-        match opened.and_then(|driver| Ok((driver.as_ref().map(|(_, device)| machine(device)).transpose()?, driver))) {
-            Ok((machine, driver)) => {
-                line.send(&Reply::Ready(machine), &[])?;
-                driver
-            }
-            Err(error) => return line.send(&failed(error), &[]),
-        };
-    let mut taker = Taker {
-        line,
-        selector: device.to_owned(),
-        config: Config::default().timeout(timeout),
-        driver,
-        subscriber: None,
-        pool: None,
-        sleeper: None,
-        client: None,
-        opened: None,
-        segments: None,
-        object: None,
-        switching: None,
+    let line = line_to_parent()?;
+    let failed = |error: Error| Reply::Failed { message: error.in_full(), hint: hint(&error).map(Cow::into_owned) };
+    let opened = || {
+        let driver = driver.then(|| open_device(backend, device)).transpose()?;
+        let machine = driver.as_ref().map(|(_, device)| machine(device)).transpose()?;
+        Ok((machine, driver))
     };
+    let (machine, driver) = match opened() {
+        Ok(opened) => opened,
+        Err(error) => return line.send(&failed(error)),
+    };
+    line.send(&Reply::Ready(machine))?;
+    let config = Config::default().timeout(timeout);
+    let mut taker = Taker { line, selector: device.to_owned(), config, driver, has: Has::default() };
     loop {
-        let (request, fds) = taker.line.receive()?;
+        let (request, fds) = taker.line.receive_with()?;
         let reply = taker.answer(request, fds).unwrap_or_else(failed);
-        taker.line.send(&reply, &[])?;
+        taker.line.send(&reply)?;
     }
 }
 
@@ -169,33 +141,34 @@ impl Taker {
                 let driver = self.driver()?.0;
                 let socket = fds.pop().ok_or_else(not_prepared)?;
                 let device = Some(self.selector.parse().unwrap_or_default());
-                self.subscriber = Some(Subscriber::over(socket, driver, device, KEEP, &self.config)?);
+                self.has.subscriber = Some(Subscriber::over(socket, driver, device, KEEP, &self.config)?);
             }
             Request::Pool => {
                 self.destroy_pool()?;
                 let fd = fds.pop().ok_or_else(not_prepared)?;
-                self.pool = Some(self.driver()?.0.verbs().pools()?.import(fd.as_fd())?);
+                self.has.pool = Some(self.driver()?.0.verbs().pools()?.import(fd.as_fd())?);
             }
             Request::Take { way, size } => {
-                self.line.send(&Reply::Ready(None), &[])?;
+                self.line.send(&Reply::Ready(None))?;
                 return self.take(way, size).map(Reply::Time);
             }
             Request::Release => self.release()?,
             Request::Sleeper => {
                 let socket = fds.pop().ok_or_else(not_prepared)?;
-                self.sleeper = Some(Line(RecordSocket::new(socket, self.config.timeout, &Cancel::new()?)?));
+                let socket = RecordSocket::new(socket, self.config.timeout, &Cancel::new()?)?;
+                self.has.sleeper = Some(Line::new(socket, "for the sleeper"));
             }
             Request::Wake { size } => return self.wake(size),
             Request::Receive => {
-                self.line.send(&Reply::Ready(None), &[])?;
+                self.line.send(&Reply::Ready(None))?;
                 // Longer than any description.
                 self.line.receive_bare(&mut [0; 8192])?;
             }
-            Request::Connect { socket } => self.client = Some(Client::connect(&socket, &self.config)?),
+            Request::Connect { socket } => self.has.client = Some(Client::connect(&socket, &self.config)?),
             Request::Get { name, array } => return self.get(name, array.as_deref()),
             Request::Switch { bare } => return self.switch(bare),
             Request::Close => {
-                self.switching.take().map_or(Ok(()), Switching::close)?;
+                self.has.switching.take().map_or(Ok(()), Switching::close)?;
                 self.destroy_pool()?;
             }
             Request::Gets { name, count, map, at } => return self.gets(name, count, map, at),
@@ -216,16 +189,16 @@ impl Taker {
     }
 
     fn client(&self) -> Result<&Client> {
-        self.client.as_ref().ok_or_else(not_prepared)
+        self.has.client.as_ref().ok_or_else(not_prepared)
     }
 
     /// Closes the memory of the last request. Closing it earlier would disturb consumers that still map theirs.
     fn close_last(&mut self) -> Result<()> {
-        self.object = None;
-        if let Some(opened) = self.opened.take() {
+        self.has.object = None;
+        if let Some(opened) = self.has.opened.take() {
             self.driver()?.0.verbs().bare()?.close(opened)?;
         }
-        let Some(Segments { address, size, handles }) = self.segments.take() else { return Ok(()) };
+        let Some(Mapped { address, size, handles }) = self.has.mapped.take() else { return Ok(()) };
         let verbs = self.driver()?.0.verbs();
         verbs.unmap(address, size)?;
         verbs.free(address, size)?;
@@ -249,7 +222,8 @@ impl Taker {
                 verbs.legacy()?.close(ordinal, address).map(|()| at)
             }
             Way::Pool => {
-                let address = verbs.pools()?.import_pointer(self.pool.ok_or_else(not_prepared)?, ordinal, handle)?;
+                let address =
+                    verbs.pools()?.import_pointer(self.has.pool.ok_or_else(not_prepared)?, ordinal, handle)?;
                 let at = now();
                 verbs.pools()?.free(ordinal, address).map(|()| at)
             }
@@ -265,7 +239,7 @@ impl Taker {
         if let [fd] = fds {
             let (opened, _) = verbs.bare()?.open(ordinal, fd.as_fd(), size)?;
             let at = now();
-            self.opened = Some(opened);
+            self.has.opened = Some(opened);
             return Ok(at);
         }
         let segment = size / fds.len().max(1) as u64;
@@ -278,13 +252,13 @@ impl Taker {
         }
         verbs.set_access(address, size, Location::Device(ordinal), Some(Access::ReadWrite))?;
         let at = now();
-        self.segments = Some(Segments { address, size, handles });
+        self.has.mapped = Some(Mapped { address, size, handles });
         Ok(at)
     }
 
     /// Takes a turn of the stream.
     fn take_turn(&mut self, size: u64) -> Result<u64> {
-        let subscriber = self.subscriber.as_mut().ok_or_else(not_prepared)?;
+        let subscriber = self.has.subscriber.as_mut().ok_or_else(not_prepared)?;
         let received = subscriber.receive()?;
         let since = u64::try_from(received.usable_since().elapsed().as_nanos()).unwrap_or(u64::MAX);
         let at = now().saturating_sub(since);
@@ -297,8 +271,8 @@ impl Taker {
 
     /// Waits until the session withdraws a buffer.
     fn release(&mut self) -> Result<()> {
-        self.line.send(&Reply::Ready(None), &[])?;
-        let subscriber = self.subscriber.as_mut().ok_or_else(not_prepared)?;
+        self.line.send(&Reply::Ready(None))?;
+        let subscriber = self.has.subscriber.as_mut().ok_or_else(not_prepared)?;
         let (before, deadline) = (subscriber.held(), Instant::now() + self.config.timeout);
         while subscriber.held() == before && subscriber.try_receive()?.is_none() {
             if Instant::now() > deadline {
@@ -313,7 +287,7 @@ impl Taker {
     fn wake(&mut self, size: u64) -> Result<Reply> {
         until_asleep();
         let begun = now();
-        let sleeper = self.sleeper.as_ref().ok_or_else(not_prepared)?;
+        let sleeper = self.has.sleeper.as_ref().ok_or_else(not_prepared)?;
         sleeper.send_bare(&[0], &[])?;
         let fds = sleeper.receive_bare(&mut [0; 2])?.fds;
         let at = self.map(&fds, size)?;
@@ -328,17 +302,17 @@ impl Taker {
         let array = array.map(|array| object.array(array)).transpose()?;
         let took = now() - begun;
         drop(array);
-        self.object = Some(object);
+        self.has.object = Some(object);
         Ok(Reply::Time(took))
     }
 
     fn switch(&mut self, bare: bool) -> Result<Reply> {
-        let mut switching = match self.switching.take() {
+        let mut switching = match self.has.switching.take() {
             Some(switching) => switching,
             None => Switching::open(self.client()?, self.driver()?.1)?,
         };
         let took = switching.switch(bare)?;
-        self.switching = Some(switching);
+        self.has.switching = Some(switching);
         Ok(Reply::Time(took))
     }
 
@@ -385,6 +359,6 @@ impl Taker {
     }
 
     fn destroy_pool(&mut self) -> Result<()> {
-        self.pool.take().map_or(Ok(()), |pool| self.driver()?.0.verbs().pools()?.destroy(pool))
+        self.has.pool.take().map_or(Ok(()), |pool| self.driver()?.0.verbs().pools()?.destroy(pool))
     }
 }

@@ -25,13 +25,13 @@ use std::process::ExitCode;
 
 use vmmfd::{channel::Cancel, error::Result};
 use vmmfd_cli::{
+    child::SUBCOMMAND,
     cli::{Exit, Output, Progress, Tool, ToolOutput, json_line, main_of_tool, raise_file_limit},
     schema::{Named, document},
 };
 
 use self::{
     options::BenchOptions,
-    process::CHILD,
     report::{Group, Report},
     run::Run,
 };
@@ -39,7 +39,7 @@ use self::{
 pub fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1);
     match (arguments.next().as_deref(), arguments.next()) {
-        (Some(CHILD), Some(task)) => child::main(&task),
+        (Some(SUBCOMMAND), Some(task)) => vmmfd_cli::child::run(&task, child::run_task),
         _ => main_of_tool::<BenchOptions>("vmmfd-bench"),
     }
 }

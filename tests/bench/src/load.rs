@@ -1,17 +1,12 @@
 //! Many clients and many objects: the rate of gets, the broker's CPU time and memory, and exports beside it.
 
-use std::{os::fd::AsFd, path::Path, time::Instant};
+use std::time::Instant;
 
-use nix::{
-    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
-    sys::memfd::{MFdFlags, memfd_create},
-};
 use vmmfd::{
     broker::{Client, Condition, Put, PutPart},
     driver::{Backend, GRANULARITY},
-    error::{Error, Result},
-    internals::describe,
-    memory::{Device, Placement, Shared, Sharing, Spec},
+    error::Result,
+    memory::{Device, Shared, Spec},
 };
 use vmmfd_cli::{units::about, verbs::HasVerbs};
 
@@ -49,23 +44,23 @@ const CROWD: usize = 100_000;
 /// How often the broker gets and loses memory between exports.
 const TURNS: usize = 5;
 
-pub(crate) fn measure(run: &mut Run<'_>, folder: &Path) -> Result<()> {
+pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
     let (backend, clients) = (run.options.backend, run.options.clients);
     let (_, device) = run.device()?;
     let (_, host) = open_device(Backend::Host, "0")?;
-    gets_at_once(run, folder, &device, clients, false, &format!("get by {clients} clients at once"))?;
+    gets_at_once(run, &device, clients, false, &format!("get by {clients} clients at once"))?;
     let needed = (u64::from(clients) + 1) * CONTEXT;
     let free = usable(&device)?;
     let what = format!("get by {clients} clients at once, mapped");
     if backend == Backend::Cuda && needed > free {
         run.leave_out(format!("{what}: they need {}, and {} are free", about(needed), about(free)));
     } else {
-        gets_at_once(run, folder, &device, clients, true, &what)?;
+        gets_at_once(run, &device, clients, true, &what)?;
     }
-    gets_at_once(run, folder, &host, HOST_CLIENTS, false, "get of host memory by 4 clients")?;
-    held(run, folder, &host)?;
-    crowd(run, folder, &host)?;
-    if backend == Backend::Cuda { exports(run, folder, &device) } else { Ok(()) }
+    gets_at_once(run, &host, HOST_CLIENTS, false, "get of host memory by 4 clients")?;
+    held(run, &host)?;
+    crowd(run, &host)?;
+    if backend == Backend::Cuda { exports(run, &device) } else { Ok(()) }
 }
 
 fn connect(peer: &Peer, broker: &Broker) -> Result<()> {
@@ -74,9 +69,9 @@ fn connect(peer: &Peer, broker: &Broker) -> Result<()> {
 }
 
 /// Clients get one object at the same time. If `map` is set, they map it.
-fn gets_at_once(run: &mut Run<'_>, folder: &Path, device: &Device, clients: u16, map: bool, what: &str) -> Result<()> {
+fn gets_at_once(run: &mut Run<'_>, device: &Device, clients: u16, map: bool, what: &str) -> Result<()> {
     run.tick(what, 0, 2)?;
-    let broker = Broker::start(run, folder, false)?;
+    let broker = Broker::start(run, false)?;
     let memory = Shared::create(device, Spec::vmm(SMALL.next_multiple_of(device.granularity()?)))?;
     put(&broker.connect(run)?, NAME, &memory, 0)?;
     let role = Role::Peer {
@@ -128,9 +123,9 @@ fn gets(run: &Run<'_>, clients: &[Peer], count: usize, map: bool) -> Result<(Vec
 }
 
 /// The memory of a broker with many objects and connections.
-fn held(run: &mut Run<'_>, folder: &Path, host: &Device) -> Result<()> {
+fn held(run: &mut Run<'_>, host: &Device) -> Result<()> {
     run.tick("objects and connections", 0, 1)?;
-    let broker = Broker::start(run, folder, false)?;
+    let broker = Broker::start(run, false)?;
     let idle = broker.resident()?;
     let clients = (0..HELD).map(|_| broker.connect(run)).collect::<Result<Vec<_>>>()?;
     put_pages(&clients[0], host, PAGE, HELD)?;
@@ -142,10 +137,10 @@ fn held(run: &mut Run<'_>, folder: &Path, host: &Device) -> Result<()> {
 }
 
 /// The longest get of a client while another puts, replaces, lists and deletes very many objects.
-fn crowd(run: &mut Run<'_>, folder: &Path, host: &Device) -> Result<()> {
+fn crowd(run: &mut Run<'_>, host: &Device) -> Result<()> {
     const PHASES: [&str; 4] = ["puts", "replaces", "lists", "deletes"];
     let objects = run.count().saturating_mul(CROWD_EACH).min(CROWD);
-    let broker = Broker::start(run, folder, true)?;
+    let broker = Broker::start(run, true)?;
     let client = broker.connect(run)?;
     let role =
         Role::Peer { backend: Backend::Host, device: String::new(), timeout: run.options.timeout, driver: false };
@@ -170,10 +165,10 @@ fn crowd(run: &mut Run<'_>, folder: &Path, host: &Device) -> Result<()> {
 }
 
 /// Exports while the broker holds memory, and while no process holds any. No other process of the bench runs.
-fn exports(run: &mut Run<'_>, folder: &Path, device: &Device) -> Result<()> {
+fn exports(run: &mut Run<'_>, device: &Device) -> Result<()> {
     let bare = device.verbs().bare()?;
     let size = SMALL.next_multiple_of(device.granularity()?);
-    let broker = Broker::start(run, folder, false)?;
+    let broker = Broker::start(run, false)?;
     let client = broker.connect(run)?;
     let idle = broker.descriptors()?;
     let mut rows =
@@ -207,20 +202,11 @@ fn page_name(prefix: &str, number: usize) -> String {
     format!("{prefix}-{number}")
 }
 
-/// Puts a page under many names, in the format of the host backend and without its calls. Replaces existing versions.
+/// Puts the same memory under many names. Replaces existing versions.
 fn put_pages(client: &Client, host: &Device, prefix: &str, objects: usize) -> Result<()> {
-    let page = || {
-        let memfd = memfd_create(c"vmmfd-bench", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
-        fallocate(memfd.as_fd(), FallocateFlags::empty(), 0, GRANULARITY.cast_signed())?;
-        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
-        fcntl(&memfd, FcntlArg::F_ADD_SEALS(seals)).map(|_| memfd)
-    };
-    let memfd = page().map_err(|errno| Error::system("create a memfd", errno))?;
-    for number in 0..objects {
-        let sharing = Sharing::Vmm { placement: Placement::Device, segments: 1 };
-        let description = describe(host.identity(), sharing, GRANULARITY, GRANULARITY);
-        let part = PutPart::of_segments("all", host.backend(), description, [(GRANULARITY, memfd.as_fd())])?;
-        client.put(&Put::new(page_name(prefix, number)).condition(Condition::Any).part(part))?;
-    }
-    Ok(())
+    let page = Shared::create(host, Spec::vmm(GRANULARITY))?;
+    (0..objects).try_for_each(|number| {
+        let put = Put::new(page_name(prefix, number)).condition(Condition::Any).part(PutPart::of("all", &page)?);
+        client.put(&put).map(drop)
+    })
 }

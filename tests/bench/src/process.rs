@@ -2,51 +2,34 @@
 
 use std::{
     env,
+    io::{BufRead, BufReader},
     os::{
-        fd::{BorrowedFd, OwnedFd},
-        unix::process::{CommandExt, ExitStatusExt},
+        fd::{AsFd, BorrowedFd},
+        unix::process::CommandExt,
     },
     path::{Path, PathBuf},
-    process::{Child, Command, ExitStatus, Stdio},
-    thread,
+    process::{ChildStdout, Command},
     time::{Duration, Instant},
 };
 
-use nix::{
-    sys::signal::{Signal, killpg},
-    unistd::{Pid, getpid},
-};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use nix::poll::PollFlags;
+use serde::{Deserialize, Serialize};
+use tempfile::TempDir;
 use vmmfd::{
-    channel::{Cancel, Channel},
+    channel::Cancel,
     driver::Backend,
-    error::{Error, PeerError, ProtocolError, Result},
-    internals::{Record, RecordSocket},
+    error::{Error, Result},
+    internals::wait,
 };
-use vmmfd_cli::error::ToolError;
+use vmmfd_cli::{
+    child::{Process, ProcessEnd, command, start},
+    line::Line,
+    temporary::temporary_folder,
+};
 
 use crate::{options::BenchOptions, report::Machine};
 
-/// The hidden subcommand of a process of the bench.
-pub(crate) const CHILD: &str = "child";
-
-/// The longest record in bytes.
-const LONGEST: usize = 128 << 10;
-
-/// How long a process may take to exit. The driver's exit handlers may hang.
-const EXIT: Duration = Duration::from_secs(1);
-
-/// The interval between two checks for an exit.
-const POLL: Duration = Duration::from_micros(100);
-
-/// The argument of a process.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Task {
-    /// The pid of its parent. If it has another parent, its parent has died.
-    pub(crate) parent: i32,
-    pub(crate) role: Role,
-}
-
+/// The task of another process of the run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Role {
     /// Starts the driver if `driver` is set, reports the machine, and answers [`Request`]s.
@@ -55,8 +38,6 @@ pub(crate) enum Role {
     Sleeper,
     /// Starts the driver, prints `ready`, and exits.
     BareStart { backend: Backend, device: String },
-    /// Becomes another program, which is stopped when this process dies.
-    Program { path: PathBuf, arguments: Vec<String> },
 }
 
 impl Role {
@@ -64,6 +45,33 @@ impl Role {
     pub(crate) fn of(options: &BenchOptions) -> Self {
         let BenchOptions { backend, device, timeout, .. } = options;
         Self::Peer { backend: *backend, device: device.to_string(), timeout: *timeout, driver: true }
+    }
+}
+
+/// The process group of a run. Its first process only waits: when this process dies, it removes the folder and kills the group.
+#[derive(Debug)]
+pub(crate) struct Family {
+    first: Process,
+    _line: Line,
+    folder: TempDir,
+}
+
+impl Family {
+    pub(crate) fn start(timeout: Duration, cancel: &Cancel) -> Result<Self> {
+        let folder = temporary_folder("vmmfd-bench.")?;
+        let mut command = command(Some(folder.path()), &Role::Sleeper)?;
+        let (first, line) = start("the first process", &mut command, true, timeout, cancel)?;
+        Ok(Self { first, _line: line, folder })
+    }
+
+    /// The folder for sockets.
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Starts a program in the group, which signals of the terminal do not reach.
+    pub(crate) fn spawn(&self, name: &'static str, command: &mut Command) -> Result<Process> {
+        Process::spawn(name, command.process_group(self.first.pid().as_raw()), false)
     }
 }
 
@@ -156,67 +164,35 @@ pub(crate) enum Reply {
     },
 }
 
-/// A connection for JSON records, and for raw records between them.
-#[derive(Debug)]
-pub(crate) struct Line(pub(crate) RecordSocket);
-
-const PURPOSE: &str = "for another process of this tool";
-
-impl Line {
-    pub(crate) fn send(&self, record: &impl Serialize, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        let record = serde_json::to_vec(record).map_err(|error| ProtocolError::Content(error.to_string()))?;
-        self.send_bare(&record, fds)
-    }
-
-    pub(crate) fn receive<T: DeserializeOwned>(&self) -> Result<(T, Vec<OwnedFd>)> {
-        let mut bytes = vec![0; LONGEST];
-        let record = self.receive_bare(&mut bytes)?;
-        let read = serde_json::from_slice(&bytes[..record.length]);
-        Ok((read.map_err(|error| ProtocolError::Content(error.to_string()))?, record.fds))
-    }
-
-    pub(crate) fn send_bare(&self, record: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
-        self.0.send("a record", record, fds)
-    }
-
-    /// The buffer is one byte longer than the longest record.
-    pub(crate) fn receive_bare(&self, record: &mut [u8]) -> Result<Record> {
-        self.0.receive(record, PURPOSE)
-    }
-}
-
 /// Another process of the run, connected. Dropping it ends the process.
 #[derive(Debug)]
 pub(crate) struct Peer {
-    pub(crate) program: Program,
+    process: Process,
     pub(crate) line: Line,
 }
 
 impl Peer {
     pub(crate) fn start(
-        options: &BenchOptions,
-        cancel: &Cancel,
+        family: &Family,
         name: &'static str,
         role: &Role,
+        timeout: Duration,
+        cancel: &Cancel,
         variables: &[(&str, &str)],
     ) -> Result<Self> {
-        let (own, other) = Channel::socket_pair()?;
-        let mut command = this_program(role)?;
-        command.stdin(other).stdout(Stdio::null()).envs(variables.iter().copied());
-        let program = Program::start(name, &mut command)?;
-        Ok(Self { program, line: Line(RecordSocket::new(own, options.timeout, cancel)?) })
+        let mut command = command(None, role)?;
+        command.process_group(family.first.pid().as_raw()).envs(variables.iter().copied());
+        let (process, line) = start(name, &mut command, false, timeout, cancel)?;
+        Ok(Self { process, line })
     }
 
     pub(crate) fn send(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        self.line.send(request, fds).map_err(|error| self.explain(error))
+        self.line.send_with(request, fds).map_err(|error| self.process.explain(error, self.line.timeout()))
     }
 
     pub(crate) fn receive(&self) -> Result<Reply> {
-        match self.line.receive().map_err(|error| self.explain(error))?.0 {
-            Reply::Failed { message, hint } => {
-                let process = self.program.name.to_owned();
-                Err(ToolError::Child { process, message: format!("failed: {message}"), hint }.into())
-            }
+        match self.line.receive().map_err(|error| self.process.explain(error, self.line.timeout()))? {
+            Reply::Failed { message, hint } => Err(self.process.failure(format!("failed: {message}"), hint)),
             reply => Ok(reply),
         }
     }
@@ -248,94 +224,46 @@ impl Peer {
     }
 
     pub(crate) fn unexpected(&self) -> Error {
-        self.program.failure("sent the reply of another request".to_owned())
+        self.process.failure("sent the reply of another request".to_owned(), None)
     }
+}
 
-    /// Replaces an error of the connection by its reason: the process exited, or hangs.
-    fn explain(&self, error: Error) -> Error {
-        match error {
-            Error::Peer(PeerError::Timeout { waited, .. }) => {
-                self.program.failure(format!("did not respond within {waited:?}"))
-            }
-            Error::Peer(PeerError::Gone { .. }) => match self.program.end_of_dead() {
-                Some(end) => self.program.failure(end),
-                None => error,
-            },
-            error => error,
+/// Waits for a line of a program's output that contains `word`.
+pub(crate) fn wait_for_line(process: &mut Process, word: &str, limit: Duration, cancel: &Cancel) -> Result<()> {
+    let found = process.stdout().map(|stdout| found(stdout, word, Instant::now() + limit, cancel)).transpose()?;
+    match found.flatten() {
+        Some(true) => Ok(()),
+        Some(false) => {
+            wait_for_end(process, limit, cancel)?;
+            Err(process.failure("ended before it was ready".to_owned(), None))
+        }
+        None => Err(process.failure(format!("was not ready within {limit:?}"), None)),
+    }
+}
+
+/// Whether an output has the word before its end; `None` at the deadline.
+fn found(output: &mut ChildStdout, word: &str, deadline: Instant, cancel: &Cancel) -> Result<Option<bool>> {
+    let (mut line, mut output) = (String::new(), BufReader::new(output));
+    while !line.contains(word) {
+        line.clear();
+        // The output has whole lines: the read does not block in the middle of one.
+        if output.buffer().is_empty() && !wait(cancel, output.get_ref().as_fd(), PollFlags::POLLIN, deadline)? {
+            return Ok(None);
+        }
+        if output.read_line(&mut line).map_err(|error| Error::system("read a program's output", error))? == 0 {
+            return Ok(Some(false));
         }
     }
+    Ok(Some(true))
 }
 
-impl Drop for Peer {
-    fn drop(&mut self) {
-        // The process exits at the end of the connection.
-        let _ = self.line.0.shared().shutdown(std::net::Shutdown::Both);
-        self.program.wait(EXIT);
+/// Waits until a program has ended with success.
+pub(crate) fn wait_for_end(process: &Process, limit: Duration, cancel: &Cancel) -> Result<()> {
+    match process.wait(Instant::now() + limit, cancel)? {
+        Some(ProcessEnd::Exited(0)) => Ok(()),
+        Some(end) => Err(process.failure(end.to_string(), None)),
+        None => Err(process.failure(format!("did not end within {limit:?}"), None)),
     }
-}
-
-/// A child process in a group of its own: signals of the terminal do not reach it. Dropping it ends the group.
-#[derive(Debug)]
-pub(crate) struct Program {
-    pub(crate) name: &'static str,
-    pub(crate) child: std::cell::RefCell<Child>,
-}
-
-impl Program {
-    pub(crate) fn start(name: &'static str, command: &mut Command) -> Result<Self> {
-        let child = command.process_group(0).spawn();
-        let child = child.map_err(|error| Error::system(format!("start {name}"), error))?;
-        Ok(Self { name, child: child.into() })
-    }
-
-    pub(crate) fn pid(&self) -> Pid {
-        Pid::from_raw(self.child.borrow().id().cast_signed())
-    }
-
-    pub(crate) fn failure(&self, message: String) -> Error {
-        ToolError::Child { process: self.name.to_owned(), message, hint: None }.into()
-    }
-
-    /// The status, when the process has exited; `None` after `limit`.
-    pub(crate) fn wait(&self, limit: Duration) -> Option<ExitStatus> {
-        let begun = Instant::now();
-        loop {
-            match self.child.borrow_mut().try_wait() {
-                Ok(Some(status)) => return Some(status),
-                Ok(None) if begun.elapsed() < limit => thread::sleep(POLL),
-                _ => return None,
-            }
-        }
-    }
-
-    /// How a process ended that has closed its connection, as the rest of a sentence.
-    pub(crate) fn end_of_dead(&self) -> Option<String> {
-        let status = self.wait(EXIT)?;
-        Some(match status.signal().map(Signal::try_from) {
-            Some(Ok(signal)) => format!("was killed by {signal}"),
-            _ => format!("exited with code {}", status.code().unwrap_or(-1)),
-        })
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        if self.wait(Duration::ZERO).is_none() {
-            // Fails if the process has just exited.
-            let _ = killpg(self.pid(), Signal::SIGTERM);
-        }
-        if self.wait(EXIT).is_none() {
-            let _ = killpg(self.pid(), Signal::SIGKILL);
-            let _ = self.child.borrow_mut().wait();
-        }
-    }
-}
-
-pub(crate) fn this_program(role: &Role) -> Result<Command> {
-    let task = serde_json::to_string(&Task { parent: getpid().as_raw(), role: role.clone() });
-    let mut command = Command::new("/proc/self/exe");
-    command.arg(CHILD).arg(task.map_err(|error| Error::system("describe a process", error))?);
-    Ok(command)
 }
 
 /// A program beside this one.

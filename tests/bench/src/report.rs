@@ -1,12 +1,13 @@
 //! The report: rows of numbers, as text and as JSON.
 
-use std::fmt::Write;
-
 use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use vmmfd::driver::Backend;
-use vmmfd_cli::units::about;
+use vmmfd_cli::{
+    cli::{Column, Table},
+    units::about,
+};
 
 /// A row is noisy if the medians of its fifths differ by more than this part of its median.
 const NOISY: f64 = 0.2;
@@ -71,11 +72,9 @@ pub(crate) struct Machine {
     pub(crate) cuda: i32,
 }
 
-/// A measured or derived number.
-#[derive(Debug, Clone, Serialize, JsonSchema)]
-pub(crate) struct Row {
-    pub(crate) group: Group,
-    pub(crate) name: String,
+/// What rows have in common.
+#[derive(Debug, Clone, Copy, Serialize, JsonSchema)]
+pub(crate) struct About {
     /// The size in bytes; 0 if it has none.
     pub(crate) size: u64,
     /// The number of segments of this memory.
@@ -84,6 +83,21 @@ pub(crate) struct Row {
     pub(crate) consumers: u16,
     /// The unit of the numbers.
     pub(crate) unit: &'static str,
+}
+
+impl About {
+    pub(crate) fn size(size: u64) -> Self {
+        Self { size, segments: 1, consumers: 1, unit: "us" }
+    }
+}
+
+/// A measured or derived number.
+#[derive(Debug, Clone, Serialize, JsonSchema)]
+pub(crate) struct Row {
+    pub(crate) group: Group,
+    pub(crate) name: String,
+    #[serde(flatten)]
+    pub(crate) about: About,
     /// The number of samples; 0 of a derived number, which is the median.
     pub(crate) count: usize,
     pub(crate) min: Option<f64>,
@@ -96,6 +110,11 @@ pub(crate) struct Row {
 }
 
 impl Row {
+    /// A derived number.
+    pub(crate) fn derived(group: Group, name: String, median: f64, about: About) -> Self {
+        Self { group, name, about, count: 0, min: None, median, p99: None, ratio: None, noisy: false }
+    }
+
     /// Sets the statistics of at least one sample.
     pub(crate) fn with_samples(self, samples: &[f64]) -> Self {
         let all = sorted(samples);
@@ -130,67 +149,63 @@ impl Report {
             (Backend::Cuda, None) => format!("CUDA {}.{}", cuda / 1000, cuda % 1000 / 10),
             (Backend::Cuda, Some(module)) => format!("driver {module}, CUDA {}.{}", cuda / 1000, cuda % 1000 / 10),
         };
-        let (tool, made) = (&self.tool, &self.made);
+        let Self { tool, made, .. } = self;
         format!("{tool} bench, {made}\n{device} {uuid}\n{driver}, Linux {kernel}, {cpus} CPUs\n")
     }
 
     /// The explanations below the tables.
     pub(crate) fn end(&self) -> String {
         let mut text = if self.rows.is_empty() { self.head() } else { String::new() };
-        let explained = [
-            (
-                self.rows.iter().any(|row| row.noisy),
-                "~ noisy: its fifths differ by over 20 %; run it again on an idle machine",
-            ),
-            (self.rows.iter().any(|row| row.ratio.is_some()), "ratio: the median, divided by that of the first row"),
-        ];
-        for (_, explanation) in explained.iter().filter(|(there, _)| *there) {
-            let _ = write!(text, "\n{explanation}");
+        if self.rows.iter().any(|row| row.noisy) {
+            text += "\n~ noisy: its fifths differ by over 20 %; run it again on an idle machine";
         }
-        for left_out in &self.left_out {
-            let _ = write!(text, "\nleft out: {left_out}");
+        if self.rows.iter().any(|row| row.ratio.is_some()) {
+            text += "\nratio: the median, divided by that of the first row";
         }
+        text.extend(self.left_out.iter().map(|left_out| format!("\nleft out: {left_out}")));
         text + "\n"
     }
 }
 
 /// A table of rows that were measured in turns, and of the numbers derived from them. At most 80 columns wide.
 pub(crate) fn table(rows: &[Row]) -> String {
-    let Some(first) = rows.first() else { return String::new() };
-    let mut title = first.group.name();
-    if first.size > 0 {
-        title += &format!(", {}", about(first.size));
-    }
-    if first.segments > 1 {
-        title += &format!(" in {} segments", first.segments);
-    }
-    if first.consumers > 1 {
-        title += &format!(", {} at once", first.consumers);
-    }
-    let mut text = String::from("\n");
-    let (measured, derived): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| row.count > 0);
-    let last = if measured.iter().any(|row| row.ratio.is_some()) { "ratio" } else { "" };
-    let head = match measured.first() {
-        Some(row) => format!(
-            "{:37}{:>9}{:>10} {:>9}{:>6}{last:>8}",
-            format!("{title} ({})", row.unit),
-            "min",
-            "median",
-            "p99",
-            "n"
-        ),
-        None => title,
+    let Some(Row { group, about: About { size, segments, consumers, unit }, .. }) = rows.first() else {
+        return String::new();
     };
-    let _ = writeln!(text, "{}", head.trim_end());
-    for row in measured {
-        let [min, p99] = [row.min, row.p99].map(|number| number.map(digits).unwrap_or_default());
-        let ratio = row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default();
-        let mark = if row.noisy { '~' } else { ' ' };
-        let line = format!("{:37}{min:>9}{:>10}{mark}{p99:>9}{:>6}{ratio:>8}", row.name, digits(row.median), row.count);
-        let _ = writeln!(text, "{}", line.trim_end());
+    let mut title = group.name();
+    if *size > 0 {
+        title += &format!(", {}", about(*size));
+    }
+    if *segments > 1 {
+        title += &format!(" in {segments} segments");
+    }
+    if *consumers > 1 {
+        title += &format!(", {consumers} at once");
+    }
+    let (measured, derived): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| row.count > 0);
+    let mut text = format!("\n{title}\n");
+    if !measured.is_empty() {
+        let ratio = if measured.iter().any(|row| row.ratio.is_some()) { "ratio" } else { "" };
+        // Tables of a run have the same columns if their names are short.
+        let title = format!("{:37}", format!("{title} ({unit})"));
+        let mut table = Table::new([
+            Column::left(&title),
+            Column::right("min"),
+            Column::right("median "),
+            Column::right("p99"),
+            Column::right("n"),
+            Column::right(ratio),
+        ]);
+        for row in measured {
+            let [min, p99] = [row.min, row.p99].map(|number| number.map(digits).unwrap_or_default());
+            let median = digits(row.median) + if row.noisy { "~" } else { " " };
+            let ratio = row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default();
+            table.row([row.name.clone(), min, median, p99, row.count.to_string(), ratio]);
+        }
+        text = format!("\n{}", table.render(None));
     }
     for row in derived {
-        let _ = writeln!(text, "{:62}{:>9} {}", row.name, digits(row.median), row.unit);
+        text += &format!("{:62}{:>9} {}\n", row.name, digits(row.median), row.about.unit);
     }
     text
 }
@@ -209,20 +224,7 @@ mod tests {
     use super::*;
 
     fn row(name: &str) -> Row {
-        Row {
-            group: Group::Handoff,
-            name: name.to_owned(),
-            size: 2 << 20,
-            segments: 1,
-            consumers: 1,
-            unit: "us",
-            count: 0,
-            min: None,
-            median: 2.346,
-            p99: None,
-            ratio: None,
-            noisy: false,
-        }
+        Row::derived(Group::Handoff, name.to_owned(), 2.346, About::size(2 << 20))
     }
 
     #[test]
@@ -242,8 +244,8 @@ mod tests {
             row("get of host memory by 4 clients: broker's CPU in the program"),
         ];
         let want = "
-handoff, 2 MiB (us)                        min    median       p99     n   ratio
-floor                                  1234567   1234567~  1234567     2    1.00
+handoff, 2 MiB (us)                        min   median       p99  n  ratio
+floor                                  1234567  1234567~  1234567  2   1.00
 get of host memory by 4 clients: broker's CPU in the program       2.35 us
 ";
         assert_eq!(table(&rows), want);

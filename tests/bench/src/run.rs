@@ -14,10 +14,11 @@ use vmmfd_cli::{
     units::about,
 };
 
+pub(crate) use crate::report::About;
 use crate::{
     base::{open_device, usable},
     options::BenchOptions,
-    process::{Peer, Reply, Role},
+    process::{Family, Peer, Reply, Role},
     report::{Group, Report, Row, table},
 };
 
@@ -30,25 +31,11 @@ const HOST_SIZES: [u64; 2] = [2 << 20, 64 << 20];
 pub(crate) struct Run<'a> {
     pub(crate) options: &'a BenchOptions,
     pub(crate) cancel: &'a Cancel,
+    pub(crate) family: Family,
     progress: &'a Progress,
     prints: bool,
     pub(crate) group: Group,
     pub(crate) report: Report,
-}
-
-/// What rows have in common.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct About {
-    pub(crate) size: u64,
-    pub(crate) segments: u64,
-    pub(crate) consumers: u16,
-    pub(crate) unit: &'static str,
-}
-
-impl About {
-    pub(crate) fn size(size: u64) -> Self {
-        Self { size, segments: 1, consumers: 1, unit: "us" }
-    }
 }
 
 /// The name and the samples of a row.
@@ -63,7 +50,8 @@ impl<'a> Run<'a> {
         prints: bool,
     ) -> Result<Self> {
         progress.step("starting", 0, 1);
-        let peer = Peer::start(options, cancel, "the first process", &Role::of(options), &[])?;
+        let family = Family::start(options.timeout, cancel)?;
+        let peer = Peer::start(&family, "a process", &Role::of(options), options.timeout, cancel, &[])?;
         let machine = match peer.receive() {
             Ok(Reply::Ready(Some(machine))) => machine,
             // This process's own error has the class and the hint.
@@ -77,11 +65,15 @@ impl<'a> Run<'a> {
         let made = stamp::now();
         let backend = options.backend;
         let report = Report { schema: VERSION, tool, made, backend, machine, rows: Vec::new(), left_out: Vec::new() };
-        Ok(Self { options, cancel, progress, prints, group: Group::All, report })
+        Ok(Self { options, cancel, family, progress, prints, group: Group::All, report })
     }
 
     pub(crate) fn peer(&self, name: &'static str, role: &Role) -> Result<Peer> {
-        Peer::start(self.options, self.cancel, name, role, &[])
+        self.peer_with(name, role, &[])
+    }
+
+    pub(crate) fn peer_with(&self, name: &'static str, role: &Role, variables: &[(&str, &str)]) -> Result<Peer> {
+        Peer::start(&self.family, name, role, self.options.timeout, self.cancel, variables)
     }
 
     pub(crate) fn is_cuda(&self) -> bool {
@@ -158,39 +150,22 @@ impl<'a> Run<'a> {
         Ok(measured)
     }
 
-    /// Adds rows and derived numbers (with their units), and prints them. The ratios are to the row `floor`. Returns the medians.
+    /// Adds rows and derived numbers (with their units), and prints them. The ratios are to the row `floor`. `derive` gets the medians.
     pub(crate) fn add(
         &mut self,
-        of: About,
+        about: About,
         measured: Vec<Named>,
         floor: Option<&str>,
         derive: impl FnOnce(&[f64]) -> Vec<(String, f64, &'static str)>,
     ) -> Result<()> {
-        let About { size, segments, consumers, unit } = of;
-        let row = |name: String, unit| Row {
-            group: self.group,
-            name,
-            size,
-            segments,
-            consumers,
-            unit,
-            count: 0,
-            min: None,
-            median: 0.0,
-            p99: None,
-            ratio: None,
-            noisy: false,
-        };
-        let mut rows: Vec<Row> = measured
-            .into_iter()
-            .filter(|(_, samples)| !samples.is_empty())
-            .map(|(name, samples)| row(name, unit).with_samples(&samples))
-            .collect();
+        let row = |name, median, unit| Row::derived(self.group, name, median, About { unit, ..about });
+        let measured = measured.into_iter().filter(|(_, samples)| !samples.is_empty());
+        let mut rows: Vec<Row> =
+            measured.map(|(name, samples)| row(name, 0.0, about.unit).with_samples(&samples)).collect();
         let base = rows.iter().find(|row| Some(&*row.name) == floor).map(|row| row.median);
         rows.iter_mut().for_each(|row| row.ratio = base.map(|base| row.median / base));
         let medians: Vec<f64> = rows.iter().map(|row| row.median).collect();
-        let derived = derive(&medians).into_iter().map(|(name, median, unit)| Row { median, ..row(name, unit) });
-        rows.extend(derived.collect::<Vec<_>>());
+        rows.extend(derive(&medians).into_iter().map(|(name, median, unit)| row(name, median, unit)));
         let head = if self.report.rows.is_empty() { self.report.head() } else { String::new() };
         let text = head + &table(&rows);
         self.report.rows.append(&mut rows);

@@ -1,24 +1,26 @@
 //! The process of a broker, and objects in it.
 
 use std::{
-    fs,
-    io::{self, BufRead, BufReader},
-    path::{Path, PathBuf},
-    process::Stdio,
+    fs, io,
+    path::PathBuf,
+    process::{Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
 
+use nix::sys::signal::{Signal, kill};
 use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     broker::{ArrayEntry, Client, Put, PutPart},
+    channel::Cancel,
     error::{Error, Result},
     memory::Shared,
 };
+use vmmfd_cli::child::Process;
 
 use crate::{
     base::not_prepared,
-    process::{Program, Role, beside, this_program},
+    process::{beside, wait_for_line},
     run::Run,
 };
 
@@ -30,29 +32,31 @@ const ARRAY: u64 = 200;
 
 /// A running `vmmfd serve`. Dropping it stops the processes.
 pub(crate) struct Broker {
-    program: Program,
+    process: Process,
     pub(crate) socket: PathBuf,
+}
+
+impl Drop for Broker {
+    fn drop(&mut self) {
+        // Stops the keeper too. Fails if the process has ended.
+        let _ = kill(self.process.pid(), Signal::SIGTERM);
+        let never = Cancel::new().map(|never| self.process.wait(Instant::now() + Duration::from_secs(1), &never));
+        drop(never);
+    }
 }
 
 impl Broker {
     /// Starts a broker, with a keeper or without, and waits until it listens.
-    pub(crate) fn start(run: &Run<'_>, folder: &Path, keeper: bool) -> Result<Self> {
+    pub(crate) fn start(run: &Run<'_>, keeper: bool) -> Result<Self> {
         let missing = io::Error::from(io::ErrorKind::NotFound);
-        let path = beside("vmmfd").ok_or_else(|| Error::system("find vmmfd beside vmmfd-bench", missing))?;
-        let socket = folder.join(if keeper { "kept.sock" } else { "broker.sock" });
-        let mut arguments =
-            vec!["serve".to_owned(), "--quiet".to_owned(), "--socket".to_owned(), socket.display().to_string()];
-        arguments.extend((!keeper).then(|| "--no-keeper".to_owned()));
-        arguments.extend(run.options.emulated.then(|| "--emulated".to_owned()));
-        let mut command = this_program(&Role::Program { path, arguments })?;
-        let program = Program::start("the broker", command.stdin(Stdio::null()).stdout(Stdio::piped()))?;
-        let (broker, mut line) = (Self { program, socket }, String::new());
-        // The read returns if the process exits, and the process has its own deadline for its start.
-        let stdout = broker.program.child.borrow_mut().stdout.take();
-        match stdout.map(|stdout| BufReader::new(stdout).read_line(&mut line)) {
-            Some(Ok(1..)) => Ok(broker),
-            _ => Err(broker.program.failure(broker.program.end_of_dead().unwrap_or_default())),
-        }
+        let program = beside("vmmfd").ok_or_else(|| Error::system("find vmmfd beside vmmfd-bench", missing))?;
+        let socket = run.family.folder().join(if keeper { "kept.sock" } else { "broker.sock" });
+        let mut command = Command::new(program);
+        command.args(["serve", "--quiet", "--socket"]).arg(&socket).stdin(Stdio::null()).stdout(Stdio::piped());
+        command.args((!keeper).then_some("--no-keeper")).args(run.options.emulated.then_some("--emulated"));
+        let mut broker = Self { process: run.family.spawn("the broker", &mut command)?, socket };
+        wait_for_line(&mut broker.process, "listening", run.options.timeout, run.cancel)?;
+        Ok(broker)
     }
 
     pub(crate) fn connect(&self, run: &Run<'_>) -> Result<Client> {
@@ -61,7 +65,7 @@ impl Broker {
 
     /// A file of the process in `/proc`.
     fn read(&self, file: &str) -> Result<String> {
-        let path = format!("/proc/{}/{file}", self.program.pid());
+        let path = format!("/proc/{}/{file}", self.process.pid());
         fs::read_to_string(&path).map_err(|error| Error::system(format!("read {path}"), error))
     }
 
@@ -81,7 +85,7 @@ impl Broker {
     }
 
     pub(crate) fn descriptors(&self) -> Result<usize> {
-        let path = format!("/proc/{}/fd", self.program.pid());
+        let path = format!("/proc/{}/fd", self.process.pid());
         Ok(fs::read_dir(&path).map_err(|error| Error::system(format!("read {path}"), error))?.count())
     }
 
@@ -90,7 +94,7 @@ impl Broker {
         let begun = Instant::now();
         while self.descriptors()? > most {
             if begun.elapsed() > run.options.timeout {
-                return Err(self.program.failure("does not close the descriptors of deleted objects".to_owned()));
+                return Err(self.process.failure("does not close the descriptors of deleted objects".to_owned(), None));
             }
             run.cancel.check()?;
             thread::sleep(Duration::from_millis(2));

@@ -64,7 +64,7 @@ fn start(backend: Backend, figures: &mut Figures) -> Result<(Finding, Option<Pat
     let devices = Device::all(&driver)?;
     let listed: Vec<_> = devices
         .iter()
-        .map(|device| json!({ "ordinal": device.ordinal(), "name": device.name(), "uuid": device.uuid() }))
+        .map(|device| json!({ "ordinal": device.ordinal(), "name": device.name(), "uuid": device.prefixed_uuid() }))
         .collect();
     let meaning = match backend {
         Backend::Host => "Ordinary memory of this machine stands in for a GPU.".to_owned(),
