@@ -1,13 +1,12 @@
 //! Behaviour common to all commands: help, JSON, exit codes; and the small commands: devices, completions, man pages.
-//!
-//! One file of more than 500 lines: each test runs all commands.
 
 use std::{collections::BTreeSet, fs, process::Command};
 
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::{
-    running::{Ended, Meeting, Run, schema_of},
+    running::{Ended, HANGS, Meeting, Run, schema_of, wait_for},
     support::schema::mismatch,
 };
 
@@ -45,41 +44,47 @@ fn produce_and_consume_match_the_programs() {
 
 #[test]
 fn help_has_the_same_groups_everywhere() {
-    let meeting = Meeting::host();
     const GROUPS: [&str; 7] = ["Object:", "Buffer:", "Array:", "Probes:", "Sharing:", "Meeting:", "Output:"];
-    for arguments in [
-        &["produce"][..],
-        &["consume"],
-        &["serve"],
-        &["put"],
-        &["get"],
-        &["ls"],
-        &["stat"],
-        &["rm"],
-        &["who"],
-        &["doctor"],
-        &["doctor", "serve"],
-        &["doctor", "join"],
-        &["devices"],
-        &["bench"],
-        &["completions"],
-        &["man"],
-        &["schema"],
+    let meeting = Meeting::host();
+    let peers = "0 1 2 3 4 5 130";
+    for (command, codes) in [
+        ("produce", peers),
+        ("consume", peers),
+        ("serve", "0 2 4 5"),
+        ("put", ""),
+        ("get", ""),
+        ("ls", "0 2 4 5 130"),
+        ("stat", "0 1 2 4 5 130"),
+        ("rm", ""),
+        ("who", ""),
+        ("doctor", ""),
+        ("doctor serve", ""),
+        ("doctor join", ""),
+        ("devices", "0 2 3 5 130"),
+        ("bench", "0 1 2 3 5 130"),
+        ("completions", ""),
+        ("man", ""),
+        ("schema", "0 2 5"),
     ] {
-        for flag in ["-h", "--help"] {
-            let text = help(&meeting, &[arguments, &[flag]].concat());
+        let words: Vec<&str> = command.split(' ').collect();
+        let long = help(&meeting, &[&words[..], &["--help"]].concat());
+        for text in [&help(&meeting, &[&words[..], &["-h"]].concat()), &long] {
             let groups: Vec<&str> = text.lines().filter(|line| GROUPS.contains(line)).collect();
             let order = |group: &&str| GROUPS.iter().position(|known| known == group);
-            assert!(groups.is_sorted_by_key(order) && groups.contains(&"Output:"), "{arguments:?}: {groups:?}");
+            assert!(groups.is_sorted_by_key(order) && groups.contains(&"Output:"), "{command}: {groups:?}");
             assert!(!text.lines().any(|line| line == "Options:"), "{text}");
-            for words in
-                ["--json", "-v, --verbose", "-q, --quiet", "-h, --help", "Exit codes:\n  0    ", "\n  2    bad usage\n"]
-            {
-                assert!(text.contains(words), "{arguments:?}: no {words:?} in {text}");
+            for words in ["--json", "-v, --verbose", "-q, --quiet", "-h, --help", "\n  2    bad usage\n"] {
+                assert!(text.contains(words), "{command}: no {words:?} in {text}");
             }
-            assert_eq!(too_wide(&text), None);
+            let (_, listed) = text.split_once("Exit codes:\n").unwrap();
+            let listed: Vec<&str> = listed.lines().map_while(|line| line.split_whitespace().next()).collect();
+            assert!(listed[0] == "0" && (codes.is_empty() || listed.join(" ") == codes), "{command}: {listed:?}");
+            assert_eq!(too_wide(text), None);
         }
+        assert!(long.contains("\nExamples:\n  vmmfd "), "{long}");
+        assert_eq!(long, help(&meeting, &[&["help"], &words[..]].concat()));
     }
+    vmmfd(&meeting, &["help", "nope"]).end().code(2).says("'nope'");
 }
 
 /// A line that is wider than 80 columns.
@@ -96,42 +101,9 @@ fn overview_has_groups_and_examples() {
     assert_eq!(headings, ["Try", "Broker", "Diagnose", "Advanced", "Options", "Examples"]);
     assert!(text.contains("\n  put          ") && text.contains("\n  vmmfd produce &\n"), "{text}");
     assert_eq!(too_wide(&text), None);
-    for flag in ["-h", "--help"] {
+    for flag in ["-h", "--help", "help"] {
         assert_eq!(help(&meeting, &[flag]), text);
     }
-}
-
-#[test]
-fn help_lists_the_exit_codes_of_its_command() {
-    let meeting = Meeting::host();
-    for (command, expected) in [
-        ("produce", &["0", "1", "2", "3", "4", "5", "130"][..]),
-        ("serve", &["0", "2", "4", "5"]),
-        ("ls", &["0", "2", "4", "5", "130"]),
-        ("stat", &["0", "1", "2", "4", "5", "130"]),
-        ("devices", &["0", "2", "3", "5", "130"]),
-        ("bench", &["0", "1", "2", "3", "5", "130"]),
-        ("schema", &["0", "2", "5"]),
-    ] {
-        let text = help(&meeting, &[command, "-h"]);
-        let (_, codes) = text.split_once("Exit codes:\n").unwrap();
-        let codes: Vec<&str> = codes.lines().filter_map(|line| line.split_whitespace().next()).collect();
-        assert_eq!(codes, expected, "{command}");
-    }
-}
-
-#[test]
-fn help_of_a_command_is_its_long_help() {
-    let meeting = Meeting::host();
-    for command in [&[][..], &["put"], &["doctor", "serve"], &["bench"]] {
-        let asked = help(&meeting, &[&["help"], command].concat());
-        assert_eq!(asked, help(&meeting, &[command, &["--help"]].concat()));
-        assert!(asked.contains("\nExamples:\n  vmmfd "), "{asked}");
-    }
-    let mut producer = meeting.bare("producer");
-    producer.command.arg("--help");
-    assert!(producer.end().code(0).stdout.contains("\nExamples:\n  producer --size "));
-    vmmfd(&meeting, &["help", "nope"]).end().code(2).says("'nope'");
 }
 
 #[test]
@@ -178,11 +150,8 @@ fn json_prints_one_object_whatever_happens() {
     for (arguments, code, kind) in [
         (&["nope", "--json"][..], 2, "usage"),
         (&["--json"], 2, "usage"),
-        (&["produce", "--json", "--nope"], 2, "usage"),
         (&["consume", "--nope", "--json"], 2, "usage"),
-        (&["doctor", "--json", "--nope"], 2, "usage"),
         (&["doctor", "--json", "--only", "nope"], 2, "usage"),
-        (&["doctor", "--json", "--show", "/nonexistent"], 2, "usage"),
         (&["doctor", "serve", "--json"], 2, "usage"),
         (&["doctor", "--json", "--device", "9"], 3, "unsupported"),
         (&["doctor", "join", "--json", "--wait", "100ms", "--socket", socket], 4, "peer"),
@@ -190,7 +159,6 @@ fn json_prints_one_object_whatever_happens() {
         (&["serve", "--json", "--quota", "nope"], 2, "usage"),
         (&["serve", "--json", "--socket", "/nonexistent/s.sock"], 2, "usage"),
         (&["put", "--json", "--from", "/nonexistent"], 2, "usage"),
-        (&["put", "--json", "a", "--from", "/nonexistent"], 2, "usage"),
         (&["get", "--json", "a", "--range", "1"], 2, "usage"),
         (&["get", "--json", "a", "--socket", socket], 4, "peer"),
         (&["ls", "--json", "--socket", socket], 4, "peer"),
@@ -201,7 +169,6 @@ fn json_prints_one_object_whatever_happens() {
         (&["bench", "--json", "nope"], 2, "usage"),
         (&["bench", "--json", "stages", "--device", "9"], 3, "unsupported"),
         (&["completions", "--json", "nope"], 2, "usage"),
-        (&["completions", "--json"], 2, "usage"),
         (&["man", "--json"], 2, "usage"),
         (&["man", "--json", "/proc/nope"], 5, "system"),
         (&["schema", "--json", "nope"], 2, "usage"),
@@ -249,74 +216,55 @@ fn bad_names_and_files_are_one_sentence() {
     let mut man = vmmfd(&meeting, &["man", "--json"]);
     man.command.arg(meeting.folder().join(OsStr::from_bytes(b"\xff")));
     man.end().code(0).json();
-    for json in [&[][..], &["--json"]] {
-        let mut run = vmmfd(&meeting, &[]);
-        run.command.arg(OsStr::from_bytes(b"\xff")).args(json);
-        let ended = run.end();
-        ended.code(2);
-        assert!(json.is_empty() || ended.json()["command"].is_null());
-    }
+    let mut unknown = vmmfd(&meeting, &["--json"]);
+    unknown.command.arg(OsStr::from_bytes(b"\xff"));
+    assert!(unknown.end().code(2).json()["command"].is_null());
     for arguments in [
         &["consume", "--backend", "host", "--to", "/nonexistent/out"][..],
         &["produce", "--backend", "host", "--from", "/nonexistent/out"],
         &["doctor", "--show", "/nonexistent/out"],
+        &["doctor", "serve", "--backend", "host", "--socket", "/nonexistent/out"],
     ] {
-        vmmfd(&meeting, arguments).end().code(2).says("/nonexistent/out");
+        vmmfd(&meeting, arguments).end().code(2).says("/nonexistent");
     }
-    vmmfd(&meeting, &["produce", "--from", ""]).end().code(2).says("an empty name");
-    vmmfd(&meeting, &["produce", "--allow-uid", "root"]).end().code(2).says("`root` is not a user's number");
     // A path can't send escape sequences to a terminal.
     let ended = vmmfd(&meeting, &["doctor", "--show", "no\u{1b}[31mthing"]).end();
     assert!(!ended.code(2).stderr.contains('\u{1b}'), "{:?}", ended.stderr);
 }
 
 #[test]
-fn closed_terminal_interrupts_a_command() {
-    let meeting = Meeting::fake();
-    let run =
-        vmmfd(&meeting, &["bench", "--json", "--backend", "cuda", "handoff"]).env("FAKECUDA_SLOW", "cuMemMap:3600000");
-    let run = run.start();
-    crate::running::wait_for("the processes", || meeting.processes().len() > 1);
-    run.signal(nix::sys::signal::Signal::SIGHUP);
-    let value = run.end().code(129).json();
-    assert_eq!(value["error"]["kind"], "interrupted");
-    assert!(!meeting.files().iter().any(|file| file.starts_with("vmmfd-bench")), "{:?}", meeting.files());
-}
-
-#[test]
 fn interrupted_command_prints_one_object() {
     let meeting = Meeting::fake();
-    let run = vmmfd(&meeting, &["doctor", "--json", "-v"]).env("FAKECUDA_SLOW", "cuMemPoolCreate:3600000").start();
-    crate::running::wait_for("the probe's process", || meeting.processes().len() > 1);
-    run.signal(nix::sys::signal::Signal::SIGINT);
-    let value = run.end().code(130).json();
-    assert_eq!((&value["command"], &value["error"]["kind"]), (&json!("doctor"), &json!("interrupted")));
+    for (arguments, slow, signal, code) in [
+        (&["doctor", "--json", "-v"][..], "cuMemPoolCreate", Signal::SIGINT, 130),
+        // The terminal was closed.
+        (&["bench", "--json", "--backend", "cuda", "handoff"], "cuMemMap", Signal::SIGHUP, 129),
+    ] {
+        let run = vmmfd(&meeting, arguments).env("FAKECUDA_SLOW", format!("{slow}:{HANGS}")).start();
+        wait_for("the processes", || meeting.processes().len() > 1);
+        run.signal(signal);
+        let value = run.end().code(code).json();
+        assert_eq!((&value["command"], &value["error"]["kind"]), (&json!(arguments[0]), &json!("interrupted")));
+        wait_for("the end of all processes", || meeting.processes().is_empty());
+        assert!(meeting.files().is_empty(), "{:?}", meeting.files());
+    }
 }
 
 #[test]
-fn same_mistake_has_the_same_exit_code() {
+fn hint_for_host_memory_names_no_driver() {
     let meeting = Meeting::fake();
     let socket = meeting.socket();
-    let socket = socket.to_str().unwrap();
+    let produce = ["produce", "--socket", socket.to_str().unwrap()];
     for backend in ["host", "cuda"] {
-        for arguments in [&["produce", "--socket", socket][..], &["doctor"], &["bench", "stages"]] {
-            let arguments = [arguments, &["--backend", backend, "--device", "9"]].concat();
-            let ended = vmmfd(&meeting, &arguments).end();
+        for command in [&produce[..], &["doctor"], &["bench", "stages"]] {
+            let ended = vmmfd(&meeting, &[command, &["--backend", backend, "--device", "9"]].concat()).end();
             ended.code(3).says("device 9");
-            // A hint for the host backend does not mention CUDA.
             assert!(backend == "cuda" || !ended.stderr.to_lowercase().contains("cuda"), "{}", ended.stderr);
         }
     }
-    let long = "x".repeat(120);
-    for arguments in [&["produce"][..], &["consume"], &["doctor", "serve"], &["doctor", "join"]] {
-        let arguments = [arguments, &["--backend", "host", "--socket", &long]].concat();
-        vmmfd(&meeting, &arguments).end().code(2).says("at most 107");
-        let arguments = [&arguments[..arguments.len() - 1], &["/nonexistent/s.sock"]].concat();
-        vmmfd(&meeting, &arguments).end().code(2).says("its folder");
-    }
     for mechanism in ["pool", "legacy"] {
-        let arguments = ["produce", "--backend", "host", "--socket", socket, "--mechanism", mechanism];
-        let ended = vmmfd(&meeting, &arguments).end();
+        let options = ["--backend", "host", "--mechanism", mechanism];
+        let ended = vmmfd(&meeting, &[&produce[..], &options].concat()).end();
         ended.code(3);
         let hint = ended.stderr.lines().find(|line| line.trim().starts_with("hint: ")).unwrap().to_lowercase();
         assert!(!hint.contains("cuda") && !hint.contains("driver"), "{hint}");
@@ -351,21 +299,8 @@ fn devices_lists_sharing_support() {
     let (short, uuid) = (word(&text), word(&verbose));
     assert_eq!(short, uuid[..12]);
     assert!(text.stdout.starts_with("0  ") && text.stdout.contains("1 GiB free"), "{}", text.stdout);
-    let socket = meeting.socket();
     for named in [&uuid, &short] {
-        let arguments = [
-            "produce",
-            "--backend",
-            "cuda",
-            "--device",
-            named,
-            "--json",
-            "--timeout",
-            "50ms",
-            "--socket",
-            socket.to_str().unwrap(),
-        ];
-        let report = vmmfd(&meeting, &arguments).end().code(4).json();
+        let report = meeting.producer(&["--device", named, "--json", "--timeout", "50ms"]).end().code(4).json();
         assert_eq!(report["device"]["uuid"], uuid);
     }
     let host = vmmfd(&meeting, &["devices", "--backend", "host"]).end();
@@ -400,60 +335,36 @@ fn completions_know_the_values_of_options() {
 }
 
 #[test]
-fn every_command_has_a_man_page() {
+fn installation_has_man_pages_and_completions() {
     let meeting = Meeting::host();
     let folder = meeting.folder().join("share/man");
     let listed = help(&meeting, &["man", folder.to_str().unwrap()]);
-    let mut names: Vec<String> =
-        fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    for name in [
-        "vmmfd.1",
-        "vmmfd-serve.1",
-        "vmmfd-put.1",
-        "vmmfd-who.1",
-        "vmmfd-produce.1",
-        "vmmfd-doctor.1",
-        "vmmfd-doctor-serve.1",
-        "producer.1",
-        "consumer.1",
-    ] {
-        assert!(names.iter().any(|known| known == name) && listed.contains(name), "{name} in {names:?}");
+    for name in ["vmmfd.1", "vmmfd-who.1", "vmmfd-doctor-serve.1", "producer.1", "consumer.1"] {
+        assert!(folder.join(name).is_file() && listed.contains(name), "{name} in {listed}");
     }
-    assert!(!names.iter().any(|name| name.contains("child") || name.contains("help")), "{names:?}");
+    assert!(!listed.contains("child") && !listed.contains("help"), "{listed}");
     let page = fs::read_to_string(folder.join("vmmfd-produce.1")).unwrap();
     for words in [".TH", "mechanism", "memory pool", "Exit codes", "Examples", "vmmfd produce \\-\\-size 1.5GiB"] {
         assert!(page.contains(words), "no {words} in {page}");
     }
-}
-
-#[test]
-fn gpus_are_listed_in_order() {
-    let meeting = Meeting::fake();
-    // `export-cost` runs last, after every device has been probed.
-    let doctor = ["doctor", "--json", "--only", "memory,export-cost,peer"];
-    let report = vmmfd(&meeting, &doctor).env("FAKECUDA_DEVICES", "3").end().code(0).json();
-    let devices: Vec<u64> =
-        report["devices"].as_array().unwrap().iter().map(|d| d["ordinal"].as_u64().unwrap()).collect();
-    assert_eq!(devices, (0..3).collect::<Vec<u64>>());
-    let names = |findings: &Value| -> Vec<String> {
-        findings.as_array().unwrap().iter().map(|finding| finding["probe"].as_str().unwrap().to_owned()).collect()
-    };
-    for device in report["devices"].as_array().unwrap() {
-        assert_eq!(names(&device["findings"]), ["memory", "export-cost"]);
+    let program = vmmfd(&meeting, &[]).command.get_program().to_owned();
+    let prefix = meeting.folder().join("destination/usr");
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install");
+    let output = Command::new(script).arg(program).arg(&prefix).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    for (file, words) in [
+        ("share/man/man1/vmmfd-doctor-serve.1", ".TH"),
+        ("share/bash-completion/completions/vmmfd", "_vmmfd"),
+        ("share/zsh/site-functions/_vmmfd", "#compdef vmmfd"),
+        ("share/fish/vendor_completions.d/vmmfd.fish", "complete -c vmmfd"),
+    ] {
+        let text = fs::read_to_string(prefix.join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+        assert!(text.contains(words), "{file}");
     }
-    let pairs: Vec<(u64, u64)> = report["pairs"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|pair| {
-            assert_eq!(pair["findings"][0]["status"], "ok", "{pair}");
-            (pair["device"].as_u64().unwrap(), pair["owner"].as_u64().unwrap())
-        })
-        .collect();
-    let all: Vec<(u64, u64)> = (0..3).flat_map(|a| (0..3).filter(move |b| *b != a).map(move |b| (a, b))).collect();
-    assert_eq!(pairs, all);
-    assert!(report["verdict"].as_str().unwrap().contains("3 of 3"), "{}", report["verdict"]);
+    let version = Command::new(prefix.join("bin/vmmfd")).arg("--version").output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&version.stdout), concat!("vmmfd ", env!("CARGO_PKG_VERSION"), "\n"));
+    // Programs with generic names are not installed.
+    assert_eq!(fs::read_dir(prefix.join("bin")).unwrap().count(), 1);
 }
 
 fn schema(arguments: &[&str]) -> Ended {
@@ -488,50 +399,18 @@ fn every_json_report_has_a_schema() {
 
 #[test]
 fn schemas_refuse_reports_that_differ() {
-    let report = || vmmfd(&Meeting::fake(), &["devices", "--json", "--backend", "cuda"]).end().json();
-    let differs = |path: &str, value: Option<Value>| {
-        let mut report = report();
-        let (parent, field) = path.rsplit_once('/').unwrap();
-        let parent = report.pointer_mut(parent).unwrap().as_object_mut().unwrap();
-        match value {
-            Some(value) => drop(parent.insert(field.to_owned(), value)),
-            None => drop(parent.remove(field)),
-        }
-        mismatch(&schema_of("devices"), &report)
-    };
+    let report = vmmfd(&Meeting::fake(), &["devices", "--json", "--backend", "cuda"]).end().json();
     for (path, value) in [
-        ("/schema", Some(json!(2))),
-        ("/backend", Some(json!("moon"))),
-        ("/devices/0/free", Some(json!(-1))),
-        ("/devices/0/uuid", None),
-        ("/devices/0/colour", Some(json!("red"))),
-        ("/devices/0/sharing/vmm/works", Some(json!("yes"))),
+        ("/schema", json!(2)),
+        ("/backend", json!("moon")),
+        ("/devices/0/free", json!(-1)),
+        ("/devices/0/uuid", Value::Null),
+        ("/devices/0/colour", json!("red")),
+        ("/devices/0/sharing/vmm/works", json!("yes")),
     ] {
-        let found = differs(path, value);
-        assert!(found.is_some(), "{path}");
+        let mut report = report.clone();
+        let (parent, field) = path.rsplit_once('/').unwrap();
+        report.pointer_mut(parent).unwrap()[field] = value;
+        assert!(mismatch(&schema_of("devices"), &report).is_some(), "{path}");
     }
-}
-
-#[test]
-fn install_respects_the_prefix() {
-    let meeting = Meeting::host();
-    let program = vmmfd(&meeting, &[]).command.get_program().to_owned();
-    let prefix = meeting.folder().join("destination/usr");
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../scripts/install");
-    let output = Command::new(script).arg(program).arg(&prefix).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    for (file, words) in [
-        ("share/man/man1/vmmfd.1", ".TH"),
-        ("share/man/man1/vmmfd-doctor-serve.1", ".TH"),
-        ("share/bash-completion/completions/vmmfd", "_vmmfd"),
-        ("share/zsh/site-functions/_vmmfd", "#compdef vmmfd"),
-        ("share/fish/vendor_completions.d/vmmfd.fish", "complete -c vmmfd"),
-    ] {
-        let text = fs::read_to_string(prefix.join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
-        assert!(text.contains(words), "{file}");
-    }
-    let version = Command::new(prefix.join("bin/vmmfd")).arg("--version").output().unwrap();
-    assert_eq!(String::from_utf8_lossy(&version.stdout), concat!("vmmfd ", env!("CARGO_PKG_VERSION"), "\n"));
-    // Programs with generic names are not installed.
-    assert_eq!(fs::read_dir(prefix.join("bin")).unwrap().count(), 1);
 }

@@ -13,7 +13,7 @@ use nix::{
 };
 use yaml_rust2::{Yaml, YamlLoader};
 
-use crate::running::{Meeting, Run, wait_for};
+use crate::running::{Meeting, Run, understood, wait_for};
 
 fn folder() -> PathBuf {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/..")).join("scripts/deploy")
@@ -66,15 +66,6 @@ fn services() -> Vec<(Yaml, Vec<String>)> {
     let services = file["services"].as_hash().unwrap();
     assert_eq!(services.len(), 2);
     services.values().map(|service| (service["<<"].clone(), words(&service["command"]))).collect()
-}
-
-/// Asserts that a program accepts these arguments: a final `--help` makes it only parse them.
-#[track_caller]
-fn understood(program: &'static str, arguments: &[String]) {
-    let meeting = Meeting::host();
-    let mut run = meeting.bare(program);
-    run.command.args(arguments).arg("--help");
-    run.end().code(0);
 }
 
 #[test]
@@ -173,7 +164,7 @@ fn pods_share_only_gpu_and_socket_folder() {
 /// The strictest Kubernetes pod security level that a pod meets. Panics for a field that no file here uses.
 fn security_level(pod: &Yaml) -> &'static str {
     let fields: Vec<&str> = pod.as_hash().unwrap().keys().filter_map(Yaml::as_str).collect();
-    for field in ["hostIPC", "hostPID", "hostNetwork", "hostUsers", "ephemeralContainers"] {
+    for field in ["hostIPC", "hostPID", "hostNetwork", "hostUsers", "shareProcessNamespace", "ephemeralContainers"] {
         assert!(!fields.contains(&field), "{field}");
     }
     let context = &pod["securityContext"];
@@ -199,6 +190,7 @@ fn security_level(pod: &Yaml) -> &'static str {
             && own["capabilities"]["add"].is_badvalue()
             && own["privileged"].is_badvalue()
             && own["procMount"].is_badvalue()
+            && list(&container["volumeMounts"]).iter().all(|mount| mount["mountPath"].as_str() != Some("/dev/shm"))
             && list(&container["ports"]).iter().all(|port| port["hostPort"].is_badvalue())
     };
     let of_pod = context["runAsNonRoot"].as_bool() == Some(true)
@@ -232,21 +224,7 @@ fn page_lists_each_pods_security_level() {
 }
 
 #[test]
-fn pods_have_no_host_privileges() {
-    for pod in PODS.iter().flat_map(|name| pods(name)) {
-        assert_eq!(pod["securityContext"]["runAsNonRoot"].as_bool(), Some(true));
-        for host in ["hostIPC", "hostPID", "hostNetwork", "shareProcessNamespace"] {
-            assert!(pod[host].is_badvalue(), "{host}");
-        }
-        for container in containers(&pod) {
-            let context = &container["securityContext"];
-            assert_eq!(context["allowPrivilegeEscalation"].as_bool(), Some(false));
-            assert_eq!(words(&context["capabilities"]["drop"]), ["ALL"]);
-            assert!(context["privileged"].is_badvalue() && context["capabilities"]["add"].is_badvalue());
-            let shm = |mount: &Yaml| mount["mountPath"].as_str() == Some("/dev/shm");
-            assert!(!list(&container["volumeMounts"]).iter().any(shm));
-        }
-    }
+fn containers_have_no_host_privileges() {
     for (end, _) in services() {
         assert_eq!(words(&end["cap_drop"]), ["ALL"]);
         assert_eq!(end["network_mode"].as_str(), Some("none"));
@@ -452,31 +430,45 @@ fn node_broker_needs_no_gpu() {
 }
 
 /// The settings in a section of a unit, in order.
-fn section(unit: &str, name: &str) -> Vec<(String, String)> {
+fn section<'a>(unit: &'a str, name: &str) -> Vec<(&'a str, &'a str)> {
     let (_, after) = unit.split_once(&format!("\n[{name}]\n")).unwrap();
     let lines = after.lines().take_while(|line| !line.starts_with('[')).filter(|line| !line.starts_with('#'));
-    lines.filter_map(|line| line.split_once('=')).map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+    lines.filter_map(|line| line.split_once('=')).collect()
+}
+
+#[track_caller]
+fn has(section: &[(&str, &str)], wanted: &[(&str, &str)]) {
+    for setting in wanted {
+        assert!(section.contains(setting), "{setting:?}: {section:?}");
+    }
+}
+
+#[track_caller]
+fn lacks(section: &[(&str, &str)], keys: &[&str]) {
+    assert!(!section.iter().any(|(key, _)| keys.contains(key)), "{keys:?}: {section:?}");
+}
+
+/// Asserts that the program accepts the command of a unit with these options.
+#[track_caller]
+fn runs(command: &str, options: &str) {
+    // The package's group may not exist here.
+    let words = command.split(' ').map(|word| if word == "vmmfd" { "0" } else { word });
+    let words: Vec<String> = words.chain(options.split_whitespace()).map(str::to_owned).collect();
+    assert_eq!(words[0], "/usr/bin/vmmfd");
+    understood("vmmfd", &words[1..]);
 }
 
 #[test]
 fn units_restart_independently_forever() {
     for (file, folder, mode) in [("vmmfd.service", "vmmfd", "0755"), ("vmmfd-keeper.service", "vmmfd-keeper", "0700")] {
         let unit = text(&format!("systemd/{file}"));
-        let service = section(&unit, "Service");
-        let value = |key: &str| {
-            let values: Vec<&str> = service.iter().filter(|(name, _)| name == key).map(|(_, value)| &**value).collect();
-            assert_eq!(values.len(), 1, "{key}");
-            values[0]
-        };
-        let dependencies = section(&unit, "Unit");
-        assert!(dependencies.contains(&("StartLimitIntervalSec".to_owned(), "0".to_owned())));
+        let (dependencies, service) = (section(&unit, "Unit"), section(&unit, "Service"));
+        has(&dependencies, &[("StartLimitIntervalSec", "0")]);
         // These settings would stop the server when systemd restarts a crashed keeper. The server then holds the only copy of the state.
-        for absent in
-            ["Requires", "Requisite", "BindsTo", "PartOf", "Upholds", "PropagatesStopTo", "StopPropagatedFrom"]
-        {
-            assert!(!dependencies.iter().any(|(key, _)| key == absent), "{absent}");
-        }
-        for (key, wanted) in [
+        let binding =
+            ["Requires", "Requisite", "BindsTo", "PartOf", "Upholds", "PropagatesStopTo", "StopPropagatedFrom"];
+        lacks(&dependencies, &binding);
+        let settings = [
             ("Type", "notify"),
             ("NotifyAccess", "main"),
             ("Restart", "always"),
@@ -486,62 +478,34 @@ fn units_restart_independently_forever() {
             ("RuntimeDirectoryPreserve", "yes"),
             ("CapabilityBoundingSet", ""),
             ("LimitNOFILE", "524288"),
-        ] {
-            assert_eq!(value(key), wanted, "{key}");
-        }
+        ];
+        has(&service, &settings);
+        assert!(settings.iter().all(|(key, _)| service.iter().filter(|(name, _)| name == key).count() == 1), "{file}");
         // In a user namespace or with a private /proc, the broker could not identify clients.
-        for absent in ["PrivateUsers", "ProtectProc", "PrivatePIDs", "User", "DynamicUser", "FileDescriptorStoreMax"] {
-            assert!(!service.iter().any(|(key, _)| key == absent), "{absent}");
-        }
-        let commands = ["ExecStart", "ExecReload"].iter().filter_map(|key| {
-            service.iter().find(|(name, _)| name == key).map(|(_, command)| command.split(' ').map(str::to_owned))
-        });
-        for command in commands {
-            // The package's group may not exist here.
-            let mut command: Vec<String> =
-                command.map(|word| if word == "vmmfd" { "0".to_owned() } else { word }).collect();
-            if command.last().is_some_and(|last| last == "/etc/default/vmmfd") {
-                let commented = unit.split_once("VMMFD_OPTIONS=\"").unwrap().1.split_once('"').unwrap().0;
-                command.extend(commented.split(' ').map(str::to_owned));
-            }
-            assert_eq!(command.remove(0), "/usr/bin/vmmfd");
-            understood("vmmfd", &command);
+        let private = ["PrivateUsers", "ProtectProc", "PrivatePIDs", "User", "DynamicUser", "FileDescriptorStoreMax"];
+        lacks(&service, &private);
+        for (_, command) in service.iter().filter(|(key, _)| ["ExecStart", "ExecReload"].contains(key)) {
+            let commented = unit.split_once("VMMFD_OPTIONS=\"").map(|(_, rest)| rest.split_once('"').unwrap().0);
+            runs(command, commented.filter(|_| command.ends_with("/etc/default/vmmfd")).unwrap_or_default());
         }
     }
     let unit = text("systemd/vmmfd.service");
-    let dependencies = section(&unit, "Unit");
-    for key in ["Wants", "After"] {
-        assert!(dependencies.contains(&(key.to_owned(), "vmmfd-keeper.service".to_owned())), "{key}");
-    }
-    let service = section(&unit, "Service");
-    for (key, wanted) in [("RestartPreventExitStatus", "2"), ("WatchdogSignal", "SIGKILL"), ("Group", "vmmfd")] {
-        assert!(service.contains(&(key.to_owned(), wanted.to_owned())), "{key}");
-    }
+    let keeper = "vmmfd-keeper.service";
+    has(&section(&unit, "Unit"), &[("Wants", keeper), ("After", keeper)]);
+    let service = [("RestartPreventExitStatus", "2"), ("WatchdogSignal", "SIGKILL"), ("Group", "vmmfd")];
+    has(&section(&unit, "Service"), &service);
     assert!(unit.contains(" --allow-gid vmmfd "));
     for line in text("systemd/vmmfd.default").lines().filter_map(|line| line.strip_prefix("#VMMFD_OPTIONS=\"")) {
-        let mut command = vec!["serve".to_owned()];
-        command.extend(line.trim_end_matches('"').split(' ').map(str::to_owned));
-        understood("vmmfd", &command);
+        runs("/usr/bin/vmmfd serve", line.trim_end_matches('"'));
     }
-    let keeper = section(&text("systemd/vmmfd-keeper.service"), "Service");
-    assert!(keeper.contains(&("OOMScoreAdjust".to_owned(), "-900".to_owned())));
-}
-
-#[test]
-fn exporter_serves_on_a_passed_socket() {
-    let socket = section(&text("systemd/vmmfd-exporter.socket"), "Socket");
-    assert_eq!(socket, [("ListenStream".to_owned(), "127.0.0.1:9464".to_owned())]);
+    has(&section(&text("systemd/vmmfd-keeper.service"), "Service"), &[("OOMScoreAdjust", "-900")]);
+    // The exporter serves on a passed socket.
+    let socket = text("systemd/vmmfd-exporter.socket");
+    assert_eq!(section(&socket, "Socket"), [("ListenStream", "127.0.0.1:9464")]);
     let unit = text("systemd/vmmfd-exporter.service");
-    let dependencies = section(&unit, "Unit");
-    assert!(dependencies.contains(&("Requires".to_owned(), "vmmfd-exporter.socket".to_owned())));
+    has(&section(&unit, "Unit"), &[("Requires", "vmmfd-exporter.socket")]);
     let service = section(&unit, "Service");
-    for (key, wanted) in
-        [("PrivateNetwork", "yes"), ("RestrictAddressFamilies", "AF_UNIX"), ("CapabilityBoundingSet", "")]
-    {
-        assert!(service.contains(&(key.to_owned(), wanted.to_owned())), "{key}");
-    }
-    let (_, command) = service.iter().find(|(key, _)| key == "ExecStart").unwrap();
-    let command: Vec<String> = command.split(' ').map(str::to_owned).collect();
-    assert_eq!(command[0], "/usr/bin/vmmfd");
-    understood("vmmfd", &command[1..]);
+    let settings = [("PrivateNetwork", "yes"), ("RestrictAddressFamilies", "AF_UNIX"), ("CapabilityBoundingSet", "")];
+    has(&service, &settings);
+    runs(service.iter().find(|(key, _)| *key == "ExecStart").unwrap().1, "");
 }

@@ -1,20 +1,22 @@
 //! The driver calls of a diagnosis: on the emulated driver, and on a GPU.
 
 use std::{
+    env,
     fs::{self, File},
     io::{Seek, SeekFrom},
     os::fd::AsFd,
+    process::Command,
 };
 
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use vmmfd::{
-    driver::{Access, Access::ReadOnly, Access::ReadWrite, code},
-    internals::{Diagnosis, Location, MadeFor, Properties},
+    driver::{Access::ReadOnly, code},
+    internals::{Diagnosis, MadeFor, Properties},
 };
 
 use crate::{
     legacy_and_pools::{Wire, with_owner_in},
-    support::{Copy, EXPORTABLE, Fault, Kind, Mapped, Subject, code, in_child},
+    support::{EXPORTABLE, Kind, Mapped, Subject, code, in_child},
 };
 
 const INVALID: u32 = code::INVALID_VALUE;
@@ -30,8 +32,7 @@ cases! {
     device_copy_needs_access_to_both,
     a_kernel_stores_one_word,
     kernel_store_needs_mapped_words,
-    store_to_read_only_destroys_the_context,
-    store_without_access_destroys_the_context,
+    store_without_write_access_destroys_the_context,
     event_is_local_to_its_driver,
     events_synchronize_both_processes,
     ]
@@ -45,10 +46,8 @@ fn closes_on_exec(fd: impl AsFd) -> bool {
     FdFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFD).unwrap()).contains(FdFlag::FD_CLOEXEC)
 }
 
-/// The full name of a case.
-fn full_name(subject: &Subject, test: &str) -> String {
-    let module = if subject.kind == Kind::Cuda { "cuda" } else { "fake" };
-    format!("diagnosis::{module}::{test}")
+fn module(subject: &Subject) -> &'static str {
+    if subject.kind == Kind::Cuda { "cuda" } else { "fake" }
 }
 
 fn library_reports_its_file(subject: Subject) {
@@ -273,35 +272,27 @@ fn kernel_store_needs_mapped_words(mut subject: Subject) {
     assert_eq!(code(diagnosis.store(0, address, 1)), INVALID, "unmapped");
 }
 
-/// Stores with this access in another process. Returns the results of the store and of the calls after it.
-fn store_with(subject: &Subject, test: &str, access: Option<Access>) -> String {
-    in_child(
-        &full_name(subject, test),
-        |_| {},
-        || {
+fn store_without_write_access_destroys_the_context(subject: Subject) {
+    for access in [Some(ReadOnly), None] {
+        let name = format!("diagnosis::{}::store_without_write_access_destroys_the_context", module(&subject));
+        let prepare = |command: &mut Command| {
+            command.env("ACCESS", format!("{access:?}"));
+        };
+        let answers = in_child(&name, prepare, || {
+            let read_only = env::var("ACCESS").unwrap() == format!("{:?}", Some(ReadOnly));
             let mapped = Mapped::new(&*subject.verbs, &EXPORTABLE, 1);
-            mapped.allow(access);
+            mapped.allow(read_only.then_some(ReadOnly));
             let answers = [
-                diagnosis(subject).store(0, mapped.address, 1),
+                diagnosis(&subject).store(0, mapped.address, 1),
                 subject.verbs.synchronize(0),
                 subject.verbs.copy_out(0, mapped.address, &mut [0]),
-                diagnosis(subject).store(0, mapped.address, 1),
+                diagnosis(&subject).store(0, mapped.address, 1),
             ];
             answers.map(|answer| code(answer).to_string()).join(" ")
-        },
-    )
-}
-
-fn store_to_read_only_destroys_the_context(subject: Subject) {
-    let test = "store_to_read_only_destroys_the_context";
-    assert_eq!(store_with(&subject, test, Some(ReadOnly)), "700 700 700 700");
-    subject.verbs.synchronize(0).unwrap();
-}
-
-fn store_without_access_destroys_the_context(subject: Subject) {
-    let test = "store_without_access_destroys_the_context";
-    assert_eq!(store_with(&subject, test, None), "700 700 700 700");
-    subject.verbs.synchronize(0).unwrap();
+        });
+        assert_eq!(answers, "700 700 700 700", "{access:?}");
+        subject.verbs.synchronize(0).unwrap();
+    }
 }
 
 #[test]
@@ -373,7 +364,7 @@ fn events_synchronize_both_processes(subject: Subject) {
         diagnosis.event_destroy(0, event).unwrap();
         wire.say(b".");
     };
-    let test = full_name(&subject, "events_synchronize_both_processes");
+    let test = format!("diagnosis::{}::events_synchronize_both_processes", module(&subject));
     with_owner_in(&subject, &test, owner, |wire| {
         let diagnosis = diagnosis(&subject);
         let handle: [u8; 64] = wire.hear();
@@ -430,55 +421,4 @@ fn foreign_handle_is_no_event() {
         assert_eq!(code(diagnosis.event_open(0, &exported)), code::INVALID_CONTEXT, "where it is from");
         diagnosis.event_destroy(0, own).unwrap();
     });
-}
-
-#[test]
-fn copies_and_events_use_the_named_device() {
-    let fake = Copy::new().load();
-    fake.set("FAKECUDA_DEVICES", "2");
-    let subject = Subject::of(fake);
-    let diagnosis = diagnosis(&subject);
-    let [one, two] = [(); 2].map(|()| Mapped::new(&*subject.verbs, &EXPORTABLE, 1));
-    assert_eq!(code(diagnosis.copy_within(1, one.address, two.address, 8)), INVALID, "it has no access");
-    let event = diagnosis.event_create(1).unwrap();
-    assert_eq!(code(diagnosis.event_record(0, event)), INVALID);
-    diagnosis.event_record(1, event).unwrap();
-    diagnosis.event_destroy(1, event).unwrap();
-    two.write(0, b"over there");
-    for mapped in [&one, &two] {
-        subject.verbs.set_access(mapped.address, mapped.size, Location::Device(1), Some(ReadWrite)).unwrap();
-    }
-    diagnosis.copy_within(1, one.address, two.address, 10).unwrap();
-    assert_eq!(&one.read(0), b"over there");
-    one.end();
-    two.end();
-}
-
-#[test]
-fn each_diagnostic_call_can_fail() {
-    let subject = Subject::fake();
-    let diagnosis = diagnosis(&subject);
-    let handle = subject.verbs.create(subject.unit(), &EXPORTABLE).unwrap();
-    let event = diagnosis.event_create(0).unwrap();
-    type Verb<'a> = &'a dyn Fn() -> vmmfd::Result<()>;
-    let verbs: [(&str, Verb<'_>); 12] = [
-        ("diagnosis library", &|| diagnosis.library().map(drop)),
-        ("diagnosis create_with", &|| diagnosis.create_with(0, 1, MadeFor::Rdma).map(drop)),
-        ("diagnosis export_fabric", &|| diagnosis.export_fabric(handle).map(drop)),
-        ("diagnosis export_dma_buf", &|| diagnosis.export_dma_buf(0, 0, 1).map(drop)),
-        ("diagnosis copy_within", &|| diagnosis.copy_within(0, 0, 0, 1).map(drop)),
-        ("diagnosis store", &|| diagnosis.store(0, 0, 1)),
-        ("diagnosis event_create", &|| diagnosis.event_create(0).map(drop)),
-        ("diagnosis event_export", &|| diagnosis.event_export(0, event).map(drop)),
-        ("diagnosis event_open", &|| diagnosis.event_open(0, &[0; 64]).map(drop)),
-        ("diagnosis event_record", &|| diagnosis.event_record(0, event)),
-        ("diagnosis event_wait", &|| diagnosis.event_wait(0, event)),
-        ("diagnosis event_destroy", &|| diagnosis.event_destroy(0, event)),
-    ];
-    for (name, verb) in verbs {
-        subject.faulty.fail(Fault::Verb(name), 42);
-        assert_eq!((code(verb()), subject.faulty.mend()), (42, Some(name)));
-    }
-    diagnosis.event_destroy(0, event).unwrap();
-    subject.verbs.release(handle).unwrap();
 }

@@ -3,20 +3,17 @@
 use std::{
     fs,
     os::unix::{fs::PermissionsExt, net::UnixStream, process::CommandExt},
-    path::Path,
     process::Command,
     thread,
     time::Duration,
 };
 
 use nix::sys::signal::Signal;
-use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept, bind, connect, listen,
-    socket_with,
-};
+use rustix::net::{RecvFlags, SendFlags, accept};
 use serde_json::{Value, json};
 
 use crate::{
+    conversation::{listening, raw},
     doctor::{finding, probes},
     running::{Ended, HANGS, Meeting, Run, Running, wait_for},
 };
@@ -61,16 +58,6 @@ fn both_ends_report_the_same(meeting: Meeting) {
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
 }
 
-fn seqpacket() -> std::os::fd::OwnedFd {
-    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
-}
-
-fn dial(path: &Path) -> UnixStream {
-    let socket = seqpacket();
-    connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
-    socket.into()
-}
-
 fn say(socket: &UnixStream, record: &Value) -> bool {
     rustix::net::send(socket, record.to_string().as_bytes(), SendFlags::NOSIGNAL).is_ok()
 }
@@ -87,9 +74,7 @@ fn greet(socket: &UnixStream) {
 /// Runs `join` against a serving side that sends these records after the hello. Returns the report of the failure.
 fn join_a_liar(records: &[Value], code: i32) -> Value {
     let meeting = Meeting::host();
-    let socket = seqpacket();
-    bind(&socket, &SocketAddrUnix::new(meeting.socket()).unwrap()).unwrap();
-    listen(&socket, 1).unwrap();
+    let socket = listening(&meeting.socket(), 1);
     let join = meet(&meeting, "join", &[]).start();
     let come = UnixStream::from(accept(&socket).unwrap());
     greet(&come);
@@ -111,41 +96,31 @@ fn device(ordinal: i32, probes: &[&str]) -> Value {
 }
 
 #[test]
-fn missing_results_are_failures() {
+fn false_reports_are_failures() {
     let (whole, bye) = (device(0, &TRIED), json!({ "kind": "bye" }));
     let good = join_a_liar(&[whole.clone(), bye.clone()], 0);
     assert_eq!(finding(&good, "round-trip")["status"], "ok", "{good}");
-    for records in [
-        vec![bye.clone()],
-        vec![],
-        vec![device(0, &[]), bye.clone()],
-        vec![device(0, &["pool"]), bye.clone()],
-        vec![device(0, &["pool"])],
-    ] {
-        assert_eq!(finding(&join_a_liar(&records, 1), "round-trip")["status"], "failed");
+    for records in [vec![], vec![device(0, &[])], vec![device(0, &["pool"])]] {
+        for end in [&[bye.clone()][..], &[]] {
+            let report = join_a_liar(&[&records[..], end].concat(), 1);
+            assert_eq!(finding(&report, "round-trip")["status"], "failed");
+        }
     }
-    // The meeting failed after every result of this device.
-    let report = join_a_liar(std::slice::from_ref(&whole), 1);
-    assert_eq!(probes(&report["machine"]), ["driver", "round-trip"], "{report}");
-    let report = join_a_liar(&[whole, device(1, &["event"]), bye], 1);
+    let report = join_a_liar(&[whole.clone(), device(1, &["event"]), bye.clone()], 1);
     assert_eq!(probes(&report["devices"][1]["findings"])[1], "round-trip", "{report}");
-}
-
-#[test]
-fn false_reports_end_the_meeting() {
-    let whole = device(0, &TRIED);
     let mut long = device(1, &["pool"]);
     long["findings"][0]["meaning"] = "x".repeat(70_000).into();
-    let cases = [
-        vec![device(0, &["round-trip", "round-trip"])],
-        vec![device(0, &["round-trip", "driver"])],
-        vec![whole.clone(), whole.clone()],
-        vec![whole.clone(), long],
-        vec![whole, json!({ "kind": "new" })],
-        (0..65).map(|ordinal| device(ordinal, &TRIED)).collect(),
-    ];
-    for records in cases {
-        let report = join_a_liar(&[records, vec![json!({ "kind": "bye" })]].concat(), 1);
+    // The meeting failed, also after every result of a device.
+    for records in [
+        vec![whole.clone()],
+        vec![device(0, &["round-trip", "round-trip"]), bye.clone()],
+        vec![device(0, &["round-trip", "driver"]), bye.clone()],
+        vec![whole.clone(), whole.clone(), bye.clone()],
+        vec![whole.clone(), long, bye.clone()],
+        vec![whole, json!({ "kind": "new" }), bye.clone()],
+        (0..65).map(|ordinal| device(ordinal, &TRIED)).chain([bye]).collect(),
+    ] {
+        let report = join_a_liar(&records, 1);
         assert!(report["devices"].as_array().unwrap().len() <= 64);
         assert_eq!(finding(&json!({ "machine": report["machine"] }), "round-trip")["status"], "failed");
     }
@@ -165,7 +140,7 @@ fn lost_peer_leaves_a_complete_report() {
     };
     let meeting = Meeting::fake();
     let serve = serving(&meeting, meet(&meeting, "serve", &[]).env("FAKECUDA_DEVICES", "2"));
-    greet(&dial(&meeting.socket()));
+    greet(&raw(&meeting.socket()));
     assert_failed(serve, 2);
     // The other doctor hangs in its driver, and is killed.
     let serve = serving(&meeting, meet(&meeting, "serve", &[]));
@@ -221,8 +196,8 @@ fn both_ends_name_the_missing_driver() {
 fn strangers_do_not_block_the_peer() {
     let meeting = Meeting::host();
     let serve = serving(&meeting, meet(&meeting, "serve", &[]));
-    drop(dial(&meeting.socket()));
-    let silent = dial(&meeting.socket());
+    drop(raw(&meeting.socket()));
+    let silent = raw(&meeting.socket());
     thread::sleep(Duration::from_millis(100));
     meet(&meeting, "join", &[]).end().code(0);
     serve.end().code(0);

@@ -8,20 +8,12 @@ cases! {
     on crate::running::Meeting; every backend: [
     forced_host_engine_is_reported,
     small_buffers_default_to_the_host,
-    what_nothing_verifies_by_is_refused,
     ]
     gpus alone: [
     forced_gpu_engine_is_reported,
     engines_of_both_sides_may_differ,
     both_engines_find_the_wrong_word,
     ]
-}
-
-#[track_caller]
-fn pair(meeting: &Meeting, producer: &[&str], consumer: &[&str]) -> (Ended, Ended) {
-    let producer = meeting.producer(producer).start();
-    let consumer = meeting.consumer(consumer).end();
-    (producer.end(), consumer)
 }
 
 #[track_caller]
@@ -37,32 +29,26 @@ fn by(report: &Value) -> Vec<(&str, &str)> {
 }
 
 fn forced_host_engine_is_reported(meeting: Meeting) {
-    let (producer, consumer) = pair(&meeting, &["--verify", "host", "-v"], &["--verify", "host", "-v"]);
+    let (producer, consumer) = meeting.pair(&["--verify", "host", "-v"], &["--verify", "host", "-v"]);
     assert!(line(producer.code(0), "fill").contains(", on the CPU ("), "{}", producer.stdout);
     assert!(line(consumer.code(0), "verify").contains(" 0 wrong, on the CPU ("), "{}", consumer.stdout);
     let options = ["--verify", "host", "--round-trip", "--json"];
-    let (producer, consumer) = pair(&meeting, &options, &["--verify", "host", "--json"]);
+    let (producer, consumer) = meeting.pair(&options, &["--verify", "host", "--json"]);
     assert_eq!(by(&producer.code(0).json()), [("fill", "host"), ("verify", "host")]);
     assert_eq!(by(&consumer.code(0).json()), [("verify", "host"), ("fill", "host")]);
 }
 
 fn small_buffers_default_to_the_host(meeting: Meeting) {
     for options in [&["--json"][..], &["--json", "--verify", "auto"]] {
-        let (producer, consumer) = pair(&meeting, options, options);
+        let (producer, consumer) = meeting.pair(options, options);
         assert_eq!(by(&producer.code(0).json()), [("fill", "host")]);
         assert_eq!(by(&consumer.code(0).json()), [("verify", "host")]);
         assert_eq!((producer.stderr, consumer.stderr), (String::new(), String::new()));
     }
 }
 
-fn what_nothing_verifies_by_is_refused(meeting: Meeting) {
-    for run in [meeting.producer(&["--verify", "cpu"]), meeting.consumer(&["--verify", "cpu"])] {
-        run.end().code(2).says("[possible values: auto, gpu, host]");
-    }
-}
-
 fn forced_gpu_engine_is_reported(meeting: Meeting) {
-    let (producer, consumer) = pair(&meeting, &["--verify", "gpu", "-v"], &["--verify", "gpu", "-v"]);
+    let (producer, consumer) = meeting.pair(&["--verify", "gpu", "-v"], &["--verify", "gpu", "-v"]);
     for (ended, step) in [(&producer, "fill"), (&consumer, "verify")] {
         let line = line(ended.code(0), step);
         let (_, speed) = line.split_once(", on the GPU at ").unwrap_or_else(|| panic!("{line}"));
@@ -72,7 +58,7 @@ fn forced_gpu_engine_is_reported(meeting: Meeting) {
     }
     assert!(line(&consumer, "verify").contains("262144 words, 0 wrong, "), "{}", consumer.stdout);
     let options = ["--verify", "gpu", "--round-trip", "--json"];
-    let (producer, consumer) = pair(&meeting, &options, &["--verify", "gpu", "--json"]);
+    let (producer, consumer) = meeting.pair(&options, &["--verify", "gpu", "--json"]);
     assert_eq!(by(&producer.code(0).json()), [("fill", "gpu"), ("verify", "gpu")]);
     assert_eq!(by(&consumer.code(0).json()), [("verify", "gpu"), ("fill", "gpu")]);
 }
@@ -82,15 +68,14 @@ fn engines_of_both_sides_may_differ(meeting: Meeting) {
     let size = ["--round-trip", "--size", "1000003", "--json"];
     for (here, there) in [("gpu", "host"), ("host", "gpu")] {
         let (producer, consumer) =
-            pair(&meeting, &[&["--verify", here][..], &size].concat(), &["--verify", there, "--json"]);
+            meeting.pair(&[&["--verify", here][..], &size].concat(), &["--verify", there, "--json"]);
         let (producer, consumer) = (producer.code(0).json(), consumer.code(0).json());
         assert_eq!(by(&producer), [("fill", here), ("verify", here)]);
         assert_eq!(by(&consumer), [("verify", there), ("fill", there)]);
         assert_eq!((&producer["verified"], &consumer["verified"]), (&json!(true), &json!(true)));
     }
     // A range may start inside a word.
-    let (producer, consumer) =
-        pair(&meeting, &["--size", "100000"], &["--range", "3:5000", "--verify", "gpu", "--json"]);
+    let (producer, consumer) = meeting.pair(&["--size", "100000"], &["--range", "3:5000", "--verify", "gpu", "--json"]);
     producer.code(0);
     assert_eq!(by(&consumer.code(0).json()), [("verify", "gpu")]);
 }
@@ -99,7 +84,7 @@ fn both_engines_find_the_wrong_word(meeting: Meeting) {
     let mut found = Vec::new();
     for (here, there) in [("gpu", "gpu"), ("gpu", "host"), ("host", "gpu"), ("host", "host")] {
         let producer = ["--verify", here, "--seed", "7", "--corrupt", "--json"];
-        let (producer, consumer) = pair(&meeting, &producer, &["--verify", there, "--json"]);
+        let (producer, consumer) = meeting.pair(&producer, &["--verify", there, "--json"]);
         let (producer, consumer) = (producer.code(1).json(), consumer.code(1).json());
         assert_eq!(by(&consumer), [("verify", there)]);
         assert_eq!(consumer["mismatches"], 1);

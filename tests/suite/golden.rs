@@ -163,18 +163,6 @@ fn pages_name_every_field() {
 }
 
 #[test]
-fn rule_numbers_are_unique() {
-    let numbers = |page: &'static str| {
-        page.split("\n\n")
-            .filter_map(|paragraph| paragraph.strip_prefix("**")?.split_once("** "))
-            .map(|(number, _)| number)
-    };
-    let both: Vec<&str> = numbers(BROKER_PAGE).chain(numbers(PAGE)).collect();
-    let each: BTreeSet<&str> = both.iter().copied().collect();
-    assert!(each.len() == both.len() && numbers(BROKER_PAGE).count() > 30, "{both:?}");
-}
-
-#[test]
 fn golden_values_match_the_program() {
     let golden = golden(RECORDS);
     let pattern = |value: &Value| Pattern::new(number(&value["salt"]).try_into().unwrap());

@@ -58,7 +58,6 @@ mod launch;
 mod legacy_and_pools;
 mod logs;
 mod options;
-mod protocol;
 mod public_api;
 mod ranges;
 mod rdma;

@@ -11,7 +11,7 @@ use std::{
     process::{Child, Command, ExitStatus, Stdio},
     sync::{Arc, Mutex},
     thread::{self, JoinHandle},
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -130,6 +130,13 @@ impl Meeting {
         let mut producer = self.producer(options).start();
         producer.until("shared");
         producer
+    }
+
+    /// Runs a producer and a consumer to their ends.
+    pub(crate) fn pair(&self, producer: &[&str], consumer: &[&str]) -> (Ended, Ended) {
+        let producer = self.producer(producer).start();
+        let consumer = self.consumer(consumer).end();
+        (producer.end(), consumer)
     }
 
     /// `consumer` with this backend and socket.
@@ -260,6 +267,15 @@ impl Run {
     }
 }
 
+/// Asserts that a program accepts these arguments: a final `--help` makes it only parse them.
+#[track_caller]
+pub(crate) fn understood(program: &str, arguments: &[String]) {
+    let name = ["producer", "consumer", "vmmfd"].into_iter().find(|name| *name == program).unwrap();
+    let mut run = Meeting::host().bare(name);
+    run.command.args(arguments).arg("--help");
+    run.end().code(0);
+}
+
 /// Returns the path of a command: in `VMMFD_BIN`, beside the test program, or in its parent folder (cargo's layout). Cargo rebuilds the
 /// programs of this package, but `vmmfd-bench` only on request: a stale program fails the test.
 #[track_caller]
@@ -287,28 +303,6 @@ fn is_stale(program: &Path) -> bool {
         name.starts_with(&library) && name.ends_with(".rlib")
     });
     built.filter_map(|file| modified(&file.path())).max() > modified(program)
-}
-
-#[test]
-fn old_program_is_stale() {
-    let folder = tempfile::tempdir().unwrap();
-    let at = |name: &str, second| {
-        let path = folder.path().join(name);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(&path, "").unwrap();
-        let time = SystemTime::UNIX_EPOCH + Duration::from_secs(second);
-        fs::File::options().append(true).open(&path).unwrap().set_modified(time).unwrap();
-        path
-    };
-    let program = at("vmmfd-bench", 100);
-    assert!(!is_stale(&program), "without a library");
-    at("deps/libvmmfd_bench-0.rlib", 99);
-    at("deps/libvmmfd_bench-0.d", 101);
-    at("deps/libvmmfd-0.rlib", 101);
-    assert!(!is_stale(&program));
-    at("deps/libvmmfd_bench-1.rlib", 101);
-    assert!(is_stale(&program));
-    assert!(!is_stale(&at("vmmfd", 100)));
 }
 
 /// Collects the output of a process while it runs.

@@ -262,7 +262,7 @@ fn consumer_without_check_is_served() {
 fn both_sides_send_busy_in_time() {
     let patient = within(30_000);
     let impatient = within(1000);
-    let long = Duration::from_secs(3);
+    let long = Duration::from_millis(1600);
     let turn = |mut consumer: Consumer<'_>, slow| {
         let object = consumer.request(&Request::default())?;
         let found = consumer.verify(&object, &mut SumVerifier { slow, ..SumVerifier::default() })?;
@@ -271,7 +271,7 @@ fn both_sides_send_busy_in_time() {
         answer
     };
     thread::scope(|scope| {
-        // The producer is busy for three times the consumer's timeout.
+        // The producer is busy for longer than the consumer's timeout.
         scope.spawn(|| {
             let buffer = Buffer::new(shared(SIZE), Sum { slow: long, ..Sum::default() }, None).unwrap();
             let options = ServeOptions::default();
@@ -312,7 +312,7 @@ fn slow_subscriber_sends_busy() {
     let subject = Subject::of(fake);
     let (ours, theirs) = Channel::socket_pair().unwrap();
     let memory = Arc::new(Shared::create(&subject.device(), Spec::vmm(100)).unwrap());
-    subject.faulty.slow_down("activate", Duration::from_secs(3));
+    subject.faulty.slow_down("activate", Duration::from_millis(1600));
     thread::scope(|scope| {
         let subscriber = scope.spawn(|| {
             let mut subscriber = Subscriber::over(theirs, &subject.driver, None, 1, &within(30_000)).unwrap();

@@ -34,7 +34,8 @@ const HEAD_START_EACH: u64 = 500_000;
 /// The clients of host memory.
 const HOST_CLIENTS: u16 = 4;
 
-/// The objects and the connections of a broker whose memory is measured.
+/// The objects and the connections of a broker whose memory is measured, for each sample of other rows, and the most.
+const HELD_EACH: usize = 5;
 const HELD: usize = 1000;
 
 /// The objects of a crowd for each sample of other rows, and the most.
@@ -127,11 +128,12 @@ fn held(run: &mut Run<'_>, host: &Device) -> Result<()> {
     run.tick("objects and connections", 0, 1)?;
     let broker = Broker::start(run, false)?;
     let idle = broker.resident()?;
-    let clients = (0..HELD).map(|_| broker.connect(run)).collect::<Result<Vec<_>>>()?;
-    put_pages(&clients[0], host, PAGE, HELD)?;
+    let held = run.count().saturating_mul(HELD_EACH).min(HELD);
+    let clients = (0..held).map(|_| broker.connect(run)).collect::<Result<Vec<_>>>()?;
+    put_pages(&clients[0], host, PAGE, held)?;
     let resident = broker.resident()?;
     run.add(About::size(0), Vec::new(), None, |_| {
-        let all = [("idle", idle), ("1000 objects and 1000 connections", resident)];
+        let all = [("idle".to_owned(), idle), (format!("{held} objects and {held} connections"), resident)];
         all.map(|(what, value)| (format!("broker's resident memory, {what}"), value, "MB")).into()
     })
 }

@@ -23,7 +23,7 @@ use rustix::net::{
 use sendfd::SendWithFd;
 use vmmfd::{
     Error,
-    channel::{Cancel, CancelReason, Channel, Listener, Trust},
+    channel::{Cancel, Channel, Listener, Trust},
     driver::{Access, Backend, Choice, DeviceUuid, open},
     error::{DeviceError, PeerError, SocketError},
     memory::{Allocation, Device, Selector},
@@ -42,10 +42,7 @@ use vmmfd_cli::check::{
     pattern::{self, Mismatch, Pattern},
 };
 
-use crate::{
-    running::{Meeting, On},
-    support::open_files,
-};
+use crate::{running::Meeting, support::open_files};
 
 mod consumers;
 mod producers;
@@ -58,7 +55,7 @@ pub(crate) fn seqpacket() -> OwnedFd {
 }
 
 /// A plain connection to the listener at a path.
-fn raw(path: &Path) -> UnixStream {
+pub(crate) fn raw(path: &Path) -> UnixStream {
     let socket = seqpacket();
     connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
     UnixStream::from(socket)

@@ -1,5 +1,10 @@
 //! The producer against a handwritten consumer.
 
+use vmmfd::{
+    memory::{Shared, Spec},
+    session::handoff::{Buffer, Content, ServeOptions, serve_connection},
+};
+
 use super::*;
 
 /// Connects to the producer and exchanges hellos.
@@ -10,14 +15,19 @@ fn greeted(meeting: &Meeting) -> Channel {
     channel
 }
 
-/// Runs the conversation through `received`, closes the descriptor, and returns the offer.
 fn borrow(meeting: &Meeting) -> (Channel, Offer) {
     let mut channel = greeted(meeting);
+    let offer = take(&mut channel);
+    (channel, offer)
+}
+
+/// Requests the buffer and acknowledges its only segment.
+fn take(channel: &mut Channel) -> Offer {
     channel.send(&request("default", None), &[]).unwrap();
-    let (Message::Offer(offer), _) = answer(&mut channel) else { panic!() };
-    answer(&mut channel);
+    let (Message::Offer(offer), _) = answer(channel) else { panic!() };
+    answer(channel);
     channel.send(&Message::Received(Received { segments: 1 }), &[]).unwrap();
-    (channel, *offer)
+    *offer
 }
 
 /// Reports the consumer's result, and returns the producer's.
@@ -29,7 +39,7 @@ fn report(channel: &mut Channel, result: &Message) -> Verdict {
 
 #[test]
 fn missing_reply_fails_both_sides() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::host();
     let producer = meeting.listening(&["--round-trip", "--size", "4"]);
     let (mut channel, _) = borrow(&meeting);
     let theirs = report(&mut channel, &good(1));
@@ -40,20 +50,28 @@ fn missing_reply_fails_both_sides() {
 
 #[test]
 fn mismatch_fails_the_producer() {
-    let meeting = Meeting::new(On::Host);
-    let producer = meeting.listening(&["--size", "8"]);
-    let (mut channel, _) = borrow(&meeting);
-    let first_mismatch = Some(Mismatch { index: 1, expected: 2, found: 3 });
-    let theirs = report(&mut channel, &result(false, 2, 1, first_mismatch));
-    assert!(!theirs.verified);
-    channel.finish(PATIENCE);
-    producer.end().code(1).says("1 wrong, the first at word 1");
+    let first = Some(Mismatch { index: 1, expected: 2, found: 3 });
+    // Whatever the figures.
+    for (words, mismatches, first, says) in [
+        (2, 1, first, "1 wrong, the first at word 1"),
+        (2, 1, None, "did not verify"),
+        (0, 0, None, "did not verify"),
+        (u64::MAX, 0, None, "did not verify"),
+    ] {
+        let meeting = Meeting::host();
+        let producer = meeting.listening(&["--size", "8"]);
+        let (mut channel, _) = borrow(&meeting);
+        channel.send(&result(false, words, mismatches, first), &[]).unwrap();
+        answer(&mut channel);
+        channel.finish(PATIENCE);
+        producer.end().code(1).says(says);
+    }
 }
 
 #[test]
 fn dead_consumer_is_one_failed_consumer() {
     for stage in 0..3 {
-        let meeting = Meeting::new(On::Host);
+        let meeting = Meeting::host();
         let producer = meeting.listening(&["--consumers", "2", "--round-trip"]);
         let mut channel = greeted(&meeting);
         channel.send(&request("default", None), &[]).unwrap();
@@ -73,18 +91,18 @@ fn dead_consumer_is_one_failed_consumer() {
 
 #[test]
 fn silent_consumer_fails_and_delays_nobody() {
-    let meeting = Meeting::new(On::Host);
-    let producer = meeting.listening(&["--consumers", "2", "--timeout", "2s"]);
+    let meeting = Meeting::host();
+    let producer = meeting.listening(&["--consumers", "2", "--timeout", "1s"]);
     let (mut silent, _) = borrow(&meeting);
     meeting.consumer(&[]).end().code(0);
     let ended = producer.end();
-    ended.code(4).says("silent for 2s");
+    ended.code(4).says("silent for 1s");
     assert_eq!(told(&mut silent), ErrorCode::Timeout);
 }
 
 #[test]
 fn producer_waits_for_busy_consumer() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::host();
     let producer = meeting.listening(&["--timeout", "1s", "--size", "4"]);
     let (mut channel, _) = borrow(&meeting);
     for _ in 0..6 {
@@ -98,7 +116,7 @@ fn producer_waits_for_busy_consumer() {
 
 #[test]
 fn queued_consumer_hears_busy_each_second() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::host();
     let producer = meeting.listening(&["--consumers", "2", "--round-trip", "--size", "4"]);
     let (first, offer) = borrow(&meeting);
     let mut second = greeted(&meeting);
@@ -118,7 +136,7 @@ fn queued_consumer_hears_busy_each_second() {
 
 #[test]
 fn idle_connections_delay_no_consumer() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::host();
     let producer = meeting.listening(&[]);
     let socket = meeting.socket();
     // Silent, disconnected, malformed, with another protocol version, and with a hello but no request.
@@ -148,18 +166,8 @@ fn idle_connections_delay_no_consumer() {
 }
 
 #[test]
-fn idle_crowd_leaves_room_for_consumer() {
-    let meeting = Meeting::new(On::Host);
-    let producer = meeting.listening(&[]);
-    let crowd: Vec<UnixStream> = (0..300).map(|_| raw(&meeting.socket())).collect();
-    meeting.consumer(&[]).end().code(0);
-    producer.end().code(0);
-    drop(crowd);
-}
-
-#[test]
 fn few_descriptors_leave_room_for_consumer() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::host();
     let run = meeting.producer(&["--timeout", "20s"]).with_files(48);
     let mut producer = run.start();
     producer.until("shared");
@@ -178,25 +186,8 @@ fn few_descriptors_leave_room_for_consumer() {
 }
 
 #[test]
-fn busy_before_a_request_is_refused() {
-    let meeting = Meeting::new(On::Host);
-    let producer = meeting.listening(&[]);
-    for greeted in [false, true] {
-        let mut channel = dial(&meeting.socket());
-        if greeted {
-            channel.send(&hello(Backend::Host), &[]).unwrap();
-            answer(&mut channel);
-        }
-        channel.send(&Message::Busy(Busy {}), &[]).unwrap();
-        assert_eq!(told(&mut channel), ErrorCode::Protocol);
-    }
-    meeting.consumer(&[]).end().code(0);
-    producer.end().code(0);
-}
-
-#[test]
 fn unknown_backends_and_versions_are_refused() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::host();
     let producer = meeting.listening(&[]);
     let greet = |version, backend: &str| {
         let mut channel = dial(&meeting.socket());
@@ -216,7 +207,7 @@ fn unknown_backends_and_versions_are_refused() {
 
 #[test]
 fn mismatch_counts_after_consumer_hangs_up() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::host();
     let producer = meeting.producer(&["--size", "8", "--json"]).start();
     crate::running::wait_for("the socket", || meeting.socket().exists());
     let (mut channel, _) = borrow(&meeting);
@@ -228,24 +219,11 @@ fn mismatch_counts_after_consumer_hangs_up() {
 }
 
 #[test]
-fn failed_result_counts_whatever_its_figures() {
-    for (words, mismatches, code) in [(2, 1, 1), (0, 0, 1), (u64::MAX, 0, 1)] {
-        let meeting = Meeting::new(On::Host);
-        let producer = meeting.listening(&["--size", "8"]);
-        let (mut channel, _) = borrow(&meeting);
-        channel.send(&result(false, words, mismatches, None), &[]).unwrap();
-        answer(&mut channel);
-        channel.finish(PATIENCE);
-        producer.end().code(code).says("did not verify");
-    }
-}
-
-#[test]
 fn late_consumer_leaves_producer_at_timeout() {
-    let meeting = Meeting::new(On::Host);
-    for delay in 0..40 {
+    let meeting = Meeting::host();
+    for delay in 0..10 {
         let producer = meeting.listening(&["--timeout", "40ms"]);
-        thread::sleep(Duration::from_millis(20 + delay));
+        thread::sleep(Duration::from_millis(20 + 4 * delay));
         let address = SocketAddrUnix::new(meeting.socket()).unwrap();
         let socket = seqpacket();
         // The producer may exit before each of these calls.
@@ -261,17 +239,17 @@ fn late_consumer_leaves_producer_at_timeout() {
 
 #[test]
 fn next_wait_begins_after_last_consumer() {
-    let meeting = Meeting::new(On::Host);
-    let producer = meeting.listening(&["--timeout", "3s", "--consumers", "2"]);
-    thread::sleep(Duration::from_secs(1));
+    let meeting = Meeting::host();
+    let producer = meeting.listening(&["--timeout", "1s", "--consumers", "2"]);
+    thread::sleep(Duration::from_millis(500));
     meeting.consumer(&[]).end().code(0);
     let ended = producer.end();
-    assert!(ended.code(4).took >= Duration::from_secs(4), "{:?}", ended.took);
+    assert!(ended.code(4).took >= Duration::from_millis(1500), "{:?}", ended.took);
 }
 
 #[test]
 fn idle_connections_prolong_no_wait() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::host();
     let producer = meeting.listening(&["--timeout", "500ms"]);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -290,7 +268,7 @@ fn idle_connections_prolong_no_wait() {
 
 #[test]
 fn unknown_objects_are_refused() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::host();
     let producer = meeting.listening(&[]);
     let mut channel = greeted(&meeting);
     channel.send(&request("weights\u{1b}[31m", None), &[]).unwrap();
@@ -299,4 +277,73 @@ fn unknown_objects_are_refused() {
     let ended = producer.end();
     ended.code(4).says("no object `weights");
     assert!(!ended.stderr.contains('\u{1b}') && !ended.stdout.contains('\u{1b}'));
+}
+
+#[test]
+fn silence_after_a_result_is_reported() {
+    let meeting = Meeting::host();
+    let producer = meeting.listening(&["--timeout", "500ms", "--size", "4"]);
+    let (mut channel, _) = borrow(&meeting);
+    report(&mut channel, &good(1));
+    let (Message::Error(Failure { code, message }), _) = answer(&mut channel) else { panic!() };
+    assert!(code == ErrorCode::Timeout && message.contains("waiting for another request"), "{message}");
+    // The request was served nonetheless.
+    producer.end().code(0);
+}
+
+#[test]
+fn silent_flood_spares_greeted_consumers() {
+    let meeting = Meeting::host();
+    let producer = meeting.listening(&["--size", "4", "--consumers", "2"]);
+    let mut polite = greeted(&meeting);
+    let mut first = dial(&meeting.socket());
+    let flood: Vec<UnixStream> = (0..300).map(|_| raw(&meeting.socket())).collect();
+    assert_eq!(told(&mut first), ErrorCode::Full, "the oldest silent one makes room");
+    meeting.consumer(&[]).end().code(0);
+    take(&mut polite);
+    report(&mut polite, &good(1));
+    polite.finish(PATIENCE);
+    drop(flood);
+    producer.end().code(0);
+}
+
+struct Replies;
+
+impl Content for Replies {
+    fn expects_reply(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn busy_consumer_can_not_extend_its_turn() {
+    let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
+    let shared = Shared::create(&Device::find(&driver, Selector::default()).unwrap(), Spec::vmm(4)).unwrap();
+    let buffer = Buffer::new(shared, Replies, None).unwrap();
+    let options = ServeOptions::default().round_trip(true).turn(Duration::from_millis(200));
+    for pause in [Duration::ZERO, Duration::from_millis(20)] {
+        let (ours, theirs) = Channel::socket_pair().unwrap();
+        let mut channel = Channel::new(theirs, PATIENCE, &Cancel::new().unwrap()).unwrap();
+        thread::scope(|scope| {
+            let producer =
+                scope.spawn(|| serve_connection(ours, &buffer, &options, &Config::default(), &|_| {}).unwrap());
+            channel.send(&hello(Backend::Host), &[]).unwrap();
+            answer(&mut channel);
+            take(&mut channel);
+            let refused = loop {
+                match channel.send(&Message::Busy(Busy {}), &[]) {
+                    Ok(()) => thread::sleep(pause),
+                    Err(error) => break error,
+                }
+            };
+            drop(channel);
+            assert!(
+                matches!(&refused, Error::Peer(PeerError::Reported { code: ErrorCode::Timeout, message })
+                    if message.contains("longer than its turn of 200ms")),
+                "{refused:?}"
+            );
+            let served = producer.join().unwrap();
+            assert!(matches!(served.error, Some(Error::Peer(PeerError::TurnTooLong { .. }))), "{served:?}");
+        });
+    }
 }

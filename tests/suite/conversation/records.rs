@@ -10,28 +10,6 @@ fn segments(sizes: usize, claimed: u32) -> Vec<u8> {
 }
 
 #[test]
-fn descriptors_arrive_ordered_and_cloexec() {
-    let folder = tempfile::tempdir().unwrap();
-    for count in [1, 2, MAX_FDS] {
-        let (mut channel, peer) = channel_pair(PATIENCE);
-        let mut sender = Channel::new(peer.into(), PATIENCE, &Cancel::new().unwrap()).unwrap();
-        let files: Vec<File> =
-            (0..count).map(|index| File::create(folder.path().join(index.to_string())).unwrap()).collect();
-        let fds: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
-        let sent = Message::Segments(Segments { first: 0, sizes: vec![4096; count] });
-        sender.send(&sent, &fds).unwrap();
-        let (message, received) = channel.receive("for a test").unwrap();
-        assert_eq!((message, received.len()), (sent, count));
-        for (index, fd) in received.iter().enumerate() {
-            let link = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).unwrap();
-            assert_eq!(link, folder.path().join(index.to_string()));
-            let flags = nix::fcntl::fcntl(fd, nix::fcntl::FcntlArg::F_GETFD).unwrap();
-            assert_eq!(flags & nix::libc::FD_CLOEXEC, nix::libc::FD_CLOEXEC);
-        }
-    }
-}
-
-#[test]
 fn wrong_descriptor_counts_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("sent");
@@ -83,53 +61,6 @@ fn empty_record_is_a_hang_up() {
     rustix::net::sendmsg(&peer, &[IoSlice::new(&[])], &mut ancillary, SendFlags::NOSIGNAL).unwrap();
     assert!(matches!(channel.receive("for a test"), Err(Error::Peer(PeerError::Gone { .. }))));
     assert_eq!(open_descriptors(&path), 1);
-}
-
-#[test]
-fn long_record_leaves_the_next_whole() {
-    let (mut channel, peer) = channel_pair(PATIENCE);
-    for length in [16 + 64 * 1024 + 1, 16 + 64 * 1024 + 4096] {
-        send_raw(&peer, &vec![b'x'; length]);
-        assert!(matches!(
-            channel.receive("for a test"),
-            Err(Error::Peer(PeerError::Protocol(ProtocolError::LongRecord { .. })))
-        ));
-    }
-    send_raw(&peer, &Message::Received(Received { segments: 1 }).encode().unwrap());
-    assert!(matches!(channel.receive("for a test"), Ok((Message::Received(_), _))));
-}
-
-#[test]
-fn silence_ends_at_the_deadline() {
-    let (mut channel, _peer) = channel_pair(Duration::from_millis(50));
-    let begun = Instant::now();
-    assert!(matches!(
-        channel.receive("for a test"),
-        Err(Error::Peer(PeerError::Timeout { purpose: "for a test", .. }))
-    ));
-    assert!(begun.elapsed() >= Duration::from_millis(50));
-}
-
-#[test]
-fn full_queue_ends_at_the_deadline() {
-    let (mut channel, _peer) = channel_pair(Duration::from_millis(50));
-    let refused = (0..100_000).find_map(|_| channel.send(&Message::Busy(Busy {}), &[]).err());
-    assert!(matches!(refused, Some(Error::Peer(PeerError::Timeout { purpose: "to send", .. }))), "{refused:?}");
-}
-
-#[test]
-fn another_thread_cancels_a_wait() {
-    let (a, _b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-    let cancel = Cancel::new().unwrap();
-    let mut channel = Channel::new(a, PATIENCE, &cancel).unwrap();
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            thread::sleep(Duration::from_millis(20));
-            cancel.cancel(CancelReason::Signal(2));
-            cancel.cancel(CancelReason::Signal(15));
-        });
-        assert!(matches!(channel.receive("for a test"), Err(Error::Interrupted { reason: CancelReason::Signal(2) })));
-    });
 }
 
 #[test]

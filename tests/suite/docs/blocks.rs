@@ -14,8 +14,6 @@
 //! | `<!-- excerpt: FILE -->` | the file contains it, word for word |
 //! | `<!-- checked by: FILE::TEST -->` | that test, in Rust or Python |
 
-use std::path::Path;
-
 use super::{Page, root, shell, source};
 
 /// A fenced block.
@@ -151,30 +149,4 @@ fn every_block_is_checked() {
     }
     assert!(seen > 20, "{seen} blocks");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-}
-
-#[test]
-fn unchecked_block_is_detected() {
-    let good = "<!-- exit codes -->\n```text\nx\n```\n";
-    let bad = [
-        ("x\n```text\nx\n```\n", "nothing checks"),
-        ("```\nx\n```\n", "nothing checks"),
-        ("<!-- json: nobody -->\n```json\n{}\n```\n", "nothing checks"),
-        ("```rust,ignore\nx\n```\n", "not compiled"),
-        ("```rust\nx\n```\n", "does not include"),
-        ("<!-- needs: root -->\n```sh\nproducer --no-such-option\n```\n", "no-such-option"),
-        ("```sh\nvmmfd ls # all\n```\n", "has a comment"),
-        ("<!-- needs: root -->\n```sh\nmake nothing-of-the-kind\n```\n", "nothing-of-the-kind"),
-        ("<!-- needs: root -->\n```sh\nscripts/none here\n```\n", "scripts/none"),
-        ("```toml\nvmmfd = { version = \"9.9\", default-features = false }\n```\n", "the version is"),
-        ("<!-- excerpt: Makefile -->\n```text\nnot in it\n```\n", "not in Makefile"),
-        ("<!-- checked by: suite::stream::no_such_test -->\n```text\nx\n```\n", "no_such_test"),
-        ("<!-- python: other -->\n```python\nx\n```\n", "does not run it"),
-    ];
-    assert_eq!(check("docs/x.md", &read(good).1[0]), Ok(()));
-    for (text, want) in bad {
-        let problem = check("docs/x.md", &read(text).1[0]).expect_err(text);
-        assert!(problem.contains(want), "{text}: {problem}");
-    }
-    assert!(Path::new(root()).join("Makefile").exists());
 }

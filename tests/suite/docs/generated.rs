@@ -99,10 +99,3 @@ fn commands_page_lists_every_option() {
     assert!(page.contains("| `vmmfd doctor serve` |") && page.contains("`--safetensors`"), "{page}");
     Page::has_generated("docs/commands.md", "commands", &page);
 }
-
-#[test]
-fn subcommands_are_read_from_a_help() {
-    let help = "Usage: x\n\nTry:\n  one    Does\n         more\n\nB:\n  two\n  help   Print\n\nOptions:\n  -h\n\nExamples:\n  x\n";
-    assert_eq!(subcommands(help), ["one", "two"]);
-    assert!(root().join("docs").is_dir());
-}

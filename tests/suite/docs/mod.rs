@@ -2,7 +2,6 @@
 //!
 //! `UPDATE_DOCS=1` rewrites the generated parts instead of comparing them: see `docs/CONTRIBUTING.md`.
 
-mod aliases;
 mod blocks;
 mod generated;
 mod links;

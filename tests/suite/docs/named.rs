@@ -105,24 +105,3 @@ fn contributing_opens_with_one_test() {
     let (_, test) = command.split_once(" --test suite -- ").unwrap();
     blocks::exists(&format!("suite::{}", test.replace("::host::", "::"))).unwrap();
 }
-
-#[test]
-fn workflow_runs_the_ci_script() {
-    assert!(source(".github/workflows/ci.yml").contains(".ci/run\n"));
-}
-
-#[test]
-fn help_of_make_fits_80_columns() {
-    let makefile = source("Makefile");
-    let texts: Vec<&str> = makefile.lines().filter_map(|line| Some(line.split_once(" ## ")?.1)).collect();
-    assert!(texts.len() > 20, "{texts:?}");
-    for text in texts {
-        assert!("  test-systemd  ".len() + text.chars().count() <= 80, "{text}");
-    }
-}
-
-#[test]
-fn issue_form_asks_for_doctor_report() {
-    let form = source(".github/ISSUE_TEMPLATE/bug.yml");
-    assert!(form.contains("vmmfd doctor --json") && form.contains("required: true"));
-}

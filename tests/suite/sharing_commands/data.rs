@@ -24,9 +24,10 @@ fn array_is_shown_with_first_values(meeting: Meeting) {
     assert_eq!(report["array"], json!({"dtype": "int16", "shape": [3, 5], "strides": [2, 6], "offset": 0}));
     assert_eq!(report["size"], 30);
     producer.end().code(0);
-    let producer = meeting.listening(&["--dtype", "f64", "--size", "1MiB"]);
-    assert_eq!(meeting.consumer(&["--json"]).end().code(0).json()["array"]["shape"], json!([1 << 17]));
-    producer.end().code(0);
+    let (producer, consumer) = meeting.pair(&["--dtype", "f64", "--size", "1MiB", "--json"], &["--json"]);
+    for report in [producer.code(0).json(), consumer.code(0).json()] {
+        assert_eq!((&report["array"]["dtype"], &report["array"]["shape"]), (&json!("float64"), &json!([1 << 17])));
+    }
 }
 
 fn unusual_numbers_are_shown_as_numbers(meeting: Meeting) {
@@ -34,7 +35,6 @@ fn unusual_numbers_are_shown_as_numbers(meeting: Meeting) {
     let bf16 = [0x3f80u16, 0xc000, 0x3dcd, 0x7f80, 0x7fc0, 0x4049];
     let shown = "1.0 -2.0 0.100097656 inf NaN 3.140625";
     let little = bf16.map(u16::to_le_bytes).concat();
-    let big = bf16.map(u16::to_be_bytes).concat();
     let words = [1.5f32, -0.25].map(f32::to_be_bytes).concat();
     for (dtype, shape, bytes, line, report) in [
         (
@@ -43,13 +43,6 @@ fn unusual_numbers_are_shown_as_numbers(meeting: Meeting) {
             &little,
             format!("bfloat16 2x3, strides 6x2: {shown}"),
             json!({"dtype": "bfloat16", "shape": [2, 3]}),
-        ),
-        (
-            ">bfloat16",
-            "6",
-            &big,
-            format!(">bfloat16 6, strides 2: {shown}"),
-            json!({"dtype": "bfloat16", "byte_order": "big", "shape": [6]}),
         ),
         (
             ">f4",
@@ -64,13 +57,6 @@ fn unusual_numbers_are_shown_as_numbers(meeting: Meeting) {
             &vec![0x38, 0x7e, 0xff, 0x81],
             "float8_e4m3fn 2x2, strides 2x1: 1.0 448.0 NaN -0.001953125".to_owned(),
             json!({"dtype": "float8_e4m3fn", "shape": [2, 2]}),
-        ),
-        (
-            "float8_e5m2",
-            "3",
-            &vec![0x3c, 0x7b, 0xfc],
-            "float8_e5m2 3, strides 1: 1.0 57344.0 -inf".to_owned(),
-            json!({"dtype": "float8_e5m2", "shape": [3]}),
         ),
     ] {
         fs::write(file.path(), bytes).unwrap();
@@ -213,58 +199,6 @@ fn unusable_files_are_refused() {
 }
 
 #[test]
-fn conflicting_options_are_bad_usage() {
-    let meeting = Meeting::new(On::Host);
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("data");
-    fs::write(&file, vec![0; 24]).unwrap();
-    let file = file.to_str().unwrap();
-    for (options, words) in [
-        (&["--shape", "2x3", "--size", "24"][..], "cannot be used with"),
-        (&["--order", "F"], "--shape"),
-        (&["--from", file, "--size", "24"], "cannot be used with"),
-        (&["--from", file, "--seed", "1"], "cannot be used with"),
-        (&["--from", file, "--round-trip"], "cannot be used with"),
-        (&["--seal", "--round-trip"], "cannot be used with"),
-        (&["--elements", "5", "--dtype", "f32"], "cannot be used with"),
-        (&["--shape", "0x5"], "between 1 byte and 15.9 EiB"),
-        (&["--shape", "2x"], "`2x` is not a shape: write whole numbers separated by x or commas"),
-        (&["--shape", "2,3x4"], "`2,3x4` is not a shape"),
-        (&["--shape", "18446744073709551615x2"], "64 bits"),
-        (&["--dtype", "f33"], "`f33` is not an element type: write a name such as float32"),
-        (&["--dtype", "f32", "--size", "6"], "has 4 bytes, but the data has 6 bytes"),
-        (&["--from", file, "--dtype", "f32", "--shape", "7"], "has 28 bytes, but the data has 24 bytes"),
-        (&["--mechanism", "ipc"], "[possible values: vmm, pool, legacy]"),
-        (&["--location", "disk"], "[possible values: device, host]"),
-        (&["--chunk", "0"], "is no memory: write at least 1 byte"),
-        (&["--order", "X", "--shape", "2"], "[possible values: C, F]"),
-        (&["--from", "-"], "`-` is not supported: the size"),
-    ] {
-        meeting.producer(options).end().code(2).says(words);
-    }
-    for (range, words) in [
-        ("5", "write its offset and length"),
-        (":5", "write its offset"),
-        ("5:", "write its offset"),
-        ("0:0", "no memory"),
-        ("1:18446744073709551615", "64 bits"),
-        ("x:5", "is not a size"),
-    ] {
-        meeting.consumer(&["--range", range]).end().code(2).says(words);
-    }
-    let producer = meeting.listening(&["--from", file, "--dtype", "f32", "--shape", "2x3"]);
-    assert!(
-        meeting
-            .consumer(&[])
-            .end()
-            .code(0)
-            .stdout
-            .contains("array     float32 2x3, strides 12x4: 0.0 0.0 0.0 0.0 0.0 0.0\n")
-    );
-    producer.end().code(0);
-}
-
-#[test]
 fn file_changed_while_read_is_refused() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(1000).unwrap();
@@ -282,18 +216,17 @@ fn file_changed_while_read_is_refused() {
 
 #[test]
 fn unfinished_file_leaves_nothing() {
-    let meeting = Meeting::new(On::Host);
+    let meeting = Meeting::fake();
     let folder = tempfile::tempdir().unwrap();
     let to = folder.path().join("to");
     let to = to.to_str().unwrap();
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
-        let producer = meeting.listening(&["--size", "300M"]);
-        let mut consumer = meeting.consumer(&["--to", to]).start();
+        let producer = meeting.listening(&["--size", "16M"]);
+        let mut consumer = meeting.consumer(&["--to", to]).env("FAKECUDA_SLOW", "cuMemcpyDtoH_v2:200").start();
         consumer.until("mapped");
         thread::sleep(Duration::from_millis(30));
         consumer.signal(signal);
-        let code = consumer.end().status.code().unwrap();
-        assert_eq!(code, 128 + signal as i32);
+        assert_eq!(consumer.end().status.code().unwrap(), 128 + signal as i32);
         drop(producer);
     }
     // A file size limit is an ordinary error.

@@ -104,15 +104,3 @@ fn memory_without_pattern_is_lent_unchanged() {
     buffer.shared().copy_out(0, &mut back).unwrap();
     assert_eq!(&back, b"back");
 }
-
-#[test]
-fn names_are_those_of_the_wire() {
-    for (mechanism, name) in [(Mechanism::Vmm, "vmm"), (Mechanism::Pool, "pool"), (Mechanism::Legacy, "legacy")] {
-        assert_eq!((mechanism.to_string(), name.parse()), (name.to_owned(), Ok(mechanism)));
-        assert_eq!(serde_json::to_value(mechanism).unwrap(), Value::from(name));
-    }
-    for (placement, name) in [(Placement::Device, "device"), (Placement::Host, "host")] {
-        assert_eq!((placement.to_string(), name.parse()), (name.to_owned(), Ok(placement)));
-        assert_eq!(serde_json::to_value(placement).unwrap(), Value::from(name));
-    }
-}

@@ -8,11 +8,11 @@ use std::{
 };
 
 use nix::sys::signal::Signal;
-use serde_json::{Value, json};
+use serde_json::json;
 use vmmfd::{
     channel::{Cancel, Channel, Listener},
     driver::{Access, Backend, Choice, open},
-    memory::{Device, Mechanism, Mirror, Placement, Region, Selector, Shared, Spec},
+    memory::{Device, Mechanism, Mirror, Region, Selector, Shared, Spec},
     session::{
         Config, Verdict,
         handoff::{self, Buffer, Consumer, ServeOptions, Served, Unchecked, serve},

@@ -140,7 +140,7 @@ fn busy_producer_does_not_prolong_receive(subject: Subject) {
 }
 
 fn timeouts_do_not_end_the_session(subject: Subject) {
-    let place = Place::with_timeout(moment(&subject, 600));
+    let place = Place::with_timeout(moment(&subject, 300));
     assert!(matches!(place.accept(&subject), Err(Error::Peer(PeerError::NoConsumer { .. }))));
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let id = buffers(&subject, &mut publisher, 1)[0].0;
