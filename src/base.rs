@@ -3,9 +3,9 @@
 
 pub(crate) mod strict;
 
-use std::{fmt, str::FromStr};
+use std::{cell::Cell, fmt, str::FromStr};
 
-use serde::{Deserialize, Deserializer, Serialize, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser::SerializeStruct};
 use uuid::Uuid;
 
 use self::strict::{no_texts, objects};
@@ -194,22 +194,67 @@ pub enum Placement {
 
 words!(Placement, "a location", "device or host", [Device "device", Host "host"]);
 
-objects! {
+/// The name of the host backend's device.
+pub const DEVICE_NAME: &str = "host memory (no GPU)";
+
 /// Identifies a device across processes. Ordinals differ between processes; UUIDs do not.
-    pub struct DeviceIdentity {
-        /// The device's UUID.
-        #[serde(deserialize_with = "uuid_of_one_form")]
-        #[cfg_attr(
-            feature = "schema",
-            schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"))
-        )]
-        pub uuid: DeviceUuid,
-        /// The device's name. Only informative.
-        pub name: String,
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(remote = "Self")]
+pub struct DeviceIdentity {
+    /// The device's UUID.
+    #[serde(deserialize_with = "uuid_of_one_form")]
+    #[cfg_attr(
+        feature = "schema",
+        schemars(with = "String", regex(pattern = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"))
+    )]
+    pub uuid: DeviceUuid,
+    /// The device's name. Only informative.
+    pub name: String,
+}
+
+// Not by `objects!`, because the UUID has two forms.
+objects!(@deserialize DeviceIdentity);
+
+impl strict::Clean for DeviceIdentity {
+    fn clean(&mut self) {
+        self.name.clean();
     }
 }
 
 no_texts!(DeviceUuid);
+
+thread_local! {
+    static FOR_USERS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Serializes the UUIDs of devices in the form that users know, with prefix. Messages have none.
+pub(crate) fn for_users<T>(serialize: impl FnOnce() -> T) -> T {
+    FOR_USERS.set(true);
+    let result = serialize();
+    FOR_USERS.set(false);
+    result
+}
+
+impl DeviceIdentity {
+    /// The UUID with the prefix of its backend: a message does not name the backend, but only the host backend has a device of its name.
+    pub(crate) fn prefixed_uuid(&self) -> String {
+        self.uuid.prefixed(if self.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda })
+    }
+}
+
+impl Serialize for DeviceIdentity {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let mut fields = to.serialize_struct("DeviceIdentity", 2)?;
+        if FOR_USERS.get() {
+            fields.serialize_field("uuid", &self.prefixed_uuid())?;
+        } else {
+            fields.serialize_field("uuid", &self.uuid)?;
+        }
+        fields.serialize_field("name", &self.name)?;
+        fields.end()
+    }
+}
 
 impl fmt::Display for DeviceIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -188,6 +188,16 @@ pub fn choose_device<T>(
     selector.choose(backend, devices, identity)
 }
 
+/// The UUID with the prefix of its backend, as [`Device::prefixed_uuid`](crate::memory::Device::prefixed_uuid).
+pub fn prefixed_uuid(device: &DeviceIdentity) -> String {
+    device.prefixed_uuid()
+}
+
+/// Serializes the UUIDs of devices in reports for users, with prefix. Messages have none.
+pub fn for_users<T>(serialize: impl FnOnce() -> T) -> T {
+    crate::base::for_users(serialize)
+}
+
 /// Creates a driver from its verbs.
 pub fn driver(verbs: Arc<dyn Verbs>) -> Driver {
     Driver::of(verbs)

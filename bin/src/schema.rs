@@ -19,6 +19,10 @@ pub fn document<T: JsonSchema>() -> Value {
     };
     let settings = SchemaSettings::draft2020_12().for_serialize().with_transform(RecursiveTransform(close));
     let mut document = settings.into_generator().into_root_schema_for::<T>().to_value();
+    if let Some(device) = document.pointer_mut("/$defs/DeviceIdentity/properties/uuid/pattern") {
+        // Messages have no prefix.
+        *device = json!("^(GPU|HOST)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$");
+    }
     document["properties"]["schema"] = json!({"description": "The version of this form.", "const": VERSION});
     document
 }

@@ -46,11 +46,11 @@ pub(crate) use self::{
     window::{PageLocked, Window},
 };
 pub use self::{
-    host::{DEVICE_NAME, GRANULARITY},
+    host::GRANULARITY,
     types::{Attribute, MemoryInfo},
 };
 pub use crate::{
-    base::{Access, Backend, DeviceUuid},
+    base::{Access, Backend, DEVICE_NAME, DeviceUuid},
     error::code,
 };
 

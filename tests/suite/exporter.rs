@@ -118,7 +118,11 @@ fn next_broker_is_found() {
         server.signal(Signal::SIGTERM);
         server.end().code(0);
     }
-    exporter.end().code(0);
+    let ended = exporter.end();
+    // One line for each change. It was absent, and stopped twice.
+    for (line, count) in [("the broker does not answer", 3), ("the broker answers again", 2)] {
+        assert_eq!(ended.code(0).stderr.matches(line).count(), count, "{}", ended.stderr);
+    }
 }
 
 #[test]
@@ -221,11 +225,20 @@ fn other_requests_have_other_answers() {
     let exporter = Exporter::start(&place, &["--timeout", "100ms", "--json"]);
     let mut silent = TcpStream::connect(exporter.address).unwrap();
     let long = format!("GET /{} HTTP/1.1", "x".repeat(9000));
-    for (request, status) in
-        [("GET / HTTP/1.1", 404), ("POST /metrics HTTP/1.1", 400), ("nonsense", 400), (long.as_str(), 400)]
-    {
-        let (head, _) = exporter.ask(request);
+    let headers = "GET /metrics HTTP/1.1\r\n".to_owned() + &"a: b\r\n".repeat(65);
+    for (request, status) in [
+        ("GET / HTTP/1.1", 404),
+        ("HEAD / HTTP/1.1", 404),
+        ("POST /metrics HTTP/1.1", 405),
+        ("nonsense", 400),
+        (long.as_str(), 431),
+        (&long.replace("GET", "HEAD"), 431),
+        (headers.trim_end(), 431),
+    ] {
+        let (head, body) = exporter.ask(request);
         assert!(head.starts_with(&format!("HTTP/1.1 {status} ")), "{request}: {head}");
+        assert_eq!(head.contains("\r\nAllow: GET, HEAD\r\n"), status == 405, "{head}");
+        assert_eq!(body.is_empty(), request.starts_with("HEAD"), "{request}: {body}");
     }
     let (head, body) = exporter.ask("HEAD /metrics HTTP/1.0");
     assert!(head.contains(&format!("Content-Length: {}\r\n", DOWN.len())) && body.is_empty(), "{head}{body}");

@@ -53,7 +53,7 @@ pub struct Console {
     finished: Arc<Mutex<bool>>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Collected {
     report: CommandReport,
     /// An error of standard output, such as a full disk. A broken pipe is not an error.
@@ -85,16 +85,7 @@ struct Visit {
 
 impl Console {
     pub(super) fn new(role: &'static str, output: &Output) -> Self {
-        let report = CommandReport::new(role);
-        let state = Collected {
-            report,
-            stdout: None,
-            content: String::new(),
-            wait: None,
-            invitation: (Duration::ZERO, String::new()),
-            consumers: (0, 0),
-            visits: HashMap::new(),
-        };
+        let state = Collected { report: CommandReport::new(role), ..Collected::default() };
         Self {
             output: output.clone(),
             progress: output.progress(),

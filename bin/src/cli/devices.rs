@@ -13,16 +13,11 @@ use vmmfd::{
 };
 
 use super::{
-    Exit, Output, Tool, ToolOutput,
-    exit::exit_codes,
-    leave_open,
-    output::{Progress, json_line},
-    values::CHOICE,
+    Exit, Output, Tool, ToolOutput, exit::exit_codes, leave_open, output::Progress, report::Stamped, values::CHOICE,
 };
 use crate::verbs::HasVerbs;
 use crate::{
-    schema::{Named, VERSION, document},
-    stamp,
+    schema::{Named, document},
     units::{self, about},
 };
 
@@ -41,8 +36,6 @@ pub(super) struct DevicesOptions {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct DevicesReport {
-    schema: u32,
-    tool: String,
     backend: Backend,
     /// The reason why it is the host backend, if the user did not choose it.
     fallback: Option<String>,
@@ -108,7 +101,7 @@ fn tried(device: &Device) -> Result<DeviceLine, Error> {
 impl Tool for DevicesOptions {
     const NAME: &'static str = "devices";
 
-    const REPORTS: &'static [Named] = &[("devices", document::<DevicesReport>)];
+    const REPORTS: &'static [Named] = &[("devices", document::<Stamped<DevicesReport>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -127,14 +120,11 @@ impl Tool for DevicesOptions {
         }
         progress.close();
         let report = DevicesReport {
-            schema: VERSION,
-            tool: stamp::tool(),
             backend: opened.driver.backend(),
             fallback: self.output.notice_fallback(opened.fallback.as_ref()),
             devices,
         };
-        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        Ok(ToolOutput::of(&self.output, Exit::Verified, report, render))
     }
 }
 

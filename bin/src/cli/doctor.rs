@@ -20,11 +20,12 @@ use super::{
     exit::exit_codes,
     options::{parse_timeout, parse_uid},
     output::{Progress, is_coloured, json_line},
+    report::Stamped,
     values::BACKEND,
 };
 use crate::{
     doctor::{self, DoctorPlan, DoctorReport, Flag, Meeting, MeetingRole, PROBES, Probe, text},
-    schema::{Named, VERSION, document},
+    schema::{Named, document},
 };
 
 const CODES: &str = exit_codes!(
@@ -128,7 +129,6 @@ fn probe_names() -> PossibleValuesParser {
 /// The report of `--list`.
 #[derive(Debug, Serialize, JsonSchema)]
 struct ListReport {
-    schema: u32,
     probes: Vec<ListedProbe>,
 }
 
@@ -150,7 +150,7 @@ impl ListReport {
             required: probe.is(Flag::Required),
             faults: probe.is(Flag::Faults),
         };
-        Self { schema: VERSION, probes: PROBES.iter().map(probe).collect() }
+        Self { probes: PROBES.iter().map(probe).collect() }
     }
 }
 
@@ -169,7 +169,8 @@ fn list() -> String {
 impl Tool for DoctorOptions {
     const NAME: &'static str = "doctor";
 
-    const REPORTS: &'static [Named] = &[("doctor", document::<DoctorReport>), ("doctor-list", document::<ListReport>)];
+    const REPORTS: &'static [Named] =
+        &[("doctor", document::<DoctorReport>), ("doctor-list", document::<Stamped<ListReport>>)];
 
     fn output(&self) -> &Output {
         match &self.end {
@@ -186,8 +187,7 @@ impl Tool for DoctorOptions {
         }
         let json = self.output().json;
         if self.list {
-            let text = if json { json_line(&ListReport::new()) } else { list() };
-            return Ok(ToolOutput { text, exit: Exit::Verified });
+            return Ok(ToolOutput::of(&self.output, Exit::Verified, ListReport::new(), |_, _| list()));
         }
         if let Some(file) = &self.show {
             return Ok(ToolOutput { text: rendered(&doctor::read(file)?, json), exit: Exit::Verified });

@@ -77,12 +77,12 @@ pub(super) fn start(format: LogFormat, level: LevelFilter) {
     // Fails only if the process already has a subscriber.
     let _ = match style {
         Style::Text | Style::Coloured => {
-            let log = log.with_writer(Lines { coloured: style == Style::Coloured }).with_ansi(false);
+            let log = log.with_writer(Text(style)).with_ansi(false);
             // Who reads along needs no time, and the lines are shorter.
             if io::stderr().is_terminal() { log.without_time().with_target(false).try_init() } else { log.try_init() }
         }
         // The journal records time and level itself.
-        Style::Journal => log.with_writer(Journal).with_ansi(false).without_time().with_level(false).try_init(),
+        Style::Journal => log.with_writer(Text(style)).with_ansi(false).without_time().with_level(false).try_init(),
         Style::Json => log.with_writer(|| Stderr).json().flatten_event(true).try_init(),
     };
 }
@@ -118,71 +118,45 @@ fn is_journal() -> bool {
     fstat(io::stderr()).is_ok_and(|file| (file.st_dev, file.st_ino) == (device, inode))
 }
 
-/// Prefixes each event with its priority: see sd-daemon(3).
+/// Writes events in a style of text. Colours their levels itself: the colours of tracing-subscriber need another package.
 #[derive(Debug)]
-struct Journal;
+struct Text(Style);
 
-struct Event(Priority);
+struct Event(Style, tracing::Level);
 
-impl MakeWriter<'_> for Journal {
+impl MakeWriter<'_> for Text {
     type Writer = Event;
 
     fn make_writer(&self) -> Event {
-        Event(Priority::Info)
+        Event(self.0, tracing::Level::INFO)
     }
 
     fn make_writer_for(&self, event: &tracing::Metadata<'_>) -> Event {
-        Event(event.level().into())
+        Event(self.0, *event.level())
     }
 }
 
 impl Write for Event {
+    /// Writes one line.
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        // Each write is a line of the journal.
-        let line = [format!("<{}>", self.0 as u8).as_bytes(), text].concat();
-        Stderr.write_all(&line)?;
-        Ok(text.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Lays events out for a terminal. Colours their levels itself: the colours of tracing-subscriber need another package.
-#[derive(Debug, Clone, Copy)]
-struct Lines {
-    coloured: bool,
-}
-
-struct LinesEvent(Lines, tracing::Level);
-
-impl MakeWriter<'_> for Lines {
-    type Writer = LinesEvent;
-
-    fn make_writer(&self) -> LinesEvent {
-        LinesEvent(*self, tracing::Level::INFO)
-    }
-
-    fn make_writer_for(&self, event: &tracing::Metadata<'_>) -> LinesEvent {
-        LinesEvent(*self, *event.level())
-    }
-}
-
-impl Write for LinesEvent {
-    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        let colour = match self.1 {
-            tracing::Level::ERROR => AnsiColor::Red,
-            tracing::Level::WARN => AnsiColor::Yellow,
-            tracing::Level::INFO => AnsiColor::Green,
-            tracing::Level::DEBUG => AnsiColor::Blue,
-            tracing::Level::TRACE => AnsiColor::Magenta,
-        };
-        let (style, level) = (Color::from(colour).on_default(), self.1.as_str());
+        let Self(style, level) = self;
         let mut line = String::from_utf8_lossy(text).into_owned();
-        if self.0.coloured {
-            // The time before the level has no letters except `T` and `Z`.
-            line = line.replacen(level, &format!("{style}{level}{style:#}"), 1);
+        match style {
+            // See sd-daemon(3).
+            Style::Journal => line = format!("<{}>{line}", Priority::from(&*level) as u8),
+            Style::Coloured => {
+                let colour = match *level {
+                    tracing::Level::ERROR => AnsiColor::Red,
+                    tracing::Level::WARN => AnsiColor::Yellow,
+                    tracing::Level::INFO => AnsiColor::Green,
+                    tracing::Level::DEBUG => AnsiColor::Blue,
+                    tracing::Level::TRACE => AnsiColor::Magenta,
+                };
+                let style = Color::from(colour).on_default();
+                // The time before the level has no letters except `T` and `Z`.
+                line = line.replacen(level.as_str(), &format!("{style}{level}{style:#}"), 1);
+            }
+            _ => {}
         }
         Stderr.write_all(layout::shown(&line, &io::stderr()).as_bytes())?;
         Ok(text.len())

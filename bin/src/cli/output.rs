@@ -17,7 +17,7 @@ use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
     error::Error,
     internals::{
-        clean, is_unsafe_on_terminals,
+        clean, for_users, is_unsafe_on_terminals,
         stderr::{Stderr, flush_stderr},
     },
 };
@@ -140,7 +140,7 @@ pub fn print_lines(text: &str) -> io::Result<()> {
 /// A report as one line of JSON. serde_json escapes only the control characters of ASCII, but others and marks that reorder text act on
 /// terminals too. All of them are in strings.
 pub fn json_line(report: &impl Serialize) -> String {
-    match serde_json::to_string(report) {
+    match for_users(|| serde_json::to_string(report)) {
         Ok(text) => {
             let mut line = String::with_capacity(text.len() + 1);
             for c in text.chars() {

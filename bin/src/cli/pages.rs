@@ -8,12 +8,8 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{channel::Cancel, error::Error};
 
-use super::{
-    Exit, Output, Tool, ToolOutput,
-    exit::exit_codes,
-    output::{Progress, json_line},
-};
-use crate::schema::{Named, VERSION, document};
+use super::{Exit, Output, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped};
+use crate::schema::{Named, document};
 
 /// Prints completions for a shell
 ///
@@ -48,14 +44,12 @@ pub(super) struct ManOptions {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct CompletionsReport {
-    schema: u32,
     shell: String,
     script: String,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct ManReport {
-    schema: u32,
     pages: Vec<String>,
 }
 
@@ -70,7 +64,7 @@ impl Tool for Pages<CompletionsOptions> {
 
     const IS_PROSE: bool = false;
 
-    const REPORTS: &'static [Named] = &[("completions", document::<CompletionsReport>)];
+    const REPORTS: &'static [Named] = &[("completions", document::<Stamped<CompletionsReport>>)];
 
     fn output(&self) -> &Output {
         &self.options.output
@@ -84,11 +78,8 @@ impl Tool for Pages<CompletionsOptions> {
         if of == "vmmfd" {
             complete_objects(*shell, &mut script);
         }
-        let text = match output.json {
-            true => json_line(&CompletionsReport { schema: VERSION, shell: shell.to_string(), script }),
-            false => script,
-        };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        let report = CompletionsReport { shell: shell.to_string(), script };
+        Ok(ToolOutput::of(output, Exit::Verified, report, |report, _| report.script.clone()))
     }
 }
 
@@ -140,7 +131,7 @@ complete -F _vmmfd_objects -o nosort -o bashdefault -o default vmmfd
 impl Tool for Pages<ManOptions> {
     const NAME: &'static str = "man";
 
-    const REPORTS: &'static [Named] = &[("man", document::<ManReport>)];
+    const REPORTS: &'static [Named] = &[("man", document::<Stamped<ManReport>>)];
 
     fn output(&self) -> &Output {
         &self.options.output
@@ -156,15 +147,10 @@ impl Tool for Pages<ManOptions> {
             command.build();
             write(&command, folder, &mut pages).map_err(failed)?;
         }
-        let text = match (output.json, output.quiet) {
-            (true, _) => {
-                let pages: Vec<String> = pages.iter().map(|page| page.display().to_string()).collect();
-                json_line(&ManReport { schema: VERSION, pages })
-            }
-            (false, true) => String::new(),
-            (false, false) => pages.iter().map(|page| format!("{}\n", page.display())).collect(),
-        };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        let report = ManReport { pages: pages.iter().map(|page| page.display().to_string()).collect() };
+        Ok(ToolOutput::of(output, Exit::Verified, report, |ManReport { pages }, _| {
+            pages.iter().filter(|_| !output.quiet).map(|page| format!("{page}\n")).collect()
+        }))
     }
 }
 

@@ -14,8 +14,24 @@ use crate::{
     stamp,
 };
 
-/// The JSON object of `produce` and `consume`.
+/// The JSON object of a command, with its version and its program.
 #[derive(Debug, Serialize, JsonSchema)]
+#[schemars(rename = "{T}")]
+pub(super) struct Stamped<T> {
+    schema: u32,
+    tool: String,
+    #[serde(flatten)]
+    report: T,
+}
+
+impl<T> Stamped<T> {
+    pub(super) fn of(report: T) -> Self {
+        Self { schema: VERSION, tool: stamp::tool(), report }
+    }
+}
+
+/// The JSON object of `produce` and `consume`.
+#[derive(Debug, Default, Serialize, JsonSchema)]
 pub(super) struct CommandReport {
     pub(super) schema: u32,
     #[schemars(extend("enum" = ["producer", "consumer"]))]
@@ -46,27 +62,7 @@ pub(super) struct CommandReport {
 
 impl CommandReport {
     pub(super) fn new(role: &'static str) -> Self {
-        Self {
-            schema: VERSION,
-            role,
-            backend: None,
-            fallback: None,
-            device: None,
-            size: None,
-            mapped_size: None,
-            granularity: None,
-            mechanism: None,
-            location: None,
-            segments: None,
-            array: None,
-            verified: None,
-            mismatches: 0,
-            first_mismatch: None,
-            digest: None,
-            steps: Vec::new(),
-            consumers: (role == "producer").then(Vec::new),
-            error: None,
-        }
+        Self { schema: VERSION, role, consumers: (role == "producer").then(Vec::new), ..Self::default() }
     }
 }
 
@@ -132,14 +128,6 @@ impl From<&Served> for ConsumerReport {
 /// The JSON object of a failed command without a report.
 #[derive(Debug, Serialize, JsonSchema)]
 pub(super) struct Failure {
-    schema: u32,
-    tool: String,
-    command: Option<&'static str>,
-    error: ErrorSummary,
-}
-
-impl Failure {
-    pub(super) fn new(command: Option<&'static str>, error: ErrorSummary) -> Self {
-        Self { schema: VERSION, tool: stamp::tool(), command, error }
-    }
+    pub(super) command: Option<&'static str>,
+    pub(super) error: ErrorSummary,
 }

@@ -20,6 +20,7 @@ use nix::{
         signalfd::{SfdFlags, SignalFd},
     },
 };
+use serde::Serialize;
 use vmmfd::{
     channel::{Cancel, CancelReason},
     driver::Driver,
@@ -30,7 +31,7 @@ use vmmfd::{
 use super::{
     Console, Exit, layout,
     output::{Output, Progress, is_coloured, json_line, print_now},
-    report::{CommandReport, ErrorSummary, Failure},
+    report::{CommandReport, ErrorSummary, Failure, Stamped},
 };
 use crate::schema::Named;
 
@@ -98,6 +99,19 @@ pub struct ToolOutput {
     pub exit: Exit,
 }
 
+impl ToolOutput {
+    /// The report of a command as JSON, or its text, which may be longer with `-v`.
+    pub(super) fn of<R: Serialize>(
+        output: &Output,
+        exit: Exit,
+        report: R,
+        text: impl FnOnce(&R, bool) -> String,
+    ) -> Self {
+        let text = if output.json { json_line(&Stamped::of(report)) } else { text(&report, output.verbose > 0) };
+        Self { text, exit }
+    }
+}
+
 /// The final output of a tool: printed once, by the thread of the tool or of the signals.
 struct Ending {
     name: &'static str,
@@ -122,7 +136,7 @@ impl Ending {
             Err(error) => {
                 let (summary, exit) = (ErrorSummary::of(&error), Exit::of(&error));
                 summary.complain();
-                if self.json { print(&json_line(&Failure::new(Some(self.name), summary)), exit) } else { exit }
+                if self.json { print(&failure(Some(self.name), summary), exit) } else { exit }
             }
         }
     }
@@ -152,8 +166,13 @@ pub(super) fn fail<T: Tool>(error: &Error, json: bool) -> ExitCode {
 pub(super) fn fail_as(name: &'static str, error: &Error, json: bool) -> ExitCode {
     let (summary, exit) = (ErrorSummary::of(error), Exit::of(error));
     summary.complain();
-    let exit = if json { print(&json_line(&Failure::new(Some(name), summary)), exit) } else { exit };
+    let exit = if json { print(&failure(Some(name), summary), exit) } else { exit };
     ExitCode::from(exit.code())
+}
+
+/// The JSON object of a failed command.
+fn failure(command: Option<&'static str>, error: ErrorSummary) -> String {
+    json_line(&Stamped::of(Failure { command, error }))
 }
 
 /// Prints the final text. A success that could not be printed is a failure.
@@ -286,7 +305,7 @@ pub(super) fn usage(error: &clap::Error, command: Option<&'static str>) -> ExitC
     };
     let text = match role {
         Some(role) => json_line(&CommandReport { error: Some(summary), ..CommandReport::new(role) }),
-        None => json_line(&Failure::new(command, summary)),
+        None => failure(command, summary),
     };
     ExitCode::from(print(&text, Exit::Usage).code())
 }

@@ -16,11 +16,11 @@ use super::{
     doctor::DoctorOptions,
     exit::exit_codes,
     laboratory::BENCH,
-    output::{Progress, json_line},
+    output::Progress,
     pages::{CompletionsOptions, ManOptions, Pages},
-    report::{CommandReport, Failure},
+    report::{CommandReport, Failure, Stamped},
 };
-use crate::schema::{Named, VERSION, document};
+use crate::schema::{Named, document};
 
 /// Prints the JSON Schema of a --json output, or of a protocol
 ///
@@ -42,7 +42,7 @@ fn reports() -> Vec<Named> {
     const SHARED: &[Named] = &[
         ("produce", document::<CommandReport>),
         ("consume", document::<CommandReport>),
-        ("failure", document::<Failure>),
+        ("failure", document::<Stamped<Failure>>),
         ("protocol", wire::Message::schema),
         ("broker", wire::broker::Message::schema),
     ];
@@ -77,7 +77,6 @@ fn names() -> Vec<&'static str> {
 /// The report of `schema`.
 #[derive(Debug, Serialize, JsonSchema)]
 struct SchemaReport {
-    schema: u32,
     /// The names of all reports.
     names: Vec<&'static str>,
     /// The JSON Schema of the named report.
@@ -115,7 +114,7 @@ impl Tool for Schemas {
 
     const IS_PROSE: bool = false;
 
-    const REPORTS: &'static [Named] = &[("schema", document::<SchemaReport>)];
+    const REPORTS: &'static [Named] = &[("schema", document::<Stamped<SchemaReport>>)];
 
     fn output(&self) -> &Output {
         &self.options.output
@@ -127,11 +126,10 @@ impl Tool for Schemas {
             None => Err(Error::Misuse { problem: format!("this program has no report `{name}`") }),
         };
         let document = self.options.name.as_ref().map(derive).transpose()?;
-        let text = match &document {
-            _ if self.options.output.json => json_line(&SchemaReport { schema: VERSION, names: names(), document }),
-            Some(document) => serde_json::to_string_pretty(document)? + "\n",
-            None => names().iter().map(|name| format!("{name}\n")).collect(),
+        let text = |report: &SchemaReport, _| match &report.document {
+            Some(document) => format!("{document:#}\n"),
+            None => report.names.iter().map(|name| format!("{name}\n")).collect(),
         };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        Ok(ToolOutput::of(&self.options.output, Exit::Verified, SchemaReport { names: names(), document }, text))
     }
 }

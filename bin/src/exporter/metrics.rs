@@ -10,7 +10,7 @@ use prometheus_client::{
 };
 use vmmfd::{
     broker::{Metrics, Quota, UserTotal},
-    driver::{Backend, DEVICE_NAME},
+    internals::prefixed_uuid,
 };
 
 pub(crate) use prometheus_client::encoding::prometheus_text::CONTENT_TYPE;
@@ -96,10 +96,8 @@ impl Text<'_> {
 
     fn users(&mut self, totals: &[UserTotal]) -> fmt::Result {
         let claimed = totals.iter().flat_map(|total| total.devices.iter().map(move |of| (total.uid, of)));
-        let claimed = claimed.map(|(uid, of)| {
-            let backend = if of.device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda };
-            ([("device", of.device.uuid.prefixed(backend)), ("uid", uid.to_string())], of.bytes)
-        });
+        let claimed =
+            claimed.map(|(uid, of)| ([("device", prefixed_uuid(&of.device)), ("uid", uid.to_string())], of.bytes));
         self.gauge("vmmfd_claimed_bytes", "Memory as its makers claim it, by device and user", claimed)?;
         let objects = totals.iter().map(|of| ([("uid", of.uid)], of.objects));
         self.gauge("vmmfd_user_objects", "Names that are a user's", objects)?;

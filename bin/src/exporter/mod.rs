@@ -25,6 +25,7 @@ const MAX_HEAD: usize = 8192;
 const MAX_BODY: usize = 1 << 20;
 
 /// Status, content type and body.
+#[derive(Debug)]
 pub(crate) struct Response(pub(crate) &'static str, pub(crate) &'static str, pub(crate) String);
 
 impl Response {
@@ -73,28 +74,36 @@ fn exchange(mut stream: TcpStream, limit: Duration, answer: &dyn Fn(&str) -> Res
     let deadline = Instant::now() + limit;
     let mut head = Vec::new();
     let mut chunk = [0; 1024];
-    let (Response(status, content_type, body), head_only) = loop {
+    let (Response(status, content_type, body), has_body) = loop {
         match read(&stream, &mut chunk, deadline)? {
             0 => return Ok(()),
             read => head.extend_from_slice(&chunk[..read]),
         }
         let mut headers = [httparse::EMPTY_HEADER; 64];
         let mut request = httparse::Request::new(&mut headers);
-        break match (request.parse(&head), request.method) {
-            (Ok(httparse::Status::Complete(_)), Some(method @ ("GET" | "HEAD"))) => {
-                let path = request.path.and_then(|path| path.split('?').next()).unwrap_or_default();
-                (answer(path), method == "HEAD")
+        let parsed = request.parse(&head);
+        let (method, path) = (request.method.unwrap_or_default(), request.path.unwrap_or_default());
+        let response = match (parsed, method) {
+            (Ok(httparse::Status::Complete(_)), "GET" | "HEAD") => answer(path.split('?').next().unwrap_or_default()),
+            (Ok(httparse::Status::Complete(_)), _) => {
+                Response::sentence("405 Method Not Allowed", "the methods are GET and HEAD")
             }
             (Ok(httparse::Status::Partial), _) if head.len() < MAX_HEAD => continue,
-            _ => (Response::sentence("400 Bad Request", "only GET and HEAD with a short head are answered"), false),
+            (Ok(httparse::Status::Partial) | Err(httparse::Error::TooManyHeaders), _) => {
+                let most = format!("a request has at most {MAX_HEAD} bytes and {} headers", headers.len());
+                Response::sentence("431 Request Header Fields Too Large", &most)
+            }
+            (Err(_), _) => Response::sentence("400 Bad Request", "this is not an HTTP request"),
         };
+        break (response, method != "HEAD");
     };
-    let length = body.len();
+    let allow = if status.starts_with("405") { "Allow: GET, HEAD\r\n" } else { "" };
     write!(
         stream,
-        "HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {length}\r\nCache-Control: no-store\r\n\
-         Connection: close\r\n\r\n{}",
-        if head_only { "" } else { &body }
+        "HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {}\r\nCache-Control: no-store\r\n\
+         {allow}Connection: close\r\n\r\n{}",
+        body.len(),
+        if has_body { &body } else { "" }
     )?;
     stream.shutdown(Shutdown::Write)?;
     // If the socket closed with unread bytes, the kernel would discard the response.

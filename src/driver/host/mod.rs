@@ -32,15 +32,13 @@ use super::{
     window::{PageLocker, Windows},
 };
 use crate::{
+    base::DEVICE_NAME,
     error::{DeviceError, Error, Result},
     sys::fork::ProcessIdentity,
 };
 
 /// The default granularity of sizes and addresses, in bytes, as on tested CUDA devices.
 pub const GRANULARITY: u64 = 2 << 20;
-
-/// The name of this backend's only device.
-pub const DEVICE_NAME: &str = "host memory (no GPU)";
 
 /// How long to retry a seal while a fork of this process still has the memory mapped.
 const FORK_TIMEOUT: Duration = Duration::from_millis(500);

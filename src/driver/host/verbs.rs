@@ -15,7 +15,7 @@ use nix::{
 };
 
 use super::{
-    Anonymous, DEVICE_NAME, FORK_TIMEOUT, HostDriver, PhysicalMemory,
+    Anonymous, FORK_TIMEOUT, HostDriver, PhysicalMemory,
     addresses::{Mapped, Pages, Reserved, pointer},
     available, from_errno, readable, writable,
 };
@@ -49,7 +49,7 @@ unsafe impl Verbs for HostDriver {
 
     fn device_name(&self, ordinal: i32) -> Result<String> {
         self.device("host device_name", ordinal)?;
-        Ok(DEVICE_NAME.to_owned())
+        Ok(crate::base::DEVICE_NAME.to_owned())
     }
 
     fn device_uuid(&self, ordinal: i32) -> Result<DeviceUuid> {

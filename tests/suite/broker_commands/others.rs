@@ -151,7 +151,17 @@ fn only_verbose_output_is_long(broker: Broker) {
     let digest = put["digest"].as_str().unwrap();
     let name = device["name"].as_str().unwrap().trim_end_matches(" (no GPU)");
     let prefix = if put["backend"] == "host" { "HOST-" } else { "GPU-" };
-    let uuid = &format!("{prefix}{}", device["uuid"].as_str().unwrap());
+    let uuid = device["uuid"].as_str().unwrap();
+    for (arguments, place) in [
+        (&["ls"][..], "/objects/0/devices/0/device/uuid"),
+        (&["stat", "a"], "/parts/0/memory/device/uuid"),
+        (&["status"], "/devices/0/device/uuid"),
+        (&["who"], "/devices/0/device/uuid"),
+        (&["get", "a"], "/parts/0/device/device/uuid"),
+    ] {
+        let report = broker.json(arguments);
+        assert!(report.pointer(place).unwrap() == uuid && uuid.starts_with(prefix), "{report}");
+    }
     let device = format!("{name} {}", uuid[..uuid.len() - 28].trim_start_matches("HOST-"));
     let owner = format!("owner      uid {}, gid", nix::unistd::geteuid());
     let verified = format!("10 bytes, {device}, {}, verified\n", &digest[.."blake3:".len() + 8]);

@@ -16,7 +16,7 @@ use vmmfd::{
     memory::Region,
 };
 
-use super::{Mismatch, Pattern, SLICE, Verification, host, slices, touched, word};
+use super::{Mismatch, Pattern, Verification, host, slices, touched, word};
 use crate::check::check_range;
 use crate::verbs::HasVerbs;
 
@@ -101,19 +101,9 @@ impl EngineChoice {
         progress: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<Work> {
         let behind = range.end..region.size();
-        let size = range.end.saturating_sub(range.start);
-        let chosen = self.choose(region, 0, &range)?;
-        let Chosen::Gpu(kernels) = chosen else {
-            return chosen.on_host(|| host::fill(region, range, pattern, progress)).map(|((), work)| work);
-        };
-        let elapsed = write_with(kernels, region, 0, range, pattern, progress)?;
-        let zeros = vec![0; behind.end.saturating_sub(behind.start).min(SLICE as u64) as usize];
-        for part in slices(behind, SLICE) {
-            region.copy_in(part.start, &zeros[..(part.end - part.start) as usize])?;
-            progress(size)?;
-        }
-        region.synchronize()?;
-        Ok(Work { engine: Engine::Gpu, elapsed, fallback: None })
+        let work = self.write(region, 0, range, pattern, progress)?;
+        host::clear(region, behind)?;
+        Ok(work)
     }
 
     /// As [`super::write`], with the chosen engine.

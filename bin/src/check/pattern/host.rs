@@ -22,7 +22,20 @@ pub const SLICE: usize = 1 << 20;
 /// The size in bytes from which a second thread pays off.
 const ALONE: u64 = 4 << 20;
 
-/// Fills a range of memory with the pattern, and zeroes the rest, so that no old content is shared. All GPU work is complete on return.
+/// Fills a range of memory with the pattern, and zeroes the rest, so that no old content is shared. Otherwise as [`write`].
+pub fn fill(
+    region: &dyn Region,
+    range: Range<u64>,
+    pattern: Pattern,
+    progress: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    let behind = range.end..region.size();
+    write(region, 0, range, pattern, progress)?;
+    clear(region, behind)
+}
+
+/// Writes the pattern into a range of an object, and nothing else. The memory starts at the object's offset `start`. All GPU work is
+/// complete on return.
 ///
 /// `progress` is called after each [`SLICE`] with the number of bytes done. Its error stops the work.
 ///
@@ -31,17 +44,6 @@ const ALONE: u64 = 4 << 20;
 /// copies and of `progress`.
 ///
 /// Driver calls: `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuCtxSynchronize`.
-pub fn fill(
-    region: &dyn Region,
-    range: Range<u64>,
-    pattern: Pattern,
-    progress: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<()> {
-    let all = range.start..region.size();
-    put(region, 0, (range, all), pattern, progress)
-}
-
-/// Writes the pattern into a range of an object, and nothing else. The memory starts at the object's offset `start`. Otherwise as [`fill`].
 pub fn write(
     region: &dyn Region,
     start: u64,
@@ -49,26 +51,22 @@ pub fn write(
     pattern: Pattern,
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<()> {
-    put(region, start, (range.clone(), range), pattern, progress)
-}
-
-/// Writes the pattern into a range, and zeros into the rest of `all`.
-fn put(
-    region: &dyn Region,
-    start: u64,
-    (range, all): (Range<u64>, Range<u64>),
-    pattern: Pattern,
-    progress: &mut dyn FnMut(u64) -> Result<()>,
-) -> Result<()> {
     check_range(region, start, &range)?;
     let work = |slice: &mut Vec<u8>, part: Range<u64>| {
         slice.resize((part.end - part.start) as usize, 0);
-        let data = range.end.saturating_sub(part.start).min(slice.len() as u64) as usize;
-        pattern.write(part.start, &mut slice[..data]);
-        slice[data..].fill(0);
+        pattern.write(part.start, slice);
         region.copy_in(part.start - start, slice)
     };
-    spread(all, Vec::new, work, &mut |(), done| progress(done))?;
+    spread(range, Vec::new, work, &mut |(), done| progress(done))?;
+    region.synchronize()
+}
+
+/// Writes zeros into a range of memory.
+pub(super) fn clear(region: &dyn Region, range: Range<u64>) -> Result<()> {
+    let zeros = vec![0; range.end.saturating_sub(range.start).min(SLICE as u64) as usize];
+    for part in slices(range, SLICE) {
+        region.copy_in(part.start, &zeros[..(part.end - part.start) as usize])?;
+    }
     region.synchronize()
 }
 

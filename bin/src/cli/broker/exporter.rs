@@ -3,7 +3,10 @@
 use std::{
     io,
     net::{SocketAddr, TcpListener},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use clap::Args;
@@ -18,19 +21,13 @@ use vmmfd::{
 
 use super::MeetBroker;
 use crate::{
-    cli::{
-        Exit, Output, Tool, ToolOutput,
-        exit::exit_codes,
-        output::{Progress, json_line},
-        run::raise_file_limit,
-    },
+    cli::{Exit, Output, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped, run::raise_file_limit},
     exporter::{
         Response,
         metrics::{CONTENT_TYPE, render},
         serve,
     },
-    schema::{Named, VERSION, document},
-    stamp,
+    schema::{Named, document},
 };
 
 const TIMEOUT: &str = "Longest silence of the broker, and time of an HTTP client to send its request: 500ms, 30s, 2m";
@@ -59,8 +56,6 @@ pub(in super::super) struct ExporterOptions {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct ExporterReport {
-    schema: u32,
-    tool: String,
     listen: String,
     socket: String,
 }
@@ -68,7 +63,7 @@ struct ExporterReport {
 impl Tool for ExporterOptions {
     const NAME: &'static str = "exporter";
 
-    const REPORTS: &'static [Named] = &[("exporter", document::<ExporterReport>)];
+    const REPORTS: &'static [Named] = &[("exporter", document::<Stamped<ExporterReport>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -81,30 +76,35 @@ impl Tool for ExporterOptions {
         let path = BrokerPath::find(self.meet.socket.as_deref())?;
         let (listener, address) = self.listener()?;
         self.output.announce(format!("exporter  listening  http://{address}/metrics"))?;
-        let (meet, asked) = (self.meet.clone(), cancel.clone());
+        let meet = self.meet.clone();
+        let asked = cancel.clone();
+        let down = AtomicBool::new(false);
         let answer: Arc<dyn Fn(&str) -> Response + Send + Sync> =
-            Arc::new(move |path| answer(path, || meet.connect(&asked).and_then(|client| client.metrics())));
+            Arc::new(move |path| answer(path, &down, || meet.connect(&asked).and_then(|client| client.metrics())));
         match serve(&listener, cancel, self.meet.timeout, &answer) {
             Ok(()) | Err(Error::Interrupted { .. }) => {}
             Err(error) => return Err(error.into()),
         }
         let report = ExporterReport {
-            schema: VERSION,
-            tool: stamp::tool(),
             listen: address.to_string(),
             socket: BrokerPath::find(self.meet.socket.as_deref()).unwrap_or(path).path().display().to_string(),
         };
-        let text = if self.output.json { json_line(&report) } else { String::new() };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        Ok(ToolOutput::of(&self.output, Exit::Verified, report, |_, _| String::new()))
     }
 }
 
-fn answer(path: &str, scrape: impl FnOnce() -> Result<Metrics>) -> Response {
+/// Answers a request. `down` is whether the broker did not answer the request before: only a change is logged.
+fn answer(path: &str, down: &AtomicBool, scrape: impl FnOnce() -> Result<Metrics>) -> Response {
     if !matches!(path, "/metrics" | "/healthz") {
         return Response::sentence("404 Not Found", "the paths are /metrics and /healthz");
     }
     let metrics = scrape().map_err(|error| error.in_full());
-    match metrics.inspect_err(|error| tracing::warn!(error, "the broker does not answer")) {
+    match (down.swap(metrics.is_err(), Ordering::Relaxed), &metrics) {
+        (false, Err(error)) => tracing::warn!(error, "the broker does not answer"),
+        (true, Ok(_)) => tracing::warn!("the broker answers again"),
+        _ => {}
+    }
+    match metrics {
         metrics if path == "/metrics" => Response("200 OK", CONTENT_TYPE, render(metrics.ok())),
         Ok(_) => Response::sentence("200 OK", "the broker answers"),
         Err(error) => Response::sentence("503 Service Unavailable", &format!("the broker does not answer: {error}")),

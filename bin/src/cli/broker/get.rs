@@ -25,12 +25,11 @@ use crate::{
         exit::exit_codes,
         leave_open,
         options::{parse_range, parse_timeout, parse_uid, target_parser},
-        output::{Progress, json_line},
+        output::Progress,
         raise_file_limit,
-        report::{ErrorSummary, Step},
+        report::{ErrorSummary, Stamped, Step},
     },
-    schema::{self, Named, VERSION, document},
-    stamp,
+    schema::{self, Named, document},
     units::{self, bytes},
 };
 
@@ -108,8 +107,6 @@ pub(in super::super) struct GetOptions {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct GetReport {
-    schema: u32,
-    tool: String,
     name: String,
     #[schemars(range(min = 1))]
     version: u64,
@@ -270,7 +267,7 @@ impl GetOptions {
 impl Tool for GetOptions {
     const NAME: &'static str = "get";
 
-    const REPORTS: &'static [Named] = &[("get", document::<GetReport>)];
+    const REPORTS: &'static [Named] = &[("get", document::<Stamped<GetReport>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -308,8 +305,6 @@ impl Tool for GetOptions {
             error.complain();
         }
         let report = GetReport {
-            schema: VERSION,
-            tool: stamp::tool(),
             name: object.name().to_owned(),
             version: object.version(),
             id: object.id().to_owned(),
@@ -324,8 +319,7 @@ impl Tool for GetOptions {
             error,
         };
         let exit = if report.error.is_some() { Exit::Mismatch } else { Exit::Verified };
-        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
-        Ok(ToolOutput { text, exit })
+        Ok(ToolOutput::of(&self.output, exit, report, render))
     }
 }
 

@@ -8,13 +8,10 @@ use vmmfd::{broker::Summary, channel::Cancel};
 use super::{MeetBroker, devices_in_short, fields::age, total};
 use crate::{
     cli::{
-        Column, Exit, Output, Table, Tool, ToolOutput,
-        exit::exit_codes,
-        output::{Progress, json_line},
+        Column, Exit, Output, Table, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped,
         stdout_width,
     },
-    schema::{Named, VERSION, document},
-    stamp,
+    schema::{Named, document},
     units::about,
 };
 
@@ -39,15 +36,13 @@ pub(in super::super) struct LsOptions {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct LsReport {
-    schema: u32,
-    tool: String,
     objects: Vec<Summary>,
 }
 
 impl Tool for LsOptions {
     const NAME: &'static str = "ls";
 
-    const REPORTS: &'static [Named] = &[("ls", document::<LsReport>)];
+    const REPORTS: &'static [Named] = &[("ls", document::<Stamped<LsReport>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -55,16 +50,14 @@ impl Tool for LsOptions {
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let objects = self.meet.connect(cancel)?.list(&self.prefix)?;
-        let text = match (self.output.json, self.long) {
-            (true, _) => json_line(&LsReport { schema: VERSION, tool: stamp::tool(), objects }),
-            (false, _) if objects.is_empty() => {
-                self.output.notice(&no_match(&self.prefix));
-                String::new()
-            }
-            (false, true) => table(&objects).render(stdout_width()),
-            (false, false) => objects.iter().map(|object| format!("{}\n", object.name)).collect(),
+        if objects.is_empty() {
+            self.output.notice(&no_match(&self.prefix));
+        }
+        let text = |report: &LsReport, _| match self.long && !report.objects.is_empty() {
+            true => table(&report.objects).render(stdout_width()),
+            false => report.objects.iter().map(|object| format!("{}\n", object.name)).collect(),
         };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        Ok(ToolOutput::of(&self.output, Exit::Verified, LsReport { objects }, text))
     }
 }
 

@@ -21,8 +21,8 @@ use clap::Args;
 use vmmfd::{
     broker::{Client, DeviceBytes},
     channel::{BrokerPath, Cancel, Trust},
-    driver::{Backend, DEVICE_NAME},
     error::Result,
+    internals::prefixed_uuid,
     memory::DeviceIdentity,
     session::Config,
 };
@@ -90,15 +90,9 @@ impl Steps {
     }
 }
 
-/// The UUID with the prefix that CUDA gives it.
-fn prefixed(device: &DeviceIdentity) -> String {
-    // The broker names no backend here, but only the host backend has a device of this name.
-    device.uuid.prefixed(if device.name == DEVICE_NAME { Backend::Host } else { Backend::Cuda })
-}
-
 /// Its text: see [`units::device`].
 fn shown(device: &DeviceIdentity, verbose: bool) -> String {
-    units::device(&device.name, &prefixed(device), verbose)
+    units::device(&device.name, &prefixed_uuid(device), verbose)
 }
 
 /// The memory on all devices.
@@ -110,7 +104,7 @@ fn total(devices: &[DeviceBytes]) -> u64 {
 fn devices_in_short(devices: &[DeviceBytes]) -> String {
     match devices {
         [] => "-".to_owned(),
-        [one] => units::short(&prefixed(&one.device)).to_owned(),
+        [one] => units::short(&prefixed_uuid(&one.device)).to_owned(),
         several => format!("{} devices", several.len()),
     }
 }

@@ -37,13 +37,12 @@ use crate::{
         exit::exit_codes,
         leave_open,
         options::source_parser,
-        output::{Progress, json_line},
+        output::Progress,
         parse_size, raise_file_limit,
-        report::Step,
+        report::{Stamped, Step},
     },
     error::ToolError,
-    schema::{self, Named, VERSION, document},
-    stamp,
+    schema::{self, Named, document},
     units::{self, bytes, count},
 };
 
@@ -147,8 +146,6 @@ pub(in super::super) struct PutOptions {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct PutReport {
-    schema: u32,
-    tool: String,
     name: String,
     #[schemars(range(min = 1))]
     version: u64,
@@ -441,7 +438,7 @@ impl PutOptions {
 impl Tool for PutOptions {
     const NAME: &'static str = "put";
 
-    const REPORTS: &'static [Named] = &[("put", document::<PutReport>)];
+    const REPORTS: &'static [Named] = &[("put", document::<Stamped<PutReport>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -466,8 +463,6 @@ impl Tool for PutOptions {
         let published = steps.time("put", || client.put(&put))?;
         let description = memory.describe()?;
         let report = PutReport {
-            schema: VERSION,
-            tool: stamp::tool(),
             name: self.name.clone(),
             version: published.version,
             id: published.id,
@@ -484,8 +479,7 @@ impl Tool for PutOptions {
             digest,
             steps: steps.0,
         };
-        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        Ok(ToolOutput::of(&self.output, Exit::Verified, report, render))
     }
 }
 

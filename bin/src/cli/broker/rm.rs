@@ -18,11 +18,10 @@ use crate::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
         layout,
-        output::{Progress, json_line},
-        report::ErrorSummary,
+        output::Progress,
+        report::{ErrorSummary, Stamped},
     },
-    schema::{Named, VERSION, document},
-    stamp,
+    schema::{Named, document},
     units::about,
 };
 
@@ -62,10 +61,8 @@ pub(in super::super) struct RmOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize, JsonSchema)]
+#[derive(Debug, Default, Serialize, JsonSchema)]
 struct RmReport {
-    schema: u32,
-    tool: String,
     deleted: Vec<String>,
     /// The leases that still hold memory of the deleted names.
     held: Vec<HeldLease>,
@@ -73,15 +70,6 @@ struct RmReport {
     dry_run: Option<Listed>,
     /// The error that the command exits with.
     error: Option<ErrorSummary>,
-}
-
-impl RmReport {
-    fn new() -> Self {
-        let deleted = Vec::new();
-        let held = Vec::new();
-        let failed = Vec::new();
-        Self { schema: VERSION, tool: stamp::tool(), deleted, held, failed, dry_run: None, error: None }
-    }
 }
 
 /// The objects that would be deleted.
@@ -137,7 +125,7 @@ struct Failed {
 impl Tool for RmOptions {
     const NAME: &'static str = "rm";
 
-    const REPORTS: &'static [Named] = &[("rm", document::<RmReport>)];
+    const REPORTS: &'static [Named] = &[("rm", document::<Stamped<RmReport>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -148,7 +136,7 @@ impl Tool for RmOptions {
         let Some(prefix) = &self.prefix else { return Ok(self.each(&client, self.names.clone())) };
         let listed = Listed::of(&client, prefix)?;
         if self.dry_run {
-            return Ok(self.printed(&RmReport { dry_run: Some(listed), ..RmReport::new() }, Exit::Verified));
+            return Ok(self.printed(RmReport { dry_run: Some(listed), ..RmReport::default() }, Exit::Verified));
         }
         self.check_confirmed(prefix, &listed)?;
         Ok(self.each(&client, listed.objects.into_iter().map(|object| object.name).collect()))
@@ -156,17 +144,12 @@ impl Tool for RmOptions {
 }
 
 impl RmOptions {
-    fn printed(&self, report: &RmReport, exit: Exit) -> ToolOutput {
-        let RmReport { deleted, held, dry_run, .. } = report;
-        let text = match (self.output.json, self.output.quiet) {
-            (true, _) => json_line(report),
-            (false, true) if dry_run.is_none() => String::new(),
-            _ => {
-                let deleted = deleted.iter().map(|name| format!("deleted  {name}\n"));
-                deleted.chain(held.iter().map(self::held)).chain(dry_run.iter().map(Listed::render)).collect()
-            }
-        };
-        ToolOutput { text, exit }
+    fn printed(&self, report: RmReport, exit: Exit) -> ToolOutput {
+        ToolOutput::of(&self.output, exit, report, |RmReport { deleted, held, dry_run, .. }, _| {
+            let deleted = deleted.iter().map(|name| format!("deleted  {name}\n"));
+            let lines = deleted.chain(held.iter().map(self::held)).filter(|_| !self.output.quiet);
+            lines.chain(dry_run.iter().map(Listed::render)).collect()
+        })
     }
 
     fn check_confirmed(&self, prefix: &str, listed: &Listed) -> Result<()> {
@@ -182,7 +165,7 @@ impl RmOptions {
 
     /// Deletes the objects, or lists them with `--dry-run`.
     fn each(&self, client: &Client, names: Vec<String>) -> ToolOutput {
-        let mut report = RmReport::new();
+        let mut report = RmReport::default();
         let mut objects = Vec::new();
         let mut first = None::<Error>;
         for name in names {
@@ -205,7 +188,7 @@ impl RmOptions {
         report.dry_run = self.dry_run.then_some(Listed { objects, confirm: None });
         report.held = self.held(client, &report.deleted);
         report.error = first.as_ref().map(ErrorSummary::of);
-        self.printed(&report, first.as_ref().map_or(Exit::Verified, Exit::of))
+        self.printed(report, first.as_ref().map_or(Exit::Verified, Exit::of))
     }
 
     /// The leases that hold memory of deleted names. Empty if the broker does not answer, because the deletion has succeeded anyway.

@@ -35,12 +35,11 @@ use crate::{
         Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
         options::parse_timeout,
-        output::{Progress, json_line},
-        report::ErrorSummary,
+        output::Progress,
+        report::{ErrorSummary, Stamped},
         run::{GRACE, fail, raise_file_limit, run_tool},
     },
-    schema::{Named, VERSION, document},
-    stamp,
+    schema::{Named, document},
     units::bytes,
 };
 
@@ -177,8 +176,6 @@ fn require_files() -> vmmfd::Result<()> {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct ServeReport {
-    schema: u32,
-    tool: String,
     socket: String,
     pid: u32,
     /// The contents at shutdown.
@@ -191,8 +188,6 @@ struct ServeReport {
 /// The report of `--check`.
 #[derive(Debug, Serialize, JsonSchema)]
 struct CheckReport {
-    schema: u32,
-    tool: String,
     /// The path that the broker would listen on.
     socket: String,
 }
@@ -249,12 +244,15 @@ impl ServeOptions {
             [require_file_size().err(), require_files().err(), keeper.err()].into_iter().flatten().collect();
         let path = path.map_err(|problem| problems.push(problem)).unwrap_or_default();
         let Some(last) = problems.pop() else {
-            let report = CheckReport { schema: VERSION, tool: stamp::tool(), socket: path.display().to_string() };
-            let text = match self.output.json {
-                true => json_line(&report),
-                false => format!("broker    checked    the options are good; the socket is {}\n", report.socket),
+            let text = |report: &CheckReport, _| {
+                format!("broker    checked    the options are good; the socket is {}\n", report.socket)
             };
-            return Ok(ToolOutput { text, exit: Exit::Verified });
+            return Ok(ToolOutput::of(
+                &self.output,
+                Exit::Verified,
+                CheckReport { socket: path.display().to_string() },
+                text,
+            ));
         };
         problems.iter().for_each(|problem| ErrorSummary::of(problem).complain());
         Err(last.into())
@@ -272,7 +270,8 @@ impl ServeOptions {
 impl Tool for ServeOptions {
     const NAME: &'static str = "serve";
 
-    const REPORTS: &'static [Named] = &[("serve", document::<ServeReport>), ("serve-check", document::<CheckReport>)];
+    const REPORTS: &'static [Named] =
+        &[("serve", document::<Stamped<ServeReport>>), ("serve-check", document::<Stamped<CheckReport>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -328,8 +327,6 @@ impl Tool for ServeOptions {
             return Ok(ToolOutput { text: String::new(), exit: Exit::Signal(libc::SIGHUP) });
         }
         let report = ServeReport {
-            schema: VERSION,
-            tool: stamp::tool(),
             socket: path.display().to_string(),
             pid: process::id(),
             objects: ended.objects,
@@ -337,12 +334,11 @@ impl Tool for ServeOptions {
             leases: ended.leases,
             size: ended.bytes,
         };
-        let text = if self.output.json { json_line(&report) } else { render(&report) };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        Ok(ToolOutput::of(&self.output, Exit::Verified, report, render))
     }
 }
 
-fn render(report: &ServeReport) -> String {
+fn render(report: &ServeReport, _verbose: bool) -> String {
     let (objects, versions) = (count(report.objects, "object"), count(report.versions, "version"));
     let (size, leases) = (bytes(report.size), count(report.leases, "lease"));
     format!("broker    ended      with {objects}, {versions}, {size} as claimed, {leases}\n")

@@ -3,8 +3,6 @@
 use std::time::Duration;
 
 use clap::Args;
-use schemars::JsonSchema;
-use serde::Serialize;
 use vmmfd::{
     broker::{Lifetime, Maker, ObjectInfo, PartInfo, ReportInfo, VersionInfo},
     channel::Cancel,
@@ -19,13 +17,8 @@ use super::{
     shown, total,
 };
 use crate::{
-    cli::{
-        Exit, Output, Tool, ToolOutput,
-        exit::exit_codes,
-        output::{Progress, json_line},
-    },
-    schema::{Named, VERSION, document},
-    stamp,
+    cli::{Exit, Output, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped},
+    schema::{Named, document},
     units::{self, bytes},
 };
 
@@ -54,18 +47,10 @@ pub(in super::super) struct StatOptions {
     output: Output,
 }
 
-#[derive(Debug, Serialize, JsonSchema)]
-struct StatReport {
-    schema: u32,
-    tool: String,
-    #[serde(flatten)]
-    info: ObjectInfo,
-}
-
 impl Tool for StatOptions {
     const NAME: &'static str = "stat";
 
-    const REPORTS: &'static [Named] = &[("stat", document::<StatReport>)];
+    const REPORTS: &'static [Named] = &[("stat", document::<Stamped<ObjectInfo>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -73,9 +58,7 @@ impl Tool for StatOptions {
 
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let info = self.meet.connect(cancel)?.stat(&self.name, self.version)?;
-        let report = StatReport { schema: VERSION, tool: stamp::tool(), info };
-        let text = if self.output.json { json_line(&report) } else { render(&report.info, self.output.verbose > 0) };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        Ok(ToolOutput::of(&self.output, Exit::Verified, info, render))
     }
 }
 

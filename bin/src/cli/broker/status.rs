@@ -19,13 +19,8 @@ use super::{
     who::by_device,
 };
 use crate::{
-    cli::{
-        Exit, Output, Tool, ToolOutput,
-        exit::exit_codes,
-        output::{Progress, json_line},
-    },
-    schema::{Named, VERSION, document},
-    stamp,
+    cli::{Exit, Output, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped},
+    schema::{Named, document},
     units::{about, bytes},
 };
 
@@ -48,8 +43,6 @@ pub(in super::super) struct StatusOptions {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct StatusReport {
-    schema: u32,
-    tool: String,
     socket: String,
     #[serde(flatten)]
     metrics: Metrics,
@@ -104,7 +97,7 @@ fn reported(uuids: Vec<DeviceUuid>) -> Vec<Result<(u64, u64), String>> {
 impl Tool for StatusOptions {
     const NAME: &'static str = "status";
 
-    const REPORTS: &'static [Named] = &[("status", document::<StatusReport>)];
+    const REPORTS: &'static [Named] = &[("status", document::<Stamped<StatusReport>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -114,13 +107,12 @@ impl Tool for StatusOptions {
         let (client, path) = self.meet.connect_at(cancel)?;
         let metrics = client.metrics()?;
         let (socket, devices) = (path.display().to_string(), devices(&metrics));
-        let report = StatusReport { schema: VERSION, tool: stamp::tool(), socket, metrics, devices };
+        let report = StatusReport { socket, metrics, devices };
         let unknown = report.devices.iter().find_map(|device| device.unknown.as_ref());
         if let Some(reason) = unknown {
             self.output.notice(&format!("the devices do not report their memory: {reason}"));
         }
-        let text = if self.output.json { json_line(&report) } else { render(&report, self.output.verbose > 0) };
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        Ok(ToolOutput::of(&self.output, Exit::Verified, report, render))
     }
 }
 

@@ -43,65 +43,48 @@ pub(super) fn parse_ttl(text: &str) -> Result<Lifetime, String> {
 
 /// Parses a user's name or number.
 pub(super) fn parse_user(text: &str) -> Result<u32, String> {
-    let named = |name| User::from_name(name).ok().flatten().map(|user| user.uid.as_raw());
-    text.parse().ok().or_else(|| named(text)).ok_or_else(|| {
-        format!(
-            "`{text}` is not a user of this machine: write a name, or a number as `id -u` prints it, 0 to 4294967295"
-        )
-    })
+    let named = User::from_name(text).ok().flatten().map(|user| user.uid.as_raw());
+    name_or_number(text, named, "user", "id -u")
 }
 
 /// Parses a group's name or number.
 pub(super) fn parse_group(text: &str) -> Result<u32, String> {
-    let named = |name| Group::from_name(name).ok().flatten().map(|group| group.gid.as_raw());
-    text.parse().ok().or_else(|| named(text)).ok_or_else(|| {
+    let named = Group::from_name(text).ok().flatten().map(|group| group.gid.as_raw());
+    name_or_number(text, named, "group", "id -g")
+}
+
+fn name_or_number(text: &str, named: Option<u32>, what: &str, command: &str) -> Result<u32, String> {
+    text.parse().ok().or(named).ok_or_else(|| {
         format!(
-            "`{text}` is not a group of this machine: write a name, or a number as `id -g` prints it, 0 to 4294967295"
+            "`{text}` is not a {what} of this machine: write a name, or a number as `{command}` prints it, 0 to 4294967295"
         )
     })
 }
 
-/// One limit of a user.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Limit {
-    Bytes(u64),
-    DeviceBytes(u64),
-    Objects(u64),
-    Leases(u64),
-    Connections(u64),
-}
+/// One limit of a user: its field, and the value.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limit(fn(&mut Quota) -> &mut Option<u64>, u64);
 
 /// Parses `KEY=VALUE`.
 pub(super) fn parse_limit(text: &str) -> Result<Limit, String> {
     let Some((key, value)) = text.split_once('=') else {
         return Err(format!("`{text}` has no value: write it as bytes=8GiB or objects=100"));
     };
-    let number = |of: fn(u64) -> Limit| {
-        let number = value.parse().map(of);
-        number.map_err(|_| format!("`{value}` is not a number of {key}: write a whole number"))
-    };
-    match key {
-        "bytes" => parse_size(value).map(Limit::Bytes),
-        "device-bytes" => parse_size(value).map(Limit::DeviceBytes),
-        "objects" => number(Limit::Objects),
-        "leases" => number(Limit::Leases),
-        "connections" => number(Limit::Connections),
-        _ => Err(format!("`{key}` is not a limit: write bytes, device-bytes, objects, leases or connections")),
-    }
+    let number = || value.parse().map_err(|_| format!("`{value}` is not a number of {key}: write a whole number"));
+    Ok(match key {
+        "bytes" => Limit(|quota| &mut quota.bytes, parse_size(value)?),
+        "device-bytes" => Limit(|quota| &mut quota.device_bytes, parse_size(value)?),
+        "objects" => Limit(|quota| &mut quota.objects, number()?),
+        "leases" => Limit(|quota| &mut quota.leases, number()?),
+        "connections" => Limit(|quota| &mut quota.connections, number()?),
+        _ => return Err(format!("`{key}` is not a limit: write bytes, device-bytes, objects, leases or connections")),
+    })
 }
 
 /// Combines limits; a later limit of the same kind wins.
 pub(super) fn quota(limits: &[Limit]) -> Quota {
     let mut quota = Quota::default();
-    for limit in limits {
-        match *limit {
-            Limit::Bytes(most) => quota.bytes = Some(most),
-            Limit::DeviceBytes(most) => quota.device_bytes = Some(most),
-            Limit::Objects(most) => quota.objects = Some(most),
-            Limit::Leases(most) => quota.leases = Some(most),
-            Limit::Connections(most) => quota.connections = Some(most),
-        }
-    }
+    limits.iter().for_each(|Limit(field, most)| *field(&mut quota) = Some(*most));
     quota
 }
 
@@ -125,9 +108,6 @@ mod tests {
         for text in ["", "[1]", "3", "{", "{'a': 1}"] {
             assert!(parse_object(text).unwrap_err().contains("write "), "{text}");
         }
-        assert_eq!(parse_limit("bytes=1.5GiB"), Ok(Limit::Bytes(3 << 29)));
-        assert_eq!(parse_limit("leases=0"), Ok(Limit::Leases(0)));
-        assert_eq!(parse_limit("device-bytes=80GiB"), Ok(Limit::DeviceBytes(80 << 30)));
         assert_eq!((parse_user("root"), parse_user("7"), parse_group("7")), (Ok(0), Ok(7), Ok(7)));
         for text in ["", "-1", "4294967296", "no such user"] {
             assert!(parse_user(text).unwrap_err().contains("write "), "{text}");
@@ -136,7 +116,10 @@ mod tests {
         for text in ["", "bytes", "bytes=", "bytes=1GB", "objects=1GiB", "users=1", "leases=-1"] {
             assert!(parse_limit(text).unwrap_err().contains("write "), "{text}");
         }
-        let quota = quota(&[Limit::Objects(1), Limit::Bytes(2), Limit::Objects(3)]);
-        assert_eq!((quota.bytes, quota.objects, quota.leases, quota.connections), (Some(2), Some(3), None, None));
+        let limits = ["objects=1", "bytes=1.5GiB", "objects=3", "leases=0", "device-bytes=80GiB", "connections=7"];
+        let Quota { bytes, device_bytes, objects, leases, connections, .. } =
+            quota(&limits.map(|limit| parse_limit(limit).unwrap()));
+        assert_eq!((bytes, device_bytes), (Some(3 << 29), Some(80 << 30)));
+        assert_eq!((objects, leases, connections), (Some(3), Some(0), Some(7)));
     }
 }

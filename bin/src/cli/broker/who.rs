@@ -15,13 +15,10 @@ use vmmfd::{
 use super::{MeetBroker, fields::age, ls::no_match, shown, total};
 use crate::{
     cli::{
-        Column, Exit, Output, Table, Tool, ToolOutput,
-        exit::exit_codes,
-        output::{Progress, json_line},
+        Column, Exit, Output, Table, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped,
         stdout_width,
     },
-    schema::{self, Named, VERSION, document},
-    stamp,
+    schema::{self, Named, document},
     units::about,
 };
 
@@ -45,8 +42,6 @@ pub(in super::super) struct WhoOptions {
 
 #[derive(Debug, Serialize, JsonSchema)]
 struct WhoReport {
-    schema: u32,
-    tool: String,
     leases: Vec<HeldLease>,
     unnamed: Vec<Unnamed>,
     users: Vec<UserTotal>,
@@ -80,7 +75,7 @@ impl WhoReport {
     fn of(Holders { leases, totals, .. }: Holders) -> Self {
         let unnamed = unnamed(&leases);
         let devices = by_device(totals.iter().flat_map(|user| &user.devices));
-        Self { schema: VERSION, tool: stamp::tool(), leases, unnamed, users: totals, devices }
+        Self { leases, unnamed, users: totals, devices }
     }
 }
 
@@ -114,7 +109,7 @@ pub(super) fn by_device<'a>(devices: impl Iterator<Item = &'a DeviceBytes>) -> V
 impl Tool for WhoOptions {
     const NAME: &'static str = "who";
 
-    const REPORTS: &'static [Named] = &[("who", document::<WhoReport>)];
+    const REPORTS: &'static [Named] = &[("who", document::<Stamped<WhoReport>>)];
 
     fn output(&self) -> &Output {
         &self.output
@@ -123,10 +118,7 @@ impl Tool for WhoOptions {
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let client = self.meet.connect(cancel)?;
         let report = WhoReport::of(client.who(&self.prefix)?);
-        if self.output.json {
-            return Ok(ToolOutput { text: json_line(&report), exit: Exit::Verified });
-        }
-        if report.leases.is_empty() {
+        if report.leases.is_empty() && !self.output.json {
             let notice = match self.prefix.as_str() {
                 "" => "no object has a lease".to_owned(),
                 prefix if client.list(prefix)?.is_empty() => no_match(prefix),
@@ -135,8 +127,8 @@ impl Tool for WhoOptions {
             self.output.notice(&notice);
         }
         let totals = self.prefix.is_empty();
-        let text = render(&report, totals, self.output.verbose > 0, stdout_width());
-        Ok(ToolOutput { text, exit: Exit::Verified })
+        let text = |report: &WhoReport, verbose| render(report, totals, verbose, stdout_width());
+        Ok(ToolOutput::of(&self.output, Exit::Verified, report, text))
     }
 }
 
