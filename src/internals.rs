@@ -30,7 +30,7 @@ use crate::{
     broker::{Server, ServerConfig},
     channel::{Cancel, Listener, Peer},
     driver::{Backend, DeviceUuid, Driver},
-    error::{BrokerError, ParseError, RefusalCode, Result},
+    error::{BrokerError, RefusalCode, Result},
     memory::{Description, DeviceIdentity, Mirror, Region, Selector, Shared, Sharing},
 };
 pub use crate::{
@@ -147,11 +147,6 @@ pub fn is_restarted(server: &Server) -> bool {
 /// Creates a broker's refusal.
 pub fn refusal(code: RefusalCode, message: impl Into<String>) -> BrokerError {
     BrokerError::new(code, message)
-}
-
-/// Creates a [`ParseError`].
-pub fn parse_error(text: &str, what: &'static str, expected: &'static str) -> ParseError {
-    ParseError::new(text, what, expected)
 }
 
 /// The names of the element types.

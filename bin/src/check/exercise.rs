@@ -67,7 +67,8 @@ impl<'a> Exercise<'a> {
 
 impl Content for Exercise<'_> {
     fn fill(&self, memory: &Shared, tick: Tick<'_>) -> Result<()> {
-        let (started, size) = (Instant::now(), memory.size());
+        let started = Instant::now();
+        let size = memory.size();
         let mut progress = |done| {
             (self.observer)(Event::Progress { done, all: size });
             tick()
@@ -87,7 +88,8 @@ impl Content for Exercise<'_> {
         };
         *self.written() = (size, digest);
         if self.corrupt {
-            let (at, mut byte) = (size / 2, [0]);
+            let at = size / 2;
+            let mut byte = [0];
             memory.copy_out(at, &mut byte)?;
             memory.copy_in(at, &[byte[0] ^ 0x01])?;
         }
@@ -125,7 +127,8 @@ impl Content for Exercise<'_> {
         if result.verified && found.digest != claim.digest {
             let named =
                 |digest: Option<String>| digest.map_or_else(|| "no digest".to_owned(), |it| format!("digest {it}"));
-            let (found, claimed) = (named(found.digest), named(claim.digest));
+            let found = named(found.digest);
+            let claimed = named(claim.digest);
             let message = format!("a result that is right has {found}, and {claimed} was offered");
             return Err(ProtocolError::Content(message).into());
         }
@@ -137,9 +140,11 @@ impl Content for Exercise<'_> {
         // A client that ignores checks has not replied.
         let reply = claim.reply_salt.filter(|_| result.verified && result.check.is_some());
         let Some(salt) = reply else { return Ok(Verdict::unchecked(result.verified)) };
-        let (started, range) = (Instant::now(), offered.range.clone());
+        let started = Instant::now();
+        let range = offered.range.clone();
         let (found, work) = self.engine.verify(memory, 0, range, Pattern::new(salt), &mut |_| tick())?;
-        let (verified, figures) = (found.passed(), Figures::from(&found));
+        let verified = found.passed();
+        let figures = Figures::from(&found);
         (self.observer)(Event::Verified { verified, figures: &figures, work: Some(&work), elapsed: started.elapsed() });
         Ok(figures.verdict(verified))
     }

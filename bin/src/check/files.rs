@@ -140,7 +140,8 @@ impl Source {
             let length = range.end.saturating_sub(range.start);
             return Err(Error::Memory(MemoryError::OutOfRange { offset: range.start, length, size: self.size }));
         }
-        let (mut digest, mut bytes) = (Digest::default(), Vec::new());
+        let mut digest = Digest::default();
+        let mut bytes = Vec::new();
         for part in slices(range, SLICE) {
             bytes.resize((part.end - part.start) as usize, 0);
             self.read_at(part.start, &mut bytes)?;
@@ -190,7 +191,8 @@ pub fn read(
     let mut mirror = None::<Mirror<'_>>;
     let mut staged = Vec::new();
     for part in slices(range, SLICE) {
-        let (offset, length) = (part.start - start, part.end - part.start);
+        let offset = part.start - start;
+        let length = part.end - part.start;
         let mirror = match &mut mirror {
             Some(mirror) => {
                 mirror.turn_to(offset, length, true)?;

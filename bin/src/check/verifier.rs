@@ -53,7 +53,8 @@ impl<'a> DataVerifier<'a> {
         tick: Tick<'_>,
     ) -> Result<Verdict> {
         let started = Instant::now();
-        let (range, observer) = (object.range(), self.observer);
+        let range = object.range();
+        let observer = self.observer;
         if let Some(array) = object.array().filter(|_| object.is_whole()) {
             let first = first_elements(object, array, FIRST_ELEMENTS)?;
             observer(Event::Array { array, first: &first });
@@ -126,7 +127,8 @@ impl Verifier for DataVerifier<'_> {
 
     fn reply(&mut self, object: &ImportedObject, tick: Tick<'_>) -> Result<()> {
         let Some(salt) = Claim::read(object.check())?.reply_salt else { return Ok(()) };
-        let (started, range) = (Instant::now(), object.range());
+        let started = Instant::now();
+        let range = object.range();
         let words = pattern::words(&range);
         let work = self.engine.write(object, object.start(), range, Pattern::new(salt), &mut |_| tick())?;
         (self.observer)(Event::Filled { words, salt, work: &work, elapsed: started.elapsed() });

@@ -19,14 +19,14 @@ use vmmfd::{
     internals::clean,
     memory::{Description, Device},
     session::{
-        Event, Verdict,
+        Event,
         handoff::{Findings, Served},
     },
 };
 
 use super::{
     Exit,
-    describe::{checked, described, findings, first_words, kind, numbers, process_named, spelled},
+    describe::{checked, described, engine, findings, first_words, kind, numbers, process_named, received, spelled},
     layout,
     output::{Output, Progress, Wait, complain, fallback_reason, is_coloured, json_line, print_now},
     report::{CommandReport, ConsumerReport, ErrorSummary, Step, UsedDevice},
@@ -161,15 +161,9 @@ impl Console {
         if self.output.json {
             self.print_json();
         }
-        self.written(exit)
-    }
-
-    /// The exit after the output: a success that could not be printed is a failure.
-    fn written(&self, exit: Exit) -> Exit {
-        match self.state().stdout.take() {
-            Some(error) => exit.unwritten(&error),
-            None => exit,
-        }
+        // A success that could not be printed is a failure.
+        let stdout = self.state().stdout.take();
+        stdout.map_or(exit, |error| exit.unwritten(&error))
     }
 
     fn complain(&self, report: ErrorSummary) {
@@ -177,34 +171,18 @@ impl Console {
         self.state().report.error = Some(report);
     }
 
-    /// Adds a verdict to the report.
-    pub fn found(&self, verdict: &Verdict) {
-        let figures = Figures::of(verdict);
-        let report = &mut self.state().report;
-        // A later success does not replace the first mismatch of several consumers.
-        if report.verified != Some(false) {
-            report.verified = Some(verdict.verified);
-            report.mismatches = figures.mismatches;
-            report.first_mismatch = figures.first_mismatch;
-            if figures.digest.is_some() {
-                report.digest = figures.digest;
-            }
-        }
-    }
-
     /// Adds the findings of a consumer and its producer to the report, and prints the result.
     pub(super) fn findings(&self, findings: &Findings) {
         let decisive = match &findings.producer {
             Ok(producer) if findings.found.verified => {
-                self.found(producer);
+                let report = &mut self.state().report;
+                report.found(producer);
                 // The producer verifies the reply, not the data.
-                if let Some(digest) = Figures::of(&findings.found).digest {
-                    self.state().report.digest = Some(digest);
-                }
+                report.digest = Figures::of(&findings.found).digest.or(report.digest.take());
                 if producer.verified { &findings.found } else { producer }
             }
             _ => {
-                self.found(&findings.found);
+                self.state().report.found(&findings.found);
                 &findings.found
             }
         };
@@ -216,10 +194,9 @@ impl Console {
 
     /// Adds the results of a producer's consumers to the report, in the order in which they finished.
     pub fn served(&self, served: &[Served]) {
-        for verdict in served.iter().filter_map(|served| served.found.as_ref()) {
-            self.found(verdict);
-        }
-        self.state().report.consumers = Some(served.iter().map(ConsumerReport::from).collect());
+        let report = &mut self.state().report;
+        served.iter().filter_map(|served| served.found.as_ref()).for_each(|verdict| report.found(verdict));
+        report.consumers = Some(served.iter().map(ConsumerReport::from).collect());
     }
 
     fn mismatch(&self) {
@@ -240,7 +217,8 @@ impl Console {
         let state = self.state();
         let size = state.report.size.unwrap_or(visit.bytes);
         let part = if visit.bytes < size { format!(" of {}", about(size)) } else { String::new() };
-        let (own, peer) = (process_named(process::id() as i32), process_named(visit.pid));
+        let own = process_named(process::id() as i32);
+        let peer = process_named(visit.pid);
         let (from, to) = if state.report.role == "producer" { (own, peer) } else { (peer, own) };
         let way = if visit.both_ways { "<->" } else { "to" };
         drop(state);
@@ -250,7 +228,8 @@ impl Console {
             _ => "verified",
         };
         let took = time(visit.took.unwrap_or_else(|| visit.begun.elapsed()));
-        let (bytes, checked) = (about(visit.bytes), checked(verified, figures));
+        let bytes = about(visit.bytes);
+        let checked = checked(verified, figures);
         self.line(name, format!("{bytes}{part}, {checked}, {from} {way} {to}, {took}"));
     }
 
@@ -274,7 +253,7 @@ impl Console {
             }
             Event::Created { description, elapsed } => {
                 self.progress.allocated();
-                self.memory(description);
+                self.state().report.memory(description);
                 let Description { size, mapped_size, .. } = description;
                 let granularity = self.state().report.granularity.unwrap_or_default();
                 let what = format!(
@@ -289,7 +268,8 @@ impl Console {
             Event::Mapped { address, access, elapsed } => {
                 self.step("map", Some(elapsed), format!("at {address:#x}, {}", spelled(access)));
                 if let Some((pid, bytes)) = self.visit(|visit| (visit.pid, visit.bytes)) {
-                    let (bytes, owner) = (about(bytes), process_named(pid));
+                    let bytes = about(bytes);
+                    let owner = process_named(pid);
                     self.line("mapped", format!("{bytes} of {owner}, {}, without a copy", spelled(access)));
                 }
             }
@@ -315,7 +295,7 @@ impl Console {
                 self.step("offer", Some(elapsed), format!("to pid {}, {}, received", peer.pid, spelled(access)));
             }
             Event::Received { description, bytes, fds, elapsed } => {
-                self.memory(description);
+                self.state().report.memory(description);
                 self.visit(|visit| visit.bytes = bytes);
                 self.step("offer", Some(elapsed), received(description, fds));
             }
@@ -430,10 +410,12 @@ impl Console {
     fn device(&self, used: &Device, granularity: u64) {
         let mut state = self.state();
         let report = &mut state.report;
-        let (name, uuid) = (used.name().to_owned(), used.prefixed_uuid());
+        let name = used.name().to_owned();
+        let uuid = used.prefixed_uuid();
         report.device = Some(UsedDevice { name, uuid, ordinal: used.ordinal() });
         report.granularity = Some(granularity);
-        let (role, fallback) = (report.role, report.fallback.is_some());
+        let role = report.role;
+        let fallback = report.fallback.is_some();
         drop(state);
         let fallback = if fallback { " (no GPU: see vmmfd doctor)" } else { "" };
         self.line(
@@ -442,31 +424,13 @@ impl Console {
         );
     }
 
-    fn memory(&self, description: &Description) {
-        let report = &mut self.state().report;
-        report.mechanism = Some(description.mechanism().to_string());
-        report.location = Some(description.placement().to_string());
-        report.size = Some(description.size);
-        report.mapped_size = Some(description.mapped_size);
-        report.segments = Some(description.segments());
-    }
-
     /// Prints a step on the pattern with its engine.
     fn work(&self, name: &'static str, elapsed: Duration, what: String, words: u64, work: Option<&Work>) {
         let Some(work) = work else { return self.step(name, Some(elapsed), what) };
         if let Some(reason) = &work.fallback {
             complain(&format!("warning: cannot load the GPU kernels, using the CPU: {reason}"));
         }
-        let by = match work.engine {
-            // The speed of the kernels, without their launch.
-            Engine::Gpu => match words as f64 * 4.0 / work.elapsed.as_secs_f64().max(1e-7) {
-                rate if rate >= 1e12 => format!("on the GPU at {:.2} TB/s", rate / 1e12),
-                rate if rate >= 1e9 => format!("on the GPU at {:.1} GB/s", rate / 1e9),
-                rate => format!("on the GPU at {:.3} GB/s", rate / 1e9),
-            },
-            Engine::Host => "on the CPU".to_owned(),
-        };
-        self.step_by(name, Some(elapsed), format!("{what}, {by}"), Some(work.engine));
+        self.step_by(name, Some(elapsed), format!("{what}, {}", engine(work, words)), Some(work.engine));
     }
 
     fn step(&self, name: &'static str, elapsed: Option<Duration>, what: impl Display) {
@@ -522,11 +486,6 @@ impl Console {
     fn state(&self) -> MutexGuard<'_, Collected> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn received(description: &Description, fds: &[i32]) -> String {
-    let Description { size, mapped_size, .. } = description;
-    format!("{} in {} mapped{}, {}", bytes(*size), bytes(*mapped_size), kind(description), numbers(fds))
 }
 
 impl Collected {

@@ -6,7 +6,13 @@ use vmmfd::{
     memory::{Description, Mechanism, Placement},
 };
 
-use crate::check::{Figures, pattern::Mismatch};
+use crate::{
+    check::{
+        Figures,
+        pattern::{Engine, Mismatch, Work},
+    },
+    units::bytes,
+};
 
 pub(super) fn spelled(access: Access) -> &'static str {
     match access {
@@ -64,6 +70,23 @@ pub(super) fn kind(description: &Description) -> String {
         kind += &format!(", {} chunks", description.segments());
     }
     kind
+}
+
+/// What a consumer received.
+pub(super) fn received(description: &Description, fds: &[i32]) -> String {
+    let Description { size, mapped_size, .. } = description;
+    format!("{} in {} mapped{}, {}", bytes(*size), bytes(*mapped_size), kind(description), numbers(fds))
+}
+
+/// The engine, and the speed of a GPU's kernels without their launch.
+pub(super) fn engine(work: &Work, words: u64) -> String {
+    let rate = words as f64 * 4.0 / work.elapsed.as_secs_f64().max(1e-7);
+    match work.engine {
+        Engine::Host => "on the CPU".to_owned(),
+        Engine::Gpu if rate >= 1e12 => format!("on the GPU at {:.2} TB/s", rate / 1e12),
+        Engine::Gpu if rate >= 1e9 => format!("on the GPU at {:.1} GB/s", rate / 1e9),
+        Engine::Gpu => format!("on the GPU at {:.3} GB/s", rate / 1e9),
+    }
 }
 
 /// One descriptor by its number, several by their count.

@@ -77,10 +77,10 @@ pub(super) struct DoctorOptions {
 #[derive(Debug, Subcommand)]
 enum MeetCommand {
     /// Waits for another doctor (in another container or namespace, or of another user) and tests sharing with it
-    #[command(after_help = CODES, disable_help_flag = true)]
+    #[command(after_help = CODES)]
     Serve(MeetOptions),
     /// Connects to `doctor serve`; both print the same report
-    #[command(after_help = CODES, disable_help_flag = true)]
+    #[command(after_help = CODES)]
     Join(MeetOptions),
 }
 

@@ -8,7 +8,7 @@ use std::{
     process::{Command, ExitCode},
 };
 
-use super::run::fail_as;
+use super::run::fail;
 use crate::error::ToolError;
 
 pub(super) const BENCH: &str = "bench";
@@ -37,5 +37,5 @@ pub(super) fn run(options: &[OsString]) -> ExitCode {
             "install it with `cargo install --locked --path tests/bench` in a copy of the source, or with the Debian package".to_owned()
         }),
     };
-    fail_as(BENCH, &error.into(), options.iter().any(|option| option == "--json"))
+    ExitCode::from(fail(BENCH, &error.into(), options.iter().any(|option| option == "--json")).code())
 }

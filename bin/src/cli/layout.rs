@@ -92,7 +92,8 @@ pub(super) fn quoted(word: &str) -> String {
 
 /// A command to paste: a backslash continues each broken line.
 pub(super) fn command(words: impl Iterator<Item = String>, width: Option<usize>) -> String {
-    let (mut text, mut used) = (String::new(), 0);
+    let mut text = String::new();
+    let mut used = 0;
     for word in words {
         let length = visible(&word);
         let fits = width.is_none_or(|width| used + 1 + length + " \\".len() <= width);
@@ -187,7 +188,8 @@ impl<'a, const N: usize> Table<'a, N> {
         let line = |cell: &dyn Fn(usize) -> String| {
             let mut line = String::new();
             for at in &shown {
-                let (text, width) = (cell(*at), widths[*at]);
+                let text = cell(*at);
+                let width = widths[*at];
                 line += &match self.columns[*at].align {
                     Align::Left => format!("{text:<width$}  "),
                     Align::Right => format!("{text:>width$}  "),

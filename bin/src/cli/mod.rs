@@ -37,6 +37,6 @@ pub use self::{
     values::BACKEND,
 };
 use self::{
-    options::{ArrayOptions, Extent, Meet, parse_range, parse_salt, sharing},
+    options::{Allocate, ArrayOptions, Extent, Fetch, Meet, parse_salt},
     run::leave_open,
 };

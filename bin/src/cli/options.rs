@@ -17,15 +17,19 @@ use vmmfd::{
     driver::Choice,
     error::{DeviceError, Error, MemoryError, ParseError},
     internals::clean,
-    memory::{Device, Mechanism, Placement, Spec},
+    memory::{Device, Mechanism, Placement, Selector, Spec},
     session::Config,
 };
 
 use super::{
     layout,
-    values::{ElementTypeParser, ORDER},
+    values::{CHOICE, ElementTypeParser, ORDER},
 };
-use crate::{check::files::Source, units, verbs::HasVerbs};
+use crate::{
+    check::files::{Source, Target},
+    units,
+    verbs::HasVerbs,
+};
 
 /// Options of the connection between two processes.
 #[derive(Debug, Clone, Args)]
@@ -77,6 +81,56 @@ fn quoted(path: &Path) -> String {
     layout::quoted(&path)
 }
 
+/// Options of memory to allocate.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Sharing")]
+pub(super) struct Allocate {
+    /// Backend of the memory
+    #[arg(long, value_name = "BACKEND", value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto")]
+    pub(super) backend: Choice,
+
+    /// Device to allocate on; a UUID may be abbreviated
+    #[arg(long, value_name = "ORDINAL|UUID", default_value = "0")]
+    pub(super) device: Selector,
+
+    /// Size of the chunks, mapped side by side; rounded up to the granularity, as sizes are [default: one allocation]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub(super) chunk: Option<u64>,
+
+    /// Allow RDMA to the memory (gpuDirectRDMACapable): only device memory, if the device supports it; never on WSL2
+    #[arg(long)]
+    pub(super) rdma: bool,
+}
+
+/// Options of memory to read.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Buffer")]
+pub(super) struct Fetch {
+    /// Range of bytes, with or without units, such as 4MiB:1MiB; of memory in chunks, only the chunks of the range are sent and mapped
+    /// [default: all]
+    #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range)]
+    pub(super) range: Option<Range<u64>>,
+
+    /// File for the bytes, created only after they are verified
+    #[arg(long, value_name = "FILE", value_parser = target_parser())]
+    pub(super) to: Option<PathBuf>,
+
+    /// Replace the file if it exists
+    #[arg(long, requires = "to")]
+    force: bool,
+
+    /// Device to map the memory on, if it can access it; a UUID may be abbreviated [default: the device of the memory]
+    #[arg(long, value_name = "ORDINAL|UUID", help_heading = "Sharing")]
+    pub(super) device: Option<Selector>,
+}
+
+impl Fetch {
+    /// Creates the file. Do it before connecting: if it can't be written, nothing is sent.
+    pub(super) fn target(&self) -> Result<Option<Target>, Error> {
+        self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()
+    }
+}
+
 /// Options of a buffer.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Buffer")]
@@ -112,40 +166,41 @@ pub(super) struct ArrayOptions {
     order: Option<Order>,
 }
 
-/// The memory that `--mechanism`, `--location`, `--chunk` and `--rdma` specify.
-///
-/// # Errors
-/// [`DeviceError::Unsupported`] for options that the mechanism does not support.
-pub(super) fn sharing(
-    device: &Device,
-    size: u64,
-    mechanism: Mechanism,
-    location: Placement,
-    chunk: Option<u64>,
-    rdma: bool,
-) -> Result<Spec, Error> {
-    let spec = match mechanism {
-        Mechanism::Pool => {
-            // A driver error is reported before an unsupported option.
-            device.verbs().pools()?;
-            Spec::pool(size)
-        }
-        Mechanism::Legacy => {
-            device.verbs().legacy()?;
-            Spec::legacy(size)
-        }
-        _ => {
-            let spec = Spec::vmm(size).placement(location);
-            let spec = if rdma { spec.gpu_direct_rdma() } else { spec };
-            return Ok(chunk.map_or(spec, |chunk| spec.chunk(chunk)).into());
-        }
-    };
-    let unsupported = |feature| Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }));
-    match (chunk, location) {
-        _ if rdma => unsupported("RDMA without the mechanism vmm"),
-        (Some(_), _) => unsupported("chunks without the mechanism vmm"),
-        (None, Placement::Device) => Ok(spec),
-        (None, _) => unsupported("host memory without the mechanism vmm"),
+impl Allocate {
+    /// The memory that the options specify.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] for options that the mechanism does not support.
+    pub(super) fn spec(
+        &self,
+        device: &Device,
+        size: u64,
+        mechanism: Mechanism,
+        location: Placement,
+    ) -> Result<Spec, Error> {
+        let spec = match mechanism {
+            Mechanism::Pool => {
+                // A driver error is reported before an unsupported option.
+                device.verbs().pools()?;
+                Spec::pool(size)
+            }
+            Mechanism::Legacy => {
+                device.verbs().legacy()?;
+                Spec::legacy(size)
+            }
+            _ => {
+                let spec = Spec::vmm(size).placement(location);
+                let spec = if self.rdma { spec.gpu_direct_rdma() } else { spec };
+                return Ok(self.chunk.map_or(spec, |chunk| spec.chunk(chunk)).into());
+            }
+        };
+        let feature = match (self.chunk, location) {
+            _ if self.rdma => "RDMA without the mechanism vmm",
+            (Some(_), _) => "chunks without the mechanism vmm",
+            (None, Placement::Device) => return Ok(spec),
+            (None, _) => "host memory without the mechanism vmm",
+        };
+        Err(Error::Device(DeviceError::Unsupported { device: device.to_string(), feature }))
     }
 }
 
@@ -196,7 +251,8 @@ impl ArrayOptions {
         let bytes = array.bytes()?;
         match size {
             Some(size) if bytes != size => {
-                let (bytes, size) = (units::bytes(bytes), units::bytes(size));
+                let bytes = units::bytes(bytes);
+                let size = units::bytes(size);
                 let problem = format!("an array {array} has {bytes}, but the data has {size}");
                 Err(Error::Memory(MemoryError::Array { problem }))
             }

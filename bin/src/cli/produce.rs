@@ -3,8 +3,7 @@
 use clap::Args;
 use vmmfd::{
     channel::{Cancel, Listener, socket_path},
-    driver::Choice,
-    memory::{Device, Mechanism, Placement, Selector},
+    memory::{Device, Mechanism, Placement},
     session::{
         Event,
         handoff::{self, Buffer, ServeOptions},
@@ -13,8 +12,8 @@ use vmmfd::{
 };
 
 use super::{
-    ArrayOptions, Console, Exit, Extent, Meet, Output, Session, leave_open, parse_salt, parse_size, sharing,
-    values::{CHOICE, ENGINE, MECHANISM, PLACEMENT},
+    Allocate, ArrayOptions, Console, Exit, Extent, Meet, Output, Session, leave_open, parse_salt,
+    values::{ENGINE, MECHANISM, PLACEMENT},
 };
 use crate::check::{
     self, Exercise,
@@ -42,14 +41,8 @@ pub struct Produce {
     #[command(flatten)]
     array: ArrayOptions,
 
-    /// Backend of the memory
-    #[arg(long, value_name = "BACKEND",
-        value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
-    backend: Choice,
-
-    /// Device to allocate on; a UUID may be abbreviated
-    #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
-    device: Selector,
+    #[command(flatten)]
+    memory: Allocate,
 
     /// Mechanism that shares the memory; the consumer uses the same
     #[arg(long, value_name = "MECHANISM", value_parser = MECHANISM, default_value = "vmm", help_heading = "Sharing")]
@@ -58,14 +51,6 @@ pub struct Produce {
     /// Location of the memory
     #[arg(long, value_name = "LOCATION", value_parser = PLACEMENT, default_value = "device", help_heading = "Sharing")]
     location: Placement,
-
-    /// Size of the chunks, mapped side by side; rounded up to the granularity, as --size is [default: one allocation]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
-    chunk: Option<u64>,
-
-    /// Allow RDMA to the memory (gpuDirectRDMACapable): only device memory, if the device supports it; never on WSL2
-    #[arg(long, help_heading = "Sharing")]
-    rdma: bool,
 
     /// Make the memory read-only after the fill. Host memory is sealed for every holder of its descriptor; GPU memory is read-only by
     /// agreement, since its descriptor grants full access
@@ -98,14 +83,14 @@ impl Session for Produce {
         let observer = |event: Event<'_>| console.event(event);
         let (source, size, array) = self.extent.resolve(&self.array)?;
         console.array(array.as_ref());
-        console.invite(self.meet.timeout, self.meet.peer_command("consumer", self.backend));
+        console.invite(self.meet.timeout, self.meet.peer_command("consumer", self.memory.backend));
         let path = socket_path(self.meet.socket.as_deref())?;
         Listener::check_free(&path)?;
         let config = self.meet.config(cancel);
-        let opened = start(self.backend, cancel, &observer)?;
+        let opened = start(self.memory.backend, cancel, &observer)?;
         leave_open(&opened.driver);
-        let device = Device::find(&opened.driver, self.device)?;
-        let spec = sharing(&device, size, self.mechanism, self.location, self.chunk, self.rdma)?;
+        let device = Device::find(&opened.driver, self.memory.device)?;
+        let spec = self.memory.spec(&device, size, self.mechanism, self.location)?;
         let spec = if self.seal { spec.sealed() } else { spec };
         let file = source.as_ref().map(|source| format!(" of {}", source.path().display()));
         let typed = array.as_ref().map(|array| format!(", {array},"));

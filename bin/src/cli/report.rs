@@ -4,11 +4,21 @@ use std::borrow::Cow;
 
 use schemars::JsonSchema;
 use serde::Serialize;
-use vmmfd::{array::ArrayDescriptor, driver::Backend, error::Error, session::handoff::Served, wire};
+use vmmfd::{
+    array::ArrayDescriptor,
+    driver::Backend,
+    error::Error,
+    memory::Description,
+    session::{Verdict, handoff::Served},
+    wire,
+};
 
 use super::output::complain;
 use crate::{
-    check::pattern::{Engine, Mismatch},
+    check::{
+        Figures,
+        pattern::{Engine, Mismatch},
+    },
     error::{hint, kind_of},
     schema::{self, VERSION},
     stamp,
@@ -63,6 +73,28 @@ pub(super) struct CommandReport {
 impl CommandReport {
     pub(super) fn new(role: &'static str) -> Self {
         Self { schema: VERSION, role, consumers: (role == "producer").then(Vec::new), ..Self::default() }
+    }
+}
+
+impl CommandReport {
+    /// Adds a verdict.
+    pub(super) fn found(&mut self, verdict: &Verdict) {
+        // A later success does not replace the first mismatch of several consumers.
+        if self.verified != Some(false) {
+            let Figures { mismatches, first_mismatch, digest, .. } = Figures::of(verdict);
+            self.verified = Some(verdict.verified);
+            self.mismatches = mismatches;
+            self.first_mismatch = first_mismatch;
+            self.digest = digest.or(self.digest.take());
+        }
+    }
+
+    pub(super) fn memory(&mut self, description: &Description) {
+        self.mechanism = Some(description.mechanism().to_string());
+        self.location = Some(description.placement().to_string());
+        self.size = Some(description.size);
+        self.mapped_size = Some(description.mapped_size);
+        self.segments = Some(description.segments());
     }
 }
 

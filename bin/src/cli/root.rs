@@ -38,31 +38,20 @@ struct Options {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    #[command(after_help = EXIT_CODES, disable_help_flag = true)]
+    #[command(after_help = EXIT_CODES)]
     Produce(Box<Produce>),
-    #[command(after_help = EXIT_CODES, disable_help_flag = true)]
+    #[command(after_help = EXIT_CODES)]
     Consume(Box<Consume>),
-    #[command(disable_help_flag = true)]
     Serve(ServeOptions),
-    #[command(disable_help_flag = true)]
     Status(StatusOptions),
-    #[command(disable_help_flag = true)]
     Put(Box<PutOptions>),
-    #[command(disable_help_flag = true)]
     Get(Box<GetOptions>),
-    #[command(disable_help_flag = true)]
     Ls(LsOptions),
-    #[command(disable_help_flag = true)]
     Stat(StatOptions),
-    #[command(disable_help_flag = true)]
     Rm(RmOptions),
-    #[command(disable_help_flag = true)]
     Who(WhoOptions),
-    #[command(disable_help_flag = true)]
     Watch(WatchOptions),
-    #[command(disable_help_flag = true)]
     Doctor(DoctorOptions),
-    #[command(disable_help_flag = true)]
     Devices(DevicesOptions),
     /// Measures handoffs between processes, and the driver's own calls
     #[command(disable_help_flag = true)]
@@ -71,15 +60,10 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "OPTIONS")]
         options: Vec<OsString>,
     },
-    #[command(disable_help_flag = true)]
     Keeper(KeeperOptions),
-    #[command(disable_help_flag = true)]
     Exporter(ExporterOptions),
-    #[command(disable_help_flag = true)]
     Completions(CompletionsOptions),
-    #[command(disable_help_flag = true)]
     Man(ManOptions),
-    #[command(disable_help_flag = true)]
     Schema(SchemaOptions),
     /// Prints the help of a command
     Help {
@@ -89,7 +73,9 @@ enum Command {
     },
     /// Child process of the doctor
     #[command(name = child::SUBCOMMAND, hide = true)]
-    Child { task: String },
+    Child {
+        task: String,
+    },
 }
 
 /// The commands in the groups of `--help`.
@@ -132,8 +118,15 @@ fn parser(name: &str) -> clap::Command {
     match name {
         Produce::ROLE => examples::add(standalone::<Produce>(Produce::ROLE), "vmmfd produce", name),
         Consume::ROLE => examples::add(standalone::<Consume>(Consume::ROLE), "vmmfd consume", name),
-        _ => examples::add(grouped(Options::command()), "vmmfd", "vmmfd").max_term_width(COLUMNS),
+        _ => examples::add(grouped(with_own_help(Options::command())), "vmmfd", "vmmfd").max_term_width(COLUMNS),
     }
+}
+
+/// Removes clap's `--help` from commands that have it among the options of their output.
+fn with_own_help(command: clap::Command) -> clap::Command {
+    let has_own = command.get_arguments().any(|argument| argument.get_long() == Some("help"));
+    let command = if has_own { command.disable_help_flag(true) } else { command };
+    command.mut_subcommands(with_own_help)
 }
 
 /// The widest help.

@@ -25,7 +25,7 @@ use vmmfd::{
     channel::{Cancel, CancelReason},
     driver::Driver,
     error::{Error, ErrorKind},
-    internals::exit_at_once,
+    internals::{exit_at_once, stderr},
 };
 
 use super::{
@@ -133,11 +133,7 @@ impl Ending {
             Err(error) if already => Exit::of(&error),
             Ok(ToolOutput { text, exit }) if self.is_prose => print(&layout::shown(&text, &io::stdout()), exit),
             Ok(ToolOutput { text, exit }) => print(&text, exit),
-            Err(error) => {
-                let (summary, exit) = (ErrorSummary::of(&error), Exit::of(&error));
-                summary.complain();
-                if self.json { print(&failure(Some(self.name), summary), exit) } else { exit }
-            }
+            Err(error) => fail(self.name, &error, self.json),
         }
     }
 }
@@ -146,7 +142,8 @@ impl Ending {
 pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     let output = tool.output();
     output.start_log();
-    let (progress, json) = (output.progress(), output.json);
+    let progress = output.progress();
+    let json = output.json;
     let ending =
         Arc::new(Ending { name: T::NAME, json, is_prose: T::IS_PROSE && !json, progress, finished: Mutex::new(false) });
     let last = Arc::clone(&ending);
@@ -157,17 +154,25 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     ExitCode::from(ending.finish(result).code())
 }
 
-/// Prints an error that occurred before a tool ran, and returns the exit code of the process.
-pub(super) fn fail<T: Tool>(error: &Error, json: bool) -> ExitCode {
-    fail_as(T::NAME, error, json)
+/// Runs a service, which a stalled reader of standard error must not block.
+pub(super) fn run_service(
+    name: &'static str,
+    output: &Output,
+    work: impl FnOnce() -> Result<ExitCode, Error>,
+) -> ExitCode {
+    let unblocked = stderr::never_block_on_stderr().map_err(|error| Error::system("start a thread", error));
+    let code = unblocked.and_then(|()| work());
+    let code = code.unwrap_or_else(|error| ExitCode::from(fail(name, &error, output.json).code()));
+    stderr::flush_stderr();
+    code
 }
 
-/// As [`fail`], for a command that is a program of its own.
-pub(super) fn fail_as(name: &'static str, error: &Error, json: bool) -> ExitCode {
-    let (summary, exit) = (ErrorSummary::of(error), Exit::of(error));
+/// Prints the error of a command.
+pub(super) fn fail(name: &'static str, error: &Error, json: bool) -> Exit {
+    let summary = ErrorSummary::of(error);
+    let exit = Exit::of(error);
     summary.complain();
-    let exit = if json { print(&failure(Some(name), summary), exit) } else { exit };
-    ExitCode::from(exit.code())
+    if json { print(&failure(Some(name), summary), exit) } else { exit }
 }
 
 /// The JSON object of a failed command.

@@ -17,7 +17,7 @@ use vmmfd::{
     session::Config,
 };
 
-use super::{Environment, Finding, Status, control::Control, report::ProbeResult};
+use super::{Environment, Finding, Status, control::greet, report::ProbeResult};
 use crate::{
     child::{Process, command, start},
     line::Line,
@@ -67,7 +67,7 @@ impl Endpoint {
 #[derive(Debug)]
 pub(super) struct PeerProcess {
     process: Process,
-    pub(super) control: Control,
+    pub(super) control: Line,
     pub(super) end: Endpoint,
 }
 
@@ -104,7 +104,8 @@ impl ProbeContext {
 
     /// Starts another process of the probe. `name` appears in error messages. It inherits standard error.
     pub(super) fn start_child(&self, name: &'static str, role: Role) -> Result<(Process, Line)> {
-        let (backend, timeout) = (self.device.backend(), self.peer_timeout);
+        let backend = self.device.backend();
+        let timeout = self.peer_timeout;
         let task = Task { backend, folder: self.folder.clone(), timeout, role };
         start(name, &mut command(None, &task)?, false, timeout, &Cancel::new()?)
     }
@@ -115,17 +116,17 @@ impl ProbeContext {
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         let socket = self.folder.join(format!("m{}-{number}", process::id()));
         let role = Role::Peer { socket: socket.clone() };
-        let (process, line) = self.start_child("the other process of the probe", role)?;
-        let control = Control::over(line);
-        let greeted = control.greet(self.device.backend(), &Environment::default(), None);
+        let (process, control) = self.start_child("the other process of the probe", role)?;
+        let greeted = greet(&control, self.device.backend(), &Environment::default(), None);
         greeted.map_err(|error| process.explain(error, self.peer_timeout))?;
-        let (driver, timeout) = (self.device.driver().clone(), self.peer_timeout);
+        let driver = self.device.driver().clone();
+        let timeout = self.peer_timeout;
         Ok(PeerProcess { process, control, end: Endpoint { driver, socket, trust: Trust::default(), timeout } })
     }
 
     /// Calls `work` with the peer process, which it starts if necessary. Kills it unless the finding is `ok`, so that the next probe gets a
     /// new one.
-    pub(super) fn with_peer(&mut self, work: impl FnOnce(&Endpoint, &Control, &Device) -> ProbeResult) -> ProbeResult {
+    pub(super) fn with_peer(&mut self, work: impl FnOnce(&Endpoint, &Line, &Device) -> ProbeResult) -> ProbeResult {
         let peer = match self.peer.take() {
             Some(peer) => peer,
             None => self.start_peer()?,

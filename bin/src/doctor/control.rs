@@ -1,21 +1,17 @@
 //! The records that the two sides of a probe exchange: JSON over a separate socket.
 
-use std::{
-    os::fd::AsFd,
-    time::{Duration, Instant},
-};
+use std::{os::fd::AsFd, time::Instant};
 
 use nix::poll::PollFlags;
 use serde::{Deserialize, Serialize};
 use vmmfd::{
-    channel::Cancel,
     driver::{Backend, DeviceUuid},
     error::{Error, ErrorCode, PeerError, ProtocolError, Result},
-    internals::{RecordSocket, wait},
+    internals::wait,
 };
 
-use super::{DeviceReport, Environment, ErrorDetails, Finding, report::clean_all};
-use crate::line::{Line, typed};
+use super::{DeviceReport, Environment, ErrorDetails, Finding};
+use crate::line::Line;
 
 /// The version of these records. Sides of different versions reject each other.
 const VERSION: u32 = 3;
@@ -71,77 +67,41 @@ impl ControlRecord {
     }
 }
 
-/// The connection to the peer.
-#[derive(Debug)]
-pub(super) struct Control {
-    line: Line,
+/// The purpose of a receive, for error messages.
+pub(super) const PURPOSE: &str = "for the peer of the probes";
+
+/// Exchanges hellos with the findings of the `driver` probe. Returns the peer's environment and finding.
+pub(super) fn greet(
+    line: &Line,
+    backend: Backend,
+    environment: &Environment,
+    driver: Option<&Finding>,
+) -> Result<(Environment, Option<Finding>)> {
+    let environment = Box::new(environment.clone());
+    let driver = driver.cloned().map(Box::new);
+    // A rejected peer can't send, but still receives the reason.
+    let sent = line.send(&ControlRecord::Hello { version: VERSION, backend, environment, driver });
+    let mismatch = |code, message| Err(Error::Peer(PeerError::Mismatch { code, message }));
+    match line.receive().map_err(|error| sent.err().unwrap_or(error))? {
+        ControlRecord::Hello { version, .. } if version != VERSION => mismatch(
+            ErrorCode::Version,
+            format!("the peer uses version {version} of the doctor's records, this side {VERSION}"),
+        ),
+        ControlRecord::Hello { backend: theirs, .. } if theirs != backend => {
+            mismatch(ErrorCode::Backend, format!("this side tests {backend}, and the peer {theirs}"))
+        }
+        ControlRecord::Hello { environment, driver, .. } => Ok((*environment, driver.map(|driver| *driver))),
+        ControlRecord::Failed { error } => {
+            Err(Error::Peer(PeerError::Reported { code: ErrorCode::Refused, message: error.message }))
+        }
+        _ => Err(ProtocolError::Unexpected { got: "another record", want: "hello" }.into()),
+    }
 }
 
-impl Control {
-    /// Uses the connection to a child process or to the parent.
-    pub(super) fn over(line: Line) -> Self {
-        Self { line }
+/// Fails if the peer has closed the connection. Then it also drops records that were not received.
+pub(super) fn check_connected(line: &Line) -> Result<()> {
+    while wait(line.cancel(), line.as_fd(), PollFlags::empty(), Instant::now())? {
+        line.receive::<ControlRecord>()?;
     }
-
-    pub(super) fn new(socket: RecordSocket) -> Self {
-        Self::over(Line::new(socket, "for the peer of the probes"))
-    }
-
-    pub(super) fn cancel(&self) -> &Cancel {
-        self.line.cancel()
-    }
-
-    /// Sets the timeout of each wait.
-    pub(super) fn set_timeout(&mut self, timeout: Duration) {
-        self.line.set_timeout(timeout);
-    }
-
-    /// Exchanges hellos with the findings of the `driver` probe. Returns the peer's environment and finding.
-    pub(super) fn greet(
-        &self,
-        backend: Backend,
-        environment: &Environment,
-        driver: Option<&Finding>,
-    ) -> Result<(Environment, Option<Finding>)> {
-        let (environment, driver) = (Box::new(environment.clone()), driver.cloned().map(Box::new));
-        // A rejected peer can't send, but still receives the reason.
-        let sent = self.send(&ControlRecord::Hello { version: VERSION, backend, environment, driver });
-        let mismatch = |code, message| Err(Error::Peer(PeerError::Mismatch { code, message }));
-        match self.receive().map_err(|error| sent.err().unwrap_or(error))? {
-            ControlRecord::Hello { version, .. } if version != VERSION => mismatch(
-                ErrorCode::Version,
-                format!("the peer uses version {version} of the doctor's records, this side {VERSION}"),
-            ),
-            ControlRecord::Hello { backend: theirs, .. } if theirs != backend => {
-                mismatch(ErrorCode::Backend, format!("this side tests {backend}, and the peer {theirs}"))
-            }
-            ControlRecord::Hello { environment, driver, .. } => Ok((*environment, driver.map(|driver| *driver))),
-            ControlRecord::Failed { error } => {
-                Err(Error::Peer(PeerError::Reported { code: ErrorCode::Refused, message: error.message }))
-            }
-            _ => Err(ProtocolError::Unexpected { got: "another record", want: "hello" }.into()),
-        }
-    }
-
-    pub(super) fn send(&self, record: &ControlRecord) -> Result<()> {
-        self.line.send(record)
-    }
-
-    pub(super) fn receive(&self) -> Result<ControlRecord> {
-        self.receive_within(self.line.timeout())
-    }
-
-    /// Fails if the peer has closed the connection. Then it also drops records that were not received.
-    pub(super) fn check_connected(&self) -> Result<()> {
-        while wait(self.cancel(), self.line.as_fd(), PollFlags::empty(), Instant::now())? {
-            self.receive()?;
-        }
-        Ok(())
-    }
-
-    pub(super) fn receive_within(&self, timeout: Duration) -> Result<ControlRecord> {
-        let mut value = self.line.receive_within(timeout)?;
-        clean_all(&mut value);
-        typed(value)
-    }
+    Ok(())
 }

@@ -26,13 +26,13 @@ use vmmfd::{
 use super::{
     DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Flag, Observer, Probe, Progress, Status,
     context::Endpoint,
-    control::{Control, ControlRecord},
+    control::{ControlRecord, PURPOSE, check_connected, greet},
     report::{ProbeResult, failed},
     rules::explain,
     sharing::{MemoryKind, answer, open_shared, share, share_event},
     verdict::verdict,
 };
-use crate::error::ToolError;
+use crate::{error::ToolError, line::Line};
 
 /// The options of a meeting.
 #[derive(Debug, Clone)]
@@ -103,8 +103,10 @@ impl Shared {
     /// Names the probe that starts, and its device if that is known.
     fn start(&self, probe: &str, device: Option<i32>) {
         let mut state = self.lock();
-        state.step = device.map(|ordinal| format!("device {ordinal}: ")).unwrap_or_default() + probe;
+        // The name comes from the peer.
         state.probe = Probe::named(probe);
+        let name = state.probe.map_or("a probe", |probe| probe.name);
+        state.step = device.map(|ordinal| format!("device {ordinal}: ")).unwrap_or_default() + name;
         state.since = Instant::now();
         state.done += 1;
     }
@@ -252,7 +254,7 @@ fn converse(meeting: &Meeting, socket: &Path, cancel: &Cancel, shared: &Shared) 
     // The sides meet even without a driver, so that the peer reports the failure too.
     let works = own.as_ref().is_none_or(|finding| finding.status == Status::Ok);
     let driver = works.then(|| open(Choice::Only(meeting.backend))).transpose()?.map(|opened| opened.driver);
-    let greet = |control: &Control| control.greet(meeting.backend, &environment, own.as_ref());
+    let greet = |control: &Line| greet(control, meeting.backend, &environment, own.as_ref());
     let (mut control, (peer, theirs)) = match meeting.role {
         MeetingRole::Serve => accept_peer(meeting, socket, cancel, &greet)?,
         MeetingRole::Join => connect(meeting, socket, cancel, &greet)?,
@@ -272,7 +274,8 @@ fn converse(meeting: &Meeting, socket: &Path, cancel: &Cancel, shared: &Shared) 
         let message = format!("its driver can't be used: {}", why.message);
         return Ok(Some(ErrorDetails { message, ..why }.of_other_end()));
     }
-    let (socket, trust) = (socket.to_owned(), meeting.trust.clone());
+    let socket = socket.to_owned();
+    let trust = meeting.trust.clone();
     let end = Endpoint { driver, socket, trust, timeout: meeting.timeout };
     match meeting.role {
         MeetingRole::Serve => serve(&end, &control, shared),
@@ -289,8 +292,8 @@ fn accept_peer(
     meeting: &Meeting,
     socket: &Path,
     cancel: &Cancel,
-    greet: &dyn Fn(&Control) -> Result<Greeting>,
-) -> Result<(Control, Greeting)> {
+    greet: &dyn Fn(&Line) -> Result<Greeting>,
+) -> Result<(Line, Greeting)> {
     let Meeting { trust, timeout, .. } = meeting;
     let deadline = deadline_after(meeting.wait);
     let listener = Listener::bind(socket, !trust.uids.is_empty(), *timeout, cancel)?;
@@ -300,7 +303,7 @@ fn accept_peer(
         }
         let Some(socket) = accept(&listener)? else { continue };
         let allowed = trust.check(peer_of(&socket)?);
-        let control = Control::new(RecordSocket::new(socket, GREETING.min(*timeout), cancel)?);
+        let control = Line::new(RecordSocket::new(socket, GREETING.min(*timeout), cancel)?, PURPOSE);
         let greeted = match allowed {
             Ok(()) => greet(&control),
             Err(error) => control.send(&ControlRecord::Failed { error: ErrorDetails::of(&error) }).and(Err(error)),
@@ -324,10 +327,10 @@ fn connect(
     meeting: &Meeting,
     path: &Path,
     cancel: &Cancel,
-    greet: &dyn Fn(&Control) -> Result<Greeting>,
-) -> Result<(Control, Greeting)> {
+    greet: &dyn Fn(&Line) -> Result<Greeting>,
+) -> Result<(Line, Greeting)> {
     let (socket, _) = connect_socket(path, meeting.wait, &meeting.trust, cancel)?;
-    let control = Control::new(RecordSocket::new(socket, meeting.timeout, cancel)?);
+    let control = Line::new(RecordSocket::new(socket, meeting.timeout, cancel)?, PURPOSE);
     let greeted = greet(&control).map_err(|error| match error {
         Error::Peer(PeerError::Protocol(_)) => Error::Socket(SocketError::Path {
             path: path.to_owned(),
@@ -355,7 +358,7 @@ fn check_length(report: &impl Serialize) -> Result<()> {
 }
 
 /// Answers the peer's requests and validates its reports: other devices, and known probes, each once.
-fn join(end: &Endpoint, control: &Control, shared: &Shared) -> Result<()> {
+fn join(end: &Endpoint, control: &Line, shared: &Shared) -> Result<()> {
     let limit = end.timeout.saturating_mul(STEPS * u32::try_from(TRIED.len()).unwrap_or(u32::MAX));
     let mut devices = BTreeSet::new();
     loop {
@@ -376,7 +379,7 @@ fn join(end: &Endpoint, control: &Control, shared: &Shared) -> Result<()> {
 }
 
 /// Runs every probe on every device, and sends the explained findings to the peer.
-fn serve(end: &Endpoint, control: &Control, shared: &Shared) -> Result<()> {
+fn serve(end: &Endpoint, control: &Line, shared: &Shared) -> Result<()> {
     let mut devices = Device::all(&end.driver)?;
     devices.truncate(MAX_DEVICES);
     shared.report(|report| report.devices = devices.iter().map(describe).collect());
@@ -397,7 +400,7 @@ fn serve(end: &Endpoint, control: &Control, shared: &Shared) -> Result<()> {
                 report.devices[at].findings.push(finding);
             });
             // Otherwise each further probe would fail, and the last of them would be named as the cause.
-            control.check_connected()?;
+            check_connected(control)?;
         }
         let device = shared.lock().report.devices[at].clone();
         control.send(&ControlRecord::Device(device))?;
@@ -406,7 +409,7 @@ fn serve(end: &Endpoint, control: &Control, shared: &Shared) -> Result<()> {
 }
 
 /// Shares memory with the peer, then opens the peer's memory.
-fn both_directions(end: &Endpoint, control: &Control, device: &Device) -> ProbeResult {
+fn both_directions(end: &Endpoint, control: &Line, device: &Device) -> ProbeResult {
     let finding = share(end, control, device, MemoryKind::ROUND_TRIP)?;
     if finding.status != Status::Ok {
         return Ok(finding);

@@ -14,7 +14,6 @@ use serde_json::Value;
 use vmmfd::{
     driver::Backend,
     error::{Error, Result},
-    internals::clean,
 };
 
 use super::{Environment, ErrorDetails};
@@ -195,7 +194,7 @@ pub enum Status {
     Skipped,
 }
 
-/// Reads a report from a file, and removes control characters from its texts. Blocks on file I/O.
+/// Reads a report from a file. Its texts may have control characters. Blocks on file I/O.
 ///
 /// # Errors
 /// [`ToolError::File`] if the file can't be read, is not a report, or has another schema version.
@@ -210,7 +209,7 @@ pub fn read(path: &Path) -> Result<DoctorReport> {
     if text.len() as u64 > LARGEST {
         return Err(no_report(&format_args!("it has more than {LARGEST} bytes")));
     }
-    let mut value: Value = serde_json::from_slice(&text).map_err(|error| no_report(&error))?;
+    let value: Value = serde_json::from_slice(&text).map_err(|error| no_report(&error))?;
     match value.get("schema").and_then(Value::as_u64) {
         Some(schema) if schema == u64::from(VERSION) => {}
         Some(schema) => {
@@ -218,16 +217,5 @@ pub fn read(path: &Path) -> Result<DoctorReport> {
         }
         None => return Err(no_report(&"it has no schema")),
     }
-    clean_all(&mut value);
     serde_json::from_value(value).map_err(|error| no_report(&error))
-}
-
-/// Replaces control characters in every string of a JSON value, for printing to a terminal.
-pub(super) fn clean_all(value: &mut Value) {
-    match value {
-        Value::String(text) => clean(text),
-        Value::Array(values) => values.iter_mut().for_each(clean_all),
-        Value::Object(fields) => fields.values_mut().for_each(clean_all),
-        _ => {}
-    }
 }

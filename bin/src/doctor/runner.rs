@@ -118,7 +118,8 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
 
     let mut report = DoctorReport::new(plan.backend, environment, plan.required());
     report.machine = machine;
-    let (probes, pair_probes) = (plan.probes(Scope::Device), plan.probes(Scope::Pair));
+    let probes = plan.probes(Scope::Device);
+    let pair_probes = plan.probes(Scope::Pair);
     let pairs = chosen.len() * listed.len().saturating_sub(1);
     runner.count(0, chosen.len() * probes.len() + pairs * pair_probes.len());
     report.devices = runner.devices(&chosen, &probes)?;

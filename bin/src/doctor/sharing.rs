@@ -22,11 +22,12 @@ use vmmfd::{
 use super::{
     ErrorDetails, Status,
     context::{Endpoint, ProbeContext},
-    control::{Control, ControlRecord, Opened},
+    control::{ControlRecord, Opened},
     report::{ProbeResult, failed, micros, ok, timed},
 };
 use crate::{
     check::{DataVerifier, Exercise, pattern::random_salt},
+    line::Line,
     verbs::HasVerbs,
 };
 
@@ -89,7 +90,7 @@ impl MemoryKind {
 }
 
 /// Shares memory with the peer, which reads it and writes a reply.
-pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: MemoryKind) -> ProbeResult {
+pub(super) fn share(end: &Endpoint, control: &Line, device: &Device, kind: MemoryKind) -> ProbeResult {
     let cancel = Cancel::new()?;
     let config = end.config(&cancel);
     let content = Exercise::pattern(random_salt()?, &|_| {});
@@ -106,7 +107,7 @@ pub(super) fn share(end: &Endpoint, control: &Control, device: &Device, kind: Me
     let options = ServeOptions::default().round_trip(true);
     let (done, served) = thread::scope(|scope| {
         let serving = scope.spawn(|| handoff::serve(listener, &buffer, &options, &config, &|_| {}));
-        let done = control.receive();
+        let done = control.receive::<ControlRecord>();
         // Otherwise the server would wait until its timeout for a peer that failed before it connected.
         if !matches!(done, Ok(ControlRecord::Done(_))) {
             cancel.cancel(CancelReason::Program);
@@ -140,7 +141,8 @@ pub(super) fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Select
             *opened.lock().unwrap_or_else(PoisonError::into_inner) += elapsed;
         }
     };
-    let (config, mut verifier) = (end.config(cancel), DataVerifier::new(&|_| {}));
+    let config = end.config(cancel);
+    let mut verifier = DataVerifier::new(&|_| {});
     let mut consumer = Consumer::connect(&end.driver, device, &end.socket, &config, &observer)?;
     let object = consumer.request(&Request::default())?;
     let found = consumer.verify(&object, &mut verifier)?;
@@ -180,7 +182,7 @@ pub(super) fn event(context: &mut ProbeContext) -> ProbeResult {
 }
 
 /// Creates an event, records it, and lets the peer wait for it.
-pub(super) fn share_event(control: &Control, device: &Device) -> ProbeResult {
+pub(super) fn share_event(control: &Line, device: &Device) -> ProbeResult {
     let diagnosis = device.verbs().diagnosis()?;
     let ordinal = device.ordinal();
     let event = Event { diagnosis, ordinal, handle: diagnosis.event_create(ordinal)? };
@@ -213,7 +215,7 @@ fn wait_for_event(end: &Endpoint, device: DeviceUuid, handle: &str) -> Result<Op
 ///
 /// # Errors
 /// [`PeerError::Timeout`] if no other record arrives within `limit`; errors of the connection.
-pub(super) fn answer(end: &Endpoint, control: &Control, limit: Duration, each: &dyn Fn(&str)) -> Result<ControlRecord> {
+pub(super) fn answer(end: &Endpoint, control: &Line, limit: Duration, each: &dyn Fn(&str)) -> Result<ControlRecord> {
     let started = Instant::now();
     loop {
         let left = limit.saturating_sub(started.elapsed());

@@ -21,7 +21,8 @@ const MAX_ITEM: usize = 4000;
 /// Renders the report. The last line is the verdict. The caller decides on colour, and wraps the lines.
 pub fn render(report: &DoctorReport, color: bool) -> String {
     let mut page = Page { text: String::new(), color };
-    let (tool, made) = (truncated(&report.tool, MAX_NAME), truncated(&report.made, MAX_NAME));
+    let tool = truncated(&report.tool, MAX_NAME);
+    let made = truncated(&report.made, MAX_NAME);
     let what = match report.backend {
         Backend::Cuda => "backend cuda: the NVIDIA driver",
         Backend::Host => "backend host: ordinary memory, NO GPU IS BEING TESTED",

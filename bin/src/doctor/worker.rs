@@ -19,7 +19,7 @@ use vmmfd::{
 use super::{
     Environment, ErrorDetails, Flag, Probe, Status,
     context::{Endpoint, ProbeContext, Role, Task},
-    control::{Control, ControlRecord},
+    control::{ControlRecord, greet},
     probes::{hold, make},
     sharing::answer,
 };
@@ -39,16 +39,16 @@ pub fn run_task(task: Value) -> Result<()> {
     match &task.role {
         Role::Probes { device, owner, names } => task.probe(*device, *owner, names, &line),
         Role::Peer { socket } => {
-            let control = Control::over(line);
             let driver = match open(Choice::Only(task.backend)) {
                 Ok(opened) => opened.driver,
-                Err(error) => return control.send(&ControlRecord::Failed { error: ErrorDetails::of(&error) }),
+                Err(error) => return line.send(&ControlRecord::Failed { error: ErrorDetails::of(&error) }),
             };
-            control.greet(task.backend, &Environment::default(), None)?;
-            let (socket, timeout) = (socket.clone(), task.timeout);
+            greet(&line, task.backend, &Environment::default(), None)?;
+            let socket = socket.clone();
+            let timeout = task.timeout;
             let end = Endpoint { driver, socket, trust: Trust::default(), timeout };
             // The parent may run many probes without this process. Its end ends this process too.
-            answer(&end, &control, Duration::MAX, &|_| {}).map(drop)
+            answer(&end, &line, Duration::MAX, &|_| {}).map(drop)
         }
         Role::Make { device, pattern } => make(task.device(*device), *pattern, &line),
         Role::Hold => hold(&line),

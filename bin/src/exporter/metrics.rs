@@ -19,7 +19,8 @@ const NO_LABELS: [(&str, &str); 0] = [];
 
 /// The metrics of a broker, or of a broker that does not answer.
 pub(crate) fn render(metrics: Option<Metrics>) -> String {
-    let (mut registry, mut text) = (Registry::default(), String::new());
+    let mut registry = Registry::default();
+    let mut text = String::new();
     registry.register_collector(Box::new(Scrape(metrics)));
     // Writing to a string can't fail.
     let _ = encode(&mut text, &registry);
@@ -34,7 +35,8 @@ impl Collector for Scrape {
         let mut text = Text(encoder);
         text.numbers(&[("vmmfd_up", "Whether the broker answers", Some(self.0.is_some().into()))])?;
         let Some(metrics) = &self.0 else { return Ok(()) };
-        let (open, store) = (metrics.descriptors, &metrics.store);
+        let open = metrics.descriptors;
+        let store = &metrics.store;
         text.numbers(&[
             ("vmmfd_objects", "Names that the broker has", Some(metrics.objects)),
             ("vmmfd_versions", "Versions that the broker keeps, also without a name", Some(metrics.versions)),
@@ -134,7 +136,8 @@ impl Text<'_> {
         for of in &metrics.durations {
             let bounds = of.bounds_us.iter().map(|us| *us as f64 / 1e6);
             let buckets: Vec<(f64, u64)> = bounds.zip(of.counts.iter().copied()).collect();
-            let (sum, count) = (of.sum_us as f64 / 1e6, of.counts.iter().sum());
+            let sum = of.sum_us as f64 / 1e6;
+            let count = of.counts.iter().sum();
             let labels = [("verb", &*of.verb)];
             seconds.encode_family(&labels)?.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)?;
         }

@@ -82,7 +82,8 @@ fn exchange(mut stream: TcpStream, limit: Duration, answer: &dyn Fn(&str) -> Res
         let mut headers = [httparse::EMPTY_HEADER; 64];
         let mut request = httparse::Request::new(&mut headers);
         let parsed = request.parse(&head);
-        let (method, path) = (request.method.unwrap_or_default(), request.path.unwrap_or_default());
+        let method = request.method.unwrap_or_default();
+        let path = request.path.unwrap_or_default();
         let response = match (parsed, method) {
             (Ok(httparse::Status::Complete(_)), "GET" | "HEAD") => answer(path.split('?').next().unwrap_or_default()),
             (Ok(httparse::Status::Complete(_)), _) => {

@@ -136,7 +136,7 @@ fn send(pair: &Pair, memory: &Shared) -> Result<f64> {
     let fds: Vec<_> = chunks.iter().map(|chunk| chunk.as_fd()).collect();
     peer.line.send_with(&description, &fds)?;
     let took = us(begun.elapsed());
-    peer.ready().map(|()| took)
+    peer.receive().map(|_| took)
 }
 
 fn switches(run: &mut Run<'_>, pair: &mut Pair, client: &Client, size: u64) -> Result<()> {

@@ -42,7 +42,6 @@ pub(crate) fn verify(run: &mut Run<'_>) -> Result<()> {
         } else {
             rows.extend(check(run, &memory, Engine::Host, (HOST_BYTES / size).max(HOST_COUNT) as usize)?);
         }
-        rows.retain(|(name, _)| !name.is_empty());
         run.add(About { unit: "GB/s", ..About::size(size) }, rows, None, nothing)?;
     }
     Ok(())
@@ -51,30 +50,24 @@ pub(crate) fn verify(run: &mut Run<'_>) -> Result<()> {
 /// Fills and verifies. Returns the rates of the kernels, and those from a call to its return.
 fn check(run: &Run<'_>, memory: &Shared, engine: Engine, most: usize) -> Result<Vec<Named>> {
     let names = match engine {
-        Engine::Gpu => ["gpu fill, kernel", "gpu fill", "gpu verify, kernel", "gpu verify"],
-        Engine::Host => ["host fill", "", "host verify", ""],
+        Engine::Gpu => &["gpu fill, kernel", "gpu verify, kernel", "gpu fill", "gpu verify"][..],
+        Engine::Host => &["host fill", "host verify"],
     };
     let choice = EngineChoice::Only(engine);
     let size = memory.size();
-    let mut rates = [0.0; 4];
-    run.turns(&format!("{engine} fills and verifies {}", about(size)), &names, most, |row| {
-        if rates[row] == 0.0 {
-            let pattern = Pattern::new(random_salt()?);
-            let begun = Instant::now();
-            let filled = choice.fill(memory, 0..size, pattern, &mut |_| Ok(()))?;
-            let fill = begun.elapsed();
-            let begun = Instant::now();
-            let (found, verified) = choice.verify(memory, 0, 0..size, pattern, &mut |_| Ok(()))?;
-            if found.mismatches > 0 {
-                return Err(Error::Misuse {
-                    problem: format!("{} words differ from the pattern just written", found.mismatches),
-                });
-            }
-            let times = [filled.elapsed, fill, verified.elapsed, begun.elapsed()];
-            rates = times.map(|time| size as f64 / time.as_secs_f64() / 1e9);
+    run.rounds(&format!("{engine} fills and verifies {}", about(size)), names, most, |_| {
+        let pattern = Pattern::new(random_salt()?);
+        let begun = Instant::now();
+        let filled = choice.fill(memory, 0..size, pattern, &mut |_| Ok(()))?;
+        let fill = begun.elapsed();
+        let begun = Instant::now();
+        let (found, verified) = choice.verify(memory, 0, 0..size, pattern, &mut |_| Ok(()))?;
+        if found.mismatches > 0 {
+            let problem = format!("{} words differ from the pattern just written", found.mismatches);
+            return Err(Error::Misuse { problem });
         }
-        // One sample of each row in a round.
-        Ok(std::mem::take(&mut rates[row]))
+        let times = [filled.elapsed, verified.elapsed, fill, begun.elapsed()];
+        Ok(times.map(|time| size as f64 / time.as_secs_f64() / 1e9).into())
     })
 }
 
@@ -83,7 +76,7 @@ fn load_kernels(run: &mut Run<'_>) -> Result<()> {
     let rows = run.turns("loading the kernels", &["load kernels, compiled", "load kernels, cached"], 5, |row| {
         let disabled = [("CUDA_CACHE_DISABLE", ["1", "0"][row])];
         let peer = run.peer_with("a process", &Role::of(run.options), &disabled)?;
-        peer.ready()?;
+        peer.receive()?;
         peer.took(&Request::LoadKernels)
     })?;
     run.add(About::size(0), rows, None, nothing)
@@ -101,32 +94,19 @@ pub(crate) fn stages(run: &mut Run<'_>) -> Result<()> {
     // The host backend has only the first four.
     let names = if run.is_cuda() { &NAMES[..] } else { &NAMES[..4] };
     for size in run.sizes(&device, 1)? {
-        let mut times = [0.0; 9];
-        let rows = run.turns(&format!("each call on {}", about(size)), names, usize::MAX, |row| {
-            // One sample of each row in a round.
-            if names.iter().enumerate().all(|(at, _)| times[at] == 0.0) {
-                let mut last = Instant::now();
-                let mut lap = || us(std::mem::replace(&mut last, Instant::now()).elapsed());
-                let created = bare.create(ordinal, size)?;
-                let create = lap();
-                let fd = bare.export(&created)?;
-                let export = lap();
-                let (opened, opening) = bare.open(ordinal, fd.as_fd(), size)?;
-                let closing = bare.close(opened)?;
-                bare.release(created)?;
-                let others = [
-                    opening.map,
-                    closing.unmap,
-                    opening.import,
-                    opening.reserve,
-                    opening.set_access,
-                    closing.free,
-                    closing.release,
-                ];
-                times[..2].copy_from_slice(&[create, export]);
-                times[2..].copy_from_slice(&others.map(us));
-            }
-            Ok(std::mem::take(&mut times[row]))
+        let rows = run.rounds(&format!("each call on {}", about(size)), names, usize::MAX, |_| {
+            let mut last = Instant::now();
+            let mut lap = || std::mem::replace(&mut last, Instant::now()).elapsed();
+            let created = bare.create(ordinal, size)?;
+            let create = lap();
+            let fd = bare.export(&created)?;
+            let export = lap();
+            let (opened, opening) = bare.open(ordinal, fd.as_fd(), size)?;
+            let closing = bare.close(opened)?;
+            bare.release(created)?;
+            let opened = [opening.map, closing.unmap, opening.import, opening.reserve, opening.set_access];
+            let times = [&[create, export][..], &opened, &[closing.free, closing.release]].concat();
+            Ok(times.into_iter().map(us).collect())
         })?;
         run.add(About::size(size), rows, None, nothing)?;
     }
@@ -144,7 +124,8 @@ pub(crate) fn copies(run: &mut Run<'_>) -> Result<()> {
         let times = ((1 << 20) / size).clamp(1, 4096);
         let names = ["in, memcpy", "in", "out, memcpy", "out"];
         let rows = run.turns(&format!("copying {}", about(size)), &names, 100, |row| {
-            let (shared, private) = (black_box(shared), black_box(&mut private[..]));
+            let shared = black_box(shared);
+            let private = black_box(&mut private[..]);
             let begun = Instant::now();
             for _ in 0..times {
                 // SAFETY: both sides have `size` bytes and do not overlap, and only this thread accesses them.

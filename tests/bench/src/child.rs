@@ -27,7 +27,7 @@ use vmmfd_cli::{
 
 use crate::{
     base::{borrowed, not_prepared, now, open_device, until_asleep, us},
-    process::{Reply, Request, Role, Way},
+    process::{Answer, Failure, Request, Role, Way},
     report::Machine,
     switching::Switching,
 };
@@ -101,7 +101,7 @@ struct Mapped {
 
 fn serve(backend: Backend, device: &str, timeout: Duration, driver: bool) -> Result<()> {
     let line = line_to_parent()?;
-    let failed = |error: Error| Reply::Failed { message: error.in_full(), hint: hint(&error).map(Cow::into_owned) };
+    let failed = |error: Error| -> Failure { (error.in_full(), hint(&error).map(Cow::into_owned)) };
     let opened = || {
         let driver = driver.then(|| open_device(backend, device)).transpose()?;
         let machine = driver.as_ref().map(|(_, device)| machine(device)).transpose()?;
@@ -109,15 +109,15 @@ fn serve(backend: Backend, device: &str, timeout: Duration, driver: bool) -> Res
     };
     let (machine, driver) = match opened() {
         Ok(opened) => opened,
-        Err(error) => return line.send(&failed(error)),
+        Err(error) => return line.send(&Err::<Answer, _>(failed(error))),
     };
-    line.send(&Reply::Ready(machine))?;
+    line.send(&Ok::<_, Failure>(Answer { machine, ..Answer::default() }))?;
     let config = Config::default().timeout(timeout);
     let mut taker = Taker { line, selector: device.to_owned(), config, driver, has: Has::default() };
     loop {
         let (request, fds) = taker.line.receive_with()?;
-        let reply = taker.answer(request, fds).unwrap_or_else(failed);
-        taker.line.send(&reply)?;
+        let answer = taker.answer(request, fds).map_err(failed);
+        taker.line.send(&answer)?;
     }
 }
 
@@ -134,7 +134,7 @@ fn machine(device: &Device) -> Result<Machine> {
 }
 
 impl Taker {
-    fn answer(&mut self, request: Request, mut fds: Vec<OwnedFd>) -> Result<Reply> {
+    fn answer(&mut self, request: Request, mut fds: Vec<OwnedFd>) -> Result<Answer> {
         self.close_last()?;
         match request {
             Request::Session => {
@@ -149,8 +149,8 @@ impl Taker {
                 self.has.pool = Some(self.driver()?.0.verbs().pools()?.import(fd.as_fd())?);
             }
             Request::Take { way, size } => {
-                self.line.send(&Reply::Ready(None))?;
-                return self.take(way, size).map(Reply::Time);
+                self.ready()?;
+                return self.take(way, size).map(Answer::time);
             }
             Request::Release => self.release()?,
             Request::Sleeper => {
@@ -160,7 +160,7 @@ impl Taker {
             }
             Request::Wake { size } => return self.wake(size),
             Request::Receive => {
-                self.line.send(&Reply::Ready(None))?;
+                self.ready()?;
                 // Longer than any description.
                 self.line.receive_bare(&mut [0; 8192])?;
             }
@@ -178,10 +178,15 @@ impl Taker {
                 let ordinal = self.driver()?.1.ordinal();
                 let begun = now();
                 kernels.load(ordinal)?;
-                return Ok(Reply::Time(now() - begun));
+                return Ok(Answer::time(now() - begun));
             }
         }
-        Ok(Reply::Ready(None))
+        Ok(Answer::default())
+    }
+
+    /// Answers that the process takes the step now.
+    fn ready(&self) -> Result<()> {
+        self.line.send(&Ok::<_, Failure>(Answer::default()))
     }
 
     fn driver(&self) -> Result<(&Driver, &Device)> {
@@ -214,7 +219,8 @@ impl Taker {
         let fds = self.line.receive_bare(&mut bytes)?.fds;
         let handle = bytes.first_chunk().ok_or_else(not_prepared)?;
         let (driver, device) = self.driver()?;
-        let (verbs, ordinal) = (driver.verbs(), device.ordinal());
+        let verbs = driver.verbs();
+        let ordinal = device.ordinal();
         match way {
             Way::Legacy => {
                 let address = verbs.legacy()?.open(ordinal, handle)?;
@@ -271,9 +277,10 @@ impl Taker {
 
     /// Waits until the session withdraws a buffer.
     fn release(&mut self) -> Result<()> {
-        self.line.send(&Reply::Ready(None))?;
+        self.ready()?;
         let subscriber = self.has.subscriber.as_mut().ok_or_else(not_prepared)?;
-        let (before, deadline) = (subscriber.held(), Instant::now() + self.config.timeout);
+        let before = subscriber.held();
+        let deadline = Instant::now() + self.config.timeout;
         while subscriber.held() == before && subscriber.try_receive()?.is_none() {
             if Instant::now() > deadline {
                 let purpose = "for the session to withdraw a buffer";
@@ -284,17 +291,17 @@ impl Taker {
         Ok(())
     }
 
-    fn wake(&mut self, size: u64) -> Result<Reply> {
+    fn wake(&mut self, size: u64) -> Result<Answer> {
         until_asleep();
         let begun = now();
         let sleeper = self.has.sleeper.as_ref().ok_or_else(not_prepared)?;
         sleeper.send_bare(&[0], &[])?;
         let fds = sleeper.receive_bare(&mut [0; 2])?.fds;
         let at = self.map(&fds, size)?;
-        Ok(Reply::Time(at.saturating_sub(begun)))
+        Ok(Answer::time(at.saturating_sub(begun)))
     }
 
-    fn get(&mut self, name: String, array: Option<&str>) -> Result<Reply> {
+    fn get(&mut self, name: String, array: Option<&str>) -> Result<Answer> {
         let client = self.client()?;
         until_asleep();
         let begun = now();
@@ -303,20 +310,20 @@ impl Taker {
         let took = now() - begun;
         drop(array);
         self.has.object = Some(object);
-        Ok(Reply::Time(took))
+        Ok(Answer::time(took))
     }
 
-    fn switch(&mut self, bare: bool) -> Result<Reply> {
+    fn switch(&mut self, bare: bool) -> Result<Answer> {
         let mut switching = match self.has.switching.take() {
             Some(switching) => switching,
             None => Switching::open(self.client()?, self.driver()?.1)?,
         };
         let took = switching.switch(bare)?;
         self.has.switching = Some(switching);
-        Ok(Reply::Time(took))
+        Ok(Answer::time(took))
     }
 
-    fn gets(&self, name: String, count: usize, map: bool, at: u64) -> Result<Reply> {
+    fn gets(&self, name: String, count: usize, map: bool, at: u64) -> Result<Answer> {
         let client = self.client()?;
         let get = Get::new(name);
         let driver = map.then(|| self.driver()).transpose()?;
@@ -335,14 +342,15 @@ impl Taker {
         }
         // Rounded, so that all durations fit into a record.
         let us = all.into_iter().map(|time| (us(time) * 10.0).round() / 10.0).collect();
-        Ok(Reply::Gets { begun, ended: now(), us })
+        Ok(Answer { begun, ended: now(), us, ..Answer::default() })
     }
 
     /// Reports only the longest gets: there can be very many.
-    fn get_until_deleted(&self, name: String) -> Result<Reply> {
+    fn get_until_deleted(&self, name: String) -> Result<Answer> {
         let client = self.client()?;
         let get = Get::new(name);
-        let (begun, mut longest) = (now(), Vec::new());
+        let begun = now();
+        let mut longest = Vec::new();
         loop {
             let since = Instant::now();
             match client.get(&get) {
@@ -355,7 +363,7 @@ impl Taker {
                 longest.truncate(LONGEST);
             }
         }
-        Ok(Reply::Gets { begun, ended: now(), us: longest })
+        Ok(Answer { begun, ended: now(), us: longest, ..Answer::default() })
     }
 
     fn destroy_pool(&mut self) -> Result<()> {

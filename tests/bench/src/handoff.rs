@@ -85,7 +85,7 @@ impl Consumer {
         let Some(buffer) = buffer else { return Ok(()) };
         self.peer.call(&Request::Release, &[])?;
         self.publisher.withdraw(buffer)?;
-        self.peer.ready()
+        self.peer.receive().map(drop)
     }
 }
 
@@ -106,12 +106,12 @@ impl Pair {
         let peers = (0..consumers).map(start).collect::<Result<Vec<_>>>()?;
         let (driver, device) = run.device()?;
         let connect = |peer: Peer| {
-            peer.ready()?;
+            peer.receive()?;
             let (own, other) = Channel::socket_pair()?;
             peer.send(&Request::Session, &[other.as_fd()])?;
             let publisher = Publisher::over(own, &driver, &run.config());
             // The consumer's own error is better than a closed connection.
-            peer.ready()?;
+            peer.receive()?;
             Ok(Consumer { peer, publisher: publisher?, fresh: None, held: None })
         };
         let consumers = peers.into_iter().map(connect).collect::<Result<Vec<_>>>()?;
@@ -201,7 +201,7 @@ impl Pair {
         };
         let mut last = 0;
         for consumer in &mut self.consumers {
-            last = last.max(consumer.peer.time()?);
+            last = last.max(consumer.peer.receive()?.time);
             if way.is_stream() {
                 consumer.publisher.take_back()?;
             }

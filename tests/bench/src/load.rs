@@ -12,7 +12,7 @@ use vmmfd_cli::{units::about, verbs::HasVerbs};
 
 use crate::{
     base::{now, open_device, us, usable},
-    process::{Peer, Reply, Request, Role},
+    process::{Answer, Peer, Request, Role},
     run::{About, Run, nothing},
     server::{Broker, SMALL, put},
 };
@@ -46,7 +46,8 @@ const CROWD: usize = 100_000;
 const TURNS: usize = 5;
 
 pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
-    let (backend, clients) = (run.options.backend, run.options.clients);
+    let backend = run.options.backend;
+    let clients = run.options.clients;
     let (_, device) = run.device()?;
     let (_, host) = open_device(Backend::Host, "0")?;
     gets_at_once(run, &device, clients, false, &format!("get by {clients} clients at once"))?;
@@ -65,7 +66,7 @@ pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
 }
 
 fn connect(peer: &Peer, broker: &Broker) -> Result<()> {
-    peer.ready()?;
+    peer.receive()?;
     peer.call(&Request::Connect { socket: broker.socket.clone() }, &[])
 }
 
@@ -75,12 +76,7 @@ fn gets_at_once(run: &mut Run<'_>, device: &Device, clients: u16, map: bool, wha
     let broker = Broker::start(run, false)?;
     let memory = Shared::create(device, Spec::vmm(SMALL.next_multiple_of(device.granularity()?)))?;
     put(&broker.connect(run)?, NAME, &memory, 0)?;
-    let role = Role::Peer {
-        backend: device.backend(),
-        device: device.ordinal().to_string(),
-        timeout: run.options.timeout,
-        driver: map,
-    };
+    let role = Role::peer(device.backend(), device.ordinal().to_string(), run.options, map);
     // All processes start their drivers at once.
     let start = |_| run.peer("a client of the broker", &role);
     let clients = (0..clients).map(start).collect::<Result<Vec<_>>>()?;
@@ -116,7 +112,7 @@ fn gets(run: &Run<'_>, clients: &[Peer], count: usize, map: bool) -> Result<(Vec
     let mut last = 0;
     for client in clients {
         run.cancel.check()?;
-        let Reply::Gets { begun, ended, us } = client.receive()? else { return Err(client.unexpected()) };
+        let Answer { begun, ended, us, .. } = client.receive()?;
         samples.extend(us);
         (first, last) = (first.min(begun), last.max(ended));
     }
@@ -144,8 +140,7 @@ fn crowd(run: &mut Run<'_>, host: &Device) -> Result<()> {
     let objects = run.count().saturating_mul(CROWD_EACH).min(CROWD);
     let broker = Broker::start(run, true)?;
     let client = broker.connect(run)?;
-    let role =
-        Role::Peer { backend: Backend::Host, device: String::new(), timeout: run.options.timeout, driver: false };
+    let role = Role::peer(Backend::Host, String::new(), run.options, false);
     let reader = run.peer("a client of the broker", &role)?;
     connect(&reader, &broker)?;
     let mut longest = Vec::new();
@@ -159,8 +154,7 @@ fn crowd(run: &mut Run<'_>, host: &Device) -> Result<()> {
             _ => put_pages(&client, host, PAGE, objects)?,
         }
         client.delete(&page_name(what, 0))?;
-        let Reply::Gets { us, .. } = reader.receive()? else { return Err(reader.unexpected()) };
-        let most = us.into_iter().fold(0.0, f64::max) / 1e3;
+        let most = reader.receive()?.us.into_iter().fold(0.0, f64::max) / 1e3;
         longest.push((format!("longest get while another client {what} {objects} objects"), most, "ms"));
     }
     run.add(About::size(0), Vec::new(), None, |_| longest)

@@ -41,10 +41,14 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    /// A peer with a driver.
+    /// A peer with the driver of the options.
     pub(crate) fn of(options: &BenchOptions) -> Self {
-        let BenchOptions { backend, device, timeout, .. } = options;
-        Self::Peer { backend: *backend, device: device.to_string(), timeout: *timeout, driver: true }
+        Self::peer(options.backend, options.device.to_string(), options, true)
+    }
+
+    /// A peer with a driver, or without.
+    pub(crate) fn peer(backend: Backend, device: String, options: &BenchOptions, driver: bool) -> Self {
+        Self::Peer { backend, device, timeout: options.timeout, driver }
     }
 }
 
@@ -146,23 +150,27 @@ pub(crate) enum Request {
     LoadKernels,
 }
 
-#[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) enum Reply {
-    /// Done. The first reply has the machine if the process has a driver.
-    Ready(Option<Machine>),
+/// The answer to a request.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct Answer {
+    /// The machine, in the first answer of a process with a driver.
+    pub(crate) machine: Option<Machine>,
     /// The time at which memory became usable, or the duration of a step, in nanoseconds.
-    Time(u64),
+    pub(crate) time: u64,
     /// The times of the first and last get, and the durations.
-    Gets {
-        begun: u64,
-        ended: u64,
-        us: Vec<f64>,
-    },
-    Failed {
-        message: String,
-        hint: Option<String>,
-    },
+    pub(crate) begun: u64,
+    pub(crate) ended: u64,
+    pub(crate) us: Vec<f64>,
 }
+
+impl Answer {
+    pub(crate) fn time(time: u64) -> Self {
+        Self { time, ..Self::default() }
+    }
+}
+
+/// The error of a process, with its hint.
+pub(crate) type Failure = (String, Option<String>);
 
 /// Another process of the run, connected. Dropping it ends the process.
 #[derive(Debug)]
@@ -190,41 +198,21 @@ impl Peer {
         self.line.send_with(request, fds).map_err(|error| self.process.explain(error, self.line.timeout()))
     }
 
-    pub(crate) fn receive(&self) -> Result<Reply> {
-        match self.line.receive().map_err(|error| self.process.explain(error, self.line.timeout()))? {
-            Reply::Failed { message, hint } => Err(self.process.failure(format!("failed: {message}"), hint)),
-            reply => Ok(reply),
-        }
+    pub(crate) fn receive(&self) -> Result<Answer> {
+        let answer: std::result::Result<Answer, Failure> =
+            self.line.receive().map_err(|error| self.process.explain(error, self.line.timeout()))?;
+        answer.map_err(|(message, hint)| self.process.failure(format!("failed: {message}"), hint))
     }
 
     pub(crate) fn call(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
         self.send(request, fds)?;
-        self.ready()
-    }
-
-    pub(crate) fn ready(&self) -> Result<()> {
-        match self.receive()? {
-            Reply::Ready(_) => Ok(()),
-            _ => Err(self.unexpected()),
-        }
-    }
-
-    /// Waits until memory is usable, and returns the time.
-    pub(crate) fn time(&self) -> Result<u64> {
-        match self.receive()? {
-            Reply::Time(time) => Ok(time),
-            _ => Err(self.unexpected()),
-        }
+        self.receive().map(drop)
     }
 
     /// Lets the process take a step, and returns the microseconds that it measured.
     pub(crate) fn took(&self, request: &Request) -> Result<f64> {
         self.send(request, &[])?;
-        Ok(self.time()? as f64 / 1e3)
-    }
-
-    pub(crate) fn unexpected(&self) -> Error {
-        self.process.failure("sent the reply of another request".to_owned(), None)
+        Ok(self.receive()?.time as f64 / 1e3)
     }
 }
 
@@ -243,7 +231,8 @@ pub(crate) fn wait_for_line(process: &mut Process, word: &str, limit: Duration, 
 
 /// Whether an output has the word before its end; `None` at the deadline.
 fn found(output: &mut ChildStdout, word: &str, deadline: Instant, cancel: &Cancel) -> Result<Option<bool>> {
-    let (mut line, mut output) = (String::new(), BufReader::new(output));
+    let mut line = String::new();
+    let mut output = BufReader::new(output);
     while !line.contains(word) {
         line.clear();
         // The output has whole lines: the read does not block in the middle of one.

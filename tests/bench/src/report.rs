@@ -123,7 +123,8 @@ impl Row {
         let medians = samples.chunks_exact(fifth.max(1)).take(5).map(|part| quantile(&sorted(part), 0.5));
         let (low, high) = medians.fold((f64::MAX, f64::MIN), |(low, high), median| (low.min(median), high.max(median)));
         let noisy = fifth >= 4 && high - low > NOISY * median;
-        let (min, p99) = (Some(quantile(&all, 0.0)), Some(quantile(&all, 0.99)));
+        let min = Some(quantile(&all, 0.0));
+        let p99 = Some(quantile(&all, 0.99));
         Self { count: all.len(), min, median, p99, noisy, ..self }
     }
 }

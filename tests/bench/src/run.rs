@@ -16,9 +16,9 @@ use vmmfd_cli::{
 
 pub(crate) use crate::report::About;
 use crate::{
-    base::{open_device, usable},
+    base::{not_prepared, open_device, usable},
     options::BenchOptions,
-    process::{Family, Peer, Reply, Role},
+    process::{Family, Peer, Role},
     report::{Group, Report, Row, table},
 };
 
@@ -52,15 +52,12 @@ impl<'a> Run<'a> {
         progress.step("starting", 0, 1);
         let family = Family::start(options.timeout, cancel)?;
         let peer = Peer::start(&family, "a process", &Role::of(options), options.timeout, cancel, &[])?;
-        let machine = match peer.receive() {
-            Ok(Reply::Ready(Some(machine))) => machine,
+        let machine = peer.receive().map_err(|error| match error {
             // This process's own error has the class and the hint.
-            Err(error @ Error::Caller(_)) => {
-                return Err(open_device(options.backend, &options.device.to_string()).err().unwrap_or(error));
-            }
-            Err(error) => return Err(error),
-            Ok(_) => return Err(peer.unexpected()),
-        };
+            Error::Caller(_) => open_device(options.backend, &options.device.to_string()).err().unwrap_or(error),
+            error => error,
+        })?;
+        let machine = machine.machine.ok_or_else(not_prepared)?;
         let tool = stamp::tool();
         let made = stamp::now();
         let backend = options.backend;
@@ -132,19 +129,34 @@ impl<'a> Run<'a> {
         most: usize,
         mut measure: impl FnMut(usize) -> Result<f64>,
     ) -> Result<Vec<Named>> {
+        self.rounds(what, names, most, |round| {
+            let mut samples = vec![0.0; names.len()];
+            for turn in 0..names.len() {
+                // Rotate the order: no row is always first, or always after the same row.
+                let row = (turn + round) % names.len();
+                samples[row] = measure(row)?;
+            }
+            Ok(samples)
+        })
+    }
+
+    /// As [`Run::turns`], but `measure` gets the number of the round and returns a sample of each row.
+    pub(crate) fn rounds(
+        &self,
+        what: &str,
+        names: &[&str],
+        most: usize,
+        mut measure: impl FnMut(usize) -> Result<Vec<f64>>,
+    ) -> Result<Vec<Named>> {
         let count = self.count().min(most);
         let warm_up = (count / 10).clamp(1, 20);
         let mut measured: Vec<Named> =
             names.iter().map(|name| ((*name).to_owned(), Vec::with_capacity(count))).collect();
         for round in 0..warm_up + count {
             self.tick(what, round, warm_up + count)?;
-            for turn in 0..names.len() {
-                // Rotate the order: no row is always first, or always after the same row.
-                let row = (turn + round) % names.len();
-                let sample = measure(row)?;
-                if round >= warm_up {
-                    measured[row].1.push(sample);
-                }
+            let samples = measure(round)?;
+            if round >= warm_up {
+                measured.iter_mut().zip(samples).for_each(|((_, all), sample)| all.push(sample));
             }
         }
         Ok(measured)

@@ -70,7 +70,8 @@ pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
 
 /// Starts a program, or a bare start.
 fn start(run: &Run<'_>, program: Option<&Path>) -> Result<Process> {
-    let (backend, device) = (run.options.backend, run.options.device.to_string());
+    let backend = run.options.backend;
+    let device = run.options.device.to_string();
     let mut command = match program {
         None => command(None, &Role::BareStart { backend, device })?,
         Some(program) => {

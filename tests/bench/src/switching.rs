@@ -33,7 +33,8 @@ impl Switching {
         let get = |number: usize| client.get(&Get::new(OBJECTS[number]));
         let object = get(0)?.open(device.driver(), None)?;
         let next = Some(object.prepare(get(1)?)?);
-        let (verbs, mut size) = (device.verbs(), 0);
+        let verbs = device.verbs();
+        let mut size = 0;
         let mut import = |number| {
             let part = get(number)?.into_parts().pop().ok_or_else(not_prepared)?;
             let (length, fd) = part.into_segments()?.pop().ok_or_else(not_prepared)?;

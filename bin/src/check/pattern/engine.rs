@@ -3,7 +3,6 @@
 use std::{
     fmt,
     ops::Range,
-    str::FromStr,
     time::{Duration, Instant},
 };
 
@@ -11,8 +10,8 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use vmmfd::{
     driver::Access,
-    error::{DeviceError, Error, MemoryError, ParseError, Result},
-    internals::{Counted, Kernels, PatternSpan, parse_error},
+    error::{DeviceError, Error, MemoryError, Result},
+    internals::{Counted, Kernels, PatternSpan},
     memory::Region,
 };
 
@@ -46,19 +45,6 @@ pub enum EngineChoice {
     Auto,
     /// This engine, or an error.
     Only(Engine),
-}
-
-impl FromStr for EngineChoice {
-    type Err = ParseError;
-
-    fn from_str(text: &str) -> Result<Self, ParseError> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "gpu" => Ok(Self::Only(Engine::Gpu)),
-            "host" => Ok(Self::Only(Engine::Host)),
-            _ => Err(parse_error(text, "an engine", "gpu, host or auto")),
-        }
-    }
 }
 
 /// The engine that ran, and its time.
@@ -141,7 +127,8 @@ impl EngineChoice {
         let Chosen::Gpu(kernels) = chosen else {
             return chosen.on_host(|| host::verify(region, start, range, pattern, progress));
         };
-        let (mut all, mut elapsed) = (Verification::default(), Duration::ZERO);
+        let mut all = Verification::default();
+        let mut elapsed = Duration::ZERO;
         for part in slices(range.clone(), SPAN) {
             let span = span(region, start, &part, pattern);
             let counted = kernels.verify(region.device().ordinal(), &span)?;
@@ -154,7 +141,8 @@ impl EngineChoice {
 
     fn choose<'a>(self, region: &'a dyn Region, start: u64, range: &Range<u64>) -> Result<Chosen<'a>> {
         check_range(region, start, range)?;
-        let (device, here) = (region.device(), Chosen::Host { fallback: None });
+        let device = region.device();
+        let here = Chosen::Host { fallback: None };
         let kernels = match (self, device.verbs().kernels()) {
             (Self::Only(Engine::Host), _) | (Self::Auto, Err(Error::Device(DeviceError::Unsupported { .. }))) => {
                 return Ok(here);
@@ -241,7 +229,8 @@ fn verification(
     let first = match counted.first {
         Some(index) if words.contains(&index) => {
             let inside = (index * 4).max(part.start)..(index * 4).saturating_add(4).min(part.end);
-            let (mut found, mut expected) = ([0; 4], [0; 4]);
+            let mut found = [0; 4];
+            let mut expected = [0; 4];
             let length = (inside.end - inside.start) as usize;
             region.copy_out(inside.start - start, &mut found[..length])?;
             pattern.write(inside.start, &mut expected[..length]);
@@ -271,13 +260,5 @@ mod tests {
         ] {
             assert_eq!(gpu_is_faster(loaded, size), gpu, "{size} bytes, loaded: {loaded}");
         }
-    }
-
-    #[test]
-    fn engine_choices_parse() {
-        assert_eq!("auto".parse(), Ok(EngineChoice::Auto));
-        assert_eq!("gpu".parse(), Ok(EngineChoice::Only(Engine::Gpu)));
-        assert_eq!("host".parse(), Ok(EngineChoice::Only(Engine::Host)));
-        assert!("cpu".parse::<EngineChoice>().unwrap_err().to_string().contains("write gpu, host or auto"));
     }
 }

@@ -123,7 +123,8 @@ fn spread<S, T: Send>(
         return slices(range, SLICE).try_for_each(|part| finish(part.end - part.start, work(&mut state, part)?));
     }
 
-    let (left, over) = (Mutex::new(slices(range, SLICE)), AtomicBool::new(false));
+    let left = Mutex::new(slices(range, SLICE));
+    let over = AtomicBool::new(false);
     let next = || match over.load(Ordering::Relaxed) {
         true => None,
         false => left.lock().unwrap_or_else(PoisonError::into_inner).next(),

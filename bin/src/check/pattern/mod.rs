@@ -66,7 +66,8 @@ impl Pattern {
 
     /// Writes the pattern's bytes from offset `start` into `to`.
     pub fn write(self, start: u64, to: &mut [u8]) {
-        let (first, skip) = (start / 4, (start % 4) as usize);
+        let first = start / 4;
+        let skip = (start % 4) as usize;
         let (head, to) = to.split_at_mut(if skip == 0 { 0 } else { (4 - skip).min(to.len()) });
         head.copy_from_slice(&self.word(first).to_le_bytes()[skip..][..head.len()]);
         self.write_words(if skip == 0 { first } else { first + 1 }, to);
@@ -83,7 +84,8 @@ impl Pattern {
         {
             return false;
         }
-        let (mut next, mut wrong) = (sequence(first), 0);
+        let mut next = sequence(first);
+        let mut wrong = 0;
         let constant = self.constant(first);
         for word in words {
             wrong |= u32::from_le_bytes(*word) ^ next ^ constant;
@@ -173,7 +175,8 @@ impl Verification {
         while at < end {
             let next = (at / 4 * 4).saturating_add(4).min(end);
             let inside = (at - start) as usize..(next - start) as usize;
-            let (found, expected) = (&found[inside.clone()], &expected[inside]);
+            let found = &found[inside.clone()];
+            let expected = &expected[inside];
             if found != expected {
                 let skip = (at % 4) as usize;
                 self.mismatches += 1;
@@ -221,7 +224,8 @@ impl Checker {
 
 /// Splits a range at multiples of `length`, which is a multiple of 4, so that no word is split.
 pub(crate) fn slices(range: Range<u64>, length: usize) -> impl Iterator<Item = Range<u64>> {
-    let (mut at, length) = (range.start, length as u64);
+    let mut at = range.start;
+    let length = length as u64;
     std::iter::from_fn(move || {
         let part = at..(at / length * length).saturating_add(length).min(range.end);
         at = part.end;

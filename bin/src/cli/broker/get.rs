@@ -11,7 +11,7 @@ use vmmfd::{
     driver::{Backend, Choice},
     error::{Error, ProtocolError, Result},
     internals::interruptibly,
-    memory::{Imported, Selector},
+    memory::Imported,
     session::start,
     wire::Check,
 };
@@ -21,10 +21,10 @@ use crate::{
     check::files::{self, Target},
     cli::values::CHOICE,
     cli::{
-        Exit, Output, Tool, ToolOutput,
+        Exit, Fetch, Output, Tool, ToolOutput,
         exit::exit_codes,
         leave_open,
-        options::{parse_range, parse_timeout, parse_uid, target_parser},
+        options::{parse_timeout, parse_uid},
         output::Progress,
         raise_file_limit,
         report::{ErrorSummary, Stamped, Step},
@@ -65,22 +65,12 @@ pub(in super::super) struct GetOptions {
     #[arg(long, value_name = "PART", help_heading = "Object")]
     part: Option<String>,
 
-    /// Range of bytes, with or without units, such as 4MiB:1MiB; of a part in chunks, only the chunks of the range are sent and mapped
-    /// [default: all]
-    #[arg(long, value_name = "OFFSET:LENGTH", value_parser = parse_range, help_heading = "Buffer")]
-    range: Option<Range<u64>>,
+    #[command(flatten)]
+    fetch: Fetch,
 
     /// Array to get: only its bytes, in memory order; only its segments are sent and mapped [default: all]
     #[arg(long, value_name = "ARRAY", conflicts_with = "range", help_heading = "Buffer")]
     array: Option<String>,
-
-    /// File for the bytes, created only after they are verified
-    #[arg(long, value_name = "FILE", value_parser = target_parser(), help_heading = "Buffer")]
-    to: Option<PathBuf>,
-
-    /// Replace the file if it exists
-    #[arg(long, requires = "to", help_heading = "Buffer")]
-    force: bool,
 
     /// Backend of the memory; auto takes the object's
     #[arg(
@@ -93,10 +83,6 @@ pub(in super::super) struct GetOptions {
         help_heading = "Sharing"
     )]
     backend: Choice,
-
-    /// Device to map the memory on, if it can access it; a UUID may be abbreviated [default: the device of the memory]
-    #[arg(long, value_name = "ORDINAL|UUID", help_heading = "Sharing")]
-    device: Option<Selector>,
 
     #[command(flatten)]
     meet: MeetBroker,
@@ -153,13 +139,13 @@ impl GetOptions {
         get = self.owner.iter().fold(get, |get, uid| get.expect_owner(*uid));
         get = self.part.iter().fold(get, |get, part| get.parts([part]));
         get = self.array.iter().fold(get, |get, array| get.arrays([array]));
-        self.range.iter().fold(get, |get, range| get.range(range.clone()))
+        self.fetch.range.iter().fold(get, |get, range| get.range(range.clone()))
     }
 
     /// The range to read of a part, and its memory.
     fn selected<'a>(&self, part: &'a ObjectPart) -> Result<(&'a Arc<Imported>, Range<u64>)> {
         let Some(name) = &self.array else {
-            let range = self.range.clone().unwrap_or(0..part.description().size);
+            let range = self.fetch.range.clone().unwrap_or(0..part.description().size);
             return Ok((part.memory()?, range));
         };
         let entry = part.arrays().iter().find(|entry| entry.name == *name);
@@ -194,7 +180,7 @@ impl GetOptions {
             let problem = format!("`{name}` has {all} parts ({names}), and {verb} one: name it with --part");
             Err(Error::Misuse { problem })
         };
-        match (&self.to, &self.range) {
+        match (&self.fetch.to, &self.fetch.range) {
             _ if lease.parts().len() == 1 => Ok(()),
             _ if self.array.is_some() => several("an array is in"),
             (Some(_), _) => several("a file has the bytes of"),
@@ -275,8 +261,7 @@ impl Tool for GetOptions {
 
     fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
         raise_file_limit();
-        // Create the file before connecting: if it can't be written, no lease is taken.
-        let target = self.to.as_deref().map(|file| Target::create(file, self.force)).transpose()?;
+        let target = self.fetch.target()?;
         let client = self.meet.connect(cancel)?;
         let mut steps = Steps::default();
         let wait = self.wait.map(|wait| {
@@ -291,7 +276,7 @@ impl Tool for GetOptions {
         };
         let opened = steps.time("driver", || start(backend, cancel, &|_| {}))?;
         leave_open(&opened.driver);
-        let object = steps.time("open", || lease.open(&opened.driver, self.device))?;
+        let object = steps.time("open", || lease.open(&opened.driver, self.fetch.device))?;
         let (parts, to) = steps.time("read", || self.read_all(&object, target, cancel, progress))?;
         let wrong = parts.iter().find(|part| part.verified == Some(false));
         let error = wrong.map(|part| mismatch(object.name(), part));
@@ -330,7 +315,8 @@ fn milliseconds(time: std::time::SystemTime) -> u64 {
 
 fn mismatch(object: &str, part: &PartReport) -> ErrorSummary {
     let expected = part.expected.as_deref().unwrap_or_default();
-    let (name, digest) = (&part.name, &part.digest);
+    let name = &part.name;
+    let digest = &part.digest;
     ErrorSummary {
         kind: "mismatch",
         message: format!("part `{name}` of `{object}` did not verify: it has {digest}, and its maker gave {expected}"),
@@ -353,8 +339,10 @@ fn render(report: &GetReport, verbose: bool) -> String {
             None if part.expected.is_none() => "not verified: it was put without --digest",
             None => "not verified",
         };
-        let (size, device) = (bytes(part.length), shown(&part.device.device, verbose));
-        let (of, digest) = (&part.name, units::digest(&part.digest, verbose));
+        let size = bytes(part.length);
+        let device = shown(&part.device.device, verbose);
+        let of = &part.name;
+        let digest = units::digest(&part.digest, verbose);
         text += &field("got", format!("{name} version {version} part {of}: {size}, {device}, {digest}, {found}"));
     }
     to.iter().fold(text, |text, path| text + &field("saved", path))

@@ -5,18 +5,14 @@ use std::{path::PathBuf, process::ExitCode};
 use clap::Args;
 use vmmfd::{
     channel::Cancel,
-    error::Error,
-    internals::{
-        keeper::{self, Role},
-        stderr,
-    },
+    internals::keeper::{self, Role},
 };
 
 use crate::cli::{
     Output, Tool, ToolOutput,
     exit::{Exit, exit_codes},
     output::Progress,
-    run::{fail, raise_file_limit, run_tool},
+    run::{raise_file_limit, run_service, run_tool},
 };
 
 /// Holds a broker's memory while its server restarts
@@ -47,18 +43,13 @@ impl KeeperOptions {
         if self.reload && Role::of_this_process().is_first() {
             return run_tool(self);
         }
-        if let Err(error) = stderr::never_block_on_stderr() {
-            return fail::<Self>(&Error::system("start a thread", error), self.output.json);
-        }
-        self.output.start_service_log();
-        // The keeper holds a descriptor per segment.
-        raise_file_limit();
-        let code = match keeper::run_keeper(&self.socket) {
-            Ok(code) => ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)),
-            Err(error) => fail::<Self>(&error, self.output.json),
-        };
-        stderr::flush_stderr();
-        code
+        run_service(Self::NAME, &self.output, || {
+            self.output.start_service_log();
+            // The keeper holds a descriptor per segment.
+            raise_file_limit();
+            let code = keeper::run_keeper(&self.socket)?;
+            Ok(ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)))
+        })
     }
 }
 

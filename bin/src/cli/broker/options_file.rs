@@ -113,7 +113,8 @@ mod tests {
     #[test]
     fn other_files_are_rejected() {
         let folder = tempfile::tempdir().unwrap();
-        let (fifo, long) = (folder.path().join("fifo"), folder.path().join("long"));
+        let fifo = folder.path().join("fifo");
+        let long = folder.path().join("long");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRUSR).unwrap();
         fs::write(&long, "#".repeat(MOST as usize + 1)).unwrap();
         for (path, why) in [

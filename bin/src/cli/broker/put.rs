@@ -11,10 +11,10 @@ use vmmfd::{
         ArrayEntry, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Put, PutPart, Quota, Summary, UserTotal,
     },
     channel::Cancel,
-    driver::{Backend, Choice},
+    driver::Backend,
     error::{BrokerError, Error, RefusalCode, Result},
     internals::{NEEDS_BOTH, clear_padding, refusal},
-    memory::{Device, Region, Selector, Shared, Spec},
+    memory::{Device, Mechanism, Placement, Region, Shared},
     session::start,
     weights::{Checkpoint, LoadOptions, Loaded},
     wire::{
@@ -31,14 +31,13 @@ use super::{
 };
 use crate::{
     check::files::Source,
-    cli::values::CHOICE,
     cli::{
-        ArrayOptions, Exit, Output, Tool, ToolOutput,
+        Allocate, ArrayOptions, Exit, Output, Tool, ToolOutput,
         exit::exit_codes,
         leave_open,
         options::source_parser,
         output::Progress,
-        parse_size, raise_file_limit,
+        raise_file_limit,
         report::{Stamped, Step},
     },
     error::ToolError,
@@ -53,6 +52,9 @@ const ARRAY: &str = "array";
 /// The key of the files' metadata in the object's metadata.
 const SAFETENSORS: &str = "safetensors";
 
+const CHUNK: &str = "Size of the chunks, mapped side by side; rounded up to the granularity, as sizes are [default: one allocation; \
+    1GiB with --safetensors]";
+
 /// Puts a file or a model's weights into a broker, under a name
 ///
 /// Loads it into GPU memory, which stays with the broker after the command exits. Readers see the object whole or not at all.
@@ -60,6 +62,7 @@ const SAFETENSORS: &str = "safetensors";
 // The name precedes `--safetensors`, which takes all following words as files.
 #[command(override_usage = "vmmfd put [OPTIONS] <NAME> <--from <FILE>|--safetensors <FILE|DIR>...>")]
 #[command(after_help = exit_codes!("the broker has it", "the name exists, or its version differs from --if-version"; 2 3 4 5 130))]
+#[command(mut_arg("chunk", |chunk| chunk.help(CHUNK)))]
 pub(in super::super) struct PutOptions {
     /// Name of the object: components of A-Z, a-z, 0-9, `.`, `_` and `-`, separated by `/`
     #[arg(value_name = "NAME")]
@@ -119,23 +122,8 @@ pub(in super::super) struct PutOptions {
     #[command(flatten)]
     array: ArrayOptions,
 
-    /// Backend of the memory
-    #[arg(long, value_name = "BACKEND",
-        value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
-    backend: Choice,
-
-    /// Device to allocate on; a UUID may be abbreviated
-    #[arg(long, value_name = "ORDINAL|UUID", default_value = "0", help_heading = "Sharing")]
-    device: Selector,
-
-    /// Size of the chunks, mapped side by side; rounded up to the granularity, as sizes are [default: one allocation;
-    /// 1GiB with --safetensors]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size, help_heading = "Sharing")]
-    chunk: Option<u64>,
-
-    /// Allow RDMA to the memory (gpuDirectRDMACapable): only device memory, if the device supports it; never on WSL2
-    #[arg(long, help_heading = "Sharing")]
-    rdma: bool,
+    #[command(flatten)]
+    memory: Allocate,
 
     #[command(flatten)]
     meet: MeetBroker,
@@ -210,7 +198,8 @@ impl Allowance {
         };
         let allowance = Self { user: own.cloned().zip(metrics.quota), bytes: size, replaces };
         let Some((own, quota)) = &allowance.user else { return Ok(allowance) };
-        let (objects, more) = (count(own.objects, "object"), u64::from(!replaces));
+        let objects = count(own.objects, "object");
+        let more = u64::from(!replaces);
         allowance.check((own.uid, objects), u64::to_string, (own.objects, more, quota.objects))?;
         let has = own.devices.iter().fold(0, |sum: u64, of| sum.saturating_add(of.bytes));
         let text = format!("{} (claimed)", bytes(has));
@@ -236,7 +225,8 @@ impl Allowance {
     ) -> Result<()> {
         let Some(most) = most.filter(|most| more > 0 && has.saturating_add(more) > *most) else { return Ok(()) };
         let both = if self.replaces { format!("; {NEEDS_BOTH}") } else { String::new() };
-        let (more, most) = (amount(&more), amount(&most));
+        let more = amount(&more);
+        let most = amount(&most);
         let message = format!("uid {uid} has {text} and asks for {more} more, but its quota is {most}{both}");
         Err(refusal(RefusalCode::Quota, message).into())
     }
@@ -352,7 +342,8 @@ impl PutOptions {
         let length =
             metadata.as_ref().and_then(|fields| serde_json::to_string(fields).ok()).map_or(0, |text| text.len());
         if length as u64 > MAX_METADATA {
-            let (length, most) = (bytes(length as u64), bytes(MAX_METADATA));
+            let length = bytes(length as u64);
+            let most = bytes(MAX_METADATA);
             let message = format!("the metadata has {length}, and at most {most} are allowed");
             return Err(refusal(RefusalCode::Invalid, message).into());
         }
@@ -376,8 +367,8 @@ impl PutOptions {
             }
             Input::Weights(checkpoint) => {
                 let options = LoadOptions::new().sealed();
-                let options = self.chunk.map_or(options, |chunk| options.chunk(chunk));
-                let options = if self.rdma { options.gpu_direct_rdma() } else { options };
+                let options = self.memory.chunk.map_or(options, |chunk| options.chunk(chunk));
+                let options = if self.memory.rdma { options.gpu_direct_rdma() } else { options };
                 let options = if self.digest { options.digest() } else { options };
                 let loaded = steps.time("load", || {
                     checkpoint.load(device, &options, &mut |done| {
@@ -401,8 +392,7 @@ impl PutOptions {
         progress: &Progress,
     ) -> Result<(Shared, String)> {
         let size = source.size();
-        let spec = self.chunk.map_or(Spec::vmm(size), |chunk| Spec::vmm(size).chunk(chunk));
-        let spec = if self.rdma { spec.gpu_direct_rdma() } else { spec };
+        let spec = self.memory.spec(device, size, Mechanism::Vmm, Placement::Device)?;
         // Published memory is read-only; on the host backend the kernel enforces this.
         let memory = steps.time("create", || Shared::create(device, spec.sealed()))?;
         let digest = steps.time("load", || {
@@ -451,10 +441,10 @@ impl Tool for PutOptions {
         let client = self.meet.connect(cancel)?;
         let allowance = self.check_ahead(&client, input.size())?;
         let mut steps = Steps::default();
-        let opened = steps.time("driver", || start(self.backend, cancel, &|_| {}))?;
+        let opened = steps.time("driver", || start(self.memory.backend, cancel, &|_| {}))?;
         leave_open(&opened.driver);
         let fallback = self.output.notice_fallback(opened.fallback.as_ref());
-        let device = Device::find(&opened.driver, self.device)?;
+        let device = Device::find(&opened.driver, self.memory.device)?;
         allowance.check_device(&device)?;
         let (memory, digest) = self.load(&input, &device, &mut steps, cancel, progress)?;
         let entries = input.arrays();
@@ -490,6 +480,7 @@ fn render(report: &PutReport, verbose: bool) -> String {
         0 | 1 => String::new(),
         several => format!(" of {several} arrays"),
     };
-    let (size, device) = (bytes(*size), shown(&device.device, verbose));
+    let size = bytes(*size);
+    let device = shown(&device.device, verbose);
     field("put", format!("{name} version {version}: {size}{arrays}, {device}{digest}"))
 }

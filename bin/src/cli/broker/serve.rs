@@ -22,7 +22,7 @@ use vmmfd::{
     internals::{
         MIN_FILE_LIMIT, TimeLimits, check_socket, default_broker_socket, emulated, is_restarted,
         keeper::{self, Role, ServiceProcess},
-        notify, started_by_keeper, stderr, with_limits,
+        notify, started_by_keeper, with_limits,
     },
 };
 
@@ -37,7 +37,7 @@ use crate::{
         options::parse_timeout,
         output::Progress,
         report::{ErrorSummary, Stamped},
-        run::{GRACE, fail, raise_file_limit, run_tool},
+        run::{GRACE, raise_file_limit, run_service, run_tool},
     },
     schema::{Named, document},
     units::bytes,
@@ -198,37 +198,28 @@ impl ServeOptions {
         if self.check {
             return run_tool(self);
         }
-        // A stalled reader of standard error must not block the broker.
-        if let Err(error) = stderr::never_block_on_stderr() {
-            return fail::<Self>(&Error::system("start a thread", error), self.output.json);
-        }
-        // On a terminal, the line `listening` and warnings suffice.
-        match io::stderr().is_terminal() {
-            true => self.output.start_log(),
-            false => self.output.start_service_log(),
-        }
-        if let Some(path) = self.options_file.as_ref().filter(|path| !path.exists()) {
-            tracing::info!(path = %path.display(), "there is no options file");
-        }
-        let code = self.run_role();
-        stderr::flush_stderr();
-        code
-    }
-
-    fn run_role(self) -> ExitCode {
-        if Role::of_this_process().is_first()
-            && let Err(error) = require_file_size().and_then(|()| require_files())
-        {
-            return fail::<Self>(&error, self.output.json);
-        }
-        // The server holds a descriptor per segment.
-        raise_file_limit();
-        let has_own_keeper = !self.no_keeper && self.keeper.is_none();
-        match keeper::begin_service(has_own_keeper, || self.path()) {
-            Ok(ServiceProcess::Server(restart)) => run_tool(Self { restart, ..self }),
-            Ok(ServiceProcess::Ended(code)) => ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX)),
-            Err(error) => fail::<Self>(&error, self.output.json),
-        }
+        let output = self.output.clone();
+        run_service(Self::NAME, &output, || {
+            // On a terminal, the line `listening` and warnings suffice.
+            match io::stderr().is_terminal() {
+                true => output.start_log(),
+                false => output.start_service_log(),
+            }
+            if let Some(path) = self.options_file.as_ref().filter(|path| !path.exists()) {
+                tracing::info!(path = %path.display(), "there is no options file");
+            }
+            if Role::of_this_process().is_first() {
+                require_file_size()?;
+                require_files()?;
+            }
+            // The server holds a descriptor per segment.
+            raise_file_limit();
+            let has_own_keeper = !self.no_keeper && self.keeper.is_none();
+            match keeper::begin_service(has_own_keeper, || self.path())? {
+                ServiceProcess::Server(restart) => Ok(run_tool(Self { restart, ..self })),
+                ServiceProcess::Ended(code) => Ok(ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX))),
+            }
+        })
     }
 
     /// Checks the configuration without starting the broker, and reports each problem.
@@ -339,7 +330,9 @@ impl Tool for ServeOptions {
 }
 
 fn render(report: &ServeReport, _verbose: bool) -> String {
-    let (objects, versions) = (count(report.objects, "object"), count(report.versions, "version"));
-    let (size, leases) = (bytes(report.size), count(report.leases, "lease"));
+    let objects = count(report.objects, "object");
+    let versions = count(report.versions, "version");
+    let size = bytes(report.size);
+    let leases = count(report.leases, "lease");
     format!("broker    ended      with {objects}, {versions}, {size} as claimed, {leases}\n")
 }

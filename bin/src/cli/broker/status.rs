@@ -106,7 +106,8 @@ impl Tool for StatusOptions {
     fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
         let (client, path) = self.meet.connect_at(cancel)?;
         let metrics = client.metrics()?;
-        let (socket, devices) = (path.display().to_string(), devices(&metrics));
+        let socket = path.display().to_string();
+        let devices = devices(&metrics);
         let report = StatusReport { socket, metrics, devices };
         let unknown = report.devices.iter().find_map(|device| device.unknown.as_ref());
         if let Some(reason) = unknown {
@@ -121,7 +122,8 @@ fn render(report: &StatusReport, verbose: bool) -> String {
     let Metrics { store, keeper, .. } = metrics;
     let pid = |pid: Option<u32>| pid.map_or_else(|| "pid unknown".to_owned(), |pid| format!("pid {pid}"));
     let room = |used, allowed| format!("{used} of {allowed} descriptors");
-    let (version, up) = (metrics.version.as_deref().unwrap_or("unknown"), age(metrics.started_ms));
+    let version = metrics.version.as_deref().unwrap_or("unknown");
+    let up = age(metrics.started_ms);
     let mut text = field("server", format!("{}, up {up}, vmmfd {version}, {socket}", pid(metrics.pid)));
     text += &match keeper {
         _ if store.kind == "none" => field("keeper", "none: the memory is freed when the server ends"),
@@ -154,7 +156,8 @@ fn render(report: &StatusReport, verbose: bool) -> String {
     for DeviceLine { claimed, used, total, .. } in devices {
         let reported =
             used.zip(*total).map(|(used, total)| format!("; it reports {} of {} used", about(used), about(total)));
-        let (device, size) = (shown(&claimed.device, verbose), about(claimed.bytes));
+        let device = shown(&claimed.device, verbose);
+        let size = about(claimed.bytes);
         text += &field("device", format!("{device}: {size} claimed{}", reported.unwrap_or_default()));
     }
     let lost = metrics.lost_versions.map(|lost| format!("; {} lost at the last one", count(lost, "version")));

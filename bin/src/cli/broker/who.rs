@@ -134,7 +134,8 @@ impl Tool for WhoOptions {
 
 /// The tables with their headings; users and devices only with `totals`.
 fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>) -> String {
-    let (mut tables, mut users) = (Vec::new(), BTreeMap::new());
+    let mut tables = Vec::new();
+    let mut users = BTreeMap::new();
     // Each lookup may ask a server of the network.
     let mut user_name = |uid: u32| {
         let user = || User::from_uid(Uid::from_raw(uid)).ok().flatten();
@@ -208,7 +209,8 @@ mod tests {
     use super::*;
 
     fn lease(number: u64, name: &str, id: &str, named: bool, size: u64) -> HeldLease {
-        let (name, id) = (name.to_owned(), id.to_owned());
+        let name = name.to_owned();
+        let id = id.to_owned();
         HeldLease { number, name, version: 1, id, named, pid: 7, uid: 0, command: None, since_ms: 0, size }
     }
 

@@ -26,7 +26,8 @@ impl Environment {
         });
         let locked_memory = self.locked_memory.map(|limit| {
             let shown = |value: Option<u64>| value.map_or_else(|| "unlimited".to_owned(), about);
-            let (soft, hard) = (shown(limit.soft), shown(limit.hard));
+            let soft = shown(limit.soft);
+            let hard = shown(limit.hard);
             if soft == hard { soft } else { format!("{soft}, at most {hard}") }
         });
         let seccomp = match self.seccomp {

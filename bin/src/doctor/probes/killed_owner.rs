@@ -31,7 +31,8 @@ struct Orphan {
 /// Opens memory of another process and kills that process. `broken` is the meaning if that process can't share memory.
 fn orphan(context: &ProbeContext, broken: &str) -> Result<Result<Orphan, Finding>, ErrorDetails> {
     let mut peer = context.start_peer()?;
-    let (probe, device) = ("exporter-killed".to_owned(), context.device.uuid());
+    let probe = "exporter-killed".to_owned();
+    let device = context.device.uuid();
     let PeerProcess { control, end, .. } = &peer;
     control.send(&ControlRecord::Share { probe, device })?;
     match control.receive()? {

@@ -177,7 +177,8 @@ const FAULTS: RangeInclusive<u32> = 700..=719;
 pub(super) fn read_only_store(context: &mut ProbeContext) -> ProbeResult {
     const VALUE: u32 = 0x5EED_F00D;
     let device = &context.device;
-    let (driver, ordinal) = (device.verbs(), device.ordinal());
+    let driver = device.verbs();
+    let ordinal = device.ordinal();
     let diagnosis = driver.diagnosis()?;
     let allocation = Allocation::create(device, SIZE)?;
     let writable = Mapping::new(&allocation, Access::ReadWrite)?;
@@ -258,7 +259,8 @@ struct SpecialMemory<'a> {
 
 impl<'a> SpecialMemory<'a> {
     fn create(context: &'a ProbeContext, made_for: MadeFor) -> Result<Self> {
-        let (driver, ordinal) = (context.device.verbs(), context.device.ordinal());
+        let driver = context.device.verbs();
+        let ordinal = context.device.ordinal();
         let size = SIZE.next_multiple_of(context.device.granularity()?);
         let handle = driver.diagnosis()?.create_with(ordinal, size, made_for)?;
         Ok(Self { driver, handle, size, reserved: None, mapped: None })
