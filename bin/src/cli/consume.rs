@@ -12,7 +12,7 @@ use vmmfd::{
 };
 
 use super::{
-    Console, Exit, Fetch, Meet, Output, Session, leave_open,
+    Console, Exit, Fetch, Meet, Session, leave_open,
     values::{ACCESS, CHOICE, ENGINE},
 };
 use crate::check::{self, DataVerifier, pattern::EngineChoice};
@@ -40,17 +40,10 @@ pub struct Consume {
 
     #[command(flatten)]
     meet: Meet,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 impl Session for Consume {
     const ROLE: &'static str = "consumer";
-
-    fn output(&self) -> &Output {
-        &self.output
-    }
 
     fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit> {
         let path = socket_path(self.meet.socket.as_deref())?;

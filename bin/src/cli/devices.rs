@@ -6,15 +6,12 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    channel::Cancel,
     driver::{Backend, Choice, open},
     error::{Error, ErrorKind},
     memory::{Allocation, Device, Shared, Spec},
 };
 
-use super::{
-    Exit, Output, Tool, ToolOutput, exit::exit_codes, leave_open, output::Progress, report::Stamped, values::CHOICE,
-};
+use super::{Exit, Running, Tool, ToolOutput, exit::exit_codes, leave_open, report::Stamped, values::CHOICE};
 use crate::verbs::HasVerbs;
 use crate::{
     schema::{Named, document},
@@ -29,9 +26,6 @@ pub(super) struct DevicesOptions {
     #[arg(long, value_name = "BACKEND",
         value_parser = CHOICE, env = "VMMFD_BACKEND", default_value = "auto", help_heading = "Sharing")]
     backend: Choice,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -103,11 +97,7 @@ impl Tool for DevicesOptions {
 
     const REPORTS: &'static [Named] = &[("devices", document::<Stamped<DevicesReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, progress }: Running<'_>) -> anyhow::Result<ToolOutput> {
         progress.step("starting the driver", 0, 1);
         let opened = open(self.backend)?;
         leave_open(&opened.driver);
@@ -121,10 +111,10 @@ impl Tool for DevicesOptions {
         progress.close();
         let report = DevicesReport {
             backend: opened.driver.backend(),
-            fallback: self.output.notice_fallback(opened.fallback.as_ref()),
+            fallback: output.notice_fallback(opened.fallback.as_ref()),
             devices,
         };
-        Ok(ToolOutput::of(&self.output, Exit::Verified, report, render))
+        Ok(ToolOutput::of(output, Exit::Verified, report, render))
     }
 }
 

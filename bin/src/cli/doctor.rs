@@ -9,17 +9,17 @@ use clap::{
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    channel::{Cancel, Trust},
+    channel::Trust,
     driver::Backend,
     error::{Error, ParseError},
     memory::Selector,
 };
 
 use super::{
-    Exit, Output, Tool, ToolOutput,
+    Exit, Running, Tool, ToolOutput,
     exit::exit_codes,
     options::{parse_timeout, parse_uid},
-    output::{Progress, is_coloured, json_line},
+    output::{is_coloured, json_line},
     report::Stamped,
     values::BACKEND,
 };
@@ -67,9 +67,6 @@ pub(super) struct DoctorOptions {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["only", "faults", "device"], help_heading = "Output")]
     show: Option<PathBuf>,
 
-    #[command(flatten)]
-    output: Output,
-
     #[command(subcommand)]
     end: Option<MeetCommand>,
 }
@@ -106,9 +103,6 @@ struct MeetOptions {
     /// Time limit of each step
     #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = parse_timeout, help_heading = "Meeting")]
     timeout: Duration,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 /// One device, or all. clap treats a plain `Option` as an option that may be omitted.
@@ -172,22 +166,15 @@ impl Tool for DoctorOptions {
     const REPORTS: &'static [Named] =
         &[("doctor", document::<DoctorReport>), ("doctor-list", document::<Stamped<ListReport>>)];
 
-    fn output(&self) -> &Output {
-        match &self.end {
-            Some(MeetCommand::Serve(meet) | MeetCommand::Join(meet)) => &meet.output,
-            None => &self.output,
-        }
-    }
-
-    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, progress }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let faulting = |name: &&String| Probe::named(name).is_some_and(|probe| probe.is(Flag::Faults));
         if let Some(name) = self.only.iter().find(faulting).filter(|_| !self.faults) {
             let problem = format!("the probe {name} provokes a GPU fault: add --faults to run it");
             return Err(Error::Misuse { problem }.into());
         }
-        let json = self.output().json;
+        let json = output.json;
         if self.list {
-            return Ok(ToolOutput::of(&self.output, Exit::Verified, ListReport::new(), |_, _| list()));
+            return Ok(ToolOutput::of(output, Exit::Verified, ListReport::new(), |_, _| list()));
         }
         if let Some(file) = &self.show {
             return Ok(ToolOutput { text: rendered(&doctor::read(file)?, json), exit: Exit::Verified });

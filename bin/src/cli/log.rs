@@ -22,9 +22,10 @@ use vmmfd::internals::stderr::Stderr;
 use super::layout;
 use crate::stamp;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(super) enum LogFormat {
     /// Plain lines
+    #[default]
     Text,
     /// One JSON object per line
     Json,

@@ -33,7 +33,7 @@ pub use self::{
     output::{Output, Progress, json_line, print_lines},
     produce::Produce,
     root::{main, main_of, main_of_tool},
-    run::{Session, Tool, ToolOutput, raise_file_limit},
+    run::{Running, Session, Tool, ToolOutput, raise_file_limit},
     values::BACKEND,
 };
 use self::{

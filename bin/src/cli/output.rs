@@ -28,8 +28,8 @@ use super::{
 };
 use crate::units::about;
 
-/// Output options of every command.
-#[derive(Debug, Clone, Args)]
+// No doc comment: clap would take it as the purpose of the command.
+#[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Output")]
 pub struct Output {
     /// Print only one JSON object on stdout, also on failure and bad usage

@@ -6,9 +6,9 @@ use clap::{Args, Command};
 use clap_complete::Shell;
 use schemars::JsonSchema;
 use serde::Serialize;
-use vmmfd::{channel::Cancel, error::Error};
+use vmmfd::error::Error;
 
-use super::{Exit, Output, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped};
+use super::{Exit, Running, Tool, ToolOutput, exit::exit_codes, report::Stamped};
 use crate::schema::{Named, document};
 
 /// Prints completions for a shell
@@ -25,9 +25,6 @@ pub(super) struct CompletionsOptions {
     #[arg(long, value_name = "COMMAND", default_value = "vmmfd", value_parser = ["vmmfd", "producer", "consumer"],
         help_heading = "Output")]
     of: String,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 /// Writes man pages of all commands into a folder
@@ -37,9 +34,6 @@ pub(super) struct ManOptions {
     /// Folder for the pages; created if absent
     #[arg(value_name = "DIR")]
     folder: PathBuf,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -66,13 +60,9 @@ impl Tool for Pages<CompletionsOptions> {
 
     const REPORTS: &'static [Named] = &[("completions", document::<Stamped<CompletionsReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.options.output
-    }
-
-    fn run(&self, _cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let mut script = Vec::new();
-        let CompletionsOptions { shell, of, output } = &self.options;
+        let CompletionsOptions { shell, of } = &self.options;
         clap_complete::generate(*shell, &mut (self.parser)(of), of.as_str(), &mut script);
         let mut script = String::from_utf8(script)?;
         if of == "vmmfd" {
@@ -133,12 +123,8 @@ impl Tool for Pages<ManOptions> {
 
     const REPORTS: &'static [Named] = &[("man", document::<Stamped<ManReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.options.output
-    }
-
-    fn run(&self, _cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
-        let ManOptions { folder, output } = &self.options;
+    fn run(&self, Running { output, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
+        let ManOptions { folder } = &self.options;
         let failed = |error: io::Error| Error::system(format!("write man pages into {}", folder.display()), error);
         std::fs::create_dir_all(folder).map_err(failed)?;
         let mut pages = Vec::new();

@@ -12,7 +12,7 @@ use vmmfd::{
 };
 
 use super::{
-    Allocate, ArrayOptions, Console, Exit, Extent, Meet, Output, Session, leave_open, parse_salt,
+    Allocate, ArrayOptions, Console, Exit, Extent, Meet, Session, leave_open, parse_salt,
     values::{ENGINE, MECHANISM, PLACEMENT},
 };
 use crate::check::{
@@ -67,17 +67,10 @@ pub struct Produce {
     /// Serve one consumer at a time, and verify the reply that it writes
     #[arg(long, help_heading = "Meeting")]
     round_trip: bool,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 impl Session for Produce {
     const ROLE: &'static str = "producer";
-
-    fn output(&self) -> &Output {
-        &self.output
-    }
 
     fn run(&self, console: &Console, cancel: &Cancel) -> anyhow::Result<Exit> {
         let observer = |event: Event<'_>| console.event(event);

@@ -6,7 +6,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use vmmfd::{Result, internals::keeper::Role};
 
 use super::{
-    Consume, Produce, Session,
+    Consume, Output, Produce, Session,
     broker::{
         ExporterOptions, GetOptions, KeeperOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions,
         StatusOptions, WatchOptions, WhoOptions, read_options_file,
@@ -118,15 +118,26 @@ fn parser(name: &str) -> clap::Command {
     match name {
         Produce::ROLE => examples::add(standalone::<Produce>(Produce::ROLE), "vmmfd produce", name),
         Consume::ROLE => examples::add(standalone::<Consume>(Consume::ROLE), "vmmfd consume", name),
-        _ => examples::add(grouped(with_own_help(Options::command())), "vmmfd", "vmmfd").max_term_width(COLUMNS),
+        _ => examples::add(grouped(with_output(Options::command())), "vmmfd", "vmmfd").max_term_width(COLUMNS),
     }
 }
 
-/// Removes clap's `--help` from commands that have it among the options of their output.
-fn with_own_help(command: clap::Command) -> clap::Command {
-    let has_own = command.get_arguments().any(|argument| argument.get_long() == Some("help"));
-    let command = if has_own { command.disable_help_flag(true) } else { command };
-    command.mut_subcommands(with_own_help)
+/// Adds the options of the output to each command. They have `--help` too.
+fn with_output(command: clap::Command) -> clap::Command {
+    if [BENCH, "help", child::SUBCOMMAND].contains(&command.get_name()) {
+        return command;
+    }
+    let command = command.mut_subcommands(with_output);
+    if command.get_name() == "vmmfd" { command } else { Output::augment_args(command).disable_help_flag(true) }
+}
+
+/// The options of the output of a command, or of its subcommand; their defaults if it has none.
+fn output_of(matches: &clap::ArgMatches) -> Result<Output, clap::Error> {
+    match matches.subcommand() {
+        Some((_, matches)) => output_of(matches),
+        None if matches.try_contains_id("json").is_ok() => Output::from_arg_matches(matches),
+        None => Ok(Output::default()),
+    }
 }
 
 /// The widest help.
@@ -160,12 +171,14 @@ fn standalone<A: Args>(name: &'static str) -> clap::Command {
         .disable_version_flag(true)
         .max_term_width(COLUMNS);
     let version = clap::Arg::new("version").short('V').long("version").action(clap::ArgAction::Version);
-    A::augment_args(command).arg(version.help("Print the version").help_heading("Output"))
+    Output::augment_args(A::augment_args(command)).arg(version.help("Print the version").help_heading("Output"))
 }
 
 /// Parses a command line of `vmmfd`.
-fn parse_from(arguments: impl IntoIterator<Item = OsString>) -> Result<Options, clap::Error> {
-    Options::from_arg_matches(&matches_of(|| parser("vmmfd"), arguments)?)
+fn parse_from(arguments: impl IntoIterator<Item = OsString>) -> Result<(Options, Output), clap::Error> {
+    let matches = matches_of(|| parser("vmmfd"), arguments)?;
+    let options = Options::from_arg_matches(&matches)?;
+    Ok((options, output_of(&matches)?))
 }
 
 /// Parses a command line. The error of an unknown word has a suggestion.
@@ -186,13 +199,15 @@ fn without_empty_variables(command: clap::Command) -> clap::Command {
 }
 
 /// Parses the command line and, for `serve`, its options file. `help` becomes `--help` of its command.
-fn parse() -> Result<Options, clap::Error> {
-    let options = parse_from(std::env::args_os())?;
+fn parse() -> Result<(Options, Output), clap::Error> {
+    let (options, output) = parse_from(std::env::args_os())?;
     if let Command::Help { command } = options.command {
         let name = std::iter::once("vmmfd".into());
         return parse_from(name.chain(command).chain(["--help".into()]));
     }
-    let Command::Serve(ServeOptions { options_file: Some(path), .. }) = &options.command else { return Ok(options) };
+    let Command::Serve(ServeOptions { options_file: Some(path), .. }) = &options.command else {
+        return Ok((options, output));
+    };
     let wrong = |problem: String| clap::Error::raw(clap::error::ErrorKind::ValueValidation, problem + "\n");
     let parsed = read_options_file(path).map_err(wrong).and_then(|words| {
         let all = std::env::args_os().chain(words.into_iter().map(Into::into));
@@ -202,35 +217,35 @@ fn parse() -> Result<Options, clap::Error> {
         })
     });
     // A later change of the file must not stop a keeper while its server runs.
-    if parsed.is_err() && Role::of_this_process().replaces_a_keeper() { Ok(options) } else { parsed }
+    if parsed.is_err() && Role::of_this_process().replaces_a_keeper() { Ok((options, output)) } else { parsed }
 }
 
 /// The `main` of `vmmfd`.
 pub fn main() -> ExitCode {
     match parse() {
-        Ok(Options { command }) => match command {
-            Command::Produce(produce) => run_session(*produce),
-            Command::Consume(consume) => run_session(*consume),
-            Command::Serve(serve) => serve.start(),
-            Command::Keeper(keeper) => keeper.start(),
-            Command::Status(status) => run_tool(status),
-            Command::Put(put) => run_tool(*put),
-            Command::Get(get) => run_tool(*get),
-            Command::Ls(ls) => run_tool(ls),
-            Command::Stat(stat) => run_tool(stat),
-            Command::Rm(rm) => run_tool(rm),
-            Command::Who(who) => run_tool(who),
-            Command::Watch(watch) => run_tool(watch),
-            Command::Exporter(exporter) => run_tool(exporter),
-            Command::Doctor(doctor) => run_tool(doctor),
-            Command::Devices(devices) => run_tool(devices),
+        Ok((Options { command }, output)) => match command {
+            Command::Produce(produce) => run_session(*produce, &output),
+            Command::Consume(consume) => run_session(*consume, &output),
+            Command::Serve(serve) => serve.start(&output),
+            Command::Keeper(keeper) => keeper.start(&output),
+            Command::Status(status) => run_tool(status, &output),
+            Command::Put(put) => run_tool(*put, &output),
+            Command::Get(get) => run_tool(*get, &output),
+            Command::Ls(ls) => run_tool(ls, &output),
+            Command::Stat(stat) => run_tool(stat, &output),
+            Command::Rm(rm) => run_tool(rm, &output),
+            Command::Who(who) => run_tool(who, &output),
+            Command::Watch(watch) => run_tool(watch, &output),
+            Command::Exporter(exporter) => run_tool(exporter, &output),
+            Command::Doctor(doctor) => run_tool(doctor, &output),
+            Command::Devices(devices) => run_tool(devices, &output),
             Command::Bench { options } => laboratory::run(&options),
-            Command::Completions(options) => run_tool(Pages { options, parser }),
-            Command::Man(options) => run_tool(Pages { options, parser }),
+            Command::Completions(options) => run_tool(Pages { options, parser }, &output),
+            Command::Man(options) => run_tool(Pages { options, parser }, &output),
             Command::Schema(options) if options.is_of_laboratory() => {
                 laboratory::run(&std::env::args_os().skip(1).collect::<Vec<_>>())
             }
-            Command::Schema(options) => run_tool(Schemas::from(options)),
+            Command::Schema(options) => run_tool(Schemas::from(options), &output),
             // `parse` replaces it by `--help` of the command.
             Command::Help { .. } => ExitCode::SUCCESS,
             Command::Child { task } => child::run(&task, doctor::run_task),
@@ -245,9 +260,9 @@ pub fn main() -> ExitCode {
 /// The `main` of a command as a separate program.
 pub fn main_of<S: Session + Args>() -> ExitCode {
     let matches = matches_of(|| parser(S::ROLE), std::env::args_os());
-    let parsed = matches.and_then(|matches| S::from_arg_matches(&matches));
+    let parsed = matches.and_then(|matches| Ok((S::from_arg_matches(&matches)?, output_of(&matches)?)));
     match parsed {
-        Ok(session) => run_session(session),
+        Ok((session, output)) => run_session(session, &output),
         Err(error) => usage(&error, Some(S::ROLE)),
     }
 }
@@ -256,16 +271,18 @@ pub fn main_of<S: Session + Args>() -> ExitCode {
 pub fn main_of_tool<T: Tool + Args>(program: &'static str) -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|first| first == Schemas::NAME) {
         let parsed = standalone::<SchemaOptions>(Schemas::NAME).try_get_matches_from(std::env::args_os().skip(1));
-        return match parsed.and_then(|matches| SchemaOptions::from_arg_matches(&matches)) {
-            Ok(options) => run_tool(Schemas::of(options, T::REPORTS)),
+        let parsed = parsed.and_then(|matches| Ok((SchemaOptions::from_arg_matches(&matches)?, output_of(&matches)?)));
+        return match parsed {
+            Ok((options, output)) => run_tool(Schemas::of(options, T::REPORTS), &output),
             Err(error) => usage(&error, Some(Schemas::NAME)),
         };
     }
     let path = format!("vmmfd {}", T::NAME);
     let parser = || examples::add(standalone::<T>(program), &path, &path).bin_name(&path);
-    let parsed = matches_of(parser, std::env::args_os()).and_then(|matches| T::from_arg_matches(&matches));
+    let matches = matches_of(parser, std::env::args_os());
+    let parsed = matches.and_then(|matches| Ok((T::from_arg_matches(&matches)?, output_of(&matches)?)));
     match parsed {
-        Ok(tool) => run_tool(tool),
+        Ok((tool, output)) => run_tool(tool, &output),
         Err(error) => usage(&error, Some(T::NAME)),
     }
 }

@@ -40,8 +40,6 @@ pub trait Session {
     /// The role in its output, and its name as a separate program.
     const ROLE: &'static str;
 
-    fn output(&self) -> &Output;
-
     /// Runs the command. Prints its steps on the console.
     ///
     /// # Errors
@@ -50,9 +48,9 @@ pub trait Session {
 }
 
 /// Runs a session and returns the exit code of the process.
-pub(super) fn run_session<S: Session>(session: S) -> ExitCode {
-    session.output().start_log();
-    let console = Arc::new(Console::new(S::ROLE, session.output()));
+pub(super) fn run_session<S: Session>(session: S, output: &Output) -> ExitCode {
+    output.start_log();
+    let console = Arc::new(Console::new(S::ROLE, output));
     let last = Arc::clone(&console);
     let interrupted = move |signal| {
         last.finish(Err(Error::Interrupted { reason: CancelReason::Signal(signal) }));
@@ -74,13 +72,11 @@ pub trait Tool {
     /// The reports of `--json`.
     const REPORTS: &'static [Named] = &[];
 
-    fn output(&self) -> &Output;
-
     /// Runs the command and returns its output.
     ///
     /// # Errors
     /// Any failure; the caller prints it on standard error, and with `--json` as an object.
-    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput>;
+    fn run(&self, running: Running<'_>) -> anyhow::Result<ToolOutput>;
 
     /// Cancelled by SIGHUP, if it does not stop this tool like the other signals.
     fn restart(&self) -> Option<&Cancel> {
@@ -91,6 +87,14 @@ pub trait Tool {
     fn grace(&self) -> Duration {
         GRACE
     }
+}
+
+/// What every tool has.
+#[derive(Debug, Clone, Copy)]
+pub struct Running<'a> {
+    pub output: &'a Output,
+    pub cancel: &'a Cancel,
+    pub progress: &'a Progress,
 }
 
 /// The output of a tool, and its exit.
@@ -139,8 +143,7 @@ impl Ending {
 }
 
 /// Runs a tool and returns the exit code of the process.
-pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
-    let output = tool.output();
+pub(super) fn run_tool<T: Tool>(tool: T, output: &Output) -> ExitCode {
     output.start_log();
     let progress = output.progress();
     let json = output.json;
@@ -150,7 +153,9 @@ pub(super) fn run_tool<T: Tool>(tool: T) -> ExitCode {
     let interrupted = move |signal| {
         last.finish(Err(Error::Interrupted { reason: CancelReason::Signal(signal) }));
     };
-    let result = watched(interrupted, tool.restart(), tool.grace(), |cancel| tool.run(cancel, &ending.progress));
+    let result = watched(interrupted, tool.restart(), tool.grace(), |cancel| {
+        tool.run(Running { output, cancel, progress: &ending.progress })
+    });
     ExitCode::from(ending.finish(result).code())
 }
 

@@ -4,10 +4,10 @@ use clap::{Args, builder::PossibleValuesParser};
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::Value;
-use vmmfd::{channel::Cancel, error::Error, wire};
+use vmmfd::{error::Error, wire};
 
 use super::{
-    Exit, Output, Tool, ToolOutput,
+    Exit, Running, Tool, ToolOutput,
     broker::{
         ExporterOptions, GetOptions, LsOptions, PutOptions, RmOptions, ServeOptions, StatOptions, StatusOptions,
         WatchOptions, WhoOptions,
@@ -16,7 +16,6 @@ use super::{
     doctor::DoctorOptions,
     exit::exit_codes,
     laboratory::BENCH,
-    output::Progress,
     pages::{CompletionsOptions, ManOptions, Pages},
     report::{CommandReport, Failure, Stamped},
 };
@@ -32,9 +31,6 @@ pub(super) struct SchemaOptions {
     /// Report [default: list the names]
     #[arg(value_name = "NAME", value_parser = PossibleValuesParser::new(names()), hide_possible_values = true)]
     name: Option<String>,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 /// The reports of `vmmfd`.
@@ -116,11 +112,7 @@ impl Tool for Schemas {
 
     const REPORTS: &'static [Named] = &[("schema", document::<Stamped<SchemaReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.options.output
-    }
-
-    fn run(&self, _cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let derive = |name: &String| match self.reports.iter().find(|(known, _)| known == name) {
             Some((_, document)) => Ok(document()),
             None => Err(Error::Misuse { problem: format!("this program has no report `{name}`") }),
@@ -130,6 +122,6 @@ impl Tool for Schemas {
             Some(document) => format!("{document:#}\n"),
             None => report.names.iter().map(|name| format!("{name}\n")).collect(),
         };
-        Ok(ToolOutput::of(&self.options.output, Exit::Verified, SchemaReport { names: names(), document }, text))
+        Ok(ToolOutput::of(output, Exit::Verified, SchemaReport { names: names(), document }, text))
     }
 }

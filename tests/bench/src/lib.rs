@@ -23,10 +23,10 @@ mod switching;
 
 use std::process::ExitCode;
 
-use vmmfd::{channel::Cancel, error::Result};
+use vmmfd::error::Result;
 use vmmfd_cli::{
     child::SUBCOMMAND,
-    cli::{Exit, Output, Progress, Tool, ToolOutput, json_line, main_of_tool, raise_file_limit},
+    cli::{Exit, Running, Tool, ToolOutput, json_line, main_of_tool, raise_file_limit},
     schema::{Named, document},
 };
 
@@ -61,14 +61,10 @@ impl Tool for BenchOptions {
     const NAME: &'static str = "bench";
     const REPORTS: &'static [Named] = &[("bench", document::<Report>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, progress }: Running<'_>) -> anyhow::Result<ToolOutput> {
         // This process has sockets and descriptors for each consumer.
         raise_file_limit();
-        let mut run = Run::start(self, cancel, progress, !self.output.json)?;
+        let mut run = Run::start(self, cancel, progress, !output.json)?;
         for (group, measure) in GROUPS {
             if self.group == group || self.group == Group::All {
                 run.group = group;
@@ -76,7 +72,7 @@ impl Tool for BenchOptions {
             }
         }
         let report = run.report;
-        let text = if self.output.json { json_line(&report) } else { report.end() };
+        let text = if output.json { json_line(&report) } else { report.end() };
         Ok(ToolOutput { text, exit: if report.rows.is_empty() { Exit::Mismatch } else { Exit::Verified } })
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use vmmfd::{driver::Backend, memory::Selector};
 use vmmfd_cli::{
-    cli::{BACKEND, Output, parse_size, parse_timeout},
+    cli::{BACKEND, parse_size, parse_timeout},
     exit_codes,
 };
 
@@ -53,7 +53,4 @@ pub(crate) struct BenchOptions {
     /// Let the broker accept host memory as GPU memory: for tests with the emulated driver
     #[arg(long, hide = true, help_heading = "Meeting")]
     pub(crate) emulated: bool,
-
-    #[command(flatten)]
-    pub(crate) output: Output,
 }

@@ -14,14 +14,14 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::Metrics,
-    channel::{BrokerPath, Cancel},
+    channel::BrokerPath,
     error::{Error, Result},
     internals::take_passed,
 };
 
 use super::MeetBroker;
 use crate::{
-    cli::{Exit, Output, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped, run::raise_file_limit},
+    cli::{Exit, Running, Tool, ToolOutput, exit::exit_codes, report::Stamped, run::raise_file_limit},
     exporter::{
         Response,
         metrics::{CONTENT_TYPE, render},
@@ -49,9 +49,6 @@ pub(in super::super) struct ExporterOptions {
 
     #[command(flatten)]
     meet: MeetBroker,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -65,17 +62,13 @@ impl Tool for ExporterOptions {
 
     const REPORTS: &'static [Named] = &[("exporter", document::<Stamped<ExporterReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         // Each connection has a descriptor.
         raise_file_limit();
         // The path may change: each request looks for a broker of this user, then for the system's.
         let path = BrokerPath::find(self.meet.socket.as_deref())?;
         let (listener, address) = self.listener()?;
-        self.output.announce(format!("exporter  listening  http://{address}/metrics"))?;
+        output.announce(format!("exporter  listening  http://{address}/metrics"))?;
         let meet = self.meet.clone();
         let asked = cancel.clone();
         let down = AtomicBool::new(false);
@@ -89,7 +82,7 @@ impl Tool for ExporterOptions {
             listen: address.to_string(),
             socket: BrokerPath::find(self.meet.socket.as_deref()).unwrap_or(path).path().display().to_string(),
         };
-        Ok(ToolOutput::of(&self.output, Exit::Verified, report, |_, _| String::new()))
+        Ok(ToolOutput::of(output, Exit::Verified, report, |_, _| String::new()))
     }
 }
 

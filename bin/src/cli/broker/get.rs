@@ -21,7 +21,7 @@ use crate::{
     check::files::{self, Target},
     cli::values::CHOICE,
     cli::{
-        Exit, Fetch, Output, Tool, ToolOutput,
+        Exit, Fetch, Running, Tool, ToolOutput,
         exit::exit_codes,
         leave_open,
         options::{parse_timeout, parse_uid},
@@ -86,9 +86,6 @@ pub(in super::super) struct GetOptions {
 
     #[command(flatten)]
     meet: MeetBroker,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -255,18 +252,14 @@ impl Tool for GetOptions {
 
     const REPORTS: &'static [Named] = &[("get", document::<Stamped<GetReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, progress }: Running<'_>) -> anyhow::Result<ToolOutput> {
         raise_file_limit();
         let target = self.fetch.target()?;
         let client = self.meet.connect(cancel)?;
         let mut steps = Steps::default();
-        let wait = self.wait.map(|wait| {
-            self.output.notice_wait(format!("waiting for `{}` to be put, for at most {wait:?}", self.name))
-        });
+        let wait = self
+            .wait
+            .map(|wait| output.notice_wait(format!("waiting for `{}` to be put, for at most {wait:?}", self.name)));
         let lease = steps.time("get", || client.get(&self.request()))?;
         drop(wait);
         self.check_parts(&lease)?;
@@ -304,7 +297,7 @@ impl Tool for GetOptions {
             error,
         };
         let exit = if report.error.is_some() { Exit::Mismatch } else { Exit::Verified };
-        Ok(ToolOutput::of(&self.output, exit, report, render))
+        Ok(ToolOutput::of(output, exit, report, render))
     }
 }
 

@@ -3,15 +3,11 @@
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::Args;
-use vmmfd::{
-    channel::Cancel,
-    internals::keeper::{self, Role},
-};
+use vmmfd::internals::keeper::{self, Role};
 
 use crate::cli::{
-    Output, Tool, ToolOutput,
+    Output, Running, Tool, ToolOutput,
     exit::{Exit, exit_codes},
-    output::Progress,
     run::{raise_file_limit, run_service, run_tool},
 };
 
@@ -32,19 +28,16 @@ pub(in super::super) struct KeeperOptions {
     /// Make the running keeper execute the program at its path, and report the result
     #[arg(long, help_heading = "Meeting")]
     reload: bool,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 impl KeeperOptions {
     /// Runs the keeper, or requests a reload.
-    pub(in super::super) fn start(self) -> ExitCode {
+    pub(in super::super) fn start(self, output: &Output) -> ExitCode {
         if self.reload && Role::of_this_process().is_first() {
-            return run_tool(self);
+            return run_tool(self, output);
         }
-        run_service(Self::NAME, &self.output, || {
-            self.output.start_service_log();
+        run_service(Self::NAME, output, || {
+            output.start_service_log();
             // The keeper holds a descriptor per segment.
             raise_file_limit();
             let code = keeper::run_keeper(&self.socket)?;
@@ -56,11 +49,7 @@ impl KeeperOptions {
 impl Tool for KeeperOptions {
     const NAME: &'static str = "keeper";
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         keeper::reload(&self.socket, cancel)?;
         Ok(ToolOutput { text: String::new(), exit: Exit::Verified })
     }

@@ -3,14 +3,11 @@
 use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
-use vmmfd::{broker::Summary, channel::Cancel};
+use vmmfd::broker::Summary;
 
 use super::{MeetBroker, devices_in_short, fields::age, total};
 use crate::{
-    cli::{
-        Column, Exit, Output, Table, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped,
-        stdout_width,
-    },
+    cli::{Column, Exit, Running, Table, Tool, ToolOutput, exit::exit_codes, report::Stamped, stdout_width},
     schema::{Named, document},
     units::about,
 };
@@ -29,9 +26,6 @@ pub(in super::super) struct LsOptions {
     /// Show a table: SIZE is the data, MEMORY the memory of all devices, both as claimed by the makers
     #[arg(short, long, help_heading = "Output")]
     long: bool,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -44,20 +38,16 @@ impl Tool for LsOptions {
 
     const REPORTS: &'static [Named] = &[("ls", document::<Stamped<LsReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let objects = self.meet.connect(cancel)?.list(&self.prefix)?;
         if objects.is_empty() {
-            self.output.notice(&no_match(&self.prefix));
+            output.notice(&no_match(&self.prefix));
         }
         let text = |report: &LsReport, _| match self.long && !report.objects.is_empty() {
             true => table(&report.objects).render(stdout_width()),
             false => report.objects.iter().map(|object| format!("{}\n", object.name)).collect(),
         };
-        Ok(ToolOutput::of(&self.output, Exit::Verified, LsReport { objects }, text))
+        Ok(ToolOutput::of(output, Exit::Verified, LsReport { objects }, text))
     }
 }
 

@@ -32,7 +32,7 @@ use super::{
 use crate::{
     check::files::Source,
     cli::{
-        Allocate, ArrayOptions, Exit, Output, Tool, ToolOutput,
+        Allocate, ArrayOptions, Exit, Running, Tool, ToolOutput,
         exit::exit_codes,
         leave_open,
         options::source_parser,
@@ -127,9 +127,6 @@ pub(in super::super) struct PutOptions {
 
     #[command(flatten)]
     meet: MeetBroker,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -430,11 +427,7 @@ impl Tool for PutOptions {
 
     const REPORTS: &'static [Named] = &[("put", document::<Stamped<PutReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, progress }: Running<'_>) -> anyhow::Result<ToolOutput> {
         raise_file_limit();
         let input = self.input()?;
         let metadata = self.metadata(&input)?;
@@ -443,7 +436,7 @@ impl Tool for PutOptions {
         let mut steps = Steps::default();
         let opened = steps.time("driver", || start(self.memory.backend, cancel, &|_| {}))?;
         leave_open(&opened.driver);
-        let fallback = self.output.notice_fallback(opened.fallback.as_ref());
+        let fallback = output.notice_fallback(opened.fallback.as_ref());
         let device = Device::find(&opened.driver, self.memory.device)?;
         allowance.check_device(&device)?;
         let (memory, digest) = self.load(&input, &device, &mut steps, cancel, progress)?;
@@ -469,7 +462,7 @@ impl Tool for PutOptions {
             digest,
             steps: steps.0,
         };
-        Ok(ToolOutput::of(&self.output, Exit::Verified, report, render))
+        Ok(ToolOutput::of(output, Exit::Verified, report, render))
     }
 }
 

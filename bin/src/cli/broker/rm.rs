@@ -7,7 +7,6 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{Client, HeldLease, Summary},
-    channel::Cancel,
     error::{Error, RefusalCode, Result},
     internals::refusal,
 };
@@ -15,10 +14,9 @@ use vmmfd::{
 use super::{MeetBroker, count, fields::field, ls::no_match, who::held};
 use crate::{
     cli::{
-        Exit, Output, Tool, ToolOutput,
+        Exit, Output, Running, Tool, ToolOutput,
         exit::exit_codes,
         layout,
-        output::Progress,
         report::{ErrorSummary, Stamped},
     },
     schema::{Named, document},
@@ -56,9 +54,6 @@ pub(in super::super) struct RmOptions {
 
     #[command(flatten)]
     meet: MeetBroker,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 #[derive(Debug, Default, Serialize, JsonSchema)]
@@ -127,27 +122,23 @@ impl Tool for RmOptions {
 
     const REPORTS: &'static [Named] = &[("rm", document::<Stamped<RmReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let client = self.meet.connect(cancel)?;
-        let Some(prefix) = &self.prefix else { return Ok(self.each(&client, self.names.clone())) };
+        let Some(prefix) = &self.prefix else { return Ok(self.each(&client, output, self.names.clone())) };
         let listed = Listed::of(&client, prefix)?;
         if self.dry_run {
-            return Ok(self.printed(RmReport { dry_run: Some(listed), ..RmReport::default() }, Exit::Verified));
+            return Ok(self.printed(output, RmReport { dry_run: Some(listed), ..RmReport::default() }, Exit::Verified));
         }
         self.check_confirmed(prefix, &listed)?;
-        Ok(self.each(&client, listed.objects.into_iter().map(|object| object.name).collect()))
+        Ok(self.each(&client, output, listed.objects.into_iter().map(|object| object.name).collect()))
     }
 }
 
 impl RmOptions {
-    fn printed(&self, report: RmReport, exit: Exit) -> ToolOutput {
-        ToolOutput::of(&self.output, exit, report, |RmReport { deleted, held, dry_run, .. }, _| {
+    fn printed(&self, output: &Output, report: RmReport, exit: Exit) -> ToolOutput {
+        ToolOutput::of(output, exit, report, |RmReport { deleted, held, dry_run, .. }, _| {
             let deleted = deleted.iter().map(|name| format!("deleted  {name}\n"));
-            let lines = deleted.chain(held.iter().map(self::held)).filter(|_| !self.output.quiet);
+            let lines = deleted.chain(held.iter().map(self::held)).filter(|_| !output.quiet);
             lines.chain(dry_run.iter().map(Listed::render)).collect()
         })
     }
@@ -164,7 +155,7 @@ impl RmOptions {
     }
 
     /// Deletes the objects, or lists them with `--dry-run`.
-    fn each(&self, client: &Client, names: Vec<String>) -> ToolOutput {
+    fn each(&self, client: &Client, output: &Output, names: Vec<String>) -> ToolOutput {
         let mut report = RmReport::default();
         let mut objects = Vec::new();
         let mut first = None::<Error>;
@@ -188,7 +179,7 @@ impl RmOptions {
         report.dry_run = self.dry_run.then_some(Listed { objects, confirm: None });
         report.held = self.held(client, &report.deleted);
         report.error = first.as_ref().map(ErrorSummary::of);
-        self.printed(report, first.as_ref().map_or(Exit::Verified, Exit::of))
+        self.printed(output, report, first.as_ref().map_or(Exit::Verified, Exit::of))
     }
 
     /// The leases that hold memory of deleted names. Empty if the broker does not answer, because the deletion has succeeded anyway.

@@ -32,10 +32,9 @@ use super::{
 };
 use crate::{
     cli::{
-        Exit, Output, Tool, ToolOutput,
+        Exit, Output, Running, Tool, ToolOutput,
         exit::exit_codes,
         options::parse_timeout,
-        output::Progress,
         report::{ErrorSummary, Stamped},
         run::{GRACE, raise_file_limit, run_service, run_tool},
     },
@@ -119,9 +118,6 @@ pub(in super::super) struct ServeOptions {
     /// Cancelled by SIGHUP, if a keeper restarts this server.
     #[arg(skip)]
     restart: Option<Cancel>,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 /// The time limit of a server's shutdown: 10 s for the keeper to receive everything, and the rest for closing descriptors.
@@ -194,12 +190,11 @@ struct CheckReport {
 
 impl ServeOptions {
     /// Runs the keeper, or the server.
-    pub(in super::super) fn start(self) -> ExitCode {
+    pub(in super::super) fn start(self, output: &Output) -> ExitCode {
         if self.check {
-            return run_tool(self);
+            return run_tool(self, output);
         }
-        let output = self.output.clone();
-        run_service(Self::NAME, &output, || {
+        run_service(Self::NAME, output, || {
             // On a terminal, the line `listening` and warnings suffice.
             match io::stderr().is_terminal() {
                 true => output.start_log(),
@@ -216,14 +211,14 @@ impl ServeOptions {
             raise_file_limit();
             let has_own_keeper = !self.no_keeper && self.keeper.is_none();
             match keeper::begin_service(has_own_keeper, || self.path())? {
-                ServiceProcess::Server(restart) => Ok(run_tool(Self { restart, ..self })),
+                ServiceProcess::Server(restart) => Ok(run_tool(Self { restart, ..self }, output)),
                 ServiceProcess::Ended(code) => Ok(ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX))),
             }
         })
     }
 
     /// Checks the configuration without starting the broker, and reports each problem.
-    fn check(&self, cancel: &Cancel) -> anyhow::Result<ToolOutput> {
+    fn check(&self, output: &Output, cancel: &Cancel) -> anyhow::Result<ToolOutput> {
         let path = match &self.socket {
             Some(_) => self.path(),
             // The folder may be absent: the broker creates it at start.
@@ -239,7 +234,7 @@ impl ServeOptions {
                 format!("broker    checked    the options are good; the socket is {}\n", report.socket)
             };
             return Ok(ToolOutput::of(
-                &self.output,
+                output,
                 Exit::Verified,
                 CheckReport { socket: path.display().to_string() },
                 text,
@@ -264,10 +259,6 @@ impl Tool for ServeOptions {
     const REPORTS: &'static [Named] =
         &[("serve", document::<Stamped<ServeReport>>), ("serve-check", document::<Stamped<CheckReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
     fn restart(&self) -> Option<&Cancel> {
         self.restart.as_ref()
     }
@@ -277,9 +268,9 @@ impl Tool for ServeOptions {
         if self.keeper.is_some() { GRACE + END } else { GRACE }
     }
 
-    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         if self.check {
-            return self.check(cancel);
+            return self.check(output, cancel);
         }
         let path = self.path()?;
         let unlimited = self.no_quota.then(Quota::unlimited);
@@ -309,7 +300,7 @@ impl Tool for ServeOptions {
         if !is_restarted(&server) {
             // A full disk must not stop the broker.
             let line = format!("broker    listening  {} as pid {}", server.path().display(), process::id());
-            if let Err(error) = self.output.announce(line) {
+            if let Err(error) = output.announce(line) {
                 tracing::warn!(%error, "cannot write to standard output");
             }
         }
@@ -325,7 +316,7 @@ impl Tool for ServeOptions {
             leases: ended.leases,
             size: ended.bytes,
         };
-        Ok(ToolOutput::of(&self.output, Exit::Verified, report, render))
+        Ok(ToolOutput::of(output, Exit::Verified, report, render))
     }
 }
 

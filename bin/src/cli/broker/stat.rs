@@ -5,7 +5,6 @@ use std::time::Duration;
 use clap::Args;
 use vmmfd::{
     broker::{Lifetime, Maker, ObjectInfo, PartInfo, ReportInfo, VersionInfo},
-    channel::Cancel,
     driver::DEVICE_NAME,
     wire,
 };
@@ -17,7 +16,7 @@ use super::{
     shown, total,
 };
 use crate::{
-    cli::{Exit, Output, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped},
+    cli::{Exit, Running, Tool, ToolOutput, exit::exit_codes, report::Stamped},
     schema::{Named, document},
     units::{self, bytes},
 };
@@ -42,9 +41,6 @@ pub(in super::super) struct StatOptions {
 
     #[command(flatten)]
     meet: MeetBroker,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 impl Tool for StatOptions {
@@ -52,13 +48,9 @@ impl Tool for StatOptions {
 
     const REPORTS: &'static [Named] = &[("stat", document::<Stamped<ObjectInfo>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let info = self.meet.connect(cancel)?.stat(&self.name, self.version)?;
-        Ok(ToolOutput::of(&self.output, Exit::Verified, info, render))
+        Ok(ToolOutput::of(output, Exit::Verified, info, render))
     }
 }
 

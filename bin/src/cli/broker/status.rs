@@ -7,7 +7,6 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{Crash, DeviceBytes, KeeperInfo, Metrics, Quota},
-    channel::Cancel,
     driver::{DEVICE_NAME, DeviceUuid},
     internals::nvml,
 };
@@ -19,7 +18,7 @@ use super::{
     who::by_device,
 };
 use crate::{
-    cli::{Exit, Output, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped},
+    cli::{Exit, Running, Tool, ToolOutput, exit::exit_codes, report::Stamped},
     schema::{Named, document},
     units::{about, bytes},
 };
@@ -36,9 +35,6 @@ const NVML_WAIT: Duration = Duration::from_secs(5);
 pub(in super::super) struct StatusOptions {
     #[command(flatten)]
     meet: MeetBroker,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -99,11 +95,7 @@ impl Tool for StatusOptions {
 
     const REPORTS: &'static [Named] = &[("status", document::<Stamped<StatusReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let (client, path) = self.meet.connect_at(cancel)?;
         let metrics = client.metrics()?;
         let socket = path.display().to_string();
@@ -111,9 +103,9 @@ impl Tool for StatusOptions {
         let report = StatusReport { socket, metrics, devices };
         let unknown = report.devices.iter().find_map(|device| device.unknown.as_ref());
         if let Some(reason) = unknown {
-            self.output.notice(&format!("the devices do not report their memory: {reason}"));
+            output.notice(&format!("the devices do not report their memory: {reason}"));
         }
-        Ok(ToolOutput::of(&self.output, Exit::Verified, report, render))
+        Ok(ToolOutput::of(output, Exit::Verified, report, render))
     }
 }
 

@@ -21,10 +21,10 @@ use vmmfd::{
 
 use super::{MeetBroker, fields::time};
 use crate::cli::{
-    Exit, Output, Tool, ToolOutput,
+    Exit, Running, Tool, ToolOutput,
     exit::exit_codes,
     layout,
-    output::{Progress, complain, json_line},
+    output::{complain, json_line},
 };
 use crate::{
     schema::{self, Named, VERSION, document},
@@ -38,12 +38,10 @@ const WAIT: Duration = Duration::from_secs(3600);
 ///
 /// The events are published, replaced, deleted, reported (a reader found a false claim), leased, and ended (a lease), of names that this
 /// user may read. A line with lost marks a gap: the events before the next line are unknown. The command reconnects after a restart of the
-/// broker. It runs until SIGTERM or SIGINT, or until its output is closed.
+/// broker. It runs until SIGTERM or SIGINT, or until its output is closed. With --json, each line is an object: first the place of the start,
+/// then each event.
 #[derive(Debug, Args)]
-#[command(
-    after_help = exit_codes!("stopped by a signal, or its output was closed"; 2 4 5),
-    mut_arg("json", |json| json.help("Print one JSON object per line: first the place of the start, then each event"))
-)]
+#[command(after_help = exit_codes!("stopped by a signal, or its output was closed"; 2 4 5))]
 pub(in super::super) struct WatchOptions {
     /// Only events of names that begin with PREFIX
     #[arg(value_name = "PREFIX", default_value = "", hide_default_value = true)]
@@ -55,9 +53,6 @@ pub(in super::super) struct WatchOptions {
 
     #[command(flatten)]
     meet: MeetBroker,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 fn parse_place(text: &str) -> Result<WatchPlace, String> {
@@ -102,7 +97,7 @@ fn kind_name(kind: EventKind) -> &'static str {
 }
 
 impl WatchOptions {
-    fn line(&self, watched: Option<&Watched>, place: &WatchPlace) -> String {
+    fn line(json: bool, watched: Option<&Watched>, place: &WatchPlace) -> String {
         let event = match watched {
             Some(Watched::Event(event)) => Some(event),
             _ => None,
@@ -112,7 +107,7 @@ impl WatchOptions {
             Some(Watched::Event(event)) => kind_name(event.kind),
             Some(_) => "lost",
         };
-        if self.output.json {
+        if json {
             let WatchPlace { instance, seq, .. } = place;
             return json_line(&Line { schema: VERSION, kind: word, instance, seq: *seq, event });
         }
@@ -138,27 +133,23 @@ impl Tool for WatchOptions {
 
     const REPORTS: &'static [Named] = &[("watch", document::<Line<'static>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let client = self.meet.connect(cancel)?;
         let mut watch = client.watch(&self.prefix, self.after.as_ref())?;
         end_with_output(cancel)?;
-        if self.output.json {
-            if !print(&self.line(None, watch.place()), cancel)? {
+        if output.json {
+            if !print(&Self::line(output.json, None, watch.place()), cancel)? {
                 return Ok(ended());
             }
-        } else if !self.output.quiet {
+        } else if !output.quiet {
             let WatchPlace { instance, seq, .. } = watch.place();
             complain(&format!("watch     following  behind event {seq} of {instance}"));
         }
         loop {
             match watch.next(WAIT) {
                 Ok(Some(watched)) => {
-                    let line = self.line(Some(&watched), watch.place());
-                    let line = if self.output.json { line } else { layout::shown(&line, &io::stdout()) };
+                    let line = Self::line(output.json, Some(&watched), watch.place());
+                    let line = if output.json { line } else { layout::shown(&line, &io::stdout()) };
                     if !print(&line, cancel)? {
                         return Ok(ended());
                     }

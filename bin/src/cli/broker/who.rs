@@ -8,16 +8,12 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
     broker::{DeviceBytes, HeldLease, Holders, UserTotal},
-    channel::Cancel,
     internals::clean,
 };
 
 use super::{MeetBroker, fields::age, ls::no_match, shown, total};
 use crate::{
-    cli::{
-        Column, Exit, Output, Table, Tool, ToolOutput, exit::exit_codes, output::Progress, report::Stamped,
-        stdout_width,
-    },
+    cli::{Column, Exit, Running, Table, Tool, ToolOutput, exit::exit_codes, report::Stamped, stdout_width},
     schema::{self, Named, document},
     units::about,
 };
@@ -35,9 +31,6 @@ pub(in super::super) struct WhoOptions {
 
     #[command(flatten)]
     meet: MeetBroker,
-
-    #[command(flatten)]
-    output: Output,
 }
 
 #[derive(Debug, Serialize, JsonSchema)]
@@ -111,24 +104,20 @@ impl Tool for WhoOptions {
 
     const REPORTS: &'static [Named] = &[("who", document::<Stamped<WhoReport>>)];
 
-    fn output(&self) -> &Output {
-        &self.output
-    }
-
-    fn run(&self, cancel: &Cancel, _progress: &Progress) -> anyhow::Result<ToolOutput> {
+    fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let client = self.meet.connect(cancel)?;
         let report = WhoReport::of(client.who(&self.prefix)?);
-        if report.leases.is_empty() && !self.output.json {
+        if report.leases.is_empty() && !output.json {
             let notice = match self.prefix.as_str() {
                 "" => "no object has a lease".to_owned(),
                 prefix if client.list(prefix)?.is_empty() => no_match(prefix),
                 prefix => format!("no object whose name begins with `{prefix}` has a lease"),
             };
-            self.output.notice(&notice);
+            output.notice(&notice);
         }
         let totals = self.prefix.is_empty();
         let text = |report: &WhoReport, verbose| render(report, totals, verbose, stdout_width());
-        Ok(ToolOutput::of(&self.output, Exit::Verified, report, text))
+        Ok(ToolOutput::of(output, Exit::Verified, report, text))
     }
 }
 
