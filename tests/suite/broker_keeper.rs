@@ -132,19 +132,19 @@ fn settle(served: &Served) {
     }
 }
 
-#[track_caller]
-fn wait_for_log(served: &Served, text: &str, times: usize) {
-    let begun = Instant::now();
-    while served.log().matches(text).count() < times {
-        assert!(begun.elapsed() < PATIENCE, "no {text:?} in: {}", served.log());
-        pause(begun);
-    }
-}
-
 fn output(arguments: &[&str], paths: &[&Path]) -> Output {
     let mut command = Command::new(binary("vmmfd"));
     command.args(arguments).args(paths).env_remove("NOTIFY_SOCKET").stdin(Stdio::null());
     command.output().unwrap()
+}
+
+/// The error of a command that exits with 5.
+#[track_caller]
+fn failure(arguments: &[&str], paths: &[&Path]) -> String {
+    let ended = output(arguments, paths);
+    let error = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert_eq!(ended.status.code(), Some(5), "{error}");
+    error
 }
 
 #[test]
@@ -186,21 +186,11 @@ fn consecutive_restarts_lose_nothing() {
         check(&served, 3);
     }
     assert!(!["is lost", "are lost"].iter().any(|text| served.log().contains(text)), "{}", served.log());
-}
-
-#[test]
-fn stopped_server_leaves_everything_to_keeper() {
-    let subject = Subject::host();
-    let served = broker(&subject, 2);
-    let server = served.manager.as_ref().unwrap();
+    // The keeper holds everything without a server. The last process to exit reports the freed memory.
     assert_eq!(server.stop(Signal::SIGTERM), Some(0));
-    assert!(stored(served.keeper()) > 2 * SEGMENTS);
-    server.start_again();
-    check(&served, 2);
-    assert_eq!(server.stop(Signal::SIGTERM), Some(0));
-    assert_eq!(served.keeper.as_ref().unwrap().stop(Signal::SIGTERM), Some(0));
-    // The last process to exit reports the freed memory.
-    wait_for_log(&served, "descriptors: 2 objects, 2 versions, ", 1);
+    assert!(stored(served.keeper()) > 3 * SEGMENTS);
+    assert_eq!(keeper.stop(Signal::SIGTERM), Some(0));
+    served.wait_for_log("descriptors: 3 objects, 3 versions, ", 1);
 }
 
 #[test]
@@ -216,42 +206,18 @@ fn server_without_keeper_names_lost_objects() {
 }
 
 #[test]
-fn second_server_is_refused_with_first_pid() {
-    let subject = Subject::host();
-    let served = broker(&subject, 1);
-    let first = served.server();
-    let folder = tempfile::tempdir().unwrap();
-    let other = folder.path().join("other.sock");
-    let ended = output(&["serve", "--keeper"], &[&served.keeper_path(), Path::new("--socket"), &other]);
-    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
-    assert_eq!(ended.status.code(), Some(5), "{said}");
-    assert!(said.contains(&format!("it already serves pid {first}")), "{said}");
-    assert_eq!(served.server(), first);
-    check(&served, 1);
-}
-
-#[test]
-fn unreachable_keeper_is_an_error() {
-    let folder = tempfile::tempdir().unwrap();
-    let (keeper, socket) = (folder.path().join("keeper.sock"), folder.path().join("broker.sock"));
-    let ended =
-        output(&["serve", "--time-limit", "keeper=50ms", "--keeper"], &[&keeper, Path::new("--socket"), &socket]);
-    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
-    assert_eq!(ended.status.code(), Some(5), "{said}");
-    assert!(said.contains("reach the keeper at") && said.contains("vmmfd keeper"), "{said}");
-    // The server never listened, so no client saw it without the objects.
-    assert!(!socket.exists());
-}
-
-#[test]
-fn keeper_in_open_folder_is_refused() {
+fn unusable_keeper_socket_is_an_error() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
+    let (keeper, socket) = (folder.path().join("keeper.sock"), folder.path().join("broker.sock"));
+    let error =
+        failure(&["serve", "--time-limit", "keeper=50ms", "--keeper"], &[&keeper, Path::new("--socket"), &socket]);
+    assert!(error.contains("reach the keeper at") && error.contains("vmmfd keeper"), "{error}");
+    // The server never listened, so no client saw it without the objects.
+    assert!(!socket.exists());
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o750)).unwrap();
-    let ended = output(&["keeper", "--socket"], &[&folder.path().join("keeper.sock")]);
-    let said = String::from_utf8_lossy(&ended.stderr).into_owned();
-    assert_eq!(ended.status.code(), Some(5), "{said}");
-    assert!(said.contains("mode 750") && said.contains("700"), "{said}");
+    let error = failure(&["keeper", "--socket"], &[&keeper]);
+    assert!(error.contains("mode 750") && error.contains("700"), "{error}");
 }
 
 /// Sends a record to the keeper at a path, and returns its answer.
@@ -415,10 +381,8 @@ fn reload_executes_new_program_in_place() {
     for other in ["/bin/true", "/bin/false"] {
         let before = image(keeper);
         copied(Path::new(other), &program);
-        let ended = output(&["keeper", "--reload", "--socket"], &[&served.keeper_path()]);
-        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
-        assert_eq!(ended.status.code(), Some(5), "{said}");
-        assert!(said.contains(&program.display().to_string()), "{said}");
+        let error = failure(&["keeper", "--reload", "--socket"], &[&served.keeper_path()]);
+        assert!(error.contains(&program.display().to_string()), "{error}");
         assert_eq!((served.keeper(), image(keeper)), (keeper, before));
     }
     copied(&binary("vmmfd"), &program);
@@ -433,7 +397,7 @@ fn stopped_keeper_is_replaced() {
     let keeper = served.keeper();
     kill(keeper, Signal::SIGSTOP).unwrap();
     put(&served, "object-1", 1);
-    wait_for_log(&served, "the keeper has read nothing for 1s", 1);
+    served.wait_for_log("the keeper has read nothing for 1s", 1);
     until(|| served.keeper() != keeper);
     put(&served, "object-2", 2);
     settle(&served);
@@ -495,7 +459,7 @@ mod root {
             let answer = ask(&path, &[b'H', 1, 0, 0, 0, 0]).unwrap();
             answer.starts_with('X') && answer.contains("must run as the same user")
         });
-        wait_for_log(&served, &format!("runs as uid {OTHER}"), 1);
+        served.wait_for_log(&format!("runs as uid {OTHER}"), 1);
         check(&served, 1);
     }
 }

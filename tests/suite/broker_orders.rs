@@ -1,12 +1,10 @@
 //! Kills, hangups and stops of the broker's two processes, in every order: no object is lost.
 
 use std::{
-    collections::VecDeque,
     fs, io,
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::Path,
     process::{Command, Stdio},
-    sync::Mutex,
     thread,
     time::{Duration, Instant},
 };
@@ -17,7 +15,7 @@ use nix::{
     unistd::Pid,
 };
 use vmmfd::{
-    broker::{Client, Put, PutPart},
+    broker::{Client, Get, Put, PutPart},
     session::Config,
     wire::broker::Message,
 };
@@ -33,9 +31,6 @@ use crate::{
         session::Session,
     },
 };
-
-/// The number of concurrent brokers.
-const TOGETHER: usize = 6;
 
 /// The time limit of each wait.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -83,7 +78,7 @@ impl Event {
     }
 }
 
-/// A broker, and the number of its objects.
+/// A broker, and the number of its objects. Each object is filled with its number.
 struct Broker<'a> {
     subject: &'a Subject,
     served: Served,
@@ -91,7 +86,21 @@ struct Broker<'a> {
     events: Vec<Event>,
 }
 
-impl Broker<'_> {
+impl<'a> Broker<'a> {
+    fn over(subject: &'a Subject, served: Served) -> Self {
+        let mut broker = Self { subject, served, objects: 0, events: Vec::new() };
+        broker.check();
+        broker
+    }
+
+    fn start(subject: &'a Subject, program: &Path, options: &[&str]) -> Self {
+        Self::over(subject, Served::with(Keeper::Own, subject, program, options))
+    }
+
+    fn client(&self) -> Client {
+        Client::connect(&self.served.path, &Config::default().timeout(DEADLINE)).unwrap()
+    }
+
     #[track_caller]
     fn until<T>(&self, awaited: &str, condition: impl Fn() -> Option<T>) -> T {
         let begun = Instant::now();
@@ -126,14 +135,22 @@ impl Broker<'_> {
         })
     }
 
-    /// Puts another object, and gets each object.
+    /// Puts another object, and gets it.
     #[track_caller]
     fn check(&mut self) {
-        let client = Client::connect(&self.served.path, &Config::default().timeout(DEADLINE)).unwrap();
-        let memory = filled(&self.subject.driver, 4096, None, self.objects);
-        let part = PutPart::of("all", &memory).unwrap();
-        client.put(&Put::new(format!("object-{}", self.objects)).part(part)).unwrap();
+        let client = self.client();
+        let (name, memory) =
+            (format!("object-{}", self.objects), filled(&self.subject.driver, 4096, None, self.objects));
+        client.put(&Put::new(&name).part(PutPart::of("all", &memory).unwrap())).unwrap();
+        assert_eq!(value(&client, &self.subject.driver, &name), [self.objects; 2], "after {:?}", self.events);
         self.objects += 1;
+    }
+
+    /// Gets each object.
+    #[track_caller]
+    fn check_all(&mut self) {
+        self.check();
+        let client = self.client();
         for number in 0..self.objects {
             let found = value(&client, &self.subject.driver, &format!("object-{number}"));
             assert_eq!(found, [number; 2], "after {:?}", self.events);
@@ -169,46 +186,36 @@ impl Broker<'_> {
     }
 }
 
-/// Runs the cases, several at a time.
-fn in_threads<T: Send>(cases: impl IntoIterator<Item = T>, run: impl Fn(T) + Sync) {
-    let cases = Mutex::new(cases.into_iter().collect::<VecDeque<T>>());
-    let next = || cases.lock().unwrap().pop_front();
-    thread::scope(|scope| {
-        for _ in 0..TOGETHER {
-            scope.spawn(|| {
-                while let Some(case) = next() {
-                    run(case);
-                }
-            });
-        }
-    });
+/// A cycle of events in which each ordered pair of them occurs once: a de Bruijn sequence, from its Lyndon words.
+fn cycle_of_pairs() -> impl Iterator<Item = Event> {
+    let words = |first: usize| {
+        [EVENTS[first]].into_iter().chain(EVENTS[first + 1..].iter().flat_map(move |&second| [EVENTS[first], second]))
+    };
+    (0..EVENTS.len()).flat_map(words).chain([EVENTS[0]])
 }
 
 #[test]
 fn every_order_of_ends_loses_nothing() {
-    let orders = EVENTS.into_iter().flat_map(|first| EVENTS.map(|second| [first, second]));
-    in_threads(orders, |[first, second]| {
-        let subject = Subject::host();
-        let served = Served::start(Keeper::Own, &subject);
-        let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
-        broker.check();
-        for _ in 0..2 {
-            if matches!(first, Event::Stop(_)) {
-                broker.send(&[first, second]);
-            } else {
-                broker.send(&[first]);
-                broker.send(&[second]);
-            }
+    let subject = Subject::host();
+    let mut broker = Broker::start(&subject, &binary("vmmfd"), &[]);
+    let cycle: Vec<Event> = cycle_of_pairs().collect();
+    broker.send(&cycle[..1]);
+    for pair in cycle.windows(2) {
+        match pair {
+            // The process continues after the second event.
+            [Event::Stop(_), _] => broker.send(pair),
+            // The next pair sends it.
+            [_, Event::Stop(_)] => {}
+            _ => broker.send(&pair[1..]),
         }
-    });
+    }
+    broker.check_all();
 }
 
 #[test]
 fn stopped_keeper_is_replaced() {
     let subject = Subject::host();
-    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--time-limit", "silence=1s"]);
-    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
-    broker.check();
+    let mut broker = Broker::start(&subject, &binary("vmmfd"), &["--time-limit", "silence=1s"]);
     for reports in 1..=2 {
         let [server, keeper] = broker.pair();
         broker.events.push(Event::Stop(Process::Keeper));
@@ -220,56 +227,77 @@ fn stopped_keeper_is_replaced() {
         });
         let after = broker.pair();
         assert_eq!(after[0], server);
-        broker.until("its report in the log", || {
-            let report = "the keeper has read nothing for 1s";
-            (broker.served.log().matches(report).count() == reports).then_some(())
-        });
+        broker.served.wait_for_log("the keeper has read nothing for 1s", reports);
         // A server kill loses nothing either, although the stopped process was to take over.
         broker.send(&[Event::Kill(Process::Server)]);
     }
 }
 
+/// Only a program that starts as a keeper replaces the running one. Until then, kills restart the old program.
 #[test]
-fn replaced_program_file_loses_nothing() {
+fn upgrade_loses_nothing() {
     let subject = Subject::host();
     let folder = tempfile::tempdir().unwrap();
     let program = folder.path().join("vmmfd");
     copied(&binary("vmmfd"), &program);
-    let served = Served::with(Keeper::Own, &subject, &program, &[]);
-    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
-    broker.check();
-    for (refusals, file) in [(1, Some("/bin/true")), (2, None)] {
+    let mut broker = Broker::start(&subject, &program, &[]);
+    let client = broker.client();
+    let lease = client.get(&Get::new("object-0")).unwrap();
+    let file = |path: &Path| fs::metadata(path).unwrap().ino();
+    let images = |pair: [Pid; 2]| pair.map(|pid| file(Path::new(&format!("/proc/{pid}/exe"))));
+    let upgrade = |broker: &mut Broker<'_>| {
+        copied(&binary("vmmfd"), &program);
+        let [_, keeper] = broker.pair();
+        broker.send(&[Event::HangUp(Process::Keeper)]);
+        // The keeper is the same process and executes the new program, as does the new server.
+        let pair = broker.pair();
+        assert_eq!((pair[1], images(pair)), (keeper, [file(&program); 2]));
+        broker.until("the lease", || lease.is_held().then_some(()));
+    };
+    (0..2).for_each(|_| upgrade(&mut broker));
+    let wrong = [
+        ("#!/bin/sh\nexit 3\n", 0o755),
+        ("#!/bin/sh\nexit 0\n", 0o755),
+        ("no program\n", 0o755),
+        ("#!/bin/sh\n", 0o644),
+    ];
+    for (refusals, file) in (1..).zip(wrong.map(Some).into_iter().chain([None])) {
         match file {
-            Some(file) => copied(Path::new(file), &program),
+            Some((text, mode)) => {
+                let beside = folder.path().join("other");
+                fs::write(&beside, text).unwrap();
+                fs::set_permissions(&beside, fs::Permissions::from_mode(mode)).unwrap();
+                fs::rename(&beside, &program).unwrap();
+            }
             None => fs::remove_file(&program).unwrap(),
         }
         let before = broker.pair();
         kill(before[1], Signal::SIGHUP).unwrap();
-        broker.until("a refusal", || (broker.served.log().matches("not reloaded").count() == refusals).then_some(()));
+        broker.served.wait_for_log("not reloaded", refusals);
         assert_eq!(broker.pair(), before);
-        for process in [Process::Server, Process::Keeper, Process::Server] {
-            broker.send(&[Event::Kill(process)]);
-        }
+        broker.check();
+    }
+    for process in [Process::Server, Process::Keeper, Process::Server] {
+        broker.send(&[Event::Kill(process)]);
     }
     copied(&binary("vmmfd"), &program);
     broker.send(&[Event::HangUp(Process::Keeper)]);
+    broker.check_all();
 }
 
 #[test]
 fn removed_folder_keeps_the_objects() {
     let subject = Subject::host();
-    let served = Served::start(Keeper::Own, &subject);
-    let folder = served.path.parent().unwrap().to_owned();
-    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
-    broker.check();
+    let mut broker = Broker::start(&subject, &binary("vmmfd"), &[]);
+    let folder = broker.served.path.parent().unwrap().to_owned();
     let [server, keeper] = broker.pair();
     fs::remove_dir_all(&folder).unwrap();
     kill(server, Signal::SIGKILL).unwrap();
-    broker.until("a server without a file", || broker.served.log().contains("clients can't connect").then_some(()));
+    broker.served.wait_for_log("clients can't connect", 1);
     fs::create_dir(&folder).unwrap();
     kill(keeper, Signal::SIGHUP).unwrap();
     broker.pair();
-    broker.check();
+    broker.check_all();
 }
 
 /// What `serve` reports under a limit with which it can't hold an object.
@@ -307,10 +335,8 @@ fn full_environment_keeps_restarts_possible() {
     let program = folder.path().join("serve");
     fs::write(&program, FULL_ENVIRONMENT.replace("PROGRAM", binary("vmmfd").to_str().unwrap())).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
-    let served = Served::with(Keeper::Own, &subject, &program, &[]);
-    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
-    broker.check();
-    let client = Client::connect(&broker.served.path, &Config::default()).unwrap();
+    let mut broker = Broker::start(&subject, &program, &[]);
+    let client = broker.client();
     let memory = filled(&subject.driver, 16 << 20, Some(4096), 9);
     client.put(&Put::new("many").part(PutPart::of("all", &memory).unwrap())).unwrap();
     for event in [Event::Kill(Process::Server), Event::HangUp(Process::Keeper), Event::Kill(Process::Keeper)] {
@@ -345,7 +371,7 @@ fn unread_stderr_blocks_nothing() {
         thread::sleep(Duration::from_millis(10));
     }
     // Each connection writes several log lines: together more than the pipe and the queue hold.
-    for _ in 0..4000 {
+    for _ in 0..1500 {
         connect().unwrap();
     }
     let client = connect().unwrap();
@@ -370,8 +396,7 @@ fn folder_lock_prevents_no_start() {
     let locked = fs::File::open(&folder).unwrap();
     locked.lock().unwrap();
     served.start_again();
-    let mut broker = Broker { subject: &subject, served, objects: 0, events: Vec::new() };
-    broker.check();
+    let broker = Broker::over(&subject, served);
     assert!(!broker.served.log().contains("previous"), "{}", broker.served.log());
     let lock = fs::metadata(folder.join(".broker.sock.lock")).unwrap();
     assert_eq!(lock.permissions().mode() & 0o777, 0o600);

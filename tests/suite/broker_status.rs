@@ -144,8 +144,12 @@ fn second_broker_is_refused_with_a_pid() {
     let served = Served::start(Keeper::Apart, &subject);
     let place = Meeting::host();
     let second = || vmmfd(&place, &["serve", "--no-keeper", "--socket", text(&served.path)]).end();
+    let other = place.folder().join("other.sock");
+    let same_keeper = ["serve", "--keeper", text(&served.keeper_path()), "--socket", text(&other)].map(str::to_owned);
     for _ in 0..2 {
         second().code(5).says(&format!("already served by pid {}\n", served.server()));
+        let ended = vmmfd(&place, &same_keeper.each_ref().map(|word| &**word)).end();
+        ended.code(5).says(&format!("it already serves pid {}", served.server()));
         served.kill_server();
     }
     // While no server runs, the keeper's socket still carries the dead server's pid, which the error must not name.

@@ -2,7 +2,7 @@
 
 use std::{
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -12,10 +12,6 @@ use std::{
     time::Duration,
 };
 
-use nix::{
-    sys::signal::{Signal, kill},
-    unistd::Pid,
-};
 use rustix::net::{
     accept,
     sockopt::{self, Timeout},
@@ -26,13 +22,11 @@ use vmmfd::{
     Error,
     array::{ArrayDescriptor, Order},
     broker::{
-        ArrayEntry, ClaimOf, Client, Condition, Get, Lease, Lifetime, LossReason, Lost, Object, Owner, Put, PutPart,
-        Restored, Server, ServerConfig,
+        ArrayEntry, ClaimOf, Client, Condition, Get, Lease, Lifetime, LossReason, Lost, Owner, Put, PutPart, Restored,
     },
-    channel::{Cancel, CancelReason},
+    channel::Cancel,
     driver::Backend,
     error::{ErrorCode, PeerError, RefusalCode, SocketError},
-    internals,
     memory::{Region, Shared},
     session::Config,
     wire::{
@@ -48,13 +42,11 @@ use crate::{
     broker::{filled, refused, until},
     broker_process::Raw,
     conversation::{PATIENCE, listening},
-    running::Meeting,
-    support::{Kind, Subject, in_fork},
+    support::{Subject, in_fork},
 };
 
 mod leases;
 mod requests;
-mod servers;
 
 const MIB: u64 = 1 << 20;
 

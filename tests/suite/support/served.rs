@@ -18,6 +18,7 @@ use vmmfd::wire::broker::Message;
 
 use super::{Kind, Subject, manager::Manager, open_files, pause, session::Session, stepper::children};
 use crate::{
+    broker::until,
     broker_process::{Raw, is_memory},
     running::binary,
 };
@@ -203,6 +204,29 @@ impl Served {
         }
     }
 
+    /// Kills the server and the keeper at once, and waits until the socket refuses connections.
+    #[track_caller]
+    pub(crate) fn kill_both(&mut self) {
+        let (server, keeper) = (self.server(), self.keeper());
+        // A stopped keeper starts no server.
+        kill(keeper, Signal::SIGSTOP).unwrap();
+        kill(server, Signal::SIGKILL).unwrap();
+        kill(keeper, Signal::SIGKILL).unwrap();
+        self.reap();
+        // A process's threads exit one by one, and its descriptors close with the last thread.
+        until(|| Raw::dial(&self.path).is_err());
+    }
+
+    /// Waits until the log has this text so many times. Another thread writes the log.
+    #[track_caller]
+    pub(crate) fn wait_for_log(&self, text: &str, times: usize) {
+        let begun = Instant::now();
+        while self.log().matches(text).count() < times {
+            assert!(begun.elapsed() < PATIENCE, "no {text:?} in: {}", self.log());
+            pause(begun);
+        }
+    }
+
     /// Reaps the first keeper if it has exited.
     pub(crate) fn reap(&mut self) {
         if let Some(child) = &mut self.first {
@@ -230,13 +254,6 @@ impl Served {
     /// Counts the memory descriptors of the server and of its keeper. The two counts must match.
     pub(crate) fn kept(&self, server: Pid) -> (usize, usize) {
         (stored(server), stored(self.keeper()))
-    }
-
-    /// Returns the resident memory of a process in KiB.
-    pub(crate) fn resident(&self, pid: Pid) -> u64 {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
-        line.trim().strip_suffix(" kB").unwrap().parse().unwrap()
     }
 }
 
