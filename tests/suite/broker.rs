@@ -27,7 +27,7 @@ use vmmfd::{
     session::Config,
 };
 
-use crate::support::{Inode, Kind, Subject, pause};
+use crate::support::{Copy, Inode, Kind, Subject, material::Material, pause};
 
 cases! {
     on crate::support::Subject; host and cuda: [
@@ -264,38 +264,64 @@ fn one_reader_claims_and_others_wait(subject: Subject) {
     assert_eq!(byte(&claimer, &driver, &Get::new("weights")), 1);
 }
 
-fn parts_of_processes_are_published_together(subject: Subject) {
-    let broker = Broker::start(&subject);
+/// Eight makers put the parts of each version, on their own devices if there are eight. A reader sees whole versions only.
+fn parts_are_published_together(subject: &Subject, devices: i32) {
+    const VERSIONS: u64 = 3;
+    const LONG: Duration = Duration::from_secs(600);
+    let broker = Broker::start(subject);
     let names: Vec<String> = (0..8).map(|rank| format!("rank{rank}")).collect();
-    let makers: Vec<_> = (0..8u8)
-        .map(|rank| {
-            let client = broker.client();
-            let names = names.clone();
-            let driver = subject.driver.clone();
-            thread::spawn(move || {
-                let part = ClaimOf::part(&names[usize::from(rank)], "launch-1");
-                let get = Get::new("model").wait(Duration::from_secs(600));
-                let Found::Claim(_claim) = client.get_or_claim(&get, &part).unwrap() else { panic!("found") };
-                let memory = filled(&driver, MIB, None, rank);
-                let part = PutPart::of(&names[usize::from(rank)], &memory).unwrap();
-                let put = Put::new("model").part(part).together(&names, "launch-1", Duration::from_secs(600));
-                client.put(&put).unwrap().version
-            })
-        })
-        .collect();
-    let (client, driver) = (broker.client(), subject.driver.clone());
-    let lease = client.get(&Get::new("model").wait(Duration::from_secs(600))).unwrap();
-    assert_eq!(lease.parts().len(), 8);
-    let object = lease.open(&driver, None).unwrap();
-    for (rank, name) in (0..8).zip(&names) {
-        let mut bytes = [0; 1];
-        object.part(name).unwrap().memory().unwrap().copy_out(0, &mut bytes).unwrap();
-        assert_eq!(bytes, [rank]);
-    }
-    assert!(makers.into_iter().all(|maker| maker.join().unwrap() == 1));
+    let memory = |version: u64, rank: i32| {
+        let device = Device::find(&subject.driver, Selector::Ordinal((rank % devices).cast_unsigned())).unwrap();
+        let memory = Shared::create(&device, Spec::vmm(MIB)).unwrap();
+        memory.copy_in(MIB - 1, &[version as u8 * 8 + rank as u8]).unwrap();
+        memory
+    };
+    let make = |rank: i32, name: &str| {
+        let client = broker.client();
+        for version in 1..=VERSIONS {
+            let group = format!("launch-{version}");
+            let get = Get::new("model").newer_than(version - 1).wait(LONG);
+            let Found::Claim(_claim) = client.get_or_claim(&get, &ClaimOf::part(name, &group)).unwrap() else {
+                panic!("found")
+            };
+            let (memory, put) = (memory(version, rank), Put::new("model").together(&names, &group, LONG));
+            let condition = if version == 1 { Condition::New } else { Condition::Version(version - 1) };
+            let put = put.condition(condition).part(PutPart::of(name, &memory).unwrap());
+            assert_eq!(client.put(&put).unwrap().version, version);
+        }
+    };
+    let client = broker.client();
+    thread::scope(|scope| {
+        (0..).zip(&names).for_each(|(rank, name)| drop(scope.spawn(move || make(rank, name))));
+        let mut version = 0;
+        while version < VERSIONS {
+            let lease = client.get(&Get::new("model").newer_than(version).wait(LONG)).unwrap();
+            let object = lease.open(&subject.driver, None).unwrap();
+            version = object.version();
+            assert!(object.parts().iter().map(|part| part.name()).eq(&names));
+            for (rank, part) in (0..).zip(object.parts()) {
+                let (memory, mut byte) = (part.memory().unwrap(), [0]);
+                memory.copy_out(MIB - 1, &mut byte).unwrap();
+                assert_eq!((byte[0], memory.device().ordinal()), (version as u8 * 8 + rank as u8, rank % devices));
+            }
+        }
+    });
+    let info = client.stat("model", None).unwrap().version;
+    assert_eq!((info.versions, info.summary.devices.len()), (vec![VERSIONS], devices as usize));
     let one = client.get(&Get::new("model").parts(["rank3"])).unwrap();
     assert_eq!(one.parts().iter().map(|part| part.name()).collect::<Vec<_>>(), ["rank3"]);
     assert_eq!(refused(client.get(&Get::new("model").parts(["rank9"]))).0, RefusalCode::Differs);
+}
+
+fn parts_of_processes_are_published_together(subject: Subject) {
+    parts_are_published_together(&subject, 1);
+}
+
+#[test]
+fn parts_of_eight_devices_are_published_together() {
+    let fake = Copy::new().load();
+    fake.set("FAKECUDA_DEVICES", "8");
+    parts_are_published_together(&Subject::of(fake), 8);
 }
 
 fn incomplete_version_is_never_visible(subject: Subject) {
@@ -386,16 +412,10 @@ fn thousand_segments_are_one_object(mut subject: Subject) {
     let client = broker.client();
     // The same few files are repeated: a segment is the unit of storage.
     let memory = filled(&driver, 8 * MIB, Some(2 * MIB), 3);
-    let (_, chunks) = memory.chunks(0..8 * MIB).unwrap().unwrap();
-    let mut description = memory.describe().unwrap();
-    (description.size, description.mapped_size) = (2000 * MIB, 2000 * MIB);
-    if let Sharing::Vmm { segments, .. } = &mut description.sharing {
-        *segments = 1000;
-    }
-    let before = Inode::of(&*chunks[0]).open_here();
-    let segments = (0..1000).map(|at| (2 * MIB, chunks[at % 4].as_fd()));
-    let part = PutPart::of_segments("all", driver.backend(), description, segments).unwrap();
-    let file = Inode::of(&*chunks[0]);
+    let material = Material::of(&memory).repeated(1000);
+    let file = Inode::of(&*material.segments[0].1);
+    let before = file.open_here();
+    let part = material.part();
     client.put(&Put::new("many").part(part)).unwrap();
     // The broker keeps one descriptor of each file and closes the hundreds of duplicates.
     until(|| file.open_here() <= before + 4);

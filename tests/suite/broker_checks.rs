@@ -18,9 +18,10 @@ use vmmfd::{
 
 use crate::{
     broker::{filled, refused},
-    broker_faults::{CHUNK, CHUNKS, MANY, Material, get_message, memfd},
+    broker_faults::{CHUNK, CHUNKS, MANY, send_segments},
     broker_process::{Process, Raw, Setup},
     support::Subject,
+    support::material::{Material, get_message, memfd},
 };
 
 const MIB: u64 = 1 << 20;
@@ -129,7 +130,7 @@ fn wrong_count_in_received_ends_connection() {
     let many = Material::of(&shared).repeated(MANY);
     let answer = scene.raw.ask(&Message::Put(Box::new(many.put("many"))), &many.fds()[..MAX_FDS]).unwrap();
     assert!(matches!(answer, Some((Message::Send(_), _))), "{answer:?}");
-    many.send(&scene.raw, MAX_FDS, MANY);
+    send_segments(&scene.raw, &many, MAX_FDS, MANY);
     assert!(matches!(scene.raw.receive().unwrap(), Some((Message::Published(_), _))));
     let first = MAX_FDS as u64;
     for wrong in [0, first - 1, first + 1, MANY as u64] {
@@ -179,14 +180,20 @@ fn request_token_of_another_name_is_refused() {
     scene.assert_empty();
 }
 
+/// Descriptors that are not sealed memory of the claimed size. `violations.rs` has the other wrong puts.
 #[test]
-fn writable_memory_is_not_immutable() {
+fn foreign_descriptors_are_refused() {
     let scene = Scene::new();
-    let memory = host_memory(2 * MIB);
-    let mut put = scene.memory.put("a");
-    put.parts[0].memory.immutable = true;
-    let (code, message) = scene.put(put, &[memory.as_fd()]).unwrap_err();
-    assert_eq!((code, message.contains("F_SEAL_WRITE")), (RefusalCode::Memory, true), "{message}");
+    let unsealed = memfd_create(c"open", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    nix::unistd::ftruncate(&unsealed, 2 << 20).unwrap();
+    let (pipe, _writer) = std::io::pipe().unwrap();
+    let files = ["/dev/null", "/proc/self/maps", "/"].map(|path| std::fs::File::open(path).unwrap());
+    let smaller = host_memory(MIB);
+    let others = [unsealed.as_fd(), pipe.as_fd(), scene.raw.as_fd(), smaller.as_fd()];
+    for fd in files.iter().map(AsFd::as_fd).chain(others) {
+        let (code, message) = scene.put(scene.memory.put("a"), &[fd]).unwrap_err();
+        assert_eq!(code, RefusalCode::Memory, "{message}");
+    }
     scene.assert_empty();
 }
 
@@ -222,7 +229,7 @@ fn shared_table_is_read_once() {
     let parts = 40;
     let memory = Material::of(&filled(&subject.driver, 2 * MIB, None, 1)).repeated(parts);
     let entry = |at| format!(r#"{{ "name": "a{at}", "array": {{ "shape": [ 1 ], "dtype": "uint8" }} }}"#);
-    let text = format!("[ {} ]", (0..50_000).map(entry).collect::<Vec<_>>().join(", "));
+    let text = format!("[ {} ]", (0..5000).map(entry).collect::<Vec<_>>().join(", "));
     let table = memfd(&text);
     let put = |name: &str, tables: usize| {
         let mut put = memory.put(name);
@@ -233,18 +240,17 @@ fn shared_table_is_read_once() {
             part.arrays = (at < tables).then_some(Table::Length(text.len() as u64));
         }
         let fds: Vec<_> = std::iter::repeat_n(table.as_fd(), tables).chain(memory.fds()).collect();
-        let before = server.processor_ticks();
+        let before = server.processor_time();
         let answer = raw.ask(&Message::Put(Box::new(put)), &fds).unwrap();
         assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
-        server.processor_ticks() - before
+        server.processor_time() - before
     };
     put("warm", 1);
     let one = (0..5).map(|at| put(&format!("one/{at}"), 1)).sum::<u64>() / 5;
     let many = put("many", parts);
-    eprintln!("{one} ticks for one part with the table, {many} for {parts}");
-    assert!(many < 5 * (one + 2), "{many} ticks for {parts} parts, {one} for one");
+    assert!(many < 5 * one, "{many} ns for {parts} parts, {one} ns for one");
     let found = server.client().stat("many", None).unwrap().version;
-    assert!(found.parts.iter().all(|part| part.arrays == 50_000));
+    assert!(found.parts.iter().all(|part| part.arrays == 5000));
 }
 
 #[test]

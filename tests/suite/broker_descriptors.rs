@@ -14,9 +14,9 @@ use vmmfd::{error::ErrorCode, wire::broker::Message};
 
 use crate::{
     broker::{filled, until},
-    broker_faults::Material,
     broker_process::{Process, Raw, Setup},
     seccomp::{self, ALLOW, require, rule},
+    support::material::Material,
     support::{Subject, with_own_descriptors},
 };
 
@@ -145,10 +145,10 @@ mod root {
 
     use super::*;
     use crate::{
-        broker_faults::get,
         broker_limits::put_segments,
         broker_process::{become_user, connect},
         support::in_fork,
+        support::material::get,
     };
 
     const SERVER: u32 = 24560;

@@ -88,26 +88,35 @@ impl Template {
     /// The same put as a record, with its descriptors.
     pub(crate) fn raw_put(&self, name: &str, nonce: u64, replace: bool) -> (broker::PutHeader, Vec<OwnedFd>) {
         let pages: Vec<OwnedFd> = (0..pages_of(nonce)).map(|_| page(nonce)).collect();
-        let memory: Memory = (&self.of(pages.len() as u64)).into();
         let metadata = broker::Attached::of(&json!({"nonce": nonce})).unwrap();
         let put = broker::PutHeader {
-            name: name.to_owned(),
             replace,
+            metadata: Some(Table::Inline(metadata)),
+            ..self.put_of_pages(name, pages.len())
+        };
+        (put, pages)
+    }
+
+    /// A put of so many pages, all in its first record.
+    pub(crate) fn put_of_pages(&self, name: &str, pages: usize) -> broker::PutHeader {
+        let memory: Memory = (&self.of(pages as u64)).into();
+        broker::PutHeader {
+            name: name.to_owned(),
+            replace: false,
             if_version: None,
             announced: Vec::new(),
             group: None,
             wait_ms: None,
             backend: "host".to_owned(),
             parts: vec![broker::PutPartHeader { name: "all".to_owned(), memory, arrays: None, digest: None }],
-            metadata: Some(Table::Inline(metadata)),
+            metadata: None,
             mode: None,
             lifetime: None,
             keep: None,
             request: None,
             restore: None,
-            sizes: vec![PAGE; pages.len()],
-        };
-        (put, pages)
+            sizes: vec![PAGE; pages],
+        }
     }
 }
 

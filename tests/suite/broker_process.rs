@@ -2,7 +2,9 @@
 
 use std::{
     collections::BTreeMap,
-    env, fs,
+    env,
+    fmt::Display,
+    fs,
     io::{self, IoSliceMut, Read},
     mem::MaybeUninit,
     os::{
@@ -104,6 +106,13 @@ pub(crate) fn is_memory(name: &str) -> bool {
     memfd || name.starts_with("/dev/nvidia")
 }
 
+/// The CPU time of a process in ns.
+pub(crate) fn processor_time(pid: impl Display) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let times = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("schedstat")).ok());
+    times.map(|times| times.split(' ').next().unwrap().parse::<u64>().unwrap()).sum()
+}
+
 /// A broker in its own process.
 pub(crate) struct Process {
     folder: TempDir,
@@ -197,16 +206,9 @@ impl Process {
         self.files().iter().filter(|(name, _)| is_memory(name)).map(|(_, count)| count).sum()
     }
 
-    /// [`Process::files`] without memory.
-    pub(crate) fn other_files(&self) -> BTreeMap<String, usize> {
-        self.files().into_iter().filter(|(name, _)| !is_memory(name)).collect()
-    }
-
-    /// Its CPU time in clock ticks.
-    pub(crate) fn processor_ticks(&self) -> u64 {
-        let stat = fs::read_to_string(self.file("stat")).unwrap();
-        let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
-        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+    /// Its CPU time in ns.
+    pub(crate) fn processor_time(&self) -> u64 {
+        processor_time(self.child.id())
     }
 
     /// Its resident memory in KiB.

@@ -18,9 +18,10 @@ use vmmfd::{
 use crate::{
     broker::{filled, until},
     broker_crashes::token,
-    broker_faults::{Material, get_message, value},
+    broker_faults::value,
     broker_process::{Raw, become_user},
     running::binary,
+    support::material::{Material, get_message},
     support::{
         Subject, in_fork, open_files,
         served::{Keeper, Served, is_alive},

@@ -26,8 +26,8 @@ use vmmfd::{
 
 use crate::{
     broker::{filled, refused, until},
-    broker_faults::{Material, memfd},
     broker_process::{self, Process, Raw, Setup, become_user},
+    support::material::{Material, memfd},
     support::{Subject, in_fork},
 };
 

@@ -20,7 +20,6 @@ mod broker_load;
 mod broker_model;
 mod broker_orders;
 mod broker_pages;
-mod broker_parts;
 mod broker_paths;
 mod broker_process;
 mod broker_reconnect;

@@ -24,10 +24,10 @@ use vmmfd_cli::check::DataVerifier;
 
 use crate::{
     broker::filled,
-    broker_faults::Material,
     broker_process::{Process, Raw, Setup},
     conversation::{PATIENCE, listening},
     support::Subject,
+    support::material::Material,
 };
 
 const MIB: u64 = 1 << 20;

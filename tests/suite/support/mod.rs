@@ -5,6 +5,7 @@ mod faulty;
 pub(crate) mod fuse;
 pub(crate) mod manager;
 mod mapped;
+pub(crate) mod material;
 mod process;
 pub(crate) mod schema;
 pub(crate) mod served;

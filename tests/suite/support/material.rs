@@ -1,0 +1,104 @@
+//! Memory to put by hand, and the requests of a raw client.
+
+use std::{
+    fs::File,
+    io::Write,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+use nix::{
+    fcntl::{FcntlArg, SealFlag, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+};
+use vmmfd::{
+    broker::PutPart,
+    driver::Backend,
+    memory::{Chunk, Description, Region, Shared, Sharing},
+    wire::{
+        MAX_FDS, Memory,
+        broker::{self, GetObject, Message},
+    },
+};
+
+/// Memory and its description in a put.
+pub(crate) struct Material {
+    pub(crate) memory: Memory,
+    pub(crate) segments: Vec<(u64, Arc<Chunk>)>,
+    description: Description,
+    backend: Backend,
+}
+
+impl Material {
+    pub(crate) fn of(shared: &Shared) -> Self {
+        let (_, chunks) = shared.chunks(0..shared.size()).unwrap().unwrap();
+        let segments: Vec<_> = chunks.into_iter().map(|chunk| (chunk.size(), chunk)).collect();
+        let description = shared.describe().unwrap();
+        Self { memory: (&description).into(), segments, description, backend: shared.device().backend() }
+    }
+
+    /// Repeats the segments up to this count.
+    pub(crate) fn repeated(mut self, count: usize) -> Self {
+        self.segments = self.segments.into_iter().cycle().take(count).collect();
+        let size = self.segments.iter().map(|(size, _)| size).sum();
+        (self.description.size, self.description.mapped_size) = (size, size);
+        if let Sharing::Vmm { segments, .. } = &mut self.description.sharing {
+            *segments = count as u64;
+        }
+        self.memory = (&self.description).into();
+        self
+    }
+
+    /// The whole memory as the part `all` of a client's put.
+    pub(crate) fn part(&self) -> PutPart<'_> {
+        let segments = self.segments.iter().map(|(size, chunk)| (*size, chunk.as_fd()));
+        PutPart::of_segments("all", self.backend, self.description.clone(), segments).unwrap()
+    }
+
+    /// A put of the whole memory, with the sizes of its first record.
+    pub(crate) fn put(&self, name: &str) -> broker::PutHeader {
+        let memory = self.memory.clone();
+        let arrays = None;
+        let digest = None;
+        broker::PutHeader {
+            name: name.to_owned(),
+            replace: false,
+            if_version: None,
+            announced: Vec::new(),
+            group: None,
+            wait_ms: None,
+            backend: self.backend.to_string(),
+            parts: vec![broker::PutPartHeader { name: "all".to_owned(), memory, arrays, digest }],
+            metadata: None,
+            mode: None,
+            lifetime: None,
+            keep: None,
+            request: None,
+            restore: None,
+            sizes: self.segments.iter().take(MAX_FDS).map(|(size, _)| *size).collect(),
+        }
+    }
+
+    pub(crate) fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.segments.iter().map(|(_, chunk)| chunk.as_fd()).collect()
+    }
+}
+
+pub(crate) fn get(name: &str) -> broker::Get {
+    let object = GetObject { name: name.to_owned(), ..GetObject::default() };
+    broker::Get { objects: vec![object], wait_ms: None, claim: None }
+}
+
+pub(crate) fn get_message(name: &str) -> Message {
+    Message::Get(Box::new(get(name)))
+}
+
+/// A sealed memfd with a text, the form of a table.
+pub(crate) fn memfd(text: &str) -> OwnedFd {
+    let file = memfd_create(c"table", MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING).unwrap();
+    let mut file = File::from(file);
+    file.write_all(text.as_bytes()).unwrap();
+    let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_WRITE | SealFlag::F_SEAL_SEAL;
+    fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+    file.into()
+}
