@@ -17,7 +17,6 @@ mod broker_faults;
 mod broker_keeper;
 mod broker_limits;
 mod broker_load;
-mod broker_model;
 mod broker_orders;
 mod broker_pages;
 mod broker_paths;
