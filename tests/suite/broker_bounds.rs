@@ -13,7 +13,7 @@ use vmmfd::{
     broker::Client,
     error::RefusalCode,
     session::Config,
-    wire::broker::{self, Attached, Claim, Get, GetObject, Lifetime, List, Message, Release, Table, Token, Watch, Who},
+    wire::broker::{self, Attached, Claim, Get, Lifetime, List, Message, Release, Table, Token, Watch, Who},
 };
 
 use crate::{
@@ -22,7 +22,9 @@ use crate::{
     broker_process::{Raw, processor_time},
     running::binary,
     support::{
-        Subject, open_files,
+        Subject,
+        material::{get, get_message},
+        open_files,
         served::{Keeper, Served},
     },
 };
@@ -70,14 +72,9 @@ fn ask(raw: &Raw, message: &Message) -> Message {
     raw.ask(message, &[]).unwrap().expect("the broker ended the connection").0
 }
 
-fn get(name: &str) -> Get {
-    let object = GetObject { name: name.to_owned(), ..GetObject::default() };
-    Get { objects: vec![object], wait_ms: None, claim: None }
-}
-
 #[track_caller]
 fn lease(raw: &Raw, name: &str) -> Token {
-    match ask(raw, &Message::Get(Box::new(get(name)))) {
+    match ask(raw, &get_message(name)) {
         Message::Lease(lease) => lease.token,
         other => panic!("{other:?}"),
     }

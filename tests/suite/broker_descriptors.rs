@@ -175,10 +175,13 @@ mod root {
         Raw::over(unsafe { OwnedFd::from_raw_fd(fds[0]) }).unwrap()
     }
 
+    fn is_admitted(raw: &Raw) -> bool {
+        raw.ask(&Raw::hello(), &[]).is_ok_and(|answer| matches!(answer, Some((Message::Hello(_), _))))
+    }
+
     fn greeted_as(uid: u32, server: &Process) -> Raw {
         let raw = dial_as(uid, server);
-        let answer = raw.ask(&Raw::hello(), &[]).unwrap();
-        assert!(matches!(answer, Some((Message::Hello(_), _))), "{answer:?}");
+        assert!(is_admitted(&raw));
         raw
     }
 
@@ -270,11 +273,7 @@ mod root {
                 assert_served(uid, &server);
             }
             drop(files);
-            until(|| {
-                dial_as(HOSTILE, &server)
-                    .ask(&Raw::hello(), &[])
-                    .is_ok_and(|answer| matches!(answer, Some((Message::Hello(_), _))))
-            });
+            until(|| is_admitted(&dial_as(HOSTILE, &server)));
         });
     }
 
@@ -304,11 +303,7 @@ mod root {
             connect(&server.path, SERVER).unwrap().get(&Get::new("a")).is_ok()
         });
         drop(unread);
-        until(|| {
-            dial_as(HOSTILE, &server)
-                .ask(&Raw::hello(), &[])
-                .is_ok_and(|answer| matches!(answer, Some((Message::Hello(_), _))))
-        });
+        until(|| is_admitted(&dial_as(HOSTILE, &server)));
     }
 
     /// A put that declares many segments of one memfd and sends only the first.
@@ -351,8 +346,7 @@ mod root {
         drop(held);
         until(|| {
             let raw = dial_as(HOSTILE, &server);
-            let greeted = raw.ask(&Raw::hello(), &[]);
-            greeted.is_ok_and(|answer| matches!(answer, Some((Message::Hello(_), _)))) && {
+            is_admitted(&raw) && {
                 let answer = raw.ask(&Message::Put(Box::new(material.put("mine"))), &material.fds()).unwrap();
                 matches!(answer, Some((Message::Published(_), _)))
             }

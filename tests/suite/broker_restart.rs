@@ -10,7 +10,7 @@ use std::{
 
 use nix::sys::signal::{Signal, kill};
 use vmmfd::{
-    broker::{Client, Get, Lifetime, Put, PutPart},
+    broker::{Client, Get, Lifetime, Put, PutPart, Watched},
     session::Config,
     wire::broker::{self, Delete, Message, Published, Release, Resume, Resumed, Token, Who},
 };
@@ -266,12 +266,18 @@ fn requests_and_leases_survive_server_kill() {
     };
     let before = held();
     assert_eq!(before.len(), 1);
-    for _ in 0..3 {
+    let mut watch = other.watch("watched/", None).unwrap();
+    for round in 0..3 {
+        client.put(&Put::new(format!("watched/{round}")).part(part())).unwrap();
         served.kill_server();
         assert!(!notices.recv_timeout(Duration::from_secs(100)).unwrap() && object.is_held());
         assert_eq!(held(), before, "the same lease, and no other");
     }
     other.stat("mine", None).unwrap();
+    for round in 0..3 {
+        let Some(Watched::Event(event)) = watch.next(Duration::from_secs(100)).unwrap() else { panic!("lost") };
+        assert_eq!(event.name, format!("watched/{round}"));
+    }
     assert!(!waiting.is_finished());
     other.put(&Put::new("later").part(part())).unwrap();
     assert_eq!(waiting.join().unwrap(), 1);

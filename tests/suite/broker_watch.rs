@@ -13,20 +13,16 @@ use vmmfd::{
     broker::{Client, Condition, Event, EventKind, WatchPlace, Watched},
     error::{PeerError, RefusalCode},
     session::Config,
-    wire::broker::{self as wire, Events, Message, WatchHeader},
+    wire::broker::{self as wire, Events, Message, Watch},
 };
 
 use crate::{
     broker_pages::Template,
     broker_process::{Process, Raw, Setup},
+    broker_reconnect::{FIRST as INSTANCE, OTHER, Peer, Scripted, meanwhile},
     running::{Meeting, Running, fits, wait_for},
-    support::{
-        Subject,
-        stand_in::{INSTANCE, StandIn, answer, request, stopped},
-    },
+    support::Subject,
 };
-
-const OTHER: &str = "7d2f1a90-3b5c-4e8d-9f07-a6b4c2d8e013";
 
 /// Longer than any event takes.
 const LONG: Duration = Duration::from_secs(600);
@@ -46,19 +42,17 @@ fn at(instance: &str, seq: u64) -> WatchPlace {
 
 /// Receives a subscription, and asserts its start position.
 #[track_caller]
-fn subscribed(raw: &Raw, after: Option<(&str, u64)>) {
-    let Message::Watch(WatchHeader { prefix, after: seq, instance }) = request(raw) else { panic!("another request") };
+fn subscribed(peer: &Peer, after: Option<(&str, u64)>) {
+    let Message::Watch(Watch { prefix, after: seq, instance }) = peer.next().0 else { panic!("another request") };
     assert_eq!(prefix, "models/");
     assert_eq!((instance.as_deref(), seq), (after.map(|(instance, _)| instance), after.map(|(_, seq)| seq)));
 }
 
 #[track_caller]
-fn unsubscribed(raw: &Raw, meanwhile: Option<Message>) {
-    assert!(matches!(request(raw), Message::Stop(_)));
-    if let Some(message) = meanwhile {
-        answer(raw, message).unwrap();
-    }
-    answer(raw, stopped()).unwrap();
+fn unsubscribed(peer: &Peer, meanwhile: Option<Message>) {
+    assert!(matches!(peer.next().0, Message::Stop(_)));
+    meanwhile.into_iter().for_each(|message| peer.say(&message));
+    peer.refuse(RefusalCode::Stopped);
 }
 
 fn connect(meeting: &Meeting) -> Client {
@@ -67,29 +61,26 @@ fn connect(meeting: &Meeting) -> Client {
 
 #[test]
 fn waits_continue_where_the_last_ended() {
-    let meeting = Meeting::host();
-    let broker = StandIn::start(
-        &meeting.socket(),
-        vec![Box::new(|raw| {
-            subscribed(&raw, None);
-            answer(&raw, events(INSTANCE, false, vec![], 7)).unwrap();
-            unsubscribed(&raw, None);
-            subscribed(&raw, Some((INSTANCE, 7)));
-            answer(&raw, events(INSTANCE, false, vec![], 7)).unwrap();
-            let two = vec![event(8, EventKind::Published), event(10, EventKind::Leased)];
-            answer(&raw, events(INSTANCE, false, two, 12)).unwrap();
-            // Events that arrive before the broker sees the unsubscription are not lost.
-            unsubscribed(&raw, Some(events(INSTANCE, false, vec![event(13, EventKind::Replaced)], 13)));
-            subscribed(&raw, Some((INSTANCE, 13)));
-            answer(&raw, events(INSTANCE, false, vec![], 15)).unwrap();
-            unsubscribed(&raw, None);
-            // A second watch continues from the first one's place.
-            subscribed(&raw, Some((INSTANCE, 10)));
-            answer(&raw, events(INSTANCE, false, vec![event(13, EventKind::Replaced)], 15)).unwrap();
-            unsubscribed(&raw, None);
-        })],
-    );
-    let client = connect(&meeting);
+    let scripted = Scripted::new();
+    let (client, peer) = scripted.client();
+    let broker = meanwhile(move || {
+        subscribed(&peer, None);
+        peer.say(&events(INSTANCE, false, vec![], 7));
+        unsubscribed(&peer, None);
+        subscribed(&peer, Some((INSTANCE, 7)));
+        peer.say(&events(INSTANCE, false, vec![], 7));
+        let two = vec![event(8, EventKind::Published), event(10, EventKind::Leased)];
+        peer.say(&events(INSTANCE, false, two, 12));
+        // Events that arrive before the broker sees the unsubscription are not lost.
+        unsubscribed(&peer, Some(events(INSTANCE, false, vec![event(13, EventKind::Replaced)], 13)));
+        subscribed(&peer, Some((INSTANCE, 13)));
+        peer.say(&events(INSTANCE, false, vec![], 15));
+        unsubscribed(&peer, None);
+        // A second watch continues from the first one's place.
+        subscribed(&peer, Some((INSTANCE, 10)));
+        peer.say(&events(INSTANCE, false, vec![event(13, EventKind::Replaced)], 15));
+        unsubscribed(&peer, None);
+    });
     let mut watch = client.watch("models/", None).unwrap();
     assert_eq!(watch.place(), &at(INSTANCE, 7));
     assert_eq!(watch.next(LONG).unwrap(), Some(Watched::Event(event(8, EventKind::Published))));
@@ -103,28 +94,25 @@ fn waits_continue_where_the_last_ended() {
     let mut again = client.watch("models/", Some(&place)).unwrap();
     assert_eq!(again.place(), &place);
     assert_eq!(again.next(LONG).unwrap(), Some(Watched::Event(event(13, EventKind::Replaced))));
-    broker.end();
+    broker.join().unwrap();
 }
 
 #[test]
 fn lost_events_are_reported_first() {
-    let meeting = Meeting::host();
-    let broker = StandIn::start(
-        &meeting.socket(),
-        vec![Box::new(|raw| {
-            subscribed(&raw, Some((INSTANCE, 3)));
-            answer(&raw, events(INSTANCE, true, vec![event(90, EventKind::Deleted)], 95)).unwrap();
-            unsubscribed(&raw, None);
-            // Another store: its numbering starts from 1.
-            subscribed(&raw, Some((INSTANCE, 95)));
-            answer(&raw, events(OTHER, false, vec![event(1, EventKind::Published)], 1)).unwrap();
-            unsubscribed(&raw, Some(events(OTHER, true, vec![], 40)));
-            subscribed(&raw, Some((OTHER, 40)));
-            answer(&raw, events(OTHER, false, vec![], 40)).unwrap();
-            unsubscribed(&raw, None);
-        })],
-    );
-    let client = connect(&meeting);
+    let scripted = Scripted::new();
+    let (client, peer) = scripted.client();
+    let broker = meanwhile(move || {
+        subscribed(&peer, Some((INSTANCE, 3)));
+        peer.say(&events(INSTANCE, true, vec![event(90, EventKind::Deleted)], 95));
+        unsubscribed(&peer, None);
+        // Another store: its numbering starts from 1.
+        subscribed(&peer, Some((INSTANCE, 95)));
+        peer.say(&events(OTHER, false, vec![event(1, EventKind::Published)], 1));
+        unsubscribed(&peer, Some(events(OTHER, true, vec![], 40)));
+        subscribed(&peer, Some((OTHER, 40)));
+        peer.say(&events(OTHER, false, vec![], 40));
+        unsubscribed(&peer, None);
+    });
     let mut watch = client.watch("models/", Some(&at(INSTANCE, 3))).unwrap();
     let mut next = || {
         let watched = watch.next(Duration::ZERO).unwrap();
@@ -136,30 +124,27 @@ fn lost_events_are_reported_first() {
     assert_eq!(next(), (Some(Watched::Event(event(1, EventKind::Published))), at(OTHER, 1)));
     assert_eq!(next(), (Some(Watched::Lost), at(OTHER, 40)));
     assert_eq!(next(), (None, at(OTHER, 40)));
-    broker.end();
+    broker.join().unwrap();
 }
 
 #[test]
 fn silent_broker_is_detected() {
-    let meeting = Meeting::host();
+    let scripted = Scripted::new();
+    let (client, peer) = scripted.client_with(Config::default().timeout(Duration::from_secs(1)));
     let (ended, end) = mpsc::channel::<()>();
-    let broker = StandIn::start(
-        &meeting.socket(),
-        vec![Box::new(move |raw| {
-            subscribed(&raw, None);
-            answer(&raw, events(INSTANCE, false, vec![], 7)).unwrap();
-            unsubscribed(&raw, None);
-            subscribed(&raw, Some((INSTANCE, 7)));
-            let _ = end.recv();
-        })],
-    );
-    let client = Client::connect(&meeting.socket(), &Config::default().timeout(Duration::from_secs(1))).unwrap();
+    let broker = meanwhile(move || {
+        subscribed(&peer, None);
+        peer.say(&events(INSTANCE, false, vec![], 7));
+        unsubscribed(&peer, None);
+        subscribed(&peer, Some((INSTANCE, 7)));
+        let _ = end.recv();
+    });
     let mut watch = client.watch("models/", None).unwrap();
     let error = watch.next(LONG).unwrap_err();
     assert!(matches!(error, Error::Peer(PeerError::Timeout { .. })), "{error}");
     assert_eq!(watch.place(), &at(INSTANCE, 7));
     drop(ended);
-    broker.end();
+    broker.join().unwrap();
 }
 
 /// The kinds, names and versions of the next events of a watch.
@@ -192,7 +177,7 @@ fn watch_reports_its_prefix_in_order() {
     put("data/a", 1, Condition::New);
     put("models/a", 2, Condition::Any);
     let reader = Raw::greeted(&server.path).unwrap();
-    let get = wire::GetHeader {
+    let get = wire::Get {
         objects: vec![wire::GetObject { name: "models/a".to_owned(), ..wire::GetObject::default() }],
         wait_ms: None,
         claim: None,
@@ -201,7 +186,7 @@ fn watch_reports_its_prefix_in_order() {
         panic!("no lease")
     };
     let message = "it is not as claimed".to_owned();
-    reader.send(&Message::Report(wire::ReportHeader { token: lease.token, message }), &[]).unwrap();
+    reader.send(&Message::Report(wire::Report { token: lease.token, message }), &[]).unwrap();
     reader.send(&Message::Release(wire::Release { token: lease.token }), &[]).unwrap();
     client.delete("models/a").unwrap();
     let place = watch.place().clone();

@@ -51,20 +51,20 @@ mod requests;
 const MIB: u64 = 1 << 20;
 
 /// The instance of the first broker in each test, and of a different broker.
-const FIRST: &str = "0c2b6d3a-7f0e-4f3c-9d4b-000000000001";
-const OTHER: &str = "0c2b6d3a-7f0e-4f3c-9d4b-000000000002";
+pub(crate) const FIRST: &str = "0c2b6d3a-7f0e-4f3c-9d4b-000000000001";
+pub(crate) const OTHER: &str = "0c2b6d3a-7f0e-4f3c-9d4b-000000000002";
 
 /// A timeout that a test waits for. Everything else must be faster, even on a busy machine.
 const A_WHILE: Duration = Duration::from_secs(1);
 
 /// A broker whose answers the test scripts.
-struct Scripted {
+pub(crate) struct Scripted {
     folder: TempDir,
     listener: OwnedFd,
 }
 
 impl Scripted {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let listener = Self::listen(&folder);
         Self { folder, listener }
@@ -111,11 +111,11 @@ impl Scripted {
     }
 
     /// A connected client, and the broker's side of its connection.
-    fn client(&self) -> (Client, Peer) {
+    pub(crate) fn client(&self) -> (Client, Peer) {
         self.client_with(Config::default().timeout(PATIENCE))
     }
 
-    fn client_with(&self, config: Config) -> (Client, Peer) {
+    pub(crate) fn client_with(&self, config: Config) -> (Client, Peer) {
         let path = self.path();
         let connecting = thread::spawn(move || Client::connect(&path, &config).unwrap());
         let peer = self.greet(FIRST);
@@ -124,7 +124,7 @@ impl Scripted {
 }
 
 /// The broker's side of a connection. For the client, a drop looks like a killed broker.
-struct Peer(Raw);
+pub(crate) struct Peer(Raw);
 
 impl Drop for Peer {
     /// Shuts the connection down: a fork of another test may hold a copy of the socket.
@@ -135,12 +135,12 @@ impl Drop for Peer {
 
 impl Peer {
     #[track_caller]
-    fn next(&self) -> (Message, Vec<OwnedFd>) {
+    pub(crate) fn next(&self) -> (Message, Vec<OwnedFd>) {
         self.0.receive().unwrap().expect("a record, and not the end of the connection")
     }
 
     #[track_caller]
-    fn say(&self, message: &Message) {
+    pub(crate) fn say(&self, message: &Message) {
         self.0.send(message, &[]).unwrap();
     }
 
@@ -177,7 +177,7 @@ impl Peer {
         self.say(&Message::Published(Published { version: 1, id: id.to_owned() }));
     }
 
-    fn refuse(&self, code: RefusalCode) {
+    pub(crate) fn refuse(&self, code: RefusalCode) {
         self.say(&Message::Refused(Refusal { code, message: "no".to_owned() }));
     }
 }
@@ -192,7 +192,9 @@ fn ask<T: std::marker::Send + 'static>(
 }
 
 /// Runs a closure on another thread.
-fn meanwhile<T: std::marker::Send + 'static>(what: impl FnOnce() -> T + std::marker::Send + 'static) -> JoinHandle<T> {
+pub(crate) fn meanwhile<T: std::marker::Send + 'static>(
+    what: impl FnOnce() -> T + std::marker::Send + 'static,
+) -> JoinHandle<T> {
     thread::spawn(what)
 }
 

@@ -10,7 +10,6 @@ mod process;
 pub(crate) mod schema;
 pub(crate) mod served;
 pub(crate) mod session;
-pub(crate) mod stand_in;
 pub(crate) mod stepper;
 mod subject;
 
