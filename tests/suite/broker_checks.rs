@@ -21,7 +21,7 @@ use crate::{
     broker_faults::{CHUNK, CHUNKS, MANY, send_segments},
     broker_process::{Process, Raw, Setup},
     support::Subject,
-    support::material::{Material, get_message, memfd},
+    support::material::{Material, get_message, memfd, restore},
 };
 
 const MIB: u64 = 1 << 20;
@@ -282,13 +282,7 @@ fn deleted_name_is_not_offered_back() {
     let scene = Scene::new();
     let (fds, uid) = (scene.memory.fds(), nix::unistd::geteuid().as_raw());
     let offer = |name: &str, id: u8| {
-        let restore = broker::Restore {
-            version: 3,
-            id: format!("0c2b6d3a-7f0e-4f3c-9d4b-0000000000{id:02x}"),
-            created_ms: 1_700_000_000_123,
-            owner: broker::Owner { uid, gid: uid },
-            leases: vec![Token([id; 16])],
-        };
+        let restore = restore(id, uid, uid, id);
         let put = broker::PutHeader { restore: Some(restore), mode: Some(0o644), ..scene.memory.put(name) };
         scene.put(put, &fds).map(|published| published.version).map_err(|(code, _)| code)
     };

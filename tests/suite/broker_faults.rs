@@ -24,10 +24,10 @@ use vmmfd::{
 
 use crate::{
     broker::{filled, refused, until},
-    broker_process::{Actor, Process, Raw, Setup},
+    broker_process::{Process, Raw, Setup},
     running::binary,
     support::{
-        Kind, Subject,
+        Subject,
         material::{Material, get, get_message, memfd},
         served::{Keeper, Served},
     },
@@ -36,7 +36,7 @@ use crate::{
 cases! {
     on crate::support::Subject; host and cuda: [
     acknowledged_requests_survive_client_kill,
-    version_is_freed_with_its_killed_reader,
+    version_is_freed_with_its_last_reader,
     ]
 }
 
@@ -393,25 +393,14 @@ fn acknowledged_requests_survive_client_kill(mut subject: Subject) {
     }
 }
 
-/// The readers are processes: one holds a lease, the other maps it too.
-fn version_is_freed_with_its_killed_reader(mut subject: Subject) {
+/// One reader holds a lease, and the other maps it too.
+fn version_is_freed_with_its_last_reader(mut subject: Subject) {
     subject.alone();
-    let driver = subject.driver.clone();
-    if let Some((step, path)) = Actor::role() {
-        let client = Client::connect(&path, &Config::default()).unwrap();
-        let lease = client.get(&Get::new("base")).unwrap();
-        if step == "maps" {
-            let _object = lease.open(&driver, None).unwrap();
-            Actor::stay("");
-        }
-        Actor::stay("");
-    }
-    let module = if subject.kind == Kind::Cuda { "cuda" } else { "host" };
-    let test = format!("broker_faults::{module}::version_is_freed_with_its_killed_reader");
+    let driver = &subject.driver;
     let server = Process::start(Setup::of(&subject));
     let client = server.client();
     let put = |value: u8| {
-        let shared = filled(&driver, CHUNKS as u64 * CHUNK, Some(CHUNK), value);
+        let shared = filled(driver, CHUNKS as u64 * CHUNK, Some(CHUNK), value);
         let put = Put::new("base").condition(Condition::Any).part(PutPart::of("all", &shared).unwrap());
         client.put(&put).unwrap().version
     };
@@ -419,8 +408,9 @@ fn version_is_freed_with_its_killed_reader(mut subject: Subject) {
     let before = CHUNKS + 1;
     until(|| server.memory_files() == before);
     for deleted in [false, true] {
-        let mut actors: Vec<Actor> = ["holds", "maps"].map(|step| Actor::start(&test, step, &server.path)).into();
-        actors.iter_mut().for_each(|actor| drop(actor.until_there()));
+        let holder = Raw::greeted(&server.path).unwrap();
+        lease(holder.ask(&get_message("base"), &[]).unwrap());
+        let mapper = server.client().get(&Get::new("base")).unwrap().open(driver, None).unwrap();
         let old = client.stat("base", None).unwrap().version.summary.version;
         let new = put(2);
         if deleted {
@@ -431,16 +421,15 @@ fn version_is_freed_with_its_killed_reader(mut subject: Subject) {
         assert_eq!(held.leases.len(), 2);
         assert!(held.leases.iter().all(|lease| (lease.version, lease.named) == (old, !deleted)), "{:?}", held.leases);
         until(|| server.memory_files() == before + CHUNKS);
-        // The last lease frees the memory.
-        let last = actors.pop().unwrap();
-        last.kill();
+        drop(mapper);
         until(|| client.who("").unwrap().leases.len() == 1);
         assert_eq!(server.memory_files(), before + CHUNKS);
-        actors.pop().unwrap().kill();
+        // The last lease frees the memory.
+        drop(holder);
         until(|| client.who("").unwrap().leases.is_empty());
         until(|| server.memory_files() == before);
         let versions = client.stat("base", None).unwrap().version.versions;
         assert_eq!(versions, if deleted { vec![1] } else { vec![new] });
-        assert_eq!(value(&client, &driver, "base"), if deleted { [3; 2] } else { [2; 2] });
+        assert_eq!(value(&client, driver, "base"), if deleted { [3; 2] } else { [2; 2] });
     }
 }

@@ -5,10 +5,7 @@ use std::{
     fs, io,
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
-        unix::{
-            fs::{FileExt, MetadataExt},
-            net::UnixDatagram,
-        },
+        unix::{fs::MetadataExt, net::UnixDatagram},
     },
     path::Path,
     process::{Command, Output, Stdio},
@@ -31,7 +28,7 @@ use vmmfd::{
 use crate::{
     broker::until,
     broker_crashes::token,
-    broker_pages::{Template, page},
+    broker_pages::{Template, nonce_of, page},
     running::binary,
     support::{
         Subject, pause,
@@ -78,14 +75,7 @@ fn value(client: &Client, name: &str) -> u8 {
     let segments: Vec<OwnedFd> =
         lease.into_parts().into_iter().flat_map(|part| part.into_segments().unwrap()).map(|(_, fd)| fd).collect();
     assert_eq!(segments.len(), SEGMENTS);
-    let nonces: BTreeSet<u64> = segments
-        .into_iter()
-        .map(|fd| {
-            let mut nonce = [0; 8];
-            fs::File::from(fd).read_exact_at(&mut nonce, 0).unwrap();
-            u64::from_le_bytes(nonce)
-        })
-        .collect();
+    let nonces: BTreeSet<u64> = segments.iter().map(nonce_of).collect();
     assert_eq!(nonces.len(), 1);
     nonces.first().map(|nonce| *nonce as u8).unwrap()
 }

@@ -23,7 +23,7 @@ use nix::{
         resource::{Resource, setrlimit},
         signal::{Signal, kill},
     },
-    unistd::{Gid, Pid, Uid, alarm, setgid, setgroups, setuid},
+    unistd::{Gid, Pid, Uid, setgid, setgroups, setuid},
 };
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix};
 use sendfd::SendWithFd;
@@ -52,9 +52,6 @@ const SETUP: &str = "VMMFD_TEST_BROKER";
 
 /// The test that the child runs in order to serve.
 const SERVES: &str = "broker_process::the_server_maps_no_driver";
-
-/// A hanging child is killed by SIGALRM after this many seconds.
-const DEADLINE: u32 = 600;
 
 /// The setup of a broker process.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -286,78 +283,6 @@ pub(crate) fn become_user(uid: u32, gid: u32, groups: &[u32]) {
     setgroups(&groups).unwrap();
     setgid(Gid::from_raw(gid)).unwrap();
     setuid(Uid::from_raw(uid)).unwrap();
-}
-
-/// The step of a child that [`Actor::start`] started; only such a child has the variable.
-const STEP: &str = "VMMFD_TEST_STEP";
-
-/// The file in which the child reports that it has reached the step.
-const THERE: &str = "VMMFD_TEST_THERE";
-
-/// A process of this test program that runs up to a step, and waits there until it is killed.
-pub(crate) struct Actor {
-    child: Child,
-    there: PathBuf,
-    _folder: TempDir,
-}
-
-impl Actor {
-    /// The step and the broker's socket, if this process is such a child.
-    pub(crate) fn role() -> Option<(String, PathBuf)> {
-        let step = env::var(STEP).ok()?;
-        let (step, path) = step.split_once(' ').unwrap();
-        alarm::set(DEADLINE);
-        Some((step.to_owned(), PathBuf::from(path)))
-    }
-
-    /// Starts a child that runs `test`, the calling test, again. There the test calls [`Actor::role`].
-    pub(crate) fn start(test: &str, step: &str, path: &Path) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let there = folder.path().join("there");
-        let mut command = Command::new(env::current_exe().unwrap());
-        command.args([test, "--exact", "--include-ignored", "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::null());
-        command.env(STEP, format!("{step} {}", path.display())).env(THERE, &there).env("TMPDIR", folder.path());
-        Self { child: spawn_alone(&mut command), there, _folder: folder }
-    }
-
-    /// In the child: reports the step with a word, and waits to be killed.
-    pub(crate) fn stay(word: &str) -> ! {
-        let there = PathBuf::from(env::var_os(THERE).unwrap());
-        let beside = there.with_extension("new");
-        fs::write(&beside, word).unwrap();
-        fs::rename(beside, there).unwrap();
-        loop {
-            thread::park();
-        }
-    }
-
-    /// Waits until the child has reached its step, and returns its word.
-    #[track_caller]
-    pub(crate) fn until_there(&mut self) -> String {
-        let begun = std::time::Instant::now();
-        loop {
-            if let Ok(word) = fs::read_to_string(&self.there) {
-                return word;
-            }
-            if let Some(status) = self.child.try_wait().unwrap() {
-                panic!("the child ended before: {status}");
-            }
-            assert!(begun.elapsed() < Duration::from_secs(DEADLINE.into()), "the child does not come there");
-            pause(begun);
-        }
-    }
-
-    pub(crate) fn kill(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Actor {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 /// A connection to a broker, with every record written by hand.

@@ -13,7 +13,6 @@ use std::{
     time::Duration,
 };
 
-use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use vmmfd::{
     Error,
     broker::{ClaimOf, Client, Condition, Found, Get, Put, PutPart, Quota},
@@ -21,13 +20,13 @@ use vmmfd::{
     error::{ErrorCode, PeerError, RefusalCode},
     memory::{Chunk, Description},
     session::Config,
-    wire::broker::{self, Message, Owner, Restore, Token},
+    wire::broker::{self, Message},
 };
 
 use crate::{
     broker::{filled, refused, until},
     broker_process::{self, Process, Raw, Setup, become_user},
-    support::material::{Material, memfd},
+    support::material::{Material, memfd, restore},
     support::{Subject, in_fork},
 };
 
@@ -233,6 +232,8 @@ mod root {
                 assert_eq!(code, RefusalCode::Quota);
                 let figures = "has 4 MiB (claimed) and asks for 2 MiB more, but its quota is 5 MiB";
                 assert!(message.contains(figures), "{message}");
+                let claimed = refused(client.get_or_claim(&Get::new(name(2)), &ClaimOf::whole()));
+                assert_eq!(claimed.0, RefusalCode::Quota, "{}", claimed.1);
                 let _held = client.get(&Get::new(name(0))).unwrap();
                 let (code, message) = refused(client.get(&Get::new(name(1))));
                 assert_eq!(code, RefusalCode::Quota);
@@ -256,62 +257,9 @@ mod root {
         let root = server.client();
         let totals: Vec<(u32, u64)> = root.who("").unwrap().totals.iter().map(|of| (of.uid, of.objects)).collect();
         assert!(totals.contains(&(MAKER, 2)) && totals.contains(&(OTHER, 2)), "{totals:?}");
-    }
-
-    #[test]
-    #[ignore = "needs root: make test-all runs it as root"]
-    fn default_limits_stop_one_user_alone() {
-        let subject = Subject::host();
-        let server = Process::start(allowing(&subject, &[MAKER, OTHER]));
-        let path = server.path.clone();
-        let memory = Piece::new(&subject, MIB);
-        let most = Quota::user();
-        let [taken, done] = ["taken", "done"].map(|name| path.with_file_name(name));
-        let as_maker = || {
-            let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-            setrlimit(Resource::RLIMIT_NOFILE, hard, hard).unwrap();
-            let client = connect(&path);
-            // The same memory under as many names as the quota allows.
-            for at in 0..most.objects.unwrap() {
-                put(&client, &format!("hostile/{at}"), &memory, Condition::New).unwrap();
-            }
-            let (code, message) = refused(put(&client, "hostile/more", &memory, Condition::New));
-            assert_eq!(code, RefusalCode::Quota);
-            assert!(message.contains("asks for 1 more, but its quota is 20000"), "{message}");
-            let name = "hostile/0".to_owned();
-            let claimed = refused(client.get_or_claim(&Get::new("hostile/claim"), &ClaimOf::whole()));
-            assert_eq!(claimed.0, RefusalCode::Quota, "{}", claimed.1);
-            // Open connections until a quota or the user's share of the descriptors refuses one.
-            let mut connections = Vec::new();
-            let message = loop {
-                let raw = Raw::dial(&path).unwrap();
-                // The broker may close a refused connection before this send.
-                let _ = raw.send(&Raw::hello(), &[]);
-                match raw.receive() {
-                    Ok(Some((Message::Hello(_), _))) => connections.push(raw),
-                    Ok(Some((Message::Error(failure), _))) => break failure.message,
-                    _ => break raw.ending().unwrap().message,
-                }
-            };
-            assert!(connections.len() as u64 <= most.connections.unwrap() && !message.is_empty(), "{message}");
-            fs::write(&taken, "").unwrap();
-            until(|| done.exists());
-            assert!(client.stat(&name, None).is_ok());
-        };
-        std::thread::scope(|scope| {
-            let maker = scope.spawn(|| as_user(MAKER, MAKER, &[], as_maker));
-            until(|| taken.exists() || maker.is_finished());
-            as_user(OTHER, OTHER, &[], || {
-                for at in 0..100 {
-                    let client = connect(&path);
-                    put(&client, &format!("honest/{at}"), &memory, Condition::New).unwrap();
-                    client.get(&Get::new(format!("honest/{at}"))).unwrap();
-                }
-            });
-            fs::write(&done, "").unwrap();
-        });
-        let root = server.client();
-        put(&root, "root", &memory, Condition::New).unwrap();
+        // Without options, each user has the default quota.
+        let path = Process::start(allowing(&subject, &[MAKER]));
+        as_user(MAKER, MAKER, &[], || assert_eq!(connect(&path.path).metrics().unwrap().quota, Some(Quota::user())));
     }
 
     #[test]
@@ -400,14 +348,8 @@ mod root {
         let shared = filled(&subject.driver, MIB, None, 1);
         let memory = Material::of(&shared);
         let offer = |name: &str, uid: u32, token: u8| {
-            let restore = Restore {
-                version: 3,
-                // The id of this version: an id of another version is refused.
-                id: format!("0c2b6d3a-7f0e-4f3c-9d4b-0000000000{:02x}", name.as_bytes()[0]),
-                created_ms: 1_700_000_000_123,
-                owner: Owner { uid, gid: TEAM },
-                leases: vec![Token([token; 16])],
-            };
+            // The id of this version: an id of another version is refused.
+            let restore = restore(name.as_bytes()[0], uid, TEAM, token);
             let put = broker::PutHeader { restore: Some(restore), mode: Some(0o644), ..memory.put(name) };
             let answer = Raw::greeted(&path).unwrap().ask(&Message::Put(Box::new(put)), &memory.fds()).unwrap();
             match answer.unwrap().0 {
@@ -522,13 +464,7 @@ mod root {
         let squatter = Raw::greeted(&path).unwrap();
         squatter.send(&Message::Put(Box::new(memory.put("models/x"))), &memory.fds()).unwrap();
         as_user(MAKER, TEAM, &[], || {
-            let restore = Restore {
-                version: 3,
-                id: "0c2b6d3a-7f0e-4f3c-9d4b-000000000001".to_owned(),
-                created_ms: 1_700_000_000_123,
-                owner: Owner { uid: MAKER, gid: TEAM },
-                leases: vec![Token([1; 16])],
-            };
+            let restore = restore(1, MAKER, TEAM, 1);
             let put = broker::PutHeader { restore: Some(restore), ..memory.put("models/x") };
             let answer = Raw::greeted(&path).unwrap().ask(&Message::Put(Box::new(put)), &memory.fds()).unwrap();
             assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");

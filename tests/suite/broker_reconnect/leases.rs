@@ -173,13 +173,19 @@ fn handlers_make_requests_with_their_client() {
 }
 
 #[test]
-fn lost_version_is_offered_back_once() {
+fn lost_version_is_offered_until_answered() {
     let (broker, subject) = (Scripted::new(), Subject::host());
     let mut reader = Reader::new(&broker, &subject, 3, true);
     let _object = reader.leases.pop().unwrap().open(&subject.driver, None).unwrap();
-    let peer = broker_dies(&mut reader, &broker, OTHER);
-    peer.take_up(OTHER, &[1, 2, 3].map(token), true);
-    let (offer, fds) = peer.put();
+    // An unanswered offer is repeated.
+    let mut offered = |puts_lost: bool| {
+        let peer = broker_dies(&mut reader, &broker, OTHER);
+        peer.take_up(OTHER, &[1, 2, 3].map(token), puts_lost);
+        let (offer, fds) = peer.put();
+        (peer, offer, fds)
+    };
+    drop(offered(false));
+    let (peer, offer, fds) = offered(true);
     let restore = offer.restore.clone().unwrap();
     assert_eq!((restore.version, restore.id.as_str(), restore.created_ms), (5, FIRST, 1_700_000_000_123));
     assert_eq!((restore.owner, sorted(restore.leases)), (OWNER, vec![token(1), token(2), token(3)]));
@@ -208,22 +214,6 @@ fn lost_version_is_offered_back_once() {
     for _ in 0..2 {
         assert_eq!(reader.lost(), LossReason::Ended);
     }
-}
-
-#[test]
-fn unanswered_offer_is_repeated() {
-    let (broker, subject) = (Scripted::new(), Subject::host());
-    let mut reader = Reader::new(&broker, &subject, 1, true);
-    for _ in 0..2 {
-        let peer = broker_dies(&mut reader, &broker, OTHER);
-        peer.take_up(OTHER, &[token(1)], false);
-        assert_eq!(peer.put().0.restore.unwrap().leases, [token(1)]);
-        reader.peer = peer;
-    }
-    reader.peer.published(FIRST);
-    reader.peer.resume();
-    reader.peer.resumed(OTHER, &[]);
-    assert!(reader.restored().rebuilt);
 }
 
 #[test]

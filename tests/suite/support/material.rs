@@ -102,3 +102,14 @@ pub(crate) fn memfd(text: &str) -> OwnedFd {
     fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
     file.into()
 }
+
+/// The offer of version 3 of an object, whose id ends with `id`, with one lease.
+pub(crate) fn restore(id: u8, uid: u32, gid: u32, token: u8) -> broker::Restore {
+    broker::Restore {
+        version: 3,
+        id: format!("0c2b6d3a-7f0e-4f3c-9d4b-0000000000{id:02x}"),
+        created_ms: 1_700_000_000_123,
+        owner: broker::Owner { uid, gid },
+        leases: vec![broker::Token([token; 16])],
+    }
+}
