@@ -14,7 +14,7 @@ use vmmfd::{
     session::Config,
     wire::{
         MAX_FDS, Received, Segments,
-        broker::{self, Claim, Delete, Message, Release, Report, Resume, Resumed, Table, Token},
+        broker::{self, ClaimHeader, Delete, Message, Release, ReportHeader, Resume, Resumed, Table, Token},
     },
 };
 
@@ -242,7 +242,7 @@ impl<'a> Scene<'a> {
             }
             Verb::Release => tell(&raw, &Message::Release(Release { token: held.unwrap() })),
             Verb::Report => {
-                let report = Report { token: held.unwrap(), message: "it is not".to_owned() };
+                let report = ReportHeader { token: held.unwrap(), message: "it is not".to_owned() };
                 tell(&raw, &Message::Report(report))
             }
             Verb::Close => {
@@ -250,7 +250,7 @@ impl<'a> Scene<'a> {
                 None
             }
             Verb::Claim => {
-                let claim = broker::Get { claim: Some(Claim::default()), ..get(&name) };
+                let claim = broker::GetHeader { claim: Some(ClaimHeader::default()), ..get(&name) };
                 ask(&raw, &Message::Get(Box::new(claim)), &[])
             }
             Verb::Resume => {

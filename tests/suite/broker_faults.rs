@@ -18,7 +18,7 @@ use vmmfd::{
     session::Config,
     wire::{
         MAX_FDS, Received, Segments,
-        broker::{self, Claim, Delete, List, Message, Release, Report, Stat, Stop, Table, Token, Who},
+        broker::{self, ClaimHeader, Delete, List, Message, Release, ReportHeader, Stat, Stop, Table, Token, Who},
     },
 };
 
@@ -103,7 +103,7 @@ const STEPS: &[(&str, Made)] = &[
 ];
 
 fn claim_message(name: &str) -> Message {
-    Message::Get(Box::new(broker::Get { claim: Some(Claim::default()), ..get(name) }))
+    Message::Get(Box::new(broker::GetHeader { claim: Some(ClaimHeader::default()), ..get(name) }))
 }
 
 #[track_caller]
@@ -249,9 +249,11 @@ impl Steps {
         match step {
             "greeted" => {}
             "get-sent" => self.send(get_message("base")),
-            "get-waits" => self.send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") }))),
+            "get-waits" => {
+                self.send(Message::Get(Box::new(broker::GetHeader { wait_ms: Some(600_000), ..get("absent") })))
+            }
             "get-stopped" => {
-                self.send(Message::Get(Box::new(broker::Get { wait_ms: Some(600_000), ..get("absent") })));
+                self.send(Message::Get(Box::new(broker::GetHeader { wait_ms: Some(600_000), ..get("absent") })));
                 self.send(Message::Stop(Stop {}));
             }
             "get-first-record-read" => assert_eq!(lease(self.ask(get_message("many"))).1, MAX_FDS),
@@ -281,7 +283,7 @@ impl Steps {
             }
             "report-sent" => {
                 let (token, _) = lease(self.ask(get_message("base")));
-                self.send(Message::Report(Report { token, message: "it is not".to_owned() }));
+                self.send(Message::Report(ReportHeader { token, message: "it is not".to_owned() }));
             }
             "list-sent" => self.send(Message::List(List::default())),
             "stat-sent" => self.send(Message::Stat(Stat { name: "base".to_owned(), version: None })),

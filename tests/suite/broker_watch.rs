@@ -13,7 +13,7 @@ use vmmfd::{
     broker::{Client, Condition, Event, EventKind, WatchPlace, Watched},
     error::{PeerError, RefusalCode},
     session::Config,
-    wire::broker::{self as wire, Events, Message, Watch},
+    wire::broker::{self as wire, Events, Message, WatchHeader},
 };
 
 use crate::{
@@ -43,7 +43,7 @@ fn at(instance: &str, seq: u64) -> WatchPlace {
 /// Receives a subscription, and asserts its start position.
 #[track_caller]
 fn subscribed(peer: &Peer, after: Option<(&str, u64)>) {
-    let Message::Watch(Watch { prefix, after: seq, instance }) = peer.next().0 else { panic!("another request") };
+    let Message::Watch(WatchHeader { prefix, after: seq, instance }) = peer.next().0 else { panic!("another request") };
     assert_eq!(prefix, "models/");
     assert_eq!((instance.as_deref(), seq), (after.map(|(instance, _)| instance), after.map(|(_, seq)| seq)));
 }
@@ -177,7 +177,7 @@ fn watch_reports_its_prefix_in_order() {
     put("data/a", 1, Condition::New);
     put("models/a", 2, Condition::Any);
     let reader = Raw::greeted(&server.path).unwrap();
-    let get = wire::Get {
+    let get = wire::GetHeader {
         objects: vec![wire::GetObject { name: "models/a".to_owned(), ..wire::GetObject::default() }],
         wait_ms: None,
         claim: None,
@@ -186,7 +186,7 @@ fn watch_reports_its_prefix_in_order() {
         panic!("no lease")
     };
     let message = "it is not as claimed".to_owned();
-    reader.send(&Message::Report(wire::Report { token: lease.token, message }), &[]).unwrap();
+    reader.send(&Message::Report(wire::ReportHeader { token: lease.token, message }), &[]).unwrap();
     reader.send(&Message::Release(wire::Release { token: lease.token }), &[]).unwrap();
     client.delete("models/a").unwrap();
     let place = watch.place().clone();

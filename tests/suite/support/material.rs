@@ -84,9 +84,9 @@ impl Material {
     }
 }
 
-pub(crate) fn get(name: &str) -> broker::Get {
+pub(crate) fn get(name: &str) -> broker::GetHeader {
     let object = GetObject { name: name.to_owned(), ..GetObject::default() };
-    broker::Get { objects: vec![object], wait_ms: None, claim: None }
+    broker::GetHeader { objects: vec![object], wait_ms: None, claim: None }
 }
 
 pub(crate) fn get_message(name: &str) -> Message {
