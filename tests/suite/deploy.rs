@@ -2,7 +2,7 @@
 
 use std::{
     env, fs,
-    os::unix::fs::{PermissionsExt, chown},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -267,15 +267,6 @@ fn node_check_fails_on_broken_gpus() {
     assert!(none.stdout.ends_with("no GPU on this node: nothing to check\n"), "{}", none.stdout);
 }
 
-/// Sends SIGTERM to a process on drop.
-struct EndedAtLast(i32);
-
-impl Drop for EndedAtLast {
-    fn drop(&mut self) {
-        let _ = kill(Pid::from_raw(self.0), Signal::SIGTERM);
-    }
-}
-
 mod namespaces {
     use super::*;
 
@@ -308,59 +299,6 @@ mod namespaces {
             kill(Pid::from_raw(shell().unwrap() as i32), Signal::SIGTERM).unwrap();
             run.end();
         }
-    }
-}
-
-mod root {
-    use super::*;
-
-    /// Runs a program with the user and groups that `broker.yaml` and `host-broker.yaml` set, without capabilities.
-    fn as_pod(meeting: &Meeting, user: u32, group: u32, arguments: &[&str]) -> Run {
-        let run = meeting.bare("vmmfd");
-        let mut command = Command::new("setpriv");
-        command.args(["--reuid", &user.to_string(), "--regid", &user.to_string(), "--groups", &group.to_string()]);
-        command.args(["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]);
-        command.arg(run.command.get_program()).args(arguments);
-        command.env_remove("VMMFD_BROKER_SOCKET").env_remove("XDG_RUNTIME_DIR");
-        run.instead(command)
-    }
-
-    #[test]
-    #[ignore = "needs root: make test-all runs it as root"]
-    fn node_broker_serves_its_group() {
-        let pod = pods("kubernetes/broker.yaml").remove(0);
-        let number = |field: &str| pod["securityContext"][field].as_i64().unwrap() as u32;
-        let (user, group) = (number("runAsUser"), node_group());
-        let mut meeting = Meeting::host();
-        meeting.copy_binaries();
-        fs::set_permissions(meeting.folder(), fs::Permissions::from_mode(0o755)).unwrap();
-        let folder = meeting.folder().join("run");
-        fs::create_dir(&folder).unwrap();
-        fs::set_permissions(&folder, fs::Permissions::from_mode(0o750)).unwrap();
-        chown(&folder, Some(user), Some(group)).unwrap();
-        let socket = folder.join("broker.sock").to_str().unwrap().to_owned();
-        let arguments: Vec<String> = words(&list(&pod["containers"])[0]["args"]);
-        let arguments = arguments.iter().map(|of| of.replace("/run/vmmfd/broker.sock", &socket)).collect::<Vec<_>>();
-        let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        let mut broker = as_pod(&meeting, user, number("runAsGroup"), &arguments).start();
-        let _end = EndedAtLast(broker.pid() as i32);
-        broker.until("listening");
-        let data = meeting.folder().join("data");
-        fs::write(&data, "data").unwrap();
-        let trusting = ["--socket", &socket, "--allow-uid", &user.to_string()];
-        let client = |user: u32, group: u32, arguments: &[&str]| {
-            as_pod(&meeting, user, group, &[arguments, &trusting].concat()).end()
-        };
-        // Users that no file names.
-        for user in [65532, 70001, 70002] {
-            let name = format!("of-{user}");
-            client(user, group, &["put", &name, "--from", data.to_str().unwrap(), "--backend", "host"]).code(0);
-            client(user, group, &["get", &name, "--backend", "host"]).code(0);
-        }
-        client(70002, group, &["get", "of-70001", "--backend", "host"]).code(4).says("may not read");
-        client(70003, 70003, &["ls"]).code(4).says(folder.to_str().unwrap());
-        broker.signal(Signal::SIGTERM);
-        broker.end().code(0);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Runs each example as a program, and checks its output.
 
 use std::{
-    env, fs,
+    env,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -97,34 +97,4 @@ fn the_drivers_own_calls_share_memory(meeting: Meeting) {
 fn kernel_results_show_in_other_mapping(meeting: Meeting) {
     let lines = printed(&example(&meeting, "launch", &[]).end());
     assert_eq!(lines, ["launch: 1024 words, from 1000 to 2023"]);
-}
-
-#[test]
-fn every_example_is_short_and_run() {
-    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
-    let Ok(entries) = fs::read_dir(root.join("examples")) else {
-        assert!(!root.exists(), "the sources are here, and no examples");
-        return;
-    };
-    let mut names = Vec::new();
-    for path in entries.map(|entry| entry.unwrap().path()) {
-        // The Python package's tests run the Python examples, and `scripts/test-capi` those in C.
-        if path.is_dir() || path.extension().is_some_and(|extension| extension == "py") {
-            continue;
-        }
-        let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
-        let source = fs::read_to_string(&path).unwrap();
-        let most = if name == "bare" { 150 } else { 79 };
-        assert!(source.lines().count() <= most, "{name} has {} lines", source.lines().count());
-        assert!(include_str!("examples.rs").contains(&format!("\"{name}\"")), "no test runs {name}");
-        if name == "bare" {
-            assert!(!source.contains("vmmfd"), "bare uses the library");
-        }
-        names.push(name);
-    }
-    names.sort();
-    let streams = ["stream_consumer", "stream_producer"];
-    let expected = ["array", "bare", "embedded_broker", "launch", "own_channel", "receive", "share"];
-    let expected: Vec<&str> = expected.into_iter().chain(streams).collect();
-    assert_eq!(names, expected);
 }

@@ -3,8 +3,7 @@
 #![allow(unsafe_code, reason = "functions of a loaded library")]
 
 use std::{
-    ffi::{c_char, c_int, c_uint, c_void},
-    os::fd::{FromRawFd, OwnedFd},
+    ffi::{c_int, c_uint, c_void},
     ptr,
 };
 
@@ -56,14 +55,11 @@ macro_rules! calls {
 
 calls! {
     init = cuInit(flags: c_uint);
-    version = cuDriverGetVersion(version: *mut c_int);
-    error_name = cuGetErrorName(code: c_uint, name: *mut *const c_char);
     count = cuDeviceGetCount(count: *mut c_int);
     retain = cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int);
     push = cuCtxPushCurrent_v2(context: *mut c_void);
     synchronize = cuCtxSynchronize();
     synchronize_stream = cuStreamSynchronize(stream: *mut c_void);
-    granularity = cuMemGetAllocationGranularity(granularity: *mut usize, properties: *const Properties, option: c_uint);
     create = cuMemCreate(handle: *mut u64, size: usize, properties: *const Properties, flags: u64);
     release = cuMemRelease(handle: u64);
     reserve = cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64);
@@ -71,7 +67,6 @@ calls! {
     unmap = cuMemUnmap(address: u64, size: usize);
     set_access = cuMemSetAccess(address: u64, size: usize, access: *const [u32; 3], count: usize);
     export = cuMemExportToShareableHandle(fd: *mut c_int, handle: u64, kind: c_uint, flags: u64);
-    import = cuMemImportFromShareableHandle(handle: *mut u64, fd: *mut c_void, kind: c_uint);
     properties = cuMemGetAllocationPropertiesFromHandle(properties: *mut Properties, handle: u64);
     copy_in = cuMemcpyHtoD_v2(to: u64, from: *const c_void, size: usize);
 }
@@ -109,22 +104,6 @@ impl Calls {
 }
 
 #[test]
-fn only_the_version_precedes_init() {
-    let calls = Calls::new();
-    let mut version = 0;
-    let mut count = 0;
-    let mut handle = 0;
-    let mut name = ptr::null();
-    assert_eq!(calls.version(&mut version), 0);
-    assert_eq!(calls.error_name(1, &mut name), 0);
-    assert_eq!(calls.count(&mut count), 3);
-    assert_eq!(calls.create(&mut handle, UNIT, &PLAIN, 0), 3);
-    assert_eq!(calls.synchronize(), 3);
-    assert_eq!((calls.init(1), calls.count(&mut count)), (1, 3));
-    assert_eq!((calls.init(0), calls.init(0), calls.count(&mut count)), (0, 0, 0));
-}
-
-#[test]
 fn fork_is_not_initialised() {
     let calls = Calls::initialised();
     in_fork(|| {
@@ -133,87 +112,6 @@ fn fork_is_not_initialised() {
     });
     let fresh = Calls::new();
     in_fork(|| fresh.init(0) == 0);
-}
-
-#[test]
-fn properties_are_checked_field_by_field() {
-    let calls = Calls::initialised();
-    let (mut handle, mut granularity) = (0, 0);
-    for (what, properties, want) in [
-        ("kind", Properties { kind: 0, ..PLAIN }, 1),
-        ("handle types", Properties { handle_types: 2, ..PLAIN }, 1),
-        ("location", Properties { location_kind: 2, ..PLAIN }, 1),
-        ("device", Properties { location_id: 1, ..PLAIN }, 101),
-        ("meta data", Properties { meta_data: 8, ..PLAIN }, 1),
-        ("compression", Properties { compression: 1, ..PLAIN }, 1),
-        ("rdma", Properties { rdma: 2, ..PLAIN }, 1),
-        ("usage", Properties { usage: 1, ..PLAIN }, 1),
-        ("reserved", Properties { reserved: [0, 0, 0, 1], ..PLAIN }, 1),
-    ] {
-        assert_eq!(calls.create(&mut handle, UNIT, &properties, 0), want, "{what}");
-        assert_eq!(calls.granularity(&mut granularity, &properties, 0), want, "{what}");
-    }
-    assert_eq!(calls.create(&mut handle, UNIT, &Properties { handle_types: 8, ..PLAIN }, 0), 800, "fabric");
-    assert_eq!(calls.granularity(&mut granularity, &Properties { handle_types: 8, ..PLAIN }, 0), 0, "fabric");
-    assert_eq!(calls.create(&mut handle, UNIT, &PLAIN, 1), 1, "flags");
-    assert_eq!(calls.create(&mut handle, UNIT, ptr::null(), 0), 1);
-    assert_eq!(calls.create(ptr::null_mut(), UNIT, &PLAIN, 0), 1);
-    assert_eq!(calls.granularity(&mut granularity, &PLAIN, 2), 1, "option");
-    assert_eq!((handle, calls.fake.live()), (0, [0; 9]), "something was made");
-}
-
-#[test]
-fn addresses_and_mappings_take_no_flags() {
-    let calls = Calls::initialised();
-    let handle = calls.created();
-    let mut address = 0;
-    assert_eq!(calls.reserve(&mut address, UNIT, 0, 0, 1), 1);
-    assert_eq!(calls.reserve(&mut address, UNIT, 0, 4096, 0), 1, "a wished address");
-    assert_eq!(calls.reserve(ptr::null_mut(), UNIT, 0, 0, 0), 1);
-    assert_eq!(calls.reserve(&mut address, UNIT, 0, 0, 0), 0);
-    assert_eq!(calls.map(address, UNIT, 0, handle, 1), 1);
-    assert_eq!(calls.map(address, UNIT, 0, handle, 0), 0);
-    // Location type, device, flags.
-    for (access, count, want) in [
-        ([1, 0, 2], 1, 1),
-        ([1, 0, 4], 1, 1),
-        ([2, 0, 3], 1, 1),
-        ([1, 1, 3], 1, 101),
-        ([1, 0, 3], 0, 1),
-        ([1, 0, 3], 2, 1),
-        ([1, 0, 3], 1, 0),
-    ] {
-        assert_eq!(calls.set_access(address, UNIT, &access, count), want, "{access:?} {count}");
-    }
-    assert_eq!(calls.set_access(address, UNIT, ptr::null(), 1), 1);
-}
-
-#[test]
-fn export_and_import_need_descriptors() {
-    let calls = Calls::initialised();
-    let handle = calls.created();
-    let mut fd = -1;
-    for (kind, flags) in [(0, 0), (2, 0), (8, 0), (1, 1)] {
-        assert_eq!(calls.export(&mut fd, handle, kind, flags), 1, "{kind} {flags}");
-    }
-    assert_eq!(calls.export(ptr::null_mut(), handle, 1, 0), 1);
-    assert_eq!((fd, calls.export(&mut fd, handle, 1, 0)), (-1, 0));
-    // SAFETY: the call returned this new descriptor.
-    let _owned = unsafe { OwnedFd::from_raw_fd(fd) };
-    let shareable = ptr::without_provenance_mut(fd as usize);
-    let mut imported = 0;
-    assert_eq!(calls.import(&mut imported, shareable, 8), 1);
-    assert_eq!(calls.import(ptr::null_mut(), shareable, 1), 1);
-    for wrong in [-1isize as usize, 1 << 20] {
-        assert_eq!(calls.import(&mut imported, ptr::without_provenance_mut(wrong), 1), 999);
-    }
-    assert_eq!(calls.import(&mut imported, shareable, 1), 0);
-    let mut properties = Properties { kind: 77, handle_types: 77, location_kind: 77, ..PLAIN };
-    assert_eq!(calls.properties(&mut properties, imported), 0);
-    let seen = (properties.kind, properties.handle_types, properties.location_kind, properties.location_id);
-    assert_eq!(seen, (1, 0, 1, 0));
-    assert_eq!(calls.export(&mut fd, imported, 1, 0), 1, "exported again");
-    assert_eq!((calls.release(imported), calls.release(imported)), (0, 1));
 }
 
 #[test]

@@ -134,28 +134,23 @@ fn forks_try_again_where_initialising_failed() {
 fn sizes_stay_known_during_access_change() {
     let (fake, driver) = fake_driver();
     let device = Device::find(&driver, Selector::default()).unwrap();
-    let shared = Shared::create(&device, Spec::vmm(5000)).unwrap();
-    let check = || {
-        let part = shared.chunks(0..5000);
-        shared.size() == 5000
-            && shared.mapped_size() == 2 * MIB
-            && part.is_ok_and(|part| part.is_some_and(|(part, chunks)| part.segments == 1 && chunks.len() == 1))
-            && shared.describe().is_ok()
-            && is_forked(&shared.make_read_only())
-            && is_forked(&shared.seal())
-    };
-    in_fork_during(&fake, "cuMemSetAccess", || shared.make_read_only().unwrap(), check);
-    assert_eq!(shared.access(), Access::ReadOnly);
-}
-
-#[test]
-fn sizes_stay_known_during_sealing() {
-    let (fake, driver) = fake_driver();
-    let device = Device::find(&driver, Selector::default()).unwrap();
-    let shared = Shared::create(&device, Spec::vmm(5000).sealed()).unwrap();
-    let check = || shared.size() == 5000 && shared.mapped_size() == 2 * MIB && is_forked(&shared.seal());
-    in_fork_during(&fake, "cuMemSetAccess", || assert!(!shared.seal().unwrap()), check);
-    assert_eq!(shared.describe().unwrap().segments(), 1);
+    for sealed in [false, true] {
+        let spec = if sealed { Spec::vmm(5000).sealed() } else { Spec::vmm(5000) };
+        let shared = Shared::create(&device, spec).unwrap();
+        let check = || {
+            let part = shared.chunks(0..5000);
+            shared.size() == 5000
+                && shared.mapped_size() == 2 * MIB
+                && (sealed
+                    || part
+                        .is_ok_and(|part| part.is_some_and(|(part, chunks)| part.segments == 1 && chunks.len() == 1)))
+                && (sealed || shared.describe().is_ok() && is_forked(&shared.make_read_only()))
+                && is_forked(&shared.seal())
+        };
+        let work = || if sealed { shared.seal().map(drop) } else { shared.make_read_only() }.unwrap();
+        in_fork_during(&fake, "cuMemSetAccess", work, check);
+        assert_eq!((shared.access(), shared.describe().unwrap().segments()), (Access::ReadOnly, 1));
+    }
 }
 
 #[test]

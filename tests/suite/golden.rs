@@ -199,19 +199,12 @@ fn check_refusal(golden: &Value, schema: &Value, kind: &str, path: &str, value: 
 fn schemas_refuse_wrong_bodies() {
     let peers = golden(RECORDS);
     for (kind, path, value) in [
-        ("hello", "/capabilities", json!(null)),
         ("hello", "/timeout_ms", json!(0)),
         ("request", "/range", json!([0, 4])),
-        ("request", "/access", json!("wo")),
-        ("segments", "/sizes", json!([])),
         ("segments", "/sizes", json!(vec![1; 254])),
-        ("received", "/segments", json!(-1)),
-        ("result", "/check", json!(7)),
         ("error", "/code", json!("no code")),
-        ("done", "/buffer", json!(-1)),
         ("offer", "/memory/mechanism", json!("fabric")),
         ("offer", "/memory/device/uuid", json!("GPU-00112233-4455-6677-8899-aabbccddeeff")),
-        ("offer", "/memory/immutable", json!(1)),
         ("offer", "/part", json!([0, 1, 0, 2097152])),
     ] {
         check_refusal(&peers, &Message::schema(), kind, path, &value);
@@ -219,15 +212,10 @@ fn schemas_refuse_wrong_bodies() {
     let brokers = golden(BROKER_RECORDS);
     for (kind, path, value) in [
         ("put", "/parts/0/memory/mechanism", json!("fabric")),
-        ("put", "/metadata", json!({})),
         ("put", "/lifetime", json!({"kind": "idle"})),
-        ("put", "/lifetime", json!(["maker"])),
         ("put", "/restore/leases", json!(["0"])),
-        ("lease", "/owner", json!([0, 0])),
         ("lease", "/parts/0/runs/0", json!([0, 1, 0, 1])),
-        ("lease", "/token", json!("0")),
         ("version", "/parts/0/maker/uid", json!(-1)),
-        ("get", "/objects/0", json!({})),
         ("measured", "/descriptors", json!([1, 2])),
     ] {
         check_refusal(&brokers, &broker::Message::schema(), kind, path, &value);

@@ -3,7 +3,7 @@
 
 #![allow(unsafe_code, reason = "the calls that are refused are made as the C library has them")]
 
-use std::{env, fs, io, process::Command};
+use std::{env, fs, process::Command};
 
 use nix::libc::{self, sock_filter};
 
@@ -49,27 +49,6 @@ fn program() -> Vec<sock_filter> {
 
 fn on_linux_4_18(test: impl FnOnce() + Send + 'static) {
     seccomp::under(program(), test);
-}
-
-#[test]
-fn what_is_newer_is_refused() {
-    on_linux_4_18(|| {
-        // SAFETY: the only pointers are to constant strings, and each descriptor belongs to this test.
-        let (newer, older, seal, future) = unsafe {
-            assert_eq!(libc::syscall(libc::SYS_pidfd_open, libc::getpid(), 0), -1);
-            assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::ENOSYS));
-            let newer = libc::memfd_create(c"newer".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_NOEXEC_SEAL);
-            let older = libc::memfd_create(c"older".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING);
-            let future = libc::fcntl(older, libc::F_ADD_SEALS, libc::F_SEAL_FUTURE_WRITE);
-            assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EINVAL));
-            let seal = libc::fcntl(older, libc::F_ADD_SEALS, libc::F_SEAL_WRITE);
-            libc::close(older);
-            assert_eq!(libc::prctl(libc::PR_SET_VMA, libc::PR_SET_VMA_ANON_NAME, 0, 0, 0), -1);
-            assert_eq!(io::Error::last_os_error().raw_os_error(), Some(libc::EINVAL));
-            (newer, older, seal, future)
-        };
-        assert!(newer == -1 && older >= 0 && seal == 0 && future == -1, "{newer} {older} {seal} {future}");
-    });
 }
 
 #[test]

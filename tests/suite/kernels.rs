@@ -4,14 +4,13 @@ use std::{ops::Range, sync::Arc};
 
 use vmmfd::{
     Error,
-    channel::CancelReason,
     driver::{
         Access::{ReadOnly, ReadWrite},
         code,
     },
     error::DeviceError,
-    internals::{self, CudaDriver, Kernels, Location, PatternSpan, Verbs},
-    memory::{Allocation, Device, Mapping, Region, Selector},
+    internals::{CudaDriver, Kernels, PatternSpan, Verbs},
+    memory::{Allocation, Mapping, Region},
 };
 use vmmfd_cli::check::pattern::{self, Engine, EngineChoice, Mismatch, Pattern, Verification};
 
@@ -22,7 +21,6 @@ const GPU: EngineChoice = EngineChoice::Only(Engine::Gpu);
 cases! {
     on crate::support::Subject; every backend: [
     many_cpus_find_what_one_finds,
-    parallel_work_can_be_canceled,
     forced_engine_is_used_or_refused,
     ]
     gpus alone: [
@@ -95,22 +93,6 @@ fn many_cpus_find_what_one_finds(subject: Subject) {
     let index = (9 << 20) / 4;
     let expected = Pattern::new(8).word(index);
     assert_eq!(found.first, Some(Mismatch { index, expected, found: expected ^ 0xFFFF_0000 }));
-}
-
-fn parallel_work_can_be_canceled(subject: Subject) {
-    let mapping = mapping(&subject, 24 << 20);
-    let mut ticks = 0;
-    let mut stop = |_| {
-        ticks += 1;
-        if ticks == 3 { Err(Error::Interrupted { reason: CancelReason::Program }) } else { Ok(()) }
-    };
-    let ended = pattern::verify(&mapping, 0, 0..24 << 20, Pattern::new(8), &mut stop);
-    assert!(matches!(ended, Err(Error::Interrupted { .. })), "{ended:?}");
-    assert_eq!(ticks, 3, "whoever ends it is not asked again");
-    subject.faulty.fail(Fault::Verb("copy_in"), 77);
-    let failed = pattern::fill(&mapping, 0..24 << 20, Pattern::new(8), &mut |_| Ok(()));
-    assert!(matches!(failed, Err(Error::Driver { code: 77, .. })), "{failed:?}");
-    subject.faulty.mend();
 }
 
 fn forced_engine_is_used_or_refused(subject: Subject) {
@@ -287,21 +269,4 @@ fn failed_load_leaves_no_kernels() {
     assert_eq!(fake.calls("cuModuleLoadData"), before, "they are loaded once");
     drop(driver);
     assert_eq!(fake.live(), [0; 9]);
-}
-
-#[test]
-fn other_device_needs_own_access() {
-    let fake = Copy::new();
-    let fake = fake.load();
-    fake.set("FAKECUDA_DEVICES", "2");
-    let driver: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
-    let device = Device::find(&internals::driver(Arc::clone(&driver)), Selector::Ordinal(0)).unwrap();
-    let mapping = Mapping::new(&Allocation::create(&device, 4096).unwrap(), ReadWrite).unwrap();
-    let stretch = PatternSpan { address: mapping.address(), start: 0, size: 4096, salt: 1 };
-    let kernels = driver.kernels().unwrap();
-    kernels.fill(0, &stretch).unwrap();
-    assert_eq!(code(kernels.verify(1, &stretch)), code::INVALID_VALUE);
-    driver.set_access(mapping.address(), mapping.size(), Location::Device(1), Some(ReadOnly)).unwrap();
-    assert_eq!(kernels.verify(1, &stretch).unwrap().mismatches, 0);
-    assert_eq!(code(kernels.fill(1, &stretch)), code::INVALID_VALUE);
 }

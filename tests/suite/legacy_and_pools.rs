@@ -14,7 +14,6 @@ use std::{
 };
 
 use nix::{
-    fcntl::{FcntlArg, FdFlag, fcntl},
     sys::memfd::{MFdFlags, memfd_create},
     unistd::dup,
 };
@@ -25,7 +24,7 @@ use vmmfd::{
     internals::{CudaDriver, LegacyIpc, Location, Pools, Verbs},
 };
 
-use crate::support::{Copy, EXPORTABLE, Kind, Subject, code, in_child};
+use crate::support::{Copy, EXPORTABLE, Kind, Subject, closes_on_exec, code, in_child};
 
 const INVALID: u32 = code::INVALID_VALUE;
 const INVALID_CONTEXT: u32 = 201;
@@ -35,7 +34,6 @@ const PEER_ACCESS_UNSUPPORTED: u32 = 217;
 cases! {
     on crate::support::Subject; gpus alone: [
     legacy_memory_is_freed_once,
-    copies_stay_inside_a_block,
     legacy_handle_needs_whole_legacy_allocation,
     invalid_or_own_legacy_handle_is_refused,
     legacy_opens_are_counted,
@@ -47,7 +45,6 @@ cases! {
     pool_import_in_same_process_works,
     pointer_import_needs_its_own_bytes,
     pointer_imported_twice_is_freed_twice,
-    imported_pool_allocates_nothing,
     imported_pool_memory_outlives_its_exporter,
     ]
 }
@@ -70,26 +67,23 @@ fn read<const LENGTH: usize>(subject: &Subject, address: u64) -> [u8; LENGTH] {
     bytes
 }
 
-fn closes_on_exec(fd: impl AsFd) -> bool {
-    FdFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFD).unwrap()).contains(FdFlag::FD_CLOEXEC)
-}
-
 /// Runs `owner` in another process and `here` in this process, each with a separate driver and one side of a socket pair. `here` finally
 /// reads end-of-file, so the other process has exited.
 fn with_owner(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
     let module = if subject.kind == Kind::Cuda { "cuda" } else { "fake" };
-    with_owner_in(subject, &format!("legacy_and_pools::{module}::{test}"), owner, here);
+    with_owner_in(subject, &format!("{module}::{test}"), owner, here);
 }
 
-/// As `with_owner`, with the full name of the test.
-pub(crate) fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
+/// As `with_owner`, with the name of the test in this module.
+fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, Wire), here: impl FnOnce(Wire)) {
+    let test = format!("legacy_and_pools::{test}");
     let (near, far) = UnixStream::pair().unwrap();
     thread::scope(|scope| {
         scope.spawn(|| {
             let prepare = |command: &mut Command| {
                 command.stdin(OwnedFd::from(far));
             };
-            in_child(test, prepare, || {
+            in_child(&test, prepare, || {
                 owner(subject, Wire::new(UnixStream::from(dup(io::stdin()).unwrap())));
                 String::new()
             })
@@ -99,7 +93,7 @@ pub(crate) fn with_owner_in(subject: &Subject, test: &str, owner: fn(&Subject, W
 }
 
 /// One side of a socket pair; reads have a timeout.
-pub(crate) struct Wire(UnixStream);
+struct Wire(UnixStream);
 
 impl Wire {
     fn new(stream: UnixStream) -> Self {
@@ -107,17 +101,17 @@ impl Wire {
         Self(stream)
     }
 
-    pub(crate) fn say(&self, bytes: &[u8]) {
+    fn say(&self, bytes: &[u8]) {
         (&self.0).write_all(bytes).unwrap();
     }
 
-    pub(crate) fn hear<const LENGTH: usize>(&self) -> [u8; LENGTH] {
+    fn hear<const LENGTH: usize>(&self) -> [u8; LENGTH] {
         let mut bytes = [0; LENGTH];
         (&self.0).read_exact(&mut bytes).unwrap();
         bytes
     }
 
-    pub(crate) fn hear_the_end(&self) {
+    fn hear_the_end(&self) {
         assert_eq!((&self.0).read(&mut [0]).unwrap(), 0);
     }
 }
@@ -147,23 +141,6 @@ fn legacy_memory_is_freed_once(mut subject: Subject) {
         assert_eq!(code(legacy.deallocate(0, address)), INVALID, "twice");
         assert_eq!(code(subject.verbs.extent(0, address)), INVALID, "freed");
     }
-}
-
-fn copies_stay_inside_a_block(subject: Subject) {
-    let legacy = legacy(&subject);
-    let blocks = [(); 3].map(|()| legacy.allocate(0, 1000).unwrap());
-    for (address, byte) in blocks.iter().zip(1..) {
-        write(&subject, *address, &[byte; 1000]);
-    }
-    let driver = &subject.verbs;
-    for address in blocks {
-        for (start, length) in [(address + 1, 1000), (address - 1, 2), (address + 1000, 1), (address, 1001)] {
-            assert_eq!(code(driver.copy_in(0, start, &vec![9; length])), INVALID, "{start:#x} {length}");
-            assert_eq!(code(driver.copy_out(0, start, &mut vec![9; length])), INVALID, "{start:#x} {length}");
-        }
-    }
-    assert_eq!(blocks.map(|address| read::<1000>(&subject, address)), [1, 2, 3].map(|byte| [byte; 1000]));
-    blocks.into_iter().for_each(|address| legacy.deallocate(0, address).unwrap());
 }
 
 fn legacy_handle_needs_whole_legacy_allocation(mut subject: Subject) {
@@ -317,7 +294,7 @@ fn legacy_memory_needs_peer_access() {
         wire.hear::<1>();
         legacy(subject).deallocate(1, address).unwrap();
     };
-    with_owner_in(&subject, "legacy_and_pools::legacy_memory_needs_peer_access", share, |wire| {
+    with_owner_in(&subject, "legacy_memory_needs_peer_access", share, |wire| {
         let driver = &subject.verbs;
         let legacy = legacy(&subject);
         let fake = subject.fake.as_ref().unwrap();
@@ -472,18 +449,6 @@ fn pointer_imported_twice_is_freed_twice(mut subject: Subject) {
     assert_eq!(&read(&subject, address), b"twice", "the owner's stays");
     pools.free(0, address).unwrap();
     pools.destroy(imported).unwrap();
-    pools.destroy(pool).unwrap();
-}
-
-fn imported_pool_allocates_nothing(subject: Subject) {
-    let pools = pools(&subject);
-    let pool = pools.create(0).unwrap();
-    let imported = pools.import(pools.export(pool).unwrap().as_fd()).unwrap();
-    assert_eq!(code(pools.allocate(imported, 0, 4096)), INVALID);
-    assert_eq!(code(pools.export(imported)), INVALID);
-    pools.allow(imported, 0).unwrap();
-    pools.destroy(imported).unwrap();
-    assert_eq!(code(pools.destroy(imported)), INVALID, "twice");
     pools.destroy(pool).unwrap();
 }
 

@@ -27,7 +27,7 @@ use vmmfd::{
 };
 use vmmfd_cli::check::DataVerifier;
 
-use crate::running::{HANGS, Meeting, Run, wait_for};
+use crate::running::{HANGS, Meeting, Run, hide_driver, wait_for};
 
 fn host() -> Meeting {
     Meeting::host()
@@ -256,10 +256,7 @@ fn only_auto_falls_back_without_a_driver() {
         run.command.args(["--backend", backend, "--socket"]).arg(meeting.socket()).args(options);
         run
     };
-    // Invalid libraries, which the loader finds before this machine's driver.
-    for name in ["libcuda.so.1", "libcuda.so"] {
-        fs::write(meeting.folder().join(name), "not a library").unwrap();
-    }
+    hide_driver(meeting.folder());
     for (options, notices) in [(&[][..], 1), (&["-q"], 0), (&["--json"], 0)] {
         let producer = run("producer", "auto", options).start();
         let consumer = run("consumer", "auto", options).end();
@@ -317,7 +314,7 @@ fn driver_failure_reaches_the_peer() {
     // The second consumer connects while the producer fills the first slices.
     for (options, slow, fault, words) in [
         (["--round-trip", "--size", "4K"], "", "cuMemcpyDtoH_v2:1:700", "cuMemcpyDtoH_v2 failed"),
-        (["--size", "32M", "-q"], "cuMemcpyHtoD_v2:100", "cuMemcpyHtoD_v2:3:700", "could not fill the buffer"),
+        (["--size", "32M", "-q"], "cuMemcpyHtoD_v2:500", "cuMemcpyHtoD_v2:3:700", "could not fill the buffer"),
     ] {
         let meeting = Meeting::fake();
         let producer = meeting.producer(&options).env("FAKECUDA_SLOW", slow).env("FAKECUDA_FAIL", fault).start();
@@ -364,7 +361,12 @@ fn only_a_full_disk_fails_the_output() {
     consumer.command.stderr(full());
     assert_eq!(consumer.end().code(0).json()["verified"], true);
     assert_eq!(producer.end().code(0).json()["verified"], true);
-    meeting.producer(&["--size", "64MiB"]).with_file_size(1 << 20).end().code(5).says("File too large");
+    meeting
+        .producer(&["--size", "64MiB"])
+        .with_limit(nix::sys::resource::Resource::RLIMIT_FSIZE, 1 << 20)
+        .end()
+        .code(5)
+        .says("File too large");
 }
 
 #[test]
@@ -402,19 +404,29 @@ fn two_signals_leave_a_complete_report() {
 #[test]
 fn slow_steps_send_busy() {
     let copies = ["cuMemcpyDtoH_v2:100", "cuMemcpyHtoD_v2:100"];
-    let cases = copies.map(|slow| (slow, "")).into_iter().chain(copies.map(|slow| ("", slow)));
+    let slow = |run: Run, calls: &str| run.env("FAKECUDA_DEVICES", "2").env("FAKECUDA_SLOW", calls).start();
+    let options = ["--size", "32M", "--round-trip", "--consumers", "2", "--verify", "host", "--timeout"];
     thread::scope(|scope| {
-        for (of_consumer, of_producer) in cases.chain([("cuDevicePrimaryCtxRetain:1600", "")]) {
+        for calls in [copies[0], copies[1], "cuDevicePrimaryCtxRetain:1600"] {
             scope.spawn(move || {
                 let meeting = Meeting::fake();
-                let options =
-                    ["--size", "32M", "--verify", "host", "--round-trip", "--consumers", "2", "--timeout", "1s"];
-                let slow = |run: Run, calls: &str| run.env("FAKECUDA_DEVICES", "2").env("FAKECUDA_SLOW", calls);
-                let producer = slow(meeting.producer(&options), of_producer).start();
+                // Both consumers are there before the producer, which waits 1 s for each.
+                let consumers = [(); 2].map(|()| slow(meeting.consumer(&["--verify", "host"]), calls));
+                meeting.producer(&[&options[..], &["1s"]].concat()).env("FAKECUDA_DEVICES", "2").end().code(0);
+                for consumer in consumers {
+                    consumer.end().code(0);
+                }
+            });
+        }
+        for calls in copies {
+            scope.spawn(move || {
+                let meeting = Meeting::fake();
+                let producer = slow(meeting.producer(&[&options[..], &["1m"]].concat()), calls);
                 wait_for("the socket", || meeting.socket().exists());
                 // The producer fills its buffer again for the second consumer.
                 for _ in 0..2 {
-                    slow(meeting.consumer(&["--verify", "host", "--timeout", "1s"]), of_consumer).end().code(0);
+                    let consumer = meeting.consumer(&["--verify", "host", "--timeout", "1s"]);
+                    consumer.env("FAKECUDA_DEVICES", "2").end().code(0);
                 }
                 producer.end().code(0);
             });

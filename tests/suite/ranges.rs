@@ -6,7 +6,7 @@ use vmmfd::{
     Error,
     driver::Access::ReadWrite,
     error::MemoryError,
-    memory::{Allocation, Mapping, Mirror, Region},
+    memory::{Allocation, Mapping, Region},
 };
 use vmmfd_cli::check::{
     files::{self, Source},
@@ -92,29 +92,6 @@ fn pattern_reaches_the_last_64_bit_offset() {
     mapping.copy_in(9, &[!bytes[9]]).unwrap();
     let found = pattern::verify(&mapping, start, range, pattern, done).unwrap();
     assert_eq!((found.mismatches, found.first.unwrap().index), (1, LAST / 4), "{found:?}");
-}
-
-#[test]
-fn copies_and_mirrors_are_bounded() {
-    let subject = Subject::host();
-    let mapping = mapping(&subject);
-    let size = mapping.size();
-    for (offset, length) in [(size, 1), (size - 1, 2), (LAST, 1), (LAST, 0), (size + 1, 0)] {
-        let mut bytes = vec![0; length];
-        assert_out_of_range(mapping.copy_in(offset, &bytes));
-        assert_out_of_range(mapping.copy_out(offset, &mut bytes));
-        assert_out_of_range(Mirror::of(&mapping, offset, length as u64));
-        assert_out_of_range(Mirror::to_fill(&mapping, offset, length as u64));
-        let mut mirror = Mirror::of(&mapping, 0, size).unwrap();
-        assert_out_of_range(mirror.read(offset, &mut bytes));
-        assert_out_of_range(mirror.write(offset, &bytes));
-        assert_out_of_range(mirror.turn_to(offset, length as u64, true));
-    }
-    for (offset, length) in [(0, LAST), (1, LAST), (LAST, LAST)] {
-        assert_out_of_range(Mirror::of(&mapping, offset, length));
-        assert_out_of_range(Mirror::to_fill(&mapping, offset, length));
-        assert_out_of_range(Mirror::of(&mapping, 0, 1).unwrap().turn_to(offset, length, false));
-    }
 }
 
 #[test]

@@ -27,16 +27,12 @@ cases! {
 }
 
 mod commands {
-    use crate::running::Meeting;
+    use super::produce_makes_rdma_memory_or_fails;
 
     cases! {
         on crate::running::Meeting; every backend: [
         produce_makes_rdma_memory_or_fails,
         ]
-    }
-
-    fn produce_makes_rdma_memory_or_fails(meeting: Meeting) {
-        super::produce_makes_rdma_memory_or_fails(&meeting);
     }
 }
 
@@ -177,7 +173,7 @@ fn missing_support_is_an_error() {
     );
 }
 
-fn produce_makes_rdma_memory_or_fails(meeting: &Meeting) {
+fn produce_makes_rdma_memory_or_fails(meeting: Meeting) {
     let unsupported = |options: &[&str]| {
         let report = meeting.producer(&[options, &["--rdma", "--json"]].concat()).end().code(3).json();
         assert_eq!(report["error"]["kind"], "unsupported", "{options:?} {report}");

@@ -9,7 +9,7 @@ use vmmfd::{
     internals::{CudaDriver, HostDriver, Location, Properties, Verbs},
 };
 
-use crate::support::{Copy, EXPORTABLE, Fake, Kind, Mapped, Subject, code, in_fork};
+use crate::support::{Copy, EXPORTABLE, Fake, Kind, Mapped, Subject, code};
 
 const INVALID: u32 = code::INVALID_VALUE;
 const DEVICE: Location = Location::Device(0);
@@ -24,7 +24,6 @@ cases! {
     page_locked_memory_is_zeroed_and_private,
     page_locked_memory_outlives_its_driver,
     numa_host_memory_is_shared,
-    only_nodes_that_exist_have_memory,
     cpu_can_not_access_device_memory,
     window_and_device_see_each_other,
     window_needs_full_cpu_access,
@@ -32,7 +31,6 @@ cases! {
     open_window_prevents_unmap_and_change,
     a_window_outlives_its_driver,
     seals_are_set_or_the_call_fails,
-    forks_reach_nothing,
     ]
 }
 
@@ -173,13 +171,10 @@ fn numa_host_memory_is_shared(subject: Subject) {
     mapped.end();
 }
 
-fn only_nodes_that_exist_have_memory(subject: Subject) {
-    let nowhere = Properties { location: Location::HostNuma(99), ..EXPORTABLE };
-    assert_eq!(code(subject.verbs.create(subject.unit(), &nowhere)), INVALID);
-}
-
 fn cpu_can_not_access_device_memory(subject: Subject) {
     let driver = &subject.verbs;
+    let nowhere = Properties { location: Location::HostNuma(99), ..EXPORTABLE };
+    assert_eq!(code(driver.create(subject.unit(), &nowhere)), INVALID);
     let mapped = Mapped::new(&**driver, &EXPORTABLE, 1);
     let given = code(driver.set_access(mapped.address, mapped.size, CPU, Some(ReadWrite)));
     let window = driver.window(mapped.address, mapped.size);
@@ -318,35 +313,4 @@ fn seals_are_set_or_the_call_fails(subject: Subject) {
     assert_eq!(driver.seal(handle).unwrap(), enforced, "again");
     driver.release(handle).unwrap();
     assert_eq!(code(driver.seal(handle)), INVALID, "released");
-}
-
-fn forks_reach_nothing(subject: Subject) {
-    let driver = Arc::clone(&subject.verbs);
-    let mapped = Mapped::new(&*driver, &ON_HOST, 1).with_access(CPU);
-    let window = driver.window(mapped.address, mapped.size).unwrap();
-    let locked = driver.page_lock(0, 4096).unwrap();
-    let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
-    let mut owners = Some((window, locked));
-    let before = calls();
-    in_fork(|| {
-        let (window, locked) = owners.take().unwrap();
-        let answers = [
-            driver.can_access_peer(0, 0).map(drop),
-            driver.extent(0, mapped.address).map(drop),
-            driver.seal(mapped.handle).map(drop),
-            driver.page_lock(0, 1).map(drop),
-            driver.window(mapped.address, 1).map(drop),
-            driver.legacy().map(drop),
-            driver.pools().map(drop),
-            driver.diagnosis().map(drop),
-            window.read(0, &mut [0]),
-            window.write(0, b"x"),
-        ];
-        let told = answers.iter().all(|answer| matches!(answer, Err(Error::Forked { .. })));
-        let nothing = window.slice().is_none();
-        drop((window, locked));
-        told && nothing && calls() == before
-    });
-    drop(owners);
-    mapped.end();
 }

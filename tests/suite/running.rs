@@ -216,19 +216,14 @@ impl Run {
     }
 
     /// Sets RLIMIT_NOFILE.
-    pub(crate) fn with_files(mut self, limit: u64) -> Self {
-        // SAFETY: setrlimit is a plain system call, safe between fork and exec.
-        unsafe {
-            self.command.pre_exec(move || setrlimit(Resource::RLIMIT_NOFILE, limit, limit).map_err(io::Error::from));
-        }
-        self
+    pub(crate) fn with_files(self, limit: u64) -> Self {
+        self.with_limit(Resource::RLIMIT_NOFILE, limit)
     }
 
-    /// Sets RLIMIT_FSIZE.
-    pub(crate) fn with_file_size(mut self, limit: u64) -> Self {
+    pub(crate) fn with_limit(mut self, resource: Resource, limit: u64) -> Self {
         // SAFETY: setrlimit is a plain system call, safe between fork and exec.
         unsafe {
-            self.command.pre_exec(move || setrlimit(Resource::RLIMIT_FSIZE, limit, limit).map_err(io::Error::from));
+            self.command.pre_exec(move || setrlimit(resource, limit, limit).map_err(io::Error::from));
         }
         self
     }
@@ -264,6 +259,13 @@ impl Run {
 
     pub(crate) fn end(self) -> Ended {
         self.start().end()
+    }
+}
+
+/// Writes files into a folder that hide this machine's driver if the loader searches the folder first.
+pub(crate) fn hide_driver(folder: &Path) {
+    for name in ["libcuda.so.1", "libcuda.so"] {
+        fs::write(folder.join(name), "no library").unwrap();
     }
 }
 

@@ -64,7 +64,7 @@ fn meet<T: Send>(
 /// Custom content and check: a sum of bytes, and a reply that is verified. No pattern, no digest.
 #[derive(Debug, Default)]
 struct Sum {
-    fills: AtomicU64,
+    fills: Arc<AtomicU64>,
     /// Added to the sum of the data.
     off: u64,
     /// The duration of each fill.
@@ -188,38 +188,15 @@ fn program_may_bring_content_and_check() {
 
 #[test]
 fn buffer_is_refilled_after_a_reply() {
-    let content = Arc::new(Sum::default());
-    let fills = || content.fills.load(Ordering::Relaxed);
-    let buffer = Buffer::new(shared(SIZE), Borrowed(&content), None).unwrap();
-    for _ in 0..2 {
-        assert!(converse(&buffer, &ServeOptions::default(), &mut SumVerifier::default()).1);
-        assert_eq!(fills(), 1);
-    }
+    let content = Sum::default();
+    let fills = Arc::clone(&content.fills);
+    let buffer = Buffer::new(shared(SIZE), content, None).unwrap();
     let round_trip = ServeOptions::default().round_trip(true);
-    for count in [1, 2, 3] {
-        assert!(converse(&buffer, &round_trip, &mut SumVerifier { reply: 5, ..SumVerifier::default() }).1);
-        assert_eq!(fills(), count);
-    }
-}
-
-/// Content borrowed from the caller.
-struct Borrowed<'a>(&'a Sum);
-
-impl Content for Borrowed<'_> {
-    fn fill(&self, memory: &Shared, tick: Tick<'_>) -> Result<()> {
-        self.0.fill(memory, tick)
-    }
-
-    fn expects_reply(&self) -> bool {
-        self.0.expects_reply()
-    }
-
-    fn check(&self, range: &std::ops::Range<u64>, reply: bool, tick: Tick<'_>) -> Result<Option<Check>> {
-        self.0.check(range, reply, tick)
-    }
-
-    fn judge(&self, memory: &Shared, offered: &Offered, result: &Verdict, tick: Tick<'_>) -> Result<Verdict> {
-        self.0.judge(memory, offered, result, tick)
+    for (options, count) in
+        [(&ServeOptions::default(), 1), (&ServeOptions::default(), 1), (&round_trip, 1), (&round_trip, 2)]
+    {
+        assert!(converse(&buffer, options, &mut SumVerifier { reply: 5, ..SumVerifier::default() }).1);
+        assert_eq!(fills.load(Ordering::Relaxed), count);
     }
 }
 
@@ -325,46 +302,6 @@ fn slow_subscriber_sends_busy() {
         subscriber.join().unwrap();
         assert_eq!(publisher.take_back().unwrap(), id);
     });
-}
-
-#[test]
-fn both_dialects_work_over_socketpairs() {
-    let driver = driver();
-    let (ours, theirs) = Channel::socket_pair().unwrap();
-    let memory = Arc::new(shared(100));
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut subscriber = Subscriber::over(theirs, &driver, None, 1, &Config::default()).unwrap();
-            for round in 0..3 {
-                let received = subscriber.receive().unwrap();
-                let mut byte = [0];
-                received.copy_out(99, &mut byte).unwrap();
-                assert_eq!((byte, received.size()), ([round], 100));
-                subscriber.give_back(received).unwrap();
-            }
-        });
-        let mut publisher = Publisher::over(ours, &driver, &Config::default()).unwrap();
-        let id = publisher.add(&memory, None, Access::ReadOnly).unwrap();
-        for round in 0..3 {
-            memory.copy_in(99, &[round]).unwrap();
-            publisher.publish(id).unwrap();
-            assert_eq!(publisher.take_back().unwrap(), id);
-        }
-    });
-    let buffer = Buffer::new(shared(SIZE), Exercise::pattern(7, &|_| {}), None).unwrap();
-    let (config, options) = (Config::default(), ServeOptions::default().round_trip(true));
-    let (served, verified) = meet(&buffer, &options, [&config, &config], |mut consumer| {
-        let mut verifier = DataVerifier::new(&|_| {});
-        // A consumer may send any number of requests.
-        (0..2).all(|_| {
-            let object = consumer.request(&Request::default().range(3..500)).unwrap();
-            assert_eq!((object.range(), object.size(), object.is_whole()), (3..500, SIZE, false));
-            let found = consumer.verify(&object, &mut verifier).unwrap();
-            consumer.reply(&object, &mut verifier).unwrap();
-            found.verified && consumer.report(&object, &found).unwrap().verified
-        })
-    });
-    assert!(verified && served.unwrap().error.is_none());
 }
 
 #[test]

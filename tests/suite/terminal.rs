@@ -436,19 +436,6 @@ fn other_locales_show_ascii() {
     assert!(shown.text().contains("##") && shown.text().is_ascii(), "{}", shown.text());
 }
 
-#[test]
-fn serve_prints_one_line() {
-    let meeting = Meeting::host();
-    let mut server = on_terminal(vmmfd(&meeting, &["serve"]), 120);
-    server.until("listening");
-    server.interrupt();
-    let shown = server.end();
-    assert_eq!(shown.code, Some(0), "{}", shown.text());
-    let screen = shown.screen();
-    assert!(screen[0].starts_with("broker    listening  ") && screen.len() == 2, "{screen:?}");
-    assert!(screen[1].contains("broker    ended      with 0 objects, 0 versions, 0 bytes"), "{screen:?}");
-}
-
 fn dimension(cells: u16) -> std::num::NonZero<u16> {
     std::num::NonZero::new(cells).unwrap()
 }

@@ -48,26 +48,19 @@ mod root {
         // Root is always allowed, also for a producer of another user.
         as_other(meeting.consumer(&[])).end().code(0);
         producer.end().code(0);
-    }
 
-    #[test]
-    #[ignore = "needs root: make test-all runs it as root"]
-    fn memory_of_another_user_is_refused() {
-        let meeting = open_place();
-        let serve = || {
-            let mut run = as_other(meeting.producer(&["--allow-uid", "54321", "--timeout", "10s"]));
-            run.command.uid(OTHER);
-            let producer = run.start();
-            wait_for("the socket", || meeting.socket().exists());
-            producer
+        // A consumer refuses the memory of another user, unless it allows that user.
+        let mut producer = as_other(meeting.producer(&["--allow-uid", "54321", "--timeout", "10s"]));
+        producer.command.uid(OTHER);
+        let producer = producer.start();
+        wait_for("the socket", || meeting.socket().exists());
+        let third = |options: &[&str]| {
+            let mut third = meeting.consumer(options);
+            third.command.uid(54321).gid(54321);
+            third.end()
         };
-        let mut third = meeting.consumer(&[]);
-        third.command.uid(54321).gid(54321);
-        let producer = serve();
-        third.end().code(4).says("runs as uid 12345, which is not allowed here");
-        let mut trusting = meeting.consumer(&["--allow-uid", "12345"]);
-        trusting.command.uid(54321).gid(54321);
-        trusting.end().code(0);
+        third(&[]).code(4).says("runs as uid 12345, which is not allowed here");
+        third(&["--allow-uid", "12345"]).code(0);
         producer.end().code(0);
     }
 

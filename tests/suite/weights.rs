@@ -267,20 +267,16 @@ fn a_file_that_lies_is_refused() {
     let last = u64::MAX;
     for (header, data, words) in [
         (json!({"a": f32s(2, 0, 8), "b": f32s(2, 4, 12)}), 12, "\"b\" starts at byte 4, inside \"a\", which ends at 8"),
-        (json!({"a": f32s(2, 0, 8), "b": f32s(2, 0, 8)}), 8, "inside"),
         (
             json!({"a": f32s(2, 0, 8), "b": f32s(1, 12, 16)}),
             16,
             "the bytes 8 to 12, before tensor \"b\", belong to no tensor",
         ),
-        (json!({"a": f32s(1, 4, 8)}), 8, "the bytes 0 to 4, before"),
         (json!({"a": f32s(2, 0, 8)}), 20, "its last 12 bytes belong to no tensor"),
         (json!({"a": f32s(2, 0, 8)}), 7, "the bytes 0 to 8, but only 7 bytes follow"),
-        (json!({"a": f32s(2, 0, last)}), 8, "but only 8 bytes follow"),
         (json!({"a": f32s(2, last - 7, last)}), 8, "but only 8 bytes follow"),
         (json!({"a": f32s(2, 8, 0)}), 8, "before its start"),
         (json!({"a": f32s(3, 0, 8)}), 8, "do not match F32 [3]"),
-        (json!({"a": f32s(0, 0, 8)}), 8, "do not match F32 [0]"),
         (json!({"a": {"dtype": "F32", "shape": [last, 2], "data_offsets": [0, 8]}}), 8, "do not match"),
         (
             json!({"a": {"dtype": "F32", "shape": [1u64 << 40, 1u64 << 40, 0], "data_offsets": [0, 8]}}),
@@ -291,11 +287,8 @@ fn a_file_that_lies_is_refused() {
         (json!({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}), 1, "smaller than a byte"),
         (json!({"a": {"dtype": "F1", "shape": [2], "data_offsets": [0, 1]}}), 1, "unknown variant"),
         (json!({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}), 1, "invalid header"),
-        (json!({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}), 1, "invalid header"),
-        (json!({"a": {"dtype": "U8", "shape": [1]}}), 1, "invalid header"),
         (json!({"a": 7}), 0, "invalid header"),
         (json!({"__metadata__": {"n": 1}}), 0, "invalid header"),
-        (json!([]), 0, "invalid header"),
         (json!({}), 0, "nothing to load"),
         (json!({"a": f32s(0, 0, 0)}), 0, "nothing to load"),
     ] {
@@ -313,7 +306,6 @@ fn a_file_that_lies_is_refused() {
             "is not a safetensors file, or incomplete: its header claims 8 bytes, but only 2 bytes follow",
         ),
         (b"\x02\0\0\0\0\0\0\0\xff\xfe", "invalid header"),
-        (b"\0\0\0\0\0\0\0\0", "invalid header"),
         (br#"!_______{"a":1}"#, "is not a safetensors file"),
     ] {
         fs::write(&path, bytes).unwrap();

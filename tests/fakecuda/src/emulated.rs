@@ -162,11 +162,6 @@ pub(crate) fn live() -> [u64; 9] {
     })
 }
 
-pub(crate) fn waited() -> u64 {
-    let driver = DRIVER.lock().unwrap_or_else(PoisonError::into_inner);
-    driver.as_ref().map_or(0, |driver| driver.events.waited)
-}
-
 /// The devices.
 impl Emulated {
     pub(crate) fn device_count(&self) -> c_int {

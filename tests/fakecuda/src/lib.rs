@@ -687,9 +687,3 @@ pub unsafe extern "C" fn fakecuda_live(counts: *mut [u64; 9]) {
     // SAFETY: the caller's promise.
     unsafe { counts.write(live) };
 }
-
-/// The number of waits in this process for events that any process had recorded.
-#[unsafe(no_mangle)]
-pub extern "C" fn fakecuda_waited() -> u64 {
-    emulated::waited()
-}

@@ -197,7 +197,10 @@ fn every_call_fails_in_a_fork(subject: Subject) {
     let parent = process::id();
     let calls = || subject.fake.as_ref().map(|fake| fake.calls(""));
     let driver = Arc::clone(&subject.verbs);
-    let mut owners = Some((mapping, allocation));
+    let host = Properties { location: Location::HostNuma(0), ..EXPORTABLE };
+    let near = Mapped::new(&*driver, &host, 1).with_access(Location::HostNuma(0));
+    let (window, locked) = (driver.window(near.address, near.size).unwrap(), driver.page_lock(0, 4096).unwrap());
+    let mut owners = Some((mapping, allocation, window, locked));
     // Resources created before the fork.
     let bare = driver.bare().unwrap();
     let created = bare.create(0, unit).unwrap();
@@ -207,7 +210,7 @@ fn every_call_fails_in_a_fork(subject: Subject) {
     let parts = (driver.legacy().ok(), driver.pools().ok(), driver.kernels().ok(), driver.diagnosis().ok());
     let before = calls();
     in_fork(|| {
-        let (mapping, allocation) = owners.take().unwrap();
+        let (mapping, allocation, window, locked) = owners.take().unwrap();
         let address = mapping.address();
         let mut answers = vec![
             driver.can_access_peer(0, 0).map(drop),
@@ -229,6 +232,8 @@ fn every_call_fails_in_a_fork(subject: Subject) {
         answers.extend(calls_of_parts(&parts, handle, address, unit, fd.as_fd()));
         answers.extend(calls_of_verbs(&*driver, handle, address, unit, fd.as_fd()));
         answers.extend([
+            window.read(0, &mut [0]),
+            window.write(0, b"x"),
             mapping.copy_in(0, b"the child's"),
             allocation.seal().map(drop),
             Allocation::create(&device, 1).map(drop),
@@ -241,10 +246,13 @@ fn every_call_fails_in_a_fork(subject: Subject) {
                 false
             }
         });
-        drop((mapping, allocation));
-        told && calls() == before
+        let nothing = window.slice().is_none();
+        drop((mapping, allocation, window, locked));
+        told && nothing && calls() == before
     });
-    let (mapping, allocation) = owners.take().unwrap();
+    let (mapping, allocation, window, locked) = owners.take().unwrap();
+    drop((window, locked));
+    near.end();
     assert_eq!(read(&mapping, 0, 12), b"the parent's");
     subject.verbs.release(handle).unwrap();
     bare.close(opened.take().unwrap()).unwrap();

@@ -13,7 +13,7 @@ use std::{
 };
 
 use nix::{
-    fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
+    fcntl::{FcntlArg, OFlag, fcntl},
     sys::memfd::{MFdFlags, memfd_create},
     unistd::{ftruncate, pipe2},
 };
@@ -32,7 +32,7 @@ use vmmfd::{
 };
 use vmmfd_cli::check::pattern::{self, Mismatch, Pattern, Verification};
 
-use crate::support::{EXPORTABLE, Fault, Inode, Kind, Subject, code, in_fork};
+use crate::support::{EXPORTABLE, Fault, Inode, Kind, Mapped, Subject, closes_on_exec, code, in_fork};
 
 mod calls;
 mod failures;
@@ -65,10 +65,6 @@ fn verify(mapping: &Mapping, size: u64, salt: u32) -> Verification {
 
 fn exported(allocation: &Allocation) -> OwnedFd {
     allocation.export().unwrap().try_clone_to_owned().unwrap()
-}
-
-fn closes_on_exec(fd: BorrowedFd<'_>) -> bool {
-    FdFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFD).unwrap()).contains(FdFlag::FD_CLOEXEC)
 }
 
 /// Descriptors that are not memory of any driver, each for a separate file.

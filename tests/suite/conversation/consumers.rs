@@ -4,27 +4,19 @@ use super::*;
 
 /// Runs a handwritten producer that serves one connection.
 fn against(serve: impl FnOnce(&mut Channel) + Send, check: impl FnOnce(Result<Findings, Error>)) {
-    against_asking(serve, check, session::handoff::Request::default());
-}
-
-fn against_asking(
-    serve: impl FnOnce(&mut Channel) + Send,
-    check: impl FnOnce(Result<Findings, Error>),
-    request: session::handoff::Request,
-) {
-    against_within(PATIENCE, serve, check, request);
+    against_within(PATIENCE, serve, check);
 }
 
 fn against_within(
     timeout: Duration,
     serve: impl FnOnce(&mut Channel) + Send,
     check: impl FnOnce(Result<Findings, Error>),
-    request: session::handoff::Request,
 ) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let listener = listening(&path, 1);
     let config = Config::default().timeout(timeout);
+    let request = session::handoff::Request::default().access(Access::ReadOnly);
     thread::scope(|scope| {
         let consumer = scope.spawn(|| {
             let driver = open(Choice::Only(Backend::Host)).unwrap().driver;
@@ -162,8 +154,7 @@ fn contradicting_offers_are_refused() {
     for &(code, change) in cases {
         let mut offer = sound.clone();
         change(&mut offer, other);
-        let request = session::handoff::Request::default().access(Access::ReadOnly);
-        against_asking(
+        against(
             |channel| {
                 greet(channel);
                 channel.send(&Message::Offer(Box::new(offer.clone())), &[]).unwrap();
@@ -184,7 +175,6 @@ fn contradicting_offers_are_refused() {
                     "{error:?}"
                 );
             },
-            request,
         );
     }
 }
@@ -219,7 +209,6 @@ fn lost_producer_ends_the_consumer() {
                 "{result:?}"
             )
         },
-        session::handoff::Request::default(),
     );
 }
 

@@ -19,22 +19,6 @@ fn handoff(fake: &Fake, symbol: &str) -> Result<u64, Error> {
 }
 
 #[test]
-fn device_without_sharing_names_the_feature() {
-    for (attribute, lacks) in [(102, "cuMemCreate"), (103, "file descriptor")] {
-        let fake = Copy::new().load();
-        fake.set("FAKECUDA_ATTRIBUTE", &format!("{attribute}:0"));
-        let subject = Subject::of(fake);
-        match subject.device().require_sharing() {
-            Err(Error::Device(DeviceError::Unsupported { device, feature })) => {
-                assert_eq!(device, subject.device().to_string());
-                assert!(feature.contains(lacks), "{feature}");
-            }
-            other => panic!("{other:?}"),
-        }
-    }
-}
-
-#[test]
 fn invalid_handles_never_reach_the_driver() {
     let (fake, driver) = loaded(Copy::new());
     let unit = 2 << 20;
@@ -211,21 +195,6 @@ fn pool_is_for_allowed_devices() {
     let mut bytes = [0; 4];
     driver.copy_out(1, address, &mut bytes).unwrap();
     assert_eq!(&bytes, b"mine");
-}
-
-#[test]
-fn granularity_is_the_drivers() {
-    let fake = Copy::new().load();
-    fake.set("FAKECUDA_GRANULARITY", "4194304");
-    let subject = Subject::of(fake);
-    assert_eq!(subject.unit(), 4 << 20);
-    assert_eq!(code(subject.verbs.create(2 << 20, &EXPORTABLE)), code::INVALID_VALUE);
-    assert_eq!(code(subject.verbs.reserve(2 << 20, 0)), code::INVALID_VALUE);
-    let allocation = Allocation::create(&subject.device(), 1).unwrap();
-    assert_eq!(allocation.size(), 4 << 20);
-    let mapping = Mapping::new(&allocation, ReadWrite).unwrap();
-    assert_eq!(mapping.address() % (4 << 20), 0);
-    mapping.copy_in((4 << 20) - 1, &[1]).unwrap();
 }
 
 #[test]

@@ -17,12 +17,13 @@ use vmmfd::{
         Access::{ReadOnly, ReadWrite},
         Attribute, Backend, Choice, code,
     },
-    error::{DeviceError, ErrorKind, LoadError, MemoryError},
+    error::{ErrorKind, LoadError, MemoryError},
     internals::{self, CudaDriver, Diagnosis, Granularity, LegacyIpc, Location, MadeFor, PoolHandle, Pools, Verbs},
     memory::{Allocation, Device, Mapping, Region},
 };
 use vmmfd_cli::check::pattern::{self, Pattern};
 
+use crate::running::hide_driver;
 use crate::support::{Copy, EXPORTABLE, Fake, Subject, code, in_child, in_fork};
 
 mod calls;

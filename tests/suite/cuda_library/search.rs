@@ -28,40 +28,27 @@ fn opened(test: &str, choice: Choice, library_path: &Path, environment: &[(&str,
 
 const CUDA: Choice = Choice::Only(Backend::Cuda);
 
-fn folder_without_a_driver() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    for name in ["libcuda.so.1", "libcuda.so"] {
-        fs::write(folder.path().join(name), "no library").unwrap();
-    }
-    folder
-}
-
 #[test]
-fn versioned_name_is_tried_first() {
-    let stub = Copy::new().with_device_name("a stub");
-    stub.write("libcuda.so");
-    fs::copy(Copy::new().with_device_name("the driver").write("libcuda.so.1"), stub.folder().join("libcuda.so.1"))
-        .unwrap();
-    let found = opened("versioned_name_is_tried_first", CUDA, stub.folder(), &[]);
-    assert_eq!(found, "cuda the driver | no fallback");
-}
-
-#[test]
-fn unversioned_name_is_the_fallback() {
-    let copy = Copy::new().with_device_name("the second");
-    copy.write("libcuda.so");
+fn names_are_tried_in_order() {
+    let both = Copy::new().with_device_name("a stub");
+    both.write("libcuda.so");
+    let driver = Copy::new().with_device_name("the driver");
+    fs::copy(driver.write("libcuda.so.1"), both.folder().join("libcuda.so.1")).unwrap();
     // An invalid file under the first name hides this machine's driver.
-    fs::write(copy.folder().join("libcuda.so.1"), "no library").unwrap();
-    let found = opened("unversioned_name_is_the_fallback", CUDA, copy.folder(), &[]);
-    assert_eq!(found, "cuda the second | no fallback");
-}
-
-#[test]
-fn failed_search_reports_both_names() {
-    let folder = folder_without_a_driver();
-    let found = opened("failed_search_reports_both_names", CUDA, folder.path(), &[]);
-    assert!(found.starts_with("error: no CUDA driver library loads"), "{found}");
-    assert!(found.contains("libcuda.so.1: ") && found.contains("libcuda.so: "), "{found}");
+    let second = Copy::new().with_device_name("the second");
+    second.write("libcuda.so");
+    let none = tempfile::tempdir().unwrap();
+    hide_driver(none.path());
+    fs::copy(none.path().join("libcuda.so.1"), second.folder().join("libcuda.so.1")).unwrap();
+    let failed = "error: no CUDA driver library loads";
+    for (folder, begin) in
+        [(both.folder(), "cuda the driver | "), (second.folder(), "cuda the second | "), (none.path(), failed)]
+    {
+        let found = opened("names_are_tried_in_order", CUDA, folder, &[]);
+        assert!(found.starts_with(begin), "{found}");
+        let both_names = found.contains("libcuda.so.1: ") && found.contains("libcuda.so: ");
+        assert_eq!(both_names, begin == failed, "{found}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use super::{Page, blocks, root, source};
+use super::{Page, root, source};
 
 #[test]
 fn each_guarantee_names_test_files() {
@@ -82,26 +82,4 @@ fn versions_match_the_manifest() {
     assert!(source("docs/library.md").contains(&version), "{version}");
     let release = manifest.lines().find_map(|line| line.strip_prefix("version = ")).unwrap().trim_matches('"');
     assert!(source("CHANGELOG.md").contains(&format!("\n## {release}\n")), "the changelog has no {release}");
-}
-
-#[test]
-fn the_map_names_every_folder() {
-    let page = Page::read("docs/CONTRIBUTING.md");
-    let (_, map) = page.text.split_once("## Structure").unwrap();
-    for entry in fs::read_dir(root()).unwrap() {
-        let entry = entry.unwrap();
-        let name = entry.file_name().into_string().unwrap();
-        let built = (name == "target" || name.starts_with("dist")) || name.starts_with('.');
-        if entry.path().is_dir() && !built {
-            assert!(map.contains(&format!("`{name}/`")), "docs/CONTRIBUTING.md does not name {name}/");
-        }
-    }
-}
-
-#[test]
-fn contributing_opens_with_one_test() {
-    let page = Page::read("docs/CONTRIBUTING.md");
-    let command = blocks::read(&page.text).1[0].lines[0];
-    let (_, test) = command.split_once(" --test suite -- ").unwrap();
-    blocks::exists(&format!("suite::{}", test.replace("::host::", "::"))).unwrap();
 }

@@ -2,7 +2,7 @@
 //!
 //! GPU output is pasted into the pages: these tests compare its steps and words with the output of the host backend.
 
-use std::{collections::BTreeSet, fs, os::unix::process::CommandExt, path::Path};
+use std::{collections::BTreeSet, fs, os::unix::process::CommandExt};
 
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -14,7 +14,7 @@ use vmmfd::{
 use super::Page;
 use crate::{
     broker::{filled, until},
-    running::{Ended, Meeting, On, Run},
+    running::{Ended, Meeting, On, Run, hide_driver},
     support::{
         Subject,
         served::{Keeper, Served},
@@ -59,13 +59,6 @@ fn run_as_typed(options: &[&str]) -> [Ended; 2] {
     producer.until("waiting");
     let consumer = run("consumer").end();
     [producer.end(), consumer]
-}
-
-/// Writes files into a folder that hide this machine's driver if the loader searches the folder first.
-fn hide_driver(folder: &Path) {
-    for name in ["libcuda.so.1", "libcuda.so"] {
-        fs::write(folder.join(name), "no library").unwrap();
-    }
 }
 
 #[test]

@@ -6,12 +6,10 @@ cases! {
     on crate::support::Subject; every backend: [
     typed_elements_are_copied,
     mirror_is_changed_and_written_back,
-    dropped_mirror_writes_back,
     mirror_turns_to_another_range,
     cpu_and_device_share_host_memory,
     views_keep_the_memory,
     elements_follow_the_descriptor,
-    file_passes_through_all_memory,
     ]
     gpus alone: [
     failed_write_back_is_reported,
@@ -85,15 +83,6 @@ fn mirror_is_changed_and_written_back(subject: Subject) {
         assert!(matches!(mirror.write(0, b"x"), Err(Error::Memory(MemoryError::ReadOnly))));
         assert!(mirror.bytes_mut().is_none());
     }
-}
-
-fn dropped_mirror_writes_back(subject: Subject) {
-    let shared = Shared::create(&subject.device(), spec(100)).unwrap();
-    shared.copy_in(0, b"before").unwrap();
-    let mut mirror = Mirror::of(&shared, 0, 6).unwrap();
-    mirror.write(0, b"AFTER!").unwrap();
-    drop(mirror);
-    assert_eq!(read(&shared, 0, 6), b"AFTER!");
 }
 
 fn mirror_turns_to_another_range(subject: Subject) {
@@ -194,43 +183,6 @@ fn elements_follow_the_descriptor(subject: Subject) {
             "{shape:?} {offset}"
         );
     }
-}
-
-fn file_passes_through_all_memory(subject: Subject) {
-    let unit = subject.unit();
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("data");
-    // More than one slice, with a partial last slice.
-    let data: Vec<u8> = (0..9_000_001u32).map(|at| (at ^ at >> 9) as u8).collect();
-    File::create(&path).unwrap().write_all(&data).unwrap();
-    let source = Source::open(&path).unwrap();
-    let plain = spec(source.size());
-    let mut kinds: Vec<Spec> =
-        vec![plain.into(), plain.chunk(unit).into(), plain.placement(Placement::Host).into(), plain.sealed().into()];
-    if subject.kind != Kind::Host {
-        kinds.push(Spec::pool(source.size()));
-    }
-    let mut digests = Vec::new();
-    for kind in kinds {
-        let shared = Shared::create(&subject.device(), kind).unwrap();
-        let digest = source.load(&shared, &mut |_| Ok(())).unwrap();
-        if kind.is_sealed() {
-            shared.seal().unwrap();
-        }
-        let array = open(&subject, &shared, ReadOnly);
-        let target = folder.path().join("copy");
-        let mut copy = Target::create(&target, true).unwrap();
-        let found = files::read(&**array.memory(), 0, 0..source.size(), &mut |bytes| copy.write(bytes)).unwrap();
-        copy.finish().unwrap();
-        let mut back = Vec::new();
-        File::open(&target).unwrap().read_to_end(&mut back).unwrap();
-        assert!(back == data, "{kind:?}");
-        let some = files::read(&shared, 0, 5..4_000_000, &mut |_| Ok(())).unwrap();
-        assert_eq!(some, format!("blake3:{}", blake3::hash(&data[5..4_000_000]).to_hex()));
-        digests.extend([digest, found]);
-    }
-    let expected = format!("blake3:{}", blake3::hash(&data).to_hex());
-    assert!(digests.iter().all(|digest| *digest == expected), "{digests:?}");
 }
 
 fn failed_write_back_is_reported(subject: Subject) {

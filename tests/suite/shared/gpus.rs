@@ -6,7 +6,6 @@ cases! {
     on crate::support::Subject; gpus alone: [
     too_large_pool_buffer_is_refused,
     pool_holds_many_buffers,
-    imports_of_one_buffer_are_independent,
     legacy_handle_opens_in_another_process,
     ]
 }
@@ -56,21 +55,6 @@ fn pool_holds_many_buffers(subject: Subject) {
     assert_eq!(code(imported.export()), code::INVALID_VALUE);
     drop((given, imported));
     assert_eq!(read(&buffers[1], 0, 4), [2; 4]);
-}
-
-fn imports_of_one_buffer_are_independent(subject: Subject) {
-    let pool = Pool::create(&subject.device()).unwrap();
-    let shared = Shared::in_pool(&pool, 4096).unwrap();
-    shared.copy_in(0, b"still here").unwrap();
-    let description = shared.describe().unwrap();
-    let fd = || pool.export().unwrap().try_clone_to_owned().unwrap();
-    let imported = Imported::pool(&subject.device(), &description, fd()).unwrap();
-    let [one, two] = [ReadOnly, ReadWrite].map(|access| Imported::of_pool(&imported, &description, access).unwrap());
-    drop(one);
-    assert_eq!(read(&two, 0, 10), b"still here");
-    drop(two);
-    let again = Imported::of_pool(&imported, &description, ReadOnly).unwrap();
-    assert_eq!(read(&again, 0, 10), b"still here");
 }
 
 fn legacy_handle_opens_in_another_process(subject: Subject) {

@@ -7,7 +7,6 @@ cases! {
     chunks_are_one_buffer_everywhere,
     part_is_the_covering_chunks,
     padding_is_cleared_and_unreachable,
-    openings_show_the_same_bytes,
     forwarded_handle_outlives_all_others,
     threads_open_one_handle_at_once,
     false_description_leaves_nothing,
@@ -15,7 +14,6 @@ cases! {
     unsupported_memory_is_refused,
     sealed_memory_is_read_only,
     unsealed_spec_cannot_be_sealed,
-    debug_output_is_short,
     failure_at_any_call_leaves_nothing,
     impossible_size_reserves_no_addresses,
     ]
@@ -145,26 +143,6 @@ fn padding_is_cleared_and_unreachable(subject: Subject) {
     });
     assert_eq!(read(&whole, unit, 3), [7, 0, 0], "the data stays, and zeros are behind it");
     assert_eq!(read(&whole, 2 * unit - 1, 1), [0]);
-}
-
-fn openings_show_the_same_bytes(subject: Subject) {
-    for &mechanism in mechanisms(&subject) {
-        let shared = Shared::create(&subject.device(), by(mechanism, 1000)).unwrap();
-        shared.copy_in(0, b"there").unwrap();
-        let openings = [ReadWrite, ReadOnly, ReadWrite].map(|access| open(&subject, &shared, access));
-        for (turn, writer) in openings.iter().enumerate() {
-            let written = writer.memory().copy_in(900, &[turn as u8; 100]);
-            assert_eq!(written.is_ok(), turn != 1, "{mechanism} {written:?}");
-            let expected = if turn == 1 { 0 } else { turn as u8 };
-            for reader in &openings {
-                assert_eq!(read(&**reader.memory(), 900, 100), [expected; 100], "{mechanism}");
-            }
-            assert_eq!(read(&shared, 900, 100), [expected; 100], "{mechanism}");
-        }
-        assert_eq!(read(&shared, 0, 5), b"there");
-        // The importers close the memory first, in any order.
-        drop(openings);
-    }
 }
 
 fn forwarded_handle_outlives_all_others(subject: Subject) {
@@ -346,18 +324,6 @@ fn unsealed_spec_cannot_be_sealed(subject: Subject) {
     shared.copy_in(0, b"there").unwrap();
     assert!(matches!(shared.seal(), Err(Error::Misuse { .. })));
     assert_eq!((shared.access(), read(&shared, 0, 5)), (ReadWrite, b"there".into()));
-}
-
-fn debug_output_is_short(subject: Subject) {
-    for &mechanism in mechanisms(&subject) {
-        let shared = Shared::create(&subject.device(), by(mechanism, 4096)).unwrap();
-        let array = open(&subject, &shared, ReadOnly);
-        let mirror = Mirror::of(&shared, 0, 1).unwrap();
-        for shown in [format!("{shared:?}"), format!("{array:?}"), format!("{mirror:?}")] {
-            assert!(shown.len() < 2500, "{} bytes: {shown}", shown.len());
-            assert!(shown.contains(&format!("backend: {:?}", subject.driver.backend())), "{shown}");
-        }
-    }
 }
 
 fn failure_at_any_call_leaves_nothing(subject: Subject) {

@@ -4,7 +4,7 @@
 
 use std::{
     fs::File,
-    io::{self, Read, Write},
+    io::{self, Write},
     num::NonZeroUsize,
     os::{fd::OwnedFd, unix::fs::FileExt},
     path::Path,
@@ -31,7 +31,7 @@ use vmmfd::{
         handoff::{Buffer, Consumer, Request, ServeOptions, Unchecked, serve_connection},
     },
 };
-use vmmfd_cli::check::files::{self, Source, Target};
+use vmmfd_cli::check::files::{self, Source};
 
 use crate::support::{Fault, Inode, Kind, Subject, code, in_child};
 

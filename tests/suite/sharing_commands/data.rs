@@ -231,7 +231,12 @@ fn unfinished_file_leaves_nothing() {
     }
     // A file size limit is an ordinary error.
     let producer = meeting.listening(&["--size", "3M"]);
-    meeting.consumer(&["--to", to]).with_file_size(1 << 20).end().code(5).says("File too large");
+    meeting
+        .consumer(&["--to", to])
+        .with_limit(nix::sys::resource::Resource::RLIMIT_FSIZE, 1 << 20)
+        .end()
+        .code(5)
+        .says("File too large");
     drop(producer);
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }

@@ -176,15 +176,10 @@ fn reachable_device_maps_the_memory() {
         apart.code(3).says(uuid).says(other["device"]["uuid"].as_str().unwrap()).says("can't reach the memory of");
         assert_eq!(producer.end().code(4).json()["device"]["uuid"], own["device"]["uuid"]);
     }
-}
-
-#[test]
-fn invisible_owner_is_reached_or_named() {
-    let meeting = Meeting::new(On::Fake);
+    // The consumer does not see the owner.
     let options = ["--device", "1", "--consumers", "2", "--json"];
-    let producer = meeting.producer(&options).env("FAKECUDA_DEVICES", "2").start();
-    let reached = meeting.consumer(&["--json"]).end().code(0).json();
-    assert_eq!(reached["device"]["ordinal"], 0);
+    let producer = two(meeting.producer(&options)).start();
+    assert_eq!(meeting.consumer(&["--json"]).end().code(0).json()["device"]["ordinal"], 0);
     let refused = meeting.consumer(&[]).env("FAKECUDA_PEERS", "0").end();
     let report = producer.end().code(4).json();
     let bare = report["device"]["uuid"].as_str().unwrap().split_once('-').unwrap().1;

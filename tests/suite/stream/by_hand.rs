@@ -8,10 +8,8 @@ cases! {
     received_descriptor_is_imported_at_once,
     unopened_memory_is_not_acknowledged,
     other_clients_do_not_delay_subscribers,
-    producer_without_stream_refuses_subscribers,
     lying_consumer_ends_the_session,
     lying_producer_ends_the_session,
-    turn_with_a_descriptor_is_refused,
     ]
 }
 
@@ -81,21 +79,6 @@ fn unopened_memory_is_not_acknowledged(subject: Subject) {
         assert_eq!((told(&mut liar.channel), liar.subscriber.held()), (ErrorCode::Failed, 0));
         refused(liar.subscriber.try_receive(), "the session has ended");
     }
-    // The same holds for a single buffer.
-    let (Place { folder, listener, config, .. }, buffer) = (Place::new(), buffer(&subject));
-    let path = folder.path().join("s");
-    let served = thread::scope(|scope| {
-        let producer = scope.spawn(|| serve(listener, &buffer, &ServeOptions::default(), &config, &|_| {}));
-        let mut consumer = Consumer::connect(&subject.driver, None, &path, &config, &|_| {}).unwrap();
-        subject.faulty.fail(Fault::Verb("set_access"), 4242);
-        assert!(matches!(consumer.request(&handoff::Request::default()), Err(Error::Driver { code: 4242, .. })));
-        subject.faulty.mend();
-        drop(consumer);
-        producer.join().unwrap().into_result().unwrap()
-    });
-    let error = served[0].error.as_ref().unwrap();
-    let purpose = "for the descriptors to be acknowledged";
-    assert!(matches!(error, Error::Peer(PeerError::Gone { purpose: of, .. }) if *of == purpose), "{error}");
 }
 
 fn other_clients_do_not_delay_subscribers(subject: Subject) {
@@ -110,7 +93,7 @@ fn other_clients_do_not_delay_subscribers(subject: Subject) {
     };
     let own = subject.driver.backend().to_string();
     let subscribe = |keep| Message::Subscribe(Subscribe { keep });
-    let mut refused = [
+    let refused = [
         (say(&[greeting(&subject), request("default", None)]), ErrorCode::Object),
         (say(&[subscribe(1)]), ErrorCode::Protocol),
         (say(&[greeting(&subject), subscribe(0)]), ErrorCode::Protocol),
@@ -118,64 +101,14 @@ fn other_clients_do_not_delay_subscribers(subject: Subject) {
         (say(&[hello("hip", &["stream"]), subscribe(1)]), ErrorCode::Backend),
         (say(&[hello(&own, &["streams", ""]), subscribe(1)]), ErrorCode::Protocol),
     ];
-    thread::scope(|scope| {
-        // Include the library's own consumer.
-        let consumer = scope.spawn(|| {
-            let mut consumer = Consumer::connect(&subject.driver, None, &place.path(), &place.config, &|_| {}).unwrap();
-            consumer.request(&handoff::Request::default()).map(drop)
-        });
-        let subscriber = scope.spawn(|| {
-            // Subscribe after the producer has handled the earlier clients.
-            let told = consumer.join().unwrap();
-            let message = "there is no object `default` here: this producer has a stream";
-            assert!(matches!(&told, Err(Error::Peer(PeerError::Reported { code: ErrorCode::Object, message: of })) if of.contains(message)));
-            place.subscribe(&subject, 1).unwrap()
-        });
-        let mut publisher = place.accept(&subject).unwrap();
-        let mut subscriber = subscriber.join().unwrap();
-        let id = buffers(&subject, &mut publisher, 1)[0].0;
-        turn(&mut publisher, &mut subscriber, id);
-    });
-    for (channel, code) in &mut refused {
-        let told = loop {
-            match answer(channel).0 {
-                Message::Hello(_) => {}
-                Message::Error(failure) => break failure,
-                other => panic!("{other:?}"),
-            }
-        };
-        assert_eq!(told.code, *code, "{}", told.message);
+    let (mut publisher, mut subscriber) = place.meet(&subject, 1);
+    let id = buffers(&subject, &mut publisher, 1)[0].0;
+    turn(&mut publisher, &mut subscriber, id);
+    for (mut channel, code) in refused {
+        let told = std::iter::from_fn(|| Some(answer(&mut channel).0)).find(|told| !matches!(told, Message::Hello(_)));
+        assert!(matches!(&told, Some(Message::Error(failure)) if failure.code == code), "{told:?}");
     }
     drop(silent);
-}
-
-fn producer_without_stream_refuses_subscribers(subject: Subject) {
-    let (Place { folder, listener, config, .. }, buffer) = (Place::new(), buffer(&subject));
-    let path = folder.path().join("s");
-    thread::scope(|scope| {
-        let producer = scope.spawn(|| serve(listener, &buffer, &ServeOptions::default(), &config, &|_| {}));
-        let refused = Subscriber::connect(&subject.driver, None, &path, 1, &config);
-        let message = "the producer has no stream to subscribe to";
-        assert!(
-            matches!(&refused, Err(Error::Peer(PeerError::Mismatch { message: of, .. })) if of == message),
-            "{refused:?}"
-        );
-        let mut channel = dial(&path);
-        channel.send(&greeting(&subject), &[]).unwrap();
-        let (Message::Hello(theirs), _) = answer(&mut channel) else { panic!() };
-        assert_eq!(theirs.capabilities, [""; 0]);
-        channel.send(&Message::Subscribe(Subscribe { keep: 1 }), &[]).unwrap();
-        let (Message::Error(failure), _) = answer(&mut channel) else { panic!() };
-        assert_eq!(failure.code, ErrorCode::Object);
-        assert!(failure.message.contains("no stream, only a buffer"));
-        // Neither request counts as a consumer.
-        let mut consumer = Consumer::connect(&subject.driver, None, &path, &config, &|_| {}).unwrap();
-        let object = consumer.request(&handoff::Request::default()).unwrap();
-        consumer.report(&object, &Verdict::unchecked(true)).unwrap();
-        drop(object);
-        consumer.close();
-        assert!(producer.join().unwrap().into_result().unwrap().iter().all(|served| served.error.is_none()));
-    });
 }
 
 /// Messages that a consumer may not send at this time.
@@ -288,16 +221,4 @@ fn lying_producer_ends_the_session(subject: Subject) {
     drop(channel);
     assert!(matches!(subscriber.receive(), Err(Error::Peer(PeerError::Gone { .. }))));
     assert_eq!(subscriber.held(), 0);
-}
-
-fn turn_with_a_descriptor_is_refused(subject: Subject) {
-    let null = File::open("/dev/null").unwrap();
-    let mut liar = Liar::new(&subject);
-    let received = liar.lend();
-    liar.subscriber.give_back(received).unwrap();
-    let record = Message::Ready(Ready { buffer: 4, generation: 2, sizes: Vec::new() }).encode().unwrap();
-    // The channel's API cannot send such a record.
-    let socket = std::os::unix::net::UnixStream::from(liar.channel.as_fd().try_clone_to_owned().unwrap());
-    socket.send_with_fd(&record, &[null.as_raw_fd()]).unwrap();
-    liar.found_out("a descriptor with ready");
 }

@@ -115,7 +115,7 @@ fn producer_learns_that_consumer_left(subject: Subject) {
 }
 
 fn busy_producer_does_not_prolong_receive(subject: Subject) {
-    let place = Place::with_timeout(moment(&subject, 500));
+    let place = Place::with_timeout(moment(&subject, 200));
     let (publisher, mut subscriber) = place.meet(&subject, 1);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {

@@ -2,8 +2,7 @@
 
 use std::{
     env,
-    fs::File,
-    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd},
     path::PathBuf,
     process::Command,
     sync::{
@@ -14,7 +13,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use sendfd::SendWithFd;
 use tempfile::TempDir;
 use vmmfd::{
     Error, Result,
@@ -24,8 +22,7 @@ use vmmfd::{
     error::{MemoryError, PeerError},
     memory::{Device, Pool, Region, Shared, Spec},
     session::{
-        Config, Verdict,
-        handoff::{self, Buffer, Consumer, ServeOptions, Unchecked, serve},
+        Config,
         stream::{BufferId, Publisher, Received, Subscriber},
     },
     wire::{self, BufferNumber, BufferTurn, ErrorCode, Hello, MAX_FDS, Message, Offer, PoolNumber, Ready, Subscribe},
@@ -111,11 +108,6 @@ fn hello(backend: &str, capabilities: &[&str]) -> Message {
 
 fn memory(subject: &Subject, size: u64) -> Arc<Shared> {
     Arc::new(Shared::create(&subject.device(), Spec::vmm(size)).unwrap())
-}
-
-/// A buffer of a producer without a stream.
-fn buffer(subject: &Subject) -> Buffer<'static> {
-    Buffer::new(Shared::create(&subject.device(), Spec::vmm(10)).unwrap(), Unchecked, None).unwrap()
 }
 
 /// Adds `count` buffers to a publisher, each with its memory.

@@ -6,14 +6,12 @@ cases! {
     on crate::support::Subject; every backend: [
     republished_buffer_is_not_mapped_again,
     rotating_buffers_carry_data_both_ways,
-    buffers_return_in_any_order,
     buffers_of_many_segments_are_whole,
     least_recently_used_buffer_makes_room,
     buffer_in_use_is_not_unmapped,
     receive_fails_while_all_are_used,
     withdrawn_buffer_is_unmapped_after_use,
     dropped_buffer_returns_with_next_call,
-    several_consumers_share_one_memory,
     last_view_returns_its_buffer,
     ]
 }
@@ -75,19 +73,6 @@ fn rotating_buffers_carry_data_both_ways(subject: Subject) {
             assert_eq!(read::<50>(&*buffers[usize::from(round) % 3].1, 50), [!round; 50]);
         }
     });
-}
-
-fn buffers_return_in_any_order(subject: Subject) {
-    let (mut publisher, mut subscriber, ids) = stream(&subject, 3, 3);
-    for _ in 0..2 {
-        let mut received: Vec<Received> =
-            ids.iter().map(|id| hand_over(&mut publisher, &mut subscriber, *id)).collect();
-        for index in [1, 1, 0] {
-            subscriber.give_back(received.remove(index)).unwrap();
-        }
-        let back: Vec<BufferId> = (0..3).map(|_| publisher.take_back().unwrap()).collect();
-        assert_eq!(back, [ids[1], ids[2], ids[0]]);
-    }
 }
 
 fn buffers_of_many_segments_are_whole(subject: Subject) {
@@ -230,26 +215,6 @@ fn dropped_buffer_returns_with_next_call(subject: Subject) {
         assert!(publisher.try_take_back().unwrap().is_none(), "before the next call");
         assert!(subscriber.try_receive().unwrap().is_none());
         assert_eq!(publisher.take_back().unwrap(), id);
-    }
-}
-
-fn several_consumers_share_one_memory(subject: Subject) {
-    let place = Place::new();
-    let memory = memory(&subject, 100);
-    let mut ends: Vec<(Publisher, Subscriber)> = (0..3).map(|_| place.meet(&subject, 1)).collect();
-    let ids: Vec<BufferId> =
-        ends.iter_mut().map(|(publisher, _)| publisher.add(&memory, None, ReadOnly).unwrap()).collect();
-    for round in 0..3 {
-        memory.copy_in(0, &[round; 9]).unwrap();
-        let mut received = Vec::new();
-        for ((publisher, subscriber), id) in ends.iter_mut().zip(&ids) {
-            received.push(hand_over(publisher, subscriber, *id));
-        }
-        for ((publisher, subscriber), received) in ends.iter_mut().zip(received) {
-            assert_eq!(read(&received, 0), [round; 9]);
-            subscriber.give_back(received).unwrap();
-            publisher.take_back().unwrap();
-        }
     }
 }
 

@@ -144,12 +144,6 @@ impl Fake {
         unsafe { self.function::<unsafe extern "C" fn(*const c_char) -> u64>("fakecuda_calls")(name.as_ptr()) }
     }
 
-    /// Returns the number of waits in this process for recorded events, of any process.
-    pub(crate) fn waited(&self) -> u64 {
-        // SAFETY: the type is the function's.
-        unsafe { self.function::<unsafe extern "C" fn() -> u64>("fakecuda_waited")() }
-    }
-
     /// Counts live handles, reservations, mappings, retained contexts, blocks, pools, page-locked pieces, events and modules.
     pub(crate) fn live(&self) -> [u64; 9] {
         let mut counts = [u64::MAX; 9];

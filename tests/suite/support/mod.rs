@@ -2,7 +2,6 @@
 
 mod fake;
 mod faulty;
-pub(crate) mod fuse;
 pub(crate) mod manager;
 mod mapped;
 pub(crate) mod material;
@@ -28,7 +27,10 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use nix::{fcntl::OFlag, sys::stat::fstat};
+use nix::{
+    fcntl::{FcntlArg, FdFlag, OFlag, fcntl},
+    sys::stat::fstat,
+};
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::Error;
 
@@ -46,6 +48,10 @@ pub(crate) fn code<T>(answer: Result<T, Error>) -> u32 {
         Err(Error::Driver { code, .. }) => code,
         Err(error) => panic!("not the driver's own error: {error}"),
     }
+}
+
+pub(crate) fn closes_on_exec(fd: impl AsFd) -> bool {
+    FdFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFD).unwrap()).contains(FdFlag::FD_CLOEXEC)
 }
 
 /// Returns the errors that this thread logs during `run`.
