@@ -418,38 +418,9 @@ mod tests {
 
     #[test]
     fn invalid_sizes_have_one_sentence() {
-        for text in [
-            "",
-            " ",
-            "0",
-            "0M",
-            "0.0G",
-            "-1",
-            "+1",
-            "1.5",
-            "1.",
-            ".5G",
-            "1..5G",
-            "1.2.3G",
-            "MiB",
-            "64MB",
-            "64kb",
-            "64Mi",
-            "64 MiB",
-            "64MiBs",
-            "16EiB",
-            "18446744073709551616",
-            "99999999999999999999999999999999999999999999",
-            "1e9",
-            "0x10",
-            "0.3K",
-            "1.0000000000000000000000001G",
-            "64µ",
-            "٣",
-            "NaN",
-            "inf",
-            "64M\n",
-        ] {
+        let words = "0 0M 0.0G -1 +1 1.5 1. .5G 1..5G 1.2.3G MiB 64MB 64kb 64Mi 64MiBs 16EiB 18446744073709551616 \
+            99999999999999999999999999999999999999999999 1e9 0x10 0.3K 1.0000000000000000000000001G 64µ ٣ NaN inf";
+        for text in words.split(' ').chain(["", " ", "64 MiB", "64M\n"]) {
             let error = parse_size(text).unwrap_err();
             assert!(error.starts_with(&format!("`{text}` ")) && error.contains("write "), "{text:?}: {error}");
         }

@@ -94,7 +94,7 @@ pub struct PairReport {
 pub(super) type Figures = BTreeMap<String, Value>;
 
 /// The result of one probe.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Finding {
     /// The name as in `--only`.
     pub probe: String,
@@ -123,17 +123,7 @@ pub struct Finding {
 
 impl Finding {
     pub(super) fn new(probe: &str, status: Status, meaning: impl Into<String>) -> Self {
-        Self {
-            probe: probe.to_owned(),
-            status,
-            us: None,
-            figures: Figures::new(),
-            error: None,
-            meaning: meaning.into(),
-            cause: None,
-            remedy: None,
-            rule: None,
-        }
+        Self { probe: probe.to_owned(), status, meaning: meaning.into(), ..Self::default() }
     }
 
     /// Adds a measured value.
@@ -182,7 +172,7 @@ pub(super) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
     Ok,
@@ -191,6 +181,7 @@ pub enum Status {
     /// The driver, the device or the backend does not support it.
     Unsupported,
     /// Not tested; `meaning` has the reason.
+    #[default]
     Skipped,
 }
 
