@@ -51,6 +51,7 @@ mod client;
 pub(crate) mod keeper;
 mod name;
 pub(crate) mod notify;
+mod request;
 pub(crate) mod server;
 pub(crate) mod start;
 mod table;

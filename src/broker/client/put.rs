@@ -14,18 +14,15 @@ use super::{
     records::unexpected,
 };
 use crate::{
-    broker::{
-        name::{check_component, check_name},
-        table::sealed,
-    },
+    broker::{request, table::sealed},
     driver::Backend,
     error::{BrokerError, Error, RefusalCode, Result},
     memory::{Chunk, Description, Region, Shared, Sharing},
     wire::{
         Check, MAX_FDS, Segments,
         broker::{
-            self, ArrayEntry, Attached, Lifetime, MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER,
-            MAX_METADATA, MAX_PARTS, MAX_SEGMENTS, Message, Published, PutHeader, Restore, Table, Token,
+            self, ArrayEntry, Attached, Lifetime, MAX_INLINE, MAX_INLINE_TOGETHER, Message, Published, PutHeader,
+            Restore, Table, Token,
         },
     },
 };
@@ -249,7 +246,6 @@ impl Client {
     /// [`Error::Broker`] if the broker refuses the put, which then has no effect; [`Error::Memory`] if an array is not inside its part;
     /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn put(&self, put: &Put<'_>) -> Result<Published> {
-        check(put)?;
         let metadata = put.metadata.as_ref().map(Attached::of).transpose().map_err(unwritable)?;
         let mut upload = Upload::of(put, metadata)?;
         // Makes the put idempotent: it may be sent again after a reconnect.
@@ -287,7 +283,6 @@ pub(super) fn restore(
         let segments = part.segments.iter().zip(fds).map(|((size, _), fd)| (*size, Segment::Borrowed(fd.as_fd())));
         put.parts.push(PutPart { backend, header: part.header.clone(), segments: segments.collect() });
     }
-    check(&put)?;
     let mut upload = Upload::of(&put, header.metadata.clone())?;
     upload.message.request = Some(super::new_token()?);
     let id = header.id.clone();
@@ -305,10 +300,8 @@ pub(super) struct Upload<'a> {
 
 impl<'a> Upload<'a> {
     fn of(put: &'a Put<'_>, metadata: Option<Attached>) -> Result<Self> {
+        check(put)?;
         let mut tables = Tables { room: MAX_INLINE_TOGETHER, attached: Vec::new() };
-        if let Some(length) = metadata.as_ref().map(|text| text.as_str().len()).filter(|&n| n as u64 > MAX_METADATA) {
-            return Err(invalid(format!("the metadata has {length} bytes, and at most {MAX_METADATA} are allowed")));
-        }
         let metadata = metadata.map(|text| tables.add(text)).transpose()?;
         let mut parts = Vec::with_capacity(put.parts.len());
         for PutPart { header: PartHeader { name, description, digest, arrays }, .. } in &put.parts {
@@ -323,7 +316,7 @@ impl<'a> Upload<'a> {
         let tables = tables.attached;
         let of_part = |part: &'a PutPart<'_>| part.segments.iter().map(|(size, segment)| (*size, segment));
         let segments: Vec<(u64, &Segment<'_>)> = put.parts.iter().flat_map(of_part).collect();
-        let first = segments.len().min(MAX_FDS - tables.len());
+        let first = segments.len().min(MAX_FDS.saturating_sub(tables.len()));
         let message = Box::new(PutHeader {
             backend: put.parts.first().map_or(broker::NO_BACKEND, |part| part.backend.as_str()).to_owned(),
             parts,
@@ -331,6 +324,7 @@ impl<'a> Upload<'a> {
             sizes: segments[..first].iter().map(|(size, _)| *size).collect(),
             ..put.header.clone()
         });
+        request::check(&message)?;
         Ok(Self { message, tables, segments })
     }
 
@@ -363,53 +357,17 @@ impl<'a> Upload<'a> {
     }
 }
 
-/// Checks a put before anything is sent.
+/// Checks the arrays and backends, which the server finds in tables and descriptors.
 fn check(put: &Put<'_>) -> Result<()> {
-    let PutHeader { name, announced, group, mode, .. } = &put.header;
-    check_name(name)?;
-    group.iter().try_for_each(|group| check_component("group", group))?;
-    announced.iter().try_for_each(|part| check_component("part", part))?;
-    if put.parts.is_empty() {
-        return Err(invalid(format!("a put of `{name}` has no part")));
-    }
-    let parts = put.parts.len();
-    let segments = put.parts.iter().map(|part| part.segments.len()).sum::<usize>();
-    if parts > MAX_PARTS || announced.len() > MAX_PARTS {
-        let got = parts.max(announced.len());
-        return Err(invalid(format!("{got} parts are too many: an object has at most {MAX_PARTS}")));
-    }
-    if segments > MAX_SEGMENTS {
-        return Err(invalid(format!(
-            "{segments} segments are too many: an object has at most {MAX_SEGMENTS}; use larger chunks"
-        )));
-    }
-    if let Some(mode) = mode.filter(|mode| mode & !0o666 != 0) {
-        return Err(invalid(format!(
-            "mode {mode:o} is not valid: only the bits for read and write are allowed, at most 666"
-        )));
-    }
-    let backend = put.parts[0].backend;
-    for PutPart { backend: other, header: PartHeader { name, description, arrays, .. }, .. } in &put.parts {
-        check_component("part", name)?;
-        if *other != backend {
+    for PutPart { backend, header: PartHeader { name, description, arrays, .. }, .. } in &put.parts {
+        let first = put.parts[0].backend;
+        if *backend != first {
             return Err(invalid(format!(
-                "all parts of an object must be on one backend, but these are on {backend} and {other}"
+                "all parts of an object must be on one backend, but these are on {first} and {backend}"
             )));
         }
-        if arrays.len() > MAX_ARRAYS {
-            let got = arrays.len();
-            return Err(invalid(format!("{got} arrays are too many: a part has at most {MAX_ARRAYS}")));
-        }
-        for entry in arrays.iter() {
-            entry.array.check(description.size)?;
-            let length = entry.attributes.as_ref().map_or(0, |attributes| attributes.as_str().len());
-            if length > MAX_ATTRIBUTES {
-                return Err(invalid(format!(
-                    "the attributes of array `{}` have {length} bytes, and at most {MAX_ATTRIBUTES} are allowed",
-                    entry.name
-                )));
-            }
-        }
+        arrays.iter().try_for_each(|entry| entry.array.check(description.size))?;
+        request::check_arrays(name, description.size, arrays)?;
     }
     Ok(())
 }

@@ -1,14 +1,14 @@
 //! Validates a put: its request, memory and tables.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashMap,
     os::fd::{AsFd, OwnedFd},
     time::Duration,
 };
 
 use crate::{
     broker::{
-        name::{check_component, check_name},
+        request::{self, Claims},
         server::state::{
             drafts::DraftPut,
             inspect::{Inode, inode, inspect},
@@ -18,16 +18,15 @@ use crate::{
         },
         table,
     },
-    driver::{Backend, GRANULARITY},
+    driver::GRANULARITY,
     error::{BrokerError, RefusalCode},
     wire::{
-        Check, Mechanism,
-        broker::{
-            MAX_ARRAYS, MAX_ATTRIBUTES, MAX_INLINE, MAX_INLINE_TOGETHER, MAX_METADATA, MAX_SEGMENTS, MAX_TABLE, Maker,
-            PutHeader, PutPartHeader, Table, read_arrays,
-        },
+        Check,
+        broker::{MAX_METADATA, MAX_TABLE, Maker, PutHeader, PutPartHeader, Table, read_arrays},
     },
 };
+
+pub(super) use crate::broker::request::invalid;
 
 /// A checked request, before its memory is examined.
 #[derive(Debug)]
@@ -47,66 +46,9 @@ pub(super) struct Prepared {
     pub(super) wait: Duration,
 }
 
-pub(super) fn invalid<T>(message: impl Into<String>) -> Result<T, BrokerError> {
-    refuse(RefusalCode::Invalid, message)
-}
-
-/// User address space is 47 bits: no process can map more.
-const ADDRESSES: u64 = 1 << 47;
-
 /// Checks a put without looking at its memory.
 pub(super) fn check(put: &PutHeader) -> Result<Checked, BrokerError> {
-    check_name(&put.name)?;
-    put.group.iter().try_for_each(|group| check_component("group", group))?;
-    let backends = [Backend::Cuda, Backend::Host];
-    let Some(backend) = backends.into_iter().find(|backend| backend.as_str() == put.backend) else {
-        return invalid(format!("the backend `{}` is unknown: use cuda or host", put.backend));
-    };
-    if let Some(mode) = put.mode.filter(|mode| mode & !0o666 != 0) {
-        return invalid(format!("mode {mode:o} is not allowed: at most 666 (read and write)"));
-    }
-    if put.parts.is_empty() {
-        return invalid(format!("a put of `{}` has no parts", put.name));
-    }
-    let mut announced = HashSet::new();
-    for name in &put.announced {
-        check_component("part", name)?;
-        if !announced.insert(name.as_str()) {
-            return invalid(format!("part `{name}` is announced twice"));
-        }
-    }
-    let mut total = 0u64;
-    let mut bytes = 0u64;
-    let mut names = HashSet::new();
-    for part in &put.parts {
-        let name = &part.name;
-        check_component("part", name)?;
-        if !names.insert(name.as_str()) {
-            return invalid(format!("part `{name}` is given twice"));
-        }
-        if !announced.is_empty() && !announced.contains(name.as_str()) {
-            return invalid(format!("part `{name}` is not announced"));
-        }
-        check_memory(part)?;
-        total = total.saturating_add(part.memory.segments);
-        bytes = bytes.saturating_add(part.memory.mapped_size);
-    }
-    bytes = bytes.saturating_add(check_lengths(put)?);
-    if put.restore.is_some() && (put.announced.len() > put.parts.len() || put.if_version.is_some()) {
-        return invalid("a restored version must have all its parts and no `if_version`");
-    }
-    if put.announced.len() > put.parts.len() && put.group.is_none() {
-        return invalid("the put announces parts of other puts but names no group");
-    }
-    if total > MAX_SEGMENTS as u64 {
-        return invalid(format!("{total} segments are too many: the limit per object is {MAX_SEGMENTS}"));
-    }
-    if put.sizes.is_empty() || put.sizes.len() as u64 > total {
-        return invalid(format!(
-            "the first record of a put with {total} segments has {}: 1 to {total} are allowed",
-            put.sizes.len()
-        ));
-    }
+    let Claims { backend, segments, bytes } = request::check(put)?;
     let terms = Terms {
         name: put.name.clone(),
         replace: put.replace || put.if_version.is_some(),
@@ -118,65 +60,7 @@ pub(super) fn check(put: &PutHeader) -> Result<Checked, BrokerError> {
         requests: put.request.into_iter().collect(),
         restore: put.restore.clone(),
     };
-    Ok(Checked { terms, segments: total as usize, bytes })
-}
-
-/// Checks the claims about a part's memory.
-fn check_memory(part: &PutPartHeader) -> Result<(), BrokerError> {
-    let PutPartHeader { name, memory, .. } = part;
-    if memory.mechanism != Mechanism::Vmm {
-        return invalid(format!(
-            "part `{name}` is not shared by vmm: pools and legacy handles end with their process, so a broker can't hold them"
-        ));
-    }
-    if memory.pool.is_some() || memory.pointer.is_some() || memory.offset != 0 {
-        return invalid(format!("part `{name}` is shared by vmm but has fields of another mechanism"));
-    }
-    let (size, mapped) = (memory.size, memory.mapped_size);
-    if size == 0 || size > mapped || mapped >= ADDRESSES {
-        return invalid(format!(
-            "part `{name}` claims {size} bytes of data in {mapped} bytes of memory: 1 to {ADDRESSES} are allowed, and the data must fit"
-        ));
-    }
-    // The driver maps only multiples of the granularity.
-    if !mapped.is_multiple_of(GRANULARITY) {
-        return invalid(format!(
-            "part `{name}` claims {mapped} bytes of memory, which is not a multiple of the granularity, {GRANULARITY} bytes"
-        ));
-    }
-    if memory.segments == 0 {
-        return invalid(format!("part `{name}` has no segments"));
-    }
-    Ok(())
-}
-
-/// Checks the claimed lengths of a put's tables. Returns their sum.
-fn check_lengths(put: &PutHeader) -> Result<u64, BrokerError> {
-    let arrays = put.parts.iter().filter_map(|part| {
-        let table = part.arrays.as_ref()?;
-        Some((format!("the table of part `{}`", part.name), table, MAX_TABLE))
-    });
-    let metadata = put.metadata.iter().map(|table| ("the metadata".to_owned(), table, MAX_METADATA));
-    let (mut sum, mut inline) = (0u64, 0);
-    for (what, table, max) in metadata.chain(arrays) {
-        let (length, max, place) = match table {
-            Table::Length(length) => (*length, max, "in a memfd"),
-            Table::Inline(text) => (text.as_str().len() as u64, MAX_INLINE as u64, "in the record"),
-        };
-        if length > max {
-            return invalid(format!("{what} has {length} bytes {place}: the limit is {max}"));
-        }
-        if matches!(table, Table::Inline(_)) {
-            inline += length;
-        }
-        sum = sum.saturating_add(length);
-    }
-    match inline <= MAX_INLINE_TOGETHER as u64 {
-        true => Ok(sum),
-        false => invalid(format!(
-            "the tables in the record have {inline} bytes in total, and the limit is {MAX_INLINE_TOGETHER}: send some in memfds"
-        )),
-    }
+    Ok(Checked { terms, segments, bytes })
 }
 
 /// Examines a put's descriptors and tables in steps, so that other users' work can run in between.
@@ -326,38 +210,11 @@ impl Examination {
 
 /// Checks an array table. Returns the number of arrays.
 fn check_arrays(part: &PutPartHeader, text: &str) -> Result<u64, BrokerError> {
-    let (part, size) = (&part.name, part.memory.size);
+    let name = &part.name;
     let arrays = match read_arrays(text) {
         Ok(arrays) => arrays,
-        Err(error) => return invalid(format!("the table of part `{part}` is not an array table: {error}")),
+        Err(error) => return invalid(format!("the table of part `{name}` is not an array table: {error}")),
     };
-    if arrays.len() > MAX_ARRAYS {
-        let got = arrays.len();
-        return invalid(format!("{got} arrays in part `{part}` are too many: the limit is {MAX_ARRAYS}"));
-    }
-    let mut names = HashSet::with_capacity(arrays.len());
-    for entry in &arrays {
-        let mut shown = entry.name.clone();
-        crate::wire::shorten(&mut shown, 100);
-        if entry.name.is_empty() || entry.name.len() > 1024 {
-            let length = entry.name.len();
-            return invalid(format!("the name of an array in part `{part}` has {length} bytes: 1 to 1024 are allowed"));
-        }
-        if !names.insert(entry.name.as_str()) {
-            return invalid(format!("array `{shown}` occurs twice in part `{part}`"));
-        }
-        if let Err(error) = entry.array.check(size) {
-            return invalid(format!("array `{shown}` exceeds part `{part}` of {size} bytes: {}", error.in_full()));
-        }
-        if let Some(attributes) = &entry.attributes {
-            let text = attributes.as_str();
-            if text.len() > MAX_ATTRIBUTES || !text.starts_with('{') {
-                return invalid(format!(
-                    "the attributes of array `{shown}` have {} bytes: only JSON objects of at most {MAX_ATTRIBUTES} bytes are allowed",
-                    text.len()
-                ));
-            }
-        }
-    }
+    request::check_arrays(name, part.memory.size, &arrays)?;
     Ok(arrays.len() as u64)
 }
