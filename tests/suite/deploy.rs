@@ -270,6 +270,33 @@ fn node_check_fails_on_broken_gpus() {
 mod namespaces {
     use super::*;
 
+    fn children(pid: u32) -> Vec<u32> {
+        let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+        text.split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+    }
+
+    #[test]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
+    fn keeper_as_init_reaps_orphans() {
+        let meeting = Meeting::host();
+        let run = meeting.bare("vmmfd");
+        let mut unshare = Command::new("unshare");
+        unshare.args(["--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc", "/bin/sh", "-c"]);
+        // Orphans, for which the shell would wait, but the program takes its place as process 1.
+        unshare.arg("for i in 1 2 3 4 5; do (sleep 1 &); done; exec \"$0\" serve --socket \"$1\"");
+        let path = meeting.folder().join("init.sock");
+        unshare.arg(run.command.get_program()).arg(&path);
+        let run = run.instead(unshare).start();
+        wait_for("a broker", || path.exists());
+        let init = children(run.pid())[0];
+        wait_for("the server alone", || children(init).len() == 1);
+        let server = children(init)[0];
+        kill(Pid::from_raw(server.cast_signed()), Signal::SIGKILL).unwrap();
+        wait_for("another server", || children(init).iter().any(|pid| *pid != server));
+        kill(Pid::from_raw(init.cast_signed()), Signal::SIGTERM).unwrap();
+        run.end();
+    }
+
     #[test]
     #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
     fn node_check_ends_at_sigterm() {
@@ -288,10 +315,7 @@ mod namespaces {
             unshare.env("PATH", format!("{}:/usr/bin:/bin", meeting.folder().display()));
             let run = meeting.bare("vmmfd").instead(unshare).start();
             // unshare, the shell as process 1, and the shell's child.
-            let child = |pid: u32| -> Option<u32> {
-                let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
-                text.split_whitespace().next()?.parse().ok()
-            };
+            let child = |pid: u32| children(pid).first().copied();
             // Before it executes a program, the child has the shell's handler: a signal does not end it.
             let sleeps = |pid| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "sleep\n");
             let shell = || child(run.pid()).filter(|shell| child(*shell).is_some_and(sleeps));

@@ -245,6 +245,9 @@ impl Target {
             Ok(_) if !replace => return invalid("exists: name another file, or replace it with --force"),
             // Replace the target of a link, not the link.
             Ok(_) => fs::canonicalize(path).map_err(write_error)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound && path.is_symlink() => {
+                return invalid("is a link to a file that does not exist: name that file, or remove the link");
+            }
             Err(error) if error.kind() == io::ErrorKind::NotFound => path.to_owned(),
             Err(error) => return Err(write_error(error)),
         };
