@@ -8,7 +8,7 @@ use std::{
 };
 
 use pyo3::{exceptions::PyBufferError, ffi, prelude::*};
-use vmmfd::array::ArrayDescriptor;
+use vmmfd::{array::ArrayDescriptor, bindings::Walk};
 
 use crate::{
     array::Array,
@@ -28,23 +28,10 @@ struct View {
 /// Whether an array is contiguous in C order, and whether in Fortran order.
 pub(crate) fn contiguous(array: &ArrayDescriptor) -> Outcome<(bool, bool)> {
     let strides = array.strides_in_bytes()?;
-    if array.shape.contains(&0) {
-        return Ok((true, true));
-    }
-    let is = |axes: &mut dyn Iterator<Item = usize>| {
-        let mut step = array.dtype.size() as i64;
-        for axis in axes {
-            if array.shape[axis] != 1 {
-                if strides[axis] != step {
-                    return false;
-                }
-                step = step.saturating_mul(array.shape[axis] as i64);
-            }
-        }
-        true
-    };
-    let dimensions = array.shape.len();
-    Ok((is(&mut (0..dimensions).rev()), is(&mut (0..dimensions))))
+    let one_run = |shape: &[u64], steps: &[i64]| Walk::new(shape, array.dtype.size(), steps, steps).is_one_run();
+    let reversed: Vec<u64> = array.shape.iter().rev().copied().collect();
+    let reversed_strides: Vec<i64> = strides.iter().rev().copied().collect();
+    Ok((one_run(&array.shape, &strides), one_run(&reversed, &reversed_strides)))
 }
 
 /// Fills a view of an array.

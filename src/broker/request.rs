@@ -25,7 +25,7 @@ const ADDRESSES: u64 = 1 << 47;
 
 /// The result of [`check`].
 #[derive(Debug)]
-pub(super) struct Claims {
+pub(super) struct PutClaims {
     pub(super) backend: Backend,
     /// The number of segments.
     pub(super) segments: usize,
@@ -34,7 +34,7 @@ pub(super) struct Claims {
 }
 
 /// Checks a put without looking at its memory.
-pub(super) fn check(put: &PutHeader) -> Result<Claims, BrokerError> {
+pub(super) fn check(put: &PutHeader) -> Result<PutClaims, BrokerError> {
     check_name(&put.name)?;
     put.group.iter().try_for_each(|group| check_component("group", group))?;
     let backends = [Backend::Cuda, Backend::Host];
@@ -90,7 +90,7 @@ pub(super) fn check(put: &PutHeader) -> Result<Claims, BrokerError> {
             put.sizes.len()
         ));
     }
-    Ok(Claims { backend, segments: total as usize, bytes })
+    Ok(PutClaims { backend, segments: total as usize, bytes })
 }
 
 /// Checks the claims about a part's memory.

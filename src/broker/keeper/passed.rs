@@ -65,7 +65,7 @@ impl<'a> Passed<'a> {
 
 /// The descriptors passed to a keeper.
 #[derive(Debug, Default)]
-pub(super) struct Received {
+pub(super) struct PassedRecord {
     pub(super) held: Vec<(String, OwnedFd)>,
     pub(super) server: Option<OwnedFd>,
     pub(super) listener: Option<OwnedFd>,
@@ -75,7 +75,7 @@ pub(super) struct Received {
     pub(super) last_report: String,
 }
 
-impl Received {
+impl PassedRecord {
     pub(super) fn take() -> io::Result<Self> {
         let mut received = Self { last_report: role::last_report(), ..Self::default() };
         for (name, fd) in sys::take_passed()? {

@@ -23,7 +23,7 @@ use super::{
     image::Image,
     message::{Arrival, Message, receive, send},
     newcomers::{NewcomerRequest, Newcomers, answer},
-    passed::{Passed, Received},
+    passed::{Passed, PassedRecord},
     peer::until,
     role::Role,
     service::Service,
@@ -39,7 +39,7 @@ const MESSAGES_PER_TURN: usize = 256;
 
 /// A server's connection.
 #[derive(Debug)]
-struct Connection {
+struct KeeperConnection {
     socket: OwnedFd,
     pid: i32,
     /// Whether its hello was received.
@@ -52,7 +52,7 @@ struct Connection {
 pub(in crate::broker) struct KeeperProcess {
     image: Image,
     held: Held,
-    server: Option<Connection>,
+    server: Option<KeeperConnection>,
     /// Where servers connect; `None` if this process starts them.
     newcomers: Option<Newcomers>,
     service: Option<Service>,
@@ -73,7 +73,7 @@ impl KeeperProcess {
             // Another broker may already serve this path.
             Listener::check_free(socket)?;
         }
-        let mut received = Received::take().map_err(failed)?;
+        let mut received = PassedRecord::take().map_err(failed)?;
         let service = Service::new(socket, role, received.process.take());
         Self::new(received, role, None, Some(service)).map_err(failed)
     }
@@ -85,17 +85,22 @@ impl KeeperProcess {
     /// [`Error::System`].
     pub(in crate::broker) fn at(path: &Path, role: Role, cancel: &Cancel) -> Result<Self> {
         let failed = |error| Error::system("start the keeper", error);
-        let mut received = Received::take().map_err(failed)?;
+        let mut received = PassedRecord::take().map_err(failed)?;
         let newcomers = Newcomers::at(path, received.listener.take(), cancel)?;
         Self::new(received, role, Some(newcomers), None).map_err(failed)
     }
 
-    fn new(received: Received, role: Role, newcomers: Option<Newcomers>, service: Option<Service>) -> io::Result<Self> {
-        let Received { held, server, requester, last_report, .. } = received;
+    fn new(
+        received: PassedRecord,
+        role: Role,
+        newcomers: Option<Newcomers>,
+        service: Option<Service>,
+    ) -> io::Result<Self> {
+        let PassedRecord { held, server, requester, last_report, .. } = received;
         let greeted = matches!(role, Role::Reloaded(_));
         let server = server.map(|socket| {
             let pid = service.as_ref().map_or_else(|| Peer::of(&socket).map_or(0, |peer| peer.pid), Service::pid);
-            Connection { socket, pid, greeted, received: 0 }
+            KeeperConnection { socket, pid, greeted, received: 0 }
         });
         let keeper = Self {
             image: Image::of_this_process()?,
@@ -192,7 +197,7 @@ impl KeeperProcess {
         let Some(service) = &mut self.service else { return Ok(()) };
         if let Some(socket) = service.start_if_due(&self.image)? {
             let pid = service.pid();
-            self.server = Some(Connection { socket, pid, greeted: false, received: 0 });
+            self.server = Some(KeeperConnection { socket, pid, greeted: false, received: 0 });
         }
         Ok(())
     }
@@ -331,7 +336,7 @@ impl KeeperProcess {
             tracing::warn!("refused pid {pid}: {why}");
             return answer(&socket, &Message::Refused(why));
         }
-        self.server = Some(Connection { socket, pid, greeted: false, received: 0 });
+        self.server = Some(KeeperConnection { socket, pid, greeted: false, received: 0 });
         match self.greet(version, resends) {
             Ok(()) => tracing::info!("serves pid {pid}, with {} descriptors", self.held.len()),
             Err(error) => {

@@ -40,7 +40,7 @@ pub(in crate::broker) struct Mark(u64);
 /// A queued message.
 #[derive(Debug)]
 enum Item {
-    Hold(Name, Source),
+    Hold(Name, FdSource),
     Remove(String),
     Complete,
     Sync(u64),
@@ -50,7 +50,7 @@ enum Item {
 
 /// Where to find a descriptor.
 #[derive(Debug)]
-enum Source {
+enum FdSource {
     /// A segment, looked up by number when it is sent. If it is gone, nothing is sent; if another segment has taken its number, that
     /// segment's descriptor is sent twice.
     Segment(SegmentId),
@@ -137,7 +137,7 @@ impl Store {
     /// Sends a segment.
     pub(in crate::broker) fn hold(&mut self, id: SegmentId) {
         self.used += 1;
-        self.push(Item::Hold(Name::Segment(id), Source::Segment(id)));
+        self.push(Item::Hold(Name::Segment(id), FdSource::Segment(id)));
     }
 
     /// Sends any other descriptor.
@@ -148,7 +148,7 @@ impl Store {
 
     /// Sends a descriptor that replaces the one with the same name.
     pub(in crate::broker) fn replace(&mut self, name: Name, fd: OwnedFd) {
-        self.push(Item::Hold(name, Source::Own(fd)));
+        self.push(Item::Hold(name, FdSource::Own(fd)));
     }
 
     /// Removes a descriptor.
@@ -230,7 +230,7 @@ impl Store {
     /// The segments not yet sent to this keeper; `None` means all.
     pub(in crate::broker) fn unsent(&self) -> Option<HashSet<SegmentId>> {
         let waiting = |item: &Item| match item {
-            Item::Hold(_, Source::Segment(id)) => Some(*id),
+            Item::Hold(_, FdSource::Segment(id)) => Some(*id),
             _ => None,
         };
         self.greeted.then(|| self.queue.iter().filter_map(waiting).collect())
@@ -254,8 +254,8 @@ impl Store {
                     for item in self.queue.iter().take(room) {
                         let Item::Hold(name, source) = item else { break };
                         let fd = match source {
-                            Source::Segment(id) => segment(*id),
-                            Source::Own(fd) => Some(fd.as_fd()),
+                            FdSource::Segment(id) => segment(*id),
+                            FdSource::Own(fd) => Some(fd.as_fd()),
                         };
                         if let Some(fd) = fd {
                             names.push(name.to_string());

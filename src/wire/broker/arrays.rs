@@ -18,7 +18,7 @@ use crate::array::{ArrayDescriptor, ElementType, MAX_DIMENSIONS};
 /// # Errors
 /// The parser's errors.
 pub(crate) fn read_arrays(text: &str) -> serde_json::Result<Vec<ArrayEntry>> {
-    match Reader(text).table() {
+    match TableText(text).table() {
         Some(arrays) => Ok(arrays),
         None => serde_json::from_str::<Bounded>(text).map(|arrays| arrays.0),
     }
@@ -55,9 +55,9 @@ impl<'de> Deserialize<'de> for Bounded {
 }
 
 /// The rest of a text. Each method returns `None` if the text has another form.
-struct Reader<'a>(&'a str);
+struct TableText<'a>(&'a str);
 
-impl<'a> Reader<'a> {
+impl<'a> TableText<'a> {
     fn table(mut self) -> Option<Vec<ArrayEntry>> {
         // The shortest entry, in bytes.
         const SHORTEST: usize = 60;
@@ -169,7 +169,7 @@ mod tests {
     use crate::array::Order;
 
     fn fast(text: &str) -> Option<Vec<ArrayEntry>> {
-        Reader(text).table()
+        TableText(text).table()
     }
 
     fn entries() -> impl Strategy<Value = Vec<ArrayEntry>> {

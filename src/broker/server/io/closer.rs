@@ -34,7 +34,7 @@ const MAX_DISCARDED: usize = 16;
 
 /// A user's unclosed descriptors.
 #[derive(Debug, Default)]
-struct Queue {
+struct CloseQueue {
     waiting: Vec<OwnedFd>,
     /// Waiting descriptors that count towards the user's connection limit.
     connections: usize,
@@ -49,7 +49,7 @@ struct Queue {
 /// The closer threads and their queues.
 #[derive(Debug)]
 pub(super) struct Closers {
-    queues: HashMap<Origin, Queue>,
+    queues: HashMap<Origin, CloseQueue>,
     /// Users waiting for a thread.
     turns: VecDeque<Origin>,
     threads: usize,

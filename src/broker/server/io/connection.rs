@@ -20,7 +20,7 @@ use crate::{
 };
 
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(super) struct ClientConnection {
     pub(super) socket: UnixStream,
     pub(super) uid: u32,
     pub(super) pid: i32,
@@ -63,7 +63,7 @@ pub(super) struct Unsent {
     pub(super) now: u64,
 }
 
-impl Connection {
+impl ClientConnection {
     /// `socket` must be non-blocking.
     pub(super) fn new(socket: OwnedFd, uid: u32, pid: i32) -> Self {
         Self {
@@ -126,7 +126,7 @@ impl Connection {
         Unsent { before: std::mem::replace(&mut self.counted, now), now }
     }
 
-    /// The last result of [`Connection::update_unsent`].
+    /// The last result of [`ClientConnection::update_unsent`].
     pub(super) fn counted_unsent(&self) -> u64 {
         self.counted
     }
@@ -190,7 +190,7 @@ impl Connection {
     }
 }
 
-impl AsFd for Connection {
+impl AsFd for ClientConnection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }

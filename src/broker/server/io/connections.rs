@@ -5,12 +5,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::connection::Connection;
+use super::connection::ClientConnection;
 use crate::broker::server::state::caller::ConnectionId;
 
 #[derive(Debug, Default)]
 pub(super) struct Connections {
-    all: HashMap<ConnectionId, Connection>,
+    all: HashMap<ConnectionId, ClientConnection>,
     /// Connections that may have data to read.
     readable: Vec<ConnectionId>,
     /// Connections whose peers may have unread data.
@@ -18,19 +18,19 @@ pub(super) struct Connections {
 }
 
 impl Connections {
-    pub(super) fn get(&self, id: ConnectionId) -> Option<&Connection> {
+    pub(super) fn get(&self, id: ConnectionId) -> Option<&ClientConnection> {
         self.all.get(&id)
     }
 
-    pub(super) fn get_mut(&mut self, id: ConnectionId) -> Option<&mut Connection> {
+    pub(super) fn get_mut(&mut self, id: ConnectionId) -> Option<&mut ClientConnection> {
         self.all.get_mut(&id)
     }
 
-    pub(super) fn insert(&mut self, id: ConnectionId, connection: Connection) {
+    pub(super) fn insert(&mut self, id: ConnectionId, connection: ClientConnection) {
         self.all.insert(id, connection);
     }
 
-    pub(super) fn remove(&mut self, id: ConnectionId) -> Option<Connection> {
+    pub(super) fn remove(&mut self, id: ConnectionId) -> Option<ClientConnection> {
         self.unread.remove(&id);
         self.all.remove(&id)
     }
@@ -43,7 +43,7 @@ impl Connections {
         self.all.keys().copied().collect()
     }
 
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (ConnectionId, &mut Connection)> {
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (ConnectionId, &mut ClientConnection)> {
         self.all.iter_mut().map(|(id, connection)| (*id, connection))
     }
 
@@ -79,7 +79,7 @@ impl Connections {
     /// Asks the kernel which peers have unread data. Returns connections whose peers have not read for longer than `limit`.
     pub(super) fn stuck(&mut self, now: Instant, max: Duration) -> Vec<ConnectionId> {
         let all = &mut self.all;
-        self.unread.retain(|id| all.get_mut(id).is_some_and(Connection::is_unread));
+        self.unread.retain(|id| all.get_mut(id).is_some_and(ClientConnection::is_unread));
         let is_stuck = |id: &&ConnectionId| {
             let since = self.all.get(*id).and_then(|connection| connection.unread_since);
             since.is_some_and(|since| now.saturating_duration_since(since) > max)

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use super::{connection::Connection, connections::Connections};
+use super::{connection::ClientConnection, connections::Connections};
 use crate::{broker::server::state::caller::ConnectionId, sys, wire::MAX_FDS};
 
 /// Descriptors in flight, and their limit.
@@ -80,7 +80,7 @@ impl Flight {
 
     /// Asks the kernel which connections have read their descriptors. Returns abandoned sockets that can be closed, with their users.
     pub(super) fn count(&mut self, connections: &mut Connections) -> Vec<(OwnedFd, u32)> {
-        let is_unread = |connection: &mut Connection| connection.is_unread() && connection.unread > 0;
+        let is_unread = |connection: &mut ClientConnection| connection.is_unread() && connection.unread > 0;
         self.connections.retain(|id| connections.get_mut(*id).is_some_and(is_unread));
         let read = |of: &mut Abandoned| !is_unread_socket(of.socket.as_fd());
         self.abandoned.extract_if(.., read).map(|Abandoned { socket, uid, .. }| (socket.into(), uid)).collect()

@@ -12,7 +12,7 @@ use rustix::net::{RecvFlags, ReturnFlags};
 use super::{
     admission::{Rejected, send_rejection},
     closer::is_drained,
-    connection::{Connection, Sent},
+    connection::{ClientConnection, Sent},
     keeper::IN_FLIGHT_RETRY,
     reactor::Reactor,
     timers::Timer,
@@ -22,7 +22,7 @@ use crate::{
         state::{
             caller::{Caller, ConnectionId},
             inspect::{Kind, kind},
-            room::{Room, SPARE},
+            room::{DescriptorRoom, SPARE},
             time::Time,
         },
         verbs::{
@@ -113,7 +113,7 @@ impl Reactor {
             self.close_refused(socket, Some(uid));
             return Err(Error::system("watch a connection", error));
         }
-        self.connections.insert(id, Connection::new(socket, uid, pid));
+        self.connections.insert(id, ClientConnection::new(socket, uid, pid));
         self.with(|state, effects| connection::connected(state, effects, caller));
         Ok(())
     }
@@ -136,8 +136,8 @@ impl Reactor {
         self.state.repeats.should_log(uid, kind)
     }
 
-    fn room(&self, uid: u32) -> Room {
-        Room { used: self.descriptors(), limit: self.flight.limit, closing: self.closers.files_of(uid) }
+    fn room(&self, uid: u32) -> DescriptorRoom {
+        DescriptorRoom { used: self.descriptors(), limit: self.flight.limit, closing: self.closers.files_of(uid) }
     }
 }
 
@@ -164,7 +164,7 @@ impl Reactor {
                 return false;
             }
             // The client must read the last answer first.
-            let waits = |connection: &&Connection| !connection.is_blocked();
+            let waits = |connection: &&ClientConnection| !connection.is_blocked();
             let Some(connection) = self.connections.get(id).filter(waits) else { return false };
             let mut incoming = std::mem::take(&mut self.incoming);
             let received = receive_raw(connection, &mut incoming, RecvFlags::DONTWAIT);
@@ -254,7 +254,7 @@ impl Reactor {
 
     fn message(&mut self, id: ConnectionId, uid: u32, message: Message, fds: Vec<OwnedFd>) {
         // The kernel counts unread descriptors for this process.
-        if wants_descriptors(&message) && self.connections.get_mut(id).map_or(0, Connection::unread) > 0 {
+        if wants_descriptors(&message) && self.connections.get_mut(id).map_or(0, ClientConnection::unread) > 0 {
             self.close_fds(Some(uid), fds);
             let message = "the request arrived before the descriptors of the previous reply were read";
             return self.end_connection(id, ErrorCode::Protocol, message, "protocol violation");

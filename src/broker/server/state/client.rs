@@ -2,12 +2,12 @@
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
-use super::{caller::Caller, drafts::DraftKey, upload::Upload, waits::PendingGet, watchers::WatchState};
+use super::{caller::Caller, drafts::DraftKey, upload::ReceivedPut, waits::PendingGet, watchers::WatchState};
 use crate::wire::broker::{Token, Who};
 
 /// A client, without its socket.
 #[derive(Debug)]
-pub(crate) struct Client {
+pub(crate) struct ClientState {
     pub(crate) caller: Caller,
     pub(crate) greeted: bool,
     pub(crate) request: PendingRequest,
@@ -34,7 +34,7 @@ pub(crate) enum PendingRequest {
     #[default]
     None,
     /// Waits for the rest of a put's segments.
-    Upload(Box<Upload>),
+    Upload(Box<ReceivedPut>),
     /// Waits for the worker. `stopped`: the client has asked to stop waiting.
     Worker { stopped: bool },
     /// Waits for the other parts of its put.
@@ -49,7 +49,7 @@ pub(crate) enum PendingRequest {
     Leases(Who),
 }
 
-impl Client {
+impl ClientState {
     pub(crate) fn new(caller: Caller) -> Self {
         Self {
             caller,

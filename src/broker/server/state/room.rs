@@ -15,7 +15,7 @@ pub const MIN_FILE_LIMIT: usize = SPARE + 32;
 
 /// The process's descriptors when a request arrives.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Room {
+pub(crate) struct DescriptorRoom {
     /// Approximate number of open descriptors, plus the announced descriptors of pending puts.
     pub(crate) used: usize,
     /// The open-file limit.
@@ -24,7 +24,7 @@ pub(crate) struct Room {
     pub(crate) closing: usize,
 }
 
-impl Room {
+impl DescriptorRoom {
     /// Refuses a request if the process would exceed its limit, or the user its share, half of the descriptors that other users leave.
     /// The server's own user and root have no such share.
     pub(crate) fn require(&self, objects: &Objects, caller: &Caller, more: usize) -> Result<(), BrokerError> {

@@ -8,7 +8,7 @@ use std::{
 use super::{
     caller::{Caller, ConnectionId},
     claims::Claims,
-    client::{Client, PendingRequest},
+    client::{ClientState, PendingRequest},
     drafts::Drafts,
     history::History,
     metrics::Metrics,
@@ -20,7 +20,7 @@ use super::{
 
 pub(crate) struct State {
     pub(crate) objects: Objects,
-    pub(crate) clients: HashMap<ConnectionId, Client>,
+    pub(crate) clients: HashMap<ConnectionId, ClientState>,
     pub(crate) drafts: Drafts,
     pub(crate) pending_versions: PendingVersions,
     pub(crate) waits: Waits,

@@ -42,8 +42,8 @@ pub(crate) enum Reason {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Segments {
-    slots: Vec<Option<Segment>>,
+pub(crate) struct SegmentTable {
+    slots: Vec<Option<StoredSegment>>,
     free: Vec<SegmentId>,
     /// By inode, in the kernel's order of open files, without files that can't be compared. A memfd's inode has one open file, plus one for
     /// each open through `/proc`. All GPU memory shares the inode of `/dev/nvidiactl`.
@@ -51,7 +51,7 @@ pub(crate) struct Segments {
 }
 
 #[derive(Debug)]
-struct Segment {
+struct StoredSegment {
     fd: OwnedFd,
     size: u64,
     references: u64,
@@ -69,7 +69,7 @@ enum Place {
     Unknown,
 }
 
-impl Segments {
+impl SegmentTable {
     /// Holds a descriptor of `size` bytes of inspected memory. If the same open file is already held, adds a reference and returns the
     /// duplicate for the caller to close. Does not block: one statx(2), and O(log n) kcmp(2) for n kept descriptors of the inode.
     ///
@@ -110,7 +110,7 @@ impl Segments {
             }
             _ => false,
         };
-        self.slots[id.index()] = Some(Segment { fd, size, references: 1, inode, ordered });
+        self.slots[id.index()] = Some(StoredSegment { fd, size, references: 1, inode, ordered });
         Ok((id, None))
     }
 
@@ -141,7 +141,7 @@ impl Segments {
         if segment.references > 0 {
             return None;
         }
-        let Segment { inode, ordered, .. } = *self.segment(id);
+        let StoredSegment { inode, ordered, .. } = *self.segment(id);
         // Binary search as in `add`: all GPU memory shares one inode.
         let index = match self.place(self.get(id), inode) {
             Place::Known { index, .. } => Some(index),
@@ -173,14 +173,14 @@ impl Segments {
         if let Place::New(index) = place {
             self.files.entry(inode).or_default().insert(index, id);
         }
-        self.slots[id.index()] = Some(Segment { fd, size, references: 1, inode, ordered });
+        self.slots[id.index()] = Some(StoredSegment { fd, size, references: 1, inode, ordered });
     }
 
     pub(crate) fn add_reference(&mut self, id: SegmentId) {
         self.segment_mut(id).references += 1;
     }
 
-    /// Rebuilds the list of free numbers after [`Segments::restore`].
+    /// Rebuilds the list of free numbers after [`SegmentTable::restore`].
     pub(crate) fn rebuild_free_list(&mut self) {
         let free = self.slots.iter().enumerate().rev().filter(|(_, slot)| slot.is_none());
         self.free = free.filter_map(|(index, _)| SegmentId::at(index)).collect();
@@ -199,18 +199,18 @@ impl Segments {
     /// All segments with their sizes, by number.
     #[cfg(test)]
     pub(crate) fn iter<'a>(&'a self) -> impl Iterator<Item = (SegmentId, BorrowedFd<'a>, u64)> {
-        let held = |(index, slot): (usize, &'a Option<Segment>)| {
+        let held = |(index, slot): (usize, &'a Option<StoredSegment>)| {
             let segment = slot.as_ref()?;
             Some((SegmentId::at(index)?, segment.fd.as_fd(), segment.size))
         };
         self.slots.iter().enumerate().filter_map(held)
     }
 
-    fn segment(&self, id: SegmentId) -> &Segment {
+    fn segment(&self, id: SegmentId) -> &StoredSegment {
         self.slots.get(id.index()).and_then(Option::as_ref).expect("the segment is held")
     }
 
-    fn segment_mut(&mut self, id: SegmentId) -> &mut Segment {
+    fn segment_mut(&mut self, id: SegmentId) -> &mut StoredSegment {
         self.slots.get_mut(id.index()).and_then(Option::as_mut).expect("the segment is held")
     }
 

@@ -10,7 +10,7 @@ const MAX_SMALL: usize = 128;
 
 /// A put whose segments are being received or examined.
 #[derive(Debug)]
-pub(crate) struct Upload {
+pub(crate) struct ReceivedPut {
     pub(crate) uid: u32,
     pub(crate) put: PutHeader,
     pub(crate) terms: Terms,
@@ -20,7 +20,7 @@ pub(crate) struct Upload {
     pub(crate) segments: Vec<(u64, OwnedFd)>,
 }
 
-impl Upload {
+impl ReceivedPut {
     pub(crate) fn into_fds(self) -> Vec<OwnedFd> {
         self.tables.into_iter().chain(self.segments.into_iter().map(|(_, fd)| fd)).collect()
     }

@@ -9,7 +9,7 @@ use super::{
 use crate::{
     broker::server::state::{
         caller::{Caller, ConnectionId},
-        client::{Client, PendingRequest},
+        client::{ClientState, PendingRequest},
         root::State,
     },
     error::{BrokerError, ErrorCode, RefusalCode},
@@ -19,7 +19,7 @@ use crate::{
 pub(crate) fn connected(state: &mut State, effects: &mut Effects, caller: Caller) {
     let id = caller.connection;
     state.objects.users().add_connection(caller.uid);
-    state.clients.insert(id, Client::new(caller));
+    state.clients.insert(id, ClientState::new(caller));
     effects.deadline(id, state.objects.now.after(state.timeout));
     effects.push(Effect::Listen(id));
 }

@@ -16,7 +16,9 @@ use super::{
     watch::watch,
 };
 use crate::{
-    broker::server::state::{bounds::memory_of, caller::ConnectionId, client::RequestInfo, room::Room, root::State},
+    broker::server::state::{
+        bounds::memory_of, caller::ConnectionId, client::RequestInfo, room::DescriptorRoom, root::State,
+    },
     error::BrokerError,
     wire::broker::Message,
 };
@@ -29,7 +31,7 @@ pub(crate) fn wants_descriptors(message: &Message) -> bool {
 pub(crate) fn handle(
     state: &mut State,
     effects: &mut Effects,
-    room: &Room,
+    room: &DescriptorRoom,
     id: ConnectionId,
     message: Message,
     fds: Vec<OwnedFd>,
@@ -69,7 +71,7 @@ pub(crate) fn handle(
 fn request(
     state: &mut State,
     effects: &mut Effects,
-    room: &Room,
+    room: &DescriptorRoom,
     id: ConnectionId,
     message: Message,
     fds: Vec<OwnedFd>,

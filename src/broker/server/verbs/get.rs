@@ -37,7 +37,7 @@ pub(crate) fn get(state: &mut State, effects: &mut Effects, id: ConnectionId, ge
 }
 
 /// The state of a get.
-enum Found {
+enum Lookup {
     /// All objects exist.
     All(Vec<Selection>),
     /// Tables must be read first.
@@ -50,23 +50,23 @@ enum Found {
 fn try_get(state: &mut State, effects: &mut Effects, id: ConnectionId, waiting: PendingGet) {
     match find(state, id, &waiting) {
         Err(refusal) => refuse_get(state, effects, id, refusal),
-        Ok(Found::All(selections)) => send_leases(state, effects, id, &selections),
-        Ok(Found::Query(queries)) => start_query(state, effects, id, waiting, queries),
-        Ok(Found::Absent(name)) => absent(state, effects, id, waiting, &name),
+        Ok(Lookup::All(selections)) => send_leases(state, effects, id, &selections),
+        Ok(Lookup::Query(queries)) => start_query(state, effects, id, waiting, queries),
+        Ok(Lookup::Absent(name)) => absent(state, effects, id, waiting, &name),
     }
 }
 
-fn find(state: &State, id: ConnectionId, waiting: &PendingGet) -> Result<Found, BrokerError> {
-    let Some(caller) = state.caller(id) else { return Ok(Found::All(Vec::new())) };
+fn find(state: &State, id: ConnectionId, waiting: &PendingGet) -> Result<Lookup, BrokerError> {
+    let Some(caller) = state.caller(id) else { return Ok(Lookup::All(Vec::new())) };
     let (mut selections, mut queries) = (Vec::new(), VecDeque::new());
     for (at, object) in waiting.get.objects.iter().enumerate() {
         match state.objects.select(caller, object, waiting.answers.get(&at))? {
             Selected::Ready(selection) => selections.push(selection),
             Selected::Query(query) => queries.push_back((at, query)),
-            Selected::Absent => return Ok(Found::Absent(object.name.clone())),
+            Selected::Absent => return Ok(Lookup::Absent(object.name.clone())),
         }
     }
-    Ok(if queries.is_empty() { Found::All(selections) } else { Found::Query(queries) })
+    Ok(if queries.is_empty() { Lookup::All(selections) } else { Lookup::Query(queries) })
 }
 
 /// Refuses a get that may have waited.
@@ -181,7 +181,7 @@ pub(crate) fn published(state: &mut State, effects: &mut Effects, name: &str) {
 fn wake(state: &mut State, effects: &mut Effects, name: &str) {
     for id in state.waits.of(name) {
         // If a client's tables are being read, its get is retried after that.
-        let idle = |client: &&mut crate::broker::server::state::client::Client| {
+        let idle = |client: &&mut crate::broker::server::state::client::ClientState| {
             matches!(client.request, PendingRequest::Object(_))
         };
         let Some(client) = state.clients.get_mut(&id).filter(idle) else { continue };

@@ -4,16 +4,16 @@ use std::process;
 
 use super::{effects::Effects, reply::reply};
 use crate::{
-    broker::server::state::{caller::ConnectionId, objects::Counts, room::Room, root::State},
+    broker::server::state::{caller::ConnectionId, objects::Counts, room::DescriptorRoom, root::State},
     sys,
-    wire::broker::{KeeperInfo, Measured, Message, Room as RoomInfo, StoreRoom},
+    wire::broker::{KeeperInfo, Measured, Message, Room, StoreRoom},
 };
 
 /// The most bytes of per-user totals.
 const TOTALS_BYTES: usize = 32 * 1024;
 
 /// Answers with the server's metrics.
-pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Room, id: ConnectionId) {
+pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &DescriptorRoom, id: ConnectionId) {
     let Some(caller) = state.caller(id).cloned() else { return };
     let Counts { objects, versions, leases } = state.objects.counts();
     let (used, allowed) = state.objects.store().room();
@@ -34,7 +34,7 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Room, id:
         leases,
         connections: number(state.clients.len()),
         watchers: number(state.watchers.len()),
-        descriptors: RoomInfo { used: number(room.used), allowed: number(room.limit) },
+        descriptors: Room { used: number(room.used), allowed: number(room.limit) },
         store: StoreRoom {
             kind: state.objects.store().keeper().as_str().to_owned(),
             used: number(used),

@@ -4,7 +4,7 @@ mod check;
 
 use std::os::fd::OwnedFd;
 
-use self::check::{Checked, Examination, Examined, Prepared, check, invalid};
+use self::check::{Checked, Examination, Examined, ExaminedPut, check, invalid};
 use super::{
     effects::{Effect, Effects, Step, Work, work},
     parts,
@@ -13,7 +13,8 @@ use super::{
 };
 use crate::{
     broker::server::state::{
-        caller::ConnectionId, client::PendingRequest, drafts::DraftPut, room::Room, root::State, upload::Upload,
+        caller::ConnectionId, client::PendingRequest, drafts::DraftPut, room::DescriptorRoom, root::State,
+        upload::ReceivedPut,
     },
     error::BrokerError,
     wire::{
@@ -26,7 +27,7 @@ use crate::{
 pub(crate) fn put(
     state: &mut State,
     effects: &mut Effects,
-    room: &Room,
+    room: &DescriptorRoom,
     id: ConnectionId,
     put: PutHeader,
     mut fds: Vec<OwnedFd>,
@@ -45,7 +46,7 @@ pub(crate) fn put(
     };
     let segments = fds.split_off(fds.len() - put.sizes.len());
     let segments = put.sizes.iter().copied().zip(segments).collect::<Vec<_>>();
-    let upload = Upload { uid, put, terms, total, tables: fds, segments };
+    let upload = ReceivedPut { uid, put, terms, total, tables: fds, segments };
     state.objects.users().reserve(uid, upload.descriptors());
     if upload.segments.len() == total {
         return uploaded(state, effects, id, upload);
@@ -71,7 +72,7 @@ fn published_before(state: &mut State, id: ConnectionId, put: &PutHeader) -> Res
 }
 
 /// Checks a put before the rest of it is received.
-fn admit(state: &State, room: &Room, id: ConnectionId, put: &PutHeader) -> Result<Checked, BrokerError> {
+fn admit(state: &State, room: &DescriptorRoom, id: ConnectionId, put: &PutHeader) -> Result<Checked, BrokerError> {
     let checked = check(put)?;
     let Some(caller) = state.caller(id) else { return invalid("the connection is closed") };
     state.objects.check_put(caller, &checked.terms, checked.bytes)?;
@@ -114,13 +115,13 @@ pub(crate) fn segments(
 }
 
 /// Releases an abandoned upload.
-pub(crate) fn end_upload(state: &mut State, effects: &mut Effects, upload: Upload) {
+pub(crate) fn end_upload(state: &mut State, effects: &mut Effects, upload: ReceivedPut) {
     state.objects.users().end_reservation(upload.uid, upload.descriptors());
     effects.close_fds(Some(upload.uid), upload.into_fds());
 }
 
 /// Starts the examination of a completely received put.
-fn uploaded(state: &mut State, effects: &mut Effects, id: ConnectionId, upload: Upload) {
+fn uploaded(state: &mut State, effects: &mut Effects, id: ConnectionId, upload: ReceivedPut) {
     let uid = upload.uid;
     let reserved = upload.descriptors();
     let small = upload.is_small();
@@ -153,8 +154,8 @@ fn examine(id: ConnectionId, uid: u32, reserved: usize, examination: Examination
 }
 
 /// Publishes an examined put, or adds it to a draft.
-fn finish_put(state: &mut State, effects: &mut Effects, id: ConnectionId, prepared: Prepared) {
-    let Prepared { share, group, wait } = prepared;
+fn finish_put(state: &mut State, effects: &mut Effects, id: ConnectionId, prepared: ExaminedPut) {
+    let ExaminedPut { share, group, wait } = prepared;
     let Some(caller) = state.caller(id).cloned() else {
         return state.objects.discard(share.metadata, share.parts);
     };

@@ -21,7 +21,7 @@ use crate::{
             caller::{Caller, ConnectionId},
             objects::Objects,
             quota::Rules,
-            room::Room,
+            room::DescriptorRoom,
             root::State,
             time::Time,
         },
@@ -71,7 +71,7 @@ impl Fixture {
 
     /// Sends a message, and executes the effects on the state.
     fn send(&mut self, id: ConnectionId, message: Message, fds: Vec<OwnedFd>) -> Seen {
-        let room = Room { used: 10, limit: 10_000, closing: 0 };
+        let room = DescriptorRoom { used: 10, limit: 10_000, closing: 0 };
         self.run(|state, effects| handle(state, effects, &room, id, message, fds))
     }
 

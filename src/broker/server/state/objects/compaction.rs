@@ -22,12 +22,12 @@ pub(super) struct Compaction {
     /// The last version and lease at the start. Later ones are in records copied from the old log.
     last_key: u64,
     last_lease: u64,
-    next: Next,
+    next: CompactionStep,
 }
 
 /// The next records to write.
 #[derive(Debug, Clone, Copy)]
-enum Next {
+enum CompactionStep {
     /// Versions, from this key.
     Versions(u64),
     /// Leases, from this number.
@@ -50,7 +50,7 @@ impl Objects {
             Ok(rewrite) => {
                 let last_key = self.last_key;
                 let last_lease = self.last_lease;
-                let next = Next::Versions(0);
+                let next = CompactionStep::Versions(0);
                 self.compaction = Some(Compaction { rewrite, last_key, last_lease, next });
             }
             Err(error) => self.postpone_compaction(&error),
@@ -84,20 +84,20 @@ impl Objects {
         let Compaction { rewrite, last_key, last_lease, next } = compaction;
         let end = rewrite.length() + SLICE_BYTES;
         match *next {
-            Next::Versions(from) => {
+            CompactionStep::Versions(from) => {
                 for (scanned, (key, version)) in self.versions.range(from..=*last_key).enumerate() {
                     if scanned == MAX_SCANNED || rewrite.length() > end {
-                        *next = Next::Versions(*key);
+                        *next = CompactionStep::Versions(*key);
                         return Ok(false);
                     }
                     version_records(version).try_for_each(|record| rewrite.add(&record))?;
                 }
-                *next = Next::Leases(0);
+                *next = CompactionStep::Leases(0);
             }
-            Next::Leases(from) => {
+            CompactionStep::Leases(from) => {
                 for (scanned, (number, token)) in self.readers.all_leases(from).enumerate() {
                     if scanned == MAX_SCANNED || rewrite.length() > end {
-                        *next = Next::Leases(number);
+                        *next = CompactionStep::Leases(number);
                         return Ok(false);
                     }
                     if number > *last_lease {
@@ -107,9 +107,9 @@ impl Objects {
                         rewrite.add(&Record::Leased(record))?;
                     }
                 }
-                *next = Next::Appended;
+                *next = CompactionStep::Appended;
             }
-            Next::Appended => return rewrite.copy_appended(self.journal.log()),
+            CompactionStep::Appended => return rewrite.copy_appended(self.journal.log()),
         }
         Ok(false)
     }

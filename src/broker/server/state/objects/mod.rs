@@ -43,7 +43,7 @@ pub(crate) use self::{
     select::{Answer, LeaseParts, Selected, Selection, TableQuery},
     view::{Counts, LeasePage, Total},
 };
-use super::{history::LostVersions, quota::Rules, segments::Segments, time::Time};
+use super::{history::LostVersions, quota::Rules, segments::SegmentTable, time::Time};
 use crate::{
     broker::{
         catalogue::{
@@ -82,7 +82,7 @@ pub(crate) struct Objects {
     release_budget: usize,
     compaction: Option<Compaction>,
     users: Users,
-    segments: Segments,
+    segments: SegmentTable,
     journal: Journal,
     store: Store,
     /// Versions by the tokens of their puts.
@@ -190,7 +190,7 @@ impl Objects {
             release_budget: RELEASES_PER_TURN,
             compaction: None,
             users: Users::new(rules),
-            segments: Segments::default(),
+            segments: SegmentTable::default(),
             journal,
             store,
             requests: BTreeMap::new(),

@@ -37,22 +37,22 @@ const MAX_LISTED: usize = 8;
 pub(crate) struct TableQuery {
     key: u64,
     name: String,
-    expect: Option<(Check, Option<Source>)>,
+    expect: Option<(Check, Option<TableSource>)>,
     /// Arrays not found yet, and the tables of the parts that may have them.
     wanted: HashSet<String>,
-    tables: VecDeque<(usize, Source)>,
+    tables: VecDeque<(usize, TableSource)>,
     spans: Vec<(usize, Vec<Range<u64>>)>,
     /// The first arrays of the searched tables, and the number of all.
     present: (Vec<String>, usize),
 }
 
 #[derive(Debug)]
-enum Source {
+enum TableSource {
     Inline(Attached),
     Memfd { fd: OwnedFd, length: u64, max: u64 },
 }
 
-impl Source {
+impl TableSource {
     fn is_small(&self) -> bool {
         matches!(self, Self::Inline(_))
     }
@@ -76,7 +76,7 @@ impl TableQuery {
     /// Whether the query reads no memfd.
     pub(crate) fn is_small(&self) -> bool {
         let metadata = self.expect.as_ref().and_then(|(_, source)| source.as_ref());
-        metadata.into_iter().chain(self.tables.iter().map(|(_, source)| source)).all(Source::is_small)
+        metadata.into_iter().chain(self.tables.iter().map(|(_, source)| source)).all(TableSource::is_small)
     }
 
     /// Reads the next table, which takes milliseconds if it is large. `None` if more tables follow.
@@ -110,8 +110,8 @@ impl TableQuery {
     }
 
     /// Compares the metadata with the expected fields.
-    fn compare(&self, expect: &Check, metadata: Option<Source>) -> Result<(), BrokerError> {
-        let metadata = metadata.map(Source::read).transpose().map_err(|error| self.failed(&error))?;
+    fn compare(&self, expect: &Check, metadata: Option<TableSource>) -> Result<(), BrokerError> {
+        let metadata = metadata.map(TableSource::read).transpose().map_err(|error| self.failed(&error))?;
         let metadata: Check = metadata
             .map(|text| serde_json::from_str(&text))
             .transpose()
@@ -127,7 +127,7 @@ impl TableQuery {
     }
 
     /// Searches a part's table for wanted arrays.
-    fn search(&mut self, part: usize, table: Source) -> Result<(), BrokerError> {
+    fn search(&mut self, part: usize, table: TableSource) -> Result<(), BrokerError> {
         let text = table.read().map_err(|error| self.failed(&error))?;
         let entries = read_arrays(&text).map_err(|error| self.failed(&error.to_string()))?;
         let mut found = Vec::new();
@@ -245,14 +245,14 @@ impl Objects {
         parts: &[usize],
     ) -> Result<TableQuery, BrokerError> {
         let source = |table: &Table, max: u64| match table {
-            Table::Inline(text) => Ok(Source::Inline(text.clone())),
+            Table::Inline(text) => Ok(TableSource::Inline(text.clone())),
             Table::Held { segment, length } => {
                 let fd = self.segments.get(*segment).try_clone_to_owned();
                 let fd = fd.map_err(|error| {
                     let message = format!("the broker has no free descriptor to read a table: {error}");
                     BrokerError::new(RefusalCode::Full, message)
                 })?;
-                Ok(Source::Memfd { fd, length: *length, max })
+                Ok(TableSource::Memfd { fd, length: *length, max })
             }
         };
         let record = &version.record;

@@ -29,7 +29,7 @@ fn same(a: BorrowedFd<'_>, b: &OwnedFd) -> bool {
 #[test]
 fn duplicate_descriptor_shares_segment() {
     for fd in [memory(), devices(1).remove(0)] {
-        let mut segments = Segments::default();
+        let mut segments = SegmentTable::default();
         let (id, back) = segments.add(duplicate(&fd), 100).unwrap();
         assert!(back.is_none());
         let first = segments.get(id).as_raw_fd();
@@ -52,7 +52,7 @@ fn duplicate_descriptor_shares_segment() {
 #[test]
 fn open_files_of_one_inode_are_distinct() {
     let files = devices(300);
-    let mut segments = Segments::default();
+    let mut segments = SegmentTable::default();
     let mut ids = Vec::new();
     for (index, file) in files.iter().enumerate() {
         let (id, back) = segments.add(duplicate(file), index as u64).unwrap();
@@ -84,7 +84,7 @@ fn reopened_memory_is_another_segment() {
     let path = format!("/proc/self/fd/{}", written.as_raw_fd());
     let read_only: OwnedFd = OpenOptions::new().read(true).open(path).unwrap().into();
     assert_eq!(inode(written.as_fd()).unwrap(), inode(read_only.as_fd()).unwrap());
-    let mut segments = Segments::default();
+    let mut segments = SegmentTable::default();
     let (first, _) = segments.add(duplicate(&written), 5).unwrap();
     let (second, back) = segments.add(duplicate(&read_only), 5).unwrap();
     assert!(back.is_none() && first != second);
@@ -95,7 +95,7 @@ fn reopened_memory_is_another_segment() {
 #[test]
 fn size_mismatch_is_refused() {
     let device = devices(1).remove(0);
-    let mut segments = Segments::default();
+    let mut segments = SegmentTable::default();
     let (id, _) = segments.add(duplicate(&device), 2 << 20).unwrap();
     let added = duplicate(&device);
     let number = added.as_raw_fd();
@@ -111,7 +111,7 @@ fn size_mismatch_is_refused() {
 
 #[test]
 fn number_is_reused_after_release() {
-    let mut segments = Segments::default();
+    let mut segments = SegmentTable::default();
     let ids: Vec<SegmentId> = (0..4).map(|_| segments.add(memory(), 1).unwrap().0).collect();
     assert_eq!(ids.iter().map(|id| id.index()).collect::<Vec<_>>(), [0, 1, 2, 3]);
     segments.release(ids[1]);
@@ -125,7 +125,7 @@ fn number_is_reused_after_release() {
 fn without_kcmp_duplicates_are_separate() {
     for errno in [libc::EPERM, libc::ENOSYS] {
         without_kcmp(errno, || {
-            let mut segments = Segments::default();
+            let mut segments = SegmentTable::default();
             let file = memory();
             let ids: Vec<SegmentId> = (0..3)
                 .map(|size| {
@@ -147,7 +147,7 @@ fn without_kcmp_duplicates_are_separate() {
 #[test]
 fn failed_comparison_leaves_others_findable() {
     let files = devices(40);
-    let segments = Arc::new(Mutex::new(Segments::default()));
+    let segments = Arc::new(Mutex::new(SegmentTable::default()));
     let add = |fd: &OwnedFd| segments.lock().unwrap().add(duplicate(fd), 1).unwrap();
     let ids: Vec<SegmentId> = files.iter().map(|fd| add(fd).0).collect();
     let others = Arc::clone(&segments);
@@ -165,7 +165,7 @@ fn failed_comparison_leaves_others_findable() {
 
 #[test]
 fn release_frees_everything() {
-    let mut segments = Segments::default();
+    let mut segments = SegmentTable::default();
     for fd in devices(10).into_iter().chain((0..10).map(|_| memory())) {
         segments.add(fd, 1).unwrap();
     }

@@ -8,13 +8,13 @@ use std::{
 
 use crate::{
     broker::{
-        request::{self, Claims},
+        request::{self, PutClaims},
         server::state::{
             drafts::DraftPut,
             inspect::{Inode, inode, inspect},
             objects::{NewPart, NewTable, Terms},
             refuse,
-            upload::Upload,
+            upload::ReceivedPut,
         },
         table,
     },
@@ -39,7 +39,7 @@ pub(super) struct Checked {
 
 /// An examined put.
 #[derive(Debug)]
-pub(super) struct Prepared {
+pub(super) struct ExaminedPut {
     pub(super) share: DraftPut,
     pub(super) group: Option<String>,
     /// How long to wait for the other parts.
@@ -48,7 +48,7 @@ pub(super) struct Prepared {
 
 /// Checks a put without looking at its memory.
 pub(super) fn check(put: &PutHeader) -> Result<Checked, BrokerError> {
-    let Claims { backend, segments, bytes } = request::check(put)?;
+    let PutClaims { backend, segments, bytes } = request::check(put)?;
     let terms = Terms {
         name: put.name.clone(),
         replace: put.replace || put.if_version.is_some(),
@@ -65,7 +65,7 @@ pub(super) fn check(put: &PutHeader) -> Result<Checked, BrokerError> {
 
 /// Examines a put's descriptors and tables in steps, so that other users' work can run in between.
 pub(crate) struct Examination {
-    upload: Upload,
+    upload: ReceivedPut,
     maker: Maker,
     emulated: bool,
     /// The number of arrays of each examined part.
@@ -81,13 +81,13 @@ pub(crate) struct Examination {
 pub(crate) enum Examined {
     More(Box<Examination>),
     /// The put can be published.
-    Accepted(Prepared),
+    Accepted(ExaminedPut),
     /// The put is refused. The caller closes its descriptors.
     Refused(BrokerError, Vec<OwnedFd>),
 }
 
 impl Examination {
-    pub(crate) fn new(upload: Upload, maker: Maker, emulated: bool) -> Self {
+    pub(crate) fn new(upload: ReceivedPut, maker: Maker, emulated: bool) -> Self {
         let (counts, read) = (Vec::with_capacity(upload.put.parts.len()), HashMap::new());
         Self { upload, maker, emulated, counts, tables: 0, segments: 0, read }
     }
@@ -130,7 +130,7 @@ impl Examination {
             Some(Table::Length(length)) => self.count_arrays(at, *length)?,
         };
         self.counts.push(count);
-        let Upload { put, terms, segments, .. } = &self.upload;
+        let ReceivedPut { put, terms, segments, .. } = &self.upload;
         let part = &put.parts[at];
         let (name, memory) = (&part.name, &part.memory);
         let segments = segments[self.segments..].iter().take(memory.segments as usize);
@@ -158,7 +158,7 @@ impl Examination {
 
     /// Counts the arrays of a part's table. A memfd shared by several parts is read once.
     fn count_arrays(&mut self, at: usize, length: u64) -> Result<u64, BrokerError> {
-        let Upload { put, tables, .. } = &self.upload;
+        let ReceivedPut { put, tables, .. } = &self.upload;
         let fd = &tables[self.tables];
         let refusal = |problem: String| {
             BrokerError::new(RefusalCode::Invalid, format!("part `{}`: {problem}", put.parts[at].name))
@@ -181,8 +181,8 @@ impl Examination {
         Ok(count)
     }
 
-    fn finish(self) -> Prepared {
-        let Self { upload: Upload { put, terms, tables, segments, .. }, maker, counts, .. } = self;
+    fn finish(self) -> ExaminedPut {
+        let Self { upload: ReceivedPut { put, terms, tables, segments, .. }, maker, counts, .. } = self;
         let (mut tables, mut segments) = (tables.into_iter(), segments.into_iter());
         let mut take = |table: Table| match table {
             Table::Length(length) => tables.next().map(|fd| NewTable::Memfd { fd, length }),
@@ -204,7 +204,7 @@ impl Examination {
         if announced.is_empty() {
             announced = parts.iter().map(|part| part.name.clone()).collect();
         }
-        Prepared { share: DraftPut { announced, terms, metadata, parts }, group: put.group, wait }
+        ExaminedPut { share: DraftPut { announced, terms, metadata, parts }, group: put.group, wait }
     }
 }
 
