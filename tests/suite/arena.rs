@@ -10,7 +10,7 @@ use vmmfd::{
     memory::{ArenaFigures, Arenas, Array, ArrayHandle, Mirror, Region, Shared, Spec},
 };
 
-use crate::support::{Fault, Kind, Subject};
+use crate::support::{Fault, Kind, Subject, sealing};
 
 cases! {
     on crate::support::Subject; every backend: [
@@ -344,7 +344,7 @@ fn read_only_memory_stays_writable_elsewhere(subject: Subject) {
     // Memory created for sealing reports that it needs `seal` first.
     let sealed = Shared::create(&device, Spec::vmm(unit).sealed()).unwrap();
     assert!(matches!(sealed.make_read_only(), Err(Error::Misuse { .. })));
-    sealed.seal().unwrap();
+    sealing(|| sealed.seal()).unwrap();
     sealed.make_read_only().unwrap();
     assert!(sealed.describe().unwrap().immutable);
 }

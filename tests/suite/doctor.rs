@@ -306,7 +306,7 @@ fn each_probe_fails_alone() {
     // The first calls are of probes with one, two and three processes. All that hang wait in parallel.
     let hanging = CALLS[..5].iter().map(|(probe, call, ..)| {
         let meeting = Meeting::fake();
-        let running = run(&meeting, probe, "FAKECUDA_SLOW", format!("{call}:{HANGS}"), "700ms");
+        let running = run(&meeting, probe, "FAKECUDA_SLOW", format!("{call}:{HANGS}"), "3s");
         (meeting, running, probe)
     });
     let hanging: Vec<_> = hanging.collect();

@@ -377,6 +377,7 @@ fn stopped_reader_blocks_no_signal() {
         let size = nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETPIPE_SZ(4096)).unwrap();
         writer.write_all(&vec![b' '; size as usize]).unwrap();
         let running = meeting.producer(&[option]).stdout(Stdio::from(writer)).start();
+        running.until_it_handles_signals();
         thread::sleep(Duration::from_millis(200));
         running.signal(Signal::SIGTERM);
         let ended = running.end();
@@ -403,29 +404,32 @@ fn two_signals_leave_a_complete_report() {
 /// Each step takes longer than the peer's timeout: the start of a device, or sixteen copies of 2 MiB. The side that works sends `busy`.
 #[test]
 fn slow_steps_send_busy() {
-    let copies = ["cuMemcpyDtoH_v2:100", "cuMemcpyHtoD_v2:100"];
+    let copies = ["cuMemcpyDtoH_v2:200", "cuMemcpyHtoD_v2:200"];
     let slow = |run: Run, calls: &str| run.env("FAKECUDA_DEVICES", "2").env("FAKECUDA_SLOW", calls).start();
-    let options = ["--size", "32M", "--round-trip", "--consumers", "2", "--verify", "host", "--timeout"];
+    let options = ["--size", "32M", "--round-trip", "--verify", "host"];
     thread::scope(|scope| {
-        for calls in [copies[0], copies[1], "cuDevicePrimaryCtxRetain:1600"] {
+        for calls in [copies[0], copies[1], "cuDevicePrimaryCtxRetain:3000"] {
             scope.spawn(move || {
                 let meeting = Meeting::fake();
-                // Both consumers are there before the producer, which waits 1 s for each.
-                let consumers = [(); 2].map(|()| slow(meeting.consumer(&["--verify", "host"]), calls));
-                meeting.producer(&[&options[..], &["1s"]].concat()).env("FAKECUDA_DEVICES", "2").end().code(0);
-                for consumer in consumers {
-                    consumer.end().code(0);
-                }
+                // The consumer is there before the producer, which waits 2 s for it.
+                let mut consumer = slow(meeting.consumer(&["--verify", "host"]), calls);
+                consumer.until("waiting");
+                meeting
+                    .producer(&[&options[..], &["--timeout", "2s"]].concat())
+                    .env("FAKECUDA_DEVICES", "2")
+                    .end()
+                    .code(0);
+                consumer.end().code(0);
             });
         }
         for calls in copies {
             scope.spawn(move || {
                 let meeting = Meeting::fake();
-                let producer = slow(meeting.producer(&[&options[..], &["1m"]].concat()), calls);
+                let producer = slow(meeting.producer(&[&options[..], &["--consumers", "2"]].concat()), calls);
                 wait_for("the socket", || meeting.socket().exists());
                 // The producer fills its buffer again for the second consumer.
                 for _ in 0..2 {
-                    let consumer = meeting.consumer(&["--verify", "host", "--timeout", "1s"]);
+                    let consumer = meeting.consumer(&["--verify", "host", "--timeout", "2s"]);
                     consumer.env("FAKECUDA_DEVICES", "2").end().code(0);
                 }
                 producer.end().code(0);

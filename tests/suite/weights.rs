@@ -22,7 +22,7 @@ use vmmfd::{
 };
 use vmmfd_cli::check::files;
 
-use crate::support::Subject;
+use crate::support::{Subject, sealing};
 
 cases! {
     on crate::support::Subject; every backend: [
@@ -154,7 +154,7 @@ fn failed_step_leaves_nothing(subject: Subject) {
     let checkpoint = Checkpoint::open([folder.path()]).unwrap();
     let device = subject.device();
     let options = threads(2).chunk(subject.unit()).sealed();
-    let failed = subject.fail_each_call(|| checkpoint.load(&device, &options, &mut |_| Ok(())).map(drop));
+    let failed = subject.fail_each_call(|| sealing(|| checkpoint.load(&device, &options, &mut |_| Ok(())).map(drop)));
     for verb in ["page_lock", "create", "copy_in", "export"] {
         assert!(failed.contains(&verb), "{verb}: {failed:?}");
     }
@@ -239,7 +239,9 @@ fn sealed_weights_are_read_only(subject: Subject) {
     let folder = tempfile::tempdir().unwrap();
     two_files(folder.path());
     let checkpoint = Checkpoint::open([folder.path()]).unwrap();
-    let load = |options: &LoadOptions| checkpoint.load(&subject.device(), options, &mut |_| Ok(())).unwrap().memory;
+    let load = |options: &LoadOptions| {
+        sealing(|| checkpoint.load(&subject.device(), options, &mut |_| Ok(()))).unwrap().memory
+    };
     load(&threads(2)).copy_in(0, b"x").unwrap();
     let sealed = load(&threads(2).sealed());
     assert!(sealed.copy_in(0, b"x").is_err() && sealed.describe().unwrap().immutable);

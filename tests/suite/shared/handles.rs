@@ -37,18 +37,6 @@ fn writable(fd: &OwnedFd, length: u64) -> bool {
     }
 }
 
-/// Seals memory. The kernel refuses while a concurrent fork of another test still has the memory mapped.
-fn seal(shared: &Shared) -> Result<()> {
-    let begun = Instant::now();
-    loop {
-        match shared.seal() {
-            Err(Error::Driver { source: Some(source), .. })
-                if source.kind() == io::ErrorKind::ResourceBusy && begun.elapsed() < Duration::from_secs(60) => {}
-            sealed => return sealed.map(drop),
-        }
-    }
-}
-
 /// All operations that a failure could interrupt.
 fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> Result<()> {
     for &mechanism in mechanisms(subject) {
@@ -58,7 +46,7 @@ fn everything(subject: &Subject, device: &Device, unit: u64, folder: &Path) -> R
         };
         let source = Source::open(&folder.join("data"))?;
         source.load(&shared, &mut |_| Ok(()))?;
-        seal(&shared)?;
+        sealing(|| shared.seal())?;
         let (handle, fds) = ArrayHandle::of(&shared, bytes(2 * unit))?;
         let array = handle.open(&subject.driver, Some(Selector::Ordinal(0)), fds, ReadOnly)?;
         files::read(&**array.memory(), 0, 0..unit, &mut |_| Ok(()))?;
@@ -293,7 +281,7 @@ fn sealed_memory_is_read_only(subject: Subject) {
             drop(mirror);
             assert_eq!((shared.access(), read(&shared, unit - 2, 5)), (ReadWrite, b"final".into()));
         }
-        let enforced = shared.seal().unwrap();
+        let enforced = sealing(|| shared.seal()).unwrap();
         assert_eq!(shared.seal().unwrap(), enforced, "a second time there is nothing to do");
         assert_eq!(enforced, subject.kind == Kind::Host);
         assert_eq!((shared.access(), shared.address()), (ReadOnly, address));

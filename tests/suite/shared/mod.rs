@@ -4,12 +4,11 @@
 
 use std::{
     fs::File,
-    io::{self, Write},
+    io::Write,
     num::NonZeroUsize,
     os::{fd::OwnedFd, unix::fs::FileExt},
     path::Path,
     thread,
-    time::{Duration, Instant},
 };
 
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
@@ -33,7 +32,7 @@ use vmmfd::{
 };
 use vmmfd_cli::check::files::{self, Source};
 
-use crate::support::{Fault, Inode, Kind, Subject, code, in_child};
+use crate::support::{Fault, Inode, Kind, Subject, code, in_child, sealing};
 
 mod contents;
 mod gpus;

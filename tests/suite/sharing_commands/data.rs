@@ -220,7 +220,7 @@ fn unfinished_file_leaves_nothing() {
     let to = folder.path().join("to");
     let to = to.to_str().unwrap();
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
-        let producer = meeting.listening(&["--size", "16M"]);
+        let producer = meeting.listening(&["--size", "64M"]);
         let mut consumer = meeting.consumer(&["--to", to]).env("FAKECUDA_SLOW", "cuMemcpyDtoH_v2:200").start();
         consumer.until("mapped");
         thread::sleep(Duration::from_millis(30));

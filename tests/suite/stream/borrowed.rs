@@ -70,7 +70,7 @@ fn buffers_of_a_pool_share_it(subject: Subject) {
 }
 
 fn pool_returns_after_a_slow_withdrawal(subject: Subject) {
-    let place = Place::with_timeout(moment(&subject, 1000));
+    let place = Place::with_timeout(moment(&subject, 2000));
     let pool = Pool::create(&subject.device()).unwrap();
     let (mut publisher, mut subscriber) = place.meet(&subject, 2);
     let memory = [100, 200].map(|size| Arc::new(Shared::in_pool(&pool, size).unwrap()));

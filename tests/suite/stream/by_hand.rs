@@ -165,7 +165,7 @@ fn lying_consumer_ends_the_session(subject: Subject) {
         assert!(matches!(publisher.publish(id), Err(Error::Peer(PeerError::Protocol(_)))));
     }
     // Waits for a silent peer are limited.
-    let place = Place::with_timeout(Duration::from_millis(50));
+    let place = Place::with_timeout(Duration::from_millis(500));
     let (mut publisher, _silent) = place.by_hand(&subject);
     let id = buffers(&subject, &mut publisher, 1)[0].0;
     assert!(matches!(publisher.publish(id), Err(Error::Peer(PeerError::Timeout { .. }))));

@@ -30,7 +30,7 @@ use vmmfd::{
 
 use crate::{
     conversation::{PATIENCE, accepted, answer, dial, listening, request, told},
-    support::{Fault, Inode, Kind, Subject, in_child},
+    support::{Fault, Inode, Kind, Subject, in_child, sealing},
 };
 
 mod borrowed;
@@ -72,12 +72,19 @@ impl Place {
         Publisher::accept(&self.listener, &subject.driver, &self.config)
     }
 
-    /// Connects a publisher and a subscriber.
+    /// Connects a publisher and a subscriber. On a busy machine, the timeout of a test may be too short for it.
     fn meet(&self, subject: &Subject, keep: usize) -> (Publisher, Subscriber) {
-        thread::scope(|scope| {
-            let subscriber = scope.spawn(|| self.subscribe(subject, keep));
-            (self.accept(subject).unwrap(), subscriber.join().unwrap().unwrap())
-        })
+        let begun = Instant::now();
+        loop {
+            let met = thread::scope(|scope| {
+                let subscriber = scope.spawn(|| self.subscribe(subject, keep));
+                (self.accept(subject), subscriber.join().unwrap())
+            });
+            match met {
+                (Ok(publisher), Ok(subscriber)) => return (publisher, subscriber),
+                met => assert!(begun.elapsed() < PATIENCE, "{met:?}"),
+            }
+        }
     }
 
     /// Connects a publisher and a scripted consumer.

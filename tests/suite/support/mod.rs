@@ -25,6 +25,7 @@ use std::{
     os::{fd::AsFd, unix::fs::MetadataExt},
     path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -47,6 +48,18 @@ pub(crate) fn code<T>(answer: Result<T, Error>) -> u32 {
         Ok(_) => 0,
         Err(Error::Driver { code, .. }) => code,
         Err(error) => panic!("not the driver's own error: {error}"),
+    }
+}
+
+/// Repeats work that seals memory: the kernel refuses while a concurrent fork of another test still has the memory mapped.
+pub(crate) fn sealing<T>(work: impl Fn() -> Result<T, Error>) -> Result<T, Error> {
+    let begun = Instant::now();
+    loop {
+        match work() {
+            Err(Error::Driver { source: Some(source), .. })
+                if source.kind() == io::ErrorKind::ResourceBusy && begun.elapsed() < Duration::from_secs(60) => {}
+            done => return done,
+        }
     }
 }
 
