@@ -7,7 +7,14 @@ use std::{
     time::Duration,
 };
 
-use nix::unistd::Pid;
+use nix::{
+    poll::{self, PollFd, PollFlags},
+    sys::{
+        ptrace::{self, Options},
+        wait::{WaitPidFlag, waitpid},
+    },
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 use vmmfd::{
     broker::Client,
@@ -27,12 +34,15 @@ use crate::{
         Subject,
         material::{get, get_message},
         open_files,
-        served::{Keeper, Served},
+        served::{Keeper, Served, stored},
     },
 };
 
 /// The connections of a hostile user.
 const HOSTILE: usize = 20;
+
+/// The name of the server's thread that closes memory.
+const WORKER: &str = "worker";
 
 /// The limit on a server's resident memory under attack, in KiB.
 const MOST: u64 = 64 << 10;
@@ -269,6 +279,38 @@ mod memory {
         catalogues.retain(|file| file.link.to_string_lossy().starts_with("/memfd:vmmfd-catalogue"));
         catalogues.iter().filter_map(|file| Some(fs::metadata(&file.path).ok()?.len())).max().unwrap()
     }
+}
+
+/// The thread that closes replaced memory is stopped. The event loop goes on.
+#[test]
+fn puts_wait_for_closing_replaced_memory() {
+    let served = serve(&[]);
+    let server = served.server();
+    let mut maker = Maker::new(&served);
+    maker.publish("a");
+    let threads = fs::read_dir(format!("/proc/{server}/task")).unwrap().map(|task| task.unwrap().path());
+    let worker =
+        threads.filter(|path| fs::read_to_string(path.join("comm")).unwrap().starts_with(WORKER)).last().unwrap();
+    let worker = Pid::from_raw(worker.file_name().unwrap().to_str().unwrap().parse().unwrap());
+    ptrace::seize(worker, Options::empty()).unwrap();
+    ptrace::interrupt(worker).unwrap();
+    waitpid(worker, Some(WaitPidFlag::__WALL)).unwrap();
+    let before = stored(server);
+    let mut answers = 0;
+    let has_answer = |raw: &Raw| poll::poll(&mut [PollFd::new(raw.as_fd(), PollFlags::POLLIN)], 500u16).unwrap() > 0;
+    while answers < 500 {
+        maker.page = page(0);
+        maker.raw.send(&Message::Put(Box::new(maker.put.clone())), &[maker.page.as_fd()]).unwrap();
+        if !has_answer(&maker.raw) {
+            break;
+        }
+        assert!(matches!(maker.raw.receive().unwrap(), Some((Message::Published(_), _))));
+        answers += 1;
+    }
+    let held = stored(server) - before;
+    ptrace::detach(worker, None).unwrap();
+    assert!((256..360).contains(&answers) && held < 360, "{answers} answers, {held} more descriptors");
+    assert!(matches!(maker.raw.receive().unwrap(), Some((Message::Published(_), _))));
 }
 
 #[test]
