@@ -31,13 +31,10 @@ use crate::support::{Copy, Inode, Kind, Subject, material::Material, pause};
 
 cases! {
     on crate::support::Subject; host and cuda: [
-    an_object_outlives_its_maker,
     readers_keep_a_replaced_version,
-    name_may_keep_last_versions,
     get_waits_for_put,
     one_reader_claims_and_others_wait,
     parts_of_processes_are_published_together,
-    incomplete_version_is_never_visible,
     selected_arrays_send_only_their_segments,
     large_array_table_travels_in_memfd,
     thousand_segments_are_one_object,
@@ -79,11 +76,6 @@ impl Broker {
 
     pub(crate) fn client(&self) -> Client {
         Client::connect(&self.path, &Config::default()).unwrap()
-    }
-
-    pub(crate) fn stop(mut self) -> ServerReport {
-        self.cancel.cancel(CancelReason::Program);
-        self.server.take().unwrap().join().unwrap().unwrap()
     }
 }
 
@@ -127,24 +119,6 @@ pub(crate) fn refused<T: std::fmt::Debug>(result: vmmfd::Result<T>) -> (RefusalC
 
 const MIB: u64 = 1 << 20;
 
-fn an_object_outlives_its_maker(subject: Subject) {
-    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
-    let maker = broker.client();
-    let memory = filled(&driver, 3 * MIB, None, 7);
-    assert_eq!(put(&maker, "models/tiny", &memory, Condition::New).unwrap(), 1);
-    drop((memory, maker));
-    let reader = broker.client();
-    assert_eq!(byte(&reader, &driver, &Get::new("models/tiny")), 7);
-    let lease = reader.get(&Get::new("models/tiny")).unwrap();
-    assert_eq!((lease.name(), lease.version(), lease.backend()), ("models/tiny", 1, driver.backend().as_str()));
-    assert_eq!(lease.part("all").unwrap().description().size, 3 * MIB);
-    drop(lease);
-    // The server releases the lease before it answers.
-    assert!(reader.who("").unwrap().leases.is_empty());
-    let report = broker.stop();
-    assert_eq!((report.objects, report.versions, report.leases, report.bytes), (1, 1, 0, 4 * MIB));
-}
-
 fn readers_keep_a_replaced_version(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
     let client = broker.client();
@@ -178,19 +152,6 @@ fn readers_keep_a_replaced_version(subject: Subject) {
     // A name that is put again after its deletion starts at version 1.
     assert_eq!(put(&client, "a", &filled(&driver, MIB, None, 4), Condition::New).unwrap(), 1);
     assert_eq!(refused(client.delete("b")).0, RefusalCode::Absent);
-}
-
-fn name_may_keep_last_versions(subject: Subject) {
-    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
-    let client = broker.client();
-    for value in 1..=5 {
-        let memory = filled(&driver, MIB, None, value);
-        let put = Put::new("a").condition(Condition::Any).keep(2).part(PutPart::of("all", &memory).unwrap());
-        client.put(&put).unwrap();
-    }
-    assert_eq!(client.stat("a", None).unwrap().version.versions, [3, 4, 5]);
-    assert_eq!(byte(&client, &driver, &Get::new("a").version(3)), 3);
-    assert_eq!(refused(client.get(&Get::new("a").version(2))).0, RefusalCode::Absent);
 }
 
 fn get_waits_for_put(subject: Subject) {
@@ -322,20 +283,6 @@ fn parts_of_eight_devices_are_published_together() {
     let fake = Copy::new().load();
     fake.set("FAKECUDA_DEVICES", "8");
     parts_are_published_together(&Subject::of(fake), 8);
-}
-
-fn incomplete_version_is_never_visible(subject: Subject) {
-    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
-    let client = broker.client();
-    let memory = filled(&driver, MIB, None, 1);
-    let part = || PutPart::of("one", &memory).unwrap();
-    let put = Put::new("model").part(part()).together(["one", "two"], "g", Duration::from_millis(1));
-    let (code, message) = refused(client.put(&put));
-    assert_eq!((code, message.contains("the parts two are missing")), (RefusalCode::Timeout, true), "{message}");
-    assert!(client.list("").unwrap().is_empty());
-    // Nothing remains of the failed put: the same part can be put again.
-    let put = Put::new("model").part(part());
-    assert_eq!(client.put(&put).unwrap().version, 1);
 }
 
 fn entry(name: &str, elements: u64, offset: u64) -> ArrayEntry {
@@ -531,16 +478,6 @@ fn report_of_false_claim_keeps_the_version(subject: Subject) {
     assert!(report.message.contains("the driver reports memory of device 0"), "{}", report.message);
     assert_eq!((report.reader.pid, maker.pid), (process::id() as i32, process::id() as i32));
     assert_eq!(client.get(&Get::new("a")).unwrap().version(), 1);
-}
-
-#[test]
-fn memfd_is_not_accepted_as_gpu_memory() {
-    let (host, fake) = (Subject::host(), Subject::fake());
-    let strict = Broker::start(&host);
-    let memory = filled(&fake.driver, 2 * MIB, None, 6);
-    let (code, message) = refused(put(&strict.client(), "a", &memory, Condition::New));
-    assert_eq!(code, RefusalCode::Memory);
-    assert!(message.contains("character device"), "{message}");
 }
 
 fn long_list_comes_in_pages(subject: Subject) {

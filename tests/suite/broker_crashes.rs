@@ -4,7 +4,7 @@
 use std::{
     fs,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use nix::sys::signal::{Signal, kill};
@@ -178,7 +178,6 @@ struct Scene<'a> {
     before: Makings,
     instance: String,
     kills: usize,
-    longest: Duration,
 }
 
 /// The names of the permanent objects.
@@ -194,7 +193,7 @@ impl<'a> Scene<'a> {
         published(stays.put_many(&raw, "many", token()));
         let [makings, before] = [Makings::new(&subject.driver), Makings::new(&subject.driver)];
         let instance = resume(&raw, &[]).instance;
-        Self { served, driver: &subject.driver, makings, before, instance, kills: 0, longest: Duration::ZERO }
+        Self { served, driver: &subject.driver, makings, before, instance, kills: 0 }
     }
 
     fn client(&self) -> Client {
@@ -261,8 +260,7 @@ impl<'a> Scene<'a> {
         let at = format!("{verb:?}, killed before system call {nth}: {answer:?}");
         if let Some(killed) = traced.killed {
             self.kills += 1;
-            let (_, gap) = self.served.wait_for_another(server, killed);
-            self.longest = self.longest.max(gap);
+            self.served.wait_for_another(server, killed);
         }
         if let Some((Message::Lease(lease), _)) = &answer {
             held = Some(lease.token);
@@ -334,15 +332,11 @@ impl<'a> Scene<'a> {
 
 fn server_killed_in(subject: &Subject, keeper: Keeper, verbs: &[Verb]) {
     let mut scene = Scene::new(keeper, subject);
-    let mut each = Vec::new();
     for &verb in verbs {
         let before = scene.kills;
         while scene.kill_in(verb, scene.kills - before) {}
-        each.push(format!("{verb:?} {}", scene.kills - before));
         assert!(scene.kills > before, "{verb:?}");
     }
-    let (kills, longest) = (scene.kills, scene.longest);
-    eprintln!("{keeper:?}: {kills} kills of the server ({}), the longest gap {longest:?}", each.join(", "));
     // The server keeps three segments, each once, and two catalogues.
     let server = scene.served.server();
     until(|| scene.served.kept(server) == (CHUNKS + 2, CHUNKS + 2));

@@ -141,14 +141,12 @@ mod root {
     use std::os::{fd::AsRawFd, unix::net::UnixDatagram};
 
     use sendfd::{RecvWithFd, SendWithFd};
-    use vmmfd::{broker::Get, error::RefusalCode, wire::broker::Delete};
+    use vmmfd::{error::RefusalCode, wire::broker::Delete};
 
     use super::*;
     use crate::{
-        broker_limits::put_segments,
         broker_process::{become_user, connect},
         support::in_fork,
-        support::material::get,
     };
 
     const SERVER: u32 = 24560;
@@ -275,35 +273,6 @@ mod root {
             drop(files);
             until(|| is_admitted(&dial_as(HOSTILE, &server)));
         });
-    }
-
-    #[test]
-    #[ignore = "needs root: make test-all runs it as root"]
-    fn unread_connections_count_until_closed() {
-        let subject = Subject::host();
-        let quota = [None, None, None, Some(5)];
-        let allow_uids = vec![HOSTILE, OTHER, 0];
-        let server = Process::start(Setup { user: SERVER, allow_uids, quota, ..Setup::of(&subject) });
-        let client = server.client();
-        put_segments(&client, &subject.driver, "a", 3);
-        let unread: Vec<Raw> = (0..5)
-            .map(|_| {
-                let raw = greeted_as(HOSTILE, &server);
-                raw.send(&Message::Get(Box::new(get("a"))), &[]).unwrap();
-                raw.send_bytes(b"no record of the protocol", &[]).unwrap();
-                raw
-            })
-            .collect();
-        until(|| server.log().matches("closing a connection").count() == 5);
-        let (code, message) = refusal_of(HOSTILE, &server);
-        assert_eq!(code, ErrorCode::Full);
-        assert!(message.contains("uid 24561 has 5 connections and asks for 1 more"), "{message}");
-        in_fork(|| {
-            become_user(OTHER, OTHER, &[]);
-            connect(&server.path, SERVER).unwrap().get(&Get::new("a")).is_ok()
-        });
-        drop(unread);
-        until(|| is_admitted(&dial_as(HOSTILE, &server)));
     }
 
     /// A put that declares many segments of one memfd and sends only the first.

@@ -131,30 +131,6 @@ fn failure(arguments: &[&str], paths: &[&Path]) -> String {
 }
 
 #[test]
-fn kills_of_either_lose_nothing() {
-    let subject = Subject::host();
-    let served = broker(&subject, 1);
-    for round in 1..6 {
-        for process in ["server", "keeper"] {
-            settle(&served);
-            let (server, keeper) = (served.server(), served.keeper());
-            if process == "server" {
-                kill(server, Signal::SIGKILL).unwrap();
-                served.wait_for_another(server, Instant::now());
-                assert_eq!(served.keeper(), keeper);
-            } else {
-                kill(keeper, Signal::SIGKILL).unwrap();
-                put(&served, &format!("object-{round}"), round);
-                assert_eq!(served.server(), server);
-                // The signal may end the keeper after the put.
-                until(|| served.keeper() != keeper);
-            }
-        }
-        check(&served, round + 1);
-    }
-}
-
-#[test]
 fn consecutive_restarts_lose_nothing() {
     let subject = Subject::host();
     let served = broker(&subject, 3);

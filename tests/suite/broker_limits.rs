@@ -36,9 +36,6 @@ use crate::{
 
 const MIB: u64 = 1 << 20;
 
-/// The time limit for a client that does not read, in ms.
-const TIMEOUT_MS: u64 = 300;
-
 /// Puts an object whose segments all share one file.
 pub(crate) fn put_segments(client: &Client, driver: &Driver, name: &str, segments: usize) {
     let material = Material::of(&filled(driver, 2 * MIB, None, 1)).repeated(segments);
@@ -48,7 +45,7 @@ pub(crate) fn put_segments(client: &Client, driver: &Driver, name: &str, segment
 #[test]
 fn unread_client_is_disconnected() {
     let subject = Subject::host();
-    let server = Process::start(Setup { timeout_ms: TIMEOUT_MS, ..Setup::of(&subject) });
+    let server = Process::start(Setup { timeout_ms: 300, ..Setup::of(&subject) });
     let client = server.client();
     put_segments(&client, &subject.driver, "a", 3);
     // This client does not read its lease.

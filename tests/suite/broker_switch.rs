@@ -25,7 +25,7 @@ use vmmfd::{
     broker::{ArrayEntry, Client, Condition, Get, Object, Put, PutPart},
     error::{ErrorKind, MemoryError, RefusalCode},
     internals::{self, HostDriver},
-    memory::{Array, Device, Mirror, Region, Selector, Shared, Spec},
+    memory::{Array, Mirror, Region},
 };
 
 use crate::{
@@ -50,7 +50,6 @@ cases! {
     parked_object_can_not_be_read,
     kept_lease_keeps_its_version,
     failed_unpark_leaves_the_object_parked,
-    parked_addresses_stay_reserved,
     ]
 }
 
@@ -542,20 +541,6 @@ fn failed_unpark_leaves_the_object_parked(subject: Subject) {
         assert_eq!((object.is_parked(), object.version(), subject.live()), (true, 1, live), "{verb}, call {nth}");
     }
     assert_eq!((value(&object), addresses(&object)), (2, before));
-}
-
-fn parked_addresses_stay_reserved(subject: Subject) {
-    let (_broker, client, mut object) = one_and_two(&subject);
-    let start = addresses(&object)[0];
-    let device = Device::find(&subject.driver, Selector::default()).unwrap();
-    object.park(false).unwrap();
-    let others: Vec<Shared> = (0..32).map(|_| Shared::create(&device, Spec::vmm(2 * MIB)).unwrap()).collect();
-    for other in &others {
-        let apart = other.address() + 2 * MIB <= start || start + SIZE <= other.address();
-        assert!(apart, "{:x} is among the addresses from {start:x} on", other.address());
-    }
-    object.unpark(client.get(&newest()).unwrap()).unwrap();
-    assert_eq!((value(&object), addresses(&object)[0]), (2, start));
 }
 
 /// Stops another thread, even if this thread panics.

@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 use vmmfd::{
     Error,
-    broker::{Client, Condition, Event, EventKind, WatchPlace, Watched},
+    broker::{Condition, Event, EventKind, WatchPlace, Watched},
     error::{PeerError, RefusalCode},
     session::Config,
     wire::broker::{self as wire, Events, Message, WatchHeader},
@@ -20,7 +20,7 @@ use crate::{
     broker_pages::Template,
     broker_process::{Process, Raw, Setup},
     broker_reconnect::{FIRST as INSTANCE, OTHER, Peer, Scripted, meanwhile},
-    running::{Meeting, Running, fits, wait_for},
+    running::{Meeting, fits, wait_for},
     support::Subject,
 };
 
@@ -53,10 +53,6 @@ fn unsubscribed(peer: &Peer, meanwhile: Option<Message>) {
     assert!(matches!(peer.next().0, Message::Stop(_)));
     meanwhile.into_iter().for_each(|message| peer.say(&message));
     peer.refuse(RefusalCode::Stopped);
-}
-
-fn connect(meeting: &Meeting) -> Client {
-    Client::connect(&meeting.socket(), &Config::default().timeout(LONG)).unwrap()
 }
 
 #[test]
@@ -235,47 +231,27 @@ fn watch_of_new_broker_reports_lost_events() {
     assert_eq!(client.list("").unwrap(), []);
 }
 
-/// A broker and a watch of it, as processes.
-struct Watching {
-    place: Meeting,
-    _server: Running,
-    watch: Running,
-}
-
 fn vmmfd(place: &Meeting, arguments: &[&str]) -> crate::running::Run {
     let mut run = place.bare("vmmfd");
     run.command.args(arguments).env("VMMFD_BROKER_SOCKET", place.socket());
     run
 }
 
-impl Watching {
-    fn start(options: &[&str]) -> Self {
-        let place = Meeting::host();
-        let mut server = vmmfd(&place, &["serve"]).start();
-        server.until("listening");
-        let watch = vmmfd(&place, &[&["watch"], options].concat()).start();
-        wait_for("the watch", || watch.so_far().contains("following"));
-        Self { place, _server: server, watch }
-    }
-
-    fn put(&self, name: &str) {
-        let file = self.place.folder().join("input");
-        std::fs::write(&file, b"bytes").unwrap();
-        let put = vmmfd(&self.place, &["put", name, "--backend", "host", "--from", file.to_str().unwrap()]);
-        put.end().code(0);
-    }
-}
-
 #[test]
 fn each_event_is_printed_at_once() {
-    let watching = Watching::start(&["models/", "--json"]);
-    watching.put("models/a");
-    watching.put("data/a");
-    watching.put("models/b");
-    wait_for("the second event", || watching.watch.so_far().contains("models/b"));
-    watching.watch.signal(Signal::SIGTERM);
-    let place = watching.place;
-    let ended = watching.watch.end();
+    let place = Meeting::host();
+    let mut server = vmmfd(&place, &["serve"]).start();
+    server.until("listening");
+    let watch = vmmfd(&place, &["watch", "models/", "--json"]).start();
+    wait_for("the watch", || watch.so_far().contains("following"));
+    let file = place.folder().join("input");
+    std::fs::write(&file, b"bytes").unwrap();
+    for name in ["models/a", "data/a", "models/b"] {
+        vmmfd(&place, &["put", name, "--backend", "host", "--from", file.to_str().unwrap()]).end().code(0);
+    }
+    wait_for("the second event", || watch.so_far().contains("models/b"));
+    watch.signal(Signal::SIGTERM);
+    let ended = watch.end();
     assert_eq!(ended.code(0).stderr, "");
     let lines: Vec<Value> = ended.stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     lines.iter().for_each(|line| fits("watch", line));
@@ -320,34 +296,4 @@ fn watch_without_a_broker_fails() {
     ended.code(4).json();
     let usage = vmmfd(&place, &["watch", "--after", "17"]).end();
     usage.code(2).says("write instance and seq");
-}
-
-#[test]
-fn watch_survives_server_crash() {
-    let watching = Watching::start(&["--json"]);
-    watching.put("before");
-    wait_for("the first event", || watching.watch.so_far().contains("\"before\""));
-    let client = connect(&watching.place);
-    let before = client.metrics().unwrap();
-    let server = client.peer().pid;
-    assert_eq!(before.restarts, 0);
-    drop(client);
-    // Kill only the server: its keeper starts the next one.
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(server), Signal::SIGKILL).unwrap();
-    watching.put("after");
-    wait_for("the event behind the crash", || watching.watch.so_far().contains("\"after\""));
-    let client = connect(&watching.place);
-    let after = client.metrics().unwrap();
-    assert_eq!((after.restarts, &after.instance, after.objects), (1, &before.instance, 2));
-    watching.watch.signal(Signal::SIGTERM);
-    let ended = watching.watch.end();
-    let lines: Vec<Value> = ended.code(0).stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let seen: Vec<(&str, &str)> = lines[1..]
-        .iter()
-        .map(|line| {
-            assert_eq!(line["instance"], *before.instance, "{line}");
-            (line["kind"].as_str().unwrap(), line["event"]["name"].as_str().unwrap_or_default())
-        })
-        .collect();
-    assert_eq!(seen, [("published", "before"), ("published", "after")]);
 }
