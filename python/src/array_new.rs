@@ -28,8 +28,7 @@ use crate::{
 /// readers could not restore (with fields, below 8 bits, objects, strings, times); `OutOfMemory`; `NotFound` or `Error` for a missing
 /// device; `Unsupported`, also for `rdma=True` on a device without support, on WSL2 and on host memory.
 #[pyfunction]
-#[pyo3(signature = (shape, dtype, *, device=None, backend=None, rdma=RdmaOption(Rdma::Auto)), text_signature = "(shape, dtype, *,
-#device=None, backend=None, rdma='auto')")]
+#[pyo3(signature = (shape, dtype, *, device=None, backend=None, rdma=RdmaOption(Rdma::Auto)), text_signature = "(shape, dtype, *, device=None, backend=None, rdma='auto')")]
 pub(crate) fn empty(
     py: Python<'_>,
     shape: &Bound<'_, PyAny>,

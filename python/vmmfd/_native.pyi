@@ -125,8 +125,8 @@ class Array:
         """The same elements with the axes in reverse order."""
 
     def transpose(self, *axes: int | Sequence[int]) -> Array:
-        """The same elements with the `axes` (int) in this order; without arguments, in reverse order. Raises `Invalid` unless each axis
-        appears once."""
+        """The same elements with the `axes` (int) in this order; without arguments, in reverse order. Raises `Invalid` unless each axis appears
+        once."""
 
     def __len__(self, /) -> int: ...
     def __getitem__(self, index: _Index | tuple[_Index, ...], /) -> Array:
@@ -150,13 +150,12 @@ class Array:
         unchanged. Raises `Invalid` without the promise."""
 
     def numpy(self) -> Any:
-        """Returns a NumPy array of the same memory, without a copy; writable unless `readonly`. Raises `TypeError` for GPU memory, and
-        without ml_dtypes for its types; `ImportError` without NumPy."""
+        """Returns a NumPy array of the same memory, without a copy; writable unless `readonly`. Raises `TypeError` for GPU memory, and without
+        ml_dtypes for its types; `ImportError` without NumPy."""
 
     def tolist(self) -> Any:
         """Returns its elements as nested lists of Python numbers (bool, int, float, complex; bytes for void); for an array without
-        dimensions, the number itself. Blocks while it copies, also from a GPU. Raises `TypeError` for the 8-bit floats without
-        ml_dtypes."""
+        dimensions, the number itself. Blocks while it copies, also from a GPU. Raises `TypeError` for the 8-bit floats without ml_dtypes."""
 
     def item(self) -> Any:
         """Returns the only element as a Python number, as `tolist` does. Raises `Invalid` unless `size` is 1."""

@@ -9,7 +9,7 @@ use serde::{
 
 use super::{ArrayDescriptor, ElementType, MAX_DIMENSIONS};
 use crate::{
-    base::strict::{never, no_texts, objects},
+    base::strict::{no_texts, objects},
     error::ParseError,
 };
 
@@ -25,7 +25,7 @@ objects! {
         #[cfg_attr(feature = "schema", schemars(length(max = 64)))]
         shape: Vec<u64>,
         #[serde(default, deserialize_with = "optional_dimensions")]
-        strides: Option<Vec<i64>> => never,
+        strides: Option<Vec<i64>> => null,
         offset: Option<u64>,
     }
 }

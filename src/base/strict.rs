@@ -2,47 +2,47 @@
 
 /// Declares structs that are JSON objects. An array of the fields' values, which serde's derived code accepts too, is an error.
 ///
-/// A field without a value is not written: an `Option` that is `None`, or after `=>` the function that decides.
+/// An `Option` that is `None` is not written, or after `=> null` as null.
 macro_rules! objects {
-    ($(
-        $(#[$meta:meta])*
-        $vis:vis struct $name:ident {
-            $($(#[$field_meta:meta])* $field_vis:vis $field:ident: $type:ty $(=> $is_absent:expr)?,)*
-        }
-    )*) => {$(
-        $(#[$meta])*
-        #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
-        #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
-        #[serde(remote = "Self")]
-        $vis struct $name {
-            $($(#[$field_meta])* $field_vis $field: $type,)*
-        }
+    ($($(#[$meta:meta])* $vis:vis struct $name:ident { $($fields:tt)* })*) => {$(
+        $crate::base::strict::objects!(@fields $name {
+            $(#[$meta])*
+            #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+            #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+            #[serde(remote = "Self")]
+            $vis struct $name
+        } [] [] $($fields)*);
+    )*};
+    (@fields $name:ident $head:tt [$($done:tt)*] [$($names:ident)*] $(#[$meta:meta])* $vis:vis $field:ident: Option<$type:ty> => null, $($rest:tt)*) => {
+        $crate::base::strict::objects!(@fields $name $head [$($done)* $(#[$meta])* $vis $field: Option<$type>,] [$($names)* $field] $($rest)*);
+    };
+    (@fields $name:ident $head:tt [$($done:tt)*] [$($names:ident)*] $(#[$meta:meta])* $vis:vis $field:ident: Option<$type:ty>, $($rest:tt)*) => {
+        $crate::base::strict::objects!(@fields $name $head [
+            $($done)* $(#[$meta])* #[serde(skip_serializing_if = "Option::is_none")] $vis $field: Option<$type>,
+        ] [$($names)* $field] $($rest)*);
+    };
+    (@fields $name:ident $head:tt [$($done:tt)*] [$($names:ident)*] $(#[$meta:meta])* $vis:vis $field:ident: $type:ty, $($rest:tt)*) => {
+        $crate::base::strict::objects!(@fields $name $head [$($done)* $(#[$meta])* $vis $field: $type,] [$($names)* $field] $($rest)*);
+    };
+    (@fields $name:ident {$($head:tt)*} [$($done:tt)*] [$($names:ident)*]) => {
+        $($head)* { $($done)* }
 
-        $crate::base::strict::objects!(@deserialize $name);
-
-        impl serde::Serialize for $name {
-            fn serialize<S: serde::Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
-                #[allow(unused_imports, reason = "structs without fields")]
-                use $crate::base::strict::{Field, IsAbsent as _};
-                #[allow(unused_mut, reason = "structs without fields")]
-                let mut fields = output.serialize_map(None)?;
-                $(if !$crate::base::strict::objects!(@absent &self.$field $(, $is_absent)?) {
-                    serde::ser::SerializeMap::serialize_entry(&mut fields, stringify!($field), &self.$field)?;
-                })*
-                serde::ser::SerializeMap::end(fields)
-            }
-        }
+        $crate::base::strict::objects!(@object $name);
 
         impl $crate::base::strict::Clean for $name {
             fn clean(&mut self) {
-                $($crate::base::strict::Clean::clean(&mut self.$field);)*
+                $($crate::base::strict::Clean::clean(&mut self.$names);)*
             }
         }
-    )*};
-    (@absent $field:expr) => { Field($field).is_absent() };
-    (@absent $field:expr, $is_absent:expr) => { $is_absent($field) };
+    };
     // For a type whose derived code is inherent, by `#[serde(remote = "Self")]`.
-    (@deserialize $name:ident) => {
+    (@object $name:ident) => {
+        impl serde::Serialize for $name {
+            fn serialize<S: serde::Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
+                Self::serialize(self, output)
+            }
+        }
+
         impl<'de> serde::Deserialize<'de> for $name {
             fn deserialize<D: serde::Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
                 struct Object;
@@ -66,23 +66,6 @@ macro_rules! objects {
 }
 
 pub(crate) use objects;
-
-/// A field, for the choice between the two methods: the inherent one wins.
-pub(crate) struct Field<'a, T>(pub(crate) &'a T);
-
-impl<T> Field<'_, Option<T>> {
-    pub(crate) fn is_absent(&self) -> bool {
-        self.0.is_none()
-    }
-}
-
-pub(crate) trait IsAbsent {
-    fn is_absent(&self) -> bool {
-        false
-    }
-}
-
-impl<T> IsAbsent for Field<'_, T> {}
 
 /// Texts of a peer that may reach a terminal.
 pub(crate) trait Clean {
@@ -132,9 +115,4 @@ no_texts!(bool, i32, i64, u16, u32, u64);
 pub fn is_unsafe_on_terminals(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{00AD}' | '\u{061C}' | '\u{180E}' | '\u{200B}'..='\u{200F}' | '\u{2028}'..='\u{202E}' | '\u{2060}'..='\u{206F}' | '\u{FEFF}')
-}
-
-/// For a field that is written as null.
-pub(crate) fn never<T>(_: &T) -> bool {
-    false
 }

@@ -5,10 +5,7 @@ use std::ops::Range;
 use super::strict::{self, or_default};
 use crate::{
     array::ArrayDescriptor,
-    base::{
-        Access, DeviceIdentity, Mechanism, Placement, Pointer, Run,
-        strict::{never, objects},
-    },
+    base::{Access, DeviceIdentity, Mechanism, Placement, Pointer, Run, strict::objects},
     error::ErrorCode,
 };
 
@@ -33,9 +30,9 @@ objects! {
         /// The object's name.
         pub object: String,
         /// The requested access. `None` accepts the offered access.
-        pub access: Option<Access> => never,
+        pub access: Option<Access> => null,
         /// The requested bytes of the data. `None` requests all of them.
-        pub range: Option<ByteRange> => never,
+        pub range: Option<ByteRange> => null,
     }
 
     /// A byte range of an object's data.
@@ -92,11 +89,11 @@ objects! {
         /// The shared memory.
         pub memory: Memory,
         /// The array layout of the data, if it has one.
-        pub array: Option<ArrayDescriptor> => never,
+        pub array: Option<ArrayDescriptor> => null,
         /// The access to use for the mapping.
         pub access: Access,
         /// The segments that follow. `None` unless the mechanism is [`Mechanism::Vmm`].
-        pub part: Option<Run> => never,
+        pub part: Option<Run> => null,
         /// A check of the data, defined by an extension. Consumers without the extension ignore it.
         #[serde(default, deserialize_with = "strict::optional_check")]
         pub check: Option<Check>,
@@ -180,9 +177,9 @@ objects! {
         pub generation: u64,
         /// The exact sizes of the first segments in bytes, if the consumer does not have the buffer open. The record carries their
         /// descriptors.
-        #[serde(default, deserialize_with = "or_default")]
+        #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
         #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<u64>>"))]
-        pub sizes: Vec<u64> => Vec::is_empty,
+        pub sizes: Vec<u64>,
     }
 
     /// Gives a stream's buffer back.

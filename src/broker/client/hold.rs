@@ -5,23 +5,8 @@ use std::sync::Arc;
 use super::{connection::Connection, holdings::OwnLease};
 use crate::{
     error::{Error, code},
-    wire::broker::{Attached, Lifetime, Message, Owner, ReportHeader},
+    wire::broker::{Message, ReportHeader},
 };
-
-/// The version's properties that [`Lease`](super::Lease), [`Object`](super::Object) and [`Prepared`](super::Prepared) share.
-#[derive(Debug)]
-pub(super) struct Header {
-    pub(super) name: String,
-    pub(super) version: u64,
-    pub(super) id: String,
-    pub(super) created_ms: u64,
-    pub(super) owner: Owner,
-    pub(super) backend: String,
-    pub(super) metadata: Option<Attached>,
-    pub(super) mode: Option<u16>,
-    pub(super) lifetime: Option<Lifetime>,
-    pub(super) keep: Option<u32>,
-}
 
 /// The public accessors that a lease and an opened object share.
 macro_rules! version_accessors {

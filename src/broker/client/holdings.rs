@@ -10,10 +10,10 @@ use std::{
     },
 };
 
-use super::{Client, hold::Header};
+use super::Client;
 use crate::{
     memory::Description,
-    wire::broker::{ArrayEntry, Token},
+    wire::broker::{ArrayEntry, Attached, Lifetime, Owner, Token},
 };
 
 /// State that a reconnect resumes.
@@ -32,6 +32,21 @@ impl Holdings {
     pub(super) fn is_empty(&self) -> bool {
         self.leases.is_empty() && self.puts.is_empty()
     }
+}
+
+/// The version's properties that [`Lease`](super::Lease), [`Object`](super::Object) and [`Prepared`](super::Prepared) share.
+#[derive(Debug)]
+pub(super) struct Header {
+    pub(super) name: String,
+    pub(super) version: u64,
+    pub(super) id: String,
+    pub(super) created_ms: u64,
+    pub(super) owner: Owner,
+    pub(super) backend: String,
+    pub(super) metadata: Option<Attached>,
+    pub(super) mode: Option<u16>,
+    pub(super) lifetime: Option<Lifetime>,
+    pub(super) keep: Option<u32>,
 }
 
 /// A lease held by this process.

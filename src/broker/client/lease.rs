@@ -10,8 +10,8 @@ use std::{
 
 use super::{
     connection::Connection,
-    hold::{Header, Hold, part_accessors, version_accessors},
-    holdings::{OwnLease, PartHeader, RestorePart},
+    hold::{Hold, part_accessors, version_accessors},
+    holdings::{Header, OwnLease, PartHeader, RestorePart},
     object::{Layout, Object, ObjectPart},
 };
 use crate::{

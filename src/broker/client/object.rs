@@ -7,8 +7,8 @@ use std::{
 };
 
 use super::{
-    hold::{Header, Hold, part_accessors, version_accessors},
-    holdings::PartHeader,
+    hold::{Hold, part_accessors, version_accessors},
+    holdings::{Header, PartHeader},
 };
 use crate::{
     error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result},

@@ -9,8 +9,7 @@ use std::{
 use super::{
     Client,
     connection::Exchange,
-    hold::Header,
-    holdings::{PartHeader, RestorePart},
+    holdings::{Header, PartHeader, RestorePart},
     records::unexpected,
 };
 use crate::{

@@ -14,8 +14,7 @@ use super::{
     Client,
     connection::Connection,
     dial::{Dialled, no_broker},
-    hold::Header,
-    holdings::{LossReason, Notice, OwnLease},
+    holdings::{Header, LossReason, Notice, OwnLease},
     put,
     records::{is_broken, unexpected},
 };

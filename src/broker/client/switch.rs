@@ -7,8 +7,8 @@ use std::{
 };
 
 use super::{
-    hold::{Header, Hold, version_accessors},
-    holdings::PartHeader,
+    hold::{Hold, version_accessors},
+    holdings::{Header, PartHeader},
     lease::{Lease, LeasedPart, LeasedRun, check_backend},
     object::{Layout, Object, ObjectPart},
 };

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fmt};
 
-use serde::{Deserialize, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
 use super::table::Attached;
 use crate::{
@@ -59,13 +59,7 @@ pub enum Lifetime {
     Leased,
 }
 
-objects!(@deserialize Lifetime);
-
-impl Serialize for Lifetime {
-    fn serialize<S: Serializer>(&self, output: S) -> Result<S::Ok, S::Error> {
-        Self::serialize(self, output)
-    }
-}
+objects!(@object Lifetime);
 
 objects! {
     /// A user and a group.
@@ -99,9 +93,9 @@ objects! {
         /// Requires this version to be current.
         pub if_version: Option<u64>,
         /// The names of all parts of the version. Empty if this put has all parts.
-        #[serde(default, deserialize_with = "or_default")]
+        #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
         #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<String>>"))]
-        pub announced: Vec<String> => Vec::is_empty,
+        pub announced: Vec<String>,
         /// Identifies the puts that together make one version, if there are several.
         pub group: Option<String>,
         /// How long to wait for the parts of other puts, in milliseconds.
@@ -234,9 +228,9 @@ objects! {
         /// The number of earlier versions that the name keeps.
         pub keep: Option<u32>,
         /// Whether the lease covers the whole version, so that the client can restore it.
-        #[serde(default, deserialize_with = "or_default")]
+        #[serde(default, deserialize_with = "or_default", skip_serializing_if = "std::ops::Not::not")]
         #[cfg_attr(feature = "schema", schemars(with = "Option<bool>"))]
-        pub whole: bool => std::ops::Not::not,
+        pub whole: bool,
         /// The requested parts.
         pub parts: Vec<LeasePartHeader>,
         /// The exact sizes of the first segments of all runs in bytes, run after run.

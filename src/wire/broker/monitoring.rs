@@ -149,9 +149,9 @@ objects! {
         /// The number of lost versions. `None` if all were lost.
         pub lost_versions: Option<u64>,
         /// Some of the lost versions. Only the server's user and root receive them.
-        #[serde(default, deserialize_with = "or_default")]
+        #[serde(default, deserialize_with = "or_default", skip_serializing_if = "Vec::is_empty")]
         #[cfg_attr(feature = "schema", schemars(with = "Option<Vec<String>>"))]
-        pub names: Vec<String> => Vec::is_empty,
+        pub names: Vec<String>,
     }
 
     /// Limits on the resources of one user, or of all users together. `None` means unlimited, or the default in a configuration.
