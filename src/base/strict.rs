@@ -43,6 +43,9 @@ macro_rules! objects {
             }
         }
 
+        $crate::base::strict::objects!(@deserialize $name);
+    };
+    (@deserialize $name:ident) => {
         impl<'de> serde::Deserialize<'de> for $name {
             fn deserialize<D: serde::Deserializer<'de>>(input: D) -> Result<Self, D::Error> {
                 struct Object;

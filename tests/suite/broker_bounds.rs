@@ -20,7 +20,9 @@ use vmmfd::{
     broker::Client,
     error::RefusalCode,
     session::Config,
-    wire::broker::{self, Attached, Claim, Get, Lifetime, List, Message, Release, Table, Token, Watch, Who},
+    wire::broker::{
+        self, Attached, ClaimHeader, GetHeader, Lifetime, List, Message, Release, Table, Token, WatchHeader, Who,
+    },
 };
 
 use crate::{
@@ -129,7 +131,7 @@ mod memory {
         let server = served.server();
         let connections: Vec<Raw> = (0..HOSTILE).map(|_| served.greeted().0).collect();
         let claim = |raw: &Raw, name: String| {
-            let get = Get { claim: Some(Claim { part: None, group: None }), ..get(&name) };
+            let get = GetHeader { claim: Some(ClaimHeader { part: None, group: None }), ..get(&name) };
             ask(raw, &Message::Get(Box::new(get)))
         };
         let mut granted = 0;
@@ -242,7 +244,7 @@ mod memory {
         // A short wait works again once the other connections are closed.
         drop(connections);
         raw.until_connections(1);
-        let waits = Get { wait_ms: Some(1), ..get("absent") };
+        let waits = GetHeader { wait_ms: Some(1), ..get("absent") };
         let answer = ask(&raw, &Message::Get(Box::new(waits)));
         assert_eq!(refused(&answer).0, RefusalCode::Timeout);
     }
@@ -413,7 +415,7 @@ fn idle_watchers_delay_no_get() {
     let alone = cost(server, gets);
     let mut watchers = Vec::new();
     for (prefix, factor) in [("other/", 3), ("", 50)] {
-        let watch = Message::Watch(Watch { prefix: prefix.to_owned(), ..Watch::default() });
+        let watch = Message::Watch(WatchHeader { prefix: prefix.to_owned(), ..WatchHeader::default() });
         for _ in 0..1000 {
             let raw = served.greeted().0;
             assert!(matches!(ask(&raw, &watch), Message::Events(_)));
