@@ -1,6 +1,12 @@
 //! `vmmfd doctor serve` and `join`: both sides report the same, also when the other sends false data, disconnects, or has no driver.
 
-use std::{fs, os::unix::net::UnixStream, thread, time::Duration};
+use std::{
+    fs,
+    os::unix::{fs::PermissionsExt, net::UnixStream, process::CommandExt},
+    process::Command,
+    thread,
+    time::Duration,
+};
 
 use nix::sys::signal::Signal;
 use rustix::net::{RecvFlags, SendFlags, accept};
@@ -222,5 +228,49 @@ fn missing_end_is_reported() {
         let ended = meet(&Meeting::host(), part, &["--wait", "100ms"]).end();
         let message = ended.code(4).json().to_string();
         assert!(message.contains(other) && !message.contains("producer") && !message.contains("consumer"), "{message}");
+    }
+}
+
+mod namespaces {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs the right to make namespaces: make test-all runs it where there is"]
+    fn ends_in_different_namespaces_meet() {
+        for kinds in [&["--pid", "--fork", "--mount-proc"][..], &["--ipc", "--uts", "--net"]] {
+            let meeting = Meeting::host();
+            let serve = serving(&meeting, meet(&meeting, "serve", &["--allow-uid", "65534"]));
+            let inner = meet(&meeting, "join", &["--allow-uid", "65534"]);
+            let mut command = Command::new("unshare");
+            command.args(["--user", "--map-root-user"]).args(kinds);
+            command.arg(inner.command.get_program()).args(inner.command.get_args());
+            let join = inner.instead(command).end();
+            assert_met(&serve.end(), &join);
+        }
+    }
+}
+
+mod root {
+    use super::*;
+
+    #[test]
+    #[ignore = "needs root: make test-all runs it as root"]
+    fn different_users_meet_if_both_allow() {
+        assert!(nix::unistd::geteuid().is_root(), "this test changes users: run it as root");
+        let mut meeting = Meeting::host();
+        fs::set_permissions(meeting.folder(), PermissionsExt::from_mode(0o777)).unwrap();
+        meeting.copy_binaries();
+        let join = || {
+            let mut run = meet(&meeting, "join", &[]);
+            run.command.uid(12345).gid(12345);
+            run.end()
+        };
+        let serve = serving(&meeting, meet(&meeting, "serve", &["--allow-uid", "12345"]));
+        // The socket of the other user admits only that user and root.
+        let joined = join();
+        assert_met(&serve.end(), &joined);
+        let serve = serving(&meeting, meet(&meeting, "serve", &["--allow-uid", "54321", "--wait", "3s"]));
+        assert!(join().code(4).json().to_string().contains("12345"));
+        serve.end().code(4);
     }
 }
