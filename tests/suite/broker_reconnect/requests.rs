@@ -84,10 +84,12 @@ fn put_of_several_records_starts_again() {
     let subject = Subject::host();
     let memory = filled(&subject.driver, MIB, None, 7);
     let putting = ask(&client, move |client| {
-        // A real broker would refuse these segments; the scripted broker does not check them.
         let (_, chunks) = memory.chunks(0..MIB).unwrap().unwrap();
         let segments = std::iter::repeat_n((chunks[0].size(), chunks[0].as_fd()), 600);
-        let part = PutPart::of_segments("all", Backend::Host, memory.describe().unwrap(), segments).unwrap();
+        let mut memory = memory.describe().unwrap();
+        memory.mapped_size *= 600;
+        memory.sharing = vmmfd::memory::Sharing::Vmm { placement: memory.placement(), segments: 600 };
+        let part = PutPart::of_segments("all", Backend::Host, memory, segments).unwrap();
         client.put(&Put::new("a").part(part))
     });
     let (before, _) = peer.put();
