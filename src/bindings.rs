@@ -18,9 +18,11 @@ use crate::{
     },
 };
 
-/// The open drivers of this process, each with the reason for a fallback to the host. They are never closed: a driver takes tens of
-/// milliseconds to start. A fork opens its own, or fails.
-static OPEN: PerProcess<Mutex<Vec<(Choice, Driver, Option<String>)>>> = PerProcess::new(Mutex::default);
+/// The open drivers of this process. They are never closed: a driver takes tens of milliseconds to start. A fork opens its own, or fails.
+static OPEN: PerProcess<Mutex<Vec<OpenDriver>>> = PerProcess::new(Mutex::default);
+
+/// The choice, its driver, and the reason for a fallback to the host.
+type OpenDriver = (Choice, Driver, Option<String>);
 
 /// Returns the driver of a choice, and the reason for a fallback to the host. The first call opens it.
 ///

@@ -157,7 +157,7 @@ pub extern "C" fn vmmfd_array_export(
 ) -> *mut vmmfd_error_t {
     run_out(tensor, "tensor", || {
         let array = handle::get(array)?;
-        Ok(export(&array)?)
+        export(&array)
     })
 }
 

@@ -359,7 +359,7 @@ impl Client {
 
     fn __clear__(&self) {
         for handlers in [&self.0.handlers.lost, &self.0.handlers.restored] {
-            let gone = std::mem::take(&mut *lock(&handlers));
+            let gone = std::mem::take(&mut *lock(handlers));
             drop(gone);
         }
     }

@@ -329,7 +329,7 @@ impl Handlers {
         }
         Python::try_attach(|py| {
             let handlers: Vec<Py<PyAny>> = {
-                let handlers = lock(&handlers);
+                let handlers = lock(handlers);
                 handlers.iter().map(|handler| handler.clone_ref(py)).collect()
             };
             for handler in handlers {
@@ -341,7 +341,7 @@ impl Handlers {
     }
 
     pub(crate) fn add(&self, with: &Mutex<Vec<Py<PyAny>>>, handler: Py<PyAny>) {
-        lock(&with).push(handler);
+        lock(with).push(handler);
         self.any.store(true, Ordering::Release);
     }
 }

@@ -41,7 +41,7 @@ fn handoff_works_in_either_start_order(meeting: Meeting) {
     assert!(meeting.files().is_empty(), "{:?}", meeting.files());
 
     let mut consumer = meeting.consumer(&[]).start();
-    consumer.until("consumer");
+    consumer.until("waiting");
     thread::sleep(Duration::from_millis(20));
     meeting.producer(&[]).end().code(0);
     consumer.end().code(0);

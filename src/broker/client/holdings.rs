@@ -77,7 +77,7 @@ impl OwnLease {
     }
 
     /// The version's parts and their descriptors, unless a restore is impossible.
-    pub(super) fn restorable(&self) -> Option<Vec<(&RestorePart, Vec<Arc<OwnedFd>>)>> {
+    pub(super) fn restorable(&self) -> Option<Vec<HeldPart<'_>>> {
         let parts = self.restore.as_ref().filter(|_| !self.restore_failed.load(Ordering::Acquire))?;
         let held = |part| Some((part, RestorePart::descriptors(part)?));
         parts.iter().map(held).collect()
@@ -103,6 +103,9 @@ impl PartHeader {
         Self { name, description, digest: None, arrays: Arc::default() }
     }
 }
+
+/// A part to restore, with its descriptors.
+pub(super) type HeldPart<'a> = (&'a RestorePart, Vec<Arc<OwnedFd>>);
 
 /// A part of a version to restore.
 #[derive(Debug)]

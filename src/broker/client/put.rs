@@ -9,7 +9,7 @@ use std::{
 use super::{
     Client,
     connection::Exchange,
-    holdings::{Header, PartHeader, RestorePart},
+    holdings::{Header, HeldPart, PartHeader},
     records::unexpected,
 };
 use crate::{
@@ -268,7 +268,7 @@ impl Client {
 /// Prepares to restore a version with its leases, and lets `send` upload it.
 pub(super) fn restore(
     header: &Header,
-    parts: &[(&RestorePart, Vec<Arc<OwnedFd>>)],
+    parts: &[HeldPart<'_>],
     leases: &[Token],
     send: impl FnOnce(&mut Upload<'_>) -> Result<Published>,
 ) -> Result<Published> {
