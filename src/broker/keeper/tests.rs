@@ -25,6 +25,12 @@ impl Ends {
         Self { store: Store::over(Some(ours), allowed), keeper, file: File::open("/dev/null").unwrap() }
     }
 
+    fn replace_keeper(&mut self, keeper: OwnedFd) {
+        // A child that another test forks may still have the descriptor.
+        rustix::net::shutdown(&self.keeper, rustix::net::Shutdown::Both).unwrap();
+        self.keeper = keeper;
+    }
+
     fn flush(&mut self) -> Flushed {
         self.store.flush(|_| Some(self.file.as_fd()))
     }
@@ -197,7 +203,7 @@ fn next_keeper_counts_after_its_welcome() {
     ends.store.hold(id(1));
     ends.flush();
     let (ours, keeper) = pair().unwrap();
-    ends.keeper = keeper;
+    ends.replace_keeper(keeper);
     ends.store.read();
     // Without a connection nothing counts as held.
     assert_eq!(ends.flush(), Flushed::Gone);
@@ -246,7 +252,7 @@ fn only_a_dead_keeper_leaves_partial_handover() {
 fn refusal_keeps_nothing() {
     let mut ends = Ends::new(100);
     let (ours, keeper) = pair().unwrap();
-    ends.keeper = keeper;
+    ends.replace_keeper(keeper);
     ends.store.start_over(ours).unwrap();
     ends.store.hold(id(1));
     let mark = ends.store.mark();
