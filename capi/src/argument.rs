@@ -45,7 +45,7 @@ pub(crate) fn optional_text<'a>(pointer: *const c_char, name: &str) -> Outcome<O
     if pointer.is_null() {
         return Ok(None);
     }
-    // SAFETY: the caller passes a null-terminated text and does not change during the call.
+    // SAFETY: the caller passes a null-terminated text that does not change during the call.
     let text = unsafe { CStr::from_ptr(pointer) };
     let text = text.to_str();
     text.map(Some).map_err(|_| Failure::invalid(format!("{name} is not UTF-8: pass it in that encoding")))

@@ -18,6 +18,7 @@ from vllm_engine import configure  # noqa: E402
 from vllm_models import Model, describe, load, tensors  # noqa: E402
 from vmmfd.engines import _vllm_live, _vllm_loader  # noqa: E402
 from vmmfd.engines import vllm as engine  # noqa: E402
+import vllm.distributed  # noqa: E402
 from vllm.device_allocator import sleep_mode_backend  # noqa: E402
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
 
@@ -149,13 +150,16 @@ def test_trainers_do_not_overwrite_each_other(start: Callable[..., Any], broker:
         engine.next_version(broker, f"{name}/plain")
 
 
-def test_ranks_get_one_version(start: Callable[..., Any], broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm.distributed
-
-    models, objects = [], [f"{object_of(name)}/tp{rank}of2" for rank in range(2)]
+@pytest.fixture
+def objects(start: Callable[..., Any], name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The objects that two ranks have published."""
     for rank in range(2):
         monkeypatch.setattr(vllm.distributed, "tensor", [rank, 2])
-        models.append(start().model)
+        start()
+    return [f"{object_of(name)}/tp{rank}of2" for rank in range(2)]
+
+
+def test_ranks_get_one_version(objects: list[str], broker: vmmfd.Broker, name: str) -> None:
     with pytest.raises(vmmfd.NotFound, match="no engine has published objects under"):
         engine.next_versions(broker, f"{name}/other")
     with engine.next_versions(broker, name) as versions:
@@ -176,14 +180,11 @@ def test_ranks_get_one_version(start: Callable[..., Any], broker: vmmfd.Broker, 
         engine.next_versions(broker, name)
 
 
-def test_failed_put_of_a_rank_is_repeated(start: Callable[..., Any], broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm.distributed
-
-    for rank in range(2):
-        monkeypatch.setattr(vllm.distributed, "tensor", [rank, 2])
-        start()
+def test_failed_put_of_a_rank_is_repeated(
+    objects: list[str], broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine.next_versions(broker, name) as versions:
-        put, first = vmmfd.Broker.put, f"{object_of(name)}/tp0of2"
+        put, first = vmmfd.Broker.put, objects[0]
 
         def fail(self: Any, key: str, *arguments: Any, **named: Any) -> Any:
             if key == first:

@@ -164,11 +164,15 @@ class Engine(Process):
         self.send("start")
         return self.started(seconds)
 
-    def ask(self, line, seconds=120):
+    def begin(self, line):
+        """Sends a command. The returned function waits for its report."""
         event = line.split()[0]
         before = len(self.reports(event))
         self.send(line)
-        return self.wait_for(f"report of {event!r}", lambda: self.reports(event)[before:], seconds)[0]
+        return lambda seconds=120: self.wait_for(f"report of {event!r}", lambda: self.reports(event)[before:], seconds)[0]
+
+    def ask(self, line, seconds=120):
+        return self.begin(line)(seconds)
 
     def tokens(self, count=24):
         return self.ask(f"tokens {count}")

@@ -177,30 +177,27 @@ def sleep(lab, engine, trainer, expected, newest):
         row.require("there is no object" in row["wake_says"], "the wake does not say what is missing")
 
 
-def deaths(lab, broker, engine, trainer, expected):
-    """SIGKILL of the broker's server, during an update and during sleep."""
-    kill = broker.kill_server
-
-    with lab.row("server-killed-during-update") as row:
+def deaths(lab, broker, engine, trainer, expected, prefix="", updates=10, spacing=0.004):
+    """SIGKILL of the broker's server, at increasing times during an update and during sleep."""
+    with lab.row(f"{prefix}server-killed-during-update") as row:
         row["new"] = row["old"] = 0
-        for turn in range(10):
-            half = "high" if turn % 2 else "low"
+        for turn in range(updates):
+            half, other = ("high", "low") if turn % 2 else ("low", "high")
             made = trainer.ask(f"put {half}")
-            before = len(engine.reports("update"))
-            engine.send(f"update {made['version']} wait")
-            time.sleep(0.004 * turn)
-            kill()
-            (result,) = engine.wait_for("report of the update", lambda: engine.reports("update")[before:], 60)
+            report = engine.begin(f"update {made['version']} wait")
+            time.sleep(spacing * turn)
+            broker.kill_server()
+            result = report(60)
             tokens = ask(engine, "tokens")["tokens"]
             new = "error" not in result
             row["new" if new else "old"] += 1
-            row.require(tokens == expected[half if new else "low" if half == "high" else "high"], f"other tokens than version {half}: {result}")
+            row.require(tokens == expected[half if new else other], f"other tokens than version {half}: {result}")
             if not new:
                 row["error"] = result["error"][:200]
                 ask(engine, f"update {made['version']} wait")
-    with lab.row("server-killed-while-asleep") as row:
+    with lab.row(f"{prefix}server-killed-while-asleep") as row:
         ask(engine, "sleep 1")
-        kill()
+        broker.kill_server()
         ask(engine, "wake")
         row["tokens_equal"] = ask(engine, "tokens")["tokens"] == expected["high"]
         row.require(row["tokens_equal"], "other tokens after the server's death")

@@ -4,7 +4,7 @@ import signal
 import time
 
 from lab import Broker, Failed, whole_lines
-from live_rows import Trainer, ask, side
+from live_rows import Trainer, ask, deaths, side
 
 UPDATES = 20
 
@@ -75,44 +75,23 @@ def parallel(lab):
             pid = worker(engine, rank)
             before = len(engine.reports("update"))
             os.kill(pid, signal.SIGSTOP)
-            engine.send(f"update {made['version']} wait")
+            report = engine.begin(f"update {made['version']} wait")
             time.sleep(3)
             row.require(len(engine.reports("update")) == before, "the update did not wait")
             os.kill(pid, signal.SIGCONT)
-            (result,) = engine.wait_for("report of the update", lambda: engine.reports("update")[before:], 60)
+            result = report(60)
             row.require("error" not in result, f"the update failed: {result}")
             row.require(ask(engine, "tokens")["tokens"] == expected["low"], "other tokens after the update")
             made = trainer.ask("put high")
             update(engine, made["version"])
             row.require(ask(engine, "tokens")["tokens"] == expected["high"], "other tokens after the next update")
-    with lab.row("parallel-server-killed-during-update") as row:
-        row["new"] = row["old"] = 0
-        for turn in range(6):
-            half, other = ("high", "low") if turn % 2 else ("low", "high")
-            made = trainer.ask(f"put {half}")
-            before = len(engine.reports("update"))
-            engine.send(f"update {made['version']} wait")
-            time.sleep(0.006 * turn)
-            broker.kill_server()
-            (result,) = engine.wait_for("report of the update", lambda: engine.reports("update")[before:], 60)
-            new = "error" not in result
-            row["new" if new else "old"] += 1
-            row.require(ask(engine, "tokens")["tokens"] == expected[half if new else other], f"other tokens than version {half}: {result}")
-            if not new:
-                update(engine, made["version"])
-    with lab.row("parallel-server-killed-while-asleep") as row:
-        ask(engine, "sleep 1")
-        broker.kill_server()
-        ask(engine, "wake")
-        row.require(ask(engine, "tokens")["tokens"] == expected["high"], "other tokens after the server's death")
+    deaths(lab, broker, engine, trainer, expected, "parallel-", updates=6, spacing=0.006)
     with lab.row("parallel-rank-killed") as row:
         again = lab.engine("again", model, broker, extra={"on_missing": "fail", "wait": 0}, **served)
         again.imported()
         made = trainer.ask("put low")
-        before = len(engine.reports("update"))
         os.kill(worker(engine, last), signal.SIGKILL)
-        engine.send(f"update {made['version']} wait")
-        (result,) = engine.wait_for("report of the update", lambda: engine.reports("update")[before:], 60)
+        result = engine.ask(f"update {made['version']} wait", 60)
         row["error"] = result.get("error", "none")[:200]
         row.require("error" in result, "the update of a dead engine succeeded")
         engine.kill()

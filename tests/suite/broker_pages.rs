@@ -18,13 +18,10 @@ use vmmfd::{
     broker::{Client, Condition, Lease, Put, PutPart},
     driver::Backend,
     memory::{Description, Shared, Sharing, Spec},
-    wire::{
-        Memory,
-        broker::{self, Table},
-    },
+    wire::broker::{self, Table},
 };
 
-use crate::support::Subject;
+use crate::support::{Subject, material::put_of_all};
 
 /// The granularity of host memory, and the smallest segment of the broker.
 pub(crate) const PAGE: u64 = vmmfd::driver::GRANULARITY;
@@ -99,24 +96,7 @@ impl Template {
 
     /// A put of so many pages, all in its first record.
     pub(crate) fn put_of_pages(&self, name: &str, pages: usize) -> broker::PutHeader {
-        let memory: Memory = (&self.of(pages as u64)).into();
-        broker::PutHeader {
-            name: name.to_owned(),
-            replace: false,
-            if_version: None,
-            announced: Vec::new(),
-            group: None,
-            wait_ms: None,
-            backend: "host".to_owned(),
-            parts: vec![broker::PutPartHeader { name: "all".to_owned(), memory, arrays: None, digest: None }],
-            metadata: None,
-            mode: None,
-            lifetime: None,
-            keep: None,
-            request: None,
-            restore: None,
-            sizes: vec![PAGE; pages],
-        }
+        put_of_all(name, Backend::Host, (&self.of(pages as u64)).into(), vec![PAGE; pages])
     }
 }
 

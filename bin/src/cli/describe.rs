@@ -72,7 +72,7 @@ pub(super) fn kind(description: &Description) -> String {
     kind
 }
 
-/// What a consumer received.
+/// The size of received memory, and its descriptors.
 pub(super) fn received(description: &Description, fds: &[i32]) -> String {
     let Description { size, mapped_size, .. } = description;
     format!("{} in {} mapped{}, {}", bytes(*size), bytes(*mapped_size), kind(description), numbers(fds))

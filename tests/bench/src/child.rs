@@ -76,7 +76,7 @@ struct Taker {
     has: Has,
 }
 
-/// What the process has from earlier requests.
+/// The process's state between requests.
 #[derive(Default)]
 struct Has {
     subscriber: Option<Subscriber>,

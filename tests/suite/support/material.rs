@@ -21,6 +21,18 @@ use vmmfd::{
     },
 };
 
+/// A put of memory as the part `all`, with the sizes of its first record.
+pub(crate) fn put_of_all(name: &str, backend: Backend, memory: Memory, sizes: Vec<u64>) -> broker::PutHeader {
+    let part = broker::PutPartHeader { name: "all".to_owned(), memory, arrays: None, digest: None };
+    broker::PutHeader {
+        name: name.to_owned(),
+        backend: backend.to_string(),
+        parts: vec![part],
+        sizes,
+        ..broker::PutHeader::default()
+    }
+}
+
 /// Memory and its description in a put.
 pub(crate) struct Material {
     pub(crate) memory: Memory,
@@ -57,26 +69,8 @@ impl Material {
 
     /// A put of the whole memory, with the sizes of its first record.
     pub(crate) fn put(&self, name: &str) -> broker::PutHeader {
-        let memory = self.memory.clone();
-        let arrays = None;
-        let digest = None;
-        broker::PutHeader {
-            name: name.to_owned(),
-            replace: false,
-            if_version: None,
-            announced: Vec::new(),
-            group: None,
-            wait_ms: None,
-            backend: self.backend.to_string(),
-            parts: vec![broker::PutPartHeader { name: "all".to_owned(), memory, arrays, digest }],
-            metadata: None,
-            mode: None,
-            lifetime: None,
-            keep: None,
-            request: None,
-            restore: None,
-            sizes: self.segments.iter().take(MAX_FDS).map(|(size, _)| *size).collect(),
-        }
+        let sizes = self.segments.iter().take(MAX_FDS).map(|(size, _)| *size).collect();
+        put_of_all(name, self.backend, self.memory.clone(), sizes)
     }
 
     pub(crate) fn fds(&self) -> Vec<BorrowedFd<'_>> {
