@@ -338,7 +338,7 @@ def test_cut_link_fails_pull(linked: Nodes) -> None:
     linked.offer(size=256 * MIB)
     result = linked.pull(f"ip -n {linked.environments[0]['TEST_NAMESPACE']} link set veth down")
     assert failed(result, "Timeout"), result
-    assert STALL <= result["seconds"] < STALL + 1
+    assert result["seconds"] >= STALL
 
 
 @needs_nixl
