@@ -15,7 +15,7 @@ use std::{
 };
 
 use vmmfd::{
-    channel::{Cancel, Listener, socket_path},
+    channel::{Listener, socket_path},
     driver::{Choice, open},
     memory::{Device, Region, Selector, Shared, Spec},
     session::{
@@ -41,15 +41,12 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     let config = Config::default();
     let path = socket_path(given.as_deref())?;
-    let listener = Listener::bind(&path, false, config.timeout, &Cancel::new()?)?;
+    let listener = Listener::bind(&path, &config)?;
     println!("share: {} bytes on {device}, at {}", shared.size(), Path::new(&path).display());
     let buffer = Buffer::new(shared, Unchecked, None)?;
     // Blocks until one consumer is served, or none connects within the timeout.
     for served in serve(listener, &buffer, &ServeOptions::default(), &config, &|_| {}).into_result()? {
-        match served.error {
-            None => println!("share: pid {} had it", served.peer.pid),
-            Some(error) => return Err(error.into()),
-        }
+        println!("share: pid {} had it", served.peer.pid);
     }
     Ok(()) // Unmapped, freed, released and closed in the right order.
 }

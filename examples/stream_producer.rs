@@ -10,7 +10,7 @@
 use std::{collections::BTreeMap, env, error::Error, path::PathBuf, sync::Arc};
 
 use vmmfd::{
-    channel::{Cancel, Listener, socket_path},
+    channel::{Listener, socket_path},
     driver::{Access, Choice, open},
     memory::{Device, Region, Selector, Shared, Spec},
     session::{Config, stream::Publisher},
@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let config = Config::default();
     let device = Device::find(&driver, Selector::default())?;
     let path = socket_path(given.as_deref())?;
-    let listener = Listener::bind(&path, false, config.timeout, &Cancel::new()?)?;
+    let listener = Listener::bind(&path, &config)?;
     println!("stream_producer: waits for a consumer at {}", path.display());
 
     // One consumer. For several, use a publisher each: they may share the memory.

@@ -14,7 +14,7 @@ use crate::{
     memory::Region,
     session::{
         Verdict,
-        handoff::{Consumer, ImportedObject, Request, Served},
+        handoff::{Consumer, ImportedObject, Request},
     },
 };
 
@@ -46,7 +46,8 @@ pub fn driver(choice: Choice) -> Result<(Driver, Option<String>)> {
 pub fn take(mut consumer: Consumer<'_>, access: Access) -> Result<(ImportedObject, ArrayDescriptor)> {
     let object = consumer.request(&Request::default().access(access))?;
     if !consumer.report(&object, &Verdict::unchecked(true))?.verified {
-        return Err(mismatch("the producer reports that its data is wrong"));
+        let message = "the producer reports that its data is wrong".to_owned();
+        return Err(Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message }));
     }
     consumer.close();
     let array = match object.array() {
@@ -54,14 +55,4 @@ pub fn take(mut consumer: Consumer<'_>, access: Access) -> Result<(ImportedObjec
         None => ArrayDescriptor::new(ElementType::U8, [object.size()], Order::C)?,
     };
     Ok((object, array))
-}
-
-/// The error of a consumer that was served, also if it found wrong data.
-pub fn failure(served: Served) -> Option<Error> {
-    let wrong = served.mismatched();
-    served.error.or_else(|| wrong.then(|| mismatch("the consumer reports that the data is wrong")))
-}
-
-fn mismatch(message: &str) -> Error {
-    Error::Peer(PeerError::Mismatch { code: ErrorCode::Failed, message: message.to_owned() })
 }

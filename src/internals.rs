@@ -11,6 +11,9 @@ use std::{
 
 use nix::poll::PollFlags;
 
+mod examples;
+
+pub use self::examples::{ExampleBroker, ExampleFolder};
 pub use crate::driver::{
     bare::{Bare, BareMapping, Closing, Created, Opening},
     cuda::{CudaDriver, exit_at_once},
@@ -18,12 +21,10 @@ pub use crate::driver::{
     host::{HostDriver, Live},
     kernels::{Counted, Kernels, PatternSpan},
     legacy::LegacyIpc,
-    nvml,
     pool::{PoolHandle, Pools},
     types::{Granularity, Handle, Location, Properties},
     verbs::Verbs,
     window::{PageLocked, Window},
-    wsl,
 };
 use crate::{
     array::ElementType,
@@ -36,12 +37,13 @@ use crate::{
 pub use crate::{
     broker::{MIN_FILE_LIMIT, notify::notify, server::limits::TimeLimits},
     channel::{
-        connect_socket, deadline_after, default_broker_socket, eventfd,
+        cancel::{deadline_after, eventfd},
+        connect::connect_socket,
+        path::default_broker_socket,
         record::{Record, RecordSocket},
     },
     memory::first_elements,
-    session::interruptibly,
-    sys::take_passed,
+    sys::{take_passed, thread::interruptibly},
     wire::{broker::NEEDS_BOTH, clean, is_unsafe_on_terminals, shorten},
 };
 
@@ -56,6 +58,16 @@ pub mod keeper {
 /// Sizes and counts as text.
 pub mod units {
     pub use crate::error::units::{about, bytes, count};
+}
+
+/// NVML: the persistence and the memory of GPUs.
+pub mod nvml {
+    pub use crate::driver::nvml::{memory, persistence};
+}
+
+/// Detects WSL2.
+pub mod wsl {
+    pub use crate::driver::wsl::is_named_in;
 }
 
 /// Standard error that never blocks its process.

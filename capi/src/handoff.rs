@@ -8,7 +8,7 @@ use std::{
 
 use vmmfd::{
     Error, bindings,
-    channel::{Cancel, Listener, socket_path},
+    channel::{Listener, socket_path},
     driver::Access,
     memory::Region,
     session::{
@@ -109,8 +109,7 @@ pub extern "C" fn vmmfd_handoff_serve(
             Some(socket) => vec![handoff::serve_connection(socket, &buffer, &options, &config, &|_| {})?],
             None => {
                 let path = socket_path(crate::argument::path(path))?;
-                let cancel = config.cancel.clone().map_or_else(Cancel::new, Ok)?;
-                let listener = Listener::bind(&path, false, config.timeout, &cancel)?;
+                let listener = Listener::bind(&path, &config)?;
                 let report = handoff::serve(listener, &buffer, &options, &config, &|_| {});
                 served.write(took(&report.served));
                 match report.error {
@@ -122,8 +121,8 @@ pub extern "C" fn vmmfd_handoff_serve(
             }
         };
         served.write(took(&report));
-        let failed = report.into_iter().find_map(bindings::failure);
-        failed.map_or(Ok(()), |error| Err(error.into()))
+        report.into_iter().try_for_each(|one| one.into_result().map(drop))?;
+        Ok(())
     })
 }
 

@@ -195,7 +195,7 @@ pub extern "C" fn vmmfd_lease_switch(
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_lease_park(lease: *const vmmfd_lease_t, keep: bool) -> *mut vmmfd_error_t {
-    run(|| handle::get(lease)?.change(|object| object.park(keep)))
+    run(|| handle::get(lease)?.change(|object| if keep { object.park_with_lease() } else { object.park() }))
 }
 
 /// Leases a version of the object and maps it at the addresses of a parked lease: `options` as for `vmmfd_lease_prepare`.

@@ -7,7 +7,7 @@ use pyo3::{
     prelude::*,
     types::{PyDict, PyTuple},
 };
-use vmmfd::{array::ArrayDescriptor, fork::ProcessIdentity};
+use vmmfd::{array::ArrayDescriptor, driver::Access, fork::ProcessIdentity};
 
 use crate::{
     error::{Failure, Outcome, shown, tolerant},
@@ -106,7 +106,8 @@ impl Array {
             Some(_) => None,
             None => Some(self.memory.export_by_interface().map_err(Failure::from)?),
         };
-        let interface = self.descriptor.interface(self.memory.address(), self.exports_read_only());
+        let access = if self.exports_read_only() { Access::ReadOnly } else { Access::ReadWrite };
+        let interface = self.descriptor.interface(self.memory.address(), access);
         let interface = interface.map_err(Failure::from)?;
         // If another thread was faster, this export is dropped.
         if let Some(export) = export {

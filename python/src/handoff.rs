@@ -48,15 +48,18 @@ pub(crate) fn serve(
         // Finish the work that other libraries queued before a consumer reads.
         owner.device().wait_for_work()?;
         let buffer = handoff::Buffer::new(Arc::clone(owner.shared()), Unchecked, Some(descriptor))?;
-        let listener = Listener::bind(&path, false, wait, cancel)?;
         let config = Config::default().timeout(wait).cancel(cancel);
+        let listener = Listener::bind(&path, &config)?;
         let options = ServeOptions::default().consumers(consumers);
-        let served = handoff::serve(listener, &buffer, &options, &config, &|_| {}).into_result()?;
+        let report = handoff::serve(listener, &buffer, &options, &config, &|_| {});
+        if let Some(error) = report.error {
+            return Err(error.into());
+        }
         let outcome = |one: handoff::Served| {
             let peer = one.peer;
-            (peer.pid, peer.uid, bindings::failure(one).map(|error| error.in_full()))
+            (peer.pid, peer.uid, one.into_result().err().map(|error| error.in_full()))
         };
-        Ok(served.into_iter().map(outcome).collect())
+        Ok(report.served.into_iter().map(outcome).collect())
     })
 }
 

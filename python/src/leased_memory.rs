@@ -174,7 +174,7 @@ impl Leased {
         if !self.is_parked() {
             self.check_exports(promised, "unpark")?;
         }
-        let parked = object.0.park(keep_lease);
+        let parked = if keep_lease { object.0.park_with_lease() } else { object.0.park() };
         self.state_changed(&object.0);
         Ok(parked?)
     }

@@ -17,6 +17,16 @@ use crate::error::{Error, MemoryError, Result};
 ///
 /// A shape without dimensions has one element. If a dimension is 0, the array has no elements and needs no memory. A stride of 0 repeats
 /// the same elements (a broadcast), so an array may have far more elements than its memory has bytes.
+///
+/// ```
+/// use vmmfd::array::{ArrayDescriptor, Order};
+///
+/// let array = ArrayDescriptor::new("f32".parse()?, [2, 3], Order::C)?;
+/// assert_eq!((array.elements()?, array.span()?), (6, 0..24));
+/// array.check(24)?;  // It is inside 24 bytes of memory.
+/// assert!(array.check(23).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "PlainArray", into = "PlainArray")]
 #[cfg_attr(

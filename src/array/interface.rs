@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::{ArrayDescriptor, descriptor::problem};
-use crate::error::Result;
+use crate::{base::Access, error::Result};
 
 /// The dictionary of `__cuda_array_interface__`, version 3, in serialisable form.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -29,7 +29,7 @@ impl ArrayDescriptor {
     /// # Errors
     /// [`MemoryError::Array`](crate::error::MemoryError::Array) if the elements have no typestr (pass `bfloat16` and 8-bit floats by
     /// DLPack, or as integers of the same size), or if the array exceeds the address space; the errors of [`ArrayDescriptor::span`].
-    pub fn interface(&self, address: u64, read_only: bool) -> Result<Interface> {
+    pub fn interface(&self, address: u64, access: Access) -> Result<Interface> {
         let span = self.span()?;
         // The interface requires a null pointer for an empty array.
         let pointer = match address.checked_add(span.end) {
@@ -48,7 +48,7 @@ impl ArrayDescriptor {
         Ok(Interface {
             shape: self.shape.clone(),
             typestr,
-            data: (pointer, read_only),
+            data: (pointer, access == Access::ReadOnly),
             version: 3,
             strides: self.strides.clone(),
             stream: None,

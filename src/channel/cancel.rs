@@ -32,8 +32,31 @@ pub fn eventfd() -> Result<EventFd> {
         .map_err(|errno| Error::system("create an eventfd", errno))
 }
 
+/// The time after a duration, or a very late time if that overflows.
+pub fn deadline_after(time: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(time).unwrap_or_else(|| now + Duration::from_secs(u32::MAX.into()))
+}
+
 /// Cancels the calls that it was passed to: their waits fail with [`Error::Interrupted`]. Clones share the request. A fork has its own
 /// copy: it cancels only its own waits, at most 40 ms later, and not a broker's server, which refuses such a copy.
+///
+/// ```
+/// use std::{thread, time::Duration};
+/// use vmmfd::{Error, channel::{Cancel, CancelReason, Listener, socket_path}, session::{Config, stream::Publisher}};
+/// # use vmmfd::driver::{Backend, Choice, open};
+/// # let driver = open(Choice::Only(Backend::Host))?.driver;
+/// # let folder = vmmfd::internals::ExampleFolder::new()?;
+/// # let path = folder.path().join("s.sock");
+///
+/// let cancel = Cancel::new()?;
+/// let config = Config::default().cancel(&cancel);
+/// let listener = Listener::bind(&path, &config)?;
+/// // From another thread, or for a signal:
+/// thread::spawn(move || cancel.cancel(CancelReason::Program));
+/// assert!(matches!(Publisher::accept(&listener, &driver, &config), Err(Error::Interrupted { .. })));
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Cancel {
     inner: Arc<Inner>,

@@ -27,7 +27,7 @@ use rustix::{
 };
 
 use super::{
-    Cancel, Peer,
+    Cancel, Config, Peer,
     attempt::{Attempt, attempt, new_socket},
     lock::{PathLock, inode_of},
     path::{MAX_PATH, split},
@@ -42,6 +42,18 @@ const BACKLOG: i32 = 128;
 const DROP_LOCK_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// A listening socket. Dropping a listener made by [`Listener::bind`] removes its file, unless another socket has replaced it.
+///
+/// ```
+/// use vmmfd::{channel::Listener, session::Config};
+/// # let folder = vmmfd::internals::ExampleFolder::new()?;
+/// # let path = folder.path().join("s.sock");
+///
+/// let listener = Listener::bind(&path, &Config::default())?;  // Only this user may connect.
+/// assert!(Listener::bind(&path, &Config::default()).is_err(), "a process listens there");
+/// drop(listener);
+/// assert!(!path.exists());
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
@@ -59,20 +71,20 @@ struct SocketFile {
 }
 
 impl Listener {
-    /// Listens at `path`. Replaces a socket on which no process listens. The file has mode 0600, or 0666 if `open_to_others`. Waits up to
-    /// `timeout` for the lock, a file next to the socket.
+    /// Listens at `path`. Replaces a socket on which no process listens. The file has mode 0600, or 0666 if the configuration trusts other
+    /// users. Waits up to the configuration's timeout for the lock, a file next to the socket.
     ///
     /// The file always refers to a listening socket: under the lock, the socket is bound to a temporary name, listens, and is renamed.
     ///
     /// # Errors
     /// [`SocketError::AlreadyServed`] if another process listens there; [`SocketError::Path`] if the file is not a socket;
-    /// [`SocketError::FolderLocked`] if another process holds the lock for `timeout`; [`Error::System`], [`Error::Interrupted`].
+    /// [`SocketError::FolderLocked`] if another process holds the lock for that time; [`Error::System`], [`Error::Interrupted`].
     ///
     /// See bind(2), listen(2), flock(2), rename(2).
-    pub fn bind(path: &Path, open_to_others: bool, timeout: Duration, cancel: &Cancel) -> Result<Self> {
-        let mode = if open_to_others { 0o666 } else { 0o600 };
+    pub fn bind(path: &Path, config: &Config) -> Result<Self> {
+        let mode = if config.trust.uids.is_empty() { 0o600 } else { 0o666 };
         let rights = |file: &SocketName<'_>| file.set_rights(mode, None);
-        Self::bind_and_mark(path, rights, false, timeout, cancel).map(|(listener, _)| listener)
+        Self::bind_and_mark(path, rights, false, config.timeout, &config.cancellation()?).map(|(listener, _)| listener)
     }
 
     /// Like [`Listener::bind`], with the permissions that `rights` sets before the file gets its final name. If `marks`, leaves a mark next

@@ -4,12 +4,12 @@
 //! are owned at once and close-on-exec, and truncation is an error.
 
 mod attempt;
-mod cancel;
+pub(crate) mod cancel;
 mod config;
-mod connect;
+pub(crate) mod connect;
 mod listener;
 mod lock;
-mod path;
+pub(crate) mod path;
 mod peer;
 pub(crate) mod record;
 mod trust;
@@ -26,21 +26,21 @@ use std::{
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
-pub use self::cancel::eventfd;
-pub(crate) use self::cancel::log_panics_of_checks;
-pub use self::connect::connect_socket;
-pub(crate) use self::listener::SocketName;
-pub use self::path::{BrokerPath, broker_socket_path};
-pub use self::path::{default_broker_socket, private_socket_path};
 use self::record::{Arrival, RecordSocket, check_type, is_gone};
 pub use self::{
     cancel::{Cancel, CancelReason},
     config::Config,
     connect::connect,
     listener::Listener,
-    path::socket_path,
+    path::{BrokerPath, broker_socket_path, socket_path},
     peer::Peer,
     trust::Trust,
+};
+pub(crate) use self::{
+    cancel::{deadline_after, log_panics_of_checks},
+    connect::connect_socket,
+    listener::SocketName,
+    path::private_socket_path,
 };
 pub use crate::wire::Message;
 use crate::{
@@ -248,10 +248,4 @@ impl AsFd for Channel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
-}
-
-/// The time after a duration, or a very late time if that overflows.
-pub fn deadline_after(time: Duration) -> Instant {
-    let now = Instant::now();
-    now.checked_add(time).unwrap_or_else(|| now + Duration::from_secs(u32::MAX.into()))
 }

@@ -34,6 +34,16 @@ pub(super) const MAX_PATH: usize = 107;
 /// # Errors
 /// [`SocketError::Path`] if the path is too long, or its folder does not exist; [`SocketError::UnsafeFolder`] if the default folder is a
 /// link, belongs to another user or is writable by others; [`SocketError::DefaultFolder`] if it can't be created or inspected.
+///
+/// ```
+/// use std::path::Path;
+/// use vmmfd::channel::socket_path;
+///
+/// assert_eq!(socket_path(Some(Path::new("/tmp/weights.sock")))?, Path::new("/tmp/weights.sock"));
+/// let of_this_user = socket_path(None)?;
+/// assert!(of_this_user.ends_with("vmmfd.sock"));
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 pub fn socket_path(given: Option<&Path>) -> Result<PathBuf> {
     usable(given, "vmmfd.sock")
 }
@@ -137,7 +147,7 @@ pub fn default_broker_socket() -> Result<PathBuf> {
 /// # Errors
 /// [`SocketError::Path`] if the path is too long; [`SocketError::UnsafeFolder`] if the folder is a link, belongs to another user or is
 /// open to others; [`SocketError::DefaultFolder`] if it can't be created or inspected.
-pub fn private_socket_path(given: &Path) -> Result<PathBuf> {
+pub(crate) fn private_socket_path(given: &Path) -> Result<PathBuf> {
     let (folder, _) = split(given)?;
     create_private(&folder)?;
     let metadata = fs::symlink_metadata(&folder)

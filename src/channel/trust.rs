@@ -4,6 +4,13 @@ use super::Peer;
 use crate::error::{Error, PeerError, Result};
 
 /// The users whose processes may be the peer: this process's user, root, and `uids`.
+///
+/// ```
+/// use vmmfd::{channel::Trust, session::Config};
+///
+/// let config = Config::default().trust(Trust { uids: vec![1000] });
+/// # drop(config);
+/// ```
 #[derive(Debug, Clone, Default)]
 pub struct Trust {
     /// Other trusted users.

@@ -14,12 +14,12 @@ mod failure;
 pub(crate) mod host;
 pub(crate) mod kernels;
 pub(crate) mod legacy;
-pub mod nvml;
+pub(crate) mod nvml;
 pub(crate) mod pool;
 pub(crate) mod types;
 pub(crate) mod verbs;
 pub(crate) mod window;
-pub mod wsl;
+pub(crate) mod wsl;
 
 use std::{
     fmt,
@@ -192,6 +192,18 @@ pub struct Opened {
 /// is returned: it never causes a fallback.
 ///
 /// Driver calls: `cuInit`, `cuDeviceGetCount`.
+///
+/// ```
+/// use vmmfd::driver::{Backend, Choice, open};
+///
+/// let opened = open(Choice::Auto)?;
+/// if let Some(reason) = &opened.fallback {
+///     eprintln!("no GPU is used: {reason}");
+/// }
+/// let host = open(Choice::Only(Backend::Host))?;
+/// assert_eq!(host.driver.backend(), Backend::Host);
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[doc(alias("cuInit", "cuDeviceGetCount"))]
 pub fn open(choice: Choice) -> Result<Opened> {
     let cuda = |driver| Opened { driver, fallback: None };

@@ -3,7 +3,7 @@
 use std::{fs, sync::LazyLock};
 
 /// Whether the machine's kernel is WSL's. Reads `/proc/version` once; `false` if that can't be read. Does not block.
-pub fn is_here() -> bool {
+pub(crate) fn is_here() -> bool {
     static HERE: LazyLock<bool> = LazyLock::new(|| {
         fs::read("/proc/version").is_ok_and(|version| is_named_in(&String::from_utf8_lossy(&version)))
     });

@@ -34,6 +34,19 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 ///
 /// Errors are nested by area; [`Error::kind`] gives the class to react to. [`std::error::Error::source`] returns the cause, if there
 /// is one.
+///
+/// ```
+/// use vmmfd::{Error, broker::Get, error::{BrokerError, RefusalCode}};
+///
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let client = &broker.client;
+/// match client.get(&Get::new("weights")) {
+///     Ok(lease) => println!("version {}", lease.version()),
+///     Err(Error::Broker(BrokerError { code: RefusalCode::Absent, .. })) => println!("nobody has put the weights"),
+///     Err(error) => eprintln!("{}", error.in_full()),  // With its causes.
+/// }
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

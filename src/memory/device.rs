@@ -12,6 +12,16 @@ use crate::{
 };
 
 /// A device of a backend. Clones refer to the same device.
+///
+/// ```
+/// use vmmfd::{driver::{Backend, Choice, open}, memory::Device};
+///
+/// let driver = open(Choice::Only(Backend::Host))?.driver;
+/// for device in Device::all(&driver)? {
+///     println!("{device}: {} bytes are free", device.memory_info()?.free);
+/// }
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Device(Arc<DeviceParts>);
 

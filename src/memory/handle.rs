@@ -110,6 +110,21 @@ impl ArrayHandle {
 
 /// A typed array in memory, or a view of an array. Clones and views share the memory, which stays open until the last of them is
 /// dropped.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use vmmfd::{driver::{Backend, Choice, open}, memory::{Device, Selector, Shared, Spec}};
+/// use vmmfd::{array::{ArrayDescriptor, Order}, memory::Array};
+///
+/// # let driver = open(Choice::Only(Backend::Host))?.driver;
+/// # let device = Device::find(&driver, Selector::default())?;
+/// # let memory = Shared::create(&device, Spec::vmm(24))?;
+/// let array = Array::new(Arc::new(memory), ArrayDescriptor::new("f32".parse()?, [2, 3], Order::C)?)?;
+/// let column = array.index(1, 2)?;  // A view of the same memory, with strides.
+/// column.memory().copy_in(20, &1.5f32.to_le_bytes())?;
+/// assert_eq!(column.first(2)?, ["0.0", "1.5"]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Array {
     memory: Arc<dyn Region>,
@@ -161,7 +176,7 @@ impl Array {
     /// [`MemoryError::Array`] if the interface has no typestr for the elements (`bfloat16` and the 8-bit floats), or if the array
     /// exceeds the address space.
     pub fn interface(&self) -> Result<Interface> {
-        self.descriptor.interface(self.memory.address(), self.memory.access() == Access::ReadOnly)
+        self.descriptor.interface(self.memory.address(), self.memory.access())
     }
 
     /// Reads the bytes of one element.

@@ -16,6 +16,20 @@ use crate::{
 /// [`Mirror::bytes_mut`] only for some.
 ///
 /// [`Mirror::commit`] writes changes back. Dropping the mirror does the same, but only logs an error.
+///
+/// ```
+/// # use vmmfd::{driver::{Backend, Choice, open}, memory::{Device, Mirror, Region, Selector, Shared, Spec}};
+/// # let driver = open(Choice::Only(Backend::Host))?.driver;
+/// # let device = Device::find(&driver, Selector::default())?;
+/// # let memory = Shared::create(&device, Spec::vmm(1000))?;
+/// let mut mirror = Mirror::of(&memory, 0, 1000)?;
+/// mirror.write(990, b"end")?;
+/// mirror.commit()?;  // Copies the changes to a GPU.
+/// let mut bytes = [0; 3];
+/// memory.copy_out(990, &mut bytes)?;
+/// assert_eq!(&bytes, b"end");
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Mirror<'a> {
     region: &'a dyn Region,
@@ -179,22 +193,30 @@ impl<'a> Mirror<'a> {
         Ok(())
     }
 
-    /// Writes changes back, and then mirrors another range, reusing the page-locked memory if it is large enough. With `read`, the
-    /// contents of the range are read as in [`Mirror::of`]; otherwise a copy keeps its old bytes, to be overwritten.
+    /// Writes changes back, and then mirrors another range, reusing the page-locked memory if it is large enough.
     ///
     /// # Errors
     /// [`MemoryError::OutOfRange`] if the range exceeds the memory; the errors of [`Mirror::of`] and [`Mirror::commit`].
     ///
     /// Driver calls: those of [`Mirror::commit`], `cuMemcpyDtoH`.
     #[doc(alias = "cuMemcpyDtoH")]
-    pub fn turn_to(&mut self, offset: u64, length: u64, read: bool) -> Result<()> {
+    pub fn turn_to(&mut self, offset: u64, length: u64) -> Result<()> {
+        self.turn_to_unread(offset, length)?;
+        self.refresh()
+    }
+
+    /// As [`Mirror::turn_to`], without reading the range: a copy keeps its old bytes, to be overwritten.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfRange`] if the range exceeds the memory; the errors of [`Mirror::commit`].
+    pub fn turn_to_unread(&mut self, offset: u64, length: u64) -> Result<()> {
         self.commit()?;
         check_range(offset, length, self.region.size())?;
         match &self.memory {
             MirrorBacking::Copy(copy) if copy.len() as u64 >= length => self.range = offset..offset + length,
             _ => *self = Self::make(self.region, offset, length, length)?,
         }
-        if read { self.refresh() } else { Ok(()) }
+        Ok(())
     }
 
     fn length(&self) -> usize {

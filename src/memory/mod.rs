@@ -114,6 +114,19 @@ pub(crate) use region;
 /// Memory at addresses that a device of this process can use. The trait is sealed.
 ///
 /// Other processes may share the memory and write to it at any time.
+///
+/// ```
+/// # use vmmfd::{driver::{Backend, Choice, open}, memory::{Device, Region, Selector, Shared, Spec}};
+/// # let driver = open(Choice::Only(Backend::Host))?.driver;
+/// # let device = Device::find(&driver, Selector::default())?;
+/// # let memory = Shared::create(&device, Spec::vmm(1000))?;
+/// memory.copy_in(990, b"0123456789")?;
+/// let mut bytes = [0; 4];
+/// memory.copy_out(996, &mut bytes)?;
+/// assert_eq!(&bytes, b"6789");
+/// println!("kernels use the address {:#x}", memory.address());
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 pub trait Region: sealed::Sealed + fmt::Debug + Send + Sync {
     /// The device that the memory is mapped for.
     fn device(&self) -> &Device;

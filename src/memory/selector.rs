@@ -11,6 +11,15 @@ use crate::{
 ///
 /// Parses from `0`, from a UUID with or without `GPU-`, and from its first digits, such as `GPU-3710` or `3710040f-33`. Decimal digits
 /// alone are an ordinal; after `GPU-` they are the first digits of a UUID.
+///
+/// ```
+/// use vmmfd::{driver::{Backend, Choice, open}, memory::{Device, Selector}};
+///
+/// let driver = open(Choice::Only(Backend::Host))?.driver;
+/// let selector: Selector = "0".parse()?;
+/// assert_eq!(Device::find(&driver, selector)?.ordinal(), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Selector {

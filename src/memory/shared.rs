@@ -23,6 +23,17 @@ use crate::{
 ///
 /// [`Region::size`] is the size of the data; receivers map [`Shared::mapped_size`] bytes. Receivers must close pool buffers and legacy
 /// memory before the owner drops them.
+///
+/// ```
+/// # use vmmfd::{driver::{Backend, Choice, open}, memory::{Device, Region, Selector, Shared, Spec}};
+/// # let driver = open(Choice::Only(Backend::Host))?.driver;
+/// # let device = Device::find(&driver, Selector::default())?;
+/// let memory = Shared::create(&device, Spec::vmm(1 << 20))?;
+/// memory.copy_in(0, b"weights")?;
+/// memory.synchronize()?;  // Before another process receives it: waits for all work on the device.
+/// assert!(memory.mapped_size() >= memory.size());
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Shared {
     device: Device,

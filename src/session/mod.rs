@@ -16,8 +16,6 @@ pub mod stream;
 
 use std::{
     path::Path,
-    sync::mpsc::{self, RecvTimeoutError},
-    thread,
     time::{Duration, Instant},
 };
 
@@ -29,6 +27,7 @@ use crate::{
     driver::{Access, Backend, Choice, Opened, open},
     error::{Error, Result},
     memory::{Description, Device},
+    sys::thread::interruptibly,
 };
 
 /// Progress of a session, reported as each step completes.
@@ -163,30 +162,4 @@ fn activate(device: &Device, tick: &mut dyn FnMut() -> Result<()>, observer: Obs
     interruptibly(tick, move || activated.activate())?;
     observer(Event::Device { device, granularity, elapsed: begun.elapsed() });
     Ok(())
-}
-
-/// Runs `work`, which can't be interrupted, in a thread, and calls `tick` every 5 ms until it returns. If `tick` fails, the thread is left
-/// behind.
-///
-/// # Errors
-/// The errors of `work` and `tick`; [`Error::System`] if no thread can be started, or `work` panics.
-pub fn interruptibly<T: Send + 'static>(
-    tick: &mut dyn FnMut() -> Result<()>,
-    work: impl FnOnce() -> Result<T> + Send + 'static,
-) -> Result<T> {
-    let (sender, receiver) = mpsc::channel();
-    let spawned = thread::Builder::new().name("driver".to_owned()).spawn(move || {
-        // A send fails if the caller has given up.
-        let _ = sender.send(work());
-    });
-    spawned.map_err(|error| Error::system("start a thread", error))?;
-    loop {
-        match receiver.recv_timeout(Duration::from_millis(5)) {
-            Ok(result) => return result,
-            Err(RecvTimeoutError::Timeout) => tick()?,
-            Err(RecvTimeoutError::Disconnected) => {
-                return Err(Error::system("start the driver", std::io::Error::other("its thread panicked")));
-            }
-        }
-    }
 }

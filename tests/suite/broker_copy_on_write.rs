@@ -87,7 +87,7 @@ fn versions_replace_what_was_written() {
     drop(object.switch(old).unwrap());
     assert_eq!(value(&object), 1);
     fill(&object, 9);
-    object.park(true).unwrap();
+    object.park_with_lease().unwrap();
     object.unpark(client.get(&Get::new("a")).unwrap()).unwrap();
     assert_eq!(value(&object), 2);
     // After unpark the object is still copy-on-write.

@@ -293,12 +293,12 @@ fn memory_in_use_is_not_switched(subject: Subject) {
             problem.contains("the memory of part `all` is still referenced by 1 arrays or other owners"),
             "{problem}"
         );
-        assert_eq!(misuse(object.park(false)), problem);
+        assert_eq!(misuse(object.park()), problem);
         assert_eq!((value(&object), object.version(), object.is_parked()), (1, 1, false));
         drop(user);
         assert_eq!(subject.live(), live);
     }
-    object.park(true).unwrap();
+    object.park_with_lease().unwrap();
     let piece = Arc::clone(&object.parts()[0].pieces()[0]);
     misuse(object.unpark(client.get(&newest()).unwrap()));
     drop(piece);
@@ -432,7 +432,7 @@ fn failed_unmap_changes_nothing(subject: Subject) {
     let live = subject.live();
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     subject.faulty.fail(Fault::Verb("unmap"), 4242);
-    let (switched, parked) = (object.switch(next).map(drop), object.park(false));
+    let (switched, parked) = (object.switch(next).map(drop), object.park());
     subject.faulty.mend();
     // The host backend replaces mappings without an unmap.
     assert_eq!(switched.is_ok(), subject.kind == Kind::Host, "{switched:?}");
@@ -460,7 +460,7 @@ fn unpark_restores_the_same_addresses(mut subject: Subject) {
     let mut object = open(&client, &subject, &newest());
     let before = addresses(&object);
     assert_eq!(counts(&subject), (3, 1, 3));
-    object.park(false).unwrap();
+    object.park().unwrap();
     assert_eq!((object.is_parked(), addresses(&object), counts(&subject)), (true, before.clone(), (0, 1, 0)));
     if subject.kind != Kind::Cuda {
         assert_eq!((file.open_here(), file.mapped_here()), (1, false), "a descriptor or a mapping of it is left");
@@ -470,8 +470,8 @@ fn unpark_restores_the_same_addresses(mut subject: Subject) {
     object.unpark(client.get(&newest()).unwrap()).unwrap();
     assert_eq!((value(&object), object.version(), addresses(&object)), (1, 1, before.clone()));
     assert_eq!((object.is_parked(), counts(&subject)), (false, (3, 1, 3)));
-    object.park(false).unwrap();
-    object.park(true).unwrap();
+    object.park().unwrap();
+    object.park_with_lease().unwrap();
     // Unpark the newest version.
     put(&client, &subject, 2);
     until(|| subject.kind == Kind::Cuda || file.open_here() == 0);
@@ -482,14 +482,14 @@ fn unpark_restores_the_same_addresses(mut subject: Subject) {
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     drop(object.switch(next).unwrap());
     assert_eq!((value(&object), object.version(), addresses(&object)), (3, 3, before));
-    object.park(false).unwrap();
+    object.park().unwrap();
     drop(object);
     subject.assert_empty();
 }
 
 fn parked_object_can_not_be_read(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
-    object.park(true).unwrap();
+    object.park_with_lease().unwrap();
     let problem = misuse(object.parts()[0].memory().map(drop));
     assert_eq!(problem, "part `all` is parked: nothing is mapped");
     assert_eq!(misuse(object.array("w")), problem);
@@ -510,13 +510,13 @@ fn parked_object_can_not_be_read(subject: Subject) {
 fn kept_lease_keeps_its_version(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let held = |client: &Client| client.who("").unwrap().leases.iter().map(|held| held.version).collect::<Vec<_>>();
-    object.park(true).unwrap();
+    object.park_with_lease().unwrap();
     assert_eq!((held(&client), client.stat("a", None).unwrap().version.versions), (vec![1], vec![1, 2]));
     object.unpark(client.get(&Get::new("a").version(object.version())).unwrap()).unwrap();
     assert_eq!((value(&object), object.version(), held(&client)), (1, 1, vec![1]));
-    object.park(true).unwrap();
+    object.park_with_lease().unwrap();
     // Parking again without the lease releases it.
-    object.park(false).unwrap();
+    object.park().unwrap();
     assert_eq!((held(&client), client.stat("a", None).unwrap().version.versions), (vec![], vec![2]));
     assert_eq!(refused(client.get(&Get::new("a").version(1))).0, RefusalCode::Absent);
     object.unpark(client.get(&newest()).unwrap()).unwrap();
@@ -526,7 +526,7 @@ fn kept_lease_keeps_its_version(subject: Subject) {
 fn failed_unpark_leaves_the_object_parked(subject: Subject) {
     let (_broker, client, mut object) = one_and_two(&subject);
     let before = addresses(&object);
-    object.park(true).unwrap();
+    object.park_with_lease().unwrap();
     let live = subject.live();
     for nth in 1.. {
         let lease = client.get(&newest()).unwrap();
@@ -589,7 +589,7 @@ fn the_addresses_are_never_free() {
             for _ in 0..20 {
                 other = object.switch(other).unwrap();
             }
-            object.park(false).unwrap();
+            object.park().unwrap();
             object.unpark(client.get(&newest()).unwrap()).unwrap();
             other = object.prepare(client.get(&newest()).unwrap()).unwrap();
         }
@@ -657,6 +657,6 @@ fn a_forgotten_mirror_refuses_the_switch() {
     let next = object.prepare(client.get(&newest()).unwrap()).unwrap();
     let refused = object.switch(next).unwrap_err();
     unchanged(&object, refused);
-    let refused = object.park(true).unwrap_err();
+    let refused = object.park_with_lease().unwrap_err();
     unchanged(&object, refused);
 }

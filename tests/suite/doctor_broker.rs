@@ -20,6 +20,7 @@ use serde_json::Value;
 use vmmfd::{
     channel::{Cancel, Channel, Listener, Trust, connect},
     error::ErrorCode,
+    session::Config,
     wire::{self, Failure, Hello, Message},
 };
 
@@ -59,7 +60,7 @@ impl Runtime {
     }
 
     fn listen(&self) -> Listener {
-        Listener::bind(&self.socket(), false, Duration::from_secs(5), &Cancel::new().unwrap()).unwrap()
+        Listener::bind(&self.socket(), &Config::default().timeout(Duration::from_secs(5))).unwrap()
     }
 
     /// The finding while a process listens and passes each connection to `answer`.

@@ -149,12 +149,13 @@ mod cuda {
         for value in 3..=5 {
             // No wait is needed for the previous launch: the changes of the mapping wait for it.
             graph.launch().unwrap();
-            object.park(value % 2 == 0).unwrap();
+            let parked = if value % 2 == 0 { object.park_with_lease() } else { object.park() };
+            parked.unwrap();
             assert!(object.is_parked());
             put(value);
             object.unpark(newest()).unwrap();
             assert_eq!(replay(), [value; 4]);
-            object.park(true).unwrap();
+            object.park_with_lease().unwrap();
             object.unpark(client.get(&Get::new("weights").version(object.version())).unwrap()).unwrap();
             assert_eq!((replay(), object.parts()[0].memory().unwrap().address()), ([value; 4], address));
         }

@@ -108,7 +108,7 @@ impl Source {
         for part in slices(0..region.size(), SLICE) {
             let length = part.end - part.start;
             let data = self.size.saturating_sub(part.start).min(length) as usize;
-            mirror.turn_to(part.start, length, false)?;
+            mirror.turn_to_unread(part.start, length)?;
             let (bytes, stages) = match mirror.bytes_mut() {
                 Some(bytes) => (bytes, false),
                 None => {
@@ -195,7 +195,7 @@ pub fn read(
         let length = part.end - part.start;
         let mirror = match &mut mirror {
             Some(mirror) => {
-                mirror.turn_to(offset, length, true)?;
+                mirror.turn_to(offset, length)?;
                 mirror
             }
             // Reserve a whole slice even if the first one is shorter.

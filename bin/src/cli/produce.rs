@@ -96,7 +96,7 @@ impl Session for Produce {
         let content = content.with_engine(self.verify).with_corruption(self.corrupt);
         console.allocating(size);
         let buffer = Buffer::create(&device, spec, content, array, &config, &observer)?;
-        let listener = Listener::bind(&path, !config.trust.uids.is_empty(), config.timeout, cancel)?;
+        let listener = Listener::bind(&path, &config)?;
         let options = ServeOptions::default().consumers(self.consumers).round_trip(self.round_trip);
         let report = handoff::serve(listener, &buffer, &options, &config, &observer);
         console.served(&report.served);

@@ -21,6 +21,7 @@ use vmmfd::{
     error::{Error, PeerError, ProtocolError, Result, SocketError},
     internals::{RecordSocket, accept, connect_socket, deadline_after, peer_of, wait},
     memory::{Device, Selector},
+    session::Config,
 };
 
 use super::{
@@ -296,7 +297,8 @@ fn accept_peer(
 ) -> Result<(Line, Greeting)> {
     let Meeting { trust, timeout, .. } = meeting;
     let deadline = deadline_after(meeting.wait);
-    let listener = Listener::bind(socket, !trust.uids.is_empty(), *timeout, cancel)?;
+    let config = Config::default().timeout(*timeout).trust(trust.clone()).cancel(cancel);
+    let listener = Listener::bind(socket, &config)?;
     loop {
         if !wait(cancel, listener.as_fd(), PollFlags::POLLIN, deadline)? {
             return Err(Error::Peer(PeerError::NoConsumer { waited: meeting.wait }));

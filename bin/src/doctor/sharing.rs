@@ -95,7 +95,7 @@ pub(super) fn share(end: &Endpoint, control: &Line, device: &Device, kind: Memor
     let config = end.config(&cancel);
     let content = Exercise::pattern(random_salt()?, &|_| {});
     let buffer = Buffer::create(device, (kind.spec)(SIZE), content, None, &config, &|_| {})?;
-    let listener = match Listener::bind(&end.socket, !end.trust.uids.is_empty(), end.timeout, &cancel) {
+    let listener = match Listener::bind(&end.socket, &config) {
         Ok(listener) => listener,
         Err(error @ Error::Interrupted { .. }) => return Err(error.into()),
         // Not an error of the memory. The caller recognises it by the call.
@@ -119,7 +119,11 @@ pub(super) fn share(end: &Endpoint, control: &Line, device: &Device, kind: Memor
         other => return Err(other.unexpected("done")),
     };
     let report = served.map_err(|_| Error::system("serve the memory", io::Error::other("its thread panicked")))?;
-    let served = report.into_result()?.pop().ok_or(Error::Peer(PeerError::NoConsumer { waited: end.timeout }))?;
+    if let Some(error) = report.error {
+        return Err(error.into());
+    }
+    let served = report.served.into_iter().next_back();
+    let served = served.ok_or(Error::Peer(PeerError::NoConsumer { waited: end.timeout }))?;
     if served.mismatched() {
         return Ok(failed("One process does not see what the other wrote."));
     }

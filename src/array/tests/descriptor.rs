@@ -8,7 +8,7 @@ fn number_of_strides_must_match_dimensions() {
         refused(made.check(u64::MAX), &format!("{} strides do not fit 2 dimensions", strides.len()));
         refused(made.elements(), "strides");
         refused(made.strides_in_bytes(), "strides");
-        refused(made.interface(0, false), "strides");
+        refused(made.interface(0, Access::ReadWrite), "strides");
     }
 }
 
@@ -84,7 +84,7 @@ fn error_gives_range_outside_memory() {
 fn empty_array_needs_no_memory() {
     let wild = array("|V2147483647", &[u64::MAX, 0, 5], Some(&[i64::MAX, i64::MIN, -1]), 0);
     wild.check(0).unwrap();
-    assert_eq!(wild.interface(4096, true).unwrap().data, (0, true));
+    assert_eq!(wild.interface(4096, Access::ReadOnly).unwrap().data, (0, true));
     assert_eq!(wild.offsets().unwrap().next(), None);
     let wider = array("<f4", &[9, u64::MAX, u64::MAX, u64::MAX, 0], None, 0);
     refused(wider.offset_of(&[8, 8, 8, 8, 0]), "index 0 exceeds dimension 4 of length 0");
@@ -152,7 +152,7 @@ fn invalid_indices_are_refused() {
     }
     refused(outside.offset_of(&[0, 0]), "before its memory");
     refused(outside.offsets(), "before its memory");
-    refused(outside.interface(1 << 40, false), "before its memory");
+    refused(outside.interface(1 << 40, Access::ReadWrite), "before its memory");
     refused(array("|u1", &[3], Some(&[1 << 62]), 0).slice(0, 0..3, 2), "stride of 2⁶³ bytes");
 }
 

@@ -9,6 +9,7 @@ mod shape;
 use std::fmt;
 
 use super::*;
+use crate::base::Access;
 use crate::error::{Error, MemoryError, Result};
 
 const F4: ElementType = ElementType::F32;

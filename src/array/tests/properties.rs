@@ -318,7 +318,7 @@ proptest! {
     ) {
         let _ = (made.elements(), made.bytes(), made.strides_in_bytes(), made.span(), made.check(extent));
         let _ = made.offset_of(&index);
-        let _ = (made.interface(extent, true), made.offsets().map(|all| all.take(3).count()), made.transpose());
+        let _ = (made.interface(extent, Access::ReadOnly), made.offsets().map(|all| all.take(3).count()), made.transpose());
         let _ = [Order::C, Order::F].map(|order| ArrayDescriptor::new(made.dtype, &*made.shape, order));
         if let Cut::Slice { axis, ends: (start, end), step } = cut {
             let _ = (made.slice(axis, start..end, step), made.index(axis, start), made.permute(&[axis, 0]));

@@ -18,6 +18,22 @@ use crate::{
 };
 
 /// Selects an object, or a subset of it, for [`Client::get`].
+///
+/// ```
+/// # use vmmfd::broker::{Put, PutPart};
+/// use std::time::Duration;
+/// use vmmfd::broker::Get;
+///
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let client = &broker.client;
+/// # let put = Put::new("weights").part(PutPart::of("all", &broker.memory)?);
+/// # client.put(&put)?;
+/// let lease = client.get(&Get::new("weights").wait(Duration::from_secs(10)))?;
+/// # client.put(&put.replace())?;
+/// let next = client.get(&Get::new("weights").newer_than(lease.version()).wait(Duration::from_secs(10)))?;
+/// assert!(next.version() > lease.version());
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Get {
@@ -115,6 +131,27 @@ impl ClaimOf {
 }
 
 /// The result of [`Client::get_or_claim`].
+///
+/// ```
+/// use std::time::Duration;
+/// use vmmfd::broker::{ClaimOf, Found, Get, Put, PutPart};
+///
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let client = &broker.client;
+/// # let (memory, driver) = (&broker.memory, &broker.driver);
+/// let get = Get::new("weights").wait(Duration::from_secs(60));
+/// let object = match client.get_or_claim(&get, &ClaimOf::whole())? {
+///     Found::Lease(lease) => lease.open(driver, None)?,
+///     // Only this process loads the weights. The others wait for its put.
+///     Found::Claim(_claim) => {
+///         client.put(&Put::new("weights").part(PutPart::of("all", memory)?))?;
+///         client.get(&get)?.open(driver, None)?
+///     }
+///     other => unreachable!("{other:?}"),
+/// };
+/// # drop(object);
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Found {

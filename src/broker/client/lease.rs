@@ -33,6 +33,22 @@ const RESTORE_TIMEOUT: Duration = Duration::from_secs(5);
 ///
 /// The lease ends when it is dropped, and with the connection. It survives a restart of the broker: see [`Client`](super::Client). A lease
 /// owns the descriptors of the requested memory and maps nothing; [`Lease::open`] maps it.
+///
+/// ```
+/// # use vmmfd::broker::{Put, PutPart};
+/// use vmmfd::{broker::Get, memory::Region};
+///
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let client = &broker.client;
+/// # client.put(&Put::new("weights").part(PutPart::of("all", &broker.memory)?))?;
+/// # let driver = &broker.driver;
+/// let lease = client.get(&Get::new("weights"))?;
+/// println!("version {} of uid {:?}", lease.version(), lease.owner());
+/// let object = lease.open(driver, None)?;
+/// let memory = object.part("all").expect("the part that was put").memory()?;
+/// println!("{} bytes at {:#x}", memory.size(), memory.address());
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Lease {
     pub(super) hold: Hold,

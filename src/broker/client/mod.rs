@@ -61,6 +61,22 @@ use crate::{
 ///
 /// Between requests, a background thread reconnects. It starts with the first lease, or with the first put whose name may be deleted
 /// together with its creator. The thread sleeps in poll(2), owns one descriptor, blocks all signals except faults and makes no driver call.
+///
+/// ```
+/// # use vmmfd::broker::PutPart;
+/// use vmmfd::{broker::{Client, Get, Put}, session::Config};
+///
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let (path, memory, driver) = (&broker.path, &broker.memory, &broker.driver);
+/// let client = Client::connect(path, &Config::default())?;
+/// client.put(&Put::new("models/tiny").part(PutPart::of("all", memory)?))?;
+/// for object in client.list("models/")? {
+///     println!("{} has version {}", object.name, object.version);
+/// }
+/// client.delete("models/tiny")?;
+/// assert!(client.get(&Get::new("models/tiny")).is_err());
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct Client(Arc<Connection>);
 

@@ -40,6 +40,21 @@ pub enum Condition {
 }
 
 /// An object to publish with [`Client::put`].
+///
+/// ```
+/// use vmmfd::broker::{Put, PutPart};
+///
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let client = &broker.client;
+/// # let memory = &broker.memory;
+/// let put = |put: Put<'static>| client.put(&put.part(PutPart::of("all", memory)?));
+/// assert_eq!(put(Put::new("weights"))?.version, 1);
+/// assert!(put(Put::new("weights")).is_err(), "the name exists");
+/// assert_eq!(put(Put::new("weights").replace())?.version, 2);
+/// assert_eq!(put(Put::new("weights").replace_version(2))?.version, 3);
+/// assert!(put(Put::new("weights").replace_version(2)).is_err(), "another process has replaced it");
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug)]
 #[must_use]
 pub struct Put<'a> {
@@ -60,6 +75,16 @@ impl<'a> Put<'a> {
     pub fn part(mut self, part: PutPart<'a>) -> Self {
         self.parts.push(part);
         self
+    }
+
+    /// Replaces an object of this name, whatever its version: [`Condition::Any`].
+    pub fn replace(self) -> Self {
+        self.condition(Condition::Any)
+    }
+
+    /// Replaces this version of the object. Fails if another is current: [`Condition::Version`].
+    pub fn replace_version(self, version: u64) -> Self {
+        self.condition(Condition::Version(version))
     }
 
     /// Sets when the put succeeds; by default, if the name does not exist.
@@ -111,6 +136,20 @@ impl<'a> Put<'a> {
 }
 
 /// A part to put: memory of one device.
+///
+/// ```
+/// use vmmfd::{array::{ArrayDescriptor, Order}, broker::{ArrayEntry, Get, Put, PutPart}};
+///
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let client = &broker.client;
+/// # let (memory, driver) = (&broker.memory, &broker.driver);
+/// let bias = ArrayDescriptor::new("f32".parse()?, [16], Order::C)?;
+/// let part = PutPart::of("rank0", memory)?.arrays([ArrayEntry::new("bias", bias)]);
+/// client.put(&Put::new("weights").part(part))?;
+/// let object = client.get(&Get::new("weights"))?.open(driver, None)?;
+/// assert_eq!(object.array("bias")?.descriptor().shape, [16]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 #[must_use]
 pub struct PutPart<'a> {

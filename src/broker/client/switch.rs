@@ -67,30 +67,18 @@ struct PreparedPart {
 ///
 /// ```
 /// # use vmmfd::{
-/// #     broker::{Client, Condition, Get, Put, PutPart, Server, ServerConfig},
-/// #     channel::{Cancel, CancelReason},
-/// #     driver::{Backend, Choice, open},
-/// #     memory::{Device, Region, Selector, Shared, Spec},
-/// #     session::Config,
+/// #     broker::{Get, Put, PutPart},
+/// #     memory::{Region, Shared, Spec},
 /// # };
-/// # fn main() -> vmmfd::Result<()> {
-/// # let folder = std::env::temp_dir().join(format!("vmmfd-switch-{}", std::process::id()));
-/// # std::fs::create_dir_all(&folder).unwrap();
-/// # let path = folder.join("broker.sock");
-/// # let cancel = Cancel::new()?;
-/// # let server = Server::bind(&path, ServerConfig::default(), &cancel)?;
-/// # let serving = std::thread::spawn(move || server.run());
-/// # let driver = open(Choice::Only(Backend::Host))?.driver;
-/// # let device = Device::find(&driver, Selector::default())?;
-/// # let client = Client::connect(&path, &Config::default())?;
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let (client, driver) = (&broker.client, &broker.driver);
 /// # let put = |bytes: &[u8]| -> vmmfd::Result<()> {
-/// #     let memory = Shared::create(&device, Spec::vmm(1 << 20))?;
+/// #     let memory = Shared::create(broker.memory.device(), Spec::vmm(1 << 20))?;
 /// #     memory.copy_in(0, bytes)?;
-/// #     let put = Put::new("weights").condition(Condition::Any).part(PutPart::of("all", &memory)?);
-/// #     client.put(&put).map(drop)
+/// #     client.put(&Put::new("weights").replace().part(PutPart::of("all", &memory)?)).map(drop)
 /// # };
 /// # put(b"one")?;
-/// let mut object = client.get(&Get::new("weights"))?.open(&driver, None)?;
+/// let mut object = client.get(&Get::new("weights"))?.open(driver, None)?;
 /// let address = object.parts()[0].memory()?.address();                    // For tensors, kernels and graphs.
 /// # put(b"two")?;
 /// let next = object.prepare(client.get(&Get::new("weights").newer_than(1))?)?;
@@ -101,15 +89,10 @@ struct PreparedPart {
 /// memory.copy_out(0, &mut bytes)?;
 /// assert_eq!((object.version(), memory.address(), &bytes), (2, address, b"two"));
 ///
-/// object.park(false)?;                                                    // Uses no device memory now.
+/// object.park()?;                                                         // Uses no device memory now.
 /// object.unpark(client.get(&Get::new("weights"))?)?;                      // The current version.
 /// assert_eq!(object.parts()[0].memory()?.address(), address);
-/// # drop(object);
-/// # cancel.cancel(CancelReason::Program);
-/// # serving.join().unwrap().ok();
-/// # std::fs::remove_dir_all(&folder).unwrap();
-/// # Ok(())
-/// # }
+/// # Ok::<(), vmmfd::Error>(())
 /// ```
 impl Object {
     /// Imports a version that will take this object's addresses. It is mapped elsewhere once, to verify it with the driver, and unmapped
@@ -201,12 +184,8 @@ impl Object {
         self.replace_with(next)
     }
 
-    /// Unmaps the memory and releases its handles and descriptors. The addresses remain reserved for [`Object::unpark`].
-    ///
-    /// With `keep_lease`, the broker keeps this version and counts this process among its readers: while the name exists, the version can
-    /// be leased again by its number. Without `keep_lease`, the lease ends, and the memory is freed unless the broker or another process
-    /// holds it. Parking a parked object again without `keep_lease` ends a kept lease. While parked, this process has no descriptors, so it
-    /// can't restore the version on a broker that lost it.
+    /// Unmaps the memory and releases its handles and descriptors. The addresses remain reserved for [`Object::unpark`]. The lease ends,
+    /// also that of an object that was parked with it, and the memory is freed unless the broker or another process holds it.
     ///
     /// The caller has the same obligations as for [`Object::switch`], and this waits for the same work.
     ///
@@ -215,7 +194,19 @@ impl Object {
     ///
     /// Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemRelease`.
     #[doc(alias("cuCtxSynchronize", "cuMemUnmap", "cuMemRelease"))]
-    pub fn park(&mut self, keep_lease: bool) -> Result<()> {
+    pub fn park(&mut self) -> Result<()> {
+        self.park_with_lease()?;
+        self.hold = None;
+        Ok(())
+    }
+
+    /// As [`Object::park`], but the lease does not end: the broker keeps this version and counts this process among its readers. While the
+    /// name exists, the version can be leased again by its number. While parked, this process has no descriptors, so it can't restore the
+    /// version on a broker that lost it.
+    ///
+    /// # Errors
+    /// All errors of [`Object::park`].
+    pub fn park_with_lease(&mut self) -> Result<()> {
         if !self.is_parked() {
             let mut places = Vec::new();
             for part in &mut self.parts {
@@ -225,9 +216,6 @@ impl Object {
                 );
             }
             exchange(&mut places)?;
-        }
-        if !keep_lease {
-            self.hold = None;
         }
         Ok(())
     }

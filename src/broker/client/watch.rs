@@ -46,6 +46,23 @@ pub enum Watched {
 ///
 /// Between calls of [`next`](Watch::next) it does not use the connection or any resource of the broker. The broker keeps only the newest
 /// events, so an unread watch may miss some.
+///
+/// ```
+/// # use vmmfd::broker::{Put, PutPart};
+/// use std::time::Duration;
+/// use vmmfd::broker::Watched;
+///
+/// # let broker = vmmfd::internals::ExampleBroker::start()?;
+/// # let client = &broker.client;
+/// let mut watch = client.watch("models/", None)?;
+/// # client.put(&Put::new("models/tiny").part(PutPart::of("all", &broker.memory)?))?;
+/// match watch.next(Duration::from_secs(10))? {
+///     Some(Watched::Event(event)) => println!("{}: {:?}", event.name, event.kind),
+///     Some(_) => println!("events are missing: list the objects"),
+///     None => println!("nothing changed"),
+/// }
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Watch {
     client: Client,

@@ -20,7 +20,7 @@ use super::{
     waker::Waker,
 };
 use crate::{
-    channel::{eventfd, log_panics_of_checks},
+    channel::{cancel::eventfd, log_panics_of_checks},
     error::{Error, Result},
     sys::{self, lock, try_lock},
 };

@@ -14,7 +14,7 @@ use super::{
     peer::require_own_user,
 };
 use crate::{
-    channel::{Cancel, Listener, Peer, private_socket_path},
+    channel::{Cancel, Config, Listener, Peer, private_socket_path},
     error::{Error, Result},
 };
 
@@ -55,7 +55,10 @@ impl Newcomers {
         let listener = match inherited {
             // Its folder may have been removed.
             Some(listener) => Listener::inherited(listener, path)?,
-            None => Listener::bind(&private_socket_path(path)?, false, HANDOVER_TIMEOUT, cancel)?,
+            None => {
+                let config = Config::default().timeout(HANDOVER_TIMEOUT).cancel(cancel);
+                Listener::bind(&private_socket_path(path)?, &config)?
+            }
         };
         // accept(2) must not block if a pending connection closes.
         rustix::io::ioctl_fionbio(&listener, true)

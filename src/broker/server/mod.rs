@@ -144,6 +144,21 @@ pub struct ServerReport {
 }
 
 /// A listening broker.
+///
+/// ```
+/// use std::thread;
+/// use vmmfd::{broker::{Client, Server, ServerConfig}, channel::{Cancel, CancelReason}, session::Config};
+/// # let folder = vmmfd::internals::ExampleFolder::new()?;
+/// # let path = folder.path().join("broker.sock");
+///
+/// let cancel = Cancel::new()?;
+/// let server = Server::bind(&path, ServerConfig::default(), &cancel)?;
+/// let serving = thread::spawn(move || server.run());
+/// assert!(Client::connect(&path, &Config::default())?.list("")?.is_empty());
+/// cancel.cancel(CancelReason::Program);
+/// serving.join().expect("no panic")?;
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 pub struct Server {
     reactor: Reactor,
     path: std::path::PathBuf,

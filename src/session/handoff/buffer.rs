@@ -19,7 +19,8 @@ use crate::{
     driver::Access,
     error::{ErrorCode, Result},
     memory::{Device, Region, Shared, Spec},
-    session::{Config, Event, Observer, activate, interruptibly, link::mismatch},
+    session::{Config, Event, Observer, activate, link::mismatch},
+    sys::thread::interruptibly,
     wire::ByteRange,
 };
 

@@ -16,7 +16,7 @@ use super::{
     options::ServeOptions,
 };
 use crate::{
-    channel::{Cancel, CancelReason, Listener, Peer, deadline_after, eventfd},
+    channel::{Cancel, CancelReason, Listener, Peer, cancel::eventfd, deadline_after},
     driver::Backend,
     error::{Error, ErrorCode, PeerError, Result},
     memory::Region,
@@ -43,6 +43,20 @@ pub struct Served {
 }
 
 impl Served {
+    /// Returns the consumer if its session succeeded.
+    ///
+    /// # Errors
+    /// Returns [`Served::error`]; [`PeerError::Mismatch`] if either side found wrong data.
+    pub fn into_result(self) -> Result<Self> {
+        match self.error {
+            Some(error) => Err(error),
+            None if self.mismatched() => {
+                Err(mismatch(ErrorCode::Failed, "the consumer reports that the data is wrong"))
+            }
+            None => Ok(self),
+        }
+    }
+
     /// Whether either side found wrong data. A mismatch outweighs [`Served::error`].
     pub fn mismatched(&self) -> bool {
         self.found.as_ref().is_some_and(|found| !found.verified)
@@ -62,12 +76,16 @@ pub struct ServeReport {
 }
 
 impl ServeReport {
-    /// Returns the consumers if the service completed. Errors of single consumers are in [`Served::error`].
+    /// Returns the consumers if the service completed and every session succeeded. To tolerate failed consumers, read
+    /// [`ServeReport::served`] instead.
     ///
     /// # Errors
-    /// Returns [`ServeReport::error`].
+    /// Returns [`ServeReport::error`], otherwise the first error of [`Served::into_result`].
     pub fn into_result(self) -> Result<Vec<Served>> {
-        self.error.map_or(Ok(self.served), Err)
+        match self.error {
+            Some(error) => Err(error),
+            None => self.served.into_iter().map(Served::into_result).collect(),
+        }
     }
 }
 
@@ -81,6 +99,36 @@ impl ServeReport {
 /// In the report: [`PeerError::NoConsumer`] if no consumer is connected and none connects within the timeout;
 /// [`Error::Interrupted`] if the service was cancelled, which is the only way that a service without a limit ends; errors of filling the
 /// buffer; [`Error::System`]. Errors of one consumer are in [`Served::error`].
+///
+/// ```
+/// use vmmfd::{
+///     channel::Listener,
+///     session::{Config, handoff::{Buffer, ServeOptions, Unchecked, serve}},
+/// };
+/// # use vmmfd::{driver::{Backend, Choice, open}, memory::{Device, Selector, Shared, Spec}};
+/// # use vmmfd::session::{Verdict, handoff::{Consumer, Request}};
+/// # let driver = open(Choice::Only(Backend::Host))?.driver;
+/// # let device = Device::find(&driver, Selector::default())?;
+/// # let memory = Shared::create(&device, Spec::vmm(1000))?;
+/// # let folder = vmmfd::internals::ExampleFolder::new()?;
+/// # let path = folder.path().join("s.sock");
+/// # let consumer_path = path.clone();
+/// # let consumer = std::thread::spawn(move || -> vmmfd::Result<()> {
+/// #     let mut consumer = Consumer::connect(&driver, None, &consumer_path, &Config::default(), &|_| {})?;
+/// #     let object = consumer.request(&Request::default())?;
+/// #     consumer.report(&object, &Verdict::unchecked(true))?;
+/// #     Ok(())
+/// # });
+///
+/// let config = Config::default();
+/// let listener = Listener::bind(&path, &config)?;
+/// let buffer = Buffer::new(memory, Unchecked, None)?;
+/// for served in serve(listener, &buffer, &ServeOptions::default(), &config, &|_| {}).into_result()? {
+///     println!("process {} has used the memory", served.peer.pid);
+/// }
+/// # consumer.join().expect("no panic")?;
+/// # Ok::<(), vmmfd::Error>(())
+/// ```
 pub fn serve(
     listener: Listener,
     buffer: &Buffer<'_>,
@@ -319,4 +367,23 @@ impl<'a> Server<'a> {
 fn spawn<'scope>(scope: &'scope Scope<'scope, '_>, name: &str, work: impl FnOnce() + Send + 'scope) -> Result<()> {
     let spawned = thread::Builder::new().name(name.to_owned()).spawn_scoped(scope, work);
     spawned.map(drop).map_err(|error| Error::system("start a thread", error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn result_has_the_consumers_error() {
+        let peer = Peer { pid: 1, uid: 2 };
+        let served = |verified, error| Served { peer, found: Some(Verdict::unchecked(verified)), error };
+        let gone = || Some(Error::Peer(PeerError::Gone { pid: 1, purpose: "for its result" }));
+        let result = |served, error| ServeReport { served, error }.into_result().map(|served| served.len());
+        assert_eq!(result(vec![served(true, None), served(true, None)], None).ok(), Some(2));
+        let failed = |failed, error| result(vec![served(true, None), failed], error).unwrap_err();
+        assert!(matches!(failed(served(true, gone()), None), Error::Peer(PeerError::Gone { .. })));
+        assert!(matches!(failed(served(false, None), None), Error::Peer(PeerError::Mismatch { .. })));
+        let none = Some(Error::Peer(PeerError::NoConsumer { waited: Duration::ZERO }));
+        assert!(matches!(failed(served(false, gone()), none), Error::Peer(PeerError::NoConsumer { .. })));
+    }
 }

@@ -95,7 +95,7 @@ fn full_backlog_ends_at_the_deadline() {
     let refused = vmmfd::channel::connect(&path, timeout, &Trust::default(), &Cancel::new().unwrap());
     assert!(matches!(refused, Err(Error::Socket(SocketError::NotAccepted { .. }))));
     // Another producer does not mistake it for a stale socket.
-    let taken = Listener::bind(&path, false, timeout, &Cancel::new().unwrap());
+    let taken = Listener::bind(&path, &Config::default().timeout(timeout));
     assert!(matches!(taken, Err(Error::Socket(SocketError::AlreadyServed { .. }))));
 }
 
@@ -105,7 +105,7 @@ fn one_of_many_producers_serves() {
     let path = folder.path().join("s");
     for _ in 0..20 {
         let results: Vec<_> = thread::scope(|scope| {
-            let bind = || Listener::bind(&path, false, PATIENCE, &Cancel::new().unwrap());
+            let bind = || Listener::bind(&path, &Config::default().timeout(PATIENCE));
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(bind)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });

@@ -91,13 +91,13 @@ fn mirror_turns_to_another_range(subject: Subject) {
     shared.copy_in(1000, &[2; 2000]).unwrap();
     let mut mirror = Mirror::of(&shared, 0, 1000).unwrap();
     mirror.write(0, &[9; 10]).unwrap();
-    mirror.turn_to(1000, 500, true).unwrap();
+    mirror.turn_to(1000, 500).unwrap();
     assert_eq!((seen(&mirror, 0), mirror.size()), ([2; 500], 500));
     assert_eq!(read(&shared, 0, 10), [9; 10], "what was changed is written before");
     // More than the current capacity of the copy.
-    mirror.turn_to(500, 2000, true).unwrap();
+    mirror.turn_to(500, 2000).unwrap();
     assert!(seen::<2000>(&mirror, 0)[..] == [vec![1; 500], vec![2; 1500]].concat());
-    assert!(matches!(mirror.turn_to(shared.size() - 1, 2, true), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
+    assert!(matches!(mirror.turn_to(shared.size() - 1, 2), Err(Error::Memory(MemoryError::OutOfRange { .. }))));
 }
 
 fn cpu_and_device_share_host_memory(subject: Subject) {

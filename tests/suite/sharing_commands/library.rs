@@ -7,23 +7,28 @@ fn meet<T>(buffer: &Buffer<'_>, options: &ServeOptions, body: impl FnOnce(Consum
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let config = Config::default();
-    let listener = Listener::bind(&path, false, config.timeout, &Cancel::new().unwrap()).unwrap();
+    let listener = Listener::bind(&path, &config).unwrap();
     thread::scope(|scope| {
         let serving = scope.spawn(|| serve(listener, buffer, options, &config, &|_| {}));
         let driver = buffer.shared().device().driver();
         let result = body(Consumer::connect(driver, None, &path, &config, &|_| {}).unwrap());
-        (result, serving.join().unwrap().into_result().unwrap())
+        (result, completed(serving.join().unwrap()))
     })
+}
+
+/// The consumers of a completed service.
+fn completed(report: handoff::ServeReport) -> Vec<Served> {
+    assert!(report.error.is_none(), "{report:?}");
+    report.served
 }
 
 /// Runs a producer in this process, and a scripted consumer that has requested the buffer.
 fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) -> (T, Vec<Served>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
-    let cancel = Cancel::new().unwrap();
     // The producer waits for the whole timeout.
     let config = Config::default().timeout(Duration::from_secs(1));
-    let listener = Listener::bind(&path, false, config.timeout, &cancel).unwrap();
+    let listener = Listener::bind(&path, &config).unwrap();
     thread::scope(|scope| {
         let serving = scope.spawn(|| serve(listener, buffer, &ServeOptions::default(), &config, &|_| {}));
         let mut channel = dial(&path);
@@ -32,7 +37,7 @@ fn meet_by_hand<T>(buffer: &Buffer<'_>, body: impl FnOnce(&mut Channel) -> T) ->
         channel.send(&request("default", None), &[]).unwrap();
         let result = body(&mut channel);
         // The channel is closed after this expression.
-        (result, serving.join().unwrap().into_result().unwrap())
+        (result, completed(serving.join().unwrap()))
     })
 }
 

@@ -10,7 +10,7 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::json;
 use vmmfd::{
-    channel::{Cancel, Channel, Listener},
+    channel::{Channel, Listener},
     driver::{Access, Backend, Choice, open},
     memory::{Device, Mechanism, Mirror, Region, Selector, Shared, Spec},
     session::{

@@ -56,7 +56,7 @@ impl Place {
         let folder = tempfile::tempdir().unwrap();
         let cancel = Cancel::new().unwrap();
         let config = Config::default().timeout(timeout).cancel(&cancel);
-        let listener = Listener::bind(&folder.path().join("s"), false, PATIENCE, &Cancel::new().unwrap()).unwrap();
+        let listener = Listener::bind(&folder.path().join("s"), &Config::default().timeout(PATIENCE)).unwrap();
         Self { folder, listener, config, cancel }
     }
 
