@@ -9,7 +9,7 @@ use std::{
 };
 
 use vmmfd::{
-    array::{ArrayDescriptor, Order},
+    array::{ArrayDescriptor, MAX_DIMENSIONS, Order},
     bindings::{
         Walk,
         dlpack::{
@@ -89,6 +89,10 @@ pub extern "C" fn vmmfd_array_create(
         let layout = layout.ok_or_else(|| Failure::invalid("layout is NULL: pass the type and the shape"))?;
         let dtype = text(layout.dtype, "dtype")?;
         let dtype = dtype.parse().map_err(|error| Failure::invalid(format!("dtype: {error}")))?;
+        if layout.dimensions > MAX_DIMENSIONS {
+            let got = layout.dimensions;
+            return Err(Failure::invalid(format!("{got} dimensions are too many: the limit is {MAX_DIMENSIONS}")));
+        }
         let shape = list(layout.shape, layout.dimensions, "shape")?.to_vec();
         let strides = match layout.strides.is_null() {
             true => None,

@@ -190,18 +190,32 @@ pub extern "C" fn vmmfd_broker_put(
         if let Some(options) = options {
             (put, digest) = with_options(put, options)?;
         }
-        let mut named = Vec::with_capacity(count);
-        for item in list(arrays, count, "arrays")? {
-            named.push((text(item.name, "the name of an array")?, handle::get(item.array)?));
-        }
-        put = put.part(digest.into_iter().fold(put::part(&named)?, PutPart::digest));
+        let named: Outcome<Vec<_>> = list(arrays, count, "arrays")?
+            .iter()
+            .map(|item| Ok((text(item.name, "the name of an array")?, handle::get(item.array)?)))
+            .collect();
+        put = put.part(digest.into_iter().fold(put::part(&named?)?, PutPart::digest));
         version.write(broker.client.put(&put)?.version);
         Ok(())
     })
 }
 
+/// Rejects a value that the other options leave without effect.
+fn unused(value: u64, name: &str, needs: &str) -> Outcome<()> {
+    match value {
+        0 => Ok(()),
+        _ => Err(Failure::invalid(format!("{name} is {value}, but has no effect without {needs}"))),
+    }
+}
+
 fn with_options<'a>(mut put: Put<'a>, options: &vmmfd_put_options_t) -> Outcome<(Put<'a>, Option<String>)> {
     let unknown = |name: &str, value| Failure::invalid(format!("{name} {value} is unknown: see vmmfd.h"));
+    if options.condition != vmmfd_condition_t::VMMFD_PUT_VERSION as u32 {
+        unused(options.version, "version", "VMMFD_PUT_VERSION")?;
+    }
+    if options.lifetime != vmmfd_lifetime_t::VMMFD_UNTIL_IDLE as u32 {
+        unused(options.idle_ms, "idle_ms", "VMMFD_UNTIL_IDLE")?;
+    }
     put = put.condition(match options.condition {
         0 => Condition::New,
         1 => Condition::Any,

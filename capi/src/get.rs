@@ -6,7 +6,7 @@ use vmmfd::broker::Get;
 
 use crate::{
     argument::{json, milliseconds},
-    error::Outcome,
+    error::{Failure, Outcome},
 };
 
 /// Options of a get. All zeros are the defaults.
@@ -42,6 +42,9 @@ pub(crate) fn build_get(name: &str, options: Option<&vmmfd_get_options_t>) -> Ou
     }
     if let Some(expect) = json(options.expect, "expect")? {
         get = get.expect(expect);
+    }
+    if !options.expect_owner && options.owner != 0 {
+        return Err(Failure::invalid("owner is set, but has no effect without expect_owner"));
     }
     Ok(if options.expect_owner { get.expect_owner(options.owner) } else { get })
 }

@@ -326,10 +326,11 @@ pub extern "C" fn vmmfd_memory_import(
         if count == 0 {
             return Err(Failure::invalid("count is 0: pass at least one descriptor"));
         }
-        let total = sizes.iter().try_fold(0u64, |total, size| total.checked_add(*size));
-        let total = total.ok_or_else(|| Failure::invalid("the sizes together exceed 64 bits: pass the exporter's"))?;
-        let mut allocations = Vec::with_capacity(count);
+        let mut total = 0u64;
+        let mut allocations = Vec::new();
         for (fd, size) in fds.iter().zip(sizes) {
+            let sum = total.checked_add(*size);
+            total = sum.ok_or_else(|| Failure::invalid("the sizes together exceed 64 bits: pass the exporter's"))?;
             allocations.push(Allocation::import(&open.device, descriptor(*fd, "fds")?, *size)?);
         }
         let access = if writable { Access::ReadWrite } else { Access::ReadOnly };

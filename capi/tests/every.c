@@ -103,6 +103,7 @@ static void test_memory(const vmmfd_device_t *device) {
     FAILS(VMMFD_INVALID, vmmfd_memory_import(device, fds, sizes, 2, false, &imported));
     FAILS(VMMFD_INVALID, vmmfd_memory_import(device, &(int){-1}, sizes, 1, false, &imported));
     FAILS(VMMFD_INVALID, vmmfd_memory_import(device, NULL, sizes, 1, false, &imported));
+    FAILS(VMMFD_INVALID, vmmfd_memory_import(device, fds, sizes, SIZE_MAX, false, &imported));
     EXPECT(imported == NULL);
     vmmfd_memory_free(memory);
     FAILS(VMMFD_INVALID, vmmfd_memory_copy_out(memory, 0, bytes, 1));
@@ -186,11 +187,19 @@ static void test_array(const vmmfd_device_t *device) {
     layout.dtype = "string";
     FAILS(VMMFD_INVALID, vmmfd_array_create(memory, &layout, &array));
     FAILS(VMMFD_INVALID, vmmfd_array_create(memory, NULL, &array));
+    layout = (vmmfd_layout_t){.dtype = "uint8", .shape = large};
+    for (int bits = 32; bits < 64; bits += 8) {
+        layout.dimensions = (size_t)1 << bits;
+        FAILS(VMMFD_INVALID, vmmfd_array_create(memory, &layout, &array));
+    }
+    own.dl_tensor.data = NULL;
+    FAILS(VMMFD_INVALID, vmmfd_array_import(device, &own, &array));
+    own.dl_tensor.data = values;
     own.dl_tensor.dtype.lanes = 4;
     FAILS(VMMFD_INVALID, vmmfd_array_import(device, &own, &array));
     own.version.major = 2;
     FAILS(VMMFD_INVALID, vmmfd_array_import(device, &own, &array));
-    EXPECT(deleted == 3);
+    EXPECT(deleted == 4);
     FAILS(VMMFD_INVALID, vmmfd_array_import(device, NULL, &array));
     /* DLPack has no raw bytes. */
     layout = (vmmfd_layout_t){.dtype = "|V3", .dimensions = 0, .offset = 0};

@@ -105,6 +105,33 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     FAILS(VMMFD_INVALID, vmmfd_broker_get(broker, device, name, &options, &lease));
 }
 
+/* Arguments that contradict themselves, or exceed a limit. */
+static void test_arguments(const vmmfd_broker_t *broker, const vmmfd_device_t *device) {
+    vmmfd_array_t *array = numbers(device, 1, 0);
+    vmmfd_named_array_t named = {"one", array};
+    vmmfd_listing_t *listing;
+    vmmfd_watch_t *watch;
+    vmmfd_lease_t *lease;
+    char prefix[300];
+    FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, "every/no", NULL, 0, NULL, NULL));
+    FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, "every/no", &named, SIZE_MAX, NULL, NULL));
+    FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, "every/no", &named, (size_t)1 << 50, NULL, NULL));
+    vmmfd_put_options_t wrong[] = {{.idle_ms = 5}, {.version = 5}, {.condition = VMMFD_PUT_ANY, .version = 5},
+                                   {.lifetime = VMMFD_WITH_MAKER, .idle_ms = 5}, {.condition = 9}, {.lifetime = 9}};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, "every/no", &named, 1, &wrong[i], NULL));
+    vmmfd_array_free(array);
+    vmmfd_get_options_t owner = {.owner = 5};
+    FAILS(VMMFD_INVALID, vmmfd_broker_get(broker, device, "every/no", &owner, &lease));
+    FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, NULL));
+    FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, "\xff"));
+    snprintf(prefix, sizeof prefix, "%0256d", 0);
+    FAILS(VMMFD_INVALID, vmmfd_broker_list(broker, prefix, &listing));
+    FAILS(VMMFD_INVALID, vmmfd_broker_watch(broker, prefix, &watch));
+    CHECK(vmmfd_broker_list(broker, prefix + 1, &listing));
+    vmmfd_listing_free(listing);
+}
+
 static void *wait_for_ever(void *broker) {
     vmmfd_get_options_t options = {.wait_ms = UINT64_MAX};
     vmmfd_lease_t *lease;
@@ -152,9 +179,7 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     EXPECT(next(watch, name, 2) == VMMFD_EVENT_REPLACED);
     CHECK(vmmfd_broker_delete(broker, name));
     FAILS(VMMFD_NOT_FOUND, vmmfd_broker_delete(broker, name));
-    FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, name, NULL, 0, NULL, NULL));
-    FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, NULL));
-    FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, "\xff"));
+    test_arguments(broker, device);
     test_stop();
     vmmfd_watch_free(watch);
     FAILS(VMMFD_INVALID, vmmfd_watch_next(watch, 0, &event, &found));

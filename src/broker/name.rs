@@ -9,7 +9,7 @@ use crate::{
 pub(super) fn check_name(name: &str) -> Result<(), BrokerError> {
     let problem = match name {
         "" => "it is empty".to_owned(),
-        _ if name.len() > MAX_NAME => format!("it has {} bytes, and at most {MAX_NAME} are allowed", name.len()),
+        _ if name.len() > MAX_NAME => return Err(too_long("name", name, name.len())),
         _ => match name.split('/').find_map(find_problem) {
             None => return Ok(()),
             Some(problem) => problem,
@@ -18,11 +18,19 @@ pub(super) fn check_name(name: &str) -> Result<(), BrokerError> {
     Err(invalid("name", name, &problem))
 }
 
+/// Checks the prefix of a list or watch, which may be empty and matches nothing if no name starts with it.
+pub(super) fn check_prefix(prefix: &str) -> Result<(), BrokerError> {
+    match prefix.len() {
+        0..=MAX_NAME => Ok(()),
+        length => Err(too_long("prefix", prefix, length)),
+    }
+}
+
 /// Checks the name of a part or a group: one component.
 pub(super) fn check_component(what: &str, name: &str) -> Result<(), BrokerError> {
     match find_problem(name) {
         None if name.len() <= MAX_NAME => Ok(()),
-        None => Err(invalid(what, name, &format!("it has {} bytes, and at most {MAX_NAME} are allowed", name.len()))),
+        None => Err(too_long(what, name, name.len())),
         Some(problem) => Err(invalid(what, name, &problem)),
     }
 }
@@ -36,6 +44,10 @@ fn find_problem(component: &str) -> Option<String> {
             Some(format!("it contains {unfit:?}, and only A-Z, a-z, 0-9, `.`, `_` and `-` are allowed"))
         }
     }
+}
+
+fn too_long(what: &str, name: &str, length: usize) -> BrokerError {
+    invalid(what, name, &format!("it has {length} bytes, and at most {MAX_NAME} are allowed"))
 }
 
 fn invalid(what: &str, name: &str, problem: &str) -> BrokerError {
@@ -58,7 +70,8 @@ mod tests {
             assert_eq!(error.code, RefusalCode::Invalid);
             assert!(!error.message.contains('\n') && !error.message.contains('\0'), "{}", error.message);
         }
-        assert!(check_component("part", "rank0").is_ok());
+        assert!(check_component("part", "rank0").is_ok() && check_prefix(&"n".repeat(255)).is_ok());
+        assert_eq!(check_prefix(&"n".repeat(256)).unwrap_err().code, RefusalCode::Invalid);
         assert!(check_component("part", "a/b").unwrap_err().message.contains("part"));
     }
 }

@@ -293,8 +293,11 @@ impl Foreign {
             // SAFETY: both lists have `ndim` entries, and live as long as the tensor.
             (0..dimensions).map(|at| unsafe { start.add(at).read() }).collect()
         };
-        let shape: Result<_, _> = read(tensor.shape).into_iter().map(u64::try_from).collect();
+        let shape: Result<Vec<u64>, _> = read(tensor.shape).into_iter().map(u64::try_from).collect();
         let shape = shape.map_err(|_| wrong("has a negative length"))?;
+        if tensor.data.is_null() && !shape.contains(&0) {
+            return Err(wrong("has no data"));
+        }
         let size = dtype.size() as i64;
         let has_strides = dimensions > 0 && !tensor.strides.is_null();
         let steps = if has_strides { Some(read(tensor.strides)) } else { None };

@@ -32,7 +32,7 @@ pub use self::{
     switch::Prepared,
     watch::{Watch, WatchPlace, Watched},
 };
-use super::name::check_name;
+use super::name::{check_name, check_prefix};
 use crate::{
     channel::{Config, Peer},
     error::{Error, ProtocolError, Result},
@@ -156,8 +156,10 @@ impl Client {
     /// The list arrives in pages: objects that are put or deleted in the meantime may be missing.
     ///
     /// # Errors
-    /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Broker`] with the code `invalid` for a prefix of more than 255 bytes; [`Error::Peer`], [`Error::System`],
+    /// [`Error::Interrupted`].
     pub fn list(&self, prefix: &str) -> Result<Vec<Summary>> {
+        check_prefix(prefix)?;
         let mut all = Vec::<Summary>::new();
         loop {
             let after = all.last().map(|last| last.name.clone());
@@ -202,8 +204,9 @@ impl Client {
     /// Lists the leases of objects whose names start with `prefix` and that this user may read, and the totals of each user.
     ///
     /// # Errors
-    /// [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    /// As [`Client::list`].
     pub fn who(&self, prefix: &str) -> Result<Holders> {
+        check_prefix(prefix)?;
         let mut leases = Vec::<HeldLease>::new();
         loop {
             let after = leases.last().map(|last| last.number);

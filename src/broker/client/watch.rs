@@ -7,6 +7,7 @@ use std::{
 
 use super::{Client, connection::Exchange, records::unexpected};
 use crate::{
+    broker::name::check_prefix,
     channel::deadline_after,
     error::{BrokerError, Error, PeerError, RefusalCode, Result},
     wire::broker::{self, Event, Events, Message, Stop},
@@ -80,8 +81,9 @@ impl Client {
     /// earlier watch, possibly of another process. Blocks until the broker has answered once.
     ///
     /// # Errors
-    /// [`Error::Broker`] if the broker refuses the watch; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Broker`] if the broker refuses the watch, or the prefix has more than 255 bytes; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
     pub fn watch(&self, prefix: &str, after: Option<&WatchPlace>) -> Result<Watch> {
+        check_prefix(prefix)?;
         let mut watch = Watch {
             client: self.clone(),
             prefix: prefix.to_owned(),
