@@ -345,7 +345,11 @@ typedef struct vmmfd_broker_options_t {
  */
 typedef struct vmmfd_named_array_t {
     /*
-     The name, unique in the object.
+     The part of the object; NULL: `all`.
+     */
+    const char *part;
+    /*
+     The name, unique in the part.
      */
     const char *name;
     /*
@@ -387,7 +391,7 @@ typedef struct vmmfd_put_options_t {
      */
     const char *metadata;
     /*
-     A digest of the bytes, in any format that the readers know; NULL for none.
+     A digest of the bytes of an object with one part, in any format that the readers know; NULL for none.
      */
     const char *digest;
 } vmmfd_put_options_t;
@@ -408,6 +412,14 @@ typedef struct vmmfd_get_options_t {
      Only a version that is newer than this. 0: any.
      */
     uint64_t newer_than;
+    /*
+     The names of the parts to get; NULL for all.
+     */
+    const char *const *parts;
+    /*
+     The number of names in `parts`.
+     */
+    size_t part_count;
     /*
      Metadata fields that must have these values: a JSON object; NULL for none.
      */
@@ -487,7 +499,7 @@ typedef struct vmmfd_listing_t {
     /*
      The objects.
      */
-    const struct vmmfd_object_t *objects;
+    const struct vmmfd_object_t *const *objects;
 } vmmfd_listing_t;
 
 /*
@@ -556,7 +568,33 @@ typedef struct vmmfd_handoff_options_t {
 } vmmfd_handoff_options_t;
 
 /*
- Facts about a lease. The texts are valid until `vmmfd_lease_info` is called after a switch or an unpark, or the lease is freed.
+ A part of a leased object.
+ */
+typedef struct vmmfd_part_t {
+    /*
+     The part's name.
+     */
+    const char *name;
+    /*
+     The digest of the bytes, in the creator's format; NULL if it gave none.
+     */
+    const char *digest;
+    /*
+     The size of the part's memory in bytes.
+     */
+    uint64_t size;
+    /*
+     The number of arrays.
+     */
+    size_t array_count;
+    /*
+     The names of the arrays.
+     */
+    const char *const *arrays;
+} vmmfd_part_t;
+
+/*
+ Facts about a lease, at the time of the call. The caller frees it with `vmmfd_lease_info_free`, which also frees the texts.
  */
 typedef struct vmmfd_lease_info_t {
     /*
@@ -572,13 +610,13 @@ typedef struct vmmfd_lease_info_t {
      */
     const char *metadata;
     /*
-     The names of the arrays.
+     The number of parts.
      */
-    const char *const *arrays;
+    size_t part_count;
     /*
-     The number of arrays.
+     The parts that were requested.
      */
-    size_t array_count;
+    const struct vmmfd_part_t *const *parts;
     /*
      The version's number, counted from 1.
      */
@@ -790,9 +828,9 @@ struct vmmfd_error_t *vmmfd_broker_connect(const char *path,
                                            struct vmmfd_broker_t **broker);
 
 /*
- Publishes arrays under a name, as one part. The broker then holds the memory: this process may free it, or exit.
+ Publishes arrays under a name. The broker then holds the memory: this process may free it, or exit.
 
- The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_import` on one device; several may share memory. `options` NULL means
+ The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_import`, on one device for each part; several may share memory. `options` NULL means
  the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only; later writes of this
  process are visible to them. Blocks until all work in the device's primary context is done and the broker has answered, for at most
  the connection's timeout. Any thread may call it.
@@ -984,24 +1022,34 @@ struct vmmfd_error_t *vmmfd_handoff_take(const struct vmmfd_device_t *device,
                                          struct vmmfd_array_t **array);
 
 /*
- Describes a lease. Does not block, except while the lease is switched. Any thread may call it.
+ Describes a lease.
+
+ The caller frees `*info` with `vmmfd_lease_info_free`; it is NULL after a failure. Does not block, except while the lease is switched.
+ Any thread may call it.
 
  Errors: `VMMFD_INVALID`; `VMMFD_DISCONNECTED` if the metadata is not a JSON object; `VMMFD_FORKED`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_lease_info(const struct vmmfd_lease_t *lease,
-                                       struct vmmfd_lease_info_t *info);
+                                       struct vmmfd_lease_info_t **info);
+
+/*
+ Frees facts about a lease. NULL is allowed. Does not block. Any thread may call it, once for each result.
+ */
+void vmmfd_lease_info_free(struct vmmfd_lease_info_t *info);
 
 /*
  Returns an array of a lease by name. After a switch, the same array shows the new version.
 
- The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease is released when it
- and all its arrays are freed. Does not block, except while the lease is switched. Any thread may call it.
+ `part` is the name of its part; NULL means the only part that has an array of this name. The caller frees `*array` with
+ `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease is released when it and all its arrays are freed.
+ Does not block, except while the lease is switched. Any thread may call it.
 
- Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID`, also for a parked lease; `VMMFD_FORKED`.
+ Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID` if `part` is NULL and several parts have the array, and for a parked lease; `VMMFD_FORKED`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_lease_array(const struct vmmfd_lease_t *lease,
+                                        const char *part,
                                         const char *name,
                                         struct vmmfd_array_t **array);
 

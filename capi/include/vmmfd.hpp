@@ -192,17 +192,26 @@ public:
     using owner::owner;
 };
 
+/// Facts about a lease.
+class lease_info : public owner<vmmfd_lease_info_t, vmmfd_lease_info_free> {
+public:
+    using owner::owner;
+    const vmmfd_lease_info_t *operator->() const { return get(); }
+    span<const vmmfd_part_t *const> parts() const { return {get()->parts, get()->part_count}; }
+};
+
 class lease : public owner<vmmfd_lease_t, vmmfd_lease_free> {
 public:
     using owner::owner;
-    vmmfd_lease_info_t info() const {
-        vmmfd_lease_info_t info;
+    lease_info info() const {
+        vmmfd_lease_info_t *info = nullptr;
         check(vmmfd_lease_info(get(), &info));
-        return info;
+        return lease_info(info);
     }
-    vmmfd::array array(const std::string &name) const {
+    /// An empty part is the only part that has the array.
+    vmmfd::array array(const std::string &name, const std::string &part = "") const {
         vmmfd_array_t *found = nullptr;
-        check(vmmfd_lease_array(get(), name.c_str(), &found));
+        check(vmmfd_lease_array(get(), optional(part), name.c_str(), &found));
         return vmmfd::array(found);
     }
     vmmfd::prepared prepare(const vmmfd_get_options_t &options = {}) const {
@@ -219,7 +228,7 @@ public:
 class listing : public owner<vmmfd_listing_t, vmmfd_listing_free> {
 public:
     using owner::owner;
-    span<const vmmfd_object_t> objects() const { return {get()->objects, get()->count}; }
+    span<const vmmfd_object_t *const> objects() const { return {get()->objects, get()->count}; }
 };
 
 class watch : public owner<vmmfd_watch_t, vmmfd_watch_free> {
@@ -251,7 +260,7 @@ public:
                       const vmmfd_put_options_t &options = {}) const {
         std::vector<vmmfd_named_array_t> named;
         for (auto &[of, array] : arrays)
-            named.push_back({of, array->get()});
+            named.push_back({nullptr, of, array->get()});
         std::uint64_t version;
         check(vmmfd_broker_put(get(), name.c_str(), named.data(), named.size(), &options, &version));
         return version;

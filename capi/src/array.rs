@@ -24,9 +24,10 @@ use vmmfd::{
 use crate::{
     argument::{list, out, run_out, text},
     device::{OpenDevice, vmmfd_device_t},
-    error::{Failure, Outcome, c_text, run, run_logged, vmmfd_error_t},
+    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
     memory::{Memory, Source, vmmfd_memory_t},
+    owned::c_text,
 };
 
 /// An array in memory: type, shape, strides and offset. It keeps its memory. Any threads may use it at once.

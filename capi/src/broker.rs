@@ -24,7 +24,7 @@ use crate::{
     lease::vmmfd_lease_t,
     leased::Leased,
     listing::{Listing, vmmfd_listing_t},
-    put,
+    put::{self, Named},
     watch::{Watching, vmmfd_watch_t},
 };
 
@@ -108,7 +108,9 @@ pub extern "C" fn vmmfd_broker_connect(
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_named_array_t {
-    /// The name, unique in the object.
+    /// The part of the object; NULL: `all`.
+    pub part: *const c_char,
+    /// The name, unique in the part.
     pub name: *const c_char,
     /// The array, in memory that this process created.
     pub array: *const vmmfd_array_t,
@@ -158,13 +160,13 @@ pub struct vmmfd_put_options_t {
     pub keep: u32,
     /// Metadata: a JSON object of at most 1 MiB; NULL for none.
     pub metadata: *const c_char,
-    /// A digest of the bytes, in any format that the readers know; NULL for none.
+    /// A digest of the bytes of an object with one part, in any format that the readers know; NULL for none.
     pub digest: *const c_char,
 }
 
-/// Publishes arrays under a name, as one part. The broker then holds the memory: this process may free it, or exit.
+/// Publishes arrays under a name. The broker then holds the memory: this process may free it, or exit.
 ///
-/// The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_import` on one device; several may share memory. `options` NULL means
+/// The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_import`, on one device for each part; several may share memory. `options` NULL means
 /// the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only; later writes of this
 /// process are visible to them. Blocks until all work in the device's primary context is done and the broker has answered, for at most
 /// the connection's timeout. Any thread may call it.
@@ -192,9 +194,19 @@ pub extern "C" fn vmmfd_broker_put(
         }
         let named: Outcome<Vec<_>> = list(arrays, count, "arrays")?
             .iter()
-            .map(|item| Ok((text(item.name, "the name of an array")?, handle::get(item.array)?)))
+            .map(|item| {
+                let part = optional_text(item.part, "the part of an array")?.unwrap_or(put::PART);
+                Ok(Named { part, name: text(item.name, "the name of an array")?, array: handle::get(item.array)? })
+            })
             .collect();
-        put = put.part(digest.into_iter().fold(put::part(&named?)?, PutPart::digest));
+        let mut parts = put::parts(&named?)?;
+        if let Some(digest) = digest {
+            let [part] = <[PutPart<'_>; 1]>::try_from(parts).map_err(|parts| {
+                Failure::invalid(format!("digest is of one part, and the object has {}", parts.len()))
+            })?;
+            parts = vec![part.digest(digest)];
+        }
+        put = parts.into_iter().fold(put, Put::part);
         version.write(broker.client.put(&put)?.version);
         Ok(())
     })

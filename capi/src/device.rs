@@ -14,8 +14,9 @@ use vmmfd::{
 
 use crate::{
     argument::{optional_text, run_out},
-    error::{Failure, Outcome, c_text, run_logged, vmmfd_error_t},
+    error::{Failure, Outcome, run_logged, vmmfd_error_t},
     handle::{self, handle},
+    owned::c_text,
 };
 
 /// A device: a GPU, or the host backend's ordinary memory. Any threads may use it at once.

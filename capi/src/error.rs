@@ -4,7 +4,7 @@ use std::{
     any::Any,
     borrow::Cow,
     error::Error as _,
-    ffi::{CString, c_char},
+    ffi::{CStr, c_char},
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
 };
@@ -13,6 +13,8 @@ use vmmfd::{
     Error,
     error::{ErrorClass, MemoryError},
 };
+
+use crate::owned::{self, Kept};
 
 /// The class of an error, to branch on.
 #[repr(C)]
@@ -62,21 +64,10 @@ pub struct vmmfd_error_t {
     pub hint: *const c_char,
 }
 
-/// The allocation of an error: the part that C sees, and the texts.
-#[repr(C)]
-struct Allocated {
-    shown: vmmfd_error_t,
-    message: CString,
-    hint: Option<CString>,
-}
-
 /// Frees an error. NULL is allowed. Does not block. Any thread may call it, once for each error.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_error_free(error: *mut vmmfd_error_t) {
-    if !error.is_null() {
-        // SAFETY: every error comes from `Failure::allocate`, as the first field of its allocation, and the caller frees it once.
-        drop(unsafe { Box::from_raw(error.cast::<Allocated>()) });
-    }
+    owned::free(error);
 }
 
 /// The failure of a function.
@@ -113,15 +104,10 @@ impl Failure {
                 (code_of(&error), driver_code(&error), error.in_full(), error.hint().map(Cow::into_owned))
             }
         };
-        let message = c_text(message);
-        let hint = hint.map(c_text);
-        let shown = vmmfd_error_t {
-            code,
-            driver_code,
-            message: message.as_ptr(),
-            hint: hint.as_ref().map_or(ptr::null(), |hint| hint.as_ptr()),
-        };
-        Box::into_raw(Box::new(Allocated { shown, message, hint })).cast()
+        let mut kept = Kept::default();
+        let message = kept.text(message);
+        let hint = hint.map_or(ptr::null(), |hint| kept.text(hint));
+        kept.allocate(vmmfd_error_t { code, driver_code, message, hint })
     }
 }
 
@@ -146,9 +132,10 @@ pub(crate) fn run_logged(work: impl FnOnce() -> Outcome<()>) {
     if error.is_null() {
         return;
     }
-    // SAFETY: `run` has just returned the error, and only this function has it.
-    let allocated = unsafe { Box::from_raw(error.cast::<Allocated>()) };
-    tracing::error!(error = %allocated.message.to_string_lossy(), "a handle was not freed");
+    // SAFETY: `run` has just returned the error, with a text.
+    let message = unsafe { CStr::from_ptr((*error).message) };
+    tracing::error!(error = %message.to_string_lossy(), "a handle was not freed");
+    owned::free(error);
 }
 
 fn message_of(panic: &(dyn Any + Send)) -> &str {
@@ -189,25 +176,8 @@ fn driver_code(error: &Error) -> u32 {
 /// The next step in a fork.
 pub(crate) const FORK_HINT: &str = "start the other process with exec, or use the library only after the fork";
 
-/// A text for C. A null character, which C texts can't have, becomes a question mark.
-pub(crate) fn c_text(text: impl Into<Vec<u8>>) -> CString {
-    let mut bytes = text.into();
-    bytes.iter_mut().filter(|byte| **byte == 0).for_each(|byte| *byte = b'?');
-    CString::new(bytes).unwrap_or_default()
-}
-
-/// Adds a text to a list, and returns its start, which does not move with its owner.
-pub(crate) fn kept(texts: &mut Vec<CString>, text: impl Into<Vec<u8>>) -> *const c_char {
-    let text = c_text(text);
-    let start = text.as_ptr();
-    texts.push(text);
-    start
-}
-
 #[cfg(test)]
 mod tests {
-    use std::ffi::CStr;
-
     use super::*;
 
     fn taken(error: *mut vmmfd_error_t) -> (vmmfd_code_t, u32, String, bool) {

@@ -5,7 +5,7 @@ use std::{ffi::c_char, time::Duration};
 use vmmfd::broker::Get;
 
 use crate::{
-    argument::{json, milliseconds},
+    argument::{json, list, milliseconds, text},
     error::{Failure, Outcome},
 };
 
@@ -19,6 +19,10 @@ pub struct vmmfd_get_options_t {
     pub version: u64,
     /// Only a version that is newer than this. 0: any.
     pub newer_than: u64,
+    /// The names of the parts to get; NULL for all.
+    pub parts: *const *const c_char,
+    /// The number of names in `parts`.
+    pub part_count: usize,
     /// Metadata fields that must have these values: a JSON object; NULL for none.
     pub expect: *const c_char,
     /// The user that must own the name, if `expect_owner` is set.
@@ -39,6 +43,11 @@ pub(crate) fn build_get(name: &str, options: Option<&vmmfd_get_options_t>) -> Ou
     }
     if options.newer_than > 0 {
         get = get.newer_than(options.newer_than);
+    }
+    let parts = list(options.parts, options.part_count, "parts")?.iter().map(|part| text(*part, "the name of a part"));
+    let parts = parts.collect::<Outcome<Vec<&str>>>()?;
+    if !parts.is_empty() {
+        get = get.parts(parts);
     }
     if let Some(expect) = json(options.expect, "expect")? {
         get = get.expect(expect);

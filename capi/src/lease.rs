@@ -3,23 +3,25 @@
 use std::{
     ffi::c_char,
     mem::MaybeUninit,
+    ptr,
     sync::{Arc, Mutex},
     time::UNIX_EPOCH,
 };
 
 use vmmfd::{
     bindings::lock,
-    broker::{Lease, Prepared},
+    broker::{Lease, Object, ObjectPart, Prepared},
 };
 
 use crate::{
-    argument::{run_out, text},
+    argument::{optional_text, run_out, text},
     array::{Array, vmmfd_array_t},
     error::{Failure, Outcome, run, run_logged, vmmfd_code_t, vmmfd_error_t},
     get::{build_get, vmmfd_get_options_t},
     handle::{self, handle},
-    leased::{Leased, Texts},
+    leased::Leased,
     memory::Memory,
+    owned::{self, Kept},
 };
 
 /// A lease: an object that this process has mapped read-only, and that the broker keeps. Any threads may use it at once.
@@ -38,7 +40,23 @@ pub struct vmmfd_prepared_t {
 
 handle!(vmmfd_prepared_t, 6, "a prepared version", Mutex<Option<Prepared>>);
 
-/// Facts about a lease. The texts are valid until `vmmfd_lease_info` is called after a switch or an unpark, or the lease is freed.
+/// A part of a leased object.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct vmmfd_part_t {
+    /// The part's name.
+    pub name: *const c_char,
+    /// The digest of the bytes, in the creator's format; NULL if it gave none.
+    pub digest: *const c_char,
+    /// The size of the part's memory in bytes.
+    pub size: u64,
+    /// The number of arrays.
+    pub array_count: usize,
+    /// The names of the arrays.
+    pub arrays: *const *const c_char,
+}
+
+/// Facts about a lease, at the time of the call. The caller frees it with `vmmfd_lease_info_free`, which also frees the texts.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_lease_info_t {
@@ -48,10 +66,10 @@ pub struct vmmfd_lease_info_t {
     pub id: *const c_char,
     /// The creator's metadata: a JSON object, empty if it gave none.
     pub metadata: *const c_char,
-    /// The names of the arrays.
-    pub arrays: *const *const c_char,
-    /// The number of arrays.
-    pub array_count: usize,
+    /// The number of parts.
+    pub part_count: usize,
+    /// The parts that were requested.
+    pub parts: *const *const vmmfd_part_t,
     /// The version's number, counted from 1.
     pub version: u64,
     /// The time of publication, in milliseconds since 1970.
@@ -64,70 +82,90 @@ pub struct vmmfd_lease_info_t {
     pub parked: bool,
 }
 
-/// Describes a lease. Does not block, except while the lease is switched. Any thread may call it.
+/// Describes a lease.
+///
+/// The caller frees `*info` with `vmmfd_lease_info_free`; it is NULL after a failure. Does not block, except while the lease is switched.
+/// Any thread may call it.
 ///
 /// Errors: `VMMFD_INVALID`; `VMMFD_DISCONNECTED` if the metadata is not a JSON object; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_lease_info(
     lease: *const vmmfd_lease_t,
-    info: Option<&mut MaybeUninit<vmmfd_lease_info_t>>,
+    info: Option<&mut MaybeUninit<*mut vmmfd_lease_info_t>>,
 ) -> *mut vmmfd_error_t {
-    run_out(info, "info", || {
-        let lease = handle::get(lease)?;
-        lease.read(|object| {
-            let mut texts = lock(&lease.texts);
-            let texts = match texts.take() {
-                Some(known) if known.id.to_bytes() == object.id().as_bytes() => texts.insert(known),
-                _ => texts.insert(Texts::of(object)?),
-            };
-            let created = object.created().duration_since(UNIX_EPOCH).unwrap_or_default();
-            Ok(vmmfd_lease_info_t {
-                name: texts.name.as_ptr(),
-                id: texts.id.as_ptr(),
-                metadata: texts.metadata.as_ptr(),
-                arrays: texts.arrays.as_ptr().cast(),
-                array_count: texts.arrays.len(),
-                version: object.version(),
-                created_ms: u64::try_from(created.as_millis()).unwrap_or(u64::MAX),
-                owner: object.owner().uid,
-                held: object.is_held(),
-                parked: object.is_parked(),
-            })
-        })
-    })
+    run_out(info, "info", || handle::get(lease)?.read(describe))
+}
+
+fn describe(object: &Object) -> Outcome<*mut vmmfd_lease_info_t> {
+    let mut kept = Kept::default();
+    let mut parts = Vec::with_capacity(object.parts().len());
+    for part in object.parts() {
+        let names = part.arrays().iter().map(|entry| kept.text(entry.name.as_str())).collect();
+        parts.push(vmmfd_part_t {
+            name: kept.text(part.name()),
+            digest: part.digest().map_or(ptr::null(), |digest| kept.text(digest)),
+            size: part.description().size,
+            array_count: part.arrays().len(),
+            arrays: kept.list(names),
+        });
+    }
+    let created = object.created().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let shown = vmmfd_lease_info_t {
+        name: kept.text(object.name()),
+        id: kept.text(object.id()),
+        metadata: kept.text(serde_json::Value::Object(object.metadata()?).to_string()),
+        part_count: parts.len(),
+        parts: kept.addresses(parts),
+        version: object.version(),
+        created_ms: u64::try_from(created.as_millis()).unwrap_or(u64::MAX),
+        owner: object.owner().uid,
+        held: object.is_held(),
+        parked: object.is_parked(),
+    };
+    Ok(kept.allocate(shown))
+}
+
+/// Frees facts about a lease. NULL is allowed. Does not block. Any thread may call it, once for each result.
+#[unsafe(no_mangle)]
+pub extern "C" fn vmmfd_lease_info_free(info: *mut vmmfd_lease_info_t) {
+    owned::free(info);
 }
 
 /// Returns an array of a lease by name. After a switch, the same array shows the new version.
 ///
-/// The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease is released when it
-/// and all its arrays are freed. Does not block, except while the lease is switched. Any thread may call it.
+/// `part` is the name of its part; NULL means the only part that has an array of this name. The caller frees `*array` with
+/// `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease is released when it and all its arrays are freed.
+/// Does not block, except while the lease is switched. Any thread may call it.
 ///
-/// Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID`, also for a parked lease; `VMMFD_FORKED`.
+/// Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID` if `part` is NULL and several parts have the array, and for a parked lease; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_lease_array(
     lease: *const vmmfd_lease_t,
+    part: *const c_char,
     name: *const c_char,
     array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
 ) -> *mut vmmfd_error_t {
     run_out(array, "array", || {
         let lease = handle::get(lease)?;
-        let name = text(name, "name")?;
+        let (part, name) = (optional_text(part, "part")?, text(name, "name")?);
         let (part, descriptor) = lease.read(|object| {
-            let found = object.parts().iter().find_map(|part| {
-                let entry = part.arrays().iter().find(|entry| entry.name == name)?;
-                Some((part.name().to_owned(), entry.array.clone()))
-            });
-            // The library's own error for a missing name.
-            found.map_or_else(|| Err(object.array(name).err().map_or_else(|| absent(name), Failure::from)), Ok)
+            let part = match part {
+                None => object.part_of(name)?,
+                Some(wanted) => object.part(wanted).ok_or_else(|| no_part(wanted, object))?,
+            };
+            let entry = part.entry(name)?;
+            Ok((part.name().to_owned(), entry.array.clone()))
         })?;
         Ok(handle::insert(Array::new(Memory::leased(&lease, &part)?, descriptor)?))
     })
 }
 
-fn absent(name: &str) -> Failure {
-    Failure::Own(vmmfd_code_t::VMMFD_NOT_FOUND, format!("there is no array `{name}`"), None)
+fn no_part(name: &str, object: &Object) -> Failure {
+    let names: Vec<&str> = object.parts().iter().map(ObjectPart::name).collect();
+    let message = format!("the lease has no part `{name}`: its parts are {}", names.join(", "));
+    Failure::Own(vmmfd_code_t::VMMFD_NOT_FOUND, message, None)
 }
 
 /// Leases another version of the object and imports it, ready to take the addresses of this lease. The old version remains in use, so the

@@ -27,5 +27,6 @@ mod leased;
 pub mod library;
 pub mod listing;
 pub mod memory;
+mod owned;
 mod put;
 pub mod watch;

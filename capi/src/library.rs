@@ -19,7 +19,10 @@ use tracing::{
 
 use vmmfd::bindings::lock;
 
-use crate::error::{Failure, c_text, run, vmmfd_error_t};
+use crate::{
+    error::{Failure, run, vmmfd_error_t},
+    owned::c_text,
+};
 
 const VERSION: &CStr = match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
     Ok(version) => version,

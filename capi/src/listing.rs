@@ -1,13 +1,10 @@
 //! Descriptions of objects.
 
-use std::{
-    ffi::{CString, c_char},
-    ptr,
-};
+use std::{ffi::c_char, ptr};
 
 use vmmfd::broker::Summary;
 
-use crate::error::kept;
+use crate::owned::{self, Kept};
 
 /// An object of the broker, at one version.
 #[repr(C)]
@@ -46,26 +43,19 @@ pub struct vmmfd_listing_t {
     /// The number of objects.
     pub count: usize,
     /// The objects.
-    pub objects: *const vmmfd_object_t,
-}
-
-/// The allocation of a listing: the part that C sees, and its contents.
-#[repr(C)]
-struct Allocated {
-    shown: vmmfd_listing_t,
-    contents: Listing,
+    pub objects: *const *const vmmfd_object_t,
 }
 
 /// The contents of a listing.
 #[derive(Default)]
 pub(crate) struct Listing {
     objects: Vec<vmmfd_object_t>,
-    texts: Vec<CString>,
+    kept: Kept,
 }
 
 impl Listing {
     pub(crate) fn add(&mut self, summary: &Summary, metadata: Option<String>) {
-        let mut keep = |text: &str| kept(&mut self.texts, text);
+        let mut keep = |text: &str| self.kept.text(text);
         let object = vmmfd_object_t {
             name: keep(&summary.name),
             id: keep(&summary.id),
@@ -84,16 +74,15 @@ impl Listing {
     }
 
     pub(crate) fn allocate(self) -> *mut vmmfd_listing_t {
-        let shown = vmmfd_listing_t { count: self.objects.len(), objects: self.objects.as_ptr() };
-        Box::into_raw(Box::new(Allocated { shown, contents: self })).cast()
+        let Self { objects, mut kept } = self;
+        let count = objects.len();
+        let objects = kept.addresses(objects);
+        kept.allocate(vmmfd_listing_t { count, objects })
     }
 }
 
 /// Frees a listing. NULL is allowed. Does not block. Any thread may call it, once for each listing.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_listing_free(listing: *mut vmmfd_listing_t) {
-    if !listing.is_null() {
-        // SAFETY: every listing comes from `Listing::allocate`, as the first field of its allocation, and the caller frees it once.
-        drop(unsafe { Box::from_raw(listing.cast::<Allocated>()) }.contents);
-    }
+    owned::free(listing);
 }

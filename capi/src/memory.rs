@@ -16,9 +16,10 @@ use vmmfd::{
 use crate::{
     argument::{bytes, descriptor, list, out, run_out},
     device::vmmfd_device_t,
-    error::{Failure, Outcome, c_text, run, run_logged, vmmfd_error_t},
+    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
     leased::Leased,
+    owned::c_text,
 };
 
 /// Memory at addresses of this process. Any threads may use it at once; other processes may change its bytes at any time.

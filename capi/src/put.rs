@@ -1,4 +1,4 @@
-//! The memory of arrays as one part of a put.
+//! The memory of arrays as the parts of a put.
 
 use std::sync::Arc;
 
@@ -12,18 +12,45 @@ use crate::{
     error::{Failure, Outcome},
 };
 
-/// The name of the part, as in the Python package.
-const PART: &str = "all";
+/// An array to put.
+pub(crate) struct Named<'a> {
+    pub(crate) part: &'a str,
+    pub(crate) name: &'a str,
+    pub(crate) array: Arc<Array>,
+}
+
+/// The name of the part of arrays without one, as in the Python package.
+pub(crate) const PART: &str = "all";
+
+/// Describes the parts of arrays, in the order of their first arrays.
+///
+/// # Errors
+/// For no array; see [`part`].
+pub(crate) fn parts<'a>(named: &[Named<'a>]) -> Outcome<Vec<PutPart<'a>>> {
+    let mut names: Vec<&'a str> = Vec::new();
+    for array in named {
+        if !names.contains(&array.part) {
+            names.push(array.part);
+        }
+    }
+    if names.is_empty() {
+        return Err(Failure::invalid("there is no array to put: pass at least one"));
+    }
+    names.into_iter().map(|name| part(name, named.iter().filter(|array| array.part == name))).collect()
+}
 
 /// Describes the memory of arrays, each memory once. Waits until all work in the device's primary context is done.
 ///
 /// # Errors
-/// For no array, for memory that another process created, and for memory of several devices.
-pub(crate) fn part(named: &[(&str, Arc<Array>)]) -> Outcome<PutPart<'static>> {
+/// For memory that another process created, and for memory of several devices.
+fn part<'a, 'b>(part: &'a str, arrays: impl Iterator<Item = &'b Named<'a>>) -> Outcome<PutPart<'a>>
+where
+    'a: 'b,
+{
     let mut memories: Vec<(&Arc<Shared>, u64)> = Vec::new();
     let mut end = 0;
-    let mut entries = Vec::with_capacity(named.len());
-    for (name, array) in named {
+    let mut entries = Vec::new();
+    for Named { name, array, .. } in arrays {
         let shared = array.memory.shared("put it")?;
         let known = memories.iter().find(|(memory, _)| Arc::ptr_eq(memory, shared)).map(|(_, start)| *start);
         let start = known.unwrap_or_else(|| {
@@ -36,8 +63,5 @@ pub(crate) fn part(named: &[(&str, Arc<Array>)]) -> Outcome<PutPart<'static>> {
         descriptor.offset += start;
         entries.push(ArrayEntry::new(*name, descriptor));
     }
-    if entries.is_empty() {
-        return Err(Failure::invalid("there is no array to put: pass at least one"));
-    }
-    Ok(PutPart::of_several(PART, memories.iter().map(|(memory, _)| &***memory))?.arrays(entries))
+    Ok(PutPart::of_several(part, memories.iter().map(|(memory, _)| &***memory))?.arrays(entries))
 }

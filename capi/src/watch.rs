@@ -2,7 +2,7 @@
 
 use std::{
     collections::VecDeque,
-    ffi::{CString, c_char, c_int},
+    ffi::{c_char, c_int},
     mem::MaybeUninit,
     os::fd::{AsFd, AsRawFd},
     path::Path,
@@ -23,8 +23,9 @@ use vmmfd::{
 
 use crate::{
     argument::{milliseconds, out},
-    error::{Outcome, kept, run, run_logged, vmmfd_error_t},
+    error::{Outcome, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
+    owned::Kept,
 };
 
 /// A watch of names. One thread may use it at a time.
@@ -95,7 +96,7 @@ pub(crate) struct Watching {
     cancel: Cancel,
     thread: Option<JoinHandle<()>>,
     /// The texts of the last event.
-    texts: Mutex<Vec<CString>>,
+    texts: Mutex<Kept>,
 }
 
 struct Queue {
@@ -166,12 +167,12 @@ impl Watching {
 
     fn show(&self, watched: Watched) -> vmmfd_event_t {
         let mut texts = lock(&self.texts);
-        texts.clear();
+        *texts = Kept::default();
         let Watched::Event(event) = watched else {
             return vmmfd_event_t { kind: vmmfd_event_kind_t::VMMFD_EVENT_LOST, ..NONE };
         };
         let Event { seq, at_ms, kind, name, version, id, uid, pid, message, .. } = event;
-        let mut keep = |text: String| kept(&mut texts, text);
+        let mut keep = |text: String| texts.text(text);
         vmmfd_event_t {
             kind: match kind {
                 EventKind::Published => vmmfd_event_kind_t::VMMFD_EVENT_PUBLISHED,

@@ -12,7 +12,7 @@ static const char *place;
 static uint64_t put(const vmmfd_broker_t *broker, const vmmfd_device_t *device, const char *name, uint32_t first,
                     const vmmfd_put_options_t *options) {
     vmmfd_array_t *one = numbers(device, 3, first), *other = numbers(device, 5, first + 100);
-    vmmfd_named_array_t arrays[2] = {{"one", one}, {"other", other}};
+    vmmfd_named_array_t arrays[2] = {{.name = "one", .array = one}, {.name = "other", .array = other}};
     uint64_t version;
     CHECK(vmmfd_broker_put(broker, name, arrays, 2, options, &version));
     FAILS(VMMFD_EXISTS, vmmfd_broker_put(broker, name, arrays, 2, NULL, NULL));
@@ -36,11 +36,11 @@ static vmmfd_event_kind_t next(const vmmfd_watch_t *watch, const char *name, uin
 static void test_listing(const vmmfd_broker_t *broker, const char *name) {
     vmmfd_listing_t *listing;
     CHECK(vmmfd_broker_list(broker, name, &listing));
-    EXPECT(listing->count == 1 && strcmp(listing->objects[0].name, name) == 0 && listing->objects[0].metadata == NULL);
-    EXPECT(listing->objects[0].arrays == 2 && listing->objects[0].mode == 0600 && listing->objects[0].owner == getuid());
+    EXPECT(listing->count == 1 && strcmp(listing->objects[0]->name, name) == 0 && listing->objects[0]->metadata == NULL);
+    EXPECT(listing->objects[0]->arrays == 2 && listing->objects[0]->mode == 0600 && listing->objects[0]->owner == getuid());
     vmmfd_listing_free(listing);
     CHECK(vmmfd_broker_stat(broker, name, 1, &listing));
-    EXPECT(listing->count == 1 && strcmp(listing->objects[0].metadata, "{\"step\":1}") == 0);
+    EXPECT(listing->count == 1 && strcmp(listing->objects[0]->metadata, "{\"step\":1}") == 0);
     vmmfd_listing_free(listing);
     FAILS(VMMFD_NOT_FOUND, vmmfd_broker_stat(broker, "every/none", 0, &listing));
     EXPECT(listing == NULL);
@@ -60,16 +60,17 @@ static uint64_t address(const vmmfd_array_t *array) {
 /* A lease shows version 1, then version 2 at the same addresses, and is parked in between. */
 static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *device, const char *name) {
     vmmfd_lease_t *lease;
-    vmmfd_lease_info_t info;
     vmmfd_array_t *array;
     vmmfd_prepared_t *prepared;
     vmmfd_get_options_t options = {.wait_ms = 20000, .expect = "{\"step\": 1}", .expect_owner = true, .owner = getuid()};
     CHECK(vmmfd_broker_get(broker, device, name, &options, &lease));
-    CHECK(vmmfd_lease_info(lease, &info));
-    EXPECT(info.version == 1 && info.held && !info.parked && info.array_count == 2 && info.created_ms > 0);
-    EXPECT(strcmp(info.name, name) == 0 && strcmp(info.arrays[1], "other") == 0 && info.owner == getuid());
-    CHECK(vmmfd_lease_array(lease, "other", &array));
-    FAILS(VMMFD_NOT_FOUND, vmmfd_lease_array(lease, "third", &(vmmfd_array_t *){NULL}));
+    vmmfd_lease_info_t *first, *info;
+    CHECK(vmmfd_lease_info(lease, &first));
+    EXPECT(first->version == 1 && first->held && !first->parked && first->created_ms > 0 && first->owner == getuid());
+    EXPECT(strcmp(first->name, name) == 0 && first->part_count == 1 && strcmp(first->parts[0]->name, "all") == 0);
+    EXPECT(first->parts[0]->array_count == 2 && strcmp(first->parts[0]->arrays[1], "other") == 0);
+    EXPECT(strcmp(first->parts[0]->digest, "test:1") == 0 && first->parts[0]->size > 0);
+    CHECK(vmmfd_lease_array(lease, NULL, "other", &array));
     uint64_t at = address(array);
     EXPECT(number(array, 4) == 104);
     vmmfd_put_options_t replace = {.condition = VMMFD_PUT_VERSION, .version = 1};
@@ -81,7 +82,10 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     CHECK(vmmfd_lease_switch(lease, prepared));
     EXPECT(number(array, 4) == 124 && address(array) == at);
     CHECK(vmmfd_lease_info(lease, &info));
-    EXPECT(info.version == 2 && strcmp(info.metadata, "{}") == 0);
+    EXPECT(info->version == 2 && strcmp(info->metadata, "{}") == 0);
+    vmmfd_lease_info_free(info);
+    EXPECT(strcmp(first->name, name) == 0 && strcmp(first->metadata, "{\"step\":1}") == 0);
+    vmmfd_lease_info_free(first);
     CHECK(vmmfd_lease_switch(lease, prepared));
     EXPECT(number(array, 0) == 100);
     CHECK(vmmfd_lease_switch(lease, prepared));
@@ -91,7 +95,8 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     CHECK(vmmfd_lease_park(lease, false));
     FAILS(VMMFD_INVALID, vmmfd_array_export(array, &tensor));
     CHECK(vmmfd_lease_info(lease, &info));
-    EXPECT(info.parked && !info.held);
+    EXPECT(info->parked && !info->held);
+    vmmfd_lease_info_free(info);
     CHECK(vmmfd_lease_unpark(lease, NULL));
     EXPECT(number(array, 4) == 124 && address(array) == at);
     vmmfd_lease_free(lease);
@@ -99,6 +104,8 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     EXPECT(number(array, 0) == 120);
     vmmfd_array_free(array);
     FAILS(VMMFD_INVALID, vmmfd_lease_info(lease, &info));
+    EXPECT(info == NULL);
+    vmmfd_lease_info_free(NULL);
     options = (vmmfd_get_options_t){.expect = "{\"step\": 7}"};
     FAILS(VMMFD_DIFFERS, vmmfd_broker_get(broker, device, name, &options, &lease));
     options.expect = "[]";
@@ -108,7 +115,7 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
 /* Arguments that contradict themselves, or exceed a limit. */
 static void test_arguments(const vmmfd_broker_t *broker, const vmmfd_device_t *device) {
     vmmfd_array_t *array = numbers(device, 1, 0);
-    vmmfd_named_array_t named = {"one", array};
+    vmmfd_named_array_t named = {.name = "one", .array = array};
     vmmfd_listing_t *listing;
     vmmfd_watch_t *watch;
     vmmfd_lease_t *lease;
@@ -130,6 +137,45 @@ static void test_arguments(const vmmfd_broker_t *broker, const vmmfd_device_t *d
     FAILS(VMMFD_INVALID, vmmfd_broker_watch(broker, prefix, &watch));
     CHECK(vmmfd_broker_list(broker, prefix + 1, &listing));
     vmmfd_listing_free(listing);
+}
+
+/* Two parts have an array of the same name. */
+static void test_parts(const vmmfd_broker_t *broker, const vmmfd_device_t *device, const char *name) {
+    vmmfd_array_t *arrays[2] = {numbers(device, 1, 10), numbers(device, 1, 20)}, *found;
+    vmmfd_named_array_t named[3] = {{"x", "w", arrays[0]}, {"y", "w", arrays[1]}, {"y", "own", arrays[1]}};
+    vmmfd_lease_t *lease;
+    CHECK(vmmfd_broker_put(broker, name, named, 3, NULL, NULL));
+    vmmfd_put_options_t digest = {.condition = VMMFD_PUT_ANY, .digest = "of which part?"};
+    FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, name, named, 3, &digest, NULL));
+    vmmfd_array_free(arrays[0]);
+    vmmfd_array_free(arrays[1]);
+    CHECK(vmmfd_broker_get(broker, device, name, NULL, &lease));
+    FAILS(VMMFD_INVALID, vmmfd_lease_array(lease, NULL, "w", &found));
+    FAILS(VMMFD_NOT_FOUND, vmmfd_lease_array(lease, "z", "w", &found));
+    FAILS(VMMFD_NOT_FOUND, vmmfd_lease_array(lease, "x", "own", &found));
+    vmmfd_error_t *absent = vmmfd_lease_array(lease, NULL, "third", &found);
+    EXPECT(absent->code == VMMFD_NOT_FOUND && strstr(absent->message, "`own`") != NULL && absent->hint == NULL);
+    vmmfd_error_free(absent);
+    for (int i = 0; i < 2; i++) {
+        CHECK(vmmfd_lease_array(lease, named[i].part, "w", &found));
+        EXPECT(number(found, 0) == (i + 1) * 10u);
+        vmmfd_array_free(found);
+    }
+    vmmfd_lease_free(lease);
+    vmmfd_lease_info_t *info;
+    vmmfd_get_options_t options = {.parts = (const char *[]){"y"}, .part_count = 1};
+    CHECK(vmmfd_broker_get(broker, device, name, &options, &lease));
+    CHECK(vmmfd_lease_info(lease, &info));
+    EXPECT(info->part_count == 1 && strcmp(info->parts[0]->name, "y") == 0 && info->parts[0]->array_count == 2);
+    vmmfd_lease_info_free(info);
+    CHECK(vmmfd_lease_array(lease, NULL, "w", &found));
+    EXPECT(number(found, 0) == 20);
+    vmmfd_array_free(found);
+    vmmfd_lease_free(lease);
+    absent = vmmfd_broker_delete(broker, "every/none");
+    EXPECT(absent->code == VMMFD_NOT_FOUND && strstr(absent->hint, "wait") == NULL);
+    vmmfd_error_free(absent);
+    CHECK(vmmfd_broker_delete(broker, name));
 }
 
 static void *wait_for_ever(void *broker) {
@@ -180,6 +226,7 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     CHECK(vmmfd_broker_delete(broker, name));
     FAILS(VMMFD_NOT_FOUND, vmmfd_broker_delete(broker, name));
     test_arguments(broker, device);
+    test_parts(broker, device, name);
     test_stop();
     vmmfd_watch_free(watch);
     FAILS(VMMFD_INVALID, vmmfd_watch_next(watch, 0, &event, &found));

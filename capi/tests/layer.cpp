@@ -62,7 +62,7 @@ static void broker(const vmmfd::device &device, const char *path) {
     EXPECT(event && event->kind == VMMFD_EVENT_PUBLISHED && name == event->name);
     auto lease = broker.get_object(name, {}, &device);
     auto values = lease.array("values");
-    EXPECT(last(values) == 11 && lease.info().version == 1);
+    EXPECT(last(values) == 11 && lease.info()->version == 1 && lease.info().parts().size() == 1);
     vmmfd_put_options_t any = {};
     any.condition = VMMFD_PUT_ANY;
     EXPECT(broker.put(name, {{"values", &next}}, any) == 2);
@@ -72,7 +72,7 @@ static void broker(const vmmfd::device &device, const char *path) {
     lease.park();
     lease.unpark();
     EXPECT(last(values) == 21);
-    EXPECT(broker.list(name).objects().size() == 1 && broker.stat(name).objects()[0].version == 2);
+    EXPECT(broker.list(name).objects().size() == 1 && broker.stat(name).objects()[0]->version == 2);
     broker.stop();
     broker.remove(name);
 }

@@ -64,6 +64,7 @@ impl Error {
                 _ => ErrorClass::System,
             },
             Self::Device(DeviceError::NotFound { .. })
+            | Self::Memory(MemoryError::NoArray { .. })
             | Self::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => ErrorClass::NotFound,
             Self::Socket(SocketError::Denied { .. } | SocketError::ClosedFolder { .. })
             | Self::Peer(PeerError::NotAllowed { .. }) => ErrorClass::Denied,
@@ -117,6 +118,7 @@ impl Error {
                 "free memory first, or request less: `vmmfd who` and nvidia-smi show the users of GPU memory, free shows host memory, and \
                  `ulimit -v` limits a process's address space"
             }
+            Self::Memory(MemoryError::AmbiguousArray { .. }) => "select the part, then the array",
             Self::Memory(MemoryError::TooManyDescriptors { .. }) => {
                 "raise this process's limit of open files (ulimit -n), or use larger chunks"
             }
@@ -183,7 +185,7 @@ fn socket_hint(error: &SocketError) -> Option<&'static str> {
 
 fn refusal_hint(code: RefusalCode) -> Option<&'static str> {
     Some(match code {
-        RefusalCode::Absent => "list the names, or wait if the object may appear later",
+        RefusalCode::Absent => "list the names that this user may read",
         RefusalCode::Exists => "replace the object, or use another name",
         RefusalCode::Version => "another process has replaced it: look up the current version before the next try",
         RefusalCode::Differs => "compare its sizes, metadata and digests with the request",

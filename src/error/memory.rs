@@ -85,6 +85,24 @@ pub enum MemoryError {
         source: Box<Error>,
     },
 
+    /// An object has no array of this name.
+    #[error("there is no array `{name}`: {known}")]
+    NoArray {
+        /// The name.
+        name: String,
+        /// The end of the sentence: the names of the first arrays.
+        known: String,
+    },
+
+    /// Several parts of an object have an array of this name.
+    #[error("array `{name}` is ambiguous: parts {} have it", parts.join(", "))]
+    AmbiguousArray {
+        /// The name.
+        name: String,
+        /// The names of the parts.
+        parts: Vec<String>,
+    },
+
     /// The description of an array contradicts itself or overflows 64 bits; or an index, slice or order of axes does not fit it.
     #[error("{problem}")]
     Array {

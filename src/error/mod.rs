@@ -219,6 +219,7 @@ impl Error {
             },
             #[cfg(feature = "weights")]
             Self::Weights(_) => ErrorKind::Usage,
+            Self::Memory(MemoryError::NoArray { .. }) => ErrorKind::Object,
             Self::Memory(_) | Self::Socket(_) | Self::Misuse { .. } => ErrorKind::Usage,
             Self::Interrupted { .. } => ErrorKind::Interrupted,
         }

@@ -21,7 +21,7 @@ use vmmfd::{
     },
     channel::{Cancel, CancelReason},
     driver::{Backend, DeviceUuid, Driver},
-    error::RefusalCode,
+    error::{ErrorClass, MemoryError, RefusalCode},
     internals,
     memory::{Device, DeviceIdentity, Placement, Region, Selector, Shared, Sharing, Spec},
     session::Config,
@@ -36,6 +36,7 @@ cases! {
     one_reader_claims_and_others_wait,
     parts_of_processes_are_published_together,
     selected_arrays_send_only_their_segments,
+    ambiguous_array_names_are_errors,
     large_array_table_travels_in_memfd,
     thousand_segments_are_one_object,
     names_end_with_their_lifetimes,
@@ -314,7 +315,7 @@ fn selected_arrays_send_only_their_segments(subject: Subject) {
     assert_eq!(object.array("first").unwrap().element(&[15]).unwrap(), [0; 4]);
     assert_eq!(object.array("last").unwrap().element(&[15]).unwrap(), [7; 4]);
     assert!(matches!(object.array("middle"), Err(Error::Memory(_))));
-    assert_eq!(refused(object.array("other")).0, RefusalCode::Absent);
+    assert!(matches!(object.array("other"), Err(Error::Memory(MemoryError::NoArray { .. }))));
     let lease = client.get(&Get::new("a").arrays(["middle"])).unwrap();
     assert_eq!(lease.into_parts().remove(0).into_segments().unwrap().len(), 2);
     let (code, message) = refused(client.get(&Get::new("a").arrays(["first", "nothing"])));
@@ -326,6 +327,27 @@ fn selected_arrays_send_only_their_segments(subject: Subject) {
     let memory = object.parts()[0].memory().unwrap();
     assert_eq!((memory.start(), memory.mapped_size()), (2 * MIB, 4 * MIB));
     assert_eq!(refused(client.get(&Get::new("a").range(0..17 * MIB))).0, RefusalCode::Differs);
+}
+
+fn ambiguous_array_names_are_errors(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    let client = broker.client();
+    let memories = [filled(&driver, 2 * MIB, None, 1), filled(&driver, 2 * MIB, None, 2)];
+    let part = |name, own, memory| PutPart::of(name, memory).unwrap().arrays([entry("w", 4, 0), entry(own, 4, 0)]);
+    let put = Put::new("a").part(part("x", "x0", &memories[0])).part(part("y", "y0", &memories[1]));
+    client.put(&put).unwrap();
+    let object = client.get(&Get::new("a")).unwrap().open(&driver, None).unwrap();
+    let error = object.array("w").unwrap_err();
+    assert_eq!((error.class(), error.hint().is_some()), (ErrorClass::Invalid, true));
+    assert_eq!(error.to_string(), "array `w` is ambiguous: parts x, y have it");
+    assert_eq!(object.part("y").unwrap().array("w").unwrap().element(&[0]).unwrap(), [2; 4]);
+    assert_eq!(object.array("y0").unwrap().element(&[0]).unwrap(), [2; 4]);
+    let error = object.array("z").unwrap_err();
+    assert_eq!(error.class(), ErrorClass::NotFound);
+    assert_eq!(error.to_string(), "there is no array `z`: the arrays are `w`, `x0`, `w`, `y0`");
+    // Only one of the parts was requested.
+    let object = client.get(&Get::new("a").parts(["y"])).unwrap().open(&driver, None).unwrap();
+    assert_eq!(object.array("w").unwrap().element(&[0]).unwrap(), [2; 4]);
 }
 
 fn large_array_table_travels_in_memfd(subject: Subject) {

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    slice,
     sync::{Arc, OnceLock},
     time::SystemTime,
 };
@@ -11,7 +12,7 @@ use super::{
     holdings::{Header, PartHeader},
 };
 use crate::{
-    error::{BrokerError, Error, MemoryError, ProtocolError, RefusalCode, Result},
+    error::{Error, MemoryError, ProtocolError, Result},
     memory::{Array, Description, Imported, Region, Remains},
     wire::{
         Check,
@@ -69,14 +70,28 @@ impl Object {
         self.parts.iter().find(|part| part.header.name == name)
     }
 
-    /// Returns an array by name, from any part.
+    /// Returns an array by name, from the part that has it.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `absent` if no part has the array; [`Error::Memory`] if its bytes were not requested;
-    /// [`Error::Misuse`] while the object is [parked](Object::park).
+    /// The errors of [`Object::part_of`]; [`MemoryError::OutOfRange`] if its bytes were not requested; [`Error::Misuse`] while the object is
+    /// [parked](Object::park).
     pub fn array(&self, name: &str) -> Result<Array> {
-        let part = self.parts.iter().find(|part| part.entry(name).is_some());
-        part.ok_or_else(|| no_array(name))?.array(name)
+        self.part_of(name)?.array(name)
+    }
+
+    /// The part that has an array of this name.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoArray`] if no part has it, [`MemoryError::AmbiguousArray`] if several have: use [`ObjectPart::array`] then.
+    pub fn part_of(&self, name: &str) -> Result<&ObjectPart> {
+        let mut found = self.parts.iter().filter(|part| part.find(name).is_some());
+        let part = found.next().ok_or_else(|| no_array(name, &self.parts))?;
+        let others: Vec<_> = found.map(|part| part.name().to_owned()).collect();
+        if others.is_empty() {
+            return Ok(part);
+        }
+        let parts = [vec![part.name().to_owned()], others].concat();
+        Err(MemoryError::AmbiguousArray { name: name.to_owned(), parts }.into())
     }
 }
 
@@ -124,11 +139,11 @@ impl ObjectPart {
     /// Returns an array by name.
     ///
     /// # Errors
-    /// [`Error::Broker`] with the code `absent` if the part has no such array; [`Error::Memory`] if its bytes were not requested;
+    /// [`MemoryError::NoArray`] if the part has no such array, [`MemoryError::OutOfRange`] if its bytes were not requested;
     /// [`Error::Misuse`] while the object is [parked](Object::park).
     pub fn array(&self, name: &str) -> Result<Array> {
         self.check_mapped()?;
-        let mut descriptor = self.entry(name).ok_or_else(|| no_array(name))?.array.clone();
+        let mut descriptor = self.entry(name)?.array.clone();
         let span = descriptor.span()?;
         let inside = |piece: &&Arc<Imported>| {
             let start = piece.start();
@@ -151,7 +166,15 @@ impl ObjectPart {
         }
     }
 
-    fn entry(&self, name: &str) -> Option<&ArrayEntry> {
+    /// Describes an array by name.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoArray`] if the part has no such array.
+    pub fn entry(&self, name: &str) -> Result<&ArrayEntry> {
+        self.find(name).ok_or_else(|| no_array(name, slice::from_ref(self)))
+    }
+
+    fn find(&self, name: &str) -> Option<&ArrayEntry> {
         let index = self
             .index
             .get_or_init(|| (0..).zip(self.header.arrays.iter()).map(|(at, of)| (of.name.clone(), at)).collect());
@@ -159,6 +182,15 @@ impl ObjectPart {
     }
 }
 
-fn no_array(name: &str) -> Error {
-    BrokerError::new(RefusalCode::Absent, format!("there is no array `{name}`")).into()
+/// Names the first arrays of the parts.
+fn no_array(name: &str, parts: &[ObjectPart]) -> Error {
+    const SHOWN: usize = 8;
+    let mut names = parts.iter().flat_map(|part| part.arrays().iter().map(|entry| format!("`{}`", entry.name)));
+    let shown: Vec<String> = names.by_ref().take(SHOWN).collect();
+    let known = match (shown.join(", "), names.count()) {
+        (shown, _) if shown.is_empty() => "no part has arrays".to_owned(),
+        (shown, 0) => format!("the arrays are {shown}"),
+        (shown, more) => format!("the arrays are {shown} and {more} more"),
+    };
+    MemoryError::NoArray { name: name.to_owned(), known }.into()
 }
