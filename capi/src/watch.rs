@@ -12,10 +12,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::eventfd::EventFd;
 use vmmfd::{
     Error,
-    bindings::{lock, spawn},
+    bindings::{eventfd, lock, spawn},
     broker::{Client, Event, EventKind, Watch, Watched},
     channel::{Cancel, CancelReason},
     session::Config,
@@ -155,9 +155,7 @@ impl Watching {
         let cancel = Cancel::new()?;
         let client = Client::connect(path, &config.clone().cancel(&cancel))?;
         let watch = client.watch(prefix, None)?;
-        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
-        let ready =
-            EventFd::from_value_and_flags(0, flags).map_err(|errno| Error::system("create an eventfd", errno))?;
+        let ready = eventfd().map_err(|error| Error::system("create an eventfd", error))?;
         let shared = Arc::new(Queue { ready, state: Mutex::default(), changed: Condvar::new() });
         let queue = Arc::clone(&shared);
         let thread = spawn("vmmfd-watch", move || follow(watch, &queue));

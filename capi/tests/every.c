@@ -1,4 +1,5 @@
-/* Calls every function of the C library: every BACKEND BROKER. BROKER is the socket of a running broker. */
+/* Calls every function of the C library: every BACKEND BROKER. BROKER is the socket of a running broker.
+   every gone BROKER PID ends this broker. */
 #define _GNU_SOURCE
 #include <poll.h>
 #include <pthread.h>
@@ -304,6 +305,10 @@ static void test_fork(vmmfd_device_t *device) {
 }
 
 int main(int argc, char **argv) {
+    if (argc == 4 && strcmp(argv[1], "gone") == 0) {
+        test_gone(argv[2], atoi(argv[3]));
+        return 0;
+    }
     EXPECT(argc == 3);
     vmmfd_device_t *device = test_device(argv[1]);
     test_log(device);

@@ -1,7 +1,10 @@
 /* The broker's functions, on a running broker. */
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "parts.h"
@@ -178,6 +181,67 @@ static void test_parts(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     CHECK(vmmfd_broker_delete(broker, name));
 }
 
+struct meeting {
+    char path[128];
+    const vmmfd_array_t *array;
+};
+
+static void *serve(void *given) {
+    struct meeting *meeting = given;
+    CHECK(vmmfd_handoff_serve(meeting->path, meeting->array, NULL, NULL));
+    return NULL;
+}
+
+/* Ends the process unless stdin, stdout and stderr are still closed. There is no place to print to. */
+static void expect_closed(int stage) {
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) != -1)
+            _exit(stage);
+}
+
+/* No descriptor of the library takes the number of stdin, stdout or stderr, if the program has closed them. */
+static void test_standard(void) {
+    int status;
+    pid_t child = fork();
+    if (child == 0) {
+        vmmfd_device_t *device;
+        vmmfd_array_t *array, *taken;
+        vmmfd_broker_t *broker;
+        vmmfd_watch_t *watch;
+        vmmfd_lease_t *lease;
+        pthread_t thread;
+        struct meeting meeting;
+        char name[64];
+        for (int fd = 0; fd < 3; fd++)
+            close(fd);
+        CHECK(vmmfd_device_open("host", NULL, &device));
+        array = numbers(device, 4, 1);
+        expect_closed(2);
+        meeting.array = array;
+        snprintf(meeting.path, sizeof meeting.path, "%s-%d", place, (int)getpid());
+        EXPECT(pthread_create(&thread, NULL, serve, &meeting) == 0);
+        CHECK(vmmfd_handoff_take(device, meeting.path, NULL, &taken));
+        expect_closed(3);
+        EXPECT(pthread_join(thread, NULL) == 0 && number(taken, 3) == 4);
+        CHECK(vmmfd_broker_connect(place, NULL, &broker));
+        expect_closed(4);
+        snprintf(name, sizeof name, "every/closed-%d", (int)getpid());
+        vmmfd_named_array_t named = {.name = "one", .array = array};
+        vmmfd_put_options_t options = {.lifetime = VMMFD_WITH_MAKER};
+        CHECK(vmmfd_broker_put(broker, name, &named, 1, &options, NULL));
+        CHECK(vmmfd_broker_get(broker, device, name, NULL, &lease));
+        expect_closed(5);
+        CHECK(vmmfd_broker_watch(broker, name, &watch));
+        expect_closed(6);
+        /* Not an exit, at which valgrind reports the parent's objects. */
+        CHECK(vmmfd_broker_delete(broker, name));
+        execlp("true", "true", NULL);
+        _exit(1);
+    }
+    EXPECT(child > 0 && waitpid(child, &status, 0) == child);
+    EXPECT(status == 0);
+}
+
 static void *wait_for_ever(void *broker) {
     vmmfd_get_options_t options = {.wait_ms = UINT64_MAX};
     vmmfd_lease_t *lease;
@@ -196,6 +260,27 @@ static void test_stop(void) {
         CHECK(vmmfd_broker_stop(broker));
     while (nanosleep(&pause, NULL) == 0 && pthread_tryjoin_np(thread, NULL) != 0);
     vmmfd_broker_free(broker);
+}
+
+void test_gone(const char *path, pid_t broker) {
+    vmmfd_broker_t *connected, *other = NULL;
+    vmmfd_broker_options_t options = {.timeout_ms = 300, .wait_ms = 20000};
+    vmmfd_listing_t *listing;
+    vmmfd_error_t *error;
+    CHECK(vmmfd_broker_connect(path, &options, &connected));
+    FAILS(VMMFD_NOT_FOUND, vmmfd_broker_stat(connected, "every/none", 0, &listing));
+    EXPECT(kill(broker, SIGTERM) == 0);
+    options.wait_ms = 1;
+    vmmfd_code_t code = VMMFD_INTERNAL;
+    while (code != VMMFD_NOT_FOUND) {
+        error = vmmfd_broker_connect(path, &options, &other);
+        code = error == NULL ? VMMFD_INTERNAL : error->code;
+        vmmfd_error_free(error);
+        vmmfd_broker_free(other);
+    }
+    for (int i = 0; i < 2; i++)
+        FAILS(VMMFD_DISCONNECTED, vmmfd_broker_stat(connected, "every/none", 0, &listing));
+    vmmfd_broker_free(connected);
 }
 
 void test_broker(const vmmfd_device_t *device, const char *path) {
@@ -228,6 +313,7 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     test_arguments(broker, device);
     test_parts(broker, device, name);
     test_stop();
+    test_standard();
     vmmfd_watch_free(watch);
     FAILS(VMMFD_INVALID, vmmfd_watch_next(watch, 0, &event, &found));
     vmmfd_broker_free(broker);

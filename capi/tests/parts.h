@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/types.h>
 
 #include "vmmfd.h"
 
@@ -71,5 +72,8 @@ static inline uint32_t number(const vmmfd_array_t *array, uint64_t index) {
 
 /* The tests of every_broker.c. */
 void test_broker(const vmmfd_device_t *device, const char *path);
+
+/* Ends the broker, and then uses the connection to it. */
+void test_gone(const char *path, pid_t broker);
 
 #endif

@@ -1,7 +1,7 @@
 //! A single attempt to connect to a socket.
 
 use std::{
-    fs,
+    fs, io,
     os::{fd::OwnedFd, unix::fs::FileTypeExt},
     path::Path,
 };
@@ -11,7 +11,10 @@ use rustix::{
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with},
 };
 
-use crate::error::{Error, Result, SocketError};
+use crate::{
+    error::{Error, Result, SocketError},
+    sys::above_standard,
+};
 
 /// The result of an attempt.
 pub(super) enum Attempt {
@@ -54,5 +57,7 @@ fn is_not_socket(path: &Path) -> bool {
 /// Creates a non-blocking socket: on a blocking one, a full backlog would block `connect`.
 pub(super) fn new_socket() -> Result<OwnedFd> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
-        .map_err(|errno| Error::system("create a SOCK_SEQPACKET socket", errno))
+        .map_err(io::Error::from)
+        .and_then(above_standard)
+        .map_err(|error| Error::system("create a SOCK_SEQPACKET socket", error))
 }

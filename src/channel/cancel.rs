@@ -17,19 +17,18 @@ use std::{
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::eventfd::{EfdFlags, EventFd},
+    sys::eventfd::EventFd,
 };
 
 pub use crate::error::CancelReason;
 use crate::{
     error::{Error, Result},
-    sys::fork::ProcessIdentity,
+    sys::{self, fork::ProcessIdentity},
 };
 
 /// Creates an unsignalled eventfd, close-on-exec and non-blocking. See eventfd(2).
 pub fn eventfd() -> Result<EventFd> {
-    EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
-        .map_err(|errno| Error::system("create an eventfd", errno))
+    sys::eventfd().map_err(|error| Error::system("create an eventfd", error))
 }
 
 /// The time after a duration, or a very late time if that overflows.

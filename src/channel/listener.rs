@@ -33,7 +33,10 @@ use super::{
     path::{MAX_PATH, split},
     record::check_type,
 };
-use crate::error::{Error, Result, SocketError};
+use crate::{
+    error::{Error, Result, SocketError},
+    sys::above_standard,
+};
 
 /// The length of the accept queue.
 const BACKLOG: i32 = 128;
@@ -98,8 +101,7 @@ impl Listener {
         cancel: &Cancel,
     ) -> Result<(Self, Option<i32>)> {
         let (folder_path, name) = split(path)?;
-        let folder = File::open(&folder_path)
-            .map_err(|error| Error::system(format!("open the folder {}", folder_path.display()), error))?;
+        let folder = open_folder(&folder_path)?;
         let lock = PathLock::take(&folder, &folder_path, &name, timeout, cancel)?;
         Self::check_free(path)?;
         let marked_by = lock.marked_by();
@@ -198,8 +200,7 @@ impl Listener {
     /// The errors of [`Listener::bind`].
     pub(crate) fn remove_unserved(path: &Path, timeout: Duration, cancel: &Cancel) -> Result<()> {
         let (folder_path, name) = split(path)?;
-        let folder = File::open(&folder_path)
-            .map_err(|error| Error::system(format!("open the folder {}", folder_path.display()), error))?;
+        let folder = open_folder(&folder_path)?;
         let lock = PathLock::take(&folder, &folder_path, &name, timeout, cancel)?;
         Self::check_free(path)?;
         // If this fails, the next broker reports a crash that did not happen.
@@ -260,7 +261,9 @@ impl Listener {
     /// [`Error::System`]. After `EMFILE` or `ENFILE` the connection is still waiting. See accept(2).
     pub(crate) fn accept(&self) -> Result<Option<OwnedFd>> {
         match accept_with(&self.socket, SocketFlags::CLOEXEC) {
-            Ok(socket) => Ok(Some(socket)),
+            Ok(socket) => above_standard(socket)
+                .map(Some)
+                .map_err(|error| Error::system(format!("accept on {}", self.path.display()), error)),
             Err(SocketErrno::AGAIN | SocketErrno::INTR | SocketErrno::CONNABORTED) => Ok(None),
             Err(errno) => Err(Error::system(format!("accept on {}", self.path.display()), errno)),
         }
@@ -321,6 +324,12 @@ impl SocketName<'_> {
         let through = Path::new("/proc/self/fd").join(file.as_raw_fd().to_string());
         fs::set_permissions(through, fs::Permissions::from_mode(mode))
     }
+}
+
+fn open_folder(path: &Path) -> Result<File> {
+    let opened = File::open(path).and_then(|folder| above_standard(folder.into()));
+    let opened = opened.map_err(|error| Error::system(format!("open the folder {}", path.display()), error))?;
+    Ok(opened.into())
 }
 
 /// The metadata of the socket file at a path, if it exists.

@@ -17,7 +17,10 @@ use nix::{
 };
 
 use super::{Cancel, RETRY, deadline_after};
-use crate::error::{Error, Result, SocketError};
+use crate::{
+    error::{Error, Result, SocketError},
+    sys::above_standard,
+};
 
 /// Excludes other processes from binding or removing the socket. Dropping it removes the lock file unless the file is marked.
 pub(super) struct PathLock<'a> {
@@ -65,7 +68,7 @@ impl<'a> PathLock<'a> {
         let failed = |error: io::Error| Error::system(format!("open {}", path.join(name).display()), error);
         let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
         let file = openat(folder, name, flags, Mode::S_IRUSR | Mode::S_IWUSR).map_err(|errno| failed(errno.into()))?;
-        let file = File::from(file);
+        let file = File::from(above_standard(file).map_err(failed)?);
         let metadata = file.metadata().map_err(failed)?;
         if metadata.uid() != geteuid().as_raw() || !metadata.is_file() {
             if geteuid().is_root() && unlinkat(folder, name, UnlinkatFlags::NoRemoveDir).is_ok() {

@@ -45,6 +45,7 @@ pub(crate) use self::{
 pub use crate::wire::Message;
 use crate::{
     error::{Error, PeerError, Result},
+    sys::above_standard,
     wire::{HEADER_LENGTH, MAX_BODY, ProtocolError, is_error},
 };
 
@@ -94,8 +95,10 @@ impl Channel {
     /// # Errors
     /// [`Error::System`]. See socketpair(2).
     pub fn socket_pair() -> Result<(OwnedFd, OwnedFd)> {
-        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-            .map_err(|errno| Error::system("create a socket pair", errno))
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let pair = pair.map_err(io::Error::from);
+        pair.and_then(|(one, other)| Ok((above_standard(one)?, above_standard(other)?)))
+            .map_err(|error| Error::system("create a socket pair", error))
     }
 
     /// The peer's process.

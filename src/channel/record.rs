@@ -32,6 +32,7 @@ use sendfd::SendWithFd;
 use super::{Cancel, deadline_after};
 use crate::{
     error::{Error, MemoryError, PeerError, Result, SocketError},
+    sys::above_standard,
     wire::{MAX_FDS, ProtocolError},
 };
 
@@ -301,7 +302,8 @@ pub(crate) fn receive_raw(socket: impl AsFd, record: &mut [u8], flags: RecvFlags
             _ => None,
         })
         .flatten()
-        .collect();
+        .map(above_standard)
+        .collect::<io::Result<_>>()?;
     Ok(Raw { bytes: received.bytes, flags: received.flags, fds })
 }
 

@@ -1,11 +1,36 @@
-//! Replacing a descriptor.
+//! Replacing and moving descriptors.
 
 use std::{
     io,
-    os::fd::{AsRawFd, BorrowedFd},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
 };
 
-use nix::libc;
+use nix::{
+    libc,
+    sys::eventfd::{EfdFlags, EventFd},
+};
+
+/// Moves a new descriptor to a number above 2. A program that has closed stdin, stdout or stderr would otherwise read from or print to the
+/// library's file. Does not block.
+///
+/// # Errors
+/// See `F_DUPFD_CLOEXEC` in fcntl(2). The descriptor is closed then.
+pub(crate) fn above_standard(new: OwnedFd) -> io::Result<OwnedFd> {
+    match new.as_raw_fd() {
+        0..=libc::STDERR_FILENO => Ok(rustix::io::fcntl_dupfd_cloexec(new, libc::STDERR_FILENO + 1)?),
+        _ => Ok(new),
+    }
+}
+
+/// Creates an unsignalled eventfd, close-on-exec and non-blocking.
+///
+/// # Errors
+/// See eventfd(2).
+pub fn eventfd() -> io::Result<EventFd> {
+    let new = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+    // SAFETY: the descriptor is an eventfd.
+    Ok(unsafe { EventFd::from_owned_fd(above_standard(new.into())?) })
+}
 
 /// Atomically makes `descriptor` a close-on-exec duplicate of `by` and closes its old file: at no time can another thread get the number
 /// for a new file. A system call that already runs on the descriptor continues with the old file. Does not block.

@@ -18,7 +18,7 @@ use nix::{
     unistd::ftruncate,
 };
 
-use crate::error::code;
+use crate::{error::code, sys::above_standard};
 
 /// Creates an empty, close-on-exec memfd that accepts seals. `name` appears in `/proc/PID/fd`. Does not block.
 ///
@@ -27,12 +27,13 @@ use crate::error::code;
 pub(crate) fn empty(name: &CStr) -> nix::Result<OwnedFd> {
     let close_on_exec = MFdFlags::MFD_CLOEXEC;
     // NOEXEC_SEAL (Linux 6.3) implies sealing, and some systems require it. Older kernels reject it.
-    memfd_create(name, close_on_exec | MFdFlags::from_bits_retain(nix::libc::MFD_NOEXEC_SEAL)).or_else(|errno| {
-        match errno {
-            Errno::EINVAL => memfd_create(name, close_on_exec | MFdFlags::MFD_ALLOW_SEALING),
-            other => Err(other),
-        }
-    })
+    let made = memfd_create(name, close_on_exec | MFdFlags::from_bits_retain(nix::libc::MFD_NOEXEC_SEAL));
+    let made = made.or_else(|errno| match errno {
+        Errno::EINVAL => memfd_create(name, close_on_exec | MFdFlags::MFD_ALLOW_SEALING),
+        other => Err(other),
+    });
+    // Only the move sets another kind of error than errno.
+    above_standard(made?).map_err(|error| error.raw_os_error().map_or(Errno::EIO, Errno::from_raw))
 }
 
 /// Creates a memfd of `size` bytes and commits all its pages.

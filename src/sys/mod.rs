@@ -12,13 +12,14 @@ mod socket;
 mod stderr;
 pub(crate) mod thread;
 
+pub use self::descriptor::eventfd;
 #[cfg(test)]
 pub(crate) use self::file::tests::without_kcmp;
 pub use self::lock::{lock, try_lock};
 pub use self::process::take_passed;
 pub use self::stderr::{Stderr, flush_stderr, never_block_on_stderr};
 pub(crate) use self::{
-    descriptor::replace,
+    descriptor::{above_standard, replace},
     file::kcmp,
     process::{Program, started_ms},
     socket::{pass_descriptors, passes_descriptors, peer_groups, unread},

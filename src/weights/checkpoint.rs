@@ -17,6 +17,7 @@ use super::{
 use crate::{
     array::ArrayDescriptor,
     error::{Error, Result, WeightsError},
+    sys::above_standard,
     wire::Check,
 };
 
@@ -311,6 +312,7 @@ impl WeightsFile {
     fn open(path: &Path, named_by: Option<&Path>) -> Result<Self> {
         // Do not block on a FIFO without a writer.
         let file = File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path);
+        let file = file.and_then(|file| Ok(File::from(above_standard(file.into())?)));
         let file = file.map_err(|error| unopened(path, named_by, error))?;
         let metadata = file.metadata().map_err(|error| Error::system(format!("inspect {}", path.display()), error))?;
         if !metadata.is_file() {

@@ -17,7 +17,7 @@ use rustix::{
     process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 
-use crate::channel::Peer;
+use crate::{channel::Peer, sys::above_standard};
 
 /// A keeper from the server's view. Dropping this leaves the process running.
 #[derive(Debug)]
@@ -90,7 +90,8 @@ impl Process {
 /// A connected pair of sockets.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    Ok(socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+    let (one, other) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    Ok((above_standard(one)?, above_standard(other)?))
 }
 
 pub(super) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {

@@ -45,7 +45,7 @@ use super::{
 };
 use crate::{
     error::{Error, LoadError, Result},
-    sys::fork::ProcessIdentity,
+    sys::{self, fork::ProcessIdentity},
 };
 
 /// The first process that loaded or initialized the driver, or 0. The driver does not survive a fork, and does not report this with a clear
@@ -392,7 +392,8 @@ unsafe fn adopt(call: &'static str, fd: RawFd) -> Result<OwnedFd> {
         return Err(failure(call, code::UNKNOWN));
     }
     // SAFETY: upheld by the caller.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    sys::above_standard(fd).map_err(|error| failure_with(call, code::OPERATING_SYSTEM, Some(error)))
 }
 
 /// Sets close-on-exec.
