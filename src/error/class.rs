@@ -90,7 +90,7 @@ impl Error {
     /// The next step in one sentence, if there is a general one. It names no option of a command and no argument of a language.
     pub fn hint(&self) -> Option<Cow<'static, str>> {
         let hint = match self {
-            Self::Socket(SocketError::NoBroker { path, .. }) => {
+            Self::Socket(SocketError::NoBroker { path, .. }) | Self::Peer(PeerError::BrokerGone { path, .. }) => {
                 let path = path.display();
                 return Some(format!("start `vmmfd serve` at {path}, or use the path of a running broker").into());
             }

@@ -1,6 +1,6 @@
 //! Errors about the peer of a connection.
 
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 use super::{ErrorCode, ProtocolError};
 
@@ -38,6 +38,15 @@ pub enum PeerError {
         pid: i32,
         /// The purpose of the wait: `for the offer`.
         purpose: &'static str,
+    },
+
+    /// The broker of a connection ended, and no broker listens at its path again.
+    #[error("the broker at {} is gone, and none has listened there within {waited:?}", path.display())]
+    BrokerGone {
+        /// The path of the broker's socket.
+        path: PathBuf,
+        /// The time limit.
+        waited: Duration,
     },
 
     /// The peer reported an error and closed the session.

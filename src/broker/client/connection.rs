@@ -93,8 +93,9 @@ impl Connection {
     pub(super) fn connect(path: &Path, config: &Config) -> Result<Self> {
         let dialler = Dialler::new(path, config, config.cancellation()?);
         let mut incoming = buffer();
-        let mut dial =
-            |wait| dialler.dial_until(deadline_after(wait), 0, &mut incoming).map_err(|error| no_broker(error, wait));
+        let mut dial = |wait| {
+            dialler.dial_until(deadline_after(wait), 0, &mut incoming).map_err(|error| no_broker(error, wait, false))
+        };
         let dialled = match dial(config.wait.unwrap_or(config.timeout.min(APPEARS))) {
             // A broker listens, but has no room for another connection yet.
             Err(Error::Socket(SocketError::NotAccepted { .. })) => dial(config.timeout)?,

@@ -108,9 +108,12 @@ impl Dialled {
     }
 }
 
-/// Turns the error of a socket without a listener into an error about a broker.
-pub(super) fn no_broker(error: Error, waited: Duration) -> Error {
+/// Turns the error of a socket without a listener into an error about a broker: of a first connection, or of an existing one.
+pub(super) fn no_broker(error: Error, waited: Duration, existing: bool) -> Error {
     match error {
+        Error::Socket(SocketError::Absent { path, .. }) if existing => {
+            Error::Peer(PeerError::BrokerGone { path, waited })
+        }
         Error::Socket(SocketError::Absent { path, .. }) => {
             Error::Socket(SocketError::NoBroker { path, waited, otherwise: None })
         }

@@ -33,8 +33,8 @@ impl Connection {
     /// request has already broken the connection, so that it is not repeated forever.
     ///
     /// # Errors
-    /// `error` itself, if it has another cause, if there is no path to connect to, or if the request's time limit has passed; errors of
-    /// [`Client::connect`](super::Client::connect).
+    /// `error` itself, if it has another cause, if there is no path to connect to, or if the request's time limit has passed;
+    /// [`PeerError::BrokerGone`] if no broker listens in time; other errors of [`Client::connect`](super::Client::connect).
     pub(super) fn reconnect(
         &self,
         incoming: &mut Vec<u8>,
@@ -54,8 +54,9 @@ impl Connection {
             dialler.pause(tries)?;
         }
         loop {
-            let dialled =
-                dialler.dial_until(deadline, tries, incoming).map_err(|error| no_broker(error, dialler.timeout))?;
+            let dialled = dialler
+                .dial_until(deadline, tries, incoming)
+                .map_err(|error| no_broker(error, dialler.timeout, true))?;
             match self.adopt(dialled, incoming) {
                 Err(error) if is_broken(&error) && Instant::now() < deadline => {}
                 adopted => return adopted,

@@ -168,7 +168,8 @@ impl Watcher {
 
     /// Makes one attempt. Blocks requests only after a broker has answered, so that no request waits for a failing attempt.
     fn try_reconnect(&self, dialler: &Dialler) -> Result<()> {
-        let dialled = dialler.dial(Instant::now(), &mut buffer()).map_err(|error| no_broker(error, Duration::ZERO))?;
+        let dialled =
+            dialler.dial(Instant::now(), &mut buffer()).map_err(|error| no_broker(error, Duration::ZERO, true))?;
         let Some(connection) = self.connection.upgrade() else { return Ok(()) };
         let Some(mut incoming) = try_lock(&connection.incoming) else { return Ok(()) };
         let _requesting = connection.requesting();

@@ -247,7 +247,8 @@ fn absent_broker_is_reported_until_back() {
     reader.hang_up();
     let error = reader.client.stat("a", None).unwrap_err();
     // An existing client waits for its timeout, unlike a new one.
-    assert!(matches!(error, Error::Socket(SocketError::NoBroker { waited: A_WHILE, .. })), "{error:?}");
+    assert!(matches!(error, Error::Peer(PeerError::BrokerGone { waited: A_WHILE, .. })), "{error:?}");
+    assert_eq!(error.class(), ErrorClass::Disconnected);
     assert_eq!(reader.lost(), LossReason::Unreachable);
     assert!(!reader.leases[0].is_held());
     let broker = Scripted::again(folder);

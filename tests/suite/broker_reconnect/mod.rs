@@ -26,7 +26,7 @@ use vmmfd::{
     },
     channel::Cancel,
     driver::Backend,
-    error::{ErrorCode, PeerError, RefusalCode, SocketError},
+    error::{ErrorClass, ErrorCode, PeerError, RefusalCode},
     memory::{Region, Shared},
     session::Config,
     wire::{
