@@ -181,6 +181,51 @@ static void test_parts(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     CHECK(vmmfd_broker_delete(broker, name));
 }
 
+/* A fork does not keep the names of its parent's connection, from its first call on. */
+static void test_fork_after_connect(const vmmfd_broker_t *broker) {
+    int alive[2], called[2];
+    char name[64], byte;
+    vmmfd_listing_t *listing = NULL;
+    EXPECT(pipe(alive) == 0 && pipe(called) == 0);
+    snprintf(name, sizeof name, "every/forked-%d", (int)getpid());
+    pid_t maker = fork();
+    if (maker == 0) {
+        vmmfd_device_t *device;
+        vmmfd_broker_t *own;
+        vmmfd_lease_t *lease;
+        CHECK(vmmfd_device_open("host", NULL, &device));
+        CHECK(vmmfd_broker_connect(place, NULL, &own));
+        vmmfd_named_array_t named = {.name = "one", .array = numbers(device, 1, 1)};
+        vmmfd_put_options_t options = {.lifetime = VMMFD_WITH_MAKER};
+        CHECK(vmmfd_broker_put(own, name, &named, 1, &options, NULL));
+        CHECK(vmmfd_broker_get(own, device, name, NULL, &lease));
+        if (fork() == 0) {
+            close(alive[1]);
+            vmmfd_broker_free(own);
+            EXPECT(write(called[1], "c", 1) == 1 && read(alive[0], &byte, 1) == 0);
+            execlp("true", "true", NULL);
+            _exit(1);
+        }
+        pause();
+    }
+    close(alive[0]);
+    EXPECT(maker > 0 && read(called[0], &byte, 1) == 1);
+    CHECK(vmmfd_broker_stat(broker, name, 0, &listing));
+    vmmfd_listing_free(listing);
+    EXPECT(kill(maker, SIGKILL) == 0 && waitpid(maker, NULL, 0) == maker);
+    vmmfd_error_t *error = NULL;
+    struct timespec pause = {.tv_nsec = 50 * 1000 * 1000};
+    for (int i = 0; error == NULL && i < 400; i++) {
+        error = vmmfd_broker_stat(broker, name, 0, &listing);
+        vmmfd_listing_free(listing);
+        nanosleep(&pause, NULL);
+    }
+    FAILS(VMMFD_NOT_FOUND, error);
+    close(alive[1]);
+    close(called[0]);
+    close(called[1]);
+}
+
 struct meeting {
     char path[128];
     const vmmfd_array_t *array;
@@ -314,6 +359,7 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     test_parts(broker, device, name);
     test_stop();
     test_standard();
+    test_fork_after_connect(broker);
     vmmfd_watch_free(watch);
     FAILS(VMMFD_INVALID, vmmfd_watch_next(watch, 0, &event, &found));
     vmmfd_broker_free(broker);

@@ -8,6 +8,7 @@ use std::{
 
 use nix::libc;
 
+use super::inherited::close_inherited;
 use crate::error::{Error, Result};
 
 /// A page that the kernel zeroes in each fork. Null until it is mapped; [`MISSING`] if the kernel does not support such pages.
@@ -39,7 +40,8 @@ pub struct ProcessIdentity {
 }
 
 impl ProcessIdentity {
-    /// The identity of this process. Does not block. Costs one memory read, and two system calls once per process.
+    /// The identity of this process. Does not block. Costs one memory read, and two system calls once per process. A fork's first call
+    /// closes its copies of the parent's connections to brokers.
     ///
     /// See madvise(2).
     pub fn current() -> Self {
@@ -47,9 +49,15 @@ impl ProcessIdentity {
         match Self::from_bits(page.load(Ordering::Acquire)) {
             Some(current) => current,
             None => {
-                let new = Self { generation: LAST.fetch_add(1, Ordering::AcqRel) + 1, pid: process::id() };
+                let before = LAST.fetch_add(1, Ordering::AcqRel);
+                let new = Self { generation: before + 1, pid: process::id() };
                 match page.compare_exchange(0, new.to_bits(), Ordering::AcqRel, Ordering::Acquire) {
-                    Ok(_) => new,
+                    Ok(_) => {
+                        if before > 0 {
+                            close_inherited();
+                        }
+                        new
+                    }
                     // Another thread was first.
                     Err(bits) => Self::from_bits(bits).unwrap_or(new),
                 }

@@ -5,6 +5,7 @@ mod descriptor;
 pub mod dlpack;
 mod file;
 pub mod fork;
+pub(crate) mod inherited;
 mod lock;
 pub(crate) mod memfd;
 mod process;

@@ -25,7 +25,7 @@ use crate::{
     driver::Driver,
     error::{Error, PeerError, Result, SocketError},
     memory::{Device, DeviceIdentity},
-    sys::{fork::ProcessIdentity, lock},
+    sys::{fork::ProcessIdentity, inherited::ClosedInForks, lock},
     wire::broker::{Message, Release, Stop, Token},
 };
 
@@ -40,8 +40,10 @@ const APPEARS: Duration = Duration::from_secs(1);
 pub(super) struct Connection {
     /// A reconnect replaces the socket under the same descriptor number.
     pub(super) socket: RecordSocket,
+    /// A fork would keep the leases and names of this connection.
+    pub(super) closed_in_forks: ClosedInForks,
     pub(super) peer: Mutex<Peer>,
-    /// The process that connected: a fork shares the socket and must not use it.
+    /// The process that connected: a fork must not use the connection.
     process: ProcessIdentity,
     /// How to reconnect; `None` for a socket that the caller connected.
     pub(super) dialler: Option<Arc<Dialler>>,
@@ -118,6 +120,7 @@ impl Connection {
     fn new(dialled: Dialled, incoming: Vec<u8>, dialler: Option<Arc<Dialler>>) -> Self {
         let Dialled { socket, peer, instance } = dialled;
         Self {
+            closed_in_forks: ClosedInForks::new(socket.as_fd()),
             socket,
             peer: Mutex::new(peer),
             process: ProcessIdentity::current(),
@@ -356,13 +359,11 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         let Some(watcher) = self.watcher.get() else { return };
+        // In a fork, the socket is closed.
         if self.is_own() {
             // The background thread shares the socket, which must not outlive the connection.
             let _ = self.socket.shared().shutdown(std::net::Shutdown::Both);
             watcher.wake();
-        } else {
-            // A fork has no background thread that would drop the socket, so close the fork's descriptor here.
-            watcher.replace_in_fork(self.socket.as_fd());
         }
     }
 }

@@ -49,7 +49,8 @@ use crate::{
 /// A connection to a broker.
 ///
 /// Clones share the connection, which carries one request at a time: a request waits for the requests of other threads. The connection
-/// closes, and its leases and claims end, when the last clone, lease and claim are dropped. After a fork, the child must connect again.
+/// closes, and its leases and claims end, when the last clone, lease and claim are dropped. After a fork, the child must connect again: its
+/// first use of this crate closes its copies of the parent's connections. Until then the child keeps the parent's leases and names alive.
 ///
 /// Each call blocks until the broker answers, for at most the config's timeout plus the wait of the request. After a refusal
 /// ([`Error::Broker`]) the connection remains usable. Any other error closes it, and the next call reconnects.

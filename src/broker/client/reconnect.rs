@@ -84,6 +84,7 @@ impl Connection {
     pub(super) fn adopt(&self, dialled: Dialled, incoming: &mut Vec<u8>) -> Result<()> {
         let Dialled { socket, peer, instance } = dialled;
         self.socket.replace(&socket)?;
+        self.closed_in_forks.update(self.socket.as_fd());
         drop(socket);
         *lock(&self.peer) = peer;
         let taken = self.resume_all(&instance, incoming);
