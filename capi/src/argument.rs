@@ -6,6 +6,7 @@ use std::{
     os::fd::{BorrowedFd, OwnedFd},
     path::Path,
     slice,
+    sync::Arc,
     time::Duration,
 };
 
@@ -146,19 +147,24 @@ pub(crate) fn milliseconds(time: u64, default: Duration) -> Duration {
 ///
 /// # Errors
 /// [`Error::System`] if no descriptor is free.
-pub(crate) fn config(timeout_ms: u64, trust: &[u32], stop: c_int) -> Outcome<Config> {
+pub(crate) fn config(timeout_ms: u64, trust: &[u32], stop: Option<&Arc<OwnedFd>>) -> Outcome<Config> {
     let config = Config::default();
     let timeout = milliseconds(timeout_ms, config.timeout);
     let config = config.timeout(timeout).trust(Trust { uids: trust.to_vec() });
-    if stop == 0 {
-        return Ok(config);
-    }
-    let stop = descriptor(stop, "stop")?;
+    let Some(stop) = stop.map(Arc::clone) else { return Ok(config) };
     let cancel = Cancel::new()?.with_check(move || is_readable(&stop));
     Ok(config.cancel(&cancel))
 }
 
-fn is_readable(fd: &OwnedFd) -> bool {
+/// The descriptor that stops calls; `None` for 0.
+///
+/// # Errors
+/// As [`descriptor`].
+pub(crate) fn stop(fd: c_int) -> Outcome<Option<Arc<OwnedFd>>> {
+    (fd != 0).then(|| descriptor(fd, "stop").map(Arc::new)).transpose()
+}
+
+pub(crate) fn is_readable(fd: &OwnedFd) -> bool {
     use std::os::fd::AsFd;
 
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};

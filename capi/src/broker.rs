@@ -3,6 +3,7 @@
 use std::{
     ffi::{c_char, c_int},
     mem::MaybeUninit,
+    os::fd::OwnedFd,
     path::PathBuf,
     sync::Arc,
     time::Duration,
@@ -15,7 +16,7 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{config, json, list, milliseconds, optional_text, out, path, run_out, text},
+    argument::{config, json, list, milliseconds, optional_text, out, path, run_out, stop, text},
     array::vmmfd_array_t,
     device::vmmfd_device_t,
     error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
@@ -25,11 +26,11 @@ use crate::{
     leased::Leased,
     listing::{Listing, vmmfd_listing_t},
     put::{self, Named},
-    watch::{Watching, vmmfd_watch_t},
+    watch::{Watches, Watching, vmmfd_watch_t},
 };
 
-/// A connection to a broker. It carries one request at a time: a get that waits delays the requests of other threads, so connect once for
-/// each thread that waits.
+/// A connection to a broker. Any threads may use it at once: it carries one request at a time, and a get that waits is paused for the
+/// requests of other threads.
 #[derive(Debug)]
 pub struct vmmfd_broker_t {
     _opaque: [u8; 0],
@@ -42,6 +43,8 @@ pub(crate) struct Broker {
     path: PathBuf,
     timeout: Duration,
     trust: Vec<u32>,
+    stop: Option<Arc<OwnedFd>>,
+    watches: Watches,
 }
 
 impl Broker {
@@ -94,13 +97,14 @@ pub extern "C" fn vmmfd_broker_connect(
         let environment = || std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(PathBuf::from);
         let path = self::path(path).map(PathBuf::from).or_else(environment);
         let found = BrokerPath::find(path.as_deref())?;
-        let config = config(timeout_ms, trust, stop)?;
+        let stop = self::stop(stop)?;
+        let config = config(timeout_ms, trust, stop.as_ref())?;
         let trust = trust.to_vec();
         let path = found.path().to_owned();
         let timeout = config.timeout;
         let config = if wait_ms == 0 { config } else { config.wait(milliseconds(wait_ms, timeout)) };
         let client = Client::connect(&path, &config).map_err(|error| found.complete(error))?;
-        Ok(handle::insert(Broker { client, path, timeout, trust }))
+        Ok(handle::insert(Broker { client, path, timeout, trust, stop, watches: Watches::default() }))
     })
 }
 
@@ -351,7 +355,7 @@ pub extern "C" fn vmmfd_broker_delete(broker: *const vmmfd_broker_t, name: *cons
 
 /// Starts to watch the events of names that start with `prefix` and that this user may read; NULL is every name. The events start now.
 ///
-/// The watch has its own connection and thread, and does not delay requests. The caller frees `*watch` with `vmmfd_watch_free`; it is
+/// The watch has its own connection and thread. The caller frees `*watch` with `vmmfd_watch_free`; it is
 /// NULL after a failure. Blocks until the broker answers, for at most the connection's timeout. Any thread may call it.
 ///
 /// Errors: as for `vmmfd_broker_connect`; `VMMFD_FORKED`.
@@ -365,19 +369,23 @@ pub extern "C" fn vmmfd_broker_watch(
     run_out(watch, "watch", || {
         let broker = handle::get(broker)?;
         let prefix = optional_text(prefix, "prefix")?.unwrap_or_default();
-        Ok(handle::insert(Watching::start(&broker.path, &broker.config(), prefix)?))
+        let watch = Watching::start(&broker.path, &broker.config(), prefix, broker.stop.clone())?;
+        broker.watches.add(&watch);
+        Ok(handle::insert(watch))
     })
 }
 
-/// Ends the wait of another thread's get on this connection, which then fails with `VMMFD_INTERRUPTED`. Does nothing if none waits. Blocks
-/// only while the socket is full. Any thread may call it.
+/// Ends the waits of other threads: a get on this connection, and each `vmmfd_watch_next` of its watches, which then fail with
+/// `VMMFD_INTERRUPTED`. Does nothing if none waits. Blocks only while the socket is full. Any thread may call it.
 ///
 /// Errors: `VMMFD_DISCONNECTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_broker_stop(broker: *const vmmfd_broker_t) -> *mut vmmfd_error_t {
     run(|| {
-        handle::get(broker)?.client.stop()?;
+        let broker = handle::get(broker)?;
+        broker.watches.interrupt();
+        broker.client.stop()?;
         Ok(())
     })
 }

@@ -18,7 +18,7 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{config, descriptor, list, out, path, run_out},
+    argument::{config, descriptor, list, out, path, run_out, stop},
     array::{Array, vmmfd_array_t},
     device::{driver, vmmfd_device_t},
     error::{Outcome, run, vmmfd_error_t},
@@ -70,7 +70,12 @@ impl Options {
             number => number,
         };
         let socket = (given.socket != 0).then(|| descriptor(given.socket, "socket")).transpose()?;
-        Ok(Self { config: config(given.timeout_ms, trust, given.stop)?, consumers, socket, writable: given.writable })
+        Ok(Self {
+            config: config(given.timeout_ms, trust, stop(given.stop)?.as_ref())?,
+            consumers,
+            socket,
+            writable: given.writable,
+        })
     }
 }
 

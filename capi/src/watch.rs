@@ -4,10 +4,10 @@ use std::{
     collections::VecDeque,
     ffi::{c_char, c_int},
     mem::MaybeUninit,
-    os::fd::{AsFd, AsRawFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     path::Path,
     ptr,
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -22,7 +22,7 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{milliseconds, out},
+    argument::{is_readable, milliseconds, out},
     error::{Outcome, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
     owned::Kept,
@@ -88,6 +88,9 @@ const MOST: usize = 1024;
 /// The pause after a failure, before the thread asks the broker again.
 const PAUSE: Duration = Duration::from_secs(1);
 
+/// The interval at which a wait looks at the descriptor that stops it.
+const CHECK_INTERVAL: Duration = Duration::from_millis(25);
+
 /// The longest single wait of the thread.
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -97,9 +100,10 @@ pub(crate) struct Watching {
     thread: Option<JoinHandle<()>>,
     /// The texts of the last event.
     texts: Mutex<Kept>,
+    stop: Option<Arc<OwnedFd>>,
 }
 
-struct Queue {
+pub(crate) struct Queue {
     /// Readable while events wait.
     ready: EventFd,
     state: Mutex<Pending>,
@@ -109,7 +113,29 @@ struct Queue {
 #[derive(Default)]
 struct Pending {
     waiting: VecDeque<vmmfd::Result<Watched>>,
+    /// The number of interruptions.
+    interrupted: u64,
     ended: bool,
+}
+
+/// The watches of a connection.
+#[derive(Default)]
+pub(crate) struct Watches(Mutex<Vec<Weak<Queue>>>);
+
+impl Watches {
+    pub(crate) fn add(&self, watch: &Watching) {
+        let mut watches = lock(&self.0);
+        watches.retain(|watch| watch.strong_count() > 0);
+        watches.push(Arc::downgrade(&watch.shared));
+    }
+
+    /// Ends all waits for events.
+    pub(crate) fn interrupt(&self) {
+        for queue in lock(&self.0).iter().filter_map(Weak::upgrade) {
+            lock(&queue.state).interrupted += 1;
+            queue.changed.notify_all();
+        }
+    }
 }
 
 impl Queue {
@@ -130,28 +156,36 @@ impl Queue {
     }
 
     /// Takes the next event, waiting for it until the deadline.
-    fn pop(&self, deadline: Instant) -> Option<vmmfd::Result<Watched>> {
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] after an interruption, when `stop` is readable, and when the watch is freed.
+    fn pop(&self, deadline: Instant, stop: Option<&OwnedFd>) -> vmmfd::Result<Option<Watched>> {
         let mut state = lock(&self.state);
+        let interrupted = state.interrupted;
         loop {
             if let Some(event) = state.waiting.pop_front() {
                 if state.waiting.is_empty() {
                     let _ = self.ready.read();
                 }
                 self.changed.notify_all();
-                return Some(event);
+                return event.map(Some);
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return None;
+                return Ok(None);
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            if state.ended || state.interrupted != interrupted || stop.is_some_and(is_readable) {
+                return Err(Error::Interrupted { reason: CancelReason::Program });
+            }
+            let pause = stop.map_or(left, |_| left.min(CHECK_INTERVAL));
+            state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
 
 impl Watching {
     /// Opens a connection and watches.
-    pub(crate) fn start(path: &Path, config: &Config, prefix: &str) -> Outcome<Self> {
+    pub(crate) fn start(path: &Path, config: &Config, prefix: &str, stop: Option<Arc<OwnedFd>>) -> Outcome<Self> {
         let cancel = Cancel::new()?;
         let client = Client::connect(path, &config.clone().cancel(&cancel))?;
         let watch = client.watch(prefix, None)?;
@@ -160,7 +194,14 @@ impl Watching {
         let queue = Arc::clone(&shared);
         let thread = spawn("vmmfd-watch", move || follow(watch, &queue));
         let thread = thread.map_err(|error| Error::system("start a thread", error))?;
-        Ok(Self { shared, cancel, thread: Some(thread), texts: Mutex::default() })
+        Ok(Self { shared, cancel, thread: Some(thread), texts: Mutex::default(), stop })
+    }
+
+    /// Ends the thread and all waits.
+    fn end(&self) {
+        lock(&self.shared.state).ended = true;
+        self.shared.changed.notify_all();
+        self.cancel.cancel(CancelReason::Program);
     }
 
     fn show(&self, watched: Watched) -> vmmfd_event_t {
@@ -195,9 +236,7 @@ impl Watching {
 
 impl Drop for Watching {
     fn drop(&mut self) {
-        lock(&self.shared.state).ended = true;
-        self.shared.changed.notify_all();
-        self.cancel.cancel(CancelReason::Program);
+        self.end();
         if let Some(thread) = self.thread.take() {
             // A panic of the thread was printed.
             let _ = thread.join();
@@ -260,7 +299,8 @@ pub extern "C" fn vmmfd_watch_descriptor(
 /// Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`: 0 only
 /// takes an event that waits. One thread at a time may call it.
 ///
-/// Errors: `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues at
+/// Errors: `VMMFD_INTERRUPTED` if another thread frees the watch or calls `vmmfd_broker_stop`, or `stop` of the connection is readable.
+/// `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues at
 /// its place, and the call may be repeated. `VMMFD_INVALID`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
@@ -275,17 +315,22 @@ pub extern "C" fn vmmfd_watch_next(
         let found = out(found, "found")?;
         let watch = handle::get(watch)?;
         let deadline = Instant::now() + milliseconds(timeout_ms, Duration::ZERO);
-        if let Some(watched) = watch.shared.pop(deadline) {
-            event.write(watch.show(watched?));
+        if let Some(watched) = watch.shared.pop(deadline, watch.stop.as_deref())? {
+            event.write(watch.show(watched));
             found.write(true);
         }
         Ok(())
     })
 }
 
-/// Frees a watch, and stops its thread. NULL is allowed. Blocks until the thread has exited, usually for less than a millisecond. A handle
+/// Frees a watch, ends the wait of another thread for its next event, and stops its thread. NULL is allowed. Blocks until the thread has exited, usually for less than a millisecond. A handle
 /// that is not valid is reported in the log. Any thread may call it, once for each watch.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_watch_free(watch: *mut vmmfd_watch_t) {
-    run_logged(|| handle::remove(watch));
+    run_logged(|| {
+        if let Some(watch) = handle::optional(watch)? {
+            watch.end();
+        }
+        handle::remove(watch)
+    });
 }

@@ -4,6 +4,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/eventfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -294,6 +295,64 @@ static void *wait_for_ever(void *broker) {
     return NULL;
 }
 
+static void *wait_for_event(void *watch) {
+    vmmfd_event_t event;
+    bool found;
+    FAILS(VMMFD_INTERRUPTED, vmmfd_watch_next(watch, UINT64_MAX, &event, &found));
+    EXPECT(!found);
+    return NULL;
+}
+
+/* Each of the three ways ends a wait for an event. */
+static void test_interrupted_watch(void) {
+    struct timespec pause = {.tv_nsec = 20 * 1000 * 1000};
+    for (int way = 0; way < 3; way++) {
+        vmmfd_broker_t *broker;
+        vmmfd_watch_t *watch;
+        pthread_t thread;
+        vmmfd_broker_options_t options = {.stop = eventfd(0, EFD_CLOEXEC)};
+        CHECK(vmmfd_broker_connect(place, &options, &broker));
+        CHECK(vmmfd_broker_watch(broker, "every/never", &watch));
+        EXPECT(pthread_create(&thread, NULL, wait_for_event, watch) == 0);
+        do {
+            nanosleep(&pause, NULL);
+            if (way == 0)
+                CHECK(vmmfd_broker_stop(broker));
+            else if (way == 1)
+                EXPECT(eventfd_write(options.stop, 1) == 0);
+            else {
+                nanosleep(&pause, NULL);
+                vmmfd_watch_free(watch);
+                EXPECT(pthread_join(thread, NULL) == 0);
+                watch = NULL;
+            }
+        } while (way < 2 && pthread_tryjoin_np(thread, NULL) != 0);
+        vmmfd_watch_free(watch);
+        vmmfd_broker_free(broker);
+        EXPECT(close(options.stop) == 0);
+    }
+}
+
+/* A get that waits does not delay the requests of other threads. */
+static void test_requests_beside_wait(void) {
+    vmmfd_broker_t *broker;
+    vmmfd_listing_t *listing;
+    pthread_t thread;
+    vmmfd_broker_options_t options = {.timeout_ms = 20000};
+    struct timespec pause = {.tv_nsec = 20 * 1000 * 1000};
+    CHECK(vmmfd_broker_connect(place, &options, &broker));
+    EXPECT(pthread_create(&thread, NULL, wait_for_ever, broker) == 0);
+    for (int i = 0; i < 10; i++) {
+        nanosleep(&pause, NULL);
+        CHECK(vmmfd_broker_list(broker, "", &listing));
+        vmmfd_listing_free(listing);
+    }
+    do
+        CHECK(vmmfd_broker_stop(broker));
+    while (nanosleep(&pause, NULL) == 0 && pthread_tryjoin_np(thread, NULL) != 0);
+    vmmfd_broker_free(broker);
+}
+
 static void test_stop(void) {
     vmmfd_broker_t *broker;
     pthread_t thread;
@@ -358,6 +417,8 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     test_arguments(broker, device);
     test_parts(broker, device, name);
     test_stop();
+    test_interrupted_watch();
+    test_requests_beside_wait();
     test_standard();
     test_fork_after_connect(broker);
     vmmfd_watch_free(watch);

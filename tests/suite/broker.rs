@@ -17,7 +17,7 @@ use vmmfd::{
     array::{ArrayDescriptor, ElementType, Order},
     broker::{
         ArrayEntry, ClaimOf, Client, Condition, Found, Get, Lifetime, Put, PutPart, Quota, Server, ServerConfig,
-        ServerReport,
+        ServerReport, Watched,
     },
     channel::{Cancel, CancelReason},
     driver::{Backend, DeviceUuid, Driver},
@@ -33,6 +33,7 @@ cases! {
     on crate::support::Subject; host and cuda: [
     readers_keep_a_replaced_version,
     get_waits_for_put,
+    waiting_get_delays_no_other_request,
     one_reader_claims_and_others_wait,
     parts_of_processes_are_published_together,
     selected_arrays_send_only_their_segments,
@@ -188,6 +189,47 @@ fn get_waits_for_put(subject: Subject) {
         thread::sleep(Duration::from_millis(1));
     }
     assert_eq!(waiting.join().unwrap(), RefusalCode::Stopped);
+}
+
+fn waiting_get_delays_no_other_request(subject: Subject) {
+    let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
+    // Longer than the requests of this test, and shorter than the waits.
+    let config = Config::default().timeout(Duration::from_secs(30));
+    let client = Client::connect(&broker.path, &config).unwrap();
+    let begun = Instant::now();
+    let waiting: Vec<_> = ["late", "later"]
+        .map(|name| {
+            let (client, driver) = (client.clone(), driver.clone());
+            thread::spawn(move || byte(&client, &driver, &Get::new(name).wait(Duration::from_secs(600))))
+        })
+        .into();
+    let never = {
+        let client = client.clone();
+        thread::spawn(move || refused(client.get(&Get::new("never").wait(Duration::from_millis(400)))).0)
+    };
+    let watching = {
+        let mut watch = client.watch("late", None).unwrap();
+        thread::spawn(move || {
+            let mut names = Vec::new();
+            while names.len() < 2 {
+                if let Some(Watched::Event(event)) = watch.next(Duration::from_secs(600)).unwrap() {
+                    names.push(event.name);
+                }
+            }
+            names
+        })
+    };
+    for _ in 0..100 {
+        client.list("").unwrap();
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(never.join().unwrap(), RefusalCode::Timeout);
+    for (name, value) in [("late", 1), ("later", 2)] {
+        put(&client, name, &filled(&driver, MIB, None, value), Condition::New).unwrap();
+    }
+    assert_eq!(waiting.into_iter().map(|get| get.join().unwrap()).collect::<Vec<_>>(), [1, 2]);
+    assert_eq!(&watching.join().unwrap()[..], ["late", "later"]);
+    assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", begun.elapsed());
 }
 
 fn one_reader_claims_and_others_wait(subject: Subject) {

@@ -14,7 +14,8 @@ use std::{
 use super::{
     dial::{Dialled, Dialler, no_broker},
     holdings::{Handlers, Holdings, OwnLease},
-    records::{buffer, is_broken, receive_on, send_on},
+    records::{buffer, is_broken, is_stopped, receive_on, send_on},
+    turns::Turns,
     waker::Waker,
 };
 use crate::{
@@ -49,9 +50,9 @@ pub(super) struct Connection {
     pub(super) dialler: Option<Arc<Dialler>>,
     /// Cache of the devices that objects were opened for: a lookup asks the driver for all devices.
     devices: Mutex<Vec<Device>>,
-    /// Receive buffer. Its lock is the right to make a request, held until the whole answer has arrived and during a reconnect.
-    pub(super) incoming: Mutex<Vec<u8>>,
-    /// The thread that holds `incoming` while it waits: its program's check must not wait for the same lock. 0 if there is none.
+    /// The right to make a request, held until the whole answer has arrived and during a reconnect.
+    pub(super) turns: Turns,
+    /// The thread whose turn it is: its program's check must not wait for another turn. 0 if there is none.
     requester: AtomicUsize,
     pub(super) holdings: Mutex<Holdings>,
     pub(super) handlers: Mutex<Handlers>,
@@ -126,7 +127,7 @@ impl Connection {
             process: ProcessIdentity::current(),
             dialler,
             devices: Mutex::default(),
-            incoming: Mutex::new(incoming),
+            turns: Turns::new(incoming),
             requester: AtomicUsize::new(0),
             holdings: Mutex::new(Holdings { instance, ..Holdings::default() }),
             handlers: Mutex::default(),
@@ -140,8 +141,8 @@ impl Connection {
         self.socket.timeout()
     }
 
-    /// Makes a request: `request` sends it and receives the whole answer, within the timeout plus `wait`. Blocks while another thread's
-    /// request is in progress.
+    /// Makes a request: `request` sends it and receives the whole answer, within the timeout plus `wait`. Waits for the requests of other
+    /// threads in progress, at most for the timeout, but not for their waits of [`Connection::wait`].
     ///
     /// If the connection breaks, this reconnects within the timeout and calls `request` again with the rest of the wait. So `request`
     /// must be idempotent. A request with several answers, like a watch, stores received answers outside the closure and then asks for
@@ -149,6 +150,25 @@ impl Connection {
     pub(super) fn request<T>(
         &self,
         wait: Duration,
+        request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
+    ) -> Result<T> {
+        self.run(wait, false, request)
+    }
+
+    /// Makes a request that waits in the broker, like [`Connection::request`]. While other threads want to make a request, it is stopped,
+    /// and `request` is called again afterwards with the rest of the wait.
+    pub(super) fn wait<T>(
+        &self,
+        wait: Duration,
+        request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
+    ) -> Result<T> {
+        self.run(wait, !wait.is_zero(), request)
+    }
+
+    fn run<T>(
+        &self,
+        wait: Duration,
+        can_pause: bool,
         mut request: impl FnMut(&mut Exchange<'_>, Duration) -> Result<T>,
     ) -> Result<T> {
         self.check_fork()?;
@@ -156,17 +176,21 @@ impl Connection {
             let problem = "a check of `Cancel::with_check` used the connection to the broker whose request it checks";
             return Err(Error::Misuse { problem: problem.to_owned() });
         }
-        let mut incoming = lock(&self.incoming);
-        let _requesting = self.requesting();
         let started = Instant::now();
+        let busy =
+            || Error::Peer(PeerError::Timeout { waited: self.timeout(), purpose: "for another thread's request" });
+        let turn = self.turns.begin(deadline_after(self.timeout()), || self.pause());
+        let mut turn = turn.ok_or_else(busy)?;
+        let mut requesting = self.requesting();
         let before = self.stops.load(Ordering::Acquire);
         let mut left = wait;
         let mut stops = None;
         let mut tries = 0;
         loop {
             let answer_timeout = self.socket.timeout().saturating_add(left);
+            self.turns.allow_pause(can_pause);
             let mut exchange =
-                Exchange { connection: self, incoming: &mut incoming, answer_timeout, stops, finished: false };
+                Exchange { connection: self, incoming: &mut turn, answer_timeout, stops, finished: false };
             let error = match request(&mut exchange, left) {
                 Ok(answer) => {
                     exchange.finished = true;
@@ -175,14 +199,23 @@ impl Connection {
                 Err(error) => error,
             };
             drop(exchange);
-            self.reconnect(&mut incoming, error, tries, started, wait)?;
-            tries += 1;
+            self.turns.allow_pause(false);
+            if can_pause && is_stopped(&error) && before == self.stops() {
+                drop(requesting);
+                let left = wait.saturating_sub(started.elapsed());
+                turn =
+                    turn.pass(deadline_after(left.saturating_add(self.timeout())), || self.pause()).ok_or_else(busy)?;
+                requesting = self.requesting();
+            } else {
+                self.reconnect(&mut turn, error, tries, started, wait)?;
+                tries += 1;
+            }
             left = wait.saturating_sub(started.elapsed());
             stops = Some(before);
         }
     }
 
-    /// Called with `incoming` locked.
+    /// Called during a turn.
     pub(super) fn requesting(&self) -> Requesting<'_> {
         self.requester.store(this_thread(), Ordering::Relaxed);
         Requesting(&self.requester)
@@ -190,6 +223,12 @@ impl Connection {
 
     pub(super) fn stops(&self) -> u64 {
         self.stops.load(Ordering::Acquire)
+    }
+
+    /// Stops the request of another thread that waits in the broker. It is repeated after this thread's turn.
+    fn pause(&self) {
+        // If the socket is full or broken, the other thread notices soon.
+        let _ = self.try_send(&Message::Stop(Stop {}));
     }
 
     /// Interrupts the wait of the pending request.
@@ -240,7 +279,7 @@ impl Connection {
         }
         // Remove it first: a reconnect in progress compares the resumed leases with the remaining ones.
         lock(&self.holdings).leases.remove(&token);
-        match self.try_release(token) {
+        match self.try_send(&Message::Release(Release { token })) {
             Ok(true) => {}
             Ok(false) => {
                 lock(&self.holdings).pending_releases.push(token);
@@ -254,8 +293,7 @@ impl Connection {
     }
 
     /// Returns whether the socket had room for the message.
-    fn try_release(&self, token: Token) -> Result<bool> {
-        let message = Message::Release(Release { token });
+    fn try_send(&self, message: &Message) -> Result<bool> {
         let mut record = Vec::with_capacity(64);
         message.encode_into(&mut record)?;
         tracing::debug!(kind = message.name(), "to the broker");
@@ -266,7 +304,7 @@ impl Connection {
     pub(super) fn try_flush_releases(&self) -> bool {
         let mut holdings = lock(&self.holdings);
         while let Some(&token) = holdings.pending_releases.last() {
-            match self.try_release(token) {
+            match self.try_send(&Message::Release(Release { token })) {
                 Ok(true) => drop(holdings.pending_releases.pop()),
                 Ok(false) => return true,
                 // The connection broke: the broker ends leases that are not resumed.
@@ -389,12 +427,11 @@ impl Exchange<'_> {
             }
             Err(error) => return Err(error),
         }
-        match self.stops {
-            // The request was stopped while the connection was down.
-            Some(before) if before != self.connection.stops.load(Ordering::Acquire) => {
-                self.send(&Message::Stop(Stop {}), &[])
-            }
-            _ => Ok(()),
+        // The request was stopped while the connection was down or another thread had its turn, or another thread wants a turn.
+        let stopped = self.stops.is_some_and(|before| before != self.connection.stops());
+        match stopped || self.connection.turns.is_wanted() {
+            true => self.send(&Message::Stop(Stop {}), &[]),
+            false => Ok(()),
         }
     }
 

@@ -195,7 +195,7 @@ impl Client {
     /// As [`Client::get`].
     pub fn get_all(&self, gets: &[Get], wait: Option<Duration>) -> Result<Vec<Lease>> {
         let mut request = build_request(gets, wait, None)?;
-        let leases = self.0.request(wait.unwrap_or_default(), |exchange, left| {
+        let leases = self.0.wait(wait.unwrap_or_default(), |exchange, left| {
             send_get(exchange, &mut request, left)?;
             let mut leases = Vec::with_capacity(gets.len());
             for remaining in (0..gets.len()).rev() {
@@ -218,7 +218,7 @@ impl Client {
     /// As [`Client::get`].
     pub fn get_or_claim(&self, get: &Get, claim: &ClaimOf) -> Result<Found> {
         let mut request = build_request(std::slice::from_ref(get), get.wait, Some(claim))?;
-        let found = self.0.request(get.wait.unwrap_or_default(), |exchange, left| {
+        let found = self.0.wait(get.wait.unwrap_or_default(), |exchange, left| {
             send_get(exchange, &mut request, left)?;
             match exchange.receive("for the lease or the claim")? {
                 (Message::Lease(header), fds) => {

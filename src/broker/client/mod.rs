@@ -11,6 +11,7 @@ mod put;
 mod reconnect;
 mod records;
 mod switch;
+mod turns;
 mod waker;
 mod watch;
 mod watcher;
@@ -48,7 +49,8 @@ use crate::{
 
 /// A connection to a broker.
 ///
-/// Clones share the connection, which carries one request at a time: a request waits for the requests of other threads. The connection
+/// Clones share the connection, which carries one request at a time: a request waits for the requests of other threads, at most for the
+/// timeout. A get or a watch that waits is paused for the requests of other threads. The connection
 /// closes, and its leases and claims end, when the last clone, lease and claim are dropped. After a fork, the child must connect again: its
 /// first use of this crate closes its copies of the parent's connections. Until then the child keeps the parent's leases and names alive.
 ///

@@ -104,7 +104,7 @@ impl Client {
 
 impl Watch {
     /// Returns the next event, [`Watched::Lost`] if events are missing, or `None` after `timeout`. Blocks for at most `timeout`, and
-    /// for the broker's answer; a timeout of zero only fetches available events. Requests on clones of the client wait in the meantime.
+    /// for the broker's answer; a timeout of zero only fetches available events.
     ///
     /// If the broker restarts, the client reconnects as for any request, and the watch continues at its position.
     ///
@@ -157,7 +157,7 @@ impl Watch {
     fn fetch(&mut self, wait: Duration) -> Result<()> {
         let client = self.client.clone();
         let until = deadline_after(wait);
-        client.0.request(wait, |exchange, _| self.subscribe(exchange, until))
+        client.0.wait(wait, |exchange, _| self.subscribe(exchange, until))
     }
 
     fn subscribe(&mut self, exchange: &mut Exchange<'_>, until: Instant) -> Result<()> {

@@ -22,7 +22,7 @@ use super::{
 use crate::{
     channel::{cancel::eventfd, log_panics_of_checks},
     error::{Error, Result},
-    sys::{self, lock, try_lock},
+    sys::{self, lock},
 };
 
 /// How often to check whether another thread's request has finished reconnecting.
@@ -113,7 +113,7 @@ impl Watcher {
                 return;
             };
             {
-                let Some(guard) = try_lock(&connection.incoming) else {
+                let Some(turn) = connection.turns.try_begin() else {
                     // The other thread's request reconnects.
                     next = Next::Pause(RECHECK_INTERVAL);
                     continue;
@@ -124,7 +124,7 @@ impl Watcher {
                     continue;
                 }
                 connection.mark_broken();
-                drop(guard);
+                drop(turn);
             }
             if lock(&connection.holdings).is_empty() {
                 // The next request reconnects.
@@ -151,12 +151,12 @@ impl Watcher {
                         && let Some(connection) = self.connection.upgrade()
                     {
                         // A request may have reconnected in the meantime.
-                        let guard = connection.incoming.try_lock();
-                        if guard.is_ok() && connection.is_hung_up() {
+                        let turn = connection.turns.try_begin();
+                        if turn.is_some() && connection.is_hung_up() {
                             reported = true;
                             connection.report_unreachable(false);
                         }
-                        drop(guard);
+                        drop(turn);
                         connection.call_handlers();
                     }
                 }
@@ -171,10 +171,10 @@ impl Watcher {
         let dialled =
             dialler.dial(Instant::now(), &mut buffer()).map_err(|error| no_broker(error, Duration::ZERO, true))?;
         let Some(connection) = self.connection.upgrade() else { return Ok(()) };
-        let Some(mut incoming) = try_lock(&connection.incoming) else { return Ok(()) };
+        let Some(mut turn) = connection.turns.try_begin() else { return Ok(()) };
         let _requesting = connection.requesting();
         match connection.is_hung_up() {
-            true => connection.adopt(dialled, &mut incoming),
+            true => connection.adopt(dialled, &mut turn),
             false => Ok(()),
         }
     }
