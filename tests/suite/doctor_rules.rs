@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use serde_json::Value;
-use vmmfd_cli::doctor::rules::RULES;
+use vmmfd_cli::doctor::rules::rules;
 
 use crate::{
     doctor::finding,
@@ -50,7 +50,7 @@ fn doctor(meeting: &Meeting, probe: &str, settings: &[(&str, &str)]) -> Run {
 fn assert_explained(report: &Value, probe: &str, status: &str, rule: &str) {
     let found = finding(report, probe);
     assert_eq!((&found["status"], &found["rule"]), (&status.into(), &rule.into()), "{rule}: {found}");
-    let known = RULES.iter().find(|known| known.name == rule).unwrap().sentences().unwrap();
+    let known = rules().find(|known| known.name == rule).unwrap();
     assert_eq!((&found["cause"], &found["remedy"]), (&known.cause.into(), &known.remedy.into()));
     assert!(report["verdict"].as_str().is_some_and(|verdict| !verdict.is_empty()));
 }

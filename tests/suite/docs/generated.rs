@@ -4,7 +4,7 @@ use std::{env, fs};
 
 use vmmfd_cli::{
     cli::EXIT_CODES,
-    doctor::rules::{RULES, Rule, Sentences},
+    doctor::rules::{Rule, rules},
 };
 
 use super::{Page, root, source};
@@ -12,12 +12,10 @@ use crate::running::Meeting;
 
 #[test]
 fn diagnose_page_has_doctor_rules() {
-    let row = |rule: &Rule| {
-        let Sentences { symptom, cause, remedy } = rule.sentences().unwrap();
-        let name = rule.name;
+    let row = |Rule { name, symptom, cause, remedy, .. }| {
         format!("| <a id=\"{name}\"></a>`{name}` | {symptom} | {cause} | {remedy} |\n")
     };
-    let rows: String = RULES.iter().map(row).collect();
+    let rows: String = rules().map(row).collect();
     let want = format!("| Rule | Error or symptom | Cause | What to do |\n|---|---|---|---|\n{rows}");
     Page::has_generated("docs/diagnose.md", "rules", &want);
 }
