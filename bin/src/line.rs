@@ -111,6 +111,17 @@ impl AsFd for Line {
     }
 }
 
+/// The only descriptor of a record.
+///
+/// # Errors
+/// [`PeerError::Protocol`](vmmfd::error::PeerError::Protocol) for another number of descriptors.
+pub fn only(mut fds: Vec<OwnedFd>) -> Result<OwnedFd> {
+    match (fds.pop(), fds.is_empty()) {
+        (Some(fd), true) => Ok(fd),
+        _ => Err(ProtocolError::Content("a record that is to bring one descriptor".to_owned()).into()),
+    }
+}
+
 pub fn typed<T: DeserializeOwned>(value: Value) -> Result<T> {
     serde_json::from_value(value).map_err(|error| invalid(&error))
 }

@@ -179,7 +179,7 @@ impl Tool for DoctorOptions {
         if let Some(file) = &self.show {
             return Ok(ToolOutput { text: rendered(&doctor::read(file)?, json), exit: Exit::Verified });
         }
-        let observer = |step: doctor::Progress<'_>| progress.step(step.what, step.done, step.all);
+        let observer = |what: &str, done: usize, all: usize| progress.step(what, done, all);
         let report = match &self.end {
             Some(end) => {
                 let (role, meet) = match end {

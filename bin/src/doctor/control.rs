@@ -20,8 +20,10 @@ const VERSION: u32 = 3;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub(super) enum ControlRecord {
-    /// The first record of both sides, with the finding of the `driver` probe.
+    /// The first record of both sides of a meeting, with the finding of the `driver` probe.
     Hello { version: u32, backend: Backend, environment: Box<Environment>, driver: Option<Box<Finding>> },
+    /// The first record of a child: its driver has started.
+    Ready {},
     /// Memory is offered at the socket. The answer is `done`.
     Begin { probe: String },
     /// Memory or an event was opened.
@@ -56,6 +58,15 @@ impl ControlRecord {
     /// The answer to a request.
     pub(super) fn answer<T>(result: std::result::Result<T, ErrorDetails>, record: impl FnOnce(T) -> Self) -> Self {
         result.map_or_else(|error| Self::Failed { error }, record)
+    }
+
+    /// The probe of a request.
+    pub(super) fn requested(&self) -> Option<&str> {
+        match self {
+            Self::Begin { probe } | Self::Share { probe, .. } => Some(probe),
+            Self::Event { .. } => Some("event"),
+            _ => None,
+        }
     }
 
     /// The error for a record of another kind than `want`; the peer's, if it reports one.

@@ -2,12 +2,11 @@
 
 use std::{
     collections::BTreeSet,
-    fs, io,
+    fs,
     os::{fd::AsFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    thread,
-    time::{Duration, Instant},
+    sync::Mutex,
+    time::Duration,
 };
 
 use nix::{
@@ -17,23 +16,25 @@ use nix::{
 use serde::Serialize;
 use vmmfd::{
     channel::{Cancel, Listener, Trust, socket_path},
-    driver::{Backend, Choice, open},
+    driver::Backend,
     error::{Error, PeerError, ProtocolError, Result, SocketError},
     internals::{RecordSocket, accept, connect_socket, deadline_after, peer_of, wait},
-    memory::{Device, Selector},
     session::Config,
 };
 
 use super::{
-    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Flag, Observer, Probe, Progress, Status,
-    context::Endpoint,
-    control::{ControlRecord, PURPOSE, check_connected, greet},
-    report::{ProbeResult, failed},
+    DoctorReport, Environment, ErrorDetails, Finding, Flag, Observer, Probe, Status,
+    control::{ControlRecord, PURPOSE, greet},
+    process::Role,
     rules::explain,
-    sharing::{MemoryKind, answer, open_shared, share, share_event},
+    runner::{Listed, Remote, Runner},
     verdict::verdict,
 };
-use crate::{error::ToolError, line::Line};
+use crate::{
+    error::ToolError,
+    line::Line,
+    temporary::{PREFIX, temporary_folder},
+};
 
 /// The options of a meeting.
 #[derive(Debug, Clone)]
@@ -61,7 +62,7 @@ pub enum MeetingRole {
 /// The probes that run on each device.
 const TRIED: [&str; 5] = ["round-trip", "host-numa", "pool", "legacy", "event"];
 
-/// How many timeouts a step of the conversation may take, which may hang in the driver: a probe in both directions has four.
+/// How many timeouts a probe may take: in both directions it has four steps.
 const STEPS: u32 = 4;
 
 /// The most devices that the peer may report.
@@ -73,45 +74,8 @@ const MAX_REPORTED: usize = 64 << 10;
 /// The timeout for the hello of a new connection: a doctor sends it at once, and other connections may be waiting.
 const GREETING: Duration = Duration::from_secs(2);
 
-/// The state of the conversation.
-struct State {
-    report: DoctorReport,
-    /// The step that started last, and when.
-    step: String,
-    since: Instant,
-    /// The probe that started last.
-    probe: Option<&'static Probe>,
-    /// The number of probes that started.
-    done: usize,
-}
-
-/// The state, of two threads: the conversation's may hang in the driver, and is then abandoned.
-#[derive(Clone)]
-struct Shared(Arc<Mutex<State>>);
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Changes the report, and restarts the time of the step.
-    fn report(&self, change: impl FnOnce(&mut DoctorReport)) {
-        let mut state = self.lock();
-        change(&mut state.report);
-        state.since = Instant::now();
-    }
-
-    /// Names the probe that starts, and its device if that is known.
-    fn start(&self, probe: &str, device: Option<i32>) {
-        let mut state = self.lock();
-        // The name comes from the peer.
-        state.probe = Probe::named(probe);
-        let name = state.probe.map_or("a probe", |probe| probe.name);
-        state.step = device.map(|ordinal| format!("device {ordinal}: ")).unwrap_or_default() + name;
-        state.since = Instant::now();
-        state.done += 1;
-    }
-}
+/// The peer's environment, and its finding of the `driver` probe.
+type Greeting = (Environment, Option<Finding>);
 
 /// Meets the peer and returns the combined report. Blocks up to `meeting.wait` for the peer, and then while the probes run.
 ///
@@ -119,47 +83,31 @@ impl Shared {
 /// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`ToolError::Absent`] if the peer does not appear;
 /// [`PeerError::NotAllowed`], [`PeerError::Reported`]; [`Error::Interrupted`]. The errors of the probes are in the report.
 pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Result<DoctorReport> {
-    let step = "waiting for the peer".to_owned();
-    observer(Progress { what: &step, done: 0, all: 1 });
     let socket = socket_path(Some(&meeting.socket))?;
     if meeting.role == MeetingRole::Serve {
         Listener::check_free(&socket)?;
     }
-    let required = vec!["driver".to_owned(), "round-trip".to_owned()];
-    let report = DoctorReport::new(meeting.backend, Environment::read(None), required);
-    let state = State { report, step, since: Instant::now(), probe: None, done: 0 };
-    let shared = Shared(Arc::new(Mutex::new(state)));
-    let own = meeting.clone();
-    let cancelled = cancel.clone();
-    let state = shared.clone();
-    let conversing = thread::Builder::new()
-        .name("meeting".to_owned())
-        .spawn(move || converse(&own, &socket, &cancelled, &state))
-        .map_err(|error| Error::system("start a thread", error))?;
-    let mut hung = None;
-    while !conversing.is_finished() && hung.is_none() {
-        cancel.check()?;
-        thread::sleep(Duration::from_millis(10));
-        let state = shared.lock();
-        // Every wait in the conversation has its own deadline: this one is for driver calls that hang.
-        let limit = match state.report.peer {
-            None => meeting.wait.saturating_add(meeting.timeout),
-            Some(_) => meeting.timeout.saturating_mul(STEPS),
-        };
-        hung = (state.since.elapsed() > limit).then_some(limit);
-        let all = state.report.devices.len().max(1) * TRIED.len();
-        observer(Progress { what: &state.step, done: state.done.saturating_sub(1), all });
-    }
-    let result = match hung {
-        Some(waited) => Ok(Some(ErrorDetails::new("timeout", format!("no result within {waited:?}")))),
-        None => {
-            conversing.join().map_err(|_| Error::system("meet the peer", io::Error::other("its thread panicked")))?
-        }
+    let folder = temporary_folder(PREFIX)?;
+    let limit = meeting.timeout.saturating_mul(STEPS);
+    let runner = Runner {
+        backend: meeting.backend,
+        folder: folder.path(),
+        limit,
+        step: meeting.timeout,
+        cancel,
+        observer,
+        remote: None,
+        counts: Mutex::new((0, 1)),
     };
-    let state = shared.lock();
-    let last = state.probe.filter(|probe| TRIED.contains(&probe.name));
-    let mut report = state.report.clone();
-    drop(state);
+    let required = vec!["driver".to_owned(), "round-trip".to_owned()];
+    let driver: Vec<&Probe> = Probe::named("driver").into_iter().collect();
+    let machine = runner.run(&driver, None, None)?;
+    let environment = Environment::read(machine.first().and_then(Finding::library));
+    let report = DoctorReport { machine, ..DoctorReport::new(meeting.backend, environment, required) };
+    observer("waiting for the peer", 0, 1);
+    let mut conversation = Conversation { report, last: None };
+    let result = conversation.meet_peer(meeting, &socket, cancel, runner);
+    let Conversation { mut report, last } = conversation;
     let permitted = matches!(&result, Err(Error::Socket(SocketError::Denied { .. })))
         && report.environment.label.is_some()
         && modes_permit(&meeting.socket);
@@ -243,50 +191,125 @@ fn complete(report: &mut DoctorReport, cut: Option<ErrorDetails>, permitted: boo
     }
 }
 
-/// Runs the conversation. Returns the reason if nothing was tested.
-fn converse(meeting: &Meeting, socket: &Path, cancel: &Cancel, shared: &Shared) -> Result<Option<ErrorDetails>> {
-    let own = Probe::named("driver").and_then(|probe| probe.run_machine(meeting.backend));
-    let library = own.as_ref().and_then(|finding| finding.figures.get("library")?.as_str()).map(Path::new);
-    let environment = Environment::read(library);
-    shared.report(|report| {
-        report.environment = environment.clone();
-        report.machine.extend(own.clone());
-    });
-    // The sides meet even without a driver, so that the peer reports the failure too.
-    let works = own.as_ref().is_none_or(|finding| finding.status == Status::Ok);
-    let driver = works.then(|| open(Choice::Only(meeting.backend))).transpose()?.map(|opened| opened.driver);
-    let greet = |control: &Line| greet(control, meeting.backend, &environment, own.as_ref());
-    let (mut control, (peer, theirs)) = match meeting.role {
-        MeetingRole::Serve => accept_peer(meeting, socket, cancel, &greet)?,
-        MeetingRole::Join => connect(meeting, socket, cancel, &greet)?,
-    };
-    control.set_timeout(meeting.timeout);
-    shared.report(|report| report.peer = Some(peer));
-    theirs.as_ref().map_or(Ok(()), check_length)?;
-    let broken = theirs.filter(|finding| finding.status != Status::Ok);
-    let Some(driver) = driver else {
-        let message = "this side's driver can't be used, so nothing was tested".to_owned();
-        return Ok(Some(ErrorDetails::new("peer", message)));
-    };
-    if let Some(broken) = broken {
-        let devices = Device::all(&driver)?.iter().map(describe).collect();
-        shared.report(|report| report.devices = devices);
-        let why = broken.error.unwrap_or_else(|| ErrorDetails::new("peer", broken.meaning));
-        let message = format!("its driver can't be used: {}", why.message);
-        return Ok(Some(ErrorDetails { message, ..why }.of_other_end()));
-    }
-    let socket = socket.to_owned();
-    let trust = meeting.trust.clone();
-    let end = Endpoint { driver, socket, trust, timeout: meeting.timeout };
-    match meeting.role {
-        MeetingRole::Serve => serve(&end, &control, shared),
-        MeetingRole::Join => join(&end, &control, shared),
-    }
-    .map(|()| None)
+/// The conversation with the peer.
+struct Conversation {
+    report: DoctorReport,
+    /// The probe that started last.
+    last: Option<&'static Probe>,
 }
 
-/// The peer's environment, and its finding of the `driver` probe.
-type Greeting = (Environment, Option<Finding>);
+impl Conversation {
+    /// Meets the peer and runs the probes. Returns the reason if it was cut short.
+    fn meet_peer(
+        &mut self,
+        meeting: &Meeting,
+        socket: &Path,
+        cancel: &Cancel,
+        runner: Runner<'_>,
+    ) -> Result<Option<ErrorDetails>> {
+        let DoctorReport { environment, machine, .. } = &self.report;
+        // The sides meet even without a driver, so that the peer reports the failure too.
+        let own = machine.first();
+        let greet = |control: &Line| greet(control, meeting.backend, environment, own);
+        let (mut control, (peer, theirs)) = match meeting.role {
+            MeetingRole::Serve => accept_peer(meeting, socket, cancel, &greet)?,
+            MeetingRole::Join => connect(meeting, socket, cancel, &greet)?,
+        };
+        let works = own.is_none_or(|finding| finding.status == Status::Ok);
+        let mut devices = Listed::of(own);
+        devices.truncate(MAX_DEVICES);
+        control.set_timeout(meeting.timeout);
+        self.report.peer = Some(peer);
+        theirs.as_ref().map_or(Ok(()), check_length)?;
+        if !works {
+            let message = "this side's driver can't be used, so nothing was tested".to_owned();
+            return Ok(Some(ErrorDetails::new("peer", message)));
+        }
+        let broken = theirs.filter(|finding| finding.status != Status::Ok);
+        if broken.is_some() || meeting.role == MeetingRole::Serve {
+            self.report.devices = devices.iter().map(|device| device.report(meeting.backend, Vec::new())).collect();
+        }
+        if let Some(broken) = broken {
+            let why = broken.error.unwrap_or_else(|| ErrorDetails::new("peer", broken.meaning));
+            let message = format!("its driver can't be used: {}", why.message);
+            return Ok(Some(ErrorDetails { message, ..why }.of_other_end()));
+        }
+        let remote = Some(Remote { control: &control, socket, uids: &meeting.trust.uids });
+        let runner = Runner { remote, ..runner };
+        match meeting.role {
+            MeetingRole::Serve => self.serve(&control, &runner),
+            MeetingRole::Join => self.join(&control, &runner),
+        }
+    }
+
+    /// Runs every probe on every device, and sends the explained findings to the peer.
+    fn serve(&mut self, control: &Line, runner: &Runner<'_>) -> Result<Option<ErrorDetails>> {
+        let probes: Vec<&Probe> = TRIED.iter().filter_map(|name| Probe::named(name)).collect();
+        let DoctorReport { environment, peer, devices, .. } = &mut self.report;
+        runner.count(0, devices.len() * probes.len());
+        for device in devices {
+            let result = runner.run_more(&probes, Some(device.ordinal), None, &mut device.findings);
+            device.findings.iter_mut().for_each(|finding| explain(finding, environment, peer.as_ref()));
+            let last = device.findings.last();
+            self.last = last.and_then(|finding| Probe::named(&finding.probe)).or(self.last);
+            result?;
+            if device.findings.len() < probes.len() {
+                return Ok(last.and_then(|finding| finding.error.clone()));
+            }
+            control.send(&ControlRecord::Device(device.clone()))?;
+        }
+        control.send(&ControlRecord::Bye {})?;
+        Ok(None)
+    }
+
+    /// Passes the peer's requests to a child, and validates the peer's reports: other devices, and known probes, each once.
+    fn join(&mut self, control: &Line, runner: &Runner<'_>) -> Result<Option<ErrorDetails>> {
+        let mut child = runner.start(Role::Peer, None, None)?;
+        if let Err(error) = child.ready() {
+            return Ok(Some(error));
+        }
+        let limit = child.line.timeout().saturating_mul(u32::try_from(TRIED.len()).unwrap_or(u32::MAX));
+        let mut ordinals = BTreeSet::new();
+        loop {
+            let mut record = control.receive_within(limit)?;
+            match record {
+                ControlRecord::Device(device) => {
+                    check_length(&device)?;
+                    let names: BTreeSet<&str> = device.findings.iter().map(|finding| finding.probe.as_str()).collect();
+                    let known = names.len() == device.findings.len() && names.iter().all(|name| TRIED.contains(name));
+                    if !known || ordinals.len() >= MAX_DEVICES || !ordinals.insert(device.ordinal) {
+                        return Err(ProtocolError::Unexpected { got: "another report", want: "device" }.into());
+                    }
+                    self.report.devices.push(device);
+                    continue;
+                }
+                ControlRecord::Bye {} => return Ok(None),
+                _ => {}
+            }
+            let Some(probe) = record.requested() else {
+                return Err(ProtocolError::Unexpected { got: "another record", want: "device" }.into());
+            };
+            // The name comes from the peer.
+            if let Some(probe) = Probe::named(probe) {
+                self.last = Some(probe);
+                runner.report_start(probe, None, None);
+            }
+            loop {
+                child.line.send(&record)?;
+                record = match child.receive() {
+                    Ok(answer) => answer,
+                    Err(error) => return Ok(Some(error)),
+                };
+                control.send(&record)?;
+                // The child offers memory, and waits for the peer to open it.
+                if !matches!(record, ControlRecord::Begin { .. }) {
+                    break;
+                }
+                record = control.receive()?;
+            }
+        }
+    }
+}
 
 /// Waits for a doctor to connect. Rejects other processes.
 fn accept_peer(
@@ -343,13 +366,6 @@ fn connect(
     Ok((control, greeted))
 }
 
-fn describe(device: &Device) -> DeviceReport {
-    let ordinal = device.ordinal();
-    let name = device.name().to_owned();
-    let uuid = device.prefixed_uuid();
-    DeviceReport { ordinal, name, uuid, findings: Vec::new() }
-}
-
 /// Rejects a report of the peer that is too long to print.
 fn check_length(report: &impl Serialize) -> Result<()> {
     let length = serde_json::to_vec(report).map_or(usize::MAX, |text| text.len());
@@ -357,93 +373,4 @@ fn check_length(report: &impl Serialize) -> Result<()> {
         0..=MAX_REPORTED => Ok(()),
         _ => Err(ProtocolError::LongRecord { most: MAX_REPORTED }.into()),
     }
-}
-
-/// Answers the peer's requests and validates its reports: other devices, and known probes, each once.
-fn join(end: &Endpoint, control: &Line, shared: &Shared) -> Result<()> {
-    let limit = end.timeout.saturating_mul(STEPS * u32::try_from(TRIED.len()).unwrap_or(u32::MAX));
-    let mut devices = BTreeSet::new();
-    loop {
-        match answer(end, control, limit, &|probe| shared.start(probe, None))? {
-            ControlRecord::Device(device) => {
-                check_length(&device)?;
-                let names: BTreeSet<&str> = device.findings.iter().map(|finding| finding.probe.as_str()).collect();
-                let known = names.len() == device.findings.len() && names.iter().all(|name| TRIED.contains(name));
-                if !known || devices.len() >= MAX_DEVICES || !devices.insert(device.ordinal) {
-                    return Err(ProtocolError::Unexpected { got: "another report", want: "device" }.into());
-                }
-                shared.report(|report| report.devices.push(device));
-            }
-            ControlRecord::Bye {} => return Ok(()),
-            _ => return Err(ProtocolError::Unexpected { got: "another record", want: "device" }.into()),
-        }
-    }
-}
-
-/// Runs every probe on every device, and sends the explained findings to the peer.
-fn serve(end: &Endpoint, control: &Line, shared: &Shared) -> Result<()> {
-    let mut devices = Device::all(&end.driver)?;
-    devices.truncate(MAX_DEVICES);
-    shared.report(|report| report.devices = devices.iter().map(describe).collect());
-    for (at, device) in devices.iter().enumerate() {
-        for probe in TRIED.iter().filter_map(|name| Probe::named(name)) {
-            shared.start(probe.name, Some(device.ordinal()));
-            let mut finding = probe.examine(|| match probe.name {
-                "round-trip" => both_directions(end, control, device),
-                "event" => share_event(control, device),
-                name => {
-                    let kind = MemoryKind::named(name);
-                    kind.require(device)?;
-                    share(end, control, device, kind)
-                }
-            });
-            shared.report(|report| {
-                explain(&mut finding, &report.environment, report.peer.as_ref());
-                report.devices[at].findings.push(finding);
-            });
-            // Otherwise each further probe would fail, and the last of them would be named as the cause.
-            check_connected(control)?;
-        }
-        let device = shared.lock().report.devices[at].clone();
-        control.send(&ControlRecord::Device(device))?;
-    }
-    control.send(&ControlRecord::Bye {})
-}
-
-/// Shares memory with the peer, then opens the peer's memory.
-fn both_directions(end: &Endpoint, control: &Line, device: &Device) -> ProbeResult {
-    let finding = share(end, control, device, MemoryKind::ROUND_TRIP)?;
-    if finding.status != Status::Ok {
-        return Ok(finding);
-    }
-    control.send(&ControlRecord::Share { probe: "round-trip".to_owned(), device: device.uuid() })?;
-    let mut opened = None;
-    let error = loop {
-        match control.receive()? {
-            ControlRecord::Begin { .. } => {
-                let result = open_shared(end, control.cancel(), Some(Selector::Uuid(device.uuid())));
-                let answered = result.as_ref().copied().map_err(ErrorDetails::of);
-                control.send(&ControlRecord::answer(answered, ControlRecord::Done))?;
-                opened = Some(result);
-            }
-            ControlRecord::Shared {} => break None,
-            ControlRecord::Failed { error } => break Some(error),
-            other => return Err(other.unexpected("shared")),
-        }
-    };
-    Ok(match (error, opened) {
-        (None, Some(Ok(opened))) => finding.figure("back", "verified").figure("back_open_us", opened.open_us),
-        (_, Some(Err(error))) => failed("The peer's memory can't be used here.").with_error(ErrorDetails::of(&error)),
-        // Neither error is about the memory, so the probe does not fail: the peer's user can't create a socket in the folder, or the peer
-        // does not see the device and reads the memory through another device.
-        (Some(error), None)
-            if error.call.as_deref() == Some(MemoryKind::BIND)
-                || error.is_unsupported() && finding.figures.contains_key("through") =>
-        {
-            let meaning = format!("one direction only: the peer can't share memory here: {}", error.message);
-            Finding { meaning, ..finding.figure("back", format!("not tested: {}", error.message)) }
-        }
-        (Some(error), _) => failed("The peer can't share its memory with this side.").with_error(error),
-        (None, None) => failed("The peer shared nothing."),
-    })
 }

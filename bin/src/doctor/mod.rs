@@ -10,6 +10,7 @@ pub mod environment;
 mod error_details;
 mod meeting;
 mod probes;
+mod process;
 pub mod report;
 pub mod rules;
 mod runner;
@@ -24,6 +25,6 @@ pub use self::{
     meeting::{Meeting, MeetingRole, meet},
     probes::{Flag, PROBES, Probe, Scope},
     report::{DeviceReport, DoctorReport, Finding, PairReport, Status, read},
-    runner::{DoctorPlan, Observer, Progress, run},
+    runner::{DoctorPlan, Observer, run},
     worker::run_task,
 };

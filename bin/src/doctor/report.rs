@@ -136,6 +136,11 @@ impl Finding {
         Self { error: Some(error), ..self }
     }
 
+    /// The driver library, in a finding of the `driver` probe.
+    pub(super) fn library(&self) -> Option<&Path> {
+        self.figures.get("library")?.as_str().map(Path::new)
+    }
+
     pub(super) fn timed_out(&self) -> bool {
         self.error.as_ref().is_some_and(|error| error.kind == "timeout")
     }

@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    os::fd::AsFd,
     path::Path,
     sync::{Mutex, PoisonError},
     thread,
@@ -12,19 +13,19 @@ use serde::Deserialize;
 use vmmfd::{
     channel::Cancel,
     driver::{Backend, DeviceUuid},
-    error::{Error, PeerError, Result},
+    error::{Error, Result},
     internals::choose_device,
     memory::Selector,
 };
 
 use super::{
-    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Flag, PROBES, PairReport, Probe, Scope, Status,
-    context::{Role, Task},
+    DeviceReport, DoctorReport, Environment, Finding, Flag, PROBES, PairReport, Probe, Scope, Status,
+    control::check_connected,
+    process::{Child, Role, Task},
     report::micros,
     verdict::conclude,
 };
 use crate::{
-    child::{Process, ProcessEnd, command, start},
     line::Line,
     temporary::{PREFIX, temporary_folder},
 };
@@ -65,26 +66,28 @@ impl DoctorPlan {
     }
 }
 
-/// The progress of a run.
-#[derive(Debug, Clone, Copy)]
-pub struct Progress<'a> {
-    /// The step that starts: a probe and its device.
-    pub what: &'a str,
-    /// The number of finished probes.
-    pub done: usize,
-    /// The number of all probes. It grows once the devices are known.
-    pub all: usize,
-}
-
-/// Called when a probe starts, from several threads if there are several devices.
-pub type Observer<'a> = &'a (dyn Fn(Progress<'_>) + Sync);
+/// Called when a probe starts, from several threads if there are several devices: with the step (a probe and its device), the number of
+/// finished probes, and the number of all probes, which grows once the devices are known.
+pub type Observer<'a> = &'a (dyn Fn(&str, usize, usize) + Sync);
 
 /// A device as reported by the `driver` probe.
 #[derive(Debug, Clone, Deserialize)]
-struct Listed {
+pub(super) struct Listed {
     ordinal: i32,
     name: String,
     uuid: DeviceUuid,
+}
+
+impl Listed {
+    /// The devices in the finding of the `driver` probe.
+    pub(super) fn of(driver: Option<&Finding>) -> Vec<Self> {
+        let listed = driver.and_then(|driver| serde_json::from_value(driver.figures.get("devices")?.clone()).ok());
+        listed.unwrap_or_default()
+    }
+
+    pub(super) fn report(&self, backend: Backend, findings: Vec<Finding>) -> DeviceReport {
+        DeviceReport { ordinal: self.ordinal, name: self.name.clone(), uuid: self.uuid.prefixed(backend), findings }
+    }
 }
 
 /// Runs the probes of a plan. A probe that fails, hangs, crashes or corrupts its context does not affect the others. Blocks while they run,
@@ -102,20 +105,36 @@ struct Listed {
 /// [`Error::Interrupted`]; [`Error::System`] if no child process can be started. The errors of the probes are in the report.
 pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result<DoctorReport> {
     let folder = temporary_folder(PREFIX)?;
-    let steps = Mutex::new((0, 0));
-    let runner = Runner { plan, cancel, folder: folder.path(), observer, steps };
+    // The error of the other process of a probe must arrive before the probe's time limit.
+    let step = plan.timeout.mul_f64(0.75);
+    let runner = Runner {
+        backend: plan.backend,
+        folder: folder.path(),
+        limit: plan.timeout,
+        step,
+        cancel,
+        observer,
+        remote: None,
+        counts: Mutex::default(),
+    };
     // The probe `driver` lists the devices.
     let wanted = |probe: &&Probe| probe.scope() == Scope::Machine && (plan.wants(probe) || probe.name == "driver");
     let machine_probes: Vec<&Probe> = PROBES.iter().filter(wanted).collect();
     runner.count(0, machine_probes.len());
     let machine = runner.run(&machine_probes, None, None)?;
     let driver = machine.iter().find(|finding| finding.probe == "driver");
-    let figure = |name: &str| driver.and_then(|driver| driver.figures.get(name));
-    let environment = Environment::read(figure("library").and_then(|library| library.as_str()).map(Path::new));
-    let listed = figure("devices").and_then(|listed| serde_json::from_value(listed.clone()).ok());
-    let listed: Vec<Listed> = listed.unwrap_or_default();
-    let chosen = runner.choose(&listed, driver)?;
-
+    let environment = Environment::read(driver.and_then(Finding::library));
+    let listed = Listed::of(driver);
+    let chosen = match plan.device {
+        // Without a device, the finding of `driver` has the reason.
+        Some(selector) if !listed.is_empty() || driver.is_some_and(|driver| driver.status == Status::Ok) => {
+            let identity = |device: &Listed| {
+                (device.ordinal, device.uuid, format!("{} {}", device.name, device.uuid.prefixed(plan.backend)))
+            };
+            vec![choose_device(selector, plan.backend, &listed, identity)?.clone()]
+        }
+        _ => listed.clone(),
+    };
     let mut report = DoctorReport::new(plan.backend, environment, plan.required());
     report.machine = machine;
     let probes = plan.probes(Scope::Device);
@@ -130,13 +149,31 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     Ok(report)
 }
 
-struct Runner<'a> {
-    plan: &'a DoctorPlan,
-    cancel: &'a Cancel,
-    folder: &'a Path,
-    observer: Observer<'a>,
+/// Starts the child processes that run probes.
+pub(super) struct Runner<'a> {
+    pub(super) backend: Backend,
+    /// The folder for sockets, which the children remove if this process dies.
+    pub(super) folder: &'a Path,
+    /// The time limit of a probe.
+    pub(super) limit: Duration,
+    /// The timeout of each wait of a probe for its other process.
+    pub(super) step: Duration,
+    pub(super) cancel: &'a Cancel,
+    pub(super) observer: Observer<'a>,
+    /// The other side of a meeting.
+    pub(super) remote: Option<Remote<'a>>,
     /// The numbers of finished probes and of all probes.
-    steps: Mutex<(usize, usize)>,
+    pub(super) counts: Mutex<(usize, usize)>,
+}
+
+/// The other side of a meeting.
+#[derive(Clone, Copy)]
+pub(super) struct Remote<'a> {
+    pub(super) control: &'a Line,
+    /// The socket for handoffs.
+    pub(super) socket: &'a Path,
+    /// The users that the other side may run as, besides this process's user and root.
+    pub(super) uids: &'a [u32],
 }
 
 /// The most devices or pairs probed in parallel; each needs up to three processes.
@@ -146,33 +183,32 @@ const MAX_PARALLEL: usize = 16;
 const MAX_TIMEOUTS: usize = 3;
 
 impl Runner<'_> {
-    fn choose(&self, listed: &[Listed], driver: Option<&Finding>) -> Result<Vec<Listed>> {
-        let Some(selector) = self.plan.device else { return Ok(listed.to_vec()) };
-        // Without a device, the finding of `driver` has the reason.
-        if driver.is_none_or(|driver| driver.status != Status::Ok) && listed.is_empty() {
-            return Ok(Vec::new());
-        }
-        let identity = |device: &Listed| {
-            (device.ordinal, device.uuid, format!("{} {}", device.name, device.uuid.prefixed(self.plan.backend)))
-        };
-        choose_device(selector, self.plan.backend, listed, identity).map(|device| vec![device.clone()])
-    }
-
     /// Adds to the numbers of finished probes and of all probes, and returns both.
-    fn count(&self, finished: usize, more: usize) -> (usize, usize) {
-        let mut steps = self.steps.lock().unwrap_or_else(PoisonError::into_inner);
-        *steps = (steps.0 + finished, steps.1 + more);
-        *steps
+    pub(super) fn count(&self, finished: usize, more: usize) -> (usize, usize) {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        *counts = (counts.0 + finished, counts.1 + more);
+        *counts
     }
 
-    fn report_start(&self, probe: &Probe, device: Option<i32>, owner: Option<i32>) {
+    pub(super) fn report_start(&self, probe: &Probe, device: Option<i32>, owner: Option<i32>) {
         let what = match (device, owner) {
             (Some(device), Some(owner)) => format!("devices {device} and {owner}: {}", probe.name),
             (Some(device), None) => format!("device {device}: {}", probe.name),
             _ => probe.name.to_owned(),
         };
         let (done, all) = self.count(0, 0);
-        (self.observer)(Progress { what: &what, done, all });
+        (self.observer)(&what, done, all);
+    }
+
+    /// Starts a child. At any time, at most one child has this role for these devices.
+    pub(super) fn start(&self, role: Role, device: Option<i32>, owner: Option<i32>) -> Result<Child> {
+        let number = |device: Option<i32>| device.map_or_else(String::new, |ordinal| ordinal.to_string());
+        let (socket, uids) = match self.remote {
+            Some(Remote { socket, uids, .. }) => (socket.to_owned(), uids.to_owned()),
+            None => (self.folder.join(format!("m{}-{}", number(device), number(owner))), Vec::new()),
+        };
+        let task = Task { backend: self.backend, socket, uids, timeout: self.step, role };
+        Child::start("the process of the probes", &task, Some(self.folder), self.limit, self.cancel)
     }
 
     /// Probes devices in parallel.
@@ -181,9 +217,7 @@ impl Runner<'_> {
         let alone = |probe: &&Probe| chosen.len() > 1 && probe.is(Flag::MachineWide);
         let (later, together): (Vec<&Probe>, Vec<&Probe>) = probes.iter().copied().partition(alone);
         let mut reports: Vec<DeviceReport> = in_parallel(chosen, |device| {
-            let Listed { ordinal, name, uuid } = device.clone();
-            let uuid = uuid.prefixed(self.plan.backend);
-            Ok(DeviceReport { ordinal, name, uuid, findings: self.run(&together, Some(ordinal), None)? })
+            Ok(device.report(self.backend, self.run(&together, Some(device.ordinal), None)?))
         })?;
         for DeviceReport { ordinal, findings, .. } in &mut reports {
             self.run_more(&later, Some(*ordinal), None, findings)?;
@@ -209,49 +243,69 @@ impl Runner<'_> {
         Ok(reports)
     }
 
-    fn run(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
+    pub(super) fn run(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Vec<Finding>> {
         let mut findings = Vec::new();
         self.run_more(probes, device, owner, &mut findings)?;
         Ok(findings)
     }
 
-    /// Runs probes in order, in as many child processes as necessary, and adds their findings.
-    fn run_more(
+    /// Runs probes in order, in as many child processes as necessary, and adds their findings. In a meeting, it stops if a process ends
+    /// during a probe: the other side still answers that process.
+    pub(super) fn run_more(
         &self,
         probes: &[&Probe],
         device: Option<i32>,
         owner: Option<i32>,
         findings: &mut Vec<Finding>,
     ) -> Result<()> {
-        let mut worker: Option<Worker> = None;
+        let mut worker: Option<Child> = None;
         let mut remaining = probes;
         while let Some((probe, later)) = remaining.split_first() {
-            let finding = if findings.iter().filter(|finding| finding.timed_out()).count() >= MAX_TIMEOUTS {
-                probe.skipped("Not tested: too many probes of this device have timed out.")
-            } else {
-                let fresh = worker.is_none();
-                let mut running = match worker.take() {
-                    Some(worker) => worker,
-                    None => Worker::start(self, remaining, device, owner)?,
-                };
-                self.report_start(probe, device, owner);
-                match running.finding(probe, self)? {
-                    Ok(finding) => {
-                        let alone =
-                            [*probe].into_iter().chain(later.first().copied()).any(|probe| probe.is(Flag::Alone));
-                        worker = (!alone).then_some(running);
-                        finding
-                    }
-                    // It has run other probes, and leaves this one to another process.
-                    Err(error) if error.kind == "exit" && !fresh => continue,
-                    Err(error) => probe.cut_short(running.us(), error),
-                }
+            if findings.iter().filter(|finding| finding.timed_out()).count() >= MAX_TIMEOUTS {
+                findings.push(probe.skipped("Not tested: too many probes of this device have timed out."));
+                remaining = later;
+                continue;
+            }
+            let fresh = worker.is_none();
+            let mut running = match worker.take() {
+                Some(worker) => worker,
+                None => self.start_probes(remaining, device, owner)?,
             };
-            findings.push(finding);
-            self.count(1, 0);
+            self.report_start(probe, device, owner);
+            let started = Instant::now();
+            match running.receive::<Finding>() {
+                Ok(finding) => {
+                    let alone = [*probe].into_iter().chain(later.first().copied()).any(|probe| probe.is(Flag::Alone));
+                    worker = (!alone).then_some(running);
+                    findings.push(finding);
+                }
+                // It has run other probes, and leaves this one to another process.
+                Err(error) if error.kind == "exit" && !fresh => continue,
+                Err(error) => {
+                    self.cancel.check()?;
+                    findings.push(probe.cut_short(Some(micros(started.elapsed())), error));
+                    if self.remote.is_some() {
+                        return Ok(());
+                    }
+                }
+            }
             remaining = later;
+            self.count(1, 0);
+            if let Some(Remote { control, .. }) = self.remote {
+                // Otherwise each further probe would fail, and the last of them would be named as the cause.
+                check_connected(control)?;
+            }
         }
         Ok(())
+    }
+
+    fn start_probes(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Child> {
+        let names = probes.iter().map(|probe| probe.name.to_owned()).collect();
+        let child = self.start(Role::Probes { device, owner, names, meets: self.remote.is_some() }, device, owner)?;
+        if let Some(Remote { control, .. }) = self.remote {
+            child.line.send_with(&(), &[control.as_fd()])?;
+        }
+        Ok(child)
     }
 }
 
@@ -267,69 +321,4 @@ fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + S
         })?);
     }
     Ok(results)
-}
-
-/// A child process that runs probes. Drop kills it and its children.
-struct Worker {
-    process: Process,
-    line: Line,
-    /// The start of the current probe.
-    started: Instant,
-}
-
-impl Worker {
-    fn start(runner: &Runner<'_>, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Self> {
-        let names = probes.iter().map(|probe| probe.name.to_owned()).collect();
-        let Runner { plan, folder, .. } = runner;
-        let role = Role::Probes { device, owner, names };
-        let task = Task { backend: plan.backend, folder: folder.to_path_buf(), timeout: plan.timeout, role };
-        let mut command = command(Some(folder), &task)?;
-        let (process, line) = start("the process of the probes", &mut command, true, plan.timeout, runner.cancel)?;
-        Ok(Self { process, line, started: Instant::now() })
-    }
-
-    /// How long the current probe has run, in microseconds.
-    fn us(&self) -> Option<u64> {
-        Some(micros(self.started.elapsed()))
-    }
-
-    /// Waits for the finding of a probe until its timeout. Returns an error of kind `exit`, `signal` or `timeout` if it does not arrive.
-    fn finding(&mut self, probe: &Probe, runner: &Runner<'_>) -> Result<std::result::Result<Finding, ErrorDetails>> {
-        self.started = Instant::now();
-        let deadline = self.started + runner.plan.timeout;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.line.receive_within::<Finding>(left) {
-                Ok(finding) if finding.probe == probe.name => return Ok(Ok(finding)),
-                Ok(_) | Err(Error::Peer(PeerError::Protocol(_))) if !left.is_zero() => {}
-                Err(error @ (Error::Interrupted { .. } | Error::System { .. })) => return Err(error),
-                Err(Error::Peer(PeerError::Gone { .. })) => break,
-                Ok(_) | Err(_) => return Ok(Err(self.overdue(runner.plan.timeout))),
-            }
-        }
-        Ok(Err(match self.process.wait(deadline, runner.cancel)? {
-            Some(ProcessEnd::Exited(_)) => self.error("exit", "the probe's process exited".to_owned()),
-            Some(end @ ProcessEnd::Killed(signal)) => {
-                let name = signal.map(|signal| signal.as_str().to_owned());
-                ErrorDetails { name, ..self.error("signal", format!("its process {end}")) }
-            }
-            None => self.overdue(runner.plan.timeout),
-        }))
-    }
-
-    fn overdue(&mut self, limit: Duration) -> ErrorDetails {
-        self.process.kill();
-        self.error("timeout", format!("it did not finish within {limit:?}, and was killed"))
-    }
-
-    /// An error of the process, with the last line on its standard error.
-    fn error(&self, kind: &str, message: String) -> ErrorDetails {
-        ErrorDetails::new(
-            kind,
-            match self.process.last_error_line() {
-                Some(last) => format!("{message}: {last}"),
-                None => message,
-            },
-        )
-    }
 }

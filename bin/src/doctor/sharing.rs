@@ -4,7 +4,7 @@ use std::{
     io,
     sync::{Mutex, PoisonError},
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use vmmfd::{
@@ -20,9 +20,10 @@ use vmmfd::{
 };
 
 use super::{
-    ErrorDetails, Status,
-    context::{Endpoint, ProbeContext},
+    ErrorDetails, Finding, Status,
+    context::ProbeContext,
     control::{ControlRecord, Opened},
+    process::Endpoint,
     report::{ProbeResult, failed, micros, ok, timed},
 };
 use crate::{
@@ -65,10 +66,10 @@ impl MemoryKind {
     };
 
     /// The call in the error of a socket that can't be created.
-    pub(super) const BIND: &str = "bind";
+    const BIND: &str = "bind";
 
     /// Fails if the driver does not support the kind.
-    pub(super) fn require(self, device: &Device) -> Result<()> {
+    fn require(self, device: &Device) -> Result<()> {
         match self.probe {
             "pool" => device.verbs().pools().map(drop),
             "legacy" => device.verbs().legacy().map(drop),
@@ -76,21 +77,25 @@ impl MemoryKind {
         }
     }
 
-    /// Shares memory with a peer process. If the kind is not supported, none is started.
+    /// Shares memory with another process. If the kind is not supported, none is started.
     pub(super) fn share(self, context: &mut ProbeContext) -> ProbeResult {
         self.require(&context.device)?;
-        context.with_peer(|end, control, device| share(end, control, device, self))
+        let back = context.meets() && self.probe == Self::ROUND_TRIP.probe;
+        context.with_peer(|end, control, device| {
+            let finding = share(end, control, device, self)?;
+            if back && finding.status == Status::Ok { share_back(end, control, device, finding) } else { Ok(finding) }
+        })
     }
 
     /// The kind for a probe's name from the peer. Other probes use the plain kind.
-    pub(super) fn named(probe: &str) -> Self {
+    fn named(probe: &str) -> Self {
         let kinds = [Self::POOL, Self::LEGACY, Self::HOST];
         kinds.into_iter().find(|kind| kind.probe == probe).unwrap_or(Self::ROUND_TRIP)
     }
 }
 
 /// Shares memory with the peer, which reads it and writes a reply.
-pub(super) fn share(end: &Endpoint, control: &Line, device: &Device, kind: MemoryKind) -> ProbeResult {
+fn share(end: &Endpoint, control: &Line, device: &Device, kind: MemoryKind) -> ProbeResult {
     let cancel = Cancel::new()?;
     let config = end.config(&cancel);
     let content = Exercise::pattern(random_salt()?, &|_| {});
@@ -137,8 +142,42 @@ pub(super) fn share(end: &Endpoint, control: &Line, device: &Device, kind: Memor
     })
 }
 
+/// Opens memory that the peer shares, and adds the result to the finding of the other direction.
+fn share_back(end: &Endpoint, control: &Line, device: &Device, finding: Finding) -> ProbeResult {
+    control.send(&ControlRecord::Share { probe: "round-trip".to_owned(), device: device.uuid() })?;
+    let mut opened = None;
+    let error = loop {
+        match control.receive()? {
+            ControlRecord::Begin { .. } => {
+                let result = open_shared(end, control.cancel(), Some(Selector::Uuid(device.uuid())));
+                let answered = result.as_ref().copied().map_err(ErrorDetails::of);
+                control.send(&ControlRecord::answer(answered, ControlRecord::Done))?;
+                opened = Some(result);
+            }
+            ControlRecord::Shared {} => break None,
+            ControlRecord::Failed { error } => break Some(error),
+            other => return Err(other.unexpected("shared")),
+        }
+    };
+    Ok(match (error, opened) {
+        (None, Some(Ok(opened))) => finding.figure("back", "verified").figure("back_open_us", opened.open_us),
+        (_, Some(Err(error))) => failed("The peer's memory can't be used here.").with_error(ErrorDetails::of(&error)),
+        // Neither error is about the memory, so the probe does not fail: the peer's user can't create a socket in the folder, or the peer
+        // does not see the device and reads the memory through another device.
+        (Some(error), None)
+            if error.call.as_deref() == Some(MemoryKind::BIND)
+                || error.is_unsupported() && finding.figures.contains_key("through") =>
+        {
+            let meaning = format!("one direction only: the peer can't share memory here: {}", error.message);
+            Finding { meaning, ..finding.figure("back", format!("not tested: {}", error.message)) }
+        }
+        (Some(error), _) => failed("The peer can't share its memory with this side.").with_error(error),
+        (None, None) => failed("The peer shared nothing."),
+    })
+}
+
 /// Opens the memory that the peer shares, checks it and replies.
-pub(super) fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Selector>) -> Result<Opened> {
+fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Selector>) -> Result<Opened> {
     let opened = Mutex::new(Duration::ZERO);
     let observer = |event: session::Event<'_>| {
         if let session::Event::Mapped { elapsed, .. } = event {
@@ -186,7 +225,7 @@ pub(super) fn event(context: &mut ProbeContext) -> ProbeResult {
 }
 
 /// Creates an event, records it, and lets the peer wait for it.
-pub(super) fn share_event(control: &Line, device: &Device) -> ProbeResult {
+fn share_event(control: &Line, device: &Device) -> ProbeResult {
     let diagnosis = device.verbs().diagnosis()?;
     let ordinal = device.ordinal();
     let event = Event { diagnosis, ordinal, handle: diagnosis.event_create(ordinal)? };
@@ -215,25 +254,18 @@ fn wait_for_event(end: &Endpoint, device: DeviceUuid, handle: &str) -> Result<Op
     Ok(Opened { open_us, wait_us, ..Opened::default() })
 }
 
-/// Answers the peer's requests until another record arrives, which it returns. `each` receives the probe of each request.
+/// Answers the requests of the other process until its end.
 ///
 /// # Errors
-/// [`PeerError::Timeout`] if no other record arrives within `limit`; errors of the connection.
-pub(super) fn answer(end: &Endpoint, control: &Line, limit: Duration, each: &dyn Fn(&str)) -> Result<ControlRecord> {
-    let started = Instant::now();
+/// Errors of the connection.
+pub(super) fn answer(end: &Endpoint, control: &Line) -> Result<()> {
     loop {
-        let left = limit.saturating_sub(started.elapsed());
-        if left.is_zero() {
-            return Err(Error::Peer(PeerError::Timeout { purpose: "for the peer of the probes", waited: end.timeout }));
-        }
-        let answer = match control.receive_within(left)? {
-            ControlRecord::Begin { probe } => {
-                each(&probe);
+        let answer = match control.receive()? {
+            ControlRecord::Begin { .. } => {
                 let opened = open_shared(end, control.cancel(), None);
                 ControlRecord::answer(opened.map_err(ErrorDetails::from), ControlRecord::Done)
             }
             ControlRecord::Share { probe, device } => {
-                each(&probe);
                 let device = Device::find(&end.driver, Selector::Uuid(device)).map_err(ErrorDetails::from);
                 let shared = device.and_then(|device| share(end, control, &device, MemoryKind::named(&probe)));
                 let shared = shared.and_then(|finding| match finding.status {
@@ -243,11 +275,10 @@ pub(super) fn answer(end: &Endpoint, control: &Line, limit: Duration, each: &dyn
                 ControlRecord::answer(shared, |()| ControlRecord::Shared {})
             }
             ControlRecord::Event { device, handle } => {
-                each("event");
                 let waited = wait_for_event(end, device, &handle).map_err(ErrorDetails::from);
                 ControlRecord::answer(waited, ControlRecord::Done)
             }
-            other => return Ok(other),
+            other => ControlRecord::Failed { error: other.unexpected("a request") },
         };
         control.send(&answer)?;
     }

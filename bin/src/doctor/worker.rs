@@ -1,31 +1,31 @@
-//! The doctor's child processes: the probes, and the other processes of a probe.
+//! The doctor's child processes, as they see themselves: the probes, and the other processes of a probe.
 
 use std::{
     io::{self, Write},
     mem,
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
 };
 
 use serde_json::Value;
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
-    channel::Trust,
-    driver::{Choice, open},
+    channel::Cancel,
     error::Result,
+    internals::RecordSocket,
     memory::{Device, Selector},
 };
 
 use super::{
-    Environment, ErrorDetails, Flag, Probe, Status,
-    context::{Endpoint, ProbeContext, Role, Task},
-    control::{ControlRecord, greet},
+    ErrorDetails, Flag, Probe, Status,
+    context::ProbeContext,
+    control::{ControlRecord, PURPOSE},
     probes::{hold, make},
+    process::{Role, Task},
     sharing::answer,
 };
 use crate::{
     child::line_to_parent,
-    line::{Line, typed},
+    line::{Line, only, typed},
     verbs::HasVerbs,
 };
 
@@ -37,19 +37,21 @@ pub fn run_task(task: Value) -> Result<()> {
     let task: Task = typed(task)?;
     let line = line_to_parent()?;
     match &task.role {
-        Role::Probes { device, owner, names } => task.probe(*device, *owner, names, &line),
-        Role::Peer { socket } => {
-            let driver = match open(Choice::Only(task.backend)) {
-                Ok(opened) => opened.driver,
-                Err(error) => return line.send(&ControlRecord::Failed { error: ErrorDetails::of(&error) }),
-            };
-            greet(&line, task.backend, &Environment::default(), None)?;
-            let socket = socket.clone();
-            let timeout = task.timeout;
-            let end = Endpoint { driver, socket, trust: Trust::default(), timeout };
-            // The parent may run many probes without this process. Its end ends this process too.
-            answer(&end, &line, Duration::MAX, &|_| {}).map(drop)
+        Role::Probes { device: None, names, .. } => {
+            let probes = names.iter().filter_map(|name| Probe::named(name));
+            probes.filter_map(|probe| probe.run_machine(task.backend)).try_for_each(|found| line.send(&found))
         }
+        Role::Probes { device: Some(device), owner, names, meets } => {
+            let probes: Vec<&Probe> = names.iter().filter_map(|name| Probe::named(name)).collect();
+            task.probe(*device, *owner, &probes, *meets, &line)
+        }
+        Role::Peer => match task.endpoint() {
+            Ok(end) => {
+                line.send(&ControlRecord::Ready {})?;
+                answer(&end, &line)
+            }
+            Err(error) => line.send(&ControlRecord::Failed { error: ErrorDetails::of(&error) }),
+        },
         Role::Make { device, pattern } => make(task.device(*device), *pattern, &line),
         Role::Hold => hold(&line),
     }
@@ -57,30 +59,33 @@ pub fn run_task(task: Value) -> Result<()> {
 
 impl Task {
     fn device(&self, ordinal: i32) -> Result<Device> {
-        let driver = open(Choice::Only(self.backend))?.driver;
-        Device::find(&driver, Selector::Ordinal(ordinal.unsigned_abs()))
+        Device::find(&self.endpoint()?.driver, Selector::Ordinal(ordinal.unsigned_abs()))
     }
 
-    /// Runs probes, until one corrupts the context or needs another process. The parent starts that process.
-    fn probe(&self, device: Option<i32>, owner: Option<i32>, names: &[String], line: &Line) -> Result<()> {
-        let mut probes = names.iter().filter_map(|name| Probe::named(name));
-        let Some(ordinal) = device else {
-            return probes.filter_map(|probe| probe.run_machine(self.backend)).try_for_each(|found| line.send(&found));
+    /// Runs probes of a device, until one corrupts the context or needs another process. The parent starts that process.
+    fn probe(&self, device: i32, owner: Option<i32>, probes: &[&Probe], meets: bool, line: &Line) -> Result<()> {
+        let remote = match meets {
+            true => {
+                let ((), fds) = line.receive_with()?;
+                let socket = RecordSocket::new(only(fds)?, self.timeout, &Cancel::new()?)?;
+                Some(Line::new(socket, PURPOSE))
+            }
+            false => None,
         };
-        let opened = self.device(ordinal).and_then(|device| {
-            let owner = owner.map(|owner| Device::find(device.driver(), Selector::Ordinal(owner.unsigned_abs())));
-            Ok((device, owner.transpose()?))
+        let opened = self.endpoint().and_then(|end| {
+            let device = Device::find(&end.driver, Selector::Ordinal(device.unsigned_abs()))?;
+            let owner = owner.map(|owner| Device::find(&end.driver, Selector::Ordinal(owner.unsigned_abs())));
+            Ok((ProbeContext::new(device, end, remote), owner.transpose()?))
         });
-        let (device, owner) = match opened {
+        let (mut context, owner) = match opened {
             Ok(opened) => opened,
             Err(error) => {
                 let error = ErrorDetails::of(&error);
-                return probes.try_for_each(|probe| line.send(&probe.cut_short(None, error.clone())));
+                return probes.iter().try_for_each(|probe| line.send(&probe.cut_short(None, error.clone())));
             }
         };
         let log = Log::start();
-        let mut context = ProbeContext::new(device, &self.folder, self.timeout);
-        for (at, probe) in probes.enumerate() {
+        for (at, probe) in probes.iter().enumerate() {
             if probe.is(Flag::Alone) && at > 0 {
                 break;
             }

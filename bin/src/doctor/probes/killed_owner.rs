@@ -14,7 +14,7 @@ use crate::{
     check::DataVerifier,
     doctor::{
         ErrorDetails, Finding,
-        context::{PeerProcess, ProbeContext},
+        context::ProbeContext,
         control::ControlRecord,
         report::{ProbeResult, failed, micros, ok, skipped},
     },
@@ -33,7 +33,8 @@ fn orphan(context: &ProbeContext, broken: &str) -> Result<Result<Orphan, Finding
     let mut peer = context.start_peer()?;
     let probe = "exporter-killed".to_owned();
     let device = context.device.uuid();
-    let PeerProcess { control, end, .. } = &peer;
+    let end = &context.end;
+    let control = &peer.line;
     control.send(&ControlRecord::Share { probe, device })?;
     match control.receive()? {
         ControlRecord::Begin { .. } => {}

@@ -5,6 +5,7 @@ use std::{
     io,
     ops::RangeInclusive,
     os::fd::{AsRawFd, OwnedFd},
+    path::Path,
     sync::Arc,
     time::Instant,
 };
@@ -205,7 +206,8 @@ pub(super) fn wrong_descriptor(context: &mut ProbeContext) -> ProbeResult {
     let io = |action: &'static str| move |error: io::Error| Error::system(action, error);
     let null = || File::open("/dev/null").map(OwnedFd::from).map_err(io("open /dev/null"));
     let pipe = || io::pipe().map(|(reader, _)| OwnedFd::from(reader)).map_err(io("create a pipe"));
-    let file = || tempfile::tempfile_in(&context.folder).map(OwnedFd::from).map_err(io("create a temporary file"));
+    let folder = context.end.socket.parent().unwrap_or(Path::new("/"));
+    let file = || tempfile::tempfile_in(folder).map(OwnedFd::from).map_err(io("create a temporary file"));
     let mut refusals = Vec::new();
     for (what, fd) in [("/dev/null", null()?), ("a pipe", pipe()?), ("a file", file()?)] {
         match Allocation::import(device, fd, size) {

@@ -1,0 +1,138 @@
+//! The child processes of the doctor, as their parent sees them. Every driver call runs in a child, which the parent kills if it is late.
+
+use std::{
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use vmmfd::{
+    channel::{Cancel, Trust},
+    driver::{Backend, Choice, Driver, open},
+    error::{Error, PeerError, Result},
+    session::Config,
+};
+
+use super::{ErrorDetails, control::ControlRecord};
+use crate::{
+    child::{Process, ProcessEnd, command, start},
+    line::Line,
+};
+
+/// A child process's task.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Task {
+    pub(super) backend: Backend,
+    /// The socket for handoffs between the two processes of a probe. Files are created next to it.
+    pub(super) socket: PathBuf,
+    /// The users that the other process may run as, besides this process's user and root.
+    pub(super) uids: Vec<u32>,
+    /// The timeout of each wait for the other process.
+    pub(super) timeout: Duration,
+    pub(super) role: Role,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) enum Role {
+    /// Runs probes in order and sends each finding. Probes of a pair use memory of the device `owner`. If it `meets`, the first record has
+    /// the connection to the other side of a meeting, which then is the other process of each probe.
+    Probes { device: Option<i32>, owner: Option<i32>, names: Vec<String>, meets: bool },
+    /// Answers requests as the other process of a probe.
+    Peer,
+    /// Creates memory with a pattern, and sends its descriptor.
+    Make { device: i32, pattern: u32 },
+    /// Holds a received descriptor without the driver.
+    Hold,
+}
+
+impl Task {
+    pub(super) fn endpoint(&self) -> Result<Endpoint> {
+        let Self { backend, socket, uids, timeout, .. } = self.clone();
+        Ok(Endpoint { driver: open(Choice::Only(backend))?.driver, socket, trust: Trust { uids }, timeout })
+    }
+}
+
+/// One side of an exchange between two processes, without the connection for its records.
+#[derive(Debug, Clone)]
+pub(super) struct Endpoint {
+    pub(super) driver: Driver,
+    /// The socket for handoffs.
+    pub(super) socket: PathBuf,
+    pub(super) trust: Trust,
+    /// The timeout of each wait for the other process.
+    pub(super) timeout: Duration,
+}
+
+impl Endpoint {
+    pub(super) fn config(&self, cancel: &Cancel) -> Config {
+        Config::default().timeout(self.timeout).trust(self.trust.clone()).cancel(cancel)
+    }
+}
+
+/// A child process. Drop kills it, with its children if it leads a group.
+#[derive(Debug)]
+pub(super) struct Child {
+    process: Process,
+    pub(super) line: Line,
+}
+
+impl Child {
+    /// Starts a process that users call `name`. Each of its records may take until `limit`. With a folder, it leads a group and removes the
+    /// folder if this process dies.
+    pub(super) fn start(
+        name: &'static str,
+        task: &Task,
+        folder: Option<&Path>,
+        limit: Duration,
+        cancel: &Cancel,
+    ) -> Result<Self> {
+        let (process, line) = start(name, &mut command(folder, task)?, folder.is_some(), limit, cancel)?;
+        Ok(Self { process, line })
+    }
+
+    pub(super) fn kill(&mut self) {
+        self.process.kill();
+    }
+
+    /// Receives a record.
+    ///
+    /// # Errors
+    /// An error of kind `timeout` if the record is late: the process is killed. `exit` and `signal` if the process ended.
+    pub(super) fn receive<T: DeserializeOwned>(&mut self) -> Result<T, ErrorDetails> {
+        let started = Instant::now();
+        self.line.receive().map_err(|error| self.explain(error, started))
+    }
+
+    /// Waits until the driver of a [`Role::Peer`] has started.
+    pub(super) fn ready(&mut self) -> Result<(), ErrorDetails> {
+        match self.receive()? {
+            ControlRecord::Ready {} => Ok(()),
+            other => Err(other.unexpected("ready")),
+        }
+    }
+
+    /// The reason for an error of the connection.
+    pub(super) fn explain(&mut self, error: Error, started: Instant) -> ErrorDetails {
+        let limit = self.line.timeout();
+        let ended = match &error {
+            Error::Peer(PeerError::Timeout { .. }) => None,
+            Error::Peer(PeerError::Gone { .. }) => match self.process.wait(started + limit, self.line.cancel()) {
+                Ok(ended) => ended,
+                Err(error) => return error.into(),
+            },
+            _ => return error.into(),
+        };
+        let (kind, name, message) = match ended {
+            Some(ProcessEnd::Exited(_)) => ("exit", None, "the probe's process exited".to_owned()),
+            Some(end @ ProcessEnd::Killed(signal)) => ("signal", signal, format!("its process {end}")),
+            None => {
+                self.kill();
+                ("timeout", None, format!("it did not finish within {limit:?}, and was killed"))
+            }
+        };
+        // The last line on standard error may have more.
+        let message =
+            [Some(message), self.process.last_error_line()].into_iter().flatten().collect::<Vec<_>>().join(": ");
+        ErrorDetails { name: name.map(|signal| signal.as_str().to_owned()), ..ErrorDetails::new(kind, message) }
+    }
+}
