@@ -19,7 +19,7 @@ use vmmfd::{
 
 use crate::{
     broker::until,
-    doctor_rules::has_driver,
+    doctor::has_driver,
     running::{Ended, Meeting, Run, binary, fits},
     support::{
         Copy, Subject,

@@ -1,12 +1,18 @@
-//! `vmmfd doctor` as a user runs it: the report is complete after any failure, and its verdict is correct.
+//! `vmmfd doctor` as a user runs it: the report is complete after any failure, its verdict is correct, and it explains the failure.
 
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::{fs::PermissionsExt, net::UnixListener},
+    path::Path,
+};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
+use vmmfd_cli::doctor::rules::rules;
 
 use crate::{
-    running::{Ended, HANGS, Meeting, Run, wait_for},
+    running::{HANGS, Meeting, Run, wait_for},
     support::Copy,
 };
 
@@ -20,7 +26,6 @@ cases! {
 const FAULTING: &str = "read-only-store";
 
 /// The other probes of a machine and of a device, in order.
-#[rustfmt::skip]
 const MACHINE: [&str; 4] = ["driver", "descriptors", "host-memory", "broker"];
 #[rustfmt::skip]
 const DEVICE: [&str; 20] = [
@@ -29,18 +34,27 @@ const DEVICE: [&str; 20] = [
     "legacy", "event",
 ];
 
+const FAIL: &str = "FAKECUDA_FAIL";
+const SLOW: &str = "FAKECUDA_SLOW";
+const ABORT: &str = "FAKECUDA_ABORT";
+const DEVICES: &str = "FAKECUDA_DEVICES";
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
+
 pub(crate) fn doctor(meeting: &Meeting, options: &[&str]) -> Run {
     let mut run = meeting.bare("vmmfd");
     run.command.args(["doctor", "--backend", meeting.backend()]).args(options);
     run.command.env("TMPDIR", meeting.folder()).env("XDG_RUNTIME_DIR", meeting.folder());
+    run.command.env_remove(VISIBLE).env_remove("CUDA_MPS_PIPE_DIRECTORY");
     // The free memory of the whole machine changes between runs.
     if meeting.is_fake() { run.env("FAKECUDA_FREE", "1073741824") } else { run }
 }
 
-/// The doctor with one probe of the emulated driver.
-fn only(meeting: &Meeting, probe: &str) -> Run {
-    let faults: &[&str] = if probe == FAULTING { &["--faults"] } else { &[] };
-    doctor(meeting, &[&["--json", "--only", probe][..], faults].concat()).env("FAKECUDA_FABRIC", "1")
+/// The doctor with some probes, with settings of the emulated driver and of the environment.
+fn only(meeting: &Meeting, probes: &str, settings: Settings<'_>) -> Run {
+    let faults: &[&str] = if probes.contains(FAULTING) { &["--faults"] } else { &[] };
+    let mut run = doctor(meeting, &[&["--json", "--only", probes], faults].concat()).env("FAKECUDA_FABRIC", "1");
+    run.command.envs(settings.iter().copied());
+    run
 }
 
 /// The names of the probes, in order.
@@ -111,7 +125,7 @@ fn clean_report_is_complete(meeting: Meeting) {
 #[test]
 fn chosen_probes_alone_are_run() {
     let meeting = Meeting::fake();
-    let report = doctor(&meeting, &["--json", "--device", "0", "--only", "export,granularity"]).end().json();
+    let report = only(&meeting, "export,granularity", &[]).end().json();
     // In their own order.
     assert_eq!(probes(&report["devices"][0]["findings"]), ["granularity", "export"]);
     // Only the driver probe is needed to find the devices.
@@ -127,10 +141,17 @@ fn chosen_probes_alone_are_run() {
     let listed = doctor(&meeting, &["--list", "--json"]).end().code(0).json();
     let faulting = listed["probes"].as_array().unwrap().iter().filter(|probe| probe["faults"] == true);
     assert!(faulting.map(|probe| &probe["name"]).eq([FAULTING]), "{listed}");
+    // The probe that provokes a fault needs its own option.
+    for (options, times) in [(&["--faults", "--only", "memory"][..], 1), (&["--only", "memory"], 0)] {
+        let report = doctor(&meeting, &[&["--json"], options].concat()).end().code(0).json();
+        let stores = probes(&report["devices"][0]["findings"]).into_iter().filter(|probe| *probe == FAULTING);
+        assert_eq!(stores.count(), times, "{options:?}");
+    }
+    doctor(&meeting, &["--only", FAULTING]).end().code(2).says("add --faults");
     for wrong in [["--device", "none"], ["--timeout", "5"]] {
         assert_eq!(doctor(&meeting, &wrong).end().code(2).stdout, "", "{wrong:?}");
     }
-    let none = doctor(&meeting, &["--json"]).env("FAKECUDA_DEVICES", "0").end().code(3).json();
+    let none = doctor(&meeting, &["--json", "--only", "driver"]).env(DEVICES, "0").end().code(3).json();
     assert_eq!((&none["devices"], &none["exit_code"]), (&json!([]), &3.into()));
     assert!(none["verdict"].as_str().unwrap().contains("nothing here to test"), "{none}");
     // Another folder for temporary files is found.
@@ -168,58 +189,28 @@ fn shown_report_prints_the_same() {
 }
 
 #[test]
-fn gpu_fault_needs_an_option() {
-    let meeting = Meeting::fake();
-    let stored: [(&[&str], usize); 3] =
-        [(&["--faults"], 1), (&["--faults", "--only", "memory"], 1), (&["--faults", "--only", FAULTING], 1)];
-    for (options, times) in stored {
-        let report = doctor(&meeting, &[&["--json"], options].concat()).end().code(0).json();
-        let findings = report["devices"][0]["findings"].as_array().unwrap();
-        let stores = findings.iter().filter(|finding| finding["probe"] == FAULTING && finding["status"] == "ok");
-        assert_eq!(stores.count(), times, "{options:?}");
-    }
-    doctor(&meeting, &["--only", FAULTING]).end().code(2).says("add --faults");
-}
-
-#[test]
 fn report_is_whole_after_any_failure() {
-    let slow = |call: &str| ("FAKECUDA_SLOW", format!("{call}:{HANGS}"));
-    let fail = |calls: &str| ("FAKECUDA_FAIL", calls.to_owned());
-    let optional = "cuMemPoolCreate:1:801,cuMemAlloc_v2:1:2,cuEventCreate:1:2,cuMemGetHandleForAddressRange:1:801";
-    let runs = [
-        // Fails in every process of every probe.
-        (fail("cuMemCreate:1:2"), &["memory"][..], "driver", 1),
-        (fail(optional), &["pool", "legacy", "event", "dma-buf"], "driver", 0),
-        // In the other process of the probe.
-        (slow("cuIpcOpenMemHandle_v2"), &["legacy"], "timeout", 0),
-        (slow("cuInit"), &["driver"], "timeout", 1),
+    let meeting = Meeting::fake();
+    // `legacy` hangs in the other process of the probe.
+    let fails = [
+        ("pool", "cuMemPoolCreate", 801),
+        ("event", "cuEventCreate", 2),
+        ("dma-buf", "cuMemGetHandleForAddressRange", 801),
     ];
-    let runs = runs.map(|((variable, value), broken, kind, code)| {
-        let meeting = Meeting::fake();
-        let timeout = if kind == "timeout" { "5s" } else { "20s" };
-        let run = doctor(&meeting, &["--json", "--timeout", timeout]).env(variable, &value).start();
-        (meeting, run, value, broken, kind, code)
-    });
-    for (meeting, run, value, broken, kind, code) in runs {
-        let ended = run.end();
-        let report = ended.code(code).json();
-        assert_eq!(ended.stderr, "");
-        match broken {
-            ["driver"] => assert_eq!(probes(&report["machine"]), MACHINE),
-            _ => assert_whole(&report),
-        }
-        for (probe, fault) in broken.iter().zip(value.split(',')) {
-            let (found, parts) = (finding(&report, probe), fault.split(':').collect::<Vec<_>>());
-            assert!(found["status"] != "ok" && found["error"]["kind"] == kind, "{found}");
-            if kind == "driver" {
-                assert_eq!(
-                    (&found["error"]["call"], found["error"]["code"].to_string()),
-                    (&parts[0].into(), parts[2].to_owned())
-                );
-            }
-        }
-        assert_gone(&meeting, &[]);
+    let settings = fails.map(|(_, call, code)| format!("{call}:1:{code}")).join(",");
+    let run = doctor(&meeting, &["--json", "--timeout", "5s"]).env(FAIL, settings);
+    let ended = run.env(SLOW, format!("cuIpcOpenMemHandle_v2:{HANGS}")).end();
+    let report = ended.code(0).json();
+    assert_eq!(ended.stderr, "");
+    assert_whole(&report);
+    for (probe, call, code) in fails {
+        let found = finding(&report, probe);
+        let error = &found["error"];
+        assert_ne!(found["status"], "ok", "{found}");
+        assert_eq!((&error["kind"], &error["call"], &error["code"]), (&"driver".into(), &call.into(), &code.into()));
     }
+    assert_eq!(finding(&report, "legacy")["error"]["kind"], "timeout", "{report}");
+    assert_gone(&meeting, &[]);
 }
 
 /// The calls in the emulated driver's log, which has the line `pid name` for each call.
@@ -232,8 +223,8 @@ fn calls(log: &Path) -> Vec<(String, String)> {
 fn exporter_is_gone_before_the_import() {
     let meeting = Meeting::fake();
     let log = meeting.folder().join("calls");
-    let run = only(&meeting, "held-descriptor").env("FAKECUDA_LOG", &log);
-    let importing = run.env("FAKECUDA_SLOW", format!("cuMemImportFromShareableHandle:{HANGS}")).start();
+    let slow = format!("cuMemImportFromShareableHandle:{HANGS}");
+    let importing = only(&meeting, "held-descriptor", &[(SLOW, &slow)]).env("FAKECUDA_LOG", &log).start();
     let by = |call: &str| calls(&log).into_iter().find(|(_, name)| name == call).map(|(pid, _)| pid);
     wait_for("the import", || by("cuMemImportFromShareableHandle").is_some());
     let alive = |call: &str| fs::exists(format!("/proc/{}", by(call).unwrap())).unwrap();
@@ -244,127 +235,107 @@ fn exporter_is_gone_before_the_import() {
     drop(importing);
     // The probe needs a process without the driver.
     let library = meeting.driver_folder().unwrap().join("libcuda.so.1");
-    let report = only(&meeting, "held-descriptor").env("LD_PRELOAD", library).end().code(1).json();
+    let report = only(&meeting, "held-descriptor", &[]).env("LD_PRELOAD", library).end().code(1).json();
     let found = finding(&report, "held-descriptor");
     assert!(found["status"] == "skipped" && found["meaning"].to_string().contains("libcuda.so.1"), "{found}");
 }
 
-/// A call that each probe of a device makes, on either side of a probe with two processes, and an error.
+/// Probes that fail in one run, the calls that fail on either side, and their error.
 #[rustfmt::skip]
-const CALLS: [(&str, &str, u32, u32); 19] = [
-    ("memory", "cuMemCreate", 1, 2),
-    ("round-trip", "cuMemImportFromShareableHandle", 1, 999),
-    ("exporter-killed", "cuMemImportFromShareableHandle", 1, 999),
-    ("held-descriptor", "cuMemImportFromShareableHandle", 1, 999),
-    ("event", "cuIpcOpenEventHandle", 1, 205),
-    ("granularity", "cuMemGetAllocationGranularity", 1, 999),
-    ("export", "cuMemExportToShareableHandle", 1, 1),
-    ("import", "cuMemImportFromShareableHandle", 1, 999),
-    ("aliases", "cuMemMap", 2, 999),
-    ("read-only-copy", "cuMemSetAccess", 1, 999),
-    ("read-only-store", "cuModuleLoadData", 1, 200),
-    ("wrong-descriptor", "cuMemCreate", 1, 2),
-    ("memory-returned", "cuMemGetInfo_v2", 1, 999),
-    ("export-cost", "cuMemExportToShareableHandle", 2, 1),
-    ("host-numa", "cuMemCreate", 1, 2),
-    ("dma-buf", "cuMemGetHandleForAddressRange", 1, 999),
-    ("fabric", "cuMemExportToShareableHandle", 1, 999),
-    ("pool", "cuMemPoolCreate", 1, 2),
-    ("legacy", "cuIpcOpenMemHandle_v2", 1, 999),
+const FAILURES: [(&str, &str, u32); 6] = [
+    ("granularity,aliases,read-only-copy", "cuMemGetAllocationGranularity:1 cuMemMap:2 cuMemSetAccess:2", 999),
+    ("memory,wrong-descriptor,host-numa", "cuMemCreate:1 cuMemCreate:2 cuMemCreate:3", 2),
+    ("export,export-cost,fabric", "cuMemExportToShareableHandle:1 cuMemExportToShareableHandle:2 cuMemExportToShareableHandle:3", 1),
+    ("import,round-trip,exporter-killed,held-descriptor", "cuMemImportFromShareableHandle:1", 999),
+    ("read-only-store,memory-returned,dma-buf", "cuModuleLoadData:1 cuMemGetInfo_v2:1 cuMemGetHandleForAddressRange:1", 999),
+    ("pool,legacy,event", "cuMemPoolCreate:1 cuIpcOpenMemHandle_v2:1 cuIpcOpenEventHandle:1", 205),
 ];
 
-/// The error of the only probe. Asserts that the probe and the verdict report a failure.
+/// Probes with one, two and three processes, and a call of each.
+const ENDINGS: [(&str, &str); 3] = [
+    ("memory", "cuMemCreate"),
+    ("event", "cuIpcOpenEventHandle"),
+    ("held-descriptor", "cuMemImportFromShareableHandle"),
+];
+
+/// Returns the errors of the probes. Asserts that all of them and the verdict report a failure.
 #[track_caller]
-fn error_of(meeting: &Meeting, ended: &Ended, probe: &str) -> Value {
+fn errors_of(meeting: &Meeting, run: Run, probes: &str) -> Vec<Value> {
+    let ended = run.end();
     let report = ended.code(1).json();
     assert_eq!(ended.stderr, "");
-    let found = finding(&report, probe);
-    assert_eq!(found["status"], "failed", "{found}");
-    assert!(report["verdict"].as_str().unwrap().contains(&format!("fails at {probe}")), "{report}");
+    let first = format!("fails at {}", probes.split(',').next().unwrap());
+    assert!(report["verdict"].as_str().unwrap().contains(&first), "{report}");
     assert_gone(meeting, &[]);
-    found["error"].clone()
+    let findings = probes.split(',').map(|probe| finding(&report, probe));
+    let failed = findings.inspect(|found| assert_eq!(found["status"], "failed", "{found}"));
+    failed.map(|found| found["error"].clone()).collect()
 }
 
 #[test]
 fn each_probe_fails_alone() {
-    let run = |meeting: &Meeting, probe: &str, setting: &str, value: String, timeout: &str| {
-        let mut run = only(meeting, probe).env(setting, value);
-        run.command.args(["--timeout", timeout]);
-        run.start()
-    };
     let meeting = Meeting::fake();
-    only(&meeting, "fabric").end().code(0);
-    for (probe, call, nth, code) in CALLS {
-        let ended = run(&meeting, probe, "FAKECUDA_FAIL", format!("{call}:{nth}:{code}"), "20s").end();
-        let error = error_of(&meeting, &ended, probe);
-        // A failure of the other process arrives as text that contains the code.
-        let text = error["message"].as_str().is_some_and(|message| message.contains(&format!("({code})")));
-        assert!(error["code"] == code || text, "{error}");
+    for (probes, calls, code) in FAILURES {
+        let faults: Vec<String> = calls.split(' ').map(|call| format!("{call}:{code}")).collect();
+        for error in errors_of(&meeting, only(&meeting, probes, &[(FAIL, &faults.join(","))]), probes) {
+            // A failure of the other process arrives as text that contains the code.
+            let text = error["message"].as_str().is_some_and(|message| message.contains(&format!("({code})")));
+            assert!(error["code"] == code || text, "{error}");
+        }
     }
-    let ended = run(&meeting, "memory", "FAKECUDA_FAIL", "cuMemUnmap:1:1".to_owned(), "20s").end();
-    assert_eq!(error_of(&meeting, &ended, "memory")["kind"], "teardown", "a leak is a failure");
-    // The first calls are of probes with one, two and three processes. All that hang wait in parallel.
-    let hanging = CALLS[..5].iter().map(|(probe, call, ..)| {
-        let meeting = Meeting::fake();
-        let running = run(&meeting, probe, "FAKECUDA_SLOW", format!("{call}:{HANGS}"), "3s");
-        (meeting, running, probe)
-    });
-    let hanging: Vec<_> = hanging.collect();
-    for (probe, call, ..) in &CALLS[..5] {
-        let ended = run(&meeting, probe, "FAKECUDA_ABORT", (*call).to_owned(), "20s").end();
-        assert!(!error_of(&meeting, &ended, probe).is_null(), "{probe}");
-    }
-    for (meeting, running, probe) in hanging {
-        error_of(&meeting, &running.end(), probe);
+    let leak = errors_of(&meeting, only(&meeting, "memory", &[(FAIL, "cuMemUnmap:1:1")]), "memory");
+    assert_eq!(leak[0]["kind"], "teardown", "a leak is a failure");
+    for (probe, call) in ENDINGS {
+        let crash = errors_of(&meeting, only(&meeting, probe, &[(ABORT, call)]), probe);
+        assert!(!crash[0].is_null(), "{probe}");
+        let mut hanging = only(&meeting, probe, &[(SLOW, &format!("{call}:{HANGS}"))]);
+        hanging.command.args(["--timeout", "1s"]);
+        let hang = errors_of(&meeting, hanging, probe);
+        assert_eq!(hang[0]["kind"], "timeout", "{probe}: {hang:?}");
     }
 }
 
 #[test]
 fn old_driver_fails_only_missing_calls() {
     let meeting = Meeting::fake();
-    let report = |copy: Copy, code| {
-        copy.write("libcuda.so.1");
-        doctor(&meeting, &["--json"]).env("LD_LIBRARY_PATH", copy.folder()).end().code(code).json()
-    };
-    let lacking = [("cuMemPoolCreate", "pool"), ("cuIpcGetMemHandle", "legacy"), ("cuIpcGetEventHandle", "event")];
-    let old = report(lacking.iter().fold(Copy::new(), |copy, (symbol, _)| copy.without(symbol)), 0);
-    assert_whole(&old);
-    let older = report(Copy::new().without("cuMemCreate"), 1);
-    for (report, symbol, probe) in
-        lacking.map(|(symbol, probe)| (&old, symbol, probe)).into_iter().chain([(&older, "cuMemCreate", "memory")])
-    {
-        let found = finding(report, probe);
+    let lacking = [
+        ("cuMemPoolCreate", "pool"),
+        ("cuIpcGetMemHandle", "legacy"),
+        ("cuIpcGetEventHandle", "event"),
+        ("cuMemCreate", "memory"),
+    ];
+    let copy = lacking.iter().fold(Copy::new(), |copy, (symbol, _)| copy.without(symbol));
+    copy.write("libcuda.so.1");
+    let run = only(&meeting, "granularity,memory,pool,legacy,event", &[]).env("LD_LIBRARY_PATH", copy.folder());
+    let report = run.end().code(1).json();
+    assert_eq!(finding(&report, "granularity")["status"], "ok", "{report}");
+    for (symbol, probe) in lacking {
+        let found = finding(&report, probe);
         assert_eq!((&found["status"], &found["error"]["call"]), (&"unsupported".into(), &symbol.into()), "{found}");
     }
-    assert_whole(&doctor(&meeting, &["--json"]).env("FAKECUDA_ATTRIBUTE", "102:0").end().code(1).json());
 }
 
 #[test]
 fn each_ordered_device_pair_is_tried() {
     let meeting = Meeting::fake();
     // `export-cost` runs last, after every device has been probed.
-    let doctor =
-        |peers| doctor(&meeting, &["--json", "--only", "memory,export-cost,peer"]).env("FAKECUDA_PEERS", peers);
-    for (peers, status, code) in [("1", "ok", 0), ("0", "unsupported", 1)] {
-        let report = doctor(peers).env("FAKECUDA_DEVICES", "3").end().code(code).json();
-        let devices = report["devices"].as_array().unwrap();
-        assert!(devices.iter().map(|device| device["ordinal"].as_u64().unwrap()).eq(0..3), "{report}");
-        assert!(devices.iter().all(|device| probes(&device["findings"]) == ["memory", "export-cost"]), "{report}");
-        let pairs = report["pairs"].as_array().unwrap();
-        let numbers = pairs.iter().map(|pair| (pair["device"].as_u64().unwrap(), pair["owner"].as_u64().unwrap()));
-        assert!(numbers.eq([(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]), "{report}");
-        for found in pairs.iter().map(|pair| &pair["findings"][0]) {
-            assert_eq!((&found["probe"], &found["status"]), (&"peer".into(), &status.into()), "{found}");
-            assert_eq!(found["figures"]["claimed"], peers == "1");
-            assert_eq!(found["figures"]["read_gb_per_s"].is_f64(), peers == "1");
-        }
-        assert!(report["verdict"].as_str().unwrap().contains("3 of 3"), "{report}");
+    let report = only(&meeting, "memory,export-cost,peer", &[(DEVICES, "3")]).end().code(0).json();
+    let devices = report["devices"].as_array().unwrap();
+    assert!(devices.iter().map(|device| device["ordinal"].as_u64().unwrap()).eq(0..3), "{report}");
+    assert!(devices.iter().all(|device| probes(&device["findings"]) == ["memory", "export-cost"]), "{report}");
+    let pairs = report["pairs"].as_array().unwrap();
+    let numbers = pairs.iter().map(|pair| (pair["device"].as_u64().unwrap(), pair["owner"].as_u64().unwrap()));
+    assert!(numbers.eq([(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]), "{report}");
+    assert!(report["verdict"].as_str().unwrap().contains("3 of 3"), "{report}");
+    for pair in pairs {
+        let (found, figures) = (&pair["findings"][0], &pair["findings"][0]["figures"]);
+        assert!(found["status"] == "ok" && figures["claimed"] == true && figures["read_gb_per_s"].is_f64(), "{found}");
     }
     // A wrong claim is a failure, reported with the driver's code.
-    let run = only(&meeting, "peer").env("FAKECUDA_DEVICES", "2").env("FAKECUDA_FAIL", "cuMemSetAccess:2:217");
+    let run = only(&meeting, "peer", &[(DEVICES, "2"), (FAIL, "cuMemSetAccess:2:217")]);
     let found = finding(&run.end().code(1).json(), "peer");
     assert_eq!((&found["status"], &found["error"]["code"]), (&"failed".into(), &217.into()));
-    let ended = self::doctor(&meeting, &["--only", "peer"]).end();
+    let ended = doctor(&meeting, &["--only", "peer"]).end();
     assert!(ended.code(1).stdout.contains("no pair of devices was tried"), "{}", ended.stdout);
 }
 
@@ -373,11 +344,140 @@ fn stopped_or_killed_doctor_leaves_nothing() {
     for (signal, code) in [(Signal::SIGINT, Some(130)), (Signal::SIGTERM, Some(143)), (Signal::SIGKILL, None)] {
         let meeting = Meeting::fake();
         let log = meeting.folder().join("log");
-        let run = only(&meeting, "legacy").env("FAKECUDA_SLOW", format!("cuIpcOpenMemHandle_v2:{HANGS}"));
-        let running = run.env("FAKECUDA_LOG", &log).start();
+        let slow = format!("cuIpcOpenMemHandle_v2:{HANGS}");
+        let running = only(&meeting, "legacy", &[(SLOW, &slow)]).env("FAKECUDA_LOG", &log).start();
         wait_for("the call that hangs", || calls(&log).iter().any(|(_, name)| name == "cuIpcOpenMemHandle_v2"));
         running.signal(signal);
         assert_eq!(running.end().status.code(), code);
         assert_gone(&meeting, &["log"]);
     }
+}
+
+/// Settings of the emulated driver and of the environment.
+type Settings<'a> = &'a [(&'a str, &'a str)];
+
+/// A rule, a probe, its status, and settings that cause it: a failure on the machine, on a device, of a pair and of another process. The
+/// tests beside the rules cover every rule.
+#[rustfmt::skip]
+const EXPLAINED: [(&str, &str, &str, Settings<'_>); 7] = [
+    ("driver-hangs", "driver", "failed", &[(SLOW, "cuInit:3600000")]),
+    ("mps", "driver", "failed", &[(FAIL, "cuInit:1:805"), ("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")]),
+    ("exclusive", "memory", "failed", &[(FAIL, "cuDevicePrimaryCtxRetain:1:46")]),
+    ("crashed", "memory", "failed", &[(ABORT, "cuMemcpyDtoH_v2")]),
+    ("mig", "peer", "unsupported", &[("FAKECUDA_PEERS", "0"), (DEVICES, "2"), (VISIBLE, "MIG-1")]),
+    ("event-not-shared", "event", "failed", &[("FAKECUDA_EVENTS_FAIL", "1")]),
+    ("no-vmm", "round-trip", "unsupported", &[("FAKECUDA_ATTRIBUTE", "102:0")]),
+];
+
+#[track_caller]
+fn assert_explained(report: &Value, probe: &str, status: &str, rule: &str) {
+    let found = finding(report, probe);
+    assert_eq!((&found["status"], &found["rule"]), (&status.into(), &rule.into()), "{rule}: {found}");
+    let known = rules().find(|known| known.name == rule).unwrap();
+    assert_eq!((&found["cause"], &found["remedy"]), (&known.cause.into(), &known.remedy.into()));
+    assert!(report["verdict"].as_str().is_some_and(|verdict| !verdict.is_empty()));
+}
+
+/// Whether this machine has its own driver, which is loaded if the emulated driver is missing.
+pub(crate) fn has_driver() -> bool {
+    fs::exists("/dev/nvidiactl").unwrap()
+}
+
+#[test]
+fn each_failure_has_its_rule() {
+    let meeting = Meeting::fake();
+    for (rule, probe, status, settings) in EXPLAINED {
+        let mut run = only(&meeting, probe, settings);
+        run.command.args(["--timeout", if rule == "driver-hangs" { "700ms" } else { "20s" }]);
+        assert_explained(&run.end().json(), probe, status, rule);
+    }
+    let report = only(&meeting, "descriptors", &[]).with_files(100).end().code(1).json();
+    assert_explained(&report, "descriptors", "failed", "few-descriptors");
+    // Only the folder identifies a stub.
+    let copy = Copy::new();
+    let stubs = copy.folder().join("stubs");
+    fs::create_dir(&stubs).unwrap();
+    fs::rename(copy.write("libcuda.so.1"), stubs.join("libcuda.so.1")).unwrap();
+    let run = only(&meeting, "driver", &[(FAIL, "cuInit:1:999")]).env("LD_LIBRARY_PATH", &stubs);
+    let report = run.end().code(1).json();
+    assert_explained(&report, "driver", "failed", "stub-library");
+    let library = &report["environment"]["library"];
+    assert!(library["path"].as_str().unwrap().ends_with("/stubs/libcuda.so.1"), "{library}");
+    // The report names a library that is not a stub, too.
+    let report = only(&meeting, "driver", &[(FAIL, "cuInit:1:803")]).end().code(1).json();
+    assert!(Path::new(report["environment"]["library"]["path"].as_str().unwrap()).is_file(), "{report}");
+}
+
+#[test]
+fn persistence_mode_is_read() {
+    let meeting = Meeting::fake();
+    let copy = Copy::new();
+    copy.write("libcuda.so.1");
+    let report = |copy: &Copy, settings: Settings<'_>| {
+        only(&meeting, "persistence", settings).env("LD_LIBRARY_PATH", copy.folder()).end().json()
+    };
+    let assert_skipped = |copy: &Copy, settings: Settings<'_>, words: &str| {
+        let found = finding(&report(copy, settings), "persistence");
+        assert!(found["status"] == "skipped" && found["meaning"].as_str().unwrap().contains(words), "{found}");
+    };
+    // A container that has the driver but lacks NVML.
+    if !has_driver() {
+        assert_skipped(&copy, &[], "libnvidia-ml.so.1: cannot open");
+    }
+    copy.write("libnvidia-ml.so.1");
+    let ok = finding(&report(&copy, &[]), "persistence");
+    assert_eq!((&ok["status"], &ok["figures"]["persistence_mode"]), (&"ok".into(), &1.into()), "{ok}");
+    // A MIG instance reports the mode of its GPU.
+    for settings in [&[("FAKECUDA_PERSISTENCE", "0")][..], &[("FAKECUDA_PERSISTENCE", "0"), ("FAKECUDA_MIG", "1")]] {
+        let report = report(&copy, settings);
+        assert_explained(&report, "persistence", "unsupported", "persistence-off");
+        assert_eq!(finding(&report, "persistence")["figures"]["persistence_mode"], 0);
+    }
+    let failed = "nvmlDeviceGetHandleByUUID failed: Unknown Error (15)";
+    assert_skipped(&copy, &[(FAIL, "nvmlDeviceGetHandleByUUID:1:15")], failed);
+    let old = Copy::new().without("nvmlDeviceGetPersistenceMode");
+    old.write("libcuda.so.1");
+    old.write("libnvidia-ml.so.1");
+    assert_skipped(&old, &[], "has no nvmlDeviceGetPersistenceMode");
+}
+
+/// The finding of the broker probe alone.
+fn broker(meeting: &Meeting) -> Value {
+    let report = doctor(meeting, &["--json", "--only", "broker"]).end().json();
+    let found = finding(&report, "broker");
+    // A probe named in `--only` is required.
+    assert_eq!(report["exit_code"], if found["status"] == "ok" { 0 } else { 1 }, "{report}");
+    found
+}
+
+#[test]
+fn broker_at_default_socket_is_tested() {
+    let meeting = Meeting::host();
+    let socket = meeting.folder().join("vmmfd/broker.sock");
+    let found = broker(&meeting);
+    assert_eq!((&found["status"], &found["error"]), (&"skipped".into(), &Value::Null), "{found}");
+    assert!(found["meaning"].as_str().unwrap().contains("/vmmfd/broker.sock"), "{found}");
+    assert!(meeting.files().is_empty(), "{:?}", meeting.files());
+    let mut serve = meeting.bare("vmmfd").env("XDG_RUNTIME_DIR", meeting.folder());
+    serve.command.arg("serve");
+    let serve = serve.start();
+    wait_for("the broker", || socket.exists());
+    let found = broker(&meeting);
+    assert_eq!((&found["status"], &found["rule"]), (&"ok".into(), &Value::Null), "{found}");
+    assert!(found["meaning"].as_str().unwrap().starts_with("A broker answers, with pid "), "{found}");
+    assert!(found["figures"]["answer_us"].as_u64().unwrap() > 0);
+    drop(serve);
+    let _ = fs::remove_file(&socket);
+    drop(UnixListener::bind(&socket).unwrap());
+    let assert_broken = |problem: &str, words: &str| {
+        let found = broker(&meeting);
+        let rule = format!("broker-{problem}");
+        assert_eq!((&found["figures"]["problem"], &found["rule"]), (&problem.into(), &rule.into()), "{found}");
+        assert!(found["error"]["message"].as_str().unwrap().contains(words), "{found}");
+    };
+    assert_broken("stale", "no broker on ");
+    assert!(socket.exists(), "it is not the doctor's to remove");
+    // A folder that others may write in.
+    fs::set_permissions(socket.parent().unwrap(), PermissionsExt::from_mode(0o777)).unwrap();
+    assert_broken("folder", "others may write in it");
 }

@@ -1,27 +1,17 @@
 //! `doctor`: tests whether this machine can share GPU memory.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::{io, path::PathBuf};
 
-use clap::{
-    Args, Subcommand,
-    builder::{PossibleValue, PossibleValuesParser},
-};
+use clap::{Args, Subcommand};
 use schemars::JsonSchema;
 use serde::Serialize;
-use vmmfd::{
-    channel::Trust,
-    driver::Backend,
-    error::{Error, ParseError},
-    memory::Selector,
-};
+use vmmfd::error::Error;
 
 use super::{
     Exit, Running, Tool, ToolOutput,
     exit::exit_codes,
-    options::{parse_timeout, parse_uid},
     output::{is_coloured, json_line},
     report::Stamped,
-    values::BACKEND,
 };
 use crate::{
     doctor::{self, DoctorPlan, DoctorReport, Flag, Meeting, MeetingRole, PROBES, Probe, text},
@@ -37,31 +27,12 @@ const CODES: &str = exit_codes!(
 #[derive(Debug, Args)]
 #[command(after_help = CODES, args_conflicts_with_subcommands = true)]
 pub(super) struct DoctorOptions {
-    /// Probes to run, separated by commas [default: all but read-only-store]
-    #[arg(long, value_name = "PROBE,...", value_delimiter = ',', value_parser = probe_names(), hide_possible_values = true,
-        help_heading = "Probes")]
-    only: Vec<String>,
-
-    /// Run read-only-store too. It provokes a GPU fault, which the kernel logs as Xid 31: the monitoring of a fleet may then take the node
-    /// out of service
-    #[arg(long, help_heading = "Probes")]
-    faults: bool,
-
-    /// Time limit of each probe
-    #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = parse_timeout, help_heading = "Probes")]
-    timeout: Duration,
+    #[command(flatten)]
+    plan: DoctorPlan,
 
     /// List the probes and run none
     #[arg(long, conflicts_with_all = ["only", "faults", "show", "device"], help_heading = "Probes")]
     list: bool,
-
-    /// Backend of the memory: host tests this command, not a GPU. VMMFD_BACKEND is ignored, and there is no fallback
-    #[arg(long, value_name = "BACKEND", value_parser = BACKEND, default_value = "cuda", help_heading = "Sharing")]
-    backend: Backend,
-
-    /// Device to test; a UUID may be abbreviated
-    #[arg(long, value_name = "all|ORDINAL|UUID", default_value = "all", value_parser = parse_device, help_heading = "Sharing")]
-    device: DeviceArg,
 
     /// Print a report that --json wrote on any machine, and run no probes
     #[arg(long, value_name = "FILE", conflicts_with_all = ["only", "faults", "device"], help_heading = "Output")]
@@ -75,49 +46,10 @@ pub(super) struct DoctorOptions {
 enum MeetCommand {
     /// Waits for another doctor (in another container or namespace, or of another user) and tests sharing with it
     #[command(after_help = CODES)]
-    Serve(MeetOptions),
+    Serve(Meeting),
     /// Connects to `doctor serve`; both print the same report
     #[command(after_help = CODES)]
-    Join(MeetOptions),
-}
-
-#[derive(Debug, Args)]
-struct MeetOptions {
-    /// Backend of the memory: host tests this command, not a GPU
-    #[arg(long, value_name = "BACKEND", value_parser = BACKEND, default_value = "cuda", help_heading = "Sharing")]
-    backend: Backend,
-
-    /// Unix socket in a folder that both doctors share: other sockets are created and removed under the same name
-    #[arg(long, value_name = "PATH", help_heading = "Meeting")]
-    socket: PathBuf,
-
-    /// Other user that the peer may run as, besides this user and root; repeatable. In a user namespace, an outside user appears as the
-    /// overflow uid, 65534
-    #[arg(long = "allow-uid", value_name = "UID", value_parser = parse_uid, help_heading = "Meeting")]
-    allow_uids: Vec<u32>,
-
-    /// Longest wait for the other doctor
-    #[arg(long, value_name = "DURATION", default_value = "2m", value_parser = parse_timeout, help_heading = "Meeting")]
-    wait: Duration,
-
-    /// Time limit of each step
-    #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = parse_timeout, help_heading = "Meeting")]
-    timeout: Duration,
-}
-
-/// One device, or all. clap treats a plain `Option` as an option that may be omitted.
-#[derive(Debug, Clone, Copy)]
-struct DeviceArg(Option<Selector>);
-
-fn parse_device(text: &str) -> Result<DeviceArg, ParseError> {
-    match text {
-        "all" => Ok(DeviceArg(None)),
-        _ => text.parse().map(|selector| DeviceArg(Some(selector))),
-    }
-}
-
-fn probe_names() -> PossibleValuesParser {
-    PossibleValuesParser::new(PROBES.iter().map(|probe| PossibleValue::new(probe.name).help(probe.about)))
+    Join(Meeting),
 }
 
 /// The report of `--list`.
@@ -168,7 +100,7 @@ impl Tool for DoctorOptions {
 
     fn run(&self, Running { output, cancel, progress }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let faulting = |name: &&String| Probe::named(name).is_some_and(|probe| probe.is(Flag::Faults));
-        if let Some(name) = self.only.iter().find(faulting).filter(|_| !self.faults) {
+        if let Some(name) = self.plan.only.iter().find(faulting).filter(|_| !self.plan.faults) {
             let problem = format!("the probe {name} provokes a GPU fault: add --faults to run it");
             return Err(Error::Misuse { problem }.into());
         }
@@ -181,31 +113,9 @@ impl Tool for DoctorOptions {
         }
         let observer = |what: &str, done: usize, all: usize| progress.step(what, done, all);
         let report = match &self.end {
-            Some(end) => {
-                let (role, meet) = match end {
-                    MeetCommand::Serve(meet) => (MeetingRole::Serve, meet),
-                    MeetCommand::Join(meet) => (MeetingRole::Join, meet),
-                };
-                let meeting = Meeting {
-                    role,
-                    backend: meet.backend,
-                    socket: meet.socket.clone(),
-                    trust: Trust { uids: meet.allow_uids.clone() },
-                    wait: meet.wait,
-                    timeout: meet.timeout,
-                };
-                doctor::meet(&meeting, cancel, &observer)?
-            }
-            None => {
-                let plan = DoctorPlan {
-                    backend: self.backend,
-                    device: self.device.0,
-                    only: self.only.clone(),
-                    faults: self.faults,
-                    timeout: self.timeout,
-                };
-                doctor::run(&plan, cancel, &observer)?
-            }
+            Some(MeetCommand::Serve(meeting)) => doctor::meet(MeetingRole::Serve, meeting, cancel, &observer)?,
+            Some(MeetCommand::Join(meeting)) => doctor::meet(MeetingRole::Join, meeting, cancel, &observer)?,
+            None => doctor::run(&self.plan, cancel, &observer)?,
         };
         let exit = match report.exit_code {
             0 => Exit::Verified,

@@ -29,7 +29,7 @@ pub use self::{
     consume::Consume,
     exit::{EXIT_CODES, Exit},
     layout::{Column, Table, stdout_width},
-    options::{parse_size, parse_timeout},
+    options::{parse_size, parse_timeout, parse_uid},
     output::{Output, Progress, json_line, print_lines},
     produce::Produce,
     root::{main, main_of, main_of_tool},

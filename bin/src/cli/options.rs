@@ -290,7 +290,7 @@ pub(super) fn parse_elements(text: &str) -> Result<u64, String> {
     }
 }
 
-pub(super) fn parse_uid(text: &str) -> Result<u32, String> {
+pub fn parse_uid(text: &str) -> Result<u32, String> {
     text.parse().map_err(|_| format!("`{text}` is not a user's number: write it as `id -u` prints it, 0 to 4294967295"))
 }
 

@@ -3,7 +3,7 @@
 use vmmfd::{channel::Cancel, error::Result, memory::Device};
 
 use super::{
-    ErrorDetails, Status,
+    Status,
     process::{Child, Endpoint, Role, Task},
     report::ProbeResult,
 };
@@ -43,19 +43,16 @@ impl ProbeContext {
         Child::start(name, &task, None, timeout, &Cancel::new()?)
     }
 
-    /// Starts a process that answers requests, and waits until its driver is ready.
-    pub(super) fn start_peer(&self) -> Result<Child, ErrorDetails> {
-        let mut child = self.start_child("the other process of the probe", Role::Peer)?;
-        child.ready()?;
-        Ok(child)
-    }
-
     /// Calls `work` with the connection to the other process, which it starts if necessary. Kills it unless the finding is `ok`, so that the
     /// next probe gets a new one.
     pub(super) fn with_peer(&mut self, work: impl FnOnce(&Endpoint, &Line, &Device) -> ProbeResult) -> ProbeResult {
         let peer = match self.peer.take() {
             Some(peer) => peer,
-            None => Peer::Child(self.start_peer()?),
+            None => {
+                let mut child = self.start_child("the other process of the probe", Role::Peer)?;
+                child.ready()?;
+                Peer::Child(child)
+            }
         };
         let (Peer::Child(Child { line, .. }) | Peer::Remote(line)) = &peer;
         let result = work(&self.end, line, &self.device);

@@ -67,18 +67,15 @@ fn is_missing(tried: &str) -> bool {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ErrorDetails {
     /// The driver call or system call, if known.
-    #[serde(default)]
     pub call: Option<String>,
     /// The driver's error number.
-    #[serde(default)]
     pub code: Option<u32>,
     /// The name of the error number, or of the signal that killed the process.
-    #[serde(default)]
     pub name: Option<String>,
     /// `timeout`, `signal`, `driver`, `system`, or another error class.
     pub kind: String,
     /// The cause, if identified.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<Reason>,
     /// Whether the error occurred at the peer of a meeting, or in the other process of a probe.
     #[serde(default, skip_serializing_if = "Not::not")]

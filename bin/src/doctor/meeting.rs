@@ -4,7 +4,7 @@ use std::{
     collections::BTreeSet,
     fs,
     os::{fd::AsFd, unix::fs::MetadataExt},
-    path::{Path, PathBuf},
+    path::Path,
     sync::Mutex,
     time::Duration,
 };
@@ -16,18 +16,17 @@ use nix::{
 use serde::Serialize;
 use vmmfd::{
     channel::{Cancel, Listener, Trust, socket_path},
-    driver::Backend,
     error::{Error, PeerError, ProtocolError, Result, SocketError},
     internals::{RecordSocket, accept, connect_socket, deadline_after, peer_of, wait},
     session::Config,
 };
 
 use super::{
-    DoctorReport, Environment, ErrorDetails, Finding, Flag, Observer, Probe, Status,
+    DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Flag, Meeting, Observer, Probe, Status,
     control::{ControlRecord, PURPOSE, greet},
     process::Role,
     rules::explain,
-    runner::{Listed, Remote, Runner},
+    runner::{Remote, Runner},
     verdict::verdict,
 };
 use crate::{
@@ -35,21 +34,6 @@ use crate::{
     line::Line,
     temporary::{PREFIX, temporary_folder},
 };
-
-/// The options of a meeting.
-#[derive(Debug, Clone)]
-pub struct Meeting {
-    pub role: MeetingRole,
-    pub backend: Backend,
-    /// The socket, in a folder visible to both sides. Other sockets are created and removed next to it.
-    pub socket: PathBuf,
-    /// The users that the peer may run as, besides this process's user and root.
-    pub trust: Trust,
-    /// How long to wait for the peer.
-    pub wait: Duration,
-    /// The timeout of each step.
-    pub timeout: Duration,
-}
 
 /// The sides of a meeting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,9 +66,9 @@ type Greeting = (Environment, Option<Finding>);
 /// # Errors
 /// [`SocketError::Path`], [`SocketError::AlreadyServed`]; [`ToolError::Absent`] if the peer does not appear;
 /// [`PeerError::NotAllowed`], [`PeerError::Reported`]; [`Error::Interrupted`]. The errors of the probes are in the report.
-pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Result<DoctorReport> {
+pub fn meet(role: MeetingRole, meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Result<DoctorReport> {
     let socket = socket_path(Some(&meeting.socket))?;
-    if meeting.role == MeetingRole::Serve {
+    if role == MeetingRole::Serve {
         Listener::check_free(&socket)?;
     }
     let folder = temporary_folder(PREFIX)?;
@@ -106,7 +90,7 @@ pub fn meet(meeting: &Meeting, cancel: &Cancel, observer: Observer<'_>) -> Resul
     let report = DoctorReport { machine, ..DoctorReport::new(meeting.backend, environment, required) };
     observer("waiting for the peer", 0, 1);
     let mut conversation = Conversation { report, last: None };
-    let result = conversation.meet_peer(meeting, &socket, cancel, runner);
+    let result = conversation.meet_peer(role, meeting, &socket, cancel, runner);
     let Conversation { mut report, last } = conversation;
     let permitted = matches!(&result, Err(Error::Socket(SocketError::Denied { .. })))
         && report.environment.label.is_some()
@@ -202,6 +186,7 @@ impl Conversation {
     /// Meets the peer and runs the probes. Returns the reason if it was cut short.
     fn meet_peer(
         &mut self,
+        role: MeetingRole,
         meeting: &Meeting,
         socket: &Path,
         cancel: &Cancel,
@@ -211,12 +196,12 @@ impl Conversation {
         // The sides meet even without a driver, so that the peer reports the failure too.
         let own = machine.first();
         let greet = |control: &Line| greet(control, meeting.backend, environment, own);
-        let (mut control, (peer, theirs)) = match meeting.role {
+        let (mut control, (peer, theirs)) = match role {
             MeetingRole::Serve => accept_peer(meeting, socket, cancel, &greet)?,
             MeetingRole::Join => connect(meeting, socket, cancel, &greet)?,
         };
         let works = own.is_none_or(|finding| finding.status == Status::Ok);
-        let mut devices = Listed::of(own);
+        let mut devices = own.map(Finding::devices).unwrap_or_default();
         devices.truncate(MAX_DEVICES);
         control.set_timeout(meeting.timeout);
         self.report.peer = Some(peer);
@@ -226,17 +211,17 @@ impl Conversation {
             return Ok(Some(ErrorDetails::new("peer", message)));
         }
         let broken = theirs.filter(|finding| finding.status != Status::Ok);
-        if broken.is_some() || meeting.role == MeetingRole::Serve {
-            self.report.devices = devices.iter().map(|device| device.report(meeting.backend, Vec::new())).collect();
+        if broken.is_some() || role == MeetingRole::Serve {
+            self.report.devices = devices;
         }
         if let Some(broken) = broken {
             let why = broken.error.unwrap_or_else(|| ErrorDetails::new("peer", broken.meaning));
             let message = format!("its driver can't be used: {}", why.message);
             return Ok(Some(ErrorDetails { message, ..why }.of_other_end()));
         }
-        let remote = Some(Remote { control: &control, socket, uids: &meeting.trust.uids });
+        let remote = Some(Remote { control: &control, socket, uids: &meeting.allow_uids });
         let runner = Runner { remote, ..runner };
-        match meeting.role {
+        match role {
             MeetingRole::Serve => self.serve(&control, &runner),
             MeetingRole::Join => self.join(&control, &runner),
         }
@@ -269,17 +254,11 @@ impl Conversation {
             return Ok(Some(error));
         }
         let limit = child.line.timeout().saturating_mul(u32::try_from(TRIED.len()).unwrap_or(u32::MAX));
-        let mut ordinals = BTreeSet::new();
         loop {
             let mut record = control.receive_within(limit)?;
             match record {
                 ControlRecord::Device(device) => {
-                    check_length(&device)?;
-                    let names: BTreeSet<&str> = device.findings.iter().map(|finding| finding.probe.as_str()).collect();
-                    let known = names.len() == device.findings.len() && names.iter().all(|name| TRIED.contains(name));
-                    if !known || ordinals.len() >= MAX_DEVICES || !ordinals.insert(device.ordinal) {
-                        return Err(ProtocolError::Unexpected { got: "another report", want: "device" }.into());
-                    }
+                    check_report(&device, &self.report.devices)?;
                     self.report.devices.push(device);
                     continue;
                 }
@@ -318,7 +297,8 @@ fn accept_peer(
     cancel: &Cancel,
     greet: &dyn Fn(&Line) -> Result<Greeting>,
 ) -> Result<(Line, Greeting)> {
-    let Meeting { trust, timeout, .. } = meeting;
+    let Meeting { timeout, .. } = meeting;
+    let trust = Trust { uids: meeting.allow_uids.clone() };
     let deadline = deadline_after(meeting.wait);
     let config = Config::default().timeout(*timeout).trust(trust.clone()).cancel(cancel);
     let listener = Listener::bind(socket, &config)?;
@@ -354,7 +334,7 @@ fn connect(
     cancel: &Cancel,
     greet: &dyn Fn(&Line) -> Result<Greeting>,
 ) -> Result<(Line, Greeting)> {
-    let (socket, _) = connect_socket(path, meeting.wait, &meeting.trust, cancel)?;
+    let (socket, _) = connect_socket(path, meeting.wait, &Trust { uids: meeting.allow_uids.clone() }, cancel)?;
     let control = Line::new(RecordSocket::new(socket, meeting.timeout, cancel)?, PURPOSE);
     let greeted = greet(&control).map_err(|error| match error {
         Error::Peer(PeerError::Protocol(_)) => Error::Socket(SocketError::Path {
@@ -372,5 +352,72 @@ fn check_length(report: &impl Serialize) -> Result<()> {
     match length {
         0..=MAX_REPORTED => Ok(()),
         _ => Err(ProtocolError::LongRecord { most: MAX_REPORTED }.into()),
+    }
+}
+
+/// Rejects a report of the peer on a known device, on too many devices, or on other probes.
+fn check_report(device: &DeviceReport, known: &[DeviceReport]) -> Result<()> {
+    check_length(device)?;
+    let names: BTreeSet<&str> = device.findings.iter().map(|finding| finding.probe.as_str()).collect();
+    let new = known.len() < MAX_DEVICES && known.iter().all(|other| other.ordinal != device.ordinal);
+    if new && names.len() == device.findings.len() && names.iter().all(|name| TRIED.contains(name)) {
+        return Ok(());
+    }
+    Err(ProtocolError::Unexpected { got: "another report", want: "device" }.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use vmmfd::driver::Backend;
+
+    use super::*;
+
+    fn device(ordinal: i32, probes: &[&str]) -> DeviceReport {
+        let findings = probes.iter().map(|probe| Finding::new(probe, Status::Ok, "It works.")).collect();
+        DeviceReport { ordinal, name: "a liar's".to_owned(), uuid: String::new(), findings }
+    }
+
+    #[test]
+    fn false_reports_are_rejected() {
+        let known = [device(0, &TRIED)];
+        check_report(&device(1, &TRIED), &known).unwrap();
+        let mut long = device(1, &["pool"]);
+        long.findings[0].meaning = "x".repeat(MAX_REPORTED);
+        for wrong in [device(0, &TRIED), device(1, &["pool", "pool"]), device(1, &["pool", "driver"]), long] {
+            assert!(check_report(&wrong, &known).is_err(), "{wrong:?}");
+        }
+        let many: Vec<DeviceReport> = (0..64).map(|ordinal| device(ordinal, &[])).collect();
+        assert!(check_report(&device(64, &[]), &many).is_err());
+    }
+
+    #[test]
+    fn missing_results_are_failures() {
+        let lost = || Some(ErrorDetails::new("peer", "the peer disconnected".to_owned()));
+        for (devices, cut, last, failures, words) in [
+            (vec![device(0, &TRIED)], None, None, vec![], "works on 1 of 1"),
+            (vec![], None, None, vec!["round-trip"], "round-trip was cut short"),
+            (vec![device(0, &[])], None, None, TRIED.to_vec(), "device 0 fails at round-trip"),
+            (
+                vec![device(0, &TRIED), device(1, &["pool"])],
+                None,
+                None,
+                vec!["round-trip", "host-numa", "legacy", "event"],
+                "1 of 2",
+            ),
+            (vec![device(0, &TRIED)], lost(), None, vec!["round-trip"], "round-trip was cut short"),
+            (vec![device(0, &TRIED)], lost(), Some("legacy"), vec!["legacy"], "legacy was cut short: the peer disc"),
+            (vec![device(0, &TRIED[..3])], lost(), Some("legacy"), vec!["legacy", "legacy", "event"], "legacy was cut"),
+        ] {
+            let required = vec!["driver".to_owned(), "round-trip".to_owned()];
+            let mut report = DoctorReport::new(Backend::Host, Environment::default(), required);
+            report.machine.push(Finding::new("driver", Status::Ok, ""));
+            report.devices = devices;
+            complete(&mut report, cut, false, last.and_then(Probe::named));
+            let (verdict, code) = verdict(&report);
+            let findings = report.machine.iter().chain(report.devices.iter().flat_map(|device| &device.findings));
+            let failed = findings.filter(|finding| finding.status == Status::Failed);
+            assert_eq!(failed.map(|finding| &finding.probe).collect::<Vec<_>>(), failures, "{report:?}");
+            assert!(verdict.contains(words) && (code == 0) == failures.is_empty(), "{verdict}");
+        }
     }
 }

@@ -9,6 +9,7 @@ mod control;
 pub mod environment;
 mod error_details;
 mod meeting;
+mod options;
 mod probes;
 mod process;
 pub mod report;
@@ -22,9 +23,10 @@ mod worker;
 pub use self::{
     environment::Environment,
     error_details::{ErrorDetails, Reason},
-    meeting::{Meeting, MeetingRole, meet},
+    meeting::{MeetingRole, meet},
+    options::{DoctorPlan, Meeting},
     probes::{Flag, PROBES, Probe, Scope},
     report::{DeviceReport, DoctorReport, Finding, PairReport, Status, read},
-    runner::{DoctorPlan, Observer, run},
+    runner::{Observer, run},
     worker::run_task,
 };

@@ -1,6 +1,7 @@
 //! The child processes of the doctor, as their parent sees them. Every driver call runs in a child, which the parent kills if it is late.
 
 use std::{
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -94,13 +95,18 @@ impl Child {
         self.process.kill();
     }
 
-    /// Receives a record.
+    /// Receives a record and its descriptors.
     ///
     /// # Errors
     /// An error of kind `timeout` if the record is late: the process is killed. `exit` and `signal` if the process ended.
-    pub(super) fn receive<T: DeserializeOwned>(&mut self) -> Result<T, ErrorDetails> {
+    pub(super) fn receive_with<T: DeserializeOwned>(&mut self) -> Result<(T, Vec<OwnedFd>), ErrorDetails> {
         let started = Instant::now();
-        self.line.receive().map_err(|error| self.explain(error, started))
+        self.line.receive_with().map_err(|error| self.explain(error, started))
+    }
+
+    /// As [`Child::receive_with`], without descriptors.
+    pub(super) fn receive<T: DeserializeOwned>(&mut self) -> Result<T, ErrorDetails> {
+        self.receive_with().map(|(record, _)| record)
     }
 
     /// Waits until the driver of a [`Role::Peer`] has started.
@@ -112,7 +118,7 @@ impl Child {
     }
 
     /// The reason for an error of the connection.
-    pub(super) fn explain(&mut self, error: Error, started: Instant) -> ErrorDetails {
+    fn explain(&mut self, error: Error, started: Instant) -> ErrorDetails {
         let limit = self.line.timeout();
         let ended = match &error {
             Error::Peer(PeerError::Timeout { .. }) => None,
@@ -131,8 +137,8 @@ impl Child {
             }
         };
         // The last line on standard error may have more.
-        let message =
-            [Some(message), self.process.last_error_line()].into_iter().flatten().collect::<Vec<_>>().join(": ");
+        let more = self.process.last_error_line().map_or_else(String::new, |line| format!(": {line}"));
+        let message = message + &more;
         ErrorDetails { name: name.map(|signal| signal.as_str().to_owned()), ..ErrorDetails::new(kind, message) }
     }
 }

@@ -32,7 +32,7 @@ pub struct DoctorReport {
     /// The environment of this side.
     pub environment: Environment,
     /// The environment of the peer, in a meeting.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub peer: Option<Environment>,
     /// The probes that must be `ok` for a positive verdict.
     pub required: Vec<String>,
@@ -66,6 +66,12 @@ impl DoctorReport {
             exit_code: 0,
         }
     }
+
+    /// All findings in order.
+    pub(super) fn findings(&self) -> impl Iterator<Item = &Finding> {
+        let devices = self.devices.iter().flat_map(|device| &device.findings);
+        self.machine.iter().chain(devices).chain(self.pairs.iter().flat_map(|pair| &pair.findings))
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -76,6 +82,7 @@ pub struct DeviceReport {
     /// The UUID, with the backend's prefix.
     pub uuid: String,
     /// The findings in the order of the probes.
+    #[serde(default)]
     pub findings: Vec<Finding>,
 }
 
@@ -100,24 +107,19 @@ pub struct Finding {
     pub probe: String,
     pub status: Status,
     /// The duration in microseconds; absent if the probe did not run.
-    #[serde(default)]
     pub us: Option<u64>,
     /// The measured values by name.
     #[serde(default)]
     pub figures: Figures,
     /// The error of the driver or the system.
-    #[serde(default)]
     pub error: Option<ErrorDetails>,
     /// The meaning of the result in one sentence.
     pub meaning: String,
     /// The cause, if a rule matches.
-    #[serde(default)]
     pub cause: Option<String>,
     /// The remedy, if a rule matches.
-    #[serde(default)]
     pub remedy: Option<String>,
     /// The name of the matching rule.
-    #[serde(default)]
     pub rule: Option<String>,
 }
 
@@ -139,6 +141,11 @@ impl Finding {
     /// The driver library, in a finding of the `driver` probe.
     pub(super) fn library(&self) -> Option<&Path> {
         self.figures.get("library")?.as_str().map(Path::new)
+    }
+
+    /// The devices in a finding of the `driver` probe.
+    pub(super) fn devices(&self) -> Vec<DeviceReport> {
+        self.figures.get("devices").and_then(|devices| serde_json::from_value(devices.clone()).ok()).unwrap_or_default()
     }
 
     pub(super) fn timed_out(&self) -> bool {

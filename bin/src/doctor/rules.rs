@@ -88,7 +88,7 @@ impl Facts {
             ("signal", error.and_then(signal)),
         ];
         let flags = of_finding(finding).into_iter().chain(of_environment(env)).chain(of_both(env, peer));
-        let flags = flags.filter_map(|(name, holds)| holds.then(|| (name, String::new())));
+        let flags = flags.filter(|(_, holds)| *holds).map(|(name, _)| (name, String::new()));
         Self(values.into_iter().filter_map(|(name, value)| Some((name, value?))).chain(flags).collect())
     }
 

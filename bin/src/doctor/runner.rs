@@ -9,17 +9,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::Deserialize;
 use vmmfd::{
     channel::Cancel,
     driver::{Backend, DeviceUuid},
     error::{Error, Result},
     internals::choose_device,
-    memory::Selector,
 };
 
 use super::{
-    DeviceReport, DoctorReport, Environment, Finding, Flag, PROBES, PairReport, Probe, Scope, Status,
+    DeviceReport, DoctorPlan, DoctorReport, Environment, Finding, Flag, PROBES, PairReport, Probe, Scope, Status,
     control::check_connected,
     process::{Child, Role, Task},
     report::micros,
@@ -30,65 +28,9 @@ use crate::{
     temporary::{PREFIX, temporary_folder},
 };
 
-/// Selects the probes of a run.
-#[derive(Debug, Clone)]
-pub struct DoctorPlan {
-    pub backend: Backend,
-    /// The device; `None` for all.
-    pub device: Option<Selector>,
-    /// Names of probes; empty for all. Probes that provoke GPU faults also require `faults`.
-    pub only: Vec<String>,
-    /// Whether to include the probes that provoke GPU faults.
-    pub faults: bool,
-    /// The timeout of each probe.
-    pub timeout: Duration,
-}
-
-impl DoctorPlan {
-    fn wants(&self, probe: &Probe) -> bool {
-        match probe.is(Flag::Faults) {
-            true => self.faults,
-            false => self.only.is_empty() || self.only.iter().any(|name| name == probe.name),
-        }
-    }
-
-    /// The required probes: `driver`, and the named probes, or by default the probes of sharing by descriptor.
-    fn required(&self) -> Vec<String> {
-        let required = |probe: &&Probe| match self.only.is_empty() {
-            true => probe.is(Flag::Required),
-            false => probe.name == "driver" || self.only.iter().any(|name| name == probe.name),
-        };
-        PROBES.iter().filter(required).map(|probe| probe.name.to_owned()).collect()
-    }
-
-    fn probes(&self, scope: Scope) -> Vec<&'static Probe> {
-        PROBES.iter().filter(|probe| probe.scope() == scope && self.wants(probe)).collect()
-    }
-}
-
 /// Called when a probe starts, from several threads if there are several devices: with the step (a probe and its device), the number of
 /// finished probes, and the number of all probes, which grows once the devices are known.
 pub type Observer<'a> = &'a (dyn Fn(&str, usize, usize) + Sync);
-
-/// A device as reported by the `driver` probe.
-#[derive(Debug, Clone, Deserialize)]
-pub(super) struct Listed {
-    ordinal: i32,
-    name: String,
-    uuid: DeviceUuid,
-}
-
-impl Listed {
-    /// The devices in the finding of the `driver` probe.
-    pub(super) fn of(driver: Option<&Finding>) -> Vec<Self> {
-        let listed = driver.and_then(|driver| serde_json::from_value(driver.figures.get("devices")?.clone()).ok());
-        listed.unwrap_or_default()
-    }
-
-    pub(super) fn report(&self, backend: Backend, findings: Vec<Finding>) -> DeviceReport {
-        DeviceReport { ordinal: self.ordinal, name: self.name.clone(), uuid: self.uuid.prefixed(backend), findings }
-    }
-}
 
 /// Runs the probes of a plan. A probe that fails, hangs, crashes or corrupts its context does not affect the others. Blocks while they run,
 /// each for at most the plan's timeout.
@@ -124,12 +66,12 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     let machine = runner.run(&machine_probes, None, None)?;
     let driver = machine.iter().find(|finding| finding.probe == "driver");
     let environment = Environment::read(driver.and_then(Finding::library));
-    let listed = Listed::of(driver);
-    let chosen = match plan.device {
+    let listed = driver.map(Finding::devices).unwrap_or_default();
+    let chosen = match plan.device.0 {
         // Without a device, the finding of `driver` has the reason.
         Some(selector) if !listed.is_empty() || driver.is_some_and(|driver| driver.status == Status::Ok) => {
-            let identity = |device: &Listed| {
-                (device.ordinal, device.uuid, format!("{} {}", device.name, device.uuid.prefixed(plan.backend)))
+            let identity = |DeviceReport { ordinal, name, uuid, .. }: &DeviceReport| {
+                (*ordinal, uuid.parse().unwrap_or(DeviceUuid::from_bytes([0; 16])), format!("{name} {uuid}"))
             };
             vec![choose_device(selector, plan.backend, &listed, identity)?.clone()]
         }
@@ -141,9 +83,9 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     let pair_probes = plan.probes(Scope::Pair);
     let pairs = chosen.len() * listed.len().saturating_sub(1);
     runner.count(0, chosen.len() * probes.len() + pairs * pair_probes.len());
-    report.devices = runner.devices(&chosen, &probes)?;
+    report.devices = runner.devices(chosen, &probes)?;
     if !pair_probes.is_empty() {
-        report.pairs = runner.pairs(&chosen, &listed, &pair_probes)?;
+        report.pairs = runner.pairs(&report.devices, &listed, &pair_probes)?;
     }
     conclude(&mut report);
     Ok(report)
@@ -212,25 +154,24 @@ impl Runner<'_> {
     }
 
     /// Probes devices in parallel.
-    fn devices(&self, chosen: &[Listed], probes: &[&Probe]) -> Result<Vec<DeviceReport>> {
+    fn devices(&self, mut devices: Vec<DeviceReport>, probes: &[&Probe]) -> Result<Vec<DeviceReport>> {
         // One device's probe would disturb another's measurement.
-        let alone = |probe: &&Probe| chosen.len() > 1 && probe.is(Flag::MachineWide);
+        let alone = |probe: &&Probe| devices.len() > 1 && probe.is(Flag::MachineWide);
         let (later, together): (Vec<&Probe>, Vec<&Probe>) = probes.iter().copied().partition(alone);
-        let mut reports: Vec<DeviceReport> = in_parallel(chosen, |device| {
-            Ok(device.report(self.backend, self.run(&together, Some(device.ordinal), None)?))
-        })?;
-        for DeviceReport { ordinal, findings, .. } in &mut reports {
-            self.run_more(&later, Some(*ordinal), None, findings)?;
-            findings.sort_by_key(|finding| probes.iter().position(|probe| probe.name == finding.probe));
+        let findings = in_parallel(&devices, |device| self.run(&together, Some(device.ordinal), None))?;
+        for (device, findings) in devices.iter_mut().zip(findings) {
+            device.findings = findings;
+            self.run_more(&later, Some(device.ordinal), None, &mut device.findings)?;
+            device.findings.sort_by_key(|finding| probes.iter().position(|probe| probe.name == finding.probe));
         }
-        Ok(reports)
+        Ok(devices)
     }
 
     /// Probes each selected device with the memory of every other one, in rounds in which each device is reader and owner once.
-    fn pairs(&self, chosen: &[Listed], listed: &[Listed], probes: &[&Probe]) -> Result<Vec<PairReport>> {
+    fn pairs(&self, chosen: &[DeviceReport], listed: &[DeviceReport], probes: &[&Probe]) -> Result<Vec<PairReport>> {
         let mut reports = Vec::new();
         for round in 1..listed.len() {
-            let pair = |device: &Listed| {
+            let pair = |device: &DeviceReport| {
                 let at = listed.iter().position(|listed| listed.ordinal == device.ordinal)?;
                 Some((device.ordinal, listed[(at + round) % listed.len()].ordinal))
             };

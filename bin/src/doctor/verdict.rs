@@ -1,10 +1,10 @@
 //! The conclusion of a report: explanations, the verdict in one sentence, and the exit code.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, iter};
 
 use vmmfd::driver::Backend;
 
-use super::{DeviceReport, DoctorReport, Finding, PROBES, PairReport, Probe, Scope, Status, rules::explain};
+use super::{DeviceReport, DoctorReport, ErrorDetails, Finding, PairReport, Probe, Scope, Status, rules::explain};
 
 /// Explains the findings that are not `ok`, and sets the verdict.
 pub(super) fn conclude(report: &mut DoctorReport) {
@@ -30,50 +30,46 @@ pub(super) fn verdict(report: &DoctorReport) -> (String, u8) {
         let error = driver.error.as_ref();
         let why = driver.cause.as_ref().or(error.map(|error| &error.message)).map_or("", String::as_str);
         let why = why.trim_end_matches('.');
-        return match error.is_some_and(|error| error.is_nothing_to_test()) {
+        return match error.is_some_and(ErrorDetails::is_nothing_to_test) {
             true => (format!("There is nothing here to test: {why}."), 3),
             false => (format!("The driver can't be used: {why}."), 1),
         };
     }
+    let machine = (Scope::Machine, "the machine".to_owned(), String::new(), &report.machine);
+    let devices = report.devices.iter().map(|DeviceReport { ordinal, findings, .. }| {
+        (Scope::Device, format!("device {ordinal}"), String::new(), findings)
+    });
+    let pairs = report.pairs.iter().map(|PairReport { device, owner, findings }| {
+        (Scope::Pair, format!("device {device}"), format!(" with device {owner}"), findings)
+    });
     let mut failures = Vec::new();
-    for name in required(report, Scope::Machine) {
-        failures.extend(failure_of(&report.machine, name).map(|why| format!("the machine fails at {name}{why}")));
+    let mut passed = report.devices.len();
+    for (scope, subject, with, findings) in iter::once(machine).chain(devices).chain(pairs) {
+        let failed = required(report, scope).find_map(|name| Some((name, failure_of(findings, name)?)));
+        if let Some((name, why)) = failed {
+            failures.push(format!("{subject} fails at {name}{with}{why}"));
+            passed -= usize::from(scope == Scope::Device);
+        }
     }
     // A meeting that was cut short reports that as a finding about the machine, with the probe that ran then.
     let of_device = |name: &str| Probe::named(name).is_some_and(|probe| probe.scope() == Scope::Device);
     let cut = report.machine.iter().filter(|finding| finding.status != Status::Ok && of_device(&finding.probe));
     failures.extend(cut.map(|finding| format!("{} was cut short{}", finding.probe, reason(finding))));
-    let mut passed = report.devices.len();
-    for device in &report.devices {
-        let failed = required(report, Scope::Device).find_map(|name| {
-            failure_of(&device.findings, name).map(|why| format!("device {} fails at {name}{why}", device.ordinal))
-        });
-        passed -= usize::from(failed.is_some());
-        failures.extend(failed);
-    }
-    for PairReport { device, owner, findings } in &report.pairs {
-        for name in required(report, Scope::Pair) {
-            let why = failure_of(findings, name);
-            failures.extend(why.map(|why| format!("device {device} fails at {name} with device {owner}{why}")));
+    for (untried, scope, what) in [
+        (report.pairs.is_empty(), Scope::Pair, "no pair of devices was tried"),
+        (report.devices.is_empty(), Scope::Device, "no device was tried"),
+    ] {
+        if untried && required(report, scope).next().is_some() {
+            failures.push(what.to_owned());
         }
     }
-    let asked = |scope: Scope| required(report, scope).next().is_some();
-    if report.pairs.is_empty() && asked(Scope::Pair) {
-        failures.push("no pair of devices was tried".to_owned());
-    }
-    if report.devices.is_empty() && asked(Scope::Device) {
-        failures.push("no device was tried".to_owned());
-    }
-    let mut sentence = subject(report, passed);
-    for part in failures.iter().chain(&remarks(report)) {
-        sentence += &format!("; {part}");
-    }
-    (sentence + ".", u8::from(!failures.is_empty()))
+    let parts: Vec<String> =
+        [subject(report, passed)].into_iter().chain(failures.clone()).chain(remarks(report)).collect();
+    (parts.join("; ") + ".", u8::from(!failures.is_empty()))
 }
 
 fn required(report: &DoctorReport, scope: Scope) -> impl Iterator<Item = &String> {
-    let named = move |name: &&String| PROBES.iter().any(|probe| probe.name == **name && probe.scope() == scope);
-    report.required.iter().filter(named)
+    report.required.iter().filter(move |name| Probe::named(name).is_some_and(|probe| probe.scope() == scope))
 }
 
 /// The number of devices that passed the required probes.
@@ -104,18 +100,15 @@ fn remarks(report: &DoctorReport) -> Vec<String> {
         let lacks = |finding: &&Finding| {
             finding.probe == probe && matches!(finding.status, Status::Failed | Status::Unsupported)
         };
-        let of_device = |device: &'_ DeviceReport| device.findings.iter().filter(optional).find(lacks).cloned();
-        let without: Vec<(String, Finding)> =
-            report.devices.iter().filter_map(|device| Some((device.ordinal.to_string(), of_device(device)?))).collect();
-        if report.backend == Backend::Cuda
-            && let Some((_, first)) = without.first()
-        {
-            let ordinals: Vec<&str> = without.iter().map(|(ordinal, _)| ordinal.as_str()).collect();
-            let which = match without.len() == report.devices.len() {
+        let of_device = |device: &'_ DeviceReport| device.findings.iter().filter(optional).find(lacks).map(reason);
+        let without = report.devices.iter().filter_map(|device| Some((device.ordinal.to_string(), of_device(device)?)));
+        let (ordinals, reasons): (Vec<String>, Vec<String>) = without.unzip();
+        if let (Backend::Cuda, Some(reason)) = (report.backend, reasons.first()) {
+            let which = match ordinals.len() == report.devices.len() {
                 true => String::new(),
                 false => format!(" on device {}", ordinals.join(", ")),
             };
-            remarks.push(format!("{feature}{which}{}", reason(first)));
+            remarks.push(format!("{feature}{which}{reason}"));
         }
     }
     let devices = report.devices.iter().flat_map(|device| &device.findings);

@@ -1,16 +1,13 @@
 //! The doctor's child processes, as they see themselves: the probes, and the other processes of a probe.
 
-use std::{
-    io::{self, Write},
-    mem,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::{fs::File, os::unix::fs::FileExt, sync::Arc};
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::Value;
 use tracing_subscriber::filter::LevelFilter;
 use vmmfd::{
     channel::Cancel,
-    error::Result,
+    error::{Error, Result},
     internals::RecordSocket,
     memory::{Device, Selector},
 };
@@ -84,7 +81,7 @@ impl Task {
                 return probes.iter().try_for_each(|probe| line.send(&probe.cut_short(None, error.clone())));
             }
         };
-        let log = Log::start();
+        let mut log = Log::start()?;
         for (at, probe) in probes.iter().enumerate() {
             if probe.is(Flag::Alone) && at > 0 {
                 break;
@@ -108,40 +105,35 @@ impl Task {
     }
 }
 
-/// The errors logged by this process.
-#[derive(Debug, Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
+/// The errors logged by this process, in a file in memory.
+struct Log {
+    file: Arc<File>,
+    /// The length that was read.
+    seen: u64,
+}
 
 impl Log {
-    fn start() -> Self {
-        let log = Self::default();
-        let writer = log.clone();
+    fn start() -> Result<Self> {
+        let file = memfd_create(c"log", MFdFlags::MFD_CLOEXEC);
+        let file = Arc::new(File::from(file.map_err(|errno| Error::system("create a file in memory", errno))?));
         let subscriber = tracing_subscriber::fmt()
             .with_max_level(LevelFilter::ERROR)
             .without_time()
             .with_ansi(false)
             .with_target(false)
             .with_level(false)
-            .with_writer(move || writer.clone());
+            .with_writer(Arc::clone(&file));
         // This process has no other subscriber.
         let _ = subscriber.try_init();
-        log
+        Ok(Self { file, seen: 0 })
     }
 
     /// The first line since the last call.
-    fn take(&self) -> String {
-        let bytes = mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        String::from_utf8_lossy(&bytes).lines().next().unwrap_or_default().to_owned()
-    }
-}
-
-impl Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+    fn take(&mut self) -> String {
+        let mut bytes = [0; 4096];
+        // Does not move the position, at which the next line is written.
+        let length = self.file.read_at(&mut bytes, self.seen).unwrap_or(0);
+        self.seen = self.file.metadata().map_or(self.seen, |file| file.len());
+        String::from_utf8_lossy(&bytes[..length]).lines().next().unwrap_or_default().to_owned()
     }
 }

@@ -1,123 +1,112 @@
 //! The environment as text.
 
-use std::fmt;
-
 use crate::units::about;
 
-use super::{CLibrary, Environment, Limit, Node, SharedMemory};
+use super::{CLibrary, Environment, Library, Limit, Node, SharedMemory};
 
 impl Environment {
     /// The environment as pairs of label and text.
     pub fn lines(&self) -> Vec<(&'static str, String)> {
-        let owned = |text: Option<&str>| text.map(str::to_owned);
+        let value = |value: &Option<String>| value.clone().unwrap_or_default();
+        let flag = |holds: bool, text: &str| if holds { text.to_owned() } else { String::new() };
+        let wsl = self.wsl.then_some("WSL2");
+        let inside = [self.container.as_deref(), wsl, self.gvisor.then_some("gVisor")];
         let c_library = match self.c_library {
-            Some(CLibrary::Musl) => Some("musl, and NVIDIA's driver is built for glibc"),
-            Some(CLibrary::Other) => Some("neither glibc nor musl"),
-            Some(CLibrary::Glibc) | None => None,
+            Some(CLibrary::Musl) => "musl, and NVIDIA's driver is built for glibc",
+            Some(CLibrary::Other) => "neither glibc nor musl",
+            Some(CLibrary::Glibc) | None => "",
         };
-        let inside = [self.container.as_deref(), self.wsl.then_some("WSL2"), self.gvisor.then_some("gVisor")];
-        let inside: Vec<&str> = inside.into_iter().flatten().collect();
-        let open = if self.module_open == Some(true) { ", open" } else { "" };
-        let library = self.library.as_ref().map(|library| {
-            let linked = library.file.as_ref().filter(|file| **file != library.path);
-            let linked = linked.map(|file| format!(", which is {file}")).unwrap_or_default();
-            let stub = if library.stub { ", in a folder of stubs" } else { "" };
-            format!("{}{linked}{stub}", library.path)
-        });
-        let locked_memory = self.locked_memory.map(|limit| {
-            let shown = |value: Option<u64>| value.map_or_else(|| "unlimited".to_owned(), about);
-            let soft = shown(limit.soft);
-            let hard = shown(limit.hard);
-            if soft == hard { soft } else { format!("{soft}, at most {hard}") }
-        });
         let seccomp = match self.seccomp {
-            Some(1) => Some("strict"),
-            Some(2..) => Some("a filter"),
-            _ => None,
+            Some(1) => "strict",
+            Some(2..) => "a filter",
+            _ => "",
         };
-        let visible = self.visible_devices.as_deref();
+        let module = self.module.as_deref().unwrap_or("none");
+        let open = if self.module_open == Some(true) { ", open" } else { "" };
+        let visible = self.visible_devices.as_deref().map_or("", |set| match set {
+            "" => "set and empty: no device",
+            set => set,
+        });
+        // Lines without a text are left out.
         let lines = [
-            ("kernel", Some(self.kernel.clone())),
-            ("C library", owned(c_library)),
-            ("inside", (!inside.is_empty()).then(|| inside.join(", "))),
-            ("NVIDIA_DRIVER_CAPABILITIES", self.driver_capabilities.clone()),
-            ("label", self.label.clone().filter(|label| label != "unconfined")),
-            ("/proc", owned((self.own_proc == Some(false)).then_some("of another PID namespace"))),
-            ("confidential", self.confidential.as_ref().map(|kind| format!("a virtual machine of kind {kind}"))),
-            ("PCI GPUs", (!self.pci_gpus.is_empty()).then(|| self.pci_gpus.join(" "))),
+            ("kernel", self.kernel.clone()),
+            ("C library", c_library.to_owned()),
+            ("inside", inside.into_iter().flatten().collect::<Vec<_>>().join(", ")),
+            ("NVIDIA_DRIVER_CAPABILITIES", value(&self.driver_capabilities)),
+            ("label", value(&self.label.clone().filter(|label| label != "unconfined"))),
+            ("/proc", flag(self.own_proc == Some(false), "of another PID namespace")),
             (
-                "module",
-                Some(self.module.as_ref().map_or_else(|| "none".to_owned(), |module| format!("{module}{open}"))),
+                "confidential",
+                self.confidential.as_ref().map_or_else(String::new, |kind| format!("a virtual machine of kind {kind}")),
             ),
-            ("library", library),
-            ("LD_LIBRARY_PATH", self.library_path.clone().filter(|path| !path.is_empty())),
-            (
-                "CUDA_VISIBLE_DEVICES",
-                owned(visible.map(|set| if set.is_empty() { "set and empty: no device" } else { set })),
-            ),
-            ("MIG", owned(self.mig.then_some("in use"))),
-            ("MPS", self.mps.as_ref().map(|folder| format!("in {folder}"))),
-            ("nodes", Some(listed(&self.nodes))),
-            ("IMEX channels", Some(listed(&self.imex_channels))),
-            ("/dev/shm", Some(shared(self.shared_memory))),
-            ("open files", self.open_files.map(|limit| limit.to_string())),
-            ("locked memory", locked_memory),
-            ("user", self.user()),
-            ("ptrace scope", self.ptrace_scope.map(|scope| scope.to_string())),
-            ("seccomp", owned(seccomp)),
+            ("PCI GPUs", self.pci_gpus.join(" ")),
+            ("module", format!("{module}{open}")),
+            ("library", self.library.as_ref().map_or_else(String::new, Library::line)),
+            ("LD_LIBRARY_PATH", value(&self.library_path)),
+            ("CUDA_VISIBLE_DEVICES", visible.to_owned()),
+            ("MIG", flag(self.mig, "in use")),
+            ("MPS", self.mps.as_ref().map_or_else(String::new, |folder| format!("in {folder}"))),
+            ("nodes", listed(&self.nodes)),
+            ("IMEX channels", listed(&self.imex_channels)),
+            ("/dev/shm", self.shared_memory.map_or_else(|| "unknown".to_owned(), SharedMemory::line)),
+            ("open files", self.open_files.map_or_else(String::new, |limit| limit.line(|files| files.to_string()))),
+            ("locked memory", self.locked_memory.map_or_else(String::new, |limit| limit.line(about))),
+            ("user", self.user().unwrap_or_default()),
+            ("ptrace scope", self.ptrace_scope.map_or_else(String::new, |scope| scope.to_string())),
+            ("seccomp", seccomp.to_owned()),
         ];
-        lines.into_iter().filter_map(|(label, text)| Some((label, text?))).collect()
+        lines.into_iter().filter(|(_, text)| !text.is_empty()).collect()
     }
 
     fn user(&self) -> Option<String> {
-        let uid = self.uid?;
-        let euid = self.euid?;
-        let mut user = format!("uid {uid}");
-        if euid != uid {
-            user += &format!(", effective {euid}");
+        let mut user = format!("uid {}", self.uid?);
+        if self.euid != self.uid {
+            user += &format!(", effective {}", self.euid?);
         }
         if self.user_namespace == Some(true) {
             user += ", in a user namespace";
-            if let Some(overflow) = self.overflow_uid {
-                user += &format!(" where other users show as {overflow}");
-            }
+            user += &self.overflow_uid.map_or_else(String::new, |uid| format!(" where other users show as {uid}"));
         }
         Some(user)
     }
 }
 
-impl fmt::Display for Limit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let value = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |limit| limit.to_string());
+impl Library {
+    fn line(&self) -> String {
+        let linked = self.file.as_ref().filter(|file| **file != self.path);
+        let linked = linked.map_or_else(String::new, |file| format!(", which is {file}"));
+        let stub = if self.stub { ", in a folder of stubs" } else { "" };
+        format!("{}{linked}{stub}", self.path)
+    }
+}
+
+impl Limit {
+    pub(super) fn line(self, shown: fn(u64) -> String) -> String {
+        let [soft, hard] = [self.soft, self.hard].map(|value| value.map_or_else(|| "unlimited".to_owned(), shown));
+        if soft == hard { soft } else { format!("{soft}, can be raised to {hard}") }
+    }
+}
+
+impl SharedMemory {
+    fn line(self) -> String {
+        let room = self.size.zip(self.free);
+        let room = room.map_or_else(String::new, |(size, free)| format!(", {} of {} free", about(free), about(size)));
         match self {
-            Self { soft, hard } if soft == hard => f.write_str(&value(*soft)),
-            Self { soft, hard } => write!(f, "{}, can be raised to {}", value(*soft), value(*hard)),
+            Self { exists: false, .. } => "none".to_owned(),
+            Self { writable: true, .. } => format!("writable{room}"),
+            Self { writable: false, .. } => format!("not writable{room}"),
         }
     }
 }
 
 /// Paths of nodes, with the mode and owner if this process can't open the node.
 pub(super) fn listed(nodes: &[Node]) -> String {
-    if nodes.is_empty() {
-        return "none".to_owned();
-    }
     let one = |node: &Node| match node.usable {
         true => node.path.clone(),
         false => format!("{} (mode {} of {}:{}, NOT OPEN TO THIS PROCESS)", node.path, node.mode, node.uid, node.gid),
     };
-    nodes.iter().map(one).collect::<Vec<_>>().join(" ")
-}
-
-fn shared(folder: Option<SharedMemory>) -> String {
-    match folder {
-        None => "unknown".to_owned(),
-        Some(SharedMemory { exists: false, .. }) => "none".to_owned(),
-        Some(SharedMemory { writable, size, free, .. }) => {
-            let room = match (size, free) {
-                (Some(size), Some(free)) => format!(", {} of {} free", about(free), about(size)),
-                _ => String::new(),
-            };
-            format!("{}{room}", if writable { "writable" } else { "not writable" })
-        }
+    match nodes.is_empty() {
+        true => "none".to_owned(),
+        false => nodes.iter().map(one).collect::<Vec<_>>().join(" "),
     }
 }

@@ -104,7 +104,6 @@ pub struct Library {
     /// The path that it was loaded from.
     pub path: String,
     /// The file after resolving links.
-    #[serde(default)]
     pub file: Option<String>,
     /// Whether it is in a folder named `stubs`, as a toolkit's link-time library.
     #[serde(default)]
@@ -127,10 +126,8 @@ pub struct Node {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Limit {
     /// The limit in force.
-    #[serde(default)]
     pub soft: Option<u64>,
     /// The highest value to which this process may raise it.
-    #[serde(default)]
     pub hard: Option<u64>,
 }
 
@@ -141,10 +138,8 @@ pub struct SharedMemory {
     /// Whether this process may create files in it.
     pub writable: bool,
     /// In bytes.
-    #[serde(default)]
     pub size: Option<u64>,
     /// In bytes.
-    #[serde(default)]
     pub free: Option<u64>,
 }
 

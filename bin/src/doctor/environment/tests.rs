@@ -6,11 +6,12 @@ use std::{
 };
 
 use nix::unistd::geteuid;
+use serde_json::{Value, json};
 
 use super::{lines::listed, *};
 
 /// A root folder with these files.
-fn machine(files: &[(&str, &str)]) -> tempfile::TempDir {
+fn machine(files: Settings<'_>) -> tempfile::TempDir {
     let root = tempfile::tempdir().unwrap();
     for (path, text) in files {
         let path = root.path().join(path);
@@ -20,18 +21,13 @@ fn machine(files: &[(&str, &str)]) -> tempfile::TempDir {
     root
 }
 
-fn read_with(files: &[(&str, &str)], variables: &[(&str, &str)]) -> Environment {
+/// Reads files and environment variables: the capitalised names.
+fn read(settings: Settings<'_>) -> Environment {
+    let is_variable = |(name, _): &(&str, &str)| !name.contains(['/', '.']);
+    let (variables, files): (Vec<_>, Vec<_>) = settings.iter().copied().partition(is_variable);
     let variable =
         |wanted: &str| variables.iter().find(|(name, _)| *name == wanted).map(|(_, value)| OsString::from(value));
-    Environment::read_under(machine(files).path(), &variable, None)
-}
-
-fn read(files: &[(&str, &str)]) -> Environment {
-    read_with(files, &[])
-}
-
-fn has_line(environment: &Environment, label: &'static str, text: &str) -> bool {
-    environment.lines().contains(&(label, text.to_owned()))
+    Environment::read_under(machine(&files).path(), &variable, None)
 }
 
 #[test]
@@ -56,53 +52,102 @@ fn missing_files_leave_values_absent() {
     assert_eq!(serde_json::from_str::<Environment>("{}").unwrap(), Environment::default());
 }
 
+const WSL: &str = "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@1) #1 SMP";
+const CLOSED: &str =
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.154.05  Thu Dec 28 15:37:48 UTC 2023\nGCC 12.2.0";
+const OPEN: &str = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159  Release Build  (root@1)\n";
+
+/// Files and environment variables with their texts.
+type Settings<'a> = &'a [(&'a str, &'a str)];
+
+/// Settings, a field of the environment, and its value.
+#[rustfmt::skip]
+const READ: &[(Settings<'_>, &str, &str)] = &[
+    (&[("proc/self/cgroup", "0::/\n")], "container", "null"),
+    (&[("proc/self/cgroup", "0::/system.slice/docker.service\n")], "container", "null"),
+    (&[("proc/self/cgroup", "0::/user.slice/user-1000.slice/docker-desktop\n")], "container", "null"),
+    (&[("proc/self/cgroup", "12:pids:/docker/0123abcd\n")], "container", "docker"),
+    (&[("proc/self/cgroup", "0::/system.slice/docker-0123abcd.scope\n")], "container", "docker"),
+    (&[("proc/self/cgroup", "0::/machine.slice/libpod-0123.scope/container\n")], "container", "podman"),
+    (&[("proc/self/cgroup", "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-0.scope\n")], "container", "kubernetes"),
+    (&[("proc/self/cgroup", "0::/system.slice/cri-containerd-0.scope\n")], "container", "containerd"),
+    (&[("proc/self/cgroup", "0::/lxc.payload.box/init.scope\n")], "container", "lxc"),
+    (&[(".dockerenv", "")], "container", "docker"),
+    (&[("run/.containerenv", "")], "container", "podman"),
+    (&[(".dockerenv", ""), ("KUBERNETES_SERVICE_HOST", "10.0.0.1")], "container", "kubernetes"),
+    (&[("container", "systemd-nspawn")], "container", "systemd-nspawn"),
+    (&[("proc/version", WSL)], "wsl", "true"),
+    (&[("proc/version", WSL)], "gvisor", "false"),
+    (&[("proc/version", "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016")], "gvisor", "true"),
+    (&[("proc/version", "Linux version 4.19.0-gvisor #1 SMP Mon Jan 1 00:00:00 UTC 2026")], "gvisor", "true"),
+    (&[("proc/version", "Linux version 6.18.0 (builder@host) #1 SMP")], "wsl", "false"),
+    (&[("dev/tdx_guest", "")], "confidential", "tdx"),
+    (&[("dev/sev-guest", "")], "confidential", "sev-snp"),
+    (&[("dev/sev", "")], "confidential", "null"),
+    (&[("proc/driver/nvidia/version", CLOSED)], "module", "535.154.05"),
+    (&[("proc/driver/nvidia/version", CLOSED)], "module_open", "false"),
+    (&[("proc/driver/nvidia/version", OPEN)], "module", "580.159"),
+    (&[("proc/driver/nvidia/version", OPEN)], "module_open", "true"),
+    (&[("proc/driver/nvidia/version", "..\n1.0")], "module", "null"),
+    (&[("proc/driver/nvidia/capabilities/gpu0/mig/gi1/access", "")], "mig", "true"),
+    (&[("CUDA_VISIBLE_DEVICES", "MIG-0123")], "mig", "true"),
+    (&[("proc/driver/nvidia/capabilities/mig/config", "")], "mig", "false"),
+    (&[("proc/driver/nvidia/capabilities/gpu0/mig/config", "")], "mig", "false"),
+    (&[("CUDA_VISIBLE_DEVICES", "0,1")], "mig", "false"),
+    (&[("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")], "mps", "/run/mps"),
+    (&[("tmp/nvidia-mps/control", "")], "mps", "/tmp/nvidia-mps"),
+    (&[("tmp/nvidia-mps/log", "")], "mps", "null"),
+    (&[("proc/self/uid_map", "         0          0 4294967295\n")], "user_namespace", "false"),
+    (&[("proc/self/uid_map", "         0       1000          1\n")], "user_namespace", "true"),
+    (&[("proc/self/uid_map", "0 0 65536\n1000000 1000000 65536\n")], "user_namespace", "true"),
+    (&[("proc/sys/kernel/yama/ptrace_scope", "1\n")], "ptrace_scope", "1"),
+    (&[("proc/sys/kernel/yama/ptrace_scope", "many")], "ptrace_scope", "null"),
+    (&[("proc/sys/kernel/overflowuid", "65534\n")], "overflow_uid", "65534"),
+    (&[("proc/self/status", "Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t1\n")], "seccomp", "2"),
+    (&[("proc/self/attr/current", "\n")], "label", "null"),
+    (&[("proc/self/attr/current", "unconfined\n")], "label", "unconfined"),
+    (&[("proc/self/attr/current", "u:r:container_t:s0:c1,c2\0")], "label", "u:r:container_t:s0:c1,c2"),
+];
+
 #[test]
-fn containers_and_kernels_are_recognised() {
-    for (cgroup, container) in [
-        ("0::/\n", None),
-        ("0::/system.slice/docker.service\n", None),
-        ("0::/user.slice/user-1000.slice/docker-desktop\n", None),
-        ("12:pids:/docker/0123abcd\n", Some("docker")),
-        ("0::/system.slice/docker-0123abcd.scope\n", Some("docker")),
-        ("0::/machine.slice/libpod-0123.scope/container\n", Some("podman")),
-        ("0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-0.scope\n", Some("kubernetes")),
-        ("0::/system.slice/cri-containerd-0.scope\n", Some("containerd")),
-        ("0::/lxc.payload.box/init.scope\n", Some("lxc")),
-    ] {
-        assert_eq!(read(&[("proc/self/cgroup", cgroup)]).container.as_deref(), container, "{cgroup}");
-    }
-    for (file, variable, container) in [
-        (".dockerenv", ("", ""), "docker"),
-        ("run/.containerenv", ("", ""), "podman"),
-        (".dockerenv", ("KUBERNETES_SERVICE_HOST", "10.0.0.1"), "kubernetes"),
-        ("other", ("container", "systemd-nspawn"), "systemd-nspawn"),
-    ] {
-        assert_eq!(read_with(&[(file, "")], &[variable]).container.as_deref(), Some(container));
-    }
-    for (version, wsl, gvisor) in [
-        ("Linux version 5.15.153.1-microsoft-standard-WSL2 (root@1) #1 SMP", true, false),
-        ("Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016", false, true),
-        ("Linux version 4.19.0-gvisor #1 SMP Mon Jan 1 00:00:00 UTC 2026", false, true),
-        ("Linux version 6.18.0 (builder@host) #1 SMP", false, false),
-    ] {
-        let seen = read(&[("proc/version", version)]);
-        assert_eq!((seen.wsl, seen.gvisor), (wsl, gvisor), "{version}");
-    }
-    for (node, kind) in [("dev/tdx_guest", Some("tdx")), ("dev/sev-guest", Some("sev-snp")), ("dev/sev", None)] {
-        assert_eq!(read(&[(node, "")]).confidential.as_deref(), kind, "{node}");
+fn files_and_variables_are_read() {
+    for (settings, field, want) in READ {
+        let seen = serde_json::to_value(read(settings)).unwrap();
+        let text = match &seen[field] {
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        assert_eq!(&text, want, "{field}: {settings:?}");
     }
 }
 
 #[test]
-fn files_of_the_driver_are_parsed() {
-    let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.154.05  Thu Dec 28 15:37:48 UTC 2023\nGCC 12.2.0";
-    let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159  Release Build  (root@1)\n";
-    for (text, version, is_open) in
-        [(closed, Some("535.154.05"), false), (open, Some("580.159"), true), ("..\n1.0", None, false)]
-    {
-        let seen = read(&[("proc/driver/nvidia/version", text)]);
-        assert_eq!((seen.module.as_deref(), seen.module_open), (version, Some(is_open)));
+fn environment_as_lines() {
+    for (fields, label, text) in [
+        (json!({ "driver_capabilities": "utility" }), "NVIDIA_DRIVER_CAPABILITIES", "utility"),
+        (json!({ "label": "u:r:unconfined:s0" }), "label", "u:r:unconfined:s0"),
+        (json!({ "label": "unconfined" }), "label", ""),
+        (json!({ "visible_devices": "" }), "CUDA_VISIBLE_DEVICES", "set and empty: no device"),
+        (json!({ "c_library": "musl" }), "C library", "musl, and NVIDIA's driver is built for glibc"),
+        (json!({ "c_library": "bionic" }), "C library", "neither glibc nor musl"),
+        (json!({ "c_library": "glibc" }), "C library", ""),
+        (json!({ "open_files": { "soft": 1024, "hard": null } }), "open files", "1024, can be raised to unlimited"),
+        (json!({ "open_files": { "soft": 64, "hard": 64 } }), "open files", "64"),
+        (json!({ "uid": 1, "euid": 2 }), "user", "uid 1, effective 2"),
+        (
+            json!({ "uid": 0, "euid": 0, "user_namespace": true, "overflow_uid": 65534 }),
+            "user",
+            "uid 0, in a user namespace where other users show as 65534",
+        ),
+    ] {
+        let environment: Environment = serde_json::from_value(fields).unwrap();
+        let shown = environment.lines().into_iter().find(|(name, _)| *name == label);
+        assert_eq!(shown.map_or_else(String::new, |(_, text)| text), text, "{label}");
     }
+}
+
+#[test]
+fn gpus_are_found_on_the_bus() {
     let device = |address: &str, vendor: &str, class: &str| {
         [("vendor", vendor), ("class", class)]
             .map(|(name, text)| (format!("sys/bus/pci/devices/{address}/{name}"), format!("{text}\n")))
@@ -114,19 +159,7 @@ fn files_of_the_driver_are_parsed() {
         device("0000:02:00.0", "0x8086", "0x030000"),
     ];
     let files: Vec<(&str, &str)> = files.iter().flatten().map(|(path, text)| (&**path, &**text)).collect();
-    assert!(has_line(&read(&files), "PCI GPUs", "0000:01:00.0 0000:1b:00.0"));
-    for (file, devices, mig) in [
-        ("proc/driver/nvidia/capabilities/gpu0/mig/gi1/access", "", true),
-        ("other", "MIG-0123", true),
-        ("proc/driver/nvidia/capabilities/mig/config", "", false),
-        ("proc/driver/nvidia/capabilities/gpu0/mig/config", "", false),
-        ("other", "0,1", false),
-    ] {
-        assert_eq!(read_with(&[(file, "")], &[("CUDA_VISIBLE_DEVICES", devices)]).mig, mig, "{file} {devices}");
-    }
-    assert_eq!(read_with(&[], &[("CUDA_MPS_PIPE_DIRECTORY", "/run/mps")]).mps.as_deref(), Some("/run/mps"));
-    assert_eq!(read(&[("tmp/nvidia-mps/control", "")]).mps.as_deref(), Some("/tmp/nvidia-mps"));
-    assert_eq!(read(&[("tmp/nvidia-mps/log", "")]).mps, None);
+    assert_eq!(read(&files).pci_gpus, ["0000:01:00.0", "0000:1b:00.0"]);
 }
 
 #[test]
@@ -164,55 +197,14 @@ fn nodes_have_permissions() {
 }
 
 #[test]
-fn limits_of_the_process() {
-    assert_eq!(Limit { soft: Some(1024), hard: None }.to_string(), "1024, can be raised to unlimited");
-    assert_eq!(Limit { soft: Some(64), hard: Some(64) }.to_string(), "64");
+fn shared_memory_and_namespaces() {
     // A non-empty folder, so that `free` differs from `size`.
-    let seen = read(&[("dev/shm/file", &"x".repeat(1 << 16))]).shared_memory.unwrap();
-    assert!(seen.exists && seen.writable && seen.size > seen.free && seen.free > Some(0), "{seen:?}");
-    for (map, namespace) in [
-        ("         0          0 4294967295\n", false),
-        ("         0       1000          1\n", true),
-        ("0 0 65536\n1000000 1000000 65536\n", true),
-    ] {
-        assert_eq!(read(&[("proc/self/uid_map", map)]).user_namespace, Some(namespace), "{map}");
-    }
-    let seen = read(&[
-        ("proc/sys/kernel/yama/ptrace_scope", "1\n"),
-        ("proc/sys/kernel/overflowuid", "65534\n"),
-        ("proc/self/status", "Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t1\n"),
-    ]);
-    assert_eq!((seen.ptrace_scope, seen.overflow_uid, seen.seccomp), (Some(1), Some(65534), Some(2)));
-    assert_eq!(read(&[("proc/sys/kernel/yama/ptrace_scope", "many")]).ptrace_scope, None);
-    let seen = Environment { user_namespace: Some(true), uid: Some(0), euid: Some(0), ..seen };
-    assert!(has_line(&seen, "user", "uid 0, in a user namespace where other users show as 65534"));
-}
-
-#[test]
-fn labels_namespaces_and_variables() {
-    const LABEL: &str = "system_u:system_r:container_t:s0:c1,c2";
-    let root = machine(&[("proc/self/attr/current", &format!("{LABEL}\0"))]);
+    let root = machine(&[("dev/shm/file", &"x".repeat(1 << 16)), ("proc/self/ns/net", "")]);
     let folder = root.path().join("proc/self/ns");
-    fs::create_dir(&folder).unwrap();
     symlink("pid:[4026531836]", folder.join("pid")).unwrap();
     symlink("ipc:[4026532198]", folder.join("ipc")).unwrap();
-    let variable = |name: &str| match name {
-        "NVIDIA_DRIVER_CAPABILITIES" => Some(OsString::from("utility")),
-        "CUDA_VISIBLE_DEVICES" => Some(OsString::new()),
-        _ => None,
-    };
-    let seen = Environment::read_under(root.path(), &variable, None);
+    let seen = Environment::read_under(root.path(), &|_| None, None);
     assert_eq!((seen.pid_namespace, seen.ipc_namespace), (Some(4_026_531_836), Some(4_026_532_198)));
-    assert!(has_line(&seen, "NVIDIA_DRIVER_CAPABILITIES", "utility") && has_line(&seen, "label", LABEL));
-    assert!(has_line(&seen, "CUDA_VISIBLE_DEVICES", "set and empty: no device"));
-    assert_eq!(read(&[("proc/self/attr/current", "\n")]).label, None);
-    let unconfined = read(&[("proc/self/attr/current", "unconfined\n")]);
-    assert!(unconfined.label.is_some() && !unconfined.lines().iter().any(|(label, _)| *label == "label"));
-    for (name, c_library, shown) in
-        [("musl", CLibrary::Musl, true), ("bionic", CLibrary::Other, true), ("glibc", CLibrary::Glibc, false)]
-    {
-        let seen: Environment = serde_json::from_value(serde_json::json!({ "c_library": name })).unwrap();
-        assert_eq!(seen.c_library, Some(c_library));
-        assert_eq!(seen.lines().iter().any(|(label, _)| *label == "C library"), shown, "{name}");
-    }
+    let seen = seen.shared_memory.unwrap();
+    assert!(seen.exists && seen.writable && seen.size > seen.free && seen.free > Some(0), "{seen:?}");
 }

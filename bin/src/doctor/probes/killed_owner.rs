@@ -1,69 +1,79 @@
-//! Probes of memory whose owner is killed.
+//! Probes of memory whose owner is killed: by a process that imported it, and by a descriptor in a process without the driver, as a broker is.
 
 use std::{
+    fs,
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
+use serde_json::Value;
 use vmmfd::{
-    memory::Selector,
-    session::handoff::{Consumer, ImportedObject, Request, Verifier},
+    driver::Access,
+    error::{Error, PeerError, Result},
+    memory::{Allocation, Device, Mapping, Region},
 };
 
+use super::{
+    machine::loaded,
+    one_process::{matches_pattern, write},
+};
 use crate::{
-    check::DataVerifier,
+    check::pattern::{Pattern, random_salt},
     doctor::{
         ErrorDetails, Finding,
         context::ProbeContext,
-        control::ControlRecord,
-        report::{ProbeResult, failed, micros, ok, skipped},
+        process::{Child, Role},
+        report::{ProbeResult, failed, micros, ok, skipped, timed},
     },
+    line::{Line, only},
     units::about,
+    verbs::HasVerbs,
 };
 
-/// Memory whose owner was killed.
-struct Orphan {
-    memory: ImportedObject,
-    /// Whether its bytes are unchanged.
-    intact: bool,
+/// The size of the memory in bytes, before rounding up: more than one granule.
+const SIZE: u64 = 4 << 20;
+
+/// The size of the memory that a process made, or its error.
+type Made = std::result::Result<u64, ErrorDetails>;
+
+/// Memory of another process, which can be killed.
+struct Foreign {
+    maker: Child,
+    size: u64,
+    pattern: Pattern,
 }
 
-/// Opens memory of another process and kills that process. `broken` is the meaning if that process can't share memory.
-fn orphan(context: &ProbeContext, broken: &str) -> Result<Result<Orphan, Finding>, ErrorDetails> {
-    let mut peer = context.start_peer()?;
-    let probe = "exporter-killed".to_owned();
-    let device = context.device.uuid();
-    let end = &context.end;
-    let control = &peer.line;
-    control.send(&ControlRecord::Share { probe, device })?;
-    match control.receive()? {
-        ControlRecord::Begin { .. } => {}
-        ControlRecord::Failed { error } => return Ok(Err(failed(broken).with_error(error))),
-        other => return Err(other.unexpected("begin")),
+impl Foreign {
+    /// Starts a process that makes memory. Also returns a descriptor of the memory.
+    fn make(context: &ProbeContext) -> Result<(Self, OwnedFd), ErrorDetails> {
+        let salt = random_salt()?;
+        let role = Role::Make { device: context.device.ordinal(), pattern: salt };
+        let mut maker = context.start_child("the process that makes the memory", role)?;
+        let (made, fds) = maker.receive_with::<Made>()?;
+        let size = made.map_err(ErrorDetails::of_other_end)?;
+        Ok((Self { maker, size, pattern: Pattern::new(salt) }, only(fds)?))
     }
-    let config = end.config(control.cancel());
-    let here = Some(Selector::Uuid(device));
-    let mut consumer = Consumer::connect(&end.driver, here, &end.socket, &config, &|_| {})?;
-    let memory = consumer.request(&Request::default())?;
-    let mut verifier = DataVerifier::new(&|_| {});
-    let before = consumer.verify(&memory, &mut verifier)?;
-    peer.kill();
-    // The owner's end is closed; only the memory is still needed.
-    drop(consumer);
-    let after = Verifier::verify(&mut verifier, &memory, &mut || Ok(()))?;
-    let checked = before.check.is_some() && after.check.is_some();
-    Ok(Ok(Orphan { memory, intact: checked && before.verified && after.verified }))
+
+    /// Imports the memory, and kills its maker. Also returns whether its bytes are unchanged.
+    fn orphan(context: &ProbeContext) -> Result<(Mapping, bool), ErrorDetails> {
+        let (Self { mut maker, size, pattern }, fd) = Self::make(context)?;
+        let mapping = Mapping::new(&Allocation::import(&context.device, fd, size)?, Access::ReadOnly)?;
+        let before = matches_pattern(&mapping, pattern)?;
+        maker.kill();
+        let after = matches_pattern(&mapping, pattern)?;
+        Ok((mapping, before && after))
+    }
 }
 
 pub(super) fn exporter_killed(context: &mut ProbeContext) -> ProbeResult {
-    Ok(match orphan(context, "The process that was to be killed could not share its memory.")? {
-        Err(finding) => finding,
-        Ok(Orphan { intact: false, .. }) => failed("The bytes changed when the process that exported them was killed."),
-        Ok(Orphan { memory, intact: true }) => {
-            let meaning = "Imported memory stays readable, with its bytes, when its exporter is killed.";
-            ok(meaning).figure("bytes", memory.mapped_size())
-        }
-    })
+    let (memory, intact) = Foreign::orphan(context)?;
+    if !intact {
+        return Ok(failed("The bytes changed when the process that exported them was killed."));
+    }
+    let meaning = "Imported memory stays readable, with its bytes, when its exporter is killed.";
+    Ok(ok(meaning).figure("bytes", memory.size()))
 }
 
 /// The driver's time limit for freeing a killed process's memory.
@@ -75,11 +85,8 @@ pub(super) fn memory_returned(context: &mut ProbeContext) -> ProbeResult {
         return Ok(skipped(why));
     }
     let before = context.device.memory_info()?.free;
-    let memory = match orphan(context, "There was no memory to free.")? {
-        Ok(orphan) => orphan.memory,
-        Err(finding) => return Ok(finding),
-    };
-    let size = memory.mapped_size();
+    let (memory, _) = Foreign::orphan(context)?;
+    let size = memory.size();
     let held = context.device.memory_info()?.free;
     drop(memory);
     let started = Instant::now();
@@ -104,5 +111,69 @@ pub(super) fn memory_returned(context: &mut ProbeContext) -> ProbeResult {
             return Ok(measured(failed(meaning)));
         }
         thread::sleep(Duration::from_millis(5));
+    }
+}
+
+pub(super) fn held_descriptor(context: &mut ProbeContext) -> ProbeResult {
+    let (Foreign { mut maker, size, pattern }, fd) = Foreign::make(context)?;
+    let mut holder = context.start_child("the process that holds the descriptor", Role::Hold)?;
+    // This process has the driver, so it must not keep the memory alive itself.
+    holder.line.send_with(&(), &[fd.as_fd()])?;
+    drop(fd);
+    // The descriptor has arrived. The answer is a driver library that the process has mapped.
+    if let (Some(library), _) = holder.receive_with::<Option<String>>()? {
+        let meaning = format!("Every process here has {library} mapped, so none can hold a descriptor without it.");
+        return Ok(skipped(meaning));
+    }
+    maker.kill();
+    // The process returns the descriptor and closes its own.
+    holder.line.send(&())?;
+    let ((), fds) = holder.receive_with()?;
+    holder.kill();
+    let fd = only(fds)?;
+    let (imported, import_us) = timed(|| Allocation::import(&context.device, fd, size))?;
+    let mapping = Mapping::new(&imported, Access::ReadOnly)?;
+    if !matches_pattern(&mapping, pattern)? {
+        return Ok(failed("The bytes changed while a descriptor alone held the memory."));
+    }
+    let meaning =
+        "A descriptor in a process without the driver keeps memory, with its bytes, when its maker is killed.";
+    Ok(ok(meaning).figure("bytes", size).figure("import_us", import_us))
+}
+
+/// Creates memory with a pattern, sends its descriptor, and waits to be killed.
+pub(in crate::doctor) fn make(device: Result<Device>, salt: u32, line: &Line) -> Result<()> {
+    let made = device.and_then(|device| {
+        device.require_sharing()?;
+        let allocation: Arc<Allocation> = Allocation::create(&device, SIZE)?;
+        let mapping = Mapping::new(&allocation, Access::ReadWrite)?;
+        write(&mapping, Pattern::new(salt))?;
+        // No work of this process may be pending on the device when it is killed.
+        device.verbs().synchronize(device.ordinal())?;
+        allocation.export()?;
+        Ok((allocation, mapping))
+    });
+    match &made {
+        Ok((allocation, _)) => line.send_with(&Made::Ok(allocation.size()), &[allocation.export()?])?,
+        Err(error) => line.send(&Made::Err(ErrorDetails::of(error)))?,
+    }
+    wait_for_parent(line)
+}
+
+/// Holds a descriptor until the parent requests it, without loading the driver.
+pub(in crate::doctor) fn hold(line: &Line) -> Result<()> {
+    let ((), fds) = line.receive_with()?;
+    let library = loaded(&fs::read("/proc/self/maps").unwrap_or_default()).map(|path| path.display().to_string());
+    line.send(&library)?;
+    let () = line.receive()?;
+    line.send_with(&(), &[only(fds)?.as_fd()])?;
+    wait_for_parent(line)
+}
+
+/// Waits until the parent kills this process or exits.
+fn wait_for_parent(line: &Line) -> Result<()> {
+    match line.receive::<Value>() {
+        Ok(_) | Err(Error::Peer(PeerError::Gone { .. })) => Ok(()),
+        Err(error) => Err(error),
     }
 }

@@ -1,7 +1,6 @@
 //! The probes as data: their functions, their requirements, and the meaning of their errors.
 
 mod broker;
-mod held_descriptor;
 mod killed_owner;
 mod machine;
 mod one_process;
@@ -15,7 +14,7 @@ use vmmfd::{
 };
 
 use self::Run::{Machine, OnDevice, Pair, Share};
-pub(super) use self::held_descriptor::{hold, make};
+pub(super) use self::killed_owner::{hold, make};
 use super::{
     ErrorDetails, Finding, Reason, Status,
     context::ProbeContext,
@@ -30,10 +29,8 @@ pub struct Probe {
     pub about: &'static str,
     /// The meaning of a failure.
     broken: &'static str,
-    /// Completes "It could not be tested whether ..." for an error outside of `calls`. If empty, every error means `broken`.
-    whether: &'static str,
-    /// The driver calls under test. If one fails, the meaning is `broken`.
-    calls: &'static [&'static str],
+    /// The driver calls under test: with an error of another call, the test could not run. `None`: every error means `broken`.
+    calls: Option<&'static [&'static str]>,
     flags: &'static [Flag],
     run: Run,
 }
@@ -71,23 +68,18 @@ pub enum Scope {
     Pair,
 }
 
-/// A probe for which every error means `broken`.
 const fn probe(
     name: &'static str,
     run: Run,
     flags: &'static [Flag],
     about: &'static str,
     broken: &'static str,
+    calls: Option<&'static [&'static str]>,
 ) -> Probe {
-    Probe { name, about, broken, whether: "", calls: &[], flags, run }
+    Probe { name, about, broken, calls, flags, run }
 }
 
 impl Probe {
-    /// Only errors of these calls mean `broken`. With any other error the test could not run.
-    const fn whether(self, whether: &'static str, calls: &'static [&'static str]) -> Self {
-        Self { whether, calls, ..self }
-    }
-
     pub fn named(name: &str) -> Option<&'static Self> {
         PROBES.iter().find(|probe| probe.name == name)
     }
@@ -145,10 +137,10 @@ impl Probe {
 
     /// The meaning of an error, in one sentence.
     fn meaning_of(&self, error: &ErrorDetails) -> String {
-        let under_test = error.call.as_deref().is_some_and(|call| self.calls.contains(&call));
+        let under_test = |calls: &[&str]| error.call.as_deref().is_some_and(|call| calls.contains(&call));
         // Any probe can run out of memory.
-        match !self.whether.is_empty() && (!under_test || error.code == Some(code::OUT_OF_MEMORY)) {
-            true => format!("It could not be tested whether {}.", self.whether),
+        match self.calls.is_some_and(|calls| !under_test(calls) || error.code == Some(code::OUT_OF_MEMORY)) {
+            true => "It could not be tested: another step failed.".to_owned(),
             false => self.broken.to_owned(),
         }
     }
@@ -179,94 +171,79 @@ pub static PROBES: &[Probe] = {
     const IMPORT: &str = "cuMemImportFromShareableHandle";
     &[
         probe("driver", Machine(machine::driver), &[Required], "the driver library loads, starts, and has devices",
-            "The driver can't be used, so nothing else can be tried."),
+            "The driver can't be used, so nothing else can be tried.", None),
         probe("descriptors", Machine(machine::descriptors), &[],
             "how many files a process may have open: each allocation that is shared takes one",
-            "The limit of open files can't be read."),
+            "The limit of open files can't be read.", None),
         probe("host-memory", Machine(machine::host_memory), &[], "how much of the machine's memory this process can use",
-            "The amount of memory can't be read."),
+            "The amount of memory can't be read.", None),
         probe("broker", Machine(broker::broker), &[],
             "the broker at this user's default socket answers; without one it is skipped",
-            "The broker does not answer."),
+            "The broker does not answer.", None),
         probe("attributes", OnDevice(one_process::attributes), &[], "the attributes that the device claims",
-            "The device's attributes can't be read."),
+            "The device's attributes can't be read.", None),
         probe("granularity", OnDevice(one_process::granularity), &[], "the granularity of allocations",
-            "The granularity can't be read."),
+            "The granularity can't be read.", None),
         probe("memory", OnDevice(one_process::memory), &[Required, Feature],
             "memory is created, mapped, made accessible, written and read back",
-            "Virtual memory management does not work, so there is nothing to share.")
-            .whether("memory can be created, mapped, written and read", &[
+            "Virtual memory management does not work, so there is nothing to share.", Some(&[
                 "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess",
                 "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2",
-            ]),
+            ])),
         probe("export", OnDevice(one_process::export), &[Required, Feature],
             "memory is exported as a descriptor, and what kind of file that is",
-            "Memory can't be exported as a descriptor.")
-            .whether("memory can be exported as a descriptor", &[EXPORT]),
+            "Memory can't be exported as a descriptor.", Some(&[EXPORT])),
         probe("import", OnDevice(one_process::import), &[Required],
             "an exported descriptor is imported again in the same process",
-            "An exported descriptor can't be imported.")
-            .whether("an exported descriptor can be imported", &[IMPORT]),
+            "An exported descriptor can't be imported.", Some(&[IMPORT])),
         probe("round-trip", Share(MemoryKind::ROUND_TRIP), &[Required],
             "two processes share memory over a socket, and each reads what the other wrote",
-            "Two processes can't share memory here.")
-            .whether("two processes can share memory here", &[EXPORT, IMPORT]),
+            "Two processes can't share memory here.", Some(&[EXPORT, IMPORT])),
         probe("aliases", OnDevice(one_process::aliases), &[], "two mappings of one allocation show the same bytes",
-            "Two mappings of one allocation do not show the same bytes.")
-            .whether("two mappings of one allocation show the same bytes", &[]),
+            "Two mappings of one allocation do not show the same bytes.", Some(&[])),
         probe("read-only-copy", OnDevice(one_process::read_only_copy), &[], "a copy into a read-only mapping is refused",
-            "A read-only mapping does not keep a copy out.")
-            .whether("a read-only mapping keeps a copy out", &[]),
+            "A read-only mapping does not keep a copy out.", Some(&[])),
         probe("read-only-store", OnDevice(one_process::read_only_store), &[Alone, Faults],
             "a kernel's store into a read-only mapping faults, in a process of its own",
-            "A read-only mapping does not keep a kernel's store out.")
-            .whether("a read-only mapping keeps a kernel's store out", &[]),
+            "A read-only mapping does not keep a kernel's store out.", Some(&[])),
         probe("wrong-descriptor", OnDevice(one_process::wrong_descriptor), &[],
             "a descriptor of another kind of file is refused, without side effects",
-            "A wrong descriptor is not refused, or has side effects.")
-            .whether("a wrong descriptor is refused without side effects", &[]),
+            "A wrong descriptor is not refused, or has side effects.", Some(&[])),
         probe("exporter-killed", OnDevice(killed_owner::exporter_killed), &[Alone],
             "memory stays readable where it was imported when its exporter is killed",
-            "Imported memory does not outlive its exporter.")
-            .whether("imported memory outlives its exporter", &[]),
+            "Imported memory does not outlive its exporter.", Some(&[])),
         probe("memory-returned", OnDevice(killed_owner::memory_returned), &[Alone],
             "all memory of a killed process is free again once its importer has released it",
-            "Memory of a killed process stays in use.")
-            .whether("memory of a killed process becomes free again", &[]),
-        probe("held-descriptor", OnDevice(held_descriptor::held_descriptor), &[],
+            "Memory of a killed process stays in use.", Some(&[])),
+        probe("held-descriptor", OnDevice(killed_owner::held_descriptor), &[],
             "memory of a killed process stays while a process without the driver holds its descriptor, as a broker does",
-            "A descriptor alone does not keep memory: a broker can't.")
-            .whether("a descriptor alone keeps memory", &[IMPORT, "cuMemMap"]),
+            "A descriptor alone does not keep memory: a broker can't.", Some(&[IMPORT, "cuMemMap"])),
         probe("persistence", OnDevice(one_process::persistence), &[],
             "the driver keeps the device's state, and so a broker's memory, while no process uses the device",
-            "It can't be found out whether the driver keeps the device's state."),
+            "It can't be found out whether the driver keeps the device's state.", None),
         probe("export-cost", OnDevice(one_process::export_cost), &[MachineWide],
             "the time of an export, with and without another exported descriptor held open",
-            "The time of an export can't be measured."),
+            "The time of an export can't be measured.", None),
         probe("host-numa", Share(MemoryKind::HOST), &[Feature],
-            "two processes share the host's memory next to the device", "Host-NUMA memory can't be shared.")
-            .whether("host-NUMA memory can be shared", &["cuMemCreate", EXPORT, IMPORT]),
+            "two processes share the host's memory next to the device", "Host-NUMA memory can't be shared.",
+            Some(&["cuMemCreate", EXPORT, IMPORT])),
         probe("dma-buf", OnDevice(one_process::dma_buf), &[Feature],
-            "memory is exported as a dma-buf, for devices of other vendors", "Memory can't be exported as a dma-buf.")
-            .whether("memory can be exported as a dma-buf", &["cuMemCreate", "cuMemGetHandleForAddressRange"]),
+            "memory is exported as a dma-buf, for devices of other vendors", "Memory can't be exported as a dma-buf.",
+            Some(&["cuMemCreate", "cuMemGetHandleForAddressRange"])),
         probe("fabric", OnDevice(one_process::fabric), &[Feature],
-            "memory is created for, and exported as, a fabric handle, for other machines", "Fabric handles do not work.")
-            .whether("fabric handles work", &["cuMemCreate", EXPORT]),
+            "memory is created for, and exported as, a fabric handle, for other machines", "Fabric handles do not work.",
+            Some(&["cuMemCreate", EXPORT])),
         probe("pool", Share(MemoryKind::POOL), &[Feature], "two processes share memory of a memory pool",
-            "Memory pools can't be shared.")
-            .whether("memory pools can be shared", &[
+            "Memory pools can't be shared.", Some(&[
                 "cuMemPoolCreate", "cuMemPoolExportToShareableHandle", "cuMemPoolImportFromShareableHandle",
                 "cuMemPoolExportPointer", "cuMemPoolImportPointer", "cuMemPoolSetAccess", "cuMemAllocFromPoolAsync",
-            ]),
+            ])),
         probe("legacy", Share(MemoryKind::LEGACY), &[Feature], "two processes share memory by a legacy handle (cuIpc)",
-            "Legacy handles do not work.")
-            .whether("legacy handles work", &["cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2"]),
+            "Legacy handles do not work.", Some(&["cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2"])),
         probe("event", OnDevice(event), &[Feature], "one process waits for another's event on the device",
-            "Events can't be shared between processes.")
-            .whether("events can be shared between processes", &["cuIpcGetEventHandle", "cuIpcOpenEventHandle"]),
+            "Events can't be shared between processes.", Some(&["cuIpcGetEventHandle", "cuIpcOpenEventHandle"])),
         probe("peer", Pair(two_devices::peer), &[Feature], "one device reads, writes and copies memory of another",
-            "One device can't use the other's memory.")
-            .whether("one device can use the other's memory", &["cuDeviceCanAccessPeer", "cuMemSetAccess"]),
+            "One device can't use the other's memory.", Some(&["cuDeviceCanAccessPeer", "cuMemSetAccess"])),
     ]
 };
 
@@ -311,13 +288,12 @@ mod tests {
 
     #[test]
     fn other_errors_do_not_mean_broken() {
-        for probe in PROBES.iter().filter(|probe| !probe.whether.is_empty()) {
+        for probe in PROBES {
             let untested = |call, number| finding(probe.name, call, number).meaning.contains("could not be tested");
-            assert!(untested("cuDevicePrimaryCtxRetain", 46), "{}", probe.name);
-            for call in probe.calls {
+            assert_eq!(untested("cuDevicePrimaryCtxRetain", 46), probe.calls.is_some(), "{}", probe.name);
+            for call in probe.calls.unwrap_or_default() {
                 assert!(untested(call, code::OUT_OF_MEMORY) && !untested(call, 1), "{}: {call}", probe.name);
             }
         }
-        assert_eq!(finding("driver", "cuInit", 999).meaning, Probe::named("driver").unwrap().broken);
     }
 }
