@@ -15,7 +15,6 @@ mod examples;
 
 pub use self::examples::{ExampleBroker, ExampleFolder};
 pub use crate::driver::{
-    bare::{Bare, BareMapping, Closing, Created, Opening},
     cuda::{CudaDriver, exit_at_once},
     diagnosis::{Diagnosis, EventHandle, MadeFor},
     host::{HostDriver, Live},

@@ -6,7 +6,6 @@
 //! A program opens a [`Driver`] and passes it to [`crate::memory::Device`]. The methods are not public, because they could free memory
 //! that another owner still uses.
 
-pub(crate) mod bare;
 pub(crate) mod copy;
 pub(crate) mod cuda;
 pub(crate) mod diagnosis;
@@ -33,7 +32,6 @@ use crate::{
 };
 
 pub(crate) use self::{
-    bare::Bare,
     diagnosis::{Diagnosis, EventHandle, MadeFor},
     kernels::Kernels,
 };

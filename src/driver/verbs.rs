@@ -8,8 +8,8 @@ use std::{
 };
 
 use super::{
-    Access, Attribute, Backend, Bare, DeviceUuid, Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location,
-    MemoryInfo, PageLocked, Pools, Properties, Window,
+    Access, Attribute, Backend, DeviceUuid, Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location, MemoryInfo,
+    PageLocked, Pools, Properties, Window,
 };
 use crate::error::Result;
 
@@ -156,9 +156,6 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// # Errors
     /// [`DeviceError::Unsupported`](crate::error::DeviceError::Unsupported) on the host backend.
     fn pools(&self) -> Result<&dyn Pools>;
-
-    /// Handoffs with bare driver calls, the baseline for benchmarks.
-    fn bare(&self) -> Result<&dyn Bare>;
 
     /// Kernels that write and check the test pattern.
     ///

@@ -21,11 +21,11 @@ use vmmfd::{
     Error,
     driver::{Access::ReadOnly, Access::ReadWrite, GRANULARITY, code},
     error::MemoryError,
-    internals::{self, CudaDriver, Granularity, HostDriver, Live, Location, Verbs},
+    internals::{self, Granularity, HostDriver, Live, Location, Verbs},
     memory::{Allocation, Device, Mapping, Mirror, Region},
 };
 
-use crate::support::{Copy, EXPORTABLE, Inode, Subject, code, in_fork};
+use crate::support::{EXPORTABLE, Inode, Subject, code, in_fork};
 
 /// The seals that an import requires.
 const SEALED: SealFlag = SealFlag::F_SEAL_SHRINK.union(SealFlag::F_SEAL_SEAL);
@@ -445,27 +445,4 @@ fn forgotten_memory_is_freed() {
     assert_eq!(inode.open_here(), 1, "only the importer's is left");
     two.release(imported).unwrap();
     assert_eq!(inode.open_here(), 0);
-}
-
-#[test]
-fn foreign_handles_are_not_touched() {
-    let fake = Copy::new().load();
-    let cuda: Arc<dyn Verbs> = Arc::new(CudaDriver::load_from(fake.path()).unwrap());
-    Device::find(&internals::driver(Arc::clone(&cuda)), vmmfd::memory::Selector::Ordinal(0))
-        .unwrap()
-        .activate()
-        .unwrap();
-    let host: Arc<dyn Verbs> = Arc::new(HostDriver::new().unwrap());
-    let cuda = cuda.bare().unwrap();
-    let host = host.bare().unwrap();
-    for (here, there) in [(cuda, host), (host, cuda)] {
-        let create = || here.create(0, GRANULARITY).unwrap();
-        let (one, other) = (create(), create());
-        let fd = here.export(&one).unwrap();
-        let (opened, _) = here.open(0, fd.as_fd(), GRANULARITY).unwrap();
-        assert_eq!(code(there.export(&one)), code::INVALID_HANDLE);
-        assert_eq!(code(there.release(one)), code::INVALID_HANDLE);
-        assert_eq!(code(there.close(opened)), code::INVALID_HANDLE);
-        here.release(other).unwrap();
-    }
 }

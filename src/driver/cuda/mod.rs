@@ -12,7 +12,6 @@
 #![allow(unsafe_code)]
 
 mod addresses;
-mod bare;
 mod diagnosis;
 mod ffi;
 mod kernels;

@@ -26,7 +26,7 @@ use crate::{
     error::Result,
 };
 
-use crate::driver::{Bare, Diagnosis, Kernels};
+use crate::driver::{Diagnosis, Kernels};
 
 // SAFETY: the tables contain all mappings, other addresses are rejected, and a mapping is removed together with its entry.
 unsafe impl Verbs for CudaDriver {
@@ -376,11 +376,6 @@ unsafe impl Verbs for CudaDriver {
     }
 
     fn pools(&self) -> Result<&dyn Pools> {
-        self.core.origin.check()?;
-        Ok(&*self.core)
-    }
-
-    fn bare(&self) -> Result<&dyn Bare> {
         self.core.origin.check()?;
         Ok(&*self.core)
     }

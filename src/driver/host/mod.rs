@@ -10,7 +10,6 @@
 
 mod addresses;
 mod available;
-mod bare;
 mod verbs;
 
 use std::{

@@ -29,7 +29,7 @@ use crate::{
     sys::memfd,
 };
 
-use crate::driver::{Bare, Diagnosis, Kernels};
+use crate::driver::{Diagnosis, Kernels};
 
 // SAFETY: the table contains all mappings, other addresses are rejected, and a mapping is removed together with its entry.
 unsafe impl Verbs for HostDriver {
@@ -398,11 +398,6 @@ unsafe impl Verbs for HostDriver {
 
     fn pools(&self) -> Result<&dyn Pools> {
         self.lacking("memory pools (cuMemPoolCreate)")
-    }
-
-    fn bare(&self) -> Result<&dyn Bare> {
-        self.origin.check()?;
-        Ok(self)
     }
 
     fn kernels(&self) -> Result<&dyn Kernels> {

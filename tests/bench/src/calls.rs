@@ -4,7 +4,7 @@
 use std::{hint::black_box, os::fd::AsFd, ptr, time::Instant};
 
 use vmmfd::{
-    driver::Backend,
+    driver::{Access, Backend},
     error::{Error, Result},
     internals::copy,
     memory::{Region, Shared, Spec},
@@ -16,9 +16,9 @@ use vmmfd_cli::{
 };
 
 use crate::{
-    base::{open_device, us},
-    process::{Request, Role},
-    run::{About, Named, Run, nothing},
+    process::{Request, exportable, open_device, us},
+    report::About,
+    run::{Named, Run},
 };
 
 /// The bytes that the CPUs check for one row of a GPU, at 5 GB/s, and the fewest samples.
@@ -29,7 +29,7 @@ pub(crate) fn verify(run: &mut Run<'_>) -> Result<()> {
     if run.is_cuda() {
         load_kernels(run)?;
     }
-    let (_, device) = run.device()?;
+    let device = run.device()?;
     for size in run.sizes(&device, 1)? {
         let memory = Shared::create(&device, Spec::vmm(size))?;
         let mut rows = Vec::new();
@@ -42,7 +42,7 @@ pub(crate) fn verify(run: &mut Run<'_>) -> Result<()> {
         } else {
             rows.extend(check(run, &memory, Engine::Host, (HOST_BYTES / size).max(HOST_COUNT) as usize)?);
         }
-        run.add(About { unit: "GB/s", ..About::size(size) }, rows, None, nothing)?;
+        run.add(About { unit: "GB/s", ..About::size(size) }, rows, None)?;
     }
     Ok(())
 }
@@ -75,47 +75,56 @@ fn check(run: &Run<'_>, memory: &Shared, engine: Engine, most: usize) -> Result<
 fn load_kernels(run: &mut Run<'_>) -> Result<()> {
     let rows = run.turns("loading the kernels", &["load kernels, compiled", "load kernels, cached"], 5, |row| {
         let disabled = [("CUDA_CACHE_DISABLE", ["1", "0"][row])];
-        let peer = run.peer_with("a process", &Role::of(run.options), &disabled)?;
-        peer.receive()?;
+        let peer = run.family.peer("a process", &run.task, run.cancel, &disabled)?;
+        peer.receive::<u64>()?;
         peer.took(&Request::LoadKernels)
     })?;
-    run.add(About::size(0), rows, None, nothing)
+    run.add(About::size(0), rows, None).map(drop)
 }
 
 /// Each driver call, on new memory, while another exported descriptor is open.
 pub(crate) fn stages(run: &mut Run<'_>) -> Result<()> {
     const NAMES: [&str; 9] =
-        ["create", "export, anchor", "map", "unmap", "import", "reserve", "set access", "address free", "release"];
-    let (driver, device) = run.device()?;
-    let bare = driver.verbs().bare()?;
-    let ordinal = device.ordinal();
-    let anchor = bare.create(ordinal, device.granularity()?)?;
-    let _held = bare.export(&anchor)?;
-    // The host backend has only the first four.
-    let names = if run.is_cuda() { &NAMES[..] } else { &NAMES[..4] };
+        ["create", "export, anchor", "import", "reserve", "map", "set access", "unmap", "address free", "release"];
+    let device = run.device()?;
+    let verbs = device.verbs();
+    let properties = exportable(&device);
+    let anchor = verbs.create(device.granularity()?, &properties)?;
+    let _held = verbs.export(anchor)?;
     for size in run.sizes(&device, 1)? {
-        let rows = run.rounds(&format!("each call on {}", about(size)), names, usize::MAX, |_| {
+        let rows = run.rounds(&format!("each call on {}", about(size)), &NAMES, usize::MAX, |_| {
+            let mut times = Vec::with_capacity(NAMES.len());
             let mut last = Instant::now();
-            let mut lap = || std::mem::replace(&mut last, Instant::now()).elapsed();
-            let created = bare.create(ordinal, size)?;
-            let create = lap();
-            let fd = bare.export(&created)?;
-            let export = lap();
-            let (opened, opening) = bare.open(ordinal, fd.as_fd(), size)?;
-            let closing = bare.close(opened)?;
-            bare.release(created)?;
-            let opened = [opening.map, closing.unmap, opening.import, opening.reserve, opening.set_access];
-            let times = [&[create, export][..], &opened, &[closing.free, closing.release]].concat();
-            Ok(times.into_iter().map(us).collect())
+            let mut lap = || times.push(us(std::mem::replace(&mut last, Instant::now()).elapsed()));
+            let created = verbs.create(size, &properties)?;
+            lap();
+            let fd = verbs.export(created)?;
+            lap();
+            let imported = verbs.import(fd.as_fd(), size)?;
+            lap();
+            let address = verbs.reserve(size, 0)?;
+            lap();
+            verbs.map(address, size, 0, imported)?;
+            lap();
+            verbs.set_access(address, size, properties.location, Some(Access::ReadWrite))?;
+            lap();
+            verbs.unmap(address, size)?;
+            lap();
+            verbs.free(address, size)?;
+            lap();
+            verbs.release(imported)?;
+            lap();
+            verbs.release(created)?;
+            Ok(times)
         })?;
-        run.add(About::size(size), rows, None, nothing)?;
+        run.add(About::size(size), rows, None)?;
     }
-    bare.release(anchor)
+    verbs.release(anchor)
 }
 
 /// Copies between shared memory of the host and private memory: memcpy, and the library's copy.
 pub(crate) fn copies(run: &mut Run<'_>) -> Result<()> {
-    let (_, device) = open_device(Backend::Host, "0")?;
+    let device = open_device(Backend::Host, "0")?;
     for (size, unit) in [(64, "ns"), (4 << 10, "ns"), (1 << 20, "us"), (64 << 20, "us")] {
         let memory = Shared::create(&device, Spec::vmm(size))?;
         let shared: *mut u8 = ptr::with_exposed_provenance_mut(memory.address() as usize);
@@ -141,7 +150,7 @@ pub(crate) fn copies(run: &mut Run<'_>) -> Result<()> {
             }
             Ok(us(begun.elapsed()) / times as f64 * if unit == "ns" { 1e3 } else { 1.0 })
         })?;
-        run.add(About { unit, ..About::size(size) }, rows, None, nothing)?;
+        run.add(About { unit, ..About::size(size) }, rows, None)?;
     }
     Ok(())
 }

@@ -1,99 +1,99 @@
 //! The groups `handoff` and `repeat`: each way to hand over memory, at each size, to each number of consumers.
 
 use std::{
-    io,
-    os::fd::{AsFd, OwnedFd},
-    sync::{Arc, Barrier},
-    thread,
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
 };
 
 use vmmfd::{
     channel::Channel,
-    driver::{Access, Driver},
-    error::{Error, Result},
-    internals::Created,
-    memory::{Device, MOST_OF_A_POOL, Pointer, Shared, Spec},
+    driver::Access,
+    error::Result,
+    internals::Handle,
+    memory::{Chunk, Device, MOST_OF_A_POOL, Pointer, Region, Shared, Spec},
     session::stream::{BufferId, Publisher},
 };
 use vmmfd_cli::{units::about, verbs::HasVerbs};
 
 use crate::{
-    base::{borrowed, not_prepared, now, until_asleep, usable},
-    process::{Peer, Request, Role, Way},
-    run::{About, Named, Run, nothing},
+    process::{Peer, Request, Way, exportable, not_prepared, now, until_asleep},
+    report::{About, Group},
+    run::{Named, Run},
 };
-
-/// The producer's half. Returns the time at which it began.
-fn give(way: Way, memory: &Memory, to: &mut Consumer) -> Result<u64> {
-    let begun = now();
-    match way {
-        Way::Floor => to.peer.line.send_bare(&[0], &borrowed(&memory.fds))?,
-        Way::Export => {
-            let created = memory.unshared.as_ref().ok_or_else(not_prepared)?;
-            let fd = memory.device.driver().verbs().bare()?.export(created)?;
-            to.peer.line.send_bare(&[0], &[fd.as_fd()])?;
-        }
-        Way::Legacy | Way::Pool => to.peer.line.send_bare(&memory.pointer(way)?.0, &[])?,
-        Way::Record => to.peer.line.send_bare(&[0], &[])?,
-        Way::Described => {
-            to.describe(memory)?;
-            to.publisher.announce(to.fresh.ok_or_else(not_prepared)?)?;
-        }
-        Way::Fresh | Way::Again => {
-            to.publisher.announce(to.fresh.or(to.held).ok_or_else(not_prepared)?)?;
-        }
-    }
-    Ok(begun)
-}
 
 /// Memory at the producer, of one size.
 struct Memory {
     device: Device,
     shared: Option<Arc<Shared>>,
-    /// The descriptors of its segments.
-    fds: Vec<OwnedFd>,
-    unshared: Option<Created>,
+    /// The segments of the shared memory.
+    chunks: Vec<Arc<Chunk>>,
+    unshared: Option<Handle>,
     /// Legacy memory and memory of a pool, with their handles.
     pointers: Vec<(Way, Shared, Pointer)>,
 }
 
 impl Memory {
-    fn pointer(&self, way: Way) -> Result<&Pointer> {
-        let found = self.pointers.iter().find(|(other, ..)| *other == way);
-        found.map(|(.., pointer)| pointer).ok_or_else(not_prepared)
+    /// The producer's half of a handoff.
+    fn give(&self, way: Way, to: &mut Consumer) -> Result<()> {
+        let line = &to.peer.line;
+        match way {
+            Way::Floor => line.send_bare(&[0], &descriptors(&self.chunks)),
+            Way::Export => {
+                let created = self.unshared.ok_or_else(not_prepared)?;
+                let fd = self.device.verbs().export(created)?;
+                line.send_bare(&[0], &[fd.as_fd()])
+            }
+            Way::Legacy | Way::Pool => {
+                let found = self.pointers.iter().find(|(other, ..)| *other == way);
+                line.send_bare(&found.ok_or_else(not_prepared)?.2.0, &[])
+            }
+            Way::Record => line.send_bare(&[0], &[]),
+            Way::Described | Way::Fresh | Way::Again => {
+                if way == Way::Described {
+                    to.describe(self)?;
+                }
+                to.publisher.announce(to.buffer.ok_or_else(not_prepared)?).map(drop)
+            }
+        }
     }
 }
 
+/// The segments of memory.
+pub(crate) fn chunks(memory: &Shared) -> Result<Vec<Arc<Chunk>>> {
+    Ok(memory.chunks(0..memory.size())?.map_or(Vec::new(), |(_, chunks)| chunks))
+}
+
+pub(crate) fn descriptors(chunks: &[Arc<Chunk>]) -> Vec<BorrowedFd<'_>> {
+    chunks.iter().map(|chunk| chunk.as_fd()).collect()
+}
+
 /// A consumer process and the stream to it.
-pub(crate) struct Consumer {
-    pub(crate) peer: Peer,
+struct Consumer {
+    peer: Peer,
     publisher: Publisher,
-    /// The buffer of this handoff, which is withdrawn afterwards.
-    fresh: Option<BufferId>,
-    /// The buffer that the consumer holds.
-    held: Option<BufferId>,
+    /// The buffer in the stream, of one handoff or of all [`Way::Again`].
+    buffer: Option<BufferId>,
 }
 
 impl Consumer {
     fn describe(&mut self, memory: &Memory) -> Result<()> {
         let shared = memory.shared.as_ref().ok_or_else(not_prepared)?;
-        self.fresh = Some(self.publisher.add(shared, None, Access::ReadWrite)?);
+        self.buffer = Some(self.publisher.add(shared, None, Access::ReadWrite)?);
         Ok(())
     }
 
-    fn withdraw(&mut self, buffer: Option<BufferId>) -> Result<()> {
-        let Some(buffer) = buffer else { return Ok(()) };
+    fn withdraw(&mut self) -> Result<()> {
+        let Some(buffer) = self.buffer.take() else { return Ok(()) };
         self.peer.call(&Request::Release, &[])?;
         self.publisher.withdraw(buffer)?;
-        self.peer.receive().map(drop)
+        self.peer.receive::<u64>().map(drop)
     }
 }
 
 /// The producer and its consumers.
 pub(crate) struct Pair {
-    pub(crate) driver: Driver,
     pub(crate) device: Device,
-    pub(crate) consumers: Vec<Consumer>,
+    consumers: Vec<Consumer>,
     memory: Memory,
     size: u64,
 }
@@ -102,22 +102,21 @@ impl Pair {
     pub(crate) fn start(run: &Run<'_>, consumers: u16) -> Result<Self> {
         run.tick("starting the processes", 0, 1)?;
         // All processes start their drivers at once.
-        let start = |_| run.peer("a consumer", &Role::of(run.options));
-        let peers = (0..consumers).map(start).collect::<Result<Vec<_>>>()?;
-        let (driver, device) = run.device()?;
+        let peers = (0..consumers).map(|_| run.peer("a consumer")).collect::<Result<Vec<_>>>()?;
+        let device = run.device()?;
         let connect = |peer: Peer| {
-            peer.receive()?;
+            peer.receive::<u64>()?;
             let (own, other) = Channel::socket_pair()?;
             peer.send(&Request::Session, &[other.as_fd()])?;
-            let publisher = Publisher::over(own, &driver, &run.config());
+            let publisher = Publisher::over(own, device.driver(), &run.config());
             // The consumer's own error is better than a closed connection.
-            peer.receive()?;
-            Ok(Consumer { peer, publisher: publisher?, fresh: None, held: None })
+            peer.receive::<u64>()?;
+            Ok(Consumer { peer, publisher: publisher?, buffer: None })
         };
         let consumers = peers.into_iter().map(connect).collect::<Result<Vec<_>>>()?;
         let memory =
-            Memory { device: device.clone(), shared: None, fds: Vec::new(), unshared: None, pointers: Vec::new() };
-        Ok(Self { driver, device, consumers, memory, size: 0 })
+            Memory { device: device.clone(), shared: None, chunks: Vec::new(), unshared: None, pointers: Vec::new() };
+        Ok(Self { device, consumers, memory, size: 0 })
     }
 
     /// Creates memory for these ways.
@@ -126,10 +125,7 @@ impl Pair {
         let memory = &mut self.memory;
         for &way in ways {
             match way {
-                Way::Export => {
-                    let bare = self.driver.verbs().bare()?;
-                    memory.unshared = Some(bare.create(self.device.ordinal(), size)?);
-                }
+                Way::Export => memory.unshared = Some(self.device.verbs().create(size, &exportable(&self.device))?),
                 Way::Legacy | Way::Pool => {
                     let spec = if way == Way::Pool { Spec::pool(size) } else { Spec::legacy(size) };
                     let shared = Shared::create(&self.device, spec)?;
@@ -145,9 +141,7 @@ impl Pair {
                     let spec = Spec::vmm(size);
                     let spec = if segments > 1 { spec.chunk(size / segments) } else { spec };
                     let shared = Shared::create(&self.device, spec)?;
-                    let chunks = shared.chunks(0..size)?.map_or(Vec::new(), |(_, chunks)| chunks);
-                    let fds = chunks.iter().map(|chunk| chunk.as_fd().try_clone_to_owned()).collect::<io::Result<_>>();
-                    memory.fds = fds.map_err(|error| Error::system("duplicate a descriptor", error))?;
+                    memory.chunks = chunks(&shared)?;
                     memory.shared = Some(Arc::new(shared));
                 }
             }
@@ -155,7 +149,6 @@ impl Pair {
         if ways.contains(&Way::Again) {
             for consumer in &mut self.consumers {
                 consumer.describe(&self.memory)?;
-                consumer.held = consumer.fresh.take();
             }
             self.hand_over(Way::Again)?;
         }
@@ -166,51 +159,56 @@ impl Pair {
     pub(crate) fn clear(&mut self) -> Result<()> {
         for consumer in &mut self.consumers {
             consumer.peer.call(&Request::Close, &[])?;
-            let held = consumer.held.take();
-            consumer.withdraw(held)?;
+            consumer.withdraw()?;
         }
         let memory = &mut self.memory;
         memory.shared = None;
-        memory.fds.clear();
+        memory.chunks.clear();
         memory.pointers.clear();
-        memory.unshared.take().map_or(Ok(()), |created| self.driver.verbs().bare()?.release(created))
+        memory.unshared.take().map_or(Ok(()), |created| self.device.verbs().release(created))
     }
 
     pub(crate) fn shared(&self) -> Result<&Shared> {
         self.memory.shared.as_deref().ok_or_else(not_prepared)
     }
 
-    /// The descriptors of the shared memory.
-    pub(crate) fn fds(&self) -> &[OwnedFd] {
-        &self.memory.fds
+    /// The only consumer.
+    pub(crate) fn peer(&self) -> &Peer {
+        &self.consumers[0].peer
     }
 
     /// Hands over to all consumers at once. Returns the microseconds until the last has the memory.
     pub(crate) fn hand_over(&mut self, way: Way) -> Result<f64> {
-        let memory = &self.memory;
         for consumer in &mut self.consumers {
             if way == Way::Fresh {
-                consumer.describe(memory)?;
+                consumer.describe(&self.memory)?;
             }
             consumer.peer.call(&Request::Take { way, size: self.size }, &[])?;
         }
         until_asleep();
-        let begun = match &mut self.consumers[..] {
-            [consumer] => give(way, memory, consumer)?,
-            consumers => at_once(way, memory, consumers)?,
-        };
-        let mut last = 0;
+        let begun = now();
+        self.consumers.iter_mut().try_for_each(|consumer| self.memory.give(way, consumer))?;
+        let mut last = 0_u64;
         for consumer in &mut self.consumers {
-            last = last.max(consumer.peer.receive()?.time);
+            last = last.max(consumer.peer.receive()?);
             if way.is_stream() {
                 consumer.publisher.take_back()?;
             }
         }
-        for consumer in &mut self.consumers {
-            let fresh = consumer.fresh.take();
-            consumer.withdraw(fresh)?;
+        if matches!(way, Way::Fresh | Way::Described) {
+            self.consumers.iter_mut().try_for_each(Consumer::withdraw)?;
         }
         Ok(last.saturating_sub(begun) as f64 / 1e3)
+    }
+
+    /// Sleeps until the consumer wakes this process, and sends the descriptors. Returns the microseconds that the consumer measured.
+    pub(crate) fn hand_over_asleep(&self) -> Result<f64> {
+        let peer = self.peer();
+        peer.send(&Request::Wake { size: self.size }, &[])?;
+        let descriptors = descriptors(&self.memory.chunks);
+        peer.line.receive_bare(&mut [0; 2])?;
+        peer.line.send_bare(&[0], &descriptors)?;
+        Ok(peer.receive::<u64>()? as f64 / 1e3)
     }
 
     /// Measures ways in turns.
@@ -223,51 +221,27 @@ impl Pair {
     }
 }
 
-/// Hands over in a thread for each consumer. Returns the time at which the first began.
-fn at_once(way: Way, memory: &Memory, consumers: &mut [Consumer]) -> Result<u64> {
-    let barrier = Barrier::new(consumers.len());
-    let hand = |consumer| {
-        barrier.wait();
-        give(way, memory, consumer)
-    };
-    thread::scope(|scope| {
-        let threads: Vec<_> = consumers.iter_mut().map(|consumer| scope.spawn(|| hand(consumer))).collect();
-        let begun = threads.into_iter().map(|thread| thread.join().map_err(|_| not_prepared())?);
-        Ok(begun.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0))
-    })
-}
-
+/// Measures the group with each number of consumers, at each size.
 pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
-    each_number(run, |run, pair, consumers, size| {
-        // First: while another exported descriptor is open, an export is far faster.
-        let mut alone = Vec::new();
-        if run.is_cuda() && consumers == 1 {
-            alone = pair.measure(run, size, &[Way::Export])?;
-            alone[0].0 = "export each, no anchor".to_owned();
-        }
-        let ways = fitting(run, &pair.device, size, consumers)?;
-        let mut rows = pair.measure(run, size, &ways)?;
-        rows.append(&mut alone);
-        run.add(About { consumers, ..About::size(size) }, rows, Some("floor"), nothing)
-    })
-}
-
-pub(crate) fn measure_again(run: &mut Run<'_>) -> Result<()> {
-    each_number(run, |run, pair, consumers, size| {
-        let rows = pair.measure(run, size, &[Way::Record, Way::Again])?;
-        run.add(About { consumers, ..About::size(size) }, rows, Some("record"), nothing)
-    })
-}
-
-/// Measures with each number of consumers, at each size.
-fn each_number(run: &mut Run<'_>, measure: impl Fn(&mut Run<'_>, &mut Pair, u16, u64) -> Result<()>) -> Result<()> {
     let mut numbers = run.options.consumers.clone();
     numbers.sort_unstable();
     numbers.dedup();
-    for number in numbers {
-        let mut pair = Pair::start(run, number)?;
+    for consumers in numbers {
+        let mut pair = Pair::start(run, consumers)?;
         for size in run.sizes(&pair.device, 1)? {
-            measure(run, &mut pair, number, size)?;
+            let mut alone = Vec::new();
+            let mut ways = vec![Way::Record, Way::Again];
+            if run.group == Group::Handoff {
+                // First: while another exported descriptor is open, an export is far faster.
+                if run.is_cuda() && consumers == 1 {
+                    alone = pair.measure(run, size, &[Way::Export])?;
+                    alone[0].0 = "export each, no anchor".to_owned();
+                }
+                ways = fitting(run, &pair.device, size, consumers)?;
+            }
+            let mut rows = pair.measure(run, size, &ways)?;
+            rows.append(&mut alone);
+            run.add(About { consumers, ..About::size(size) }, rows, Some(ways[0].name()))?;
         }
     }
     Ok(())
@@ -280,7 +254,7 @@ fn fitting(run: &mut Run<'_>, device: &Device, size: u64, consumers: u16) -> Res
         return Ok(ways);
     }
     ways.push(Way::Described);
-    let free = usable(device)?;
+    let free = run.usable(device)?;
     let others = [Way::Export, Way::Legacy, Way::Pool];
     // The first three have the same memory.
     for (copies, way) in (2..).zip(others).take(if run.is_cuda() { 3 } else { 1 }) {

@@ -7,7 +7,6 @@
 
 #![allow(missing_docs, reason = "it is no interface")]
 
-mod base;
 mod broker;
 mod calls;
 mod child;
@@ -17,9 +16,7 @@ mod options;
 mod process;
 mod report;
 mod run;
-mod server;
 mod startup;
-mod switching;
 
 use std::process::ExitCode;
 
@@ -50,7 +47,7 @@ type Measure = fn(&mut Run<'_>) -> Result<()>;
 const GROUPS: [(Group, Measure); 7] = [
     (Group::Startup, startup::measure),
     (Group::Handoff, handoff::measure),
-    (Group::Repeat, handoff::measure_again),
+    (Group::Repeat, handoff::measure),
     (Group::Verify, calls::verify),
     (Group::Stages, calls::stages),
     (Group::Copies, calls::copies),

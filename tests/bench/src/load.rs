@@ -11,10 +11,10 @@ use vmmfd::{
 use vmmfd_cli::{units::about, verbs::HasVerbs};
 
 use crate::{
-    base::{now, open_device, us, usable},
-    process::{Answer, Peer, Request, Role},
-    run::{About, Run, nothing},
-    server::{Broker, SMALL, put},
+    broker::{Broker, SMALL, put},
+    process::{Peer, Request, Task, exportable, now, open_device, us},
+    report::About,
+    run::Run,
 };
 
 const NAME: &str = "bench/load";
@@ -48,11 +48,11 @@ const TURNS: usize = 5;
 pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
     let backend = run.options.backend;
     let clients = run.options.clients;
-    let (_, device) = run.device()?;
-    let (_, host) = open_device(Backend::Host, "0")?;
+    let device = run.device()?;
+    let host = open_device(Backend::Host, "0")?;
     gets_at_once(run, &device, clients, false, &format!("get by {clients} clients at once"))?;
     let needed = (u64::from(clients) + 1) * CONTEXT;
-    let free = usable(&device)?;
+    let free = run.usable(&device)?;
     let what = format!("get by {clients} clients at once, mapped");
     if backend == Backend::Cuda && needed > free {
         run.leave_out(format!("{what}: they need {}, and {} are free", about(needed), about(free)));
@@ -66,7 +66,7 @@ pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
 }
 
 fn connect(peer: &Peer, broker: &Broker) -> Result<()> {
-    peer.receive()?;
+    peer.receive::<u64>()?;
     peer.call(&Request::Connect { socket: broker.socket.clone() }, &[])
 }
 
@@ -76,9 +76,9 @@ fn gets_at_once(run: &mut Run<'_>, device: &Device, clients: u16, map: bool, wha
     let broker = Broker::start(run, false)?;
     let memory = Shared::create(device, Spec::vmm(SMALL.next_multiple_of(device.granularity()?)))?;
     put(&broker.connect(run)?, NAME, &memory, 0)?;
-    let role = Role::peer(device.backend(), device.ordinal().to_string(), run.options, map);
+    let task = Task { backend: device.backend(), driver: map, ..run.task.clone() };
     // All processes start their drivers at once.
-    let start = |_| run.peer("a client of the broker", &role);
+    let start = |_| run.family.peer("a client of the broker", &task, run.cancel, &[]);
     let clients = (0..clients).map(start).collect::<Result<Vec<_>>>()?;
     clients.iter().try_for_each(|client| connect(client, &broker))?;
     let count = if map { run.count() } else { run.count().saturating_mul(GETS) }.min(MOST_GETS);
@@ -90,16 +90,14 @@ fn gets_at_once(run: &mut Run<'_>, device: &Device, clients: u16, map: bool, wha
     let number = samples.len() as f64;
     let user = user - before[0];
     let system = system - before[1];
-    run.add(About::size(0), vec![(what.to_owned(), samples)], None, |_| {
-        [
-            ("all together", number / seconds, "/s"),
-            ("broker's CPU in the program", user / number, "us"),
-            ("broker's CPU in the kernel", system / number, "us"),
-            ("broker's use of a CPU", (user + system) / seconds / 1e4, "%"),
-        ]
-        .map(|(name, value, unit)| (format!("{what}: {name}"), value, unit))
-        .into()
-    })
+    run.add(About::size(0), vec![(what.to_owned(), samples)], None)?;
+    let numbers = [
+        ("all together", number / seconds, "/s"),
+        ("broker's CPU in the program", user / number, "us"),
+        ("broker's CPU in the kernel", system / number, "us"),
+        ("broker's use of a CPU", (user + system) / seconds / 1e4, "%"),
+    ];
+    run.derive(About::size(0), numbers.map(|(name, value, unit)| (format!("{what}: {name}"), value, unit)).into())
 }
 
 /// The durations of all clients' gets, and the seconds from the first get to the last.
@@ -112,7 +110,7 @@ fn gets(run: &Run<'_>, clients: &[Peer], count: usize, map: bool) -> Result<(Vec
     let mut last = 0;
     for client in clients {
         run.cancel.check()?;
-        let Answer { begun, ended, us, .. } = client.receive()?;
+        let (begun, ended, us): (u64, u64, Vec<f64>) = client.receive()?;
         samples.extend(us);
         (first, last) = (first.min(begun), last.max(ended));
     }
@@ -128,10 +126,9 @@ fn held(run: &mut Run<'_>, host: &Device) -> Result<()> {
     let clients = (0..held).map(|_| broker.connect(run)).collect::<Result<Vec<_>>>()?;
     put_pages(&clients[0], host, PAGE, held)?;
     let resident = broker.resident()?;
-    run.add(About::size(0), Vec::new(), None, |_| {
-        let all = [("idle".to_owned(), idle), (format!("{held} objects and {held} connections"), resident)];
-        all.map(|(what, value)| (format!("broker's resident memory, {what}"), value, "MB")).into()
-    })
+    let all = [("idle".to_owned(), idle), (format!("{held} objects and {held} connections"), resident)];
+    let all = all.map(|(what, value)| (format!("broker's resident memory, {what}"), value, "MB"));
+    run.derive(About::size(0), all.into())
 }
 
 /// The longest get of a client while another puts, replaces, lists and deletes very many objects.
@@ -140,8 +137,8 @@ fn crowd(run: &mut Run<'_>, host: &Device) -> Result<()> {
     let objects = run.count().saturating_mul(CROWD_EACH).min(CROWD);
     let broker = Broker::start(run, true)?;
     let client = broker.connect(run)?;
-    let role = Role::peer(Backend::Host, String::new(), run.options, false);
-    let reader = run.peer("a client of the broker", &role)?;
+    let task = Task { driver: false, ..run.task.clone() };
+    let reader = run.family.peer("a client of the broker", &task, run.cancel, &[])?;
     connect(&reader, &broker)?;
     let mut longest = Vec::new();
     for (number, what) in PHASES.into_iter().enumerate() {
@@ -154,15 +151,15 @@ fn crowd(run: &mut Run<'_>, host: &Device) -> Result<()> {
             _ => put_pages(&client, host, PAGE, objects)?,
         }
         client.delete(&page_name(what, 0))?;
-        let most = reader.receive()?.us.into_iter().fold(0.0, f64::max) / 1e3;
+        let most = reader.receive::<u64>()? as f64 / 1e6;
         longest.push((format!("longest get while another client {what} {objects} objects"), most, "ms"));
     }
-    run.add(About::size(0), Vec::new(), None, |_| longest)
+    run.derive(About::size(0), longest)
 }
 
 /// Exports while the broker holds memory, and while no process holds any. No other process of the bench runs.
 fn exports(run: &mut Run<'_>, device: &Device) -> Result<()> {
-    let bare = device.verbs().bare()?;
+    let verbs = device.verbs();
     let size = SMALL.next_multiple_of(device.granularity()?);
     let broker = Broker::start(run, false)?;
     let client = broker.connect(run)?;
@@ -177,12 +174,12 @@ fn exports(run: &mut Run<'_>, device: &Device) -> Result<()> {
             }
             // The first is the warm-up.
             for number in 0..=run.count().div_ceil(TURNS) {
-                let created = bare.create(device.ordinal(), size)?;
+                let created = verbs.create(size, &exportable(device))?;
                 let begun = Instant::now();
-                let fd = bare.export(&created)?;
+                let fd = verbs.export(created)?;
                 let took = begun.elapsed();
                 drop(fd);
-                bare.release(created)?;
+                verbs.release(created)?;
                 samples.extend((number > 0).then(|| us(took)));
             }
             if row == 0 {
@@ -191,7 +188,7 @@ fn exports(run: &mut Run<'_>, device: &Device) -> Result<()> {
             }
         }
     }
-    run.add(About::size(0), rows.into(), None, nothing)
+    run.add(About::size(0), rows.into(), None).map(drop)
 }
 
 fn page_name(prefix: &str, number: usize) -> String {

@@ -1,82 +1,46 @@
-//! The other processes of a run, and the records between them.
+//! The other processes of a run, the records between them, and the clock.
 
 use std::{
     env,
-    io::{BufRead, BufReader},
+    io::Read,
     os::{
         fd::{AsFd, BorrowedFd},
         unix::process::CommandExt,
     },
     path::{Path, PathBuf},
-    process::{ChildStdout, Command},
+    process::Command,
     time::{Duration, Instant},
 };
 
-use nix::poll::PollFlags;
-use serde::{Deserialize, Serialize};
+use nix::{poll::PollFlags, unistd::Pid};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::Value;
 use tempfile::TempDir;
 use vmmfd::{
     channel::Cancel,
-    driver::Backend,
-    error::{Error, Result},
-    internals::wait,
+    driver::{Backend, Choice, open},
+    error::{Error, ProtocolError, Result},
+    internals::{Location, Properties, wait},
+    memory::Device,
 };
 use vmmfd_cli::{
     child::{Process, ProcessEnd, command, start},
-    line::Line,
+    line::{Line, typed},
     temporary::temporary_folder,
 };
 
-use crate::{options::BenchOptions, report::Machine};
+/// The time for a process to fall asleep on its socket, as between two real handoffs.
+const ASLEEP: Duration = Duration::from_micros(30);
 
-/// The task of another process of the run.
+/// Another process of the run, which answers [`Request`]s.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) enum Role {
-    /// Starts the driver if `driver` is set, reports the machine, and answers [`Request`]s.
-    Peer { backend: Backend, device: String, timeout: Duration, driver: bool },
-    /// Sends the descriptors of the last record back when it is woken.
-    Sleeper,
-    /// Starts the driver, prints `ready`, and exits.
-    BareStart { backend: Backend, device: String },
-}
-
-impl Role {
-    /// A peer with the driver of the options.
-    pub(crate) fn of(options: &BenchOptions) -> Self {
-        Self::peer(options.backend, options.device.to_string(), options, true)
-    }
-
-    /// A peer with a driver, or without.
-    pub(crate) fn peer(backend: Backend, device: String, options: &BenchOptions, driver: bool) -> Self {
-        Self::Peer { backend, device, timeout: options.timeout, driver }
-    }
-}
-
-/// The process group of a run. Its first process only waits: when this process dies, it removes the folder and kills the group.
-#[derive(Debug)]
-pub(crate) struct Family {
-    first: Process,
-    _line: Line,
-    folder: TempDir,
-}
-
-impl Family {
-    pub(crate) fn start(timeout: Duration, cancel: &Cancel) -> Result<Self> {
-        let folder = temporary_folder("vmmfd-bench.")?;
-        let mut command = command(Some(folder.path()), &Role::Sleeper)?;
-        let (first, line) = start("the first process", &mut command, true, timeout, cancel)?;
-        Ok(Self { first, _line: line, folder })
-    }
-
-    /// The folder for sockets.
-    pub(crate) fn folder(&self) -> &Path {
-        self.folder.path()
-    }
-
-    /// Starts a program in the group, which signals of the terminal do not reach.
-    pub(crate) fn spawn(&self, name: &'static str, command: &mut Command) -> Result<Process> {
-        Process::spawn(name, command.process_group(self.first.pid().as_raw()), false)
-    }
+pub(crate) struct Task {
+    pub(crate) backend: Backend,
+    pub(crate) device: String,
+    pub(crate) timeout: Duration,
+    /// Whether it starts the driver.
+    pub(crate) driver: bool,
 }
 
 /// A way to hand over memory.
@@ -117,20 +81,20 @@ impl Way {
     }
 }
 
-/// A request to a peer.
+/// A request to another process. The answer is a number, unless stated otherwise: a time or a duration in nanoseconds, or 0.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) enum Request {
+    /// Answer the machine and the device.
+    Machine,
     /// Subscribe to the session over the record's descriptor.
     Session,
     /// Import the pool of the record's descriptor.
     Pool,
-    /// Answer, then take the next handoff.
+    /// Answer, then take the next handoff. Answer the time at which the memory was usable.
     Take { way: Way, size: u64 },
     /// Answer, then let the session withdraw a buffer.
     Release,
-    /// Use the sleeper at the record's descriptor.
-    Sleeper,
-    /// Wake the sleeper and map its memory of `size` bytes.
+    /// Wake the bench, which sleeps until then, and map the memory that it sends.
     Wake { size: u64 },
     /// Answer, then receive a record and close its descriptors.
     Receive,
@@ -142,108 +106,113 @@ pub(crate) enum Request {
     Switch { bare: bool },
     /// Close all memory.
     Close,
-    /// Get an object `count` times from `at` on, and release it at once.
+    /// Get an object `count` times from `at` on, and release it at once. Answer the begin, the end and all durations in microseconds.
     Gets { name: String, count: usize, map: bool, at: u64 },
-    /// Get an object until it is deleted, and release it at once.
+    /// Get an object until it is deleted, and release it at once. Answer the longest duration.
     GetUntilDeleted { name: String },
     /// Compile or load the kernels.
     LoadKernels,
-}
-
-/// The answer to a request.
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(crate) struct Answer {
-    /// The machine, in the first answer of a process with a driver.
-    pub(crate) machine: Option<Machine>,
-    /// The time at which memory became usable, or the duration of a step, in nanoseconds.
-    pub(crate) time: u64,
-    /// The times of the first and last get, and the durations.
-    pub(crate) begun: u64,
-    pub(crate) ended: u64,
-    pub(crate) us: Vec<f64>,
-}
-
-impl Answer {
-    pub(crate) fn time(time: u64) -> Self {
-        Self { time, ..Self::default() }
-    }
+    /// Exit like a program that has started the driver.
+    Exit,
 }
 
 /// The error of a process, with its hint.
 pub(crate) type Failure = (String, Option<String>);
 
-/// Another process of the run, connected. Dropping it ends the process.
+/// The process group of a run. Its first process only waits: when this process dies, it removes the folder and kills the group.
+#[derive(Debug)]
+pub(crate) struct Family {
+    first: Process,
+    _line: Line,
+    folder: TempDir,
+}
+
+impl Family {
+    pub(crate) fn start(task: &Task, cancel: &Cancel) -> Result<Self> {
+        let folder = temporary_folder("vmmfd-bench.")?;
+        let mut command = command(Some(folder.path()), task)?;
+        let (first, line) = start("the first process", &mut command, true, task.timeout, cancel)?;
+        Ok(Self { first, _line: line, folder })
+    }
+
+    /// The folder for sockets.
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// The group, which signals of the terminal do not reach.
+    fn group(&self) -> i32 {
+        Pid::as_raw(self.first.pid())
+    }
+
+    /// Starts a program in the group.
+    pub(crate) fn spawn(&self, name: &'static str, command: &mut Command) -> Result<Process> {
+        Process::spawn(name, command.process_group(self.group()), false)
+    }
+
+    /// Starts a process of the bench in the group.
+    pub(crate) fn peer(
+        &self,
+        name: &'static str,
+        task: &Task,
+        cancel: &Cancel,
+        variables: &[(&str, &str)],
+    ) -> Result<Peer> {
+        let mut command = command(None, task)?;
+        command.process_group(self.group()).envs(variables.iter().copied());
+        let (process, line) = start(name, &mut command, false, task.timeout, cancel)?;
+        Ok(Peer { process, line })
+    }
+}
+
+/// Another process of the run, connected. It sends an answer when it is ready. Dropping it ends the process.
 #[derive(Debug)]
 pub(crate) struct Peer {
-    process: Process,
+    pub(crate) process: Process,
     pub(crate) line: Line,
 }
 
 impl Peer {
-    pub(crate) fn start(
-        family: &Family,
-        name: &'static str,
-        role: &Role,
-        timeout: Duration,
-        cancel: &Cancel,
-        variables: &[(&str, &str)],
-    ) -> Result<Self> {
-        let mut command = command(None, role)?;
-        command.process_group(family.first.pid().as_raw()).envs(variables.iter().copied());
-        let (process, line) = start(name, &mut command, false, timeout, cancel)?;
-        Ok(Self { process, line })
-    }
-
     pub(crate) fn send(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
         self.line.send_with(request, fds).map_err(|error| self.process.explain(error, self.line.timeout()))
     }
 
-    pub(crate) fn receive(&self) -> Result<Answer> {
-        let answer: std::result::Result<Answer, Failure> =
+    pub(crate) fn receive<T: DeserializeOwned>(&self) -> Result<T> {
+        let answer: std::result::Result<Value, Failure> =
             self.line.receive().map_err(|error| self.process.explain(error, self.line.timeout()))?;
-        answer.map_err(|(message, hint)| self.process.failure(format!("failed: {message}"), hint))
+        typed(answer.map_err(|(message, hint)| self.process.failure(format!("failed: {message}"), hint))?)
     }
 
     pub(crate) fn call(&self, request: &Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
         self.send(request, fds)?;
-        self.receive().map(drop)
+        self.receive::<u64>().map(drop)
     }
 
     /// Lets the process take a step, and returns the microseconds that it measured.
     pub(crate) fn took(&self, request: &Request) -> Result<f64> {
         self.send(request, &[])?;
-        Ok(self.receive()?.time as f64 / 1e3)
+        Ok(self.receive::<u64>()? as f64 / 1e3)
     }
 }
 
-/// Waits for a line of a program's output that contains `word`.
-pub(crate) fn wait_for_line(process: &mut Process, word: &str, limit: Duration, cancel: &Cancel) -> Result<()> {
-    let found = process.stdout().map(|stdout| found(stdout, word, Instant::now() + limit, cancel)).transpose()?;
-    match found.flatten() {
-        Some(true) => Ok(()),
-        Some(false) => {
+/// Waits until a program has written `word`, in a single write.
+pub(crate) fn wait_for_word(process: &mut Process, word: &str, limit: Duration, cancel: &Cancel) -> Result<()> {
+    let deadline = Instant::now() + limit;
+    let mut chunk = [0; 4096];
+    loop {
+        let output = process.stdout().ok_or_else(not_prepared)?;
+        if !wait(cancel, output.as_fd(), PollFlags::POLLIN, deadline)? {
+            return Err(process.failure(format!("was not ready within {limit:?}"), None));
+        }
+        let read = output.read(&mut chunk).map_err(|error| Error::system("read a program's output", error))?;
+        if String::from_utf8_lossy(&chunk[..read]).contains(word) {
+            return Ok(());
+        }
+        if read == 0 {
             wait_for_end(process, limit, cancel)?;
-            Err(process.failure("ended before it was ready".to_owned(), None))
-        }
-        None => Err(process.failure(format!("was not ready within {limit:?}"), None)),
-    }
-}
-
-/// Whether an output has the word before its end; `None` at the deadline.
-fn found(output: &mut ChildStdout, word: &str, deadline: Instant, cancel: &Cancel) -> Result<Option<bool>> {
-    let mut line = String::new();
-    let mut output = BufReader::new(output);
-    while !line.contains(word) {
-        line.clear();
-        // The output has whole lines: the read does not block in the middle of one.
-        if output.buffer().is_empty() && !wait(cancel, output.get_ref().as_fd(), PollFlags::POLLIN, deadline)? {
-            return Ok(None);
-        }
-        if output.read_line(&mut line).map_err(|error| Error::system("read a program's output", error))? == 0 {
-            return Ok(Some(false));
+            return Err(process.failure("ended before it was ready".to_owned(), None));
         }
     }
-    Ok(Some(true))
 }
 
 /// Waits until a program has ended with success.
@@ -259,4 +228,40 @@ pub(crate) fn wait_for_end(process: &Process, limit: Duration, cancel: &Cancel) 
 pub(crate) fn beside(name: &str) -> Option<PathBuf> {
     let path = env::current_exe().ok()?.with_file_name(name);
     Path::is_file(&path).then_some(path)
+}
+
+pub(crate) fn open_device(backend: Backend, device: &str) -> Result<Device> {
+    let driver = open(Choice::Only(backend))?.driver;
+    let device = Device::find(&driver, device.parse().unwrap_or_default())?;
+    device.activate()?;
+    Ok(device)
+}
+
+/// The properties of exportable memory.
+pub(crate) fn exportable(device: &Device) -> Properties {
+    let location = Location::Device(device.ordinal());
+    Properties { location, exportable: true, immutable: false, gpu_direct_rdma: false }
+}
+
+/// The time in nanoseconds on the clock that all processes of a machine share.
+pub(crate) fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
+}
+
+pub(crate) fn us(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+/// Spins until another process has had time to fall asleep on its socket.
+pub(crate) fn until_asleep() {
+    let begun = Instant::now();
+    while begun.elapsed() < ASLEEP {
+        std::hint::spin_loop();
+    }
+}
+
+/// The error of a request whose preparation is missing.
+pub(crate) fn not_prepared() -> Error {
+    ProtocolError::Unexpected { got: "request", want: "its preparation" }.into()
 }

@@ -1,9 +1,11 @@
 //! The report: rows of numbers, as text and as JSON.
 
+use std::{fs, thread};
+
 use clap::ValueEnum;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use vmmfd::driver::Backend;
+use vmmfd::{driver::Backend, error::Result, memory::Device};
 use vmmfd_cli::{
     cli::{Column, Table},
     units::about,
@@ -72,6 +74,20 @@ pub(crate) struct Machine {
     pub(crate) cuda: i32,
 }
 
+impl Machine {
+    pub(crate) fn of(device: &Device) -> Result<Self> {
+        let text = |path: &str| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+        Ok(Self {
+            kernel: text("/proc/sys/kernel/osrelease").unwrap_or_default(),
+            cpus: thread::available_parallelism().map_or(0, usize::from),
+            device: device.name().to_owned(),
+            uuid: device.prefixed_uuid(),
+            module: text("/sys/module/nvidia/version"),
+            cuda: device.driver().version()?,
+        })
+    }
+}
+
 /// What rows have in common.
 #[derive(Debug, Clone, Copy, Serialize, JsonSchema)]
 pub(crate) struct About {
@@ -123,9 +139,13 @@ impl Row {
         let medians = samples.chunks_exact(fifth.max(1)).take(5).map(|part| quantile(&sorted(part), 0.5));
         let (low, high) = medians.fold((f64::MAX, f64::MIN), |(low, high), median| (low.min(median), high.max(median)));
         let noisy = fifth >= 4 && high - low > NOISY * median;
-        let min = Some(quantile(&all, 0.0));
-        let p99 = Some(quantile(&all, 0.99));
+        let [min, p99] = [0.0, 0.99].map(|part| Some(quantile(&all, part)));
         Self { count: all.len(), min, median, p99, noisy, ..self }
+    }
+
+    /// A derived number as text.
+    pub(crate) fn line(&self) -> String {
+        format!("{:62}{:>9} {}\n", self.name, digits(self.median), self.about.unit)
     }
 }
 
@@ -168,7 +188,7 @@ impl Report {
     }
 }
 
-/// A table of rows that were measured in turns, and of the numbers derived from them. At most 80 columns wide.
+/// A table of rows that were measured in turns. At most 80 columns wide.
 pub(crate) fn table(rows: &[Row]) -> String {
     let Some(Row { group, about: About { size, segments, consumers, unit }, .. }) = rows.first() else {
         return String::new();
@@ -183,32 +203,19 @@ pub(crate) fn table(rows: &[Row]) -> String {
     if *consumers > 1 {
         title += &format!(", {consumers} at once");
     }
-    let (measured, derived): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| row.count > 0);
-    let mut text = format!("\n{title}\n");
-    if !measured.is_empty() {
-        let ratio = if measured.iter().any(|row| row.ratio.is_some()) { "ratio" } else { "" };
-        // Tables of a run have the same columns if their names are short.
-        let title = format!("{:37}", format!("{title} ({unit})"));
-        let mut table = Table::new([
-            Column::left(&title),
-            Column::right("min"),
-            Column::right("median "),
-            Column::right("p99"),
-            Column::right("n"),
-            Column::right(ratio),
-        ]);
-        for row in measured {
-            let [min, p99] = [row.min, row.p99].map(|number| number.map(digits).unwrap_or_default());
-            let median = digits(row.median) + if row.noisy { "~" } else { " " };
-            let ratio = row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default();
-            table.row([row.name.clone(), min, median, p99, row.count.to_string(), ratio]);
-        }
-        text = format!("\n{}", table.render(None));
+    // Tables of a run have the same columns if their names are short.
+    let title = format!("{:37}", format!("{title} ({unit})"));
+    let ratio = if rows.iter().any(|row| row.ratio.is_some()) { "ratio" } else { "" };
+    let right = Column::right;
+    let mut table =
+        Table::new([Column::left(&title), right("min"), right("median "), right("p99"), right("n"), right(ratio)]);
+    for row in rows {
+        let [min, p99] = [row.min, row.p99].map(|number| number.map(digits).unwrap_or_default());
+        let median = digits(row.median) + if row.noisy { "~" } else { " " };
+        let ratio = row.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default();
+        table.row([row.name.clone(), min, median, p99, row.count.to_string(), ratio]);
     }
-    for row in derived {
-        text += &format!("{:62}{:>9} {}\n", row.name, digits(row.median), row.about.unit);
-    }
-    text
+    format!("\n{}", table.render(None))
 }
 
 /// Three significant digits.
@@ -239,17 +246,15 @@ mod tests {
     }
 
     #[test]
-    fn table_fits_80_columns() {
-        let rows = [
-            Row { ratio: Some(1.0), noisy: true, ..row("floor").with_samples(&[1_234_567.0; 2]) },
-            row("get of host memory by 4 clients: broker's CPU in the program"),
-        ];
+    fn text_fits_80_columns() {
+        let measured = Row { ratio: Some(1.0), noisy: true, ..row("floor").with_samples(&[1_234_567.0; 2]) };
+        let derived = row("get of host memory by 4 clients: broker's CPU in the program");
         let want = "
 handoff, 2 MiB (us)                        min   median       p99  n  ratio
 floor                                  1234567  1234567~  1234567  2   1.00
 get of host memory by 4 clients: broker's CPU in the program       2.35 us
 ";
-        assert_eq!(table(&rows), want);
+        assert_eq!(table(&[measured]) + &derived.line(), want);
         assert!(want.lines().all(|line| line.len() <= 80));
     }
 }

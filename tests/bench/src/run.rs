@@ -2,7 +2,7 @@
 
 use vmmfd::{
     channel::Cancel,
-    driver::{Backend, Driver},
+    driver::Backend,
     error::{Error, Result},
     memory::Device,
     session::Config,
@@ -16,11 +16,13 @@ use vmmfd_cli::{
 
 pub(crate) use crate::report::About;
 use crate::{
-    base::{not_prepared, open_device, usable},
     options::BenchOptions,
-    process::{Family, Peer, Role},
+    process::{Family, Peer, Request, Task, open_device},
     report::{Group, Report, Row, table},
 };
+
+/// The fraction of the free memory that is used.
+const USED: f64 = 0.95;
 
 /// The sizes of a group without `--size`.
 const GPU_SIZES: [u64; 4] = [2 << 20, 64 << 20, 1 << 30, 8 << 30];
@@ -32,6 +34,7 @@ pub(crate) struct Run<'a> {
     pub(crate) options: &'a BenchOptions,
     pub(crate) cancel: &'a Cancel,
     pub(crate) family: Family,
+    pub(crate) task: Task,
     progress: &'a Progress,
     prints: bool,
     pub(crate) group: Group,
@@ -50,27 +53,32 @@ impl<'a> Run<'a> {
         prints: bool,
     ) -> Result<Self> {
         progress.step("starting", 0, 1);
-        let family = Family::start(options.timeout, cancel)?;
-        let peer = Peer::start(&family, "a process", &Role::of(options), options.timeout, cancel, &[])?;
-        let machine = peer.receive().map_err(|error| match error {
+        let backend = options.backend;
+        let task = Task { backend, device: options.device.to_string(), timeout: options.timeout, driver: true };
+        let family = Family::start(&Task { driver: false, ..task.clone() }, cancel)?;
+        let peer = family.peer("a process", &task, cancel, &[])?;
+        // The first answer says that the process is ready.
+        let machine = peer.call(&Request::Machine, &[]).and_then(|()| peer.receive()).map_err(|error| match error {
             // This process's own error has the class and the hint.
-            Error::Caller(_) => open_device(options.backend, &options.device.to_string()).err().unwrap_or(error),
+            Error::Caller(_) => open_device(backend, &task.device).err().unwrap_or(error),
             error => error,
         })?;
-        let machine = machine.machine.ok_or_else(not_prepared)?;
-        let tool = stamp::tool();
         let made = stamp::now();
-        let backend = options.backend;
-        let report = Report { schema: VERSION, tool, made, backend, machine, rows: Vec::new(), left_out: Vec::new() };
-        Ok(Self { options, cancel, family, progress, prints, group: Group::All, report })
+        let report = Report {
+            schema: VERSION,
+            tool: stamp::tool(),
+            made,
+            backend,
+            machine,
+            rows: Vec::new(),
+            left_out: Vec::new(),
+        };
+        Ok(Self { options, cancel, family, task, progress, prints, group: Group::All, report })
     }
 
-    pub(crate) fn peer(&self, name: &'static str, role: &Role) -> Result<Peer> {
-        self.peer_with(name, role, &[])
-    }
-
-    pub(crate) fn peer_with(&self, name: &'static str, role: &Role, variables: &[(&str, &str)]) -> Result<Peer> {
-        Peer::start(&self.family, name, role, self.options.timeout, self.cancel, variables)
+    /// Starts a process with the driver of the options.
+    pub(crate) fn peer(&self, name: &'static str) -> Result<Peer> {
+        self.family.peer(name, &self.task, self.cancel, &[])
     }
 
     pub(crate) fn is_cuda(&self) -> bool {
@@ -85,14 +93,19 @@ impl<'a> Run<'a> {
         Config::default().timeout(self.options.timeout)
     }
 
-    pub(crate) fn device(&self) -> Result<(Driver, Device)> {
-        open_device(self.options.backend, &self.options.device.to_string())
+    pub(crate) fn device(&self) -> Result<Device> {
+        open_device(self.options.backend, &self.task.device)
+    }
+
+    /// The bytes of a device that may be used.
+    pub(crate) fn usable(&self, device: &Device) -> Result<u64> {
+        Ok((device.memory_info()?.free as f64 * USED) as u64)
     }
 
     /// The sizes to measure that fit `copies` times into the free memory, rounded up, without duplicates.
     pub(crate) fn sizes(&mut self, device: &Device, copies: u64) -> Result<Vec<u64>> {
         let granularity = device.granularity()?;
-        let usable = usable(device)?;
+        let usable = self.usable(device)?;
         let default = match (self.options.backend, self.group) {
             (Backend::Host, _) => &HOST_SIZES[..],
             (Backend::Cuda, Group::Broker) => &BROKER_SIZES,
@@ -162,34 +175,37 @@ impl<'a> Run<'a> {
         Ok(measured)
     }
 
-    /// Adds rows and derived numbers (with their units), and prints them. The ratios are to the row `floor`. `derive` gets the medians.
-    pub(crate) fn add(
-        &mut self,
-        about: About,
-        measured: Vec<Named>,
-        floor: Option<&str>,
-        derive: impl FnOnce(&[f64]) -> Vec<(String, f64, &'static str)>,
-    ) -> Result<()> {
-        let row = |name, median, unit| Row::derived(self.group, name, median, About { unit, ..about });
-        let measured = measured.into_iter().filter(|(_, samples)| !samples.is_empty());
-        let mut rows: Vec<Row> =
-            measured.map(|(name, samples)| row(name, 0.0, about.unit).with_samples(&samples)).collect();
+    /// Adds measured rows, and prints them. The ratios are to the row `floor`. Returns the medians.
+    pub(crate) fn add(&mut self, about: About, measured: Vec<Named>, floor: Option<&str>) -> Result<Vec<f64>> {
+        let mut rows: Vec<Row> = measured
+            .into_iter()
+            .map(|(name, samples)| Row::derived(self.group, name, 0.0, about).with_samples(&samples))
+            .collect();
         let base = rows.iter().find(|row| Some(&*row.name) == floor).map(|row| row.median);
         rows.iter_mut().for_each(|row| row.ratio = base.map(|base| row.median / base));
-        let medians: Vec<f64> = rows.iter().map(|row| row.median).collect();
-        rows.extend(derive(&medians).into_iter().map(|(name, median, unit)| row(name, median, unit)));
-        let head = if self.report.rows.is_empty() { self.report.head() } else { String::new() };
-        let text = head + &table(&rows);
+        self.print(&table(&rows))?;
+        let medians = rows.iter().map(|row| row.median).collect();
         self.report.rows.append(&mut rows);
+        Ok(medians)
+    }
+
+    /// Adds numbers that are derived from rows, with their units, and prints them.
+    pub(crate) fn derive(&mut self, about: About, numbers: Vec<(String, f64, &'static str)>) -> Result<()> {
+        for (name, number, unit) in numbers {
+            let row = Row::derived(self.group, name, number, About { unit, ..about });
+            self.print(&row.line())?;
+            self.report.rows.push(row);
+        }
+        Ok(())
+    }
+
+    /// Prints text, below the machine.
+    fn print(&self, text: &str) -> Result<()> {
         if !self.prints {
             return Ok(());
         }
-        let printed = self.progress.suspend(|| print_lines(&text));
+        let head = if self.report.rows.is_empty() { self.report.head() } else { String::new() };
+        let printed = self.progress.suspend(|| print_lines(&(head + text)));
         printed.map_err(|error| Error::system("write to standard output", error))
     }
-}
-
-/// Derives nothing.
-pub(crate) fn nothing(_: &[f64]) -> Vec<(String, f64, &'static str)> {
-    Vec::new()
 }

@@ -1,90 +1,70 @@
 //! The group `startup`: from `exec` to ready, for the commands and for a program that only starts the driver.
 
 use std::{
-    path::{Path, PathBuf},
+    path::Path,
     process::{Command, Stdio},
     time::Instant,
 };
 
 use vmmfd::error::Result;
-use vmmfd_cli::child::{Process, command};
+use vmmfd_cli::child::Process;
 
 use crate::{
-    base::us,
-    process::{Role, beside, wait_for_end, wait_for_line},
-    run::{About, Run, nothing},
+    process::{Peer, Request, beside, us, wait_for_end, wait_for_word},
+    report::About,
+    run::Run,
 };
 
 /// The most samples: the driver takes a third of a second for each.
 const MOST: usize = 20;
 
-/// A row: its program, and how it is measured.
-struct Start {
-    name: &'static str,
-    /// `None` for a bare start.
-    program: Option<PathBuf>,
-    /// How many are started at once.
-    number: usize,
-    /// The word of a line of output that shows that it is ready. `None` measures until its end.
-    ready: Option<&'static str>,
-}
-
 pub(crate) fn measure(run: &mut Run<'_>) -> Result<()> {
-    let bare = |name, number, ready| Start { name, program: None, number, ready };
-    let mut starts = vec![
-        bare("bare start, to ready", 1, Some("ready")),
-        bare("bare start, to its end", 1, None),
-        bare("two bare starts at once, to the end", 2, None),
-    ];
+    let mut names = vec!["bare start, to ready", "two bare starts at once, to the end"];
+    let mut programs = Vec::new();
     let demo = beside("demo").or_else(|| beside("../../scripts/demo"));
-    for (name, program, ready) in [
+    // With the word that shows that the program is ready, or until its end.
+    for (name, program, word) in [
         ("producer, to ready", beside("producer"), Some("shared")),
         ("consumer, to ready", beside("consumer"), Some("consumer")),
         ("demo, to its end", demo.filter(|_| beside("producer").is_some()), None),
     ] {
-        match program {
-            None => run.leave_out(format!("{name}: a program is not beside this one")),
-            program => starts.push(Start { name, program, number: 1, ready }),
+        if let Some(program) = program {
+            names.push(name);
+            programs.push((program, word));
+        } else {
+            run.leave_out(format!("{name}: a program is not beside this one"));
         }
     }
-    let names: Vec<&str> = starts.iter().map(|start| start.name).collect();
+    let end = |process: &Process| wait_for_end(process, run.options.timeout, run.cancel);
     let rows = run.turns("starting the driver, and the commands", &names, MOST, |row| {
-        let Start { program, number, ready, .. } = &starts[row];
-        let end = |process: &Process| wait_for_end(process, run.options.timeout, run.cancel);
         let begun = Instant::now();
-        let mut processes = (0..*number).map(|_| start(run, program.as_deref())).collect::<Result<Vec<_>>>()?;
-        for process in &mut processes {
-            match ready {
-                Some(word) => wait_for_line(process, word, run.options.timeout, run.cancel)?,
-                None => end(process)?,
-            }
+        if row < 2 {
+            let peers = (0..=row).map(|_| run.peer("a program")).collect::<Result<Vec<Peer>>>()?;
+            peers.iter().try_for_each(|peer| peer.receive::<u64>().map(drop))?;
+            let ready = begun.elapsed();
+            peers.iter().try_for_each(|peer| peer.send(&Request::Exit, &[]))?;
+            peers.iter().try_for_each(|peer| end(&peer.process))?;
+            return Ok(us(if row == 0 { ready } else { begun.elapsed() }));
         }
-        let took = us(begun.elapsed());
-        if program.is_none() {
-            processes.iter().try_for_each(end)?;
+        let (program, word) = &programs[row - 2];
+        let mut process = start(run, program)?;
+        match word {
+            Some(word) => wait_for_word(&mut process, word, run.options.timeout, run.cancel)?,
+            None => end(&process)?,
         }
-        Ok(took)
+        Ok(us(begun.elapsed()))
     })?;
-    run.add(About::size(0), rows, None, nothing)
+    run.add(About::size(0), rows, None).map(drop)
 }
 
-/// Starts a program, or a bare start.
-fn start(run: &Run<'_>, program: Option<&Path>) -> Result<Process> {
-    let backend = run.options.backend;
-    let device = run.options.device.to_string();
-    let mut command = match program {
-        None => command(None, &Role::BareStart { backend, device })?,
-        Some(program) => {
-            let mut command = Command::new(program);
-            if program.ends_with("demo") {
-                let commands = beside("producer").and_then(|producer| producer.parent().map(Path::to_owned));
-                command.arg(commands.unwrap_or_default()).arg("-q").env("TMPDIR", run.family.folder());
-            } else {
-                command.arg("--socket").arg(run.family.folder().join("ready.sock"));
-            }
-            command.args(["--backend", backend.as_str(), "--device", &device]).stderr(Stdio::null());
-            command
-        }
-    };
-    run.family.spawn("a program", command.stdin(Stdio::null()).stdout(Stdio::piped()))
+fn start(run: &Run<'_>, program: &Path) -> Result<Process> {
+    let mut command = Command::new(program);
+    if program.ends_with("demo") {
+        let commands = beside("producer").and_then(|producer| producer.parent().map(Path::to_owned));
+        command.arg(commands.unwrap_or_default()).arg("-q").env("TMPDIR", run.family.folder());
+    } else {
+        command.arg("--socket").arg(run.family.folder().join("ready.sock"));
+    }
+    command.args(["--backend", run.options.backend.as_str(), "--device", &run.task.device]);
+    run.family.spawn("a program", command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()))
 }

@@ -202,11 +202,6 @@ fn every_call_fails_in_a_fork(subject: Subject) {
     let (window, locked) = (driver.window(near.address, near.size).unwrap(), driver.page_lock(0, 4096).unwrap());
     let mut owners = Some((mapping, allocation, window, locked));
     // Resources created before the fork.
-    let bare = driver.bare().unwrap();
-    let created = bare.create(0, unit).unwrap();
-    let released = bare.create(0, unit).unwrap();
-    let (opened, _) = bare.open(0, bare.export(&created).unwrap().as_fd(), unit).unwrap();
-    let (mut released, mut opened) = (Some(released), Some(opened));
     let parts = (driver.legacy().ok(), driver.pools().ok(), driver.kernels().ok(), driver.diagnosis().ok());
     let before = calls();
     in_fork(|| {
@@ -220,14 +215,8 @@ fn every_call_fails_in_a_fork(subject: Subject) {
             driver.window(address, unit).map(drop),
             driver.legacy().map(drop),
             driver.pools().map(drop),
-            driver.bare().map(drop),
             driver.kernels().map(drop),
             driver.diagnosis().map(drop),
-            bare.create(0, unit).map(drop),
-            bare.export(&created).map(drop),
-            bare.release(released.take().unwrap()),
-            bare.open(0, fd.as_fd(), unit).map(drop),
-            bare.close(opened.take().unwrap()).map(drop),
         ];
         answers.extend(calls_of_parts(&parts, handle, address, unit, fd.as_fd()));
         answers.extend(calls_of_verbs(&*driver, handle, address, unit, fd.as_fd()));
@@ -255,8 +244,5 @@ fn every_call_fails_in_a_fork(subject: Subject) {
     near.end();
     assert_eq!(read(&mapping, 0, 12), b"the parent's");
     subject.verbs.release(handle).unwrap();
-    bare.close(opened.take().unwrap()).unwrap();
-    bare.release(released.take().unwrap()).unwrap();
-    bare.release(created).unwrap();
     drop((mapping, allocation));
 }

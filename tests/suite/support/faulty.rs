@@ -15,8 +15,8 @@ use vmmfd::{
     Error, Result,
     driver::{Access, Attribute, Backend, DeviceUuid, MemoryInfo},
     internals::{
-        Bare, Counted, Diagnosis, EventHandle, Granularity, Handle, Kernels, LegacyIpc, Live, Location, MadeFor,
-        PageLocked, PatternSpan, PoolHandle, Pools, Properties, Verbs, Window,
+        Counted, Diagnosis, EventHandle, Granularity, Handle, Kernels, LegacyIpc, Live, Location, MadeFor, PageLocked,
+        PatternSpan, PoolHandle, Pools, Properties, Verbs, Window,
     },
 };
 
@@ -413,10 +413,6 @@ unsafe impl Verbs for Faulty {
     fn pools(&self) -> Result<&dyn Pools> {
         self.inner.pools()?;
         Ok(self)
-    }
-
-    fn bare(&self) -> Result<&dyn Bare> {
-        self.inner.bare()
     }
 
     fn kernels(&self) -> Result<&dyn Kernels> {
