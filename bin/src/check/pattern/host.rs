@@ -53,17 +53,18 @@ pub fn write(
 ) -> Result<()> {
     check_range(region, start, &range)?;
     let work = |slice: &mut Vec<u8>, part: Range<u64>| {
-        slice.resize((part.end - part.start) as usize, 0);
+        let slice = &mut slice[..(part.end - part.start) as usize];
         pattern.write(part.start, slice);
         region.copy_in(part.start - start, slice)
     };
-    spread(range, Vec::new, work, &mut |(), done| progress(done))?;
+    let begin = || slice_of(&range);
+    spread(range.clone(), begin, work, &mut |(), done| progress(done))?;
     region.synchronize()
 }
 
 /// Writes zeros into a range of memory.
 pub(super) fn clear(region: &dyn Region, range: Range<u64>) -> Result<()> {
-    let zeros = vec![0; range.end.saturating_sub(range.start).min(SLICE as u64) as usize];
+    let zeros = slice_of(&range);
     for part in slices(range, SLICE) {
         region.copy_in(part.start, &zeros[..(part.end - part.start) as usize])?;
     }
@@ -87,19 +88,24 @@ pub fn verify(
     progress: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<Verification> {
     check_range(region, start, &range)?;
-    let begin = || (Vec::new(), Checker::new(pattern));
+    let begin = || (slice_of(&range), Checker::new(pattern));
     let work = |(found, checker): &mut (Vec<u8>, Checker), part: Range<u64>| {
-        found.resize((part.end - part.start) as usize, 0);
+        let found = &mut found[..(part.end - part.start) as usize];
         region.copy_out(part.start - start, found)?;
         checker.check(part.start, found);
         Ok(std::mem::take(&mut checker.verification))
     };
     let mut all = Verification::default();
-    spread(range, begin, work, &mut |found, done| {
+    spread(range.clone(), begin, work, &mut |found, done| {
         all.join(found);
         progress(done)
     })?;
     Ok(all)
+}
+
+/// A buffer for each slice of a range, of zeros.
+fn slice_of(range: &Range<u64>) -> Vec<u8> {
+    vec![0; range.end.saturating_sub(range.start).min(SLICE as u64) as usize]
 }
 
 /// Processes the slices of a range on all CPUs, each with a state from `begin`. Calls `take` on this thread with each result and the number

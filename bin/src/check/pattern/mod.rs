@@ -95,22 +95,21 @@ impl Pattern {
     }
 
     fn write_words(self, first: u64, to: &mut [u8]) {
-        let mut words = to.chunks_exact_mut(4);
+        let (words, tail) = to.as_chunks_mut::<4>();
         let count = words.len() as u64;
         // The constant holds for the whole slice unless it crosses into the next run.
         if self.constant(first) == self.constant(first + count) {
             let constant = self.constant(first);
             let mut next = sequence(first);
-            for word in words.by_ref() {
-                word.copy_from_slice(&(next ^ constant).to_le_bytes());
+            for word in words {
+                *word = (next ^ constant).to_le_bytes();
                 next = next.wrapping_add(STEP);
             }
         } else {
-            for (word, at) in words.by_ref().zip(first..) {
-                word.copy_from_slice(&self.word(at).to_le_bytes());
+            for (word, at) in words.iter_mut().zip(first..) {
+                *word = self.word(at).to_le_bytes();
             }
         }
-        let tail = words.into_remainder();
         tail.copy_from_slice(&self.word(first + count).to_le_bytes()[..tail.len()]);
     }
 }
