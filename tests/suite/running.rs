@@ -241,14 +241,15 @@ impl Run {
     }
 
     pub(crate) fn start(mut self) -> Running {
-        // SAFETY: prctl is a plain system call, safe between fork and exec.
-        unsafe {
-            self.command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?));
-        }
-        // A broker's server and keeper restart each other.
+        // A broker's server and keeper restart each other, and run without a time limit. Other programs end soon if the tests are killed.
+        // They must not need a fork, which copies the page tables of this process and all its tests.
         let is_broker = self.command.get_args().next().is_some_and(|first| first == "serve");
         if is_broker {
             session::lead(&mut self.command);
+            // SAFETY: prctl is a plain system call, safe between fork and exec.
+            unsafe {
+                self.command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?));
+            }
         }
         let (report, started) = (self.report(), Instant::now());
         let mut child = self.command.spawn().unwrap_or_else(|error| panic!("{}: {error}", self.name));
