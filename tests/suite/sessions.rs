@@ -157,7 +157,7 @@ fn converse(buffer: &Buffer<'_>, options: &ServeOptions, verifier: &mut SumVerif
     thread::scope(|scope| {
         let producer = scope.spawn(|| serve(listener, buffer, options, &config, &|_| {}));
         let findings = fetch(&driver(), None, &path, &Request::default(), verifier, &config, &|_| {}).unwrap();
-        (producer.join().unwrap().into_result().unwrap().remove(0), findings.verified())
+        (producer.join().unwrap().served.remove(0), findings.verified())
     })
 }
 
