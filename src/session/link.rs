@@ -97,37 +97,55 @@ impl Link {
         Ok(())
     }
 
-    /// Returns the next message except `busy`. The peer's `error` becomes [`PeerError::Reported`].
+    /// Returns the next message except `busy`, which restarts the time limit. The peer's `error` becomes [`PeerError::Reported`].
     pub(super) fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
-        self.receive_within(self.channel.timeout(), purpose)
+        loop {
+            match self.receive_by(deadline_after(self.channel.timeout()), purpose)? {
+                (Message::Busy(_), _) => {}
+                answer => return Ok(answer),
+            }
+        }
     }
 
-    /// As [`Link::receive`], with a limit of `timeout` between two messages of the peer.
+    /// As [`Link::receive`], for one of several messages for which the peer may take `left` in all: `busy` does not extend it.
     pub(super) fn receive_within(
         &mut self,
-        timeout: Duration,
+        left: &mut Duration,
         purpose: &'static str,
     ) -> Result<(Message, Vec<OwnedFd>)> {
+        let deadline = deadline_after(*left);
         loop {
-            let deadline = deadline_after(timeout);
-            let received = match self.turn {
-                // Checked first: a peer may send `busy` without a pause.
-                Some(turn) if turn.deadline <= Instant::now() => return Err(turn.exceeded()),
-                Some(turn) if turn.deadline < deadline => match self.channel.receive_by(turn.deadline, purpose) {
-                    Err(Error::Peer(PeerError::Timeout { .. })) => return Err(turn.exceeded()),
-                    received => received?,
-                },
-                _ => self.channel.receive_by(deadline, purpose)?,
-            };
+            let received = self.receive_by(deadline, purpose)?;
+            *left = deadline.saturating_duration_since(Instant::now());
             match received {
+                (Message::Busy(_), _) if left.is_zero() => {
+                    return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.channel.timeout() }));
+                }
                 (Message::Busy(_), _) => {}
-                (Message::Error(Failure { code, message }), _) => {
-                    return Err(Error::Peer(PeerError::Reported { code, message }));
-                }
-                answer => {
+                answer => return Ok(answer),
+            }
+        }
+    }
+
+    /// As [`Link::receive`], but returns `busy` too, so that the caller can limit the time in which the peer sends nothing else. After the
+    /// deadline, returns only a message that has already arrived.
+    pub(super) fn receive_by(&mut self, deadline: Instant, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
+        let received = match self.turn {
+            // Checked first: a peer may send `busy` without a pause.
+            Some(turn) if turn.deadline <= Instant::now() => return Err(turn.exceeded()),
+            Some(turn) if turn.deadline < deadline => match self.channel.receive_by(turn.deadline, purpose) {
+                Err(Error::Peer(PeerError::Timeout { .. })) => return Err(turn.exceeded()),
+                received => received?,
+            },
+            _ => self.channel.receive_by(deadline, purpose)?,
+        };
+        match received {
+            (Message::Error(Failure { code, message }), _) => Err(Error::Peer(PeerError::Reported { code, message })),
+            received => {
+                if !matches!(received, (Message::Busy(_), _)) {
                     self.active = Instant::now();
-                    return Ok(answer);
                 }
+                Ok(received)
             }
         }
     }
@@ -245,7 +263,7 @@ mod tests {
         let mut link = Link::over(ours, &config, &Cancel::new().unwrap()).unwrap();
         let (ended, end) = mpsc::channel();
         thread::spawn(move || {
-            let result = link.receive_within(Duration::from_millis(1), "for an answer");
+            let result = link.receive_by(deadline_after(Duration::from_millis(1)), "for an answer");
             let _ = ended.send(link.end(&result, false));
         });
         // A second wait would take an hour.

@@ -237,6 +237,8 @@ fn receive_segments(
     (sizes, fds): (&[u64], Vec<OwnedFd>),
     opening: &mut Duration,
 ) -> Result<Vec<i32>> {
+    // `busy` does not extend it, nor does the time of this side's own work shorten it.
+    let mut left = link.channel.timeout();
     let mut numbers: Vec<i32> = fds.iter().map(AsRawFd::as_raw_fd).collect();
     if !numbers.is_empty() {
         timed(opening, || importing.take(sizes, fds))?;
@@ -245,7 +247,7 @@ fn receive_segments(
         if !numbers.is_empty() {
             acknowledge(link, numbers.len())?;
         }
-        let (segments, fds) = match link.receive("for the memory")? {
+        let (segments, fds) = match link.receive_within(&mut left, "for the memory")? {
             (Message::Segments(segments), fds) => (segments, fds),
             (other, _) => return Err(unexpected(&other, "segments")),
         };
@@ -268,7 +270,8 @@ pub(super) fn acknowledge(link: &mut Link, segments: usize) -> Result<()> {
 
 /// Receives the descriptor of the offer's pool.
 fn receive_pool(link: &mut Link, number: u64) -> Result<OwnedFd> {
-    match link.receive("for the pool")? {
+    let mut left = link.channel.timeout();
+    match link.receive_within(&mut left, "for the pool")? {
         (Message::Pool(pool), mut fds) if pool.pool == number && fds.len() == 1 => Ok(fds.remove(0)),
         (Message::Pool(pool), _) => Err(violation(format!("expected pool {number}, got {}", pool.pool))),
         (other, _) => Err(unexpected(&other, "pool")),

@@ -71,10 +71,11 @@ mod subscriber;
 use std::{
     fmt,
     sync::atomic::{AtomicU64, Ordering},
+    time::{Duration, Instant},
 };
 
 pub use self::{publisher::Publisher, received::Received, subscriber::Subscriber};
-use crate::error::Error;
+use crate::{channel::deadline_after, error::Error};
 
 /// A buffer of a stream, in one session. Never equal to a buffer of another session, and not accepted there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -110,6 +111,30 @@ impl SessionNumber {
 /// The largest number of buffers in a stream. All messages that either peer can send about this many buffers fit into a socket's
 /// buffer, so neither peer waits for the other to read.
 pub const MAX_BUFFERS: usize = 64;
+
+/// Limits a wait. After its deadline, messages that have already arrived are still read, but a peer that never pauses can't keep the loop
+/// busy.
+#[derive(Debug)]
+struct Limit {
+    deadline: Instant,
+    /// Messages read after the deadline.
+    late: usize,
+}
+
+/// The most messages read after a deadline. A correct peer queues fewer.
+const MAX_LATE_MESSAGES: usize = 4 * MAX_BUFFERS;
+
+impl Limit {
+    fn after(timeout: Duration) -> Self {
+        Self { deadline: deadline_after(timeout), late: 0 }
+    }
+
+    /// The deadline for another message. `None` if the wait is over.
+    fn next(&mut self) -> Option<Instant> {
+        self.late += usize::from(Instant::now() >= self.deadline);
+        (self.late <= MAX_LATE_MESSAGES).then_some(self.deadline)
+    }
+}
 
 /// The call is not possible in this state.
 fn misuse(problem: impl Into<String>) -> Error {

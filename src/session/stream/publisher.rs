@@ -4,10 +4,10 @@ use std::{
     collections::{BTreeMap, VecDeque},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use super::{BufferId, MAX_BUFFERS, SessionNumber, ended, misuse};
+use super::{BufferId, Limit, MAX_BUFFERS, SessionNumber, ended, misuse};
 use crate::{
     array::ArrayDescriptor,
     channel::{Listener, Peer, deadline_after},
@@ -292,11 +292,12 @@ impl Publisher {
         if self.ended {
             return Err(ended());
         }
+        let mut limit = Limit::after(timeout);
         loop {
             if let Some(number) = self.returned.pop_front() {
                 return Ok(BufferId { session: self.session, number });
             }
-            self.receive_one(timeout, "for a buffer to be given back")?;
+            self.receive_one(&mut limit, "for a buffer to be given back")?;
         }
     }
 
@@ -320,14 +321,9 @@ impl Publisher {
         }
         // `take_back` no longer returns it.
         self.returned.retain(|returned| *returned != id.number);
-        let deadline = deadline_after(self.timeout);
+        let mut limit = Limit::after(self.timeout);
         while self.buffer(id)?.held {
-            let purpose = "for the consumer to close a buffer";
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
-            }
-            self.receive_one(left, purpose)?;
+            self.receive_one(&mut limit, "for the consumer to close a buffer")?;
         }
         self.buffers.remove(&id.number);
         Ok(())
@@ -359,8 +355,11 @@ impl Publisher {
     }
 
     /// Receives and handles one message. A timeout is not fatal.
-    fn receive_one(&mut self, timeout: Duration, purpose: &'static str) -> Result<()> {
-        let handled = match self.link.receive_within(timeout, purpose) {
+    fn receive_one(&mut self, limit: &mut Limit, purpose: &'static str) -> Result<()> {
+        let Some(deadline) = limit.next() else {
+            return Err(Error::Peer(PeerError::Timeout { purpose, waited: self.timeout }));
+        };
+        let handled = match self.link.receive_by(deadline, purpose) {
             Err(timeout @ Error::Peer(PeerError::Timeout { .. })) => return Err(timeout),
             received => received.and_then(|(message, _)| self.handle(message)),
         };
@@ -369,6 +368,7 @@ impl Publisher {
 
     fn handle(&mut self, message: Message) -> Result<()> {
         match message {
+            Message::Busy(_) => Ok(()),
             Message::Done(BufferTurn { buffer: number, generation }) => match self.buffers.get_mut(&number) {
                 Some(buffer) if buffer.out && buffer.generation == generation => {
                     buffer.out = false;

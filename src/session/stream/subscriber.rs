@@ -9,11 +9,11 @@ use std::{
 };
 
 use super::{
-    BufferId, MAX_BUFFERS, SessionNumber, ended, misuse,
+    BufferId, Limit, MAX_BUFFERS, SessionNumber, ended, misuse,
     received::{Held, Received},
 };
 use crate::{
-    channel::{Cancel, Peer, connect, deadline_after},
+    channel::{Cancel, Peer, connect},
     driver::Driver,
     error::{Error, ErrorCode, PeerError, Result},
     memory::{Mechanism, Pool, Region, Remains, Selector},
@@ -188,7 +188,8 @@ impl Subscriber {
         self.receive_within(waited)?.ok_or(timeout)
     }
 
-    /// Like [`Subscriber::receive`], without waiting for a publication. `None` if no buffer is ready.
+    /// Like [`Subscriber::receive`], without waiting for a publication. `None` if no buffer is ready. If the producer has begun to send a new
+    /// buffer, waits for the rest, up to the timeout in all.
     ///
     /// # Errors
     /// The errors of [`Subscriber::receive`].
@@ -206,18 +207,15 @@ impl Subscriber {
                 "all {all} buffers that this subscriber keeps are in use: give one back first"
             )));
         }
-        let deadline = deadline_after(timeout);
-        // After the deadline, messages that have already arrived are still read, but a producer that never pauses can't keep the loop busy.
-        let mut late = 0;
-        while late <= MAX_LATE_MESSAGES {
-            late += usize::from(Instant::now() >= deadline);
-            let left = deadline.saturating_duration_since(Instant::now());
-            let (message, fds) = match self.link.receive_within(left, FOR_A_BUFFER) {
+        let mut limit = Limit::after(timeout);
+        while let Some(deadline) = limit.next() {
+            let (message, fds) = match self.link.receive_by(deadline, FOR_A_BUFFER) {
                 Err(Error::Peer(PeerError::Timeout { .. })) => return Ok(None),
                 received => self.guard(received)?,
             };
             let received = match message {
                 Message::Ready(ready) => self.begin_use(&ready, fds).map(Some),
+                Message::Busy(_) => Ok(None),
                 Message::Offer(offer) => self.add_offer(*offer).map(|()| None),
                 Message::Withdraw(BufferNumber { buffer }) => self.withdraw(buffer).map(|()| None),
                 other => Err(unexpected(&other, "ready, offer or withdraw")),
@@ -436,9 +434,6 @@ impl Subscriber {
         self.connection = None;
     }
 }
-
-/// Limit of messages read after the deadline. A correct producer queues fewer.
-const MAX_LATE_MESSAGES: usize = 4 * MAX_BUFFERS;
 
 const FOR_A_BUFFER: &str = "for a buffer";
 

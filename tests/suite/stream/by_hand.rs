@@ -10,6 +10,8 @@ cases! {
     other_clients_do_not_delay_subscribers,
     lying_consumer_ends_the_session,
     lying_producer_ends_the_session,
+    busy_does_not_extend_half_sent_buffer,
+    flood_of_busy_delays_no_nonblocking_call,
     ]
 }
 
@@ -209,16 +211,56 @@ fn lying_producer_ends_the_session(subject: Subject) {
     liar.found_out("a part of it");
     // Another message in place of the next segments.
     for follower in [turn(4, 2), withdraw(4), Message::Received(wire::Received { segments: 0 })] {
-        let mut liar = Liar::of_two(&subject);
+        let mut liar = Liar::of_two(&subject, PATIENCE);
         liar.begin();
         liar.channel.send(&follower, &[]).unwrap();
         liar.found_out(&format!("{follower:?} where segments belong"));
     }
     // A producer that exits between segments.
-    let mut liar = Liar::of_two(&subject);
+    let mut liar = Liar::of_two(&subject, PATIENCE);
     liar.begin();
     let Liar { channel, mut subscriber, .. } = liar;
     drop(channel);
     assert!(matches!(subscriber.receive(), Err(Error::Peer(PeerError::Gone { .. }))));
     assert_eq!(subscriber.held(), 0);
+}
+
+fn busy_does_not_extend_half_sent_buffer(subject: Subject) {
+    let timeout = moment(&subject, 500);
+    let mut liar = Liar::of_two(&subject, timeout);
+    liar.begin();
+    let Liar { mut channel, mut subscriber, .. } = liar;
+    let received = thread::scope(|scope| {
+        scope.spawn(move || {
+            // Eight times the subscriber's limit. After that the producer would be gone.
+            for _ in 0..40 {
+                let Ok(()) = channel.send(&Message::Busy(Busy {}), &[]) else { break };
+                thread::sleep(timeout / 5);
+            }
+        });
+        subscriber.try_receive()
+    });
+    assert!(matches!(received, Err(Error::Peer(PeerError::Timeout { purpose: "for the memory", .. }))), "{received:?}");
+}
+
+fn flood_of_busy_delays_no_nonblocking_call(subject: Subject) {
+    /// More than one call may read.
+    fn flood(channel: &mut Channel) {
+        nix::sys::socket::setsockopt(channel, nix::sys::socket::sockopt::SndBuf, &212_992).unwrap();
+        (0..400).for_each(|_| channel.send(&Message::Busy(Busy {}), &[]).unwrap());
+    }
+    let has_more = |fd: BorrowedFd<'_>| {
+        let mut fds = [nix::poll::PollFd::new(fd, nix::poll::PollFlags::POLLIN)];
+        nix::poll::poll(&mut fds, nix::poll::PollTimeout::ZERO).unwrap() > 0
+    };
+    let Liar { mut channel, mut subscriber, .. } = Liar::new(&subject);
+    flood(&mut channel);
+    let (mut publisher, mut consumer) = Place::new().by_hand(&subject);
+    flood(&mut consumer);
+    for more in [true, false] {
+        assert!(subscriber.try_receive().unwrap().is_none());
+        assert_eq!(has_more(subscriber.as_fd()), more);
+        assert!(publisher.try_take_back().unwrap().is_none());
+        assert_eq!(has_more(publisher.as_fd()), more);
+    }
 }

@@ -25,7 +25,9 @@ use vmmfd::{
         Config,
         stream::{BufferId, Publisher, Received, Subscriber},
     },
-    wire::{self, BufferNumber, BufferTurn, ErrorCode, Hello, MAX_FDS, Message, Offer, PoolNumber, Ready, Subscribe},
+    wire::{
+        self, BufferNumber, BufferTurn, Busy, ErrorCode, Hello, MAX_FDS, Message, Offer, PoolNumber, Ready, Subscribe,
+    },
 };
 
 use crate::{
@@ -186,20 +188,20 @@ struct Liar {
 impl Liar {
     /// The memory has one segment.
     fn new(subject: &Subject) -> Self {
-        Self::with(subject, Spec::vmm(100).into())
+        Self::with(subject, Spec::vmm(100).into(), PATIENCE)
     }
 
     /// The memory has two segments. The first is sent with the turn.
-    fn of_two(subject: &Subject) -> Self {
+    fn of_two(subject: &Subject, timeout: Duration) -> Self {
         let unit = subject.unit();
-        Self::with(subject, Spec::vmm(unit + 100).chunk(unit).into())
+        Self::with(subject, Spec::vmm(unit + 100).chunk(unit).into(), timeout)
     }
 
-    fn with(subject: &Subject, spec: Spec) -> Self {
+    fn with(subject: &Subject, spec: Spec, timeout: Duration) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = listening(&path, 1);
-        let config = Config::default().timeout(PATIENCE);
+        let config = Config::default().timeout(timeout);
         thread::scope(|scope| {
             let subscriber = scope.spawn(|| Subscriber::connect(&subject.driver, None, &path, 2, &config).unwrap());
             let mut channel = accepted(&listener);
