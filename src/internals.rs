@@ -42,7 +42,8 @@ pub use crate::{
         record::{Record, RecordSocket},
     },
     memory::first_elements,
-    sys::{take_passed, thread::interruptibly},
+    session::interrupt::interruptibly,
+    sys::take_passed,
     wire::{broker::NEEDS_BOTH, clean, is_unsafe_on_terminals, shorten},
 };
 

@@ -10,6 +10,7 @@
 
 mod acceptor;
 pub mod handoff;
+pub(crate) mod interrupt;
 mod link;
 mod opening;
 pub mod stream;
@@ -19,6 +20,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use self::interrupt::interruptibly;
 #[doc(inline)]
 pub use crate::channel::Config;
 pub use crate::wire::{Check, Verdict};
@@ -27,7 +29,6 @@ use crate::{
     driver::{Access, Backend, Choice, Opened, open},
     error::{Error, Result},
     memory::{Description, Device},
-    sys::thread::interruptibly,
 };
 
 /// Progress of a session, reported as each step completes.

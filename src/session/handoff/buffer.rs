@@ -19,8 +19,7 @@ use crate::{
     driver::Access,
     error::{ErrorCode, Result},
     memory::{Device, Region, Shared, Spec},
-    session::{Config, Event, Observer, activate, link::mismatch},
-    sys::thread::interruptibly,
+    session::{Config, Event, Observer, activate, interrupt::interruptibly, link::mismatch},
     wire::ByteRange,
 };
 
