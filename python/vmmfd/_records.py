@@ -193,6 +193,22 @@ class HeldLease(Record):
         return super()._of({**fields, "holder": fields})
 
 
+class HeldClaim(Record):
+    """The right of a process to create an object for which others wait: the object's `name`, the `part` or None for the whole object, the
+    `holder`, and `since` when."""
+
+    name: str
+    part: str | None
+    holder: Maker
+    since: t.datetime
+
+    _kinds: t.ClassVar[dict[str, type[Record]]] = {"holder": Maker}
+
+    @classmethod
+    def _of(cls, fields: dict[str, t.Any]) -> t.Self:
+        return super()._of({**fields, "holder": fields})
+
+
 class UserTotal(Record):
     """A user's totals in the broker: `uid`, the numbers of `objects`, `leases` and `connections`, and the memory on each of `devices`."""
 
@@ -206,12 +222,13 @@ class UserTotal(Record):
 
 
 class Holders(Record):
-    """The result of `Broker.who`: the `leases` that are held, and the `totals` of each user."""
+    """The result of `Broker.who`: the `leases` and `claims` that are held, and the `totals` of each user."""
 
     leases: tuple[HeldLease, ...]
     totals: tuple[UserTotal, ...]
+    claims: tuple[HeldClaim, ...]
 
-    _kinds: t.ClassVar[dict[str, type[Record]]] = {"leases": HeldLease, "totals": UserTotal}
+    _kinds: t.ClassVar[dict[str, type[Record]]] = {"leases": HeldLease, "totals": UserTotal, "claims": HeldClaim}
 
 
 class Event(Record):

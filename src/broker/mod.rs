@@ -67,7 +67,7 @@ pub use self::server::MIN_FILE_LIMIT;
 pub(crate) use self::server::inspect_and_classify;
 pub use self::server::{Server, ServerConfig, ServerReport};
 pub use crate::wire::broker::{
-    ArrayEntry, Attached, Crash, DeviceBytes, Durations, Event, EventKind, HeldLease, KeeperInfo, Lifetime, Maker,
-    Measured as Metrics, Owner, PartInfo, Published, Quota, ReportInfo, RequestCount, Room, StoreRoom, Summary,
+    ArrayEntry, Attached, Crash, DeviceBytes, Durations, Event, EventKind, HeldClaim, HeldLease, KeeperInfo, Lifetime,
+    Maker, Measured as Metrics, Owner, PartInfo, Published, Quota, ReportInfo, RequestCount, Room, StoreRoom, Summary,
     UserTotal, VersionInfo,
 };

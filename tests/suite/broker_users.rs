@@ -10,6 +10,7 @@ use std::{
     },
     path::Path,
     sync::Arc,
+    thread,
     time::Duration,
 };
 
@@ -434,6 +435,38 @@ mod root {
         claims(OTHER, &Get::new("writable").newer_than(1), true);
         claims(OTHER, &Get::new("free"), true);
         claims(overflow, &Get::new("other"), false);
+    }
+
+    #[test]
+    #[ignore = "needs root: make test-all runs it as root"]
+    fn claims_are_shown_to_waiting_users() {
+        let subject = Subject::host();
+        let server = Process::start(allowing(&subject, &[OTHER]));
+        let path = server.path.clone();
+        let claimer = connect(&path);
+        let claimed = claimer.get_or_claim(&Get::new("secret/plan"), &ClaimOf::whole()).unwrap();
+        let holders = |client: &Client, prefix: &str| -> Vec<i32> {
+            client.who(prefix).unwrap().claims.iter().map(|claim| claim.pid).collect()
+        };
+        let own = std::process::id().cast_signed();
+        assert_eq!(holders(&claimer, ""), [own], "a superuser sees all");
+        as_user(OTHER, OTHER, &[], || {
+            let client = connect(&path);
+            for prefix in ["", "secret", "secret/pla", "secret/plan/a"] {
+                assert_eq!(holders(&client, prefix), [0; 0], "{prefix}");
+            }
+            assert!(client.metrics().unwrap().claims.unwrap().is_empty());
+            assert_eq!(holders(&client, "secret/plan"), [own], "a get names the holder too");
+            let waiting = connect(&path);
+            let stop = waiting.clone();
+            let get = Get::new("secret/plan").wait(Duration::from_secs(600));
+            let waited = thread::spawn(move || waiting.get(&get));
+            until(|| holders(&client, "") == [own]);
+            assert_eq!(client.metrics().unwrap().claims.unwrap().len(), 1);
+            stop.stop().unwrap();
+            assert_code(waited.join().unwrap(), Some(RefusalCode::Stopped), "the wait");
+        });
+        drop(claimed);
     }
 
     #[test]

@@ -41,8 +41,8 @@ use crate::{
     wire::{
         Check,
         broker::{
-            Delete, HeldLease, List, MAX_METADATA, Measure, Measured, Message, Stat, Summary, Table, Token, UserTotal,
-            VersionInfo, Who,
+            Delete, HeldClaim, HeldLease, List, MAX_METADATA, Measure, Measured, Message, Stat, Summary, Table, Token,
+            UserTotal, VersionInfo, Who,
         },
     },
 };
@@ -91,6 +91,9 @@ pub struct Holders {
     pub leases: Vec<HeldLease>,
     /// The memory and objects held for each user.
     pub totals: Vec<UserTotal>,
+    /// The oldest claims on the names. Of other users only those that a [`Client::get`] of this user would meet: on names that it may
+    /// read, that one of its processes waits for, or that equal the prefix.
+    pub claims: Vec<HeldClaim>,
 }
 
 /// The result of [`Client::stat`].
@@ -204,7 +207,8 @@ impl Client {
         }
     }
 
-    /// Lists the leases of objects whose names start with `prefix` and that this user may read, and the totals of each user.
+    /// Lists the leases of objects whose names start with `prefix` and that this user may read, the claims on such names, and the totals of
+    /// each user.
     ///
     /// # Errors
     /// As [`Client::list`].
@@ -216,7 +220,7 @@ impl Client {
             match self.ask(&Message::Who(Who { prefix: prefix.to_owned(), after }))? {
                 (Message::Leases(page), _) => {
                     if is_last_page(&mut leases, page.leases, page.more)? {
-                        return Ok(Holders { leases, totals: page.totals });
+                        return Ok(Holders { leases, totals: page.totals, claims: page.claims.unwrap_or_default() });
                     }
                 }
                 (other, _) => return Err(unexpected(&other, "leases")),

@@ -129,6 +129,25 @@ objects! {
         pub more: bool,
         /// Totals for each user, with the last answer. The server's user receives all, other users their own.
         pub totals: Vec<UserTotal>,
+        /// The oldest claims on the names, with the last answer: as many as fit. Other users' claims only on names that the client may
+        /// read or waits for, or whose whole name is the prefix.
+        pub claims: Option<Vec<HeldClaim>>,
+    }
+
+    /// A claim: the right of a process to create an object, or a part of it.
+    pub struct HeldClaim {
+        /// The object's name.
+        pub name: String,
+        /// The part, if it is not the whole object.
+        pub part: Option<String>,
+        /// The holder's process in the server's PID namespace, or 0.
+        pub pid: i32,
+        /// The holder's user.
+        pub uid: u32,
+        /// The holder's command, if the server can read it.
+        pub command: Option<String>,
+        /// When the claim was granted, in milliseconds since 1970.
+        pub since_ms: u64,
     }
 
     /// A lease.

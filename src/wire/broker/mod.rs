@@ -11,7 +11,8 @@ mod tests;
 pub(crate) use self::arrays::read_arrays;
 pub use self::{
     listing::{
-        DeviceBytes, HeldLease, Leases, List, Objects, PartInfo, ReportInfo, Stat, Summary, UserTotal, VersionInfo, Who,
+        DeviceBytes, HeldClaim, HeldLease, Leases, List, Objects, PartInfo, ReportInfo, Stat, Summary, UserTotal,
+        VersionInfo, Who,
     },
     messages::{
         ArrayEntry, ClaimHeader, Claimed, Delete, Done, GetHeader, GetObject, LeaseHeader, LeasePartHeader, Lifetime,

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::listing::UserTotal;
+use super::listing::{HeldClaim, UserTotal};
 use crate::{base::strict::objects, wire::strict::or_default};
 
 objects! {
@@ -127,6 +127,8 @@ objects! {
         pub keeper: Option<KeeperInfo>,
         /// The last crashes of server and keeper, oldest first. `None` if the server does not report crashes.
         pub crashes: Option<Vec<Crash>>,
+        /// The oldest claims that the client may see, as in `leases`. `None` if the server does not report claims.
+        pub claims: Option<Vec<HeldClaim>>,
     }
 
     /// The process of a keeper.

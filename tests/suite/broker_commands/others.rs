@@ -5,6 +5,7 @@ use super::*;
 cases! {
     on crate::broker_commands::Broker; host and cuda: [
     who_shows_holders_and_unnamed_versions,
+    claims_are_shown_with_their_holder,
     names_are_deleted_one_by_one,
     prefix_is_deleted_only_as_listed,
     dry_run_lists_names,
@@ -59,6 +60,38 @@ fn who_shows_holders_and_unnamed_versions(broker: Broker) {
     drop((first, second));
     wait_for("the end of the leases", || broker.json(&["who"])["leases"] == json!([]));
     assert_eq!(broker.json(&["who"])["unnamed"], json!([]));
+}
+
+fn claims_are_shown_with_their_holder(broker: Broker) {
+    let claimer = broker.client();
+    let claim = |name, of: &ClaimOf| match claimer.get_or_claim(&Get::new(name), of).unwrap() {
+        Found::Claim(claim) => claim,
+        other => panic!("{other:?}"),
+    };
+    let claims = [claim("models/a", &ClaimOf::whole()), claim("models/b", &ClaimOf::part("rank0", "first"))];
+    for shown in [broker.json(&["who"]), broker.json(&["status"])] {
+        let claims = shown["claims"].as_array().unwrap();
+        let held: Vec<_> = claims.iter().map(|claim| (&claim["name"], &claim["part"])).collect();
+        assert_eq!(held, [(&json!("models/a"), &Value::Null), (&json!("models/b"), &json!("rank0"))]);
+        let holder = json!([std::process::id(), nix::unistd::geteuid().as_raw()]);
+        assert!(claims.iter().all(|claim| json!([claim["pid"], claim["uid"]]) == holder), "{shown}");
+        assert!(claims[0]["since_ms"].as_u64().unwrap() > 1_700_000_000_000, "{shown}");
+    }
+    assert_eq!(broker.json(&["who", "models/b"])["claims"].as_array().unwrap().len(), 1);
+    let lines = |arguments: &[&str]| {
+        let shown = broker.end(arguments).code(0).stdout.clone();
+        shown.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect::<Vec<_>>()
+    };
+    let pid = std::process::id();
+    let table = lines(&["who"]);
+    assert_eq!(&table[..2], ["Claims:", "PID USER COMMAND SINCE PART NAME"]);
+    assert!(table[3].starts_with(&pid.to_string()) && table[3].ends_with("s rank0 models/b"), "{table:?}");
+    let status = lines(&["status"]);
+    let begins = format!("claim models/b, part rank0, by pid {pid} (");
+    assert!(status.iter().any(|line| line.starts_with(&begins) && line.contains("uid ")), "{status:?}");
+    drop(claims);
+    wait_for("the end of the claims", || broker.json(&["who"])["claims"] == json!([]));
+    assert_eq!(broker.json(&["status"])["claims"], json!([]));
 }
 
 fn names_are_deleted_one_by_one(broker: Broker) {

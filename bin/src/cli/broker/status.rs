@@ -6,7 +6,7 @@ use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{Crash, DeviceBytes, KeeperInfo, Metrics, Quota},
+    broker::{Crash, DeviceBytes, HeldClaim, KeeperInfo, Metrics, Quota},
     driver::{DEVICE_NAME, DeviceUuid},
     internals::nvml,
 };
@@ -145,6 +145,11 @@ fn render(report: &StatusReport, verbose: bool) -> String {
             count(metrics.connections, "connection")
         ),
     );
+    for HeldClaim { name, part, pid, uid, command, since_ms } in metrics.claims.iter().flatten() {
+        let part = part.as_ref().map(|part| format!(", part {part},")).unwrap_or_default();
+        let command = command.as_ref().map(|command| format!(" ({command})")).unwrap_or_default();
+        text += &field("claim", format!("{name}{part} by pid {pid}{command}, uid {uid}, for {}", age(*since_ms)));
+    }
     for DeviceLine { claimed, used, total, .. } in devices {
         let reported =
             used.zip(*total).map(|(used, total)| format!("; it reports {} of {} used", about(used), about(total)));

@@ -7,7 +7,7 @@ use nix::unistd::{Uid, User};
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{DeviceBytes, HeldLease, Holders, UserTotal},
+    broker::{DeviceBytes, HeldClaim, HeldLease, Holders, UserTotal},
     internals::clean,
 };
 
@@ -19,6 +19,9 @@ use crate::{
 };
 
 /// Shows which processes hold which objects of a broker
+///
+/// A claim is the right of a process to create an object for which others wait: it delays them until it ends. Other users' claims are shown on
+/// names that this user may read or waits for, or if PREFIX is the whole name.
 ///
 /// Without PREFIX, also shows the claimed memory of each user and device. A process that ended its lease but kept the memory mapped does
 /// not appear: see `nvidia-smi`.
@@ -36,6 +39,8 @@ pub(in super::super) struct WhoOptions {
 #[derive(Debug, Serialize, JsonSchema)]
 struct WhoReport {
     leases: Vec<HeldLease>,
+    /// The oldest claims.
+    claims: Vec<HeldClaim>,
     unnamed: Vec<Unnamed>,
     users: Vec<UserTotal>,
     /// The memory of all users on each device.
@@ -65,10 +70,10 @@ pub(super) fn held(lease: &HeldLease) -> String {
 }
 
 impl WhoReport {
-    fn of(Holders { leases, totals, .. }: Holders) -> Self {
+    fn of(Holders { leases, totals, claims, .. }: Holders) -> Self {
         let unnamed = unnamed(&leases);
         let devices = by_device(totals.iter().flat_map(|user| &user.devices));
-        Self { leases, unnamed, users: totals, devices }
+        Self { leases, claims, unnamed, users: totals, devices }
     }
 }
 
@@ -107,7 +112,7 @@ impl Tool for WhoOptions {
     fn run(&self, Running { output, cancel, .. }: Running<'_>) -> anyhow::Result<ToolOutput> {
         let client = self.meet.connect(cancel)?;
         let report = WhoReport::of(client.who(&self.prefix)?);
-        if report.leases.is_empty() && !output.json {
+        if report.leases.is_empty() && report.claims.is_empty() && !output.json {
             let notice = match self.prefix.as_str() {
                 "" => "no object has a lease".to_owned(),
                 prefix if client.list(prefix)?.is_empty() => no_match(prefix),
@@ -153,6 +158,9 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
         }
         tables.push(format!("Leases:\n{}", table.render(width)));
     }
+    if !report.claims.is_empty() {
+        tables.push(format!("Claims:\n{}", claims(&report.claims, &mut user_name, width)));
+    }
     if !report.unnamed.is_empty() {
         let mut table = Table::new([
             Column::right("SIZE"),
@@ -189,6 +197,24 @@ fn render(report: &WhoReport, totals: bool, verbose: bool, width: Option<usize>)
         tables.push(format!("Devices:\n{}", table.render(width)));
     }
     tables.join("\n")
+}
+
+/// The table of claims.
+fn claims(claims: &[HeldClaim], user_name: &mut dyn FnMut(u32) -> String, width: Option<usize>) -> String {
+    let mut table = Table::new([
+        Column::right("PID"),
+        Column::left("USER").optional(),
+        Column::left("COMMAND").optional(),
+        Column::right("SINCE").optional(),
+        Column::left("PART").optional(),
+        Column::left("NAME"),
+    ]);
+    let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
+    for HeldClaim { name, part, pid, uid, command, since_ms } in claims {
+        let (command, part) = (or_dash(command), or_dash(part));
+        table.row([pid.to_string(), user_name(*uid), command, age(*since_ms), part, name.clone()]);
+    }
+    table.render(width)
 }
 
 #[cfg(test)]

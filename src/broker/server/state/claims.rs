@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     error::{BrokerError, RefusalCode},
-    wire::broker::{ClaimHeader, Token},
+    wire::broker::{ClaimHeader, HeldClaim, Token},
 };
 
 /// The most claims per connection, and per user.
@@ -31,6 +31,8 @@ struct Holder {
     connection: ConnectionId,
     pid: i32,
     uid: u32,
+    command: Option<String>,
+    since_ms: u64,
     token: Token,
     claim: ClaimHeader,
 }
@@ -45,6 +47,7 @@ impl Claims {
         name: &str,
         caller: &Caller,
         claim: &ClaimHeader,
+        now_ms: u64,
     ) -> Result<Option<Token>, BrokerError> {
         // Different parts of one group's version.
         let is_compatible = |holder: &Holder| {
@@ -69,7 +72,8 @@ impl Claims {
             );
         }
         let token = Token(random());
-        let holder = Holder { connection, pid, uid, token, claim: claim.clone() };
+        let command = caller.command.clone();
+        let holder = Holder { connection, pid, uid, command, since_ms: now_ms, token, claim: claim.clone() };
         self.names.entry(name.to_owned()).or_default().push(holder);
         self.held.entry(connection).or_default().insert(token, name.to_owned());
         *self.users.entry(uid).or_default() += 1;
@@ -79,6 +83,23 @@ impl Claims {
     /// The process, in the server's PID namespace, and the user of the oldest claim on a name.
     pub(crate) fn holder(&self, name: &str) -> Option<(i32, u32)> {
         self.names.get(name)?.first().map(|holder| (holder.pid, holder.uid))
+    }
+
+    /// The claims on names with a prefix, oldest first.
+    pub(crate) fn list(&self, prefix: &str) -> Vec<HeldClaim> {
+        let names = self.names.iter().filter(|(name, _)| name.starts_with(prefix));
+        let claim = |name: &String, holder: &Holder| HeldClaim {
+            name: name.clone(),
+            part: holder.claim.part.clone(),
+            pid: holder.pid,
+            uid: holder.uid,
+            command: holder.command.clone(),
+            since_ms: holder.since_ms,
+        };
+        let all = names.flat_map(|(name, holders)| holders.iter().map(move |holder| claim(name, holder)));
+        let mut all: Vec<HeldClaim> = all.collect();
+        all.sort_by(|one, other| (one.since_ms, &one.name).cmp(&(other.since_ms, &other.name)));
+        all
     }
 
     /// Releases a claim. Returns its object's name.

@@ -121,7 +121,7 @@ fn absent(state: &mut State, effects: &mut Effects, id: ConnectionId, mut waitin
     let Some(client) = state.clients.get(&id) else { return };
     if let Some(claim) = &waiting.get.claim {
         let allowed = state.objects.check_claim(&client.caller, name);
-        match allowed.and_then(|()| state.claims.grant(name, &client.caller, claim)) {
+        match allowed.and_then(|()| state.claims.grant(name, &client.caller, claim, state.objects.now.ms)) {
             Ok(None) => {}
             Ok(Some(token)) => {
                 state.waits.remove(id);

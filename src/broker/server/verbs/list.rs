@@ -10,8 +10,11 @@ use crate::{
         server::state::{caller::ConnectionId, client::PendingRequest, objects::LeasePage, root::State},
     },
     error::{BrokerError, RefusalCode},
-    wire::broker::{List, Message, Stat, Who},
+    wire::broker::{HeldClaim, List, Message, Stat, Who},
 };
+
+/// The most bytes of claims. The rest of a record holds leases, totals and figures.
+const CLAIMS_BYTES: usize = 8 * 1024;
 
 /// Answers with a page of names that the client may read.
 pub(crate) fn list(state: &mut State, effects: &mut Effects, id: ConnectionId, list: &List) {
@@ -43,12 +46,41 @@ pub(crate) fn stat(state: &mut State, effects: &mut Effects, id: ConnectionId, s
 pub(crate) fn who(state: &mut State, effects: &mut Effects, id: ConnectionId, who: Who) {
     let Some(client) = state.clients.get_mut(&id) else { return };
     match state.objects.who(&client.caller, &who) {
-        LeasePage::Leases(page) => reply(state, effects, id, &Message::Leases(page)),
+        LeasePage::Leases(mut page) => {
+            page.claims = (!page.more).then(|| claims(state, id, &who.prefix));
+            reply(state, effects, id, &Message::Leases(page));
+        }
         LeasePage::NoneUpTo(after) => {
             client.request = PendingRequest::Leases(Who { after: Some(after), ..who });
             state.listings.push_back(id);
         }
     }
+}
+
+/// The oldest claims that a client may see: as many as fit. It learns no more names than from a `get`.
+pub(super) fn claims(state: &State, id: ConnectionId, prefix: &str) -> Vec<HeldClaim> {
+    let Some(caller) = state.caller(id) else { return Vec::new() };
+    let is_waiting = |name: &str| {
+        let mut waiting = state.waits.of(name).into_iter().filter_map(|id| state.caller(id));
+        waiting.any(|waiting| waiting.uid == caller.uid)
+    };
+    let may_see = |claim: &HeldClaim| {
+        let HeldClaim { name, uid, .. } = claim;
+        caller.is_superuser()
+            || caller.uid == *uid
+            || name == prefix
+            || state.objects.may_read(caller, name)
+            || is_waiting(name)
+    };
+    let mut room = CLAIMS_BYTES;
+    let mut fits = |claim: &HeldClaim| {
+        let bytes = 320 + claim.name.len() + claim.part.as_ref().map_or(0, String::len);
+        room.checked_sub(bytes).is_some_and(|left| {
+            room = left;
+            true
+        })
+    };
+    state.claims.list(prefix).into_iter().filter(may_see).take_while(|claim| fits(claim)).collect()
 }
 
 /// Continues one listing that has not found anything yet.

@@ -2,7 +2,7 @@
 
 use std::process;
 
-use super::{effects::Effects, reply::reply};
+use super::{effects::Effects, list::claims, reply::reply};
 use crate::{
     broker::server::state::{caller::ConnectionId, objects::Counts, room::DescriptorRoom, root::State},
     sys,
@@ -53,6 +53,7 @@ pub(crate) fn measure(state: &mut State, effects: &mut Effects, room: &Descripto
             .filter(|_| state.objects.store().is_greeted())
             .map(|pid| KeeperInfo { pid, started_ms: sys::started_ms(pid) }),
         crashes: Some(crashes.collect()),
+        claims: Some(claims(state, id, "")),
     };
     reply(state, effects, id, &Message::Measured(Box::new(measured)));
 }

@@ -149,6 +149,11 @@ impl Objects {
         self.versions.get(&key).map(|version| (entry, version)).ok_or_else(|| absent(format!("`{name}` is gone")))
     }
 
+    /// Whether the name exists, and the caller may read it.
+    pub(crate) fn may_read(&self, caller: &Caller, name: &str) -> bool {
+        self.names.get(name).is_some_and(|entry| caller.may(Right::Read, entry.owner, entry.mode))
+    }
+
     /// A page of leases that the caller may see. The last page includes the totals: of all users for a superuser, else of the caller.
     pub(crate) fn who(&self, caller: &Caller, who: &Who) -> LeasePage {
         let (mut leases, mut length) = (Vec::new(), 0);
@@ -165,7 +170,7 @@ impl Objects {
             }
             length += 320 + record.name.len();
             if length > PAGE_BYTES || scanned > MAX_SCANNED && !leases.is_empty() {
-                return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new() });
+                return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new(), claims: None });
             }
             leases.push(HeldLease {
                 number,
@@ -182,10 +187,10 @@ impl Objects {
         }
         // Totals get a separate page if there are many leases.
         if length > PAGE_BYTES / 3 && !leases.is_empty() {
-            return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new() });
+            return LeasePage::Leases(Leases { leases, more: true, totals: Vec::new(), claims: None });
         }
         let totals = self.totals(caller, PAGE_BYTES / 2);
-        LeasePage::Leases(Leases { leases, more: false, totals })
+        LeasePage::Leases(Leases { leases, more: false, totals, claims: None })
     }
 
     /// Usage of all users for a superuser, else of the caller.
