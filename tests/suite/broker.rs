@@ -16,8 +16,8 @@ use vmmfd::{
     Error,
     array::{ArrayDescriptor, ElementType, Order},
     broker::{
-        ArrayEntry, ClaimOf, Client, Condition, Found, Get, Lifetime, Put, PutPart, Quota, Server, ServerConfig,
-        ServerReport, Watched,
+        ArrayEntry, ClaimOf, Client, Condition, EventKind, Found, Get, Lifetime, Put, PutPart, Quota, Server,
+        ServerConfig, ServerReport, Watched,
     },
     channel::{Cancel, CancelReason},
     driver::{Backend, DeviceUuid, Driver},
@@ -212,7 +212,9 @@ fn waiting_get_delays_no_other_request(subject: Subject) {
         thread::spawn(move || {
             let mut names = Vec::new();
             while names.len() < 2 {
-                if let Some(Watched::Event(event)) = watch.next(Duration::from_secs(600)).unwrap() {
+                let watched = watch.next(Duration::from_secs(600)).unwrap().unwrap();
+                let Watched::Event(event) = watched else { panic!("{watched:?}") };
+                if event.kind == EventKind::Published {
                     names.push(event.name);
                 }
             }

@@ -26,7 +26,7 @@ use vmmfd::{
     },
     channel::Cancel,
     driver::Backend,
-    error::{ErrorClass, ErrorCode, PeerError, RefusalCode},
+    error::{ErrorClass, ErrorCode, PeerError, RefusalCode, SocketError},
     memory::{Region, Shared},
     session::Config,
     wire::{

@@ -176,7 +176,7 @@ fn connect_waits_a_second_unless_asked() {
         (config.clone().wait(Duration::ZERO), Duration::ZERO),
     ] {
         let error = Client::connect(&path, &config).unwrap_err();
-        let Error::Peer(PeerError::BrokerGone { waited, .. }) = error else { panic!("{error:?}") };
+        let Error::Socket(SocketError::NoBroker { waited, .. }) = error else { panic!("{error:?}") };
         assert_eq!(waited, wait);
         assert_eq!(error.to_string().contains(" within "), !wait.is_zero(), "{error}");
     }
