@@ -1,12 +1,37 @@
 /* The C library of vmmfd: GPU memory handed from one process to another. See docs/c.md.
  *
- * Every function that can fail returns NULL, or an error that the caller frees with vmmfd_error_free. Texts are UTF-8.
- * A call after fork(2) with a handle of the parent process returns VMMFD_FORKED. Link with `pkg-config --libs vmmfd`.
+ *     vmmfd_device_t *device;
+ *     vmmfd_array_t *array;
+ *     vmmfd_handoff_options_t options = {VMMFD_HANDOFF_OPTIONS, .timeout_ms = 5000};
+ *     vmmfd_error_t *error = vmmfd_device_open(NULL, NULL, &device);
+ *     if (error == NULL)
+ *         error = vmmfd_handoff_take(device, "/run/user/1000/camera.sock", &options, &array);
+ *     if (error != NULL)
+ *         fprintf(stderr, "%s\n", error->message);
+ *     vmmfd_error_free(error);
+ *
+ * - Errors: a function that can fail returns NULL, or an error that the caller frees with vmmfd_error_free. It may change errno, which
+ *   says nothing. After an error, results are NULL, 0 or -1.
+ * - Texts are UTF-8 and end with a null character.
+ * - Structs of options and facts start with struct_size, so that later versions can add fields at the end. Options start with the macro
+ *   that is named like their type, as above; the fields after it are optional. Facts start with `.struct_size = sizeof` the variable.
+ * - Time limits are in milliseconds. 0 is the default that the field states, and VMMFD_FOREVER never passes.
+ * - Descriptors: -1 is none. The library's own are close-on-exec and never 0, 1 or 2.
+ * - Threads: any thread may call any function at any time, except where the function states otherwise.
+ * - Signals: a handler may interrupt any call, which continues afterwards (EINTR is not an error). No function is async-signal-safe: to
+ *   end a wait, a handler writes to an eventfd(2) that the options name as `stop`. No call raises SIGPIPE.
+ * - fork(2): a call with a handle of the parent process returns VMMFD_FORKED. The child's first call closes its copies of the parent's
+ *   connections to brokers.
+ * - Memory: if malloc(3) fails inside the library, it prints a line and aborts the process. A lack of device memory is an error.
  *
  * Generated from capi/src by `UPDATE_DOCS=1 cargo test -p vmmfd-capi`. Do not edit. */
 
 #ifndef VMMFD_H
 #define VMMFD_H
+
+#define VMMFD_VERSION_MAJOR 0
+#define VMMFD_VERSION_MINOR 1
+#define VMMFD_VERSION_PATCH 0
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -21,11 +46,62 @@
 /* The struct of dlpack.h, version 1.0 or newer. */
 typedef struct DLManagedTensorVersioned DLManagedTensorVersioned;
 
+/* The first fields of options: vmmfd_put_options_t options = {VMMFD_PUT_OPTIONS, .mode = 0644}; */
+#define VMMFD_MEMORY_OPTIONS .struct_size = sizeof(vmmfd_memory_options_t)
+#define VMMFD_HANDOFF_OPTIONS .struct_size = sizeof(vmmfd_handoff_options_t), .socket = -1, .stop = -1
+#define VMMFD_BROKER_OPTIONS .struct_size = sizeof(vmmfd_broker_options_t), .stop = -1
+#define VMMFD_PUT_OPTIONS .struct_size = sizeof(vmmfd_put_options_t)
+#define VMMFD_GET_OPTIONS .struct_size = sizeof(vmmfd_get_options_t)
+
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/* ---- Handles ---- */
 
 /*
- Serve any number of consumers, until the call is stopped.
+ An array in memory: type, shape, strides and offset. It keeps its memory. Any threads may use it at once.
  */
-#define VMMFD_ANY_NUMBER UINT64_MAX
+typedef struct vmmfd_array_t vmmfd_array_t;
+
+/*
+ A connection to a broker. Any threads may use it at once: it carries one request at a time, and a get that waits is paused for the
+ requests of other threads.
+ */
+typedef struct vmmfd_broker_t vmmfd_broker_t;
+
+/*
+ A device: a GPU, or the host backend's ordinary memory. Any threads may use it at once.
+ */
+typedef struct vmmfd_device_t vmmfd_device_t;
+
+/*
+ A lease: an object that this process has mapped read-only, and that the broker keeps. Any threads may use it at once.
+ */
+typedef struct vmmfd_lease_t vmmfd_lease_t;
+
+/*
+ Memory at addresses of this process. Any threads may use it at once; other processes may change its bytes at any time.
+ */
+typedef struct vmmfd_memory_t vmmfd_memory_t;
+
+/*
+ A version that is imported and takes the addresses of a lease at the switch.
+ */
+typedef struct vmmfd_prepared_t vmmfd_prepared_t;
+
+/*
+ A watch of names. One thread may use it at a time.
+ */
+typedef struct vmmfd_watch_t vmmfd_watch_t;
+
+/* ---- Errors, version and log ---- */
+
+/*
+ A time limit that never passes.
+ */
+#define VMMFD_FOREVER UINT64_MAX
 
 /*
  The class of an error, to branch on.
@@ -120,42 +196,140 @@ typedef enum vmmfd_level_t {
 } vmmfd_level_t;
 
 /*
- The kind of an event.
+ An error. The caller frees it with `vmmfd_error_free`, which also frees the texts.
  */
-typedef enum vmmfd_event_kind_t {
+typedef struct vmmfd_error_t {
     /*
-     A kind that this version of the library does not know.
+     The class of the error.
      */
-    VMMFD_EVENT_UNKNOWN = 0,
+    enum vmmfd_code_t code;
     /*
-     The first version of a name was published.
+     The `CUresult` of the driver call that failed; 0 if no driver call failed.
      */
-    VMMFD_EVENT_PUBLISHED = 1,
+    uint32_t driver_code;
     /*
-     The next version of a name was published.
+     The problem in one sentence, with the values. UTF-8.
      */
-    VMMFD_EVENT_REPLACED = 2,
+    const char *message;
     /*
-     The name was deleted.
+     The next step in one sentence; NULL if the library knows none. UTF-8.
      */
-    VMMFD_EVENT_DELETED = 3,
+    const char *hint;
+} vmmfd_error_t;
+
+/*
+ Receives one line of the log, without a line break. `message` is valid during the call. `context` is the program's own.
+
+ Any thread calls it, also threads of the library, and several at once. It must return soon, and must not call this library, throw or
+ jump.
+ */
+typedef void (*vmmfd_log_hook_t)(enum vmmfd_level_t level,
+                                 const char *message,
+                                 void *context);
+
+/*
+ Frees an error. NULL is allowed. Does not block. Any thread may call it, once for each error.
+ */
+void vmmfd_error_free(struct vmmfd_error_t *error);
+
+/*
+ Returns the library's version, such as `0.1.0`. The text is static. Never fails and does not block.
+ */
+VMMFD_MUST_USE
+const char *vmmfd_library_version(void);
+
+/*
+ Passes the library's log to a function of the program: lines up to `level`, one of `vmmfd_level_t`. By default there is no log.
+
+ `hook` NULL or level `VMMFD_LOG_OFF` stops the log. The library keeps `context` and does not use it. Another thread may still be in the
+ previous hook when this returns, so its context must remain valid. Does not block. Any thread may call it; each call allocates some
+ bytes for the rest of the process.
+
+ Errors: `VMMFD_INVALID` for an unknown level, or if the program is in Rust and has its own `tracing` subscriber.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_log_set(uint32_t level,
+                                    vmmfd_log_hook_t hook,
+                                    void *context);
+
+/* ---- Devices ---- */
+
+/*
+ Facts about a device. The texts are valid until the device is freed.
+ */
+typedef struct vmmfd_device_info_t {
     /*
-     A reader reported that the version differs from its description.
+     The size of this struct: `sizeof` it.
      */
-    VMMFD_EVENT_REPORTED = 4,
+    size_t struct_size;
     /*
-     A lease was granted.
+     `cuda`, or `host` for ordinary memory of this machine.
      */
-    VMMFD_EVENT_LEASED = 5,
+    const char *backend;
     /*
-     A lease was released.
+     The name, such as `NVIDIA H200`.
      */
-    VMMFD_EVENT_ENDED = 6,
+    const char *name;
     /*
-     Events are missing: the watch fell too far behind, or the broker lost its state. List the names to catch up.
+     The UUID with its prefix, such as `GPU-53e9a7d2-1f0c-5b7e-9c55-0123456789ab`. It identifies the device in every process.
      */
-    VMMFD_EVENT_LOST = 7,
-} vmmfd_event_kind_t;
+    const char *uuid;
+    /*
+     Why the backend is `host` although `auto` prefers CUDA; NULL otherwise.
+     */
+    const char *fallback;
+    /*
+     The ordinal in this process.
+     */
+    int32_t ordinal;
+    /*
+     Sizes of shareable memory are multiples of this, in bytes.
+     */
+    uint64_t granularity;
+} vmmfd_device_info_t;
+
+/*
+ Counts the devices of a backend: `cuda`, `host`, or `auto` (also NULL), which is CUDA, or the host if there is no driver or no device.
+
+ Blocks while the driver starts on first use, for up to about 100 ms.
+
+ Errors: `VMMFD_INVALID` for another name; `VMMFD_UNSUPPORTED` if the machine has no usable driver or no device; `VMMFD_DRIVER`;
+ `VMMFD_FORKED` if the parent process initialised the CUDA driver.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_device_count(const char *backend,
+                                         uint32_t *count);
+
+/*
+ Opens a device of a backend: see `vmmfd_device_count`. `selector` is an ordinal of this process such as `0`, a UUID, or the first digits
+ of a UUID such as `GPU-53e9`; NULL selects the first device.
+
+ The caller frees `*device` with `vmmfd_device_free`; it is NULL after a failure. Blocks while the driver starts on first use, for up to
+ about 100 ms, and creates the device's context only when memory needs it.
+
+ Errors: as for `vmmfd_device_count`; `VMMFD_NOT_FOUND` if there is no such device; `VMMFD_INVALID` if several match.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_device_open(const char *backend,
+                                        const char *selector,
+                                        struct vmmfd_device_t **device);
+
+/*
+ Describes a device. Does not block.
+
+ Errors: `VMMFD_INVALID`, `VMMFD_FORKED`, `VMMFD_DRIVER`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_device_info(const struct vmmfd_device_t *device,
+                                        struct vmmfd_device_info_t *info);
+
+/*
+ Frees a device handle. Memory of the device remains valid. NULL is allowed. Does not block. A handle that is not valid is reported in
+ the log. Any thread may call it, once for each device.
+ */
+void vmmfd_device_free(struct vmmfd_device_t *device);
+
+/* ---- Memory ---- */
 
 /*
  Where memory is.
@@ -188,6 +362,353 @@ typedef enum vmmfd_rdma_t {
      */
     VMMFD_RDMA_REQUIRED = 2,
 } vmmfd_rdma_t;
+
+/*
+ Options of new memory, which start with `VMMFD_MEMORY_OPTIONS`.
+ */
+typedef struct vmmfd_memory_options_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     Splits the memory into allocations of this size in bytes, rounded up to the granularity. 0: one allocation.
+     */
+    uint64_t chunk;
+    /*
+     A value of `vmmfd_placement_t`.
+     */
+    uint32_t placement;
+    /*
+     A value of `vmmfd_rdma_t`.
+     */
+    uint32_t rdma;
+} vmmfd_memory_options_t;
+
+/*
+ Facts about memory. The text is valid until the memory is freed.
+ */
+typedef struct vmmfd_memory_info_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     The address on the device, the `CUdeviceptr`; on the host backend an address of this process.
+     */
+    uint64_t address;
+    /*
+     The size of the data in bytes.
+     */
+    uint64_t size;
+    /*
+     The size of the mapping in bytes: the size, rounded up.
+     */
+    uint64_t mapped_size;
+    /*
+     The number of allocations that `vmmfd_memory_export` exports; 0 for memory that another process created.
+     */
+    uint64_t segments;
+    /*
+     The UUID of the device that the memory is mapped for, with its prefix.
+     */
+    const char *device;
+    /*
+     Whether this process may write to it. A kernel that writes to read-only memory destroys its CUDA context.
+     */
+    bool writable;
+} vmmfd_memory_info_t;
+
+/*
+ Allocates shareable memory of `size` bytes on a device, and maps it for reading and writing. The contents are undefined.
+
+ `options` NULL means the defaults. The caller frees `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Blocks while the
+ driver allocates, and up to 100 ms while it creates the device's context.
+
+ Errors: `VMMFD_INVALID` for a size of 0 and unknown options; `VMMFD_OUT_OF_MEMORY`; `VMMFD_UNSUPPORTED`; `VMMFD_SYSTEM` if this process
+ has too few descriptors, one for each chunk; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls: `cuMemCreate`, `cuMemAddressReserve`,
+ `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_memory_create(const struct vmmfd_device_t *device,
+                                          uint64_t size,
+                                          const struct vmmfd_memory_options_t *options,
+                                          struct vmmfd_memory_t **memory);
+
+/*
+ Describes memory. Does not block, except while a lease is switched.
+
+ Errors: `VMMFD_INVALID`, also for memory of a parked lease; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_memory_info(const struct vmmfd_memory_t *memory,
+                                        struct vmmfd_memory_info_t *info);
+
+/*
+ Copies `size` bytes of the caller into the memory, starting at `offset`. Blocks until the copy is complete, including earlier work on
+ the default stream. Any threads may call it at once, and must agree who writes which bytes.
+
+ Errors: `VMMFD_INVALID` if the range exceeds the memory or the memory is read-only; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls:
+ `cuMemcpyHtoD`, `cuStreamSynchronize`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_memory_copy_in(const struct vmmfd_memory_t *memory,
+                                           uint64_t offset,
+                                           const void *from,
+                                           size_t size);
+
+/*
+ Copies `size` bytes out of the memory, starting at `offset`, into a buffer of the caller. Blocks until the copy is complete, including
+ earlier work on the default stream. Any threads may call it at once.
+
+ Errors: as for `vmmfd_memory_copy_in`. Driver call: `cuMemcpyDtoH`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_memory_copy_out(const struct vmmfd_memory_t *memory,
+                                            uint64_t offset,
+                                            void *to,
+                                            size_t size);
+
+/*
+ Waits until all work in the device's primary context has finished, which the CUDA runtime, PyTorch and others use. Call it after your
+ kernels and before another process reads the memory. Blocks without limit.
+
+ Errors: `VMMFD_DRIVER`, also for an earlier asynchronous failure; `VMMFD_INVALID`; `VMMFD_FORKED`. Driver call: `cuCtxSynchronize`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_memory_synchronize(const struct vmmfd_memory_t *memory);
+
+/*
+ Duplicates the descriptor of one allocation, to send over the program's own socket (`SCM_RIGHTS`). `*size` is its size in
+ bytes, which the receiver needs. `segment` counts from 0: see `segments` of `vmmfd_memory_info_t`.
+
+ The caller closes `*fd`, which is close-on-exec; it is -1 after a failure. A holder of the descriptor can read and write the memory, and
+ keeps it allocated. Does not block.
+
+ Errors: `VMMFD_INVALID` for memory that another process created, and for a segment that does not exist; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_memory_export(const struct vmmfd_memory_t *memory,
+                                          uint64_t segment,
+                                          int *fd,
+                                          uint64_t *size);
+
+/*
+ Imports `count` allocations that another process exported, and maps them side by side for a device. `sizes` are the exporter's, in
+ bytes: a descriptor does not carry its size.
+
+ The caller keeps its descriptors and may close them afterwards. `writable` asks for write access of this process. The caller frees
+ `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Blocks for the driver's calls.
+
+ Errors: `VMMFD_INVALID` for a descriptor that is not open, no descriptor, or a size that is not a multiple of the granularity;
+ `VMMFD_DRIVER` or `VMMFD_UNSUPPORTED` for a wrong size or a descriptor of something else; `VMMFD_SYSTEM`; `VMMFD_FORKED`. Driver calls:
+ `cuMemImportFromShareableHandle`, `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_memory_import(const struct vmmfd_device_t *device,
+                                          const int *fds,
+                                          const uint64_t *sizes,
+                                          size_t count,
+                                          bool writable,
+                                          struct vmmfd_memory_t **memory);
+
+/*
+ Frees a handle of memory. The memory itself is released when no array, lease or DLPack tensor of this process uses it any more; other
+ processes that have it open keep it. NULL is allowed. May block for the driver's calls. A handle that is not valid is reported in the
+ log. Finish your own work on the memory first. Any thread may call it, once for each handle.
+ */
+void vmmfd_memory_free(struct vmmfd_memory_t *memory);
+
+/* ---- Arrays ---- */
+
+/*
+ The layout of an array: of a new one as an argument, or of an array as a result, whose pointers are valid until the array is freed.
+ */
+typedef struct vmmfd_layout_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     The element type: a name of NumPy or ml_dtypes such as `float32`, `uint8`, `bfloat16`, or a typestr such as `<f4`.
+     */
+    const char *dtype;
+    /*
+     The number of dimensions, at most 64.
+     */
+    size_t dimensions;
+    /*
+     The length of each dimension, in elements.
+     */
+    const uint64_t *shape;
+    /*
+     The distance of neighbours along each dimension, in bytes. As an argument, NULL means contiguous in C order.
+     */
+    const int64_t *strides;
+    /*
+     The position of the first element in the memory, in bytes.
+     */
+    uint64_t offset;
+} vmmfd_layout_t;
+
+/*
+ Makes an array of memory. `layout` describes it, and its pointers are read during the call only.
+
+ The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the memory: the caller may free its
+ handle. Does not block.
+
+ Errors: `VMMFD_INVALID` for an unknown type, and for an array that is not inside the memory; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_array_create(const struct vmmfd_memory_t *memory,
+                                         const struct vmmfd_layout_t *layout,
+                                         struct vmmfd_array_t **array);
+
+/*
+ Describes an array. Does not block.
+
+ Errors: `VMMFD_INVALID`, `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_array_info(const struct vmmfd_array_t *array,
+                                       struct vmmfd_layout_t *layout);
+
+/*
+ Returns the memory of an array, to read and write its bytes. The array starts at `offset` of `vmmfd_array_info`.
+
+ The caller frees `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Does not block.
+
+ Errors: `VMMFD_INVALID`, `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_array_memory(const struct vmmfd_array_t *array,
+                                         struct vmmfd_memory_t **memory);
+
+/*
+ Frees a handle of an array. DLPack tensors of it remain valid. NULL is allowed. May block for the driver's calls if it was the last user
+ of its memory. A handle that is not valid is reported in the log. Any thread may call it, once for each handle.
+ */
+void vmmfd_array_free(struct vmmfd_array_t *array);
+
+/*
+ Exports an array as a DLPack tensor of version 1, without a copy. `dlpack.h` has the struct.
+
+ The tensor's deleter frees it, on any thread, and may outlive the array. `*tensor` is NULL after a failure. A read-only array has the
+ flag `DLPACK_FLAG_BITMASK_READ_ONLY`. While a tensor of a lease exists, the lease can't be switched or parked. Does not block, and waits
+ for no stream: work of this process on the memory must be complete, or ordered before the reader's.
+
+ Errors: `VMMFD_UNSUPPORTED` for big-endian and raw elements, and for strides that are not a multiple of the element; `VMMFD_INVALID`,
+ also for memory of a parked lease; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_array_to_dlpack(const struct vmmfd_array_t *array,
+                                            DLManagedTensorVersioned **tensor);
+
+/*
+ Copies a DLPack tensor of version 1 into new shareable memory of a device, as a contiguous array. `dlpack.h` has the struct.
+
+ The library takes the tensor and calls its deleter, on success and on failure. CPU memory and CUDA memory can be copied; CUDA memory
+ only to a device of CUDA. The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. Blocks until the copy is
+ complete; for CUDA memory also until all work in the primary context of the tensor's device is done.
+
+ Errors: `VMMFD_INVALID` for a malformed tensor; `VMMFD_UNSUPPORTED` for other devices; the errors of `vmmfd_memory_create`. Driver
+ calls: `cuMemcpyHtoD` or `cuMemcpyDtoD`, `cuStreamSynchronize`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_array_from_dlpack(const struct vmmfd_device_t *device,
+                                              DLManagedTensorVersioned *tensor,
+                                              struct vmmfd_array_t **array);
+
+/* ---- Handoffs between two processes ---- */
+
+/*
+ Serve any number of consumers, until the call is stopped.
+ */
+#define VMMFD_ANY_NUMBER UINT64_MAX
+
+/*
+ Options of a handoff, which start with `VMMFD_HANDOFF_OPTIONS`.
+ */
+typedef struct vmmfd_handoff_options_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
+    /*
+     The longest wait for a peer, and the longest silence of a peer, in milliseconds. 0: 30 s.
+     */
+    uint64_t timeout_ms;
+    /*
+     Serving at a path: the number of consumers. 0: one; `VMMFD_ANY_NUMBER`: any number, until the call is stopped.
+     */
+    uint64_t consumers;
+    /*
+     Users beside this process's user and root that the peer may run as.
+     */
+    const uint32_t *trust;
+    /*
+     The number of users in `trust`.
+     */
+    size_t trust_count;
+    /*
+     A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
+     it after the call.
+     */
+    int socket;
+    /*
+     A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. -1: none. The caller keeps it.
+     */
+    int stop;
+    /*
+     Taking: asks for write access.
+     */
+    bool writable;
+} vmmfd_handoff_options_t;
+
+/*
+ Serves an array to other processes, which take it with `vmmfd_handoff_take`, `vmmfd.take` in Python or the program `consumer`.
+
+ The memory must be of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`. `path` is the socket's, NULL is this user's default; with
+ `socket` of the options, the one peer of that socket is served. `served`, which may be NULL, is the number of consumers that took the
+ array; it is valid after a failure too. Consumers keep the memory allocated after this process frees it.
+
+ Blocks until the number of consumers has been served, at most `timeout_ms` without a consumer; with `VMMFD_ANY_NUMBER` until it is
+ stopped, which is then no error. First waits for all work in the device's primary context. Any thread may call it; to serve in the
+ background, call it from a thread of your own.
+
+ Errors: `VMMFD_TIMEOUT` if no consumer came; `VMMFD_INTERRUPTED` if it was stopped before; `VMMFD_INVALID` for other memory, and for a
+ path or socket that can't be used; `VMMFD_DISCONNECTED` and other errors of the first consumer that failed; `VMMFD_DRIVER`;
+ `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_handoff_serve(const char *path,
+                                          const struct vmmfd_array_t *array,
+                                          const struct vmmfd_handoff_options_t *options,
+                                          uint64_t *served);
+
+/*
+ Takes the array that another process serves: with `vmmfd_handoff_serve`, `vmmfd.serve` in Python or the program `producer`. Memory
+ without a type is an array of `uint8`.
+
+ `device` is the device to map the memory for, if it can reach the memory; NULL means the memory's own device, of the backend `auto`.
+ `path` and `socket` are as for `vmmfd_handoff_serve`. The memory is read-only unless `writable` of the options is set. The caller frees
+ `*array` with `vmmfd_array_free`; it is NULL after a failure. The memory remains valid after the producer exits, unless the producer
+ shares it by a pool or a legacy handle: it then lives as long as the producer.
+
+ Blocks until the producer listens and it is this consumer's turn, at most `timeout_ms` without a sign of the producer. Any thread may
+ call it.
+
+ Errors: `VMMFD_NOT_FOUND` if no process listens in time; `VMMFD_DISCONNECTED`; `VMMFD_DENIED` for a user that is not
+ trusted; `VMMFD_UNSUPPORTED` if this process has no device for the memory; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_DRIVER`;
+ `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_handoff_take(const struct vmmfd_device_t *device,
+                                         const char *path,
+                                         const struct vmmfd_handoff_options_t *options,
+                                         struct vmmfd_array_t **array);
+
+/* ---- Brokers ---- */
 
 /*
  When a put succeeds.
@@ -230,93 +751,13 @@ typedef enum vmmfd_lifetime_t {
 } vmmfd_lifetime_t;
 
 /*
- An array in memory: type, shape, strides and offset. It keeps its memory. Any threads may use it at once.
- */
-typedef struct vmmfd_array_t vmmfd_array_t;
-
-/*
- A connection to a broker. It carries one request at a time: a get that waits delays the requests of other threads, so connect once for
- each thread that waits.
- */
-typedef struct vmmfd_broker_t vmmfd_broker_t;
-
-/*
- A device: a GPU, or the host backend's ordinary memory. Any threads may use it at once.
- */
-typedef struct vmmfd_device_t vmmfd_device_t;
-
-/*
- A lease: an object that this process has mapped read-only, and that the broker keeps. Any threads may use it at once.
- */
-typedef struct vmmfd_lease_t vmmfd_lease_t;
-
-/*
- Memory at addresses of this process. Any threads may use it at once; other processes may change its bytes at any time.
- */
-typedef struct vmmfd_memory_t vmmfd_memory_t;
-
-/*
- A version that is imported and takes the addresses of a lease at the switch.
- */
-typedef struct vmmfd_prepared_t vmmfd_prepared_t;
-
-/*
- A watch of names. One thread may use it at a time.
- */
-typedef struct vmmfd_watch_t vmmfd_watch_t;
-
-/*
- An error. The caller frees it with `vmmfd_error_free`, which also frees the texts.
- */
-typedef struct vmmfd_error_t {
-    /*
-     The class of the error.
-     */
-    enum vmmfd_code_t code;
-    /*
-     The `CUresult` of the driver call that failed; 0 if no driver call failed.
-     */
-    uint32_t driver_code;
-    /*
-     The problem in one sentence, with the values. UTF-8.
-     */
-    const char *message;
-    /*
-     The next step in one sentence; NULL if the library knows none. UTF-8.
-     */
-    const char *hint;
-} vmmfd_error_t;
-
-/*
- The layout of an array: of a new one as an argument, or of an array as a result, whose pointers are valid until the array is freed.
- */
-typedef struct vmmfd_layout_t {
-    /*
-     The element type: a name of NumPy or ml_dtypes such as `float32`, `uint8`, `bfloat16`, or a typestr such as `<f4`.
-     */
-    const char *dtype;
-    /*
-     The number of dimensions, at most 64.
-     */
-    size_t dimensions;
-    /*
-     The length of each dimension, in elements.
-     */
-    const uint64_t *shape;
-    /*
-     The distance of neighbours along each dimension, in bytes. As an argument, NULL means contiguous in C order.
-     */
-    const int64_t *strides;
-    /*
-     The position of the first element in the memory, in bytes.
-     */
-    uint64_t offset;
-} vmmfd_layout_t;
-
-/*
- Options of a connection to a broker. All zeros are the defaults.
+ Options of a connection to a broker, which start with `VMMFD_BROKER_OPTIONS`.
  */
 typedef struct vmmfd_broker_options_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
     /*
      The longest wait for each answer of the broker, and for a broker after a restart, in milliseconds. 0: 30 s.
      */
@@ -334,7 +775,7 @@ typedef struct vmmfd_broker_options_t {
      */
     size_t trust_count;
     /*
-     A descriptor, such as an eventfd(2), that stops the waits of all requests within 50 ms after it becomes readable. 0: none. The
+     A descriptor, such as an eventfd(2), that stops the waits of all requests within 50 ms after it becomes readable. -1: none. The
      caller keeps it.
      */
     int stop;
@@ -359,9 +800,13 @@ typedef struct vmmfd_named_array_t {
 } vmmfd_named_array_t;
 
 /*
- Options of a put. All zeros are the defaults.
+ Options of a put, which start with `VMMFD_PUT_OPTIONS`.
  */
 typedef struct vmmfd_put_options_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
     /*
      A value of `vmmfd_condition_t`.
      */
@@ -397,9 +842,13 @@ typedef struct vmmfd_put_options_t {
 } vmmfd_put_options_t;
 
 /*
- Options of a get. All zeros are the defaults.
+ Options of a get, which start with `VMMFD_GET_OPTIONS`.
  */
 typedef struct vmmfd_get_options_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
     /*
      How long to wait for the object, in milliseconds. 0: not at all.
      */
@@ -503,69 +952,132 @@ typedef struct vmmfd_listing_t {
 } vmmfd_listing_t;
 
 /*
- Facts about a device. The texts are valid until the device is freed.
+ Connects to a broker. `path` is the socket's; NULL is `VMMFD_BROKER_SOCKET` of the environment, else this user's broker, else the
+ system's.
+
+ The caller frees `*broker` with `vmmfd_broker_free`; it is NULL after a failure. If the broker restarts, the next request and a thread
+ of the library connect again, and leases continue. The thread sleeps and blocks all signals. Blocks until a broker listens, for at most
+ `wait_ms`, and answers, for at most `timeout_ms`.
+
+ Errors: `VMMFD_NOT_FOUND` if no broker listens in time; `VMMFD_DENIED`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
+ `VMMFD_SYSTEM`.
  */
-typedef struct vmmfd_device_info_t {
-    /*
-     `cuda`, or `host` for ordinary memory of this machine.
-     */
-    const char *backend;
-    /*
-     The name, such as `NVIDIA H200`.
-     */
-    const char *name;
-    /*
-     The UUID with its prefix, such as `GPU-53e9a7d2-1f0c-5b7e-9c55-0123456789ab`. It identifies the device in every process.
-     */
-    const char *uuid;
-    /*
-     Why the backend is `host` although `auto` prefers CUDA; NULL otherwise.
-     */
-    const char *fallback;
-    /*
-     The ordinal in this process.
-     */
-    int32_t ordinal;
-    /*
-     Sizes of shareable memory are multiples of this, in bytes.
-     */
-    uint64_t granularity;
-} vmmfd_device_info_t;
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_broker_connect(const char *path,
+                                           const struct vmmfd_broker_options_t *options,
+                                           struct vmmfd_broker_t **broker);
 
 /*
- Options of a handoff. All zeros are the defaults.
+ Publishes arrays under a name. The broker then holds the memory: this process may free it, or exit.
+
+ The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`, on one device for each part; several may share memory. `options` NULL means
+ the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only; later writes of this
+ process are visible to them. Blocks until all work in the device's primary context is done and the broker has answered, for at most
+ the connection's timeout.
+
+ Errors: `VMMFD_EXISTS`; `VMMFD_DIFFERS` if the current version is another one; `VMMFD_DENIED`; `VMMFD_INVALID`; `VMMFD_DISCONNECTED`;
+ `VMMFD_INTERRUPTED`; `VMMFD_DRIVER`; `VMMFD_SYSTEM`, also for a full broker and a quota; `VMMFD_FORKED`.
  */
-typedef struct vmmfd_handoff_options_t {
-    /*
-     The longest wait for a peer, and the longest silence of a peer, in milliseconds. 0: 30 s.
-     */
-    uint64_t timeout_ms;
-    /*
-     Serving at a path: the number of consumers. 0: one; `VMMFD_ANY_NUMBER`: any number, until the call is stopped.
-     */
-    uint64_t consumers;
-    /*
-     Users beside this process's user and root that the peer may run as.
-     */
-    const uint32_t *trust;
-    /*
-     The number of users in `trust`.
-     */
-    size_t trust_count;
-    /*
-     A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. 0: none. The caller keeps it, and closes
-     it after the call; it becomes non-blocking.
-     */
-    int socket;
-    /*
-     A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. 0: none. The caller keeps it.
-     */
-    int stop;
-    /*
-     Taking: asks for write access.
-     */
-    bool writable;
-} vmmfd_handoff_options_t;
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_broker_put(const struct vmmfd_broker_t *broker,
+                                       const char *name,
+                                       const struct vmmfd_named_array_t *arrays,
+                                       size_t count,
+                                       const struct vmmfd_put_options_t *options,
+                                       uint64_t *version);
+
+/*
+ Leases an object, and maps its memory read-only.
+
+ `device` is the device to map the memory for; NULL means the device that owns it, of the object's backend. `options` NULL means the
+ current version, without a wait. The broker counts this process among the readers until the lease is freed. The caller frees `*lease`
+ with `vmmfd_lease_free`; it is NULL after a failure. Blocks for `wait_ms`, for the broker's answer within the connection's timeout, and
+ for the driver's calls; `vmmfd_broker_interrupt` interrupts the wait.
+
+ Errors: `VMMFD_NOT_FOUND`; `VMMFD_TIMEOUT` if the object did not appear in time; `VMMFD_DIFFERS` if it is not as expected;
+ `VMMFD_DENIED`; `VMMFD_UNSUPPORTED` if this process has no device for it; `VMMFD_INTERRUPTED`; `VMMFD_DISCONNECTED`; `VMMFD_INVALID`;
+ `VMMFD_DRIVER`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_broker_get(const struct vmmfd_broker_t *broker,
+                                       const struct vmmfd_device_t *device,
+                                       const char *name,
+                                       const struct vmmfd_get_options_t *options,
+                                       struct vmmfd_lease_t **lease);
+
+/*
+ Lists the objects whose names start with `prefix` and that this user may read, sorted by name. NULL is every name.
+
+ The caller frees `*listing` with `vmmfd_listing_free`; it is NULL after a failure. Blocks until the broker answers, for at most the
+ connection's timeout.
+
+ Errors: `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_broker_list(const struct vmmfd_broker_t *broker,
+                                        const char *prefix,
+                                        struct vmmfd_listing_t **listing);
+
+/*
+ Describes an object, as a listing of one: its current version, or `version` if it is not 0. Unlike in a list, the object has its
+ metadata.
+
+ The caller frees `*listing` with `vmmfd_listing_free`; it is NULL after a failure. Blocks until the broker answers, for at most the
+ connection's timeout.
+
+ Errors: `VMMFD_NOT_FOUND`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_broker_stat(const struct vmmfd_broker_t *broker,
+                                        const char *name,
+                                        uint64_t version,
+                                        struct vmmfd_listing_t **listing);
+
+/*
+ Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease is released. Blocks until the broker
+ answers, for at most the connection's timeout.
+
+ Errors: `VMMFD_NOT_FOUND`; `VMMFD_DENIED` if another user owns the name; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
+ `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_broker_delete(const struct vmmfd_broker_t *broker,
+                                          const char *name);
+
+/*
+ Starts to watch the events of names that start with `prefix` and that this user may read; NULL is every name. The events start now.
+
+ The watch has its own connection and thread. The caller frees `*watch` with `vmmfd_watch_free`; it is
+ NULL after a failure. Blocks until the broker answers, for at most the connection's timeout.
+
+ Errors: as for `vmmfd_broker_connect`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_broker_watch(const struct vmmfd_broker_t *broker,
+                                         const char *prefix,
+                                         struct vmmfd_watch_t **watch);
+
+/*
+ Ends the waits of other threads: a get on this connection, and each `vmmfd_watch_next` of its watches, which then fail with
+ `VMMFD_INTERRUPTED`. Does nothing if none waits. Blocks only while the socket is full.
+
+ Errors: `VMMFD_DISCONNECTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_broker_interrupt(const struct vmmfd_broker_t *broker);
+
+/*
+ Frees a connection. It closes when its last lease is freed; names with the lifetime `VMMFD_WITH_MAKER` are then deleted. NULL is
+ allowed. Does not block. A handle that is not valid is reported in the log. Any thread may call it, once for each connection.
+ */
+void vmmfd_broker_free(struct vmmfd_broker_t *broker);
+
+/*
+ Frees a listing. NULL is allowed. Does not block. Any thread may call it, once for each listing.
+ */
+void vmmfd_listing_free(struct vmmfd_listing_t *listing);
+
+/* ---- Leases ---- */
 
 /*
  A part of a leased object.
@@ -640,67 +1152,151 @@ typedef struct vmmfd_lease_info_t {
 } vmmfd_lease_info_t;
 
 /*
- Receives one line of the log, without a line break. `message` is valid during the call. `context` is the program's own.
+ Describes a lease.
 
- Any thread calls it, also threads of the library, and several at once. It must return soon, and must not call this library, throw or
- jump.
- */
-typedef void (*vmmfd_log_hook_t)(enum vmmfd_level_t level,
-                                 const char *message,
-                                 void *context);
+ The caller frees `*info` with `vmmfd_lease_info_free`; it is NULL after a failure. Does not block, except while the lease is switched.
 
-/*
- Options of new memory. All zeros are the defaults.
+
+ Errors: `VMMFD_INVALID`; `VMMFD_DISCONNECTED` if the metadata is not a JSON object; `VMMFD_FORKED`.
  */
-typedef struct vmmfd_memory_options_t {
-    /*
-     Splits the memory into allocations of this size in bytes, rounded up to the granularity. 0: one allocation.
-     */
-    uint64_t chunk;
-    /*
-     A value of `vmmfd_placement_t`.
-     */
-    uint32_t placement;
-    /*
-     A value of `vmmfd_rdma_t`.
-     */
-    uint32_t rdma;
-} vmmfd_memory_options_t;
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_lease_info(const struct vmmfd_lease_t *lease,
+                                       struct vmmfd_lease_info_t **info);
 
 /*
- Facts about memory. The text is valid until the memory is freed.
+ Frees facts about a lease. NULL is allowed. Does not block. Any thread may call it, once for each result.
  */
-typedef struct vmmfd_memory_info_t {
+void vmmfd_lease_info_free(struct vmmfd_lease_info_t *info);
+
+/*
+ Returns an array of a lease by name. After a switch, the same array shows the new version.
+
+ `part` is the name of its part; NULL means the only part that has an array of this name. The caller frees `*array` with
+ `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease is released when it and all its arrays are freed.
+ Does not block, except while the lease is switched.
+
+ Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID` if `part` is NULL and several parts have the array, and for a parked lease; `VMMFD_FORKED`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_lease_array(const struct vmmfd_lease_t *lease,
+                                        const char *part,
+                                        const char *name,
+                                        struct vmmfd_array_t **array);
+
+/*
+ Leases another version of the object and imports it, ready to take the addresses of this lease. The old version remains in use, so the
+ device holds both.
+
+ `options` select the version, for example `newer_than`; NULL is the current one. Its arrays must have the same names, layouts and
+ offsets; it may have more. The caller frees `*prepared` with `vmmfd_prepared_free`; it is NULL after a failure. Blocks as
+ `vmmfd_broker_get`.
+
+ Errors: as for `vmmfd_broker_get`; `VMMFD_DIFFERS` with the differences if the version does not fit.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_lease_prepare(const struct vmmfd_lease_t *lease,
+                                          const struct vmmfd_get_options_t *options,
+                                          struct vmmfd_prepared_t **prepared);
+
+/*
+ Maps a prepared version at the addresses of the lease. Addresses, arrays and captured CUDA graphs remain valid and show the new version.
+ `prepared` then holds the old version: switch back to it, or free it.
+
+ Nothing may use the memory by address during the call: on CUDA, a kernel that does destroys the context, and on the host backend it sees
+ old or new bytes. Copies of this library wait. Blocks without limit until all work in the device's primary context is done, then for the
+ driver's calls.
+
+ Errors: `VMMFD_INVALID` if a DLPack tensor of the lease exists, the lease is parked, or the version was prepared for another lease;
+ `VMMFD_DRIVER`, and then the old version is mapped, or the lease is parked. After an error `prepared` is used up: free it.
+ `VMMFD_FORKED`. Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_lease_switch(const struct vmmfd_lease_t *lease,
+                                         const struct vmmfd_prepared_t *prepared);
+
+/*
+ Unmaps the memory of a lease and keeps its addresses reserved. With `keep`, the broker still counts this process among the readers, and
+ keeps the version; otherwise the lease is released, and the device memory is free for others.
+
+ Nothing may use the memory by address from now on. Blocks as `vmmfd_lease_switch`.
+
+ Errors: as for `vmmfd_lease_switch`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_lease_park(const struct vmmfd_lease_t *lease,
+                                       bool keep);
+
+/*
+ Leases a version of the object and maps it at the addresses of a parked lease: `options` as for `vmmfd_lease_prepare`.
+
+ Blocks as `vmmfd_broker_get`.
+
+ Errors: `VMMFD_INVALID` if the lease is not parked; as for `vmmfd_lease_prepare`. The lease remains parked then.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_lease_unpark(const struct vmmfd_lease_t *lease,
+                                         const struct vmmfd_get_options_t *options);
+
+/*
+ Frees a lease. It is released, and its memory is unmapped, when all its arrays, memory and tensors are freed too. NULL is allowed. May
+ block for the driver's calls. A handle that is not valid is reported in the log. Any thread may call it, once for each lease.
+ */
+void vmmfd_lease_free(struct vmmfd_lease_t *lease);
+
+/*
+ Frees a prepared version, and releases its lease. NULL is allowed. May block for the driver's calls. A handle that is not valid is
+ reported in the log. Any thread may call it, once for each prepared version.
+ */
+void vmmfd_prepared_free(struct vmmfd_prepared_t *prepared);
+
+/* ---- Watches ---- */
+
+/*
+ The kind of an event.
+ */
+typedef enum vmmfd_event_kind_t {
     /*
-     The address on the device, the `CUdeviceptr`; on the host backend an address of this process.
+     A kind that this version of the library does not know.
      */
-    uint64_t address;
+    VMMFD_EVENT_UNKNOWN = 0,
     /*
-     The size of the data in bytes.
+     The first version of a name was published.
      */
-    uint64_t size;
+    VMMFD_EVENT_PUBLISHED = 1,
     /*
-     The size of the mapping in bytes: the size, rounded up.
+     The next version of a name was published.
      */
-    uint64_t mapped_size;
+    VMMFD_EVENT_REPLACED = 2,
     /*
-     The number of allocations that `vmmfd_memory_export` exports; 0 for memory that another process created.
+     The name was deleted.
      */
-    uint64_t segments;
+    VMMFD_EVENT_DELETED = 3,
     /*
-     The UUID of the device that the memory is mapped for, with its prefix.
+     A reader reported that the version differs from its description.
      */
-    const char *device;
+    VMMFD_EVENT_REPORTED = 4,
     /*
-     Whether this process may write to it. A kernel that writes to read-only memory destroys its CUDA context.
+     A lease was granted.
      */
-    bool writable;
-} vmmfd_memory_info_t;
+    VMMFD_EVENT_LEASED = 5,
+    /*
+     A lease was released.
+     */
+    VMMFD_EVENT_ENDED = 6,
+    /*
+     Events are missing: the watch fell too far behind, or the broker lost its state. List the names to catch up.
+     */
+    VMMFD_EVENT_LOST = 7,
+} vmmfd_event_kind_t;
 
 /*
  An event. The texts are valid until the next call of `vmmfd_watch_next` with the watch, or until it is freed.
  */
 typedef struct vmmfd_event_t {
+    /*
+     The size of this struct: `sizeof` it.
+     */
+    size_t struct_size;
     /*
      The kind. The other fields of `VMMFD_EVENT_LOST` are 0 or NULL.
      */
@@ -739,515 +1335,10 @@ typedef struct vmmfd_event_t {
     int32_t pid;
 } vmmfd_event_t;
 
-#ifdef __cplusplus
-extern "C" {
-#endif // __cplusplus
-
-/*
- Makes an array of memory. `layout` describes it, and its pointers are read during the call only.
-
- The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the memory: the caller may free its
- handle. Does not block. Any thread may call it.
-
- Errors: `VMMFD_INVALID` for an unknown type, and for an array that is not inside the memory; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_array_create(const struct vmmfd_memory_t *memory,
-                                         const struct vmmfd_layout_t *layout,
-                                         struct vmmfd_array_t **array);
-
-/*
- Describes an array. Does not block. Any thread may call it.
-
- Errors: `VMMFD_INVALID`, `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_array_info(const struct vmmfd_array_t *array,
-                                       struct vmmfd_layout_t *layout);
-
-/*
- Returns the memory of an array, to read and write its bytes. The array starts at `offset` of `vmmfd_array_info`.
-
- The caller frees `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Does not block. Any thread may call it.
-
- Errors: `VMMFD_INVALID`, `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_array_memory(const struct vmmfd_array_t *array,
-                                         struct vmmfd_memory_t **memory);
-
-/*
- Frees a handle of an array. DLPack tensors of it remain valid. NULL is allowed. May block for the driver's calls if it was the last user
- of its memory. A handle that is not valid is reported in the log. Any thread may call it, once for each handle.
- */
-void vmmfd_array_free(struct vmmfd_array_t *array);
-
-/*
- Exports an array as a DLPack tensor of version 1, without a copy. `dlpack.h` has the struct.
-
- The tensor's deleter frees it, on any thread, and may outlive the array. `*tensor` is NULL after a failure. A read-only array has the
- flag `DLPACK_FLAG_BITMASK_READ_ONLY`. While a tensor of a lease exists, the lease can't be switched or parked. Does not block, and waits
- for no stream: work of this process on the memory must be complete, or ordered before the reader's. Any thread may call it.
-
- Errors: `VMMFD_UNSUPPORTED` for big-endian and raw elements, and for strides that are not a multiple of the element; `VMMFD_INVALID`,
- also for memory of a parked lease; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_array_export(const struct vmmfd_array_t *array,
-                                         DLManagedTensorVersioned **tensor);
-
-/*
- Copies a DLPack tensor of version 1 into new shareable memory of a device, as a contiguous array. `dlpack.h` has the struct.
-
- The library takes the tensor and calls its deleter, on success and on failure. CPU memory and CUDA memory can be copied; CUDA memory
- only to a device of CUDA. The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. Blocks until the copy is
- complete; for CUDA memory also until all work in the primary context of the tensor's device is done. Any thread may call it.
-
- Errors: `VMMFD_INVALID` for a malformed tensor; `VMMFD_UNSUPPORTED` for other devices; the errors of `vmmfd_memory_create`. Driver
- calls: `cuMemcpyHtoD` or `cuMemcpyDtoD`, `cuStreamSynchronize`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_array_import(const struct vmmfd_device_t *device,
-                                         DLManagedTensorVersioned *tensor,
-                                         struct vmmfd_array_t **array);
-
-/*
- Connects to a broker. `path` is the socket's; NULL is `VMMFD_BROKER_SOCKET` of the environment, else this user's broker, else the
- system's.
-
- The caller frees `*broker` with `vmmfd_broker_free`; it is NULL after a failure. If the broker restarts, the next request and a thread
- of the library connect again, and leases continue. The thread sleeps and blocks all signals. Blocks until a broker listens, for at most
- `wait_ms`, and answers, for at most `timeout_ms`. Any thread may call it.
-
- Errors: `VMMFD_NOT_FOUND` if no broker listens in time; `VMMFD_DENIED`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
- `VMMFD_SYSTEM`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_broker_connect(const char *path,
-                                           const struct vmmfd_broker_options_t *options,
-                                           struct vmmfd_broker_t **broker);
-
-/*
- Publishes arrays under a name. The broker then holds the memory: this process may free it, or exit.
-
- The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_import`, on one device for each part; several may share memory. `options` NULL means
- the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only; later writes of this
- process are visible to them. Blocks until all work in the device's primary context is done and the broker has answered, for at most
- the connection's timeout. Any thread may call it.
-
- Errors: `VMMFD_EXISTS`; `VMMFD_DIFFERS` if the current version is another one; `VMMFD_DENIED`; `VMMFD_INVALID`; `VMMFD_DISCONNECTED`;
- `VMMFD_INTERRUPTED`; `VMMFD_DRIVER`; `VMMFD_SYSTEM`, also for a full broker and a quota; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_broker_put(const struct vmmfd_broker_t *broker,
-                                       const char *name,
-                                       const struct vmmfd_named_array_t *arrays,
-                                       size_t count,
-                                       const struct vmmfd_put_options_t *options,
-                                       uint64_t *version);
-
-/*
- Leases an object, and maps its memory read-only.
-
- `device` is the device to map the memory for; NULL means the device that owns it, of the object's backend. `options` NULL means the
- current version, without a wait. The broker counts this process among the readers until the lease is freed. The caller frees `*lease`
- with `vmmfd_lease_free`; it is NULL after a failure. Blocks for `wait_ms`, for the broker's answer within the connection's timeout, and
- for the driver's calls; `vmmfd_broker_stop` interrupts the wait. Any thread may call it.
-
- Errors: `VMMFD_NOT_FOUND`; `VMMFD_TIMEOUT` if the object did not appear in time; `VMMFD_DIFFERS` if it is not as expected;
- `VMMFD_DENIED`; `VMMFD_UNSUPPORTED` if this process has no device for it; `VMMFD_INTERRUPTED`; `VMMFD_DISCONNECTED`; `VMMFD_INVALID`;
- `VMMFD_DRIVER`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_broker_get(const struct vmmfd_broker_t *broker,
-                                       const struct vmmfd_device_t *device,
-                                       const char *name,
-                                       const struct vmmfd_get_options_t *options,
-                                       struct vmmfd_lease_t **lease);
-
-/*
- Lists the objects whose names start with `prefix` and that this user may read, sorted by name. NULL is every name.
-
- The caller frees `*listing` with `vmmfd_listing_free`; it is NULL after a failure. Blocks until the broker answers, for at most the
- connection's timeout. Any thread may call it.
-
- Errors: `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_broker_list(const struct vmmfd_broker_t *broker,
-                                        const char *prefix,
-                                        struct vmmfd_listing_t **listing);
-
-/*
- Describes an object, as a listing of one: its current version, or `version` if it is not 0. Unlike in a list, the object has its
- metadata.
-
- The caller frees `*listing` with `vmmfd_listing_free`; it is NULL after a failure. Blocks until the broker answers, for at most the
- connection's timeout. Any thread may call it.
-
- Errors: `VMMFD_NOT_FOUND`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_broker_stat(const struct vmmfd_broker_t *broker,
-                                        const char *name,
-                                        uint64_t version,
-                                        struct vmmfd_listing_t **listing);
-
-/*
- Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease is released. Blocks until the broker
- answers, for at most the connection's timeout. Any thread may call it.
-
- Errors: `VMMFD_NOT_FOUND`; `VMMFD_DENIED` if another user owns the name; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
- `VMMFD_SYSTEM`; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_broker_delete(const struct vmmfd_broker_t *broker,
-                                          const char *name);
-
-/*
- Starts to watch the events of names that start with `prefix` and that this user may read; NULL is every name. The events start now.
-
- The watch has its own connection and thread, and does not delay requests. The caller frees `*watch` with `vmmfd_watch_free`; it is
- NULL after a failure. Blocks until the broker answers, for at most the connection's timeout. Any thread may call it.
-
- Errors: as for `vmmfd_broker_connect`; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_broker_watch(const struct vmmfd_broker_t *broker,
-                                         const char *prefix,
-                                         struct vmmfd_watch_t **watch);
-
-/*
- Ends the wait of another thread's get on this connection, which then fails with `VMMFD_INTERRUPTED`. Does nothing if none waits. Blocks
- only while the socket is full. Any thread may call it.
-
- Errors: `VMMFD_DISCONNECTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_broker_stop(const struct vmmfd_broker_t *broker);
-
-/*
- Frees a connection. It closes when its last lease is freed; names with the lifetime `VMMFD_WITH_MAKER` are then deleted. NULL is
- allowed. Does not block. A handle that is not valid is reported in the log. Any thread may call it, once for each connection.
- */
-void vmmfd_broker_free(struct vmmfd_broker_t *broker);
-
-/*
- Counts the devices of a backend: `cuda`, `host`, or `auto` (also NULL), which is CUDA, or the host if there is no driver or no device.
-
- Blocks while the driver starts on first use, for up to about 100 ms. Any thread may call it.
-
- Errors: `VMMFD_INVALID` for another name; `VMMFD_UNSUPPORTED` if the machine has no usable driver or no device; `VMMFD_DRIVER`;
- `VMMFD_FORKED` if the parent process initialised the CUDA driver.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_device_count(const char *backend,
-                                         uint32_t *count);
-
-/*
- Opens a device of a backend: see `vmmfd_device_count`. `selector` is an ordinal of this process such as `0`, a UUID, or the first digits
- of a UUID such as `GPU-53e9`; NULL selects the first device.
-
- The caller frees `*device` with `vmmfd_device_free`; it is NULL after a failure. Blocks while the driver starts on first use, for up to
- about 100 ms, and creates the device's context only when memory needs it. Any thread may call it.
-
- Errors: as for `vmmfd_device_count`; `VMMFD_NOT_FOUND` if there is no such device; `VMMFD_INVALID` if several match.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_device_open(const char *backend,
-                                        const char *selector,
-                                        struct vmmfd_device_t **device);
-
-/*
- Describes a device. Does not block. Any thread may call it.
-
- Errors: `VMMFD_INVALID`, `VMMFD_FORKED`, `VMMFD_DRIVER`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_device_info(const struct vmmfd_device_t *device,
-                                        struct vmmfd_device_info_t *info);
-
-/*
- Frees a device handle. Memory of the device remains valid. NULL is allowed. Does not block. A handle that is not valid is reported in
- the log. Any thread may call it, once for each device.
- */
-void vmmfd_device_free(struct vmmfd_device_t *device);
-
-/*
- Frees an error. NULL is allowed. Does not block. Any thread may call it, once for each error.
- */
-void vmmfd_error_free(struct vmmfd_error_t *error);
-
-/*
- Serves an array to other processes, which take it with `vmmfd_handoff_take`, `vmmfd.take` in Python or the program `consumer`.
-
- The memory must be of `vmmfd_memory_create` or `vmmfd_array_import`. `path` is the socket's, NULL is this user's default; with
- `socket` of the options, the one peer of that socket is served. `served`, which may be NULL, is the number of consumers that took the
- array; it is valid after a failure too. Consumers keep the memory allocated after this process frees it.
-
- Blocks until the number of consumers has been served, at most `timeout_ms` without a consumer; with `VMMFD_ANY_NUMBER` until it is
- stopped, which is then no error. First waits for all work in the device's primary context. Any thread may call it; to serve in the
- background, call it from a thread of your own.
-
- Errors: `VMMFD_TIMEOUT` if no consumer came; `VMMFD_INTERRUPTED` if it was stopped before; `VMMFD_INVALID` for other memory, and for a
- path or socket that can't be used; `VMMFD_DISCONNECTED` and other errors of the first consumer that failed; `VMMFD_DRIVER`;
- `VMMFD_SYSTEM`; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_handoff_serve(const char *path,
-                                          const struct vmmfd_array_t *array,
-                                          const struct vmmfd_handoff_options_t *options,
-                                          uint64_t *served);
-
-/*
- Takes the array that another process serves: with `vmmfd_handoff_serve`, `vmmfd.serve` in Python or the program `producer`. Memory
- without a type is an array of `uint8`.
-
- `device` is the device to map the memory for, if it can reach the memory; NULL means the memory's own device, of the backend `auto`.
- `path` and `socket` are as for `vmmfd_handoff_serve`. The memory is read-only unless `writable` of the options is set. The caller frees
- `*array` with `vmmfd_array_free`; it is NULL after a failure. The memory remains valid after the producer exits, unless the producer
- shares it by a pool or a legacy handle: it then lives as long as the producer.
-
- Blocks until the producer listens and it is this consumer's turn, at most `timeout_ms` without a sign of the producer. Any thread may
- call it.
-
- Errors: `VMMFD_NOT_FOUND` if no process listens in time; `VMMFD_DISCONNECTED`; `VMMFD_DENIED` for a user that is not
- trusted; `VMMFD_UNSUPPORTED` if this process has no device for the memory; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_DRIVER`;
- `VMMFD_SYSTEM`; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_handoff_take(const struct vmmfd_device_t *device,
-                                         const char *path,
-                                         const struct vmmfd_handoff_options_t *options,
-                                         struct vmmfd_array_t **array);
-
-/*
- Describes a lease.
-
- The caller frees `*info` with `vmmfd_lease_info_free`; it is NULL after a failure. Does not block, except while the lease is switched.
- Any thread may call it.
-
- Errors: `VMMFD_INVALID`; `VMMFD_DISCONNECTED` if the metadata is not a JSON object; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_lease_info(const struct vmmfd_lease_t *lease,
-                                       struct vmmfd_lease_info_t **info);
-
-/*
- Frees facts about a lease. NULL is allowed. Does not block. Any thread may call it, once for each result.
- */
-void vmmfd_lease_info_free(struct vmmfd_lease_info_t *info);
-
-/*
- Returns an array of a lease by name. After a switch, the same array shows the new version.
-
- `part` is the name of its part; NULL means the only part that has an array of this name. The caller frees `*array` with
- `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease is released when it and all its arrays are freed.
- Does not block, except while the lease is switched. Any thread may call it.
-
- Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID` if `part` is NULL and several parts have the array, and for a parked lease; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_lease_array(const struct vmmfd_lease_t *lease,
-                                        const char *part,
-                                        const char *name,
-                                        struct vmmfd_array_t **array);
-
-/*
- Leases another version of the object and imports it, ready to take the addresses of this lease. The old version remains in use, so the
- device holds both.
-
- `options` select the version, for example `newer_than`; NULL is the current one. Its arrays must have the same names, layouts and
- offsets; it may have more. The caller frees `*prepared` with `vmmfd_prepared_free`; it is NULL after a failure. Blocks as
- `vmmfd_broker_get`. Any thread may call it.
-
- Errors: as for `vmmfd_broker_get`; `VMMFD_DIFFERS` with the differences if the version does not fit.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_lease_prepare(const struct vmmfd_lease_t *lease,
-                                          const struct vmmfd_get_options_t *options,
-                                          struct vmmfd_prepared_t **prepared);
-
-/*
- Maps a prepared version at the addresses of the lease. Addresses, arrays and captured CUDA graphs remain valid and show the new version.
- `prepared` then holds the old version: switch back to it, or free it.
-
- Nothing may use the memory by address during the call: on CUDA, a kernel that does destroys the context, and on the host backend it sees
- old or new bytes. Copies of this library wait. Blocks without limit until all work in the device's primary context is done, then for the
- driver's calls. Any thread may call it.
-
- Errors: `VMMFD_INVALID` if a DLPack tensor of the lease exists, the lease is parked, or the version was prepared for another lease;
- `VMMFD_DRIVER`, and then the old version is mapped, or the lease is parked. After an error `prepared` is used up: free it.
- `VMMFD_FORKED`. Driver calls: `cuCtxSynchronize`, `cuMemUnmap`, `cuMemMap`, `cuMemSetAccess`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_lease_switch(const struct vmmfd_lease_t *lease,
-                                         const struct vmmfd_prepared_t *prepared);
-
-/*
- Unmaps the memory of a lease and keeps its addresses reserved. With `keep`, the broker still counts this process among the readers, and
- keeps the version; otherwise the lease is released, and the device memory is free for others.
-
- Nothing may use the memory by address from now on. Blocks as `vmmfd_lease_switch`. Any thread may call it.
-
- Errors: as for `vmmfd_lease_switch`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_lease_park(const struct vmmfd_lease_t *lease,
-                                       bool keep);
-
-/*
- Leases a version of the object and maps it at the addresses of a parked lease: `options` as for `vmmfd_lease_prepare`.
-
- Blocks as `vmmfd_broker_get`. Any thread may call it.
-
- Errors: `VMMFD_INVALID` if the lease is not parked; as for `vmmfd_lease_prepare`. The lease remains parked then.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_lease_unpark(const struct vmmfd_lease_t *lease,
-                                         const struct vmmfd_get_options_t *options);
-
-/*
- Frees a lease. It is released, and its memory is unmapped, when all its arrays, memory and tensors are freed too. NULL is allowed. May
- block for the driver's calls. A handle that is not valid is reported in the log. Any thread may call it, once for each lease.
- */
-void vmmfd_lease_free(struct vmmfd_lease_t *lease);
-
-/*
- Frees a prepared version, and releases its lease. NULL is allowed. May block for the driver's calls. A handle that is not valid is
- reported in the log. Any thread may call it, once for each prepared version.
- */
-void vmmfd_prepared_free(struct vmmfd_prepared_t *prepared);
-
-/*
- Returns the library's version, such as `0.1.0`. The text is static. Never fails and does not block.
- */
-VMMFD_MUST_USE
-const char *vmmfd_library_version(void);
-
-/*
- Passes the library's log to a function of the program: lines up to `level`, one of `vmmfd_level_t`. By default there is no log.
-
- `hook` NULL or level `VMMFD_LOG_OFF` stops the log. The library keeps `context` and does not use it. Another thread may still be in the
- previous hook when this returns, so its context must remain valid. Does not block. Any thread may call it; each call allocates some
- bytes for the rest of the process.
-
- Errors: `VMMFD_INVALID` for an unknown level, or if the program is in Rust and has its own `tracing` subscriber.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_log_set(uint32_t level,
-                                    vmmfd_log_hook_t hook,
-                                    void *context);
-
-/*
- Frees a listing. NULL is allowed. Does not block. Any thread may call it, once for each listing.
- */
-void vmmfd_listing_free(struct vmmfd_listing_t *listing);
-
-/*
- Allocates shareable memory of `size` bytes on a device, and maps it for reading and writing. The contents are undefined.
-
- `options` NULL means the defaults. The caller frees `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Blocks while the
- driver allocates, and up to 100 ms while it creates the device's context. Any thread may call it.
-
- Errors: `VMMFD_INVALID` for a size of 0 and unknown options; `VMMFD_OUT_OF_MEMORY`; `VMMFD_UNSUPPORTED`; `VMMFD_SYSTEM` if this process
- has too few descriptors, one for each chunk; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls: `cuMemCreate`, `cuMemAddressReserve`,
- `cuMemMap`, `cuMemSetAccess`, `cuMemExportToShareableHandle`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_memory_create(const struct vmmfd_device_t *device,
-                                          uint64_t size,
-                                          const struct vmmfd_memory_options_t *options,
-                                          struct vmmfd_memory_t **memory);
-
-/*
- Describes memory. Does not block, except while a lease is switched. Any thread may call it.
-
- Errors: `VMMFD_INVALID`, also for memory of a parked lease; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_memory_info(const struct vmmfd_memory_t *memory,
-                                        struct vmmfd_memory_info_t *info);
-
-/*
- Copies `size` bytes of the caller into the memory, starting at `offset`. Blocks until the copy is complete, including earlier work on
- the default stream. Any threads may call it at once, and must agree who writes which bytes.
-
- Errors: `VMMFD_INVALID` if the range exceeds the memory or the memory is read-only; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls:
- `cuMemcpyHtoD`, `cuStreamSynchronize`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_memory_copy_in(const struct vmmfd_memory_t *memory,
-                                           uint64_t offset,
-                                           const void *from,
-                                           size_t size);
-
-/*
- Copies `size` bytes out of the memory, starting at `offset`, into a buffer of the caller. Blocks until the copy is complete, including
- earlier work on the default stream. Any threads may call it at once.
-
- Errors: as for `vmmfd_memory_copy_in`. Driver call: `cuMemcpyDtoH`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_memory_copy_out(const struct vmmfd_memory_t *memory,
-                                            uint64_t offset,
-                                            void *to,
-                                            size_t size);
-
-/*
- Waits until all work in the device's primary context has finished, which the CUDA runtime, PyTorch and others use. Call it after your
- kernels and before another process reads the memory. Blocks without limit. Any thread may call it.
-
- Errors: `VMMFD_DRIVER`, also for an earlier asynchronous failure; `VMMFD_INVALID`; `VMMFD_FORKED`. Driver call: `cuCtxSynchronize`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_memory_synchronize(const struct vmmfd_memory_t *memory);
-
-/*
- Duplicates the descriptor of one allocation, to send over the program's own socket (`SCM_RIGHTS`). `*size` is its size in
- bytes, which the receiver needs. `segment` counts from 0: see `segments` of `vmmfd_memory_info_t`.
-
- The caller closes `*fd`, which is close-on-exec; it is -1 after a failure. A holder of the descriptor can read and write the memory, and
- keeps it allocated. Does not block. Any thread may call it.
-
- Errors: `VMMFD_INVALID` for memory that another process created, and for a segment that does not exist; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_memory_export(const struct vmmfd_memory_t *memory,
-                                          uint64_t segment,
-                                          int *fd,
-                                          uint64_t *size);
-
-/*
- Imports `count` allocations that another process exported, and maps them side by side for a device. `sizes` are the exporter's, in
- bytes: a descriptor does not carry its size.
-
- The caller keeps its descriptors and may close them afterwards. `writable` asks for write access of this process. The caller frees
- `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Blocks for the driver's calls. Any thread may call it.
-
- Errors: `VMMFD_INVALID` for a descriptor that is not open, no descriptor, or a size that is not a multiple of the granularity;
- `VMMFD_DRIVER` or `VMMFD_UNSUPPORTED` for a wrong size or a descriptor of something else; `VMMFD_SYSTEM`; `VMMFD_FORKED`. Driver calls:
- `cuMemImportFromShareableHandle`, `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`.
- */
-VMMFD_MUST_USE
-struct vmmfd_error_t *vmmfd_memory_import(const struct vmmfd_device_t *device,
-                                          const int *fds,
-                                          const uint64_t *sizes,
-                                          size_t count,
-                                          bool writable,
-                                          struct vmmfd_memory_t **memory);
-
-/*
- Frees a handle of memory. The memory itself is released when no array, lease or DLPack tensor of this process uses it any more; other
- processes that have it open keep it. NULL is allowed. May block for the driver's calls. A handle that is not valid is reported in the
- log. Finish your own work on the memory first. Any thread may call it, once for each handle.
- */
-void vmmfd_memory_free(struct vmmfd_memory_t *memory);
-
 /*
  Returns a descriptor that is readable, in poll(2) and epoll(7), while events wait. Then call `vmmfd_watch_next` until it finds none.
 
- The watch owns the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block. Any thread may call it.
+ The watch owns the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block.
 
  Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
  */
@@ -1256,10 +1347,11 @@ struct vmmfd_error_t *vmmfd_watch_descriptor(const struct vmmfd_watch_t *watch,
                                              int *fd);
 
 /*
- Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`: 0 only
- takes an event that waits. One thread at a time may call it.
+ Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`; 0 is not to
+ wait. One thread at a time may call it.
 
- Errors: `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues at
+ Errors: `VMMFD_INTERRUPTED` if another thread frees the watch or calls `vmmfd_broker_interrupt`, or `stop` of the connection is readable.
+ `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues at
  its place, and the call may be repeated. `VMMFD_INVALID`; `VMMFD_FORKED`.
  */
 VMMFD_MUST_USE
@@ -1269,7 +1361,7 @@ struct vmmfd_error_t *vmmfd_watch_next(const struct vmmfd_watch_t *watch,
                                        bool *found);
 
 /*
- Frees a watch, and stops its thread. NULL is allowed. Blocks until the thread has exited, usually for less than a millisecond. A handle
+ Frees a watch, ends the wait of another thread for its next event, and stops its thread. NULL is allowed. Blocks until the thread has exited, usually for less than a millisecond. A handle
  that is not valid is reported in the log. Any thread may call it, once for each watch.
  */
 void vmmfd_watch_free(struct vmmfd_watch_t *watch);

@@ -134,7 +134,7 @@ pub(crate) fn descriptor(fd: c_int, name: &str) -> Outcome<OwnedFd> {
     })
 }
 
-/// A time in milliseconds; 0 is `default`, and the largest number is infinite.
+/// A time in milliseconds; 0 is `default`, and `VMMFD_FOREVER` is a year.
 pub(crate) fn milliseconds(time: u64, default: Duration) -> Duration {
     match time {
         0 => default,
@@ -156,12 +156,12 @@ pub(crate) fn config(timeout_ms: u64, trust: &[u32], stop: Option<&Arc<OwnedFd>>
     Ok(config.cancel(&cancel))
 }
 
-/// The descriptor that stops calls; `None` for 0.
+/// The descriptor that stops calls; `None` for -1.
 ///
 /// # Errors
 /// As [`descriptor`].
 pub(crate) fn stop(fd: c_int) -> Outcome<Option<Arc<OwnedFd>>> {
-    (fd != 0).then(|| descriptor(fd, "stop").map(Arc::new)).transpose()
+    (fd != -1).then(|| descriptor(fd, "stop").map(Arc::new)).transpose()
 }
 
 pub(crate) fn is_readable(fd: &OwnedFd) -> bool {

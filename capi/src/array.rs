@@ -28,6 +28,7 @@ use crate::{
     handle::{self, handle},
     memory::{Memory, Source, vmmfd_memory_t},
     owned::c_text,
+    versioned::{Facts, options, versioned},
 };
 
 /// An array in memory: type, shape, strides and offset. It keeps its memory. Any threads may use it at once.
@@ -60,6 +61,8 @@ impl Array {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_layout_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
     /// The element type: a name of NumPy or ml_dtypes such as `float32`, `uint8`, `bfloat16`, or a typestr such as `<f4`.
     pub dtype: *const c_char,
     /// The number of dimensions, at most 64.
@@ -72,22 +75,24 @@ pub struct vmmfd_layout_t {
     pub offset: u64,
 }
 
+versioned!(vmmfd_layout_t);
+
 /// Makes an array of memory. `layout` describes it, and its pointers are read during the call only.
 ///
 /// The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. The array keeps the memory: the caller may free its
-/// handle. Does not block. Any thread may call it.
+/// handle. Does not block.
 ///
 /// Errors: `VMMFD_INVALID` for an unknown type, and for an array that is not inside the memory; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_array_create(
     memory: *const vmmfd_memory_t,
-    layout: Option<&vmmfd_layout_t>,
+    layout: *const vmmfd_layout_t,
     array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
 ) -> *mut vmmfd_error_t {
     run_out(array, "array", || {
         let memory = handle::get(memory)?;
-        let layout = layout.ok_or_else(|| Failure::invalid("layout is NULL: pass the type and the shape"))?;
+        let layout = options(layout)?.ok_or_else(|| Failure::invalid("layout is NULL: pass the type and the shape"))?;
         let dtype = text(layout.dtype, "dtype")?;
         let dtype = dtype.parse().map_err(|error| Failure::invalid(format!("dtype: {error}")))?;
         if layout.dimensions > MAX_DIMENSIONS {
@@ -104,30 +109,30 @@ pub extern "C" fn vmmfd_array_create(
     })
 }
 
-/// Describes an array. Does not block. Any thread may call it.
+/// Describes an array. Does not block.
 ///
 /// Errors: `VMMFD_INVALID`, `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
-pub extern "C" fn vmmfd_array_info(
-    array: *const vmmfd_array_t,
-    layout: Option<&mut MaybeUninit<vmmfd_layout_t>>,
-) -> *mut vmmfd_error_t {
-    run_out(layout, "layout", || {
+pub extern "C" fn vmmfd_array_info(array: *const vmmfd_array_t, layout: *mut vmmfd_layout_t) -> *mut vmmfd_error_t {
+    run(|| {
+        let layout = Facts::of(layout, "layout")?;
         let array = handle::get(array)?;
-        Ok(vmmfd_layout_t {
+        layout.write(&vmmfd_layout_t {
+            struct_size: 0,
             dtype: array.dtype.as_ptr(),
             dimensions: array.descriptor.shape.len(),
             shape: array.descriptor.shape.as_ptr(),
             strides: array.strides.as_ptr(),
             offset: array.descriptor.offset,
-        })
+        });
+        Ok(())
     })
 }
 
 /// Returns the memory of an array, to read and write its bytes. The array starts at `offset` of `vmmfd_array_info`.
 ///
-/// The caller frees `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Does not block. Any thread may call it.
+/// The caller frees `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Does not block.
 ///
 /// Errors: `VMMFD_INVALID`, `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -150,13 +155,13 @@ pub extern "C" fn vmmfd_array_free(array: *mut vmmfd_array_t) {
 ///
 /// The tensor's deleter frees it, on any thread, and may outlive the array. `*tensor` is NULL after a failure. A read-only array has the
 /// flag `DLPACK_FLAG_BITMASK_READ_ONLY`. While a tensor of a lease exists, the lease can't be switched or parked. Does not block, and waits
-/// for no stream: work of this process on the memory must be complete, or ordered before the reader's. Any thread may call it.
+/// for no stream: work of this process on the memory must be complete, or ordered before the reader's.
 ///
 /// Errors: `VMMFD_UNSUPPORTED` for big-endian and raw elements, and for strides that are not a multiple of the element; `VMMFD_INVALID`,
 /// also for memory of a parked lease; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
-pub extern "C" fn vmmfd_array_export(
+pub extern "C" fn vmmfd_array_to_dlpack(
     array: *const vmmfd_array_t,
     tensor: Option<&mut MaybeUninit<*mut DLManagedTensorVersioned>>,
 ) -> *mut vmmfd_error_t {
@@ -184,13 +189,13 @@ fn export(array: &Array) -> Outcome<*mut DLManagedTensorVersioned> {
 ///
 /// The library takes the tensor and calls its deleter, on success and on failure. CPU memory and CUDA memory can be copied; CUDA memory
 /// only to a device of CUDA. The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. Blocks until the copy is
-/// complete; for CUDA memory also until all work in the primary context of the tensor's device is done. Any thread may call it.
+/// complete; for CUDA memory also until all work in the primary context of the tensor's device is done.
 ///
 /// Errors: `VMMFD_INVALID` for a malformed tensor; `VMMFD_UNSUPPORTED` for other devices; the errors of `vmmfd_memory_create`. Driver
 /// calls: `cuMemcpyHtoD` or `cuMemcpyDtoD`, `cuStreamSynchronize`.
 #[unsafe(no_mangle)]
 #[must_use]
-pub extern "C" fn vmmfd_array_import(
+pub extern "C" fn vmmfd_array_from_dlpack(
     device: *const vmmfd_device_t,
     tensor: *mut DLManagedTensorVersioned,
     array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,

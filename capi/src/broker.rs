@@ -26,6 +26,7 @@ use crate::{
     leased::Leased,
     listing::{Listing, vmmfd_listing_t},
     put::{self, Named},
+    versioned::{options, versioned},
     watch::{Watches, Watching, vmmfd_watch_t},
 };
 
@@ -54,10 +55,12 @@ impl Broker {
     }
 }
 
-/// Options of a connection to a broker. All zeros are the defaults.
+/// Options of a connection to a broker, which start with `VMMFD_BROKER_OPTIONS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_broker_options_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
     /// The longest wait for each answer of the broker, and for a broker after a restart, in milliseconds. 0: 30 s.
     pub timeout_ms: u64,
     /// The longest wait of `vmmfd_broker_connect` for a broker to listen, in milliseconds. 0: 1 s, or `timeout_ms` if that is shorter.
@@ -66,17 +69,19 @@ pub struct vmmfd_broker_options_t {
     pub trust: *const u32,
     /// The number of users in `trust`.
     pub trust_count: usize,
-    /// A descriptor, such as an eventfd(2), that stops the waits of all requests within 50 ms after it becomes readable. 0: none. The
+    /// A descriptor, such as an eventfd(2), that stops the waits of all requests within 50 ms after it becomes readable. -1: none. The
     /// caller keeps it.
     pub stop: c_int,
 }
+
+versioned!(vmmfd_broker_options_t);
 
 /// Connects to a broker. `path` is the socket's; NULL is `VMMFD_BROKER_SOCKET` of the environment, else this user's broker, else the
 /// system's.
 ///
 /// The caller frees `*broker` with `vmmfd_broker_free`; it is NULL after a failure. If the broker restarts, the next request and a thread
 /// of the library connect again, and leases continue. The thread sleeps and blocks all signals. Blocks until a broker listens, for at most
-/// `wait_ms`, and answers, for at most `timeout_ms`. Any thread may call it.
+/// `wait_ms`, and answers, for at most `timeout_ms`.
 ///
 /// Errors: `VMMFD_NOT_FOUND` if no broker listens in time; `VMMFD_DENIED`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
 /// `VMMFD_SYSTEM`.
@@ -84,15 +89,16 @@ pub struct vmmfd_broker_options_t {
 #[must_use]
 pub extern "C" fn vmmfd_broker_connect(
     path: *const c_char,
-    options: Option<&vmmfd_broker_options_t>,
+    options: *const vmmfd_broker_options_t,
     broker: Option<&mut MaybeUninit<*mut vmmfd_broker_t>>,
 ) -> *mut vmmfd_error_t {
     run_out(broker, "broker", || {
-        let (timeout_ms, wait_ms, trust, stop) = match options {
+        let options = self::options(options)?;
+        let (timeout_ms, wait_ms, trust, stop) = match &options {
             Some(given) => {
                 (given.timeout_ms, given.wait_ms, list(given.trust, given.trust_count, "trust")?, given.stop)
             }
-            None => (0, 0, &[][..], 0),
+            None => (0, 0, &[][..], -1),
         };
         let environment = || std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(PathBuf::from);
         let path = self::path(path).map(PathBuf::from).or_else(environment);
@@ -146,10 +152,12 @@ pub enum vmmfd_lifetime_t {
     VMMFD_UNTIL_IDLE = 3,
 }
 
-/// Options of a put. All zeros are the defaults.
+/// Options of a put, which start with `VMMFD_PUT_OPTIONS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_put_options_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
     /// A value of `vmmfd_condition_t`.
     pub condition: u32,
     /// A value of `vmmfd_lifetime_t`.
@@ -168,12 +176,14 @@ pub struct vmmfd_put_options_t {
     pub digest: *const c_char,
 }
 
+versioned!(vmmfd_put_options_t);
+
 /// Publishes arrays under a name. The broker then holds the memory: this process may free it, or exit.
 ///
-/// The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_import`, on one device for each part; several may share memory. `options` NULL means
+/// The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`, on one device for each part; several may share memory. `options` NULL means
 /// the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only; later writes of this
 /// process are visible to them. Blocks until all work in the device's primary context is done and the broker has answered, for at most
-/// the connection's timeout. Any thread may call it.
+/// the connection's timeout.
 ///
 /// Errors: `VMMFD_EXISTS`; `VMMFD_DIFFERS` if the current version is another one; `VMMFD_DENIED`; `VMMFD_INVALID`; `VMMFD_DISCONNECTED`;
 /// `VMMFD_INTERRUPTED`; `VMMFD_DRIVER`; `VMMFD_SYSTEM`, also for a full broker and a quota; `VMMFD_FORKED`.
@@ -184,7 +194,7 @@ pub extern "C" fn vmmfd_broker_put(
     name: *const c_char,
     arrays: *const vmmfd_named_array_t,
     count: usize,
-    options: Option<&vmmfd_put_options_t>,
+    options: *const vmmfd_put_options_t,
     version: Option<&mut MaybeUninit<u64>>,
 ) -> *mut vmmfd_error_t {
     run(|| {
@@ -193,8 +203,8 @@ pub extern "C" fn vmmfd_broker_put(
         let broker = handle::get(broker)?;
         let mut put = Put::new(text(name, "name")?);
         let mut digest = None;
-        if let Some(options) = options {
-            (put, digest) = with_options(put, options)?;
+        if let Some(options) = self::options(options)? {
+            (put, digest) = with_options(put, &options)?;
         }
         let named: Outcome<Vec<_>> = list(arrays, count, "arrays")?
             .iter()
@@ -262,7 +272,7 @@ fn with_options<'a>(mut put: Put<'a>, options: &vmmfd_put_options_t) -> Outcome<
 /// `device` is the device to map the memory for; NULL means the device that owns it, of the object's backend. `options` NULL means the
 /// current version, without a wait. The broker counts this process among the readers until the lease is freed. The caller frees `*lease`
 /// with `vmmfd_lease_free`; it is NULL after a failure. Blocks for `wait_ms`, for the broker's answer within the connection's timeout, and
-/// for the driver's calls; `vmmfd_broker_stop` interrupts the wait. Any thread may call it.
+/// for the driver's calls; `vmmfd_broker_interrupt` interrupts the wait.
 ///
 /// Errors: `VMMFD_NOT_FOUND`; `VMMFD_TIMEOUT` if the object did not appear in time; `VMMFD_DIFFERS` if it is not as expected;
 /// `VMMFD_DENIED`; `VMMFD_UNSUPPORTED` if this process has no device for it; `VMMFD_INTERRUPTED`; `VMMFD_DISCONNECTED`; `VMMFD_INVALID`;
@@ -273,7 +283,7 @@ pub extern "C" fn vmmfd_broker_get(
     broker: *const vmmfd_broker_t,
     device: *const vmmfd_device_t,
     name: *const c_char,
-    options: Option<&vmmfd_get_options_t>,
+    options: *const vmmfd_get_options_t,
     lease: Option<&mut MaybeUninit<*mut vmmfd_lease_t>>,
 ) -> *mut vmmfd_error_t {
     run_out(lease, "lease", || {
@@ -294,7 +304,7 @@ pub extern "C" fn vmmfd_broker_get(
 /// Lists the objects whose names start with `prefix` and that this user may read, sorted by name. NULL is every name.
 ///
 /// The caller frees `*listing` with `vmmfd_listing_free`; it is NULL after a failure. Blocks until the broker answers, for at most the
-/// connection's timeout. Any thread may call it.
+/// connection's timeout.
 ///
 /// Errors: `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -319,7 +329,7 @@ pub extern "C" fn vmmfd_broker_list(
 /// metadata.
 ///
 /// The caller frees `*listing` with `vmmfd_listing_free`; it is NULL after a failure. Blocks until the broker answers, for at most the
-/// connection's timeout. Any thread may call it.
+/// connection's timeout.
 ///
 /// Errors: `VMMFD_NOT_FOUND`; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -340,7 +350,7 @@ pub extern "C" fn vmmfd_broker_stat(
 }
 
 /// Deletes a name. Readers keep their leases, and the broker keeps the memory until the last lease is released. Blocks until the broker
-/// answers, for at most the connection's timeout. Any thread may call it.
+/// answers, for at most the connection's timeout.
 ///
 /// Errors: `VMMFD_NOT_FOUND`; `VMMFD_DENIED` if another user owns the name; `VMMFD_DISCONNECTED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`;
 /// `VMMFD_SYSTEM`; `VMMFD_FORKED`.
@@ -356,7 +366,7 @@ pub extern "C" fn vmmfd_broker_delete(broker: *const vmmfd_broker_t, name: *cons
 /// Starts to watch the events of names that start with `prefix` and that this user may read; NULL is every name. The events start now.
 ///
 /// The watch has its own connection and thread. The caller frees `*watch` with `vmmfd_watch_free`; it is
-/// NULL after a failure. Blocks until the broker answers, for at most the connection's timeout. Any thread may call it.
+/// NULL after a failure. Blocks until the broker answers, for at most the connection's timeout.
 ///
 /// Errors: as for `vmmfd_broker_connect`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -376,12 +386,12 @@ pub extern "C" fn vmmfd_broker_watch(
 }
 
 /// Ends the waits of other threads: a get on this connection, and each `vmmfd_watch_next` of its watches, which then fail with
-/// `VMMFD_INTERRUPTED`. Does nothing if none waits. Blocks only while the socket is full. Any thread may call it.
+/// `VMMFD_INTERRUPTED`. Does nothing if none waits. Blocks only while the socket is full.
 ///
 /// Errors: `VMMFD_DISCONNECTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
-pub extern "C" fn vmmfd_broker_stop(broker: *const vmmfd_broker_t) -> *mut vmmfd_error_t {
+pub extern "C" fn vmmfd_broker_interrupt(broker: *const vmmfd_broker_t) -> *mut vmmfd_error_t {
     run(|| {
         let broker = handle::get(broker)?;
         broker.watches.interrupt();

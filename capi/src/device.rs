@@ -14,9 +14,10 @@ use vmmfd::{
 
 use crate::{
     argument::{optional_text, run_out},
-    error::{Failure, Outcome, run_logged, vmmfd_error_t},
+    error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
     owned::c_text,
+    versioned::{Facts, versioned},
 };
 
 /// A device: a GPU, or the host backend's ordinary memory. Any threads may use it at once.
@@ -44,6 +45,8 @@ impl OpenDevice {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_device_info_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
     /// `cuda`, or `host` for ordinary memory of this machine.
     pub backend: *const c_char,
     /// The name, such as `NVIDIA H200`.
@@ -58,6 +61,8 @@ pub struct vmmfd_device_info_t {
     pub granularity: u64,
 }
 
+versioned!(vmmfd_device_info_t);
+
 /// Returns the driver of a backend, and the reason for a fallback to the host.
 pub(crate) fn driver(backend: Option<&str>) -> Outcome<(Driver, Option<String>)> {
     let backend = backend.unwrap_or("auto");
@@ -68,7 +73,7 @@ pub(crate) fn driver(backend: Option<&str>) -> Outcome<(Driver, Option<String>)>
 
 /// Counts the devices of a backend: `cuda`, `host`, or `auto` (also NULL), which is CUDA, or the host if there is no driver or no device.
 ///
-/// Blocks while the driver starts on first use, for up to about 100 ms. Any thread may call it.
+/// Blocks while the driver starts on first use, for up to about 100 ms.
 ///
 /// Errors: `VMMFD_INVALID` for another name; `VMMFD_UNSUPPORTED` if the machine has no usable driver or no device; `VMMFD_DRIVER`;
 /// `VMMFD_FORKED` if the parent process initialised the CUDA driver.
@@ -88,7 +93,7 @@ pub extern "C" fn vmmfd_device_count(
 /// of a UUID such as `GPU-53e9`; NULL selects the first device.
 ///
 /// The caller frees `*device` with `vmmfd_device_free`; it is NULL after a failure. Blocks while the driver starts on first use, for up to
-/// about 100 ms, and creates the device's context only when memory needs it. Any thread may call it.
+/// about 100 ms, and creates the device's context only when memory needs it.
 ///
 /// Errors: as for `vmmfd_device_count`; `VMMFD_NOT_FOUND` if there is no such device; `VMMFD_INVALID` if several match.
 #[unsafe(no_mangle)]
@@ -111,29 +116,32 @@ pub extern "C" fn vmmfd_device_open(
     })
 }
 
-/// Describes a device. Does not block. Any thread may call it.
+/// Describes a device. Does not block.
 ///
 /// Errors: `VMMFD_INVALID`, `VMMFD_FORKED`, `VMMFD_DRIVER`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_device_info(
     device: *const vmmfd_device_t,
-    info: Option<&mut MaybeUninit<vmmfd_device_info_t>>,
+    info: *mut vmmfd_device_info_t,
 ) -> *mut vmmfd_error_t {
-    run_out(info, "info", || {
+    run(|| {
+        let info = Facts::of(info, "info")?;
         let open = handle::get(device)?;
         let backend = match open.device.backend() {
             Backend::Cuda => c"cuda",
             Backend::Host => c"host",
         };
-        Ok(vmmfd_device_info_t {
+        info.write(&vmmfd_device_info_t {
+            struct_size: 0,
             backend: backend.as_ptr(),
             name: open.name.as_ptr(),
             uuid: open.uuid.as_ptr(),
             fallback: open.fallback.as_ref().map_or(ptr::null(), |text| text.as_ptr()),
             ordinal: open.device.ordinal(),
             granularity: open.device.granularity()?,
-        })
+        });
+        Ok(())
     })
 }
 

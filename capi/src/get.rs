@@ -7,12 +7,15 @@ use vmmfd::broker::Get;
 use crate::{
     argument::{json, list, milliseconds, text},
     error::{Failure, Outcome},
+    versioned::{options, versioned},
 };
 
-/// Options of a get. All zeros are the defaults.
+/// Options of a get, which start with `VMMFD_GET_OPTIONS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_get_options_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
     /// How long to wait for the object, in milliseconds. 0: not at all.
     pub wait_ms: u64,
     /// The version. 0: the current one.
@@ -31,10 +34,12 @@ pub struct vmmfd_get_options_t {
     pub expect_owner: bool,
 }
 
+versioned!(vmmfd_get_options_t);
+
 /// Builds a get.
-pub(crate) fn build_get(name: &str, options: Option<&vmmfd_get_options_t>) -> Outcome<Get> {
+pub(crate) fn build_get(name: &str, options: *const vmmfd_get_options_t) -> Outcome<Get> {
     let mut get = Get::new(name);
-    let Some(options) = options else { return Ok(get) };
+    let Some(options) = self::options(options)? else { return Ok(get) };
     if options.wait_ms > 0 {
         get = get.wait(milliseconds(options.wait_ms, Duration::ZERO));
     }

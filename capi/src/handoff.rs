@@ -24,15 +24,18 @@ use crate::{
     error::{Outcome, run, vmmfd_error_t},
     handle,
     memory::Memory,
+    versioned::{options, versioned},
 };
 
 /// Serve any number of consumers, until the call is stopped.
 pub const VMMFD_ANY_NUMBER: u64 = u64::MAX;
 
-/// Options of a handoff. All zeros are the defaults.
+/// Options of a handoff, which start with `VMMFD_HANDOFF_OPTIONS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_handoff_options_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
     /// The longest wait for a peer, and the longest silence of a peer, in milliseconds. 0: 30 s.
     pub timeout_ms: u64,
     /// Serving at a path: the number of consumers. 0: one; `VMMFD_ANY_NUMBER`: any number, until the call is stopped.
@@ -41,14 +44,16 @@ pub struct vmmfd_handoff_options_t {
     pub trust: *const u32,
     /// The number of users in `trust`.
     pub trust_count: usize,
-    /// A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. 0: none. The caller keeps it, and closes
-    /// it after the call; it becomes non-blocking.
+    /// A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
+    /// it after the call.
     pub socket: c_int,
-    /// A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. 0: none. The caller keeps it.
+    /// A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. -1: none. The caller keeps it.
     pub stop: c_int,
     /// Taking: asks for write access.
     pub writable: bool,
 }
+
+versioned!(vmmfd_handoff_options_t);
 
 struct Options {
     config: Config,
@@ -58,8 +63,8 @@ struct Options {
 }
 
 impl Options {
-    fn of(given: Option<&vmmfd_handoff_options_t>) -> Outcome<Self> {
-        let Some(given) = given else {
+    fn of(given: *const vmmfd_handoff_options_t) -> Outcome<Self> {
+        let Some(given) = options(given)? else {
             return Ok(Self { config: Config::default(), consumers: 1, socket: None, writable: false });
         };
         let trust = list(given.trust, given.trust_count, "trust")?;
@@ -69,7 +74,7 @@ impl Options {
             VMMFD_ANY_NUMBER => 0,
             number => number,
         };
-        let socket = (given.socket != 0).then(|| descriptor(given.socket, "socket")).transpose()?;
+        let socket = (given.socket != -1).then(|| descriptor(given.socket, "socket")).transpose()?;
         Ok(Self {
             config: config(given.timeout_ms, trust, stop(given.stop)?.as_ref())?,
             consumers,
@@ -81,7 +86,7 @@ impl Options {
 
 /// Serves an array to other processes, which take it with `vmmfd_handoff_take`, `vmmfd.take` in Python or the program `consumer`.
 ///
-/// The memory must be of `vmmfd_memory_create` or `vmmfd_array_import`. `path` is the socket's, NULL is this user's default; with
+/// The memory must be of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`. `path` is the socket's, NULL is this user's default; with
 /// `socket` of the options, the one peer of that socket is served. `served`, which may be NULL, is the number of consumers that took the
 /// array; it is valid after a failure too. Consumers keep the memory allocated after this process frees it.
 ///
@@ -97,7 +102,7 @@ impl Options {
 pub extern "C" fn vmmfd_handoff_serve(
     path: *const c_char,
     array: *const vmmfd_array_t,
-    options: Option<&vmmfd_handoff_options_t>,
+    options: *const vmmfd_handoff_options_t,
     served: Option<&mut MaybeUninit<u64>>,
 ) -> *mut vmmfd_error_t {
     run(|| {
@@ -154,7 +159,7 @@ fn took(served: &[Served]) -> u64 {
 pub extern "C" fn vmmfd_handoff_take(
     device: *const vmmfd_device_t,
     path: *const c_char,
-    options: Option<&vmmfd_handoff_options_t>,
+    options: *const vmmfd_handoff_options_t,
     array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
 ) -> *mut vmmfd_error_t {
     run_out(array, "array", || {

@@ -85,7 +85,7 @@ pub struct vmmfd_lease_info_t {
 /// Describes a lease.
 ///
 /// The caller frees `*info` with `vmmfd_lease_info_free`; it is NULL after a failure. Does not block, except while the lease is switched.
-/// Any thread may call it.
+///
 ///
 /// Errors: `VMMFD_INVALID`; `VMMFD_DISCONNECTED` if the metadata is not a JSON object; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -136,7 +136,7 @@ pub extern "C" fn vmmfd_lease_info_free(info: *mut vmmfd_lease_info_t) {
 ///
 /// `part` is the name of its part; NULL means the only part that has an array of this name. The caller frees `*array` with
 /// `vmmfd_array_free`; it is NULL after a failure. The array keeps the lease: the lease is released when it and all its arrays are freed.
-/// Does not block, except while the lease is switched. Any thread may call it.
+/// Does not block, except while the lease is switched.
 ///
 /// Errors: `VMMFD_NOT_FOUND`; `VMMFD_INVALID` if `part` is NULL and several parts have the array, and for a parked lease; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -173,14 +173,14 @@ fn no_part(name: &str, object: &Object) -> Failure {
 ///
 /// `options` select the version, for example `newer_than`; NULL is the current one. Its arrays must have the same names, layouts and
 /// offsets; it may have more. The caller frees `*prepared` with `vmmfd_prepared_free`; it is NULL after a failure. Blocks as
-/// `vmmfd_broker_get`. Any thread may call it.
+/// `vmmfd_broker_get`.
 ///
 /// Errors: as for `vmmfd_broker_get`; `VMMFD_DIFFERS` with the differences if the version does not fit.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_lease_prepare(
     lease: *const vmmfd_lease_t,
-    options: Option<&vmmfd_get_options_t>,
+    options: *const vmmfd_get_options_t,
     prepared: Option<&mut MaybeUninit<*mut vmmfd_prepared_t>>,
 ) -> *mut vmmfd_error_t {
     run_out(prepared, "prepared", || {
@@ -192,7 +192,7 @@ pub extern "C" fn vmmfd_lease_prepare(
 }
 
 /// Leases a version of the same name.
-fn next(lease: &Leased, options: Option<&vmmfd_get_options_t>) -> Outcome<Lease> {
+fn next(lease: &Leased, options: *const vmmfd_get_options_t) -> Outcome<Lease> {
     let name = lease.read(|object| Ok(object.name().to_owned()))?;
     Ok(lease.client.get(&build_get(&name, options)?)?)
 }
@@ -202,7 +202,7 @@ fn next(lease: &Leased, options: Option<&vmmfd_get_options_t>) -> Outcome<Lease>
 ///
 /// Nothing may use the memory by address during the call: on CUDA, a kernel that does destroys the context, and on the host backend it sees
 /// old or new bytes. Copies of this library wait. Blocks without limit until all work in the device's primary context is done, then for the
-/// driver's calls. Any thread may call it.
+/// driver's calls.
 ///
 /// Errors: `VMMFD_INVALID` if a DLPack tensor of the lease exists, the lease is parked, or the version was prepared for another lease;
 /// `VMMFD_DRIVER`, and then the old version is mapped, or the lease is parked. After an error `prepared` is used up: free it.
@@ -227,7 +227,7 @@ pub extern "C" fn vmmfd_lease_switch(
 /// Unmaps the memory of a lease and keeps its addresses reserved. With `keep`, the broker still counts this process among the readers, and
 /// keeps the version; otherwise the lease is released, and the device memory is free for others.
 ///
-/// Nothing may use the memory by address from now on. Blocks as `vmmfd_lease_switch`. Any thread may call it.
+/// Nothing may use the memory by address from now on. Blocks as `vmmfd_lease_switch`.
 ///
 /// Errors: as for `vmmfd_lease_switch`.
 #[unsafe(no_mangle)]
@@ -238,14 +238,14 @@ pub extern "C" fn vmmfd_lease_park(lease: *const vmmfd_lease_t, keep: bool) -> *
 
 /// Leases a version of the object and maps it at the addresses of a parked lease: `options` as for `vmmfd_lease_prepare`.
 ///
-/// Blocks as `vmmfd_broker_get`. Any thread may call it.
+/// Blocks as `vmmfd_broker_get`.
 ///
 /// Errors: `VMMFD_INVALID` if the lease is not parked; as for `vmmfd_lease_prepare`. The lease remains parked then.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_lease_unpark(
     lease: *const vmmfd_lease_t,
-    options: Option<&vmmfd_get_options_t>,
+    options: *const vmmfd_get_options_t,
 ) -> *mut vmmfd_error_t {
     run(|| {
         let lease = handle::get(lease)?;

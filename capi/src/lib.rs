@@ -29,4 +29,5 @@ pub mod listing;
 pub mod memory;
 mod owned;
 mod put;
+mod versioned;
 pub mod watch;

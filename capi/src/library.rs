@@ -36,6 +36,9 @@ pub extern "C" fn vmmfd_library_version() -> *const c_char {
     VERSION.as_ptr()
 }
 
+/// A time limit that never passes.
+pub const VMMFD_FOREVER: u64 = u64::MAX;
+
 /// The level of a log line.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -20,6 +20,7 @@ use crate::{
     handle::{self, handle},
     leased::Leased,
     owned::c_text,
+    versioned::{Facts, options, versioned},
 };
 
 /// Memory at addresses of this process. Any threads may use it at once; other processes may change its bytes at any time.
@@ -121,10 +122,12 @@ pub enum vmmfd_rdma_t {
     VMMFD_RDMA_REQUIRED = 2,
 }
 
-/// Options of new memory. All zeros are the defaults.
+/// Options of new memory, which start with `VMMFD_MEMORY_OPTIONS`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_memory_options_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
     /// Splits the memory into allocations of this size in bytes, rounded up to the granularity. 0: one allocation.
     pub chunk: u64,
     /// A value of `vmmfd_placement_t`.
@@ -133,10 +136,14 @@ pub struct vmmfd_memory_options_t {
     pub rdma: u32,
 }
 
+versioned!(vmmfd_memory_options_t);
+
 /// Facts about memory. The text is valid until the memory is freed.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_memory_info_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
     /// The address on the device, the `CUdeviceptr`; on the host backend an address of this process.
     pub address: u64,
     /// The size of the data in bytes.
@@ -151,10 +158,12 @@ pub struct vmmfd_memory_info_t {
     pub writable: bool,
 }
 
+versioned!(vmmfd_memory_info_t);
+
 /// Allocates shareable memory of `size` bytes on a device, and maps it for reading and writing. The contents are undefined.
 ///
 /// `options` NULL means the defaults. The caller frees `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Blocks while the
-/// driver allocates, and up to 100 ms while it creates the device's context. Any thread may call it.
+/// driver allocates, and up to 100 ms while it creates the device's context.
 ///
 /// Errors: `VMMFD_INVALID` for a size of 0 and unknown options; `VMMFD_OUT_OF_MEMORY`; `VMMFD_UNSUPPORTED`; `VMMFD_SYSTEM` if this process
 /// has too few descriptors, one for each chunk; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls: `cuMemCreate`, `cuMemAddressReserve`,
@@ -164,13 +173,13 @@ pub struct vmmfd_memory_info_t {
 pub extern "C" fn vmmfd_memory_create(
     device: *const vmmfd_device_t,
     size: u64,
-    options: Option<&vmmfd_memory_options_t>,
+    options: *const vmmfd_memory_options_t,
     memory: Option<&mut MaybeUninit<*mut vmmfd_memory_t>>,
 ) -> *mut vmmfd_error_t {
     run_out(memory, "memory", || {
         let open = handle::get(device)?;
         let mut spec = Spec::vmm(size);
-        if let Some(options) = options {
+        if let Some(options) = self::options(options)? {
             let unknown = |name: &str, value| Err(Failure::invalid(format!("{name} {value} is unknown: see vmmfd.h")));
             if options.chunk > 0 {
                 spec = spec.chunk(options.chunk);
@@ -191,30 +200,33 @@ pub extern "C" fn vmmfd_memory_create(
     })
 }
 
-/// Describes memory. Does not block, except while a lease is switched. Any thread may call it.
+/// Describes memory. Does not block, except while a lease is switched.
 ///
 /// Errors: `VMMFD_INVALID`, also for memory of a parked lease; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_memory_info(
     memory: *const vmmfd_memory_t,
-    info: Option<&mut MaybeUninit<vmmfd_memory_info_t>>,
+    info: *mut vmmfd_memory_info_t,
 ) -> *mut vmmfd_error_t {
-    run_out(info, "info", || {
+    run(|| {
+        let info = Facts::of(info, "info")?;
         let memory = handle::get(memory)?;
         let segments = match &memory.source {
             Source::Own(shared) => shared.chunks(0..shared.size())?.map_or(0, |(_, chunks)| chunks.len() as u64),
             _ => 0,
         };
         memory.with(|region| {
-            Ok(vmmfd_memory_info_t {
+            info.write(&vmmfd_memory_info_t {
+                struct_size: 0,
                 address: region.address(),
                 size: region.size(),
                 mapped_size: memory.mapped_size,
                 segments,
                 device: memory.device.as_ptr(),
                 writable: region.access() == Access::ReadWrite,
-            })
+            });
+            Ok(())
         })
     })
 }
@@ -259,7 +271,7 @@ pub extern "C" fn vmmfd_memory_copy_out(
 }
 
 /// Waits until all work in the device's primary context has finished, which the CUDA runtime, PyTorch and others use. Call it after your
-/// kernels and before another process reads the memory. Blocks without limit. Any thread may call it.
+/// kernels and before another process reads the memory. Blocks without limit.
 ///
 /// Errors: `VMMFD_DRIVER`, also for an earlier asynchronous failure; `VMMFD_INVALID`; `VMMFD_FORKED`. Driver call: `cuCtxSynchronize`.
 #[unsafe(no_mangle)]
@@ -272,7 +284,7 @@ pub extern "C" fn vmmfd_memory_synchronize(memory: *const vmmfd_memory_t) -> *mu
 /// bytes, which the receiver needs. `segment` counts from 0: see `segments` of `vmmfd_memory_info_t`.
 ///
 /// The caller closes `*fd`, which is close-on-exec; it is -1 after a failure. A holder of the descriptor can read and write the memory, and
-/// keeps it allocated. Does not block. Any thread may call it.
+/// keeps it allocated. Does not block.
 ///
 /// Errors: `VMMFD_INVALID` for memory that another process created, and for a segment that does not exist; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -305,7 +317,7 @@ pub extern "C" fn vmmfd_memory_export(
 /// bytes: a descriptor does not carry its size.
 ///
 /// The caller keeps its descriptors and may close them afterwards. `writable` asks for write access of this process. The caller frees
-/// `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Blocks for the driver's calls. Any thread may call it.
+/// `*memory` with `vmmfd_memory_free`; it is NULL after a failure. Blocks for the driver's calls.
 ///
 /// Errors: `VMMFD_INVALID` for a descriptor that is not open, no descriptor, or a size that is not a multiple of the granularity;
 /// `VMMFD_DRIVER` or `VMMFD_UNSUPPORTED` for a wrong size or a descriptor of something else; `VMMFD_SYSTEM`; `VMMFD_FORKED`. Driver calls:

@@ -26,6 +26,7 @@ use crate::{
     error::{Outcome, run, run_logged, vmmfd_error_t},
     handle::{self, handle},
     owned::Kept,
+    versioned::{Facts, versioned},
 };
 
 /// A watch of names. One thread may use it at a time.
@@ -62,6 +63,8 @@ pub enum vmmfd_event_kind_t {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct vmmfd_event_t {
+    /// The size of this struct: `sizeof` it.
+    pub struct_size: usize,
     /// The kind. The other fields of `VMMFD_EVENT_LOST` are 0 or NULL.
     pub kind: vmmfd_event_kind_t,
     /// The object's name.
@@ -81,6 +84,8 @@ pub struct vmmfd_event_t {
     /// The process that caused it, or 0.
     pub pid: i32,
 }
+
+versioned!(vmmfd_event_t);
 
 /// The most events that wait for the program. The broker then keeps the newest.
 const MOST: usize = 1024;
@@ -213,6 +218,7 @@ impl Watching {
         let Event { seq, at_ms, kind, name, version, id, uid, pid, message, .. } = event;
         let mut keep = |text: String| texts.text(text);
         vmmfd_event_t {
+            struct_size: 0,
             kind: match kind {
                 EventKind::Published => vmmfd_event_kind_t::VMMFD_EVENT_PUBLISHED,
                 EventKind::Replaced => vmmfd_event_kind_t::VMMFD_EVENT_REPLACED,
@@ -266,6 +272,7 @@ fn follow(mut watch: Watch, queue: &Queue) {
 
 /// An event without a kind.
 const NONE: vmmfd_event_t = vmmfd_event_t {
+    struct_size: 0,
     kind: vmmfd_event_kind_t::VMMFD_EVENT_UNKNOWN,
     name: ptr::null(),
     id: ptr::null(),
@@ -279,7 +286,7 @@ const NONE: vmmfd_event_t = vmmfd_event_t {
 
 /// Returns a descriptor that is readable, in poll(2) and epoll(7), while events wait. Then call `vmmfd_watch_next` until it finds none.
 ///
-/// The watch owns the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block. Any thread may call it.
+/// The watch owns the descriptor: do not close, read or write it. `*fd` is -1 after a failure. Does not block.
 ///
 /// Errors: `VMMFD_INVALID`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -296,10 +303,10 @@ pub extern "C" fn vmmfd_watch_descriptor(
     })
 }
 
-/// Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`: 0 only
-/// takes an event that waits. One thread at a time may call it.
+/// Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`; 0 is not to
+/// wait. One thread at a time may call it.
 ///
-/// Errors: `VMMFD_INTERRUPTED` if another thread frees the watch or calls `vmmfd_broker_stop`, or `stop` of the connection is readable.
+/// Errors: `VMMFD_INTERRUPTED` if another thread frees the watch or calls `vmmfd_broker_interrupt`, or `stop` of the connection is readable.
 /// `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues at
 /// its place, and the call may be repeated. `VMMFD_INVALID`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
@@ -307,16 +314,16 @@ pub extern "C" fn vmmfd_watch_descriptor(
 pub extern "C" fn vmmfd_watch_next(
     watch: *const vmmfd_watch_t,
     timeout_ms: u64,
-    event: Option<&mut MaybeUninit<vmmfd_event_t>>,
+    event: *mut vmmfd_event_t,
     found: Option<&mut MaybeUninit<bool>>,
 ) -> *mut vmmfd_error_t {
     run(|| {
-        let event = out(event, "event")?;
+        let event = Facts::of(event, "event")?;
         let found = out(found, "found")?;
         let watch = handle::get(watch)?;
         let deadline = Instant::now() + milliseconds(timeout_ms, Duration::ZERO);
         if let Some(watched) = watch.shared.pop(deadline, watch.stop.as_deref())? {
-            event.write(watch.show(watched));
+            event.write(&watch.show(watched));
             found.write(true);
         }
         Ok(())

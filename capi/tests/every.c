@@ -56,7 +56,7 @@ static void test_log(vmmfd_device_t *device) {
 
 static vmmfd_device_t *test_device(const char *backend) {
     vmmfd_device_t *device, *other;
-    vmmfd_device_info_t info;
+    vmmfd_device_info_t info = {.struct_size = sizeof info};
     uint32_t count;
     CHECK(vmmfd_device_count(backend, &count));
     EXPECT(count >= 1);
@@ -78,12 +78,42 @@ static vmmfd_device_t *test_device(const char *backend) {
     return device;
 }
 
+/* Structs of an older and a newer version of the header, and of a program that sets no size. */
+static void test_sizes(const vmmfd_device_t *device) {
+    struct {
+        vmmfd_memory_options_t known;
+        uint64_t later;
+    } options = {.known = {VMMFD_MEMORY_OPTIONS}};
+    struct {
+        vmmfd_memory_info_t known;
+        uint64_t later;
+    } info = {.known = {.struct_size = sizeof info}, .later = 7};
+    vmmfd_memory_t *memory;
+    EXPECT(VMMFD_VERSION_MAJOR * 100 + VMMFD_VERSION_MINOR >= 1 && VMMFD_VERSION_PATCH >= 0);
+    options.known.struct_size = sizeof options;
+    CHECK(vmmfd_memory_create(device, 1, &options.known, &memory));
+    CHECK(vmmfd_memory_info(memory, &info.known));
+    EXPECT(info.known.struct_size == sizeof info && info.known.size == 1 && info.later == 0);
+    info.known.struct_size = 8;
+    FAILS(VMMFD_INVALID, vmmfd_memory_info(memory, &info.known));
+    vmmfd_memory_free(memory);
+    options.later = 1;
+    FAILS(VMMFD_UNSUPPORTED, vmmfd_memory_create(device, 1, &options.known, &memory));
+    options.later = 0;
+    const size_t wrong[] = {0, 8, 1 << 20, SIZE_MAX};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        options.known.struct_size = wrong[i];
+        FAILS(VMMFD_INVALID, vmmfd_memory_create(device, 1, &options.known, &memory));
+    }
+    EXPECT(memory == NULL);
+}
+
 static void test_memory(const vmmfd_device_t *device) {
     const char text[] = "shared";
     char bytes[sizeof text] = "";
     vmmfd_memory_t *memory, *imported;
-    vmmfd_memory_info_t info;
-    vmmfd_memory_options_t options = {.chunk = 1, .rdma = VMMFD_RDMA_NEVER};
+    vmmfd_memory_info_t info = {.struct_size = sizeof info};
+    vmmfd_memory_options_t options = {VMMFD_MEMORY_OPTIONS, .chunk = 1, .rdma = VMMFD_RDMA_NEVER};
     CHECK(vmmfd_memory_create(device, 1, &options, &memory));
     CHECK(vmmfd_memory_info(memory, &info));
     EXPECT(info.size == 1 && info.writable && info.segments == 1 && info.mapped_size > 1 && info.address > 0);
@@ -120,7 +150,7 @@ static void test_memory(const vmmfd_device_t *device) {
 
 static void test_import(const vmmfd_device_t *device) {
     vmmfd_memory_t *memory, *imported;
-    vmmfd_memory_info_t info;
+    vmmfd_memory_info_t info = {.struct_size = sizeof info};
     char bytes[4] = "";
     int fd;
     uint64_t size;
@@ -162,50 +192,50 @@ static void test_array(const vmmfd_device_t *device) {
     own.dl_tensor.strides = strides;
     vmmfd_array_t *array, *copy;
     vmmfd_memory_t *memory;
-    vmmfd_layout_t layout;
-    CHECK(vmmfd_array_import(device, &own, &array));
+    vmmfd_layout_t layout = {.struct_size = sizeof layout};
+    CHECK(vmmfd_array_from_dlpack(device, &own, &array));
     CHECK(vmmfd_array_info(array, &layout));
     EXPECT(deleted == 1 && layout.dimensions == 2 && layout.shape[0] == 3 && layout.strides[0] == 8);
     CHECK(vmmfd_array_memory(array, &memory));
     CHECK(vmmfd_memory_copy_out(memory, 0, back, sizeof back));
     EXPECT(memcmp(back, (uint32_t[]){0, 3, 1, 4, 2, 5}, sizeof back) == 0);
-    CHECK(vmmfd_array_export(array, &tensor));
+    CHECK(vmmfd_array_to_dlpack(array, &tensor));
     vmmfd_array_free(array);
     vmmfd_memory_free(memory);
-    vmmfd_device_info_t info;
+    vmmfd_device_info_t info = {.struct_size = sizeof info};
     CHECK(vmmfd_device_info(device, &info));
     EXPECT(tensor->version.major == 1 && tensor->flags == 0 && tensor->dl_tensor.ndim == 2);
     EXPECT(tensor->dl_tensor.device.device_type == (strcmp(info.backend, "cuda") == 0 ? 2 : 1));
     EXPECT(tensor->dl_tensor.strides[0] == 2 && tensor->dl_tensor.strides[1] == 1);
     /* The import frees the tensor, and with it the memory. */
-    CHECK(vmmfd_array_import(device, tensor, &copy));
+    CHECK(vmmfd_array_from_dlpack(device, tensor, &copy));
     CHECK(vmmfd_array_memory(copy, &memory));
     CHECK(vmmfd_memory_copy_out(memory, 4, back, 4));
     EXPECT(back[0] == 3);
     const uint64_t large[1] = {1 << 30};
-    layout = (vmmfd_layout_t){.dtype = "float32", .dimensions = 1, .shape = large};
+    layout = (vmmfd_layout_t){.struct_size = sizeof layout, .dtype = "float32", .dimensions = 1, .shape = large};
     FAILS(VMMFD_INVALID, vmmfd_array_create(memory, &layout, &array));
     layout.dtype = "string";
     FAILS(VMMFD_INVALID, vmmfd_array_create(memory, &layout, &array));
     FAILS(VMMFD_INVALID, vmmfd_array_create(memory, NULL, &array));
-    layout = (vmmfd_layout_t){.dtype = "uint8", .shape = large};
+    layout = (vmmfd_layout_t){.struct_size = sizeof layout, .dtype = "uint8", .shape = large};
     for (int bits = 32; bits < 64; bits += 8) {
         layout.dimensions = (size_t)1 << bits;
         FAILS(VMMFD_INVALID, vmmfd_array_create(memory, &layout, &array));
     }
     own.dl_tensor.data = NULL;
-    FAILS(VMMFD_INVALID, vmmfd_array_import(device, &own, &array));
+    FAILS(VMMFD_INVALID, vmmfd_array_from_dlpack(device, &own, &array));
     own.dl_tensor.data = values;
     own.dl_tensor.dtype.lanes = 4;
-    FAILS(VMMFD_INVALID, vmmfd_array_import(device, &own, &array));
+    FAILS(VMMFD_INVALID, vmmfd_array_from_dlpack(device, &own, &array));
     own.version.major = 2;
-    FAILS(VMMFD_INVALID, vmmfd_array_import(device, &own, &array));
+    FAILS(VMMFD_INVALID, vmmfd_array_from_dlpack(device, &own, &array));
     EXPECT(deleted == 4);
-    FAILS(VMMFD_INVALID, vmmfd_array_import(device, NULL, &array));
+    FAILS(VMMFD_INVALID, vmmfd_array_from_dlpack(device, NULL, &array));
     /* DLPack has no raw bytes. */
-    layout = (vmmfd_layout_t){.dtype = "|V3", .dimensions = 0, .offset = 0};
+    layout = (vmmfd_layout_t){.struct_size = sizeof layout, .dtype = "|V3", .dimensions = 0, .offset = 0};
     CHECK(vmmfd_array_create(memory, &layout, &array));
-    FAILS(VMMFD_UNSUPPORTED, vmmfd_array_export(array, &tensor));
+    FAILS(VMMFD_UNSUPPORTED, vmmfd_array_to_dlpack(array, &tensor));
     vmmfd_array_free(array);
     vmmfd_array_free(copy);
     vmmfd_memory_free(memory);
@@ -229,9 +259,11 @@ static void test_handoff(const vmmfd_device_t *device) {
     pthread_t thread;
     vmmfd_array_t *array = numbers(device, 1000, 7), *taken;
     EXPECT(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
-    struct service service = {.array = array, .options = {.timeout_ms = 20000, .socket = pair[0]}};
+    struct service service = {.array = array, .options = {VMMFD_HANDOFF_OPTIONS, .timeout_ms = 20000}};
+    service.options.socket = pair[0];
     EXPECT(pthread_create(&thread, NULL, serve, &service) == 0);
-    vmmfd_handoff_options_t options = {.timeout_ms = 20000, .socket = pair[1], .writable = true};
+    vmmfd_handoff_options_t options = {VMMFD_HANDOFF_OPTIONS, .timeout_ms = 20000, .writable = true};
+    options.socket = pair[1];
     CHECK(vmmfd_handoff_take(device, NULL, &options, &taken));
     EXPECT(pthread_join(thread, NULL) == 0 && service.served == 1);
     EXPECT(close(pair[0]) == 0 && close(pair[1]) == 0);
@@ -245,7 +277,8 @@ static void test_handoff(const vmmfd_device_t *device) {
     snprintf(path, sizeof path, "%s/socket", folder);
     int stop = eventfd(0, EFD_CLOEXEC);
     service = (struct service){.array = array, .path = path};
-    service.options = (vmmfd_handoff_options_t){.consumers = VMMFD_ANY_NUMBER, .stop = stop};
+    service.options = (vmmfd_handoff_options_t){VMMFD_HANDOFF_OPTIONS, .consumers = VMMFD_ANY_NUMBER};
+    service.options.stop = stop;
     EXPECT(pthread_create(&thread, NULL, serve, &service) == 0);
     for (int i = 0; i < 2; i++) {
         CHECK(vmmfd_handoff_take(i == 0 ? device : NULL, path, NULL, &taken));
@@ -254,7 +287,7 @@ static void test_handoff(const vmmfd_device_t *device) {
     }
     EXPECT(eventfd_write(stop, 1) == 0 && pthread_join(thread, NULL) == 0);
     EXPECT(service.served == 2 && close(stop) == 0);
-    options = (vmmfd_handoff_options_t){.timeout_ms = 50};
+    options = (vmmfd_handoff_options_t){VMMFD_HANDOFF_OPTIONS, .timeout_ms = 50};
     FAILS(VMMFD_NOT_FOUND, vmmfd_handoff_take(device, path, &options, &taken));
     FAILS(VMMFD_TIMEOUT, vmmfd_handoff_serve(path, array, &options, NULL));
     EXPECT(taken == NULL);
@@ -275,7 +308,8 @@ static void test_dead_peer(const vmmfd_device_t *device) {
         _exit(1);
     }
     EXPECT(peer > 0 && close(pair[0]) == 0 && waitpid(peer, &status, 0) == peer && status == 0);
-    vmmfd_handoff_options_t options = {.timeout_ms = 20000, .socket = pair[1]};
+    vmmfd_handoff_options_t options = {VMMFD_HANDOFF_OPTIONS, .timeout_ms = 20000};
+    options.socket = pair[1];
     FAILS(VMMFD_DISCONNECTED, vmmfd_handoff_take(device, NULL, &options, &(vmmfd_array_t *){NULL}));
     EXPECT(close(pair[1]) == 0);
 }
@@ -285,7 +319,7 @@ static void test_fork(vmmfd_device_t *device) {
     vmmfd_array_t *array = numbers(device, 4, 1);
     pid_t child = fork();
     if (child == 0) {
-        vmmfd_layout_t layout;
+        vmmfd_layout_t layout = {.struct_size = sizeof layout};
         vmmfd_device_t *own;
         FAILS(VMMFD_FORKED, vmmfd_array_info(array, &layout));
         vmmfd_array_free(array);
@@ -312,6 +346,7 @@ int main(int argc, char **argv) {
     EXPECT(argc == 3);
     vmmfd_device_t *device = test_device(argv[1]);
     test_log(device);
+    test_sizes(device);
     test_memory(device);
     test_import(device);
     test_array(device);

@@ -28,7 +28,7 @@ static uint64_t put(const vmmfd_broker_t *broker, const vmmfd_device_t *device, 
 /* Waits with poll(2), as an event loop does, and returns the next event's kind. */
 static vmmfd_event_kind_t next(const vmmfd_watch_t *watch, const char *name, uint64_t version) {
     struct pollfd ready = {.events = POLLIN};
-    vmmfd_event_t event;
+    vmmfd_event_t event = {.struct_size = sizeof event};
     bool found;
     CHECK(vmmfd_watch_descriptor(watch, &ready.fd));
     EXPECT(poll(&ready, 1, 20000) == 1);
@@ -53,7 +53,7 @@ static void test_listing(const vmmfd_broker_t *broker, const char *name) {
 
 static uint64_t address(const vmmfd_array_t *array) {
     vmmfd_memory_t *memory;
-    vmmfd_memory_info_t info;
+    vmmfd_memory_info_t info = {.struct_size = sizeof info};
     CHECK(vmmfd_array_memory(array, &memory));
     CHECK(vmmfd_memory_info(memory, &info));
     vmmfd_memory_free(memory);
@@ -66,7 +66,9 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     vmmfd_lease_t *lease;
     vmmfd_array_t *array;
     vmmfd_prepared_t *prepared;
-    vmmfd_get_options_t options = {.wait_ms = 20000, .expect = "{\"step\": 1}", .expect_owner = true, .owner = getuid()};
+    vmmfd_get_options_t options = {VMMFD_GET_OPTIONS, .wait_ms = 20000, .expect = "{\"step\": 1}"};
+    options.expect_owner = true;
+    options.owner = getuid();
     CHECK(vmmfd_broker_get(broker, device, name, &options, &lease));
     vmmfd_lease_info_t *first, *info;
     CHECK(vmmfd_lease_info(lease, &first));
@@ -77,9 +79,9 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     CHECK(vmmfd_lease_array(lease, NULL, "other", &array));
     uint64_t at = address(array);
     EXPECT(number(array, 4) == 104);
-    vmmfd_put_options_t replace = {.condition = VMMFD_PUT_VERSION, .version = 1};
+    vmmfd_put_options_t replace = {VMMFD_PUT_OPTIONS, .condition = VMMFD_PUT_VERSION, .version = 1};
     EXPECT(put(broker, device, name, 20, &replace) == 2);
-    options = (vmmfd_get_options_t){.newer_than = 1, .wait_ms = 20000};
+    options = (vmmfd_get_options_t){VMMFD_GET_OPTIONS, .newer_than = 1, .wait_ms = 20000};
     CHECK(vmmfd_lease_prepare(lease, &options, &prepared));
     EXPECT(number(array, 4) == 104);
     DLManagedTensorVersioned *tensor;
@@ -97,7 +99,7 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     FAILS(VMMFD_INVALID, vmmfd_lease_switch(lease, prepared));
     FAILS(VMMFD_INVALID, vmmfd_lease_unpark(lease, NULL));
     CHECK(vmmfd_lease_park(lease, false));
-    FAILS(VMMFD_INVALID, vmmfd_array_export(array, &tensor));
+    FAILS(VMMFD_INVALID, vmmfd_array_to_dlpack(array, &tensor));
     CHECK(vmmfd_lease_info(lease, &info));
     EXPECT(info->parked && !info->held);
     vmmfd_lease_info_free(info);
@@ -110,7 +112,7 @@ static void test_lease(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     FAILS(VMMFD_INVALID, vmmfd_lease_info(lease, &info));
     EXPECT(info == NULL);
     vmmfd_lease_info_free(NULL);
-    options = (vmmfd_get_options_t){.expect = "{\"step\": 7}"};
+    options = (vmmfd_get_options_t){VMMFD_GET_OPTIONS, .expect = "{\"step\": 7}"};
     FAILS(VMMFD_DIFFERS, vmmfd_broker_get(broker, device, name, &options, &lease));
     options.expect = "[]";
     FAILS(VMMFD_INVALID, vmmfd_broker_get(broker, device, name, &options, &lease));
@@ -127,12 +129,18 @@ static void test_arguments(const vmmfd_broker_t *broker, const vmmfd_device_t *d
     FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, "every/no", NULL, 0, NULL, NULL));
     FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, "every/no", &named, SIZE_MAX, NULL, NULL));
     FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, "every/no", &named, (size_t)1 << 50, NULL, NULL));
-    vmmfd_put_options_t wrong[] = {{.idle_ms = 5}, {.version = 5}, {.condition = VMMFD_PUT_ANY, .version = 5},
-                                   {.lifetime = VMMFD_WITH_MAKER, .idle_ms = 5}, {.condition = 9}, {.lifetime = 9}};
+    vmmfd_put_options_t wrong[] = {
+        {VMMFD_PUT_OPTIONS, .idle_ms = 5},
+        {VMMFD_PUT_OPTIONS, .version = 5},
+        {VMMFD_PUT_OPTIONS, .condition = VMMFD_PUT_ANY, .version = 5},
+        {VMMFD_PUT_OPTIONS, .lifetime = VMMFD_WITH_MAKER, .idle_ms = 5},
+        {VMMFD_PUT_OPTIONS, .condition = 9},
+        {VMMFD_PUT_OPTIONS, .lifetime = 9},
+    };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
         FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, "every/no", &named, 1, &wrong[i], NULL));
     vmmfd_array_free(array);
-    vmmfd_get_options_t owner = {.owner = 5};
+    vmmfd_get_options_t owner = {VMMFD_GET_OPTIONS, .owner = 5};
     FAILS(VMMFD_INVALID, vmmfd_broker_get(broker, device, "every/no", &owner, &lease));
     FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, NULL));
     FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, "\xff"));
@@ -149,7 +157,7 @@ static void test_parts(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     vmmfd_named_array_t named[3] = {{"x", "w", arrays[0]}, {"y", "w", arrays[1]}, {"y", "own", arrays[1]}};
     vmmfd_lease_t *lease;
     CHECK(vmmfd_broker_put(broker, name, named, 3, NULL, NULL));
-    vmmfd_put_options_t digest = {.condition = VMMFD_PUT_ANY, .digest = "of which part?"};
+    vmmfd_put_options_t digest = {VMMFD_PUT_OPTIONS, .condition = VMMFD_PUT_ANY, .digest = "of which part?"};
     FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, name, named, 3, &digest, NULL));
     vmmfd_array_free(arrays[0]);
     vmmfd_array_free(arrays[1]);
@@ -167,7 +175,7 @@ static void test_parts(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     }
     vmmfd_lease_free(lease);
     vmmfd_lease_info_t *info;
-    vmmfd_get_options_t options = {.parts = (const char *[]){"y"}, .part_count = 1};
+    vmmfd_get_options_t options = {VMMFD_GET_OPTIONS, .parts = (const char *[]){"y"}, .part_count = 1};
     CHECK(vmmfd_broker_get(broker, device, name, &options, &lease));
     CHECK(vmmfd_lease_info(lease, &info));
     EXPECT(info->part_count == 1 && strcmp(info->parts[0]->name, "y") == 0 && info->parts[0]->array_count == 2);
@@ -197,7 +205,7 @@ static void test_fork_after_connect(const vmmfd_broker_t *broker) {
         CHECK(vmmfd_device_open("host", NULL, &device));
         CHECK(vmmfd_broker_connect(place, NULL, &own));
         vmmfd_named_array_t named = {.name = "one", .array = numbers(device, 1, 1)};
-        vmmfd_put_options_t options = {.lifetime = VMMFD_WITH_MAKER};
+        vmmfd_put_options_t options = {VMMFD_PUT_OPTIONS, .lifetime = VMMFD_WITH_MAKER};
         CHECK(vmmfd_broker_put(own, name, &named, 1, &options, NULL));
         CHECK(vmmfd_broker_get(own, device, name, NULL, &lease));
         if (fork() == 0) {
@@ -273,7 +281,7 @@ static void test_standard(void) {
         expect_closed(4);
         snprintf(name, sizeof name, "every/closed-%d", (int)getpid());
         vmmfd_named_array_t named = {.name = "one", .array = array};
-        vmmfd_put_options_t options = {.lifetime = VMMFD_WITH_MAKER};
+        vmmfd_put_options_t options = {VMMFD_PUT_OPTIONS, .lifetime = VMMFD_WITH_MAKER};
         CHECK(vmmfd_broker_put(broker, name, &named, 1, &options, NULL));
         CHECK(vmmfd_broker_get(broker, device, name, NULL, &lease));
         expect_closed(5);
@@ -289,16 +297,16 @@ static void test_standard(void) {
 }
 
 static void *wait_for_ever(void *broker) {
-    vmmfd_get_options_t options = {.wait_ms = UINT64_MAX};
+    vmmfd_get_options_t options = {VMMFD_GET_OPTIONS, .wait_ms = VMMFD_FOREVER};
     vmmfd_lease_t *lease;
     FAILS(VMMFD_INTERRUPTED, vmmfd_broker_get(broker, NULL, "every/never", &options, &lease));
     return NULL;
 }
 
 static void *wait_for_event(void *watch) {
-    vmmfd_event_t event;
+    vmmfd_event_t event = {.struct_size = sizeof event};
     bool found;
-    FAILS(VMMFD_INTERRUPTED, vmmfd_watch_next(watch, UINT64_MAX, &event, &found));
+    FAILS(VMMFD_INTERRUPTED, vmmfd_watch_next(watch, VMMFD_FOREVER, &event, &found));
     EXPECT(!found);
     return NULL;
 }
@@ -310,14 +318,15 @@ static void test_interrupted_watch(void) {
         vmmfd_broker_t *broker;
         vmmfd_watch_t *watch;
         pthread_t thread;
-        vmmfd_broker_options_t options = {.stop = eventfd(0, EFD_CLOEXEC)};
+        vmmfd_broker_options_t options = {VMMFD_BROKER_OPTIONS};
+        options.stop = eventfd(0, EFD_CLOEXEC);
         CHECK(vmmfd_broker_connect(place, &options, &broker));
         CHECK(vmmfd_broker_watch(broker, "every/never", &watch));
         EXPECT(pthread_create(&thread, NULL, wait_for_event, watch) == 0);
         do {
             nanosleep(&pause, NULL);
             if (way == 0)
-                CHECK(vmmfd_broker_stop(broker));
+                CHECK(vmmfd_broker_interrupt(broker));
             else if (way == 1)
                 EXPECT(eventfd_write(options.stop, 1) == 0);
             else {
@@ -338,7 +347,7 @@ static void test_requests_beside_wait(void) {
     vmmfd_broker_t *broker;
     vmmfd_listing_t *listing;
     pthread_t thread;
-    vmmfd_broker_options_t options = {.timeout_ms = 20000};
+    vmmfd_broker_options_t options = {VMMFD_BROKER_OPTIONS, .timeout_ms = 20000};
     struct timespec pause = {.tv_nsec = 20 * 1000 * 1000};
     CHECK(vmmfd_broker_connect(place, &options, &broker));
     EXPECT(pthread_create(&thread, NULL, wait_for_ever, broker) == 0);
@@ -348,7 +357,7 @@ static void test_requests_beside_wait(void) {
         vmmfd_listing_free(listing);
     }
     do
-        CHECK(vmmfd_broker_stop(broker));
+        CHECK(vmmfd_broker_interrupt(broker));
     while (nanosleep(&pause, NULL) == 0 && pthread_tryjoin_np(thread, NULL) != 0);
     vmmfd_broker_free(broker);
 }
@@ -361,14 +370,14 @@ static void test_stop(void) {
     /* Until the other thread waits. */
     struct timespec pause = {.tv_nsec = 20 * 1000 * 1000};
     do
-        CHECK(vmmfd_broker_stop(broker));
+        CHECK(vmmfd_broker_interrupt(broker));
     while (nanosleep(&pause, NULL) == 0 && pthread_tryjoin_np(thread, NULL) != 0);
     vmmfd_broker_free(broker);
 }
 
 void test_gone(const char *path, pid_t broker) {
     vmmfd_broker_t *connected, *other = NULL;
-    vmmfd_broker_options_t options = {.timeout_ms = 300, .wait_ms = 20000};
+    vmmfd_broker_options_t options = {VMMFD_BROKER_OPTIONS, .timeout_ms = 300, .wait_ms = 20000};
     vmmfd_listing_t *listing;
     vmmfd_error_t *error;
     CHECK(vmmfd_broker_connect(path, &options, &connected));
@@ -390,7 +399,7 @@ void test_gone(const char *path, pid_t broker) {
 void test_broker(const vmmfd_device_t *device, const char *path) {
     vmmfd_broker_t *broker, *none;
     vmmfd_watch_t *watch;
-    vmmfd_broker_options_t options = {.timeout_ms = 20000};
+    vmmfd_broker_options_t options = {VMMFD_BROKER_OPTIONS, .timeout_ms = 20000};
     char name[64];
     place = path;
     snprintf(name, sizeof name, "every/%d", (int)getpid());
@@ -401,11 +410,11 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     vmmfd_error_free(absent);
     EXPECT(none == NULL);
     CHECK(vmmfd_broker_watch(broker, name, &watch));
-    vmmfd_event_t event;
+    vmmfd_event_t event = {.struct_size = sizeof event};
     bool found;
     CHECK(vmmfd_watch_next(watch, 0, &event, &found));
     EXPECT(!found && event.kind == VMMFD_EVENT_UNKNOWN);
-    vmmfd_put_options_t with = {.metadata = "{\"step\": 1}", .digest = "test:1"};
+    vmmfd_put_options_t with = {VMMFD_PUT_OPTIONS, .metadata = "{\"step\": 1}", .digest = "test:1"};
     EXPECT(put(broker, device, name, 0, &with) == 1);
     EXPECT(next(watch, name, 1) == VMMFD_EVENT_PUBLISHED);
     test_listing(broker, name);

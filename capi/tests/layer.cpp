@@ -3,9 +3,14 @@
 #include <thread>
 #include <unistd.h>
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#if __cplusplus >= 202002L
+#include <span>
+#endif
 #include <vmmfd.hpp>
 
 #define EXPECT(condition)                                                                                              \
@@ -19,14 +24,14 @@
 static vmmfd::array numbers(const vmmfd::device &device, std::uint32_t first) {
     const std::uint32_t values[2] = {first, first + 1};
     vmmfd::memory memory(device, sizeof values);
-    memory.copy_in(0, vmmfd::span<const std::uint32_t>(values, 2));
+    memory.copy_in(0, values);
     memory.synchronize();
     return vmmfd::array(memory, "uint32", {2});
 }
 
 static std::uint32_t last(const vmmfd::array &array) {
     std::uint32_t value[1] = {};
-    array.memory().copy_out(array.info().offset + 4, vmmfd::span<std::uint32_t>(value, 1));
+    array.memory().copy_out(array.info().offset + 4, value);
     return value[0];
 }
 
@@ -35,7 +40,7 @@ static void memory(const vmmfd::device &device) {
     auto [fd, size] = made.export_segment();
     const int fds[1] = {fd};
     const std::uint64_t sizes[1] = {size};
-    vmmfd::memory same(device, vmmfd::span<const int>(fds, 1), vmmfd::span<const std::uint64_t>(sizes, 1));
+    vmmfd::memory same(device, fds, sizes);
     close(fd);
     EXPECT(same.info().size == size && !same.info().writable && made.info().writable);
     vmmfd::memory moved = std::move(made);
@@ -46,8 +51,44 @@ static void memory(const vmmfd::device &device) {
     } catch (const vmmfd::error &error) {
         EXPECT(error.code() == VMMFD_INVALID && error.driver_code() == 0 && std::strlen(error.what()) > 10);
     }
-    vmmfd::array copy(device, numbers(device, 3).to_dlpack());
+    vmmfd::array copy = vmmfd::array::from_dlpack(device, numbers(device, 3).to_dlpack());
     EXPECT(last(copy) == 4 && copy.shape().size() == 1 && copy.shape()[0] == 2);
+}
+
+/// Whether a result allows a loop over a list of a temporary.
+template <class T, class = void> struct allows_temporary : std::false_type {};
+template <class T> struct allows_temporary<T, std::void_t<decltype(std::declval<T>().objects())>> : std::true_type {};
+static_assert(!allows_temporary<vmmfd::listing>::value && allows_temporary<vmmfd::listing &>::value);
+
+/// Ranges of several types, and handles that change their owner.
+static void ranges(const vmmfd::broker &broker, const vmmfd::device &device, const std::string &name) {
+    vmmfd::put_options any;
+    any.condition = VMMFD_PUT_ANY;
+    std::map<std::string, vmmfd::array> owned;
+    owned.emplace("a", numbers(device, 30));
+    owned.emplace("b", numbers(device, 40));
+    EXPECT(broker.put(name, owned, any) == 3);
+    std::vector<std::pair<std::string, const vmmfd::array *>> pointers = {{"a", &owned.at("a")}};
+    EXPECT(broker.put(name, pointers, any) == 4);
+    std::vector<vmmfd_named_array_t> parts = {{"x", "w", owned.at("a").get()}, {"y", "w", owned.at("b").get()}};
+    EXPECT(broker.put(name, parts, any) == 5);
+    auto lease = broker.get_object(name, {}, &device);
+    vmmfd_lease_t *handle = lease.release();
+    EXPECT(!lease && handle != nullptr);
+    vmmfd::lease adopted(handle);
+    auto info = adopted.info();
+    EXPECT(info.parts().size() == 2 && last(adopted.array("w", "y")) == 41);
+    const std::vector<std::uint8_t> bytes = {1, 2, 3, 4};
+    std::array<std::uint8_t, 4> copied = {};
+    vmmfd::memory memory(device, 4);
+    memory.copy_in(0, bytes);
+    memory.copy_out(0, copied);
+    EXPECT(copied[3] == 4);
+#ifdef __cpp_lib_span
+    std::span<const std::uint64_t> shape = owned.at("a").shape();
+    EXPECT(shape.size() == 1);
+    memory.copy_out(0, std::span<std::uint8_t>(copied).first(2));
+#endif
 }
 
 static void broker(const vmmfd::device &device, const char *path) {
@@ -62,8 +103,8 @@ static void broker(const vmmfd::device &device, const char *path) {
     EXPECT(event && event->kind == VMMFD_EVENT_PUBLISHED && name == event->name);
     auto lease = broker.get_object(name, {}, &device);
     auto values = lease.array("values");
-    EXPECT(last(values) == 11 && lease.info()->version == 1 && lease.info().parts().size() == 1);
-    vmmfd_put_options_t any = {};
+    EXPECT(last(values) == 11 && lease.info()->version == 1 && lease.info()->part_count == 1);
+    vmmfd::put_options any;
     any.condition = VMMFD_PUT_ANY;
     EXPECT(broker.put(name, {{"values", &next}}, any) == 2);
     auto prepared = lease.prepare();
@@ -72,8 +113,10 @@ static void broker(const vmmfd::device &device, const char *path) {
     lease.park();
     lease.unpark();
     EXPECT(last(values) == 21);
-    EXPECT(broker.list(name).objects().size() == 1 && broker.stat(name).objects()[0]->version == 2);
-    broker.stop();
+    auto listing = broker.list(name), described = broker.stat(name);
+    EXPECT(listing.objects().size() == 1 && described.objects()[0]->version == 2);
+    broker.interrupt();
+    ranges(broker, device, name);
     broker.remove(name);
 }
 

@@ -50,7 +50,7 @@ static inline vmmfd_array_t *numbers(const vmmfd_device_t *device, uint64_t coun
     vmmfd_array_t *array;
     CHECK(vmmfd_memory_create(device, count * sizeof *values, NULL, &memory));
     CHECK(vmmfd_memory_copy_in(memory, 0, values, count * sizeof *values));
-    vmmfd_layout_t layout = {.dtype = "uint32", .dimensions = 1, .shape = &count};
+    vmmfd_layout_t layout = {.struct_size = sizeof layout, .dtype = "uint32", .dimensions = 1, .shape = &count};
     CHECK(vmmfd_array_create(memory, &layout, &array));
     vmmfd_memory_free(memory);
     free(values);
@@ -59,7 +59,7 @@ static inline vmmfd_array_t *numbers(const vmmfd_device_t *device, uint64_t coun
 
 /* Reads one number of an array of 32-bit numbers. */
 static inline uint32_t number(const vmmfd_array_t *array, uint64_t index) {
-    vmmfd_layout_t layout;
+    vmmfd_layout_t layout = {.struct_size = sizeof layout};
     vmmfd_memory_t *memory;
     uint32_t value = 0;
     CHECK(vmmfd_array_info(array, &layout));

@@ -24,7 +24,7 @@ static void serve(const vmmfd_device_t *device, const char *path) {
     check(vmmfd_memory_create(device, sizeof values, NULL, &memory));
     check(vmmfd_memory_copy_in(memory, 0, values, sizeof values));
     const uint64_t shape[1] = {COUNT};
-    vmmfd_layout_t layout = {.dtype = "float32", .dimensions = 1, .shape = shape};
+    vmmfd_layout_t layout = {.struct_size = sizeof layout, .dtype = "float32", .dimensions = 1, .shape = shape};
     vmmfd_array_t *array;
     check(vmmfd_array_create(memory, &layout, &array));
     check(vmmfd_handoff_serve(path, array, NULL, NULL));
@@ -36,7 +36,7 @@ static void take(const vmmfd_device_t *device, const char *path) {
     float values[COUNT];
     vmmfd_array_t *array;
     vmmfd_memory_t *memory;
-    vmmfd_layout_t layout;
+    vmmfd_layout_t layout = {.struct_size = sizeof layout};
     check(vmmfd_handoff_take(device, path, NULL, &array));
     check(vmmfd_array_info(array, &layout));
     check(vmmfd_array_memory(array, &memory));

@@ -18,11 +18,11 @@ int main(int argc, char **argv) {
             for (std::size_t i = 0; i < values.size(); i++)
                 values[i] = 0.5f * static_cast<float>(i);
             vmmfd::memory memory(device, values.size() * sizeof(float));
-            memory.copy_in(0, vmmfd::span<const float>(values));
+            memory.copy_in(0, values);
             vmmfd::array(memory, "float32", {values.size()}).serve(argv[2]);
         } else {
             auto array = vmmfd::array::take(argv[2], &device);
-            array.memory().copy_out(array.info().offset, vmmfd::span<float>(values));
+            array.memory().copy_out(array.info().offset, values);
             std::cout << "took " << array.shape()[0] << " " << array.info().dtype << ", the last is " << values.back() << "\n";
         }
     } catch (const vmmfd::error &error) {

@@ -20,12 +20,13 @@ static vmmfd_memory_t *put(const vmmfd_device_t *device, const vmmfd_broker_t *b
     const uint64_t shape[2] = {HEIGHT, WIDTH};
     check(vmmfd_memory_create(device, (uint64_t)BUFFERS * HEIGHT * WIDTH, NULL, &memory));
     for (int i = 0; i < BUFFERS; i++) {
-        vmmfd_layout_t layout = {.dtype = "uint8", .dimensions = 2, .shape = shape, .offset = (uint64_t)i * HEIGHT * WIDTH};
+        vmmfd_layout_t layout = {.struct_size = sizeof layout, .dtype = "uint8", .dimensions = 2, .shape = shape};
+        layout.offset = (uint64_t)i * HEIGHT * WIDTH;
         check(vmmfd_array_create(memory, &layout, &made[i]));
-        arrays[i] = (vmmfd_named_array_t){names[i], made[i]};
+        arrays[i] = (vmmfd_named_array_t){.name = names[i], .array = made[i]};
     }
     /* The name ends with this process. */
-    vmmfd_put_options_t options = {.lifetime = VMMFD_WITH_MAKER, .metadata = "{\"encoding\": \"mono8\"}"};
+    vmmfd_put_options_t options = {VMMFD_PUT_OPTIONS, .lifetime = VMMFD_WITH_MAKER, .metadata = "{\"encoding\": \"mono8\"}"};
     check(vmmfd_broker_put(broker, "camera", arrays, BUFFERS, &options, NULL));
     for (int i = 0; i < BUFFERS; i++)
         vmmfd_array_free(made[i]);

@@ -34,12 +34,13 @@ int main(int argc, char **argv) {
     if (argc < 3)
         return fputs("usage: subscriber BROKER SOCKET\n", stderr), 2;
     check(vmmfd_broker_connect(argv[1], NULL, &broker));
-    vmmfd_get_options_t options = {.wait_ms = 30000, .expect = "{\"encoding\": \"mono8\"}"};
+    vmmfd_get_options_t options = {VMMFD_GET_OPTIONS, .wait_ms = 30000, .expect = "{\"encoding\": \"mono8\"}"};
     check(vmmfd_broker_get(broker, NULL, "camera", &options, &lease));
     for (int i = 0; i < BUFFERS; i++) {
         char name[16];
         snprintf(name, sizeof name, "frame%d", i);
-        check(vmmfd_lease_array(lease, name, &arrays[i]));
+        check(vmmfd_lease_array(lease, NULL, name, &arrays[i]));
+        layouts[i].struct_size = sizeof layouts[i];
         check(vmmfd_array_info(arrays[i], &layouts[i]));
         check(vmmfd_array_memory(arrays[i], &buffers[i]));
     }
