@@ -120,7 +120,8 @@ test-demos: build-all
 install: ## vmmfd, its man pages and the C library into DESTDIR and PREFIX
 	$(CARGO) build --locked --release -p vmmfd-cli --bin vmmfd -p vmmfd-capi
 	scripts/install $(or $(CARGO_TARGET_DIR),target)/release/vmmfd "$(DESTDIR)$(PREFIX)"
-	STRIP=1 ROOT="$(PREFIX)" scripts/capi $(or $(CARGO_TARGET_DIR),target)/release/libvmmfd_capi.a "$(DESTDIR)$(PREFIX)"
+	STRIP=1 scripts/capi $(or $(CARGO_TARGET_DIR),target)/release/libvmmfd_capi.a "$(DESTDIR)$(PREFIX)"
+	$(if $(DESTDIR),,[ "$$(id -u)" -ne 0 ] || ldconfig)
 
 capi: ## the C library, header, pkg-config and CMake files: dist/capi/
 	$(CARGO) build --locked --release -p vmmfd-capi
