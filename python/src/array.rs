@@ -20,6 +20,8 @@ use crate::{
 /// without a copy through `torch.from_dlpack`, `cupy.from_dlpack`, `jax.dlpack.from_dlpack`, `numpy.from_dlpack` (on the host backend),
 /// `__cuda_array_interface__` and, on the host backend, `__array_interface__` and the buffer protocol.
 ///
+/// `int`, `float`, `complex`, `bool` and `operator.index` convert the only element, and raise `TypeError` for another number of elements.
+///
 /// Copies made by its methods are complete when the methods return. The caller must order work that other libraries queue on the memory.
 ///
 /// Attributes: `shape` and `strides` (tuples of int), `dtype` (`DType`), `itemsize`, `ndim`, `size`, `nbytes` and `address` (int),

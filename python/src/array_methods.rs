@@ -8,7 +8,7 @@ use pyo3::{
     exceptions::{PyAttributeError, PyImportError, PyTypeError},
     ffi,
     prelude::*,
-    types::{PyBool, PyBytes, PyDict, PyTuple},
+    types::{PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyTuple},
 };
 use vmmfd::{
     Error,
@@ -242,6 +242,31 @@ impl Array {
         slf.py().import("vmmfd._elements")?.call_method1("only", (slf,))
     }
 
+    fn __int__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().get_type::<PyInt>().call1((number(slf)?,))
+    }
+
+    fn __float__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().get_type::<PyFloat>().call1((number(slf)?,))
+    }
+
+    fn __complex__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().get_type::<PyComplex>().call1((number(slf)?,))
+    }
+
+    /// The truth value of the only element.
+    fn __bool__(slf: &Bound<'_, Self>) -> PyResult<bool> {
+        number(slf)?.is_truthy()
+    }
+
+    fn __index__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        let array = slf.get().descriptor();
+        let number = if array.shape.is_empty() { Some(number(slf)?) } else { None };
+        number.filter(|number| number.is_instance_of::<PyInt>() && !number.is_instance_of::<PyBool>()).ok_or_else(|| {
+            PyTypeError::new_err(format!("only an integer array without dimensions is an index, and this one is {array}"))
+        })
+    }
+
     /// Copies the elements of another array, of the same shape and type, into it. `source` is any object that `asarray` accepts.
     ///
     /// Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
@@ -254,6 +279,13 @@ impl Array {
         let source = source::of(source)?;
         source.check(self.descriptor())?;
         signals::run(py, &[], || source.copy_into(&**self.memory(), self.descriptor()))
+    }
+
+    /// Returns a contiguous copy in new shared memory of the same device, writable. Blocks, with the GIL released. Raises as `empty`.
+    fn copy(&self, py: Python<'_>) -> Outcome<Self> {
+        self.check()?;
+        let (memory, array) = signals::run(py, &[], || copy::contiguous_copy(&**self.memory(), self.descriptor()))?;
+        Self::new(memory, array)
     }
 
     /// Copies its elements into another array, `destination`, which is writable and of the same shape and type. Blocks, with the GIL
@@ -453,6 +485,18 @@ impl Array {
              multiprocessing send arrays of a lease",
         ))
     }
+}
+
+/// Returns the only element, to convert it.
+///
+/// # Errors
+/// `TypeError` unless there is one element, and for void elements, which have no value.
+fn number<'py>(array: &Bound<'py, Array>) -> PyResult<Bound<'py, PyAny>> {
+    let descriptor = array.get().descriptor();
+    let found = if descriptor.elements().map_err(Failure::from)? == 1 { Some(Array::item(array)?) } else { None };
+    found.filter(|number| !number.is_instance_of::<PyBytes>()).ok_or_else(|| {
+        PyTypeError::new_err(format!("only an array of one element converts to a number, and this one is {descriptor}: call tolist()"))
+    })
 }
 
 /// Checks a consumer's stream. No stream has to wait: this process's copies are complete.

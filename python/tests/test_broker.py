@@ -274,9 +274,8 @@ def test_numpy_scalars_are_arrays(broker: vmmfd.Broker, name: str) -> None:
     assert np.from_dlpack(mine) == 2
     with pytest.raises(vmmfd.Error):
         mine.copy_to(np.float32(0))
-    for value in (3, 3.0, "x"):
-        with pytest.raises(vmmfd.Invalid, match=f"an object of type {type(value).__name__} is not an array.*numpy.asarray"):
-            broker.put(name + "/no", {"x": value})
+    with pytest.raises(vmmfd.Invalid, match="an object of type complex is not an array.*numpy.asarray"):
+        broker.put(name + "/no", {"x": 1j})
 
 
 def test_parts_are_published_together(broker: vmmfd.Broker, name: str) -> None:

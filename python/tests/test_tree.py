@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from typing import Any, NamedTuple
 
@@ -10,6 +11,10 @@ import numpy as np
 import pytest
 
 import vmmfd
+
+
+CYCLE: list[Any] = []
+CYCLE += [CYCLE, CYCLE]
 
 
 class Pair(NamedTuple):
@@ -39,6 +44,67 @@ def test_nested_value_comes_back(broker: vmmfd.Broker, name: str) -> None:
         assert isinstance(array, np.ndarray) and not array.flags.writeable and array.ctypes.data == lease["params/w"].address
 
 
+@pytest.mark.parametrize(
+    "leaf",
+    [0, 2**64, -(2**63) - 1, 2**127 + 1, 10**400, 5e-324, -0.0, math.nan, -math.inf, True, None, "", "\0", "ä😀", "x" * 100_000,
+     (), [], {}, (1, [2, (3,)]), {"z": 1, "a": {7: -1, -2: math.inf}}, {"a/b": 1, "": 2}, {"~0": 1, "$ref": 2, "dict": []}],
+    ids=lambda leaf: repr(leaf)[:20],
+)  # fmt: skip
+def test_leaves_are_exact(broker: vmmfd.Broker, name: str, leaf: Any) -> None:
+    broker.put(name, {"g": {"v": leaf, "x": np.zeros(1)}})
+    with broker.get(name) as lease:
+        found = lease.tree()["g"]["v"]
+    assert repr(found) == repr(leaf)
+
+
+def test_order_of_keys_is_kept(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"z": 1, "b": {"y": 2, "w": np.zeros(1), "c": 3}, "a": 4, "v": np.ones(1), "epoch": 5})
+    with broker.get(name) as lease:
+        tree = lease.tree()
+    assert list(tree) == ["z", "b", "a", "v", "epoch"] and list(tree["b"]) == ["y", "w", "c"]
+
+
+def test_random_generator_continues(broker: vmmfd.Broker, name: str) -> None:
+    random = np.random.default_rng(7)
+    broker.put(name, {"w": np.zeros(1), "state": random.bit_generator.state})
+    other = np.random.default_rng(0)
+    with broker.get(name) as lease:
+        other.bit_generator.state = lease.tree()["state"]
+    assert (random.random(3) == other.random(3)).all()
+
+
+def adam(parameters: int) -> dict[str, Any]:
+    """An optimizer's state, as `torch.optim.AdamW.state_dict()` has it."""
+    moments = np.zeros(4, "f4")
+    state = {i: {"step": np.float32(1), "exp_avg": moments, "exp_avg_sq": moments} for i in range(parameters)}
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "foreach": None, "amsgrad": False, "params": list(range(parameters))}
+    return {"state": state, "param_groups": [group]}
+
+
+@pytest.mark.parametrize("parameters", [300, 20_000])
+def test_state_of_many_tensors_comes_back(broker: vmmfd.Broker, name: str, parameters: int) -> None:
+    broker.put(name, adam(parameters))
+    with broker.get(name) as lease:
+        tree = lease.tree(vmmfd.Array.numpy)
+        assert list(tree["state"]) == list(range(parameters)) and tree["state"][parameters - 1]["step"] == 1
+        assert tree["param_groups"] == adam(parameters)["param_groups"]
+
+
+def test_copies_are_writable(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"a": np.arange(3.0), "n": 1})
+    with broker.get(name) as lease:
+        for convert in (None, vmmfd.Array.numpy):
+            copied = lease.tree(convert, copy=True)["a"]
+            np.asarray(copied)[:] = 7
+        assert lease["a"].tolist() == [0, 1, 2]
+
+
+def test_some_arrays_have_no_other_values(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"a": {"x": np.zeros(4096)}, "b": [np.ones(1)], "n": 1}, copy=True)
+    with broker.get(name, arrays=["b/0"]) as lease:
+        assert lease.tree()["b"][0].tolist() == [1]
+
+
 def test_flat_value_comes_back(broker: vmmfd.Broker, name: str) -> None:
     broker.put(name, {"a/b": np.zeros(2), "c": np.ones(1)})
     with broker.get(name) as lease:
@@ -48,7 +114,11 @@ def test_flat_value_comes_back(broker: vmmfd.Broker, name: str) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"x": [1, 2]}, "there is no array"),
+        ({"x": [1, 2], "y": 3}, "there is no array"),
+        ({"x": np.ones(1), "y": "\ud800"}, r"a str in value\['y'\] has an unpaired surrogate"),
+        ({"x": np.ones(1), "y": 10**5000}, r"value\['y'\] is an int of 16610 bits"),
+        ({"x": np.ones(1), "y": ["z" * 2**20]}, "the numbers and texts of the value need"),
+        ({"x": np.ones(1), "y": CYCLE}, "nested more than 32 levels"),
         ({"a": {"b": np.ones(1)}, "a/b": np.ones(1)}, "two arrays"),
         ({"a": Pair(np.ones(1))}, "_asdict"),
         ({"a": {2.5: np.ones(1)}}, "has the key 2.5"),
@@ -74,6 +144,31 @@ def test_items_are_numbers() -> None:
     assert vmmfd.asarray(np.array([16256, 49152], "u2"), backend="host").reinterpret("bfloat16").tolist() == [1.0, -2.0]
     with pytest.raises(vmmfd.Invalid, match="item.. returns the only element"):
         vmmfd.asarray(np.ones(2), backend="host").item()
+
+
+@pytest.mark.parametrize("given", [np.array(49, "u1"), np.array([[-3]], "i2"), np.array(2.5), np.array(True), np.array([0]), np.array(1j)])
+@pytest.mark.parametrize("kind", [int, float, complex, bool])
+def test_one_element_converts_as_numpys(given: np.ndarray[Any, Any], kind: type) -> None:
+    array = vmmfd.asarray(given, backend="host")
+    if given.dtype.kind == "c" and kind in (int, float):
+        with pytest.raises(TypeError):
+            kind(array)
+    else:
+        assert kind(array) == kind(given.reshape(()))
+
+
+@pytest.mark.parametrize("given", [np.array([1, 2], "u1"), np.array([]), np.zeros(1, "V2")])
+@pytest.mark.parametrize("kind", [int, float, complex, bool])
+def test_other_arrays_are_no_number(given: np.ndarray[Any, Any], kind: type) -> None:
+    with pytest.raises(TypeError, match="only an array of one element converts to a number"):
+        kind(vmmfd.asarray(given, backend="host"))
+
+
+def test_only_integers_are_an_index() -> None:
+    assert list(range(vmmfd.asarray(np.array(3), backend="host"))) == [0, 1, 2]
+    for other in (np.array([3]), np.array(3.0), np.array(True)):
+        with pytest.raises(TypeError, match="only an integer array without dimensions is an index"):
+            operator.index(vmmfd.asarray(other, backend="host"))
 
 
 def test_environment_selects_the_backend(socket: str, monkeypatch: pytest.MonkeyPatch) -> None:

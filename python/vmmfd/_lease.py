@@ -61,17 +61,30 @@ class Lease(Closing, Mapping[str, Array]):
         """Returns the attributes that the maker gave an array, empty if none. Raises as `array`."""
         return self._native.attributes(name, part) or {}
 
-    def tree(self, convert: Callable[[Array], t.Any] | None = None, *, part: str | None = None) -> dict[str, t.Any]:
-        """Returns the value that was put, nested as it was: dicts, lists and tuples of arrays and of the str, int, float, bool and None
-        among them. For an object that was put flat, a dict of its arrays by name.
+    def tree(
+        self, convert: Callable[[Array], t.Any] | None = None, *, copy: bool = False, part: str | None = None
+    ) -> dict[str, t.Any]:
+        """Returns the value that was put, nested as it was: dicts in their order, lists and tuples of arrays, and of the str, int, float,
+        bool and None among them. For an object that was put flat, a dict of its arrays by name.
 
         `convert` is called with each `Array`, for example `torch.from_dlpack`, `jax.dlpack.from_dlpack` or `vmmfd.Array.numpy`; without it,
-        the leaves are `Array`s. `part` selects the part if several have arrays of one name. If the lease has only some arrays, the others
-        are missing, and lists are shorter. Raises `Invalid` for names that several parts share, and after `close`, and as `convert`."""
+        the leaves are `Array`s. They are the mapped memory, which is read-only unless the lease was got with `copy_on_write`: **a write,
+        such as an optimizer's step, kills the process**. With `copy=True` each array is copied, by the `clone` or `copy` of its converted
+        form, and may be written.
+
+        `part` selects the part if several have arrays of one name. If the lease has only some arrays, the others are missing, and lists are
+        shorter; without the first array of a part, so are its other values. Raises `Invalid` for names that several parts share, and after
+        `close`, and as `convert`."""
         from ._tree import restored
 
+        def converted(array: Array) -> t.Any:
+            made = array if convert is None else convert(array)
+            if not copy:
+                return made
+            return made.clone() if hasattr(made, "clone") else made.copy()
+
         rows = ((of, name, array, attributes) for of, name, array, attributes, _ in self._native.arrays(part))
-        return restored(rows, convert or (lambda array: array))
+        return restored(rows, converted)
 
     def numpy(self, *, part: str | None = None) -> dict[str, t.Any]:
         """Returns the arrays as NumPy arrays of the same memory, without a copy, nested as they were put: `tree(Array.numpy)`. They are

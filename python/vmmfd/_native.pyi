@@ -58,6 +58,8 @@ class Array:
     without a copy through `torch.from_dlpack`, `cupy.from_dlpack`, `jax.dlpack.from_dlpack`, `numpy.from_dlpack` (on the host backend),
     `__cuda_array_interface__` and, on the host backend, `__array_interface__` and the buffer protocol.
 
+    `int`, `float`, `complex`, `bool` and `operator.index` convert the only element, and raise `TypeError` for another number of elements.
+
     Copies made by its methods are complete when the methods return. The caller must order work that other libraries queue on the memory.
 
     Attributes: `shape` and `strides` (tuples of int), `dtype` (`DType`), `itemsize`, `ndim`, `size`, `nbytes` and `address` (int),
@@ -160,11 +162,19 @@ class Array:
     def item(self) -> Any:
         """Returns the only element as a Python number, as `tolist` does. Raises `Invalid` unless `size` is 1."""
 
+    def __int__(self, /) -> int: ...
+    def __float__(self, /) -> float: ...
+    def __complex__(self, /) -> complex: ...
+    def __bool__(self, /) -> bool: ...
+    def __index__(self, /) -> int: ...
     def copy_from(self, source: Any) -> None:
         """Copies the elements of another array, of the same shape and type, into it. `source` is any object that `asarray` accepts.
 
         Blocks, with the GIL released, until the copy is complete. An error or Ctrl-C leaves it partly written. Raises `Invalid` for another
         shape or type, and for a copy between a GPU and the host; `Denied` or `Error` if it is read-only."""
+
+    def copy(self) -> Array:
+        """Returns a contiguous copy in new shared memory of the same device, writable. Blocks, with the GIL released. Raises as `empty`."""
 
     def copy_to(self, destination: Any) -> None:
         """Copies its elements into another array, `destination`, which is writable and of the same shape and type. Blocks, with the GIL

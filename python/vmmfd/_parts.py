@@ -12,6 +12,9 @@ from ._errors import Invalid, Unsupported
 # The name of the only part.
 _PART = "all"
 
+# The types among arrays that are kept as they are. A subclass is not: a NumPy scalar is an array.
+_PLAIN = (str, int, float, bool, type(None))
+
 
 def plan(
     client: _native.Client,
@@ -54,8 +57,8 @@ def plan(
 
 
 def _is_nested(value: Mapping[object, t.Any]) -> bool:
-    """Returns whether a value of a mapping is a container itself. A state dict with extra state is not nested: `load` would lose it."""
-    nested = any(isinstance(of, (dict, list, tuple, Mapping)) for of in value.values())
+    """Returns whether a mapping has a container or a plain value. A state dict with extra state is not nested: `load` would lose it."""
+    nested = any(isinstance(of, (list, tuple, Mapping)) or type(of) in _PLAIN for of in value.values())
     return nested and not any(isinstance(name, str) and name.endswith("_extra_state") for name in value)
 
 

@@ -58,7 +58,7 @@ pub const NEEDS_BOTH: &str = "a replacement needs room for both versions";
 pub const MAX_METADATA: u64 = 1 << 20;
 
 /// The longest attributes of an array, in bytes.
-pub const MAX_ATTRIBUTES: usize = 1024;
+pub const MAX_ATTRIBUTES: usize = 1 << 20;
 
 /// The longest table of arrays, in bytes.
 pub const MAX_TABLE: u64 = 256 << 20;
