@@ -55,7 +55,9 @@ pub(crate) fn capsule<'py>(
     let dtype = array.dtype;
     let first = memory.address() + array.offset;
     if dtype.dlpack().is_none() {
-        let text = format!("DLPack has no code for elements of type {dtype}: use reinterpret(\"uint8\")");
+        let text = format!(
+            "DLPack has no code for elements of type {dtype}: use reinterpret(\"uint8\"), or Lease.state_dict() for a type of PyTorch"
+        );
         return Err(Failure::export(text));
     }
     // DLPack requires the alignment of an element, at most 8.

@@ -49,6 +49,23 @@ WAITS = {
     "connect": 'vmmfd.connect(sys.argv[1] + ".none", wait=6000)',
 }
 
+# A lease that must survive the interrupted waits of its connection. The broker would delete its name without it.
+HELD = """
+restored = []
+broker.on_restored(restored.append)
+maker = vmmfd.connect(sys.argv[1], backend="host")
+maker.put("model", {"x": np.ones(8)}, lifetime="leased")
+held = broker.get("model")
+maker.close()
+"""
+
+STILL_HELD = """
+deadline = time.monotonic() + 60
+while not held.is_held and time.monotonic() < deadline:
+    time.sleep(0.01)
+assert held.is_held and broker.get("model").version == 1 and len(broker.who("model").leases) == 1, broker.who()
+"""
+
 SETUP = """
 watch = broker.watch("none")
 claim = broker.claim("taken")
@@ -69,7 +86,8 @@ def interrupt(child: Child) -> None:
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_ctrl_c_interrupts_wait(server: Server, child: Callable[..., Child], wait: str) -> None:
-    started = child(BEGIN + SETUP + INTERRUPTED.replace("WAIT", WAITS[wait]), server.path)
+    code = BEGIN + SETUP + HELD + INTERRUPTED.replace("WAIT", WAITS[wait]) + STILL_HELD + "assert not restored, restored"
+    started = child(code, server.path)
     interrupt(started)
     started.end()
 
@@ -84,13 +102,43 @@ def test_ctrl_c_with_stopped_server(server: Server, child: Callable[..., Child],
         "delete": 'broker.delete("there")',
         "connect": "vmmfd.connect(sys.argv[1])",
     }
-    code = BEGIN + 'put("there")\nsay("stop it")\nsys.stdin.readline()\n' + INTERRUPTED
+    code = BEGIN + 'put("there")\n' + HELD + 'say("stop it")\nsys.stdin.readline()\n' + INTERRUPTED
+    code += 'say("go on")\n' + STILL_HELD
     started = child(code.replace("WAIT", calls[call]), server.path)
     started.wait_for("stop it")
     server.pause()
     started.send_line()
     interrupt(started)
+    started.wait_for("go on")
     server.go_on()
+    started.end()
+
+
+def test_descriptor_limit_ends_no_lease(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        BEGIN
+        + """
+import resource
+# Each array in its own segment.
+broker.put("four", {str(i): vmmfd.asarray(np.ones(8), backend="host") for i in range(4)})
+"""
+        + HELD
+        + """
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+for room in range(6):
+    used = len(os.listdir("/proc/self/fd")) - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + room, hard))
+    try:
+        broker.get("four")
+        assert room >= 4, room
+    except vmmfd.Error as error:
+        assert "open files" in str(error) or "EMFILE" in str(error) or "Too many open files" in str(error), (room, error)
+    assert held.is_held
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+"""
+        + STILL_HELD,
+        server.path,
+    )
     started.end()
 
 

@@ -33,7 +33,7 @@ use super::{Cancel, deadline_after};
 use crate::{
     error::{Error, MemoryError, PeerError, Result, SocketError},
     sys::above_standard,
-    wire::{MAX_FDS, ProtocolError},
+    wire::{MAX_FDS, ProtocolError, claimed_fds},
 };
 
 /// The pause before a retry of a send that reached the kernel's limit on descriptors in flight.
@@ -195,7 +195,7 @@ impl RecordSocket {
             match self.try_receive(record) {
                 Ok(Arrival::Record(record)) => return Ok(record),
                 Ok(Arrival::Broken(cut @ ProtocolError::FdsTruncated { .. })) => {
-                    return Err(own_limit().unwrap_or(cut.into()));
+                    return Err(own_limit(claimed_fds(record)).unwrap_or(cut.into()));
                 }
                 Ok(Arrival::Broken(error)) => return Err(error.into()),
                 Ok(Arrival::End) => return Err(Error::Peer(PeerError::Gone { pid: 0, purpose })),
@@ -359,10 +359,16 @@ pub(crate) fn is_gone(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe | io::ErrorKind::NotConnected)
 }
 
-/// The error for this process's descriptor limit, if the limit, not the peer, truncated the descriptors.
-fn own_limit() -> Option<Error> {
+/// The error for this process's descriptor limit, if the limit, not the peer, truncated a record's `claimed` descriptors.
+fn own_limit(claimed: usize) -> Option<Error> {
     let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).ok()?;
-    let needed = fs::read_dir("/proc/self/fd").ok()?.count() as u64 + MAX_FDS as u64;
+    let used = match fs::read_dir("/proc/self/fd") {
+        // The list's own descriptor is in it.
+        Ok(list) => list.count() as u64 - 1,
+        Err(error) if error.raw_os_error() == Some(Errno::MFILE.raw_os_error()) => limit,
+        Err(_) => return None,
+    };
+    let needed = used + claimed.clamp(1, MAX_FDS) as u64;
     (needed > limit).then_some(Error::Memory(MemoryError::TooManyDescriptors { needed, limit }))
 }
 

@@ -115,6 +115,12 @@ pub(super) fn read(record: &[u8]) -> Result<Head<'_>, ProtocolError> {
     Ok(Head { kind: u16::from_le_bytes([k0, k1]), fds: u32::from_le_bytes([f0, f1, f2, f3]), body })
 }
 
+/// The number of descriptors in a record's header, which is not checked; 0 if there is none.
+pub(crate) fn claimed_fds(record: &[u8]) -> usize {
+    let field = record.get(12..HEADER_LENGTH).and_then(|field| field.try_into().ok());
+    field.map_or(0, |field| u32::from_le_bytes(field) as usize)
+}
+
 /// Whether a record is an `error`, judging by its header alone: the body may be invalid.
 pub(crate) fn is_error(record: &[u8]) -> bool {
     const ERROR: u16 = 8;

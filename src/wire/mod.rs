@@ -12,7 +12,7 @@ pub(crate) mod strict;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use self::frame::is_error;
+pub(crate) use self::frame::{claimed_fds, is_error};
 use self::frame::{Head, parse};
 pub use self::messages::{
     BufferNumber, BufferTurn, Busy, ByteRange, Check, Failure, Hello, Memory, Offer, PoolNumber, Ready, Received,

@@ -52,6 +52,8 @@ def _problem(tensor: Any) -> str | None:
         return f"has layout {tensor.layout}: put its values and indices"
     if tensor.is_quantized:
         return "is quantised with its own scheme: put its int_repr(), scales and zero points"
+    if str(tensor.dtype).startswith(("torch.qint", "torch.quint")):
+        return f"is a view of bytes as {tensor.dtype}, without a scheme: put view(torch.uint8)"
     if tensor.device.type == "meta":
         return "is on the meta device and has no bytes"
     if tensor.device.type not in ("cpu", "cuda"):

@@ -58,6 +58,10 @@ pub(super) struct Connection {
     pub(super) handlers: Mutex<Handlers>,
     /// False from a break until the reconnect has completed.
     pub(super) connected: AtomicBool,
+    /// Whether an answer is due that nobody waits for. The socket still holds the leases, until a reconnect has moved them.
+    abandoned: AtomicBool,
+    /// The socket that holds the leases while a reconnect moves them.
+    former: Mutex<Option<(ClosedInForks, OwnedFd)>>,
     /// The number of calls to [`Connection::stop`].
     stops: AtomicU64,
     /// The background thread; `None` before the first lease, or if no thread could be started.
@@ -132,6 +136,8 @@ impl Connection {
             holdings: Mutex::new(Holdings { instance, ..Holdings::default() }),
             handlers: Mutex::default(),
             connected: AtomicBool::new(true),
+            abandoned: AtomicBool::new(false),
+            former: Mutex::default(),
             stops: AtomicU64::new(0),
             watcher: OnceLock::new(),
         }
@@ -186,6 +192,10 @@ impl Connection {
         let mut left = wait;
         let mut stops = None;
         let mut tries = 0;
+        if self.abandoned.load(Ordering::Acquire) {
+            let error = PeerError::Gone { pid: 0, purpose: "for the broker's answer" };
+            self.reconnect(&mut turn, error.into(), tries, started, wait)?;
+        }
         loop {
             let answer_timeout = self.socket.timeout().saturating_add(left);
             self.turns.allow_pause(can_pause);
@@ -229,6 +239,49 @@ impl Connection {
     fn pause(&self) {
         // If the socket is full or broken, the other thread notices soon.
         let _ = self.try_send(&Message::Stop(Stop {}));
+    }
+
+    /// Gives up the answer that is due. Leases and puts move to another connection: the broker would end those of a closed one.
+    fn abandon(&self) {
+        if self.dialler.is_some() && !lock(&self.holdings).is_empty() && !self.is_hung_up() {
+            self.abandoned.store(true, Ordering::Release);
+            self.wake_watcher();
+        } else {
+            let _ = self.socket.shared().shutdown(std::net::Shutdown::Both);
+        }
+    }
+
+    /// Whether no further request can be made on the socket.
+    pub(super) fn needs_reconnect(&self) -> bool {
+        self.abandoned.load(Ordering::Acquire) || self.is_hung_up()
+    }
+
+    /// Replaces the socket. If the old one holds the leases, it stays open until [`Connection::moved`].
+    ///
+    /// # Errors
+    /// [`Error::System`] if this process has no descriptor left.
+    pub(super) fn replace_socket(&self, socket: &RecordSocket) -> Result<()> {
+        if self.abandoned.load(Ordering::Acquire) && !self.is_hung_up() {
+            let mut former = lock(&self.former);
+            if former.is_none() {
+                let kept = self.socket.as_fd().try_clone_to_owned();
+                let kept = kept.map_err(|error| Error::system("duplicate the broker's socket", error))?;
+                *former = Some((ClosedInForks::new(kept.as_fd()), kept));
+            }
+        }
+        self.socket.replace(socket)?;
+        self.closed_in_forks.update(self.socket.as_fd());
+        Ok(())
+    }
+
+    pub(super) fn has_former(&self) -> bool {
+        lock(&self.former).is_some()
+    }
+
+    /// Closes the former socket: its leases have moved.
+    pub(super) fn moved(&self) {
+        self.abandoned.store(false, Ordering::Release);
+        lock(&self.former).take();
     }
 
     /// Interrupts the wait of the pending request.
@@ -469,7 +522,7 @@ impl Drop for Exchange<'_> {
     fn drop(&mut self) {
         if !self.finished {
             // The next request would receive the rest of this answer.
-            let _ = self.connection.socket.shared().shutdown(std::net::Shutdown::Both);
+            self.connection.abandon();
         }
     }
 }

@@ -48,7 +48,9 @@ impl Connection {
             return Err(error);
         }
         tracing::debug!(%error, "the connection to the broker broke: reconnecting");
-        self.mark_broken();
+        if self.is_hung_up() {
+            self.mark_broken();
+        }
         let deadline = deadline_after(dialler.timeout);
         if tries > 0 {
             dialler.pause(tries)?;
@@ -83,13 +85,15 @@ impl Connection {
     /// Replaces the socket, resumes leases and puts, and restores lost versions. Holding `incoming` is the right to make requests.
     pub(super) fn adopt(&self, dialled: Dialled, incoming: &mut Vec<u8>) -> Result<()> {
         let Dialled { socket, peer, instance } = dialled;
-        self.socket.replace(&socket)?;
-        self.closed_in_forks.update(self.socket.as_fd());
+        self.replace_socket(&socket)?;
         drop(socket);
         *lock(&self.peer) = peer;
         let taken = self.resume_all(&instance, incoming);
         match &taken {
-            Ok(_) => self.connected.store(true, Ordering::Release),
+            Ok(_) => {
+                self.moved();
+                self.connected.store(true, Ordering::Release);
+            }
             Err(_) => self.mark_broken(),
         }
         // The state is final before handlers run.
@@ -111,9 +115,12 @@ impl Connection {
         let (lost, taken): (Vec<_>, Vec<_>) = leases.iter().cloned().partition(|held| unknown.contains(&held.token));
         let mut notices: Vec<Notice> = Vec::new();
         let mut gone: Vec<Arc<OwnLease>> = Vec::new();
+        // A move from the former socket, which the broker counted, is no restoration.
+        let moved = self.has_former();
         for held in taken {
-            held.set_counted(true);
-            notices.push(Notice::restored(&held, false));
+            if !held.set_counted(true) || !moved {
+                notices.push(Notice::restored(&held, false));
+            }
         }
         if state_lost {
             tracing::info!(

@@ -102,7 +102,7 @@ impl Watcher {
             }
             let Some(connection) = self.connection.upgrade() else { return };
             connection.call_handlers();
-            if !connection.is_hung_up() {
+            if !connection.needs_reconnect() {
                 let pending_releases = connection.try_flush_releases();
                 (next, since, reported, pause) = (Next::HangUp { pending_releases }, None, false, PAUSES[0]);
                 continue;
@@ -119,11 +119,13 @@ impl Watcher {
                     continue;
                 };
                 // A request may have reconnected in the meantime.
-                if !connection.is_hung_up() {
+                if !connection.needs_reconnect() {
                     next = Next::HangUp { pending_releases: connection.try_flush_releases() };
                     continue;
                 }
-                connection.mark_broken();
+                if connection.is_hung_up() {
+                    connection.mark_broken();
+                }
                 drop(turn);
             }
             if lock(&connection.holdings).is_empty() {
@@ -152,7 +154,7 @@ impl Watcher {
                     {
                         // A request may have reconnected in the meantime.
                         let turn = connection.turns.try_begin();
-                        if turn.is_some() && connection.is_hung_up() {
+                        if turn.is_some() && connection.needs_reconnect() {
                             reported = true;
                             connection.report_unreachable(false);
                         }
@@ -173,7 +175,7 @@ impl Watcher {
         let Some(connection) = self.connection.upgrade() else { return Ok(()) };
         let Some(mut turn) = connection.turns.try_begin() else { return Ok(()) };
         let _requesting = connection.requesting();
-        match connection.is_hung_up() {
+        match connection.needs_reconnect() {
             true => connection.adopt(dialled, &mut turn),
             false => Ok(()),
         }
