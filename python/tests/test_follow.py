@@ -135,12 +135,12 @@ def test_outage_is_logged_once(server: Server, caplog: pytest.LogCaptureFixture)
     server.kill()
     with caplog.at_level(logging.WARNING, "vmmfd"):
         begun = time.monotonic()
-        thread = threading.Thread(target=lambda: pytest.raises(vmmfd.NotFound, broker.get, "x"))
+        thread = threading.Thread(target=lambda: pytest.raises(vmmfd.Disconnected, broker.get, "x"))
         thread.start()
         while not caplog.records and time.monotonic() < begun + 20:
             time.sleep(0.01)
         thread.join()
-        pytest.raises(vmmfd.NotFound, broker.get, "x")
+        pytest.raises(vmmfd.Disconnected, broker.get, "x")
     (record,) = caplog.records
     assert server.path in record.getMessage() and "waits up to 3 s" in record.getMessage()
     assert record.created and "vmmfd serve" in record.getMessage()

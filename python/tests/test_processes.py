@@ -199,7 +199,7 @@ assert what.reason == "the broker can't be reached" and not lease.is_held
 assert np.from_dlpack(lease["x"])[0] == 1
 try:
     broker.list()
-except vmmfd.NotFound as error:
+except vmmfd.Disconnected as error:
     say(error.hint)
 """,
         server.path,

@@ -53,8 +53,8 @@ class Broker(Gets):
     A client belongs to the process that created it: in a fork, every call fails. Connect in each process, or let `multiprocessing` do it
     with `vmmfd.register_reducer`.
 
-    Any call may raise `Disconnected` if the broker is gone or silent for longer than the timeout, `NotFound` if no broker listens any more,
-    and `Interrupted` if the client is closed during the call.
+    Any call may raise `Disconnected` if no broker listens any more or the broker is silent for longer than the timeout, and `Interrupted` if
+    the client is closed during the call.
     """
 
     __slots__ = ("__weakref__", "_native")

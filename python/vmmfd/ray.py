@@ -18,7 +18,7 @@ from ray.experimental import CommunicatorMetadata, TensorTransportManager, Tenso
 
 from . import _arguments, _native
 from ._broker import Broker
-from ._errors import Differs, Invalid, NotFound
+from ._errors import Differs, Disconnected, Invalid, NotFound
 from ._lease import Claim, Lease
 from ._native import Array
 from ._ray_agent import _ANSWER, _PREFIX, _agent, _alive, _answer, _ask, _broker, _copy, _named, _Object
@@ -200,7 +200,7 @@ class Arrays(TensorTransportManager):  # type: ignore[misc]
         lease = self._put.pop(obj_id, None)
         if lease is not None:
             lease.close()
-            with suppress(NotFound):
+            with suppress(NotFound, Disconnected):
                 _broker("host" if tensor_transport_meta.tensor_device == "cpu" else "cuda").delete(_PREFIX + obj_id)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
