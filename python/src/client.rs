@@ -26,7 +26,7 @@ use crate::{
     leased_memory::{Opening, Selection},
     memory::{BrokerAddress, PickledAddress, RdmaOption},
     requests::{GetOptions, condition, lifetime, wait_time},
-    signals::{self, Stop},
+    signals,
     time::seconds,
     watch::Watch,
 };
@@ -168,18 +168,10 @@ impl Client {
     }
 
     /// Leases an object, and maps it.
-    #[pyo3(signature = (name, options, stop=None))]
-    fn get(
-        &self,
-        py: Python<'_>,
-        name: &str,
-        mut options: GetOptions<'_>,
-        stop: Option<&Bound<'_, Stop>>,
-    ) -> Outcome<Lease> {
+    fn get(&self, py: Python<'_>, name: &str, mut options: GetOptions<'_>) -> Outcome<Lease> {
         let opening = options.opening()?;
         let get = options.request(name, &opening.selection)?;
-        let stop = stop.map(|stop| &stop.get().0);
-        let leased = self.0.call_with(py, Purpose::Any, stop, |client| self.0.open(client.get(&get)?, opening))?;
+        let leased = self.0.call(py, Purpose::Any, |client| self.0.open(client.get(&get)?, opening))?;
         Ok(Lease::new(leased))
     }
 
@@ -227,7 +219,7 @@ impl Client {
         let opening = options.opening()?;
         // Also without a wait: a get that has no wait is no claim.
         let get = options.request(name, &opening.selection)?.wait(options.wait()?.unwrap_or_default());
-        let found = self.0.call_with(py, Purpose::Any, None, |client| {
+        let found = self.0.call_with(py, Purpose::Any, |client| {
             match client.get_or_claim(&get, &of)? {
                 Found::Lease(lease) => {
                     drop(client);
@@ -330,7 +322,7 @@ impl Client {
     /// Follows the events of names.
     #[pyo3(signature = (prefix, after=None))]
     fn watch(&self, py: Python<'_>, prefix: String, after: Option<(String, u64)>) -> Outcome<Watch> {
-        self.0.call_with(py, Purpose::Any, None, |client| Watch::new(client, &prefix, after))
+        self.0.call_with(py, Purpose::Any, |client| Watch::new(client, &prefix, after))
     }
 
     /// Calls `call` for each lost lease, with name, version, id, kind and reason.
@@ -373,6 +365,6 @@ impl Client {
         ask: impl FnOnce(&broker::Client) -> vmmfd::Result<T> + Send,
     ) -> Outcome<Bound<'py, PyAny>> {
         let answer = self.0.call(py, Purpose::Any, |client| Ok(ask(client)?))?;
-        json::serialized(py, &answer)
+        json::serialized(py, answer)
     }
 }

@@ -227,22 +227,20 @@ impl Connections {
         purpose: Purpose,
         work: impl FnOnce(&Checkout) -> Outcome<T> + Send,
     ) -> Outcome<T> {
-        self.call_with(py, purpose, None, |client| work(&client))
+        self.call_with(py, purpose, |client| work(&client))
     }
 
-    /// As [`Connections::call`], for work that may keep the connection. `stop` ends it.
+    /// As [`Connections::call`], for work that may keep the connection.
     pub(crate) fn call_with<T: Send>(
         self: &Arc<Self>,
         py: Python<'_>,
         purpose: Purpose,
-        stop: Option<&CloseFlag>,
         work: impl FnOnce(Checkout) -> Outcome<T> + Send,
     ) -> Outcome<T> {
         self.check()?;
         let client = InUse::default();
         let observer = self.observer(Arc::clone(&client));
-        let closed: Vec<&CloseFlag> = stop.into_iter().chain([&self.closed]).collect();
-        let done = signals::run_observed(py, &closed, Some(observer), || {
+        let done = signals::run_observed(py, &[&self.closed], Some(observer), || {
             let checkout = self.take(purpose)?;
             lock(&client).clone_from(&checkout.client);
             let done = work(checkout);

@@ -20,6 +20,11 @@ const DEEPEST: usize = 64;
 
 /// Converts a value to a dict, list, str, int, float, bool or None.
 pub(crate) fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> {
+    converted(py, value, &mut GilPause::new())
+}
+
+fn converted<'py>(py: Python<'py>, value: &Value, pause: &mut GilPause) -> PyResult<Bound<'py, PyAny>> {
+    pause.step(py);
     match value {
         Value::Null => Ok(py.None().into_bound(py)),
         Value::Bool(value) => value.into_bound_py_any(py),
@@ -30,26 +35,31 @@ pub(crate) fn to_python<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'
         },
         Value::String(text) => text.into_bound_py_any(py),
         Value::Array(values) => {
-            let values: PyResult<Vec<_>> = values.iter().map(|value| to_python(py, value)).collect();
-            PyList::new(py, values?).map(Bound::into_any)
+            let list = PyList::empty(py);
+            values.iter().try_for_each(|value| list.append(converted(py, value, pause)?))?;
+            Ok(list.into_any())
         }
-        Value::Object(fields) => to_dict(py, fields).map(Bound::into_any),
+        Value::Object(fields) => {
+            let dict = PyDict::new(py);
+            fields.iter().try_for_each(|(name, value)| dict.set_item(name, converted(py, value, pause)?))?;
+            Ok(dict.into_any())
+        }
     }
 }
 
 /// Converts the JSON form of a report.
-pub(crate) fn serialized<'py>(py: Python<'py>, of: &impl Serialize) -> Outcome<Bound<'py, PyAny>> {
-    let value = serde_json::to_value(of)
-        .map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))?;
+pub(crate) fn serialized<'py>(py: Python<'py>, of: impl Serialize + Send) -> Outcome<Bound<'py, PyAny>> {
+    let value = py.detach(move || serde_json::to_value(of));
+    let value =
+        value.map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))?;
     Ok(to_python(py, &value)?)
 }
 
 /// Converts an object to a dict.
 pub(crate) fn to_dict<'py>(py: Python<'py>, fields: &Map<String, Value>) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
-    for (name, value) in fields {
-        dict.set_item(name, to_python(py, value)?)?;
-    }
+    let mut pause = GilPause::new();
+    fields.iter().try_for_each(|(name, value)| dict.set_item(name, converted(py, value, &mut pause)?))?;
     Ok(dict)
 }
 

@@ -26,8 +26,9 @@ use crate::{
     connections::{Checkout, check_process},
     error::{Failure, Outcome},
     json,
-    leased_memory::{Leased, LeasedPiece, attributes_of, mapped, place},
+    leased_memory::{Leased, LeasedPiece, attributes_of, place},
     memory::{Memory, Origin, PickledAddress},
+    signals::GilPause,
 };
 
 /// The value of a Python object until it is closed, and the process that created it.
@@ -194,13 +195,14 @@ impl Lease {
 
     /// The unique names of the mapped arrays.
     fn keys(&self, py: Python<'_>) -> Outcome<Vec<String>> {
-        self.with(py, |object| {
+        let leased = self.leased()?;
+        Ok(leased.read(py, |object| {
             let mut seen = std::collections::HashSet::new();
-            mapped(object)
+            leased.mapped(object)
                 .filter(|(_, _, entry)| seen.insert(&entry.name))
                 .map(|(_, _, entry)| entry.name.clone())
                 .collect()
-        })
+        }))
     }
 
     fn __contains__(&self, py: Python<'_>, name: &str) -> Outcome<bool> {
@@ -230,7 +232,7 @@ impl Lease {
         let leased = self.leased()?;
         let found = leased.read(py, |object| {
             leased.check_mapped(object)?;
-            let all = mapped(object).filter(|(at, ..)| part.is_none_or(|part| object.parts()[*at].name() == part));
+            let all = leased.mapped(object).filter(|(at, ..)| part.is_none_or(|part| object.parts()[*at].name() == part));
             let mut whole: HashMap<(usize, usize), Arc<LeasedPiece>> = HashMap::new();
             let mut found = Vec::new();
             for (part, _, entry) in all {
@@ -245,11 +247,13 @@ impl Lease {
             Ok::<_, Failure>(found)
         })?;
         let mut arrays = Vec::with_capacity(found.len());
+        let mut pause = GilPause::new();
         for (part, name, piece, array, attributes) in found {
             let dense = !array.shape.contains(&0) && contiguous(&array)?.0;
             let array = Bound::new(py, Array::new(piece, array)?)?;
             let attributes = attributes.map(|attributes| json::to_dict(py, &attributes)).transpose()?;
             arrays.push((part, name, array, attributes, dense).into_pyobject(py)?);
+            pause.step(py);
         }
         Ok(arrays)
     }

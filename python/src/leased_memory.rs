@@ -1,7 +1,7 @@
 //! A mapped object of the broker, and the memory of its arrays: no Python objects, so any thread may release it.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError,
         atomic::{AtomicBool, Ordering},
@@ -198,7 +198,7 @@ impl Leased {
         let mut index = lock(&self.index);
         let made = || {
             let mut made = Index::new();
-            for (part, at, entry) in mapped(object) {
+            for (part, at, entry) in self.mapped(object) {
                 made.entry(entry.name.clone()).or_default().push((part, at));
             }
             Arc::new(made)
@@ -215,7 +215,7 @@ impl Leased {
     ) -> Outcome<(usize, &'a ArrayEntry)> {
         let count: usize = object.parts().iter().map(|part| part.arrays().len()).sum();
         let mut found: Vec<(usize, &ArrayEntry)> = if count <= LINEAR_SEARCH_MAX {
-            mapped(object).filter(|(_, _, entry)| entry.name == name).map(|(part, _, entry)| (part, entry)).collect()
+            self.mapped(object).filter(|(_, _, entry)| entry.name == name).map(|(part, _, entry)| (part, entry)).collect()
         } else {
             let index = self.index(object);
             let places = index.get(name).map(Vec::as_slice).unwrap_or_default();
@@ -234,7 +234,7 @@ impl Leased {
                 let exists = object.parts().iter().any(|part| part.arrays().iter().any(|entry| entry.name == name));
                 let problem = match exists {
                     true => format!("array {name:?} of {} was not requested: get it too", here()),
-                    false => format!("{} has no array {name:?}{}", here(), available_arrays(object)),
+                    false => format!("{} has no array {name:?}{}", here(), self.available_arrays(object)),
                 };
                 Err(Failure::no_array(problem))
             }
@@ -246,6 +246,28 @@ impl Leased {
                 )))
             }
         }
+    }
+
+    /// The mapped arrays that were requested: part, index in its table, and entry. The segments may contain others.
+    pub(crate) fn mapped<'a>(&self, object: &'a Object) -> impl Iterator<Item = (usize, usize, &'a ArrayEntry)> {
+        let wanted: Option<HashSet<String>> = self.selection.arrays.as_ref().map(|names| names.iter().cloned().collect());
+        let all = object.parts().iter().enumerate().flat_map(|(number, part)| {
+            let whole = matches!(part.pieces(), [piece] if piece.start() == 0 && piece.size() >= part.description().size);
+            let is_mapped =
+                move |entry: &ArrayEntry| whole || matches!(place(part.pieces(), &entry.array), Ok(Some(_)));
+            let arrays = part.arrays().iter().enumerate();
+            arrays.filter(move |(_, entry)| is_mapped(entry)).map(move |(at, entry)| (number, at, entry))
+        });
+        all.filter(move |(_, _, entry)| wanted.as_ref().is_none_or(|wanted| wanted.contains(&entry.name)))
+    }
+
+    /// Lists available arrays for an error message.
+    fn available_arrays(&self, object: &Object) -> String {
+        const SHOWN: usize = 5;
+        let mut names: Vec<&str> = self.mapped(object).map(|(_, _, entry)| entry.name.as_str()).take(SHOWN + 1).collect();
+        let more = if names.len() > SHOWN { ", ..." } else { "" };
+        names.truncate(SHOWN);
+        if names.is_empty() { ", and no other".to_owned() } else { format!("; it has {}{more}", names.join(", ")) }
     }
 
     pub(crate) fn check_mapped(&self, object: &Object) -> Outcome<()> {
@@ -285,29 +307,10 @@ impl Leased {
     }
 }
 
-/// The mapped arrays: part, index in its table, and entry.
-pub(crate) fn mapped(object: &Object) -> impl Iterator<Item = (usize, usize, &ArrayEntry)> {
-    object.parts().iter().enumerate().flat_map(|(number, part)| {
-        let whole = matches!(part.pieces(), [piece] if piece.start() == 0 && piece.size() >= part.description().size);
-        let is_mapped = move |entry: &ArrayEntry| whole || matches!(place(part.pieces(), &entry.array), Ok(Some(_)));
-        let arrays = part.arrays().iter().enumerate();
-        arrays.filter(move |(_, entry)| is_mapped(entry)).map(move |(at, entry)| (number, at, entry))
-    })
-}
-
 /// Returns the index of the piece that contains an array.
 pub(crate) fn place(pieces: &[Arc<vmmfd::memory::Imported>], array: &ArrayDescriptor) -> Result<Option<usize>> {
     let span = array.span()?;
     Ok(pieces.iter().position(|piece| piece.start() <= span.start && span.end <= piece.start() + piece.size()))
-}
-
-/// Lists available arrays for an error message.
-fn available_arrays(object: &Object) -> String {
-    const SHOWN: usize = 5;
-    let mut names: Vec<&str> = mapped(object).map(|(_, _, entry)| entry.name.as_str()).take(SHOWN + 1).collect();
-    let more = if names.len() > SHOWN { ", ..." } else { "" };
-    names.truncate(SHOWN);
-    if names.is_empty() { ", and no other".to_owned() } else { format!("; it has {}{more}", names.join(", ")) }
 }
 
 /// A piece of leased memory, which arrays keep.

@@ -23,6 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use pyo3::{ffi, prelude::*};
 use vmmfd::{
     Error,
     bindings::{lock, spawn},
@@ -81,10 +82,24 @@ impl<T: Send + 'static> Drop for Reaped<T> {
         if !self.by.is_current() {
             mem::forget(value);
         } else if self.device.is_host() {
-            drop(value);
+            without_gil(|| drop(value));
         } else {
             release_later(self.device.clone(), value);
         }
+    }
+}
+
+/// Runs work that may take long, such as munmap(2), with the GIL released if this thread has it.
+fn without_gil(work: impl FnOnce() + Send) {
+    // SAFETY: this function may be called without the GIL: it then returns null.
+    let is_attached = unsafe { ffi::Py_IsInitialized() != 0 && !ffi::PyThreadState_GetDict().is_null() };
+    let mut work = Some(work);
+    if is_attached {
+        // Not during interpreter shutdown.
+        Python::try_attach(|py| py.detach(|| work.take().map(|work| work())));
+    }
+    if let Some(work) = work {
+        work();
     }
 }
 

@@ -46,9 +46,17 @@ impl Stop {
         Self::default()
     }
 
-    /// Ends the call that got it, with `Interrupted`. Does not block: the call notices it within 40 ms.
+    /// Ends the waits inside [`Stop::run`] with `Interrupted`. Does not block: a wait notices it within 40 ms.
     fn set(&self) {
         self.0.set();
+    }
+
+    /// Calls `call` on this thread.
+    fn run<'py>(&self, call: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let outer = STOP.replace(Some(self.0.clone()));
+        let done = call.call0();
+        STOP.set(outer);
+        done
     }
 }
 
@@ -67,6 +75,7 @@ struct Call {
 
 thread_local! {
     static CALL: RefCell<Option<Call>> = const { RefCell::new(None) };
+    static STOP: RefCell<Option<CloseFlag>> = const { RefCell::new(None) };
 }
 
 /// Returns the cancellation for the library's sessions: waits inside [`run`] end when a signal handler raises, or when their object is
@@ -109,7 +118,7 @@ pub(crate) fn run_observed<T: Send>(
         }
     }
 
-    let closed: Vec<CloseFlag> = closed.iter().map(|&closed| closed.clone()).collect();
+    let closed: Vec<CloseFlag> = closed.iter().map(|&closed| closed.clone()).chain(STOP.with_borrow(Clone::clone)).collect();
     let outer = Outer(CALL.replace(Some(Call { closed, observer, main: is_main_thread(), raised: None })));
     let done = py.detach(work);
     let call = CALL.take();

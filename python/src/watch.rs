@@ -126,8 +126,8 @@ impl Watch {
         };
         match watched {
             None => Ok(None),
-            Some(Watched::Event(event)) => json::serialized(py, &event).map(Some),
-            Some(_) => json::serialized(py, &serde_json::json!({"kind": "lost"})).map(Some),
+            Some(Watched::Event(event)) => json::serialized(py, event).map(Some),
+            Some(_) => json::serialized(py, serde_json::json!({"kind": "lost"})).map(Some),
         }
     }
 

@@ -41,8 +41,105 @@ def test_follow_survives_a_delete(broker: vmmfd.Broker, name: str) -> None:
 def test_follow_ends_after_its_wait(broker: vmmfd.Broker, name: str) -> None:
     assert list(broker.follow(name, wait=0)) == []
     broker.put(name, {"x": np.zeros(3)})
-    leases = list(broker.follow(name, wait=0.1))
-    assert len(leases) == 1 and leases[0].is_closed
+    following = broker.follow(name, wait=0.1)
+    (lease,) = following
+    broker.put(name, {"x": np.ones(3)}, replace=True)
+    assert next(following) is lease and lease.version == 2
+
+
+def test_lease_outlives_its_follower(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": np.zeros(3)}, replace=True)
+    assert next(broker.follow(name)).tree()["x"].tolist() == [0, 0, 0]
+    lease = next(broker.follow(name, newer_than=0, wait=20))
+    assert lease.is_held and not lease.is_closed
+    with broker.follow(name, copy_on_write=True) as following:
+        found = next(following)
+        found.numpy()["x"][:] = 7
+        assert following.lease is found
+    assert found.is_closed and list(following) == [] and lease["x"].tolist() == [0, 0, 0]
+    assert list(broker.follow(name, newer_than=1, wait=0)) == []
+
+
+def test_asyncio_service(broker: vmmfd.Broker, name: str) -> None:
+    """One loop follows, watches, puts, claims and prepares at once."""
+
+    async def follow(versions: list[float]) -> None:
+        async with broker.follow(name, wait=60) as following:
+            async for lease in following:
+                versions.append(lease.numpy()["x"][0])
+                if len(versions) == 3:
+                    return
+
+    async def watch(kinds: list[str]) -> None:
+        async with broker.watch(name) as watch:
+            async for event in watch:
+                if event.kind in ("published", "replaced"):
+                    kinds.append(event.kind)
+                if len(kinds) == 3:
+                    return
+
+    async def service() -> None:
+        versions: list[float] = []
+        kinds: list[str] = []
+        tasks = [asyncio.create_task(follow(versions)), asyncio.create_task(watch(kinds))]
+        await asyncio.sleep(0.1)
+        for number in range(3):
+            await broker.put_async(name, {"x": np.full(3, number)}, replace=number > 0)
+            while len(versions) <= number:
+                await asyncio.sleep(0.01)
+        await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        assert versions == [0, 1, 2] and kinds == ["published", "replaced", "replaced"]
+        claim = await broker.claim_async(name + "/new")
+        assert isinstance(claim, vmmfd.Claim)
+        async with claim:
+            other = asyncio.create_task(broker.claim_async(name + "/new", wait=60))
+            await asyncio.sleep(0.05)
+            assert not other.done()
+        async with await other:
+            pass
+        async with await broker.get_async(name, version=3) as lease:
+            waiting = asyncio.create_task(lease.prepare_async(wait=60))
+            await asyncio.sleep(0.05)
+            await broker.put_async(name, {"x": np.full(3, 9)}, replace=True)
+            async with await waiting as prepared:
+                lease.switch(prepared).close()
+                assert lease["x"].tolist() == [9, 9, 9]
+
+    asyncio.run(service())
+
+
+def test_cancelled_step_keeps_the_lease(broker: vmmfd.Broker, name: str) -> None:
+    async def steps() -> None:
+        broker.put(name, {"x": np.zeros(3)})
+        following = broker.follow(name)
+        lease = await anext(following)
+        task = asyncio.ensure_future(anext(following))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert lease.is_held
+        broker.put(name, {"x": np.ones(3)}, replace=True)
+        while True:
+            try:
+                assert (await anext(following)).version == 2
+                return
+            except vmmfd.Invalid as error:  # The cancelled step has not noticed it yet.
+                assert "another thread waits" in str(error)
+                await asyncio.sleep(0.01)
+
+    asyncio.run(steps())
+
+
+def test_calls_share_threads(broker: vmmfd.Broker, name: str) -> None:
+    async def calls() -> None:
+        broker.put(name, {"x": np.zeros(3)})
+        for _ in range(50):
+            (await broker.get_async(name)).close()
+
+    before = threading.active_count()
+    asyncio.run(calls())
+    assert threading.active_count() <= before + 2
 
 
 def test_follow_refuses_another_layout(broker: vmmfd.Broker, name: str) -> None:
@@ -90,7 +187,6 @@ def test_cancelled_get_leaves_no_lease(broker: vmmfd.Broker, name: str, is_there
     while (held := broker.who(name).leases) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not held
-    assert not [thread for thread in threading.enumerate() if thread.name == "vmmfd-async"]
 
 
 def test_watch_is_pollable(broker: vmmfd.Broker, name: str) -> None:

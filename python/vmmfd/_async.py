@@ -1,47 +1,83 @@
-"""Blocking calls for asyncio, each in its own thread: the default executor's few threads would wait for each other."""
+"""Blocking calls for asyncio. Each call in progress has a thread: the few threads of the default executor would wait for each other."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 
-from . import _native
 from . import _types as t
+from ._native import Stop
+
+# How long an unused thread waits for another call, in seconds.
+_IDLE = 10.0
+
+# The queues of the unused threads.
+_idle: list[SimpleQueue[Callable[[], None]]] = []
 
 
-async def in_thread(call: Callable[[], t.Closable], stop: _native.Stop) -> t.Closable:
-    """Returns the result of a call that blocks. If the task is cancelled, stops the call and closes its result."""
+def _work(calls: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        try:
+            call = calls.get(timeout=_IDLE)
+        except Empty:
+            try:
+                _idle.remove(calls)
+            except ValueError:  # A call is on its way.
+                continue
+            return
+        call()
+        del call
+        _idle.append(calls)
+
+
+def _start(call: Callable[[], None]) -> None:
+    try:
+        _idle.pop().put(call)
+    except IndexError:
+        calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        calls.put(call)
+        threading.Thread(target=_work, args=(calls,), name="vmmfd-async", daemon=True).start()
+
+
+async def in_thread(call: Callable[[], t.Result]) -> t.Result:
+    """Returns the result of a call that blocks. If the task is cancelled, stops the call's waits and closes its result."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[t.Closable] = loop.create_future()
+    future: asyncio.Future[t.Result] = loop.create_future()
+    stop = Stop()
 
-    def deliver(result: t.Closable | None, error: BaseException | None) -> None:
+    def deliver(result: t.Result | None, error: BaseException | None) -> None:
         if future.cancelled():
-            if result is not None:
-                result.close()
-        elif result is not None:
-            future.set_result(result)
-        elif error is not None:
+            _close(result)
+        elif error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
             future.set_exception(error)
 
     def run() -> None:
         result, raised = None, None
         try:
-            result = call()
+            result = stop.run(call)
         except BaseException as error:
             raised = error
         try:
             loop.call_soon_threadsafe(deliver, result, raised)
         except RuntimeError:  # The loop is closed.
-            if result is not None:
-                result.close()
+            _close(result)
 
-    threading.Thread(target=run, name="vmmfd-async", daemon=True).start()
+    _start(run)
     try:
         return await future
     except asyncio.CancelledError:
         stop.set()
         # Cancelled between the result and this task's next step.
         if future.done() and not future.cancelled() and future.exception() is None:
-            future.result().close()
+            _close(future.result())
         raise
+
+
+def _close(result: object) -> None:
+    close = getattr(result, "close", None)
+    if close is not None:
+        close()

@@ -196,6 +196,13 @@ class Broker(Gets):
         del keep_alive
         return Published(name, version, id)
 
+    async def put_async(self, name: str, value: t.Any, **options: t.Any) -> Published:
+        """As `put`, for asyncio, with its options: the event loop runs other tasks meanwhile. If the task is cancelled, the object may have
+        been published. Do not change the value meanwhile. Raises as `put`, and `RuntimeError` without a running event loop."""
+        from ._async import in_thread
+
+        return await in_thread(lambda: self.put(name, value, **options))
+
     def claim(
         self,
         name: str,
@@ -212,6 +219,15 @@ class Broker(Gets):
         """
         found = self._native.claim(name, part, group, _arguments.options(options, "version", "newer_than"))
         return Claim(self.put, name, found) if isinstance(found, _native.Claim) else Lease(self._native, found)
+
+    async def claim_async(
+        self, name: str, *, part: str | None = None, group: str | None = None, **options: t.Unpack[t.ClaimOptions]
+    ) -> Lease | Claim:
+        """As `claim`, for asyncio. If the task is cancelled, no lease and no claim is left. Raises as `claim`, and `RuntimeError` without a
+        running event loop."""
+        from ._async import in_thread
+
+        return await in_thread(lambda: self.claim(name, part=part, group=group, **options))
 
     def list(self, prefix: str = "") -> List[Summary]:
         """Returns the objects whose names start with `prefix` and that this user may read, ordered by name. Raises as any call."""

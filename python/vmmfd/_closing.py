@@ -1,4 +1,4 @@
-"""Context managers that close themselves."""
+"""Context managers, also for asyncio, that close themselves."""
 
 from __future__ import annotations
 
@@ -20,3 +20,13 @@ class Closing:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: t.TracebackType | None
     ) -> None:
         self.close()
+
+    async def __aenter__(self) -> t.Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: t.TracebackType | None
+    ) -> None:
+        from ._async import in_thread
+
+        await in_thread(self.close)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from builtins import list as List
-from collections.abc import Iterable, Iterator, Mapping
-from time import monotonic
+from collections.abc import Iterable, Mapping
 
 from . import _arguments
 from . import _types as t
 from ._closing import Closing
-from ._errors import NotFound, Timeout
+from ._follow import Follower
 from ._lease import Lease, Loaded
-from ._native import Client, Stop
-from ._watch import Watch
+from ._native import Client
 
 
 class Gets(Closing):
@@ -75,11 +73,10 @@ class Gets(Closing):
         """
         from ._async import in_thread
 
-        stop = Stop()
-        return await in_thread(lambda: self._got(name, options, stop), stop)
+        return await in_thread(lambda: self._got(name, options))
 
-    def _got(self, name: str, options: Mapping[str, t.Any], stop: Stop | None = None) -> Lease:
-        return Lease(self._native, self._native.get(name, _arguments.options(options), stop))
+    def _got(self, name: str, options: Mapping[str, t.Any]) -> Lease:
+        return Lease(self._native, self._native.get(name, _arguments.options(options)))
 
     def get_all(
         self,
@@ -104,60 +101,24 @@ class Gets(Closing):
         self,
         name: str,
         *,
+        newer_than: int | None = None,
         parts: Iterable[str] | None = None,
         arrays: Iterable[str] | None = None,
         expect: t.Json | None = None,
         expect_owner: int | None = None,
         wait: t.Time | None = None,
         device: t.DeviceName | None = None,
-    ) -> Iterator[Lease]:
-        """Yields a lease of each new version of an object, for `for lease in broker.follow(name)`: the current version first, or the first
-        version that is put.
+        copy_on_write: bool = False,
+    ) -> Follower:
+        """Follows the versions of an object: `for lease in broker.follow(name)`. See `Follower`.
 
-        It is the same lease each time, switched to the new version in place (`Lease.switch`): arrays, and the views that other libraries
-        made of them, keep their addresses and read the new version. So finish all work on them before the next step: **asking for the next
-        version is the promise that nothing uses them until it is there.** If versions are put faster than the loop runs, it skips to the
-        newest. An object that is deleted and put again is followed too. The lease is closed after the loop.
-
-        Blocks until there is a version, for at most `wait` seconds each time; None waits for ever. The iteration stops when the wait
-        expires. The other arguments are as for `get`.
-
-        Raises `Differs` if a new version has another layout: leave the loop and follow again. Raises as `get` and `Lease.prepare`.
+        The first version is the current one, or the first that is put; with `newer_than`, a later one than this. Each step waits for at most
+        `wait` seconds (or a `timedelta`); None waits for ever. The other arguments are as for `get`. Raises as any call.
         """
-        options: dict[str, t.Any] = {"expect": expect, "expect_owner": expect_owner}
-        with Watch(self._native.watch(name, None), None) as events:
-            try:
-                lease = self.get(
-                    name, parts=parts, arrays=arrays, wait=_arguments.endless(wait), device=device, **options
-                )
-            except (Timeout, NotFound) as error:
-                if _is_absent(error):
-                    return
-                raise
-            with lease:
-                yield lease
-                while self._next_version(lease, events, _arguments.endless(wait), options):
-                    yield lease
-
-    @staticmethod
-    def _next_version(lease: Lease, events: Watch, wait: t.Time, options: dict[str, t.Any]) -> bool:
-        """Switches a lease to the next version. Returns False if none was put in time."""
-        ends = monotonic() + _arguments.seconds(wait)
-        while event := events.next(max(0.0, ends - monotonic())):
-            is_new = event.kind in ("published", "replaced") and event.name == lease.name and event.id != lease.id
-            if not is_new and event.kind != "lost":
-                continue
-            try:
-                prepared = lease.prepare(lease.name, **options)
-            except NotFound as error:
-                if _is_absent(error):  # Deleted again.
-                    continue
-                raise
-            with prepared:
-                if prepared.id != lease.id:
-                    lease.switch(prepared, exports_unused=True).close()
-                    return True
-        return False
+        expected = {"expect": expect, "expect_owner": expect_owner}
+        mapping = {"parts": parts, "arrays": arrays, "device": device, "copy_on_write": copy_on_write}
+        first = _arguments.options({**expected, **mapping, "newer_than": newer_than, "wait": _arguments.endless(wait)})
+        return Follower(self._native, name, first, expected, wait)
 
     def state_dict(
         self,
@@ -199,8 +160,3 @@ class Gets(Closing):
         except BaseException:
             lease.close()
             raise
-
-
-def _is_absent(error: Timeout | NotFound) -> bool:
-    """Returns whether an error means that there is no such object: not that there is no broker, or no such array."""
-    return type(error) is Timeout or type(error) is NotFound and error.kind == "object"

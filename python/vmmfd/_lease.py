@@ -175,6 +175,13 @@ class Lease(Closing, Mapping[str, Array]):
         given = _arguments.options(options, "parts", "arrays", "device", "copy_on_write")
         return Prepared(self._client.prepare(self._native, name, given))
 
+    async def prepare_async(self, name: str | None = None, **options: t.Unpack[t.PrepareOptions]) -> Prepared:
+        """As `prepare`, for asyncio. If the task is cancelled, no prepared version is left. Raises as `prepare`, and `RuntimeError` without
+        a running event loop."""
+        from ._async import in_thread
+
+        return await in_thread(lambda: self.prepare(name, **options))
+
     def switch(self, prepared: Prepared, *, exports_unused: bool = False) -> Prepared:
         """Maps a prepared version at this lease's addresses. Returns the previous version, which can be switched back to; close or drop it
         to release its lease and its memory.

@@ -8,10 +8,11 @@ import os
 from builtins import list as List
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Literal, SupportsIndex, final
+from typing import Any, Literal, SupportsIndex, TypeVar, final
 
 from ._dtype import DType
 
+_T = TypeVar("_T")
 _Index = SupportsIndex | slice | EllipsisType
 _Path = str | os.PathLike[str]
 _Time = float | datetime.timedelta
@@ -389,7 +390,7 @@ class Client:
         copy: bool | None = None,
         rdma: _Rdma = ...,
     ) -> _PartPlan: ...
-    def get(self, name: str, options: _Options, stop: Stop | None = None) -> Lease: ...
+    def get(self, name: str, options: _Options) -> Lease: ...
     def get_all(self, requests: list[tuple[str, _Options]], options: _Options) -> list[Lease]: ...
     def claim(self, name: str, part: str | None, group: str | None, options: _Options) -> Lease | Claim: ...
     def prepare(self, lease: Lease, name: str | None, options: _Options) -> Prepared: ...
@@ -471,6 +472,7 @@ class Claim:
 class Stop:
     def __new__(cls) -> Stop: ...
     def set(self) -> None: ...
+    def run(self, call: Callable[[], _T]) -> _T: ...
 
 @final
 class Watch:

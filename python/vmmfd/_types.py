@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from typing import ClassVar as ClassVar
     from typing import Literal as Literal
     from typing import Self as Self
-    from typing import Protocol, TypeAlias, TypeVar
+    from typing import TypeAlias, TypeVar
     from typing import Unpack as Unpack
 
     from torch import Tensor as Tensor
@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     Json: TypeAlias = Mapping[str, Any]
     Rdma: TypeAlias = bool | Literal["auto"]
 
-    class _Closable(Protocol):
-        def close(self) -> None: ...
-
-    Closable = TypeVar("Closable", bound=_Closable)
+    Result = TypeVar("Result")
 else:
     _MODULES = {
         "Any": "typing",

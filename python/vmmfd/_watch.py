@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from _thread import allocate_lock, start_new_thread
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from . import _arguments, _native
 from . import _types as t
@@ -13,8 +13,8 @@ from ._errors import Invalid
 from ._records import Event
 
 
-class Watch(Closing, Iterator[Event]):
-    """The events of names: `Broker.watch`. An iterator and a context manager.
+class Watch(Closing, Iterator[Event], AsyncIterator[Event]):
+    """The events of names: `Broker.watch`. An iterator, also for `async for`, and a context manager.
 
     It has its own connection. Between calls it holds nothing in the broker and may fall behind: it then returns an event of kind `lost`.
     """
@@ -51,6 +51,17 @@ class Watch(Closing, Iterator[Event]):
     def __iter__(self) -> Watch:
         return self
 
+    def __aiter__(self) -> Watch:
+        return self
+
+    async def __anext__(self) -> Event:
+        from ._async import in_thread
+
+        event = await in_thread(lambda: next(self, None))
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
     def __next__(self) -> Event:
         try:
             event = self.next(self._wait)
@@ -78,6 +89,9 @@ class Watch(Closing, Iterator[Event]):
         self._native.close()
         if self._polled is not None:
             self._polled.wake()
+
+    def __repr__(self) -> str:
+        return f"<vmmfd.Watch{': closed' if self.is_closed else f' at {self.place}'}>"
 
     def __del__(self) -> None:
         # Ends the thread of `fileno`, which has no reference to this object. An incomplete object has none.
