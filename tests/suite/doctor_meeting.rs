@@ -145,14 +145,18 @@ fn lost_peer_leaves_a_complete_report() {
 fn hanging_driver_ends_the_meeting() {
     let slow =
         ["cuMemPoolCreate", "cuMemPoolImportFromShareableHandle"].map(|call| format!("{call}:{HANGS}")).join(",");
-    for hanging in ["serve", "join"] {
+    let started = ["serve", "join"].map(|hanging| {
         let meeting = Meeting::fake();
         let run = |part: &str| {
-            let run = meet(&meeting, part, &["--timeout", "500ms"]);
+            let run = meet(&meeting, part, &["--timeout", "2s"]);
             if part == hanging { run.env("FAKECUDA_SLOW", &slow) } else { run }
         };
         let serve = serving(&meeting, run("serve"));
-        let (join, serve) = (run("join").end(), serve.end());
+        let join = run("join").start();
+        (meeting, hanging, join, serve)
+    });
+    for (_meeting, hanging, join, serve) in started {
+        let (join, serve) = (join.end(), serve.end());
         // The serving side may finish the other probes before the joining side ends.
         if hanging == "join" { &join } else { &serve }.code(1);
         assert_eq!(finding(&serve.json(), "pool")["status"], "failed", "{}", serve.stdout);

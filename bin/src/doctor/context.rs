@@ -40,7 +40,7 @@ impl ProbeContext {
     pub(super) fn start_child(&self, name: &'static str, role: Role) -> Result<Child> {
         let Endpoint { socket, timeout, .. } = self.end.clone();
         let task = Task { backend: self.device.backend(), socket, uids: Vec::new(), timeout, role };
-        Child::start(name, &task, None, timeout, &Cancel::new()?)
+        Child::start(name, &task, None, false, timeout, &Cancel::new()?)
     }
 
     /// Calls `work` with the connection to the other process, which it starts if necessary. Kills it unless the finding is `ok`, so that the

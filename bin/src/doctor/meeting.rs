@@ -29,11 +29,7 @@ use super::{
     runner::{Remote, Runner},
     verdict::verdict,
 };
-use crate::{
-    error::ToolError,
-    line::Line,
-    temporary::{PREFIX, temporary_folder},
-};
+use crate::{error::ToolError, line::Line};
 
 /// The sides of a meeting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,11 +67,10 @@ pub fn meet(role: MeetingRole, meeting: &Meeting, cancel: &Cancel, observer: Obs
     if role == MeetingRole::Serve {
         Listener::check_free(&socket)?;
     }
-    let folder = temporary_folder(PREFIX)?;
     let limit = meeting.timeout.saturating_mul(STEPS);
     let runner = Runner {
         backend: meeting.backend,
-        folder: folder.path(),
+        folder: None,
         limit,
         step: meeting.timeout,
         cancel,

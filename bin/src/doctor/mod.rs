@@ -1,8 +1,7 @@
 //! Tests whether this machine can share GPU memory between processes, and explains failures.
 //!
-//! Probes produce a [`DoctorReport`]. See [`report`] for its fields, [`rules`] for causes and remedies, and [`text`] for the output. The
-//! probes of each device run in a child process. If a probe hangs or crashes its process, the remaining probes run in a new process: see
-//! [`run`].
+//! Probes produce a [`DoctorReport`]. See [`report`] for its fields, [`rules`] for causes and remedies, and [`text`] for the output. Every
+//! driver call runs in a child process with a time limit: see [`run`], and [`meet`] for probes with another doctor.
 
 mod context;
 mod control;

@@ -78,16 +78,17 @@ pub(super) struct Child {
 }
 
 impl Child {
-    /// Starts a process that users call `name`. Each of its records may take until `limit`. With a folder, it leads a group and removes the
-    /// folder if this process dies.
+    /// Starts a process that users call `name`. Each of its records may take until `limit`. If this process dies, it removes the folder. If it
+    /// leads, see [`Process::spawn`].
     pub(super) fn start(
         name: &'static str,
         task: &Task,
         folder: Option<&Path>,
+        leads: bool,
         limit: Duration,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let (process, line) = start(name, &mut command(folder, task)?, folder.is_some(), limit, cancel)?;
+        let (process, line) = start(name, &mut command(folder, task)?, leads, limit, cancel)?;
         Ok(Self { process, line })
     }
 

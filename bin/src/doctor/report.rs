@@ -11,10 +11,7 @@ use std::{
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use vmmfd::{
-    driver::Backend,
-    error::{Error, Result},
-};
+use vmmfd::{driver::Backend, error::Result};
 
 use super::{Environment, ErrorDetails};
 use crate::{error::ToolError, schema::VERSION, stamp};
@@ -204,21 +201,20 @@ pub enum Status {
 pub fn read(path: &Path) -> Result<DoctorReport> {
     /// In bytes.
     const LARGEST: u64 = 16 << 20;
-    let invalid = |problem: String| Error::from(ToolError::File { path: path.to_owned(), problem });
-    let no_report = |why: &dyn std::fmt::Display| invalid(format!("is not a report: {why}"));
-    let mut text = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut text));
-    read.map_err(|error| invalid(format!("can't be read: {error}")))?;
-    if text.len() as u64 > LARGEST {
-        return Err(no_report(&format_args!("it has more than {LARGEST} bytes")));
-    }
-    let value: Value = serde_json::from_slice(&text).map_err(|error| no_report(&error))?;
-    match value.get("schema").and_then(Value::as_u64) {
-        Some(schema) if schema == u64::from(VERSION) => {}
-        Some(schema) => {
-            return Err(invalid(format!("is a report of schema {schema}, and this program reads {VERSION}")));
+    let parse = || {
+        let mut text = Vec::new();
+        let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut text));
+        read.map_err(|error| format!("can't be read: {error}"))?;
+        if text.len() as u64 > LARGEST {
+            return Err(format!("is not a report: it has more than {LARGEST} bytes"));
         }
-        None => return Err(no_report(&"it has no schema")),
-    }
-    serde_json::from_value(value).map_err(|error| no_report(&error))
+        let no_report = |error: serde_json::Error| format!("is not a report: {error}");
+        let value: Value = serde_json::from_slice(&text).map_err(no_report)?;
+        match value.get("schema").and_then(Value::as_u64) {
+            Some(schema) if schema == u64::from(VERSION) => serde_json::from_value(value).map_err(no_report),
+            Some(schema) => Err(format!("is a report of schema {schema}, and this program reads {VERSION}")),
+            None => Err("is not a report: it has no schema".to_owned()),
+        }
+    };
+    parse().map_err(|problem| ToolError::File { path: path.to_owned(), problem }.into())
 }

@@ -98,10 +98,8 @@ impl Facts {
     }
 }
 
-/// A flag, and whether it holds.
-type Flag = (&'static str, bool);
-
-fn of_finding(finding: &Finding) -> [Flag; 8] {
+/// The flags about a finding, and whether they hold.
+fn of_finding(finding: &Finding) -> [(&'static str, bool); 8] {
     let Finding { probe, error, figures, .. } = finding;
     let probe = probe.as_str();
     let figure = |name: &str, holds: fn(&Value) -> bool| figures.get(name).is_some_and(holds);
@@ -119,7 +117,7 @@ fn of_finding(finding: &Finding) -> [Flag; 8] {
     ]
 }
 
-fn of_environment(env: &Environment) -> [Flag; 23] {
+fn of_environment(env: &Environment) -> [(&'static str, bool); 23] {
     let gpu_node = env.nodes.iter().any(is_gpu);
     let no_compute = |list: &String| {
         // An empty value means the runtime's default, which includes compute.
@@ -158,7 +156,7 @@ fn of_environment(env: &Environment) -> [Flag; 23] {
 }
 
 /// Compares the environments of both sides of a meeting.
-fn of_both(env: &Environment, peer: Option<&Environment>) -> [Flag; 2] {
+fn of_both(env: &Environment, peer: Option<&Environment>) -> [(&'static str, bool); 2] {
     let differ = |own: Option<u64>, theirs: Option<u64>| own.zip(theirs).is_some_and(|(own, theirs)| own != theirs);
     let namespaces = |peer: &Environment| {
         differ(env.pid_namespace, peer.pid_namespace) || differ(env.ipc_namespace, peer.ipc_namespace)

@@ -3,7 +3,7 @@
 use std::{
     io,
     os::fd::AsFd,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -51,7 +51,7 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     let step = plan.timeout.mul_f64(0.75);
     let runner = Runner {
         backend: plan.backend,
-        folder: folder.path(),
+        folder: Some(folder.path()),
         limit: plan.timeout,
         step,
         cancel,
@@ -94,8 +94,8 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
 /// Starts the child processes that run probes.
 pub(super) struct Runner<'a> {
     pub(super) backend: Backend,
-    /// The folder for sockets, which the children remove if this process dies.
-    pub(super) folder: &'a Path,
+    /// The folder for sockets, which the children remove if this process dies. A meeting has another socket.
+    pub(super) folder: Option<&'a Path>,
     /// The time limit of a probe.
     pub(super) limit: Duration,
     /// The timeout of each wait of a probe for its other process.
@@ -147,10 +147,13 @@ impl Runner<'_> {
         let number = |device: Option<i32>| device.map_or_else(String::new, |ordinal| ordinal.to_string());
         let (socket, uids) = match self.remote {
             Some(Remote { socket, uids, .. }) => (socket.to_owned(), uids.to_owned()),
-            None => (self.folder.join(format!("m{}-{}", number(device), number(owner))), Vec::new()),
+            None => {
+                let name = format!("m{}-{}", number(device), number(owner));
+                (self.folder.map_or_else(PathBuf::new, |folder| folder.join(name)), Vec::new())
+            }
         };
         let task = Task { backend: self.backend, socket, uids, timeout: self.step, role };
-        Child::start("the process of the probes", &task, Some(self.folder), self.limit, self.cancel)
+        Child::start("the process of the probes", &task, self.folder, true, self.limit, self.cancel)
     }
 
     /// Probes devices in parallel.
