@@ -103,15 +103,15 @@ fn false_reports_are_failures() {
     }
 }
 
-/// Kills the joining side at its first call of a function, and returns the other side's report.
-fn without_peer(meeting: &Meeting, call: &str) -> Value {
+/// Ends the joining side at its first call of a function. Returns its exit code, and the other side's report.
+fn without_peer(meeting: &Meeting, call: &str, signal: Signal) -> (Option<i32>, Value) {
     let serve = serving(meeting, meet(meeting, "serve", &[]));
     let log = meeting.folder().join("log");
     let slow = meet(meeting, "join", &[]).env("FAKECUDA_SLOW", format!("{call}:{HANGS}"));
     let slow = slow.env("FAKECUDA_LOG", &log).start();
     wait_for("the call", || fs::read_to_string(&log).unwrap_or_default().contains(call));
-    slow.signal(Signal::SIGKILL);
-    serve.end().code(1).json()
+    slow.signal(signal);
+    (slow.end().status.code(), serve.end().code(1).json())
 }
 
 /// The probes of a device, with their status.
@@ -129,10 +129,11 @@ fn lost_peer_leaves_a_complete_report() {
     for device in [0, 1] {
         assert_eq!(statuses(&report["devices"][device]), TRIED.map(|probe| (probe, "failed")), "{report}");
     }
-    // The other doctor hangs in its driver, and is killed.
-    let report = without_peer(&meeting, "cuMemImportFromShareableHandle");
+    // The other doctor hangs in its driver, and is interrupted or killed.
+    let (code, report) = without_peer(&meeting, "cuMemImportFromShareableHandle", Signal::SIGINT);
+    assert_eq!(code, Some(130));
     assert_eq!(statuses(&report["devices"][0]), TRIED.map(|probe| (probe, "failed")), "{report}");
-    let report = without_peer(&Meeting::fake(), "cuIpcOpenMemHandle_v2");
+    let (_, report) = without_peer(&Meeting::fake(), "cuIpcOpenMemHandle_v2", Signal::SIGKILL);
     assert_eq!(probes(&report["machine"]), ["driver", "legacy"], "{report}");
     let works = |probe: &str| if ["legacy", "event"].contains(&probe) { "failed" } else { "ok" };
     assert_eq!(statuses(&report["devices"][0]), TRIED.map(|probe| (probe, works(probe))), "{report}");

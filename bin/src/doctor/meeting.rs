@@ -245,8 +245,10 @@ impl Conversation {
     /// Passes the peer's requests to a child, and validates the peer's reports: other devices, and known probes, each once.
     fn join(&mut self, control: &Line, runner: &Runner<'_>) -> Result<Option<ErrorDetails>> {
         let mut child = runner.start(Role::Peer, None, None)?;
+        // An interruption is no error of the child.
+        let cut = |error| runner.cancel.check().map(|()| Some(error));
         if let Err(error) = child.ready() {
-            return Ok(Some(error));
+            return cut(error);
         }
         let limit = child.line.timeout().saturating_mul(u32::try_from(TRIED.len()).unwrap_or(u32::MAX));
         loop {
@@ -272,7 +274,7 @@ impl Conversation {
                 child.line.send(&record)?;
                 record = match child.receive() {
                     Ok(answer) => answer,
-                    Err(error) => return Ok(Some(error)),
+                    Err(error) => return cut(error),
                 };
                 control.send(&record)?;
                 // The child offers memory, and waits for the peer to open it.
