@@ -100,6 +100,8 @@ def test_page_runs_in_order(page: str) -> None:
         "VMMFD_BACKEND": "host",
         "CARGO_TARGET_DIR": str(ROOT / built),
         "CARGO_NET_OFFLINE": "true",
+        # The program runs once: without debug information its build takes a third less.
+        "CARGO_PROFILE_DEV_DEBUG": "0",
     }
     with Path(folder, "output").open("w+") as output:
         shell = ["bash", "-c", script(page)]
