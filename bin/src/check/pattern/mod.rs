@@ -215,9 +215,12 @@ impl Checker {
             self.verification.words += (found.len() / 4) as u64;
             return;
         }
-        self.expected.resize(found.len(), 0);
-        self.pattern.write(start, &mut self.expected);
-        self.verification.add(start, found, &self.expected);
+        if self.expected.len() < found.len() {
+            self.expected = vec![0; found.len()];
+        }
+        let expected = &mut self.expected[..found.len()];
+        self.pattern.write(start, expected);
+        self.verification.add(start, found, expected);
     }
 }
 
