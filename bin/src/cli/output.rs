@@ -138,15 +138,16 @@ pub fn print_lines(text: &str) -> io::Result<()> {
 }
 
 /// A report as one line of JSON. serde_json escapes only the control characters of ASCII, but others and marks that reorder text act on
-/// terminals too. All of them are in strings.
+/// terminals too. All of them are in strings. The whitespace of texts that are carried unparsed is dropped.
 pub fn json_line(report: &impl Serialize) -> String {
     match for_users(|| serde_json::to_string(report)) {
         Ok(text) => {
             let mut line = String::with_capacity(text.len() + 1);
             for c in text.chars() {
-                match is_unsafe_on_terminals(c) {
-                    true => line.push_str(&format!("\\u{:04x}", u32::from(c))),
-                    false => line.push(c),
+                match c {
+                    '\n' | '\r' | '\t' => {}
+                    c if is_unsafe_on_terminals(c) => line.push_str(&format!("\\u{:04x}", u32::from(c))),
+                    c => line.push(c),
                 }
             }
             line + "\n"
@@ -386,7 +387,7 @@ mod tests {
         let line = json_line(&text);
         assert_eq!(line, "\"C1 \\u009b31m, override \\u202e, mark \\u200f, é 漢\\n\"\n");
         assert_eq!(serde_json::from_str::<String>(&line).unwrap(), text);
-        let number = RawValue::from_string("1.10e400".to_owned()).unwrap();
-        assert_eq!(json_line(&number), "1.10e400\n");
+        let number = RawValue::from_string("[1.10e400,\r\n\t2]".to_owned()).unwrap();
+        assert_eq!(json_line(&number), "[1.10e400,2]\n");
     }
 }

@@ -37,7 +37,12 @@ macro_rules! version_accessors {
             self.header.owner
         }
 
-        /// The creator's metadata; empty if it gave none.
+        /// The text of the creator's metadata, whose numbers have all their digits; `{}` if it gave none.
+        pub fn metadata_text(&self) -> &str {
+            self.header.metadata.as_ref().map_or("{}", |text| text.as_str())
+        }
+
+        /// The creator's metadata; empty if it gave none. Numbers that no type of Rust holds are rounded to `f64`.
         ///
         /// # Errors
         /// [`Error::Peer`] if the metadata is not a JSON object.

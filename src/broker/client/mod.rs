@@ -17,6 +17,7 @@ mod watch;
 mod watcher;
 
 use std::{
+    collections::BTreeMap,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     path::Path,
     sync::{Arc, atomic::Ordering},
@@ -41,8 +42,8 @@ use crate::{
     wire::{
         Check,
         broker::{
-            Delete, HeldClaim, HeldLease, List, MAX_METADATA, Measure, Measured, Message, Stat, Summary, Table, Token,
-            UserTotal, VersionInfo, Who,
+            Attached, Delete, HeldClaim, HeldLease, List, MAX_METADATA, Measure, Measured, Message, Stat, Summary,
+            Table, Token, UserTotal, VersionInfo, Who,
         },
     },
 };
@@ -104,8 +105,20 @@ pub struct ObjectInfo {
     /// The version's details, without its metadata.
     #[serde(flatten)]
     pub version: VersionInfo,
-    /// The creator's metadata; empty if it gave none.
+    /// The creator's metadata; empty if it gave none. Numbers that no type of Rust holds are rounded to `f64`.
+    #[serde(skip)]
     pub metadata: Check,
+    /// Serialized in its place, so that numbers keep all their digits.
+    #[serde(rename = "metadata")]
+    #[cfg_attr(feature = "schema", schemars(with = "Check"))]
+    texts: BTreeMap<String, Attached>,
+}
+
+impl ObjectInfo {
+    /// The text of the creator's metadata, whose numbers have all their digits; `{}` if it gave none.
+    pub fn metadata_text(&self) -> String {
+        serde_json::to_string(&self.texts).unwrap_or_default()
+    }
 }
 
 impl Client {
@@ -189,19 +202,24 @@ impl Client {
         let wrong = |message: String| Error::from(ProtocolError::Content(message));
         match self.ask(&Message::Stat(Stat { name: name.to_owned(), version }))? {
             (Message::Version(mut version), fds) => {
-                let metadata = match version.metadata.take() {
-                    None => Ok(Check::new()),
-                    Some(Table::Inline(text)) => text.read(),
+                let text = match version.metadata.take() {
+                    None => Ok(None),
+                    Some(Table::Inline(text)) => Ok(Some(text)),
                     Some(Table::Length(length)) => {
                         let fd =
                             fds.first().ok_or_else(|| wrong("the descriptor of the metadata is missing".to_owned()))?;
                         let text = super::table::read(fd.as_fd(), length, MAX_METADATA).map_err(wrong)?;
-                        serde_json::from_str(&text)
+                        Attached::from_text(text).map(Some)
                     }
                 };
-                let metadata =
-                    metadata.map_err(|error| wrong(format!("the metadata is not a JSON object: {error}")))?;
-                Ok(ObjectInfo { version: *version, metadata })
+                let fields = |text: Option<Attached>| match text {
+                    None => Ok((Check::new(), BTreeMap::new())),
+                    Some(text) => text.read().and_then(|fields| Ok((fields, text.read()?))),
+                };
+                let (metadata, texts) = text
+                    .and_then(fields)
+                    .map_err(|error| wrong(format!("the metadata is not a JSON object: {error}")))?;
+                Ok(ObjectInfo { version: *version, metadata, texts })
             }
             (other, _) => Err(unexpected(&other, "version")),
         }

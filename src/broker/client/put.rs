@@ -1,6 +1,7 @@
 //! Describes a put and uploads it.
 
 use std::{
+    collections::BTreeMap,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
     time::Duration,
@@ -61,7 +62,14 @@ pub struct Put<'a> {
     /// Without the parts and the metadata.
     header: PutHeader,
     parts: Vec<PutPart<'a>>,
-    metadata: Option<Check>,
+    metadata: Option<Metadata>,
+}
+
+#[derive(Debug, serde::Serialize)]
+#[serde(untagged)]
+enum Metadata {
+    Fields(Check),
+    Texts(BTreeMap<String, Attached>),
 }
 
 impl<'a> Put<'a> {
@@ -113,7 +121,17 @@ impl<'a> Put<'a> {
 
     /// Sets the metadata: at most 1 MiB as JSON.
     pub fn metadata(self, metadata: Check) -> Self {
-        Self { metadata: Some(metadata), ..self }
+        Self { metadata: Some(Metadata::Fields(metadata)), ..self }
+    }
+
+    /// Sets the metadata by the text of a JSON object. Its numbers keep all their digits.
+    ///
+    /// # Errors
+    /// [`Error::Broker`] if it is not a JSON object.
+    pub fn metadata_text(self, text: &str) -> Result<Self> {
+        let fields = serde_json::from_str(text);
+        let fields = fields.map_err(|error| invalid(format!("the metadata is not a JSON object: {error}")))?;
+        Ok(Self { metadata: Some(Metadata::Texts(fields)), ..self })
     }
 
     /// Sets the permissions of a new name, like a file's; by default `0o600`. `r` allows get, list and watch; `w` allows replacement.

@@ -10,6 +10,7 @@ cases! {
     absent_objects_exit_with_1,
     get_waits_for_the_object,
     expected_metadata_must_be_there,
+    metadata_numbers_keep_their_digits,
     range_within_the_object_is_written,
     bytes_of_wrong_digest_stay_unwritten,
     several_parts_need_a_choice,
@@ -103,6 +104,20 @@ fn expected_metadata_must_be_there(broker: Broker) {
     let differs = broker.refusal(&["get", "a", "--expect", r#"{"engine": "y"}"#], 1, "object");
     assert!(differs.contains("engine"), "{differs}");
     broker.refusal(&["get", "a", "--expect", r#"{"quantisation": "fp8"}"#], 1, "object");
+}
+
+fn metadata_numbers_keep_their_digits(broker: Broker) {
+    let exact = r#"{"a":{"step":[123456789012345678901234567890,1.10]},"b":0.1000000000000000055511151231257827}"#;
+    // Whitespace is not part of the line that is printed.
+    broker.put("a", &data(10), &["--meta", &exact.replace(',', ",\n\t")]);
+    for command in ["get", "stat"] {
+        let ended = broker.end(&[command, "a", "--json"]);
+        assert!(ended.code(0).stdout.contains(&format!(r#""metadata":{exact}"#)), "{}", ended.stdout);
+        assert_eq!(ended.stdout.matches(['\n', '\t']).count(), 1, "{}", ended.stdout);
+    }
+    assert_eq!(broker.client().get(&Get::new("a")).unwrap().metadata().unwrap()["b"], json!(0.1));
+    let shown = broker.end(&["stat", "a"]);
+    assert!(shown.code(0).stdout.contains("[123456789012345678901234567890,"), "{}", shown.stdout);
 }
 
 fn range_within_the_object_is_written(broker: Broker) {

@@ -1,12 +1,12 @@
 //! `get`: maps an object of a broker, verifies it and writes it to a file.
 
-use std::{ops::Range, path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
 use clap::Args;
 use schemars::JsonSchema;
 use serde::Serialize;
 use vmmfd::{
-    broker::{ArrayEntry, DeviceBytes, Get, Lease, Object, ObjectPart, Owner},
+    broker::{ArrayEntry, Attached, DeviceBytes, Get, Lease, Object, ObjectPart, Owner},
     channel::Cancel,
     driver::{Backend, Choice},
     error::{Error, ProtocolError, Result},
@@ -97,7 +97,8 @@ struct GetReport {
     id: String,
     created_ms: u64,
     owner: Owner,
-    metadata: Check,
+    #[schemars(with = "Check")]
+    metadata: BTreeMap<String, Attached>,
     backend: Backend,
     parts: Vec<PartReport>,
     /// Whether all parts verified; null if a part could not be checked.
@@ -282,13 +283,14 @@ impl Tool for GetOptions {
             progress.close();
             error.complain();
         }
+        let metadata = object.metadata().map(|_| serde_json::from_str(object.metadata_text()))??;
         let report = GetReport {
             name: object.name().to_owned(),
             version: object.version(),
             id: object.id().to_owned(),
             created_ms: milliseconds(object.created()),
             owner: object.owner(),
-            metadata: object.metadata()?,
+            metadata,
             backend: opened.driver.backend(),
             parts,
             verified,

@@ -1,6 +1,6 @@
 //! `put`: loads a file, or the tensors of safetensors files, into GPU memory and hands it over to a broker.
 
-use std::path::PathBuf;
+use std::{collections::BTreeMap, path::PathBuf};
 
 use clap::Args;
 use schemars::JsonSchema;
@@ -8,7 +8,8 @@ use serde::Serialize;
 use vmmfd::{
     array::ArrayDescriptor,
     broker::{
-        ArrayEntry, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Put, PutPart, Quota, Summary, UserTotal,
+        ArrayEntry, Attached, ClaimOf, Client, Condition, DeviceBytes, Get, Lifetime, Put, PutPart, Quota, Summary,
+        UserTotal,
     },
     channel::Cancel,
     driver::Backend,
@@ -17,17 +18,14 @@ use vmmfd::{
     memory::{Device, Mechanism, Placement, Region, Shared},
     session::start,
     weights::{Checkpoint, LoadOptions, Loaded},
-    wire::{
-        Check,
-        broker::{MAX_ARRAYS, MAX_KEPT, MAX_METADATA},
-    },
+    wire::broker::{MAX_ARRAYS, MAX_KEPT, MAX_METADATA},
 };
 
 use super::{
     MeetBroker, Steps,
     fields::field,
     shown,
-    values::{parse_mode, parse_object, parse_ttl},
+    values::{parse_mode, parse_texts, parse_ttl},
 };
 use crate::{
     check::files::Source,
@@ -77,8 +75,8 @@ pub(in super::super) struct PutOptions {
     if_version: Option<u64>,
 
     /// Metadata of this version: a JSON object, which readers check with --expect
-    #[arg(long, value_name = "JSON", value_parser = parse_object, help_heading = "Object")]
-    meta: Option<Check>,
+    #[arg(long, value_name = "JSON", value_parser = parse_texts, help_heading = "Object")]
+    meta: Option<BTreeMap<String, Attached>>,
 
     /// Compute the digest of the bytes (BLAKE3) for readers to verify
     #[arg(long, help_heading = "Object")]
@@ -327,24 +325,24 @@ impl PutOptions {
         Ok(Input::File { source, array })
     }
 
-    /// Merges the metadata of the options and of the files.
-    fn metadata(&self, input: &Input) -> Result<Option<Check>> {
+    /// Merges the metadata of the options and of the files, as the text of a JSON object.
+    fn metadata(&self, input: &Input) -> anyhow::Result<Option<String>> {
         let mut metadata = self.meta.clone();
         if let Input::Weights(checkpoint) = input
             && !checkpoint.metadata().is_empty()
         {
-            let own = checkpoint.metadata().clone();
-            metadata.get_or_insert_default().entry(SAFETENSORS).or_insert_with(|| own.into());
+            let own = Attached::of(checkpoint.metadata())?;
+            metadata.get_or_insert_default().entry(SAFETENSORS.to_owned()).or_insert(own);
         }
-        let length =
-            metadata.as_ref().and_then(|fields| serde_json::to_string(fields).ok()).map_or(0, |text| text.len());
+        let text = metadata.map(|fields| serde_json::to_string(&fields)).transpose()?;
+        let length = text.as_ref().map_or(0, String::len);
         if length as u64 > MAX_METADATA {
             let length = bytes(length as u64);
             let most = bytes(MAX_METADATA);
             let message = format!("the metadata has {length}, and at most {most} are allowed");
-            return Err(refusal(RefusalCode::Invalid, message).into());
+            return Err(Error::from(refusal(RefusalCode::Invalid, message)).into());
         }
-        Ok(metadata)
+        Ok(text)
     }
 
     /// Loads the input into new memory. Also returns its digest, if requested.
@@ -410,12 +408,12 @@ impl PutOptions {
         memory: &'a Shared,
         arrays: Vec<ArrayEntry>,
         digest: Option<&str>,
-        metadata: Option<Check>,
+        metadata: Option<&str>,
     ) -> Result<Put<'a>> {
         let part = PutPart::of(PART, memory)?.arrays(arrays);
         let part = digest.into_iter().fold(part, PutPart::digest);
         let mut put = Put::new(&self.name).condition(self.condition()).part(part);
-        put = metadata.into_iter().fold(put, Put::metadata);
+        put = metadata.into_iter().try_fold(put, Put::metadata_text)?;
         put = self.mode.iter().fold(put, |put, mode| put.mode(*mode));
         put = self.ttl.iter().fold(put, |put, lifetime| put.lifetime(*lifetime));
         Ok(self.keep.iter().fold(put, |put, versions| put.keep(*versions)))
@@ -442,7 +440,7 @@ impl Tool for PutOptions {
         let (memory, digest) = self.load(&input, &device, &mut steps, cancel, progress)?;
         let entries = input.arrays();
         let arrays = entries.len();
-        let put = self.put(&memory, entries, digest.as_deref(), metadata)?;
+        let put = self.put(&memory, entries, digest.as_deref(), metadata.as_deref())?;
         let published = steps.time("put", || client.put(&put))?;
         let description = memory.describe()?;
         let report = PutReport {

@@ -73,7 +73,7 @@ fn render(info: &ObjectInfo, verbose: bool) -> String {
     }
     text += &field("leases", object.leases.to_string());
     if !metadata.is_empty() {
-        text += &field("metadata", shortened(&serde_json::Value::from(metadata.clone()).to_string()));
+        text += &field("metadata", shortened(&info.metadata_text()));
     }
     for part in parts {
         text += &part_line(part, verbose);

@@ -1,9 +1,11 @@
 //! Parsers of option values for the broker's commands. Each error is one sentence with the correct form.
 
+use std::collections::BTreeMap;
+
 use nix::unistd::{Group, User};
 use serde_json::Value;
 use vmmfd::{
-    broker::{Lifetime, Quota},
+    broker::{Attached, Lifetime, Quota},
     wire::Check,
 };
 
@@ -16,6 +18,12 @@ pub(super) fn parse_object(text: &str) -> Result<Check, String> {
         Ok(_) => Err(r#"it is JSON but not an object: write fields with values, as {"engine": "x"}"#.to_owned()),
         Err(error) => Err(format!(r#"it is not JSON ({error}): write fields with values, as {{"engine": "x"}}"#)),
     }
+}
+
+/// Parses a JSON object whose numbers keep their digits.
+pub(super) fn parse_texts(text: &str) -> Result<BTreeMap<String, Attached>, String> {
+    parse_object(text)?;
+    serde_json::from_str(text).map_err(|error| error.to_string())
 }
 
 /// Parses permissions in octal, as in chmod(1).
