@@ -1,4 +1,4 @@
-//! What the examples in the documentation need and do not show.
+//! Hidden parts of the examples in the documentation.
 
 use std::{
     env, fs,
