@@ -12,6 +12,7 @@
  *
  * - Errors: a function that can fail returns NULL, or an error that the caller frees with vmmfd_error_free. It may change errno, which
  *   says nothing. After an error, results are NULL, 0 or -1.
+ * - Free functions accept NULL and do not fail: a handle that is not valid is reported in the log. Each handle and result is freed once.
  * - Texts are UTF-8 and end with a null character.
  * - Structs of options and facts start with struct_size, so that later versions can add fields at the end. Options start with the macro
  *   that is named like their type, as above; the fields after it are optional. Facts start with `.struct_size = sizeof` the variable.
@@ -228,7 +229,7 @@ typedef void (*vmmfd_log_hook_t)(enum vmmfd_level_t level,
                                  void *context);
 
 /*
- Frees an error. NULL is allowed. Does not block. Any thread may call it, once for each error.
+ Frees an error. Does not block.
  */
 void vmmfd_error_free(struct vmmfd_error_t *error);
 
@@ -324,8 +325,7 @@ struct vmmfd_error_t *vmmfd_device_info(const struct vmmfd_device_t *device,
                                         struct vmmfd_device_info_t *info);
 
 /*
- Frees a device handle. Memory of the device remains valid. NULL is allowed. Does not block. A handle that is not valid is reported in
- the log. Any thread may call it, once for each device.
+ Frees a device handle. Memory of the device remains valid. Does not block.
  */
 void vmmfd_device_free(struct vmmfd_device_t *device);
 
@@ -514,8 +514,7 @@ struct vmmfd_error_t *vmmfd_memory_import(const struct vmmfd_device_t *device,
 
 /*
  Frees a handle of memory. The memory itself is released when no array, lease or DLPack tensor of this process uses it any more; other
- processes that have it open keep it. NULL is allowed. May block for the driver's calls. A handle that is not valid is reported in the
- log. Finish your own work on the memory first. Any thread may call it, once for each handle.
+ processes that have it open keep it. May block for the driver's calls. Finish your own work on the memory first.
  */
 void vmmfd_memory_free(struct vmmfd_memory_t *memory);
 
@@ -585,8 +584,7 @@ struct vmmfd_error_t *vmmfd_array_memory(const struct vmmfd_array_t *array,
                                          struct vmmfd_memory_t **memory);
 
 /*
- Frees a handle of an array. DLPack tensors of it remain valid. NULL is allowed. May block for the driver's calls if it was the last user
- of its memory. A handle that is not valid is reported in the log. Any thread may call it, once for each handle.
+ Frees a handle of an array. DLPack tensors of it remain valid. May block for the driver's calls if it was the last user of its memory.
  */
 void vmmfd_array_free(struct vmmfd_array_t *array);
 
@@ -652,7 +650,7 @@ typedef struct vmmfd_handoff_options_t {
     size_t trust_count;
     /*
      A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
-     it after the call.
+     it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
      */
     int socket;
     /*
@@ -1050,7 +1048,7 @@ struct vmmfd_error_t *vmmfd_broker_delete(const struct vmmfd_broker_t *broker,
  The watch has its own connection and thread. The caller frees `*watch` with `vmmfd_watch_free`; it is
  NULL after a failure. Blocks until the broker answers, for at most the connection's timeout.
 
- Errors: as for `vmmfd_broker_connect`; `VMMFD_FORKED`.
+ Errors: `VMMFD_DISCONNECTED`; `VMMFD_DENIED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_broker_watch(const struct vmmfd_broker_t *broker,
@@ -1067,13 +1065,12 @@ VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_broker_interrupt(const struct vmmfd_broker_t *broker);
 
 /*
- Frees a connection. It closes when its last lease is freed; names with the lifetime `VMMFD_WITH_MAKER` are then deleted. NULL is
- allowed. Does not block. A handle that is not valid is reported in the log. Any thread may call it, once for each connection.
+ Frees a connection. It closes when its last lease is freed; names with the lifetime `VMMFD_WITH_MAKER` are then deleted. Does not block.
  */
 void vmmfd_broker_free(struct vmmfd_broker_t *broker);
 
 /*
- Frees a listing. NULL is allowed. Does not block. Any thread may call it, once for each listing.
+ Frees a listing. Does not block.
  */
 void vmmfd_listing_free(struct vmmfd_listing_t *listing);
 
@@ -1164,7 +1161,7 @@ struct vmmfd_error_t *vmmfd_lease_info(const struct vmmfd_lease_t *lease,
                                        struct vmmfd_lease_info_t **info);
 
 /*
- Frees facts about a lease. NULL is allowed. Does not block. Any thread may call it, once for each result.
+ Frees facts about a lease. Does not block.
  */
 void vmmfd_lease_info_free(struct vmmfd_lease_info_t *info);
 
@@ -1238,14 +1235,13 @@ struct vmmfd_error_t *vmmfd_lease_unpark(const struct vmmfd_lease_t *lease,
                                          const struct vmmfd_get_options_t *options);
 
 /*
- Frees a lease. It is released, and its memory is unmapped, when all its arrays, memory and tensors are freed too. NULL is allowed. May
- block for the driver's calls. A handle that is not valid is reported in the log. Any thread may call it, once for each lease.
+ Frees a lease. It is released, and its memory is unmapped, when all its arrays, memory and tensors are freed too. May block for the
+ driver's calls.
  */
 void vmmfd_lease_free(struct vmmfd_lease_t *lease);
 
 /*
- Frees a prepared version, and releases its lease. NULL is allowed. May block for the driver's calls. A handle that is not valid is
- reported in the log. Any thread may call it, once for each prepared version.
+ Frees a prepared version, and releases its lease. May block for the driver's calls.
  */
 void vmmfd_prepared_free(struct vmmfd_prepared_t *prepared);
 
@@ -1361,8 +1357,8 @@ struct vmmfd_error_t *vmmfd_watch_next(const struct vmmfd_watch_t *watch,
                                        bool *found);
 
 /*
- Frees a watch, ends the wait of another thread for its next event, and stops its thread. NULL is allowed. Blocks until the thread has exited, usually for less than a millisecond. A handle
- that is not valid is reported in the log. Any thread may call it, once for each watch.
+ Frees a watch, ends the wait of another thread for its next event, and stops its thread. Blocks until the thread has exited, usually for
+ less than a millisecond.
  */
 void vmmfd_watch_free(struct vmmfd_watch_t *watch);
 

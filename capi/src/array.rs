@@ -144,8 +144,7 @@ pub extern "C" fn vmmfd_array_memory(
     run_out(memory, "memory", || Ok(handle::insert(Arc::clone(&handle::get(array)?.memory))))
 }
 
-/// Frees a handle of an array. DLPack tensors of it remain valid. NULL is allowed. May block for the driver's calls if it was the last user
-/// of its memory. A handle that is not valid is reported in the log. Any thread may call it, once for each handle.
+/// Frees a handle of an array. DLPack tensors of it remain valid. May block for the driver's calls if it was the last user of its memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_array_free(array: *mut vmmfd_array_t) {
     run_logged(|| handle::remove(array));

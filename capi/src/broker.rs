@@ -368,7 +368,7 @@ pub extern "C" fn vmmfd_broker_delete(broker: *const vmmfd_broker_t, name: *cons
 /// The watch has its own connection and thread. The caller frees `*watch` with `vmmfd_watch_free`; it is
 /// NULL after a failure. Blocks until the broker answers, for at most the connection's timeout.
 ///
-/// Errors: as for `vmmfd_broker_connect`; `VMMFD_FORKED`.
+/// Errors: `VMMFD_DISCONNECTED`; `VMMFD_DENIED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_broker_watch(
@@ -400,8 +400,7 @@ pub extern "C" fn vmmfd_broker_interrupt(broker: *const vmmfd_broker_t) -> *mut 
     })
 }
 
-/// Frees a connection. It closes when its last lease is freed; names with the lifetime `VMMFD_WITH_MAKER` are then deleted. NULL is
-/// allowed. Does not block. A handle that is not valid is reported in the log. Any thread may call it, once for each connection.
+/// Frees a connection. It closes when its last lease is freed; names with the lifetime `VMMFD_WITH_MAKER` are then deleted. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_broker_free(broker: *mut vmmfd_broker_t) {
     run_logged(|| handle::remove(broker));

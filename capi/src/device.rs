@@ -145,8 +145,7 @@ pub extern "C" fn vmmfd_device_info(
     })
 }
 
-/// Frees a device handle. Memory of the device remains valid. NULL is allowed. Does not block. A handle that is not valid is reported in
-/// the log. Any thread may call it, once for each device.
+/// Frees a device handle. Memory of the device remains valid. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_device_free(device: *mut vmmfd_device_t) {
     run_logged(|| handle::remove(device));

@@ -64,7 +64,7 @@ pub struct vmmfd_error_t {
     pub hint: *const c_char,
 }
 
-/// Frees an error. NULL is allowed. Does not block. Any thread may call it, once for each error.
+/// Frees an error. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_error_free(error: *mut vmmfd_error_t) {
     owned::free(error);

@@ -45,7 +45,7 @@ pub struct vmmfd_handoff_options_t {
     /// The number of users in `trust`.
     pub trust_count: usize,
     /// A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
-    /// it after the call.
+    /// it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
     pub socket: c_int,
     /// A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. -1: none. The caller keeps it.
     pub stop: c_int,

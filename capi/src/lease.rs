@@ -126,7 +126,7 @@ fn describe(object: &Object) -> Outcome<*mut vmmfd_lease_info_t> {
     Ok(kept.allocate(shown))
 }
 
-/// Frees facts about a lease. NULL is allowed. Does not block. Any thread may call it, once for each result.
+/// Frees facts about a lease. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_lease_info_free(info: *mut vmmfd_lease_info_t) {
     owned::free(info);
@@ -254,15 +254,14 @@ pub extern "C" fn vmmfd_lease_unpark(
     })
 }
 
-/// Frees a lease. It is released, and its memory is unmapped, when all its arrays, memory and tensors are freed too. NULL is allowed. May
-/// block for the driver's calls. A handle that is not valid is reported in the log. Any thread may call it, once for each lease.
+/// Frees a lease. It is released, and its memory is unmapped, when all its arrays, memory and tensors are freed too. May block for the
+/// driver's calls.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_lease_free(lease: *mut vmmfd_lease_t) {
     run_logged(|| handle::remove(lease));
 }
 
-/// Frees a prepared version, and releases its lease. NULL is allowed. May block for the driver's calls. A handle that is not valid is
-/// reported in the log. Any thread may call it, once for each prepared version.
+/// Frees a prepared version, and releases its lease. May block for the driver's calls.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_prepared_free(prepared: *mut vmmfd_prepared_t) {
     run_logged(|| handle::remove(prepared));

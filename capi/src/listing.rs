@@ -81,7 +81,7 @@ impl Listing {
     }
 }
 
-/// Frees a listing. NULL is allowed. Does not block. Any thread may call it, once for each listing.
+/// Frees a listing. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_listing_free(listing: *mut vmmfd_listing_t) {
     owned::free(listing);

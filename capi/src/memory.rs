@@ -354,8 +354,7 @@ pub extern "C" fn vmmfd_memory_import(
 }
 
 /// Frees a handle of memory. The memory itself is released when no array, lease or DLPack tensor of this process uses it any more; other
-/// processes that have it open keep it. NULL is allowed. May block for the driver's calls. A handle that is not valid is reported in the
-/// log. Finish your own work on the memory first. Any thread may call it, once for each handle.
+/// processes that have it open keep it. May block for the driver's calls. Finish your own work on the memory first.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_memory_free(memory: *mut vmmfd_memory_t) {
     run_logged(|| handle::remove(memory));

@@ -330,8 +330,8 @@ pub extern "C" fn vmmfd_watch_next(
     })
 }
 
-/// Frees a watch, ends the wait of another thread for its next event, and stops its thread. NULL is allowed. Blocks until the thread has exited, usually for less than a millisecond. A handle
-/// that is not valid is reported in the log. Any thread may call it, once for each watch.
+/// Frees a watch, ends the wait of another thread for its next event, and stops its thread. Blocks until the thread has exited, usually for
+/// less than a millisecond.
 #[unsafe(no_mangle)]
 pub extern "C" fn vmmfd_watch_free(watch: *mut vmmfd_watch_t) {
     run_logged(|| {

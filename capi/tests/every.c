@@ -266,6 +266,8 @@ static void test_handoff(const vmmfd_device_t *device) {
     options.socket = pair[1];
     CHECK(vmmfd_handoff_take(device, NULL, &options, &taken));
     EXPECT(pthread_join(thread, NULL) == 0 && service.served == 1);
+    /* One handoff for each socket. */
+    FAILS(VMMFD_DISCONNECTED, vmmfd_handoff_take(device, NULL, &options, &(vmmfd_array_t *){NULL}));
     EXPECT(close(pair[0]) == 0 && close(pair[1]) == 0);
     EXPECT(number(taken, 999) == 1006);
     FAILS(VMMFD_INVALID, vmmfd_handoff_serve(NULL, taken, NULL, NULL));
