@@ -9,7 +9,7 @@ pub use crate::{
 use crate::{
     array::{ArrayDescriptor, ElementType, Order},
     driver::{Access, Choice, Driver, open},
-    error::{Error, ErrorCode, PeerError, Result},
+    error::{Error, ErrorCode, PeerError, Result, SocketError},
     fork::PerProcess,
     memory::Region,
     session::{
@@ -55,4 +55,14 @@ pub fn take(mut consumer: Consumer<'_>, access: Access) -> Result<(ImportedObjec
         None => ArrayDescriptor::new(ElementType::U8, [object.size()], Order::C)?,
     };
     Ok((object, array))
+}
+
+/// The error of another connection to a broker that this process has met: a missing broker is gone.
+pub fn of_known_broker(error: Error) -> Error {
+    match error {
+        Error::Socket(SocketError::NoBroker { path, waited, .. }) => {
+            Error::Peer(PeerError::BrokerGone { path, waited })
+        }
+        other => other,
+    }
 }

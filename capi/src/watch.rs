@@ -15,7 +15,7 @@ use std::{
 use nix::sys::eventfd::EventFd;
 use vmmfd::{
     Error,
-    bindings::{eventfd, lock, spawn},
+    bindings::{eventfd, lock, of_known_broker, spawn},
     broker::{Client, Event, EventKind, Watch, Watched},
     channel::{Cancel, CancelReason},
     session::Config,
@@ -192,7 +192,7 @@ impl Watching {
     /// Opens a connection and watches.
     pub(crate) fn start(path: &Path, config: &Config, prefix: &str, stop: Option<Arc<OwnedFd>>) -> Outcome<Self> {
         let cancel = Cancel::new()?;
-        let client = Client::connect(path, &config.clone().cancel(&cancel))?;
+        let client = Client::connect(path, &config.clone().cancel(&cancel)).map_err(of_known_broker)?;
         let watch = client.watch(prefix, None)?;
         let ready = eventfd().map_err(|error| Error::system("create an eventfd", error))?;
         let shared = Arc::new(Queue { ready, state: Mutex::default(), changed: Condvar::new() });

@@ -393,6 +393,7 @@ void test_gone(const char *path, pid_t broker) {
     }
     for (int i = 0; i < 2; i++)
         FAILS(VMMFD_DISCONNECTED, vmmfd_broker_stat(connected, "every/none", 0, &listing));
+    FAILS(VMMFD_DISCONNECTED, vmmfd_broker_watch(connected, "", &(vmmfd_watch_t *){NULL}));
     vmmfd_broker_free(connected);
 }
 

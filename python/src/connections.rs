@@ -12,7 +12,7 @@ use std::{
 
 use pyo3::prelude::*;
 use vmmfd::{
-    bindings::lock,
+    bindings::{lock, of_known_broker},
     broker::{self, LossReason, Lost, Restored},
     fork::ProcessIdentity,
     session::Config,
@@ -203,7 +203,11 @@ impl Connections {
             Some(client) => client,
             None => {
                 let config = self.config.clone().wait(self.limit());
-                let client = broker::Client::connect(&self.place.path, &config)?;
+                let client = broker::Client::connect(&self.place.path, &config);
+                let client = match self.reached.load(Ordering::Acquire) {
+                    true => client.map_err(of_known_broker)?,
+                    false => client?,
+                };
                 self.reached.store(true, Ordering::Release);
                 let lost = Arc::clone(&self.handlers);
                 let restored = Arc::clone(&self.handlers);

@@ -164,7 +164,7 @@ def test_dead_server_is_reported(server: Server) -> None:
     with broker.watch():
         server.kill()
         # The watch has the first connection. A new one waits for the timeout too, unlike the first connection of a client.
-        with pytest.raises(FileNotFoundError, match="no broker on .* within 5s") as caught:
+        with pytest.raises(vmmfd.Disconnected, match="is gone, and none has listened there within 5s") as caught:
             broker.list()
     assert caught.value.kind == "peer" and "vmmfd serve" in (caught.value.hint or "")
     server.start()

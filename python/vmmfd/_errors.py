@@ -37,7 +37,7 @@ class Invalid(Error, ValueError):
 
 
 class NotFound(Error, FileNotFoundError):
-    """There is no such object, or no broker at the path."""
+    """There is no such object, or no broker at the path of a first connection."""
 
     _errno = ENOENT
 

@@ -24,7 +24,7 @@ class Lease(Closing, Mapping[str, Array]):
     `prepare`, `switch`, `park` and `unpark` map another version at the same addresses.
 
     After `close`, and in a fork, every method raises `Invalid`, except that `is_held` is False and `is_closed` and `repr` work. A lease
-    that was not closed also counts until the forks of its process exit.
+    that was not closed also counts until the forks of its process use this package or exit.
     """
 
     __slots__ = ("__weakref__", "_client", "_native")
