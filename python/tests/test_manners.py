@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -347,3 +348,27 @@ assert ended == ["the connection is closed: connect again"] * 4, ended
         server.pause()
     started.send_line()
     started.end()
+
+
+def test_closed_standard_descriptors_stay_closed(server: Server) -> None:
+    program = """
+import os, sys
+import numpy as np
+import vmmfd
+
+for number in range(3):
+    os.close(number)
+broker = vmmfd.connect(sys.argv[1], backend="host")
+broker.put("closed", {"x": np.arange(3)})
+lease = broker.get("closed")
+with broker.watch() as watch:
+    watch.fileno()
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            continue
+        os._exit(1 + number)
+os._exit(10)
+"""
+    assert subprocess.run([sys.executable, "-c", program, server.path], timeout=60).returncode == 10

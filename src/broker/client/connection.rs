@@ -188,7 +188,7 @@ impl Connection {
         let turn = self.turns.begin(deadline_after(self.timeout()), || self.pause());
         let mut turn = turn.ok_or_else(busy)?;
         let mut requesting = self.requesting();
-        let before = self.stops.load(Ordering::Acquire);
+        let before = self.turns.exclusively(|| self.stops());
         let mut left = wait;
         let mut stops = None;
         let mut tries = 0;
@@ -286,8 +286,19 @@ impl Connection {
 
     /// Interrupts the wait of the pending request.
     pub(super) fn stop(&self) -> Result<()> {
-        self.stops.fetch_add(1, Ordering::AcqRel);
-        match self.send(&Message::Stop(Stop {}), &[]) {
+        self.check_fork()?;
+        let stop = Message::Stop(Stop {});
+        // A request that begins in between would take the stop for a pause.
+        let sent = self.turns.exclusively(|| {
+            self.stops.fetch_add(1, Ordering::AcqRel);
+            self.try_send(&stop)
+        });
+        let sent = match sent {
+            // The socket is full.
+            Ok(false) => self.send(&stop, &[]),
+            sent => sent.map(drop),
+        };
+        match sent {
             // A reconnect repeats the stop together with the request.
             Err(error) if is_broken(&error) && self.dialler.is_some() => Ok(()),
             sent => sent,

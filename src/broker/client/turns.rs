@@ -75,6 +75,12 @@ impl Turns {
         Some(Turn { turns: self, buffer })
     }
 
+    /// Runs a short function while no turn begins or ends.
+    pub(super) fn exclusively<T>(&self, work: impl FnOnce() -> T) -> T {
+        let _state = lock(&self.state);
+        work()
+    }
+
     /// Sets whether other threads may pause the request of the current turn.
     pub(super) fn allow_pause(&self, allowed: bool) {
         lock(&self.state).can_pause = allowed;

@@ -33,7 +33,7 @@ use vmmfd::{
         Failure, Run, Segments,
         broker::{
             self, Done, LeaseHeader, LeasePartHeader, Message, Objects, Published, Refusal, Release, Resume, Resumed,
-            Send, Token,
+            Send, Stop, Token,
         },
     },
 };

@@ -78,6 +78,30 @@ fn repeated_requests_keep_their_identifier() {
 }
 
 #[test]
+fn request_beside_wait_keeps_its_limit() {
+    let broker = Scripted::new();
+    let (client, peer) = broker.client_with(Config::default().timeout(A_WHILE));
+    let waiting = ask(&client, |client| client.get(&Get::new("a").wait(PATIENCE)));
+    let Message::Get(before) = peer.next().0 else { panic!() };
+    // The broker does not end the wait.
+    let error = client.list("").unwrap_err();
+    assert!(matches!(error, Error::Peer(PeerError::Timeout { waited: A_WHILE, .. })), "{error:?}");
+    assert_eq!(peer.next().0, Message::Stop(Stop {}));
+    peer.refuse(RefusalCode::Stopped);
+    let again = loop {
+        match peer.next().0 {
+            Message::Stop(_) => {}
+            Message::Get(again) => break again,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(again.objects, before.objects);
+    assert!(again.wait_ms.unwrap() <= before.wait_ms.unwrap() - A_WHILE.as_millis() as u64, "{again:?}");
+    peer.refuse(RefusalCode::Absent);
+    assert_eq!(refused(waiting.join().unwrap()).0, RefusalCode::Absent);
+}
+
+#[test]
 fn put_of_several_records_starts_again() {
     let broker = Scripted::new();
     let (client, peer) = broker.client();
