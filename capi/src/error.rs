@@ -147,7 +147,7 @@ fn code_of(error: &Error) -> vmmfd_code_t {
     use vmmfd_code_t::*;
     match error.class() {
         ErrorClass::Invalid => VMMFD_INVALID,
-        ErrorClass::NotFound => VMMFD_NOT_FOUND,
+        ErrorClass::NotFound | ErrorClass::NoArray => VMMFD_NOT_FOUND,
         ErrorClass::Exists => VMMFD_EXISTS,
         ErrorClass::Differs => VMMFD_DIFFERS,
         ErrorClass::Denied => VMMFD_DENIED,

@@ -232,6 +232,7 @@ impl Lease {
         let leased = self.leased()?;
         let found = leased.read(py, |object| {
             leased.check_mapped(object)?;
+            part.map_or(Ok(()), |part| leased.check_part(object, part))?;
             let all = leased.mapped(object).filter(|(at, ..)| part.is_none_or(|part| object.parts()[*at].name() == part));
             let mut whole: HashMap<(usize, usize), Arc<LeasedPiece>> = HashMap::new();
             let mut found = Vec::new();

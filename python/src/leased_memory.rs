@@ -223,9 +223,7 @@ impl Leased {
         };
         let here = || format!("version {} of {:?}", object.version(), object.name());
         if let Some(part) = part {
-            if object.part(part).is_none() {
-                return Err(Failure::no_array(format!("{} has no part {part:?}, or it was not requested", here())));
-            }
+            self.check_part(object, part)?;
             found.retain(|(at, _)| object.parts()[*at].name() == part);
         }
         match found[..] {
@@ -268,6 +266,17 @@ impl Leased {
         let more = if names.len() > SHOWN { ", ..." } else { "" };
         names.truncate(SHOWN);
         if names.is_empty() { ", and no other".to_owned() } else { format!("; it has {}{more}", names.join(", ")) }
+    }
+
+    pub(crate) fn check_part(&self, object: &Object, part: &str) -> Outcome<()> {
+        match object.part(part) {
+            Some(_) => Ok(()),
+            None => Err(Failure::no_array(format!(
+                "version {} of {:?} has no part {part:?}, or it was not requested",
+                object.version(),
+                object.name()
+            ))),
+        }
     }
 
     pub(crate) fn check_mapped(&self, object: &Object) -> Outcome<()> {

@@ -447,3 +447,33 @@ def test_many_arrays_and_segments(broker: vmmfd.Broker, name: str) -> None:
     told = broker.stat(name + "/segments")
     assert told.summary.segments == 300
     assert broker.get(name + "/segments")["last"].nbytes == 4
+
+
+def test_absent_arrays_and_parts_are_one_error(broker: vmmfd.Broker, name: str) -> None:
+    """However they are requested."""
+    broker.put(name, {"x": np.zeros(3), "y": np.ones(3)}, copy=True)
+    with broker.get(name) as lease:
+        for call in (
+            lambda: broker.get(name, arrays=["x", "none"]),
+            lambda: broker.get(name, parts=["none"]),
+            lambda: broker.get(name, digest={"none": "d"}),
+            lambda: broker.get_all({name: {"arrays": ["none"]}}),
+            lambda: broker.claim(name, arrays=["none"]),
+            lambda: broker.bytes_of(name, parts=["none"]),
+            lambda: lease["none"],
+            lambda: lease.array("x", "none"),
+            lambda: lease.attributes("none"),
+            lambda: lease.memory("none"),
+            lambda: lease.tree(part="none"),
+        ):
+            with pytest.raises(vmmfd.NoArray, match="none"):
+                call()
+
+
+def test_only_requested_arrays_are_listed(broker: vmmfd.Broker, name: str) -> None:
+    """Both are in one segment."""
+    broker.put(name, {"x": np.zeros(3), "y": np.ones(3)}, copy=True)
+    with broker.get(name, arrays=["y"]) as lease:
+        assert list(lease) == ["y"] and list(lease.tree()) == ["y"] and "x" not in lease
+        with pytest.raises(vmmfd.NoArray, match="was not requested"):
+            lease["x"]

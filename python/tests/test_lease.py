@@ -143,9 +143,9 @@ def test_selection_limits_the_mapping(broker: vmmfd.Broker) -> None:
     assert len(lease.memory()) == 2
     neighbours = broker.get(name, arrays=["a1", "a2"])
     assert [array.nbytes for array in neighbours.memory()] == [4 * MIB]
-    with pytest.raises(vmmfd.Differs):
+    with pytest.raises(vmmfd.NoArray):
         broker.get(name, arrays=["a9"])
-    with pytest.raises(vmmfd.Differs):
+    with pytest.raises(vmmfd.NoArray):
         broker.get(name, parts=["nope"])
 
 

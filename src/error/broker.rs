@@ -32,8 +32,10 @@ pub enum RefusalCode {
     Exists,
     /// The current version differs from the version in the request.
     Version,
-    /// The object's metadata, digest, parts or arrays differ from the caller's expectation.
+    /// The object's metadata, digest or size differ from the caller's expectation.
     Differs,
+    /// The object has no such part or array.
+    Lacks,
     /// The caller lacks the permission.
     Denied,
     /// The caller's user has reached a quota.
@@ -54,11 +56,12 @@ pub enum RefusalCode {
     Unknown(UnknownCode),
 }
 
-const CODES: [(RefusalCode, &str); 12] = [
+const CODES: [(RefusalCode, &str); 13] = [
     (RefusalCode::Absent, "absent"),
     (RefusalCode::Exists, "exists"),
     (RefusalCode::Version, "version"),
     (RefusalCode::Differs, "differs"),
+    (RefusalCode::Lacks, "lacks"),
     (RefusalCode::Denied, "denied"),
     (RefusalCode::Quota, "quota"),
     (RefusalCode::Full, "full"),

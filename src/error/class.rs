@@ -17,6 +17,8 @@ pub enum ErrorClass {
     Invalid,
     /// The object, device, file, producer or broker does not exist.
     NotFound,
+    /// The object has no such array or part, or it was not requested.
+    NoArray,
     /// An object of that name exists.
     Exists,
     /// The object differs from the caller's expectation.
@@ -55,6 +57,7 @@ impl Error {
             Self::Forked { .. } => ErrorClass::Forked,
             Self::Broker(BrokerError { code, .. }) => match code {
                 RefusalCode::Absent => ErrorClass::NotFound,
+                RefusalCode::Lacks => ErrorClass::NoArray,
                 RefusalCode::Exists => ErrorClass::Exists,
                 RefusalCode::Version | RefusalCode::Differs => ErrorClass::Differs,
                 RefusalCode::Denied => ErrorClass::Denied,
@@ -63,8 +66,8 @@ impl Error {
                 RefusalCode::Stopped => ErrorClass::Interrupted,
                 _ => ErrorClass::System,
             },
+            Self::Memory(MemoryError::NoArray { .. }) => ErrorClass::NoArray,
             Self::Device(DeviceError::NotFound { .. })
-            | Self::Memory(MemoryError::NoArray { .. })
             | Self::Socket(SocketError::Absent { .. } | SocketError::NoBroker { .. }) => ErrorClass::NotFound,
             Self::Socket(SocketError::Denied { .. } | SocketError::ClosedFolder { .. })
             | Self::Peer(PeerError::NotAllowed { .. }) => ErrorClass::Denied,
@@ -189,6 +192,7 @@ fn refusal_hint(code: RefusalCode) -> Option<&'static str> {
         RefusalCode::Exists => "replace the object, or use another name",
         RefusalCode::Version => "another process has replaced it: look up the current version before the next try",
         RefusalCode::Differs => "compare its sizes, metadata and digests with the request",
+        RefusalCode::Lacks => "look up the object's parts and arrays",
         RefusalCode::Denied => {
             "its owner and the broker's user may delete it; its mode decides who reads and replaces it"
         }

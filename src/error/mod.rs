@@ -211,9 +211,11 @@ impl Error {
             )
             | Self::Peer(_) => ErrorKind::Peer,
             Self::Broker(BrokerError { code, .. }) => match code {
-                RefusalCode::Absent | RefusalCode::Exists | RefusalCode::Version | RefusalCode::Differs => {
-                    ErrorKind::Object
-                }
+                RefusalCode::Absent
+                | RefusalCode::Exists
+                | RefusalCode::Version
+                | RefusalCode::Differs
+                | RefusalCode::Lacks => ErrorKind::Object,
                 RefusalCode::Invalid => ErrorKind::Usage,
                 _ => ErrorKind::Peer,
             },

@@ -316,7 +316,7 @@ fn parts_are_published_together(subject: &Subject, devices: i32) {
     assert_eq!((info.versions, info.summary.devices.len()), (vec![VERSIONS], devices as usize));
     let one = client.get(&Get::new("model").parts(["rank3"])).unwrap();
     assert_eq!(one.parts().iter().map(|part| part.name()).collect::<Vec<_>>(), ["rank3"]);
-    assert_eq!(refused(client.get(&Get::new("model").parts(["rank9"]))).0, RefusalCode::Differs);
+    assert_eq!(refused(client.get(&Get::new("model").parts(["rank9"]))).0, RefusalCode::Lacks);
 }
 
 fn parts_of_processes_are_published_together(subject: Subject) {
@@ -363,8 +363,8 @@ fn selected_arrays_send_only_their_segments(subject: Subject) {
     let lease = client.get(&Get::new("a").arrays(["middle"])).unwrap();
     assert_eq!(lease.into_parts().remove(0).into_segments().unwrap().len(), 2);
     let (code, message) = refused(client.get(&Get::new("a").arrays(["first", "nothing"])));
-    assert_eq!(code, RefusalCode::Differs);
-    assert!(message.contains("there is no array nothing"), "{message}");
+    assert_eq!(code, RefusalCode::Lacks);
+    assert!(message.contains("has no array nothing; its arrays are first"), "{message}");
     // Get a range.
     let lease = client.get(&Get::new("a").range(3 * MIB..5 * MIB)).unwrap();
     let object = lease.open(&driver, None).unwrap();
@@ -387,7 +387,7 @@ fn ambiguous_array_names_are_errors(subject: Subject) {
     assert_eq!(object.part("y").unwrap().array("w").unwrap().element(&[0]).unwrap(), [2; 4]);
     assert_eq!(object.array("y0").unwrap().element(&[0]).unwrap(), [2; 4]);
     let error = object.array("z").unwrap_err();
-    assert_eq!(error.class(), ErrorClass::NotFound);
+    assert_eq!(error.class(), ErrorClass::NoArray);
     assert_eq!(error.to_string(), "there is no array `z`: the arrays are `w`, `x0`, `w`, `y0`");
     // Only one of the parts was requested.
     let object = client.get(&Get::new("a").parts(["y"])).unwrap().open(&driver, None).unwrap();

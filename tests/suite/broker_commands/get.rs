@@ -205,7 +205,7 @@ fn one_array_is_written_alone(broker: Broker) {
     let lease = broker.client().get(&Get::new("m").arrays(["a"])).unwrap();
     assert_eq!(lease.into_parts().remove(0).into_segments().unwrap().len(), 1);
     let none = broker.refusal(&["get", "m", "--array", "layer", "--to", text(&copy), "--force"], 1, "object");
-    assert!(none.contains("there is no array layer; its arrays are a, b, e (3 in all)"), "{none}");
+    assert!(none.contains("has no array layer; its arrays are a, b, e (3 in all)"), "{none}");
     broker.put("bytes", &data(10), &[]);
     assert!(broker.refusal(&["get", "bytes", "--array", "a"], 1, "object").contains("it has no arrays"));
     assert!(broker.refusal(&["get", "m", "--array", "e"], 2, "usage").contains("is empty"));

@@ -94,15 +94,14 @@ impl TableQuery {
         }
         let mut missing: Vec<&String> = self.wanted.iter().collect();
         missing.sort_unstable();
-        let missing =
-            missing.iter().take(MAX_LISTED).map(|name| format!("there is no array {}", shortened(name.to_string())));
+        let missing: Vec<String> = missing.iter().take(MAX_LISTED).map(|name| shortened(name.to_string())).collect();
         let (names, all) = &self.present;
         let more = if *all > names.len() { ", ..." } else { "" };
         let present = match all {
             0 => "it has no arrays".to_owned(),
             _ => format!("its arrays are {}{more} ({all} in all)", names.join(", ")),
         };
-        Err(mismatch(&self.name, &missing.chain([present]).collect::<Vec<String>>()))
+        Err(lacks(&self.name, &format!("array {}; {present}", missing.join(", "))))
     }
 
     fn failed(&self, error: &str) -> BrokerError {
@@ -159,6 +158,10 @@ fn shortened(mut text: String) -> String {
 
 fn mismatch(name: &str, differences: &[String]) -> BrokerError {
     BrokerError::new(RefusalCode::Differs, format!("`{name}` is not as expected: {}", differences.join("; ")))
+}
+
+fn lacks(name: &str, what: &str) -> BrokerError {
+    BrokerError::new(RefusalCode::Lacks, format!("`{name}` has no {what}"))
 }
 
 /// The selected parts of a version.
@@ -359,7 +362,7 @@ fn select_parts(version: &Version, object: &GetObject) -> Result<Vec<usize>, Bro
                     let known: Vec<&str> = parts.iter().map(|part| part.name.as_str()).collect();
                     let mut message = format!("it has the parts {}", known.join(", "));
                     crate::wire::shorten(&mut message, 300);
-                    mismatch(&object.name, &[format!("there is no part {name}"), message])
+                    lacks(&object.name, &format!("part {name}; {message}"))
                 })
             };
             let mut chosen = names.iter().map(index).collect::<Result<Vec<usize>, _>>()?;
@@ -383,16 +386,15 @@ fn select_parts(version: &Version, object: &GetObject) -> Result<Vec<usize>, Bro
 }
 
 fn check_digests(version: &Version, digests: &std::collections::BTreeMap<String, String>) -> Result<(), BrokerError> {
-    let difference = |(name, wanted): (&String, &String)| {
+    let mut differences = Vec::new();
+    for (name, wanted) in digests {
         let part = version.record.parts.iter().find(|part| part.name == *name);
-        match part.map(|part| part.digest.as_deref()) {
-            None => Some(format!("there is no part {name}")),
-            Some(None) => Some(format!("part {name} has no digest")),
-            Some(Some(found)) if found == wanted => None,
-            Some(Some(found)) => Some(format!("the digest of part {name} is {found}, not {wanted}")),
+        match part.ok_or_else(|| lacks(&version.record.name, &format!("part {name}")))?.digest.as_deref() {
+            None => differences.push(format!("part {name} has no digest")),
+            Some(found) if found == wanted => {}
+            Some(found) => differences.push(format!("the digest of part {name} is {found}, not {wanted}")),
         }
-    };
-    let differences: Vec<String> = digests.iter().filter_map(difference).collect();
+    }
     match differences.is_empty() {
         true => Ok(()),
         false => Err(mismatch(&version.record.name, &differences)),
