@@ -408,3 +408,33 @@ def test_refused_tensor_leaves_module_unchanged(broker: vmmfd.Broker, name: str)
     gc.collect()
     assert vmmfd._native._settle(10)
     assert len(broker.who(name).leases) == 0
+
+
+def test_training_resumes_with_equal_losses(broker: vmmfd.Broker, name: str) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 16)
+
+    def start() -> tuple[nn.Module, Any]:
+        module = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)))
+        return module, torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    def losses(module: nn.Module, optimizer: Any) -> list[float]:
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = module(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    module, optimizer = start()
+    losses(module, optimizer)
+    broker.put(name, {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
+    expected = losses(module, optimizer)
+    other, other_optimizer = start()
+    with broker.get(name) as lease:
+        tree = lease.tree(torch.from_dlpack, copy=True)
+    other.load_state_dict(tree["model"])
+    other_optimizer.load_state_dict(tree["optimizer"])
+    assert losses(other, other_optimizer) == expected and tree["epoch"] == 3
