@@ -145,34 +145,25 @@ fn figures(finding: &Finding) -> Vec<String> {
 
 /// A figure. The suffix of its name is its unit.
 fn figure(name: &str, value: &Value) -> Option<String> {
-    let units = [("us", "us"), ("gb_per_s", "GB/s"), ("gb_s", "GB/s"), ("bytes", "bytes"), ("percent", "%")];
-    let (name, unit) = units
-        .iter()
-        .find_map(|(end, unit)| {
-            let rest = name.strip_suffix(end)?;
-            // Not the `us` of `status`.
-            (rest.is_empty() || rest.ends_with('_')).then_some((rest.trim_end_matches('_'), Some(*unit)))
-        })
-        .unwrap_or((name, None));
-    let value = match (value, unit) {
-        (Value::Number(number), Some("bytes")) => match number.as_u64() {
-            Some(bytes) => units::about(bytes),
-            None => format!("{number} bytes"),
-        },
-        (Value::Number(number), Some("us")) if number.is_u64() => units::micros(number.as_u64().unwrap_or_default()),
-        (Value::Number(number), unit) => {
-            let number = match number.as_f64() {
-                Some(float) if !number.is_u64() && !number.is_i64() => rounded(float),
-                _ => number.to_string(),
-            };
-            unit.map_or_else(|| number.clone(), |unit| format!("{number} {unit}"))
+    // Not the `us` of `status`.
+    let of = |unit: &str| name.strip_suffix(unit).filter(|rest| rest.is_empty() || rest.ends_with('_'));
+    let (name, text) = match value {
+        Value::Number(number) => {
+            let text = number.as_f64().filter(|_| number.is_f64()).map_or_else(|| number.to_string(), rounded);
+            match (of("us"), of("bytes"), of("gb_per_s"), number.as_u64()) {
+                (Some(rest), _, _, Some(us)) => (rest, units::micros(us)),
+                (Some(rest), _, _, None) => (rest, format!("{text} us")),
+                (_, Some(rest), _, Some(bytes)) => (rest, units::about(bytes)),
+                (_, Some(rest), _, None) => (rest, format!("{text} bytes")),
+                (_, _, Some(rest), _) => (rest, format!("{text} GB/s")),
+                _ => (name, text),
+            }
         }
-        (Value::Bool(true), _) => "yes".to_owned(),
-        (Value::Bool(false), _) => "no".to_owned(),
-        (Value::String(text), _) => text.clone(),
-        (Value::Null | Value::Array(_) | Value::Object(_), _) => return None,
+        Value::Bool(holds) => (name, if *holds { "yes" } else { "no" }.to_owned()),
+        Value::String(text) => (name, text.clone()),
+        Value::Null | Value::Array(_) | Value::Object(_) => return None,
     };
-    Some(format!("{} {value}", name.replace('_', " ")).trim_start().to_owned())
+    Some(format!("{} {text}", name.trim_end_matches('_').replace('_', " ")).trim_start().to_owned())
 }
 
 /// One decimal below 100, none above.
