@@ -4,7 +4,7 @@ use vmmfd::{channel::Cancel, error::Result, memory::Device};
 
 use super::{
     Status,
-    process::{Child, Endpoint, Role, Task},
+    process::{Child, Endpoint, Role},
     report::ProbeResult,
 };
 use crate::line::Line;
@@ -38,9 +38,8 @@ impl ProbeContext {
 
     /// Starts another process of the probe. It inherits standard error.
     pub(super) fn start_child(&self, name: &'static str, role: Role) -> Result<Child> {
-        let Endpoint { socket, timeout, .. } = self.end.clone();
-        let task = Task { backend: self.device.backend(), socket, uids: Vec::new(), timeout, role };
-        Child::start(name, &task, None, false, timeout, &Cancel::new()?)
+        let setting = &self.end.setting;
+        Child::start(name, setting, role, None, false, setting.timeout, &Cancel::new()?)
     }
 
     /// Calls `work` with the connection to the other process, which it starts if necessary. Kills it unless the finding is `ok`, so that the

@@ -24,9 +24,9 @@ use vmmfd::{
 use super::{
     DeviceReport, DoctorReport, Environment, ErrorDetails, Finding, Flag, Meeting, Observer, Probe, Status,
     control::{ControlRecord, PURPOSE, greet},
-    process::Role,
+    process::{Role, Setting},
     rules::explain,
-    runner::{Remote, Runner},
+    runner::Runner,
     verdict::verdict,
 };
 use crate::{error::ToolError, line::Line};
@@ -67,17 +67,11 @@ pub fn meet(role: MeetingRole, meeting: &Meeting, cancel: &Cancel, observer: Obs
     if role == MeetingRole::Serve {
         Listener::check_free(&socket)?;
     }
-    let limit = meeting.timeout.saturating_mul(STEPS);
-    let runner = Runner {
-        backend: meeting.backend,
-        folder: None,
-        limit,
-        step: meeting.timeout,
-        cancel,
-        observer,
-        remote: None,
-        counts: Mutex::new((0, 1)),
-    };
+    let Meeting { backend, timeout, .. } = *meeting;
+    let setting = Setting { backend, socket: socket.clone(), uids: meeting.allow_uids.clone(), timeout };
+    let limit = timeout.saturating_mul(STEPS);
+    let counts = Mutex::new((0, 1));
+    let runner = Runner { setting, folder: None, limit, cancel, observer, control: None, counts };
     let required = vec!["driver".to_owned(), "round-trip".to_owned()];
     let driver: Vec<&Probe> = Probe::named("driver").into_iter().collect();
     let machine = runner.run(&driver, None, None)?;
@@ -214,8 +208,7 @@ impl Conversation {
             let message = format!("its driver can't be used: {}", why.message);
             return Ok(Some(ErrorDetails { message, ..why }.of_other_end()));
         }
-        let remote = Some(Remote { control: &control, socket, uids: &meeting.allow_uids });
-        let runner = Runner { remote, ..runner };
+        let runner = Runner { control: Some(&control), ..runner };
         match role {
             MeetingRole::Serve => self.serve(&control, &runner),
             MeetingRole::Join => self.join(&control, &runner),

@@ -20,17 +20,16 @@ use crate::{
     line::Line,
 };
 
-/// A child process's task.
+/// What the two processes of a probe have in common. A child's task is this and its role.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Task {
+pub(super) struct Setting {
     pub(super) backend: Backend,
-    /// The socket for handoffs between the two processes of a probe. Files are created next to it.
+    /// The socket for handoffs between the two processes. Files are created next to it.
     pub(super) socket: PathBuf,
     /// The users that the other process may run as, besides this process's user and root.
     pub(super) uids: Vec<u32>,
     /// The timeout of each wait for the other process.
     pub(super) timeout: Duration,
-    pub(super) role: Role,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -46,27 +45,21 @@ pub(super) enum Role {
     Hold,
 }
 
-impl Task {
-    pub(super) fn endpoint(&self) -> Result<Endpoint> {
-        let Self { backend, socket, uids, timeout, .. } = self.clone();
-        Ok(Endpoint { driver: open(Choice::Only(backend))?.driver, socket, trust: Trust { uids }, timeout })
-    }
-}
-
 /// One side of an exchange between two processes, without the connection for its records.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct Endpoint {
     pub(super) driver: Driver,
-    /// The socket for handoffs.
-    pub(super) socket: PathBuf,
-    pub(super) trust: Trust,
-    /// The timeout of each wait for the other process.
-    pub(super) timeout: Duration,
+    pub(super) setting: Setting,
 }
 
 impl Endpoint {
+    pub(super) fn open(setting: &Setting) -> Result<Self> {
+        Ok(Self { driver: open(Choice::Only(setting.backend))?.driver, setting: setting.clone() })
+    }
+
     pub(super) fn config(&self, cancel: &Cancel) -> Config {
-        Config::default().timeout(self.timeout).trust(self.trust.clone()).cancel(cancel)
+        let Setting { uids, timeout, .. } = self.setting.clone();
+        Config::default().timeout(timeout).trust(Trust { uids }).cancel(cancel)
     }
 }
 
@@ -82,13 +75,14 @@ impl Child {
     /// leads, see [`Process::spawn`].
     pub(super) fn start(
         name: &'static str,
-        task: &Task,
+        setting: &Setting,
+        role: Role,
         folder: Option<&Path>,
         leads: bool,
         limit: Duration,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let (process, line) = start(name, &mut command(folder, task)?, leads, limit, cancel)?;
+        let (process, line) = start(name, &mut command(folder, &(setting, role))?, leads, limit, cancel)?;
         Ok(Self { process, line })
     }
 

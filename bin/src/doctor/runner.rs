@@ -3,7 +3,7 @@
 use std::{
     io,
     os::fd::AsFd,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
@@ -11,7 +11,7 @@ use std::{
 
 use vmmfd::{
     channel::Cancel,
-    driver::{Backend, DeviceUuid},
+    driver::DeviceUuid,
     error::{Error, Result},
     internals::choose_device,
 };
@@ -19,7 +19,7 @@ use vmmfd::{
 use super::{
     DeviceReport, DoctorPlan, DoctorReport, Environment, Finding, Flag, PROBES, PairReport, Probe, Scope, Status,
     control::check_connected,
-    process::{Child, Role, Task},
+    process::{Child, Role, Setting},
     report::micros,
     verdict::conclude,
 };
@@ -49,16 +49,11 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
     let folder = temporary_folder(PREFIX)?;
     // The error of the other process of a probe must arrive before the probe's time limit.
     let step = plan.timeout.mul_f64(0.75);
-    let runner = Runner {
-        backend: plan.backend,
-        folder: Some(folder.path()),
-        limit: plan.timeout,
-        step,
-        cancel,
-        observer,
-        remote: None,
-        counts: Mutex::default(),
-    };
+    let socket = folder.path().to_owned();
+    let setting = Setting { backend: plan.backend, socket, uids: Vec::new(), timeout: step };
+    let limit = plan.timeout;
+    let counts = Mutex::default();
+    let runner = Runner { setting, folder: Some(folder.path()), limit, cancel, observer, control: None, counts };
     // The probe `driver` lists the devices.
     let wanted = |probe: &&Probe| probe.scope() == Scope::Machine && (plan.wants(probe) || probe.name == "driver");
     let machine_probes: Vec<&Probe> = PROBES.iter().filter(wanted).collect();
@@ -93,29 +88,18 @@ pub fn run(plan: &DoctorPlan, cancel: &Cancel, observer: Observer<'_>) -> Result
 
 /// Starts the child processes that run probes.
 pub(super) struct Runner<'a> {
-    pub(super) backend: Backend,
-    /// The folder for sockets, which the children remove if this process dies. A meeting has another socket.
+    /// The setting of the children. Without a `control`, the socket is the folder for the sockets.
+    pub(super) setting: Setting,
+    /// The folder that the children remove if this process dies.
     pub(super) folder: Option<&'a Path>,
     /// The time limit of a probe.
     pub(super) limit: Duration,
-    /// The timeout of each wait of a probe for its other process.
-    pub(super) step: Duration,
     pub(super) cancel: &'a Cancel,
     pub(super) observer: Observer<'a>,
-    /// The other side of a meeting.
-    pub(super) remote: Option<Remote<'a>>,
+    /// The connection to the other side of a meeting.
+    pub(super) control: Option<&'a Line>,
     /// The numbers of finished probes and of all probes.
     pub(super) counts: Mutex<(usize, usize)>,
-}
-
-/// The other side of a meeting.
-#[derive(Clone, Copy)]
-pub(super) struct Remote<'a> {
-    pub(super) control: &'a Line,
-    /// The socket for handoffs.
-    pub(super) socket: &'a Path,
-    /// The users that the other side may run as, besides this process's user and root.
-    pub(super) uids: &'a [u32],
 }
 
 /// The most devices or pairs probed in parallel; each needs up to three processes.
@@ -145,15 +129,11 @@ impl Runner<'_> {
     /// Starts a child. At any time, at most one child has this role for these devices.
     pub(super) fn start(&self, role: Role, device: Option<i32>, owner: Option<i32>) -> Result<Child> {
         let number = |device: Option<i32>| device.map_or_else(String::new, |ordinal| ordinal.to_string());
-        let (socket, uids) = match self.remote {
-            Some(Remote { socket, uids, .. }) => (socket.to_owned(), uids.to_owned()),
-            None => {
-                let name = format!("m{}-{}", number(device), number(owner));
-                (self.folder.map_or_else(PathBuf::new, |folder| folder.join(name)), Vec::new())
-            }
-        };
-        let task = Task { backend: self.backend, socket, uids, timeout: self.step, role };
-        Child::start("the process of the probes", &task, self.folder, true, self.limit, self.cancel)
+        let mut setting = self.setting.clone();
+        if self.control.is_none() {
+            setting.socket.push(format!("m{}-{}", number(device), number(owner)));
+        }
+        Child::start("the process of the probes", &setting, role, self.folder, true, self.limit, self.cancel)
     }
 
     /// Probes devices in parallel.
@@ -228,14 +208,14 @@ impl Runner<'_> {
                 Err(error) => {
                     self.cancel.check()?;
                     findings.push(probe.cut_short(Some(micros(started.elapsed())), error));
-                    if self.remote.is_some() {
+                    if self.control.is_some() {
                         return Ok(());
                     }
                 }
             }
             remaining = later;
             self.count(1, 0);
-            if let Some(Remote { control, .. }) = self.remote {
+            if let Some(control) = self.control {
                 // Otherwise each further probe would fail, and the last of them would be named as the cause.
                 check_connected(control)?;
             }
@@ -245,8 +225,8 @@ impl Runner<'_> {
 
     fn start_probes(&self, probes: &[&Probe], device: Option<i32>, owner: Option<i32>) -> Result<Child> {
         let names = probes.iter().map(|probe| probe.name.to_owned()).collect();
-        let child = self.start(Role::Probes { device, owner, names, meets: self.remote.is_some() }, device, owner)?;
-        if let Some(Remote { control, .. }) = self.remote {
+        let child = self.start(Role::Probes { device, owner, names, meets: self.control.is_some() }, device, owner)?;
+        if let Some(control) = self.control {
             child.line.send_with(&(), &[control.as_fd()])?;
         }
         Ok(child)

@@ -128,7 +128,7 @@ fn share(end: &Endpoint, control: &Line, device: &Device, kind: MemoryKind) -> P
         return Err(error.into());
     }
     let served = report.served.into_iter().next_back();
-    let served = served.ok_or(Error::Peer(PeerError::NoConsumer { waited: end.timeout }))?;
+    let served = served.ok_or(Error::Peer(PeerError::NoConsumer { waited: end.setting.timeout }))?;
     if served.mismatched() {
         return Ok(failed("One process does not see what the other wrote."));
     }
@@ -186,7 +186,7 @@ fn open_shared(end: &Endpoint, cancel: &Cancel, device: Option<Selector>) -> Res
     };
     let config = end.config(cancel);
     let mut verifier = DataVerifier::new(&|_| {});
-    let mut consumer = Consumer::connect(&end.driver, device, &end.socket, &config, &observer)?;
+    let mut consumer = Consumer::connect(&end.driver, device, &end.setting.socket, &config, &observer)?;
     let object = consumer.request(&Request::default())?;
     let found = consumer.verify(&object, &mut verifier)?;
     if found.verified {

@@ -17,7 +17,7 @@ use super::{
     context::ProbeContext,
     control::{ControlRecord, PURPOSE},
     probes::{hold, make},
-    process::{Role, Task},
+    process::{Endpoint, Role, Setting},
     sharing::answer,
 };
 use crate::{
@@ -31,32 +31,32 @@ use crate::{
 /// # Errors
 /// Errors that can't be reported to the parent.
 pub fn run_task(task: Value) -> Result<()> {
-    let task: Task = typed(task)?;
+    let (setting, role): (Setting, Role) = typed(task)?;
     let line = line_to_parent()?;
-    match &task.role {
+    match role {
         Role::Probes { device: None, names, .. } => {
             let probes = names.iter().filter_map(|name| Probe::named(name));
-            probes.filter_map(|probe| probe.run_machine(task.backend)).try_for_each(|found| line.send(&found))
+            probes.filter_map(|probe| probe.run_machine(setting.backend)).try_for_each(|found| line.send(&found))
         }
         Role::Probes { device: Some(device), owner, names, meets } => {
             let probes: Vec<&Probe> = names.iter().filter_map(|name| Probe::named(name)).collect();
-            task.probe(*device, *owner, &probes, *meets, &line)
+            setting.probe(device, owner, &probes, meets, &line)
         }
-        Role::Peer => match task.endpoint() {
+        Role::Peer => match Endpoint::open(&setting) {
             Ok(end) => {
                 line.send(&ControlRecord::Ready {})?;
                 answer(&end, &line)
             }
             Err(error) => line.send(&ControlRecord::Failed { error: ErrorDetails::of(&error) }),
         },
-        Role::Make { device, pattern } => make(task.device(*device), *pattern, &line),
+        Role::Make { device, pattern } => make(setting.device(device), pattern, &line),
         Role::Hold => hold(&line),
     }
 }
 
-impl Task {
+impl Setting {
     fn device(&self, ordinal: i32) -> Result<Device> {
-        Device::find(&self.endpoint()?.driver, Selector::Ordinal(ordinal.unsigned_abs()))
+        Device::find(&Endpoint::open(self)?.driver, Selector::Ordinal(ordinal.unsigned_abs()))
     }
 
     /// Runs probes of a device, until one corrupts the context or needs another process. The parent starts that process.
@@ -69,7 +69,7 @@ impl Task {
             }
             false => None,
         };
-        let opened = self.endpoint().and_then(|end| {
+        let opened = Endpoint::open(self).and_then(|end| {
             let device = Device::find(&end.driver, Selector::Ordinal(device.unsigned_abs()))?;
             let owner = owner.map(|owner| Device::find(&end.driver, Selector::Ordinal(owner.unsigned_abs())));
             Ok((ProbeContext::new(device, end, remote), owner.transpose()?))

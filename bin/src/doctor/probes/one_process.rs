@@ -110,12 +110,10 @@ pub(super) fn export(context: &mut ProbeContext) -> ProbeResult {
     let allocation = Allocation::create(&context.device, SIZE)?;
     let (fd, export_us) = timed(|| allocation.export())?;
     let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
-    let target = fs::read_link(path).map(|target| target.display().to_string());
-    let finding = ok("Memory can be exported as a descriptor.").figure("export_us", export_us);
-    let finding = match target {
-        Ok(target) => finding.figure("descriptor", target),
-        Err(error) => finding.figure("descriptor", format!("unknown: {error}")),
-    };
+    let target = fs::read_link(path);
+    let target = target.map_or_else(|error| format!("unknown: {error}"), |target| target.display().to_string());
+    let finding =
+        ok("Memory can be exported as a descriptor.").figure("export_us", export_us).figure("descriptor", target);
     Ok(match fstat(fd) {
         Ok(stat) => finding.figure("mode", format!("{:o}", stat.st_mode)).figure("size_bytes", stat.st_size),
         Err(_) => finding,
@@ -206,7 +204,7 @@ pub(super) fn wrong_descriptor(context: &mut ProbeContext) -> ProbeResult {
     let io = |action: &'static str| move |error: io::Error| Error::system(action, error);
     let null = || File::open("/dev/null").map(OwnedFd::from).map_err(io("open /dev/null"));
     let pipe = || io::pipe().map(|(reader, _)| OwnedFd::from(reader)).map_err(io("create a pipe"));
-    let folder = context.end.socket.parent().unwrap_or(Path::new("/"));
+    let folder = context.end.setting.socket.parent().unwrap_or(Path::new("/"));
     let file = || tempfile::tempfile_in(folder).map(OwnedFd::from).map_err(io("create a temporary file"));
     let mut refusals = Vec::new();
     for (what, fd) in [("/dev/null", null()?), ("a pipe", pipe()?), ("a file", file()?)] {
