@@ -4,8 +4,8 @@ use std::fmt;
 
 use prometheus_client::{
     collector::Collector,
-    encoding::{DescriptorEncoder, EncodeGaugeValue, EncodeLabelSet, NoLabelSet, prometheus_text::encode},
-    metrics::MetricType,
+    encoding::{DescriptorEncoder, EncodeLabelSet, NoLabelSet, prometheus_text::encode},
+    metrics::MetricType::{self, Counter, Gauge, Histogram},
     registry::Registry,
 };
 use vmmfd::{
@@ -54,10 +54,11 @@ impl Collector for Scrape {
             ("vmmfd_store_info", "Which process holds the broker's descriptors", "kind", Some(&*store.kind)),
         ];
         for (name, help, label, value) in infos {
-            text.gauge(name, help, value.map(|value| ([(label, value)], 1_u64)))?;
+            text.family(Gauge, name, help, value.map(|value| ([(label, value)], 1)))?;
         }
-        let start = metrics.started_ms as f64 / 1e3;
-        text.gauge("vmmfd_start_time_seconds", "When the broker's process started, since 1970", [(NO_LABELS, start)])?;
+        let help = "When the broker's process started, since 1970";
+        let mut start = text.0.encode_descriptor("vmmfd_start_time_seconds", help, None, Gauge)?;
+        start.encode_gauge(&(metrics.started_ms as f64 / 1e3))?;
         text.users(&metrics.totals)?;
         text.limits("vmmfd_quota", "each user", metrics.quota.unwrap_or_default())?;
         text.limits("vmmfd_total_quota", "all users together", metrics.total_quota.unwrap_or_default())?;
@@ -68,45 +69,40 @@ impl Collector for Scrape {
 struct Text<'a>(DescriptorEncoder<'a>);
 
 impl Text<'_> {
-    fn gauge<L: EncodeLabelSet, V: EncodeGaugeValue>(
+    /// A gauge or a counter with a sample for each set of labels.
+    fn family<L: EncodeLabelSet>(
         &mut self,
-        name: &str,
-        help: &str,
-        samples: impl IntoIterator<Item = (L, V)>,
-    ) -> fmt::Result {
-        let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Gauge)?;
-        samples.into_iter().try_for_each(|(labels, value)| metric.encode_family(&labels)?.encode_gauge(&value))
-    }
-
-    fn counter<L: EncodeLabelSet>(
-        &mut self,
+        kind: MetricType,
         name: &str,
         help: &str,
         samples: impl IntoIterator<Item = (L, u64)>,
     ) -> fmt::Result {
-        let mut metric = self.0.encode_descriptor(name, help, None, MetricType::Counter)?;
-        samples.into_iter().try_for_each(|(labels, value)| {
-            metric.encode_family(&labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None)
+        let mut metric = self.0.encode_descriptor(name, help, None, kind)?;
+        samples.into_iter().try_for_each(|(labels, value)| match kind {
+            Counter => metric.encode_family(&labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None),
+            _ => metric.encode_family(&labels)?.encode_gauge(&value),
         })
     }
 
     /// A gauge without labels for each value that exists.
     fn numbers(&mut self, gauges: &[(&str, &str, Option<u64>)]) -> fmt::Result {
         let known = gauges.iter().filter_map(|(name, help, value)| Some((name, help, (*value)?)));
-        known.into_iter().try_for_each(|(name, help, value)| self.gauge(name, help, [(NO_LABELS, value)]))
+        known.into_iter().try_for_each(|(name, help, value)| self.family(Gauge, name, help, [(NO_LABELS, value)]))
     }
 
     fn users(&mut self, totals: &[UserTotal]) -> fmt::Result {
         let claimed = totals.iter().flat_map(|total| total.devices.iter().map(move |of| (total.uid, of)));
         let claimed =
             claimed.map(|(uid, of)| ([("device", prefixed_uuid(&of.device)), ("uid", uid.to_string())], of.bytes));
-        self.gauge("vmmfd_claimed_bytes", "Memory as its makers claim it, by device and user", claimed)?;
-        let objects = totals.iter().map(|of| ([("uid", of.uid)], of.objects));
-        self.gauge("vmmfd_user_objects", "Names that are a user's", objects)?;
-        let leases = totals.iter().map(|of| ([("uid", of.uid)], of.leases));
-        self.gauge("vmmfd_user_leases", "Leases that a user's processes hold", leases)?;
-        let connections = totals.iter().map(|of| ([("uid", of.uid)], of.connections));
-        self.gauge("vmmfd_user_connections", "Connections of a user's processes", connections)
+        self.family(Gauge, "vmmfd_claimed_bytes", "Memory as its makers claim it, by device and user", claimed)?;
+        let counts: [(&str, &str, fn(&UserTotal) -> u64); 3] = [
+            ("vmmfd_user_objects", "Names that are a user's", |of| of.objects),
+            ("vmmfd_user_leases", "Leases that a user's processes hold", |of| of.leases),
+            ("vmmfd_user_connections", "Connections of a user's processes", |of| of.connections),
+        ];
+        counts.into_iter().try_for_each(|(name, help, count)| {
+            self.family(Gauge, name, help, totals.iter().map(|of| ([("uid", of.uid)], count(of))))
+        })
     }
 
     /// The limits that are set.
@@ -124,15 +120,12 @@ impl Text<'_> {
     }
 
     fn requests(&mut self, metrics: &Metrics) -> fmt::Result {
-        self.counter(
-            "vmmfd_restarts",
-            "Starts of a server with what another one had held",
-            [(NO_LABELS, metrics.restarts)],
-        )?;
+        let restarts = [(NO_LABELS, metrics.restarts)];
+        self.family(Counter, "vmmfd_restarts", "Starts of a server with what another one had held", restarts)?;
         let requests = metrics.requests.iter().map(|of| ([("verb", &*of.verb), ("outcome", &*of.outcome)], of.count));
-        self.counter("vmmfd_requests", "Requests that this server has answered", requests)?;
+        self.family(Counter, "vmmfd_requests", "Requests that this server has answered", requests)?;
         let help = "How long the broker took to answer, requested waits included";
-        let mut seconds = self.0.encode_descriptor("vmmfd_request_seconds", help, None, MetricType::Histogram)?;
+        let mut seconds = self.0.encode_descriptor("vmmfd_request_seconds", help, None, Histogram)?;
         for of in &metrics.durations {
             let bounds = of.bounds_us.iter().map(|us| *us as f64 / 1e6);
             let buckets: Vec<(f64, u64)> = bounds.zip(of.counts.iter().copied()).collect();

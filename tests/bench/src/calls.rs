@@ -94,32 +94,30 @@ pub(crate) fn stages(run: &mut Run<'_>) -> Result<()> {
     for size in run.sizes(&device, 1)? {
         let rows = run.rounds(&format!("each call on {}", about(size)), &NAMES, usize::MAX, |_| {
             let mut times = Vec::with_capacity(NAMES.len());
-            let mut last = Instant::now();
-            let mut lap = || times.push(us(std::mem::replace(&mut last, Instant::now()).elapsed()));
-            let created = verbs.create(size, &properties)?;
-            lap();
-            let fd = verbs.export(created)?;
-            lap();
-            let imported = verbs.import(fd.as_fd(), size)?;
-            lap();
-            let address = verbs.reserve(size, 0)?;
-            lap();
-            verbs.map(address, size, 0, imported)?;
-            lap();
-            verbs.set_access(address, size, properties.location, Some(Access::ReadWrite))?;
-            lap();
-            verbs.unmap(address, size)?;
-            lap();
-            verbs.free(address, size)?;
-            lap();
-            verbs.release(imported)?;
-            lap();
+            let created = timed(&mut times, || verbs.create(size, &properties))?;
+            let fd = timed(&mut times, || verbs.export(created))?;
+            let imported = timed(&mut times, || verbs.import(fd.as_fd(), size))?;
+            let address = timed(&mut times, || verbs.reserve(size, 0))?;
+            timed(&mut times, || verbs.map(address, size, 0, imported))?;
+            let access = Some(Access::ReadWrite);
+            timed(&mut times, || verbs.set_access(address, size, properties.location, access))?;
+            timed(&mut times, || verbs.unmap(address, size))?;
+            timed(&mut times, || verbs.free(address, size))?;
+            timed(&mut times, || verbs.release(imported))?;
             verbs.release(created)?;
             Ok(times)
         })?;
         run.add(About::size(size), rows, None)?;
     }
     verbs.release(anchor)
+}
+
+/// Makes a call, and adds its duration.
+fn timed<T>(times: &mut Vec<f64>, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    let begun = Instant::now();
+    let made = call()?;
+    times.push(us(begun.elapsed()));
+    Ok(made)
 }
 
 /// Copies between shared memory of the host and private memory: memcpy, and the library's copy.

@@ -1,6 +1,7 @@
 //! The groups `handoff` and `repeat`: each way to hand over memory, at each size, to each number of consumers.
 
 use std::{
+    mem,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
 };
@@ -22,8 +23,8 @@ use crate::{
 };
 
 /// Memory at the producer, of one size.
+#[derive(Default)]
 struct Memory {
-    device: Device,
     shared: Option<Arc<Shared>>,
     /// The segments of the shared memory.
     chunks: Vec<Arc<Chunk>>,
@@ -34,13 +35,13 @@ struct Memory {
 
 impl Memory {
     /// The producer's half of a handoff.
-    fn give(&self, way: Way, to: &mut Consumer) -> Result<()> {
+    fn give(&self, device: &Device, way: Way, to: &mut Consumer) -> Result<()> {
         let line = &to.peer.line;
         match way {
             Way::Floor => line.send_bare(&[0], &descriptors(&self.chunks)),
             Way::Export => {
                 let created = self.unshared.ok_or_else(not_prepared)?;
-                let fd = self.device.verbs().export(created)?;
+                let fd = device.verbs().export(created)?;
                 line.send_bare(&[0], &[fd.as_fd()])
             }
             Way::Legacy | Way::Pool => {
@@ -114,9 +115,7 @@ impl Pair {
             Ok(Consumer { peer, publisher: publisher?, buffer: None })
         };
         let consumers = peers.into_iter().map(connect).collect::<Result<Vec<_>>>()?;
-        let memory =
-            Memory { device: device.clone(), shared: None, chunks: Vec::new(), unshared: None, pointers: Vec::new() };
-        Ok(Self { device, consumers, memory, size: 0 })
+        Ok(Self { device, consumers, memory: Memory::default(), size: 0 })
     }
 
     /// Creates memory for these ways.
@@ -161,11 +160,8 @@ impl Pair {
             consumer.peer.call(&Request::Close, &[])?;
             consumer.withdraw()?;
         }
-        let memory = &mut self.memory;
-        memory.shared = None;
-        memory.chunks.clear();
-        memory.pointers.clear();
-        memory.unshared.take().map_or(Ok(()), |created| self.device.verbs().release(created))
+        let memory = mem::take(&mut self.memory);
+        memory.unshared.map_or(Ok(()), |created| self.device.verbs().release(created))
     }
 
     pub(crate) fn shared(&self) -> Result<&Shared> {
@@ -187,7 +183,7 @@ impl Pair {
         }
         until_asleep();
         let begun = now();
-        self.consumers.iter_mut().try_for_each(|consumer| self.memory.give(way, consumer))?;
+        self.consumers.iter_mut().try_for_each(|consumer| self.memory.give(&self.device, way, consumer))?;
         let mut last = 0_u64;
         for consumer in &mut self.consumers {
             last = last.max(consumer.peer.receive()?);
