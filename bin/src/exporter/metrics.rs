@@ -95,14 +95,14 @@ impl Text<'_> {
         let claimed =
             claimed.map(|(uid, of)| ([("device", prefixed_uuid(&of.device)), ("uid", uid.to_string())], of.bytes));
         self.family(Gauge, "vmmfd_claimed_bytes", "Memory as its makers claim it, by device and user", claimed)?;
-        let counts: [(&str, &str, fn(&UserTotal) -> u64); 3] = [
-            ("vmmfd_user_objects", "Names that are a user's", |of| of.objects),
+        for (name, help, count) in [
+            ("vmmfd_user_objects", "Names that are a user's", (|of| of.objects) as fn(&UserTotal) -> u64),
             ("vmmfd_user_leases", "Leases that a user's processes hold", |of| of.leases),
             ("vmmfd_user_connections", "Connections of a user's processes", |of| of.connections),
-        ];
-        counts.into_iter().try_for_each(|(name, help, count)| {
-            self.family(Gauge, name, help, totals.iter().map(|of| ([("uid", of.uid)], count(of))))
-        })
+        ] {
+            self.family(Gauge, name, help, totals.iter().map(|of| ([("uid", of.uid)], count(of))))?;
+        }
+        Ok(())
     }
 
     /// The limits that are set.
