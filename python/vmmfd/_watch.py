@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from _thread import allocate_lock, start_new_thread
 from collections.abc import AsyncIterator, Iterator
+from fcntl import F_DUPFD_CLOEXEC, fcntl
 
 from . import _arguments, _native
 from . import _types as t
@@ -110,6 +111,10 @@ class _Polled:
         # Also raises in a fork.
         self.place = watch.place
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        if self.descriptor <= 2:  # The program has closed stdin, stdout or stderr, and would read or print into the eventfd.
+            standard = self.descriptor
+            self.descriptor = fcntl(standard, F_DUPFD_CLOEXEC, 3)
+            os.close(standard)
         # The event and the position after it, or the error, until `next` takes it. `_taken` then gets a token.
         self._ready: tuple[t.Any, tuple[str, int]] | BaseException | None = None
         self._lock = allocate_lock()
