@@ -100,7 +100,7 @@ fn share(end: &Endpoint, control: &Line, device: &Device, kind: MemoryKind) -> P
     let config = end.config(&cancel);
     let content = Exercise::pattern(random_salt()?, &|_| {});
     let buffer = Buffer::create(device, (kind.spec)(SIZE), content, None, &config, &|_| {})?;
-    let listener = match Listener::bind(&end.socket, &config) {
+    let listener = match Listener::bind(&end.setting.socket, &config) {
         Ok(listener) => listener,
         Err(error @ Error::Interrupted { .. }) => return Err(error.into()),
         // Not an error of the memory. The caller recognises it by the call.
