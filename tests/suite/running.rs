@@ -241,15 +241,19 @@ impl Run {
     }
 
     pub(crate) fn start(mut self) -> Running {
-        // A broker's server and keeper restart each other, and run without a time limit. Other programs end soon if the tests are killed.
-        // They must not need a fork, which copies the page tables of this process and all its tests.
-        let is_broker = self.command.get_args().next().is_some_and(|first| first == "serve");
-        if is_broker {
-            session::lead(&mut self.command);
+        // If the tests are killed, programs without a time limit are killed too. For other programs a fork, which copies the page tables of
+        // this process with all its tests, would be a waste.
+        let endless = ["serve", "keeper", "exporter", "watch"];
+        if self.command.get_args().any(|argument| endless.iter().any(|command| argument == *command)) {
             // SAFETY: prctl is a plain system call, safe between fork and exec.
             unsafe {
                 self.command.pre_exec(|| Ok(prctl::set_pdeathsig(Signal::SIGKILL)?));
             }
+        }
+        // A broker's server and keeper restart each other.
+        let is_broker = self.command.get_args().next().is_some_and(|first| first == "serve");
+        if is_broker {
+            session::lead(&mut self.command);
         }
         let (report, started) = (self.report(), Instant::now());
         let mut child = self.command.spawn().unwrap_or_else(|error| panic!("{}: {error}", self.name));
