@@ -261,8 +261,9 @@ fn with_options<'a>(mut put: Put<'a>, options: &vmmfd_put_options_t) -> Outcome<
     if options.keep != 0 {
         put = put.keep(options.keep);
     }
-    if let Some(metadata) = json(options.metadata, "metadata")? {
-        put = put.metadata(metadata);
+    if let Some(metadata) = optional_text(options.metadata, "metadata")? {
+        json(options.metadata, "metadata")?;
+        put = put.metadata_text(metadata)?;
     }
     Ok((put, optional_text(options.digest, "digest")?.map(str::to_owned)))
 }
@@ -344,7 +345,7 @@ pub extern "C" fn vmmfd_broker_stat(
         let broker = handle::get(broker)?;
         let info = broker.client.stat(text(name, "name")?, (version > 0).then_some(version))?;
         let mut listing = Listing::default();
-        listing.add(&info.version.summary, Some(serde_json::Value::Object(info.metadata).to_string()));
+        listing.add(&info.version.summary, Some(info.metadata_text()));
         Ok(listing.allocate())
     })
 }

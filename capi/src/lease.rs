@@ -114,7 +114,7 @@ fn describe(object: &Object) -> Outcome<*mut vmmfd_lease_info_t> {
     let shown = vmmfd_lease_info_t {
         name: kept.text(object.name()),
         id: kept.text(object.id()),
-        metadata: kept.text(serde_json::Value::Object(object.metadata()?).to_string()),
+        metadata: kept.text(object.metadata().map(|_| object.metadata_text().to_owned())?),
         part_count: parts.len(),
         parts: kept.addresses(parts),
         version: object.version(),

@@ -306,7 +306,11 @@ impl Client {
     /// Describes a version as a dict.
     #[pyo3(signature = (name, version=None))]
     fn stat<'py>(&self, py: Python<'py>, name: String, version: Option<u64>) -> Outcome<Bound<'py, PyAny>> {
-        self.report(py, |client| client.stat(&name, version))
+        let found = self.0.call(py, Purpose::Any, |client| Ok(client.stat(&name, version)?))?;
+        let metadata = json::read(py, &found.metadata_text())?;
+        let described = json::serialized(py, found)?;
+        described.set_item("metadata", metadata)?;
+        Ok(described)
     }
 
     /// Returns the leases and the users' totals as a dict.

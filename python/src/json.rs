@@ -55,6 +55,16 @@ pub(crate) fn serialized<'py>(py: Python<'py>, of: impl Serialize + Send) -> Out
     Ok(to_python(py, &value)?)
 }
 
+/// Converts a JSON object's text with Python's own reader, whose integers have any size.
+///
+/// # Errors
+/// `ValueError` if it is not a JSON object.
+pub(crate) fn read<'py>(py: Python<'py>, text: &str) -> Outcome<Bound<'py, PyDict>> {
+    let value = py.import("json")?.call_method1("loads", (text,));
+    let object = value.ok().and_then(|value| value.cast_into::<PyDict>().ok());
+    object.ok_or_else(|| Failure::unusable("the metadata is not a JSON object"))
+}
+
 /// Converts an object to a dict.
 pub(crate) fn to_dict<'py>(py: Python<'py>, fields: &Map<String, Value>) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);

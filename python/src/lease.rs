@@ -118,7 +118,7 @@ impl Lease {
 
     #[getter]
     fn metadata<'py>(&self, py: Python<'py>) -> Outcome<Bound<'py, PyDict>> {
-        Ok(json::to_dict(py, &self.with(py, Object::metadata)??)?)
+        json::read(py, &self.with(py, |object| object.metadata_text().to_owned())?)
     }
 
     #[getter]
@@ -409,7 +409,7 @@ impl Prepared {
 
     #[getter]
     fn metadata<'py>(&self, py: Python<'py>) -> Outcome<Bound<'py, PyDict>> {
-        Ok(json::to_dict(py, &self.with(broker::Prepared::metadata)??)?)
+        json::read(py, &self.with(|prepared| prepared.metadata_text().to_owned())?)
     }
 
     #[getter]

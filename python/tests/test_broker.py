@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import vmmfd
 
-from conftest import PYTHON, Server
+from conftest import PYTHON, Server, command
 
 TEN_LINES = """
 import numpy as np, vmmfd
@@ -477,3 +477,13 @@ def test_only_requested_arrays_are_listed(broker: vmmfd.Broker, name: str) -> No
         assert list(lease) == ["y"] and list(lease.tree()) == ["y"] and "x" not in lease
         with pytest.raises(vmmfd.NoArray, match="was not requested"):
             lease["x"]
+
+
+def test_metadata_numbers_are_exact(broker: vmmfd.Broker, name: str, tmp_path: Path) -> None:
+    """A command may put numbers that no type of Rust holds."""
+    number = 123456789012345678901234567890
+    (tmp_path / "data").write_bytes(b"x")
+    put = ["put", name, "--socket", broker.path, "--from", str(tmp_path / "data"), "--meta", f'{{"n": {number}}}']
+    subprocess.run([*command(), *put], check=True, capture_output=True)
+    with broker.get(name) as lease:
+        assert lease.metadata["n"] == broker.stat(name).metadata["n"] == number
