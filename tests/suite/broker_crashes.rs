@@ -185,7 +185,7 @@ const ALWAYS: [&str; 2] = ["base", "many"];
 
 impl<'a> Scene<'a> {
     fn new(keeper: Keeper, subject: &'a Subject) -> Self {
-        let served = Served::with(keeper, subject, &binary("vmmfd"), &["--time-limit", "resume=3s"]);
+        let served = Served::with(keeper, subject, &binary("vmmfd"), &[]);
         let stays = Makings::new(&subject.driver);
         let (raw, _) = served.greeted();
         let published = |answer: Answer| assert!(matches!(answer, Some((Message::Published(_), _))), "{answer:?}");
@@ -267,7 +267,7 @@ impl<'a> Scene<'a> {
         }
         assert!(!matches!(answer, Some((Message::Refused(_) | Message::Error(_), _))), "{at}");
         let held = held.filter(|_| traced.killed.is_some());
-        // Check the lease first: the server waits 3 s for it.
+        // Check the lease first: the server waits 10 s for it.
         if let Some(token) = held {
             let lost = resume(&self.served.greeted().0, &[token]).lost;
             // Only a released lease, or a lease whose connection was closed, may be lost.
