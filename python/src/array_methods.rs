@@ -262,9 +262,13 @@ impl Array {
     fn __index__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let array = slf.get().descriptor();
         let number = if array.shape.is_empty() { Some(number(slf)?) } else { None };
-        number.filter(|number| number.is_instance_of::<PyInt>() && !number.is_instance_of::<PyBool>()).ok_or_else(|| {
-            PyTypeError::new_err(format!("only an integer array without dimensions is an index, and this one is {array}"))
-        })
+        number.filter(|number| number.is_instance_of::<PyInt>() && !number.is_instance_of::<PyBool>()).ok_or_else(
+            || {
+                PyTypeError::new_err(format!(
+                    "only an integer array without dimensions is an index, and this one is {array}"
+                ))
+            },
+        )
     }
 
     /// Copies the elements of another array, of the same shape and type, into it. `source` is any object that `asarray` accepts.
@@ -495,7 +499,9 @@ fn number<'py>(array: &Bound<'py, Array>) -> PyResult<Bound<'py, PyAny>> {
     let descriptor = array.get().descriptor();
     let found = if descriptor.elements().map_err(Failure::from)? == 1 { Some(Array::item(array)?) } else { None };
     found.filter(|number| !number.is_instance_of::<PyBytes>()).ok_or_else(|| {
-        PyTypeError::new_err(format!("only an array of one element converts to a number, and this one is {descriptor}: call tolist()"))
+        PyTypeError::new_err(format!(
+            "only an array of one element converts to a number, and this one is {descriptor}: call tolist()"
+        ))
     })
 }
 

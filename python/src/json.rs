@@ -50,8 +50,7 @@ fn converted<'py>(py: Python<'py>, value: &Value, pause: &mut GilPause) -> PyRes
 /// Converts the JSON form of a report.
 pub(crate) fn serialized<'py>(py: Python<'py>, of: impl Serialize + Send) -> Outcome<Bound<'py, PyAny>> {
     let value = py.detach(move || serde_json::to_value(of));
-    let value =
-        value.map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))?;
+    let value = value.map_err(|error| Failure::unusable(format!("the broker's answer can't be converted: {error}")))?;
     Ok(to_python(py, &value)?)
 }
 

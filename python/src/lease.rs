@@ -198,7 +198,8 @@ impl Lease {
         let leased = self.leased()?;
         Ok(leased.read(py, |object| {
             let mut seen = std::collections::HashSet::new();
-            leased.mapped(object)
+            leased
+                .mapped(object)
                 .filter(|(_, _, entry)| seen.insert(&entry.name))
                 .map(|(_, _, entry)| entry.name.clone())
                 .collect()
@@ -233,7 +234,8 @@ impl Lease {
         let found = leased.read(py, |object| {
             leased.check_mapped(object)?;
             part.map_or(Ok(()), |part| leased.check_part(object, part))?;
-            let all = leased.mapped(object).filter(|(at, ..)| part.is_none_or(|part| object.parts()[*at].name() == part));
+            let all =
+                leased.mapped(object).filter(|(at, ..)| part.is_none_or(|part| object.parts()[*at].name() == part));
             let mut whole: HashMap<(usize, usize), Arc<LeasedPiece>> = HashMap::new();
             let mut found = Vec::new();
             for (part, _, entry) in all {

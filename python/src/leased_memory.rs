@@ -215,7 +215,10 @@ impl Leased {
     ) -> Outcome<(usize, &'a ArrayEntry)> {
         let count: usize = object.parts().iter().map(|part| part.arrays().len()).sum();
         let mut found: Vec<(usize, &ArrayEntry)> = if count <= LINEAR_SEARCH_MAX {
-            self.mapped(object).filter(|(_, _, entry)| entry.name == name).map(|(part, _, entry)| (part, entry)).collect()
+            self.mapped(object)
+                .filter(|(_, _, entry)| entry.name == name)
+                .map(|(part, _, entry)| (part, entry))
+                .collect()
         } else {
             let index = self.index(object);
             let places = index.get(name).map(Vec::as_slice).unwrap_or_default();
@@ -248,9 +251,11 @@ impl Leased {
 
     /// The mapped arrays that were requested: part, index in its table, and entry. The segments may contain others.
     pub(crate) fn mapped<'a>(&self, object: &'a Object) -> impl Iterator<Item = (usize, usize, &'a ArrayEntry)> {
-        let wanted: Option<HashSet<String>> = self.selection.arrays.as_ref().map(|names| names.iter().cloned().collect());
+        let wanted: Option<HashSet<String>> =
+            self.selection.arrays.as_ref().map(|names| names.iter().cloned().collect());
         let all = object.parts().iter().enumerate().flat_map(|(number, part)| {
-            let whole = matches!(part.pieces(), [piece] if piece.start() == 0 && piece.size() >= part.description().size);
+            let whole =
+                matches!(part.pieces(), [piece] if piece.start() == 0 && piece.size() >= part.description().size);
             let is_mapped =
                 move |entry: &ArrayEntry| whole || matches!(place(part.pieces(), &entry.array), Ok(Some(_)));
             let arrays = part.arrays().iter().enumerate();
@@ -262,7 +267,8 @@ impl Leased {
     /// Lists available arrays for an error message.
     fn available_arrays(&self, object: &Object) -> String {
         const SHOWN: usize = 5;
-        let mut names: Vec<&str> = self.mapped(object).map(|(_, _, entry)| entry.name.as_str()).take(SHOWN + 1).collect();
+        let mut names: Vec<&str> =
+            self.mapped(object).map(|(_, _, entry)| entry.name.as_str()).take(SHOWN + 1).collect();
         let more = if names.len() > SHOWN { ", ..." } else { "" };
         names.truncate(SHOWN);
         if names.is_empty() { ", and no other".to_owned() } else { format!("; it has {}{more}", names.join(", ")) }

@@ -118,7 +118,8 @@ pub(crate) fn run_observed<T: Send>(
         }
     }
 
-    let closed: Vec<CloseFlag> = closed.iter().map(|&closed| closed.clone()).chain(STOP.with_borrow(Clone::clone)).collect();
+    let closed: Vec<CloseFlag> =
+        closed.iter().map(|&closed| closed.clone()).chain(STOP.with_borrow(Clone::clone)).collect();
     let outer = Outer(CALL.replace(Some(Call { closed, observer, main: is_main_thread(), raised: None })));
     let done = py.detach(work);
     let call = CALL.take();

@@ -12,8 +12,8 @@ pub(crate) mod strict;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use self::frame::{claimed_fds, is_error};
 use self::frame::{Head, parse};
+pub(crate) use self::frame::{claimed_fds, is_error};
 pub use self::messages::{
     BufferNumber, BufferTurn, Busy, ByteRange, Check, Failure, Hello, Memory, Offer, PoolNumber, Ready, Received,
     Request, Segments, Subscribe, Verdict,
