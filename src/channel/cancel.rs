@@ -5,7 +5,6 @@ use std::{
     cell::Cell,
     fmt,
     os::fd::{AsFd, BorrowedFd},
-    panic::{self, AssertUnwindSafe},
     process,
     sync::{
         Arc,
@@ -79,17 +78,17 @@ const BY_PROGRAM: u64 = 1;
 const BY_SIGNAL: u64 = 1 << 32;
 
 thread_local! {
-    /// Set on this library's own threads: a panic of the program's check must not end them.
-    static PANICS_ARE_LOGGED: Cell<bool> = const { Cell::new(false) };
+    /// Set on this library's own threads.
+    static HAS_NO_CHECKS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Logs panics of the program's checks on this thread, instead of passing them on.
-pub(crate) fn log_panics_of_checks() {
-    PANICS_ARE_LOGGED.set(true);
+/// Calls no check of the program on this thread: it is about the program's calls, and its panic would end the thread.
+pub(crate) fn call_no_checks() {
+    HAS_NO_CHECKS.set(true);
 }
 
 /// The interval of the program's check during a wait, and of a fork's look at the request.
-const CHECK_INTERVAL: Duration = Duration::from_millis(25);
+pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(25);
 
 /// The number of descriptors that a wait supports without an allocation, including the request's own.
 const MAX_UNALLOCATED: usize = 4;
@@ -111,7 +110,7 @@ impl Cancel {
     ///
     /// Use it in programs whose signal handlers only set a flag that a thread must check, such as interpreters. The check should return
     /// soon. It runs while the wait's connection is in use: on that connection a request of the same thread fails with [`Error::Misuse`].
-    /// It also runs on the threads with which clients resume leases; there a panic is logged and counts as false.
+    /// It does not run on the threads with which clients resume leases.
     #[must_use]
     pub fn with_check(self, check: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self { check: Some(Arc::new(check)), ..self }
@@ -208,16 +207,16 @@ impl Cancel {
         PollFd::new(self.inner.event.as_fd(), events)
     }
 
-    /// Whether the program's check returns true.
-    fn is_cancelled_by_check(&self) -> bool {
-        let Some(check) = &self.check else { return false };
-        if !PANICS_ARE_LOGGED.get() {
-            return check();
+    /// As [`Cancel::check`], and calls the program's check.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`].
+    pub(crate) fn check_now(&self) -> Result<()> {
+        self.check()?;
+        match &self.check {
+            Some(check) if !HAS_NO_CHECKS.get() && check() => Err(Error::Interrupted { reason: CancelReason::Program }),
+            _ => Ok(()),
         }
-        panic::catch_unwind(AssertUnwindSafe(|| check())).unwrap_or_else(|_| {
-            tracing::error!("a check of Cancel::with_check panicked");
-            false
-        })
     }
 
     /// Waits for any of `fds`. The last one is this request.
@@ -226,10 +225,7 @@ impl Cancel {
         let polls = self.check.is_some() || !self.inner.creator.is_current();
         let longest = if polls { CHECK_INTERVAL } else { Duration::from_secs(3600) };
         loop {
-            self.check()?;
-            if self.is_cancelled_by_check() {
-                return Err(Error::Interrupted { reason: CancelReason::Program });
-            }
+            self.check_now()?;
             let left = deadline.saturating_duration_since(Instant::now());
             // Rounded up to avoid spinning before the deadline. Long waits are split.
             let left = (left + Duration::from_micros(999)).min(longest);

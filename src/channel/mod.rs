@@ -37,7 +37,7 @@ pub use self::{
     trust::Trust,
 };
 pub(crate) use self::{
-    cancel::{deadline_after, log_panics_of_checks},
+    cancel::{call_no_checks, deadline_after},
     connect::connect_socket,
     listener::SocketName,
     path::private_socket_path,

@@ -11,6 +11,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
 use super::{
     dial::{Dialled, Dialler, no_broker},
     holdings::{Handlers, Holdings, OwnLease},
@@ -21,7 +23,7 @@ use super::{
 use crate::{
     channel::{
         Config, Peer, deadline_after,
-        record::{RecordSocket, check_type},
+        record::{Arrival, Record, RecordSocket, check_type},
     },
     driver::Driver,
     error::{Error, PeerError, Result, SocketError},
@@ -32,6 +34,9 @@ use crate::{
 
 /// How many puts are remembered for the next reconnect.
 const MAX_PUTS: usize = 4096;
+
+/// How long to wait for the broker to stop a request, in milliseconds.
+const SETTLES_MS: u8 = 100;
 
 /// By default, the longest wait for a broker to listen, which may have just been started.
 const APPEARS: Duration = Duration::from_secs(1);
@@ -93,6 +98,8 @@ pub(super) struct Exchange<'a> {
     /// If the request is a repetition: the number of stops when it was first sent.
     stops: Option<u64>,
     finished: bool,
+    /// Whether the request waits in the broker, and no part of its answer was received.
+    waits: bool,
 }
 
 impl Connection {
@@ -185,22 +192,25 @@ impl Connection {
         let started = Instant::now();
         let busy =
             || Error::Peer(PeerError::Timeout { waited: self.timeout(), purpose: "for another thread's request" });
-        let turn = self.turns.begin(deadline_after(self.timeout()), || self.pause());
-        let mut turn = turn.ok_or_else(busy)?;
+        let cancel = self.socket.cancel();
+        let turn = self.turns.begin(deadline_after(self.timeout()), cancel, || self.pause());
+        let mut turn = turn?.ok_or_else(busy)?;
         let mut requesting = self.requesting();
         let before = self.turns.exclusively(|| self.stops());
         let mut left = wait;
         let mut stops = None;
         let mut tries = 0;
-        if self.abandoned.load(Ordering::Acquire) {
-            let error = PeerError::Gone { pid: 0, purpose: "for the broker's answer" };
-            self.reconnect(&mut turn, error.into(), tries, started, wait)?;
-        }
         loop {
+            // By an earlier request, or by another thread's while this one was paused.
+            if self.abandoned.load(Ordering::Acquire) {
+                let error = PeerError::Gone { pid: 0, purpose: "for the broker's answer" };
+                self.reconnect(&mut turn, error.into(), tries, started, wait)?;
+            }
             let answer_timeout = self.socket.timeout().saturating_add(left);
             self.turns.allow_pause(can_pause);
+            let waits = !left.is_zero();
             let mut exchange =
-                Exchange { connection: self, incoming: &mut turn, answer_timeout, stops, finished: false };
+                Exchange { connection: self, incoming: &mut turn, answer_timeout, stops, finished: false, waits };
             let error = match request(&mut exchange, left) {
                 Ok(answer) => {
                     exchange.finished = true;
@@ -213,8 +223,8 @@ impl Connection {
             if can_pause && is_stopped(&error) && before == self.stops() {
                 drop(requesting);
                 let left = wait.saturating_sub(started.elapsed());
-                turn =
-                    turn.pass(deadline_after(left.saturating_add(self.timeout())), || self.pause()).ok_or_else(busy)?;
+                let deadline = deadline_after(left.saturating_add(self.timeout()));
+                turn = turn.pass(deadline, cancel, || self.pause())?.ok_or_else(busy)?;
                 requesting = self.requesting();
             } else {
                 self.reconnect(&mut turn, error, tries, started, wait)?;
@@ -241,7 +251,7 @@ impl Connection {
         let _ = self.try_send(&Message::Stop(Stop {}));
     }
 
-    /// Gives up the answer that is due. Leases and puts move to another connection: the broker would end those of a closed one.
+    /// Gives up the pending answer. Leases and puts move to another connection, because the broker ends those of a closed one.
     fn abandon(&self) {
         if self.dialler.is_some() && !lock(&self.holdings).is_empty() && !self.is_hung_up() {
             self.abandoned.store(true, Ordering::Release);
@@ -454,7 +464,7 @@ impl Connection {
 
     /// An exchange for the requests of a reconnect itself.
     pub(super) fn exchange<'a>(&'a self, incoming: &'a mut Vec<u8>, answer_timeout: Duration) -> Exchange<'a> {
-        Exchange { connection: self, incoming, answer_timeout, stops: None, finished: false }
+        Exchange { connection: self, incoming, answer_timeout, stops: None, finished: false, waits: false }
     }
 }
 
@@ -515,6 +525,7 @@ impl Exchange<'_> {
         if matches!(received, Err(Error::Broker(_))) {
             self.finished = true;
         }
+        self.waits = matches!(received, Err(Error::Interrupted { .. })) && self.waits;
         received
     }
 
@@ -529,9 +540,28 @@ impl Exchange<'_> {
     }
 }
 
+impl Exchange<'_> {
+    /// Stops the request if it waits in the broker. Returns whether the broker has answered that it is stopped, which it does at once.
+    fn settle(&mut self) -> bool {
+        if !self.waits || !matches!(self.connection.try_send(&Message::Stop(Stop {})), Ok(true)) {
+            return false;
+        }
+        let mut polled = [PollFd::new(self.connection.socket.as_fd(), PollFlags::POLLIN)];
+        if poll(&mut polled, PollTimeout::from(SETTLES_MS)) != Ok(1) {
+            return false;
+        }
+        match self.connection.socket.try_receive(self.incoming) {
+            Ok(Arrival::Record(Record { length, fds })) => {
+                matches!(Message::decode(&self.incoming[..length], fds.len()), Ok(Message::Refused(_)))
+            }
+            _ => false,
+        }
+    }
+}
+
 impl Drop for Exchange<'_> {
     fn drop(&mut self) {
-        if !self.finished {
+        if !self.finished && !self.settle() {
             // The next request would receive the rest of this answer.
             self.connection.abandon();
         }

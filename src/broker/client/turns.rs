@@ -6,12 +6,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::sys::lock;
+use crate::{
+    channel::{Cancel, cancel::CHECK_INTERVAL},
+    error::Result,
+    sys::lock,
+};
 
 /// How long a request that waits in the broker lasts before another thread that waits too pauses it again.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// Gives one thread at a time the receive buffer, and with it the right to make requests.
+/// Gives the receive buffer to one thread at a time. Only that thread makes requests.
 #[derive(Debug)]
 pub(super) struct Turns {
     state: Mutex<State>,
@@ -46,21 +50,32 @@ impl Turns {
     }
 
     /// Waits for a turn. Calls `pause` if the current turn's request may be paused. Returns `None` after the deadline.
-    pub(super) fn begin(&self, deadline: Instant, pause: impl Fn()) -> Option<Turn<'_>> {
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`](crate::Error::Interrupted).
+    pub(super) fn begin(&self, deadline: Instant, cancel: &Cancel, pause: impl Fn()) -> Result<Option<Turn<'_>>> {
         let mut state = lock(&self.state);
         state.wanted += 1;
-        while state.buffer.is_none() {
-            if state.can_pause {
+        let mut pause_at = Instant::now();
+        let mut checked = Ok(());
+        while state.buffer.is_none() && checked.is_ok() {
+            let now = Instant::now();
+            if state.can_pause && now >= pause_at {
                 pause();
+                pause_at = now + SLICE;
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if now >= deadline {
                 break;
             }
-            state = self.freed.wait_timeout(state, left.min(SLICE)).unwrap_or_else(PoisonError::into_inner).0;
+            let left = CHECK_INTERVAL.min(deadline - now);
+            state = self.freed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            // The check may take long, and make requests on other connections.
+            drop(state);
+            checked = cancel.check_now();
+            state = lock(&self.state);
         }
         state.wanted -= 1;
-        self.take(&mut state)
+        checked.map(|()| self.take(&mut state))
     }
 
     /// Returns a turn if no thread has one.
@@ -95,7 +110,10 @@ impl Turns {
 
 impl<'a> Turn<'a> {
     /// Lets the threads that wait have their turns first, for at least a slice of time, and then begins another turn.
-    pub(super) fn pass(self, deadline: Instant, pause: impl Fn()) -> Option<Turn<'a>> {
+    ///
+    /// # Errors
+    /// As [`Turns::begin`].
+    pub(super) fn pass(self, deadline: Instant, cancel: &Cancel, pause: impl Fn()) -> Result<Option<Turn<'a>>> {
         let turns = self.turns;
         let others = {
             let state = lock(&turns.state);
@@ -114,7 +132,7 @@ impl<'a> Turn<'a> {
             state.passing -= 1;
         }
         drop(state);
-        turns.begin(deadline, pause)
+        turns.begin(deadline, cancel, pause)
     }
 }
 

@@ -20,7 +20,7 @@ use super::{
     waker::Waker,
 };
 use crate::{
-    channel::{cancel::eventfd, log_panics_of_checks},
+    channel::{call_no_checks, cancel::eventfd},
     error::{Error, Result},
     sys::{self, lock},
 };
@@ -89,7 +89,7 @@ enum Next {
 
 impl Watcher {
     fn run(self) {
-        log_panics_of_checks();
+        call_no_checks();
         let mut next = Next::HangUp { pending_releases: false };
         // When the connection broke, whether the handlers were called, and the pause before the next attempt.
         let mut since = None;

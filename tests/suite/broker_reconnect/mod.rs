@@ -5,7 +5,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc::{self, Receiver},
     },
     thread::{self, JoinHandle},
@@ -39,12 +39,13 @@ use vmmfd::{
 };
 
 use crate::{
-    broker::{filled, refused, until},
+    broker::{filled, refused},
     broker_process::Raw,
     conversation::{PATIENCE, listening},
     support::{Subject, in_fork},
 };
 
+mod interrupted;
 mod leases;
 mod requests;
 
