@@ -54,6 +54,8 @@ fn true_check_keeps_resuming() {
     for _ in 0..2 {
         reader.hang_up();
         let peer = broker.greet(FIRST);
+        // Longer than the client waits without calling checks.
+        thread::sleep(Duration::from_millis(100));
         peer.take_up(FIRST, &[], false);
         reader.peer = peer;
         reader.restored();
