@@ -26,7 +26,7 @@ use crate::{
         record::{Arrival, Record, RecordSocket, check_type},
     },
     driver::Driver,
-    error::{Error, PeerError, Result, SocketError},
+    error::{BrokerError, Error, PeerError, RefusalCode, Result, SocketError},
     memory::{Device, DeviceIdentity},
     sys::{fork::ProcessIdentity, inherited::ClosedInForks, lock},
     wire::broker::{Message, Release, Stop, Token},
@@ -215,6 +215,11 @@ impl Connection {
                 Ok(answer) => {
                     exchange.finished = true;
                     return Ok(answer);
+                }
+                Err(Error::Broker(refusal)) if refusal.code == RefusalCode::Timeout => {
+                    // The broker knows only the wait since the last pause.
+                    let message = format!("{}: waited {} ms", refusal.message, wait.as_millis());
+                    Error::Broker(BrokerError { message, ..refusal })
                 }
                 Err(error) => error,
             };

@@ -164,8 +164,8 @@ pub enum Found {
 /// The exclusive right to create an object or a part of it, while other processes wait.
 ///
 /// A put of the object ends the claim. Dropping the claim, or closing the connection, passes it to the next process in the queue. Claims do
-/// not survive a restart of the broker, which may then give the claim to another process. If both put the object, the second put fails with
-/// the code `exists`.
+/// not survive a restart of the broker, which may then give the claim to another process, and neither does a claim whose connection has an
+/// interrupted request that the broker does not stop within 100 ms. If both put the object, the second put fails with the code `exists`.
 #[derive(Debug)]
 pub struct Claim {
     connection: Arc<Connection>,

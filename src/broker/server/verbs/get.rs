@@ -163,9 +163,8 @@ pub(crate) fn end_wait(state: &mut State, effects: &mut Effects, id: ConnectionI
         objects.iter().find(|object| state.objects.find(&object.name, object.version, object.newer_than).is_none());
     let name = missing.or(objects.first()).map_or("", |object| object.name.as_str());
     let why = why_absent(&state.claims, &waiting, name);
-    let waited = waiting.get.wait_ms.unwrap_or(0);
     let message = match code {
-        RefusalCode::Timeout => format!("{why}: waited {waited} ms"),
+        RefusalCode::Timeout => why,
         _ => format!("{why}: the wait was stopped"),
     };
     refuse_get(state, effects, id, BrokerError::new(code, message));
