@@ -139,6 +139,9 @@ def test_client_survives_broker_restart(server: Server, child: Callable[..., Chi
     started = child(
         BEGIN
         + """
+import logging
+# The restart may take long enough for the warning about it.
+logging.getLogger("vmmfd").setLevel(logging.ERROR)
 lost, restored, odd = [], [], []
 broker.on_lost(lost.append)
 

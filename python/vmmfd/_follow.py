@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from _thread import allocate_lock
 from collections.abc import AsyncIterator, Iterator, Mapping
 from time import monotonic
 
@@ -27,7 +28,7 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
     layout: follow again. Raises as `Broker.get` and `Lease.prepare`.
     """
 
-    __slots__ = ("__weakref__", "_client", "_events", "_expected", "_first", "_name", "_wait", "lease")
+    __slots__ = ("__weakref__", "_client", "_events", "_expected", "_first", "_lock", "_missed", "_name", "_returned", "_wait", "lease")
 
     def __init__(
         self,
@@ -40,11 +41,17 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
         self._client, self._name, self._first, self._expected, self._wait = client, name, first, expected, wait
         self._events = Watch(client.watch(name, None), None)
         self.lease: Lease | None = None
+        # A cancelled step ends a moment later.
+        self._lock = allocate_lock()
+        # The id of the last returned version, and whether an event may have been read by a step that returned none.
+        self._returned = ""
+        self._missed = False
 
     def __next__(self) -> Lease:
         lease = self._step()
         if lease is None:
             raise StopIteration
+        self._returned = lease.id
         return lease
 
     def __aiter__(self) -> Follower:
@@ -57,6 +64,7 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
         (lease,) = await in_thread(lambda: (self._step(),))
         if lease is None:
             raise StopAsyncIteration
+        self._returned = lease.id
         return lease
 
     def close(self) -> None:
@@ -69,25 +77,34 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
         return f"<vmmfd.Follower of {self._name}: {self.lease!r}>"
 
     def _step(self) -> Lease | None:
-        if self._events.is_closed:
-            return None
-        if self.lease is None:
-            try:
-                self.lease = Lease(self._client, self._client.get(self._name, self._first))
-            except (Timeout, NotFound) as error:
-                if not _is_absent(error):
-                    raise
-        elif not self._switch(self.lease):
-            return None
-        return self.lease
+        with self._lock:
+            if self._events.is_closed:
+                return None
+            if self.lease is None:
+                try:
+                    self.lease = Lease(self._client, self._client.get(self._name, self._first))
+                except (Timeout, NotFound) as error:
+                    if not _is_absent(error):
+                        raise
+            # A cancelled step may have got or switched it.
+            elif self.lease.id == self._returned and not self._switch(self.lease):
+                return None
+            return self.lease
 
     def _switch(self, lease: Lease) -> bool:
         """Switches the lease to the next version. Returns False if none was put in time."""
         ends = monotonic() + _arguments.seconds(_arguments.endless(self._wait))
-        while event := self._events.next(max(0.0, ends - monotonic())):
-            is_new = event.kind in ("published", "replaced") and event.name == self._name and event.id != lease.id
-            if not is_new and event.kind != "lost":
-                continue
+        missed, self._missed = self._missed, True
+        while True:
+            if not missed:
+                event = self._events.next(max(0.0, ends - monotonic()))
+                if event is None:
+                    self._missed = False
+                    return False
+                is_new = event.kind in ("published", "replaced") and event.name == self._name and event.id != lease.id
+                if not is_new and event.kind != "lost":
+                    continue
+            missed = False
             try:
                 prepared = lease.prepare(self._name, **self._expected)
             except NotFound as error:
@@ -97,8 +114,8 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
             with prepared:
                 if prepared.id != lease.id:
                     lease.switch(prepared, exports_unused=True).close()
+                    self._missed = False
                     return True
-        return False
 
 
 def _is_absent(error: Timeout | NotFound) -> bool:

@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from . import _native
 from . import _types as t
 from ._errors import Invalid, Unsupported
+from ._tree import PLAIN, Flat
 
 # The name of the only part.
 _PART = "all"
-
-# The types among arrays that are kept as they are. A subclass is not: a NumPy scalar is an array.
-_PLAIN = (str, int, float, bool, type(None))
 
 
 def plan(
@@ -34,8 +32,6 @@ def plan(
             parts = [(part, *parts[0][1:]), *parts[1:]]
         return parts, additions, keep_alive
     if isinstance(value, Mapping) and _is_nested(value):
-        from ._tree import Flat
-
         flat = Flat(value)
         parts, additions, keep_alive = plan(
             client, flat.arrays, part=part, device=device, copy=copy, seal=seal, rdma=rdma
@@ -58,7 +54,7 @@ def plan(
 
 def _is_nested(value: Mapping[object, t.Any]) -> bool:
     """Returns whether a mapping has a container or a plain value. A state dict with extra state is not nested: `load` would lose it."""
-    nested = any(isinstance(of, (list, tuple, Mapping)) or type(of) in _PLAIN for of in value.values())
+    nested = any(isinstance(of, (list, tuple, Mapping)) or type(of) in PLAIN for of in value.values())
     return nested and not any(isinstance(name, str) and name.endswith("_extra_state") for name in value)
 
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from . import _types as t
 from ._errors import Invalid
-from ._parts import _PLAIN
+
+# The types among arrays that are kept as they are. A subclass is not: a NumPy scalar is an array.
+PLAIN = (str, int, float, bool, type(None))
 
 # A level of a path, for JSON.
 Step = t.Any
@@ -42,7 +44,7 @@ class Flat:
             raise Invalid("there is no array to put among nested numbers, texts and containers: convert numbers with numpy.asarray()")
         for path, texts, of in rows:
             name = "/".join(texts)
-            if _steps(of, texts) is not None or type(of) in _PLAIN:
+            if _steps(of, texts) is not None or type(of) in PLAIN:
                 leaves.append((len(self.arrays), path, _encoded(of, texts)))
             elif name in self.arrays:
                 raise Invalid(f"two arrays of the value have the path {name!r}: rename a key")
@@ -63,7 +65,7 @@ def _rows(value: t.Any, path: Path, texts: list[str]) -> list[tuple[Path, list[s
     """Returns the arrays and leaves of a value, each with its path, or None if it has no array."""
     steps = _steps(value, texts)
     if steps is None:
-        return None if type(value) in _PLAIN else [(path, texts, value)]
+        return None if type(value) in PLAIN else [(path, texts, value)]
     if len(path) >= _DEEPEST:
         raise Invalid(f"{_shown(texts)} is nested more than {_DEEPEST} levels deep: flatten it")
     rows: list[tuple[Path, list[str], t.Any]] = []

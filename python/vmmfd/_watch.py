@@ -20,17 +20,22 @@ class Watch(Closing, Iterator[Event], AsyncIterator[Event]):
     It has its own connection. Between calls it holds nothing in the broker and may fall behind: it then returns an event of kind `lost`.
     """
 
-    __slots__ = ("__weakref__", "_native", "_polled", "_wait")
+    __slots__ = ("__weakref__", "_ahead", "_lock", "_native", "_polled", "_wait")
 
     def __init__(self, watch: _native.Watch, wait: t.Time | None) -> None:
         self._native = watch
         self._wait = wait
         self._polled: _Polled | None = None
+        # An event that no step has delivered yet.
+        self._ahead: list[Event] = []
+        self._lock = allocate_lock()
 
     def next(self, wait: t.Time | None = None) -> Event | None:
         """Returns the next event, or None if none arrives within `wait` seconds (or a `timedelta`); None waits for ever, and 0 does not
         wait. Raises `Invalid` if the watch is closed or another thread waits in it, and as any call of
         the `Broker`."""
+        if self._ahead:
+            return self._ahead.pop()
         if self._polled is not None:
             return self._polled.next(wait)
         fields = self._native.next(wait)
@@ -58,10 +63,19 @@ class Watch(Closing, Iterator[Event], AsyncIterator[Event]):
     async def __anext__(self) -> Event:
         from ._async import in_thread
 
-        event = await in_thread(lambda: next(self, None))
+        event = await in_thread(self._look_ahead)
         if event is None:
             raise StopAsyncIteration
+        self._ahead.clear()
         return event
+
+    def _look_ahead(self) -> Event | None:
+        """Returns the next event, and keeps it: a cancelled step may not deliver it."""
+        # A cancelled step ends a moment later.
+        with self._lock:
+            if not self._ahead:
+                self._ahead.extend(event for event in (next(self, None),) if event is not None)
+            return self._ahead[0] if self._ahead else None
 
     def __next__(self) -> Event:
         try:
