@@ -1045,8 +1045,8 @@ struct vmmfd_error_t *vmmfd_broker_delete(const struct vmmfd_broker_t *broker,
 /*
  Starts to watch the events of names that start with `prefix` and that this user may read; NULL is every name. The events start now.
 
- The watch has its own connection and thread. The caller frees `*watch` with `vmmfd_watch_free`; it is
- NULL after a failure. Blocks until the broker answers, for at most the connection's timeout.
+ The watch has its own connection and thread. The caller frees `*watch` with `vmmfd_watch_free`; it is NULL after a failure. Blocks until
+ the broker answers, for at most the connection's timeout.
 
  Errors: `VMMFD_DISCONNECTED`; `VMMFD_DENIED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
  */

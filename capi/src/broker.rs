@@ -49,7 +49,7 @@ pub(crate) struct Broker {
 }
 
 impl Broker {
-    /// The configuration of another connection to the same broker, which no descriptor stops.
+    /// The configuration of another connection to the same broker.
     fn config(&self) -> Config {
         Config::default().timeout(self.timeout).wait(self.timeout).trust(Trust { uids: self.trust.clone() })
     }
@@ -366,8 +366,8 @@ pub extern "C" fn vmmfd_broker_delete(broker: *const vmmfd_broker_t, name: *cons
 
 /// Starts to watch the events of names that start with `prefix` and that this user may read; NULL is every name. The events start now.
 ///
-/// The watch has its own connection and thread. The caller frees `*watch` with `vmmfd_watch_free`; it is
-/// NULL after a failure. Blocks until the broker answers, for at most the connection's timeout.
+/// The watch has its own connection and thread. The caller frees `*watch` with `vmmfd_watch_free`; it is NULL after a failure. Blocks until
+/// the broker answers, for at most the connection's timeout.
 ///
 /// Errors: `VMMFD_DISCONNECTED`; `VMMFD_DENIED`; `VMMFD_INTERRUPTED`; `VMMFD_INVALID`; `VMMFD_SYSTEM`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]

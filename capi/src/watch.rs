@@ -7,7 +7,10 @@ use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
     path::Path,
     ptr,
-    sync::{Arc, Condvar, Mutex, PoisonError, Weak},
+    sync::{
+        Arc, Condvar, Mutex, PoisonError, Weak,
+        mpsc::{self, RecvTimeoutError},
+    },
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -190,16 +193,47 @@ impl Queue {
 
 impl Watching {
     /// Opens a connection and watches.
+    ///
+    /// The thread does both, so that `stop` ends the start but not the watch: a check for it in the connection's configuration would last as
+    /// long as the connection, and wake the thread each 25 ms.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] when `stop` is readable; the errors of [`Client::connect`] and [`Client::watch`].
     pub(crate) fn start(path: &Path, config: &Config, prefix: &str, stop: Option<Arc<OwnedFd>>) -> Outcome<Self> {
         let cancel = Cancel::new()?;
-        let client = Client::connect(path, &config.clone().cancel(&cancel)).map_err(of_known_broker)?;
-        let watch = client.watch(prefix, None)?;
         let ready = eventfd().map_err(|error| Error::system("create an eventfd", error))?;
         let shared = Arc::new(Queue { ready, state: Mutex::default(), changed: Condvar::new() });
+        let (path, config, prefix) = (path.to_owned(), config.clone().cancel(&cancel), prefix.to_owned());
         let queue = Arc::clone(&shared);
-        let thread = spawn("vmmfd-watch", move || follow(watch, &queue));
+        let (report, started) = mpsc::channel();
+        let thread = spawn("vmmfd-watch", move || {
+            let connected = Client::connect(&path, &config).map_err(of_known_broker);
+            // A report is never lost: the receiver outlives this thread or has the report.
+            match connected.and_then(|client| client.watch(&prefix, None)) {
+                Ok(watch) => {
+                    let _ = report.send(Ok(()));
+                    follow(watch, &queue);
+                }
+                Err(error) => drop(report.send(Err(error))),
+            }
+        });
         let thread = thread.map_err(|error| Error::system("start a thread", error))?;
-        Ok(Self { shared, cancel, thread: Some(thread), texts: Mutex::default(), stop })
+        let watching = Self { shared, cancel, thread: Some(thread), texts: Mutex::default(), stop };
+        watching.wait_for_start(&started)?;
+        Ok(watching)
+    }
+
+    fn wait_for_start(&self, started: &mpsc::Receiver<vmmfd::Result<()>>) -> vmmfd::Result<()> {
+        loop {
+            if self.stop.as_deref().is_some_and(is_readable) {
+                return Err(Error::Interrupted { reason: CancelReason::Program });
+            }
+            match started.recv_timeout(self.stop.as_ref().map_or(LONG, |_| CHECK_INTERVAL)) {
+                Ok(outcome) => return outcome,
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => panic!("the thread of a watch panicked"),
+            }
+        }
     }
 
     /// Ends the thread and all waits.

@@ -5,6 +5,9 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/timerfd.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -342,6 +345,26 @@ static void test_interrupted_watch(void) {
     }
 }
 
+/* `stop` ends the start of a watch of a broker that does not answer: a link to the broker now leads to a socket that accepts nothing. */
+static void test_stopped_start(void) {
+    vmmfd_broker_t *broker;
+    vmmfd_watch_t *watch;
+    vmmfd_broker_options_t options = {VMMFD_BROKER_OPTIONS, .timeout_ms = 20000};
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    /* Readable during the call. */
+    const struct itimerspec soon = {.it_value.tv_nsec = 50 * 1000 * 1000};
+    snprintf(address.sun_path, sizeof address.sun_path, "/tmp/vmmfd-every-%d", (int)getpid());
+    EXPECT(symlink(place, address.sun_path) == 0);
+    options.stop = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
+    CHECK(vmmfd_broker_connect(address.sun_path, &options, &broker));
+    int silent = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    EXPECT(unlink(address.sun_path) == 0 && bind(silent, (struct sockaddr *)&address, sizeof address) == 0);
+    EXPECT(listen(silent, 1) == 0 && timerfd_settime(options.stop, 0, &soon, NULL) == 0);
+    FAILS(VMMFD_INTERRUPTED, vmmfd_broker_watch(broker, "", &watch));
+    EXPECT(watch == NULL && unlink(address.sun_path) == 0 && close(silent) == 0 && close(options.stop) == 0);
+    vmmfd_broker_free(broker);
+}
+
 /* A get that waits does not delay the requests of other threads. */
 static void test_requests_beside_wait(void) {
     vmmfd_broker_t *broker;
@@ -428,6 +451,7 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     test_parts(broker, device, name);
     test_stop();
     test_interrupted_watch();
+    test_stopped_start();
     test_requests_beside_wait();
     test_standard();
     test_fork_after_connect(broker);
