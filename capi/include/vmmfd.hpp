@@ -77,7 +77,8 @@ inline void check(vmmfd_error_t *failed) {
         throw error(failed);
 }
 
-/// Owns a handle or a result of the C library. Moves, does not copy.
+/// Owns a handle or a result of the C library. Moves, does not copy. Calls whose results point into the handle are deleted for a temporary,
+/// which frees it at the end of the expression.
 template <class T, void (*Free)(T *)> class owner {
 public:
     owner() = default;
@@ -119,7 +120,8 @@ public:
         check(vmmfd_device_count(optional(backend), &count));
         return count;
     }
-    vmmfd_device_info_t info() const {
+    vmmfd_device_info_t info() const && = delete;
+    vmmfd_device_info_t info() const & {
         sized<vmmfd_device_info_t> info;
         check(vmmfd_device_info(get(), &info));
         return info;
@@ -138,7 +140,8 @@ public:
             throw std::invalid_argument("each descriptor needs its size");
         check(vmmfd_memory_import(on.get(), fds.data(), sizes.data(), fds.size(), writable, place()));
     }
-    vmmfd_memory_info_t info() const {
+    vmmfd_memory_info_t info() const && = delete;
+    vmmfd_memory_info_t info() const & {
         sized<vmmfd_memory_info_t> info;
         check(vmmfd_memory_info(get(), &info));
         return info;
@@ -193,7 +196,8 @@ public:
         check(vmmfd_handoff_serve(optional(path), get(), &options, &served));
         return served;
     }
-    vmmfd_layout_t info() const {
+    vmmfd_layout_t info() const && = delete;
+    vmmfd_layout_t info() const & {
         sized<vmmfd_layout_t> layout;
         check(vmmfd_array_info(get(), &layout));
         return layout;
@@ -265,14 +269,16 @@ public:
 class watch : public owner<vmmfd_watch_t, vmmfd_watch_free> {
 public:
     using owner::owner;
+    int descriptor() const && = delete;
     /// Readable while events wait. The watch owns it.
-    int descriptor() const {
+    int descriptor() const & {
         int fd;
         check(vmmfd_watch_descriptor(get(), &fd));
         return fd;
     }
+    std::optional<vmmfd_event_t> next(std::uint64_t timeout_ms = 0) const && = delete;
     /// The texts are valid until the next call.
-    std::optional<vmmfd_event_t> next(std::uint64_t timeout_ms = 0) const {
+    std::optional<vmmfd_event_t> next(std::uint64_t timeout_ms = 0) const & {
         sized<vmmfd_event_t> event;
         bool found;
         check(vmmfd_watch_next(get(), timeout_ms, &event, &found));

@@ -55,10 +55,21 @@ static void memory(const vmmfd::device &device) {
     EXPECT(last(copy) == 4 && copy.shape().size() == 1 && copy.shape()[0] == 2);
 }
 
-/// Whether a result allows a loop over a list of a temporary.
-template <class T, class = void> struct allows_temporary : std::false_type {};
-template <class T> struct allows_temporary<T, std::void_t<decltype(std::declval<T>().objects())>> : std::true_type {};
-static_assert(!allows_temporary<vmmfd::listing>::value && allows_temporary<vmmfd::listing &>::value);
+/// Whether a call compiles for a type.
+template <class T, class Call> constexpr bool compiles(Call) { return std::is_invocable_v<Call, T>; }
+
+/// Results with pointers need an owner with a name: a temporary frees their texts and lists at once.
+#define NEEDS_NAME(type, call)                                                                                         \
+    static_assert(compiles<type &>([](auto &&owner) -> decltype(std::forward<decltype(owner)>(owner).call) {}));       \
+    static_assert(!compiles<type>([](auto &&owner) -> decltype(std::forward<decltype(owner)>(owner).call) {}))
+NEEDS_NAME(vmmfd::device, info());
+NEEDS_NAME(vmmfd::memory, info());
+NEEDS_NAME(vmmfd::array, info());
+NEEDS_NAME(vmmfd::array, shape());
+NEEDS_NAME(vmmfd::lease_info, parts());
+NEEDS_NAME(vmmfd::listing, objects());
+NEEDS_NAME(vmmfd::watch, descriptor());
+NEEDS_NAME(vmmfd::watch, next());
 
 /// Ranges of several types, and handles that change their owner.
 static void ranges(const vmmfd::broker &broker, const vmmfd::device &device, const std::string &name) {
