@@ -15,7 +15,8 @@
  * - Free functions accept NULL and do not fail: a handle that is not valid is reported in the log. Each handle and result is freed once.
  * - Texts are UTF-8 and end with a null character.
  * - Structs of options and facts start with struct_size, so that later versions can add fields at the end. Options start with the macro
- *   that is named like their type, as above; the fields after it are optional. Facts start with `.struct_size = sizeof` the variable.
+ *   that is named like their type, as above; the fields after it are optional. An option that the call does not use is VMMFD_INVALID.
+ *   Facts start with `.struct_size = sizeof` the variable.
  * - Time limits are in milliseconds. 0 is the default that the field states, and VMMFD_FOREVER never passes.
  * - Descriptors: -1 is none. The library's own are close-on-exec and never 0, 1 or 2.
  * - Threads: any thread may call any function at any time, except where the function states otherwise.
@@ -609,8 +610,8 @@ struct vmmfd_error_t *vmmfd_array_to_dlpack(const struct vmmfd_array_t *array,
  only to a device of CUDA. The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. Blocks until the copy is
  complete; for CUDA memory also until all work in the primary context of the tensor's device is done.
 
- Errors: `VMMFD_INVALID` for a malformed tensor; `VMMFD_UNSUPPORTED` for other devices; the errors of `vmmfd_memory_create`. Driver
- calls: `cuMemcpyHtoD` or `cuMemcpyDtoD`, `cuStreamSynchronize`.
+ Errors: `VMMFD_INVALID` for a malformed tensor; `VMMFD_UNSUPPORTED` for other devices and other elements; the errors of
+ `vmmfd_memory_create`. Driver calls: `cuMemcpyHtoD` or `cuMemcpyDtoD`, `cuStreamSynchronize`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_array_from_dlpack(const struct vmmfd_device_t *device,
@@ -667,8 +668,8 @@ typedef struct vmmfd_handoff_options_t {
  Serves an array to other processes, which take it with `vmmfd_handoff_take`, `vmmfd.take` in Python or the program `consumer`.
 
  The memory must be of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`. `path` is the socket's, NULL is this user's default; with
- `socket` of the options, the one peer of that socket is served. `served`, which may be NULL, is the number of consumers that took the
- array; it is valid after a failure too. Consumers keep the memory allocated after this process frees it.
+ `socket` of the options, it is NULL, and the one peer of that socket is served. `served`, which may be NULL, is the number of consumers
+ that took the array; it is valid after a failure too. Consumers keep the memory allocated after this process frees it.
 
  Blocks until the number of consumers has been served, at most `timeout_ms` without a consumer; with `VMMFD_ANY_NUMBER` until it is
  stopped, which is then no error. First waits for all work in the device's primary context. Any thread may call it; to serve in the

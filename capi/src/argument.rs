@@ -78,6 +78,17 @@ pub(crate) fn json(pointer: *const c_char, name: &str) -> Outcome<Option<Map<Str
     object.map(Some).map_err(|error| Failure::invalid(format!("{name} is not a JSON object: {error}")))
 }
 
+/// Rejects an option that has no effect on the call.
+///
+/// # Errors
+/// If it is set.
+pub(crate) fn unused(is_set: bool, name: &str, when: &str) -> Outcome<()> {
+    match is_set {
+        false => Ok(()),
+        true => Err(Failure::invalid(format!("{name} has no effect {when}: leave it out"))),
+    }
+}
+
 /// A list of the caller. Null is an empty list if the count is 0.
 ///
 /// # Errors

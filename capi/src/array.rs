@@ -190,8 +190,8 @@ fn export(array: &Array) -> Outcome<*mut DLManagedTensorVersioned> {
 /// only to a device of CUDA. The caller frees `*array` with `vmmfd_array_free`; it is NULL after a failure. Blocks until the copy is
 /// complete; for CUDA memory also until all work in the primary context of the tensor's device is done.
 ///
-/// Errors: `VMMFD_INVALID` for a malformed tensor; `VMMFD_UNSUPPORTED` for other devices; the errors of `vmmfd_memory_create`. Driver
-/// calls: `cuMemcpyHtoD` or `cuMemcpyDtoD`, `cuStreamSynchronize`.
+/// Errors: `VMMFD_INVALID` for a malformed tensor; `VMMFD_UNSUPPORTED` for other devices and other elements; the errors of
+/// `vmmfd_memory_create`. Driver calls: `cuMemcpyHtoD` or `cuMemcpyDtoD`, `cuStreamSynchronize`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_array_from_dlpack(
@@ -212,8 +212,13 @@ pub extern "C" fn vmmfd_array_from_dlpack(
 }
 
 fn unusable(problem: Unusable) -> Failure {
-    let (Unusable::Malformed(text) | Unusable::Unsupported(text)) = problem;
-    Failure::invalid(format!("the DLPack tensor {text}"))
+    let sentence = |text| format!("the DLPack tensor {text}");
+    match problem {
+        Unusable::Malformed(text) => Failure::invalid(sentence(text)),
+        Unusable::Unsupported(text) => {
+            Failure::unsupported(sentence(text), Some("pass a tensor of its bytes, as uint8"))
+        }
+    }
 }
 
 fn import(open: &OpenDevice, from: &Elements) -> Outcome<Array> {

@@ -16,7 +16,7 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{config, json, list, milliseconds, optional_text, out, path, run_out, stop, text},
+    argument::{config, json, list, milliseconds, optional_text, out, path, run_out, stop, text, unused},
     array::vmmfd_array_t,
     device::vmmfd_device_t,
     error::{Failure, Outcome, run, run_logged, vmmfd_error_t},
@@ -226,21 +226,13 @@ pub extern "C" fn vmmfd_broker_put(
     })
 }
 
-/// Rejects a value that the other options leave without effect.
-fn unused(value: u64, name: &str, needs: &str) -> Outcome<()> {
-    match value {
-        0 => Ok(()),
-        _ => Err(Failure::invalid(format!("{name} is {value}, but has no effect without {needs}"))),
-    }
-}
-
 fn with_options<'a>(mut put: Put<'a>, options: &vmmfd_put_options_t) -> Outcome<(Put<'a>, Option<String>)> {
     let unknown = |name: &str, value| Failure::invalid(format!("{name} {value} is unknown: see vmmfd.h"));
     if options.condition != vmmfd_condition_t::VMMFD_PUT_VERSION as u32 {
-        unused(options.version, "version", "VMMFD_PUT_VERSION")?;
+        unused(options.version != 0, "version", "without VMMFD_PUT_VERSION")?;
     }
     if options.lifetime != vmmfd_lifetime_t::VMMFD_UNTIL_IDLE as u32 {
-        unused(options.idle_ms, "idle_ms", "VMMFD_UNTIL_IDLE")?;
+        unused(options.idle_ms != 0, "idle_ms", "without VMMFD_UNTIL_IDLE")?;
     }
     put = put.condition(match options.condition {
         0 => Condition::New,

@@ -5,8 +5,8 @@ use std::{ffi::c_char, time::Duration};
 use vmmfd::broker::Get;
 
 use crate::{
-    argument::{json, list, milliseconds, text},
-    error::{Failure, Outcome},
+    argument::{json, list, milliseconds, text, unused},
+    error::Outcome,
     versioned::{options, versioned},
 };
 
@@ -49,6 +49,8 @@ pub(crate) fn build_get(name: &str, options: *const vmmfd_get_options_t) -> Outc
     if options.newer_than > 0 {
         get = get.newer_than(options.newer_than);
     }
+    // An empty list is not all parts.
+    unused(options.part_count == 0 && !options.parts.is_null(), "parts", "with a part_count of 0")?;
     let parts = list(options.parts, options.part_count, "parts")?.iter().map(|part| text(*part, "the name of a part"));
     let parts = parts.collect::<Outcome<Vec<&str>>>()?;
     if !parts.is_empty() {
@@ -57,8 +59,6 @@ pub(crate) fn build_get(name: &str, options: *const vmmfd_get_options_t) -> Outc
     if let Some(expect) = json(options.expect, "expect")? {
         get = get.expect(expect);
     }
-    if !options.expect_owner && options.owner != 0 {
-        return Err(Failure::invalid("owner is set, but has no effect without expect_owner"));
-    }
+    unused(!options.expect_owner && options.owner != 0, "owner", "without expect_owner")?;
     Ok(if options.expect_owner { get.expect_owner(options.owner) } else { get })
 }

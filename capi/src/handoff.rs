@@ -18,7 +18,7 @@ use vmmfd::{
 };
 
 use crate::{
-    argument::{config, descriptor, list, out, path, run_out, stop},
+    argument::{config, descriptor, list, out, path, run_out, stop, unused},
     array::{Array, vmmfd_array_t},
     device::{driver, vmmfd_device_t},
     error::{Outcome, run, vmmfd_error_t},
@@ -63,21 +63,17 @@ struct Options {
 }
 
 impl Options {
-    fn of(given: *const vmmfd_handoff_options_t) -> Outcome<Self> {
+    fn of(given: *const vmmfd_handoff_options_t, path: *const c_char) -> Outcome<Self> {
         let Some(given) = options(given)? else {
-            return Ok(Self { config: Config::default(), consumers: 1, socket: None, writable: false });
+            return Ok(Self { config: Config::default(), consumers: 0, socket: None, writable: false });
         };
+        unused(given.socket != -1 && given.consumers != 0, "consumers", "with a socket")?;
+        unused(given.socket != -1 && !path.is_null(), "path", "with a socket")?;
         let trust = list(given.trust, given.trust_count, "trust")?;
-        let consumers = match given.consumers {
-            0 => 1,
-            // The library's own word for any number.
-            VMMFD_ANY_NUMBER => 0,
-            number => number,
-        };
         let socket = (given.socket != -1).then(|| descriptor(given.socket, "socket")).transpose()?;
         Ok(Self {
             config: config(given.timeout_ms, trust, stop(given.stop)?.as_ref())?,
-            consumers,
+            consumers: given.consumers,
             socket,
             writable: given.writable,
         })
@@ -87,8 +83,8 @@ impl Options {
 /// Serves an array to other processes, which take it with `vmmfd_handoff_take`, `vmmfd.take` in Python or the program `consumer`.
 ///
 /// The memory must be of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`. `path` is the socket's, NULL is this user's default; with
-/// `socket` of the options, the one peer of that socket is served. `served`, which may be NULL, is the number of consumers that took the
-/// array; it is valid after a failure too. Consumers keep the memory allocated after this process frees it.
+/// `socket` of the options, it is NULL, and the one peer of that socket is served. `served`, which may be NULL, is the number of consumers
+/// that took the array; it is valid after a failure too. Consumers keep the memory allocated after this process frees it.
 ///
 /// Blocks until the number of consumers has been served, at most `timeout_ms` without a consumer; with `VMMFD_ANY_NUMBER` until it is
 /// stopped, which is then no error. First waits for all work in the device's primary context. Any thread may call it; to serve in the
@@ -109,7 +105,14 @@ pub extern "C" fn vmmfd_handoff_serve(
         let mut ignored = MaybeUninit::uninit();
         let served = out(Some(served.unwrap_or(&mut ignored)), "served")?;
         let array = handle::get(array)?;
-        let Options { config, consumers, socket, .. } = Options::of(options)?;
+        let Options { config, consumers, socket, writable } = Options::of(options, path)?;
+        unused(writable, "writable", "when serving")?;
+        let consumers = match consumers {
+            0 => 1,
+            // The library's own word for any number.
+            VMMFD_ANY_NUMBER => 0,
+            number => number,
+        };
         let shared = array.memory.shared("serve it")?;
         // The work that this process queued on the device.
         shared.device().wait_for_work()?;
@@ -163,7 +166,8 @@ pub extern "C" fn vmmfd_handoff_take(
     array: Option<&mut MaybeUninit<*mut vmmfd_array_t>>,
 ) -> *mut vmmfd_error_t {
     run_out(array, "array", || {
-        let Options { config, socket, writable, .. } = Options::of(options)?;
+        let Options { config, consumers, socket, writable } = Options::of(options, path)?;
+        unused(consumers != 0, "consumers", "when taking")?;
         let (driver, selector) = match handle::optional(device)? {
             Some(open) => (open.device.driver().clone(), Some(open.selector())),
             None => (driver(None)?.0, None),

@@ -227,7 +227,7 @@ static void test_array(const vmmfd_device_t *device) {
     FAILS(VMMFD_INVALID, vmmfd_array_from_dlpack(device, &own, &array));
     own.dl_tensor.data = values;
     own.dl_tensor.dtype.lanes = 4;
-    FAILS(VMMFD_INVALID, vmmfd_array_from_dlpack(device, &own, &array));
+    FAILS(VMMFD_UNSUPPORTED, vmmfd_array_from_dlpack(device, &own, &array));
     own.version.major = 2;
     FAILS(VMMFD_INVALID, vmmfd_array_from_dlpack(device, &own, &array));
     EXPECT(deleted == 4);
@@ -299,6 +299,26 @@ static void test_handoff(const vmmfd_device_t *device) {
     EXPECT(system(command) == 0);
 }
 
+/* Options and paths that would have no effect. */
+static void test_unused_options(const vmmfd_device_t *device) {
+    const char *path = "/tmp/vmmfd-every-unused";
+    int pair[2];
+    vmmfd_array_t *array = numbers(device, 1, 0), *taken;
+    EXPECT(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
+    vmmfd_handoff_options_t options = {VMMFD_HANDOFF_OPTIONS, .timeout_ms = 50, .writable = true};
+    FAILS(VMMFD_INVALID, vmmfd_handoff_serve(path, array, &options, NULL));
+    options.writable = false;
+    options.consumers = 1;
+    FAILS(VMMFD_INVALID, vmmfd_handoff_take(device, path, &options, &taken));
+    options.socket = pair[0];
+    FAILS(VMMFD_INVALID, vmmfd_handoff_serve(NULL, array, &options, NULL));
+    options.consumers = 0;
+    FAILS(VMMFD_INVALID, vmmfd_handoff_serve(path, array, &options, NULL));
+    FAILS(VMMFD_INVALID, vmmfd_handoff_take(device, path, &options, &taken));
+    EXPECT(taken == NULL && close(pair[0]) == 0 && close(pair[1]) == 0);
+    vmmfd_array_free(array);
+}
+
 /* A send to a peer that has died is an error, not a SIGPIPE, which this program does not ignore. */
 static void test_dead_peer(const vmmfd_device_t *device) {
     int pair[2], status;
@@ -353,6 +373,7 @@ int main(int argc, char **argv) {
     test_import(device);
     test_array(device);
     test_handoff(device);
+    test_unused_options(device);
     test_dead_peer(device);
     test_fork(device);
     test_broker(device, argv[2]);

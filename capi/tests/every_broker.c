@@ -143,8 +143,12 @@ static void test_arguments(const vmmfd_broker_t *broker, const vmmfd_device_t *d
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
         FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, "every/no", &named, 1, &wrong[i], NULL));
     vmmfd_array_free(array);
-    vmmfd_get_options_t owner = {VMMFD_GET_OPTIONS, .owner = 5};
-    FAILS(VMMFD_INVALID, vmmfd_broker_get(broker, device, "every/no", &owner, &lease));
+    vmmfd_get_options_t unused[] = {
+        {VMMFD_GET_OPTIONS, .owner = 5},
+        {VMMFD_GET_OPTIONS, .parts = (const char *[]){"x"}},
+    };
+    for (size_t i = 0; i < sizeof unused / sizeof *unused; i++)
+        FAILS(VMMFD_INVALID, vmmfd_broker_get(broker, device, "every/no", &unused[i], &lease));
     FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, NULL));
     FAILS(VMMFD_INVALID, vmmfd_broker_delete(broker, "\xff"));
     snprintf(prefix, sizeof prefix, "%0256d", 0);
