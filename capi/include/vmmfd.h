@@ -48,7 +48,8 @@
 /* The struct of dlpack.h, version 1.0 or newer. */
 typedef struct DLManagedTensorVersioned DLManagedTensorVersioned;
 
-/* The first fields of options: vmmfd_put_options_t options = {VMMFD_PUT_OPTIONS, .mode = 0644}; */
+/* The first fields of options: vmmfd_put_options_t options = {VMMFD_PUT_OPTIONS, .mode = 0644};
+ * They include `socket` and `stop`, which are none: assign `socket` and `stop` afterwards. */
 #define VMMFD_MEMORY_OPTIONS .struct_size = sizeof(vmmfd_memory_options_t)
 #define VMMFD_HANDOFF_OPTIONS .struct_size = sizeof(vmmfd_handoff_options_t), .socket = -1, .stop = -1
 #define VMMFD_BROKER_OPTIONS .struct_size = sizeof(vmmfd_broker_options_t), .stop = -1
@@ -634,6 +635,15 @@ typedef struct vmmfd_handoff_options_t {
      */
     size_t struct_size;
     /*
+     A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
+     it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
+     */
+    int socket;
+    /*
+     A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. -1: none. The caller keeps it.
+     */
+    int stop;
+    /*
      The longest wait for a peer, and the longest silence of a peer, in milliseconds. 0: 30 s.
      */
     uint64_t timeout_ms;
@@ -649,15 +659,6 @@ typedef struct vmmfd_handoff_options_t {
      The number of users in `trust`.
      */
     size_t trust_count;
-    /*
-     A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
-     it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
-     */
-    int socket;
-    /*
-     A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. -1: none. The caller keeps it.
-     */
-    int stop;
     /*
      Taking: asks for write access.
      */
@@ -758,6 +759,11 @@ typedef struct vmmfd_broker_options_t {
      */
     size_t struct_size;
     /*
+     A descriptor, such as an eventfd(2), that stops the waits of all requests within 50 ms after it becomes readable. -1: none. The
+     caller keeps it.
+     */
+    int stop;
+    /*
      The longest wait for each answer of the broker, and for a broker after a restart, in milliseconds. 0: 30 s.
      */
     uint64_t timeout_ms;
@@ -773,11 +779,6 @@ typedef struct vmmfd_broker_options_t {
      The number of users in `trust`.
      */
     size_t trust_count;
-    /*
-     A descriptor, such as an eventfd(2), that stops the waits of all requests within 50 ms after it becomes readable. -1: none. The
-     caller keeps it.
-     */
-    int stop;
 } vmmfd_broker_options_t;
 
 /*

@@ -61,6 +61,9 @@ impl Broker {
 pub struct vmmfd_broker_options_t {
     /// The size of this struct: `sizeof` it.
     pub struct_size: usize,
+    /// A descriptor, such as an eventfd(2), that stops the waits of all requests within 50 ms after it becomes readable. -1: none. The
+    /// caller keeps it.
+    pub stop: c_int,
     /// The longest wait for each answer of the broker, and for a broker after a restart, in milliseconds. 0: 30 s.
     pub timeout_ms: u64,
     /// The longest wait of `vmmfd_broker_connect` for a broker to listen, in milliseconds. 0: 1 s, or `timeout_ms` if that is shorter.
@@ -69,9 +72,6 @@ pub struct vmmfd_broker_options_t {
     pub trust: *const u32,
     /// The number of users in `trust`.
     pub trust_count: usize,
-    /// A descriptor, such as an eventfd(2), that stops the waits of all requests within 50 ms after it becomes readable. -1: none. The
-    /// caller keeps it.
-    pub stop: c_int,
 }
 
 versioned!(vmmfd_broker_options_t);

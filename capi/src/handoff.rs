@@ -36,6 +36,11 @@ pub const VMMFD_ANY_NUMBER: u64 = u64::MAX;
 pub struct vmmfd_handoff_options_t {
     /// The size of this struct: `sizeof` it.
     pub struct_size: usize,
+    /// A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
+    /// it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
+    pub socket: c_int,
+    /// A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. -1: none. The caller keeps it.
+    pub stop: c_int,
     /// The longest wait for a peer, and the longest silence of a peer, in milliseconds. 0: 30 s.
     pub timeout_ms: u64,
     /// Serving at a path: the number of consumers. 0: one; `VMMFD_ANY_NUMBER`: any number, until the call is stopped.
@@ -44,11 +49,6 @@ pub struct vmmfd_handoff_options_t {
     pub trust: *const u32,
     /// The number of users in `trust`.
     pub trust_count: usize,
-    /// A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
-    /// it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
-    pub socket: c_int,
-    /// A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. -1: none. The caller keeps it.
-    pub stop: c_int,
     /// Taking: asks for write access.
     pub writable: bool,
 }

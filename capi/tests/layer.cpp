@@ -71,6 +71,20 @@ NEEDS_NAME(vmmfd::listing, objects());
 NEEDS_NAME(vmmfd::watch, descriptor());
 NEEDS_NAME(vmmfd::watch, next());
 
+#if __cplusplus >= 202002L
+// Designated initialisers have the order of the fields: the macros' fields are the first.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+constexpr vmmfd_memory_options_t on_device = {VMMFD_MEMORY_OPTIONS, .placement = VMMFD_ON_DEVICE};
+constexpr vmmfd_handoff_options_t short_handoff = {VMMFD_HANDOFF_OPTIONS, .timeout_ms = 5000};
+constexpr vmmfd_broker_options_t short_connection = {VMMFD_BROKER_OPTIONS, .timeout_ms = 5000};
+constexpr vmmfd_put_options_t replacing = {VMMFD_PUT_OPTIONS, .condition = VMMFD_PUT_ANY};
+constexpr vmmfd_get_options_t waiting = {VMMFD_GET_OPTIONS, .wait_ms = 5000};
+static_assert(short_handoff.socket == -1 && short_handoff.stop == -1 && short_connection.stop == -1);
+static_assert(on_device.chunk == 0 && replacing.keep == 0 && waiting.part_count == 0);
+#pragma GCC diagnostic pop
+#endif
+
 /// Ranges of several types, and handles that change their owner.
 static void ranges(const vmmfd::broker &broker, const vmmfd::device &device, const std::string &name) {
     vmmfd::put_options any;
