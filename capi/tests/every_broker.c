@@ -310,21 +310,25 @@ static void *wait_for_ever(void *broker) {
     return NULL;
 }
 
+/* Returns the code with which a wait for an event ends. */
 static void *wait_for_event(void *watch) {
     vmmfd_event_t event = {.struct_size = sizeof event};
     bool found;
-    FAILS(VMMFD_INTERRUPTED, vmmfd_watch_next(watch, VMMFD_FOREVER, &event, &found));
-    EXPECT(!found);
-    return NULL;
+    vmmfd_error_t *error = vmmfd_watch_next(watch, VMMFD_FOREVER, &event, &found);
+    EXPECT(error != NULL && !found);
+    uintptr_t code = error->code;
+    vmmfd_error_free(error);
+    return (void *)code;
 }
 
-/* Each of the three ways ends a wait for an event. */
+/* An interruption and `stop` each end a wait for an event. */
 static void test_interrupted_watch(void) {
     struct timespec pause = {.tv_nsec = 20 * 1000 * 1000};
-    for (int way = 0; way < 3; way++) {
+    for (int way = 0; way < 2; way++) {
         vmmfd_broker_t *broker;
         vmmfd_watch_t *watch;
         pthread_t thread;
+        void *code;
         vmmfd_broker_options_t options = {VMMFD_BROKER_OPTIONS};
         options.stop = eventfd(0, EFD_CLOEXEC);
         CHECK(vmmfd_broker_connect(place, &options, &broker));
@@ -334,19 +338,34 @@ static void test_interrupted_watch(void) {
             nanosleep(&pause, NULL);
             if (way == 0)
                 CHECK(vmmfd_broker_interrupt(broker));
-            else if (way == 1)
+            else
                 EXPECT(eventfd_write(options.stop, 1) == 0);
-            else {
-                nanosleep(&pause, NULL);
-                vmmfd_watch_free(watch);
-                EXPECT(pthread_join(thread, NULL) == 0);
-                watch = NULL;
-            }
-        } while (way < 2 && pthread_tryjoin_np(thread, NULL) != 0);
+        } while (pthread_tryjoin_np(thread, &code) != 0);
+        EXPECT((uintptr_t)code == VMMFD_INTERRUPTED);
         vmmfd_watch_free(watch);
         vmmfd_broker_free(broker);
         EXPECT(close(options.stop) == 0);
     }
+}
+
+/* Freeing a watch ends a wait for an event. A thread that finds the watch freed was late: the next attempt gives it more time. */
+static void test_freed_watch(void) {
+    vmmfd_broker_t *broker;
+    vmmfd_watch_t *watch;
+    pthread_t thread;
+    void *code;
+    useconds_t pause = 20 * 1000;
+    CHECK(vmmfd_broker_connect(place, NULL, &broker));
+    do {
+        CHECK(vmmfd_broker_watch(broker, "every/never", &watch));
+        EXPECT(pthread_create(&thread, NULL, wait_for_event, watch) == 0);
+        usleep(pause);
+        vmmfd_watch_free(watch);
+        EXPECT(pthread_join(thread, &code) == 0);
+        pause *= 2;
+    } while ((uintptr_t)code == VMMFD_INVALID);
+    EXPECT((uintptr_t)code == VMMFD_INTERRUPTED);
+    vmmfd_broker_free(broker);
 }
 
 /* `stop` ends the start of a watch of a broker that does not answer: a link to the broker now leads to a socket that accepts nothing. */
@@ -455,6 +474,7 @@ void test_broker(const vmmfd_device_t *device, const char *path) {
     test_parts(broker, device, name);
     test_stop();
     test_interrupted_watch();
+    test_freed_watch();
     test_stopped_start();
     test_requests_beside_wait();
     test_standard();

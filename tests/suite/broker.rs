@@ -193,10 +193,9 @@ fn get_waits_for_put(subject: Subject) {
 
 fn waiting_get_delays_no_other_request(subject: Subject) {
     let (broker, driver) = (Broker::start(&subject), subject.driver.clone());
-    // Longer than the requests of this test, and shorter than the waits.
+    // Shorter than the waits: a request behind one of them fails.
     let config = Config::default().timeout(Duration::from_secs(30));
     let client = Client::connect(&broker.path, &config).unwrap();
-    let begun = Instant::now();
     let waiting: Vec<_> = ["late", "later"]
         .map(|name| {
             let (client, driver) = (client.clone(), driver.clone());
@@ -231,7 +230,6 @@ fn waiting_get_delays_no_other_request(subject: Subject) {
     }
     assert_eq!(waiting.into_iter().map(|get| get.join().unwrap()).collect::<Vec<_>>(), [1, 2]);
     assert_eq!(&watching.join().unwrap()[..], ["late", "later"]);
-    assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", begun.elapsed());
 }
 
 fn one_reader_claims_and_others_wait(subject: Subject) {
