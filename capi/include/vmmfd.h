@@ -10,8 +10,8 @@
  *         fprintf(stderr, "%s\n", error->message);
  *     vmmfd_error_free(error);
  *
- * - Errors: a function that can fail returns NULL, or an error that the caller frees with vmmfd_error_free. It may change errno, which
- *   says nothing. After an error, results are NULL, 0 or -1.
+ * - Errors: a function that can fail returns NULL, or an error that the caller frees with vmmfd_error_free. errno has no
+ *   meaning afterwards. After an error, results are NULL, 0 or -1.
  * - Free functions accept NULL and do not fail: a handle that is not valid is reported in the log. Each handle and result is freed once.
  * - Texts are UTF-8 and end with a null character.
  * - Structs of options and facts start with struct_size, so that later versions can add fields at the end. Options start with the macro
@@ -635,8 +635,8 @@ typedef struct vmmfd_handoff_options_t {
      */
     size_t struct_size;
     /*
-     A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
-     it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
+     A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and
+     closes it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
      */
     int socket;
     /*
@@ -970,10 +970,10 @@ struct vmmfd_error_t *vmmfd_broker_connect(const char *path,
 /*
  Publishes arrays under a name. The broker then holds the memory: this process may free it, or exit.
 
- The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`, on one device for each part; several may share memory. `options` NULL means
- the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only; later writes of this
- process are visible to them. Blocks until all work in the device's primary context is done and the broker has answered, for at most
- the connection's timeout.
+ The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`, on one device for each part; several may share memory.
+ `options` NULL means the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only;
+ later writes of this process are visible to them. Blocks until all work in the device's primary context is done and the broker has
+ answered, for at most the connection's timeout.
 
  Errors: `VMMFD_EXISTS`; `VMMFD_DIFFERS` if the current version is another one; `VMMFD_DENIED`; `VMMFD_INVALID`; `VMMFD_DISCONNECTED`;
  `VMMFD_INTERRUPTED`; `VMMFD_DRIVER`; `VMMFD_SYSTEM`, also for a full broker and a quota; `VMMFD_FORKED`.
@@ -1154,7 +1154,6 @@ typedef struct vmmfd_lease_info_t {
  Describes a lease.
 
  The caller frees `*info` with `vmmfd_lease_info_free`; it is NULL after a failure. Does not block, except while the lease is switched.
-
 
  Errors: `VMMFD_INVALID`; `VMMFD_DISCONNECTED` if the metadata is not a JSON object; `VMMFD_FORKED`.
  */
@@ -1345,12 +1344,12 @@ struct vmmfd_error_t *vmmfd_watch_descriptor(const struct vmmfd_watch_t *watch,
                                              int *fd);
 
 /*
- Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`; 0 is not to
- wait. One thread at a time may call it.
+ Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`; 0 is not
+ to wait. One thread at a time may call it.
 
- Errors: `VMMFD_INTERRUPTED` if another thread frees the watch or calls `vmmfd_broker_interrupt`, or `stop` of the connection is readable.
- `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues at
- its place, and the call may be repeated. `VMMFD_INVALID`; `VMMFD_FORKED`.
+ Errors: `VMMFD_INTERRUPTED` if another thread frees the watch or calls `vmmfd_broker_interrupt`, or `stop` of the connection is
+ readable. `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues
+ at its place, and the call may be repeated. `VMMFD_INVALID`; `VMMFD_FORKED`.
  */
 VMMFD_MUST_USE
 struct vmmfd_error_t *vmmfd_watch_next(const struct vmmfd_watch_t *watch,

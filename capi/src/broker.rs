@@ -180,10 +180,10 @@ versioned!(vmmfd_put_options_t);
 
 /// Publishes arrays under a name. The broker then holds the memory: this process may free it, or exit.
 ///
-/// The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`, on one device for each part; several may share memory. `options` NULL means
-/// the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only; later writes of this
-/// process are visible to them. Blocks until all work in the device's primary context is done and the broker has answered, for at most
-/// the connection's timeout.
+/// The arrays are in memory of `vmmfd_memory_create` or `vmmfd_array_from_dlpack`, on one device for each part; several may share memory.
+/// `options` NULL means the defaults. `version`, which may be NULL, is the number of the new version. Readers map the memory read-only;
+/// later writes of this process are visible to them. Blocks until all work in the device's primary context is done and the broker has
+/// answered, for at most the connection's timeout.
 ///
 /// Errors: `VMMFD_EXISTS`; `VMMFD_DIFFERS` if the current version is another one; `VMMFD_DENIED`; `VMMFD_INVALID`; `VMMFD_DISCONNECTED`;
 /// `VMMFD_INTERRUPTED`; `VMMFD_DRIVER`; `VMMFD_SYSTEM`, also for a full broker and a quota; `VMMFD_FORKED`.

@@ -36,8 +36,8 @@ pub const VMMFD_ANY_NUMBER: u64 = u64::MAX;
 pub struct vmmfd_handoff_options_t {
     /// The size of this struct: `sizeof` it.
     pub struct_size: usize,
-    /// A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and closes
-    /// it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
+    /// A connected socket of type `SOCK_SEQPACKET`, such as one of a pair, used instead of a path. -1: none. The caller keeps it, and
+    /// closes it after the call. One handoff for each socket: the call makes it non-blocking, and shuts it down at the end.
     pub socket: c_int,
     /// A descriptor, such as an eventfd(2), that stops the call within 50 ms after it becomes readable. -1: none. The caller keeps it.
     pub stop: c_int,

@@ -86,7 +86,6 @@ pub struct vmmfd_lease_info_t {
 ///
 /// The caller frees `*info` with `vmmfd_lease_info_free`; it is NULL after a failure. Does not block, except while the lease is switched.
 ///
-///
 /// Errors: `VMMFD_INVALID`; `VMMFD_DISCONNECTED` if the metadata is not a JSON object; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]

@@ -1,8 +1,8 @@
 //! Structs of options and facts that start with their size, so that later versions of the library can add fields at their end.
 //!
-//! A new field starts at or after the old `sizeof`, not in the padding at the old end, where older programs have any bytes: if necessary, an
-//! unused field fills that padding. There is no padding between and after the new fields, because an older library rejects bytes there that
-//! are not 0. `FIRST` of the struct is then set to the old size.
+//! A new field starts at or after the old `sizeof`, not in the padding at the old end, where older programs have any bytes: if necessary,
+//! an unused field fills that padding. There is no padding between and after the new fields, because an older library rejects bytes there
+//! that are not 0. `FIRST` of the struct is then set to the old size.
 
 use std::{mem::MaybeUninit, ptr, slice};
 

@@ -194,8 +194,8 @@ impl Queue {
 impl Watching {
     /// Opens a connection and watches.
     ///
-    /// The thread does both, so that `stop` ends the start but not the watch: a check for it in the connection's configuration would last as
-    /// long as the connection, and wake the thread each 25 ms.
+    /// The thread does both, so that `stop` ends the start but not the watch: a check for it in the connection's configuration would last
+    /// as long as the connection, and wake the thread each 25 ms.
     ///
     /// # Errors
     /// [`Error::Interrupted`] when `stop` is readable; the errors of [`Client::connect`] and [`Client::watch`].
@@ -337,12 +337,12 @@ pub extern "C" fn vmmfd_watch_descriptor(
     })
 }
 
-/// Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`; 0 is not to
-/// wait. One thread at a time may call it.
+/// Returns the next event. `*found` is false if none arrived in time; the event is then unknown. Blocks for at most `timeout_ms`; 0 is not
+/// to wait. One thread at a time may call it.
 ///
-/// Errors: `VMMFD_INTERRUPTED` if another thread frees the watch or calls `vmmfd_broker_interrupt`, or `stop` of the connection is readable.
-/// `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues at
-/// its place, and the call may be repeated. `VMMFD_INVALID`; `VMMFD_FORKED`.
+/// Errors: `VMMFD_INTERRUPTED` if another thread frees the watch or calls `vmmfd_broker_interrupt`, or `stop` of the connection is
+/// readable. `VMMFD_DISCONNECTED` and others if the broker is gone or does not answer: the watch then tries again each second, continues
+/// at its place, and the call may be repeated. `VMMFD_INVALID`; `VMMFD_FORKED`.
 #[unsafe(no_mangle)]
 #[must_use]
 pub extern "C" fn vmmfd_watch_next(
