@@ -163,7 +163,13 @@ static void test_parts(const vmmfd_broker_t *broker, const vmmfd_device_t *devic
     vmmfd_array_t *arrays[2] = {numbers(device, 1, 10), numbers(device, 1, 20)}, *found;
     vmmfd_named_array_t named[3] = {{"x", "w", arrays[0]}, {"y", "w", arrays[1]}, {"y", "own", arrays[1]}};
     vmmfd_lease_t *lease;
-    CHECK(vmmfd_broker_put(broker, name, named, 3, NULL, NULL));
+    uint64_t version;
+    CHECK(vmmfd_broker_put(broker, name, named, 3, NULL, &version));
+    vmmfd_put_options_t replace = {VMMFD_PUT_OPTIONS, .condition = VMMFD_PUT_VERSION, .version = version};
+    CHECK(vmmfd_broker_put(broker, name, named, 3, &replace, &version));
+    EXPECT(version == replace.version + 1);
+    FAILS(VMMFD_DIFFERS, vmmfd_broker_put(broker, name, named, 3, &replace, &version));
+    EXPECT(version == 0);
     vmmfd_put_options_t digest = {VMMFD_PUT_OPTIONS, .condition = VMMFD_PUT_ANY, .digest = "of which part?"};
     FAILS(VMMFD_INVALID, vmmfd_broker_put(broker, name, named, 3, &digest, NULL));
     vmmfd_array_free(arrays[0]);
