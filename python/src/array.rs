@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 
 use pyo3::{
-    exceptions::PyAttributeError,
+    exceptions::{PyAttributeError, PyOverflowError},
     prelude::*,
     types::{PyDict, PyTuple},
 };
@@ -128,17 +128,19 @@ impl Array {
 /// Converts a caller's shape: a number or a sequence of numbers.
 ///
 /// # Errors
-/// `ValueError` for other objects.
+/// `TypeError` for other objects, `ValueError` for integers that are negative or too large.
 pub(crate) fn shape(given: &Bound<'_, PyAny>) -> Outcome<Vec<u64>> {
     let py = given.py();
-    if let Some(length) = tolerant(py, given.extract::<u64>())? {
+    let (length, lengths) = (given.extract::<u64>(), given.extract::<Vec<u64>>());
+    // A number that is negative or too large.
+    let is_number = |error: &PyErr| error.is_instance_of::<PyOverflowError>(py);
+    let is_integers = length.as_ref().is_err_and(is_number) || lengths.as_ref().is_err_and(is_number);
+    if let Some(length) = tolerant(py, length)? {
         return Ok(vec![length]);
     }
-    if let Some(lengths) = tolerant(py, given.extract::<Vec<u64>>())? {
+    if let Some(lengths) = tolerant(py, lengths)? {
         return Ok(lengths);
     }
-    Err(Failure::invalid(format!(
-        "shape={} is not a shape: give a non-negative integer or a tuple of them",
-        shown(given)?
-    )))
+    let problem = format!("shape={} is not a shape: give a non-negative integer or a tuple of them", shown(given)?);
+    Err(if is_integers { Failure::invalid(problem) } else { Failure::wrong_type(problem) })
 }

@@ -13,6 +13,7 @@ use crate::{
     error::Outcome,
     memory::{Owned, RdmaOption},
     signals, source,
+    text::Text,
 };
 
 /// Creates an `Array` in new shared memory. Contents are undefined.
@@ -34,7 +35,7 @@ pub(crate) fn empty(
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
     device: Option<Wanted>,
-    backend: Option<&str>,
+    backend: Option<Text>,
     rdma: RdmaOption,
 ) -> Outcome<Array> {
     create(py, shape, dtype, device, backend, |size| Spec::vmm(size).rdma(rdma.0).into())
@@ -46,31 +47,31 @@ pub(crate) fn create(
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
     device: Option<Wanted>,
-    backend: Option<&str>,
+    backend: Option<Text>,
     spec: impl FnOnce(u64) -> Spec + Send,
 ) -> Outcome<Array> {
     let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, array::shape(shape)?, Order::C)?;
     let size = descriptor.bytes()?.max(1);
-    py.detach(|| Array::new(Owned::make(&driver::open_device(backend, device)?, spec(size))?, descriptor))
+    py.detach(|| Array::new(Owned::make(&driver::open_device(backend.as_deref(), device)?, spec(size))?, descriptor))
 }
 
 /// Copies an array of another library into new shared memory, in C order. Returns an `Array`.
 ///
 /// `object` supports the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or it is a NumPy scalar, or an
 /// `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str or None)
-/// is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not
-/// an array, and for a GPU array with the host backend.
+/// is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, `TypeError` for an object that is not an
+/// array, and `Invalid` for a GPU array with the host backend.
 #[pyfunction]
 #[pyo3(signature = (object, *, device=None, backend=None))]
 pub(crate) fn asarray(
     py: Python<'_>,
     object: &Bound<'_, PyAny>,
     device: Option<Wanted>,
-    backend: Option<&str>,
+    backend: Option<Text>,
 ) -> Outcome<Array> {
     let source = source::of(object)?;
     let made = signals::run(py, &[], || {
-        let driver = driver::driver(backend)?;
+        let driver = driver::driver(backend.as_deref())?;
         let wanted = device.map(|Wanted(selector)| selector).or(source.selector(&driver));
         let descriptor = source.descriptor()?;
         let memory = Owned::create(&driver::device(&driver, wanted)?, descriptor.bytes()?)?;

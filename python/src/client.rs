@@ -27,7 +27,8 @@ use crate::{
     memory::{BrokerAddress, PickledAddress, RdmaOption},
     requests::{GetOptions, condition, lifetime, wait_time},
     signals,
-    time::seconds,
+    text::{FilePath, Text},
+    time::required,
     watch::Watch,
 };
 
@@ -42,24 +43,23 @@ impl Client {
     #[pyo3(signature = (path, backend, timeout, wait, trust))]
     fn new(
         py: Python<'_>,
-        path: Option<PathBuf>,
-        backend: Option<&str>,
+        path: Option<FilePath>,
+        backend: Option<Text>,
         timeout: &Bound<'_, PyAny>,
         wait: &Bound<'_, PyAny>,
         trust: Vec<u32>,
     ) -> Outcome<Self> {
-        let backend = driver::backend(backend)?.to_owned();
-        let timeout = seconds(timeout, "timeout")?.filter(|timeout| !timeout.is_zero()).ok_or_else(|| {
-            Failure::invalid("timeout=0 leaves the broker no time to answer: give a positive number of seconds")
-        })?;
-        let wait = seconds(wait, "wait")?.ok_or_else(|| {
-            Failure::invalid("wait=None is not a time: give seconds, or float('inf') to wait for ever")
-        })?;
-        let path =
-            path.or_else(|| std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(Into::into));
-        if let Some(path) = path.as_ref().filter(|path| path.as_os_str().as_encoded_bytes().contains(&0)) {
-            return Err(Failure::invalid(format!("path={path:?} contains a null character: remove it")));
+        let backend = driver::backend(backend.as_deref())?.to_owned();
+        let timeout = required(timeout, "timeout")?;
+        if timeout.is_zero() {
+            return Err(Failure::invalid(
+                "timeout=0 leaves the broker no time to answer: give a positive number of seconds",
+            ));
         }
+        let wait = required(wait, "wait")?;
+        let path = path
+            .map(|FilePath(path)| path)
+            .or_else(|| std::env::var_os("VMMFD_BROKER_SOCKET").filter(|path| !path.is_empty()).map(Into::into));
         let found = BrokerPath::find(path.as_deref())?;
         let path = found.path().to_owned();
         let config =
@@ -106,7 +106,7 @@ impl Client {
     fn put(
         &self,
         py: Python<'_>,
-        name: String,
+        name: Text,
         parts: Vec<Plan<'_>>,
         replace: Option<&Bound<'_, PyAny>>,
         metadata: Option<&Bound<'_, PyAny>>,
@@ -114,7 +114,7 @@ impl Client {
         lifetime: Option<&Bound<'_, PyAny>>,
         keep: Option<u32>,
         announced: Option<Vec<String>>,
-        group: Option<String>,
+        group: Option<Text>,
         wait: Option<&Bound<'_, PyAny>>,
     ) -> Outcome<(u64, String)> {
         self.0.check()?;
@@ -136,12 +136,12 @@ impl Client {
         let parts: Vec<client_put::PlannedPart> =
             parts.into_iter().map(client_put::PlannedPart::of).collect::<Outcome<_>>()?;
         let published = self.0.call(py, purpose, |client| {
-            let mut put = Put::new(name).condition(condition);
+            let mut put = Put::new(&*name).condition(condition);
             for part in &parts {
                 put = put.part(part.finish()?);
             }
             if let (Some(announced), Some(group)) = (announced, group) {
-                put = put.together(announced, group, wait.unwrap_or_default());
+                put = put.together(announced, group.0, wait.unwrap_or_default());
             }
             put = metadata.into_iter().fold(put, Put::metadata);
             put = mode.into_iter().fold(put, Put::mode);
@@ -158,19 +158,19 @@ impl Client {
         &self,
         py: Python<'py>,
         values: &Bound<'py, PyList>,
-        part: String,
+        part: Text,
         device: Option<Wanted>,
         copy: Option<bool>,
         rdma: RdmaOption,
     ) -> Outcome<Plan<'py>> {
         self.0.check()?;
-        client_put::plan(py, &self.0.place.backend, values, part, device, copy, rdma)
+        client_put::plan(py, &self.0.place.backend, values, part.0, device, copy, rdma)
     }
 
     /// Leases an object, and maps it.
-    fn get(&self, py: Python<'_>, name: &str, mut options: GetOptions<'_>) -> Outcome<Lease> {
+    fn get(&self, py: Python<'_>, name: Text, mut options: GetOptions<'_>) -> Outcome<Lease> {
         let opening = options.opening()?;
-        let get = options.request(name, &opening.selection)?;
+        let get = options.request(&name, &opening.selection)?;
         let leased = self.0.call(py, Purpose::Any, |client| self.0.open(client.get(&get)?, opening))?;
         Ok(Lease::new(leased))
     }
@@ -179,7 +179,7 @@ impl Client {
     fn get_all(
         &self,
         py: Python<'_>,
-        requests: Vec<(String, GetOptions<'_>)>,
+        requests: Vec<(Text, GetOptions<'_>)>,
         mut options: GetOptions<'_>,
     ) -> Outcome<Vec<Lease>> {
         let Opening { device, copy_on_write, .. } = options.opening()?;
@@ -202,14 +202,14 @@ impl Client {
     fn claim<'py>(
         &self,
         py: Python<'py>,
-        name: &str,
-        part: Option<String>,
-        group: Option<String>,
+        name: Text,
+        part: Option<Text>,
+        group: Option<Text>,
         mut options: GetOptions<'_>,
     ) -> Outcome<Bound<'py, PyAny>> {
         let of = match (part, group) {
             (None, None) => ClaimOf::whole(),
-            (Some(part), Some(group)) => ClaimOf::part(part, group),
+            (Some(Text(part)), Some(Text(group))) => ClaimOf::part(part, group),
             _ => {
                 return Err(Failure::invalid(
                     "part names the part to create, and group identifies the version's puts: give both",
@@ -218,7 +218,7 @@ impl Client {
         };
         let opening = options.opening()?;
         // Also without a wait: a get that has no wait is no claim.
-        let get = options.request(name, &opening.selection)?.wait(options.wait()?.unwrap_or_default());
+        let get = options.request(&name, &opening.selection)?.wait(options.wait()?.unwrap_or_default());
         let found = self.0.call_with(py, Purpose::Any, |client| {
             match client.get_or_claim(&get, &of)? {
                 Found::Lease(lease) => {
@@ -239,24 +239,18 @@ impl Client {
     }
 
     /// Gets and imports a version that fits the addresses of a lease.
-    fn prepare(
-        &self,
-        py: Python<'_>,
-        lease: &Lease,
-        name: Option<String>,
-        options: GetOptions<'_>,
-    ) -> Outcome<Prepared> {
+    fn prepare(&self, py: Python<'_>, lease: &Lease, name: Option<Text>, options: GetOptions<'_>) -> Outcome<Prepared> {
         let leased = lease.leased()?;
-        let get = options.request(&name.unwrap_or_else(|| leased.name(py)), &leased.selection)?;
+        let get = options.request(&name.map_or_else(|| leased.name(py), |Text(name)| name), &leased.selection)?;
         let prepared = self.0.call(py, Purpose::Any, |client| leased.prepare(client.get(&get)?))?;
         Ok(Prepared::new(prepared))
     }
 
     /// Gets a version and maps it at the addresses of a parked lease.
-    fn unpark(&self, py: Python<'_>, lease: &Lease, name: Option<String>, options: GetOptions<'_>) -> Outcome<()> {
+    fn unpark(&self, py: Python<'_>, lease: &Lease, name: Option<Text>, options: GetOptions<'_>) -> Outcome<()> {
         let leased = lease.leased()?;
         leased.check_parked()?;
-        let get = options.request(&name.unwrap_or_else(|| leased.name(py)), &leased.selection)?;
+        let get = options.request(&name.map_or_else(|| leased.name(py), |Text(name)| name), &leased.selection)?;
         self.0.call(py, Purpose::Any, |client| leased.unpark(client.get(&get)?))
     }
 
@@ -299,13 +293,13 @@ impl Client {
     }
 
     /// Returns the objects whose names start with `prefix`, as dicts.
-    fn list<'py>(&self, py: Python<'py>, prefix: String) -> Outcome<Bound<'py, PyAny>> {
+    fn list<'py>(&self, py: Python<'py>, prefix: Text) -> Outcome<Bound<'py, PyAny>> {
         self.report(py, |client| client.list(&prefix))
     }
 
     /// Describes a version as a dict.
     #[pyo3(signature = (name, version=None))]
-    fn stat<'py>(&self, py: Python<'py>, name: String, version: Option<u64>) -> Outcome<Bound<'py, PyAny>> {
+    fn stat<'py>(&self, py: Python<'py>, name: Text, version: Option<u64>) -> Outcome<Bound<'py, PyAny>> {
         let found = self.0.call(py, Purpose::Any, |client| Ok(client.stat(&name, version)?))?;
         let metadata = json::read(py, &found.metadata_text())?;
         let described = json::serialized(py, found)?;
@@ -314,19 +308,21 @@ impl Client {
     }
 
     /// Returns the leases and the users' totals as a dict.
-    fn who<'py>(&self, py: Python<'py>, prefix: String) -> Outcome<Bound<'py, PyAny>> {
+    fn who<'py>(&self, py: Python<'py>, prefix: Text) -> Outcome<Bound<'py, PyAny>> {
         self.report(py, |client| client.who(&prefix))
     }
 
     /// Deletes a name.
-    fn delete(&self, py: Python<'_>, name: String) -> Outcome<()> {
+    fn delete(&self, py: Python<'_>, name: Text) -> Outcome<()> {
         self.0.call(py, Purpose::Any, |client| Ok(client.delete(&name)?))
     }
 
     /// Follows the events of names.
     #[pyo3(signature = (prefix, after=None))]
-    fn watch(&self, py: Python<'_>, prefix: String, after: Option<(String, u64)>) -> Outcome<Watch> {
-        self.0.call_with(py, Purpose::Any, |client| Watch::new(client, &prefix, after))
+    fn watch(&self, py: Python<'_>, prefix: Text, after: Option<(Text, u64)>) -> Outcome<Watch> {
+        self.0.call_with(py, Purpose::Any, |client| {
+            Watch::new(client, &prefix, after.map(|(Text(instance), seq)| (instance, seq)))
+        })
     }
 
     /// Calls `call` for each lost lease, with name, version, id, kind and reason.

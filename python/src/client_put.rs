@@ -20,6 +20,7 @@ use crate::{
     shared::PyMemory,
     signals::GilPause,
     source::{self, Location, Source},
+    text::Text,
 };
 
 /// The largest segment for copied arrays, which a reader maps as a whole.
@@ -60,6 +61,7 @@ impl PlannedPart {
         let mut arrays = Vec::with_capacity(entries.len());
         for entry in entries.iter() {
             pause.step(entry.py());
+            entry.get_item(0)?.extract::<Text>()?;
             let (name, dtype, shape, strides, memory, offset, attributes): Entry = entry.extract()?;
             let (Some(start), Some(of)) = (starts.get(memory), memories.get(memory)) else {
                 let problem = format!("array {name:?} is in memory {memory}, but its part has {}", memories.len());
@@ -130,7 +132,7 @@ pub(crate) fn plan<'py>(
     let mut named = Vec::with_capacity(values.len());
     for value in values.iter() {
         pause.step(py);
-        let (name, value): (String, Bound<'_, PyAny>) = value.extract()?;
+        let (Text(name), value): (Text, Bound<'_, PyAny>) = value.extract()?;
         named.push(match value.cast::<Array>().ok().map(|array| (array, array.get().owner())) {
             Some((array, Some(owner))) if copy != Some(true) => {
                 (name, Value::Shared(owner, array.get().descriptor().clone()))

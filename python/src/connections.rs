@@ -2,7 +2,6 @@
 
 use std::{
     collections::HashMap,
-    process,
     sync::{
         Arc, Mutex, Weak,
         atomic::{AtomicBool, Ordering},
@@ -20,7 +19,7 @@ use vmmfd::{
 
 use crate::{
     driver,
-    error::{Failure, Outcome},
+    error::Outcome,
     leased_memory::{Leased, Opening},
     memory::BrokerAddress,
     signals::{self, CloseFlag, Observer},
@@ -260,7 +259,7 @@ impl Connections {
 
     /// Fails if it is closed, and in a fork.
     pub(crate) fn check(&self) -> Outcome<()> {
-        check_process(self.made_by, "connected to the broker", "connect again")?;
+        self.made_by.check()?;
         match self.closed.is_set() {
             true => Err(signals::closed_error()),
             false => Ok(()),
@@ -282,16 +281,6 @@ impl Connections {
         };
         Ok(Leased::new(object, selection, Arc::clone(&self.place)))
     }
-}
-
-/// Fails in a fork of the process that created an object.
-pub(crate) fn check_process(made_by: ProcessIdentity, made: &str, remedy: &str) -> Outcome<()> {
-    if made_by.is_current() {
-        return Ok(());
-    }
-    let parent = made_by.pid();
-    let fork = process::id();
-    Err(Failure::unusable(format!("process {parent} {made}, and process {fork} is a fork of it: {remedy}")))
 }
 
 /// The program's handlers.

@@ -5,10 +5,13 @@ use std::{
     hash::{Hash, Hasher},
 };
 
-use pyo3::{prelude::*, types::PyBool};
+use pyo3::{
+    prelude::*,
+    types::{PyBool, PyString},
+};
 use vmmfd::memory::{Device, Selector};
 
-use crate::error::{Failure, Outcome};
+use crate::error::{Failure, Outcome, shown};
 
 /// A CUDA device, or this machine's memory. Devices with the same UUID are equal.
 ///
@@ -80,22 +83,22 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Wanted {
 /// Parses a caller's device: an ordinal in this process, a UUID or its first characters, or a [`PyDevice`].
 ///
 /// # Errors
-/// `ValueError` for anything else.
+/// `ValueError` for a number or text that names no device; `TypeError` for anything else.
 pub(crate) fn selector(wanted: &Bound<'_, PyAny>) -> Outcome<Selector> {
     if let Ok(device) = wanted.cast::<PyDevice>() {
         return Ok(Selector::Uuid(device.get().0.uuid()));
     }
-    let bad = || {
-        let shown = wanted.repr().map_or_else(|_| "it".to_owned(), |shown| shown.to_string());
-        Failure::invalid(format!(
-            "device={shown} is not a device: give its ordinal, its UUID or the UUID's first characters, or a vmmfd.Device"
-        ))
-    };
-    if wanted.is_instance_of::<PyBool>() {
-        return Err(bad());
-    }
-    if let Ok(ordinal) = wanted.extract::<u32>() {
+    let is_bool = wanted.is_instance_of::<PyBool>();
+    if !is_bool && let Ok(ordinal) = wanted.extract::<u32>() {
         return Ok(Selector::Ordinal(ordinal));
     }
-    wanted.extract::<String>().ok().and_then(|text| text.parse().ok()).ok_or_else(bad)
+    if let Some(selector) = wanted.extract::<String>().ok().and_then(|text| text.parse().ok()) {
+        return Ok(selector);
+    }
+    let problem = format!(
+        "device={} is not a device: give its ordinal, its UUID or the UUID's first characters, or a vmmfd.Device",
+        shown(wanted)?
+    );
+    let is_named = wanted.is_instance_of::<PyString>() || !is_bool && wanted.hasattr("__index__")?;
+    Err(if is_named { Failure::invalid(problem) } else { Failure::wrong_type(problem) })
 }

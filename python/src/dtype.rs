@@ -9,7 +9,10 @@ use pyo3::{
 };
 use vmmfd::array::ElementType;
 
-use crate::error::{Failure, Outcome, shown, tolerant};
+use crate::{
+    error::{Failure, Outcome, shown, tolerant},
+    text::unicode,
+};
 
 /// Returns the buffer protocol's format (PEP 3118); `None` for types without a format.
 pub(crate) fn format(dtype: ElementType) -> Option<String> {
@@ -113,7 +116,7 @@ pub(crate) fn to_numpy(py: Python<'_>, dtype: ElementType) -> PyResult<Bound<'_,
     py.import("numpy")?.call_method1("dtype", (&*spelling(dtype),))
 }
 
-/// Returns the spelling of an object's type. For an object that is not a type, raises `Invalid` if `strict`, else returns None.
+/// Returns the spelling of an object's type. For an object that is not a type, raises `TypeError` if `strict`, else returns None.
 #[pyfunction(name = "_dtype_name")]
 pub(crate) fn name(object: &Bound<'_, PyAny>, strict: bool) -> Outcome<Option<Cow<'static, str>>> {
     let found = if strict { Some(extract(object)?) } else { of_object(object)? };
@@ -123,25 +126,27 @@ pub(crate) fn name(object: &Bound<'_, PyAny>, strict: bool) -> Outcome<Option<Co
 /// Returns the type that a caller names: a text, or a dtype of NumPy, ml_dtypes, JAX or PyTorch.
 ///
 /// # Errors
-/// `ValueError` for an object that is not a type, and for a type that readers could not restore.
+/// `TypeError` for an object that is not a type, `ValueError` for a type that readers could not restore.
 pub(crate) fn extract(named: &Bound<'_, PyAny>) -> Outcome<ElementType> {
     if let Ok(text) = named.cast::<PyString>() {
-        return parse(&text.to_cow()?);
+        return parse(&unicode(text)?);
     }
     if let Some(dtype) = of_object(named)? {
         return Ok(dtype);
     }
     let shown = shown(named)?;
-    Err(Failure::invalid(if is_compound(named)? {
-        format!(
+    if is_compound(named)? {
+        return Err(Failure::invalid(format!(
             "dtype={shown} has fields or is a subarray, and readers would only get its bytes: share each field as a separate array"
-        )
-    } else {
-        format!(
-            "dtype={shown} is not a supported element type: use bool, integers and floats of 8 to 64 bits, bfloat16, complex64, \
-             complex128 or void, by a name such as \"float32\""
-        )
-    }))
+        )));
+    }
+    let problem = format!(
+        "dtype={shown} is not a supported element type: use bool, integers and floats of 8 to 64 bits, bfloat16, complex64, \
+         complex128 or void, by a name such as \"float32\""
+    );
+    // The dtypes of NumPy and PyTorch have an itemsize.
+    let is_type = named.is_instance_of::<PyType>() || named.hasattr("itemsize")?;
+    Err(if is_type { Failure::invalid(problem) } else { Failure::wrong_type(problem) })
 }
 
 /// Returns the type of another library's object; `None` for other objects, and for unsupported types.

@@ -13,14 +13,14 @@ use pyo3::{
 };
 use vmmfd::{
     Error,
-    error::{ErrorClass, code},
+    error::{ErrorClass, SocketError, code},
 };
 
 /// An error of the library, of the caller, or the exception of a callback.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Library(Error),
-    /// The caller's error: the name of its class in `vmmfd._errors`, and a sentence.
+    /// The caller's error: the name of its class in `vmmfd._errors` or `TypeError`, and a sentence.
     Caller(&'static str, String),
     Python(PyErr),
 }
@@ -41,6 +41,11 @@ impl From<PyErr> for Failure {
 }
 
 impl Failure {
+    /// An argument of a wrong type: `TypeError`.
+    pub(crate) fn wrong_type(message: impl Into<String>) -> Self {
+        Self::Caller("TypeError", message.into())
+    }
+
     /// A bad argument: `ValueError`.
     pub(crate) fn invalid(message: impl Into<String>) -> Self {
         Self::Caller("Invalid", message.into())
@@ -111,7 +116,13 @@ pub(crate) fn shown(given: &Bound<'_, PyAny>) -> PyResult<String> {
 /// The class of `vmmfd._errors` for an error of the library: its name there, or the base class.
 fn class_of(error: &Error) -> String {
     match error.class() {
-        ErrorClass::Forked | ErrorClass::Driver | ErrorClass::System => "Error".to_owned(),
+        // Of `vmmfd.take`, whose wait expired.
+        _ if matches!(error, Error::Socket(SocketError::Absent { waited, .. }) if !waited.is_zero()) => {
+            "Timeout".to_owned()
+        }
+        ErrorClass::Driver | ErrorClass::System => "Error".to_owned(),
+        // The state of each object in a fork forbids every call.
+        ErrorClass::Forked => "Invalid".to_owned(),
         class => format!("{class:?}"),
     }
 }
@@ -122,6 +133,10 @@ fn sentence(error: &Error) -> String {
         Error::Driver { call, code: code::OUT_OF_MEMORY, source: Some(source), .. } => {
             format!("{call} failed: {source}")
         }
+        Error::Forked { initialised_by, pid } => format!(
+            "process {pid} is a fork of process {initialised_by}, whose memory and connections it can't use: connect again, in a process \
+             that spawn or forkserver started"
+        ),
         error => error.in_full(),
     }
 }
@@ -130,6 +145,7 @@ impl From<Failure> for PyErr {
     fn from(failure: Failure) -> Self {
         let (class, message, kind, hint) = match failure {
             Failure::Python(error) => return error,
+            Failure::Caller("TypeError", message) => return PyTypeError::new_err(message),
             Failure::Caller(class, message) => (class.to_owned(), message, "usage", None),
             Failure::Library(error) => (class_of(&error), sentence(&error), error.kind().as_str(), error.hint()),
         };

@@ -1,6 +1,6 @@
 //! Handing an array to other processes at a path, as the commands `produce` and `consume` do.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use pyo3::prelude::*;
 use vmmfd::{
@@ -19,7 +19,8 @@ use crate::{
     driver,
     error::{Failure, Outcome},
     memory::{Memory, RegionMemory},
-    time::seconds,
+    text::{FilePath, Text},
+    time::required,
     waiting::interruptibly,
 };
 
@@ -31,12 +32,12 @@ type Served = (i32, u32, Option<String>);
 #[pyo3(name = "_serve", signature = (path, array, consumers, wait))]
 pub(crate) fn serve(
     py: Python<'_>,
-    path: Option<PathBuf>,
+    path: Option<FilePath>,
     array: &Bound<'_, Array>,
     consumers: u64,
     wait: &Bound<'_, PyAny>,
 ) -> Outcome<Vec<Served>> {
-    let wait = limit(wait, "wait")?;
+    let wait = required(wait, "wait")?;
     let array = array.get();
     array.check()?;
     let owner = array.owner();
@@ -44,7 +45,7 @@ pub(crate) fn serve(
         owner.ok_or_else(|| Failure::invalid("another process created this memory: only its creator can serve it"))?;
     let descriptor = array.descriptor().clone();
     interruptibly(py, |cancel| {
-        let path = socket_path(path.as_deref())?;
+        let path = socket_path(path.as_ref().map(|FilePath(path)| path.as_path()))?;
         // Finish the work that other libraries queued before a consumer reads.
         owner.device().wait_for_work()?;
         let buffer = handoff::Buffer::new(Arc::clone(owner.shared()), Unchecked, Some(descriptor))?;
@@ -68,26 +69,20 @@ pub(crate) fn serve(
 #[pyo3(name = "_take", signature = (path, device, backend, readonly, wait))]
 pub(crate) fn take(
     py: Python<'_>,
-    path: Option<PathBuf>,
+    path: Option<FilePath>,
     device: Option<Wanted>,
-    backend: Option<&str>,
+    backend: Option<Text>,
     readonly: bool,
     wait: &Bound<'_, PyAny>,
 ) -> Outcome<Array> {
-    let wait = limit(wait, "wait")?;
+    let wait = required(wait, "wait")?;
     interruptibly(py, |cancel| {
-        let path = socket_path(path.as_deref())?;
-        let driver = driver::driver(backend)?;
+        let path = socket_path(path.as_ref().map(|FilePath(path)| path.as_path()))?;
+        let driver = driver::driver(backend.as_deref())?;
         let config = Config::default().timeout(wait).cancel(cancel);
         let consumer = Consumer::connect(&driver, device.map(|Wanted(selector)| selector), &path, &config, &|_| {})?;
         let access = if readonly { Access::ReadOnly } else { Access::ReadWrite };
         let (object, descriptor) = bindings::take(consumer, access)?;
         Array::new(RegionMemory::new(Arc::new(object)) as Arc<dyn Memory>, descriptor)
     })
-}
-
-/// Parses a timeout, which must not be `None`.
-fn limit(given: &Bound<'_, PyAny>, name: &str) -> Outcome<Duration> {
-    seconds(given, name)?
-        .ok_or_else(|| Failure::invalid(format!("{name}=None is not a time: give seconds, or float(\"inf\")")))
 }

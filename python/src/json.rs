@@ -75,11 +75,11 @@ pub(crate) fn to_dict<'py>(py: Python<'py>, fields: &Map<String, Value>) -> PyRe
 /// Converts a mapping to an object. `what` is its name in errors.
 ///
 /// # Errors
-/// `ValueError` for a value that JSON lacks, with its position.
+/// `TypeError` for another type, and for a type that JSON lacks; `ValueError` for a value that it lacks; with the position.
 pub(crate) fn from_mapping(value: &Bound<'_, PyAny>, what: &str) -> Outcome<Map<String, Value>> {
     match from_python(value, &At::Root(what), 0, &mut GilPause::new())? {
         Value::Object(fields) => Ok(fields),
-        _ => Err(Failure::invalid(format!("{what} has type {}: give a mapping", type_of(value)))),
+        _ => Err(Failure::wrong_type(format!("{what} has type {}: give a mapping", type_of(value)))),
     }
 }
 
@@ -136,7 +136,7 @@ fn from_python(value: &Bound<'_, PyAny>, at: &At<'_>, depth: usize, pause: &mut 
         for item in mapping.items()?.iter() {
             let (key, value): (Bound<'_, PyAny>, Bound<'_, PyAny>) = item.extract()?;
             if !key.is_instance_of::<PyString>() {
-                return Err(Failure::invalid(format!(
+                return Err(Failure::wrong_type(format!(
                     "{at} has the key {key}, of type {}: keys are str",
                     type_of(&key)
                 )));
@@ -147,7 +147,7 @@ fn from_python(value: &Bound<'_, PyAny>, at: &At<'_>, depth: usize, pause: &mut 
         }
         return Ok(Value::Object(fields));
     }
-    Err(Failure::invalid(format!(
+    Err(Failure::wrong_type(format!(
         "{at} has type {}: give a str, int, float, bool, None, or lists and mappings of them",
         type_of(value)
     )))

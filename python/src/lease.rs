@@ -23,12 +23,13 @@ use crate::{
     array::Array,
     buffer::contiguous,
     client_put::Entry,
-    connections::{Checkout, check_process},
+    connections::Checkout,
     error::{Failure, Outcome},
     json,
     leased_memory::{Leased, LeasedPiece, attributes_of, place},
     memory::{Memory, Origin, PickledAddress},
     signals::GilPause,
+    text::Text,
 };
 
 /// The value of a Python object until it is closed, and the process that created it.
@@ -73,7 +74,7 @@ impl Lease {
     /// # Errors
     /// `ValueError` if it is closed, and in a fork.
     pub(crate) fn leased(&self) -> Outcome<Arc<Leased>> {
-        check_process(self.0.made_by, "got this lease", "connect and get it again")?;
+        self.0.made_by.check()?;
         lock(&self.0.value).clone().ok_or_else(|| Failure::unusable("the lease is closed: get the object again"))
     }
 
@@ -206,9 +207,10 @@ impl Lease {
         }))
     }
 
-    fn __contains__(&self, py: Python<'_>, name: &str) -> Outcome<bool> {
+    fn __contains__(&self, py: Python<'_>, name: &Bound<'_, PyAny>) -> Outcome<bool> {
         let leased = self.leased()?;
-        Ok(leased.read(py, |object| match leased.find(object, name, None) {
+        let Ok(name) = name.extract::<String>() else { return Ok(false) };
+        Ok(leased.read(py, |object| match leased.find(object, &name, None) {
             Ok(_) => true,
             Err(Failure::Caller("NoArray", _)) => false,
             // The name is in several parts.
@@ -217,11 +219,12 @@ impl Lease {
     }
 
     #[pyo3(signature = (name, part=None))]
-    fn array<'py>(&self, py: Python<'py>, name: &str, part: Option<&str>) -> Outcome<Bound<'py, Array>> {
+    fn array<'py>(&self, py: Python<'py>, name: Text, part: Option<Text>) -> Outcome<Bound<'py, Array>> {
+        let part = part.as_deref();
         let leased = self.leased()?;
         let found = leased.read(py, |object| {
             leased.check_mapped(object)?;
-            let (part, entry) = leased.find(object, name, part)?;
+            let (part, entry) = leased.find(object, &name, part)?;
             leased.piece(object, part, entry)
         });
         Self::array_of(py, found)
@@ -229,7 +232,8 @@ impl Lease {
 
     /// Returns all mapped arrays, each with its part, name, attributes, and whether its elements are contiguous in C order.
     #[pyo3(signature = (part=None))]
-    fn arrays<'py>(&self, py: Python<'py>, part: Option<&str>) -> Outcome<Vec<Bound<'py, PyTuple>>> {
+    fn arrays<'py>(&self, py: Python<'py>, part: Option<Text>) -> Outcome<Vec<Bound<'py, PyTuple>>> {
+        let part = part.as_deref();
         let leased = self.leased()?;
         let found = leased.read(py, |object| {
             leased.check_mapped(object)?;
@@ -263,10 +267,11 @@ impl Lease {
 
     /// Returns the attributes of an array, or None.
     #[pyo3(signature = (name, part=None))]
-    fn attributes<'py>(&self, py: Python<'py>, name: &str, part: Option<&str>) -> Outcome<Option<Bound<'py, PyDict>>> {
+    fn attributes<'py>(&self, py: Python<'py>, name: Text, part: Option<Text>) -> Outcome<Option<Bound<'py, PyDict>>> {
+        let part = part.as_deref();
         let leased = self.leased()?;
         let attributes = leased.read(py, |object| {
-            let (_, entry) = leased.find(object, name, part)?;
+            let (_, entry) = leased.find(object, &name, part)?;
             attributes_of(entry)
         })?;
         Ok(attributes.map(|attributes| json::to_dict(py, &attributes)).transpose()?)
@@ -274,7 +279,8 @@ impl Lease {
 
     /// Returns the pieces of a part's memory: the offset of each in the part, and an array of its bytes.
     #[pyo3(signature = (part=None))]
-    fn memory<'py>(&self, py: Python<'py>, part: Option<&str>) -> Outcome<Vec<(u64, Bound<'py, Array>)>> {
+    fn memory<'py>(&self, py: Python<'py>, part: Option<Text>) -> Outcome<Vec<(u64, Bound<'py, Array>)>> {
+        let part = part.as_deref();
         let leased = self.leased()?;
         let pieces = leased.read(py, |object| {
             leased.check_mapped(object)?;
@@ -374,7 +380,7 @@ impl Prepared {
     }
 
     fn check(&self) -> Outcome<()> {
-        check_process(self.0.made_by, "prepared this version", "connect and get it again")
+        Ok(self.0.made_by.check()?)
     }
 
     fn take(&self) -> Outcome<broker::Prepared> {

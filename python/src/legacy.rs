@@ -18,6 +18,7 @@ use crate::{
     error::{Failure, Outcome},
     memory::{Export, Memory},
     reaper::Reaped,
+    text::Text,
 };
 
 /// Memory of an opened handle. It can be closed while arrays of it exist, which then have no memory.
@@ -129,7 +130,7 @@ pub(crate) fn legacy_empty(
     shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
     device: Option<Wanted>,
-    backend: Option<&str>,
+    backend: Option<Text>,
 ) -> Outcome<Array> {
     array_new::create(py, shape, dtype, device, backend, Spec::legacy)
 }
@@ -166,14 +167,14 @@ pub(crate) fn legacy_open(
     strides: Option<Vec<i64>>,
     offset: u64,
     device: Option<Wanted>,
-    backend: Option<&str>,
+    backend: Option<Text>,
 ) -> Outcome<OpenedHandle> {
     let pointer: [u8; 64] = handle
         .try_into()
         .map_err(|_| Failure::invalid(format!("a legacy handle has 64 bytes, and this has {}", handle.len())))?;
     let descriptor = ArrayDescriptor { dtype: dtype::extract(dtype)?, shape: array::shape(shape)?, strides, offset };
     py.detach(|| {
-        let device = driver::open_device(backend, device)?;
+        let device = driver::open_device(backend.as_deref(), device)?;
         let memory = LegacyMemory::open(&device, &Pointer(pointer))?;
         let address = memory.address();
         let size = memory.size();

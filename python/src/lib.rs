@@ -31,6 +31,7 @@ mod requests;
 mod shared;
 mod signals;
 mod source;
+mod text;
 mod time;
 mod torch_pool;
 mod waiting;

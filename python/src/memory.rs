@@ -11,7 +11,10 @@ use std::{
     time::Duration,
 };
 
-use pyo3::{prelude::*, types::PyBool};
+use pyo3::{
+    prelude::*,
+    types::{PyBool, PyString},
+};
 use vmmfd::{
     Error, Result,
     bindings::lock,
@@ -21,7 +24,7 @@ use vmmfd::{
 };
 
 use crate::{
-    error::{Failure, Outcome},
+    error::{Failure, Outcome, shown},
     reaper::{self, Reaped},
 };
 
@@ -179,7 +182,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for RdmaOption {
             Ok(required) if required.is_true() => Ok(Self(Rdma::Required)),
             Ok(_) => Ok(Self(Rdma::Never)),
             Err(_) if object.extract::<&str>().is_ok_and(|text| text == "auto") => Ok(Self(Rdma::Auto)),
-            Err(_) => Err(Failure::invalid(format!("rdma={} is not \"auto\", True or False", object.repr()?)).into()),
+            Err(_) => {
+                let problem = format!("rdma={} is not \"auto\", True or False", shown(&object)?);
+                let is_text = object.is_instance_of::<PyString>();
+                Err(if is_text { Failure::invalid(problem) } else { Failure::wrong_type(problem) }.into())
+            }
         }
     }
 }

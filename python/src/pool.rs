@@ -18,6 +18,7 @@ use crate::{
     error::{Failure, Outcome},
     memory::Owned,
     reaper::Reaped,
+    text::Text,
 };
 
 /// A memory pool created by this process.
@@ -52,9 +53,9 @@ impl PyPool {}
 impl PyPool {
     #[new]
     #[pyo3(signature = (max_size, device, backend))]
-    fn new(py: Python<'_>, max_size: Option<u64>, device: Option<Wanted>, backend: Option<&str>) -> Outcome<Self> {
+    fn new(py: Python<'_>, max_size: Option<u64>, device: Option<Wanted>, backend: Option<Text>) -> Outcome<Self> {
         py.detach(|| {
-            let device = driver::open_device(backend, device)?;
+            let device = driver::open_device(backend.as_deref(), device)?;
             let pool = Reaped::new(&device, Pool::create(&device)?);
             Ok(Self { pool: Mutex::new(Some(pool)), device, max_size, buffers: Mutex::default() })
         })

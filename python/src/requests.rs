@@ -13,6 +13,7 @@ use crate::{
     error::{Failure, Outcome, shown, tolerant},
     json,
     leased_memory::{Opening, Selection},
+    text::Text,
     time::seconds,
 };
 
@@ -98,7 +99,7 @@ pub(crate) fn condition(replace: Option<&Bound<'_, PyAny>>) -> Outcome<Condition
 /// Converts a lifetime: `"deleted"`, `"maker"`, `"leased"`, or a time after the last lease.
 pub(crate) fn lifetime(value: &Bound<'_, PyAny>) -> Outcome<Lifetime> {
     if value.is_instance_of::<PyString>() {
-        return match value.extract::<String>()?.as_str() {
+        return match &*value.extract::<Text>()? {
             "deleted" => Ok(Lifetime::Deleted),
             "maker" => Ok(Lifetime::Maker),
             "leased" => Ok(Lifetime::Leased),

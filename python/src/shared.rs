@@ -15,6 +15,7 @@ use crate::{
     driver, dtype,
     error::Outcome,
     memory::{Memory, Owned},
+    text::Text,
 };
 
 /// Memory created by this process. A put passes it to the broker.
@@ -31,12 +32,12 @@ impl PyMemory {
         py: Python<'_>,
         size: u64,
         device: Option<Wanted>,
-        backend: Option<&str>,
+        backend: Option<Text>,
         segment: Option<u64>,
         sealed: bool,
     ) -> Outcome<Self> {
         py.detach(|| {
-            let device = driver::open_device(backend, device)?;
+            let device = driver::open_device(backend.as_deref(), device)?;
             let spec = Spec::vmm(size.max(1)).rdma(Rdma::Auto);
             let spec = segment.into_iter().fold(spec, |spec, segment| spec.chunk(segment));
             let spec = if sealed { spec.sealed() } else { spec };

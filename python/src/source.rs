@@ -152,7 +152,7 @@ impl Source {
 /// Returns a view of an array. All work on it is ordered before this process's work on the default stream.
 ///
 /// # Errors
-/// `ValueError` for an object without a supported protocol or element type, `BufferError` if its library refuses the export; exceptions of
+/// `TypeError` for an object without a supported protocol, `ValueError` for an unsupported element type, `BufferError` if its library refuses the export; exceptions of
 /// its methods.
 pub(crate) fn of(object: &Bound<'_, PyAny>) -> Outcome<Source> {
     if let Ok(array) = object.cast::<Array>() {
@@ -195,7 +195,7 @@ pub(crate) fn of(object: &Bound<'_, PyAny>) -> Outcome<Source> {
             "the elements of an object of type {kind} have the buffer format {format:?}, which vmmfd does not support: share numbers"
         )));
     }
-    Err(Failure::invalid(format!(
+    Err(Failure::wrong_type(format!(
         "an object of type {kind} is not an array: it has no buffer protocol, __dlpack__, __array_interface__ or \
              __cuda_array_interface__; convert it with numpy.asarray()"
     )))

@@ -12,7 +12,7 @@ use vmmfd::{
 };
 
 use crate::{
-    connections::{Checkout, check_process},
+    connections::Checkout,
     error::{Failure, Outcome},
     json,
     signals::{self, CloseFlag},
@@ -48,7 +48,7 @@ impl Watch {
     }
 
     fn check(&self) -> Outcome<()> {
-        check_process(self.made_by, "started this watch", "connect again")
+        Ok(self.made_by.check()?)
     }
 
     /// Locks the watch, unless another thread uses it.

@@ -9,6 +9,7 @@ use pyo3::{
 use vmmfd::{
     Error,
     channel::CancelReason,
+    fork::ProcessIdentity,
     memory::Rdma,
     weights::{Checkpoint, LoadOptions, Loaded, Tensor},
 };
@@ -21,6 +22,7 @@ use crate::{
     error::{Failure, Outcome},
     memory::{Owned, RdmaOption},
     shared::PyMemory,
+    text::{FilePath, Text},
 };
 
 /// Weights in memory: arrays by name.
@@ -32,6 +34,7 @@ pub(crate) struct Weights {
     metadata: String,
     files: Vec<OsString>,
     digest: Option<String>,
+    made_by: ProcessIdentity,
 }
 
 #[pymethods]
@@ -49,6 +52,7 @@ impl Weights {
     }
 
     fn __getitem__(&self, name: &Bound<'_, PyAny>) -> Outcome<Array> {
+        self.made_by.check()?;
         let found = name.extract::<String>().ok().and_then(|name| self.index.get(&name));
         let &found = found.ok_or_else(|| PyKeyError::new_err(name.clone().unbind()))?;
         Array::new(Arc::clone(&self.memory) as _, self.tensors[found].array.clone())
@@ -94,12 +98,12 @@ impl Weights {
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn load_safetensors(
     py: Python<'_>,
-    paths: Vec<PathBuf>,
-    backend: Option<&str>,
+    paths: Vec<FilePath>,
+    backend: Option<Text>,
     device: Option<Wanted>,
     digest: bool,
     progress: Option<Bound<'_, PyAny>>,
-    threads: Option<i64>,
+    threads: Option<u64>,
     rdma: RdmaOption,
 ) -> Outcome<Weights> {
     let options = match threads {
@@ -115,9 +119,11 @@ pub(crate) fn load_safetensors(
         return Err(PyTypeError::new_err(format!("progress={} can't be called", progress.repr()?)).into());
     }
     let progress = progress.map(Bound::unbind);
+    let paths: Vec<PathBuf> = paths.into_iter().map(|FilePath(path)| path).collect();
+    driver::backend(backend.as_deref())?;
     py.detach(move || {
         let checkpoint = Checkpoint::open(&paths)?;
-        let device = driver::open_device(backend, device)?;
+        let device = driver::open_device(backend.as_deref(), device)?;
         let mut raised = None;
         let mut tick = |done: u64| {
             // None during interpreter shutdown: nothing needs the weights.
@@ -146,6 +152,7 @@ pub(crate) fn load_safetensors(
             metadata: serde_json::Value::Object(checkpoint.metadata().clone()).to_string(),
             files: checkpoint.files().map(Into::into).collect(),
             digest,
+            made_by: ProcessIdentity::current(),
         })
     })
 }

@@ -57,13 +57,13 @@ def test_dtype_names(given: object, name: str) -> None:
 
 @pytest.mark.parametrize("given", ["i8", "u8", "float", "int", float, int, "str", np.dtype("U3"), np.dtype("M8[s]"), None, 4])
 def test_ambiguous_and_unknown_dtypes_are_refused(given: object) -> None:
-    with pytest.raises(vmmfd.Invalid, match="dtype="):
+    with pytest.raises(TypeError if given in (None, 4) else vmmfd.Invalid, match="dtype="):
         vmmfd.empty(1, given, backend="host")
 
 
 @pytest.mark.parametrize("shape", [-1, (2, -1), "3", 2.5, (2**33, 2**33), [1] * 65])
 def test_invalid_shape_is_refused(shape: Any) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(TypeError if shape in ("3", 2.5) else vmmfd.Invalid):
         vmmfd.empty(shape, "float64", backend="host")
 
 
@@ -185,8 +185,11 @@ def test_asarray_copies_buffers(source: Any) -> None:
 
 
 def test_asarray_refuses_other_objects() -> None:
-    for source in ([1, 2], 3, None, "text", np.array(["a"]), np.array([object()]), np.ma.masked_array([1], [True])):
-        with pytest.raises(ValueError):
+    for source in ([1, 2], 3, None, "text"):
+        with pytest.raises(TypeError, match="is not an array"):
+            vmmfd.asarray(source, backend="host")
+    for source in (np.array(["a"]), np.array([object()]), np.ma.masked_array([1], [True])):
+        with pytest.raises(vmmfd.Invalid):
             vmmfd.asarray(source, backend="host")
 
 
@@ -250,10 +253,8 @@ def test_use_in_fork_is_refused(child: Any) -> None:
             for call in (array.__dlpack__, lambda: memoryview(array), array.tobytes, lambda: array.address, lambda: array[1:].tobytes()):
                 try:
                     call()
-                except vmmfd.Error as error:
-                    assert "fork" in str(error), error
-                    refused += 1
-                except BufferError as error:
+                except vmmfd.Invalid as error:
+                    assert f"process {os.getpid()} is a fork of process {os.getppid()}, whose memory" in str(error), error
                     refused += 1
             assert view.sum() == 3
             # The parent's memory is not released here, but memory created here is.

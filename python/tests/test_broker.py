@@ -150,7 +150,7 @@ def test_replace_and_versions(broker: vmmfd.Broker, name: str) -> None:
         broker.put(name, {"x": floats(4)}, replace_version=2)
     with pytest.raises(vmmfd.NotFound):
         broker.get(name, version=1)
-    with pytest.raises(ValueError, match="replace='yes'"):
+    with pytest.raises(TypeError, match="replace='yes'"):
         broker.put(name, {"x": floats(4)}, replace="yes")  # type: ignore[arg-type]
     broker.put(name, {"x": floats(4)}, replace=True, keep=2)
     broker.put(name, {"x": floats(5)}, replace=True)
@@ -168,7 +168,7 @@ def test_get_compares_expectations(broker: vmmfd.Broker, name: str) -> None:
         broker.get(name, expect={"engine": "b"})
     with pytest.raises(vmmfd.Differs, match="blake3"):
         broker.get(name, digest={"all": "blake3:11"})
-    with pytest.raises(ValueError, match="digest has type int"):
+    with pytest.raises(TypeError, match="digest has type int"):
         broker.get(name, digest=5)  # type: ignore[arg-type]
     assert broker.get(name).parts[0].digest == "blake3:00"
     # Nested mappings must have the same fields, and numbers the same type.
@@ -188,9 +188,9 @@ def test_get_all(broker: vmmfd.Broker, name: str) -> None:
     assert np.from_dlpack(got["y"])[0] == 3
     with pytest.raises(vmmfd.NotFound):
         broker.get_all([name + "/a", name + "/c"])
-    with pytest.raises(ValueError, match="is a single name"):
+    with pytest.raises(TypeError, match="is a single name"):
         broker.get_all(name)
-    with pytest.raises(ValueError, match="'vresion', which is not one of"):
+    with pytest.raises(TypeError, match="'vresion', which is not one of"):
         broker.get_all({name: {"vresion": 1}})
     with pytest.raises(vmmfd.Invalid, match="wanted has '.*/a' twice"):
         broker.get_all([name + "/a", name + "/b", name + "/a"])
@@ -237,7 +237,7 @@ def test_one_claimant_gets_the_claim(broker: vmmfd.Broker, name: str) -> None:
 def test_ended_claim_refuses_put(socket: str, broker: vmmfd.Broker, name: str) -> None:
     claim = broker.claim(name)
     assert isinstance(claim, vmmfd.Claim)
-    with pytest.raises(vmmfd.Invalid, match="is not an array"):
+    with pytest.raises(TypeError, match="is not an array"):
         claim.put({"x": object()})
     assert not claim.is_closed
     claim.close()
@@ -274,7 +274,7 @@ def test_numpy_scalars_are_arrays(broker: vmmfd.Broker, name: str) -> None:
     assert np.from_dlpack(mine) == 2
     with pytest.raises(vmmfd.Error):
         mine.copy_to(np.float32(0))
-    with pytest.raises(vmmfd.Invalid, match="an object of type complex is not an array.*numpy.asarray"):
+    with pytest.raises(TypeError, match="an object of type complex is not an array.*numpy.asarray"):
         broker.put(name + "/no", {"x": 1j})
 
 
@@ -407,7 +407,7 @@ def test_connect_waits_a_second_unless_asked(server: Server) -> None:
     with vmmfd.connect(server.path, timeout=20, wait=20) as broker:
         assert broker.list() == []
     starting.join()
-    with pytest.raises(ValueError, match="wait=None is not a time"):
+    with pytest.raises(TypeError, match="wait=None is not a time"):
         vmmfd.connect(server.path, wait=None)  # type: ignore[arg-type]
 
 

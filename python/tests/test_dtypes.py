@@ -207,8 +207,8 @@ def test_dtype_from_any_type() -> None:
     assert vmmfd.DType(np.float16) == vmmfd.DType("half") == "float16"
     assert vmmfd.DType(">i2") == ">i2" == np.dtype(">i2")
     assert vmmfd.DType(np.longlong) == "int64"
-    for none in (None, 4, "int4", np.dtype("O")):
-        with pytest.raises(vmmfd.Invalid, match="dtype="):
+    for none, kind in ((None, TypeError), (4, TypeError), ("int4", vmmfd.Invalid), (np.dtype("O"), vmmfd.Invalid)):
+        with pytest.raises(kind, match="dtype="):
             vmmfd.DType(none)
 
 

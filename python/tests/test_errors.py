@@ -157,6 +157,10 @@ def test_expired_wait_is_timeout(broker: vmmfd.Broker, name: str, tmp_path: Path
     with pytest.raises(vmmfd.Timeout) as caught:
         vmmfd.serve(tmp_path / "array.sock", np.ones(3), wait=0.1, backend="host")
     assert caught.value.errno == errno.ETIMEDOUT and "no consumer" in str(caught.value)
+    with pytest.raises(vmmfd.Timeout, match="no producer on .* within 100ms"):
+        vmmfd.take(tmp_path / "array.sock", wait=0.1, backend="host")
+    with pytest.raises(vmmfd.NotFound):
+        vmmfd.take(tmp_path / "array.sock", wait=0, backend="host")
 
 
 def test_dead_server_is_reported(server: Server) -> None:

@@ -147,18 +147,10 @@ def test_wait_times_out(tmp_path: Path) -> None:
     path = str(tmp_path / "handoff.sock")
     with pytest.raises(vmmfd.Error) as raised:
         vmmfd.take(path, backend="host", wait=0.3)
-    assert isinstance(raised.value, (FileNotFoundError, TimeoutError, ConnectionError)), raised
+    assert isinstance(raised.value, TimeoutError), raised
     with pytest.raises(vmmfd.Error):
         vmmfd.serve(path, NUMBERS, backend="host", wait=0.3)
     assert not Path(path).exists()
-
-
-@pytest.mark.parametrize("wait", [-1, float("nan"), "x", None, timedelta(seconds=-1)])
-def test_invalid_time_is_refused(tmp_path: Path, wait: Any) -> None:
-    with pytest.raises(vmmfd.Invalid, match="wait="):
-        vmmfd.take(str(tmp_path / "x.sock"), backend="host", wait=wait)
-    with pytest.raises(vmmfd.Invalid, match="wait="):
-        vmmfd.serve(str(tmp_path / "x.sock"), NUMBERS, backend="host", wait=wait)
 
 
 def test_path_in_use_is_refused(tmp_path: Path) -> None:

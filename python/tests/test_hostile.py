@@ -67,7 +67,7 @@ def test_valid_producer() -> None:
         ({"ndim": 65}, "65 dimensions"),
         ({"ndim": -1}, "-1 dimensions"),
         ({"shape": None}, "without a shape"),
-        ({"data": None}, "has no data"),
+        ({"data": None}, "a tensor that has no data"),
         ({"kind": 2}, r"on device \(2, 0\), but __dlpack_device__ returned \(1, 0\)"),
         ({"strides": ctypes.addressof(STRIDES)}, "can't start at address"),
         ({"lanes": 4}, "4 lanes"),
@@ -114,7 +114,7 @@ def test_endless_dtype(child: Any) -> None:
                 return self
         try:
             vmmfd.empty(3, Endless(), backend="host")
-        except vmmfd.Invalid as error:
+        except TypeError as error:
             assert "is not a supported element type" in str(error), error
         else:
             raise AssertionError
@@ -312,12 +312,6 @@ def test_producer_type_error_is_not_retried() -> None:
     with pytest.raises(TypeError, match="inside of it"):
         vmmfd.asarray(Broken(), backend="host")
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize("wait", [True, -1, float("nan"), None, "1", datetime.timedelta(-1)])
-def test_invalid_times(wait: Any) -> None:
-    with pytest.raises(vmmfd.Invalid, match="is not a time"):
-        vmmfd.take("/nowhere/at/all", backend="host", wait=wait)
 
 
 @pytest.mark.parametrize("wait", [0, 0.01, np.float64(0.01), datetime.timedelta(milliseconds=5)])

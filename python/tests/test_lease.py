@@ -193,7 +193,7 @@ def test_switch_with_exports_needs_promise(broker: vmmfd.Broker, name: str) -> N
         lease.switch(prepared)
     with pytest.raises(BufferError):
         lease.park()
-    with pytest.raises(ValueError, match="exports_unused='valid' has type str"):
+    with pytest.raises(TypeError, match="exports_unused='valid' has type str"):
         lease.switch(prepared, exports_unused="valid")  # type: ignore[arg-type]
     # It can be tried again.
     assert not prepared.is_closed and (view == 1).all()

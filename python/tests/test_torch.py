@@ -21,8 +21,8 @@ def test_pool_needs_gpu() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(vmmfd.Unsupported, match="needs a GPU"), vmmfd.torch.pool():
             pass
-    for arena in (0, -1, 1.5, True, 1 << 60):
-        with pytest.raises(vmmfd.Invalid, match="is not a memory size"):
+    for arena, kind in ((0, vmmfd.Invalid), (-1, vmmfd.Invalid), (1 << 60, vmmfd.Invalid), (1.5, TypeError), (True, TypeError), (None, TypeError)):
+        with pytest.raises(kind, match="arena="):
             vmmfd.torch.pool(arena=arena)  # type: ignore[arg-type]
     assert vmmfd.torch.pool().figures == {"arenas": 0, "closed": 0, "bytes": 0, "blocks": 0, "used": 0}
 

@@ -14,19 +14,31 @@ _MOST_NAMED = 1024
 # The longest time of the extension, which takes longer ones and `inf` for it.
 _FOREVER = float(2**32 - 1)
 
+# The types among arrays that a put keeps as they are. A subclass is not: a NumPy scalar is an array.
+PLAIN = (str, int, float, bool, type(None))
+
 
 def names(value: t.Any, what: str) -> list[str]:
-    """Returns a list of names. Raises `Invalid` for anything else, including a single str."""
+    """Returns a list of names. Raises `TypeError` for anything else, including a single str."""
     if isinstance(value, str):
-        raise Invalid(f"{what}={value!r} is a single name: give a list, [{value!r}]")
+        raise TypeError(f"{what}={value!r} is a single name: give a list, [{value!r}]")
     try:
         listed = list(value)
     except TypeError:
-        raise Invalid(f"{what}={value!r} has type {type(value).__name__}: give a list of names") from None
+        raise TypeError(f"{what}={value!r} has type {type(value).__name__}: give a list of names") from None
     for name in listed:
         if not isinstance(name, str):
-            raise Invalid(f"{what} has {name!r}, of type {type(name).__name__}: names are str")
+            raise TypeError(f"{what} has {name!r}, of type {type(name).__name__}: names are str")
+        encoded(name, f"{name!r} in {what}")
     return listed
+
+
+def encoded(value: str, what: str) -> bytes:
+    """Returns the bytes of a str. Raises `Invalid` for an unpaired surrogate."""
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise Invalid(f"{what} has an unpaired surrogate, which is not valid Unicode: remove it") from None
 
 
 def chosen(value: t.Any, what: str) -> list[str] | None:
@@ -40,21 +52,25 @@ def chosen(value: t.Any, what: str) -> list[str] | None:
 
 
 def whole(value: t.Any, what: str, bits: int = 64) -> int | None:
-    """Returns a non-negative integer, such as a version. Raises `Invalid` for anything else, including a bool."""
-    number = None
+    """Returns a non-negative integer, such as a version, or None. Raises `TypeError` for another type, also for a bool, and `Invalid` for a
+    number below 0 or of more bits."""
     if value is None:
         return None
-    if not isinstance(value, bool):
-        try:
-            number = index(value)
-        except TypeError:
-            pass
-        else:
-            if number.bit_length() > bits:
-                raise Invalid(f"{what} has {number.bit_length()} bits, and at most {bits} are allowed")
-    if number is None or number < 0:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{what}={value!r} has type {type(value).__name__}: give an integer of at least 0")
+    number = index(value)
+    if number.bit_length() > bits:
+        raise Invalid(f"{what} has {number.bit_length()} bits, and at most {bits} are allowed")
+    if number < 0:
         raise Invalid(f"{what}={value!r}: give an integer of at least 0")
     return number
+
+
+def needed(value: t.Result | None, what: str) -> t.Result:
+    """Returns an option for which None has no meaning. Raises `TypeError` for None."""
+    if value is None:
+        raise TypeError(f"{what}=None is not allowed: omit {what}, or give a value")
+    return value
 
 
 def mode(value: t.Any) -> int | None:
@@ -66,10 +82,10 @@ def mode(value: t.Any) -> int | None:
 
 
 def text(value: t.Any, what: str) -> str:
-    """Returns a digest or a part's name. Raises `Invalid` if it is not a str, or too long for a broker."""
+    """Returns a digest or a part's name. Raises `TypeError` if it is not a str, `Invalid` if it is too long for a broker."""
     if not isinstance(value, str):
-        raise Invalid(f"{what}={value!r} has type {type(value).__name__}: give a str")
-    length = len(value.encode(errors="surrogatepass"))
+        raise TypeError(f"{what}={value!r} has type {type(value).__name__}: give a str")
+    length = len(encoded(value, what))
     if length > _LONGEST:
         raise Invalid(f"{what} has {length} bytes, and at most {_LONGEST} are allowed")
     return value
@@ -82,17 +98,17 @@ def digest(value: t.Any) -> t.Digest | None:
     if isinstance(value, Mapping):
         return {text(part, "a part in digest"): text(one, f"digest[{part!r}]") for part, one in value.items()}
     if not isinstance(value, str):
-        raise Invalid(f"digest has type {type(value).__name__}: give a str, or a mapping of parts to their digests")
+        raise TypeError(f"digest has type {type(value).__name__}: give a str, or a mapping of parts to their digests")
     return text(value, "digest")
 
 
 def rdma(value: t.Any) -> t.Rdma:
-    """Returns whether RDMA must reach memory. Raises `Invalid` for another value than "auto", True and False."""
+    """Returns whether RDMA must reach memory. Raises `Invalid` for another str than "auto", `TypeError` for anything else but a bool."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value == "auto":
         return "auto"
-    raise Invalid(f'rdma={value!r} is not "auto", True or False')
+    raise (Invalid if isinstance(value, str) else TypeError)(f'rdma={value!r} is not "auto", True or False')
 
 
 def endless(value: t.Time | None) -> t.Time:
@@ -101,18 +117,23 @@ def endless(value: t.Time | None) -> t.Time:
 
 
 def seconds(value: t.Any, what: str = "wait") -> float:
-    """Returns a time in seconds, which is a number or a `timedelta`. Raises `Invalid` for anything else."""
+    """Returns a time in seconds, which is a number or a `timedelta`. Raises `TypeError` for anything else, `Invalid` below 0."""
+    problem = f"{what}={value!r} is not a time: give seconds, at least 0, or a timedelta"
+    if isinstance(value, (bool, str, bytes, bytearray)):
+        raise TypeError(problem)
     try:
-        number = value.total_seconds() if hasattr(value, "total_seconds") else float(value)
-        if not isinstance(value, (bool, str, bytes, bytearray)) and number >= 0:
-            return float(number)
-    except (OverflowError, TypeError, ValueError):
-        pass
-    raise Invalid(f"{what}={value!r} is not a time: give seconds, at least 0, or a timedelta")
+        number = float(value.total_seconds() if hasattr(value, "total_seconds") else value)
+    except OverflowError:
+        number = -1.0
+    except (TypeError, ValueError):
+        raise TypeError(problem) from None
+    if not number >= 0:
+        raise Invalid(problem)
+    return number
 
 
 def limit(value: t.Any, what: str) -> float:
-    """Returns a limit in seconds. Raises `Invalid` for 0, with which nothing would succeed, and for anything but a time, also for None."""
+    """Returns a limit in seconds. Raises `Invalid` for 0, with which nothing would succeed, and as `seconds`, also for None."""
     number = seconds(value, what)
     if number == 0:
         raise Invalid(f"{what}={value!r} allows no time: give seconds, more than 0, or a timedelta")
@@ -120,23 +141,24 @@ def limit(value: t.Any, what: str) -> float:
 
 
 def flag(value: object, what: str) -> bool:
-    """Returns a flag. Raises `Invalid` for anything but a bool."""
+    """Returns a flag. Raises `TypeError` for anything but a bool."""
     if not isinstance(value, bool):
-        raise Invalid(f"{what}={value!r} has type {type(value).__name__}: give True or False")
+        raise TypeError(f"{what}={value!r} has type {type(value).__name__}: give True or False")
     return value
+
+
+def function(value: object, what: str) -> None:
+    """Raises `TypeError` for an object that can't be called."""
+    if not callable(value):
+        raise TypeError(f"{what}={value!r} has type {type(value).__name__}, which can't be called")
 
 
 def condition(replace: t.Any, replace_version: t.Any) -> bool | int:
     """Returns the condition of a put: False for a new name, True for any version, or the only version to replace."""
-    if replace_version is not None:
-        if replace is not False and replace is not True:
-            raise Invalid(f"replace={replace!r} beside replace_version={replace_version!r}: give replace_version only")
-        number = whole(replace_version, "replace_version")
-        assert number is not None
-        return number
-    if replace is not None and not isinstance(replace, bool):
-        raise Invalid(f"replace={replace!r} is neither True nor False: give replace_version= to replace only one version")
-    return bool(replace)
+    if not isinstance(replace, bool):
+        raise TypeError(f"replace={replace!r} is neither True nor False: give replace_version= to replace only one version")
+    number = whole(replace_version, "replace_version")
+    return replace if number is None else number
 
 
 # The options of `Broker.get_all` for each name.
@@ -151,11 +173,14 @@ _CHECKS: dict[str, Callable[[t.Any], t.Any]] = {
     "arrays": lambda value: chosen(value, "arrays"),
     "expect_owner": lambda value: whole(value, "expect_owner", 32),
     "digest": digest,
+    "copy_on_write": lambda value: None if value is None else flag(value, "copy_on_write"),
 }
 
 
 def options(given: Mapping[str, t.Any], *without: str) -> dict[str, t.Any]:
     """Returns all options of a get, checked. Raises `TypeError` for an unknown option, and for those in `without`."""
+    if "wait" in given:
+        needed(given["wait"], "wait")
     for name in given:
         if name in without or name not in _ALL:
             raise TypeError(f"got an unexpected keyword argument {name!r}")
@@ -163,7 +188,7 @@ def options(given: Mapping[str, t.Any], *without: str) -> dict[str, t.Any]:
 
 
 def requests(wanted: Iterable[str] | Mapping[str, Mapping[str, t.Any]]) -> list[tuple[str, dict[str, t.Any]]]:
-    """Returns the requests of `Broker.get_all`. Raises `Invalid` for a duplicate name and for an unknown option."""
+    """Returns the requests of `Broker.get_all`. Raises `Invalid` for a duplicate name, `TypeError` for an unknown option."""
     named: Mapping[str, Mapping[str, t.Any]]
     if isinstance(wanted, Mapping):
         named = wanted
@@ -174,7 +199,9 @@ def requests(wanted: Iterable[str] | Mapping[str, Mapping[str, t.Any]]) -> list[
             twice = next(name for name in named if listed.count(name) > 1)
             raise Invalid(f"wanted has {twice!r} twice: name each object once")
     for name, given in named.items():
+        if not isinstance(given, Mapping):
+            raise TypeError(f"the options of {name!r} have type {type(given).__name__}: give a mapping")
         unknown = [option for option in given if option not in _EACH]
         if unknown:
-            raise Invalid(f"{name!r} has the option {unknown[0]!r}, which is not one of {', '.join(_EACH)}")
+            raise TypeError(f"{name!r} has the option {unknown[0]!r}, which is not one of {', '.join(_EACH)}")
     return [(name, options(given)) for name, given in named.items()]

@@ -68,7 +68,8 @@ class Broker(Gets):
         wait: t.Time = 1,
         trust: Iterable[int] = (),
     ) -> None:
-        self._native = _native.Client(path, backend, timeout, wait, list(trust))
+        trusted = [_arguments.needed(_arguments.whole(uid, "trust", 32), "trust") for uid in trust]
+        self._native = _native.Client(path, backend, timeout, wait, trusted)
 
     @property
     def path(self) -> str:
@@ -151,8 +152,11 @@ class Broker(Gets):
         argument, `Unsupported` if RDMA can't reach memory and `rdma=True`, `OutOfMemory`, `Timeout` if other parts are missing, and `Error`
         if a quota or the broker is full.
         """
-        if wait != 0 and parts is None:
+        if _arguments.needed(wait, "wait") != 0 and parts is None:
             raise Invalid(f"wait={wait!r} is the time to wait for the other parts: give part, parts and group too, or omit wait")
+        _arguments.flag(seal, "seal")
+        if copy is not None:
+            _arguments.flag(copy, "copy")
         mode, keep = _arguments.mode(mode), _arguments.whole(keep, "keep", 32)
         if part is not None and _arguments.text(part, "part") == "":
             raise Invalid("part='' is empty: name the part, or omit part for an object of one part")
@@ -260,9 +264,12 @@ class Broker(Gets):
 
         Raises `Invalid` if `after` is not a place, or is ahead of the broker.
         """
+        _arguments.seconds(_arguments.endless(wait))
         if after is None:
             return Watch(self._native.watch(prefix, None), wait)
-        instance, _, seq = after.rpartition(":") if isinstance(after, str) else ("", "", "")
+        if not isinstance(after, str):
+            raise TypeError(f"after={after!r} has type {type(after).__name__}: give a Watch.place")
+        instance, _, seq = after.rpartition(":")
         if not instance or not seq.isdecimal() or len(seq) > 20:
             raise Invalid(f"after={after!r} is not a place: give a Watch.place, INSTANCE:NUMBER")
         # The broker treats a place ahead of it as its newest one.
@@ -286,10 +293,12 @@ class Broker(Gets):
 
         The call runs on a connection's own thread, which handles nothing else until it returns: return soon. Exceptions that it raises go
         to `sys.unraisablehook`. Not called during interpreter shutdown."""
+        _arguments.function(call, "call")
         self._native.on_lost(lambda *fields: call(Lost(*fields)))
         return call
 
     def on_restored(self, call: Callable[[Restored], object]) -> Callable[[Restored], object]:
         """Calls `call` with a `Restored` for each lease that the broker counts again after a broken connection. Runs as `on_lost` does."""
+        _arguments.function(call, "call")
         self._native.on_restored(lambda *fields: call(Restored(*fields)))
         return call

@@ -54,7 +54,8 @@ def serve(
     """
     if not isinstance(array, _native.Array):
         array = _native.asarray(array, device=device, backend=backend)
-    return [Served(*one) for one in _native._serve(path, array, consumers, wait)]
+    most = _arguments.needed(_arguments.whole(consumers, "consumers"), "consumers")
+    return [Served(*one) for one in _native._serve(path, array, most, wait)]
 
 
 def take(
@@ -71,7 +72,7 @@ def take(
     `path` is the socket; `None` is this user's default. `device` is the device to use the memory on, by default the one that has it.
     `readonly=False` maps it writable: both processes then see each other's writes.
 
-    Memory without an array description arrives as `uint8`. Contents are not checked. Raises `NotFound` if no process serves there in time,
-    `Disconnected` if it is silent or gone, `Denied`, `Invalid`.
+    Memory without an array description arrives as `uint8`. Contents are not checked. Raises `Timeout` if no process serves there in time,
+    `NotFound` with `wait=0`, `Disconnected` if the process is silent or gone, `Denied`, `Invalid`.
     """
     return _native._take(path, device, backend, readonly, wait)

@@ -75,6 +75,9 @@ class Lease(Closing, Mapping[str, Array]):
         `part` selects the part if several have arrays of one name. If the lease has only some arrays, the others are missing, and lists are
         shorter; without the first array of a part, so are its other values. Raises `Invalid` for names that several parts share, and after
         `close`, and as `convert`."""
+        _arguments.flag(copy, "copy")
+        if convert is not None:
+            _arguments.function(convert, "convert")
         from ._tree import restored
 
         def converted(array: Array) -> t.Any:
@@ -219,7 +222,10 @@ class Lease(Closing, Mapping[str, Array]):
         """
         if options.get("version") is None and name is None:
             options["version"] = self.version
-        if options.get("version") == "newest":
+        newest = options.get("version")
+        if isinstance(newest, str):
+            if newest != "newest":
+                raise Invalid(f"version={newest!r} is neither a number nor \"newest\"")
             options["version"] = None
         given = _arguments.options(options, "newer_than", "parts", "arrays", "device", "copy_on_write")
         self._client.unpark(self._native, name, given)
@@ -403,7 +409,7 @@ class Loaded:
         if prepared is None:
             prepared = self.lease.prepare()
         old = self.lease.switch(prepared, exports_unused=exports_unused)
-        if refresh:
+        if _arguments.flag(refresh, "refresh"):
             self.refresh(ignore_moved=True)
         return old
 

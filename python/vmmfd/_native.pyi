@@ -282,8 +282,8 @@ def asarray(object: Any, *, device: _DeviceName | None = None, backend: str | No
 
     `object` supports the buffer protocol, NumPy's array interface, DLPack or the CUDA array interface; or it is a NumPy scalar, or an
     `Array`, which is copied too. On CUDA the copy is on the array's device, or on `device` (int, str or `Device`). `backend` (str or None)
-    is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, and `Invalid` for an object that is not
-    an array, and for a GPU array with the host backend."""
+    is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, `TypeError` for an object that is not an
+    array, and `Invalid` for a GPU array with the host backend."""
 
 def devices(backend: str | None = None) -> list[Device]:
     """Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.
@@ -304,7 +304,7 @@ def same_device(
     `CUDA_VISIBLE_DEVICES`. Raises `Invalid` for an argument that names no device."""
 
 def _dtype_name(object: Any, strict: bool) -> str | None:
-    """Returns the spelling of an object's type. For an object that is not a type, raises `Invalid` if `strict`, else returns None."""
+    """Returns the spelling of an object's type. For an object that is not a type, raises `TypeError` if `strict`, else returns None."""
 
 def _settle(timeout: float) -> bool:
     """Waits until dropped memory is released. Returns False after `timeout` seconds."""

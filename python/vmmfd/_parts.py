@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from . import _native
+from . import _arguments, _native
 from . import _types as t
-from ._errors import Invalid, Unsupported
-from ._tree import PLAIN, Flat
+from ._errors import Unsupported
+from ._tree import Flat
 
 # The name of the only part.
 _PART = "all"
@@ -43,18 +43,18 @@ def plan(
 
         return _plan(client, value, part=part or _PART, device=device, copy=copy, seal=seal, rdma=rdma)
     if not isinstance(value, Mapping):
-        raise Invalid(f"value has type {type(value).__name__}: give a mapping of names to arrays, such as {{'x': array}}")
+        raise TypeError(f"value has type {type(value).__name__}: give a mapping of names to arrays, such as {{'x': array}}")
     arrays = []
     for name, array in value.items():
         if not isinstance(name, str):
-            raise Invalid(f"value has the key {name!r}, of type {type(name).__name__}: array names must be str")
+            raise TypeError(f"value has the key {name!r}, of type {type(name).__name__}: array names must be str")
         arrays.append((name, array))
     return [client.plan(arrays, part or _PART, device=device, copy=copy, rdma=rdma)], {}, arrays
 
 
 def _is_nested(value: Mapping[object, t.Any]) -> bool:
     """Returns whether a mapping has a container or a plain value. A state dict with extra state is not nested: `load` would lose it."""
-    nested = any(isinstance(of, (list, tuple, Mapping)) or type(of) in PLAIN for of in value.values())
+    nested = any(isinstance(of, (list, tuple, Mapping)) or type(of) in _arguments.PLAIN for of in value.values())
     return nested and not any(isinstance(name, str) and name.endswith("_extra_state") for name in value)
 
 

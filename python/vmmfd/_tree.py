@@ -13,10 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 from . import _types as t
+from ._arguments import PLAIN
 from ._errors import Invalid
-
-# The types among arrays that are kept as they are. A subclass is not: a NumPy scalar is an array.
-PLAIN = (str, int, float, bool, type(None))
 
 # A level of a path, for JSON.
 Step = t.Any
@@ -96,7 +94,7 @@ def _key(key: object, texts: list[str]) -> Step:
         return _text(str(key), texts)
     if type(key) is int:
         return {"int": _whole(key, texts)}
-    raise Invalid(f"{_shown(texts)} has the key {key!r}, of type {type(key).__name__}: keys are str, and int in nested dicts")
+    raise TypeError(f"{_shown(texts)} has the key {key!r}, of type {type(key).__name__}: keys are str, and int in nested dicts")
 
 
 def _text(text: str, texts: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from . import _native
+from . import _arguments, _native
 from . import _types as t
 from ._errors import Invalid
 from ._native import Array, Device
@@ -120,8 +120,9 @@ def load_safetensors(
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
     files = [os.fspath(path) for path in paths]
+    count = _arguments.whole(threads, "threads", 63)
     return Weights(
         _native.load_safetensors(
-            files, backend=backend, device=device, digest=digest, progress=progress, threads=threads, rdma=rdma
+            files, backend=backend, device=device, digest=digest, progress=progress, threads=count, rdma=rdma
         )
     )

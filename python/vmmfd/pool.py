@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from . import _native
+from . import _arguments, _native
 from . import _types as t
 from ._closing import Closing
 from ._native import Array, Device
@@ -31,10 +31,10 @@ class Pool(Closing):
     def __init__(
         self, *, max_size: int | None = None, device: int | str | Device | None = None, backend: str | None = None
     ) -> None:
-        if max_size is not None and max_size <= 0:
+        if _arguments.whole(max_size, "max_size") == 0:
             from ._errors import Invalid
 
-            raise Invalid(f"max_size={max_size} is not a size: give bytes, at least 1, or None")
+            raise Invalid("max_size=0 is not a size: give bytes, at least 1, or None")
         self._pool = _native._Pool(max_size, device, backend)
 
     @property

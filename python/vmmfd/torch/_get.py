@@ -183,8 +183,10 @@ def _state_dict(
     """Returns the tensors of a lease by name: see `Lease.state_dict`."""
     torch = _torch()
     if module is not None and not isinstance(module, torch.nn.Module):
-        raise Invalid(f"module= takes a torch.nn.Module, not a {type(module).__name__}")
+        raise TypeError(f"module= takes a torch.nn.Module, not a {type(module).__name__}")
     named = set(_arguments.names(private, "private"))
+    _arguments.flag(writable_buffers, "writable_buffers")
+    _arguments.flag(everything, "everything")
     kinds = {} if module is None else {item.name: item.kind for item in _items(module)}
     # Inside inference_mode, PyTorch would make them inference tensors.
     with torch.inference_mode(False):

@@ -38,7 +38,7 @@ def _items(value: Any) -> list[_Item]:
     others = []
     for name, tensor in value.items():
         if not isinstance(name, str):
-            raise Invalid(f"the name {name!r} is not a str")
+            raise TypeError(f"the name {name!r} is not a str")
         if not isinstance(tensor, torch.Tensor):
             others.append(f"{name}: {type(tensor).__name__}")
         elif isinstance(tensor, torch.nn.Parameter):

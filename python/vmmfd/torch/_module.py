@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .. import _arguments
-from .._errors import Differs, Invalid
+from .._errors import Differs
 from ._base import _listed, _torch
 from ._get import _Mapped, _Row, _warn_of_copies
 from ._guard import _guard_module, _note
@@ -129,8 +129,10 @@ def _load(
     """
     torch = _torch()
     if not isinstance(module, torch.nn.Module):
-        raise Invalid(f"into= takes a torch.nn.Module, not a {type(module).__name__}")
+        raise TypeError(f"into= takes a torch.nn.Module, not a {type(module).__name__}")
     named = set(_arguments.names(private, "private"))
+    _arguments.flag(strict, "strict")
+    _arguments.flag(writable_buffers, "writable_buffers")
     # Inside inference_mode, PyTorch would make them inference tensors.
     with torch.inference_mode(False):
         return _fill(lease, module, strict, writable_buffers, named)

@@ -144,7 +144,7 @@ def pool(arena: int = 256 << 20, device: Any = None, *, size: int | None = None,
     fork of a process that opened the driver.
     """
     for name, value in (("arena", arena), ("size", 1 if size is None else size)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 47:
+        if not 0 < _arguments.needed(_arguments.whole(value, name), name) < 1 << 47:
             raise Invalid(f"{name}={value!r} is not a memory size: give a number of bytes, such as 256 << 20")
     return Pool(arena, device, size, _arguments.rdma(rdma))
 
