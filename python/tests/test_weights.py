@@ -9,14 +9,14 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import vmmfd
-from conftest import PYTHON, Server, command
+from conftest import PYTHON, Child, Server, command
 
 # Host memory everywhere, CUDA on the installed driver.
 BACKENDS = [
@@ -128,6 +128,20 @@ def test_reads_files_of_safetensors_package(tmp_path: Path) -> None:
     assert weights.metadata == {"k": "v"} and set(weights) == set(tensors)
     for name, tensor in tensors.items():
         assert (np.from_dlpack(weights[name]) == tensor).all() and weights[name].dtype == tensor.dtype.name
+
+
+def test_more_files_than_descriptors(tmp_path: Path, child: Callable[..., Child]) -> None:
+    for number in range(60):
+        write(tmp_path / f"{number:02}.safetensors", {f"t{number:02}": ("U8", [3], bytes([number] * 3))})
+    child(
+        """
+        import resource, sys, vmmfd
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        weights = vmmfd.load_safetensors(sys.argv[1], backend="host", threads=4)
+        assert [array.tobytes()[0] for array in weights.values()] == list(range(60))
+        """,
+        str(tmp_path),
+    ).end()
 
 
 def test_path_types(model: Path) -> None:

@@ -30,9 +30,9 @@ const INDEX: &str = ".safetensors.index.json";
 /// The largest accepted index, in bytes.
 const MAX_INDEX: u64 = 100_000_000;
 
-/// The open safetensors files of a model. Tensors have unique names, do not overlap and cover all data of each file.
+/// The safetensors files of a model. Tensors have unique names, do not overlap and cover all data of each file.
 ///
-/// Keeps the files open, and holds no device memory.
+/// Holds no open files, of which a model may have more than a process may open, and no device memory.
 #[derive(Debug)]
 pub struct Checkpoint {
     files: Vec<WeightsFile>,
@@ -53,7 +53,7 @@ pub struct Tensor {
 }
 
 impl Checkpoint {
-    /// Opens files, folders and indexes, and reads the headers. For a folder, opens the files that its `*.safetensors.index.json` lists or,
+    /// Finds files, folders and indexes, and reads the headers. For a folder, reads the files that its `*.safetensors.index.json` lists or,
     /// without an index, all its `*.safetensors`. Blocks while the file system does.
     ///
     /// # Errors
@@ -79,8 +79,8 @@ impl Checkpoint {
         let mut metadata = BTreeMap::new();
         let mut names: HashMap<String, usize> = HashMap::new();
         for Found { path, named_by, expected } in found {
-            let file = WeightsFile::open(&path, named_by.as_deref())?;
-            let Header { metadata: own, tensors } = file.header()?;
+            let (file, opened) = WeightsFile::open(&path, named_by.as_deref())?;
+            let Header { metadata: own, tensors } = file.header(&opened)?;
             let index = files.len();
             for tensor in &tensors {
                 if let Some(&other) = names.get(&tensor.name) {
@@ -94,7 +94,8 @@ impl Checkpoint {
                 names.insert(tensor.name.clone(), index);
             }
             if let Some((index, expected)) = named_by.zip(expected) {
-                compare(&index, &file, &expected, tensors.iter().map(|tensor| tensor.name.as_str()))?;
+                let names = tensors.iter().map(|tensor| tensor.name.as_str()).collect();
+                compare(&index, &file, &expected, &names)?;
             }
             for (name, value) in own {
                 metadata.entry(name).or_insert_with(Vec::new).push((index, value));
@@ -143,12 +144,24 @@ impl Checkpoint {
         &self.metadata
     }
 
-    /// Fills a slice from a file.
-    pub(super) fn read(&self, file: usize, offset: u64, to: &mut [u8]) -> Result<()> {
-        self.files[file].read(offset, to)
+    /// Fills a slice from a file, which remains open in `open` for the next read.
+    pub(super) fn read(
+        &self,
+        open: &mut Option<(usize, File)>,
+        index: usize,
+        offset: u64,
+        to: &mut [u8],
+    ) -> Result<()> {
+        let file = &self.files[index];
+        let opened = match open.take() {
+            Some((of, opened)) if of == index => opened,
+            _ => file.reopen()?,
+        };
+        let (_, opened) = open.insert((index, opened));
+        file.read(opened, offset, to)
     }
 
-    /// Fails if a file has changed since it was opened: its tensors would be a mix of old and new bytes.
+    /// Fails if a file has changed since its header was read: its tensors would be a mix of old and new bytes.
     pub(super) fn check_unchanged(&self) -> Result<()> {
         self.files.iter().try_for_each(WeightsFile::check_unchanged)
     }
@@ -217,24 +230,24 @@ fn find_in(folder: &Path, files: &mut Vec<Found>) -> Result<()> {
 
 /// Finds the files that an index lists.
 fn find_by(index: &Path, files: &mut Vec<Found>) -> Result<()> {
-    let opened = WeightsFile::open(index, None)?;
-    if opened.size > MAX_INDEX {
-        return Err(opened.unfit(format!("has {} bytes, and an index may have at most {MAX_INDEX}", opened.size)));
+    let (file, opened) = WeightsFile::open(index, None)?;
+    if file.size > MAX_INDEX {
+        return Err(file.unfit(format!("has {} bytes, and an index may have at most {MAX_INDEX}", file.size)));
     }
-    let mut text = vec![0; opened.size as usize];
-    opened.read(0, &mut text)?;
+    let mut text = vec![0; file.size as usize];
+    file.read(&opened, 0, &mut text)?;
     let Index { weight_map: Strings(map) } = serde_json::from_slice(&text)
-        .map_err(|error| opened.unfit(format!("is not an index of safetensors files: {error}")))?;
+        .map_err(|error| file.unfit(format!("is not an index of safetensors files: {error}")))?;
     if map.is_empty() {
-        return Err(opened.unfit("lists no tensors".to_owned()));
+        return Err(file.unfit("lists no tensors".to_owned()));
     }
     let mut expected: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
-    for (tensor, file) in map {
+    for (tensor, name) in map {
         // Do not leave the folder.
-        if matches!(file.as_str(), "" | "." | "..") || file.contains(['/', '\0']) {
-            return Err(opened.unfit(format!("lists the file {file:?}, which is not the name of a file in its folder")));
+        if matches!(name.as_str(), "" | "." | "..") || name.contains(['/', '\0']) {
+            return Err(file.unfit(format!("lists the file {name:?}, which is not the name of a file in its folder")));
         }
-        expected.entry(file).or_default().insert(tensor);
+        expected.entry(name).or_default().insert(tensor);
     }
     let folder = index.parent().unwrap_or(Path::new(""));
     files.extend(expected.into_iter().map(|(name, tensors)| Found {
@@ -246,28 +259,15 @@ fn find_by(index: &Path, files: &mut Vec<Found>) -> Result<()> {
 }
 
 /// Compares the tensors of a file with an index.
-fn compare<'a>(
-    index: &Path,
-    file: &WeightsFile,
-    expected: &BTreeSet<String>,
-    names: impl Iterator<Item = &'a str>,
-) -> Result<()> {
-    let mut count = 0;
-    for name in names {
-        count += 1;
-        if !expected.contains(name) {
-            return Err(
-                file.unfit(format!("has a tensor {name:?}, which {} does not list in this file", index.display()))
-            );
-        }
+fn compare(index: &Path, file: &WeightsFile, expected: &BTreeSet<String>, names: &BTreeSet<&str>) -> Result<()> {
+    let index = index.display();
+    if let Some(name) = names.iter().find(|name| !expected.contains(**name)) {
+        return Err(file.unfit(format!("has a tensor {name:?}, which {index} does not list in this file")));
     }
-    if count == expected.len() {
-        return Ok(());
+    match expected.iter().find(|name| !names.contains(name.as_str())) {
+        Some(missing) => Err(file.unfit(format!("has no tensor {missing:?}, which {index} lists in this file"))),
+        None => Ok(()),
     }
-    let header = file.header()?;
-    let there: BTreeSet<&str> = header.tensors.iter().map(|tensor| tensor.name.as_str()).collect();
-    let missing = expected.iter().find(|name| !there.contains(name.as_str())).map_or("", String::as_str);
-    Err(file.unfit(format!("has no tensor {missing:?}, which {} lists in this file", index.display())))
 }
 
 fn merge(metadata: BTreeMap<String, Vec<(usize, String)>>, files: &[WeightsFile]) -> Check {
@@ -285,31 +285,37 @@ fn merge(metadata: BTreeMap<String, Vec<(usize, String)>>, files: &[WeightsFile]
     metadata.into_iter().map(|(name, values)| (name, of_all(values))).collect()
 }
 
-/// An open regular file.
+/// A regular file, as it was when its header was read.
 #[derive(Debug)]
 struct WeightsFile {
     path: PathBuf,
-    file: File,
     size: u64,
-    times: Times,
+    state: State,
 }
 
-/// The times of the last modification (mtime, which programs can set) and of the last change (ctime, which they can't), each in seconds and
-/// nanoseconds.
+/// The data that identify a file and its contents: the device and inode, the size, and the times of the last modification (mtime, which
+/// programs can set) and of the last change (ctime, which they can't), each in seconds and nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Times {
+struct State {
+    inode: (u64, u64),
+    size: u64,
     modified: (i64, i64),
     changed: (i64, i64),
 }
 
-impl Times {
+impl State {
     fn of(metadata: &Metadata) -> Self {
-        Self { modified: (metadata.mtime(), metadata.mtime_nsec()), changed: (metadata.ctime(), metadata.ctime_nsec()) }
+        Self {
+            inode: (metadata.dev(), metadata.ino()),
+            size: metadata.len(),
+            modified: (metadata.mtime(), metadata.mtime_nsec()),
+            changed: (metadata.ctime(), metadata.ctime_nsec()),
+        }
     }
 }
 
 impl WeightsFile {
-    fn open(path: &Path, named_by: Option<&Path>) -> Result<Self> {
+    fn open(path: &Path, named_by: Option<&Path>) -> Result<(Self, File)> {
         // Do not block on a FIFO without a writer.
         let file = File::options().read(true).custom_flags(nix::libc::O_NONBLOCK).open(path);
         let file = file.and_then(|file| Ok(File::from(above_standard(file.into())?)));
@@ -318,10 +324,16 @@ impl WeightsFile {
         if !metadata.is_file() {
             return Err(unfit(path, "is not a regular file".to_owned()));
         }
-        Ok(Self { path: path.to_owned(), file, size: metadata.len(), times: Times::of(&metadata) })
+        Ok((Self { path: path.to_owned(), size: metadata.len(), state: State::of(&metadata) }, file))
     }
 
-    fn header(&self) -> Result<Header> {
+    /// Opens the file again. Fails if it has changed, or another file has replaced it.
+    fn reopen(&self) -> Result<File> {
+        let (found, file) = Self::open(&self.path, None)?;
+        if found.state == self.state { Ok(file) } else { Err(self.changed()) }
+    }
+
+    fn header(&self, opened: &File) -> Result<Header> {
         let Self { size, .. } = *self;
         let mut first = [0; header::LENGTH as usize];
         if size < header::LENGTH {
@@ -329,25 +341,23 @@ impl WeightsFile {
                 "is not a safetensors file: it has {size} bytes, less than the header's length field"
             )));
         }
-        self.read(0, &mut first)?;
+        self.read(opened, 0, &mut first)?;
         let length = header::size_of(first, size).map_err(|problem| self.unfit(problem))?;
         let mut header = vec![0; length as usize];
-        self.read(header::LENGTH, &mut header)?;
+        self.read(opened, header::LENGTH, &mut header)?;
         header::read(&header, size).map_err(|problem| self.unfit(problem))
     }
 
-    fn read(&self, offset: u64, to: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(to, offset).map_err(|error| match error.kind() {
+    fn read(&self, opened: &File, offset: u64, to: &mut [u8]) -> Result<()> {
+        opened.read_exact_at(to, offset).map_err(|error| match error.kind() {
             io::ErrorKind::UnexpectedEof => self.changed(),
             _ => Error::system(format!("read {}", self.path.display()), error),
         })
     }
 
     fn check_unchanged(&self) -> Result<()> {
-        let metadata = self.file.metadata();
-        let metadata = metadata.map_err(|error| Error::system(format!("inspect {}", self.path.display()), error))?;
-        let same = metadata.len() == self.size && Times::of(&metadata) == self.times;
-        if same { Ok(()) } else { Err(self.changed()) }
+        let metadata = fs::metadata(&self.path).map_err(|error| unopened(&self.path, None, error))?;
+        if State::of(&metadata) == self.state { Ok(()) } else { Err(self.changed()) }
     }
 
     fn changed(&self) -> Error {

@@ -1,6 +1,7 @@
 //! Loads files into memory with several threads.
 
 use std::{
+    fs::File,
     num::NonZero,
     ops::Range,
     sync::{
@@ -107,7 +108,7 @@ impl Checkpoint {
     /// loads may run at the same time. On CUDA, no stream of the process may be in capture during a load: a copy invalidates the capture.
     ///
     /// # Errors
-    /// [`WeightsError::Changed`](crate::error::WeightsError::Changed) if a file was written to since it was opened; errors of
+    /// [`WeightsError::Changed`](crate::error::WeightsError::Changed) if a file was written to or replaced since its header was read; errors of
     /// [`Shared::create`] and of `progress`; [`Error::Driver`]; [`Error::System`]. The memory is freed on errors.
     ///
     /// Driver calls: those of [`Shared::create`], `cuMemHostAlloc`, `cuMemcpyHtoD`, `cuStreamSynchronize`, `cuMemFreeHost`; with
@@ -291,12 +292,13 @@ impl Work<'_> {
     fn read(&self, hashes: &mut Vec<(u64, Hash)>) -> Result<()> {
         let size = self.block.min(self.size);
         let mut buffer: PageLocked = self.device.verbs().page_lock(self.device.ordinal(), size)?;
+        let mut open = None;
         while !self.is_stopped() {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             let Some(start) = index.checked_mul(self.block).filter(|start| *start < self.size) else { break };
             let range = start..self.size.min(start + self.block);
             let bytes = &mut buffer[..(range.end - range.start) as usize];
-            self.fill(&range, bytes)?;
+            self.fill(&mut open, &range, bytes)?;
             if self.digests {
                 hashes.push((index, Hash::of(start, bytes, self.size)));
             }
@@ -308,13 +310,13 @@ impl Work<'_> {
     }
 
     /// Fills a block with the tensors' bytes, and zeros between them.
-    fn fill(&self, range: &Range<u64>, bytes: &mut [u8]) -> Result<()> {
+    fn fill(&self, open: &mut Option<(usize, File)>, range: &Range<u64>, bytes: &mut [u8]) -> Result<()> {
         let mut filled = 0;
         for span in self.checkpoint.layout.within(range.clone()) {
             let at = (span.memory - range.start) as usize;
             let end = at + span.length as usize;
             bytes[filled..at].fill(0);
-            self.checkpoint.read(span.file, span.offset, &mut bytes[at..end])?;
+            self.checkpoint.read(open, span.file, span.offset, &mut bytes[at..end])?;
             filled = end;
         }
         bytes[filled..].fill(0);
