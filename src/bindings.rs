@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 pub use crate::{
     array::walk::Walk,
-    sys::{dlpack, eventfd, lock, thread::spawn, try_lock},
+    sys::{dlpack, eventfd, interruptible, lock, thread::spawn, try_lock},
 };
 use crate::{
     array::{ArrayDescriptor, ElementType, Order},

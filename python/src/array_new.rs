@@ -52,7 +52,9 @@ pub(crate) fn create(
 ) -> Outcome<Array> {
     let descriptor = ArrayDescriptor::new(dtype::extract(dtype)?, array::shape(shape)?, Order::C)?;
     let size = descriptor.bytes()?.max(1);
-    py.detach(|| Array::new(Owned::make(&driver::open_device(backend.as_deref(), device)?, spec(size))?, descriptor))
+    signals::run(py, &[], || {
+        Array::new(Owned::make(&driver::open_device(backend.as_deref(), device)?, spec(size))?, descriptor)
+    })
 }
 
 /// Copies an array of another library into new shared memory, in C order. Returns an `Array`.

@@ -18,7 +18,7 @@ use crate::{
     json,
     memory::{Owned, RdmaOption},
     shared::PyMemory,
-    signals::GilPause,
+    signals::{self, GilPause},
     source::{self, Location, Source},
     text::Text,
 };
@@ -150,7 +150,7 @@ pub(crate) fn plan<'py>(
             }
         });
     }
-    let laid_out = py.detach(|| lay_out(backend, &named, device, rdma));
+    let laid_out = signals::run(py, &[], || lay_out(backend, &named, device, rdma));
     for value in named {
         drop(value);
         pause.step(py);

@@ -15,6 +15,7 @@ use crate::{
     driver, dtype,
     error::Outcome,
     memory::{Memory, Owned},
+    signals,
     text::Text,
 };
 
@@ -36,7 +37,7 @@ impl PyMemory {
         segment: Option<u64>,
         sealed: bool,
     ) -> Outcome<Self> {
-        py.detach(|| {
+        signals::run(py, &[], || {
             let device = driver::open_device(backend.as_deref(), device)?;
             let spec = Spec::vmm(size.max(1)).rdma(Rdma::Auto);
             let spec = segment.into_iter().fold(spec, |spec, segment| spec.chunk(segment));

@@ -15,7 +15,7 @@ use std::{
 };
 
 use pyo3::prelude::*;
-use vmmfd::{Error, channel::Cancel};
+use vmmfd::{Error, bindings::interruptible, channel::Cancel};
 
 use crate::error::{Failure, Outcome};
 
@@ -121,7 +121,7 @@ pub(crate) fn run_observed<T: Send>(
     let closed: Vec<CloseFlag> =
         closed.iter().map(|&closed| closed.clone()).chain(STOP.with_borrow(Clone::clone)).collect();
     let outer = Outer(CALL.replace(Some(Call { closed, observer, main: is_main_thread(), raised: None })));
-    let done = py.detach(work);
+    let done = py.detach(|| interruptible(must_stop, work));
     let call = CALL.take();
     drop(outer);
     let Some(call) = call else { return done };

@@ -22,6 +22,7 @@ use crate::{
     error::{Failure, Outcome},
     memory::{Owned, RdmaOption},
     shared::PyMemory,
+    signals,
     text::{FilePath, Text},
 };
 
@@ -121,7 +122,7 @@ pub(crate) fn load_safetensors(
     let progress = progress.map(Bound::unbind);
     let paths: Vec<PathBuf> = paths.into_iter().map(|FilePath(path)| path).collect();
     driver::backend(backend.as_deref())?;
-    py.detach(move || {
+    signals::run(py, &[], move || {
         let checkpoint = Checkpoint::open(&paths)?;
         let device = driver::open_device(backend.as_deref(), device)?;
         let mut raised = None;

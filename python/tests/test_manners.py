@@ -319,6 +319,53 @@ for thread in threads:
     started.end()
 
 
+ALLOCATIONS = {
+    "empty": "vmmfd.empty(SIZE, 'uint8', backend='host')",
+    "copy": "repeated.copy()",
+    "put": "broker.put('large', {'x': np.broadcast_to(np.uint8(7), SIZE)})",
+}
+
+
+@pytest.mark.parametrize("call", ALLOCATIONS)
+def test_ctrl_c_interrupts_allocation(server: Server, child: Callable[..., Child], call: str) -> None:
+    program = """
+        import os, signal, sys
+        import numpy as np, vmmfd
+
+        SIZE = 2 << 30
+        committed = []
+
+        class Interrupt(BaseException):
+            pass
+
+        def largest():
+            sizes = [0]
+            for fd in os.listdir("/proc/self/fd"):
+                try:
+                    if "memfd:vmmfd" in os.readlink(f"/proc/self/fd/{fd}"):
+                        sizes.append(os.stat(f"/proc/self/fd/{fd}").st_blocks * 512)
+                except FileNotFoundError:
+                    pass
+            return max(sizes)
+
+        def interrupt(*_):
+            committed.append(largest())
+            raise Interrupt
+
+        broker = vmmfd.connect(sys.argv[1], backend="host")
+        repeated = vmmfd._native.Memory(1 << 20, backend="host").array("uint8", (2048, 1 << 20), (0, 1))
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            eval(sys.argv[2])
+        except Interrupt:
+            pass
+        assert 0 < committed[0] < 1 << 30, committed
+        assert largest() <= 2 << 20, "the memory was not released"
+        """
+    child(program, server.path, ALLOCATIONS[call]).end()
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "stopped"])
 def test_close_interrupts_waits_of_threads(server: Server, child: Callable[..., Child], stopped: bool) -> None:
     started = child(

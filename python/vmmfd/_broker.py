@@ -47,8 +47,9 @@ class Broker(Gets):
     Thread-safe: each call in progress uses its own connection. Times are in seconds or a `timedelta`. `wait` is how long a call waits for
     an object, a part or an event that may come later: 0 does not wait, and None (where it is allowed) or `float("inf")` waits for ever; a
     wait that expires raises `Timeout`. `timeout` is how long the broker may leave a request unanswered, and is set by `connect`. Calls
-    release the GIL. In the main thread, Ctrl-C interrupts any call; `close` interrupts the calls of all threads. If the broker restarts,
-    the client reconnects within the timeout, repeats interrupted calls safely, and keeps its leases.
+    release the GIL. In the main thread, Ctrl-C interrupts a wait, a copy and the allocation of host memory, but not a driver call of a GPU;
+    `close` interrupts the waits of all threads. If the broker restarts, the client reconnects within the timeout, repeats interrupted calls
+    safely, and keeps its leases.
 
     A client belongs to the process that created it: in a fork, every call fails. Connect in each process, or let `multiprocessing` do it
     with `vmmfd.register_reducer`.

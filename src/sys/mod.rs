@@ -11,6 +11,7 @@ pub(crate) mod memfd;
 mod process;
 mod socket;
 mod stderr;
+mod steps;
 pub(crate) mod thread;
 
 pub use self::descriptor::eventfd;
@@ -19,6 +20,7 @@ pub(crate) use self::file::tests::without_kcmp;
 pub use self::lock::{lock, try_lock};
 pub use self::process::take_passed;
 pub use self::stderr::{Stderr, flush_stderr, never_block_on_stderr};
+pub use self::steps::interruptible;
 pub(crate) use self::{
     descriptor::{above_standard, replace},
     file::kcmp,
