@@ -285,19 +285,36 @@ fn upgrade_loses_nothing() {
     broker.check_all();
 }
 
-#[test]
-fn removed_folder_keeps_the_objects() {
+/// The server dies while the socket's path is unusable. Its successor names the `remedy`, and listens there again after the repair.
+fn unusable_path_keeps_objects(remedy: &str, spoil: impl Fn(&Path), repair: impl Fn(&Path)) {
     let subject = Subject::host();
     let mut broker = Broker::start(&subject, &binary("vmmfd"), &[]);
-    let folder = broker.served.path.parent().unwrap().to_owned();
     let [server, keeper] = broker.pair();
-    fs::remove_dir_all(&folder).unwrap();
+    spoil(&broker.served.path);
     kill(server, Signal::SIGKILL).unwrap();
-    broker.served.wait_for_log("clients can't connect", 1);
-    fs::create_dir(&folder).unwrap();
+    broker
+        .served
+        .wait_for_log(&format!("new clients can't connect, but objects are held: {remedy} and send SIGHUP"), 1);
+    repair(&broker.served.path);
     kill(keeper, Signal::SIGHUP).unwrap();
     broker.pair();
     broker.check_all();
+}
+
+#[test]
+fn removed_folder_keeps_the_objects() {
+    let folder = |path: &Path| path.parent().unwrap().to_owned();
+    let spoil = |path: &Path| fs::remove_dir_all(folder(path)).unwrap();
+    unusable_path_keeps_objects("recreate the socket's folder", spoil, |path| fs::create_dir(folder(path)).unwrap());
+}
+
+#[test]
+fn replaced_socket_keeps_the_objects() {
+    let spoil = |path: &Path| {
+        fs::remove_file(path).unwrap();
+        fs::write(path, "no socket").unwrap();
+    };
+    unusable_path_keeps_objects("remove that file", spoil, |path| fs::remove_file(path).unwrap());
 }
 
 /// What `serve` reports under a limit with which it can't hold an object.

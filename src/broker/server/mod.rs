@@ -45,7 +45,7 @@ use self::{
 use super::keeper::{Inherited, KeeperPath, Name, Store, Takeover};
 use crate::{
     channel::{Cancel, Listener, SocketName},
-    error::{Error, Result},
+    error::{Error, Result, SocketError},
     wire::broker::Quota,
 };
 
@@ -176,15 +176,16 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Length of the accept queue. The kernel's own limit also applies (`net.core.somaxconn`).
 const BACKLOG: i32 = 4096;
 
-/// Listens at a path for the allowed users. `takes_over`: a keeper has the previous server's objects. If not, logs that they are lost. Also
-/// returns whether to reserve names for restores (the previous objects are lost and other users may connect), and the pid of a previous
-/// broker that did not shut down cleanly.
-fn listen(
-    path: &Path,
-    config: &ServerConfig,
-    takes_over: bool,
-    cancel: &Cancel,
-) -> Result<(Listener, bool, Option<u32>)> {
+/// The traces of a previous broker that did not shut down cleanly.
+#[derive(Debug, Default)]
+struct Traces {
+    /// Whether to reserve names for restores: the previous objects are lost, and other users may connect.
+    reserves_names: bool,
+    pid: Option<u32>,
+}
+
+/// Listens at a path for the allowed users. `takes_over`: a keeper has the previous server's objects. If not, logs that they are lost.
+fn listen(path: &Path, config: &ServerConfig, takes_over: bool, cancel: &Cancel) -> Result<(Listener, Traces)> {
     let open_to_others = config.is_open_to_others();
     let left = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
     let (listener, marked_by) =
@@ -199,7 +200,52 @@ fn listen(
     }
     lengthen_queue(&listener)?;
     let lost = (left || marked_by.is_some()) && !takes_over;
-    Ok((listener, lost && open_to_others, marked_by.and_then(|pid| u32::try_from(pid).ok())))
+    let pid = marked_by.and_then(|pid| u32::try_from(pid).ok());
+    Ok((listener, Traces { reserves_names: lost && open_to_others, pid }))
+}
+
+fn duplication_failed(error: std::io::Error) -> Error {
+    Error::system("duplicate a descriptor", error)
+}
+
+/// Listens on the socket of the previous server. If its file is gone, binds the path like [`listen`]. Clients hold objects, so neither
+/// an unusable path nor a failure to set permissions prevents serving them.
+fn listen_again(
+    socket: Option<OwnedFd>,
+    path: &Path,
+    config: &ServerConfig,
+    cancel: &Cancel,
+) -> Result<(Listener, Option<Traces>)> {
+    let inherited = socket.as_ref().map(OwnedFd::try_clone).transpose().map_err(duplication_failed)?;
+    let bind = || {
+        let (listener, traces) = listen(path, config, inherited.is_some(), cancel)?;
+        Ok((listener.leave_file(), Some(traces)))
+    };
+    let listening = match socket.map(|socket| Listener::take_over(socket, path)).transpose() {
+        Ok(Some(Some(taken))) => {
+            // The options may have changed.
+            let set = taken.set_rights(|file| config.set_rights(file));
+            let _ = set.inspect_err(|error| tracing::error!(error = error.in_full()));
+            Ok((taken, None))
+        }
+        Ok(_) => bind(),
+        Err(error) => Err(error),
+    };
+    match (listening, inherited) {
+        (Err(error), Some(socket)) => {
+            let remedy = match &error {
+                Error::Socket(SocketError::AlreadyServed { .. }) => "stop that process",
+                Error::Socket(SocketError::Path { .. }) => "remove that file",
+                _ => "recreate the socket's folder",
+            };
+            tracing::error!(
+                error = error.in_full(),
+                "new clients can't connect, but objects are held: {remedy} and send SIGHUP"
+            );
+            Ok((Listener::inherited(socket, path)?, None))
+        }
+        (listening, _) => listening,
+    }
 }
 
 /// Lengthens the accept queue. Also makes the kernel report this process to connecting clients: for an inherited socket, it would report
@@ -222,8 +268,9 @@ impl Server {
     /// the keeper has handed over its descriptors and the catalogue is read; if the keeper does not answer, for at most 10 s.
     ///
     /// # Errors
-    /// [`Error::Socket`] if the path is already served or can't be used; [`Error::System`] if the keeper can't be reached or started,
-    /// refuses this server, or has the catalogue of a newer build; [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Socket`] if the path is already served or can't be used; a server that takes over a socket logs this error instead, because
+    /// clients hold objects. [`Error::System`] if the keeper can't be reached or started, refuses this server, or has the catalogue of a
+    /// newer build; [`Error::System`], [`Error::Interrupted`].
     pub fn bind(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
         // Inherited descriptors need room too.
         reactor::preallocate_descriptor_table(cancel.as_fd(), reactor::raise_limit());
@@ -241,7 +288,7 @@ impl Server {
     }
 
     fn bind_alone(path: &Path, config: ServerConfig, cancel: &Cancel) -> Result<Self> {
-        let (listener, reserves_names, before) = listen(path, &config, false, cancel)?;
+        let (listener, Traces { reserves_names, pid: before }) = listen(path, &config, false, cancel)?;
         let path = listener.path().to_owned();
         let mut store = Store::none();
         let devices = devices::hold(&mut store, HashMap::new(), config.hold_devices)?;
@@ -268,39 +315,15 @@ impl Server {
         let in_store = socket.is_some();
         store.count(usize::from(in_store) + usize::from(history.is_some()));
         let mut history = History::read(history);
-        let failed = |error| Error::system("duplicate a descriptor", error);
-        let without_file = socket.as_ref().map(OwnedFd::try_clone).transpose().map_err(failed)?;
-        let taken = socket.map(|socket| Listener::take_over(socket, path)).transpose()?.flatten();
-        let (mut reserves_names, mut before) = (false, None);
-        let listener =
-            match taken.map_or_else(|| listen(path, &config, in_store, cancel).map(Err), |taken| Ok(Ok(taken))) {
-                Ok(Ok(taken)) => {
-                    // The options may have changed. Clients hold objects, so a failure must not prevent serving them.
-                    let _ = taken
-                        .set_rights(|file| config.set_rights(file))
-                        .inspect_err(|error| tracing::error!(error = error.in_full()));
-                    taken
-                }
-                Ok(Err((listener, left, marked_by))) => {
-                    let listener = listener.leave_file();
-                    before = marked_by;
-                    reserves_names = left && catalogues.iter().all(Option::is_none);
-                    if in_store {
-                        store.remove(Name::Socket);
-                    }
-                    store.keep_own(Name::Socket, listener.as_fd().try_clone_to_owned().map_err(failed)?);
-                    listener
-                }
-                // Keep the objects even if the folder was removed.
-                Err(error) => {
-                    let Some(socket) = without_file else { return Err(error) };
-                    tracing::error!(
-                        error = error.in_full(),
-                        "clients can't connect, but objects are held: recreate the socket's folder and send SIGHUP"
-                    );
-                    Listener::inherited(socket, path)?
-                }
-            };
+        let (listener, bound) = listen_again(socket, path, &config, cancel)?;
+        if bound.is_some() {
+            if in_store {
+                store.remove(Name::Socket);
+            }
+            store.keep_own(Name::Socket, listener.as_fd().try_clone_to_owned().map_err(duplication_failed)?);
+        }
+        let Traces { reserves_names, pid: before } = bound.unwrap_or_default();
+        let reserves_names = reserves_names && catalogues.iter().all(Option::is_none);
         others.into_iter().for_each(|name| store.remove_other(name));
         let takes_over = catalogues.iter().any(Option::is_some);
         let devices = devices::hold(&mut store, devices, config.hold_devices).or_else(|error| {
