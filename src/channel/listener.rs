@@ -29,7 +29,7 @@ use rustix::{
 use super::{
     Cancel, Config, Peer,
     attempt::{Attempt, attempt, new_socket},
-    lock::{PathLock, inode_of},
+    lock::{Mark, PathLock, inode_of},
     path::{MAX_PATH, split},
     record::check_type,
 };
@@ -41,8 +41,8 @@ use crate::{
 /// The length of the accept queue.
 const BACKLOG: i32 = 128;
 
-/// How long a drop waits for the lock.
-const DROP_LOCK_TIMEOUT: Duration = Duration::from_millis(200);
+/// How long a drop or a take-over waits for the lock.
+const LOCK_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// A listening socket. Dropping a listener made by [`Listener::bind`] removes its file, unless another socket has replaced it.
 ///
@@ -63,6 +63,8 @@ pub struct Listener {
     path: PathBuf,
     /// The file to remove.
     file: Option<SocketFile>,
+    /// Shows other processes that this one serves, even if the file is gone.
+    mark: Option<Mark>,
 }
 
 /// A socket's file, which another socket may have replaced.
@@ -80,8 +82,9 @@ impl Listener {
     /// The file always refers to a listening socket: under the lock, the socket is bound to a temporary name, listens, and is renamed.
     ///
     /// # Errors
-    /// [`SocketError::AlreadyServed`] if another process listens there; [`SocketError::Path`] if the file is not a socket;
-    /// [`SocketError::FolderLocked`] if another process holds the lock for that time; [`Error::System`], [`Error::Interrupted`].
+    /// [`SocketError::AlreadyServed`] if another process listens there; [`SocketError::ServedWithoutFile`] if a broker serves the path
+    /// although its socket's file was removed; [`SocketError::Path`] if the file is not a socket; [`SocketError::FolderLocked`] if another
+    /// process holds the lock for that time; [`Error::System`], [`Error::Interrupted`].
     ///
     /// See bind(2), listen(2), flock(2), rename(2).
     pub fn bind(path: &Path, config: &Config) -> Result<Self> {
@@ -102,8 +105,7 @@ impl Listener {
     ) -> Result<(Self, Option<i32>)> {
         let (folder_path, name) = split(path)?;
         let folder = open_folder(&folder_path)?;
-        let lock = PathLock::take(&folder, &folder_path, &name, timeout, cancel)?;
-        Self::check_free(path)?;
+        let lock = Self::lock_free(&folder, path, timeout, cancel)?;
         let marked_by = lock.marked_by();
 
         // Short, because a socket's path has at most 107 bytes, and unique among running processes, which hold other locks.
@@ -129,12 +131,28 @@ impl Listener {
             .map_err(|errno| failed("rename the socket to", errno.into()))?;
         // Finds no file: the socket has its own name now.
         drop(temporary);
-        let marked = if marks { lock.mark(process::id()) } else { lock.unmark() };
-        if let Err(error) = marked {
+        let marked = if marks { lock.mark(process::id()) } else { lock.unmark().map(|()| None) };
+        let mark = marked.unwrap_or_else(|error| {
             tracing::warn!(%error, "can't mark the socket: a crash of this process will not be reported");
-        }
+            None
+        });
         drop(lock);
-        Ok((Self { socket, path: path.to_owned(), file: Some(SocketFile { folder, name, inode }) }, marked_by))
+        let file = Some(SocketFile { folder, name, inode });
+        Ok((Self { socket, path: path.to_owned(), file, mark }, marked_by))
+    }
+
+    /// Takes the lock of a path on which no process serves.
+    fn lock_free<'a>(folder: &'a File, path: &Path, timeout: Duration, cancel: &Cancel) -> Result<PathLock<'a>> {
+        let (folder_path, name) = split(path)?;
+        let lock = PathLock::take(folder, &folder_path, &name, timeout, cancel)?;
+        Self::check_free(path)?;
+        match lock.is_served() {
+            true => Err(Error::Socket(SocketError::ServedWithoutFile {
+                path: path.to_owned(),
+                pid: lock.marked_by().unwrap_or(0),
+            })),
+            false => Ok(lock),
+        }
     }
 
     /// Takes over a listening socket, for example from systemd's socket activation. It becomes close-on-exec and non-blocking. Dropping the
@@ -155,7 +173,7 @@ impl Listener {
         let address = getsockname(&socket).ok().and_then(|address| SocketAddrUnix::try_from(address).ok());
         let path =
             address.and_then(|address| Some(Path::new(OsStr::from_bytes(address.path()?.to_bytes())).to_owned()));
-        Ok(Self { socket, path: path.unwrap_or_default(), file: None })
+        Ok(Self { socket, path: path.unwrap_or_default(), file: None, mark: None })
     }
 
     /// Like [`Listener::from_fd`], for a socket that [`Listener::bind`] made at `path`, even if its file was removed or replaced.
@@ -187,6 +205,23 @@ impl Listener {
         }
     }
 
+    /// Marks the path of an inherited socket as served by this process, no longer by the process that bound it.
+    pub(crate) fn renew_mark(&mut self) {
+        let mark = || {
+            let (folder_path, name) = split(&self.path)?;
+            let folder = open_folder(&folder_path)?;
+            let lock = PathLock::take(&folder, &folder_path, &name, LOCK_TIMEOUT, &Cancel::new()?)?;
+            lock.mark(process::id()).map_err(|error| Error::system("mark the socket", error))
+        };
+        self.mark = mark().unwrap_or_else(|error| {
+            tracing::warn!(
+                error = error.in_full(),
+                "if the socket's file is removed, another broker can bind the path"
+            );
+            None
+        });
+    }
+
     /// Keeps the file when the listener is dropped.
     pub(crate) fn leave_file(self) -> Self {
         let mut listener = self;
@@ -201,8 +236,7 @@ impl Listener {
     pub(crate) fn remove_unserved(path: &Path, timeout: Duration, cancel: &Cancel) -> Result<()> {
         let (folder_path, name) = split(path)?;
         let folder = open_folder(&folder_path)?;
-        let lock = PathLock::take(&folder, &folder_path, &name, timeout, cancel)?;
-        Self::check_free(path)?;
+        let lock = Self::lock_free(&folder, path, timeout, cancel)?;
         // If this fails, the next broker reports a crash that did not happen.
         let _ = lock.unmark();
         match unlinkat(&folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir) {
@@ -281,8 +315,7 @@ impl Drop for Listener {
     fn drop(&mut self) {
         let Some(SocketFile { folder, name, inode }) = &self.file else { return };
         let folder_path = self.path.parent().unwrap_or(Path::new(""));
-        let locked =
-            Cancel::new().and_then(|cancel| PathLock::take(folder, folder_path, name, DROP_LOCK_TIMEOUT, &cancel));
+        let locked = Cancel::new().and_then(|cancel| PathLock::take(folder, folder_path, name, LOCK_TIMEOUT, &cancel));
         // Another process may hold the lock. Then the file is removed without the lock, with a short race.
         let locked = locked.inspect_err(|error| tracing::warn!(%error, "removing the socket without the lock"));
         // Another producer may have replaced the file after this one stopped listening.

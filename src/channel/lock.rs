@@ -11,7 +11,8 @@ use std::{
 
 use nix::{
     errno::Errno,
-    fcntl::{AtFlags, Flock, FlockArg, OFlag, openat},
+    fcntl::{AtFlags, FcntlArg, Flock, FlockArg, OFlag, fcntl, openat},
+    libc,
     sys::stat::{Mode, fstatat},
     unistd::{UnlinkatFlags, geteuid, unlinkat},
 };
@@ -94,10 +95,24 @@ impl<'a> PathLock<'a> {
         text.trim().parse().ok()
     }
 
-    /// Keeps the file, with a process ID, until [`PathLock::unmark`].
-    pub(super) fn mark(&self, pid: u32) -> io::Result<()> {
+    /// Whether a process that marked the file still serves.
+    pub(super) fn is_served(&self) -> bool {
+        let mut found = whole_file(libc::F_WRLCK);
+        let asked = fcntl(&*self.file, FcntlArg::F_OFD_GETLK(&mut found));
+        asked.is_ok() && libc::c_int::from(found.l_type) != libc::F_UNLCK
+    }
+
+    /// Keeps the file, with a process ID, until [`PathLock::unmark`]. [`PathLock::is_served`] while the returned mark is held; `None` if
+    /// the file system has no such locks.
+    pub(super) fn mark(&self, pid: u32) -> io::Result<Option<Mark>> {
+        let mark = Mark(self.file.try_clone()?);
+        let locked = fcntl(&mark.0, FcntlArg::F_OFD_SETLK(&whole_file(libc::F_WRLCK)));
+        if locked == Err(Errno::EAGAIN) {
+            return Err(Errno::EAGAIN.into());
+        }
         self.unmark()?;
-        self.file.write_all_at(format!("{pid}\n").as_bytes(), 0)
+        self.file.write_all_at(format!("{pid}\n").as_bytes(), 0)?;
+        Ok(locked.ok().map(|_| mark))
     }
 
     pub(super) fn unmark(&self) -> io::Result<()> {
@@ -111,6 +126,28 @@ impl Drop for PathLock<'_> {
             // Before unlocking: the next process has either opened this file or creates a new one.
             let _ = unlinkat(self.folder, self.name.as_os_str(), UnlinkatFlags::NoRemoveDir);
         }
+    }
+}
+
+/// A server's second lock of the file, which it holds as long as it serves: unlike a process ID, it is exact in every PID namespace and
+/// after a reboot. The kernel releases it when the process dies. See "open file description locks" in fcntl(2).
+#[derive(Debug)]
+pub(super) struct Mark(File);
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        // Forks share the lock: closing the file is not enough.
+        let _ = fcntl(&self.0, FcntlArg::F_OFD_SETLK(&whole_file(libc::F_UNLCK)));
+    }
+}
+
+fn whole_file(kind: libc::c_int) -> libc::flock {
+    libc::flock {
+        l_type: kind as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
     }
 }
 

@@ -173,7 +173,9 @@ fn socket_hint(error: &SocketError) -> Option<&'static str> {
             "check the process that listens there: it may be stopped, or have too many connections"
         }
         SocketError::Path { .. } => "use another path",
-        SocketError::AlreadyServed { .. } => "stop that process, or use another path",
+        SocketError::AlreadyServed { .. } | SocketError::ServedWithoutFile { .. } => {
+            "stop that process, or use another path"
+        }
         SocketError::Absent { .. } => "start the producer at the same path, or wait longer",
         SocketError::ClosedFolder { .. } => {
             "the folder's owner must let this user in: with chmod o+x, or with g+x for a group of this user"

@@ -196,7 +196,8 @@ impl Error {
                 SocketError::UnsafeFolder { .. }
                 | SocketError::DefaultFolder { .. }
                 | SocketError::FolderLocked { .. }
-                | SocketError::AlreadyServed { .. },
+                | SocketError::AlreadyServed { .. }
+                | SocketError::ServedWithoutFile { .. },
             )
             | Self::Driver { .. }
             | Self::Forked { .. }

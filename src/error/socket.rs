@@ -42,6 +42,15 @@ pub enum SocketError {
         pid: i32,
     },
 
+    /// A broker serves this path, although its socket's file was removed or replaced.
+    #[error("{who} still serves {path}, although the socket's file was removed", path = path.display(), who = process_name(*pid))]
+    ServedWithoutFile {
+        /// The socket.
+        path: PathBuf,
+        /// The broker's server, as the number in its own PID namespace, or 0 if unknown.
+        pid: i32,
+    },
+
     /// Another process of this user holds the lock of a socket in this folder.
     #[error("a socket in {path} stayed locked by another process for {waited:?}", path = path.display())]
     FolderLocked {

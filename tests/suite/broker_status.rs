@@ -13,7 +13,8 @@ use nix::{
 };
 use serde_json::{Value, json};
 use vmmfd::{
-    broker::{Client, Get},
+    broker::{Client, Get, Server, ServerConfig},
+    channel::Cancel,
     session::Config,
 };
 
@@ -158,6 +159,46 @@ fn second_broker_is_refused_with_a_pid() {
     kill(old, Signal::SIGKILL).unwrap();
     until(|| !is_alive(old));
     second().code(5).says("already served by another process");
+}
+
+#[test]
+fn removed_socket_admits_no_second_broker() {
+    let subject = Subject::host();
+    let served = Served::with(Keeper::Own, &subject, &binary("vmmfd"), &["--time-limit", "file=1h"]);
+    let place = Meeting::host();
+    for _ in 0..2 {
+        // Each server takes over the socket of the previous server.
+        let (server, _) = served.kill_server();
+        fs::remove_file(&served.path).unwrap();
+        let words = format!("pid {server} still serves {}, although the socket's file was removed", text(&served.path));
+        let embedded = Server::bind(&served.path, ServerConfig::default(), &Cancel::new().unwrap());
+        assert_eq!(embedded.unwrap_err().to_string(), words);
+        // The failed start of a server and its keeper leaves the first broker's mark.
+        for _ in 0..2 {
+            let ended = vmmfd(&place, &["serve", "--socket", text(&served.path)]).end();
+            ended.code(5).says(&words).says("hint: stop that process");
+        }
+        kill(served.keeper(), Signal::SIGHUP).unwrap();
+        served.greeted();
+    }
+    assert!(!served.log().contains("previous broker"), "{}", served.log());
+}
+
+#[test]
+fn removed_socket_is_bound_again() {
+    let subject = Subject::host();
+    for (keeper, ending) in [(Keeper::Own, "restarting the server"), (Keeper::Apart, "restart this broker")] {
+        let served = Served::with(keeper, &subject, &binary("vmmfd"), &["--time-limit", "file=100ms"]);
+        let server = served.server();
+        fs::remove_file(&served.path).unwrap();
+        served.wait_for_log("ERROR vmmfd::broker::server::io::reactor: the socket's file was removed or replaced", 1);
+        served.wait_for_log(ending, 1);
+        if keeper == Keeper::Apart {
+            kill(server, Signal::SIGTERM).unwrap();
+        }
+        served.wait_for_another(server, std::time::Instant::now());
+        assert_eq!(served.log().matches("was removed or replaced").count(), 1, "{}", served.log());
+    }
 }
 
 #[test]

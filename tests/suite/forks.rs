@@ -6,6 +6,7 @@
 use std::{
     fs,
     io::{self, Read, Write},
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process,
     sync::Arc,
@@ -64,6 +65,24 @@ fn in_fork_during(fake: &Fake, call: &str, work: impl FnOnce() + Send, check: im
 
 fn is_forked<T>(answer: &vmmfd::Result<T>) -> bool {
     matches!(answer, Err(Error::Forked { .. }))
+}
+
+#[test]
+fn fork_keeps_no_stopped_brokers_path() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broker.sock");
+    let bind = || Server::bind(&path, ServerConfig::default(), &Cancel::new().unwrap());
+    let (mut ours, mut forks) = UnixStream::pair().unwrap();
+    thread::scope(|scope| {
+        let stopped = bind().unwrap();
+        scope.spawn(move || in_fork(|| forks.write_all(b"x").and_then(|()| forks.read_exact(&mut [0])).is_ok()));
+        ours.read_exact(&mut [0]).unwrap();
+        fs::remove_file(&path).unwrap();
+        drop(stopped);
+        let next = bind();
+        ours.write_all(b"x").unwrap();
+        next.unwrap();
+    });
 }
 
 #[test]

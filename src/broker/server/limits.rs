@@ -11,11 +11,14 @@ pub struct TimeLimits {
     pub keeper: Duration,
     /// How long a keeper may read nothing before it is killed and replaced.
     pub silence: Duration,
+    /// How often to check that the socket's file still exists.
+    pub file: Duration,
 }
 
 impl Default for TimeLimits {
     fn default() -> Self {
-        Self { resume: Duration::from_secs(10), keeper: Duration::from_secs(10), silence: Duration::from_secs(5) }
+        let seconds = Duration::from_secs;
+        Self { resume: seconds(10), keeper: seconds(10), silence: seconds(5), file: seconds(10) }
     }
 }
 
@@ -26,6 +29,7 @@ impl TimeLimits {
             "resume" => &mut self.resume,
             "keeper" => &mut self.keeper,
             "silence" => &mut self.silence,
+            "file" => &mut self.file,
             _ => return false,
         };
         *field = limit;

@@ -222,7 +222,8 @@ fn listen_again(
         Ok((listener.leave_file(), Some(traces)))
     };
     let listening = match socket.map(|socket| Listener::take_over(socket, path)).transpose() {
-        Ok(Some(Some(taken))) => {
+        Ok(Some(Some(mut taken))) => {
+            taken.renew_mark();
             // The options may have changed.
             let set = taken.set_rights(|file| config.set_rights(file));
             let _ = set.inspect_err(|error| tracing::error!(error = error.in_full()));
@@ -234,7 +235,9 @@ fn listen_again(
     match (listening, inherited) {
         (Err(error), Some(socket)) => {
             let remedy = match &error {
-                Error::Socket(SocketError::AlreadyServed { .. }) => "stop that process",
+                Error::Socket(SocketError::AlreadyServed { .. } | SocketError::ServedWithoutFile { .. }) => {
+                    "stop that process"
+                }
                 Error::Socket(SocketError::Path { .. }) => "remove that file",
                 _ => "recreate the socket's folder",
             };
@@ -242,7 +245,9 @@ fn listen_again(
                 error = error.in_full(),
                 "new clients can't connect, but objects are held: {remedy} and send SIGHUP"
             );
-            Ok((Listener::inherited(socket, path)?, None))
+            let mut listener = Listener::inherited(socket, path)?;
+            listener.renew_mark();
+            Ok((listener, None))
         }
         (listening, _) => listening,
     }

@@ -1,7 +1,12 @@
 //! Decides which connections are accepted.
 
 use std::{
-    os::fd::{AsFd, OwnedFd},
+    fs,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    path::{Path, PathBuf},
     sync::Arc,
 };
 
@@ -26,6 +31,8 @@ const CONNECTIONS: u64 = 16;
 #[derive(Debug)]
 pub(crate) struct Admission {
     pub(super) listener: Listener,
+    /// The absolute path of the socket, and the file that it named at the start.
+    file: Option<(PathBuf, (u64, u64))>,
     allow_uids: Vec<u32>,
     allow_gids: Vec<u32>,
     /// Advice for a refused user: which group grants access.
@@ -44,7 +51,14 @@ pub(super) struct Rejected {
 impl Admission {
     pub(crate) fn new(listener: Listener, allow_uids: Vec<u32>, allow_gids: Vec<u32>) -> Self {
         let group_advice = group_advice(&allow_gids);
-        Self { listener, allow_uids, allow_gids, group_advice, acceptable: true, last: ConnectionId(CONNECTIONS) }
+        let path = std::path::absolute(listener.path()).ok();
+        let file = path.and_then(|path| inode(&path).map(|inode| (path, inode)));
+        Self { listener, file, allow_uids, allow_gids, group_advice, acceptable: true, last: ConnectionId(CONNECTIONS) }
+    }
+
+    /// Whether the file at the socket's path is not the one from the start.
+    pub(super) fn has_lost_file(&self) -> bool {
+        self.file.as_ref().is_some_and(|(path, at_start)| inode(path) != Some(*at_start))
     }
 
     /// Identifies the peer of a new connection by the credentials that the kernel recorded at connect time.
@@ -81,6 +95,11 @@ impl Admission {
             format!("uid {uid} may not connect: start the broker with --allow-uid {uid}, or {}", self.group_advice);
         Err(Rejected { code: ErrorCode::Refused, message })
     }
+}
+
+/// The device and inode number of the file at a path.
+fn inode(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
 /// Sends the reason to the peer.

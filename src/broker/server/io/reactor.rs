@@ -34,7 +34,7 @@ use crate::{
             verbs::{connection, effects::Effects, list, publish, watch},
         },
     },
-    channel::Cancel,
+    channel::{Cancel, CancelReason},
     error::{Error, ErrorCode, Result, units::about},
     sys,
     wire::{HEADER_LENGTH, MAX_BODY},
@@ -114,6 +114,7 @@ impl Reactor {
             incoming: vec![0; HEADER_LENGTH + MAX_BODY + 1],
         };
         reactor.feed_watchdog();
+        reactor.timers.set(limits.file, Timer::SocketFile);
         if reactor.state.objects.journal().restarts() > 0 || reactor.state.pending_versions.reserves_names {
             reactor.timers.set(limits.resume, Timer::Unresumed);
         }
@@ -288,6 +289,25 @@ impl Reactor {
         }
     }
 
+    /// Reports a lost socket file. If a keeper starts the servers, has it start another, which binds the path again.
+    fn check_socket_file(&mut self) {
+        if !self.admission.has_lost_file() {
+            return self.timers.set(self.limits.file, Timer::SocketFile);
+        }
+        let restart = self.keeper_link.restart_request();
+        let remedy = match restart {
+            Some(_) => "restarting the server to bind the path again",
+            None => "restart this broker; connected clients are still served",
+        };
+        tracing::error!(
+            path = %self.admission.listener.path().display(),
+            "the socket's file was removed or replaced, so new clients can't connect: {remedy}"
+        );
+        if let Some(restart) = restart {
+            restart.cancel(CancelReason::Program);
+        }
+    }
+
     fn poll_timeout(&self) -> Option<Duration> {
         if self.admission.acceptable || self.connections.any_listed() || self.state.has_work() {
             return Some(Duration::ZERO);
@@ -324,6 +344,7 @@ impl Reactor {
                     keeper_link.check(&mut context);
                     self.sync_store();
                 }
+                Timer::SocketFile => self.check_socket_file(),
                 Timer::Watchdog => self.feed_watchdog(),
                 Timer::RepeatLimiter => self.state.repeats.log(),
                 Timer::Unresumed => {

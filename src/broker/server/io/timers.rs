@@ -24,6 +24,8 @@ pub(super) enum Timer {
     Store,
     /// Checks whether the keeper reads its messages.
     Keeper,
+    /// Checks that the socket's file still exists.
+    SocketFile,
     /// Notifies the init's watchdog.
     Watchdog,
     /// Ends leases of the previous server that no client has resumed.
