@@ -1,7 +1,8 @@
 //! Replacing and moving descriptors.
 
 use std::{
-    io,
+    fs::File,
+    io, iter,
     os::fd::{AsRawFd, BorrowedFd, OwnedFd},
 };
 
@@ -20,6 +21,13 @@ pub(crate) fn above_standard(new: OwnedFd) -> io::Result<OwnedFd> {
         0..=libc::STDERR_FILENO => Ok(rustix::io::fcntl_dupfd_cloexec(new, libc::STDERR_FILENO + 1)?),
         _ => Ok(new),
     }
+}
+
+/// Opens `/dev/null` with each free number up to 2. Until the result is dropped, new descriptors have numbers above 2: for descriptors of
+/// other libraries, which [`above_standard`] can't move. If `/dev/null` can't be opened, they may have smaller numbers.
+pub(crate) fn occupy_standard() -> Vec<File> {
+    let open = iter::from_fn(|| File::open("/dev/null").ok());
+    open.take_while(|file| file.as_raw_fd() <= libc::STDERR_FILENO).collect()
 }
 
 /// Creates an unsignalled eventfd, close-on-exec and non-blocking.

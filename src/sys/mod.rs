@@ -22,7 +22,7 @@ pub use self::process::take_passed;
 pub use self::stderr::{Stderr, flush_stderr, never_block_on_stderr};
 pub use self::steps::interruptible;
 pub(crate) use self::{
-    descriptor::{above_standard, replace},
+    descriptor::{above_standard, occupy_standard, replace},
     file::kcmp,
     process::{Program, started_ms},
     socket::{pass_descriptors, passes_descriptors, peer_groups, unread},

@@ -6,16 +6,18 @@ use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
+    thread,
     time::Duration,
 };
 
 use nix::{
     sys::signal::{Signal, kill},
-    unistd::Pid,
+    unistd::{Pid, close},
 };
 use tempfile::TempDir;
 use vmmfd::{
-    broker::{Client, Get, Put, PutPart},
+    broker::{Client, Get, KeeperPath, Put, PutPart, Server, ServerConfig},
+    channel::{Cancel, CancelReason},
     memory::Region,
     session::Config,
 };
@@ -25,7 +27,7 @@ use crate::{
     examples,
     running::binary,
     support::{
-        Subject,
+        Subject, in_child,
         served::{copied, is_alive, with_argument},
         session::spawn_alone,
     },
@@ -208,4 +210,31 @@ fn unusable_keeper_programs_are_refused() {
     fs::write(&place.socket, "no socket").unwrap();
     place.fail(&place.vmmfd);
     until(|| place.keepers().is_empty());
+}
+
+#[test]
+fn server_takes_no_standard_descriptor() {
+    let taken = in_child(
+        "broker_embedded::server_takes_no_standard_descriptor",
+        |_| {},
+        || {
+            let folder = tempfile::tempdir().unwrap();
+            (0..=2).for_each(|fd| close(fd).unwrap());
+            let mut taken = Vec::new();
+            for keeper in [None, Some(KeeperPath::Program(binary("vmmfd")))] {
+                let path = folder.path().join("broker.sock");
+                let mut config = ServerConfig::default();
+                config.keeper = keeper;
+                let cancel = Cancel::new().unwrap();
+                let server = Server::bind(&path, config, &cancel).unwrap();
+                let serving = thread::spawn(move || server.run());
+                Client::connect(&path, &Config::default()).unwrap().list("").unwrap();
+                taken.extend((0..=2).filter_map(|fd| fs::read_link(format!("/proc/self/fd/{fd}")).ok()));
+                cancel.cancel(CancelReason::Program);
+                serving.join().unwrap().unwrap();
+            }
+            format!("{taken:?}")
+        },
+    );
+    assert_eq!(taken, "[]");
 }

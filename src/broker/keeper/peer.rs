@@ -96,7 +96,7 @@ pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
 
 pub(super) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
     let pid = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
-    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+    above_standard(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
 /// Checks that the peer runs as this user.

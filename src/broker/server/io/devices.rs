@@ -6,6 +6,7 @@ use std::{collections::HashMap, fs, io, os::fd::OwnedFd};
 use crate::{
     broker::keeper::{Name, Store},
     error::{Error, Result},
+    sys::above_standard,
 };
 
 const FOLDER: &str = "/dev";
@@ -25,7 +26,8 @@ pub(crate) fn hold(store: &mut Store, mut inherited: HashMap<u8, OwnedFd>, wante
             None => {
                 let node = format!("{FOLDER}/nvidia{number}");
                 let failed = |error| Error::system(format!("hold {node} open"), error);
-                let fd = OwnedFd::from(fs::OpenOptions::new().read(true).write(true).open(&node).map_err(failed)?);
+                let opened = fs::OpenOptions::new().read(true).write(true).open(&node);
+                let fd = opened.and_then(|node| above_standard(node.into())).map_err(failed)?;
                 store.keep_own(Name::Device(number), fd.try_clone().map_err(failed)?);
                 fd
             }

@@ -82,8 +82,10 @@ impl Reactor {
         cancel: &Cancel,
     ) -> Result<Self> {
         let failed = |action: &'static str| move |error: io::Error| Error::system(action, error);
+        let occupied = sys::occupy_standard();
         let poll = Poll::new().map_err(failed("create an epoll instance"))?;
         let waker = Arc::new(Waker::new(poll.registry(), WAKER).map_err(failed("create an eventfd"))?);
+        drop(occupied);
         let sources = [(admission.listener.as_fd(), LISTENER), (cancel.as_fd(), CANCEL)];
         let restart = keeper_link.restart_request().map(|restart| (restart.as_fd(), RESTART));
         for (fd, key) in sources.into_iter().chain(restart) {
