@@ -19,7 +19,7 @@ use vmmfd::{
 use crate::{
     array::{self, Array},
     array_index, buffer, copy,
-    device::PyDevice,
+    device::{PyDevice, short},
     dlpack::{self, CapsuleOptions},
     dtype,
     error::{Failure, Outcome},
@@ -124,17 +124,37 @@ impl Array {
         if axes.is_empty() {
             return self.transposed();
         }
-        let listed = if axes.len() == 1 { axes.get_item(0)?.extract::<Vec<i64>>().ok() } else { None };
-        let listed = match listed {
-            Some(listed) => listed,
-            None => axes.extract::<Vec<i64>>()?,
-        };
+        let listed = integers(axes)?;
         let dimensions = self.descriptor().shape.len() as i64;
         let axes = listed.iter().map(|axis| usize::try_from(if *axis < 0 { axis + dimensions } else { *axis }));
         let axes: Result<Vec<usize>, _> = axes.collect();
         let axes =
             axes.map_err(|_| Failure::invalid(format!("{listed:?} does not name each of the {dimensions} axes once")))?;
         self.view(self.descriptor().permute(&axes)?)
+    }
+
+    /// The same elements in another shape, without a copy. `shape` is an int or a sequence of int; the length -1 takes the elements that are
+    /// left. Raises `Invalid` if the elements do not fit the shape, or are not contiguous.
+    #[pyo3(signature = (*shape))]
+    fn reshape(&self, shape: &Bound<'_, PyTuple>) -> Outcome<Self> {
+        let from = self.descriptor();
+        let mut lengths = integers(shape)?;
+        let known: i64 = lengths.iter().filter(|length| **length != -1).product();
+        if let Some(open) = lengths.iter_mut().find(|length| **length == -1) {
+            *open = i64::try_from(from.elements()?).unwrap_or(i64::MAX).checked_div(known).unwrap_or(0);
+        }
+        let lengths: Result<Vec<u64>, _> = lengths.iter().map(|length| u64::try_from(*length)).collect();
+        let problem = || Failure::invalid(format!("an array of shape {:?} can't be reshaped to {shape}", from.shape));
+        if !buffer::contiguous(from)?.0 {
+            return Err(Failure::invalid(
+                "only a C-contiguous array can be reshaped without a copy: call copy() first",
+            ));
+        }
+        let seen = ArrayDescriptor::new(from.dtype, lengths.map_err(|_| problem())?, Order::C)?;
+        if seen.elements()? != from.elements()? {
+            return Err(problem());
+        }
+        self.view(ArrayDescriptor { offset: from.offset, ..seen })
     }
 
     fn __len__(&self) -> PyResult<usize> {
@@ -467,7 +487,7 @@ impl Array {
     }
 
     fn __repr__(&self) -> String {
-        let device = self.memory().device();
+        let device = short(self.memory().device());
         let access = match (self.memory().is_read_only(), self.exports_read_only()) {
             (false, _) => "",
             (true, true) => ", read-only",
@@ -521,5 +541,14 @@ fn check_stream(array: &Array, stream: Option<&Bound<'_, PyAny>>) -> Outcome<()>
         _ => Err(Failure::invalid(format!(
             "stream={shown} is not a stream: give -1, 1, 2 or a cudaStream_t as an integer"
         ))),
+    }
+}
+
+/// The integers that a call gives as its arguments, or as one sequence.
+fn integers(given: &Bound<'_, PyTuple>) -> Outcome<Vec<i64>> {
+    let listed = if given.len() == 1 { given.get_item(0)?.extract::<Vec<i64>>().ok() } else { None };
+    match listed {
+        Some(listed) => Ok(listed),
+        None => Ok(given.extract::<Vec<i64>>()?),
     }
 }

@@ -65,8 +65,14 @@ impl PyDevice {
     }
 
     fn __repr__(&self) -> String {
-        format!("<vmmfd.Device {}: {}>", self.0.ordinal(), self.0)
+        format!("<vmmfd.Device {}: {}>", self.0.ordinal(), short(&self.0))
     }
+}
+
+/// Describes a device, with the first eight characters of its UUID.
+pub(crate) fn short(device: &Device) -> String {
+    let uuid = device.uuid().to_string();
+    device.to_string().replace(&uuid, &uuid[..8])
 }
 
 /// The option `device` of a caller.

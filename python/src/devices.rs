@@ -17,7 +17,7 @@ use crate::{
 /// Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.
 /// `backend` (str) is as for `empty`. Raises `Error` if the driver does not start, `Invalid` for another `backend`.
 #[pyfunction]
-#[pyo3(signature = (backend=None))]
+#[pyo3(signature = (*, backend=None))]
 pub(crate) fn devices(py: Python<'_>, backend: Option<Text>) -> Outcome<Vec<PyDevice>> {
     py.detach(|| Ok(Device::all(&driver::driver(backend.as_deref())?)?.into_iter().map(PyDevice).collect()))
 }

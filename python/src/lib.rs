@@ -56,7 +56,7 @@ mod native {
     #[pymodule_export]
     use crate::{
         array::Array,
-        array_new::{asarray, empty},
+        array_new::{asarray, empty, empty_like},
         client::Client,
         device::PyDevice,
         devices::{activate, device_uuid, devices, same_device},

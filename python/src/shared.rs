@@ -11,7 +11,7 @@ use vmmfd::{
 
 use crate::{
     array::{self, Array},
-    device::{PyDevice, Wanted},
+    device::{PyDevice, Wanted, short},
     driver, dtype,
     error::Outcome,
     memory::{Memory, Owned},
@@ -94,7 +94,7 @@ impl PyMemory {
     }
 
     fn __repr__(&self) -> String {
-        format!("<vmmfd memory: {} bytes at {:#x} on {}>", self.0.size(), self.0.address(), self.0.device())
+        format!("<vmmfd memory: {} bytes at {:#x} on {}>", self.0.size(), self.0.address(), short(self.0.device()))
     }
 }
 

@@ -95,6 +95,7 @@ OPTIONS = {
 # Options with another meaning than above.
 SPECIAL: dict[str, Any] = {
     "Lease.unpark.version": ([True, 1.0], [-1, "oldest"]),
+    "empty.dtype": ([5, b"f4"], DTYPE[1]),
     "Broker.follow.wait": TIME,
     "Broker.watch.wait": TIME,
     "Watch.next.wait": TIME,
@@ -135,6 +136,7 @@ class Calls:
             "Broker": (vmmfd.Broker, {"path": broker.path, "backend": "host"}),
             "asarray": (vmmfd.asarray, {"object": np.ones(4), "backend": "host"}),
             "empty": (vmmfd.empty, {"shape": 4, "dtype": "uint8", "backend": "host"}),
+            "empty_like": (vmmfd.empty_like, {"object": np.ones(4), "backend": "host"}),
             "devices": (vmmfd.devices, {}),
             "device_uuid": (vmmfd.device_uuid, {"backend": "host"}),
             "serve": (vmmfd.serve, {"path": folder / "a.sock", "array": np.ones(4), "wait": 0.05, "backend": "host"}),
@@ -205,7 +207,7 @@ def options_of(call: str) -> list[str]:
 
 
 CALLS = [
-    *("connect", "Broker", "asarray", "empty", "devices", "device_uuid", "serve", "take", "load_safetensors"),
+    *("connect", "Broker", "asarray", "empty", "empty_like", "devices", "device_uuid", "serve", "take", "load_safetensors"),
     *(f"Broker.{name}" for name in vars(vmmfd.Broker) | vars(vmmfd.Broker.__mro__[1]) if name[0] != "_" and callable(getattr(vmmfd.Broker, name))),
     *(f"Lease.{name}" for name in vars(vmmfd.Lease) if name[0] != "_" and callable(getattr(vmmfd.Lease, name))),
     *("Array.reinterpret", "Array.writable", "Array.copy_from", "Array.copy_to", "Lease.__getitem__", "Watch.next"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import math
 import os
@@ -76,7 +77,7 @@ def test_put_and_get_round_trip(broker: vmmfd.Broker, name: str) -> None:
         assert lease.metadata == {"step": 1, "nested": {"list": [1, 2.5, None, True, "é"]}}
         assert lease.metadata is not lease.metadata
         assert (lease.name, lease.version, lease.id) == (name, 1, put.id)
-        assert lease.owner == vmmfd.Owner(uid=os.geteuid(), gid=os.getegid())
+        assert lease.owner == vmmfd.records.Owner(uid=os.geteuid(), gid=os.getegid())
         age = datetime.datetime.now(datetime.timezone.utc) - lease.created
         assert abs(age) < datetime.timedelta(minutes=5)
         del got
@@ -487,3 +488,30 @@ def test_metadata_numbers_are_exact(broker: vmmfd.Broker, name: str, tmp_path: P
     subprocess.run([*command(), *put], check=True, capture_output=True)
     with broker.get(name) as lease:
         assert lease.metadata["n"] == broker.stat(name).metadata["n"] == number
+
+
+def test_handles_are_not_copied(broker: vmmfd.Broker, name: str) -> None:
+    broker.put(name, {"x": floats(1)})
+    with (
+        broker.get(name) as lease,
+        broker.watch(name) as watch,
+        broker.follow(name) as follower,
+        lease.prepare(version=1) as prepared,
+        broker.claim(f"{name}/new") as claim,
+    ):
+        for handle in (broker, lease, watch, follower, prepared, claim):
+            for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match=f"a {type(handle).__name__} can't be"):
+                    duplicate(handle)
+
+
+def test_records_begin_with_name_and_version(broker: vmmfd.Broker, name: str) -> None:
+    published = broker.put(name, {"x": floats(1)})
+    with broker.get(name):
+        (held,) = broker.who(name).leases
+    for record in (published, broker.list(name)[0], held):
+        shown = repr(record)
+        assert shown.startswith(f"{type(record).__name__}(name={name!r}, version=1, ")
+        assert f"id={published.id[:8]!r}" in shown and published.id not in shown
+    stat = broker.stat(name)
+    assert stat.version == 1 and stat.parts[0].device[:13] not in repr(stat)

@@ -15,7 +15,7 @@ import pytest
 
 import vmmfd
 
-MODULES = ["vmmfd", "vmmfd.engines.vllm", "vmmfd.legacy", "vmmfd.nodes", "vmmfd.pool", "vmmfd.ray", "vmmfd.torch"]
+MODULES = ["vmmfd", "vmmfd.engines.vllm", "vmmfd.legacy", "vmmfd.nodes", "vmmfd.pool", "vmmfd.ray", "vmmfd.records", "vmmfd.torch"]
 
 # "As `get`", "those of `Broker.put`", "see `connect`", "Raises as `get` and `Lease.prepare`".
 REFERENCE = re.compile(r"(?:\bas|\bAs|\bsee|\bSee|\bof|\band) (?:the `\w+` of )?`([\w.]+)`")

@@ -18,7 +18,7 @@ import vmmfd.pool
 import vmmfd.torch
 from vmmfd import _native
 
-MODULES = (vmmfd, vmmfd.legacy, vmmfd.pool, vmmfd.torch)
+MODULES = (vmmfd, vmmfd.legacy, vmmfd.pool, vmmfd.records, vmmfd.torch)
 STUBS = ast.parse((Path(vmmfd.__file__).parent / "_native.pyi").read_text())
 
 
@@ -54,9 +54,9 @@ def test_hints_are_correct() -> None:
 
     connect = typing.get_type_hints(vmmfd.connect)
     assert connect["timeout"] == float | datetime.timedelta and connect["return"] is vmmfd.Broker
-    assert typing.get_type_hints(vmmfd.Broker.list)["return"] == list[vmmfd.Summary]
-    assert typing.get_type_hints(vmmfd.Summary)["created"] is datetime.datetime
-    assert typing.get_type_hints(vmmfd.Served) == {"pid": int, "uid": int, "error": str | None}
+    assert typing.get_type_hints(vmmfd.Broker.list)["return"] == list[vmmfd.records.Summary]
+    assert typing.get_type_hints(vmmfd.records.Summary)["created"] is datetime.datetime
+    assert typing.get_type_hints(vmmfd.records.Served)["error"] == str | None
 
 
 def test_hints_need_no_torch(child: Any) -> None:

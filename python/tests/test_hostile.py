@@ -328,7 +328,7 @@ def test_fork_during_calls_of_threads(child: Any) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and newer advise against it.
         def work():
             while True:
-                vmmfd.devices("host")
+                vmmfd.devices(backend="host")
         for _ in range(3):
             threading.Thread(target=work, daemon=True).start()
         for number in range(200):

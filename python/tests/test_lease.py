@@ -27,7 +27,7 @@ def name(broker: vmmfd.Broker) -> str:
     return name
 
 
-def put(broker: vmmfd.Broker, name: str, value: float, **more: Any) -> vmmfd.Published:
+def put(broker: vmmfd.Broker, name: str, value: float, **more: Any) -> vmmfd.records.Published:
     return broker.put(name, {"x": np.full(1024, value, dtype="f4"), **more}, replace=True, metadata={"value": value})
 
 

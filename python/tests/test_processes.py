@@ -162,7 +162,7 @@ assert (what.name, what.version, what.rebuilt, main) == ("there", 1, True, False
 assert lease.is_held and not lost and isinstance(odd[0], ValueError)
 assert broker.get("there").version == 1
 assert watch.next(60).kind == "lost"
-assert isinstance(what, vmmfd.Restored)
+assert isinstance(what, vmmfd.records.Restored)
 """,
         server.path,
     )
@@ -192,7 +192,7 @@ deadline = time.monotonic() + 60
 while not lost and time.monotonic() < deadline:
     time.sleep(0.01)
 what, = lost
-assert isinstance(what, vmmfd.Lost) and (what.name, what.version, what.kind) == ("there", 1, "unreachable"), what
+assert isinstance(what, vmmfd.records.Lost) and (what.name, what.version, what.kind) == ("there", 1, "unreachable"), what
 assert what.reason == "the broker can't be reached" and not lease.is_held
 assert np.from_dlpack(lease["x"])[0] == 1
 try:

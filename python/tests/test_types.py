@@ -100,7 +100,7 @@ def use(broker: vmmfd.Broker) -> int:
         for name, one in lease.items():
             assert isinstance(name, str) and one.shape
         wrong: str = lease.version
-    summaries: list[vmmfd.Summary] = broker.list()
+    summaries: list[vmmfd.records.Summary] = broker.list()
     leases: list[vmmfd.Lease] = broker.get_all(["a"])
     broker.put("a", {"x": array}, lifetime="maker", replace_version=3)
     broker.put("a", {"x": array}, lifetime="for ever")

@@ -73,7 +73,7 @@ assert loaders["vmmfd"] is loader and list(loaders) == ["auto", "vmmfd"]
 assert opened() == before, opened() ^ before
 assert not is_driver()
 try:
-    vmmfd.devices("cuda")
+    vmmfd.devices(backend="cuda")
 except vmmfd.Error:
     pass
 assert is_driver()

@@ -19,7 +19,7 @@ def prefix() -> str:
     return f"watch/{uuid.uuid4().hex}/"
 
 
-def put(broker: vmmfd.Broker, name: str) -> vmmfd.Published:
+def put(broker: vmmfd.Broker, name: str) -> vmmfd.records.Published:
     return broker.put(name, {"x": np.zeros(3)}, replace=True)
 
 
@@ -80,7 +80,7 @@ def test_wait_times_out(broker: vmmfd.Broker, prefix: str) -> None:
 
 
 def test_wait_leaves_other_calls_free(broker: vmmfd.Broker, prefix: str) -> None:
-    got: list[vmmfd.Event] = []
+    got: list[vmmfd.records.Event] = []
     watch = broker.watch(prefix)
     thread = threading.Thread(target=lambda: got.append(next(watch)))
     thread.start()

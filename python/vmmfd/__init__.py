@@ -7,6 +7,7 @@ _check_interpreter()
 del _check_interpreter
 
 # Broker
+from . import records as records
 from ._broker import Broker, connect
 from ._dtype import DType
 from ._errors import (
@@ -24,27 +25,10 @@ from ._errors import (
     Timeout,
     Unsupported,
 )
-from ._handoff import Served, serve, take
+from ._follow import Follower
+from ._handoff import serve, take
 from ._lease import Claim, Lease, Prepared
-from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, same_device
-from ._records import (
-    DeviceBytes,
-    Event,
-    HeldClaim,
-    HeldLease,
-    Holders,
-    LeasedPart,
-    Lost,
-    Maker,
-    Owner,
-    PartInfo,
-    Published,
-    Report,
-    Restored,
-    Stat,
-    Summary,
-    UserTotal,
-)
+from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, empty_like, same_device
 from ._reduce import register_reducer
 from ._watch import Watch
 
@@ -55,24 +39,9 @@ __all__ = [
     # Broker
     "Broker",
     "Claim",
-    "DeviceBytes",
-    "Event",
-    "HeldClaim",
-    "HeldLease",
-    "Holders",
+    "Follower",
     "Lease",
-    "LeasedPart",
-    "Lost",
-    "Maker",
-    "Owner",
-    "PartInfo",
     "Prepared",
-    "Published",
-    "Report",
-    "Restored",
-    "Stat",
-    "Summary",
-    "UserTotal",
     "Watch",
     "connect",
     "register_reducer",
@@ -98,11 +67,11 @@ __all__ = [
     "Array",
     "DType",
     "Device",
-    "Served",
     "asarray",
     "device_uuid",
     "devices",
     "empty",
+    "empty_like",
     "same_device",
     "serve",
     "take",

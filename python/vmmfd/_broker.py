@@ -10,14 +10,14 @@ from . import _types as t
 from ._errors import Invalid, NoArray
 from ._gets import Gets
 from ._lease import Claim, Lease
-from ._records import Holders, Lost, Published, Restored, Stat, Summary
 from ._watch import Watch
+from .records import Holders, Lost, Published, Restored, Stat, Summary
 
 
 def connect(
     path: t.Path | None = None,
-    backend: str | None = None,
     *,
+    backend: str | None = None,
     timeout: t.Time = 30,
     wait: t.Time = 1,
     trust: Iterable[int] = (),
@@ -38,7 +38,7 @@ def connect(
     Raises `NotFound` if no broker listens within `wait`, `Denied` if this user may not connect or the broker runs as an untrusted
     user, `Disconnected` if the process at the other end is not a broker, `Invalid` for an invalid argument.
     """
-    return Broker(path, backend, timeout=timeout, wait=wait, trust=trust)
+    return Broker(path, backend=backend, timeout=timeout, wait=wait, trust=trust)
 
 
 class Broker(Gets):
@@ -63,8 +63,8 @@ class Broker(Gets):
     def __init__(
         self,
         path: t.Path | None = None,
-        backend: str | None = None,
         *,
+        backend: str | None = None,
         timeout: t.Time = 30,
         wait: t.Time = 1,
         trust: Iterable[int] = (),

@@ -13,6 +13,9 @@ class Closing:
     def close(self) -> None:
         raise NotImplementedError
 
+    def __reduce__(self) -> t.Any:
+        raise TypeError(f"a {type(self).__name__} can't be copied or pickled: the copy would close the original")
+
     def __enter__(self) -> t.Self:
         return self
 

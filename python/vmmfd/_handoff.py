@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-
 from . import _arguments, _native
 from . import _types as t
 from ._native import Array
-
-# Not imported from `typing`, whose import takes longer than this package's.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import NamedTuple
-
-    class _Served(NamedTuple):
-        pid: int
-        uid: int
-        error: str | None
-
-else:
-    _Served = namedtuple("_Served", ("pid", "uid", "error"))
-    _Served.__annotations__ = {"pid": int, "uid": int, "error": str | None}
-
-
-class Served(_Served):
-    """A consumer that was served or refused: its process id `pid` and user id `uid`, as reported by the kernel, and its `error`, or
-    `None`."""
-
-    __slots__ = ()
+from .records import Served
 
 
 def serve(

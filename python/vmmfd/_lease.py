@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from . import _arguments, _native, _records
+from . import _arguments, _native, records
 from . import _types as t
 from ._closing import Closing
 from ._errors import Invalid
 from ._native import Array
-from ._records import LeasedPart, Owner, Published
+from .records import LeasedPart, Owner, Published
 
 
 class Lease(Closing, Mapping[str, Array]):
@@ -121,7 +121,7 @@ class Lease(Closing, Mapping[str, Array]):
     @property
     def created(self) -> t.datetime:
         """The time of publication, in UTC."""
-        return _records.time(self._native.created * 1000)
+        return records.time(self._native.created * 1000)
 
     @property
     def owner(self) -> Owner:

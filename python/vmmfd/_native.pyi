@@ -131,6 +131,10 @@ class Array:
         """The same elements with the `axes` (int) in this order; without arguments, in reverse order. Raises `Invalid` unless each axis appears
         once."""
 
+    def reshape(self, *shape: int | Sequence[int]) -> Array:
+        """The same elements in another shape, without a copy. `shape` is an int or a sequence of int; the length -1 takes the elements that are
+        left. Raises `Invalid` if the elements do not fit the shape, or are not contiguous."""
+
     def __len__(self, /) -> int: ...
     def __getitem__(self, index: _Index | tuple[_Index, ...], /) -> Array:
         """A view selected by integers, slices and at most one ellipsis; a view even for a single element.
@@ -258,7 +262,7 @@ class Memory:
 
 def empty(
     shape: int | Sequence[int],
-    dtype: Any,
+    dtype: Any = "float64",
     *,
     device: _DeviceName | None = None,
     backend: str | None = None,
@@ -267,7 +271,7 @@ def empty(
     """Creates an `Array` in new shared memory. Contents are undefined.
 
     `shape` (int, or a sequence of int) is in elements. `dtype` is a str (`"float32"`, `"bfloat16"`, `"float8_e4m3fn"`, `"<f4"`), or a dtype
-    of NumPy, ml_dtypes, JAX or PyTorch. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
+    of NumPy, ml_dtypes, JAX or PyTorch; as in NumPy `float64` by default. `device` (int, str or `Device`) is an ordinal in this process, a UUID or its first characters, or a
     `Device`; the first device by default. `backend` (str or None) is `"cuda"`, `"host"`, or `"auto"`: CUDA, or the host if there is no
     driver or no device; by default the environment variable `VMMFD_BACKEND`, else `"auto"`. `rdma` is whether RDMA can reach the memory
     (`gpuDirectRDMACapable`), for network cards: `"auto"` where the device reports support, never on WSL2; `True` requires it; `False`
@@ -285,7 +289,13 @@ def asarray(object: Any, *, device: _DeviceName | None = None, backend: str | No
     is as for `empty`. Blocks, with the GIL released, until the copy is complete. Raises as `empty`, `TypeError` for an object that is not an
     array, and `Invalid` for a GPU array with the host backend."""
 
-def devices(backend: str | None = None) -> list[Device]:
+def empty_like(object: Any, *, device: _DeviceName | None = None, backend: str | None = None) -> Array:
+    """Creates an `Array` of the shape, type and device of another array in new shared memory. Contents are undefined.
+
+    The arguments are those of `asarray`: `object`, `device` (int, str or `Device`) and `backend` (str or None). Returns an `Array`, in C
+    order. Raises as `asarray`."""
+
+def devices(*, backend: str | None = None) -> list[Device]:
     """Returns the visible devices, a list of `Device` by ordinal: `CUDA_VISIBLE_DEVICES` applies. The first call starts the driver.
     `backend` (str) is as for `empty`. Raises `Error` if the driver does not start, `Invalid` for another `backend`."""
 

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ._broker import Broker, connect
 from ._copies import origin
 from ._errors import Disconnected, Error, NotFound, Timeout
-from ._records import Published
+from .records import Published
 
 # Ray's namespace of the agents, and the prefix of the transports' names in the broker.
 _NAMESPACE = "vmmfd"

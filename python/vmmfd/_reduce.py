@@ -61,7 +61,7 @@ def _broker(path: str, backend: str, timeout: float, trust: list[int]) -> Broker
     if broker is not None and not broker.is_closed:
         return broker
     # The sender was connected, so a broker that does not listen is restarting.
-    made = connect(path, backend, timeout=timeout, wait=timeout, trust=trust)
+    made = connect(path, backend=backend, timeout=timeout, wait=timeout, trust=trust)
     with _lock:
         # Another thread may have connected in between.
         broker = _brokers.get((path, backend))

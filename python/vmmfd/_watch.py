@@ -11,7 +11,7 @@ from . import _arguments, _native
 from . import _types as t
 from ._closing import Closing
 from ._errors import Invalid
-from ._records import Event
+from .records import Event
 
 
 class Watch(Closing, Iterator[Event], AsyncIterator[Event]):

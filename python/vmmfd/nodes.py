@@ -17,7 +17,7 @@ from ._closing import Closing
 from ._copies import FORMAT, KINDS, Copy, Offer, Piece, Segment, Value, layouts, origin
 from ._errors import Disconnected, Error, Exists, Invalid, NotFound, Timeout, Unsupported
 from ._lease import Lease
-from ._records import Record
+from .records import Record
 
 __all__ = ["Node", "Pulled"]
 

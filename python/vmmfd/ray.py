@@ -22,7 +22,7 @@ from ._errors import Differs, Disconnected, Invalid, NotFound
 from ._lease import Claim, Lease
 from ._native import Array
 from ._ray_agent import _ANSWER, _PREFIX, _agent, _alive, _answer, _ask, _broker, _copy, _named, _Object
-from ._records import Published
+from .records import Published
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -1,8 +1,28 @@
-"""The broker's reports as plain records. The native client returns the reports as dicts, with the fields of the protocol."""
+"""The records that calls return: plain named values. Their fields are read-only."""
 
 from __future__ import annotations
 
 from . import _types as t
+
+__all__ = [
+    "DeviceBytes",
+    "Event",
+    "HeldClaim",
+    "HeldLease",
+    "Holders",
+    "LeasedPart",
+    "Lost",
+    "Maker",
+    "Owner",
+    "PartInfo",
+    "Published",
+    "Report",
+    "Restored",
+    "Served",
+    "Stat",
+    "Summary",
+    "UserTotal",
+]
 
 
 class Record:
@@ -21,7 +41,7 @@ class Record:
 
     @classmethod
     def _of(cls, fields: dict[str, t.Any]) -> t.Self:
-        """Converts a report."""
+        """Converts a report of the extension: a dict with the fields of the protocol."""
         return cls(*(cls._value(fields, name) for name in cls._names()))
 
     @classmethod
@@ -42,8 +62,9 @@ class Record:
     __hash__: t.ClassVar[None] = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({fields})"
+        values = vars(self)
+        ordered = {name: values[name] for name in ("name", "version", *values) if name in values}
+        return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in ordered.items())})"
 
 
 class Published(Record):
@@ -152,7 +173,7 @@ class Report(Record):
 
 
 class Stat(Record):
-    """Everything known about a version: its `summary`, the `versions` of the name that can be got by number, the name's `lifetime`
+    """Everything known about a version: its `summary`, its number (`version`), the `versions` of the name that can be got by number, the name's `lifetime`
     (`"deleted"`, `"maker"`, `"leased"`, or seconds after its last lease), the number of older versions to `keep`, the `parts`, the
     `metadata`, and the `reports` of readers."""
 
@@ -165,6 +186,11 @@ class Stat(Record):
     reports: tuple[Report, ...]
 
     _kinds: t.ClassVar[dict[str, type[Record]]] = {"summary": Summary, "parts": PartInfo, "reports": Report}
+
+    @property
+    def version(self) -> int:
+        """The number of the version."""
+        return self.summary.version
 
     @classmethod
     def _of(cls, fields: dict[str, t.Any]) -> t.Self:
@@ -266,6 +292,22 @@ class Restored(Record):
     version: int
     id: str
     rebuilt: bool
+
+
+class Served(Record):
+    """A consumer that was served or refused: its process id `pid` and user id `uid`, as reported by the kernel, and its `error`, or
+    `None`."""
+
+    pid: int
+    uid: int
+    error: str | None
+
+
+def _shown(value: object) -> str:
+    """Formats a value; of a UUID only the first eight characters."""
+    if isinstance(value, str) and len(value) >= 36 and value[-28::5][:4] == "----":
+        return repr(value[:-28])
+    return repr(value)
 
 
 def time(milliseconds: float) -> t.datetime:
