@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
+import vmmfd
 
-from conftest import Child, Server
+from conftest import LIMIT, PYTHON, Child, Server
 from test_manners import BEGIN
+from test_pages import WITH_PAGES, blocks
 
 
 def test_use_in_fork_is_refused(server: Server, child: Callable[..., Child]) -> None:
@@ -260,3 +267,32 @@ while broker.who("there").leases:
     finally:
         server.go_on()
     started.end()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_dataloader_recipe(server: Server, tmp_path: Path) -> None:
+    if not WITH_PAGES:
+        pytest.skip("the pages are not beside the tests")
+    (recipe,) = [block.text for block in blocks("docs/python.md") if block.mark.endswith("::test_dataloader_recipe")]
+    with vmmfd.connect(server.path, backend="host") as broker:
+        broker.put("frames", {"x": np.arange(8)})
+        (tmp_path / "recipe.py").write_text(recipe)
+        environment = {**os.environ, "VMMFD_BROKER_SOCKET": server.path}
+        subprocess.run([*PYTHON, str(tmp_path / "recipe.py")], env=environment, check=True, timeout=LIMIT)
+
+
+def test_views_are_readable_in_fork(server: Server, child: Callable[..., Child]) -> None:
+    child(
+        BEGIN
+        + """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+put("there")
+view = np.from_dlpack(broker.get("there")["x"])
+pid = os.fork()
+if pid == 0:
+    os._exit(0 if (view == 1).all() and not view.flags.writeable else 1)
+assert os.waitpid(pid, 0)[1] == 0
+""",
+        server.path,
+    ).end()
