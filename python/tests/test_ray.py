@@ -180,11 +180,11 @@ def test_error_of_source_is_raised(rig: Rig) -> None:
 
 @pytest.mark.parametrize("name", ["linger", "stall"])
 def test_other_limits_are_refused(name: str) -> None:
-    with pytest.raises(vmmfd.Invalid, match=f"{name}='5' is not a time"):
+    with pytest.raises(TypeError, match=f"{name}='5' is not a time"):
         vmmfd.ray.register(**{name: "5"})
-    with pytest.raises(vmmfd.Invalid, match=f"{name}=None is not a time"):
+    with pytest.raises(TypeError, match=f"{name}=None is not a time"):
         vmmfd.ray.register(**{name: None})
-    with pytest.raises(vmmfd.Invalid, match="deadline=True is not a time"):
+    with pytest.raises(TypeError, match="deadline=True is not a time"):
         vmmfd.ray.pull("nowhere", deadline=True)
 
 

@@ -128,7 +128,7 @@ class Node(Closing):
 
         Raises `Timeout` for both limits; `Disconnected` if the source is gone or has withdrawn the offer; `Differs` if the bytes do not
         have the maker's digest; `Exists` if the name is taken; `Unsupported` if this machine can't allocate segments of these sizes;
-        `Invalid` for bytes that are no offer and for limits that are no times; and as `Broker.put`.
+        `Invalid` for bytes that are no offer and for limits of 0 or less; and as `Broker.put`.
         """
         ends, stall = monotonic() + _arguments.limit(deadline, "deadline"), _arguments.limit(stall, "stall")
         parsed = Offer(offer)
