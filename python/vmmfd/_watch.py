@@ -27,15 +27,16 @@ class Watch(Closing, Iterator[Event], AsyncIterator[Event]):
         self._wait = wait
         self._polled: _Polled | None = None
         # An event that no step has delivered yet.
-        self._ahead: list[Event] = []
+        self._ahead: Event | None = None
         self._lock = allocate_lock()
 
     def next(self, wait: t.Time | None = None) -> Event | None:
         """Returns the next event, or None if none arrives within `wait` seconds (or a `timedelta`); None waits for ever, and 0 does not
         wait. Raises `Invalid` if the watch is closed or another thread waits in it, and as any call of
         the `Broker`."""
-        if self._ahead:
-            return self._ahead.pop()
+        if self._ahead is not None:
+            event, self._ahead = self._ahead, None
+            return event
         if self._polled is not None:
             return self._polled.next(wait)
         fields = self._native.next(wait)
@@ -66,16 +67,16 @@ class Watch(Closing, Iterator[Event], AsyncIterator[Event]):
         event = await in_thread(self._look_ahead)
         if event is None:
             raise StopAsyncIteration
-        self._ahead.clear()
+        self._ahead = None
         return event
 
     def _look_ahead(self) -> Event | None:
         """Returns the next event, and keeps it: a cancelled step may not deliver it."""
         # A cancelled step ends a moment later.
         with self._lock:
-            if not self._ahead:
-                self._ahead.extend(event for event in (next(self, None),) if event is not None)
-            return self._ahead[0] if self._ahead else None
+            if self._ahead is None:
+                self._ahead = next(self, None)
+            return self._ahead
 
     def __next__(self) -> Event:
         try:

@@ -543,9 +543,7 @@ impl Exchange<'_> {
     pub(super) fn finish(mut self) {
         self.finished = true;
     }
-}
 
-impl Exchange<'_> {
     /// Stops the request if it waits in the broker. Returns whether the broker has answered that it is stopped, which it does at once.
     fn settle(&mut self) -> bool {
         if !self.waits || !matches!(self.connection.try_send(&Message::Stop(Stop {})), Ok(true)) {

@@ -81,7 +81,8 @@ impl Client {
     /// earlier watch, possibly of another process. Blocks until the broker has answered once.
     ///
     /// # Errors
-    /// [`Error::Broker`] if the broker refuses the watch, or the prefix has more than 255 bytes; [`Error::Peer`], [`Error::System`], [`Error::Interrupted`].
+    /// [`Error::Broker`] if the broker refuses the watch, or the prefix has more than 255 bytes; [`Error::Peer`], [`Error::System`],
+    /// [`Error::Interrupted`].
     pub fn watch(&self, prefix: &str, after: Option<&WatchPlace>) -> Result<Watch> {
         check_prefix(prefix)?;
         let mut watch = Watch {
