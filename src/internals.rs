@@ -21,7 +21,7 @@ pub use crate::driver::{
     kernels::{Counted, Kernels, PatternSpan},
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
-    types::{Granularity, Handle, Location, Properties},
+    types::{Granularity, Handle, Location, Properties, Retained},
     verbs::Verbs,
     window::{PageLocked, Window},
 };

@@ -496,6 +496,28 @@ struct vmmfd_error_t *vmmfd_memory_export(const struct vmmfd_memory_t *memory,
                                           uint64_t *size);
 
 /*
+ Shares `size` bytes at an address of this process that another library allocated with `cuMemCreate`, without a copy: PyTorch with
+ expandable segments, JAX, or your own code. `*memory` is the allocations that contain them, and `*offset` the place of the first byte
+ in it, both 0 or NULL after a failure.
+
+ A receiver can read and write everything in these allocations: without `neighbours`, they must be full of the given bytes. The memory
+ is read-only through its own addresses and outlives its owner; the contents do not. Keep the bytes allocated for as long as another
+ process uses them. The caller frees `*memory` with `vmmfd_memory_free`. Blocks for driver calls, up to a millisecond.
+
+ Errors: `VMMFD_UNSUPPORTED` for memory that can't be exported, with the reason, and always on the host backend; `VMMFD_INVALID` for a
+ size of 0 and for neighbours; `VMMFD_SYSTEM` if this process has too few descriptors; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls:
+ `cuPointerGetAttribute`, `cuMemRetainAllocationHandle`, `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`,
+ `cuMemExportToShareableHandle`.
+ */
+VMMFD_MUST_USE
+struct vmmfd_error_t *vmmfd_memory_at(const struct vmmfd_device_t *device,
+                                      uint64_t address,
+                                      uint64_t size,
+                                      bool neighbours,
+                                      struct vmmfd_memory_t **memory,
+                                      uint64_t *offset);
+
+/*
  Imports `count` allocations that another process exported, and maps them side by side for a device. `sizes` are the exporter's, in
  bytes: a descriptor does not carry its size.
 

@@ -10,7 +10,7 @@ use std::{
 use vmmfd::{
     Error,
     driver::Access,
-    memory::{Allocation, Mapping, Placement, Rdma, Region, Reservation, Shared, Spec},
+    memory::{Allocation, Mapping, Neighbours, Placement, Rdma, Region, Reservation, Shared, Spec},
 };
 
 use crate::{
@@ -310,6 +310,39 @@ pub extern "C" fn vmmfd_memory_export(
         size.write(chunk.size());
         fd.write(owned.into_raw_fd());
         Ok(())
+    })
+}
+
+/// Shares `size` bytes at an address of this process that another library allocated with `cuMemCreate`, without a copy: PyTorch with
+/// expandable segments, JAX, or your own code. `*memory` is the allocations that contain them, and `*offset` the place of the first byte
+/// in it, both 0 or NULL after a failure.
+///
+/// A receiver can read and write everything in these allocations: without `neighbours`, they must be full of the given bytes. The memory
+/// is read-only through its own addresses and outlives its owner; the contents do not. Keep the bytes allocated for as long as another
+/// process uses them. The caller frees `*memory` with `vmmfd_memory_free`. Blocks for driver calls, up to a millisecond.
+///
+/// Errors: `VMMFD_UNSUPPORTED` for memory that can't be exported, with the reason, and always on the host backend; `VMMFD_INVALID` for a
+/// size of 0 and for neighbours; `VMMFD_SYSTEM` if this process has too few descriptors; `VMMFD_DRIVER`; `VMMFD_FORKED`. Driver calls:
+/// `cuPointerGetAttribute`, `cuMemRetainAllocationHandle`, `cuMemAddressReserve`, `cuMemMap`, `cuMemSetAccess`,
+/// `cuMemExportToShareableHandle`.
+#[unsafe(no_mangle)]
+#[must_use]
+pub extern "C" fn vmmfd_memory_at(
+    device: *const vmmfd_device_t,
+    address: u64,
+    size: u64,
+    neighbours: bool,
+    memory: Option<&mut MaybeUninit<*mut vmmfd_memory_t>>,
+    offset: Option<&mut MaybeUninit<u64>>,
+) -> *mut vmmfd_error_t {
+    run_out(memory, "memory", || {
+        let offset = out(offset, "offset")?;
+        offset.write(0);
+        let open = handle::get(device)?;
+        let neighbours = if neighbours { Neighbours::Expose } else { Neighbours::Refuse };
+        let (shared, offsets) = Shared::from_addresses(&open.device, &[(address, size)], neighbours)?;
+        offset.write(offsets[0]);
+        Ok(handle::insert(Memory::own(shared)))
     })
 }
 

@@ -148,6 +148,19 @@ static void test_memory(const vmmfd_device_t *device) {
     vmmfd_memory_free(memory);
 }
 
+/* Memory that other code allocated: of its own allocator in CUDA tests; ordinary memory has no descriptor. */
+static void test_address(const vmmfd_device_t *device) {
+    vmmfd_memory_t *memory = (vmmfd_memory_t *)device;
+    uint64_t offset = 7;
+    char bytes[4] = "";
+    FAILS(VMMFD_UNSUPPORTED, vmmfd_memory_at(device, (uintptr_t)bytes, sizeof bytes, true, &memory, &offset));
+    EXPECT(memory == NULL && offset == 0);
+    FAILS(VMMFD_INVALID, vmmfd_memory_at(device, (uintptr_t)bytes, 0, true, &memory, &offset));
+    FAILS(VMMFD_INVALID, vmmfd_memory_at(device, UINT64_MAX, 2, true, &memory, &offset));
+    FAILS(VMMFD_INVALID, vmmfd_memory_at(device, 4096, 1, true, &memory, NULL));
+    FAILS(VMMFD_INVALID, vmmfd_memory_at(NULL, 4096, 1, true, &memory, &offset));
+}
+
 static void test_import(const vmmfd_device_t *device) {
     vmmfd_memory_t *memory, *imported;
     vmmfd_memory_info_t info = {.struct_size = sizeof info};
@@ -370,6 +383,7 @@ int main(int argc, char **argv) {
     test_log(device);
     test_sizes(device);
     test_memory(device);
+    test_address(device);
     test_import(device);
     test_array(device);
     test_handoff(device);

@@ -99,7 +99,7 @@ impl Array {
     /// The memory that contains it, if this process created it and can publish it without a copy.
     #[getter(_memory)]
     fn py_memory(&self) -> Option<PyMemory> {
-        self.owner().map(PyMemory)
+        self.owner().map(PyMemory::shared)
     }
 
     /// The address of its first element: a `CUdeviceptr`, or on the host backend an address of this process.

@@ -48,7 +48,7 @@ impl PlannedPart {
     /// `ValueError` for a part without memory, an array outside its memory, an unknown type, and attributes that are not a JSON object.
     pub(crate) fn of((name, memories, entries, digest): Plan<'_>) -> Outcome<Self> {
         let mut pause = GilPause::new();
-        let memories: Vec<Arc<Owned>> = memories.iter().map(|memory| Arc::clone(&memory.get().0)).collect();
+        let memories: Vec<Arc<Owned>> = memories.iter().map(|memory| Arc::clone(&memory.get().owned)).collect();
         if memories.is_empty() {
             return Err(Failure::invalid(format!("part {name:?} has no memory")));
         }
@@ -140,7 +140,7 @@ pub(crate) fn plan<'py>(
             _ if copy == Some(false) => {
                 return Err(Failure::export(format!(
                     "array {name:?}, of type {}, is not in memory that can be shared, and copy=False forbids a copy: create it with \
-                     vmmfd.empty",
+                     vmmfd.empty, or share it with vmmfd.share",
                     json::type_of(&value)
                 )));
             }
@@ -155,8 +155,10 @@ pub(crate) fn plan<'py>(
         drop(value);
         pause.step(py);
     }
-    let (memories, entries) = laid_out?;
-    let memories = memories.into_iter().map(|memory| Py::new(py, PyMemory(memory))).collect::<PyResult<_>>()?;
+    let (memories, copies, entries) = laid_out?;
+    let shared = memories.into_iter().map(PyMemory::shared);
+    let copies = copies.into_iter().map(|owned| PyMemory { owned, copied: true });
+    let memories = shared.chain(copies).map(|memory| Py::new(py, memory)).collect::<PyResult<_>>()?;
     let listed = PyList::empty(py);
     for entry in entries {
         pause.step(py);
@@ -170,7 +172,7 @@ fn lay_out(
     named: &[(String, Value)],
     wanted: Option<Wanted>,
     rdma: Rdma,
-) -> Outcome<(Vec<Arc<Owned>>, Vec<Entry>)> {
+) -> Outcome<(Vec<Arc<Owned>>, Option<Arc<Owned>>, Vec<Entry>)> {
     let mut memories: Vec<Arc<Owned>> = Vec::new();
     let mut index = HashMap::new();
     let mut room = 0u64;
@@ -201,6 +203,7 @@ fn lay_out(
         Value::Shared(..) => None,
     });
     let copied = memories.len();
+    let mut copies = None;
     if others.clone().next().is_some() {
         let device = match (wanted, memories.first()) {
             (None, Some(memory)) => memory.shared().device().clone(),
@@ -227,11 +230,11 @@ fn lay_out(
             memory.shared().seal()?;
             debug_assert_eq!(Region::access(&**memory.shared()), Access::ReadOnly);
         }
-        memories.push(memory);
+        copies = Some(memory);
     }
     let entries = entries.into_iter().map(|(name, array, memory)| {
         let ArrayDescriptor { dtype, shape, strides, offset } = array;
         (name.clone(), dtype.to_string(), shape, strides, memory.unwrap_or(copied), offset, None)
     });
-    Ok((memories, entries.collect()))
+    Ok((memories, copies, entries.collect()))
 }

@@ -28,6 +28,7 @@ mod memory;
 mod pool;
 mod reaper;
 mod requests;
+mod share;
 mod shared;
 mod signals;
 mod source;
@@ -67,6 +68,7 @@ mod native {
         legacy::{OpenedHandle, legacy_empty, legacy_handle, legacy_open},
         pool::PyPool,
         settle,
+        share::share,
         shared::{PyMemory, digest_of},
         signals::Stop,
         torch_pool::{

@@ -26,6 +26,7 @@ use vmmfd::{
 use crate::{
     error::{Failure, Outcome, shown},
     reaper::{self, Reaped},
+    source::Keep,
 };
 
 /// The memory of arrays. Arrays, DLPack tensors and buffer protocol views hold it by `Arc<dyn Memory>`; the last of them releases it.
@@ -198,6 +199,8 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Owned {
     memory: Reaped<Arc<Shared>>,
+    /// The owners of memory that another library of this process allocated.
+    lenders: Vec<Keep>,
     /// Held for a few instructions at a time, also with the GIL held.
     exports: Mutex<Exports>,
 }
@@ -213,8 +216,13 @@ struct Exports {
 impl Owned {
     /// Takes ownership.
     pub(crate) fn new(shared: Arc<Shared>) -> Arc<Self> {
+        Self::lent(shared, Vec::new())
+    }
+
+    /// As [`Owned::new`], for memory of other libraries, whose arrays it keeps.
+    pub(crate) fn lent(shared: Arc<Shared>, lenders: Vec<Keep>) -> Arc<Self> {
         let device = shared.device().clone();
-        Arc::new(Self { memory: Reaped::new(&device, shared), exports: Mutex::default() })
+        Arc::new(Self { memory: Reaped::new(&device, shared), lenders, exports: Mutex::default() })
     }
 
     /// Allocates `size` bytes, at least 1, in one allocation, which RDMA can reach where the device supports it. Blocks for the driver:
@@ -252,6 +260,11 @@ impl Owned {
     }
 
     fn check(&self, exports: &Exports, promised: bool) -> Outcome<()> {
+        if !self.lenders.is_empty() {
+            return Err(Failure::export(
+                "another library owns the memory and can write to it: seal=True needs a copy (copy=True)",
+            ));
+        }
         let views = Export::count(&exports.alive);
         if promised || views == 0 || exports.sealing > 0 || self.memory.access() == Access::ReadOnly {
             return Ok(());

@@ -22,7 +22,18 @@ use crate::{
 /// Memory created by this process. A put passes it to the broker.
 #[pyclass(name = "Memory", module = "vmmfd._native", frozen, weakref)]
 #[derive(Debug)]
-pub(crate) struct PyMemory(pub(crate) Arc<Owned>);
+pub(crate) struct PyMemory {
+    pub(crate) owned: Arc<Owned>,
+    /// Whether a put made it, for copies.
+    pub(crate) copied: bool,
+}
+
+impl PyMemory {
+    /// Memory that a put shares as it is.
+    pub(crate) fn shared(owned: Arc<Owned>) -> Self {
+        Self { owned, copied: false }
+    }
+}
 
 #[pymethods]
 impl PyMemory {
@@ -42,41 +53,47 @@ impl PyMemory {
             let spec = Spec::vmm(size.max(1)).rdma(Rdma::Auto);
             let spec = segment.into_iter().fold(spec, |spec, segment| spec.chunk(segment));
             let spec = if sealed { spec.sealed() } else { spec };
-            Owned::make(&device, spec.into()).map(Self)
+            Owned::make(&device, spec.into()).map(Self::shared)
         })
     }
 
     /// Makes the memory read-only for this process, and on the host backend for every process.
     fn seal(&self, py: Python<'_>) -> Outcome<()> {
-        py.detach(|| self.0.shared().seal())?;
+        py.detach(|| self.owned.shared().seal())?;
         Ok(())
     }
 
     #[getter]
     fn address(&self) -> u64 {
-        self.0.address()
+        self.owned.address()
     }
 
     #[getter]
     fn size(&self) -> u64 {
-        self.0.size()
+        self.owned.size()
     }
 
     /// The size that a receiver maps: the rounded-up size.
     #[getter]
     fn mapped_size(&self) -> u64 {
-        self.0.mapped_size()
+        self.owned.mapped_size()
     }
 
     /// Whether RDMA can reach it, as the driver reported.
     #[getter]
     fn rdma(&self) -> bool {
-        self.0.is_gpu_direct_rdma()
+        self.owned.is_gpu_direct_rdma()
+    }
+
+    /// Whether a put made it, for copies of arrays that can't be shared.
+    #[getter]
+    fn copied(&self) -> bool {
+        self.copied
     }
 
     #[getter]
     fn device(&self) -> PyDevice {
-        PyDevice(self.0.device().clone())
+        PyDevice(self.owned.device().clone())
     }
 
     /// Returns an array at a byte offset in it.
@@ -90,17 +107,22 @@ impl PyMemory {
     ) -> Outcome<Array> {
         let dtype = dtype::extract(dtype)?;
         let shape = array::shape(shape)?;
-        Array::new(Arc::clone(&self.0) as Arc<dyn Memory>, ArrayDescriptor { dtype, shape, strides, offset })
+        Array::new(Arc::clone(&self.owned) as Arc<dyn Memory>, ArrayDescriptor { dtype, shape, strides, offset })
     }
 
     fn __repr__(&self) -> String {
-        format!("<vmmfd memory: {} bytes at {:#x} on {}>", self.0.size(), self.0.address(), short(self.0.device()))
+        format!(
+            "<vmmfd memory: {} bytes at {:#x} on {}>",
+            self.owned.size(),
+            self.owned.address(),
+            short(self.owned.device())
+        )
     }
 }
 
 /// Returns the BLAKE3 digest of adjacent memories, in the format of `load_safetensors`.
 #[pyfunction]
 pub(crate) fn digest_of(py: Python<'_>, memories: Vec<Py<PyMemory>>) -> Outcome<String> {
-    let memories: Vec<Arc<Owned>> = memories.iter().map(|memory| Arc::clone(&memory.get().0)).collect();
+    let memories: Vec<Arc<Owned>> = memories.iter().map(|memory| Arc::clone(&memory.get().owned)).collect();
     py.detach(|| Ok(weights::digest_of_memory(memories.iter().map(|memory| &**memory.shared() as &dyn Region))?))
 }

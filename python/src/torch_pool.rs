@@ -105,7 +105,7 @@ pub(crate) fn torch_pool_open(
 #[pyfunction]
 pub(crate) fn torch_pool_find(address: u64) -> Option<(PyMemory, u64)> {
     let (shared, offset) = all().iter().find_map(|arenas| arenas.find(address))?;
-    Some((PyMemory(Owned::new(shared)), offset))
+    Some((PyMemory::shared(Owned::new(shared)), offset))
 }
 
 /// Closes the arena that contains an address: nothing more is allocated in it. Returns whether there is such an arena.
@@ -138,7 +138,7 @@ pub(crate) fn torch_pool_last_error() -> Option<String> {
 #[pyfunction]
 #[pyo3(signature = (memory, promised=false))]
 pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, PyMemory>, promised: bool) -> Outcome<()> {
-    let memory = Arc::clone(&memory.get().0);
+    let memory = Arc::clone(&memory.get().owned);
     memory.make_read_only(py, promised)
 }
 
@@ -146,5 +146,5 @@ pub(crate) fn make_read_only(py: Python<'_>, memory: &Bound<'_, PyMemory>, promi
 #[pyfunction]
 #[pyo3(signature = (memories, promised=false))]
 pub(crate) fn check_read_only(memories: Vec<Bound<'_, PyMemory>>, promised: bool) -> Outcome<()> {
-    memories.iter().try_for_each(|memory| memory.get().0.check_views(promised))
+    memories.iter().try_for_each(|memory| memory.get().owned.check_views(promised))
 }

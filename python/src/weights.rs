@@ -61,7 +61,7 @@ impl Weights {
 
     #[getter]
     fn memory(&self) -> PyMemory {
-        PyMemory(Arc::clone(&self.memory))
+        PyMemory::shared(Arc::clone(&self.memory))
     }
 
     /// The files' own metadata, as a JSON object.

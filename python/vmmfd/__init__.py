@@ -28,7 +28,7 @@ from ._errors import (
 from ._follow import Follower
 from ._handoff import serve, take
 from ._lease import Claim, Lease, Prepared
-from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, empty_like, same_device
+from ._native import Array, Device, __version__, asarray, device_uuid, devices, empty, empty_like, same_device, share
 from ._reduce import register_reducer
 from ._watch import Watch
 
@@ -74,6 +74,7 @@ __all__ = [
     "empty_like",
     "same_device",
     "serve",
+    "share",
     "take",
 ]
 

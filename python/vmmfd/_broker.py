@@ -199,7 +199,8 @@ class Broker(Gets):
                 for memory in planned[1]:
                     _native.make_read_only(memory, promised)
         del keep_alive
-        return Published(name, version, id)
+        copied = sum(memory.size for _, memories, _, _ in plans for memory in memories if memory.copied)
+        return Published(name, version, id, copied)
 
     async def put_async(self, name: str, value: t.Any, **options: t.Any) -> Published:
         """As `put`, for asyncio, with its options: the event loop runs other tasks meanwhile. If the task is cancelled, the object may have

@@ -255,10 +255,28 @@ class Memory:
     def device(self) -> Device: ...
     @property
     def rdma(self) -> bool: ...
+    @property
+    def copied(self) -> bool: ...
     def array(
         self, dtype: Any, shape: int | Sequence[int], strides: Sequence[int] | None = None, offset: int = 0
     ) -> Array:
         """Returns an array at a byte offset in it."""
+
+def share(value: Any, *, neighbours: bool = False) -> Any:
+    """Shares arrays of other libraries on a GPU without a copy: returns an `Array` over the memory of `value`, or for a mapping of names to
+    arrays a dict of such arrays, which `Broker.put` and `serve` publish as they are.
+
+    For memory that was allocated with `cuMemCreate`: by PyTorch with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, and by JAX. Such an
+    allocation usually contains other arrays too, the neighbours, and **every process that receives the array can read and write them**:
+    without `neighbours=True` the call fails unless the arrays fill their allocations. Share all arrays of an object in one call: each
+    allocation is then shared once.
+
+    The result is read-only here; write through the original. It keeps the memory and `value` alive. **Keep it for as long as another process
+    uses the memory**, also after a put: once `value` is freed, its library puts other data there, and receivers see it. An `Array` in memory
+    that this process created is returned as it is. Blocks for the driver, up to a millisecond, with the GIL released.
+
+    Raises `Unsupported` for memory that can't be exported, with the reason and the remedy, also for arrays in the CPU's memory; `Invalid` for
+    neighbours without `neighbours=True`; `TypeError` for an object that is not an array; `Error` for a driver error."""
 
 def empty(
     shape: int | Sequence[int],

@@ -68,11 +68,13 @@ class Record:
 
 
 class Published(Record):
-    """The result of `Broker.put`: the object's `name`, its `version`, counted from 1, and the version's UUID `id`."""
+    """The result of `Broker.put`: the object's `name`, its `version`, counted from 1, the version's UUID `id`, and how many bytes the
+    put `copied` to new memory: 0 if it shared all memory as it is."""
 
     name: str
     version: int
     id: str
+    copied: int
 
 
 class Owner(Record):

@@ -39,7 +39,7 @@ pub(crate) use self::{
     failure::{failure, failure_with},
     legacy::LegacyIpc,
     pool::{PoolHandle, Pools},
-    types::{Granularity, Handle, Identity, Location, Properties},
+    types::{Granularity, Handle, Identity, Location, Properties, Retained},
     verbs::{Verbs, cover},
     window::{PageLocked, Window},
 };

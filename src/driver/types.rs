@@ -57,6 +57,17 @@ pub struct Properties {
     pub gpu_direct_rdma: bool,
 }
 
+/// An allocation that was found at an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Retained {
+    /// A handle of the allocation, for [`super::Verbs::release`].
+    pub handle: Handle,
+    /// The address at which it is mapped.
+    pub start: u64,
+    /// Its size in bytes.
+    pub size: u64,
+}
+
 /// A device's memory, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryInfo {

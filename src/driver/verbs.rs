@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     Access, Attribute, Backend, DeviceUuid, Diagnosis, Granularity, Handle, Kernels, LegacyIpc, Location, MemoryInfo,
-    PageLocked, Pools, Properties, Window,
+    PageLocked, Pools, Properties, Retained, Window,
 };
 use crate::error::Result;
 
@@ -97,6 +97,11 @@ pub unsafe trait Verbs: fmt::Debug + Send + Sync {
     /// Imports an allocation. `size` is the exporter's claim: CUDA checks it when the handle is mapped, the host backend at once. The
     /// caller keeps the descriptor. `cuMemImportFromShareableHandle`.
     fn import(&self, fd: BorrowedFd<'_>, size: u64) -> Result<Handle>;
+
+    /// Retains the allocation that is mapped at an address, whoever mapped it, so that it outlives the mapping. The handle is released like
+    /// any other. Fails with `CUDA_ERROR_INVALID_VALUE` for memory that was not mapped by `cuMemMap`, and with `CUDA_ERROR_NOT_SUPPORTED` on
+    /// the host backend. `cuMemRetainAllocationHandle`, `cuPointerGetAttribute`.
+    fn retain(&self, address: u64) -> Result<Retained>;
 
     /// The properties of an allocation. `cuMemGetAllocationPropertiesFromHandle`.
     fn properties(&self, handle: Handle) -> Result<Properties>;

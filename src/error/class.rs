@@ -125,6 +125,13 @@ impl Error {
             Self::Memory(MemoryError::TooManyDescriptors { .. }) => {
                 "raise this process's limit of open files (ulimit -n), or use larger chunks"
             }
+            Self::Memory(MemoryError::NotShareable { .. }) => {
+                "copy it, or allocate it so that it can be exported: PyTorch with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or with \
+                 the pool of this library"
+            }
+            Self::Memory(MemoryError::Neighbours { .. }) => {
+                "copy the data, or allow neighbours if every receiver may see them"
+            }
             Self::Forked { .. } => "start the other process with exec, or use the library only after the fork",
             Self::Driver { code: code::SYSTEM_DRIVER_MISMATCH, .. } => {
                 "the driver library and the kernel module differ in version: reboot, or rebuild the container"

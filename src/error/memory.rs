@@ -64,6 +64,28 @@ pub enum MemoryError {
         source: Box<Error>,
     },
 
+    /// Memory of another allocator can't be exported.
+    #[error("the memory at {address:#x} can't be shared: {reason}")]
+    NotShareable {
+        /// An address in the allocation.
+        address: u64,
+        /// The reason.
+        reason: String,
+    },
+
+    /// Sharing would expose memory beside the requested ranges.
+    #[error(
+        "sharing these {} would expose {} of other data in the same allocations, which receivers could read and write",
+        bytes(*size),
+        bytes(*exposed)
+    )]
+    Neighbours {
+        /// The bytes of the ranges.
+        size: u64,
+        /// The other bytes of their allocations.
+        exposed: u64,
+    },
+
     /// A range exceeds its memory, mapping or reservation.
     #[error("{} at offset {offset} exceed the size of {}", bytes(*length), bytes(*size))]
     OutOfRange {

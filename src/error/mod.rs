@@ -188,9 +188,10 @@ impl Error {
             Self::Memory(MemoryError::NotExchanged { source, .. } | MemoryError::NotImported { source, .. }) => {
                 source.kind()
             }
-            Self::Driver { code: code::NOT_SUPPORTED | code::NOT_PERMITTED, .. } | Self::Load(_) | Self::Device(_) => {
-                ErrorKind::Unsupported
-            }
+            Self::Driver { code: code::NOT_SUPPORTED | code::NOT_PERMITTED, .. }
+            | Self::Load(_)
+            | Self::Device(_)
+            | Self::Memory(MemoryError::NotShareable { .. }) => ErrorKind::Unsupported,
             Self::Memory(MemoryError::OutOfMemory { .. } | MemoryError::TooManyDescriptors { .. })
             | Self::Socket(
                 SocketError::UnsafeFolder { .. }

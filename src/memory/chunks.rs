@@ -16,7 +16,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use super::{Allocation, Device, Mapping, Placement, Rdma, Region, Reservation, Run, check_range, round_up, timed};
 use crate::{
     driver::Access,
-    error::{Error, MemoryError, Result},
+    error::{DeviceError, Error, MemoryError, Result},
 };
 
 /// Allocations mapped side by side at one address range.
@@ -30,6 +30,8 @@ pub(super) struct Chunks {
     size: u64,
     /// Number of allocations.
     segments: u64,
+    /// Whether another library of this process allocated the memory, and can write to it.
+    lent: bool,
     /// Whether the allocations are exported only after sealing.
     export_after_seal: bool,
     reservation: Arc<Reservation>,
@@ -139,6 +141,7 @@ impl Chunks {
             gpu_direct_rdma,
             size,
             segments,
+            lent: false,
             export_after_seal,
             reservation,
             usable,
@@ -146,6 +149,37 @@ impl Chunks {
             timings,
             export_time,
             state,
+        })
+    }
+
+    /// Maps and exports existing allocations, side by side and read-only: see [`super::Shared::from_addresses`].
+    pub(super) fn existing(device: &Device, allocations: Vec<Arc<Allocation>>) -> Result<Self> {
+        check_descriptors(allocations.len() as u64)?;
+        let size = allocations.iter().map(|allocation| allocation.size()).sum();
+        if size == 0 {
+            return Err(Error::Memory(MemoryError::InvalidSize { size, max: u64::MAX }));
+        }
+        let segments = allocations.len() as u64;
+        let gpu_direct_rdma = allocations.iter().all(|allocation| allocation.properties().gpu_direct_rdma);
+        let mut timings = Timings::default();
+        let reservation = Reservation::new(device, size)?;
+        let mapping =
+            timed(&mut timings.map, || Mapping::side_by_side(&reservation, 0, &allocations, device, Access::ReadOnly))?;
+        let chunks = timed(&mut timings.export, || allocations.into_iter().map(Chunk::of).collect::<Result<Vec<_>>>())?;
+        Ok(Self {
+            device: device.clone(),
+            placement: Placement::Device,
+            gpu_direct_rdma,
+            size,
+            segments,
+            lent: true,
+            export_after_seal: false,
+            reservation,
+            usable: AtomicBool::new(true),
+            exported: OnceLock::from(chunks),
+            timings,
+            export_time: OnceLock::new(),
+            state: Mutex::new(SealState { mapping: Some(mapping), unsealed: Vec::new(), sealed: None }),
         })
     }
 
@@ -193,6 +227,10 @@ impl Chunks {
 
     /// See [`super::Shared::make_read_only`].
     pub(super) fn make_read_only(&self) -> Result<()> {
+        if self.lent {
+            let feature = "removing the write access of the library that allocated the memory";
+            return Err(Error::Device(DeviceError::Unsupported { device: self.device.to_string(), feature }));
+        }
         let mut state = self.state()?;
         if !state.unsealed.is_empty() {
             let problem = "the memory is not sealed yet: call Shared::seal, which also makes it read-only";
@@ -289,13 +327,7 @@ const SPARE_DESCRIPTORS: u64 = 64;
 /// allocated. A single allocation needs no check, because it can't fail half-way.
 fn check_resources(device: &Device, placement: Placement, bytes: u64, chunk: Option<u64>) -> Result<()> {
     let Some(chunk) = chunk.filter(|&chunk| chunk < bytes) else { return Ok(()) };
-    let limit = getrlimit(Resource::RLIMIT_NOFILE);
-    let (limit, _) = limit.map_err(|errno| Error::system("read the open-file limit", errno))?;
-    let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
-    let needed = bytes.div_ceil(chunk).saturating_add(open + SPARE_DESCRIPTORS);
-    if needed > limit {
-        return Err(Error::Memory(MemoryError::TooManyDescriptors { needed, limit }));
-    }
+    check_descriptors(bytes.div_ceil(chunk))?;
     if placement == Placement::Host && !device.is_host() {
         // The device's free memory is irrelevant for host memory.
         return Ok(());
@@ -306,4 +338,13 @@ fn check_resources(device: &Device, placement: Placement, bytes: u64, chunk: Opt
         }
         _ => Ok(()),
     }
+}
+
+/// Checks that the open-file limit allows `more` descriptors.
+fn check_descriptors(more: u64) -> Result<()> {
+    let limit = getrlimit(Resource::RLIMIT_NOFILE);
+    let (limit, _) = limit.map_err(|errno| Error::system("read the open-file limit", errno))?;
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, |open| open.count() as u64);
+    let needed = more.saturating_add(open + SPARE_DESCRIPTORS);
+    if needed > limit { Err(Error::Memory(MemoryError::TooManyDescriptors { needed, limit })) } else { Ok(()) }
 }

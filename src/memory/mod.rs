@@ -18,6 +18,7 @@ mod chunks;
 mod description;
 mod device;
 mod exchange;
+mod existing;
 mod handle;
 mod imported;
 mod importing;
@@ -38,6 +39,7 @@ pub use self::{
     chunks::{Chunk, Timings},
     description::{Description, Sharing},
     device::Device,
+    existing::Neighbours,
     handle::{Array, ArrayHandle},
     imported::Imported,
     legacy::LegacyMemory,

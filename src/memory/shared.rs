@@ -115,6 +115,11 @@ impl Shared {
         Self { device: device.clone(), memory, sealed, read_only, timings: Timings::default() }
     }
 
+    /// Memory that this process has no write access to, through its own addresses.
+    pub(super) fn read_only(device: &Device, chunks: Chunks) -> Self {
+        Self { read_only: AtomicBool::new(true), ..Self::of(device, SharedBacking::Vmm(chunks)) }
+    }
+
     /// Leaks the memory until this process exits, because a peer has it open and does not close it. The exit itself is safe: in tests,
     /// the memory remained valid in processes that had it open.
     pub(crate) fn abandon(&self) {
@@ -160,7 +165,7 @@ impl Shared {
     /// Afterwards a write by address is a fault: on CUDA, a kernel's write destroys the context (Xid 31).
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] for pool buffers and legacy memory; [`Error::Misuse`] for memory from [`Spec::sealed`] before it is
+    /// [`DeviceError::Unsupported`] for pool buffers, legacy memory and the result of [`Shared::from_addresses`]; [`Error::Misuse`] for memory from [`Spec::sealed`] before it is
     /// sealed; [`Error::Driver`], also while a [`super::Mirror`] of it is open, and then nothing is changed.
     ///
     /// Driver calls: those of [`Device::wait_for_work`], `cuMemSetAccess`.

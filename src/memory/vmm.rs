@@ -117,10 +117,15 @@ impl Allocation {
             return Err(Error::Memory(MemoryError::Unaligned { size, granularity }).into());
         }
         let handle = device.verbs().import(fd, size).map_err(OpenError::at(Step::Open))?;
-        // From here on, dropping `imported` releases the handle.
-        let mut imported = Self::own(device, handle, size, device.shareable(Placement::Device)?);
-        imported.properties = device.verbs().properties(handle)?;
-        Ok(imported)
+        Ok(Self::existing(device, handle, size)?)
+    }
+
+    /// An existing allocation, with the properties that the driver reports. Takes ownership of the handle, also after a failure.
+    pub(super) fn existing(device: &Device, handle: Handle, size: u64) -> Result<Self> {
+        // From here on, dropping `existing` releases the handle.
+        let mut existing = Self::own(device, handle, size, device.shareable(Placement::Device)?);
+        existing.properties = device.verbs().properties(handle)?;
+        Ok(existing)
     }
 
     fn own(device: &Device, handle: Handle, size: u64, properties: Properties) -> Self {

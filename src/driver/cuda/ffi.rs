@@ -152,6 +152,15 @@ pub(super) mod attribute {
     pub(in super::super) const HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT: c_uint = 141;
 }
 
+/// `CUpointer_attribute`.
+pub(super) mod pointer_attribute {
+    use std::ffi::c_uint;
+
+    pub(in super::super) const DEVICE_ORDINAL: c_uint = 9;
+    pub(in super::super) const MAPPING_SIZE: c_uint = 18;
+    pub(in super::super) const MAPPING_BASE_ADDRESS: c_uint = 19;
+}
+
 // Bindings older than CUDA 12.4 don't have the other numbers.
 #[cfg(feature = "launch")]
 const _: () = {
@@ -159,8 +168,12 @@ const _: () = {
 
     use cudarc::driver::sys::{
         self, CUdevice_attribute as Attribute, CUmemAccess_flags as Access,
-        CUmemAllocationGranularity_flags as Granularity,
+        CUmemAllocationGranularity_flags as Granularity, CUpointer_attribute as OfPointer,
     };
+
+    assert!(pointer_attribute::DEVICE_ORDINAL == OfPointer::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL as c_uint);
+    assert!(pointer_attribute::MAPPING_SIZE == OfPointer::CU_POINTER_ATTRIBUTE_MAPPING_SIZE as c_uint);
+    assert!(pointer_attribute::MAPPING_BASE_ADDRESS == OfPointer::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR as c_uint);
 
     assert!(LOCATION_DEVICE == sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE as c_uint);
     assert!(PINNED == sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED as c_uint);
@@ -289,6 +302,7 @@ functions! {
     mem_address_reserve = ["cuMemAddressReserve"]
         (address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64);
     mem_address_free = ["cuMemAddressFree"] (address: u64, size: usize);
+    mem_retain = ["cuMemRetainAllocationHandle"] (handle: *mut u64, address: *mut c_void);
     mem_map = ["cuMemMap"] (address: u64, size: usize, offset: usize, handle: u64, flags: u64);
     mem_unmap = ["cuMemUnmap"] (address: u64, size: usize);
     mem_set_access = ["cuMemSetAccess"] (address: u64, size: usize, access: *const AccessDesc, count: usize);

@@ -20,7 +20,7 @@ mod pool;
 mod verbs;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeMap,
     ffi::{c_int, c_uint, c_void},
     os::fd::{FromRawFd, OwnedFd, RawFd},
     ptr::{self, NonNull},
@@ -83,8 +83,9 @@ struct Core {
     contexts: Mutex<BTreeMap<i32, Context>>,
     /// The kernels of each device. A call holds the device's slot while a kernel runs. Locked before `addresses`.
     programs: Mutex<BTreeMap<i32, Slot>>,
-    /// Calls hold it for reading, so that their handle is not released.
-    handles: RwLock<BTreeSet<Handle>>,
+    /// The number of times each handle was returned: the driver returns the same handle each time memory is retained. Calls hold it for
+    /// reading, so that their handle is not released.
+    handles: RwLock<BTreeMap<Handle, usize>>,
     /// Calls hold it for reading, so that their event is not destroyed.
     events: RwLock<EventTable>,
     /// Calls hold it for reading, so that their pool is not destroyed. Locked before `addresses`.
@@ -272,15 +273,15 @@ impl Core {
     }
 
     /// Prevents a handle's release until the guard is dropped. Fails if the driver did not return the handle.
-    fn hold_handle(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeSet<Handle>>> {
+    fn hold_handle(&self, call: &'static str, handle: Handle) -> Result<RwLockReadGuard<'_, BTreeMap<Handle, usize>>> {
         self.origin.check()?;
         let handles = self.handles.read().unwrap_or_else(PoisonError::into_inner);
-        if handles.contains(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
+        if handles.contains_key(&handle) { Ok(handles) } else { Err(failure(call, code::INVALID_VALUE)) }
     }
 
     fn add_handle(&self, number: u64) -> Handle {
         let handle = Handle { by: self.identity, number };
-        self.handles.write().unwrap_or_else(PoisonError::into_inner).insert(handle);
+        *self.handles.write().unwrap_or_else(PoisonError::into_inner).entry(handle).or_default() += 1;
         handle
     }
 

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    ffi::{CStr, c_int, c_uint},
+    ffi::{CStr, c_int},
     os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
     ptr::{self, NonNull},
     sync::{Arc, PoisonError},
@@ -14,14 +14,14 @@ use super::{
     adopt,
     ffi::{
         AccessDesc, AllocationProp, GRANULARITY_MINIMUM, GRANULARITY_RECOMMENDED, HANDLE_TYPE_POSIX_FD,
-        HOST_ALLOC_PORTABLE, attribute,
+        HOST_ALLOC_PORTABLE, attribute, pointer_attribute,
     },
     flags_of, raw_properties,
 };
 use crate::{
     driver::{
         Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
-        Pools, Properties, Verbs, Window, code, failure, window::PageLocker,
+        Pools, Properties, Retained, Verbs, Window, code, failure, window::PageLocker,
     },
     error::Result,
 };
@@ -128,8 +128,10 @@ unsafe impl Verbs for CudaDriver {
     fn release(&self, handle: Handle) -> Result<()> {
         self.core.origin.check()?;
         let mut handles = self.core.handles.write().unwrap_or_else(PoisonError::into_inner);
-        if !handles.remove(&handle) {
-            return Err(failure("cuMemRelease", code::INVALID_VALUE));
+        let Some(count) = handles.get_mut(&handle) else { return Err(failure("cuMemRelease", code::INVALID_VALUE)) };
+        *count -= 1;
+        if *count == 0 {
+            handles.remove(&handle);
         }
         tracing::debug!("cuMemRelease");
         // SAFETY: the handle was in the table, and no call with it is in progress.
@@ -244,6 +246,23 @@ unsafe impl Verbs for CudaDriver {
         Ok(self.core.add_handle(handle))
     }
 
+    fn retain(&self, address: u64) -> Result<Retained> {
+        self.core.origin.check()?;
+        let attribute = |number| -> Result<u64> {
+            let mut value = 0u64;
+            // SAFETY: for these attributes the driver writes 64 bits. It knows its own addresses.
+            unsafe { self.core.functions.pointer_get_attribute((&raw mut value).cast(), number, address) }?;
+            Ok(value)
+        };
+        let start = attribute(pointer_attribute::MAPPING_BASE_ADDRESS)?;
+        let size = attribute(pointer_attribute::MAPPING_SIZE)?;
+        let mut handle = 0;
+        tracing::debug!(address = format_args!("{address:#x}"), "cuMemRetainAllocationHandle");
+        // SAFETY: the pointer is valid for one write; the driver only looks the address up.
+        unsafe { self.core.functions.mem_retain(&mut handle, ptr::without_provenance_mut(address as usize)) }?;
+        Ok(Retained { handle: self.core.add_handle(handle), start, size })
+    }
+
     fn properties(&self, handle: Handle) -> Result<Properties> {
         let _held = self.core.hold_handle("cuMemGetAllocationPropertiesFromHandle", handle)?;
         let mut properties = AllocationProp::pinned(Location::Device(0), 0);
@@ -296,11 +315,16 @@ unsafe impl Verbs for CudaDriver {
     }
 
     fn device_of(&self, address: u64) -> Result<i32> {
-        const DEVICE_ORDINAL: c_uint = 9;
         self.core.origin.check()?;
         let mut ordinal: c_int = -1;
         // SAFETY: for this attribute the driver writes an int. It knows its own addresses.
-        unsafe { self.core.functions.pointer_get_attribute((&raw mut ordinal).cast(), DEVICE_ORDINAL, address) }?;
+        unsafe {
+            self.core.functions.pointer_get_attribute(
+                (&raw mut ordinal).cast(),
+                pointer_attribute::DEVICE_ORDINAL,
+                address,
+            )
+        }?;
         Ok(ordinal)
     }
 

@@ -23,7 +23,7 @@ use super::{Resources, reservation_containing};
 use crate::{
     driver::{
         Access, Attribute, Backend, DeviceUuid, Granularity, Handle, LegacyIpc, Location, MemoryInfo, PageLocked,
-        Pools, Properties, Verbs, Window, code, copy, failure, failure_with, window::View,
+        Pools, Properties, Retained, Verbs, Window, code, copy, failure, failure_with, window::View,
     },
     error::Result,
     sys::memfd,
@@ -248,6 +248,11 @@ unsafe impl Verbs for HostDriver {
         tracing::debug!(fd = fd.as_raw_fd(), size, "fstat, F_GET_SEALS, F_DUPFD");
         let memfd = fd.try_clone_to_owned().map_err(|error| fails((code::OPERATING_SYSTEM, error)))?;
         Ok(self.write().add(self.identity, PhysicalMemory { memfd, size, exportable: false, closed: true, immutable }))
+    }
+
+    fn retain(&self, _: u64) -> Result<Retained> {
+        self.origin.check()?;
+        Err(failure("retain", code::NOT_SUPPORTED))
     }
 
     fn properties(&self, handle: Handle) -> Result<Properties> {

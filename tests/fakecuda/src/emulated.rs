@@ -74,6 +74,8 @@ pub(crate) struct Emulated {
 
 /// The allocation of a handle.
 struct Allocation {
+    /// The number of times the handle was returned and not released.
+    count: usize,
     handle: Handle,
     size: u64,
     /// The number of the owning device, which may not be visible here.
@@ -89,6 +91,8 @@ struct Allocation {
 
 /// A mapping, with the access of each device.
 struct Mapping {
+    /// The handle that was mapped.
+    of: u64,
     size: u64,
     owner: u32,
     numa: bool,
@@ -154,8 +158,9 @@ pub(crate) fn live() -> [u64; 9] {
     driver.as_ref().map_or([0; 9], |driver| {
         let live = driver.host.live();
         let retained = driver.retained.values().sum::<usize>();
+        let handles = driver.allocations.values().map(|allocation| allocation.count).sum();
         let [handles, reservations, mappings, contexts] =
-            [live.handles, live.reservations, live.mappings, retained].map(|count| count as u64);
+            [handles, live.reservations, live.mappings, retained].map(|count| count as u64);
         let [blocks, pools, page_locked] = driver.ipc.live();
         let [events, modules] = [driver.events.live(), driver.modules.live()];
         [handles, reservations, mappings, contexts, blocks, pools, page_locked, events, modules]
@@ -347,9 +352,17 @@ impl Emulated {
             _ => marked.map(|()| None),
         };
         match rdma {
-            Ok(rdma) => {
-                Ok(self.add(Allocation { handle, size, owner, numa, exportable, imported: false, fabric, rdma }))
-            }
+            Ok(rdma) => Ok(self.add(Allocation {
+                count: 1,
+                handle,
+                size,
+                owner,
+                numa,
+                exportable,
+                imported: false,
+                fabric,
+                rdma,
+            })),
             Err(failed) => {
                 self.host.release(handle).map_err(code)?;
                 Err(failed)
@@ -373,8 +386,27 @@ impl Emulated {
     }
 
     pub(crate) fn release(&mut self, handle: u64) -> Answer {
-        let allocation = self.allocations.remove(&handle).ok_or(INVALID_VALUE)?;
-        self.host.release(allocation.handle).map_err(code)
+        let allocation = self.allocations.get_mut(&handle).ok_or(INVALID_VALUE)?;
+        allocation.count -= 1;
+        if allocation.count > 0 {
+            return Ok(());
+        }
+        let host = allocation.handle;
+        self.allocations.remove(&handle);
+        self.host.release(host).map_err(code)
+    }
+
+    /// Returns the handle of the allocation that is mapped at an address. The driver also finds allocations whose handles were all released;
+    /// this is not emulated.
+    pub(crate) fn retain_at(&mut self, address: u64) -> Answer<u64> {
+        let of = self.inside(address, 1)?.next().ok_or(INVALID_VALUE)?.1.of;
+        self.allocations.get_mut(&of).ok_or(INVALID_VALUE)?.count += 1;
+        Ok(of)
+    }
+
+    /// The start and the size of the mapping that contains an address.
+    pub(crate) fn mapping(&self, address: u64) -> Answer<(u64, u64)> {
+        self.inside(address, 1)?.next().map(|(&start, mapping)| (start, mapping.size)).ok_or(INVALID_VALUE)
     }
 
     pub(crate) fn reserve(&self, size: u64, alignment: u64) -> Answer<u64> {
@@ -386,13 +418,14 @@ impl Emulated {
     }
 
     pub(crate) fn map(&mut self, address: u64, size: u64, offset: u64, handle: u64, flags: u64) -> Answer {
-        let &Allocation { handle, owner, numa, ref rdma, .. } = self.named("cuMemMap", handle);
+        let of = handle;
+        let &Allocation { handle, owner, numa, ref rdma, .. } = self.named("cuMemMap", of);
         let rdma = rdma.clone();
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
         self.host.map(address, size, offset, handle).map_err(code)?;
-        self.mappings.insert(address, Mapping { size, owner, numa, rdma, granted: BTreeMap::new() });
+        self.mappings.insert(address, Mapping { of, size, owner, numa, rdma, granted: BTreeMap::new() });
         Ok(())
     }
 
@@ -456,7 +489,7 @@ impl Emulated {
 
     /// First address and size of the memory that contains an address.
     pub(crate) fn range(&self, address: u64) -> Answer<(u64, u64)> {
-        let mapping = || self.inside(address, 1).ok()?.next().map(|(&start, mapping)| (start, mapping.size));
+        let mapping = || self.mapping(address).ok();
         self.ipc.range(address).or_else(mapping).ok_or(NOT_FOUND)
     }
 
@@ -573,7 +606,17 @@ impl Emulated {
         let size = metadata.size();
         // Assumed: an imported allocation is not created for RDMA, even if the exporter's is.
         let (fabric, rdma) = (false, None);
-        Ok(self.add(Allocation { handle, size, owner, numa, exportable: false, imported: true, fabric, rdma }))
+        Ok(self.add(Allocation {
+            count: 1,
+            handle,
+            size,
+            owner,
+            numa,
+            exportable: false,
+            imported: true,
+            fabric,
+            rdma,
+        }))
     }
 
     pub(crate) fn import_pool(&mut self, fd: RawFd, kind: c_uint, flags: u64) -> Answer<usize> {

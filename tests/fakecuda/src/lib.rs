@@ -310,6 +310,10 @@ mod exports {
             initialised(|driver| driver.release(handle))
         }
 
+        fn cuMemRetainAllocationHandle(handle: *mut u64, address: *mut c_void) {
+            unsafe { result(handle, |driver| driver.retain_at(address.addr() as u64)) }
+        }
+
         fn cuMemAddressReserve(address: *mut u64, size: usize, alignment: usize, wanted: u64, flags: u64) {
             let call = |driver: &mut Emulated| {
                 // vmmfd never requests an address, so this is not emulated.
@@ -397,11 +401,14 @@ mod exports {
 
         fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, address: u64) {
             const DEVICE_ORDINAL: c_uint = 9;
-            let call = |driver: &mut Emulated| match attribute {
-                DEVICE_ORDINAL => driver.owner(address),
+            const MAPPING_SIZE: c_uint = 18;
+            const MAPPING_BASE_ADDR: c_uint = 19;
+            match attribute {
+                DEVICE_ORDINAL => unsafe { result(data.cast::<c_int>(), |driver| driver.owner(address)) },
+                MAPPING_SIZE => unsafe { result(data.cast::<u64>(), |driver| Ok(driver.mapping(address)?.1)) },
+                MAPPING_BASE_ADDR => unsafe { result(data.cast::<u64>(), |driver| Ok(driver.mapping(address)?.0)) },
                 _ => Err(INVALID_VALUE),
-            };
-            unsafe { result(data.cast::<c_int>(), call) }
+            }
         }
 
         fn cuMemGetAddressRange_v2(base: *mut u64, size: *mut usize, address: u64) {

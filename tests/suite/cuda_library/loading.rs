@@ -29,6 +29,7 @@ fn use_everything(driver: &dyn Verbs) -> Vec<Error> {
             note(driver.set_access(address, unit, Location::Device(0), Some(ReadWrite)));
             note(driver.copy_in(0, address, &[1; 16]));
             note(driver.copy_out(0, address, &mut [0; 16]));
+            note(driver.retain(address).and_then(|retained| driver.release(retained.handle)));
             note(driver.unmap(address, unit));
             note(driver.free(address, unit));
         }

@@ -37,7 +37,7 @@ const SYMBOLS: &str = "
     cuInit cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetUuid_v2 cuDeviceGetAttribute
     cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2 cuCtxPushCurrent_v2 cuCtxPopCurrent_v2 cuCtxSynchronize
     cuStreamSynchronize cuMemGetInfo_v2 cuMemGetAllocationGranularity cuMemCreate cuMemRelease cuMemAddressReserve
-    cuMemAddressFree cuMemMap cuMemUnmap cuMemSetAccess cuMemExportToShareableHandle cuMemImportFromShareableHandle
+    cuMemAddressFree cuMemMap cuMemUnmap cuMemSetAccess cuMemRetainAllocationHandle cuPointerGetAttribute cuMemExportToShareableHandle cuMemImportFromShareableHandle
     cuMemGetAllocationPropertiesFromHandle cuMemcpyHtoD_v2 cuMemcpyDtoH_v2 cuDeviceCanAccessPeer
     cuMemGetAddressRange_v2 cuMemHostAlloc cuMemFreeHost cuMemAlloc_v2 cuMemFree_v2 cuIpcGetMemHandle
     cuIpcOpenMemHandle_v2 cuIpcCloseMemHandle cuMemPoolCreate cuMemPoolDestroy cuMemPoolExportToShareableHandle

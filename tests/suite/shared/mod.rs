@@ -34,6 +34,7 @@ use vmmfd_cli::check::files::{self, Source};
 
 use crate::support::{Fault, Inode, Kind, Subject, code, in_child, sealing};
 
+mod addresses;
 mod contents;
 mod gpus;
 mod handles;

@@ -4,6 +4,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    iter,
     os::fd::{BorrowedFd, OwnedFd},
     path::PathBuf,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -16,7 +17,7 @@ use vmmfd::{
     driver::{Access, Attribute, Backend, DeviceUuid, MemoryInfo},
     internals::{
         Counted, Diagnosis, EventHandle, Granularity, Handle, Kernels, LegacyIpc, Live, Location, MadeFor, PageLocked,
-        PatternSpan, PoolHandle, Pools, Properties, Verbs, Window,
+        PatternSpan, PoolHandle, Pools, Properties, Retained, Verbs, Window,
     },
 };
 
@@ -49,7 +50,8 @@ struct Ledger {
     panics: Option<&'static str>,
     failed: Option<&'static str>,
     verbs: Vec<&'static str>,
-    handles: BTreeSet<Handle>,
+    /// How many times each handle was acquired.
+    handles: BTreeMap<Handle, usize>,
     reservations: BTreeSet<u64>,
     mappings: BTreeMap<u64, u64>,
     exported: Vec<Inode>,
@@ -117,7 +119,11 @@ impl Faulty {
     /// Counts resources that were acquired and not released.
     pub(crate) fn live(&self) -> Live {
         let ledger = self.ledger();
-        Live { handles: ledger.handles.len(), reservations: ledger.reservations.len(), mappings: ledger.mappings.len() }
+        Live {
+            handles: ledger.handles.values().sum(),
+            reservations: ledger.reservations.len(),
+            mappings: ledger.mappings.len(),
+        }
     }
 
     /// Counts unreleased addresses of legacy handles and pools, unreleased pools, and unreleased events.
@@ -129,7 +135,8 @@ impl Faulty {
     /// Releases all remaining handles.
     pub(crate) fn release_all(&self) {
         let handles = self.ledger().handles.clone();
-        handles.into_iter().for_each(|handle| self.release(handle).unwrap());
+        let each = handles.into_iter().flat_map(|(handle, count)| iter::repeat_n(handle, count));
+        each.for_each(|handle| self.release(handle).unwrap());
     }
 
     pub(crate) fn exported(&self) -> Vec<Inode> {
@@ -138,6 +145,10 @@ impl Faulty {
 
     fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn acquired(&self, handle: Handle) {
+        *self.ledger().handles.entry(handle).or_default() += 1;
     }
 
     fn take(&self, address: u64) -> u64 {
@@ -245,7 +256,7 @@ unsafe impl Verbs for Faulty {
         self.meet("create")?;
         let handle = self.inner.create(size, properties)?;
         let mut ledger = self.ledger();
-        ledger.handles.insert(handle);
+        *ledger.handles.entry(handle).or_default() += 1;
         ledger.created.push(*properties);
         Ok(handle)
     }
@@ -254,10 +265,15 @@ unsafe impl Verbs for Faulty {
 
     fn release(&self, handle: Handle) -> Result<()> {
         self.meet("release")?;
-        let known = self.ledger().handles.remove(&handle);
+        let known = {
+            let mut ledger = self.ledger();
+            let known = ledger.handles.get_mut(&handle).map(|count| *count -= 1).is_some();
+            ledger.handles.retain(|_, count| *count > 0);
+            known
+        };
         let answer = self.inner.release(handle);
         if known && answer.is_err() {
-            self.ledger().handles.insert(handle);
+            self.acquired(handle);
         }
         answer
     }
@@ -340,8 +356,15 @@ unsafe impl Verbs for Faulty {
     fn import(&self, fd: BorrowedFd<'_>, size: u64) -> Result<Handle> {
         self.meet("import")?;
         let handle = self.inner.import(fd, size)?;
-        self.ledger().handles.insert(handle);
+        self.acquired(handle);
         Ok(handle)
+    }
+
+    fn retain(&self, address: u64) -> Result<Retained> {
+        self.meet("retain")?;
+        let retained = self.inner.retain(address)?;
+        self.acquired(retained.handle);
+        Ok(retained)
     }
 
     fn properties(&self, handle: Handle) -> Result<Properties> {
@@ -539,7 +562,7 @@ impl Diagnosis for Faulty {
     fn create_with(&self, ordinal: i32, size: u64, made_for: MadeFor) -> Result<Handle> {
         self.meet("diagnosis create_with")?;
         let handle = self.inner.diagnosis()?.create_with(ordinal, size, made_for)?;
-        self.ledger().handles.insert(handle);
+        self.acquired(handle);
         Ok(handle)
     }
 
