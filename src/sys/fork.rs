@@ -54,7 +54,7 @@ impl ProcessIdentity {
                 match page.compare_exchange(0, new.to_bits(), Ordering::AcqRel, Ordering::Acquire) {
                     Ok(_) => {
                         if before > 0 {
-                            close_inherited();
+                            close_inherited(new);
                         }
                         new
                     }
@@ -188,14 +188,18 @@ impl<T: Sync> PerProcess<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
+    use std::{
+        io::{Read, Write},
+        os::{fd::AsFd, unix::net::UnixStream},
+        thread,
+    };
 
     use nix::{
         sys::wait::{WaitStatus, waitpid},
         unistd::{ForkResult, fork},
     };
 
-    use super::*;
+    use super::{super::inherited::ClosedInForks, *};
 
     /// Runs `check` in a fork of this process and returns its result.
     fn holds_in_fork(check: impl FnOnce() -> bool) -> bool {
@@ -231,6 +235,20 @@ mod tests {
             differ(parent, child) && !parent.is_current() && grandchild_differs
         }));
         assert!(parent.is_current());
+    }
+
+    #[test]
+    fn forks_own_sockets_stay_open() {
+        let (inherited, mut others) = UnixStream::pair().unwrap();
+        let _registered = ClosedInForks::new(inherited.as_fd());
+        assert!(holds_in_fork(|| {
+            // As a thread that connects while another thread closes the inherited sockets.
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let _registered = ClosedInForks::new(ours.as_fd());
+            close_inherited(ProcessIdentity::current());
+            theirs.write_all(b"x").is_ok() && (&ours).read(&mut [0; 2]).is_ok_and(|length| length == 1)
+        }));
+        others.write_all(b"x").unwrap();
     }
 
     #[test]

@@ -8,7 +8,10 @@ use std::{
 
 use nix::sys::stat::{FileStat, SFlag, fstat};
 
-use super::descriptor::{eventfd, replace};
+use super::{
+    descriptor::{eventfd, replace},
+    fork::ProcessIdentity,
+};
 
 /// The registered sockets. A list that only grows and has no lock, which another thread could hold during a fork.
 static FIRST: Block = Block::new();
@@ -23,6 +26,14 @@ struct Slot {
     number: AtomicI32,
     /// Identifies the socket: a fork may have closed the descriptor and reused the number.
     inode: AtomicU64,
+    /// The process that registered the socket, as [`ProcessIdentity::to_bits`].
+    owner: AtomicU64,
+}
+
+impl Slot {
+    const fn new() -> Self {
+        Self { number: AtomicI32::new(FREE), inode: AtomicU64::new(0), owner: AtomicU64::new(0) }
+    }
 }
 
 const FREE: i32 = -1;
@@ -30,7 +41,7 @@ const TAKEN: i32 = -2;
 
 impl Block {
     const fn new() -> Self {
-        let slots = [const { Slot { number: AtomicI32::new(FREE), inode: AtomicU64::new(0) } }; 32];
+        let slots = [const { Slot::new() }; 32];
         Self { slots, next: AtomicPtr::new(ptr::null_mut()) }
     }
 
@@ -86,6 +97,8 @@ impl ClosedInForks {
     /// Registers another socket, usually of the same number.
     pub(crate) fn update(&self, socket: BorrowedFd<'_>) {
         let inode = fstat(socket).map_or(0, |status| status.st_ino);
+        // Before the inode, which `close_inherited` reads first.
+        self.0.owner.store(ProcessIdentity::current().to_bits(), Ordering::Release);
         self.0.inode.store(inode, Ordering::Release);
         self.0.number.store(socket.as_raw_fd(), Ordering::Release);
     }
@@ -98,12 +111,13 @@ impl Drop for ClosedInForks {
     }
 }
 
-/// Closes the sockets of the parent process, in a fork. Their numbers remain in use, because their owners may still close them.
-pub(super) fn close_inherited() {
+/// Closes the sockets of the parent process, in the fork `current`, and not the sockets that another thread of the fork registers meanwhile.
+/// Their numbers remain in use, because their owners may still close them.
+pub(super) fn close_inherited(current: ProcessIdentity) {
     let Ok(other) = eventfd() else { return };
     let mut block = Some(&FIRST);
     while let Some(Block { slots, .. }) = block {
-        for Slot { number, inode } in slots {
+        for Slot { number, inode, owner } in slots {
             let number = number.load(Ordering::Acquire);
             if number < 0 {
                 continue;
@@ -111,7 +125,8 @@ pub(super) fn close_inherited() {
             // SAFETY: it is not negative, and only inspected. If it is not open, the call fails.
             let socket = unsafe { BorrowedFd::borrow_raw(number) };
             let is_socket = |status: &FileStat| status.st_mode & SFlag::S_IFMT.bits() == SFlag::S_IFSOCK.bits();
-            if fstat(socket).is_ok_and(|status| is_socket(&status) && status.st_ino == inode.load(Ordering::Acquire)) {
+            let is_registered = |status: FileStat| is_socket(&status) && status.st_ino == inode.load(Ordering::Acquire);
+            if fstat(socket).is_ok_and(is_registered) && owner.load(Ordering::Acquire) != current.to_bits() {
                 let _ = replace(socket, other.as_fd());
             }
         }
