@@ -22,7 +22,9 @@ use super::{
 };
 use crate::{
     channel::{
-        Config, Peer, deadline_after,
+        Config, Peer,
+        cancel::CHECK_INTERVAL,
+        deadline_after,
         record::{Arrival, Record, RecordSocket, check_type},
     },
     driver::Driver,
@@ -196,7 +198,7 @@ impl Connection {
         let turn = self.turns.begin(deadline_after(self.timeout()), cancel, || self.pause());
         let mut turn = turn?.ok_or_else(busy)?;
         let mut requesting = self.requesting();
-        let before = self.turns.exclusively(|| self.stops());
+        let before = self.turns.exclusively(|_| self.stops());
         let mut left = wait;
         let mut stops = None;
         let mut tries = 0;
@@ -304,16 +306,24 @@ impl Connection {
         self.check_fork()?;
         let stop = Message::Stop(Stop {});
         // A request that begins in between would take the stop for a pause.
-        let sent = self.turns.exclusively(|| {
+        let (stopped, mut sent) = self.turns.exclusively(|turn| {
             self.stops.fetch_add(1, Ordering::AcqRel);
-            self.try_send(&stop)
+            (turn, self.try_send(&stop))
         });
-        let sent = match sent {
-            // The socket is full.
-            Ok(false) => self.send(&stop, &[]),
-            sent => sent.map(drop),
-        };
-        match sent {
+        let deadline = deadline_after(self.timeout());
+        while matches!(sent, Ok(false)) {
+            let now = Instant::now();
+            if now >= deadline {
+                return Err(PeerError::Timeout { purpose: "to send", waited: self.timeout() }.into());
+            }
+            self.socket.cancel().wait(self.as_fd(), PollFlags::POLLOUT, deadline.min(now + CHECK_INTERVAL))?;
+            // After the request has ended, the stop would stop the next one.
+            sent = self.turns.exclusively(|turn| match turn.is_some() && turn == stopped {
+                true => self.try_send(&stop),
+                false => Ok(true),
+            });
+        }
+        match sent.map(drop) {
             // A reconnect repeats the stop together with the request.
             Err(error) if is_broken(&error) && self.dialler.is_some() => Ok(()),
             sent => sent,

@@ -90,10 +90,10 @@ impl Turns {
         Some(Turn { turns: self, buffer })
     }
 
-    /// Runs a short function while no turn begins or ends.
-    pub(super) fn exclusively<T>(&self, work: impl FnOnce() -> T) -> T {
-        let _state = lock(&self.state);
-        work()
+    /// Runs a short function while no turn begins or ends. Passes the number of the current turn, if there is one.
+    pub(super) fn exclusively<T>(&self, work: impl FnOnce(Option<u64>) -> T) -> T {
+        let state = lock(&self.state);
+        work(state.buffer.is_none().then_some(state.begun))
     }
 
     /// Sets whether other threads may pause the request of the current turn.

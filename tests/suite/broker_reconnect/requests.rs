@@ -187,6 +187,31 @@ fn stop_ends_a_wait_without_broker() {
 }
 
 #[test]
+fn stop_never_reaches_the_next_request() {
+    let broker = Scripted::new();
+    let (client, peer) = broker.client_with(Config::default().timeout(10 * PATIENCE));
+    let getting = ask(&client, move |client| client.get(&Get::new("a").wait(Duration::from_secs(1000))));
+    assert!(matches!(peer.next(), (Message::Get(_), _)));
+    let (stopped, stops) = mpsc::channel();
+    let stopping = ask(&client, move |client| while stopped.send(client.stop()).is_ok() {});
+    // The last one finds no room in the socket.
+    while let Ok(sent) = stops.recv_timeout(A_WHILE) {
+        sent.unwrap();
+    }
+    peer.refuse(RefusalCode::Stopped);
+    assert_eq!(refused(getting.join().unwrap()).0, RefusalCode::Stopped);
+    stops.recv_timeout(PATIENCE).expect("there is no request to stop").unwrap();
+    drop(stops);
+    stopping.join().unwrap();
+    let listing = ask(&client, |client| client.list("").and(client.delete("a")));
+    while matches!(peer.next(), (Message::Stop(_), _)) {}
+    peer.say(&Message::Objects(Objects { objects: Vec::new(), more: false }));
+    assert!(matches!(peer.next(), (Message::Delete(_), _)));
+    peer.say(&Message::Done(Done {}));
+    listing.join().unwrap().unwrap();
+}
+
+#[test]
 fn connect_waits_a_second_unless_asked() {
     let broker = Scripted::new();
     let path = broker.path();
