@@ -32,8 +32,9 @@ pub(super) const MAX_PATH: usize = 107;
 /// if it does not exist. The socket need not exist.
 ///
 /// # Errors
-/// [`SocketError::Path`] if the path is too long, or its folder does not exist; [`SocketError::UnsafeFolder`] if the default folder is a
-/// link, belongs to another user or is writable by others; [`SocketError::DefaultFolder`] if it can't be created or inspected.
+/// [`SocketError::Path`] if the path is too long; [`SocketError::NoFolder`] if its folder does not exist; [`SocketError::UnsafeFolder`] if
+/// the default folder is a link, belongs to another user or is writable by others; [`SocketError::DefaultFolder`] if it can't be created
+/// or inspected.
 ///
 /// ```
 /// use std::path::Path;
@@ -76,8 +77,9 @@ impl BrokerPath {
     /// Creates no folder. Does not block.
     ///
     /// # Errors
-    /// [`SocketError::Path`] if `given` is too long or its folder does not exist; [`SocketError::ClosedFolder`] if this user may not enter
-    /// a folder of it; without a system broker, [`SocketError::UnsafeFolder`] and [`SocketError::DefaultFolder`] as for [`socket_path`].
+    /// [`SocketError::Path`] if `given` is too long; [`SocketError::NoFolder`] if its folder does not exist; [`SocketError::ClosedFolder`]
+    /// if this user may not enter a folder of it; without a system broker, [`SocketError::UnsafeFolder`] and
+    /// [`SocketError::DefaultFolder`] as for [`socket_path`].
     pub fn find(given: Option<&Path>) -> Result<Self> {
         if let Some(given) = given {
             return Ok(Self { path: usable(Some(given), BROKER_SOCKET)?, otherwise: None });
@@ -174,6 +176,9 @@ fn usable(given: Option<&Path>, name: &str) -> Result<PathBuf> {
     match fs::metadata(&folder) {
         Ok(metadata) if metadata.is_dir() => Ok(path),
         Ok(_) => Err(unusable(format!("{} is not a folder", folder.display()))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Err(Error::Socket(SocketError::NoFolder { path, folder }))
+        }
         Err(error) => match closed_folder(&path) {
             Some(folder) => Err(Error::Socket(SocketError::ClosedFolder { path, folder })),
             None => Err(unusable(format!("its folder {} can't be opened: {error}", folder.display()))),

@@ -180,6 +180,7 @@ fn socket_hint(error: &SocketError) -> Option<&'static str> {
             "check the process that listens there: it may be stopped, or have too many connections"
         }
         SocketError::Path { .. } => "use another path",
+        SocketError::NoFolder { .. } => "create the folder, or use another path",
         SocketError::AlreadyServed { .. } | SocketError::ServedWithoutFile { .. } => {
             "stop that process, or use another path"
         }

@@ -15,6 +15,15 @@ pub enum SocketError {
         reason: String,
     },
 
+    /// The folder of the socket's path does not exist.
+    #[error("socket path {path} can't be used: its folder {folder} does not exist", path = path.display(), folder = folder.display())]
+    NoFolder {
+        /// The socket.
+        path: PathBuf,
+        /// The folder.
+        folder: PathBuf,
+    },
+
     /// The folder of the default socket is not safe to use.
     #[error("folder {path} is not safe for a socket: {reason}", path = path.display())]
     UnsafeFolder {

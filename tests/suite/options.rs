@@ -163,7 +163,7 @@ fn paths_without_a_socket_are_refused() {
     fs::write(&taken, "precious").unwrap();
     for (path, words) in [
         (&*name(108), "at most 107"),
-        (&*missing, "its folder"),
+        (&*missing, "hint: create the folder, or use another path"),
         (&*taken, "not a socket"),
         (Path::new(""), "a value is required"),
         (Path::new("/"), "names no file"),
