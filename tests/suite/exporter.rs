@@ -14,6 +14,10 @@ use std::{
 
 use nix::{sys::signal::Signal, unistd::geteuid};
 use serde_json::Value;
+use vmmfd::{
+    broker::{ClaimOf, Client, Get},
+    session::Config,
+};
 use yaml_rust2::YamlLoader;
 
 use crate::running::{Meeting, Run, Running, binary, wait_for};
@@ -128,7 +132,7 @@ fn next_broker_is_found() {
 #[test]
 fn figures_match_what_the_broker_did() {
     let place = Meeting::host();
-    let mut server = vmmfd(&place, &["serve", "--quota", "objects=2"]).start();
+    let mut server = vmmfd(&place, &["serve", "--quota", "objects=4"]).start();
     server.until("listening");
     let exporter = Exporter::start(&place, &[]);
     let file = place.folder().join("input");
@@ -137,12 +141,15 @@ fn figures_match_what_the_broker_did() {
         vmmfd(&place, &["put", name, "--backend", "host", "--from", file.to_str().unwrap()]).end().code(0);
     }
     vmmfd(&place, &["get", "nothing", "--backend", "host"]).end().code(1);
+    let client = Client::connect(&place.socket(), &Config::default()).unwrap();
+    let claims = ["x", "y"].map(|name| client.get_or_claim(&Get::new(name), &ClaimOf::whole()).unwrap());
     let body = exporter.metrics();
     let uid = geteuid();
     for (metric, want) in [
         ("vmmfd_up", 1.0),
         ("vmmfd_objects", 2.0),
         (&format!("vmmfd_user_objects{{uid=\"{uid}\"}}"), 2.0),
+        (&format!("vmmfd_user_claims{{uid=\"{uid}\"}}"), 2.0),
         ("vmmfd_restarts_total", 0.0),
         ("vmmfd_requests_total{verb=\"put\",outcome=\"ok\"}", 2.0),
         ("vmmfd_requests_total{verb=\"get\",outcome=\"absent\"}", 1.0),
@@ -151,7 +158,7 @@ fn figures_match_what_the_broker_did() {
         (&format!("vmmfd_build_info{{version=\"{}\"}}", env!("CARGO_PKG_VERSION")), 1.0),
         ("vmmfd_store_info{kind=\"keeper\"}", 1.0),
         ("vmmfd_lost_versions", 0.0),
-        ("vmmfd_quota_objects", 2.0),
+        ("vmmfd_quota_objects", 4.0),
         ("vmmfd_quota_leases", 100_000.0),
     ] {
         assert_eq!(value(&body, metric), want, "{metric}");
@@ -160,6 +167,7 @@ fn figures_match_what_the_broker_did() {
     assert!(value(&body, "vmmfd_start_time_seconds") > 1.7e9);
     let claimed = body.lines().find(|line| line.starts_with("vmmfd_claimed_bytes{device=\"HOST-")).unwrap();
     assert!(claimed.contains(&format!("uid=\"{uid}\"}} ")), "{claimed}");
+    drop(claims);
     assert!(!body.contains("vmmfd_total_quota_bytes"), "a limit that does not exist has no metric: {body}");
     exporter.end().code(0);
 }

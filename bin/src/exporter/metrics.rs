@@ -1,6 +1,6 @@
 //! The broker's metrics in the text format of Prometheus.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use prometheus_client::{
     collector::Collector,
@@ -59,7 +59,7 @@ impl Collector for Scrape {
         let help = "When the broker's process started, since 1970";
         let mut start = text.0.encode_descriptor("vmmfd_start_time_seconds", help, None, Gauge)?;
         start.encode_gauge(&(metrics.started_ms as f64 / 1e3))?;
-        text.users(&metrics.totals)?;
+        text.users(metrics)?;
         text.limits("vmmfd_quota", "each user", metrics.quota.unwrap_or_default())?;
         text.limits("vmmfd_total_quota", "all users together", metrics.total_quota.unwrap_or_default())?;
         text.requests(metrics)
@@ -90,7 +90,8 @@ impl Text<'_> {
         known.into_iter().try_for_each(|(name, help, value)| self.family(Gauge, name, help, [(NO_LABELS, value)]))
     }
 
-    fn users(&mut self, totals: &[UserTotal]) -> fmt::Result {
+    fn users(&mut self, metrics: &Metrics) -> fmt::Result {
+        let totals = &metrics.totals;
         let claimed = totals.iter().flat_map(|total| total.devices.iter().map(move |of| (total.uid, of)));
         let claimed =
             claimed.map(|(uid, of)| ([("device", prefixed_uuid(&of.device)), ("uid", uid.to_string())], of.bytes));
@@ -102,7 +103,12 @@ impl Text<'_> {
         ] {
             self.family(Gauge, name, help, totals.iter().map(|of| ([("uid", of.uid)], count(of))))?;
         }
-        Ok(())
+        let mut claims = BTreeMap::new();
+        for claim in metrics.claims.iter().flatten() {
+            *claims.entry(claim.uid).or_default() += 1;
+        }
+        let claims = claims.into_iter().map(|(uid, count)| ([("uid", uid)], count));
+        self.family(Gauge, "vmmfd_user_claims", "Claims that a user's processes hold", claims)
     }
 
     /// The limits that are set.
