@@ -129,12 +129,12 @@ pub fn accept(listener: &Listener) -> Result<Option<OwnedFd>> {
     listener.accept()
 }
 
-/// Checks that a path is a socket or does not exist.
+/// Checks that a broker could listen at a path. Creates no file.
 ///
 /// # Errors
 /// [`Error::Socket`](crate::Error::Socket); [`Error::System`](crate::Error::System).
 pub fn check_socket(path: &Path) -> Result<()> {
-    Listener::check_kind(path)
+    Listener::check_unserved(path)
 }
 
 /// The peer process of a socket.

@@ -29,7 +29,7 @@ use rustix::{
 use super::{
     Cancel, Config, Peer,
     attempt::{Attempt, attempt, new_socket},
-    lock::{Mark, PathLock, inode_of},
+    lock::{Mark, PathLock, inode_of, served_by},
     path::{MAX_PATH, split},
     record::check_type,
 };
@@ -213,13 +213,20 @@ impl Listener {
             let lock = PathLock::take(&folder, &folder_path, &name, LOCK_TIMEOUT, &Cancel::new()?)?;
             lock.mark(process::id()).map_err(|error| Error::system("mark the socket", error))
         };
-        self.mark = mark().unwrap_or_else(|error| {
-            tracing::warn!(
+        match mark() {
+            Ok(mark) => self.mark = mark,
+            Err(error) => tracing::warn!(
                 error = error.in_full(),
                 "if the socket's file is removed, another broker can bind the path"
-            );
-            None
-        });
+            ),
+        }
+    }
+
+    /// Whether the file that [`Listener::renew_mark`] or [`Listener::bind_and_mark`] marked was removed or replaced.
+    pub(crate) fn has_lost_mark(&self) -> bool {
+        let Some(mark) = &self.mark else { return false };
+        let Ok((folder_path, name)) = split(&self.path) else { return false };
+        open_folder(&folder_path).is_ok_and(|folder| mark.is_lost(&folder, &name))
     }
 
     /// Keeps the file when the listener is dropped.
@@ -266,12 +273,18 @@ impl Listener {
         }
     }
 
-    /// Checks that the path is free or a socket.
+    /// Like [`Listener::check_free`], and also finds a broker whose socket's file was removed. Creates no file.
     ///
     /// # Errors
-    /// [`SocketError::Path`], [`Error::System`].
-    pub(crate) fn check_kind(path: &Path) -> Result<()> {
-        metadata_of(path).map(drop)
+    /// The errors of [`Listener::check_free`]; [`SocketError::ServedWithoutFile`].
+    pub(crate) fn check_unserved(path: &Path) -> Result<()> {
+        Self::check_free(path)?;
+        let (folder_path, name) = split(path)?;
+        // The folder may be absent.
+        match File::open(folder_path).ok().and_then(|folder| served_by(&folder, &name)) {
+            Some(pid) => Err(Error::Socket(SocketError::ServedWithoutFile { path: path.to_owned(), pid })),
+            None => Ok(()),
+        }
     }
 
     /// Sets the permissions of the file at this listener's path again.

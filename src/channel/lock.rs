@@ -43,9 +43,7 @@ impl<'a> PathLock<'a> {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Result<Self> {
-        let mut name = OsString::from(".");
-        name.push(socket);
-        name.push(".lock");
+        let name = lock_name(socket);
         let failed = |error: io::Error| Error::system(format!("lock {}", path.join(&name).display()), error);
         let deadline = deadline_after(timeout);
         loop {
@@ -90,16 +88,12 @@ impl<'a> PathLock<'a> {
 
     /// The process that marked the file and did not shut down cleanly.
     pub(super) fn marked_by(&self) -> Option<i32> {
-        let mut text = String::new();
-        (&*self.file).take(32).read_to_string(&mut text).ok()?;
-        text.trim().parse().ok()
+        marked_by(&self.file)
     }
 
     /// Whether a process that marked the file still serves.
     pub(super) fn is_served(&self) -> bool {
-        let mut found = whole_file(libc::F_WRLCK);
-        let asked = fcntl(&*self.file, FcntlArg::F_OFD_GETLK(&mut found));
-        asked.is_ok() && libc::c_int::from(found.l_type) != libc::F_UNLCK
+        is_served(&self.file)
     }
 
     /// Keeps the file, with a process ID, until [`PathLock::unmark`]. [`PathLock::is_served`] while the returned mark is held; `None` if
@@ -134,11 +128,45 @@ impl Drop for PathLock<'_> {
 #[derive(Debug)]
 pub(super) struct Mark(File);
 
+impl Mark {
+    /// Whether the lock file of the socket named `socket` is not the marked file.
+    pub(super) fn is_lost(&self, folder: &File, socket: &OsStr) -> bool {
+        is_at(&self.0, folder, &lock_name(socket)).is_ok_and(|is_there| !is_there)
+    }
+}
+
 impl Drop for Mark {
     fn drop(&mut self) {
         // Forks share the lock: closing the file is not enough.
         let _ = fcntl(&self.0, FcntlArg::F_OFD_SETLK(&whole_file(libc::F_UNLCK)));
     }
+}
+
+/// The process that serves the socket named `socket` according to its mark, or 0 if unknown. `None` if no process does, or the lock file
+/// can't be opened. Takes no lock and creates no file.
+pub(super) fn served_by(folder: &File, socket: &OsStr) -> Option<i32> {
+    let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+    let file = File::from(openat(folder, &*lock_name(socket), flags, Mode::empty()).ok()?);
+    is_served(&file).then(|| marked_by(&file).unwrap_or(0))
+}
+
+fn lock_name(socket: &OsStr) -> OsString {
+    let mut name = OsString::from(".");
+    name.push(socket);
+    name.push(".lock");
+    name
+}
+
+fn marked_by(file: &File) -> Option<i32> {
+    let mut text = String::new();
+    file.take(32).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
+
+fn is_served(file: &File) -> bool {
+    let mut found = whole_file(libc::F_WRLCK);
+    let asked = fcntl(file, FcntlArg::F_OFD_GETLK(&mut found));
+    asked.is_ok() && libc::c_int::from(found.l_type) != libc::F_UNLCK
 }
 
 fn whole_file(kind: libc::c_int) -> libc::flock {

@@ -202,6 +202,26 @@ fn removed_socket_is_bound_again() {
 }
 
 #[test]
+fn removed_lock_file_is_created_again() {
+    let subject = Subject::host();
+    let place = Meeting::host();
+    for keeper in [Keeper::Own, Keeper::Apart] {
+        let served = Served::with(keeper, &subject, &binary("vmmfd"), &["--time-limit", "file=100ms"]);
+        let server = served.server();
+        let lock = served.path.with_file_name(".broker.sock.lock");
+        fs::remove_file(&lock).unwrap();
+        served.wait_for_log("the socket's lock file was removed or replaced: creating it again", 1);
+        until(|| fs::read_to_string(&lock).is_ok_and(|pid| pid.trim() == server.to_string()));
+        // The server looks for the socket's file only later, so the lock alone refuses the second broker.
+        kill(server, Signal::SIGSTOP).unwrap();
+        fs::remove_file(&served.path).unwrap();
+        let ended = vmmfd(&place, &["serve", "--socket", text(&served.path)]).end();
+        kill(server, Signal::SIGCONT).unwrap();
+        ended.code(5).says(&format!("pid {server} still serves"));
+    }
+}
+
+#[test]
 fn devices_report_their_memory_by_nvml() {
     let place = Meeting::fake();
     let (socket, file) = (place.socket(), place.folder().join("file"));
@@ -267,6 +287,14 @@ fn check_reports_each_problem() {
     let ended = check("", &["--keeper", text(&keeper)]);
     ended.code(2).says("not a socket").says("no keeper listens there");
     fs::remove_file(&socket).unwrap();
+    let mut server = vmmfd(&place, &["serve", "--socket", text(&socket)]).start();
+    server.until("listening");
+    let ended = check("", &["--keeper", text(&keeper)]);
+    ended.code(5).says("already served by pid").says("no keeper listens there");
+    fs::remove_file(&socket).unwrap();
+    check("", &[]).code(5).says("although the socket's file was removed");
+    server.signal(Signal::SIGTERM);
+    server.end().code(0);
     check("", &[]).code(0);
     assert!(!socket.exists() && !keeper.parent().unwrap().exists());
     let holder = vmmfd(&place, &["keeper", "--socket", text(&keeper)]).start();

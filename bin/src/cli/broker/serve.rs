@@ -87,7 +87,7 @@ pub(in super::super) struct ServeOptions {
     #[arg(long, value_name = "FILE", help_heading = "Meeting")]
     pub(in super::super) options_file: Option<PathBuf>,
 
-    /// Check the options, the socket's path and the connection to the keeper, and start nothing
+    /// Check the options, the socket's path, which no broker may serve, and the connection to the keeper, and start nothing
     #[arg(long, help_heading = "Meeting")]
     check: bool,
 

@@ -291,9 +291,17 @@ impl Reactor {
         }
     }
 
-    /// Reports a lost socket file. If a keeper starts the servers, has it start another, which binds the path again.
+    /// Reports a lost socket file. If a keeper starts the servers, has it start another, which binds the path again. Creates a lost lock file
+    /// again.
     fn check_socket_file(&mut self) {
         if !self.admission.has_lost_file() {
+            if self.admission.listener.has_lost_mark() {
+                tracing::warn!(
+                    path = %self.admission.listener.path().display(),
+                    "the socket's lock file was removed or replaced: creating it again"
+                );
+                self.admission.listener.renew_mark();
+            }
             return self.timers.set(self.limits.file, Timer::SocketFile);
         }
         let restart = self.keeper_link.restart_request();
