@@ -11,7 +11,7 @@
 //! | `<!-- terminal: NAME -->`, `<!-- terminals -->`, `<!-- json: NAME -->`, `<!-- doctor -->`, `<!-- journal -->` | a test in this folder compares it with the command's output |
 //! | `<!-- exit codes -->` | generated |
 //! | `<!-- python: NAME -->` | `scripts/protocol/check.py` runs it |
-//! | `<!-- excerpt: FILE -->` | the file contains it, word for word |
+//! | `<!-- excerpt: FILE -->` | the file contains it, word for word apart from its indentation |
 //! | `<!-- checked by: FILE::TEST -->` | that test, in Rust or Python |
 
 use super::{Page, root, shell, source};
@@ -64,11 +64,25 @@ fn check(page: &str, block: &Block<'_>) -> Result<(), String> {
     if let Some(line) = block.lines.iter().find(|line| is_pasted && format!(" {line}").contains(" #")) {
         return Err(format!("`{line}` has a comment"));
     }
+    // rustdoc hides such a line, and a reader of the page sees it.
+    let is_hidden = |line: &&&str| **line == "#" || line.starts_with("# ");
+    if let Some(line) = block.lines.iter().find(|line| block.language.starts_with("rust") && is_hidden(line)) {
+        return Err(format!("`{line}` is hidden only in rustdoc"));
+    }
     match (block.language, kind) {
         (_, Some(("excerpt", file))) => {
-            let text = format!("{}\n", block.lines.join("\n"));
+            // In a module, or in a function.
+            let indented = |indent: &str| -> String {
+                let line = |line: &&str| if line.is_empty() { "\n".to_owned() } else { format!("{indent}{line}\n") };
+                block.lines.iter().map(line).collect()
+            };
             let whole = std::fs::read_to_string(root().join(file)).map_err(|error| format!("{file}: {error}"))?;
-            whole.contains(&text).then_some(()).ok_or_else(|| format!("it is not in {file}"))
+            let contains = |indent| whole.contains(&indented(indent));
+            ["", "    ", "        "]
+                .into_iter()
+                .any(contains)
+                .then_some(())
+                .ok_or_else(|| format!("it is not in {file}"))
         }
         (_, Some(("checked by", test))) => exists(test),
         (_, Some(("file", _))) => Ok(()),
