@@ -1,4 +1,4 @@
-"""Shares a NumPy array with other processes, through a broker that listens at this path: `vmmfd serve --socket ...`.
+"""Shares a NumPy array with other processes, through a broker: `vmmfd serve`.
 
 The lines from the second import on are all that a program needs. They put a new name: a second run fails, because the name exists.
 """
@@ -18,7 +18,7 @@ def say(kind: Any, error: Any, traceback: Any) -> None:
 sys.excepthook = say
 
 import numpy as np, vmmfd
-broker = vmmfd.connect("/run/vmmfd/broker.sock", backend="host")
+broker = vmmfd.connect(backend="host")
 broker.put("demo", {"x": np.arange(12, dtype="f4").reshape(3, 4)}, metadata={"step": 1})
 with broker.get("demo", wait=5) as lease:
     x = np.from_dlpack(lease["x"])                    # the shared memory itself, read-only

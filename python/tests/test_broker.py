@@ -7,6 +7,7 @@ import datetime
 import math
 import os
 import pickle
+import re
 import subprocess
 import threading
 import time
@@ -20,28 +21,19 @@ import vmmfd
 
 from conftest import PYTHON, Server, command
 
-TEN_LINES = """
-import numpy as np, vmmfd
-broker = vmmfd.connect("/run/vmmfd/broker.sock", backend="host")
-broker.put("demo", {"x": np.arange(12, dtype="f4").reshape(3, 4)}, metadata={"step": 1})
-with broker.get("demo", wait=5) as lease:
-    x = np.from_dlpack(lease["x"])                    # the shared memory itself, read-only
-    assert x.shape == (3, 4) and not x.flags.writeable and lease.metadata["step"] == 1
-""".splitlines()
-
-
 def floats(*values: float) -> np.ndarray:
     return np.array(values, dtype="f4")
 
 
 def test_ten_line_example(server: Server, tmp_path: Path) -> None:
-    example = (Path(__file__).parents[2] / "examples" / "share_numpy.py").read_text()
-    assert "\n".join(TEN_LINES) in example
+    root = Path(__file__).parents[2]
+    program = root / "examples" / "share_numpy.py"
+    shown = re.search(r"^## Ten lines$.*?^```python\n(.*?)^```$", (root / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown and program.read_text().endswith("\n" + shown[1])
 
     def run(path: str) -> tuple[int, str]:
-        program = tmp_path / "share_numpy.py"
-        program.write_text(example.replace("/run/vmmfd/broker.sock", path))
-        ended = subprocess.run([*PYTHON, str(program)], capture_output=True, text=True, timeout=60)
+        environment = {**os.environ, "VMMFD_BROKER_SOCKET": path}
+        ended = subprocess.run([*PYTHON, str(program)], env=environment, capture_output=True, text=True, timeout=60)
         return ended.returncode, ended.stderr
 
     assert run(server.path) == (0, "")

@@ -150,7 +150,15 @@ def test_readme_example(server: Server, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_python_page(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numpy")
+    # Readers start with the README, at the same broker.
+    run("README.md", "test_readme_example", server.path, monkeypatch)
     assert run("docs/python.md", "test_python_page", server.path, monkeypatch) >= 5
+
+
+def test_python_handoff(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numpy")
+    # The README links to it: it needs no earlier block.
+    assert run("docs/python.md", "test_python_handoff", server.path, monkeypatch) == 1
 
 
 @pytest.mark.cuda

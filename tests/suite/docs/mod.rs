@@ -7,6 +7,7 @@ mod generated;
 mod links;
 mod named;
 mod output;
+mod reader;
 mod shell;
 
 use std::{
