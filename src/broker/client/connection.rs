@@ -11,12 +11,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::PollFlags;
 
 use super::{
     dial::{Dialled, Dialler, no_broker},
+    exchange::Exchange,
     holdings::{Handlers, Holdings, OwnLease},
-    records::{buffer, is_broken, is_stopped, receive_on, send_on},
+    records::{buffer, is_broken, is_stopped, send_on},
     turns::Turns,
     waker::Waker,
 };
@@ -25,7 +26,7 @@ use crate::{
         Config, Peer,
         cancel::CHECK_INTERVAL,
         deadline_after,
-        record::{Arrival, Record, RecordSocket, check_type},
+        record::{RecordSocket, check_type},
     },
     driver::Driver,
     error::{BrokerError, Error, PeerError, RefusalCode, Result, SocketError},
@@ -36,9 +37,6 @@ use crate::{
 
 /// How many puts are remembered for the next reconnect.
 const MAX_PUTS: usize = 4096;
-
-/// How long to wait for the broker to stop a request, in milliseconds.
-const SETTLES_MS: u8 = 100;
 
 /// By default, the longest wait for a broker to listen, which may have just been started.
 const APPEARS: Duration = Duration::from_secs(1);
@@ -88,20 +86,6 @@ impl Drop for Requesting<'_> {
 fn this_thread() -> usize {
     thread_local!(static MARK: u8 = const { 0 });
     MARK.with(|mark| ptr::from_ref(mark).addr())
-}
-
-/// A request in progress.
-#[derive(Debug)]
-pub(super) struct Exchange<'a> {
-    connection: &'a Connection,
-    incoming: &'a mut Vec<u8>,
-    /// How long each answer may take.
-    answer_timeout: Duration,
-    /// If the request is a repetition: the number of stops when it was first sent.
-    stops: Option<u64>,
-    finished: bool,
-    /// Whether the request waits in the broker, and no part of its answer was received.
-    waits: bool,
 }
 
 impl Connection {
@@ -259,7 +243,7 @@ impl Connection {
     }
 
     /// Gives up the pending answer. Leases and puts move to another connection, because the broker ends those of a closed one.
-    fn abandon(&self) {
+    pub(super) fn abandon(&self) {
         if self.dialler.is_some() && !lock(&self.holdings).is_empty() && !self.is_hung_up() {
             self.abandoned.store(true, Ordering::Release);
             self.wake_watcher();
@@ -382,7 +366,7 @@ impl Connection {
     }
 
     /// Returns whether the socket had room for the message.
-    fn try_send(&self, message: &Message) -> Result<bool> {
+    pub(super) fn try_send(&self, message: &Message) -> Result<bool> {
         let mut record = Vec::with_capacity(64);
         message.encode_into(&mut record)?;
         tracing::debug!(kind = message.name(), "to the broker");
@@ -404,7 +388,7 @@ impl Connection {
     }
 
     /// Sends all pending releases. Blocks. Called before each request, which must not overtake them.
-    fn flush_releases(&self) -> Result<()> {
+    pub(super) fn flush_releases(&self) -> Result<()> {
         loop {
             // A `while let` on the lock would hold it during the send.
             let token = lock(&self.holdings).pending_releases.pop();
@@ -498,85 +482,5 @@ impl Drop for Connection {
 impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
-    }
-}
-
-impl Exchange<'_> {
-    /// Sends the first record of a request.
-    pub(super) fn send_first(&mut self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        let sent = self.connection.flush_releases().and_then(|()| self.send(message, fds));
-        match sent {
-            Ok(()) => {}
-            Err(gone @ Error::Peer(PeerError::Gone { .. })) => {
-                return Err(match self.receive("for the reason") {
-                    // The broker reports the reason before it closes the connection.
-                    Err(reported @ Error::Peer(PeerError::Reported { .. })) => reported,
-                    _ => gone,
-                });
-            }
-            Err(error) => return Err(error),
-        }
-        // The request was stopped while the connection was down or another thread had its turn, or another thread wants a turn.
-        let stopped = self.stops.is_some_and(|before| before != self.connection.stops());
-        match stopped || self.connection.turns.is_wanted() {
-            true => self.send(&Message::Stop(Stop {}), &[]),
-            false => Ok(()),
-        }
-    }
-
-    /// Waits for the next message of the answer. A refusal is an error, but leaves the connection usable.
-    pub(super) fn receive(&mut self, purpose: &'static str) -> Result<(Message, Vec<OwnedFd>)> {
-        self.receive_by(None, purpose)
-    }
-
-    /// Waits for the next message until a deadline. After [`PeerError::Timeout`] the request continues and may be waited for again.
-    pub(super) fn receive_by(
-        &mut self,
-        deadline: Option<Instant>,
-        purpose: &'static str,
-    ) -> Result<(Message, Vec<OwnedFd>)> {
-        let deadline = || deadline.unwrap_or_else(|| deadline_after(self.answer_timeout));
-        let received = receive_on(&self.connection.socket, self.incoming, deadline, purpose);
-        if matches!(received, Err(Error::Broker(_))) {
-            self.finished = true;
-        }
-        self.waits = matches!(received, Err(Error::Interrupted { .. })) && self.waits;
-        received
-    }
-
-    /// Sends a further record of the request, or an acknowledgement.
-    pub(super) fn send(&self, message: &Message, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        self.connection.send(message, fds)
-    }
-
-    /// Marks the answer as complete.
-    pub(super) fn finish(mut self) {
-        self.finished = true;
-    }
-
-    /// Stops the request if it waits in the broker. Returns whether the broker has answered that it is stopped, which it does at once.
-    fn settle(&mut self) -> bool {
-        if !self.waits || !matches!(self.connection.try_send(&Message::Stop(Stop {})), Ok(true)) {
-            return false;
-        }
-        let mut polled = [PollFd::new(self.connection.socket.as_fd(), PollFlags::POLLIN)];
-        if poll(&mut polled, PollTimeout::from(SETTLES_MS)) != Ok(1) {
-            return false;
-        }
-        match self.connection.socket.try_receive(self.incoming) {
-            Ok(Arrival::Record(Record { length, fds })) => {
-                matches!(Message::decode(&self.incoming[..length], fds.len()), Ok(Message::Refused(_)))
-            }
-            _ => false,
-        }
-    }
-}
-
-impl Drop for Exchange<'_> {
-    fn drop(&mut self) {
-        if !self.finished && !self.settle() {
-            // The next request would receive the rest of this answer.
-            self.connection.abandon();
-        }
     }
 }

@@ -2,12 +2,7 @@
 
 use std::{collections::BTreeMap, ops::Range, os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use super::{
-    Client,
-    connection::{Connection, Exchange},
-    lease::Lease,
-    records::unexpected,
-};
+use super::{Client, connection::Connection, exchange::Exchange, lease::Lease, records::unexpected};
 use crate::{
     broker::name::{check_component, check_name},
     error::{BrokerError, ProtocolError, RefusalCode, Result},

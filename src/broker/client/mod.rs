@@ -2,6 +2,7 @@
 
 mod connection;
 mod dial;
+mod exchange;
 mod get;
 mod hold;
 mod holdings;

@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     Client,
-    connection::Exchange,
+    exchange::Exchange,
     holdings::{Header, HeldPart, PartHeader},
     records::unexpected,
 };

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Client, connection::Exchange, records::unexpected};
+use super::{Client, exchange::Exchange, records::unexpected};
 use crate::{
     broker::name::check_prefix,
     channel::deadline_after,
