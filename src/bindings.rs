@@ -2,6 +2,8 @@
 
 use std::sync::Mutex;
 
+pub use nix::sys::eventfd::EventFd;
+
 pub use crate::{
     array::walk::Walk,
     sys::{dlpack, eventfd, interruptible, lock, thread::spawn, try_lock},

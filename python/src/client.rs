@@ -175,6 +175,12 @@ impl Client {
         Ok(Lease::new(leased))
     }
 
+    /// Checks the arguments of a get.
+    fn check_get(&self, name: Text, mut options: GetOptions<'_>) -> Outcome<()> {
+        let opening = options.opening()?;
+        Ok(options.request(&name, &opening.selection)?.check()?)
+    }
+
     /// Leases several objects as of one moment. `options` have the wait, the device and `copy_on_write`.
     fn get_all(
         &self,

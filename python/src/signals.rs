@@ -53,9 +53,9 @@ impl Stop {
 
     /// Calls `call` on this thread.
     fn run<'py>(&self, call: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let outer = STOP.replace(Some(self.0.clone()));
+        STOPS.with_borrow_mut(|stops| stops.push(self.0.clone()));
         let done = call.call0();
-        STOP.set(outer);
+        STOPS.with_borrow_mut(Vec::pop);
         done
     }
 }
@@ -75,7 +75,7 @@ struct Call {
 
 thread_local! {
     static CALL: RefCell<Option<Call>> = const { RefCell::new(None) };
-    static STOP: RefCell<Option<CloseFlag>> = const { RefCell::new(None) };
+    static STOPS: RefCell<Vec<CloseFlag>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Returns the cancellation for the library's sessions: waits inside [`run`] end when a signal handler raises, or when their object is
@@ -90,6 +90,11 @@ pub(crate) fn cancel() -> Outcome<Cancel> {
     }
     let cancel = Cancel::new()?.with_check(must_stop);
     Ok(CANCEL.get_or_init(|| cancel).clone())
+}
+
+/// Prepares a thread that never runs Python: its waits end when one of the objects is closed.
+pub(crate) fn enter(closed: Vec<CloseFlag>, observer: Option<Observer>) {
+    CALL.set(Some(Call { closed, observer, main: false, raised: None }));
 }
 
 /// Runs a library call with the GIL released. Returns the exception that a signal handler raises on the main thread, or `Interrupted` if
@@ -119,7 +124,7 @@ pub(crate) fn run_observed<T: Send>(
     }
 
     let closed: Vec<CloseFlag> =
-        closed.iter().map(|&closed| closed.clone()).chain(STOP.with_borrow(Clone::clone)).collect();
+        closed.iter().map(|&closed| closed.clone()).chain(STOPS.with_borrow(Clone::clone)).collect();
     let outer = Outer(CALL.replace(Some(Call { closed, observer, main: is_main_thread(), raised: None })));
     let done = py.detach(|| interruptible(must_stop, work));
     let call = CALL.take();
@@ -186,7 +191,7 @@ impl SignalPoll {
 }
 
 /// Whether this thread's call must stop.
-fn must_stop() -> bool {
+pub(crate) fn must_stop() -> bool {
     // Not while `CALL` is borrowed: it may call Python.
     if let Some(observer) = CALL.with_borrow(|call| call.as_ref().and_then(|call| call.observer.clone())) {
         observer();

@@ -10,7 +10,7 @@ use pyo3::{
 use crate::error::{Failure, Outcome, shown, tolerant};
 
 /// The longest wait: replaces longer times and `inf`.
-const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
+pub(crate) const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Converts a time that must not be `None`.
 ///

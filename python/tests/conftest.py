@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vmmfd
@@ -147,6 +148,26 @@ def broker(socket: str) -> Iterator[vmmfd.Broker]:
 def name() -> str:
     """A unique object name."""
     return f"test/{uuid.uuid4().hex}"
+
+
+def interrupted(call: Callable[[], Any], after: float) -> Any:
+    """Returns the result of a call, or None if a signal handler, which runs after so many seconds, raised before the call returned."""
+
+    class Raised(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Raised
+
+    before, result = signal.signal(signal.SIGALRM, handler), None
+    try:
+        signal.setitimer(signal.ITIMER_REAL, after)
+        result = call()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Raised:
+        pass
+    signal.signal(signal.SIGALRM, before)
+    return result
 
 
 class Child:

@@ -150,7 +150,7 @@ class Calls:
             "Broker.get_all": (broker.get_all, {"wanted": [name]}),
             "Broker.claim": (broker.claim, {"name": name}),
             "Broker.claim_async": (later(broker.claim_async), {"name": name}),
-            "Broker.follow": (lambda **options: next(broker.follow(**options)), {"name": name}),
+            "Broker.follow": (broker.follow, {"name": name}),
             "Broker.load": (broker.load, {"name": name, "into": None}),
             "Broker.state_dict": (broker.state_dict, {"name": name}),
             "Broker.list": (broker.list, {}),

@@ -7,10 +7,11 @@ import logging
 import select
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import Server
+from conftest import Child, Server, interrupted
 
 import vmmfd
 
@@ -58,6 +59,91 @@ def test_lease_outlives_its_follower(broker: vmmfd.Broker, name: str) -> None:
         assert following.lease is found
     assert found.is_closed and list(following) == [] and lease["x"].tolist() == [0, 0, 0]
     assert list(broker.follow(name, newer_than=1, wait=0)) == []
+
+
+def test_signals_lose_no_version(broker: vmmfd.Broker, name: str) -> None:
+    following, interrupts = broker.follow(name, wait=20), 0
+    for version in range(1, 101):
+        broker.put(name, {"x": np.full(3, version)}, replace=True)
+        # Not `next`: a signal handler may run after it.
+        lease = interrupted(following.__next__, after=1e-4 + 8e-5 * version)
+        if lease is None:
+            interrupts += 1
+            lease = next(following)
+        assert lease.version == version and lease["x"].tolist() == [version] * 3
+    assert interrupts > 5 and following.lease is not None and len(broker.who(name).leases) == 1
+
+
+def test_interrupt_after_an_event_loses_no_version(broker: vmmfd.Broker, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object, event: vmmfd.records.Event) -> bool:
+        if event.kind == "replaced":
+            raise KeyboardInterrupt
+        return False
+
+    broker.put(name, {"x": np.zeros(3)})
+    following = broker.follow(name, wait=1)
+    next(following)
+    broker.put(name, {"x": np.ones(3)}, replace=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(vmmfd.Follower, "_announces", interrupt)
+        pytest.raises(KeyboardInterrupt, next, following)
+    assert next(following).version == 2
+
+
+def test_tasks_share_a_follower(broker: vmmfd.Broker, name: str) -> None:
+    async def versions() -> list[int]:
+        following = broker.follow(name)
+
+        async def version() -> int:
+            return (await anext(following)).version
+
+        tasks = [asyncio.ensure_future(version()) for _ in range(2)]
+        broker.put(name, {"x": np.zeros(3)})
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0.1)
+        broker.put(name, {"x": np.ones(3)}, replace=True)
+        return sorted(await asyncio.gather(*tasks))
+
+    assert asyncio.run(versions()) == [1, 2]
+
+
+@pytest.mark.parametrize("state", ["absent", "returned", "stopped server"])
+def test_close_interrupts_a_step(server: Server, name: str, state: str) -> None:
+    broker = vmmfd.connect(server.path, backend="host", timeout=60)
+    if state != "absent":
+        broker.put(name, {"x": np.zeros(3)})
+    following = broker.follow(name)
+    if state == "returned":
+        next(following)
+    if state == "stopped server":
+        server.pause()
+    ended: list[object] = []
+    thread = threading.Thread(target=lambda: ended.append(next(following, None)), daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    following.close()
+    thread.join(10)
+    assert ended == [None]
+    server.go_on()
+    broker.put(name, {"x": np.ones(3)}, replace=True)
+    deadline = time.monotonic() + 20
+    while (held := broker.who(name).leases) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not held and list(following) == []
+
+
+def test_close_during_a_get_leaves_no_lease(broker: vmmfd.Broker, name: str) -> None:
+    class ClosesFollower:
+        @staticmethod
+        def get(name: str, options: dict[str, object]) -> object:
+            lease = client.get(name, options)
+            following.close()
+            return lease
+
+    broker.put(name, {"x": np.zeros(3)})
+    following = broker.follow(name)
+    client, following._client = following._client, ClosesFollower  # type: ignore[assignment]
+    assert list(following) == [] and not broker.who(name).leases
 
 
 def test_asyncio_service(broker: vmmfd.Broker, name: str) -> None:
@@ -158,6 +244,52 @@ def test_calls_share_threads(broker: vmmfd.Broker, name: str) -> None:
     before = threading.active_count()
     asyncio.run(calls())
     assert threading.active_count() <= before + 2
+
+
+def test_forks_start_their_own_threads(server: Server, child: Callable[..., Child]) -> None:
+    started = child(
+        """
+        import asyncio, os, sys, time
+        import numpy as np
+        import vmmfd
+
+        def get():
+            broker = vmmfd.connect(sys.argv[1], backend="host")
+            asyncio.run(broker.get_async("there"))
+
+        vmmfd.connect(sys.argv[1], backend="host").put("there", {"x": np.ones(3)})
+        get()
+        time.sleep(0.1)
+        pid = os.fork()
+        if pid == 0:
+            get()
+            os._exit(7)
+        deadline = time.monotonic() + 20
+        while (status := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if status == (0, 0):
+            os.kill(pid, 9)
+        assert os.waitstatus_to_exitcode(status[1]) == 7
+        """,
+        server.path,
+    )
+    started.end()
+
+
+def test_closed_coroutine_ends_its_wait(broker: vmmfd.Broker, name: str) -> None:
+    async def close() -> None:
+        waiting = broker.get_async(name, wait=60)
+        waiting.send(None)
+        await asyncio.sleep(0.1)
+        waiting.close()
+        await asyncio.sleep(0.1)
+
+    with broker.watch(name) as watch:
+        asyncio.run(close())
+        broker.put(name, {"x": np.zeros(3)})
+        event = watch.next(20)
+        assert event is not None and event.kind == "published"
+        assert watch.next(0.2) is None
 
 
 def test_follow_refuses_another_layout(broker: vmmfd.Broker, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import select
 import threading
 import time
 import uuid
@@ -9,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from conftest import Child, Server
+from conftest import Child, Server, interrupted
 
 import vmmfd
 
@@ -79,14 +81,86 @@ def test_wait_times_out(broker: vmmfd.Broker, prefix: str) -> None:
             watch.next(-1)
 
 
+@pytest.mark.parametrize("polled", [False, True])
+def test_signals_lose_no_event(broker: vmmfd.Broker, prefix: str, polled: bool) -> None:
+    watch, got, interrupts = broker.watch(prefix), [], 0
+    if polled:
+        watch.fileno()
+    for number in range(150):
+        put(broker, f"{prefix}{number}")
+        event = interrupted(lambda: watch.next(5), after=1e-4 + 1e-5 * number)
+        if event is None:
+            interrupts += 1
+            # The place is before an event that was not returned.
+            with broker.watch(prefix, after=watch.place) as other:
+                event = watch.next(5)
+                assert event == other.next(5)
+        got.append(event.name)
+    assert got == [f"{prefix}{number}" for number in range(150)] and watch.next(0) is None
+    assert interrupts > 5
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_threads_share_a_watch(broker: vmmfd.Broker, prefix: str, polled: bool) -> None:
+    watch = broker.watch(prefix)
+    if polled:
+        watch.fileno()
+    got: list[str | None] = []
+    threads = [threading.Thread(target=lambda: got.extend(event.name for event in watch)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    names = [f"{prefix}{number}" for number in range(60)]
+    for name in names:
+        put(broker, name)
+    deadline = time.monotonic() + 20
+    while len(got) < len(names) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watch.close()
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == sorted(names)
+
+
+def test_tasks_share_a_watch(broker: vmmfd.Broker, prefix: str) -> None:
+    async def names() -> list[str | None]:
+        watch = broker.watch(prefix)
+        tasks = [asyncio.ensure_future(anext(watch)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        for number in range(3):
+            put(broker, f"{prefix}{number}")
+        return [event.name for event in await asyncio.gather(*tasks)]
+
+    assert sorted(asyncio.run(names())) == [f"{prefix}{number}" for number in range(3)]
+
+
+def test_cancelled_step_keeps_its_event(broker: vmmfd.Broker, prefix: str) -> None:
+    async def cancelled(watch: vmmfd.Watch) -> None:
+        task = asyncio.ensure_future(anext(watch))
+        await asyncio.sleep(0.1)
+        put(broker, prefix + "a")
+        # The loop does not run, and so can't deliver the event that the step receives.
+        time.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with broker.watch(prefix) as watch:
+        place = watch.place
+        asyncio.run(cancelled(watch))
+        assert watch.place == place
+        assert select.select([watch], [], [], 0)[0]
+        event = watch.next(0)
+        assert event is not None and event.name == prefix + "a" and watch.place != place
+        assert not select.select([watch], [], [], 0.1)[0]
+
+
 def test_wait_leaves_other_calls_free(broker: vmmfd.Broker, prefix: str) -> None:
     got: list[vmmfd.records.Event] = []
     watch = broker.watch(prefix)
     thread = threading.Thread(target=lambda: got.append(next(watch)))
     thread.start()
     time.sleep(0.1)
-    with pytest.raises(ValueError, match="another thread waits in this watch"):
-        watch.next(0)
+    assert watch.next(0) is None
     put(broker, prefix + "a")
     thread.join(60)
     assert got[0].kind == "published"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -15,6 +16,8 @@ _IDLE = 10.0
 
 # The queues of the unused threads.
 _idle: list[SimpleQueue[Callable[[], None]]] = []
+# A fork has no such threads.
+os.register_at_fork(after_in_child=_idle.clear)
 
 
 def _work(calls: SimpleQueue[Callable[[], None]]) -> None:
@@ -46,9 +49,10 @@ async def in_thread(call: Callable[[], t.Result]) -> t.Result:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[t.Result] = loop.create_future()
     stop = Stop()
+    left = False
 
     def deliver(result: t.Result | None, error: BaseException | None) -> None:
-        if future.cancelled():
+        if left or future.cancelled():
             _close(result)
         elif error is None:
             future.set_result(result)  # type: ignore[arg-type]
@@ -66,10 +70,11 @@ async def in_thread(call: Callable[[], t.Result]) -> t.Result:
         except RuntimeError:  # The loop is closed.
             _close(result)
 
-    _start(run)
     try:
+        _start(run)
         return await future
-    except asyncio.CancelledError:
+    except BaseException:  # Also a closed coroutine, whose future is not cancelled.
+        left = True
         stop.set()
         # Cancelled between the result and this task's next step.
         if future.done() and not future.cancelled() and future.exception() is None:

@@ -6,12 +6,13 @@ from _thread import allocate_lock
 from collections.abc import AsyncIterator, Iterator, Mapping
 from time import monotonic
 
-from . import _arguments, _native
+from . import _native
 from . import _types as t
 from ._closing import Closing
-from ._errors import NotFound, Timeout
+from ._errors import Error, NotFound
 from ._lease import Lease
 from ._watch import Watch
+from .records import Event
 
 
 class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
@@ -28,7 +29,7 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
     layout: follow again. Raises as `Broker.get` and `Lease.prepare`.
     """
 
-    __slots__ = ("__weakref__", "_client", "_events", "_expected", "_first", "_lock", "_missed", "_name", "_returned", "_wait", "lease")
+    __slots__ = ("__weakref__", "_client", "_current", "_events", "_expected", "_first", "_last", "_lock", "_name", "_stop", "_wait", "lease")
 
     def __init__(
         self,
@@ -36,23 +37,26 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
         name: str,
         first: dict[str, t.Any],
         expected: Mapping[str, t.Any],
-        wait: t.Time | None,
+        wait: float,
     ) -> None:
         self._client, self._name, self._first, self._expected, self._wait = client, name, first, expected, wait
         self._events = Watch(client.watch(name, None), None)
+        self._stop = _native.Stop()
         self.lease: Lease | None = None
-        # A cancelled step ends a moment later.
+        # One step at a time. A cancelled step ends a moment later.
         self._lock = allocate_lock()
-        # The id of the last returned version, and whether an event may have been read by a step that returned none.
-        self._returned = ""
-        self._missed = False
+        # The id of the last returned version, and whether the lease has the newest one unless an unread event announces another.
+        self._last = ""
+        self._current = False
 
     def __next__(self) -> Lease:
-        lease = self._step()
-        if lease is None:
-            raise StopIteration
-        self._returned = lease.id
-        return lease
+        while (found := self._step()) is not None:
+            lease, version = found
+            # Else another step has returned it.
+            if version != self._last:
+                self._last = version
+                return lease
+        raise StopIteration
 
     def __aiter__(self) -> Follower:
         return self
@@ -60,64 +64,62 @@ class Follower(Closing, Iterator[Lease], AsyncIterator[Lease]):
     async def __anext__(self) -> Lease:
         from ._async import in_thread
 
-        # Not the lease itself, which a cancellation would close.
-        (lease,) = await in_thread(lambda: (self._step(),))
-        if lease is None:
-            raise StopAsyncIteration
-        self._returned = lease.id
-        return lease
+        while (found := await in_thread(self._step)) is not None:
+            lease, version = found
+            if version != self._last:
+                self._last = version
+                return lease
+        raise StopAsyncIteration
 
     def close(self) -> None:
         """Closes the lease, and interrupts a step in another thread."""
         self._events.close()
+        self._stop.set()
         if self.lease is not None:
             self.lease.close()
 
     def __repr__(self) -> str:
         return f"<vmmfd.Follower of {self._name}: {self.lease!r}>"
 
-    def _step(self) -> Lease | None:
-        with self._lock:
-            if self._events.is_closed:
-                return None
-            if self.lease is None:
-                try:
-                    self.lease = Lease(self._client, self._client.get(self._name, self._first))
-                except (Timeout, NotFound) as error:
-                    if not _is_absent(error):
-                        raise
-            # A cancelled step may have got or switched it.
-            elif self.lease.id == self._returned and not self._switch(self.lease):
-                return None
-            return self.lease
-
-    def _switch(self, lease: Lease) -> bool:
-        """Switches the lease to the next version. Returns False if none was put in time."""
-        ends = monotonic() + _arguments.seconds(_arguments.endless(self._wait))
-        missed, self._missed = self._missed, True
-        while True:
-            if not missed:
-                event = self._events.next(max(0.0, ends - monotonic()))
-                if event is None:
-                    self._missed = False
-                    return False
-                is_new = event.kind in ("published", "replaced") and event.name == self._name and event.id != lease.id
-                if not is_new and event.kind != "lost":
-                    continue
-            missed = False
-            try:
-                prepared = lease.prepare(self._name, **self._expected)
-            except NotFound as error:
-                if _is_absent(error):  # Deleted again.
-                    continue
+    def _step(self) -> tuple[Lease, str] | None:
+        """Waits until the lease has a version that was not returned. Returns the lease and the version's id, or None if no such version was
+        put in time, or this is closed. An interrupted step loses nothing: the next step finds the lease as this one has left it."""
+        ends = monotonic() + self._wait
+        try:
+            with self._lock:
+                while self.lease is None or self.lease.id == self._last:
+                    if not self._current:
+                        self._stop.run(self._advance)
+                        self._current = True
+                        continue
+                    self._current = False
+                    event = self._events.next(max(0.0, ends - monotonic()))
+                    self._current = event is None or not self._announces(event)
+                    if event is None:
+                        return None
+                return self.lease, self.lease.id
+        except Error:
+            if not self._events.is_closed:
                 raise
-            with prepared:
-                if prepared.id != lease.id:
-                    lease.switch(prepared, exports_unused=True).close()
-                    self._missed = False
-                    return True
+            return None
 
+    def _announces(self, event: Event) -> bool:
+        """Returns whether there may be a newer version after an event."""
+        is_put = event.kind in ("published", "replaced") and event.name == self._name and event.id != self._last
+        return is_put or event.kind == "lost"
 
-def _is_absent(error: Timeout | NotFound) -> bool:
-    """Returns whether an error means that there is no such object, and not that there is no such array."""
-    return type(error) is Timeout or type(error) is NotFound and error.kind == "object"
+    def _advance(self) -> None:
+        """Gets the newest version, or switches the lease to it. Does nothing if there is none."""
+        try:
+            if self.lease is None:
+                self.lease = Lease(self._client, self._client.get(self._name, self._first))
+                if self._events.is_closed:
+                    self.lease.close()
+            else:
+                with self.lease.prepare(self._name, **self._expected) as prepared:
+                    if prepared.id != self.lease.id:
+                        self.lease.switch(prepared, exports_unused=True).close()
+        except NotFound as error:
+            # No such array.
+            if type(error) is not NotFound or error.kind != "object":
+                raise

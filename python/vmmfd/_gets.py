@@ -117,8 +117,9 @@ class Gets(Closing):
         """
         expected = {"expect": expect, "expect_owner": expect_owner}
         mapping = {"parts": parts, "arrays": arrays, "device": device, "copy_on_write": copy_on_write}
-        first = _arguments.options({**expected, **mapping, "newer_than": newer_than, "wait": _arguments.endless(wait)})
-        return Follower(self._native, name, first, expected, wait)
+        first = _arguments.options({**expected, **mapping, "newer_than": newer_than})
+        self._native.check_get(name, first)
+        return Follower(self._native, name, first, expected, _arguments.seconds(_arguments.endless(wait)))
 
     def state_dict(
         self,

@@ -97,6 +97,19 @@ impl Get {
         Self { wait: Some(wait), ..self }
     }
 
+    /// Checks the names without a request, as [`Client::get`] does first.
+    ///
+    /// # Errors
+    /// [`Error::Broker`](crate::error::Error::Broker) with the code `invalid`.
+    pub fn check(&self) -> Result<()> {
+        check_name(&self.object.name)?;
+        self.object.parts.iter().flatten().try_for_each(|part| check_component("part", part))?;
+        if self.object.range.is_some() && self.object.arrays.is_some() {
+            return Err(BrokerError::new(RefusalCode::Invalid, "a get can request a range or arrays, not both").into());
+        }
+        Ok(())
+    }
+
     fn check_owner(&self, lease: &Lease) -> Result<()> {
         let Some(wanted) = self.owner.filter(|wanted| *wanted != lease.owner().uid) else { return Ok(()) };
         let name = lease.name();
@@ -234,17 +247,10 @@ impl Client {
 
 /// Checks the names and builds the request.
 fn build_request(gets: &[Get], wait: Option<Duration>, claim: Option<&ClaimOf>) -> Result<Message> {
-    let invalid = |message: &str| Err(BrokerError::new(RefusalCode::Invalid, message).into());
     if gets.is_empty() {
-        return invalid("a get needs at least one object");
+        return Err(BrokerError::new(RefusalCode::Invalid, "a get needs at least one object").into());
     }
-    for Get { object, .. } in gets {
-        check_name(&object.name)?;
-        object.parts.iter().flatten().try_for_each(|part| check_component("part", part))?;
-        if object.range.is_some() && object.arrays.is_some() {
-            return invalid("a get can request a range or arrays, not both");
-        }
-    }
+    gets.iter().try_for_each(Get::check)?;
     Ok(Message::Get(Box::new(broker::GetHeader {
         objects: gets.iter().map(|get| get.object.clone()).collect(),
         wait_ms: wait.map(super::milliseconds),
